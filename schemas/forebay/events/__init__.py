@@ -1,0 +1,1 @@
+"""What was said: every fact, command and decision, and how each looks on the wire."""

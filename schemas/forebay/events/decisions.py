@@ -1,0 +1,112 @@
+"""Topic `decisions`: the journal of a group's owner. One writer, dense `seq`, no prompts.
+
+Each record says what the owner applied since its last one (`consumed`), so that replay applies the
+same events in the same order at the same clock readings, and must reach the same decisions.
+"""
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from forebay.events.base import Count, Digest, Event, Name, Part
+
+
+class Run(Part, kw_only=True):
+    """`count` records of one topic, applied one by one at the clock reading `now_us`."""
+
+    topic: Name
+    count: Count
+    now_us: int
+
+
+class Decision(Event, kw_only=True):
+    """What every journal record carries. A record of a lower `owner_epoch` after a claim is void."""
+
+    owner_epoch: int = -1  # the offset of the claim; the claim itself cannot know it
+    seq: Count = 0
+    consumed: tuple[Run, ...] = ()
+
+
+class OwnerClaimed(Decision, tag="owner.claimed", kw_only=True):
+    """From here on this owner decides. `core_version` names the rules it decides by."""
+
+    owner_id: Name
+    core_version: Count
+    at_us: int = 0
+
+
+class CostTerms(Part, kw_only=True):
+    """One candidate's cost in KV blocks, lowest wins; overlaps are blocks found in its cache."""
+
+    cost: float
+    prefill_blocks: float
+    overlap_credit: float
+    decode_blocks: int
+    active_requests: int
+    device_overlap: int
+    host_overlap: int = 0
+    disk_overlap: int = 0
+
+
+class Candidate(Part, kw_only=True):
+    """A worker rank that could have taken the request."""
+
+    worker_id: Name
+    rank: Count
+    terms: CostTerms
+
+
+class RequestRouted(Decision, tag="request.routed", kw_only=True):
+    """A request goes to one worker rank. `table_digest` seals the whole cost table, see `forebay.core.cost`."""
+
+    request_id: Name
+    attempt: Annotated[int, msgspec.Meta(ge=1)]
+    pool: Name
+    worker_id: Name
+    worker_epoch: Count
+    rank: Count
+    mode: str
+    candidates: Count
+    table_digest: Digest
+    terms: CostTerms
+    ties: Count = 1
+    runner_up: Candidate | None = None
+    stage: Literal["aggregated"] = "aggregated"
+
+
+RejectReason = Literal["no_workers", "wrong_model", "duplicate_id", "block_mismatch", "too_long"]
+AbortReason = Literal["cancelled", "deadline", "attempts_exhausted"]
+
+
+class RequestRejected(Decision, tag="request.rejected", kw_only=True):
+    """A request is refused before any worker had it."""
+
+    request_id: Name
+    reason: RejectReason
+    message: str
+
+
+class RequestAborted(Decision, tag="request.aborted", kw_only=True):
+    """The owner gives up a request that it had accepted."""
+
+    request_id: Name
+    reason: AbortReason
+    message: str
+    attempt: Count = 0
+    worker_id: str = ""
+
+
+class SnapshotTaken(Decision, tag="snapshot.taken", kw_only=True):
+    """The state after `consumed` is in `snapshots`, `chunks` records from `first_offset` on."""
+
+    first_offset: Count
+    chunks: Count
+    digest: Digest
+    world_seq: Count  # journal records that the state includes: all with a lower seq
+
+
+class Advanced(Decision, tag="advanced", kw_only=True):
+    """Nothing was decided for a while; bounds the length of `consumed`."""
+
+
+JournalRecord = OwnerClaimed | RequestRouted | RequestRejected | RequestAborted | SnapshotTaken | Advanced

@@ -1,0 +1,41 @@
+"""Topic `progress`: what workers say of the requests they run."""
+
+from typing import Literal
+
+from forebay.events.base import Count, Event, Name
+
+FinishReason = Literal["stop", "length", "cancelled"]
+
+
+class ProgressEvent(Event, kw_only=True):
+    """Which attempt of which request, by whom, on whose order."""
+
+    request_id: Name
+    attempt: Count
+    worker_id: Name
+    worker_epoch: Count
+    owner_epoch: Count
+    at_us: int = 0
+
+
+class FirstTokenEmitted(ProgressEvent, tag="progress.first_token_emitted", kw_only=True):
+    """Prefill is over."""
+
+    cached_tokens: Count = 0
+
+
+class RequestFinished(ProgressEvent, tag="progress.request_finished", kw_only=True):
+    """The attempt ended well; its last tokens are on the reply slot."""
+
+    finish_reason: FinishReason
+    output_tokens: Count = 0
+    cached_tokens: Count = 0
+
+
+class RequestFailed(ProgressEvent, tag="progress.request_failed", kw_only=True):
+    """The attempt ended badly."""
+
+    error: str
+
+
+AnyProgressEvent = FirstTokenEmitted | RequestFinished | RequestFailed

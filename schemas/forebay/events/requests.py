@@ -1,0 +1,56 @@
+"""Topic `requests`: what clients ask for, tokenised and hashed by an ingress. Holds prompts."""
+
+from typing import Annotated
+
+import msgspec
+
+from forebay.events.base import U32_BYTES, U64_BYTES, Count, Event, Name, Part, require_packed
+
+
+class Sampling(Part, kw_only=True):
+    """How to generate; passed through to the engine. Names and meanings are OpenAI's."""
+
+    max_tokens: Annotated[int, msgspec.Meta(ge=1)]
+    temperature: float = 1.0
+    top_p: float = 1.0
+    seed: int | None = None
+    ignore_eos: bool = False  # vLLM's extension: generate exactly max_tokens
+
+
+class RequestSubmitted(Event, tag="request.submitted", kw_only=True):
+    """A valid request, ready to be routed.
+
+    `sequence_hashes` has one u64 for each full block of `token_ids`, chained as in `forebay.core.blocks`.
+    `timeout_us` counts from the owner's clock when it applies this event. `tie_seed` decides between
+    equal candidates; it is xxh3_64 of the request id unless the recording was anonymised.
+    """
+
+    request_id: Name
+    model: Name
+    token_ids: bytes
+    sequence_hashes: bytes
+    reply_slot: Count
+    timeout_us: Annotated[int, msgspec.Meta(ge=1)]
+    tie_seed: Count
+    sampling: Sampling
+    ingress_id: str = ""
+    at_us: int = 0  # the ingress's clock: for people and latency figures only
+
+    def __post_init__(self) -> None:
+        require_packed("token_ids", self.token_ids, U32_BYTES)
+        require_packed("sequence_hashes", self.sequence_hashes, U64_BYTES)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.token_ids) // U32_BYTES
+
+
+class RequestCancelled(Event, tag="request.cancelled", kw_only=True):
+    """The client no longer wants the answer."""
+
+    request_id: Name
+    reason: str = "client disconnected"
+    at_us: int = 0
+
+
+RequestEvent = RequestSubmitted | RequestCancelled

@@ -1,0 +1,34 @@
+"""Topic `work.<pool>`: effects of decisions; the partition is the worker's slot. Holds prompts."""
+
+from forebay.events.base import U32_BYTES, U64_BYTES, Count, Event, Name, require_packed
+from forebay.events.requests import Sampling
+
+
+class WorkEvent(Event, kw_only=True):
+    """Idempotent by (request, stage, attempt); a worker obeys only its own `worker_epoch`."""
+
+    request_id: Name
+    attempt: Count
+    owner_epoch: Count
+    worker_epoch: Count
+
+
+class WorkItem(WorkEvent, tag="work.item", kw_only=True):
+    """Generate for this prompt and answer on `reply_slot`."""
+
+    rank: Count
+    token_ids: bytes
+    sequence_hashes: bytes
+    reply_slot: Count
+    sampling: Sampling
+
+    def __post_init__(self) -> None:
+        require_packed("token_ids", self.token_ids, U32_BYTES)
+        require_packed("sequence_hashes", self.sequence_hashes, U64_BYTES)
+
+
+class WorkCancelled(WorkEvent, tag="work.cancelled", kw_only=True):
+    """Stop generating and free the blocks; nobody waits for an answer."""
+
+
+AnyWorkEvent = WorkItem | WorkCancelled

@@ -1,0 +1,108 @@
+"""The two seams to the outside world: `Log`, where events travel, and `Leases`, who is alive.
+
+Theory of operation. A log is a set of topics, each a set of partitions, each a dense sequence of
+records from offset 0. An append is acknowledged when it would survive the death of this process; only
+then do readers see it. Appends of one caller keep their order. Nothing here knows what a record means.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Protocol
+
+import msgspec
+
+
+class LogError(Exception):
+    """The log cannot go on; the text says what to do. After a failed append the log stays failed."""
+
+
+class Draft(msgspec.Struct, frozen=True):
+    """A record to append."""
+
+    topic: str
+    partition: int
+    value: bytes
+    key: bytes | None = None
+    headers: Mapping[str, str] | None = None
+
+
+class Record(msgspec.Struct, frozen=True):
+    """A record as it stands in the log. `at_us` is the wall clock of the append, for people only."""
+
+    topic: str
+    partition: int
+    offset: int
+    at_us: int
+    value: bytes
+    key: bytes | None = None
+    headers: Mapping[str, str] | None = None
+
+
+class Tail(Protocol):
+    """A reader that follows one partition from an offset on."""
+
+    def take(self, limit: int) -> list[Record]:
+        """Up to `limit` next records, at once; empty when none is there yet."""
+
+    def __len__(self) -> int:
+        """Records known to be ready (at least 1 when any is)."""
+
+    def close(self) -> None:
+        """Stop following."""
+
+
+class Log(Protocol):
+    """An append-only log. Used from one event loop."""
+
+    async def append(self, drafts: Sequence[Draft]) -> list[int]:
+        """Append all or none, in order; the offsets once they are durable.
+
+        Raises LogError when they are not, and on every later call.
+        """
+
+    def append_soon(self, drafts: Sequence[Draft]) -> None:
+        """Append without waiting. A failure ends the log: `append` and `failure` tell."""
+
+    def tail(self, topic: str, partition: int, offset: int, wake: "Wake") -> Tail:
+        """Follow a partition from `offset`; `wake.set()` is called whenever records become ready."""
+
+    def read(self, topic: str, partition: int, offset: int, limit: int) -> list[Record]:
+        """Up to `limit` records from `offset` on. Raises LogError for a record that fails its checksum."""
+
+    def end(self, topic: str, partition: int) -> int:
+        """The offset that the next record will get."""
+
+
+class Wake(Protocol):
+    """What a tail calls when it has something: an asyncio.Event, or anything with `set`."""
+
+    def set(self) -> None:
+        """Note that there is something to take."""
+
+
+class Lease(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker's lease as the owner sees it. `expires_in_ms` is negative once it ran out."""
+
+    worker_id: str
+    token: str
+    payload: bytes
+    expires_in_ms: int
+    ttl_ms: Annotated[int, msgspec.Meta(ge=1)]
+
+
+class Leases(Protocol):
+    """Liveness, and nothing else: no fact is ever read from here without becoming an event first."""
+
+    def acquire(self, group: str, worker_id: str, token: str, payload: bytes, ttl_ms: int) -> None:
+        """Take or replace the lease of a worker; `token` names this incarnation."""
+
+    def renew(self, group: str, worker_id: str, token: str, ttl_ms: int) -> bool:
+        """Extend the lease. False when another incarnation holds it or it is gone."""
+
+    def release(self, group: str, worker_id: str, token: str) -> None:
+        """Give the lease up, if this incarnation holds it."""
+
+    def poll(self, group: str) -> list[Lease]:
+        """Every lease of the group in worker order, run-out ones too."""
+
+    def forget(self, group: str, worker_id: str, token: str) -> None:
+        """Drop a run-out lease after the owner wrote its fact."""
