@@ -19,7 +19,11 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 Digest = Annotated[
     str,
-    msgspec.Meta(pattern="^[0-9a-f]{16}$", description="64 bits as 16 hex digits: JSON readers round large numbers."),
+    msgspec.Meta(
+        pattern="^[0-9a-f]{16}$",
+        max_length=16,  # `$` alone lets a newline follow
+        description="64 bits as 16 hex digits: JSON readers round large numbers.",
+    ),
 ]
 
 

@@ -27,7 +27,7 @@ def decode(topic: Topic, value: bytes) -> Any:
     """The event in a record of `topic`. Raises DecodeError for anything else."""
     try:
         return _decoder(topic.codec, topic.events).decode(value)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:  # the last: deep nesting
         raise DecodeError(f"{topic.name}: {error}") from error
 
 
@@ -36,7 +36,9 @@ _MSGPACK = msgspec.msgpack.Encoder()
 
 
 @lru_cache(maxsize=64)
-def _decoder(codec: str, events: UnionType | type | None) -> "msgspec.json.Decoder[Any] | msgspec.msgpack.Decoder[Any]":
+def _decoder(
+    codec: str, events: UnionType | type | None
+) -> "msgspec.json.Decoder[Any] | msgspec.msgpack.Decoder[Any]":
     if events is None:
         raise DecodeError("the topic carries no events")
     return msgspec.json.Decoder(events) if codec == "json" else msgspec.msgpack.Decoder(events)

@@ -10,7 +10,7 @@ RouterMode = Literal["kv", "round-robin"]
 Weight = Annotated[float, msgspec.Meta(ge=0.0)]
 
 
-class RouterConfig(Part, kw_only=True):
+class RouterConfig(Part, frozen=True, kw_only=True):
     """The KV router's weights. Names, defaults and meanings are Dynamo's (router configuration)."""
 
     mode: RouterMode = "kv"
@@ -22,7 +22,7 @@ class RouterConfig(Part, kw_only=True):
     temperature: Weight = 0.0
 
 
-class PoolConfigured(Event, tag="control.pool_configured", kw_only=True):
+class PoolConfigured(Event, tag="control.pool_configured", frozen=True, kw_only=True):
     """A pool serves one model with blocks of one size; its routing rule is replaced as a whole."""
 
     pool: Name

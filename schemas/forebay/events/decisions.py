@@ -11,7 +11,7 @@ import msgspec
 from forebay.events.base import Count, Digest, Event, Name, Part
 
 
-class Run(Part, kw_only=True):
+class Run(Part, frozen=True, kw_only=True):
     """`count` records of one topic, applied one by one at the clock reading `now_us`."""
 
     topic: Name
@@ -19,7 +19,7 @@ class Run(Part, kw_only=True):
     now_us: int
 
 
-class Decision(Event, kw_only=True):
+class Decision(Event, frozen=True, kw_only=True):
     """What every journal record carries. A record of a lower `owner_epoch` after a claim is void."""
 
     owner_epoch: int = -1  # the offset of the claim; the claim itself cannot know it
@@ -27,7 +27,7 @@ class Decision(Event, kw_only=True):
     consumed: tuple[Run, ...] = ()
 
 
-class OwnerClaimed(Decision, tag="owner.claimed", kw_only=True):
+class OwnerClaimed(Decision, tag="owner.claimed", frozen=True, kw_only=True):
     """From here on this owner decides. `core_version` names the rules it decides by."""
 
     owner_id: Name
@@ -35,7 +35,7 @@ class OwnerClaimed(Decision, tag="owner.claimed", kw_only=True):
     at_us: int = 0
 
 
-class CostTerms(Part, kw_only=True):
+class CostTerms(Part, frozen=True, kw_only=True):
     """One candidate's cost in KV blocks, lowest wins; overlaps are blocks found in its cache."""
 
     cost: float
@@ -48,7 +48,7 @@ class CostTerms(Part, kw_only=True):
     disk_overlap: int = 0
 
 
-class Candidate(Part, kw_only=True):
+class Candidate(Part, frozen=True, kw_only=True):
     """A worker rank that could have taken the request."""
 
     worker_id: Name
@@ -56,14 +56,15 @@ class Candidate(Part, kw_only=True):
     terms: CostTerms
 
 
-class RequestRouted(Decision, tag="request.routed", kw_only=True):
-    """A request goes to one worker rank. `table_digest` seals the whole cost table, see `forebay.core.cost`."""
+class RequestRouted(Decision, tag="request.routed", frozen=True, kw_only=True):
+    """A request goes to one worker rank; `table_digest` seals the cost table, see `forebay.core.cost`."""
 
     request_id: Name
     attempt: Annotated[int, msgspec.Meta(ge=1)]
     pool: Name
     worker_id: Name
     worker_epoch: Count
+    slot: Count
     rank: Count
     mode: str
     candidates: Count
@@ -74,39 +75,49 @@ class RequestRouted(Decision, tag="request.routed", kw_only=True):
     stage: Literal["aggregated"] = "aggregated"
 
 
-RejectReason = Literal["no_workers", "wrong_model", "duplicate_id", "block_mismatch", "too_long"]
+RejectReason = Literal["no_workers", "wrong_model", "duplicate_id", "overloaded"]
 AbortReason = Literal["cancelled", "deadline", "attempts_exhausted"]
 
 
-class RequestRejected(Decision, tag="request.rejected", kw_only=True):
+class RequestRejected(Decision, tag="request.rejected", frozen=True, kw_only=True):
     """A request is refused before any worker had it."""
 
     request_id: Name
+    reply_slot: Count
     reason: RejectReason
     message: str
 
 
-class RequestAborted(Decision, tag="request.aborted", kw_only=True):
+class RequestAborted(Decision, tag="request.aborted", frozen=True, kw_only=True):
     """The owner gives up a request that it had accepted."""
 
     request_id: Name
+    reply_slot: Count
     reason: AbortReason
     message: str
-    attempt: Count = 0
-    worker_id: str = ""
+    attempt: Count
+    pool: Name
+    worker_id: str = ""  # whose work is to be cancelled; empty when no worker has it
+    worker_epoch: Count = 0
+    slot: Count = 0
 
 
-class SnapshotTaken(Decision, tag="snapshot.taken", kw_only=True):
-    """The state after `consumed` is in `snapshots`, `chunks` records from `first_offset` on."""
+class SnapshotTaken(Decision, tag="snapshot.taken", frozen=True, kw_only=True):
+    """A state is in `snapshots`, `chunks` records from `first_offset` on.
+
+    Its digest was journalled by an `Advanced` right before `journal_offset`.
+    """
 
     first_offset: Count
     chunks: Count
     digest: Digest
-    world_seq: Count  # journal records that the state includes: all with a lower seq
+    journal_offset: Count  # the state includes the journal records before this offset
 
 
-class Advanced(Decision, tag="advanced", kw_only=True):
-    """Nothing was decided for a while; bounds the length of `consumed`."""
+class Advanced(Decision, tag="advanced", frozen=True, kw_only=True):
+    """No request was decided: bounds the length of `consumed`, and seals the state after it."""
+
+    digest: Digest
 
 
 JournalRecord = OwnerClaimed | RequestRouted | RequestRejected | RequestAborted | SnapshotTaken | Advanced

@@ -12,7 +12,7 @@ from forebay.events.base import Count, Event, Name, Part
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 
-class WorkerSpec(Part, kw_only=True):
+class WorkerSpec(Part, frozen=True, kw_only=True):
     """What a worker offers. `block_size` is in tokens, `kv_blocks_total` is per rank."""
 
     worker_id: Name
@@ -26,14 +26,14 @@ class WorkerSpec(Part, kw_only=True):
     engine: str = "mock"
 
 
-class FleetEvent(Event, kw_only=True):
+class FleetEvent(Event, frozen=True, kw_only=True):
     """A fact is void after a fleet `owner.claimed` of a higher epoch."""
 
     owner_epoch: Count
     at_us: int = 0
 
 
-class WorkerJoined(FleetEvent, tag="fleet.worker_joined", kw_only=True):
+class WorkerJoined(FleetEvent, tag="fleet.worker_joined", frozen=True, kw_only=True):
     """A worker is admitted: it reads partition `slot` of its pool's work topic from `from_offset`."""
 
     spec: WorkerSpec
@@ -42,7 +42,7 @@ class WorkerJoined(FleetEvent, tag="fleet.worker_joined", kw_only=True):
     from_offset: Count
 
 
-class WorkerFact(FleetEvent, kw_only=True):
+class WorkerFact(FleetEvent, frozen=True, kw_only=True):
     """A fact about one epoch of one worker."""
 
     worker_id: Name
@@ -50,24 +50,26 @@ class WorkerFact(FleetEvent, kw_only=True):
     reason: str = ""
 
 
-class WorkerSuspect(WorkerFact, tag="fleet.worker_suspect", kw_only=True):
+class WorkerSuspect(WorkerFact, tag="fleet.worker_suspect", frozen=True, kw_only=True):
     """A lease renewal was missed: nothing new is sent there for now."""
 
 
-class WorkerRecovered(WorkerFact, tag="fleet.worker_recovered", kw_only=True):
+class WorkerRecovered(WorkerFact, tag="fleet.worker_recovered", frozen=True, kw_only=True):
     """A suspect worker renewed its lease."""
 
 
-class WorkerDraining(WorkerFact, tag="fleet.worker_draining", kw_only=True):
+class WorkerDraining(WorkerFact, tag="fleet.worker_draining", frozen=True, kw_only=True):
     """The worker finishes what it has and takes nothing new."""
 
 
-class WorkerLost(WorkerFact, tag="fleet.worker_lost", kw_only=True):
+class WorkerLost(WorkerFact, tag="fleet.worker_lost", frozen=True, kw_only=True):
     """The lease ran out or was given up: the worker's cache and requests are gone."""
 
 
-class OwnershipAnnounced(FleetEvent, tag="fleet.owner_claimed", kw_only=True):
+class OwnershipAnnounced(FleetEvent, tag="fleet.owner_claimed", frozen=True, kw_only=True):
     """The owner of `owner_epoch` speaks from here on; fleet facts of lower epochs are void."""
 
 
-AnyFleetEvent = WorkerJoined | WorkerSuspect | WorkerRecovered | WorkerDraining | WorkerLost | OwnershipAnnounced
+AnyFleetEvent = (
+    WorkerJoined | WorkerSuspect | WorkerRecovered | WorkerDraining | WorkerLost | OwnershipAnnounced
+)

@@ -11,7 +11,7 @@ from forebay.events.base import U64_BYTES, Count, Event, Name, require_packed
 Tier = Literal["device", "host", "disk"]
 
 
-class KvEvent(Event, kw_only=True):
+class KvEvent(Event, frozen=True, kw_only=True):
     """Where and when a cache changed."""
 
     worker_id: Name
@@ -20,7 +20,7 @@ class KvEvent(Event, kw_only=True):
     rank: Count = 0
 
 
-class BlocksStored(KvEvent, tag="kv.blocks_stored", kw_only=True):
+class BlocksStored(KvEvent, tag="kv.blocks_stored", frozen=True, kw_only=True):
     """Blocks entered one tier. They continue `parent_hash`, or start a sequence when it is None."""
 
     sequence_hashes: bytes
@@ -33,7 +33,7 @@ class BlocksStored(KvEvent, tag="kv.blocks_stored", kw_only=True):
         require_packed("engine_hashes", self.engine_hashes, U64_BYTES)
 
 
-class BlocksRemoved(KvEvent, tag="kv.blocks_removed", kw_only=True):
+class BlocksRemoved(KvEvent, tag="kv.blocks_removed", frozen=True, kw_only=True):
     """Blocks left one tier."""
 
     sequence_hashes: bytes
@@ -45,7 +45,7 @@ class BlocksRemoved(KvEvent, tag="kv.blocks_removed", kw_only=True):
         require_packed("engine_hashes", self.engine_hashes, U64_BYTES)
 
 
-class CacheCleared(KvEvent, tag="kv.cache_cleared", kw_only=True):
+class CacheCleared(KvEvent, tag="kv.cache_cleared", frozen=True, kw_only=True):
     """Every tier of this one (worker, rank) is empty."""
 
 

@@ -3,7 +3,7 @@
 from forebay.events.base import Count, Event, Name
 
 
-class LoadReported(Event, tag="load.reported", kw_only=True):
+class LoadReported(Event, tag="load.reported", frozen=True, kw_only=True):
     """A rank's queue and cache, at most ten times a second."""
 
     worker_id: Name

@@ -7,7 +7,7 @@ from forebay.events.base import Count, Event, Name
 FinishReason = Literal["stop", "length", "cancelled"]
 
 
-class ProgressEvent(Event, kw_only=True):
+class ProgressEvent(Event, frozen=True, kw_only=True):
     """Which attempt of which request, by whom, on whose order."""
 
     request_id: Name
@@ -18,13 +18,13 @@ class ProgressEvent(Event, kw_only=True):
     at_us: int = 0
 
 
-class FirstTokenEmitted(ProgressEvent, tag="progress.first_token_emitted", kw_only=True):
+class FirstTokenEmitted(ProgressEvent, tag="progress.first_token_emitted", frozen=True, kw_only=True):
     """Prefill is over."""
 
     cached_tokens: Count = 0
 
 
-class RequestFinished(ProgressEvent, tag="progress.request_finished", kw_only=True):
+class RequestFinished(ProgressEvent, tag="progress.request_finished", frozen=True, kw_only=True):
     """The attempt ended well; its last tokens are on the reply slot."""
 
     finish_reason: FinishReason
@@ -32,7 +32,7 @@ class RequestFinished(ProgressEvent, tag="progress.request_finished", kw_only=Tr
     cached_tokens: Count = 0
 
 
-class RequestFailed(ProgressEvent, tag="progress.request_failed", kw_only=True):
+class RequestFailed(ProgressEvent, tag="progress.request_failed", frozen=True, kw_only=True):
     """The attempt ended badly."""
 
     error: str

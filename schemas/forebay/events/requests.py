@@ -7,7 +7,7 @@ import msgspec
 from forebay.events.base import U32_BYTES, U64_BYTES, Count, Event, Name, Part, require_packed
 
 
-class Sampling(Part, kw_only=True):
+class Sampling(Part, frozen=True, kw_only=True):
     """How to generate; passed through to the engine. Names and meanings are OpenAI's."""
 
     max_tokens: Annotated[int, msgspec.Meta(ge=1)]
@@ -17,7 +17,7 @@ class Sampling(Part, kw_only=True):
     ignore_eos: bool = False  # vLLM's extension: generate exactly max_tokens
 
 
-class RequestSubmitted(Event, tag="request.submitted", kw_only=True):
+class RequestSubmitted(Event, tag="request.submitted", frozen=True, kw_only=True):
     """A valid request, ready to be routed.
 
     `sequence_hashes` has one u64 for each full block of `token_ids`, chained as in `forebay.core.blocks`.
@@ -33,6 +33,7 @@ class RequestSubmitted(Event, tag="request.submitted", kw_only=True):
     timeout_us: Annotated[int, msgspec.Meta(ge=1)]
     tie_seed: Count
     sampling: Sampling
+    nonce: Count = 0  # one for each submission: a redelivery repeats it, another use of the same id does not
     ingress_id: str = ""
     at_us: int = 0  # the ingress's clock: for people and latency figures only
 
@@ -42,10 +43,11 @@ class RequestSubmitted(Event, tag="request.submitted", kw_only=True):
 
     @property
     def prompt_tokens(self) -> int:
+        """The length of the prompt."""
         return len(self.token_ids) // U32_BYTES
 
 
-class RequestCancelled(Event, tag="request.cancelled", kw_only=True):
+class RequestCancelled(Event, tag="request.cancelled", frozen=True, kw_only=True):
     """The client no longer wants the answer."""
 
     request_id: Name

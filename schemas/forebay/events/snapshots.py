@@ -12,7 +12,7 @@ from forebay.events.kv import Tier
 CHUNK_HASHES_MAX = 131_072 - 64  # packed hashes of one chunk stay below 1 MiB with their envelope
 
 
-class IndexBlocks(Part, tag_field="type", tag="index_blocks", kw_only=True):
+class IndexBlocks(Part, tag_field="type", tag="index_blocks", frozen=True, kw_only=True):
     """Blocks that one (worker, rank) holds in one tier."""
 
     worker_id: Name
@@ -24,15 +24,16 @@ class IndexBlocks(Part, tag_field="type", tag="index_blocks", kw_only=True):
         require_packed("sequence_hashes", self.sequence_hashes, U64_BYTES)
 
 
-class IndexCursor(Part, tag_field="type", tag="index_cursor", kw_only=True):
+class IndexCursor(Part, tag_field="type", tag="index_cursor", frozen=True, kw_only=True):
     """The last KV event applied for one (worker, rank)."""
 
     worker_id: Name
     rank: Count
     last_seq: int
+    worker_epoch: Count
 
 
-class WorkerState(Part, tag_field="type", tag="worker_state", kw_only=True):
+class WorkerState(Part, tag_field="type", tag="worker_state", frozen=True, kw_only=True):
     """One member of the fleet."""
 
     spec: WorkerSpec
@@ -43,28 +44,45 @@ class WorkerState(Part, tag_field="type", tag="worker_state", kw_only=True):
     phase: str
 
 
-class RequestState(Part, tag_field="type", tag="request_state", kw_only=True):
-    """One request that is under way or remembered; `offset` is that of its `RequestSubmitted`."""
+class RequestState(Part, tag_field="type", tag="request_state", frozen=True, kw_only=True):
+    """One request under way; `offset` is that of its `RequestSubmitted`, which holds the prompt."""
 
     request_id: Name
     phase: str
     content: Count
-    deadline_us: int
-    forget_us: int
-    offset: Count = 0
-    attempt: Count = 0
-    reply_slot: Count = 0
-    prompt_tokens: Count = 0
-    max_tokens: Count = 0
-    tie_seed: Count = 0
-    pool: str = ""
-    worker_id: str = ""
-    worker_epoch: Count = 0
-    rank: Count = 0
-    sequence_hashes: bytes = b""
+    due_us: int
+    offset: Count
+    reply_slot: Count
+    prompt_tokens: Count
+    tie_seed: Count
+    pool: Name
+    attempt: Count
+    worker_id: str
+    worker_epoch: Count
+    rank: Count
+    sequence_hashes: bytes
+
+    def __post_init__(self) -> None:
+        require_packed("sequence_hashes", self.sequence_hashes, U64_BYTES)
 
 
-class Booking(Part, tag_field="type", tag="booking", kw_only=True):
+class Remembered(Part, tag_field="type", tag="remembered", frozen=True, kw_only=True):
+    """Requests that ended, so that a repeated id is found.
+
+    Packed u64: hashes of id and content, and when each is forgotten.
+    """
+
+    ids: bytes
+    contents: bytes
+    due_us: bytes
+
+    def __post_init__(self) -> None:
+        require_packed("ids", self.ids, U64_BYTES)
+        require_packed("contents", self.contents, U64_BYTES)
+        require_packed("due_us", self.due_us, U64_BYTES)
+
+
+class Booking(Part, tag_field="type", tag="booking", frozen=True, kw_only=True):
     """The load that one routed request puts on one (worker, rank)."""
 
     request_id: Name
@@ -73,8 +91,11 @@ class Booking(Part, tag_field="type", tag="booking", kw_only=True):
     prefill_tokens: Count
     sequence_hashes: bytes
 
+    def __post_init__(self) -> None:
+        require_packed("sequence_hashes", self.sequence_hashes, U64_BYTES)
 
-class Reported(Part, tag_field="type", tag="reported", kw_only=True):
+
+class Reported(Part, tag_field="type", tag="reported", frozen=True, kw_only=True):
     """The newest load report of one (worker, rank)."""
 
     worker_id: Name
@@ -85,22 +106,22 @@ class Reported(Part, tag_field="type", tag="reported", kw_only=True):
     kv_blocks_total: Count
 
 
-class WorldState(Part, tag_field="type", tag="world_state", kw_only=True):
+class WorldState(Part, tag_field="type", tag="world_state", frozen=True, kw_only=True):
     """What the world holds beside its machines. `view` has one run per topic: count is the next offset."""
 
     now_us: int
     view: tuple[Run, ...]
     pools: tuple[PoolConfigured, ...]
     turns: Count  # decisions made by round robin
-    counters: dict[str, int]
-    owner_epoch: int = -1
-    seq: Count = 0
+    owner_epoch: int
+    fleet_epoch: int  # the newest owner epoch announced on `fleet`, as applied
+    seq: Count
 
 
-Chunk = IndexBlocks | IndexCursor | WorkerState | RequestState | Booking | Reported | WorldState
+Chunk = IndexBlocks | IndexCursor | WorkerState | RequestState | Remembered | Booking | Reported | WorldState
 
 
-class SnapshotChunk(Event, tag="snapshot.chunk", kw_only=True):
+class SnapshotChunk(Event, tag="snapshot.chunk", frozen=True, kw_only=True):
     """Part `number` of a snapshot, counted from 0."""
 
     owner_epoch: int

@@ -5,7 +5,7 @@ from typing import Literal
 from forebay.events.base import U32_BYTES, Count, Event, Name, Part, require_packed
 
 
-class Usage(Part, kw_only=True):
+class Usage(Part, frozen=True, kw_only=True):
     """Token counts of a whole answer."""
 
     prompt_tokens: Count
@@ -13,7 +13,7 @@ class Usage(Part, kw_only=True):
     cached_tokens: Count = 0
 
 
-class AnswerError(Part, kw_only=True):
+class AnswerError(Part, frozen=True, kw_only=True):
     """Why there is no (whole) answer: an HTTP status, OpenAI's error code, a sentence for the caller."""
 
     status: Count
@@ -21,7 +21,7 @@ class AnswerError(Part, kw_only=True):
     message: str
 
 
-class TokenChunk(Part, kw_only=True):
+class TokenChunk(Part, frozen=True, kw_only=True):
     """New tokens of one request; `first_index` is the position of the first among its output tokens."""
 
     request_id: Name
@@ -33,7 +33,7 @@ class TokenChunk(Part, kw_only=True):
         require_packed("token_ids", self.token_ids, U32_BYTES)
 
 
-class TokensEmitted(Event, tag="tokens.emitted", kw_only=True):
+class TokensEmitted(Event, tag="tokens.emitted", frozen=True, kw_only=True):
     """What one engine step gave the requests of one slot."""
 
     worker_id: Name
@@ -44,7 +44,7 @@ class TokensEmitted(Event, tag="tokens.emitted", kw_only=True):
     at_us: int = 0
 
 
-class AttemptStarted(Event, tag="tokens.attempt_started", kw_only=True):
+class AttemptStarted(Event, tag="tokens.attempt_started", frozen=True, kw_only=True):
     """A later attempt begins: tokens of lower attempts after this are void."""
 
     request_id: Name
@@ -53,7 +53,7 @@ class AttemptStarted(Event, tag="tokens.attempt_started", kw_only=True):
     worker_id: Name
 
 
-class ResponseEnded(Event, tag="tokens.response_ended", kw_only=True):
+class ResponseEnded(Event, tag="tokens.response_ended", frozen=True, kw_only=True):
     """Nothing of this request follows. Either `usage` or `error` is set."""
 
     request_id: Name

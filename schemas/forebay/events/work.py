@@ -4,7 +4,7 @@ from forebay.events.base import U32_BYTES, U64_BYTES, Count, Event, Name, requir
 from forebay.events.requests import Sampling
 
 
-class WorkEvent(Event, kw_only=True):
+class WorkEvent(Event, frozen=True, kw_only=True):
     """Idempotent by (request, stage, attempt); a worker obeys only its own `worker_epoch`."""
 
     request_id: Name
@@ -13,7 +13,7 @@ class WorkEvent(Event, kw_only=True):
     worker_epoch: Count
 
 
-class WorkItem(WorkEvent, tag="work.item", kw_only=True):
+class WorkItem(WorkEvent, tag="work.item", frozen=True, kw_only=True):
     """Generate for this prompt and answer on `reply_slot`."""
 
     rank: Count
@@ -27,7 +27,7 @@ class WorkItem(WorkEvent, tag="work.item", kw_only=True):
         require_packed("sequence_hashes", self.sequence_hashes, U64_BYTES)
 
 
-class WorkCancelled(WorkEvent, tag="work.cancelled", kw_only=True):
+class WorkCancelled(WorkEvent, tag="work.cancelled", frozen=True, kw_only=True):
     """Stop generating and free the blocks; nobody waits for an answer."""
 
 

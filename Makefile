@@ -1,0 +1,89 @@
+# Every target works on a bare machine: `make setup` builds .venv from the hashed requirements.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+export UV_PYTHON_DOWNLOADS := never
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+UV_VERSION := 0.13.8
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PYTHONS := python3.13 python3.12 python3.11 python3
+SOURCES := schemas streams services
+ARGS ?=
+
+.PHONY: help setup up test lint type fmt coverage bench schemas lock ci clean
+
+help: ## show this list
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 18
+
+setup: $(READY) ## build .venv from the hashed requirements
+	@echo 'ready: $(VENV)'
+
+up: $(READY) ## run everything in one process; options in ARGS="..."
+	@$(BIN)/forebay up $(ARGS)
+
+test: $(READY) ## run the whole test suite; options in ARGS="..."
+	@$(BIN)/pytest $(ARGS)
+
+lint: $(READY) ## check style, layers and spelling
+	@$(BIN)/ruff check --quiet --output-format concise
+	@$(BIN)/ruff format --check --quiet
+	@$(BIN)/lint-imports --no-logo
+	@$(BIN)/typos
+
+type: $(READY) ## check types, strictly
+	@$(BIN)/mypy $(SOURCES) infra tests
+
+fmt: $(READY) ## format and fix what can be fixed
+	@$(BIN)/ruff format --quiet
+	@$(BIN)/ruff check --fix --quiet
+
+coverage: $(READY) ## prove 100 % branch coverage of events and core
+	@$(BIN)/coverage erase
+	@$(BIN)/coverage run -m pytest --quiet tests/events tests/core
+	@$(BIN)/coverage report
+
+bench: $(READY) ## measure; results are printed, never asserted
+	@$(BIN)/python -m tests.benchmarks $(ARGS)
+
+schemas: $(READY) ## regenerate the schema registry and docs/events.md, add missing wire samples
+	@$(BIN)/python -m infra.schemas
+	@$(BIN)/python -m infra.samples
+	@git status --short -- schemas docs/events.md tests/events/samples
+
+lock: $(READY) ## resolve the requirements anew, with hashes
+	@uv=$$(command -v uv || echo .tools/bin/uv); \
+	$$uv pip compile --quiet --upgrade --generate-hashes --universal --no-emit-index-url --group dev pyproject.toml \
+	    -o requirements.txt
+
+ci: ## what CI runs
+	@.ci/run
+
+clean: ## remove everything that was built
+	@rm -rf $(VENV) .tools .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .coverage htmlcov dist
+	@find $(SOURCES) infra tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(READY): requirements.txt pyproject.toml
+	@python=; for candidate in $(PYTHONS); do \
+	    if $$candidate -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+	        python=$$(command -v $$candidate); break; fi; done; \
+	if [ -z "$$python" ]; then echo 'forebay needs Python 3.11 or newer: none of $(PYTHONS) is' >&2; exit 1; fi; \
+	uv=$$(command -v uv || true); \
+	if [ -z "$$uv" ]; then \
+	    uv=.tools/bin/uv; \
+	    if ! [ -x $$uv ]; then \
+	        echo 'setup: fetching uv $(UV_VERSION) into .tools'; \
+	        $$python -m venv .tools 2>/dev/null \
+	            || { rm -rf .tools; echo 'Python has no venv module: apt install python3-venv' >&2; exit 1; }; \
+	        .tools/bin/pip install --quiet 'uv==$(UV_VERSION)'; \
+	    fi; \
+	fi; \
+	echo 'setup: building $(VENV), once'; \
+	[ -x $(BIN)/python ] || $$uv venv --quiet --python "$$python" $(VENV); \
+	$$uv pip sync --quiet --require-hashes --python $(BIN)/python requirements.txt; \
+	$$uv pip install --quiet --no-build-isolation --no-deps --python $(BIN)/python --editable .; \
+	touch $@

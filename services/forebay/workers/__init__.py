@@ -1,0 +1,1 @@
+"""One object per engine instance: takes work from the log, runs it, and writes what came of it."""

@@ -1,0 +1,217 @@
+"""What an engine's batch means on the log: the records to append, in their order. No I/O here.
+
+Cache changes come first, then tokens and ends, then progress: who reads that a request is over finds its
+blocks and its answer before that.
+"""
+
+import time
+from dataclasses import dataclass
+
+from forebay.core.engine_model import CacheChange, Finished, Load, Removed, Stored
+from forebay.events.base import Event, pack_u64
+from forebay.events.codec import encode
+from forebay.events.fleet import WorkerSpec
+from forebay.events.kv import BlocksRemoved, BlocksStored
+from forebay.events.metrics import LoadReported
+from forebay.events.progress import FirstTokenEmitted, RequestFailed, RequestFinished
+from forebay.events.tokens import AnswerError, AttemptStarted, ResponseEnded, TokenChunk, TokensEmitted, Usage
+from forebay.events.topics import KV_EVENTS, METRICS, PROGRESS, TOKENS, Topic
+from forebay.transport.base import Draft
+from forebay.workers.engine import EngineBatch
+
+LOAD_INTERVAL_S = 0.1  # ten reports a second and rank are enough for routing
+
+
+@dataclass(slots=True)
+class Active:
+    """A request under way: which attempt, on whose order, answered where."""
+
+    request_id: str
+    attempt: int
+    owner_epoch: int
+    reply_slot: int
+
+
+class Outbox:
+    """Makes the records of one epoch of one worker. `partition` is that of the worker's group."""
+
+    def __init__(self, spec: WorkerSpec, worker_epoch: int, partition: int) -> None:
+        self._worker_id = spec.worker_id
+        self._worker_epoch = worker_epoch
+        self._partition = partition
+        self._kv_seq = [0] * spec.dp_size
+        self._load_at_s = [0.0] * spec.dp_size
+        self._busy = [False] * spec.dp_size
+
+    def attempt_started(self, active: Active) -> list[Draft]:
+        """A later attempt voids what earlier ones said."""
+        event = AttemptStarted(
+            request_id=active.request_id,
+            attempt=active.attempt,
+            owner_epoch=active.owner_epoch,
+            worker_id=self._worker_id,
+        )
+        return [_draft(TOKENS, active.reply_slot, event)]
+
+    def failure(self, active: Active, error: AnswerError) -> list[Draft]:
+        """The end of a request that did not go well: to the client, then to the owner."""
+        ended = ResponseEnded(
+            request_id=active.request_id,
+            attempt=active.attempt,
+            owner_epoch=active.owner_epoch,
+            finish_reason="error",
+            error=error,
+        )
+        failed = RequestFailed(
+            request_id=active.request_id,
+            attempt=active.attempt,
+            worker_id=self._worker_id,
+            worker_epoch=self._worker_epoch,
+            owner_epoch=active.owner_epoch,
+            at_us=_now_us(),
+            error=error.message,
+        )
+        return [_draft(TOKENS, active.reply_slot, ended), _draft(PROGRESS, self._partition, failed)]
+
+    def batch(self, batch: EngineBatch, active: dict[str, Active]) -> list[Draft]:
+        """All records of a batch. Requests that ended leave `active`; those not in it are left out."""
+        at_us = _now_us()
+        drafts = [self._cache_change(batch.rank, change) for change in batch.cache_changes]
+        drafts += self._tokens(batch, active, at_us)
+        progress: list[Event] = []
+        for first in batch.first_tokens:
+            one = active.get(first.request_id)
+            if one is not None and one.attempt == first.attempt:
+                progress.append(
+                    FirstTokenEmitted(
+                        request_id=first.request_id,
+                        attempt=first.attempt,
+                        worker_id=self._worker_id,
+                        worker_epoch=self._worker_epoch,
+                        owner_epoch=one.owner_epoch,
+                        at_us=at_us,
+                        cached_tokens=first.cached_tokens,
+                    )
+                )
+        for end in batch.finished:
+            one = active.get(end.request_id)
+            if one is None or one.attempt != end.attempt:
+                continue
+            del active[end.request_id]
+            drafts.append(self._ended(one, end))
+            progress.append(
+                RequestFinished(
+                    request_id=end.request_id,
+                    attempt=end.attempt,
+                    worker_id=self._worker_id,
+                    worker_epoch=self._worker_epoch,
+                    owner_epoch=one.owner_epoch,
+                    at_us=at_us,
+                    finish_reason=end.reason,
+                    output_tokens=end.output_tokens,
+                    cached_tokens=end.cached_tokens,
+                )
+            )
+        drafts += [_draft(PROGRESS, self._partition, event) for event in progress]
+        for failed in batch.failed:
+            one = active.get(failed.request_id)
+            if one is not None and one.attempt == failed.attempt:
+                del active[failed.request_id]
+                drafts += self.failure(one, failed.error)
+        return drafts + self._load(batch.rank, batch.load, at_us)
+
+    def _ended(self, active: Active, end: Finished) -> Draft:
+        usage = Usage(
+            prompt_tokens=end.prompt_tokens,
+            output_tokens=end.output_tokens,
+            cached_tokens=end.cached_tokens,
+        )
+        event = ResponseEnded(
+            request_id=end.request_id,
+            attempt=end.attempt,
+            owner_epoch=active.owner_epoch,
+            finish_reason=end.reason,
+            usage=usage,
+        )
+        return _draft(TOKENS, active.reply_slot, event)
+
+    def _cache_change(self, rank: int, change: CacheChange) -> Draft:
+        self._kv_seq[rank] += 1
+        seq = self._kv_seq[rank]
+        event: Event
+        match change:
+            case Stored():
+                event = BlocksStored(
+                    worker_id=self._worker_id,
+                    worker_epoch=self._worker_epoch,
+                    seq=seq,
+                    rank=rank,
+                    sequence_hashes=pack_u64(change.hashes),
+                    parent_hash=change.parent,
+                )
+            case Removed():
+                event = BlocksRemoved(
+                    worker_id=self._worker_id,
+                    worker_epoch=self._worker_epoch,
+                    seq=seq,
+                    rank=rank,
+                    sequence_hashes=pack_u64(change.hashes),
+                )
+        return _draft(KV_EVENTS, self._partition, event)
+
+    def _tokens(self, batch: EngineBatch, active: dict[str, Active], at_us: int) -> list[Draft]:
+        """One record for each reply slot, and owner while a new one takes over."""
+        chunks: dict[tuple[int, int], list[TokenChunk]] = {}
+        for said in batch.emitted:
+            one = active.get(said.request_id)
+            if one is None or one.attempt != said.attempt:
+                continue
+            chunk = TokenChunk(
+                request_id=said.request_id,
+                attempt=said.attempt,
+                first_index=said.first_index,
+                token_ids=said.token_ids,
+            )
+            chunks.setdefault((one.reply_slot, one.owner_epoch), []).append(chunk)
+        return [
+            _draft(
+                TOKENS,
+                reply_slot,
+                TokensEmitted(
+                    worker_id=self._worker_id,
+                    worker_epoch=self._worker_epoch,
+                    owner_epoch=owner_epoch,
+                    chunks=tuple(of_slot),
+                    rank=batch.rank,
+                    at_us=at_us,
+                ),
+            )
+            for (reply_slot, owner_epoch), of_slot in chunks.items()
+        ]
+
+    def _load(self, rank: int, load: Load, at_us: int) -> list[Draft]:
+        busy = load.running + load.waiting > 0
+        now_s = time.monotonic()
+        if busy == self._busy[rank] and now_s - self._load_at_s[rank] < LOAD_INTERVAL_S:
+            return []
+        self._busy[rank] = busy
+        self._load_at_s[rank] = now_s
+        event = LoadReported(
+            worker_id=self._worker_id,
+            worker_epoch=self._worker_epoch,
+            running=load.running,
+            waiting=load.waiting,
+            kv_blocks_used=load.kv_blocks_used,
+            kv_blocks_total=load.kv_blocks_total,
+            rank=rank,
+            at_us=at_us,
+        )
+        return [_draft(METRICS, self._partition, event)]
+
+
+def _draft(topic: Topic, partition: int, event: Event) -> Draft:
+    return Draft(topic.name, partition, encode(topic, event))
+
+
+def _now_us() -> int:
+    return time.time_ns() // 1000

@@ -1,0 +1,252 @@
+"""A worker: one engine instance as the log knows it. It never decides; it obeys the items of its own epoch.
+
+Theory of operation. The worker takes a lease and follows the fleet until the owner admits that incarnation;
+the offset of the admission is its epoch. Then it reads its slot of the pool's work topic. When the log says
+that the epoch is lost, everything is dropped and a new incarnation takes the lease: the log is the truth.
+"""
+
+import asyncio
+import logging
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import assert_never
+
+import msgspec
+
+from forebay.events.codec import DecodeError, decode
+from forebay.events.fleet import (
+    AnyFleetEvent,
+    OwnershipAnnounced,
+    WorkerDraining,
+    WorkerJoined,
+    WorkerLost,
+    WorkerRecovered,
+    WorkerSpec,
+    WorkerSuspect,
+)
+from forebay.events.tokens import AnswerError
+from forebay.events.topics import DEAD_LETTERS, FLEET, work_topic
+from forebay.events.work import AnyWorkEvent, WorkCancelled, WorkItem
+from forebay.transport.base import Draft, Log, Record, Tail
+from forebay.workers.engine import Engine, EngineBatch
+from forebay.workers.lease_keeper import LeaseKeeper
+from forebay.workers.outbox import Active, Outbox
+
+logger = logging.getLogger(__name__)
+
+READ_MAX = 256  # records taken before the event loop is given back
+SEEN_MAX = 65_536  # items remembered: minutes at full speed, and a new owner re-sends only what is unanswered
+REASON_CHARS_MAX = 500  # a dead letter's header stays short
+
+
+class WorkerReplaced(Exception):
+    """Another incarnation of the same worker id holds the lease; two cannot serve."""
+
+
+@dataclass(slots=True)
+class WorkerCounters:
+    """What a worker did not run, and why."""
+
+    dead_letters: int = 0
+    other_epoch: int = 0
+    repeated: int = 0
+    fleet_undecodable: int = 0
+
+
+@dataclass(slots=True)
+class _Epoch:
+    """One membership of the fleet."""
+
+    number: int
+    work: Tail
+    outbox: Outbox
+
+
+class Worker:
+    """Runs `engine` for the group at `partition`. `token` is unique to this worker in this process."""
+
+    def __init__(
+        self,
+        log: Log,
+        keeper: LeaseKeeper,
+        spec: WorkerSpec,
+        engine: Engine,
+        *,
+        token: str,
+        group: str,
+        partition: int = 0,
+    ) -> None:
+        self.spec = spec
+        self.counters = WorkerCounters()
+        self._log = log
+        self._keeper = keeper
+        self._engine = engine
+        self._group = group
+        self._partition = partition
+        self._work_topic = work_topic(spec.pool)
+        self._first_token = self._token = token
+        self._incarnations = 0
+        self._replaced_by: str | None = None
+        self._wake = asyncio.Event()
+        self._owner_epoch = -1
+        self._epoch: _Epoch | None = None
+        self._active: dict[str, Active] = {}
+        self._seen: OrderedDict[tuple[str, int], None] = OrderedDict()
+
+    @property
+    def worker_epoch(self) -> int | None:
+        """The epoch in which the worker is a member; None when it is not."""
+        return None if self._epoch is None else self._epoch.number
+
+    async def run(self) -> None:
+        """Serve until cancelled. Raises a group with WorkerReplaced, LogError or the engine's error."""
+        await self._engine.start()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._engine.run(self._publish))
+                tasks.create_task(self._follow())
+        finally:
+            self._leave()
+            self._keeper.release(self._group, self.spec.worker_id)
+            await self._engine.stop()
+
+    async def _follow(self) -> None:
+        # The end is read before the lease is taken, so the admission cannot be missed.
+        end = self._log.end(FLEET.name, self._partition)
+        fleet = self._log.tail(FLEET.name, self._partition, end, self._wake)
+        self._take_lease()
+        try:
+            while True:
+                self._wake.clear()
+                if self._replaced_by is not None:
+                    raise WorkerReplaced(
+                        f"worker {self.spec.worker_id}: incarnation {self._replaced_by} holds the lease now"
+                    )
+                for record in fleet.take(READ_MAX):
+                    self._on_fleet(record)
+                if self._epoch is not None:
+                    for record in self._epoch.work.take(READ_MAX):
+                        self._on_work(record, self._epoch)
+                if len(fleet) or (self._epoch is not None and len(self._epoch.work)):
+                    await asyncio.sleep(0)
+                else:
+                    await self._wake.wait()
+        finally:
+            fleet.close()
+
+    def _take_lease(self) -> None:
+        self._incarnations += 1
+        if self._incarnations > 1:
+            self._token = f"{self._first_token}.{self._incarnations}"
+        payload = msgspec.msgpack.encode(self.spec)
+        self._keeper.hold(self._group, self.spec.worker_id, self._token, payload, self._on_replaced)
+
+    def _on_replaced(self, other: str) -> None:
+        self._replaced_by = other
+        self._wake.set()
+
+    def _on_fleet(self, record: Record) -> None:
+        try:
+            event: AnyFleetEvent = decode(FLEET, record.value)
+        except DecodeError as error:
+            self.counters.fleet_undecodable += 1
+            logger.warning("fleet record %s not understood: %s", record.offset, error)
+            return
+        if event.owner_epoch < self._owner_epoch:
+            return
+        match event:
+            case OwnershipAnnounced():
+                self._owner_epoch = event.owner_epoch
+            case WorkerJoined():
+                if event.spec.worker_id == self.spec.worker_id and event.lease == self._token:
+                    self._join(event, record.offset)
+            case WorkerLost():
+                if event.worker_id == self.spec.worker_id and event.worker_epoch == self.worker_epoch:
+                    logger.warning("worker %s lost its epoch: %s", event.worker_id, event.reason)
+                    self._leave()
+                    self._take_lease()
+            case WorkerSuspect() | WorkerRecovered() | WorkerDraining():
+                pass  # the owner's business: it sends nothing new meanwhile
+            case _:
+                assert_never(event)
+
+    def _join(self, event: WorkerJoined, worker_epoch: int) -> None:
+        self._leave()
+        work = self._log.tail(self._work_topic.name, event.slot, event.from_offset, self._wake)
+        outbox = Outbox(self.spec, worker_epoch, self._partition)
+        self._epoch = _Epoch(worker_epoch, work, outbox)
+        logger.info("worker %s serves slot %s in epoch %s", self.spec.worker_id, event.slot, worker_epoch)
+
+    def _leave(self) -> None:
+        """Drop everything of the epoch: others have its requests now, the owner forgot its cache."""
+        if self._epoch is None:
+            return
+        self._epoch.work.close()
+        self._epoch = None
+        self._engine.reset()
+        self._active.clear()
+        self._seen.clear()
+
+    def _on_work(self, record: Record, epoch: _Epoch) -> None:
+        try:
+            event: AnyWorkEvent = decode(self._work_topic, record.value)
+        except DecodeError as error:
+            self._bury(record, str(error))
+            return
+        if event.worker_epoch != epoch.number:
+            self.counters.other_epoch += 1
+            return
+        match event:
+            case WorkItem():
+                self._start(event, epoch.outbox)
+            case WorkCancelled():
+                active = self._active.get(event.request_id)
+                if active is not None and active.attempt <= event.attempt:
+                    del self._active[event.request_id]
+                    self._engine.cancel(event.request_id)
+            case _:
+                assert_never(event)
+
+    def _start(self, item: WorkItem, outbox: Outbox) -> None:
+        active = self._active.get(item.request_id)
+        outdated = active is not None and active.attempt > item.attempt
+        if outdated or (item.request_id, item.attempt) in self._seen:
+            self.counters.repeated += 1
+            if active is not None and active.attempt == item.attempt:
+                # Re-sent by a new owner: from here on the answer is given on its order.
+                active.owner_epoch = max(active.owner_epoch, item.owner_epoch)
+            return
+        self._seen[item.request_id, item.attempt] = None
+        if len(self._seen) > SEEN_MAX:
+            self._seen.popitem(last=False)
+        if active is not None:
+            self._engine.cancel(item.request_id)
+        active = Active(item.request_id, item.attempt, item.owner_epoch, item.reply_slot)
+        drafts = outbox.attempt_started(active) if item.attempt > 1 else []
+        if item.rank < self.spec.dp_size:
+            self._active[item.request_id] = active
+            self._engine.submit(item)
+        else:
+            message = f"rank {item.rank} does not exist: worker {self.spec.worker_id} has {self.spec.dp_size}"
+            drafts += outbox.failure(active, AnswerError(status=500, code="no_such_rank", message=message))
+        if drafts:
+            self._log.append_soon(drafts)
+
+    def _bury(self, record: Record, reason: str) -> None:
+        self.counters.dead_letters += 1
+        logger.warning("dead letter: %s at offset %s: %s", record.topic, record.offset, reason)
+        headers = {
+            "reason": reason[:REASON_CHARS_MAX],
+            "source-topic": record.topic,
+            "source-partition": str(record.partition),
+            "source-offset": str(record.offset),
+        }
+        draft = Draft(DEAD_LETTERS.name, self._partition, record.value, record.key, headers)
+        self._log.append_soon([draft])
+
+    def _publish(self, batch: EngineBatch) -> None:
+        if self._epoch is None:
+            return
+        drafts = self._epoch.outbox.batch(batch, self._active)
+        if drafts:
+            self._log.append_soon(drafts)

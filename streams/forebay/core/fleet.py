@@ -1,0 +1,179 @@
+"""Who takes part: a fold over the topic `fleet`.
+
+Theory of operation. A worker's phase moves by the table below and by nothing else; an event that the
+table does not list raises and changes nothing. A worker's epoch is the offset of its `WorkerJoined`;
+facts about another epoch, or from an owner older than the last one announced, are void.
+
+    ready --suspect--> suspect --recovered--> ready        any --draining--> draining        any --lost--> (gone)
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import assert_never
+
+from xxhash import xxh3_64_intdigest
+
+from forebay.core.machine import IllegalTransition
+from forebay.events.base import U64_MASK
+from forebay.events.fleet import (
+    AnyFleetEvent,
+    OwnershipAnnounced,
+    WorkerDraining,
+    WorkerFact,
+    WorkerJoined,
+    WorkerLost,
+    WorkerRecovered,
+    WorkerSpec,
+    WorkerSuspect,
+)
+from forebay.events.snapshots import WorkerState
+
+
+class WorkerPhase(StrEnum):
+    """What may be sent to a worker: only a ready one gets new requests."""
+
+    READY = "ready"
+    SUSPECT = "suspect"
+    DRAINING = "draining"
+    LOST = "lost"
+
+
+TRANSITIONS: dict[WorkerPhase, dict[type[WorkerFact], WorkerPhase]] = {
+    WorkerPhase.READY: {
+        WorkerSuspect: WorkerPhase.SUSPECT,
+        WorkerDraining: WorkerPhase.DRAINING,
+        WorkerLost: WorkerPhase.LOST,
+    },
+    WorkerPhase.SUSPECT: {
+        WorkerRecovered: WorkerPhase.READY,
+        WorkerDraining: WorkerPhase.DRAINING,
+        WorkerLost: WorkerPhase.LOST,
+    },
+    WorkerPhase.DRAINING: {WorkerLost: WorkerPhase.LOST},
+    WorkerPhase.LOST: {},
+}
+
+
+@dataclass(slots=True)
+class Worker:
+    """A member of the fleet."""
+
+    spec: WorkerSpec
+    lease: str
+    slot: int
+    worker_epoch: int
+    from_offset: int
+    phase: WorkerPhase = WorkerPhase.READY
+
+
+class Fleet:
+    """The members, by worker id."""
+
+    def __init__(self) -> None:
+        self._workers: dict[str, Worker] = {}
+        self._owner_epoch = -1
+        self._sum = 0
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+    def get(self, worker_id: str) -> Worker | None:
+        """The worker of this id, if it is a member."""
+        return self._workers.get(worker_id)
+
+    def workers(self) -> list[Worker]:
+        """All members in order of worker id."""
+        return [self._workers[worker_id] for worker_id in sorted(self._workers)]
+
+    def is_current(self, worker_id: str, worker_epoch: int) -> bool:
+        """Whether this is the epoch in which the worker is a member now."""
+        worker = self._workers.get(worker_id)
+        return worker is not None and worker.worker_epoch == worker_epoch
+
+    def free_slot(self, pool: str) -> int:
+        """The lowest work partition that no member of the pool has."""
+        taken = {worker.slot for worker in self._workers.values() if worker.spec.pool == pool}
+        return next(slot for slot in range(len(taken) + 1) if slot not in taken)
+
+    def apply(self, event: AnyFleetEvent, offset: int) -> Worker | None:
+        """Fold the event at `offset` of the topic; the worker that it is about, None for none.
+
+        Raises:
+            IllegalTransition: a void fact, a fact about another epoch, or one that the table does not list.
+        """
+        if event.owner_epoch < self._owner_epoch:
+            raise IllegalTransition(f"void: owner epoch {event.owner_epoch} ended with {self._owner_epoch}")
+        match event:
+            case OwnershipAnnounced():
+                self._owner_epoch = event.owner_epoch
+                return None
+            case WorkerJoined():
+                return self._join(event, offset)
+            case WorkerSuspect() | WorkerRecovered() | WorkerDraining() | WorkerLost():
+                return self._move(event)
+            case _:
+                assert_never(event)
+
+    def digest(self) -> int:
+        """64 bits over all members and the newest owner epoch."""
+        return (self._sum + self._owner_epoch) & U64_MASK
+
+    def snapshot(self) -> Iterator[WorkerState]:
+        """One fact for each member."""
+        for worker in self.workers():
+            yield WorkerState(
+                spec=worker.spec,
+                lease=worker.lease,
+                slot=worker.slot,
+                worker_epoch=worker.worker_epoch,
+                from_offset=worker.from_offset,
+                phase=worker.phase,
+            )
+
+    def restore(self, chunk: WorkerState) -> Worker:
+        """Take in one member of a snapshot."""
+        worker = Worker(
+            chunk.spec, chunk.lease, chunk.slot, chunk.worker_epoch, chunk.from_offset, WorkerPhase(chunk.phase)
+        )
+        self._workers[chunk.spec.worker_id] = worker
+        self._sum += _term(worker)
+        return worker
+
+    def restore_owner(self, owner_epoch: int) -> None:
+        """Take in the newest owner epoch of a snapshot."""
+        self._owner_epoch = owner_epoch
+
+    @property
+    def owner_epoch(self) -> int:
+        """The newest owner epoch announced; -1 for none."""
+        return self._owner_epoch
+
+    def _join(self, event: WorkerJoined, offset: int) -> Worker:
+        worker_id = event.spec.worker_id
+        if worker_id in self._workers:
+            raise IllegalTransition(f"{worker_id} is a member already")
+        worker = Worker(event.spec, event.lease, event.slot, offset, event.from_offset)
+        self._workers[worker_id] = worker
+        self._sum += _term(worker)
+        return worker
+
+    def _move(self, event: WorkerSuspect | WorkerRecovered | WorkerDraining | WorkerLost) -> Worker:
+        worker = self._workers.get(event.worker_id)
+        if worker is None or worker.worker_epoch != event.worker_epoch:
+            raise IllegalTransition(f"{event.worker_id} is no member in epoch {event.worker_epoch}")
+        phase = TRANSITIONS[worker.phase].get(type(event))
+        if phase is None:
+            raise IllegalTransition(f"{event.worker_id} is {worker.phase}: {type(event).__name__} does not apply")
+        self._sum -= _term(worker)
+        worker.phase = phase
+        if phase is WorkerPhase.LOST:
+            del self._workers[event.worker_id]
+        else:
+            self._sum += _term(worker)
+        return worker
+
+
+def _term(worker: Worker) -> int:
+    text = f"{worker.spec!r}\0{worker.lease}\0{worker.slot}\0{worker.worker_epoch}\0{worker.phase}"
+    return xxh3_64_intdigest(text.encode())

@@ -1,0 +1,103 @@
+"""Decisions derived again from the recorded order, and held against the recorded ones.
+
+Recovery, replay and standby all go through here: the same events, applied in the same order at the same
+clock readings, must give the same journal records, field by field.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import assert_never
+
+import msgspec
+
+from forebay.core.step import CLOCK, Decided, InputEvent, advance, claim, open_run, step
+from forebay.core.world import World
+from forebay.events.decisions import (
+    Advanced,
+    JournalRecord,
+    OwnerClaimed,
+    RequestAborted,
+    RequestRejected,
+    RequestRouted,
+    SnapshotTaken,
+)
+
+RecordedEvents = Mapping[str, Sequence[InputEvent | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """The first record that the events do not lead to. `derived` is what they lead to, None for nothing."""
+
+    offset: int
+    reason: str
+    recorded: JournalRecord
+    derived: JournalRecord | None
+
+
+class Rederivation:
+    """A world that follows a journal.
+
+    `pending` holds what was derived and is not in the journal yet: the writer died between two records of
+    one event. The next owner writes exactly these first.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.pending: deque[Decided] = deque()
+        self._sealed: tuple[int, str] | None = None
+
+    def apply(self, offset: int, record: JournalRecord, events: RecordedEvents) -> Divergence | None:
+        """Follow the record at `offset`; `events` holds, by topic, just what its `consumed` counts."""
+        if isinstance(record, OwnerClaimed):
+            claim(self.world, offset)
+            self.pending = deque(msgspec.structs.replace(decided, owner_epoch=offset) for decided in self.pending)
+            return None
+        self._consume(record, events)
+        match record:
+            case RequestRouted() | RequestRejected() | RequestAborted():
+                derived = self.pending.popleft() if self.pending else None
+                return self._compare(offset, record, derived)
+            case Advanced() | SnapshotTaken():
+                return self._follow_seal(offset, record)
+            case _:
+                assert_never(record)
+
+    def _follow_seal(self, offset: int, record: Advanced | SnapshotTaken) -> Divergence | None:
+        if self.pending:
+            return Divergence(offset, "a decision is missing", record, self.pending[0])
+        sealed = advance(self.world)
+        if isinstance(record, Advanced):
+            self._sealed = (offset + 1, sealed.digest)
+            return self._compare(offset, record, sealed)
+        if self._sealed is not None and self._sealed != (record.journal_offset, record.digest):
+            return Divergence(offset, "the snapshot is not of the state sealed before it", record, sealed)
+        expected = msgspec.structs.replace(
+            record, owner_epoch=sealed.owner_epoch, seq=sealed.seq, consumed=sealed.consumed
+        )
+        return self._compare(offset, record, expected)
+
+    def _consume(self, record: JournalRecord, events: RecordedEvents) -> None:
+        cursors: dict[str, int] = {}
+        for run in record.consumed:
+            self.pending.extend(open_run(self.world, run.now_us))
+            if run.topic == CLOCK:
+                continue
+            start = cursors.get(run.topic, 0)
+            cursors[run.topic] = start + run.count
+            for event in events[run.topic][start : start + run.count]:
+                self.pending.extend(step(self.world, run.topic, event, run.now_us))
+
+    @staticmethod
+    def _compare(offset: int, recorded: JournalRecord, derived: JournalRecord | None) -> Divergence | None:
+        if recorded == derived:
+            return None
+        if derived is None:
+            return Divergence(offset, "the events lead to no decision here", recorded, None)
+        if type(recorded) is not type(derived):
+            return Divergence(offset, "another kind of decision", recorded, derived)
+        fields = [
+            field for field in recorded.__struct_fields__ if getattr(recorded, field) != getattr(derived, field)
+        ]
+        return Divergence(offset, "differs in " + ", ".join(fields), recorded, derived)

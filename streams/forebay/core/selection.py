@@ -1,0 +1,53 @@
+"""From costs to a choice: the lowest, or a draw weighted by cost. Chance comes in as a seed.
+
+At temperature 0 equal lowest costs are decided by the seed. Above it, costs are scaled to [0, 1] over
+their range and weighted exp(-cost / temperature), as Dynamo's selector does; the weights are integers
+from decimal arithmetic, because libm's exp may differ in its last bit between machines.
+"""
+
+from collections.abc import Sequence
+from decimal import Context, Decimal
+
+from forebay.events.base import U64_MASK
+
+WEIGHT_ONE = 1 << 53  # the weight of the lowest cost: as fine as a double's mantissa
+_DECIMAL = Context(prec=30)
+
+
+def lowest(costs: Sequence[float], seed: int) -> tuple[int, int]:
+    """The position of the lowest cost, ties decided by `seed`; and how many are tied."""
+    least = min(costs)
+    tied = [at for at, cost in enumerate(costs) if cost == least]
+    return tied[seed % len(tied)], len(tied)
+
+
+def softmax_weights(costs: Sequence[float], temperature: float) -> list[int]:
+    """Integer weights in [0, WEIGHT_ONE], the lowest cost having WEIGHT_ONE; equal costs weigh the same."""
+    assert temperature > 0.0
+    least, most = min(costs), max(costs)
+    if least == most:
+        return [WEIGHT_ONE] * len(costs)
+    low = Decimal(least)
+    spread = _DECIMAL.multiply(_DECIMAL.subtract(Decimal(most), low), Decimal(temperature))
+    return [
+        int(_DECIMAL.multiply(_DECIMAL.exp(_DECIMAL.divide(_DECIMAL.subtract(low, Decimal(cost)), spread)), WEIGHT_ONE))
+        for cost in costs
+    ]
+
+
+def draw(weights: Sequence[int], seed: int) -> int:
+    """A position, drawn in proportion to the weights by the 64-bit `seed`."""
+    point = (mix64(seed) * sum(weights)) >> 64
+    for at, weight in enumerate(weights):
+        point -= weight
+        if point < 0:
+            return at
+    raise AssertionError("the point lies below the sum of the weights")
+
+
+def mix64(value: int) -> int:
+    """A 64-bit integer with all bits stirred (the finaliser of splitmix64)."""
+    value = (value + 0x9E3779B97F4A7C15) & U64_MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & U64_MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & U64_MASK
+    return value ^ (value >> 31)

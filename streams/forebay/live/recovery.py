@@ -1,0 +1,45 @@
+"""What an owner knows when it takes over: the newest snapshot, then everything the journal says since.
+
+The journal is followed by deriving its decisions again, so a take-over checks the rules on the way; an owner
+whose rules lead elsewhere must not go on.
+"""
+
+import logging
+
+from forebay.core.rederive import Divergence, Rederivation
+from forebay.core.world import World
+from forebay.transport.base import Log, LogError
+from forebay.transport.recorded import RecordedOrder, journal, load_snapshot, newest_snapshot
+
+logger = logging.getLogger(__name__)
+
+
+class RecoveryDiverged(LogError):
+    """The recorded events do not lead to the recorded decisions under this version's rules."""
+
+    def __init__(self, divergence: Divergence) -> None:
+        super().__init__(
+            f"journal record {divergence.offset} cannot be derived again ({divergence.reason}): the log was changed, "
+            "or written by a version with other rules; run `forebay replay verify` on it"
+        )
+        self.divergence = divergence
+
+
+def recover(log: Log, partition: int, end: int) -> Rederivation:
+    """Follow the journal up to offset `end`.
+
+    Raises:
+        RecoveryDiverged: this version's rules lead to other decisions.
+        LogError: a part that is needed is missing or damaged.
+    """
+    taken = newest_snapshot(log, partition, end)
+    world = load_snapshot(log, partition, taken) if taken else World()
+    start = taken.journal_offset if taken else 0
+    followed = Rederivation(world)
+    order = RecordedOrder(log, partition, world.view)
+    for offset, record in journal(log, partition, start, end, world.owner_epoch):
+        divergence = followed.apply(offset, record, order.events_of(record.consumed))
+        if divergence is not None:
+            raise RecoveryDiverged(divergence)
+    logger.info("recovered from journal offset %d to %d, %d workers", start, end, len(world.fleet))
+    return followed

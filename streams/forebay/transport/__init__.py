@@ -1,0 +1,1 @@
+"""How events travel: the ports `Log` and `Leases`, and SQLite, Redis and faults behind them."""

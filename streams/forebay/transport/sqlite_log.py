@@ -1,0 +1,363 @@
+"""The embedded log: one SQLite file (or memory) that is also the recording; any SQLite client opens it.
+
+It survives kill -9, not power loss: commits reach the operating system, fsync comes with checkpoints.
+The writer is the event-loop thread, with group commit: what one loop iteration appends is one
+transaction. A writer thread would be slower: CPython's sqlite3 lets go of the GIL at every row, and
+getting it back under load takes up to the 5 ms switch interval, where the row itself takes 5 us.
+"""
+
+import asyncio
+import logging
+import os
+import sqlite3
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Self
+
+from forebay.transport import sqlite_schema as schema
+from forebay.transport.base import Draft, LogError, Record, Wake
+from forebay.transport.sqlite_schema import CorruptRecord, LogUnusable, MissingRecords
+from forebay.transport.sqlite_tail import Partition, SqliteTail
+
+__all__ = ["CorruptRecord", "LogUnusable", "MissingRecords", "SqliteLog", "SqliteTail"]
+
+RECORD_BYTES_MAX = 16 << 20  # what the topics of a broker are configured to take
+CHECKPOINT_BYTES = 16 << 20  # WAL growth between checkpoints: seldom enough, and quick to redo at start
+WAL_BYTES_MAX = 64 << 20  # beyond it commits wait for a checkpoint, or the WAL would never start over
+PAGE_BYTES = 4096
+
+logger = logging.getLogger(__name__)
+
+Pending = tuple[Partition, int, Draft, bytes | None]
+
+
+class SqliteLog:
+    """`Log` on SQLite. Used from the thread that opened it; appends need a running event loop."""
+
+    def __init__(self, db: sqlite3.Connection, path: Path | None, lock: schema.WriterLock | None, namespace: str) -> None:
+        self.namespace = namespace
+        self.on_failure: Callable[[LogError], None] | None = None
+        self._db = db
+        self._path = path
+        self._lock = lock
+        self._readonly = path is not None and lock is None
+        self._failure: LogError | None = None
+        self._closed = False
+        self._partitions: dict[tuple[str, int], Partition] = {}
+        self._tables = set(schema.table_names(db))
+        self._pending: list[Pending] = []
+        self._waiters: list[tuple[asyncio.Future[list[int]], list[int]]] = []
+        self._scheduled: asyncio.AbstractEventLoop | None = None
+        self._wal_growth = 0
+        self._checkpointing = False
+        self._holding = False
+        self._executor = None if path is None or self._readonly else ThreadPoolExecutor(1, "forebay-checkpoint")
+
+    @classmethod
+    def open(cls, path: Path | str | None, *, namespace: str = "forebay", readonly: bool = False) -> Self:
+        """Open or create the log at `path`; None keeps it in memory.
+
+        A read-only log takes no lock, works beside a live writer, and has the namespace of the file.
+        Raises LogUnusable with a one-line reason.
+        """
+        if path is None:
+            assert not readonly, "a log in memory has one user, and it writes"
+            db = schema.connect(None, readonly=False)
+            schema.initialise(db, namespace)
+            return cls(db, None, None, namespace)
+        path = Path(path)
+        schema.check_place(path, readonly=readonly)
+        lock = None if readonly else schema.WriterLock(path)
+        try:
+            db, namespace = _open_file(path, namespace, readonly=readonly)
+            return cls(db, path, lock, namespace)
+        except BaseException:
+            if lock is not None:
+                lock.close()
+            raise
+
+    @property
+    def failure(self) -> LogError | None:
+        """Why the log takes no more records; None while it does."""
+        return self._failure
+
+    async def append(self, drafts: Sequence[Draft]) -> list[int]:
+        """Append all or none, in order, in one transaction; the offsets once they are committed.
+
+        Offsets are given in the order of calls. A caller that is cancelled has still appended.
+        Raises LogError when the commit failed, and on every later call; ValueError for a draft
+        that no log takes (topic name, partition, size), and then nothing is appended.
+        """
+        loop = asyncio.get_running_loop()
+        offsets = self._enqueue(drafts, loop)
+        committed: asyncio.Future[list[int]] = loop.create_future()
+        self._waiters.append((committed, offsets))
+        return await committed
+
+    def append_soon(self, drafts: Sequence[Draft]) -> None:
+        """Append without waiting; as `append` otherwise. A later failure shows in `failure`."""
+        self._enqueue(drafts, asyncio.get_running_loop())
+
+    def tail(self, topic: str, partition: int, offset: int, wake: Wake) -> SqliteTail:
+        """Follow a partition from `offset`, which may lie in the past or the future."""
+        self._require_open()
+        place = self._partition(topic, partition)
+        tail = SqliteTail(place, offset, wake, self._fetch, pushed=not self._readonly)
+        if len(tail):
+            wake.set()
+        return tail
+
+    def read(self, topic: str, partition: int, offset: int, limit: int) -> list[Record]:
+        """Up to `limit` committed records from `offset` on; empty at the end.
+
+        Raises CorruptRecord or MissingRecords when any of them is not as it was written.
+        """
+        return self._fetch(self._partition(topic, partition), offset, limit, None)
+
+    def end(self, topic: str, partition: int) -> int:
+        """The offset that the next record will get; everything before it can be read.
+
+        Commits what is pending: a reader that loops up to the end must not wait for the event loop.
+        """
+        place = self._partition(topic, partition)
+        self._require_open()
+        if self._readonly:
+            self._look(place)
+        elif self._pending:
+            self._commit()
+        if self._failure is not None:
+            return place.committed
+        return place.next_offset
+
+    def topics(self) -> list[tuple[str, int, int]]:
+        """Every (topic, partition, end) that has records, sorted."""
+        self._require_open()
+        if self._pending:
+            self._commit()
+        return [
+            (topic, partition, end)
+            for topic in schema.table_names(self._db)
+            for partition, end in schema.partition_ends(self._db, topic)
+        ]
+
+    def refresh(self) -> bool:
+        """Look for records that another process appended and wake their tails; whether there are any."""
+        self._require_open()
+        wakes: dict[int, Wake] = {}
+        for place in self._partitions.values():
+            if place.tails and self._look(place):
+                wakes.update((id(tail.wake), tail.wake) for tail in place.tails if len(tail))
+        for wake in wakes.values():
+            wake.set()
+        return bool(wakes)
+
+    def close(self) -> None:
+        """Commit what is pending, fold the WAL into the file and let the next writer in."""
+        if self._closed:
+            return
+        if self._executor is not None:
+            self._executor.shutdown(wait=True)
+        if self._pending:
+            self._commit()
+        self._closed = True
+        if self._executor is not None and self._failure is None:
+            _fold(self._db)
+        self._db.close()
+        if self._lock is not None:
+            self._lock.close()
+
+    def _enqueue(self, drafts: Sequence[Draft], loop: asyncio.AbstractEventLoop) -> list[int]:
+        if self._failure is not None:
+            raise LogError(str(self._failure))
+        self._require_open()
+        if self._readonly:
+            raise LogError(f"{self._path}: was opened read-only")
+        checked = [self._check(draft) for draft in drafts]
+        offsets: list[int] = []
+        for place, draft, headers in checked:
+            offset = place.next_offset
+            place.next_offset = offset + 1
+            offsets.append(offset)
+            self._pending.append((place, offset, draft, headers))
+        if self._scheduled is not loop and not self._holding:
+            self._scheduled = loop
+            loop.call_soon(self._flush)
+        return offsets
+
+    def _check(self, draft: Draft) -> tuple[Partition, Draft, bytes | None]:
+        place = self._partition(draft.topic, draft.partition)
+        headers = schema.encode_headers(draft.headers)
+        size = len(draft.value) + len(draft.key or b"") + len(headers or b"")
+        if size > RECORD_BYTES_MAX:
+            raise ValueError(f"{draft.topic}: a record of {size} bytes; the limit is {RECORD_BYTES_MAX}")
+        return place, draft, headers
+
+    def _partition(self, topic: str, partition: int) -> Partition:
+        place = self._partitions.get((topic, partition))
+        if place is None:
+            schema.require_topic(topic)
+            if not 0 <= partition < schema.PARTITIONS_MAX:
+                raise ValueError(f"{topic}: partition {partition} is not in 0 to {schema.PARTITIONS_MAX - 1}")
+            self._require_open()
+            end = schema.partition_end(self._db, topic, partition) if self._has_table(topic) else 0
+            place = self._partitions[topic, partition] = Partition(topic, partition, end)
+        return place
+
+    def _has_table(self, topic: str) -> bool:
+        if self._readonly and topic not in self._tables:
+            self._tables.update(schema.table_names(self._db))
+        return topic in self._tables
+
+    def _look(self, place: Partition) -> bool:
+        """Read-only: find the end that the writer has reached; whether it moved."""
+        if not self._readonly or not self._has_table(place.topic):
+            return False
+        end = schema.partition_end(self._db, place.topic, place.number)
+        moved = end > place.committed
+        place.committed = place.next_offset = end
+        return moved
+
+    def _fetch(self, place: Partition, offset: int, limit: int, bytes_max: int | None) -> list[Record]:
+        self._require_open()
+        if limit <= 0 or not self._has_table(place.topic):
+            return []
+        assert offset >= 0
+        base = place.number << schema.OFFSET_BITS
+        records: list[Record] = []
+        size = 0
+        try:
+            rows = self._db.execute(
+                schema.select_rows(place.topic), (base + offset, base + schema.OFFSETS_MAX, limit)
+            )
+            for row in rows:
+                record = schema.decode_row(place.topic, place.number, row)
+                expected = offset + len(records)
+                if record.offset != expected:
+                    raise MissingRecords(place.topic, place.number, expected, record.offset - 1)
+                records.append(record)
+                size += len(record.value)
+                if bytes_max is not None and size >= bytes_max:
+                    break
+            rows.close()
+        except sqlite3.Error as error:
+            raise LogError(f"{self._path}: cannot be read ({error}); restore a copy") from error
+        return records
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise LogError(f"{self._path or 'the log in memory'}: is closed")
+
+    def _flush(self) -> None:
+        self._scheduled = None
+        if self._pending and not self._holding and not self._closed:
+            self._commit()
+
+    def _commit(self) -> None:
+        pending, self._pending = self._pending, []
+        waiters, self._waiters = self._waiters, []
+        at_us = time.time_ns() // 1000
+        rows: dict[str, list[schema.Row]] = {}
+        for place, offset, draft, headers in pending:
+            topic = place.topic
+            row = (
+                (place.number << schema.OFFSET_BITS) | offset,
+                at_us,
+                draft.key,
+                None if headers is None else headers.decode(),
+                draft.value,
+                schema.checksum(topic, place.number, offset, at_us, draft.key, headers, draft.value),
+            )
+            if topic in rows:
+                rows[topic].append(row)
+            else:
+                rows[topic] = [row]
+            self._wal_growth += len(draft.value)
+        try:
+            self._write(rows)
+        except sqlite3.Error as error:
+            self._fail(error, waiters)
+            return
+        for committed, offsets in waiters:
+            if not committed.done():
+                committed.set_result(offsets)
+        self._publish(pending, at_us)
+        self._wal_growth += PAGE_BYTES * len(rows)
+        if self._wal_growth >= CHECKPOINT_BYTES and self._executor is not None:
+            self._start_checkpoint()
+
+    def _write(self, rows: dict[str, list[schema.Row]]) -> None:
+        self._db.execute("BEGIN IMMEDIATE")
+        for topic, topic_rows in rows.items():
+            if topic not in self._tables:
+                self._db.execute(schema.create_table(topic))
+            self._db.executemany(schema.insert_row(topic), topic_rows)
+        self._db.execute("COMMIT")
+        self._tables.update(rows)
+
+    def _publish(self, pending: list[Pending], at_us: int) -> None:
+        wakes: dict[int, Wake] = {}
+        for place, offset, draft, _ in pending:
+            place.committed = offset + 1
+            if place.tails:
+                record = Record(place.topic, place.number, offset, at_us, draft.value, draft.key, draft.headers)
+                for tail in place.tails:
+                    if tail.push(record):
+                        wakes[id(tail.wake)] = tail.wake
+        for wake in wakes.values():
+            wake.set()
+
+    def _fail(self, error: Exception, waiters: list[tuple[asyncio.Future[list[int]], list[int]]]) -> None:
+        if self._db.in_transaction:
+            self._db.rollback()
+        self._failure = LogError(
+            f"{self._path or 'the log in memory'}: cannot be written any more ({error}); free disk space or"
+            " check the disk, then start again: every acknowledged record is kept"
+        )
+        logger.error("%s", self._failure)
+        for committed, _ in waiters:
+            if not committed.done():
+                committed.set_exception(LogError(str(self._failure)))
+        if self.on_failure is not None:
+            self.on_failure(self._failure)
+
+    def _start_checkpoint(self) -> None:
+        self._wal_growth = 0
+
+
+def _open_file(path: Path, namespace: str, *, readonly: bool) -> tuple[sqlite3.Connection, str]:
+    try:
+        db = schema.connect(path, readonly=readonly)
+    except sqlite3.Error as error:
+        raise LogUnusable(f"{path}: cannot be opened ({error}); choose another path") from error
+    try:
+        known = schema.check_format(db, path)
+        if readonly and not known:
+            raise LogUnusable(f"{path}: is empty; a writer has to create the log first")
+        if not readonly:
+            db.execute("PRAGMA journal_mode = WAL")
+            db.execute("PRAGMA synchronous = NORMAL")
+            db.execute("PRAGMA wal_autocheckpoint = 0")
+            if not known:
+                schema.initialise(db, namespace)
+            db.execute("INSERT OR REPLACE INTO forebay_meta VALUES ('writer_pid', ?)", (str(os.getpid()),))
+        stored = schema.read_meta(db)["namespace"]
+        if not readonly and stored != namespace:
+            raise LogUnusable(f"{path}: belongs to the namespace {stored!r}, not {namespace!r}; choose another path")
+    except sqlite3.Error as error:
+        db.close()
+        raise LogUnusable(f"{path}: cannot be opened ({error}); choose another path") from error
+    except LogUnusable:
+        db.close()
+        raise
+    return db, stored
+
+
+def _fold(db: sqlite3.Connection) -> None:
+    """Leave one plain file, so that a recording opens on read-only media; readers may prevent it."""
+    try:
+        db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        db.execute("PRAGMA journal_mode = DELETE")
+    except sqlite3.Error as error:
+        logger.warning("the WAL stays beside the log: %s", error)

@@ -1,0 +1,100 @@
+"""Readers that follow a partition of a SQLite log: from memory at the end, from the file behind it.
+
+A tail that lags costs at most its bound in memory; it never holds up the writer or another tail.
+"""
+
+from collections import deque
+from collections.abc import Callable
+
+from forebay.transport.base import Record, Wake
+
+# A healthy reader takes every few milliseconds; one that is this far behind reads the file as fast.
+TAIL_RECORDS_MAX = 10_000
+TAIL_BYTES_MAX = 64 << 20
+
+
+class Partition:
+    """Where one partition stands: the next offset to give, the end that readers may see, its tails."""
+
+    __slots__ = ("committed", "next_offset", "number", "tails", "topic")
+
+    def __init__(self, topic: str, number: int, end: int) -> None:
+        self.topic = topic
+        self.number = number
+        self.next_offset = end
+        self.committed = end
+        self.tails: list[SqliteTail] = []
+
+
+Fetch = Callable[[Partition, int, int, int], list[Record]]
+
+
+class SqliteTail:
+    """Follows one partition. `wake` is set once for what becomes ready: take until `len` is 0."""
+
+    def __init__(self, partition: Partition, offset: int, wake: Wake, fetch: Fetch, *, pushed: bool) -> None:
+        self.wake = wake
+        self._partition = partition
+        self._position = offset
+        self._fetch = fetch
+        self._pushed = pushed
+        self._buffer: deque[Record] = deque()
+        self._buffered_bytes = 0
+        self._live = pushed and offset >= partition.committed
+        partition.tails.append(self)
+
+    def __len__(self) -> int:
+        if self._live:
+            return len(self._buffer)
+        return max(0, self._partition.committed - self._position)
+
+    def take(self, limit: int) -> list[Record]:
+        """Up to `limit` next records, at once; fewer when they are large.
+
+        Raises LogError for damaged records, again at every call: the position stays before them.
+        """
+        records = self._take_buffered(limit) if self._live else self._take_stored(limit)
+        if records:
+            self._position = records[-1].offset + 1
+        return records
+
+    def close(self) -> None:
+        """Stop following and free what is buffered. Closing twice is fine."""
+        if self in self._partition.tails:
+            self._partition.tails.remove(self)
+        self._buffer.clear()
+        self._buffered_bytes = 0
+        self._live = False
+
+    def push(self, record: Record) -> bool:
+        """Hand over a record just committed; whether it is one that this tail will give."""
+        if record.offset < self._position:
+            return False
+        if not self._live:
+            return True
+        self._buffered_bytes += len(record.value)
+        if len(self._buffer) >= TAIL_RECORDS_MAX or self._buffered_bytes > TAIL_BYTES_MAX:
+            self._buffer.clear()
+            self._buffered_bytes = 0
+            self._live = False
+            return True
+        self._buffer.append(record)
+        return True
+
+    def _take_buffered(self, limit: int) -> list[Record]:
+        buffer = self._buffer
+        if limit >= len(buffer):
+            records = list(buffer)
+            buffer.clear()
+            self._buffered_bytes = 0
+            return records
+        records = [buffer.popleft() for _ in range(max(0, limit))]
+        self._buffered_bytes -= sum(len(record.value) for record in records)
+        return records
+
+    def _take_stored(self, limit: int) -> list[Record]:
+        records = self._fetch(self._partition, self._position, limit, TAIL_BYTES_MAX)
+        position = self._position + len(records)
+        # From here on commits hand their records over, in this thread: nothing falls in between.
+        self._live = self._pushed and position >= self._partition.committed
+        return records

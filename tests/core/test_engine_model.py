@@ -1,0 +1,353 @@
+"""The engine model: scheduling, prefix reuse, preemption, and what must hold on any history."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forebay.core import engine_model
+from forebay.core.blocks import sequence_hashes
+from forebay.core.engine_model import (
+    EngineConfig,
+    EngineModel,
+    EngineRequest,
+    Finished,
+    QueueFull,
+    Removed,
+    RequestMalformed,
+    RequestTooLarge,
+    Step,
+    Stored,
+    speech,
+)
+from forebay.core.engine_timing import decode_us, prefill_us
+from forebay.events.base import pack_u32, unpack_u32, unpack_u64
+
+VOCABULARY = tuple(range(1000, 1100))
+BLOCK = 4
+
+
+def config(**changes: int) -> EngineConfig:
+    sizes = {"block_size": BLOCK, "kv_blocks_total": 32, "max_num_seqs": 4, "max_num_batched_tokens": 16}
+    return EngineConfig(vocabulary=VOCABULARY, **{**sizes, **changes})
+
+
+def request(
+    name: str, prompt: list[int], max_tokens: int, *, seed: int = 7, attempt: int = 1, block: int = BLOCK
+) -> EngineRequest:
+    packed = pack_u32(prompt)
+    return EngineRequest(
+        request_id=name,
+        attempt=attempt,
+        token_ids=packed,
+        sequence_hashes=sequence_hashes(packed, block),
+        token_seed=seed,
+        max_tokens=max_tokens,
+    )
+
+
+def run(model: EngineModel, until_us: int = 0) -> list[Step]:
+    steps = []
+    while (step := model.step(until_us)) is not None:
+        steps.append(step)
+    return steps
+
+
+def answers(steps: list[Step]) -> dict[str, list[int]]:
+    """Tokens by request; fails when an index is missing, repeated or out of order."""
+    said: dict[str, list[int]] = {}
+    for step in steps:
+        for chunk in step.emitted:
+            tokens = said.setdefault(chunk.request_id, [])
+            assert chunk.first_index == len(tokens)
+            tokens += unpack_u32(chunk.token_ids)
+    return said
+
+
+def replay_cache(steps: list[Step]) -> set[int]:
+    content: set[int] = set()
+    for step in steps:
+        for change in step.cache_changes:
+            match change:
+                case Stored(parent=parent, hashes=hashes):
+                    assert parent is None or parent in content
+                    assert content.isdisjoint(hashes)
+                    content.update(hashes)
+                case Removed(hashes=hashes):
+                    assert content.issuperset(hashes)
+                    content.difference_update(hashes)
+    return content
+
+
+def finished(steps: list[Step]) -> list[Finished]:
+    return [end for step in steps for end in step.finished]
+
+
+def test_one_request_from_prompt_to_end() -> None:
+    model = EngineModel(config())
+    model.submit(request("a", list(range(6)), 3))
+    assert model.load().waiting == 1
+    steps = run(model)
+    assert [step.duration_us for step in steps] == [prefill_us(6), decode_us(2, 32), decode_us(2, 32)]
+    assert answers(steps) == {"a": speech(7, 0, 3, VOCABULARY)}
+    assert [first.request_id for first in steps[0].first_tokens] == ["a"]
+    assert finished(steps) == [Finished("a", 1, "length", 6, 3, 0)]
+    assert (steps[-1].load.running, steps[-1].load.kv_blocks_used) == (0, 0)
+
+
+def test_a_one_token_answer_ends_in_its_prefill_step() -> None:
+    model = EngineModel(config())
+    model.submit(request("a", [1], 1))
+    (step,) = run(model)
+    assert len(step.emitted) == len(step.first_tokens) == len(step.finished) == 1
+
+
+def test_speech_depends_on_seed_and_index_alone() -> None:
+    whole = speech(5, 0, 100, VOCABULARY)
+    assert [speech(5, index, 1, VOCABULARY)[0] for index in range(100)] == whole
+    assert speech(5, 13, 30, VOCABULARY) == whole[13:43]
+    assert speech(6, 0, 100, VOCABULARY) != whole
+    assert set(whole) <= set(VOCABULARY)
+    assert len(set(whole)) > 50
+
+
+def test_a_second_request_reuses_the_prefix_but_computes_its_last_token() -> None:
+    model = EngineModel(config())
+    prompt = list(range(8))
+    model.submit(request("a", prompt, 1))
+    run(model)
+    model.submit(request("b", prompt, 1))
+    model.submit(request("c", [*prompt, 99], 1))
+    steps = run(model)
+    assert {end.request_id: end.cached_tokens for end in finished(steps)} == {"b": 4, "c": 8}
+    assert steps[0].duration_us == prefill_us(4 + 1)
+    assert not any(step.cache_changes for step in steps)
+
+
+def test_the_next_turn_of_a_conversation_finds_the_answer_in_the_cache() -> None:
+    model = EngineModel(config())
+    prompt = list(range(6))
+    model.submit(request("a", prompt, 11))
+    steps = run(model)
+    turn = prompt + answers(steps)["a"]
+    hashes = unpack_u64(sequence_hashes(pack_u32(turn), BLOCK))
+    assert model.pool.content() == set(hashes[:4])
+    stored = [change for step in steps for change in step.cache_changes]
+    parents = [None, *hashes[:3]]
+    assert stored == [Stored(parent, (block,)) for parent, block in zip(parents, hashes[:4], strict=True)]
+    model.submit(request("b", [*turn, 5, 6, 7], 1))
+    assert finished(run(model))[0].cached_tokens == 16
+
+
+def test_a_long_prompt_is_computed_in_chunks_while_others_decode() -> None:
+    model = EngineModel(config())
+    model.submit(request("a", [1, 2], 20))
+    model.submit(request("b", list(range(100, 140)), 2))
+    steps = run(model)
+    assert steps[0].duration_us == prefill_us(16)
+    assert [chunk.request_id for chunk in steps[1].emitted] == ["a"]
+    first = next(
+        index for index, step in enumerate(steps) if "b" in [chunk.request_id for chunk in step.emitted]
+    )
+    assert first == 2
+    assert len(answers(steps)["b"]) == 2
+
+
+def test_admission_is_first_come_first_served_within_max_num_seqs() -> None:
+    model = EngineModel(config(max_num_seqs=2))
+    for name in "abc":
+        model.submit(request(name, [ord(name)], 4))
+    step = model.step()
+    assert step is not None
+    assert [chunk.request_id for chunk in step.emitted] == ["a", "b"]
+    assert (step.load.running, step.load.waiting) == (2, 1)
+    steps = [step, *run(model)]
+    assert [end.request_id for end in finished(steps)] == ["a", "b", "c"]
+
+
+def test_the_newest_is_preempted_and_says_nothing_twice() -> None:
+    model = EngineModel(config(kv_blocks_total=6))
+    requests = [request("a", [1, 2, 3], 20), request("b", [4, 5, 6], 20, seed=8)]
+    for one in requests:
+        model.submit(one)
+    steps = run(model)
+    assert max(step.load.waiting for step in steps) == 1
+    assert [end.request_id for end in finished(steps)] == ["a", "b"]
+    assert answers(steps) == {"a": speech(7, 0, 20, VOCABULARY), "b": speech(8, 0, 20, VOCABULARY)}
+    assert [first.request_id for step in steps for first in step.first_tokens] == ["a", "b"]
+    assert replay_cache(steps) == model.pool.content()
+
+
+def test_a_prompt_in_chunks_is_preempted_by_those_that_decode() -> None:
+    model = EngineModel(config(kv_blocks_total=8, max_num_batched_tokens=8))
+    model.submit(request("a", [1, 2, 3, 4], 16))
+    model.submit(request("b", list(range(50, 78)), 4))
+    steps = run(model)
+    assert answers(steps) == {"a": speech(7, 0, 16, VOCABULARY), "b": speech(7, 0, 4, VOCABULARY)}
+    assert [end.request_id for end in finished(steps)] == ["a", "b"]
+    assert replay_cache(steps) == model.pool.content()
+
+
+def test_cancel_frees_the_blocks_wherever_the_request_is() -> None:
+    model = EngineModel(config(max_num_seqs=2, max_num_batched_tokens=8))
+    for name, size in (("decoding", 2), ("prefilling", 20), ("waiting", 3)):
+        model.submit(request(name, [ord(name[0])] * size, 9))
+    model.step()
+    assert model.load().running == 2
+    assert [model.cancel(name) for name in ("waiting", "prefilling", "decoding")] == [True] * 3
+    assert not model.cancel("decoding")
+    assert model.pool.used == 0
+    assert model.step() is None
+
+
+def test_reset_drops_requests_and_cache() -> None:
+    model = EngineModel(config(max_num_seqs=1))
+    model.submit(request("a", list(range(8)), 5))
+    model.submit(request("b", [1], 5))
+    model.step()
+    model.reset()
+    assert model.step() is None
+    assert model.pool.content() == frozenset()
+    model.submit(request("a", [1], 1))
+    assert len(run(model)) == 1
+
+
+def test_refusals_name_the_numbers_and_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = EngineModel(config())
+    with pytest.raises(RequestTooLarge, match=r"100 prompt .* 29 to generate need 33 KV blocks .* has 32"):
+        model.submit(request("a", list(range(100)), 29))
+    with pytest.raises(RequestMalformed, match="at least one prompt token"):
+        model.submit(request("a", [], 1))
+    with pytest.raises(RequestMalformed, match="at least one prompt token"):
+        model.submit(request("a", [1], 0))
+    with pytest.raises(RequestMalformed, match="8 prompt tokens are 2 full blocks of 4, but 4 block hashes"):
+        model.submit(request("a", list(range(8)), 1, block=2))
+    twice = EngineRequest(
+        request_id="a",
+        attempt=1,
+        token_ids=pack_u32(range(8)),
+        sequence_hashes=bytes(16),
+        token_seed=0,
+        max_tokens=1,
+    )
+    with pytest.raises(RequestMalformed, match="comes twice"):
+        model.submit(twice)
+    monkeypatch.setattr(engine_model, "WAITING_MAX", 1)
+    model.submit(request("a", [1], 1))
+    with pytest.raises(QueueFull):
+        model.submit(request("b", [1], 1))
+    assert model.load().waiting == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"block_size": 0}, "at least 1"),
+        ({"max_num_seqs": 17}, r"max_num_batched_tokens \(16\) must be at least max_num_seqs \(17\)"),
+    ],
+)
+def test_impossible_sizes_are_refused(changes: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config(**changes)
+
+
+def test_a_vocabulary_has_a_size() -> None:
+    with pytest.raises(ValueError, match="vocabulary"):
+        EngineConfig(vocabulary=())
+
+
+prompts = st.builds(
+    lambda root, size: [root] * min(size, 3) + list(range(size)), st.integers(0, 2), st.integers(1, 30)
+)
+arrivals = st.lists(
+    st.one_of(
+        st.tuples(st.just("submit"), prompts, st.integers(1, 25)),
+        st.tuples(st.just("cancel"), st.just([0]), st.integers(0, 30)),
+        st.tuples(st.just("step"), st.just([0]), st.integers(1, 8)),
+    ),
+    max_size=40,
+)
+sizes = st.fixed_dictionaries(
+    {
+        "kv_blocks_total": st.integers(14, 40),
+        "max_num_seqs": st.integers(1, 6),
+        "max_num_batched_tokens": st.integers(6, 40),
+    }
+)
+
+
+def drive(
+    model: EngineModel, arrivals: list[tuple[str, list[int], int]]
+) -> tuple[list[Step], dict[str, int], set[str]]:
+    """Apply a history and run to the end: the steps, tokens wanted by request, requests cancelled."""
+    steps: list[Step] = []
+    wanted: dict[str, int] = {}
+    cancelled: set[str] = set()
+    for action, prompt, number in arrivals:
+        if action == "submit":
+            name = f"r{len(wanted)}"
+            wanted[name] = number
+            model.submit(request(name, prompt, number, seed=number))
+        elif action == "cancel":
+            if model.cancel(f"r{number}"):
+                cancelled.add(f"r{number}")
+        else:
+            steps += [step for _ in range(number) if (step := model.step()) is not None]
+    return steps + run(model), wanted, cancelled
+
+
+@settings(max_examples=300)
+@given(sizes=sizes, arrivals=arrivals)
+def test_any_history_conserves_requests_tokens_and_blocks(
+    sizes: dict[str, int], arrivals: list[tuple[str, list[int], int]]
+) -> None:
+    model = EngineModel(config(**sizes))
+    steps, wanted, cancelled = drive(model, arrivals)
+    ends = finished(steps)
+    assert sorted([end.request_id for end in ends] + list(cancelled)) == sorted(wanted)
+    said = answers(steps)
+    for end in ends:
+        assert said[end.request_id] == speech(wanted[end.request_id], 0, wanted[end.request_id], VOCABULARY)
+        assert end.output_tokens == wanted[end.request_id]
+        assert 0 <= end.cached_tokens < end.prompt_tokens
+    assert replay_cache(steps) == model.pool.content()
+    assert model.pool.used == 0
+    assert all(step.load.running <= sizes["max_num_seqs"] for step in steps)
+    again = EngineModel(config(**sizes))
+    assert drive(again, arrivals)[0] == steps
+
+
+@settings(max_examples=300)
+@given(
+    sizes=sizes,
+    requests=st.lists(st.tuples(prompts, st.integers(1, 25)), max_size=12),
+    until_us=st.integers(1, 200_000),
+)
+def test_iterations_made_at_once_are_the_same_as_single_ones(
+    sizes: dict[str, int], requests: list[tuple[list[int], int]], until_us: int
+) -> None:
+    histories = []
+    for until in (0, until_us):
+        model = EngineModel(config(**sizes))
+        for index, (prompt, max_tokens) in enumerate(requests):
+            model.submit(request(f"r{index}", prompt, max_tokens, seed=index))
+        histories.append(run(model, until))
+    single, merged = histories
+    position = 0
+    for step in merged:
+        part = single[position : position + step.iterations]
+        position += step.iterations
+        assert sum(one.duration_us for one in part) == step.duration_us
+        assert answers_from(part) == answers_from([step])
+        assert [change for one in part for change in one.cache_changes] == step.cache_changes
+        assert finished(part) == step.finished
+        assert part[-1].load == step.load
+        assert [first for one in part for first in one.first_tokens] == step.first_tokens
+    assert position == len(single)
+
+
+def answers_from(steps: list[Step]) -> dict[tuple[str, int], list[int]]:
+    said: dict[str, tuple[int, list[int]]] = {}
+    for step in steps:
+        for chunk in step.emitted:
+            said.setdefault(chunk.request_id, (chunk.first_index, []))[1].extend(unpack_u32(chunk.token_ids))
+    return {(name, first): tokens for name, (first, tokens) in said.items()}

@@ -1,0 +1,50 @@
+"""Hypothesis strategies made from the event types themselves: any value that a type allows."""
+
+from typing import Any
+
+from hypothesis import strategies as st
+from msgspec import inspect
+
+I64_MIN = -(2**63)
+U64_MAX = 2**64 - 1
+PACKED_BYTES = 8  # whole numbers of both u32 and u64
+
+
+def instances(cls: type) -> st.SearchStrategy[Any]:
+    """Any instance of a struct type that the wire can carry."""
+    return _values(inspect.type_info(cls))
+
+
+def _values(info: inspect.Type) -> st.SearchStrategy[Any]:
+    match info:
+        case inspect.Metadata():
+            return _values(info.type)
+        case inspect.StructType():
+            required = {f.name: _values(f.type) for f in info.fields if f.required}
+            optional = {f.name: _values(f.type) for f in info.fields if not f.required}
+            return st.fixed_dictionaries(required, optional=optional).map(lambda fields: info.cls(**fields))
+        case inspect.UnionType():
+            return st.one_of([_values(alternative) for alternative in info.types])
+        case inspect.VarTupleType():
+            return st.lists(_values(info.item_type), max_size=3).map(tuple)
+        case inspect.LiteralType():
+            return st.sampled_from(info.values)
+        case inspect.IntType():
+            return st.integers(I64_MIN if info.ge is None else info.ge, U64_MAX)
+        case inspect.FloatType():
+            return st.floats(min_value=info.ge, allow_nan=False, allow_infinity=False)
+        case inspect.StrType(pattern=None):
+            return st.text(
+                st.characters(codec="utf-8"), min_size=info.min_length or 0, max_size=info.max_length
+            )
+        case inspect.StrType():
+            return st.from_regex(info.pattern or "", fullmatch=True).map(str.strip)
+        case inspect.BytesType():
+            return st.binary(max_size=4 * PACKED_BYTES).map(
+                lambda drawn: drawn[: len(drawn) // PACKED_BYTES * PACKED_BYTES]
+            )
+        case inspect.BoolType():
+            return st.booleans()
+        case inspect.NoneType():
+            return st.none()
+    raise TypeError(f"no strategy for {info}")

@@ -1,0 +1,207 @@
+"""The wire: every event comes back as it was, and no bytes at all get past `DecodeError`."""
+
+import json
+from typing import Any, get_args
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from forebay.events.base import Event
+from forebay.events.codec import DecodeError, decode, encode
+from forebay.events.requests import RequestSubmitted
+from forebay.events.schema import TOPICS
+from forebay.events.snapshots import Chunk, SnapshotChunk
+from forebay.events.topics import (
+    DEAD_LETTERS,
+    DECISIONS,
+    FIXED_TOPICS,
+    METRICS,
+    SNAPSHOTS,
+    Topic,
+    topic_named,
+    work_topic,
+)
+from infra.samples import event_types, samples, tag_of
+from tests.events.strategies import instances
+
+CARRYING = [topic for topic in TOPICS if topic.events is not None]
+EVENTS = [pytest.param(topic, cls, id=tag_of(cls)) for topic in CARRYING for cls in event_types(topic)]
+SAMPLES = {name: (topic, event) for name, topic, event, _ in samples()}
+HEAVY = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large], max_examples=50)
+
+
+def fields_of(topic: Topic, value: bytes) -> dict[str, Any]:
+    fields = msgspec.json.decode(value) if topic.codec == "json" else msgspec.msgpack.decode(value)
+    assert isinstance(fields, dict)
+    return fields
+
+
+def wire(topic: Topic, fields: object) -> bytes:
+    return msgspec.json.encode(fields) if topic.codec == "json" else msgspec.msgpack.encode(fields)
+
+
+@pytest.mark.parametrize(("topic", "cls"), EVENTS)
+@HEAVY
+@given(data=st.data())
+def test_every_event_comes_back(topic: Topic, cls: type[Event], data: st.DataObject) -> None:
+    event = data.draw(instances(cls))
+    assert decode(topic, encode(topic, event)) == event
+
+
+@pytest.mark.parametrize("part", get_args(Chunk), ids=tag_of)
+@HEAVY
+@given(data=st.data())
+def test_every_snapshot_part_comes_back(part: type, data: st.DataObject) -> None:
+    chunk = SnapshotChunk(owner_epoch=1, number=0, parts=(data.draw(instances(part)),))
+    assert decode(SNAPSHOTS, encode(SNAPSHOTS, chunk)) == chunk
+
+
+@pytest.mark.parametrize("topic", TOPICS, ids=lambda topic: topic.name)
+@settings(max_examples=300)
+@given(value=st.binary())
+@example(value=b"")
+@example(value=b"\xff")
+@example(value=b"null")
+@example(value=b'{"type":"\xff"}')
+@example(value=b"[" * 100_000)
+@example(value=b'{"x":' + b"[" * 100_000)
+@example(value=b"\x81\xa1x" + b"\x91" * 100_000 + b"\xc0")
+def test_random_bytes_are_refused_by_name(topic: Topic, value: bytes) -> None:
+    with pytest.raises(DecodeError):
+        decode(topic, value)
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+@settings(max_examples=100)
+@given(data=st.data())
+def test_a_damaged_record_decodes_or_is_refused_by_name(name: str, data: st.DataObject) -> None:
+    topic, event = SAMPLES[name]
+    value = bytearray(encode(topic, event))
+    for _ in range(data.draw(st.integers(1, 3))):
+        value[data.draw(st.integers(0, len(value) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        decode(topic, bytes(value[: data.draw(st.integers(0, len(value)))]))
+    except DecodeError as error:
+        assert str(error).startswith(topic.name)
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_deep_nesting_in_an_unknown_field_is_refused_by_name(name: str) -> None:
+    topic, event = SAMPLES[name]
+    value = encode(topic, event)
+    if topic.codec == "json":
+        value = value[:-1] + b',"later":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    else:
+        value = bytes([value[0] + 1]) + value[1:] + b"\xa5later" + b"\x91" * 100_000 + b"\xc0"
+    with pytest.raises(DecodeError):
+        decode(topic, value)
+
+
+@pytest.mark.parametrize("topic", CARRYING, ids=lambda topic: topic.name)
+def test_an_unknown_tag_is_refused_and_named(topic: Topic) -> None:
+    with pytest.raises(DecodeError, match=r"kv\.moved"):
+        decode(topic, wire(topic, {"type": "kv.moved"}))
+
+
+@pytest.mark.parametrize(
+    "topic", [t for t in CARRYING if len(event_types(t)) > 1], ids=lambda topic: topic.name
+)
+def test_among_several_events_a_missing_tag_is_refused(topic: Topic) -> None:
+    with pytest.raises(DecodeError, match="type"):
+        decode(topic, wire(topic, {"request_id": "r"}))
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_an_unknown_field_is_ignored(name: str) -> None:
+    topic, event = SAMPLES[name]
+    fields = fields_of(topic, encode(topic, event))
+    assert decode(topic, wire(topic, fields | {"later": {"field": [1, None]}})) == event
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_a_missing_required_field_is_refused(name: str) -> None:
+    topic, event = SAMPLES[name]
+    required = next((f.name for f in msgspec.structs.fields(event) if f.required), None)
+    fields = fields_of(topic, encode(topic, event))
+    if required is None:
+        assert decode(topic, wire(topic, {"type": fields["type"]})) == type(event)()
+        return
+    del fields[required]
+    with pytest.raises(DecodeError, match=required):
+        decode(topic, wire(topic, fields))
+
+
+def packed_fields(fields: object, path: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
+    if isinstance(fields, bytes):
+        return [path]
+    children = (
+        fields.items() if isinstance(fields, dict) else enumerate(fields) if isinstance(fields, list) else ()
+    )
+    return [found for key, child in children for found in packed_fields(child, (*path, key))]
+
+
+@pytest.mark.parametrize("name", [name for name, (topic, _) in SAMPLES.items() if topic.codec == "msgpack"])
+def test_half_numbers_in_packed_lists_are_refused(name: str) -> None:
+    topic, event = SAMPLES[name]
+    value = encode(topic, event)
+    for path in packed_fields(fields_of(topic, value)):
+        fields = fields_of(topic, value)
+        holder: Any = fields
+        for key in path[:-1]:
+            holder = holder[key]
+        holder[path[-1]] += b"\0"
+        with pytest.raises(DecodeError, match=f"{path[-1]}: 17 bytes"):
+            decode(topic, wire(topic, fields))
+
+
+@pytest.mark.parametrize(
+    "digest", ["", "0" * 15, "0" * 17, "g" * 16, "A" * 16, "0" * 16 + "\n", " " + "0" * 15, "0x" + "0" * 14]
+)
+def test_a_digest_that_is_none_is_refused(digest: str) -> None:
+    for name in ("request.routed", "snapshot.taken"):
+        _, event = SAMPLES[name]
+        fields = json.loads(encode(DECISIONS, event))
+        field = "table_digest" if name == "request.routed" else "digest"
+        with pytest.raises(DecodeError, match=field):
+            decode(DECISIONS, json.dumps(fields | {field: digest}).encode())
+
+
+def test_defaults_stay_off_the_wire() -> None:
+    for _, topic, _, least in samples():
+        written = fields_of(topic, encode(topic, least)).keys() - {"type"}
+        assert written == {f.name for f in msgspec.structs.fields(least) if f.required}
+
+
+def test_a_topic_without_events_encodes_and_decodes_none() -> None:
+    event = SAMPLES["load.reported"][1]
+    with pytest.raises(TypeError, match="dead-letters"):
+        encode(DEAD_LETTERS, event)
+    with pytest.raises(DecodeError):
+        decode(DEAD_LETTERS, encode(METRICS, event))
+
+
+def test_a_tag_names_one_event_everywhere() -> None:
+    tags = [tag_of(cls) for topic in CARRYING for cls in event_types(topic)]
+    tags += [tag_of(part) for part in get_args(Chunk)]
+    assert sorted(set(tags)) == sorted(tags)
+
+
+def test_events_are_hashed_and_compared_by_value() -> None:
+    for topic, event in SAMPLES.values():
+        assert hash(decode(topic, encode(topic, event))) == hash(event)
+
+
+def test_topics_are_found_by_name() -> None:
+    for topic in (*FIXED_TOPICS, work_topic("default"), work_topic("a.b")):
+        assert topic_named(topic.name) == topic
+    for unknown in ("", "work", "work.", "workers", "request"):
+        with pytest.raises(KeyError):
+            topic_named(unknown)
+
+
+def test_a_prompt_counts_its_tokens() -> None:
+    _, event = SAMPLES["request.submitted"]
+    assert isinstance(event, RequestSubmitted)
+    assert event.prompt_tokens == len(event.token_ids) // 4 == 4

@@ -1,0 +1,165 @@
+"""A worker on a real log, and an owner that does what the test says."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import pytest
+
+from forebay.core.blocks import sequence_hashes
+from forebay.core.engine_model import EngineConfig
+from forebay.events.base import Event, pack_u32
+from forebay.events.codec import decode, encode
+from forebay.events.fleet import WorkerJoined, WorkerSpec
+from forebay.events.requests import Sampling
+from forebay.events.topics import DEAD_LETTERS, FLEET, KV_EVENTS, METRICS, PROGRESS, TOKENS, Topic, work_topic
+from forebay.events.work import WorkItem
+from forebay.transport.base import Draft, Lease, Leases, Record
+from forebay.transport.redis_leases import embedded_leases
+from forebay.transport.sqlite_log import SqliteLog
+from forebay.workers.lease_keeper import LeaseKeeper
+from forebay.workers.mock_engine import MockEngine
+from forebay.workers.worker import Worker
+
+VOCABULARY = tuple(range(1000, 1100))
+GROUP = "model"
+PARTITION = 0
+WORK = work_topic("default")
+PATIENCE_S = 20.0
+READ_MAX = 10_000
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Let others run until the condition holds."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+def engine_config(**changes: int) -> EngineConfig:
+    sizes = {"block_size": 4, "kv_blocks_total": 64, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+    return EngineConfig(vocabulary=VOCABULARY, **{**sizes, **changes})
+
+
+def work_item(name: str, prompt: list[int], max_tokens: int, **changes: Any) -> WorkItem:
+    packed = pack_u32(prompt)
+    item = WorkItem(
+        request_id=name,
+        attempt=1,
+        owner_epoch=0,
+        worker_epoch=0,
+        rank=0,
+        token_ids=packed,
+        sequence_hashes=sequence_hashes(packed, 4),
+        reply_slot=3,
+        sampling=Sampling(max_tokens=max_tokens),
+    )
+    return msgspec.structs.replace(item, **changes)
+
+
+class Scene:
+    """A log, leases and one worker; the methods play the owner."""
+
+    def __init__(self, log: SqliteLog, leases: Leases, keeper: LeaseKeeper) -> None:
+        self.log = log
+        self.leases = leases
+        self.keeper = keeper
+        self.slot = 5
+
+    def spec(self, dp_size: int = 1) -> WorkerSpec:
+        config = engine_config()
+        return WorkerSpec(
+            worker_id="w1",
+            model="model",
+            block_size=config.block_size,
+            kv_blocks_total=config.kv_blocks_total,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            dp_size=dp_size,
+        )
+
+    def worker(self, *, speedup: float = 1000.0, dp_size: int = 1) -> Worker:
+        engine = MockEngine(engine_config(), dp_size=dp_size, speedup=speedup)
+        spec = self.spec(dp_size)
+        return Worker(self.log, self.keeper, spec, engine, token="t1", group=GROUP, partition=PARTITION)
+
+    @asynccontextmanager
+    async def serving(self, worker: Worker) -> AsyncIterator[int]:
+        """Run the worker and admit it: its epoch."""
+        task = asyncio.create_task(worker.run())
+        try:
+            epoch = await self.admit(worker, "t1")
+            yield epoch
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    def lease(self) -> Lease | None:
+        return next(iter(self.leases.poll(GROUP)), None)
+
+    def holds(self, token: str) -> bool:
+        lease = self.lease()
+        return lease is not None and lease.token == token
+
+    async def admit(self, worker: Worker, token: str, *, owner_epoch: int = 0) -> int:
+        await until(lambda: self.holds(token))
+        joined = WorkerJoined(
+            spec=worker.spec,
+            lease=token,
+            slot=self.slot,
+            from_offset=self.log.end(WORK.name, self.slot),
+            owner_epoch=owner_epoch,
+        )
+        epoch = await self.append(FLEET, PARTITION, joined)
+        await until(lambda: worker.worker_epoch == epoch)
+        return epoch
+
+    async def append(self, topic: Topic, partition: int, event: Event) -> int:
+        return (await self.log.append([Draft(topic.name, partition, encode(topic, event))]))[0]
+
+    async def send(self, event: Event) -> None:
+        await self.append(WORK, self.slot, event)
+
+    def records(self, topic: Topic, partition: int = PARTITION) -> list[Record]:
+        return self.log.read(topic.name, partition, 0, READ_MAX)
+
+    def events(self, topic: Topic, kind: type | None = None, partition: int = PARTITION) -> list[Any]:
+        found = [decode(topic, record.value) for record in self.records(topic, partition)]
+        return [event for event in found if kind is None or type(event) is kind]
+
+    def tokens(self, kind: type | None = None, slot: int = 3) -> list[Any]:
+        return self.events(TOKENS, kind, slot)
+
+    def progress(self, kind: type | None = None) -> list[Any]:
+        return self.events(PROGRESS, kind)
+
+    def kv(self) -> list[Any]:
+        return self.events(KV_EVENTS)
+
+    def loads(self) -> list[Any]:
+        return self.events(METRICS)
+
+    def dead_letters(self) -> list[Record]:
+        return self.records(DEAD_LETTERS)
+
+
+@pytest.fixture
+def leases() -> Leases:
+    return embedded_leases()
+
+
+@pytest.fixture
+def log() -> Iterator[SqliteLog]:
+    log = SqliteLog.open(None)
+    yield log
+    log.close()
+
+
+@pytest.fixture
+async def scene(log: SqliteLog, leases: Leases) -> AsyncIterator[Scene]:
+    keeper = LeaseKeeper(leases, ttl_s=5.0)
+    keeper.start()
+    yield Scene(log, leases, keeper)
+    await keeper.stop()

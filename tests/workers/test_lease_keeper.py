@@ -1,0 +1,121 @@
+"""The lease keeper on real leases: renewing, retaking, stepping aside, surviving a store that fails."""
+
+import asyncio
+import threading
+
+from forebay.transport.base import Lease, Leases
+from forebay.workers.lease_keeper import LeaseKeeper
+from tests.workers.conftest import until
+
+GROUP = "model"
+
+
+class Unreliable:
+    """Leases whose next calls fail; counts what got through."""
+
+    def __init__(self, leases: Leases, failures: int = 0) -> None:
+        self._leases = leases
+        self.failures = failures
+        self.renewed = 0
+        self.threads: set[int] = set()
+
+    def _pass(self) -> None:
+        self.threads.add(threading.get_ident())
+        if self.failures:
+            self.failures -= 1
+            raise ConnectionError("the store is away")
+
+    def acquire(self, group: str, worker_id: str, token: str, payload: bytes, ttl_ms: int) -> None:
+        self._pass()
+        self._leases.acquire(group, worker_id, token, payload, ttl_ms)
+
+    def renew(self, group: str, worker_id: str, token: str, ttl_ms: int) -> bool:
+        self._pass()
+        renewed = self._leases.renew(group, worker_id, token, ttl_ms)
+        self.renewed += renewed
+        return renewed
+
+    def release(self, group: str, worker_id: str, token: str) -> None:
+        self._pass()
+        self._leases.release(group, worker_id, token)
+
+    def poll(self, group: str) -> list[Lease]:
+        return self._leases.poll(group)
+
+    def forget(self, group: str, worker_id: str, token: str) -> None:
+        self._leases.forget(group, worker_id, token)
+
+
+def held(leases: Leases, worker_id: str) -> str | None:
+    """The token that holds the worker's lease now."""
+    for lease in leases.poll(GROUP):
+        if lease.worker_id == worker_id and lease.expires_in_ms > 0:
+            return lease.token
+    return None
+
+
+def refuse(other: str) -> None:
+    raise AssertionError(f"replaced by {other}")
+
+
+async def test_leases_of_all_workers_are_taken_renewed_and_given_up_off_the_loop(leases: Leases) -> None:
+    store = Unreliable(leases)
+    keeper = LeaseKeeper(store, ttl_s=0.3)
+    keeper.start()
+    for name in ("w1", "w2"):
+        keeper.hold(GROUP, name, f"token-{name}", b"spec", refuse)
+    await until(lambda: store.renewed >= 6)
+    assert [held(leases, name) for name in ("w1", "w2")] == ["token-w1", "token-w2"]
+    assert leases.poll(GROUP)[0].payload == b"spec"
+    keeper.release(GROUP, "w1")
+    keeper.release(GROUP, "w1")
+    await until(lambda: held(leases, "w1") is None)
+    await keeper.stop()
+    assert held(leases, "w2") is None
+    assert len(store.threads) == 1
+    assert threading.get_ident() not in store.threads
+
+
+async def test_a_store_that_fails_is_tried_again(leases: Leases) -> None:
+    store = Unreliable(leases, failures=2)
+    keeper = LeaseKeeper(store, ttl_s=0.1)
+    keeper.start()
+    keeper.hold(GROUP, "w1", "t1", b"", refuse)
+    await until(lambda: store.renewed >= 1)
+    store.failures = 1
+    renewed = store.renewed
+    await until(lambda: store.renewed > renewed)
+    assert held(leases, "w1") == "t1"
+    store.failures = 1
+    await keeper.stop()
+
+
+async def test_a_lease_that_vanished_is_taken_again(leases: Leases) -> None:
+    store = Unreliable(leases)
+    keeper = LeaseKeeper(store, ttl_s=0.3)
+    keeper.start()
+    keeper.hold(GROUP, "w1", "t1", b"spec", refuse)
+    await until(lambda: store.renewed >= 1)
+    leases.release(GROUP, "w1", "t1")
+    renewed = store.renewed
+    await until(lambda: store.renewed > renewed)
+    assert held(leases, "w1") == "t1"
+    await keeper.stop()
+
+
+async def test_a_worker_whose_lease_another_took_is_told_once_on_the_loop(leases: Leases) -> None:
+    loop_thread = threading.get_ident()
+    told: asyncio.Queue[tuple[str, int]] = asyncio.Queue()
+    keeper = LeaseKeeper(leases, ttl_s=0.1)
+    keeper.start()
+    keeper.hold(GROUP, "w1", "t1", b"", lambda other: told.put_nowait((other, threading.get_ident())))
+    await until(lambda: held(leases, "w1") == "t1")
+    leases.acquire(GROUP, "w1", "t2", b"", 60_000)
+    assert await told.get() == ("t2", loop_thread)
+    await keeper.stop()
+    assert told.empty()
+    assert held(leases, "w1") == "t2"
+
+
+async def test_stopping_a_keeper_that_never_started_is_nothing(leases: Leases) -> None:
+    await LeaseKeeper(leases).stop()

@@ -1,0 +1,221 @@
+"""A worker's life on a real log: admission, work, what it writes, and how it loses its epoch."""
+
+import asyncio
+
+import msgspec
+import pytest
+
+from forebay.events.base import unpack_u32, unpack_u64
+from forebay.events.fleet import OwnershipAnnounced, WorkerLost, WorkerSpec
+from forebay.events.kv import BlocksStored
+from forebay.events.progress import FirstTokenEmitted, RequestFailed, RequestFinished
+from forebay.events.tokens import AttemptStarted, ResponseEnded, TokensEmitted, Usage
+from forebay.events.topics import FLEET
+from forebay.events.work import WorkCancelled
+from forebay.transport.base import Draft
+from forebay.workers.worker import Worker, WorkerReplaced
+from tests.workers.conftest import GROUP, PARTITION, WORK, Scene, until, work_item
+
+
+def answer(scene: Scene, name: str, attempt: int = 1, slot: int = 3) -> list[int]:
+    """The tokens of one attempt, each index once."""
+    tokens: list[int] = []
+    for event in scene.tokens(TokensEmitted, slot):
+        for chunk in event.chunks:
+            if (chunk.request_id, chunk.attempt) == (name, attempt):
+                assert chunk.first_index == len(tokens)
+                tokens += unpack_u32(chunk.token_ids)
+    return tokens
+
+
+def over(scene: Scene, *names: str) -> bool:
+    ends = scene.progress(RequestFinished) + scene.progress(RequestFailed)
+    return {end.request_id for end in ends}.issuperset(names)
+
+
+async def test_the_lease_tells_the_spec() -> None:
+    pass
+
+
+async def test_an_answer_is_on_the_log_in_order(scene: Scene) -> None:
+    worker = scene.worker()
+    async with scene.serving(worker) as epoch:
+        lease = scene.lease()
+        assert lease is not None
+        assert msgspec.msgpack.decode(lease.payload, type=WorkerSpec) == worker.spec
+        await scene.send(work_item("a", list(range(9)), 10, worker_epoch=epoch, owner_epoch=4))
+        await until(lambda: over(scene, "a"))
+    assert len(answer(scene, "a")) == 10
+    last = scene.tokens()[-1]
+    assert last == ResponseEnded(
+        request_id="a",
+        attempt=1,
+        owner_epoch=4,
+        finish_reason="length",
+        usage=Usage(prompt_tokens=9, output_tokens=10),
+    )
+    first, end = scene.progress()
+    assert (type(first), first.cached_tokens, first.worker_epoch) == (FirstTokenEmitted, 0, epoch)
+    assert (type(end), end.output_tokens, end.owner_epoch) == (RequestFinished, 10, 4)
+    stored = scene.kv()
+    assert [event.seq for event in stored] == list(range(1, len(stored) + 1))
+    assert sum(len(unpack_u64(event.sequence_hashes)) for event in stored) == (9 + 10 - 1) // 4
+    assert scene.loads()[-1].running == 0
+
+
+async def test_slots_get_one_record_a_batch_each(scene: Scene) -> None:
+    async with scene.serving(scene.worker(speedup=1e9)) as epoch:
+        items = [work_item(f"r{slot}", [slot], 4, worker_epoch=epoch, reply_slot=slot % 2) for slot in range(6)]
+        drafts = [Draft(WORK.name, scene.slot, msgspec.msgpack.encode(item)) for item in items]
+        await scene.log.append(drafts)
+        await until(lambda: over(scene, *[item.request_id for item in items]))
+    for slot in (0, 1):
+        assert [len(event.chunks) for event in scene.tokens(TokensEmitted, slot)] == [3]
+        assert len(scene.tokens(ResponseEnded, slot)) == 3
+
+
+async def test_a_later_attempt_announces_itself_and_says_the_same(scene: Scene) -> None:
+    async with scene.serving(scene.worker()) as epoch:
+        await scene.send(work_item("a", [1, 2], 6, worker_epoch=epoch))
+        await until(lambda: over(scene, "a"))
+        await scene.send(work_item("a", [1, 2], 6, worker_epoch=epoch, attempt=2))
+        await until(lambda: len(scene.tokens(ResponseEnded)) == 2)
+    kinds = [type(event) for event in scene.tokens()]
+    assert kinds.index(AttemptStarted) == kinds.index(ResponseEnded) + 1
+    assert answer(scene, "a", 2) == answer(scene, "a", 1)
+
+
+async def test_a_newer_attempt_replaces_an_older_one_under_way(scene: Scene) -> None:
+    worker = scene.worker(speedup=10.0)
+    async with scene.serving(worker) as epoch:
+        await scene.send(work_item("a", [1, 2], 150, worker_epoch=epoch))
+        await until(lambda: scene.tokens(TokensEmitted))
+        await scene.send(work_item("a", [1, 2], 3, worker_epoch=epoch, attempt=3))
+        await scene.send(work_item("a", [1, 2], 3, worker_epoch=epoch, attempt=2))
+        await until(lambda: over(scene, "a"))
+    assert [end.attempt for end in scene.tokens(ResponseEnded)] == [3]
+    assert worker.counters.repeated == 1
+
+
+async def test_repeated_and_foreign_items_are_not_run(scene: Scene) -> None:
+    worker = scene.worker()
+    async with scene.serving(worker) as epoch:
+        item = work_item("a", [1], 2, worker_epoch=epoch)
+        await scene.send(work_item("other", [1], 2, worker_epoch=epoch + 1))
+        await scene.send(item)
+        await scene.send(item)
+        await until(lambda: over(scene, "a"))
+        await scene.send(item)
+        await scene.send(work_item("b", [1], 2, worker_epoch=epoch))
+        await until(lambda: over(scene, "b"))
+    assert [end.request_id for end in scene.tokens(ResponseEnded)] == ["a", "b"]
+    assert (worker.counters.repeated, worker.counters.other_epoch) == (2, 1)
+
+
+async def test_an_item_sent_again_by_a_new_owner_is_answered_on_its_order(scene: Scene) -> None:
+    async with scene.serving(scene.worker(speedup=10.0)) as epoch:
+        item = work_item("a", [1], 100, worker_epoch=epoch, owner_epoch=1)
+        await scene.send(item)
+        await until(lambda: scene.tokens(TokensEmitted))
+        await scene.send(msgspec.structs.replace(item, owner_epoch=2))
+        await until(lambda: over(scene, "a"))
+    orders = [event.owner_epoch for event in scene.tokens(TokensEmitted)]
+    assert orders == sorted(orders)
+    assert set(orders) == {1, 2}
+    assert len(answer(scene, "a")) == 100
+
+
+async def test_a_cancelled_request_has_no_end_and_frees_its_blocks(scene: Scene) -> None:
+    async with scene.serving(scene.worker(speedup=10.0)) as epoch:
+        await scene.send(work_item("a", list(range(8)), 200, worker_epoch=epoch))
+        await until(lambda: scene.tokens(TokensEmitted))
+        cancel = WorkCancelled(request_id="a", attempt=1, owner_epoch=0, worker_epoch=epoch)
+        await scene.send(cancel)
+        await scene.send(cancel)
+        await until(lambda: scene.loads()[-1].running == 0)
+        await scene.send(work_item("b", [1], 1, worker_epoch=epoch))
+        await until(lambda: over(scene, "b"))
+    assert [end.request_id for end in scene.tokens(ResponseEnded)] == ["b"]
+    assert [end.request_id for end in scene.progress(RequestFinished)] == ["b"]
+    assert scene.loads()[-1].kv_blocks_used == 0
+
+
+async def test_what_does_not_decode_is_buried_and_the_rest_goes_on(scene: Scene) -> None:
+    worker = scene.worker()
+    async with scene.serving(worker) as epoch:
+        await scene.log.append([Draft(WORK.name, scene.slot, b"\xc1 nonsense", b"key")])
+        await scene.send(work_item("a", [1], 1, worker_epoch=epoch))
+        await until(lambda: over(scene, "a"))
+    (letter,) = scene.dead_letters()
+    assert (letter.value, letter.key) == (b"\xc1 nonsense", b"key")
+    assert letter.headers is not None
+    assert "work.default" in letter.headers["reason"]
+    assert letter.headers["source-topic"] == "work.default"
+    assert (letter.headers["source-partition"], letter.headers["source-offset"]) == ("5", "0")
+    assert worker.counters.dead_letters == 1
+
+
+async def test_refused_requests_end_with_an_error(scene: Scene) -> None:
+    async with scene.serving(scene.worker()) as epoch:
+        await scene.send(work_item("large", [1] * 5, 1000, worker_epoch=epoch))
+        await scene.send(work_item("rank", [1], 1, worker_epoch=epoch, rank=1))
+        await until(lambda: over(scene, "large", "rank"))
+    errors = {end.request_id: end.error for end in scene.tokens(ResponseEnded)}
+    assert (errors["large"].status, errors["large"].code) == (400, "context_length_exceeded")
+    assert "5 prompt tokens and 1000 to generate" in errors["large"].message
+    assert (errors["rank"].status, errors["rank"].code) == (500, "no_such_rank")
+    assert {failed.request_id for failed in scene.progress(RequestFailed)} == {"large", "rank"}
+
+
+async def test_a_lost_worker_drops_everything_and_joins_as_a_new_incarnation(scene: Scene) -> None:
+    worker = scene.worker(speedup=10.0)
+    async with scene.serving(worker) as epoch:
+        await scene.send(work_item("a", list(range(8)), 100, worker_epoch=epoch))
+        await until(lambda: scene.kv())
+        lost = WorkerLost(worker_id="w1", worker_epoch=epoch, owner_epoch=0)
+        await scene.append(FLEET, PARTITION, lost)
+        again = await scene.admit(worker, "t1.2")
+        await scene.send(work_item("a", list(range(8)), 100, worker_epoch=epoch))
+        await scene.send(work_item("b", list(range(8)), 1, worker_epoch=again))
+        await until(lambda: over(scene, "b"))
+    assert [end.request_id for end in scene.tokens(ResponseEnded)] == ["b"]
+    renewed = [event for event in scene.kv() if event.worker_epoch == again]
+    assert [(type(event), event.seq) for event in renewed] == [(BlocksStored, 1)]
+    assert scene.tokens(ResponseEnded)[0].usage.cached_tokens == 0
+
+
+async def test_void_and_foreign_fleet_facts_change_nothing(scene: Scene) -> None:
+    worker = scene.worker()
+    async with scene.serving(worker) as epoch:
+        await scene.append(FLEET, PARTITION, OwnershipAnnounced(owner_epoch=7))
+        await scene.append(FLEET, PARTITION, WorkerLost(worker_id="w1", worker_epoch=epoch, owner_epoch=0))
+        await scene.append(FLEET, PARTITION, WorkerLost(worker_id="w2", worker_epoch=epoch, owner_epoch=7))
+        await scene.append(FLEET, PARTITION, WorkerLost(worker_id="w1", worker_epoch=epoch + 9, owner_epoch=7))
+        await scene.log.append([Draft(FLEET.name, PARTITION, b"{}")])
+        await until(lambda: worker.counters.fleet_undecodable == 1)
+        assert worker.worker_epoch == epoch
+        await scene.send(work_item("a", [1], 1, worker_epoch=epoch))
+        await until(lambda: over(scene, "a"))
+    assert scene.holds("t1") is False
+
+
+async def test_a_replaced_worker_steps_aside(scene: Scene) -> None:
+    scene.keeper = type(scene.keeper)(scene.leases, ttl_s=0.1)
+    scene.keeper.start()
+    worker = scene.worker()
+    task = asyncio.create_task(worker.run())
+    await until(lambda: scene.holds("t1"))
+    scene.leases.acquire(GROUP, "w1", "other", b"", 60_000)
+    with pytest.raises(ExceptionGroup) as caught:
+        await task
+    assert caught.group_contains(WorkerReplaced, match="other")
+    assert scene.holds("other")
+    await scene.keeper.stop()
+
+
+async def test_leaving_gives_up_the_lease(scene: Scene) -> None:
+    worker: Worker = scene.worker()
+    async with scene.serving(worker):
+        assert scene.holds("t1")
+    await until(lambda: scene.lease() is None or scene.lease().expires_in_ms <= 0)
+    assert worker.worker_epoch is None
