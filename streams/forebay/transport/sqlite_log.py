@@ -7,40 +7,41 @@ getting it back under load takes up to the 5 ms switch interval, where the row i
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import sqlite3
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Self
 
 from forebay.transport import sqlite_schema as schema
 from forebay.transport.base import Draft, LogError, Record, Wake
+from forebay.transport.sqlite_checkpoint import Checkpointer, fold
 from forebay.transport.sqlite_schema import CorruptRecord, LogUnusable, MissingRecords
 from forebay.transport.sqlite_tail import Partition, SqliteTail
 
 __all__ = ["CorruptRecord", "LogUnusable", "MissingRecords", "SqliteLog", "SqliteTail"]
 
 RECORD_BYTES_MAX = 16 << 20  # what the topics of a broker are configured to take
-CHECKPOINT_BYTES = 16 << 20  # WAL growth between checkpoints: seldom enough, and quick to redo at start
-WAL_BYTES_MAX = 64 << 20  # beyond it commits wait for a checkpoint, or the WAL would never start over
-PAGE_BYTES = 4096
 
 logger = logging.getLogger(__name__)
 
 Pending = tuple[Partition, int, Draft, bytes | None]
+Waiter = tuple[asyncio.Future[list[int]], list[int]]
 
 
 class SqliteLog:
     """`Log` on SQLite. Used from the thread that opened it; appends need a running event loop."""
 
-    def __init__(self, db: sqlite3.Connection, path: Path | None, lock: schema.WriterLock | None, namespace: str) -> None:
+    def __init__(
+        self, db: sqlite3.Connection, path: Path | None, lock: schema.WriterLock | None, namespace: str
+    ) -> None:
         self.namespace = namespace
         self.on_failure: Callable[[LogError], None] | None = None
+        self._name = "the log in memory" if path is None else str(path)
         self._db = db
-        self._path = path
         self._lock = lock
         self._readonly = path is not None and lock is None
         self._failure: LogError | None = None
@@ -48,12 +49,9 @@ class SqliteLog:
         self._partitions: dict[tuple[str, int], Partition] = {}
         self._tables = set(schema.table_names(db))
         self._pending: list[Pending] = []
-        self._waiters: list[tuple[asyncio.Future[list[int]], list[int]]] = []
+        self._waiters: list[Waiter] = []
         self._scheduled: asyncio.AbstractEventLoop | None = None
-        self._wal_growth = 0
-        self._checkpointing = False
-        self._holding = False
-        self._executor = None if path is None or self._readonly else ThreadPoolExecutor(1, "forebay-checkpoint")
+        self._checkpointer = None if path is None or self._readonly else Checkpointer(path)
 
     @classmethod
     def open(cls, path: Path | str | None, *, namespace: str = "forebay", readonly: bool = False) -> Self:
@@ -136,11 +134,12 @@ class SqliteLog:
         self._require_open()
         if self._pending:
             self._commit()
-        return [
-            (topic, partition, end)
-            for topic in schema.table_names(self._db)
-            for partition, end in schema.partition_ends(self._db, topic)
-        ]
+        with self._reading():
+            return [
+                (topic, partition, end)
+                for topic in schema.table_names(self._db)
+                for partition, end in schema.partition_ends(self._db, topic)
+            ]
 
     def refresh(self) -> bool:
         """Look for records that another process appended and wake their tails; whether there are any."""
@@ -157,13 +156,13 @@ class SqliteLog:
         """Commit what is pending, fold the WAL into the file and let the next writer in."""
         if self._closed:
             return
-        if self._executor is not None:
-            self._executor.shutdown(wait=True)
+        if self._checkpointer is not None:
+            self._checkpointer.close()
         if self._pending:
             self._commit()
         self._closed = True
-        if self._executor is not None and self._failure is None:
-            _fold(self._db)
+        if self._checkpointer is not None and self._failure is None:
+            fold(self._db)
         self._db.close()
         if self._lock is not None:
             self._lock.close()
@@ -173,7 +172,7 @@ class SqliteLog:
             raise LogError(str(self._failure))
         self._require_open()
         if self._readonly:
-            raise LogError(f"{self._path}: was opened read-only")
+            raise LogError(f"{self._name}: was opened read-only")
         checked = [self._check(draft) for draft in drafts]
         offsets: list[int] = []
         for place, draft, headers in checked:
@@ -181,7 +180,7 @@ class SqliteLog:
             place.next_offset = offset + 1
             offsets.append(offset)
             self._pending.append((place, offset, draft, headers))
-        if self._scheduled is not loop and not self._holding:
+        if self._scheduled is not loop:
             self._scheduled = loop
             loop.call_soon(self._flush)
         return offsets
@@ -201,7 +200,8 @@ class SqliteLog:
             if not 0 <= partition < schema.PARTITIONS_MAX:
                 raise ValueError(f"{topic}: partition {partition} is not in 0 to {schema.PARTITIONS_MAX - 1}")
             self._require_open()
-            end = schema.partition_end(self._db, topic, partition) if self._has_table(topic) else 0
+            with self._reading():
+                end = schema.partition_end(self._db, topic, partition) if self._has_table(topic) else 0
             place = self._partitions[topic, partition] = Partition(topic, partition, end)
         return place
 
@@ -212,52 +212,70 @@ class SqliteLog:
 
     def _look(self, place: Partition) -> bool:
         """Read-only: find the end that the writer has reached; whether it moved."""
-        if not self._readonly or not self._has_table(place.topic):
-            return False
-        end = schema.partition_end(self._db, place.topic, place.number)
+        with self._reading():
+            if not self._readonly or not self._has_table(place.topic):
+                return False
+            end = schema.partition_end(self._db, place.topic, place.number)
         moved = end > place.committed
         place.committed = place.next_offset = end
         return moved
 
     def _fetch(self, place: Partition, offset: int, limit: int, bytes_max: int | None) -> list[Record]:
-        self._require_open()
-        if limit <= 0 or not self._has_table(place.topic):
-            return []
         assert offset >= 0
-        base = place.number << schema.OFFSET_BITS
+        self._require_open()
+        topic, number = place.topic, place.number
+        base = number << schema.OFFSET_BITS
+        span = (base + offset, base + schema.OFFSETS_MAX, max(0, limit))
         records: list[Record] = []
         size = 0
-        try:
-            rows = self._db.execute(
-                schema.select_rows(place.topic), (base + offset, base + schema.OFFSETS_MAX, limit)
-            )
-            for row in rows:
-                record = schema.decode_row(place.topic, place.number, row)
-                expected = offset + len(records)
-                if record.offset != expected:
-                    raise MissingRecords(place.topic, place.number, expected, record.offset - 1)
-                records.append(record)
-                size += len(record.value)
-                if bytes_max is not None and size >= bytes_max:
-                    break
-            rows.close()
-        except sqlite3.Error as error:
-            raise LogError(f"{self._path}: cannot be read ({error}); restore a copy") from error
+        with self._reading():
+            if not self._has_table(topic):
+                return []
+            # An unfinished statement would keep the WAL from starting over, hence the closing.
+            with contextlib.closing(self._db.execute(schema.select_rows(topic), span)) as rows:
+                for row in rows:
+                    record = schema.decode_row(topic, number, row)
+                    expected = offset + len(records)
+                    if record.offset != expected:
+                        raise MissingRecords(topic, number, expected, record.offset - 1)
+                    records.append(record)
+                    size += len(record.value)
+                    if bytes_max is not None and size >= bytes_max:
+                        break
         return records
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            raise LogError(f"{self._name}: cannot be read ({error}); restore a copy") from error
 
     def _require_open(self) -> None:
         if self._closed:
-            raise LogError(f"{self._path or 'the log in memory'}: is closed")
+            raise LogError(f"{self._name}: is closed")
 
     def _flush(self) -> None:
         self._scheduled = None
-        if self._pending and not self._holding and not self._closed:
+        if self._closed or self._failure is not None:
+            return
+        checkpointer = self._checkpointer
+        if self._pending and (checkpointer is None or not checkpointer.holding):
             self._commit()
+        if checkpointer is not None and self._failure is None:
+            try:
+                checkpointer.step(asyncio.get_running_loop(), self._flush)
+            except sqlite3.Error as error:
+                self._fail(error)
+                return
+            if self._pending and not checkpointer.holding:
+                self._commit()
 
     def _commit(self) -> None:
         pending, self._pending = self._pending, []
         waiters, self._waiters = self._waiters, []
         at_us = time.time_ns() // 1000
+        size = 0
         rows: dict[str, list[schema.Row]] = {}
         for place, offset, draft, headers in pending:
             topic = place.topic
@@ -273,19 +291,19 @@ class SqliteLog:
                 rows[topic].append(row)
             else:
                 rows[topic] = [row]
-            self._wal_growth += len(draft.value)
+            size += len(draft.value)
         try:
             self._write(rows)
         except sqlite3.Error as error:
-            self._fail(error, waiters)
+            self._waiters = waiters
+            self._fail(error)
             return
+        if self._checkpointer is not None:
+            self._checkpointer.grew(size, len(rows))
         for committed, offsets in waiters:
             if not committed.done():
                 committed.set_result(offsets)
         self._publish(pending, at_us)
-        self._wal_growth += PAGE_BYTES * len(rows)
-        if self._wal_growth >= CHECKPOINT_BYTES and self._executor is not None:
-            self._start_checkpoint()
 
     def _write(self, rows: dict[str, list[schema.Row]]) -> None:
         self._db.execute("BEGIN IMMEDIATE")
@@ -298,32 +316,32 @@ class SqliteLog:
 
     def _publish(self, pending: list[Pending], at_us: int) -> None:
         wakes: dict[int, Wake] = {}
-        for place, offset, draft, _ in pending:
+        for place, offset, draft, headers in pending:
             place.committed = offset + 1
             if place.tails:
-                record = Record(place.topic, place.number, offset, at_us, draft.value, draft.key, draft.headers)
+                named = schema.decode_headers(headers)
+                record = Record(place.topic, place.number, offset, at_us, draft.value, draft.key, named)
                 for tail in place.tails:
                     if tail.push(record):
                         wakes[id(tail.wake)] = tail.wake
         for wake in wakes.values():
             wake.set()
 
-    def _fail(self, error: Exception, waiters: list[tuple[asyncio.Future[list[int]], list[int]]]) -> None:
+    def _fail(self, error: sqlite3.Error) -> None:
         if self._db.in_transaction:
             self._db.rollback()
         self._failure = LogError(
-            f"{self._path or 'the log in memory'}: cannot be written any more ({error}); free disk space or"
-            " check the disk, then start again: every acknowledged record is kept"
+            f"{self._name}: cannot be written any more ({error}); free disk space or check the disk, then"
+            " start again: every acknowledged record is kept"
         )
         logger.error("%s", self._failure)
+        self._pending.clear()
+        waiters, self._waiters = self._waiters, []
         for committed, _ in waiters:
             if not committed.done():
                 committed.set_exception(LogError(str(self._failure)))
         if self.on_failure is not None:
             self.on_failure(self._failure)
-
-    def _start_checkpoint(self) -> None:
-        self._wal_growth = 0
 
 
 def _open_file(path: Path, namespace: str, *, readonly: bool) -> tuple[sqlite3.Connection, str]:
@@ -336,7 +354,9 @@ def _open_file(path: Path, namespace: str, *, readonly: bool) -> tuple[sqlite3.C
         if readonly and not known:
             raise LogUnusable(f"{path}: is empty; a writer has to create the log first")
         if not readonly:
-            db.execute("PRAGMA journal_mode = WAL")
+            (mode,) = db.execute("PRAGMA journal_mode = WAL").fetchone()
+            if mode != "wal":
+                raise LogUnusable(f"{path}: the file system cannot share memory; choose a local disk")
             db.execute("PRAGMA synchronous = NORMAL")
             db.execute("PRAGMA wal_autocheckpoint = 0")
             if not known:
@@ -344,7 +364,7 @@ def _open_file(path: Path, namespace: str, *, readonly: bool) -> tuple[sqlite3.C
             db.execute("INSERT OR REPLACE INTO forebay_meta VALUES ('writer_pid', ?)", (str(os.getpid()),))
         stored = schema.read_meta(db)["namespace"]
         if not readonly and stored != namespace:
-            raise LogUnusable(f"{path}: belongs to the namespace {stored!r}, not {namespace!r}; choose another path")
+            raise LogUnusable(f"{path}: belongs to namespace {stored!r}, not {namespace!r}; choose another path")
     except sqlite3.Error as error:
         db.close()
         raise LogUnusable(f"{path}: cannot be opened ({error}); choose another path") from error
@@ -352,12 +372,3 @@ def _open_file(path: Path, namespace: str, *, readonly: bool) -> tuple[sqlite3.C
         db.close()
         raise
     return db, stored
-
-
-def _fold(db: sqlite3.Connection) -> None:
-    """Leave one plain file, so that a recording opens on read-only media; readers may prevent it."""
-    try:
-        db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-        db.execute("PRAGMA journal_mode = DELETE")
-    except sqlite3.Error as error:
-        logger.warning("the WAL stays beside the log: %s", error)

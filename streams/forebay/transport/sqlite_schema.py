@@ -103,8 +103,19 @@ def encode_headers(headers: Mapping[str, str] | None) -> bytes | None:
     return None if headers is None else msgspec.json.encode(headers)
 
 
-def checksum(  # noqa: PLR0913, PLR0917 - the fields of a record
-    topic: str, partition: int, offset: int, at_us: int, key: bytes | None, headers: bytes | None, value: bytes
+def decode_headers(headers: bytes | None) -> dict[str, str] | None:
+    """The inverse of `encode_headers`. Raises msgspec.MsgspecError."""
+    return None if headers is None else _DECODER.decode(headers)
+
+
+def checksum(
+    topic: str,
+    partition: int,
+    offset: int,
+    at_us: int,
+    key: bytes | None,
+    headers: bytes | None,
+    value: bytes,
 ) -> int:
     """XXH3-64 of a whole record as SQLite stores integers: signed. Absent and empty fields differ."""
     name = topic.encode()
@@ -127,7 +138,7 @@ def decode_row(topic: str, partition: int, row: tuple[Any, ...]) -> Record:
     try:
         if checksum(topic, partition, offset, at_us, key, headers, value) != stored:
             raise CorruptRecord(topic, partition, offset)
-        named = None if headers is None else _DECODER.decode(headers)
+        named = decode_headers(headers)
     except (TypeError, struct.error, msgspec.MsgspecError) as error:  # a column of another type
         raise CorruptRecord(topic, partition, offset) from error
     return Record(topic, partition, offset, at_us, value, key, named)
@@ -135,8 +146,8 @@ def decode_row(topic: str, partition: int, row: tuple[Any, ...]) -> Record:
 
 def table_names(db: sqlite3.Connection) -> list[str]:
     """The topics that have a table, sorted."""
-    names = (name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table' ORDER BY name"))
-    return [name for name in names if _TOPIC_NAME.fullmatch(name)]
+    rows = db.execute("SELECT name FROM sqlite_master WHERE type = 'table' ORDER BY name")
+    return [name for (name,) in rows if _TOPIC_NAME.fullmatch(name)]
 
 
 def partition_end(db: sqlite3.Connection, topic: str, partition: int) -> int:
@@ -162,8 +173,9 @@ def partition_ends(db: sqlite3.Connection, topic: str) -> list[tuple[int, int]]:
 
 
 class WriterLock:
-    """One writer a file, by flock on a file beside it: any descriptor of the database itself that
-    this process closed would drop SQLite's own POSIX locks. The lock dies with its process.
+    """One writer a file, by flock on a file beside it; the lock dies with its process.
+
+    Not on the database itself: closing any descriptor of that would drop SQLite's own POSIX locks.
     """
 
     def __init__(self, path: Path) -> None:
@@ -171,7 +183,8 @@ class WriterLock:
         try:
             self._descriptor = os.open(beside, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
-            raise LogUnusable(f"{beside}: cannot be written ({error.strerror}); choose another path") from error
+            reason = error.strerror
+            raise LogUnusable(f"{beside}: cannot be written ({reason}); choose another path") from error
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

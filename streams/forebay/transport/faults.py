@@ -1,0 +1,76 @@
+"""A log that dies on purpose, for tests: it kills its user after the k-th append, not the log behind it.
+
+The log behind stays whole, as a file would, so that a test restarts on it.
+"""
+
+from collections.abc import Sequence
+
+from forebay.transport.base import Draft, Log, Record, Tail, Wake
+
+
+class Crashed(Exception):
+    """The process is dead. No LogError, because nothing may handle it and go on."""
+
+
+class FaultyLog:
+    """Lets `crash_after` calls of `append` and `append_soon` through whole; every later call raises Crashed."""
+
+    def __init__(self, log: Log, crash_after: int) -> None:
+        assert crash_after >= 0
+        self.crashed = False
+        self._log = log
+        self._appends_left = crash_after
+
+    async def append(self, drafts: Sequence[Draft]) -> list[int]:
+        """As the log behind, until the crash."""
+        self._spend_append()
+        return await self._log.append(drafts)
+
+    def append_soon(self, drafts: Sequence[Draft]) -> None:
+        """As the log behind, until the crash."""
+        self._spend_append()
+        self._log.append_soon(drafts)
+
+    def tail(self, topic: str, partition: int, offset: int, wake: Wake) -> Tail:
+        """As the log behind, until the crash; the tail dies with the log."""
+        self.require_alive()
+        return _FaultyTail(self, self._log.tail(topic, partition, offset, wake))
+
+    def read(self, topic: str, partition: int, offset: int, limit: int) -> list[Record]:
+        """As the log behind, until the crash."""
+        self.require_alive()
+        return self._log.read(topic, partition, offset, limit)
+
+    def end(self, topic: str, partition: int) -> int:
+        """As the log behind, until the crash."""
+        self.require_alive()
+        return self._log.end(topic, partition)
+
+    def require_alive(self) -> None:
+        """Raise Crashed after the crash."""
+        if self.crashed:
+            raise Crashed
+
+    def _spend_append(self) -> None:
+        self.crashed = self.crashed or self._appends_left == 0
+        self.require_alive()
+        self._appends_left -= 1
+
+
+class _FaultyTail:
+    """A tail of a log that may crash; closing it always works, as the end of a process would."""
+
+    def __init__(self, owner: FaultyLog, tail: Tail) -> None:
+        self._owner = owner
+        self._tail = tail
+
+    def take(self, limit: int) -> list[Record]:
+        self._owner.require_alive()
+        return self._tail.take(limit)
+
+    def __len__(self) -> int:
+        self._owner.require_alive()
+        return len(self._tail)
+
+    def close(self) -> None:
+        self._tail.close()

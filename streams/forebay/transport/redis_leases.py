@@ -1,0 +1,157 @@
+"""Leases on Redis, by Lua scripts on the server's clock; `embedded_leases` runs the same in process.
+
+Never uses keyspace events (late, and lost while disconnected): owners poll deadlines. Keys outlive
+their deadline by far, so that an owner sees a lease that ran out and writes the fact.
+"""
+
+import contextlib
+from collections.abc import Iterator
+
+import fakeredis
+import redis
+
+from forebay.transport.base import Lease
+
+# How long a lease that ran out stays visible to an owner that comes late.
+KEPT_TTLS = 10
+KEPT_MS = 60_000
+
+_NOW = "local t = redis.call('TIME') local now = t[1] * 1000 + math.floor(t[2] / 1000) "
+_EXTEND = f"""
+local kept = ttl * {KEPT_TTLS} + {KEPT_MS}
+redis.call('ZADD', KEYS[2], now + ttl, ARGV[1])
+redis.call('PEXPIRE', KEYS[1], kept)
+if redis.call('PTTL', KEYS[2]) < kept then redis.call('PEXPIRE', KEYS[2], kept) end
+"""
+_ACQUIRE = f"""
+{_NOW}
+local ttl = tonumber(ARGV[3])
+redis.call('HSET', KEYS[1], 'token', ARGV[2], 'ttl_ms', ARGV[3], 'payload', ARGV[4])
+{_EXTEND}
+"""
+_RENEW = f"""
+{_NOW}
+if redis.call('HGET', KEYS[1], 'token') ~= ARGV[2] then return 0 end
+local ttl = tonumber(ARGV[3])
+redis.call('HSET', KEYS[1], 'ttl_ms', ARGV[3])
+{_EXTEND}
+return 1
+"""
+_DROP = """
+if redis.call('HGET', KEYS[1], 'token') ~= ARGV[2] then return 0 end
+redis.call('DEL', KEYS[1])
+redis.call('ZREM', KEYS[2], ARGV[1])
+return 1
+"""
+# The deadlines of keys that are long gone are dropped here: nobody else would.
+_POLL = f"""
+{_NOW}
+local found = {{}}
+local deadlines = redis.call('ZRANGE', KEYS[1], 0, -1, 'WITHSCORES')
+for i = 1, #deadlines, 2 do
+  local worker = deadlines[i]
+  local lease = redis.call('HMGET', ARGV[1] .. worker, 'token', 'payload', 'ttl_ms')
+  if lease[1] then
+    found[#found + 1] = {{worker, lease[1], lease[2], deadlines[i + 1] - now, tonumber(lease[3])}}
+  else
+    redis.call('ZREM', KEYS[1], worker)
+  end
+end
+return found
+"""
+
+
+class LeaseError(Exception):
+    """Redis did not answer or refused; the text says what to check. Trying again later is right."""
+
+
+class RedisLeases:
+    """`Leases` on one Redis server (not a cluster: `poll` reads every worker's key in one script).
+
+    Layout: a hash `<namespace>:lease:<group>:<worker>` of token, payload and ttl_ms, and a sorted set
+    `<namespace>:leases:<group>` of deadlines in the server's milliseconds; colons inside names are
+    escaped. May be used from several threads.
+    """
+
+    def __init__(self, client: redis.Redis, namespace: str = "forebay") -> None:
+        assert not client.get_encoder().decode_responses, "payloads are bytes"
+        self._namespace = _part(namespace)
+        self._acquire = client.register_script(_ACQUIRE)
+        self._renew = client.register_script(_RENEW)
+        self._drop = client.register_script(_DROP)
+        self._poll = client.register_script(_POLL)
+
+    def acquire(self, group: str, worker_id: str, token: str, payload: bytes, ttl_ms: int) -> None:
+        """Take the lease of a worker, or replace it, whoever holds it. Raises LeaseError."""
+        assert ttl_ms >= 1
+        with _speaking():
+            self._acquire(keys=self._keys(group, worker_id), args=[_part(worker_id), token, ttl_ms, payload])
+
+    def renew(self, group: str, worker_id: str, token: str, ttl_ms: int) -> bool:
+        """Extend the lease, also one that ran out but was not forgotten yet.
+
+        False when another incarnation holds it or it is gone. Raises LeaseError.
+        """
+        assert ttl_ms >= 1
+        with _speaking():
+            return bool(self._renew(keys=self._keys(group, worker_id), args=[_part(worker_id), token, ttl_ms]))
+
+    def release(self, group: str, worker_id: str, token: str) -> None:
+        """Give the lease up, if this incarnation holds it. Raises LeaseError."""
+        self.forget(group, worker_id, token)
+
+    def poll(self, group: str) -> list[Lease]:
+        """Every lease of the group in worker order, run-out ones too. Raises LeaseError."""
+        with _speaking():
+            found = self._poll(
+                keys=[f"{self._namespace}:leases:{_part(group)}"], args=[self._lease_key(group, "")]
+            )
+        leases = [
+            Lease(
+                worker_id=_whole(worker.decode()),
+                token=token.decode(),
+                payload=payload,
+                expires_in_ms=expires_in_ms,
+                ttl_ms=ttl_ms,
+            )
+            for worker, token, payload, expires_in_ms, ttl_ms in found
+        ]
+        return sorted(leases, key=lambda lease: lease.worker_id)
+
+    def forget(self, group: str, worker_id: str, token: str) -> None:
+        """Drop a lease after the owner wrote its fact, unless another incarnation took it since.
+
+        A late renewal does not save it: the fact stands, so its holder must hear that it is gone.
+        Raises LeaseError.
+        """
+        with _speaking():
+            self._drop(keys=self._keys(group, worker_id), args=[_part(worker_id), token])
+
+    def _keys(self, group: str, worker_id: str) -> list[str]:
+        return [self._lease_key(group, worker_id), f"{self._namespace}:leases:{_part(group)}"]
+
+    def _lease_key(self, group: str, worker_id: str) -> str:
+        return f"{self._namespace}:lease:{_part(group)}:{_part(worker_id)}"
+
+
+def embedded_leases(namespace: str = "forebay") -> RedisLeases:
+    """Leases of this process alone, on a Redis made of Python."""
+    return RedisLeases(fakeredis.FakeRedis(server=fakeredis.FakeServer()), namespace)
+
+
+def _part(name: str) -> str:
+    return name.replace("%", "%25").replace(":", "%3A")
+
+
+def _whole(part: str) -> str:
+    return part.replace("%3A", ":").replace("%25", "%")
+
+
+@contextlib.contextmanager
+def _speaking() -> Iterator[None]:
+    try:
+        yield
+    except redis.ConnectionError as error:
+        raise LeaseError(f"Redis cannot be reached ({error}); check that it runs and its address") from error
+    except redis.RedisError as error:
+        raise LeaseError(f"Redis refused ({error}); check its version (6 or later) and its memory") from error
