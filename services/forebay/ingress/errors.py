@@ -1,0 +1,30 @@
+"""Errors as callers see them: OpenAI's shape, an HTTP status, a code that can be counted."""
+
+from typing import Any
+
+import msgspec
+
+
+class ApiError(Exception):
+    """An answer that is not a completion."""
+
+    def __init__(self, status: int, code: str, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.message = message
+        self.param = param
+
+    def body(self) -> dict[str, Any]:
+        """OpenAI's error object."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def encoded(self) -> bytes:
+        """The body as JSON."""
+        return msgspec.json.encode(self.body())
+
+
+def invalid(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:
+    """A request that is wrong in itself."""
+    return ApiError(400, code, message, param)
