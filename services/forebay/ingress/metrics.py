@@ -1,0 +1,54 @@
+"""What an ingress counts. Names and labels are Dynamo's frontend's, so that its dashboards light up."""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+SECONDS = (0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+TOKENS = (1, 16, 64, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+
+
+class IngressMetrics:
+    """The metrics of one ingress and model, with the labels that never change filled in."""
+
+    def __init__(self, registry: CollectorRegistry, model: str) -> None:
+        name = "dynamo_frontend"
+        self.requests = Counter(
+            f"{name}_requests",
+            "requests by their end",
+            ("model", "endpoint", "request_type", "status"),
+            registry=registry,
+        )
+        self.refused = Counter(
+            "forebay_ingress_refused", "requests that got an error, by its code", ("code",), registry=registry
+        )
+        self.undecodable = Counter(
+            "forebay_ingress_undecodable", "records of the reply slot that did not decode", registry=registry
+        )
+        self.inflight = _gauge(registry, f"{name}_inflight_requests", "requests under way", model)
+        self.disconnected = _gauge(registry, f"{name}_disconnected_clients", "clients that left before the end", model)
+        self.ttft = _histogram(registry, f"{name}_time_to_first_token_seconds", "to the first token", model, SECONDS)
+        self.itl = _histogram(registry, f"{name}_inter_token_latency_seconds", "between tokens", model, SECONDS)
+        self.duration = _histogram(registry, f"{name}_request_duration_seconds", "to the last token", model, SECONDS)
+        self.input_tokens = _histogram(registry, f"{name}_input_sequence_tokens", "prompt tokens", model, TOKENS)
+        self.output_tokens = _histogram(registry, f"{name}_output_sequence_tokens", "generated tokens", model, TOKENS)
+        self.cached_tokens = _histogram(registry, f"{name}_cached_tokens", "prompt tokens found cached", model, TOKENS)
+        self._model = model
+        self._ended: dict[tuple[str, bool, str], Counter] = {}
+
+    def ended(self, endpoint: str, *, stream: bool, status: str) -> None:
+        """Count the end of a request."""
+        key = (endpoint, stream, status)
+        child = self._ended.get(key)
+        if child is None:
+            kind = "stream" if stream else "unary"
+            child = self._ended[key] = self.requests.labels(self._model, endpoint, kind, status)
+        child.inc()
+
+
+def _gauge(registry: CollectorRegistry, name: str, text: str, model: str) -> Gauge:
+    return Gauge(name, text, ("model",), registry=registry).labels(model)
+
+
+def _histogram(
+    registry: CollectorRegistry, name: str, text: str, model: str, buckets: tuple[float, ...]
+) -> Histogram:
+    return Histogram(name, text, ("model",), buckets=buckets, registry=registry).labels(model)

@@ -1,0 +1,76 @@
+"""OpenAI's response objects as bytes. The constant parts of a stream's chunks are rendered once."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from forebay.events.tokens import Usage
+
+_encode = msgspec.json.encode
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """Who served a request; goes out as the `forebay` extension."""
+
+    request_id: str
+    worker: str
+    rank: int
+    attempts: int
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {
+            "request_id": self.request_id,
+            "worker": self.worker,
+            "rank": self.rank,
+            "attempts": self.attempts,
+        }
+
+
+class Shape:
+    """How one endpoint words its answers."""
+
+    def __init__(self, *, chat: bool, response_id: str, model: str, created: int) -> None:
+        self._chat = chat
+        kind = "chat.completion" if chat else "text_completion"
+        self._head = {"id": response_id, "object": kind, "created": created, "model": model}
+        chunk_head = dict(self._head, object="chat.completion.chunk" if chat else kind)
+        opened = _encode(chunk_head)[:-1] + b',"choices":[{"index":0,'
+        self._open = b"data: " + opened + (b'"delta":{"content":' if chat else b'"text":')
+        self._first = b"data: " + opened + b'"delta":{"role":"assistant","content":' if chat else self._open
+        self._shut = (b"}" if chat else b"") + b',"logprobs":null,"finish_reason":null}]}\n\n'
+        self._chunk_head = chunk_head
+
+    def piece(self, text: str, *, first: bool) -> bytes:
+        """A chunk with new text."""
+        return (self._first if first else self._open) + _encode(text) + self._shut
+
+    def last(self, reason: str, served: Served) -> bytes:
+        """The chunk that says why the answer ended and who gave it."""
+        content: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
+        choice = {"index": 0, **content, "logprobs": None, "finish_reason": reason}
+        return b"data: " + _encode({**self._chunk_head, "choices": [choice], "forebay": served.plain()}) + b"\n\n"
+
+    def usage(self, usage: Usage) -> bytes:
+        """The chunk that `stream_options.include_usage` asks for."""
+        return b"data: " + _encode({**self._chunk_head, "choices": [], "usage": usage_of(usage)}) + b"\n\n"
+
+    def whole(self, text: str, reason: str, usage: Usage, served: Served) -> bytes:
+        """The answer to a request that does not stream."""
+        content: dict[str, Any] = (
+            {"message": {"role": "assistant", "content": text, "refusal": None}} if self._chat else {"text": text}
+        )
+        choice = {"index": 0, **content, "logprobs": None, "finish_reason": reason}
+        return _encode({**self._head, "choices": [choice], "usage": usage_of(usage), "forebay": served.plain()})
+
+
+def usage_of(usage: Usage) -> dict[str, Any]:
+    """Token counts as OpenAI names them."""
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.output_tokens,
+        "total_tokens": usage.prompt_tokens + usage.output_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
