@@ -167,7 +167,9 @@ def _request_id(request: Request, prefix: str) -> str:
     if given is None:
         return prefix + uuid.uuid4().hex
     if not REQUEST_ID.fullmatch(given):
-        raise invalid("x-request-id takes 1 to 128 letters, digits, dots, dashes and underscores", "x-request-id")
+        raise invalid(
+            "x-request-id takes 1 to 128 letters, digits, dots, dashes and underscores", "x-request-id"
+        )
     return given
 
 

@@ -24,7 +24,9 @@ from forebay.transport.base import Draft, Log, LogError
 
 logger = logging.getLogger(__name__)
 
-INLINE_CHARS_MAX = 8_000  # longer texts are tokenised in a thread: milliseconds that other requests do not wait
+INLINE_CHARS_MAX = (
+    8_000  # longer texts are tokenised in a thread: milliseconds that other requests do not wait
+)
 TOKENISER_THREADS = 2
 GRACE_S = 5.0  # the owner's deadline comes first; this one catches an owner that is gone
 
@@ -67,7 +69,12 @@ class Ingress:
     """Submits requests and listens for their answers on one reply slot."""
 
     def __init__(
-        self, log: Log, model: Model, settings: IngressSettings, metrics: IngressMetrics, ready: Callable[[], bool]
+        self,
+        log: Log,
+        model: Model,
+        settings: IngressSettings,
+        metrics: IngressMetrics,
+        ready: Callable[[], bool],
     ) -> None:
         self.model = model
         self.settings = settings

@@ -8,6 +8,7 @@ config.json (max_position_embeddings). Templates are rendered as transformers do
 import json
 import re
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -44,16 +45,20 @@ class Model:
         self.context_tokens = int(config.get("max_position_embeddings", CONTEXT_TOKENS_DEFAULT))
         self.vocabulary_size: int = self.tokenizer.get_vocab_size(with_added_tokens=True)
         self._special = {
-            name: _token_text(tokenizer_config.get(name)) for name in ("bos_token", "eos_token", "pad_token", "unk_token")
+            name: _token_text(tokenizer_config.get(name))
+            for name in ("bos_token", "eos_token", "pad_token", "unk_token")
         }
         self._template = _compile(directory, tokenizer_config)
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
         """The prompt of a chat. Raises ApiError when the template refuses the messages."""
         if self._template is None:
-            raise invalid("this model has no chat template; use /v1/completions", "messages", "no_chat_template")
+            raise invalid(
+                "this model has no chat template; use /v1/completions", "messages", "no_chat_template"
+            )
         try:
-            return self._template.render(messages=messages, add_generation_prompt=True, **self._special)
+            text: str = self._template.render(messages=messages, add_generation_prompt=True, **self._special)
+            return text
         except (TemplateError, TypeError, ValueError) as error:
             raise invalid(f"the chat template refuses these messages: {error}", "messages") from error
 
@@ -86,8 +91,10 @@ class Decoder:
 def speaking_vocabulary(tokenizer: Tokenizer) -> tuple[int, ...]:
     """Ids of whole lower-case words with a leading space, for a mock engine to speak with, ascending."""
     vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=False)
-    words = sorted(number for token, number in vocabulary.items() if re.fullmatch("[Ġ▁][a-z]{3,}", token))
-    return tuple(words) or tuple(sorted(vocabulary.values()))
+    words = sorted(token for token in vocabulary if re.fullmatch("[Ġ▁][a-z]{3,}", token))
+    # A token that another one begins with is mostly a fragment of a word.
+    whole = [word for word, after in pairwise([*words, ""]) if not after.startswith(word)]
+    return tuple(sorted(vocabulary[word] for word in whole)) or tuple(sorted(vocabulary.values()))
 
 
 def _compile(directory: Path, tokenizer_config: dict[str, Any]) -> Any:

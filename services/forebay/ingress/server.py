@@ -33,7 +33,9 @@ def listen(host: str, port: int) -> socket.socket:
         listener.bind((host, port))
     except OSError as error:
         listener.close()
-        raise PortTaken(f"cannot listen on {host}:{port} ({error.strerror}); choose another --port") from error
+        raise PortTaken(
+            f"cannot listen on {host}:{port} ({error.strerror}); choose another --port"
+        ) from error
     return listener
 
 

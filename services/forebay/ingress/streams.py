@@ -139,7 +139,11 @@ class ReplyReader:
                     stream = self._streams.get(chunk.request_id)
                     if stream is not None:
                         stream.push(
-                            chunk.attempt, chunk.first_index, unpack_u32(chunk.token_ids), event.worker_id, event.rank
+                            chunk.attempt,
+                            chunk.first_index,
+                            unpack_u32(chunk.token_ids),
+                            event.worker_id,
+                            event.rank,
                         )
             case ResponseEnded():
                 stream = self._streams.get(event.request_id)

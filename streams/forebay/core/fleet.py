@@ -134,7 +134,12 @@ class Fleet:
     def restore(self, chunk: WorkerState) -> Worker:
         """Take in one member of a snapshot."""
         worker = Worker(
-            chunk.spec, chunk.lease, chunk.slot, chunk.worker_epoch, chunk.from_offset, WorkerPhase(chunk.phase)
+            chunk.spec,
+            chunk.lease,
+            chunk.slot,
+            chunk.worker_epoch,
+            chunk.from_offset,
+            WorkerPhase(chunk.phase),
         )
         self._workers[chunk.spec.worker_id] = worker
         self._sum += _term(worker)
@@ -164,7 +169,9 @@ class Fleet:
             raise IllegalTransition(f"{event.worker_id} is no member in epoch {event.worker_epoch}")
         phase = TRANSITIONS[worker.phase].get(type(event))
         if phase is None:
-            raise IllegalTransition(f"{event.worker_id} is {worker.phase}: {type(event).__name__} does not apply")
+            raise IllegalTransition(
+                f"{event.worker_id} is {worker.phase}: {type(event).__name__} does not apply"
+            )
         self._sum -= _term(worker)
         worker.phase = phase
         if phase is WorkerPhase.LOST:

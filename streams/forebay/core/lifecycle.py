@@ -147,7 +147,9 @@ class Requests:
             request.worker_id,
             request.worker_epoch,
         ):
-            raise IllegalTransition(f"{event.request_id} is on attempt {request.attempt} with {request.worker_id}")
+            raise IllegalTransition(
+                f"{event.request_id} is on attempt {request.attempt} with {request.worker_id}"
+            )
         match event:
             case FirstTokenEmitted():
                 before = _term(request)
@@ -164,14 +166,14 @@ class Requests:
         return self._in_order(
             request
             for request in self._under_way.values()
-            if request.worker_id == worker_id
-            and request.worker_epoch == worker_epoch
-            and request.on_worker
+            if request.worker_id == worker_id and request.worker_epoch == worker_epoch and request.on_worker
         )
 
     def waiting(self) -> list[Request]:
         """The requests that lost their worker, in the order of their submission."""
-        return self._in_order(request for request in self._under_way.values() if request.phase is Phase.WAITING)
+        return self._in_order(
+            request for request in self._under_way.values() if request.phase is Phase.WAITING
+        )
 
     def under_way(self) -> list[Request]:
         """All requests under way, in the order of their submission."""

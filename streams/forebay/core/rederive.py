@@ -52,7 +52,9 @@ class Rederivation:
         """Follow the record at `offset`; `events` holds, by topic, just what its `consumed` counts."""
         if isinstance(record, OwnerClaimed):
             claim(self.world, offset)
-            self.pending = deque(msgspec.structs.replace(decided, owner_epoch=offset) for decided in self.pending)
+            self.pending = deque(
+                msgspec.structs.replace(decided, owner_epoch=offset) for decided in self.pending
+            )
             return None
         self._consume(record, events)
         match record:
@@ -98,6 +100,8 @@ class Rederivation:
         if type(recorded) is not type(derived):
             return Divergence(offset, "another kind of decision", recorded, derived)
         fields = [
-            field for field in recorded.__struct_fields__ if getattr(recorded, field) != getattr(derived, field)
+            field
+            for field in recorded.__struct_fields__
+            if getattr(recorded, field) != getattr(derived, field)
         ]
         return Divergence(offset, "differs in " + ", ".join(fields), recorded, derived)

@@ -52,7 +52,11 @@ class Admission:
         self._owner_epoch = owner_epoch
         self._members = {
             worker.spec.worker_id: _Member(
-                worker.lease, worker.worker_epoch, worker.slot, worker.spec.pool, worker.phase is WorkerPhase.SUSPECT
+                worker.lease,
+                worker.worker_epoch,
+                worker.slot,
+                worker.spec.pool,
+                worker.phase is WorkerPhase.SUSPECT,
             )
             for worker in fleet.workers()
         }
@@ -147,7 +151,10 @@ def _spec_of(lease: Lease, pools: dict[str, PoolConfigured]) -> tuple[WorkerSpec
     if spec.model != pool.model:
         return None, f"it serves {spec.model}, the pool {pool.pool} serves {pool.model}"
     if spec.block_size != pool.block_size:
-        return None, f"its blocks hold {spec.block_size} tokens, those of the pool {pool.pool} hold {pool.block_size}"
+        return (
+            None,
+            f"its blocks hold {spec.block_size} tokens, those of the pool {pool.pool} hold {pool.block_size}",
+        )
     return spec, ""
 
 

@@ -74,10 +74,15 @@ def answers(decided: RequestRejected | RequestAborted) -> list[Draft]:
             assert_never(decided)
 
 
-
-
 def _work(
-    submitted: RequestSubmitted, *, pool: str, slot: int, attempt: int, owner_epoch: int, worker_epoch: int, rank: int
+    submitted: RequestSubmitted,
+    *,
+    pool: str,
+    slot: int,
+    attempt: int,
+    owner_epoch: int,
+    worker_epoch: int,
+    rank: int,
 ) -> Draft:
     item = WorkItem(
         request_id=submitted.request_id,

@@ -93,7 +93,7 @@ class Owner:
         self._stopping = False
         self.world = World()
         self.admission: Admission | None = None
-        self.decisions_made = 0
+        self.records_written = 0
 
     async def start(self) -> None:
         """Claim the group and recover its world.
@@ -218,7 +218,9 @@ class Owner:
         except DecodeError as error:
             source = {"topic": topic.name, "partition": str(record.partition), "offset": str(record.offset)}
             headers = {**(record.headers or {}), "reason": str(error), **source}
-            letters.append(Draft(DEAD_LETTERS.name, self._settings.partition, record.value, record.key, headers))
+            letters.append(
+                Draft(DEAD_LETTERS.name, self._settings.partition, record.value, record.key, headers)
+            )
             logger.warning("a record does not decode and goes to %s: %s", DEAD_LETTERS.name, error)
             return None
         return event
@@ -230,13 +232,15 @@ class Owner:
             raise OwnershipLost(text)
         self._journal_end += len(records)
         self._since_snapshot += len(records)
-        self.decisions_made += len(records)
+        self.records_written += len(records)
 
     def _act(self, decided: Sequence[Decided], submitted: dict[str, RequestSubmitted]) -> None:
         drafts: list[Draft] = []
         for decision in decided:
             if isinstance(decision, RequestRouted):
-                drafts.append(work_item(decision, submitted.get(decision.request_id) or self._submitted(decision)))
+                drafts.append(
+                    work_item(decision, submitted.get(decision.request_id) or self._submitted(decision))
+                )
             else:
                 drafts += answers(decision)
         self._log.append_soon(drafts)
@@ -262,7 +266,9 @@ class Owner:
         for request in self.world.requests.under_way():
             worker = self.world.fleet.get(request.worker_id)
             if request.on_worker and worker is not None:
-                drafts.append(work_again(request, worker.slot, self.world.owner_epoch, self._read_submitted(request)))
+                drafts.append(
+                    work_again(request, worker.slot, self.world.owner_epoch, self._read_submitted(request))
+                )
         self._log.append_soon(drafts)
 
     async def _poll_leases(self) -> None:
@@ -287,7 +293,9 @@ class Owner:
 
     async def _append(self, topic: Topic, events: Sequence[Event]) -> list[int]:
         partition = self._settings.partition
-        return await self._log.append([Draft(topic.name, partition, encode(topic, event)) for event in events])
+        return await self._log.append(
+            [Draft(topic.name, partition, encode(topic, event)) for event in events]
+        )
 
     def _now_us(self) -> int:
         return max(self._clock_us(), self.world.now_us)

@@ -14,7 +14,13 @@ from forebay.core.rederive import Divergence, Rederivation
 from forebay.core.world import World
 from forebay.events.base import hex_digest
 from forebay.events.codec import encode
-from forebay.events.decisions import JournalRecord, OwnerClaimed, RequestAborted, RequestRejected, RequestRouted
+from forebay.events.decisions import (
+    JournalRecord,
+    OwnerClaimed,
+    RequestAborted,
+    RequestRejected,
+    RequestRouted,
+)
 from forebay.events.decisions import SnapshotTaken
 from forebay.events.topics import DECISIONS
 from forebay.transport.base import Log

@@ -94,7 +94,9 @@ class RedisLeases:
         """
         assert ttl_ms >= 1
         with _speaking():
-            return bool(self._renew(keys=self._keys(group, worker_id), args=[_part(worker_id), token, ttl_ms]))
+            return bool(
+                self._renew(keys=self._keys(group, worker_id), args=[_part(worker_id), token, ttl_ms])
+            )
 
     def release(self, group: str, worker_id: str, token: str) -> None:
         """Give the lease up, if this incarnation holds it. Raises LeaseError."""

@@ -364,7 +364,9 @@ def _open_file(path: Path, namespace: str, *, readonly: bool) -> tuple[sqlite3.C
             db.execute("INSERT OR REPLACE INTO forebay_meta VALUES ('writer_pid', ?)", (str(os.getpid()),))
         stored = schema.read_meta(db)["namespace"]
         if not readonly and stored != namespace:
-            raise LogUnusable(f"{path}: belongs to namespace {stored!r}, not {namespace!r}; choose another path")
+            raise LogUnusable(
+                f"{path}: belongs to namespace {stored!r}, not {namespace!r}; choose another path"
+            )
     except sqlite3.Error as error:
         db.close()
         raise LogUnusable(f"{path}: cannot be opened ({error}); choose another path") from error

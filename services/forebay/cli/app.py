@@ -1,0 +1,46 @@
+"""The command line: `forebay up`, `trace`, `replay`, `topics`."""
+
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+
+from forebay.cli import replay, topics, trace, up
+
+app = typer.Typer(
+    name="forebay",
+    help="Event-sourced serving of large language models: every fact and every decision is an event.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("up")(up.up)
+app.command("trace")(trace.trace)
+app.add_typer(replay.app, name="replay")
+app.add_typer(topics.app, name="topics")
+
+
+@app.callback()
+def _root(
+    _version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            help="Print the version and exit.",
+            callback=lambda on: _show_version(on),
+            is_eager=True,
+        ),
+    ] = False,
+) -> None:
+    """Event-sourced serving of large language models."""
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"forebay {version('forebay')}")
+        raise typer.Exit
+
+
+def main() -> None:
+    """Run the command line."""
+    app()

@@ -1,0 +1,217 @@
+"""The whole system in one process: log, leases, owner, mock workers and ingress on one event loop."""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry
+
+from forebay.core.engine_model import EngineConfig
+from forebay.core.fleet import WorkerPhase
+from forebay.events.control import PoolConfigured, RouterConfig, RouterMode
+from forebay.events.fleet import WorkerSpec
+from forebay.ingress.app import build_app
+from forebay.ingress.ingress import Ingress, IngressSettings
+from forebay.ingress.metrics import IngressMetrics
+from forebay.ingress.model import Model, speaking_vocabulary
+from forebay.ingress.server import Server, build_server
+from forebay.live.metrics import OwnerMetrics
+from forebay.live.owner import GroupSettings, Owner
+from forebay.transport.redis_leases import embedded_leases
+from forebay.transport.sqlite_log import SqliteLog
+from forebay.workers.lease_keeper import LeaseKeeper
+from forebay.workers.mock_engine import MockEngine
+from forebay.workers.worker import Worker
+
+logger = logging.getLogger(__name__)
+
+POOL = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class Embedded:
+    """What `forebay up` is told."""
+
+    log: Path | None
+    model: Path
+    model_name: str
+    workers: int
+    router: RouterConfig
+    speedup: float
+    block_size: int
+    kv_blocks: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    lease_ttl_s: float
+    timeout_s: float
+    snapshot_every: int
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """The running parts that others look at."""
+
+    log: SqliteLog
+    owner: Owner
+    ingress: Ingress
+    workers: list[Worker]
+    server: Server
+
+
+def router_config(mode: RouterMode, temperature: float) -> RouterConfig:
+    """The router's rule with everything else at its default."""
+    return RouterConfig(mode=mode, temperature=temperature)
+
+
+async def serve(settings: Embedded, listener: socket.socket) -> None:
+    """Serve on `listener` until SIGINT or SIGTERM; raises LogError when the log fails."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    async with running(settings) as system:
+        serving = loop.create_task(system.server.serve(sockets=[listener]), name="http")
+        stopping = loop.create_task(stop.wait(), name="signal")
+        await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        system.server.should_exit = True
+        await serving
+        system.ingress.replies.interrupt_all("the server is stopping")
+
+
+@asynccontextmanager
+async def running(settings: Embedded) -> AsyncIterator[System]:
+    """Start every part but the HTTP listener, wait until requests can be served, and stop them in turn."""
+    async with AsyncExitStack() as stack:
+        log = SqliteLog.open(settings.log)
+        stack.callback(log.close)
+        leases = embedded_leases()
+        keeper = LeaseKeeper(leases, ttl_s=settings.lease_ttl_s)
+        model = Model(settings.model)
+        owner = Owner(log, leases, _group(settings))
+        registry = CollectorRegistry()
+        registry.register(OwnerMetrics(owner, settings.model_name))
+        await owner.start()
+        keeper.start()
+        stack.push_async_callback(keeper.stop)
+        ingress = _ingress(settings, log, model, owner, registry)
+        config = EngineConfig(
+            block_size=settings.block_size,
+            kv_blocks_total=settings.kv_blocks,
+            max_num_seqs=settings.max_num_seqs,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+            vocabulary=speaking_vocabulary(model.tokenizer),
+        )
+        workers = [_worker(settings, log, keeper, config, number) for number in range(settings.workers)]
+        parts = await stack.enter_async_context(_tasks(owner, workers, ingress))
+        await _until_ready(owner, settings.workers, parts)
+        yield System(log, owner, ingress, workers, build_server(build_app(ingress, registry)))
+
+
+@asynccontextmanager
+async def _tasks(
+    owner: Owner, workers: list[Worker], ingress: Ingress
+) -> AsyncIterator[list["asyncio.Task[None]"]]:
+    """Run the parts; when one of them breaks the whole is cancelled and its error raised."""
+    owning = asyncio.create_task(owner.run(), name="owner")
+    others = [
+        asyncio.create_task(ingress.run(), name="ingress"),
+        *(asyncio.create_task(worker.run(), name=worker.spec.worker_id) for worker in workers),
+    ]
+    whole = asyncio.current_task()
+    assert whole is not None
+    broken: list[asyncio.Task[None]] = []
+
+    def on_done(task: "asyncio.Task[None]") -> None:
+        if not task.cancelled() and task.exception() is not None and not broken:
+            broken.append(task)
+            whole.cancel()
+
+    for task in (owning, *others):
+        task.add_done_callback(on_done)
+    try:
+        yield [owning, *others]
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        await owner.stop()
+        await owning
+        await owner.close()
+    except asyncio.CancelledError:
+        if not broken:
+            raise
+        raise _cause(broken[0].exception()) from None
+    finally:
+        for task in (owning, *others):
+            task.cancel()
+        await asyncio.gather(owning, *others, return_exceptions=True)
+
+
+def _cause(error: BaseException | None) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    assert error is not None
+    return error
+
+
+async def _until_ready(owner: Owner, workers: int, parts: list["asyncio.Task[None]"]) -> None:
+    while ready_workers(owner) < workers:
+        await asyncio.sleep(0.01)
+        for part in parts:
+            if part.done():
+                await part
+
+
+def ready_workers(owner: Owner) -> int:
+    """How many workers may get requests."""
+    return sum(worker.phase is WorkerPhase.READY for worker in owner.world.fleet.workers())
+
+
+def _group(settings: Embedded) -> GroupSettings:
+    pool = PoolConfigured(
+        pool=POOL, model=settings.model_name, block_size=settings.block_size, router=settings.router
+    )
+    return GroupSettings(
+        group=settings.model_name,
+        partition=0,
+        owner_id=f"embedded-{os.getpid()}",
+        pool=pool,
+        snapshot_every=settings.snapshot_every,
+        poll_s=min(0.5, settings.lease_ttl_s / 6),
+    )
+
+
+def _ingress(
+    settings: Embedded, log: SqliteLog, model: Model, owner: Owner, registry: CollectorRegistry
+) -> Ingress:
+    ingress_settings = IngressSettings(
+        model_name=settings.model_name,
+        block_size=settings.block_size,
+        ingress_id=f"embedded-{os.getpid()}",
+        timeout_s=settings.timeout_s,
+    )
+    metrics = IngressMetrics(registry, settings.model_name)
+    return Ingress(log, model, ingress_settings, metrics, lambda: ready_workers(owner) > 0)
+
+
+def _worker(
+    settings: Embedded, log: SqliteLog, keeper: LeaseKeeper, config: EngineConfig, number: int
+) -> Worker:
+    spec = WorkerSpec(
+        worker_id=f"mock-{number}",
+        model=settings.model_name,
+        block_size=config.block_size,
+        kv_blocks_total=config.kv_blocks_total,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        pool=POOL,
+    )
+    engine = MockEngine(config, speedup=settings.speedup)
+    return Worker(log, keeper, spec, engine, token=uuid.uuid4().hex, group=settings.model_name)

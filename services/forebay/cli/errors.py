@@ -1,0 +1,28 @@
+"""What ends a command early: one line on stderr that says what to do, and exit code 2."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import typer
+
+from forebay.ingress.model import ModelUnusable
+from forebay.ingress.server import PortTaken
+from forebay.transport.base import LogError
+
+USAGE = 2
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Turn the errors that a user can mend into a line and exit code 2."""
+    try:
+        yield
+    except (LogError, ModelUnusable, PortTaken) as error:
+        fail(str(error))
+
+
+def fail(message: str) -> None:
+    """End the command. Raises typer.Exit."""
+    sys.stderr.write(f"forebay: {message}\n")
+    raise typer.Exit(USAGE)

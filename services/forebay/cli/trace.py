@@ -1,0 +1,215 @@
+"""`forebay trace`: plays a recorded workload into a running system through HTTP, and says how it went."""
+
+import asyncio
+import json as jsonlib
+import statistics
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import httpx
+import msgspec
+import typer
+import uvloop
+from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from forebay.cli.errors import fail
+from forebay.cli.workload import Row, TraceUnusable, rows
+
+UNDER_WAY_MAX = 4_000  # a system that falls behind holds the trace up here, instead of running out of sockets
+TIMEOUT_S = 900.0
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What came of the requests, in milliseconds and tokens."""
+
+    ttft_ms: list[float] = field(default_factory=list)
+    itl_ms: list[float] = field(default_factory=list)
+    e2e_ms: list[float] = field(default_factory=list)
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    computed: dict[str, int] = field(default_factory=dict)
+    requests: dict[str, int] = field(default_factory=dict)
+    failures: dict[str, int] = field(default_factory=dict)
+
+
+def trace(
+    file: Annotated[
+        Path, typer.Argument(help="JSON lines: timestamp, input_length, output_length, hash_ids.")
+    ],
+    speed: Annotated[float, typer.Option(min=0.001, help="How much faster than recorded.")] = 1.0,
+    url: Annotated[str, typer.Option(help="The running system.")] = "http://127.0.0.1:8000",
+    duration_s: Annotated[
+        float | None, typer.Option(min=0.001, help="Only the first seconds of the trace.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """Play a Mooncake-format trace into a running system; exit 1 unless every request was answered."""
+    try:
+        todo = list(rows(file, duration_s))
+    except TraceUnusable as error:
+        fail(str(error))
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with (
+        Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress,
+        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+    ):
+        task = progress.add_task("answered", total=len(todo))
+        try:
+            outcome, workers = runner.run(_play(todo, speed, url.rstrip("/"), lambda: progress.advance(task)))
+        except httpx.TransportError as error:
+            fail(f"{url} does not answer ({error!r}); start a system with `forebay up`")
+    summary = summarise(outcome, workers)
+    if json:
+        typer.echo(jsonlib.dumps(summary))
+    else:
+        _show(summary)
+    if summary["failed"]:
+        raise typer.Exit(1)
+
+
+async def _play(todo: list[Row], speed: float, url: str, answered: Any) -> tuple[Outcome, list[str]]:
+    outcome = Outcome()
+    limits = httpx.Limits(max_connections=UNDER_WAY_MAX, max_keepalive_connections=256)
+    async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, limits=limits) as client:
+        model = (await client.get("/v1/models")).raise_for_status().json()["data"][0]["id"]
+        room = asyncio.Semaphore(UNDER_WAY_MAX)
+        began_s = time.monotonic()
+        async with asyncio.TaskGroup() as group:
+            for row in todo:
+                await room.acquire()
+                due_s = began_s + row.timestamp / 1000 / speed
+                await asyncio.sleep(max(0.0, due_s - time.monotonic()))
+                request = group.create_task(_ask(client, model, row, outcome))
+                request.add_done_callback(lambda _: (room.release(), answered()))
+        workers = _workers((await client.get("/metrics")).text)
+    return outcome, workers
+
+
+async def _ask(client: httpx.AsyncClient, model: str, row: Row, outcome: Outcome) -> None:
+    body = msgspec.json.encode(
+        {
+            "model": model,
+            "prompt": row.prompt(),
+            "max_tokens": row.output_length,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+    )
+    try:
+        problem = await _listen(client, body, row, outcome)
+    except httpx.HTTPError as error:
+        problem = repr(error)
+    if problem:
+        outcome.failures[problem] = outcome.failures.get(problem, 0) + 1
+
+
+async def _listen(client: httpx.AsyncClient, body: bytes, row: Row, outcome: Outcome) -> str:
+    """Ask, follow the stream and note how it went; what went wrong, empty for nothing."""
+    sent_s = time.perf_counter()
+    first_s = last_s = 0.0
+    usage: dict[str, Any] | None = None
+    done = False
+    headers = {"content-type": "application/json"}
+    async with client.stream("POST", "/v1/completions", content=body, headers=headers) as response:
+        if response.status_code != httpx.codes.OK:
+            return f"{response.status_code} {(await response.aread())[:200]!r}"
+        worker = response.headers.get("x-forebay-worker", "")
+        async for line in response.aiter_lines():
+            if not line.startswith("data: "):
+                continue
+            last_s = time.perf_counter()
+            first_s = first_s or last_s
+            if line == "data: [DONE]":
+                done = True
+            elif '"error"' in line and '"choices"' not in line:
+                return line[:200]
+            elif '"usage"' in line:
+                usage = jsonlib.loads(line.removeprefix("data: ")).get("usage")
+    if not done or usage is None:
+        return "the stream ended early"
+    if usage["completion_tokens"] != row.output_length:
+        return f"{usage['completion_tokens']} tokens in place of {row.output_length}"
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    outcome.ttft_ms.append((first_s - sent_s) * 1e3)
+    outcome.e2e_ms.append((last_s - sent_s) * 1e3)
+    if row.output_length > 1:
+        outcome.itl_ms.append((last_s - first_s) * 1e3 / (row.output_length - 1))
+    outcome.prompt_tokens += usage["prompt_tokens"]
+    outcome.output_tokens += usage["completion_tokens"]
+    outcome.cached_tokens += cached
+    outcome.computed[worker] = outcome.computed.get(worker, 0) + usage["prompt_tokens"] - cached
+    outcome.requests[worker] = outcome.requests.get(worker, 0) + 1
+    return ""
+
+
+def _workers(metrics: str) -> list[str]:
+    """Every worker of the system, those that got nothing too: balance is a matter of all of them."""
+    return sorted(
+        {
+            sample.labels["worker_id"]
+            for family in text_string_to_metric_families(metrics)
+            if family.name == "forebay_index_blocks"
+            for sample in family.samples
+        }
+    )
+
+
+def summarise(outcome: Outcome, workers: list[str]) -> dict[str, Any]:
+    """The figures of a run, as `--json` prints them."""
+    computed = {worker: outcome.computed.get(worker, 0) for worker in sorted({*workers, *outcome.computed})}
+    mean = statistics.fmean(computed.values()) if computed else 0.0
+    return {
+        "requests": len(outcome.e2e_ms),
+        "failed": sum(outcome.failures.values()),
+        "failures": outcome.failures,
+        "prefix_reuse": outcome.cached_tokens / outcome.prompt_tokens if outcome.prompt_tokens else 0.0,
+        "load_max_over_mean": max(computed.values()) / mean if mean else 0.0,
+        "prompt_tokens": outcome.prompt_tokens,
+        "output_tokens": outcome.output_tokens,
+        "ttft_ms": _percentiles(outcome.ttft_ms),
+        "itl_ms": _percentiles(outcome.itl_ms),
+        "e2e_ms": _percentiles(outcome.e2e_ms),
+        "workers": {
+            worker: {"requests": outcome.requests.get(worker, 0), "computed_tokens": tokens}
+            for worker, tokens in computed.items()
+        },
+    }
+
+
+def _percentiles(values: list[float]) -> dict[str, float]:
+    if not values:
+        return {}
+    cuts = statistics.quantiles(values, n=100, method="inclusive") if len(values) > 1 else values * 99
+    return {"mean": statistics.fmean(values), "p50": cuts[49], "p90": cuts[89], "p99": cuts[98]}
+
+
+def _show(summary: dict[str, Any]) -> None:
+    table = Table(title=f"{summary['requests']} requests answered, {summary['failed']} failed")
+    for column in ("", "mean", "p50", "p90", "p99"):
+        table.add_column(column, justify="right")
+    for name in ("ttft_ms", "itl_ms", "e2e_ms"):
+        figures = summary[name]
+        table.add_row(
+            name, *(f"{figures.get(key, float('nan')):.2f}" for key in ("mean", "p50", "p90", "p99"))
+        )
+    console = Console()
+    console.print(table)
+    console.print(
+        f"prefix reuse        {summary['prefix_reuse']:.3f} of {summary['prompt_tokens']} prompt tokens"
+    )
+    console.print(f"load, max over mean {summary['load_max_over_mean']:.3f} of computed prompt tokens")
+    for worker, figures in summary["workers"].items():
+        console.print(
+            f"  {worker}: {figures['requests']} requests, {figures['computed_tokens']} tokens computed"
+        )
+    for problem, count in summary["failures"].items():
+        console.print(f"  failed {count}x: {problem}", markup=False)

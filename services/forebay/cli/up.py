@@ -1,0 +1,100 @@
+"""`forebay up`: everything in one process, on the embedded log."""
+
+import asyncio
+import logging
+import math
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, get_args
+
+import typer
+import uvloop
+
+from forebay.cli.embedded import Embedded, router_config, serve
+from forebay.cli.errors import explained, fail
+from forebay.events.control import RouterMode
+from forebay.ingress.model import DEFAULT_MODEL
+from forebay.ingress.server import listen
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+Mode = StrEnum("Mode", {mode.replace("-", "_"): mode for mode in get_args(RouterMode)})  # type: ignore[misc]
+
+
+class EngineKind(StrEnum):
+    """The engines that run in one process with everything else."""
+
+    MOCK = "mock"
+
+
+def up(
+    port: Annotated[int, typer.Option(min=1, max=65535, help="HTTP port.")] = 8000,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on. There is no authentication.")
+    ] = "127.0.0.1",
+    workers: Annotated[int, typer.Option(min=1, max=1024, help="Mock workers.")] = 4,
+    engine: Annotated[EngineKind, typer.Option(help="What the workers run.")] = EngineKind.MOCK,
+    model: Annotated[
+        Path, typer.Option(help="Model directory: tokenizer.json, chat template. No weights.")
+    ] = DEFAULT_MODEL,
+    model_name: Annotated[str, typer.Option(help="Name in the API; the directory's name when empty.")] = "",
+    log: Annotated[Path | None, typer.Option(help="Log file; kept in memory when left out.")] = None,
+    router_mode: Annotated[Mode, typer.Option(help="How requests are routed.")] = Mode.kv,
+    router_temperature: Annotated[
+        float, typer.Option(min=0.0, help="0 takes the lowest cost; above, a draw.")
+    ] = 0.0,
+    speedup: Annotated[float, typer.Option(help="How much faster than the modelled GPU.")] = 1.0,
+    block_size: Annotated[int, typer.Option(min=1, help="Tokens a KV block.")] = 64,
+    kv_blocks: Annotated[int, typer.Option(min=1, help="KV blocks a worker.")] = 16_384,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences a worker runs at once.")] = 256,
+    max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="Tokens of one engine step.")] = 8_192,
+    lease_ttl_s: Annotated[
+        float, typer.Option(min=0.1, help="A worker silent for this long is lost.")
+    ] = 30.0,
+    timeout_s: Annotated[float, typer.Option(min=0.001, help="For a whole request.")] = 600.0,
+    snapshot_every: Annotated[int, typer.Option(min=1, help="Journal records between snapshots.")] = 5_000,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what the parts do.")] = False,
+) -> None:
+    """Serve an OpenAI-compatible API with a KV-aware router and mock workers, in one process."""
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=logging.INFO if verbose else logging.WARNING,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
+    if not math.isfinite(speedup) or speedup <= 0:
+        fail(f"--speedup must be a positive number, not {speedup}")
+    if not math.isfinite(router_temperature):
+        fail(f"--router-temperature must be a number, not {router_temperature}")
+    settings = Embedded(
+        log=log,
+        model=model,
+        model_name=model_name or ("forebay-default" if model == DEFAULT_MODEL else model.resolve().name),
+        workers=workers,
+        router=router_config(router_mode.value, router_temperature),
+        speedup=speedup,
+        block_size=block_size,
+        kv_blocks=kv_blocks,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        lease_ttl_s=lease_ttl_s,
+        timeout_s=timeout_s,
+        snapshot_every=snapshot_every,
+    )
+    with explained():
+        listener = listen(host, port)
+        _announce(settings, host, port, engine)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(serve(settings, listener))
+
+
+def _announce(settings: Embedded, host: str, port: int, engine: EngineKind) -> None:
+    where = settings.log or "memory (nothing is kept; give --log FILE to keep it)"
+    typer.echo(
+        f"forebay: model {settings.model_name}, {settings.workers} {engine} workers, {settings.router.mode} router"
+    )
+    typer.echo(f"forebay: log in {where}")
+    typer.echo(f"forebay: OpenAI API on http://{host}:{port}/v1, stop with Ctrl-C")
+    if host not in LOOPBACK:
+        typer.echo(
+            "forebay: WARNING: no authentication: everybody who reaches this address is served", err=True
+        )
