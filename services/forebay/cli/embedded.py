@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 
 from forebay.core.engine_model import EngineConfig
 from forebay.core.fleet import WorkerPhase
-from forebay.events.control import PoolConfigured, RouterConfig, RouterMode
+from forebay.events.control import PoolConfigured, RouterConfig
 from forebay.events.fleet import WorkerSpec
 from forebay.ingress.app import build_app
 from forebay.ingress.ingress import Ingress, IngressSettings
@@ -63,11 +63,6 @@ class System:
     ingress: Ingress
     workers: list[Worker]
     server: Server
-
-
-def router_config(mode: RouterMode, temperature: float) -> RouterConfig:
-    """The router's rule with everything else at its default."""
-    return RouterConfig(mode=mode, temperature=temperature)
 
 
 async def serve(settings: Embedded, listener: socket.socket) -> None:

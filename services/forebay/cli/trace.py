@@ -4,6 +4,7 @@ import asyncio
 import json as jsonlib
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -75,20 +76,27 @@ def trace(
         raise typer.Exit(1)
 
 
-async def _play(todo: list[Row], speed: float, url: str, answered: Any) -> tuple[Outcome, list[str]]:
+async def _play(
+    todo: list[Row], speed: float, url: str, answered: Callable[[], None]
+) -> tuple[Outcome, list[str]]:
     outcome = Outcome()
     limits = httpx.Limits(max_connections=UNDER_WAY_MAX, max_keepalive_connections=256)
     async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, limits=limits) as client:
         model = (await client.get("/v1/models")).raise_for_status().json()["data"][0]["id"]
         room = asyncio.Semaphore(UNDER_WAY_MAX)
         began_s = time.monotonic()
+
+        def on_done(_: "asyncio.Task[None]") -> None:
+            room.release()
+            answered()
+
         async with asyncio.TaskGroup() as group:
             for row in todo:
                 await room.acquire()
                 due_s = began_s + row.timestamp / 1000 / speed
                 await asyncio.sleep(max(0.0, due_s - time.monotonic()))
                 request = group.create_task(_ask(client, model, row, outcome))
-                request.add_done_callback(lambda _: (room.release(), answered()))
+                request.add_done_callback(on_done)
         workers = _workers((await client.get("/metrics")).text)
     return outcome, workers
 

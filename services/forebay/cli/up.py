@@ -6,19 +6,18 @@ import math
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, get_args
+from typing import Annotated
 
 import typer
 import uvloop
 
-from forebay.cli.embedded import Embedded, router_config, serve
+from forebay.cli.embedded import Embedded, serve
 from forebay.cli.errors import explained, fail
-from forebay.events.control import RouterMode
+from forebay.events.control import RouterConfig, RouterMode
 from forebay.ingress.model import DEFAULT_MODEL
 from forebay.ingress.server import listen
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
-Mode = StrEnum("Mode", {mode.replace("-", "_"): mode for mode in get_args(RouterMode)})  # type: ignore[misc]
 
 
 class EngineKind(StrEnum):
@@ -39,7 +38,7 @@ def up(
     ] = DEFAULT_MODEL,
     model_name: Annotated[str, typer.Option(help="Name in the API; the directory's name when empty.")] = "",
     log: Annotated[Path | None, typer.Option(help="Log file; kept in memory when left out.")] = None,
-    router_mode: Annotated[Mode, typer.Option(help="How requests are routed.")] = Mode.kv,
+    router_mode: Annotated[RouterMode, typer.Option(help="How requests are routed.")] = "kv",
     router_temperature: Annotated[
         float, typer.Option(min=0.0, help="0 takes the lowest cost; above, a draw.")
     ] = 0.0,
@@ -70,7 +69,7 @@ def up(
         model=model,
         model_name=model_name or ("forebay-default" if model == DEFAULT_MODEL else model.resolve().name),
         workers=workers,
-        router=router_config(router_mode.value, router_temperature),
+        router=RouterConfig(mode=router_mode, temperature=router_temperature),
         speedup=speedup,
         block_size=block_size,
         kv_blocks=kv_blocks,
