@@ -16,7 +16,6 @@ from dataclasses import dataclass
 import msgspec
 
 from forebay.core.lifecycle import Request
-from forebay.core.rederive import Rederivation
 from forebay.core.step import CONSUMED_RUNS_MAX, Decided, InputEvent, advance, open_run, step
 from forebay.core.world import CORE_VERSION, World
 from forebay.events.base import Event
@@ -40,8 +39,8 @@ from forebay.events.topics import (
 )
 from forebay.live.admission import Admission
 from forebay.live.effects import answers, work_again, work_item
-from forebay.live.recovery import recover
-from forebay.transport.base import Draft, Leases, Log, LogError, Record, Tail
+from forebay.live.recovery import Recovered, recover
+from forebay.transport.base import Draft, LeaseError, Leases, Log, LogError, Record, Tail
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +106,7 @@ class Owner:
         self._journal_end = epoch + 1
         await self._append(FLEET, [OwnershipAnnounced(owner_epoch=epoch, at_us=_wall_clock_us())])
         recovered = recover(self._log, settings.partition, epoch + 1)
-        self.world = recovered.world
+        self.world = recovered.followed.world
         for topic in INPUTS:
             offset = self.world.view.get(topic.name, 0)
             self._tails[topic.name] = self._log.tail(topic.name, settings.partition, offset, self._wake)
@@ -255,29 +254,38 @@ class Owner:
         event: RequestSubmitted = decode(REQUESTS, record.value)
         return event
 
-    async def _finish_interrupted(self, recovered: Rederivation) -> None:
-        """Journal what the last owner decided and could not write, and send every unanswered effect again."""
-        pending: list[JournalRecord] = list(recovered.pending)
+    async def _finish_interrupted(self, recovered: Recovered) -> None:
+        """Journal what the last owner decided and could not write, and send again what may be unanswered.
+
+        Repeating is harmless: workers know the attempts they have, and clients the answers they got.
+        """
+        pending: list[JournalRecord] = list(recovered.followed.pending)
         if pending:
             await self._journal(pending)
-        ended = [decided for decided in recovered.pending if not isinstance(decided, RequestRouted)]
-        self._act(ended, {})
+        ended = [*recovered.unsure]
+        ended += [decided for decided in recovered.followed.pending if not isinstance(decided, RequestRouted)]
         drafts = []
+        for decided in ended:
+            if self.world.requests.get(decided.request_id) is None:
+                drafts += answers(decided)
         for request in self.world.requests.under_way():
             worker = self.world.fleet.get(request.worker_id)
             if request.on_worker and worker is not None:
-                drafts.append(
-                    work_again(request, worker.slot, self.world.owner_epoch, self._read_submitted(request))
-                )
+                owner_epoch = self.world.owner_epoch
+                drafts.append(work_again(request, worker.slot, owner_epoch, self._read_submitted(request)))
         self._log.append_soon(drafts)
 
     async def _poll_leases(self) -> None:
         group = self._settings.group
         assert self.admission is not None
         while True:
-            leases = await asyncio.to_thread(self._leases.poll, group)
-            for lease in await self.admission.update(leases, self.world.pools):
-                await asyncio.to_thread(self._leases.forget, group, lease.worker_id, lease.token)
+            try:
+                leases = await asyncio.to_thread(self._leases.poll, group)
+                for lease in await self.admission.update(leases, self.world.pools):
+                    await asyncio.to_thread(self._leases.forget, group, lease.worker_id, lease.token)
+            except LeaseError as error:
+                # Who cannot be asked about is not lost: the fleet stays as it is.
+                logger.warning("the leases cannot be read, trying again: %s", error)
             await asyncio.sleep(self._settings.poll_s)
 
     async def _sleep(self) -> None:

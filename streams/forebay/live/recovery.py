@@ -5,13 +5,19 @@ whose rules lead elsewhere must not go on.
 """
 
 import logging
+from collections import deque
+from dataclasses import dataclass
 
 from forebay.core.rederive import Divergence, Rederivation
 from forebay.core.world import World
+from forebay.events.decisions import RequestAborted, RequestRejected
 from forebay.transport.base import Log, LogError
 from forebay.transport.recorded import RecordedOrder, journal, load_snapshot, newest_snapshot
 
 logger = logging.getLogger(__name__)
+
+# Effects follow their journal records within a turn, so only the newest can be missing; a turn makes fewer.
+UNSURE_MAX = 1_024
 
 
 class RecoveryDiverged(LogError):
@@ -25,7 +31,20 @@ class RecoveryDiverged(LogError):
         self.divergence = divergence
 
 
-def recover(log: Log, partition: int, end: int) -> Rederivation:
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """A world that caught up, and what its last owner may not have got done.
+
+    Attributes:
+        followed: the world, with decisions that were made and not journalled.
+        unsure: refusals and endings, oldest first, whose answers may not have been sent.
+    """
+
+    followed: Rederivation
+    unsure: list[RequestRejected | RequestAborted]
+
+
+def recover(log: Log, partition: int, end: int) -> Recovered:
     """Follow the journal up to offset `end`.
 
     Raises:
@@ -37,9 +56,12 @@ def recover(log: Log, partition: int, end: int) -> Rederivation:
     start = taken.journal_offset if taken else 0
     followed = Rederivation(world)
     order = RecordedOrder(log, partition, world.view)
+    unsure: deque[RequestRejected | RequestAborted] = deque(maxlen=UNSURE_MAX)
     for offset, record in journal(log, partition, start, end, world.owner_epoch):
         divergence = followed.apply(offset, record, order.events_of(record.consumed))
         if divergence is not None:
             raise RecoveryDiverged(divergence)
+        if isinstance(record, RequestRejected | RequestAborted):
+            unsure.append(record)
     logger.info("recovered from journal offset %d to %d, %d workers", start, end, len(world.fleet))
-    return followed
+    return Recovered(followed, list(unsure))

@@ -13,7 +13,7 @@ class Crashed(Exception):
 
 
 class FaultyLog:
-    """Lets `crash_after` calls of `append` and `append_soon` through whole; every later call raises Crashed."""
+    """Lets `crash_after` calls of `append` and `append_soon` through whole; later ones raise Crashed."""
 
     def __init__(self, log: Log, crash_after: int) -> None:
         assert crash_after >= 0

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import fakeredis
 import redis
 
-from forebay.transport.base import Lease
+from forebay.transport.base import Lease, LeaseError
 
 # How long a lease that ran out stays visible to an owner that comes late.
 KEPT_TTLS = 10
@@ -59,10 +59,6 @@ for i = 1, #deadlines, 2 do
 end
 return found
 """
-
-
-class LeaseError(Exception):
-    """Redis did not answer or refused; the text says what to check. Trying again later is right."""
 
 
 class RedisLeases:

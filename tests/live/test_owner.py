@@ -1,0 +1,265 @@
+"""An owner on a real log with real workers: routing, recovery, and death at every append."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from forebay.events.decisions import (
+    OwnerClaimed,
+    RequestAborted,
+    RequestRejected,
+    RequestRouted,
+    SnapshotTaken,
+)
+from forebay.events.topics import DEAD_LETTERS, REQUESTS
+from forebay.live.owner import Owner, OwnershipLost
+from forebay.replay.verify import Report, verify
+from forebay.transport.base import Draft
+from forebay.transport.faults import Crashed, FaultyLog
+from forebay.transport.sqlite_log import SqliteLog
+from tests.system import System, settings, submitted, until
+
+PREFIX = list(range(12))
+
+
+@pytest.fixture
+async def log() -> AsyncIterator[SqliteLog]:
+    opened = SqliteLog.open(None)
+    yield opened
+    opened.close()
+
+
+def proven(log: SqliteLog) -> Report:
+    report = verify(log)
+    assert report.divergence is None, report.divergence
+    assert report.verified == report.decisions
+    return report
+
+
+async def test_a_request_is_routed_answered_and_its_prefix_found_again(log: SqliteLog) -> None:
+    async with System(log).started(workers=3) as system, system.owned() as owner:
+        await until(lambda: len(owner.world.fleet) == 3)
+        system.send(submitted("a", [*PREFIX, 100, 101, 102, 103]))
+        await until(lambda: "a" in system.ends())
+        system.send(submitted("b", [*PREFIX, 200, 201, 202, 203]))
+        await until(lambda: "b" in system.ends())
+        first, second = system.decisions(RequestRouted)
+        assert first.worker_id == second.worker_id
+        assert (first.terms.device_overlap, second.terms.device_overlap) == (0, 3)
+        (end,) = system.ends()["b"]
+        assert end.usage is not None
+        assert (end.usage.prompt_tokens, end.usage.output_tokens, end.usage.cached_tokens) == (16, 3, 12)
+        assert len(system.answer("b")) == 3
+        await until(lambda: not len(owner.world.requests))
+    proven(log)
+
+
+async def test_refusals_are_decisions_with_answers(log: SqliteLog) -> None:
+    async with System(log).started(workers=0) as system, system.owned():
+        system.send(submitted("nobody", PREFIX))
+        system.send(submitted("wrong", PREFIX, model="another"))
+        await until(lambda: len(system.ends()) == 2)
+        assert [(refused.request_id, refused.reason) for refused in system.decisions(RequestRejected)] == [
+            ("nobody", "no_workers"),
+            ("wrong", "wrong_model"),
+        ]
+        statuses = {name: end.error.status for name, (end,) in system.ends().items() if end.error}
+        assert statuses == {"nobody": 503, "wrong": 404}
+    proven(log)
+
+
+async def test_a_repeated_record_changes_nothing_and_a_reused_id_is_refused(log: SqliteLog) -> None:
+    async with System(log).started(workers=1) as system, system.owned() as owner:
+        await until(lambda: len(owner.world.fleet) == 1)
+        for _ in range(2):
+            system.send(submitted("a", PREFIX, nonce=1))
+        await until(lambda: "a" in system.ends())
+        system.send(submitted("a", PREFIX, nonce=2))
+        await until(lambda: len(system.ends()["a"]) == 2)
+        assert len(system.decisions(RequestRouted)) == 1
+        (refused,) = system.decisions(RequestRejected)
+        assert refused.reason == "duplicate_id"
+    proven(log)
+
+
+async def test_a_cancelled_request_leaves_nothing_running(log: SqliteLog) -> None:
+    async with System(log).started(workers=0) as system, system.owned() as owner:
+        system.start_worker("slow", speedup=0.01)
+        await until(lambda: len(owner.world.fleet) == 1)
+        system.send(submitted("a", PREFIX, max_tokens=200))
+        await until(lambda: system.decisions(RequestRouted))
+        system.cancel("a")
+        await until(lambda: "a" in system.ends())
+        (aborted,) = system.decisions(RequestAborted)
+        assert (aborted.reason, aborted.worker_id) == ("cancelled", "slow")
+        assert not len(owner.world.requests)
+        assert owner.world.load.loads([])["slow", 0].active_requests == 0
+    proven(log)
+
+
+async def test_a_deadline_passes_by_the_recorded_clock(log: SqliteLog) -> None:
+    async with System(log).started(workers=0) as system, system.owned() as owner:
+        system.start_worker("slow", speedup=0.01)
+        await until(lambda: len(owner.world.fleet) == 1)
+        system.send(submitted("a", PREFIX, timeout_us=20_000))
+        await until(lambda: "a" in system.ends())
+        (end,) = system.ends()["a"]
+        assert end.error is not None
+        assert (end.error.status, end.error.code) == (504, "deadline_exceeded")
+    proven(log)
+
+
+async def test_a_record_that_does_not_decode_goes_to_dead_letters(log: SqliteLog) -> None:
+    async with System(log).started(workers=1) as system, system.owned() as owner:
+        await until(lambda: len(owner.world.fleet) == 1)
+        log.append_soon([Draft(REQUESTS.name, 0, b"\xffno event", b"key", {"from": "elsewhere"})])
+        system.send(submitted("a", PREFIX))
+        await until(lambda: "a" in system.ends() and log.end(DEAD_LETTERS.name, 0))
+        (letter,) = log.read(DEAD_LETTERS.name, 0, 0, 10)
+        assert (letter.value, letter.key) == (b"\xffno event", b"key")
+        assert letter.headers is not None
+        assert letter.headers["from"] == "elsewhere"
+        assert letter.headers["topic"] == "requests"
+        assert "requests" in letter.headers["reason"]
+    proven(log)
+
+
+async def test_requests_of_a_lost_worker_move_and_say_the_same(log: SqliteLog) -> None:
+    async with System(log).started(workers=0) as system, system.owned() as owner:
+        system.start_worker("a", speedup=3.0)
+        await until(lambda: len(owner.world.fleet) == 1)
+        system.send(submitted("r", PREFIX, max_tokens=60))
+        await until(lambda: system.answer("r"))
+        await system.stop_worker("a")
+        await until(lambda: not len(owner.world.fleet))
+        said = system.answer("r")
+        assert 0 < len(said) < 60
+        system.start_worker("b")
+        await until(lambda: "r" in system.ends())
+        assert [routed.attempt for routed in system.decisions(RequestRouted)] == [1, 2]
+        assert system.answer("r")[: len(said)] == said
+        assert len(system.answer("r")) == 60
+    proven(log)
+
+
+async def admit(system: System, workers: int) -> None:
+    """A first owner lets the workers in."""
+    async with system.owned() as owner:
+        await until(lambda: len(owner.world.fleet) == workers)
+
+
+async def scenario(system: System) -> None:
+    """Requests of every kind of end, one after the other, whoever owns the group meanwhile."""
+    for number in range(6):
+        system.send(submitted(f"r{number}", [*PREFIX, number, number, number, number], nonce=number))
+        await until(lambda name=f"r{number}": name in system.ends())
+    system.send(submitted("r0", [*PREFIX, 0, 0, 0, 0], nonce=0))
+    system.send(submitted("wrong", PREFIX, model="another"))
+    await until(lambda: "wrong" in system.ends())
+    system.send(submitted("gone", PREFIX, max_tokens=100))
+    system.cancel("gone")
+
+
+SENT = {*(f"r{number}" for number in range(6)), "wrong", "gone"}
+
+
+def all_ended(system: System, owner: Owner) -> bool:
+    return set(system.ends()) >= SENT and not len(owner.world.requests)
+
+
+async def live_and_die(system: System, appends: int, **changes: int) -> bool:
+    """One owner's life, ended at its append number `appends` + 1; whether it died of that."""
+    owner = Owner(FaultyLog(system.log, appends), system.leases, settings(**changes))
+    try:
+        await owner.start()
+        running = asyncio.create_task(owner.run())
+        await until(lambda: running.done() or all_ended(system, owner))
+        await owner.stop()
+        await running
+        await owner.close()
+    except Crashed:
+        return True
+    return False
+
+
+@pytest.mark.timeout(240)
+async def test_killed_after_every_append_and_restarted_nothing_is_lost() -> None:
+    """The owner dies after its k-th append, for every k until a whole run passes without a death."""
+    appends, died = 1, True
+    while died:
+        log = SqliteLog.open(None)
+        async with System(log).started(workers=2) as system:
+            await admit(system, 2)
+            sending = asyncio.create_task(scenario(system))
+            died = await live_and_die(system, appends)
+            async with system.owned() as owner:
+                await until(lambda: all_ended(system, owner))
+            await sending
+            for number in range(6):
+                assert len(system.answer(f"r{number}")) == 3, f"r{number}, killed after append {appends}"
+            routed = [(routed.request_id, routed.attempt) for routed in system.decisions(RequestRouted)]
+            assert len(routed) == len(set(routed)), f"routed twice, killed after append {appends}"
+        report = proven(log)
+        assert report.claims == 3
+        log.close()
+        appends += 1
+    assert appends > 15
+
+
+async def test_many_deaths_with_snapshots_in_between(log: SqliteLog) -> None:
+    """Lives of growing length on one log, a snapshot after every third record."""
+    async with System(log).started(workers=2) as system:
+        await admit(system, 2)
+        sending = asyncio.create_task(scenario(system))
+        deaths = 0
+        for appends in range(2, 30, 3):
+            deaths += await live_and_die(system, appends, snapshot_every=3)
+        async with system.owned(snapshot_every=3) as owner:
+            await until(lambda: all_ended(system, owner))
+        await sending
+        assert deaths > 1
+        assert len(system.decisions(SnapshotTaken)) > 2
+        assert len(system.decisions(OwnerClaimed)) == 12
+    proven(log)
+
+
+async def test_a_restart_on_a_file_finds_the_prefixes_again(tmp_path: Path) -> None:
+    path = tmp_path / "log.db"
+    prompts = {f"p{number}": [number] * 16 for number in range(8)}
+    first = SqliteLog.open(path)
+    system = System(first)
+    async with system.started(workers=4):
+        async with system.owned() as owner:
+            await until(lambda: len(owner.world.fleet) == 4)
+            for name, prompt in prompts.items():
+                system.send(submitted(name, prompt))
+            await until(lambda: set(prompts) <= set(system.ends()) and not len(owner.world.requests))
+            warm = {routed.request_id: routed.worker_id for routed in system.decisions(RequestRouted)}
+        async with system.owned() as owner:
+            for name, prompt in prompts.items():
+                system.send(submitted(f"{name}-again", prompt))
+            await until(lambda: len(system.ends()) == 2 * len(prompts))
+            again = {routed.request_id: routed for routed in system.decisions(RequestRouted)[len(prompts) :]}
+            for name, worker in warm.items():
+                routed = again[f"{name}-again"]
+                assert (routed.worker_id, routed.terms.device_overlap) == (worker, 4)
+    first.close()
+    reopened = SqliteLog.open(path, readonly=True)
+    proven(reopened)
+    reopened.close()
+
+
+async def test_a_journal_that_another_owner_wrote_to_ends_the_ownership(log: SqliteLog) -> None:
+    async with System(log).started(workers=1) as system:
+        old = Owner(log, system.leases, settings())
+        await old.start()
+        new = Owner(log, system.leases, settings())
+        await new.start()
+        await old.turn()
+        system.send(submitted("a", PREFIX))
+        await asyncio.sleep(0)
+        with pytest.raises(OwnershipLost):
+            await old.turn()
+    proven(log)

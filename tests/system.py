@@ -1,0 +1,166 @@
+"""A small system on one log for tests: owner, mock workers, and a client that speaks events."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from forebay.core.blocks import sequence_hashes
+from forebay.core.engine_model import EngineConfig
+from forebay.events.base import Event, pack_u32, unpack_u32
+from forebay.events.codec import decode, encode
+from forebay.events.control import PoolConfigured, RouterConfig
+from forebay.events.fleet import WorkerSpec
+from forebay.events.requests import RequestCancelled, RequestSubmitted, Sampling
+from forebay.events.tokens import ResponseEnded, TokensEmitted
+from forebay.events.topics import DECISIONS, REQUESTS, TOKENS, Topic
+from forebay.live.owner import GroupSettings, Owner
+from forebay.transport.base import Draft, Log
+from forebay.transport.redis_leases import embedded_leases
+from forebay.transport.sqlite_log import SqliteLog
+from forebay.workers.lease_keeper import LeaseKeeper
+from forebay.workers.mock_engine import MockEngine
+from forebay.workers.worker import Worker
+
+MODEL = "model"
+BLOCK = 4
+SLOT = 3
+PATIENCE_S = 20.0
+READ_MAX = 100_000
+SPEEDUP = 100_000.0
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Let others run until the condition holds."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+def submitted(name: str, prompt: list[int], max_tokens: int = 3, **changes: Any) -> RequestSubmitted:
+    """A request of the test's model."""
+    packed = pack_u32(prompt)
+    fields: dict[str, Any] = {
+        "request_id": name,
+        "model": MODEL,
+        "token_ids": packed,
+        "sequence_hashes": sequence_hashes(packed, BLOCK),
+        "reply_slot": SLOT,
+        "timeout_us": 60_000_000,
+        "tie_seed": len(name) * 7919 + sum(name.encode()),
+        "sampling": Sampling(max_tokens=max_tokens),
+        **changes,
+    }
+    return RequestSubmitted(**fields)
+
+
+def settings(**changes: Any) -> GroupSettings:
+    """An owner's settings: small and quick."""
+    pool = PoolConfigured(pool="default", model=MODEL, block_size=BLOCK, router=RouterConfig())
+    fields: dict[str, Any] = {
+        "group": MODEL,
+        "partition": 0,
+        "owner_id": "test",
+        "pool": pool,
+        "poll_s": 0.005,
+    }
+    return GroupSettings(**{**fields, **changes})
+
+
+class System:
+    """The parts that outlive an owner: log, leases and workers."""
+
+    def __init__(self, log: SqliteLog, *, ttl_s: float = 30.0) -> None:
+        self.log = log
+        self.leases = embedded_leases()
+        self.keeper = LeaseKeeper(self.leases, ttl_s=ttl_s)
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    @asynccontextmanager
+    async def started(self, workers: int) -> AsyncIterator["System"]:
+        """Run the workers."""
+        self.keeper.start()
+        for number in range(workers):
+            self.start_worker(f"w{number}")
+        try:
+            yield self
+        finally:
+            for name in list(self._tasks):
+                await self.stop_worker(name)
+            await self.keeper.stop()
+
+    def start_worker(self, name: str, *, speedup: float = SPEEDUP, block_size: int = BLOCK) -> None:
+        """Run one worker more, or one again."""
+        config = EngineConfig(
+            block_size=block_size,
+            kv_blocks_total=256,
+            max_num_seqs=16,
+            max_num_batched_tokens=256,
+            vocabulary=tuple(range(50)),
+        )
+        spec = WorkerSpec(
+            worker_id=name,
+            model=MODEL,
+            block_size=config.block_size,
+            kv_blocks_total=config.kv_blocks_total,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+        )
+        engine = MockEngine(config, speedup=speedup)
+        token = f"{name}-{len(self._tasks)}-{id(engine)}"
+        worker = Worker(self.log, self.keeper, spec, engine, token=token, group=MODEL)
+        self._tasks[name] = asyncio.create_task(worker.run(), name=name)
+
+    async def stop_worker(self, name: str) -> None:
+        """End a worker and give its lease up."""
+        task = self._tasks.pop(name)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    @asynccontextmanager
+    async def owned(self, log: Log | None = None, **changes: Any) -> AsyncIterator[Owner]:
+        """Run an owner, on `log` in place of the system's when given."""
+        owner = Owner(log or self.log, self.leases, settings(**changes))
+        await owner.start()
+        running = asyncio.create_task(owner.run())
+        try:
+            yield owner
+        finally:
+            await owner.stop()
+            await running
+            await owner.close()
+
+    def send(self, event: Event) -> None:
+        """Put an event on `requests`."""
+        self.log.append_soon([Draft(REQUESTS.name, 0, encode(REQUESTS, event))])
+
+    def cancel(self, name: str) -> None:
+        """Cancel a request."""
+        self.send(RequestCancelled(request_id=name))
+
+    def events(self, topic: Topic, kind: type | None = None, partition: int = 0) -> list[Any]:
+        """All events of a partition so far."""
+        records = self.log.read(topic.name, partition, 0, READ_MAX)
+        found = [decode(topic, record.value) for record in records]
+        return [event for event in found if kind is None or isinstance(event, kind)]
+
+    def decisions(self, kind: type | None = None) -> list[Any]:
+        """The journal so far."""
+        return self.events(DECISIONS, kind)
+
+    def ends(self) -> dict[str, list[ResponseEnded]]:
+        """The ends of all answers so far."""
+        found: dict[str, list[ResponseEnded]] = {}
+        for event in self.events(TOKENS, ResponseEnded, SLOT):
+            found.setdefault(event.request_id, []).append(event)
+        return found
+
+    def answer(self, name: str) -> list[int]:
+        """The tokens of one answer, as a client takes them: by position, each once."""
+        tokens: list[int] = []
+        for event in self.events(TOKENS, TokensEmitted, SLOT):
+            for chunk in event.chunks:
+                if chunk.request_id == name:
+                    new = unpack_u32(chunk.token_ids)[max(0, len(tokens) - chunk.first_index) :]
+                    tokens += new
+        return tokens
