@@ -27,6 +27,7 @@ class _Hold:
     token: str
     payload: bytes
     on_replaced: Callable[[str], None]
+    predecessor: str | None  # the token under which this keeper held the lease before
     acquired: bool = False
     due: float = 0.0
 
@@ -48,8 +49,9 @@ class LeaseKeeper:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def start(self) -> None:
-        """Start the thread; called on the event loop that is told about replaced workers."""
+        """Start the thread, once; called on the event loop that is told about replaced workers."""
         assert self._thread is None
+        assert not self._stopping
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, name="lease-keeper", daemon=True)
         self._thread.start()
@@ -66,13 +68,21 @@ class LeaseKeeper:
     def hold(
         self, group: str, worker_id: str, token: str, payload: bytes, on_replaced: Callable[[str], None]
     ) -> None:
-        """Take the lease and keep it until released; it replaces what this keeper held for the worker.
+        """Take the lease, from whoever has it, and keep it until released.
 
-        `on_replaced` is called on the event loop with the token of the incarnation that took it over.
+        It succeeds what this keeper held for the worker; then a stranger that took that over keeps it.
+        `on_replaced` is called on the event loop with the token of the incarnation that has the lease.
         """
-        hold = _Hold(group=group, worker_id=worker_id, token=token, payload=payload, on_replaced=on_replaced)
         with self._lock:
-            self._holds[group, worker_id] = hold
+            before = self._holds.get((group, worker_id))
+            self._holds[group, worker_id] = _Hold(
+                group=group,
+                worker_id=worker_id,
+                token=token,
+                payload=payload,
+                on_replaced=on_replaced,
+                predecessor=None if before is None else before.token,
+            )
         self._wake.set()
 
     def release(self, group: str, worker_id: str) -> None:
@@ -87,14 +97,15 @@ class LeaseKeeper:
         while True:
             self._wake.clear()
             with self._lock:
-                if self._stopping:
+                stopping = self._stopping
+                if stopping:
                     self._released += self._holds.values()
                     self._holds.clear()
                 released, self._released = self._released, []
                 holds = list(self._holds.values())
             for hold in released:
                 self._give_up(hold)
-            if self._stopping:
+            if stopping:
                 return
             now = time.monotonic()
             for hold in holds:
@@ -111,24 +122,30 @@ class LeaseKeeper:
 
     def _tend(self, hold: _Hold) -> None:
         try:
-            if not hold.acquired:
-                self._leases.acquire(hold.group, hold.worker_id, hold.token, hold.payload, self._ttl_ms)
-                hold.acquired = True
-            elif not self._leases.renew(hold.group, hold.worker_id, hold.token, self._ttl_ms):
-                self._recover(hold)
+            if hold.acquired:
+                if not self._leases.renew(hold.group, hold.worker_id, hold.token, self._ttl_ms):
+                    logger.warning("lease of %s was gone", hold.worker_id)
+                    self._retake(hold)
+            elif hold.predecessor is not None:
+                self._retake(hold)
+            else:
+                self._take(hold)
             hold.due = time.monotonic() + self._period_s
         except Exception as error:  # noqa: BLE001 - the thread outlives whatever the store raises
             logger.warning("lease of %s not renewed, trying again: %s", hold.worker_id, error)
             hold.due = time.monotonic() + min(RETRY_S_MAX, self._period_s)
 
-    def _recover(self, hold: _Hold) -> None:
-        """The lease is not ours any more: take it again, unless somebody else has it."""
+    def _take(self, hold: _Hold) -> None:
+        self._leases.acquire(hold.group, hold.worker_id, hold.token, hold.payload, self._ttl_ms)
+        hold.acquired = True
+
+    def _retake(self, hold: _Hold) -> None:
+        """Take it unless a stranger has it: two that took it from each other would both be lost, for ever."""
         for lease in self._leases.poll(hold.group):
-            if lease.worker_id == hold.worker_id and lease.token != hold.token:
+            if lease.worker_id == hold.worker_id and lease.token not in (hold.token, hold.predecessor):
                 self._report(hold, lease.token)
                 return
-        logger.warning("lease of %s was gone, taking it again", hold.worker_id)
-        self._leases.acquire(hold.group, hold.worker_id, hold.token, hold.payload, self._ttl_ms)
+        self._take(hold)
 
     def _report(self, hold: _Hold, other: str) -> None:
         with self._lock:

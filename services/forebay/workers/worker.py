@@ -220,6 +220,7 @@ class Worker:
         if len(self._seen) > SEEN_MAX:
             self._seen.popitem(last=False)
         if active is not None:
+            del self._active[item.request_id]
             self._engine.cancel(item.request_id)
         active = Active(item.request_id, item.attempt, item.owner_epoch, item.reply_slot)
         drafts = outbox.attempt_started(active) if item.attempt > 1 else []

@@ -149,7 +149,7 @@ def _whole(part: str) -> str:
 def _speaking() -> Iterator[None]:
     try:
         yield
-    except redis.ConnectionError as error:
+    except (redis.ConnectionError, redis.TimeoutError) as error:
         raise LeaseError(f"Redis cannot be reached ({error}); check that it runs and its address") from error
     except redis.RedisError as error:
         raise LeaseError(f"Redis refused ({error}); check its version (6 or later) and its memory") from error

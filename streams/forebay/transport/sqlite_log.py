@@ -90,6 +90,8 @@ class SqliteLog:
         """
         loop = asyncio.get_running_loop()
         offsets = self._enqueue(drafts, loop)
+        if not offsets:
+            return offsets
         committed: asyncio.Future[list[int]] = loop.create_future()
         self._waiters.append((committed, offsets))
         return await committed
@@ -142,11 +144,12 @@ class SqliteLog:
             ]
 
     def refresh(self) -> bool:
-        """Look for records that another process appended and wake their tails; whether there are any."""
+        """Look for what another process appended and wake every tail that has records; whether any has."""
         self._require_open()
         wakes: dict[int, Wake] = {}
         for place in self._partitions.values():
-            if place.tails and self._look(place):
+            if place.tails:
+                self._look(place)
                 wakes.update((id(tail.wake), tail.wake) for tail in place.tails if len(tail))
         for wake in wakes.values():
             wake.set()
@@ -210,15 +213,12 @@ class SqliteLog:
             self._tables.update(schema.table_names(self._db))
         return topic in self._tables
 
-    def _look(self, place: Partition) -> bool:
-        """Read-only: find the end that the writer has reached; whether it moved."""
+    def _look(self, place: Partition) -> None:
+        """Read-only: find the end that the writer has reached."""
         with self._reading():
-            if not self._readonly or not self._has_table(place.topic):
-                return False
-            end = schema.partition_end(self._db, place.topic, place.number)
-        moved = end > place.committed
-        place.committed = place.next_offset = end
-        return moved
+            if self._readonly and self._has_table(place.topic):
+                end = schema.partition_end(self._db, place.topic, place.number)
+                place.committed = place.next_offset = end
 
     def _fetch(self, place: Partition, offset: int, limit: int, bytes_max: int | None) -> list[Record]:
         assert offset >= 0
@@ -241,7 +241,10 @@ class SqliteLog:
                     records.append(record)
                     size += len(record.value)
                     if bytes_max is not None and size >= bytes_max:
-                        break
+                        return records
+        past = offset + len(records)
+        if len(records) < limit and past < place.committed:
+            raise MissingRecords(topic, number, past, place.committed - 1)
         return records
 
     @contextlib.contextmanager
@@ -328,7 +331,7 @@ class SqliteLog:
             wake.set()
 
     def _fail(self, error: sqlite3.Error) -> None:
-        if self._db.in_transaction:
+        with contextlib.suppress(sqlite3.Error):  # what is broken may refuse this too; closing does it then
             self._db.rollback()
         self._failure = LogError(
             f"{self._name}: cannot be written any more ({error}); free disk space or check the disk, then"
@@ -361,12 +364,13 @@ def _open_file(path: Path, namespace: str, *, readonly: bool) -> tuple[sqlite3.C
             db.execute("PRAGMA wal_autocheckpoint = 0")
             if not known:
                 schema.initialise(db, namespace)
-            db.execute("INSERT OR REPLACE INTO forebay_meta VALUES ('writer_pid', ?)", (str(os.getpid()),))
         stored = schema.read_meta(db)["namespace"]
         if not readonly and stored != namespace:
             raise LogUnusable(
                 f"{path}: belongs to namespace {stored!r}, not {namespace!r}; choose another path"
             )
+        if not readonly:
+            db.execute("INSERT OR REPLACE INTO forebay_meta VALUES ('writer_pid', ?)", (str(os.getpid()),))
     except sqlite3.Error as error:
         db.close()
         raise LogUnusable(f"{path}: cannot be opened ({error}); choose another path") from error

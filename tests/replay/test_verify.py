@@ -1,0 +1,160 @@
+"""Verification of recorded logs: equal in another process and hash seed, and never blind to a change."""
+
+import asyncio
+import json
+import os
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from forebay.events.codec import decode, encode
+from forebay.events.decisions import RequestRouted
+from forebay.events.kv import BlocksStored
+from forebay.events.topics import DECISIONS, KV_EVENTS, Topic
+from forebay.replay.verify import Report, verify
+from forebay.transport.base import LogError
+from forebay.transport.sqlite_log import SqliteLog
+from forebay.transport.sqlite_schema import checksum
+from tests.system import System, submitted, until
+
+PREFIX = list(range(16))
+REQUESTS_SENT = 12
+
+
+@pytest.fixture
+def recording(tmp_path: Path) -> Path:
+    """A run with two owners, a lost worker, a snapshot, and prefixes that are found again."""
+    path = tmp_path / "recording.db"
+    asyncio.run(_record(path))
+    return path
+
+
+async def _record(path: Path) -> None:
+    log = SqliteLog.open(path)
+    async with System(log).started(workers=3) as system:
+        for life in range(2):
+            async with system.owned() as owner:
+                await until(lambda: len(owner.world.fleet) >= 2)
+                for number in range(life * REQUESTS_SENT, (life + 1) * REQUESTS_SENT):
+                    system.send(submitted(f"r{number}", [*PREFIX, *[number % 5] * 8]))
+                    await until(lambda name=f"r{number}": name in system.ends())
+                await until(lambda: not len(owner.world.requests))
+            if not life:
+                await system.stop_worker("w0")
+    log.close()
+
+
+def command(recording: Path, *, hash_seed: int) -> subprocess.CompletedProcess[str]:
+    program = Path(sys.executable).with_name("forebay")
+    environment = {**os.environ, "PYTHONHASHSEED": str(hash_seed)}
+    return subprocess.run(
+        [program, "replay", "verify", str(recording), "--json"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_other_processes_and_hash_seeds_derive_the_same(recording: Path) -> None:
+    runs = [command(recording, hash_seed=seed) for seed in (0, 12345)]
+    assert [run.returncode for run in runs] == [0, 0], runs[0].stderr
+    first, second = (json.loads(run.stdout) for run in runs)
+    assert first == second
+    assert first["decisions"] == first["verified"] >= 2 * REQUESTS_SENT
+    assert first["claims"] == 2
+    assert first["snapshots"] == 2
+    assert first["divergence"] is None
+
+
+def rewrite(path: Path, topic: Topic, offset: int, change: Callable[[bytes], bytes]) -> None:
+    """Change a record and its checksum, as somebody would who wants to deceive."""
+    db = sqlite3.connect(path)
+    query = f'SELECT at_us, key, headers, value FROM "{topic.name}" WHERE id = ?'
+    at_us, key, headers, value = db.execute(query, (offset,)).fetchone()
+    changed = change(value)
+    assert changed != value
+    sealed = checksum(topic.name, 0, offset, at_us, key, headers, changed)
+    db.execute(f'UPDATE "{topic.name}" SET value = ?, checksum = ? WHERE id = ?', (changed, sealed, offset))
+    db.commit()
+    db.close()
+
+
+def find(path: Path, topic: Topic, wanted: Callable[[object], bool]) -> tuple[int, object]:
+    log = SqliteLog.open(path, readonly=True)
+    for record in log.read(topic.name, 0, 0, 10_000):
+        event = decode(topic, record.value)
+        if wanted(event):
+            log.close()
+            return record.offset, event
+    raise AssertionError("the recording holds no such event")
+
+
+def report_of(path: Path) -> Report:
+    log = SqliteLog.open(path, readonly=True)
+    try:
+        return verify(log)
+    finally:
+        log.close()
+
+
+def test_a_changed_decision_is_the_first_divergence(recording: Path) -> None:
+    offset, event = find(recording, DECISIONS, lambda event: isinstance(event, RequestRouted) and event.seq > 5)
+    assert isinstance(event, RequestRouted)
+    terms = msgspec.structs.replace(event.terms, cost=event.terms.cost + 1)
+    lie = msgspec.structs.replace(event, terms=terms)
+    rewrite(recording, DECISIONS, offset, lambda _: encode(DECISIONS, lie))
+    report = report_of(recording)
+    assert report.divergence is not None
+    assert report.divergence["offset"] == offset
+    assert list(report.divergence["differs"]) == ["terms.cost"]
+    assert report.verified == report.decisions - 1
+    run = command(recording, hash_seed=0)
+    assert run.returncode == 1
+    assert json.loads(run.stdout)["divergence"]["offset"] == offset
+
+
+def test_a_changed_kv_event_that_alters_an_overlap_is_found(recording: Path) -> None:
+    offset, event = find(recording, KV_EVENTS, lambda event: isinstance(event, BlocksStored))
+    assert isinstance(event, BlocksStored)
+    lie = msgspec.structs.replace(event, sequence_hashes=bytes(len(event.sequence_hashes)))
+    rewrite(recording, KV_EVENTS, offset, lambda _: encode(KV_EVENTS, lie))
+    report = report_of(recording)
+    assert report.divergence is not None
+    assert report.divergence["recorded"]["type"] == "request.routed"
+    assert "table_digest" in report.divergence["reason"]
+
+
+@pytest.mark.parametrize("topic", ["decisions", "requests", "kv-events", "snapshots"])
+def test_a_flipped_byte_is_named(recording: Path, topic: str) -> None:
+    db = sqlite3.connect(recording)
+    (value,) = db.execute(f'SELECT value FROM "{topic}" WHERE id = 0').fetchone()
+    flipped = bytes([value[0], value[1] ^ 1, *value[2:]])
+    db.execute(f'UPDATE "{topic}" SET value = ? WHERE id = 0', (flipped,))
+    db.commit()
+    db.close()
+    with pytest.raises(LogError, match=topic):
+        report_of(recording)
+    assert command(recording, hash_seed=0).returncode == 2
+
+
+def test_a_journal_that_says_more_was_applied_than_there_is(recording: Path) -> None:
+    db = sqlite3.connect(recording)
+    db.execute('DELETE FROM "progress" WHERE id > 3')
+    db.commit()
+    db.close()
+    with pytest.raises(LogError, match="progress"):
+        report_of(recording)
+
+
+def test_an_empty_log_verifies_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "empty.db"
+    SqliteLog.open(path).close()
+    run = command(path, hash_seed=0)
+    assert run.returncode == 0
+    assert json.loads(run.stdout)["decisions"] == 0
