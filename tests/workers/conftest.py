@@ -34,7 +34,7 @@ READ_MAX = 10_000
 async def until(condition: Callable[[], object]) -> None:
     """Let others run until the condition holds."""
     async with asyncio.timeout(PATIENCE_S):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 - conditions are about the log
             await asyncio.sleep(0.001)
 
 

@@ -117,5 +117,50 @@ async def test_a_worker_whose_lease_another_took_is_told_once_on_the_loop(leases
     assert held(leases, "w1") == "t2"
 
 
+async def test_a_new_incarnation_succeeds_its_own_but_not_a_stranger(leases: Leases) -> None:
+    told: asyncio.Queue[str] = asyncio.Queue()
+    keeper = LeaseKeeper(leases, ttl_s=60.0)
+    keeper.start()
+    for token in ("t1", "t1.2", "t1.3"):
+        keeper.hold(GROUP, "w1", token, b"", told.put_nowait)
+        await until(lambda token=token: held(leases, "w1") == token)
+    leases.acquire(GROUP, "w1", "stranger", b"", 60_000)
+    keeper.hold(GROUP, "w1", "t1.4", b"", told.put_nowait)
+    assert await told.get() == "stranger"
+    await keeper.stop()
+    assert held(leases, "w1") == "stranger"
+
+
+async def test_a_stranger_whose_lease_ran_out_does_not_count(leases: Leases) -> None:
+    keeper = LeaseKeeper(leases, ttl_s=0.1)
+    keeper.start()
+    keeper.hold(GROUP, "w1", "t1", b"", refuse)
+    await until(lambda: held(leases, "w1") == "t1")
+    leases.acquire(GROUP, "w1", "stranger", b"", 1)
+    await until(lambda: held(leases, "w1") == "t1")
+    await keeper.stop()
+
+
+async def test_successors_that_never_got_through_keep_what_the_first_held(leases: Leases) -> None:
+    store = Unreliable(leases)
+    keeper = LeaseKeeper(store, ttl_s=60.0)
+    keeper.start()
+    keeper.hold(GROUP, "w1", "t1", b"", refuse)
+    await until(lambda: held(leases, "w1") == "t1")
+    for token in ("t1.2", "t1.3", "t1.4"):
+        keeper.hold(GROUP, "w1", token, b"", refuse)
+    await until(lambda: held(leases, "w1") == "t1.4")
+    await keeper.stop()
+
+
+async def test_stopping_at_any_moment_gives_the_lease_up(leases: Leases) -> None:
+    for number in range(50):
+        keeper = LeaseKeeper(leases, ttl_s=60.0)
+        keeper.start()
+        keeper.hold(GROUP, "w1", f"t{number}", b"", refuse)
+        await keeper.stop()
+        assert held(leases, "w1") is None
+
+
 async def test_stopping_a_keeper_that_never_started_is_nothing(leases: Leases) -> None:
     await LeaseKeeper(leases).stop()

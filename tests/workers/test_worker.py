@@ -169,7 +169,7 @@ async def test_a_lost_worker_drops_everything_and_joins_as_a_new_incarnation(sce
     worker = scene.worker(speedup=10.0)
     async with scene.serving(worker) as epoch:
         await scene.send(work_item("a", list(range(8)), 100, worker_epoch=epoch))
-        await until(lambda: scene.kv())
+        await until(scene.kv)
         lost = WorkerLost(worker_id="w1", worker_epoch=epoch, owner_epoch=0)
         await scene.append(FLEET, PARTITION, lost)
         again = await scene.admit(worker, "t1.2")
@@ -180,6 +180,31 @@ async def test_a_lost_worker_drops_everything_and_joins_as_a_new_incarnation(sce
     renewed = [event for event in scene.kv() if event.worker_epoch == again]
     assert [(type(event), event.seq) for event in renewed] == [(BlocksStored, 1)]
     assert scene.tokens(ResponseEnded)[0].usage.cached_tokens == 0
+
+
+async def test_an_attempt_for_no_rank_ends_the_older_one_too(scene: Scene) -> None:
+    async with scene.serving(scene.worker(speedup=10.0)) as epoch:
+        await scene.send(work_item("a", [1, 2], 150, worker_epoch=epoch))
+        await until(lambda: scene.tokens(TokensEmitted))
+        await scene.send(work_item("a", [1, 2], 3, worker_epoch=epoch, attempt=2, rank=1))
+        await until(lambda: over(scene, "a"))
+        await scene.send(work_item("a", [1, 2], 3, worker_epoch=epoch, attempt=3))
+        await until(lambda: scene.progress(RequestFinished))
+    kinds = [type(event) for event in scene.tokens() if not isinstance(event, TokensEmitted)]
+    assert kinds == [AttemptStarted, ResponseEnded, AttemptStarted, ResponseEnded]
+    assert [end.attempt for end in scene.tokens(ResponseEnded)] == [2, 3]
+
+
+async def test_of_two_workers_of_one_name_the_later_stays(scene: Scene) -> None:
+    worker = scene.worker()
+    task = asyncio.create_task(worker.run())
+    epoch = await scene.admit(worker, "t1")
+    scene.leases.acquire(GROUP, "w1", "later", b"", 60_000)
+    await scene.append(FLEET, PARTITION, WorkerLost(worker_id="w1", worker_epoch=epoch, owner_epoch=0))
+    with pytest.raises(ExceptionGroup) as caught:
+        await task
+    assert caught.group_contains(WorkerReplaced, match="later")
+    assert scene.holds("later")
 
 
 async def test_void_and_foreign_fleet_facts_change_nothing(scene: Scene) -> None:
@@ -217,5 +242,5 @@ async def test_leaving_gives_up_the_lease(scene: Scene) -> None:
     worker: Worker = scene.worker()
     async with scene.serving(worker):
         assert scene.holds("t1")
-    await until(lambda: scene.lease() is None or scene.lease().expires_in_ms <= 0)
+    await until(lambda: scene.lease() is None)
     assert worker.worker_epoch is None

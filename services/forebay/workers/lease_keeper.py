@@ -27,9 +27,15 @@ class _Hold:
     token: str
     payload: bytes
     on_replaced: Callable[[str], None]
-    predecessor: str | None  # the token under which this keeper held the lease before
+    predecessors: frozenset[str]  # tokens under which this keeper may still hold the lease
     acquired: bool = False
     due: float = 0.0
+
+    def tokens_of_successor(self) -> frozenset[str]:
+        """What the hold that comes after this one has as predecessors: none when this never held anything."""
+        if self.acquired:
+            return frozenset({self.token})
+        return self.predecessors and self.predecessors | {self.token}
 
 
 class LeaseKeeper:
@@ -81,7 +87,7 @@ class LeaseKeeper:
                 token=token,
                 payload=payload,
                 on_replaced=on_replaced,
-                predecessor=None if before is None else before.token,
+                predecessors=frozenset() if before is None else before.tokens_of_successor(),
             )
         self._wake.set()
 
@@ -126,7 +132,7 @@ class LeaseKeeper:
                 if not self._leases.renew(hold.group, hold.worker_id, hold.token, self._ttl_ms):
                     logger.warning("lease of %s was gone", hold.worker_id)
                     self._retake(hold)
-            elif hold.predecessor is not None:
+            elif hold.predecessors:
                 self._retake(hold)
             else:
                 self._take(hold)
@@ -140,9 +146,10 @@ class LeaseKeeper:
         hold.acquired = True
 
     def _retake(self, hold: _Hold) -> None:
-        """Take it unless a stranger has it: two that took it from each other would both be lost, for ever."""
+        """Take it unless a stranger lives on it: two that took it from each other would go on for ever."""
+        ours = hold.predecessors | {hold.token}
         for lease in self._leases.poll(hold.group):
-            if lease.worker_id == hold.worker_id and lease.token not in (hold.token, hold.predecessor):
+            if lease.worker_id == hold.worker_id and lease.token not in ours and lease.expires_in_ms > 0:
                 self._report(hold, lease.token)
                 return
         self._take(hold)

@@ -1,0 +1,208 @@
+"""`forebay up` as a user runs it: a process of its own, the official client, kill -9 and restart."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+FOREBAY = Path(sys.executable).with_name("forebay")
+PATIENCE_S = 60.0
+LONG_PREFIX = "The log is the truth, and every decision on it can be derived again. " * 40
+PORTS = range(18_200, 18_900)  # below the range in which outgoing connections get theirs
+
+pytestmark = pytest.mark.timeout(180)
+
+
+def free_port() -> int:
+    for port in PORTS:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)):
+                return port
+    raise AssertionError("no free port")
+
+
+class Up:
+    """A running `forebay up`."""
+
+    def __init__(self, *options: str) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        command = [FOREBAY, "up", "--port", str(self.port), "--speedup", "50", *options]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    def wait_ready(self) -> None:
+        ends_s = time.monotonic() + PATIENCE_S
+        while time.monotonic() < ends_s:
+            assert self.process.poll() is None, self.process.communicate()[0]
+            try:
+                if httpx.get(f"{self.url}/ready", timeout=5).status_code == httpx.codes.OK:
+                    return
+            except httpx.TransportError:
+                pass
+            time.sleep(0.05)
+        raise AssertionError("not ready")
+
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+
+    def end(self, number: signal.Signals) -> int:
+        self.process.send_signal(number)
+        self.process.communicate(timeout=PATIENCE_S)
+        return self.process.returncode
+
+
+@contextmanager
+def running(*options: str) -> Iterator[Up]:
+    up = Up(*options)
+    try:
+        up.wait_ready()
+        yield up
+    finally:
+        if up.process.poll() is None:
+            up.end(signal.SIGKILL)
+
+
+def forebay(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([FOREBAY, *arguments], capture_output=True, text=True, check=False, timeout=PATIENCE_S)
+
+
+def verified(log: Path, hash_seed: int = 0) -> dict[str, object]:
+    environment = {**os.environ, "PYTHONHASHSEED": str(hash_seed)}
+    command = [FOREBAY, "replay", "verify", str(log), "--json"]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    report: dict[str, object] = json.loads(run.stdout)
+    assert report["decisions"] == report["verified"]
+    assert report["divergence"] is None
+    return report
+
+
+def ask(client: openai.OpenAI, text: str) -> tuple[str, int]:
+    """Ask with a long prefix; the worker that answered and the prompt tokens that it had cached."""
+    answer = client.chat.completions.create(
+        model="forebay-default", max_tokens=4, messages=[{"role": "user", "content": LONG_PREFIX + text}]
+    )
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens_details is not None
+    assert answer.model_extra is not None
+    return answer.model_extra["forebay"]["worker"], answer.usage.prompt_tokens_details.cached_tokens or 0
+
+
+def test_the_official_client_streams_and_the_prefix_is_found_on_the_same_worker(tmp_path: Path) -> None:
+    log = tmp_path / "log.db"
+    with running("--log", str(log)) as up:
+        client = up.client()
+        stream = client.chat.completions.create(
+            model="forebay-default",
+            max_tokens=12,
+            stream=True,
+            stream_options={"include_usage": True},
+            messages=[{"role": "user", "content": LONG_PREFIX + "one"}],
+        )
+        chunks = list(stream)
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+        assert len(text.split()) >= 4
+        ends = [chunk for chunk in chunks if chunk.choices and chunk.choices[0].finish_reason]
+        assert [end.choices[0].finish_reason for end in ends] == ["length"]
+        assert ends[0].model_extra is not None
+        first = ends[0].model_extra["forebay"]["worker"]
+        assert chunks[-1].usage is not None
+        assert chunks[-1].usage.completion_tokens == 12
+        second, cached = ask(client, "two")
+        assert second == first
+        assert cached > 500
+        assert "sqlite" not in up.url
+        tail = forebay("topics", "tail", str(log), "decisions", "-n", "1")
+        assert json.loads(tail.stdout)["event"]["type"] == "request.routed"
+        assert up.end(signal.SIGINT) == 0
+    assert verified(log, 0) == verified(log, 12345)
+    listed = forebay("topics", "list", str(log)).stdout
+    assert {"requests/0\t2", "decisions/0"} <= {line for line in listed.splitlines()} | {
+        line.split("\t")[0] for line in listed.splitlines()
+    }
+
+
+def test_after_kill_9_the_journal_continues_and_warm_prefixes_are_found(tmp_path: Path) -> None:
+    log = tmp_path / "log.db"
+    with running("--log", str(log)) as up:
+        client = up.client()
+        homes = [ask(client, f"{number}") for number in range(6)]
+        assert homes[-1][1] > 500
+        assert up.end(signal.SIGKILL) == -signal.SIGKILL
+    before = verified(log)
+    with running("--log", str(log)) as up:
+        again = ask(up.client(), "after")
+        assert again[1] == 0, "a new engine process has an empty cache, and the index must know"
+        repeated = ask(up.client(), "after that")
+        assert repeated[0] == again[0]
+        assert repeated[1] > 500
+        assert up.end(signal.SIGTERM) == 0
+    after = verified(log)
+    assert int(str(after["decisions"])) > int(str(before["decisions"]))
+    assert after["claims"] == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--model", "/nowhere"], "no such model directory"),
+        (["--log", "/nowhere/log.db"], "nowhere"),
+        (["--speedup", "0"], "--speedup must be a positive number"),
+    ],
+)
+def test_what_cannot_start_says_why_in_one_line(options: list[str], says: str) -> None:
+    run = forebay("up", "--port", str(free_port()), *options)
+    assert run.returncode == 2
+    assert says in run.stderr
+    assert len(run.stderr.splitlines()) == 1
+
+
+def test_a_taken_port_and_a_locked_or_foreign_log(tmp_path: Path) -> None:
+    log, foreign = tmp_path / "log.db", tmp_path / "foreign.db"
+    foreign.write_text("this is no log")
+    with running("--log", str(log)) as up:
+        taken = forebay("up", "--port", str(up.port))
+        assert (taken.returncode, "choose another --port" in taken.stderr) == (2, True)
+        locked = forebay("up", "--port", str(free_port()), "--log", str(log))
+        assert (locked.returncode, str(up.process.pid) in locked.stderr) == (2, True)
+    refused = forebay("replay", "verify", str(foreign))
+    assert (refused.returncode, "foreign.db" in refused.stderr) == (2, True)
+    assert forebay("up", "--port", str(free_port()), "--log", str(foreign)).returncode == 2
+
+
+def test_a_trace_is_played_through_http(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    rows = [
+        {"timestamp": 10 * at, "input_length": 1_500, "output_length": 5, "hash_ids": [0, at % 3 + 1, 100 + at]}
+        for at in range(30)
+    ]
+    trace.write_text("\n".join(json.dumps(row) for row in rows))
+    with running() as up:
+        run = forebay("trace", str(trace), "--url", up.url, "--speed", "2", "--json")
+        assert run.returncode == 0, run.stderr
+        summary = json.loads(run.stdout)
+        assert (summary["requests"], summary["failed"]) == (30, 0)
+        assert 0.3 < summary["prefix_reuse"] < 0.7
+        assert len(summary["workers"]) == 4
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text('{"timestamp": 0, "input_length": 1500, "output_length": 1, "hash_ids": [1]}\n')
+    refused = forebay("trace", str(broken))
+    assert (refused.returncode, "line 1" in refused.stderr) == (2, True)
+
+
+def test_help_everywhere_and_the_version() -> None:
+    assert forebay("--version").stdout.startswith("forebay ")
+    for command in ([], ["up"], ["trace"], ["replay"], ["replay", "verify"], ["topics"], ["topics", "tail"]):
+        run = forebay(*command, "--help")
+        assert run.returncode == 0
+        assert "Usage" in run.stdout
