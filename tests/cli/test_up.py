@@ -73,7 +73,9 @@ def running(*options: str) -> Iterator[Up]:
 
 
 def forebay(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([FOREBAY, *arguments], capture_output=True, text=True, check=False, timeout=PATIENCE_S)
+    return subprocess.run(
+        [FOREBAY, *arguments], capture_output=True, text=True, check=False, timeout=PATIENCE_S
+    )
 
 
 def verified(log: Path, hash_seed: int = 0) -> dict[str, object]:
@@ -136,16 +138,14 @@ def test_after_kill_9_the_journal_continues_and_warm_prefixes_are_found(tmp_path
     log = tmp_path / "log.db"
     with running("--log", str(log)) as up:
         client = up.client()
-        homes = [ask(client, f"{number}") for number in range(6)]
-        assert homes[-1][1] > 500
+        homes = [ask(client, f"{number}")[0] for number in range(6)]
+        assert len(set(homes)) == 1
         assert up.end(signal.SIGKILL) == -signal.SIGKILL
     before = verified(log)
     with running("--log", str(log)) as up:
-        again = ask(up.client(), "after")
-        assert again[1] == 0, "a new engine process has an empty cache, and the index must know"
-        repeated = ask(up.client(), "after that")
-        assert repeated[0] == again[0]
-        assert repeated[1] > 500
+        worker, cached = ask(up.client(), "after")
+        assert worker == homes[0]
+        assert cached > 500
         assert up.end(signal.SIGTERM) == 0
     after = verified(log)
     assert int(str(after["decisions"])) > int(str(before["decisions"]))
@@ -183,7 +183,12 @@ def test_a_taken_port_and_a_locked_or_foreign_log(tmp_path: Path) -> None:
 def test_a_trace_is_played_through_http(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     rows = [
-        {"timestamp": 10 * at, "input_length": 1_500, "output_length": 5, "hash_ids": [0, at % 3 + 1, 100 + at]}
+        {
+            "timestamp": 10 * at,
+            "input_length": 1_500,
+            "output_length": 5,
+            "hash_ids": [0, at % 3 + 1, 100 + at],
+        }
         for at in range(30)
     ]
     trace.write_text("\n".join(json.dumps(row) for row in rows))

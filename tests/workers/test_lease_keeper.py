@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from collections.abc import Callable
 
 from forebay.transport.base import Lease, Leases
 from forebay.workers.lease_keeper import LeaseKeeper
@@ -52,6 +53,10 @@ def held(leases: Leases, worker_id: str) -> str | None:
         if lease.worker_id == worker_id and lease.expires_in_ms > 0:
             return lease.token
     return None
+
+
+def holds(leases: Leases, token: str) -> Callable[[], bool]:
+    return lambda: held(leases, "w1") == token
 
 
 def refuse(other: str) -> None:
@@ -109,7 +114,7 @@ async def test_a_worker_whose_lease_another_took_is_told_once_on_the_loop(leases
     keeper = LeaseKeeper(leases, ttl_s=0.1)
     keeper.start()
     keeper.hold(GROUP, "w1", "t1", b"", lambda other: told.put_nowait((other, threading.get_ident())))
-    await until(lambda: held(leases, "w1") == "t1")
+    await until(holds(leases, "t1"))
     leases.acquire(GROUP, "w1", "t2", b"", 60_000)
     assert await told.get() == ("t2", loop_thread)
     await keeper.stop()
@@ -123,7 +128,7 @@ async def test_a_new_incarnation_succeeds_its_own_but_not_a_stranger(leases: Lea
     keeper.start()
     for token in ("t1", "t1.2", "t1.3"):
         keeper.hold(GROUP, "w1", token, b"", told.put_nowait)
-        await until(lambda token=token: held(leases, "w1") == token)
+        await until(holds(leases, token))
     leases.acquire(GROUP, "w1", "stranger", b"", 60_000)
     keeper.hold(GROUP, "w1", "t1.4", b"", told.put_nowait)
     assert await told.get() == "stranger"
@@ -135,9 +140,9 @@ async def test_a_stranger_whose_lease_ran_out_does_not_count(leases: Leases) -> 
     keeper = LeaseKeeper(leases, ttl_s=0.1)
     keeper.start()
     keeper.hold(GROUP, "w1", "t1", b"", refuse)
-    await until(lambda: held(leases, "w1") == "t1")
+    await until(holds(leases, "t1"))
     leases.acquire(GROUP, "w1", "stranger", b"", 1)
-    await until(lambda: held(leases, "w1") == "t1")
+    await until(holds(leases, "t1"))
     await keeper.stop()
 
 
@@ -146,10 +151,10 @@ async def test_successors_that_never_got_through_keep_what_the_first_held(leases
     keeper = LeaseKeeper(store, ttl_s=60.0)
     keeper.start()
     keeper.hold(GROUP, "w1", "t1", b"", refuse)
-    await until(lambda: held(leases, "w1") == "t1")
+    await until(holds(leases, "t1"))
     for token in ("t1.2", "t1.3", "t1.4"):
         keeper.hold(GROUP, "w1", token, b"", refuse)
-    await until(lambda: held(leases, "w1") == "t1.4")
+    await until(holds(leases, "t1.4"))
     await keeper.stop()
 
 

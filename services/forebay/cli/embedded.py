@@ -15,8 +15,10 @@ from prometheus_client import CollectorRegistry
 
 from forebay.core.engine_model import EngineConfig
 from forebay.core.fleet import WorkerPhase
+from forebay.events.base import unpack_u64
 from forebay.events.control import PoolConfigured, RouterConfig
 from forebay.events.fleet import WorkerSpec
+from forebay.events.snapshots import IndexBlocks
 from forebay.ingress.app import build_app
 from forebay.ingress.ingress import Ingress, IngressSettings
 from forebay.ingress.metrics import IngressMetrics
@@ -104,9 +106,13 @@ async def running(settings: Embedded) -> AsyncIterator[System]:
             max_num_batched_tokens=settings.max_num_batched_tokens,
             vocabulary=speaking_vocabulary(model.tokenizer),
         )
-        workers = [_worker(settings, log, keeper, config, number) for number in range(settings.workers)]
+        caches = _caches(owner)
+        workers = [
+            _worker(settings, log, keeper, config, f"mock-{number}", caches.get(f"mock-{number}", []))
+            for number in range(settings.workers)
+        ]
         parts = await stack.enter_async_context(_tasks(owner, workers, ingress))
-        await _until_ready(owner, settings.workers, parts)
+        await _until_ready(owner, settings.workers, caches, parts)
         yield System(log, owner, ingress, workers, build_server(build_app(ingress, registry)))
 
 
@@ -156,8 +162,34 @@ def _cause(error: BaseException | None) -> BaseException:
     return error
 
 
-async def _until_ready(owner: Owner, workers: int, parts: list["asyncio.Task[None]"]) -> None:
-    while ready_workers(owner) < workers:
+def _caches(owner: Owner) -> dict[str, list[int]]:
+    """What the mock engines of an earlier process had cached, by worker.
+
+    A mock engine's cache is bookkeeping without bytes, and its log holds all of it. So it outlives the process
+    as an engine process of its own would outlive a restart of what is around it.
+    """
+    caches: dict[str, list[int]] = {}
+    for chunk in owner.world.index.snapshot():
+        if isinstance(chunk, IndexBlocks) and chunk.tier == "device":
+            caches.setdefault(chunk.worker_id, []).extend(unpack_u64(chunk.sequence_hashes))
+    return caches
+
+
+def _announced(owner: Owner, workers: int, caches: dict[str, list[int]]) -> bool:
+    if ready_workers(owner) < workers:
+        return False
+    index, fleet = owner.world.index, owner.world.fleet
+    return all(
+        index.blocks_held(worker.spec.worker_id, 0, "device")
+        >= min(len(caches.get(worker.spec.worker_id, [])), worker.spec.kv_blocks_total)
+        for worker in fleet.workers()
+    )
+
+
+async def _until_ready(
+    owner: Owner, workers: int, caches: dict[str, list[int]], parts: list["asyncio.Task[None]"]
+) -> None:
+    while not _announced(owner, workers, caches):
         await asyncio.sleep(0.01)
         for part in parts:
             if part.done():
@@ -197,10 +229,10 @@ def _ingress(
 
 
 def _worker(
-    settings: Embedded, log: SqliteLog, keeper: LeaseKeeper, config: EngineConfig, number: int
+    settings: Embedded, log: SqliteLog, keeper: LeaseKeeper, config: EngineConfig, name: str, cache: list[int]
 ) -> Worker:
     spec = WorkerSpec(
-        worker_id=f"mock-{number}",
+        worker_id=name,
         model=settings.model_name,
         block_size=config.block_size,
         kv_blocks_total=config.kv_blocks_total,
@@ -209,4 +241,5 @@ def _worker(
         pool=POOL,
     )
     engine = MockEngine(config, speedup=settings.speedup)
+    engine.warm(cache)
     return Worker(log, keeper, spec, engine, token=uuid.uuid4().hex, group=settings.model_name)

@@ -48,6 +48,9 @@ class Engine(Protocol):
     async def stop(self) -> None:
         """Free what `start` took."""
 
+    def held(self, rank: int) -> Sequence[int]:
+        """The blocks in a rank's device cache, announced when a new epoch begins; none when it cannot tell."""
+
     def submit(self, item: WorkItem) -> None:
         """Queue a request whose id is not under way. Refusals come as `Failed` in a batch."""
 

@@ -6,6 +6,7 @@ is late the next one makes good. Steps far shorter than a timer's resolution are
 
 import asyncio
 import time
+from collections.abc import Sequence
 
 from xxhash import xxh3_64_intdigest
 
@@ -54,6 +55,14 @@ class MockEngine:
     async def stop(self) -> None:
         """There is nothing to free."""
 
+    def warm(self, hashes: Sequence[int]) -> None:
+        """Start rank 0 with these blocks in its cache."""
+        self._ranks[0].model.warm(hashes)
+
+    def held(self, rank: int) -> list[int]:
+        """The blocks in a rank's cache."""
+        return self._ranks[rank].model.held()
+
     def submit(self, item: WorkItem) -> None:
         """Queue an item on the rank that it names, which must be one of this engine's."""
         self._ranks[item.rank].submit(item)
@@ -72,12 +81,12 @@ class MockEngine:
 class _Rank:
     def __init__(self, number: int, config: EngineConfig, speedup: float) -> None:
         self._number = number
-        self._model = EngineModel(config)
+        self.model = EngineModel(config)
         self._speedup = speedup
         self._span_us = max(1, round(QUANTUM_US * speedup))
         self._wake = asyncio.Event()
         self._failed: list[Failed] = []
-        self._published = self._model.load()
+        self._published = self.model.load()
         self._life = 0  # counts resets: a batch of an earlier life is not published
 
     def submit(self, item: WorkItem) -> None:
@@ -90,20 +99,20 @@ class _Rank:
             max_tokens=item.sampling.max_tokens,
         )
         try:
-            self._model.submit(request)
+            self.model.submit(request)
         except RequestRefused as refusal:
             self._failed.append(Failed(item.request_id, item.attempt, _answer(refusal)))
         self._wake.set()
 
     def cancel(self, request_id: str) -> None:
-        if self._model.cancel(request_id):
+        if self.model.cancel(request_id):
             self._wake.set()
 
     def reset(self) -> None:
         self._life += 1
-        self._model.reset()
+        self.model.reset()
         self._failed.clear()
-        self._published = self._model.load()
+        self._published = self.model.load()
 
     async def run(self, publish: Publish) -> None:
         due = time.monotonic()
@@ -127,14 +136,14 @@ class _Rank:
         steps: list[Step] = []
         span_us = tokens = 0
         while span_us < self._span_us and tokens < BATCH_TOKENS_MAX:
-            step = self._model.step(self._span_us - span_us)
+            step = self.model.step(self._span_us - span_us)
             if step is None:
                 break
             steps.append(step)
             span_us += step.duration_us
             tokens += len(step.emitted) * step.iterations
         failed, self._failed = self._failed, []
-        load = self._model.load()
+        load = self.model.load()
         if not steps:
             if not failed and load == self._published:
                 return None, 0

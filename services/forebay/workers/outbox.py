@@ -5,6 +5,7 @@ blocks and its answer before that.
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from forebay.core.engine_model import CacheChange, Finished, Load, Removed, Stored
@@ -14,6 +15,7 @@ from forebay.events.fleet import WorkerSpec
 from forebay.events.kv import BlocksRemoved, BlocksStored
 from forebay.events.metrics import LoadReported
 from forebay.events.progress import FirstTokenEmitted, RequestFailed, RequestFinished
+from forebay.events.snapshots import CHUNK_HASHES_MAX
 from forebay.events.tokens import AnswerError, AttemptStarted, ResponseEnded, TokenChunk, TokensEmitted, Usage
 from forebay.events.topics import KV_EVENTS, METRICS, PROGRESS, TOKENS, Topic
 from forebay.transport.base import Draft
@@ -42,6 +44,15 @@ class Outbox:
         self._kv_seq = [0] * spec.dp_size
         self._load_at_s = [0.0] * spec.dp_size
         self._busy = [False] * spec.dp_size
+
+    def announcement(self, rank: int, hashes: Sequence[int]) -> list[Draft]:
+        """What a rank's cache holds as its epoch begins."""
+        drafts = []
+        for start in range(0, len(hashes), CHUNK_HASHES_MAX):
+            drafts.append(
+                self._cache_change(rank, Stored(None, tuple(hashes[start : start + CHUNK_HASHES_MAX])))
+            )
+        return drafts
 
     def attempt_started(self, active: Active) -> list[Draft]:
         """A later attempt voids what earlier ones said."""

@@ -175,6 +175,13 @@ class Worker:
         work = self._log.tail(self._work_topic.name, event.slot, event.from_offset, self._wake)
         outbox = Outbox(self.spec, worker_epoch, self._partition)
         self._epoch = _Epoch(worker_epoch, work, outbox)
+        held = [
+            draft
+            for rank in range(self.spec.dp_size)
+            for draft in outbox.announcement(rank, self._engine.held(rank))
+        ]
+        if held:
+            self._log.append_soon(held)
         logger.info("worker %s serves slot %s in epoch %s", self.spec.worker_id, event.slot, worker_epoch)
 
     def _leave(self) -> None:

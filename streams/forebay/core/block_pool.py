@@ -40,6 +40,13 @@ class BlockPool:
         """The sequence hashes that can be found, in use or cached."""
         return frozenset(self._references) | frozenset(self._cached)
 
+    def warm(self, hashes: Sequence[int]) -> None:
+        """Start with cached content, the first oldest; what does not fit is left out. The pool must be empty."""
+        assert self._free == self.total, "only an empty pool is warmed"
+        self._cached.update(dict.fromkeys(hashes[: self.total]))
+        self._free -= len(self._cached)
+        self._check()
+
     def cached_prefix(self, hashes: Sequence[int], blocks_max: int) -> int:
         """How many leading hashes can be found, at most `blocks_max`."""
         references = self._references

@@ -8,6 +8,7 @@ It never knows what time it is: a step says how long it takes, the caller lets t
 """
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -191,6 +192,14 @@ class EngineModel:
         """How busy the engine is now."""
         running = len(self._decoding) + (self._prefilling is not None)
         return Load(running, len(self._waiting), self.pool.used, self.pool.total)
+
+    def warm(self, hashes: Sequence[int]) -> None:
+        """Start with these blocks in the cache, as an engine that outlived a restart of its surroundings."""
+        self.pool.warm(hashes)
+
+    def held(self) -> list[int]:
+        """The sequence hashes in the cache, ascending."""
+        return sorted(self.pool.content())
 
     def submit(self, request: EngineRequest) -> None:
         """Queue a request whose id is not under way. Raises RequestRefused for one that cannot be served."""

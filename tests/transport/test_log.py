@@ -1,0 +1,285 @@
+"""The contract of the port `Log`, for every implementation: offsets, order, all or none, tails."""
+
+import asyncio
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forebay.transport import sqlite_tail
+from forebay.transport.base import Draft, Record, Tail
+from forebay.transport.sqlite_log import RECORD_BYTES_MAX, SqliteLog
+from tests.transport.conftest import Wakes, drain, drafts, numbers, stored
+
+PLACES = [("a", 0), ("a", 1), ("b.with-dots-0", 0), ("b.with-dots-0", 7_000_000)]
+
+
+async def test_offsets_are_dense_in_each_partition_and_in_the_order_of_calls(log: SqliteLog) -> None:
+    assert log.end("topic", 0) == 0
+    assert await log.append(drafts(3)) == [0, 1, 2]
+    mixed = [Draft("topic", 1, b"x"), Draft("topic", 0, b"y"), Draft("other", 0, b"z"), Draft("topic", 1, b"x")]
+    assert await log.append(mixed) == [0, 3, 0, 1]
+    log.append_soon(drafts(1))
+    assert await log.append(drafts(1)) == [5]
+    assert [log.end(*place) for place in (("topic", 0), ("topic", 1), ("other", 0), ("none", 0))] == [6, 2, 1, 0]
+
+
+async def test_a_record_comes_back_as_it_was_given(log: SqliteLog) -> None:
+    given = [
+        Draft("topic", 5, b""),
+        Draft("topic", 5, bytes(range(256)), b"", {}),
+        Draft("topic", 5, b"v", b"\x00key", {"a": "1", "": "\u00e4\u2028\x00"}),
+    ]
+    await log.append(given)
+    found = stored(log, "topic", 5)
+    assert [(record.value, record.key, record.headers) for record in found] == [
+        (draft.value, draft.key, draft.headers) for draft in given
+    ]
+    assert [(record.topic, record.partition, record.offset) for record in found] == [
+        ("topic", 5, offset) for offset in range(3)
+    ]
+
+
+async def test_reading_is_bounded_and_starts_anywhere(log: SqliteLog) -> None:
+    await log.append(drafts(10))
+    assert numbers(log.read("topic", 0, 3, 4)) == [3, 4, 5, 6]
+    assert numbers(log.read("topic", 0, 8, 4)) == [8, 9]
+    assert log.read("topic", 0, 10, 4) == []
+    assert log.read("topic", 0, 500, 4) == []
+    assert log.read("topic", 0, 3, 0) == []
+    assert log.read("topic", 1, 0, 4) == []
+    assert log.read("nothing", 0, 0, 4) == []
+
+
+async def test_calls_of_one_moment_keep_their_order_and_share_a_clock(log: SqliteLog) -> None:
+    calls = [asyncio.ensure_future(log.append(drafts(2, first=2 * number))) for number in range(50)]
+    assert [await call for call in calls] == [[2 * number, 2 * number + 1] for number in range(50)]
+    assert numbers(stored(log)) == list(range(100))
+    assert len({record.at_us for record in stored(log)}) == 1
+
+
+async def test_nothing_appended_is_no_append(log: SqliteLog) -> None:
+    assert await log.append([]) == []
+    log.append_soon([])
+    assert await log.append(drafts(1)) == [0]
+
+
+@pytest.mark.parametrize(
+    ("bad", "text"),
+    [
+        (Draft("Topic", 0, b""), "'Topic'"),
+        (Draft("", 0, b""), "''"),
+        (Draft("a" * 201, 0, b""), "1 to 200"),
+        (Draft('x"; drop table y', 0, b""), "names are"),
+        (Draft("topic\n", 0, b""), "names are"),
+        (Draft("topic", -1, b""), "partition -1"),
+        (Draft("topic", 1 << 23, b""), "partition 8388608"),
+        (Draft("topic", 0, bytes(RECORD_BYTES_MAX), b"k"), f"{RECORD_BYTES_MAX + 1} bytes"),
+    ],
+)
+async def test_a_draft_that_no_log_takes_takes_its_whole_call_down(log: SqliteLog, bad: Draft, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        await log.append([*drafts(2), bad])
+    with pytest.raises(ValueError, match=text):
+        log.append_soon([*drafts(2), bad])
+    assert log.end("topic", 0) == 0
+    assert await log.append(drafts(1)) == [0]
+    assert log.failure is None
+
+
+async def test_the_largest_record_fits(log: SqliteLog) -> None:
+    await log.append([Draft("topic", 0, bytes(RECORD_BYTES_MAX))])
+    assert len(stored(log)[0].value) == RECORD_BYTES_MAX
+
+
+async def test_a_caller_that_is_cancelled_has_still_appended(log: SqliteLog) -> None:
+    call = asyncio.ensure_future(log.append(drafts(1)))
+    await asyncio.sleep(0)
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)
+    assert await log.append(drafts(1, first=1)) == [1]
+    assert numbers(stored(log)) == [0, 1]
+
+
+async def test_the_end_counts_what_was_appended_a_moment_ago(log: SqliteLog) -> None:
+    log.append_soon(drafts(2))
+    assert log.end("topic", 0) == 2
+    assert numbers(stored(log)) == [0, 1]
+
+
+async def test_tails_from_the_past_the_end_and_the_future(log: SqliteLog) -> None:
+    await log.append(drafts(3))
+    wakes = [Wakes(), Wakes(), Wakes()]
+    past, end, future = (
+        log.tail("topic", 0, offset, wake) for offset, wake in zip((1, 3, 5), wakes, strict=True)
+    )
+    assert [wake.count for wake in wakes] == [1, 0, 0]
+    assert [len(tail) > 0 for tail in (past, end, future)] == [True, False, False]
+    assert numbers(past.take(1)) == [1]
+    await log.append(drafts(2, first=3))
+    assert [wake.count for wake in wakes] == [2, 1, 0]
+    assert numbers(drain(past)) == [2, 3, 4]
+    assert numbers(drain(end)) == [3, 4]
+    assert future.take(10) == []
+    await log.append(drafts(2, first=5))
+    assert [numbers(drain(tail)) for tail in (past, end, future)] == [[5, 6]] * 3
+    assert past.take(10) == []
+
+
+async def test_one_wake_of_many_tails_is_set_once_a_commit(log: SqliteLog) -> None:
+    wake = Wakes()
+    tails = [log.tail("topic", partition, 0, wake) for partition in range(3)]
+    log.append_soon(drafts(2, partition=0))
+    await log.append([*drafts(2, partition=2), *drafts(1, "other")])
+    assert wake.count == 1
+    assert [numbers(drain(tail)) for tail in tails] == [[0, 1], [], [0, 1]]
+
+
+async def test_a_tail_that_was_closed_hears_nothing_more(log: SqliteLog) -> None:
+    wake = Wakes()
+    tail = log.tail("topic", 0, 0, wake)
+    tail.close()
+    tail.close()
+    await log.append(drafts(1))
+    assert wake.count == 0
+
+
+async def test_who_waits_on_a_tail_is_woken(log: SqliteLog) -> None:
+    wake = asyncio.Event()
+    tail = log.tail("topic", 0, 0, wake)
+
+    async def follow() -> list[int]:
+        found: list[int] = []
+        while len(found) < 100:
+            wake.clear()
+            found += numbers(tail.take(7))
+            if not len(tail):
+                await wake.wait()
+        return found
+
+    following = asyncio.create_task(follow())
+    for first in range(0, 100, 10):
+        await log.append(drafts(10, first=first))
+    assert await following == list(range(100))
+
+
+async def test_a_tail_that_lags_far_behind_misses_nothing(log: SqliteLog) -> None:
+    wake = Wakes()
+    lagging, quick = log.tail("topic", 0, 0, wake), log.tail("topic", 0, 0, wake)
+    total = 2 * sqlite_tail.TAIL_RECORDS_MAX + 5
+    seen: list[int] = []
+    for first in range(0, total, 1000):
+        await log.append(drafts(min(1000, total - first), first=first))
+        seen += numbers(drain(quick))
+    assert seen == list(range(total))
+    assert numbers(drain(lagging, 999)) == list(range(total))
+    await log.append(drafts(1, first=total))
+    assert numbers(drain(lagging)) == [total]
+
+
+async def test_a_closed_log_says_so(log: SqliteLog) -> None:
+    await log.append(drafts(1))
+    log.close()
+    log.close()
+    with pytest.raises(Exception, match="is closed"):
+        await log.append(drafts(1))
+    with pytest.raises(Exception, match="is closed"):
+        stored(log)
+
+
+@dataclass
+class Followed:
+    """A tail, and the offset of the next record that it must give."""
+
+    tail: Tail
+    wake: Wakes
+    place: tuple[str, int]
+    position: int
+
+
+@dataclass
+class Model:
+    """What the log must hold: values by place."""
+
+    values: dict[tuple[str, int], list[bytes]] = field(default_factory=lambda: defaultdict(list))
+    tails: list[Followed] = field(default_factory=list)
+    written: int = 0
+
+    def draft(self, place: tuple[str, int], size: int) -> Draft:
+        self.written += 1
+        value = str(self.written).encode().rjust(size, b"0")
+        self.values[place].append(value)
+        return Draft(*place, value)
+
+    def expect(self, place: tuple[str, int], offset: int, limit: int) -> list[bytes]:
+        return self.values[place][offset : offset + limit]
+
+
+APPEND = st.tuples(
+    st.sampled_from(["append", "soon"]),
+    st.lists(st.tuples(st.sampled_from(PLACES), st.integers(0, 30)), min_size=1, max_size=12),
+)
+OPEN = st.tuples(st.just("open"), st.tuples(st.sampled_from(PLACES), st.integers(0, 20)))
+TAKE = st.tuples(st.just("take"), st.tuples(st.integers(0, 5), st.integers(0, 10)))
+CLOSE = st.tuples(st.just("close"), st.integers(0, 5))
+
+
+def values(records: list[Record]) -> list[bytes]:
+    return [record.value for record in records]
+
+
+async def play(log: SqliteLog, actions: list[tuple[str, object]]) -> None:
+    model = Model()
+    for action in actions:
+        match action:
+            case ("append" | "soon" as how, [*rows]):
+                before = {place: len(model.values[place]) for place in PLACES}
+                waiting = [(one, one.wake.count) for one in model.tails]
+                batch = [model.draft(place, size) for place, size in rows]
+                if how == "append":
+                    offsets = await log.append(batch)
+                    for (place, _), offset in zip(rows, offsets, strict=True):
+                        assert offset == before[place]
+                        before[place] += 1
+                else:
+                    log.append_soon(batch)
+                    await asyncio.sleep(0)
+                for one, count in waiting:
+                    new = len(model.values[one.place]) > max(one.position, before[one.place] - 1)
+                    touched = any(place == one.place for place, _ in rows)
+                    assert one.wake.count == count + 1 or not (new and touched)
+            case ("open", (place, offset)):
+                wake = Wakes()
+                model.tails.append(Followed(log.tail(*place, offset, wake), wake, place, offset))
+                assert wake.count == (len(model.values[place]) > offset)
+            case ("take", (index, limit)) if index < len(model.tails):
+                one = model.tails[index]
+                found = values(one.tail.take(limit))
+                assert found == model.expect(one.place, one.position, limit)
+                one.position += len(found)
+            case ("close", index) if isinstance(index, int) and index < len(model.tails):
+                model.tails.pop(index).tail.close()
+            case _:
+                pass
+        for one in model.tails:
+            assert (len(one.tail) > 0) == (len(model.values[one.place]) > one.position)
+    for place in PLACES:
+        assert values(stored(log, *place)) == model.values[place]
+        assert log.end(*place) == len(model.values[place])
+
+
+@settings(max_examples=150)
+@given(st.lists(APPEND | OPEN | TAKE | CLOSE, max_size=30), st.integers(1, 8), st.integers(1, 200))
+def test_any_history_reads_as_a_plain_list_would(
+    actions: list[tuple[str, object]], records_max: int, bytes_max: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sqlite_tail, "TAIL_RECORDS_MAX", records_max)
+        patch.setattr(sqlite_tail, "TAIL_BYTES_MAX", 1 << 20 if bytes_max == 1 else bytes_max * 50)
+        log = SqliteLog.open(None)
+        try:
+            asyncio.run(play(log, actions))
+        finally:
+            log.close()
