@@ -49,9 +49,7 @@ def samples() -> Iterator[tuple[str, Topic, Event, Event]]:
             if cls is not SnapshotChunk:
                 yield tag_of(cls), topic, example(cls, full=True), example(cls, full=False)
     for part in get_args(Chunk):
-        full, least = (
-            SnapshotChunk(owner_epoch=7, number=1, parts=(example(part, full=f),)) for f in (True, False)
-        )
+        full, least = (SnapshotChunk(owner_epoch=7, number=1, parts=(example(part, full=f),)) for f in (True, False))
         yield f"{tag_of(SnapshotChunk)}.{tag_of(part)}", SNAPSHOTS, full, least
     every_part = (example(SnapshotChunk, full=f) for f in (True, False))
     yield tag_of(SnapshotChunk), SNAPSHOTS, *every_part

@@ -107,9 +107,7 @@ def test_every_package_is_typed() -> None:
 
 
 def test_nothing_lies_loose_in_the_namespace() -> None:
-    check(
-        [shown(path) for path in SOURCES if path.parent.name == "forebay"], "every module belongs to a layer"
-    )
+    check([shown(path) for path in SOURCES if path.parent.name == "forebay"], "every module belongs to a layer")
 
 
 def test_functions_are_short() -> None:

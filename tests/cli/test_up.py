@@ -73,9 +73,7 @@ def running(*options: str) -> Iterator[Up]:
 
 
 def forebay(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [FOREBAY, *arguments], capture_output=True, text=True, check=False, timeout=PATIENCE_S
-    )
+    return subprocess.run([FOREBAY, *arguments], capture_output=True, text=True, check=False, timeout=PATIENCE_S)
 
 
 def verified(log: Path, hash_seed: int = 0) -> dict[str, object]:

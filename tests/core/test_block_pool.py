@@ -96,15 +96,11 @@ def test_clear_forgets_everything() -> None:
     assert pool.content() == frozenset()
 
 
-chains = st.lists(
-    st.tuples(st.integers(0, 4), st.integers(1, 6), st.integers(0, 2), st.booleans()), max_size=40
-)
+chains = st.lists(st.tuples(st.integers(0, 4), st.integers(1, 6), st.integers(0, 2), st.booleans()), max_size=40)
 
 
 @given(total=st.integers(1, 12), chains=chains)
-def test_evictions_and_fills_explain_the_content(
-    total: int, chains: list[tuple[int, int, int, bool]]
-) -> None:
+def test_evictions_and_fills_explain_the_content(total: int, chains: list[tuple[int, int, int, bool]]) -> None:
     pool = BlockPool(total)
     replayed: set[int] = set()
     held: list[tuple[list[int], int]] = []

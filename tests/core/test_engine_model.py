@@ -145,9 +145,7 @@ def test_a_long_prompt_is_computed_in_chunks_while_others_decode() -> None:
     steps = run(model)
     assert steps[0].duration_us == prefill_us(16)
     assert [chunk.request_id for chunk in steps[1].emitted] == ["a"]
-    first = next(
-        index for index, step in enumerate(steps) if "b" in [chunk.request_id for chunk in step.emitted]
-    )
+    first = next(index for index, step in enumerate(steps) if "b" in [chunk.request_id for chunk in step.emitted])
     assert first == 2
     assert len(answers(steps)["b"]) == 2
 
@@ -255,9 +253,7 @@ def test_a_vocabulary_has_a_size() -> None:
         EngineConfig(vocabulary=())
 
 
-prompts = st.builds(
-    lambda root, size: [root] * min(size, 3) + list(range(size)), st.integers(0, 2), st.integers(1, 30)
-)
+prompts = st.builds(lambda root, size: [root] * min(size, 3) + list(range(size)), st.integers(0, 2), st.integers(1, 30))
 arrivals = st.lists(
     st.one_of(
         st.tuples(st.just("submit"), prompts, st.integers(1, 25)),

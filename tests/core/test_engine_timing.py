@@ -27,9 +27,7 @@ def test_prefill_is_dynamos_polynomial_to_six_digits(tokens: int) -> None:
     assert abs(prefill_us(tokens) - exact) <= max(Decimal("0.5"), exact / 1_000_000)
 
 
-@pytest.mark.parametrize(
-    ("used", "total"), [(0, 16_384), (1, 16_384), (8192, 16_384), (16_384, 16_384), (3, 7)]
-)
+@pytest.mark.parametrize(("used", "total"), [(0, 16_384), (1, 16_384), (8192, 16_384), (16_384, 16_384), (3, 7)])
 def test_decode_is_dynamos_polynomial_to_six_digits(used: int, total: int) -> None:
     exact = exact_decode_us(used, total)
     assert abs(decode_us(used, total) - exact) <= max(Decimal("0.5"), exact / 1_000_000)

@@ -34,9 +34,7 @@ def _values(info: inspect.Type) -> st.SearchStrategy[Any]:
         case inspect.FloatType():
             return st.floats(min_value=info.ge, allow_nan=False, allow_infinity=False)
         case inspect.StrType(pattern=None):
-            return st.text(
-                st.characters(codec="utf-8"), min_size=info.min_length or 0, max_size=info.max_length
-            )
+            return st.text(st.characters(codec="utf-8"), min_size=info.min_length or 0, max_size=info.max_length)
         case inspect.StrType():
             return st.from_regex(info.pattern or "", fullmatch=True).map(str.strip)
         case inspect.BytesType():

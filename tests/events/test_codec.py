@@ -105,9 +105,7 @@ def test_an_unknown_tag_is_refused_and_named(topic: Topic) -> None:
         decode(topic, wire(topic, {"type": "kv.moved"}))
 
 
-@pytest.mark.parametrize(
-    "topic", [t for t in CARRYING if len(event_types(t)) > 1], ids=lambda topic: topic.name
-)
+@pytest.mark.parametrize("topic", [t for t in CARRYING if len(event_types(t)) > 1], ids=lambda topic: topic.name)
 def test_among_several_events_a_missing_tag_is_refused(topic: Topic) -> None:
     with pytest.raises(DecodeError, match="type"):
         decode(topic, wire(topic, {"request_id": "r"}))
@@ -136,9 +134,7 @@ def test_a_missing_required_field_is_refused(name: str) -> None:
 def packed_fields(fields: object, path: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
     if isinstance(fields, bytes):
         return [path]
-    children = (
-        fields.items() if isinstance(fields, dict) else enumerate(fields) if isinstance(fields, list) else ()
-    )
+    children = fields.items() if isinstance(fields, dict) else enumerate(fields) if isinstance(fields, list) else ()
     return [found for key, child in children for found in packed_fields(child, (*path, key))]
 
 

@@ -32,9 +32,7 @@ def test_the_document_names_every_topic_and_event(topic: Topic) -> None:
 
 def test_every_link_in_the_document_has_its_heading() -> None:
     text = document()
-    anchors = {
-        line.strip("# `").lower().replace(".", "") for line in text.splitlines() if line.startswith("#")
-    }
+    anchors = {line.strip("# `").lower().replace(".", "") for line in text.splitlines() if line.startswith("#")}
     links = {part.split(")")[0] for part in text.split("](#")[1:]}
     assert links
     assert links <= anchors

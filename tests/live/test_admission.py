@@ -22,9 +22,7 @@ from forebay.transport.base import Lease
 from forebay.transport.sqlite_log import SqliteLog
 
 POOLS = {"default": PoolConfigured(pool="default", model="m", block_size=64)}
-SPEC = WorkerSpec(
-    worker_id="w", model="m", block_size=64, kv_blocks_total=8, max_num_seqs=4, max_num_batched_tokens=64
-)
+SPEC = WorkerSpec(worker_id="w", model="m", block_size=64, kv_blocks_total=8, max_num_seqs=4, max_num_batched_tokens=64)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from forebay.transport import sqlite_tail
 from forebay.transport.base import Draft, Record, Tail
 from forebay.transport.sqlite_log import RECORD_BYTES_MAX, SqliteLog
-from tests.transport.conftest import Wakes, drain, drafts, numbers, stored
+from tests.transport.conftest import Wakes, drafts, drain, numbers, stored
 
 PLACES = [("a", 0), ("a", 1), ("b.with-dots-0", 0), ("b.with-dots-0", 7_000_000)]
 
@@ -112,9 +112,7 @@ async def test_the_end_counts_what_was_appended_a_moment_ago(log: SqliteLog) -> 
 async def test_tails_from_the_past_the_end_and_the_future(log: SqliteLog) -> None:
     await log.append(drafts(3))
     wakes = [Wakes(), Wakes(), Wakes()]
-    past, end, future = (
-        log.tail("topic", 0, offset, wake) for offset, wake in zip((1, 3, 5), wakes, strict=True)
-    )
+    past, end, future = (log.tail("topic", 0, offset, wake) for offset, wake in zip((1, 3, 5), wakes, strict=True))
     assert [wake.count for wake in wakes] == [1, 0, 0]
     assert [len(tail) > 0 for tail in (past, end, future)] == [True, False, False]
     assert numbers(past.take(1)) == [1]

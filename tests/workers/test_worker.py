@@ -61,9 +61,7 @@ async def test_an_answer_is_on_the_log_in_order(scene: Scene) -> None:
 
 async def test_slots_get_one_record_a_batch_each(scene: Scene) -> None:
     async with scene.serving(scene.worker(speedup=1e9)) as epoch:
-        items = [
-            work_item(f"r{slot}", [slot], 4, worker_epoch=epoch, reply_slot=slot % 2) for slot in range(6)
-        ]
+        items = [work_item(f"r{slot}", [slot], 4, worker_epoch=epoch, reply_slot=slot % 2) for slot in range(6)]
         drafts = [Draft(WORK.name, scene.slot, msgspec.msgpack.encode(item)) for item in items]
         await scene.log.append(drafts)
         await until(lambda: over(scene, *[item.request_id for item in items]))
@@ -213,9 +211,7 @@ async def test_void_and_foreign_fleet_facts_change_nothing(scene: Scene) -> None
         await scene.append(FLEET, PARTITION, OwnershipAnnounced(owner_epoch=7))
         await scene.append(FLEET, PARTITION, WorkerLost(worker_id="w1", worker_epoch=epoch, owner_epoch=0))
         await scene.append(FLEET, PARTITION, WorkerLost(worker_id="w2", worker_epoch=epoch, owner_epoch=7))
-        await scene.append(
-            FLEET, PARTITION, WorkerLost(worker_id="w1", worker_epoch=epoch + 9, owner_epoch=7)
-        )
+        await scene.append(FLEET, PARTITION, WorkerLost(worker_id="w1", worker_epoch=epoch + 9, owner_epoch=7))
         await scene.log.append([Draft(FLEET.name, PARTITION, b"{}")])
         await until(lambda: worker.counters.fleet_undecodable == 1)
         assert worker.worker_epoch == epoch

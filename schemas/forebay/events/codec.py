@@ -36,9 +36,7 @@ _MSGPACK = msgspec.msgpack.Encoder()
 
 
 @lru_cache(maxsize=64)
-def _decoder(
-    codec: str, events: UnionType | type | None
-) -> "msgspec.json.Decoder[Any] | msgspec.msgpack.Decoder[Any]":
+def _decoder(codec: str, events: UnionType | type | None) -> "msgspec.json.Decoder[Any] | msgspec.msgpack.Decoder[Any]":
     if events is None:
         raise DecodeError("the topic carries no events")
     return msgspec.json.Decoder(events) if codec == "json" else msgspec.msgpack.Decoder(events)

@@ -70,6 +70,4 @@ class OwnershipAnnounced(FleetEvent, tag="fleet.owner_claimed", frozen=True, kw_
     """The owner of `owner_epoch` speaks from here on; fleet facts of lower epochs are void."""
 
 
-AnyFleetEvent = (
-    WorkerJoined | WorkerSuspect | WorkerRecovered | WorkerDraining | WorkerLost | OwnershipAnnounced
-)
+AnyFleetEvent = WorkerJoined | WorkerSuspect | WorkerRecovered | WorkerDraining | WorkerLost | OwnershipAnnounced

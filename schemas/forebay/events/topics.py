@@ -29,9 +29,7 @@ CONTROL = Topic("control", "json", control.ControlEvent, "group", "configuration
 DECISIONS = Topic("decisions", "json", decisions.JournalRecord, "group", "the owner's journal")
 TOKENS = Topic("tokens", "msgpack", tokens.TokenEvent, "reply slot", "answers, token by token")
 SNAPSHOTS = Topic("snapshots", "msgpack", snapshots.SnapshotEvent, "group", "the owner's state, in chunks")
-DEAD_LETTERS = Topic(
-    "dead-letters", "raw", None, "group", "records that did not decode or were refused, as they came"
-)
+DEAD_LETTERS = Topic("dead-letters", "raw", None, "group", "records that did not decode or were refused, as they came")
 
 
 def work_topic(pool: str) -> Topic:

@@ -7,6 +7,13 @@ import typer
 
 from forebay.cli import replay, topics, trace, up
 
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"forebay {version('forebay')}")
+        raise typer.Exit
+
+
 app = typer.Typer(
     name="forebay",
     help="Event-sourced serving of large language models: every fact and every decision is an event.",
@@ -27,18 +34,12 @@ def _root(
         typer.Option(
             "--version",
             help="Print the version and exit.",
-            callback=lambda on: _show_version(on),
+            callback=_show_version,
             is_eager=True,
         ),
     ] = False,
 ) -> None:
     """Event-sourced serving of large language models."""
-
-
-def _show_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"forebay {version('forebay')}")
-        raise typer.Exit
 
 
 def main() -> None:

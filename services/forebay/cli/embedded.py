@@ -6,24 +6,25 @@ import os
 import signal
 import socket
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 
+import uvloop
 from prometheus_client import CollectorRegistry
 
+from forebay.cli.settings import Embedded
 from forebay.core.engine_model import EngineConfig
 from forebay.core.fleet import WorkerPhase
 from forebay.events.base import unpack_u64
-from forebay.events.control import PoolConfigured, RouterConfig
+from forebay.events.control import PoolConfigured
 from forebay.events.fleet import WorkerSpec
 from forebay.events.snapshots import IndexBlocks
 from forebay.ingress.app import build_app
 from forebay.ingress.ingress import Ingress, IngressSettings
 from forebay.ingress.metrics import IngressMetrics
-from forebay.ingress.model import Model, speaking_vocabulary
-from forebay.ingress.server import Server, build_server
+from forebay.ingress.model import DEFAULT_MODEL, Model, speaking_vocabulary
+from forebay.ingress.server import Server, build_server, listen
 from forebay.live.metrics import OwnerMetrics
 from forebay.live.owner import GroupSettings, Owner
 from forebay.transport.redis_leases import embedded_leases
@@ -38,42 +39,30 @@ POOL = "default"
 
 
 @dataclass(frozen=True, slots=True)
-class Embedded:
-    """What `forebay up` is told."""
-
-    log: Path | None
-    model: Path
-    model_name: str
-    workers: int
-    router: RouterConfig
-    speedup: float
-    block_size: int
-    kv_blocks: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    lease_ttl_s: float
-    timeout_s: float
-    snapshot_every: int
-
-
-@dataclass(frozen=True, slots=True)
-class System:
-    """The running parts that others look at."""
-
-    log: SqliteLog
-    owner: Owner
+class _System:
     ingress: Ingress
-    workers: list[Worker]
     server: Server
 
 
-async def serve(settings: Embedded, listener: socket.socket) -> None:
-    """Serve on `listener` until SIGINT or SIGTERM; raises LogError when the log fails."""
+def run(settings: Embedded, host: str, port: int, on_ready: Callable[[str], None]) -> None:
+    """Serve until SIGINT or SIGTERM; `on_ready` gets the model's name.
+
+    Raises Unusable for what cannot be started with, LogError when the log fails.
+    """
+    model = Model(settings.model or DEFAULT_MODEL)
+    name = settings.model_name or ("forebay-default" if settings.model is None else settings.model.resolve().name)
+    listener = listen(host, port)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(replace(settings, model_name=name), model, listener, on_ready))
+
+
+async def _serve(settings: Embedded, model: Model, listener: socket.socket, on_ready: Callable[[str], None]) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    async with running(settings) as system:
+    async with _running(settings, model) as system:
+        on_ready(settings.model_name)
         serving = loop.create_task(system.server.serve(sockets=[listener]), name="http")
         stopping = loop.create_task(stop.wait(), name="signal")
         await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -84,14 +73,13 @@ async def serve(settings: Embedded, listener: socket.socket) -> None:
 
 
 @asynccontextmanager
-async def running(settings: Embedded) -> AsyncIterator[System]:
+async def _running(settings: Embedded, model: Model) -> AsyncIterator[_System]:
     """Start every part but the HTTP listener, wait until requests can be served, and stop them in turn."""
     async with AsyncExitStack() as stack:
         log = SqliteLog.open(settings.log)
         stack.callback(log.close)
         leases = embedded_leases()
         keeper = LeaseKeeper(leases, ttl_s=settings.lease_ttl_s)
-        model = Model(settings.model)
         owner = Owner(log, leases, _group(settings))
         registry = CollectorRegistry()
         registry.register(OwnerMetrics(owner, settings.model_name))
@@ -113,13 +101,11 @@ async def running(settings: Embedded) -> AsyncIterator[System]:
         ]
         parts = await stack.enter_async_context(_tasks(owner, workers, ingress))
         await _until_ready(owner, settings.workers, caches, parts)
-        yield System(log, owner, ingress, workers, build_server(build_app(ingress, registry)))
+        yield _System(ingress, build_server(build_app(ingress, registry)))
 
 
 @asynccontextmanager
-async def _tasks(
-    owner: Owner, workers: list[Worker], ingress: Ingress
-) -> AsyncIterator[list["asyncio.Task[None]"]]:
+async def _tasks(owner: Owner, workers: list[Worker], ingress: Ingress) -> AsyncIterator[list["asyncio.Task[None]"]]:
     """Run the parts; when one of them breaks the whole is cancelled and its error raised."""
     owning = asyncio.create_task(owner.run(), name="owner")
     others = [
@@ -202,9 +188,7 @@ def ready_workers(owner: Owner) -> int:
 
 
 def _group(settings: Embedded) -> GroupSettings:
-    pool = PoolConfigured(
-        pool=POOL, model=settings.model_name, block_size=settings.block_size, router=settings.router
-    )
+    pool = PoolConfigured(pool=POOL, model=settings.model_name, block_size=settings.block_size, router=settings.router)
     return GroupSettings(
         group=settings.model_name,
         partition=0,
@@ -215,9 +199,7 @@ def _group(settings: Embedded) -> GroupSettings:
     )
 
 
-def _ingress(
-    settings: Embedded, log: SqliteLog, model: Model, owner: Owner, registry: CollectorRegistry
-) -> Ingress:
+def _ingress(settings: Embedded, log: SqliteLog, model: Model, owner: Owner, registry: CollectorRegistry) -> Ingress:
     ingress_settings = IngressSettings(
         model_name=settings.model_name,
         block_size=settings.block_size,

@@ -32,9 +32,7 @@ def verify_command(
         try:
             with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
                 task = progress.add_task("deriving decisions", total=None)
-                report = verify(
-                    recording, 0, lambda done, total: progress.update(task, completed=done, total=total)
-                )
+                report = verify(recording, 0, lambda done, total: progress.update(task, completed=done, total=total))
         finally:
             recording.close()
     if json:
@@ -51,8 +49,6 @@ def _show(report: Report) -> None:
     typer.echo(f"events     {report.events}")
     typer.echo(f"digest     {report.digest} (decisions), {report.state} (state)")
     if report.divergence is not None:
-        typer.echo(
-            f"DIVERGENCE at journal offset {report.divergence['offset']}: {report.divergence['reason']}"
-        )
+        typer.echo(f"DIVERGENCE at journal offset {report.divergence['offset']}: {report.divergence['reason']}")
         for name, values in report.divergence["differs"].items():
             typer.echo(f"  {name}: recorded {values['recorded']}, derived {values['derived']}")

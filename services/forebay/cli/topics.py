@@ -44,9 +44,7 @@ def tail(
     topic: Annotated[str, typer.Argument(help="The topic, without namespace.")],
     partition: Annotated[int, typer.Option("--partition", "-p", min=0)] = 0,
     count: Annotated[int, typer.Option("--lines", "-n", min=0, help="The last records, so many.")] = 10,
-    start: Annotated[
-        int, typer.Option("--from", min=-1, help="From this offset on, in place of the last.")
-    ] = -1,
+    start: Annotated[int, typer.Option("--from", min=-1, help="From this offset on, in place of the last.")] = -1,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as records come.")] = False,
 ) -> None:
     """Print records as JSON lines."""

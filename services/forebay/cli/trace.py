@@ -41,14 +41,10 @@ class Outcome:
 
 
 def trace(
-    file: Annotated[
-        Path, typer.Argument(help="JSON lines: timestamp, input_length, output_length, hash_ids.")
-    ],
+    file: Annotated[Path, typer.Argument(help="JSON lines: timestamp, input_length, output_length, hash_ids.")],
     speed: Annotated[float, typer.Option(min=0.001, help="How much faster than recorded.")] = 1.0,
     url: Annotated[str, typer.Option(help="The running system.")] = "http://127.0.0.1:8000",
-    duration_s: Annotated[
-        float | None, typer.Option(min=0.001, help="Only the first seconds of the trace.")
-    ] = None,
+    duration_s: Annotated[float | None, typer.Option(min=0.001, help="Only the first seconds of the trace.")] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Play a Mooncake-format trace into a running system; exit 1 unless every request was answered."""
@@ -76,9 +72,7 @@ def trace(
         raise typer.Exit(1)
 
 
-async def _play(
-    todo: list[Row], speed: float, url: str, answered: Callable[[], None]
-) -> tuple[Outcome, list[str]]:
+async def _play(todo: list[Row], speed: float, url: str, answered: Callable[[], None]) -> tuple[Outcome, list[str]]:
     outcome = Outcome()
     limits = httpx.Limits(max_connections=UNDER_WAY_MAX, max_keepalive_connections=256)
     async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, limits=limits) as client:
@@ -206,18 +200,12 @@ def _show(summary: dict[str, Any]) -> None:
         table.add_column(column, justify="right")
     for name in ("ttft_ms", "itl_ms", "e2e_ms"):
         figures = summary[name]
-        table.add_row(
-            name, *(f"{figures.get(key, float('nan')):.2f}" for key in ("mean", "p50", "p90", "p99"))
-        )
+        table.add_row(name, *(f"{figures.get(key, float('nan')):.2f}" for key in ("mean", "p50", "p90", "p99")))
     console = Console()
     console.print(table)
-    console.print(
-        f"prefix reuse        {summary['prefix_reuse']:.3f} of {summary['prompt_tokens']} prompt tokens"
-    )
+    console.print(f"prefix reuse        {summary['prefix_reuse']:.3f} of {summary['prompt_tokens']} prompt tokens")
     console.print(f"load, max over mean {summary['load_max_over_mean']:.3f} of computed prompt tokens")
     for worker, figures in summary["workers"].items():
-        console.print(
-            f"  {worker}: {figures['requests']} requests, {figures['computed_tokens']} tokens computed"
-        )
+        console.print(f"  {worker}: {figures['requests']} requests, {figures['computed_tokens']} tokens computed")
     for problem, count in summary["failures"].items():
         console.print(f"  failed {count}x: {problem}", markup=False)

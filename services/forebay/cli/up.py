@@ -1,6 +1,5 @@
 """`forebay up`: everything in one process, on the embedded log."""
 
-import asyncio
 import logging
 import math
 import sys
@@ -9,13 +8,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-import uvloop
 
-from forebay.cli.embedded import Embedded, serve
 from forebay.cli.errors import explained, fail
+from forebay.cli.settings import Embedded
 from forebay.events.control import RouterConfig, RouterMode
-from forebay.ingress.model import DEFAULT_MODEL
-from forebay.ingress.server import listen
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
@@ -28,28 +24,22 @@ class EngineKind(StrEnum):
 
 def up(
     port: Annotated[int, typer.Option(min=1, max=65535, help="HTTP port.")] = 8000,
-    host: Annotated[
-        str, typer.Option(help="Address to listen on. There is no authentication.")
-    ] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Address to listen on. There is no authentication.")] = "127.0.0.1",
     workers: Annotated[int, typer.Option(min=1, max=1024, help="Mock workers.")] = 4,
     engine: Annotated[EngineKind, typer.Option(help="What the workers run.")] = EngineKind.MOCK,
     model: Annotated[
-        Path, typer.Option(help="Model directory: tokenizer.json, chat template. No weights.")
-    ] = DEFAULT_MODEL,
+        Path | None, typer.Option(help="Model directory: tokenizer.json, chat template. No weights.")
+    ] = None,
     model_name: Annotated[str, typer.Option(help="Name in the API; the directory's name when empty.")] = "",
     log: Annotated[Path | None, typer.Option(help="Log file; kept in memory when left out.")] = None,
     router_mode: Annotated[RouterMode, typer.Option(help="How requests are routed.")] = "kv",
-    router_temperature: Annotated[
-        float, typer.Option(min=0.0, help="0 takes the lowest cost; above, a draw.")
-    ] = 0.0,
+    router_temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the lowest cost; above, a draw.")] = 0.0,
     speedup: Annotated[float, typer.Option(help="How much faster than the modelled GPU.")] = 1.0,
     block_size: Annotated[int, typer.Option(min=1, help="Tokens a KV block.")] = 64,
     kv_blocks: Annotated[int, typer.Option(min=1, help="KV blocks a worker.")] = 16_384,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences a worker runs at once.")] = 256,
     max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="Tokens of one engine step.")] = 8_192,
-    lease_ttl_s: Annotated[
-        float, typer.Option(min=0.1, help="A worker silent for this long is lost.")
-    ] = 30.0,
+    lease_ttl_s: Annotated[float, typer.Option(min=0.1, help="A worker silent for this long is lost.")] = 30.0,
     timeout_s: Annotated[float, typer.Option(min=0.001, help="For a whole request.")] = 600.0,
     snapshot_every: Annotated[int, typer.Option(min=1, help="Journal records between snapshots.")] = 5_000,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what the parts do.")] = False,
@@ -67,7 +57,7 @@ def up(
     settings = Embedded(
         log=log,
         model=model,
-        model_name=model_name or ("forebay-default" if model == DEFAULT_MODEL else model.resolve().name),
+        model_name=model_name,
         workers=workers,
         router=RouterConfig(mode=router_mode, temperature=router_temperature),
         speedup=speedup,
@@ -79,21 +69,17 @@ def up(
         timeout_s=timeout_s,
         snapshot_every=snapshot_every,
     )
+    # Imported here, because no other command should wait for an HTTP server and its models to load.
+    from forebay.cli.embedded import run  # noqa: PLC0415
+
     with explained():
-        listener = listen(host, port)
-        _announce(settings, host, port, engine)
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(serve(settings, listener))
+        run(settings, host, port, lambda name: _announce(settings, name, host, port, engine))
 
 
-def _announce(settings: Embedded, host: str, port: int, engine: EngineKind) -> None:
+def _announce(settings: Embedded, name: str, host: str, port: int, engine: EngineKind) -> None:
     where = settings.log or "memory (nothing is kept; give --log FILE to keep it)"
-    typer.echo(
-        f"forebay: model {settings.model_name}, {settings.workers} {engine} workers, {settings.router.mode} router"
-    )
+    typer.echo(f"forebay: model {name}, {settings.workers} {engine} workers, {settings.router.mode} router")
     typer.echo(f"forebay: log in {where}")
     typer.echo(f"forebay: OpenAI API on http://{host}:{port}/v1, stop with Ctrl-C")
     if host not in LOOPBACK:
-        typer.echo(
-            "forebay: WARNING: no authentication: everybody who reaches this address is served", err=True
-        )
+        typer.echo("forebay: WARNING: no authentication: everybody who reaches this address is served", err=True)

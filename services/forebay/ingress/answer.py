@@ -1,5 +1,7 @@
-"""An answer on its way to an HTTP client, streamed or whole. Status and headers wait for the first token,
-so a refusal by the router or an engine is a real HTTP status."""
+"""An answer on its way to an HTTP client, streamed or whole.
+
+Status and headers wait for the first token, so a refusal by the router or an engine is a real HTTP status.
+"""
 
 import asyncio
 import time
@@ -35,9 +37,7 @@ class Asked:
 class Answer(Response):
     """Sends one answer. A Response of its own, because Starlette's streaming one costs a task group each."""
 
-    def __init__(
-        self, ingress: Ingress, asked: Asked, stream: Stream, shape: Shape, text: TextAssembler
-    ) -> None:
+    def __init__(self, ingress: Ingress, asked: Asked, stream: Stream, shape: Shape, text: TextAssembler) -> None:
         self.status_code = 200
         self.background = None
         self._ingress = ingress
@@ -126,9 +126,7 @@ class Answer(Response):
             self._metrics.disconnected.inc()
             raise _Gone
         if stream.broken == TIMED_OUT:
-            raise ApiError(
-                504, "deadline_exceeded", f"no answer within {self._ingress.settings.timeout_s:g} s"
-            )
+            raise ApiError(504, "deadline_exceeded", f"no answer within {self._ingress.settings.timeout_s:g} s")
         raise ApiError(503, "log_unavailable", stream.broken or "the log is unavailable")
 
     def _finish(self, ended: ResponseEnded) -> str:

@@ -51,9 +51,7 @@ def _add_completions(app: FastAPI, ingress: Ingress) -> None:
         return _answer(request, ingress, body, token_ids, began_s)
 
 
-def _answer(
-    request: Request, ingress: Ingress, body: CompletionBody, token_ids: list[int], began_s: float
-) -> Response:
+def _answer(request: Request, ingress: Ingress, body: CompletionBody, token_ids: list[int], began_s: float) -> Response:
     chat = isinstance(body, ChatBody)
     request_id = _request_id(request, "chatcmpl-" if chat else "cmpl-")
     prompt = ingress.prompt(token_ids)
@@ -167,9 +165,7 @@ def _request_id(request: Request, prefix: str) -> str:
     if given is None:
         return prefix + uuid.uuid4().hex
     if not REQUEST_ID.fullmatch(given):
-        raise invalid(
-            "x-request-id takes 1 to 128 letters, digits, dots, dashes and underscores", "x-request-id"
-        )
+        raise invalid("x-request-id takes 1 to 128 letters, digits, dots, dashes and underscores", "x-request-id")
     return given
 
 

@@ -5,6 +5,10 @@ from typing import Any
 import msgspec
 
 
+class Unusable(Exception):
+    """Something a user gave cannot be used; one line says what is wrong and what to do."""
+
+
 class ApiError(Exception):
     """An answer that is not a completion."""
 

@@ -24,9 +24,7 @@ from forebay.transport.base import Draft, Log, LogError
 
 logger = logging.getLogger(__name__)
 
-INLINE_CHARS_MAX = (
-    8_000  # longer texts are tokenised in a thread: milliseconds that other requests do not wait
-)
+INLINE_CHARS_MAX = 8_000  # longer texts are tokenised in a thread: milliseconds that other requests do not wait
 TOKENISER_THREADS = 2
 GRACE_S = 5.0  # the owner's deadline comes first; this one catches an owner that is gone
 
@@ -113,7 +111,9 @@ class Ingress:
         if wanted is None:
             wanted = max(1, min(self.settings.max_tokens_default, context - prompt.tokens))
         if prompt.tokens + wanted > context:
-            text = f"the context holds {context} tokens: {prompt.tokens} of the prompt and {wanted} to generate do not fit"
+            text = (
+                f"the context holds {context} tokens: {prompt.tokens} of the prompt and {wanted} to generate do not fit"
+            )
             raise invalid(text, "max_tokens", "context_length_exceeded")
         return Sampling(
             max_tokens=wanted,

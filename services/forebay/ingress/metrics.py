@@ -24,27 +24,13 @@ class IngressMetrics:
             "forebay_ingress_undecodable", "records of the reply slot that did not decode", registry=registry
         )
         self.inflight = _gauge(registry, f"{name}_inflight_requests", "requests under way", model)
-        self.disconnected = _gauge(
-            registry, f"{name}_disconnected_clients", "clients that left before the end", model
-        )
-        self.ttft = _histogram(
-            registry, f"{name}_time_to_first_token_seconds", "to the first token", model, SECONDS
-        )
-        self.itl = _histogram(
-            registry, f"{name}_inter_token_latency_seconds", "between tokens", model, SECONDS
-        )
-        self.duration = _histogram(
-            registry, f"{name}_request_duration_seconds", "to the last token", model, SECONDS
-        )
-        self.input_tokens = _histogram(
-            registry, f"{name}_input_sequence_tokens", "prompt tokens", model, TOKENS
-        )
-        self.output_tokens = _histogram(
-            registry, f"{name}_output_sequence_tokens", "generated tokens", model, TOKENS
-        )
-        self.cached_tokens = _histogram(
-            registry, f"{name}_cached_tokens", "prompt tokens found cached", model, TOKENS
-        )
+        self.disconnected = _gauge(registry, f"{name}_disconnected_clients", "clients that left before the end", model)
+        self.ttft = _histogram(registry, f"{name}_time_to_first_token_seconds", "to the first token", model, SECONDS)
+        self.itl = _histogram(registry, f"{name}_inter_token_latency_seconds", "between tokens", model, SECONDS)
+        self.duration = _histogram(registry, f"{name}_request_duration_seconds", "to the last token", model, SECONDS)
+        self.input_tokens = _histogram(registry, f"{name}_input_sequence_tokens", "prompt tokens", model, TOKENS)
+        self.output_tokens = _histogram(registry, f"{name}_output_sequence_tokens", "generated tokens", model, TOKENS)
+        self.cached_tokens = _histogram(registry, f"{name}_cached_tokens", "prompt tokens found cached", model, TOKENS)
         self._model = model
         self._ended: dict[tuple[str, bool, str], Counter] = {}
 
@@ -62,7 +48,5 @@ def _gauge(registry: CollectorRegistry, name: str, text: str, model: str) -> Gau
     return Gauge(name, text, ("model",), registry=registry).labels(model)
 
 
-def _histogram(
-    registry: CollectorRegistry, name: str, text: str, model: str, buckets: tuple[float, ...]
-) -> Histogram:
+def _histogram(registry: CollectorRegistry, name: str, text: str, model: str, buckets: tuple[float, ...]) -> Histogram:
     return Histogram(name, text, ("model",), buckets=buckets, registry=registry).labels(model)

@@ -17,13 +17,13 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from forebay.ingress.errors import invalid
+from forebay.ingress.errors import Unusable, invalid
 
 CONTEXT_TOKENS_DEFAULT = 131_072
 DEFAULT_MODEL = Path(__file__).with_name("default_model")
 
 
-class ModelUnusable(Exception):
+class ModelUnusable(Unusable):
     """The model directory cannot be served from; one line says what is wrong and what is needed."""
 
 
@@ -53,9 +53,7 @@ class Model:
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
         """The prompt of a chat. Raises ApiError when the template refuses the messages."""
         if self._template is None:
-            raise invalid(
-                "this model has no chat template; use /v1/completions", "messages", "no_chat_template"
-            )
+            raise invalid("this model has no chat template; use /v1/completions", "messages", "no_chat_template")
         try:
             text: str = self._template.render(messages=messages, add_generation_prompt=True, **self._special)
             return text

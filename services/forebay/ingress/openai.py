@@ -186,7 +186,5 @@ def _text(message: Message, at: int) -> str:
     for number, part in enumerate(message.content):
         if part.type != "text":
             where = f"messages[{at}].content[{number}]"
-            raise invalid(
-                f"{where}: parts of type {part.type} are not supported", where, "unsupported_parameter"
-            )
+            raise invalid(f"{where}: parts of type {part.type} are not supported", where, "unsupported_parameter")
     return "".join(part.text for part in message.content)

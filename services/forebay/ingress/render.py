@@ -51,11 +51,7 @@ class Shape:
         """The chunk that says why the answer ended and who gave it."""
         content: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
         choice = {"index": 0, **content, "logprobs": None, "finish_reason": reason}
-        return (
-            b"data: "
-            + _encode({**self._chunk_head, "choices": [choice], "forebay": served.plain()})
-            + b"\n\n"
-        )
+        return b"data: " + _encode({**self._chunk_head, "choices": [choice], "forebay": served.plain()}) + b"\n\n"
 
     def usage(self, usage: Usage) -> bytes:
         """The chunk that `stream_options.include_usage` asks for."""
@@ -64,14 +60,10 @@ class Shape:
     def whole(self, text: str, reason: str, usage: Usage, served: Served) -> bytes:
         """The answer to a request that does not stream."""
         content: dict[str, Any] = (
-            {"message": {"role": "assistant", "content": text, "refusal": None}}
-            if self._chat
-            else {"text": text}
+            {"message": {"role": "assistant", "content": text, "refusal": None}} if self._chat else {"text": text}
         )
         choice = {"index": 0, **content, "logprobs": None, "finish_reason": reason}
-        return _encode(
-            {**self._head, "choices": [choice], "usage": usage_of(usage), "forebay": served.plain()}
-        )
+        return _encode({**self._head, "choices": [choice], "usage": usage_of(usage), "forebay": served.plain()})
 
 
 def usage_of(usage: Usage) -> dict[str, Any]:

@@ -7,11 +7,13 @@ from collections.abc import Iterator
 import uvicorn
 from fastapi import FastAPI
 
+from forebay.ingress.errors import Unusable
+
 BACKLOG = 2048
 SHUTDOWN_S = 10  # streams that are still under way when the server is told to stop
 
 
-class PortTaken(Exception):
+class PortTaken(Unusable):
     """The address cannot be listened on."""
 
 
@@ -33,9 +35,7 @@ def listen(host: str, port: int) -> socket.socket:
         listener.bind((host, port))
     except OSError as error:
         listener.close()
-        raise PortTaken(
-            f"cannot listen on {host}:{port} ({error.strerror}); choose another --port"
-        ) from error
+        raise PortTaken(f"cannot listen on {host}:{port} ({error.strerror}); choose another --port") from error
     return listener
 
 

@@ -71,9 +71,7 @@ class LeaseKeeper:
         await asyncio.to_thread(self._thread.join)
         self._thread = None
 
-    def hold(
-        self, group: str, worker_id: str, token: str, payload: bytes, on_replaced: Callable[[str], None]
-    ) -> None:
+    def hold(self, group: str, worker_id: str, token: str, payload: bytes, on_replaced: Callable[[str], None]) -> None:
         """Take the lease, from whoever has it, and keep it until released.
 
         It succeeds what this keeper held for the worker; then a stranger that took that over keeps it.

@@ -49,9 +49,7 @@ class Outbox:
         """What a rank's cache holds as its epoch begins."""
         drafts = []
         for start in range(0, len(hashes), CHUNK_HASHES_MAX):
-            drafts.append(
-                self._cache_change(rank, Stored(None, tuple(hashes[start : start + CHUNK_HASHES_MAX])))
-            )
+            drafts.append(self._cache_change(rank, Stored(None, tuple(hashes[start : start + CHUNK_HASHES_MAX]))))
         return drafts
 
     def attempt_started(self, active: Active) -> list[Draft]:

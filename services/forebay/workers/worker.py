@@ -176,9 +176,7 @@ class Worker:
         outbox = Outbox(self.spec, worker_epoch, self._partition)
         self._epoch = _Epoch(worker_epoch, work, outbox)
         held = [
-            draft
-            for rank in range(self.spec.dp_size)
-            for draft in outbox.announcement(rank, self._engine.held(rank))
+            draft for rank in range(self.spec.dp_size) for draft in outbox.announcement(rank, self._engine.held(rank))
         ]
         if held:
             self._log.append_soon(held)

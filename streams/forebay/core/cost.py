@@ -44,9 +44,7 @@ class Cost(NamedTuple):
     active_requests: int
 
 
-def cost_of(
-    config: RouterConfig, prompt_tokens: int, block_size: int, overlap: Overlap, load: RankLoad
-) -> Cost:
+def cost_of(config: RouterConfig, prompt_tokens: int, block_size: int, overlap: Overlap, load: RankLoad) -> Cost:
     """The cost of one option; `prompt_tokens` and `block_size` in tokens."""
     prefill_blocks = (load.prefill_tokens + prompt_tokens) / block_size
     credit = (
@@ -61,9 +59,7 @@ def cost_of(
     return Cost(cost, prefill_blocks, credit, decode_blocks, load.active_requests)
 
 
-def cost_table(
-    config: RouterConfig, prompt_tokens: int, block_size: int, options: Sequence[Option]
-) -> list[Cost]:
+def cost_table(config: RouterConfig, prompt_tokens: int, block_size: int, options: Sequence[Option]) -> list[Cost]:
     """The cost of every option, in the order of the options."""
     return [cost_of(config, prompt_tokens, block_size, option.overlap, option.load) for option in options]
 

@@ -446,9 +446,7 @@ class EngineModel:
         tokens = speech(sequence.token_seed, first, count, self.config.vocabulary)
         sequence.text += pack_u32(tokens)
 
-    def _begin(
-        self, completed: list[_Sequence], emitted: list[Emitted], finished: list[Finished]
-    ) -> list[FirstToken]:
+    def _begin(self, completed: list[_Sequence], emitted: list[Emitted], finished: list[Finished]) -> list[FirstToken]:
         """The token that a computed prompt yields in the same iteration; from the next on it decodes."""
         first_tokens: list[FirstToken] = []
         for sequence in completed:

@@ -169,9 +169,7 @@ class Fleet:
             raise IllegalTransition(f"{event.worker_id} is no member in epoch {event.worker_epoch}")
         phase = TRANSITIONS[worker.phase].get(type(event))
         if phase is None:
-            raise IllegalTransition(
-                f"{event.worker_id} is {worker.phase}: {type(event).__name__} does not apply"
-            )
+            raise IllegalTransition(f"{event.worker_id} is {worker.phase}: {type(event).__name__} does not apply")
         self._sum -= _term(worker)
         worker.phase = phase
         if phase is WorkerPhase.LOST:

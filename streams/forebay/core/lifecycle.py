@@ -147,9 +147,7 @@ class Requests:
             request.worker_id,
             request.worker_epoch,
         ):
-            raise IllegalTransition(
-                f"{event.request_id} is on attempt {request.attempt} with {request.worker_id}"
-            )
+            raise IllegalTransition(f"{event.request_id} is on attempt {request.attempt} with {request.worker_id}")
         match event:
             case FirstTokenEmitted():
                 before = _term(request)
@@ -171,9 +169,7 @@ class Requests:
 
     def waiting(self) -> list[Request]:
         """The requests that lost their worker, in the order of their submission."""
-        return self._in_order(
-            request for request in self._under_way.values() if request.phase is Phase.WAITING
-        )
+        return self._in_order(request for request in self._under_way.values() if request.phase is Phase.WAITING)
 
     def under_way(self) -> list[Request]:
         """All requests under way, in the order of their submission."""

@@ -136,9 +136,7 @@ class Load:
                         active[self._keys[bit]] = depth
         wanted = len(query)
         return {
-            key: RankLoad(
-                rank.prefill_tokens, len(rank.references), rank.requests, wanted - active.get(key, 0)
-            )
+            key: RankLoad(rank.prefill_tokens, len(rank.references), rank.requests, wanted - active.get(key, 0))
             for key, rank in self._ranks.items()
         }
 

@@ -119,10 +119,7 @@ class PrefixIndex:
         """64 bits over every holder's epoch, cursor, block counts and block sums."""
         parts: list[str] = []
         for (worker_id, rank), holder in sorted(self._holders.items()):
-            sums = (
-                (sets.counts.get(holder.bit, 0), sets.sums.get(holder.bit, 0))
-                for sets in self._tiers.values()
-            )
+            sums = ((sets.counts.get(holder.bit, 0), sets.sums.get(holder.bit, 0)) for sets in self._tiers.values())
             parts.append(f"{worker_id}\0{rank}\0{holder.worker_epoch}\0{holder.last_seq}\0{list(sums)}")
         return xxh3_64_intdigest("\n".join(parts).encode())
 

@@ -52,9 +52,7 @@ class Rederivation:
         """Follow the record at `offset`; `events` holds, by topic, just what its `consumed` counts."""
         if isinstance(record, OwnerClaimed):
             claim(self.world, offset)
-            self.pending = deque(
-                msgspec.structs.replace(decided, owner_epoch=offset) for decided in self.pending
-            )
+            self.pending = deque(msgspec.structs.replace(decided, owner_epoch=offset) for decided in self.pending)
             return None
         self._consume(record, events)
         match record:
@@ -99,9 +97,5 @@ class Rederivation:
             return Divergence(offset, "the events lead to no decision here", recorded, None)
         if type(recorded) is not type(derived):
             return Divergence(offset, "another kind of decision", recorded, derived)
-        fields = [
-            field
-            for field in recorded.__struct_fields__
-            if getattr(recorded, field) != getattr(derived, field)
-        ]
+        fields = [field for field in recorded.__struct_fields__ if getattr(recorded, field) != getattr(derived, field)]
         return Divergence(offset, "differs in " + ", ".join(fields), recorded, derived)

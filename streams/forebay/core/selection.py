@@ -30,11 +30,7 @@ def softmax_weights(costs: Sequence[float], temperature: float) -> list[int]:
     low = Decimal(least)
     spread = _DECIMAL.multiply(_DECIMAL.subtract(Decimal(most), low), Decimal(temperature))
     return [
-        int(
-            _DECIMAL.multiply(
-                _DECIMAL.exp(_DECIMAL.divide(_DECIMAL.subtract(low, Decimal(cost)), spread)), WEIGHT_ONE
-            )
-        )
+        int(_DECIMAL.multiply(_DECIMAL.exp(_DECIMAL.divide(_DECIMAL.subtract(low, Decimal(cost)), spread)), WEIGHT_ONE))
         for cost in costs
     ]
 

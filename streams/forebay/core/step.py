@@ -56,10 +56,7 @@ def open_run(world: World, now_us: int) -> list[Decided]:
     if due_us is None or due_us > now_us:
         return []
     world.note(CLOCK, 0, now_us)
-    return [
-        _abort(world, request, "deadline", "the deadline passed")
-        for request in world.requests.expired(now_us)
-    ]
+    return [_abort(world, request, "deadline", "the deadline passed") for request in world.requests.expired(now_us)]
 
 
 def step(world: World, topic: str, event: InputEvent | None, now_us: int) -> list[Decided]:

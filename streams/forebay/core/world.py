@@ -79,9 +79,7 @@ class World:
 
     def pool_of(self, model: str) -> PoolConfigured | None:
         """The first pool, by name, that serves `model`."""
-        return next(
-            (self.pools[name] for name in sorted(self.pools) if self.pools[name].model == model), None
-        )
+        return next((self.pools[name] for name in sorted(self.pools) if self.pools[name].model == model), None)
 
     def admit(self, worker: Worker) -> None:
         """A worker joined the fleet: its ranks are empty and idle."""

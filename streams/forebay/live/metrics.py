@@ -21,21 +21,15 @@ class OwnerMetrics(Collector):
         routed = CounterMetricFamily("dynamo_component_router_requests", "requests routed", labels=["model"])
         routed.add_metric([self._model], world.turns)
         yield routed
-        records = CounterMetricFamily(
-            "forebay_owner_journal_records", "journal records written", labels=["model"]
-        )
+        records = CounterMetricFamily("forebay_owner_journal_records", "journal records written", labels=["model"])
         records.add_metric([self._model], self._owner.records_written)
         yield records
         yield self._counts("forebay_owner_events", "events that changed nothing, by reason", world.counts)
-        yield self._counts(
-            "dynamo_component_kv_cache_events_refused", "KV events by what was odd", world.index.counts
-        )
+        yield self._counts("dynamo_component_kv_cache_events_refused", "KV events by what was odd", world.index.counts)
         admission = self._owner.admission
         refused = admission.refused if admission is not None else {}
         yield self._counts("forebay_owner_workers_refused", "workers turned away", refused)
-        under_way = GaugeMetricFamily(
-            "forebay_owner_requests_under_way", "requests under way", labels=["model"]
-        )
+        under_way = GaugeMetricFamily("forebay_owner_requests_under_way", "requests under way", labels=["model"])
         under_way.add_metric([self._model], len(world.requests))
         yield under_way
         yield from self._per_worker()
@@ -43,12 +37,8 @@ class OwnerMetrics(Collector):
     def _per_worker(self) -> Iterator[Metric]:
         world = self._owner.world
         labels = ["worker_id", "dp_rank"]
-        blocks = GaugeMetricFamily(
-            "dynamo_frontend_worker_active_decode_blocks", "active KV blocks", labels=labels
-        )
-        prefill = GaugeMetricFamily(
-            "dynamo_frontend_worker_active_prefill_tokens", "tokens to prefill", labels=labels
-        )
+        blocks = GaugeMetricFamily("dynamo_frontend_worker_active_decode_blocks", "active KV blocks", labels=labels)
+        prefill = GaugeMetricFamily("dynamo_frontend_worker_active_prefill_tokens", "tokens to prefill", labels=labels)
         held = GaugeMetricFamily("forebay_index_blocks", "device blocks in the prefix index", labels=labels)
         for (worker_id, rank), load in world.load.loads([]).items():
             label = [worker_id, str(rank)]

@@ -217,9 +217,7 @@ class Owner:
         except DecodeError as error:
             source = {"topic": topic.name, "partition": str(record.partition), "offset": str(record.offset)}
             headers = {**(record.headers or {}), "reason": str(error), **source}
-            letters.append(
-                Draft(DEAD_LETTERS.name, self._settings.partition, record.value, record.key, headers)
-            )
+            letters.append(Draft(DEAD_LETTERS.name, self._settings.partition, record.value, record.key, headers))
             logger.warning("a record does not decode and goes to %s: %s", DEAD_LETTERS.name, error)
             return None
         return event
@@ -237,9 +235,7 @@ class Owner:
         drafts: list[Draft] = []
         for decision in decided:
             if isinstance(decision, RequestRouted):
-                drafts.append(
-                    work_item(decision, submitted.get(decision.request_id) or self._submitted(decision))
-                )
+                drafts.append(work_item(decision, submitted.get(decision.request_id) or self._submitted(decision)))
             else:
                 drafts += answers(decision)
         self._log.append_soon(drafts)
@@ -301,9 +297,7 @@ class Owner:
 
     async def _append(self, topic: Topic, events: Sequence[Event]) -> list[int]:
         partition = self._settings.partition
-        return await self._log.append(
-            [Draft(topic.name, partition, encode(topic, event)) for event in events]
-        )
+        return await self._log.append([Draft(topic.name, partition, encode(topic, event)) for event in events])
 
     def _now_us(self) -> int:
         return max(self._clock_us(), self.world.now_us)
@@ -320,8 +314,7 @@ def _chunked(owner_epoch: int, parts: list[Chunk]) -> list[SnapshotChunk]:
         groups[-1].append(part)
         size += part_size
     return [
-        SnapshotChunk(owner_epoch=owner_epoch, number=number, parts=tuple(group))
-        for number, group in enumerate(groups)
+        SnapshotChunk(owner_epoch=owner_epoch, number=number, parts=tuple(group)) for number, group in enumerate(groups)
     ]
 
 

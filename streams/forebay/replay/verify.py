@@ -20,8 +20,8 @@ from forebay.events.decisions import (
     RequestAborted,
     RequestRejected,
     RequestRouted,
+    SnapshotTaken,
 )
-from forebay.events.decisions import SnapshotTaken
 from forebay.events.topics import DECISIONS
 from forebay.transport.base import Log
 from forebay.transport.recorded import RecordedOrder, journal, load_snapshot

@@ -69,9 +69,7 @@ class RecordedOrder:
         reader = self._readers.get(topic)
         if reader is None:
             offset = self._view.get(topic, 0)
-            reader = self._readers[topic] = EventReader(
-                self._log, topic_named(topic), self._partition, offset
-            )
+            reader = self._readers[topic] = EventReader(self._log, topic_named(topic), self._partition, offset)
         return reader
 
 
@@ -84,9 +82,7 @@ def decode_or_none(topic: Topic, value: bytes) -> InputEvent | None:
     return event
 
 
-def journal(
-    log: Log, partition: int, start: int, end: int, epoch: int
-) -> Iterator[tuple[int, JournalRecord]]:
+def journal(log: Log, partition: int, start: int, end: int, epoch: int) -> Iterator[tuple[int, JournalRecord]]:
     """The valid journal records in [start, end) with their offsets; `epoch` is the owner epoch at `start`.
 
     Raises LogError for a record that does not decode: a journal has one writer, so it is damaged or newer.
@@ -113,11 +109,7 @@ def newest_snapshot(log: Log, partition: int, end: int) -> SnapshotTaken | None:
     """The last `SnapshotTaken` before offset `end` of the journal, searched backwards."""
     while end > 0:
         start = max(0, end - PAGE_RECORDS)
-        taken = [
-            record
-            for _, record in journal(log, partition, start, end, -1)
-            if isinstance(record, SnapshotTaken)
-        ]
+        taken = [record for _, record in journal(log, partition, start, end, -1) if isinstance(record, SnapshotTaken)]
         if taken:
             return taken[-1]
         end = start
@@ -129,9 +121,7 @@ def load_snapshot(log: Log, partition: int, taken: SnapshotTaken) -> World:
     world = restore(_chunks(log, partition, taken))
     digest = hex_digest(world.digest())
     if digest != taken.digest:
-        raise LogError(
-            f"the snapshot at offset {taken.first_offset} has digest {digest}, sealed as {taken.digest}"
-        )
+        raise LogError(f"the snapshot at offset {taken.first_offset} has digest {digest}, sealed as {taken.digest}")
     return world
 
 
@@ -143,7 +133,5 @@ def _chunks(log: Log, partition: int, taken: SnapshotTaken) -> Iterator[Chunk]:
         try:
             chunk: SnapshotChunk = decode(SNAPSHOTS, records[0].value)
         except DecodeError as error:
-            raise LogError(
-                f"chunk {number} of the snapshot at offset {taken.first_offset}: {error}"
-            ) from error
+            raise LogError(f"chunk {number} of the snapshot at offset {taken.first_offset}: {error}") from error
         yield from chunk.parts

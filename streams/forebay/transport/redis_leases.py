@@ -90,9 +90,7 @@ class RedisLeases:
         """
         assert ttl_ms >= 1
         with _speaking():
-            return bool(
-                self._renew(keys=self._keys(group, worker_id), args=[_part(worker_id), token, ttl_ms])
-            )
+            return bool(self._renew(keys=self._keys(group, worker_id), args=[_part(worker_id), token, ttl_ms]))
 
     def release(self, group: str, worker_id: str, token: str) -> None:
         """Give the lease up, if this incarnation holds it. Raises LeaseError."""
@@ -101,9 +99,7 @@ class RedisLeases:
     def poll(self, group: str) -> list[Lease]:
         """Every lease of the group in worker order, run-out ones too. Raises LeaseError."""
         with _speaking():
-            found = self._poll(
-                keys=[f"{self._namespace}:leases:{_part(group)}"], args=[self._lease_key(group, "")]
-            )
+            found = self._poll(keys=[f"{self._namespace}:leases:{_part(group)}"], args=[self._lease_key(group, "")])
         leases = [
             Lease(
                 worker_id=_whole(worker.decode()),

@@ -366,9 +366,7 @@ def _open_file(path: Path, namespace: str, *, readonly: bool) -> tuple[sqlite3.C
                 schema.initialise(db, namespace)
         stored = schema.read_meta(db)["namespace"]
         if not readonly and stored != namespace:
-            raise LogUnusable(
-                f"{path}: belongs to namespace {stored!r}, not {namespace!r}; choose another path"
-            )
+            raise LogUnusable(f"{path}: belongs to namespace {stored!r}, not {namespace!r}; choose another path")
         if not readonly:
             db.execute("INSERT OR REPLACE INTO forebay_meta VALUES ('writer_pid', ?)", (str(os.getpid()),))
     except sqlite3.Error as error:
