@@ -47,10 +47,10 @@ class Outbox:
 
     def announcement(self, rank: int, hashes: Sequence[int]) -> list[Draft]:
         """What a rank's cache holds as its epoch begins."""
-        drafts = []
-        for start in range(0, len(hashes), CHUNK_HASHES_MAX):
-            drafts.append(self._cache_change(rank, Stored(None, tuple(hashes[start : start + CHUNK_HASHES_MAX]))))
-        return drafts
+        return [
+            self._cache_change(rank, Stored(None, tuple(hashes[start : start + CHUNK_HASHES_MAX])))
+            for start in range(0, len(hashes), CHUNK_HASHES_MAX)
+        ]
 
     def attempt_started(self, active: Active) -> list[Draft]:
         """A later attempt voids what earlier ones said."""

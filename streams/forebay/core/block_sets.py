@@ -1,109 +1,130 @@
-"""Which holders have which blocks: one dict from sequence hash to a bitmask of holders.
+"""Which holders have which blocks, and how deep each holder's share of a prompt goes.
 
 Theory of operation. A holder is a bit. A query is a list of sequence hashes, a prompt's blocks from the
-first on; a holder's depth is how many of them it has without a hole. The walk goes over strides of the
-query with C-level calls and looks at single blocks only in strides where the holders change, so it is
-exact on any history: nothing is assumed about which blocks imply which.
+first on; a holder's depth is how many of them it has without a hole. Blocks are kept in runs: a few blocks
+that arrived one after the other and have the same holders, found through a dict from block to run. Where a
+query goes on as a run does, one comparison answers for the whole run. A run says nothing about which blocks
+imply which, so the walk is exact on any history; a history without order only makes the runs short.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
+from itertools import chain, islice
 
 from forebay.events.base import U64_MASK
 
-WALK_STRIDE = 64  # blocks looked up at once: a miss in the first wastes at most that many look-ups
+RUN_BLOCKS_MAX = 32  # bounds the work of splitting a run; longer ones would hardly speed up the walk
+
+
+class _Run:
+    """Blocks that follow each other and have the same holders; every block is in one run."""
+
+    __slots__ = ("blocks", "mask")
+
+    def __init__(self, blocks: list[int], mask: int) -> None:
+        self.blocks = blocks
+        self.mask = mask
 
 
 class BlockSets:
     """Sets of blocks, one per bit. `counts` and `sums` are per bit: how many blocks, and their sum mod 2**64."""
 
-    __slots__ = ("_masks", "counts", "sums")
+    __slots__ = ("_runs", "counts", "sums")
 
     def __init__(self) -> None:
-        self._masks: dict[int, int] = {}
+        self._runs: dict[int, _Run] = {}
         self.counts: dict[int, int] = {}
         self.sums: dict[int, int] = {}
 
     def __len__(self) -> int:
         """Distinct blocks that somebody has."""
-        return len(self._masks)
+        return len(self._runs)
 
-    def add(self, bit: int, blocks: Iterable[int]) -> int:
-        """Give `blocks` to the holder `bit`; how many it did not have yet."""
-        masks = self._masks
-        get = masks.get
-        added = summed = 0
-        last = merged = 0
-        for block in blocks:
-            mask = get(block, 0)
-            if mask & bit:
-                continue
-            if mask != last or not merged:
-                # Neighbours mostly have the same holders, and equal masks should be one object: less
-                # memory, and the walk compares a stride by identity.
-                last, merged = mask, mask | bit
-            masks[block] = merged
-            added += 1
-            summed += block
-        self.counts[bit] = self.counts.get(bit, 0) + added
-        self.sums[bit] = (self.sums.get(bit, 0) + summed) & U64_MASK
-        return added
+    def add(self, bit: int, blocks: Iterable[int], parent: int | None = None) -> int:
+        """Give `blocks` to the holder `bit`; how many it did not have yet.
+
+        `parent` is the block before them, where it is known: it only helps to keep runs long.
+        """
+        rest = list(blocks)
+        known = self._known(rest)
+        new: list[int] = []
+        for run in known:
+            if not run.mask & bit:
+                run.mask |= bit
+                new += run.blocks
+        at = sum([len(run.blocks) for run in known])
+        if at:
+            parent = rest[at - 1]
+            del rest[:at]
+        if rest:
+            # Usually nobody has any of what is left.
+            if self._runs.keys().isdisjoint(rest) and len(set(rest)) == len(rest):
+                self._append(parent, rest, bit)
+            else:
+                rest = self._add_mixed(bit, rest, parent)
+            new += rest
+        self.counts[bit] = self.counts.get(bit, 0) + len(new)
+        self.sums[bit] = (self.sums.get(bit, 0) + sum(new)) & U64_MASK
+        return len(new)
 
     def remove(self, bit: int, blocks: Iterable[int]) -> int:
         """Take `blocks` from the holder `bit`; how many it had."""
-        masks = self._masks
-        get = masks.get
-        removed = summed = 0
-        last = rest = 0
+        get = self._runs.get
+        taken: dict[int, _Run] = {}
         for block in blocks:
-            mask = get(block, 0)
-            if not mask & bit:
-                continue
-            if mask != last:
-                last, rest = mask, mask ^ bit
-            if rest:
-                masks[block] = rest
-            else:
-                del masks[block]
-            removed += 1
-            summed += block
-        self.counts[bit] = self.counts.get(bit, 0) - removed
-        self.sums[bit] = (self.sums.get(bit, 0) - summed) & U64_MASK
-        return removed
+            run = get(block)
+            if run is not None and run.mask & bit:
+                taken[block] = run
+        for run in dict.fromkeys(taken.values()):
+            mask = run.mask ^ bit
+            for piece in self._split(run, taken):
+                if mask:
+                    self._place(_Run(piece, mask))
+                else:
+                    for block in piece:
+                        del self._runs[block]
+        self.counts[bit] = self.counts.get(bit, 0) - len(taken)
+        self.sums[bit] = (self.sums.get(bit, 0) - sum(taken)) & U64_MASK
+        return len(taken)
 
     def has(self, bit: int, block: int) -> bool:
         """Whether the holder has this one block."""
-        return bool(self._masks.get(block, 0) & bit)
+        run = self._runs.get(block)
+        return run is not None and bool(run.mask & bit)
 
-    def drops(self, query: Sequence[int], among: int) -> list[tuple[int, int]]:
-        """Where the holders in `among` leave the query: (depth, mask), depths rising, every holder once."""
-        get = self._masks.get
+    def drops(self, query: Sequence[int], among: int, start: int = 0) -> list[tuple[int, int]]:
+        """Where the holders in `among` leave the query, walked from `start` on.
+
+        Returns (depth, mask) pairs, depths rising, every holder once. Lists are the fastest queries.
+        """
+        get = self._runs.get
         found: list[tuple[int, int]] = []
         alive = among
-        for start in range(0, len(query), WALK_STRIDE):
-            if not alive:
-                return found
-            masks = list(map(get, query[start : start + WALK_STRIDE]))
-            first = masks[0]
-            if first is not None and masks.count(first) == len(masks):
-                kept = alive & first
-                if kept != alive:
-                    found.append((start, alive ^ kept))
-                    alive = kept
+        at, end = start, len(query)
+        while alive and at < end:
+            run = get(query[at])
+            if run is None:
+                break
+            kept = alive & run.mask
+            if kept != alive:
+                found.append((at, alive ^ kept))
+                alive = kept
+            blocks = run.blocks
+            after = at + len(blocks)
+            if query[at:after] == blocks:
+                at = after
                 continue
-            for at, mask in enumerate(masks, start):
-                kept = alive & mask if mask else 0
-                if kept != alive:
-                    found.append((at, alive ^ kept))
-                    alive = kept
-                    if not alive:
-                        return found
+            # The query enters the run late or leaves it early.
+            for block in islice(blocks, blocks.index(query[at]), None):
+                if at == end or query[at] != block:
+                    break
+                at += 1
         if alive:
-            found.append((len(query), alive))
+            found.append((at, alive))
         return found
 
     def blocks_of(self, bit: int) -> list[int]:
         """All blocks of one holder, ascending. A walk over everything: for snapshots and questions."""
-        return sorted(block for block, mask in self._masks.items() if mask & bit)
+        return sorted(chain.from_iterable(run.blocks for run in self._each_run() if run.mask & bit))
 
     def retire(self, bit: int) -> None:
         """Forget the holder's counts; its bit stays in the masks until `sweep` and must not be asked for."""
@@ -112,7 +133,88 @@ class BlockSets:
 
     def sweep(self, bits: int) -> None:
         """Take retired bits out of every mask. A walk over everything, done rarely."""
-        self._masks = {block: mask & ~bits for block, mask in self._masks.items() if mask & ~bits}
+        for run in self._each_run():
+            run.mask &= ~bits
+        self._runs = {block: run for block, run in self._runs.items() if run.mask}
+
+    def _each_run(self) -> Iterator[_Run]:
+        return (run for block, run in self._runs.items() if run.blocks[0] == block)
+
+    def _known(self, blocks: list[int]) -> list[_Run]:
+        """The whole runs that `blocks` begins with."""
+        get = self._runs.get
+        known: list[_Run] = []
+        at, end = 0, len(blocks)
+        while at < end:
+            run = get(blocks[at])
+            if run is None:
+                break
+            after = at + len(run.blocks)
+            if blocks[at:after] != run.blocks:
+                break
+            known.append(run)
+            at = after
+        return known
+
+    def _add_mixed(self, bit: int, blocks: list[int], parent: int | None) -> list[int]:
+        """Add blocks that partly have holders; returns those that `bit` did not have."""
+        get = self._runs.get
+        masks: dict[int, int] = {}
+        touched: dict[_Run, None] = {}
+        for block in blocks:
+            run = get(block)
+            if run is None:
+                masks[block] = bit
+            elif not run.mask & bit:
+                masks[block] = run.mask | bit
+                touched[run] = None
+        for run in touched:
+            self._split(run, masks)
+        new = list(masks)
+        at = 0
+        while at < len(new):
+            start, mask = at, masks[new[at]]
+            while at < len(new) and masks[new[at]] == mask:
+                at += 1
+            self._append(parent, new[start:at], mask)
+            parent = new[at - 1]
+        return new
+
+    def _append(self, parent: int | None, blocks: list[int], mask: int) -> None:
+        """Place blocks that are in no run: in the parent's run if they fit there, else in runs of their own."""
+        run = None if parent is None else self._runs.get(parent)
+        if (
+            run is not None
+            and run.mask == mask
+            and len(run.blocks) + len(blocks) <= RUN_BLOCKS_MAX
+            and run.blocks[-1] == parent
+        ):
+            run.blocks += blocks
+            self._runs.update(dict.fromkeys(blocks, run))
+            return
+        for start in range(0, len(blocks), RUN_BLOCKS_MAX):
+            self._place(_Run(blocks[start : start + RUN_BLOCKS_MAX], mask))
+
+    def _place(self, run: _Run) -> None:
+        self._runs.update(dict.fromkeys(run.blocks, run))
+
+    def _split(self, run: _Run, out: Container[int]) -> list[list[int]]:
+        """Cut a run at the blocks in `out`; returns those pieces, which are then in no run but still listed."""
+        kept: list[list[int]] = []
+        taken: list[list[int]] = []
+        last: list[list[int]] | None = None
+        for block in run.blocks:
+            side = taken if block in out else kept
+            if side is last:
+                side[-1].append(block)
+            else:
+                side.append([block])
+                last = side
+        if kept:
+            run.blocks = kept[0]
+            for piece in kept[1:]:
+                self._place(_Run(piece, run.mask))
+        return taken
 
 
 def bits_of(mask: int) -> list[int]:

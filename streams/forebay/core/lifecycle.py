@@ -42,7 +42,7 @@ class Move(StrEnum):
     """What happens to a request under way."""
 
     ROUTED = "routed"
-    FIRST_TOKEN = "first_token"
+    FIRST_TOKEN = "first_token"  # noqa: S105 - a token of text
     WORKER_LOST = "worker_lost"
     ENDED = "ended"
 

@@ -1,0 +1,372 @@
+"""A SQLite log as a file: what survives, who may open it, what happens when the disk is full or edited."""
+
+import asyncio
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from forebay.transport import sqlite_checkpoint
+from forebay.transport import sqlite_schema as schema
+from forebay.transport.base import Draft, LogError
+from forebay.transport.sqlite_log import CorruptRecord, LogUnusable, MissingRecords, SqliteLog
+from tests.transport.conftest import Wakes, drafts, drain, numbers, stored, until
+
+# Appends for ever, several calls under way at once, and prints each offset once it is acknowledged.
+WRITER = """
+import asyncio, sys
+from forebay.transport.base import Draft
+from forebay.transport.sqlite_log import SqliteLog
+
+async def write(log, partition):
+    while True:
+        for offset in await log.append([Draft("topic", partition, bytes(20_000))] * 3):
+            print(partition, offset, flush=True)
+
+async def main():
+    log = SqliteLog.open(sys.argv[1])
+    await asyncio.gather(*[write(log, partition) for partition in range(4)])
+
+asyncio.run(main())
+"""
+
+
+def edit(path: Path, *statements: str) -> None:
+    """What somebody with another SQLite client did to the file."""
+    with closing(sqlite3.connect(path)) as db, db:
+        for statement in statements:
+            db.execute(statement)
+
+
+async def make(path: Path, records: list[Draft]) -> None:
+    log = SqliteLog.open(path)
+    await log.append(records)
+    log.close()
+
+
+async def test_a_log_opened_again_goes_on_where_it_ended(path: Path) -> None:
+    for first in (0, 5, 10):
+        log = SqliteLog.open(path, namespace="ns")
+        assert numbers(stored(log)) == list(range(first))
+        assert await log.append(drafts(5, first=first)) == list(range(first, first + 5))
+        log.close()
+    with closing(SqliteLog.open(path, readonly=True)) as log:
+        assert log.namespace == "ns"
+        assert log.topics() == [("topic", 0, 15)]
+
+
+async def test_what_is_pending_when_a_log_closes_is_kept(path: Path) -> None:
+    log = SqliteLog.open(path)
+    log.append_soon(drafts(3))
+    log.close()
+    with closing(SqliteLog.open(path)) as log:
+        assert numbers(stored(log)) == [0, 1, 2]
+
+
+async def test_topics_lists_every_partition_that_has_records(log: SqliteLog) -> None:
+    assert log.topics() == []
+    await log.append([*drafts(2, "b", 7), *drafts(1, "b", 0), *drafts(1, "a", (1 << 23) - 1)])
+    log.append_soon(drafts(1, "a.b-c", 1))
+    assert log.topics() == [("a", (1 << 23) - 1, 1), ("a.b-c", 1, 1), ("b", 0, 1), ("b", 7, 2)]
+
+
+async def test_any_sqlite_client_reads_a_closed_log(path: Path) -> None:
+    await make(path, [Draft("topic", 3, b"value", b"key", {"a": "b"}), Draft("topic", 3, b"more")])
+    assert not path.with_name("log.db-wal").exists()
+    query = 'SELECT "partition", "offset", key, headers, value FROM topic ORDER BY id'
+    with closing(sqlite3.connect(f"file:{path}?immutable=1", uri=True)) as db:
+        assert db.execute(query).fetchall() == [(3, 0, b"key", '{"a":"b"}', b"value"), (3, 1, None, None, b"more")]
+        meta = dict(db.execute("SELECT key, value FROM forebay_meta"))
+    assert (meta["format"], meta["namespace"], meta["writer_pid"]) == ("1", "forebay", str(os.getpid()))
+
+
+def test_every_acknowledged_record_survives_kill_9(path: Path) -> None:
+    acknowledged: dict[int, list[int]] = {}
+    for lines in (200, 1, 1500):
+        with subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE) as writer:
+            assert writer.stdout is not None
+            heard = [writer.stdout.readline() for _ in range(lines)]
+            writer.send_signal(signal.SIGKILL)
+            heard += [line for line in writer.stdout.readlines() if line.endswith(b"\n")]
+        for line in heard:
+            partition, offset = map(int, line.split())
+            acknowledged.setdefault(partition, []).append(offset)
+        with closing(SqliteLog.open(path, readonly=True)) as seen:
+            ends = {partition: end for _, partition, end in seen.topics()}
+        with closing(SqliteLog.open(path)) as log:
+            for partition, offsets in acknowledged.items():
+                found = stored(log, "topic", partition)
+                assert [record.offset for record in found] == list(range(ends[partition]))
+                assert len(found) % 3 == 0  # a call is there whole or not at all
+                assert offsets == list(range(len(offsets)))[-len(offsets) :] or max(offsets) < len(found)
+                assert set(offsets) <= {record.offset for record in found}
+
+
+async def test_the_wal_moves_into_the_file_and_starts_over(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sqlite_checkpoint, "CHECKPOINT_BYTES", 256 << 10)
+    monkeypatch.setattr(sqlite_checkpoint, "WAL_BYTES_MAX", 1 << 20)
+    log = SqliteLog.open(path)
+    wal = path.with_name("log.db-wal")
+    record = [Draft("topic", 0, bytes(64 << 10))]
+    written = 0
+    async with asyncio.timeout(30):
+        while written - wal.stat().st_size < 8 << 20:
+            await log.append(record)
+            written += 64 << 10
+    assert log.failure is None
+    assert len(stored(log)) == written >> 16
+    log.close()
+    assert path.stat().st_size > written
+
+
+async def test_a_full_disk_ends_the_log_and_loses_nothing_acknowledged(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect = schema.connect
+
+    def small(path: Path | None, *, readonly: bool) -> sqlite3.Connection:
+        db = connect(path, readonly=readonly)
+        db.execute("PRAGMA max_page_count = 100")
+        return db
+
+    monkeypatch.setattr(schema, "connect", small)
+    log = SqliteLog.open(path)
+    failures: list[LogError] = []
+    log.on_failure = failures.append
+    tail = log.tail("topic", 0, 0, Wakes())
+    acknowledged = 0
+    with pytest.raises(LogError, match="full"):
+        while True:
+            acknowledged += len(await log.append([Draft("topic", 0, bytes(50_000))]))
+    assert acknowledged > 0
+    assert failures == [log.failure]
+    assert "free disk space" in str(log.failure)
+    with pytest.raises(LogError, match="free disk space"):
+        await log.append(drafts(1, "tiny"))
+    with pytest.raises(LogError, match="free disk space"):
+        log.append_soon(drafts(1, "tiny"))
+    assert log.end("topic", 0) == acknowledged == len(drain(tail)) == len(stored(log))
+    log.close()
+    monkeypatch.undo()
+    with closing(SqliteLog.open(path)) as log:
+        assert len(stored(log)) == acknowledged
+        assert await log.append(drafts(1)) == [acknowledged]
+
+
+async def test_everybody_in_a_commit_that_fails_hears_of_it(path: Path) -> None:
+    log = SqliteLog.open(path)
+    await log.append(drafts(1))
+    edit(path, "DROP TABLE topic")
+    calls = [asyncio.ensure_future(log.append(drafts(1, topic))) for topic in ("topic", "other", "topic")]
+    outcomes = await asyncio.gather(*calls, return_exceptions=True)
+    assert [type(outcome) for outcome in outcomes] == [LogError] * 3
+    assert len({id(outcome) for outcome in outcomes}) == 3
+    log.close()
+    with closing(SqliteLog.open(path)) as log:
+        assert log.topics() == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "value = X'00' || substr(value, 2)",
+        "value = value || X'00'",
+        "value = CAST(value AS TEXT)",
+        "at_us = at_us + 1",
+        "at_us = 'noon'",
+        "checksum = checksum + 1",
+        "checksum = 1.5",
+        "key = NULL",
+        "key = 17",
+        "headers = NULL",
+        "headers = '{}'",
+        "headers = CAST(X'7BFF7D' AS TEXT)",
+    ],
+)
+async def test_a_record_that_was_changed_is_found(path: Path, change: str) -> None:
+    await make(path, [Draft("topic", 2, b"value", b"", {"a": "b"}) for _ in range(3)])
+    edit(path, f'UPDATE topic SET {change} WHERE "offset" = 1')
+    with closing(SqliteLog.open(path)) as log:
+        with pytest.raises(CorruptRecord, match="topic/2: the record at offset 1 ") as caught:
+            stored(log, "topic", 2)
+        assert (caught.value.topic, caught.value.partition, caught.value.offset) == ("topic", 2, 1)
+        assert len(log.read("topic", 2, 0, 1)) == len(log.read("topic", 2, 2, 1)) == 1
+        tail = log.tail("topic", 2, 1, Wakes())
+        for _ in range(2):
+            with pytest.raises(CorruptRecord):
+                tail.take(1)
+
+
+async def test_a_record_in_the_place_of_another_is_found(path: Path) -> None:
+    await make(path, [*drafts(1, "topic", 0), *drafts(1, "topic", 1), *drafts(1, "other", 1)])
+    columns = "id, at_us, key, headers, value, checksum"
+    edit(path, 'DELETE FROM topic WHERE "partition" = 1', f"INSERT INTO topic ({columns}) SELECT {columns} FROM other")
+    with closing(SqliteLog.open(path)) as log, pytest.raises(CorruptRecord, match="topic/1"):
+        stored(log, "topic", 1)
+
+
+@pytest.mark.parametrize(("gone", "missing"), [("0", "0 to 0"), ("1, 2", "1 to 2"), ("0, 1, 2, 3", "0 to 3")])
+async def test_a_gap_is_named(path: Path, gone: str, missing: str) -> None:
+    await make(path, drafts(5))
+    edit(path, f'DELETE FROM topic WHERE "offset" IN ({gone})')
+    with closing(SqliteLog.open(path)) as log:
+        with pytest.raises(MissingRecords, match=f"topic/0: the records at offsets {missing} are missing"):
+            stored(log)
+        assert numbers(stored(log, offset=4)) == [4]
+
+
+async def test_records_that_vanish_from_the_end_of_an_open_log_are_missed(path: Path) -> None:
+    log = SqliteLog.open(path)
+    await log.append(drafts(5))
+    tail = log.tail("topic", 0, 2, Wakes())
+    edit(path, 'DELETE FROM topic WHERE "offset" >= 3')
+    assert numbers(tail.take(1)) == [2]
+    with pytest.raises(MissingRecords, match="3 to 4"):
+        tail.take(10)
+    log.close()
+
+
+async def test_live_tails_give_what_was_committed_whatever_happens_to_the_file(path: Path) -> None:
+    log = SqliteLog.open(path)
+    tail = log.tail("topic", 0, 0, Wakes())
+    await log.append(drafts(5))
+    edit(path, "DELETE FROM topic")
+    assert numbers(drain(tail)) == [0, 1, 2, 3, 4]
+    log.close()
+
+
+def test_a_second_writer_is_refused_and_told_who_the_first_is(path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE) as writer:
+        assert writer.stdout is not None
+        writer.stdout.readline()
+        with pytest.raises(LogUnusable, match=f"pid {writer.pid}"):
+            SqliteLog.open(path)
+        writer.kill()
+    with closing(SqliteLog.open(path)), pytest.raises(LogUnusable, match=f"pid {os.getpid()}"):
+        SqliteLog.open(path)
+    SqliteLog.open(path).close()
+
+
+async def test_a_reader_follows_a_writer_in_another_connection(path: Path) -> None:
+    writer = SqliteLog.open(path)
+    reader = SqliteLog.open(path, readonly=True)
+    wake = Wakes()
+    tail = reader.tail("topic", 0, 0, wake)
+    assert not reader.refresh()
+    await writer.append(drafts(3))
+    assert len(tail) == 0
+    assert reader.refresh()
+    assert wake.count == 1
+    assert numbers(drain(tail)) == [0, 1, 2]
+    assert not reader.refresh()
+    await writer.append(drafts(2, first=3))
+    assert reader.end("topic", 0) == 5
+    assert reader.refresh()
+    assert numbers(drain(tail)) == [3, 4]
+    assert reader.topics() == [("topic", 0, 5)]
+    writer.close()
+    assert numbers(stored(reader)) == [0, 1, 2, 3, 4]
+    reader.close()
+
+
+async def test_a_reader_cannot_write(path: Path) -> None:
+    await make(path, drafts(1))
+    with closing(SqliteLog.open(path, readonly=True)) as reader:
+        with pytest.raises(LogError, match="read-only"):
+            await reader.append(drafts(1))
+        with pytest.raises(LogError, match="read-only"):
+            reader.append_soon(drafts(1))
+
+
+async def test_writing_goes_on_while_another_client_reads_for_long(path: Path) -> None:
+    log = SqliteLog.open(path)
+    await log.append(drafts(3))
+    with closing(sqlite3.connect(path)) as db:
+        rows = db.execute("SELECT value FROM topic")
+        rows.fetchone()
+        await log.append(drafts(3, first=3))
+        log.close()
+        assert len(rows.fetchall()) == 2
+    with closing(SqliteLog.open(path)) as log:
+        assert numbers(stored(log)) == [0, 1, 2, 3, 4, 5]
+
+
+def spoil(path: Path, statement: str) -> None:
+    SqliteLog.open(path).close()
+    edit(path, statement)
+
+
+UNUSABLE: list[tuple[str, Callable[[Path], object], str]] = [
+    ("no SQLite", lambda path: path.write_bytes(b"no database, but long enough to be one" * 9), "is not a forebay"),
+    ("foreign", lambda path: edit(path, "CREATE TABLE t (x)"), "database of another program"),
+    ("foreign id", lambda path: edit(path, "PRAGMA application_id = 5"), "database of another program"),
+    ("newer", lambda path: spoil(path, "PRAGMA user_version = 2"), "format 2, this forebay reads up to 1; use"),
+    ("directory", Path.mkdir, "is a directory"),
+    ("no meta", lambda path: spoil(path, "DROP TABLE forebay_meta"), "cannot be opened"),
+]
+
+
+@pytest.mark.parametrize("readonly", [False, True])
+@pytest.mark.parametrize(("prepare", "text"), [case[1:] for case in UNUSABLE], ids=[case[0] for case in UNUSABLE])
+def test_what_is_no_log_is_refused_in_one_line(
+    path: Path, prepare: Callable[[Path], object], text: str, readonly: bool
+) -> None:
+    prepare(path)
+    for _ in range(2):
+        with pytest.raises(LogUnusable, match=text) as caught:
+            SqliteLog.open(path, readonly=readonly)
+        assert str(path) in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+def test_there_must_be_a_directory_and_for_readers_a_log(path: Path) -> None:
+    with pytest.raises(LogUnusable, match="there is no directory"):
+        SqliteLog.open(path / "deeper")
+    with pytest.raises(LogUnusable, match="no such log"):
+        SqliteLog.open(path, readonly=True)
+    path.touch()
+    with pytest.raises(LogUnusable, match="a writer has to create the log first"):
+        SqliteLog.open(path, readonly=True)
+    SqliteLog.open(path).close()
+    SqliteLog.open(path, readonly=True).close()
+
+
+def test_a_log_of_another_namespace_is_refused_and_not_touched(path: Path) -> None:
+    SqliteLog.open(path, namespace="a").close()
+    before = path.read_bytes()
+    with pytest.raises(LogUnusable, match="belongs to namespace 'a', not 'b'"):
+        SqliteLog.open(path, namespace="b")
+    with closing(sqlite3.connect(path)) as db:
+        assert db.execute("SELECT count(*) FROM forebay_meta").fetchone() == (4,)
+    assert len(path.read_bytes()) == len(before)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="nothing is forbidden to root")
+def test_permissions_are_named(path: Path) -> None:
+    SqliteLog.open(path).close()
+    path.chmod(0o400)
+    with pytest.raises(LogUnusable, match="no permission to write it"):
+        SqliteLog.open(path)
+    path.chmod(0o000)
+    with pytest.raises(LogUnusable, match="no permission to read it"):
+        SqliteLog.open(path, readonly=True)
+    path.parent.chmod(0o500)
+    with pytest.raises(LogUnusable, match="no permission to write in"):
+        SqliteLog.open(path)
+    path.parent.chmod(0o700)
+
+
+async def test_a_checkpoint_that_ends_after_its_loop_does_no_harm(path: Path) -> None:
+    log = SqliteLog.open(path)
+    await log.append([Draft("topic", 0, bytes(1 << 20))] * 20)
+    log.close()
+    with closing(SqliteLog.open(path)) as log:
+        assert len(stored(log)) == 20
+        tail = log.tail("topic", 0, 19, Wakes())
+        await until(lambda: len(tail) == 1)
