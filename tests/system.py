@@ -164,3 +164,8 @@ class System:
                     new = unpack_u32(chunk.token_ids)[max(0, len(tokens) - chunk.first_index) :]
                     tokens += new
         return tokens
+
+
+async def until_ended(system: System, name: str) -> None:
+    """Wait for the end of a request."""
+    await until(lambda: name in system.ends())

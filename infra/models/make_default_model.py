@@ -1,7 +1,7 @@
 """Makes the default model directory: a tokenizer and a chat template, no weights, under 200 KB.
 
 The tokenizer is a byte-level BPE, so it takes any text; it learns from sentences that are put together here
-from a list of common words, words.txt. The same libraries give the same bytes: run `python -m infra.models.make_default_model`.
+from a list of common words, words.txt. The same libraries give the same bytes.
 """
 
 import argparse

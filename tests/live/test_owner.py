@@ -19,7 +19,7 @@ from forebay.replay.verify import Report, verify
 from forebay.transport.base import Draft
 from forebay.transport.faults import Crashed, FaultyLog
 from forebay.transport.sqlite_log import SqliteLog
-from tests.system import System, settings, submitted, until
+from tests.system import System, settings, submitted, until, until_ended
 
 PREFIX = list(range(12))
 
@@ -154,7 +154,7 @@ async def scenario(system: System) -> None:
     """Requests of every kind of end, one after the other, whoever owns the group meanwhile."""
     for number in range(6):
         system.send(submitted(f"r{number}", [*PREFIX, number, number, number, number], nonce=number))
-        await until(lambda name=f"r{number}": name in system.ends())
+        await until_ended(system, f"r{number}")
     system.send(submitted("r0", [*PREFIX, 0, 0, 0, 0], nonce=0))
     system.send(submitted("wrong", PREFIX, model="another"))
     await until(lambda: "wrong" in system.ends())

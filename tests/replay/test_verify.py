@@ -20,7 +20,7 @@ from forebay.replay.verify import Report, verify
 from forebay.transport.base import LogError
 from forebay.transport.sqlite_log import SqliteLog
 from forebay.transport.sqlite_schema import checksum
-from tests.system import System, submitted, until
+from tests.system import System, submitted, until, until_ended
 
 PREFIX = list(range(16))
 REQUESTS_SENT = 12
@@ -42,7 +42,7 @@ async def _record(path: Path) -> None:
                 await until(lambda: len(owner.world.fleet) >= 2)
                 for number in range(life * REQUESTS_SENT, (life + 1) * REQUESTS_SENT):
                     system.send(submitted(f"r{number}", [*PREFIX, *[number % 5] * 8]))
-                    await until(lambda name=f"r{number}": name in system.ends())
+                    await until_ended(system, f"r{number}")
                 await until(lambda: not len(owner.world.requests))
             if not life:
                 await system.stop_worker("w0")
