@@ -16,7 +16,7 @@ from forebay.transport import sqlite_checkpoint
 from forebay.transport import sqlite_schema as schema
 from forebay.transport.base import Draft, LogError
 from forebay.transport.sqlite_log import CorruptRecord, LogUnusable, MissingRecords, SqliteLog
-from tests.transport.conftest import Wakes, drafts, drain, numbers, stored, until
+from tests.transport.conftest import Wakes, drafts, drain, numbers, stored
 
 # Appends for ever, several calls under way at once, and prints each offset once it is acknowledged.
 WRITER = """
@@ -104,8 +104,7 @@ def test_every_acknowledged_record_survives_kill_9(path: Path) -> None:
                 found = stored(log, "topic", partition)
                 assert [record.offset for record in found] == list(range(ends[partition]))
                 assert len(found) % 3 == 0  # a call is there whole or not at all
-                assert offsets == list(range(len(offsets)))[-len(offsets) :] or max(offsets) < len(found)
-                assert set(offsets) <= {record.offset for record in found}
+                assert max(offsets) < len(found)
 
 
 async def test_the_wal_moves_into_the_file_and_starts_over(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +115,7 @@ async def test_the_wal_moves_into_the_file_and_starts_over(path: Path, monkeypat
     record = [Draft("topic", 0, bytes(64 << 10))]
     written = 0
     async with asyncio.timeout(30):
-        while written - wal.stat().st_size < 8 << 20:
+        while written - wal.stat().st_size < 8 << 20:  # noqa: ASYNC240 - quick, and beside a log that blocks
             await log.append(record)
             written += 64 << 10
     assert log.failure is None
@@ -362,11 +361,11 @@ def test_permissions_are_named(path: Path) -> None:
     path.parent.chmod(0o700)
 
 
-async def test_a_checkpoint_that_ends_after_its_loop_does_no_harm(path: Path) -> None:
+def test_a_log_may_outlive_the_loop_in_which_its_checkpoint_began(path: Path) -> None:
     log = SqliteLog.open(path)
-    await log.append([Draft("topic", 0, bytes(1 << 20))] * 20)
+    megabytes = sqlite_checkpoint.CHECKPOINT_BYTES // (1 << 20) + 1
+    asyncio.run(log.append([Draft("topic", 0, bytes(1 << 20))] * megabytes))
+    assert asyncio.run(log.append(drafts(1))) == [megabytes]
     log.close()
     with closing(SqliteLog.open(path)) as log:
-        assert len(stored(log)) == 20
-        tail = log.tail("topic", 0, 19, Wakes())
-        await until(lambda: len(tail) == 1)
+        assert len(stored(log)) == megabytes + 1

@@ -45,13 +45,13 @@ class BlockSets:
         `parent` is the block before them, where it is known: it only helps to keep runs long.
         """
         rest = list(blocks)
-        known = self._known(rest)
         new: list[int] = []
-        for run in known:
+        at = 0
+        for run in self._known(rest):
+            at += len(run.blocks)
             if not run.mask & bit:
                 run.mask |= bit
                 new += run.blocks
-        at = sum([len(run.blocks) for run in known])
         if at:
             parent = rest[at - 1]
             del rest[:at]

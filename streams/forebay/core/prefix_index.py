@@ -8,17 +8,19 @@ Each holder's events carry a dense sequence number: lower ones are redeliveries 
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import NamedTuple, assert_never, get_args
 
 from xxhash import xxh3_64_intdigest
 
-from forebay.core.block_sets import BlockSets, bits_of
+from forebay.core.block_sets import BlockSets
 from forebay.events.base import pack_u64, unpack_u64
 from forebay.events.kv import AnyKvEvent, BlocksRemoved, BlocksStored, CacheCleared, Tier
 from forebay.events.snapshots import CHUNK_HASHES_MAX, IndexBlocks, IndexCursor
 
 RETIRED_BITS_MAX = 64  # bounds the width of the masks; a sweep walks every block, so it must be rare
 TIERS: tuple[Tier, ...] = get_args(Tier)
+DIGIT_VALUES = bytes.maketrans(b"01", b"\0\1")
 
 HolderKey = tuple[str, int]
 
@@ -47,7 +49,7 @@ class PrefixIndex:
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self._holders: dict[HolderKey, _Holder] = {}
-        self._keys: dict[int, HolderKey] = {}
+        self._keys: list[HolderKey] = []  # by bit, lowest first; what a retired bit was stays until it is taken
         self._tiers: dict[Tier, BlockSets] = {tier: BlockSets() for tier in TIERS}
         self._live = 0
         self._retired = 0
@@ -93,18 +95,14 @@ class PrefixIndex:
 
     def overlaps(self, query: Sequence[int]) -> dict[HolderKey, Overlap]:
         """What each holder has of a prompt's blocks; holders with nothing are left out."""
-        if not query or not self._live:
-            return {}
-        drops = self._tiers["device"].drops(query, self._live)
-        lower = len(self._tiers["host"]) or len(self._tiers["disk"])
+        device, host, disk = (self._tiers[tier] for tier in TIERS)
         found: dict[HolderKey, Overlap] = {}
-        for depth, mask in drops:
-            if not depth and not lower:
-                continue
-            for bit in bits_of(mask):
-                overlap = self._lower_tiers(query, bit, depth) if lower else Overlap(depth)
-                if overlap != NO_OVERLAP:
-                    found[self._keys[bit]] = overlap
+        for on_device, at_device in device.drops(query, self._live):
+            for on_host, at_host in host.drops(query, at_device, on_device):
+                for on_disk, at_disk in disk.drops(query, at_host, on_host):
+                    if on_disk:
+                        overlap = Overlap(on_device, on_host - on_device, on_disk - on_host)
+                        found.update(dict.fromkeys(self._keys_of(at_disk), overlap))
         return found
 
     def blocks_held(self, worker_id: str, rank: int, tier: Tier) -> int:
@@ -150,32 +148,30 @@ class PrefixIndex:
     def _store(self, bit: int, event: BlocksStored) -> None:
         sets = self._tiers[event.tier]
         parent = event.parent_hash
-        if parent is not None and not any(tier.has(bit, parent) for tier in self._tiers.values()):
+        if parent is not None and not (sets.has(bit, parent) or self._has(bit, parent)):
             # Kept all the same: a sequence hash names its whole prefix, so the block counts as soon as
             # the blocks before it are there.
             self.counts["unknown_parent"] += 1
-        sets.add(bit, unpack_u64(event.sequence_hashes))
+        sets.add(bit, unpack_u64(event.sequence_hashes), parent)
 
-    def _lower_tiers(self, query: Sequence[int], bit: int, depth: int) -> Overlap:
-        ends = [depth]
-        for sets in (self._tiers["host"], self._tiers["disk"]):
-            while depth < len(query) and sets.has(bit, query[depth]):
-                depth += 1
-            ends.append(depth)
-        device, host, disk = ends
-        return Overlap(device, host - device, disk - host)
+    def _has(self, bit: int, block: int) -> bool:
+        return any(sets.has(bit, block) for sets in self._tiers.values())
+
+    def _keys_of(self, mask: int) -> Iterator[HolderKey]:
+        digits = f"{mask:b}"[::-1]
+        return compress(self._keys, digits.encode().translate(DIGIT_VALUES))
 
     def _take_bit(self, worker_id: str, rank: int) -> int:
         taken = self._live | self._retired
         bit = ~taken & (taken + 1)
-        self._keys[bit] = (worker_id, rank)
+        at = bit.bit_length() - 1
+        self._keys[at : at + 1] = [(worker_id, rank)]
         self._live |= bit
         return bit
 
     def _retire(self, bit: int) -> None:
         for sets in self._tiers.values():
             sets.retire(bit)
-        del self._keys[bit]
         self._live ^= bit
         self._retired |= bit
         if self._retired.bit_count() > RETIRED_BITS_MAX:

@@ -225,7 +225,7 @@ class SqliteLog:
         self._require_open()
         topic, number = place.topic, place.number
         base = number << schema.OFFSET_BITS
-        span = (base + offset, base + schema.OFFSETS_MAX, max(0, limit))
+        span = (base + offset, base + schema.OFFSETS_MAX - 1, max(0, limit))
         records: list[Record] = []
         size = 0
         with self._reading():

@@ -88,13 +88,13 @@ def insert_row(topic: str) -> str:
 
 
 def select_rows(topic: str) -> str:
-    """The statement that reads rows of ids [first, past) in order, up to a limit.
+    """The statement that reads rows of ids first to last, both included, in order, up to a limit.
 
     Headers come as bytes: damaged text must reach the checksum instead of failing to decode.
     """
     return (
         "SELECT id, at_us, key, CAST(headers AS BLOB), value, checksum"  # noqa: S608 - a checked name
-        f' FROM "{topic}" WHERE id >= ? AND id < ? ORDER BY id LIMIT ?'
+        f' FROM "{topic}" WHERE id >= ? AND id <= ? ORDER BY id LIMIT ?'
     )
 
 
@@ -153,8 +153,8 @@ def table_names(db: sqlite3.Connection) -> list[str]:
 def partition_end(db: sqlite3.Connection, topic: str, partition: int) -> int:
     """One past the last offset in the table of a topic."""
     first = partition << OFFSET_BITS
-    query = f'SELECT max(id) FROM "{topic}" WHERE id >= ? AND id < ?'  # noqa: S608 - a checked name
-    (last,) = db.execute(query, (first, first + OFFSETS_MAX)).fetchone()
+    query = f'SELECT max(id) FROM "{topic}" WHERE id >= ? AND id <= ?'  # noqa: S608 - a checked name
+    (last,) = db.execute(query, (first, first + OFFSETS_MAX - 1)).fetchone()
     return 0 if last is None else last - first + 1
 
 

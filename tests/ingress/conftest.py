@@ -1,0 +1,122 @@
+"""An ingress on a real log; the test plays router and worker at the other end of it."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from forebay.events.base import Event, pack_u32
+from forebay.events.codec import decode, encode
+from forebay.events.requests import RequestCancelled, RequestSubmitted
+from forebay.events.tokens import AnswerError, AttemptStarted, ResponseEnded, TokenChunk, TokensEmitted, Usage
+from forebay.events.topics import REQUESTS, TOKENS
+from forebay.ingress.app import build_app
+from forebay.ingress.ingress import Ingress, IngressSettings
+from forebay.ingress.metrics import IngressMetrics
+from forebay.ingress.model import DEFAULT_MODEL, Model
+from forebay.transport.base import Draft
+from forebay.transport.sqlite_log import SqliteLog
+from tests.system import until
+
+NAME = "test-model"
+SLOT = 4
+BODY_MAX = 200_000
+
+
+class Scene:
+    """The HTTP side as a client, the log side as methods."""
+
+    def __init__(self, log: SqliteLog, ingress: Ingress, registry: CollectorRegistry) -> None:
+        self.log = log
+        self.ingress = ingress
+        self.model = ingress.model
+        self.registry = registry
+        self.is_ready = True
+        self.app = build_app(ingress, registry)
+        transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
+        self.client = httpx.AsyncClient(transport=transport, base_url="http://test", timeout=20)
+        self._answered = 0
+
+    def requests(self, kind: type | None = None) -> list[Any]:
+        """What the ingress put on the log."""
+        found = [decode(REQUESTS, record.value) for record in self.log.read(REQUESTS.name, 0, 0, 10_000)]
+        return [event for event in found if kind is None or isinstance(event, kind)]
+
+    async def next_request(self) -> RequestSubmitted:
+        """The next request that was submitted and not taken yet."""
+        await until(lambda: len(self.requests(RequestSubmitted)) > self._answered)
+        request: RequestSubmitted = self.requests(RequestSubmitted)[self._answered]
+        self._answered += 1
+        return request
+
+    def send(self, event: Event) -> None:
+        """Put an event on the reply slot."""
+        self.log.append_soon([Draft(TOKENS.name, SLOT, encode(TOKENS, event))])
+
+    def say(self, name: str, text: str, *, first: int = 0, attempt: int = 1, worker: str = "w1") -> int:
+        """Emit a text's tokens; the position after them."""
+        token_ids = self.model.encode(text)
+        return self.emit(name, token_ids, first=first, attempt=attempt, worker=worker)
+
+    def emit(self, name: str, token_ids: list[int], *, first: int = 0, attempt: int = 1, worker: str = "w1") -> int:
+        """Emit tokens; the position after them."""
+        chunk = TokenChunk(request_id=name, attempt=attempt, first_index=first, token_ids=pack_u32(token_ids))
+        self.send(TokensEmitted(worker_id=worker, worker_epoch=1, owner_epoch=1, chunks=(chunk,)))
+        return first + len(token_ids)
+
+    def end(self, name: str, *, reason: Any = "length", attempt: int = 1, cached: int = 0, said: int = 1) -> None:
+        """End an answer well."""
+        usage = Usage(prompt_tokens=9, output_tokens=said, cached_tokens=cached)
+        ended = ResponseEnded(request_id=name, attempt=attempt, owner_epoch=1, finish_reason=reason, usage=usage)
+        self.send(ended)
+
+    def refuse(self, name: str, status: int, code: str, *, attempt: int = 0) -> None:
+        """End an answer with an error."""
+        error = AnswerError(status=status, code=code, message=f"because of {code}")
+        self.send(ResponseEnded(request_id=name, attempt=attempt, owner_epoch=1, finish_reason="error", error=error))
+
+    def start_attempt(self, name: str, attempt: int) -> None:
+        """A later attempt begins."""
+        self.send(AttemptStarted(request_id=name, attempt=attempt, owner_epoch=1, worker_id="w2"))
+
+    async def cancelled(self) -> RequestCancelled:
+        """The first cancellation on the log."""
+        await until(lambda: self.requests(RequestCancelled))
+        event: RequestCancelled = self.requests(RequestCancelled)[0]
+        return event
+
+    def metric(self, line: str) -> bool:
+        """Whether /metrics holds a line that begins so."""
+        return any(found.startswith(line) for found in generate_latest(self.registry).decode().splitlines())
+
+
+SceneMaker = Callable[..., Any]
+
+
+@asynccontextmanager
+async def make_scene(**changes: Any) -> AsyncIterator[Scene]:
+    log = SqliteLog.open(None)
+    registry = CollectorRegistry()
+    fields: dict[str, Any] = {"block_size": 4, "reply_slot": SLOT, "body_bytes_max": BODY_MAX, "timeout_s": 30.0}
+    settings = IngressSettings(model_name=NAME, ingress_id="i1", **{**fields, **changes})
+    scenes: list[Scene] = []
+    ingress = Ingress(log, Model(DEFAULT_MODEL), settings, IngressMetrics(registry, NAME), lambda: scenes[0].is_ready)
+    scenes.append(Scene(log, ingress, registry))
+    running = asyncio.create_task(ingress.run())
+    try:
+        yield scenes[0]
+    finally:
+        await scenes[0].client.aclose()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        log.close()
+
+
+@pytest.fixture
+async def scene() -> AsyncIterator[Scene]:
+    async with make_scene() as made:
+        yield made

@@ -1,0 +1,287 @@
+"""Answers through HTTP: whole and streamed, with usage, stop strings, later attempts, refusals and leavers."""
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from forebay.core.blocks import sequence_hashes
+from forebay.events.base import unpack_u32
+from forebay.ingress.server import build_server, listen
+from tests.ingress.conftest import NAME, Scene, make_scene
+from tests.system import until
+
+CHAT = "/v1/chat/completions"
+HELLO = [{"role": "user", "content": "Hello there"}]
+
+
+def chat(**changes: Any) -> dict[str, Any]:
+    return {"model": NAME, "messages": HELLO, "max_tokens": 50, **changes}
+
+
+def ask(scene: Scene, body: dict[str, Any], path: str = CHAT, **headers: str) -> "asyncio.Task[httpx.Response]":
+    return asyncio.create_task(scene.client.post(path, json=body, headers=headers))
+
+
+def events(response: httpx.Response) -> list[Any]:
+    lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    return [line if line == "[DONE]" else json.loads(line) for line in lines]
+
+
+def text_of(response: httpx.Response) -> str:
+    chunks = [event for event in events(response) if event != "[DONE]" and event.get("choices")]
+    return "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
+
+
+async def test_a_whole_answer_names_who_served_it_and_what_was_cached(scene: Scene) -> None:
+    asking = ask(scene, chat(seed=5, temperature=0.5, top_p=0.9, user="u", metadata={"a": "b"}))
+    request = await scene.next_request()
+    said = scene.say(request.request_id, " water and stone")
+    scene.end(request.request_id, cached=7, said=said)
+    response = await asking
+    assert response.status_code == 200
+    body = response.json()
+    assert body["object"] == "chat.completion"
+    assert body["choices"][0]["message"] == {"role": "assistant", "content": " water and stone", "refusal": None}
+    assert body["choices"][0]["finish_reason"] == "length"
+    assert body["usage"]["completion_tokens"] == said
+    assert body["usage"]["prompt_tokens"] == request.prompt_tokens
+    assert body["usage"]["total_tokens"] == said + request.prompt_tokens
+    assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 7}
+    served = {"request_id": request.request_id, "worker": "w1", "rank": 0, "attempts": 1}
+    assert body["forebay"] == served
+    assert response.headers["x-forebay-worker"] == "w1"
+    assert response.headers["x-request-id"] == request.request_id == body["id"]
+    sampling = request.sampling
+    assert (sampling.max_tokens, sampling.seed, sampling.temperature, sampling.top_p) == (50, 5, 0.5, 0.9)
+    prompt = "<|im_start|>user\nHello there<|im_end|>\n<|im_start|>assistant\n"
+    assert unpack_u32(request.token_ids) == scene.model.encode(prompt)
+    assert request.sequence_hashes == sequence_hashes(request.token_ids, 4)
+    assert scene.metric(
+        f'dynamo_frontend_requests_total{{endpoint="chat_completions",model="{NAME}",request_type="unary"'
+    )
+
+
+async def test_a_stream_has_role_text_reason_usage_and_an_end(scene: Scene) -> None:
+    asking = ask(scene, chat(stream=True, stream_options={"include_usage": True}))
+    request = await scene.next_request()
+    at = scene.say(request.request_id, " one two")
+    at = scene.say(request.request_id, " three", first=at)
+    scene.end(request.request_id, reason="stop", said=at)
+    response = await asking
+    assert response.headers["content-type"].startswith("text/event-stream")
+    first, *middle, last, usage, done = events(response)
+    assert first["choices"][0]["delta"]["role"] == "assistant"
+    assert text_of(response) == " one two three"
+    assert all("role" not in chunk["choices"][0]["delta"] for chunk in middle)
+    assert (last["choices"][0]["finish_reason"], last["forebay"]["worker"]) == ("stop", "w1")
+    assert (usage["choices"], usage["usage"]["completion_tokens"], done) == ([], at, "[DONE]")
+
+
+async def test_text_completions_take_text_or_token_ids(scene: Scene) -> None:
+    for prompt in ("Once upon", scene.model.encode("Once upon")):
+        asking = ask(scene, {"model": NAME, "prompt": prompt, "max_tokens": 3}, "/v1/completions")
+        request = await scene.next_request()
+        assert unpack_u32(request.token_ids) == scene.model.encode("Once upon")
+        scene.say(request.request_id, " a time")
+        scene.end(request.request_id)
+        body = (await asking).json()
+        assert (body["object"], body["choices"][0]["text"]) == ("text_completion", " a time")
+        assert request.request_id.startswith("cmpl-")
+
+
+async def test_a_character_that_is_split_over_tokens_comes_whole(scene: Scene) -> None:
+    asking = ask(scene, chat(stream=True))
+    request = await scene.next_request()
+    for at, token in enumerate(scene.model.encode("a 😀 b")):
+        scene.emit(request.request_id, [token], first=at)
+    scene.end(request.request_id)
+    response = await asking
+    assert text_of(response) == "a 😀 b"
+    assert "\ufffd" not in response.text
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_stop_string_over_token_boundaries_cuts_and_cancels(scene: Scene, stream: bool) -> None:
+    asking = ask(scene, chat(stream=stream, stop=["water and", "never"]))
+    request = await scene.next_request()
+    for at, token in enumerate(scene.model.encode("cold water and stone")):
+        scene.emit(request.request_id, [token], first=at)
+    response = await asking
+    if stream:
+        assert text_of(response) == "cold "
+        assert events(response)[-2]["choices"][0]["finish_reason"] == "stop"
+    else:
+        choice = response.json()["choices"][0]
+        assert (choice["message"]["content"], choice["finish_reason"]) == ("cold ", "stop")
+    assert (await scene.cancelled()).request_id == request.request_id
+
+
+async def test_text_held_back_for_a_stop_string_comes_at_the_end(scene: Scene) -> None:
+    asking = ask(scene, chat(stop="water and stone"))
+    request = await scene.next_request()
+    scene.say(request.request_id, "cold water and")
+    scene.end(request.request_id)
+    assert (await asking).json()["choices"][0]["message"]["content"] == "cold water and"
+
+
+async def test_a_later_attempt_never_repeats_a_token(scene: Scene) -> None:
+    tokens = scene.model.encode("the river ran down the mountain")
+    asking = ask(scene, chat(stream=True))
+    request = await scene.next_request()
+    name = request.request_id
+    scene.emit(name, tokens[:3])
+    scene.start_attempt(name, 2)
+    scene.emit(name, [9, 9, 9], first=3)  # the lost worker, too late
+    scene.end(name)  # and its end
+    scene.emit(name, tokens[:5], attempt=2, worker="w2")
+    scene.emit(name, tokens[5:], first=5, attempt=2, worker="w2")
+    scene.end(name, attempt=2)
+    response = await asking
+    assert text_of(response) == "the river ran down the mountain"
+    assert events(response)[-2]["forebay"] == {"request_id": name, "worker": "w2", "rank": 0, "attempts": 2}
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_refusal_is_a_real_status(scene: Scene, stream: bool) -> None:
+    asking = ask(scene, chat(stream=stream))
+    request = await scene.next_request()
+    scene.refuse(request.request_id, 503, "no_workers")
+    response = await asking
+    assert response.status_code == 503
+    assert response.json()["error"]["code"] == "no_workers"
+    assert response.headers["retry-after"] == "1"
+    assert scene.metric('forebay_ingress_refused_total{code="no_workers"} 1.0')
+
+
+async def test_an_error_in_mid_stream_is_an_event_and_ends_it(scene: Scene) -> None:
+    asking = ask(scene, chat(stream=True))
+    request = await scene.next_request()
+    scene.say(request.request_id, " one")
+    scene.refuse(request.request_id, 503, "workers_lost", attempt=1)
+    response = await asking
+    assert response.status_code == 200
+    assert events(response)[-1]["error"]["code"] == "workers_lost"
+
+
+async def test_nobody_answers_and_the_request_times_out() -> None:
+    async with make_scene(timeout_s=0.001) as scene:
+        scene.ingress.replies.run  # noqa: B018 - the reader runs, the owner does not
+        asking = ask(scene, chat())
+        request = await scene.next_request()
+        assert request.timeout_us == 1_000
+        stream = scene.ingress.replies._streams[request.request_id]
+        stream.interrupt("deadline")
+        response = await asking
+        assert (response.status_code, response.json()["error"]["code"]) == (504, "deadline_exceeded")
+        assert (await scene.cancelled()).request_id == request.request_id
+
+
+async def test_a_request_id_of_the_client_is_kept_and_not_used_twice_at_once(scene: Scene) -> None:
+    first = ask(scene, chat(), **{"x-request-id": "mine-1"})
+    request = await scene.next_request()
+    assert request.request_id == "mine-1"
+    second = await ask(scene, chat(), **{"x-request-id": "mine-1"})
+    assert (second.status_code, second.json()["error"]["code"]) == (409, "duplicate_request_id")
+    scene.say("mine-1", " a")
+    scene.end("mine-1")
+    assert (await first).headers["x-request-id"] == "mine-1"
+    odd = await ask(scene, chat(), **{"x-request-id": "no spaces, please"})
+    assert odd.status_code == 400
+
+
+async def test_a_long_prompt_is_tokenised_as_a_short_one(scene: Scene) -> None:
+    text = "The quick river. " * 1_000
+    asking = ask(scene, {"model": NAME, "prompt": text}, "/v1/completions")
+    request = await scene.next_request()
+    assert unpack_u32(request.token_ids) == scene.model.encode(text)
+    assert request.sampling.max_tokens == 256
+    scene.refuse(request.request_id, 400, "enough")
+    assert (await asking).status_code == 400
+
+
+async def test_undecodable_records_of_the_slot_are_counted_and_passed_over(scene: Scene) -> None:
+    from forebay.transport.base import Draft
+
+    asking = ask(scene, chat())
+    request = await scene.next_request()
+    scene.log.append_soon([Draft("tokens", 4, b"\xff")])
+    scene.say("nobody-knows", " a")
+    scene.end("nobody-knows")
+    scene.say(request.request_id, " a")
+    scene.end(request.request_id)
+    assert (await asking).status_code == 200
+    assert scene.metric("forebay_ingress_undecodable_total 1.0")
+
+
+async def test_a_failed_log_is_a_503(scene: Scene) -> None:
+    waiting = ask(scene, chat())
+    await scene.next_request()
+    scene.ingress.replies.interrupt_all("the disk is full")
+    assert (await waiting).json()["error"]["code"] == "log_unavailable"
+    scene.log.close()
+    response = await ask(scene, chat())
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "log_unavailable")
+    assert not len(scene.ingress.replies)
+
+
+class TestOverTcp:
+    """With uvicorn and sockets: the official client, and clients that leave."""
+
+    @staticmethod
+    async def serve(scene: Scene) -> tuple[Any, "asyncio.Task[None]", int]:
+        for port in range(18_900, 19_400):
+            try:
+                listener = listen("127.0.0.1", port)
+            except Exception:  # noqa: BLE001 - taken: try the next
+                continue
+            break
+        server = build_server(scene.app)
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        await until(lambda: server.started)
+        return server, serving, port
+
+    async def test_the_official_client(self, scene: Scene) -> None:
+        server, serving, port = await self.serve(scene)
+        async with openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="x", max_retries=0) as client:
+            assert [model.id async for model in await client.models.list()] == [NAME]
+            asking = asyncio.create_task(
+                client.chat.completions.create(
+                    model=NAME, messages=[{"role": "user", "content": "hi"}], max_completion_tokens=4, stream=True
+                )
+            )
+            request = await scene.next_request()
+            assert request.sampling.max_tokens == 4
+            scene.say(request.request_id, " good")
+            stream = await asking
+            scene.say(request.request_id, " day", first=1)
+            scene.end(request.request_id)
+            said = [chunk.choices[0].delta.content or "" async for chunk in stream]
+            assert "".join(said) == " good day"
+            with pytest.raises(openai.NotFoundError):
+                await client.chat.completions.create(model="other", messages=[{"role": "user", "content": "hi"}])
+            with pytest.raises(openai.BadRequestError, match="tools is not supported"):
+                await client.chat.completions.create(
+                    model=NAME,
+                    messages=[{"role": "user", "content": "hi"}],
+                    tools=[{"type": "function", "function": {"name": "f"}}],
+                )
+        server.should_exit = True
+        await serving
+
+    @pytest.mark.parametrize("stream", [True, False])
+    async def test_a_client_that_leaves_cancels_its_request(self, scene: Scene, stream: bool) -> None:
+        server, serving, port = await self.serve(scene)
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        body = json.dumps(chat(stream=stream)).encode()
+        writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        request = await scene.next_request()
+        writer.close()
+        assert (await scene.cancelled()).request_id == request.request_id
+        await until(lambda: not len(scene.ingress.replies))
+        assert scene.metric("dynamo_frontend_disconnected_clients")
+        server.should_exit = True
+        await serving

@@ -1,0 +1,115 @@
+"""Model directories: the default one, templates, and what cannot be served from."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forebay.ingress.errors import ApiError
+from forebay.ingress.model import DEFAULT_MODEL, Decoder, Model, ModelUnusable, speaking_vocabulary
+from forebay.ingress.text import TextAssembler
+from infra.models.make_default_model import files
+
+MODEL = Model(DEFAULT_MODEL)
+
+
+def test_the_default_model_is_what_its_script_makes_and_is_small() -> None:
+    made = files()
+    assert {path.name: path.read_bytes() for path in DEFAULT_MODEL.iterdir()} == made
+    assert sum(map(len, made.values())) < 200_000
+
+
+@given(st.text())
+def test_any_text_survives_its_tokens(text: str) -> None:
+    decoder = MODEL.decoder()
+    assert "".join(decoder.push([token]) for token in MODEL.encode(text)) == text
+
+
+def test_the_vocabulary_to_speak_with_is_words() -> None:
+    words = speaking_vocabulary(MODEL.tokenizer)
+    assert len(words) > 100
+    text = MODEL.decoder().push(list(words))
+    assert all(word.islower() and word.isalpha() and len(word) > 2 for word in text.split())
+    assert len(text.split()) == len(words)
+
+
+def copy(tmp_path: Path, **config: object) -> Path:
+    directory = tmp_path / "model"
+    shutil.copytree(DEFAULT_MODEL, directory)
+    path = directory / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **config}))
+    return directory
+
+
+def test_templates_may_refuse_and_may_be_files_or_named(tmp_path: Path) -> None:
+    directory = copy(tmp_path, chat_template="{{ raise_exception('only users speak') }}")
+    with pytest.raises(ApiError, match="only users speak"):
+        Model(directory).render([{"role": "user", "content": "x"}])
+    (directory / "chat_template.jinja").write_text(
+        "{{ bos_token }}{% for m in messages %}{{ m.content | tojson }}{% endfor %}"
+    )
+    assert Model(directory).render([{"role": "user", "content": "ä"}]) == '"ä"'
+    named = copy(
+        tmp_path / "b", chat_template=[{"name": "default", "template": "d"}, {"name": "tools", "template": "t"}]
+    )
+    assert Model(named).render([]) == "d"
+
+
+def test_a_template_cannot_reach_the_machine(tmp_path: Path) -> None:
+    source = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
+    with pytest.raises(ApiError, match="refuses"):
+        Model(copy(tmp_path, chat_template=source)).render([{"role": "user", "content": "x"}])
+
+
+def test_a_model_without_template_serves_no_chats(tmp_path: Path) -> None:
+    with pytest.raises(ApiError, match="no chat template"):
+        Model(copy(tmp_path, chat_template=None)).render([])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("tokenizer.json", None, "needs one"),
+        ("tokenizer.json", "{}", "is no tokenizer"),
+        ("config.json", "{", "is no JSON"),
+        ("config.json", "[]", "holds no JSON object"),
+        ("chat_template.jinja", "{% for %}", "does not compile"),
+    ],
+)
+def test_a_broken_directory_says_what_is_wrong(tmp_path: Path, name: str, content: str | None, says: str) -> None:
+    directory = copy(tmp_path)
+    if content is None:
+        (directory / name).unlink()
+    else:
+        (directory / name).write_text(content)
+    with pytest.raises(ModelUnusable, match=says):
+        Model(directory)
+
+
+def test_no_directory(tmp_path: Path) -> None:
+    with pytest.raises(ModelUnusable, match="no such model directory"):
+        Model(tmp_path / "none")
+
+
+@given(text=st.text("ab ", max_size=30), stops=st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3))
+def test_stop_strings_cut_as_if_the_text_had_come_at_once(text: str, stops: list[str]) -> None:
+    assembler = TextAssembler(Decoder(MODEL.tokenizer), stops)
+    out = ""
+    for token in MODEL.encode(text):
+        out += assembler.push([token])
+        if assembler.stopped:
+            break
+    out += assembler.finish()
+    cuts = [at for at in map(text.find, stops) if at >= 0]
+    found = bool(cuts)
+    assert assembler.stopped == found
+    if found:
+        # A later stop string may complete first: what comes out is cut at a stop string and holds none whole.
+        assert text.startswith(out)
+        assert not any(stop in out for stop in stops)
+        assert any(text.startswith(stop, len(out)) for stop in stops)
+    else:
+        assert out == text

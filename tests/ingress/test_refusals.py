@@ -1,0 +1,161 @@
+"""What is wrong with a request is said in OpenAI's shape with a 4xx: never a 500, never silence."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.ingress.conftest import BODY_MAX, NAME, Scene, make_scene
+
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+def chat(**changes: Any) -> dict[str, Any]:
+    return {"model": NAME, "messages": HELLO, **changes}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "code", "says"),
+    [
+        (CHAT, b"{", 400, "invalid_json", "not valid JSON"),
+        (CHAT, b"", 400, "invalid_json", "not valid JSON"),
+        (CHAT, b'{"model": "\xff"}', 400, "invalid_json", "not valid JSON"),
+        (CHAT, b"[]", 400, "invalid_value", "the body"),
+        (CHAT, {"messages": HELLO}, 400, "invalid_value", "model"),
+        (CHAT, chat(model=5), 400, "invalid_value", "model"),
+        (CHAT, chat(model="gpt"), 404, "model_not_found", "'gpt'"),
+        (CHAT, chat(messages=[]), 400, "invalid_value", "messages"),
+        (CHAT, chat(messages="hi"), 400, "invalid_value", "messages"),
+        (CHAT, chat(messages=[{"role": "boss", "content": "x"}]), 400, "invalid_value", "messages[0].role"),
+        (CHAT, chat(messages=[{"role": "user"}]), 400, "invalid_value", "messages[0].content is missing"),
+        (CHAT, chat(messages=[{"role": "user", "content": 5}]), 400, "invalid_value", "messages[0].content"),
+        (
+            CHAT,
+            chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]),
+            400,
+            "unsupported_parameter",
+            "image_url",
+        ),
+        (
+            CHAT,
+            chat(messages=[{"role": "user", "content": "x", "tool_calls": [1]}]),
+            400,
+            "unknown_parameter",
+            "tool_calls",
+        ),
+        (CHAT, chat(max_tokens=0), 400, "invalid_value", "max_tokens"),
+        (CHAT, chat(max_tokens=-1), 400, "invalid_value", "max_tokens"),
+        (CHAT, chat(max_tokens=10**9), 400, "context_length_exceeded", "131072"),
+        (CHAT, chat(max_tokens=10**30), 400, "context_length_exceeded", "131072"),
+        (CHAT, chat(max_tokens="5"), 400, "invalid_value", "max_tokens"),
+        (CHAT, chat(max_tokens=1.5), 400, "invalid_value", "max_tokens"),
+        (CHAT, b'{"model": "test-model", "messages": [], "temperature": NaN}', 400, "invalid_value", ""),
+        (CHAT, chat(temperature=3), 400, "invalid_value", "temperature"),
+        (CHAT, chat(top_p=0), 400, "invalid_value", "top_p"),
+        (CHAT, chat(n=2), 400, "unsupported_parameter", "n must be 1"),
+        (CHAT, chat(logprobs=True), 400, "unsupported_parameter", "logprobs"),
+        (CHAT, chat(tools=[{"type": "function"}]), 400, "unsupported_parameter", "tools"),
+        (CHAT, chat(response_format={"type": "json_object"}), 400, "unsupported_parameter", "response_format"),
+        (CHAT, chat(presence_penalty=0.5), 400, "unsupported_parameter", "presence_penalty"),
+        (CHAT, chat(magic=1), 400, "unknown_parameter", "magic"),
+        (CHAT, chat(stop=["a"] * 5), 400, "invalid_value", "stop"),
+        (CHAT, chat(stop=""), 400, "invalid_value", "stop"),
+        (CHAT, chat(stream_options={"include_usage": True}), 400, "invalid_value", "stream_options"),
+        (CHAT, chat(stream=True, stream_options={"odd": 1}), 400, "unknown_parameter", "stream_options.odd"),
+        (TEXT, {"model": NAME, "prompt": ""}, 400, "empty_prompt", "empty"),
+        (TEXT, {"model": NAME, "prompt": []}, 400, "empty_prompt", "empty"),
+        (TEXT, {"model": NAME, "prompt": [10**6]}, 400, "invalid_value", "token ids"),
+        (TEXT, {"model": NAME, "prompt": [-1]}, 400, "invalid_value", "prompt"),
+        (TEXT, {"model": NAME, "prompt": ["a", "b"]}, 400, "invalid_value", "prompt"),
+        (TEXT, {"model": NAME, "prompt": "a", "suffix": "b"}, 400, "unsupported_parameter", "suffix"),
+        (TEXT, {"model": NAME, "prompt": "a", "echo": True}, 400, "unsupported_parameter", "echo"),
+        (CHAT, b"x" * (BODY_MAX + 1), 413, "body_too_large", str(BODY_MAX)),
+        ("/v1/nothing", {}, 404, "not_found", "/v1/nothing"),
+        ("/v1/models", {}, 405, "method_not_allowed", "POST"),
+    ],
+)
+async def test_refused_by_name(scene: Scene, path: str, body: Any, status: int, code: str, says: str) -> None:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    response = await scene.client.post(path, content=content)
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert error["code"] == code
+    assert says in error["message"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert scene.metric(f'forebay_ingress_refused_total{{code="{code}"}} 1.0')
+    assert scene.requests() == []
+
+
+async def test_neutral_values_of_what_is_not_served_are_taken(scene: Scene) -> None:
+    import asyncio
+
+    neutral = {"n": 1, "logprobs": False, "presence_penalty": 0, "tools": [], "response_format": {"type": "text"}}
+    asking = asyncio.create_task(scene.client.post(CHAT, json=chat(**neutral)))
+    request = await scene.next_request()
+    scene.refuse(request.request_id, 418, "teapot")
+    assert (await asking).status_code == 418
+
+
+async def test_a_body_without_length_is_bounded_too(scene: Scene) -> None:
+    async def endless():  # type: ignore[no-untyped-def]
+        for _ in range(1_000):
+            yield b"x" * 1_000
+
+    response = await scene.client.post(CHAT, content=endless())
+    assert response.status_code == 413
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+FIELDS = st.sampled_from(
+    ["model", "messages", "prompt", "max_tokens", "temperature", "stop", "stream", "seed", "n", "stream_options", "odd"]
+)
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(body=st.dictionaries(FIELDS, JSON, max_size=6), path=st.sampled_from([CHAT, TEXT]))
+async def test_no_body_breaks_the_server(body: dict[str, Any], path: str) -> None:
+    """Whatever the fields hold: 4xx, unless it happens to be right (then nobody answers and the time is over)."""
+    body.setdefault("model", NAME)
+    async with make_scene(timeout_s=0.000_001) as scene:
+        scene.ingress.submit = _refuse_all  # type: ignore[method-assign]
+        response = await scene.client.post(path, content=json.dumps(body).encode())
+        assert 400 <= response.status_code < 500, response.text
+        assert response.json()["error"]["code"]
+
+
+@settings(max_examples=100)
+@given(raw=st.binary(max_size=64))
+async def test_no_bytes_break_the_server(raw: bytes) -> None:
+    async with make_scene() as scene:
+        response = await scene.client.post(CHAT, content=raw)
+        assert 400 <= response.status_code < 500, response.text
+
+
+def _refuse_all(*_: Any) -> Any:
+    from forebay.ingress.errors import ApiError
+
+    raise ApiError(418, "valid", "the body was valid")
+
+
+async def test_health_and_models(scene: Scene) -> None:
+    assert (await scene.client.get("/live")).status_code == 200
+    assert (await scene.client.get("/ready")).status_code == 200
+    scene.is_ready = False
+    for path in ("/ready", "/health"):
+        response = await scene.client.get(path)
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "not_ready")
+    assert (await scene.client.get("/live")).status_code == 200
+    models = (await scene.client.get("/v1/models")).json()
+    assert [card["id"] for card in models["data"]] == [NAME]
+    assert (await scene.client.get(f"/v1/models/{NAME}")).json()["object"] == "model"
+    assert (await scene.client.get("/v1/models/gpt")).status_code == 404
+    assert "dynamo_frontend_inflight_requests" in (await scene.client.get("/metrics")).text
+    assert CHAT in (await scene.client.get("/openapi.json")).json()["paths"]

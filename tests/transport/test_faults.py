@@ -1,0 +1,64 @@
+"""The log that dies on purpose: what got through is on the log behind it, the rest is not."""
+
+from collections.abc import Callable
+
+import pytest
+
+from forebay.transport.base import Log
+from forebay.transport.faults import Crashed, FaultyLog
+from forebay.transport.sqlite_log import SqliteLog
+from tests.transport.conftest import Wakes, drafts, numbers, stored
+
+
+@pytest.mark.parametrize("crash_after", [0, 1, 4, 9])
+async def test_the_calls_before_the_crash_are_whole_on_the_log_behind(log: SqliteLog, crash_after: int) -> None:
+    faulty = FaultyLog(log, crash_after)
+    done = 0
+    with pytest.raises(Crashed):
+        while True:
+            first = 3 * done
+            if done % 2:
+                faulty.append_soon(drafts(3, first=first))
+            else:
+                assert await faulty.append(drafts(3, first=first)) == [first, first + 1, first + 2]
+            done += 1
+    assert faulty.crashed
+    assert done == crash_after
+    assert log.end("topic", 0) == 3 * crash_after
+    assert numbers(stored(log)) == list(range(3 * crash_after))
+    assert await log.append(drafts(1)) == [3 * crash_after]
+
+
+async def test_after_the_crash_everything_is_dead_but_closing(log: SqliteLog) -> None:
+    faulty = FaultyLog(log, 1)
+    tail = faulty.tail("topic", 0, 0, Wakes())
+    await faulty.append(drafts(2))
+    assert len(tail) > 0
+    assert numbers(tail.take(1)) == [0]
+    assert numbers(faulty.read("topic", 0, 0, 10)) == [0, 1]
+    assert faulty.end("topic", 0) == 2
+    with pytest.raises(Crashed):
+        faulty.append_soon(drafts(1))
+    calls: list[Callable[[], object]] = [
+        lambda: faulty.append_soon(drafts(1)),
+        lambda: faulty.read("topic", 0, 0, 1),
+        lambda: faulty.end("topic", 0),
+        lambda: faulty.tail("topic", 0, 0, Wakes()),
+        lambda: tail.take(1),
+        lambda: len(tail),
+    ]
+    for call in calls:
+        with pytest.raises(Crashed):
+            call()
+    with pytest.raises(Crashed):
+        await faulty.append(drafts(1))
+    tail.close()
+
+
+async def test_a_faulty_log_is_a_log(log: SqliteLog) -> None:
+    inner: Log = FaultyLog(log, 5)
+    outer: Log = FaultyLog(inner, 1)
+    assert await outer.append(drafts(1)) == [0]
+    with pytest.raises(Crashed):
+        await outer.append(drafts(1))
+    assert await inner.append(drafts(1)) == [1]

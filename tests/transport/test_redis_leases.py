@@ -1,0 +1,193 @@
+"""The contract of the port `Leases`, on the embedded Redis and on a real one."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import fakeredis
+import pytest
+import redis
+from hypothesis import given
+from hypothesis import strategies as st
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from forebay.transport.base import LeaseError
+from forebay.transport.redis_leases import KEPT_TTLS, RedisLeases, embedded_leases
+from tests.transport.conftest import until
+
+GROUP = "model"
+LONG_MS = 60_000
+
+
+def tokens(leases: RedisLeases, group: str = GROUP) -> dict[str, str]:
+    return {lease.worker_id: lease.token for lease in leases.poll(group)}
+
+
+async def run_out(leases: RedisLeases, worker_id: str) -> None:
+    """Wait until the lease of a worker ran out and is still seen."""
+    await until(lambda: [x for x in leases.poll(GROUP) if x.worker_id == worker_id and x.expires_in_ms < 0])
+
+
+def test_a_lease_is_seen_as_it_was_taken(leases: RedisLeases) -> None:
+    assert leases.poll(GROUP) == []
+    leases.acquire(GROUP, "w", "t1", bytes(range(256)), LONG_MS)
+    (lease,) = leases.poll(GROUP)
+    assert (lease.worker_id, lease.token, lease.payload, lease.ttl_ms) == ("w", "t1", bytes(range(256)), LONG_MS)
+    assert 0 < lease.expires_in_ms <= LONG_MS
+
+
+def test_leases_come_in_worker_order_and_stay_in_their_group(leases: RedisLeases) -> None:
+    names = ["w10", "w2", "a:b", "W", "\u00e9", "a%3Ab", "a"]
+    for ttl_ms, name in enumerate(names, LONG_MS):
+        leases.acquire(GROUP, name, f"token of {name}", b"", ttl_ms)
+    leases.acquire("other", "w", "t", b"", LONG_MS)
+    leases.acquire(GROUP + ":x", "w", "t", b"", LONG_MS)
+    assert [lease.worker_id for lease in leases.poll(GROUP)] == sorted(names)
+    assert tokens(leases) == {name: f"token of {name}" for name in names}
+    assert tokens(leases, "other") == {"w": "t"}
+
+
+def test_another_incarnation_takes_over_and_the_first_is_told(leases: RedisLeases) -> None:
+    leases.acquire(GROUP, "w", "t1", b"one", LONG_MS)
+    assert leases.renew(GROUP, "w", "t1", LONG_MS)
+    leases.acquire(GROUP, "w", "t2", b"two", LONG_MS)
+    assert not leases.renew(GROUP, "w", "t1", LONG_MS)
+    leases.release(GROUP, "w", "t1")
+    leases.forget(GROUP, "w", "t1")
+    (lease,) = leases.poll(GROUP)
+    assert (lease.token, lease.payload) == ("t2", b"two")
+    assert leases.renew(GROUP, "w", "t2", LONG_MS)
+
+
+def test_renewing_extends_and_tells_its_ttl(leases: RedisLeases) -> None:
+    leases.acquire(GROUP, "w", "t", b"p", LONG_MS)
+    assert leases.renew(GROUP, "w", "t", 3 * LONG_MS)
+    (lease,) = leases.poll(GROUP)
+    assert 2 * LONG_MS < lease.expires_in_ms <= lease.ttl_ms == 3 * LONG_MS
+    assert lease.payload == b"p"
+
+
+def test_what_was_given_up_is_gone(leases: RedisLeases) -> None:
+    assert not leases.renew(GROUP, "w", "t", LONG_MS)
+    leases.release(GROUP, "w", "t")
+    for name in ("w", "v"):
+        leases.acquire(GROUP, name, "t", b"", LONG_MS)
+    leases.release(GROUP, "w", "t")
+    assert tokens(leases) == {"v": "t"}
+    assert not leases.renew(GROUP, "w", "t", LONG_MS)
+
+
+async def test_a_lease_that_ran_out_stays_until_it_is_forgotten(leases: RedisLeases) -> None:
+    leases.acquire(GROUP, "b", "t", b"p", 1)
+    leases.acquire(GROUP, "a", "t", b"p", LONG_MS)
+    await run_out(leases, "b")
+    assert tokens(leases) == {"a": "t", "b": "t"}
+    leases.forget(GROUP, "b", "other")
+    assert tokens(leases) == {"a": "t", "b": "t"}
+    leases.forget(GROUP, "b", "t")
+    assert tokens(leases) == {"a": "t"}
+    assert not leases.renew(GROUP, "b", "t", LONG_MS)
+
+
+async def test_a_lease_that_ran_out_may_be_renewed_until_then(leases: RedisLeases) -> None:
+    leases.acquire(GROUP, "w", "t", b"p", 1)
+    await run_out(leases, "w")
+    assert leases.renew(GROUP, "w", "t", LONG_MS)
+    assert leases.poll(GROUP)[0].expires_in_ms > 0
+
+
+def test_everything_in_redis_expires_well_after_its_deadline(leases: RedisLeases, client: redis.Redis) -> None:
+    leases.acquire(GROUP, "w", "t", b"", LONG_MS)
+    leases.acquire(GROUP, "v", "t", b"", 10)
+    lifetimes = {key: client.pttl(key) for key in client.scan_iter()}
+    assert sorted(lifetimes) == [b"test:lease:model:v", b"test:lease:model:w", b"test:leases:model"]
+    assert min(lifetimes.values()) > 10 * KEPT_TTLS
+    assert lifetimes[b"test:leases:model"] > LONG_MS * (KEPT_TTLS - 1)
+
+
+def test_deadlines_without_a_lease_are_swept(leases: RedisLeases, client: redis.Redis) -> None:
+    leases.acquire(GROUP, "w", "t", b"", LONG_MS)
+    leases.acquire(GROUP, "v", "t", b"", LONG_MS)
+    client.delete("test:lease:model:w")
+    assert tokens(leases) == {"v": "t"}
+    assert client.zrange("test:leases:model", 0, -1) == [b"v"]
+
+
+def test_namespaces_do_not_meet(client: redis.Redis) -> None:
+    one, other = RedisLeases(client, "one"), RedisLeases(client, "other")
+    one.acquire(GROUP, "w", "t1", b"", LONG_MS)
+    other.acquire(GROUP, "w", "t2", b"", LONG_MS)
+    assert (tokens(one), tokens(other)) == ({"w": "t1"}, {"w": "t2"})
+
+
+def test_a_server_that_lost_its_scripts_gets_them_again(leases: RedisLeases, client: redis.Redis) -> None:
+    leases.acquire(GROUP, "w", "t", b"", LONG_MS)
+    client.script_flush()
+    assert leases.renew(GROUP, "w", "t", LONG_MS)
+    assert tokens(leases) == {"w": "t"}
+
+
+def test_threads_renew_while_another_polls(leases: RedisLeases) -> None:
+    names = [f"w{number}" for number in range(4)]
+    for name in names:
+        leases.acquire(GROUP, name, name, b"payload", LONG_MS)
+    begin = threading.Barrier(len(names) + 1)
+
+    def renew(name: str) -> bool:
+        begin.wait()
+        return all(leases.renew(GROUP, name, name, LONG_MS) for _ in range(100))
+
+    with ThreadPoolExecutor(len(names)) as pool:
+        renewing = [pool.submit(renew, name) for name in names]
+        begin.wait()
+        polls = [tokens(leases) for _ in range(50)]
+        assert all(done.result() for done in renewing)
+    assert polls == [{name: name for name in names}] * 50
+
+
+def test_embedded_leases_are_of_their_own() -> None:
+    one, other = embedded_leases(), embedded_leases()
+    one.acquire(GROUP, "w", "t", b"", LONG_MS)
+    assert (tokens(one), tokens(other)) == ({"w": "t"}, {})
+
+
+@given(st.lists(st.tuples(st.text(max_size=4), st.text(max_size=4)), max_size=5))
+def test_any_names_are_kept_apart(pairs: list[tuple[str, str]]) -> None:
+    leases = embedded_leases()
+    expected: dict[str, set[str]] = {}
+    for group, worker_id in pairs:
+        leases.acquire(group, worker_id, "t", b"", LONG_MS)
+        expected.setdefault(group, set()).add(worker_id)
+    for group, workers in expected.items():
+        assert set(tokens(leases, group)) == workers
+
+
+def test_a_redis_that_is_away_is_a_lease_error() -> None:
+    server = fakeredis.FakeServer()
+    leases = RedisLeases(fakeredis.FakeRedis(server=server))
+    leases.acquire(GROUP, "w", "t", b"", LONG_MS)
+    server.connected = False
+    for call in (
+        lambda: leases.acquire(GROUP, "w", "t", b"", 1),
+        lambda: leases.renew(GROUP, "w", "t", 1),
+        lambda: leases.release(GROUP, "w", "t"),
+        lambda: leases.poll(GROUP),
+        lambda: leases.forget(GROUP, "w", "t"),
+    ):
+        with pytest.raises(LeaseError, match="cannot be reached"):
+            call()
+    server.connected = True
+    assert tokens(leases) == {"w": "t"}
+
+
+def test_nobody_listening_is_a_lease_error() -> None:
+    client = redis.Redis(unix_socket_path="no.sock", retry=Retry(NoBackoff(), 0))
+    with pytest.raises(LeaseError, match="check that it runs"):
+        RedisLeases(client).poll(GROUP)
+    client.close()
+
+
+def test_what_redis_refuses_is_a_lease_error(leases: RedisLeases, client: redis.Redis) -> None:
+    client.set("test:leases:model", "no sorted set")
+    with pytest.raises(LeaseError, match="refused"):
+        leases.poll(GROUP)
