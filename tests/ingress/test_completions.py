@@ -11,6 +11,7 @@ import pytest
 from forebay.core.blocks import sequence_hashes
 from forebay.events.base import unpack_u32
 from forebay.ingress.server import build_server, listen
+from forebay.transport.base import Draft
 from tests.ingress.conftest import NAME, Scene, make_scene
 from tests.system import until
 
@@ -60,9 +61,8 @@ async def test_a_whole_answer_names_who_served_it_and_what_was_cached(scene: Sce
     prompt = "<|im_start|>user\nHello there<|im_end|>\n<|im_start|>assistant\n"
     assert unpack_u32(request.token_ids) == scene.model.encode(prompt)
     assert request.sequence_hashes == sequence_hashes(request.token_ids, 4)
-    assert scene.metric(
-        f'dynamo_frontend_requests_total{{endpoint="chat_completions",model="{NAME}",request_type="unary"'
-    )
+    labels = f'{{endpoint="chat_completions",model="{NAME}",request_type="unary",status="success"}}'
+    assert scene.metric(f"dynamo_frontend_requests_total{labels} 1.0")
 
 
 async def test_a_stream_has_role_text_reason_usage_and_an_end(scene: Scene) -> None:
@@ -169,7 +169,6 @@ async def test_an_error_in_mid_stream_is_an_event_and_ends_it(scene: Scene) -> N
 
 async def test_nobody_answers_and_the_request_times_out() -> None:
     async with make_scene(timeout_s=0.001) as scene:
-        scene.ingress.replies.run  # noqa: B018 - the reader runs, the owner does not
         asking = ask(scene, chat())
         request = await scene.next_request()
         assert request.timeout_us == 1_000
@@ -204,8 +203,6 @@ async def test_a_long_prompt_is_tokenised_as_a_short_one(scene: Scene) -> None:
 
 
 async def test_undecodable_records_of_the_slot_are_counted_and_passed_over(scene: Scene) -> None:
-    from forebay.transport.base import Draft
-
     asking = ask(scene, chat())
     request = await scene.next_request()
     scene.log.append_soon([Draft("tokens", 4, b"\xff")])

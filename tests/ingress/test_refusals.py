@@ -1,12 +1,18 @@
 """What is wrong with a request is said in OpenAI's shape with a 4xx: never a 500, never silence."""
 
+import asyncio
 import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from forebay.events.requests import Sampling
+from forebay.ingress.errors import ApiError
+from forebay.ingress.ingress import Prompt
+from forebay.ingress.streams import Stream
 from tests.ingress.conftest import BODY_MAX, NAME, Scene, make_scene
 
 CHAT = "/v1/chat/completions"
@@ -91,8 +97,6 @@ async def test_refused_by_name(scene: Scene, path: str, body: Any, status: int, 
 
 
 async def test_neutral_values_of_what_is_not_served_are_taken(scene: Scene) -> None:
-    import asyncio
-
     neutral = {"n": 1, "logprobs": False, "presence_penalty": 0, "tools": [], "response_format": {"type": "text"}}
     asking = asyncio.create_task(scene.client.post(CHAT, json=chat(**neutral)))
     request = await scene.next_request()
@@ -101,7 +105,7 @@ async def test_neutral_values_of_what_is_not_served_are_taken(scene: Scene) -> N
 
 
 async def test_a_body_without_length_is_bounded_too(scene: Scene) -> None:
-    async def endless():  # type: ignore[no-untyped-def]
+    async def endless() -> AsyncIterator[bytes]:
         for _ in range(1_000):
             yield b"x" * 1_000
 
@@ -139,9 +143,7 @@ async def test_no_bytes_break_the_server(raw: bytes) -> None:
         assert 400 <= response.status_code < 500, response.text
 
 
-def _refuse_all(*_: Any) -> Any:
-    from forebay.ingress.errors import ApiError
-
+def _refuse_all(request_id: str, prompt: Prompt, sampling: Sampling) -> Stream:
     raise ApiError(418, "valid", "the body was valid")
 
 

@@ -47,7 +47,8 @@ class Checkpointer:
             if not self._running.done():
                 return
             frames, done = self._running.result()
-            hold = not self.holding and done < frames and frames * PAGE_BYTES > WAL_BYTES_MAX
+            behind = done < frames or self._growth > 0
+            hold = behind and not self.holding and frames * PAGE_BYTES > WAL_BYTES_MAX
             if self.holding:
                 self._growth = 0  # a run beside the next commit would keep that from starting the WAL over
                 if done < frames:

@@ -1,0 +1,371 @@
+"""The world as a whole: what it decides, and that the recorded order leads to exactly that again."""
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forebay.core import step as stepping
+from forebay.core.rederive import Rederivation
+from forebay.core.step import CLOCK, advance, claim, open_run
+from forebay.core.world import World, restore
+from forebay.events.base import hex_digest, pack_u64
+from forebay.events.control import PoolConfigured
+from forebay.events.decisions import (
+    JournalRecord,
+    OwnerClaimed,
+    RequestAborted,
+    RequestRejected,
+    RequestRouted,
+    Run,
+    SnapshotTaken,
+)
+from forebay.events.fleet import WorkerLost
+from forebay.events.kv import BlocksStored
+from forebay.events.metrics import LoadReported
+from forebay.events.progress import FirstTokenEmitted, RequestFinished
+from forebay.events.requests import RequestCancelled, RequestSubmitted
+from tests.core.worlds import PROMPTS, Driver, Recorded, flat, histories, joined, perform_all, request
+
+
+def only(decided: list[Any], kind: type) -> Any:
+    (one,) = decided
+    assert isinstance(one, kind)
+    return one
+
+
+def progress(routed: RequestRouted, **changes: Any) -> dict[str, Any]:
+    return {
+        "request_id": routed.request_id,
+        "attempt": routed.attempt,
+        "worker_id": routed.worker_id,
+        "worker_epoch": routed.worker_epoch,
+        "owner_epoch": 0,
+        **changes,
+    }
+
+
+def stored(worker: str, epoch: int, blocks: list[int], seq: int = 1) -> BlocksStored:
+    return BlocksStored(worker_id=worker, worker_epoch=epoch, seq=seq, sequence_hashes=pack_u64(blocks))
+
+
+# What is decided
+
+
+def test_the_overlap_wins_and_is_explained() -> None:
+    drive = Driver().fleet("a", "b", "c")
+    drive("kv-events", stored("b", drive.epoch("b"), PROMPTS[0][:5]))
+    routed = only(drive("requests", request("r", PROMPTS[0])), RequestRouted)
+    assert (routed.worker_id, routed.slot, routed.candidates, routed.ties) == ("b", 1, 3, 1)
+    assert (routed.terms.device_overlap, routed.terms.decode_blocks) == (5, 8)
+    assert routed.terms.cost == (8 * 4 + 2) / 4 - 5 + 8
+    assert routed.runner_up is not None
+    assert routed.runner_up.worker_id == "a"
+
+
+def test_load_moves_the_next_request_elsewhere_and_leaves_with_the_request() -> None:
+    drive = Driver().fleet("a", "b")
+    first = only(drive("requests", request("r1", PROMPTS[0])), RequestRouted)
+    second = only(drive("requests", request("r2", PROMPTS[1])), RequestRouted)
+    assert first.worker_id != second.worker_id
+    load = drive.world.load.loads([])
+    assert {rank.prefill_tokens for rank in load.values()} == {34}
+    drive("progress", FirstTokenEmitted(**progress(first)))
+    assert drive.world.load.loads([])[first.worker_id, 0].prefill_tokens == 0
+    for routed in (first, second):
+        drive("progress", RequestFinished(**progress(routed), finish_reason="length"))
+    assert {tuple(rank) for rank in drive.world.load.loads([]).values()} == {(0, 0, 0, 0)}
+    assert not len(drive.world.requests)
+
+
+def test_round_robin_and_temperature() -> None:
+    drive = Driver().fleet("a", "b", "c", mode="round-robin")
+    workers = [only(drive("requests", request(f"r{at}")), RequestRouted).worker_id for at in range(6)]
+    assert workers == ["a", "b", "c", "a", "b", "c"]
+    warm = Driver().fleet("a", "b", "c", temperature=5.0)
+    names = Counter(only(warm("requests", request(f"r{at}", tie_seed=at)), RequestRouted).worker_id for at in range(60))
+    assert set(names) == {"a", "b", "c"}
+
+
+def test_ranks_are_candidates_and_the_pool_is_the_models() -> None:
+    drive = Driver().fleet()
+    drive("fleet", joined("a", dp_size=3))
+    drive("fleet", joined("elsewhere", slot=1, pool="other"))
+    ranks = [only(drive("requests", request(f"r{at}", PROMPTS[0])), RequestRouted) for at in range(3)]
+    assert sorted((routed.worker_id, routed.rank) for routed in ranks) == [("a", 0), ("a", 1), ("a", 2)]
+    assert {routed.candidates for routed in ranks} == {3}
+
+
+def test_who_cannot_be_served_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    drive = Driver()
+    assert only(drive("requests", request("r1")), RequestRejected).reason == "wrong_model"
+    drive.fleet()
+    assert only(drive("requests", request("r2")), RequestRejected).reason == "no_workers"
+    drive("fleet", joined("a"))
+    assert only(drive("requests", request("r2")), RequestRouted).attempt == 1, "a refused id may come again"
+    monkeypatch.setattr(stepping, "UNDER_WAY_MAX", 1)
+    assert only(drive("requests", request("r3")), RequestRejected).reason == "overloaded"
+
+
+def test_a_repeated_id_is_ignored_or_refused_until_it_is_forgotten() -> None:
+    drive = Driver().fleet("a")
+    routed = only(drive("requests", request("r", nonce=1)), RequestRouted)
+    for _ in range(2):
+        assert drive("requests", request("r", nonce=1)) == []
+        assert only(drive("requests", request("r", nonce=2)), RequestRejected).reason == "duplicate_id"
+        if len(drive.world.requests):
+            drive("progress", RequestFinished(**progress(routed), finish_reason="stop"))
+    assert drive.world.counts["duplicate_request"] == 2
+    drive.wait(121_000_000)
+    assert only(drive("requests", request("r", nonce=2)), RequestRouted).attempt == 1
+
+
+def test_a_deadline_and_a_cancellation_end_a_request_and_its_work() -> None:
+    drive = Driver().fleet("a")
+    drive("requests", request("late", timeout_us=5_000))
+    drive("requests", request("left"))
+    assert drive.wait(100) == []
+    late = only(drive.wait(10_000), RequestAborted)
+    assert (late.request_id, late.reason, late.worker_id, late.reply_slot) == ("late", "deadline", "a", 1)
+    assert late.consumed[-1].topic == CLOCK
+    left = only(drive("requests", RequestCancelled(request_id="left", reason="gone")), RequestAborted)
+    assert (left.reason, left.message) == ("cancelled", "gone")
+    assert drive("requests", RequestCancelled(request_id="left")) == []
+    assert drive.world.load.loads([])["a", 0].active_requests == 0
+
+
+def test_a_lost_worker_strands_nobody() -> None:
+    drive = Driver().fleet("a")
+    for name in ("r1", "r2"):
+        drive("requests", request(name, PROMPTS[0]))
+    first = drive.epoch("a")
+    assert drive("fleet", WorkerLost(owner_epoch=0, worker_id="a", worker_epoch=first)) == []
+    again = drive("fleet", joined("a"))
+    assert [(routed.request_id, routed.attempt) for routed in again] == [("r1", 2), ("r2", 2)]
+    assert drive.epoch("a") != first
+    drive("fleet", joined("b", slot=1))
+    moved = drive("fleet", WorkerLost(owner_epoch=0, worker_id="a", worker_epoch=drive.epoch("a")))
+    assert {(routed.worker_id, routed.attempt) for routed in moved} == {("b", 3)}
+    ended = drive("fleet", WorkerLost(owner_epoch=0, worker_id="b", worker_epoch=drive.epoch("b")))
+    assert [only([one], RequestAborted).reason for one in ended] == ["attempts_exhausted"] * 2
+    assert {one.worker_id for one in ended if isinstance(one, RequestAborted)} == {""}
+    assert not len(drive.world.requests)
+
+
+def test_what_outdated_and_foreign_workers_say_changes_nothing() -> None:
+    drive = Driver().fleet("a")
+    routed = only(drive("requests", request("r")), RequestRouted)
+    machines = drive.world.load.digest(), drive.world.requests.digest(), drive.world.fleet.digest()
+    drive("progress", FirstTokenEmitted(**progress(routed, attempt=7)))
+    drive("progress", RequestFinished(**progress(routed, worker_epoch=99), finish_reason="stop"))
+    drive("progress", FirstTokenEmitted(**progress(routed, request_id="nobody")))
+    report = {"running": 1, "waiting": 0, "kv_blocks_used": 0, "kv_blocks_total": 1}
+    drive("metrics", LoadReported(worker_id="x", worker_epoch=0, **report))
+    drive("metrics", LoadReported(worker_id="a", worker_epoch=99, **report))
+    drive("metrics", LoadReported(worker_id="a", worker_epoch=drive.epoch("a"), rank=5, **report))
+    drive("fleet", WorkerLost(owner_epoch=0, worker_id="a", worker_epoch=99))
+    assert machines == (drive.world.load.digest(), drive.world.requests.digest(), drive.world.fleet.digest())
+    assert drive.world.counts == {"outdated_progress": 3, "foreign_load_report": 3, "void_fleet_fact": 1}
+
+
+def test_the_clock_never_runs_backwards() -> None:
+    drive = Driver()
+    drive("control", PoolConfigured(pool="p", model="m", block_size=4))
+    with pytest.raises(AssertionError, match="backwards"):
+        drive.world.note("control", 1, drive.now_us - 1)
+
+
+# Properties over any history
+
+
+@given(histories)
+def test_every_request_ends_once_or_is_under_way(history: list[Any]) -> None:
+    drive = perform_all(Driver().fleet("a", "b"), history)
+    ids = {event.request_id for _, event, _ in drive.applied if isinstance(event, RequestSubmitted)}
+    routed = [(one.request_id, one.attempt) for one in drive.decided if isinstance(one, RequestRouted)]
+    assert len(routed) == len(set(routed))
+    rejected = {one.request_id for one in drive.decided if isinstance(one, RequestRejected)}
+    assert ids == rejected | {name for name, _ in routed}
+    under_way = {one.request_id for one in drive.world.requests.under_way()}
+    assert under_way <= {name for name, _ in routed}
+    load = drive.world.load.loads([])
+    on_worker = [one for one in drive.world.requests.under_way() if one.on_worker]
+    assert sum(rank.active_requests for rank in load.values()) == len(on_worker)
+
+
+@given(histories)
+def test_the_journal_holds_the_applied_order_densely(history: list[Any]) -> None:
+    drive = perform_all(Driver(), history)
+    last = advance(drive.world)
+    records: list[JournalRecord] = [*drive.decided, last]
+    assert [record.seq for record in records] == list(range(len(records)))
+    assert flat(run for record in records for run in record.consumed) == [
+        (topic, now_us) for topic, _, now_us in drive.applied
+    ]
+    times = [run.now_us for record in records for run in record.consumed]
+    assert all(before <= after for before, after in pairwise(times))
+
+
+@given(histories, st.integers(0, 60))
+def test_a_snapshot_and_the_tail_are_the_whole(history: list[Any], cut: int) -> None:
+    whole = perform_all(Driver().fleet("a", "b"), history[:cut])
+    advance(whole.world)
+    digest = whole.world.digest()
+    parts = [msgspec.msgpack.decode(msgspec.msgpack.encode(part), type=type(part)) for part in whole.world.snapshot()]
+    copy = Driver(restore(parts))
+    assert copy.world.digest() == digest
+    assert [machine.digest() for machine in machines(copy.world)] == [
+        machine.digest() for machine in machines(whole.world)
+    ]
+    whole.decided.clear()
+    for drive in (whole, copy):
+        perform_all(drive, history[cut:], cut)
+    assert copy.decided == whole.decided
+    assert copy.world.digest() == whole.world.digest()
+
+
+def machines(world: World) -> tuple[Any, ...]:
+    return world.fleet, world.index, world.load, world.requests
+
+
+@given(histories)
+def test_the_recorded_order_leads_to_the_same_records(history: list[Any]) -> None:
+    drive = perform_all(Driver(), history)
+    records: list[JournalRecord] = [*drive.decided, advance(drive.world)]
+    followed = Rederivation(World())
+    recorded = Recorded(drive.applied)
+    assert followed.apply(0, OwnerClaimed(owner_id="o", core_version=1), {}) is None
+    for offset, record in enumerate(records, 1):
+        assert followed.apply(offset, record, recorded.events_of(record)) is None
+    assert followed.world.digest() == drive.world.digest()
+    assert not followed.pending
+
+
+# Divergences
+
+
+def history_of_three() -> tuple[Driver, list[JournalRecord]]:
+    drive = Driver().fleet("a", "b")
+    for name in ("r1", "r2", "r3"):
+        drive("requests", request(name, PROMPTS[0]))
+    return drive, list(drive.decided)
+
+
+def follow(drive: Driver, records: list[JournalRecord]) -> Any:
+    followed = Rederivation(World())
+    recorded = Recorded(drive.applied)
+    followed.apply(0, OwnerClaimed(owner_id="o", core_version=1), {})
+    for offset, record in enumerate(records, 1):
+        divergence = followed.apply(offset, record, recorded.events_of(record))
+        if divergence is not None:
+            return divergence
+    return None
+
+
+def test_a_changed_field_another_kind_a_missing_and_an_invented_decision() -> None:
+    drive, records = history_of_three()
+    assert follow(drive, records) is None
+    changed = msgspec.structs.replace(records[1], worker_id="z")  # type: ignore[type-var]
+    found = follow(drive, [records[0], changed, records[2]])
+    assert (found.offset, found.reason) == (2, "differs in worker_id")
+    rejected = RequestRejected(
+        owner_epoch=0,
+        seq=1,
+        consumed=records[1].consumed,
+        request_id="r2",
+        reply_slot=1,
+        reason="no_workers",
+        message="",
+    )
+    found = follow(drive, [records[0], rejected])
+    assert (found.reason, found.recorded, found.derived) == ("another kind of decision", rejected, records[1])
+    invented = msgspec.structs.replace(records[0], consumed=())  # type: ignore[type-var]
+    found = follow(drive, [*records, invented])
+    assert (found.offset, found.reason, found.derived) == (4, "the events lead to no decision here", None)
+    sealed = advance(drive.world)
+    skipped = msgspec.structs.replace(sealed, seq=2, consumed=records[2].consumed)
+    found = follow(drive, [*records[:2], skipped])
+    assert (found.reason, found.derived) == ("a decision is missing", records[2])
+
+
+def test_a_snapshot_record_belongs_to_the_state_sealed_before_it() -> None:
+    drive, records = history_of_three()
+    sealed = advance(drive.world)
+    taken = SnapshotTaken(
+        owner_epoch=0, seq=4, first_offset=0, chunks=1, digest=sealed.digest, journal_offset=len(records) + 2
+    )
+    assert follow(drive, [*records, sealed, taken]) is None
+    other = msgspec.structs.replace(taken, digest=hex_digest(1))
+    assert "not of the state" in follow(drive, [*records, sealed, other]).reason
+    late = msgspec.structs.replace(taken, seq=9)
+    assert follow(drive, [*records, sealed, late]).reason == "differs in seq"
+    unsealed = msgspec.structs.replace(taken, seq=3)
+    assert follow(drive, [*records, unsealed]) is None
+
+
+def test_decisions_that_a_dead_owner_made_and_did_not_write_are_the_next_ones() -> None:
+    drive = Driver().fleet("a")
+    for name in ("r1", "r2", "r3"):
+        drive("requests", request(name, PROMPTS[0]))
+    drive("fleet", WorkerLost(owner_epoch=0, worker_id="a", worker_epoch=drive.epoch("a")))
+    moved = drive("fleet", joined("b"))
+    assert len(moved) == 3
+    written = drive.decided[:4]  # the first move is in the journal, the other two died with their owner
+    followed = Rederivation(World())
+    recorded = Recorded(drive.applied)
+    followed.apply(0, OwnerClaimed(owner_id="o", core_version=1), {})
+    for offset, record in enumerate(written, 1):
+        assert followed.apply(offset, record, recorded.events_of(record)) is None
+    assert list(followed.pending) == moved[1:]
+    followed.apply(9, OwnerClaimed(owner_id="p", core_version=1), {})
+    restamped = [msgspec.structs.replace(one, owner_epoch=9) for one in moved[1:]]
+    assert list(followed.pending) == restamped
+    for offset, record in enumerate(restamped, 10):
+        assert followed.apply(offset, record, {}) is None
+
+
+# Determinism between processes
+
+PROGRAM = """
+import random
+from tests.core.worlds import Driver, perform_all
+from xxhash import xxh3_64_hexdigest
+rng = random.Random(5)
+kinds = ["request"] * 6 + ["first", "finish", "stored", "stored", "removed", "report", "cancel", "wait", "join", "lose"]
+history = [(rng.choice(kinds), (rng.randrange(10), rng.randrange(9), rng.randrange(3))) for _ in range(3000)]
+drive = perform_all(Driver().fleet("a", "b"), history)
+print(drive.world.digest(), xxh3_64_hexdigest(repr(drive.decided).encode()), len(drive.decided))
+"""
+
+
+def test_two_hash_seeds_give_one_digest() -> None:
+    outputs = set()
+    for seed in ("0", "12345"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        run = subprocess.run(
+            [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=True
+        )
+        outputs.add(run.stdout)
+    (output,) = outputs
+    assert int(output.split()[-1]) > 500
+
+
+def test_runs_of_one_topic_at_one_time_are_one_run() -> None:
+    world = World()
+    claim(world, 3)
+    for _ in range(3):
+        world.note("requests", 1, 50)
+    world.note("requests", 1, 60)
+    assert world.take_consumed() == (
+        Run(topic="requests", count=3, now_us=50),
+        Run(topic="requests", count=1, now_us=60),
+    )
+    assert world.view == {"requests": 4}
+    assert open_run(world, 100) == []

@@ -1,0 +1,232 @@
+"""Worlds for tests: a driver that applies events as an owner does, and histories that are drawn."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from hypothesis import strategies as st
+
+from forebay.core.blocks import extend_chain
+from forebay.core.step import Decided, InputEvent, claim, open_run, step
+from forebay.core.world import World
+from forebay.events.base import pack_u32, pack_u64
+from forebay.events.control import PoolConfigured, RouterConfig
+from forebay.events.decisions import JournalRecord, Run
+from forebay.events.fleet import (
+    OwnershipAnnounced,
+    WorkerDraining,
+    WorkerJoined,
+    WorkerLost,
+    WorkerRecovered,
+    WorkerSpec,
+    WorkerSuspect,
+)
+from forebay.events.kv import BlocksRemoved, BlocksStored, CacheCleared
+from forebay.events.metrics import LoadReported
+from forebay.events.progress import FirstTokenEmitted, RequestFailed, RequestFinished
+from forebay.events.requests import RequestCancelled, RequestSubmitted, Sampling
+
+BLOCK = 4
+WORKERS = ("a", "b", "c")
+PROMPTS = [extend_chain(None, [family * 100 + at for at in range(8)]) for family in range(3)]
+
+Applied = tuple[str, InputEvent | None, int]
+
+
+def spec(worker_id: str, dp_size: int = 1, pool: str = "default") -> WorkerSpec:
+    return WorkerSpec(
+        worker_id=worker_id,
+        model="m",
+        block_size=BLOCK,
+        kv_blocks_total=64,
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        dp_size=dp_size,
+        pool=pool,
+    )
+
+
+def joined(worker_id: str, slot: int = 0, **changes: Any) -> WorkerJoined:
+    return WorkerJoined(owner_epoch=0, spec=spec(worker_id, **changes), lease="l", slot=slot, from_offset=0)
+
+
+def pool(**router: Any) -> PoolConfigured:
+    return PoolConfigured(pool="default", model="m", block_size=BLOCK, router=RouterConfig(**router))
+
+
+def request(name: str, blocks: Iterable[int] = (), **changes: Any) -> RequestSubmitted:
+    hashes = list(blocks)
+    fields: dict[str, Any] = {
+        "request_id": name,
+        "model": "m",
+        "token_ids": pack_u32([7] * (len(hashes) * BLOCK + 2)),
+        "sequence_hashes": pack_u64(hashes),
+        "reply_slot": 1,
+        "timeout_us": 1_000_000,
+        "tie_seed": sum(name.encode()),
+        "sampling": Sampling(max_tokens=2),
+        **changes,
+    }
+    return RequestSubmitted(**fields)
+
+
+class Driver:
+    """Applies events to a world and keeps the order, as an owner would journal it."""
+
+    def __init__(self, world: World | None = None) -> None:
+        self.world = world or World()
+        self.now_us = self.world.now_us
+        self.applied: list[Applied] = []
+        self.decided: list[Decided] = []
+        if world is None:
+            claim(self.world, 0)
+
+    def __call__(self, topic: str, event: InputEvent | None, after_us: int = 10) -> list[Decided]:
+        self.now_us += after_us
+        made = open_run(self.world, self.now_us)
+        self.applied.append((topic, event, self.now_us))
+        made += step(self.world, topic, event, self.now_us)
+        self.decided += made
+        return made
+
+    def wait(self, us: int) -> list[Decided]:
+        self.now_us += us
+        made = open_run(self.world, self.now_us)
+        self.decided += made
+        return made
+
+    def fleet(self, *names: str, **changes: Any) -> "Driver":
+        self("control", pool(**changes))
+        for slot, name in enumerate(names):
+            self("fleet", joined(name, slot))
+        return self
+
+    def epoch(self, worker_id: str) -> int:
+        worker = self.world.fleet.get(worker_id)
+        return 0 if worker is None else worker.worker_epoch
+
+
+def events_by_topic(applied: Iterable[Applied]) -> dict[str, list[InputEvent | None]]:
+    found: dict[str, list[InputEvent | None]] = {}
+    for topic, event, _ in applied:
+        found.setdefault(topic, []).append(event)
+    return found
+
+
+class Recorded:
+    """The events of a history, given out as journal records consume them."""
+
+    def __init__(self, applied: Iterable[Applied]) -> None:
+        self._left = events_by_topic(applied)
+
+    def events_of(self, record: JournalRecord) -> dict[str, list[InputEvent | None]]:
+        taken: dict[str, list[InputEvent | None]] = {}
+        for run in record.consumed:
+            if run.count:
+                left = self._left[run.topic]
+                taken.setdefault(run.topic, []).extend(left[: run.count])
+                del left[: run.count]
+        return taken
+
+
+def flat(consumed: Iterable[Run]) -> list[tuple[str, int]]:
+    return [(run.topic, run.now_us) for run in consumed for _ in range(run.count)]
+
+
+@st.composite
+def actions(draw: st.DrawFn) -> tuple[str, Any]:
+    """One thing that may happen; names and numbers are filled in from the world as it is then."""
+    kind = draw(
+        st.sampled_from(
+            ["request"] * 5
+            + ["first", "finish", "fail", "stored", "stored", "removed", "cleared", "report", "cancel", "wait"]
+            + ["join", "lose", "suspect", "recover", "drain", "announce", "garbage", "pool", "again"]
+        )
+    )
+    numbers = draw(st.tuples(st.integers(0, 9), st.integers(0, 8), st.integers(0, 2)))
+    return kind, numbers
+
+
+histories = st.lists(actions(), max_size=60)
+
+
+def perform(drive: Driver, number: int, action: tuple[str, Any]) -> None:
+    """Turn an action into an event and apply it."""
+    kind, (first, depth, third) = action
+    worker = WORKERS[third]
+    epoch = drive.epoch(worker)
+    under_way = drive.world.requests.under_way()
+    one = under_way[first % len(under_way)] if under_way else None
+    blocks = PROMPTS[third][:depth]
+    match kind:
+        case "request":
+            timeout = 1_000 if first == 0 else 1_000_000
+            drive("requests", request(f"r{number}", blocks, timeout_us=timeout, nonce=number))
+        case "again":
+            drive("requests", request(f"r{first}", blocks, nonce=first))
+        case "first" | "finish" | "fail" if one is not None:
+            fields: dict[str, Any] = {
+                "request_id": one.request_id,
+                "attempt": one.attempt,
+                "worker_id": one.worker_id or "a",
+                "worker_epoch": one.worker_epoch,
+                "owner_epoch": 0,
+            }
+            event: InputEvent = FirstTokenEmitted(**fields)
+            if kind == "finish":
+                event = RequestFinished(**fields, finish_reason="length")
+            elif kind == "fail":
+                event = RequestFailed(**fields, error="broken")
+            drive("progress", event)
+        case "stored":
+            tier = ("device", "host", "disk")[first % 3]
+            parent = blocks[first] if first < len(blocks) else None
+            stored = BlocksStored(
+                worker_id=worker,
+                worker_epoch=epoch,
+                seq=number + 1,
+                sequence_hashes=pack_u64(blocks[first:]),
+                parent_hash=parent,
+                tier=tier,
+            )
+            drive("kv-events", stored)
+        case "removed":
+            removed = BlocksRemoved(
+                worker_id=worker, worker_epoch=epoch, seq=number + 1, sequence_hashes=pack_u64(blocks[:2])
+            )
+            drive("kv-events", removed)
+        case "cleared":
+            drive("kv-events", CacheCleared(worker_id=worker, worker_epoch=epoch, seq=number + 1))
+        case "report":
+            report = LoadReported(
+                worker_id=worker, worker_epoch=epoch, running=first, waiting=0, kv_blocks_used=1, kv_blocks_total=9
+            )
+            drive("metrics", report)
+        case "cancel":
+            drive("requests", RequestCancelled(request_id=one.request_id if one else "nobody"))
+        case "wait":
+            drive.wait(first * 1_000)
+        case "join":
+            drive("fleet", joined(worker, third, dp_size=1 + first % 2))
+        case "lose":
+            drive("fleet", WorkerLost(owner_epoch=0, worker_id=worker, worker_epoch=epoch))
+        case "suspect":
+            drive("fleet", WorkerSuspect(owner_epoch=0, worker_id=worker, worker_epoch=epoch))
+        case "recover":
+            drive("fleet", WorkerRecovered(owner_epoch=0, worker_id=worker, worker_epoch=epoch))
+        case "drain":
+            drive("fleet", WorkerDraining(owner_epoch=0, worker_id=worker, worker_epoch=epoch))
+        case "announce":
+            drive("fleet", OwnershipAnnounced(owner_epoch=0))
+        case "garbage":
+            drive("requests", None)
+        case "pool":
+            mode = "round-robin" if first % 2 else "kv"
+            drive("control", pool(mode=mode, temperature=float(first % 3)))
+        case _:
+            pass
+
+
+def perform_all(drive: Driver, history: list[tuple[str, Any]], start: int = 0) -> Driver:
+    for number, action in enumerate(history, start):
+        perform(drive, number, action)
+    return drive

@@ -1,0 +1,114 @@
+"""When the WAL starts over: commits are held back only when they would prevent that."""
+
+import asyncio
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from forebay.transport import sqlite_checkpoint
+from forebay.transport import sqlite_schema as schema
+from forebay.transport.sqlite_checkpoint import PAGE_BYTES, Checkpointer
+
+LARGE = 2 << 20
+SMALL = 64 << 10
+
+
+class Writer:
+    """A writer's connection and its checkpointer, step by step."""
+
+    def __init__(self, path: Path) -> None:
+        self.db = schema.connect(path, readonly=False)
+        self.db.execute("PRAGMA journal_mode = WAL")
+        self.db.execute("PRAGMA wal_autocheckpoint = 0")
+        self.db.execute("CREATE TABLE t (value BLOB)")
+        self.checkpointer = Checkpointer(path)
+        self.finished = asyncio.Event()
+
+    def commit(self, size: int) -> None:
+        self.db.execute("INSERT INTO t VALUES (zeroblob(?))", (size,))
+        self.checkpointer.grew(size, 1)
+
+    def step(self) -> None:
+        self.checkpointer.step(asyncio.get_running_loop(), self.finished.set)
+
+    async def run_ends(self) -> None:
+        await self.finished.wait()
+        self.finished.clear()
+        self.step()
+
+    def wal_bytes(self) -> int:
+        frames: int = self.db.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()[1]
+        return frames * PAGE_BYTES
+
+
+@pytest.fixture
+def writer(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Writer]:
+    monkeypatch.setattr(sqlite_checkpoint, "CHECKPOINT_BYTES", LARGE)
+    monkeypatch.setattr(sqlite_checkpoint, "WAL_BYTES_MAX", LARGE // 2)
+    writer = Writer(path)
+    yield writer
+    writer.checkpointer.close()
+    writer.db.close()
+
+
+async def test_commits_beside_a_run_are_held_in_the_next_so_that_the_wal_starts_over(writer: Writer) -> None:
+    writer.commit(LARGE)
+    writer.step()
+    assert not writer.checkpointer.holding
+    writer.commit(LARGE)
+    await writer.run_ends()
+    assert writer.checkpointer.holding
+    await writer.run_ends()
+    assert not writer.checkpointer.holding
+    writer.commit(SMALL)
+    assert writer.wal_bytes() < LARGE // 2
+
+
+async def test_nothing_is_held_when_nothing_was_committed_beside_the_run(writer: Writer) -> None:
+    writer.commit(LARGE)
+    writer.step()
+    await writer.run_ends()
+    assert not writer.checkpointer.holding
+    writer.commit(SMALL)
+    assert writer.wal_bytes() < LARGE // 2
+
+
+async def test_a_small_wal_is_left_alone(writer: Writer) -> None:
+    writer.commit(SMALL)
+    writer.step()
+    writer.step()
+    assert not writer.finished.is_set()
+    assert writer.wal_bytes() > SMALL
+
+
+async def test_a_long_read_elsewhere_holds_commits_only_for_a_moment(
+    writer: Writer, path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    reader = sqlite3.connect(path)
+    writer.commit(SMALL)
+    rows = reader.execute("SELECT rowid FROM t UNION ALL SELECT 2")
+    rows.fetchone()
+    writer.commit(LARGE)
+    writer.step()
+    await writer.run_ends()
+    assert writer.checkpointer.holding
+    await writer.run_ends()
+    assert not writer.checkpointer.holding
+    assert "a long read in another process" in caplog.text
+    reader.close()
+    writer.commit(LARGE)
+    writer.step()
+    await writer.run_ends()
+    writer.commit(SMALL)
+    assert writer.wal_bytes() < LARGE // 2
+
+
+async def test_a_disk_that_fails_is_reported_by_the_next_step(writer: Writer, path: Path) -> None:
+    writer.commit(LARGE)
+    path.write_bytes(b"no database any more" * 1000)
+    writer.step()
+    await writer.finished.wait()
+    with pytest.raises(sqlite3.Error):
+        writer.step()
