@@ -8,18 +8,20 @@ import argparse
 import gc
 import importlib.util
 import json
-import multiprocessing
 import os
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from itertools import count
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 from forebay.core.blocks import extend_chain
 from forebay.core.prefix_index import PrefixIndex
@@ -36,6 +38,8 @@ REMOVED_EVENTS = 2000  # also
 SINGLE_SHARE = 5  # also: a fifth of the events is split into events of one block
 
 Line = dict[str, Any]
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Stored(Protocol):
@@ -55,6 +59,15 @@ class Case:
     blocks: int
     workers: int
     queries: int
+
+
+class Figure(NamedTuple):
+    """A row of the table; `rising` means that more is better."""
+
+    case: str
+    what: str
+    unit: str
+    rising: bool = False
 
 
 class Wire:
@@ -134,9 +147,10 @@ def run_case(case: Case) -> list[Line]:
 
     gc.collect()
     gc.freeze()  # the input is ours, not the index's: it must not be collected on the index's time
-    index, rss = wire.index(), rss_bytes()
+    index = wire.index()
     line = {"what": "apply", **measured(lambda: apply_wire(index, bulk), load.blocks, len(bulk))}
-    lines: list[Line] = [line | {"rss_per_block": round((rss_bytes() - rss) / load.blocks)}]
+    rss_per_block = round(in_fresh_process(rss_of_index, bulk, case.workers) / load.blocks)
+    lines: list[Line] = [line | {"rss_per_block": rss_per_block}]
     lines += [find(index, kind, wanted) for kind, wanted in queries.items()]
     other = wire.index()
     lines.append({"what": "apply_single", **measured(lambda: apply_wire(other, single), len(single), len(single))})
@@ -146,6 +160,23 @@ def run_case(case: Case) -> list[Line]:
     fresh = wire.index()
     lines.append({"what": "apply_decoded", **measured(lambda: apply(fresh, stored), load.blocks, len(stored))})
     return [{"case": f"{case.blocks} × {case.workers}", **line} for line in lines]
+
+
+def in_fresh_process(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """The result of `work` from an interpreter that did nothing before."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(work, *args, **kwargs).result()
+
+
+def rss_of_index(records: list[bytes], workers: int) -> int:
+    """Resident memory that an index of these records takes.
+
+    Not where the records were made: there the index would grow into memory that this left free.
+    """
+    index = Wire(workers).index()
+    before = rss_bytes()
+    apply_wire(index, records)
+    return rss_bytes() - before
 
 
 def packed(events: Iterable[AnyKvEvent]) -> list[bytes]:
@@ -222,34 +253,35 @@ def run_peer(python: Path, case: Case) -> list[Line]:
     return [line for line in lines if "case" in line]
 
 
-def figures(lines: Iterable[Line]) -> Iterator[tuple[tuple[str, str, str], float, bool]]:
-    """(case, figure and unit), value, and whether more is better."""
+def figures(lines: Iterable[Line]) -> Iterator[tuple[Figure, float]]:
+    """What the table shows of each line."""
     for line in lines:
         case, what = line["case"], line["what"]
         if what == "find":
-            yield (case, f"find, {line['query']}", "µs p50"), line["p50_us"], False
-            yield (case, f"find, {line['query']}", "µs p99"), line["p99_us"], False
+            yield Figure(case, f"find, {line['query']}", "µs p50"), line["p50_us"]
+            yield Figure(case, f"find, {line['query']}", "µs p99"), line["p99_us"]
         else:
-            yield (case, what, "M blocks/s"), line["blocks_per_s"] / 1e6, True
+            yield Figure(case, what, "M blocks/s", rising=True), line["blocks_per_s"] / 1e6
         if "rss_per_block" in line:
-            yield (case, "memory", "B per block stored"), line["rss_per_block"], False
+            yield Figure(case, "memory", "B per block stored"), line["rss_per_block"]
 
 
 def table(ours: Iterable[Line], peers: Iterable[Line]) -> Iterator[str]:
     """A Markdown table of medians over the rounds; a ratio above 1 is in our favour."""
-    collected: dict[tuple[str, str, str], tuple[list[float], list[float], bool]] = {}
-    for side, lines in enumerate((ours, peers)):
-        for key, value, rising in figures(lines):
-            collected.setdefault(key, ([], [], rising))[side].append(value)  # type: ignore[union-attr] # a list
-    yield "| blocks × workers | figure | unit | forebay | Dynamo | forebay is |"
+    mine: defaultdict[Figure, list[float]] = defaultdict(list)
+    theirs: defaultdict[Figure, list[float]] = defaultdict(list)
+    for figure, value in figures(ours):
+        mine[figure].append(value)
+    for figure, value in figures(peers):
+        theirs[figure].append(value)
+    yield "| blocks × workers | figure | unit | forebay | Dynamo | forebay is better by |"
     yield "|---|---|---|---:|---:|---:|"
-    for (case, figure, unit), (mine, theirs, rising) in collected.items():
-        ratio = ""
-        if mine and theirs:
-            faster = median(mine) / median(theirs) if rising else median(theirs) / median(mine)
-            ratio = f"{faster:.2f}×"
-        cells = [f"{median(values):.3g}" if values else "" for values in (mine, theirs)]
-        yield f"| {case} | {figure} | {unit} | {cells[0]} | {cells[1]} | {ratio} |"
+    for figure, values in mine.items():
+        here, there, ratio = median(values), "", ""
+        if figure in theirs:
+            peer = median(theirs[figure])
+            there, ratio = f"{peer:.3g}", f"{here / peer if figure.rising else peer / here:.2f}×"
+        yield f"| {figure.case} | {figure.what} | {figure.unit} | {here:.3g} | {there} | {ratio} |"
 
 
 def main() -> None:
@@ -264,14 +296,13 @@ def main() -> None:
             print(json.dumps({"side": side} | line, ensure_ascii=False), flush=True)
         return lines
 
-    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
-        for _ in range(args.rounds):
-            for blocks in args.blocks:
-                for workers in args.workers:
-                    case = Case(args.workload, blocks, workers, args.queries)
-                    ours += show("forebay", pool.apply(run_case, (case,)))
-                    if args.peer_python is not None:
-                        peers += show("dynamo", run_peer(args.peer_python, case))
+    for _ in range(args.rounds):
+        for blocks in args.blocks:
+            for workers in args.workers:
+                case = Case(args.workload, blocks, workers, args.queries)
+                ours += show("forebay", in_fresh_process(run_case, case))
+                if args.peer_python is not None:
+                    peers += show("dynamo", run_peer(args.peer_python, case))
     print(*table(ours, peers), sep="\n")
 
 

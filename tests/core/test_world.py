@@ -159,6 +159,16 @@ def test_a_lost_worker_strands_nobody() -> None:
     assert not len(drive.world.requests)
 
 
+def test_the_answer_of_a_worker_that_was_taken_for_lost_ends_the_request() -> None:
+    drive = Driver().fleet("a")
+    routed = only(drive("requests", request("r", PROMPTS[0])), RequestRouted)
+    drive("fleet", WorkerLost(owner_epoch=0, worker_id="a", worker_epoch=drive.epoch("a")))
+    assert len(drive.world.requests.waiting()) == 1
+    drive("progress", RequestFinished(**progress(routed), finish_reason="stop"))
+    assert not len(drive.world.requests)
+    assert drive("fleet", joined("a")) == []
+
+
 def test_what_outdated_and_foreign_workers_say_changes_nothing() -> None:
     drive = Driver().fleet("a")
     routed = only(drive("requests", request("r")), RequestRouted)
@@ -221,9 +231,7 @@ def test_a_snapshot_and_the_tail_are_the_whole(history: list[Any], cut: int) -> 
     parts = [msgspec.msgpack.decode(msgspec.msgpack.encode(part), type=type(part)) for part in whole.world.snapshot()]
     copy = Driver(restore(parts))
     assert copy.world.digest() == digest
-    assert [machine.digest() for machine in machines(copy.world)] == [
-        machine.digest() for machine in machines(whole.world)
-    ]
+    assert machine_digests(copy.world) == machine_digests(whole.world)
     whole.decided.clear()
     for drive in (whole, copy):
         perform_all(drive, history[cut:], cut)
@@ -231,8 +239,8 @@ def test_a_snapshot_and_the_tail_are_the_whole(history: list[Any], cut: int) -> 
     assert copy.world.digest() == whole.world.digest()
 
 
-def machines(world: World) -> tuple[Any, ...]:
-    return world.fleet, world.index, world.load, world.requests
+def machine_digests(world: World) -> list[int]:
+    return [machine.digest() for machine in (world.fleet, world.index, world.load, world.requests)]
 
 
 @given(histories)

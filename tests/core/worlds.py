@@ -146,7 +146,7 @@ def actions(draw: st.DrawFn) -> tuple[str, Any]:
     return kind, numbers
 
 
-histories = st.lists(actions(), max_size=60)
+histories = st.lists(actions(), max_size=120)
 
 
 def perform(drive: Driver, number: int, action: tuple[str, Any]) -> None:

@@ -9,7 +9,10 @@ import pytest
 
 from forebay.transport import sqlite_checkpoint
 from forebay.transport import sqlite_schema as schema
+from forebay.transport.base import Draft, LogError
 from forebay.transport.sqlite_checkpoint import PAGE_BYTES, Checkpointer
+from forebay.transport.sqlite_log import SqliteLog
+from tests.transport.conftest import drafts
 
 LARGE = 2 << 20
 SMALL = 64 << 10
@@ -41,6 +44,12 @@ class Writer:
     def wal_bytes(self) -> int:
         frames: int = self.db.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()[1]
         return frames * PAGE_BYTES
+
+
+def lose(path: Path) -> None:
+    """Take the file away from everybody who has not opened it yet."""
+    path.rename(path.with_name("moved"))
+    path.mkdir()
 
 
 @pytest.fixture
@@ -97,6 +106,7 @@ async def test_a_long_read_elsewhere_holds_commits_only_for_a_moment(
     await writer.run_ends()
     assert not writer.checkpointer.holding
     assert "a long read in another process" in caplog.text
+    rows.close()
     reader.close()
     writer.commit(LARGE)
     writer.step()
@@ -105,10 +115,22 @@ async def test_a_long_read_elsewhere_holds_commits_only_for_a_moment(
     assert writer.wal_bytes() < LARGE // 2
 
 
-async def test_a_disk_that_fails_is_reported_by_the_next_step(writer: Writer, path: Path) -> None:
+async def test_a_run_that_fails_is_reported_by_the_next_step(writer: Writer, path: Path) -> None:
+    lose(path)
     writer.commit(LARGE)
-    path.write_bytes(b"no database any more" * 1000)
     writer.step()
     await writer.finished.wait()
     with pytest.raises(sqlite3.Error):
         writer.step()
+
+
+async def test_a_run_that_fails_ends_the_log(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sqlite_checkpoint, "CHECKPOINT_BYTES", SMALL)
+    log = SqliteLog.open(path)
+    await log.append(drafts(1))
+    lose(path)
+    with pytest.raises(LogError, match="check the disk"):
+        while True:
+            await log.append([Draft("topic", 0, bytes(SMALL))])
+    assert log.failure is not None
+    log.close()

@@ -68,23 +68,24 @@ class BlockSets:
 
     def remove(self, bit: int, blocks: Iterable[int]) -> int:
         """Take `blocks` from the holder `bit`; how many it had."""
-        get = self._runs.get
-        taken: dict[int, _Run] = {}
-        for block in blocks:
-            run = get(block)
-            if run is not None and run.mask & bit:
-                taken[block] = run
-        for run in dict.fromkeys(taken.values()):
-            mask = run.mask ^ bit
-            for piece in self._split(run, taken):
-                if mask:
-                    self._place(_Run(piece, mask))
+        runs = self._runs
+        rest = list(blocks)
+        wanted = set(rest)
+        removed: list[int] = []
+        for run in dict.fromkeys(map(runs.get, rest)):
+            if run is None or not run.mask & bit:
+                continue
+            whole = len(wanted) >= len(run.blocks) and wanted.issuperset(run.blocks)
+            for piece in [run.blocks] if whole else self._split(run, wanted):
+                removed += piece
+                if run.mask != bit:
+                    self._place(_Run(piece, run.mask ^ bit))
                 else:
                     for block in piece:
-                        del self._runs[block]
-        self.counts[bit] = self.counts.get(bit, 0) - len(taken)
-        self.sums[bit] = (self.sums.get(bit, 0) - sum(taken)) & U64_MASK
-        return len(taken)
+                        del runs[block]
+        self.counts[bit] = self.counts.get(bit, 0) - len(removed)
+        self.sums[bit] = (self.sums.get(bit, 0) - sum(removed)) & U64_MASK
+        return len(removed)
 
     def has(self, bit: int, block: int) -> bool:
         """Whether the holder has this one block."""

@@ -184,7 +184,7 @@ def _abort(world: World, request: Request, reason: AbortReason, message: str) ->
 
 def _progress(world: World, event: AnyProgressEvent) -> None:
     try:
-        world.requests.progress(event, world.now_us)
+        request = world.requests.progress(event, world.now_us)
     except IllegalTransition:
         world.counts["outdated_progress"] += 1
         return
@@ -192,7 +192,9 @@ def _progress(world: World, event: AnyProgressEvent) -> None:
         case FirstTokenEmitted():
             world.load.prefill_done(event.request_id)
         case RequestFinished() | RequestFailed():
-            world.load.free(event.request_id)
+            # A worker that was taken for lost may have finished all the same: nothing is booked there any more.
+            if request.on_worker:
+                world.load.free(event.request_id)
         case _:
             assert_never(event)
 
