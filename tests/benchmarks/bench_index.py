@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from multiprocessing import get_context
 from pathlib import Path
@@ -59,6 +60,11 @@ class Case:
     blocks: int
     workers: int
     queries: int
+
+    @property
+    def name(self) -> str:
+        """What its lines are called."""
+        return f"{self.blocks} blocks, {self.workers} workers"
 
 
 class Figure(NamedTuple):
@@ -148,18 +154,18 @@ def run_case(case: Case) -> list[Line]:
     gc.collect()
     gc.freeze()  # the input is ours, not the index's: it must not be collected on the index's time
     index = wire.index()
-    line = {"what": "apply", **measured(lambda: apply_wire(index, bulk), load.blocks, len(bulk))}
+    line = {"what": "apply", **measured(partial(apply_wire, index, bulk), load.blocks, len(bulk))}
     rss_per_block = round(in_fresh_process(rss_of_index, bulk, case.workers) / load.blocks)
     lines: list[Line] = [line | {"rss_per_block": rss_per_block}]
     lines += [find(index, kind, wanted) for kind, wanted in queries.items()]
     other = wire.index()
-    lines.append({"what": "apply_single", **measured(lambda: apply_wire(other, single), len(single), len(single))})
+    lines.append({"what": "apply_single", **measured(partial(apply_wire, other, single), len(single), len(single))})
     blocks = sum(len(event.blocks) for event in own_parts[:REMOVED_EVENTS])
-    lines.append({"what": "remove", **measured(lambda: apply_wire(index, removed), blocks, len(removed))})
+    lines.append({"what": "remove", **measured(partial(apply_wire, index, removed), blocks, len(removed))})
     del index, other
     fresh = wire.index()
-    lines.append({"what": "apply_decoded", **measured(lambda: apply(fresh, stored), load.blocks, len(stored))})
-    return [{"case": f"{case.blocks} × {case.workers}", **line} for line in lines]
+    lines.append({"what": "apply_decoded", **measured(partial(apply, fresh, stored), load.blocks, len(stored))})
+    return [{"case": case.name, **line} for line in lines]
 
 
 def in_fresh_process(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -250,7 +256,7 @@ def run_peer(python: Path, case: Case) -> list[Line]:
     command += ["--queries", str(case.queries)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=PEER_TIMEOUT_S)
     lines: list[Line] = [json.loads(text) for text in done.stdout.splitlines()]
-    return [line for line in lines if "case" in line]
+    return [line | {"case": case.name} for line in lines if "case" in line]
 
 
 def figures(lines: Iterable[Line]) -> Iterator[tuple[Figure, float]]:
@@ -267,20 +273,20 @@ def figures(lines: Iterable[Line]) -> Iterator[tuple[Figure, float]]:
 
 
 def table(ours: Iterable[Line], peers: Iterable[Line]) -> Iterator[str]:
-    """A Markdown table of medians over the rounds; a ratio above 1 is in our favour."""
+    """A Markdown table of medians over the rounds; the ratio is above 1 where forebay is faster or smaller."""
     mine: defaultdict[Figure, list[float]] = defaultdict(list)
     theirs: defaultdict[Figure, list[float]] = defaultdict(list)
     for figure, value in figures(ours):
         mine[figure].append(value)
     for figure, value in figures(peers):
         theirs[figure].append(value)
-    yield "| blocks × workers | figure | unit | forebay | Dynamo | forebay is better by |"
+    yield "| case | figure | unit | forebay | Dynamo | ratio |"
     yield "|---|---|---|---:|---:|---:|"
     for figure, values in mine.items():
         here, there, ratio = median(values), "", ""
         if figure in theirs:
             peer = median(theirs[figure])
-            there, ratio = f"{peer:.3g}", f"{here / peer if figure.rising else peer / here:.2f}×"
+            there, ratio = f"{peer:.3g}", f"{here / peer if figure.rising else peer / here:.2f}"
         yield f"| {figure.case} | {figure.what} | {figure.unit} | {here:.3g} | {there} | {ratio} |"
 
 

@@ -1,5 +1,6 @@
 """The block pool: sharing, eviction order and conservation, through its public methods."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -124,3 +125,13 @@ def test_evictions_and_fills_explain_the_content(total: int, chains: list[tuple[
         assert sum(counts(pool)) == total
         in_use = {block for hashes, _ in held for block in hashes}
         assert pool.used == len(in_use) + sum(anonymous for _, anonymous in held)
+
+
+def test_a_warmed_pool_gives_and_evicts_what_it_was_given() -> None:
+    pool = BlockPool(3)
+    pool.warm([7, 8, 9, 10])
+    assert (pool.cached, pool.free, pool.content()) == (3, 0, frozenset({7, 8, 9}))
+    assert pool.cached_prefix([8, 9, 10], 3) == 2
+    assert pool.take([], 1) == [7]
+    with pytest.raises(AssertionError, match="empty"):
+        pool.warm([1])

@@ -347,3 +347,17 @@ def answers_from(steps: list[Step]) -> dict[tuple[str, int], list[int]]:
         for chunk in step.emitted:
             said.setdefault(chunk.request_id, (chunk.first_index, []))[1].extend(unpack_u32(chunk.token_ids))
     return {(name, first): tokens for name, (first, tokens) in said.items()}
+
+
+def test_a_warmed_engine_finds_what_an_earlier_one_held() -> None:
+    first = EngineModel(config())
+    prompt = list(range(12))
+    first.submit(request("a", prompt, 2))
+    run(first)
+    second = EngineModel(config())
+    second.warm(first.held())
+    assert second.held() == first.held()
+    second.submit(request("b", prompt, 2))
+    steps = run(second)
+    assert steps[0].first_tokens[0].cached_tokens > 0
+    assert all(change.hashes for step in steps for change in step.cache_changes)

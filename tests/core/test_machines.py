@@ -233,9 +233,9 @@ def test_progress_of_nobody_and_of_another_attempt_is_refused() -> None:
     requests, one = life_in(Phase.PREFILL)
     before = requests.digest()
     other: dict[str, Any] = {"worker_id": "w", "worker_epoch": 3, "owner_epoch": 0, "finish_reason": "stop"}
-    for fields in ({"request_id": "x", "attempt": 1}, {"request_id": "r", "attempt": 2}):
+    for name, attempt in (("x", 1), ("r", 2)):
         with pytest.raises(IllegalTransition):
-            requests.progress(RequestFinished(**other, **fields), 9)
+            requests.progress(RequestFinished(**other, request_id=name, attempt=attempt), 9)
     assert requests.digest() == before
     assert requests.progress(RequestFinished(**other, request_id="r", attempt=1), 9) is one
 

@@ -256,6 +256,14 @@ def test_the_recorded_order_leads_to_the_same_records(history: list[Any]) -> Non
     assert not followed.pending
 
 
+def test_deadlines_are_derived_from_the_recorded_clock() -> None:
+    drive = Driver().fleet("a")
+    drive("requests", request("r", timeout_us=5_000))
+    drive.wait(10_000)
+    assert [type(one) for one in drive.decided] == [RequestRouted, RequestAborted]
+    assert follow(drive, list(drive.decided)) is None
+
+
 # Divergences
 
 

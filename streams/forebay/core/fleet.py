@@ -86,16 +86,6 @@ class Fleet:
         """All members in order of worker id."""
         return [self._workers[worker_id] for worker_id in sorted(self._workers)]
 
-    def is_current(self, worker_id: str, worker_epoch: int) -> bool:
-        """Whether this is the epoch in which the worker is a member now."""
-        worker = self._workers.get(worker_id)
-        return worker is not None and worker.worker_epoch == worker_epoch
-
-    def free_slot(self, pool: str) -> int:
-        """The lowest work partition that no member of the pool has."""
-        taken = {worker.slot for worker in self._workers.values() if worker.spec.pool == pool}
-        return next(slot for slot in range(len(taken) + 1) if slot not in taken)
-
     def apply(self, event: AnyFleetEvent, offset: int) -> Worker | None:
         """Fold the event at `offset` of the topic; the worker that it is about, None for none.
 

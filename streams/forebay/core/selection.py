@@ -5,8 +5,10 @@ their range and weighted exp(-cost / temperature), as Dynamo's selector does; th
 from decimal arithmetic, because libm's exp may differ in its last bit between machines.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from decimal import Context, Decimal
+from itertools import accumulate
 
 from forebay.events.base import U64_MASK
 
@@ -37,12 +39,8 @@ def softmax_weights(costs: Sequence[float], temperature: float) -> list[int]:
 
 def draw(weights: Sequence[int], seed: int) -> int:
     """A position, drawn in proportion to the weights by the 64-bit `seed`."""
-    point = (mix64(seed) * sum(weights)) >> 64
-    for at, weight in enumerate(weights):
-        point -= weight
-        if point < 0:
-            return at
-    raise AssertionError("the point lies below the sum of the weights")
+    ends = list(accumulate(weights))
+    return bisect_right(ends, (mix64(seed) * ends[-1]) >> 64)
 
 
 def mix64(value: int) -> int:
