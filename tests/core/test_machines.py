@@ -1,6 +1,7 @@
 """Block identity, costs, choices, and the tables of the fleet and of a request's life."""
 
 from collections import Counter
+from collections.abc import Callable
 from itertools import product
 from math import exp
 from typing import Any
@@ -130,8 +131,10 @@ FACTS = (WorkerSuspect, WorkerRecovered, WorkerDraining, WorkerLost)
 def fleet_in(phase: WorkerPhase) -> Fleet:
     fleet = Fleet()
     fleet.apply(joined("w"), 3)
-    for fact in {WorkerPhase.SUSPECT: [WorkerSuspect], WorkerPhase.DRAINING: [WorkerDraining]}.get(phase, []):
-        fleet.apply(fact(owner_epoch=0, worker_id="w", worker_epoch=3), 4)
+    if phase is WorkerPhase.SUSPECT:
+        fleet.apply(WorkerSuspect(owner_epoch=0, worker_id="w", worker_epoch=3), 4)
+    if phase is WorkerPhase.DRAINING:
+        fleet.apply(WorkerDraining(owner_epoch=0, worker_id="w", worker_epoch=3), 4)
     if phase is WorkerPhase.LOST:
         fleet.apply(WorkerLost(owner_epoch=0, worker_id="w", worker_epoch=3), 4)
     return fleet
@@ -208,12 +211,13 @@ def first_token(one: Request) -> FirstTokenEmitted:
 def test_the_table_of_a_life(phase: Phase, move: Move) -> None:
     requests, one = life_in(phase)
     before = requests.digest(), list(requests.snapshot())
-    perform = {
+    moves: dict[Move, Callable[[], object]] = {
         Move.ROUTED: lambda: requests.route(one, "w2", 4, 1),
         Move.FIRST_TOKEN: lambda: requests.progress(first_token(one), 3_000),
         Move.WORKER_LOST: lambda: requests.lose_worker(one),
         Move.ENDED: lambda: requests.end(one, 3_000),
-    }[move]
+    }
+    perform = moves[move]
     if move not in TRANSITIONS[phase]:
         with pytest.raises(IllegalTransition):
             perform()

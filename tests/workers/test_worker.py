@@ -1,20 +1,29 @@
 """A worker's life on a real log: admission, work, what it writes, and how it loses its epoch."""
 
 import asyncio
+from functools import partial
 
 import msgspec
 import pytest
 
 from forebay.events.base import unpack_u32, unpack_u64
-from forebay.events.fleet import OwnershipAnnounced, WorkerLost, WorkerSpec
-from forebay.events.kv import BlocksStored
+from forebay.events.fleet import (
+    OwnershipAnnounced,
+    WorkerDraining,
+    WorkerLost,
+    WorkerRecovered,
+    WorkerSpec,
+    WorkerSuspect,
+)
+from forebay.events.kv import BlocksRemoved, BlocksStored
 from forebay.events.progress import FirstTokenEmitted, RequestFailed, RequestFinished
 from forebay.events.tokens import AttemptStarted, ResponseEnded, TokensEmitted, Usage
 from forebay.events.topics import FLEET
 from forebay.events.work import WorkCancelled
 from forebay.transport.base import Draft
-from forebay.workers.worker import Worker, WorkerReplaced
-from tests.workers.conftest import GROUP, PARTITION, WORK, Scene, until, work_item
+from forebay.workers.mock_engine import MockEngine
+from forebay.workers.worker import READ_MAX, Worker, WorkerReplaced
+from tests.workers.conftest import GROUP, PARTITION, WORK, Scene, engine_config, until, work_item
 
 
 def answer(scene: Scene, name: str, attempt: int = 1, slot: int = 3) -> list[int]:
@@ -203,6 +212,75 @@ async def test_of_two_workers_of_one_name_the_later_stays(scene: Scene) -> None:
         await task
     assert caught.group_contains(WorkerReplaced, match="later")
     assert scene.holds("later")
+
+
+async def test_evictions_are_told_with_the_sequence_going_on(scene: Scene) -> None:
+    async with scene.serving(scene.worker()) as epoch:
+        names = [f"r{number}" for number in range(20)]
+        for number, name in enumerate(names):
+            await scene.send(work_item(name, [number] * 16, 4, worker_epoch=epoch))
+            await until(partial(over, scene, name))
+    changes = scene.kv()
+    assert [event.seq for event in changes] == list(range(1, len(changes) + 1))
+    cached: set[int] = set()
+    for event in changes:
+        hashes = unpack_u64(event.sequence_hashes)
+        match event:
+            case BlocksStored():
+                assert not cached & set(hashes)
+                cached |= set(hashes)
+            case BlocksRemoved():
+                assert cached >= set(hashes)
+                cached -= set(hashes)
+    assert any(type(event) is BlocksRemoved for event in changes)
+    assert len(cached) <= scene.spec().kv_blocks_total
+
+
+async def test_a_warm_cache_is_announced_before_anything_else_of_the_epoch(scene: Scene) -> None:
+    engine = MockEngine(engine_config(), speedup=1000.0)
+    item = work_item("a", list(range(8)), 1)
+    known = unpack_u64(item.sequence_hashes)
+    engine.warm(known)
+    worker = Worker(scene.log, scene.keeper, scene.spec(), engine, token="t1", group=GROUP, partition=PARTITION)
+    async with scene.serving(worker) as epoch:
+        await scene.send(msgspec.structs.replace(item, worker_epoch=epoch))
+        await until(lambda: over(scene, "a"))
+    announced = scene.kv()[0]
+    assert (announced.worker_epoch, announced.seq) == (epoch, 1)
+    assert sorted(unpack_u64(announced.sequence_hashes)) == sorted(known)
+    assert scene.progress(RequestFinished)[0].cached_tokens == 4
+
+
+async def test_every_rank_counts_its_cache_changes_from_one(scene: Scene) -> None:
+    async with scene.serving(scene.worker(dp_size=2)) as epoch:
+        for name, rank in (("a", 0), ("b", 1), ("c", 1)):
+            await scene.send(work_item(name, [ord(name)] * 8, 1, worker_epoch=epoch, rank=rank))
+        await until(lambda: over(scene, "a", "b", "c"))
+    for rank in (0, 1):
+        numbers = [event.seq for event in scene.kv() if event.rank == rank]
+        assert numbers == list(range(1, len(numbers) + 1))
+        assert numbers
+    assert {event.rank for event in scene.tokens(TokensEmitted)} == {0, 1}
+    assert {event.rank for event in scene.loads()} == {0, 1}
+
+
+async def test_a_burst_is_taken_in_pieces_and_answered_whole(scene: Scene) -> None:
+    names = [f"r{number}" for number in range(2 * READ_MAX)]
+    async with scene.serving(scene.worker(speedup=1e6)) as epoch:
+        items = [work_item(name, [1], 1, worker_epoch=epoch) for name in names]
+        await scene.log.append([Draft(WORK.name, scene.slot, msgspec.msgpack.encode(item)) for item in items])
+        await until(lambda: len(scene.tokens(ResponseEnded)) == len(names))
+    assert [end.request_id for end in scene.tokens(ResponseEnded)] == names
+
+
+async def test_a_suspect_or_draining_worker_goes_on_with_what_it_has(scene: Scene) -> None:
+    worker = scene.worker()
+    async with scene.serving(worker) as epoch:
+        for kind in (WorkerSuspect, WorkerRecovered, WorkerDraining):
+            await scene.append(FLEET, PARTITION, kind(worker_id="w1", worker_epoch=epoch, owner_epoch=0))
+            await scene.send(work_item(kind.__name__, [1], 1, worker_epoch=epoch))
+            await until(partial(over, scene, kind.__name__))
+        assert worker.worker_epoch == epoch
 
 
 async def test_void_and_foreign_fleet_facts_change_nothing(scene: Scene) -> None:
