@@ -6,6 +6,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from forebay.core.blocks import extend_chain
+from forebay.core.prefix_index import TIERS
 from forebay.core.step import Decided, InputEvent, claim, open_run, step
 from forebay.core.world import World
 from forebay.events.base import pack_u32, pack_u64
@@ -178,7 +179,7 @@ def perform(drive: Driver, number: int, action: tuple[str, Any]) -> None:
                 event = RequestFailed(**fields, error="broken")
             drive("progress", event)
         case "stored":
-            tier = ("device", "host", "disk")[first % 3]
+            tier = TIERS[first % 3]
             parent = blocks[first] if first < len(blocks) else None
             stored = BlocksStored(
                 worker_id=worker,

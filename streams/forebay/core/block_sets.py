@@ -26,7 +26,7 @@ class _Run:
 
 
 class BlockSets:
-    """Sets of blocks, one per bit. `counts` and `sums` are per bit: how many blocks, and their sum mod 2**64."""
+    """Sets of blocks, one per bit; `counts` and `sums` have for each bit its blocks and their sum mod 2**64."""
 
     __slots__ = ("_runs", "counts", "sums")
 
@@ -36,7 +36,7 @@ class BlockSets:
         self.sums: dict[int, int] = {}
 
     def __len__(self) -> int:
-        """Distinct blocks that somebody has."""
+        """Distinct blocks that somebody has, or had when it was retired since the last sweep."""
         return len(self._runs)
 
     def add(self, bit: int, blocks: Iterable[int], parent: int | None = None) -> int:

@@ -49,10 +49,8 @@ class Checkpointer:
             frames, done = self._running.result()
             behind = done < frames or self._growth > 0
             hold = behind and not self.holding and frames * PAGE_BYTES > WAL_BYTES_MAX
-            if self.holding:
-                self._growth = 0  # a run beside the next commit would keep that from starting the WAL over
-                if done < frames:
-                    logger.warning("%s: a long read in another process keeps the WAL growing", self._path)
+            if self.holding and done < frames:
+                logger.warning("%s: a long read in another process keeps the WAL growing", self._path)
             self._running = None
             self.holding = False
         if hold or self._growth >= CHECKPOINT_BYTES:

@@ -1,0 +1,19 @@
+"""`python -m tests.benchmarks index|http [options]`: measures and prints; nothing is asserted."""
+
+import importlib
+import sys
+
+BENCHMARKS = {"index": "tests.benchmarks.bench_index", "http": "tests.benchmarks.bench_http"}
+
+
+def main() -> None:
+    """Run the benchmark that is named first."""
+    name = sys.argv[1] if len(sys.argv) > 1 else ""
+    if name not in BENCHMARKS:
+        raise SystemExit(f"which one? {', '.join(BENCHMARKS)}; then --help tells its options")
+    del sys.argv[1]
+    importlib.import_module(BENCHMARKS[name]).main()
+
+
+if __name__ == "__main__":
+    main()
