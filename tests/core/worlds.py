@@ -29,6 +29,12 @@ from forebay.events.requests import RequestCancelled, RequestSubmitted, Sampling
 BLOCK = 4
 WORKERS = ("a", "b", "c")
 PROMPTS = [extend_chain(None, [family * 100 + at for at in range(8)]) for family in range(3)]
+FACTS: dict[str, type[WorkerLost | WorkerSuspect | WorkerRecovered | WorkerDraining]] = {
+    "lose": WorkerLost,
+    "suspect": WorkerSuspect,
+    "recover": WorkerRecovered,
+    "drain": WorkerDraining,
+}
 
 Applied = tuple[str, InputEvent | None, int]
 
@@ -208,14 +214,8 @@ def perform(drive: Driver, number: int, action: tuple[str, Any]) -> None:
             drive.wait(first * 1_000)
         case "join":
             drive("fleet", joined(worker, third, dp_size=1 + first % 2))
-        case "lose":
-            drive("fleet", WorkerLost(owner_epoch=0, worker_id=worker, worker_epoch=epoch))
-        case "suspect":
-            drive("fleet", WorkerSuspect(owner_epoch=0, worker_id=worker, worker_epoch=epoch))
-        case "recover":
-            drive("fleet", WorkerRecovered(owner_epoch=0, worker_id=worker, worker_epoch=epoch))
-        case "drain":
-            drive("fleet", WorkerDraining(owner_epoch=0, worker_id=worker, worker_epoch=epoch))
+        case "lose" | "suspect" | "recover" | "drain":
+            drive("fleet", FACTS[kind](owner_epoch=0, worker_id=worker, worker_epoch=epoch))
         case "announce":
             drive("fleet", OwnershipAnnounced(owner_epoch=0))
         case "garbage":

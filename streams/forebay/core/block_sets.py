@@ -26,7 +26,7 @@ class _Run:
 
 
 class BlockSets:
-    """Sets of blocks, one per bit; `counts` and `sums` have for each bit its blocks and their sum mod 2**64."""
+    """Sets of blocks, one per bit. `counts` and `sums` are per bit: how many blocks, and their sum mod 2**64."""
 
     __slots__ = ("_runs", "counts", "sums")
 

@@ -57,7 +57,10 @@ TRANSITIONS: dict[Phase, dict[Move, Phase | None]] = {
 
 @dataclass(slots=True)
 class Request:
-    """A request under way. `offset` is that of its `RequestSubmitted`; `due_us` its deadline."""
+    """A request under way.
+
+    `offset` is that of its `RequestSubmitted`; `due_us` its deadline; `blocks_hash` is over its packed blocks.
+    """
 
     request_id: str
     content: int
@@ -68,6 +71,7 @@ class Request:
     tie_seed: int
     pool: str
     blocks: list[int]
+    blocks_hash: int
     phase: Phase = Phase.SUBMITTED
     attempt: int = 0
     worker_id: str = ""
@@ -85,7 +89,7 @@ class Requests:
 
     def __init__(self) -> None:
         self._under_way: dict[str, Request] = {}
-        self._deadlines: list[tuple[int, str]] = []
+        self._deadlines: list[tuple[int, str, int]] = []
         self._remembered: dict[int, int] = {}
         self._forget: deque[tuple[int, int]] = deque()
         self._sum = 0
@@ -109,7 +113,7 @@ class Requests:
         """A new request is under way; its id must be new."""
         assert self.content_known(request.request_id) is None
         self._under_way[request.request_id] = request
-        heappush(self._deadlines, (request.due_us, request.request_id))
+        heappush(self._deadlines, _deadline(request))
         self._sum += _term(request)
 
     def route(self, request: Request, worker_id: str, worker_epoch: int, rank: int) -> None:
@@ -242,6 +246,7 @@ class Requests:
                         tie_seed=chunk.tie_seed,
                         pool=chunk.pool,
                         blocks=unpack_u64(chunk.sequence_hashes),
+                        blocks_hash=xxh3_64_intdigest(chunk.sequence_hashes),
                         phase=Phase(chunk.phase),
                         attempt=chunk.attempt,
                         worker_id=chunk.worker_id,
@@ -270,15 +275,16 @@ class Requests:
     def _drop_ended_deadlines(self) -> None:
         # An ended request leaves its deadline behind: taking it out of the middle of a heap costs a walk.
         deadlines = self._deadlines
-        while deadlines and not self._is_deadline(*deadlines[0]):
+        while deadlines and not self._is_under_way(*deadlines[0][1:]):
             heappop(deadlines)
         if len(deadlines) > 2 * len(self._under_way) + 64:
-            deadlines[:] = [(request.due_us, request.request_id) for request in self._under_way.values()]
+            deadlines[:] = map(_deadline, self._under_way.values())
             heapify(deadlines)
 
-    def _is_deadline(self, due_us: int, request_id: str) -> bool:
+    def _is_under_way(self, request_id: str, offset: int) -> bool:
+        # By offset: a forgotten id may be used again while the deadline of its first use still lies here.
         request = self._under_way.get(request_id)
-        return request is not None and request.due_us == due_us
+        return request is not None and request.offset == offset
 
     @staticmethod
     def _in_order(requests: Iterator[Request]) -> list[Request]:
@@ -297,6 +303,7 @@ def submitted(event: RequestSubmitted, pool: str, offset: int, now_us: int) -> R
         tie_seed=event.tie_seed,
         pool=pool,
         blocks=unpack_u64(event.sequence_hashes),
+        blocks_hash=xxh3_64_intdigest(event.sequence_hashes),
     )
 
 
@@ -306,6 +313,10 @@ def content_hash(event: RequestSubmitted) -> int:
     return xxh3_64_intdigest(event.token_ids, xxh3_64_intdigest(text))
 
 
+def _deadline(request: Request) -> tuple[int, str, int]:
+    return request.due_us, request.request_id, request.offset
+
+
 def _id_hash(request_id: str) -> int:
     return xxh3_64_intdigest(request_id.encode())
 
@@ -313,7 +324,8 @@ def _id_hash(request_id: str) -> int:
 def _term(request: Request) -> int:
     text = (
         f"{request.request_id}\0{request.phase}\0{request.attempt}\0{request.worker_id}\0{request.worker_epoch}"
-        f"\0{request.rank}\0{request.offset}\0{request.due_us}\0{request.pool}"
+        f"\0{request.rank}\0{request.offset}\0{request.due_us}\0{request.pool}\0{request.reply_slot}"
+        f"\0{request.prompt_tokens}\0{request.tie_seed}\0{request.blocks_hash}"
     )
     return xxh3_64_intdigest(text.encode(), request.content)
 
