@@ -3,7 +3,7 @@
 from itertools import product
 from typing import Any
 
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from forebay.core.block_sets import BlockSets, bits_of
@@ -185,12 +185,21 @@ def test_a_cache_of_more_than_a_chunk_is_snapshotted_in_several() -> None:
     assert restored.digest() == index.digest()
 
 
-@given(
-    st.lists(
-        st.tuples(st.integers(0, 4), st.booleans(), st.lists(st.integers(1, 90), max_size=50), st.none() | BLOCKS)
-    ),
-    st.lists(st.integers(1, 90), max_size=90),
-)
+@st.composite
+def stretches(draw: st.DrawFn) -> list[int]:
+    """Blocks in order, longer than a run may be, with pieces cut out; or anything, with repetitions."""
+    if draw(st.integers(0, 3)):
+        start = draw(st.integers(1, 250))
+        holes = draw(st.sets(st.integers(1, 300), max_size=4))
+        return [block for block in range(start, min(301, start + draw(st.integers(1, 100)))) if block not in holes]
+    return draw(st.lists(st.integers(1, 300), max_size=20))
+
+
+changes = st.tuples(st.integers(0, 4), st.booleans(), stretches(), st.none() | st.integers(1, 300))
+
+
+@settings(max_examples=200)
+@given(st.lists(changes, max_size=25), stretches())
 def test_block_sets_equal_plain_sets(operations: list[Any], query: list[int]) -> None:
     sets = BlockSets()
     plain: list[set[int]] = [set() for _ in range(5)]
@@ -201,13 +210,14 @@ def test_block_sets_equal_plain_sets(operations: list[Any], query: list[int]) ->
         else:
             assert sets.remove(1 << holder, blocks) == len(set(blocks) & plain[holder])
             plain[holder].difference_update(blocks)
-    for holder, blocks in enumerate(plain):
-        assert sets.blocks_of(1 << holder) == sorted(blocks)
-        assert sets.counts.get(1 << holder, 0) == len(blocks)
-        assert sets.sums.get(1 << holder, 0) == sum(blocks)
-        assert all(sets.has(1 << holder, block) == (block in blocks) for block in range(1, 91))
+    for holder, held in enumerate(plain):
+        assert sets.blocks_of(1 << holder) == sorted(held)
+        assert sets.counts.get(1 << holder, 0) == len(held)
+        assert sets.sums.get(1 << holder, 0) == sum(held)
+        assert all(sets.has(1 << holder, block) == (block in held) for block in range(1, 301))
     assert len(sets) == len(set().union(*plain))
-    depths = {bit: depth for depth, mask in sets.drops(query, 0b11111) for bit in bits_of(mask)}
-    for holder, blocks in enumerate(plain):
-        expected = next((at for at, block in enumerate(query) if block not in blocks), len(query))
-        assert depths[1 << holder] == expected
+    for asked in (query, list(range(1, 301))):
+        depths = {bit: depth for depth, mask in sets.drops(asked, 0b11111) for bit in bits_of(mask)}
+        for holder, held in enumerate(plain):
+            expected = next((at for at, block in enumerate(asked) if block not in held), len(asked))
+            assert depths[1 << holder] == expected

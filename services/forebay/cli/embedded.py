@@ -100,7 +100,7 @@ async def _running(settings: Embedded, model: Model) -> AsyncIterator[_System]:
             for number in range(settings.workers)
         ]
         parts = await stack.enter_async_context(_tasks(owner, workers, ingress))
-        await _until_ready(owner, settings.workers, caches, parts)
+        await _until_ready(owner, workers, caches, parts)
         yield _System(ingress, build_server(build_app(ingress, registry)))
 
 
@@ -161,21 +161,19 @@ def _caches(owner: Owner) -> dict[str, list[int]]:
     return caches
 
 
-def _announced(owner: Owner, workers: int, caches: dict[str, list[int]]) -> bool:
-    if ready_workers(owner) < workers:
+def _admitted(owner: Owner, worker: Worker, cache: list[int]) -> bool:
+    """Whether a worker of this process, not its namesake of an earlier one, may get requests and is known warm."""
+    member = owner.world.fleet.get(worker.spec.worker_id)
+    if member is None or member.worker_epoch != worker.worker_epoch or member.phase is not WorkerPhase.READY:
         return False
-    index, fleet = owner.world.index, owner.world.fleet
-    return all(
-        index.blocks_held(worker.spec.worker_id, 0, "device")
-        >= min(len(caches.get(worker.spec.worker_id, [])), worker.spec.kv_blocks_total)
-        for worker in fleet.workers()
-    )
+    announced = min(len(cache), worker.spec.kv_blocks_total)
+    return owner.world.index.blocks_held(worker.spec.worker_id, 0, "device") >= announced
 
 
 async def _until_ready(
-    owner: Owner, workers: int, caches: dict[str, list[int]], parts: list["asyncio.Task[None]"]
+    owner: Owner, workers: list[Worker], caches: dict[str, list[int]], parts: list["asyncio.Task[None]"]
 ) -> None:
-    while not _announced(owner, workers, caches):
+    while not all(_admitted(owner, worker, caches.get(worker.spec.worker_id, [])) for worker in workers):
         await asyncio.sleep(0.01)
         for part in parts:
             if part.done():

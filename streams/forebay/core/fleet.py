@@ -171,7 +171,6 @@ class Fleet:
 
 def _term(worker: Worker) -> int:
     text = (
-        f"{worker.spec!r}\0{worker.lease}\0{worker.slot}\0{worker.worker_epoch}\0{worker.from_offset}"
-        f"\0{worker.phase}"
+        f"{worker.spec!r}\0{worker.lease}\0{worker.slot}\0{worker.worker_epoch}\0{worker.from_offset}\0{worker.phase}"
     )
     return xxh3_64_intdigest(text.encode())

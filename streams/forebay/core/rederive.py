@@ -54,6 +54,9 @@ class Rederivation:
             claim(self.world, offset)
             self.pending = deque(msgspec.structs.replace(decided, owner_epoch=offset) for decided in self.pending)
             return None
+        times = [self.world.now_us, *(run.now_us for run in record.consumed)]
+        if times != sorted(times):
+            return Divergence(offset, "its clock runs backwards", record, None)
         self._consume(record, events)
         match record:
             case RequestRouted() | RequestRejected() | RequestAborted():

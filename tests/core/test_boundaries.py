@@ -1,0 +1,155 @@
+"""The edges of the core's rules: the very microsecond, the next rank, the phase, the order of names."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from forebay.core.fleet import Fleet
+from forebay.core.lifecycle import REMEMBER_US
+from forebay.core.prefix_index import PrefixIndex
+from forebay.core.rederive import Rederivation
+from forebay.core.step import advance
+from forebay.core.world import World
+from forebay.events.base import pack_u32, pack_u64
+from forebay.events.control import PoolConfigured
+from forebay.events.decisions import OwnerClaimed, RequestAborted, RequestRejected, RequestRouted, SnapshotTaken
+from forebay.events.fleet import OwnershipAnnounced, WorkerDraining, WorkerLost, WorkerRecovered, WorkerSuspect
+from forebay.events.kv import BlocksStored
+from forebay.events.metrics import LoadReported
+from forebay.events.progress import FirstTokenEmitted, RequestFinished
+from forebay.events.requests import RequestCancelled
+from tests.core.worlds import BLOCK, PROMPTS, Driver, joined, request
+
+
+def about(drive: Driver, worker_id: str) -> dict[str, Any]:
+    return {"owner_epoch": 0, "worker_id": worker_id, "worker_epoch": drive.epoch(worker_id)}
+
+
+def routes(decided: list[Any]) -> list[tuple[str, str, int]]:
+    return [(one.request_id, one.worker_id, one.attempt) for one in decided if isinstance(one, RequestRouted)]
+
+
+def test_a_deadline_passes_in_its_microsecond_and_not_before() -> None:
+    drive = Driver().fleet("a")
+    drive("requests", request("r", timeout_us=1_000))
+    assert drive.wait(999) == []
+    (ended,) = drive.wait(1)
+    assert isinstance(ended, RequestAborted)
+    assert drive.world.requests.next_due_us() == drive.now_us + REMEMBER_US
+
+
+def test_an_id_is_forgotten_in_its_microsecond_and_not_before() -> None:
+    drive = Driver().fleet("a")
+    drive("requests", request("r", nonce=1))
+    drive("requests", RequestCancelled(request_id="r"))
+    drive.wait(REMEMBER_US - 1)
+    assert drive("requests", request("r", nonce=1), after_us=0) == []
+    (routed,) = drive("requests", request("r", nonce=1), after_us=1)
+    assert isinstance(routed, RequestRouted)
+
+
+@pytest.mark.parametrize("fact", [WorkerSuspect, WorkerDraining])
+def test_only_ready_workers_get_requests(fact: Any) -> None:
+    drive = Driver().fleet("a", "b")
+    drive("fleet", fact(**about(drive, "a")))
+    for number in range(4):
+        (routed,) = drive("requests", request(f"r{number}", PROMPTS[0]))
+        assert isinstance(routed, RequestRouted)
+        assert (routed.worker_id, routed.candidates) == ("b", 1)
+    drive("fleet", fact(**about(drive, "b")))
+    (rejected,) = drive("requests", request("late"))
+    assert isinstance(rejected, RequestRejected)
+    assert rejected.reason == "no_workers"
+
+
+def test_a_draining_worker_finishes_what_it_has() -> None:
+    drive = Driver().fleet("a")
+    (routed,) = drive("requests", request("r", PROMPTS[0]))
+    assert drive("fleet", WorkerDraining(**about(drive, "a"))) == []
+    assert drive.world.requests.under_way()[0].on_worker
+    drive("progress", RequestFinished(request_id="r", attempt=1, finish_reason="stop", **about(drive, "a")))
+    assert not len(drive.world.requests)
+    assert isinstance(routed, RequestRouted)
+
+
+def test_stranded_requests_move_in_the_order_of_submission_when_a_worker_recovers() -> None:
+    drive = Driver().fleet("a", "b")
+    drive("fleet", WorkerSuspect(**about(drive, "b")))
+    for name in ("z", "m", "a"):
+        drive("requests", request(name, PROMPTS[0]))
+    assert drive("fleet", WorkerLost(**about(drive, "a"))) == []
+    assert routes(drive("fleet", WorkerRecovered(**about(drive, "b")))) == [("z", "b", 2), ("m", "b", 2), ("a", "b", 2)]
+
+
+def test_what_an_earlier_attempt_says_is_outdated() -> None:
+    drive = Driver().fleet("a", "b")
+    (first,) = drive("requests", request("r", PROMPTS[0]))
+    assert isinstance(first, RequestRouted)
+    was = about(drive, first.worker_id)
+    ((_, other, attempt),) = routes(drive("fleet", WorkerLost(**was)))
+    assert attempt == 2
+    drive("progress", FirstTokenEmitted(request_id="r", attempt=1, **was))
+    drive("progress", FirstTokenEmitted(request_id="r", attempt=1, **about(drive, other)))
+    drive("progress", FirstTokenEmitted(request_id="r", attempt=2, **was))
+    assert drive.world.counts["outdated_progress"] == 3
+    assert drive.world.load.loads([])[other, 0].prefill_tokens == len(PROMPTS[0]) * BLOCK + 2
+    drive("progress", FirstTokenEmitted(request_id="r", attempt=2, **about(drive, other)))
+    assert drive.world.load.loads([])[other, 0].prefill_tokens == 0
+
+
+def test_a_report_of_the_rank_after_the_last_is_foreign() -> None:
+    drive = Driver().fleet("a")
+    load = {"running": 1, "waiting": 0, "kv_blocks_used": 0, "kv_blocks_total": 1}
+    drive("metrics", LoadReported(worker_id="a", worker_epoch=drive.epoch("a"), rank=1, **load))
+    assert drive.world.counts == {"foreign_load_report": 1}
+
+
+def test_more_hashes_than_tokens_book_no_negative_load() -> None:
+    drive = Driver().fleet("a")
+    stored = BlocksStored(worker_id="a", worker_epoch=drive.epoch("a"), seq=1, sequence_hashes=pack_u64(PROMPTS[0]))
+    drive("kv-events", stored)
+    (routed,) = drive("requests", request("r", PROMPTS[0], token_ids=pack_u32([1, 2, 3])))
+    assert isinstance(routed, RequestRouted)
+    assert drive.world.load.loads([])["a", 0].prefill_tokens == 0
+    assert routed.terms.cost == len(PROMPTS[0])
+
+
+def test_a_model_of_two_pools_goes_to_the_first_by_name() -> None:
+    drive = Driver()
+    for name in ("z", "b"):
+        drive("control", PoolConfigured(pool=name, model="m", block_size=BLOCK))
+        drive("fleet", joined(f"in-{name}", pool=name))
+    (routed,) = drive("requests", request("r"))
+    assert isinstance(routed, RequestRouted)
+    assert (routed.pool, routed.worker_id) == ("b", "in-b")
+
+
+def test_events_of_a_coming_epoch_are_as_foreign_as_those_of_a_past_one() -> None:
+    index = PrefixIndex()
+    index.add_holder("a", 0, 5)
+    before = index.digest()
+    for epoch in (4, 6):
+        index.apply(BlocksStored(worker_id="a", worker_epoch=epoch, seq=1, sequence_hashes=pack_u64([1])))
+    assert (index.counts, index.digest()) == ({"stale_epoch": 2}, before)
+
+
+def test_the_announced_owner_goes_on_speaking() -> None:
+    fleet = Fleet()
+    for offset in (1, 2):
+        fleet.apply(OwnershipAnnounced(owner_epoch=7), offset)
+    fleet.apply(msgspec.structs.replace(joined("a"), owner_epoch=7), 3)
+    fleet.apply(WorkerSuspect(owner_epoch=7, worker_id="a", worker_epoch=3), 4)
+    assert [worker.phase for worker in fleet.workers()] == ["suspect"]
+
+
+def test_a_snapshot_stands_right_after_its_seal() -> None:
+    world = World()
+    sealed = advance(world)
+    followed = Rederivation(World())
+    followed.apply(0, OwnerClaimed(owner_id="o", core_version=1), {})
+    assert followed.apply(1, msgspec.structs.replace(sealed, owner_epoch=0), {}) is None
+    elsewhere = SnapshotTaken(owner_epoch=0, seq=1, first_offset=0, chunks=1, digest=sealed.digest, journal_offset=3)
+    divergence = followed.apply(2, elsewhere, {})
+    assert divergence is not None
+    assert "not of the state" in divergence.reason

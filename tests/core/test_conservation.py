@@ -1,0 +1,288 @@
+"""Nothing is lost or counted twice: redeliveries, ends, bookings, clock runs, and every fact of a snapshot."""
+
+from collections import Counter
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forebay.core.load import Load, RankLoad
+from forebay.core.rederive import Rederivation
+from forebay.core.selection import WEIGHT_ONE, softmax_weights
+from forebay.core.step import CLOCK, Decided, InputEvent, advance
+from forebay.core.world import World, restore
+from forebay.events.base import pack_u64
+from forebay.events.codec import decode, encode
+from forebay.events.decisions import RequestAborted, RequestRejected, RequestRouted, Run
+from forebay.events.kv import BlocksStored
+from forebay.events.metrics import LoadReported
+from forebay.events.progress import RequestFailed, RequestFinished
+from forebay.events.requests import RequestCancelled
+from forebay.events.snapshots import Booking, Chunk, SnapshotChunk, WorldState
+from forebay.events.topics import SNAPSHOTS
+from tests.core.worlds import BLOCK, PROMPTS, Driver, histories, perform_all, request
+
+
+class Careful(Driver):
+    """A driver that keeps the books itself: clock runs, ends reported by workers, and each event twice on demand."""
+
+    def __init__(self, *, twice: bool = False) -> None:
+        super().__init__()
+        self.order: list[tuple[str, int]] = []
+        self.finished = 0
+        self.twice = twice
+
+    def __call__(self, topic: str, event: InputEvent | None, after_us: int = 10) -> list[Decided]:
+        made = self._once(topic, event, after_us)
+        if self.twice:
+            before = state(self.world)
+            again = self._once(topic, event, 0)
+            assert state(self.world) == before
+            assert all(isinstance(one, RequestRejected) for one in again)
+        return made
+
+    def wait(self, us: int) -> list[Decided]:
+        self._note_clock(us)
+        return super().wait(us)
+
+    def _once(self, topic: str, event: InputEvent | None, after_us: int) -> list[Decided]:
+        self._note_clock(after_us)
+        before = len(self.world.requests)
+        made = super().__call__(topic, event, after_us)
+        self.order.append((topic, self.now_us))
+        if isinstance(event, RequestFinished | RequestFailed):
+            aborted = sum(isinstance(one, RequestAborted) for one in made)
+            self.finished += before - aborted - len(self.world.requests)
+        return made
+
+    def _note_clock(self, after_us: int) -> None:
+        due_us = self.world.requests.next_due_us()
+        if due_us is not None and due_us <= self.now_us + after_us:
+            self.order.append((CLOCK, self.now_us + after_us))
+
+
+def state(world: World) -> tuple[Any, ...]:
+    machines = (world.fleet, world.index, world.load, world.requests)
+    return [machine.digest() for machine in machines], dict(world.pools), world.turns
+
+
+def expanded(runs: Iterator[Run]) -> Iterator[tuple[str, int]]:
+    for run in runs:
+        yield from [(run.topic, run.now_us)] * (run.count or 1)
+
+
+def through_the_wire(world: World) -> list[Chunk]:
+    chunk = SnapshotChunk(owner_epoch=0, number=0, parts=tuple(world.snapshot()))
+    decoded: SnapshotChunk = decode(SNAPSHOTS, encode(SNAPSHOTS, chunk))
+    return list(decoded.parts)
+
+
+@given(histories)
+def test_a_redelivered_event_changes_nothing(history: list[Any]) -> None:
+    perform_all(Careful(twice=True).fleet("a", "b"), history)
+
+
+@given(histories)
+def test_submitted_is_under_way_and_ended_and_rejected(history: list[Any]) -> None:
+    drive = Careful()
+    perform_all(drive.fleet("a", "b"), history)
+    began = [one.request_id for one in drive.decided if isinstance(one, RequestRouted) and one.attempt == 1]
+    aborted = [one.request_id for one in drive.decided if isinstance(one, RequestAborted)]
+    under_way = [one.request_id for one in drive.world.requests.under_way()]
+    assert not Counter(aborted + under_way) - Counter(began)
+    assert len(began) == len(aborted) + len(under_way) + drive.finished
+    for name in under_way:
+        drive("requests", RequestCancelled(request_id=name))
+    assert not len(drive.world.requests)
+    assert all(load == RankLoad(0, 0, 0, 0) for load in drive.world.load.loads([]).values())
+    assert not [chunk for chunk in drive.world.load.snapshot() if isinstance(chunk, Booking)]
+
+
+@given(histories)
+def test_consumed_names_every_event_and_every_time_at_which_only_time_passed(history: list[Any]) -> None:
+    drive = Careful()
+    perform_all(drive, history)
+    records = [*drive.decided, advance(drive.world)]
+    assert list(expanded(run for record in records for run in record.consumed)) == drive.order
+
+
+@given(histories)
+def test_the_winner_is_never_dearer_than_the_runner_up(history: list[Any]) -> None:
+    drive = perform_all(Driver().fleet("a", "b"), [one for one in history if one[0] != "pool"])
+    for routed in drive.decided:
+        if isinstance(routed, RequestRouted) and routed.runner_up is not None:
+            assert routed.terms.cost <= routed.runner_up.terms.cost
+            assert (routed.ties > 1) == (routed.terms.cost == routed.runner_up.terms.cost)
+            assert (routed.worker_id, routed.rank) != (routed.runner_up.worker_id, routed.runner_up.rank)
+
+
+# Snapshots
+
+
+@given(histories)
+def test_a_restored_world_tells_the_same_facts(history: list[Any]) -> None:
+    whole = perform_all(Driver().fleet("a", "b"), history).world
+    advance(whole)
+    copy = restore(through_the_wire(whole))
+    assert list(copy.snapshot()) == list(whole.snapshot())
+    assert copy.digest() == whole.digest()
+    assert copy.requests.next_due_us() == whole.requests.next_due_us()
+    for prompt in PROMPTS:
+        assert copy.load.loads(prompt) == whole.load.loads(prompt)
+        assert copy.index.overlaps(prompt) == whole.index.overlaps(prompt)
+
+
+def eventful_world() -> World:
+    drive = Driver().fleet("a", "b")
+    for seq, tier in enumerate(("device", "host", "disk"), 1):
+        fields: dict[str, Any] = {"worker_id": "a", "worker_epoch": drive.epoch("a"), "seq": seq, "tier": tier}
+        drive("kv-events", BlocksStored(**fields, sequence_hashes=pack_u64(PROMPTS[seq - 1])))
+    load = {"running": 1, "waiting": 2, "kv_blocks_used": 3, "kv_blocks_total": 4}
+    drive("metrics", LoadReported(worker_id="b", worker_epoch=drive.epoch("b"), **load))
+    for name, prompt in (("r1", PROMPTS[0]), ("r2", PROMPTS[1]), ("r3", [])):
+        drive("requests", request(name, prompt))
+    drive("requests", RequestCancelled(request_id="r3"))
+    advance(drive.world)
+    return drive.world
+
+
+EVENTFUL = list(eventful_world().snapshot())
+NO_STATE = {("WorldState", "owner_epoch"), ("WorldState", "seq")}  # of the journal, which says them itself
+FACTS = [
+    (at, field)
+    for at, part in enumerate(EVENTFUL)
+    for field in part.__struct_fields__
+    if (type(part).__name__, field) not in NO_STATE
+]
+
+
+def changed(value: Any) -> Any:
+    match value:
+        case bytes():
+            return value[:-1] + bytes([value[-1] ^ 1])
+        case "prefill":
+            return "decode"
+        case "ready":
+            return "draining"
+        case "device" | "host" | "disk":
+            return "host" if value == "disk" else "disk"
+        case str():
+            return value + "x"
+        case int():
+            return value + 1
+        case tuple():
+            return value[:-1]
+        case _:
+            return msgspec.structs.replace(value, engine="other")
+
+
+@pytest.mark.parametrize(("at", "field"), FACTS, ids=str)
+def test_the_digest_covers_every_fact_of_a_snapshot(at: int, field: str) -> None:
+    part = EVENTFUL[at]
+    other = msgspec.structs.replace(part, **{field: changed(getattr(part, field))})
+    chunks: list[Chunk] = [*EVENTFUL[:at], other, *EVENTFUL[at + 1 :]]
+    try:
+        digest = restore(chunks).digest()
+    except (KeyError, AssertionError):
+        return  # it does not even fit in
+    assert digest != restore(EVENTFUL).digest()
+
+
+def test_the_eventful_world_has_every_kind_of_fact() -> None:
+    assert {type(part) for part in EVENTFUL} == set(Chunk.__args__)
+    assert isinstance(EVENTFUL[0], WorldState)
+
+
+# Load against plain sums
+
+RANKS = [("w", 0), ("w", 1), ("v", 0)]
+prompts = st.tuples(st.integers(0, 2), st.integers(0, 8)).map(lambda drawn: PROMPTS[drawn[0]][: drawn[1]])
+operations = st.tuples(st.sampled_from(["book", "book", "first", "free"]), st.integers(0, 99), prompts)
+
+
+@given(st.lists(operations, max_size=60), prompts)
+def test_loads_equal_plain_sums(history: list[tuple[str, int, list[int]]], query: list[int]) -> None:
+    load = Load()
+    for key in RANKS:
+        load.add_rank(*key)
+    idle = load.digest()
+    plain: dict[str, tuple[tuple[str, int], int, list[int]]] = {}
+    for at, (kind, number, blocks) in enumerate(history):
+        name = sorted(plain)[number % len(plain)] if plain else ""
+        if kind == "book":
+            plain[f"r{at}"] = (RANKS[number % 3], number, blocks)
+            load.book(f"r{at}", RANKS[number % 3], number, blocks)
+        elif name and kind == "first":
+            plain[name] = (plain[name][0], 0, plain[name][2])
+            load.prefill_done(name)
+        elif name:
+            del plain[name]
+            load.free(name)
+    found = load.loads(query)
+    for key in RANKS:
+        mine = [one for one in plain.values() if one[0] == key]
+        held = {block for _, _, blocks in mine for block in blocks}
+        new = len([block for block in query if block not in held])
+        assert found[key] == RankLoad(sum(tokens for _, tokens, _ in mine), len(held), len(mine), new)
+    restored = Load()
+    for key in RANKS:
+        restored.add_rank(*key)
+    for chunk in load.snapshot():
+        restored.restore(chunk)
+    assert (restored.digest(), restored.loads(query)) == (load.digest(), found)
+    for name in plain:
+        load.free(name)
+    assert load.digest() == idle
+
+
+# What went wrong once
+
+
+def test_an_id_that_comes_back_with_the_deadline_of_its_first_use_is_ended_once() -> None:
+    drive = Driver().fleet("a")
+    drive("requests", request("other", timeout_us=250_000_000))
+    drive("requests", request("r", timeout_us=300_000_000, nonce=1))
+    due_us = drive.now_us + 300_000_000
+    drive("requests", RequestCancelled(request_id="r"))
+    drive.wait(120_000_000)
+    drive("requests", request("r", timeout_us=due_us - drive.now_us - 10, nonce=2))
+    ended = drive.wait(400_000_000)
+    assert [(type(one), one.request_id) for one in ended if isinstance(one, RequestAborted)] == [
+        (RequestAborted, "other"),
+        (RequestAborted, "r"),
+    ]
+    assert len(ended) == 2
+
+
+def test_a_recorded_clock_that_runs_backwards_is_a_divergence() -> None:
+    drive = Driver().fleet("a")
+    (routed,) = drive("requests", request("r", PROMPTS[0]))
+    early = Run(topic="requests", count=1, now_us=drive.now_us - 1)
+    lie = msgspec.structs.replace(routed, consumed=(*routed.consumed, early))
+    divergence = Rederivation(World()).apply(1, lie, {})
+    assert divergence is not None
+    assert (divergence.reason, divergence.derived) == ("its clock runs backwards", None)
+
+
+def test_the_weights_of_the_worked_example_are_these_integers() -> None:
+    weights = softmax_weights([0.0, 3.0, 9.0], 1.0)
+    assert weights[0] == WEIGHT_ONE == 1 << 53
+    assert weights == softmax_weights([9.0, 3.0, 0.0], 1.0)[::-1]
+    assert weights == softmax_weights([1.0, 4.0, 10.0], 1.0), "only differences count"
+    assert [round(weight / WEIGHT_ONE, 12) for weight in weights] == [1.0, 0.716531310574, 0.367879441171]
+
+
+@pytest.mark.parametrize(("length", "cached"), list(product((0, 1, 8), (0, 5, 8))))
+def test_what_is_booked_is_what_is_not_cached(length: int, cached: int) -> None:
+    drive = Driver().fleet("a")
+    stored: dict[str, Any] = {"worker_id": "a", "worker_epoch": drive.epoch("a"), "seq": 1}
+    drive("kv-events", BlocksStored(**stored, sequence_hashes=pack_u64(PROMPTS[0][:cached])))
+    blocks = PROMPTS[0][:length]
+    drive("requests", request("r", blocks))
+    overlap = min(cached, len(blocks))
+    load = drive.world.load.loads(blocks)["a", 0]
+    assert load == RankLoad(len(blocks) * BLOCK + 2 - overlap * BLOCK, len(blocks), 1, 0)
