@@ -62,16 +62,20 @@ class Scene:
         token_ids = self.model.encode(text)
         return self.emit(name, token_ids, first=first, attempt=attempt, worker=worker)
 
-    def emit(self, name: str, token_ids: list[int], *, first: int = 0, attempt: int = 1, worker: str = "w1") -> int:
+    def emit(
+        self, name: str, token_ids: list[int], *, first: int = 0, attempt: int = 1, worker: str = "w1", owner: int = 1
+    ) -> int:
         """Emit tokens; the position after them."""
         chunk = TokenChunk(request_id=name, attempt=attempt, first_index=first, token_ids=pack_u32(token_ids))
-        self.send(TokensEmitted(worker_id=worker, worker_epoch=1, owner_epoch=1, chunks=(chunk,)))
+        self.send(TokensEmitted(worker_id=worker, worker_epoch=1, owner_epoch=owner, chunks=(chunk,)))
         return first + len(token_ids)
 
-    def end(self, name: str, *, reason: Any = "length", attempt: int = 1, cached: int = 0, said: int = 1) -> None:
+    def end(
+        self, name: str, *, reason: Any = "length", attempt: int = 1, cached: int = 0, said: int = 1, owner: int = 1
+    ) -> None:
         """End an answer well."""
         usage = Usage(prompt_tokens=9, output_tokens=said, cached_tokens=cached)
-        ended = ResponseEnded(request_id=name, attempt=attempt, owner_epoch=1, finish_reason=reason, usage=usage)
+        ended = ResponseEnded(request_id=name, attempt=attempt, owner_epoch=owner, finish_reason=reason, usage=usage)
         self.send(ended)
 
     def refuse(self, name: str, status: int, code: str, *, attempt: int = 0) -> None:
@@ -79,9 +83,9 @@ class Scene:
         error = AnswerError(status=status, code=code, message=f"because of {code}")
         self.send(ResponseEnded(request_id=name, attempt=attempt, owner_epoch=1, finish_reason="error", error=error))
 
-    def start_attempt(self, name: str, attempt: int) -> None:
-        """A later attempt begins."""
-        self.send(AttemptStarted(request_id=name, attempt=attempt, owner_epoch=1, worker_id="w2"))
+    def start_attempt(self, name: str, attempt: int, *, owner: int = 1) -> None:
+        """A later attempt begins, or the same one under a later owner."""
+        self.send(AttemptStarted(request_id=name, attempt=attempt, owner_epoch=owner, worker_id="w2"))
 
     async def cancelled(self) -> RequestCancelled:
         """The first cancellation on the log."""

@@ -145,6 +145,34 @@ async def test_a_later_attempt_never_repeats_a_token(scene: Scene) -> None:
     assert events(response)[-2]["forebay"] == {"request_id": name, "worker": "w2", "rank": 0, "attempts": 2}
 
 
+async def test_what_an_earlier_owner_ordered_is_void_once_a_later_one_began(scene: Scene) -> None:
+    tokens = scene.model.encode("the river ran down the mountain")
+    asking = ask(scene, chat())
+    name = (await scene.next_request()).request_id
+    scene.emit(name, tokens[:3])
+    scene.start_attempt(name, 1, owner=7)
+    scene.emit(name, [9, 9, 9], first=3, owner=1)
+    scene.end(name, owner=1)
+    scene.emit(name, tokens[3:], first=3, owner=7)
+    scene.end(name, owner=7)
+    assert (await asking).json()["choices"][0]["message"]["content"] == "the river ran down the mountain"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_gap_is_an_error_and_never_a_short_answer(scene: Scene, stream: bool) -> None:
+    tokens = scene.model.encode("the river ran down the mountain")
+    asking = ask(scene, chat(stream=stream))
+    name = (await scene.next_request()).request_id
+    scene.emit(name, tokens[:2])
+    scene.emit(name, tokens[3:], first=3)
+    scene.end(name, said=len(tokens))
+    response = await asking
+    error = events(response)[-1]["error"] if stream else response.json()["error"]
+    assert (error["code"], error["message"]) == ("tokens_missing", "the answer has a gap after 2 tokens")
+    assert response.status_code == (200 if stream else 502)
+    assert (await scene.cancelled()).request_id == name
+
+
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_refusal_is_a_real_status(scene: Scene, stream: bool) -> None:
     asking = ask(scene, chat(stream=stream))
@@ -223,6 +251,40 @@ async def test_a_failed_log_is_a_503(scene: Scene) -> None:
     response = await ask(scene, chat())
     assert (response.status_code, response.json()["error"]["code"]) == (503, "log_unavailable")
     assert not len(scene.ingress.replies)
+
+
+async def test_a_commit_that_fails_is_a_503_for_all_who_wait(scene: Scene) -> None:
+    waiting = ask(scene, chat())
+    await scene.next_request()
+    scene.log._db.execute("PRAGMA query_only = ON")
+    for asking in (ask(scene, chat()), waiting):
+        response = await asking
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "log_unavailable")
+    assert scene.log.failure is not None
+    assert not len(scene.ingress.replies)
+
+
+async def test_a_client_that_reads_nothing_is_let_go_after_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forebay.ingress.answer.GRACE_S", 0.01)
+    async with make_scene(timeout_s=0.01) as scene:
+        body = json.dumps(chat(stream=True)).encode()
+
+        async def receive() -> dict[str, Any]:
+            if incoming:
+                return incoming.pop()
+            return await asyncio.Future()
+
+        async def send(_: Any) -> None:
+            await asyncio.Future()
+
+        incoming = [{"type": "http.request", "body": body, "more_body": False}]
+        scope = {"type": "http", "method": "POST", "path": CHAT, "query_string": b"", "headers": []}
+        serving = asyncio.create_task(scene.app(scope, receive, send))
+        scene.say((await scene.next_request()).request_id, " one")
+        await serving
+        assert (await scene.cancelled()).reason == "deadline"
+        assert not len(scene.ingress.replies)
+        assert scene.metric(f'dynamo_frontend_disconnected_clients{{model="{NAME}"}} 1.0')
 
 
 class TestOverTcp:

@@ -58,6 +58,11 @@ def test_templates_may_refuse_and_may_be_files_or_named(tmp_path: Path) -> None:
     assert Model(named).render([]) == "d"
 
 
+def test_a_template_knows_of_tools_that_there_are_none(tmp_path: Path) -> None:
+    source = "{% if tools is not none or documents is not none %}tools{% else %}plain{% endif %}"
+    assert Model(copy(tmp_path, chat_template=source)).render([]) == "plain"
+
+
 def test_a_template_cannot_reach_the_machine(tmp_path: Path) -> None:
     source = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
     with pytest.raises(ApiError, match="refuses"):

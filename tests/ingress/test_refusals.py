@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from forebay.events.base import unpack_u32
 from forebay.events.requests import Sampling
 from forebay.ingress.errors import ApiError
 from forebay.ingress.ingress import Prompt
@@ -50,8 +51,36 @@ def chat(**changes: Any) -> dict[str, Any]:
             CHAT,
             chat(messages=[{"role": "user", "content": "x", "tool_calls": [1]}]),
             400,
+            "unsupported_parameter",
+            "messages[0].tool_calls",
+        ),
+        (
+            CHAT,
+            chat(messages=[{"role": "tool", "content": "x", "tool_call_id": "1"}]),
+            400,
+            "unsupported_parameter",
+            "messages[0].tool_call_id",
+        ),
+        (
+            CHAT,
+            chat(messages=[{"role": "user", "content": "x", "n": 1}]),
+            400,
             "unknown_parameter",
-            "tool_calls",
+            "messages[0].n",
+        ),
+        (
+            CHAT,
+            chat(messages=[{"role": "user", "content": [{"type": "text"}]}]),
+            400,
+            "invalid_value",
+            "messages[0].content[0].text is missing",
+        ),
+        (
+            CHAT,
+            chat(messages=[{"role": "user", "content": [{"type": "text", "text": "x", "odd": 1}]}]),
+            400,
+            "unknown_parameter",
+            "messages[0].content[0].odd",
         ),
         (CHAT, chat(max_tokens=0), 400, "invalid_value", "max_tokens"),
         (CHAT, chat(max_tokens=-1), 400, "invalid_value", "max_tokens"),
@@ -63,6 +92,8 @@ def chat(**changes: Any) -> dict[str, Any]:
         (CHAT, chat(temperature=3), 400, "invalid_value", "temperature"),
         (CHAT, chat(top_p=0), 400, "invalid_value", "top_p"),
         (CHAT, chat(n=2), 400, "unsupported_parameter", "n must be 1"),
+        (CHAT, chat(n=True), 400, "unsupported_parameter", "n must be 1"),
+        (CHAT, chat(logprobs=0), 400, "unsupported_parameter", "logprobs"),
         (CHAT, chat(logprobs=True), 400, "unsupported_parameter", "logprobs"),
         (CHAT, chat(tools=[{"type": "function"}]), 400, "unsupported_parameter", "tools"),
         (CHAT, chat(response_format={"type": "json_object"}), 400, "unsupported_parameter", "response_format"),
@@ -96,12 +127,37 @@ async def test_refused_by_name(scene: Scene, path: str, body: Any, status: int, 
     assert scene.requests() == []
 
 
-async def test_neutral_values_of_what_is_not_served_are_taken(scene: Scene) -> None:
-    neutral = {"n": 1, "logprobs": False, "presence_penalty": 0, "tools": [], "response_format": {"type": "text"}}
+@pytest.mark.parametrize(
+    "neutral",
+    [
+        {"n": 1, "logprobs": False, "presence_penalty": 0, "tools": [], "response_format": {"type": "text"}},
+        {"presence_penalty": 0.0, "frequency_penalty": 0.0},
+    ],
+)
+async def test_neutral_values_of_what_is_not_served_are_taken(scene: Scene, neutral: dict[str, Any]) -> None:
     asking = asyncio.create_task(scene.client.post(CHAT, json=chat(**neutral)))
     request = await scene.next_request()
     scene.refuse(request.request_id, 418, "teapot")
     assert (await asking).status_code == 418
+
+
+async def test_an_answer_may_be_sent_back_as_the_next_turn(scene: Scene) -> None:
+    asking = asyncio.create_task(scene.client.post(CHAT, json=chat()))
+    request = await scene.next_request()
+    scene.say(request.request_id, " good day")
+    scene.end(request.request_id)
+    message = (await asking).json()["choices"][0]["message"]
+    again = asyncio.create_task(scene.client.post(CHAT, json=chat(messages=[*HELLO, message, *HELLO])))
+    request = await scene.next_request()
+    turns = [*HELLO, {"role": "assistant", "content": " good day"}, *HELLO]
+    assert unpack_u32(request.token_ids) == scene.model.encode(scene.model.render(turns))
+    scene.end(request.request_id)
+    assert (await again).status_code == 200
+
+
+async def test_a_declared_length_beyond_numbers_is_too_large(scene: Scene) -> None:
+    response = await scene.client.post(CHAT, content=b"{}", headers={"content-length": "9" * 5_000})
+    assert response.status_code == 413
 
 
 async def test_a_body_without_length_is_bounded_too(scene: Scene) -> None:
@@ -143,7 +199,7 @@ async def test_no_bytes_break_the_server(raw: bytes) -> None:
         assert 400 <= response.status_code < 500, response.text
 
 
-def _refuse_all(request_id: str, prompt: Prompt, sampling: Sampling) -> Stream:
+async def _refuse_all(request_id: str, prompt: Prompt, sampling: Sampling) -> Stream:
     raise ApiError(418, "valid", "the body was valid")
 
 

@@ -15,7 +15,9 @@ U64_MASK = (1 << 64) - 1
 U32_BYTES = 4
 U64_BYTES = 8
 
-Count = Annotated[int, msgspec.Meta(ge=0)]
+# JSON integers have no end of their own; beyond these, what decodes could not be encoded again.
+Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+U64 = Annotated[int, msgspec.Meta(ge=0)]  # on msgpack topics only, where the wire ends at 64 bits
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 Digest = Annotated[
     str,

@@ -7,7 +7,7 @@ import msgspec
 from forebay.events.base import Event, Name, Part
 
 RouterMode = Literal["kv", "round-robin"]
-Weight = Annotated[float, msgspec.Meta(ge=0.0)]
+Weight = Annotated[float, msgspec.Meta(ge=0.0, le=1e6)]  # finite, and so is every cost
 
 
 class RouterConfig(Part, frozen=True, kw_only=True):
@@ -27,7 +27,7 @@ class PoolConfigured(Event, tag="control.pool_configured", frozen=True, kw_only=
 
     pool: Name
     model: Name
-    block_size: Annotated[int, msgspec.Meta(ge=1)]
+    block_size: Annotated[int, msgspec.Meta(ge=1, le=(1 << 31) - 1)]
     router: RouterConfig = RouterConfig()
     attempts_max: Annotated[int, msgspec.Meta(ge=1)] = 3  # a request that loses this many workers is given up
     at_us: int = 0

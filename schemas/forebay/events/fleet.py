@@ -9,7 +9,8 @@ import msgspec
 
 from forebay.events.base import Count, Event, Name, Part
 
-Positive = Annotated[int, msgspec.Meta(ge=1)]
+Positive = Annotated[int, msgspec.Meta(ge=1, le=(1 << 31) - 1)]
+Ranks = Annotated[int, msgspec.Meta(ge=1, le=1024)]  # every rank is a candidate of every decision
 
 
 class WorkerSpec(Part, frozen=True, kw_only=True):
@@ -22,7 +23,7 @@ class WorkerSpec(Part, frozen=True, kw_only=True):
     max_num_seqs: Positive
     max_num_batched_tokens: Positive
     pool: Name = "default"
-    dp_size: Positive = 1
+    dp_size: Ranks = 1
     engine: str = "mock"
 
 

@@ -4,13 +4,15 @@ from typing import Annotated
 
 import msgspec
 
-from forebay.events.base import U32_BYTES, U64_BYTES, Count, Event, Name, Part, require_packed
+from forebay.events.base import U32_BYTES, U64, U64_BYTES, Count, Event, Name, Part, require_packed
+
+TIMEOUT_US_MAX = 86_400_000_000  # a day: whoever waits longer is gone
 
 
 class Sampling(Part, frozen=True, kw_only=True):
     """How to generate; passed through to the engine. Names and meanings are OpenAI's."""
 
-    max_tokens: Annotated[int, msgspec.Meta(ge=1)]
+    max_tokens: Annotated[int, msgspec.Meta(ge=1, le=(1 << 31) - 1)]
     temperature: float = 1.0
     top_p: float = 1.0
     seed: int | None = None
@@ -30,10 +32,10 @@ class RequestSubmitted(Event, tag="request.submitted", frozen=True, kw_only=True
     token_ids: bytes
     sequence_hashes: bytes
     reply_slot: Count
-    timeout_us: Annotated[int, msgspec.Meta(ge=1)]
-    tie_seed: Count
+    timeout_us: Annotated[int, msgspec.Meta(ge=1, le=TIMEOUT_US_MAX)]
+    tie_seed: U64
     sampling: Sampling
-    nonce: Count = 0  # one for each submission: a redelivery repeats it, another use of the same id does not
+    nonce: U64 = 0  # one for each submission: a redelivery repeats it, another use of the same id does not
     ingress_id: str = ""
     at_us: int = 0  # the ingress's clock: for people and latency figures only
 

@@ -3,7 +3,7 @@
 Valid only once the journal holds the matching `SnapshotTaken`.
 """
 
-from forebay.events.base import U64_BYTES, Count, Event, Name, Part, require_packed
+from forebay.events.base import U64, U64_BYTES, Count, Event, Name, Part, require_packed
 from forebay.events.control import PoolConfigured
 from forebay.events.decisions import Run
 from forebay.events.fleet import WorkerSpec
@@ -49,12 +49,12 @@ class RequestState(Part, tag_field="type", tag="request_state", frozen=True, kw_
 
     request_id: Name
     phase: str
-    content: Count
+    content: U64
     due_us: int
     offset: Count
     reply_slot: Count
     prompt_tokens: Count
-    tie_seed: Count
+    tie_seed: U64
     pool: Name
     attempt: Count
     worker_id: str
@@ -106,13 +106,20 @@ class Reported(Part, tag_field="type", tag="reported", frozen=True, kw_only=True
     kv_blocks_total: Count
 
 
+class PoolTurns(Part, frozen=True, kw_only=True):
+    """How many requests a pool has routed: whose turn it is by round robin."""
+
+    pool: Name
+    turns: Count
+
+
 class WorldState(Part, tag_field="type", tag="world_state", frozen=True, kw_only=True):
     """What the world holds beside its machines. `view` has one run per topic: count is the next offset."""
 
     now_us: int
     view: tuple[Run, ...]
     pools: tuple[PoolConfigured, ...]
-    turns: Count  # decisions made by round robin
+    turns: tuple[PoolTurns, ...]
     owner_epoch: int
     fleet_epoch: int  # the newest owner epoch announced on `fleet`, as applied
     seq: Count

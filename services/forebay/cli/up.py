@@ -40,7 +40,7 @@ def up(
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences a worker runs at once.")] = 256,
     max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="Tokens of one engine step.")] = 8_192,
     lease_ttl_s: Annotated[float, typer.Option(min=0.1, help="A worker silent for this long is lost.")] = 30.0,
-    timeout_s: Annotated[float, typer.Option(min=0.001, help="For a whole request.")] = 600.0,
+    timeout_s: Annotated[float, typer.Option(min=0.001, max=86_400, help="For a whole request.")] = 600.0,
     snapshot_every: Annotated[int, typer.Option(min=1, help="Journal records between snapshots.")] = 5_000,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what the parts do.")] = False,
 ) -> None:

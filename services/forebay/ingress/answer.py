@@ -14,7 +14,7 @@ from forebay.events.tokens import ResponseEnded, Usage
 from forebay.ingress.errors import ApiError
 from forebay.ingress.ingress import GRACE_S, Ingress
 from forebay.ingress.render import Served, Shape
-from forebay.ingress.streams import Stream
+from forebay.ingress.streams import TOKENS_MISSING, Stream
 from forebay.ingress.text import TextAssembler
 
 DISCONNECTED = "client disconnected"
@@ -53,27 +53,41 @@ class Answer(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the answer; whatever happens, nothing is left running."""
         stream, asked = self._stream, self._asked
-        loop = asyncio.get_running_loop()
-        watch = loop.create_task(_until_disconnect(receive, stream))
-        deadline = loop.call_later(self._ingress.settings.timeout_s + GRACE_S, stream.interrupt, TIMED_OUT)
+        watch = asyncio.get_running_loop().create_task(_until_disconnect(receive, stream))
         self._metrics.inflight.inc()
         status = "error"
         try:
-            await (self._send_stream(send) if asked.stream else self._send_whole(send))
-            status = "success"
-        except ApiError as error:
-            self._metrics.refused.labels(error.code).inc()
-            await _send_error(send, error, asked.request_id)
-        except _Gone:
+            status = await self._send(send)
+        except (_Gone, TimeoutError):
             status = "cancelled"
+            self._metrics.disconnected.inc()
         finally:
-            deadline.cancel()
             watch.cancel()
             self._ingress.replies.close(asked.request_id)
             if stream.ended is None:
                 self._ingress.cancel(asked.request_id, self._reason or stream.broken or DISCONNECTED)
             self._metrics.inflight.dec()
             self._count(status)
+
+    async def _send(self, send: Send) -> str:
+        """Send the answer or an error; the status to count. Raises TimeoutError when the client takes neither."""
+        wait_s = self._ingress.settings.timeout_s + GRACE_S
+        async with asyncio.timeout(None) as limit:
+            deadline = asyncio.get_running_loop().call_later(wait_s, self._expire, limit)
+            try:
+                await (self._send_stream(send) if self._asked.stream else self._send_whole(send))
+            except ApiError as error:
+                self._metrics.refused.labels(error.code).inc()
+                await _send_error(send, error, self._asked.request_id)
+                return "error"
+            finally:
+                deadline.cancel()
+        return "success"
+
+    def _expire(self, limit: asyncio.Timeout) -> None:
+        self._stream.interrupt(TIMED_OUT)
+        # A client that does not read holds the answer up in `send`, where an interruption is not seen.
+        limit.reschedule(asyncio.get_running_loop().time() + GRACE_S)
 
     async def _send_stream(self, send: Send) -> None:
         piece = await self._next()
@@ -123,10 +137,11 @@ class Answer(Response):
         if stream.ended is not None:
             return self._finish(stream.ended)
         if stream.broken == DISCONNECTED:
-            self._metrics.disconnected.inc()
             raise _Gone
         if stream.broken == TIMED_OUT:
             raise ApiError(504, "deadline_exceeded", f"no answer within {self._ingress.settings.timeout_s:g} s")
+        if stream.broken == TOKENS_MISSING:
+            raise ApiError(502, "tokens_missing", f"the answer has a gap after {stream.next_index} tokens")
         raise ApiError(503, "log_unavailable", stream.broken or "the log is unavailable")
 
     def _finish(self, ended: ResponseEnded) -> str:

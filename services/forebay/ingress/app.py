@@ -18,6 +18,7 @@ from forebay.ingress.openai import BodyT, ChatBody, CompletionBody, TextBody, pa
 from forebay.ingress.render import Shape
 from forebay.ingress.text import TextAssembler
 
+LENGTH_DIGITS_MAX = 19  # of a 64-bit content-length
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
@@ -39,7 +40,7 @@ def _add_completions(app: FastAPI, ingress: Ingress) -> None:
         body = await _body(request, ChatBody, ingress)
         text = ingress.model.render(body.chat())
         token_ids = await ingress.tokenise(text)
-        return _answer(request, ingress, body, token_ids, began_s)
+        return await _answer(request, ingress, body, token_ids, began_s)
 
     @app.post("/v1/completions", openapi_extra=_body_schema(TextBody))
     async def completions(request: Request) -> Response:
@@ -48,10 +49,12 @@ def _add_completions(app: FastAPI, ingress: Ingress) -> None:
         body = await _body(request, TextBody, ingress)
         prompt = body.prompt
         token_ids = await ingress.tokenise(prompt) if isinstance(prompt, str) else prompt
-        return _answer(request, ingress, body, token_ids, began_s)
+        return await _answer(request, ingress, body, token_ids, began_s)
 
 
-def _answer(request: Request, ingress: Ingress, body: CompletionBody, token_ids: list[int], began_s: float) -> Response:
+async def _answer(
+    request: Request, ingress: Ingress, body: CompletionBody, token_ids: list[int], began_s: float
+) -> Response:
     chat = isinstance(body, ChatBody)
     request_id = _request_id(request, "chatcmpl-" if chat else "cmpl-")
     prompt = ingress.prompt(token_ids)
@@ -66,7 +69,7 @@ def _answer(request: Request, ingress: Ingress, body: CompletionBody, token_ids:
     )
     text = TextAssembler(ingress.model.decoder(), body.stop_strings)
     shape = Shape(chat=chat, response_id=request_id, model=body.model, created=int(time.time()))
-    return Answer(ingress, asked, ingress.submit(request_id, prompt, sampling), shape, text)
+    return Answer(ingress, asked, await ingress.submit(request_id, prompt, sampling), shape, text)
 
 
 def _add_models(app: FastAPI, ingress: Ingress) -> None:
@@ -142,7 +145,8 @@ async def _body(request: Request, kind: type[BodyT], ingress: Ingress) -> BodyT:
     limit = ingress.settings.body_bytes_max
     too_large = ApiError(413, "body_too_large", f"the body is larger than {limit} bytes")
     declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared) > limit:
+    # Python converts no more than 4,300 digits, hence the length.
+    if declared.isdecimal() and (len(declared) > LENGTH_DIGITS_MAX or int(declared) > limit):
         raise too_large
     raw = bytearray()
     async for part in request.stream():

@@ -123,7 +123,7 @@ class Ingress:
             ignore_eos=body.ignore_eos,
         )
 
-    def submit(self, request_id: str, prompt: Prompt, sampling: Sampling) -> Stream:
+    async def submit(self, request_id: str, prompt: Prompt, sampling: Sampling) -> Stream:
         """Put a request on the log and listen for its answer. Raises ApiError."""
         if request_id in self.replies:
             raise ApiError(409, "duplicate_request_id", f"the request id {request_id} is under way")
@@ -142,24 +142,28 @@ class Ingress:
             at_us=time.time_ns() // 1000,
         )
         stream = self.replies.open(request_id)
+        submitted = False
         try:
-            self._append(request_id, event)
+            await self._log.append([self._draft(request_id, event)])
+            submitted = True
         except LogError as error:
-            self.replies.close(request_id)
+            # A log that failed stays failed: the others would wait for their deadline in vain.
+            self.replies.interrupt_all(str(error))
             raise ApiError(503, "log_unavailable", str(error)) from error
         except ValueError as error:
-            self.replies.close(request_id)
             raise ApiError(413, "request_too_large", str(error)) from error
+        finally:
+            if not submitted:
+                self.replies.close(request_id)
         return stream
 
     def cancel(self, request_id: str, reason: str) -> None:
         """Nobody wants the answer any more."""
         event = RequestCancelled(request_id=request_id, reason=reason, at_us=time.time_ns() // 1000)
         try:
-            self._append(request_id, event)
+            self._log.append_soon([self._draft(request_id, event)])
         except LogError as error:
             logger.warning("request %s is not cancelled: %s", request_id, error)
 
-    def _append(self, request_id: str, event: Event) -> None:
-        draft = Draft(REQUESTS.name, self.settings.partition, encode(REQUESTS, event), request_id.encode())
-        self._log.append_soon([draft])
+    def _draft(self, request_id: str, event: Event) -> Draft:
+        return Draft(REQUESTS.name, self.settings.partition, encode(REQUESTS, event), request_id.encode())

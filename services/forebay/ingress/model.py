@@ -55,7 +55,9 @@ class Model:
         if self._template is None:
             raise invalid("this model has no chat template; use /v1/completions", "messages", "no_chat_template")
         try:
-            text: str = self._template.render(messages=messages, add_generation_prompt=True, **self._special)
+            text: str = self._template.render(
+                messages=messages, tools=None, documents=None, add_generation_prompt=True, **self._special
+            )
             return text
         except (TemplateError, TypeError, ValueError) as error:
             raise invalid(f"the chat template refuses these messages: {error}", "messages") from error

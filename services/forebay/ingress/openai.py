@@ -3,6 +3,7 @@
 Source: OpenAI API reference, chat completions and completions; `ignore_eos` is vLLM's extension.
 """
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -13,8 +14,10 @@ STOP_STRINGS_MAX = 4
 MESSAGES_MAX = 10_000
 SEED_MAX = (1 << 63) - 1
 
+Neutral = Mapping[str, tuple[Any, ...]]
+
 # Parameters that OpenAI has and forebay lacks, with the values that ask for nothing.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
+NEUTRAL: Neutral = {
     "audio": (None,),
     "best_of": (None, 1),
     "echo": (None, False),
@@ -28,6 +31,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "parallel_tool_calls": (None, True, False),
     "prediction": (None,),
     "presence_penalty": (None, 0),
+    "prompt_cache_retention": (None,),
     "reasoning_effort": (None,),
     "response_format": (None, {"type": "text"}),
     "service_tier": (None, "auto", "default"),
@@ -40,6 +44,16 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "web_search_options": (None,),
 }
 IGNORED = frozenset({"metadata", "prompt_cache_key", "safety_identifier", "user"})
+# Clients send an answer's message back as they got it, so what asks for nothing is taken here too.
+MESSAGE_NEUTRAL: Neutral = {
+    "annotations": (None, []),
+    "audio": (None,),
+    "function_call": (None,),
+    "refusal": (None,),
+    "tool_call_id": (None,),
+    "tool_calls": (None, []),
+}
+NONE_NEUTRAL: Neutral = {}
 
 
 BodyT = TypeVar("BodyT", bound="CompletionBody")
@@ -60,7 +74,7 @@ class TextPart(_Body):
     """A piece of a message; only text is served."""
 
     type: str
-    text: str = ""
+    text: str | None = None
 
 
 class Message(_Body):
@@ -86,11 +100,11 @@ class CompletionBody(_Body):
 
     @model_validator(mode="after")
     def _check(self) -> "CompletionBody":
-        refuse_extra(self, "")
+        refuse_extra(self, "", NEUTRAL, IGNORED)
         if len(self.stop_strings) > STOP_STRINGS_MAX or "" in self.stop_strings:
             raise invalid(f"stop takes up to {STOP_STRINGS_MAX} strings, none of them empty", "stop")
         if self.stream_options is not None:
-            refuse_extra(self.stream_options, "stream_options.")
+            refuse_extra(self.stream_options, "stream_options.", NONE_NEUTRAL)
             if not self.stream:
                 raise invalid("stream_options is only allowed when stream is true", "stream_options")
         return self
@@ -126,7 +140,7 @@ class ChatBody(CompletionBody):
         """The messages as chat templates take them. Raises ApiError for parts that are not text."""
         turns = []
         for at, message in enumerate(self.messages):
-            refuse_extra(message, f"messages[{at}].")
+            refuse_extra(message, f"messages[{at}].", MESSAGE_NEUTRAL)
             turns.append({"role": _role(message.role), "content": _text(message, at)})
         return turns
 
@@ -137,15 +151,16 @@ class TextBody(CompletionBody):
     prompt: str | list[Annotated[int, Field(ge=0, lt=1 << 32)]]
 
 
-def refuse_extra(body: BaseModel, where: str) -> None:
+def refuse_extra(body: BaseModel, where: str, neutral: Neutral, ignored: frozenset[str] = frozenset()) -> None:
     """Raise ApiError for a parameter that is not served, or that nobody knows."""
     for name, value in (body.model_extra or {}).items():
-        if name in IGNORED:
+        if name in ignored:
             continue
-        neutral = NEUTRAL.get(name)
-        if neutral is None:
+        accepted = neutral.get(name)
+        if accepted is None:
             raise invalid(f"unknown parameter: {where}{name}", f"{where}{name}", "unknown_parameter")
-        if not any(value == known and type(value) is type(known) for known in neutral):
+        # In Python 0 is False and 1 is True, on the wire they are not; but 0.0 is 0 on both.
+        if not any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in accepted):
             if name in ("n", "best_of"):
                 raise invalid(f"{where}{name} must be 1", f"{where}{name}", "unsupported_parameter")
             raise invalid(f"{where}{name} is not supported", f"{where}{name}", "unsupported_parameter")
@@ -183,8 +198,13 @@ def _text(message: Message, at: int) -> str:
         raise invalid(f"messages[{at}].content is missing", f"messages[{at}].content")
     if isinstance(message.content, str):
         return message.content
-    for number, part in enumerate(message.content):
-        if part.type != "text":
-            where = f"messages[{at}].content[{number}]"
-            raise invalid(f"{where}: parts of type {part.type} are not supported", where, "unsupported_parameter")
-    return "".join(part.text for part in message.content)
+    return "".join(_part_text(part, f"messages[{at}].content[{number}]") for number, part in enumerate(message.content))
+
+
+def _part_text(part: TextPart, where: str) -> str:
+    if part.type != "text":
+        raise invalid(f"{where}: parts of type {part.type} are not supported", where, "unsupported_parameter")
+    refuse_extra(part, f"{where}.", NONE_NEUTRAL)
+    if part.text is None:
+        raise invalid(f"{where}.text is missing", f"{where}.text")
+    return part.text

@@ -9,19 +9,20 @@ from collections.abc import Callable
 
 from forebay.events.base import unpack_u32
 from forebay.events.codec import DecodeError, decode
-from forebay.events.tokens import AttemptStarted, ResponseEnded, TokenEvent, TokensEmitted
+from forebay.events.tokens import AttemptStarted, ResponseEnded, TokenChunk, TokenEvent, TokensEmitted
 from forebay.events.topics import TOKENS
 from forebay.transport.base import Log, LogError
 
 logger = logging.getLogger(__name__)
 
 READ_MAX = 256  # records between two chances for others to run
+TOKENS_MISSING = "tokens are missing"
 
 
 class Stream:
     """What has come for one request and was not taken yet. One reader."""
 
-    __slots__ = ("_waiter", "attempt", "broken", "ended", "next_index", "rank", "tokens", "worker_id")
+    __slots__ = ("_valid_from", "_waiter", "attempt", "broken", "ended", "next_index", "rank", "tokens", "worker_id")
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -31,26 +32,38 @@ class Stream:
         self.rank = 0
         self.ended: ResponseEnded | None = None
         self.broken: str | None = None
+        self._valid_from = (0, -1)
         self._waiter: asyncio.Future[None] | None = None
 
-    def push(self, attempt: int, first_index: int, token_ids: list[int], worker_id: str, rank: int) -> None:
-        """Take in tokens from position `first_index` on; a later attempt says what is known already again."""
-        if attempt < self.attempt:
+    def start(self, attempt: int, owner_epoch: int) -> None:
+        """A later attempt, or one under a later owner, begins: what is lower is void from here on."""
+        self._valid_from = max(self._valid_from, (attempt, owner_epoch))
+        self.attempt = self._valid_from[0]
+
+    def push(self, event: TokensEmitted, chunk: TokenChunk) -> None:
+        """Take in new tokens; a later attempt says what is known already again."""
+        if self._is_void(chunk.attempt, event.owner_epoch):
             return
-        self.attempt = attempt
-        known = self.next_index - first_index
-        if known < 0 or known >= len(token_ids):
+        if chunk.attempt > self.attempt:
+            self.start(chunk.attempt, -1)
+        token_ids = unpack_u32(chunk.token_ids)
+        known = self.next_index - chunk.first_index
+        if known < 0:
+            self.interrupt(TOKENS_MISSING)
             return
-        self.worker_id, self.rank = worker_id, rank
+        if self.broken == TOKENS_MISSING or known >= len(token_ids):
+            return
+        self.worker_id, self.rank = event.worker_id, event.rank
         self.tokens += token_ids[known:] if known else token_ids
-        self.next_index = first_index + len(token_ids)
+        self.next_index += len(token_ids) - known
         self._notify()
 
     def end(self, event: ResponseEnded) -> None:
         """Nothing more comes, of this attempt or a later one."""
-        if event.attempt >= self.attempt:
-            self.ended = event
-            self._notify()
+        if self._is_void(event.attempt, event.owner_epoch) or self.broken == TOKENS_MISSING:
+            return
+        self.ended = event
+        self._notify()
 
     def interrupt(self, reason: str) -> None:
         """Nobody waits for more: the client left, the time is over, or the log is gone."""
@@ -71,6 +84,9 @@ class Stream:
             await self._waiter
         finally:
             self._waiter = None
+
+    def _is_void(self, attempt: int, owner_epoch: int) -> bool:
+        return (attempt, owner_epoch) < self._valid_from
 
     def _notify(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -138,13 +154,7 @@ class ReplyReader:
                 for chunk in event.chunks:
                     stream = self._streams.get(chunk.request_id)
                     if stream is not None:
-                        stream.push(
-                            chunk.attempt,
-                            chunk.first_index,
-                            unpack_u32(chunk.token_ids),
-                            event.worker_id,
-                            event.rank,
-                        )
+                        stream.push(event, chunk)
             case ResponseEnded():
                 stream = self._streams.get(event.request_id)
                 if stream is not None:
@@ -152,4 +162,4 @@ class ReplyReader:
             case AttemptStarted():
                 stream = self._streams.get(event.request_id)
                 if stream is not None:
-                    stream.attempt = max(stream.attempt, event.attempt)
+                    stream.start(event.attempt, event.owner_epoch)

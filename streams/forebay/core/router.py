@@ -45,7 +45,7 @@ def options_for(request: Request, fleet: Fleet, index: PrefixIndex, load: Load) 
 
 
 def choose(pool: PoolConfigured, request: Request, options: Sequence[Option], turn: int) -> Choice:
-    """Pick one of the options (at least one). `turn` counts the decisions before, for round robin."""
+    """Pick one of the options (at least one). `turn` counts the pool's decisions before, for round robin."""
     assert options, "somebody must be eligible"
     config = pool.router
     costs = cost_table(config, request.prompt_tokens, pool.block_size, options)

@@ -120,9 +120,10 @@ def _submit(world: World, event: RequestSubmitted, offset: int) -> list[Decided]
 
 def _route(world: World, request: Request, options: list[Option]) -> RequestRouted:
     pool = world.pools[request.pool]
-    choice = choose(pool, request, options, world.turns)
+    turn = world.turns.get(pool.pool, 0)
+    choice = choose(pool, request, options, turn)
     option = choice.option
-    world.turns += 1
+    world.turns[pool.pool] = turn + 1
     world.requests.route(request, option.worker_id, option.worker_epoch, option.rank)
     cached_tokens = min(option.overlap.device * pool.block_size, request.prompt_tokens)
     key = (option.worker_id, option.rank)

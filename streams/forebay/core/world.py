@@ -21,6 +21,7 @@ from forebay.events.snapshots import (
     Chunk,
     IndexBlocks,
     IndexCursor,
+    PoolTurns,
     Remembered,
     Reported,
     RequestState,
@@ -49,7 +50,7 @@ class World:
         self.view: dict[str, int] = {}
         self.consumed: list[Run] = []
         self.now_us = 0
-        self.turns = 0
+        self.turns: dict[str, int] = {}
         self.owner_epoch = -1
         self.seq = 0
         self.counts: Counter[str] = Counter()
@@ -100,7 +101,7 @@ class World:
                 str([machine.digest() for machine in (self.fleet, self.index, self.load, self.requests)]),
                 str([self.pools[name] for name in sorted(self.pools)]),
                 str(sorted(self.view.items())),
-                str((self.now_us, self.turns)),
+                str((self.now_us, sorted(self.turns.items()))),
             )
         )
         return xxh3_64_intdigest(text.encode())
@@ -112,7 +113,7 @@ class World:
             now_us=self.now_us,
             view=tuple(Run(topic=topic, count=count, now_us=0) for topic, count in sorted(self.view.items())),
             pools=tuple(self.pools[name] for name in sorted(self.pools)),
-            turns=self.turns,
+            turns=tuple(PoolTurns(pool=pool, turns=turns) for pool, turns in sorted(self.turns.items())),
             owner_epoch=self.owner_epoch,
             fleet_epoch=self.fleet.owner_epoch,
             seq=self.seq,
@@ -129,7 +130,8 @@ def restore(chunks: Iterable[Chunk]) -> World:
     for chunk in chunks:
         match chunk:
             case WorldState():
-                world.now_us, world.turns, world.seq = chunk.now_us, chunk.turns, chunk.seq
+                world.now_us, world.seq = chunk.now_us, chunk.seq
+                world.turns = {pool.pool: pool.turns for pool in chunk.turns}
                 world.view = {run.topic: run.count for run in chunk.view}
                 world.pools = {pool.pool: pool for pool in chunk.pools}
                 world.owner_epoch = chunk.owner_epoch

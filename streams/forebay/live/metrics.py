@@ -19,7 +19,7 @@ class OwnerMetrics(Collector):
         """The metrics as they are now."""
         world = self._owner.world
         routed = CounterMetricFamily("dynamo_component_router_requests", "requests routed", labels=["model"])
-        routed.add_metric([self._model], world.turns)
+        routed.add_metric([self._model], sum(world.turns.values()))
         yield routed
         records = CounterMetricFamily("forebay_owner_journal_records", "journal records written", labels=["model"])
         records.add_metric([self._model], self._owner.records_written)

@@ -68,8 +68,12 @@ class RecordedOrder:
     def _reader(self, topic: str) -> EventReader:
         reader = self._readers.get(topic)
         if reader is None:
+            try:
+                known = topic_named(topic)
+            except KeyError as error:
+                raise LogError(f"the journal names the topic {topic}, which this version does not know") from error
             offset = self._view.get(topic, 0)
-            reader = self._readers[topic] = EventReader(self._log, topic_named(topic), self._partition, offset)
+            reader = self._readers[topic] = EventReader(self._log, known, self._partition, offset)
         return reader
 
 
