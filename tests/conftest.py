@@ -1,8 +1,11 @@
 """Settings of the whole suite: Hypothesis draws the same examples everywhere unless asked to explore."""
 
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
-settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
+# A busy machine makes drawing slow, which says nothing about the test.
+UNHURRIED = [HealthCheck.too_slow]
+
+settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True, suppress_health_check=UNHURRIED)
 settings.register_profile("explore", deadline=None, print_blob=True, max_examples=2_000)
 settings.load_profile("ci")
 
