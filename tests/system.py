@@ -140,7 +140,7 @@ class System:
 
     def events(self, topic: Topic, kind: type | None = None, partition: int = 0) -> list[Any]:
         """All events of a partition so far."""
-        records = self.log.read(topic.name, partition, 0, READ_MAX)
+        records = self.log.records(topic.name, partition, 0, READ_MAX)
         found = [decode(topic, record.value) for record in records]
         return [event for event in found if kind is None or isinstance(event, kind)]
 

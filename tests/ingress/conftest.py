@@ -43,7 +43,7 @@ class Scene:
 
     def requests(self, kind: type | None = None) -> list[Any]:
         """What the ingress put on the log."""
-        found = [decode(REQUESTS, record.value) for record in self.log.read(REQUESTS.name, 0, 0, 10_000)]
+        found = [decode(REQUESTS, record.value) for record in self.log.records(REQUESTS.name, 0, 0, 10_000)]
         return [event for event in found if kind is None or isinstance(event, kind)]
 
     async def next_request(self) -> RequestSubmitted:
@@ -108,7 +108,9 @@ async def make_scene(**changes: Any) -> AsyncIterator[Scene]:
     fields: dict[str, Any] = {"block_size": 4, "reply_slot": SLOT, "body_bytes_max": BODY_MAX, "timeout_s": 30.0}
     settings = IngressSettings(model_name=NAME, ingress_id="i1", **{**fields, **changes})
     scenes: list[Scene] = []
-    ingress = Ingress(log, Model(DEFAULT_MODEL), settings, IngressMetrics(registry, NAME), lambda: scenes[0].is_ready)
+    ingress = Ingress(
+        log, Model(DEFAULT_MODEL), settings, IngressMetrics(registry, NAME), lambda: scenes[0].is_ready, 0
+    )
     scenes.append(Scene(log, ingress, registry))
     running = asyncio.create_task(ingress.run())
     try:

@@ -38,7 +38,7 @@ def lease(left_ms: int = 30_000, token: str = "t1", spec: WorkerSpec = SPEC, nam
 
 
 def facts(log: SqliteLog) -> list[FleetEvent]:
-    return [decode(FLEET, record.value) for record in log.read(FLEET.name, 0, 0, 100)]
+    return [decode(FLEET, record.value) for record in log.records(FLEET.name, 0, 0, 100)]
 
 
 def admission(log: SqliteLog) -> Admission:

@@ -31,8 +31,8 @@ async def log() -> AsyncIterator[SqliteLog]:
     opened.close()
 
 
-def proven(log: SqliteLog) -> Report:
-    report = verify(log)
+async def proven(log: SqliteLog) -> Report:
+    report = await verify(log)
     assert report.divergence is None, report.divergence
     assert report.verified == report.decisions
     return report
@@ -53,7 +53,7 @@ async def test_a_request_is_routed_answered_and_its_prefix_found_again(log: Sqli
         assert (end.usage.prompt_tokens, end.usage.output_tokens, end.usage.cached_tokens) == (16, 3, 12)
         assert len(system.answer("b")) == 3
         await until(lambda: not len(owner.world.requests))
-    proven(log)
+    await proven(log)
 
 
 async def test_refusals_are_decisions_with_answers(log: SqliteLog) -> None:
@@ -67,7 +67,7 @@ async def test_refusals_are_decisions_with_answers(log: SqliteLog) -> None:
         ]
         statuses = {name: end.error.status for name, (end,) in system.ends().items() if end.error}
         assert statuses == {"nobody": 503, "wrong": 404}
-    proven(log)
+    await proven(log)
 
 
 async def test_a_repeated_record_changes_nothing_and_a_reused_id_is_refused(log: SqliteLog) -> None:
@@ -81,7 +81,7 @@ async def test_a_repeated_record_changes_nothing_and_a_reused_id_is_refused(log:
         assert len(system.decisions(RequestRouted)) == 1
         (refused,) = system.decisions(RequestRejected)
         assert refused.reason == "duplicate_id"
-    proven(log)
+    await proven(log)
 
 
 async def test_a_cancelled_request_leaves_nothing_running(log: SqliteLog) -> None:
@@ -96,7 +96,7 @@ async def test_a_cancelled_request_leaves_nothing_running(log: SqliteLog) -> Non
         assert (aborted.reason, aborted.worker_id) == ("cancelled", "slow")
         assert not len(owner.world.requests)
         assert owner.world.load.loads([])["slow", 0].active_requests == 0
-    proven(log)
+    await proven(log)
 
 
 async def test_a_deadline_passes_by_the_recorded_clock(log: SqliteLog) -> None:
@@ -108,7 +108,7 @@ async def test_a_deadline_passes_by_the_recorded_clock(log: SqliteLog) -> None:
         (end,) = system.ends()["a"]
         assert end.error is not None
         assert (end.error.status, end.error.code) == (504, "deadline_exceeded")
-    proven(log)
+    await proven(log)
 
 
 async def test_a_record_that_does_not_decode_goes_to_dead_letters(log: SqliteLog) -> None:
@@ -116,14 +116,14 @@ async def test_a_record_that_does_not_decode_goes_to_dead_letters(log: SqliteLog
         await until(lambda: len(owner.world.fleet) == 1)
         log.append_soon([Draft(REQUESTS.name, 0, b"\xffno event", b"key", {"from": "elsewhere"})])
         system.send(submitted("a", PREFIX))
-        await until(lambda: "a" in system.ends() and log.end(DEAD_LETTERS.name, 0))
-        (letter,) = log.read(DEAD_LETTERS.name, 0, 0, 10)
+        await until(lambda: "a" in system.ends() and log.next_offset(DEAD_LETTERS.name, 0))
+        (letter,) = log.records(DEAD_LETTERS.name, 0, 0, 10)
         assert (letter.value, letter.key) == (b"\xffno event", b"key")
         assert letter.headers is not None
         assert letter.headers["from"] == "elsewhere"
         assert letter.headers["topic"] == "requests"
         assert "requests" in letter.headers["reason"]
-    proven(log)
+    await proven(log)
 
 
 async def test_requests_of_a_lost_worker_move_and_say_the_same(log: SqliteLog) -> None:
@@ -141,7 +141,7 @@ async def test_requests_of_a_lost_worker_move_and_say_the_same(log: SqliteLog) -
         assert [routed.attempt for routed in system.decisions(RequestRouted)] == [1, 2]
         assert system.answer("r")[: len(said)] == said
         assert len(system.answer("r")) == 60
-    proven(log)
+    await proven(log)
 
 
 async def admit(system: System, workers: int) -> None:
@@ -201,7 +201,7 @@ async def test_killed_after_every_append_and_restarted_nothing_is_lost() -> None
                 assert len(system.answer(f"r{number}")) == 3, f"r{number}, killed after append {appends}"
             routed = [(routed.request_id, routed.attempt) for routed in system.decisions(RequestRouted)]
             assert len(routed) == len(set(routed)), f"routed twice, killed after append {appends}"
-        report = proven(log)
+        report = await proven(log)
         assert report.claims == 3
         log.close()
         appends += 1
@@ -222,7 +222,7 @@ async def test_many_deaths_with_snapshots_in_between(log: SqliteLog) -> None:
         assert deaths > 1
         assert len(system.decisions(SnapshotTaken)) > 2
         assert len(system.decisions(OwnerClaimed)) == 12
-    proven(log)
+    await proven(log)
 
 
 async def test_a_restart_on_a_file_finds_the_prefixes_again(tmp_path: Path) -> None:
@@ -247,7 +247,7 @@ async def test_a_restart_on_a_file_finds_the_prefixes_again(tmp_path: Path) -> N
                 assert (routed.worker_id, routed.terms.device_overlap) == (worker, 4)
     first.close()
     reopened = SqliteLog.open(path, readonly=True)
-    proven(reopened)
+    await proven(reopened)
     reopened.close()
 
 
@@ -262,4 +262,4 @@ async def test_a_journal_that_another_owner_wrote_to_ends_the_ownership(log: Sql
         await asyncio.sleep(0)
         with pytest.raises(OwnershipLost):
             await old.turn()
-    proven(log)
+    await proven(log)

@@ -87,7 +87,7 @@ def rewrite(path: Path, topic: Topic, offset: int, change: Callable[[bytes], byt
 
 def find(path: Path, topic: Topic, wanted: Callable[[object], bool]) -> tuple[int, object]:
     log = SqliteLog.open(path, readonly=True)
-    for record in log.read(topic.name, 0, 0, 10_000):
+    for record in log.records(topic.name, 0, 0, 10_000):
         event = decode(topic, record.value)
         if wanted(event):
             log.close()
@@ -98,7 +98,7 @@ def find(path: Path, topic: Topic, wanted: Callable[[object], bool]) -> tuple[in
 def report_of(path: Path) -> Report:
     log = SqliteLog.open(path, readonly=True)
     try:
-        return verify(log)
+        return asyncio.run(verify(log))
     finally:
         log.close()
 

@@ -11,7 +11,7 @@ import fakeredis
 import pytest
 import redis
 
-from forebay.transport.base import Draft, Log, Record, Tail
+from forebay.transport.base import Draft, Record, Tail
 from forebay.transport.redis_leases import RedisLeases
 from forebay.transport.sqlite_log import SqliteLog
 
@@ -47,9 +47,9 @@ def numbers(records: list[Record]) -> list[int]:
     return [int(record.value) for record in records]
 
 
-def stored(log: Log, topic: str = "topic", partition: int = 0, offset: int = 0) -> list[Record]:
+def stored(log: SqliteLog, topic: str = "topic", partition: int = 0, offset: int = 0) -> list[Record]:
     """Everything in a partition from an offset on."""
-    return log.read(topic, partition, offset, READ_MAX)
+    return log.records(topic, partition, offset, READ_MAX)
 
 
 def drain(tail: Tail, limit: int = READ_MAX) -> list[Record]:

@@ -18,13 +18,18 @@ PLACES = [("a", 0), ("a", 1), ("b.with-dots-0", 0), ("b.with-dots-0", (1 << 23) 
 
 
 async def test_offsets_are_dense_in_each_partition_and_in_the_order_of_calls(log: SqliteLog) -> None:
-    assert log.end("topic", 0) == 0
+    assert log.next_offset("topic", 0) == 0
     assert await log.append(drafts(3)) == [0, 1, 2]
     mixed = [Draft("topic", 1, b"x"), Draft("topic", 0, b"y"), Draft("other", 0, b"z"), Draft("topic", 1, b"x")]
     assert await log.append(mixed) == [0, 3, 0, 1]
     log.append_soon(drafts(1))
     assert await log.append(drafts(1)) == [5]
-    assert [log.end(*place) for place in (("topic", 0), ("topic", 1), ("other", 0), ("none", 0))] == [6, 2, 1, 0]
+    assert [log.next_offset(*place) for place in (("topic", 0), ("topic", 1), ("other", 0), ("none", 0))] == [
+        6,
+        2,
+        1,
+        0,
+    ]
 
 
 async def test_a_record_comes_back_as_it_was_given(log: SqliteLog) -> None:
@@ -45,13 +50,13 @@ async def test_a_record_comes_back_as_it_was_given(log: SqliteLog) -> None:
 
 async def test_reading_is_bounded_and_starts_anywhere(log: SqliteLog) -> None:
     await log.append(drafts(10))
-    assert numbers(log.read("topic", 0, 3, 4)) == [3, 4, 5, 6]
-    assert numbers(log.read("topic", 0, 8, 4)) == [8, 9]
-    assert log.read("topic", 0, 10, 4) == []
-    assert log.read("topic", 0, 500, 4) == []
-    assert log.read("topic", 0, 3, 0) == []
-    assert log.read("topic", 1, 0, 4) == []
-    assert log.read("nothing", 0, 0, 4) == []
+    assert numbers(log.records("topic", 0, 3, 4)) == [3, 4, 5, 6]
+    assert numbers(log.records("topic", 0, 8, 4)) == [8, 9]
+    assert log.records("topic", 0, 10, 4) == []
+    assert log.records("topic", 0, 500, 4) == []
+    assert log.records("topic", 0, 3, 0) == []
+    assert log.records("topic", 1, 0, 4) == []
+    assert log.records("nothing", 0, 0, 4) == []
 
 
 async def test_calls_of_one_moment_keep_their_order_and_share_a_clock(log: SqliteLog) -> None:
@@ -85,7 +90,7 @@ async def test_a_draft_that_no_log_takes_takes_its_whole_call_down(log: SqliteLo
         await log.append([*drafts(2), bad])
     with pytest.raises(ValueError, match=text):
         log.append_soon([*drafts(2), bad])
-    assert log.end("topic", 0) == 0
+    assert log.next_offset("topic", 0) == 0
     assert await log.append(drafts(1)) == [0]
     assert log.failure is None
 
@@ -106,7 +111,7 @@ async def test_a_caller_that_is_cancelled_has_still_appended(log: SqliteLog) -> 
 
 async def test_the_end_counts_what_was_appended_a_moment_ago(log: SqliteLog) -> None:
     log.append_soon(drafts(2))
-    assert log.end("topic", 0) == 2
+    assert log.next_offset("topic", 0) == 2
     assert numbers(stored(log)) == [0, 1]
 
 
@@ -309,7 +314,7 @@ async def play(log: SqliteLog, actions: list[Action]) -> None:
             assert (len(one.tail) > 0) == (len(model.values[one.place]) > one.position)
     for place in PLACES:
         assert values(stored(log, *place)) == model.values[place]
-        assert log.end(*place) == len(model.values[place])
+        assert log.next_offset(*place) == len(model.values[place])
 
 
 @settings(max_examples=150)

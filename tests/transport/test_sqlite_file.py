@@ -153,7 +153,7 @@ async def test_a_full_disk_ends_the_log_and_loses_nothing_acknowledged(
         await log.append(drafts(1, "tiny"))
     with pytest.raises(LogError, match="free disk space"):
         log.append_soon(drafts(1, "tiny"))
-    assert log.end("topic", 0) == acknowledged == len(drain(tail)) == len(stored(log))
+    assert log.next_offset("topic", 0) == acknowledged == len(drain(tail)) == len(stored(log))
     log.close()
     monkeypatch.undo()
     with closing(SqliteLog.open(path)) as log:
@@ -198,7 +198,7 @@ async def test_a_record_that_was_changed_is_found(path: Path, change: str) -> No
         with pytest.raises(CorruptRecord, match="topic/2: the record at offset 1 ") as caught:
             stored(log, "topic", 2)
         assert (caught.value.topic, caught.value.partition, caught.value.offset) == ("topic", 2, 1)
-        assert len(log.read("topic", 2, 0, 1)) == len(log.read("topic", 2, 2, 1)) == 1
+        assert len(log.records("topic", 2, 0, 1)) == len(log.records("topic", 2, 2, 1)) == 1
         tail = log.tail("topic", 2, 1, Wakes())
         for _ in range(2):
             with pytest.raises(CorruptRecord):
@@ -268,7 +268,7 @@ async def test_a_reader_follows_a_writer_in_another_connection(path: Path) -> No
     assert numbers(drain(tail)) == [0, 1, 2]
     assert not reader.refresh()
     await writer.append(drafts(2, first=3))
-    assert reader.end("topic", 0) == 5
+    assert reader.next_offset("topic", 0) == 5
     assert reader.refresh()
     assert numbers(drain(tail)) == [3, 4]
     assert reader.topics() == [("topic", 0, 5)]

@@ -109,7 +109,7 @@ class Scene:
             spec=worker.spec,
             lease=token,
             slot=self.slot,
-            from_offset=self.log.end(WORK.name, self.slot),
+            from_offset=self.log.next_offset(WORK.name, self.slot),
             owner_epoch=owner_epoch,
         )
         epoch = await self.append(FLEET, PARTITION, joined)
@@ -123,7 +123,7 @@ class Scene:
         await self.append(WORK, self.slot, event)
 
     def records(self, topic: Topic, partition: int = PARTITION) -> list[Record]:
-        return self.log.read(topic.name, partition, 0, READ_MAX)
+        return self.log.records(topic.name, partition, 0, READ_MAX)
 
     def events(self, topic: Topic, kind: type | None = None, partition: int = PARTITION) -> list[Any]:
         found = [decode(topic, record.value) for record in self.records(topic, partition)]

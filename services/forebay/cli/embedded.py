@@ -20,6 +20,7 @@ from forebay.events.base import unpack_u64
 from forebay.events.control import PoolConfigured
 from forebay.events.fleet import WorkerSpec
 from forebay.events.snapshots import IndexBlocks
+from forebay.events.topics import TOKENS
 from forebay.ingress.app import build_app
 from forebay.ingress.ingress import Ingress, IngressSettings
 from forebay.ingress.metrics import IngressMetrics
@@ -86,7 +87,7 @@ async def _running(settings: Embedded, model: Model) -> AsyncIterator[_System]:
         await owner.start()
         keeper.start()
         stack.push_async_callback(keeper.stop)
-        ingress = _ingress(settings, log, model, owner, registry)
+        ingress = await _ingress(settings, log, model, owner, registry)
         config = EngineConfig(
             block_size=settings.block_size,
             kv_blocks_total=settings.kv_blocks,
@@ -197,7 +198,9 @@ def _group(settings: Embedded) -> GroupSettings:
     )
 
 
-def _ingress(settings: Embedded, log: SqliteLog, model: Model, owner: Owner, registry: CollectorRegistry) -> Ingress:
+async def _ingress(
+    settings: Embedded, log: SqliteLog, model: Model, owner: Owner, registry: CollectorRegistry
+) -> Ingress:
     ingress_settings = IngressSettings(
         model_name=settings.model_name,
         block_size=settings.block_size,
@@ -205,7 +208,8 @@ def _ingress(settings: Embedded, log: SqliteLog, model: Model, owner: Owner, reg
         timeout_s=settings.timeout_s,
     )
     metrics = IngressMetrics(registry, settings.model_name)
-    return Ingress(log, model, ingress_settings, metrics, lambda: ready_workers(owner) > 0)
+    reply_from = await log.end(TOKENS.name, ingress_settings.reply_slot)
+    return Ingress(log, model, ingress_settings, metrics, lambda: ready_workers(owner) > 0, reply_from)
 
 
 def _worker(

@@ -1,5 +1,6 @@
 """`forebay replay`: questions to a recorded log."""
 
+import asyncio
 from pathlib import Path
 from typing import Annotated
 
@@ -32,7 +33,9 @@ def verify_command(
         try:
             with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
                 task = progress.add_task("deriving decisions", total=None)
-                report = verify(recording, 0, lambda done, total: progress.update(task, completed=done, total=total))
+                report = asyncio.run(
+                    verify(recording, 0, lambda done, total: progress.update(task, completed=done, total=total))
+                )
         finally:
             recording.close()
     if json:

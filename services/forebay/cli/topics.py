@@ -53,7 +53,7 @@ def tail(
         try:
             if topic not in {name for name, _, _ in opened.topics()}:
                 fail(f"{log} has no topic {topic}; `forebay topics list {log}` shows those that it has")
-            offset = start if start >= 0 else max(0, opened.end(topic, partition) - count)
+            offset = start if start >= 0 else max(0, opened.next_offset(topic, partition) - count)
             offset = _print_from(opened, topic, partition, offset)
             while follow:
                 time.sleep(FOLLOW_S)
@@ -63,9 +63,9 @@ def tail(
 
 
 def _print_from(log: SqliteLog, topic: str, partition: int, offset: int) -> int:
-    end = log.end(topic, partition)
+    end = log.next_offset(topic, partition)
     while offset < end:
-        for record in log.read(topic, partition, offset, PAGE):
+        for record in log.records(topic, partition, offset, PAGE):
             typer.echo(msgspec.json.encode(readable(record)).decode())
             offset = record.offset + 1
     return offset

@@ -64,7 +64,7 @@ class Prompt:
 
 
 class Ingress:
-    """Submits requests and listens for their answers on one reply slot."""
+    """Submits requests and listens for their answers on one reply slot, from the offset `reply_from` on."""
 
     def __init__(
         self,
@@ -73,12 +73,13 @@ class Ingress:
         settings: IngressSettings,
         metrics: IngressMetrics,
         ready: Callable[[], bool],
+        reply_from: int,
     ) -> None:
         self.model = model
         self.settings = settings
         self.metrics = metrics
         self.ready = ready
-        self.replies = ReplyReader(log, settings.reply_slot, metrics.undecodable.inc)
+        self.replies = ReplyReader(log, settings.reply_slot, reply_from, metrics.undecodable.inc)
         self._log = log
         self._threads = ThreadPoolExecutor(TOKENISER_THREADS, "tokenise")
 

@@ -94,11 +94,11 @@ class Stream:
 
 
 class ReplyReader:
-    """Follows one reply slot from its end at the time of construction."""
+    """Follows one reply slot from `offset` on."""
 
-    def __init__(self, log: Log, reply_slot: int, on_undecodable: Callable[[], None]) -> None:
+    def __init__(self, log: Log, reply_slot: int, offset: int, on_undecodable: Callable[[], None]) -> None:
         self._wake = asyncio.Event()
-        self._tail = log.tail(TOKENS.name, reply_slot, log.end(TOKENS.name, reply_slot), self._wake)
+        self._tail = log.tail(TOKENS.name, reply_slot, offset, self._wake)
         self._streams: dict[str, Stream] = {}
         self._on_undecodable = on_undecodable
 

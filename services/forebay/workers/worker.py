@@ -112,7 +112,7 @@ class Worker:
 
     async def _follow(self) -> None:
         # The end is read before the lease is taken, so the admission cannot be missed.
-        end = self._log.end(FLEET.name, self._partition)
+        end = await self._log.end(FLEET.name, self._partition)
         fleet = self._log.tail(FLEET.name, self._partition, end, self._wake)
         self._take_lease()
         try:

@@ -127,7 +127,7 @@ class Admission:
             spec=spec,
             lease=lease.token,
             slot=slot,
-            from_offset=self._log.end(work_topic(spec.pool).name, slot),
+            from_offset=await self._log.end(work_topic(spec.pool).name, slot),
         )
         offset = await self._write(joined)
         self._members[lease.worker_id] = _Member(lease.token, offset, slot, spec.pool, suspect=False)

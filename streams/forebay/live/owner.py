@@ -105,7 +105,7 @@ class Owner:
         (epoch,) = await self._append(DECISIONS, [claimed])
         self._journal_end = epoch + 1
         await self._append(FLEET, [OwnershipAnnounced(owner_epoch=epoch, at_us=_wall_clock_us())])
-        recovered = recover(self._log, settings.partition, epoch + 1)
+        recovered = await recover(self._log, settings.partition, epoch + 1)
         self.world = recovered.followed.world
         for topic in INPUTS:
             offset = self.world.view.get(topic.name, 0)
@@ -156,7 +156,7 @@ class Owner:
         self._apply_time(decided, records)
         if records:
             await self._journal(records)
-            self._act(decided, submitted)
+            await self._act(decided, submitted)
         if letters:
             self._log.append_soon(letters)
         if self._since_snapshot >= self._settings.snapshot_every:
@@ -231,22 +231,23 @@ class Owner:
         self._since_snapshot += len(records)
         self.records_written += len(records)
 
-    def _act(self, decided: Sequence[Decided], submitted: dict[str, RequestSubmitted]) -> None:
+    async def _act(self, decided: Sequence[Decided], submitted: dict[str, RequestSubmitted]) -> None:
         drafts: list[Draft] = []
         for decision in decided:
             if isinstance(decision, RequestRouted):
-                drafts.append(work_item(decision, submitted.get(decision.request_id) or self._submitted(decision)))
+                asked = submitted.get(decision.request_id) or await self._submitted(decision)
+                drafts.append(work_item(decision, asked))
             else:
                 drafts += answers(decision)
         self._log.append_soon(drafts)
 
-    def _submitted(self, decision: RequestRouted) -> RequestSubmitted:
+    async def _submitted(self, decision: RequestRouted) -> RequestSubmitted:
         request = self.world.requests.get(decision.request_id)
         assert request is not None, "a routed request is under way"
-        return self._read_submitted(request)
+        return await self._read_submitted(request)
 
-    def _read_submitted(self, request: Request) -> RequestSubmitted:
-        (record,) = self._log.read(REQUESTS.name, self._settings.partition, request.offset, 1)
+    async def _read_submitted(self, request: Request) -> RequestSubmitted:
+        (record,) = await self._log.read(REQUESTS.name, self._settings.partition, request.offset, 1)
         event: RequestSubmitted = decode(REQUESTS, record.value)
         return event
 
@@ -268,7 +269,7 @@ class Owner:
             worker = self.world.fleet.get(request.worker_id)
             if request.on_worker and worker is not None:
                 owner_epoch = self.world.owner_epoch
-                drafts.append(work_again(request, worker.slot, owner_epoch, self._read_submitted(request)))
+                drafts.append(work_again(request, worker.slot, owner_epoch, await self._read_submitted(request)))
         self._log.append_soon(drafts)
 
     async def _poll_leases(self) -> None:

@@ -44,21 +44,21 @@ class Recovered:
     unsure: list[RequestRejected | RequestAborted]
 
 
-def recover(log: Log, partition: int, end: int) -> Recovered:
+async def recover(log: Log, partition: int, end: int) -> Recovered:
     """Follow the journal up to offset `end`.
 
     Raises:
         RecoveryDiverged: this version's rules lead to other decisions.
         LogError: a part that is needed is missing or damaged.
     """
-    taken = newest_snapshot(log, partition, end)
-    world = load_snapshot(log, partition, taken) if taken else World()
+    taken = await newest_snapshot(log, partition, end)
+    world = await load_snapshot(log, partition, taken) if taken else World()
     start = taken.journal_offset if taken else 0
     followed = Rederivation(world)
     order = RecordedOrder(log, partition, world.view)
     unsure: deque[RequestRejected | RequestAborted] = deque(maxlen=UNSURE_MAX)
-    for offset, record in journal(log, partition, start, end, world.owner_epoch):
-        divergence = followed.apply(offset, record, order.events_of(record.consumed))
+    async for offset, record in journal(log, partition, start, end, world.owner_epoch):
+        divergence = followed.apply(offset, record, await order.events_of(record.consumed))
         if divergence is not None:
             raise RecoveryDiverged(divergence)
         if isinstance(record, RequestRejected | RequestAborted):

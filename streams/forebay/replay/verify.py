@@ -54,27 +54,27 @@ class Report(msgspec.Struct, kw_only=True):
     divergence: dict[str, Any] | None = None
 
 
-def verify(log: Log, partition: int = 0, progress: Callable[[int, int], None] | None = None) -> Report:
+async def verify(log: Log, partition: int = 0, progress: Callable[[int, int], None] | None = None) -> Report:
     """Derive the journal of one group again, from its first record on.
 
     `progress` is called now and then with the records done and their total. Raises LogError when the log
     is damaged or misses a part that the journal says was applied.
     """
-    end = log.end(DECISIONS.name, partition)
+    end = await log.end(DECISIONS.name, partition)
     report = Report()
     hasher = xxh3_64()
     followed = Rederivation(World())
     order = RecordedOrder(log, partition, {})
-    for offset, record in journal(log, partition, 0, end, -1):
+    async for offset, record in journal(log, partition, 0, end, -1):
         is_decision = isinstance(record, RequestRouted | RequestRejected | RequestAborted)
         report.decisions += is_decision
         report.events += sum(run.count for run in record.consumed)
-        divergence = followed.apply(offset, record, order.events_of(record.consumed))
+        divergence = followed.apply(offset, record, await order.events_of(record.consumed))
         if divergence is not None:
             report.divergence = describe(divergence)
             break
         if isinstance(record, SnapshotTaken):
-            load_snapshot(log, partition, record)
+            await load_snapshot(log, partition, record)
             report.snapshots += 1
         report.claims += isinstance(record, OwnerClaimed)
         report.verified += is_decision

@@ -58,9 +58,10 @@ class Log(Protocol):
     """An append-only log. Used from one event loop."""
 
     async def append(self, drafts: Sequence[Draft]) -> list[int]:
-        """Append all or none, in order; the offsets once they are durable.
+        """Append in the order given within each partition; the offsets once all are durable.
 
-        Raises LogError when they are not, and on every later call.
+        Raises LogError when they are not, and on every later call: then the first of a partition's records may
+        stand in the log and the rest not. The embedded log appends all or none.
         """
 
     def append_soon(self, drafts: Sequence[Draft]) -> None:
@@ -69,11 +70,14 @@ class Log(Protocol):
     def tail(self, topic: str, partition: int, offset: int, wake: "Wake") -> Tail:
         """Follow a partition from `offset`; `wake.set()` is called whenever records become ready."""
 
-    def read(self, topic: str, partition: int, offset: int, limit: int) -> list[Record]:
-        """Up to `limit` records from `offset` on. Raises LogError for a record that fails its checksum."""
+    async def read(self, topic: str, partition: int, offset: int, limit: int) -> list[Record]:
+        """Up to `limit` records from `offset` on; fewer when they are large, none only at the end.
 
-    def end(self, topic: str, partition: int) -> int:
-        """The offset that the next record will get."""
+        Raises LogError for records that are damaged or gone.
+        """
+
+    async def end(self, topic: str, partition: int) -> int:
+        """The offset that the next record will get. Raises LogError."""
 
 
 class Wake(Protocol):

@@ -36,15 +36,15 @@ class FaultyLog:
         self.require_alive()
         return _FaultyTail(self, self._log.tail(topic, partition, offset, wake))
 
-    def read(self, topic: str, partition: int, offset: int, limit: int) -> list[Record]:
+    async def read(self, topic: str, partition: int, offset: int, limit: int) -> list[Record]:
         """As the log behind, until the crash."""
         self.require_alive()
-        return self._log.read(topic, partition, offset, limit)
+        return await self._log.read(topic, partition, offset, limit)
 
-    def end(self, topic: str, partition: int) -> int:
+    async def end(self, topic: str, partition: int) -> int:
         """As the log behind, until the crash."""
         self.require_alive()
-        return self._log.end(topic, partition)
+        return await self._log.end(topic, partition)
 
     def require_alive(self) -> None:
         """Raise Crashed after the crash."""

@@ -3,7 +3,7 @@
 Readers of a journal skip void records: those of an owner epoch that a later claim ended.
 """
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 
 from forebay.core.rederive import RecordedEvents
 from forebay.core.step import CLOCK, InputEvent
@@ -28,19 +28,19 @@ class EventReader:
         self._offset = offset
         self._page: list[InputEvent | None] = []
 
-    def take(self, count: int) -> list[InputEvent | None]:
+    async def take(self, count: int) -> list[InputEvent | None]:
         """The next `count` events. Raises LogError when the log ends before."""
         taken: list[InputEvent | None] = []
         while len(taken) < count:
             if not self._page:
-                self._page = self._read()
+                self._page = await self._read()
             need = count - len(taken)
             taken += self._page[:need]
             del self._page[:need]
         return taken
 
-    def _read(self) -> list[InputEvent | None]:
-        records = self._log.read(self._topic.name, self._partition, self._offset, PAGE_RECORDS)
+    async def _read(self) -> list[InputEvent | None]:
+        records = await self._log.read(self._topic.name, self._partition, self._offset, PAGE_RECORDS)
         if not records:
             where = f"{self._topic.name}/{self._partition} ends at offset {self._offset}"
             raise LogError(f"{where}, but the journal says that more was applied")
@@ -57,13 +57,13 @@ class RecordedOrder:
         self._view = dict(view)
         self._readers: dict[str, EventReader] = {}
 
-    def events_of(self, consumed: tuple[Run, ...]) -> RecordedEvents:
+    async def events_of(self, consumed: tuple[Run, ...]) -> RecordedEvents:
         """The next events of each topic, as many as `consumed` counts. Raises LogError when they are missing."""
         counts: dict[str, int] = {}
         for run in consumed:
             if run.topic != CLOCK:
                 counts[run.topic] = counts.get(run.topic, 0) + run.count
-        return {topic: self._reader(topic).take(count) for topic, count in counts.items()}
+        return {topic: await self._reader(topic).take(count) for topic, count in counts.items()}
 
     def _reader(self, topic: str) -> EventReader:
         reader = self._readers.get(topic)
@@ -86,13 +86,15 @@ def decode_or_none(topic: Topic, value: bytes) -> InputEvent | None:
     return event
 
 
-def journal(log: Log, partition: int, start: int, end: int, epoch: int) -> Iterator[tuple[int, JournalRecord]]:
+async def journal(
+    log: Log, partition: int, start: int, end: int, epoch: int
+) -> AsyncIterator[tuple[int, JournalRecord]]:
     """The valid journal records in [start, end) with their offsets; `epoch` is the owner epoch at `start`.
 
     Raises LogError for a record that does not decode: a journal has one writer, so it is damaged or newer.
     """
     while start < end:
-        records = log.read(DECISIONS.name, partition, start, min(PAGE_RECORDS, end - start))
+        records = await log.read(DECISIONS.name, partition, start, min(PAGE_RECORDS, end - start))
         if not records:
             return
         for record in records:
@@ -109,33 +111,36 @@ def journal(log: Log, partition: int, start: int, end: int, epoch: int) -> Itera
         start = records[-1].offset + 1
 
 
-def newest_snapshot(log: Log, partition: int, end: int) -> SnapshotTaken | None:
+async def newest_snapshot(log: Log, partition: int, end: int) -> SnapshotTaken | None:
     """The last `SnapshotTaken` before offset `end` of the journal, searched backwards."""
     while end > 0:
         start = max(0, end - PAGE_RECORDS)
-        taken = [record for _, record in journal(log, partition, start, end, -1) if isinstance(record, SnapshotTaken)]
+        page = journal(log, partition, start, end, -1)
+        taken = [record async for _, record in page if isinstance(record, SnapshotTaken)]
         if taken:
             return taken[-1]
         end = start
     return None
 
 
-def load_snapshot(log: Log, partition: int, taken: SnapshotTaken) -> World:
+async def load_snapshot(log: Log, partition: int, taken: SnapshotTaken) -> World:
     """The world of a snapshot. Raises LogError when a chunk is missing or the digest is another."""
-    world = restore(_chunks(log, partition, taken))
+    world = restore(await _chunks(log, partition, taken))
     digest = hex_digest(world.digest())
     if digest != taken.digest:
         raise LogError(f"the snapshot at offset {taken.first_offset} has digest {digest}, sealed as {taken.digest}")
     return world
 
 
-def _chunks(log: Log, partition: int, taken: SnapshotTaken) -> Iterator[Chunk]:
+async def _chunks(log: Log, partition: int, taken: SnapshotTaken) -> list[Chunk]:
+    parts: list[Chunk] = []
     for number in range(taken.chunks):
-        records = log.read(SNAPSHOTS.name, partition, taken.first_offset + number, 1)
+        records = await log.read(SNAPSHOTS.name, partition, taken.first_offset + number, 1)
         if not records:
             raise LogError(f"chunk {number} of the snapshot at offset {taken.first_offset} is missing")
         try:
             chunk: SnapshotChunk = decode(SNAPSHOTS, records[0].value)
         except DecodeError as error:
             raise LogError(f"chunk {number} of the snapshot at offset {taken.first_offset}: {error}") from error
-        yield from chunk.parts
+        parts += chunk.parts
+    return parts

@@ -109,14 +109,22 @@ class SqliteLog:
             wake.set()
         return tail
 
-    def read(self, topic: str, partition: int, offset: int, limit: int) -> list[Record]:
+    async def read(self, topic: str, partition: int, offset: int, limit: int) -> list[Record]:
+        """As `records`: the file is at hand, so nothing is awaited."""
+        return self.records(topic, partition, offset, limit)
+
+    async def end(self, topic: str, partition: int) -> int:
+        """As `next_offset`."""
+        return self.next_offset(topic, partition)
+
+    def records(self, topic: str, partition: int, offset: int, limit: int) -> list[Record]:
         """Up to `limit` committed records from `offset` on; empty at the end.
 
         Raises CorruptRecord or MissingRecords when any of them is not as it was written.
         """
         return self._fetch(self._partition(topic, partition), offset, limit, None)
 
-    def end(self, topic: str, partition: int) -> int:
+    def next_offset(self, topic: str, partition: int) -> int:
         """The offset that the next record will get; everything before it can be read.
 
         Commits what is pending: a reader that loops up to the end must not wait for the event loop.
