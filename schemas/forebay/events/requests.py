@@ -36,6 +36,7 @@ class RequestSubmitted(Event, tag="request.submitted", frozen=True, kw_only=True
     tie_seed: U64
     sampling: Sampling
     nonce: U64 = 0  # one for each submission: a redelivery repeats it, another use of the same id does not
+    reply_from: Count = 0  # of the reply slot: no record before this offset belongs to the answer
     ingress_id: str = ""
     at_us: int = 0  # the ingress's clock: for people and latency figures only
 

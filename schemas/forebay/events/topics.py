@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from types import UnionType
 from typing import Literal
 
-from forebay.events import control, decisions, fleet, kv, metrics, progress, requests, snapshots, tokens, work
+from forebay.events import control, decisions, fleet, groups, kv, metrics, progress, requests, snapshots, tokens, work
 
 CodecName = Literal["json", "msgpack", "raw"]
 
@@ -20,6 +20,13 @@ class Topic:
     says: str
 
 
+OPENAI_REQUESTS = Topic(
+    "openai-requests", "raw", None, "any", "the door for any Kafka client: bodies of the OpenAI API, as JSON"
+)
+OPENAI_RESPONSES = Topic(
+    "openai-responses", "raw", None, "request id", "answers to `openai-requests`, as the OpenAI API gives them"
+)
+GROUPS = Topic("groups", "json", groups.GroupEvent, "one", "which control partition each group lives in")
 REQUESTS = Topic("requests", "msgpack", requests.RequestEvent, "group", "what clients ask for")
 KV_EVENTS = Topic("kv-events", "msgpack", kv.AnyKvEvent, "group", "blocks that entered and left caches")
 METRICS = Topic("metrics", "json", metrics.MetricEvent, "group", "load reports of engines")
@@ -38,7 +45,8 @@ def work_topic(pool: str) -> Topic:
 
 
 FIXED_TOPICS = (
-    REQUESTS, KV_EVENTS, METRICS, PROGRESS, FLEET, CONTROL, DECISIONS, TOKENS, SNAPSHOTS, DEAD_LETTERS,
+    OPENAI_REQUESTS, OPENAI_RESPONSES, GROUPS, REQUESTS, KV_EVENTS, METRICS, PROGRESS, FLEET, CONTROL, DECISIONS,
+    TOKENS, SNAPSHOTS, DEAD_LETTERS,
 )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ class WorkItem(WorkEvent, tag="work.item", frozen=True, kw_only=True):
     sequence_hashes: bytes
     reply_slot: Count
     sampling: Sampling
+    reply_from: Count = 0  # as in `RequestSubmitted`: where a later attempt looks for what was said
 
     def __post_init__(self) -> None:
         require_packed("token_ids", self.token_ids, U32_BYTES)

@@ -94,6 +94,7 @@ def _work(
         sequence_hashes=submitted.sequence_hashes,
         reply_slot=submitted.reply_slot,
         sampling=submitted.sampling,
+        reply_from=submitted.reply_from,
     )
     topic = work_topic(pool)
     return Draft(topic.name, slot, encode(topic, item))
