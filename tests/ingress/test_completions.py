@@ -145,6 +145,39 @@ async def test_a_later_attempt_never_repeats_a_token(scene: Scene) -> None:
     assert events(response)[-2]["forebay"] == {"request_id": name, "worker": "w2", "rank": 0, "attempts": 2}
 
 
+async def test_nothing_is_heard_after_the_end(scene: Scene) -> None:
+    asking = ask(scene, chat(stream=True))
+    name = (await scene.next_request()).request_id
+    at = scene.say(name, "the river ran")
+    scene.end(name, reason="stop")
+    scene.say(name, " down", first=at)  # in the same breath, before the answer is written
+    scene.start_attempt(name, 2)
+    scene.say(name, " down", first=at, attempt=2, worker="w2")
+    scene.end(name, attempt=2)
+    response = await asking
+    assert text_of(response) == "the river ran"
+    last = events(response)[-2]
+    assert last["choices"][0]["finish_reason"] == "stop"
+    assert last["forebay"] == {"request_id": name, "worker": "w1", "rank": 0, "attempts": 1}
+
+
+async def test_a_request_says_from_where_on_its_answer_may_stand(scene: Scene) -> None:
+    """Behind what the ingress has heard, so that a later attempt need not read what is older."""
+    asking = ask(scene, chat())
+    first = await scene.next_request()
+    assert first.reply_from == 0
+    scene.say(first.request_id, " one")
+    scene.end(first.request_id)
+    await asking
+    await until(lambda: scene.ingress.replies.position == 2)
+    again = ask(scene, chat())
+    second = await scene.next_request()
+    assert second.reply_from == scene.log.next_offset("tokens", 4) == 2
+    scene.say(second.request_id, " two")
+    scene.end(second.request_id)
+    assert (await again).status_code == 200
+
+
 async def test_what_an_earlier_owner_ordered_is_void_once_a_later_one_began(scene: Scene) -> None:
     tokens = scene.model.encode("the river ran down the mountain")
     asking = ask(scene, chat())

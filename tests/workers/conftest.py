@@ -16,7 +16,7 @@ from forebay.events.fleet import WorkerJoined, WorkerSpec
 from forebay.events.requests import Sampling
 from forebay.events.topics import DEAD_LETTERS, FLEET, KV_EVENTS, METRICS, PROGRESS, TOKENS, Topic, work_topic
 from forebay.events.work import WorkItem
-from forebay.transport.base import Draft, Lease, Leases, Record
+from forebay.transport.base import Draft, Lease, Leases, Log, Record
 from forebay.transport.redis_leases import embedded_leases
 from forebay.transport.sqlite_log import SqliteLog
 from forebay.workers.lease_keeper import LeaseKeeper
@@ -27,6 +27,7 @@ VOCABULARY = tuple(range(1000, 1100))
 GROUP = "model"
 PARTITION = 0
 WORK = work_topic("default")
+WORK_SLOT = 5
 PATIENCE_S = 20.0
 READ_MAX = 10_000
 
@@ -66,12 +67,11 @@ class Scene:
         self.log = log
         self.leases = leases
         self.keeper = keeper
-        self.slot = 5
 
-    def spec(self, dp_size: int = 1) -> WorkerSpec:
+    def spec(self, dp_size: int = 1, name: str = "w1") -> WorkerSpec:
         config = engine_config()
         return WorkerSpec(
-            worker_id="w1",
+            worker_id=name,
             model="model",
             block_size=config.block_size,
             kv_blocks_total=config.kv_blocks_total,
@@ -80,17 +80,19 @@ class Scene:
             dp_size=dp_size,
         )
 
-    def worker(self, *, speedup: float = 1000.0, dp_size: int = 1) -> Worker:
+    def worker(
+        self, *, speedup: float = 1000.0, dp_size: int = 1, name: str = "w1", token: str = "t1", log: Log | None = None
+    ) -> Worker:
         engine = MockEngine(engine_config(), dp_size=dp_size, speedup=speedup)
-        spec = self.spec(dp_size)
-        return Worker(self.log, self.keeper, spec, engine, token="t1", group=GROUP, partition=PARTITION)
+        spec = self.spec(dp_size, name)
+        return Worker(log or self.log, self.keeper, spec, engine, token=token, group=GROUP, partition=PARTITION)
 
     @asynccontextmanager
-    async def serving(self, worker: Worker) -> AsyncIterator[int]:
+    async def serving(self, worker: Worker, token: str = "t1", slot: int = WORK_SLOT) -> AsyncIterator[int]:
         """Run the worker and admit it: its epoch."""
         task = asyncio.create_task(worker.run())
         try:
-            epoch = await self.admit(worker, "t1")
+            epoch = await self.admit(worker, token, slot=slot)
             yield epoch
         finally:
             task.cancel()
@@ -100,16 +102,15 @@ class Scene:
         return next(iter(self.leases.poll(GROUP)), None)
 
     def holds(self, token: str) -> bool:
-        lease = self.lease()
-        return lease is not None and lease.token == token
+        return any(lease.token == token for lease in self.leases.poll(GROUP))
 
-    async def admit(self, worker: Worker, token: str, *, owner_epoch: int = 0) -> int:
+    async def admit(self, worker: Worker, token: str, *, owner_epoch: int = 0, slot: int = WORK_SLOT) -> int:
         await until(lambda: self.holds(token))
         joined = WorkerJoined(
             spec=worker.spec,
             lease=token,
-            slot=self.slot,
-            from_offset=self.log.next_offset(WORK.name, self.slot),
+            slot=slot,
+            from_offset=self.log.next_offset(WORK.name, slot),
             owner_epoch=owner_epoch,
         )
         epoch = await self.append(FLEET, PARTITION, joined)
@@ -119,8 +120,8 @@ class Scene:
     async def append(self, topic: Topic, partition: int, event: Event) -> int:
         return (await self.log.append([Draft(topic.name, partition, encode(topic, event))]))[0]
 
-    async def send(self, event: Event) -> None:
-        await self.append(WORK, self.slot, event)
+    async def send(self, event: Event, slot: int = WORK_SLOT) -> None:
+        await self.append(WORK, slot, event)
 
     def records(self, topic: Topic, partition: int = PARTITION) -> list[Record]:
         return self.log.records(topic.name, partition, 0, READ_MAX)

@@ -4,7 +4,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 
-from forebay.transport.base import Lease, Leases
+from forebay.transport.base import Lease, LeaseError, Leases
 from forebay.workers.lease_keeper import LeaseKeeper
 from tests.workers.conftest import until
 
@@ -24,7 +24,7 @@ class Unreliable:
         self.threads.add(threading.get_ident())
         if self.failures:
             self.failures -= 1
-            raise ConnectionError("the store is away")
+            raise LeaseError("the store is away")
 
     def acquire(self, group: str, worker_id: str, token: str, payload: bytes, ttl_ms: int) -> None:
         self._pass()
@@ -45,6 +45,12 @@ class Unreliable:
 
     def forget(self, group: str, worker_id: str, token: str) -> None:
         self._leases.forget(group, worker_id, token)
+
+    def groups(self) -> list[str]:
+        return self._leases.groups()
+
+    def ask(self, group: str, ttl_ms: int) -> None:
+        self._leases.ask(group, ttl_ms)
 
 
 def held(leases: Leases, worker_id: str) -> str | None:

@@ -37,7 +37,6 @@ class IngressSettings:
         model_name: the one model it serves.
         block_size: tokens a KV block, as the pool has it.
         ingress_id: names this process.
-        partition: of the group's control topics.
         reply_slot: the partition of `tokens` that it reads.
         body_bytes_max: larger bodies are refused with 413.
         timeout_s: for a whole request.
@@ -47,7 +46,6 @@ class IngressSettings:
     model_name: str
     block_size: int
     ingress_id: str
-    partition: int = 0
     reply_slot: int = 0
     body_bytes_max: int = 48 << 20
     timeout_s: float = 600.0
@@ -64,7 +62,10 @@ class Prompt:
 
 
 class Ingress:
-    """Submits requests and listens for their answers on one reply slot, from the offset `reply_from` on."""
+    """Submits requests and listens for their answers on one reply slot, from the offset `reply_from` on.
+
+    `place` gives the partition of the model's control topics, None while no router has placed it.
+    """
 
     def __init__(
         self,
@@ -74,11 +75,13 @@ class Ingress:
         metrics: IngressMetrics,
         ready: Callable[[], bool],
         reply_from: int,
+        place: Callable[[], int | None] = lambda: 0,
     ) -> None:
         self.model = model
         self.settings = settings
         self.metrics = metrics
         self.ready = ready
+        self.place = place
         self.replies = ReplyReader(log, settings.reply_slot, reply_from, metrics.undecodable.inc)
         self._log = log
         self._threads = ThreadPoolExecutor(TOKENISER_THREADS, "tokenise")
@@ -126,6 +129,7 @@ class Ingress:
 
     async def submit(self, request_id: str, prompt: Prompt, sampling: Sampling) -> Stream:
         """Put a request on the log and listen for its answer. Raises ApiError."""
+        partition = self.require_place()
         if request_id in self.replies:
             raise ApiError(409, "duplicate_request_id", f"the request id {request_id} is under way")
         settings = self.settings
@@ -139,13 +143,14 @@ class Ingress:
             tie_seed=xxh3_64_intdigest(request_id.encode()),
             sampling=sampling,
             nonce=int.from_bytes(os.urandom(8), "little"),
+            reply_from=self.replies.position,
             ingress_id=settings.ingress_id,
             at_us=time.time_ns() // 1000,
         )
         stream = self.replies.open(request_id)
         submitted = False
         try:
-            await self._log.append([self._draft(request_id, event)])
+            await self._log.append([_draft(partition, request_id, event)])
             submitted = True
         except LogError as error:
             # A log that failed stays failed: the others would wait for their deadline in vain.
@@ -162,9 +167,17 @@ class Ingress:
         """Nobody wants the answer any more."""
         event = RequestCancelled(request_id=request_id, reason=reason, at_us=time.time_ns() // 1000)
         try:
-            self._log.append_soon([self._draft(request_id, event)])
+            self._log.append_soon([_draft(self.require_place(), request_id, event)])
         except LogError as error:
             logger.warning("request %s is not cancelled: %s", request_id, error)
 
-    def _draft(self, request_id: str, event: Event) -> Draft:
-        return Draft(REQUESTS.name, self.settings.partition, encode(REQUESTS, event), request_id.encode())
+    def require_place(self) -> int:
+        """The partition of the model's control topics. Raises ApiError while it has none."""
+        partition = self.place()
+        if partition is None:
+            raise ApiError(503, "no_group", f"no router serves {self.settings.model_name} yet: has it any worker?")
+        return partition
+
+
+def _draft(partition: int, request_id: str, event: Event) -> Draft:
+    return Draft(REQUESTS.name, partition, encode(REQUESTS, event), request_id.encode())

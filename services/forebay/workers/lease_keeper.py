@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from forebay.transport.base import Leases
+from forebay.transport.base import LeaseError, Leases
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +121,7 @@ class LeaseKeeper:
     def _give_up(self, hold: _Hold) -> None:
         try:
             self._leases.release(hold.group, hold.worker_id, hold.token)
-        except Exception as error:  # noqa: BLE001 - whatever the store raises, the lease runs out by itself
+        except LeaseError as error:
             logger.warning("lease of %s not released, it will run out: %s", hold.worker_id, error)
 
     def _tend(self, hold: _Hold) -> None:
@@ -135,7 +135,7 @@ class LeaseKeeper:
             else:
                 self._take(hold)
             hold.due = time.monotonic() + self._period_s
-        except Exception as error:  # noqa: BLE001 - the thread outlives whatever the store raises
+        except LeaseError as error:
             logger.warning("lease of %s not renewed, trying again: %s", hold.worker_id, error)
             hold.due = time.monotonic() + min(RETRY_S_MAX, self._period_s)
 

@@ -14,7 +14,7 @@ from forebay.events.codec import encode
 from forebay.events.fleet import WorkerSpec
 from forebay.events.kv import BlocksRemoved, BlocksStored
 from forebay.events.metrics import LoadReported
-from forebay.events.progress import FirstTokenEmitted, RequestFailed, RequestFinished
+from forebay.events.progress import FinishReason, FirstTokenEmitted, RequestFailed, RequestFinished
 from forebay.events.snapshots import CHUNK_HASHES_MAX
 from forebay.events.tokens import AnswerError, AttemptStarted, ResponseEnded, TokenChunk, TokensEmitted, Usage
 from forebay.events.topics import KV_EVENTS, METRICS, PROGRESS, TOKENS, Topic
@@ -26,12 +26,16 @@ LOAD_INTERVAL_S = 0.1  # ten reports a second and rank are enough for routing
 
 @dataclass(slots=True)
 class Active:
-    """A request under way: which attempt, on whose order, answered where."""
+    """A request under way: which attempt, on whose order, answered where.
+
+    `said` counts the tokens of earlier attempts that this one goes on from; the engine has them as its prompt's end.
+    """
 
     request_id: str
     attempt: int
     owner_epoch: int
     reply_slot: int
+    said: int = 0
 
 
 class Outbox:
@@ -52,15 +56,15 @@ class Outbox:
             for start in range(0, len(hashes), CHUNK_HASHES_MAX)
         ]
 
-    def attempt_started(self, active: Active) -> list[Draft]:
-        """A later attempt voids what earlier ones said."""
+    def attempt_started(self, active: Active) -> Draft:
+        """A later attempt begins: what earlier ones say after this is void."""
         event = AttemptStarted(
             request_id=active.request_id,
             attempt=active.attempt,
             owner_epoch=active.owner_epoch,
             worker_id=self._worker_id,
         )
-        return [_draft(TOKENS, active.reply_slot, event)]
+        return _draft(TOKENS, active.reply_slot, event)
 
     def failure(self, active: Active, error: AnswerError) -> list[Draft]:
         """The end of a request that did not go well: to the client, then to the owner."""
@@ -71,57 +75,39 @@ class Outbox:
             finish_reason="error",
             error=error,
         )
-        failed = RequestFailed(
-            request_id=active.request_id,
-            attempt=active.attempt,
-            worker_id=self._worker_id,
-            worker_epoch=self._worker_epoch,
-            owner_epoch=active.owner_epoch,
-            at_us=_now_us(),
-            error=error.message,
-        )
-        return [_draft(TOKENS, active.reply_slot, ended), _draft(PROGRESS, self._partition, failed)]
+        return [_draft(TOKENS, active.reply_slot, ended), self._failed(active, error.message)]
+
+    def complete(self, active: Active, prompt_tokens: int) -> list[Draft]:
+        """The end of a request whose earlier attempts said all it may say."""
+        usage = Usage(prompt_tokens=prompt_tokens, output_tokens=active.said)
+        return [self._ended(active, "length", usage), self._finished(active, "length", usage, _now_us())]
+
+    def ended_before(self, active: Active, ended: ResponseEnded) -> list[Draft]:
+        """What the owner did not hear: an earlier attempt gave the client the whole answer."""
+        if ended.usage is None or ended.finish_reason == "error":
+            message = "an earlier attempt ended" if ended.error is None else ended.error.message
+            return [self._failed(active, message)]
+        return [self._finished(active, ended.finish_reason, ended.usage, _now_us())]
 
     def batch(self, batch: EngineBatch, active: dict[str, Active]) -> list[Draft]:
         """All records of a batch. Requests that ended leave `active`; those not in it are left out."""
         at_us = _now_us()
         drafts = [self._cache_change(batch.rank, change) for change in batch.cache_changes]
         drafts += self._tokens(batch, active, at_us)
-        progress: list[Event] = []
+        progress: list[Draft] = []
         for first in batch.first_tokens:
             one = active.get(first.request_id)
             if one is not None and one.attempt == first.attempt:
-                progress.append(
-                    FirstTokenEmitted(
-                        request_id=first.request_id,
-                        attempt=first.attempt,
-                        worker_id=self._worker_id,
-                        worker_epoch=self._worker_epoch,
-                        owner_epoch=one.owner_epoch,
-                        at_us=at_us,
-                        cached_tokens=first.cached_tokens,
-                    )
-                )
+                progress.append(self._began(one, first.cached_tokens, at_us))
         for end in batch.finished:
             one = active.get(end.request_id)
             if one is None or one.attempt != end.attempt:
                 continue
             del active[end.request_id]
-            drafts.append(self._ended(one, end))
-            progress.append(
-                RequestFinished(
-                    request_id=end.request_id,
-                    attempt=end.attempt,
-                    worker_id=self._worker_id,
-                    worker_epoch=self._worker_epoch,
-                    owner_epoch=one.owner_epoch,
-                    at_us=at_us,
-                    finish_reason=end.reason,
-                    output_tokens=end.output_tokens,
-                    cached_tokens=end.cached_tokens,
-                )
-            )
-        drafts += [_draft(PROGRESS, self._partition, event) for event in progress]
+            usage = _usage(one, end)
+            drafts.append(self._ended(one, end.reason, usage))
+            progress.append(self._finished(one, end.reason, usage, at_us))
+        drafts += progress
         for failed in batch.failed:
             one = active.get(failed.request_id)
             if one is not None and one.attempt == failed.attempt:
@@ -129,20 +115,53 @@ class Outbox:
                 drafts += self.failure(one, failed.error)
         return drafts + self._load(batch.rank, batch.load, at_us)
 
-    def _ended(self, active: Active, end: Finished) -> Draft:
-        usage = Usage(
-            prompt_tokens=end.prompt_tokens,
-            output_tokens=end.output_tokens,
-            cached_tokens=end.cached_tokens,
-        )
+    def _ended(self, active: Active, reason: FinishReason, usage: Usage) -> Draft:
         event = ResponseEnded(
-            request_id=end.request_id,
-            attempt=end.attempt,
+            request_id=active.request_id,
+            attempt=active.attempt,
             owner_epoch=active.owner_epoch,
-            finish_reason=end.reason,
+            finish_reason=reason,
             usage=usage,
         )
         return _draft(TOKENS, active.reply_slot, event)
+
+    def _began(self, active: Active, cached_tokens: int, at_us: int) -> Draft:
+        event = FirstTokenEmitted(
+            request_id=active.request_id,
+            attempt=active.attempt,
+            worker_id=self._worker_id,
+            worker_epoch=self._worker_epoch,
+            owner_epoch=active.owner_epoch,
+            at_us=at_us,
+            cached_tokens=cached_tokens,
+        )
+        return _draft(PROGRESS, self._partition, event)
+
+    def _finished(self, active: Active, reason: FinishReason, usage: Usage, at_us: int) -> Draft:
+        event = RequestFinished(
+            request_id=active.request_id,
+            attempt=active.attempt,
+            worker_id=self._worker_id,
+            worker_epoch=self._worker_epoch,
+            owner_epoch=active.owner_epoch,
+            at_us=at_us,
+            finish_reason=reason,
+            output_tokens=usage.output_tokens,
+            cached_tokens=usage.cached_tokens,
+        )
+        return _draft(PROGRESS, self._partition, event)
+
+    def _failed(self, active: Active, message: str) -> Draft:
+        event = RequestFailed(
+            request_id=active.request_id,
+            attempt=active.attempt,
+            worker_id=self._worker_id,
+            worker_epoch=self._worker_epoch,
+            owner_epoch=active.owner_epoch,
+            at_us=_now_us(),
+            error=message,
+        )
+        return _draft(PROGRESS, self._partition, event)
 
     def _cache_change(self, rank: int, change: CacheChange) -> Draft:
         self._kv_seq[rank] += 1
@@ -178,7 +197,7 @@ class Outbox:
             chunk = TokenChunk(
                 request_id=said.request_id,
                 attempt=said.attempt,
-                first_index=said.first_index,
+                first_index=one.said + said.first_index,
                 token_ids=said.token_ids,
             )
             chunks.setdefault((one.reply_slot, one.owner_epoch), []).append(chunk)
@@ -216,6 +235,16 @@ class Outbox:
             at_us=at_us,
         )
         return [_draft(METRICS, self._partition, event)]
+
+
+def _usage(active: Active, end: Finished) -> Usage:
+    """Of the whole answer, whoever said it: to the engine, what was said before is prompt."""
+    prompt_tokens = end.prompt_tokens - active.said
+    return Usage(
+        prompt_tokens=prompt_tokens,
+        output_tokens=active.said + end.output_tokens,
+        cached_tokens=min(end.cached_tokens, prompt_tokens),
+    )
 
 
 def _draft(topic: Topic, partition: int, event: Event) -> Draft:

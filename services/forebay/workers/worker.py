@@ -3,16 +3,19 @@
 Theory of operation. The worker takes a lease and follows the fleet until the owner admits that incarnation;
 the offset of the admission is its epoch. Then it reads its slot of the pool's work topic. When the log says
 that the epoch is lost, everything is dropped and a new incarnation takes the lease: the log is the truth.
+A later attempt of a request goes on where the valid tokens of the earlier ones end.
 """
 
 import asyncio
 import logging
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import assert_never
 
 import msgspec
 
+from forebay.core.replies import Reply
+from forebay.events.base import U32_BYTES
 from forebay.events.codec import DecodeError, decode
 from forebay.events.fleet import (
     AnyFleetEvent,
@@ -31,6 +34,7 @@ from forebay.transport.base import Draft, Log, Record, Tail
 from forebay.workers.engine import Engine, EngineBatch
 from forebay.workers.lease_keeper import LeaseKeeper
 from forebay.workers.outbox import Active, Outbox
+from forebay.workers.resume import Later, Resumer, SlotReading, Spawn, continued
 
 logger = logging.getLogger(__name__)
 
@@ -45,12 +49,15 @@ class WorkerReplaced(Exception):
 
 @dataclass(slots=True)
 class WorkerCounters:
-    """What a worker did not run, and why."""
+    """What a worker did not run, and why; what it went on with."""
 
     dead_letters: int = 0
     other_epoch: int = 0
     repeated: int = 0
+    superseded: int = 0  # a later attempt, elsewhere, began before this worker's
     fleet_undecodable: int = 0
+    continued: int = 0
+    reading: SlotReading = field(default_factory=SlotReading)
 
 
 @dataclass(slots=True)
@@ -60,6 +67,7 @@ class _Epoch:
     number: int
     work: Tail
     outbox: Outbox
+    resumer: Resumer
 
 
 class Worker:
@@ -104,13 +112,13 @@ class Worker:
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._engine.run(self._publish))
-                tasks.create_task(self._follow())
+                tasks.create_task(self._follow(tasks.create_task))
         finally:
             self._leave()
             self._keeper.release(self._group, self.spec.worker_id)
             await self._engine.stop()
 
-    async def _follow(self) -> None:
+    async def _follow(self, spawn: Spawn) -> None:
         # The end is read before the lease is taken, so the admission cannot be missed.
         end = await self._log.end(FLEET.name, self._partition)
         fleet = self._log.tail(FLEET.name, self._partition, end, self._wake)
@@ -123,7 +131,7 @@ class Worker:
                         f"worker {self.spec.worker_id}: incarnation {self._replaced_by} holds the lease now"
                     )
                 for record in fleet.take(READ_MAX):
-                    self._on_fleet(record)
+                    self._on_fleet(record, spawn)
                 if self._epoch is not None:
                     for record in self._epoch.work.take(READ_MAX):
                         self._on_work(record, self._epoch)
@@ -145,7 +153,7 @@ class Worker:
         self._replaced_by = other
         self._wake.set()
 
-    def _on_fleet(self, record: Record) -> None:
+    def _on_fleet(self, record: Record, spawn: Spawn) -> None:
         try:
             event: AnyFleetEvent = decode(FLEET, record.value)
         except DecodeError as error:
@@ -159,7 +167,7 @@ class Worker:
                 self._owner_epoch = event.owner_epoch
             case WorkerJoined():
                 if event.spec.worker_id == self.spec.worker_id and event.lease == self._token:
-                    self._join(event, record.offset)
+                    self._join(event, record.offset, spawn)
             case WorkerLost():
                 if event.worker_id == self.spec.worker_id and event.worker_epoch == self.worker_epoch:
                     logger.warning("worker %s lost its epoch: %s", event.worker_id, event.reason)
@@ -170,11 +178,12 @@ class Worker:
             case _:
                 assert_never(event)
 
-    def _join(self, event: WorkerJoined, worker_epoch: int) -> None:
+    def _join(self, event: WorkerJoined, worker_epoch: int, spawn: Spawn) -> None:
         self._leave()
         work = self._log.tail(self._work_topic.name, event.slot, event.from_offset, self._wake)
         outbox = Outbox(self.spec, worker_epoch, self._partition)
-        self._epoch = _Epoch(worker_epoch, work, outbox)
+        resumer = Resumer(self._log, outbox, self.counters.reading, spawn, self._go_on)
+        self._epoch = _Epoch(worker_epoch, work, outbox, resumer)
         held = [
             draft for rank in range(self.spec.dp_size) for draft in outbox.announcement(rank, self._engine.held(rank))
         ]
@@ -187,6 +196,7 @@ class Worker:
         if self._epoch is None:
             return
         self._epoch.work.close()
+        self._epoch.resumer.close()
         self._epoch = None
         self._engine.reset()
         self._active.clear()
@@ -203,7 +213,7 @@ class Worker:
             return
         match event:
             case WorkItem():
-                self._start(event, epoch.outbox)
+                self._start(event, epoch)
             case WorkCancelled():
                 active = self._active.get(event.request_id)
                 if active is not None and active.attempt <= event.attempt:
@@ -212,7 +222,7 @@ class Worker:
             case _:
                 assert_never(event)
 
-    def _start(self, item: WorkItem, outbox: Outbox) -> None:
+    def _start(self, item: WorkItem, epoch: _Epoch) -> None:
         active = self._active.get(item.request_id)
         outdated = active is not None and active.attempt > item.attempt
         if outdated or (item.request_id, item.attempt) in self._seen:
@@ -227,14 +237,49 @@ class Worker:
         if active is not None:
             del self._active[item.request_id]
             self._engine.cancel(item.request_id)
-        active = Active(item.request_id, item.attempt, item.owner_epoch, item.reply_slot)
-        drafts = outbox.attempt_started(active) if item.attempt > 1 else []
-        if item.rank < self.spec.dp_size:
-            self._active[item.request_id] = active
-            self._engine.submit(item)
+        active = self._active[item.request_id] = Active(
+            item.request_id, item.attempt, item.owner_epoch, item.reply_slot
+        )
+        if item.attempt > 1:
+            epoch.resumer.add(Later(item, active))
         else:
-            message = f"rank {item.rank} does not exist: worker {self.spec.worker_id} has {self.spec.dp_size}"
-            drafts += outbox.failure(active, AnswerError(status=500, code="no_such_rank", message=message))
+            self._submit(item, active, epoch.outbox)
+
+    def _go_on(self, later: Later, reply: Reply) -> None:
+        """What earlier attempts said is known: say the rest, if there is any and it is still wanted."""
+        item, active, epoch = later.item, later.active, self._epoch
+        if epoch is None or self._active.get(item.request_id) is not active:
+            return
+        active.said = reply.next_index
+        outbox = epoch.outbox
+        if reply.ended is not None:
+            self._settle(active, outbox.ended_before(active, reply.ended))
+        elif reply.is_void(active.attempt, active.owner_epoch):
+            self.counters.superseded += 1
+            self._settle(active, [])
+        elif reply.gap:
+            message = f"the answer has a gap after {active.said} tokens"
+            self._settle(
+                active, outbox.failure(active, AnswerError(status=502, code="tokens_missing", message=message))
+            )
+        elif active.said >= item.sampling.max_tokens:
+            self._settle(active, outbox.complete(active, len(item.token_ids) // U32_BYTES))
+        elif active.said:
+            self.counters.continued += 1
+            self._submit(continued(item, reply.tokens, self.spec.block_size), active, outbox)
+        else:
+            self._submit(item, active, outbox)
+
+    def _submit(self, item: WorkItem, active: Active, outbox: Outbox) -> None:
+        if item.rank < self.spec.dp_size:
+            self._engine.submit(item)
+            return
+        message = f"rank {item.rank} does not exist: worker {self.spec.worker_id} has {self.spec.dp_size}"
+        self._settle(active, outbox.failure(active, AnswerError(status=500, code="no_such_rank", message=message)))
+
+    def _settle(self, active: Active, drafts: list[Draft]) -> None:
+        """It is over without the engine."""
+        del self._active[active.request_id]
         if drafts:
             self._log.append_soon(drafts)
 

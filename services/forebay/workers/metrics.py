@@ -1,0 +1,40 @@
+"""What a worker shows to Prometheus, read from its counters when asked."""
+
+from collections.abc import Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from forebay.workers.worker import Worker
+
+
+class WorkerMetrics(Collector):
+    """Membership, and what was not run or went on from an earlier attempt."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    def collect(self) -> Iterator[Metric]:
+        """The metrics as they are now."""
+        worker, counters = self._worker, self._worker.counters
+        labels = [worker.spec.worker_id]
+        member = GaugeMetricFamily("forebay_worker_member", "1 while the worker is in the fleet", labels=["worker_id"])
+        member.add_metric(labels, worker.worker_epoch is not None)
+        yield member
+        skipped = CounterMetricFamily(
+            "forebay_worker_items_skipped", "work items that were not run, by reason", labels=["worker_id", "reason"]
+        )
+        reasons = {
+            "dead_letter": counters.dead_letters,
+            "other_epoch": counters.other_epoch,
+            "repeated": counters.repeated,
+            "superseded": counters.superseded,
+        }
+        for reason, count in reasons.items():
+            skipped.add_metric([*labels, reason], count)
+        yield skipped
+        continued = CounterMetricFamily(
+            "forebay_worker_continued", "answers that went on from an earlier attempt", labels=["worker_id"]
+        )
+        continued.add_metric(labels, counters.continued)
+        yield continued

@@ -1,0 +1,206 @@
+"""The fold over a reply slot: each token once, in order, from whoever may speak, and nothing after the end."""
+
+from dataclasses import dataclass, field
+
+from hypothesis import event, given
+from hypothesis import strategies as st
+
+from forebay.core.replies import Reply, apply
+from forebay.events.base import pack_u32
+from forebay.events.tokens import (
+    AnswerError,
+    AttemptStarted,
+    ResponseEnded,
+    TokenChunk,
+    TokenEvent,
+    TokensEmitted,
+    Usage,
+)
+
+NAME = "a"
+LENGTH = 20
+WHO = 1_000  # a token says who said it, and at which index
+
+
+def emitted(first: int, tokens: list[int], *, attempt: int = 1, owner: int = 1, name: str = NAME) -> TokensEmitted:
+    chunk = TokenChunk(request_id=name, attempt=attempt, first_index=first, token_ids=pack_u32(tokens))
+    return TokensEmitted(
+        worker_id=f"w{attempt}", worker_epoch=attempt, owner_epoch=owner, chunks=(chunk,), rank=attempt
+    )
+
+
+def started(attempt: int, owner: int = 1, name: str = NAME) -> AttemptStarted:
+    return AttemptStarted(request_id=name, attempt=attempt, owner_epoch=owner, worker_id=f"w{attempt}")
+
+
+def ended(attempt: int = 1, owner: int = 1, name: str = NAME) -> ResponseEnded:
+    usage = Usage(prompt_tokens=1, output_tokens=LENGTH)
+    return ResponseEnded(request_id=name, attempt=attempt, owner_epoch=owner, finish_reason="length", usage=usage)
+
+
+def folded(*slot: TokenEvent) -> Reply:
+    reply = Reply()
+    for said in slot:
+        apply({NAME: reply}, said)
+    return reply
+
+
+def test_tokens_come_in_order_and_known_ones_are_dropped() -> None:
+    reply = folded(emitted(0, [10, 11]), emitted(1, [11, 12]), emitted(0, [10, 11]), emitted(3, [13]))
+    assert (reply.tokens, reply.next_index) == ([10, 11, 12, 13], 4)
+    assert (reply.worker_id, reply.rank, reply.attempt) == ("w1", 1, 1)
+
+
+def test_who_repeats_what_is_known_does_not_count_as_who_said_it() -> None:
+    reply = folded(emitted(0, [10, 11]), started(2), emitted(0, [10], attempt=2))
+    assert (reply.worker_id, reply.attempt) == ("w1", 2)
+
+
+def test_tokens_taken_away_stay_counted() -> None:
+    reply = folded(emitted(0, [10, 11]))
+    reply.tokens.clear()
+    assert apply({NAME: reply}, emitted(1, [11, 12])) == [reply]
+    assert (reply.tokens, reply.next_index) == ([12], 3)
+
+
+def test_a_later_attempt_voids_what_is_lower_after_it_and_nothing_before() -> None:
+    reply = folded(emitted(0, [10]), started(2), emitted(1, [99]), ended(1), emitted(1, [11], attempt=2))
+    assert reply.tokens == [10, 11]
+    assert reply.ended is None
+    assert reply.is_void(1, 9)
+    assert not reply.is_void(2, 1)
+
+
+def test_a_later_owner_voids_an_earlier_one_in_the_same_attempt() -> None:
+    reply = folded(emitted(0, [10]), started(1, 7), emitted(1, [99], owner=6), ended(1, 6), emitted(1, [11], owner=7))
+    assert reply.tokens == [10, 11]
+    assert reply.ended is None
+
+
+def test_a_start_that_comes_late_takes_nothing_back() -> None:
+    reply = folded(started(3), started(2), emitted(0, [99], attempt=2), emitted(0, [10], attempt=3))
+    assert (reply.tokens, reply.attempt) == ([10], 3)
+
+
+def test_whoever_speaks_in_a_later_attempt_has_begun_it() -> None:
+    reply = folded(emitted(0, [10], attempt=2), emitted(1, [99], attempt=1), ended(0))
+    assert reply.tokens == [10]
+    assert reply.ended is None
+
+
+def test_nothing_counts_after_the_end() -> None:
+    end = ended(1)
+    late: list[TokenEvent] = [emitted(1, [11]), emitted(5, [15]), started(2), ended(2), emitted(1, [11], attempt=2)]
+    reply = folded(emitted(0, [10]), end, *late)
+    assert reply.ended is end
+    assert (reply.tokens, reply.next_index, reply.attempt, reply.gap) == ([10], 1, 1, False)
+
+
+def test_an_error_is_an_end() -> None:
+    error = AnswerError(status=503, code="no_workers", message="none")
+    refused = ResponseEnded(request_id=NAME, attempt=0, owner_epoch=0, finish_reason="error", error=error)
+    assert folded(refused, emitted(0, [10])).ended is refused
+
+
+def test_a_gap_is_no_answer_whatever_follows() -> None:
+    reply = folded(
+        emitted(0, [10]), emitted(2, [12]), emitted(1, [11]), started(2), emitted(1, [11], attempt=2), ended(2)
+    )
+    assert reply.gap
+    assert (reply.tokens, reply.ended) == ([10], None)
+
+
+def test_only_the_replies_that_changed_are_named() -> None:
+    replies = {"a": Reply(), "b": Reply()}
+    chunks = [TokenChunk(request_id=name, attempt=1, first_index=0, token_ids=pack_u32([1])) for name in "axb"]
+    both = TokensEmitted(worker_id="w1", worker_epoch=1, owner_epoch=1, chunks=tuple(chunks))
+    assert apply(replies, both) == [replies["a"], replies["b"]]
+    assert apply(replies, both) == []
+    assert apply(replies, emitted(2, [3], name="b")) == [replies["b"]]
+    assert replies["b"].gap
+    for foreign in (started(2, name="x"), ended(name="x"), started(2)):
+        assert apply(replies, foreign) == []
+    assert apply(replies, ended(1)) == []
+    assert apply(replies, ended(2)) == [replies["a"]]
+    assert apply(replies, ended(2)) == []
+
+
+@dataclass
+class Speaker:
+    """A worker with one attempt, as the protocol wants it; it never learns that another took over."""
+
+    attempt: int
+    owner: int
+    length: int  # where it finds its end, unless more was said before
+    said: int | None = None  # None: it did not begin
+    done: bool = False
+
+    def speak(self, slot: list[TokenEvent], size: int, back: int, owner_later: int) -> None:
+        """Put its next record on the slot: chunks of any size, some of it again, under owners that follow."""
+        if self.said is None:
+            if self.attempt > 1:
+                slot.append(started(self.attempt, self.owner))
+            before = folded(*slot)
+            self.said, self.done = before.next_index, before.ended is not None
+            return
+        self.owner += owner_later
+        if self.said < self.length:
+            first = max(0, self.said - back)
+            last = min(self.length, self.said + size)
+            tokens = [self.attempt * WHO + index for index in range(first, last)]
+            slot.append(emitted(first, tokens, attempt=self.attempt, owner=self.owner))
+            self.said = last
+        else:
+            slot.append(ended(self.attempt, self.owner))
+            self.done = True
+
+
+@dataclass
+class Story:
+    """Who spoke for a request, and what stands on the slot."""
+
+    speakers: list[Speaker]
+    slot: list[TokenEvent] = field(default_factory=list)
+
+
+@st.composite
+def stories(draw: st.DrawFn) -> Story:
+    """Attempts that begin one after the other or overlap, with zombies of all of them speaking on."""
+    lengths = draw(st.lists(st.integers(LENGTH // 2, LENGTH), min_size=2, max_size=4))
+    story = Story([Speaker(attempt, attempt, length) for attempt, length in enumerate(lengths, 1)])
+    turns = st.tuples(st.sampled_from(story.speakers), st.integers(1, 3), st.integers(0, 2), st.integers(0, 1))
+    for speaker, size, back, owner_later in draw(st.lists(turns, min_size=20, max_size=60)):
+        if not speaker.done:
+            speaker.speak(story.slot, size, back, owner_later)
+    last = story.speakers[-1]
+    while not last.done:
+        last.speak(story.slot, 3, 0, 0)
+    return story
+
+
+@given(stories())
+def test_each_token_once_in_order_and_nothing_after_the_end(story: Story) -> None:
+    """However attempts, owners and zombies interleave; and what was read once is never taken back."""
+    reply = Reply()
+    heard: list[int] = []
+    highest = 0
+    end_at = None
+    for position, said in enumerate(story.slot):
+        changed = apply({NAME: reply}, said)
+        new, reply.tokens = reply.tokens, []
+        if isinstance(said, AttemptStarted):
+            highest = max(highest, said.attempt)
+        if changed:
+            assert end_at is None, "something came after the end"
+            assert reply.attempt >= highest
+        if end_at is None and reply.ended is not None:
+            assert reply.ended.attempt >= highest, "a void end was believed"
+            end_at = position
+        assert all(token // WHO >= highest for token in new), "a void attempt was heard"
+        heard += new
+        assert not reply.gap
+    assert [token % WHO for token in heard] == list(range(len(heard)))
+    assert [token // WHO for token in heard] == sorted(token // WHO for token in heard)
+    assert end_at is not None
+    assert folded(*story.slot).tokens == heard
+    event(f"{len({token // WHO for token in heard})} attempts heard")

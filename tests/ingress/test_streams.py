@@ -1,0 +1,76 @@
+"""The reader of a reply slot: where it is, and what those who wait are told."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from forebay.events.base import Event, pack_u32
+from forebay.events.codec import encode
+from forebay.events.tokens import TokenChunk, TokensEmitted
+from forebay.events.topics import TOKENS
+from forebay.ingress.streams import READ_MAX, TOKENS_MISSING, ReplyReader
+from forebay.transport.base import Draft, LogError
+from forebay.transport.sqlite_log import SqliteLog
+from tests.system import until
+
+SLOT = 2
+
+
+@pytest.fixture
+async def log() -> AsyncIterator[SqliteLog]:
+    opened = SqliteLog.open(None)
+    yield opened
+    opened.close()
+
+
+@asynccontextmanager
+async def reading(log: SqliteLog, offset: int) -> AsyncIterator[ReplyReader]:
+    reader = ReplyReader(log, SLOT, offset, lambda: None)
+    running = asyncio.create_task(reader.run())
+    try:
+        yield reader
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+def said(name: str, first: int, *tokens: int) -> TokensEmitted:
+    chunk = TokenChunk(request_id=name, attempt=1, first_index=first, token_ids=pack_u32(tokens))
+    return TokensEmitted(worker_id="w1", worker_epoch=1, owner_epoch=1, chunks=(chunk,))
+
+
+async def append(log: SqliteLog, *events: Event) -> None:
+    await log.append([Draft(TOKENS.name, SLOT, encode(TOKENS, event)) for event in events])
+
+
+async def test_the_position_is_behind_what_was_handed_over(log: SqliteLog) -> None:
+    await append(log, *[said("a", at, at) for at in range(2 * READ_MAX)])
+    async with reading(log, 3) as reader:
+        assert reader.position == 3
+        await until(lambda: reader.position == 2 * READ_MAX)
+        stream = reader.open("b")
+        await append(log, said("b", 0, 7))
+        await stream.ready()
+        await until(lambda: reader.position == 2 * READ_MAX + 1)
+        assert stream.take() == [7]
+
+
+async def test_a_gap_interrupts_whoever_waits(log: SqliteLog) -> None:
+    async with reading(log, 0) as reader:
+        stream = reader.open("a")
+        waiting = asyncio.create_task(stream.ready())
+        await append(log, said("a", 1, 7), said("a", 0, 6))
+        await waiting
+        assert (stream.broken, stream.take()) == (TOKENS_MISSING, [])
+
+
+async def test_a_log_that_fails_interrupts_all(log: SqliteLog) -> None:
+    await append(log, said("a", 0, 7))
+    reader = ReplyReader(log, SLOT, 0, lambda: None)
+    streams = [reader.open(name) for name in "ab"]
+    log._db.execute(f"UPDATE {TOKENS.name} SET value = x'00'")
+    with pytest.raises(LogError):
+        await reader.run()
+    assert all(stream.broken for stream in streams)

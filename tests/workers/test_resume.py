@@ -1,0 +1,334 @@
+"""Later attempts: the answer goes on where the valid tokens end, whoever else still speaks."""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from xxhash import xxh3_64_intdigest
+
+from forebay.core.engine_model import speech
+from forebay.core.replies import Reply, apply
+from forebay.events.base import pack_u32
+from forebay.events.codec import decode, encode
+from forebay.events.fleet import WorkerLost
+from forebay.events.progress import FirstTokenEmitted, RequestFailed, RequestFinished
+from forebay.events.tokens import AnswerError, AttemptStarted, ResponseEnded, TokenChunk, TokensEmitted, Usage
+from forebay.events.topics import FLEET, TOKENS
+from forebay.events.work import WorkCancelled, WorkItem
+from forebay.transport.base import Draft, LogError, Record
+from forebay.transport.faults import FaultyLog
+from forebay.transport.sqlite_log import SqliteLog
+from forebay.workers.resume import PAGE_RECORDS
+from forebay.workers.worker import Worker
+from tests.workers.conftest import PARTITION, VOCABULARY, WORK, WORK_SLOT, Scene, until, work_item
+
+SLOT = 3
+PROMPT = [1, 2, 3, 4, 5, 6]
+
+
+class GatedLog(FaultyLog):
+    """A log whose reads wait until they are let through, or go wrong."""
+
+    def __init__(self, log: SqliteLog) -> None:
+        super().__init__(log, crash_after=sys.maxsize)
+        self.open = asyncio.Event()
+        self.reading = 0
+        self.error: LogError | None = None
+        self.torn = False
+        self.begins = 0
+
+    async def read(self, topic: str, partition: int, offset: int, limit: int) -> list[Record]:
+        self.reading += 1
+        await self.open.wait()
+        if self.error is not None:
+            raise self.error
+        return [] if self.torn else await super().read(topic, partition, offset, limit)
+
+    async def begin(self, topic: str, partition: int) -> int:
+        return self.begins
+
+
+def emitted(name: str, first: int, tokens: list[int], *, attempt: int = 1) -> TokensEmitted:
+    chunk = TokenChunk(request_id=name, attempt=attempt, first_index=first, token_ids=pack_u32(tokens))
+    return TokensEmitted(worker_id="w0", worker_epoch=0, owner_epoch=0, chunks=(chunk,))
+
+
+def later(name: str, epoch: int, max_tokens: int = 10, **changes: int) -> WorkItem:
+    return work_item(name, PROMPT, max_tokens, **{"worker_epoch": epoch, "attempt": 2, **changes})
+
+
+def spoken(text: list[int], count: int) -> list[int]:
+    """What a mock engine says to a prompt: it depends on nothing but the prompt and the position after it."""
+    return speech(xxh3_64_intdigest(pack_u32(text), 0), 0, count, VOCABULARY)
+
+
+def heard(scene: Scene, name: str) -> Reply:
+    """The answer as a client has it."""
+    reply = Reply()
+    for event in scene.tokens():
+        apply({name: reply}, event)
+    return reply
+
+
+def of_attempt(scene: Scene, name: str, attempt: int) -> list[TokenChunk]:
+    chunks = [chunk for event in scene.tokens(TokensEmitted) for chunk in event.chunks]
+    return [chunk for chunk in chunks if (chunk.request_id, chunk.attempt) == (name, attempt)]
+
+
+def finished(scene: Scene, name: str, attempt: int) -> list[RequestFinished]:
+    ends = scene.progress(RequestFinished)
+    return [end for end in ends if (end.request_id, end.attempt) == (name, attempt)]
+
+
+@pytest.fixture
+async def gate(log: SqliteLog) -> AsyncIterator[GatedLog]:
+    yield GatedLog(log)
+
+
+@asynccontextmanager
+async def ended_group(worker: Worker) -> AsyncIterator["asyncio.Task[None]"]:
+    """Run a worker that is expected to end by itself."""
+    task = asyncio.create_task(worker.run())
+    try:
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_an_answer_goes_on_elsewhere_while_the_old_worker_speaks_on(scene: Scene) -> None:
+    """A worker that was given up and does not know it: no token twice, none out of order, none after the end."""
+    zombie, heir = scene.worker(speedup=10.0), scene.worker(name="w2", token="t2")
+    async with scene.serving(zombie) as old, scene.serving(heir, "t2", slot=6) as new:
+        await scene.send(later("a", old, 150, attempt=1))
+        await until(lambda: of_attempt(scene, "a", 1))
+        await scene.send(later("a", new, 150), slot=6)
+        await until(lambda: finished(scene, "a", 2) and finished(scene, "a", 1))
+    events = scene.tokens()
+    begin = next(at for at, event in enumerate(events) if isinstance(event, AttemptStarted))
+    before = Reply()
+    for event in events[:begin]:
+        apply({"a": before}, event)
+    said = before.tokens
+    assert 0 < len(said) < 150
+    assert [event.chunks[0].attempt for event in events[begin:] if isinstance(event, TokensEmitted)].count(1) > 0
+    assert of_attempt(scene, "a", 2)[0].first_index == len(said)
+    reply = heard(scene, "a")
+    assert reply.tokens == said + spoken(PROMPT + said, 150 - len(said))
+    assert reply.tokens[: len(said)] == spoken(PROMPT, 150)[: len(said)]
+    assert reply.ended is not None
+    assert reply.ended.attempt == 2
+    assert reply.ended.usage == Usage(prompt_tokens=6, output_tokens=150, cached_tokens=0)
+    (end,) = finished(scene, "a", 2)
+    assert (end.finish_reason, end.output_tokens) == ("length", 150)
+    assert [first.attempt for first in scene.progress(FirstTokenEmitted)] == [1, 2]
+    assert heir.counters.continued == 1
+
+
+async def test_what_was_said_is_found_in_the_cache_and_never_counts_as_prompt(scene: Scene) -> None:
+    said = list(range(1000, 1010))
+    async with scene.serving(scene.worker()) as epoch:
+        await scene.append(TOKENS, SLOT, emitted("a", 0, said))
+        await scene.send(work_item("warm", PROMPT + said, 1, worker_epoch=epoch))
+        await until(lambda: finished(scene, "warm", 1))
+        await scene.send(later("a", epoch, 12))
+        await until(lambda: finished(scene, "a", 2))
+    reply = heard(scene, "a")
+    assert reply.tokens == said + spoken(PROMPT + said, 2)
+    assert reply.ended is not None
+    assert reply.ended.usage == Usage(prompt_tokens=6, output_tokens=12, cached_tokens=6)
+    assert finished(scene, "a", 2)[0].cached_tokens == 6
+
+
+async def test_after_a_valid_end_only_the_owner_is_told(scene: Scene) -> None:
+    async with scene.serving(scene.worker()) as epoch:
+        await scene.send(later("a", epoch, 6, attempt=1))
+        await until(lambda: finished(scene, "a", 1))
+        await scene.send(later("a", epoch, 6))
+        await until(lambda: finished(scene, "a", 2))
+    assert [type(event) for event in scene.tokens()][-2:] == [ResponseEnded, AttemptStarted]
+    (first,), (second,) = finished(scene, "a", 1), finished(scene, "a", 2)
+    assert (second.finish_reason, second.output_tokens) == (first.finish_reason, first.output_tokens) == ("length", 6)
+    assert [event.attempt for event in scene.progress(FirstTokenEmitted)] == [1]
+
+
+async def test_an_end_with_an_error_is_reported_as_a_failure(scene: Scene) -> None:
+    error = AnswerError(status=400, code="context_length_exceeded", message="too long")
+    ended = ResponseEnded(request_id="a", attempt=1, owner_epoch=0, finish_reason="error", error=error)
+    async with scene.serving(scene.worker()) as epoch:
+        await scene.append(TOKENS, SLOT, ended)
+        await scene.send(later("a", epoch))
+        await until(lambda: scene.progress(RequestFailed))
+    assert [(failed.attempt, failed.error) for failed in scene.progress(RequestFailed)] == [(2, "too long")]
+    assert scene.tokens(ResponseEnded) == [ended]
+
+
+async def test_an_answer_of_which_only_the_end_is_missing_gets_it(scene: Scene) -> None:
+    async with scene.serving(scene.worker()) as epoch:
+        await scene.append(TOKENS, SLOT, emitted("a", 0, [7] * 10))
+        await scene.send(later("a", epoch))
+        await until(lambda: finished(scene, "a", 2))
+    reply = heard(scene, "a")
+    assert (reply.tokens, of_attempt(scene, "a", 2)) == ([7] * 10, [])
+    assert reply.ended is not None
+    assert (reply.ended.finish_reason, reply.ended.usage) == ("length", Usage(prompt_tokens=6, output_tokens=10))
+    assert [type(event) for event in scene.progress()] == [RequestFinished]
+
+
+async def test_an_answer_with_a_gap_fails(scene: Scene) -> None:
+    async with scene.serving(scene.worker()) as epoch:
+        await scene.append(TOKENS, SLOT, emitted("a", 0, [7]))
+        await scene.append(TOKENS, SLOT, emitted("a", 2, [9]))
+        await scene.send(later("a", epoch))
+        await until(lambda: scene.progress(RequestFailed))
+    (ended,) = scene.tokens(ResponseEnded)
+    assert ended.error == AnswerError(status=502, code="tokens_missing", message="the answer has a gap after 1 tokens")
+
+
+async def test_who_comes_after_a_later_attempt_says_nothing(scene: Scene) -> None:
+    worker = scene.worker()
+    async with scene.serving(worker) as epoch:
+        started = AttemptStarted(request_id="a", attempt=3, owner_epoch=0, worker_id="w3")
+        await scene.append(TOKENS, SLOT, started)
+        await scene.send(later("a", epoch))
+        await until(lambda: worker.counters.superseded)
+        await scene.send(later("b", epoch))
+        await until(lambda: finished(scene, "b", 2))
+    assert of_attempt(scene, "a", 2) == []
+    assert {event.request_id for event in [*scene.progress(), *scene.tokens(ResponseEnded)]} == {"b"}
+
+
+async def test_only_what_stands_from_the_requests_own_start_on_is_its(scene: Scene) -> None:
+    """An id may be used again."""
+    async with scene.serving(scene.worker()) as epoch:
+        await scene.append(TOKENS, SLOT, emitted("a", 0, [1, 2, 3]))
+        usage = Usage(prompt_tokens=1, output_tokens=3)
+        ended = ResponseEnded(request_id="a", attempt=1, owner_epoch=0, finish_reason="stop", usage=usage)
+        begin = await scene.append(TOKENS, SLOT, ended) + 1
+        await scene.append(TOKENS, SLOT, emitted("a", 0, [7, 8]))
+        await scene.append(TOKENS, SLOT, emitted("b", 0, [5]))
+        for item in (later("b", epoch), later("a", epoch, reply_from=begin), later("c", epoch, reply_from=10_000)):
+            await scene.send(item)
+        await until(lambda: all(finished(scene, name, 2) for name in "abc"))
+    assert [of_attempt(scene, name, 2)[0].first_index for name in "abc"] == [2, 1, 0]
+
+
+async def test_what_does_not_decode_is_passed_over_and_counted(scene: Scene) -> None:
+    worker = scene.worker()
+    async with scene.serving(worker) as epoch:
+        await scene.log.append([Draft(TOKENS.name, SLOT, b"\xc1")])
+        begin = await scene.append(TOKENS, SLOT, emitted("a", 0, [7, 8]))
+        await scene.send(later("a", epoch))
+        await until(lambda: finished(scene, "a", 2))
+    assert finished(scene, "a", 2)[0].output_tokens == 10
+    assert worker.counters.reading.undecodable == 1
+    records = scene.log.records(TOKENS.name, SLOT, begin, 100)
+    chunks = [event.chunks[0] for record in records if isinstance(event := decode(TOKENS, record.value), TokensEmitted)]
+    assert [chunk.first_index for chunk in chunks][:2] == [0, 2]
+
+
+async def test_requests_that_move_together_share_a_pass_over_many_pages(scene: Scene) -> None:
+    worker = scene.worker()
+    names = [f"r{number}" for number in range(40)]
+    async with scene.serving(worker) as epoch:
+        said = [emitted(name, at, [at]) for at in range(40) for name in names]
+        assert len(said) > 2 * PAGE_RECORDS
+        await scene.log.append([Draft(TOKENS.name, SLOT, encode(TOKENS, event)) for event in said])
+        items = [later(name, epoch, 42) for name in names]
+        await scene.log.append([Draft(WORK.name, WORK_SLOT, encode(WORK, item)) for item in items])
+        await until(lambda: all(finished(scene, name, 2) for name in names))
+    assert all(heard(scene, name).tokens[:40] == list(range(40)) for name in names)
+    assert worker.counters.continued == len(names)
+    assert worker.counters.reading.passes == 1
+
+
+async def test_other_work_goes_on_while_the_slot_is_read(scene: Scene, gate: GatedLog) -> None:
+    async with scene.serving(scene.worker(log=gate)) as epoch:
+        await scene.append(TOKENS, SLOT, emitted("a", 0, [7]))
+        await scene.send(later("a", epoch))
+        await until(lambda: gate.reading)
+        await scene.send(later("b", epoch, attempt=1))
+        await until(lambda: finished(scene, "b", 1))
+        await scene.send(later("c", epoch))
+        gate.open.set()
+        await until(lambda: finished(scene, "a", 2) and finished(scene, "c", 2))
+    assert of_attempt(scene, "a", 2)[0].first_index == 1
+
+
+async def test_what_is_cancelled_or_superseded_while_the_slot_is_read_is_not_run(scene: Scene, gate: GatedLog) -> None:
+    worker = scene.worker(log=gate)
+    async with scene.serving(worker) as epoch:
+        for name in ("a", "b"):
+            await scene.append(TOKENS, SLOT, emitted(name, 0, [7]))
+            await scene.send(later(name, epoch))
+        await until(lambda: gate.reading)
+        await scene.send(WorkCancelled(request_id="a", attempt=2, owner_epoch=0, worker_epoch=epoch))
+        await scene.send(later("b", epoch, attempt=3))
+        await scene.send(later("c", epoch, attempt=1))
+        await until(lambda: finished(scene, "c", 1))
+        gate.open.set()
+        await until(lambda: finished(scene, "b", 3))
+    assert [event.request_id for event in scene.tokens(ResponseEnded)] == ["c", "b"]
+    assert of_attempt(scene, "a", 2) == of_attempt(scene, "b", 2) == []
+    assert of_attempt(scene, "b", 3)[0].first_index == 1
+    assert worker.counters.continued == 1
+
+
+async def test_sent_again_by_a_new_owner_while_the_slot_is_read(scene: Scene, gate: GatedLog) -> None:
+    worker = scene.worker(log=gate)
+    async with scene.serving(worker) as epoch:
+        await scene.send(later("a", epoch, owner_epoch=1))
+        await until(lambda: gate.reading)
+        await scene.send(later("a", epoch, owner_epoch=2))
+        await until(lambda: worker.counters.repeated)
+        gate.open.set()
+        await until(lambda: finished(scene, "a", 2))
+    assert [event.owner_epoch for event in scene.tokens(AttemptStarted)] == [1]
+    assert {event.owner_epoch for event in scene.tokens(TokensEmitted)} == {2}
+    assert len(heard(scene, "a").tokens) == 10
+
+
+async def test_a_worker_that_is_lost_while_it_reads_says_nothing(scene: Scene, gate: GatedLog) -> None:
+    worker = scene.worker(log=gate)
+    async with scene.serving(worker) as epoch:
+        await scene.send(later("a", epoch))
+        await until(lambda: gate.reading)
+        await scene.append(FLEET, PARTITION, WorkerLost(worker_id="w1", worker_epoch=epoch, owner_epoch=0))
+        again = await scene.admit(worker, "t1.2")
+        gate.open.set()
+        await scene.send(later("b", again))
+        await until(lambda: finished(scene, "b", 2))
+    assert {event.request_id for event in [*scene.progress(), *scene.tokens(ResponseEnded)]} == {"b"}
+    assert of_attempt(scene, "a", 2) == []
+
+
+async def test_an_answer_whose_start_retention_removed_fails_alone(scene: Scene, gate: GatedLog) -> None:
+    gate.open.set()
+    gate.begins = 2
+    async with scene.serving(scene.worker(log=gate)) as epoch:
+        await scene.append(TOKENS, SLOT, emitted("a", 0, [7]))
+        await scene.append(TOKENS, SLOT, emitted("a", 1, [8]))
+        await scene.append(TOKENS, SLOT, emitted("b", 0, [9]))
+        await scene.send(later("a", epoch, reply_from=1))
+        await scene.send(later("b", epoch, reply_from=2))
+        await until(lambda: scene.progress(RequestFailed) and finished(scene, "b", 2))
+    (ended,) = [end for end in scene.tokens(ResponseEnded) if end.request_id == "a"]
+    assert ended.error is not None
+    assert ended.error.code == "tokens_missing"
+    assert of_attempt(scene, "b", 2)[0].first_index == 1
+
+
+@pytest.mark.parametrize("torn", [False, True])
+async def test_a_slot_that_cannot_be_read_ends_the_worker(scene: Scene, gate: GatedLog, torn: bool) -> None:
+    gate.torn = torn
+    gate.error = None if torn else LogError("the disk is gone")
+    gate.open.set()
+    worker = scene.worker(log=gate)
+    async with ended_group(worker) as task:
+        epoch = await scene.admit(worker, "t1")
+        await scene.send(later("a", epoch))
+        with pytest.raises(ExceptionGroup) as caught:
+            await task
+    assert caught.group_contains(LogError, match="reply slot 3 ends at 0" if torn else "the disk is gone")
