@@ -7,7 +7,7 @@ import pytest
 
 from forebay.core.fleet import Fleet
 from forebay.events.codec import decode
-from forebay.events.control import PoolConfigured
+from forebay.events.control import PoolConfigured, RouterConfig
 from forebay.events.fleet import (
     FleetEvent,
     WorkerJoined,
@@ -16,8 +16,8 @@ from forebay.events.fleet import (
     WorkerSpec,
     WorkerSuspect,
 )
-from forebay.events.topics import FLEET
-from forebay.live.admission import Admission
+from forebay.events.topics import CONTROL, FLEET
+from forebay.live.admission import Admission, PoolsByLease
 from forebay.transport.base import Lease
 from forebay.transport.sqlite_log import SqliteLog
 
@@ -41,16 +41,24 @@ def facts(log: SqliteLog) -> list[FleetEvent]:
     return [decode(FLEET, record.value) for record in log.records(FLEET.name, 0, 0, 100)]
 
 
-def admission(log: SqliteLog) -> Admission:
-    return Admission(log, 0, 7, Fleet())
+def admission(log: SqliteLog, slots_max: int = 16, by_lease: PoolsByLease | None = None) -> Admission:
+    return Admission(log, 0, 7, Fleet(), slots_max=slots_max, by_lease=by_lease)
+
+
+async def poll(
+    polled: Admission, log: SqliteLog, leases: list[Lease], pools: dict[str, PoolConfigured] = POOLS
+) -> list[Lease]:
+    """One look at the leases by an owner that applied all of `fleet`."""
+    return await polled.update(leases, pools, log.next_offset(FLEET.name, 0))
 
 
 async def test_a_lease_joins_becomes_suspect_recovers_and_is_lost(log: SqliteLog) -> None:
     polled = admission(log)
     for left_ms in (30_000, 21_000, 14_000, 13_000, 29_000):
-        assert await polled.update([lease(left_ms)], POOLS) == []
-    assert await polled.update([lease(0)], POOLS) == [lease(0)]
-    assert await polled.update([], POOLS) == []
+        assert await poll(polled, log, [lease(left_ms)]) == []
+    assert await poll(polled, log, [lease(0)]) == []
+    assert await poll(polled, log, [lease(0)]) == [lease(0)]
+    assert await poll(polled, log, []) == []
     assert [type(fact) for fact in facts(log)] == [WorkerJoined, WorkerSuspect, WorkerRecovered, WorkerLost]
     assert {fact.owner_epoch for fact in facts(log)} == {7}
     joined, *later = facts(log)
@@ -61,9 +69,9 @@ async def test_a_lease_joins_becomes_suspect_recovers_and_is_lost(log: SqliteLog
 
 async def test_a_given_up_lease_and_another_incarnation_lose_the_old_epoch(log: SqliteLog) -> None:
     polled = admission(log)
-    await polled.update([lease()], POOLS)
-    await polled.update([lease(token="t2")], POOLS)
-    await polled.update([], POOLS)
+    await poll(polled, log, [lease()])
+    await poll(polled, log, [lease(token="t2")])
+    await poll(polled, log, [])
     kinds = [type(fact) for fact in facts(log)]
     assert kinds == [WorkerJoined, WorkerLost, WorkerJoined, WorkerLost]
     epochs = [fact.worker_epoch for fact in facts(log) if isinstance(fact, WorkerLost)]
@@ -76,9 +84,9 @@ async def test_slots_are_the_lowest_free_ones(log: SqliteLog) -> None:
     def leases(*names: str) -> list[Lease]:
         return [lease(name=name, spec=msgspec.structs.replace(SPEC, worker_id=name)) for name in names]
 
-    await polled.update(leases("a", "b", "c"), POOLS)
-    await polled.update(leases("b", "c"), POOLS)
-    await polled.update(leases("b", "c", "d", "e"), POOLS)
+    await poll(polled, log, leases("a", "b", "c"))
+    await poll(polled, log, leases("b", "c"))
+    await poll(polled, log, leases("b", "c", "d", "e"))
     slots = {fact.spec.worker_id: fact.slot for fact in facts(log) if isinstance(fact, WorkerJoined)}
     assert slots == {"a": 0, "b": 1, "c": 2, "d": 0, "e": 3}
 
@@ -100,7 +108,7 @@ async def test_who_does_not_fit_is_refused_once_and_by_name(
 ) -> None:
     polled = admission(log)
     for _ in range(3):
-        await polled.update([lease(spec=refused)], POOLS)
+        await poll(polled, log, [lease(spec=refused)])
     assert facts(log) == []
     assert polled.refused == {"spec": 1}
     assert why in caplog.text
@@ -108,6 +116,58 @@ async def test_who_does_not_fit_is_refused_once_and_by_name(
 
 async def test_a_lease_that_holds_no_description_is_refused(log: SqliteLog) -> None:
     polled = admission(log)
-    await polled.update([msgspec.structs.replace(lease(), payload=b"\xc1")], POOLS)
+    await poll(polled, log, [msgspec.structs.replace(lease(), payload=b"\xc1")])
     assert facts(log) == []
     assert polled.refused == {"spec": 1}
+
+
+async def test_a_lost_lease_that_is_renewed_late_is_forgotten_all_the_same(log: SqliteLog) -> None:
+    polled = admission(log)
+    await poll(polled, log, [lease()])
+    assert await poll(polled, log, [lease(0)]) == []
+    renewed = lease(30_000)
+    assert await poll(polled, log, [renewed]) == [renewed]
+    assert [type(fact) for fact in facts(log)] == [WorkerJoined, WorkerLost]
+    await poll(polled, log, [lease(token="t2")])
+    assert isinstance(facts(log)[-1], WorkerJoined)
+
+
+async def test_a_lease_is_not_forgotten_before_the_owner_applied_its_fact(log: SqliteLog) -> None:
+    polled = admission(log)
+    await poll(polled, log, [lease()])
+    await poll(polled, log, [lease(0)])
+    applied_before_the_loss = 1
+    assert await polled.update([lease(0)], POOLS, applied_before_the_loss) == []
+    assert await polled.update([lease(0)], POOLS, 2) == [lease(0)]
+
+
+async def test_without_a_free_slot_a_worker_waits(log: SqliteLog, caplog: pytest.LogCaptureFixture) -> None:
+    polled = admission(log, slots_max=2)
+    three = [lease(name=name, spec=msgspec.structs.replace(SPEC, worker_id=name)) for name in "abc"]
+    for _ in range(3):
+        await poll(polled, log, three)
+    assert polled.refused == {"slots": 1}
+    assert caplog.text.count("all 2 slots of the pool default are taken") == 1
+    await poll(polled, log, three[1:])
+    slots = {fact.spec.worker_id: fact.slot for fact in facts(log) if isinstance(fact, WorkerJoined)}
+    assert slots == {"a": 0, "b": 1, "c": 0}
+
+
+async def test_the_first_lease_of_a_pool_configures_it(log: SqliteLog, caplog: pytest.LogCaptureFixture) -> None:
+    router = RouterConfig(mode="round-robin")
+    polled = admission(log, by_lease=PoolsByLease("m", router))
+    other_size = lease(name="v", spec=msgspec.structs.replace(SPEC, worker_id="v", block_size=16))
+    other_model = lease(name="x", spec=msgspec.structs.replace(SPEC, worker_id="x", model="other", pool="p"))
+    for _ in range(2):
+        await poll(polled, log, [lease(), other_size, other_model], {})
+    (record,) = log.records(CONTROL.name, 0, 0, 10)
+    pool = decode(CONTROL, record.value)
+    assert pool == PoolConfigured(pool="default", model="m", block_size=64, router=router, at_us=pool.at_us)
+    assert facts(log) == []
+    await poll(polled, log, [lease(), other_size, other_model], {"default": pool})
+    (joined,) = facts(log)
+    assert isinstance(joined, WorkerJoined)
+    assert joined.spec == SPEC
+    assert polled.refused == {"spec": 2}
+    assert "it serves other, the group serves m" in caplog.text
+    assert "blocks hold 16 tokens" in caplog.text

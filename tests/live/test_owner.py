@@ -1,7 +1,6 @@
 """An owner on a real log with real workers: routing, recovery, and death at every append."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -14,28 +13,14 @@ from forebay.events.decisions import (
     SnapshotTaken,
 )
 from forebay.events.topics import DEAD_LETTERS, REQUESTS
-from forebay.live.owner import Owner, OwnershipLost
-from forebay.replay.verify import Report, verify
+from forebay.live.owner import Owner
 from forebay.transport.base import Draft
 from forebay.transport.faults import Crashed, FaultyLog
 from forebay.transport.sqlite_log import SqliteLog
+from tests.live.shared import admit, proven
 from tests.system import System, settings, submitted, until, until_ended
 
 PREFIX = list(range(12))
-
-
-@pytest.fixture
-async def log() -> AsyncIterator[SqliteLog]:
-    opened = SqliteLog.open(None)
-    yield opened
-    opened.close()
-
-
-async def proven(log: SqliteLog) -> Report:
-    report = await verify(log)
-    assert report.divergence is None, report.divergence
-    assert report.verified == report.decisions
-    return report
 
 
 async def test_a_request_is_routed_answered_and_its_prefix_found_again(log: SqliteLog) -> None:
@@ -126,7 +111,7 @@ async def test_a_record_that_does_not_decode_goes_to_dead_letters(log: SqliteLog
     await proven(log)
 
 
-async def test_requests_of_a_lost_worker_move_and_say_the_same(log: SqliteLog) -> None:
+async def test_requests_of_a_lost_worker_move_and_keep_what_was_said(log: SqliteLog) -> None:
     async with System(log).started(workers=0) as system, system.owned() as owner:
         system.start_worker("a", speedup=3.0)
         await until(lambda: len(owner.world.fleet) == 1)
@@ -142,12 +127,6 @@ async def test_requests_of_a_lost_worker_move_and_say_the_same(log: SqliteLog) -
         assert system.answer("r")[: len(said)] == said
         assert len(system.answer("r")) == 60
     await proven(log)
-
-
-async def admit(system: System, workers: int) -> None:
-    """A first owner lets the workers in."""
-    async with system.owned() as owner:
-        await until(lambda: len(owner.world.fleet) == workers)
 
 
 async def scenario(system: System) -> None:
@@ -249,17 +228,3 @@ async def test_a_restart_on_a_file_finds_the_prefixes_again(tmp_path: Path) -> N
     reopened = SqliteLog.open(path, readonly=True)
     await proven(reopened)
     reopened.close()
-
-
-async def test_a_journal_that_another_owner_wrote_to_ends_the_ownership(log: SqliteLog) -> None:
-    async with System(log).started(workers=1) as system:
-        old = Owner(log, system.leases, settings())
-        await old.start()
-        new = Owner(log, system.leases, settings())
-        await new.start()
-        await old.turn()
-        system.send(submitted("a", PREFIX))
-        await asyncio.sleep(0)
-        with pytest.raises(OwnershipLost):
-            await old.turn()
-    await proven(log)

@@ -100,9 +100,43 @@ def test_everything_in_redis_expires_well_after_its_deadline(leases: RedisLeases
     leases.acquire(GROUP, "w", "t", b"", LONG_MS)
     leases.acquire(GROUP, "v", "t", b"", 10)
     lifetimes = {key: client.pttl(key) for key in client.scan_iter()}
-    assert sorted(lifetimes) == [b"test:lease:model:v", b"test:lease:model:w", b"test:leases:model"]
+    assert sorted(lifetimes) == [
+        b"test:groups",
+        b"test:lease:model:v",
+        b"test:lease:model:w",
+        b"test:leases:model",
+    ]
     assert min(lifetimes.values()) > 10 * KEPT_TTLS
     assert lifetimes[b"test:leases:model"] > LONG_MS * (KEPT_TTLS - 1)
+    assert lifetimes[b"test:groups"] > LONG_MS * (KEPT_TTLS - 1)
+
+
+async def test_groups_are_those_with_a_lease_that_runs(leases: RedisLeases, client: redis.Redis) -> None:
+    assert leases.groups() == []
+    for group in ("b", "a:b", "a", "short"):
+        leases.acquire(group, "w", "t", b"", 1 if group == "short" else LONG_MS)
+    await until(lambda: "short" not in leases.groups())
+    assert leases.groups() == ["a", "a:b", "b"]
+    assert leases.renew("short", "w", "t", LONG_MS)
+    assert leases.groups() == ["a", "a:b", "b", "short"]
+    for group in ("a", "a:b", "b"):
+        leases.release(group, "w", "t")
+    assert leases.groups() == ["short"]
+    assert client.smembers("test:groups") == {b"short"}
+    client.delete("test:groups")
+    assert leases.renew("short", "w", "t", LONG_MS)
+    assert leases.groups() == ["short"]
+
+
+def test_a_group_may_be_asked_for_before_it_has_a_lease(leases: RedisLeases, client: redis.Redis) -> None:
+    leases.ask("asked", LONG_MS)
+    assert leases.groups() == ["asked"]
+    assert leases.poll("asked") == []
+    assert leases.groups() == []
+    leases.acquire(GROUP, "w", "t", b"", LONG_MS)
+    leases.ask(GROUP, 1)
+    assert min(client.pttl(key) for key in client.scan_iter()) > LONG_MS
+    assert tokens(leases) == {"w": "t"}
 
 
 def test_deadlines_without_a_lease_are_swept(leases: RedisLeases, client: redis.Redis) -> None:
@@ -173,6 +207,8 @@ def test_a_redis_that_is_away_is_a_lease_error() -> None:
         lambda: leases.release(GROUP, "w", "t"),
         lambda: leases.poll(GROUP),
         lambda: leases.forget(GROUP, "w", "t"),
+        lambda: leases.ask(GROUP, 1),
+        leases.groups,
     ):
         with pytest.raises(LeaseError, match="cannot be reached"):
             call()

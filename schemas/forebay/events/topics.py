@@ -39,6 +39,10 @@ SNAPSHOTS = Topic("snapshots", "msgpack", snapshots.SnapshotEvent, "group", "the
 DEAD_LETTERS = Topic("dead-letters", "raw", None, "group", "records that did not decode or were refused, as they came")
 
 
+# What an owner applies, in the order in which it takes what is ready.
+INPUTS = (REQUESTS, FLEET, CONTROL, PROGRESS, METRICS, KV_EVENTS)
+
+
 def work_topic(pool: str) -> Topic:
     """The work topic of one pool; its partition is the worker's slot."""
     return Topic(f"work.{pool}", "msgpack", work.AnyWorkEvent, "worker slot", f"work for the pool {pool}")

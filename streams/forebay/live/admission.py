@@ -1,8 +1,9 @@
 """From leases to facts: polls who is alive and writes what changed to the topic `fleet`.
 
-Only the owner runs this, so `fleet` has one writer. A lease that was not renewed in time makes its worker
-suspect; one that ran out or vanished makes it lost; another incarnation under the same name loses the old
-one first.
+Only the owner runs this; what an earlier owner still writes is void on `fleet`. A lease that was not renewed in
+time makes its worker suspect; one that ran out or vanished makes it lost; another incarnation under the same name
+loses the old one first. A lease is forgotten only once the owner applied what it wrote: an owner that was paused
+finds that another took over before it drops leases which are long renewed.
 """
 
 import logging
@@ -14,7 +15,7 @@ import msgspec
 
 from forebay.core.fleet import Fleet, WorkerPhase
 from forebay.events.codec import encode
-from forebay.events.control import PoolConfigured
+from forebay.events.control import PoolConfigured, RouterConfig
 from forebay.events.fleet import (
     FleetEvent,
     WorkerJoined,
@@ -23,12 +24,20 @@ from forebay.events.fleet import (
     WorkerSpec,
     WorkerSuspect,
 )
-from forebay.events.topics import FLEET, work_topic
+from forebay.events.topics import CONTROL, FLEET, work_topic
 from forebay.transport.base import Draft, Lease, Log
 
 logger = logging.getLogger(__name__)
 
 SUSPECT_BELOW = 0.5  # of the TTL left: leases are renewed each third of it, so one renewal was missed
+
+
+@dataclass(frozen=True, slots=True)
+class PoolsByLease:
+    """A group without a pool in its settings: the first lease of each pool of `model` configures it."""
+
+    model: str
+    router: RouterConfig
 
 
 @dataclass(slots=True)
@@ -46,10 +55,24 @@ class Admission:
     `refused` counts leases that were turned away; the reason is logged once for each incarnation.
     """
 
-    def __init__(self, log: Log, partition: int, owner_epoch: int, fleet: Fleet) -> None:
+    def __init__(
+        self,
+        log: Log,
+        partition: int,
+        owner_epoch: int,
+        fleet: Fleet,
+        *,
+        slots_max: int,
+        by_lease: PoolsByLease | None = None,
+    ) -> None:
         self._log = log
         self._partition = partition
         self._owner_epoch = owner_epoch
+        self._slots_max = slots_max
+        self._by_lease = by_lease
+        self._written_end = 0
+        self._configured: set[str] = set()
+        self._ended: dict[str, str] = {}
         self._members = {
             worker.spec.worker_id: _Member(
                 worker.lease,
@@ -63,9 +86,14 @@ class Admission:
         self._refused: dict[str, str] = {}
         self.refused: Counter[str] = Counter()
 
-    async def update(self, leases: list[Lease], pools: dict[str, PoolConfigured]) -> list[Lease]:
-        """Write what changed since the last poll; the leases that ran out and may be forgotten."""
+    async def update(self, leases: list[Lease], pools: dict[str, PoolConfigured], applied: int) -> list[Lease]:
+        """Write what changed since the last poll; the leases that ended and may be forgotten.
+
+        `applied` is the offset up to which the owner applied `fleet` when the leases were read.
+        """
         held = {lease.worker_id: lease for lease in leases}
+        self._ended = {name: token for name, token in self._ended.items() if name in held}
+        self._refused = {name: token for name, token in self._refused.items() if name in held}
         for worker_id, member in list(self._members.items()):
             lease = held.get(worker_id)
             if lease is None:
@@ -73,13 +101,19 @@ class Admission:
             elif lease.token != member.token:
                 await self._lose(worker_id, member, "another incarnation took its name")
             elif lease.expires_in_ms <= 0:
+                self._ended[worker_id] = lease.token
                 await self._lose(worker_id, member, f"its lease of {lease.ttl_ms} ms ran out")
             else:
                 await self._judge(worker_id, member, lease)
+        ended = [lease for lease in leases if self._has_ended(lease)]
         for lease in leases:
-            if lease.worker_id not in self._members and lease.expires_in_ms > 0:
+            if lease.worker_id not in self._members and not self._has_ended(lease):
                 await self._admit(lease, pools)
-        return [lease for lease in leases if lease.expires_in_ms <= 0]
+        return ended if applied >= self._written_end else []
+
+    def _has_ended(self, lease: Lease) -> bool:
+        # A renewal after the fact does not bring it back: its holder must hear that it is gone.
+        return lease.expires_in_ms <= 0 or self._ended.get(lease.worker_id) == lease.token
 
     async def _judge(self, worker_id: str, member: _Member, lease: Lease) -> None:
         late = lease.expires_in_ms < SUSPECT_BELOW * lease.ttl_ms
@@ -112,15 +146,20 @@ class Admission:
         )
 
     async def _admit(self, lease: Lease, pools: dict[str, PoolConfigured]) -> None:
-        spec, problem = _spec_of(lease, pools)
-        if spec is None:
-            if self._refused.get(lease.worker_id) != lease.token:
-                self._refused[lease.worker_id] = lease.token
-                self.refused["spec"] += 1
-                logger.error("worker %s is refused: %s", lease.worker_id, problem)
+        try:
+            spec = _spec_of(lease)
+            if self._by_lease is not None and spec.pool not in pools:
+                await self._configure(spec, self._by_lease)
+                return
+            _require_fit(spec, pools)
+        except _Unfit as unfit:
+            self._refuse(lease, "spec", str(unfit))
             return
         taken = {member.slot for member in self._members.values() if member.pool == spec.pool}
-        slot = next(slot for slot in range(len(taken) + 1) if slot not in taken)
+        slot = next((slot for slot in range(self._slots_max) if slot not in taken), None)
+        if slot is None:
+            self._refuse(lease, "slots", f"all {self._slots_max} slots of the pool {spec.pool} are taken")
+            return
         joined = WorkerJoined(
             owner_epoch=self._owner_epoch,
             at_us=_now_us(),
@@ -133,29 +172,56 @@ class Admission:
         self._members[lease.worker_id] = _Member(lease.token, offset, slot, spec.pool, suspect=False)
         logger.info("worker %s joined the pool %s in slot %d", lease.worker_id, spec.pool, slot)
 
+    async def _configure(self, spec: WorkerSpec, by_lease: PoolsByLease) -> None:
+        """Put the pool on `control`, once; its workers are admitted when that is applied. Raises _Unfit."""
+        if spec.model != by_lease.model:
+            raise _Unfit(f"it serves {spec.model}, the group serves {by_lease.model}")
+        if spec.pool in self._configured:
+            return
+        self._configured.add(spec.pool)
+        pool = PoolConfigured(
+            pool=spec.pool, model=spec.model, block_size=spec.block_size, router=by_lease.router, at_us=_now_us()
+        )
+        await self._log.append([Draft(CONTROL.name, self._partition, encode(CONTROL, pool))])
+        logger.info(
+            "the pool %s has blocks of %d tokens, as its worker %s says", pool.pool, pool.block_size, spec.worker_id
+        )
+
+    def _refuse(self, lease: Lease, reason: str, problem: str) -> None:
+        if self._refused.get(lease.worker_id) != lease.token:
+            self._refused[lease.worker_id] = lease.token
+            self.refused[reason] += 1
+            logger.error("worker %s is refused: %s", lease.worker_id, problem)
+
     async def _write(self, event: FleetEvent) -> int:
-        offsets = await self._log.append([Draft(FLEET.name, self._partition, encode(FLEET, event))])
-        return offsets[0]
+        (offset,) = await self._log.append([Draft(FLEET.name, self._partition, encode(FLEET, event))])
+        self._written_end = offset + 1
+        return offset
 
 
-def _spec_of(lease: Lease, pools: dict[str, PoolConfigured]) -> tuple[WorkerSpec | None, str]:
+class _Unfit(Exception):
+    """A lease that makes no member; the text says why."""
+
+
+def _spec_of(lease: Lease) -> WorkerSpec:
     try:
         spec = msgspec.msgpack.decode(lease.payload, type=WorkerSpec)
     except msgspec.MsgspecError as error:
-        return None, f"its lease holds no worker description: {error}"
+        raise _Unfit(f"its lease holds no worker description: {error}") from error
     if spec.worker_id != lease.worker_id:
-        return None, f"it describes itself as {spec.worker_id}"
+        raise _Unfit(f"it describes itself as {spec.worker_id}")
+    return spec
+
+
+def _require_fit(spec: WorkerSpec, pools: dict[str, PoolConfigured]) -> None:
     pool = pools.get(spec.pool)
     if pool is None:
-        return None, f"there is no pool {spec.pool}"
+        raise _Unfit(f"there is no pool {spec.pool}")
     if spec.model != pool.model:
-        return None, f"it serves {spec.model}, the pool {pool.pool} serves {pool.model}"
+        raise _Unfit(f"it serves {spec.model}, the pool {pool.pool} serves {pool.model}")
     if spec.block_size != pool.block_size:
-        return (
-            None,
-            f"its blocks hold {spec.block_size} tokens, those of the pool {pool.pool} hold {pool.block_size}",
-        )
-    return spec, ""
+        sizes = f"its blocks hold {spec.block_size} tokens, those of the pool {pool.pool} hold {pool.block_size}"
+        raise _Unfit(sizes)
 
 
 def _now_us() -> int:

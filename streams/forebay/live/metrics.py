@@ -5,7 +5,9 @@ from collections.abc import Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from forebay.core.groups import Groups
 from forebay.live.owner import Owner
+from forebay.live.placement import Placement
 
 
 class OwnerMetrics(Collector):
@@ -22,8 +24,14 @@ class OwnerMetrics(Collector):
         routed.add_metric([self._model], sum(world.turns.values()))
         yield routed
         records = CounterMetricFamily("forebay_owner_journal_records", "journal records written", labels=["model"])
-        records.add_metric([self._model], self._owner.records_written)
+        records.add_metric([self._model], self._owner.journal.written)
         yield records
+        void = CounterMetricFamily("forebay_owner_void_records", "void records met in the journal", labels=["model"])
+        void.add_metric([self._model], self._owner.journal.void)
+        yield void
+        ahead = GaugeMetricFamily("forebay_owner_clock_ahead_seconds", "the log's clock at start", labels=["model"])
+        ahead.add_metric([self._model], self._owner.clock_ahead_us / 1e6)
+        yield ahead
         yield self._counts("forebay_owner_events", "events that changed nothing, by reason", world.counts)
         yield self._counts("dynamo_component_kv_cache_events_refused", "KV events by what was odd", world.index.counts)
         admission = self._owner.admission
@@ -52,3 +60,21 @@ class OwnerMetrics(Collector):
         for reason, count in sorted(counts.items()):
             family.add_metric([self._model, reason], count)
         return family
+
+
+class PlacementMetrics(Collector):
+    """The directory of groups, as the owner of control partition 0 sees it."""
+
+    def __init__(self, placement: Placement, groups: Groups) -> None:
+        self._placement = placement
+        self._groups = groups
+
+    def collect(self) -> Iterator[Metric]:
+        """The metrics as they are now."""
+        yield GaugeMetricFamily("forebay_groups", "groups that have a partition", value=len(self._groups.partitions))
+        refused = self._placement.refused
+        yield CounterMetricFamily("forebay_groups_refused", "groups that found no free partition", value=refused)
+        ignored = CounterMetricFamily("forebay_placements_ignored", "placements without effect", labels=["reason"])
+        for reason, count in sorted(self._groups.ignored.items()):
+            ignored.add_metric([reason], count)
+        yield ignored

@@ -2,16 +2,16 @@
 
 Theory of operation. The owner claims its partition, recovers the world from snapshot and journal, then
 follows its input topics. A turn applies what is ready, requests first, in runs of at most `RUN_US_MAX` at
-one reading of the clock. What the turn decided is appended to the journal; only when that is acknowledged
-at the expected offsets are the effects sent. A failed append ends the ownership: nothing is compensated, the
-next owner rebuilds from the log.
+one reading of the clock. What the turn decided is appended to the journal; only when that holds (see
+`forebay.live.journal`) are the effects sent. A failed append, or a newer owner on the journal or on `fleet`,
+ends the ownership: nothing is compensated, the next owner rebuilds from the log.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -20,38 +20,29 @@ from forebay.core.step import CONSUMED_RUNS_MAX, Decided, InputEvent, advance, o
 from forebay.core.world import CORE_VERSION, World
 from forebay.events.base import Event
 from forebay.events.codec import DecodeError, decode, encode
-from forebay.events.control import PoolConfigured
+from forebay.events.control import PoolConfigured, RouterConfig
 from forebay.events.decisions import JournalRecord, OwnerClaimed, RequestRouted, SnapshotTaken
 from forebay.events.fleet import OwnershipAnnounced
 from forebay.events.requests import RequestSubmitted
 from forebay.events.snapshots import Chunk, SnapshotChunk
-from forebay.events.topics import (
-    CONTROL,
-    DEAD_LETTERS,
-    DECISIONS,
-    FLEET,
-    KV_EVENTS,
-    METRICS,
-    PROGRESS,
-    REQUESTS,
-    SNAPSHOTS,
-    Topic,
-)
-from forebay.live.admission import Admission
+from forebay.events.topics import CONTROL, DEAD_LETTERS, FLEET, INPUTS, REQUESTS, SNAPSHOTS, Topic
+from forebay.live.admission import Admission, PoolsByLease
+from forebay.live.clock import RunClock, steady_clock
 from forebay.live.effects import answers, work_again, work_item
-from forebay.live.recovery import Recovered, recover
-from forebay.transport.base import Draft, LeaseError, Leases, Log, LogError, Record, Tail
+from forebay.live.journal import Journal, OwnershipLost
+from forebay.live.recovery import recover
+from forebay.live.standby import Standby
+from forebay.transport.base import Draft, Lease, LeaseError, Leases, Log, LogError, Record, Tail
+
+__all__ = ["GroupSettings", "Owner", "OwnershipLost"]
 
 logger = logging.getLogger(__name__)
 
-INPUTS: tuple[Topic, ...] = (REQUESTS, FLEET, CONTROL, PROGRESS, METRICS, KV_EVENTS)
 RUN_US_MAX = 5_000  # nothing that arrives waits longer for the topic before it
 RUN_SLICE = 16  # records between two looks at the clock
 CHUNK_BYTES = 900_000  # below the 1 MiB of a snapshot record, envelope included
-
-
-class OwnershipLost(LogError):
-    """Another owner claimed the group."""
+CAUGHT_UP_S = 60  # between two records that are known to be there: a reader that gets none is stuck
+CLOCK_AHEAD_US = 1_000_000  # machines that keep time are nearer to each other
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +50,13 @@ class GroupSettings:
     """What an owner is told.
 
     Attributes:
-        group: names the leases; all pools of one model are decided together in one group.
+        group: the model, which also names the leases: all its pools are decided together.
         partition: of every control topic.
         owner_id: for people.
-        pool: appended to `control` when it differs from what the log says.
+        pool: the group's only pool, appended to `control` when it differs from what the log says. Without it the
+            first lease of a pool configures that.
+        router: how pools route that come by leases; appended to `control` where the log says otherwise.
+        slots_max: partitions of a work topic, so the workers that a pool can have.
         snapshot_every: decisions between two snapshots.
         poll_s: between two looks at the leases.
     """
@@ -70,7 +64,9 @@ class GroupSettings:
     group: str
     partition: int
     owner_id: str
-    pool: PoolConfigured
+    pool: PoolConfigured | None = None
+    router: RouterConfig = field(default_factory=RouterConfig)
+    slots_max: int = 1_024
     snapshot_every: int = 5_000
     poll_s: float = 0.5
 
@@ -84,39 +80,49 @@ class Owner:
         self._log = log
         self._leases = leases
         self._settings = settings
-        self._clock_us = clock_us or _wall_clock_us
+        self._clock = RunClock(clock_us or steady_clock())
         self._wake = asyncio.Event()
         self._tails: dict[str, Tail] = {}
-        self._journal_end = 0
         self._since_snapshot = 0
         self._stopping = False
         self.world = World()
+        self.journal = Journal(log, settings.partition)
         self.admission: Admission | None = None
-        self.records_written = 0
 
-    async def start(self) -> None:
-        """Claim the group and recover its world.
+    @property
+    def clock_ahead_us(self) -> int:
+        """How far the log's clock was ahead of this machine's when the owner started."""
+        return self._clock.ahead_us
+
+    async def start(self, standby: Standby | None = None) -> None:
+        """Claim the group and recover its world: `standby`'s, which must not be running any more, if it is of use.
+
+        Everything that stood on the log before is applied when this returns.
 
         Raises:
+            OwnershipLost: another owner claimed the group meanwhile.
             LogError: the log cannot be followed, see `forebay.live.recovery`.
         """
         settings = self._settings
-        claimed = OwnerClaimed(owner_id=settings.owner_id, core_version=CORE_VERSION, at_us=_wall_clock_us())
-        (epoch,) = await self._append(DECISIONS, [claimed])
-        self._journal_end = epoch + 1
+        await self.journal.claim(
+            OwnerClaimed(owner_id=settings.owner_id, core_version=CORE_VERSION, at_us=_wall_clock_us())
+        )
+        epoch = self.journal.epoch
         await self._append(FLEET, [OwnershipAnnounced(owner_epoch=epoch, at_us=_wall_clock_us())])
-        recovered = await recover(self._log, settings.partition, epoch + 1)
-        self.world = recovered.followed.world
+        recovered = await recover(self._log, settings.partition, epoch + 1, standby)
+        self.world = recovered.world
+        self._start_clock()
         for topic in INPUTS:
             offset = self.world.view.get(topic.name, 0)
             self._tails[topic.name] = self._log.tail(topic.name, settings.partition, offset, self._wake)
         await self._finish_interrupted(recovered)
-        while any(len(tail) for tail in self._tails.values()):
-            await self.turn()
-        if self.world.pools.get(settings.pool.pool) != settings.pool:
-            await self._append(CONTROL, [settings.pool])
-            await self.turn()
-        self.admission = Admission(self._log, settings.partition, epoch, self.world.fleet)
+        await self._catch_up({topic.name: await self._log.end(topic.name, settings.partition) for topic in INPUTS})
+        await self._configure_pools()
+        # The fleet is applied beyond this owner's announcement: no fact of an earlier owner can follow.
+        by_lease = None if settings.pool else PoolsByLease(settings.group, settings.router)
+        self.admission = Admission(
+            self._log, settings.partition, epoch, self.world.fleet, slots_max=settings.slots_max, by_lease=by_lease
+        )
 
     async def run(self) -> None:
         """Decide until stopped. Raises LogError when the log fails or another owner took over."""
@@ -126,7 +132,7 @@ class Owner:
                 await self.turn()
                 if polling.done():
                     await polling
-                if not any(len(tail) for tail in self._tails.values()):
+                if not self._any_ready():
                     await self._sleep()
         finally:
             polling.cancel()
@@ -141,6 +147,10 @@ class Owner:
         """Seal the state in a snapshot, so that the next owner starts at once."""
         await self.turn()
         await self.take_snapshot()
+        self.drop()
+
+    def drop(self) -> None:
+        """Stop following the inputs, and write nothing: the end of an owner that failed or lost the group."""
         for tail in self._tails.values():
             tail.close()
 
@@ -154,6 +164,11 @@ class Owner:
         for topic in INPUTS:
             self._apply_ready(topic, submitted, decided, records, letters)
         self._apply_time(decided, records)
+        newest = self.world.fleet.owner_epoch
+        if newest > self.journal.epoch:
+            self.journal.surrender(
+                f"the fleet has a newer owner, of epoch {newest}; this one is of {self.journal.epoch}"
+            )
         if records:
             await self._journal(records)
             await self._act(decided, submitted)
@@ -168,7 +183,7 @@ class Owner:
         chunks = _chunked(self.world.owner_epoch, list(self.world.snapshot()))
         self._since_snapshot = 0
         await self._journal([sealed])
-        journal_offset = self._journal_end
+        journal_offset = self.journal.end
         offsets = await self._append(SNAPSHOTS, chunks)
         taken = SnapshotTaken(
             owner_epoch=self.world.owner_epoch,
@@ -192,7 +207,7 @@ class Owner:
         world, tail = self.world, self._tails[topic.name]
         ends_ns = time.monotonic_ns() + RUN_US_MAX * 1000
         while len(tail):
-            now_us = self._now_us()
+            now_us = self._clock.now_us()
             made = open_run(world, now_us)
             for record in tail.take(RUN_SLICE):
                 event = self._decode(topic, record, letters)
@@ -207,7 +222,7 @@ class Owner:
                 return
 
     def _apply_time(self, decided: list[Decided], records: list[JournalRecord]) -> None:
-        made = open_run(self.world, self._now_us())
+        made = open_run(self.world, self._clock.now_us())
         decided += made
         records += made
 
@@ -222,14 +237,9 @@ class Owner:
             return None
         return event
 
-    async def _journal(self, records: list[JournalRecord]) -> None:
-        offsets = await self._append(DECISIONS, records)
-        if offsets[0] != self._journal_end:
-            text = f"the journal went on to offset {offsets[0]} without this owner, which was at {self._journal_end}"
-            raise OwnershipLost(text)
-        self._journal_end += len(records)
+    async def _journal(self, records: Sequence[JournalRecord]) -> None:
+        await self.journal.append(records)
         self._since_snapshot += len(records)
-        self.records_written += len(records)
 
     async def _act(self, decided: Sequence[Decided], submitted: dict[str, RequestSubmitted]) -> None:
         drafts: list[Draft] = []
@@ -251,7 +261,7 @@ class Owner:
         event: RequestSubmitted = decode(REQUESTS, record.value)
         return event
 
-    async def _finish_interrupted(self, recovered: Recovered) -> None:
+    async def _finish_interrupted(self, recovered: Standby) -> None:
         """Journal what the last owner decided and could not write, and send again what may be unanswered.
 
         Repeating is harmless: workers know the attempts they have, and clients the answers they got.
@@ -272,24 +282,62 @@ class Owner:
                 drafts.append(work_again(request, worker.slot, owner_epoch, await self._read_submitted(request)))
         self._log.append_soon(drafts)
 
+    def _start_clock(self) -> None:
+        self._clock.take_over(self.world.now_us)
+        if self._clock.ahead_us > CLOCK_AHEAD_US:
+            logger.warning(
+                "the clock of an earlier owner was %.1f s ahead of this machine's: time goes on from there; "
+                "check that the machines keep time",
+                self._clock.ahead_us / 1e6,
+            )
+
+    async def _catch_up(self, ends: Mapping[str, int]) -> None:
+        """Turn until the inputs are applied up to these offsets, which are known to be on the log."""
+        view = self.world.view
+        while behind := [topic for topic, end in ends.items() if view.get(topic, 0) < end]:
+            await self.turn()
+            if any(view.get(topic, 0) < ends[topic] for topic in behind) and not self._any_ready():
+                try:
+                    async with asyncio.timeout(CAUGHT_UP_S):
+                        await self._wake.wait()
+                except TimeoutError:
+                    text = f"no record of {', '.join(behind)} came for {CAUGHT_UP_S} s, though there are some"
+                    raise LogError(text) from None
+
+    async def _configure_pools(self) -> None:
+        settings, pools = self._settings, self.world.pools
+        if settings.pool is not None:
+            wanted = [settings.pool]
+        else:
+            wanted = [msgspec.structs.replace(pools[name], router=settings.router) for name in sorted(pools)]
+        changed = [pool for pool in wanted if pools.get(pool.pool) != pool]
+        if changed:
+            offsets = await self._append(CONTROL, changed)
+            await self._catch_up({CONTROL.name: offsets[-1] + 1})
+
     async def _poll_leases(self) -> None:
         group = self._settings.group
         assert self.admission is not None
         while True:
             try:
                 leases = await asyncio.to_thread(self._leases.poll, group)
-                for lease in await self.admission.update(leases, self.world.pools):
+                applied = self.world.view.get(FLEET.name, 0)
+                ended: list[Lease] = await self.admission.update(leases, self.world.pools, applied)
+                for lease in ended:
                     await asyncio.to_thread(self._leases.forget, group, lease.worker_id, lease.token)
             except LeaseError as error:
                 # Who cannot be asked about is not lost: the fleet stays as it is.
                 logger.warning("the leases cannot be read, trying again: %s", error)
             await asyncio.sleep(self._settings.poll_s)
 
+    def _any_ready(self) -> bool:
+        return any(len(tail) for tail in self._tails.values())
+
     async def _sleep(self) -> None:
         due_us = self.world.requests.next_due_us()
         wait_s = self._settings.poll_s
         if due_us is not None:
-            wait_s = min(wait_s, max(0.0, (due_us - self._now_us()) / 1e6))
+            wait_s = min(wait_s, max(0.0, (due_us - self._clock.now_us()) / 1e6))
         try:
             async with asyncio.timeout(wait_s):
                 await self._wake.wait()
@@ -299,9 +347,6 @@ class Owner:
     async def _append(self, topic: Topic, events: Sequence[Event]) -> list[int]:
         partition = self._settings.partition
         return await self._log.append([Draft(topic.name, partition, encode(topic, event)) for event in events])
-
-    def _now_us(self) -> int:
-        return max(self._clock_us(), self.world.now_us)
 
 
 def _chunked(owner_epoch: int, parts: list[Chunk]) -> list[SnapshotChunk]:

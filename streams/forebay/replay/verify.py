@@ -22,9 +22,9 @@ from forebay.events.decisions import (
     RequestRouted,
     SnapshotTaken,
 )
-from forebay.events.topics import DECISIONS
-from forebay.transport.base import Log
-from forebay.transport.recorded import RecordedOrder, journal, load_snapshot
+from forebay.events.topics import DECISIONS, INPUTS, SNAPSHOTS
+from forebay.transport.base import Log, LogError
+from forebay.transport.recorded import RecordedOrder, decode_journal, journal, journal_records, load_snapshot
 
 PROGRESS_EVERY = 1_000  # journal records between two reports of progress
 
@@ -33,6 +33,7 @@ class Report(msgspec.Struct, kw_only=True):
     """What a verification found.
 
     Attributes:
+        start: the journal offset at which the verification began: 0, or where the oldest usable snapshot stands.
         decisions: routed, rejected and aborted requests in the journal up to where verification ended.
         verified: how many of them were derived again, equal in every field.
         records: all valid journal records, `events` the input events applied on the way.
@@ -43,6 +44,7 @@ class Report(msgspec.Struct, kw_only=True):
         divergence: the first record that the events do not lead to; None when there is none.
     """
 
+    start: int = 0
     decisions: int = 0
     verified: int = 0
     records: int = 0
@@ -55,17 +57,18 @@ class Report(msgspec.Struct, kw_only=True):
 
 
 async def verify(log: Log, partition: int = 0, progress: Callable[[int, int], None] | None = None) -> Report:
-    """Derive the journal of one group again, from its first record on.
+    """Derive the journal of one group again, from its first record on, or the oldest snapshot that stands for it.
 
     `progress` is called now and then with the records done and their total. Raises LogError when the log
     is damaged or misses a part that the journal says was applied.
     """
     end = await log.end(DECISIONS.name, partition)
-    report = Report()
+    world, start = await _oldest(log, partition, end)
+    report = Report(start=start)
     hasher = xxh3_64()
-    followed = Rederivation(World())
-    order = RecordedOrder(log, partition, {})
-    async for offset, record in journal(log, partition, 0, end, -1):
+    followed = Rederivation(world)
+    order = RecordedOrder(log, partition, world.view)
+    async for offset, record in journal(log, partition, start, end, world.owner_epoch):
         is_decision = isinstance(record, RequestRouted | RequestRejected | RequestAborted)
         report.decisions += is_decision
         report.events += sum(run.count for run in record.consumed)
@@ -85,6 +88,27 @@ async def verify(log: Log, partition: int = 0, progress: Callable[[int, int], No
     report.digest = hex_digest(hasher.intdigest())
     report.state = hex_digest(followed.world.digest())
     return report
+
+
+async def _oldest(log: Log, partition: int, end: int) -> tuple[World, int]:
+    """The earliest state from which everything after it is still there. Raises LogError when there is none."""
+    begins = {topic.name: await log.begin(topic.name, partition) for topic in (*INPUTS, DECISIONS, SNAPSHOTS)}
+    if not any(begins.values()):
+        return World(), 0
+    epoch = -1
+    async for record in journal_records(log, partition, begins[DECISIONS.name], end):
+        decision = decode_journal(record)
+        if isinstance(decision, OwnerClaimed):
+            epoch = record.offset
+        if not isinstance(decision, SnapshotTaken) or decision.owner_epoch < epoch:
+            continue
+        if decision.journal_offset < begins[DECISIONS.name] or decision.first_offset < begins[SNAPSHOTS.name]:
+            continue
+        world = await load_snapshot(log, partition, decision)
+        if all(world.view.get(topic.name, 0) >= begins[topic.name] for topic in INPUTS):
+            return world, decision.journal_offset
+    text = f"control partition {partition} no longer holds its beginning, nor a snapshot with all that came after it"
+    raise LogError(text)
 
 
 def describe(divergence: Divergence) -> dict[str, Any]:

@@ -76,6 +76,9 @@ class Log(Protocol):
         Raises LogError for records that are damaged or gone.
         """
 
+    async def begin(self, topic: str, partition: int) -> int:
+        """The oldest offset that is still there; what came before, retention removed. Raises LogError."""
+
     async def end(self, topic: str, partition: int) -> int:
         """The offset that the next record will get. Raises LogError."""
 
@@ -114,3 +117,9 @@ class Leases(Protocol):
 
     def forget(self, group: str, worker_id: str, token: str) -> None:
         """Drop a run-out lease after the owner wrote its fact."""
+
+    def groups(self) -> list[str]:
+        """Every group in which some lease has not run out, sorted."""
+
+    def ask(self, group: str, ttl_ms: int) -> None:
+        """Have `groups` name a group for a while, though nobody has a lease in it yet."""

@@ -41,6 +41,11 @@ class FaultyLog:
         self.require_alive()
         return await self._log.read(topic, partition, offset, limit)
 
+    async def begin(self, topic: str, partition: int) -> int:
+        """As the log behind, until the crash."""
+        self.require_alive()
+        return await self._log.begin(topic, partition)
+
     async def end(self, topic: str, partition: int) -> int:
         """As the log behind, until the crash."""
         self.require_alive()

@@ -1,9 +1,13 @@
 """The recorded order, read back from a log: journal records, the events that they consumed, snapshots.
 
-Readers of a journal skip void records: those of an owner epoch that a later claim ended.
+Readers of a journal skip void records: those of an owner epoch that a later claim ended. Nothing here changes
+state while it waits, so whoever follows a live journal may be cancelled at any time and go on later.
 """
 
-from collections.abc import AsyncIterator
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Mapping
+
+import msgspec
 
 from forebay.core.rederive import RecordedEvents
 from forebay.core.step import CLOCK, InputEvent
@@ -11,11 +15,12 @@ from forebay.core.world import World, restore
 from forebay.events.base import hex_digest
 from forebay.events.codec import DecodeError, decode
 from forebay.events.decisions import JournalRecord, OwnerClaimed, Run, SnapshotTaken
-from forebay.events.snapshots import Chunk, SnapshotChunk
+from forebay.events.snapshots import Chunk, SnapshotChunk, WorldState
 from forebay.events.topics import DECISIONS, SNAPSHOTS, Topic, topic_named
-from forebay.transport.base import Log, LogError
+from forebay.transport.base import Log, LogError, Record
 
 PAGE_RECORDS = 512  # read at once: bounds memory whatever the length of the log
+CHUNKS_READ = 8  # snapshot chunks read at once, of at most 1 MiB each
 
 
 class EventReader:
@@ -26,32 +31,27 @@ class EventReader:
         self._topic = topic
         self._partition = partition
         self._offset = offset
-        self._page: list[InputEvent | None] = []
+        self._ready: deque[InputEvent | None] = deque()
 
-    async def take(self, count: int) -> list[InputEvent | None]:
-        """The next `count` events. Raises LogError when the log ends before."""
-        taken: list[InputEvent | None] = []
-        while len(taken) < count:
-            if not self._page:
-                self._page = await self._read()
-            need = count - len(taken)
-            taken += self._page[:need]
-            del self._page[:need]
-        return taken
+    async def fill(self, count: int) -> None:
+        """Have at least `count` events ready for `take`. Raises LogError when the log ends before."""
+        while len(self._ready) < count:
+            records = await self._log.read(self._topic.name, self._partition, self._offset, PAGE_RECORDS)
+            if not records:
+                where = f"{self._topic.name}/{self._partition} ends at offset {self._offset}"
+                raise LogError(f"{where}, but the journal says that more was applied")
+            self._offset = records[-1].offset + 1
+            self._ready.extend(decode_or_none(self._topic, record.value) for record in records)
 
-    async def _read(self) -> list[InputEvent | None]:
-        records = await self._log.read(self._topic.name, self._partition, self._offset, PAGE_RECORDS)
-        if not records:
-            where = f"{self._topic.name}/{self._partition} ends at offset {self._offset}"
-            raise LogError(f"{where}, but the journal says that more was applied")
-        self._offset += len(records)
-        return [decode_or_none(self._topic, record.value) for record in records]
+    def take(self, count: int) -> list[InputEvent | None]:
+        """The next `count` events, which are ready."""
+        return [self._ready.popleft() for _ in range(count)]
 
 
 class RecordedOrder:
     """The events that journal records consumed, topic by topic, from a view on."""
 
-    def __init__(self, log: Log, partition: int, view: dict[str, int]) -> None:
+    def __init__(self, log: Log, partition: int, view: Mapping[str, int]) -> None:
         self._log = log
         self._partition = partition
         self._view = dict(view)
@@ -63,7 +63,9 @@ class RecordedOrder:
         for run in consumed:
             if run.topic != CLOCK:
                 counts[run.topic] = counts.get(run.topic, 0) + run.count
-        return {topic: await self._reader(topic).take(count) for topic, count in counts.items()}
+        for topic, count in counts.items():
+            await self._reader(topic).fill(count)
+        return {topic: self._reader(topic).take(count) for topic, count in counts.items()}
 
     def _reader(self, topic: str) -> EventReader:
         reader = self._readers.get(topic)
@@ -86,61 +88,127 @@ def decode_or_none(topic: Topic, value: bytes) -> InputEvent | None:
     return event
 
 
+def decode_journal(record: Record) -> JournalRecord:
+    """The journal record in `record`. Raises LogError: only owners write there, so it is damaged or newer."""
+    try:
+        decision: JournalRecord = decode(DECISIONS, record.value)
+    except DecodeError as error:
+        text = f"journal record {record.offset} is damaged or newer than this version: {error}"
+        raise LogError(text) from error
+    return decision
+
+
+class Validity:
+    """Tells valid journal records from void ones, from an offset on; `epoch` is the owner epoch there."""
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
+        self.void = 0
+
+    def admits(self, offset: int, decision: JournalRecord) -> bool:
+        """Whether the next record in the journal is valid. Raises LogError for one of an owner that never claimed."""
+        if isinstance(decision, OwnerClaimed):
+            self.epoch = offset
+        elif decision.owner_epoch < self.epoch:
+            self.void += 1
+            return False
+        elif decision.owner_epoch > self.epoch:
+            raise LogError(
+                f"journal record {offset} is of the owner epoch {decision.owner_epoch}, whose claim is missing"
+            )
+        return True
+
+
 async def journal(
     log: Log, partition: int, start: int, end: int, epoch: int
 ) -> AsyncIterator[tuple[int, JournalRecord]]:
     """The valid journal records in [start, end) with their offsets; `epoch` is the owner epoch at `start`.
 
-    Raises LogError for a record that does not decode: a journal has one writer, so it is damaged or newer.
+    Raises LogError for a record that does not decode or whose claim is missing.
     """
+    validity = Validity(epoch)
+    async for record in journal_records(log, partition, start, end):
+        decision = decode_journal(record)
+        if validity.admits(record.offset, decision):
+            yield record.offset, decision
+
+
+async def journal_records(log: Log, partition: int, start: int, end: int) -> AsyncIterator[Record]:
+    """What stands in [start, end) of the journal, void records too, read page by page."""
     while start < end:
         records = await log.read(DECISIONS.name, partition, start, min(PAGE_RECORDS, end - start))
         if not records:
             return
         for record in records:
-            try:
-                decision: JournalRecord = decode(DECISIONS, record.value)
-            except DecodeError as error:
-                text = f"journal record {record.offset} is damaged or newer than this version: {error}"
-                raise LogError(text) from error
-            if isinstance(decision, OwnerClaimed):
-                epoch = record.offset
-            elif decision.owner_epoch < epoch:
-                continue
-            yield record.offset, decision
+            if record.offset < end:
+                yield record
         start = records[-1].offset + 1
 
 
 async def newest_snapshot(log: Log, partition: int, end: int) -> SnapshotTaken | None:
-    """The last `SnapshotTaken` before offset `end` of the journal, searched backwards."""
+    """The last valid `SnapshotTaken` before offset `end` of the journal, searched backwards."""
     while end > 0:
         start = max(0, end - PAGE_RECORDS)
-        page = journal(log, partition, start, end, -1)
-        taken = [record async for _, record in page if isinstance(record, SnapshotTaken)]
-        if taken:
-            return taken[-1]
+        page = [(record.offset, decode_journal(record)) async for record in journal_records(log, partition, start, end)]
+        for offset, record in reversed(page):
+            if isinstance(record, SnapshotTaken) and not await _overtaken(log, partition, record, offset):
+                return record
         end = start
     return None
 
 
+async def _overtaken(log: Log, partition: int, taken: SnapshotTaken, offset: int) -> bool:
+    """Whether a claim made the `SnapshotTaken` at `offset` void.
+
+    No need to look back to its owner's claim: the owner saw its seal, right before `journal_offset`, stand unclaimed.
+    """
+    records = journal_records(log, partition, taken.journal_offset, offset)
+    between = [decode_journal(record) async for record in records]
+    return any(isinstance(record, OwnerClaimed) for record in between)
+
+
+async def recorded_view(log: Log, partition: int) -> dict[str, int]:
+    """The offset up to which the owner applied each input topic, as the journal says. Raises LogError."""
+    end = await log.end(DECISIONS.name, partition)
+    taken = await newest_snapshot(log, partition, end)
+    start, epoch = 0, -1
+    view: Counter[str] = Counter()
+    if taken is not None:
+        first = await _parts(log, partition, msgspec.structs.replace(taken, chunks=1))
+        state = next(part for part in first if isinstance(part, WorldState))
+        view.update({run.topic: run.count for run in state.view})
+        start, epoch = taken.journal_offset, state.owner_epoch
+    async for _, record in journal(log, partition, start, end, epoch):
+        for run in record.consumed:
+            view[run.topic] += run.count
+    del view[CLOCK]
+    return dict(view)
+
+
 async def load_snapshot(log: Log, partition: int, taken: SnapshotTaken) -> World:
     """The world of a snapshot. Raises LogError when a chunk is missing or the digest is another."""
-    world = restore(await _chunks(log, partition, taken))
+    world = restore(await _parts(log, partition, taken))
     digest = hex_digest(world.digest())
     if digest != taken.digest:
         raise LogError(f"the snapshot at offset {taken.first_offset} has digest {digest}, sealed as {taken.digest}")
     return world
 
 
-async def _chunks(log: Log, partition: int, taken: SnapshotTaken) -> list[Chunk]:
+async def _parts(log: Log, partition: int, taken: SnapshotTaken) -> list[Chunk]:
+    """The parts of a snapshot's chunks; chunks of an owner that was not told yet may stand between them."""
     parts: list[Chunk] = []
-    for number in range(taken.chunks):
-        records = await log.read(SNAPSHOTS.name, partition, taken.first_offset + number, 1)
+    number, offset = 0, taken.first_offset
+    while number < taken.chunks:
+        records = await log.read(SNAPSHOTS.name, partition, offset, min(CHUNKS_READ, taken.chunks - number))
         if not records:
             raise LogError(f"chunk {number} of the snapshot at offset {taken.first_offset} is missing")
-        try:
-            chunk: SnapshotChunk = decode(SNAPSHOTS, records[0].value)
-        except DecodeError as error:
-            raise LogError(f"chunk {number} of the snapshot at offset {taken.first_offset}: {error}") from error
-        parts += chunk.parts
+        for record in records:
+            try:
+                chunk: SnapshotChunk = decode(SNAPSHOTS, record.value)
+            except DecodeError as error:
+                raise LogError(f"chunk {number} of the snapshot at offset {taken.first_offset}: {error}") from error
+            if (chunk.owner_epoch, chunk.number) == (taken.owner_epoch, number):
+                parts += chunk.parts
+                number += 1
+        offset = records[-1].offset + 1
     return parts

@@ -21,19 +21,22 @@ _EXTEND = f"""
 local kept = ttl * {KEPT_TTLS} + {KEPT_MS}
 redis.call('ZADD', KEYS[2], now + ttl, ARGV[1])
 redis.call('PEXPIRE', KEYS[1], kept)
-if redis.call('PTTL', KEYS[2]) < kept then redis.call('PEXPIRE', KEYS[2], kept) end
+redis.call('SADD', KEYS[3], ARGV[2])
+for i = 2, 3 do
+  if redis.call('PTTL', KEYS[i]) < kept then redis.call('PEXPIRE', KEYS[i], kept) end
+end
 """
 _ACQUIRE = f"""
 {_NOW}
-local ttl = tonumber(ARGV[3])
-redis.call('HSET', KEYS[1], 'token', ARGV[2], 'ttl_ms', ARGV[3], 'payload', ARGV[4])
+local ttl = tonumber(ARGV[4])
+redis.call('HSET', KEYS[1], 'token', ARGV[3], 'ttl_ms', ARGV[4], 'payload', ARGV[5])
 {_EXTEND}
 """
 _RENEW = f"""
 {_NOW}
-if redis.call('HGET', KEYS[1], 'token') ~= ARGV[2] then return 0 end
-local ttl = tonumber(ARGV[3])
-redis.call('HSET', KEYS[1], 'ttl_ms', ARGV[3])
+if redis.call('HGET', KEYS[1], 'token') ~= ARGV[3] then return 0 end
+local ttl = tonumber(ARGV[4])
+redis.call('HSET', KEYS[1], 'ttl_ms', ARGV[4])
 {_EXTEND}
 return 1
 """
@@ -59,14 +62,38 @@ for i = 1, #deadlines, 2 do
 end
 return found
 """
+# The deadline of nobody: `poll` drops it, and until then the group counts as one that has leases.
+_ASK = f"""
+{_NOW}
+local ttl = tonumber(ARGV[2])
+redis.call('ZADD', KEYS[1], now + ttl, '')
+redis.call('SADD', KEYS[2], ARGV[1])
+for i = 1, 2 do
+  if redis.call('PTTL', KEYS[i]) < ttl then redis.call('PEXPIRE', KEYS[i], ttl) end
+end
+"""
+# A group whose deadlines are all gone is dropped here, and only here.
+_GROUPS = f"""
+{_NOW}
+local found = {{}}
+for _, group in ipairs(redis.call('SMEMBERS', KEYS[1])) do
+  local deadlines = ARGV[1] .. group
+  if redis.call('EXISTS', deadlines) == 0 then
+    redis.call('SREM', KEYS[1], group)
+  elseif redis.call('ZCOUNT', deadlines, now, '+inf') > 0 then
+    found[#found + 1] = group
+  end
+end
+return found
+"""
 
 
 class RedisLeases:
     """`Leases` on one Redis server (not a cluster: `poll` reads every worker's key in one script).
 
-    Layout: a hash `<namespace>:lease:<group>:<worker>` of token, payload and ttl_ms, and a sorted set
-    `<namespace>:leases:<group>` of deadlines in the server's milliseconds; colons inside names are
-    escaped. May be used from several threads.
+    Layout: a hash `<namespace>:lease:<group>:<worker>` of token, payload and ttl_ms, a sorted set
+    `<namespace>:leases:<group>` of deadlines in the server's milliseconds, and a set `<namespace>:groups`;
+    colons inside names are escaped. May be used from several threads.
     """
 
     def __init__(self, client: redis.Redis, namespace: str = "forebay") -> None:
@@ -76,12 +103,14 @@ class RedisLeases:
         self._renew = client.register_script(_RENEW)
         self._drop = client.register_script(_DROP)
         self._poll = client.register_script(_POLL)
+        self._groups = client.register_script(_GROUPS)
+        self._ask = client.register_script(_ASK)
 
     def acquire(self, group: str, worker_id: str, token: str, payload: bytes, ttl_ms: int) -> None:
         """Take the lease of a worker, or replace it, whoever holds it. Raises LeaseError."""
         assert ttl_ms >= 1
         with _speaking():
-            self._acquire(keys=self._keys(group, worker_id), args=[_part(worker_id), token, ttl_ms, payload])
+            self._acquire(keys=self._keys(group, worker_id), args=[*_names(group, worker_id), token, ttl_ms, payload])
 
     def renew(self, group: str, worker_id: str, token: str, ttl_ms: int) -> bool:
         """Extend the lease, also one that ran out but was not forgotten yet.
@@ -90,7 +119,8 @@ class RedisLeases:
         """
         assert ttl_ms >= 1
         with _speaking():
-            return bool(self._renew(keys=self._keys(group, worker_id), args=[_part(worker_id), token, ttl_ms]))
+            args: list[str | int] = [*_names(group, worker_id), token, ttl_ms]
+            return bool(self._renew(keys=self._keys(group, worker_id), args=args))
 
     def release(self, group: str, worker_id: str, token: str) -> None:
         """Give the lease up, if this incarnation holds it. Raises LeaseError."""
@@ -99,7 +129,7 @@ class RedisLeases:
     def poll(self, group: str) -> list[Lease]:
         """Every lease of the group in worker order, run-out ones too. Raises LeaseError."""
         with _speaking():
-            found = self._poll(keys=[f"{self._namespace}:leases:{_part(group)}"], args=[self._lease_key(group, "")])
+            found = self._poll(keys=[self._deadlines_key(group)], args=[self._lease_key(group, "")])
         leases = [
             Lease(
                 worker_id=_whole(worker.decode()),
@@ -121,8 +151,29 @@ class RedisLeases:
         with _speaking():
             self._drop(keys=self._keys(group, worker_id), args=[_part(worker_id), token])
 
+    def ask(self, group: str, ttl_ms: int) -> None:
+        """Have `groups` name the group for a while, for a worker that cannot take its lease before the group is placed.
+
+        Raises LeaseError.
+        """
+        with _speaking():
+            self._ask(keys=[self._deadlines_key(group), self._groups_key], args=[_part(group), ttl_ms])
+
+    def groups(self) -> list[str]:
+        """Every group in which some lease has not run out, sorted. Raises LeaseError."""
+        with _speaking():
+            found = self._groups(keys=[self._groups_key], args=[self._deadlines_key("")])
+        return sorted(_whole(group.decode()) for group in found)
+
     def _keys(self, group: str, worker_id: str) -> list[str]:
-        return [self._lease_key(group, worker_id), f"{self._namespace}:leases:{_part(group)}"]
+        return [self._lease_key(group, worker_id), self._deadlines_key(group), self._groups_key]
+
+    @property
+    def _groups_key(self) -> str:
+        return f"{self._namespace}:groups"
+
+    def _deadlines_key(self, group: str) -> str:
+        return f"{self._namespace}:leases:{_part(group)}"
 
     def _lease_key(self, group: str, worker_id: str) -> str:
         return f"{self._namespace}:lease:{_part(group)}:{_part(worker_id)}"
@@ -131,6 +182,10 @@ class RedisLeases:
 def embedded_leases(namespace: str = "forebay") -> RedisLeases:
     """Leases of this process alone, on a Redis made of Python."""
     return RedisLeases(fakeredis.FakeRedis(server=fakeredis.FakeServer()), namespace)
+
+
+def _names(group: str, worker_id: str) -> list[str]:
+    return [_part(worker_id), _part(group)]
 
 
 def _part(name: str) -> str:

@@ -113,6 +113,10 @@ class SqliteLog:
         """As `records`: the file is at hand, so nothing is awaited."""
         return self.records(topic, partition, offset, limit)
 
+    async def begin(self, topic: str, partition: int) -> int:
+        """A file keeps everything."""
+        return 0
+
     async def end(self, topic: str, partition: int) -> int:
         """As `next_offset`."""
         return self.next_offset(topic, partition)

@@ -1,0 +1,62 @@
+"""Gives groups their partitions: a lease that names a group without a place is what asks for one.
+
+Run by whoever is assigned control partition 0, and by nobody else. Two of them at once, one paused and replaced,
+do no harm: readers follow the first placement (see `forebay.core.groups`).
+"""
+
+import asyncio
+import logging
+import time
+
+from forebay.events.codec import encode
+from forebay.events.groups import GroupPlaced
+from forebay.events.topics import GROUPS
+from forebay.transport.base import Draft, LeaseError, Leases, Log
+from forebay.transport.directory import PARTITION, Directory
+
+logger = logging.getLogger(__name__)
+
+
+class Placement:
+    """Places groups in control partitions 0 to `partitions` - 1, one group in each.
+
+    `refused` counts the groups that found no free partition; each is named once in the log of this process.
+    """
+
+    def __init__(self, log: Log, leases: Leases, directory: Directory, partitions: int) -> None:
+        self._log = log
+        self._leases = leases
+        self._directory = directory
+        self._partitions = partitions
+        self._told: set[str] = set()
+        self.refused = 0
+
+    async def update(self) -> None:
+        """Look at the leases once, and give each group a place that has none. Raises LogError."""
+        try:
+            groups = await asyncio.to_thread(self._leases.groups)
+        except LeaseError as error:
+            logger.warning("the groups that have leases cannot be read, trying again: %s", error)
+            return
+        for group in groups:
+            if self._directory.partition_of(group) is not None:
+                continue
+            partition = self._directory.groups.lowest_free(self._partitions)
+            if partition is None:
+                self._refuse(group)
+                continue
+            placed = GroupPlaced(group=group, partition=partition, at_us=time.time_ns() // 1000)
+            draft = Draft(GROUPS.name, PARTITION, encode(GROUPS, placed), group.encode())
+            (offset,) = await self._log.append([draft])
+            await self._directory.reach(offset + 1)
+            logger.info("the group %s lives in partition %s", group, self._directory.partition_of(group))
+
+    def _refuse(self, group: str) -> None:
+        if group not in self._told:
+            self._told.add(group)
+            self.refused += 1
+            logger.error(
+                "the group %s finds no place: %d control partitions have a group each; raise the partition count",
+                group,
+                self._partitions,
+            )

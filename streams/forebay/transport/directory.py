@@ -1,0 +1,88 @@
+"""The directory of groups, followed on a log: ingresses, workers and routers ask it for a partition."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from forebay.core.groups import Groups
+from forebay.events.codec import DecodeError, decode
+from forebay.events.topics import GROUPS
+from forebay.transport.base import Log, Record, Tail
+
+logger = logging.getLogger(__name__)
+
+PARTITION = 0  # of the topic `groups`: there is one directory
+READ_MAX = 256
+
+
+class Directory:
+    """Where each group lives, as far as `groups` was read: it reads when it is asked, and all the time in `run`.
+
+    `on_change` is called after placements were read; `undecodable` counts records that are none.
+    """
+
+    def __init__(self, log: Log) -> None:
+        self._log = log
+        self._wake = asyncio.Event()
+        self._tail: Tail | None = None
+        self._position = 0
+        self.on_change: Callable[[], None] | None = None
+        self.groups = Groups()
+        self.undecodable = 0
+
+    async def start(self) -> None:
+        """Read what is placed so far. Raises LogError."""
+        self._tail = self._log.tail(GROUPS.name, PARTITION, 0, self._wake)
+        await self.reach(await self._log.end(GROUPS.name, PARTITION))
+
+    async def run(self) -> None:
+        """Follow until cancelled. Raises LogError."""
+        await self._until(lambda: False)
+
+    def close(self) -> None:
+        """Stop following."""
+        if self._tail is not None:
+            self._tail.close()
+
+    def partition_of(self, group: str) -> int | None:
+        """The partition of a group, as of now; None while it has none. Raises LogError."""
+        self._read()
+        return self.groups.partitions.get(group)
+
+    def group_in(self, partition: int) -> str | None:
+        """The group that lives in a partition, as of now; None for none. Raises LogError."""
+        self._read()
+        return self.groups.group_in(partition)
+
+    async def placed(self, group: str) -> int:
+        """The partition of a group, once it has one. Raises LogError."""
+        await self._until(lambda: group in self.groups.partitions)
+        return self.groups.partitions[group]
+
+    async def reach(self, offset: int) -> None:
+        """Wait until every record before `offset` is read. Raises LogError."""
+        await self._until(lambda: self._position >= offset)
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        while True:
+            self._wake.clear()
+            self._read()
+            if condition():
+                return
+            await self._wake.wait()
+
+    def _read(self) -> None:
+        assert self._tail is not None, "the directory was not started"
+        while records := self._tail.take(READ_MAX):
+            for record in records:
+                self._apply(record)
+            self._position = records[-1].offset + 1
+            if self.on_change is not None:
+                self.on_change()
+
+    def _apply(self, record: Record) -> None:
+        try:
+            self.groups.apply(decode(GROUPS, record.value))
+        except DecodeError as error:
+            self.undecodable += 1
+            logger.warning("record %d of %s is no placement: %s", record.offset, GROUPS.name, error)

@@ -1,0 +1,14 @@
+"""A log for each test."""
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from forebay.transport.sqlite_log import SqliteLog
+
+
+@pytest.fixture
+async def log() -> AsyncIterator[SqliteLog]:
+    opened = SqliteLog.open(None)
+    yield opened
+    opened.close()

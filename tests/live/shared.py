@@ -1,0 +1,103 @@
+"""What tests of owners share: a log as one of several processes sees it, and what must hold in the end."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+
+from forebay.events.decisions import JournalRecord
+from forebay.events.topics import DECISIONS
+from forebay.replay.verify import Report, verify
+from forebay.transport.base import Draft, Log, Record, Tail, Wake
+from forebay.transport.recorded import journal
+from forebay.transport.sqlite_log import SqliteLog
+from tests.system import System, until
+
+Kind = TypeVar("Kind", bound=JournalRecord)
+Hook = Callable[[Draft | None], Awaitable[None]]
+
+
+async def nothing(_: Draft | None) -> None:
+    """A hook that does nothing."""
+
+
+class SharedLog:
+    """A log as one process of several sees it: records of one append are torn apart, as on Kafka.
+
+    `hook` is awaited before each record of an `append`, and with None once all are durable, before its caller
+    hears of it. `appends` counts the calls of `append` and `append_soon`.
+    """
+
+    def __init__(self, log: Log, hook: Hook = nothing) -> None:
+        self.log = log
+        self.hook = hook
+        self.appends = 0
+
+    async def append(self, drafts: Sequence[Draft]) -> list[int]:
+        self.appends += 1
+        offsets = []
+        for draft in drafts:
+            await self.hook(draft)
+            offsets += await self.log.append([draft])
+        await self.hook(None)
+        return offsets
+
+    def append_soon(self, drafts: Sequence[Draft]) -> None:
+        self.appends += 1
+        self.log.append_soon(drafts)
+
+    def tail(self, topic: str, partition: int, offset: int, wake: Wake) -> Tail:
+        return LateTail(self.log.tail(topic, partition, offset, wake), wake)
+
+    async def read(self, topic: str, partition: int, offset: int, limit: int) -> list[Record]:
+        await asyncio.sleep(0)
+        return await self.log.read(topic, partition, offset, limit)
+
+    async def end(self, topic: str, partition: int) -> int:
+        await asyncio.sleep(0)
+        return await self.log.end(topic, partition)
+
+
+class LateTail:
+    """A tail that has nothing at first, as one that must fetch from somewhere."""
+
+    def __init__(self, tail: Tail, wake: Wake) -> None:
+        self._tail = tail
+        self._fetched = False
+        self._wake = wake
+        self._fetching = asyncio.create_task(self._fetch())
+
+    async def _fetch(self) -> None:
+        for _ in range(5):
+            await asyncio.sleep(0)
+        self._fetched = True
+        self._wake.set()
+
+    def take(self, limit: int) -> list[Record]:
+        return self._tail.take(limit) if self._fetched else []
+
+    def __len__(self) -> int:
+        return len(self._tail) if self._fetched else 0
+
+    def close(self) -> None:
+        self._fetching.cancel()
+        self._tail.close()
+
+
+async def proven(log: SqliteLog) -> Report:
+    """Every decision of the log can be derived again."""
+    report = await verify(log)
+    assert report.divergence is None, report.divergence
+    assert report.verified == report.decisions
+    return report
+
+
+async def admit(system: System, workers: int) -> None:
+    """A first owner lets the workers in."""
+    async with system.owned() as owner:
+        await until(lambda: len(owner.world.fleet) == workers)
+
+
+async def valid(log: SqliteLog, kind: type[Kind]) -> list[Kind]:
+    """The valid journal records of a kind, oldest first."""
+    end = log.next_offset(DECISIONS.name, 0)
+    return [record async for _, record in journal(log, 0, 0, end, -1) if isinstance(record, kind)]

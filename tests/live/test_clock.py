@@ -1,0 +1,83 @@
+"""Time in the log: it starts at the larger of the machine's clock and the last reading, and goes on evenly."""
+
+import asyncio
+import time
+
+import pytest
+
+from forebay.events.decisions import RequestAborted
+from forebay.live.clock import RunClock, steady_clock
+from forebay.live.metrics import OwnerMetrics
+from forebay.live.owner import Owner
+from forebay.transport.sqlite_log import SqliteLog
+from tests.live.shared import proven
+from tests.system import System, settings, submitted, until
+
+NOON_US = 1_000_000_000_000
+HOUR_US = 3_600_000_000
+
+
+class Hands:
+    """A clock that a test moves."""
+
+    def __init__(self, now_us: int) -> None:
+        self.now_us = now_us
+
+    def __call__(self) -> int:
+        return self.now_us
+
+
+@pytest.mark.parametrize(("recorded_us", "starts_us"), [(NOON_US + 7, NOON_US + 7), (NOON_US - 7, NOON_US)])
+def test_it_starts_at_the_larger_reading_and_advances_at_once(recorded_us: int, starts_us: int) -> None:
+    hands = Hands(NOON_US)
+    clock = RunClock(hands)
+    clock.take_over(recorded_us)
+    assert clock.now_us() == starts_us
+    hands.now_us += 5
+    assert clock.now_us() == starts_us + 5
+    hands.now_us -= 3
+    assert clock.now_us() == starts_us + 5
+
+
+def test_stepping_the_wall_clock_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = steady_clock()
+    before = clock()
+    monkeypatch.setattr(time, "time_ns", lambda: 0)
+    assert before <= clock() < before + HOUR_US
+
+
+@pytest.mark.parametrize("skew_us", [HOUR_US, -HOUR_US, 0])
+async def test_a_take_over_between_clocks_that_differ(
+    log: SqliteLog, skew_us: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first owner's clock is ahead, behind, or right: deadlines pass under the second one all the same."""
+    async with System(log).started(workers=0) as system:
+        system.start_worker("slow", speedup=0.01)
+        first = Owner(log, system.leases, settings(), Hands(NOON_US + skew_us))
+        await first.start()
+        running = asyncio.create_task(first.run())
+        await until(lambda: len(first.world.fleet) == 1)
+        await first.stop()
+        await running
+        await first.close()
+        recorded_us = first.world.now_us
+        hands = Hands(NOON_US)
+        second = Owner(log, system.leases, settings(), hands)
+        await second.start()
+        running = asyncio.create_task(second.run())
+        system.send(submitted("a", list(range(12)), timeout_us=20_000))
+        await until(lambda: len(second.world.requests) == 1)
+        assert second.world.now_us == max(NOON_US, recorded_us)
+        hands.now_us += 20_000
+        await until(lambda: "a" in system.ends())
+        (aborted,) = system.decisions(RequestAborted)
+        assert aborted.reason == "deadline"
+        assert second.world.now_us == max(NOON_US, recorded_us) + 20_000
+        assert second.clock_ahead_us == max(0, skew_us)
+        assert ("3600.0 s ahead" in caplog.text) == (skew_us > 0)
+        metrics = {metric.name: metric for metric in OwnerMetrics(second, "m").collect()}
+        assert metrics["forebay_owner_clock_ahead_seconds"].samples[0].value == max(0, skew_us) / 1e6
+        await second.stop()
+        await running
+        await second.close()
+    await proven(log)

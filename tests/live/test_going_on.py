@@ -1,0 +1,189 @@
+"""A worker is lost in the middle of an answer: its client gets the rest from another, each token once."""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from xxhash import xxh3_64_intdigest
+
+from forebay.core.engine_model import EngineConfig, speech
+from forebay.events.base import pack_u32
+from forebay.events.decisions import RequestRouted
+from forebay.events.fleet import WorkerSpec
+from forebay.events.progress import RequestFinished
+from forebay.events.tokens import AttemptStarted, ResponseEnded, TokensEmitted
+from forebay.events.topics import FLEET, PROGRESS, TOKENS
+from forebay.ingress.streams import ReplyReader
+from forebay.transport.base import Record, Tail, Wake
+from forebay.transport.faults import FaultyLog
+from forebay.transport.sqlite_log import SqliteLog
+from forebay.workers.mock_engine import MockEngine
+from forebay.workers.worker import Worker
+from tests.live.shared import proven
+from tests.system import BLOCK, MODEL, SLOT, System, submitted, until
+
+PROMPT = list(range(10))
+VOCABULARY = tuple(range(50))
+LENGTH = 150
+SLOW = 3.0  # some hundred milliseconds for an answer: time to lose a worker in the middle of it
+
+
+@dataclass
+class Client:
+    """What one client got, as it came."""
+
+    tokens: list[int] = field(default_factory=list)
+    ended: ResponseEnded | None = None
+
+
+@asynccontextmanager
+async def listening(log: SqliteLog, name: str) -> AsyncIterator[Client]:
+    """A client that takes its tokens as an ingress hands them over."""
+    client = Client()
+    reader = ReplyReader(log, SLOT, 0, lambda: None)
+    stream = reader.open(name)
+
+    async def take() -> None:
+        while client.ended is None:
+            await stream.ready()
+            assert stream.broken is None
+            client.tokens += stream.take()
+            client.ended = stream.ended
+
+    tasks = [asyncio.create_task(reader.run()), asyncio.create_task(take())]
+    try:
+        yield client
+        await tasks[1]
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def spoken(text: list[int], count: int) -> list[int]:
+    """What a mock engine says to a prompt."""
+    return speech(xxh3_64_intdigest(pack_u32(text), 0), 0, count, VOCABULARY)
+
+
+def went_on(system: System, client: Client) -> list[int]:
+    """Check that attempt 2 said the rest of what attempt 1 had begun; what attempt 1 said that counts."""
+    events = system.events(TOKENS, None, SLOT)
+    rest = [event.chunks[0] for event in events if isinstance(event, TokensEmitted) and event.chunks[0].attempt == 2]
+    said = client.tokens[: rest[0].first_index]
+    assert 0 < len(said) < LENGTH
+    assert said == spoken(PROMPT, LENGTH)[: len(said)]
+    assert client.tokens == said + spoken(PROMPT + said, LENGTH - len(said))
+    assert client.ended is not None
+    assert client.ended.usage is not None
+    assert (client.ended.usage.prompt_tokens, client.ended.usage.output_tokens) == (len(PROMPT), LENGTH)
+    assert [routed.attempt for routed in system.decisions(RequestRouted)] == [1, 2]
+    return said
+
+
+async def test_a_stopped_workers_answer_goes_on_with_another(log: SqliteLog) -> None:
+    async with System(log).started(workers=0) as system, system.owned() as owner, listening(log, "r") as client:
+        system.start_worker("a", speedup=SLOW)
+        await until(lambda: len(owner.world.fleet) == 1)
+        system.send(submitted("r", PROMPT, max_tokens=LENGTH))
+        await until(lambda: client.tokens)
+        await system.stop_worker("a")
+        await until(lambda: not len(owner.world.fleet))
+        system.start_worker("b")
+        await until(lambda: client.ended)
+        went_on(system, client)
+        await until(lambda: not len(owner.world.requests))
+    await proven(log)
+
+
+async def test_a_worker_whose_lease_vanished_goes_on_itself_as_a_new_incarnation(log: SqliteLog) -> None:
+    async with System(log).started(workers=0) as system, system.owned() as owner, listening(log, "r") as client:
+        system.start_worker("a", speedup=SLOW)
+        await until(lambda: len(owner.world.fleet) == 1)
+        system.send(submitted("r", PROMPT, max_tokens=LENGTH))
+        await until(lambda: client.tokens)
+        (lease,) = system.leases.poll(MODEL)
+        system.leases.release(MODEL, "a", lease.token)
+        await until(lambda: client.ended)
+        went_on(system, client)
+        await until(lambda: not len(owner.world.requests))
+    await proven(log)
+
+
+class DeafLog(FaultyLog):
+    """A log whose fleet nobody hears of any more once `deaf` is set: its worker does not learn that it is lost."""
+
+    def __init__(self, log: SqliteLog) -> None:
+        super().__init__(log, crash_after=sys.maxsize)
+        self.deaf = False
+
+    def tail(self, topic: str, partition: int, offset: int, wake: Wake) -> Tail:
+        tail = super().tail(topic, partition, offset, wake)
+        return DeafTail(self, tail) if topic == FLEET.name else tail
+
+
+class DeafTail:
+    """The fleet as a deaf worker follows it."""
+
+    def __init__(self, log: DeafLog, tail: Tail) -> None:
+        self._log = log
+        self._tail = tail
+
+    def take(self, limit: int) -> list[Record]:
+        return [] if self._log.deaf else self._tail.take(limit)
+
+    def __len__(self) -> int:
+        return 0 if self._log.deaf else len(self._tail)
+
+    def close(self) -> None:
+        self._tail.close()
+
+
+@asynccontextmanager
+async def zombie(system: System, log: DeafLog) -> AsyncIterator[None]:
+    """Run a slow worker on a log of its own view."""
+    config = EngineConfig(block_size=BLOCK, kv_blocks_total=256, vocabulary=VOCABULARY)
+    spec = WorkerSpec(
+        worker_id="zombie",
+        model=MODEL,
+        block_size=BLOCK,
+        kv_blocks_total=config.kv_blocks_total,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+    )
+    worker = Worker(log, system.keeper, spec, MockEngine(config, speedup=SLOW), token="zombie-1", group=MODEL)
+    running = asyncio.create_task(worker.run())
+    try:
+        yield
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_a_worker_that_does_not_know_it_is_lost_disturbs_no_answer(log: SqliteLog) -> None:
+    deaf = DeafLog(log)
+    async with System(log).started(workers=0) as system, system.owned() as owner, listening(log, "r") as client:
+        async with zombie(system, deaf):
+            await until(lambda: len(owner.world.fleet) == 1)
+            system.send(submitted("r", PROMPT, max_tokens=LENGTH))
+            await until(lambda: client.tokens)
+            deaf.deaf = True
+            system.leases.release(MODEL, "zombie", "zombie-1")
+            await until(lambda: owner.world.fleet.get("zombie") is None)
+            system.start_worker("b")
+            await until(lambda: {end.attempt for end in system.events(PROGRESS, RequestFinished)} == {1, 2})
+        await until(lambda: client.ended)
+        said = went_on(system, client)
+        events = system.events(TOKENS, None, SLOT)
+        begin = next(at for at, event in enumerate(events) if isinstance(event, AttemptStarted))
+        undead = [
+            event for event in events[begin:] if isinstance(event, TokensEmitted) and event.chunks[0].attempt == 1
+        ]
+        assert undead, "the zombie was quiet: the test shows nothing"
+        assert undead[0].chunks[0].first_index == len(said)
+        assert client.ended is not None
+        assert client.ended.attempt == 2
+        assert sorted(end.attempt for end in system.ends()["r"]) == [1, 2]
+        await until(lambda: not len(owner.world.requests))
+    await proven(log)

@@ -1,0 +1,185 @@
+"""A warm replica: the same state as a cold recovery, a take-over, and what it cannot follow."""
+
+import asyncio
+import random
+from contextlib import suppress
+
+import msgspec
+import pytest
+
+from forebay.core.rederive import Rederivation
+from forebay.events.codec import decode, encode
+from forebay.events.decisions import RequestRouted
+from forebay.events.topics import DECISIONS
+from forebay.live import standby as standby_module
+from forebay.live.owner import Owner
+from forebay.live.standby import RecoveryDiverged, Standby
+from forebay.transport import recorded
+from forebay.transport.base import LogError, Record
+from forebay.transport.sqlite_log import SqliteLog
+from tests.live.shared import SharedLog, proven
+from tests.system import System, settings, submitted, until, until_ended
+
+PREFIX = list(range(12))
+SEED = 20_240
+
+
+async def serve(system: System, owner: Owner, *names: str) -> None:
+    """Requests one after the other, and one that is refused."""
+    await until(lambda: len(owner.world.fleet) == 2)
+    for number, name in enumerate(names):
+        system.send(submitted(name, [*PREFIX, *[number] * 4]))
+        await until_ended(system, name)
+        system.send(submitted(f"{name}-refused", PREFIX, model="another"))
+        await until_ended(system, f"{name}-refused")
+    await until(lambda: not len(owner.world.requests))
+
+
+async def serve_unsealed(system: System, *names: str) -> None:
+    """An owner that leaves no snapshot behind."""
+    owner = Owner(system.log, system.leases, settings())
+    await owner.start()
+    running = asyncio.create_task(owner.run())
+    await serve(system, owner, *names)
+    await owner.stop()
+    await running
+    owner.drop()
+
+
+def journal_end(log: SqliteLog) -> int:
+    return log.next_offset(DECISIONS.name, 0)
+
+
+async def cold(log: SqliteLog, end: int) -> Standby:
+    standby = Standby(log, 0)
+    await standby.catch_up(end)
+    return standby
+
+
+def state(followed: Rederivation) -> tuple[int, list[object], int, int]:
+    world = followed.world
+    return world.digest(), list(followed.pending), world.seq, world.owner_epoch
+
+
+async def ended(task: "asyncio.Task[None]") -> None:
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+
+
+async def test_a_standby_takes_over_warm_with_the_state_of_a_cold_recovery(log: SqliteLog) -> None:
+    async with System(log).started(workers=2) as system:
+        standby = Standby(SharedLog(log), 0)
+        following = asyncio.create_task(standby.run())
+        async with system.owned(snapshot_every=4) as owner:
+            await serve(system, owner, "a", "b", "c")
+            await until(lambda: standby.position == journal_end(log))
+            assert state(standby.followed) == state((await cold(log, standby.position)).followed)
+            assert [answer.request_id for answer in standby.unsure] == ["a-refused", "b-refused", "c-refused"]
+        await until(lambda: standby.position == journal_end(log))
+        await ended(following)
+        world = standby.world
+        successor = Owner(log, system.leases, settings())
+        await successor.start(standby)
+        assert successor.world is world
+        running = asyncio.create_task(successor.run())
+        await serve(system, successor, "d")
+        (first, *_, last) = system.decisions(RequestRouted)
+        assert (last.worker_id, last.terms.device_overlap) == (first.worker_id, 4)
+        await successor.stop()
+        await running
+        await successor.close()
+    await proven(log)
+
+
+async def test_a_standby_may_be_stopped_anywhere_and_go_on(log: SqliteLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cancelled at drawn points, again and again, it ends with the same state. Short pages make more such points."""
+    monkeypatch.setattr(standby_module, "PAGE_RECORDS", 4)
+    monkeypatch.setattr(recorded, "PAGE_RECORDS", 4)
+    chance = random.Random(SEED)
+    print(f"seed {SEED}")
+    async with System(log).started(workers=2) as system:
+        await serve_unsealed(system, *(f"r{number}" for number in range(20)))
+    end = journal_end(log)
+    standby = Standby(SharedLog(log), 0)
+    stops = 0
+    while standby.position < end:
+        following = asyncio.create_task(standby.run() if chance.random() < 0.5 else standby.catch_up(end))
+        for _ in range(chance.randrange(5, 20)):
+            await asyncio.sleep(0)
+        await ended(following)
+        stops += 1
+    assert stops > 3
+    assert standby.failed is None
+    assert state(standby.followed) == state((await cold(log, end)).followed)
+
+
+async def test_a_standby_begins_at_the_newest_snapshot(log: SqliteLog, caplog: pytest.LogCaptureFixture) -> None:
+    async with System(log).started(workers=2) as system:
+        async with system.owned() as owner:
+            await serve(system, owner, "a")
+        sealed = journal_end(log)
+        async with system.owned() as owner:
+            await serve(system, owner, "b")
+            standby = Standby(log, 0)
+            with caplog.at_level("INFO"):
+                await standby.catch_up(journal_end(log))
+    assert [answer.request_id for answer in standby.unsure] == ["b-refused"]
+    assert standby.position > sealed
+
+
+class LyingLog(SharedLog):
+    """A log in which every routed request costs more than it did."""
+
+    async def read(self, topic: str, partition: int, offset: int, limit: int) -> list[Record]:
+        records = await super().read(topic, partition, offset, limit)
+        return [self._changed(record) if topic == DECISIONS.name else record for record in records]
+
+    @staticmethod
+    def _changed(record: Record) -> Record:
+        event = decode(DECISIONS, record.value)
+        if not isinstance(event, RequestRouted):
+            return record
+        lie = msgspec.structs.replace(event, terms=msgspec.structs.replace(event.terms, cost=event.terms.cost + 1))
+        return msgspec.structs.replace(record, value=encode(DECISIONS, lie))
+
+
+class TornLog(SharedLog):
+    """A log whose journal holds a record that nobody understands."""
+
+    async def read(self, topic: str, partition: int, offset: int, limit: int) -> list[Record]:
+        records = await super().read(topic, partition, offset, limit)
+        return [self._torn(record) if topic == DECISIONS.name else record for record in records]
+
+    @staticmethod
+    def _torn(record: Record) -> Record:
+        return msgspec.structs.replace(record, value=b"?") if record.offset == 1 else record
+
+
+@pytest.mark.parametrize(("kind", "why"), [(LyingLog, "cannot be derived again"), (TornLog, "damaged")])
+async def test_a_standby_that_cannot_follow_says_so_and_the_owner_starts_cold(
+    log: SqliteLog, kind: type[SharedLog], why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with System(log).started(workers=2) as system:
+        await serve_unsealed(system, "a")
+        standby = Standby(kind(log), 0)
+        await standby.run()
+        assert standby.failed is not None
+        assert why in standby.failed
+        assert "cannot follow any more" in caplog.text
+        with pytest.raises(LogError, match=why):
+            await standby.catch_up(journal_end(log))
+        successor = Owner(log, system.leases, settings())
+        await successor.start(standby)
+        assert successor.world is not standby.world
+        await successor.close()
+    await proven(log)
+
+
+async def test_an_owner_whose_rules_lead_elsewhere_does_not_start(log: SqliteLog) -> None:
+    async with System(log).started(workers=2) as system:
+        await serve_unsealed(system, "a")
+        owner = Owner(LyingLog(log), system.leases, settings())
+        with pytest.raises(RecoveryDiverged, match="replay verify"):
+            await owner.start()
+        owner.drop()
