@@ -15,10 +15,10 @@ PYTHONS := python3.13 python3.12 python3.11 python3
 SOURCES := schemas streams services
 ARGS ?=
 
-.PHONY: help setup up test lint type fmt coverage bench schemas lock ci clean
+.PHONY: help setup up test kafka kafka-stop lint type fmt coverage bench schemas lock ci clean
 
 help: ## show this list
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 18
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
 
 setup: $(READY) ## build .venv from the hashed requirements
 	@echo 'ready: $(VENV)'
@@ -28,6 +28,12 @@ up: $(READY) ## run everything in one process; options in ARGS="..."
 
 test: $(READY) ## run the whole test suite; options in ARGS="..."
 	@$(BIN)/pytest $(ARGS)
+
+kafka: $(READY) ## start Apache Kafka on the loopback address (Java 17, Maven); options in ARGS="..."
+	@$(BIN)/python infra/kafka/kafka.py start $(ARGS)
+
+kafka-stop: $(READY) ## stop what `make kafka` started
+	@$(BIN)/python infra/kafka/kafka.py stop $(ARGS)
 
 lint: $(READY) ## check style, layers and spelling
 	@$(BIN)/ruff check --quiet --output-format concise
@@ -64,7 +70,7 @@ ci: ## what CI runs
 	@.ci/run
 
 clean: ## remove everything that was built
-	@rm -rf $(VENV) .tools .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .coverage htmlcov dist
+	@rm -rf $(VENV) .tools .kafka/lib .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .coverage htmlcov dist
 	@find $(SOURCES) infra tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): requirements.txt pyproject.toml

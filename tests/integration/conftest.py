@@ -1,0 +1,85 @@
+"""Real Kafka and Redis for the tests of this folder, and a namespace of its own for each test.
+
+Where a part cannot be had its tests are skipped with the reason; with FOREBAY_REQUIRE_PARTS=1 they fail.
+"""
+
+import contextlib
+import itertools
+import os
+import re
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from infra.kafka.kafka import Broker
+from tests.integration import parts
+
+FOLDER = Path(__file__).parent
+TIMEOUT_S = 180  # of one test; starting the parts is in the first one's
+RUN = f"test-{uuid.uuid4().hex[:8]}"  # tells this run's topics and keys from any other's on a shared broker
+NUMBERS = itertools.count()
+Part = TypeVar("Part")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if FOLDER in item.path.parents:
+            item.add_marker(pytest.mark.integration)
+            item.add_marker(pytest.mark.timeout(TIMEOUT_S))
+
+
+@contextlib.contextmanager
+def had_or_skipped(part: contextlib.AbstractContextManager[Part]) -> Iterator[Part]:
+    """Use a part; if it cannot be had, skip, or fail where parts are required."""
+    with contextlib.ExitStack() as stack:
+        try:
+            had = stack.enter_context(part)
+        except parts.Missing as missing:
+            if os.environ.get("FOREBAY_REQUIRE_PARTS") == "1":
+                pytest.fail(f"a required part is missing: {missing}", pytrace=False)
+            pytest.skip(str(missing))
+        yield had
+
+
+@pytest.fixture(scope="session")
+def local_kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broker]:
+    """Apache Kafka that this run started; at `sasl_address` it wants the user and password of `sasl`."""
+    with had_or_skipped(parts.local_kafka(tmp_path_factory.mktemp("kafka"))) as broker:
+        yield broker
+
+
+@pytest.fixture(scope="session")
+def kafka(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Bootstrap address of a Kafka that all tests share."""
+    if given := os.environ.get("FOREBAY_KAFKA"):
+        with parts.given_kafka(given, RUN) as address:
+            yield address
+    elif parts.docker_answers():
+        with had_or_skipped(parts.redpanda()) as address:
+            yield address
+    else:
+        yield request.getfixturevalue("local_kafka").address
+
+
+@pytest.fixture(scope="session")
+def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """URL of a Redis that all tests share."""
+    part: contextlib.AbstractContextManager[str]
+    if given := os.environ.get("FOREBAY_REDIS"):
+        part = parts.given_redis(given, RUN)
+    elif parts.docker_answers():
+        part = parts.redis_container()
+    else:
+        part = parts.local_redis(tmp_path_factory.mktemp("redis"))
+    with had_or_skipped(part) as url:
+        yield url
+
+
+@pytest.fixture
+def namespace(request: pytest.FixtureRequest) -> str:
+    """What the test's topics and keys begin with, so that tests share a broker and do not meet."""
+    name = re.sub(r"[^a-z0-9]+", "-", request.node.name.lower()).strip("-")[:40]
+    return f"{RUN}-{next(NUMBERS)}-{name}"

@@ -1,0 +1,220 @@
+"""Doors of ingresses on a real Kafka, and a Kafka client on the other side of them.
+
+As a program it runs one ingress with a door until it is killed: `doors.py BOOTSTRAP NAMESPACE NAME`.
+"""
+
+import asyncio
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
+from prometheus_client import CollectorRegistry
+
+from forebay.events.base import Event, pack_u32
+from forebay.events.codec import decode, encode
+from forebay.events.requests import RequestCancelled, RequestSubmitted
+from forebay.events.tokens import ResponseEnded, TokenChunk, TokensEmitted, Usage
+from forebay.events.topics import OPENAI_REQUESTS, OPENAI_RESPONSES, REQUESTS, TOKENS
+from forebay.ingress.door import Door
+from forebay.ingress.door_metrics import DoorMetrics
+from forebay.ingress.ingress import Ingress, IngressSettings
+from forebay.ingress.metrics import IngressMetrics
+from forebay.ingress.model import DEFAULT_MODEL, Model
+from forebay.transport.base import Draft
+from forebay.transport.kafka_log import KafkaLog
+from forebay.transport.kafka_settings import KafkaSettings
+from forebay.transport.kafka_topics import TopicPlan, create_topics
+
+NAME = "test-model"
+DOOR_PARTITIONS = 2
+REPLY_SLOTS = 3
+PATIENCE_S = 40.0
+PLAN = TopicPlan(groups=1, slots=4, replies=REPLY_SLOTS, door=DOOR_PARTITIONS)
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A record of `openai-responses`, or of another reply topic."""
+
+    request_id: str
+    index: int
+    status: int
+    last: bool
+    body: Any
+    raw: bytes
+
+
+class Client:
+    """Any Kafka client: produces bodies, collects what comes back."""
+
+    def __init__(self, settings: KafkaSettings) -> None:
+        self.records: list[Answered] = []
+        self._settings = settings
+        self._producer = AIOKafkaProducer(bootstrap_servers=settings.bootstrap)
+        self._consumer = AIOKafkaConsumer(bootstrap_servers=settings.bootstrap)
+
+    @asynccontextmanager
+    async def running(self, *topics: str) -> AsyncIterator["Client"]:
+        """Collect from `openai-responses`, and from the first partition of these topics of full names."""
+        await self._producer.start()
+        await self._consumer.start()
+        own = self._settings.topic(OPENAI_RESPONSES.name)
+        places = [TopicPartition(own, partition) for partition in range(DOOR_PARTITIONS)]
+        places += [TopicPartition(topic, 0) for topic in topics]
+        self._consumer.assign(places)
+        await self._consumer.seek_to_beginning(*places)
+        collecting = asyncio.create_task(self._collect())
+        try:
+            yield self
+        finally:
+            collecting.cancel()
+            await asyncio.gather(collecting, return_exceptions=True)
+            await self._consumer.stop()
+            await self._producer.stop()
+
+    async def ask(self, body: Any, *, partition: int = 0, **headers: str) -> None:
+        """Produce a body; header names have underscores for dashes."""
+        value = body if isinstance(body, bytes) else msgspec.json.encode(body)
+        told = [(name.replace("_", "-"), text.encode()) for name, text in headers.items()]
+        topic = self._settings.topic(OPENAI_REQUESTS.name)
+        await self._producer.send_and_wait(topic, value, partition=partition, headers=told)
+
+    def of(self, request_id: str) -> list[Answered]:
+        """What came for a request, in the order it came."""
+        return [record for record in self.records if record.request_id == request_id]
+
+    async def whole(self, request_id: str, *, times: int = 1) -> list[Answered]:
+        """The records of an answer, once its end has come so often."""
+        await until(lambda: sum(record.last for record in self.of(request_id)) >= times)
+        return self.of(request_id)
+
+    async def _collect(self) -> None:
+        async for message in self._consumer:
+            headers = {name: value.decode() for name, value in message.headers}
+            assert message.key == headers["request-id"].encode()
+            answered = Answered(
+                headers["request-id"],
+                int(headers["index"]),
+                int(headers["status"]),
+                headers["last"] == "1",
+                msgspec.json.decode(message.value),
+                message.value,
+            )
+            self.records.append(answered)
+
+
+class Backstage:
+    """Router and worker, played by the test: sees what is submitted, says what it likes."""
+
+    def __init__(self, log: KafkaLog, model: Model) -> None:
+        self.log = log
+        self.model = model
+
+    async def events(self, kind: type | None = None) -> list[Any]:
+        """What doors put on `requests`."""
+        found = [decode(REQUESTS, record.value) for record in await self.log.read(REQUESTS.name, 0, 0, 10_000)]
+        return [event for event in found if kind is None or isinstance(event, kind)]
+
+    async def submissions(self, request_id: str, *, count: int = 1) -> list[RequestSubmitted]:
+        """The submissions of a request, once there are so many."""
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            found = [one for one in await self.events(RequestSubmitted) if one.request_id == request_id]
+            if len(found) >= count:
+                return found
+            assert time.monotonic() < deadline, f"{request_id} is not submitted"
+
+    async def cancelled(self, request_id: str) -> bool:
+        """Whether a request is cancelled."""
+        return any(event.request_id == request_id for event in await self.events(RequestCancelled))
+
+    async def emit(self, request: RequestSubmitted, text: str, *, first: int = 0) -> int:
+        """Say a text in one chunk; the position after it."""
+        token_ids = self.model.encode(text)
+        chunk = TokenChunk(request_id=request.request_id, attempt=1, first_index=first, token_ids=pack_u32(token_ids))
+        await self._send(request, TokensEmitted(worker_id="w1", worker_epoch=1, owner_epoch=1, chunks=(chunk,)))
+        return first + len(token_ids)
+
+    async def end(self, request: RequestSubmitted, said: int) -> None:
+        """End an answer well."""
+        usage = Usage(prompt_tokens=request.prompt_tokens, output_tokens=said)
+        await self._send(
+            request,
+            ResponseEnded(request_id=request.request_id, attempt=1, owner_epoch=1, finish_reason="length", usage=usage),
+        )
+
+    async def answer(self, request: RequestSubmitted, *texts: str) -> None:
+        """Say texts, a chunk each, and end."""
+        said = 0
+        for text in texts:
+            said = await self.emit(request, text, first=said)
+        await self.end(request, said)
+
+    async def _send(self, request: RequestSubmitted, event: Event) -> None:
+        await self.log.append([Draft(TOKENS.name, request.reply_slot, encode(TOKENS, event))])
+
+
+async def until(condition: Any) -> None:
+    """Let others run until the condition holds."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():  # noqa: ASYNC110 - records set no event
+            await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def opened(settings: KafkaSettings) -> AsyncIterator[KafkaLog]:
+    """A log of a process of its own."""
+    log = await KafkaLog.open(settings)
+    try:
+        yield log
+    finally:
+        await log.close()
+
+
+@asynccontextmanager
+async def door(
+    settings: KafkaSettings, model: Model, name: str = "i1", *, model_name: str = NAME, timeout_s: float = 60.0
+) -> AsyncIterator[CollectorRegistry]:
+    """An ingress with a door; its metrics."""
+    registry = CollectorRegistry()
+    async with opened(settings) as log:
+        ingress_settings = IngressSettings(
+            model_name=model_name, block_size=4, ingress_id=name, timeout_s=timeout_s, body_bytes_max=100_000
+        )
+        reply_from = await log.end(TOKENS.name, 0)
+        metrics = IngressMetrics(registry, model_name)
+        ingress = Ingress(log, model, ingress_settings, metrics, lambda: True, reply_from)
+        tasks = [
+            asyncio.create_task(ingress.run()),
+            asyncio.create_task(Door(log, ingress, DoorMetrics(registry), REPLY_SLOTS).run()),
+        ]
+        try:
+            yield registry
+        finally:
+            for task in tasks:
+                task.cancel()
+            ends = await asyncio.gather(*tasks, return_exceptions=True)
+            for end in ends:
+                if end is not None and not isinstance(end, asyncio.CancelledError):
+                    raise end
+
+
+async def prepare(bootstrap: str, namespace: str) -> KafkaSettings:
+    """A namespace with its topics."""
+    settings = KafkaSettings(bootstrap, namespace)
+    await create_topics(settings, PLAN, ["default"])
+    return settings
+
+
+async def _forever(bootstrap: str, namespace: str, name: str) -> None:
+    async with door(KafkaSettings(bootstrap, namespace), Model(DEFAULT_MODEL), name):
+        await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(_forever(*sys.argv[1:4]))

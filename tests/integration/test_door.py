@@ -1,0 +1,282 @@
+"""The topic door on a real Kafka; the test plays router and worker behind it, except in the last test."""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+
+import pytest
+from aiokafka import AIOKafkaProducer
+from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+from prometheus_client import CollectorRegistry
+
+from forebay.events.topics import OPENAI_REQUESTS, REQUESTS
+from forebay.ingress.model import DEFAULT_MODEL, Model
+from forebay.transport.kafka_settings import KafkaSettings
+from tests.integration.doors import (
+    DOOR_PARTITIONS,
+    NAME,
+    Backstage,
+    Client,
+    door,
+    opened,
+    prepare,
+    until,
+)
+from tests.system import MODEL, System
+
+CHAT = {"model": NAME, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8}
+STREAM = {**CHAT, "stream": True, "stream_options": {"include_usage": True}}
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return Model(DEFAULT_MODEL)
+
+
+@pytest.fixture
+async def settings(kafka: str, namespace: str) -> KafkaSettings:
+    return await prepare(kafka, namespace)
+
+
+@pytest.fixture
+async def backstage(settings: KafkaSettings, model: Model) -> AsyncIterator[Backstage]:
+    async with opened(settings) as log:
+        yield Backstage(log, model)
+
+
+@pytest.fixture
+async def client(settings: KafkaSettings) -> AsyncIterator[Client]:
+    async with Client(settings).running() as running:
+        yield running
+
+
+def metric(registry: CollectorRegistry, name: str, **labels: str) -> float:
+    return registry.get_sample_value(f"forebay_door_{name}", labels) or 0.0
+
+
+async def test_a_whole_answer_comes_under_the_id_of_the_header(
+    settings: KafkaSettings, model: Model, backstage: Backstage, client: Client
+) -> None:
+    async with door(settings, model) as registry:
+        await client.ask(CHAT, request_id="r-1")
+        (request,) = await backstage.submissions("r-1")
+        await backstage.answer(request, "one two", " three")
+        (record,) = await client.whole("r-1")
+        await until(lambda: metric(registry, "in_flight") == 0)
+        assert metric(registry, "requests_total", outcome="answered") == 1
+    assert (record.status, record.index) == (200, 0)
+    assert record.body["choices"][0]["message"]["content"] == "one two three"
+    assert record.body["id"] == "r-1"
+    assert record.body["forebay"]["worker"] == "w1"
+
+
+async def test_a_stream_is_a_record_for_each_event_and_says_which_is_last(
+    settings: KafkaSettings, model: Model, backstage: Backstage, client: Client
+) -> None:
+    async with door(settings, model):
+        await client.ask(STREAM, request_id="s-1")
+        (request,) = await backstage.submissions("s-1")
+        await backstage.answer(request, "one", " two")
+        records = await client.whole("s-1")
+    assert [record.index for record in records] == [0, 1, 2, 3]
+    assert [record.last for record in records] == [False, False, False, True]
+    assert [record.body["choices"][0]["delta"].get("content") for record in records[:3]] == ["one", " two", None]
+    assert records[3].body["usage"]["total_tokens"] > 0
+
+
+async def test_a_body_without_headers_gets_an_id_of_its_place(
+    settings: KafkaSettings, model: Model, backstage: Backstage, client: Client
+) -> None:
+    async with door(settings, model):
+        await client.ask({"model": NAME, "prompt": "a b", "max_tokens": 2}, partition=1, path="/v1/completions")
+        (request,) = await backstage.submissions("door-1-0")
+        await backstage.answer(request, " c d")
+        (record,) = await client.whole("door-1-0")
+    assert record.body["object"] == "text_completion"
+    assert record.body["choices"][0]["text"] == " c d"
+
+
+async def test_a_malformed_record_is_told_and_holds_nothing_up(
+    settings: KafkaSettings, model: Model, backstage: Backstage, client: Client
+) -> None:
+    async with door(settings, model) as registry:
+        await client.ask(b"{no json", request_id="bad")
+        await client.ask(CHAT, request_id="what is this?")
+        await client.ask(CHAT, request_id="good")
+        (request,) = await backstage.submissions("good")
+        await backstage.answer(request, "fine")
+        (good,) = await client.whole("good")
+        (bad,) = await client.whole("bad")
+        (unnamed,) = await client.whole("door-0-1")
+        assert metric(registry, "malformed_total", reason="invalid_json") == 1
+    assert good.status == 200
+    assert (bad.status, bad.body["error"]["code"]) == (400, "invalid_json")
+    assert (unnamed.status, unnamed.body["error"]["param"]) == (400, "request-id")
+
+
+async def test_answers_go_to_the_reply_topic_if_there_is_one(
+    kafka: str, settings: KafkaSettings, model: Model, backstage: Backstage, namespace: str
+) -> None:
+    mine = f"{namespace}-mine"
+    admin = AIOKafkaAdminClient(bootstrap_servers=kafka)
+    await admin.start()
+    await admin.create_topics([NewTopic(mine, 1, 1)])
+    await admin.close()
+    async with Client(settings).running(mine) as client, door(settings, model):
+        await client.ask(CHAT, request_id="a", reply_topic=mine)
+        await client.ask(CHAT, request_id="b", reply_topic=f"{namespace}-nobodys")
+        await client.ask(CHAT, request_id="c", reply_topic=settings.topic(REQUESTS.name))
+        (request,) = await backstage.submissions("a")
+        await backstage.answer(request, "yes")
+        (answer,) = await client.whole("a")
+        (missing,) = await client.whole("b")
+        (refused,) = await client.whole("c")
+        assert await backstage.log.end(REQUESTS.name, 0) == 1
+    assert answer.status == 200
+    assert missing.body["error"]["code"] == "unknown_reply_topic"
+    assert refused.body["error"]["code"] == "invalid_reply_topic"
+
+
+async def test_an_owner_that_is_gone_is_a_deadline(
+    settings: KafkaSettings, model: Model, backstage: Backstage, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("forebay.ingress.door_lane.GRACE_S", 0.1)
+    async with door(settings, model, timeout_s=0.2):
+        await client.ask(CHAT, request_id="late")
+        (record,) = await client.whole("late")
+        assert (record.status, record.body["error"]["code"]) == (504, "deadline_exceeded")
+        async with asyncio.timeout(20):
+            while not await backstage.cancelled("late"):
+                pass
+
+
+async def test_a_stop_string_ends_the_answer_and_the_work(
+    settings: KafkaSettings, model: Model, backstage: Backstage, client: Client
+) -> None:
+    async with door(settings, model):
+        await client.ask({**CHAT, "stop": "three"}, request_id="stop")
+        (request,) = await backstage.submissions("stop")
+        await backstage.emit(request, "one two three four")
+        (record,) = await client.whole("stop")
+        async with asyncio.timeout(20):
+            while not await backstage.cancelled("stop"):
+                pass
+    assert record.body["choices"][0]["message"]["content"] == "one two "
+    assert record.body["choices"][0]["finish_reason"] == "stop"
+
+
+async def test_a_successor_gives_the_same_answer_again_from_its_first_record(
+    settings: KafkaSettings, model: Model, backstage: Backstage, client: Client
+) -> None:
+    async with door(settings, model, "i1"):
+        await client.ask(STREAM, request_id="slow")
+        await client.ask(CHAT, request_id="done")
+        (request,) = await backstage.submissions("slow")
+        said = await backstage.emit(request, "one")
+        await backstage.answer((await backstage.submissions("done"))[0], "quick")
+        await client.whole("done")
+        await until(lambda: client.of("slow"))
+    async with door(settings, model, "i2") as registry:
+        _, again = await backstage.submissions("slow", count=2)
+        said = await backstage.emit(request, " two", first=said)
+        await backstage.end(request, said)
+        records = await client.whole("slow")
+        await client.whole("done", times=2)
+        assert metric(registry, "repeated_total") == 1
+    first, *rest = records
+    assert (again.nonce, again.token_ids, again.reply_slot) == (request.nonce, request.token_ids, request.reply_slot)
+    assert rest[0] == first
+    assert [record.index for record in rest] == [0, 1, 2, 3]
+    assert len({record.raw for record in client.of("done")}) == 1
+    assert len(await backstage.submissions("done")) == 1
+
+
+async def test_answered_requests_are_not_read_again(
+    settings: KafkaSettings, model: Model, backstage: Backstage, client: Client
+) -> None:
+    async with door(settings, model, "i1"):
+        await client.ask(CHAT, request_id="one")
+        await backstage.answer((await backstage.submissions("one"))[0], "yes")
+        await client.whole("one")
+    async with door(settings, model, "i2"):
+        await client.ask(CHAT, request_id="two")
+        await backstage.answer((await backstage.submissions("two"))[0], "yes")
+        await client.whole("two")
+    assert len(client.of("one")) == 1
+    assert len(await backstage.submissions("one")) == 1
+
+
+async def test_ingresses_share_the_partitions(
+    settings: KafkaSettings, model: Model, backstage: Backstage, client: Client
+) -> None:
+    async with door(settings, model, "i1") as first, door(settings, model, "i2") as second:
+        await until(lambda: metric(first, "partitions") == metric(second, "partitions") == 1)
+        for partition in range(DOOR_PARTITIONS):
+            await client.ask(CHAT, partition=partition, request_id=f"p{partition}")
+        for partition in range(DOOR_PARTITIONS):
+            (request,) = await backstage.submissions(f"p{partition}")
+            await backstage.answer(request, "yes")
+            await client.whole(f"p{partition}")
+
+
+async def test_a_killed_ingress_is_replaced(
+    kafka: str, settings: KafkaSettings, model: Model, backstage: Backstage, client: Client
+) -> None:
+    arguments = (sys.executable, "-m", "tests.integration.doors", kafka, settings.namespace, "victim")
+    victim = await asyncio.create_subprocess_exec(*arguments)
+    try:
+        for partition in range(DOOR_PARTITIONS):
+            await client.ask(STREAM, partition=partition, request_id=f"k{partition}")
+        requests = [(await backstage.submissions(f"k{partition}"))[0] for partition in range(DOOR_PARTITIONS)]
+        said = [await backstage.emit(request, "before") for request in requests]
+        await until(lambda: len(client.records) == DOOR_PARTITIONS)
+        victim.kill()
+        async with door(settings, model, "heir"):
+            for request, position in zip(requests, said, strict=True):
+                await backstage.end(request, await backstage.emit(request, " after", first=position))
+                records = await client.whole(request.request_id)
+                assert records[0] == records[1]
+                assert [record.index for record in records] == [0, 0, 1, 2, 3]
+                assert len(await backstage.submissions(request.request_id)) <= 2
+    finally:
+        if victim.returncode is None:
+            victim.kill()
+        await victim.wait()
+
+
+async def test_what_a_transaction_takes_back_is_not_served(
+    kafka: str, settings: KafkaSettings, model: Model, backstage: Backstage, client: Client
+) -> None:
+    producer = AIOKafkaProducer(bootstrap_servers=kafka, transactional_id=settings.namespace)
+    await producer.start()
+    topic = settings.topic(OPENAI_REQUESTS.name)
+    await producer.begin_transaction()
+    await producer.send_and_wait(topic, b"{not served}", partition=0)
+    await producer.abort_transaction()
+    await producer.stop()
+    async with door(settings, model, "i1"):
+        await client.ask(CHAT, request_id="after")
+        await backstage.answer((await backstage.submissions("after"))[0], "yes")
+        await client.whole("after")
+    async with door(settings, model, "i2"):
+        await client.ask(CHAT, request_id="again")
+        await backstage.answer((await backstage.submissions("again"))[0], "yes")
+        await client.whole("again")
+    assert {record.request_id for record in client.records} == {"after", "again"}
+
+
+async def test_the_whole_system_answers_through_the_door(settings: KafkaSettings, model: Model, client: Client) -> None:
+    async with opened(settings) as log:
+        system = System(log)  # type: ignore[arg-type]  # what is used of it takes any log
+        async with system.started(2), system.owned() as owner, door(settings, model, model_name=MODEL):
+            await until(lambda: len(owner.world.fleet.workers()) == 2)
+            names = [f"q{number}" for number in range(40)]
+            for number, name in enumerate(names):
+                body = {**CHAT, "model": MODEL, "ignore_eos": True, "stream": bool(number % 2)}
+                await client.ask(body, partition=number % DOOR_PARTITIONS, request_id=name)
+            for number, name in enumerate(names):
+                records = await client.whole(name)
+                assert {record.status for record in records} == {200}
+                assert [record.index for record in records] == list(range(len(records)))
+                if not number % 2:
+                    assert records[0].body["usage"]["completion_tokens"] == CHAT["max_tokens"]

@@ -1,0 +1,187 @@
+"""Each real part does what forebay builds on; the contract of leases holds on a real Redis."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
+from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+from aiokafka.errors import KafkaConnectionError, for_code
+from confluent_kafka import Consumer, KafkaError, Producer
+from confluent_kafka import TopicPartition as Assignment
+
+from forebay.transport.redis_leases import RedisLeases
+from infra.kafka.kafka import Broker, BrokerError, answers, pid_of, start, stop
+from tests.integration import parts
+
+# The contract is written for any Redis; here its `client` is the shared one.
+from tests.transport.test_redis_leases import (  # noqa: F401
+    test_a_lease_is_seen_as_it_was_taken,
+    test_a_lease_that_ran_out_may_be_renewed_until_then,
+    test_a_lease_that_ran_out_stays_until_it_is_forgotten,
+    test_a_server_that_lost_its_scripts_gets_them_again,
+    test_another_incarnation_takes_over_and_the_first_is_told,
+    test_deadlines_without_a_lease_are_swept,
+    test_everything_in_redis_expires_well_after_its_deadline,
+    test_leases_come_in_worker_order_and_stay_in_their_group,
+    test_namespaces_do_not_meet,
+    test_renewing_extends_and_tells_its_ttl,
+    test_threads_renew_while_another_polls,
+    test_what_redis_refuses_is_a_lease_error,
+    test_what_was_given_up_is_gone,
+)
+
+MIB = 1 << 20
+LARGEST = 16 * MIB
+PATIENCE_S = 30
+DATABASE = 15  # what nobody uses, on a Redis that others may use too
+
+
+async def create(kafka: str, topic: str, **settings: str) -> None:
+    admin = AIOKafkaAdminClient(bootstrap_servers=kafka)
+    await admin.start()
+    try:
+        answer = await admin.create_topics([NewTopic(topic, 1, 1, topic_configs=settings)])
+        for _, code, message in answer.topic_errors:
+            assert code == 0, f"{for_code(code).__name__}: {message}"
+    finally:
+        await admin.close()
+
+
+def produced(kafka: str, topic: str, values: list[bytes]) -> None:
+    producer = Producer({"bootstrap.servers": kafka})
+    for value in values:
+        producer.produce(topic, value, partition=0)
+    assert producer.flush(PATIENCE_S) == 0
+
+
+def consumed(kafka: str, topic: str, count: int) -> list[bytes | None]:
+    """The first records of a topic, by a client library that forebay does not use."""
+    consumer = Consumer({"bootstrap.servers": kafka, "group.id": "none"})
+    consumer.assign([Assignment(topic, 0, 0)])
+    try:
+        messages = consumer.consume(count, PATIENCE_S)
+        assert [message.error() for message in messages] == [None] * count
+        return [message.value() for message in messages]
+    finally:
+        consumer.close()
+
+
+@pytest.mark.parametrize("compression", [None, "gzip", "lz4", "snappy", "zstd"])
+async def test_what_one_client_library_writes_another_reads(
+    kafka: str, namespace: str, compression: str | None
+) -> None:
+    topic = f"{namespace}.records"
+    await create(kafka, topic)
+    values = [bytes([number]) * 1_000 for number in range(20)]
+    producer = AIOKafkaProducer(bootstrap_servers=kafka, enable_idempotence=True, compression_type=compression)
+    async with producer:
+        sent = [await producer.send(topic, value, partition=0) for value in values]
+        assert [(await record).offset for record in sent] == list(range(20))
+    assert consumed(kafka, topic, 20) == values
+
+
+async def test_a_group_reads_what_another_library_wrote(kafka: str, namespace: str) -> None:
+    topic = f"{namespace}.records"
+    await create(kafka, topic)
+    produced(kafka, topic, [b"one", b"two"])
+    consumer = AIOKafkaConsumer(topic, bootstrap_servers=kafka, group_id=topic, auto_offset_reset="earliest")
+    async with consumer:
+        assert [(await consumer.getone()).value for _ in range(2)] == [b"one", b"two"]
+        await consumer.commit()
+        assert await consumer.committed(TopicPartition(topic, 0)) == 2
+
+
+async def test_the_longest_record_passes(kafka: str, namespace: str) -> None:
+    topic = f"{namespace}.records"
+    await create(kafka, topic, **{"max.message.bytes": str(LARGEST + MIB)})
+    value = os.urandom(LARGEST)
+    async with AIOKafkaProducer(bootstrap_servers=kafka, max_request_size=LARGEST + MIB) as producer:
+        await producer.send_and_wait(topic, value, partition=0)
+    consumer = AIOKafkaConsumer(topic, bootstrap_servers=kafka, auto_offset_reset="earliest")
+    async with consumer:
+        assert (await consumer.getone()).value == value
+
+
+def test_topics_do_not_appear_by_themselves(kafka: str, namespace: str) -> None:
+    topic = f"{namespace}.none"
+    producer = Producer({"bootstrap.servers": kafka, "topic.metadata.propagation.max.ms": 0})
+    reports: list[KafkaError | None] = []
+    producer.produce(topic, b"lost", on_delivery=lambda error, _: reports.append(error))
+    assert producer.flush(PATIENCE_S) == 0
+    assert reports[0] is not None
+    assert reports[0].code() == KafkaError.UNKNOWN_TOPIC_OR_PART
+    assert topic not in producer.list_topics(timeout=PATIENCE_S).topics
+
+
+@pytest.mark.parametrize("password", [parts.SASL[1], "wrong"])
+async def test_a_login_is_checked(local_kafka: Broker, password: str) -> None:
+    producer = AIOKafkaProducer(
+        bootstrap_servers=local_kafka.sasl_address,
+        security_protocol="SASL_PLAINTEXT",
+        sasl_mechanism="PLAIN",
+        sasl_plain_username=parts.SASL[0],
+        sasl_plain_password=password,
+    )
+    if password == "wrong":
+        with pytest.raises(KafkaConnectionError):
+            await producer.start()
+    else:
+        await producer.start()
+    await producer.stop()
+
+
+@pytest.fixture
+def own_kafka(tmp_path: Path) -> Iterator[Broker]:
+    """A broker that a test may stop; not yet started."""
+    broker = Broker(parts.free_ports(3), tmp_path / "data", ends_with_starter=True)
+    yield broker
+    stop(broker.data)
+
+
+@pytest.mark.usefixtures("local_kafka")  # skips where Kafka cannot be run
+async def test_a_broker_keeps_its_records_when_it_is_started_again(own_kafka: Broker) -> None:
+    first = start(own_kafka)
+    await create(own_kafka.address, "records")
+    produced(own_kafka.address, "records", [b"kept"])
+    with pytest.raises(BrokerError, match="already runs"):
+        start(own_kafka)
+    assert stop(own_kafka.data)
+    assert first.wait() is not None
+    assert (pid_of(own_kafka.data), answers(own_kafka.port), stop(own_kafka.data)) == (None, False, False)
+    second = start(own_kafka)
+    assert consumed(own_kafka.address, "records", 1) == [b"kept"]
+    stop(own_kafka.data)
+    second.wait()
+
+
+@pytest.mark.usefixtures("local_kafka")
+def test_a_broker_that_ends_is_told_with_its_log(own_kafka: Broker) -> None:
+    records = own_kafka.data / "records"
+    records.mkdir(parents=True)
+    (records / "meta.properties").write_text("version=1\nnode.id=7\ncluster.id=other\n")
+    with pytest.raises(BrokerError, match=r"the broker ended with code 1: (.|\n)*node"):
+        start(own_kafka)
+    assert pid_of(own_kafka.data) is None
+
+
+@pytest.fixture
+def client(redis_url: str) -> Iterator[redis.Redis]:
+    """An empty database of the shared Redis."""
+    with redis.Redis.from_url(redis_url, db=DATABASE) as client:
+        assert client.dbsize() == 0, f"database {DATABASE} of {redis_url} is in use"
+        yield client
+        client.flushdb()
+
+
+@pytest.fixture
+def leases(client: redis.Redis) -> RedisLeases:
+    return RedisLeases(client, "test")
+
+
+def test_redis_gives_back_what_it_was_given(client: redis.Redis, namespace: str) -> None:
+    assert client.set(f"{namespace}:key", b"value", px=60_000)
+    assert client.get(f"{namespace}:key") == b"value"
+    assert 0 < client.pttl(f"{namespace}:key") <= 60_000

@@ -1,0 +1,97 @@
+"""compose.yaml without Docker: it is valid, stays on the loopback address, and names what exists."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+from typer.core import TyperGroup
+
+from forebay.cli.app import app
+
+ROOT = Path(__file__).resolve().parent.parent
+PORT_MAX = 32_767  # above, systems hand out ports to clients
+COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text())
+SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
+OURS = sorted(name for name, service in SERVICES.items() if service["image"] == "forebay")
+
+
+def parse(arguments: list[str]) -> dict[str, Any]:
+    """Read a command line as `forebay` would, and run nothing: the value of each option."""
+    command = typer.main.get_command(app)
+    while isinstance(command, TyperGroup):
+        name, *arguments = arguments
+        assert name in command.commands, f"forebay has no command {name}"
+        command = command.commands[name]
+    return command.make_context(command.name, arguments).params
+
+
+def test_it_follows_the_compose_specification() -> None:
+    checker = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec"]
+    done = subprocess.run([*checker, ROOT / "compose.yaml"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_service_is_there() -> None:
+    assert OURS == ["ingress-1", "ingress-2", "router", "topics", "worker"]
+    assert sorted(SERVICES.keys() - OURS) == ["grafana", "prometheus", "redis", "redpanda"]
+
+
+@pytest.mark.parametrize("service", OURS)
+def test_its_forebay_commands_can_be_read(service: str) -> None:
+    assert parse(SERVICES[service]["command"])["kafka"] == "redpanda:9092"
+
+
+def test_a_command_that_forebay_lacks_is_found() -> None:
+    with pytest.raises(AssertionError, match="no command dam"):
+        parse(["dam"])
+    with pytest.raises(Exception, match="No such option"):
+        parse(["topics", "create", "--brokers", "redpanda:9092"])
+
+
+@pytest.mark.parametrize("service", sorted(SERVICES.keys() - {"topics"}))
+def test_its_services_are_watched(service: str) -> None:
+    assert SERVICES[service]["healthcheck"]["test"][0].startswith("CMD")
+
+
+def test_only_loopback_ports_below_those_of_clients() -> None:
+    published = [port for service in SERVICES.values() for port in service.get("ports", [])]
+    hosts = []
+    for port in published:
+        match = re.fullmatch(r"127\.0\.0\.1:(\d+):\d+", port)
+        assert match is not None, f"{port} is not on the loopback address"
+        hosts.append(int(match[1]))
+    assert len(set(hosts)) == len(hosts)
+    assert max(hosts) <= PORT_MAX
+
+
+def test_what_it_mounts_and_builds_exists() -> None:
+    for name, service in SERVICES.items():
+        for volume in service.get("volumes", []):
+            source = volume.split(":")[0]
+            assert source in COMPOSE["volumes"] or (ROOT / source).exists(), f"{name} mounts {source}"
+        if "build" in service:
+            assert (ROOT / service["build"]["dockerfile"]).exists()
+
+
+def test_prometheus_asks_services_that_exist() -> None:
+    jobs = yaml.safe_load((ROOT / "infra/prometheus/prometheus.yaml").read_text())["scrape_configs"]
+    names = {name for job in jobs for found in job.get("dns_sd_configs", []) for name in found["names"]}
+    static = {target for job in jobs for found in job.get("static_configs", []) for target in found["targets"]}
+    assert names | {target.split(":")[0] for target in static} <= SERVICES.keys()
+
+
+def test_the_dashboard_shows_metrics_that_exist() -> None:
+    sources = [path for root in ("streams", "services") for path in (ROOT / root).rglob("*.py")]
+    text = "\n".join(path.read_text() for path in sources).replace("{name}_", "dynamo_frontend_")
+    panels = json.loads((ROOT / "infra/grafana/dashboards/forebay.json").read_text())["panels"]
+    queries = [target["expr"] for panel in panels for target in panel["targets"]]
+    metrics = {name for query in queries for name in re.findall(r"\b(?:forebay|dynamo)_\w+", query)}
+    missing = {name for name in metrics if f'"{re.sub(r"_(total|bucket|sum|count)$", "", name)}"' not in text}
+    assert metrics
+    assert not missing
