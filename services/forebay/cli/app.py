@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from forebay.cli import replay, topics, trace, up
+from forebay.cli import ingress, replay, router, topics, trace, up, worker
 
 
 def _show_version(wanted: bool) -> None:
@@ -22,6 +22,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("up")(up.up)
+app.command("ingress")(ingress.ingress)
+app.command("router")(router.router)
+app.command("worker")(worker.worker)
 app.command("trace")(trace.trace)
 app.add_typer(replay.app, name="replay")
 app.add_typer(topics.app, name="topics")

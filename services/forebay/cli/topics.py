@@ -1,102 +1,210 @@
-"""`forebay topics`: what a log holds, readable."""
+"""`forebay topics`: what a log holds, readable; and the topics of a broker."""
 
-import time
+import asyncio
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 import typer
+from aiokafka.admin import AIOKafkaAdminClient
+from rich.console import Console
+from rich.table import Table
 
+from forebay.cli.cluster import (
+    KAFKA,
+    NAMESPACE,
+    KafkaOption,
+    KafkaSource,
+    NamespaceOption,
+    PropertiesOption,
+    kafka_settings,
+)
 from forebay.cli.errors import explained, fail
-from forebay.events.base import U32_BYTES, unpack_u32, unpack_u64
-from forebay.events.codec import DecodeError, decode
-from forebay.events.topics import topic_named
-from forebay.transport.base import Record
+from forebay.cli.readable import readable
+from forebay.transport.base import Log, Record
+from forebay.transport.kafka_log import KafkaLog
+from forebay.transport.kafka_settings import KafkaSettings
+from forebay.transport.kafka_topics import TopicPlan, count_topics, create_topics, partitions_of
+from forebay.transport.recorded import recorded_view
 from forebay.transport.sqlite_log import SqliteLog
 
-app = typer.Typer(help="What a log holds, readable.", no_args_is_help=True)
+app = typer.Typer(help="What a log holds, readable; and the topics of a broker.", no_args_is_help=True)
 
 FOLLOW_S = 0.2
 PAGE = 500
-LogFile = Annotated[Path, typer.Argument(help="A log file of `forebay up`; it may be in use.")]
+READ_BY = ("router", "openai-door")  # consumer groups, after the namespace
+
+LogArgument = Annotated[
+    Path | None, typer.Argument(help="A log file of `forebay up`; it may be in use. Not with --kafka.")
+]
 
 
 @app.callback()
 def _root() -> None:
-    """What a log holds, readable."""
+    """What a log holds, readable; and the topics of a broker."""
+
+
+@app.command("create")
+def create(
+    kafka: KafkaOption = KAFKA,
+    namespace: NamespaceOption = NAMESPACE,
+    kafka_config: PropertiesOption = None,
+    pool: Annotated[list[str] | None, typer.Option(help="A pool that gets a work topic; may be repeated.")] = None,
+    groups: Annotated[int, typer.Option(min=1, help="Most models served: partitions of control topics.")] = 4,
+    slots: Annotated[int, typer.Option(min=1, help="Most workers of a pool: partitions of its work topic.")] = 64,
+    replies: Annotated[int, typer.Option(min=1, help="Partitions of `tokens`.")] = 16,
+    door: Annotated[int, typer.Option(min=1, help="Partitions of `openai-requests` and `openai-responses`.")] = 8,
+    replication: Annotated[int, typer.Option(min=1, help="Copies of every partition.")] = 1,
+) -> None:
+    """Create the topics that are missing, and check those that are there."""
+    plan = TopicPlan(groups=groups, slots=slots, replies=replies, door=door, replication=replication)
+
+    async def run(settings: KafkaSettings) -> list[str]:
+        created = await create_topics(settings, plan, pool or ["default"])
+        await count_topics(settings)
+        return created
+
+    with explained():
+        for name in asyncio.run(run(kafka_settings(kafka, namespace, kafka_config))):
+            typer.echo(f"created {name}")
 
 
 @app.command("list")
-def list_topics(log: LogFile) -> None:
-    """Every topic partition with the number of its records."""
+def list_topics(
+    log: LogArgument = None,
+    kafka: KafkaSource = None,
+    namespace: NamespaceOption = NAMESPACE,
+    kafka_config: PropertiesOption = None,
+) -> None:
+    """Every topic partition that has records, with its end offset."""
     with explained():
-        opened = SqliteLog.open(log, readonly=True)
-        try:
-            for topic, partition, end in opened.topics():
-                typer.echo(f"{topic}/{partition}\t{end}")
-        finally:
-            opened.close()
+        if (log is None) == (kafka is None):
+            fail("give a log file or --kafka")
+        if log is not None:
+            opened = SqliteLog.open(log, readonly=True)
+            try:
+                ends = opened.topics()
+            finally:
+                opened.close()
+        else:
+            assert kafka is not None
+            ends = asyncio.run(_ends(kafka_settings(kafka, namespace, kafka_config)))
+    for topic, partition, end in ends:
+        typer.echo(f"{topic}/{partition}\t{end}")
 
 
 @app.command("tail")
 def tail(
-    log: LogFile,
-    topic: Annotated[str, typer.Argument(help="The topic, without namespace.")],
+    where: Annotated[list[str], typer.Argument(metavar="[LOG] TOPIC", help="A log file, unless --kafka; a topic.")],
+    kafka: KafkaSource = None,
+    namespace: NamespaceOption = NAMESPACE,
+    kafka_config: PropertiesOption = None,
     partition: Annotated[int, typer.Option("--partition", "-p", min=0)] = 0,
     count: Annotated[int, typer.Option("--lines", "-n", min=0, help="The last records, so many.")] = 10,
     start: Annotated[int, typer.Option("--from", min=-1, help="From this offset on, in place of the last.")] = -1,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as records come.")] = False,
 ) -> None:
     """Print records as JSON lines."""
+    if len(where) != (1 if kafka else 2):
+        fail("give LOG and TOPIC, or TOPIC and --kafka")
+    topic = where[-1]
     with explained():
-        opened = SqliteLog.open(log, readonly=True)
+        if kafka is not None:
+            settings = kafka_settings(kafka, namespace, kafka_config)
+            asyncio.run(_tail_kafka(settings, topic, partition, count, start, follow=follow))
+            return
+        opened = SqliteLog.open(Path(where[0]), readonly=True)
         try:
             if topic not in {name for name, _, _ in opened.topics()}:
-                fail(f"{log} has no topic {topic}; `forebay topics list {log}` shows those that it has")
-            offset = start if start >= 0 else max(0, opened.next_offset(topic, partition) - count)
-            offset = _print_from(opened, topic, partition, offset)
-            while follow:
-                time.sleep(FOLLOW_S)
-                offset = _print_from(opened, topic, partition, offset)
+                fail(f"{where[0]} has no topic {topic}; `forebay topics list {where[0]}` shows those that it has")
+            asyncio.run(_tail(opened, topic, partition, count, start, follow=follow))
         finally:
             opened.close()
 
 
-def _print_from(log: SqliteLog, topic: str, partition: int, offset: int) -> int:
-    end = log.next_offset(topic, partition)
+@app.command("lag")
+def lag(
+    kafka: KafkaOption = KAFKA,
+    namespace: NamespaceOption = NAMESPACE,
+    kafka_config: PropertiesOption = None,
+) -> None:
+    """How far consumers are behind: the groups by their commits, the owners by what their journals say."""
+    with explained():
+        settings = kafka_settings(kafka, namespace, kafka_config)
+        found = asyncio.run(_lags(settings))
+    table = Table("reader", "topic", "at", "end", "lag", box=None)
+    for reader, topic, position, end in found:
+        table.add_row(reader, topic, str(position), str(end), str(end - position))
+    Console().print(table)
+
+
+async def _ends(settings: KafkaSettings) -> list[tuple[str, int, int]]:
+    partitions = await partitions_of(settings)
+    log = await KafkaLog.open(settings)
+    try:
+        places = [(topic, number) for topic in sorted(partitions) for number in range(partitions[topic])]
+        ends = [(topic, number, await log.end(topic, number)) for topic, number in places]
+    finally:
+        await log.close()
+    return [place for place in ends if place[2]]
+
+
+async def _tail_kafka(
+    settings: KafkaSettings, topic: str, partition: int, count: int, start: int, *, follow: bool
+) -> None:
+    partitions = await partitions_of(settings)
+    if not 0 <= partition < partitions.get(topic, 0):
+        fail(
+            f"{settings.bootstrap} has no {settings.topic(topic)}/{partition}; `forebay topics list` shows what it has"
+        )
+    log = await KafkaLog.open(settings)
+    try:
+        begin = await log.begin(topic, partition)
+        first = max(start, begin) if start >= 0 else max(begin, await log.end(topic, partition) - count)
+        await _tail(log, topic, partition, count, first, follow=follow)
+    finally:
+        await log.close()
+
+
+async def _tail(log: Log, topic: str, partition: int, count: int, start: int, *, follow: bool) -> None:
+    offset = start if start >= 0 else max(0, await log.end(topic, partition) - count)
+    while True:
+        offset = await _print_from(log, topic, partition, offset)
+        if not follow:
+            return
+        await asyncio.sleep(FOLLOW_S)
+
+
+async def _print_from(log: Log, topic: str, partition: int, offset: int) -> int:
+    end = await log.end(topic, partition)
     while offset < end:
-        for record in log.records(topic, partition, offset, PAGE):
+        records: list[Record] = await log.read(topic, partition, offset, PAGE)
+        if not records:
+            return end
+        for record in records:
             typer.echo(msgspec.json.encode(readable(record)).decode())
             offset = record.offset + 1
     return offset
 
 
-def readable(record: Record) -> dict[str, Any]:
-    """A record as JSON can show it: packed hashes as hex strings, token ids as numbers."""
-    line: dict[str, Any] = {"offset": record.offset, "at_us": record.at_us}
-    if record.key is not None:
-        line["key"] = record.key.decode(errors="replace")
-    if record.headers:
-        line["headers"] = dict(record.headers)
+async def _lags(settings: KafkaSettings) -> list[tuple[str, str, int, int]]:
+    counts = await count_topics(settings)
+    log = await KafkaLog.open(settings)
+    admin = AIOKafkaAdminClient(**settings.client_options())
+    found = []
     try:
-        line["event"] = _plain(decode(topic_named(record.topic), record.value))
-    except (DecodeError, KeyError):
-        line["value"] = record.value.decode(errors="backslashreplace")
-    return line
-
-
-def _plain(value: Any, name: str = "") -> Any:
-    if isinstance(value, msgspec.Struct):
-        tag = type(value).__struct_config__.tag
-        fields = {field: _plain(getattr(value, field), field) for field in value.__struct_fields__}
-        return fields if tag is None else {"type": tag, **fields}
-    if isinstance(value, bytes):
-        if name == "token_ids":
-            assert len(value) % U32_BYTES == 0
-            return unpack_u32(value)
-        return [f"{number:016x}" for number in unpack_u64(value)]
-    if isinstance(value, tuple | list):
-        return [_plain(item) for item in value]
-    if isinstance(value, int) and name in ("parent_hash", "tie_seed", "nonce", "content"):
-        return f"{value:016x}"
-    return value
+        await admin.start()
+        for group in READ_BY:
+            offsets = await admin.list_consumer_group_offsets(settings.topic(group))
+            for place, committed in sorted(offsets.items()):
+                topic = place.topic.removeprefix(settings.topic(""))
+                end = await log.end(topic, place.partition)
+                found.append((group, f"{topic}/{place.partition}", committed.offset, end))
+        for partition in range(counts.groups):
+            for topic, position in sorted((await recorded_view(log, partition)).items()):
+                end = await log.end(topic, partition)
+                found.append((f"owner of {partition}", f"{topic}/{partition}", position, end))
+    finally:
+        await admin.close()
+        await log.close()
+    return found

@@ -21,6 +21,7 @@ from forebay.ingress.errors import Unusable, invalid
 
 CONTEXT_TOKENS_DEFAULT = 131_072
 DEFAULT_MODEL = Path(__file__).with_name("default_model")
+DEFAULT_NAME = "forebay-default"
 
 
 class ModelUnusable(Unusable):
@@ -86,6 +87,11 @@ class Decoder:
         """The text that these tokens complete."""
         text: str | None = self._stream.step(self._tokenizer, token_ids)
         return text or ""
+
+
+def model_name_of(directory: Path | None, name: str) -> str:
+    """What a model is called in the API: its given name, else that of its directory."""
+    return name or (DEFAULT_NAME if directory is None else directory.resolve().name)
 
 
 def speaking_vocabulary(tokenizer: Tokenizer) -> tuple[int, ...]:

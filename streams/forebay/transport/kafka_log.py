@@ -89,13 +89,13 @@ class KafkaLog:
         """Up to `limit` records from `offset` on. Raises LogError also for records that retention removed."""
         return await self._reader.read(topic, partition, offset, limit)
 
-    async def end(self, topic: str, partition: int) -> int:
-        """The offset that the next record will get. Raises LogError."""
-        return await self._reader.end(topic, partition)
-
     async def begin(self, topic: str, partition: int) -> int:
         """The oldest offset that the topic still holds. Raises LogError."""
         return await self._reader.begin(topic, partition)
+
+    async def end(self, topic: str, partition: int) -> int:
+        """The offset that the next record will get. Raises LogError."""
+        return await self._reader.end(topic, partition)
 
     def lags(self) -> dict[tuple[str, int], int]:
         """Records that the broker has and this process's tails do not yet, by (topic, partition)."""

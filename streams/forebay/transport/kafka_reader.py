@@ -25,6 +25,7 @@ class KafkaReader:
     def __init__(self, settings: KafkaSettings) -> None:
         self._settings = settings
         self._turn = asyncio.Lock()
+        self._starting = asyncio.Lock()
         self._consumer: AIOKafkaConsumer | None = None
         self._positions: dict[TopicPartition, int] = {}
         self._ends: dict[TopicPartition, int] = {}
@@ -74,16 +75,21 @@ class KafkaReader:
             await self._consumer.stop()
 
     async def _started(self) -> AIOKafkaConsumer:
-        if self._consumer is None:
-            consumer = AIOKafkaConsumer(
-                **self._settings.client_options(),
-                max_partition_fetch_bytes=FETCH_BYTES,
-                auto_offset_reset="none",
-                enable_auto_commit=False,
-            )
-            self._consumer = consumer
-            await consumer.start()
-        return self._consumer
+        async with self._starting:
+            if self._consumer is None:
+                consumer = AIOKafkaConsumer(
+                    **self._settings.client_options(),
+                    max_partition_fetch_bytes=FETCH_BYTES,
+                    auto_offset_reset="none",
+                    enable_auto_commit=False,
+                )
+                try:
+                    await consumer.start()
+                except BaseException:
+                    await consumer.stop()
+                    raise
+                self._consumer = consumer
+            return self._consumer
 
     async def _fetch(
         self, consumer: AIOKafkaConsumer, place: TopicPartition, topic: str, offset: int, limit: int

@@ -150,8 +150,8 @@ class KafkaTails:
                 auto_offset_reset="none",
                 enable_auto_commit=False,
             )
-            await consumer.start()
             self._consumer = consumer
+            await consumer.start()
             self._assign()
             while True:
                 await self._fetch(consumer)

@@ -91,8 +91,8 @@ async def create_topics(settings: KafkaSettings, plan: TopicPlan, pools: Sequenc
         await admin.close()
 
 
-async def count_topics(settings: KafkaSettings) -> TopicCounts:
-    """What is there. Raises KafkaUnusable for topics that are missing or do not fit together."""
+async def partitions_of(settings: KafkaSettings) -> dict[str, int]:
+    """Every topic of the namespace with its number of partitions. Raises KafkaUnusable."""
     admin = await _admin(settings)
     try:
         described = await admin.describe_topics()
@@ -101,11 +101,16 @@ async def count_topics(settings: KafkaSettings) -> TopicCounts:
     finally:
         await admin.close()
     prefix = settings.topic("")
-    partitions = {
+    return {
         one["topic"].removeprefix(prefix): len(one["partitions"])
         for one in described
         if one["topic"].startswith(prefix) and not one["error_code"]
     }
+
+
+async def count_topics(settings: KafkaSettings) -> TopicCounts:
+    """What is there. Raises KafkaUnusable for topics that are missing or do not fit together."""
+    partitions = await partitions_of(settings)
     missing = [topic.name for topic in FIXED_TOPICS if topic.name not in partitions]
     if missing:
         names = ", ".join(settings.topic(name) for name in missing)

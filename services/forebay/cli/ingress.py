@@ -1,0 +1,120 @@
+"""`forebay ingress`: the OpenAI HTTP API and the topic door, as a process of its own."""
+
+import asyncio
+import os
+import socket
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from prometheus_client import CollectorRegistry
+from xxhash import xxh3_64_intdigest
+
+from forebay.cli.cluster import (
+    KAFKA,
+    LOOPBACK,
+    NAMESPACE,
+    REDIS,
+    Cluster,
+    KafkaOption,
+    NamespaceOption,
+    PropertiesOption,
+    RedisOption,
+    VerboseOption,
+    connected,
+    kafka_settings,
+    leases_at,
+    run_service,
+    start_logging,
+    until_signal,
+)
+from forebay.cli.errors import explained
+from forebay.events.topics import TOKENS
+from forebay.ingress.app import build_app
+from forebay.ingress.ingress import Ingress, IngressSettings
+from forebay.ingress.metrics import IngressMetrics
+from forebay.ingress.model import DEFAULT_MODEL, Model, model_name_of
+from forebay.ingress.server import build_server, listen
+from forebay.transport.base import LeaseError, Leases
+from forebay.transport.directory import Directory
+from forebay.transport.kafka_topics import count_topics
+
+POLL_S = 1.0
+
+
+class Readiness:
+    """Whether requests would be served: the group is placed and a worker is alive. Polls the leases."""
+
+    def __init__(self, leases: Leases, group: str, directory: Directory) -> None:
+        self._leases = leases
+        self._group = group
+        self._directory = directory
+        self._alive = False
+
+    def __call__(self) -> bool:
+        """As of the last poll."""
+        return self._alive and self.partition() is not None
+
+    def partition(self) -> int | None:
+        """The control partition of the group, None while no router placed it."""
+        return self._directory.partition_of(self._group)
+
+    async def run(self) -> None:
+        """Poll until cancelled; leases that cannot be read change nothing."""
+        while True:
+            try:
+                leases = await asyncio.to_thread(self._leases.poll, self._group)
+                self._alive = any(lease.expires_in_ms > 0 for lease in leases)
+            except LeaseError:
+                pass
+            await asyncio.sleep(POLL_S)
+
+
+def ingress(
+    kafka: KafkaOption = KAFKA,
+    redis: RedisOption = REDIS,
+    namespace: NamespaceOption = NAMESPACE,
+    kafka_config: PropertiesOption = None,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="HTTP port.")] = 8000,
+    host: Annotated[str, typer.Option(help="Address to listen on. There is no authentication.")] = LOOPBACK,
+    ingress_id: Annotated[str, typer.Option(help="Unique; host and process when empty.")] = "",
+    model: Annotated[Path | None, typer.Option(help="Model directory; the default model when left out.")] = None,
+    model_name: Annotated[str, typer.Option(help="Name in the API; the directory's name when empty.")] = "",
+    block_size: Annotated[int, typer.Option(min=1, help="Tokens a KV block, as the workers have it.")] = 64,
+    timeout_s: Annotated[float, typer.Option(min=0.001, max=86_400, help="For a whole request.")] = 600.0,
+    verbose: VerboseOption = False,
+) -> None:
+    """Serve the OpenAI API of a distributed system, and its topic door."""
+    start_logging(verbose=verbose)
+    with explained():
+        loaded = Model(model or DEFAULT_MODEL)
+        settings = kafka_settings(kafka, namespace, kafka_config)
+        listener = listen(host, port)
+    name = model_name_of(model, model_name)
+    unique = ingress_id or f"{socket.gethostname()}-{os.getpid()}"
+    told = IngressSettings(model_name=name, block_size=block_size, ingress_id=unique, timeout_s=timeout_s)
+    run_service(_run(Cluster(settings, redis, host, None), loaded, told, listener))
+
+
+async def _run(cluster: Cluster, model: Model, settings: IngressSettings, listener: socket.socket) -> None:
+    registry = CollectorRegistry()
+    counts = await count_topics(cluster.kafka)
+    slot = xxh3_64_intdigest(settings.ingress_id.encode()) % counts.replies
+    settings = replace(settings, reply_slot=slot)
+    async with connected(cluster, registry) as log:
+        directory = Directory(log)
+        await directory.start()
+        leases = leases_at(cluster.redis_url, cluster.kafka.namespace)
+        ready = Readiness(leases, settings.model_name, directory)
+        metrics = IngressMetrics(registry, settings.model_name)
+        reply_from = await log.end(TOKENS.name, slot)
+        ingress = Ingress(log, model, settings, metrics, ready, reply_from, ready.partition)
+        server = build_server(build_app(ingress, registry))
+        address, port = listener.getsockname()[:2]
+        typer.echo(f"forebay: ingress {settings.ingress_id} serves {settings.model_name} on http://{address}:{port}/v1")
+
+        async def stop() -> None:
+            server.should_exit = True
+
+        await until_signal(server.serve(sockets=[listener]), ingress.run(), ready.run(), directory.run(), stop=stop)

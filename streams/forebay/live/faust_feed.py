@@ -1,0 +1,145 @@
+"""From Faust's streams to the tails that an owner reads: in order, without gaps, from any offset on.
+
+Faust decides where its consumer begins: at the offsets committed to the group, which are a hint, or at the
+end. So a tail reads what lies before from the log itself, and takes over from Faust where the two meet.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Collection, Sequence
+
+from forebay.transport.base import Draft, Log, LogError, Record, Tail, Wake
+
+logger = logging.getLogger(__name__)
+
+PAGE_RECORDS = 500
+BUFFER_RECORDS_MAX = 20_000  # a tail that is further behind reads the log instead
+RETRY_S = 0.5
+
+
+class FedTail:
+    """Follows one partition: from the log while it is behind, from Faust once it caught up."""
+
+    def __init__(self, feed: "Feed", topic: str, partition: int, offset: int, wake: Wake) -> None:
+        self.position = offset
+        self._feed = feed
+        self._place = (topic, partition)
+        self._wake = wake
+        self._buffer: deque[Record] = deque()
+        self._known_end = offset
+        self._failure: LogError | None = None
+        self._filling: asyncio.Task[None] | None = None
+        self._fill()
+
+    def __len__(self) -> int:
+        return len(self._buffer) or (self._failure is not None)
+
+    def take(self, limit: int) -> list[Record]:
+        """Up to `limit` next records, at once. Raises LogError when what lies between cannot be read."""
+        if self._failure is not None and not self._buffer:
+            raise self._failure
+        buffer = self._buffer
+        taken = [buffer.popleft() for _ in range(min(limit, len(buffer)))]
+        if not buffer and self.position < self._known_end:
+            self._fill()
+        return taken
+
+    def close(self) -> None:
+        """Stop following."""
+        self._feed.leave(self._place, self)
+        if self._filling is not None:
+            self._filling.cancel()
+
+    def give(self, record: Record) -> None:
+        """Faust has a record: taken at once when it is the next, read from the log later when it is not."""
+        self._known_end = max(self._known_end, record.offset + 1)
+        if record.offset == self.position and self._filling is None and len(self._buffer) < BUFFER_RECORDS_MAX:
+            self._buffer.append(record)
+            self.position += 1
+            self._wake.set()
+        elif self.position < self._known_end and len(self._buffer) < BUFFER_RECORDS_MAX:
+            self._fill()
+
+    def _fill(self) -> None:
+        if self._filling is None and self._failure is None:
+            self._filling = asyncio.create_task(self._read_up(), name=f"read up {self._place[0]}/{self._place[1]}")
+
+    async def _read_up(self) -> None:
+        log, (topic, partition) = self._feed.log, self._place
+        try:
+            self._known_end = max(self._known_end, await log.end(topic, partition))
+            while self.position < self._known_end and len(self._buffer) < BUFFER_RECORDS_MAX:
+                records = await log.read(topic, partition, self.position, PAGE_RECORDS)
+                if not records:
+                    raise LogError(f"{topic}/{partition} ends at offset {self.position}, but more was seen of it")
+                self._buffer.extend(records)
+                self.position = records[-1].offset + 1
+                self._wake.set()
+        except LogError as error:
+            self._failure = error
+            self._wake.set()
+        finally:
+            self._filling = None
+
+
+class FaustLog:
+    """A log whose state topics come through Faust; everything else is the log's own."""
+
+    def __init__(self, log: Log, topics: Collection[str]) -> None:
+        self._log = log
+        self._topics = frozenset(topics)
+        self.feed = Feed(log)
+
+    async def append(self, drafts: Sequence[Draft]) -> list[int]:
+        """As the log behind."""
+        return await self._log.append(drafts)
+
+    def append_soon(self, drafts: Sequence[Draft]) -> None:
+        """As the log behind."""
+        self._log.append_soon(drafts)
+
+    def tail(self, topic: str, partition: int, offset: int, wake: Wake) -> Tail:
+        """Follow a partition from `offset`: fed by Faust when the topic is its."""
+        if topic in self._topics:
+            return self.feed.tail(topic, partition, offset, wake)
+        return self._log.tail(topic, partition, offset, wake)
+
+    async def read(self, topic: str, partition: int, offset: int, limit: int) -> list[Record]:
+        """As the log behind."""
+        return await self._log.read(topic, partition, offset, limit)
+
+    async def begin(self, topic: str, partition: int) -> int:
+        """As the log behind."""
+        return await self._log.begin(topic, partition)
+
+    async def end(self, topic: str, partition: int) -> int:
+        """As the log behind."""
+        return await self._log.end(topic, partition)
+
+
+class Feed:
+    """Hands what Faust consumed to the tails of its topics."""
+
+    def __init__(self, log: Log) -> None:
+        self.log = log
+        self._tails: dict[tuple[str, int], list[FedTail]] = {}
+
+    def tail(self, topic: str, partition: int, offset: int, wake: Wake) -> FedTail:
+        """Follow a partition from `offset` on."""
+        tail = FedTail(self, topic, partition, offset, wake)
+        self._tails.setdefault((topic, partition), []).append(tail)
+        return tail
+
+    def give(self, record: Record) -> None:
+        """A record that Faust consumed."""
+        for tail in self._tails.get((record.topic, record.partition), ()):
+            tail.give(record)
+
+    def leave(self, place: tuple[str, int], tail: FedTail) -> None:
+        """A tail is closed."""
+        tails = self._tails.get(place, [])
+        if tail in tails:
+            tails.remove(tail)
+        if not tails:
+            self._tails.pop(place, None)

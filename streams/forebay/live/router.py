@@ -1,0 +1,190 @@
+"""A router process: for each control partition that has a group, its owner here or a warm standby of it.
+
+Theory of operation. Every partition has a seat. An assignment makes the seat an owner, which claims the group;
+without one it follows as a standby, so that a later claim starts warm. Losing the claim to another router ends the
+owner, not the process: the seat follows until it is assigned anew.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+
+import msgspec
+from prometheus_client import CollectorRegistry
+
+from forebay.events.control import RouterConfig
+from forebay.live.journal import OwnershipLost
+from forebay.live.metrics import OwnerMetrics, PlacementMetrics
+from forebay.live.owner import GroupSettings, Owner
+from forebay.live.placement import Placement
+from forebay.live.standby import Standby
+from forebay.transport.base import Leases, Log, LogError
+from forebay.transport.directory import Directory
+
+logger = logging.getLogger(__name__)
+
+
+class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What a router is told.
+
+    Attributes:
+        router_id: for people.
+        partitions: control partitions, so the most groups.
+        slots_max: partitions of a work topic, so the most workers of a pool.
+        config: the routing rule of pools.
+        snapshot_every: journal records between two snapshots.
+        poll_s: between two looks at the leases.
+    """
+
+    router_id: str
+    partitions: int
+    slots_max: int
+    config: RouterConfig
+    snapshot_every: int = 5_000
+    poll_s: float = 0.5
+
+
+class Router:
+    """Runs until stopped. `assign` says which partitions' groups should be owned here."""
+
+    def __init__(
+        self,
+        log: Log,
+        leases: Leases,
+        directory: Directory,
+        settings: RouterSettings,
+        registry: CollectorRegistry,
+        on_owned: Callable[[str, int], None] = lambda _group, _epoch: None,
+    ) -> None:
+        self._log = log
+        self._leases = leases
+        self._directory = directory
+        self._settings = settings
+        self._registry = registry
+        self._on_owned = on_owned
+        self._assigned: set[int] = set()
+        self._changed = {partition: asyncio.Event() for partition in range(settings.partitions)}
+        self._stopping = False
+        self.owners: dict[int, Owner] = {}
+        directory.on_change = self._notify
+
+    def assign(self, partitions: set[int]) -> None:
+        """The partitions whose groups are to be owned here from now on."""
+        logger.info("assigned the control partitions %s", sorted(partitions))
+        self._assigned = partitions
+        self._notify()
+
+    async def run(self) -> None:
+        """Serve every seat until `stop`. Raises LogError when the log fails."""
+        async with asyncio.TaskGroup() as tasks:
+            helping = [tasks.create_task(self._directory.run()), tasks.create_task(self._place())]
+            seats = [tasks.create_task(self._serve(partition)) for partition in self._changed]
+            await asyncio.wait(seats)
+            for task in helping:
+                task.cancel()
+
+    async def stop(self) -> None:
+        """Seal what is owned, so that the next owner starts at once, and end `run`."""
+        self._stopping = True
+        self._notify()
+
+    def _notify(self) -> None:
+        for event in self._changed.values():
+            event.set()
+
+    async def _place(self) -> None:
+        """The owner of partition 0 says where groups live."""
+        placement = Placement(self._log, self._leases, self._directory, self._settings.partitions)
+        self._registry.register(PlacementMetrics(placement, self._directory.groups))
+        while True:
+            if 0 in self._assigned:
+                await placement.update()
+            await asyncio.sleep(self._settings.poll_s)
+
+    async def _serve(self, partition: int) -> None:
+        standby: Standby | None = None
+        changed = self._changed[partition]
+        while not self._stopping:
+            changed.clear()
+            group = self._directory.group_in(partition)
+            if group is None:
+                await changed.wait()
+            elif partition in self._assigned:
+                await self._own(group, partition, standby)
+                standby = None
+            else:
+                standby = standby or Standby(self._log, partition)
+                await self._follow(standby, changed)
+                if standby.failed is not None:
+                    standby = None
+                    await changed.wait()
+
+    async def _follow(self, standby: Standby, changed: asyncio.Event) -> None:
+        following = asyncio.create_task(standby.run(), name="standby")
+        waiting = asyncio.create_task(changed.wait())
+        await asyncio.wait((following, waiting), return_when=asyncio.FIRST_COMPLETED)
+        for task in (following, waiting):
+            task.cancel()
+        await asyncio.gather(following, waiting, return_exceptions=True)
+
+    async def _own(self, group: str, partition: int, standby: Standby | None) -> None:
+        settings = self._settings
+        owner = Owner(
+            self._log,
+            self._leases,
+            GroupSettings(
+                group=group,
+                partition=partition,
+                owner_id=settings.router_id,
+                router=settings.config,
+                slots_max=settings.slots_max,
+                snapshot_every=settings.snapshot_every,
+                poll_s=settings.poll_s,
+            ),
+        )
+        metrics = OwnerMetrics(owner, group)
+        try:
+            await owner.start(standby)
+            self.owners[partition] = owner
+            self._registry.register(metrics)
+            self._on_owned(group, owner.world.owner_epoch)
+            await self._until_unassigned(owner, partition)
+        except OwnershipLost as error:
+            logger.warning("no longer the owner of %s: %s", group, error)
+            await self._wait_elsewhere(partition)
+        except LogError as error:
+            # Other groups go on; this one needs somebody to look, or another router.
+            logger.error("the group %s cannot be owned: %s", group, error)  # noqa: TRY400
+            await self._wait_elsewhere(partition)
+        finally:
+            owner.drop()
+            if self.owners.pop(partition, None) is not None:
+                self._registry.unregister(metrics)
+
+    async def _wait_elsewhere(self, partition: int) -> None:
+        """Follow again when assignments change: until then another router is the owner, or should be."""
+        changed = self._changed[partition]
+        if not self._stopping:
+            changed.clear()
+            await changed.wait()
+
+    async def _until_unassigned(self, owner: Owner, partition: int) -> None:
+        running = asyncio.create_task(owner.run(), name=f"owner of {partition}")
+        changed = self._changed[partition]
+        try:
+            while partition in self._assigned and not self._stopping:
+                changed.clear()
+                waiting = asyncio.create_task(changed.wait())
+                await asyncio.wait((running, waiting), return_when=asyncio.FIRST_COMPLETED)
+                waiting.cancel()
+                if running.done():
+                    await running
+                    return
+            await owner.stop()
+            await running
+            await owner.close()
+        finally:
+            running.cancel()
+            with contextlib.suppress(asyncio.CancelledError, LogError):
+                await running
