@@ -30,6 +30,26 @@ POLL_INTERVAL_MS = 300_000
 OnAssigned = Callable[[set[int]], None]
 
 
+class Assignments:
+    """Hands assignments on, also those that came before anybody listened."""
+
+    def __init__(self) -> None:
+        self._last: set[int] | None = None
+        self._hear: OnAssigned | None = None
+
+    def tell(self, partitions: set[int]) -> None:
+        """There is a new assignment."""
+        self._last = partitions
+        if self._hear is not None:
+            self._hear(partitions)
+
+    def hear(self, listener: OnAssigned) -> None:
+        """Listen from now on, the newest assignment included."""
+        self._hear = listener
+        if self._last is not None:
+            listener(self._last)
+
+
 class _ConsumerThread(AIOKafkaConsumerThread):  # type: ignore[misc]  # Faust ships no types
     """Faust's consumer with the waits and the security properties that forebay needs."""
 
@@ -79,7 +99,6 @@ class RouterApp(faust.App):  # type: ignore[misc]
             web_enabled=False,
             autodiscover=False,
         )
-        self._last: set[int] = set()
         self._tell = on_assigned
         self.on_partitions_assigned.connect(self._assigned)
         for topic in STATE_TOPICS:

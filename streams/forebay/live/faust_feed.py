@@ -21,9 +21,10 @@ RETRY_S = 0.5
 class FedTail:
     """Follows one partition: from the log while it is behind, from Faust once it caught up."""
 
-    def __init__(self, feed: "Feed", topic: str, partition: int, offset: int, wake: Wake) -> None:
+    def __init__(self, feed: "Feed", log: Log, topic: str, partition: int, offset: int, wake: Wake) -> None:
         self.position = offset
         self._feed = feed
+        self._log = log
         self._place = (topic, partition)
         self._wake = wake
         self._buffer: deque[Record] = deque()
@@ -66,7 +67,7 @@ class FedTail:
             self._filling = asyncio.create_task(self._read_up(), name=f"read up {self._place[0]}/{self._place[1]}")
 
     async def _read_up(self) -> None:
-        log, (topic, partition) = self._feed.log, self._place
+        log, (topic, partition) = self._log, self._place
         try:
             self._known_end = max(self._known_end, await log.end(topic, partition))
             while self.position < self._known_end and len(self._buffer) < BUFFER_RECORDS_MAX:
@@ -86,10 +87,10 @@ class FedTail:
 class FaustLog:
     """A log whose state topics come through Faust; everything else is the log's own."""
 
-    def __init__(self, log: Log, topics: Collection[str]) -> None:
+    def __init__(self, log: Log, feed: "Feed", topics: Collection[str]) -> None:
         self._log = log
+        self._feed = feed
         self._topics = frozenset(topics)
-        self.feed = Feed(log)
 
     async def append(self, drafts: Sequence[Draft]) -> list[int]:
         """As the log behind."""
@@ -102,7 +103,7 @@ class FaustLog:
     def tail(self, topic: str, partition: int, offset: int, wake: Wake) -> Tail:
         """Follow a partition from `offset`: fed by Faust when the topic is its."""
         if topic in self._topics:
-            return self.feed.tail(topic, partition, offset, wake)
+            return self._feed.tail(self._log, topic, partition, offset, wake)
         return self._log.tail(topic, partition, offset, wake)
 
     async def read(self, topic: str, partition: int, offset: int, limit: int) -> list[Record]:
@@ -121,13 +122,12 @@ class FaustLog:
 class Feed:
     """Hands what Faust consumed to the tails of its topics."""
 
-    def __init__(self, log: Log) -> None:
-        self.log = log
+    def __init__(self) -> None:
         self._tails: dict[tuple[str, int], list[FedTail]] = {}
 
-    def tail(self, topic: str, partition: int, offset: int, wake: Wake) -> FedTail:
-        """Follow a partition from `offset` on."""
-        tail = FedTail(self, topic, partition, offset, wake)
+    def tail(self, log: Log, topic: str, partition: int, offset: int, wake: Wake) -> FedTail:
+        """Follow a partition of `log` from `offset` on."""
+        tail = FedTail(self, log, topic, partition, offset, wake)
         self._tails.setdefault((topic, partition), []).append(tail)
         return tail
 
