@@ -68,7 +68,7 @@ class Log(Protocol):
         """Append without waiting. A failure ends the log: `append` and `failure` tell."""
 
     def tail(self, topic: str, partition: int, offset: int, wake: "Wake") -> Tail:
-        """Follow a partition from `offset`; `wake.set()` is called whenever records become ready."""
+        """Follow a partition from `offset`, at most its end; `wake.set()` is called whenever records become ready."""
 
     async def read(self, topic: str, partition: int, offset: int, limit: int) -> list[Record]:
         """Up to `limit` records from `offset` on; fewer when they are large, none only at the end.

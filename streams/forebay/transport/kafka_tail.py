@@ -166,7 +166,8 @@ class KafkaTails:
             fetched = await consumer.getmany(timeout_ms=POLL_MS)
         except OffsetOutOfRangeError as error:
             places = ", ".join(f"{self._names.get(place, place)}@{offset}" for place, offset in error.args[0].items())
-            self.fail(LogError(f"records are gone from Kafka before they were read, see its retention: {places}"))
+            reason = "removed by retention before they were read, or lost by the broker"
+            self.fail(LogError(f"records are not in the log ({reason}): {places}"))
             await asyncio.Event().wait()
             return
         except KafkaError as error:

@@ -1,5 +1,6 @@
 """The topics on the broker: created with what each needs, and checked before anything relies on them."""
 
+import asyncio
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -26,11 +27,12 @@ from forebay.events.topics import (
     Topic,
     work_topic,
 )
-from forebay.transport.kafka_settings import KafkaSettings, KafkaUnusable
+from forebay.transport.kafka_settings import REQUEST_MS, KafkaSettings, KafkaUnusable
 from forebay.transport.kafka_writer import HEADROOM_BYTES, RECORD_BYTES_MAX, explain
 
 logger = logging.getLogger(__name__)
 
+KNOWN_POLL_S = 0.05
 HOUR_MS = 3_600_000
 DAY_MS = 24 * HOUR_MS
 # Of one partition number each: a group's facts and decisions lie side by side.
@@ -81,14 +83,19 @@ def planned(plan: TopicPlan, pools: Sequence[str]) -> list[tuple[Topic, int, dic
 
 
 async def create_topics(settings: KafkaSettings, plan: TopicPlan, pools: Sequence[str]) -> list[str]:
-    """Create what is missing; the names that are new. Raises KafkaUnusable when the broker refuses."""
+    """Create what is missing, and wait until the broker knows it; the names that are new.
+
+    Raises KafkaUnusable when the broker refuses.
+    """
     admin = await _admin(settings)
     try:
-        return await _create(admin, settings, plan, pools)
+        created = await _create(admin, settings, plan, pools)
+        await _until_known(admin, created)
     except (KafkaError, OSError) as error:
         raise KafkaUnusable(f"the topics cannot be created on {settings.bootstrap}: {explain(error)}") from error
     finally:
         await admin.close()
+    return created
 
 
 async def partitions_of(settings: KafkaSettings) -> dict[str, int]:
@@ -159,6 +166,13 @@ async def _create(
         elif kind is not TopicAlreadyExistsError:  # another service was first
             raise KafkaUnusable(f"the topic {name} cannot be created: {text[0] if text and text[0] else kind.__name__}")
     return created
+
+
+async def _until_known(admin: AIOKafkaAdminClient, names: list[str]) -> None:
+    """A broker answers before it has spread the word, and would deny for a moment what it just made."""
+    async with asyncio.timeout(REQUEST_MS / 1000):
+        while not set(names) <= set(await admin.list_topics()):  # noqa: ASYNC110 - nothing else tells
+            await asyncio.sleep(KNOWN_POLL_S)
 
 
 async def _admin(settings: KafkaSettings) -> AIOKafkaAdminClient:

@@ -1,0 +1,265 @@
+"""`KafkaLog` on a real broker: the contract of the port `Log`, tails that share a consumer, and what goes wrong."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+
+import pytest
+from aiokafka import AIOKafkaProducer, TopicPartition
+from aiokafka.admin import AIOKafkaAdminClient, NewPartitions, RecordsToDelete
+
+from forebay.events.topics import FLEET, GROUPS, REQUESTS, TOKENS
+from forebay.transport.base import Draft, LogError, Record
+from forebay.transport.kafka_log import KafkaLog
+from forebay.transport.kafka_settings import KafkaSettings, KafkaUnusable
+from forebay.transport.kafka_tail import KafkaTail
+from forebay.transport.kafka_topics import TopicPlan, count_topics, create_topics, partitions_of
+from forebay.transport.kafka_writer import BATCH_BYTES_MAX, RECORD_BYTES_MAX
+from infra.kafka.kafka import Broker
+from tests.integration.parts import SASL
+
+PLAN = TopicPlan(groups=2, slots=2, replies=2, door=2)
+TOPIC = REQUESTS.name
+PATIENCE_S = 60.0
+
+
+@pytest.fixture
+async def settings(kafka: str, namespace: str) -> KafkaSettings:
+    """A namespace with its topics."""
+    settings = KafkaSettings(kafka, namespace)
+    await create_topics(settings, PLAN, ["default"])
+    return settings
+
+
+@pytest.fixture
+async def log(settings: KafkaSettings) -> AsyncIterator[KafkaLog]:
+    opened = await KafkaLog.open(settings)
+    yield opened
+    await opened.close()
+
+
+class Reader:
+    """A tail with its wake, read until something is there."""
+
+    def __init__(self, log: KafkaLog, topic: str, partition: int = 0, offset: int = 0) -> None:
+        self.wake = asyncio.Event()
+        self.tail: KafkaTail = log.tail(topic, partition, offset, self.wake)
+
+    async def take(self, count: int) -> list[Record]:
+        taken: list[Record] = []
+        async with asyncio.timeout(PATIENCE_S):
+            while len(taken) < count:
+                self.wake.clear()
+                taken += self.tail.take(count - len(taken))
+                if len(taken) < count:
+                    await self.wake.wait()
+        return taken
+
+
+async def grow(settings: KafkaSettings, topic: str, count: int) -> None:
+    """Add partitions, and wait until the broker tells them."""
+    admin = AIOKafkaAdminClient(bootstrap_servers=settings.bootstrap)
+    await admin.start()
+    try:
+        await admin.create_partitions({settings.topic(topic): NewPartitions(total_count=count)})
+    finally:
+        await admin.close()
+    async with asyncio.timeout(PATIENCE_S):
+        while (await partitions_of(settings))[topic] != count:
+            pass
+
+
+def drafts(count: int, topic: str = TOPIC, partition: int = 0, first: int = 0) -> list[Draft]:
+    return [Draft(topic, partition, str(number).encode()) for number in range(first, first + count)]
+
+
+def numbers(records: list[Record]) -> list[int]:
+    return [int(record.value) for record in records]
+
+
+async def test_offsets_are_dense_in_each_partition_and_in_the_order_of_calls(log: KafkaLog) -> None:
+    assert await log.end(TOPIC, 0) == 0
+    assert await log.append(drafts(3)) == [0, 1, 2]
+    mixed = [Draft(TOPIC, 1, b"3"), Draft(TOPIC, 0, b"3"), Draft(FLEET.name, 0, b"0"), Draft(TOPIC, 1, b"4")]
+    assert await log.append(mixed) == [0, 3, 0, 1]
+    log.append_soon(drafts(1, first=4))
+    calls = [asyncio.ensure_future(log.append(drafts(2, first=5 + 2 * number))) for number in range(50)]
+    assert [await call for call in calls] == [[5 + 2 * number, 6 + 2 * number] for number in range(50)]
+    assert numbers(await log.read(TOPIC, 0, 0, 1_000)) == list(range(105))
+    assert [await log.end(*place) for place in ((TOPIC, 0), (TOPIC, 1), (FLEET.name, 0), (FLEET.name, 1))] == [
+        105,
+        2,
+        1,
+        0,
+    ]
+    assert await log.begin(TOPIC, 0) == 0
+    assert await log.append([]) == []
+
+
+async def test_a_record_comes_back_as_it_was_given(log: KafkaLog) -> None:
+    given = [
+        Draft(TOPIC, 1, b""),
+        Draft(TOPIC, 1, bytes(range(256)), b"", None),
+        Draft(TOPIC, 1, b"v", b"\x00key", {"a": "1", "b": "\u00e4\u2028"}),
+        Draft(TOPIC, 1, bytes(3 * BATCH_BYTES_MAX), b"large"),
+        Draft(TOPIC, 1, b"after"),
+    ]
+    assert await log.append(given) == [0, 1, 2, 3, 4]
+    reader = Reader(log, TOPIC, 1)
+    for found in (await reader.take(5), [one for at in range(5) for one in await log.read(TOPIC, 1, at, 1)]):
+        assert [(one.value, one.key, one.headers) for one in found] == [
+            (draft.value, draft.key, draft.headers) for draft in given
+        ]
+        assert [(one.topic, one.partition, one.offset) for one in found] == [(TOPIC, 1, at) for at in range(5)]
+
+
+async def test_reading_is_bounded_and_starts_anywhere(log: KafkaLog) -> None:
+    await log.append(drafts(10))
+    assert numbers(await log.read(TOPIC, 0, 3, 4)) == [3, 4, 5, 6]
+    assert numbers(await log.read(TOPIC, 0, 7, 4)) == [7, 8, 9]
+    assert numbers(await log.read(TOPIC, 0, 0, 2)) == [0, 1]
+    for offset, limit in ((10, 4), (500, 4), (3, 0)):
+        assert await log.read(TOPIC, 0, offset, limit) == []
+    both = await asyncio.gather(log.read(TOPIC, 0, 5, 2), log.read(TOPIC, 1, 0, 2), log.read(TOPIC, 0, 1, 2))
+    assert [numbers(records) for records in both] == [[5, 6], [], [1, 2]]
+
+
+async def test_tails_of_one_process_do_not_disturb_each_other(log: KafkaLog) -> None:
+    await log.append(drafts(20))
+    first = Reader(log, TOPIC)
+    assert numbers(await first.take(20)) == list(range(20))
+    # A second tail of the same partition begins in the past; the first gets nothing twice.
+    second, other = Reader(log, TOPIC, offset=5), Reader(log, FLEET.name)
+    await log.append([*drafts(5, first=20), *drafts(1, FLEET.name)])
+    assert numbers(await second.take(20)) == list(range(5, 25))
+    assert numbers(await first.take(5)) == list(range(20, 25))
+    assert numbers(await other.take(1)) == [0]
+    second.tail.close()
+    await log.append(drafts(3, first=25))
+    assert numbers(await first.take(3)) == [25, 26, 27]
+
+
+async def test_a_tail_that_is_not_read_holds_up_no_other(log: KafkaLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forebay.transport.kafka_tail.BUFFER_RECORDS_MAX", 100)
+    slow, quick = Reader(log, TOPIC), Reader(log, FLEET.name)
+    for start in range(0, 500, 50):
+        await log.append(drafts(50, first=start))
+    await log.append(drafts(1, FLEET.name))
+    await quick.take(1)
+    assert numbers(await slow.take(500)) == list(range(500))
+
+
+async def test_records_for_a_partition_that_is_not_there_are_refused_alone(log: KafkaLog) -> None:
+    log.append_soon([Draft(TOKENS.name, 99, b"nobody")])
+    with pytest.raises(LogError, match="tokens has no partition 99"):
+        await log.append([Draft(TOKENS.name, 99, b"nobody")])
+    assert log.refused == 2
+    assert log.failure is None
+    assert await log.append(drafts(1)) == [0]
+
+
+async def test_a_topic_that_grows_is_written_to_at_once(log: KafkaLog, settings: KafkaSettings) -> None:
+    await log.append(drafts(1, TOKENS.name, 1))
+    await grow(settings, TOKENS.name, 4)
+    assert await log.append(drafts(1, TOKENS.name, 3)) == [0]
+    assert numbers(await Reader(log, TOKENS.name, 3).take(1)) == [0]
+
+
+async def test_a_record_over_the_limit_is_refused_before_it_is_sent(log: KafkaLog) -> None:
+    with pytest.raises(ValueError, match=f"the limit is {RECORD_BYTES_MAX}"):
+        await log.append([Draft(TOPIC, 0, b"small"), Draft(TOPIC, 0, bytes(RECORD_BYTES_MAX), b"k")])
+    assert await log.end(TOPIC, 0) == 0
+    assert await log.append([Draft(TOPIC, 0, bytes(RECORD_BYTES_MAX))]) == [0]
+
+
+async def test_a_log_that_is_closed_takes_nothing_and_wrote_everything(settings: KafkaSettings) -> None:
+    log = await KafkaLog.open(settings)
+    for number in range(100):
+        log.append_soon(drafts(1, first=number))
+    await log.close()
+    await log.close()
+    with pytest.raises(LogError, match="closed"):
+        log.append_soon(drafts(1))
+    again = await KafkaLog.open(settings)
+    assert numbers(await again.read(TOPIC, 0, 0, 1_000)) == list(range(100))
+    await again.close()
+
+
+async def test_what_was_removed_by_retention_is_named(log: KafkaLog, settings: KafkaSettings) -> None:
+    await log.append(drafts(10))
+    admin = AIOKafkaAdminClient(bootstrap_servers=settings.bootstrap)
+    await admin.start()
+    try:
+        await admin.delete_records({TopicPartition(settings.topic(TOPIC), 0): RecordsToDelete(before_offset=4)})
+    finally:
+        await admin.close()
+    assert await log.begin(TOPIC, 0) == 4
+    assert numbers(await log.read(TOPIC, 0, 4, 100)) == [4, 5, 6, 7, 8, 9]
+    with pytest.raises(LogError, match="no longer holds offset 2"):
+        await log.read(TOPIC, 0, 2, 1)
+    gone = Reader(log, TOPIC, offset=1)
+    with pytest.raises(LogError, match="not in the log"):
+        await gone.take(1)
+
+
+async def test_foreign_records_are_records(log: KafkaLog, settings: KafkaSettings) -> None:
+    producer = AIOKafkaProducer(bootstrap_servers=settings.bootstrap)
+    await producer.start()
+    try:
+        await producer.send_and_wait(settings.topic(TOPIC), None, b"tombstone", partition=0)
+        await producer.send_and_wait(
+            settings.topic(TOPIC), b"\xff", partition=0, headers=[("binary", b"\xfe"), ("twice", b"1"), ("twice", b"2")]
+        )
+    finally:
+        await producer.stop()
+    found = await log.read(TOPIC, 0, 0, 10)
+    assert [record.value for record in found] == [b"", b"\xff"]
+    assert found[1].headers == {"binary": "\ufffd", "twice": "2"}
+
+
+async def test_topics_are_created_once_and_checked(kafka: str, namespace: str) -> None:
+    settings = KafkaSettings(kafka, namespace)
+    with pytest.raises(KafkaUnusable, match="run `forebay topics create` once"):
+        await count_topics(settings)
+    created = await asyncio.gather(*(create_topics(settings, PLAN, ["default"]) for _ in range(3)))
+    assert len({name for names in created for name in names}) == sum(len(names) for names in created)
+    counts = await count_topics(settings)
+    assert (counts.groups, counts.replies, counts.door, counts.pools) == (2, 2, 2, {"default": 2})
+    assert await create_topics(settings, TopicPlan(slots=3), ["default", "other"]) == [settings.topic("work.other")]
+    assert (await count_topics(settings)).pools == {"default": 2, "other": 3}
+
+
+@pytest.mark.parametrize(
+    ("topic", "text"),
+    [(FLEET.name, "the control topics must have equally many partitions.*fleet 5"), (GROUPS.name, "it must have 1")],
+)
+async def test_a_topic_with_the_wrong_partition_count_is_named(settings: KafkaSettings, topic: str, text: str) -> None:
+    await grow(settings, topic, 5)
+    with pytest.raises(KafkaUnusable, match=text):
+        await count_topics(settings)
+
+
+async def test_no_broker_is_said_in_one_line() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        nobody = f"127.0.0.1:{taken.getsockname()[1]}"
+        for attempt in (KafkaLog.open(KafkaSettings(nobody)), count_topics(KafkaSettings(nobody))):
+            with pytest.raises(KafkaUnusable, match=f"Kafka at {nobody} cannot be used.*check that it runs") as error:
+                await attempt
+            assert "\n" not in str(error.value)
+
+
+async def test_credentials_are_passed_on_and_wrong_ones_are_named(local_kafka: Broker, namespace: str) -> None:
+    user, password = SASL
+    assert local_kafka.sasl_address is not None
+    properties = {"security.protocol": "SASL_PLAINTEXT", "sasl.mechanism": "PLAIN", "sasl.username": user}
+    settings = KafkaSettings(local_kafka.sasl_address, namespace, {**properties, "sasl.password": password})
+    assert await create_topics(settings, PLAN, ["default"])
+    log = await KafkaLog.open(settings)
+    assert await log.append(drafts(2)) == [0, 1]
+    assert numbers(await Reader(log, TOPIC).take(2)) == [0, 1]
+    await log.close()
+    wrong = KafkaSettings(local_kafka.sasl_address, namespace, {**properties, "sasl.password": "guess"})
+    for attempt in (KafkaLog.open(wrong), create_topics(wrong, PLAN, [])):
+        with pytest.raises(KafkaUnusable, match="user name and password"):
+            await attempt
