@@ -155,6 +155,21 @@ class Backstage:
             said = await self.emit(request, text, first=said)
         await self.end(request, said)
 
+    async def serve(self) -> None:
+        """Answer every request once, in two chunks, until cancelled; as an owner, know one that comes again."""
+        wake = asyncio.Event()
+        tail = self.log.tail(REQUESTS.name, 0, 0, wake)
+        known: set[str] = set()
+        while True:
+            wake.clear()
+            for record in tail.take(50):
+                request = decode(REQUESTS, record.value)
+                if isinstance(request, RequestSubmitted) and request.request_id not in known:
+                    known.add(request.request_id)
+                    await self.answer(request, f"one {request.request_id}", " two")
+            if not tail:
+                await wake.wait()
+
     async def _send(self, request: RequestSubmitted, event: Event) -> None:
         await self.log.append([Draft(TOKENS.name, request.reply_slot, encode(TOKENS, event))])
 

@@ -3,12 +3,18 @@
 import asyncio
 import sys
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
 
+import msgspec
 import pytest
+import typer
 from aiokafka import AIOKafkaProducer
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from prometheus_client import CollectorRegistry
+from typer.testing import CliRunner
 
+from forebay.cli.produce import produce
 from forebay.events.topics import OPENAI_REQUESTS, REQUESTS
 from forebay.ingress.model import DEFAULT_MODEL, Model
 from forebay.transport.kafka_settings import KafkaSettings
@@ -219,6 +225,41 @@ async def test_ingresses_share_the_partitions(
             await client.whole(f"p{partition}")
 
 
+async def test_every_request_is_answered_while_ingresses_come_and_go(
+    settings: KafkaSettings, model: Model, backstage: Backstage, client: Client
+) -> None:
+    names = [f"n{number}" for number in range(400)]
+    serving = asyncio.create_task(backstage.serve())
+
+    async def ask() -> None:
+        for number, name in enumerate(names):
+            await client.ask(STREAM if number % 2 else CHAT, partition=number % DOOR_PARTITIONS, request_id=name)
+
+    async def some(count: int) -> None:
+        await until(lambda: len({one.request_id for one in client.records}) >= count)
+
+    asking = asyncio.create_task(ask())
+    async with AsyncExitStack() as last:
+        async with door(settings, model, "i1"):
+            await some(50)
+            async with door(settings, model, "i2") as second:
+                await until(lambda: metric(second, "partitions") == 1)
+                await some(100)
+            await some(150)
+        await last.enter_async_context(door(settings, model, "i3"))
+        await asking
+        for name in names:
+            await client.whole(name)
+    serving.cancel()
+    for number, name in enumerate(names):
+        by_index: dict[int, set[bytes]] = {}
+        for one in client.of(name):
+            by_index.setdefault(one.index, set()).add(one.raw)
+            assert one.status == 200
+        assert sorted(by_index) == list(range(4 if number % 2 else 1))
+        assert all(len(raws) == 1 for raws in by_index.values())
+
+
 async def test_a_killed_ingress_is_replaced(
     kafka: str, settings: KafkaSettings, model: Model, backstage: Backstage, client: Client
 ) -> None:
@@ -280,3 +321,28 @@ async def test_the_whole_system_answers_through_the_door(settings: KafkaSettings
                 assert [record.index for record in records] == list(range(len(records)))
                 if not number % 2:
                     assert records[0].body["usage"]["completion_tokens"] == CHAT["max_tokens"]
+
+
+async def test_produce_prints_an_answer_for_each_line(
+    kafka: str, settings: KafkaSettings, model: Model, backstage: Backstage, tmp_path: Path
+) -> None:
+    lines = tmp_path / "lines.jsonl"
+    bodies = [{**CHAT, "request_id": "whole"}, {**STREAM, "request_id": "stream"}]
+    lines.write_bytes(b"\n\n".join(msgspec.json.encode(body) for body in bodies))
+    app = typer.Typer()
+    app.command()(produce)
+    arguments = [str(lines), "--wait", "--kafka", kafka, "--namespace", settings.namespace, "--timeout-s", "40"]
+    async with door(settings, model):
+        running = asyncio.create_task(asyncio.to_thread(CliRunner().invoke, app, arguments))
+        for name in ("whole", "stream"):
+            await backstage.answer((await backstage.submissions(name))[0], "yes", " no")
+        result = await running
+        assert result.exit_code == 0, result.stderr
+        answers = {one["request_id"]: one for one in map(msgspec.json.decode, result.stdout.splitlines())}
+        assert answers["whole"]["body"]["choices"][0]["message"]["content"] == "yes no"
+        assert len(answers["stream"]["chunks"]) == 4
+        lines.write_bytes(b"{no json")
+        result = await asyncio.to_thread(CliRunner().invoke, app, arguments)
+    assert result.exit_code == 1
+    assert msgspec.json.decode(result.stdout)["status"] == 400
+    assert "1 of them with an error, 0 missing" in result.stderr

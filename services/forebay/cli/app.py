@@ -1,11 +1,11 @@
-"""The command line: `forebay up`, `trace`, `replay`, `topics`."""
+"""The command line: `forebay up`, its parts as processes, and the tools."""
 
 from importlib.metadata import version
 from typing import Annotated
 
 import typer
 
-from forebay.cli import ingress, replay, router, topics, trace, up, worker
+from forebay.cli import ingress, produce, replay, router, topics, trace, up, worker
 
 
 def _show_version(wanted: bool) -> None:
@@ -25,6 +25,7 @@ app.command("up")(up.up)
 app.command("ingress")(ingress.ingress)
 app.command("router")(router.router)
 app.command("worker")(worker.worker)
+app.command("produce")(produce.produce)
 app.command("trace")(trace.trace)
 app.add_typer(replay.app, name="replay")
 app.add_typer(topics.app, name="topics")

@@ -32,6 +32,8 @@ from forebay.cli.cluster import (
 from forebay.cli.errors import explained
 from forebay.events.topics import TOKENS
 from forebay.ingress.app import build_app
+from forebay.ingress.door import Door
+from forebay.ingress.door_metrics import DoorMetrics
 from forebay.ingress.ingress import Ingress, IngressSettings
 from forebay.ingress.metrics import IngressMetrics
 from forebay.ingress.model import DEFAULT_MODEL, Model, model_name_of
@@ -117,4 +119,6 @@ async def _run(cluster: Cluster, model: Model, settings: IngressSettings, listen
         async def stop() -> None:
             server.should_exit = True
 
-        await until_signal(server.serve(sockets=[listener]), ingress.run(), ready.run(), directory.run(), stop=stop)
+        door = Door(log, ingress, DoorMetrics(registry), counts.replies)
+        serving = server.serve(sockets=[listener])
+        await until_signal(serving, ingress.run(), door.run(), ready.run(), directory.run(), stop=stop)

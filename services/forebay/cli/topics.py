@@ -32,7 +32,7 @@ app = typer.Typer(help="What a log holds, readable; and the topics of a broker."
 
 FOLLOW_S = 0.2
 PAGE = 500
-READ_BY = ("router", "openai-door")  # consumer groups, after the namespace
+READ_BY = ("router", "door")  # consumer groups, after the namespace
 
 LogArgument = Annotated[
     Path | None, typer.Argument(help="A log file of `forebay up`; it may be in use. Not with --kafka.")

@@ -147,8 +147,9 @@ async def journal_records(log: Log, partition: int, start: int, end: int) -> Asy
 
 async def newest_snapshot(log: Log, partition: int, end: int) -> SnapshotTaken | None:
     """The last valid `SnapshotTaken` before offset `end` of the journal, searched backwards."""
-    while end > 0:
-        start = max(0, end - PAGE_RECORDS)
+    begin = await log.begin(DECISIONS.name, partition)
+    while end > begin:
+        start = max(begin, end - PAGE_RECORDS)
         page = [(record.offset, decode_journal(record)) async for record in journal_records(log, partition, start, end)]
         for offset, record in reversed(page):
             if isinstance(record, SnapshotTaken) and not await _overtaken(log, partition, record, offset):

@@ -1,0 +1,268 @@
+"""`forebay produce`: request bodies from a file into the topic door, and their answers out of it."""
+
+import asyncio
+import contextlib
+import sys
+import uuid
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Annotated, Any, BinaryIO
+
+import msgspec
+import typer
+import uvloop
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, ConsumerRecord, TopicPartition
+from aiokafka.errors import KafkaError
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from forebay.cli.cluster import (
+    KAFKA,
+    NAMESPACE,
+    KafkaOption,
+    NamespaceOption,
+    PropertiesOption,
+    kafka_settings,
+    start_logging,
+)
+from forebay.cli.errors import explained
+from forebay.events.topics import OPENAI_REQUESTS, OPENAI_RESPONSES
+from forebay.ingress.door_request import CHAT_PATH, REQUEST_ID, TEXT_PATH
+from forebay.ingress.errors import Unusable
+from forebay.transport.base import LogError
+from forebay.transport.kafka_settings import KafkaSettings
+from forebay.transport.kafka_topics import count_topics
+from forebay.transport.kafka_writer import RECORD_BYTES_MAX, explain
+
+LINGER_MS = 5  # a file goes out in batches; nobody waits for its first line alone
+FILE_LINES = 500  # read at once; a pipe gives line by line
+ERROR_STATUS = 400
+Show = Callable[["Run"], None]
+
+
+class LineUnusable(Unusable):
+    """A line cannot be sent; the text names it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A line as a record: its id, path and body."""
+
+    request_id: str
+    path: str
+    body: bytes
+
+
+@dataclass(slots=True)
+class Run:
+    """What was sent, what came back and what went wrong."""
+
+    run_id: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
+    ids: set[str] = field(default_factory=set)
+    pieces: dict[str, list[bytes]] = field(default_factory=dict)
+    waiting: set[str] = field(default_factory=set)
+    errors: int = 0
+    trouble: KafkaError | None = None
+    answered: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def ask(self, number: int, line: bytes) -> Asked:
+        """The record of line `number`, from 1. Raises LineUnusable for an id that cannot be or was used."""
+        request_id, path, body = f"{self.run_id}-{number}", CHAT_PATH, line
+        try:
+            content: Any = msgspec.json.decode(line)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            content = None  # the door says what is wrong with it
+        if isinstance(content, dict):
+            path = TEXT_PATH if "prompt" in content else CHAT_PATH
+            if "request_id" in content:
+                request_id = content.pop("request_id")
+                body = msgspec.json.encode(content)
+        if not isinstance(request_id, str) or not REQUEST_ID.fullmatch(request_id):
+            raise LineUnusable(f"line {number}: request_id takes 1 to 128 letters, digits, dots, dashes, underscores")
+        if request_id in self.ids:
+            raise LineUnusable(f"line {number}: the request_id {request_id} was used before")
+        self.ids.add(request_id)
+        self.waiting.add(request_id)
+        return Asked(request_id, path, body)
+
+    def take(self, request_id: str, headers: dict[str, str], value: bytes) -> dict[str, Any] | None:
+        """A record of an answer; the whole answer with its last. Records that came before are dropped."""
+        if request_id not in self.waiting:
+            return None
+        pieces = self.pieces.setdefault(request_id, [])
+        if headers.get("index") != str(len(pieces)):
+            return None
+        pieces.append(value)
+        if headers.get("last") != "1":
+            return None
+        self.waiting.discard(request_id)
+        status = int(headers["status"])
+        self.errors += status >= ERROR_STATUS
+        bodies = [msgspec.Raw(piece) for piece in self.pieces.pop(request_id)]
+        told = {"body": bodies[0]} if len(bodies) == 1 else {"chunks": bodies}
+        return {"request_id": request_id, "status": status, **told}
+
+
+def produce(
+    file: Annotated[str, typer.Argument(help="JSON lines, a request body each; - for standard input.")],
+    kafka: KafkaOption = KAFKA,
+    namespace: NamespaceOption = NAMESPACE,
+    kafka_config: PropertiesOption = None,
+    wait: Annotated[bool, typer.Option("--wait", help="Print each answer as a JSON line.")] = False,
+    timeout_s: Annotated[float, typer.Option(min=0.001, help="How long to wait after the last request.")] = 600.0,
+) -> None:
+    """Send requests through the topic door; with --wait exit 1 unless every one was answered well."""
+    start_logging(verbose=False)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    console = Console(stderr=True)
+    with explained(), _opened(file) as source, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        settings = kafka_settings(kafka, namespace, kafka_config)
+        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+            task = progress.add_task("connecting")
+
+            def show(run: Run) -> None:
+                progress.update(task, description=_told(run, wait=wait))
+
+            run = runner.run(_produce(source, settings, show, wait_s=timeout_s if wait else None))
+    sys.stderr.write(f"forebay: {_told(run, wait=wait)}\n")
+    if wait and (run.errors or run.waiting):
+        raise typer.Exit(1)
+
+
+async def _produce(source: BinaryIO, settings: KafkaSettings, show: Show, *, wait_s: float | None) -> Run:
+    """Send every line, and wait for the answers when `wait_s` says how long. Raises LogError, LineUnusable."""
+    await count_topics(settings)
+    run = Run()
+    try:
+        async with AsyncExitStack() as stack:
+            producer = await stack.enter_async_context(_producer(settings))
+            if wait_s is not None:
+                partitions = await producer.partitions_for(settings.topic(OPENAI_RESPONSES.name))
+                await stack.enter_async_context(_collecting(settings, partitions, run, show))
+            await _send(source, producer, settings.topic(OPENAI_REQUESTS.name), run, show)
+            if wait_s is not None:
+                await _wait(run, wait_s)
+    except (KafkaError, OSError) as error:
+        raise LogError(f"Kafka at {settings.bootstrap} does not go on: {explain(error)}") from error
+    return run
+
+
+async def _wait(run: Run, wait_s: float) -> None:
+    with contextlib.suppress(TimeoutError):  # what is missing then is told
+        async with asyncio.timeout(wait_s):
+            while run.waiting and run.trouble is None:
+                run.answered.clear()
+                await run.answered.wait()
+    if run.trouble is not None:
+        raise run.trouble
+
+
+@asynccontextmanager
+async def _producer(settings: KafkaSettings) -> AsyncIterator[AIOKafkaProducer]:
+    producer = AIOKafkaProducer(
+        **settings.client_options(),
+        acks="all",
+        enable_idempotence=True,
+        linger_ms=LINGER_MS,
+        compression_type="lz4",
+        max_request_size=RECORD_BYTES_MAX,
+    )
+    await producer.start()
+    try:
+        yield producer
+    finally:
+        await producer.stop()
+
+
+async def _send(source: BinaryIO, producer: AIOKafkaProducer, topic: str, run: Run, show: Show) -> None:
+    failed: list[BaseException] = []
+
+    def done(future: "asyncio.Future[Any]") -> None:
+        error = None if future.cancelled() else future.exception()
+        if error is not None:
+            failed.append(error)
+
+    async for number, line in _lines(source):
+        asked = run.ask(number, line)
+        headers = [("request-id", asked.request_id.encode()), ("path", asked.path.encode())]
+        sent = await producer.send(topic, asked.body, asked.request_id.encode(), headers=headers)
+        sent.add_done_callback(done)
+        show(run)
+        if failed:
+            raise failed[0]
+    await producer.flush()
+    if failed:
+        raise failed[0]
+
+
+@asynccontextmanager
+async def _collecting(
+    settings: KafkaSettings, partitions: Collection[int], run: Run, show: Show
+) -> AsyncIterator[None]:
+    """Read answers, from where their topic ends now."""
+    consumer = AIOKafkaConsumer(**settings.client_options(), enable_auto_commit=False)
+    await consumer.start()
+    try:
+        places = [TopicPartition(settings.topic(OPENAI_RESPONSES.name), number) for number in sorted(partitions)]
+        consumer.assign(places)
+        for place, end in (await consumer.end_offsets(places)).items():
+            consumer.seek(place, end)
+        collecting = asyncio.create_task(_collect(consumer, run, show))
+        try:
+            yield
+        finally:
+            collecting.cancel()
+            await asyncio.gather(collecting, return_exceptions=True)
+    finally:
+        await consumer.stop()
+
+
+async def _collect(consumer: AIOKafkaConsumer, run: Run, show: Show) -> None:
+    try:
+        async for message in consumer:
+            _take(message, run)
+            show(run)
+    except KafkaError as error:
+        run.trouble = error
+        run.answered.set()
+
+
+def _take(message: ConsumerRecord, run: Run) -> None:
+    headers = {name: value.decode(errors="replace") for name, value in message.headers}
+    answer = run.take(headers.get("request-id", ""), headers, message.value or b"")
+    if answer is None:
+        return
+    sys.stdout.write(msgspec.json.encode(answer).decode() + "\n")
+    sys.stdout.flush()
+    if not run.waiting:
+        run.answered.set()
+
+
+async def _lines(source: BinaryIO) -> AsyncIterator[tuple[int, bytes]]:
+    """Numbered lines that hold something; others go on while a pipe is silent."""
+    at_once = 1 if source is sys.stdin.buffer else FILE_LINES
+    numbered: Iterator[tuple[int, bytes]] = enumerate(source, 1)
+    while batch := await asyncio.to_thread(lambda: list(islice(numbered, at_once))):
+        for number, line in batch:
+            if text := line.strip():
+                yield number, text
+
+
+def _opened(file: str) -> BinaryIO:
+    if file == "-":
+        return sys.stdin.buffer
+    try:
+        return Path(file).open("rb")
+    except OSError as error:
+        raise Unusable(f"{file} cannot be read ({error.strerror})") from error
+
+
+def _told(run: Run, *, wait: bool) -> str:
+    sent = f"{len(run.ids)} requests sent"
+    if not wait:
+        return sent
+    answered = len(run.ids) - len(run.waiting)
+    return f"{sent}, {answered} answered, {run.errors} of them with an error, {len(run.waiting)} missing"

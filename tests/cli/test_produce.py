@@ -1,0 +1,104 @@
+"""`forebay produce` without a broker: what its lines become, how answers are put together, what it says of faults."""
+
+import socket
+from pathlib import Path
+
+import msgspec
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from forebay.cli.produce import LineUnusable, Run, produce
+from forebay.ingress.door_request import CHAT_PATH, TEXT_PATH
+
+app = typer.Typer()
+app.command()(produce)
+
+CHAT = b'{"model":"m","messages":[]}'
+
+
+def piece(index: int, *, last: bool = False, status: int = 200) -> dict[str, str]:
+    return {"index": str(index), "last": "1" if last else "0", "status": str(status)}
+
+
+def test_a_line_is_a_record_named_by_run_and_number() -> None:
+    run = Run("run")
+    asked = run.ask(7, CHAT)
+    assert (asked.request_id, asked.path, asked.body) == ("run-7", CHAT_PATH, CHAT)
+
+
+def test_a_prompt_goes_to_the_endpoint_for_texts() -> None:
+    assert Run().ask(1, b'{"model":"m","prompt":"once"}').path == TEXT_PATH
+
+
+def test_a_line_may_name_its_request() -> None:
+    asked = Run().ask(1, b'{"request_id":"mine","model":"m","prompt":"once"}')
+    assert asked.request_id == "mine"
+    assert msgspec.json.decode(asked.body) == {"model": "m", "prompt": "once"}
+
+
+@pytest.mark.parametrize("line", [b"{no json", b"[1]", b'"request_id"', b"\xff", b"[" * 100_000])
+def test_the_door_says_what_is_wrong_with_a_line(line: bytes) -> None:
+    asked = Run("run").ask(1, line)
+    assert (asked.request_id, asked.body) == ("run-1", line)
+
+
+@pytest.mark.parametrize("name", ['"two words"', "7", "null", '""'])
+def test_an_id_that_cannot_be_is_told_with_its_line(name: str) -> None:
+    with pytest.raises(LineUnusable, match="line 3: request_id takes"):
+        Run().ask(3, b'{"request_id":%s}' % name.encode())
+
+
+def test_an_id_is_used_once() -> None:
+    run = Run()
+    run.ask(1, b'{"request_id":"mine"}')
+    with pytest.raises(LineUnusable, match="line 2: the request_id mine was used before"):
+        run.ask(2, b'{"request_id":"mine"}')
+
+
+def test_a_whole_answer_is_a_body() -> None:
+    run = Run("run")
+    run.ask(1, CHAT)
+    answer = run.take("run-1", piece(0, last=True), b'{"a":1}')
+    assert msgspec.json.encode(answer) == b'{"request_id":"run-1","status":200,"body":{"a":1}}'
+    assert (run.errors, run.waiting) == (0, set())
+
+
+def test_a_stream_is_its_chunks_each_once_also_when_it_is_given_again() -> None:
+    run = Run("run")
+    run.ask(1, CHAT)
+    assert run.take("run-1", piece(0), b"0") is None
+    assert run.take("run-1", piece(1), b"1") is None
+    for again in (0, 1):
+        assert run.take("run-1", piece(again), b"again") is None
+    answer = run.take("run-1", piece(2, last=True), b"2")
+    assert msgspec.json.encode(answer) == b'{"request_id":"run-1","status":200,"chunks":[0,1,2]}'
+    assert run.take("run-1", piece(2, last=True), b"2") is None
+
+
+def test_answers_to_others_are_not_ours() -> None:
+    assert Run().take("theirs", piece(0, last=True), b"{}") is None
+
+
+def test_an_error_is_counted() -> None:
+    run = Run("run")
+    run.ask(1, CHAT)
+    run.take("run-1", piece(0, last=True, status=503), b"{}")
+    assert run.errors == 1
+
+
+def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, [str(tmp_path / "none.jsonl")])
+    assert result.exit_code == 2
+    assert "cannot be read" in result.stderr
+
+
+def test_a_kafka_that_is_not_there_is_told(tmp_path: Path) -> None:
+    lines = tmp_path / "lines.jsonl"
+    lines.write_bytes(CHAT)
+    with socket.socket() as taken:  # bound, but nobody listens
+        taken.bind(("127.0.0.1", 0))
+        result = CliRunner().invoke(app, [str(lines), "--kafka", f"127.0.0.1:{taken.getsockname()[1]}"])
+    assert result.exit_code == 2
+    assert "cannot be used" in result.stderr
+    assert result.stderr.count("\n") == 1

@@ -1,0 +1,249 @@
+"""The topic door without a broker: what a record asks, where its answer goes, and the answer as a fold."""
+
+import asyncio
+from typing import Any
+
+import msgspec
+import pytest
+
+from forebay.core.replies import apply
+from forebay.events.codec import decode
+from forebay.events.topics import FIXED_TOPICS, OPENAI_RESPONSES, TOKENS
+from forebay.ingress.door_answer import DoorAnswer, Piece
+from forebay.ingress.door_request import address, body_of, nonce_of, slot_of
+from forebay.ingress.errors import ApiError
+from forebay.ingress.openai import ChatBody, TextBody
+from forebay.ingress.render import Shape
+from forebay.ingress.text import TextAssembler
+from forebay.transport.base import Draft, Record
+from tests.ingress.conftest import NAME, SLOT, Scene
+
+CHAT: dict[str, Any] = {"model": NAME, "messages": [{"role": "user", "content": "Hello"}]}
+NAMESPACE = "shop"
+
+
+def record(body: Any = CHAT, partition: int = 3, offset: int = 41, **headers: str) -> Record:
+    value = body if isinstance(body, bytes) else msgspec.json.encode(body)
+    told = {name.replace("_", "-"): text for name, text in headers.items()}
+    return Record("openai-requests", partition, offset, 1_700_000_000_000_000, value, None, told or None)
+
+
+def refused(asked: Record, *, bytes_max: int = 1000) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        body_of(asked, NAME, bytes_max)
+    return caught.value
+
+
+def test_a_record_without_headers_is_named_by_its_place() -> None:
+    where = address(record(), NAMESPACE)
+    assert (where.request_id, where.reply_topic, where.problem) == ("door-3-41", "", None)
+
+
+def test_headers_name_the_request_and_where_its_answer_goes() -> None:
+    where = address(record(request_id="a.b-c_1", reply_topic="my.answers"), NAMESPACE)
+    assert (where.request_id, where.reply_topic, where.problem) == ("a.b-c_1", "my.answers", None)
+
+
+@pytest.mark.parametrize("given", ["", "two words", "x" * 129, "\u00e9t\u00e9", "a\n"])
+def test_an_id_of_no_use_is_told_under_the_derived_one(given: str) -> None:
+    where = address(record(request_id=given), NAMESPACE)
+    assert where.request_id == "door-3-41"
+    assert where.problem is not None
+    assert (where.problem.status, where.problem.param) == (400, "request-id")
+
+
+@pytest.mark.parametrize("topic", [f"{NAMESPACE}.{one.name}" for one in FIXED_TOPICS if one is not OPENAI_RESPONSES])
+def test_no_answer_goes_to_a_topic_of_forebay(topic: str) -> None:
+    where = address(record(reply_topic=topic), NAMESPACE)
+    assert where.reply_topic == ""
+    assert where.problem is not None
+    assert where.problem.code == "invalid_reply_topic"
+
+
+@pytest.mark.parametrize("topic", [f"{NAMESPACE}.work.default", "__consumer_offsets", "no topic", "x" * 250])
+def test_nor_to_work_or_to_what_kafka_keeps_for_itself_or_cannot_have(topic: str) -> None:
+    assert address(record(reply_topic=topic), NAMESPACE).problem is not None
+
+
+@pytest.mark.parametrize("topic", [f"{NAMESPACE}.openai-responses", ""])
+def test_the_own_topic_may_be_named(topic: str) -> None:
+    where = address(record(reply_topic=topic), NAMESPACE)
+    assert (where.reply_topic, where.problem) == ("", None)
+
+
+@pytest.mark.parametrize("topic", ["requests", f"{NAMESPACE}.answers", f"{NAMESPACE}2.requests"])
+def test_topics_of_others_may_be_named_like_ours(topic: str) -> None:
+    assert address(record(reply_topic=topic), NAMESPACE).reply_topic == topic
+
+
+def test_the_path_decides_what_the_body_is() -> None:
+    assert isinstance(body_of(record(), NAME, 1000), ChatBody)
+    assert isinstance(body_of(record(path="/v1/chat/completions"), NAME, 1000), ChatBody)
+    text = {"model": NAME, "prompt": "once"}
+    assert isinstance(body_of(record(text, path="/v1/completions"), NAME, 1000), TextBody)
+
+
+@pytest.mark.parametrize(
+    ("asked", "status", "code"),
+    [
+        (record(b""), 400, "invalid_json"),
+        (record(b"\xff\xfe"), 400, "invalid_json"),
+        (record(b"[1]"), 400, "invalid_value"),
+        (record({"model": NAME}), 400, "invalid_value"),
+        (record({**CHAT, "tools": [1]}), 400, "unsupported_parameter"),
+        (record({**CHAT, "model": "other"}), 404, "model_not_found"),
+        (record(path="/v1/embeddings"), 404, "not_found"),
+        (record(b" " * 1001), 413, "body_too_large"),
+    ],
+)
+def test_what_is_no_request_is_refused_as_over_http(asked: Record, status: int, code: str) -> None:
+    error = refused(asked)
+    assert (error.status, error.code) == (status, code)
+
+
+def test_a_delivery_is_known_again_by_its_place_alone() -> None:
+    assert nonce_of(record(request_id="a")) == nonce_of(record(b"b"))
+    assert len({nonce_of(record(partition=p, offset=o)) for p in range(8) for o in range(100)}) == 800
+
+
+def test_a_partition_has_one_reply_slot_whoever_reads_it() -> None:
+    slots = [slot_of(partition, 16) for partition in range(64)]
+    assert slots == [slot_of(partition, 16) for partition in range(64)]
+    assert set(slots) <= set(range(16))
+    assert len(set(slots)) > 8
+
+
+class Fold:
+    """A door's answer, fed from the reply slot of a scene."""
+
+    def __init__(
+        self,
+        scene: Scene,
+        request_id: str,
+        *,
+        stream: bool,
+        usage: bool = False,
+        stop: str = "",
+        prompt_tokens: int = 5,
+    ) -> None:
+        shape = Shape(chat=True, response_id=request_id, model=NAME, created=7)
+        text = TextAssembler(scene.model.decoder(), [stop] if stop else [])
+        self.scene = scene
+        self.answer = DoorAnswer(request_id, prompt_tokens, shape, text, stream=stream, usage_chunk=usage)
+        self.pieces: list[Piece] = []
+
+    async def read(self, times: int = 1) -> list[Piece]:
+        """Fold the whole slot, each record `times` times, as a slot with repetitions has it."""
+        await self.scene.log.append([Draft(TOKENS.name, SLOT + 1, b"what was sent before this is there")])
+        for one in self.scene.log.records(TOKENS.name, SLOT, 0, 1000):
+            for _ in range(times):
+                for changed in apply({self.answer.request_id: self.answer}, decode(TOKENS, one.value)):
+                    self.pieces += changed.pieces()
+        return self.pieces
+
+    def text(self) -> str:
+        chunks = [msgspec.json.decode(piece.value)["choices"] for piece in self.pieces]
+        return "".join(choices[0]["delta"].get("content", "") for choices in chunks if choices)
+
+
+async def test_a_stream_has_a_piece_for_each_chunk(scene: Scene) -> None:
+    position = scene.say("a", "one")
+    position = scene.say("a", " two", first=position)
+    scene.end("a", said=position)
+    pieces = await Fold(scene, "a", stream=True).read()
+    assert [piece.last for piece in pieces] == [False, False, True]
+    assert [piece.index for piece in pieces] == [0, 1, 2]
+    first, second, last = (msgspec.json.decode(piece.value) for piece in pieces)
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": "one"}
+    assert second["choices"][0]["delta"] == {"content": " two"}
+    assert last["choices"][0]["finish_reason"] == "length"
+    assert {one["created"] for one in (first, second, last)} == {7}
+
+
+async def test_the_usage_chunk_is_last_where_it_is_asked_for(scene: Scene) -> None:
+    scene.end("a", said=scene.say("a", "one"), cached=4)
+    pieces = await Fold(scene, "a", stream=True, usage=True).read()
+    assert [piece.last for piece in pieces] == [False, False, True]
+    usage = msgspec.json.decode(pieces[-1].value)["usage"]
+    assert (usage["prompt_tokens"], usage["prompt_tokens_details"]) == (5, {"cached_tokens": 4})
+
+
+async def test_a_whole_answer_is_one_piece(scene: Scene) -> None:
+    position = scene.say("a", "one")
+    scene.end("a", said=scene.say("a", " two", first=position))
+    (piece,) = await Fold(scene, "a", stream=False).read()
+    assert (piece.index, piece.status, piece.last) == (0, 200, True)
+    assert msgspec.json.decode(piece.value)["choices"][0]["message"]["content"] == "one two"
+
+
+async def test_repetitions_on_the_slot_change_nothing(scene: Scene) -> None:
+    position = scene.say("a", "one two three")
+    scene.start_attempt("a", 2)
+    scene.say("a", "zombie", first=position)
+    position = scene.say("a", " four", first=position, attempt=2)
+    scene.end("a", attempt=2, said=position)
+    scene.end("a", attempt=2, said=position, owner=2)
+    once, often = Fold(scene, "a", stream=True), Fold(scene, "a", stream=True)
+    assert await once.read() == await often.read(times=3)
+    assert once.text() == "one two three four"
+
+
+async def test_an_answer_without_tokens_opens_and_closes(scene: Scene) -> None:
+    scene.end("a", said=0)
+    pieces = await Fold(scene, "a", stream=True).read()
+    assert [piece.last for piece in pieces] == [False, True]
+
+
+async def test_text_that_was_held_back_for_a_stop_string_comes_at_the_end(scene: Scene) -> None:
+    scene.end("a", said=scene.say("a", "one two"))
+    fold = Fold(scene, "a", stream=True, stop="two three")
+    await fold.read()
+    assert fold.text() == "one two"
+
+
+async def test_a_stop_string_ends_the_answer(scene: Scene) -> None:
+    position = scene.say("a", "one two three")
+    scene.end("a", said=scene.say("a", " four", first=position))
+    fold = Fold(scene, "a", stream=True, stop=" three")
+    pieces = await fold.read()
+    assert fold.text() == "one two"
+    assert fold.answer.stopped
+    assert pieces[-1].last
+    assert msgspec.json.decode(pieces[-1].value)["choices"][0]["finish_reason"] == "stop"
+
+
+async def test_a_refusal_is_one_piece_with_its_status(scene: Scene) -> None:
+    scene.refuse("a", 503, "no_workers")
+    (piece,) = await Fold(scene, "a", stream=True).read()
+    assert (piece.status, piece.last) == (503, True)
+    assert msgspec.json.decode(piece.value)["error"]["code"] == "no_workers"
+
+
+async def test_an_error_ends_a_stream_that_has_begun(scene: Scene) -> None:
+    scene.say("a", "one")
+    scene.refuse("a", 502, "worker_lost", attempt=1)
+    pieces = await Fold(scene, "a", stream=True).read()
+    assert [(piece.index, piece.status, piece.last) for piece in pieces] == [(0, 200, False), (1, 502, True)]
+
+
+async def test_missing_tokens_are_an_error(scene: Scene) -> None:
+    scene.say("a", "later", first=5)
+    (piece,) = await Fold(scene, "a", stream=False).read()
+    assert (piece.status, msgspec.json.decode(piece.value)["error"]["code"]) == (502, "tokens_missing")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_the_body_is_what_http_gives(scene: Scene, stream: bool) -> None:
+    options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+    post = scene.client.post("/v1/chat/completions", json={**CHAT, **options}, headers={"x-request-id": "same"})
+    asking = asyncio.ensure_future(post)
+    request = await scene.next_request()
+    scene.end("same", said=scene.say("same", "the very same"), cached=3)
+    body = (await asking).content
+    fold = Fold(scene, "same", stream=stream, usage=stream, prompt_tokens=request.prompt_tokens)
+    given = [msgspec.json.decode(piece.value) for piece in await fold.read()]
+    events = [line.removeprefix(b"data: ") for line in body.splitlines() if line]
+    expected = [msgspec.json.decode(event) for event in events if event != b"[DONE]"]
+    for one in (*given, *expected):
+        one["created"] = 0
+    assert given == expected
