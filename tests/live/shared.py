@@ -52,6 +52,10 @@ class SharedLog:
         await asyncio.sleep(0)
         return await self.log.read(topic, partition, offset, limit)
 
+    async def begin(self, topic: str, partition: int) -> int:
+        await asyncio.sleep(0)
+        return await self.log.begin(topic, partition)
+
     async def end(self, topic: str, partition: int) -> int:
         await asyncio.sleep(0)
         return await self.log.end(topic, partition)
