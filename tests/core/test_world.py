@@ -105,8 +105,9 @@ def test_ranks_are_candidates_and_the_pool_is_the_models() -> None:
 
 def test_who_cannot_be_served_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     drive = Driver()
-    assert only(drive("requests", request("r1")), RequestRejected).reason == "wrong_model"
+    assert only(drive("requests", request("r1")), RequestRejected).reason == "no_workers", "no pool is configured"
     drive.fleet()
+    assert only(drive("requests", request("r1", model="other")), RequestRejected).reason == "wrong_model"
     assert only(drive("requests", request("r2")), RequestRejected).reason == "no_workers"
     drive("fleet", joined("a"))
     assert only(drive("requests", request("r2")), RequestRouted).attempt == 1, "a refused id may come again"

@@ -8,7 +8,7 @@ from forebay.events.decisions import JournalRecord
 from forebay.events.topics import DECISIONS
 from forebay.replay.verify import Report, verify
 from forebay.transport.base import Draft, Log, Record, Tail, Wake
-from forebay.transport.recorded import journal
+from forebay.transport.recorded import Validity, journal
 from forebay.transport.sqlite_log import SqliteLog
 from tests.system import System, until
 
@@ -104,4 +104,4 @@ async def admit(system: System, workers: int) -> None:
 async def valid(log: SqliteLog, kind: type[Kind]) -> list[Kind]:
     """The valid journal records of a kind, oldest first."""
     end = log.next_offset(DECISIONS.name, 0)
-    return [record async for _, record in journal(log, 0, 0, end, -1) if isinstance(record, kind)]
+    return [record async for _, record in journal(log, 0, 0, end, Validity(-1)) if isinstance(record, kind)]

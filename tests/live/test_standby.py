@@ -156,7 +156,7 @@ class TornLog(SharedLog):
         return msgspec.structs.replace(record, value=b"?") if record.offset == 1 else record
 
 
-@pytest.mark.parametrize(("kind", "why"), [(LyingLog, "cannot be derived again"), (TornLog, "damaged")])
+@pytest.mark.parametrize(("kind", "why"), [(LyingLog, "cannot be derived again"), (TornLog, "cannot be derived again")])
 async def test_a_standby_that_cannot_follow_says_so_and_the_owner_starts_cold(
     log: SqliteLog, kind: type[SharedLog], why: str, caplog: pytest.LogCaptureFixture
 ) -> None:

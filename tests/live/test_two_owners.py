@@ -10,7 +10,7 @@ from forebay.events.decisions import Advanced, OwnerClaimed, RequestRouted, Snap
 from forebay.events.fleet import OwnershipAnnounced, WorkerLost
 from forebay.events.snapshots import SnapshotChunk
 from forebay.events.tokens import TokensEmitted
-from forebay.events.topics import DECISIONS, FLEET, SNAPSHOTS, TOKENS, work_topic
+from forebay.events.topics import DEAD_LETTERS, DECISIONS, FLEET, SNAPSHOTS, TOKENS, work_topic
 from forebay.events.work import WorkItem
 from forebay.live import owner as owner_module
 from forebay.live.metrics import OwnerMetrics
@@ -311,3 +311,31 @@ async def _send_one_by_one(system: System) -> None:
     for number, name in enumerate(NAMES):
         system.send(submitted(name, [*PREFIX, number, number, number, number]))
         await until_ended(system, name)
+
+
+async def test_a_foreign_record_in_the_journal_stops_nobody(log: SqliteLog) -> None:
+    async with System(log).started(workers=2) as system:
+        for life in range(2):
+            async with system.owned() as owner:
+                await until(lambda: len(owner.world.fleet) == 2)
+                await log.append([Draft(DECISIONS.name, 0, b"\x00not a journal record")])
+                system.send(submitted(f"r{life}", [*range(12)]))
+                await until_ended(system, f"r{life}")
+                assert owner.journal.foreign == 1
+    report = await proven(log)
+    assert (report.verified, report.foreign, report.claims) == (2, 2, 2)
+
+
+async def test_a_request_of_another_group_is_answered_and_kept_as_a_dead_letter(log: SqliteLog) -> None:
+    async with System(log).started(workers=1) as system, system.owned() as owner:
+        await until(lambda: len(owner.world.fleet) == 1)
+        system.send(submitted("lost", [*range(12)], model="elsewhere"))
+        system.send(submitted("ours", [*range(12)]))
+        await until_ended(system, "ours")
+        (ended,) = system.ends()["lost"]
+        assert ended.error is not None
+        assert (ended.error.status, ended.error.code) == (404, "model_not_found")
+        (letter,) = log.records(DEAD_LETTERS.name, 0, 0, 10)
+        assert letter.headers is not None
+        assert "elsewhere does not live in this partition" in letter.headers["reason"]
+        assert owner.letters == 1

@@ -94,6 +94,8 @@ def _partition(settings: KafkaSettings, placed: dict[str, int], group: str) -> i
 def _show(report: Report) -> None:
     typer.echo(f"decisions  {report.decisions}, verified {report.verified}")
     typer.echo(f"journal    {report.records} records, {report.claims} owners, {report.snapshots} snapshots")
+    if report.void or report.foreign:
+        typer.echo(f"passed     {report.void} void records, {report.foreign} foreign ones")
     if report.start:
         typer.echo(f"from       the snapshot at journal offset {report.start}: what came before is gone")
     typer.echo(f"events     {report.events}")

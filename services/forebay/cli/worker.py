@@ -121,11 +121,14 @@ async def _run(cluster: Cluster, spec: WorkerSpec, engine: MockEngine, lease_ttl
 
 async def _placed(directory: Directory, leases: Leases, group: str) -> int:
     """The partition of the group, asked for until a router has given it one."""
+    asked = True
     while (partition := directory.partition_of(group)) is None:
         try:
             await asyncio.to_thread(leases.ask, group, ASK_TTL_MS)
         except LeaseError as error:
-            logger.warning("the group %s cannot be asked for, trying again: %s", group, error)
+            if asked:
+                logger.warning("the group %s cannot be asked for, trying again: %s", group, error)
+            asked = False
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(ASK_TTL_MS / 3000):
                 await directory.placed(group)

@@ -106,6 +106,8 @@ def _submit(world: World, event: RequestSubmitted, offset: int) -> list[Decided]
         message = f"the request id {event.request_id} was used before, for another request"
         return [_reject(world, event, "duplicate_id", message)]
     pool = world.pool_of(event.model)
+    if not world.pools:
+        return [_reject(world, event, "no_workers", "no worker has joined yet")]
     if pool is None:
         return [_reject(world, event, "wrong_model", f"no pool serves the model {event.model}")]
     if len(requests) >= UNDER_WAY_MAX:

@@ -29,6 +29,7 @@ class Journal:
         end: the offset after the last valid record of this owner.
         written: records of this owner, its claim aside.
         void: records of earlier owners that stood between them.
+        foreign: records that are no journal records, and stood between them.
     """
 
     def __init__(self, log: Log, partition: int) -> None:
@@ -39,6 +40,7 @@ class Journal:
         self.end = 0
         self.written = 0
         self.void = 0
+        self.foreign = 0
 
     async def claim(self, claimed: OwnerClaimed) -> None:
         """From here on this owner decides. Raises LogError."""
@@ -72,11 +74,15 @@ class Journal:
             seen += 1
             if record.offset in ours:
                 continue
-            if isinstance(decode_journal(record), OwnerClaimed):
+            decision = decode_journal(record)
+            if isinstance(decision, OwnerClaimed):
                 self.surrender(
                     f"the journal has another claim at offset {record.offset}, this owner's is at {self.epoch}"
                 )
-            self.void += 1
+            if decision is None:
+                self.foreign += 1
+            else:
+                self.void += 1
         if seen < offsets[-1] + 1 - self.end:
             raise LogError(f"the journal ends before offset {offsets[-1]}, where this owner's record was acknowledged")
 

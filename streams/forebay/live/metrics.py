@@ -29,6 +29,14 @@ class OwnerMetrics(Collector):
         void = CounterMetricFamily("forebay_owner_void_records", "void records met in the journal", labels=["model"])
         void.add_metric([self._model], self._owner.journal.void)
         yield void
+        foreign = CounterMetricFamily(
+            "forebay_owner_foreign_records", "records met in the journal that no owner wrote", labels=["model"]
+        )
+        foreign.add_metric([self._model], self._owner.journal.foreign)
+        yield foreign
+        letters = CounterMetricFamily("forebay_owner_dead_letters", "records that were refused", labels=["model"])
+        letters.add_metric([self._model], self._owner.letters)
+        yield letters
         ahead = GaugeMetricFamily("forebay_owner_clock_ahead_seconds", "the log's clock at start", labels=["model"])
         ahead.add_metric([self._model], self._owner.clock_ahead_us / 1e6)
         yield ahead

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from forebay.core.lifecycle import Request
 from forebay.core.step import CONSUMED_RUNS_MAX, Decided, InputEvent, advance, open_run, step
 from forebay.core.world import CORE_VERSION, World
 from forebay.events.base import Event
@@ -25,8 +24,9 @@ from forebay.events.decisions import JournalRecord, OwnerClaimed, RequestRouted,
 from forebay.events.fleet import OwnershipAnnounced
 from forebay.events.requests import RequestSubmitted
 from forebay.events.snapshots import Chunk, SnapshotChunk
-from forebay.events.topics import CONTROL, DEAD_LETTERS, FLEET, INPUTS, REQUESTS, SNAPSHOTS, Topic
+from forebay.events.topics import CONTROL, DEAD_LETTERS, FLEET, INPUTS, SNAPSHOTS, Topic
 from forebay.live.admission import Admission, PoolsByLease
+from forebay.live.asked import AskedReader
 from forebay.live.clock import RunClock, steady_clock
 from forebay.live.effects import answers, work_again, work_item
 from forebay.live.journal import Journal, OwnershipLost
@@ -81,6 +81,7 @@ class Owner:
         self._leases = leases
         self._settings = settings
         self._clock = RunClock(clock_us or steady_clock())
+        self._asked = AskedReader(log, settings.partition)
         self._wake = asyncio.Event()
         self._tails: dict[str, Tail] = {}
         self._since_snapshot = 0
@@ -88,6 +89,7 @@ class Owner:
         self.world = World()
         self.journal = Journal(log, settings.partition)
         self.admission: Admission | None = None
+        self.letters = 0
 
     @property
     def clock_ahead_us(self) -> int:
@@ -230,12 +232,19 @@ class Owner:
         try:
             event: InputEvent = decode(topic, record.value)
         except DecodeError as error:
-            source = {"topic": topic.name, "partition": str(record.partition), "offset": str(record.offset)}
-            headers = {**(record.headers or {}), "reason": str(error), **source}
-            letters.append(Draft(DEAD_LETTERS.name, self._settings.partition, record.value, record.key, headers))
             logger.warning("a record does not decode and goes to %s: %s", DEAD_LETTERS.name, error)
+            letters.append(self._letter(record, str(error)))
             return None
+        if isinstance(event, RequestSubmitted) and event.model != self._settings.group:
+            # Its client is answered by the core; who sent it here should know too.
+            letters.append(self._letter(record, f"the group {event.model} does not live in this partition"))
         return event
+
+    def _letter(self, record: Record, reason: str) -> Draft:
+        self.letters += 1
+        source = {"topic": record.topic, "partition": str(record.partition), "offset": str(record.offset)}
+        headers = {**(record.headers or {}), "reason": reason, **source}
+        return Draft(DEAD_LETTERS.name, self._settings.partition, record.value, record.key, headers)
 
     async def _journal(self, records: Sequence[JournalRecord]) -> None:
         await self.journal.append(records)
@@ -245,21 +254,17 @@ class Owner:
         drafts: list[Draft] = []
         for decision in decided:
             if isinstance(decision, RequestRouted):
-                asked = submitted.get(decision.request_id) or await self._submitted(decision)
+                asked = submitted.get(decision.request_id) or await self._read_back(decision)
                 drafts.append(work_item(decision, asked))
             else:
                 drafts += answers(decision)
+        self._asked.forget()
         self._log.append_soon(drafts)
 
-    async def _submitted(self, decision: RequestRouted) -> RequestSubmitted:
+    async def _read_back(self, decision: RequestRouted) -> RequestSubmitted:
         request = self.world.requests.get(decision.request_id)
         assert request is not None, "a routed request is under way"
-        return await self._read_submitted(request)
-
-    async def _read_submitted(self, request: Request) -> RequestSubmitted:
-        (record,) = await self._log.read(REQUESTS.name, self._settings.partition, request.offset, 1)
-        event: RequestSubmitted = decode(REQUESTS, record.value)
-        return event
+        return await self._asked.at(request.offset)
 
     async def _finish_interrupted(self, recovered: Standby) -> None:
         """Journal what the last owner decided and could not write, and send again what may be unanswered.
@@ -279,7 +284,8 @@ class Owner:
             worker = self.world.fleet.get(request.worker_id)
             if request.on_worker and worker is not None:
                 owner_epoch = self.world.owner_epoch
-                drafts.append(work_again(request, worker.slot, owner_epoch, await self._read_submitted(request)))
+                drafts.append(work_again(request, worker.slot, owner_epoch, await self._asked.at(request.offset)))
+        self._asked.forget()
         self._log.append_soon(drafts)
 
     def _start_clock(self) -> None:
@@ -318,6 +324,7 @@ class Owner:
     async def _poll_leases(self) -> None:
         group = self._settings.group
         assert self.admission is not None
+        readable = True
         while True:
             try:
                 leases = await asyncio.to_thread(self._leases.poll, group)
@@ -325,9 +332,12 @@ class Owner:
                 ended: list[Lease] = await self.admission.update(leases, self.world.pools, applied)
                 for lease in ended:
                     await asyncio.to_thread(self._leases.forget, group, lease.worker_id, lease.token)
+                readable = True
             except LeaseError as error:
                 # Who cannot be asked about is not lost: the fleet stays as it is.
-                logger.warning("the leases cannot be read, trying again: %s", error)
+                if readable:
+                    logger.warning("the leases cannot be read, trying again: %s", error)
+                readable = False
             await asyncio.sleep(self._settings.poll_s)
 
     def _any_ready(self) -> bool:

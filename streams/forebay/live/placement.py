@@ -29,6 +29,7 @@ class Placement:
         self._directory = directory
         self._partitions = partitions
         self._told: set[str] = set()
+        self._readable = True
         self.refused = 0
 
     async def update(self) -> None:
@@ -36,8 +37,11 @@ class Placement:
         try:
             groups = await asyncio.to_thread(self._leases.groups)
         except LeaseError as error:
-            logger.warning("the groups that have leases cannot be read, trying again: %s", error)
+            if self._readable:
+                logger.warning("the groups that have leases cannot be read, trying again: %s", error)
+            self._readable = False
             return
+        self._readable = True
         for group in groups:
             if self._directory.partition_of(group) is not None:
                 continue

@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 # Effects follow their journal records within a turn, so only the newest can be missing; a turn makes fewer.
 UNSURE_MAX = 1_024
+GATHER_S = 0.05  # each pass reads every input topic once: pages, not single records
 BATCH_RECORDS = 64  # followed before others on the event loop get their turn
 PROGRESS_EVERY = 20_000  # journal records between two lines about a long gap
 
@@ -104,6 +105,7 @@ class Standby:
                     while records := tail.take(BATCH_RECORDS):
                         await self._follow(records, self._order, end)
                     await self._wake.wait()
+                    await asyncio.sleep(GATHER_S)
             finally:
                 tail.close()
         except LogError as error:
@@ -125,7 +127,7 @@ class Standby:
     async def _follow(self, records: Sequence[Record], order: RecordedOrder, end: int) -> None:
         for record in records:
             decision = decode_journal(record)
-            if self._validity.admits(record.offset, decision):
+            if self._validity.admits(decision, record.offset):
                 events = await order.events_of(decision.consumed)
                 # Nothing is awaited between this change and the position that includes it: see `Standby`.
                 divergence = self.followed.apply(record.offset, decision, events)

@@ -24,7 +24,7 @@ from forebay.events.decisions import (
 )
 from forebay.events.topics import DECISIONS, INPUTS, SNAPSHOTS
 from forebay.transport.base import Log, LogError
-from forebay.transport.recorded import RecordedOrder, decode_journal, journal, journal_records, load_snapshot
+from forebay.transport.recorded import RecordedOrder, Validity, decode_journal, journal, journal_records, load_snapshot
 
 PROGRESS_EVERY = 1_000  # journal records between two reports of progress
 
@@ -39,6 +39,8 @@ class Report(msgspec.Struct, kw_only=True):
         records: all valid journal records, `events` the input events applied on the way.
         claims: owners, one for each start or take-over.
         snapshots: snapshots whose chunks give the state sealed in the journal.
+        void: records of owners that had lost the group, which count for nothing.
+        foreign: records of the journal that no owner wrote.
         digest: 64 bits over every verified journal record in order.
         state: digest of the world at the end.
         divergence: the first record that the events do not lead to; None when there is none.
@@ -51,6 +53,8 @@ class Report(msgspec.Struct, kw_only=True):
     events: int = 0
     claims: int = 0
     snapshots: int = 0
+    void: int = 0
+    foreign: int = 0
     digest: str = ""
     state: str = ""
     divergence: dict[str, Any] | None = None
@@ -68,7 +72,8 @@ async def verify(log: Log, partition: int = 0, progress: Callable[[int, int], No
     hasher = xxh3_64()
     followed = Rederivation(world)
     order = RecordedOrder(log, partition, world.view)
-    async for offset, record in journal(log, partition, start, end, world.owner_epoch):
+    validity = Validity(world.owner_epoch)
+    async for offset, record in journal(log, partition, start, end, validity):
         is_decision = isinstance(record, RequestRouted | RequestRejected | RequestAborted)
         report.decisions += is_decision
         report.events += sum(run.count for run in record.consumed)
@@ -85,6 +90,7 @@ async def verify(log: Log, partition: int = 0, progress: Callable[[int, int], No
         hasher.update(encode(DECISIONS, record))
         if progress is not None and report.records % PROGRESS_EVERY == 0:
             progress(offset + 1, end)
+    report.void, report.foreign = validity.void, validity.foreign
     report.digest = hex_digest(hasher.intdigest())
     report.state = hex_digest(followed.world.digest())
     return report

@@ -38,6 +38,8 @@ DAY_MS = 24 * HOUR_MS
 # Of one partition number each: a group's facts and decisions lie side by side.
 CONTROL_TOPICS = (REQUESTS, KV_EVENTS, METRICS, PROGRESS, FLEET, CONTROL, DECISIONS, SNAPSHOTS, DEAD_LETTERS)
 RETENTION_MS = {
+    # The first placement of a group stands, so it must stay; compaction would keep the last one.
+    GROUPS.name: -1,
     # What a snapshot stands for may go; the snapshots outlive it, so that a slice can still be replayed.
     SNAPSHOTS.name: 8 * DAY_MS,
     TOKENS.name: DAY_MS,
@@ -196,10 +198,7 @@ def unreachable(settings: KafkaSettings, error: Exception) -> KafkaUnusable:
 
 def _config(topic: Topic) -> dict[str, str]:
     config: dict[str, Any] = {"max.message.bytes": RECORD_BYTES_MAX + HEADROOM_BYTES}
-    if topic is GROUPS:
-        config["cleanup.policy"] = "compact"
-    else:
-        retention = WORK_RETENTION_MS if topic.name.startswith(work_topic("").name) else RETENTION_DEFAULT_MS
-        config["cleanup.policy"] = "delete"
-        config["retention.ms"] = RETENTION_MS.get(topic.name, retention)
+    retention = WORK_RETENTION_MS if topic.name.startswith(work_topic("").name) else RETENTION_DEFAULT_MS
+    config["cleanup.policy"] = "delete"
+    config["retention.ms"] = RETENTION_MS.get(topic.name, retention)
     return {name: str(value) for name, value in config.items()}

@@ -4,8 +4,10 @@ Readers of a journal skip void records: those of an owner epoch that a later cla
 state while it waits, so whoever follows a live journal may be cancelled at any time and go on later.
 """
 
+import logging
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Mapping
+from typing import TypeGuard
 
 import msgspec
 
@@ -18,6 +20,8 @@ from forebay.events.decisions import JournalRecord, OwnerClaimed, Run, SnapshotT
 from forebay.events.snapshots import Chunk, SnapshotChunk, WorldState
 from forebay.events.topics import DECISIONS, SNAPSHOTS, Topic, topic_named
 from forebay.transport.base import Log, LogError, Record
+
+logger = logging.getLogger(__name__)
 
 PAGE_RECORDS = 512  # read at once: bounds memory whatever the length of the log
 CHUNKS_READ = 8  # snapshot chunks read at once, of at most 1 MiB each
@@ -88,25 +92,34 @@ def decode_or_none(topic: Topic, value: bytes) -> InputEvent | None:
     return event
 
 
-def decode_journal(record: Record) -> JournalRecord:
-    """The journal record in `record`. Raises LogError: only owners write there, so it is damaged or newer."""
+def decode_journal(record: Record) -> JournalRecord | None:
+    """The journal record in `record`; None for one that is none, which somebody else wrote there.
+
+    Passing over a damaged or newer record of an owner is no danger: the `seq` after it gives it away.
+    """
     try:
         decision: JournalRecord = decode(DECISIONS, record.value)
     except DecodeError as error:
-        text = f"journal record {record.offset} is damaged or newer than this version: {error}"
-        raise LogError(text) from error
+        logger.warning(
+            "record %d of %s/%d is no journal record: %s", record.offset, record.topic, record.partition, error
+        )
+        return None
     return decision
 
 
 class Validity:
-    """Tells valid journal records from void ones, from an offset on; `epoch` is the owner epoch there."""
+    """Tells valid journal records from void and foreign ones, from an offset on; `epoch` is the owner epoch there."""
 
     def __init__(self, epoch: int) -> None:
         self.epoch = epoch
         self.void = 0
+        self.foreign = 0
 
-    def admits(self, offset: int, decision: JournalRecord) -> bool:
+    def admits(self, decision: JournalRecord | None, offset: int) -> TypeGuard[JournalRecord]:
         """Whether the next record in the journal is valid. Raises LogError for one of an owner that never claimed."""
+        if decision is None:
+            self.foreign += 1
+            return False
         if isinstance(decision, OwnerClaimed):
             self.epoch = offset
         elif decision.owner_epoch < self.epoch:
@@ -120,16 +133,15 @@ class Validity:
 
 
 async def journal(
-    log: Log, partition: int, start: int, end: int, epoch: int
+    log: Log, partition: int, start: int, end: int, validity: Validity
 ) -> AsyncIterator[tuple[int, JournalRecord]]:
-    """The valid journal records in [start, end) with their offsets; `epoch` is the owner epoch at `start`.
+    """The valid journal records in [start, end) with their offsets, as `validity` tells them from others.
 
-    Raises LogError for a record that does not decode or whose claim is missing.
+    Raises LogError for a record whose claim is missing.
     """
-    validity = Validity(epoch)
     async for record in journal_records(log, partition, start, end):
         decision = decode_journal(record)
-        if validity.admits(record.offset, decision):
+        if validity.admits(decision, record.offset):
             yield record.offset, decision
 
 
@@ -179,7 +191,7 @@ async def recorded_view(log: Log, partition: int) -> dict[str, int]:
         state = next(part for part in first if isinstance(part, WorldState))
         view.update({run.topic: run.count for run in state.view})
         start, epoch = taken.journal_offset, state.owner_epoch
-    async for _, record in journal(log, partition, start, end, epoch):
+    async for _, record in journal(log, partition, start, end, Validity(epoch)):
         for run in record.consumed:
             view[run.topic] += run.count
     del view[CLOCK]
