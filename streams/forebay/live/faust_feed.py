@@ -1,7 +1,9 @@
 """From Faust's streams to the tails that an owner reads: in order, without gaps, from any offset on.
 
-Faust decides where its consumer begins: at the offsets committed to the group, which are a hint, or at the
-end. So a tail reads what lies before from the log itself, and takes over from Faust where the two meet.
+Faust decides where its consumer begins: at the offsets committed to the group, which are a hint, or at what is the
+end when its first fetch is sent. So a tail reads what lies before from the log itself, and takes over from Faust where
+the two meet. What Faust passed over, or does not bring, shows in the end of the partition: a tail that stands still
+looks there, and reads on by itself.
 """
 
 import asyncio
@@ -15,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 PAGE_RECORDS = 500
 BUFFER_RECORDS_MAX = 20_000  # a tail that is further behind reads the log instead
-RETRY_S = 0.5
+STILL_S = 0.5  # a tail that took nothing for this long looks at the end of its partition
 
 
 class FedTail:
@@ -32,6 +34,7 @@ class FedTail:
         self._failure: LogError | None = None
         self._filling: asyncio.Task[None] | None = None
         self._fill()
+        self._watching = asyncio.create_task(self._watch(), name=f"watch {topic}/{partition}")
 
     def __len__(self) -> int:
         return len(self._buffer) or (self._failure is not None)
@@ -49,6 +52,7 @@ class FedTail:
     def close(self) -> None:
         """Stop following."""
         self._feed.leave(self._place, self)
+        self._watching.cancel()
         if self._filling is not None:
             self._filling.cancel()
 
@@ -65,6 +69,23 @@ class FedTail:
     def _fill(self) -> None:
         if self._filling is None and self._failure is None:
             self._filling = asyncio.create_task(self._read_up(), name=f"read up {self._place[0]}/{self._place[1]}")
+
+    async def _watch(self) -> None:
+        log, (topic, partition) = self._log, self._place
+        before = -1
+        while self._failure is None:
+            await asyncio.sleep(STILL_S)
+            if self.position != before or self._filling is not None:
+                before = self.position
+                continue
+            try:
+                end = await log.end(topic, partition)
+            except LogError as error:
+                logger.warning("%s/%d: %s", topic, partition, error)
+                continue
+            if end > self.position == before:
+                logger.info("%s/%d is read from offset %d by itself: Faust brings nothing", topic, partition, before)
+                self._fill()
 
     async def _read_up(self) -> None:
         log, (topic, partition) = self._log, self._place
