@@ -167,7 +167,7 @@ async def _producer(settings: KafkaSettings) -> AsyncIterator[AIOKafkaProducer]:
         acks="all",
         enable_idempotence=True,
         linger_ms=LINGER_MS,
-        compression_type="lz4",
+        compression_type="snappy",
         max_request_size=RECORD_BYTES_MAX,
     )
     await producer.start()

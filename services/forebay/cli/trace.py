@@ -4,6 +4,7 @@ import asyncio
 import json as jsonlib
 import statistics
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,7 @@ from forebay.cli.workload import Row, TraceUnusable, rows
 
 UNDER_WAY_MAX = 4_000  # a system that falls behind holds the trace up here, instead of running out of sockets
 TIMEOUT_S = 900.0
+URL = "http://127.0.0.1:8000"
 
 
 @dataclass(slots=True)
@@ -38,16 +40,21 @@ class Outcome:
     computed: dict[str, int] = field(default_factory=dict)
     requests: dict[str, int] = field(default_factory=dict)
     failures: dict[str, int] = field(default_factory=dict)
+    ends: dict[str, int] = field(default_factory=dict)  # of whole answers, by the request id that they name
 
 
 def trace(
     file: Annotated[Path, typer.Argument(help="JSON lines: timestamp, input_length, output_length, hash_ids.")],
     speed: Annotated[float, typer.Option(min=0.001, help="How much faster than recorded.")] = 1.0,
-    url: Annotated[str, typer.Option(help="The running system.")] = "http://127.0.0.1:8000",
+    url: Annotated[
+        list[str] | None,
+        typer.Option(help="The running system; given several times, requests take turns.", show_default=URL),
+    ] = None,
     duration_s: Annotated[float | None, typer.Option(min=0.001, help="Only the first seconds of the trace.")] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Play a Mooncake-format trace into a running system; exit 1 unless every request was answered."""
+    urls = [one.rstrip("/") for one in url or [URL]]
     try:
         todo = list(rows(file, duration_s))
     except TraceUnusable as error:
@@ -60,23 +67,26 @@ def trace(
     ):
         task = progress.add_task("answered", total=len(todo))
         try:
-            outcome, workers = runner.run(_play(todo, speed, url.rstrip("/"), lambda: progress.advance(task)))
+            outcome, workers = runner.run(_play(todo, speed, urls, lambda: progress.advance(task)))
         except httpx.TransportError as error:
-            fail(f"{url} does not answer ({error!r}); start a system with `forebay up`")
+            fail(f"{' or '.join(urls)} does not answer ({error!r}); start a system with `forebay up`")
     summary = summarise(outcome, workers)
     if json:
         typer.echo(jsonlib.dumps(summary))
     else:
         _show(summary)
-    if summary["failed"]:
+    if summary["failed"] or summary["answered_again"]:
         raise typer.Exit(1)
 
 
-async def _play(todo: list[Row], speed: float, url: str, answered: Callable[[], None]) -> tuple[Outcome, list[str]]:
+async def _play(
+    todo: list[Row], speed: float, urls: list[str], answered: Callable[[], None]
+) -> tuple[Outcome, list[str]]:
     outcome = Outcome()
     limits = httpx.Limits(max_connections=UNDER_WAY_MAX, max_keepalive_connections=256)
-    async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, limits=limits) as client:
-        model = (await client.get("/v1/models")).raise_for_status().json()["data"][0]["id"]
+    run = uuid.uuid4().hex
+    async with httpx.AsyncClient(timeout=TIMEOUT_S, limits=limits) as client:
+        model = (await client.get(f"{urls[0]}/v1/models")).raise_for_status().json()["data"][0]["id"]
         room = asyncio.Semaphore(UNDER_WAY_MAX)
         began_s = time.monotonic()
 
@@ -85,20 +95,32 @@ async def _play(todo: list[Row], speed: float, url: str, answered: Callable[[], 
             answered()
 
         async with asyncio.TaskGroup() as group:
-            for row in todo:
+            for number, row in enumerate(todo):
                 await room.acquire()
                 due_s = began_s + row.timestamp / 1000 / speed
                 await asyncio.sleep(max(0.0, due_s - time.monotonic()))
-                request = group.create_task(_ask(client, model, row, outcome))
+                asked = _Asked(urls[number % len(urls)], model, f"trace-{run}-{number}", row)
+                request = group.create_task(_ask(client, asked, outcome))
                 request.add_done_callback(on_done)
-        workers = _workers((await client.get("/metrics")).text)
-    return outcome, workers
+        workers = {worker for url in urls for worker in _workers((await client.get(f"{url}/metrics")).text)}
+    return outcome, sorted(workers)
 
 
-async def _ask(client: httpx.AsyncClient, model: str, row: Row, outcome: Outcome) -> None:
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A request, and whom it is put to."""
+
+    url: str
+    model: str
+    request_id: str
+    row: Row
+
+
+async def _ask(client: httpx.AsyncClient, asked: _Asked, outcome: Outcome) -> None:
+    row = asked.row
     body = msgspec.json.encode(
         {
-            "model": model,
+            "model": asked.model,
             "prompt": row.prompt(),
             "max_tokens": row.output_length,
             "ignore_eos": True,
@@ -107,21 +129,21 @@ async def _ask(client: httpx.AsyncClient, model: str, row: Row, outcome: Outcome
         }
     )
     try:
-        problem = await _listen(client, body, row, outcome)
+        problem = await _listen(client, body, asked, outcome)
     except httpx.HTTPError as error:
         problem = repr(error)
     if problem:
         outcome.failures[problem] = outcome.failures.get(problem, 0) + 1
 
 
-async def _listen(client: httpx.AsyncClient, body: bytes, row: Row, outcome: Outcome) -> str:
+async def _listen(client: httpx.AsyncClient, body: bytes, asked: _Asked, outcome: Outcome) -> str:
     """Ask, follow the stream and note how it went; what went wrong, empty for nothing."""
     sent_s = time.perf_counter()
     first_s = last_s = 0.0
     usage: dict[str, Any] | None = None
     done = False
-    headers = {"content-type": "application/json"}
-    async with client.stream("POST", "/v1/completions", content=body, headers=headers) as response:
+    headers = {"content-type": "application/json", "x-request-id": asked.request_id}
+    async with client.stream("POST", f"{asked.url}/v1/completions", content=body, headers=headers) as response:
         if response.status_code != httpx.codes.OK:
             return f"{response.status_code} {(await response.aread())[:200]!r}"
         worker = response.headers.get("x-forebay-worker", "")
@@ -135,9 +157,12 @@ async def _listen(client: httpx.AsyncClient, body: bytes, row: Row, outcome: Out
             elif '"error"' in line and '"choices"' not in line:
                 return line[:200]
             elif '"usage"' in line:
-                usage = jsonlib.loads(line.removeprefix("data: ")).get("usage")
+                chunk = jsonlib.loads(line.removeprefix("data: "))
+                usage = chunk.get("usage")
+                outcome.ends[chunk["id"]] = outcome.ends.get(chunk["id"], 0) + 1
     if not done or usage is None:
         return "the stream ended early"
+    row = asked.row
     if usage["completion_tokens"] != row.output_length:
         return f"{usage['completion_tokens']} tokens in place of {row.output_length}"
     cached = usage["prompt_tokens_details"]["cached_tokens"]
@@ -173,6 +198,8 @@ def summarise(outcome: Outcome, workers: list[str]) -> dict[str, Any]:
         "requests": len(outcome.e2e_ms),
         "failed": sum(outcome.failures.values()),
         "failures": outcome.failures,
+        "answered_once": sum(count == 1 for count in outcome.ends.values()),
+        "answered_again": sum(count > 1 for count in outcome.ends.values()),
         "prefix_reuse": outcome.cached_tokens / outcome.prompt_tokens if outcome.prompt_tokens else 0.0,
         "load_max_over_mean": max(computed.values()) / mean if mean else 0.0,
         "prompt_tokens": outcome.prompt_tokens,

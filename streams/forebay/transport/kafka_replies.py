@@ -57,7 +57,7 @@ class KafkaReplies:
         """Connect. Raises KafkaUnusable."""
         options = self._settings.client_options()
         self._admin = AIOKafkaAdminClient(**options)
-        common = {"acks": "all", "compression_type": "lz4", "max_batch_size": BATCH_BYTES_MAX}
+        common = {"acks": "all", "compression_type": "snappy", "max_batch_size": BATCH_BYTES_MAX}
         common |= {"max_request_size": RECORD_BYTES_MAX + HEADROOM_BYTES}
         self._producer = AIOKafkaProducer(
             **{**options, **common, "request_timeout_ms": DELIVERY_MS}, enable_idempotence=True
