@@ -1,9 +1,9 @@
-"""`python -m tests.benchmarks index|http [options]`: measures and prints; nothing is asserted."""
+"""`python -m tests.benchmarks index|http|owner|kafka|door [options]`: measures and prints; nothing is asserted."""
 
 import importlib
 import sys
 
-BENCHMARKS = {"index": "tests.benchmarks.bench_index", "http": "tests.benchmarks.bench_http"}
+BENCHMARKS = {name: f"tests.benchmarks.bench_{name}" for name in ("index", "http", "owner", "kafka", "door")}
 
 
 def main() -> None:

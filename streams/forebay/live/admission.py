@@ -25,7 +25,7 @@ from forebay.events.fleet import (
     WorkerSuspect,
 )
 from forebay.events.topics import CONTROL, FLEET, work_topic
-from forebay.transport.base import Draft, Lease, Log
+from forebay.transport.base import Draft, Lease, Log, LogError
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +84,7 @@ class Admission:
             for worker in fleet.workers()
         }
         self._refused: dict[str, str] = {}
+        self._nowhere: set[str] = set()
         self.refused: Counter[str] = Counter()
 
     async def update(self, leases: list[Lease], pools: dict[str, PoolConfigured], applied: int) -> list[Lease]:
@@ -160,13 +161,22 @@ class Admission:
         if slot is None:
             self._refuse(lease, "slots", f"all {self._slots_max} slots of the pool {spec.pool} are taken")
             return
+        if lease.token in self._nowhere:
+            return
+        try:
+            from_offset = await self._log.end(work_topic(spec.pool).name, slot)
+        except LogError as error:
+            # A lease can name what it likes; asking again at every poll would hold up everybody else's.
+            self._nowhere.add(lease.token)
+            self._refuse(lease, "work_topic", f"slot {slot} of its pool cannot be used: {error}")
+            return
         joined = WorkerJoined(
             owner_epoch=self._owner_epoch,
             at_us=_now_us(),
             spec=spec,
             lease=lease.token,
             slot=slot,
-            from_offset=await self._log.end(work_topic(spec.pool).name, slot),
+            from_offset=from_offset,
         )
         offset = await self._write(joined)
         self._members[lease.worker_id] = _Member(lease.token, offset, slot, spec.pool, suspect=False)

@@ -211,7 +211,12 @@ class Owner:
         while len(tail):
             now_us = self._clock.now_us()
             made = open_run(world, now_us)
+            run_ends_ns = time.monotonic_ns() + RUN_US_MAX * 1000
             for record in tail.take(RUN_SLICE):
+                if time.monotonic_ns() > run_ends_ns:
+                    now_us = self._clock.now_us()
+                    made += open_run(world, now_us)
+                    run_ends_ns = time.monotonic_ns() + RUN_US_MAX * 1000
                 event = self._decode(topic, record, letters)
                 if isinstance(event, RequestSubmitted):
                     submitted[event.request_id] = event

@@ -1,4 +1,4 @@
-"""`Log` on Kafka or Redpanda: one producer, one consumer for all tails, one for reads.
+"""`Log` on Kafka or Redpanda: a producer, one for journals, a consumer for all tails, one for reads.
 
 Delivery is at least once and in order within a partition; the producer is idempotent, so a retry of the
 client does not write twice. A batch that could not be delivered in `DELIVERY_MS` ends the log: whoever wrote
@@ -13,6 +13,7 @@ from typing import Self
 from aiokafka import AIOKafkaProducer
 from aiokafka.errors import KafkaError
 
+from forebay.events.topics import DECISIONS
 from forebay.transport.base import Draft, LogError, Record, Wake
 from forebay.transport.kafka_reader import KafkaReader
 from forebay.transport.kafka_settings import KafkaSettings
@@ -34,8 +35,9 @@ class KafkaLog:
         self.failure: LogError | None = None
         self.on_failure: Callable[[LogError], None] | None = None
         self.on_hop: Callable[[str, float], None] | None = None
-        self._producer = producer
-        self._writer = KafkaWriter(producer, settings.topic, self._fail)
+        self._producers = [producer]
+        self._starting = asyncio.Lock()
+        self._writer = KafkaWriter(self._producer_of, settings.topic, self._fail)
         self._tails = KafkaTails(settings, self._hop)
         self._reader = KafkaReader(settings)
         self._closed = False
@@ -43,23 +45,9 @@ class KafkaLog:
     @classmethod
     async def open(cls, settings: KafkaSettings) -> Self:
         """Connect. Raises KafkaUnusable when there is no broker or it does not let us in."""
-        options = settings.client_options()
-        options["request_timeout_ms"] = DELIVERY_MS
-        producer = AIOKafkaProducer(
-            **options,
-            enable_idempotence=True,
-            acks="all",
-            linger_ms=0,
-            compression_type="snappy",  # aiokafka's lz4 is the slow, high compression one: 15 times the CPU
-            max_batch_size=BATCH_BYTES_MAX,
-            max_request_size=RECORD_BYTES_MAX + HEADROOM_BYTES,
-            metadata_max_age_ms=METADATA_MS,
-        )
         try:
-            async with asyncio.timeout(DELIVERY_MS / 1000):
-                await producer.start()
+            producer = await _started(settings)
         except (KafkaError, OSError, TimeoutError) as error:
-            await producer.stop()
             raise unreachable(settings, error) from error
         return cls(settings, producer)
 
@@ -116,7 +104,17 @@ class KafkaLog:
         self._writer.cancel()
         await self._tails.close()
         await self._reader.close()
-        await self._producer.stop()
+        for producer in self._producers:
+            await producer.stop()
+
+    async def _producer_of(self, topic: str) -> AIOKafkaProducer:
+        """A producer has one request in flight; journals have their own, so that no decision waits behind work."""
+        if topic != DECISIONS.name:
+            return self._producers[0]
+        async with self._starting:
+            if len(self._producers) == 1:
+                self._producers.append(await _started(self.settings))
+            return self._producers[1]
 
     def _require_open(self) -> None:
         if self.failure is not None:
@@ -137,3 +135,27 @@ class KafkaLog:
     def _hop(self, topic: str, seconds: float) -> None:
         if self.on_hop is not None:
             self.on_hop(topic, seconds)
+
+
+async def _started(settings: KafkaSettings) -> AIOKafkaProducer:
+    """A producer that is connected. Raises KafkaError, OSError or TimeoutError."""
+    options = settings.client_options()
+    options["request_timeout_ms"] = DELIVERY_MS
+    producer = AIOKafkaProducer(
+        **options,
+        enable_idempotence=True,
+        acks="all",
+        linger_ms=0,
+        # aiokafka's lz4 is the slow, high compression one: 15 times the CPU.
+        compression_type="snappy",
+        max_batch_size=BATCH_BYTES_MAX,
+        max_request_size=RECORD_BYTES_MAX + HEADROOM_BYTES,
+        metadata_max_age_ms=METADATA_MS,
+    )
+    try:
+        async with asyncio.timeout(DELIVERY_MS / 1000):
+            await producer.start()
+    except BaseException:
+        await producer.stop()
+        raise
+    return producer

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from aiokafka import AIOKafkaProducer
@@ -57,12 +57,15 @@ class Pending:
 
 
 class KafkaWriter:
-    """Keeps one line a partition. `name` maps a topic to its name on the broker."""
+    """Keeps one line a partition. `name` maps a topic to its name on the broker, `producer_of` to who sends it."""
 
     def __init__(
-        self, producer: AIOKafkaProducer, name: Callable[[str], str], on_failure: Callable[[LogError], None]
+        self,
+        producer_of: Callable[[str], Awaitable[AIOKafkaProducer]],
+        name: Callable[[str], str],
+        on_failure: Callable[[LogError], None],
     ) -> None:
-        self._producer = producer
+        self._producer_of = producer_of
         self._name = name
         self._on_failure = on_failure
         self._lines: dict[tuple[str, int], deque[Pending]] = {}
@@ -119,20 +122,22 @@ class KafkaWriter:
 
     async def _drain(self, place: tuple[str, int], line: deque[Pending]) -> None:
         try:
+            producer = await self._producer_of(place[0])
             while line:
-                await self._send(place, line)
+                await self._send(producer, place, line)
         except (KafkaError, OSError) as error:
             topic, partition = place
             self._on_failure(LogError(f"Kafka did not take records for {topic}/{partition}: {explain(error)}"))
         finally:
             del self._tasks[place]
 
-    async def _send(self, place: tuple[str, int], line: deque[Pending]) -> None:
+    async def _send(self, producer: AIOKafkaProducer, place: tuple[str, int], line: deque[Pending]) -> None:
         topic, partition = self._name(place[0]), place[1]
-        if partition not in await self._producer.partitions_for(topic) and not await self._grown(topic, partition):
+        known = await producer.partitions_for(topic)
+        if partition not in known and not await _grown(producer, topic, partition):
             self._refuse(f"{topic} has no partition {partition}", line)
             return
-        batch = self._producer.create_batch()
+        batch = producer.create_batch()
         sent: list[Pending] = []
         size = 0
         while line and len(sent) < BATCH_RECORDS_MAX:
@@ -147,17 +152,12 @@ class KafkaWriter:
             sent.append(line.popleft())
         batch.close()
         try:
-            written = await (await self._producer.send_batch(batch, topic, partition=partition))
+            written = await (await producer.send_batch(batch, topic, partition=partition))
         finally:
             self._buffered -= size
         for offset, pending in enumerate(sent, written.offset):
             if pending.waiter is not None:
                 pending.waiter.place(pending.index, offset)
-
-    async def _grown(self, topic: str, partition: int) -> bool:
-        """Ask the broker again whether a partition is there: topics grow."""
-        await self._producer.client.force_metadata_update()
-        return partition in await self._producer.partitions_for(topic)
 
     def _refuse(self, reason: str, line: deque[Pending]) -> None:
         """Nobody reads a partition that does not exist: its records end here, and nothing else does."""
@@ -168,6 +168,12 @@ class KafkaWriter:
             self._buffered -= pending.size
             if pending.waiter is not None and not pending.waiter.future.done():
                 pending.waiter.future.set_exception(LogError(reason))
+
+
+async def _grown(producer: AIOKafkaProducer, topic: str, partition: int) -> bool:
+    """Ask the broker again whether a partition is there: topics grow."""
+    await producer.client.force_metadata_update()
+    return partition in await producer.partitions_for(topic)
 
 
 def explain(error: Exception) -> str:

@@ -1,0 +1,401 @@
+"""One owner on Kafka with many invented workers: decisions a second, CPU and journal bytes a decision.
+
+The owner runs in a process of its own as in production (`Owner.run` on a `KafkaLog`, plain tails), with its leases in
+process. It is paused while every request is written, then let go. This process plays the workers: it follows the
+decisions and answers each with what a worker says of it, KV events included; it is no part of the figures.
+"""
+
+import argparse
+import asyncio
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import time
+import uuid
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import msgspec
+import uvloop
+
+from forebay.core.blocks import sequence_hashes
+from forebay.core.fleet import WorkerPhase
+from forebay.events.base import Event, pack_u32, pack_u64, unpack_u64
+from forebay.events.codec import decode, encode
+from forebay.events.control import PoolConfigured
+from forebay.events.decisions import JournalRecord, RequestRejected, RequestRouted
+from forebay.events.fleet import WorkerSpec
+from forebay.events.kv import BlocksStored
+from forebay.events.progress import FirstTokenEmitted, RequestFinished
+from forebay.events.requests import RequestSubmitted, Sampling
+from forebay.events.topics import DECISIONS, KV_EVENTS, PROGRESS, REQUESTS, Topic, work_topic
+from forebay.events.work import WorkCancelled
+from forebay.live.owner import GroupSettings, Owner
+from forebay.transport.base import Draft, LogError
+from forebay.transport.kafka_log import KafkaLog
+from forebay.transport.kafka_settings import KafkaSettings
+from forebay.transport.kafka_topics import TopicPlan, create_topics
+from forebay.transport.redis_leases import embedded_leases
+from infra.cluster import remove_topics
+from tests.benchmarks.sampling import Sampler
+
+MODEL, POOL = "bench", "default"
+BLOCK_SIZE = 64
+PROMPT_TOKENS, SHARED_TOKENS = 1_000, 512
+PREFIXES = 256
+VOCABULARY = 8_000
+SEED = 20_261_120
+HOUR_MS = 3_600_000
+READY_S, DONE_S = 120.0, 600.0
+WRITE_AT_ONCE = 1_000
+READ_MAX = 256
+POLL_S = 0.02
+
+
+class Workload:
+    """Requests of `PROMPT_TOKENS`, each one of `PREFIXES` shared beginnings and an end of its own. Seeded."""
+
+    def __init__(self, count: int) -> None:
+        self._random = random.Random(SEED)
+        self._prefixes = [self._tokens(SHARED_TOKENS) for _ in range(PREFIXES)]
+        self.count = count
+        self.hashes: list[bytes] = []
+
+    def requests(self) -> Iterator[RequestSubmitted]:
+        """All requests in order; `hashes` holds the packed sequence hashes of those that were given."""
+        for number in range(self.count):
+            prefix = self._random.choice(self._prefixes)
+            token_ids = pack_u32(prefix + self._tokens(PROMPT_TOKENS - SHARED_TOKENS))
+            self.hashes.append(sequence_hashes(token_ids, BLOCK_SIZE))
+            yield RequestSubmitted(
+                request_id=f"bench-{number}",
+                model=MODEL,
+                token_ids=token_ids,
+                sequence_hashes=self.hashes[-1],
+                reply_slot=0,
+                timeout_us=HOUR_MS * 1000,
+                tie_seed=self._random.getrandbits(64),
+                sampling=Sampling(max_tokens=128),
+                nonce=self._random.getrandbits(64),
+            )
+
+    def _tokens(self, count: int) -> "array[int]":
+        return array("I", self._random.choices(range(VOCABULARY), k=count))
+
+
+class Workers:
+    """All invented workers: what each has cached, without bound, and what it says of a request."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._hashes = workload.hashes
+        self._cached: dict[str, set[int]] = {}
+        self._seqs: dict[str, int] = {}
+        self.kv_events = 0
+
+    def answer(self, decided: RequestRouted) -> list[Draft]:
+        """The blocks that are new to the worker, the first token, the end."""
+        hashes = unpack_u64(self._hashes[int(decided.request_id.rpartition("-")[2])])
+        cached = self._cached.setdefault(decided.worker_id, set())
+        known = next((at for at, one in enumerate(hashes) if one not in cached), len(hashes))
+        drafts = []
+        if known < len(hashes):
+            cached.update(hashes[known:])
+            self._seqs[decided.worker_id] = seq = self._seqs.get(decided.worker_id, 0) + 1
+            self.kv_events += 1
+            stored = BlocksStored(
+                worker_id=decided.worker_id,
+                worker_epoch=decided.worker_epoch,
+                seq=seq,
+                sequence_hashes=pack_u64(hashes[known:]),
+                parent_hash=hashes[known - 1] if known else None,
+            )
+            drafts.append(_draft(KV_EVENTS, stored))
+        about: dict[str, Any] = {
+            "request_id": decided.request_id,
+            "attempt": decided.attempt,
+            "worker_id": decided.worker_id,
+            "worker_epoch": decided.worker_epoch,
+            "owner_epoch": decided.owner_epoch,
+            "at_us": time.time_ns() // 1000,
+        }
+        drafts.append(_draft(PROGRESS, FirstTokenEmitted(**about)))
+        drafts.append(_draft(PROGRESS, RequestFinished(**about, finish_reason="length")))
+        return drafts
+
+
+class Spent(msgspec.Struct, frozen=True):
+    """What the owner's process says in the end. `shares` are those of its CPU time by group, if asked for."""
+
+    cpu_s: float
+    shares: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """One run. `wall_s` is until the owner had applied every answer, so a decision's whole life is in it.
+
+    Where the owner's CPU time is nearly all of it, the owner was the limit; else the broker, the driver or the machine.
+    """
+
+    workers: int
+    decisions: int
+    wall_s: float
+    driver_cpu_s: float
+    journal_bytes: int
+    kv_events: int
+    spent: Spent
+
+    def row(self) -> str:
+        """A line of the table."""
+        count, cpu_s = self.decisions, self.spent.cpu_s
+        cells = (
+            self.workers,
+            f"{count / self.wall_s:.0f}",
+            f"{cpu_s / count * 1e6:.0f}",
+            f"{cpu_s / self.wall_s:.2f}",
+            f"{self.driver_cpu_s / self.wall_s:.2f}",
+            f"{self.journal_bytes / count:.0f}",
+            f"{3 + self.kv_events / count:.1f}",
+        )
+        return f"| {' | '.join(map(str, cells))} |"
+
+
+# --- the owner's process ----------------------------------------------------------------------------------------------
+
+
+def serve(settings: KafkaSettings, workers: int, profile: bool, driver: Connection) -> None:
+    """Own the group. Says None once all workers are admitted; hears the ends of its inputs; says what it spent."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(settings, workers, profile, driver))
+
+
+async def _serve(settings: KafkaSettings, workers: int, profile: bool, driver: Connection) -> None:
+    leases = embedded_leases()
+    for number in range(workers):
+        spec = WorkerSpec(
+            worker_id=f"w{number:04}",
+            model=MODEL,
+            pool=POOL,
+            block_size=BLOCK_SIZE,
+            kv_blocks_total=65_536,
+            max_num_seqs=512,
+            max_num_batched_tokens=65_536,
+        )
+        leases.acquire(MODEL, spec.worker_id, spec.worker_id, msgspec.msgpack.encode(spec), HOUR_MS)
+    pool = PoolConfigured(pool=POOL, model=MODEL, block_size=BLOCK_SIZE)
+    log = await KafkaLog.open(settings)
+    owner = Owner(log, leases, GroupSettings(MODEL, 0, "bench", pool=pool, slots_max=workers))
+    await owner.start()
+    running = asyncio.create_task(owner.run())
+    await _until(running, lambda: _ready(owner) == workers)
+    driver.send(None)
+    sampler, began_s = Sampler(), time.process_time()
+    with sampler if profile else nullcontext():
+        await _until(running, driver.poll)
+        ends: dict[str, int] = driver.recv()
+        await _until(running, lambda: all(owner.world.view.get(topic, 0) >= end for topic, end in ends.items()))
+    driver.send(Spent(time.process_time() - began_s, sampler.shares()))
+    await owner.stop()
+    await running
+    owner.drop()
+    await log.close()
+
+
+async def _until(running: "asyncio.Task[None]", condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(POLL_S)
+        if running.done():
+            await running
+
+
+def _ready(owner: Owner) -> int:
+    return sum(worker.phase is WorkerPhase.READY for worker in owner.world.fleet.workers())
+
+
+@contextmanager
+def owner_process(settings: KafkaSettings, workers: int, *, profile: bool) -> Iterator["OwnerProcess"]:
+    """The owner, with its workers admitted."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=serve, args=(settings, workers, profile, there), daemon=True)
+    process.start()
+    assert process.pid is not None
+    there.close()  # so that its end is seen here
+    try:
+        owner = OwnerProcess(process.pid, here)
+        owner.hear(READY_S)
+        yield owner
+    finally:
+        process.kill()  # also when it is paused
+        process.join()
+
+
+class OwnerProcess:
+    """The other process, as the driver has it."""
+
+    def __init__(self, pid: int, pipe: "Connection[object, object]") -> None:
+        self._pid = pid
+        self._pipe = pipe
+
+    def pause(self) -> None:
+        """It does nothing until `go_on`."""
+        os.kill(self._pid, signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """It runs again."""
+        os.kill(self._pid, signal.SIGCONT)
+
+    def tell(self, message: object) -> None:
+        """Send it something."""
+        self._pipe.send(message)
+
+    def hear(self, within_s: float) -> object:
+        """The next that it says. Ends the program when it says nothing."""
+        if not self._pipe.poll(within_s):
+            raise SystemExit(f"the owner's process says nothing for {within_s:g} s")
+        try:
+            return self._pipe.recv()
+        except EOFError:
+            raise SystemExit("the owner's process ended, see above") from None
+
+
+# --- the driver -------------------------------------------------------------------------------------------------------
+
+
+async def drive(settings: KafkaSettings, owner: OwnerProcess, workers: int, requests: int) -> Figures:
+    """Write all requests while the owner is paused, let it go, and answer its decisions until it has seen all."""
+    workload = Workload(requests)
+    log = await KafkaLog.open(settings)
+    try:
+        start = await log.end(DECISIONS.name, 0)
+        owner.pause()
+        await _touch_slots(log, workers)
+        await _submit_all(log, workload)
+        began_s, driver_began_s = time.monotonic(), time.process_time()
+        owner.go_on()
+        async with asyncio.timeout(DONE_S):
+            played = await _play(log, workload, start)
+        owner.tell({REQUESTS.name: requests, PROGRESS.name: 2 * requests, KV_EVENTS.name: played.kv_events})
+        spent = await asyncio.to_thread(owner.hear, DONE_S)
+    finally:
+        await log.close()
+    assert isinstance(spent, Spent)
+    return Figures(
+        workers=workers,
+        decisions=requests,
+        wall_s=time.monotonic() - began_s,
+        driver_cpu_s=time.process_time() - driver_began_s,
+        journal_bytes=played.journal_bytes,
+        kv_events=played.kv_events,
+        spent=spent,
+    )
+
+
+@dataclass(slots=True)
+class Played:
+    """What the driver saw of the journal, and how many KV events it answered with."""
+
+    routed: int = 0
+    journal_bytes: int = 0
+    kv_events: int = 0
+
+
+async def _touch_slots(log: KafkaLog, workers: int) -> None:
+    """Write to every work partition once: a broker takes its time over the first record of each."""
+    topic = work_topic(POOL)
+    nothing = encode(topic, WorkCancelled(request_id="nobody", attempt=0, owner_epoch=0, worker_epoch=0))
+    await log.append([Draft(topic.name, slot, nothing) for slot in range(workers)])
+
+
+async def _submit_all(log: KafkaLog, workload: Workload) -> None:
+    drafts = []
+    for request in workload.requests():
+        drafts.append(_draft(REQUESTS, request))
+        if len(drafts) == WRITE_AT_ONCE:
+            await log.append(drafts)
+            drafts = []
+    await log.append(drafts)
+
+
+async def _play(log: KafkaLog, workload: Workload, start: int) -> Played:
+    """Follow the journal from offset `start`, as all the workers, until every request is routed."""
+    played, workers, wake = Played(), Workers(workload), asyncio.Event()
+    tail = log.tail(DECISIONS.name, 0, start, wake)
+    try:
+        while played.routed < workload.count:
+            wake.clear()
+            drafts: list[Draft] = []
+            while records := tail.take(READ_MAX):
+                for record in records:
+                    played.journal_bytes += len(record.value)
+                    decided: JournalRecord = decode(DECISIONS, record.value)
+                    if isinstance(decided, RequestRouted):
+                        played.routed += 1
+                        drafts += workers.answer(decided)
+                    elif isinstance(decided, RequestRejected):
+                        raise SystemExit(f"a request was refused: {decided.message}")
+            if drafts:
+                log.append_soon(drafts)
+            if played.routed < workload.count:
+                await wake.wait()
+    finally:
+        tail.close()
+    played.kv_events = workers.kv_events
+    return played
+
+
+def _draft(topic: Topic, event: Event) -> Draft:
+    return Draft(topic.name, 0, encode(topic, event))
+
+
+async def measure(bootstrap: str, workers: int, requests: int, *, profile: bool) -> Figures:
+    """One run on topics of its own, which are removed afterwards."""
+    namespace = f"bench-{uuid.uuid4().hex[:8]}"
+    plan = TopicPlan(groups=1, slots=workers, replies=1, door=1)
+    settings = KafkaSettings(bootstrap, namespace)
+    try:
+        await create_topics(settings, plan, [POOL])
+        with owner_process(settings, workers, profile=profile) as owner:
+            return await drive(settings, owner, workers, requests)
+    finally:
+        await remove_topics(bootstrap, namespace)
+
+
+def main() -> None:
+    """Measure and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kafka", required=True, help="host:port; topics of its own are created and removed")
+    parser.add_argument("--workers", default="8,64,512", help="how many workers, several with commas (%(default)s)")
+    parser.add_argument("--requests", type=int, default=20_000, help="of each run (%(default)s)")
+    parser.add_argument("--profile", action="store_true", help="also say where the owner's CPU time goes")
+    args = parser.parse_args()
+    runs = []
+    for workers in (int(number) for number in args.workers.split(",")):
+        sys.stderr.write(f"{workers} workers\n")
+        try:
+            runs.append(asyncio.run(measure(args.kafka, workers, args.requests, profile=args.profile)))
+        except LogError as error:
+            raise SystemExit(str(error)) from None
+    print(f"seed {SEED}, {args.requests} requests of {PROMPT_TOKENS} tokens, {SHARED_TOKENS} shared by {PREFIXES}\n")
+    print(
+        "| workers | decisions/s | CPU us/decision | owner busy | driver busy | journal B/decision | events/decision |"
+    )
+    print("|---|---|---|---|---|---|---|")
+    for run in runs:
+        print(run.row())
+    if args.profile:
+        print(f"\n| share of CPU | {' | '.join(f'{run.workers} workers' for run in runs)} |")
+        print(f"|---{'|---' * len(runs)}|")
+        groups = {group: None for run in runs for group in run.spent.shares}
+        for group in groups:
+            print(f"| {group} | {' | '.join(f'{run.spent.shares.get(group, 0.0):.1%}' for run in runs)} |")
+
+
+if __name__ == "__main__":
+    main()

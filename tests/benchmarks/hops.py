@@ -1,0 +1,163 @@
+"""How long each hop of a request took, from the records that a run left on Kafka and what receivers counted.
+
+Producers' `at_us` and the owner's `now_us` are microseconds of one machine's clock. Kafka's own timestamps are
+whole milliseconds, rounded down, of the moment a producer was handed the record; hops that rest on one say so.
+"""
+
+import math
+import urllib.request
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from forebay.events.codec import decode
+from forebay.events.decisions import JournalRecord, RequestRouted
+from forebay.events.progress import FirstTokenEmitted
+from forebay.events.requests import RequestSubmitted
+from forebay.events.tokens import TokensEmitted
+from forebay.events.topics import DECISIONS, PROGRESS, REQUESTS, TOKENS, Topic, work_topic
+from forebay.events.work import WorkItem
+from forebay.transport.base import Record
+from forebay.transport.kafka_log import KafkaLog
+from forebay.transport.recorded import recorded_view
+
+READ_MAX = 500
+WORK = work_topic("default")
+
+SUBMITTED = "submitted -> taken up by the owner"
+DECIDED = "taken up -> journal acknowledged, work sent (+-1 ms)"
+JOURNALLED = "of that: journal record written -> work sent, so the append (+-1 ms)"
+WORKED = "work sent -> tokens sent: worker's hop and engine (+-1 ms)"
+TAKEN_TO_TOKENS = "taken up -> tokens sent: the two rows above, exact"
+TO_TOKENS = "submitted -> tokens sent, exact"
+PROGRESSED = "first token reported -> applied by the owner"
+WORK_HOP = "receiver's count, work item -> worker (up to 1 ms too long)"
+TOKENS_HOP = "receiver's count, tokens -> ingress (up to 1 ms too long)"
+HOPS = (
+    SUBMITTED, DECIDED, JOURNALLED, WORKED, TAKEN_TO_TOKENS, TO_TOKENS, PROGRESSED, WORK_HOP, TOKENS_HOP,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the log ended before a run: offsets by topic and partition, and what the owner had applied by topic."""
+
+    ends: Mapping[tuple[str, int], int]
+    view: Mapping[str, int]
+
+
+async def place(log: KafkaLog, slots: int) -> Place:
+    """Where the log ends now; no request must be under way."""
+    wanted = [(topic.name, 0) for topic in (REQUESTS, PROGRESS, TOKENS)]
+    wanted += [(WORK.name, slot) for slot in range(slots)]
+    ends = {(topic, partition): await log.end(topic, partition) for topic, partition in wanted}
+    while True:
+        ends[DECISIONS.name, 0] = await log.end(DECISIONS.name, 0)
+        view = await recorded_view(log, 0)
+        if await log.end(DECISIONS.name, 0) == ends[DECISIONS.name, 0]:  # else the view is of a later record
+            return Place(ends, view)
+
+
+async def hops(log: KafkaLog, before: Place, skip: int) -> dict[str, list[float]]:
+    """The hops of every request since `before` but the first `skip`, in ms."""
+    requests = await _since(log, REQUESTS, 0, before)
+    submitted = {
+        event.request_id: (record.offset, event.at_us)
+        for record in requests
+        if isinstance(event := decode(REQUESTS, record.value), RequestSubmitted)
+    }
+    routed_at, applied = await _decided(log, before)
+    sent: dict[str, int] = {}
+    for topic, slot in before.ends:
+        if topic == WORK.name:
+            for record in await _since(log, WORK, slot, before):
+                item = decode(WORK, record.value)
+                if isinstance(item, WorkItem):
+                    sent[item.request_id] = record.at_us
+    emitted = await _emitted(log, before)
+    found: dict[str, list[float]] = {hop: [] for hop in HOPS}
+    measured = dict(list(submitted.items())[skip:])
+    for request_id, (offset, at_us) in measured.items():
+        taken_us = applied[REQUESTS.name][offset]
+        tokens_us = emitted[request_id]
+        found[SUBMITTED].append((taken_us - at_us) / 1000)
+        found[DECIDED].append((sent[request_id] - taken_us) / 1000)
+        found[JOURNALLED].append((sent[request_id] - routed_at[request_id]) / 1000)
+        found[WORKED].append((tokens_us - sent[request_id]) / 1000)
+        found[TAKEN_TO_TOKENS].append((tokens_us - taken_us) / 1000)
+        found[TO_TOKENS].append((tokens_us - at_us) / 1000)
+    for record in await _since(log, PROGRESS, 0, before):
+        event = decode(PROGRESS, record.value)
+        applied_us = applied[PROGRESS.name].get(record.offset)  # of the last, no journal record says it yet
+        if isinstance(event, FirstTokenEmitted) and event.request_id in measured and applied_us is not None:
+            found[PROGRESSED].append((applied_us - event.at_us) / 1000)
+    return found
+
+
+async def _decided(log: KafkaLog, before: Place) -> tuple[dict[str, int], dict[str, dict[int, int]]]:
+    """When each request's decision was written, and at what reading each record was applied, by topic and offset."""
+    view = Counter(before.view)
+    applied: dict[str, dict[int, int]] = {REQUESTS.name: {}, PROGRESS.name: {}}
+    routed: dict[str, int] = {}
+    for record in await _since(log, DECISIONS, 0, before):
+        decision: JournalRecord = decode(DECISIONS, record.value)
+        for run in decision.consumed:
+            if run.topic in applied:
+                offsets = range(view[run.topic], view[run.topic] + run.count)
+                applied[run.topic].update(dict.fromkeys(offsets, run.now_us))
+            view[run.topic] += run.count
+        if isinstance(decision, RequestRouted):
+            routed[decision.request_id] = record.at_us
+    return routed, applied
+
+
+async def _emitted(log: KafkaLog, before: Place) -> dict[str, int]:
+    """When the first tokens of each request were sent."""
+    emitted: dict[str, int] = {}
+    for record in await _since(log, TOKENS, 0, before):
+        event = decode(TOKENS, record.value)
+        if isinstance(event, TokensEmitted):
+            for chunk in event.chunks:
+                emitted.setdefault(chunk.request_id, event.at_us)
+    return emitted
+
+
+async def _since(log: KafkaLog, topic: Topic, partition: int, before: Place) -> list[Record]:
+    found: list[Record] = []
+    offset, end = before.ends[topic.name, partition], await log.end(topic.name, partition)
+    while offset < end:
+        found += await log.read(topic.name, partition, offset, READ_MAX)
+        offset = found[-1].offset + 1
+    return found
+
+
+# --- what receivers count ---------------------------------------------------------------------------------------------
+
+
+def hop_counts(ports: Iterable[int], topic: str) -> Counter[float]:
+    """How many fetches took at most so many seconds from producer to receiver, over these processes' metrics."""
+    counts: Counter[float] = Counter()
+    for port in ports:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+            text = answer.read().decode()
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                if sample.name == "forebay_hop_seconds_bucket" and sample.labels["topic"] == topic:
+                    counts[float(sample.labels["le"])] += round(sample.value)
+    return counts
+
+
+def quantile_ms(before: Counter[float], after: Counter[float], part: float) -> float:
+    """A quantile of what came between two readings, interpolated within its bucket; NaN when nothing came."""
+    lower_s, below = 0.0, 0
+    total = after[math.inf] - before[math.inf]
+    for upper_s in sorted(after):
+        count = after[upper_s] - before[upper_s]
+        if total and count >= part * total:
+            if math.isinf(upper_s):
+                return lower_s * 1000
+            return (lower_s + (upper_s - lower_s) * (part * total - below) / (count - below)) * 1000
+        lower_s, below = upper_s, count
+    return math.nan

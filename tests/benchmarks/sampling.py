@@ -1,0 +1,89 @@
+"""Where a process spends its CPU time, by group of functions: a sample at each step of that time.
+
+The sample is the innermost frame that a group names, so what a library or the standard library does counts for who
+called it. The signal comes to the main thread, so other threads' time counts for what the main thread is at.
+"""
+
+import signal
+from collections import Counter
+from types import CodeType, FrameType
+from typing import Self
+
+STEP_S = 0.001  # the kernel may make it longer: some 4 ms
+REST = "event loop and rest"
+
+# The first that fits wins: the end of a file's folder and name, the function ("" for any), the group.
+GROUPS: tuple[tuple[str, str, str], ...] = (
+    ("", "take_snapshot", "snapshots"),
+    ("", "_chunked", "snapshots"),
+    ("forebay/core/", "snapshot", "snapshots"),
+    ("forebay/core/world.py", "digest", "snapshots"),
+    ("forebay/events/codec.py", "decode", "decode events"),
+    ("forebay/events/codec.py", "encode", "encode events"),
+    ("forebay/core/prefix_index.py", "overlaps", "core: overlaps"),
+    ("forebay/core/block_sets.py", "drops", "core: overlaps"),
+    ("forebay/core/prefix_index.py", "", "core: KV events"),
+    ("forebay/core/block_sets.py", "", "core: KV events"),
+    ("forebay/core/cost.py", "table_digest", "core: digest of the cost table"),
+    ("forebay/core/cost.py", "", "core: costs and choice"),
+    ("forebay/core/selection.py", "", "core: costs and choice"),
+    ("forebay/core/router.py", "options_for", "core: options"),
+    ("forebay/core/router.py", "", "core: costs and choice"),
+    ("forebay/core/load.py", "", "core: load"),
+    ("forebay/core/lifecycle.py", "", "core: requests"),
+    ("forebay/core/", "", "core: step"),
+    ("forebay/live/effects.py", "", "effects"),
+    ("forebay/live/journal.py", "", "journal"),
+    ("forebay/live/owner.py", "_act", "effects"),
+    ("forebay/live/owner.py", "", "owner's turn"),
+    ("forebay/live/admission.py", "", "leases"),
+    ("forebay/transport/redis_leases.py", "", "leases"),
+    ("forebay/transport/kafka_writer.py", "", "Kafka: write"),
+    ("forebay/transport/kafka_tail.py", "", "Kafka: read"),
+    ("aiokafka/producer/", "", "Kafka: write"),
+    ("aiokafka/consumer/", "", "Kafka: read"),
+    ("aiokafka/codec.py", "", "Kafka: compression"),
+    ("aiokafka/", "", "Kafka: connections"),
+)
+
+
+class Sampler:
+    """Samples this process while it is entered; use it in the main thread."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._groups: dict[CodeType, str | None] = {}
+
+    def __enter__(self) -> Self:
+        signal.signal(signal.SIGPROF, self._take)
+        signal.setitimer(signal.ITIMER_PROF, STEP_S, STEP_S)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)
+
+    def shares(self) -> dict[str, float]:
+        """The part of all samples that each group has, the largest first."""
+        total = sum(self._counts.values())
+        return {group: count / total for group, count in self._counts.most_common()}
+
+    def _take(self, _: int, frame: FrameType | None) -> None:
+        while frame is not None:
+            code = frame.f_code
+            if code not in self._groups:
+                self._groups[code] = group_of(code.co_filename, code.co_name)
+            group = self._groups[code]
+            if group is not None:
+                self._counts[group] += 1
+                return
+            frame = frame.f_back
+        self._counts[REST] += 1
+
+
+def group_of(filename: str, function: str) -> str | None:
+    """The group of a function; None when it counts for its caller."""
+    for place, name, group in GROUPS:
+        if place in filename and name in ("", function):
+            return group
+    return None
