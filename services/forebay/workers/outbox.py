@@ -47,7 +47,7 @@ class Outbox:
         self._partition = partition
         self._kv_seq = [0] * spec.dp_size
         self._load_at_s = [0.0] * spec.dp_size
-        self._busy = [False] * spec.dp_size
+        self._held: dict[int, Load] = {}
 
     def announcement(self, rank: int, hashes: Sequence[int]) -> list[Draft]:
         """What a rank's cache holds as its epoch begins."""
@@ -217,13 +217,26 @@ class Outbox:
             for (reply_slot, owner_epoch), of_slot in chunks.items()
         ]
 
+    @property
+    def holds_load(self) -> bool:
+        """Whether a load is held back that `held_load` gives."""
+        return bool(self._held)
+
+    def held_load(self) -> list[Draft]:
+        """The loads that came too soon after the ones before."""
+        held, self._held = self._held, {}
+        at_us = _now_us()
+        return [draft for rank, load in held.items() for draft in self._report(rank, load, at_us)]
+
     def _load(self, rank: int, load: Load, at_us: int) -> list[Draft]:
-        busy = load.running + load.waiting > 0
-        now_s = time.monotonic()
-        if busy == self._busy[rank] and now_s - self._load_at_s[rank] < LOAD_INTERVAL_S:
+        if time.monotonic() - self._load_at_s[rank] < LOAD_INTERVAL_S:
+            self._held[rank] = load
             return []
-        self._busy[rank] = busy
-        self._load_at_s[rank] = now_s
+        self._held.pop(rank, None)
+        return self._report(rank, load, at_us)
+
+    def _report(self, rank: int, load: Load, at_us: int) -> list[Draft]:
+        self._load_at_s[rank] = time.monotonic()
         event = LoadReported(
             worker_id=self._worker_id,
             worker_epoch=self._worker_epoch,

@@ -7,6 +7,7 @@ A later attempt of a request goes on where the valid tokens of the earlier ones 
 """
 
 import asyncio
+import contextlib
 import logging
 from collections import OrderedDict
 from dataclasses import dataclass, field
@@ -30,10 +31,10 @@ from forebay.events.fleet import (
 from forebay.events.tokens import AnswerError
 from forebay.events.topics import DEAD_LETTERS, FLEET, work_topic
 from forebay.events.work import AnyWorkEvent, WorkCancelled, WorkItem
-from forebay.transport.base import Draft, Log, Record, Tail
+from forebay.transport.base import Draft, Log, LogError, Record, Tail
 from forebay.workers.engine import Engine, EngineBatch
 from forebay.workers.lease_keeper import LeaseKeeper
-from forebay.workers.outbox import Active, Outbox
+from forebay.workers.outbox import LOAD_INTERVAL_S, Active, Outbox
 from forebay.workers.resume import Later, Resumer, SlotReading, Spawn, continued
 
 logger = logging.getLogger(__name__)
@@ -98,6 +99,7 @@ class Worker:
         self._wake = asyncio.Event()
         self._owner_epoch = -1
         self._epoch: _Epoch | None = None
+        self._load_timer: asyncio.TimerHandle | None = None
         self._active: dict[str, Active] = {}
         self._seen: OrderedDict[tuple[str, int], None] = OrderedDict()
 
@@ -195,6 +197,9 @@ class Worker:
         """Drop everything of the epoch: others have its requests now, the owner forgot its cache."""
         if self._epoch is None:
             return
+        if self._load_timer is not None:
+            self._load_timer.cancel()
+            self._load_timer = None
         self._epoch.work.close()
         self._epoch.resumer.close()
         self._epoch = None
@@ -298,6 +303,17 @@ class Worker:
     def _publish(self, batch: EngineBatch) -> None:
         if self._epoch is None:
             return
-        drafts = self._epoch.outbox.batch(batch, self._active)
+        outbox = self._epoch.outbox
+        drafts = outbox.batch(batch, self._active)
         if drafts:
             self._log.append_soon(drafts)
+        if outbox.holds_load and self._load_timer is None:
+            self._load_timer = asyncio.get_running_loop().call_later(LOAD_INTERVAL_S, self._publish_load)
+
+    def _publish_load(self) -> None:
+        """The last word on a load is said, if late."""
+        self._load_timer = None
+        if self._epoch is not None:
+            # A log that failed ends the worker at its next token, or at its next look at the fleet.
+            with contextlib.suppress(LogError):
+                self._log.append_soon(self._epoch.outbox.held_load())

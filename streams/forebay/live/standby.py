@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 # Effects follow their journal records within a turn, so only the newest can be missing; a turn makes fewer.
 UNSURE_MAX = 1_024
-GATHER_S = 0.05  # each pass reads every input topic once: pages, not single records
+GATHER_S = 0.25  # each pass reads every input topic once: pages, not single records
 BATCH_RECORDS = 64  # followed before others on the event loop get their turn
 PROGRESS_EVERY = 20_000  # journal records between two lines about a long gap
 
