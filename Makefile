@@ -15,7 +15,7 @@ PYTHONS := python3.13 python3.12 python3.11 python3
 SOURCES := schemas streams services
 ARGS ?=
 
-.PHONY: help setup up test kafka kafka-stop lint type fmt coverage bench schemas lock ci clean
+.PHONY: help setup up test kafka kafka-stop demo-kafka lint type fmt coverage bench schemas lock ci clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -34,6 +34,9 @@ kafka: $(READY) ## start Apache Kafka on the loopback address (Java 17, Maven); 
 
 kafka-stop: $(READY) ## stop what `make kafka` started
 	@$(BIN)/python infra/kafka/kafka.py stop $(ARGS)
+
+demo-kafka: $(READY) ## a distributed system loses its owner under load; Kafka as in `kafka`; options in ARGS="..."
+	@$(BIN)/python -m infra.demo_kafka $(ARGS)
 
 lint: $(READY) ## check style, layers and spelling
 	@$(BIN)/ruff check --quiet --output-format concise

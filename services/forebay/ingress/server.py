@@ -10,6 +10,9 @@ from fastapi import FastAPI
 from forebay.ingress.errors import Unusable
 
 BACKLOG = 2048
+# Longer than clients keep an idle connection (httpx and with it openai: 5 s): who closes first must not be us, or a
+# request that is on its way is lost.
+KEEP_ALIVE_S = 75
 SHUTDOWN_S = 10  # streams that are still under way when the server is told to stop
 
 
@@ -52,6 +55,7 @@ def build_server(app: FastAPI) -> Server:
         server_header=False,
         date_header=False,
         backlog=BACKLOG,
+        timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=SHUTDOWN_S,
     )
     return Server(config)

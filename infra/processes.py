@@ -1,0 +1,161 @@
+"""Processes of one run, each with its log file: started, killed, paused, and ended whatever happens.
+
+A process that ends by itself is an error, which shows the end of its log.
+"""
+
+import asyncio
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from infra.kafka.kafka import tail, tie
+
+PATIENCE_S = 60.0
+POLL_S = 0.05
+STOP_S = 20.0  # a service finishes what is under way; then it is killed
+Found = TypeVar("Found")
+
+
+class ProcessError(Exception):
+    """A process ended, or something did not come about; the text says what, and shows logs."""
+
+
+@dataclass(slots=True)
+class Process:
+    """One process, the leader of a group of its own.
+
+    Attributes:
+        name: unique among those that run.
+        log: what it says; `begin` is where its own part of the file starts, in bytes.
+        ends: whether it may end by itself.
+    """
+
+    name: str
+    process: "subprocess.Popen[bytes]"
+    log: Path
+    begin: int
+    ends: bool
+    paused: bool = False
+
+    def said(self) -> str:
+        """All that this process wrote so far."""
+        with self.log.open("rb") as file:
+            file.seek(self.begin)
+            return file.read().decode(errors="replace")
+
+    def last_line(self) -> str:
+        """The last thing that it said."""
+        return next(iter(reversed(self.said().splitlines())), "(nothing)")
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the process and its children."""
+        os.killpg(self.process.pid, number)
+
+
+class Processes:
+    """The processes that run, by name; logs lie in `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._running: dict[str, Process] = {}
+
+    def __getitem__(self, name: str) -> Process:
+        return self._running[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._running
+
+    def start(self, name: str, command: Sequence[str], *, ends: bool = False, output: Path | None = None) -> Process:
+        """Start a process; what it writes goes to NAME.log, its stdout to `output` when given."""
+        assert name not in self._running, f"{name} runs already"
+        log = self.folder / f"{name}.log"
+        with log.open("ab") as errors, (output or log).open("ab") as out:
+            process = subprocess.Popen(
+                [*tie(), *command], stdin=subprocess.DEVNULL, stdout=out, stderr=errors, start_new_session=True
+            )
+            started = self._running[name] = Process(name, process, log, errors.tell(), ends)
+        return started
+
+    def check(self) -> None:
+        """Raise ProcessError if one ended that should not have."""
+        for one in self._running.values():
+            if not one.ends and one.process.poll() is not None:
+                raise ProcessError(f"{one.name} ended with code {one.process.returncode}: {tail(one.log)}")
+
+    def kill(self, name: str) -> int:
+        """Kill -9; the wall clock in microseconds when that was done."""
+        one = self._running.pop(name)
+        one.signal(signal.SIGKILL)
+        at_us = time.time_ns() // 1000
+        one.process.wait()
+        return at_us
+
+    def pause(self, name: str) -> None:
+        """Stop the process where it is (SIGSTOP)."""
+        self._running[name].signal(signal.SIGSTOP)
+        self._running[name].paused = True
+
+    def resume(self, name: str) -> None:
+        """Let a paused process go on (SIGCONT)."""
+        self._running[name].signal(signal.SIGCONT)
+        self._running[name].paused = False
+
+    async def stop(self, name: str) -> None:
+        """Ask the process to end (SIGTERM) and wait for it. Raises ProcessError if it does not end, or ends badly."""
+        one = self._running[name]
+        one.signal(signal.SIGTERM)
+        code = await self.ended(name, within_s=STOP_S)
+        if code:
+            raise ProcessError(f"{name} ended with code {code} when it was to stop: {tail(one.log)}")
+
+    async def ended(self, name: str, *, within_s: float) -> int:
+        """Wait for the end of a process: its exit code. Raises ProcessError when it does not come."""
+        one = self._running[name]
+        one.ends = True
+
+        async def code() -> tuple[int] | None:
+            ended = one.process.poll()
+            return None if ended is None else (ended,)
+
+        (ended,) = await self.until(f"{name} ends", code, within_s=within_s)
+        del self._running[name]
+        return ended
+
+    async def until(
+        self, what: str, condition: Callable[[], Awaitable[Found | None]], *, within_s: float = PATIENCE_S
+    ) -> Found:
+        """Wait until the condition gives something true. Raises ProcessError: too late, or a process ended."""
+        deadline = time.monotonic() + within_s
+        while True:
+            self.check()
+            found = await condition()
+            if found:
+                return found
+            if time.monotonic() > deadline:
+                logs = "".join(f"\n{one.name}: {one.last_line()}" for one in self._running.values())
+                raise ProcessError(f"not within {within_s:g} s: {what}{logs}")
+            await asyncio.sleep(POLL_S)
+
+    def running(self, prefix: str = "") -> list[Process]:
+        """Those that run and are not paused, with names that begin so."""
+        return [one for one in self._running.values() if one.name.startswith(prefix) and not one.paused]
+
+    def end_all(self) -> None:
+        """End every process: politely, then by force."""
+        for one in self._running.values():
+            if one.process.poll() is None:
+                one.signal(signal.SIGTERM)
+                one.signal(signal.SIGCONT)
+        deadline = time.monotonic() + STOP_S
+        for one in self._running.values():
+            try:
+                one.process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                one.signal(signal.SIGKILL)
+                one.process.wait()
+        self._running.clear()

@@ -1,0 +1,57 @@
+"""What `make demo-kafka` decides by itself: the workload that it invents, and its verdict."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forebay.cli.workload import rows
+from infra.demo_kafka import SECONDS, SEED, SESSIONS, TURNS, Result, invent
+
+
+def test_the_invented_trace_is_the_same_each_time_and_has_much_in_common(tmp_path: Path) -> None:
+    one, two, other = tmp_path / "one", tmp_path / "two", tmp_path / "other"
+    for path, seed in ((one, SEED), (two, SEED), (other, SEED + 1)):
+        invent(path, seed)
+    assert one.read_bytes() == two.read_bytes() != other.read_bytes()
+    found = list(rows(one, None))
+    assert len(found) == SESSIONS * TURNS
+    assert found[-1].timestamp <= SECONDS * 1000
+    blocks = [block for row in found for block in row.hash_ids]
+    assert len(set(blocks)) < len(blocks) / 2, "turns repeat what was said before"
+
+
+GOOD: dict[str, Any] = {
+    "answered_once": 9,
+    "killed_at": 5,
+    "resumed_s": 6.04,
+    "verified": 9,
+    "decisions": 9,
+    "owners": 2,
+}
+
+
+def test_the_last_line_says_how_it_went() -> None:
+    result = Result(9, **GOOD)
+    result.judge()
+    assert result.line() == (
+        "9 requests, 9 answered once, owner killed at 5, routing resumed after 6.0 s, "
+        "verified 9 of 9 across 2 owners: ok"
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"answered_once": 8}, "1 requests were not answered once"),
+        ({"resumed_s": 10.1}, "routing was to resume within 10 s"),
+        ({"resumed_s": None}, "routing was to resume within 10 s"),
+        ({"verified": 8}, "9 decisions were recorded and 8 of them derived equal"),
+        ({"verified": 8, "decisions": 8}, "8 decisions were recorded and 8 of them derived equal"),
+    ],
+)
+def test_what_falls_short_is_named(change: dict[str, float | None], problem: str) -> None:
+    result = Result(9, **{**GOOD, **change})
+    result.judge()
+    assert result.problems == [problem]
+    assert result.line().endswith(f": FAILED ({problem})")
