@@ -141,10 +141,6 @@ class Processes:
                 raise ProcessError(f"not within {within_s:g} s: {what}{logs}")
             await asyncio.sleep(POLL_S)
 
-    def running(self, prefix: str = "") -> list[Process]:
-        """Those that run and are not paused, with names that begin so."""
-        return [one for one in self._running.values() if one.name.startswith(prefix) and not one.paused]
-
     def end_all(self) -> None:
         """End every process: politely, then by force."""
         for one in self._running.values():

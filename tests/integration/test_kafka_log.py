@@ -266,6 +266,6 @@ async def test_credentials_are_passed_on_and_wrong_ones_are_named(local_kafka: B
 
 
 async def test_the_end_of_a_topic_that_is_not_there_is_an_error(log: KafkaLog) -> None:
-    with pytest.raises(LogError, match="work.nobody"):
+    with pytest.raises(LogError, match=r"work\.nobody"):
         await log.end("work.nobody", 0)
     assert await log.append(drafts(1)) == [0]

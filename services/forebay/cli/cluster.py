@@ -132,7 +132,7 @@ async def connected(cluster: Cluster, registry: CollectorRegistry) -> AsyncItera
 
 
 async def until_signal(*parts: Awaitable[None], stop: Callable[[], Awaitable[None]] | None = None) -> None:
-    """Run the parts until SIGINT or SIGTERM, or until one ends; its error is raised. `stop` comes before they end."""
+    """Run the parts until SIGINT or SIGTERM, or until one ends; its error is raised. `stop` tells one to end."""
     signalled = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -146,7 +146,7 @@ async def until_signal(*parts: Awaitable[None], stop: Callable[[], Awaitable[Non
                 task.result()
         if stop is not None:
             await stop()
-            await asyncio.wait(tasks, timeout=STOP_S)
+            await asyncio.wait(tasks, timeout=STOP_S, return_when=asyncio.FIRST_COMPLETED)
     finally:
         waiting.cancel()
         for task in tasks:

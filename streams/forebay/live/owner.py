@@ -10,7 +10,7 @@ ends the ownership: nothing is compensated, the next owner rebuilds from the log
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -24,7 +24,7 @@ from forebay.events.decisions import JournalRecord, OwnerClaimed, RequestRouted,
 from forebay.events.fleet import OwnershipAnnounced
 from forebay.events.requests import RequestSubmitted
 from forebay.events.snapshots import Chunk, SnapshotChunk
-from forebay.events.topics import CONTROL, DEAD_LETTERS, FLEET, INPUTS, SNAPSHOTS, Topic
+from forebay.events.topics import CONTROL, DEAD_LETTERS, FLEET, INPUTS, REQUESTS, SNAPSHOTS, Topic
 from forebay.live.admission import Admission, PoolsByLease
 from forebay.live.asked import AskedReader
 from forebay.live.clock import RunClock, steady_clock
@@ -118,7 +118,9 @@ class Owner:
             offset = self.world.view.get(topic.name, 0)
             self._tails[topic.name] = self._log.tail(topic.name, settings.partition, offset, self._wake)
         await self._finish_interrupted(recovered)
-        await self._catch_up({topic.name: await self._log.end(topic.name, settings.partition) for topic in INPUTS})
+        # What is known comes before what is asked: requests that wait must not be decided on an old state.
+        await self._catch_up([topic for topic in INPUTS if topic is not REQUESTS])
+        await self._catch_up([REQUESTS])
         await self._configure_pools()
         # The fleet is applied beyond this owner's announcement: no fact of an earlier owner can follow.
         by_lease = None if settings.pool else PoolsByLease(settings.group, settings.router)
@@ -156,14 +158,14 @@ class Owner:
         for tail in self._tails.values():
             tail.close()
 
-    async def turn(self) -> None:
-        """Apply what is ready, journal what was decided, then let it happen."""
+    async def turn(self, topics: Sequence[Topic] = INPUTS) -> None:
+        """Apply what is ready of `topics`, journal what was decided, then let it happen."""
         self._wake.clear()
         submitted: dict[str, RequestSubmitted] = {}
         decided: list[Decided] = []
         records: list[JournalRecord] = []
         letters: list[Draft] = []
-        for topic in INPUTS:
+        for topic in topics:
             self._apply_ready(topic, submitted, decided, records, letters)
         self._apply_time(decided, records)
         newest = self.world.fleet.owner_epoch
@@ -302,12 +304,13 @@ class Owner:
                 self._clock.ahead_us / 1e6,
             )
 
-    async def _catch_up(self, ends: Mapping[str, int]) -> None:
-        """Turn until the inputs are applied up to these offsets, which are known to be on the log."""
-        view = self.world.view
+    async def _catch_up(self, topics: Sequence[Topic]) -> None:
+        """Turn until these inputs are applied up to what is their end now."""
+        view, partition = self.world.view, self._settings.partition
+        ends = {topic.name: await self._log.end(topic.name, partition) for topic in topics}
         while behind := [topic for topic, end in ends.items() if view.get(topic, 0) < end]:
-            await self.turn()
-            if any(view.get(topic, 0) < ends[topic] for topic in behind) and not self._any_ready():
+            await self.turn(topics)
+            if any(view.get(topic, 0) < ends[topic] for topic in behind) and not self._any_ready(topics):
                 try:
                     async with asyncio.timeout(CAUGHT_UP_S):
                         await self._wake.wait()
@@ -323,8 +326,8 @@ class Owner:
             wanted = [msgspec.structs.replace(pools[name], router=settings.router) for name in sorted(pools)]
         changed = [pool for pool in wanted if pools.get(pool.pool) != pool]
         if changed:
-            offsets = await self._append(CONTROL, changed)
-            await self._catch_up({CONTROL.name: offsets[-1] + 1})
+            await self._append(CONTROL, changed)
+            await self._catch_up([CONTROL])
 
     async def _poll_leases(self) -> None:
         group = self._settings.group
@@ -345,8 +348,8 @@ class Owner:
                 readable = False
             await asyncio.sleep(self._settings.poll_s)
 
-    def _any_ready(self) -> bool:
-        return any(len(tail) for tail in self._tails.values())
+    def _any_ready(self, topics: Sequence[Topic] = INPUTS) -> bool:
+        return any(len(self._tails[topic.name]) for topic in topics)
 
     async def _sleep(self) -> None:
         due_us = self.world.requests.next_due_us()

@@ -56,13 +56,13 @@ for i = 1, #deadlines, 2 do
   local lease = redis.call('HMGET', ARGV[1] .. worker, 'token', 'payload', 'ttl_ms')
   if lease[1] then
     found[#found + 1] = {{worker, lease[1], lease[2], deadlines[i + 1] - now, tonumber(lease[3])}}
-  else
+  elseif worker ~= '' or tonumber(deadlines[i + 1]) <= now then
     redis.call('ZREM', KEYS[1], worker)
   end
 end
 return found
 """
-# The deadline of nobody: `poll` drops it, and until then the group counts as one that has leases.
+# The deadline of nobody, which no `poll` drops before its time: until then the group counts as one that has leases.
 _ASK = f"""
 {_NOW}
 local ttl = tonumber(ARGV[2])
