@@ -15,7 +15,7 @@ PYTHONS := python3.13 python3.12 python3.11 python3
 SOURCES := schemas streams services
 ARGS ?=
 
-.PHONY: help setup up test kafka kafka-stop demo-kafka lint type fmt coverage bench schemas lock ci clean
+.PHONY: help setup up test test-kafka kafka kafka-stop demo-kafka lint type fmt coverage bench schemas lock ci clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -26,8 +26,11 @@ setup: $(READY) ## build .venv from the hashed requirements
 up: $(READY) ## run everything in one process; options in ARGS="..."
 	@$(BIN)/forebay up $(ARGS)
 
-test: $(READY) ## run the whole test suite; options in ARGS="..."
-	@$(BIN)/pytest $(ARGS)
+test: $(READY) ## run every test that needs nothing else; options in ARGS="..."
+	@$(BIN)/pytest --ignore tests/integration $(ARGS)
+
+test-kafka: $(READY) ## run the tests on real Kafka and Redis (Java 17, Maven); options in ARGS="..."
+	@$(BIN)/pytest tests/integration $(ARGS)
 
 kafka: $(READY) ## start Apache Kafka on the loopback address (Java 17, Maven); options in ARGS="..."
 	@$(BIN)/python infra/kafka/kafka.py start $(ARGS)

@@ -67,6 +67,10 @@ class Processes:
     def __getitem__(self, name: str) -> Process:
         return self._running[name]
 
+    def running(self) -> list[Process]:
+        """What runs now, in the order in which it was started."""
+        return list(self._running.values())
+
     def __contains__(self, name: str) -> bool:
         return name in self._running
 
