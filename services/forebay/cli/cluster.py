@@ -18,7 +18,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from forebay.cli.errors import explained, fail
-from forebay.ingress.server import PortTaken
+from forebay.ingress.errors import Unusable
 from forebay.transport.base import LeaseError, LogError
 from forebay.transport.kafka_log import KafkaLog
 from forebay.transport.kafka_metrics import KafkaMetrics
@@ -114,7 +114,7 @@ async def connected(cluster: Cluster, registry: CollectorRegistry) -> AsyncItera
                 server, _ = start_http_server(cluster.metrics_port, cluster.metrics_host, registry)
             except OSError as error:
                 where = f"{cluster.metrics_host}:{cluster.metrics_port}"
-                raise PortTaken(f"no metrics on {where} ({error.strerror}); choose another --metrics-port") from error
+                raise Unusable(f"no metrics on {where} ({error.strerror}); choose another --metrics-port") from error
             try:
                 yield log
             finally:

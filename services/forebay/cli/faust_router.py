@@ -16,7 +16,7 @@ import msgspec
 from prometheus_client import CollectorRegistry
 
 from forebay.cli.cluster import KAFKA, LOOPBACK, NAMESPACE, REDIS, STOP_S, Cluster, connected, kafka_settings
-from forebay.cli.router import start_router
+from forebay.cli.router_process import start_router
 from forebay.events.control import RouterConfig, RouterMode
 from forebay.live.faust_app import Assignments, RouterApp
 from forebay.live.faust_feed import Feed

@@ -5,7 +5,6 @@ import socket
 from typing import Annotated
 
 import typer
-from prometheus_client import CollectorRegistry
 
 from forebay.cli.cluster import (
     KAFKA,
@@ -20,21 +19,12 @@ from forebay.cli.cluster import (
     PropertiesOption,
     RedisOption,
     VerboseOption,
-    connected,
     kafka_settings,
-    leases_at,
     run_service,
     start_logging,
-    until_signal,
 )
 from forebay.cli.errors import explained
 from forebay.events.control import RouterConfig, RouterMode
-from forebay.live.faust_app import STATE_TOPICS, Assignments, RouterApp
-from forebay.live.faust_feed import FaustLog, Feed
-from forebay.live.router import Router, RouterSettings
-from forebay.transport.directory import Directory
-from forebay.transport.kafka_log import KafkaLog
-from forebay.transport.kafka_topics import count_topics
 
 
 def router(
@@ -56,44 +46,7 @@ def router(
         settings = kafka_settings(kafka, namespace, kafka_config)
     config = RouterConfig(mode=router_mode, temperature=router_temperature)
     name = router_id or f"{socket.gethostname()}-{os.getpid()}"
-    run_service(_run(Cluster(settings, redis, metrics_host, metrics_port), name, config, snapshot_every))
+    # Imported here, because no other command should wait for Faust to load.
+    from forebay.cli.router_process import serve  # noqa: PLC0415
 
-
-async def _run(cluster: Cluster, router_id: str, config: RouterConfig, snapshot_every: int) -> None:
-    counts = await count_topics(cluster.kafka)
-    settings = RouterSettings(
-        router_id=router_id,
-        partitions=counts.groups,
-        slots_max=min(counts.pools.values(), default=0),
-        config=config,
-        snapshot_every=snapshot_every,
-    )
-    registry = CollectorRegistry()
-    assignments = Assignments()
-    feed = Feed()
-    app = RouterApp(cluster.kafka, feed, assignments.tell)
-    async with connected(cluster, registry) as log:
-        router = await start_router(cluster, log, feed, settings, registry)
-        assignments.hear(router.assign)
-        app.finalize()
-        await app.start()
-        typer.echo(f"forebay: router {router_id} is a member of {app.conf.id}")
-        try:
-            await until_signal(router.run(), stop=router.stop)
-        finally:
-            await app.stop()
-
-
-async def start_router(
-    cluster: Cluster, kafka_log: KafkaLog, feed: Feed, settings: RouterSettings, registry: CollectorRegistry
-) -> Router:
-    """A router that reads its state topics from `feed`, and knows where groups live."""
-    log = FaustLog(kafka_log, feed, [topic.name for topic in STATE_TOPICS])
-    directory = Directory(log)
-    await directory.start()
-
-    def on_owned(group: str, epoch: int) -> None:
-        typer.echo(f"forebay: router {settings.router_id} owns {group} since offset {epoch}")
-
-    leases = leases_at(cluster.redis_url, cluster.kafka.namespace)
-    return Router(log, leases, directory, settings, registry, on_owned)
+    run_service(serve(Cluster(settings, redis, metrics_host, metrics_port), name, config, snapshot_every))
