@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from aiokafka import AIOKafkaProducer
 from aiokafka.errors import KafkaError
 
+from forebay.events.topics import KV_EVENTS, METRICS, PROGRESS
 from forebay.transport.base import Draft, LogError
 
 logger = logging.getLogger(__name__)
@@ -22,6 +23,8 @@ logger = logging.getLogger(__name__)
 RECORD_BYTES_MAX = 16 << 20  # what the topics are configured to take
 BATCH_RECORDS_MAX = 10_000
 BATCH_BYTES_MAX = 1 << 20  # a larger record gets a batch of its own
+# Nobody waits for these: they leave after the tokens of the same step, and more of them together.
+LINGER_S = {PROGRESS.name: 0.002, KV_EVENTS.name: 0.005, METRICS.name: 0.005}
 HEADROOM_BYTES = 1 << 16  # of batch and record frames, within what a topic takes
 # The broker may be away for as long as a batch is tried again; then this is what waits for it.
 BUFFER_BYTES_MAX = 256 << 20
@@ -123,6 +126,8 @@ class KafkaWriter:
     async def _drain(self, place: tuple[str, int], line: deque[Pending]) -> None:
         try:
             producer = await self._producer_of(place[0])
+            if linger_s := LINGER_S.get(place[0]):
+                await asyncio.sleep(linger_s)
             while line:
                 await self._send(producer, place, line)
         except (KafkaError, OSError) as error:
