@@ -171,7 +171,8 @@ async def test_prompts_that_were_warm_are_warm_after_a_take_over(cluster: Cluste
     at_home = [
         after.worker == before.worker and after.cached_tokens > 0 for before, after in zip(cold, warm, strict=True)
     ]
-    # A busy machine may report an end late, and load sends the next prompt elsewhere; without an index 3 of 10 would be at home.
+    # A busy machine may report an end late, and load sends the next prompt elsewhere; without an index about
+    # 3 of 10 would be at home.
     assert sum(at_home) >= WARM_MIN, at_home
     await proven(cluster, clients)
 
