@@ -16,6 +16,7 @@ from forebay.live import owner as owner_module
 from forebay.live.metrics import OwnerMetrics
 from forebay.live.owner import Owner, OwnershipLost
 from forebay.live.standby import Standby
+from forebay.transport import sqlite_log
 from forebay.transport.base import Draft
 from forebay.transport.faults import Crashed, FaultyLog
 from forebay.transport.recorded import newest_snapshot, recorded_view
@@ -339,3 +340,21 @@ async def test_a_request_of_another_group_is_answered_and_kept_as_a_dead_letter(
         assert letter.headers is not None
         assert "elsewhere does not live in this partition" in letter.headers["reason"]
         assert owner.letters == 1
+
+
+async def test_an_effect_that_no_topic_takes_is_left_out_and_holds_up_nobody(
+    log: SqliteLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with System(log).started(workers=1) as system, system.owned() as owner:
+        await until(lambda: len(owner.world.fleet) == 1)
+        system.send(submitted("large", [*range(40)] * 20, timeout_us=50_000))
+        await log.append([])
+        monkeypatch.setattr(sqlite_log, "RECORD_BYTES_MAX", 2_000)
+        system.send(submitted("small", [*range(12)]))
+        await until_ended(system, "small")
+        await until_ended(system, "large")
+        (ended,) = system.ends()["large"]
+        assert ended.error is not None
+        assert ended.error.code == "deadline_exceeded"
+        assert owner.unsent == 1
+    await proven(log)

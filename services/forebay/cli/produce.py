@@ -30,8 +30,9 @@ from forebay.cli.cluster import (
 )
 from forebay.cli.errors import explained
 from forebay.events.topics import OPENAI_REQUESTS, OPENAI_RESPONSES
-from forebay.ingress.door_request import CHAT_PATH, REQUEST_ID, TEXT_PATH
+from forebay.ingress.door_request import CHAT_PATH, TEXT_PATH
 from forebay.ingress.errors import Unusable
+from forebay.ingress.openai import REQUEST_ID
 from forebay.transport.base import LogError
 from forebay.transport.kafka_settings import KafkaSettings
 from forebay.transport.kafka_topics import count_topics

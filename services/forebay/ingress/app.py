@@ -1,6 +1,5 @@
 """The HTTP routes of an ingress."""
 
-import re
 import time
 import uuid
 from typing import Any
@@ -14,12 +13,11 @@ from starlette.requests import ClientDisconnect
 from forebay.ingress.answer import Answer, Asked
 from forebay.ingress.errors import ApiError, invalid
 from forebay.ingress.ingress import Ingress
-from forebay.ingress.openai import BodyT, ChatBody, CompletionBody, TextBody, parse
+from forebay.ingress.openai import REQUEST_ID, BodyT, ChatBody, CompletionBody, TextBody, parse, require_model
 from forebay.ingress.render import Shape
 from forebay.ingress.text import TextAssembler
 
 LENGTH_DIGITS_MAX = 19  # of a 64-bit content-length
-REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
 def build_app(ingress: Ingress, registry: CollectorRegistry) -> FastAPI:
@@ -89,7 +87,7 @@ def _add_models(app: FastAPI, ingress: Ingress) -> None:
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
         """One model."""
-        _require_model(name, ingress)
+        require_model(name, ingress.settings.model_name)
         return card
 
 
@@ -154,14 +152,8 @@ async def _body(request: Request, kind: type[BodyT], ingress: Ingress) -> BodyT:
         if len(raw) > limit:
             raise too_large
     body = parse(kind, bytes(raw))
-    _require_model(body.model, ingress)
+    require_model(body.model, ingress.settings.model_name)
     return body
-
-
-def _require_model(name: str, ingress: Ingress) -> None:
-    served = ingress.settings.model_name
-    if name != served:
-        raise ApiError(404, "model_not_found", f"the model {name!r} is not served; {served!r} is", "model")
 
 
 def _request_id(request: Request, prefix: str) -> str:

@@ -10,11 +10,8 @@ submits the rest; the owner knows a request that it has already by its id and no
 import asyncio
 import logging
 import re
-import time
 from collections import deque
 from dataclasses import dataclass
-
-from xxhash import xxh3_64_intdigest
 
 from forebay.core.replies import apply
 from forebay.events.codec import DecodeError, decode, encode
@@ -319,19 +316,8 @@ class Lane:
         )
         waiting.endpoint = "chat_completions" if chat else "completions"
         waiting.entry, waiting.where = entry, where
-        waiting.submission = RequestSubmitted(
-            request_id=request_id,
-            model=settings.model_name,
-            token_ids=prompt.token_ids,
-            sequence_hashes=prompt.sequence_hashes,
-            reply_slot=self._slot,
-            timeout_us=max(1, round(settings.timeout_s * 1e6)),
-            tie_seed=xxh3_64_intdigest(request_id.encode()),
-            sampling=sampling,
-            nonce=nonce_of(record),
-            reply_from=entry.slot_from,
-            ingress_id=settings.ingress_id,
-            at_us=time.time_ns() // 1000,
+        waiting.submission = ingress.submission(
+            request_id, prompt, sampling, reply_slot=self._slot, reply_from=entry.slot_from, nonce=nonce_of(record)
         )
         self._answers[request_id] = waiting
         self._shared.ids.add(request_id)

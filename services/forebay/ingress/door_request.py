@@ -7,12 +7,11 @@ from xxhash import xxh3_64_intdigest
 
 from forebay.events.topics import OPENAI_RESPONSES, topic_named
 from forebay.ingress.errors import ApiError, invalid
-from forebay.ingress.openai import ChatBody, TextBody, parse
+from forebay.ingress.openai import REQUEST_ID, ChatBody, TextBody, parse, require_model
 from forebay.transport.base import Record
 
 CHAT_PATH = "/v1/chat/completions"
 TEXT_PATH = "/v1/completions"
-REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 TOPIC = re.compile(r"[A-Za-z0-9._-]{1,249}")  # what Kafka takes
 
 
@@ -58,9 +57,7 @@ def body_of(record: Record, model_name: str, body_bytes_max: int) -> ChatBody | 
     if len(record.value) > body_bytes_max:
         raise ApiError(413, "body_too_large", f"the body is larger than {body_bytes_max} bytes")
     body = parse(ChatBody, record.value) if path == CHAT_PATH else parse(TextBody, record.value)
-    if body.model != model_name:
-        text = f"the model {body.model!r} is not served; {model_name!r} is"
-        raise ApiError(404, "model_not_found", text, "model")
+    require_model(body.model, model_name)
     return body
 
 

@@ -127,25 +127,38 @@ class Ingress:
             ignore_eos=body.ignore_eos,
         )
 
+    def submission(
+        self, request_id: str, prompt: Prompt, sampling: Sampling, *, reply_slot: int, reply_from: int, nonce: int
+    ) -> RequestSubmitted:
+        """A request as it goes on the log; the last three are as in `RequestSubmitted`."""
+        settings = self.settings
+        return RequestSubmitted(
+            request_id=request_id,
+            model=settings.model_name,
+            token_ids=prompt.token_ids,
+            sequence_hashes=prompt.sequence_hashes,
+            reply_slot=reply_slot,
+            timeout_us=max(1, round(settings.timeout_s * 1e6)),
+            tie_seed=xxh3_64_intdigest(request_id.encode()),
+            sampling=sampling,
+            nonce=nonce,
+            reply_from=reply_from,
+            ingress_id=settings.ingress_id,
+            at_us=time.time_ns() // 1000,
+        )
+
     async def submit(self, request_id: str, prompt: Prompt, sampling: Sampling) -> Stream:
         """Put a request on the log and listen for its answer. Raises ApiError."""
         partition = self.require_place()
         if request_id in self.replies:
             raise ApiError(409, "duplicate_request_id", f"the request id {request_id} is under way")
-        settings = self.settings
-        event = RequestSubmitted(
-            request_id=request_id,
-            model=settings.model_name,
-            token_ids=prompt.token_ids,
-            sequence_hashes=prompt.sequence_hashes,
-            reply_slot=settings.reply_slot,
-            timeout_us=max(1, round(settings.timeout_s * 1e6)),
-            tie_seed=xxh3_64_intdigest(request_id.encode()),
-            sampling=sampling,
-            nonce=int.from_bytes(os.urandom(8), "little"),
+        event = self.submission(
+            request_id,
+            prompt,
+            sampling,
+            reply_slot=self.settings.reply_slot,
             reply_from=self.replies.position,
-            ingress_id=settings.ingress_id,
-            at_us=time.time_ns() // 1000,
+            nonce=int.from_bytes(os.urandom(8), "little"),
         )
         stream = self.replies.open(request_id)
         submitted = False

@@ -3,12 +3,15 @@
 Source: OpenAI API reference, chat completions and completions; `ignore_eos` is vLLM's extension.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from forebay.ingress.errors import invalid
+from forebay.ingress.errors import ApiError, invalid
+
+REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 STOP_STRINGS_MAX = 4
 MESSAGES_MAX = 10_000
@@ -176,6 +179,12 @@ def parse(kind: type[BodyT], raw: bytes) -> BodyT:
             raise invalid(f"the body is not valid JSON: {first['msg']}", code="invalid_json") from error
         where = _path(first["loc"])
         raise invalid(f"{where or 'the body'}: {first['msg']}", where or None) from error
+
+
+def require_model(name: str, served: str) -> None:
+    """Raises ApiError unless the model is the one that is served."""
+    if name != served:
+        raise ApiError(404, "model_not_found", f"the model {name!r} is not served; {served!r} is", "model")
 
 
 def _path(location: tuple[int | str, ...]) -> str:

@@ -37,6 +37,9 @@ class OwnerMetrics(Collector):
         letters = CounterMetricFamily("forebay_owner_dead_letters", "records that were refused", labels=["model"])
         letters.add_metric([self._model], self._owner.letters)
         yield letters
+        unsent = CounterMetricFamily("forebay_owner_unsent_records", "effects that no topic takes", labels=["model"])
+        unsent.add_metric([self._model], self._owner.unsent)
+        yield unsent
         ahead = GaugeMetricFamily("forebay_owner_clock_ahead_seconds", "the log's clock at start", labels=["model"])
         ahead.add_metric([self._model], self._owner.clock_ahead_us / 1e6)
         yield ahead

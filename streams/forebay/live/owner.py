@@ -90,6 +90,7 @@ class Owner:
         self.journal = Journal(log, settings.partition)
         self.admission: Admission | None = None
         self.letters = 0
+        self.unsent = 0
 
     @property
     def clock_ahead_us(self) -> int:
@@ -177,7 +178,7 @@ class Owner:
             await self._journal(records)
             await self._act(decided, submitted)
         if letters:
-            self._log.append_soon(letters)
+            self._send(letters)
         if self._since_snapshot >= self._settings.snapshot_every:
             await self.take_snapshot()
 
@@ -266,7 +267,19 @@ class Owner:
             else:
                 drafts += answers(decision)
         self._asked.forget()
-        self._log.append_soon(drafts)
+        self._send(drafts)
+
+    def _send(self, drafts: Sequence[Draft]) -> None:
+        """Append effects and letters. One that no topic takes is left out: its request ends at its deadline."""
+        try:
+            self._log.append_soon(drafts)
+        except ValueError as error:
+            if len(drafts) == 1:
+                self.unsent += 1
+                logger.error("a record cannot be sent and is left out: %s", error)  # noqa: TRY400
+                return
+            for draft in drafts:
+                self._send([draft])
 
     async def _read_back(self, decision: RequestRouted) -> RequestSubmitted:
         request = self.world.requests.get(decision.request_id)
@@ -293,7 +306,7 @@ class Owner:
                 owner_epoch = self.world.owner_epoch
                 drafts.append(work_again(request, worker.slot, owner_epoch, await self._asked.at(request.offset)))
         self._asked.forget()
-        self._log.append_soon(drafts)
+        self._send(drafts)
 
     def _start_clock(self) -> None:
         self._clock.take_over(self.world.now_us)

@@ -64,6 +64,7 @@ class Router:
         self._registry = registry
         self._on_owned = on_owned
         self._assigned: set[int] = set()
+        self._generation = 0
         self._changed = {partition: asyncio.Event() for partition in range(settings.partitions)}
         self._stopping = False
         self.owners: dict[int, Owner] = {}
@@ -73,6 +74,7 @@ class Router:
         """The partitions whose groups are to be owned here from now on."""
         logger.info("assigned the control partitions %s", sorted(partitions))
         self._assigned = partitions
+        self._generation += 1
         self._notify()
 
     async def run(self) -> None:
@@ -105,13 +107,16 @@ class Router:
     async def _serve(self, partition: int) -> None:
         standby: Standby | None = None
         changed = self._changed[partition]
+        lost_in = -1  # a claim that was lost is taken up again when there is a newer assignment, and not before
         while not self._stopping:
             changed.clear()
             group = self._directory.group_in(partition)
             if group is None:
                 await changed.wait()
-            elif partition in self._assigned:
-                await self._own(group, partition, standby)
+            elif partition in self._assigned and self._generation > lost_in:
+                generation = self._generation
+                if await self._own(group, partition, standby):
+                    lost_in = generation
                 standby = None
             else:
                 standby = standby or Standby(self._log, partition)
@@ -128,7 +133,8 @@ class Router:
             task.cancel()
         await asyncio.gather(following, waiting, return_exceptions=True)
 
-    async def _own(self, group: str, partition: int, standby: Standby | None) -> None:
+    async def _own(self, group: str, partition: int, standby: Standby | None) -> bool:
+        """Own the group until it is given to another router, or lost to one: whether it was lost."""
         settings = self._settings
         owner = Owner(
             self._log,
@@ -150,24 +156,18 @@ class Router:
             self._registry.register(metrics)
             self._on_owned(group, owner.world.owner_epoch)
             await self._until_unassigned(owner, partition)
+            return False
         except OwnershipLost as error:
             logger.warning("no longer the owner of %s: %s", group, error)
-            await self._wait_elsewhere(partition)
+            return True
         except LogError as error:
             # Other groups go on; this one needs somebody to look, or another router.
             logger.error("the group %s cannot be owned: %s", group, error)  # noqa: TRY400
-            await self._wait_elsewhere(partition)
+            return True
         finally:
             owner.drop()
             if self.owners.pop(partition, None) is not None:
                 self._registry.unregister(metrics)
-
-    async def _wait_elsewhere(self, partition: int) -> None:
-        """Follow again when assignments change: until then another router is the owner, or should be."""
-        changed = self._changed[partition]
-        if not self._stopping:
-            changed.clear()
-            await changed.wait()
 
     async def _until_unassigned(self, owner: Owner, partition: int) -> None:
         running = asyncio.create_task(owner.run(), name=f"owner of {partition}")

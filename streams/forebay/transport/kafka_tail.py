@@ -19,7 +19,6 @@ from forebay.transport.kafka_writer import explain
 FETCH_WAIT_MS = 20  # how long a fetch may sleep over quiet partitions, and so the most that a new tail waits
 POLL_MS = 1_000  # the pump wakes by itself, to see that it should end
 BUFFER_RECORDS_MAX = 20_000
-BUFFER_RESUME = BUFFER_RECORDS_MAX // 2
 RETRY_S = 0.2  # after an error of the broker that passes
 
 

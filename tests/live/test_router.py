@@ -1,0 +1,79 @@
+"""A router's seats: own what is assigned, follow what is not, take up a lost group only when it is assigned anew."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from prometheus_client import CollectorRegistry
+
+from forebay.events.control import RouterConfig
+from forebay.live.owner import Owner
+from forebay.live.router import Router, RouterSettings
+from forebay.transport.directory import Directory
+from forebay.transport.sqlite_log import SqliteLog
+from tests.live.shared import proven
+from tests.system import System, settings, submitted, until, until_ended
+
+PREFIX = list(range(12))
+
+
+@asynccontextmanager
+async def routing(system: System, name: str) -> AsyncIterator[Router]:
+    directory = Directory(system.log)
+    await directory.start()
+    told = RouterSettings(router_id=name, partitions=1, slots_max=16, config=RouterConfig(), poll_s=0.005)
+    router = Router(system.log, system.leases, directory, told, CollectorRegistry())
+    running = asyncio.create_task(router.run())
+    try:
+        yield router
+        await router.stop()
+        await running
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_a_group_moves_with_its_assignment_and_the_next_owner_starts_warm(log: SqliteLog) -> None:
+    async with System(log).started(workers=2) as system, routing(system, "a") as a, routing(system, "b") as b:
+        a.assign({0})
+        await until(lambda: 0 in a.owners and len(a.owners[0].world.fleet) == 2)
+        system.send(submitted("first", PREFIX))
+        await until_ended(system, "first")
+        a.assign(set())
+        b.assign({0})
+        await until(lambda: 0 in b.owners and 0 not in a.owners)
+        system.send(submitted("second", PREFIX))
+        await until_ended(system, "second")
+    assert (await proven(log)).claims == 2
+
+
+async def test_a_lost_group_is_left_alone_until_it_is_assigned_anew(log: SqliteLog) -> None:
+    async with System(log).started(workers=1) as system, routing(system, "a") as router:
+        router.assign({0})
+        await until(lambda: 0 in router.owners and len(router.owners[0].world.fleet) == 1)
+        async with system.owned():
+            await until(lambda: 0 not in router.owners)
+            system.send(submitted("meanwhile", PREFIX))
+            await until_ended(system, "meanwhile")
+            assert 0 not in router.owners
+        router.assign({0})
+        await until(lambda: 0 in router.owners)
+        system.send(submitted("again", PREFIX))
+        await until_ended(system, "again")
+    assert (await proven(log)).claims == 3
+
+
+async def test_an_assignment_that_comes_before_the_loss_is_noticed_counts(log: SqliteLog) -> None:
+    async with System(log).started(workers=1) as system, routing(system, "a") as router:
+        router.assign({0})
+        await until(lambda: 0 in router.owners and len(router.owners[0].world.fleet) == 1)
+        first = router.owners[0]
+        other = Owner(log, system.leases, settings())
+        await other.start()
+        router.assign(set())
+        router.assign({0})
+        await until(lambda: router.owners.get(0) not in (None, first))
+        other.drop()
+        system.send(submitted("again", PREFIX))
+        await until_ended(system, "again")
+    assert (await proven(log)).claims == 3
