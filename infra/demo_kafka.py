@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from forebay.cli.workload import BLOCK_TOKENS, TraceUnusable, rows
+from forebay.simulate.mooncake import BLOCK_TOKENS, TraceUnusable, rows
 from forebay.transport.base import LogError
 from infra.cluster import Cluster, Ownership, ProcessError, remove_topics
 from infra.kafka.kafka import tail

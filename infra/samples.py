@@ -14,6 +14,7 @@ from msgspec import inspect
 
 from forebay.events.base import Event, pack_u64
 from forebay.events.codec import encode
+from forebay.events.control import QueueClass, QueueConfig
 from forebay.events.schema import TOPICS
 from forebay.events.snapshots import Chunk, SnapshotChunk
 from forebay.events.topics import SNAPSHOTS, Topic
@@ -84,6 +85,11 @@ def _value(info: inspect.Type, name: str, full: bool) -> Any:
     match info:
         case inspect.Metadata(type=bare):
             return _value(bare, name, full)
+        case inspect.StructType(cls=cls) if cls is QueueConfig:
+            # Its fields must agree with each other.
+            return QueueConfig(
+                threshold=1.5, policy="wspt", classes=(QueueClass(), QueueClass(quantum=512, uncached_tokens_min=64))
+            )
         case inspect.StructType():
             return info.cls(**{f.name: _field(f, full) for f in info.fields if f.required or full})
         case inspect.VarTupleType(item_type=inspect.UnionType(types=types)) if full:
@@ -94,6 +100,8 @@ def _value(info: inspect.Type, name: str, full: bool) -> Any:
             return _value(next(t for t in types if not isinstance(t, inspect.NoneType)), name, full)
         case inspect.IntType():
             return 2**64 - number if name in _U64_FIELDS else number
+        case inspect.FloatType(le=float(most)) if most <= 1.0:
+            return 0.25
         case inspect.FloatType():
             return number + 0.25
         case inspect.StrType(pattern=None, min_length=None):
@@ -106,6 +114,8 @@ def _value(info: inspect.Type, name: str, full: bool) -> Any:
             return pack_u64([number, 2**64 - number])
         case inspect.BoolType():
             return True
+        case inspect.LiteralType(values=values):
+            return values[0]
     raise TypeError(f"{name}: no example of {info}")
 
 
@@ -113,6 +123,8 @@ def _field(field: inspect.Field, full: bool) -> Any:
     if isinstance(field.type, inspect.LiteralType):
         others = [value for value in field.type.values if value != field.default]
         return others[0] if others else field.default
+    if isinstance(field.type, inspect.BoolType):
+        return field.default is not True
     return _value(field.type, field.name, full)
 
 

@@ -1,9 +1,11 @@
-"""`python -m tests.benchmarks index|http|owner|kafka|door [options]`: measures and prints; nothing is asserted."""
+"""`python -m tests.benchmarks NAME [options]`: measures and prints; nothing is asserted."""
 
 import importlib
 import sys
 
-BENCHMARKS = {name: f"tests.benchmarks.bench_{name}" for name in ("index", "http", "owner", "kafka", "door")}
+BENCHMARKS = {
+    name: f"tests.benchmarks.bench_{name}" for name in ("index", "snapshot", "http", "owner", "kafka", "door")
+}
 
 
 def main() -> None:

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 from forebay.core.blocks import extend_chain
 from forebay.core.prefix_index import PrefixIndex
 from forebay.events import topics
-from forebay.events.base import pack_u64
+from forebay.events.base import array_u64, pack_u64
 from forebay.events.codec import decode, encode
 from forebay.events.kv import AnyKvEvent, BlocksRemoved, BlocksStored
 
@@ -37,7 +37,11 @@ MATCHED_QUERIES = 100  # also
 REMOVED_EVENTS = 2000  # also
 SINGLE_SHARE = 5  # also: a fifth of the events is split into events of one block
 
+WALKED_BLOCKS = 20_000  # of one piece
+
 MEMORY = "memory"
+WALK = "walk"
+AS_LIST = ", a list"
 
 Line = dict[str, Any]
 P = ParamSpec("P")
@@ -147,10 +151,14 @@ def run_case(case: Case) -> list[Line]:
     wire.restart()
     single = packed(wire.stored(peer.one_by_one(load.events[: len(load.events) // SINGLE_SHARE])))
     bulk = packed(stored)
-    queries = {
-        kind: [extend_chain(None, query) for query in wanted]
+    listed = {
+        kind + AS_LIST: [extend_chain(None, query) for query in wanted]
         for kind, wanted in peer.queries(load, case.queries).items()
     }
+    queries: dict[str, list[Any]] = {
+        kind.removesuffix(AS_LIST): [array_u64(pack_u64(query)) for query in wanted] for kind, wanted in listed.items()
+    }
+    queries |= listed
 
     gc.collect()
     gc.freeze()  # the input is ours, not the index's: it must not be collected on the index's time
@@ -159,6 +167,7 @@ def run_case(case: Case) -> list[Line]:
     rss_per_block = round(in_fresh_process(rss_of_index, bulk, case.workers) / load.blocks)
     lines: list[Line] = [line | {"rss_per_block": rss_per_block}]
     lines += [find(index, kind, wanted) for kind, wanted in queries.items()]
+    lines.append(walk(index))
     other = wire.index()
     lines.append({"what": "apply_single", **measured(partial(apply_wire, other, single), len(single), len(single))})
     blocks = sum(len(event.blocks) for event in own_parts[:REMOVED_EVENTS])
@@ -210,7 +219,19 @@ def check(index: PrefixIndex) -> None:
     assert not +index.counts, index.counts
 
 
-def find(index: PrefixIndex, kind: str, queries: Sequence[list[int]]) -> Line:
+def walk(index: PrefixIndex) -> Line:
+    """Time the pieces in which the blocks are written down for a snapshot."""
+    took_us = []
+    pieces = index.begin_walk()
+    while not pieces.done:
+        started = time.perf_counter()
+        pieces.advance(WALKED_BLOCKS)
+        took_us.append((time.perf_counter() - started) * 1e6)
+    index.end_walk()
+    return {"what": WALK, "max_us": round(max(took_us)), "sum_us": round(sum(took_us)), "pieces": len(took_us)}
+
+
+def find(index: PrefixIndex, kind: str, queries: Sequence[Sequence[int]]) -> Line:
     """Time `overlaps`, query by query, result included."""
     for query in queries[:WARM_UP_QUERIES]:
         index.overlaps(query)
@@ -267,6 +288,9 @@ def figures(lines: Iterable[Line]) -> Iterator[tuple[Figure, float]]:
         if what == "find":
             yield Figure(case, f"find, {line['query']}", "µs p50"), line["p50_us"]
             yield Figure(case, f"find, {line['query']}", "µs p99"), line["p99_us"]
+        elif what == WALK:
+            yield Figure(case, "walk, the longest of its pieces", "µs"), line["max_us"]
+            yield Figure(case, "walk, all pieces", "ms"), line["sum_us"] / 1e3
         else:
             yield Figure(case, what, "M blocks/s", rising=True), line["blocks_per_s"] / 1e6
         if "rss_per_block" in line:
@@ -289,8 +313,9 @@ def table(ours: Iterable[Line], peers: Iterable[Line]) -> Iterator[str]:
     for figure, values in mine.items():
         best = max if figure.rising or figure.what == MEMORY else min
         here, there, ratio = best(values), "", ""
-        if figure in theirs:
-            peer = best(theirs[figure])
+        same = figure._replace(what=figure.what.removesuffix(AS_LIST))
+        if same in theirs:
+            peer = best(theirs[same])
             there, ratio = f"{peer:.3g}", f"{here / peer if figure.rising else peer / here:.2f}"
         yield f"| {figure.case} | {figure.what} | {figure.unit} | {here:.3g} | {there} | {ratio} |"
 
@@ -333,7 +358,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--peer-python", type=Path, help="an interpreter with Dynamo: measure the peer in turn")
     parser.add_argument("--blocks", type=integers, default=[10**5, 10**6], help="default 1e5,1e6")
-    parser.add_argument("--workers", type=integers, default=[64], help="default 64")
+    parser.add_argument("--workers", type=integers, default=[64, 512], help="default 64,512")
     parser.add_argument("--queries", type=int, default=3000)
     parser.add_argument("--rounds", type=int, default=3, help="default 3; the table shows the best")
     args = parser.parse_args()

@@ -6,7 +6,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.cli.test_up import Up, forebay, free_port, running
+from infra.local import free_ports
+from tests.cli.test_up import Up, forebay, running
 
 REQUESTS = 20
 
@@ -39,6 +40,6 @@ def test_requests_take_turns_at_several_systems(trace: Path) -> None:
 
 
 def test_a_system_that_is_not_there_is_named(trace: Path) -> None:
-    url = f"http://127.0.0.1:{free_port()}"
+    url = f"http://127.0.0.1:{free_ports(1)}"
     run = forebay("trace", str(trace), "--url", url)
     assert (run.returncode, f"{url} does not answer" in run.stderr) == (2, True)

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,27 +14,20 @@ import httpx
 import openai
 import pytest
 
+from infra.local import free_ports
+
 FOREBAY = str(Path(sys.executable).with_name("forebay"))
 PATIENCE_S = 60.0
 LONG_PREFIX = "The log is the truth, and every decision on it can be derived again. " * 40
-PORTS = range(18_200, 18_900)  # below the range in which outgoing connections get theirs
 
 pytestmark = pytest.mark.timeout(180)
-
-
-def free_port() -> int:
-    for port in PORTS:
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)):
-                return port
-    raise AssertionError("no free port")
 
 
 class Up:
     """A running `forebay up`."""
 
     def __init__(self, *options: str) -> None:
-        self.port = free_port()
+        self.port = free_ports(1)
         self.url = f"http://127.0.0.1:{self.port}"
         command = [FOREBAY, "up", "--port", str(self.port), "--speedup", "50", *options]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -148,16 +140,84 @@ def test_after_kill_9_the_journal_continues_and_warm_prefixes_are_found(tmp_path
     assert after["claims"] == 2
 
 
+def test_a_policy_of_the_users_own_decides_and_its_decisions_are_derived_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
+    here.mkdir()
+    elsewhere.mkdir()
+    log = tmp_path / "log.db"
+    decide = "    def decide(self, world, request):\n        return len(world.candidates) - 1\n"
+    (here / "mine.py").write_text(f"class Last:\n{decide}")
+    monkeypatch.chdir(here)
+    with running("--log", str(log), "--router-mode", "mine.Last") as up:
+        assert {ask(up.client(), f"{number}")[0] for number in range(3)} == {"mock-3"}
+        assert up.end(signal.SIGKILL) == -signal.SIGKILL
+    with running("--log", str(log), "--router-mode", "round-robin") as up:
+        assert len({ask(up.client(), f"{number}")[0] for number in range(4)}) == 4
+        assert up.end(signal.SIGTERM) == 0
+    assert verified(log)["decisions"] == 7
+    (here / "mine.py").write_text(f"import time\n\n\nclass Last:\n{decide.replace('1', '1 - int(time.time()) % 2')}")
+    refused = forebay("replay", "verify", str(log))
+    assert (refused.returncode, "mine.Last calls time.time() (mine.py:6)" in refused.stderr) == (2, True)
+    monkeypatch.chdir(elsewhere)
+    refused = forebay("replay", "verify", str(log))
+    assert (refused.returncode, "the policy mine.Last cannot be imported" in refused.stderr) == (2, True)
+
+
+def test_labels_adapters_ranks_and_hints_are_what_the_flags_say(tmp_path: Path) -> None:
+    log = tmp_path / "log.db"
+    flags = ["--dp-size", "2", "--taint", "fast", "--taint", "mock-1:zone-b", "--lora", "legal", "--routing-hints"]
+
+    def routed(client: openai.OpenAI, constraints: dict[str, object], model: str = "forebay-default") -> str:
+        answer = client.chat.completions.create(
+            model=model,
+            max_tokens=4,
+            messages=[{"role": "user", "content": LONG_PREFIX}],
+            extra_body={"nvext": constraints},
+        )
+        assert answer.model_extra is not None
+        return str(answer.model_extra["forebay"]["worker"])
+
+    pinned: dict[str, object] = {"backend_instance_id": "mock-2", "dp_rank": 1}
+    with running("--log", str(log), *flags) as up, up.client() as client:
+        models = [model.id for model in client.models.list().data]
+        assert models == ["forebay-default", "legal"]
+        assert routed(client, {"routing_constraints": {"required_taints": ["fast", "zone-b"]}}) == "mock-1"
+        assert routed(client, {"routing_constraints": {"required_taints": ["zone-b"]}}, "legal") == "mock-1"
+        assert routed(client, pinned) == "mock-2"
+        with pytest.raises(openai.APIStatusError, match="zone-c"):
+            routed(client, {"routing_constraints": {"required_taints": ["zone-c"]}})
+        assert httpx.get(f"{up.url}/busy_threshold").status_code == httpx.codes.OK
+        assert up.end(signal.SIGTERM) == 0
+    # The second rank's cache outlives the process as well.
+    with running("--log", str(log), *flags, "--no-admin-api") as up, up.client() as client:
+        assert routed(client, pinned) == "mock-2"
+        tail = forebay("topics", "tail", str(log), "decisions", "-n", "1")
+        assert json.loads(tail.stdout)["event"]["terms"]["device_overlap"] > 0
+        assert httpx.get(f"{up.url}/busy_threshold").status_code == httpx.codes.NOT_FOUND
+        assert up.end(signal.SIGTERM) == 0
+    with running("--log", str(log), "--no-kv-events") as up:
+        assert {ask(up.client(), "again")[0] for _ in range(3)} <= {"mock-0", "mock-1", "mock-2", "mock-3"}
+    verified(log)
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
+        (["--taint", "mock-9:zone-a"], "there is no worker mock-9, only mock-0 to mock-3"),
+        (["--taint", "mock-1:"], "a label has at least one character"),
+        (["--taint", "a", "--taint", "a"], "--taint: a name is given twice"),
+        (["--lora", ""], "--lora '': a name has 1 to 256 characters, not 0"),
+        (["--lora", "forebay-default"], "each needs a name of its own"),
+        (["--router-temperature", "nan"], "--router-temperature must be a number"),
         (["--model", "/nowhere"], "no such model directory"),
         (["--log", "/nowhere/log.db"], "nowhere"),
         (["--speedup", "0"], "--speedup must be a positive number"),
     ],
 )
 def test_what_cannot_start_says_why_in_one_line(options: list[str], says: str) -> None:
-    run = forebay("up", "--port", str(free_port()), *options)
+    run = forebay("up", "--port", str(free_ports(1)), *options)
     assert run.returncode == 2
     assert says in run.stderr
     assert len(run.stderr.splitlines()) == 1
@@ -169,11 +229,11 @@ def test_a_taken_port_and_a_locked_or_foreign_log(tmp_path: Path) -> None:
     with running("--log", str(log)) as up:
         taken = forebay("up", "--port", str(up.port))
         assert (taken.returncode, "choose another --port" in taken.stderr) == (2, True)
-        locked = forebay("up", "--port", str(free_port()), "--log", str(log))
+        locked = forebay("up", "--port", str(free_ports(1)), "--log", str(log))
         assert (locked.returncode, str(up.process.pid) in locked.stderr) == (2, True)
     refused = forebay("replay", "verify", str(foreign))
     assert (refused.returncode, "foreign.db" in refused.stderr) == (2, True)
-    assert forebay("up", "--port", str(free_port()), "--log", str(foreign)).returncode == 2
+    assert forebay("up", "--port", str(free_ports(1)), "--log", str(foreign)).returncode == 2
 
 
 def test_a_trace_is_played_through_http(tmp_path: Path) -> None:

@@ -79,6 +79,22 @@ def test_filling_with_content_that_is_there_merges_the_two() -> None:
     assert counts(pool) == (1, 0, 2)
 
 
+def test_many_blocks_are_filled_at_once_only_if_all_are_new() -> None:
+    pool = BlockPool(8)
+    store(pool, 1, 2)
+    pool.release([2], 0)
+    assert pool.take((), 3) == []
+    assert not pool.fill_new([3, 1])
+    assert not pool.fill_new([3, 2])
+    assert counts(pool) == (4, 1, 3)
+    assert pool.fill_new([3, 4])
+    assert pool.fill_new([])
+    assert pool.content() == {1, 2, 3, 4}
+    assert counts(pool) == (4, 1, 3)
+    pool.release([3, 4], 1)
+    assert counts(pool) == (1, 3, 4)
+
+
 def test_anonymous_blocks_leave_nothing_behind() -> None:
     pool = BlockPool(2)
     assert pool.take((), 2) == []

@@ -93,9 +93,9 @@ def test_what_an_earlier_attempt_says_is_outdated() -> None:
     drive("progress", FirstTokenEmitted(request_id="r", attempt=1, **about(drive, other)))
     drive("progress", FirstTokenEmitted(request_id="r", attempt=2, **was))
     assert drive.world.counts["outdated_progress"] == 3
-    assert drive.world.load.loads([])[other, 0].prefill_tokens == len(PROMPTS[0]) * BLOCK + 2
+    assert drive.world.load.rank_load(other, 0).prefill_tokens == len(PROMPTS[0]) * BLOCK + 2
     drive("progress", FirstTokenEmitted(request_id="r", attempt=2, **about(drive, other)))
-    assert drive.world.load.loads([])[other, 0].prefill_tokens == 0
+    assert drive.world.load.rank_load(other, 0).prefill_tokens == 0
 
 
 def test_a_report_of_the_rank_after_the_last_is_foreign() -> None:
@@ -111,7 +111,7 @@ def test_more_hashes_than_tokens_book_no_negative_load() -> None:
     drive("kv-events", stored)
     (routed,) = drive("requests", request("r", PROMPTS[0], token_ids=pack_u32([1, 2, 3])))
     assert isinstance(routed, RequestRouted)
-    assert drive.world.load.loads([])["a", 0].prefill_tokens == 0
+    assert drive.world.load.rank_load("a", 0).prefill_tokens == 0
     assert routed.terms.cost == len(PROMPTS[0])
 
 

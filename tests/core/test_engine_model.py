@@ -1,11 +1,13 @@
 """The engine model: scheduling, prefix reuse, preemption, and what must hold on any history."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay.core import engine_model
-from forebay.core.blocks import sequence_hashes
+from forebay.core.blocks import HASH_SEED, hash_seed, sequence_hashes
 from forebay.core.engine_model import (
     EngineConfig,
     EngineModel,
@@ -17,8 +19,8 @@ from forebay.core.engine_model import (
     RequestTooLarge,
     Step,
     Stored,
-    speech,
 )
+from forebay.core.engine_sequence import speech
 from forebay.core.engine_timing import decode_us, prefill_us
 from forebay.events.base import pack_u32, unpack_u32, unpack_u64
 
@@ -26,22 +28,30 @@ VOCABULARY = tuple(range(1000, 1100))
 BLOCK = 4
 
 
-def config(**changes: int) -> EngineConfig:
-    sizes = {"block_size": BLOCK, "kv_blocks_total": 32, "max_num_seqs": 4, "max_num_batched_tokens": 16}
-    return EngineConfig(vocabulary=VOCABULARY, **{**sizes, **changes})
+def config(**changes: Any) -> EngineConfig:
+    sizes: dict[str, Any] = {"block_size": BLOCK, "kv_blocks_total": 32, "max_num_seqs": 4}
+    return EngineConfig(**{"vocabulary": VOCABULARY, "max_num_batched_tokens": 16, **sizes, **changes})
 
 
 def request(
-    name: str, prompt: list[int], max_tokens: int, *, seed: int = 7, attempt: int = 1, block: int = BLOCK
+    name: str,
+    prompt: list[int],
+    max_tokens: int,
+    *,
+    seed: int = 7,
+    attempt: int = 1,
+    block: int = BLOCK,
+    salt: int = HASH_SEED,
 ) -> EngineRequest:
     packed = pack_u32(prompt)
     return EngineRequest(
         request_id=name,
         attempt=attempt,
         token_ids=packed,
-        sequence_hashes=sequence_hashes(packed, block),
+        sequence_hashes=sequence_hashes(packed, block, salt),
         token_seed=seed,
         max_tokens=max_tokens,
+        hash_seed=salt,
     )
 
 
@@ -94,6 +104,20 @@ def test_one_request_from_prompt_to_end() -> None:
     assert (steps[-1].load.running, steps[-1].load.kv_blocks_used) == (0, 0)
 
 
+def test_decoding_takes_as_long_as_its_contexts_are_whoever_shares_or_prefills() -> None:
+    model = EngineModel(config(max_num_batched_tokens=8))
+    model.submit(request("a", [1, 2, 3, 4, 5], 9))
+    first = model.step()
+    assert first is not None
+    model.submit(request("b", [1, 2, 3, 4, 6], 3))
+    shared = [model.step(), model.step()]
+    assert [step.duration_us for step in shared if step] == [prefill_us(1) + decode_us(2, 32), decode_us(2 + 2, 32)]
+    model.submit(request("c", list(range(50, 66)), 1))
+    mixed = model.step()
+    assert mixed is not None
+    assert mixed.duration_us == prefill_us(6) + decode_us(2 + 2, 32)
+
+
 def test_a_one_token_answer_ends_in_its_prefill_step() -> None:
     model = EngineModel(config())
     model.submit(request("a", [1], 1))
@@ -138,6 +162,34 @@ def test_the_next_turn_of_a_conversation_finds_the_answer_in_the_cache() -> None
     assert finished(run(model))[0].cached_tokens == 16
 
 
+def test_a_block_that_another_fills_meanwhile_is_stored_once() -> None:
+    model = EngineModel(config())
+    model.submit(request("a", [0, 1, 2, 3], 20))
+    for _ in range(4):
+        model.step()
+    # The first leaves two tokens of the budget to the second, which computes what "a" is about to say.
+    model.submit(request("c", [9] * 13, 1))
+    turn = [0, 1, 2, 3, *speech(7, 0, 8, VOCABULARY), 5, 5, 5, 5]
+    model.submit(request("b", turn, 1))
+    hashes = unpack_u64(sequence_hashes(pack_u32(turn), BLOCK))
+    meanwhile, rest, *_ = run(model)
+    assert meanwhile.cache_changes[-1] == Stored(hashes[0], (hashes[1],))
+    assert rest.cache_changes == [Stored(hashes[1], tuple(hashes[2:]))]
+
+
+def test_output_blocks_are_salted_as_the_prompt_is() -> None:
+    model = EngineModel(config())
+    salts = [HASH_SEED, hash_seed("adapter"), hash_seed("", "tenant")]
+    for number, salt in enumerate(salts):
+        model.submit(request(f"r{number}", list(range(6)), 7, salt=salt))
+    steps = run(model)
+    whole = pack_u32([*range(6), *answers(steps)["r0"]])
+    expected = [unpack_u64(sequence_hashes(whole, BLOCK, salt)) for salt in salts]
+    assert {end.cached_tokens for end in finished(steps)} == {0}
+    assert model.pool.content() == {block for chain in expected for block in chain}
+    assert len(model.pool.content()) == 9
+
+
 def test_a_long_prompt_is_computed_in_chunks_while_others_decode() -> None:
     model = EngineModel(config())
     model.submit(request("a", [1, 2], 20))
@@ -160,6 +212,27 @@ def test_admission_is_first_come_first_served_within_max_num_seqs() -> None:
     assert (step.load.running, step.load.waiting) == (2, 1)
     steps = [step, *run(model)]
     assert [end.request_id for end in finished(steps)] == ["a", "b", "c"]
+
+
+def test_of_those_that_end_together_the_oldest_is_first() -> None:
+    model = EngineModel(config())
+    model.submit(request("a", [1], 7))
+    for _ in range(3):
+        model.step()
+    model.submit(request("b", [2], 4))
+    steps = run(model)
+    assert [end.request_id for end in steps[-1].finished] == ["a", "b"]
+
+
+def test_who_was_cancelled_ends_no_step() -> None:
+    model = EngineModel(config())
+    model.submit(request("a", [1, 2, 3], 20))
+    model.submit(request("b", [1], 20))
+    model.step()
+    model.cancel("a")
+    step = model.step(until_us=1_000_000)
+    assert step is not None
+    assert step.iterations == 3
 
 
 def test_the_newest_is_preempted_and_says_nothing_twice() -> None:
@@ -347,6 +420,57 @@ def answers_from(steps: list[Step]) -> dict[tuple[str, int], list[int]]:
         for chunk in step.emitted:
             said.setdefault(chunk.request_id, (chunk.first_index, []))[1].extend(unpack_u32(chunk.token_ids))
     return {(name, first): tokens for name, (first, tokens) in said.items()}
+
+
+@settings(max_examples=300)
+@given(
+    sizes=sizes,
+    actions=st.lists(
+        st.tuples(st.sampled_from(("whole", "own", "cancel", "step")), st.integers(0, 27), st.integers(1, 25)),
+        max_size=40,
+    ),
+)
+def test_a_silent_engine_does_all_but_speak(sizes: dict[str, int], actions: list[tuple[str, int, int]]) -> None:
+    """The same times, ends and load; and the same blocks, under other names where they hold output."""
+    histories = []
+    # Tokens are many, so that no two answers begin alike by chance.
+    for vocabulary in (tuple(range(1, 65_537)), None):
+        model = EngineModel(config(vocabulary=vocabulary, **sizes))
+        steps: list[Step] = []
+        for at, (action, size, number) in enumerate(actions):
+            if action == "whole":  # full blocks, which others may have
+                model.submit(request(f"r{at}", [number % 2] * (size // BLOCK + 1) * BLOCK, number, seed=at))
+            elif action == "own":
+                model.submit(request(f"r{at}", [100 + at] * (size + 1), number, seed=at))
+            elif action == "cancel":
+                model.cancel(f"r{size}")
+            else:
+                steps += [step for _ in range(number) if (step := model.step(number * 1000)) is not None]
+        histories.append(steps + run(model))
+    names: dict[int, int] = {}
+    for spoken, silent in zip(*histories, strict=True):
+        assert (silent.duration_us, silent.iterations, silent.load) == (
+            spoken.duration_us,
+            spoken.iterations,
+            spoken.load,
+        )
+        assert (silent.first_tokens, silent.finished, silent.emitted) == (spoken.first_tokens, spoken.finished, [])
+        for said, unsaid in zip(spoken.cache_changes, silent.cache_changes, strict=True):
+            assert type(said) is type(unsaid)
+            assert len(said.hashes) == len(unsaid.hashes)
+            for name, other in zip(said.hashes, unsaid.hashes, strict=True):
+                assert names.setdefault(name, other) == other
+            if isinstance(said, Stored) and isinstance(unsaid, Stored) and said.parent is not None:
+                assert names[said.parent] == unsaid.parent
+    assert len(set(names.values())) == len(names)
+
+
+def test_silent_answers_of_different_seeds_share_no_blocks() -> None:
+    model = EngineModel(config(vocabulary=None))
+    for number in range(3):
+        model.submit(request(f"r{number}", [1, 2], 11, seed=number % 2, salt=[1, 1, 2][number]))
+    run(model)
+    assert len(model.pool.content()) == 3 * 3
 
 
 def test_a_warmed_engine_finds_what_an_earlier_one_held() -> None:

@@ -1,26 +1,17 @@
-"""Block identity, costs, choices, and the tables of the fleet and of a request's life."""
+"""Block identity, and the tables of the fleet and of a request's life."""
 
-from collections import Counter
 from collections.abc import Callable
 from itertools import product
-from math import exp
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from forebay.core.blocks import block_hashes, extend_chain, hash_seed, sequence_hashes
-from forebay.core.cost import Option, cost_of, cost_table, table_digest
 from forebay.core.fleet import TRANSITIONS as FLEET_TABLE
 from forebay.core.fleet import Fleet, WorkerPhase
 from forebay.core.lifecycle import TRANSITIONS, Move, Phase, Request, Requests, submitted
-from forebay.core.load import Load, RankLoad
 from forebay.core.machine import IllegalTransition
-from forebay.core.prefix_index import NO_OVERLAP, Overlap
-from forebay.core.selection import draw, lowest, mix64, softmax_weights
 from forebay.events.base import pack_u32, unpack_u64
-from forebay.events.control import RouterConfig
 from forebay.events.fleet import (
     OwnershipAnnounced,
     WorkerDraining,
@@ -29,7 +20,6 @@ from forebay.events.fleet import (
     WorkerRecovered,
     WorkerSuspect,
 )
-from forebay.events.metrics import LoadReported
 from forebay.events.progress import FirstTokenEmitted, RequestFinished
 from tests.core.worlds import joined, request
 
@@ -52,75 +42,6 @@ def test_only_full_blocks_are_hashed_and_chains_go_on() -> None:
     blocks = block_hashes(pack_u32(range(1, 13)), 4)
     whole = extend_chain(None, blocks)
     assert whole[:2] + extend_chain(whole[1], blocks[2:]) == whole
-
-
-# Cost: Dynamo's worked examples
-
-
-def option(worker: str, overlap: Overlap, load: RankLoad) -> Option:
-    return Option(worker, 0, 0, 0, overlap, load)
-
-
-@pytest.mark.parametrize(("overlap", "decode", "cost"), [(2, 10, 18.0), (5, 5, 10.0), (8, 9, 11.0)])
-def test_cost_examples(overlap: int, decode: int, cost: float) -> None:
-    found = cost_of(RouterConfig(), 640, 64, Overlap(overlap), RankLoad(0, decode, 0, 0))
-    assert (found.cost, found.prefill_blocks) == (cost, 10.0)
-
-
-def test_every_weight_counts() -> None:
-    config = RouterConfig(
-        overlap_score_credit=2.0,
-        host_cache_hit_weight=0.5,
-        disk_cache_hit_weight=0.25,
-        prefill_load_scale=3.0,
-        decode_active_request_weight=0.125,
-    )
-    found = cost_of(config, 64 * 9, 64, Overlap(1, 2, 4), RankLoad(64, 7, 8, 3))
-    assert found == (3.0 * (10 - 4.0) + 10 + 1.0, 10.0, 4.0, 10, 8)
-    assert cost_of(RouterConfig(overlap_score_credit=99.0), 64, 64, Overlap(1), RankLoad(0, 1, 0, 0)).cost == 1.0
-
-
-def test_the_table_digest_sees_everything() -> None:
-    options = [option("a", NO_OVERLAP, RankLoad(0, 0, 0, 1)), option("b", Overlap(1), RankLoad(0, 0, 0, 1))]
-    costs = cost_table(RouterConfig(), 100, 64, options)
-    digests = {
-        table_digest(options, costs),
-        table_digest(options[::-1], costs[::-1]),
-        table_digest(options[:1], costs[:1]),
-        table_digest([options[0], option("b", Overlap(0, 1), RankLoad(0, 0, 0, 1))], costs),
-        table_digest(options, [costs[0], costs[1]._replace(cost=0.5)]),
-    }
-    assert len(digests) == 5
-
-
-# Selection
-
-
-def test_softmax_of_the_worked_example() -> None:
-    weights = softmax_weights([0.0, 3.0, 9.0], 1.0)
-    shares = [weight / sum(weights) for weight in weights]
-    expected = [exp(0), exp(-1 / 3), exp(-1)]
-    assert shares == pytest.approx([value / sum(expected) for value in expected], rel=1e-12)
-    assert len(set(softmax_weights([4.0, 4.0], 0.5))) == 1
-
-
-def test_draws_follow_the_weights_and_ties_are_spread() -> None:
-    seen = Counter(draw([1, 2, 1], mix64(seed)) for seed in range(4_000))
-    assert [round(seen[at] / 1_000) for at in range(3)] == [1, 2, 1]
-    ties = Counter(lowest([2.0, 1.0, 1.0, 1.0], mix64(seed))[0] for seed in range(3_000))
-    assert set(ties) == {1, 2, 3}
-    assert min(ties.values()) > 900
-    assert lowest([3.0, 1.0, 1.0], 7) == (2, 2)
-
-
-@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=20), st.integers(0, (1 << 64) - 1), st.floats(0.01, 10))
-def test_a_choice_is_always_one_of_the_options(costs: list[float], seed: int, temperature: float) -> None:
-    weights = softmax_weights(costs, temperature)
-    assert max(weights) == weights[costs.index(min(costs))]
-    assert 0 <= draw(weights, seed) < len(costs)
-    at, ties = lowest(costs, seed)
-    assert costs[at] == min(costs)
-    assert ties == costs.count(min(costs))
 
 
 # The fleet
@@ -187,7 +108,9 @@ def life_in(phase: Phase) -> tuple[Requests, Request]:
     requests = Requests()
     one = submitted(request("r", [1, 2]), "default", 0, 1_000)
     requests.add(one)
-    if phase is not Phase.SUBMITTED:
+    if phase is Phase.QUEUED:
+        requests.hold(one, "default", 10, 1_500)
+    elif phase is not Phase.SUBMITTED:
         requests.route(one, "w", 3, 0)
     if phase is Phase.DECODE:
         requests.progress(first_token(one), 2_000)
@@ -212,6 +135,7 @@ def test_the_table_of_a_life(phase: Phase, move: Move) -> None:
     requests, one = life_in(phase)
     before = requests.digest(), list(requests.snapshot())
     moves: dict[Move, Callable[[], object]] = {
+        Move.HELD: lambda: requests.hold(one, "default", 10, 2_500),
         Move.ROUTED: lambda: requests.route(one, "w2", 4, 1),
         Move.FIRST_TOKEN: lambda: requests.progress(first_token(one), 3_000),
         Move.WORKER_LOST: lambda: requests.lose_worker(one),
@@ -262,32 +186,3 @@ def test_ended_requests_leave_no_deadline_behind() -> None:
     requests.expired(200_000_000)
     requests.add(submitted(request("again", timeout_us=10**9), "default", 901, 200_000_000))
     assert requests.expired(200_000_001) == []
-
-
-def test_load_is_zero_again_and_shared_blocks_count_once() -> None:
-    load = Load()
-    load.add_rank("w", 0)
-    load.add_rank("v", 0)
-    empty = load.digest()
-    load.book("r1", ("w", 0), 100, [1, 2, 3])
-    load.book("r2", ("w", 0), 50, [1, 2, 9])
-    assert load.loads([1, 2, 3, 4]) == {("w", 0): RankLoad(150, 4, 2, 1), ("v", 0): RankLoad(0, 0, 0, 4)}
-    load.free("r1")
-    assert load.loads([1, 2, 3])["w", 0] == RankLoad(50, 3, 1, 1)
-    load.prefill_done("r2")
-    load.free("r2")
-    assert load.loads([1])["w", 0] == RankLoad(0, 0, 0, 1)
-    assert load.digest() == empty
-    report = LoadReported(worker_id="w", worker_epoch=1, running=1, waiting=2, kv_blocks_used=3, kv_blocks_total=4)
-    load.report(report)
-    once = load.digest()
-    load.report(report)
-    assert load.digest() == once != empty
-    reported = load.reported(("w", 0))
-    assert reported is not None
-    assert reported.waiting == 2
-    assert load.reported(("v", 0)) is None
-    load.drop_rank("w", 0)
-    assert load.digest() == empty
-    with pytest.raises(AssertionError):
-        load.add_rank("v", 0)

@@ -3,14 +3,15 @@
 from itertools import product
 from typing import Any
 
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from forebay.core.block_sets import BlockSets, bits_of
-from forebay.core.prefix_index import RETIRED_BITS_MAX, TIERS, Overlap, PrefixIndex
+from forebay.core.holder_bits import RETIRED_BITS_MAX
+from forebay.core.index_walk import WALK_CHUNK_HASHES, HolderEpoch
+from forebay.core.prefix_index import TIERS, Gap, Overlap, PrefixIndex
 from forebay.events.base import pack_u64
 from forebay.events.kv import BlocksRemoved, BlocksStored, CacheCleared, KvEvent
-from forebay.events.snapshots import CHUNK_HASHES_MAX, IndexBlocks
+from forebay.events.snapshots import IndexBlocks, IndexCursor
 
 WORKERS = ("a", "b", "c")
 BLOCKS = st.integers(1, 40)
@@ -164,60 +165,110 @@ def test_foreign_outdated_and_missing_events_are_counted() -> None:
     index.apply(BlocksStored(**{**fields, "sequence_hashes": pack_u64([5])}, parent_hash=4, seq=5))
     index.apply(BlocksRemoved(worker_id="a", worker_epoch=5, seq=6, sequence_hashes=pack_u64([77])))
     assert index.counts == {
-        "unknown_worker": 2, "stale_epoch": 1, "duplicate": 1, "gap": 1, "unknown_parent": 1, "unknown_block": 1,
+        "unknown_worker": 1, "unknown_rank": 1, "stale_epoch": 1, "duplicate": 1, "gap": 1, "unknown_parent": 1,
+        "unknown_block": 1,
     }  # fmt: skip
     assert index.overlaps([1, 2, 3, 4, 5]) == {("a", 0): Overlap(2)}
     assert index.holders() == [("a", 0)]
     assert index.overlaps([]) == {}
     assert PrefixIndex().overlaps([1]) == {}
+    index.drop_holder("a", 0)
+    index.apply(BlocksStored(**fields, seq=7))
+    assert index.counts["unknown_worker"] == 2
+
+
+def test_a_parent_in_another_tier_is_known() -> None:
+    pair = Pair()
+    pair.do("store", "a", "host", [1], None)
+    pair.do("store", "a", "device", [2], 1)
+    assert not pair.index.counts
+    pair.check([1, 2])
+
+
+def stored(seq: int, *blocks: int, rank: int = 0) -> BlocksStored:
+    return BlocksStored(worker_id="a", worker_epoch=5, rank=rank, seq=seq, sequence_hashes=pack_u64(blocks))
+
+
+def cleared(seq: int, rank: int = 0) -> CacheCleared:
+    return CacheCleared(worker_id="a", worker_epoch=5, rank=rank, seq=seq)
+
+
+def test_a_gap_is_told_once_and_ends_with_the_next_clear() -> None:
+    index = PrefixIndex()
+    for rank in (1, 0):
+        index.add_holder("a", rank, 5)
+    before = index.digest()
+    assert index.apply(stored(2, 1)) == Gap("a", 5, 0, expected_seq=1, found_seq=2)
+    assert index.overlaps([1]) == {("a", 0): Overlap(1)}
+    waiting = index.digest()
+    assert index.apply(stored(5, 2)) is None
+    assert index.counts["gap"] == 2
+    assert index.apply(stored(7, 3, rank=1)) == Gap("a", 5, 1, expected_seq=1, found_seq=7)
+    assert index.resyncing() == [HolderEpoch("a", 5, 0), HolderEpoch("a", 5, 1)]
+    assert index.apply(cleared(6)) is None
+    assert index.resyncing() == [HolderEpoch("a", 5, 1)]
+    assert index.overlaps([1, 2, 3]) == {}
+    assert index.overlaps([3]) == {("a", 1): Overlap(1)}
+    assert index.apply(stored(8, 9)) == Gap("a", 5, 0, expected_seq=7, found_seq=8)
+    assert len({before, waiting, index.digest()}) == 3
+
+
+def test_what_was_missed_before_a_clear_is_not_missed() -> None:
+    index = PrefixIndex()
+    index.add_holder("a", 0, 5)
+    assert index.apply(cleared(3)) is None
+    assert (index.counts, index.resyncing()) == ({"gap": 1}, [])
+
+
+def test_who_waits_for_a_resync_still_does_after_a_restore() -> None:
+    index, restored = PrefixIndex(), PrefixIndex()
+    index.add_holder("a", 0, 5)
+    index.apply(stored(1, 1))
+    before = index.digest()
+    index.apply(stored(3, 1))
+    index.apply(stored(4, 1))
+    for chunk in index.snapshot():
+        restored.restore(chunk)
+    assert restored.digest() == index.digest() != before
+    assert restored.resyncing() == index.resyncing() == [HolderEpoch("a", 5, 0)]
+
+
+def test_a_wait_for_a_resync_is_part_of_the_digest() -> None:
+    one, other = PrefixIndex(), PrefixIndex()
+    for index, resync in ((one, True), (other, False)):
+        index.restore(IndexCursor(worker_id="a", rank=0, last_seq=4, worker_epoch=5, resync=resync))
+    assert one.digest() != other.digest()
 
 
 def test_a_cache_of_more_than_a_chunk_is_snapshotted_in_several() -> None:
     index = PrefixIndex()
     index.add_holder("a", 0, 5)
-    blocks = range(1, CHUNK_HASHES_MAX + 10)
-    index.apply(BlocksStored(worker_id="a", worker_epoch=5, seq=1, sequence_hashes=pack_u64(blocks)))
+    index.apply(stored(1, *range(1, WALK_CHUNK_HASHES + 10)))
     chunks = [chunk for chunk in index.snapshot() if isinstance(chunk, IndexBlocks)]
-    assert [len(chunk.sequence_hashes) // 8 for chunk in chunks] == [CHUNK_HASHES_MAX, 9]
+    assert sum(len(chunk.sequence_hashes) // 8 for chunk in chunks) == WALK_CHUNK_HASHES + 9
+    assert [len(chunk.sequence_hashes) // 8 <= WALK_CHUNK_HASHES for chunk in chunks] == [True, True]
     restored = PrefixIndex()
     for chunk in index.snapshot():
         restored.restore(chunk)
     assert restored.digest() == index.digest()
 
 
-@st.composite
-def stretches(draw: st.DrawFn) -> list[int]:
-    """Blocks in order, longer than a run may be, with pieces cut out; or anything, with repetitions."""
-    if draw(st.integers(0, 3)):
-        start = draw(st.integers(1, 250))
-        holes = draw(st.sets(st.integers(1, 300), max_size=4))
-        return [block for block in range(start, min(301, start + draw(st.integers(1, 100)))) if block not in holes]
-    return draw(st.lists(st.integers(1, 300), max_size=20))
+def test_holders_that_leave_a_prompt_at_different_depths_are_told_apart() -> None:
+    index = PrefixIndex()
+    for worker, depth in (("a", 9), ("b", 5), ("c", 5), ("d", 2), ("e", 0)):
+        index.add_holder(worker, 0, 5)
+        hashes = pack_u64(range(1, depth + 1))
+        index.apply(BlocksStored(worker_id=worker, worker_epoch=5, seq=1, sequence_hashes=hashes))
+    depths = {("a", 0): Overlap(9), ("b", 0): Overlap(5), ("c", 0): Overlap(5), ("d", 0): Overlap(2)}
+    assert index.overlaps(range(1, 20)) == depths
 
 
-changes = st.tuples(st.integers(0, 4), st.booleans(), stretches(), st.none() | st.integers(1, 300))
-
-
-@settings(max_examples=200)
-@given(st.lists(changes, max_size=25), stretches())
-def test_block_sets_equal_plain_sets(operations: list[Any], query: list[int]) -> None:
-    sets = BlockSets()
-    plain: list[set[int]] = [set() for _ in range(5)]
-    for holder, stores, blocks, parent in operations:
-        if stores:
-            assert sets.add(1 << holder, blocks, parent) == len(set(blocks) - plain[holder])
-            plain[holder].update(blocks)
-        else:
-            assert sets.remove(1 << holder, blocks) == len(set(blocks) & plain[holder])
-            plain[holder].difference_update(blocks)
-    for holder, held in enumerate(plain):
-        assert sets.blocks_of(1 << holder) == sorted(held)
-        assert sets.counts.get(1 << holder, 0) == len(held)
-        assert sets.sums.get(1 << holder, 0) == sum(held)
-        assert all(sets.has(1 << holder, block) == (block in held) for block in range(1, 301))
-    assert len(sets) == len(set().union(*plain))
-    for asked in (query, list(range(1, 301))):
-        depths = {bit: depth for depth, mask in sets.drops(asked, 0b11111) for bit in bits_of(mask)}
-        for holder, held in enumerate(plain):
-            expected = next((at for at, block in enumerate(asked) if block not in held), len(asked))
-            assert depths[1 << holder] == expected
+def test_a_worker_is_known_as_long_as_one_of_its_ranks_is() -> None:
+    index = PrefixIndex()
+    for rank in (0, 1):
+        index.add_holder("a", rank, 5)
+    for rank in (0, 1):
+        index.drop_holder("a", rank)
+        index.apply(stored(1, 1, rank=rank))
+    assert index.counts == {"unknown_rank": 1, "unknown_worker": 1}
+    assert index.overlaps([1]) == {}

@@ -11,6 +11,7 @@ from forebay.events.tokens import (
     AnswerError,
     AttemptStarted,
     ResponseEnded,
+    RouteTold,
     TokenChunk,
     TokenEvent,
     TokensEmitted,
@@ -94,6 +95,13 @@ def test_nothing_counts_after_the_end() -> None:
     reply = folded(emitted(0, [10]), end, *late)
     assert reply.ended is end
     assert (reply.tokens, reply.next_index, reply.attempt, reply.gap) == ([10], 1, 1, False)
+
+
+def test_where_a_request_would_go_is_no_part_of_an_answer() -> None:
+    told = RouteTold(request_id=NAME, owner_epoch=9, pool="default", mode="kv")
+    reply = folded(emitted(0, [10]), told, emitted(1, [11]))
+    assert (reply.tokens, reply.ended, reply.attempt) == ([10, 11], None, 1)
+    assert apply({NAME: reply}, told) == []
 
 
 def test_an_error_is_an_end() -> None:

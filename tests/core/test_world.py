@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.core import step as stepping
+from forebay.core import dispatch, rederive
+from forebay.core.lifecycle import Phase
 from forebay.core.rederive import Rederivation
 from forebay.core.step import CLOCK, advance, claim, open_run
 from forebay.core.world import World, restore
@@ -22,6 +23,7 @@ from forebay.events.decisions import (
     JournalRecord,
     OwnerClaimed,
     RequestAborted,
+    RequestHeld,
     RequestRejected,
     RequestRouted,
     Run,
@@ -75,13 +77,14 @@ def test_load_moves_the_next_request_elsewhere_and_leaves_with_the_request() -> 
     first = only(drive("requests", request("r1", PROMPTS[0])), RequestRouted)
     second = only(drive("requests", request("r2", PROMPTS[1])), RequestRouted)
     assert first.worker_id != second.worker_id
-    load = drive.world.load.loads([])
-    assert {rank.prefill_tokens for rank in load.values()} == {34}
+    assert {rank.prefill_tokens for rank in drive.world.load.ranks()} == {34}
     drive("progress", FirstTokenEmitted(**progress(first)))
-    assert drive.world.load.loads([])[first.worker_id, 0].prefill_tokens == 0
+    assert drive.world.load.rank_load(first.worker_id, 0).prefill_tokens == 0
     for routed in (first, second):
         drive("progress", RequestFinished(**progress(routed), finish_reason="length"))
-    assert {tuple(rank) for rank in drive.world.load.loads([]).values()} == {(0, 0, 0, 0)}
+    assert {(rank.prefill_tokens, rank.decode_blocks, rank.active_requests) for rank in drive.world.load.ranks()} == {
+        (0, 0.0, 0)
+    }
     assert not len(drive.world.requests)
 
 
@@ -111,7 +114,7 @@ def test_who_cannot_be_served_is_rejected(monkeypatch: pytest.MonkeyPatch) -> No
     assert only(drive("requests", request("r2")), RequestRejected).reason == "no_workers"
     drive("fleet", joined("a"))
     assert only(drive("requests", request("r2")), RequestRouted).attempt == 1, "a refused id may come again"
-    monkeypatch.setattr(stepping, "UNDER_WAY_MAX", 1)
+    monkeypatch.setattr(dispatch, "UNDER_WAY_MAX", 1)
     assert only(drive("requests", request("r3")), RequestRejected).reason == "overloaded"
 
 
@@ -139,7 +142,7 @@ def test_a_deadline_and_a_cancellation_end_a_request_and_its_work() -> None:
     left = only(drive("requests", RequestCancelled(request_id="left", reason="gone")), RequestAborted)
     assert (left.reason, left.message) == ("cancelled", "gone")
     assert drive("requests", RequestCancelled(request_id="left")) == []
-    assert drive.world.load.loads([])["a", 0].active_requests == 0
+    assert drive.world.load.rank_load("a", 0).active_requests == 0
 
 
 def test_a_lost_worker_strands_nobody() -> None:
@@ -202,13 +205,15 @@ def test_every_request_ends_once_or_is_under_way(history: list[Any]) -> None:
     ids = {event.request_id for _, event, _ in drive.applied if isinstance(event, RequestSubmitted)}
     routed = [(one.request_id, one.attempt) for one in drive.decided if isinstance(one, RequestRouted)]
     assert len(routed) == len(set(routed))
+    taken = {name for name, _ in routed}
+    taken |= {one.request_id for one in drive.decided if isinstance(one, RequestHeld)}
     rejected = {one.request_id for one in drive.decided if isinstance(one, RequestRejected)}
-    assert ids == rejected | {name for name, _ in routed}
-    under_way = {one.request_id for one in drive.world.requests.under_way()}
-    assert under_way <= {name for name, _ in routed}
-    load = drive.world.load.loads([])
-    on_worker = [one for one in drive.world.requests.under_way() if one.on_worker]
-    assert sum(rank.active_requests for rank in load.values()) == len(on_worker)
+    assert ids == rejected | taken
+    under_way = drive.world.requests.under_way()
+    assert {one.request_id for one in under_way} <= taken
+    assert sum(rank.active_requests for rank in drive.world.load.ranks()) == sum(one.on_worker for one in under_way)
+    queued = [one for one in under_way if one.phase is Phase.QUEUED]
+    assert (drive.world.queues.waiting("default") if drive.world.pools else 0) == len(queued)
 
 
 @given(histories)
@@ -325,7 +330,38 @@ def test_a_snapshot_record_belongs_to_the_state_sealed_before_it() -> None:
     late = msgspec.structs.replace(taken, seq=9)
     assert follow(drive, [*records, sealed, late]).reason == "differs in seq"
     unsealed = msgspec.structs.replace(taken, seq=3)
-    assert follow(drive, [*records, unsealed]) is None
+    assert "not of the state" in follow(drive, [*records, unsealed]).reason
+
+
+def test_decisions_and_seals_may_stand_between_a_seal_and_its_snapshot() -> None:
+    drive, _ = history_of_three()
+    sealed = advance(drive.world)
+    drive("requests", request("r4", PROMPTS[1]))
+    records = [*drive.decided[:3], sealed, drive.decided[3], advance(drive.world)]
+    taken = SnapshotTaken(owner_epoch=0, seq=6, first_offset=0, chunks=1, digest=sealed.digest, journal_offset=5)
+    assert follow(drive, [*records, taken]) is None
+    for lie in ({"digest": hex_digest(1)}, {"journal_offset": 6}, {"journal_offset": 7}):
+        assert "not of the state" in follow(drive, [*records, msgspec.structs.replace(taken, **lie)]).reason
+
+
+def test_a_snapshot_may_be_of_a_state_sealed_before_following_began() -> None:
+    drive, _ = history_of_three()
+    sealed = advance(drive.world)
+    followed = Rederivation(restore(drive.world.snapshot()))
+    drive("requests", request("r4", PROMPTS[1]))
+    recorded = Recorded(drive.applied[-1:])
+    assert followed.apply(5, drive.decided[3], recorded.events_of(drive.decided[3])) is None
+    taken = SnapshotTaken(owner_epoch=0, seq=5, first_offset=0, chunks=1, digest=sealed.digest, journal_offset=5)
+    assert followed.apply(6, taken, {}) is None
+
+
+def test_of_many_seals_the_newest_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rederive, "SEALS_MAX", 2)
+    drive, records = history_of_three()
+    seals = [advance(drive.world) for _ in range(4)]
+    known = SnapshotTaken(owner_epoch=0, seq=7, first_offset=0, chunks=1, digest=hex_digest(1), journal_offset=7)
+    assert "not of the state" in follow(drive, [*records, *seals, known]).reason
+    assert follow(drive, [*records, *seals, msgspec.structs.replace(known, journal_offset=6)]) is None
 
 
 def test_decisions_that_a_dead_owner_made_and_did_not_write_are_the_next_ones() -> None:

@@ -6,11 +6,19 @@ from typing import Any
 from hypothesis import strategies as st
 
 from forebay.core.blocks import extend_chain
+from forebay.core.lifecycle import Request
 from forebay.core.prefix_index import TIERS
 from forebay.core.step import Decided, InputEvent, claim, open_run, step
 from forebay.core.world import World
 from forebay.events.base import pack_u32, pack_u64
-from forebay.events.control import PoolConfigured, RouterConfig
+from forebay.events.control import (
+    BusyThresholds,
+    BusyThresholdsSet,
+    PoolConfigured,
+    QueueClass,
+    QueueConfig,
+    RouterConfig,
+)
 from forebay.events.decisions import JournalRecord, Run
 from forebay.events.fleet import (
     OwnershipAnnounced,
@@ -23,8 +31,16 @@ from forebay.events.fleet import (
 )
 from forebay.events.kv import BlocksRemoved, BlocksStored, CacheCleared
 from forebay.events.metrics import LoadReported
-from forebay.events.progress import FirstTokenEmitted, RequestFailed, RequestFinished
-from forebay.events.requests import RequestCancelled, RequestSubmitted, Sampling
+from forebay.events.progress import FirstTokenEmitted, OutputGrown, RequestFailed, RequestFinished
+from forebay.events.requests import (
+    RequestCancelled,
+    RequestSubmitted,
+    RouteQueried,
+    RouterOverride,
+    RoutingHints,
+    Sampling,
+    TaintWeight,
+)
 
 BLOCK = 4
 WORKERS = ("a", "b", "c")
@@ -36,20 +52,51 @@ FACTS: dict[str, type[WorkerLost | WorkerSuspect | WorkerRecovered | WorkerDrain
     "drain": WorkerDraining,
 }
 
+HINTS = (
+    *(RoutingHints() for _ in range(4)),
+    RoutingHints(session_id="s1"),
+    RoutingHints(session_id="s2", expected_output_tokens=100, priority=3),
+    RoutingHints(worker_id="a", strict_priority=1),
+    RoutingHints(allowed_workers=("b", "c"), preferred_taints=(TaintWeight(taint="t", weight=1.0),)),
+    RoutingHints(override=RouterOverride(mode="least-loaded", assume_kv_reuse=False)),
+    RoutingHints(policy_class="batch"),
+)
+QUEUE = QueueConfig(
+    threshold=0.25,
+    policy="wspt",
+    classes=(
+        QueueClass(quantum=16),
+        QueueClass(name="batch", quantum=8, policy="lcfs", requests_per_worker_max=2),
+        QueueClass(uncached_tokens_min=20, quantum=8),
+    ),
+)
+CONFIGS: tuple[dict[str, Any], ...] = (
+    {"mode": "round-robin"},
+    {"temperature": 2.0},
+    {"queue": QUEUE},
+    {"queue": QueueConfig(threshold=0.1), "session_ttl_s": 0.0005},
+    {"use_kv_events": False, "ttl_s": 0.0005, "approximate_blocks_max": 20},
+    {"predicted_ttl_s": 0.0003, "session_ttl_s": 10.0},
+    {"track_output_blocks": True, "session_ttl_s": 10.0, "session_mode": "soft", "queue": QUEUE},
+    {"assume_kv_reuse": False, "track_output_blocks": True},
+    {"track_active_blocks": False, "busy": BusyThresholds(active_decode_blocks_threshold=0.1)},
+    {},
+)
+
 Applied = tuple[str, InputEvent | None, int]
 
 
-def spec(worker_id: str, dp_size: int = 1, pool: str = "default") -> WorkerSpec:
-    return WorkerSpec(
-        worker_id=worker_id,
-        model="m",
-        block_size=BLOCK,
-        kv_blocks_total=64,
-        max_num_seqs=8,
-        max_num_batched_tokens=64,
-        dp_size=dp_size,
-        pool=pool,
-    )
+def spec(worker_id: str, **changes: Any) -> WorkerSpec:
+    fields: dict[str, Any] = {
+        "worker_id": worker_id,
+        "model": "m",
+        "block_size": BLOCK,
+        "kv_blocks_total": 64,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+        **changes,
+    }
+    return WorkerSpec(**fields)
 
 
 def joined(worker_id: str, slot: int = 0, **changes: Any) -> WorkerJoined:
@@ -76,6 +123,20 @@ def request(name: str, blocks: Iterable[int] = (), **changes: Any) -> RequestSub
     return RequestSubmitted(**fields)
 
 
+def query(name: str, blocks: Iterable[int] = (), **changes: Any) -> RouteQueried:
+    asked = request(name, blocks)
+    fields: dict[str, Any] = {
+        "request_id": name,
+        "model": "m",
+        "prompt_tokens": asked.prompt_tokens,
+        "sequence_hashes": asked.sequence_hashes,
+        "reply_slot": 1,
+        "tie_seed": asked.tie_seed,
+        **changes,
+    }
+    return RouteQueried(**fields)
+
+
 class Driver:
     """Applies events to a world and keeps the order, as an owner would journal it."""
 
@@ -87,7 +148,7 @@ class Driver:
         if world is None:
             claim(self.world, 0)
 
-    def __call__(self, topic: str, event: InputEvent | None, after_us: int = 10) -> list[Decided]:
+    def __call__(self, topic: str, event: InputEvent | None, after_us: int = 10) -> list[Any]:
         self.now_us += after_us
         made = open_run(self.world, self.now_us)
         self.applied.append((topic, event, self.now_us))
@@ -95,7 +156,7 @@ class Driver:
         self.decided += made
         return made
 
-    def wait(self, us: int) -> list[Decided]:
+    def wait(self, us: int) -> list[Any]:
         self.now_us += us
         made = open_run(self.world, self.now_us)
         self.decided += made
@@ -145,7 +206,21 @@ def actions(draw: st.DrawFn) -> tuple[str, Any]:
     kind = draw(
         st.sampled_from(
             ["request"] * 5
-            + ["first", "finish", "fail", "stored", "stored", "removed", "cleared", "report", "cancel", "wait"]
+            + [
+                "first",
+                "finish",
+                "fail",
+                "grow",
+                "busy",
+                "query",
+                "stored",
+                "stored",
+                "removed",
+                "cleared",
+                "report",
+                "cancel",
+                "wait",
+            ]
             + ["join", "lose", "suspect", "recover", "drain", "announce", "garbage", "pool", "again"]
         )
     )
@@ -154,6 +229,25 @@ def actions(draw: st.DrawFn) -> tuple[str, Any]:
 
 
 histories = st.lists(actions(), max_size=120)
+
+
+def said_of(one: Request, kind: str, number: int) -> InputEvent:
+    fields: dict[str, Any] = {
+        "request_id": one.request_id,
+        "attempt": one.attempt,
+        "worker_id": one.worker_id or "a",
+        "worker_epoch": one.worker_epoch,
+        "owner_epoch": 0,
+    }
+    match kind:
+        case "grow":
+            return OutputGrown(**fields, output_tokens=number)
+        case "finish":
+            return RequestFinished(**fields, finish_reason="length")
+        case "fail":
+            return RequestFailed(**fields, error="broken")
+        case _:
+            return FirstTokenEmitted(**fields)
 
 
 def perform(drive: Driver, number: int, action: tuple[str, Any]) -> None:
@@ -167,23 +261,14 @@ def perform(drive: Driver, number: int, action: tuple[str, Any]) -> None:
     match kind:
         case "request":
             timeout = 1_000 if first == 0 else 1_000_000
-            drive("requests", request(f"r{number}", blocks, timeout_us=timeout, nonce=number))
+            hints = HINTS[(first + depth) % len(HINTS)]
+            drive("requests", request(f"r{number}", blocks, timeout_us=timeout, nonce=number, routing=hints))
+        case "query":
+            drive("requests", query(f"q{number}", blocks, routing=HINTS[first % len(HINTS)]))
         case "again":
             drive("requests", request(f"r{first}", blocks, nonce=first))
-        case "first" | "finish" | "fail" if one is not None:
-            fields: dict[str, Any] = {
-                "request_id": one.request_id,
-                "attempt": one.attempt,
-                "worker_id": one.worker_id or "a",
-                "worker_epoch": one.worker_epoch,
-                "owner_epoch": 0,
-            }
-            event: InputEvent = FirstTokenEmitted(**fields)
-            if kind == "finish":
-                event = RequestFinished(**fields, finish_reason="length")
-            elif kind == "fail":
-                event = RequestFailed(**fields, error="broken")
-            drive("progress", event)
+        case "first" | "finish" | "fail" | "grow" if one is not None:
+            drive("progress", said_of(one, kind, number))
         case "stored":
             tier = TIERS[first % 3]
             parent = blocks[first] if first < len(blocks) else None
@@ -213,7 +298,8 @@ def perform(drive: Driver, number: int, action: tuple[str, Any]) -> None:
         case "wait":
             drive.wait(first * 1_000)
         case "join":
-            drive("fleet", joined(worker, third, dp_size=1 + first % 2))
+            odd = bool(first % 2)
+            drive("fleet", joined(worker, third, dp_size=1 + odd, dp_start_rank=3 * odd, kv_events=first != 4))
         case "lose" | "suspect" | "recover" | "drain":
             drive("fleet", FACTS[kind](owner_epoch=0, worker_id=worker, worker_epoch=epoch))
         case "announce":
@@ -221,8 +307,10 @@ def perform(drive: Driver, number: int, action: tuple[str, Any]) -> None:
         case "garbage":
             drive("requests", None)
         case "pool":
-            mode = "round-robin" if first % 2 else "kv"
-            drive("control", pool(mode=mode, temperature=float(first % 3)))
+            drive("control", pool(**CONFIGS[first % len(CONFIGS)]))
+        case "busy":
+            thresholds = BusyThresholds(active_prefill_tokens_threshold=depth * 8 if first % 2 else None)
+            drive("control", BusyThresholdsSet(model="m", thresholds=thresholds))
         case _:
             pass
 

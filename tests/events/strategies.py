@@ -5,6 +5,8 @@ from typing import Any
 from hypothesis import strategies as st
 from msgspec import inspect
 
+from forebay.events.control import QueueClass, QueueConfig
+
 I64_MIN = -(2**63)
 U64_MAX = 2**64 - 1
 PACKED_BYTES = 8  # whole numbers of both u32 and u64
@@ -19,6 +21,14 @@ def _values(info: inspect.Type) -> st.SearchStrategy[Any]:
     match info:
         case inspect.Metadata():
             return _values(info.type)
+        case inspect.StructType(cls=cls) if cls is QueueConfig:
+            # Its fields must agree with each other.
+            names = st.lists(st.text(min_size=1, max_size=9), max_size=3, unique=True)
+            classes = names.map(lambda drawn: (QueueClass(), *(QueueClass(name=f"-{name}") for name in drawn)))
+            threshold = st.none() | st.floats(min_value=0, max_value=1e6)
+            return st.builds(
+                QueueConfig, threshold=threshold, policy=st.sampled_from(["fcfs", "wspt", "lcfs"]), classes=classes
+            )
         case inspect.StructType():
             required = {f.name: _values(f.type) for f in info.fields if f.required}
             optional = {f.name: _values(f.type) for f in info.fields if not f.required}

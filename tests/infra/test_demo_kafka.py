@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from forebay.cli.workload import rows
+from forebay.simulate.mooncake import rows
 from infra.demo_kafka import SECONDS, SEED, SESSIONS, TURNS, Result, invent
 
 

@@ -10,9 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from forebay.events.base import unpack_u32
-from forebay.events.requests import Sampling
 from forebay.ingress.errors import ApiError
-from forebay.ingress.ingress import Prompt
+from forebay.ingress.ingress import Prepared
 from forebay.ingress.streams import Stream
 from tests.ingress.conftest import BODY_MAX, NAME, Scene, make_scene
 
@@ -199,7 +198,7 @@ async def test_no_bytes_break_the_server(raw: bytes) -> None:
         assert 400 <= response.status_code < 500, response.text
 
 
-async def _refuse_all(request_id: str, prompt: Prompt, sampling: Sampling) -> Stream:
+async def _refuse_all(request_id: str, prepared: Prepared) -> Stream:
     raise ApiError(418, "valid", "the body was valid")
 
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 from xxhash import xxh3_64_intdigest
 
-from forebay.core.engine_model import EngineConfig, speech
+from forebay.core.engine_model import EngineConfig
+from forebay.core.engine_sequence import speech
 from forebay.events.base import pack_u32
 from forebay.events.decisions import RequestRouted
 from forebay.events.fleet import WorkerSpec

@@ -80,7 +80,7 @@ async def test_a_cancelled_request_leaves_nothing_running(log: SqliteLog) -> Non
         (aborted,) = system.decisions(RequestAborted)
         assert (aborted.reason, aborted.worker_id) == ("cancelled", "slow")
         assert not len(owner.world.requests)
-        assert owner.world.load.loads([])["slow", 0].active_requests == 0
+        assert owner.world.load.rank_load("slow", 0).active_requests == 0
     await proven(log)
 
 

@@ -12,7 +12,7 @@ from forebay.events.snapshots import SnapshotChunk
 from forebay.events.tokens import TokensEmitted
 from forebay.events.topics import DEAD_LETTERS, DECISIONS, FLEET, SNAPSHOTS, TOKENS, work_topic
 from forebay.events.work import WorkItem
-from forebay.live import owner as owner_module
+from forebay.live import snapshots
 from forebay.live.metrics import OwnerMetrics
 from forebay.live.owner import Owner, OwnershipLost
 from forebay.live.standby import Standby
@@ -170,7 +170,7 @@ async def test_a_woken_owner_sends_late_and_nobody_works_twice(log: SqliteLog) -
 
 async def test_void_records_between_change_nothing(log: SqliteLog, monkeypatch: pytest.MonkeyPatch) -> None:
     """An earlier owner's late records stand before each of ours: journal, fleet facts and snapshot chunks."""
-    monkeypatch.setattr(owner_module, "CHUNK_BYTES", 200)
+    monkeypatch.setattr(snapshots, "CHUNK_BYTES", 200)
     async with System(log).started(workers=2) as system:
         await admit(system, 2)
         w0 = next(fact for fact in system.events(FLEET) if getattr(fact, "slot", 1) == 0)
@@ -191,11 +191,11 @@ async def test_void_records_between_change_nothing(log: SqliteLog, monkeypatch: 
                 await log.append([Draft(SNAPSHOTS.name, 0, encode(SNAPSHOTS, foreign))])
 
         shared = SharedLog(log)
-        async with system.owned(shared, snapshot_every=6) as owner:
+        async with system.owned(shared, snapshot_every=3) as owner:
             shared.hook = write_void_records
             send_all(system)
             await until(lambda: all_said(system, owner) and owner.world.fleet.owner_epoch > 0)
-            await owner.take_snapshot()
+            await until(lambda: owner.snapshots.taken)
             assert number > 2
             assert owner.journal.void > 2
             assert "forebay_owner_void_records" in {metric.name for metric in OwnerMetrics(owner, "m").collect()}

@@ -68,9 +68,9 @@ class Scene:
         self.leases = leases
         self.keeper = keeper
 
-    def spec(self, dp_size: int = 1, name: str = "w1") -> WorkerSpec:
+    def spec(self, dp_size: int = 1, name: str = "w1", **changes: Any) -> WorkerSpec:
         config = engine_config()
-        return WorkerSpec(
+        spec = WorkerSpec(
             worker_id=name,
             model="model",
             block_size=config.block_size,
@@ -79,12 +79,20 @@ class Scene:
             max_num_batched_tokens=config.max_num_batched_tokens,
             dp_size=dp_size,
         )
+        return msgspec.structs.replace(spec, **changes)
 
     def worker(
-        self, *, speedup: float = 1000.0, dp_size: int = 1, name: str = "w1", token: str = "t1", log: Log | None = None
+        self,
+        *,
+        speedup: float = 1000.0,
+        dp_size: int = 1,
+        name: str = "w1",
+        token: str = "t1",
+        log: Log | None = None,
+        **changes: Any,
     ) -> Worker:
-        engine = MockEngine(engine_config(), dp_size=dp_size, speedup=speedup)
-        spec = self.spec(dp_size, name)
+        spec = self.spec(dp_size, name, **changes)
+        engine = MockEngine(engine_config(), dp_size=dp_size, dp_start_rank=spec.dp_start_rank, speedup=speedup)
         return Worker(log or self.log, self.keeper, spec, engine, token=token, group=GROUP, partition=PARTITION)
 
     @asynccontextmanager

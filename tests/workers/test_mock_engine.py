@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from forebay.core.engine_model import speech
+from forebay.core.engine_sequence import speech
 from forebay.events.base import unpack_u32
 from forebay.events.requests import Sampling
 from forebay.workers.engine import EngineBatch

@@ -4,16 +4,18 @@ import asyncio
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 from xxhash import xxh3_64_intdigest
 
-from forebay.core.engine_model import speech
+from forebay.core.blocks import hash_seed, sequence_hashes
+from forebay.core.engine_sequence import speech
 from forebay.core.replies import Reply, apply
-from forebay.events.base import pack_u32
+from forebay.events.base import pack_u32, unpack_u64
 from forebay.events.codec import decode, encode
 from forebay.events.fleet import WorkerLost
-from forebay.events.progress import FirstTokenEmitted, RequestFailed, RequestFinished
+from forebay.events.progress import FirstTokenEmitted, OutputGrown, RequestFailed, RequestFinished
 from forebay.events.tokens import AnswerError, AttemptStarted, ResponseEnded, TokenChunk, TokensEmitted, Usage
 from forebay.events.topics import FLEET, TOKENS
 from forebay.events.work import WorkCancelled, WorkItem
@@ -55,7 +57,7 @@ def emitted(name: str, first: int, tokens: list[int], *, attempt: int = 1) -> To
     return TokensEmitted(worker_id="w0", worker_epoch=0, owner_epoch=0, chunks=(chunk,))
 
 
-def later(name: str, epoch: int, max_tokens: int = 10, **changes: int) -> WorkItem:
+def later(name: str, epoch: int, max_tokens: int = 10, **changes: Any) -> WorkItem:
     return work_item(name, PROMPT, max_tokens, **{"worker_epoch": epoch, "attempt": 2, **changes})
 
 
@@ -140,6 +142,37 @@ async def test_what_was_said_is_found_in_the_cache_and_never_counts_as_prompt(sc
     assert reply.ended is not None
     assert reply.ended.usage == Usage(prompt_tokens=6, output_tokens=12, cached_tokens=6)
     assert finished(scene, "a", 2)[0].cached_tokens == 6
+
+
+async def test_a_continued_answer_keeps_to_the_blocks_of_its_adapter_and_tenant(scene: Scene) -> None:
+    said = list(range(1000, 1010))
+    salts = {"lora_name": "adapter", "cache_namespace": "tenant"}
+    seed = hash_seed(*salts.values())
+    prompt, whole = pack_u32(PROMPT), pack_u32(PROMPT + said)
+    salted = {**salts, "sequence_hashes": sequence_hashes(whole, 4, seed)}
+    async with scene.serving(scene.worker()) as epoch:
+        await scene.append(TOKENS, SLOT, emitted("a", 0, said))
+        await scene.send(work_item("plain", PROMPT + said, 1, worker_epoch=epoch))
+        await until(lambda: finished(scene, "plain", 1))
+        plain = len(scene.kv())
+        await scene.send(later("a", epoch, 15, **salts, sequence_hashes=sequence_hashes(prompt, 4, seed)))
+        await until(lambda: finished(scene, "a", 2))
+        await scene.send(work_item("again", PROMPT + said, 1, worker_epoch=epoch, **salted))
+        await until(lambda: finished(scene, "again", 1))
+    assert finished(scene, "a", 2)[0].cached_tokens == 0
+    assert finished(scene, "again", 1)[0].cached_tokens == 12
+    stored = [block for event in scene.kv()[plain:] for block in unpack_u64(event.sequence_hashes)]
+    # The last token of an answer is never computed, so its block is not full.
+    assert stored == unpack_u64(sequence_hashes(pack_u32(PROMPT + heard(scene, "a").tokens[:-1]), 4, seed))
+
+
+async def test_growth_of_a_continued_answer_counts_from_its_prompt(scene: Scene) -> None:
+    async with scene.serving(scene.worker(speedup=5.0)) as epoch:  # a token a batch
+        await scene.append(TOKENS, SLOT, emitted("a", 0, [7] * 5))
+        await scene.send(later("a", epoch, 60, report_output=True))
+        await until(lambda: finished(scene, "a", 2))
+    told = [event.output_tokens for event in scene.progress(OutputGrown)]
+    assert told == [6, *range(7, 60, 4)]
 
 
 async def test_after_a_valid_end_only_the_owner_is_told(scene: Scene) -> None:

@@ -2,11 +2,13 @@
 
 import asyncio
 from functools import partial
+from itertools import pairwise
 
 import msgspec
 import pytest
 
-from forebay.events.base import unpack_u32, unpack_u64
+from forebay.core.blocks import hash_seed, sequence_hashes
+from forebay.events.base import pack_u32, unpack_u32, unpack_u64
 from forebay.events.fleet import (
     OwnershipAnnounced,
     WorkerDraining,
@@ -16,7 +18,7 @@ from forebay.events.fleet import (
     WorkerSuspect,
 )
 from forebay.events.kv import BlocksRemoved, BlocksStored
-from forebay.events.progress import FirstTokenEmitted, RequestFailed, RequestFinished
+from forebay.events.progress import FirstTokenEmitted, OutputGrown, RequestFailed, RequestFinished
 from forebay.events.tokens import AttemptStarted, ResponseEnded, TokensEmitted, Usage
 from forebay.events.topics import FLEET
 from forebay.events.work import WorkCancelled
@@ -251,6 +253,55 @@ async def test_every_rank_counts_its_cache_changes_from_one(scene: Scene) -> Non
         assert numbers
     assert {event.rank for event in scene.tokens(TokensEmitted)} == {0, 1}
     assert {event.rank for event in scene.loads()} == {0, 1}
+
+
+async def test_ranks_have_the_numbers_of_the_spec(scene: Scene) -> None:
+    async with scene.serving(scene.worker(dp_size=2, dp_start_rank=4)) as epoch:
+        for name, rank in (("a", 4), ("b", 5), ("c", 0), ("d", 6)):
+            await scene.send(work_item(name, [ord(name)] * 8, 1, worker_epoch=epoch, rank=rank))
+        await until(lambda: over(scene, "a", "b", "c", "d"))
+    assert {event.rank for event in scene.kv()} == {4, 5}
+    assert {event.rank for event in scene.loads()} == {4, 5}
+    failed = {failed.request_id: failed.error for failed in scene.progress(RequestFailed)}
+    assert failed == {
+        "c": "rank 0 does not exist: worker w1 has 4 to 5",
+        "d": "rank 6 does not exist: worker w1 has 4 to 5",
+    }
+
+
+async def test_adapters_and_tenants_never_share_blocks(scene: Scene) -> None:
+    salts = [("", ""), ("lora-a", ""), ("lora-b", ""), ("", "tenant")]
+    prompt = list(range(8))
+    async with scene.serving(scene.worker()) as epoch:
+        for number, (lora, tenant) in enumerate(salts):
+            hashes = sequence_hashes(pack_u32(prompt), 4, hash_seed(lora, tenant))
+            salted = {"lora_name": lora, "cache_namespace": tenant, "sequence_hashes": hashes}
+            await scene.send(work_item(f"r{number}", prompt, 9, worker_epoch=epoch, **salted))
+            await until(partial(over, scene, f"r{number}"))
+    assert len({tuple(answer(scene, f"r{number}")) for number in range(4)}) == 1
+    assert [end.cached_tokens for end in scene.progress(RequestFinished)] == [0, 0, 0, 0]
+    stored = [block for event in scene.kv() for block in unpack_u64(event.sequence_hashes)]
+    text = pack_u32(prompt + answer(scene, "r0"))
+    expected = [unpack_u64(sequence_hashes(text, 4, hash_seed(*salt))) for salt in salts]
+    assert stored == [block for chain in expected for block in chain]
+
+
+@pytest.mark.parametrize("speedup", [100.0, 1e9])
+async def test_growth_is_told_to_who_asked_for_it(scene: Scene, speedup: float) -> None:
+    """Once for each engine batch in which prompt and output reached another block, after the tokens."""
+    async with scene.serving(scene.worker(speedup=speedup)) as epoch:
+        await scene.send(work_item("a", [1] * 6, 100, worker_epoch=epoch, report_output=True))
+        await scene.send(work_item("b", [2] * 6, 100, worker_epoch=epoch))
+        await until(lambda: over(scene, "a", "b"))
+    grown = scene.progress(OutputGrown)
+    assert {(event.request_id, event.attempt, event.worker_epoch) for event in grown} <= {("a", 1, epoch)}
+    told = [event.output_tokens for event in grown]
+    ends = [0]
+    for event in scene.tokens(TokensEmitted):
+        ends += [chunk.first_index + len(chunk.token_ids) // 4 for chunk in event.chunks if chunk.request_id == "a"]
+    crossed = [end for before, end in pairwise(ends) if -(-(6 + end) // 4) > -(-(6 + before) // 4)]
+    assert told == [end for end in crossed if end < 100]
+    assert (len(told) > 5) is (speedup == 100.0)
 
 
 async def test_a_burst_is_taken_in_pieces_and_answered_whole(scene: Scene) -> None:

@@ -56,6 +56,11 @@ def pack_u64(values: Iterable[int]) -> bytes:
     return _little_endian(array("Q", values)).tobytes()
 
 
+def array_u64(packed: bytes) -> "array[int]":
+    """Packed u64 as an array: compared and cut without unpacking. Raises ValueError as `unpack_u64` does."""
+    return _little_endian(array("Q", packed))
+
+
 def unpack_u64(packed: bytes) -> list[int]:
     """The inverse of `pack_u64`. Raises ValueError when the length is no multiple of eight."""
     return _unpack("Q", packed)

@@ -4,22 +4,146 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from forebay.events.base import Event, Name, Part
+from forebay.events.base import Count, Event, Name, Part
 
-RouterMode = Literal["kv", "round-robin"]
+RouterMode = Literal["kv", "round-robin", "random", "power-of-two", "least-loaded", "direct"]
+QueuePolicy = Literal["fcfs", "wspt", "lcfs"]
 Weight = Annotated[float, msgspec.Meta(ge=0.0, le=1e6)]  # finite, and so is every cost
+Fraction = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
+Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=31_536_000.0)]  # a year
+
+DEFAULT_CLASS = "default"
+
+
+def require_numbers(part: msgspec.Struct, limits: dict[str, float]) -> None:
+    """Refuse fields that are negative, above their limit or no number (ValueError); None is no field.
+
+    The decoder checks what comes from the wire; this checks what is made in a process.
+    """
+    for name, most in limits.items():
+        value = getattr(part, name)
+        if value is not None and not 0 <= value <= most:  # nor does a NaN lie there
+            raise ValueError(f"{name} must be a number from 0 to {most:g}, not {value}")
+
+
+class BusyThresholds(Part, frozen=True, kw_only=True):
+    """Above any of these a rank is busy; a worker is when all its ranks are. Names are Dynamo's, None is off.
+
+    `active_decode_blocks_threshold` is a share of the rank's KV blocks; prefill tokens are waiting or under way,
+    absolute or as a multiple of the worker's `max_num_batched_tokens`.
+    """
+
+    active_decode_blocks_threshold: Fraction | None = None
+    active_prefill_tokens_threshold: Count | None = None
+    active_prefill_tokens_threshold_frac: Weight | None = None
+
+    def __post_init__(self) -> None:
+        require_numbers(
+            self,
+            {
+                "active_decode_blocks_threshold": 1.0,
+                "active_prefill_tokens_threshold": (1 << 63) - 1,
+                "active_prefill_tokens_threshold_frac": 1e6,
+            },
+        )
+
+
+class QueueClass(Part, frozen=True, kw_only=True):
+    """A queue of its own for the requests of one policy class.
+
+    Classes take turns by deficit round robin: a turn adds `quantum` tokens, a request costs its uncached tokens.
+    Of several classes with one name a request enters the one with the highest `uncached_tokens_min` that it
+    reaches. `requests_per_worker_max` bounds its length, times the pool's ready workers.
+    """
+
+    name: Name = DEFAULT_CLASS
+    quantum: Annotated[int, msgspec.Meta(ge=1, le=(1 << 31) - 1)] = 8_192
+    uncached_tokens_min: Count = 0
+    policy: QueuePolicy | None = None
+    requests_per_worker_max: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)] = 1_000
+
+
+class QueueConfig(Part, frozen=True, kw_only=True):
+    """When requests wait in the router, and in which order.
+
+    They wait while every eligible rank has more than `threshold` times its `max_num_batched_tokens` to prefill;
+    None never waits. `policy` orders a class that has none of its own.
+    """
+
+    threshold: Weight | None = None
+    policy: QueuePolicy = "fcfs"
+    classes: tuple[QueueClass, ...] = (QueueClass(),)
+
+    def __post_init__(self) -> None:
+        require_numbers(self, {"threshold": 1e6})
+        kinds = [(one.name, one.uncached_tokens_min) for one in self.classes]
+        if len(set(kinds)) < len(kinds):
+            raise ValueError("two queue classes have the same name and the same uncached_tokens_min")
+        floors = {one.name for one in self.classes if one.uncached_tokens_min == 0}
+        if DEFAULT_CLASS not in floors:
+            raise ValueError(f"the queue class {DEFAULT_CLASS} with uncached_tokens_min 0 must be there")
+        if any(one.name not in floors for one in self.classes):
+            raise ValueError("every queue class needs one of its name with uncached_tokens_min 0")
 
 
 class RouterConfig(Part, frozen=True, kw_only=True):
-    """The KV router's weights. Names, defaults and meanings are Dynamo's (router configuration)."""
+    """How a pool routes. Names, defaults and meanings are Dynamo's (router configuration).
 
-    mode: RouterMode = "kv"
+    Attributes:
+        mode: a `RouterMode`, or the dotted path of a policy class.
+        selection_policy: `default` adds prefill and decode blocks, `lmetric` multiplies them.
+        overlap_score_credit: blocks of prefill saved by a block found on the device.
+        overlap_score_credit_decay: takes from the credit of ranks that have more to prefill than others.
+        prefill_load_scale: weight of prefill blocks; Dynamo's old name is `overlap_score_weight`.
+        host_cache_hit_weight: the credit of a block in host memory; disk likewise.
+        decode_active_request_weight: blocks that a request under way counts for.
+        temperature: 0 takes the lowest cost, above it a draw weighted by cost.
+        track_prefill_tokens: whether prompts that are not computed yet are load.
+        track_active_blocks: whether blocks of requests under way are load.
+        track_output_blocks: whether workers report the blocks of output, as load.
+        assume_kv_reuse: whether requests that share a prefix share its blocks while they run.
+        use_kv_events: off, no worker's KV events are used: what was routed is taken for cached.
+        ttl_s: how long what was routed to a worker without KV events is taken for cached.
+        approximate_blocks_max: bounds that; beyond it the oldest go until four fifths are left.
+        predicted_ttl_s: how long a routed prompt is taken for cached before KV events say so; 0 is off.
+        session_ttl_s: how long a session keeps its worker after its last request; 0 is off.
+        session_mode: `hard` sends a session nowhere else while its worker lives, `soft` prefers it.
+    """
+
+    mode: Name = "kv"
+    selection_policy: Literal["default", "lmetric"] = "default"
     overlap_score_credit: Weight = 1.0
+    overlap_score_credit_decay: Weight = 0.0
     prefill_load_scale: Weight = 1.0
     host_cache_hit_weight: Weight = 0.75
     disk_cache_hit_weight: Weight = 0.25
     decode_active_request_weight: Weight = 0.0
     temperature: Weight = 0.0
+    track_prefill_tokens: bool = True
+    track_active_blocks: bool = True
+    track_output_blocks: bool = False
+    assume_kv_reuse: bool = True
+    use_kv_events: bool = True
+    ttl_s: Seconds = 120.0
+    approximate_blocks_max: Annotated[int, msgspec.Meta(ge=1, le=1 << 30)] = 1 << 20
+    predicted_ttl_s: Seconds = 0.0
+    session_ttl_s: Seconds = 0.0
+    session_mode: Literal["hard", "soft"] = "hard"
+    busy: BusyThresholds = BusyThresholds()
+    queue: QueueConfig = QueueConfig()
+
+    def __post_init__(self) -> None:
+        weights = (
+            "overlap_score_credit",
+            "overlap_score_credit_decay",
+            "prefill_load_scale",
+            "host_cache_hit_weight",
+            "disk_cache_hit_weight",
+            "decode_active_request_weight",
+            "temperature",
+        )
+        require_numbers(self, dict.fromkeys(weights, 1e6))
+        require_numbers(self, dict.fromkeys(("ttl_s", "predicted_ttl_s", "session_ttl_s"), 31_536_000.0))
 
 
 class PoolConfigured(Event, tag="control.pool_configured", frozen=True, kw_only=True):
@@ -33,4 +157,12 @@ class PoolConfigured(Event, tag="control.pool_configured", frozen=True, kw_only=
     at_us: int = 0
 
 
-ControlEvent = PoolConfigured
+class BusyThresholdsSet(Event, tag="control.busy_thresholds_set", frozen=True, kw_only=True):
+    """An operator changed when workers of a model are busy; stands until the next, or the next `PoolConfigured`."""
+
+    model: Name
+    thresholds: BusyThresholds
+    at_us: int = 0
+
+
+ControlEvent = PoolConfigured | BusyThresholdsSet

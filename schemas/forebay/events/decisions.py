@@ -36,16 +36,20 @@ class OwnerClaimed(Decision, tag="owner.claimed", frozen=True, kw_only=True):
 
 
 class CostTerms(Part, frozen=True, kw_only=True):
-    """One candidate's cost in KV blocks, lowest wins; overlaps are blocks found in its cache."""
+    """One candidate's cost in KV blocks, lowest wins; overlaps are blocks found in its cache.
+
+    `taint_factor` is what preferred taints multiply the cost by.
+    """
 
     cost: float
     prefill_blocks: float
     overlap_credit: float
-    decode_blocks: int
+    decode_blocks: float
     active_requests: int
     device_overlap: int
     host_overlap: int = 0
     disk_overlap: int = 0
+    taint_factor: float = 1.0
 
 
 class Candidate(Part, frozen=True, kw_only=True):
@@ -73,10 +77,60 @@ class RequestRouted(Decision, tag="request.routed", frozen=True, kw_only=True):
     ties: Count = 1
     runner_up: Candidate | None = None
     stage: Literal["aggregated"] = "aggregated"
+    waited_us: Count = 0  # in the router's queue
 
 
-RejectReason = Literal["no_workers", "wrong_model", "duplicate_id", "overloaded"]
-AbortReason = Literal["cancelled", "deadline", "attempts_exhausted"]
+class RequestHeld(Decision, tag="request.held", frozen=True, kw_only=True):
+    """A request waits in the router: every eligible rank has too much to prefill."""
+
+    request_id: Name
+    pool: Name
+    queue_class: Name
+    uncached_tokens: Count
+    ahead: Count  # requests in its class before it came
+
+
+RejectReason = Literal[
+    "no_workers",
+    "wrong_model",
+    "duplicate_id",
+    "overloaded",
+    "busy",
+    "queue_full",
+    "unknown_worker",
+    "contradictory_routing",
+    "no_eligible_worker",
+    "policy_failed",
+]
+AbortReason = Literal["cancelled", "deadline", "queue_deadline", "attempts_exhausted"]
+
+
+class RouteAnswered(Decision, tag="route.answered", frozen=True, kw_only=True):
+    """Where a request would go now, and what every candidate would cost; or why nowhere. Nothing is booked."""
+
+    request_id: Name
+    reply_slot: Count
+    reason: RejectReason | None = None
+    message: str = ""
+    pool: str = ""
+    mode: str = ""
+    choice: Candidate | None = None
+    candidates: tuple[Candidate, ...] = ()
+    table_digest: Digest | None = None
+    ties: Count = 0
+    would_wait: bool = False  # in the router's queue
+
+
+class CacheResyncRequested(Decision, tag="cache.resync_requested", frozen=True, kw_only=True):
+    """KV events of a rank are missing: its worker is asked to say anew what it has cached."""
+
+    pool: Name
+    worker_id: Name
+    worker_epoch: Count
+    slot: Count
+    rank: Count
+    expected_seq: Count
+    found_seq: Count
 
 
 class RequestRejected(Decision, tag="request.rejected", frozen=True, kw_only=True):
@@ -120,4 +174,14 @@ class Advanced(Decision, tag="advanced", frozen=True, kw_only=True):
     digest: Digest
 
 
-JournalRecord = OwnerClaimed | RequestRouted | RequestRejected | RequestAborted | SnapshotTaken | Advanced
+JournalRecord = (
+    OwnerClaimed
+    | RequestRouted
+    | RequestHeld
+    | RequestRejected
+    | RequestAborted
+    | RouteAnswered
+    | CacheResyncRequested
+    | SnapshotTaken
+    | Advanced
+)

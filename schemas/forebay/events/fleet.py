@@ -14,7 +14,11 @@ Ranks = Annotated[int, msgspec.Meta(ge=1, le=1024)]  # every rank is a candidate
 
 
 class WorkerSpec(Part, frozen=True, kw_only=True):
-    """What a worker offers. `block_size` is in tokens, `kv_blocks_total` is per rank."""
+    """What a worker offers. `block_size` is in tokens, `kv_blocks_total` is per rank.
+
+    Its ranks are `dp_size` from `dp_start_rank` on. `taints` are labels that requests may ask for, `loras` the
+    adapters it has loaded. Without `kv_events` it says nothing of its cache.
+    """
 
     worker_id: Name
     model: Name
@@ -25,6 +29,15 @@ class WorkerSpec(Part, frozen=True, kw_only=True):
     pool: Name = "default"
     dp_size: Ranks = 1
     engine: str = "mock"
+    dp_start_rank: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] = 0
+    taints: tuple[Name, ...] = ()
+    loras: tuple[Name, ...] = ()
+    kv_events: bool = True
+
+    @property
+    def ranks(self) -> range:
+        """The numbers of its ranks."""
+        return range(self.dp_start_rank, self.dp_start_rank + self.dp_size)
 
 
 class FleetEvent(Event, frozen=True, kw_only=True):

@@ -24,6 +24,12 @@ class FirstTokenEmitted(ProgressEvent, tag="progress.first_token_emitted", froze
     cached_tokens: Count = 0
 
 
+class OutputGrown(ProgressEvent, tag="progress.output_grown", frozen=True, kw_only=True):
+    """The answer filled another KV block; said only of work that asks for it (`WorkItem.report_output`)."""
+
+    output_tokens: Count
+
+
 class RequestFinished(ProgressEvent, tag="progress.request_finished", frozen=True, kw_only=True):
     """The attempt ended well; its last tokens are on the reply slot."""
 
@@ -38,4 +44,4 @@ class RequestFailed(ProgressEvent, tag="progress.request_failed", frozen=True, k
     error: str
 
 
-AnyProgressEvent = FirstTokenEmitted | RequestFinished | RequestFailed
+AnyProgressEvent = FirstTokenEmitted | OutputGrown | RequestFinished | RequestFailed

@@ -1,10 +1,12 @@
 """Topic `requests`: what clients ask for, tokenised and hashed by an ingress. Holds prompts."""
 
+from math import isfinite
 from typing import Annotated
 
 import msgspec
 
 from forebay.events.base import U32_BYTES, U64, U64_BYTES, Count, Event, Name, Part, require_packed
+from forebay.events.control import RouterMode, Weight, require_numbers
 
 TIMEOUT_US_MAX = 86_400_000_000  # a day: whoever waits longer is gone
 
@@ -19,12 +21,70 @@ class Sampling(Part, frozen=True, kw_only=True):
     ignore_eos: bool = False  # vLLM's extension: generate exactly max_tokens
 
 
+class TaintWeight(Part, frozen=True, kw_only=True):
+    """A taint that a worker should have (weight above 0) or rather not have (below)."""
+
+    taint: Name
+    weight: Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)]
+
+    def __post_init__(self) -> None:
+        if not isfinite(self.weight):
+            raise ValueError(f"the weight of the taint {self.taint} must be a number, not {self.weight}")
+
+
+class RouterOverride(Part, frozen=True, kw_only=True):
+    """What one request changes of its pool's `RouterConfig`; None leaves it."""
+
+    mode: RouterMode | None = None
+    overlap_score_credit: Weight | None = None
+    prefill_load_scale: Weight | None = None
+    temperature: Weight | None = None
+    assume_kv_reuse: bool | None = None
+    track_prefill_tokens: bool | None = None
+
+    def __post_init__(self) -> None:
+        require_numbers(self, dict.fromkeys(("overlap_score_credit", "prefill_load_scale", "temperature"), 1e6))
+
+
+class RoutingHints(Part, frozen=True, kw_only=True):
+    """What a client wants of the router. Names and meanings are Dynamo's (`nvext`, routing headers).
+
+    Attributes:
+        worker_id: the only worker that may take it; empty for any.
+        rank: the only rank of that worker.
+        allowed_workers: the only workers that may take it; empty for any.
+        required_taints: the worker must have them all.
+        preferred_taints: multiply the cost of workers that have them by exp(-tanh(sum of weights)).
+        session_id: requests of a session stay on one worker.
+        priority: in the router's queue, seconds by which it goes before its time.
+        strict_priority: in the router's queue, higher ones go first whatever they cost.
+        policy_class: the queue class.
+        expected_output_tokens: how long the answer will be, for the load that it is; 0 for unknown.
+    """
+
+    worker_id: str = ""
+    rank: Count | None = None
+    allowed_workers: tuple[Name, ...] = ()
+    required_taints: tuple[Name, ...] = ()
+    preferred_taints: tuple[TaintWeight, ...] = ()
+    session_id: str = ""
+    priority: Annotated[int, msgspec.Meta(ge=-(1 << 31), le=(1 << 31) - 1)] = 0
+    strict_priority: Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)] = 0
+    policy_class: str = ""
+    expected_output_tokens: Count = 0
+    override: RouterOverride | None = None
+
+
+NO_HINTS = RoutingHints()
+
+
 class RequestSubmitted(Event, tag="request.submitted", frozen=True, kw_only=True):
     """A valid request, ready to be routed.
 
-    `sequence_hashes` has one u64 for each full block of `token_ids`, chained as in `forebay.core.blocks`.
-    `timeout_us` counts from the owner's clock when it applies this event. `tie_seed` decides between
-    equal candidates; it is xxh3_64 of the request id unless the recording was anonymised.
+    `sequence_hashes` has one u64 for each full block of `token_ids`, chained as in `forebay.core.blocks` and
+    salted by `lora_name` and `cache_namespace`. `timeout_us` counts from the owner's clock when it applies this
+    event. `tie_seed` decides between equal candidates; it is xxh3_64 of the request id unless the recording was
+    anonymised.
     """
 
     request_id: Name
@@ -39,6 +99,9 @@ class RequestSubmitted(Event, tag="request.submitted", frozen=True, kw_only=True
     reply_from: Count = 0  # of the reply slot: no record before this offset belongs to the answer
     ingress_id: str = ""
     at_us: int = 0  # the ingress's clock: for people and latency figures only
+    lora_name: str = ""  # the adapter that must be resident on its worker
+    cache_namespace: str = ""  # caches are shared only within one
+    routing: RoutingHints = NO_HINTS
 
     def __post_init__(self) -> None:
         require_packed("token_ids", self.token_ids, U32_BYTES)
@@ -58,4 +121,21 @@ class RequestCancelled(Event, tag="request.cancelled", frozen=True, kw_only=True
     at_us: int = 0
 
 
-RequestEvent = RequestSubmitted | RequestCancelled
+class RouteQueried(Event, tag="request.route_queried", frozen=True, kw_only=True):
+    """Where would such a request go? Nothing is booked and nothing is sent."""
+
+    request_id: Name
+    model: Name
+    prompt_tokens: Annotated[int, msgspec.Meta(ge=1, le=(1 << 31) - 1)]
+    sequence_hashes: bytes
+    reply_slot: Count
+    tie_seed: U64
+    at_us: int = 0
+    lora_name: str = ""
+    routing: RoutingHints = NO_HINTS
+
+    def __post_init__(self) -> None:
+        require_packed("sequence_hashes", self.sequence_hashes, U64_BYTES)
+
+
+RequestEvent = RequestSubmitted | RequestCancelled | RouteQueried

@@ -4,33 +4,58 @@ Valid only once the journal holds the matching `SnapshotTaken`.
 """
 
 from forebay.events.base import U64, U64_BYTES, Count, Event, Name, Part, require_packed
-from forebay.events.control import PoolConfigured
+from forebay.events.control import BusyThresholds, PoolConfigured
 from forebay.events.decisions import Run
 from forebay.events.fleet import WorkerSpec
-from forebay.events.kv import Tier
+from forebay.events.kv import AnyKvEvent, Tier
+from forebay.events.requests import RoutingHints
 
 CHUNK_HASHES_MAX = 131_072 - 64  # packed hashes of one chunk stay below 1 MiB with their envelope
 
 
 class IndexBlocks(Part, tag_field="type", tag="index_blocks", frozen=True, kw_only=True):
-    """Blocks that one (worker, rank) holds in one tier."""
+    """Blocks that one (worker, rank) holds in one tier. What it is said to hold in another epoch does not count."""
 
     worker_id: Name
     rank: Count
     tier: Tier
     sequence_hashes: bytes
+    worker_epoch: Count = 0
 
     def __post_init__(self) -> None:
         require_packed("sequence_hashes", self.sequence_hashes, U64_BYTES)
 
 
+class IndexChanges(Part, tag_field="type", tag="index_changes", frozen=True, kw_only=True):
+    """KV events that were applied while the blocks were written: applied again, in order, they make them exact."""
+
+    events: tuple[AnyKvEvent, ...]
+
+
 class IndexCursor(Part, tag_field="type", tag="index_cursor", frozen=True, kw_only=True):
-    """The last KV event applied for one (worker, rank)."""
+    """The last KV event applied for one (worker, rank). `resync`: its worker was asked to say all anew."""
 
     worker_id: Name
     rank: Count
     last_seq: int
     worker_epoch: Count
+    resync: bool = False
+
+
+class RoutedBlocks(Part, tag_field="type", tag="routed_blocks", frozen=True, kw_only=True):
+    """Blocks taken for cached until `due_us`, because a prompt with them was routed to this (worker, rank).
+
+    `predicted`: until its KV events say so; else it has none.
+    """
+
+    worker_id: Name
+    rank: Count
+    due_us: int
+    predicted: bool
+    sequence_hashes: bytes
+
+    def __post_init__(self) -> None:
+        require_packed("sequence_hashes", self.sequence_hashes, U64_BYTES)
 
 
 class WorkerState(Part, tag_field="type", tag="worker_state", frozen=True, kw_only=True):
@@ -61,6 +86,11 @@ class RequestState(Part, tag_field="type", tag="request_state", frozen=True, kw_
     worker_epoch: Count
     rank: Count
     sequence_hashes: bytes
+    lora_name: str = ""
+    routing: RoutingHints = RoutingHints()
+    queue_class: str = ""
+    uncached_tokens: Count = 0
+    queued_at_us: int = 0
 
     def __post_init__(self) -> None:
         require_packed("sequence_hashes", self.sequence_hashes, U64_BYTES)
@@ -83,13 +113,20 @@ class Remembered(Part, tag_field="type", tag="remembered", frozen=True, kw_only=
 
 
 class Booking(Part, tag_field="type", tag="booking", frozen=True, kw_only=True):
-    """The load that one routed request puts on one (worker, rank)."""
+    """The load that one routed request puts on one (worker, rank).
+
+    Its blocks are shared with others of the rank if `reuse`. Output is counted in tokens.
+    """
 
     request_id: Name
     worker_id: Name
     rank: Count
     prefill_tokens: Count
     sequence_hashes: bytes
+    prompt_tokens: Count = 0
+    reuse: bool = True
+    output_tokens: Count = 0
+    expected_output_tokens: Count = 0
 
     def __post_init__(self) -> None:
         require_packed("sequence_hashes", self.sequence_hashes, U64_BYTES)
@@ -113,6 +150,44 @@ class PoolTurns(Part, frozen=True, kw_only=True):
     turns: Count
 
 
+class ClassDeficit(Part, frozen=True, kw_only=True):
+    """How far a queue class is behind its share, in tokens."""
+
+    name: Name
+    uncached_tokens_min: Count
+    deficit: int
+
+
+class QueueTurns(Part, tag_field="type", tag="queue_turns", frozen=True, kw_only=True):
+    """Whose turn it is in a pool's queue; who waits in it stands in `RequestState`."""
+
+    pool: Name
+    turn: Count
+    classes: tuple[ClassDeficit, ...]
+
+
+class Sessions(Part, tag_field="type", tag="sessions", frozen=True, kw_only=True):
+    """Sessions bound to one (worker, rank), the least lately used first: packed u64 of session keys and ends."""
+
+    pool: Name
+    worker_id: Name
+    worker_epoch: Count
+    rank: Count
+    keys: bytes
+    due_us: bytes
+
+    def __post_init__(self) -> None:
+        require_packed("keys", self.keys, U64_BYTES)
+        require_packed("due_us", self.due_us, U64_BYTES)
+
+
+class PoolBusy(Part, frozen=True, kw_only=True):
+    """Thresholds of a pool that were changed while it ran."""
+
+    pool: Name
+    thresholds: BusyThresholds
+
+
 class WorldState(Part, tag_field="type", tag="world_state", frozen=True, kw_only=True):
     """What the world holds beside its machines. `view` has one run per topic: count is the next offset."""
 
@@ -123,9 +198,23 @@ class WorldState(Part, tag_field="type", tag="world_state", frozen=True, kw_only
     owner_epoch: int
     fleet_epoch: int  # the newest owner epoch announced on `fleet`, as applied
     seq: Count
+    busy: tuple[PoolBusy, ...] = ()
 
 
-Chunk = IndexBlocks | IndexCursor | WorkerState | RequestState | Remembered | Booking | Reported | WorldState
+Chunk = (
+    IndexBlocks
+    | IndexChanges
+    | IndexCursor
+    | RoutedBlocks
+    | WorkerState
+    | RequestState
+    | Remembered
+    | Booking
+    | Reported
+    | QueueTurns
+    | Sessions
+    | WorldState
+)
 
 
 class SnapshotChunk(Event, tag="snapshot.chunk", frozen=True, kw_only=True):

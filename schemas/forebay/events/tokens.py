@@ -3,6 +3,7 @@
 from typing import Literal
 
 from forebay.events.base import U32_BYTES, Count, Event, Name, Part, require_packed
+from forebay.events.decisions import Candidate
 
 
 class Usage(Part, frozen=True, kw_only=True):
@@ -64,4 +65,17 @@ class ResponseEnded(Event, tag="tokens.response_ended", frozen=True, kw_only=Tru
     error: AnswerError | None = None
 
 
-TokenEvent = TokensEmitted | AttemptStarted | ResponseEnded
+class RouteTold(Event, tag="tokens.route_told", frozen=True, kw_only=True):
+    """The answer to a `RouteQueried`: the decision in the journal, or the error."""
+
+    request_id: Name
+    owner_epoch: Count
+    pool: str = ""
+    mode: str = ""
+    choice: Candidate | None = None
+    candidates: tuple[Candidate, ...] = ()
+    would_wait: bool = False
+    error: AnswerError | None = None
+
+
+TokenEvent = TokensEmitted | AttemptStarted | ResponseEnded | RouteTold

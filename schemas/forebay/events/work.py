@@ -22,6 +22,10 @@ class WorkItem(WorkEvent, tag="work.item", frozen=True, kw_only=True):
     reply_slot: Count
     sampling: Sampling
     reply_from: Count = 0  # as in `RequestSubmitted`: where a later attempt looks for what was said
+    lora_name: str = ""
+    cache_namespace: str = ""
+    priority: int = 0  # higher is sooner, for engines that order their own queue
+    report_output: bool = False
 
     def __post_init__(self) -> None:
         require_packed("token_ids", self.token_ids, U32_BYTES)
@@ -32,4 +36,15 @@ class WorkCancelled(WorkEvent, tag="work.cancelled", frozen=True, kw_only=True):
     """Stop generating and free the blocks; nobody waits for an answer."""
 
 
-AnyWorkEvent = WorkItem | WorkCancelled
+class ReannounceCache(Event, tag="work.reannounce_cache", frozen=True, kw_only=True):
+    """Say anew all that a rank has cached: the owner missed some of its KV events.
+
+    The worker answers with `CacheCleared` and then `BlocksStored`, with the sequence numbers that are next.
+    """
+
+    owner_epoch: Count
+    worker_epoch: Count
+    rank: Count
+
+
+AnyWorkEvent = WorkItem | WorkCancelled | ReannounceCache

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import uvloop
 from prometheus_client import CollectorRegistry
 
-from forebay.cli.settings import Embedded
+from forebay.cli.settings import Embedded, worker_ids
 from forebay.core.engine_model import EngineConfig
 from forebay.core.fleet import WorkerPhase
 from forebay.events.base import unpack_u64
@@ -37,6 +37,8 @@ from forebay.workers.worker import Worker
 logger = logging.getLogger(__name__)
 
 POOL = "default"
+
+Caches = dict[tuple[str, int], list[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +98,7 @@ async def _running(settings: Embedded, model: Model) -> AsyncIterator[_System]:
             vocabulary=speaking_vocabulary(model.tokenizer),
         )
         caches = _caches(owner)
-        workers = [
-            _worker(settings, log, keeper, config, f"mock-{number}", caches.get(f"mock-{number}", []))
-            for number in range(settings.workers)
-        ]
+        workers = [_worker(settings, log, keeper, config, name, caches) for name in worker_ids(settings.workers)]
         parts = await stack.enter_async_context(_tasks(owner, workers, ingress))
         await _until_ready(owner, workers, caches, parts)
         yield _System(ingress, build_server(build_app(ingress, registry)))
@@ -149,32 +148,34 @@ def _cause(error: BaseException | None) -> BaseException:
     return error
 
 
-def _caches(owner: Owner) -> dict[str, list[int]]:
-    """What the mock engines of an earlier process had cached, by worker.
+def _caches(owner: Owner) -> Caches:
+    """What the mock engines of an earlier process had cached, by worker and rank.
 
     A mock engine's cache is bookkeeping without bytes, and its log holds all of it. So it outlives the process
     as an engine process of its own would outlive a restart of what is around it.
     """
-    caches: dict[str, list[int]] = {}
+    caches: Caches = {}
     for chunk in owner.world.index.snapshot():
         if isinstance(chunk, IndexBlocks) and chunk.tier == "device":
-            caches.setdefault(chunk.worker_id, []).extend(unpack_u64(chunk.sequence_hashes))
+            caches.setdefault((chunk.worker_id, chunk.rank), []).extend(unpack_u64(chunk.sequence_hashes))
     return caches
 
 
-def _admitted(owner: Owner, worker: Worker, cache: list[int]) -> bool:
+def _admitted(owner: Owner, worker: Worker, caches: Caches) -> bool:
     """Whether a worker of this process, not its namesake of an earlier one, may get requests and is known warm."""
-    member = owner.world.fleet.get(worker.spec.worker_id)
+    spec = worker.spec
+    member = owner.world.fleet.get(spec.worker_id)
     if member is None or member.worker_epoch != worker.worker_epoch or member.phase is not WorkerPhase.READY:
         return False
-    announced = min(len(cache), worker.spec.kv_blocks_total)
-    return owner.world.index.blocks_held(worker.spec.worker_id, 0, "device") >= announced
+    return not spec.kv_events or all(
+        owner.world.index.blocks_held(spec.worker_id, rank, "device")
+        >= min(len(caches.get((spec.worker_id, rank), ())), spec.kv_blocks_total)
+        for rank in spec.ranks
+    )
 
 
-async def _until_ready(
-    owner: Owner, workers: list[Worker], caches: dict[str, list[int]], parts: list["asyncio.Task[None]"]
-) -> None:
-    while not all(_admitted(owner, worker, caches.get(worker.spec.worker_id, [])) for worker in workers):
+async def _until_ready(owner: Owner, workers: list[Worker], caches: Caches, parts: list["asyncio.Task[None]"]) -> None:
+    while not all(_admitted(owner, worker, caches) for worker in workers):
         await asyncio.sleep(0.01)
         for part in parts:
             if part.done():
@@ -194,6 +195,7 @@ def _group(settings: Embedded) -> GroupSettings:
         owner_id=f"embedded-{os.getpid()}",
         pool=pool,
         snapshot_every=settings.snapshot_every,
+        snapshot_age_s=settings.snapshot_age_s,
         poll_s=min(0.5, settings.lease_ttl_s / 6),
     )
 
@@ -206,6 +208,9 @@ async def _ingress(
         block_size=settings.block_size,
         ingress_id=f"embedded-{os.getpid()}",
         timeout_s=settings.timeout_s,
+        routing_hints=settings.routing_hints,
+        loras=settings.loras,
+        admin_api=settings.admin_api,
     )
     metrics = IngressMetrics(registry, settings.model_name)
     reply_from = await log.end(TOKENS.name, ingress_settings.reply_slot)
@@ -213,7 +218,7 @@ async def _ingress(
 
 
 def _worker(
-    settings: Embedded, log: SqliteLog, keeper: LeaseKeeper, config: EngineConfig, name: str, cache: list[int]
+    settings: Embedded, log: SqliteLog, keeper: LeaseKeeper, config: EngineConfig, name: str, caches: Caches
 ) -> Worker:
     spec = WorkerSpec(
         worker_id=name,
@@ -223,7 +228,12 @@ def _worker(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         pool=POOL,
+        dp_size=settings.dp_size,
+        taints=settings.taints[name],
+        loras=settings.loras,
+        kv_events=settings.kv_events,
     )
-    engine = MockEngine(config, speedup=settings.speedup)
-    engine.warm(cache)
+    engine = MockEngine(config, dp_size=spec.dp_size, speedup=settings.speedup)
+    for rank in spec.ranks:
+        engine.warm(caches.get((name, rank), ()), rank)
     return Worker(log, keeper, spec, engine, token=uuid.uuid4().hex, group=settings.model_name)

@@ -2,26 +2,24 @@
 
     FOREBAY_KAFKA=host:9092 FOREBAY_REDIS=redis://host:6379 faust -A forebay.cli.faust_router worker -l warning
 
-Also read: FOREBAY_NAMESPACE, FOREBAY_KAFKA_CONFIG, FOREBAY_ROUTER_ID, FOREBAY_ROUTER_MODE. Importing this module
-makes the app and nothing else; the router runs as a task of it.
+Also read: FOREBAY_NAMESPACE, FOREBAY_KAFKA_CONFIG, FOREBAY_ROUTER_ID, and a variable for each option of the router:
+FOREBAY_ROUTER_MODE for `--router-mode`, FOREBAY_ROUTER_KV_EVENTS=false for `--no-router-kv-events`. Importing this
+module makes the app and nothing else; the router runs as a task of it.
 """
 
 import asyncio
 import os
 import socket
 from pathlib import Path
-from typing import get_args
 
-import msgspec
 from prometheus_client import CollectorRegistry
 
 from forebay.cli.cluster import KAFKA, LOOPBACK, NAMESPACE, REDIS, STOP_S, Cluster, connected, kafka_settings
+from forebay.cli.router_options import router_config_of
 from forebay.cli.router_process import start_router
-from forebay.events.control import RouterConfig, RouterMode
 from forebay.live.faust_app import Assignments, RouterApp
 from forebay.live.faust_feed import Feed
 from forebay.live.router import RouterSettings
-from forebay.transport.kafka_settings import KafkaUnusable
 from forebay.transport.kafka_topics import count_topics
 
 
@@ -35,15 +33,8 @@ def _cluster() -> Cluster:
     return Cluster(kafka, os.environ.get("FOREBAY_REDIS", REDIS), LOOPBACK, None)
 
 
-def _config() -> RouterConfig:
-    mode = os.environ.get("FOREBAY_ROUTER_MODE", RouterConfig().mode)
-    if mode not in get_args(RouterMode):
-        raise KafkaUnusable(f"FOREBAY_ROUTER_MODE is {mode}; the modes are {', '.join(get_args(RouterMode))}")
-    return msgspec.convert({"mode": mode}, RouterConfig)
-
-
 cluster = _cluster()
-config = _config()
+config = router_config_of(os.environ)
 assignments = Assignments()
 feed = Feed()
 app = RouterApp(cluster.kafka, feed, assignments.tell)

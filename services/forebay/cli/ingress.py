@@ -1,5 +1,7 @@
 """`forebay ingress`: the OpenAI HTTP API and the topic door, as a process of its own."""
 
+import os
+import socket
 from pathlib import Path
 from typing import Annotated
 
@@ -20,6 +22,7 @@ from forebay.cli.cluster import (
     start_logging,
 )
 from forebay.cli.errors import explained
+from forebay.cli.part_options import AdminApiOption, LorasOption, RoutingHintsOption, names
 
 
 def ingress(
@@ -33,6 +36,9 @@ def ingress(
     model: Annotated[Path | None, typer.Option(help="Model directory; the default model when left out.")] = None,
     model_name: Annotated[str, typer.Option(help="Name in the API; the directory's name when empty.")] = "",
     block_size: Annotated[int, typer.Option(min=1, help="Tokens a KV block, as the workers have it.")] = 64,
+    lora: LorasOption = None,
+    routing_hints: RoutingHintsOption = False,
+    admin_api: AdminApiOption = True,
     timeout_s: Annotated[float, typer.Option(min=0.001, max=86_400, help="For a whole request.")] = 600.0,
     verbose: VerboseOption = False,
 ) -> None:
@@ -40,7 +46,18 @@ def ingress(
     start_logging(verbose=verbose)
     # Imported here, because no other command should wait for an HTTP server to load.
     from forebay.cli.ingress_process import serve  # noqa: PLC0415
+    from forebay.ingress.ingress import IngressSettings  # noqa: PLC0415
+    from forebay.ingress.model import model_name_of  # noqa: PLC0415
 
     with explained():
         cluster = Cluster(kafka_settings(kafka, namespace, kafka_config), redis, host, None)
-        serve(cluster, (host, port), ingress_id, model, model_name, block_size, timeout_s)
+        settings = IngressSettings(
+            model_name=model_name_of(model, model_name),
+            block_size=block_size,
+            ingress_id=ingress_id or f"{socket.gethostname()}-{os.getpid()}",
+            timeout_s=timeout_s,
+            routing_hints=routing_hints,
+            loras=names("--lora", lora),
+            admin_api=admin_api,
+        )
+        serve(cluster, (host, port), model, settings)

@@ -1,7 +1,6 @@
 """The process of `forebay ingress`: HTTP and the topic door on one event loop."""
 
 import asyncio
-import os
 import socket
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from forebay.ingress.door import Door
 from forebay.ingress.door_metrics import DoorMetrics
 from forebay.ingress.ingress import Ingress, IngressSettings
 from forebay.ingress.metrics import IngressMetrics
-from forebay.ingress.model import DEFAULT_MODEL, Model, model_name_of
+from forebay.ingress.model import DEFAULT_MODEL, Model
 from forebay.ingress.server import build_server, listen
 from forebay.transport.base import LeaseError, Leases
 from forebay.transport.directory import Directory
@@ -26,24 +25,10 @@ from forebay.transport.kafka_topics import count_topics
 POLL_S = 1.0
 
 
-def serve(
-    cluster: Cluster,
-    address: tuple[str, int],
-    ingress_id: str,
-    model: Path | None,
-    name: str,
-    block_size: int,
-    timeout_s: float,
-) -> None:
+def serve(cluster: Cluster, address: tuple[str, int], model: Path | None, settings: IngressSettings) -> None:
     """Serve until SIGINT or SIGTERM. Raises Unusable for what cannot be started with, LogError when the log fails."""
     loaded = Model(model or DEFAULT_MODEL)
     listener = listen(*address)
-    settings = IngressSettings(
-        model_name=model_name_of(model, name),
-        block_size=block_size,
-        ingress_id=ingress_id or f"{socket.gethostname()}-{os.getpid()}",
-        timeout_s=timeout_s,
-    )
     run_service(_run(cluster, loaded, settings, listener))
 
 

@@ -10,17 +10,20 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from forebay.cli.cluster import NAMESPACE, KafkaSource, NamespaceOption, PropertiesOption, kafka_settings
-from forebay.cli.errors import explained, fail
+from forebay.cli.cluster import NAMESPACE, KafkaSource, NamespaceOption, PropertiesOption
+from forebay.cli.errors import explained
+from forebay.cli.policy_check import require_policy
+from forebay.cli.recording import Recording
+from forebay.events.control import PoolConfigured
+from forebay.events.topics import CONTROL
 from forebay.replay.verify import Report, verify
-from forebay.transport.directory import Directory
-from forebay.transport.kafka_log import KafkaLog
-from forebay.transport.kafka_settings import KafkaSettings
-from forebay.transport.sqlite_log import SqliteLog
+from forebay.transport.base import Log
+from forebay.transport.recorded import decode_or_none
 
 app = typer.Typer(help="Derive recorded decisions again.", no_args_is_help=True)
 
 OnProgress = Callable[[int, int], None]
+READ_MAX = 1_000
 
 
 @app.callback()
@@ -40,8 +43,8 @@ def verify_command(
     json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Derive every routing decision again; exit 1 at the first that the events do not lead to."""
-    if (log is None) == (kafka is None):
-        fail("give a log file or --kafka")
+    recording = Recording(log, kafka, namespace, kafka_config, group)
+    recording.require_one_source()
     console = Console(stderr=True)
     with explained(), Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("deriving decisions", total=None)
@@ -49,11 +52,7 @@ def verify_command(
         def on_progress(done: int, total: int) -> None:
             progress.update(task, completed=done, total=total)
 
-        if log is not None:
-            report = asyncio.run(_verify_file(log, on_progress))
-        else:
-            assert kafka is not None
-            report = asyncio.run(_verify_kafka(kafka_settings(kafka, namespace, kafka_config), group, on_progress))
+        report = asyncio.run(_verify(recording, on_progress))
     if json:
         typer.echo(msgspec.json.encode(report).decode())
     else:
@@ -62,33 +61,22 @@ def verify_command(
         raise typer.Exit(1)
 
 
-async def _verify_file(path: Path, on_progress: OnProgress) -> Report:
-    recording = SqliteLog.open(path, readonly=True)
-    try:
-        return await verify(recording, 0, on_progress)
-    finally:
-        recording.close()
+async def _verify(recording: Recording, on_progress: OnProgress) -> Report:
+    async with recording.opened() as (log, partition):
+        await _require_policies(log, partition)
+        return await verify(log, partition, on_progress)
 
 
-async def _verify_kafka(settings: KafkaSettings, group: str, on_progress: OnProgress) -> Report:
-    log = await KafkaLog.open(settings)
-    try:
-        directory = Directory(log)
-        await directory.start()
-        directory.close()
-        return await verify(log, _partition(settings, directory.groups.partitions, group), on_progress)
-    finally:
-        await log.close()
-
-
-def _partition(settings: KafkaSettings, placed: dict[str, int], group: str) -> int:
-    if group in placed:
-        return placed[group]
-    if not group and len(placed) == 1:
-        return next(iter(placed.values()))
-    known = ", ".join(sorted(placed)) or "none"
-    wanted = f"there is no group {group}" if group else "say which --group"
-    fail(f"{wanted}: {settings.namespace} on {settings.bootstrap} has {known}")
+async def _require_policies(log: Log, partition: int) -> None:
+    """Refuse policies of users that cannot derive anything again (Unusable); the log names them, they are code here."""
+    modes: dict[str, None] = {}
+    offset = await log.begin(CONTROL.name, partition)
+    while records := await log.read(CONTROL.name, partition, offset, READ_MAX):
+        events = (decode_or_none(CONTROL, record.value) for record in records)
+        modes |= dict.fromkeys(event.router.mode for event in events if isinstance(event, PoolConfigured))
+        offset = records[-1].offset + 1
+    for mode in modes:
+        await asyncio.to_thread(require_policy, mode)
 
 
 def _show(report: Report) -> None:

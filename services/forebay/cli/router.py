@@ -24,18 +24,21 @@ from forebay.cli.cluster import (
     start_logging,
 )
 from forebay.cli.errors import explained
-from forebay.events.control import RouterConfig, RouterMode
+from forebay.cli.part_options import SnapshotAgeOption, SnapshotEveryOption
+from forebay.cli.router_options import router_options
+from forebay.events.control import RouterConfig
 
 
+@router_options
 def router(
+    router: RouterConfig,
     kafka: KafkaOption = KAFKA,
     redis: RedisOption = REDIS,
     namespace: NamespaceOption = NAMESPACE,
     kafka_config: PropertiesOption = None,
     router_id: Annotated[str, typer.Option(help="For people; host and process when empty.")] = "",
-    router_mode: Annotated[RouterMode, typer.Option(help="How requests are routed.")] = "kv",
-    router_temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the lowest cost; above, a draw.")] = 0.0,
-    snapshot_every: Annotated[int, typer.Option(min=1, help="Journal records between snapshots.")] = 5_000,
+    snapshot_every: SnapshotEveryOption = 5_000,
+    snapshot_age_s: SnapshotAgeOption = 300,
     metrics_port: MetricsPortOption = None,
     metrics_host: MetricsHostOption = LOOPBACK,
     verbose: VerboseOption = False,
@@ -44,9 +47,10 @@ def router(
     start_logging(verbose=verbose)
     with explained():
         settings = kafka_settings(kafka, namespace, kafka_config)
-    config = RouterConfig(mode=router_mode, temperature=router_temperature)
     name = router_id or f"{socket.gethostname()}-{os.getpid()}"
     # Imported here, because no other command should wait for Faust to load.
     from forebay.cli.router_process import serve  # noqa: PLC0415
 
-    run_service(serve(Cluster(settings, redis, metrics_host, metrics_port), name, config, snapshot_every))
+    run_service(
+        serve(Cluster(settings, redis, metrics_host, metrics_port), name, router, snapshot_every, snapshot_age_s)
+    )

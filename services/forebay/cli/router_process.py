@@ -13,7 +13,9 @@ from forebay.transport.kafka_log import KafkaLog
 from forebay.transport.kafka_topics import count_topics
 
 
-async def serve(cluster: Cluster, router_id: str, config: RouterConfig, snapshot_every: int) -> None:
+async def serve(
+    cluster: Cluster, router_id: str, config: RouterConfig, snapshot_every: int, snapshot_age_s: float
+) -> None:
     """Own groups, or stand by, until SIGINT or SIGTERM. Raises LogError when the log fails."""
     counts = await count_topics(cluster.kafka)
     settings = RouterSettings(
@@ -22,6 +24,7 @@ async def serve(cluster: Cluster, router_id: str, config: RouterConfig, snapshot
         slots_max=min(counts.pools.values(), default=0),
         config=config,
         snapshot_every=snapshot_every,
+        snapshot_age_s=snapshot_age_s,
     )
     registry = CollectorRegistry()
     assignments = Assignments()

@@ -6,6 +6,11 @@ from pathlib import Path
 from forebay.events.control import RouterConfig
 
 
+def worker_ids(workers: int) -> list[str]:
+    """The names of the workers in one process."""
+    return [f"mock-{number}" for number in range(workers)]
+
+
 @dataclass(frozen=True, slots=True)
 class Embedded:
     """The settings of a system in one process.
@@ -19,9 +24,16 @@ class Embedded:
         kv_blocks: KV blocks a worker.
         max_num_seqs: sequences a worker runs at once.
         max_num_batched_tokens: tokens of one engine step.
+        dp_size: ranks a worker.
+        taints: the labels of each worker.
+        loras: adapters that every worker has and the ingress serves.
+        kv_events: whether workers tell what they have cached.
+        routing_hints: whether clients may say where their requests go.
+        admin_api: whether thresholds can be set, and routes queried.
         lease_ttl_s: a worker silent for this long is lost.
         timeout_s: for a whole request.
         snapshot_every: journal records between snapshots.
+        snapshot_age_s: between snapshots, when fewer records come.
     """
 
     log: Path | None
@@ -34,6 +46,13 @@ class Embedded:
     kv_blocks: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    dp_size: int
+    taints: dict[str, tuple[str, ...]]
+    loras: tuple[str, ...]
+    kv_events: bool
+    routing_hints: bool
+    admin_api: bool
     lease_ttl_s: float
     timeout_s: float
     snapshot_every: int
+    snapshot_age_s: float

@@ -20,7 +20,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from forebay.cli.errors import fail
-from forebay.cli.workload import Row, TraceUnusable, rows
+from forebay.simulate.mooncake import Row, TraceUnusable, rows
+from forebay.simulate.outcome import percentiles
 
 UNDER_WAY_MAX = 4_000  # a system that falls behind holds the trace up here, instead of running out of sockets
 TIMEOUT_S = 900.0
@@ -204,21 +205,14 @@ def summarise(outcome: Outcome, workers: list[str]) -> dict[str, Any]:
         "load_max_over_mean": max(computed.values()) / mean if mean else 0.0,
         "prompt_tokens": outcome.prompt_tokens,
         "output_tokens": outcome.output_tokens,
-        "ttft_ms": _percentiles(outcome.ttft_ms),
-        "itl_ms": _percentiles(outcome.itl_ms),
-        "e2e_ms": _percentiles(outcome.e2e_ms),
+        "ttft_ms": percentiles(outcome.ttft_ms),
+        "itl_ms": percentiles(outcome.itl_ms),
+        "e2e_ms": percentiles(outcome.e2e_ms),
         "workers": {
             worker: {"requests": outcome.requests.get(worker, 0), "computed_tokens": tokens}
             for worker, tokens in computed.items()
         },
     }
-
-
-def _percentiles(values: list[float]) -> dict[str, float]:
-    if not values:
-        return {}
-    cuts = statistics.quantiles(values, n=100, method="inclusive") if len(values) > 1 else values * 99
-    return {"mean": statistics.fmean(values), "p50": cuts[49], "p90": cuts[89], "p99": cuts[98]}
 
 
 def _show(summary: dict[str, Any]) -> None:

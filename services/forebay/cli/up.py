@@ -10,8 +10,21 @@ from typing import Annotated
 import typer
 
 from forebay.cli.errors import explained, fail
-from forebay.cli.settings import Embedded
-from forebay.events.control import RouterConfig, RouterMode
+from forebay.cli.part_options import (
+    AdminApiOption,
+    DpSizeOption,
+    KvEventsOption,
+    LorasOption,
+    PlacedTaintsOption,
+    RoutingHintsOption,
+    SnapshotAgeOption,
+    SnapshotEveryOption,
+    names,
+    placed_taints,
+)
+from forebay.cli.router_options import router_options
+from forebay.cli.settings import Embedded, worker_ids
+from forebay.events.control import RouterConfig
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
@@ -22,7 +35,9 @@ class EngineKind(StrEnum):
     MOCK = "mock"
 
 
+@router_options
 def up(
+    router: RouterConfig,
     port: Annotated[int, typer.Option(min=1, max=65535, help="HTTP port.")] = 8000,
     host: Annotated[str, typer.Option(help="Address to listen on. There is no authentication.")] = "127.0.0.1",
     workers: Annotated[int, typer.Option(min=1, max=1024, help="Mock workers.")] = 4,
@@ -32,16 +47,21 @@ def up(
     ] = None,
     model_name: Annotated[str, typer.Option(help="Name in the API; the directory's name when empty.")] = "",
     log: Annotated[Path | None, typer.Option(help="Log file; kept in memory when left out.")] = None,
-    router_mode: Annotated[RouterMode, typer.Option(help="How requests are routed.")] = "kv",
-    router_temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the lowest cost; above, a draw.")] = 0.0,
     speedup: Annotated[float, typer.Option(help="How much faster than the modelled GPU.")] = 1.0,
     block_size: Annotated[int, typer.Option(min=1, help="Tokens a KV block.")] = 64,
     kv_blocks: Annotated[int, typer.Option(min=1, help="KV blocks a worker.")] = 16_384,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences a worker runs at once.")] = 256,
     max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="Tokens of one engine step.")] = 8_192,
+    dp_size: DpSizeOption = 1,
+    taint: PlacedTaintsOption = None,
+    lora: LorasOption = None,
+    kv_events: KvEventsOption = True,
+    routing_hints: RoutingHintsOption = False,
+    admin_api: AdminApiOption = True,
     lease_ttl_s: Annotated[float, typer.Option(min=0.1, help="A worker silent for this long is lost.")] = 30.0,
     timeout_s: Annotated[float, typer.Option(min=0.001, max=86_400, help="For a whole request.")] = 600.0,
-    snapshot_every: Annotated[int, typer.Option(min=1, help="Journal records between snapshots.")] = 5_000,
+    snapshot_every: SnapshotEveryOption = 5_000,
+    snapshot_age_s: SnapshotAgeOption = 300,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what the parts do.")] = False,
 ) -> None:
     """Serve an OpenAI-compatible API with a KV-aware router and mock workers, in one process."""
@@ -52,22 +72,30 @@ def up(
     )
     if not math.isfinite(speedup) or speedup <= 0:
         fail(f"--speedup must be a positive number, not {speedup}")
-    if not math.isfinite(router_temperature):
-        fail(f"--router-temperature must be a number, not {router_temperature}")
+    with explained():
+        taints = placed_taints(names("--taint", taint), worker_ids(workers))
+        loras = names("--lora", lora)
     settings = Embedded(
         log=log,
         model=model,
         model_name=model_name,
         workers=workers,
-        router=RouterConfig(mode=router_mode, temperature=router_temperature),
+        router=router,
         speedup=speedup,
         block_size=block_size,
         kv_blocks=kv_blocks,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
+        dp_size=dp_size,
+        taints=taints,
+        loras=loras,
+        kv_events=kv_events,
+        routing_hints=routing_hints,
+        admin_api=admin_api,
         lease_ttl_s=lease_ttl_s,
         timeout_s=timeout_s,
         snapshot_every=snapshot_every,
+        snapshot_age_s=snapshot_age_s,
     )
     # Imported here, because no other command should wait for an HTTP server and its models to load.
     from forebay.cli.embedded import run  # noqa: PLC0415

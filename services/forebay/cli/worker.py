@@ -34,6 +34,14 @@ from forebay.cli.cluster import (
     until_signal,
 )
 from forebay.cli.errors import explained, fail
+from forebay.cli.part_options import (
+    DpSizeOption,
+    DpStartRankOption,
+    KvEventsOption,
+    LorasOption,
+    TaintsOption,
+    names,
+)
 from forebay.core.engine_model import EngineConfig
 from forebay.events.fleet import WorkerSpec
 from forebay.ingress.model import DEFAULT_MODEL, Model, model_name_of, speaking_vocabulary
@@ -64,6 +72,11 @@ def worker(
     kv_blocks: Annotated[int, typer.Option(min=1, help="KV blocks.")] = 16_384,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences that run at once.")] = 256,
     max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="Tokens of one engine step.")] = 8_192,
+    dp_size: DpSizeOption = 1,
+    dp_start_rank: DpStartRankOption = 0,
+    taint: TaintsOption = None,
+    lora: LorasOption = None,
+    kv_events: KvEventsOption = True,
     lease_ttl_s: Annotated[float, typer.Option(min=0.1, help="Silent for this long, it is lost.")] = 30.0,
     metrics_port: MetricsPortOption = None,
     metrics_host: MetricsHostOption = LOOPBACK,
@@ -76,6 +89,7 @@ def worker(
     with explained():
         loaded = Model(model or DEFAULT_MODEL)
         settings = kafka_settings(kafka, namespace, kafka_config)
+        taints, loras = names("--taint", taint), names("--lora", lora)
     config = EngineConfig(
         block_size=block_size,
         kv_blocks_total=kv_blocks,
@@ -91,8 +105,13 @@ def worker(
         kv_blocks_total=kv_blocks,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
+        dp_size=dp_size,
+        dp_start_rank=dp_start_rank,
+        taints=taints,
+        loras=loras,
+        kv_events=kv_events,
     )
-    engine = MockEngine(config, speedup=speedup)
+    engine = MockEngine(config, dp_size=dp_size, dp_start_rank=dp_start_rank, speedup=speedup)
     run_service(_run(Cluster(settings, redis, metrics_host, metrics_port), spec, engine, lease_ttl_s))
 
 

@@ -14,7 +14,7 @@ from forebay.events.tokens import ResponseEnded, Usage
 from forebay.ingress.errors import ApiError
 from forebay.ingress.ingress import GRACE_S, Ingress
 from forebay.ingress.render import Served, Shape
-from forebay.ingress.streams import TOKENS_MISSING, Stream
+from forebay.ingress.streams import TOKENS_MISSING, Stream, was_rejected
 from forebay.ingress.text import TextAssembler
 
 DISCONNECTED = "client disconnected"
@@ -146,6 +146,8 @@ class Answer(Response):
 
     def _finish(self, ended: ResponseEnded) -> str:
         if ended.error is not None:
+            if was_rejected(self._stream):
+                self._metrics.rejected(self._asked.endpoint)
             raise ApiError(ended.error.status, ended.error.code, ended.error.message)
         assert ended.usage is not None, "a response ends with its usage or an error"
         self._cached_tokens = ended.usage.cached_tokens
@@ -211,7 +213,6 @@ async def _send_error(send: Send, error: ApiError, request_id: str) -> None:
         (b"content-length", str(len(body)).encode()),
         (b"x-request-id", request_id.encode()),
     ]
-    if error.status == 503:
-        headers.append((b"retry-after", b"1"))
+    headers += [(name.encode(), value.encode()) for name, value in error.headers().items()]
     await send({"type": "http.response.start", "status": error.status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -1,7 +1,6 @@
 """The HTTP routes of an ingress."""
 
 import time
-import uuid
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -10,14 +9,15 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from forebay.ingress.admin import add_admin, answer_route
 from forebay.ingress.answer import Answer, Asked
-from forebay.ingress.errors import ApiError, invalid
+from forebay.ingress.errors import ApiError
+from forebay.ingress.fields import parse
+from forebay.ingress.http_body import read_body, request_id_of
 from forebay.ingress.ingress import Ingress
-from forebay.ingress.openai import REQUEST_ID, BodyT, ChatBody, CompletionBody, TextBody, parse, require_model
+from forebay.ingress.openai import ChatBody, CompletionBody, TextBody, adapter_of
 from forebay.ingress.render import Shape
 from forebay.ingress.text import TextAssembler
-
-LENGTH_DIGITS_MAX = 19  # of a 64-bit content-length
 
 
 def build_app(ingress: Ingress, registry: CollectorRegistry) -> FastAPI:
@@ -27,6 +27,8 @@ def build_app(ingress: Ingress, registry: CollectorRegistry) -> FastAPI:
     _add_completions(app, ingress)
     _add_models(app, ingress)
     _add_health(app, ingress, registry)
+    if ingress.settings.admin_api:
+        add_admin(app, ingress)
     return app
 
 
@@ -34,61 +36,58 @@ def _add_completions(app: FastAPI, ingress: Ingress) -> None:
     @app.post("/v1/chat/completions", openapi_extra=_body_schema(ChatBody))
     async def chat_completions(request: Request) -> Response:
         """Answer a chat."""
-        began_s = time.perf_counter()
-        body = await _body(request, ChatBody, ingress)
-        text = ingress.model.render(body.chat())
-        token_ids = await ingress.tokenise(text)
-        return await _answer(request, ingress, body, token_ids, began_s)
+        return await _complete(request, ingress, ChatBody)
 
     @app.post("/v1/completions", openapi_extra=_body_schema(TextBody))
     async def completions(request: Request) -> Response:
         """Continue a text or a list of token ids."""
-        began_s = time.perf_counter()
-        body = await _body(request, TextBody, ingress)
-        prompt = body.prompt
-        token_ids = await ingress.tokenise(prompt) if isinstance(prompt, str) else prompt
-        return await _answer(request, ingress, body, token_ids, began_s)
+        return await _complete(request, ingress, TextBody)
 
 
-async def _answer(
-    request: Request, ingress: Ingress, body: CompletionBody, token_ids: list[int], began_s: float
-) -> Response:
+async def _complete(request: Request, ingress: Ingress, kind: type[ChatBody] | type[TextBody]) -> Response:
+    began_s = time.perf_counter()
+    body = parse(kind, await read_body(request, ingress.settings.body_bytes_max))
+    if body.queries_route:
+        return await answer_route(request, ingress, body)
     chat = isinstance(body, ChatBody)
-    request_id = _request_id(request, "chatcmpl-" if chat else "cmpl-")
-    prompt = ingress.prompt(token_ids)
-    sampling = ingress.sampling(body, prompt)
+    request_id = request_id_of(request, "chatcmpl-" if chat else "cmpl-")
+    prepared = await ingress.prepare(body, request.headers.items())
     asked = Asked(
         endpoint="chat_completions" if chat else "completions",
         request_id=request_id,
-        prompt_tokens=prompt.tokens,
+        prompt_tokens=prepared.prompt.tokens,
         stream=bool(body.stream),
         usage_chunk=body.includes_usage,
         began_s=began_s,
     )
     text = TextAssembler(ingress.model.decoder(), body.stop_strings)
-    shape = Shape(chat=chat, response_id=request_id, model=body.model, created=int(time.time()))
-    return Answer(ingress, asked, await ingress.submit(request_id, prompt, sampling), shape, text)
+    shape = Shape(
+        chat=chat, response_id=request_id, model=body.model, created=int(time.time()), names_worker=body.names_worker
+    )
+    return Answer(ingress, asked, await ingress.submit(request_id, prepared), shape, text)
 
 
 def _add_models(app: FastAPI, ingress: Ingress) -> None:
+    settings = ingress.settings
     card = {
-        "id": ingress.settings.model_name,
+        "id": settings.model_name,
         "object": "model",
         "created": int(time.time()),
         "owned_by": "forebay",
         "max_model_len": ingress.model.context_tokens,
     }
+    cards = {settings.model_name: card}
+    cards |= {name: {**card, "id": name, "parent": settings.model_name} for name in settings.loras}
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        """The model that is served."""
-        return {"object": "list", "data": [card]}
+        """The model that is served, and its adapters."""
+        return {"object": "list", "data": list(cards.values())}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
         """One model."""
-        require_model(name, ingress.settings.model_name)
-        return card
+        return cards[adapter_of(name, settings.model_name, settings.loras) or name]
 
 
 def _add_health(app: FastAPI, ingress: Ingress, registry: CollectorRegistry) -> None:
@@ -114,8 +113,7 @@ def _add_health(app: FastAPI, ingress: Ingress, registry: CollectorRegistry) -> 
 def _add_errors(app: FastAPI, ingress: Ingress) -> None:
     def respond(error: ApiError) -> Response:
         ingress.metrics.refused.labels(error.code).inc()
-        headers = {"retry-after": "1"} if error.status == 503 else None
-        return Response(error.encoded(), error.status, headers, "application/json")
+        return Response(error.encoded(), error.status, error.headers(), "application/json")
 
     @app.exception_handler(ApiError)
     async def api_error(_: Request, error: ApiError) -> Response:
@@ -137,32 +135,6 @@ def _add_errors(app: FastAPI, ingress: Ingress) -> None:
     @app.exception_handler(Exception)
     async def internal_error(_: Request, __: Exception) -> Response:
         return respond(ApiError(500, "internal_error", "an internal error; the server's log has the details"))
-
-
-async def _body(request: Request, kind: type[BodyT], ingress: Ingress) -> BodyT:
-    limit = ingress.settings.body_bytes_max
-    too_large = ApiError(413, "body_too_large", f"the body is larger than {limit} bytes")
-    declared = request.headers.get("content-length", "")
-    # Python converts no more than 4,300 digits, hence the length.
-    if declared.isdecimal() and (len(declared) > LENGTH_DIGITS_MAX or int(declared) > limit):
-        raise too_large
-    raw = bytearray()
-    async for part in request.stream():
-        raw += part
-        if len(raw) > limit:
-            raise too_large
-    body = parse(kind, bytes(raw))
-    require_model(body.model, ingress.settings.model_name)
-    return body
-
-
-def _request_id(request: Request, prefix: str) -> str:
-    given = request.headers.get("x-request-id")
-    if given is None:
-        return prefix + uuid.uuid4().hex
-    if not REQUEST_ID.fullmatch(given):
-        raise invalid("x-request-id takes 1 to 128 letters, digits, dots, dashes and underscores", "x-request-id")
-    return given
 
 
 def _body_schema(kind: type[CompletionBody]) -> dict[str, Any]:

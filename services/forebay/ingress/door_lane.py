@@ -21,10 +21,11 @@ from forebay.events.topics import REQUESTS, TOKENS
 from forebay.ingress.door_answer import DoorAnswer, Piece
 from forebay.ingress.door_metrics import DoorMetrics
 from forebay.ingress.door_request import Address, address, body_of, nonce_of, slot_of
-from forebay.ingress.errors import ApiError, invalid
+from forebay.ingress.errors import ApiError, invalid, retry_headers
 from forebay.ingress.ingress import GRACE_S, Ingress
-from forebay.ingress.openai import ChatBody, TextBody
+from forebay.ingress.openai import ChatBody
 from forebay.ingress.render import Shape
+from forebay.ingress.streams import was_rejected
 from forebay.ingress.text import TextAssembler
 from forebay.transport.base import Draft, LogError, Record, Tail
 from forebay.transport.kafka_group import Committed, KafkaGroup
@@ -301,23 +302,24 @@ class Lane:
     async def _open(self, record: Record, entry: Entry, where: Address) -> Waiting:
         ingress = self._shared.ingress
         settings = ingress.settings
-        body = body_of(record, settings.model_name, settings.body_bytes_max)
-        prompt = ingress.prompt(await _token_ids(ingress, body))
-        sampling = ingress.sampling(body, prompt)
+        body = body_of(record, settings.model_name, settings.body_bytes_max, settings.loras)
+        prepared = await ingress.prepare(body, (record.headers or {}).items())
         request_id = where.request_id
         if request_id in self._shared.ids:
             raise ApiError(409, "duplicate_request_id", f"the request id {request_id} is under way")
         chat = isinstance(body, ChatBody)
         created = record.at_us // 1_000_000
-        shape = Shape(chat=chat, response_id=request_id, model=body.model, created=created)
+        shape = Shape(
+            chat=chat, response_id=request_id, model=body.model, created=created, names_worker=body.names_worker
+        )
         text = TextAssembler(ingress.model.decoder(), body.stop_strings)
         waiting = Waiting(
-            request_id, prompt.tokens, shape, text, stream=bool(body.stream), usage_chunk=body.includes_usage
+            request_id, prepared.prompt.tokens, shape, text, stream=bool(body.stream), usage_chunk=body.includes_usage
         )
         waiting.endpoint = "chat_completions" if chat else "completions"
         waiting.entry, waiting.where = entry, where
         waiting.submission = ingress.submission(
-            request_id, prompt, sampling, reply_slot=self._slot, reply_from=entry.slot_from, nonce=nonce_of(record)
+            request_id, prepared, reply_slot=self._slot, reply_from=entry.slot_from, nonce=nonce_of(record)
         )
         self._answers[request_id] = waiting
         self._shared.ids.add(request_id)
@@ -410,6 +412,8 @@ class Lane:
                 shared.ingress.cancel(waiting.request_id, "stop" if error is None else error.code)
         shared.metrics.requests.labels("answered" if error is None else "error").inc()
         status = "success" if error is None else "error"
+        if was_rejected(waiting):
+            shared.ingress.metrics.rejected(waiting.endpoint)
         shared.ingress.metrics.ended(waiting.endpoint, stream=waiting.stream, status=status)
 
     async def _send(self, entry: Entry, where: Address, piece: Piece) -> None:
@@ -431,6 +435,7 @@ class Lane:
             "status": str(piece.status),
             "last": "1" if piece.last else "0",
             "index": str(piece.index),
+            **retry_headers(piece.status),
         }
         reply = Reply(where.reply_topic, where.request_id.encode(), headers, piece.value)
         await self._shared.replies.send(reply, on_done)
@@ -443,10 +448,3 @@ def _note(metadata: str) -> tuple[int, int, int] | None:
         return None
     slot, slot_from, promised = found.groups()
     return int(slot), int(slot_from), int(promised)
-
-
-async def _token_ids(ingress: Ingress, body: ChatBody | TextBody) -> list[int]:
-    if isinstance(body, ChatBody):
-        return await ingress.tokenise(ingress.model.render(body.chat()))
-    prompt = body.prompt
-    return await ingress.tokenise(prompt) if isinstance(prompt, str) else prompt

@@ -1,13 +1,15 @@
 """A record of `openai-requests`: who asks, where the answer goes, and what is asked. No I/O here."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from xxhash import xxh3_64_intdigest
 
 from forebay.events.topics import OPENAI_RESPONSES, topic_named
 from forebay.ingress.errors import ApiError, invalid
-from forebay.ingress.openai import REQUEST_ID, ChatBody, TextBody, parse, require_model
+from forebay.ingress.fields import parse
+from forebay.ingress.openai import REQUEST_ID, ChatBody, TextBody, adapter_of
 from forebay.transport.base import Record
 
 CHAT_PATH = "/v1/chat/completions"
@@ -49,7 +51,7 @@ def address(record: Record, namespace: str) -> Address:
     return Address(request_id, reply_topic, problem)
 
 
-def body_of(record: Record, model_name: str, body_bytes_max: int) -> ChatBody | TextBody:
+def body_of(record: Record, model_name: str, body_bytes_max: int, adapters: Sequence[str] = ()) -> ChatBody | TextBody:
     """What a record asks for. Raises ApiError with the first thing that is wrong."""
     path = (record.headers or {}).get("path", CHAT_PATH)
     if path not in (CHAT_PATH, TEXT_PATH):
@@ -57,7 +59,11 @@ def body_of(record: Record, model_name: str, body_bytes_max: int) -> ChatBody | 
     if len(record.value) > body_bytes_max:
         raise ApiError(413, "body_too_large", f"the body is larger than {body_bytes_max} bytes")
     body = parse(ChatBody, record.value) if path == CHAT_PATH else parse(TextBody, record.value)
-    require_model(body.model, model_name)
+    adapter_of(body.model, model_name, adapters)
+    if body.queries_route:
+        # An answer that is given again after a take-over must be the same, and where a request would go changes.
+        text = "routes are not queried through a topic; ask POST /v1/route of an ingress"
+        raise invalid(text, "nvext.annotations", "unsupported_parameter")
     return body
 
 

@@ -4,6 +4,9 @@ from typing import Any
 
 import msgspec
 
+RETRY_STATUSES = frozenset({503, 529})  # nothing is wrong with the request: later it may be taken
+RETRY_AFTER_S = 1  # load reports come ten times a second, an owner that died is replaced within some seconds
+
 
 class Unusable(Exception):
     """Something a user gave cannot be used; one line says what is wrong and what to do."""
@@ -19,6 +22,10 @@ class ApiError(Exception):
         self.message = message
         self.param = param
 
+    def headers(self) -> dict[str, str]:
+        """The headers that go with it, in lower case."""
+        return retry_headers(self.status)
+
     def body(self) -> dict[str, Any]:
         """OpenAI's error object."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
@@ -27,6 +34,11 @@ class ApiError(Exception):
     def encoded(self) -> bytes:
         """The body as JSON."""
         return msgspec.json.encode(self.body())
+
+
+def retry_headers(status: int) -> dict[str, str]:
+    """What tells a client when to try again, where that may help."""
+    return {"retry-after": str(RETRY_AFTER_S)} if status in RETRY_STATUSES else {}
 
 
 def invalid(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:

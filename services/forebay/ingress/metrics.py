@@ -20,8 +20,18 @@ class IngressMetrics:
         self.refused = Counter(
             "forebay_ingress_refused", "requests that got an error, by its code", ("code",), registry=registry
         )
-        self.undecodable = Counter(
-            "forebay_ingress_undecodable", "records of the reply slot that did not decode", registry=registry
+        self.undecodable = Counter("forebay_ingress_undecodable", "records that did not decode", registry=registry)
+        self.headers_ignored = Counter(
+            "forebay_ingress_routing_headers_ignored",
+            "routing headers of requests to an ingress that honours none",
+            ("header",),
+            registry=registry,
+        )
+        self._rejections = Counter(
+            f"{name}_model_rejection",
+            "requests that no worker could take for now",
+            ("model", "endpoint"),
+            registry=registry,
         )
         self.inflight = _gauge(registry, f"{name}_inflight_requests", "requests under way", model)
         self.disconnected = _gauge(registry, f"{name}_disconnected_clients", "clients that left before the end", model)
@@ -42,6 +52,10 @@ class IngressMetrics:
             kind = "stream" if stream else "unary"
             child = self._ended[key] = self.requests.labels(self._model, endpoint, kind, status)
         child.inc()
+
+    def rejected(self, endpoint: str) -> None:
+        """Count a request that no worker could take for now."""
+        self._rejections.labels(self._model, endpoint).inc()
 
 
 def _gauge(registry: CollectorRegistry, name: str, text: str, model: str) -> Gauge:

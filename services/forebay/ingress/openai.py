@@ -1,23 +1,23 @@
 """OpenAI's request bodies as far as forebay serves them. What is not served is refused by its name.
 
-Source: OpenAI API reference, chat completions and completions; `ignore_eos` is vLLM's extension.
+Source: OpenAI API reference, chat completions and completions; `ignore_eos` and `cache_salt` are vLLM's extensions.
 """
 
 import re
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Sequence
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from forebay.ingress.errors import ApiError, invalid
+from forebay.ingress.fields import NONE_NEUTRAL, Body, Neutral, refuse_extra
+from forebay.ingress.nvext import NAME_CHARS_MAX, WORKER_ID, Nvext
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 STOP_STRINGS_MAX = 4
 MESSAGES_MAX = 10_000
 SEED_MAX = (1 << 63) - 1
-
-Neutral = Mapping[str, tuple[Any, ...]]
 
 # Parameters that OpenAI has and forebay lacks, with the values that ask for nothing.
 NEUTRAL: Neutral = {
@@ -56,31 +56,23 @@ MESSAGE_NEUTRAL: Neutral = {
     "tool_call_id": (None,),
     "tool_calls": (None, []),
 }
-NONE_NEUTRAL: Neutral = {}
 
 
-BodyT = TypeVar("BodyT", bound="CompletionBody")
-
-
-class _Body(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow", frozen=True)
-
-
-class StreamOptions(_Body):
+class StreamOptions(Body):
     """How to stream."""
 
     include_usage: bool = False
     include_obfuscation: bool = False
 
 
-class TextPart(_Body):
+class TextPart(Body):
     """A piece of a message; only text is served."""
 
     type: str
     text: str | None = None
 
 
-class Message(_Body):
+class Message(Body):
     """One turn of a chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -88,7 +80,7 @@ class Message(_Body):
     name: str | None = None
 
 
-class CompletionBody(_Body):
+class CompletionBody(Body):
     """What both endpoints share."""
 
     model: str
@@ -100,6 +92,8 @@ class CompletionBody(_Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: bool = False
+    cache_salt: Annotated[str, Field(max_length=NAME_CHARS_MAX)] | None = None
+    nvext: Nvext | None = None
 
     @model_validator(mode="after")
     def _check(self) -> "CompletionBody":
@@ -121,6 +115,21 @@ class CompletionBody(_Body):
     def includes_usage(self) -> bool:
         """Whether a stream ends with a usage chunk."""
         return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def cache_namespace(self) -> str:
+        """The salt of its cache, `nvext`'s before vLLM's; empty, it shares what others cached without one."""
+        return (self.nvext and self.nvext.cache_salt) or self.cache_salt or ""
+
+    @property
+    def queries_route(self) -> bool:
+        """Whether nothing is to be generated: the client asks where its request would go."""
+        return self.nvext is not None and self.nvext.queries_route
+
+    @property
+    def names_worker(self) -> bool:
+        """Whether the answer is to name its worker in `nvext`, too."""
+        return self.nvext is not None and WORKER_ID in (self.nvext.extra_fields or ())
 
     @property
     def tokens_max(self) -> int | None:
@@ -154,48 +163,14 @@ class TextBody(CompletionBody):
     prompt: str | list[Annotated[int, Field(ge=0, lt=1 << 32)]]
 
 
-def refuse_extra(body: BaseModel, where: str, neutral: Neutral, ignored: frozenset[str] = frozenset()) -> None:
-    """Raise ApiError for a parameter that is not served, or that nobody knows."""
-    for name, value in (body.model_extra or {}).items():
-        if name in ignored:
-            continue
-        accepted = neutral.get(name)
-        if accepted is None:
-            raise invalid(f"unknown parameter: {where}{name}", f"{where}{name}", "unknown_parameter")
-        # In Python 0 is False and 1 is True, on the wire they are not; but 0.0 is 0 on both.
-        if not any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in accepted):
-            if name in ("n", "best_of"):
-                raise invalid(f"{where}{name} must be 1", f"{where}{name}", "unsupported_parameter")
-            raise invalid(f"{where}{name} is not supported", f"{where}{name}", "unsupported_parameter")
-
-
-def parse(kind: type[BodyT], raw: bytes) -> BodyT:
-    """A request body. Raises ApiError naming the first thing that is wrong with it."""
-    try:
-        return kind.model_validate_json(raw)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        if first["type"] == "json_invalid":
-            raise invalid(f"the body is not valid JSON: {first['msg']}", code="invalid_json") from error
-        where = _path(first["loc"])
-        raise invalid(f"{where or 'the body'}: {first['msg']}", where or None) from error
-
-
-def require_model(name: str, served: str) -> None:
-    """Raises ApiError unless the model is the one that is served."""
-    if name != served:
-        raise ApiError(404, "model_not_found", f"the model {name!r} is not served; {served!r} is", "model")
-
-
-def _path(location: tuple[int | str, ...]) -> str:
-    """`messages[0].content` from a location; the names of union members are left out."""
-    path = ""
-    for step in location:
-        if isinstance(step, int):
-            path += f"[{step}]"
-        elif step.isidentifier() and step not in ("str", "int"):
-            path += f".{step}" if path else step
-    return path
+def adapter_of(name: str, served: str, adapters: Sequence[str]) -> str:
+    """The adapter that a request's `model` names, empty for the model itself. Raises ApiError for other names."""
+    if name == served:
+        return ""
+    if name in adapters:
+        return name
+    known = ", ".join(repr(one) for one in (served, *adapters))
+    raise ApiError(404, "model_not_found", f"the model {name!r} is not served; served: {known}", "model")
 
 
 def _role(role: str) -> str:

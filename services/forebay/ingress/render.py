@@ -5,7 +5,8 @@ from typing import Any
 
 import msgspec
 
-from forebay.events.tokens import Usage
+from forebay.events.decisions import Candidate
+from forebay.events.tokens import RouteTold, Usage
 
 _encode = msgspec.json.encode
 
@@ -19,6 +20,15 @@ class Served:
     rank: int
     attempts: int
 
+    def worker_id(self) -> dict[str, Any]:
+        """As Dynamo's `nvext` has it: one worker does prefill and decode."""
+        return {
+            "prefill_worker_id": self.worker,
+            "prefill_dp_rank": self.rank,
+            "decode_worker_id": self.worker,
+            "decode_dp_rank": self.rank,
+        }
+
     def plain(self) -> dict[str, Any]:
         """As JSON has it."""
         return {
@@ -30,10 +40,11 @@ class Served:
 
 
 class Shape:
-    """How one endpoint words its answers."""
+    """How one endpoint words its answers. `names_worker` puts the worker into `nvext`, too."""
 
-    def __init__(self, *, chat: bool, response_id: str, model: str, created: int) -> None:
+    def __init__(self, *, chat: bool, response_id: str, model: str, created: int, names_worker: bool = False) -> None:
         self._chat = chat
+        self._names_worker = names_worker
         kind = "chat.completion" if chat else "text_completion"
         self._head = {"id": response_id, "object": kind, "created": created, "model": model}
         chunk_head = dict(self._head, object="chat.completion.chunk" if chat else kind)
@@ -51,7 +62,7 @@ class Shape:
         """The chunk that says why the answer ended and who gave it."""
         content: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
         choice = {"index": 0, **content, "logprobs": None, "finish_reason": reason}
-        return b"data: " + _encode({**self._chunk_head, "choices": [choice], "forebay": served.plain()}) + b"\n\n"
+        return b"data: " + _encode({**self._chunk_head, "choices": [choice], **self._extensions(served)}) + b"\n\n"
 
     def usage(self, usage: Usage) -> bytes:
         """The chunk that `stream_options.include_usage` asks for."""
@@ -63,7 +74,11 @@ class Shape:
             {"message": {"role": "assistant", "content": text, "refusal": None}} if self._chat else {"text": text}
         )
         choice = {"index": 0, **content, "logprobs": None, "finish_reason": reason}
-        return _encode({**self._head, "choices": [choice], "usage": usage_of(usage), "forebay": served.plain()})
+        return _encode({**self._head, "choices": [choice], "usage": usage_of(usage), **self._extensions(served)})
+
+    def _extensions(self, served: Served) -> dict[str, Any]:
+        nvext = {"nvext": {"worker_id": served.worker_id()}} if self._names_worker else {}
+        return {"forebay": served.plain(), **nvext}
 
 
 def usage_of(usage: Usage) -> dict[str, Any]:
@@ -74,3 +89,25 @@ def usage_of(usage: Usage) -> dict[str, Any]:
         "total_tokens": usage.prompt_tokens + usage.output_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }
+
+
+def route_of(told: RouteTold, model: str, prompt_tokens: int) -> dict[str, Any]:
+    """Where a request would go, and what every candidate would cost; all `None` when it would go nowhere yet."""
+    choice = told.choice
+    return {
+        "object": "forebay.route",
+        "id": told.request_id,
+        "model": model,
+        "pool": told.pool,
+        "mode": told.mode,
+        "worker_id": None if choice is None else choice.worker_id,
+        "dp_rank": None if choice is None else choice.rank,
+        "overlap_blocks": None if choice is None else choice.terms.device_overlap,
+        "would_wait": told.would_wait,
+        "prompt_tokens": prompt_tokens,
+        "candidates": [_candidate(one) for one in told.candidates],
+    }
+
+
+def _candidate(one: Candidate) -> dict[str, Any]:
+    return {"worker_id": one.worker_id, "dp_rank": one.rank, **msgspec.structs.asdict(one.terms)}

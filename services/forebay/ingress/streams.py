@@ -9,8 +9,9 @@ from collections.abc import Callable
 
 from forebay.core.replies import Reply, apply
 from forebay.events.codec import DecodeError, decode
-from forebay.events.tokens import TokenEvent
+from forebay.events.tokens import RouteTold, TokenEvent
 from forebay.events.topics import TOKENS
+from forebay.ingress.errors import RETRY_STATUSES
 from forebay.transport.base import Log, LogError
 
 logger = logging.getLogger(__name__)
@@ -69,23 +70,36 @@ class ReplyReader:
         self._wake = asyncio.Event()
         self._tail = log.tail(TOKENS.name, reply_slot, offset, self._wake)
         self._streams: dict[str, Stream] = {}
+        self._queries: dict[str, asyncio.Future[RouteTold]] = {}
         self._on_undecodable = on_undecodable
 
     def __contains__(self, request_id: str) -> bool:
-        return request_id in self._streams
+        return request_id in self._streams or request_id in self._queries
 
     def __len__(self) -> int:
-        return len(self._streams)
+        return len(self._streams) + len(self._queries)
 
     def open(self, request_id: str) -> Stream:
         """Listen for a request; its id must not be listened for."""
-        assert request_id not in self._streams
+        assert request_id not in self
         stream = self._streams[request_id] = Stream()
         return stream
 
     def close(self, request_id: str) -> None:
         """Stop listening for a request."""
         self._streams.pop(request_id, None)
+
+    def open_query(self, request_id: str) -> "asyncio.Future[RouteTold]":
+        """Listen for where a request would go; LogError when nothing more comes."""
+        assert request_id not in self
+        answer = self._queries[request_id] = asyncio.get_running_loop().create_future()
+        return answer
+
+    def close_query(self, request_id: str) -> None:
+        """Stop listening for the answer to a query."""
+        answer = self._queries.pop(request_id)
+        if not answer.cancel() and not answer.cancelled():
+            answer.exception()  # asyncio complains of errors that nobody looked at
 
     async def run(self) -> None:
         """Dispatch until cancelled; when the log fails every waiting request is told."""
@@ -101,8 +115,7 @@ class ReplyReader:
                 else:
                     await self._wake.wait()
         except LogError as error:
-            for stream in self._streams.values():
-                stream.interrupt(str(error))
+            self.interrupt_all(str(error))
             raise
         finally:
             self._tail.close()
@@ -111,6 +124,9 @@ class ReplyReader:
         """Tell every waiting request that nothing more comes."""
         for stream in self._streams.values():
             stream.interrupt(reason)
+        for answer in self._queries.values():
+            if not answer.done():
+                answer.set_exception(LogError(reason))
 
     def _dispatch(self, value: bytes) -> None:
         try:
@@ -119,5 +135,16 @@ class ReplyReader:
             self._on_undecodable()
             logger.warning("a record of the reply slot does not decode: %s", error)
             return
+        if isinstance(event, RouteTold):
+            answer = self._queries.get(event.request_id)
+            if answer is not None and not answer.done():
+                answer.set_result(event)
+            return
         for stream in apply(self._streams, event):
             stream.notify()
+
+
+def was_rejected(reply: Reply) -> bool:
+    """Whether no worker could take the request for now."""
+    error = None if reply.ended is None else reply.ended.error
+    return error is not None and error.status in RETRY_STATUSES and not reply.next_index

@@ -49,10 +49,16 @@ class Engine(Protocol):
         """Free what `start` took."""
 
     def held(self, rank: int) -> Sequence[int]:
-        """The blocks in a rank's device cache, announced when a new epoch begins; none when it cannot tell."""
+        """The blocks in a rank's device cache, announced when a new epoch begins; none when it cannot tell.
+
+        What is asked for later is told from the batches: they must have every change, once, in order.
+        """
 
     def submit(self, item: WorkItem) -> None:
-        """Queue a request whose id is not under way. Refusals come as `Failed` in a batch."""
+        """Queue a request whose id is not under way. Refusals come as `Failed` in a batch.
+
+        `item.priority` is for engines that can order their own queue by it.
+        """
 
     def cancel(self, request_id: str) -> None:
         """Drop a request, if it is under way, and free its blocks. The next batch may still name it."""

@@ -29,6 +29,7 @@ class WorkerMetrics(Collector):
             "other_epoch": counters.other_epoch,
             "repeated": counters.repeated,
             "superseded": counters.superseded,
+            "unknown_rank": counters.unknown_rank,
         }
         for reason, count in reasons.items():
             skipped.add_metric([*labels, reason], count)
@@ -38,3 +39,10 @@ class WorkerMetrics(Collector):
         )
         continued.add_metric(labels, counters.continued)
         yield continued
+        reannounced = CounterMetricFamily(
+            "forebay_worker_caches_reannounced",
+            "caches said anew because the owner missed events",
+            labels=["worker_id"],
+        )
+        reannounced.add_metric(labels, counters.reannounced)
+        yield reannounced

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from xxhash import xxh3_64_intdigest
 
+from forebay.core.blocks import hash_seed
 from forebay.core.engine_model import (
     CacheChange,
     Emitted,
@@ -36,12 +37,16 @@ LAG_S_MAX = 0.1  # a machine that cannot keep up is late, and does not run faste
 
 
 class MockEngine:
-    """`dp_size` independent ranks of `config`, running `speedup` times as fast as the real thing."""
+    """`dp_size` independent ranks of `config` from `dp_start_rank` on, `speedup` times as fast as the real thing.
 
-    def __init__(self, config: EngineConfig, *, dp_size: int = 1, speedup: float = 1.0) -> None:
+    Like vLLM with its default scheduling policy it serves first come, first served, whatever an item's priority.
+    """
+
+    def __init__(self, config: EngineConfig, *, dp_size: int = 1, dp_start_rank: int = 0, speedup: float = 1.0) -> None:
         if not 0 < speedup < float("inf"):
             raise ValueError(f"speedup must be a positive number, not {speedup}")
-        self._ranks = [_Rank(rank, config, speedup) for rank in range(dp_size)]
+        ranks = range(dp_start_rank, dp_start_rank + dp_size)
+        self._ranks = {rank: _Rank(rank, config, speedup) for rank in ranks}
 
     async def start(self) -> None:
         """There is no model to load."""
@@ -49,15 +54,15 @@ class MockEngine:
     async def run(self, publish: Publish) -> None:
         """Run every rank until cancelled."""
         async with asyncio.TaskGroup() as group:
-            for rank in self._ranks:
+            for rank in self._ranks.values():
                 group.create_task(rank.run(publish))
 
     async def stop(self) -> None:
         """There is nothing to free."""
 
-    def warm(self, hashes: Sequence[int]) -> None:
-        """Start rank 0 with these blocks in its cache."""
-        self._ranks[0].model.warm(hashes)
+    def warm(self, hashes: Sequence[int], rank: int = 0) -> None:
+        """Start a rank with these blocks in its cache."""
+        self._ranks[rank].model.warm(hashes)
 
     def held(self, rank: int) -> list[int]:
         """The blocks in a rank's cache."""
@@ -69,12 +74,12 @@ class MockEngine:
 
     def cancel(self, request_id: str) -> None:
         """Drop a request, if it is under way."""
-        for rank in self._ranks:
+        for rank in self._ranks.values():
             rank.cancel(request_id)
 
     def reset(self) -> None:
         """Drop every request and the caches."""
-        for rank in self._ranks:
+        for rank in self._ranks.values():
             rank.reset()
 
 
@@ -97,6 +102,7 @@ class _Rank:
             sequence_hashes=item.sequence_hashes,
             token_seed=xxh3_64_intdigest(item.token_ids, (item.sampling.seed or 0) & U64_MASK),
             max_tokens=item.sampling.max_tokens,
+            hash_seed=hash_seed(item.lora_name, item.cache_namespace),
         )
         try:
             self.model.submit(request)

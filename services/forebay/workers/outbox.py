@@ -8,17 +8,17 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from forebay.core.engine_model import CacheChange, Finished, Load, Removed, Stored
-from forebay.events.base import Event, pack_u64
+from forebay.core.engine_model import Emitted, Finished, Load
+from forebay.events.base import U32_BYTES, Event
 from forebay.events.codec import encode
 from forebay.events.fleet import WorkerSpec
-from forebay.events.kv import BlocksRemoved, BlocksStored
 from forebay.events.metrics import LoadReported
-from forebay.events.progress import FinishReason, FirstTokenEmitted, RequestFailed, RequestFinished
-from forebay.events.snapshots import CHUNK_HASHES_MAX
+from forebay.events.progress import FinishReason, FirstTokenEmitted, OutputGrown, RequestFailed, RequestFinished
 from forebay.events.tokens import AnswerError, AttemptStarted, ResponseEnded, TokenChunk, TokensEmitted, Usage
-from forebay.events.topics import KV_EVENTS, METRICS, PROGRESS, TOKENS, Topic
+from forebay.events.topics import METRICS, PROGRESS, TOKENS, Topic
+from forebay.events.work import WorkItem
 from forebay.transport.base import Draft
+from forebay.workers.cache_events import CacheEvents
 from forebay.workers.engine import EngineBatch
 
 LOAD_INTERVAL_S = 0.1  # ten reports a second and rank are enough for routing
@@ -29,6 +29,7 @@ class Active:
     """A request under way: which attempt, on whose order, answered where.
 
     `said` counts the tokens of earlier attempts that this one goes on from; the engine has them as its prompt's end.
+    `blocks` is how many KV blocks of prompt and output the owner knows of, 0 when it does not want to know.
     """
 
     request_id: str
@@ -36,6 +37,8 @@ class Active:
     owner_epoch: int
     reply_slot: int
     said: int = 0
+    prompt_tokens: int = 0
+    blocks: int = 0
 
 
 class Outbox:
@@ -45,16 +48,23 @@ class Outbox:
         self._worker_id = spec.worker_id
         self._worker_epoch = worker_epoch
         self._partition = partition
-        self._kv_seq = [0] * spec.dp_size
-        self._load_at_s = [0.0] * spec.dp_size
+        self._block_size = spec.block_size
+        self.cache = CacheEvents(spec, worker_epoch, partition)
+        self._load_at_s = dict.fromkeys(spec.ranks, 0.0)
         self._held: dict[int, Load] = {}
 
-    def announcement(self, rank: int, hashes: Sequence[int]) -> list[Draft]:
-        """What a rank's cache holds as its epoch begins."""
-        return [
-            self._cache_change(rank, Stored(None, tuple(hashes[start : start + CHUNK_HASHES_MAX])))
-            for start in range(0, len(hashes), CHUNK_HASHES_MAX)
-        ]
+    def active(self, item: WorkItem) -> Active:
+        """A request that begins."""
+        prompt_tokens = len(item.token_ids) // U32_BYTES
+        blocks = self._blocks(prompt_tokens) if item.report_output else 0
+        return Active(
+            item.request_id,
+            item.attempt,
+            item.owner_epoch,
+            item.reply_slot,
+            prompt_tokens=prompt_tokens,
+            blocks=blocks,
+        )
 
     def attempt_started(self, active: Active) -> Draft:
         """A later attempt begins: what earlier ones say after this is void."""
@@ -77,9 +87,9 @@ class Outbox:
         )
         return [_draft(TOKENS, active.reply_slot, ended), self._failed(active, error.message)]
 
-    def complete(self, active: Active, prompt_tokens: int) -> list[Draft]:
+    def complete(self, active: Active) -> list[Draft]:
         """The end of a request whose earlier attempts said all it may say."""
-        usage = Usage(prompt_tokens=prompt_tokens, output_tokens=active.said)
+        usage = Usage(prompt_tokens=active.prompt_tokens, output_tokens=active.said)
         return [self._ended(active, "length", usage), self._finished(active, "length", usage, _now_us())]
 
     def ended_before(self, active: Active, ended: ResponseEnded) -> list[Draft]:
@@ -92,7 +102,7 @@ class Outbox:
     def batch(self, batch: EngineBatch, active: dict[str, Active]) -> list[Draft]:
         """All records of a batch. Requests that ended leave `active`; those not in it are left out."""
         at_us = _now_us()
-        drafts = [self._cache_change(batch.rank, change) for change in batch.cache_changes]
+        drafts = self.cache.changes(batch.rank, batch.cache_changes)
         drafts += self._tokens(batch, active, at_us)
         progress: list[Draft] = []
         for first in batch.first_tokens:
@@ -113,6 +123,7 @@ class Outbox:
             if one is not None and one.attempt == failed.attempt:
                 del active[failed.request_id]
                 drafts += self.failure(one, failed.error)
+        drafts += self._grown(batch.emitted, active, at_us)
         return drafts + self._load(batch.rank, batch.load, at_us)
 
     def _ended(self, active: Active, reason: FinishReason, usage: Usage) -> Draft:
@@ -163,29 +174,31 @@ class Outbox:
         )
         return _draft(PROGRESS, self._partition, event)
 
-    def _cache_change(self, rank: int, change: CacheChange) -> Draft:
-        self._kv_seq[rank] += 1
-        seq = self._kv_seq[rank]
-        event: Event
-        match change:
-            case Stored():
-                event = BlocksStored(
+    def _grown(self, emitted: Sequence[Emitted], active: dict[str, Active], at_us: int) -> list[Draft]:
+        """Of requests that go on: their output reached another KV block. What is over has no use for it."""
+        drafts: list[Draft] = []
+        for said in emitted:
+            one = active.get(said.request_id)
+            if one is None or not one.blocks or one.attempt != said.attempt:
+                continue
+            output_tokens = one.said + said.first_index + len(said.token_ids) // U32_BYTES
+            blocks = self._blocks(one.prompt_tokens + output_tokens)
+            if blocks > one.blocks:
+                one.blocks = blocks
+                event = OutputGrown(
+                    request_id=one.request_id,
+                    attempt=one.attempt,
                     worker_id=self._worker_id,
                     worker_epoch=self._worker_epoch,
-                    seq=seq,
-                    rank=rank,
-                    sequence_hashes=pack_u64(change.hashes),
-                    parent_hash=change.parent,
+                    owner_epoch=one.owner_epoch,
+                    at_us=at_us,
+                    output_tokens=output_tokens,
                 )
-            case Removed():
-                event = BlocksRemoved(
-                    worker_id=self._worker_id,
-                    worker_epoch=self._worker_epoch,
-                    seq=seq,
-                    rank=rank,
-                    sequence_hashes=pack_u64(change.hashes),
-                )
-        return _draft(KV_EVENTS, self._partition, event)
+                drafts.append(_draft(PROGRESS, self._partition, event))
+        return drafts
+
+    def _blocks(self, tokens: int) -> int:
+        return -(-tokens // self._block_size)
 
     def _tokens(self, batch: EngineBatch, active: dict[str, Active], at_us: int) -> list[Draft]:
         """One record for each reply slot, and owner while a new one takes over."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from forebay.core.blocks import sequence_hashes
+from forebay.core.blocks import hash_seed, sequence_hashes
 from forebay.core.replies import Reply, apply
 from forebay.events.base import pack_u32
 from forebay.events.codec import DecodeError, decode
@@ -135,6 +135,6 @@ def continued(item: WorkItem, said: list[int], block_size: int) -> WorkItem:
     return msgspec.structs.replace(
         item,
         token_ids=token_ids,
-        sequence_hashes=sequence_hashes(token_ids, block_size),
+        sequence_hashes=sequence_hashes(token_ids, block_size, hash_seed(item.lora_name, item.cache_namespace)),
         sampling=msgspec.structs.replace(item.sampling, max_tokens=item.sampling.max_tokens - len(said)),
     )

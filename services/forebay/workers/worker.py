@@ -16,7 +16,6 @@ from typing import assert_never
 import msgspec
 
 from forebay.core.replies import Reply
-from forebay.events.base import U32_BYTES
 from forebay.events.codec import DecodeError, decode
 from forebay.events.fleet import (
     AnyFleetEvent,
@@ -30,7 +29,7 @@ from forebay.events.fleet import (
 )
 from forebay.events.tokens import AnswerError
 from forebay.events.topics import DEAD_LETTERS, FLEET, work_topic
-from forebay.events.work import AnyWorkEvent, WorkCancelled, WorkItem
+from forebay.events.work import AnyWorkEvent, ReannounceCache, WorkCancelled, WorkItem
 from forebay.transport.base import Draft, Log, LogError, Record, Tail
 from forebay.workers.engine import Engine, EngineBatch
 from forebay.workers.lease_keeper import LeaseKeeper
@@ -56,8 +55,10 @@ class WorkerCounters:
     other_epoch: int = 0
     repeated: int = 0
     superseded: int = 0  # a later attempt, elsewhere, began before this worker's
+    unknown_rank: int = 0  # a cache that was to be announced, of a rank that is not here
     fleet_undecodable: int = 0
     continued: int = 0
+    reannounced: int = 0
     reading: SlotReading = field(default_factory=SlotReading)
 
 
@@ -186,9 +187,7 @@ class Worker:
         outbox = Outbox(self.spec, worker_epoch, self._partition)
         resumer = Resumer(self._log, outbox, self.counters.reading, spawn, self._go_on)
         self._epoch = _Epoch(worker_epoch, work, outbox, resumer)
-        held = [
-            draft for rank in range(self.spec.dp_size) for draft in outbox.announcement(rank, self._engine.held(rank))
-        ]
+        held = [draft for rank in self.spec.ranks for draft in outbox.cache.announcement(rank, self._engine.held(rank))]
         if held:
             self._log.append_soon(held)
         logger.info("worker %s serves slot %s in epoch %s", self.spec.worker_id, event.slot, worker_epoch)
@@ -224,8 +223,19 @@ class Worker:
                 if active is not None and active.attempt <= event.attempt:
                     del self._active[event.request_id]
                     self._engine.cancel(event.request_id)
+            case ReannounceCache():
+                self._reannounce(event.rank, epoch)
             case _:
                 assert_never(event)
+
+    def _reannounce(self, rank: int, epoch: _Epoch) -> None:
+        if rank not in self.spec.ranks:
+            self.counters.unknown_rank += 1
+            logger.warning("a cache cannot be announced: %s", self._no_such_rank(rank))
+            return
+        self.counters.reannounced += 1
+        if drafts := epoch.outbox.cache.reannouncement(rank):
+            self._log.append_soon(drafts)
 
     def _start(self, item: WorkItem, epoch: _Epoch) -> None:
         active = self._active.get(item.request_id)
@@ -242,9 +252,7 @@ class Worker:
         if active is not None:
             del self._active[item.request_id]
             self._engine.cancel(item.request_id)
-        active = self._active[item.request_id] = Active(
-            item.request_id, item.attempt, item.owner_epoch, item.reply_slot
-        )
+        active = self._active[item.request_id] = epoch.outbox.active(item)
         if item.attempt > 1:
             epoch.resumer.add(Later(item, active))
         else:
@@ -268,7 +276,7 @@ class Worker:
                 active, outbox.failure(active, AnswerError(status=502, code="tokens_missing", message=message))
             )
         elif active.said >= item.sampling.max_tokens:
-            self._settle(active, outbox.complete(active, len(item.token_ids) // U32_BYTES))
+            self._settle(active, outbox.complete(active))
         elif active.said:
             self.counters.continued += 1
             self._submit(continued(item, reply.tokens, self.spec.block_size), active, outbox)
@@ -276,11 +284,15 @@ class Worker:
             self._submit(item, active, outbox)
 
     def _submit(self, item: WorkItem, active: Active, outbox: Outbox) -> None:
-        if item.rank < self.spec.dp_size:
+        if item.rank in self.spec.ranks:
             self._engine.submit(item)
             return
-        message = f"rank {item.rank} does not exist: worker {self.spec.worker_id} has {self.spec.dp_size}"
-        self._settle(active, outbox.failure(active, AnswerError(status=500, code="no_such_rank", message=message)))
+        error = AnswerError(status=500, code="no_such_rank", message=self._no_such_rank(item.rank))
+        self._settle(active, outbox.failure(active, error))
+
+    def _no_such_rank(self, rank: int) -> str:
+        ranks = self.spec.ranks
+        return f"rank {rank} does not exist: worker {self.spec.worker_id} has {ranks[0]} to {ranks[-1]}"
 
     def _settle(self, active: Active, drafts: list[Draft]) -> None:
         """It is over without the engine."""

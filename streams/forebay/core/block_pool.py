@@ -97,6 +97,16 @@ class BlockPool:
         self._check()
         return count == 0
 
+    def fill_new(self, blocks: Sequence[int]) -> bool:
+        """As `fill` with each of different blocks, if all their content is new; otherwise nothing is done."""
+        if not (self._references.keys().isdisjoint(blocks) and self._cached.keys().isdisjoint(blocks)):
+            return False
+        assert len(blocks) <= self._anonymous
+        self._references.update(dict.fromkeys(blocks, 1))
+        self._anonymous -= len(blocks)
+        self._check()
+        return True
+
     def release(self, hashes: Sequence[int], anonymous: int) -> None:
         """Give back one reference of each of a chain's blocks, head first, and anonymous ones.
 

@@ -5,33 +5,49 @@ first on; a holder's depth is how many of them it has without a hole. Blocks are
 that arrived one after the other and have the same holders, found through a dict from block to run. Where a
 query goes on as a run does, one comparison answers for the whole run. A run says nothing about which blocks
 imply which, so the walk is exact on any history; a history without order only makes the runs short.
+All runs stand in one ring, so that a cursor can go through them, bit by bit, while they change.
 """
 
-from collections.abc import Container, Iterable, Iterator, Sequence
-from itertools import chain, islice
+from array import array
+from collections.abc import Iterable, Sequence
 
 from forebay.events.base import U64_MASK
 
 RUN_BLOCKS_MAX = 32  # bounds the work of splitting a run; longer ones would hardly speed up the walk
 
 
-class _Run:
+class Run:
     """Blocks that follow each other and have the same holders; every block is in one run."""
 
-    __slots__ = ("blocks", "mask")
+    __slots__ = ("after", "before", "blocks", "mask")
+    before: "Run"
+    after: "Run"
 
-    def __init__(self, blocks: list[int], mask: int) -> None:
+    def __init__(self, blocks: "array[int]", mask: int) -> None:
         self.blocks = blocks
         self.mask = mask
+
+
+class Cursor:
+    """A place in the ring of runs, kept right by `BlockSets` whatever becomes of the runs."""
+
+    __slots__ = ("run",)
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
 
 
 class BlockSets:
     """Sets of blocks, one per bit. `counts` and `sums` are per bit: how many blocks, and their sum mod 2**64."""
 
-    __slots__ = ("_runs", "counts", "sums")
+    __slots__ = ("_cursors", "_root", "_runs", "_sweep", "counts", "sums")
 
     def __init__(self) -> None:
-        self._runs: dict[int, _Run] = {}
+        self._runs: dict[int, Run] = {}
+        self._root = Run(array("Q"), 0)
+        self._root.before = self._root.after = self._root
+        self._cursors: list[Cursor] = []
+        self._sweep: Cursor | None = None
         self.counts: dict[int, int] = {}
         self.sums: dict[int, int] = {}
 
@@ -40,52 +56,51 @@ class BlockSets:
         return len(self._runs)
 
     def add(self, bit: int, blocks: Iterable[int], parent: int | None = None) -> int:
-        """Give `blocks` to the holder `bit`; how many it did not have yet.
+        """Give `blocks` to the holder `bit`; how many it did not have yet. Arrays ("Q") are the fastest.
 
         `parent` is the block before them, where it is known: it only helps to keep runs long.
         """
-        rest = list(blocks)
-        new: list[int] = []
-        at = 0
-        for run in self._known(rest):
-            at += len(run.blocks)
-            if not run.mask & bit:
-                run.mask |= bit
-                new += run.blocks
-        if at:
-            parent = rest[at - 1]
-            del rest[:at]
-        if rest:
-            # Usually nobody has any of what is left.
-            if self._runs.keys().isdisjoint(rest) and len(set(rest)) == len(rest):
-                self._append(parent, rest, bit)
+        rest = packed(blocks)
+        get = self._runs.get
+        at, end = 0, len(rest)
+        added = total = 0
+        while at < end:
+            run = get(rest[at])
+            if run is None:
+                listed, count = self._add_new(bit, rest[at : at + RUN_BLOCKS_MAX], parent)
             else:
-                rest = self._add_mixed(bit, rest, parent)
-            new += rest
-        self.counts[bit] = self.counts.get(bit, 0) + len(new)
-        self.sums[bit] = (self.sums.get(bit, 0) + sum(new)) & U64_MASK
-        return len(new)
+                begin, count = _stretch(rest, at, run.blocks)
+                listed = [] if run.mask & bit else self._give(run, begin, count, bit, parent)
+            if listed:
+                added += len(listed)
+                total += sum(listed)
+            at += count
+            if at < end:
+                parent = rest[at - 1]
+        self.counts[bit] = self.counts.get(bit, 0) + added
+        self.sums[bit] = (self.sums.get(bit, 0) + total) & U64_MASK
+        return added
 
     def remove(self, bit: int, blocks: Iterable[int]) -> int:
-        """Take `blocks` from the holder `bit`; how many it had."""
-        runs = self._runs
-        rest = list(blocks)
-        wanted = set(rest)
-        removed: list[int] = []
-        for run in dict.fromkeys(map(runs.get, rest)):
+        """Take `blocks` from the holder `bit`; how many it had. Arrays ("Q") are the fastest."""
+        rest = packed(blocks)
+        get = self._runs.get
+        at, end = 0, len(rest)
+        if end > 1 and (run := get(rest[0])) is not None and _is_backward(rest, run.blocks):
+            rest = rest[::-1]  # caches let go of the last block first
+        removed = total = 0
+        while at < end:
+            run = get(rest[at])
             if run is None or not run.mask & bit:
+                at += 1
                 continue
-            whole = len(wanted) >= len(run.blocks) and wanted.issuperset(run.blocks)
-            for piece in [run.blocks] if whole else self._split(run, wanted):
-                removed += piece
-                if run.mask != bit:
-                    self._place(_Run(piece, run.mask ^ bit))
-                else:
-                    for block in piece:
-                        del runs[block]
-        self.counts[bit] = self.counts.get(bit, 0) - len(removed)
-        self.sums[bit] = (self.sums.get(bit, 0) - sum(removed)) & U64_MASK
-        return len(removed)
+            begin, count = _stretch(rest, at, run.blocks)
+            removed += count
+            total += sum(self._take(run, begin, count, bit))
+            at += count
+        self.counts[bit] = self.counts.get(bit, 0) - removed
+        self.sums[bit] = (self.sums.get(bit, 0) - total) & U64_MASK
+        return removed
 
     def has(self, bit: int, block: int) -> bool:
         """Whether the holder has this one block."""
@@ -95,14 +110,15 @@ class BlockSets:
     def drops(self, query: Sequence[int], among: int, start: int = 0) -> list[tuple[int, int]]:
         """Where the holders in `among` leave the query, walked from `start` on.
 
-        Returns (depth, mask) pairs, depths rising, every holder once. Lists are the fastest queries.
+        Returns (depth, mask) pairs, depths rising, every holder once. Arrays ("Q") are the fastest queries.
         """
         get = self._runs.get
         found: list[tuple[int, int]] = []
+        asked = packed(query)
         alive = among
-        at, end = start, len(query)
+        at, end = start, len(asked)
         while alive and at < end:
-            run = get(query[at])
+            run = get(asked[at])
             if run is None:
                 break
             kept = alive & run.mask
@@ -111,111 +127,203 @@ class BlockSets:
                 alive = kept
             blocks = run.blocks
             after = at + len(blocks)
-            if query[at:after] == blocks:
+            if after == at + 1 or asked[at:after] == blocks:
                 at = after
                 continue
-            # The query enters the run late or leaves it early.
-            for block in islice(blocks, blocks.index(query[at]), None):
-                if at == end or query[at] != block:
-                    break
-                at += 1
+            at += _stretch(asked, at, blocks)[1]  # the query enters the run late or leaves it early
         if alive:
             found.append((at, alive))
         return found
 
-    def blocks_of(self, bit: int) -> list[int]:
-        """All blocks of one holder, ascending. A walk over everything: for snapshots and questions."""
-        return sorted(chain.from_iterable(run.blocks for run in self._each_run() if run.mask & bit))
+    def cursor(self) -> Cursor:
+        """A cursor before the first run. What nobody touches while it goes, it sees at least once.
+
+        Give it back with `release`: each one makes changes a little slower.
+        """
+        cursor = Cursor(self._root.after)
+        self._cursors.append(cursor)
+        return cursor
+
+    def next_run(self, cursor: Cursor) -> Run | None:
+        """The run at the cursor, which moves on; None at the end. Not to be changed."""
+        run = cursor.run
+        if run is self._root:
+            return None
+        cursor.run = run.after
+        return run
+
+    def release(self, cursor: Cursor) -> None:
+        """The cursor is not used any more."""
+        self._cursors.remove(cursor)
 
     def retire(self, bit: int) -> None:
         """Forget the holder's counts; its bit stays in the masks until `sweep` and must not be asked for."""
         self.counts.pop(bit, None)
         self.sums.pop(bit, None)
 
-    def sweep(self, bits: int) -> None:
-        """Take retired bits out of every mask. A walk over everything, done rarely."""
-        for run in self._each_run():
-            run.mask &= ~bits
-        self._runs = {block: run for block, run in self._runs.items() if run.mask}
+    def begin_sweep(self) -> None:
+        """From here on `sweep` goes through all runs once."""
+        assert self._sweep is None, "one sweep at a time"
+        self._sweep = self.cursor()
 
-    def _each_run(self) -> Iterator[_Run]:
-        return (run for block, run in self._runs.items() if run.blocks[0] == block)
+    def sweep(self, bits: int, steps: int) -> int:
+        """Go on taking retired bits out of the masks; a run is a step, and so is each block that goes.
 
-    def _known(self, blocks: list[int]) -> list[_Run]:
-        """The whole runs that `blocks` begins with."""
-        get = self._runs.get
-        known: list[_Run] = []
-        at, end = 0, len(blocks)
-        while at < end:
-            run = get(blocks[at])
+        Returns the steps left over, 0 if it did not come to the end. The bits must be the same from begin to end.
+        """
+        cursor = self._sweep
+        if cursor is None:
+            return steps
+        while steps > 0:
+            run = self.next_run(cursor)
             if run is None:
-                break
-            after = at + len(run.blocks)
-            if blocks[at:after] != run.blocks:
-                break
-            known.append(run)
-            at = after
-        return known
+                self.release(cursor)
+                self._sweep = None
+                return steps
+            steps -= 1
+            if run.mask & bits:
+                run.mask &= ~bits
+                if not run.mask:
+                    steps -= len(run.blocks)
+                    self._forget(run, 0, len(run.blocks))
+        return 0
 
-    def _add_mixed(self, bit: int, blocks: list[int], parent: int | None) -> list[int]:
-        """Add blocks that partly have holders; returns those that `bit` did not have."""
-        get = self._runs.get
-        masks: dict[int, int] = {}
-        touched: dict[_Run, None] = {}
-        for block in blocks:
-            run = get(block)
-            if run is None:
-                masks[block] = bit
-            elif not run.mask & bit:
-                masks[block] = run.mask | bit
-                touched[run] = None
-        for run in touched:
-            self._split(run, masks)
-        new = list(masks)
-        at = 0
-        while at < len(new):
-            start, mask = at, masks[new[at]]
-            while at < len(new) and masks[new[at]] == mask:
-                at += 1
-            self._append(parent, new[start:at], mask)
-            parent = new[at - 1]
-        return new
-
-    def _append(self, parent: int | None, blocks: list[int], mask: int) -> None:
-        """Place blocks that are in no run: in the parent's run if they fit there, else in runs of their own."""
-        run = None if parent is None else self._runs.get(parent)
-        if (
-            run is not None
-            and run.mask == mask
-            and len(run.blocks) + len(blocks) <= RUN_BLOCKS_MAX
-            and run.blocks[-1] == parent
-        ):
+    def _add_new(self, bit: int, blocks: "array[int]", parent: int | None) -> tuple[list[int], int]:
+        """Add blocks of which nobody has the first, a run at most; those added, and how many that answers for."""
+        runs = self._runs
+        listed = blocks.tolist()
+        count = len(listed)
+        joined = self._joinable(parent, bit, count)
+        run = joined or Run(blocks, bit)
+        if count == 1:
+            runs[listed[0]] = run
+        else:
+            placed = dict.fromkeys(listed, run)
+            if len(placed) != count or not runs.keys().isdisjoint(placed):
+                count = next((at for at, block in enumerate(listed) if block in runs), count)
+                listed = list(dict.fromkeys(listed[:count]))
+                self._add_new(bit, array("Q", listed), parent)
+                return listed, count
+            runs.update(placed)
+        if joined is not None:
             run.blocks += blocks
-            self._runs.update(dict.fromkeys(blocks, run))
-            return
-        for start in range(0, len(blocks), RUN_BLOCKS_MAX):
-            self._place(_Run(blocks[start : start + RUN_BLOCKS_MAX], mask))
+        else:
+            # Nobody had the blocks before: cursors need not see them, and come to an end although more is stored.
+            self._link(run, self._root if self._cursors else self._root.before)
+        return listed, count
 
-    def _place(self, run: _Run) -> None:
+    def _give(self, run: Run, begin: int, count: int, bit: int, parent: int | None) -> list[int]:
+        """Give a stretch of a run to another holder; returns its blocks."""
+        if count < len(run.blocks):
+            run = self._cut(run, begin, count)
+        run.mask |= bit
+        blocks = run.blocks
+        joined = self._joinable(parent, run.mask, count)
+        if joined is not None and joined is not run:
+            # The others' blocks may be new to a cursor that has seen the joined run.
+            if self._cursors:
+                self._unlink(joined)
+                self._link(joined, self._root.before)
+            self._unlink(run)
+            joined.blocks += blocks
+            self._runs.update(dict.fromkeys(blocks, joined))
+        return blocks.tolist()
+
+    def _take(self, run: Run, begin: int, count: int, bit: int) -> list[int]:
+        """Take a stretch of a run from one of its holders; returns its blocks."""
+        if run.mask == bit:
+            return self._forget(run, begin, begin + count)
+        cut = count < len(run.blocks)
+        if cut:
+            run = self._cut(run, begin, count)
+        blocks = run.blocks
+        listed = blocks.tolist()
+        run.mask ^= bit
+        after = run.after
+        if cut and after.mask == run.mask and len(after.blocks) + count <= RUN_BLOCKS_MAX:
+            # One holder lets go of a run from its end on: the others keep what it left in one piece.
+            after.blocks = blocks + after.blocks
+            self._runs.update(dict.fromkeys(listed, after))
+            self._unlink(run)
+        return listed
+
+    def _forget(self, run: Run, begin: int, end: int) -> list[int]:
+        """Nobody has these blocks of a run any more; returns them."""
+        runs, blocks = self._runs, run.blocks
+        listed = blocks[begin:end].tolist()
+        for block in listed:
+            del runs[block]
+        before, after = blocks[:begin], blocks[end:]
+        if before or after:
+            run.blocks = before or after
+            if before and after:
+                self._place(Run(after, run.mask), run)
+        else:
+            self._unlink(run)
+        return listed
+
+    def _cut(self, run: Run, begin: int, count: int) -> Run:
+        """A run of its own for a part of a run, next to what is left of that in the ring."""
+        blocks = run.blocks
+        after = begin + count
+        cut = Run(blocks[begin:after], run.mask)
+        if begin:
+            self._place(cut, run)
+            run.blocks = blocks[:begin]
+            if after < len(blocks):
+                self._place(Run(blocks[after:], run.mask), cut)
+        else:
+            self._place(cut, run.before)
+            run.blocks = blocks[after:]
+            for cursor in self._cursors:
+                if cursor.run is run:
+                    cursor.run = cut
+        return cut
+
+    def _joinable(self, parent: int | None, mask: int, count: int) -> Run | None:
+        """The parent's run, if `count` blocks with these holders may go on with it."""
+        run = None if parent is None else self._runs.get(parent)
+        if run is None or run.mask != mask or len(run.blocks) + count > RUN_BLOCKS_MAX or run.blocks[-1] != parent:
+            return None
+        return run
+
+    def _place(self, run: Run, before: Run) -> None:
+        self._link(run, before)
         self._runs.update(dict.fromkeys(run.blocks, run))
 
-    def _split(self, run: _Run, out: Container[int]) -> list[list[int]]:
-        """Cut a run at the blocks in `out`; returns those pieces, which are then in no run but still listed."""
-        kept: list[list[int]] = []
-        taken: list[list[int]] = []
-        last: list[list[int]] | None = None
-        for block in run.blocks:
-            side = taken if block in out else kept
-            if side is last:
-                side[-1].append(block)
-            else:
-                side.append([block])
-                last = side
-        if kept:
-            run.blocks = kept[0]
-            for piece in kept[1:]:
-                self._place(_Run(piece, run.mask))
-        return taken
+    def _link(self, run: Run, before: Run) -> None:
+        after = before.after
+        run.before, run.after = before, after
+        before.after = after.before = run
+
+    def _unlink(self, run: Run) -> None:
+        for cursor in self._cursors:
+            if cursor.run is run:
+                cursor.run = run.after
+        before, after = run.before, run.after
+        before.after, after.before = after, before
+
+
+def _stretch(asked: "array[int]", at: int, blocks: "array[int]") -> tuple[int, int]:
+    """Where in `blocks` is `asked[at]`, and for how many blocks both go on alike."""
+    begin = 0 if blocks[0] == asked[at] else blocks.index(asked[at])
+    theirs = asked[at : at + len(blocks) - begin]
+    ours = blocks[begin : begin + len(theirs)]
+    if ours == theirs:
+        return begin, len(ours)
+    return begin, next(number for number, (one, other) in enumerate(zip(ours, theirs, strict=True)) if one != other)
+
+
+def _is_backward(asked: "array[int]", blocks: "array[int]") -> bool:
+    """Whether what is asked for begins in `blocks` and goes on against their order."""
+    if asked[0] == blocks[0]:
+        return False
+    return blocks[-1] == asked[0] or asked[1] in blocks[: blocks.index(asked[0])]
+
+
+def packed(blocks: Iterable[int]) -> "array[int]":
+    """Blocks as an array ("Q"): itself, if it is one. Raises OverflowError for what is no u64."""
+    return blocks if type(blocks) is array else array("Q", blocks)
 
 
 def bits_of(mask: int) -> list[int]:

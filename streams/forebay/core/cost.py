@@ -1,92 +1,186 @@
 """What it would cost to send a request to each candidate, in KV blocks; lowest wins.
 
-    cost = prefill_load_scale * max(prefill_blocks - credit, 0) + decode_blocks
-           + decode_active_request_weight * active_requests
+    cost = (prefill_load_scale * max(prefill_blocks - credit, 0) + decode_blocks
+            + decode_active_request_weight * active_requests) * taint factor
     prefill_blocks = (active prefill tokens + prompt tokens) / block size
-    credit = overlap_score_credit * device + host weight * host + disk weight * disk   (blocks of overlap)
+    credit = overlap_score_credit / (1 + decay * excess) * device + host weight * host + disk weight * disk
 
-Source: Dynamo's KV router (router design, default selector). Only scalar + - * / in this written order,
-so a cost is the same bit pattern everywhere.
+Source: Dynamo's KV router (router design, default selector). Only scalar + - * / in this written order, and
+decimal arithmetic where a curve is needed, so a cost is the same bit pattern everywhere. The table is kept in
+columns, one list a term: a decision reads all of them for hundreds of candidates.
 """
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from struct import pack
-from typing import NamedTuple
+from decimal import Context, Decimal
+from functools import lru_cache
 
-from xxhash import xxh3_64_intdigest
+from xxhash import xxh3_64
 
-from forebay.core.load import RankLoad
-from forebay.core.prefix_index import Overlap
+from forebay.core.holder_bits import HolderKey
+from forebay.core.prefix_index import NO_OVERLAP, Overlap
+from forebay.core.roster import Roster
 from forebay.events.control import RouterConfig
 from forebay.events.decisions import Candidate, CostTerms
+from forebay.events.requests import TaintWeight
+
+_DECIMAL = Context(prec=30)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CostTable:
+    """The terms of every candidate's cost, in the order of the roster. Overlaps are by position, others are none.
+
+    `decode_blocks` are the active blocks of the rank and those that the request would add.
+    """
+
+    roster: Roster
+    costs: list[float]
+    prefill_blocks: list[float]
+    credit_blocks: list[float]
+    decode_blocks: list[float]
+    active_requests: list[int]
+    overlaps: dict[int, Overlap]
+    taint_factors: list[float] | None
+
+    def overlap(self, at: int) -> Overlap:
+        """What the candidate at this position has of the prompt."""
+        return self.overlaps.get(at, NO_OVERLAP)
+
+    def digest(self) -> int:
+        """64 bits over every candidate and every term."""
+        state = xxh3_64(seed=self.roster.names_hash)
+        for column in (
+            self.costs,
+            self.prefill_blocks,
+            self.credit_blocks,
+            self.decode_blocks,
+            self.taint_factors or (),
+        ):
+            state.update(array("d", column).tobytes())
+        state.update(array("q", self.active_requests).tobytes())
+        overlaps = self.overlaps
+        state.update(array("q", [number for at in sorted(overlaps) for number in (at, *overlaps[at])]).tobytes())
+        return state.intdigest()
+
+    def terms(self, at: int) -> CostTerms:
+        """The terms of one candidate as they stand in the journal."""
+        overlap = self.overlap(at)
+        return CostTerms(
+            cost=self.costs[at],
+            prefill_blocks=self.prefill_blocks[at],
+            overlap_credit=self.credit_blocks[at],
+            decode_blocks=self.decode_blocks[at],
+            active_requests=self.active_requests[at],
+            device_overlap=overlap.device,
+            host_overlap=overlap.host,
+            disk_overlap=overlap.disk,
+            taint_factor=1.0 if self.taint_factors is None else self.taint_factors[at],
+        )
+
+    def candidate(self, at: int) -> Candidate:
+        """One candidate as it stands in the journal."""
+        seat = self.roster.seats[at]
+        return Candidate(worker_id=seat.worker.spec.worker_id, rank=seat.rank, terms=self.terms(at))
 
 
 @dataclass(frozen=True, slots=True)
-class Option:
-    """A worker rank that may take the request, with what decides about it."""
+class Demand:
+    """What a request asks of whoever takes it.
 
-    worker_id: str
-    worker_epoch: int
-    slot: int
-    rank: int
-    overlap: Overlap
-    load: RankLoad
+    Attributes:
+        prompt_tokens: the length of the prompt.
+        blocks: how many blocks of the prompt count as decode load.
+        active: of those, how many leading ones are active on a rank already; others have none.
+        overlaps: what each rank has of the prompt in its cache; others have nothing.
+        preferred_taints: which workers it would rather have, or not.
+    """
 
-
-class Cost(NamedTuple):
-    """The terms of one option's cost. `decode_blocks` includes the blocks that the request would add."""
-
-    cost: float
-    prefill_blocks: float
-    overlap_credit: float
-    decode_blocks: int
-    active_requests: int
+    prompt_tokens: int
+    blocks: int
+    active: Mapping[HolderKey, int]
+    overlaps: Mapping[HolderKey, Overlap]
+    preferred_taints: Sequence[TaintWeight] = ()
 
 
-def cost_of(config: RouterConfig, prompt_tokens: int, block_size: int, overlap: Overlap, load: RankLoad) -> Cost:
-    """The cost of one option; `prompt_tokens` and `block_size` in tokens."""
-    prefill_blocks = (load.prefill_tokens + prompt_tokens) / block_size
-    credit = (
-        config.overlap_score_credit * overlap.device
-        + config.host_cache_hit_weight * overlap.host
-        + config.disk_cache_hit_weight * overlap.disk
-    )
-    left = prefill_blocks - credit
-    decode_blocks = load.decode_blocks + load.new_blocks
-    cost = config.prefill_load_scale * (left if left > 0.0 else 0.0) + decode_blocks
-    cost += config.decode_active_request_weight * load.active_requests
-    return Cost(cost, prefill_blocks, credit, decode_blocks, load.active_requests)
+def cost_table(config: RouterConfig, block_size: int, roster: Roster, demand: Demand) -> CostTable:
+    """The costs of all candidates (at least one); `block_size` in tokens.
+
+    The selection policy `lmetric` multiplies: max(prefill_blocks - credit, 0) * (decode_blocks + 1).
+    """
+    loads, positions = roster.loads, roster.positions
+    prompt_tokens, blocks = demand.prompt_tokens, demand.blocks
+    if config.track_prefill_tokens:
+        prefill = [(load.prefill_tokens + prompt_tokens) / block_size for load in loads]
+    else:
+        prefill = [0.0] * len(loads)
+    decode = [load.decode_blocks + blocks for load in loads]
+    for key, depth in demand.active.items():
+        at = positions.get(key)
+        if at is not None:
+            decode[at] -= depth
+    requests = [load.active_requests for load in loads]
+    overlaps = {positions[key]: overlap for key, overlap in demand.overlaps.items() if key in positions}
+    saved_blocks = [0.0] * len(loads)
+    decay = _decay(config, block_size, roster, prompt_tokens)
+    host, disk = config.host_cache_hit_weight, config.disk_cache_hit_weight
+    for at, overlap in overlaps.items():
+        credit = config.overlap_score_credit
+        if decay is not None:
+            credit /= decay[at]
+        saved_blocks[at] = credit * overlap.device + host * overlap.host + disk * overlap.disk
+    costs = _costs(config, prefill, saved_blocks, decode, requests)
+    factors = _taint_factors(roster, demand.preferred_taints)
+    if factors is not None:
+        costs = [cost * factor for cost, factor in zip(costs, factors, strict=True)]
+    return CostTable(roster, costs, prefill, saved_blocks, decode, requests, overlaps, factors)
 
 
-def cost_table(config: RouterConfig, prompt_tokens: int, block_size: int, options: Sequence[Option]) -> list[Cost]:
-    """The cost of every option, in the order of the options."""
-    return [cost_of(config, prompt_tokens, block_size, option.overlap, option.load) for option in options]
+def _costs(
+    config: RouterConfig, prefill: list[float], saved_blocks: list[float], decode: list[float], requests: list[int]
+) -> list[float]:
+    left = [have - less if have > less else 0.0 for have, less in zip(prefill, saved_blocks, strict=True)]
+    if config.selection_policy == "lmetric":
+        return [rest * (blocks + 1.0) for rest, blocks in zip(left, decode, strict=True)]
+    scale, weight = config.prefill_load_scale, config.decode_active_request_weight
+    costs = [scale * rest + blocks for rest, blocks in zip(left, decode, strict=True)]
+    if weight:
+        costs = [cost + weight * count for cost, count in zip(costs, requests, strict=True)]
+    return costs
 
 
-def table_digest(options: Sequence[Option], costs: Sequence[Cost]) -> int:
-    """64 bits over the whole table: every option's identity, overlaps and cost terms."""
-    rows = [
-        option.worker_id.encode() + pack("<I5d3q", option.rank, *cost, *option.overlap)
-        for option, cost in zip(options, costs, strict=True)
-    ]
-    return xxh3_64_intdigest(b"".join(rows))
+def _decay(config: RouterConfig, block_size: int, roster: Roster, prompt_tokens: int) -> list[float] | None:
+    """What divides the credit of each candidate: 1 for the one with the least to prefill, 2 for one prompt more."""
+    decay = config.overlap_score_credit_decay
+    if not decay or not config.track_prefill_tokens:
+        return None
+    waiting = [load.prefill_tokens for load in roster.loads]
+    least = min(waiting)
+    prompt_blocks = prompt_tokens / block_size
+    return [1.0 + decay * ((tokens - least) / block_size) / prompt_blocks for tokens in waiting]
 
 
-def terms_of(option: Option, cost: Cost) -> CostTerms:
-    """The terms as they stand in the journal."""
-    return CostTerms(
-        cost=cost.cost,
-        prefill_blocks=cost.prefill_blocks,
-        overlap_credit=cost.overlap_credit,
-        decode_blocks=cost.decode_blocks,
-        active_requests=cost.active_requests,
-        device_overlap=option.overlap.device,
-        host_overlap=option.overlap.host,
-        disk_overlap=option.overlap.disk,
-    )
+def _taint_factors(roster: Roster, preferred: Sequence[TaintWeight]) -> list[float] | None:
+    if not preferred:
+        return None
+    factors = []
+    for seat in roster.seats:
+        taints = seat.worker.spec.taints
+        weight = 0.0
+        for wish in preferred:
+            if wish.taint in taints:
+                weight += wish.weight
+        factors.append(taint_factor(weight))
+    return factors
 
 
-def candidate(option: Option, cost: Cost) -> Candidate:
-    """An option as it stands in the journal."""
-    return Candidate(worker_id=option.worker_id, rank=option.rank, terms=terms_of(option, cost))
+@lru_cache(maxsize=4096)
+def taint_factor(weight: float) -> float:
+    """exp(-tanh(weight)), in [1/e, e]: decimal arithmetic rounds it the same on every machine."""
+    if abs(weight) > 40.0:  # tanh is 1 to thirty digits from here on
+        tanh = Decimal(1 if weight > 0.0 else -1)
+    else:
+        square = _DECIMAL.exp(_DECIMAL.multiply(Decimal(weight), Decimal(2)))
+        tanh = _DECIMAL.divide(_DECIMAL.subtract(square, Decimal(1)), _DECIMAL.add(square, Decimal(1)))
+    return float(_DECIMAL.exp(_DECIMAL.minus(tanh)))

@@ -3,8 +3,9 @@
 Theory of operation. Running sequences decode one token per iteration; at most one, the newest, is still
 prefilling, because a prompt is only cut when the token budget of the iteration is spent. Waiting ones are
 admitted first come, first served. When blocks run out the newest running sequence is preempted and later
-computed again. Between two block boundaries or ends nothing can change, so iterations there are made at once.
-It never knows what time it is: a step says how long it takes, the caller lets that time go by.
+computed again. Between two block boundaries or ends nothing can change, so iterations there are made at once, and
+what a sequence has generated follows from the number of iterations: a step touches only those at a boundary, and those
+that speak. It never knows what time it is: a step says how long it takes, the caller lets that time go by.
 """
 
 from collections import deque
@@ -14,19 +15,23 @@ from typing import Literal
 import msgspec
 
 from forebay.core.block_pool import BlockPool
-from forebay.core.blocks import block_hashes, extend_chain
+from forebay.core.blocks import HASH_SEED
+from forebay.core.engine_sequence import EngineSequence
 from forebay.core.engine_timing import decode_us, prefill_us
-from forebay.events.base import U32_BYTES, U64_BYTES, U64_MASK, pack_u32, unpack_u64
+from forebay.events.base import U32_BYTES, U64_BYTES, unpack_u64
 
 WAITING_MAX = 65_536  # beyond any router's queue bound; more means that nobody limits the callers
 VOCABULARY_MAX = 65_536  # a token is drawn from 16 bits
-TOKENS_PER_DRAW = 4  # 64 bits of a draw over 16 bits of a token
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The engine's size. Defaults are Dynamo's mocker's; `vocabulary` is the token ids to speak with."""
+    """The engine's size. Defaults are Dynamo's mocker's; `vocabulary` is the token ids to speak with.
 
-    vocabulary: tuple[int, ...]
+    Without a vocabulary the engine is silent: prompts count by their length, no tokens are emitted, and output blocks
+    are named after `token_seed`, so that requests of different seeds share none. All else is the same, and faster.
+    """
+
+    vocabulary: tuple[int, ...] | None
     block_size: int = 64
     kv_blocks_total: int = 16_384
     max_num_seqs: int = 256
@@ -40,12 +45,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
                 f"max_num_seqs ({self.max_num_seqs}): every running sequence needs a token per step"
             )
-        if not 1 <= len(self.vocabulary) <= VOCABULARY_MAX:
+        if self.vocabulary is not None and not 1 <= len(self.vocabulary) <= VOCABULARY_MAX:
             raise ValueError(f"a vocabulary has 1 to {VOCABULARY_MAX} tokens, not {len(self.vocabulary)}")
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One attempt to answer a prompt: packed u32 tokens, packed u64 hashes of its full blocks."""
+    """One attempt to answer a prompt: packed u32 tokens, packed u64 hashes of its full blocks.
+
+    `hash_seed` is the one that the hashes were made with: output blocks are named with it, too.
+    """
 
     request_id: str
     attempt: int
@@ -53,6 +61,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     sequence_hashes: bytes
     token_seed: int
     max_tokens: int
+    hash_seed: int = HASH_SEED
 
 
 class RequestRefused(Exception):
@@ -136,56 +145,20 @@ class Step(msgspec.Struct, frozen=True, gc=False):
     load: Load
 
 
-class _Sequence(msgspec.Struct):
-    """A request under way. Blocks `[:held]` of `hashes` are referenced, `blocks - held` are anonymous."""
-
-    request_id: str
-    attempt: int
-    token_seed: int
-    prompt_tokens: int
-    max_tokens: int
-    hashes: list[int]
-    text: bytes  # packed tokens from the first block without a hash on, perhaps beyond what was said
-    at: int  # where in `text` the next output token begins, in bytes
-    generated: int = 0
-    computed: int = 0  # tokens in the cache; not kept while decoding
-    blocks: int = 0
-    held: int = 0
-    quiet: int = 0  # iterations until its block is full or it ends
-    cached_tokens: int = -1  # unknown before the first admission
-
-
-def speech(seed: int, first: int, count: int, vocabulary: tuple[int, ...]) -> list[int]:
-    """Output tokens `first` to `first + count - 1` of who speaks with `seed`: splitmix64 of the index."""
-    size = len(vocabulary)
-    draw_first = first // TOKENS_PER_DRAW
-    tokens: list[int] = []
-    for draw in range(draw_first, (first + count - 1) // TOKENS_PER_DRAW + 1):
-        mixed = (seed + (draw + 1) * 0x9E3779B97F4A7C15) & U64_MASK
-        mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & U64_MASK
-        mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & U64_MASK
-        mixed ^= mixed >> 31
-        tokens += (
-            vocabulary[(mixed & 0xFFFF) * size >> 16],
-            vocabulary[(mixed >> 16 & 0xFFFF) * size >> 16],
-            vocabulary[(mixed >> 32 & 0xFFFF) * size >> 16],
-            vocabulary[(mixed >> 48) * size >> 16],
-        )
-    skip = first - draw_first * TOKENS_PER_DRAW
-    return tokens[skip : skip + count]
-
-
 class EngineModel:
     """One rank of an engine. `submit`, then `step` until it returns None."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self.pool = BlockPool(config.kv_blocks_total)
-        self._width = config.block_size * U32_BYTES
-        self._sequences: dict[str, _Sequence] = {}
-        self._waiting: deque[_Sequence] = deque()
-        self._prefilling: _Sequence | None = None
-        self._decoding: list[_Sequence] = []  # oldest first; the one prefilling is newer than all
+        self._sequences: dict[str, EngineSequence] = {}
+        self._waiting: deque[EngineSequence] = deque()
+        self._prefilling: EngineSequence | None = None
+        self._decoding: dict[int, EngineSequence] = {}  # by turn, oldest first; the one prefilling is newer than all
+        self._turns = 0
+        self._iteration = 0  # of those in which something decoded
+        self._due: dict[int, dict[int, EngineSequence]] = {}  # those that decode, by iteration, then by turn
+        self._full: list[EngineSequence] = []  # those that need a block before they go on, oldest first
         self._changes: list[CacheChange] = []
 
     def load(self) -> Load:
@@ -225,15 +198,15 @@ class EngineModel:
             raise RequestMalformed("a block hash comes twice, but it names its block and all before it")
         if len(self._waiting) >= WAITING_MAX:
             raise QueueFull(f"{WAITING_MAX} requests are waiting already")
-        sequence = _Sequence(
+        sequence = EngineSequence(
             request.request_id,
             request.attempt,
             request.token_seed,
+            request.hash_seed,
             prompt_tokens,
             request.max_tokens,
             hashes,
-            request.token_ids[full * self._width :],
-            (prompt_tokens - full * block_size) * U32_BYTES,
+            request.token_ids[full * block_size * U32_BYTES :],
         )
         self._sequences[request.request_id] = sequence
         self._waiting.append(sequence)
@@ -246,7 +219,7 @@ class EngineModel:
         if sequence is self._prefilling:
             self._prefilling = None
         elif sequence.blocks:
-            self._decoding.remove(sequence)
+            self._stop_decoding(sequence)
         else:
             self._waiting.remove(sequence)
         self._release(sequence)
@@ -259,6 +232,8 @@ class EngineModel:
         self._waiting.clear()
         self._prefilling = None
         self._decoding.clear()
+        self._due.clear()
+        self._full.clear()
 
     def step(self, until_us: int = 0) -> Step | None:
         """The next scheduler iteration; None when there is nothing to do.
@@ -277,9 +252,10 @@ class EngineModel:
         iterations = 1
         duration_us = prefill_us(prefill_tokens)
         if self._decoding:
-            one_us = decode_us(self.pool.used, self.pool.total)
+            # Each reads its own context: a shared block counts for each, one of a prompt not yet computed for none.
+            one_us = decode_us(sum([sequence.blocks for sequence in self._decoding.values()]), self.pool.total)
             if until_us > one_us and steady and not prefill_tokens:
-                iterations = min(-(-until_us // one_us), *[sequence.quiet for sequence in self._decoding])
+                iterations = min(-(-until_us // one_us), min(self._due) - self._iteration)
             duration_us += one_us * iterations
             self._decode(iterations, emitted, finished)
         first_tokens = self._begin(completed, emitted, finished)
@@ -294,17 +270,17 @@ class EngineModel:
     def _make_room(self) -> bool:
         """A block for every decoding sequence whose last one is full. False when any had to be preempted."""
         calm = True
-        decoding = self._decoding
-        for sequence in [sequence for sequence in decoding if not sequence.quiet]:
+        for sequence in self._full:
             while sequence.blocks and not self._take(sequence, 1):
                 self._preempt()
                 calm = False
             if sequence.blocks:
-                left = sequence.max_tokens - sequence.generated
-                sequence.quiet = min(self.config.block_size, left)
+                done = self._iteration - sequence.since
+                self._go_on(sequence, done, min(self.config.block_size, sequence.max_tokens - done))
+        self._full.clear()
         return calm
 
-    def _take(self, sequence: _Sequence, blocks: int) -> bool:
+    def _take(self, sequence: EngineSequence, blocks: int) -> bool:
         """Anonymous blocks for a running sequence, if there is room."""
         evicted = self.pool.take((), blocks)
         if evicted is None:
@@ -317,21 +293,22 @@ class EngineModel:
     def _preempt(self) -> None:
         """The newest running sequence goes back to the head of the queue, to be computed again."""
         if self._prefilling is None:
-            victim = self._decoding.pop()
+            victim = self._decoding[next(reversed(self._decoding))]
+            self._stop_decoding(victim)
         else:
             victim = self._prefilling
             self._prefilling = None
         self._release(victim)
         self._waiting.appendleft(victim)
 
-    def _release(self, sequence: _Sequence) -> None:
+    def _release(self, sequence: EngineSequence) -> None:
         self.pool.release(sequence.hashes[: sequence.held], sequence.blocks - sequence.held)
-        sequence.blocks = sequence.held = sequence.computed = sequence.quiet = 0
+        sequence.blocks = sequence.held = sequence.computed = 0
 
-    def _prefill(self, *, may_admit: bool) -> tuple[int, list[_Sequence]]:
+    def _prefill(self, *, may_admit: bool) -> tuple[int, list[EngineSequence]]:
         """Spend the token budget on prompts: tokens computed, and the sequences that are done with theirs."""
         budget = budget_all = self.config.max_num_batched_tokens - len(self._decoding)
-        completed: list[_Sequence] = []
+        completed: list[EngineSequence] = []
         while budget:
             sequence = self._prefilling
             if sequence is None:
@@ -356,7 +333,7 @@ class EngineModel:
                 completed.append(sequence)
         return budget_all - budget, completed
 
-    def _admit(self, sequence: _Sequence, budget: int) -> int:
+    def _admit(self, sequence: EngineSequence, budget: int) -> int:
         """Blocks for the first chunk of a waiting sequence: the tokens to compute, 0 for no room."""
         known = sequence.prompt_tokens + sequence.generated
         # The last token is always computed: it is what the next one is made from.
@@ -376,7 +353,7 @@ class EngineModel:
             sequence.cached_tokens = cached_tokens
         return chunk
 
-    def _continue(self, sequence: _Sequence, budget: int) -> int:
+    def _continue(self, sequence: EngineSequence, budget: int) -> int:
         """Blocks for the next chunk of a prompt: the tokens to compute, 0 when it had to be preempted."""
         chunk = min(budget, sequence.prompt_tokens + sequence.generated - sequence.computed)
         if not self._take(sequence, self._blocks_for(sequence.computed + chunk) - sequence.blocks):
@@ -384,18 +361,18 @@ class EngineModel:
             return 0
         return chunk
 
-    def _fill(self, sequence: _Sequence, computed: int) -> None:
+    def _fill(self, sequence: EngineSequence, computed: int) -> None:
         """Blocks that `computed` tokens make full get their names; new content is reported in chains."""
         full = computed // self.config.block_size
         hashes = sequence.hashes
         if len(hashes) < full:
-            self._name_block(sequence)
-        fill = self.pool.fill
+            sequence.name_block(self.config.block_size, silent=self.config.vocabulary is None)
         begin = sequence.held
-        for index in range(begin, full):
-            if not fill(hashes[index]):
-                self._report_stored(hashes, begin, index)
-                begin = index + 1
+        if not self.pool.fill_new(hashes[begin:full]):
+            for index in range(begin, full):
+                if not self.pool.fill(hashes[index]):
+                    self._report_stored(hashes, begin, index)
+                    begin = index + 1
         self._report_stored(hashes, begin, full)
         sequence.held = full
 
@@ -403,72 +380,78 @@ class EngineModel:
         if begin < end:
             self._changes.append(Stored(hashes[begin - 1] if begin else None, tuple(hashes[begin:end])))
 
-    def _name_block(self, sequence: _Sequence) -> None:
-        """The hash of the first block that came without one; it holds output tokens."""
-        width = self._width
-        assert len(sequence.text) >= width
-        hashes = sequence.hashes
-        blocks = block_hashes(sequence.text[:width], self.config.block_size)
-        hashes += extend_chain(hashes[-1] if hashes else None, blocks)
-        sequence.text = sequence.text[width:]
-        sequence.at -= width
-
     def _decode(self, iterations: int, emitted: list[Emitted], finished: list[Finished]) -> None:
         """`iterations` tokens of every decoding sequence; none reaches a boundary before the last."""
-        span = iterations * U32_BYTES
-        boundary: list[_Sequence] = []
-        for sequence in self._decoding:
-            begin = sequence.at
-            sequence.at = end = begin + span
-            if end > len(sequence.text):
-                self._think(sequence)
-            generated = sequence.generated
-            token_ids = sequence.text[begin:end]
-            emitted.append(Emitted(sequence.request_id, sequence.attempt, generated, token_ids))
-            sequence.generated = generated + iterations
-            sequence.quiet -= iterations
-            if not sequence.quiet:
-                boundary.append(sequence)
-        ended = False
-        for sequence in boundary:
-            self._fill(sequence, sequence.prompt_tokens + sequence.generated - 1)
-            if sequence.generated == sequence.max_tokens:
-                ended = True
+        now = self._iteration
+        self._iteration = now + iterations
+        if self.config.vocabulary is not None:
+            span = iterations * U32_BYTES
+            for sequence in self._decoding.values():
+                at = (now - sequence.spoken) * U32_BYTES
+                token_ids = sequence.text[at : at + span]
+                emitted.append(Emitted(sequence.request_id, sequence.attempt, now - sequence.since, token_ids))
+        boundary = self._due.pop(self._iteration, None)
+        if boundary is None:
+            return
+        for turn in sorted(boundary):
+            sequence = boundary[turn]
+            generated = self._iteration - sequence.since
+            self._fill(sequence, sequence.prompt_tokens + generated - 1)
+            if generated < sequence.max_tokens:
+                self._full.append(sequence)
+            else:
+                del self._decoding[turn]
+                sequence.generated = generated
                 self._finish(sequence, finished)
-        if ended:
-            self._decoding = [sequence for sequence in self._decoding if sequence.blocks]
 
-    def _think(self, sequence: _Sequence) -> None:
-        """Extend the text by what comes next, up to a block of it: drawing tokens one by one is slower."""
-        said = (sequence.prompt_tokens - len(sequence.hashes) * self.config.block_size) * U32_BYTES
-        first = (len(sequence.text) - said) // U32_BYTES
-        count = min(sequence.max_tokens - first, self.config.block_size)
-        tokens = speech(sequence.token_seed, first, count, self.config.vocabulary)
-        sequence.text += pack_u32(tokens)
-
-    def _begin(self, completed: list[_Sequence], emitted: list[Emitted], finished: list[Finished]) -> list[FirstToken]:
+    def _begin(
+        self, completed: list[EngineSequence], emitted: list[Emitted], finished: list[Finished]
+    ) -> list[FirstToken]:
         """The token that a computed prompt yields in the same iteration; from the next on it decodes."""
+        vocabulary = self.config.vocabulary
         first_tokens: list[FirstToken] = []
         for sequence in completed:
-            begin = sequence.at
-            sequence.at = end = begin + U32_BYTES
-            if end > len(sequence.text):
-                self._think(sequence)
-            request_id, attempt = sequence.request_id, sequence.attempt
-            emitted.append(Emitted(request_id, attempt, sequence.generated, sequence.text[begin:end]))
-            if not sequence.generated:
+            request_id, attempt, generated = sequence.request_id, sequence.attempt, sequence.generated
+            if vocabulary is not None:
+                sequence.think(generated + 1, self.config.block_size, vocabulary)
+                at = (sequence.computed - len(sequence.hashes) * self.config.block_size) * U32_BYTES
+                emitted.append(Emitted(request_id, attempt, generated, sequence.text[at : at + U32_BYTES]))
+            if not generated:
                 first_tokens.append(FirstToken(request_id, attempt, sequence.cached_tokens))
-            sequence.generated += 1
-            left = sequence.max_tokens - sequence.generated
+            sequence.generated = done = generated + 1
+            left = sequence.max_tokens - done
             if not left:
                 self._finish(sequence, finished)
                 continue
+            sequence.turn = self._turns
+            self._turns += 1
+            self._decoding[sequence.turn] = sequence
+            sequence.since = self._iteration - done
             room = sequence.blocks * self.config.block_size - sequence.computed
-            sequence.quiet = min(room, left)
-            self._decoding.append(sequence)
+            if room:
+                self._go_on(sequence, done, min(room, left))
+            else:
+                self._full.append(sequence)
         return first_tokens
 
-    def _finish(self, sequence: _Sequence, finished: list[Finished]) -> None:
+    def _go_on(self, sequence: EngineSequence, done: int, more: int) -> None:
+        """Nothing but `more` tokens will come of a decoding sequence, which has `done`, until it is looked at again."""
+        due = sequence.due = self._iteration + more
+        self._due.setdefault(due, {})[sequence.turn] = sequence
+        if self.config.vocabulary is not None:
+            block_size = self.config.block_size
+            sequence.think(done + more, block_size, self.config.vocabulary)
+            known = sequence.prompt_tokens + done - len(sequence.hashes) * block_size
+            sequence.spoken = self._iteration - known
+
+    def _stop_decoding(self, sequence: EngineSequence) -> None:
+        del self._decoding[sequence.turn]
+        sequence.generated = self._iteration - sequence.since
+        others = self._due.get(sequence.due)
+        if others is not None and others.pop(sequence.turn, None) is not None and not others:
+            del self._due[sequence.due]
+
+    def _finish(self, sequence: EngineSequence, finished: list[Finished]) -> None:
         self._release(sequence)
         del self._sequences[sequence.request_id]
         finished.append(

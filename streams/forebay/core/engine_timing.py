@@ -15,7 +15,7 @@ def prefill_us(new_tokens: int) -> int:
 
 
 def decode_us(active_blocks: int, total_blocks: int) -> int:
-    """Time to decode one token of every running sequence while `active_blocks` of the cache are in use."""
+    """Time to decode one token of sequences whose contexts are `active_blocks` together, of `total_blocks`."""
     assert active_blocks >= 0
     assert total_blocks > 0
     usage = min(active_blocks / total_blocks, 1.0)

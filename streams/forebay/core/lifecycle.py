@@ -6,10 +6,11 @@ raises without effect. When a request ends only hashes of its id and content are
 producer might send it again.
 
     submitted --routed--> prefill --first token--> decode --finished--> (ended)
+    submitted --held--> queued --routed--> prefill
     prefill, decode --worker lost--> waiting --routed--> prefill            any --failed, aborted--> (ended)
 """
 
-from collections import deque
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -19,20 +20,21 @@ from typing import assert_never
 from xxhash import xxh3_64_intdigest
 
 from forebay.core.machine import IllegalTransition
-from forebay.events.base import U64_MASK, pack_u64, unpack_u64
-from forebay.events.progress import AnyProgressEvent, FirstTokenEmitted, RequestFailed, RequestFinished
-from forebay.events.requests import RequestSubmitted
-from forebay.events.snapshots import CHUNK_HASHES_MAX, Remembered, RequestState
+from forebay.core.remembered import RememberedIds
+from forebay.events.base import U64_MASK, array_u64
+from forebay.events.progress import AnyProgressEvent, FirstTokenEmitted, OutputGrown, RequestFailed, RequestFinished
+from forebay.events.requests import NO_HINTS, RequestSubmitted, RouteQueried, RoutingHints
+from forebay.events.snapshots import Remembered, RequestState
 
 UNDER_WAY_MAX = 100_000  # requests of one group at once: bounds memory, far above what its workers can run
 REMEMBER_US = 120_000_000  # a Kafka producer gives up retrying after 120 s by default
-REMEMBERED_CHUNK = CHUNK_HASHES_MAX // 3
 
 
 class Phase(StrEnum):
     """Where a request under way is."""
 
     SUBMITTED = "submitted"
+    QUEUED = "queued"
     PREFILL = "prefill"
     DECODE = "decode"
     WAITING = "waiting"
@@ -41,6 +43,7 @@ class Phase(StrEnum):
 class Move(StrEnum):
     """What happens to a request under way."""
 
+    HELD = "held"
     ROUTED = "routed"
     FIRST_TOKEN = "first_token"  # noqa: S105 - a token of text
     WORKER_LOST = "worker_lost"
@@ -48,7 +51,8 @@ class Move(StrEnum):
 
 
 TRANSITIONS: dict[Phase, dict[Move, Phase | None]] = {
-    Phase.SUBMITTED: {Move.ROUTED: Phase.PREFILL, Move.ENDED: None},
+    Phase.SUBMITTED: {Move.HELD: Phase.QUEUED, Move.ROUTED: Phase.PREFILL, Move.ENDED: None},
+    Phase.QUEUED: {Move.ROUTED: Phase.PREFILL, Move.ENDED: None},
     Phase.PREFILL: {Move.FIRST_TOKEN: Phase.DECODE, Move.WORKER_LOST: Phase.WAITING, Move.ENDED: None},
     Phase.DECODE: {Move.WORKER_LOST: Phase.WAITING, Move.ENDED: None},
     Phase.WAITING: {Move.ROUTED: Phase.PREFILL, Move.ENDED: None},
@@ -59,7 +63,8 @@ TRANSITIONS: dict[Phase, dict[Move, Phase | None]] = {
 class Request:
     """A request under way.
 
-    `offset` is that of its `RequestSubmitted`; `due_us` its deadline; `blocks_hash` is over its packed blocks.
+    `offset` is that of its `RequestSubmitted`; `due_us` its deadline; `packed` are its blocks as they came, kept
+    for snapshots; `asked` is a hash of what does not change.
     """
 
     request_id: str
@@ -70,13 +75,27 @@ class Request:
     prompt_tokens: int
     tie_seed: int
     pool: str
-    blocks: list[int]
-    blocks_hash: int
+    blocks: "array[int]"
+    packed: bytes
+    hints: RoutingHints
+    lora_name: str
+    asked: int = 0
     phase: Phase = Phase.SUBMITTED
     attempt: int = 0
     worker_id: str = ""
     worker_epoch: int = 0
     rank: int = 0
+    queue_class: str = ""
+    uncached_tokens: int = 0
+    queued_at_us: int = 0
+
+    def __post_init__(self) -> None:
+        hints = "" if self.hints == NO_HINTS else repr(self.hints)
+        text = (
+            f"{self.request_id}\0{self.offset}\0{self.due_us}\0{self.pool}\0{self.reply_slot}\0{self.prompt_tokens}"
+            f"\0{self.tie_seed}\0{xxh3_64_intdigest(self.packed)}\0{self.lora_name}\0{hints}"
+        )
+        self.asked = xxh3_64_intdigest(text.encode(), self.content)
 
     @property
     def on_worker(self) -> bool:
@@ -90,8 +109,7 @@ class Requests:
     def __init__(self) -> None:
         self._under_way: dict[str, Request] = {}
         self._deadlines: list[tuple[int, str, int]] = []
-        self._remembered: dict[int, int] = {}
-        self._forget: deque[tuple[int, int]] = deque()
+        self._remembered = RememberedIds()
         self._sum = 0
 
     def __len__(self) -> int:
@@ -124,6 +142,13 @@ class Requests:
         request.worker_id, request.worker_epoch, request.rank = worker_id, worker_epoch, rank
         self._sum += _term(request) - before
 
+    def hold(self, request: Request, queue_class: str, uncached_tokens: int, now_us: int) -> None:
+        """It waits in the router's queue from now on."""
+        before = _term(request)
+        self._move(request, Move.HELD)
+        request.queue_class, request.uncached_tokens, request.queued_at_us = queue_class, uncached_tokens, now_us
+        self._sum += _term(request) - before
+
     def lose_worker(self, request: Request) -> None:
         """Its worker is gone: it waits for another."""
         before = _term(request)
@@ -135,7 +160,7 @@ class Requests:
         self._move(request, Move.ENDED)
         del self._under_way[request.request_id]
         self._sum -= _term(request)
-        self._remember(_id_hash(request.request_id), request.content, now_us + REMEMBER_US)
+        self._remembered.add(_id_hash(request.request_id), request.content, now_us + REMEMBER_US)
 
     def progress(self, event: AnyProgressEvent, now_us: int) -> Request:
         """Fold what a worker says; the request that it is about.
@@ -153,6 +178,9 @@ class Requests:
         ):
             raise IllegalTransition(f"{event.request_id} is on attempt {request.attempt} with {request.worker_id}")
         match event:
+            case OutputGrown():
+                if request.phase is not Phase.DECODE:
+                    raise IllegalTransition(f"{event.request_id} has no first token yet")
             case FirstTokenEmitted():
                 before = _term(request)
                 self._move(request, Move.FIRST_TOKEN)
@@ -171,6 +199,10 @@ class Requests:
             if request.worker_id == worker_id and request.worker_epoch == worker_epoch and request.on_worker
         )
 
+    def queued(self) -> list[Request]:
+        """The requests that wait in the router's queue, in the order of their submission."""
+        return self._in_order(request for request in self._under_way.values() if request.phase is Phase.QUEUED)
+
     def waiting(self) -> list[Request]:
         """The requests that lost their worker, in the order of their submission."""
         return self._in_order(request for request in self._under_way.values() if request.phase is Phase.WAITING)
@@ -183,15 +215,14 @@ class Requests:
         """When something happens by time alone: a deadline, or an id to forget."""
         self._drop_ended_deadlines()
         times = [self._deadlines[0][0]] if self._deadlines else []
-        if self._forget:
-            times.append(self._forget[0][0])
+        forgotten_us = self._remembered.next_due_us()
+        if forgotten_us is not None:
+            times.append(forgotten_us)
         return min(times, default=None)
 
     def expired(self, now_us: int) -> list[Request]:
         """Forget ids whose time has come; the requests under way whose deadline has passed, to be ended."""
-        while self._forget and self._forget[0][0] <= now_us:
-            due_us, id_hash = self._forget.popleft()
-            self._sum -= _remembered_term(id_hash, self._remembered.pop(id_hash), due_us)
+        self._remembered.forget(now_us)
         found = []
         self._drop_ended_deadlines()
         while self._deadlines and self._deadlines[0][0] <= now_us:
@@ -201,7 +232,7 @@ class Requests:
 
     def digest(self) -> int:
         """64 bits over the requests under way and the ids remembered."""
-        return self._sum & U64_MASK
+        return (self._sum + self._remembered.digest()) & U64_MASK
 
     def snapshot(self) -> Iterator[RequestState | Remembered]:
         """One fact for each request under way, then what is remembered, oldest first."""
@@ -220,16 +251,14 @@ class Requests:
                 worker_id=request.worker_id,
                 worker_epoch=request.worker_epoch,
                 rank=request.rank,
-                sequence_hashes=pack_u64(request.blocks),
+                sequence_hashes=request.packed,
+                lora_name=request.lora_name,
+                routing=request.hints,
+                queue_class=request.queue_class,
+                uncached_tokens=request.uncached_tokens,
+                queued_at_us=request.queued_at_us,
             )
-        forget = list(self._forget)
-        for start in range(0, len(forget), REMEMBERED_CHUNK):
-            part = forget[start : start + REMEMBERED_CHUNK]
-            yield Remembered(
-                ids=pack_u64(id_hash for _, id_hash in part),
-                contents=pack_u64(self._remembered[id_hash] for _, id_hash in part),
-                due_us=pack_u64(due_us for due_us, _ in part),
-            )
+        yield from self._remembered.snapshot()
 
     def restore(self, chunk: RequestState | Remembered) -> None:
         """Take in one chunk of a snapshot, in the order of `snapshot`."""
@@ -245,26 +274,24 @@ class Requests:
                         prompt_tokens=chunk.prompt_tokens,
                         tie_seed=chunk.tie_seed,
                         pool=chunk.pool,
-                        blocks=unpack_u64(chunk.sequence_hashes),
-                        blocks_hash=xxh3_64_intdigest(chunk.sequence_hashes),
+                        blocks=array_u64(chunk.sequence_hashes),
+                        packed=chunk.sequence_hashes,
+                        hints=chunk.routing,
+                        lora_name=chunk.lora_name,
                         phase=Phase(chunk.phase),
                         attempt=chunk.attempt,
                         worker_id=chunk.worker_id,
                         worker_epoch=chunk.worker_epoch,
                         rank=chunk.rank,
+                        queue_class=chunk.queue_class,
+                        uncached_tokens=chunk.uncached_tokens,
+                        queued_at_us=chunk.queued_at_us,
                     )
                 )
             case Remembered():
-                packed = (unpack_u64(part) for part in (chunk.ids, chunk.contents, chunk.due_us))
-                for id_hash, content, due_us in zip(*packed, strict=True):
-                    self._remember(id_hash, content, due_us)
+                self._remembered.restore(chunk)
             case _:
                 assert_never(chunk)
-
-    def _remember(self, id_hash: int, content: int, due_us: int) -> None:
-        self._remembered[id_hash] = content
-        self._forget.append((due_us, id_hash))
-        self._sum += _remembered_term(id_hash, content, due_us)
 
     def _move(self, request: Request, move: Move) -> None:
         table = TRANSITIONS[request.phase]
@@ -302,8 +329,28 @@ def submitted(event: RequestSubmitted, pool: str, offset: int, now_us: int) -> R
         prompt_tokens=event.prompt_tokens,
         tie_seed=event.tie_seed,
         pool=pool,
-        blocks=unpack_u64(event.sequence_hashes),
-        blocks_hash=xxh3_64_intdigest(event.sequence_hashes),
+        blocks=array_u64(event.sequence_hashes),
+        packed=event.sequence_hashes,
+        hints=event.routing,
+        lora_name=event.lora_name,
+    )
+
+
+def queried(event: RouteQueried, pool: str) -> Request:
+    """A request that is only asked about."""
+    return Request(
+        request_id=event.request_id,
+        content=0,
+        offset=0,
+        due_us=0,
+        reply_slot=event.reply_slot,
+        prompt_tokens=event.prompt_tokens,
+        tie_seed=event.tie_seed,
+        pool=pool,
+        blocks=array_u64(event.sequence_hashes),
+        packed=event.sequence_hashes,
+        hints=event.routing,
+        lora_name=event.lora_name,
     )
 
 
@@ -323,12 +370,7 @@ def _id_hash(request_id: str) -> int:
 
 def _term(request: Request) -> int:
     text = (
-        f"{request.request_id}\0{request.phase}\0{request.attempt}\0{request.worker_id}\0{request.worker_epoch}"
-        f"\0{request.rank}\0{request.offset}\0{request.due_us}\0{request.pool}\0{request.reply_slot}"
-        f"\0{request.prompt_tokens}\0{request.tie_seed}\0{request.blocks_hash}"
+        f"{request.phase}\0{request.attempt}\0{request.worker_id}\0{request.worker_epoch}\0{request.rank}"
+        f"\0{request.queue_class}\0{request.uncached_tokens}\0{request.queued_at_us}"
     )
-    return xxh3_64_intdigest(text.encode(), request.content)
-
-
-def _remembered_term(id_hash: int, content: int, due_us: int) -> int:
-    return xxh3_64_intdigest(pack_u64((id_hash, content, due_us)))
+    return xxh3_64_intdigest(text.encode(), request.asked)

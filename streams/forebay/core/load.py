@@ -1,148 +1,254 @@
 """What each worker rank has to do: the load that routed requests put on it, and what it reports itself.
 
-Theory of operation. A routed request is booked at once: its uncached prompt tokens until its first
-token, its prompt blocks and its place until it ends (Dynamo's active sequences). Blocks that several
-requests of one rank share count once, by sequence hash. Prompts hold their blocks from the first on, so the
-blocks of a new request that are active already are a prefix of it.
+Theory of operation. A routed request is booked at once: its uncached prompt tokens until its first token, its
+blocks and its place until it ends (Dynamo's active sequences). A sequence hash names a whole prefix, so the
+prompts under way are one tree: a node is a stretch of blocks that the same requests hold. It counts its requests
+by rank, so a rank's blocks that several of them share count once. Booking and freeing touch the nodes of one
+path, never single blocks, and the tree depends only on who is booked, not on the order.
+
+A request that has given most of the tokens that it is expected to give will soon be gone: what it alone has on its
+rank then counts for the share that is still to come, in whole units of 1/65536 block, whose sums have no order.
 """
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, assert_never
+from itertools import compress, count
+from operator import ne
+from typing import assert_never
 
 from xxhash import xxh3_64_intdigest
 
-from forebay.core.block_sets import BlockSets, bits_of
-from forebay.events.base import U64_MASK, pack_u64, unpack_u64
+from forebay.core.holder_bits import HolderKey
+from forebay.events.base import U64_BYTES, U64_MASK, pack_u64, unpack_u64
 from forebay.events.metrics import LoadReported
 from forebay.events.snapshots import Booking, Reported
 
-HolderKey = tuple[str, int]
+BLOCK_UNITS = 1 << 16  # finer than any difference that could matter to a cost
+_ONE = 1 << 64  # one request in a node's count; below it stands the sum of the requests' tickets
 
 
-class RankLoad(NamedTuple):
-    """What one rank has to do now, and what a new request would add."""
+@dataclass(slots=True, eq=False)
+class RankLoad:
+    """What one rank has to do now. Only `Load` writes it; a router may keep it and read it at any time.
 
-    prefill_tokens: int
-    decode_blocks: int
-    active_requests: int
-    new_blocks: int
+    Attributes:
+        block_size: tokens of a KV block.
+        prefill_tokens: prompt tokens that wait for their first token and are not in the rank's cache.
+        active_requests: requests booked.
+        decode_blocks: blocks of requests under way, those that several share counted once.
+        reported: what the rank last said of itself.
+    """
 
-
-@dataclass(slots=True)
-class _Rank:
-    bit: int
+    worker_id: str
+    rank: int
+    block_size: int
     prefill_tokens: int = 0
-    references: Counter[int] = field(default_factory=Counter)
-    requests: int = 0
+    active_requests: int = 0
+    decode_blocks: float = 0.0
     reported: Reported | None = None
+    units: int = 0  # `decode_blocks`, exactly
 
 
-@dataclass(slots=True)
-class _Booked:
-    key: HolderKey
-    prefill_tokens: int
+@dataclass(slots=True, eq=False)
+class _Node:
+    """Blocks that follow each other and are held by the same requests.
+
+    `references` says by rank how many requests those are, with the sum of their tickets: of a single one the
+    ticket itself.
+    """
+
     blocks: list[int]
+    parent: "_Node | None" = None
+    children: "dict[int, _Node]" = field(default_factory=dict)
+    references: dict[HolderKey, int] = field(default_factory=dict)
+    requests: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Booked:
+    """A request on a rank. `own` blocks are those that no other request of the rank has, `weight` is in units."""
+
+    request_id: str
+    key: HolderKey
+    rank: RankLoad
+    ticket: int
+    prefill_tokens: int
+    packed: bytes  # its blocks, as a snapshot takes them
+    prompt_tokens: int
+    reuse: bool
+    expected_output_tokens: int
+    leaf: _Node
+    output_tokens: int = 0
+    own: int = 0
+    weight: int = BLOCK_UNITS
 
 
 class Load:
-    """Booked and reported load of every admitted rank."""
+    """Booked and reported load of every admitted rank.
+
+    Every booking ends with its request, which ends at its deadline at the latest: nothing expires by itself.
+    """
 
     def __init__(self) -> None:
-        self._ranks: dict[HolderKey, _Rank] = {}
-        self._keys: dict[int, HolderKey] = {}
+        self._ranks: dict[HolderKey, RankLoad] = {}
         self._booked: dict[str, _Booked] = {}
-        self._active = BlockSets()
-        self._live = 0
+        self._tickets: dict[int, _Booked] = {}
+        self._last_ticket = 0
+        self._root = _Node([])
         self._sum = 0
 
-    def add_rank(self, worker_id: str, rank: int) -> None:
-        """Admit a rank with nothing to do."""
-        assert (worker_id, rank) not in self._ranks
-        bit = ~self._live & (self._live + 1)
-        self._live |= bit
-        self._ranks[worker_id, rank] = _Rank(bit)
-        self._keys[bit] = (worker_id, rank)
+    def add_rank(self, worker_id: str, rank: int, block_size: int) -> RankLoad:
+        """Admit a rank with nothing to do; `block_size` in tokens."""
+        key = (worker_id, rank)
+        assert key not in self._ranks
+        load = RankLoad(worker_id, rank, block_size)
+        self._ranks = dict(sorted([*self._ranks.items(), (key, load)], key=lambda item: item[0]))
+        return load
 
     def drop_rank(self, worker_id: str, rank: int) -> None:
         """A rank is gone; its requests must have been freed before."""
-        gone = self._ranks.pop((worker_id, rank))
-        assert not gone.requests, "free the requests of a rank first"
-        self._active.retire(gone.bit)
-        del self._keys[gone.bit]
-        self._live ^= gone.bit
+        gone = self._ranks[worker_id, rank]
+        assert not gone.active_requests, "free the requests of a rank first"
+        del self._ranks[worker_id, rank]
         self._sum -= _reported_term(gone.reported)
 
-    def book(self, request_id: str, key: HolderKey, prefill_tokens: int, blocks: list[int]) -> None:
-        """Put a routed request on a rank; `prefill_tokens` are the prompt tokens not in its cache."""
+    def rank_load(self, worker_id: str, rank: int) -> RankLoad:
+        """The load of a rank. Raises KeyError for an unknown one."""
+        return self._ranks[worker_id, rank]
+
+    def ranks(self) -> list[RankLoad]:
+        """The load of every rank, in order of (worker id, rank)."""
+        return list(self._ranks.values())
+
+    def book(
+        self,
+        request_id: str,
+        key: HolderKey,
+        *,
+        prefill_tokens: int,
+        blocks: Sequence[int],
+        prompt_tokens: int = 0,
+        reuse: bool = True,
+        expected_output_tokens: int = 0,
+    ) -> None:
+        """Put a routed request on a rank.
+
+        Args:
+            request_id: has no booking yet.
+            key: worker id and rank, admitted before.
+            prefill_tokens: the prompt tokens that are not in the rank's cache.
+            blocks: the prompt's sequence hashes from the first on; none where active blocks are no load.
+            prompt_tokens: the length of the prompt, for the blocks that output takes after it.
+            reuse: whether requests of the rank share blocks; otherwise they all count, and `active_depths` does
+                not find them.
+            expected_output_tokens: the length of the answer, 0 for unknown.
+        """
         assert request_id not in self._booked, "a request has one booking"
         rank = self._ranks[key]
-        booked = _Booked(key, prefill_tokens, blocks)
+        self._last_ticket += 1
+        booked = _Booked(
+            request_id,
+            key,
+            rank,
+            self._last_ticket,
+            prefill_tokens,
+            pack_u64(blocks),
+            prompt_tokens,
+            reuse,
+            expected_output_tokens,
+            self._root,
+        )
         self._booked[request_id] = booked
+        self._tickets[booked.ticket] = booked
         rank.prefill_tokens += prefill_tokens
-        rank.requests += 1
-        rank.references.update(blocks)
-        self._active.add(rank.bit, blocks)
-        self._sum += _booking_term(request_id, booked)
+        rank.active_requests += 1
+        if reuse:
+            self._hold(booked, list(blocks))
+        else:
+            booked.own = len(blocks)
+        _weigh(rank, booked.own * BLOCK_UNITS)
+        self._sum += _booking_term(booked)
 
     def prefill_done(self, request_id: str) -> None:
         """The first token is out: the prompt is no load any more."""
         booked = self._booked[request_id]
-        self._sum -= _booking_term(request_id, booked)
-        self._ranks[booked.key].prefill_tokens -= booked.prefill_tokens
+        self._sum -= _booking_term(booked)
+        booked.rank.prefill_tokens -= booked.prefill_tokens
         booked.prefill_tokens = 0
-        self._sum += _booking_term(request_id, booked)
+        self._sum += _booking_term(booked)
+
+    def grow(self, request_id: str, output_tokens: int) -> None:
+        """The answer has `output_tokens` by now; a number that is not higher than the last changes nothing.
+
+        They take ceil((prompt + output) / block size) - ceil(prompt / block size) blocks, which no other shares.
+        Whatever the request alone has on its rank counts max(0, 1 - output / expected tokens) from now on, where
+        an expectation was given. Source: Dynamo's sequence tracking (output blocks, fractional blocks).
+        """
+        booked = self._booked[request_id]
+        if output_tokens <= booked.output_tokens:
+            return
+        self._sum -= _booking_term(booked)
+        before = booked.own * booked.weight
+        size, prompt = booked.rank.block_size, booked.prompt_tokens
+        booked.own += -(-(prompt + output_tokens) // size) + -(prompt + booked.output_tokens) // size
+        booked.output_tokens = output_tokens
+        expected = booked.expected_output_tokens
+        if expected:
+            booked.weight = BLOCK_UNITS * max(0, expected - output_tokens) // expected
+        _weigh(booked.rank, booked.own * booked.weight - before)
+        self._sum += _booking_term(booked)
 
     def free(self, request_id: str) -> None:
         """The request ended or left its rank."""
         booked = self._booked.pop(request_id)
-        self._sum -= _booking_term(request_id, booked)
-        rank = self._ranks[booked.key]
+        self._sum -= _booking_term(booked)
+        rank = booked.rank
         rank.prefill_tokens -= booked.prefill_tokens
-        rank.requests -= 1
-        references = rank.references
-        gone = []
-        for block in booked.blocks:
-            left = references[block] - 1
-            if left:
-                references[block] = left
-            else:
-                del references[block]
-                gone.append(block)
-        self._active.remove(rank.bit, gone)
+        rank.active_requests -= 1
+        _weigh(rank, -booked.own * booked.weight)
+        self._release(booked)
+        del self._tickets[booked.ticket]
 
     def report(self, event: LoadReported) -> None:
         """The newest report of a rank replaces the one before. Unknown ranks are left out by the world."""
-        rank = self._ranks[event.worker_id, event.rank]
-        self._sum -= _reported_term(rank.reported)
-        rank.reported = Reported(
-            worker_id=event.worker_id,
-            rank=event.rank,
-            running=event.running,
-            waiting=event.waiting,
-            kv_blocks_used=event.kv_blocks_used,
-            kv_blocks_total=event.kv_blocks_total,
+        self._take_report(
+            Reported(
+                worker_id=event.worker_id,
+                rank=event.rank,
+                running=event.running,
+                waiting=event.waiting,
+                kv_blocks_used=event.kv_blocks_used,
+                kv_blocks_total=event.kv_blocks_total,
+            )
         )
-        self._sum += _reported_term(rank.reported)
 
-    def loads(self, query: Sequence[int]) -> dict[HolderKey, RankLoad]:
-        """Every rank's load, and how many blocks of `query` are not active there yet."""
-        active: dict[HolderKey, int] = {}
-        if query and self._live:
-            for depth, mask in self._active.drops(query, self._live):
-                if depth:
-                    for bit in bits_of(mask):
-                        active[self._keys[bit]] = depth
-        wanted = len(query)
-        return {
-            key: RankLoad(rank.prefill_tokens, len(rank.references), rank.requests, wanted - active.get(key, 0))
-            for key, rank in self._ranks.items()
-        }
+    def active_depths(self, query: Sequence[int]) -> dict[HolderKey, int]:
+        """How many leading blocks of `query` requests of each rank hold; ranks that hold none are left out."""
+        wanted = list(query)
+        depths: dict[HolderKey, int] = {}
+        node, at = self._root, 0
+        while at < len(wanted):
+            child = node.children.get(wanted[at])
+            if child is None:
+                break
+            if len(child.references) < len(node.references):
+                depths.update(dict.fromkeys(node.references, at))
+            same = _common(child.blocks, wanted, at)
+            node = child
+            at += same
+            if same < len(child.blocks):
+                break
+        depths.update(dict.fromkeys(node.references, at))
+        return depths
 
-    def reported(self, key: HolderKey) -> Reported | None:
-        """The newest load report of a rank. Raises KeyError for an unknown one."""
-        return self._ranks[key].reported
+    def stretches(self) -> int:
+        """Nodes of the tree, which bound the work of a query: at most two for each request. A walk over them all."""
+        found, todo = 0, [self._root]
+        while todo:
+            children = todo.pop().children.values()
+            found += len(children)
+            todo += children
+        return found
 
     def digest(self) -> int:
         """64 bits over all bookings and reports."""
@@ -150,36 +256,145 @@ class Load:
 
     def snapshot(self) -> Iterator[Booking | Reported]:
         """Reports by rank, then bookings in the order in which they were made."""
-        for _, rank in sorted(self._ranks.items(), key=lambda item: item[0]):
+        for rank in self._ranks.values():
             if rank.reported is not None:
                 yield rank.reported
-        for request_id, booked in self._booked.items():
+        for booked in self._booked.values():
             worker_id, number = booked.key
             yield Booking(
-                request_id=request_id,
+                request_id=booked.request_id,
                 worker_id=worker_id,
                 rank=number,
                 prefill_tokens=booked.prefill_tokens,
-                sequence_hashes=pack_u64(booked.blocks),
+                sequence_hashes=booked.packed,
+                prompt_tokens=booked.prompt_tokens,
+                reuse=booked.reuse,
+                output_tokens=booked.output_tokens,
+                expected_output_tokens=booked.expected_output_tokens,
             )
 
     def restore(self, chunk: Booking | Reported) -> None:
         """Take in one chunk of a snapshot; the ranks were admitted before."""
         match chunk:
             case Booking():
-                blocks = unpack_u64(chunk.sequence_hashes)
-                self.book(chunk.request_id, (chunk.worker_id, chunk.rank), chunk.prefill_tokens, blocks)
+                self.book(
+                    chunk.request_id,
+                    (chunk.worker_id, chunk.rank),
+                    prefill_tokens=chunk.prefill_tokens,
+                    blocks=unpack_u64(chunk.sequence_hashes),
+                    prompt_tokens=chunk.prompt_tokens,
+                    reuse=chunk.reuse,
+                    expected_output_tokens=chunk.expected_output_tokens,
+                )
+                self.grow(chunk.request_id, chunk.output_tokens)
             case Reported():
-                self._ranks[chunk.worker_id, chunk.rank].reported = chunk
-                self._sum += _reported_term(chunk)
+                self._take_report(chunk)
             case _:
                 assert_never(chunk)
 
+    def _take_report(self, reported: Reported) -> None:
+        rank = self._ranks[reported.worker_id, reported.rank]
+        self._sum += _reported_term(reported) - _reported_term(rank.reported)
+        rank.reported = reported
 
-def _booking_term(request_id: str, booked: _Booked) -> int:
+    def _hold(self, booked: _Booked, blocks: list[int]) -> None:
+        """Add a request to the nodes of its prompt, cutting the one that it leaves midway."""
+        node, at = self._root, 0
+        while at < len(blocks):
+            child = node.children.get(blocks[at])
+            if child is None:
+                child = _Node(blocks[at:], node)
+                node.children[blocks[at]] = child
+            else:
+                same = _common(child.blocks, blocks, at)
+                if same < len(child.blocks):
+                    child = _split(child, same)
+            self._refer(child, booked)
+            at += len(child.blocks)
+            node = child
+        booked.leaf = node
+
+    def _refer(self, node: _Node, booked: _Booked) -> None:
+        count_before = node.references.get(booked.key, 0)
+        size = len(node.blocks)
+        if not count_before:
+            booked.own += size
+        elif count_before < 2 * _ONE:
+            # Its only request so far shares it from now on: it counts in full.
+            owner = self._tickets[count_before - _ONE]
+            owner.own -= size
+            _weigh(booked.rank, size * (BLOCK_UNITS - owner.weight))
+        node.references[booked.key] = count_before + _ONE + booked.ticket
+        node.requests += 1
+
+    def _unrefer(self, node: _Node, booked: _Booked) -> None:
+        count_left = node.references[booked.key] - _ONE - booked.ticket
+        node.requests -= 1
+        if not count_left:
+            del node.references[booked.key]
+            return
+        node.references[booked.key] = count_left
+        if count_left < 2 * _ONE:
+            owner = self._tickets[count_left - _ONE]
+            owner.own += len(node.blocks)
+            _weigh(booked.rank, len(node.blocks) * (owner.weight - BLOCK_UNITS))
+
+    def _release(self, booked: _Booked) -> None:
+        """Take a request out of the nodes of its prompt, joining those that only it kept apart."""
+        node = booked.leaf
+        while node.parent is not None:
+            parent = node.parent
+            self._unrefer(node, booked)
+            if not node.requests:
+                del parent.children[node.blocks[0]]
+            elif len(node.children) == 1:
+                _join(node)
+            node = parent
+
+
+def _common(edge: list[int], query: list[int], at: int) -> int:
+    """How many blocks of `edge` the query has from `at` on."""
+    part = query[at : at + len(edge)]
+    if part == edge:
+        return len(edge)
+    return next(compress(count(), map(ne, edge, part)), len(part))
+
+
+def _split(node: _Node, size: int) -> _Node:
+    """Cut a node after `size` blocks; returns the upper part."""
+    upper = _Node(node.blocks[:size], node.parent, references=dict(node.references), requests=node.requests)
+    assert node.parent is not None
+    node.parent.children[upper.blocks[0]] = upper
+    node.blocks = node.blocks[size:]
+    node.parent = upper
+    upper.children[node.blocks[0]] = node
+    return upper
+
+
+def _join(node: _Node) -> None:
+    """Make a node one with its only child if the same requests hold both."""
+    (child,) = node.children.values()
+    if child.requests < node.requests:
+        return
+    # The child stays, since requests that end there point to it; none ends at `node`.
+    assert node.parent is not None
+    child.blocks = node.blocks + child.blocks
+    child.parent = node.parent
+    node.parent.children[child.blocks[0]] = child
+
+
+def _weigh(rank: RankLoad, units: int) -> None:
+    rank.units += units
+    rank.decode_blocks = rank.units / BLOCK_UNITS
+
+
+def _booking_term(booked: _Booked) -> int:
     worker_id, rank = booked.key
-    text = f"{request_id}\0{worker_id}\0{rank}\0{booked.prefill_tokens}\0{len(booked.blocks)}"
-    return xxh3_64_intdigest(text.encode(), booked.blocks[-1] if booked.blocks else 0)
+    text = (
+        f"{booked.request_id}\0{worker_id}\0{rank}\0{booked.prefill_tokens}\0{len(booked.packed)}"
+        f"\0{booked.prompt_tokens}\0{booked.reuse}\0{booked.output_tokens}\0{booked.expected_output_tokens}"
+    )
+    return xxh3_64_intdigest(text.encode(), int.from_bytes(booked.packed[-U64_BYTES:], "little"))
 
 
 def _reported_term(reported: Reported | None) -> int:

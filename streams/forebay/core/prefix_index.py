@@ -1,28 +1,26 @@
 """Which worker ranks hold which prompt prefixes, by tier: a fold over the topic `kv-events`.
 
 Theory of operation. Every admitted (worker, rank) is a holder with a bit. Clearing or losing a holder
-retires its bit at once and in constant time; the masks are swept when enough bits have been retired.
-Each holder's events carry a dense sequence number: lower ones are redeliveries and change nothing.
+retires its bit at once and in constant time. Each holder's events carry a dense sequence number: lower ones
+are redeliveries and change nothing; a missing one means that the cache is not known any more, and its worker
+is asked to say it anew: it answers with `CacheCleared` and what it has.
 """
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import compress
 from typing import NamedTuple, assert_never, get_args
 
 from xxhash import xxh3_64_intdigest
 
-from forebay.core.block_sets import BlockSets
-from forebay.events.base import pack_u64, unpack_u64
-from forebay.events.kv import AnyKvEvent, BlocksRemoved, BlocksStored, CacheCleared, Tier
-from forebay.events.snapshots import CHUNK_HASHES_MAX, IndexBlocks, IndexCursor
+from forebay.core.block_sets import BlockSets, packed
+from forebay.core.holder_bits import HolderBits, HolderKey
+from forebay.core.index_walk import Changes, HolderEpoch, Walk
+from forebay.events.base import array_u64
+from forebay.events.kv import AnyKvEvent, BlocksRemoved, BlocksStored, CacheCleared, KvEvent, Tier
+from forebay.events.snapshots import IndexBlocks, IndexChanges, IndexCursor
 
-RETIRED_BITS_MAX = 64  # bounds the width of the masks; a sweep walks every block, so it must be rare
 TIERS: tuple[Tier, ...] = get_args(Tier)
-DIGIT_VALUES = bytes.maketrans(b"01", b"\0\1")
-
-HolderKey = tuple[str, int]
 
 
 class Overlap(NamedTuple):
@@ -34,6 +32,17 @@ class Overlap(NamedTuple):
 
 
 NO_OVERLAP = Overlap()
+APPLIED: dict[type[KvEvent], str] = {BlocksStored: "stored", BlocksRemoved: "removed", CacheCleared: "cleared"}
+
+
+class Gap(NamedTuple):
+    """KV events of a rank are missing: `expected_seq` was next, `found_seq` came."""
+
+    worker_id: str
+    worker_epoch: int
+    rank: int
+    expected_seq: int
+    found_seq: int
 
 
 @dataclass(slots=True)
@@ -41,68 +50,96 @@ class _Holder:
     bit: int
     worker_epoch: int
     last_seq: int = 0
+    resync: bool = False
 
 
 class PrefixIndex:
-    """The index. `counts` are diagnostics and no part of the state."""
+    """The index. `applied` events by kind, and `counts` of what was odd, are diagnostics and no part of the state."""
 
     def __init__(self) -> None:
+        self.applied: Counter[str] = Counter()
         self.counts: Counter[str] = Counter()
         self._holders: dict[HolderKey, _Holder] = {}
-        self._keys: list[HolderKey] = []  # by bit, lowest first; what a retired bit was stays until it is taken
+        self._ranks: Counter[str] = Counter()  # of each worker
         self._tiers: dict[Tier, BlockSets] = {tier: BlockSets() for tier in TIERS}
-        self._live = 0
-        self._retired = 0
+        self._bits = HolderBits(list(self._tiers.values()))
+        self._walk: Walk | None = None
+        self._changes: Changes | None = None
 
     def add_holder(self, worker_id: str, rank: int, worker_epoch: int) -> None:
-        """Admit a rank with an empty cache, in place of any earlier epoch of it."""
+        """Admit a rank with an empty cache, in place of any earlier epoch of it. No epoch comes twice."""
         self.drop_holder(worker_id, rank)
-        self._holders[worker_id, rank] = _Holder(self._take_bit(worker_id, rank), worker_epoch)
+        self._holders[worker_id, rank] = _Holder(self._bits.take((worker_id, rank)), worker_epoch)
+        self._ranks[worker_id] += 1
 
     def drop_holder(self, worker_id: str, rank: int) -> None:
         """A rank is gone, and all it held with it. Unknown ranks are none to drop."""
         holder = self._holders.pop((worker_id, rank), None)
         if holder is not None:
-            self._retire(holder.bit)
+            self._ranks[worker_id] -= 1
+            if not self._ranks[worker_id]:
+                del self._ranks[worker_id]
+            self._retire(holder)
 
-    def apply(self, event: AnyKvEvent) -> None:
-        """Fold one event. Redelivered, foreign and outdated ones are counted and change nothing."""
+    def apply(self, event: AnyKvEvent) -> Gap | None:
+        """Fold one event. Redelivered, foreign and outdated ones are counted and change nothing.
+
+        Returns the gap before it, if that is news: from then on the holder waits for its worker to say all anew.
+        """
         holder = self._holders.get((event.worker_id, event.rank))
         if holder is None:
-            self.counts["unknown_worker"] += 1
-            return
+            self.counts["unknown_rank" if self._ranks[event.worker_id] else "unknown_worker"] += 1
+            return None
         if event.worker_epoch != holder.worker_epoch:
             self.counts["stale_epoch"] += 1
-            return
-        if event.seq <= holder.last_seq:
+            return None
+        expected = holder.last_seq + 1
+        seq = event.seq
+        if seq < expected:
             self.counts["duplicate"] += 1
-            return
-        if event.seq > holder.last_seq + 1:
-            self.counts["gap"] += 1
-        holder.last_seq = event.seq
-        match event:
-            case BlocksStored():
-                self._store(holder.bit, event)
-            case BlocksRemoved():
-                blocks = unpack_u64(event.sequence_hashes)
-                removed = self._tiers[event.tier].remove(holder.bit, blocks)
-                self.counts["unknown_block"] += len(blocks) - removed
-            case CacheCleared():
-                self._retire(holder.bit)
-                holder.bit = self._take_bit(event.worker_id, event.rank)
-            case _:
-                assert_never(event)
+            return None
+        holder.last_seq = seq
+        self.applied[APPLIED[type(event)]] += 1
+        if self._changes is not None:
+            self._changes.add(event)
+        if isinstance(event, BlocksStored):
+            parent = event.parent_hash
+            if parent is not None and not (
+                self._tiers[event.tier].has(holder.bit, parent) or self._has(holder.bit, parent)
+            ):
+                # Kept all the same: a sequence hash names its whole prefix, so the block counts as soon as
+                # the blocks before it are there.
+                self.counts["unknown_parent"] += 1
+        if missing := self._fold(holder, event):
+            self.counts["unknown_block"] += missing
+        if self._bits.sweeping:
+            self._bits.sweep()
+        return self._gap(holder, event, expected) if seq != expected or holder.resync else None
+
+    def resyncing(self) -> list[HolderEpoch]:
+        """The ranks whose workers were asked to say anew what they have, in order."""
+        return [
+            HolderEpoch(worker_id, holder.worker_epoch, rank)
+            for (worker_id, rank), holder in sorted(self._holders.items(), key=_by_key)
+            if holder.resync
+        ]
 
     def overlaps(self, query: Sequence[int]) -> dict[HolderKey, Overlap]:
-        """What each holder has of a prompt's blocks; holders with nothing are left out."""
-        device, host, disk = (self._tiers[tier] for tier in TIERS)
+        """What each holder has of a prompt's blocks; holders with nothing are left out.
+
+        Arrays ("Q") are the fastest queries.
+        """
+        device, host, disk = self._tiers.values()
+        asked = packed(query)
+        if not (host or disk):
+            return self._only_on_device(device.drops(asked, self._bits.live))
         found: dict[HolderKey, Overlap] = {}
-        for on_device, at_device in device.drops(query, self._live):
-            for on_host, at_host in host.drops(query, at_device, on_device):
-                for on_disk, at_disk in disk.drops(query, at_host, on_host):
+        for on_device, at_device in device.drops(asked, self._bits.live):
+            for on_host, at_host in host.drops(asked, at_device, on_device):
+                for on_disk, at_disk in disk.drops(asked, at_host, on_host):
                     if on_disk:
                         overlap = Overlap(on_device, on_host - on_device, on_disk - on_host)
-                        found.update(dict.fromkeys(self._keys_of(at_disk), overlap))
+                        found.update(dict.fromkeys(self._bits.keys_of(at_disk), overlap))
         return found
 
     def blocks_held(self, worker_id: str, rank: int, tier: Tier) -> int:
@@ -116,65 +153,137 @@ class PrefixIndex:
     def digest(self) -> int:
         """64 bits over every holder's epoch, cursor, block counts and block sums."""
         parts: list[str] = []
-        for (worker_id, rank), holder in sorted(self._holders.items()):
-            sums = ((sets.counts.get(holder.bit, 0), sets.sums.get(holder.bit, 0)) for sets in self._tiers.values())
-            parts.append(f"{worker_id}\0{rank}\0{holder.worker_epoch}\0{holder.last_seq}\0{list(sums)}")
+        for (worker_id, rank), holder in sorted(self._holders.items(), key=_by_key):
+            sums = [(sets.counts.get(holder.bit, 0), sets.sums.get(holder.bit, 0)) for sets in self._tiers.values()]
+            parts.append(f"{worker_id}\0{rank}\0{holder.worker_epoch}\0{holder.last_seq}\0{holder.resync}\0{sums}")
         return xxh3_64_intdigest("\n".join(parts).encode())
 
-    def snapshot(self) -> Iterator[IndexCursor | IndexBlocks]:
-        """A cursor for each holder, then its blocks, tier by tier."""
-        for (worker_id, rank), holder in sorted(self._holders.items()):
+    def cursors(self) -> Iterator[IndexCursor]:
+        """Every holder and the last event applied for it, in order."""
+        for (worker_id, rank), holder in sorted(self._holders.items(), key=_by_key):
             yield IndexCursor(
-                worker_id=worker_id, rank=rank, last_seq=holder.last_seq, worker_epoch=holder.worker_epoch
+                worker_id=worker_id,
+                rank=rank,
+                last_seq=holder.last_seq,
+                worker_epoch=holder.worker_epoch,
+                resync=holder.resync,
             )
-            for tier, sets in self._tiers.items():
-                blocks = sets.blocks_of(holder.bit)
-                for start in range(0, len(blocks), CHUNK_HASHES_MAX):
-                    packed = pack_u64(blocks[start : start + CHUNK_HASHES_MAX])
-                    yield IndexBlocks(worker_id=worker_id, rank=rank, tier=tier, sequence_hashes=packed)
 
-    def restore(self, chunk: IndexCursor | IndexBlocks) -> None:
-        """Take in one chunk of a snapshot, in the order of `snapshot`."""
+    def begin_walk(self) -> Walk:
+        """Begin to write down all blocks; one walk at a time. From here on applied events are kept for `end_walk`."""
+        assert self._walk is None, "one walk at a time"
+        self._walk = self._new_walk()
+        self._changes = Changes()
+        return self._walk
+
+    def end_walk(self) -> list[IndexChanges]:
+        """The events since `begin_walk`, for after what the walk saw. It must be done."""
+        assert self._walk is not None, "a walk is on"
+        assert self._changes is not None, "its changes are kept"
+        assert self._walk.done, "it saw everything"
+        changes = self._changes.chunks()
+        self._walk = self._changes = None
+        return changes
+
+    def abandon_walk(self) -> None:
+        """End a walk, if one is on, whose result nobody wants any more."""
+        if self._walk is not None:
+            self._walk.end()
+        self._walk = self._changes = None
+
+    def snapshot(self) -> Iterator[IndexCursor | IndexBlocks]:
+        """All at once: a cursor for each holder, then the blocks. Nothing may be applied meanwhile."""
+        yield from self.cursors()
+        walk = self._new_walk()
+        try:
+            while not walk.done:
+                yield from walk.advance(1)
+        finally:
+            walk.end()
+
+    def restore(self, chunk: IndexCursor | IndexBlocks | IndexChanges) -> None:
+        """Take in one chunk of a snapshot: first all cursors, then the blocks, then the changes in order.
+
+        Blocks and changes of holders without a cursor, or with one of another epoch, are left out.
+        """
         match chunk:
             case IndexCursor():
                 self.add_holder(chunk.worker_id, chunk.rank, chunk.worker_epoch)
-                self._holders[chunk.worker_id, chunk.rank].last_seq = chunk.last_seq
+                holder = self._holders[chunk.worker_id, chunk.rank]
+                holder.last_seq, holder.resync = chunk.last_seq, chunk.resync
             case IndexBlocks():
-                bit = self._holders[chunk.worker_id, chunk.rank].bit
-                self._tiers[chunk.tier].add(bit, unpack_u64(chunk.sequence_hashes))
+                known = self._holders.get((chunk.worker_id, chunk.rank))
+                if known is not None and known.worker_epoch == chunk.worker_epoch:
+                    self._tiers[chunk.tier].add(known.bit, array_u64(chunk.sequence_hashes))
+            case IndexChanges():
+                for event in chunk.events:
+                    known = self._holders.get((event.worker_id, event.rank))
+                    if known is not None and known.worker_epoch == event.worker_epoch:
+                        self._fold(known, event)
             case _:
                 assert_never(chunk)
 
-    def _store(self, bit: int, event: BlocksStored) -> None:
-        sets = self._tiers[event.tier]
-        parent = event.parent_hash
-        if parent is not None and not (sets.has(bit, parent) or self._has(bit, parent)):
-            # Kept all the same: a sequence hash names its whole prefix, so the block counts as soon as
-            # the blocks before it are there.
-            self.counts["unknown_parent"] += 1
-        sets.add(bit, unpack_u64(event.sequence_hashes), parent)
+    def _fold(self, holder: _Holder, event: AnyKvEvent) -> int:
+        """Apply an event, whatever its number; how many blocks were to be removed and not there."""
+        if isinstance(event, BlocksStored):
+            self._tiers[event.tier].add(holder.bit, array_u64(event.sequence_hashes), event.parent_hash)
+        elif isinstance(event, BlocksRemoved):
+            blocks = array_u64(event.sequence_hashes)
+            return len(blocks) - self._tiers[event.tier].remove(holder.bit, blocks)
+        else:
+            self._retire(holder)
+            holder.bit = self._bits.take((event.worker_id, event.rank))
+        return 0
+
+    def _retire(self, holder: _Holder) -> None:
+        self._bits.retire(holder.bit)
+        if self._walk is not None:
+            self._walk.forget(holder.bit)
+
+    def _new_walk(self) -> Walk:
+        return Walk(self._tiers, lambda: self._bits.live, self._epoch_of)
+
+    def _epoch_of(self, bit: int) -> HolderEpoch:
+        worker_id, rank = self._bits.key_of(bit)
+        return HolderEpoch(worker_id, self._holders[worker_id, rank].worker_epoch, rank)
+
+    def _gap(self, holder: _Holder, event: AnyKvEvent, expected: int) -> Gap | None:
+        missed = event.seq != expected
+        if missed:
+            self.counts["gap"] += 1
+        if isinstance(event, CacheCleared):
+            holder.resync = False  # whatever was missed: nothing is left of it
+        elif missed and not holder.resync:
+            holder.resync = True
+            return Gap(event.worker_id, event.worker_epoch, event.rank, expected, event.seq)
+        return None
 
     def _has(self, bit: int, block: int) -> bool:
         return any(sets.has(bit, block) for sets in self._tiers.values())
 
-    def _keys_of(self, mask: int) -> Iterator[HolderKey]:
-        digits = f"{mask:b}"[::-1]
-        return compress(self._keys, digits.encode().translate(DIGIT_VALUES))
+    def _only_on_device(self, drops: list[tuple[int, int]]) -> dict[HolderKey, Overlap]:
+        """Many holders usually share the first blocks, and few of them the rest.
 
-    def _take_bit(self, worker_id: str, rank: int) -> int:
-        taken = self._live | self._retired
-        bit = ~taken & (taken + 1)
-        at = bit.bit_length() - 1
-        self._keys[at : at + 1] = [(worker_id, rank)]
-        self._live |= bit
-        return bit
+        So all are noted with what they share, and the few again: the many are the same from query to query.
+        """
+        bits = self._bits
+        found: dict[HolderKey, Overlap] = {}
+        for depth, mask in drops:
+            if not depth:
+                continue
+            overlap = Overlap(depth)
+            if not found:
+                everybody = 0
+                for at, holders in drops:
+                    if at:
+                        everybody |= holders
+                found = dict.fromkeys(bits.keys_of(everybody), overlap)
+            elif mask & (mask - 1):
+                found.update(dict.fromkeys(bits.keys_of(mask), overlap))
+            else:
+                found[bits.key_of(mask)] = overlap
+        return found
 
-    def _retire(self, bit: int) -> None:
-        for sets in self._tiers.values():
-            sets.retire(bit)
-        self._live ^= bit
-        self._retired |= bit
-        if self._retired.bit_count() > RETIRED_BITS_MAX:
-            for sets in self._tiers.values():
-                sets.sweep(self._retired)
-            self._retired = 0
+
+def _by_key(item: tuple[HolderKey, _Holder]) -> HolderKey:
+    return item[0]

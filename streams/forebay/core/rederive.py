@@ -15,13 +15,18 @@ from forebay.core.step import CLOCK, Decided, InputEvent, advance, claim, open_r
 from forebay.core.world import World
 from forebay.events.decisions import (
     Advanced,
+    CacheResyncRequested,
     JournalRecord,
     OwnerClaimed,
     RequestAborted,
+    RequestHeld,
     RequestRejected,
     RequestRouted,
+    RouteAnswered,
     SnapshotTaken,
 )
+
+SEALS_MAX = 1_024  # remembered: those of a minute or more, in which an owner writes a snapshot of any size
 
 RecordedEvents = Mapping[str, Sequence[InputEvent | None]]
 
@@ -46,10 +51,13 @@ class Rederivation:
     def __init__(self, world: World) -> None:
         self.world = world
         self.pending: deque[Decided] = deque()
-        self._sealed: tuple[int, str] | None = None
+        self._seals: dict[int, str] = {}
+        self._seals_from: int | None = None  # what was sealed up to there is not known
 
     def apply(self, offset: int, record: JournalRecord, events: RecordedEvents) -> Divergence | None:
         """Follow the record at `offset`; `events` holds, by topic, just what its `consumed` counts."""
+        if self._seals_from is None:
+            self._seals_from = offset
         if isinstance(record, OwnerClaimed):
             claim(self.world, offset)
             self.pending = deque(msgspec.structs.replace(decided, owner_epoch=offset) for decided in self.pending)
@@ -59,7 +67,14 @@ class Rederivation:
             return Divergence(offset, "its clock runs backwards", record, None)
         self._consume(record, events)
         match record:
-            case RequestRouted() | RequestRejected() | RequestAborted():
+            case (
+                RequestRouted()
+                | RequestHeld()
+                | RequestRejected()
+                | RequestAborted()
+                | RouteAnswered()
+                | CacheResyncRequested()
+            ):
                 derived = self.pending.popleft() if self.pending else None
                 return self._compare(offset, record, derived)
             case Advanced() | SnapshotTaken():
@@ -72,14 +87,24 @@ class Rederivation:
             return Divergence(offset, "a decision is missing", record, self.pending[0])
         sealed = advance(self.world)
         if isinstance(record, Advanced):
-            self._sealed = (offset + 1, sealed.digest)
+            self._seals[offset + 1] = sealed.digest
+            if len(self._seals) > SEALS_MAX:
+                self._seals_from = next(iter(self._seals))
+                del self._seals[self._seals_from]
             return self._compare(offset, record, sealed)
-        if self._sealed is not None and self._sealed != (record.journal_offset, record.digest):
-            return Divergence(offset, "the snapshot is not of the state sealed before it", record, sealed)
+        if not self._may_be_sealed(record):
+            return Divergence(offset, "the snapshot is not of the state sealed where it says", record, sealed)
         expected = msgspec.structs.replace(
             record, owner_epoch=sealed.owner_epoch, seq=sealed.seq, consumed=sealed.consumed
         )
         return self._compare(offset, record, expected)
+
+    def _may_be_sealed(self, record: SnapshotTaken) -> bool:
+        """Whether the seal that a snapshot names is the one that stands there, or too old to be known."""
+        assert self._seals_from is not None
+        if record.journal_offset <= self._seals_from:
+            return True
+        return self._seals.get(record.journal_offset) == record.digest
 
     def _consume(self, record: JournalRecord, events: RecordedEvents) -> None:
         cursors: dict[str, int] = {}

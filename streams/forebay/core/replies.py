@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TypeVar, assert_never
 
 from forebay.events.base import unpack_u32
-from forebay.events.tokens import AttemptStarted, ResponseEnded, TokenChunk, TokenEvent, TokensEmitted
+from forebay.events.tokens import AttemptStarted, ResponseEnded, RouteTold, TokenChunk, TokenEvent, TokensEmitted
 
 
 class Reply:
@@ -96,5 +96,7 @@ def apply(replies: Mapping[str, R], event: TokenEvent) -> list[R]:
             if reply is not None:
                 reply.start(event.attempt, event.owner_epoch)
             return []
+        case RouteTold():
+            return []  # answers a question where a request would go, and is no part of an answer
         case _:
             assert_never(event)

@@ -1,76 +1,196 @@
-"""Which worker rank gets a request: eligible options, their costs, the choice, and its explanation."""
+"""Which candidate gets a request: who is eligible, what each would cost, what the policy says.
 
-from collections.abc import Sequence
+Everything here only looks at the world; `forebay.core.dispatch` changes it.
+"""
+
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import overload
 
-from forebay.core.cost import Cost, Option, candidate, cost_table, table_digest, terms_of
-from forebay.core.fleet import Fleet, WorkerPhase
+import msgspec
+
+from forebay.core.cost import CostTable, Demand, cost_table
+from forebay.core.eligibility import Ineligible, all_over, eligible, not_busy
+from forebay.core.holder_bits import HolderKey
 from forebay.core.lifecycle import Request
-from forebay.core.load import Load
-from forebay.core.prefix_index import NO_OVERLAP, PrefixIndex
-from forebay.core.selection import draw, lowest, softmax_weights
+from forebay.core.policies import Candidate, PolicyUnusable, RoutingRequest, RoutingWorld, policy_class
+from forebay.core.prefix_index import NO_OVERLAP, Overlap
+from forebay.core.roster import Roster, of_session
+from forebay.core.world import World
+from forebay.events import decisions
 from forebay.events.control import PoolConfigured, RouterConfig
-from forebay.events.decisions import Candidate, CostTerms
+from forebay.events.requests import RouterOverride
+
+NO_BLOCKS: Sequence[int] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Choice:
-    """A decision and what explains it."""
+    """A decision and what explains it: the position of the chosen candidate in the table."""
 
-    option: Option
-    terms: CostTerms
-    table_digest: int
-    candidates: int
-    ties: int
-    runner_up: Candidate | None
+    config: RouterConfig
+    table: CostTable
+    at: int
 
+    @property
+    def ties(self) -> int:
+        """How many candidates have the lowest cost, where that was what decided; else 1."""
+        if self.config.mode != "kv" or self.config.temperature > 0.0:
+            return 1
+        return self.table.costs.count(self.table.costs[self.at])
 
-def options_for(request: Request, fleet: Fleet, index: PrefixIndex, load: Load) -> list[Option]:
-    """Every rank of a ready worker of the request's pool, in order of (worker id, rank)."""
-    overlaps = index.overlaps(request.blocks)
-    loads = load.loads(request.blocks)
-    return [
-        Option(
-            worker.spec.worker_id,
-            worker.worker_epoch,
-            worker.slot,
-            rank,
-            overlaps.get((worker.spec.worker_id, rank), NO_OVERLAP),
-            loads[worker.spec.worker_id, rank],
-        )
-        for worker in fleet.workers()
-        if worker.phase is WorkerPhase.READY and worker.spec.pool == request.pool
-        for rank in range(worker.spec.dp_size)
-    ]
+    def runner_up(self) -> decisions.Candidate | None:
+        """The cheapest of the others."""
+        others = self.table.costs[: self.at] + self.table.costs[self.at + 1 :]
+        if not others:
+            return None
+        best = others.index(min(others))
+        return self.table.candidate(best + (best >= self.at))
 
 
-def choose(pool: PoolConfigured, request: Request, options: Sequence[Option], turn: int) -> Choice:
-    """Pick one of the options (at least one). `turn` counts the pool's decisions before, for round robin."""
-    assert options, "somebody must be eligible"
-    config = pool.router
-    costs = cost_table(config, request.prompt_tokens, pool.block_size, options)
-    at, ties = _pick(config, [cost.cost for cost in costs], request.tie_seed, turn)
-    return Choice(
-        option=options[at],
-        terms=terms_of(options[at], costs[at]),
-        table_digest=table_digest(options, costs),
-        candidates=len(options),
-        ties=ties,
-        runner_up=_runner_up(options, costs, at),
+def find(world: World, pool: PoolConfigured, request: Request) -> Roster:
+    """Who may take a new request. Raises Ineligible."""
+    hints = request.hints
+    roster = eligible(world.roster(pool.pool), world.fleet, pool, hints, request.lora_name)
+    sticky = hints.session_id and pool.router.session_ttl_s
+    bound = world.sessions.find(pool.pool, hints.session_id) if sticky else None
+    mine = None if bound is None or hints.worker_id else of_session(roster, bound)
+    thresholds = world.busy.get(pool.pool, pool.router.busy)
+    if mine is None:
+        return not_busy(roster, thresholds, pool.pool)
+    if pool.router.session_mode == "hard":
+        return not_busy(mine, thresholds, pool.pool)
+    others = not_busy(roster, thresholds, pool.pool)
+    threshold = pool.router.queue.threshold
+    mine = of_session(others, bound) if bound is not None else None
+    if mine is None or (threshold is not None and all_over(mine, threshold)):
+        return others
+    return mine
+
+
+def find_again(world: World, pool: PoolConfigured, request: Request) -> Roster:
+    """Who may take a request that was accepted before: busy or not, in its session or not. Raises Ineligible."""
+    return eligible(world.roster(pool.pool), world.fleet, pool, request.hints, request.lora_name)
+
+
+def must_wait(pool: PoolConfigured, roster: Roster) -> bool:
+    """Whether everybody has too much to prefill to be sent another request."""
+    threshold = pool.router.queue.threshold
+    return threshold is not None and all_over(roster, threshold)
+
+
+def choose(world: World, pool: PoolConfigured, request: Request, roster: Roster) -> Choice:
+    """Pick one of the seats (at least one). Raises Ineligible when the policy fails."""
+    config = effective(pool.router, request.hints.override)
+    blocks = request.blocks if config.track_active_blocks else NO_BLOCKS
+    demand = Demand(
+        prompt_tokens=request.prompt_tokens,
+        blocks=len(blocks),
+        active=world.load.active_depths(blocks) if config.assume_kv_reuse else {},
+        overlaps=overlaps(world, pool, request.blocks),
+        preferred_taints=request.hints.preferred_taints,
     )
+    table = cost_table(config, pool.block_size, roster, demand)
+    return Choice(config, table, _decide(world, pool, request, config, table))
 
 
-def _pick(config: RouterConfig, costs: Sequence[float], seed: int, turn: int) -> tuple[int, int]:
-    if config.mode == "round-robin":
-        return turn % len(costs), 1
-    if config.temperature > 0.0:
-        return draw(softmax_weights(costs, config.temperature), seed), 1
-    return lowest(costs, seed)
+def overlaps(world: World, pool: PoolConfigured, blocks: Sequence[int]) -> dict[HolderKey, Overlap]:
+    """What each rank has of a prompt: by its KV events, or by what was routed there, whichever is more."""
+    found = world.index.overlaps(blocks) if pool.router.use_kv_events else {}
+    for routed in (world.routed, world.predicted):
+        if len(routed):
+            for key, depth in routed.depths(blocks).items():
+                found[key] = _at_least(found.get(key, NO_OVERLAP), depth)
+    return found
 
 
-def _runner_up(options: Sequence[Option], costs: Sequence[Cost], winner: int) -> Candidate | None:
-    others = [at for at in range(len(costs)) if at != winner]
-    if not others:
-        return None
-    best = min(others, key=lambda at: costs[at].cost)
-    return candidate(options[best], costs[best])
+def uncached_tokens(world: World, pool: PoolConfigured, request: Request, roster: Roster) -> int:
+    """Prompt tokens that even the candidate with the most of them on its device has to compute."""
+    positions = roster.positions
+    known = overlaps(world, pool, request.blocks)
+    best = max((overlap.device for key, overlap in known.items() if key in positions), default=0)
+    return max(0, request.prompt_tokens - best * pool.block_size)
+
+
+@lru_cache(maxsize=256)
+def effective(config: RouterConfig, override: RouterOverride | None) -> RouterConfig:
+    """The pool's configuration with what a request changes of it."""
+    if override is None:
+        return config
+    changes = {name: getattr(override, name) for name in override.__struct_fields__}
+    return msgspec.structs.replace(config, **{name: value for name, value in changes.items() if value is not None})
+
+
+def _at_least(overlap: Overlap, device: int) -> Overlap:
+    """An overlap of which the first `device` blocks are on the device."""
+    if device <= overlap.device:
+        return overlap
+    on_host = max(device, overlap.device + overlap.host)
+    on_disk = max(on_host, overlap.device + overlap.host + overlap.disk)
+    return Overlap(device, on_host - device, on_disk - on_host)
+
+
+def _decide(world: World, pool: PoolConfigured, request: Request, config: RouterConfig, table: CostTable) -> int:
+    seen = RoutingWorld(
+        _Candidates(table), table.costs, config, pool.block_size, world.turns.get(pool.pool, 0), world.now_us
+    )
+    asked = RoutingRequest(
+        request.request_id,
+        request.prompt_tokens,
+        request.blocks,
+        request.tie_seed,
+        request.attempt + 1,
+        request.hints,
+        request.lora_name,
+    )
+    try:
+        at = policy_class(config.mode)().decide(seen, asked)
+    except PolicyUnusable as unusable:
+        raise Ineligible("policy_failed", str(unusable)) from unusable
+    except Exception as error:  # a user's policy may fail in any way
+        raise Ineligible("policy_failed", f"the policy {config.mode} failed: {error!r}") from error
+    if type(at) is not int or not 0 <= at < len(table.costs):
+        raise Ineligible("policy_failed", f"the policy {config.mode} chose {at!r} of {len(table.costs)} candidates")
+    return at
+
+
+class _Candidates(Sequence[Candidate]):
+    """The candidates of a table, made when a policy looks at them: most do not."""
+
+    def __init__(self, table: CostTable) -> None:
+        self._table = table
+
+    def __len__(self) -> int:
+        return len(self._table.costs)
+
+    @overload
+    def __getitem__(self, at: int) -> Candidate: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> list[Candidate]: ...
+
+    def __getitem__(self, at: int | slice) -> Candidate | list[Candidate]:
+        if isinstance(at, slice):
+            return [self._make(one) for one in range(*at.indices(len(self)))]
+        return self._make(range(len(self))[at])
+
+    def __iter__(self) -> Iterator[Candidate]:
+        return map(self._make, range(len(self)))
+
+    def _make(self, at: int) -> Candidate:
+        table = self._table
+        seat = table.roster.seats[at]
+        spec, load = seat.worker.spec, seat.load
+        return Candidate(
+            worker_id=spec.worker_id,
+            rank=seat.rank,
+            overlap=table.overlap(at),
+            prefill_tokens=load.prefill_tokens,
+            decode_blocks=table.decode_blocks[at],
+            active_requests=load.active_requests,
+            kv_blocks_total=spec.kv_blocks_total,
+            kv_blocks_used=None if load.reported is None else load.reported.kv_blocks_used,
+            max_num_batched_tokens=spec.max_num_batched_tokens,
+            taints=spec.taints,
+        )

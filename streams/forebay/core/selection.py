@@ -16,11 +16,13 @@ WEIGHT_ONE = 1 << 53  # the weight of the lowest cost: as fine as a double's man
 _DECIMAL = Context(prec=30)
 
 
-def lowest(costs: Sequence[float], seed: int) -> tuple[int, int]:
-    """The position of the lowest cost, ties decided by `seed`; and how many are tied."""
-    least = min(costs)
-    tied = [at for at, cost in enumerate(costs) if cost == least]
-    return tied[seed % len(tied)], len(tied)
+def lowest(values: Sequence[float], seed: int) -> int:
+    """The position of the lowest value, equal ones decided by `seed`."""
+    least = min(values)
+    if values.count(least) == 1:
+        return values.index(least)
+    tied = [at for at, value in enumerate(values) if value == least]
+    return tied[seed % len(tied)]
 
 
 def softmax_weights(costs: Sequence[float], temperature: float) -> list[int]:
@@ -40,7 +42,12 @@ def softmax_weights(costs: Sequence[float], temperature: float) -> list[int]:
 def draw(weights: Sequence[int], seed: int) -> int:
     """A position, drawn in proportion to the weights by the 64-bit `seed`."""
     ends = list(accumulate(weights))
-    return bisect_right(ends, (mix64(seed) * ends[-1]) >> 64)
+    return bisect_right(ends, scaled(seed, ends[-1]))
+
+
+def scaled(seed: int, end: int) -> int:
+    """An integer in [0, end), drawn by the 64-bit `seed`; all are as likely, but for one part in 2**64 / end."""
+    return (mix64(seed) * end) >> 64
 
 
 def mix64(value: int) -> int:

@@ -8,22 +8,13 @@ records. A record that did not decode is applied as None: it takes its place in 
 
 from typing import assert_never
 
-from forebay.core.cost import Option
-from forebay.core.fleet import Worker
-from forebay.core.lifecycle import UNDER_WAY_MAX, Request, content_hash, submitted
+from forebay.core.dispatch import Decided, abort, drain, lose, query, reroute, submit
+from forebay.core.lifecycle import Phase
 from forebay.core.machine import IllegalTransition
-from forebay.core.router import choose, options_for
 from forebay.core.world import World
 from forebay.events.base import hex_digest
-from forebay.events.control import ControlEvent, PoolConfigured
-from forebay.events.decisions import (
-    AbortReason,
-    Advanced,
-    RejectReason,
-    RequestAborted,
-    RequestRejected,
-    RequestRouted,
-)
+from forebay.events.control import BusyThresholdsSet, ControlEvent, PoolConfigured
+from forebay.events.decisions import Advanced, CacheResyncRequested
 from forebay.events.fleet import (
     AnyFleetEvent,
     OwnershipAnnounced,
@@ -35,14 +26,15 @@ from forebay.events.fleet import (
 )
 from forebay.events.kv import AnyKvEvent, BlocksRemoved, BlocksStored, CacheCleared
 from forebay.events.metrics import LoadReported, MetricEvent
-from forebay.events.progress import AnyProgressEvent, FirstTokenEmitted, RequestFailed, RequestFinished
-from forebay.events.requests import RequestCancelled, RequestEvent, RequestSubmitted
+from forebay.events.progress import AnyProgressEvent, FirstTokenEmitted, OutputGrown, RequestFailed, RequestFinished
+from forebay.events.requests import RequestCancelled, RequestEvent, RequestSubmitted, RouteQueried
+
+__all__ = ["CLOCK", "CONSUMED_RUNS_MAX", "Decided", "InputEvent", "advance", "claim", "open_run", "step"]
 
 CLOCK = "clock"  # the topic of a run in which nothing but time passed
 CONSUMED_RUNS_MAX = 256  # an `Advanced` keeps the consumed part of a record below some 20 kB
 
 InputEvent = RequestEvent | AnyKvEvent | MetricEvent | AnyProgressEvent | AnyFleetEvent | ControlEvent
-Decided = RequestRouted | RequestRejected | RequestAborted
 
 
 def claim(world: World, offset: int) -> None:
@@ -56,32 +48,47 @@ def open_run(world: World, now_us: int) -> list[Decided]:
     if due_us is None or due_us > now_us:
         return []
     world.note(CLOCK, 0, now_us)
-    return [_abort(world, request, "deadline", "the deadline passed") for request in world.requests.expired(now_us)]
+    decided: list[Decided] = []
+    for request in world.requests.expired(now_us):
+        if request.phase is Phase.QUEUED:
+            waited_s = (now_us - request.queued_at_us) / 1e6
+            message = f"the deadline passed after {waited_s:.1f} s in the router's queue"
+            decided.append(abort(world, request, "queue_deadline", message))
+        else:
+            decided.append(abort(world, request, "deadline", "the deadline passed"))
+    return decided + drain(world)
 
 
 def step(world: World, topic: str, event: InputEvent | None, now_us: int) -> list[Decided]:
     """Apply the next record of `topic`, None for one that did not decode; what was decided."""
     offset = world.view.get(topic, 0)
     world.note(topic, 1, now_us)
+    world.expire()
     match event:
         case RequestSubmitted():
-            return _submit(world, event, offset)
+            return submit(world, event, offset)
         case BlocksStored() | BlocksRemoved() | CacheCleared():
-            world.index.apply(event)
-        case FirstTokenEmitted() | RequestFinished() | RequestFailed():
-            _progress(world, event)
+            return _cache(world, event)
+        case FirstTokenEmitted() | OutputGrown() | RequestFinished() | RequestFailed():
+            return _progress(world, event)
         case LoadReported():
-            _report(world, event)
+            return _report(world, event)
         case RequestCancelled():
             request = world.requests.get(event.request_id)
             if request is not None:
-                return [_abort(world, request, "cancelled", event.reason)]
+                return [abort(world, request, "cancelled", event.reason), *drain(world)]
+        case RouteQueried():
+            return [query(world, event)]
         case WorkerJoined() | WorkerSuspect() | WorkerRecovered() | WorkerDraining() | WorkerLost():
             return _fleet(world, event, offset)
         case OwnershipAnnounced():
             return _fleet(world, event, offset)
         case PoolConfigured():
-            world.pools[event.pool] = event
+            world.configure(event)
+            return drain(world)
+        case BusyThresholdsSet():
+            world.set_busy(event.model, event.thresholds)
+            return drain(world)
         case None:
             world.counts["undecodable"] += 1
         case _:
@@ -96,118 +103,58 @@ def advance(world: World) -> Advanced:
     return Advanced(owner_epoch=world.owner_epoch, seq=world.take_seq(), consumed=consumed, digest=digest)
 
 
-def _submit(world: World, event: RequestSubmitted, offset: int) -> list[Decided]:
-    requests = world.requests
-    known = requests.content_known(event.request_id)
-    if known is not None:
-        if known == content_hash(event):
-            world.counts["duplicate_request"] += 1
-            return []
-        message = f"the request id {event.request_id} was used before, for another request"
-        return [_reject(world, event, "duplicate_id", message)]
-    pool = world.pool_of(event.model)
-    if not world.pools:
-        return [_reject(world, event, "no_workers", "no worker has joined yet")]
-    if pool is None:
-        return [_reject(world, event, "wrong_model", f"no pool serves the model {event.model}")]
-    if len(requests) >= UNDER_WAY_MAX:
-        return [_reject(world, event, "overloaded", f"{len(requests)} requests are under way")]
-    request = submitted(event, pool.pool, offset, world.now_us)
-    options = options_for(request, world.fleet, world.index, world.load)
-    if not options:
-        return [_reject(world, event, "no_workers", f"no worker of the pool {pool.pool} is ready")]
-    requests.add(request)
-    return [_route(world, request, options)]
+def _cache(world: World, event: AnyKvEvent) -> list[Decided]:
+    gap = world.index.apply(event)
+    if isinstance(event, CacheCleared):
+        world.forget_routed(event.worker_id, event.rank, event.worker_epoch)
+    if gap is None:
+        return []
+    worker = world.fleet.get(gap.worker_id)
+    assert worker is not None, "the index holds admitted workers only"
+    return [
+        CacheResyncRequested(
+            owner_epoch=world.owner_epoch,
+            seq=world.take_seq(),
+            consumed=world.take_consumed(),
+            pool=worker.spec.pool,
+            worker_id=gap.worker_id,
+            worker_epoch=gap.worker_epoch,
+            slot=worker.slot,
+            rank=gap.rank,
+            expected_seq=gap.expected_seq,
+            found_seq=gap.found_seq,
+        )
+    ]
 
 
-def _route(world: World, request: Request, options: list[Option]) -> RequestRouted:
-    pool = world.pools[request.pool]
-    turn = world.turns.get(pool.pool, 0)
-    choice = choose(pool, request, options, turn)
-    option = choice.option
-    world.turns[pool.pool] = turn + 1
-    world.requests.route(request, option.worker_id, option.worker_epoch, option.rank)
-    cached_tokens = min(option.overlap.device * pool.block_size, request.prompt_tokens)
-    key = (option.worker_id, option.rank)
-    world.load.book(request.request_id, key, request.prompt_tokens - cached_tokens, request.blocks)
-    return RequestRouted(
-        owner_epoch=world.owner_epoch,
-        seq=world.take_seq(),
-        consumed=world.take_consumed(),
-        request_id=request.request_id,
-        attempt=request.attempt,
-        pool=request.pool,
-        worker_id=option.worker_id,
-        worker_epoch=option.worker_epoch,
-        slot=option.slot,
-        rank=option.rank,
-        mode=pool.router.mode,
-        candidates=choice.candidates,
-        table_digest=hex_digest(choice.table_digest),
-        terms=choice.terms,
-        ties=choice.ties,
-        runner_up=choice.runner_up,
-    )
-
-
-def _reject(world: World, event: RequestSubmitted, reason: RejectReason, message: str) -> RequestRejected:
-    world.counts[f"rejected_{reason}"] += 1
-    return RequestRejected(
-        owner_epoch=world.owner_epoch,
-        seq=world.take_seq(),
-        consumed=world.take_consumed(),
-        request_id=event.request_id,
-        reply_slot=event.reply_slot,
-        reason=reason,
-        message=message,
-    )
-
-
-def _abort(world: World, request: Request, reason: AbortReason, message: str) -> RequestAborted:
-    world.counts[f"aborted_{reason}"] += 1
-    worker = world.fleet.get(request.worker_id) if request.on_worker else None
-    if worker is not None:
-        world.load.free(request.request_id)
-    world.requests.end(request, world.now_us)
-    return RequestAborted(
-        owner_epoch=world.owner_epoch,
-        seq=world.take_seq(),
-        consumed=world.take_consumed(),
-        request_id=request.request_id,
-        reply_slot=request.reply_slot,
-        reason=reason,
-        message=message,
-        attempt=request.attempt,
-        pool=request.pool,
-        worker_id=request.worker_id if worker is not None else "",
-        worker_epoch=request.worker_epoch,
-        slot=worker.slot if worker is not None else 0,
-    )
-
-
-def _progress(world: World, event: AnyProgressEvent) -> None:
+def _progress(world: World, event: AnyProgressEvent) -> list[Decided]:
     try:
         request = world.requests.progress(event, world.now_us)
     except IllegalTransition:
         world.counts["outdated_progress"] += 1
-        return
+        return []
     match event:
         case FirstTokenEmitted():
             world.load.prefill_done(event.request_id)
+        case OutputGrown():
+            if world.pools[request.pool].router.track_output_blocks:
+                world.load.grow(event.request_id, event.output_tokens)
         case RequestFinished() | RequestFailed():
             # A worker that was taken for lost may have finished all the same: nothing is booked there any more.
             if request.on_worker:
                 world.load.free(event.request_id)
         case _:
             assert_never(event)
+    return drain(world)
 
 
-def _report(world: World, event: LoadReported) -> None:
+def _report(world: World, event: LoadReported) -> list[Decided]:
     worker = world.fleet.get(event.worker_id)
-    if worker is None or worker.worker_epoch != event.worker_epoch or event.rank >= worker.spec.dp_size:
+    if worker is None or worker.worker_epoch != event.worker_epoch or event.rank not in worker.spec.ranks:
         world.counts["foreign_load_report"] += 1
-        return
+        return []
     world.load.report(event)
+    return drain(world)
 
 
 def _fleet(world: World, event: AnyFleetEvent, offset: int) -> list[Decided]:
@@ -216,41 +163,14 @@ def _fleet(world: World, event: AnyFleetEvent, offset: int) -> list[Decided]:
     except IllegalTransition:
         world.counts["void_fleet_fact"] += 1
         return []
+    world.forget_rosters()
     match event:
         case WorkerJoined() if worker is not None:
             world.admit(worker)
-            return _route_waiting(world)
+            return reroute(world, world.requests.waiting()) + drain(world)
         case WorkerRecovered():
-            return _route_waiting(world)
+            return reroute(world, world.requests.waiting()) + drain(world)
         case WorkerLost() if worker is not None:
-            return _lose(world, worker)
+            return lose(world, worker)
         case _:
             return []
-
-
-def _lose(world: World, worker: Worker) -> list[Decided]:
-    """Free what a lost worker had, then find each request another one, in the order of submission."""
-    stranded = world.requests.of_worker(worker.spec.worker_id, worker.worker_epoch)
-    for request in stranded:
-        world.requests.lose_worker(request)
-        world.load.free(request.request_id)
-    world.dismiss(worker)
-    return _reroute(world, stranded)
-
-
-def _route_waiting(world: World) -> list[Decided]:
-    return _reroute(world, world.requests.waiting())
-
-
-def _reroute(world: World, requests: list[Request]) -> list[Decided]:
-    decided: list[Decided] = []
-    for request in requests:
-        attempts_max = world.pools[request.pool].attempts_max
-        if request.attempt >= attempts_max:
-            message = f"{request.attempt} workers were lost one after another"
-            decided.append(_abort(world, request, "attempts_exhausted", message))
-            continue
-        options = options_for(request, world.fleet, world.index, world.load)
-        if options:
-            decided.append(_route(world, request, options))
-    return decided

@@ -10,26 +10,36 @@ from typing import assert_never
 
 from xxhash import xxh3_64_intdigest
 
+from forebay.core.affinity import Affinity, Binding
+from forebay.core.approximate import RoutedIndex
 from forebay.core.fleet import Fleet, Worker
-from forebay.core.lifecycle import Requests
+from forebay.core.lifecycle import Request, Requests
 from forebay.core.load import Load
+from forebay.core.machine import Digested
 from forebay.core.prefix_index import PrefixIndex
-from forebay.events.control import PoolConfigured
+from forebay.core.queueing import Held, Queues
+from forebay.core.roster import Roster, Seat, of_session, roster_of
+from forebay.events.control import BusyThresholds, PoolConfigured, RouterConfig
 from forebay.events.decisions import Run
 from forebay.events.snapshots import (
     Booking,
     Chunk,
     IndexBlocks,
+    IndexChanges,
     IndexCursor,
+    PoolBusy,
     PoolTurns,
+    QueueTurns,
     Remembered,
     Reported,
     RequestState,
+    RoutedBlocks,
+    Sessions,
     WorkerState,
     WorldState,
 )
 
-CORE_VERSION = 1  # raised when the same events lead to other decisions
+CORE_VERSION = 2  # raised when the same events lead to other decisions
 
 
 class World:
@@ -46,7 +56,12 @@ class World:
         self.index = PrefixIndex()
         self.load = Load()
         self.requests = Requests()
+        self.queues = Queues()
+        self.sessions = Affinity()
+        self.routed = RoutedIndex()
+        self.predicted = RoutedIndex()
         self.pools: dict[str, PoolConfigured] = {}
+        self.busy: dict[str, BusyThresholds] = {}
         self.view: dict[str, int] = {}
         self.consumed: list[Run] = []
         self.now_us = 0
@@ -54,6 +69,7 @@ class World:
         self.owner_epoch = -1
         self.seq = 0
         self.counts: Counter[str] = Counter()
+        self._rosters: dict[str, Roster] = {}
 
     def note(self, topic: str, count: int, now_us: int) -> None:
         """`count` records of `topic` are applied at `now_us`, a clock that never runs backwards."""
@@ -82,24 +98,98 @@ class World:
         """The first pool, by name, that serves `model`."""
         return next((self.pools[name] for name in sorted(self.pools) if self.pools[name].model == model), None)
 
+    def configure(self, event: PoolConfigured) -> None:
+        """A pool routes by this from now on; thresholds that were set by hand before are gone."""
+        self.pools[event.pool] = event
+        self.queues.configure(event.pool, event.router.queue)
+        self.busy.pop(event.pool, None)
+
+    def set_busy(self, model: str, thresholds: BusyThresholds) -> None:
+        """Every pool of a model has these thresholds from now on."""
+        for name, pool in self.pools.items():
+            if pool.model == model:
+                self.busy[name] = thresholds
+
+    def roster(self, pool: str) -> Roster:
+        """Who may get requests of a pool."""
+        roster = self._rosters.get(pool)
+        if roster is None:
+            roster = self._rosters[pool] = roster_of(pool, self.fleet, self.load)
+        return roster
+
+    def forget_rosters(self) -> None:
+        """The fleet changed."""
+        self._rosters.clear()
+
     def admit(self, worker: Worker) -> None:
         """A worker joined the fleet: its ranks are empty and idle."""
-        for rank in range(worker.spec.dp_size):
-            self.index.add_holder(worker.spec.worker_id, rank, worker.worker_epoch)
-            self.load.add_rank(worker.spec.worker_id, rank)
+        worker_id = worker.spec.worker_id
+        for rank in worker.spec.ranks:
+            self.index.add_holder(worker_id, rank, worker.worker_epoch)
+            self.load.add_rank(worker_id, rank, worker.spec.block_size)
+            self.routed.add_holder(worker_id, rank)
+            self.predicted.add_holder(worker_id, rank)
 
     def dismiss(self, worker: Worker) -> None:
         """A worker is lost; its requests were freed before."""
-        for rank in range(worker.spec.dp_size):
-            self.index.drop_holder(worker.spec.worker_id, rank)
-            self.load.drop_rank(worker.spec.worker_id, rank)
+        worker_id = worker.spec.worker_id
+        for rank in worker.spec.ranks:
+            self.index.drop_holder(worker_id, rank)
+            self.load.drop_rank(worker_id, rank)
+            self.routed.drop_holder(worker_id, rank)
+            self.predicted.drop_holder(worker_id, rank)
+        self.sessions.drop_worker(worker_id)
+
+    def forget_routed(self, worker_id: str, rank: int, worker_epoch: int) -> None:
+        """A rank says that its cache is empty: nothing that was routed there is taken for cached."""
+        worker = self.fleet.get(worker_id)
+        if worker is not None and worker.worker_epoch == worker_epoch and rank in worker.spec.ranks:
+            for routed in (self.routed, self.predicted):
+                routed.drop_holder(worker_id, rank)
+                routed.add_holder(worker_id, rank)
+
+    def remember_routed(self, router: RouterConfig, seat: Seat, request: Request) -> None:
+        """What follows from sending a request to a seat: its prompt will be cached there, its session goes on there."""
+        worker_id, rank = seat.key
+        if not (router.use_kv_events and seat.worker.spec.kv_events):
+            due_us = self.now_us + round(router.ttl_s * 1e6)
+            self.routed.add(worker_id, rank, request.blocks, due_us, router.approximate_blocks_max)
+        elif router.predicted_ttl_s:
+            due_us = self.now_us + round(router.predicted_ttl_s * 1e6)
+            self.predicted.add(worker_id, rank, request.blocks, due_us, router.approximate_blocks_max)
+        session_id = request.hints.session_id
+        if session_id and router.session_ttl_s:
+            due_us = self.now_us + round(router.session_ttl_s * 1e6)
+            bound = self.sessions.find(request.pool, session_id)
+            if bound is None or request.hints.worker_id or of_session(self.roster(request.pool), bound) is None:
+                bound = Binding(worker_id, seat.worker.worker_epoch, rank)
+            self.counts["sessions_evicted"] += self.sessions.bind(request.pool, session_id, bound, due_us)
+
+    def expire(self) -> None:
+        """Forget what is due by now. Called with every event and never in between: the log has no other times."""
+        self.routed.expire(self.now_us)
+        self.predicted.expire(self.now_us)
+        self.sessions.expire(self.now_us)
+
+    def machines(self) -> tuple[Digested, ...]:
+        """All that has a digest of its own, in order."""
+        return (
+            self.fleet,
+            self.index,
+            self.load,
+            self.requests,
+            self.queues,
+            self.sessions,
+            self.routed,
+            self.predicted,
+        )
 
     def digest(self) -> int:
         """64 bits over the machines, the pools, the clock and the view."""
         text = "\n".join(
             (
-                str([machine.digest() for machine in (self.fleet, self.index, self.load, self.requests)]),
-                str([self.pools[name] for name in sorted(self.pools)]),
+                str([machine.digest() for machine in self.machines()]),
+                str([(self.pools[name], self.busy.get(name)) for name in sorted(self.pools)]),
                 str(sorted(self.view.items())),
                 str((self.now_us, sorted(self.turns.items()))),
             )
@@ -107,45 +197,96 @@ class World:
         return xxh3_64_intdigest(text.encode())
 
     def snapshot(self) -> Iterator[Chunk]:
-        """The state as facts, in the order in which `restore` takes them. `consumed` must be empty."""
+        """The state as facts. `consumed` must be empty."""
+        return self._facts(self.index.snapshot())
+
+    def snapshot_small(self) -> Iterator[Chunk]:
+        """All but the blocks of the index, which may be millions and are walked bit by bit."""
+        return self._facts(self.index.cursors())
+
+    def _facts(self, index: Iterable[Chunk]) -> Iterator[Chunk]:
         assert not self.consumed, "a snapshot stands between journal records"
         yield WorldState(
             now_us=self.now_us,
             view=tuple(Run(topic=topic, count=count, now_us=0) for topic, count in sorted(self.view.items())),
             pools=tuple(self.pools[name] for name in sorted(self.pools)),
             turns=tuple(PoolTurns(pool=pool, turns=turns) for pool, turns in sorted(self.turns.items())),
+            busy=tuple(PoolBusy(pool=pool, thresholds=busy) for pool, busy in sorted(self.busy.items())),
             owner_epoch=self.owner_epoch,
             fleet_epoch=self.fleet.owner_epoch,
             seq=self.seq,
         )
         yield from self.fleet.snapshot()
-        yield from self.index.snapshot()
+        yield from index
         yield from self.requests.snapshot()
         yield from self.load.snapshot()
+        yield from self.queues.snapshot()
+        yield from self.sessions.snapshot()
+        yield from self.routed.snapshot(predicted=False)
+        yield from self.predicted.snapshot(predicted=True)
 
 
 def restore(chunks: Iterable[Chunk]) -> World:
-    """The world of a snapshot; its digest is the one that was sealed."""
+    """The world of a snapshot, whose blocks may have been written before the rest; its digest is the one sealed."""
     world = World()
+    blocks: list[IndexBlocks] = []
+    changes: list[IndexChanges] = []
     for chunk in chunks:
         match chunk:
             case WorldState():
-                world.now_us, world.seq = chunk.now_us, chunk.seq
-                world.turns = {pool.pool: pool.turns for pool in chunk.turns}
-                world.view = {run.topic: run.count for run in chunk.view}
-                world.pools = {pool.pool: pool for pool in chunk.pools}
-                world.owner_epoch = chunk.owner_epoch
-                world.fleet.restore_owner(chunk.fleet_epoch)
+                _restore_state(world, chunk)
             case WorkerState():
                 worker = world.fleet.restore(chunk)
-                for rank in range(worker.spec.dp_size):
-                    world.load.add_rank(worker.spec.worker_id, rank)
-            case IndexCursor() | IndexBlocks():
+                for rank in worker.spec.ranks:
+                    world.load.add_rank(worker.spec.worker_id, rank, worker.spec.block_size)
+                    world.routed.add_holder(worker.spec.worker_id, rank)
+                    world.predicted.add_holder(worker.spec.worker_id, rank)
+            case IndexBlocks():
+                blocks.append(chunk)
+            case IndexChanges():
+                changes.append(chunk)
+            case IndexCursor():
                 world.index.restore(chunk)
             case RequestState() | Remembered():
                 world.requests.restore(chunk)
             case Booking() | Reported():
                 world.load.restore(chunk)
+            case RoutedBlocks():
+                (world.predicted if chunk.predicted else world.routed).restore(chunk)
+            case QueueTurns():
+                world.queues.restore(chunk)
+            case Sessions():
+                world.sessions.restore(chunk)
             case _:
                 assert_never(chunk)
+    for late in blocks:
+        world.index.restore(late)
+    for change in changes:
+        world.index.restore(change)
+    for request in world.requests.queued():
+        world.queues.push(request.pool, held_of(request))
     return world
+
+
+def held_of(request: Request) -> Held:
+    """A request as the queue sees it."""
+    return Held(
+        request_id=request.request_id,
+        offset=request.offset,
+        policy_class=request.hints.policy_class,
+        uncached_tokens=request.uncached_tokens,
+        priority=request.hints.priority,
+        strict_priority=request.hints.strict_priority,
+        arrival_us=request.queued_at_us,
+    )
+
+
+def _restore_state(world: World, chunk: WorldState) -> None:
+    world.now_us, world.seq = chunk.now_us, chunk.seq
+    world.turns = {pool.pool: pool.turns for pool in chunk.turns}
+    world.view = {run.topic: run.count for run in chunk.view}
+    for pool in chunk.pools:
+        world.configure(pool)
+    world.busy = {pool.pool: pool.thresholds for pool in chunk.busy}
+    world.owner_epoch = chunk.owner_epoch
+    world.fleet.restore_owner(chunk.fleet_epoch)

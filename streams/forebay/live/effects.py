@@ -4,11 +4,20 @@ from typing import assert_never
 
 from forebay.core.lifecycle import Request
 from forebay.events.codec import encode
-from forebay.events.decisions import AbortReason, RejectReason, RequestAborted, RequestRejected, RequestRouted
+from forebay.events.decisions import (
+    AbortReason,
+    CacheResyncRequested,
+    RejectReason,
+    RequestAborted,
+    RequestHeld,
+    RequestRejected,
+    RequestRouted,
+    RouteAnswered,
+)
 from forebay.events.requests import RequestSubmitted
-from forebay.events.tokens import AnswerError, ResponseEnded
+from forebay.events.tokens import AnswerError, ResponseEnded, RouteTold
 from forebay.events.topics import TOKENS, work_topic
-from forebay.events.work import WorkCancelled, WorkItem
+from forebay.events.work import ReannounceCache, WorkCancelled, WorkItem
 from forebay.transport.base import Draft
 
 REJECTED: dict[RejectReason, tuple[int, str]] = {
@@ -16,15 +25,22 @@ REJECTED: dict[RejectReason, tuple[int, str]] = {
     "wrong_model": (404, "model_not_found"),
     "duplicate_id": (409, "duplicate_request_id"),
     "overloaded": (503, "overloaded"),
+    "busy": (503, "busy"),
+    "queue_full": (529, "queue_full"),
+    "unknown_worker": (400, "unknown_worker"),
+    "contradictory_routing": (400, "contradictory_routing"),
+    "no_eligible_worker": (503, "no_eligible_worker"),
+    "policy_failed": (500, "policy_failed"),
 }
 ABORTED: dict[AbortReason, tuple[int, str]] = {
     "cancelled": (499, "cancelled"),
     "deadline": (504, "deadline_exceeded"),
+    "queue_deadline": (504, "queue_deadline_exceeded"),
     "attempts_exhausted": (503, "workers_lost"),
 }
 
 
-def work_item(decided: RequestRouted, submitted: RequestSubmitted) -> Draft:
+def work_item(decided: RequestRouted, submitted: RequestSubmitted, *, report_output: bool) -> Draft:
     """The work of a routed request, on the partition of its worker's slot."""
     return _work(
         submitted,
@@ -34,10 +50,13 @@ def work_item(decided: RequestRouted, submitted: RequestSubmitted) -> Draft:
         owner_epoch=decided.owner_epoch,
         worker_epoch=decided.worker_epoch,
         rank=decided.rank,
+        report_output=report_output,
     )
 
 
-def work_again(request: Request, slot: int, owner_epoch: int, submitted: RequestSubmitted) -> Draft:
+def work_again(
+    request: Request, slot: int, owner_epoch: int, submitted: RequestSubmitted, *, report_output: bool
+) -> Draft:
     """The work of a request that an earlier owner routed; a worker that has it already ignores it."""
     return _work(
         submitted,
@@ -47,12 +66,29 @@ def work_again(request: Request, slot: int, owner_epoch: int, submitted: Request
         owner_epoch=owner_epoch,
         worker_epoch=request.worker_epoch,
         rank=request.rank,
+        report_output=report_output,
     )
 
 
-def answers(decided: RequestRejected | RequestAborted) -> list[Draft]:
-    """The end of a request that is refused or given up: for its client, and for the worker that has it."""
+def reannounce(pool: str, slot: int, owner_epoch: int, worker_epoch: int, rank: int) -> Draft:
+    """Have a worker say anew what one of its ranks has cached; saying it twice is harmless."""
+    topic = work_topic(pool)
+    asked = ReannounceCache(owner_epoch=owner_epoch, worker_epoch=worker_epoch, rank=rank)
+    return Draft(topic.name, slot, encode(topic, asked))
+
+
+def answers(
+    decided: RequestHeld | RequestRejected | RequestAborted | RouteAnswered | CacheResyncRequested,
+) -> list[Draft]:
+    """What a decision that gives no work makes happen, for its client and for a worker that is concerned."""
     match decided:
+        case RequestHeld():
+            return []
+        case CacheResyncRequested():
+            where = decided.pool, decided.slot, decided.owner_epoch, decided.worker_epoch, decided.rank
+            return [reannounce(*where)]
+        case RouteAnswered():
+            return [_route_told(decided)]
         case RequestRejected():
             status, code = REJECTED[decided.reason]
             return [_error_answer(decided, 0, status, code)]
@@ -83,6 +119,7 @@ def _work(
     owner_epoch: int,
     worker_epoch: int,
     rank: int,
+    report_output: bool,
 ) -> Draft:
     item = WorkItem(
         request_id=submitted.request_id,
@@ -95,9 +132,31 @@ def _work(
         reply_slot=submitted.reply_slot,
         sampling=submitted.sampling,
         reply_from=submitted.reply_from,
+        lora_name=submitted.lora_name,
+        cache_namespace=submitted.cache_namespace,
+        priority=submitted.routing.priority,
+        report_output=report_output,
     )
     topic = work_topic(pool)
     return Draft(topic.name, slot, encode(topic, item))
+
+
+def _route_told(decided: RouteAnswered) -> Draft:
+    error = None
+    if decided.reason is not None:
+        status, code = REJECTED[decided.reason]
+        error = AnswerError(status=status, code=code, message=decided.message)
+    told = RouteTold(
+        request_id=decided.request_id,
+        owner_epoch=decided.owner_epoch,
+        pool=decided.pool,
+        mode=decided.mode,
+        choice=decided.choice,
+        candidates=decided.candidates,
+        would_wait=decided.would_wait,
+        error=error,
+    )
+    return Draft(TOKENS.name, decided.reply_slot, encode(TOKENS, told))
 
 
 def _error_answer(decided: RequestRejected | RequestAborted, attempt: int, status: int, code: str) -> Draft:

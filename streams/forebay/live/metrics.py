@@ -1,13 +1,23 @@
 """What an owner shows to Prometheus, read from its state when asked: nothing is counted on the way."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    Metric,
+    SummaryMetricFamily,
+    UnknownMetricFamily,
+)
 from prometheus_client.registry import Collector
 
 from forebay.core.groups import Groups
+from forebay.core.prefix_index import APPLIED
 from forebay.live.owner import Owner
 from forebay.live.placement import Placement
+
+# Counts of the world with series of their own; all others are of events that changed nothing.
+OUTCOMES = ("rejected_", "aborted_", "non_max_overlap_selections", "overlap_blocks_lost")
 
 
 class OwnerMetrics(Collector):
@@ -19,39 +29,80 @@ class OwnerMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """The metrics as they are now."""
-        world = self._owner.world
-        routed = CounterMetricFamily("dynamo_component_router_requests", "requests routed", labels=["model"])
-        routed.add_metric([self._model], sum(world.turns.values()))
-        yield routed
-        records = CounterMetricFamily("forebay_owner_journal_records", "journal records written", labels=["model"])
-        records.add_metric([self._model], self._owner.journal.written)
-        yield records
-        void = CounterMetricFamily("forebay_owner_void_records", "void records met in the journal", labels=["model"])
-        void.add_metric([self._model], self._owner.journal.void)
-        yield void
-        foreign = CounterMetricFamily(
-            "forebay_owner_foreign_records", "records met in the journal that no owner wrote", labels=["model"]
-        )
-        foreign.add_metric([self._model], self._owner.journal.foreign)
-        yield foreign
-        letters = CounterMetricFamily("forebay_owner_dead_letters", "records that were refused", labels=["model"])
-        letters.add_metric([self._model], self._owner.letters)
-        yield letters
-        unsent = CounterMetricFamily("forebay_owner_unsent_records", "effects that no topic takes", labels=["model"])
-        unsent.add_metric([self._model], self._owner.unsent)
-        yield unsent
-        ahead = GaugeMetricFamily("forebay_owner_clock_ahead_seconds", "the log's clock at start", labels=["model"])
-        ahead.add_metric([self._model], self._owner.clock_ahead_us / 1e6)
-        yield ahead
-        yield self._counts("forebay_owner_events", "events that changed nothing, by reason", world.counts)
-        yield self._counts("dynamo_component_kv_cache_events_refused", "KV events by what was odd", world.index.counts)
-        admission = self._owner.admission
+        yield from self._owned()
+        yield from self._routed()
+        yield from self._indexed()
+        yield from self._models()
+        yield from self._per_worker()
+
+    def _owned(self) -> Iterator[Metric]:
+        owner = self._owner
+        journal, snapshots = owner.journal, owner.snapshots
+        yield self._counter("forebay_owner_journal_records", "journal records written", journal.written)
+        yield self._counter("forebay_owner_void_records", "void records met in the journal", journal.void)
+        foreign = "records met in the journal that no owner wrote"
+        yield self._counter("forebay_owner_foreign_records", foreign, journal.foreign)
+        yield self._counter("forebay_owner_dead_letters", "records that were refused", owner.letters)
+        yield self._counter("forebay_owner_unsent_records", "effects that no topic takes", owner.unsent)
+        yield self._gauge("forebay_owner_clock_ahead_seconds", "the log's clock at start", owner.clock_ahead_us / 1e6)
+        yield self._counter("forebay_owner_snapshots", "snapshots that the journal names", snapshots.taken)
+        yield self._counter("forebay_owner_digests", "digests of the state in the journal", snapshots.digests)
+        age = "time since the newest snapshot's state, or since the start"
+        yield self._gauge("forebay_owner_snapshot_age_seconds", age, snapshots.age_s)
+        admission = owner.admission
         refused = admission.refused if admission is not None else {}
         yield self._counts("forebay_owner_workers_refused", "workers turned away", refused)
-        under_way = GaugeMetricFamily("forebay_owner_requests_under_way", "requests under way", labels=["model"])
-        under_way.add_metric([self._model], len(world.requests))
-        yield under_way
-        yield from self._per_worker()
+
+    def _routed(self) -> Iterator[Metric]:
+        world = self._owner.world
+        counts = world.counts
+        yield self._counter("dynamo_component_router_requests", "requests routed", sum(world.turns.values()))
+        yield self._gauge("forebay_owner_requests_under_way", "requests under way", len(world.requests))
+        ignored = {name: count for name, count in counts.items() if not name.startswith(OUTCOMES)}
+        yield self._counts("forebay_owner_events", "events that changed nothing, by reason", ignored)
+        yield self._counts("forebay_router_requests_rejected", "requests refused", _of(counts, "rejected_"))
+        yield self._counts("forebay_router_requests_aborted", "requests given up", _of(counts, "aborted_"))
+        selections = counts["non_max_overlap_selections"]
+        passed_over = "requests sent elsewhere than where most of them was cached"
+        yield self._counter("dynamo_component_router_non_max_overlap_selections", passed_over, selections)
+        # Dynamo has a histogram of it: its count and sum have these names, too.
+        lost = SummaryMetricFamily(
+            "dynamo_component_router_overlap_blocks_lost", "cached blocks passed over by those", labels=["model"]
+        )
+        lost.add_metric([self._model], selections, counts["overlap_blocks_lost"])
+        yield lost
+        labels = ["model", "pool", "policy_class", "uncached_tokens_min"]
+        pending = GaugeMetricFamily(
+            "dynamo_frontend_router_queue_pending_requests", "requests that wait in the router", labels=labels
+        )
+        for name, pool in sorted(world.pools.items()):
+            for kind in pool.router.queue.classes:
+                label = [self._model, name, kind.name, str(kind.uncached_tokens_min)]
+                pending.add_metric(label, world.queues.length(name, kind))
+        yield pending
+
+    def _indexed(self) -> Iterator[Metric]:
+        index = self._owner.world.index
+        yield self._counts("dynamo_component_kv_cache_events_refused", "KV events by what was odd", index.counts)
+        # Dynamo's name has no `_total`, which a counter would get.
+        applied = UnknownMetricFamily(
+            "dynamo_component_kv_cache_events_applied", "KV events applied", labels=["model", "event_type", "status"]
+        )
+        orphans = index.counts["unknown_parent"]
+        for kind in APPLIED.values():
+            applied.add_metric([self._model, kind, "ok"], index.applied[kind] - (orphans if kind == "stored" else 0))
+        applied.add_metric([self._model, "stored", "parent_block_not_found"], orphans)
+        yield applied
+
+    def _models(self) -> Iterator[Metric]:
+        """What one worker of the model offers: the first by name."""
+        for worker in self._owner.world.fleet.workers()[:1]:
+            spec = worker.spec
+            yield self._gauge("dynamo_frontend_model_total_kv_blocks", "KV blocks of a worker", spec.kv_blocks_total)
+            yield self._gauge("dynamo_frontend_model_max_num_seqs", "sequences of a worker", spec.max_num_seqs)
+            tokens = "tokens of one step of a worker"
+            yield self._gauge("dynamo_frontend_model_max_num_batched_tokens", tokens, spec.max_num_batched_tokens)
+            yield self._gauge("dynamo_frontend_model_kv_cache_block_size", "tokens of a KV block", spec.block_size)
 
     def _per_worker(self) -> Iterator[Metric]:
         world = self._owner.world
@@ -59,18 +110,33 @@ class OwnerMetrics(Collector):
         blocks = GaugeMetricFamily("dynamo_frontend_worker_active_decode_blocks", "active KV blocks", labels=labels)
         prefill = GaugeMetricFamily("dynamo_frontend_worker_active_prefill_tokens", "tokens to prefill", labels=labels)
         held = GaugeMetricFamily("forebay_index_blocks", "device blocks in the prefix index", labels=labels)
-        for (worker_id, rank), load in world.load.loads([]).items():
+        for load in world.load.ranks():
+            worker_id, rank = load.worker_id, load.rank
             label = [worker_id, str(rank)]
             blocks.add_metric(label, load.decode_blocks)
             prefill.add_metric(label, load.prefill_tokens)
             held.add_metric(label, world.index.blocks_held(worker_id, rank, "device"))
         yield from (blocks, prefill, held)
 
-    def _counts(self, name: str, text: str, counts: dict[str, int]) -> Metric:
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        family = CounterMetricFamily(name, text, labels=["model"])
+        family.add_metric([self._model], value)
+        return family
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(name, text, labels=["model"])
+        family.add_metric([self._model], value)
+        return family
+
+    def _counts(self, name: str, text: str, counts: Mapping[str, int]) -> Metric:
         family = CounterMetricFamily(name, text, labels=["model", "reason"])
         for reason, count in sorted(counts.items()):
             family.add_metric([self._model, reason], count)
         return family
+
+
+def _of(counts: Mapping[str, int], prefix: str) -> dict[str, int]:
+    return {name.removeprefix(prefix): count for name, count in counts.items() if name.startswith(prefix)}
 
 
 class PlacementMetrics(Collector):

@@ -10,7 +10,7 @@ ends the ownership: nothing is compensated, the next owner rebuilds from the log
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -20,18 +20,18 @@ from forebay.core.world import CORE_VERSION, World
 from forebay.events.base import Event
 from forebay.events.codec import DecodeError, decode, encode
 from forebay.events.control import PoolConfigured, RouterConfig
-from forebay.events.decisions import JournalRecord, OwnerClaimed, RequestRouted, SnapshotTaken
+from forebay.events.decisions import JournalRecord, OwnerClaimed, RequestRouted, RouteAnswered
 from forebay.events.fleet import OwnershipAnnounced
 from forebay.events.requests import RequestSubmitted
-from forebay.events.snapshots import Chunk, SnapshotChunk
-from forebay.events.topics import CONTROL, DEAD_LETTERS, FLEET, INPUTS, REQUESTS, SNAPSHOTS, Topic
+from forebay.events.topics import CONTROL, DEAD_LETTERS, FLEET, INPUTS, REQUESTS, Topic
 from forebay.live.admission import Admission, PoolsByLease
 from forebay.live.asked import AskedReader
 from forebay.live.clock import RunClock, steady_clock
-from forebay.live.effects import answers, work_again, work_item
+from forebay.live.effects import answers, reannounce, work_again, work_item
 from forebay.live.journal import Journal, OwnershipLost
 from forebay.live.recovery import recover
-from forebay.live.standby import Standby
+from forebay.live.snapshots import Snapshots
+from forebay.live.standby import Standby, Unsure
 from forebay.transport.base import Draft, Lease, LeaseError, Leases, Log, LogError, Record, Tail
 
 __all__ = ["GroupSettings", "Owner", "OwnershipLost"]
@@ -40,7 +40,6 @@ logger = logging.getLogger(__name__)
 
 RUN_US_MAX = 5_000  # nothing that arrives waits longer for the topic before it
 RUN_SLICE = 16  # records between two looks at the clock
-CHUNK_BYTES = 900_000  # below the 1 MiB of a snapshot record, envelope included
 CAUGHT_UP_S = 60  # between two records that are known to be there: a reader that gets none is stuck
 CLOCK_AHEAD_US = 1_000_000  # machines that keep time are nearer to each other
 
@@ -57,7 +56,8 @@ class GroupSettings:
             first lease of a pool configures that.
         router: how pools route that come by leases; appended to `control` where the log says otherwise.
         slots_max: partitions of a work topic, so the workers that a pool can have.
-        snapshot_every: decisions between two snapshots.
+        snapshot_every: journal records between two snapshots.
+        snapshot_age_s: between two snapshots, if anything was journalled.
         poll_s: between two looks at the leases.
     """
 
@@ -68,6 +68,7 @@ class GroupSettings:
     router: RouterConfig = field(default_factory=RouterConfig)
     slots_max: int = 1_024
     snapshot_every: int = 5_000
+    snapshot_age_s: float = 300.0
     poll_s: float = 0.5
 
 
@@ -84,10 +85,16 @@ class Owner:
         self._asked = AskedReader(log, settings.partition)
         self._wake = asyncio.Event()
         self._tails: dict[str, Tail] = {}
-        self._since_snapshot = 0
         self._stopping = False
         self.world = World()
         self.journal = Journal(log, settings.partition)
+        self.snapshots = Snapshots(
+            log,
+            settings.partition,
+            every=settings.snapshot_every,
+            age_s=settings.snapshot_age_s,
+            wake=self._wake,
+        )
         self.admission: Admission | None = None
         self.letters = 0
         self.unsent = 0
@@ -123,6 +130,7 @@ class Owner:
         await self._catch_up([topic for topic in INPUTS if topic is not REQUESTS])
         await self._catch_up([REQUESTS])
         await self._configure_pools()
+        self.snapshots.keep_collections_short(self.world)
         # The fleet is applied beyond this owner's announcement: no fact of an earlier owner can follow.
         by_lease = None if settings.pool else PoolsByLease(settings.group, settings.router)
         self.admission = Admission(
@@ -137,7 +145,11 @@ class Owner:
                 await self.turn()
                 if polling.done():
                     await polling
-                if not self._any_ready():
+                if self._any_ready():
+                    continue
+                if self.snapshots.eager:
+                    await asyncio.sleep(0)
+                else:
                     await self._sleep()
         finally:
             polling.cancel()
@@ -156,6 +168,7 @@ class Owner:
 
     def drop(self) -> None:
         """Stop following the inputs, and write nothing: the end of an owner that failed or lost the group."""
+        self.snapshots.drop()
         for tail in self._tails.values():
             tail.close()
 
@@ -174,32 +187,21 @@ class Owner:
             self.journal.surrender(
                 f"the fleet has a newer owner, of epoch {newest}; this one is of {self.journal.epoch}"
             )
+        records += self.snapshots.records(self.world)
         if records:
             await self._journal(records)
             await self._act(decided, submitted)
         if letters:
             self._send(letters)
-        if self._since_snapshot >= self._settings.snapshot_every:
-            await self.take_snapshot()
+        self.snapshots.work(self.world)
 
     async def take_snapshot(self) -> None:
-        """Write the state to `snapshots` and journal where it is."""
-        sealed = advance(self.world)
-        chunks = _chunked(self.world.owner_epoch, list(self.world.snapshot()))
-        self._since_snapshot = 0
-        await self._journal([sealed])
-        journal_offset = self.journal.end
-        offsets = await self._append(SNAPSHOTS, chunks)
-        taken = SnapshotTaken(
-            owner_epoch=self.world.owner_epoch,
-            seq=self.world.take_seq(),
-            consumed=self.world.take_consumed(),
-            first_offset=offsets[0],
-            chunks=len(offsets),
-            digest=sealed.digest,
-            journal_offset=journal_offset,
-        )
-        await self._journal([taken])
+        """Write the state as it is now to `snapshots`, and journal where it is. Not while `run` does."""
+        wanted = self.snapshots.taken + 1 + self.snapshots.sealed
+        while self.snapshots.taken < wanted:
+            self.snapshots.begin(self.world)
+            await self.turn(())
+            await self.snapshots.settle()
 
     def _apply_ready(
         self,
@@ -256,14 +258,16 @@ class Owner:
 
     async def _journal(self, records: Sequence[JournalRecord]) -> None:
         await self.journal.append(records)
-        self._since_snapshot += len(records)
+        self.snapshots.journalled(records, self.journal.end)
 
     async def _act(self, decided: Sequence[Decided], submitted: dict[str, RequestSubmitted]) -> None:
         drafts: list[Draft] = []
         for decision in decided:
             if isinstance(decision, RequestRouted):
                 asked = submitted.get(decision.request_id) or await self._read_back(decision)
-                drafts.append(work_item(decision, asked))
+                if asked is not None:
+                    report_output = self._reports_output(decision.pool)
+                    drafts.append(work_item(decision, asked, report_output=report_output))
             else:
                 drafts += answers(decision)
         self._asked.forget()
@@ -281,10 +285,13 @@ class Owner:
             for draft in drafts:
                 self._send([draft])
 
-    async def _read_back(self, decision: RequestRouted) -> RequestSubmitted:
+    async def _read_back(self, decision: RequestRouted) -> RequestSubmitted | None:
+        """The request of a decision; None when the same turn ended it again, and so cancelled its work."""
         request = self.world.requests.get(decision.request_id)
-        assert request is not None, "a routed request is under way"
-        return await self._asked.at(request.offset)
+        return None if request is None else await self._asked.at(request.offset)
+
+    def _reports_output(self, pool: str) -> bool:
+        return self.world.pools[pool].router.track_output_blocks
 
     async def _finish_interrupted(self, recovered: Standby) -> None:
         """Journal what the last owner decided and could not write, and send again what may be unanswered.
@@ -294,19 +301,27 @@ class Owner:
         pending: list[JournalRecord] = list(recovered.followed.pending)
         if pending:
             await self._journal(pending)
-        ended = [*recovered.unsure]
-        ended += [decided for decided in recovered.followed.pending if not isinstance(decided, RequestRouted)]
+        again = [*recovered.unsure, *(decided for decided in pending if isinstance(decided, Unsure))]
         drafts = []
-        for decided in ended:
-            if self.world.requests.get(decided.request_id) is None:
+        for decided in again:
+            if isinstance(decided, RouteAnswered) or self.world.requests.get(decided.request_id) is None:
                 drafts += answers(decided)
+        drafts += self._resyncs()
+        owner_epoch = self.world.owner_epoch
         for request in self.world.requests.under_way():
             worker = self.world.fleet.get(request.worker_id)
             if request.on_worker and worker is not None:
-                owner_epoch = self.world.owner_epoch
-                drafts.append(work_again(request, worker.slot, owner_epoch, await self._asked.at(request.offset)))
+                asked = await self._asked.at(request.offset)
+                report_output = self._reports_output(request.pool)
+                drafts.append(work_again(request, worker.slot, owner_epoch, asked, report_output=report_output))
         self._asked.forget()
         self._send(drafts)
+
+    def _resyncs(self) -> Iterator[Draft]:
+        for worker_id, worker_epoch, rank, *_ in self.world.index.resyncing():
+            worker = self.world.fleet.get(worker_id)
+            assert worker is not None, "the index has members of the fleet only"
+            yield reannounce(worker.spec.pool, worker.slot, self.world.owner_epoch, worker_epoch, rank)
 
     def _start_clock(self) -> None:
         self._clock.take_over(self.world.now_us)
@@ -378,21 +393,6 @@ class Owner:
     async def _append(self, topic: Topic, events: Sequence[Event]) -> list[int]:
         partition = self._settings.partition
         return await self._log.append([Draft(topic.name, partition, encode(topic, event)) for event in events])
-
-
-def _chunked(owner_epoch: int, parts: list[Chunk]) -> list[SnapshotChunk]:
-    groups: list[list[Chunk]] = [[]]
-    size = 0
-    for part in parts:
-        part_size = len(msgspec.msgpack.encode(part))
-        if groups[-1] and size + part_size > CHUNK_BYTES:
-            groups.append([])
-            size = 0
-        groups[-1].append(part)
-        size += part_size
-    return [
-        SnapshotChunk(owner_epoch=owner_epoch, number=number, parts=tuple(group)) for number, group in enumerate(groups)
-    ]
 
 
 def _wall_clock_us() -> int:

@@ -34,6 +34,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
         slots_max: partitions of a work topic, so the most workers of a pool.
         config: the routing rule of pools.
         snapshot_every: journal records between two snapshots.
+        snapshot_age_s: between two snapshots, if anything was journalled.
         poll_s: between two looks at the leases.
     """
 
@@ -42,6 +43,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     slots_max: int
     config: RouterConfig
     snapshot_every: int = 5_000
+    snapshot_age_s: float = 300.0
     poll_s: float = 0.5
 
 
@@ -146,6 +148,7 @@ class Router:
                 router=settings.config,
                 slots_max=settings.slots_max,
                 snapshot_every=settings.snapshot_every,
+                snapshot_age_s=settings.snapshot_age_s,
                 poll_s=settings.poll_s,
             ),
         )

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from forebay.core.rederive import Divergence, Rederivation
 from forebay.core.world import World
-from forebay.events.decisions import RequestAborted, RequestRejected
+from forebay.events.decisions import RequestAborted, RequestRejected, RouteAnswered
 from forebay.events.topics import DECISIONS
 from forebay.transport.base import Log, LogError, Record
 from forebay.transport.recorded import (
@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 # Effects follow their journal records within a turn, so only the newest can be missing; a turn makes fewer.
 UNSURE_MAX = 1_024
+Unsure = RequestRejected | RequestAborted | RouteAnswered
 GATHER_S = 0.25  # each pass reads every input topic once: pages, not single records
 BATCH_RECORDS = 64  # followed before others on the event loop get their turn
 PROGRESS_EVERY = 20_000  # journal records between two lines about a long gap
@@ -52,7 +53,7 @@ class Standby:
         position: the journal offset up to which the world has followed.
         failed: why it cannot follow any more; None while it can.
         followed: the world, and what was decided there but not journalled.
-        unsure: the newest refusals and endings, whose answers their owner may not have sent.
+        unsure: the newest refusals, endings and told routes, whose answers their owner may not have sent.
     """
 
     def __init__(self, log: Log, partition: int) -> None:
@@ -64,7 +65,7 @@ class Standby:
         self.position = 0
         self.failed: str | None = None
         self.followed = Rederivation(World())
-        self.unsure: deque[RequestRejected | RequestAborted] = deque(maxlen=UNSURE_MAX)
+        self.unsure: deque[Unsure] = deque(maxlen=UNSURE_MAX)
 
     @property
     def world(self) -> World:
@@ -76,6 +77,7 @@ class Standby:
 
         Raises:
             RecoveryDiverged: this version's rules lead to other decisions.
+            OtherRules: the journal says that it was decided by others.
             LogError: a part that is needed is missing or damaged.
         """
         if self.failed is not None:
@@ -128,12 +130,13 @@ class Standby:
         for record in records:
             decision = decode_journal(record)
             if self._validity.admits(decision, record.offset):
+                self._validity.require_own_rules(decision, record.offset)
                 events = await order.events_of(decision.consumed)
                 # Nothing is awaited between this change and the position that includes it: see `Standby`.
                 divergence = self.followed.apply(record.offset, decision, events)
                 if divergence is not None:
                     raise RecoveryDiverged(divergence)
-                if isinstance(decision, RequestRejected | RequestAborted):
+                if isinstance(decision, Unsure):
                     self.unsure.append(decision)
             self.position = record.offset + 1
             if self.position % BATCH_RECORDS == 0:

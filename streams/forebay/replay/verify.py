@@ -11,17 +11,11 @@ import msgspec
 from xxhash import xxh3_64
 
 from forebay.core.rederive import Divergence, Rederivation
+from forebay.core.step import Decided
 from forebay.core.world import World
 from forebay.events.base import hex_digest
 from forebay.events.codec import encode
-from forebay.events.decisions import (
-    JournalRecord,
-    OwnerClaimed,
-    RequestAborted,
-    RequestRejected,
-    RequestRouted,
-    SnapshotTaken,
-)
+from forebay.events.decisions import JournalRecord, OwnerClaimed, SnapshotTaken
 from forebay.events.topics import DECISIONS, INPUTS, SNAPSHOTS
 from forebay.transport.base import Log, LogError
 from forebay.transport.recorded import RecordedOrder, Validity, decode_journal, journal, journal_records, load_snapshot
@@ -34,7 +28,7 @@ class Report(msgspec.Struct, kw_only=True):
 
     Attributes:
         start: the journal offset at which the verification began: 0, or where the oldest usable snapshot stands.
-        decisions: routed, rejected and aborted requests in the journal up to where verification ended.
+        decisions: what the journal says was decided, up to where verification ended.
         verified: how many of them were derived again, equal in every field.
         records: all valid journal records, `events` the input events applied on the way.
         claims: owners, one for each start or take-over.
@@ -63,8 +57,11 @@ class Report(msgspec.Struct, kw_only=True):
 async def verify(log: Log, partition: int = 0, progress: Callable[[int, int], None] | None = None) -> Report:
     """Derive the journal of one group again, from its first record on, or the oldest snapshot that stands for it.
 
-    `progress` is called now and then with the records done and their total. Raises LogError when the log
-    is damaged or misses a part that the journal says was applied.
+    `progress` is called now and then with the records done and their total.
+
+    Raises:
+        OtherRules: the journal was decided by another version of the rules.
+        LogError: the log is damaged or misses a part that the journal says was applied.
     """
     end = await log.end(DECISIONS.name, partition)
     world, start = await _oldest(log, partition, end)
@@ -74,7 +71,8 @@ async def verify(log: Log, partition: int = 0, progress: Callable[[int, int], No
     order = RecordedOrder(log, partition, world.view)
     validity = Validity(world.owner_epoch)
     async for offset, record in journal(log, partition, start, end, validity):
-        is_decision = isinstance(record, RequestRouted | RequestRejected | RequestAborted)
+        validity.require_own_rules(record, offset)
+        is_decision = isinstance(record, Decided)
         report.decisions += is_decision
         report.events += sum(run.count for run in record.consumed)
         divergence = followed.apply(offset, record, await order.events_of(record.consumed))

@@ -9,11 +9,9 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Mapping
 from typing import TypeGuard
 
-import msgspec
-
 from forebay.core.rederive import RecordedEvents
 from forebay.core.step import CLOCK, InputEvent
-from forebay.core.world import World, restore
+from forebay.core.world import CORE_VERSION, World, restore
 from forebay.events.base import hex_digest
 from forebay.events.codec import DecodeError, decode
 from forebay.events.decisions import JournalRecord, OwnerClaimed, Run, SnapshotTaken
@@ -25,6 +23,16 @@ logger = logging.getLogger(__name__)
 
 PAGE_RECORDS = 512  # read at once: bounds memory whatever the length of the log
 CHUNKS_READ = 8  # snapshot chunks read at once, of at most 1 MiB each
+
+
+class OtherRules(LogError):
+    """The journal was decided by rules that this program does not have: it can derive nothing of it."""
+
+    def __init__(self, offset: int, version: int) -> None:
+        super().__init__(
+            f"journal record {offset} was decided by version {version} of the rules, this program has version "
+            f"{CORE_VERSION}: use the program that wrote it, or begin a new log (a new namespace on Kafka)"
+        )
 
 
 class EventReader:
@@ -108,10 +116,14 @@ def decode_journal(record: Record) -> JournalRecord | None:
 
 
 class Validity:
-    """Tells valid journal records from void and foreign ones, from an offset on; `epoch` is the owner epoch there."""
+    """Tells valid journal records from void and foreign ones, from an offset on.
+
+    `epoch` is the owner epoch there; its owner decides by our rules, as the snapshot is checked to say.
+    """
 
     def __init__(self, epoch: int) -> None:
         self.epoch = epoch
+        self._rules = CORE_VERSION
         self.void = 0
         self.foreign = 0
 
@@ -122,6 +134,7 @@ class Validity:
             return False
         if isinstance(decision, OwnerClaimed):
             self.epoch = offset
+            self._rules = decision.core_version
         elif decision.owner_epoch < self.epoch:
             self.void += 1
             return False
@@ -130,6 +143,14 @@ class Validity:
                 f"journal record {offset} is of the owner epoch {decision.owner_epoch}, whose claim is missing"
             )
         return True
+
+    def require_own_rules(self, decision: JournalRecord, offset: int) -> None:
+        """Raises OtherRules for a record, just admitted, that this program cannot derive.
+
+        A claim is none: an owner that found itself in the wrong log left it behind, and nothing else.
+        """
+        if not isinstance(decision, OwnerClaimed) and self._rules != CORE_VERSION:
+            raise OtherRules(offset, self._rules)
 
 
 async def journal(
@@ -187,10 +208,12 @@ async def recorded_view(log: Log, partition: int) -> dict[str, int]:
     start, epoch = 0, -1
     view: Counter[str] = Counter()
     if taken is not None:
-        first = await _parts(log, partition, msgspec.structs.replace(taken, chunks=1))
-        state = next(part for part in first if isinstance(part, WorldState))
-        view.update({run.topic: run.count for run in state.view})
-        start, epoch = taken.journal_offset, state.owner_epoch
+        async for chunk in _chunks(log, partition, taken):
+            state = next((part for part in chunk.parts if isinstance(part, WorldState)), None)
+            if state is not None:
+                view.update({run.topic: run.count for run in state.view})
+                start, epoch = taken.journal_offset, state.owner_epoch
+                break
     async for _, record in journal(log, partition, start, end, Validity(epoch)):
         for run in record.consumed:
             view[run.topic] += run.count
@@ -199,17 +222,29 @@ async def recorded_view(log: Log, partition: int) -> dict[str, int]:
 
 
 async def load_snapshot(log: Log, partition: int, taken: SnapshotTaken) -> World:
-    """The world of a snapshot. Raises LogError when a chunk is missing or the digest is another."""
-    world = restore(await _parts(log, partition, taken))
+    """The world of a snapshot.
+
+    Raises:
+        OtherRules: it was taken by an owner with other rules, as far as its claim is still there to say so.
+        LogError: a chunk is missing, or the digest is another.
+    """
+    if taken.owner_epoch >= await log.begin(DECISIONS.name, partition):
+        for record in await log.read(DECISIONS.name, partition, taken.owner_epoch, 1):
+            claimed = decode_journal(record)
+            if isinstance(claimed, OwnerClaimed) and claimed.core_version != CORE_VERSION:
+                raise OtherRules(taken.journal_offset, claimed.core_version)
+    parts: list[Chunk] = []
+    async for chunk in _chunks(log, partition, taken):
+        parts += chunk.parts
+    world = restore(parts)
     digest = hex_digest(world.digest())
     if digest != taken.digest:
         raise LogError(f"the snapshot at offset {taken.first_offset} has digest {digest}, sealed as {taken.digest}")
     return world
 
 
-async def _parts(log: Log, partition: int, taken: SnapshotTaken) -> list[Chunk]:
-    """The parts of a snapshot's chunks; chunks of an owner that was not told yet may stand between them."""
-    parts: list[Chunk] = []
+async def _chunks(log: Log, partition: int, taken: SnapshotTaken) -> AsyncIterator[SnapshotChunk]:
+    """The chunks of a snapshot; those of an owner that was not told yet may stand between them."""
     number, offset = 0, taken.first_offset
     while number < taken.chunks:
         records = await log.read(SNAPSHOTS.name, partition, offset, min(CHUNKS_READ, taken.chunks - number))
@@ -221,7 +256,6 @@ async def _parts(log: Log, partition: int, taken: SnapshotTaken) -> list[Chunk]:
             except DecodeError as error:
                 raise LogError(f"chunk {number} of the snapshot at offset {taken.first_offset}: {error}") from error
             if (chunk.owner_epoch, chunk.number) == (taken.owner_epoch, number):
-                parts += chunk.parts
+                yield chunk
                 number += 1
         offset = records[-1].offset + 1
-    return parts

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Annotated
 
 import msgspec
+from xxhash import xxh3_64_intdigest
 
 BLOCK_TOKENS = 512
 TOKEN_IDS = 1_000  # prompts are made of the lowest token ids, which every vocabulary has
 CACHED_BLOCKS = 4_096
+TIMESTAMP_MS_MAX = 3_155_760_000_000  # a century: a clock of microseconds stays far below 64 bits at any speed
 
 
 class TraceUnusable(Exception):
@@ -23,9 +25,9 @@ class TraceUnusable(Exception):
 class Row(msgspec.Struct, frozen=True):
     """One request of a trace."""
 
-    timestamp: Annotated[float, msgspec.Meta(ge=0)]
+    timestamp: Annotated[float, msgspec.Meta(ge=0, le=TIMESTAMP_MS_MAX)]
     input_length: Annotated[int, msgspec.Meta(ge=1)]
-    output_length: Annotated[int, msgspec.Meta(ge=1)]
+    output_length: Annotated[int, msgspec.Meta(ge=1, le=(1 << 31) - 1)]
     hash_ids: list[int]
 
     def prompt(self) -> list[int]:
@@ -34,6 +36,20 @@ class Row(msgspec.Struct, frozen=True):
         for block in self.hash_ids:
             tokens += _tokens_of(block)
         return tokens[: self.input_length]
+
+    def sequence_hashes(self, block_size: int) -> list[int]:
+        """A hash for each full block of the prompt; prompts that begin with the same ids begin with the same hashes.
+
+        They name as much as those of real tokens do, but take no tokens to compute.
+        """
+        hashes: list[int] = []
+        before = 0
+        for at, block in enumerate(self.hash_ids):
+            before = xxh3_64_intdigest(b"%d" % block, before)
+            # The blocks that end within this id; halved, so that the numbers after it are 64 bits long, too.
+            first, end = at * BLOCK_TOKENS // block_size, (at + 1) * BLOCK_TOKENS // block_size
+            hashes += range((before >> 1) + first, (before >> 1) + end)
+        return hashes[: self.input_length // block_size]
 
 
 def rows(path: Path, duration_s: float | None) -> Iterator[Row]:

@@ -1,0 +1,69 @@
+"""Options that `forebay up` shares with the processes of its parts: what workers offer, what an ingress allows."""
+
+import re
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from forebay.ingress.errors import Unusable
+
+NAME_CHARS_MAX = 256  # of a name on the wire
+OF_ONE = re.compile(r"(mock-\d+):(.*)", re.DOTALL)
+
+TaintsOption = Annotated[
+    list[str] | None, typer.Option("--taint", help="Label of the worker that requests may ask for; repeatable.")
+]
+PlacedTaintsOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--taint", help="Label of every worker, or mock-2:LABEL of one, that requests may ask for; repeatable."
+    ),
+]
+LorasOption = Annotated[
+    list[str] | None, typer.Option("--lora", help="LoRA adapter, a model name of its own; repeatable.")
+]
+KvEventsOption = Annotated[
+    bool, typer.Option("--kv-events/--no-kv-events", help="Whether workers tell what they have cached.")
+]
+DpSizeOption = Annotated[int, typer.Option(min=1, max=1024, help="Data-parallel ranks a worker.")]
+DpStartRankOption = Annotated[int, typer.Option(min=0, max=1 << 20, help="Number of the worker's first rank.")]
+RoutingHintsOption = Annotated[
+    bool, typer.Option("--routing-hints", help="Let clients choose worker, priority, session and policy class.")
+]
+AdminApiOption = Annotated[
+    bool, typer.Option("--admin-api/--no-admin-api", help="Serve /busy_threshold and route queries.")
+]
+
+SnapshotEveryOption = Annotated[int, typer.Option(min=1, help="Journal records between snapshots.")]
+SnapshotAgeOption = Annotated[
+    int, typer.Option(min=1, max=86_400, help="Seconds between snapshots, when fewer records come.")
+]
+
+
+def names(flag: str, given: Sequence[str] | None) -> tuple[str, ...]:
+    """The values of a repeated option. Raises Unusable for one that is no name or stands there twice."""
+    for name in given or ():
+        if not 1 <= len(name) <= NAME_CHARS_MAX:
+            raise Unusable(f"{flag} {name[:32]!r}: a name has 1 to {NAME_CHARS_MAX} characters, not {len(name)}")
+    values = tuple(dict.fromkeys(given or ()))
+    if len(values) < len(given or ()):
+        raise Unusable(f"{flag}: a name is given twice")
+    return values
+
+
+def placed_taints(given: Sequence[str], workers: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """The labels of each worker. Raises Unusable for a label of a worker that is not there."""
+    labels: dict[str, dict[str, None]] = {worker: {} for worker in workers}
+    for text in given:
+        one = OF_ONE.fullmatch(text)
+        if one is None:
+            for every in labels.values():
+                every[text] = None
+        elif one[1] not in labels:
+            raise Unusable(f"--taint {text}: there is no worker {one[1]}, only {workers[0]} to {workers[-1]}")
+        elif not one[2]:
+            raise Unusable(f"--taint {text}: a label has at least one character")
+        else:
+            labels[one[1]][one[2]] = None
+    return {worker: tuple(own) for worker, own in labels.items()}

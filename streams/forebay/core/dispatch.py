@@ -1,0 +1,270 @@
+"""What happens to requests: sent to a worker, held in the queue, refused, given up, sent elsewhere.
+
+A decision is booked here at once, and comes back as the journal record that says it.
+"""
+
+from forebay.core.eligibility import Ineligible
+from forebay.core.fleet import Worker
+from forebay.core.lifecycle import UNDER_WAY_MAX, Request, content_hash, queried, submitted
+from forebay.core.queueing import Held, class_of
+from forebay.core.roster import Roster
+from forebay.core.router import NO_BLOCKS, Choice, choose, find, find_again, must_wait, uncached_tokens
+from forebay.core.world import World, held_of
+from forebay.events.base import hex_digest
+from forebay.events.control import PoolConfigured
+from forebay.events.decisions import (
+    AbortReason,
+    CacheResyncRequested,
+    RejectReason,
+    RequestAborted,
+    RequestHeld,
+    RequestRejected,
+    RequestRouted,
+    RouteAnswered,
+)
+from forebay.events.requests import RequestSubmitted, RouteQueried
+
+Decided = RequestRouted | RequestHeld | RequestRejected | RequestAborted | RouteAnswered | CacheResyncRequested
+
+
+def submit(world: World, event: RequestSubmitted, offset: int) -> list[Decided]:
+    """A new request, whose event stands at `offset`: it is routed, held or refused."""
+    requests = world.requests
+    known = requests.content_known(event.request_id)
+    if known is not None:
+        if known == content_hash(event):
+            world.counts["duplicate_request"] += 1
+            return []
+        message = f"the request id {event.request_id} was used before, for another request"
+        return [_reject(world, event.request_id, event.reply_slot, Ineligible("duplicate_id", message))]
+    try:
+        pool = _pool_of(world, event.model)
+        if len(requests) >= UNDER_WAY_MAX:
+            raise Ineligible("overloaded", f"{len(requests)} requests are under way")
+        request = submitted(event, pool.pool, offset, world.now_us)
+        roster = find(world, pool, request)
+        if must_wait(pool, roster):
+            return [_hold(world, pool, request, roster)]
+        choice = choose(world, pool, request, roster)
+    except Ineligible as ineligible:
+        return [_reject(world, event.request_id, event.reply_slot, ineligible)]
+    requests.add(request)
+    return [_route(world, pool, request, choice)]
+
+
+def query(world: World, event: RouteQueried) -> RouteAnswered:
+    """Where such a request would go now. Only the journal remembers the question."""
+    try:
+        pool = _pool_of(world, event.model)
+        request = queried(event, pool.pool)
+        roster = find(world, pool, request)
+        choice = choose(world, pool, request, roster)
+    except Ineligible as ineligible:
+        return RouteAnswered(
+            owner_epoch=world.owner_epoch,
+            seq=world.take_seq(),
+            consumed=world.take_consumed(),
+            request_id=event.request_id,
+            reply_slot=event.reply_slot,
+            reason=ineligible.reason,
+            message=str(ineligible),
+        )
+    table = choice.table
+    return RouteAnswered(
+        owner_epoch=world.owner_epoch,
+        seq=world.take_seq(),
+        consumed=world.take_consumed(),
+        request_id=event.request_id,
+        reply_slot=event.reply_slot,
+        pool=pool.pool,
+        mode=choice.config.mode,
+        choice=table.candidate(choice.at),
+        candidates=tuple(table.candidate(at) for at in range(len(table.costs))),
+        table_digest=hex_digest(table.digest()),
+        ties=choice.ties,
+        would_wait=must_wait(pool, roster),
+    )
+
+
+def drain(world: World) -> list[Decided]:
+    """Send on whoever waits in a queue and need not any longer, in the order of the queues."""
+    decided: list[Decided] = []
+    for name in sorted(world.pools):
+        while world.queues.waiting(name):
+            held = world.queues.serve(name, lambda held: _may_go(world, held))
+            if held is None:
+                break
+            decided.append(_serve(world, held))
+    return decided
+
+
+def reroute(world: World, requests: list[Request]) -> list[Decided]:
+    """Send requests that lost their worker to another, as far as there is one; they have waited long enough."""
+    decided: list[Decided] = []
+    for request in requests:
+        pool = world.pools[request.pool]
+        if request.attempt >= pool.attempts_max:
+            message = f"{request.attempt} workers were lost one after another"
+            decided.append(abort(world, request, "attempts_exhausted", message))
+            continue
+        try:
+            choice = choose(world, pool, request, find_again(world, pool, request))
+        except Ineligible:
+            continue  # somebody who may take it may yet come: it has a deadline
+        decided.append(_route(world, pool, request, choice))
+    return decided
+
+
+def lose(world: World, worker: Worker) -> list[Decided]:
+    """Free what a lost worker had, then find each request another one, in the order of submission."""
+    stranded = world.requests.of_worker(worker.spec.worker_id, worker.worker_epoch)
+    for request in stranded:
+        world.requests.lose_worker(request)
+        world.load.free(request.request_id)
+    world.dismiss(worker)
+    return reroute(world, stranded)
+
+
+def abort(world: World, request: Request, reason: AbortReason, message: str) -> RequestAborted:
+    """Give up a request that was accepted."""
+    world.counts[f"aborted_{reason}"] += 1
+    worker = world.fleet.get(request.worker_id) if request.on_worker else None
+    if worker is not None:
+        world.load.free(request.request_id)
+    world.queues.remove(request.request_id)
+    world.requests.end(request, world.now_us)
+    return RequestAborted(
+        owner_epoch=world.owner_epoch,
+        seq=world.take_seq(),
+        consumed=world.take_consumed(),
+        request_id=request.request_id,
+        reply_slot=request.reply_slot,
+        reason=reason,
+        message=message,
+        attempt=request.attempt,
+        pool=request.pool,
+        worker_id=request.worker_id if worker is not None else "",
+        worker_epoch=request.worker_epoch,
+        slot=worker.slot if worker is not None else 0,
+    )
+
+
+def _pool_of(world: World, model: str) -> PoolConfigured:
+    if not world.pools:
+        raise Ineligible("no_workers", "no worker has joined yet")
+    pool = world.pool_of(model)
+    if pool is None:
+        raise Ineligible("wrong_model", f"no pool serves the model {model}")
+    return pool
+
+
+def _route(world: World, pool: PoolConfigured, request: Request, choice: Choice) -> RequestRouted:
+    config, table, at = choice.config, choice.table, choice.at
+    seat = table.roster.seats[at]
+    spec = seat.worker.spec
+    waited_us = world.now_us - request.queued_at_us if request.queue_class and not request.attempt else 0
+    world.turns[pool.pool] = world.turns.get(pool.pool, 0) + 1
+    decided = RequestRouted(
+        owner_epoch=world.owner_epoch,
+        seq=world.take_seq(),
+        consumed=world.take_consumed(),
+        request_id=request.request_id,
+        attempt=request.attempt + 1,
+        pool=pool.pool,
+        worker_id=spec.worker_id,
+        worker_epoch=seat.worker.worker_epoch,
+        slot=seat.worker.slot,
+        rank=seat.rank,
+        mode=config.mode,
+        candidates=len(table.costs),
+        table_digest=hex_digest(table.digest()),
+        terms=table.terms(at),
+        ties=choice.ties,
+        runner_up=choice.runner_up(),
+        waited_us=waited_us,
+    )
+    device = table.overlap(at).device
+    _count_overlap(world, device, max((overlap.device for overlap in table.overlaps.values()), default=0))
+    world.requests.route(request, spec.worker_id, seat.worker.worker_epoch, seat.rank)
+    cached_tokens = min(device * pool.block_size, request.prompt_tokens)
+    world.load.book(
+        request.request_id,
+        seat.key,
+        prefill_tokens=request.prompt_tokens - cached_tokens if config.track_prefill_tokens else 0,
+        blocks=request.blocks if config.track_active_blocks else NO_BLOCKS,
+        prompt_tokens=request.prompt_tokens,
+        reuse=config.assume_kv_reuse,
+        expected_output_tokens=request.hints.expected_output_tokens,
+    )
+    world.remember_routed(pool.router, seat, request)
+    return decided
+
+
+def _count_overlap(world: World, device: int, most: int) -> None:
+    if device < most:
+        world.counts["non_max_overlap_selections"] += 1
+        world.counts["overlap_blocks_lost"] += most - device
+
+
+def _hold(world: World, pool: PoolConfigured, request: Request, roster: Roster) -> RequestHeld:
+    queue = pool.router.queue
+    tokens = uncached_tokens(world, pool, request, roster)
+    chosen = class_of(queue, request.hints.policy_class, tokens)
+    ahead = world.queues.length(pool.pool, chosen)
+    workers = len({seat.worker.spec.worker_id: None for seat in world.roster(pool.pool).seats})
+    if ahead >= chosen.requests_per_worker_max * workers:
+        raise Ineligible("queue_full", f"{ahead} requests of the class {chosen.name} wait already")
+    world.requests.add(request)
+    world.requests.hold(request, chosen.name, tokens, world.now_us)
+    world.queues.push(pool.pool, held_of(request))
+    return RequestHeld(
+        owner_epoch=world.owner_epoch,
+        seq=world.take_seq(),
+        consumed=world.take_consumed(),
+        request_id=request.request_id,
+        pool=pool.pool,
+        queue_class=chosen.name,
+        uncached_tokens=tokens,
+        ahead=ahead,
+    )
+
+
+def _may_go(world: World, held: Held) -> bool:
+    """Whether somebody may take one that waits; if not, somebody may yet come, or get less to do: it has a deadline."""
+    request = _waiting(world, held)
+    pool = world.pools[request.pool]
+    try:
+        return not must_wait(pool, find(world, pool, request))
+    except Ineligible:
+        return False
+
+
+def _serve(world: World, held: Held) -> RequestRouted | RequestRejected:
+    request = _waiting(world, held)
+    pool = world.pools[request.pool]
+    try:
+        choice = choose(world, pool, request, find(world, pool, request))
+    except Ineligible as ineligible:
+        world.requests.end(request, world.now_us)
+        return _reject(world, request.request_id, request.reply_slot, ineligible)
+    return _route(world, pool, request, choice)
+
+
+def _waiting(world: World, held: Held) -> Request:
+    request = world.requests.get(held.request_id)
+    assert request is not None, "who waits is under way"
+    return request
+
+
+def _reject(world: World, request_id: str, reply_slot: int, ineligible: Ineligible) -> RequestRejected:
+    reason: RejectReason = ineligible.reason
+    world.counts[f"rejected_{reason}"] += 1
+    return RequestRejected(
+        owner_epoch=world.owner_epoch,
+        seq=world.take_seq(),
+        consumed=world.take_consumed(),
+        request_id=request_id,
+        reply_slot=reply_slot,
+        reason=reason,
+        message=str(ineligible),
+    )

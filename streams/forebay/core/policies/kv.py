@@ -1,0 +1,15 @@
+"""The candidate of the lowest cost: what is cached there, against what waits there."""
+
+from forebay.core.policies.base import RoutingRequest, RoutingWorld
+from forebay.core.selection import draw, lowest, softmax_weights
+
+
+class Kv:
+    """At temperature 0 the lowest cost, equal ones decided by the request's seed; above it a draw by cost."""
+
+    def decide(self, world: RoutingWorld, request: RoutingRequest) -> int:
+        """As in `forebay.core.selection`."""
+        temperature = world.config.temperature
+        if temperature > 0.0:
+            return draw(softmax_weights(world.costs, temperature), request.tie_seed)
+        return lowest(world.costs, request.tie_seed)

@@ -1,0 +1,72 @@
+"""The ranks of a pool that may get requests, in the order in which every decision sees them.
+
+Made from the fleet and the load, and made anew when the fleet changes: no state of its own.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from struct import pack
+
+from xxhash import xxh3_64_intdigest
+
+from forebay.core.affinity import Binding
+from forebay.core.fleet import Fleet, Worker, WorkerPhase
+from forebay.core.holder_bits import HolderKey
+from forebay.core.load import Load, RankLoad
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Seat:
+    """One rank of a ready worker. `load` is live: it changes as requests come and go."""
+
+    worker: Worker
+    rank: int
+    load: RankLoad
+    key: HolderKey
+
+
+@dataclass(frozen=True, eq=False)
+class Roster:
+    """Seats in order of (worker id, rank), with what follows from their order alone."""
+
+    seats: Sequence[Seat]
+    loads: list[RankLoad] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "loads", [seat.load for seat in self.seats])
+
+    @cached_property
+    def positions(self) -> dict[HolderKey, int]:
+        """Where each rank is."""
+        return {seat.key: at for at, seat in enumerate(self.seats)}
+
+    @cached_property
+    def names_hash(self) -> int:
+        """64 bits over the names of all seats, in order."""
+        names = [seat.worker.spec.worker_id.encode() + pack("<xI", seat.rank) for seat in self.seats]
+        return xxh3_64_intdigest(b"".join(names))
+
+    def only(self, positions: list[int]) -> "Roster":
+        """The seats at these positions, rising."""
+        return self if len(positions) == len(self.seats) else Roster([self.seats[at] for at in positions])
+
+
+def roster_of(pool: str, fleet: Fleet, load: Load) -> Roster:
+    """Every rank of every ready worker of a pool."""
+    return Roster(
+        [
+            Seat(worker, rank, load.rank_load(worker.spec.worker_id, rank), (worker.spec.worker_id, rank))
+            for worker in fleet.workers()
+            if worker.phase is WorkerPhase.READY and worker.spec.pool == pool
+            for rank in worker.spec.ranks
+        ]
+    )
+
+
+def of_session(roster: Roster, bound: Binding) -> Roster | None:
+    """Only the seat of a session, if it is among these."""
+    at = roster.positions.get((bound.worker_id, bound.rank))
+    if at is None or roster.seats[at].worker.worker_epoch != bound.worker_epoch:
+        return None
+    return roster.only([at])

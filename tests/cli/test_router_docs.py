@@ -1,0 +1,47 @@
+"""What docs/router-config.md shows is what there is: every flag, a file that loads, a policy that passes."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from forebay.cli.policy_check import require_policy
+from forebay.cli.policy_file import read_policy_file
+from forebay.cli.router_options import OPTIONS
+from forebay.events.control import QueueClass
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs/router-config.md").read_text()
+
+
+def block(language: str) -> str:
+    found = re.search(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
+    assert found is not None
+    return found[1]
+
+
+def test_every_flag_is_there_with_its_default_and_its_field() -> None:
+    rows = re.findall(
+        r"^\| `--(\[no-\])?(router-[a-z-]+|active-[a-z-]+|load-aware)` \| (.*?) \| (.*?) \|", PAGE, re.MULTILINE
+    )
+    shown = {f"--{flag}": (default.strip("` "), field.strip("` ")) for _, flag, default, field in rows}
+    assert set(shown) == {option.flag for option in OPTIONS if not option.hidden}
+    for option in OPTIONS:
+        if not option.hidden:
+            default, field = shown[option.flag]
+            assert (default.split(",")[0], field) == (option.default, option.field)
+
+
+def test_the_file_loads(tmp_path: Path) -> None:
+    path = tmp_path / "policy.yaml"
+    path.write_text(block("yaml"))
+    config = read_policy_file(path)
+    assert config.queue.policy == "wspt"
+    assert config.queue.classes[1] == QueueClass(uncached_tokens_min=16_384, quantum=4_096)
+
+
+def test_the_policy_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "bounded.py").write_text(block("python"))
+    require_policy("bounded.Bounded")

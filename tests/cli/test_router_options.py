@@ -1,0 +1,255 @@
+"""The router's flags, variables and policy files: one `RouterConfig`, or one line that says what is wrong."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import typer
+import yaml
+from typer.testing import CliRunner
+
+from forebay.cli.router_options import OPTIONS, router_config_of, router_options
+from forebay.events.control import BusyThresholds, QueueClass, QueueConfig, RouterConfig
+from forebay.ingress.errors import Unusable
+
+USAGE = 2
+
+
+def told(*arguments: str) -> tuple[int, RouterConfig | None, str]:
+    """A command with the router's options: its exit code, what it got, and stderr."""
+    got: list[RouterConfig] = []
+    app = typer.Typer()
+
+    @app.command()
+    @router_options
+    def probe(router: RouterConfig, workers: int = 4) -> None:
+        got.append(router)
+
+    run = CliRunner().invoke(app, list(arguments))
+    return run.exit_code, got[0] if got else None, run.stderr
+
+
+def config(*arguments: str) -> RouterConfig:
+    code, got, err = told(*arguments)
+    assert code == 0, err
+    assert got is not None
+    return got
+
+
+def refused(*arguments: str) -> str:
+    code, got, err = told(*arguments)
+    assert (code, got) == (USAGE, None)
+    assert len(err.splitlines()) == 1, err
+    return err
+
+
+def test_without_flags_the_defaults_hold() -> None:
+    assert config() == RouterConfig() == config("--workers", "2")
+
+
+def test_every_flag_arrives_in_its_field() -> None:
+    weights = {
+        "--router-temperature": "0.5",
+        "--router-kv-overlap-score-credit": "2",
+        "--router-kv-overlap-score-credit-decay": "0.25",
+        "--router-prefill-load-scale": "3",
+        "--router-decode-active-request-weight": "4",
+        "--router-host-cache-hit-weight": "0.6",
+        "--router-disk-cache-hit-weight": "0.1",
+        "--router-ttl-secs": "60",
+        "--router-predicted-ttl-secs": "5",
+        "--router-session-affinity-ttl-secs": "30",
+        "--router-queue-threshold": "1.5",
+        "--active-decode-blocks-threshold": "0.9",
+        "--active-prefill-tokens-threshold": "10000",
+        "--active-prefill-tokens-threshold-frac": "1.25",
+    }
+    choices = {
+        "--router-mode": "least-loaded",
+        "--router-selection-policy": "lmetric",
+        "--router-queue-policy": "wspt",
+        "--router-session-affinity-mode": "soft",
+    }
+    switches = [
+        "--no-router-kv-events",
+        "--no-router-track-prefill-tokens",
+        "--no-router-track-active-blocks",
+        "--router-track-output-blocks",
+        "--no-router-assume-kv-reuse",
+    ]
+    valued = [part for pair in (weights | choices).items() for part in pair]
+    assert config(*valued, *switches) == RouterConfig(
+        mode="least-loaded",
+        selection_policy="lmetric",
+        overlap_score_credit=2.0,
+        overlap_score_credit_decay=0.25,
+        prefill_load_scale=3.0,
+        host_cache_hit_weight=0.6,
+        disk_cache_hit_weight=0.1,
+        decode_active_request_weight=4.0,
+        temperature=0.5,
+        track_prefill_tokens=False,
+        track_active_blocks=False,
+        track_output_blocks=True,
+        assume_kv_reuse=False,
+        use_kv_events=False,
+        ttl_s=60.0,
+        predicted_ttl_s=5.0,
+        session_ttl_s=30.0,
+        session_mode="soft",
+        busy=BusyThresholds(
+            active_decode_blocks_threshold=0.9,
+            active_prefill_tokens_threshold=10_000,
+            active_prefill_tokens_threshold_frac=1.25,
+        ),
+        queue=QueueConfig(threshold=1.5, policy="wspt"),
+    )
+    named = {*weights, *choices, *(flag.replace("--no-", "--") for flag in switches)}
+    others = {"--router-policy-config", "--load-aware", "--router-kv-overlap-score-weight"}
+    assert named | others == {option.flag for option in OPTIONS}
+
+
+@pytest.mark.parametrize("option", [one for one in OPTIONS if one.kind is float], ids=lambda one: one.flag)
+@pytest.mark.parametrize("value", ["nan", "-1", "inf"])
+def test_no_weight_is_negative_or_no_number(option: Any, value: str) -> None:
+    said = refused(f"{option.flag}={value}")
+    assert said.startswith(f"forebay: {option.flag} must be a number from 0 to ")
+    assert float(said.split()[-1]) == float(value) or value == "nan"
+
+
+@pytest.mark.parametrize("value", ["-1", "9" * 400])
+def test_a_count_has_bounds(value: str) -> None:
+    assert "--active-prefill-tokens-threshold " in refused(f"--active-prefill-tokens-threshold={value}")
+
+
+@pytest.mark.parametrize("mode", ["fastest", "", "Mine", "a..B", "a-b.C"])
+def test_a_mode_that_is_none_is_refused_with_those_there_are(mode: str) -> None:
+    said = refused("--router-mode", mode)
+    assert "--router-mode: " in said
+    assert "kv, round-robin, random, power-of-two, least-loaded, direct" in said
+
+
+def test_the_old_name_of_the_prefill_weight() -> None:
+    code, got, err = told("--router-kv-overlap-score-weight", "2")
+    assert (code, got) == (0, RouterConfig(prefill_load_scale=2.0))
+    assert err == "forebay: --router-kv-overlap-score-weight is the old name of --router-prefill-load-scale\n"
+    assert "give one of them" in refused("--router-kv-overlap-score-weight", "2", "--router-prefill-load-scale", "2")
+
+
+def test_load_aware_routes_by_load_alone() -> None:
+    alone = RouterConfig(overlap_score_credit=0.0, use_kv_events=False)
+    assert config("--load-aware") == config("--load-aware", "--router-mode", "kv") == alone
+    weighted = config("--load-aware", "--router-decode-active-request-weight", "2")
+    assert weighted == msgspec.structs.replace(alone, decode_active_request_weight=2.0)
+    assert "--load-aware is the kv mode, not random" in refused("--load-aware", "--router-mode", "random")
+
+
+def test_a_file_is_the_configuration_and_flags_win(tmp_path: Path) -> None:
+    told = {
+        "mode": "kv",
+        "temperature": 0.3,
+        "busy": {"active_decode_blocks_threshold": 0.8},
+        "queue": {
+            "threshold": 2,
+            "classes": [{"name": "default"}, {"name": "batch", "quantum": 1024, "policy": "lcfs"}],
+        },
+    }
+    meant = RouterConfig(
+        temperature=0.3,
+        busy=BusyThresholds(active_decode_blocks_threshold=0.8),
+        queue=QueueConfig(threshold=2.0, classes=(QueueClass(), QueueClass(name="batch", quantum=1024, policy="lcfs"))),
+    )
+    as_json, as_yaml = tmp_path / "policy.json", tmp_path / "policy.yaml"
+    as_json.write_text(json.dumps(told))
+    as_yaml.write_text(yaml.safe_dump(told))
+    assert config("--router-policy-config", str(as_json)) == meant
+    assert config("--router-policy-config", str(as_yaml)) == meant
+    flags = ("--router-temperature", "0", "--router-queue-policy", "wspt", "--active-prefill-tokens-threshold", "7")
+    assert config("--router-policy-config", str(as_yaml), *flags) == msgspec.structs.replace(
+        meant,
+        temperature=0.0,
+        busy=msgspec.structs.replace(meant.busy, active_prefill_tokens_threshold=7),
+        queue=msgspec.structs.replace(meant.queue, policy="wspt"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("heat: 1", "unknown field heat; there are mode, selection_policy"),
+        (
+            "queue: {classes: [{name: default}, {label: x}]}",
+            "unknown field queue.classes[1].label; there are name, quantum",
+        ),
+        ("busy: {decode: 1}", "unknown field busy.decode; there are active_decode_blocks_threshold"),
+        ("temperature: hot", "temperature: Expected `float`, got `str`"),
+        ("temperature: -1", "temperature: Expected `float` >= 0.0"),
+        ("temperature: .nan", "temperature: Expected `float` >= 0.0"),
+        ("temperature: .inf", "temperature: Expected `float` <= 1000000.0"),
+        ("busy: {active_decode_blocks_threshold: 1.5}", "busy.active_decode_blocks_threshold: Expected `float` <= 1.0"),
+        ("1: kv", "unknown field 1; "),
+        ("queue: {classes: []}", "queue: the queue class default with uncached_tokens_min 0 must be there"),
+        ("queue: {classes: [{quantum: 0}]}", "queue.classes[0].quantum: Expected `int` >= 1"),
+        ("queue: 7", "queue: Expected `object`, got `int`"),
+        ("mode: fastest", "fastest is no router mode (kv, "),
+        ("[1]", "must hold fields of the router's configuration, not a list"),
+        ("", "must hold fields of the router's configuration, not nothing"),
+        ("kv", "must hold fields of the router's configuration, not one value"),
+        ("{", "policy.yaml: "),
+        ("\x00", "policy.yaml: "),
+        ("#" * (1 << 20) + "\nmode: kv", "larger than 1048576 bytes"),
+    ],
+)
+def test_a_file_with_a_fault_is_refused_by_its_name_and_the_field(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "policy.yaml"
+    path.write_text(text)
+    said = refused("--router-policy-config", str(path))
+    assert str(path) in said
+    assert says in said
+
+
+def test_a_file_that_is_not_there_or_no_json(tmp_path: Path) -> None:
+    assert "No such file" in refused("--router-policy-config", str(tmp_path / "none.yaml"))
+    path = tmp_path / "policy.json"
+    path.write_bytes(b"temperature: 1")
+    assert f"{path}: JSON is malformed" in refused("--router-policy-config", str(path))
+    path.write_bytes(b"\xff")
+    assert str(path) in refused("--router-policy-config", str(path))
+
+
+def test_variables_say_the_same_as_flags(tmp_path: Path) -> None:
+    path = tmp_path / "policy.json"
+    path.write_text('{"ttl_s": 7}')
+    environment = {
+        "FOREBAY_ROUTER_MODE": "random",
+        "FOREBAY_ROUTER_TEMPERATURE": "0.5",
+        "FOREBAY_ROUTER_KV_EVENTS": "false",
+        "FOREBAY_ACTIVE_PREFILL_TOKENS_THRESHOLD": "12",
+        "FOREBAY_ROUTER_POLICY_CONFIG": str(path),
+        "HOME": "elsewhere",
+    }
+    assert router_config_of({}) == RouterConfig()
+    assert router_config_of(environment) == RouterConfig(
+        mode="random",
+        temperature=0.5,
+        use_kv_events=False,
+        ttl_s=7.0,
+        busy=BusyThresholds(active_prefill_tokens_threshold=12),
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("FOREBAY_ROUTER_MODE", "fastest", "fastest is no router mode"),
+        ("FOREBAY_ROUTER_TEMPERATURE", "warm", "is warm: Expected `float`"),
+        ("FOREBAY_ROUTER_TEMPERATURE", "nan", "must be a number from 0 to 1e+06, not nan"),
+        ("FOREBAY_ROUTER_QUEUE_POLICY", "fair", "is fair: Invalid enum value 'fair'"),
+    ],
+)
+def test_a_variable_with_a_fault_is_named(name: str, value: str, says: str) -> None:
+    with pytest.raises(Unusable, match=name) as refusal:
+        router_config_of({name: value})
+    assert says in str(refusal.value)

@@ -1,0 +1,143 @@
+"""Sessions: bound, moved, ended, bounded; against a plain dict."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forebay.core.affinity import CHUNK_SESSIONS, Affinity, Binding
+
+A = Binding("a", 1, 0)
+B = Binding("b", 2, 1)
+
+
+def restored(affinity: Affinity, sessions_max: int = 1 << 20) -> Affinity:
+    copy = Affinity(sessions_max)
+    for chunk in affinity.snapshot():
+        copy.restore(chunk)
+    return copy
+
+
+def test_a_session_stays_until_it_ends() -> None:
+    affinity = Affinity()
+    assert not affinity.bind("p", "s", A, 100)
+    affinity.expire(99)
+    assert affinity.find("p", "s") == A
+    assert affinity.find("q", "s") is None
+    assert affinity.find("p", "t") is None
+    affinity.bind("p", "s", A, 150)
+    affinity.expire(149)
+    assert affinity.find("p", "s") == A
+    affinity.expire(150)
+    assert affinity.find("p", "s") is None
+    assert (len(affinity), affinity.digest()) == (0, 0)
+
+
+def test_an_end_may_come_nearer() -> None:
+    affinity = Affinity()
+    affinity.bind("p", "s", A, 100)
+    affinity.bind("p", "s", A, 50)
+    affinity.expire(50)
+    assert affinity.find("p", "s") is None
+    affinity.bind("p", "s", A, 200)
+    affinity.expire(100)
+    assert affinity.find("p", "s") == A
+
+
+def test_a_session_moves() -> None:
+    affinity = Affinity()
+    affinity.bind("p", "s", A, 100)
+    affinity.bind("p", "s", B, 100)
+    assert affinity.find("p", "s") == B
+    affinity.drop_worker("a")
+    assert affinity.find("p", "s") == B
+    affinity.drop_worker("b")
+    assert affinity.find("p", "s") is None
+    assert affinity.digest() == 0
+
+
+def test_too_many_sessions_push_out_the_least_lately_used() -> None:
+    affinity = Affinity(sessions_max=2)
+    affinity.bind("p", "s", A, 100)
+    affinity.bind("p", "t", A, 101)
+    assert not affinity.bind("p", "s", A, 102)
+    assert affinity.bind("p", "u", B, 103)
+    assert [affinity.find("p", name) for name in "stu"] == [A, None, B]
+
+
+def test_a_rank_with_very_many_sessions_takes_several_chunks() -> None:
+    affinity = Affinity()
+    for number in range(CHUNK_SESSIONS + 1):
+        affinity.bind("p", f"s{number}", A, number + 1)
+    assert [len(chunk.keys) // 8 for chunk in affinity.snapshot()] == [CHUNK_SESSIONS, 1]
+    assert restored(affinity).digest() == affinity.digest()
+    affinity.expire(CHUNK_SESSIONS)
+    assert len(affinity) == 1
+
+
+def test_the_digest_sees_all_of_a_session() -> None:
+    digests = set()
+    for pool, name, binding, due_us in [
+        ("p", "s", A, 1),
+        ("q", "s", A, 1),
+        ("p", "t", A, 1),
+        ("p", "s", B, 1),
+        ("p", "s", A._replace(worker_epoch=2), 1),
+        ("p", "s", A._replace(rank=2), 1),
+        ("p", "s", A, 2),
+    ]:
+        affinity = Affinity()
+        affinity.bind(pool, name, binding, due_us)
+        digests.add(affinity.digest())
+    assert len(digests) == 7
+
+
+MAX = 4
+operations = st.tuples(
+    st.sampled_from(["bind", "bind", "bind", "bind", "wait", "lose"]),
+    st.integers(0, 6),
+    st.sampled_from([A, A._replace(rank=1), B]),
+    st.integers(1, 30),
+)
+
+
+@given(st.lists(operations, max_size=80))
+def test_sessions_equal_a_plain_dict(history: list[tuple[str, int, Binding, int]]) -> None:
+    affinity, plain = Affinity(MAX), dict[tuple[str, str], tuple[Binding, int]]()
+    now_us = 0
+    for number, (kind, name, binding, us) in enumerate(history):
+        if number == len(history) // 2:
+            affinity = restored(affinity, MAX)
+        now_us += us * 128 if kind == "wait" else 0
+        affinity.expire(now_us)
+        plain = {session: bound for session, bound in plain.items() if bound[1] > now_us}
+        if kind == "bind":
+            # Ends of sessions that could be pushed out differ: of equal ones their hashes decide.
+            session, due_us = (f"p{name % 2}", f"s{name}"), now_us + us * 128 + number
+            full = session not in plain and len(plain) == MAX
+            if full:
+                del plain[min(plain, key=lambda one: plain[one][1])]
+            plain[session] = (binding, due_us)
+            assert affinity.bind(*session, binding, due_us) is full
+        elif kind == "lose":
+            affinity.drop_worker(binding.worker_id)
+            plain = {one: bound for one, bound in plain.items() if bound[0].worker_id != binding.worker_id}
+        for at in range(7):
+            found = plain.get((f"p{at % 2}", f"s{at}"))
+            assert affinity.find(f"p{at % 2}", f"s{at}") == (found[0] if found else None)
+        assert len(affinity) == len(plain)
+    copy = restored(affinity)
+    assert copy.digest() == affinity.digest()
+    assert list(copy.snapshot()) == list(affinity.snapshot())
+    copy.expire(1 << 62)
+    assert (len(copy), copy.digest()) == (0, 0)
+
+
+def test_what_went_early_does_not_come_back() -> None:
+    affinity = Affinity()
+    affinity.bind("p", "old", B, 10_000)
+    for number in range(500):
+        affinity.bind("p", f"s{number}", A, 1_000 + number)
+        affinity.drop_worker("a")
+    affinity.expire(9_999)
+    assert affinity.find("p", "old") == B
+    affinity.expire(10_000)
+    assert len(affinity) == 0

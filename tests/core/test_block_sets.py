@@ -1,0 +1,160 @@
+"""Sets of blocks against plain sets, on orderly histories and on any: runs are cut and joined, answers stay exact."""
+
+from array import array
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forebay.core.block_sets import RUN_BLOCKS_MAX, BlockSets, bits_of
+
+
+@st.composite
+def stretches(draw: st.DrawFn) -> list[int]:
+    """Blocks in order, or against it, more than a run may have, with holes; or anything, with repetitions."""
+    if draw(st.integers(0, 3)):
+        start = draw(st.integers(1, 250))
+        holes = draw(st.sets(st.integers(1, 300), max_size=4))
+        blocks = [block for block in range(start, min(301, start + draw(st.integers(1, 100)))) if block not in holes]
+        return blocks[:: draw(st.sampled_from([1, 1, -1]))]
+    return draw(st.lists(st.integers(1, 300), max_size=20))
+
+
+changes = st.tuples(st.integers(0, 4), st.booleans(), stretches(), st.none() | st.integers(1, 300))
+
+
+def blocks_of(sets: BlockSets, bit: int) -> list[int]:
+    """What a cursor sees of one holder."""
+    cursor = sets.cursor()
+    seen: list[int] = []
+    while (run := sets.next_run(cursor)) is not None:
+        seen += run.blocks if run.mask & bit else []
+    sets.release(cursor)
+    return sorted(seen)
+
+
+@settings(max_examples=200)
+@given(st.lists(changes, max_size=25), stretches())
+def test_block_sets_equal_plain_sets(operations: list[Any], query: list[int]) -> None:
+    sets = BlockSets()
+    plain: list[set[int]] = [set() for _ in range(5)]
+    for holder, stores, blocks, parent in operations:
+        if stores:
+            assert sets.add(1 << holder, blocks, parent) == len(set(blocks) - plain[holder])
+            plain[holder].update(blocks)
+        else:
+            assert sets.remove(1 << holder, blocks) == len(set(blocks) & plain[holder])
+            plain[holder].difference_update(blocks)
+    for holder, held in enumerate(plain):
+        assert blocks_of(sets, 1 << holder) == sorted(held)
+        assert sets.counts.get(1 << holder, 0) == len(held)
+        assert sets.sums.get(1 << holder, 0) == sum(held)
+        assert all(sets.has(1 << holder, block) == (block in held) for block in range(1, 301))
+    assert len(sets) == len(set().union(*plain))
+    for asked in (query, list(range(1, 301))):
+        depths = {bit: depth for depth, mask in sets.drops(asked, 0b11111) for bit in bits_of(mask)}
+        for holder, held in enumerate(plain):
+            expected = next((at for at, block in enumerate(asked) if block not in held), len(asked))
+            assert depths[1 << holder] == expected
+
+
+def runs_of(sets: BlockSets) -> list[list[int]]:
+    """The runs, in the order of the ring."""
+    cursor = sets.cursor()
+    runs: list[list[int]] = []
+    while (run := sets.next_run(cursor)) is not None:
+        runs.append(run.blocks.tolist())
+    sets.release(cursor)
+    return runs
+
+
+def test_blocks_that_arrive_one_by_one_form_runs() -> None:
+    sets = BlockSets()
+    for block in range(1, 71):
+        sets.add(1, [block], block - 1 or None)
+    runs = [list(range(1, 33)), list(range(33, 65)), list(range(65, 71))]
+    assert runs_of(sets) == runs
+    for block in range(1, 71):
+        sets.add(2, [block], block - 1 or None)
+    assert sorted(runs_of(sets)) == runs
+
+
+def test_what_one_of_two_gives_up_from_the_end_on_stays_in_one_piece() -> None:
+    sets = BlockSets()
+    for bit in (1, 2):
+        sets.add(bit, range(1, 31))
+    for block in range(30, 10, -1):
+        sets.remove(1, [block])
+    assert runs_of(sets) == [list(range(1, 11)), list(range(11, 31))]
+
+
+def test_a_stranger_to_the_order_of_a_run_cuts_it_where_they_part() -> None:
+    sets = BlockSets()
+    sets.add(1, range(1, 11))
+    sets.add(2, [4, 5, 99])
+    assert runs_of(sets) == [[1, 2, 3], [4, 5], [6, 7, 8, 9, 10], [99]]
+    assert sets.drops(array("Q", [4, 5, 6]), 0b11) == [(2, 2), (3, 1)]
+    assert sets.drops(range(1, 6), 0b11) == [(0, 2), (5, 1)]
+
+
+def test_retired_bits_are_swept_a_piece_at_a_time() -> None:
+    sets = BlockSets()
+    for number in range(6):
+        sets.add(1 << (number % 2), range(number * RUN_BLOCKS_MAX, (number + 1) * RUN_BLOCKS_MAX))
+    sets.retire(1)
+    sets.begin_sweep()
+    sizes = []
+    while not sets.sweep(1, 1):
+        sizes.append(len(sets))
+    assert sizes == [size * RUN_BLOCKS_MAX for size in (5, 5, 4, 4, 3, 3)]
+    assert sets.sweep(1, 7) == 7
+    assert blocks_of(sets, 2) == [*range(32, 64), *range(96, 128), *range(160, 192)]
+
+
+def test_a_cursor_sees_blocks_that_join_a_run_it_has_passed() -> None:
+    sets = BlockSets()
+    sets.add(1, [1, 2, 3, 4])
+    sets.add(2, [1, 2])
+    cursor = sets.cursor()
+    first = sets.next_run(cursor)
+    assert first is not None
+    assert first.blocks.tolist() == [1, 2]
+    sets.add(2, [3, 4], parent=2)
+    joined = sets.next_run(cursor)
+    assert joined is not None
+    assert joined.blocks.tolist() == [1, 2, 3, 4]
+    assert sets.next_run(cursor) is None
+
+
+def test_a_cursor_steps_over_what_goes_before_it_comes() -> None:
+    sets = BlockSets()
+    for start in (1, 11, 21, 31):
+        sets.add(1, range(start, start + 5))
+    cursor = sets.cursor()
+    sets.next_run(cursor)
+    for start in (21, 11):
+        sets.remove(1, range(start, start + 5))
+    last = sets.next_run(cursor)
+    assert last is not None
+    assert last.blocks[0] == 31
+    assert sets.next_run(cursor) is None
+
+
+def test_arrays_that_are_handed_in_stay_as_they_are() -> None:
+    sets = BlockSets()
+    first, second = array("Q", [1]), array("Q", [2])
+    sets.add(1, first)
+    sets.add(1, second, parent=1)
+    sets.remove(1, second)
+    assert (first.tolist(), second.tolist()) == ([1], [2])
+
+
+def test_a_cursor_sees_both_parts_of_a_run_that_is_cut_before_it_comes() -> None:
+    sets = BlockSets()
+    sets.add(1, range(1, 11))
+    cursor = sets.cursor()
+    sets.add(2, [1, 2, 3])
+    seen = []
+    while (run := sets.next_run(cursor)) is not None:
+        seen.append(run.blocks.tolist())
+    assert seen == [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10]]

@@ -1,0 +1,381 @@
+"""Requests that wait in the router, queries that book nothing, caches taken for granted, and what load does to them."""
+
+from typing import Any
+
+import pytest
+
+from forebay.core.world import World, restore
+from forebay.events.base import pack_u64
+from forebay.events.control import QueueClass, QueueConfig
+from forebay.events.decisions import (
+    CacheResyncRequested,
+    RequestAborted,
+    RequestHeld,
+    RequestRejected,
+    RequestRouted,
+    RouteAnswered,
+)
+from forebay.events.fleet import WorkerLost
+from forebay.events.kv import BlocksStored, CacheCleared
+from forebay.events.progress import FirstTokenEmitted, OutputGrown, RequestFinished
+from forebay.events.requests import RequestCancelled, RoutingHints
+from tests.core.worlds import BLOCK, PROMPTS, Driver, joined, pool, query, request
+
+ONE_STEP = QueueConfig(threshold=0.5)  # of 64 tokens: a prompt of eight blocks is more
+
+
+def big(drive: Driver, name: str, **hints: Any) -> Any:
+    return drive("requests", request(name, PROMPTS[0], routing=RoutingHints(**hints), timeout_us=10**9))[-1]
+
+
+def progress(routed: RequestRouted) -> dict[str, Any]:
+    names = ("request_id", "attempt", "worker_id", "worker_epoch", "owner_epoch")
+    return {name: getattr(routed, name) for name in names}
+
+
+def first_token(drive: Driver, routed: RequestRouted) -> list[str]:
+    made = drive("progress", FirstTokenEmitted(**progress(routed)))
+    return [one.request_id for one in made if isinstance(one, RequestRouted)]
+
+
+# The queue
+
+
+def test_requests_wait_while_everybody_has_too_much_to_prefill() -> None:
+    drive = Driver().fleet("a", "b", queue=ONE_STEP)
+    first, second = big(drive, "r1"), big(drive, "r2")
+    assert {first.worker_id, second.worker_id} == {"a", "b"}
+    held = [big(drive, name) for name in ("r3", "r4")]
+    assert [(one.queue_class, one.ahead, one.uncached_tokens) for one in held] == [
+        ("default", 0, 34),
+        ("default", 1, 34),
+    ]
+    assert all(isinstance(one, RequestHeld) for one in held)
+    (routed,) = drive("progress", FirstTokenEmitted(**progress(second)), after_us=500)
+    assert isinstance(routed, RequestRouted)
+    assert (routed.request_id, routed.worker_id, routed.attempt) == ("r3", second.worker_id, 1)
+    assert routed.waited_us == 510, "from its submission, two events before"
+    assert first_token(drive, first) == ["r4"]
+    assert drive.world.queues.waiting("default") == 0
+
+
+def test_what_is_cached_is_looked_at_again_when_a_request_leaves_the_queue() -> None:
+    drive = Driver().fleet("a", "b", queue=ONE_STEP)
+    on_a, on_b = big(drive, "r1", worker_id="a"), big(drive, "r2", worker_id="b")
+    assert big(drive, "r3").uncached_tokens == 34
+    stored: dict[str, Any] = {"worker_id": "b", "worker_epoch": drive.epoch("b"), "seq": 1}
+    drive("kv-events", BlocksStored(**stored, sequence_hashes=pack_u64(PROMPTS[0])))
+    drive("progress", RequestFinished(**progress(on_b), finish_reason="length"))
+    routed = next(one for one in drive.decided if isinstance(one, RequestRouted) and one.request_id == "r3")
+    assert (routed.worker_id, routed.terms.device_overlap) == ("b", 8)
+    assert on_a.worker_id == "a"
+
+
+def test_strict_priority_then_time_less_the_priority_then_order() -> None:
+    drive = Driver().fleet("a", queue=ONE_STEP)
+    running = big(drive, "r0")
+    big(drive, "late")
+    big(drive, "early", priority=5)
+    big(drive, "first", strict_priority=1)
+    order = []
+    while drive.world.queues.waiting("default"):
+        order += first_token(drive, running)
+        running = next(one for one in reversed(drive.decided) if isinstance(one, RequestRouted))
+    assert order == ["first", "early", "late"]
+
+
+def test_a_full_class_refuses_at_once_and_another_still_takes() -> None:
+    classes = (QueueClass(requests_per_worker_max=1), QueueClass(name="batch", requests_per_worker_max=2))
+    drive = Driver().fleet("a", queue=QueueConfig(threshold=0.5, classes=classes))
+    big(drive, "r0")
+    assert isinstance(big(drive, "r1"), RequestHeld)
+    refused = big(drive, "r2")
+    assert isinstance(refused, RequestRejected)
+    assert (refused.reason, refused.message) == ("queue_full", "1 requests of the class default wait already")
+    assert [type(big(drive, f"b{at}", policy_class="batch")) for at in range(3)] == [
+        RequestHeld,
+        RequestHeld,
+        RequestRejected,
+    ]
+    assert big(drive, "u", policy_class="unheard of").reason == "queue_full", "an unknown class is the default one"
+    assert drive.world.counts["rejected_queue_full"] == 3
+    assert drive.world.requests.get("r2") is None
+
+
+def test_a_deadline_that_passes_in_the_queue_is_told_apart() -> None:
+    drive = Driver().fleet("a", queue=ONE_STEP)
+    big(drive, "r0")
+    drive("requests", request("r1", PROMPTS[0], timeout_us=900))
+    (gone,) = drive.wait(2_500)
+    assert isinstance(gone, RequestAborted)
+    assert (gone.request_id, gone.reason, gone.worker_id, gone.attempt) == ("r1", "queue_deadline", "", 0)
+    assert "router's queue" in gone.message
+    assert drive.world.counts["aborted_queue_deadline"] == 1
+    assert drive.world.queues.waiting("default") == 0
+
+
+def test_a_request_may_be_cancelled_while_it_waits_and_one_that_ends_lets_another_go() -> None:
+    drive = Driver().fleet("a", queue=ONE_STEP)
+    big(drive, "r0")
+    big(drive, "r1")
+    big(drive, "r2")
+    (gone,) = drive("requests", RequestCancelled(request_id="r1"))
+    assert (gone.request_id, gone.worker_id) == ("r1", "")
+    made = drive("requests", RequestCancelled(request_id="r0"))
+    assert [(type(one), one.request_id) for one in made] == [(RequestAborted, "r0"), (RequestRouted, "r2")]
+
+
+def test_who_waits_for_one_worker_holds_up_nobody_else() -> None:
+    drive = Driver().fleet("a", "b", queue=ONE_STEP)
+    on_a, on_b = big(drive, "r1", worker_id="a"), big(drive, "r2", worker_id="b")
+    big(drive, "pinned", worker_id="a")
+    big(drive, "free")
+    assert first_token(drive, on_b) == ["free"]
+    assert first_token(drive, on_a) == ["pinned"]
+
+
+def test_a_queue_is_emptied_by_a_new_worker_and_by_a_new_configuration() -> None:
+    drive = Driver().fleet("a", queue=ONE_STEP)
+    big(drive, "r0")
+    big(drive, "r1")
+    big(drive, "r2")
+    made = drive("fleet", joined("b", 1))
+    assert [(one.request_id, one.worker_id) for one in made] == [("r1", "b")]
+    made = drive("control", pool())
+    assert [one.request_id for one in made] == ["r2"]
+
+
+def test_those_who_lost_their_worker_go_first_and_do_not_wait_again() -> None:
+    drive = Driver().fleet("a", "b", queue=ONE_STEP)
+    first = big(drive, "r1")
+    big(drive, "r2")
+    big(drive, "r3")
+    made = drive(
+        "fleet", WorkerLost(owner_epoch=0, worker_id=first.worker_id, worker_epoch=drive.epoch(first.worker_id))
+    )
+    assert [(one.request_id, one.attempt, one.waited_us) for one in made] == [("r1", 2, 0)]
+
+
+def test_a_policy_that_fails_in_the_queue_refuses_the_request() -> None:
+    drive = Driver().fleet("a", queue=ONE_STEP)
+    big(drive, "r0")
+    big(drive, "r1")
+    made = drive("control", pool(mode="no.such.Policy"))
+    assert [(type(one), one.request_id, one.reason) for one in made] == [(RequestRejected, "r1", "policy_failed")]
+    assert drive.world.requests.get("r1") is None
+
+
+def test_a_lost_worker_strands_a_pinned_request_until_its_deadline() -> None:
+    drive = Driver().fleet("a", "b")
+    big(drive, "r1", worker_id="a")
+    assert drive("fleet", WorkerLost(owner_epoch=0, worker_id="a", worker_epoch=drive.epoch("a"))) == []
+    made = drive("fleet", joined("a", 0))
+    assert [(one.request_id, one.worker_id, one.attempt) for one in made] == [("r1", "a", 2)]
+
+
+def test_who_waits_when_nobody_is_left_waits_on() -> None:
+    drive = Driver().fleet("a", queue=ONE_STEP)
+    running = big(drive, "r0")
+    big(drive, "r1")
+    drive("fleet", WorkerLost(owner_epoch=0, worker_id="a", worker_epoch=drive.epoch("a")))
+    drive("requests", RequestCancelled(request_id=running.request_id))
+    assert drive.world.queues.waiting("default") == 1
+    assert [one.request_id for one in drive("fleet", joined("b", 0))] == ["r1"]
+
+
+@pytest.mark.parametrize(
+    ("classes", "problem"),
+    [
+        ((QueueClass(name="a"),), "the queue class default with uncached_tokens_min 0 must be there"),
+        ((QueueClass(), QueueClass(quantum=5)), "two queue classes have the same name"),
+        ((QueueClass(), QueueClass(name="a", uncached_tokens_min=5)), "every queue class needs one of its name"),
+    ],
+)
+def test_queue_classes_must_take_everybody(classes: tuple[QueueClass, ...], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        QueueConfig(classes=classes)
+
+
+def test_a_restored_queue_serves_in_the_same_order() -> None:
+    drive = Driver().fleet("a", queue=ONE_STEP)
+    running = big(drive, "r0")
+    for number in range(6):
+        big(drive, f"r{number + 1}", priority=number % 3, strict_priority=number % 2)
+    drive.world.take_consumed()
+    copy = Driver(restore(drive.world.snapshot()))
+    assert copy.world.digest() == drive.world.digest()
+    for one in (drive, copy):
+        now = running
+        while one.world.queues.waiting("default"):
+            first_token(one, now)
+            now = next(done for done in reversed(one.decided) if isinstance(done, RequestRouted))
+    both = [[one.request_id for one in d.decided if isinstance(one, RequestRouted)] for d in (drive, copy)]
+    assert both[0][-6:] == both[1]
+
+
+# Queries
+
+
+def machine_state(world: World) -> Any:
+    return [chunk for chunk in world.snapshot_small() if type(chunk).__name__ != "WorldState"], dict(world.turns)
+
+
+def test_a_query_tells_what_would_be_and_changes_nothing() -> None:
+    drive = Driver().fleet("a", "b", "c")
+    stored: dict[str, Any] = {"worker_id": "b", "worker_epoch": drive.epoch("b"), "seq": 1}
+    drive("kv-events", BlocksStored(**stored, sequence_hashes=pack_u64(PROMPTS[0][:5])))
+    drive.world.take_consumed()
+    before = machine_state(drive.world)
+    (told,) = drive("requests", query("q", PROMPTS[0]))
+    assert isinstance(told, RouteAnswered)
+    assert told.choice is not None
+    assert (told.choice.worker_id, told.choice.terms.device_overlap, told.reply_slot) == ("b", 5, 1)
+    assert [one.worker_id for one in told.candidates] == ["a", "b", "c"]
+    assert [one.terms.device_overlap for one in told.candidates] == [0, 5, 0]
+    assert (told.mode, told.pool, told.ties, told.would_wait) == ("kv", "default", 1, False)
+    drive.world.take_consumed()
+    assert machine_state(drive.world) == before
+    (routed,) = drive("requests", request("r", PROMPTS[0], tie_seed=sum(b"q")))
+    assert (routed.worker_id, routed.terms, routed.table_digest) == ("b", told.choice.terms, told.table_digest)
+
+
+def test_a_query_hears_why_not_and_that_it_would_wait() -> None:
+    drive = Driver()
+    assert drive("requests", query("q1"))[0].reason == "no_workers"
+    drive.fleet("a", queue=ONE_STEP)
+    assert drive("requests", query("q2", model="other"))[0].reason == "wrong_model"
+    refused = drive("requests", query("q3", routing=RoutingHints(worker_id="x")))[0]
+    assert (refused.reason, refused.message) == ("unknown_worker", "the pool default has no worker x")
+    big(drive, "r0")
+    assert drive("requests", query("q4"))[0].would_wait
+
+
+# Caches that nobody reports
+
+
+def overlap_of(drive: Driver, name: str, blocks: list[int], **hints: Any) -> dict[str, int]:
+    (told,) = drive("requests", query(name, blocks, routing=RoutingHints(**hints)))
+    return {one.worker_id: one.terms.device_overlap for one in told.candidates}
+
+
+@pytest.mark.parametrize("said_by", ["worker", "pool"])
+def test_without_kv_events_what_was_routed_is_taken_for_cached(said_by: str) -> None:
+    drive = Driver()
+    drive("control", pool(ttl_s=1.0, use_kv_events=said_by != "pool"))
+    drive("fleet", joined("a", 0, kv_events=said_by != "worker"))
+    drive("fleet", joined("b", 1, kv_events=said_by != "worker"))
+    assert big(drive, "r1", worker_id="b").worker_id == "b"
+    assert overlap_of(drive, "q1", PROMPTS[0]) == {"a": 0, "b": 8}
+    drive.now_us += 999_970
+    assert overlap_of(drive, "q2", PROMPTS[0][:3]) == {"a": 0, "b": 3}
+    drive.now_us += 10
+    assert overlap_of(drive, "q3", PROMPTS[0]) == {"a": 0, "b": 0}
+
+
+def test_a_pool_without_kv_events_does_not_look_at_them() -> None:
+    drive = Driver().fleet("a", use_kv_events=False)
+    stored: dict[str, Any] = {"worker_id": "a", "worker_epoch": drive.epoch("a"), "seq": 1}
+    drive("kv-events", BlocksStored(**stored, sequence_hashes=pack_u64(PROMPTS[0])))
+    assert overlap_of(drive, "q", PROMPTS[0]) == {"a": 0}
+
+
+def test_a_prediction_holds_until_the_kv_events_or_its_end_or_a_clear() -> None:
+    drive = Driver().fleet("a", "b", predicted_ttl_s=0.001)
+    big(drive, "r1", worker_id="b")
+    assert overlap_of(drive, "q1", PROMPTS[0]) == {"a": 0, "b": 8}
+    stored: dict[str, Any] = {"worker_id": "b", "worker_epoch": drive.epoch("b")}
+    drive("kv-events", BlocksStored(**stored, seq=1, sequence_hashes=pack_u64(PROMPTS[0][:2])))
+    drive("kv-events", BlocksStored(**stored, seq=2, sequence_hashes=pack_u64(PROMPTS[0][2:]), tier="host"))
+    assert overlap_of(drive, "q2", PROMPTS[0]) == {"a": 0, "b": 8}, "the most that either says"
+    drive("requests", request("short", PROMPTS[1][:1], routing=RoutingHints(worker_id="b")))
+    drive("kv-events", BlocksStored(**stored, seq=3, sequence_hashes=pack_u64(PROMPTS[1])))
+    assert overlap_of(drive, "q5", PROMPTS[1]) == {"a": 0, "b": 8}
+    drive.now_us += 1_000
+    (told,) = drive("requests", query("q3", PROMPTS[0]))
+    assert [one.terms.host_overlap for one in told.candidates] == [0, 6]
+    big(drive, "r2", worker_id="a")
+    drive("kv-events", CacheCleared(worker_id="a", worker_epoch=drive.epoch("a"), seq=1))
+    assert overlap_of(drive, "q4", PROMPTS[0])["a"] == 0
+    drive("kv-events", CacheCleared(worker_id="nobody", worker_epoch=0, seq=1))
+
+
+def test_a_prediction_shortens_what_is_said_of_slower_tiers() -> None:
+    drive = Driver().fleet("a", predicted_ttl_s=1.0)
+    stored: dict[str, Any] = {"worker_id": "a", "worker_epoch": drive.epoch("a")}
+    drive("kv-events", BlocksStored(**stored, seq=1, sequence_hashes=pack_u64(PROMPTS[0][:2])))
+    drive("kv-events", BlocksStored(**stored, seq=2, sequence_hashes=pack_u64(PROMPTS[0][2:5]), tier="host"))
+    drive("kv-events", BlocksStored(**stored, seq=3, sequence_hashes=pack_u64(PROMPTS[0][5:]), tier="disk"))
+    drive("requests", request("r", PROMPTS[0][:4]))
+    (told,) = drive("requests", query("q", PROMPTS[0]))
+    terms = told.candidates[0].terms
+    assert (terms.device_overlap, terms.host_overlap, terms.disk_overlap) == (4, 1, 3)
+
+
+# Load
+
+
+def test_output_blocks_count_where_they_are_tracked() -> None:
+    for tracked in (False, True):
+        drive = Driver().fleet("a", track_output_blocks=tracked)
+        routed = big(drive, "r1", expected_output_tokens=16)
+        before = drive.world.load.rank_load("a", 0).decode_blocks
+        fields = progress(routed)
+        drive("progress", OutputGrown(**fields, output_tokens=4))
+        assert drive.world.counts["outdated_progress"] == 1, "nothing grows before the first token"
+        drive("progress", FirstTokenEmitted(**fields))
+        drive("progress", OutputGrown(**fields, output_tokens=4))
+        after = drive.world.load.rank_load("a", 0).decode_blocks
+        assert after == ((8 + 1) * 0.75 if tracked else before)
+
+
+def test_load_that_is_not_tracked_is_not_booked() -> None:
+    drive = Driver().fleet("a", track_prefill_tokens=False, track_active_blocks=False)
+    routed = big(drive, "r1")
+    load = drive.world.load.rank_load("a", 0)
+    assert (load.prefill_tokens, load.decode_blocks, load.active_requests) == (0, 0.0, 1)
+    assert (routed.terms.prefill_blocks, routed.terms.decode_blocks) == (0.0, 0.0)
+
+
+def test_requests_that_do_not_share_blocks_count_each_in_full() -> None:
+    drive = Driver().fleet("a", assume_kv_reuse=False)
+    big(drive, "r1")
+    assert big(drive, "r2").terms.decode_blocks == 16.0
+    assert drive.world.load.rank_load("a", 0).decode_blocks == 16.0
+
+
+def test_a_choice_that_gives_up_overlap_is_counted() -> None:
+    drive = Driver().fleet("a", "b", mode="round-robin")
+    stored: dict[str, Any] = {"worker_id": "b", "worker_epoch": drive.epoch("b"), "seq": 1}
+    drive("kv-events", BlocksStored(**stored, sequence_hashes=pack_u64(PROMPTS[0][:5])))
+    big(drive, "r1")
+    big(drive, "r2")
+    assert (drive.world.counts["non_max_overlap_selections"], drive.world.counts["overlap_blocks_lost"]) == (1, 5)
+
+
+# Missing KV events
+
+
+def test_a_gap_is_asked_for_once_until_the_cache_was_said_anew() -> None:
+    drive = Driver().fleet("a", "b")
+    fields: dict[str, Any] = {"worker_id": "b", "worker_epoch": drive.epoch("b")}
+
+    def store(seq: int) -> list[Any]:
+        return drive("kv-events", BlocksStored(**fields, seq=seq, sequence_hashes=pack_u64(PROMPTS[0][:seq])))
+
+    assert store(1) == []
+    (asked,) = store(4)
+    assert isinstance(asked, CacheResyncRequested)
+    assert (asked.worker_id, asked.worker_epoch, asked.rank, asked.slot) == ("b", drive.epoch("b"), 0, 1)
+    assert (asked.expected_seq, asked.found_seq, asked.pool) == (2, 4, "default")
+    assert store(8) == [], "it was asked already"
+    assert overlap_of(drive, "q1", PROMPTS[0])["b"] == 8, "what comes is used meanwhile"
+    drive("kv-events", CacheCleared(**fields, seq=9))
+    assert overlap_of(drive, "q2", PROMPTS[0])["b"] == 0
+    assert len(store(11)) == 1
+
+
+def test_prompts_shorter_than_a_block_have_no_overlap() -> None:
+    drive = Driver().fleet("a")
+    (routed,) = drive("requests", request("r"))
+    assert routed.terms.decode_blocks == 0.0
+    assert routed.terms.prefill_blocks == 2 / BLOCK

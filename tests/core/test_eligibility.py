@@ -1,0 +1,224 @@
+"""Who may take a request: constraints, taints, adapters, ranks, busy workers, sessions."""
+
+from typing import Any
+
+import pytest
+
+from forebay.events.control import BusyThresholds, BusyThresholdsSet
+from forebay.events.decisions import RequestRejected, RequestRouted
+from forebay.events.fleet import WorkerDraining, WorkerLost, WorkerSuspect
+from forebay.events.metrics import LoadReported
+from forebay.events.progress import FirstTokenEmitted, RequestFinished
+from forebay.events.requests import RoutingHints
+from tests.core.worlds import PROMPTS, Driver, joined, pool, request
+
+
+def fleet(**router: Any) -> Driver:
+    drive = Driver()
+    drive("control", pool(**router))
+    drive("fleet", joined("a", 0, taints=("zone=x", "ssd"), loras=("sql",)))
+    drive("fleet", joined("b", 1, taints=("zone=x",), dp_size=2))
+    drive("fleet", joined("c", 2, taints=("ssd",), loras=("sql", "law")))
+    return drive
+
+
+def ask(drive: Driver, name: str = "r", lora_name: str = "", blocks: int = 0, **hints: Any) -> Any:
+    fields = {"routing": RoutingHints(**hints), "lora_name": lora_name, "timeout_us": 10**9}
+    made = drive("requests", request(name, PROMPTS[0][:blocks], **fields))
+    return made[-1]
+
+
+def progress(routed: RequestRouted) -> dict[str, Any]:
+    names = ("request_id", "attempt", "worker_id", "worker_epoch", "owner_epoch")
+    return {name: getattr(routed, name) for name in names}
+
+
+@pytest.mark.parametrize(
+    ("hints", "lora_name", "seats"),
+    [
+        ({}, "", 4),
+        ({"worker_id": "b"}, "", 2),
+        ({"worker_id": "b", "rank": 1}, "", 1),
+        ({"allowed_workers": ("a", "c", "gone")}, "", 2),
+        ({"required_taints": ("zone=x",)}, "", 3),
+        ({"required_taints": ("zone=x", "ssd")}, "", 1),
+        ({}, "sql", 2),
+        ({"required_taints": ("zone=x",)}, "sql", 1),
+    ],
+)
+def test_what_a_request_demands_of_its_worker(hints: dict[str, Any], lora_name: str, seats: int) -> None:
+    routed = ask(fleet(), lora_name=lora_name, **hints)
+    assert isinstance(routed, RequestRouted)
+    assert routed.candidates == seats
+
+
+@pytest.mark.parametrize(
+    ("hints", "lora_name", "reason", "text"),
+    [
+        ({"worker_id": "d"}, "", "unknown_worker", "the pool default has no worker d"),
+        ({"worker_id": "b", "rank": 2}, "", "unknown_worker", "worker b has the ranks 0 to 1, not 2"),
+        ({"rank": 1}, "", "contradictory_routing", "rank 1 is asked for, but no worker"),
+        ({"worker_id": "a", "allowed_workers": ("b",)}, "", "contradictory_routing", "a is asked for, but is not one"),
+        ({"worker_id": "b", "required_taints": ("ssd",)}, "", "no_eligible_worker", "is b and has the taints ssd"),
+        ({"allowed_workers": ("d", "e")}, "", "no_eligible_worker", "is one of d, e"),
+        ({"allowed_workers": tuple("defgh")}, "", "no_eligible_worker", "is one of d, e, f, g, …"),
+        ({}, "poems", "no_eligible_worker", "has the adapter poems"),
+    ],
+)
+def test_nobody_is_eligible_and_the_client_learns_why(
+    hints: dict[str, Any], lora_name: str, reason: str, text: str
+) -> None:
+    drive = fleet()
+    before = drive.world.load.digest(), drive.world.requests.digest()
+    refused = ask(drive, lora_name=lora_name, **hints)
+    assert isinstance(refused, RequestRejected)
+    assert (refused.reason, drive.world.counts[f"rejected_{reason}"]) == (reason, 1)
+    assert text in refused.message
+    assert (drive.world.load.digest(), drive.world.requests.digest()) == before
+
+
+def test_a_pinned_worker_of_another_pool_or_that_is_not_ready() -> None:
+    drive = fleet()
+    drive("fleet", joined("x", 0, pool="other"))
+    assert ask(drive, worker_id="x").reason == "unknown_worker"
+    drive("fleet", WorkerSuspect(owner_epoch=0, worker_id="a", worker_epoch=drive.epoch("a")))
+    refused = ask(drive, worker_id="a")
+    assert (refused.reason, refused.message) == ("no_eligible_worker", "no ready worker of the pool default is a")
+
+
+# Busy
+
+
+def set_busy(drive: Driver, model: str = "m", **thresholds: Any) -> None:
+    drive("control", BusyThresholdsSet(model=model, thresholds=BusyThresholds(**thresholds)))
+
+
+@pytest.mark.parametrize(
+    ("thresholds", "reports"),
+    [
+        ({"active_prefill_tokens_threshold": 13}, False),
+        ({"active_prefill_tokens_threshold_frac": 0.2}, False),  # of 64
+        ({"active_decode_blocks_threshold": 2 / 64}, False),
+        ({"active_decode_blocks_threshold": 0.5}, True),
+        ({"active_decode_blocks_threshold": 0.5, "active_prefill_tokens_threshold": 99}, True),
+    ],
+)
+def test_a_worker_above_any_threshold_is_passed_over_and_all_busy_is_refused(
+    thresholds: dict[str, Any], reports: bool
+) -> None:
+    drive = Driver().fleet("a", "b")
+    set_busy(drive, **thresholds)
+    for name in ("a", "b"):
+        if reports:
+            load = {"running": 1, "waiting": 0, "kv_blocks_used": 33, "kv_blocks_total": 64}
+            drive("metrics", LoadReported(worker_id=name, worker_epoch=drive.epoch(name), **load))
+        else:
+            assert ask(drive, f"on-{name}", blocks=3, worker_id=name).worker_id == name
+        if name == "a":
+            routed = ask(drive, "small")
+            assert (routed.worker_id, routed.candidates) == ("b", 1)
+            assert ask(drive, "pinned", worker_id="a").reason == "busy"
+    refused = ask(drive, "one more")
+    assert (refused.reason, drive.world.counts["rejected_busy"]) == ("busy", 2)
+    assert "every worker of the pool default" in refused.message
+    set_busy(drive)
+    assert isinstance(ask(drive, "and another"), RequestRouted)
+
+
+def test_at_a_threshold_nobody_is_busy_yet() -> None:
+    drive = Driver().fleet("a")
+    set_busy(drive, active_prefill_tokens_threshold=14)
+    ask(drive, "r1", blocks=3)
+    assert isinstance(ask(drive, "r2", blocks=3), RequestRouted)
+
+
+def test_a_worker_is_busy_when_all_its_ranks_are() -> None:
+    drive = fleet()
+    set_busy(drive, active_prefill_tokens_threshold=5)
+    ask(drive, "r1", blocks=3, worker_id="b", rank=0)
+    assert ask(drive, "r2", worker_id="b").candidates == 2
+    ask(drive, "r3", blocks=3, worker_id="b", rank=1)
+    assert ask(drive, "r4", worker_id="b").reason == "busy"
+
+
+def test_thresholds_stand_until_the_pool_is_configured_anew_and_are_those_of_a_model() -> None:
+    drive = Driver().fleet("a", busy=BusyThresholds(active_prefill_tokens_threshold=0))
+    ask(drive, "r1")
+    assert ask(drive, "r2").reason == "busy"
+    set_busy(drive, model="other", active_prefill_tokens_threshold=99)
+    assert ask(drive, "r3").reason == "busy"
+    set_busy(drive, active_prefill_tokens_threshold=99)
+    assert isinstance(ask(drive, "r4"), RequestRouted)
+    drive("control", pool(busy=BusyThresholds(active_prefill_tokens_threshold=1)))
+    assert ask(drive, "r5").reason == "busy"
+
+
+# Sessions
+
+
+def finish(drive: Driver, routed: RequestRouted) -> None:
+    drive("progress", FirstTokenEmitted(**progress(routed)))
+    drive("progress", RequestFinished(**progress(routed), finish_reason="length"))
+
+
+def load_up(drive: Driver, worker_id: str) -> None:
+    for number in range(5):
+        ask(drive, f"load-{worker_id}-{number}-{drive.now_us}", blocks=8, worker_id=worker_id)
+
+
+@pytest.mark.parametrize("mode", ["hard", "soft"])
+def test_a_session_stays_with_its_worker(mode: str) -> None:
+    drive = Driver().fleet("a", "b", "c", session_ttl_s=1.0, session_mode=mode)
+    first = ask(drive, "r1", session_id="s", worker_id="b")
+    load_up(drive, "b")
+    assert ask(drive, "other", session_id="other").worker_id != "b"
+    again = ask(drive, "r2", session_id="s")
+    assert (again.worker_id, again.candidates) == (first.worker_id, 1)
+    assert ask(drive, "r3", session_id="s", worker_id="c").worker_id == "c", "a worker that is named comes first"
+    assert ask(drive, "r4", session_id="s").worker_id == "c", "and is the session's from then on"
+
+
+def test_a_session_ends_after_its_time_and_with_its_worker() -> None:
+    drive = Driver().fleet("a", "b", session_ttl_s=1.0)
+    ask(drive, "r1", session_id="s", worker_id="b")
+    drive.now_us += 900_000
+    assert ask(drive, "r2", session_id="s").candidates == 1
+    drive.now_us += 900_000
+    assert ask(drive, "r3", session_id="s").candidates == 1, "each use prolongs it"
+    drive.now_us += 1_000_000
+    assert ask(drive, "r4", session_id="s").candidates == 2
+    finish(drive, ask(drive, "r5", session_id="t", worker_id="b"))
+    drive("fleet", WorkerLost(owner_epoch=0, worker_id="b", worker_epoch=drive.epoch("b")))
+    drive("fleet", joined("b", 1))
+    assert ask(drive, "r6", session_id="t").candidates == 2
+
+
+def test_a_session_moves_on_from_a_worker_that_is_leaving() -> None:
+    drive = Driver().fleet("a", "b", session_ttl_s=1.0)
+    ask(drive, "r1", session_id="s", worker_id="b")
+    drive("fleet", WorkerDraining(owner_epoch=0, worker_id="b", worker_epoch=drive.epoch("b")))
+    drive("fleet", joined("c", 2))
+    moved = ask(drive, "r2", session_id="s")
+    assert moved.candidates == 2
+    assert ask(drive, "r3", session_id="s").worker_id == moved.worker_id
+
+
+def test_sessions_count_only_where_they_are_configured() -> None:
+    drive = Driver().fleet("a", "b")
+    ask(drive, "r1", session_id="s", worker_id="b")
+    assert ask(drive, "r2", session_id="s").candidates == 2
+
+
+@pytest.mark.parametrize("mode", ["hard", "soft"])
+def test_a_busy_worker_of_a_session_is_waited_for_or_left(mode: str) -> None:
+    drive = Driver().fleet("a", "b", session_ttl_s=1.0, session_mode=mode)
+    ask(drive, "r1", session_id="s", worker_id="b")
+    set_busy(drive, active_prefill_tokens_threshold=20)
+    load_up(drive, "b")
+    made = ask(drive, "r2", session_id="s")
+    if mode == "hard":
+        assert made.reason == "busy"
+        return
+    assert (made.worker_id, made.candidates) == ("a", 1)
+    set_busy(drive)
+    assert ask(drive, "r3", session_id="s").worker_id == "b", "it is still the session's worker"

@@ -1,0 +1,228 @@
+"""Choices: by cost, by draw, by turn; and what happens to a policy that is none."""
+
+from collections import Counter
+from math import exp
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forebay.core.policies import (
+    BUILT_IN,
+    Candidate,
+    PolicyUnusable,
+    RoutingRequest,
+    RoutingWorld,
+    policy_class,
+)
+from forebay.core.selection import draw, lowest, mix64, scaled, softmax_weights
+from forebay.events.control import RouterConfig
+from forebay.events.decisions import RequestRejected, RequestRouted
+from forebay.events.requests import RouterOverride, RoutingHints
+from tests.core.worlds import PROMPTS, Driver, request
+
+SEEDS = [mix64(number) for number in range(3_000)]
+
+
+def world(*active: int, costs: list[float] | None = None, turn: int = 0, **config: Any) -> RoutingWorld:
+    candidates = [Candidate(f"w{at}", active_requests=count) for at, count in enumerate(active)]
+    return RoutingWorld(candidates, costs or [0.0] * len(candidates), RouterConfig(**config), 64, turn, 0)
+
+
+def decide(mode: str, seen: RoutingWorld, seed: int = 0) -> int:
+    return policy_class(mode)().decide(seen, RoutingRequest("r", 100, [], seed))
+
+
+# Selection
+
+
+def test_softmax_of_the_worked_example() -> None:
+    weights = softmax_weights([0.0, 3.0, 9.0], 1.0)
+    shares = [weight / sum(weights) for weight in weights]
+    expected = [exp(0), exp(-1 / 3), exp(-1)]
+    assert shares == pytest.approx([value / sum(expected) for value in expected], rel=1e-12)
+    assert len(set(softmax_weights([4.0, 4.0], 0.5))) == 1
+
+
+def test_draws_follow_the_weights_and_ties_are_spread() -> None:
+    seen = Counter(draw([1, 2, 1], seed) for seed in SEEDS)
+    assert [round(seen[at] / 750) for at in range(3)] == [1, 2, 1]
+    ties = Counter(lowest([2.0, 1.0, 1.0, 1.0], seed) for seed in SEEDS)
+    assert set(ties) == {1, 2, 3}
+    assert min(ties.values()) > 900
+    assert lowest([3.0, 1.0, 1.0], 7) == 2
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=20), st.integers(0, (1 << 64) - 1), st.floats(0.01, 10))
+def test_a_choice_is_always_one_of_the_options(costs: list[float], seed: int, temperature: float) -> None:
+    weights = softmax_weights(costs, temperature)
+    assert max(weights) == weights[costs.index(min(costs))]
+    assert 0 <= draw(weights, seed) < len(costs)
+    assert 0 <= scaled(seed, len(costs)) < len(costs)
+    assert costs[lowest(costs, seed)] == min(costs)
+
+
+# Built-in policies
+
+
+def test_kv_takes_the_lowest_cost_or_draws_by_cost() -> None:
+    assert decide("kv", world(0, 0, 0, costs=[3.0, 1.0, 2.0])) == 1
+    drawn = Counter(decide("kv", world(0, 0, costs=[0.0, 1.0], temperature=1.0), seed) for seed in SEEDS)
+    assert drawn[0] / drawn[1] == pytest.approx(exp(1), rel=0.15)
+
+
+def test_round_robin_takes_turns() -> None:
+    assert [decide("round-robin", world(0, 0, 0, turn=turn)) for turn in range(5)] == [0, 1, 2, 0, 1]
+
+
+def test_random_draws_evenly() -> None:
+    drawn = Counter(decide("random", world(0, 0, 0, 0), seed) for seed in SEEDS)
+    assert min(drawn.values()) > 600
+    assert decide("random", world(0, 0, 0, 0), 5) == decide("random", world(0, 0, 0, 0), 5)
+
+
+def test_power_of_two_takes_the_less_loaded_of_two_and_may_miss_the_least() -> None:
+    seen = world(5, 1, 9, 9)
+    drawn = Counter(decide("power-of-two", seen, seed) for seed in SEEDS)
+    # Of six pairs w1 wins three, w0 two, and the last one is between equals.
+    assert drawn[1] / 3_000 == pytest.approx(1 / 2, abs=0.04)
+    assert drawn[0] / 3_000 == pytest.approx(1 / 3, abs=0.04)
+    assert drawn[2] + drawn[3] == pytest.approx(500, abs=100)
+    assert decide("power-of-two", world(7), 3) == 0
+
+
+def test_least_loaded_takes_the_fewest_requests() -> None:
+    assert decide("least-loaded", world(2, 1, 3)) == 1
+    assert {decide("least-loaded", world(1, 1, 3), seed) for seed in SEEDS} == {0, 1}
+
+
+# In a world
+
+
+def test_every_mode_routes_and_is_journalled_by_its_name() -> None:
+    for mode in BUILT_IN:
+        drive = Driver().fleet("a", "b", mode=mode)
+        hints = RoutingHints(worker_id="b") if mode == "direct" else RoutingHints()
+        (routed,) = drive("requests", request("r", PROMPTS[0], routing=hints))
+        assert isinstance(routed, RequestRouted)
+        assert routed.mode == mode
+
+
+def test_a_request_may_choose_another_mode_and_other_weights() -> None:
+    drive = Driver().fleet("a", "b", mode="round-robin")
+    hints = RoutingHints(override=RouterOverride(mode="kv", prefill_load_scale=3.0))
+    (routed,) = drive("requests", request("r", PROMPTS[0], routing=hints))
+    assert routed.mode == "kv"
+    assert routed.ties == 2
+    assert routed.terms.cost == 3.0 * 34 / 4 + 8
+
+
+def test_direct_needs_a_worker() -> None:
+    drive = Driver().fleet("a", "b", mode="direct")
+    (refused,) = drive("requests", request("r"))
+    assert refused.reason == "unknown_worker"
+    assert "must name a worker" in refused.message
+
+
+class Spy:
+    """Keeps what it was given, which a policy must not do, and takes the last."""
+
+    seen: ClassVar[list[tuple[RoutingWorld, RoutingRequest]]] = []
+
+    def decide(self, world: RoutingWorld, request: RoutingRequest) -> int:
+        self.seen.append((world, request))
+        return len(world.candidates) - 1
+
+
+def test_the_fields_of_a_candidate() -> None:
+    Spy.seen.clear()
+    drive = Driver().fleet("a", "b", mode=f"{__name__}.Spy")
+    drive("requests", request("r2", PROMPTS[0][:2]))
+    ((seen, asked),) = Spy.seen
+    assert (asked.request_id, asked.prompt_tokens, asked.attempt) == ("r2", 10, 1)
+    assert list(asked.blocks) == PROMPTS[0][:2]
+    candidates = seen.candidates
+    assert [candidate.worker_id for candidate in candidates] == ["a", "b"]
+    assert list(candidates[0:1]) == [candidates[0]]
+    assert candidates[-1].worker_id == "b"
+    with pytest.raises(IndexError):
+        candidates[2]
+    assert (candidates[0].decode_blocks, candidates[0].kv_blocks_total, candidates[0].kv_blocks_used) == (2.0, 64, None)
+    assert seen.costs == [10 / 4 + 2, 10 / 4 + 2]
+    (routed,) = (one for one in drive.decided if isinstance(one, RequestRouted))
+    assert (routed.worker_id, routed.ties) == ("b", 1)
+
+
+# A user's own
+
+
+GOOD = """
+class Last:
+    def decide(self, world, request):
+        return len(world.candidates) - 1
+
+class Broken:
+    def decide(self, world, request):
+        return {}["missing"]
+
+class Beyond:
+    def decide(self, world, request):
+        return len(world.candidates)
+
+class Odd:
+    def decide(self, world, request):
+        return "a"
+
+class Nothing:
+    pass
+
+value = 3
+"""
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    name = f"mine_{tmp_path.name}".replace("-", "_")
+    (tmp_path / f"{name}.py").write_text(GOOD)
+    (tmp_path / f"broken_{name}.py").write_text("1 / 0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    return name
+
+
+def test_a_users_policy_decides(mine: str) -> None:
+    drive = Driver().fleet("a", "b", mode=f"{mine}.Last")
+    (routed,) = drive("requests", request("r", PROMPTS[0]))
+    assert (routed.worker_id, routed.mode) == ("b", f"{mine}.Last")
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("Broken", "failed: KeyError('missing')"),
+        ("Beyond", "chose 2 of 2 candidates"),
+        ("Odd", "chose 'a' of 2 candidates"),
+        ("Nothing", "no class with a method `decide"),
+        ("value", "no class with a method `decide"),
+        ("absent", "no class with a method `decide"),
+    ],
+)
+def test_a_policy_that_fails_refuses_the_request_and_says_why(mine: str, name: str, problem: str) -> None:
+    drive = Driver().fleet("a", "b", mode=f"{mine}.{name}")
+    before = drive.world.requests.digest(), drive.world.load.digest()
+    (refused,) = drive("requests", request("r", PROMPTS[0]))
+    assert isinstance(refused, RequestRejected)
+    assert refused.reason == "policy_failed"
+    assert problem in refused.message
+    assert (drive.world.requests.digest(), drive.world.load.digest()) == before
+    assert drive.world.counts["rejected_policy_failed"] == 1
+
+
+def test_a_policy_that_cannot_be_imported_is_named(mine: str) -> None:
+    with pytest.raises(PolicyUnusable, match="ZeroDivisionError"):
+        policy_class(f"broken_{mine}.Any")
+    with pytest.raises(PolicyUnusable, match="No module named 'nowhere'"):
+        policy_class("nowhere.Any")
+    with pytest.raises(PolicyUnusable, match="no router mode \\(kv, round-robin"):
+        policy_class("fastest")

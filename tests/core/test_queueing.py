@@ -1,0 +1,400 @@
+"""The router's queue: orders, turns, looking past, and what survives a change or a restore."""
+
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forebay.core.queueing import LOOK_PAST_MAX, Held, Queues, class_of
+from forebay.events.control import QueueClass, QueueConfig, QueuePolicy
+
+POLICIES: list[QueuePolicy] = ["fcfs", "wspt", "lcfs"]
+DEFAULT = QueueClass(quantum=10)
+BATCH = QueueClass(name="batch", quantum=30)
+LONG = QueueClass(name="batch", quantum=5, uncached_tokens_min=100, policy="wspt")
+CLASSES = QueueConfig(threshold=1.0, classes=(DEFAULT, BATCH, LONG))
+
+
+def held(offset: int, **changes: Any) -> Held:
+    fields = {
+        "request_id": f"r{offset}",
+        "policy_class": "",
+        "uncached_tokens": 10,
+        "priority": 0,
+        "strict_priority": 0,
+        "arrival_us": offset,
+    }
+    return Held(offset=offset, **{**fields, **changes})
+
+
+def anyone(_: Held) -> bool:
+    return True
+
+
+def queue(*waiting: Held, config: QueueConfig = CLASSES) -> Queues:
+    queues = Queues()
+    queues.configure("p", config)
+    for one in waiting:
+        queues.push("p", one)
+    return queues
+
+
+def drained(queues: Queues, may_go: Callable[[Held], bool] = anyone) -> list[int]:
+    served = []
+    while (one := queues.serve("p", may_go)) is not None:
+        served.append(one.offset)
+    return served
+
+
+def deficits(queues: Queues) -> list[int]:
+    (chunk,) = queues.snapshot()
+    return [one.deficit for one in chunk.classes]
+
+
+def one_class(policy: QueuePolicy) -> QueueConfig:
+    return QueueConfig(policy=policy)
+
+
+# Order inside a class
+
+
+@pytest.mark.parametrize(
+    ("policy", "order"),
+    [("fcfs", [5, 1, 4, 2, 3]), ("lcfs", [5, 4, 3, 2, 1]), ("wspt", [5, 4, 1, 2, 3])],
+)
+def test_the_policy_orders_a_class(policy: QueuePolicy, order: list[int]) -> None:
+    second = 1_000_000
+    waiting = [
+        held(1, arrival_us=second),
+        held(2, arrival_us=2 * second),
+        held(3, arrival_us=3 * second),
+        held(4, arrival_us=4 * second, priority=3),
+        held(5, arrival_us=5 * second, strict_priority=1, uncached_tokens=10_000),
+    ]
+    assert drained(queue(*waiting, config=one_class(policy))) == order
+
+
+def test_a_class_may_have_a_policy_of_its_own() -> None:
+    waiting = [held(at, policy_class="batch", uncached_tokens=400 - at) for at in range(4)]
+    assert drained(queue(*waiting)) == [3, 2, 1, 0]
+
+
+def naive_key(policy: QueuePolicy, one: Held) -> Fraction:
+    priority = Fraction(one.priority)
+    if policy == "wspt":
+        return (1 + priority) / max(1, one.uncached_tokens)
+    arrival = Fraction(one.arrival_us, 1_000_000)
+    return priority - arrival if policy == "fcfs" else priority + arrival
+
+
+def naive_order(policy: QueuePolicy, waiting: list[Held]) -> list[Held]:
+    return sorted(waiting, key=lambda one: (-one.strict_priority, -naive_key(policy, one), one.offset))
+
+
+waiting_ones = st.lists(
+    st.builds(
+        held,
+        st.integers(0, 1_000),
+        uncached_tokens=st.integers(0, 30) | st.integers((1 << 62) - 3, (1 << 63) - 1),
+        priority=st.integers(-3, 3) | st.integers(-(1 << 31), (1 << 31) - 1),
+        strict_priority=st.integers(0, 2),
+        arrival_us=st.integers(0, 3) | st.integers(0, 5_000_000),
+        policy_class=st.sampled_from(["", "batch", "unknown"]),
+    ),
+    unique_by=lambda one: one.offset,
+    max_size=25,
+)
+
+
+@given(st.sampled_from(POLICIES), waiting_ones)
+def test_one_class_is_served_as_a_plain_sort_says(policy: QueuePolicy, waiting: list[Held]) -> None:
+    expected = [one.offset for one in naive_order(policy, waiting)]
+    assert drained(queue(*waiting, config=one_class(policy))) == expected
+
+
+# Classes
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "kind"),
+    [
+        ("batch", 99, BATCH),
+        ("batch", 100, LONG),
+        ("", 10**9, DEFAULT),
+        ("unknown", 0, DEFAULT),
+        ("default", 0, DEFAULT),
+    ],
+)
+def test_a_request_enters_the_highest_class_that_it_reaches(name: str, tokens: int, kind: QueueClass) -> None:
+    assert class_of(CLASSES, name, tokens) is kind
+    queues = queue(held(1, policy_class=name, uncached_tokens=tokens))
+    assert [queues.length("p", one) for one in CLASSES.classes] == [int(one is kind) for one in CLASSES.classes]
+
+
+def test_classes_take_turns_by_what_their_requests_cost() -> None:
+    # A turn pays one request of the default class and three of the other.
+    mine = [held(at) for at in range(4)]
+    batch = [held(at, policy_class="batch") for at in range(10, 18)]
+    assert drained(queue(*mine, *batch)) == [0, 10, 11, 12, 1, 13, 14, 15, 2, 16, 17, 3]
+
+
+def test_a_request_that_costs_many_turns_waits_for_them() -> None:
+    costly = held(1, uncached_tokens=40)
+    batch = [held(at, policy_class="batch") for at in range(10, 24)]
+    assert drained(queue(costly, *batch)) == [*range(10, 19), 1, *range(19, 24)]
+
+
+def test_a_class_that_ran_empty_saves_nothing_up() -> None:
+    queues = queue(*(held(at, policy_class="batch") for at in (1, 2)))
+    assert queues.serve("p", anyone) == held(1, policy_class="batch")
+    assert deficits(queues) == [0, 20, 0]
+    assert queues.remove("r2")
+    assert deficits(queues) == [0, 0, 0]
+    queues.push("p", held(3, policy_class="batch"))
+    assert drained(queues) == [3]
+    assert deficits(queues) == [0, 0, 0]
+
+
+@given(st.lists(st.tuples(st.sampled_from(["", "batch"]), st.integers(0, 60)), min_size=1, max_size=60))
+def test_backlogged_classes_get_their_shares(requests: list[tuple[str, int]]) -> None:
+    """Served tokens by quantum differ by less than two turns and the dearest request."""
+    config = QueueConfig(classes=(DEFAULT, BATCH))
+    waiting = [held(at, policy_class=name, uncached_tokens=tokens) for at, (name, tokens) in enumerate(requests)]
+    queues = queue(*waiting, config=config)
+    dearest = max(one.cost for one in waiting)
+    served = {"": 0, "batch": 0}
+    while queues.length("p", DEFAULT) and queues.length("p", BATCH):
+        one = queues.serve("p", anyone)
+        assert one is not None
+        served[one.policy_class] += one.cost
+        shares = Fraction(served[""], DEFAULT.quantum), Fraction(served["batch"], BATCH.quantum)
+        assert abs(shares[0] - shares[1]) < 2 + Fraction(dearest, DEFAULT.quantum)
+
+
+def test_a_class_that_can_pay_earns_nothing_more() -> None:
+    blocked = [held(at, policy_class="batch") for at in (1, 2)]
+    queues = queue(held(0), *blocked)
+    assert drained(queues, lambda one: one.offset < 2) == [0, 1]
+    queues.push("p", held(3))
+    assert queues.serve("p", lambda one: one.offset == 3) == held(3)
+    assert deficits(queues) == [0, 20, 0]
+    assert queues.serve("p", anyone) == blocked[1]
+
+
+def test_nearly_equal_shares_are_told_apart() -> None:
+    many = (1 << 63) - 1
+    waiting = [held(1, uncached_tokens=many), held(2, uncached_tokens=many - 1)]
+    assert drained(queue(*waiting, config=one_class("wspt"))) == [2, 1]
+
+
+# Looking past
+
+
+def test_who_cannot_go_is_looked_past_and_keeps_the_place() -> None:
+    queues = queue(held(1), held(2), held(3))
+    before = queues.digest()
+    assert queues.serve("p", lambda _: False) is None
+    assert queues.digest() == before
+    assert queues.serve("p", lambda one: one.offset == 2) == held(2)
+    assert drained(queues) == [1, 3]
+
+
+def test_looking_past_has_an_end() -> None:
+    waiting = [held(at) for at in range(LOOK_PAST_MAX + 1)]
+    asked: list[int] = []
+
+    def last_only(one: Held) -> bool:
+        asked.append(one.offset)
+        return one.offset == LOOK_PAST_MAX
+
+    queues = queue(*waiting)
+    assert queues.serve("p", last_only) is None
+    assert asked == list(range(LOOK_PAST_MAX))
+    assert queues.remove("r0")
+    assert queues.serve("p", last_only) == held(LOOK_PAST_MAX)
+
+
+def test_a_class_that_has_nothing_to_offer_earns_nothing() -> None:
+    queues = queue(*(held(at) for at in range(5)), held(10, policy_class="batch", uncached_tokens=31))
+    assert drained(queues, lambda one: one.offset < 5) == [0, 1, 2, 3, 4]
+    assert deficits(queues) == [0, 0, 0]
+
+
+# Who comes and goes
+
+
+def test_who_is_gone_is_not_served() -> None:
+    queues = queue(held(1), held(2), held(3, policy_class="batch"))
+    assert queues.waiting("p") == 3
+    assert queues.remove("r1")
+    assert not queues.remove("r1")
+    assert drained(queues) == [2, 3]
+    assert queues.waiting("p") == 0
+    assert not queues.remove("r2")
+    with pytest.raises(AssertionError):
+        queue(held(1), held(1))
+
+
+def test_when_classes_change_everybody_stays() -> None:
+    queues = queue(held(1), *(held(at, policy_class="batch", uncached_tokens=100) for at in (2, 3)))
+    fewer = QueueConfig(policy="lcfs", classes=(DEFAULT,))
+    queues.configure("p", fewer)
+    assert queues.length("p", DEFAULT) == 3
+    assert queues.serve("p", anyone) == held(3, policy_class="batch", uncached_tokens=100)
+    queues.configure("p", CLASSES)
+    assert (queues.length("p", DEFAULT), queues.length("p", LONG)) == (1, 1)
+    assert sorted(drained(queues)) == [1, 2]
+
+
+def test_a_change_of_other_things_changes_no_turn() -> None:
+    queues = queue(*(held(at, policy_class="batch") for at in range(4)), held(9))
+    assert queues.serve("p", anyone) == held(9)
+    assert queues.serve("p", anyone) == held(0, policy_class="batch")
+    before = queues.digest()
+    queues.configure("p", QueueConfig(threshold=1.0, classes=(DEFAULT, BATCH, LONG)))
+    assert queues.digest() == before
+    queues.configure("p", QueueConfig(threshold=2.0, classes=(DEFAULT, BATCH, LONG)))
+    queues.push("p", held(10))
+    assert drained(queues) == [1, 2, 10, 3], "the class whose turn it was goes on with what it had left"
+
+
+def test_a_class_that_all_leave_for_another_saves_nothing_up() -> None:
+    one = held(1, policy_class="batch", uncached_tokens=100)
+    queues = queue(held(0, policy_class="batch"), one, config=QueueConfig(classes=(DEFAULT, BATCH)))
+    assert queues.serve("p", anyone) == held(0, policy_class="batch")
+    assert deficits(queues) == [0, 20]
+    queues.configure("p", CLASSES)
+    assert deficits(queues) == [0, 0, 0]
+    assert drained(queues) == [1]
+
+
+# Against a plain model of deficit round robin
+
+CONFIGS = [
+    CLASSES,
+    QueueConfig(policy="lcfs", classes=(LONG, BATCH, DEFAULT)),
+    QueueConfig(policy="wspt"),
+    QueueConfig(classes=(QueueClass(quantum=1), QueueClass(name="batch", quantum=3))),
+]
+
+
+class Model:
+    """Rounds one by one, and sorted anew each time."""
+
+    def __init__(self, config: QueueConfig) -> None:
+        self.config = config
+        self.waiting: list[Held] = []
+        self.deficits: dict[QueueClass, int] = dict.fromkeys(config.classes, 0)
+        self.turn = config.classes[-1]
+
+    def line(self, kind: QueueClass) -> list[Held]:
+        mine = [one for one in self.waiting if class_of(self.config, one.policy_class, one.uncached_tokens) is kind]
+        return naive_order(kind.policy or self.config.policy, mine)
+
+    def remove(self, one: Held) -> None:
+        self.waiting.remove(one)
+        for kind in self.config.classes:
+            if not self.line(kind):
+                self.deficits[kind] = 0
+
+    def serve(self, may_go: Callable[[Held], bool]) -> Held | None:
+        offers = {
+            kind: next((one for one in self.line(kind)[:LOOK_PAST_MAX] if may_go(one)), None)
+            for kind in self.config.classes
+        }
+        if not any(offers.values()):
+            return None
+        going_on = offers[self.turn]
+        if going_on is not None and going_on.cost <= self.deficits[self.turn]:
+            return self._serve(self.turn, going_on)
+        kinds = list(self.config.classes)
+        first = kinds.index(self.turn) + 1
+        while True:
+            for kind in kinds[first:] + kinds[:first]:
+                one = offers[kind]
+                if one is None:
+                    continue
+                if one.cost > self.deficits[kind]:
+                    self.deficits[kind] += kind.quantum
+                if one.cost <= self.deficits[kind]:
+                    return self._serve(kind, one)
+
+    def _serve(self, kind: QueueClass, one: Held) -> Held:
+        self.turn = kind
+        self.deficits[kind] -= one.cost
+        self.remove(one)
+        return one
+
+
+operations = st.tuples(
+    st.sampled_from(["push", "push", "push", "serve", "serve", "remove"]),
+    st.integers(0, 150),
+    st.sampled_from(["", "batch", "unknown"]),
+    st.integers(0, 2),
+)
+
+
+@given(st.sampled_from(CONFIGS), st.lists(operations, max_size=60), st.integers(1, 5))
+def test_the_queue_does_what_the_plain_model_does(
+    config: QueueConfig, history: list[tuple[str, int, str, int]], blocked: int
+) -> None:
+    queues, model = queue(config=config), Model(config)
+    pushed: list[int] = []
+    gone: list[int] = []
+
+    def may_go(one: Held) -> bool:
+        return one.offset % 5 < blocked
+
+    for at, (kind, number, name, strict) in enumerate(history):
+        if kind == "push":
+            one = held(at, policy_class=name, uncached_tokens=number, strict_priority=strict, priority=number % 7 - 3)
+            queues.push("p", one)
+            model.waiting.append(one)
+            pushed.append(at)
+        elif kind == "serve":
+            served = queues.serve("p", may_go)
+            assert served == model.serve(may_go)
+            gone += [served.offset] if served else []
+        elif model.waiting:
+            one = model.waiting[number % len(model.waiting)]
+            assert queues.remove(one.request_id)
+            model.remove(one)
+            gone.append(one.offset)
+        assert deficits(queues) == list(model.deficits.values())
+        assert queues.waiting("p") == len(model.waiting)
+    copy = restored(queues, config, model.waiting)
+    assert copy.digest() == queues.digest()
+    rest = drained(queues)
+    assert drained(copy) == rest
+    assert sorted(gone + rest) == pushed
+
+
+def restored(queues: Queues, config: QueueConfig, waiting: list[Held]) -> Queues:
+    copy = queue(*waiting, config=config)
+    for chunk in queues.snapshot():
+        copy.restore(chunk)
+    return copy
+
+
+def test_turns_of_other_classes_do_not_fit_in() -> None:
+    (chunk,) = queue().snapshot()
+    with pytest.raises(AssertionError):
+        queue(config=CONFIGS[1]).restore(chunk)
+
+
+def test_the_digest_sees_who_waits_and_whose_turn_it_is() -> None:
+    queues = queue()
+    digests = {queues.digest()}
+    for one in (held(1), held(2), held(3, uncached_tokens=1)):
+        queues.push("p", one)
+        digests.add(queues.digest())
+    assert queues.serve("p", anyone) == held(1)
+    assert queues.remove("r2")
+    assert queues.remove("r3")
+    digests.add(queues.digest())
+    queues.push("p", held(1, priority=1))
+    digests.add(queues.digest())
+    assert len(digests) == 6

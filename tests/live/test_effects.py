@@ -1,0 +1,267 @@
+"""What decisions make happen: work with its options, answers with their statuses, caches asked for anew."""
+
+from typing import Any, get_args
+
+import msgspec
+import pytest
+
+from forebay.events.base import pack_u64
+from forebay.events.codec import decode, encode
+from forebay.events.control import PoolConfigured, RouterConfig
+from forebay.events.decisions import (
+    AbortReason,
+    CacheResyncRequested,
+    Candidate,
+    CostTerms,
+    RejectReason,
+    RequestAborted,
+    RequestHeld,
+    RequestRejected,
+    RequestRouted,
+    RouteAnswered,
+)
+from forebay.events.fleet import WorkerLost, WorkerSpec
+from forebay.events.kv import AnyKvEvent, BlocksStored, CacheCleared
+from forebay.events.requests import RoutingHints
+from forebay.events.tokens import RouteTold
+from forebay.events.topics import FLEET, KV_EVENTS, TOKENS, Topic, work_topic
+from forebay.events.work import ReannounceCache, WorkCancelled, WorkItem
+from forebay.live.effects import answers
+from forebay.live.metrics import OwnerMetrics
+from forebay.live.owner import Owner
+from forebay.transport.base import Draft
+from forebay.transport.sqlite_log import SqliteLog
+from tests.live.shared import proven
+from tests.system import BLOCK, MODEL, SLOT, System, settings, submitted, until
+
+WORK = work_topic("default")
+PROMPT = list(range(12))
+HOUR_US = 3_600_000_000
+
+STATUSES = {
+    "no_workers": (503, "no_workers"),
+    "wrong_model": (404, "model_not_found"),
+    "duplicate_id": (409, "duplicate_request_id"),
+    "overloaded": (503, "overloaded"),
+    "busy": (503, "busy"),
+    "queue_full": (529, "queue_full"),
+    "unknown_worker": (400, "unknown_worker"),
+    "contradictory_routing": (400, "contradictory_routing"),
+    "no_eligible_worker": (503, "no_eligible_worker"),
+    "policy_failed": (500, "policy_failed"),
+    "cancelled": (499, "cancelled"),
+    "deadline": (504, "deadline_exceeded"),
+    "queue_deadline": (504, "queue_deadline_exceeded"),
+    "attempts_exhausted": (503, "workers_lost"),
+}
+
+
+def join(system: System, name: str, **offers: Any) -> None:
+    """A worker that has a lease and does nothing."""
+    size = {"block_size": BLOCK, "kv_blocks_total": 64, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+    spec = WorkerSpec(**{"worker_id": name, "model": MODEL, **size, **offers})
+    system.leases.acquire(MODEL, name, f"{name}-1", msgspec.msgpack.encode(spec), 60_000)
+
+
+def said(drafts: list[Draft], topic: Topic) -> list[Any]:
+    return [decode(topic, draft.value) for draft in drafts if draft.topic == topic.name]
+
+
+@pytest.mark.parametrize("reason", get_args(RejectReason))
+def test_a_refusal_has_its_status_asked_or_only_queried(reason: RejectReason) -> None:
+    refused = RequestRejected(owner_epoch=3, request_id="r", reply_slot=SLOT, reason=reason, message="no")
+    (draft,) = answers(refused)
+    (ended,) = said([draft], TOKENS)
+    queried = RouteAnswered(owner_epoch=3, request_id="q", reply_slot=SLOT, reason=reason, message="no")
+    (told,) = said(answers(queried), TOKENS)
+    for error in (ended.error, told.error):
+        assert (error.status, error.code, error.message) == (*STATUSES[reason], "no")
+    assert (draft.partition, ended.request_id, ended.owner_epoch, told.request_id) == (SLOT, "r", 3, "q")
+
+
+@pytest.mark.parametrize("reason", get_args(AbortReason))
+def test_what_is_given_up_has_its_status_and_no_worker_goes_on(reason: AbortReason) -> None:
+    aborted = RequestAborted(
+        owner_epoch=3, request_id="r", reply_slot=SLOT, reason=reason, message="no", attempt=1, pool="default"
+    )
+    (ended,) = said(answers(aborted), TOKENS)
+    assert (ended.error.status, ended.error.code) == STATUSES[reason]
+    drafts = answers(msgspec.structs.replace(aborted, worker_id="w", worker_epoch=7, slot=2))
+    (cancelled,) = said(drafts, WORK)
+    assert cancelled == WorkCancelled(request_id="r", attempt=1, owner_epoch=3, worker_epoch=7)
+
+
+def test_a_queried_route_is_told_and_a_held_request_waits() -> None:
+    terms = CostTerms(
+        cost=1.0, prefill_blocks=1.0, overlap_credit=0.0, decode_blocks=0.0, active_requests=0, device_overlap=0
+    )
+    candidates = (Candidate(worker_id="a", rank=0, terms=terms), Candidate(worker_id="b", rank=1, terms=terms))
+    answered = RouteAnswered(
+        owner_epoch=3,
+        request_id="q",
+        reply_slot=SLOT,
+        pool="default",
+        mode="kv",
+        choice=candidates[1],
+        candidates=candidates,
+        would_wait=True,
+    )
+    (draft,) = answers(answered)
+    assert (draft.topic, draft.partition) == (TOKENS.name, SLOT)
+    assert said([draft], TOKENS) == [
+        RouteTold(
+            request_id="q",
+            owner_epoch=3,
+            pool="default",
+            mode="kv",
+            choice=candidates[1],
+            candidates=candidates,
+            would_wait=True,
+        )
+    ]
+    held = RequestHeld(request_id="r", pool="default", queue_class="default", uncached_tokens=5, ahead=0)
+    assert answers(held) == []
+
+
+@pytest.mark.parametrize("tracked", [False, True])
+async def test_work_says_what_its_engine_needs_to_know(log: SqliteLog, *, tracked: bool) -> None:
+    system = System(log)
+    join(system, "w0", loras=("lora",))
+    router = RouterConfig(track_output_blocks=tracked)
+    pool = PoolConfigured(pool="default", model=MODEL, block_size=BLOCK, router=router)
+    async with system.owned(pool=pool) as owner:
+        await until(lambda: len(owner.world.fleet) == 1)
+        hints = RoutingHints(priority=-7)
+        system.send(submitted("r", PROMPT, lora_name="lora", cache_namespace="mine", routing=hints))
+        await until(lambda: system.events(WORK, WorkItem))
+    async with system.owned(pool=pool):
+        await until(lambda: len(system.events(WORK, WorkItem)) == 2)
+    for item in system.events(WORK, WorkItem):
+        options = item.lora_name, item.cache_namespace, item.priority, item.report_output
+        assert options == ("lora", "mine", -7, tracked)
+    await proven(log)
+
+
+class Cache:
+    """The KV events of a worker that a test invents."""
+
+    def __init__(self, system: System, owner: Owner) -> None:
+        self._log = system.log
+        worker = owner.world.fleet.get("w0")
+        assert worker is not None
+        self.epoch = worker.worker_epoch
+
+    def say(self, event: AnyKvEvent) -> None:
+        self._log.append_soon([Draft(KV_EVENTS.name, 0, encode(KV_EVENTS, event))])
+
+    def stored(self, seq: int, *blocks: int) -> None:
+        hashes = pack_u64(blocks)
+        self.say(BlocksStored(worker_id="w0", worker_epoch=self.epoch, seq=seq, sequence_hashes=hashes))
+
+    def cleared(self, seq: int) -> None:
+        self.say(CacheCleared(worker_id="w0", worker_epoch=self.epoch, seq=seq))
+
+
+async def test_a_cache_with_a_gap_is_asked_for_anew_until_it_is_said(log: SqliteLog) -> None:
+    system = System(log)
+    join(system, "w0")
+    epochs = []
+    async with system.owned() as owner:
+        epochs.append(owner.journal.epoch)
+        await until(lambda: len(owner.world.fleet) == 1)
+        cache = Cache(system, owner)
+        cache.stored(1, 10, 11)
+        cache.stored(4, 12)
+        cache.stored(6, 13)
+        await until(lambda: owner.world.index.blocks_held("w0", 0, "device") == 4)
+        (asked,) = system.decisions(CacheResyncRequested)
+        assert (asked.worker_id, asked.rank, asked.expected_seq, asked.found_seq) == ("w0", 0, 2, 4)
+        await until(lambda: system.events(WORK, ReannounceCache))
+    async with system.owned() as owner:
+        epochs.append(owner.journal.epoch)
+        await until(lambda: len(system.events(WORK, ReannounceCache)) == 2)
+        cache.cleared(7)
+        cache.stored(8, 20)
+        await until(lambda: owner.world.index.blocks_held("w0", 0, "device") == 1)
+    async with system.owned():
+        pass
+    wanted = [ReannounceCache(owner_epoch=epoch, worker_epoch=cache.epoch, rank=0) for epoch in epochs]
+    assert system.events(WORK, ReannounceCache) == wanted
+    await proven(log)
+
+
+class Leaping:
+    """A clock that leaps by an hour once it was read `reads` times."""
+
+    def __init__(self) -> None:
+        self.now_us = HOUR_US
+        self.reads = -1
+
+    def __call__(self) -> int:
+        if self.reads == 0:
+            self.now_us += HOUR_US
+        self.reads -= 1
+        return self.now_us
+
+
+async def test_a_request_that_moves_and_ends_in_one_turn_is_no_work(log: SqliteLog) -> None:
+    """Its worker is lost, it gets another, and its deadline passes before the turn is over."""
+    system = System(log)
+    clock = Leaping()
+    owner = Owner(log, system.leases, settings(), clock)
+    join(system, "w0")
+    join(system, "w1")
+    await owner.start()
+    assert owner.admission is not None
+    await owner.admission.update(system.leases.poll(MODEL), owner.world.pools, owner.world.view["fleet"])
+    await owner.turn()
+    system.send(submitted("r", PROMPT, timeout_us=1_000_000))
+    await until_logged(log)
+    await owner.turn()
+    (routed,) = system.decisions(RequestRouted)
+    lost = WorkerLost(
+        owner_epoch=owner.journal.epoch, worker_id=routed.worker_id, worker_epoch=routed.worker_epoch, reason="test"
+    )
+    await log.append([Draft(FLEET.name, 0, encode(FLEET, lost))])
+    clock.reads = 1  # for the run in which the worker is lost
+    await owner.turn()
+    await until_logged(log)
+    _, moved = system.decisions(RequestRouted)
+    (aborted,) = system.decisions(RequestAborted)
+    assert (moved.attempt, aborted.attempt, aborted.reason) == (2, 2, "deadline")
+    assert [item.attempt for slot in range(2) for item in system.events(WORK, WorkItem, slot)] == [1]
+    assert [event.attempt for event in system.events(WORK, WorkCancelled, moved.slot)] == [2]
+    await owner.close()
+    await proven(log)
+
+
+async def until_logged(log: SqliteLog) -> None:
+    """What was appended soon stands in the log."""
+    await log.append([Draft("dead-letters", 0, b"after it")])
+
+
+async def test_prometheus_sees_the_router(log: SqliteLog) -> None:
+    async with System(log).started(workers=1) as system, system.owned() as owner:
+        await until(lambda: len(owner.world.fleet) == 1)
+        system.send(submitted("r", PROMPT))
+        system.send(submitted("wrong", PROMPT, model="another"))
+        await until(lambda: len(system.ends()) == 2 and not len(owner.world.requests))
+        owner.world.counts.update(non_max_overlap_selections=2, overlap_blocks_lost=5)
+        metrics = {
+            (sample.name, *(value for label, value in sample.labels.items() if label != "model")): sample.value
+            for metric in OwnerMetrics(owner, MODEL).collect()
+            for sample in metric.samples
+        }
+    assert metrics["dynamo_component_router_requests_total",] == 1
+    assert metrics["forebay_router_requests_rejected_total", "wrong_model"] == 1
+    assert ("forebay_owner_events_total", "rejected_wrong_model") not in metrics
+    assert metrics["dynamo_component_router_non_max_overlap_selections_total",] == 2
+    assert metrics["dynamo_component_router_overlap_blocks_lost_sum",] == 5
+    assert metrics["dynamo_component_router_overlap_blocks_lost_count",] == 2
+    assert metrics["dynamo_component_kv_cache_events_applied", "stored", "ok"] >= 1
+    assert metrics["dynamo_component_kv_cache_events_applied", "cleared", "ok"] == 0
+    assert metrics["dynamo_frontend_router_queue_pending_requests", "default", "default", "0"] == 0
+    assert metrics["dynamo_frontend_model_total_kv_blocks",] == 256
+    assert metrics["dynamo_frontend_model_kv_cache_block_size",] == BLOCK
+    assert metrics["forebay_owner_snapshots_total",] == 0
+    assert metrics["forebay_owner_snapshot_age_seconds",] >= 0

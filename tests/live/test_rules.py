@@ -1,0 +1,90 @@
+"""A journal that was decided by other rules: refused by name, and left as it was for the program that wrote it."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from forebay.core.world import CORE_VERSION
+from forebay.events.decisions import OwnerClaimed
+from forebay.events.topics import DECISIONS
+from forebay.live import owner as owner_module
+from forebay.live.owner import Owner
+from forebay.live.standby import Standby
+from forebay.replay.verify import verify
+from forebay.transport import recorded
+from forebay.transport.recorded import OtherRules
+from forebay.transport.sqlite_log import SqliteLog
+from tests.cli.test_up import forebay
+from tests.live.shared import proven
+from tests.system import System, settings, submitted, until, until_ended
+
+OTHER = CORE_VERSION + 1
+REFUSAL = f"decided by version {OTHER} of the rules, this program has version {CORE_VERSION}: use the program"
+
+
+@pytest.fixture(params=["sealed", "unsealed"])
+def other_rules(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> "OtherProgram":
+    """A program with other rules."""
+    return OtherProgram(monkeypatch, sealed=request.param == "sealed")
+
+
+class OtherProgram:
+    """Writes a journal as a program with other rules: with a snapshot at its end, or without one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, sealed: bool) -> None:
+        self._monkeypatch = monkeypatch
+        self._sealed = sealed
+
+    async def serve(self, system: System, *names: str) -> None:
+        with self._monkeypatch.context() as patch:
+            for module in (owner_module, recorded):
+                patch.setattr(module, "CORE_VERSION", OTHER)
+            owner = Owner(system.log, system.leases, settings())
+            await owner.start()
+            running = asyncio.create_task(owner.run())
+            await until(lambda: len(owner.world.fleet) == 1)
+            for name in names:
+                system.send(submitted(name, list(range(12))))
+                await until_ended(system, name)
+            await owner.stop()
+            await running
+            if self._sealed:
+                await owner.close()
+            owner.drop()
+            await proven(system.log)
+
+
+async def test_an_owner_does_not_start_and_the_other_program_goes_on(log: SqliteLog, other_rules: OtherProgram) -> None:
+    async with System(log).started(workers=1) as system:
+        await other_rules.serve(system, "a")
+        for _ in range(2):
+            owner = Owner(log, system.leases, settings())
+            with pytest.raises(OtherRules, match=REFUSAL):
+                await owner.start()
+            owner.drop()
+        assert [claim.core_version for claim in system.decisions(OwnerClaimed)] == [OTHER, CORE_VERSION, CORE_VERSION]
+        await other_rules.serve(system, "b")
+
+
+async def test_a_standby_does_not_follow(log: SqliteLog, other_rules: OtherProgram) -> None:
+    async with System(log).started(workers=1) as system:
+        await other_rules.serve(system, "a")
+    standby = Standby(log, 0)
+    await standby.run()
+    assert standby.failed is not None
+    assert REFUSAL in standby.failed
+    with pytest.raises(OtherRules, match="version"):
+        await Standby(log, 0).catch_up(log.next_offset(DECISIONS.name, 0))
+
+
+async def test_verify_says_who_can(tmp_path: Path, other_rules: OtherProgram) -> None:
+    path = tmp_path / "log.db"
+    log = SqliteLog.open(path)
+    async with System(log).started(workers=1) as system:
+        await other_rules.serve(system, "a")
+    with pytest.raises(OtherRules, match=REFUSAL):
+        await verify(log)
+    log.close()
+    run = await asyncio.to_thread(forebay, "replay", "verify", str(path))
+    assert (run.returncode, REFUSAL in run.stderr) == (2, True)

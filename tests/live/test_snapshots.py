@@ -1,0 +1,251 @@
+"""Snapshots beside decisions: exact whatever happens meanwhile, taken when due, and digests in the journal."""
+
+import asyncio
+import gc
+
+import msgspec
+import pytest
+
+from forebay.events.base import U64_BYTES, pack_u64, unpack_u64
+from forebay.events.codec import encode
+from forebay.events.decisions import Advanced, RequestRouted, SnapshotTaken
+from forebay.events.kv import BlocksStored
+from forebay.events.requests import RequestSubmitted
+from forebay.events.snapshots import IndexBlocks, IndexChanges, SnapshotChunk
+from forebay.events.topics import DECISIONS, KV_EVENTS, REQUESTS, SNAPSHOTS
+from forebay.live import snapshots
+from forebay.live.owner import Owner
+from forebay.live.standby import Standby
+from forebay.replay.verify import verify
+from forebay.transport.base import Draft, Record
+from forebay.transport.recorded import load_snapshot
+from forebay.transport.sqlite_log import SqliteLog
+from tests.live.shared import SharedLog, admit, proven
+from tests.live.test_owner import all_ended as all_of_scenario_ended
+from tests.live.test_owner import live_and_die, scenario
+from tests.system import System, settings, submitted, until, until_ended
+
+PREFIX = list(range(12))
+
+
+@pytest.fixture
+def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A turn does one small thing, so that a snapshot takes many."""
+    monkeypatch.setattr(snapshots, "SLICE_NS", 0)
+    monkeypatch.setattr(snapshots, "WALK_BLOCKS", 1)
+    monkeypatch.setattr(snapshots, "CHUNK_BYTES", 200)
+
+
+def prompt(number: int) -> list[int]:
+    return [*PREFIX, number, number, number, number]
+
+
+async def same_when_restored(log: SqliteLog, owner: Owner) -> None:
+    cold = Standby(log, 0)
+    await cold.catch_up(log.next_offset(DECISIONS.name, 0))
+    assert cold.world.digest() == owner.world.digest()
+
+
+@pytest.mark.usefixtures("small_steps")
+async def test_decisions_go_on_while_a_snapshot_is_written(log: SqliteLog) -> None:
+    """The log holds every chunk back until another prompt is cached somewhere; the snapshot is exact all the same."""
+    written = 0
+
+    async def serve_first(draft: Draft | None) -> None:
+        nonlocal written
+        if draft is not None and draft.topic == SNAPSHOTS.name and written < 10:
+            written += 1
+            system.send(submitted(f"during-{written}", [100 + written] * 16))
+            await until_cached(system, owner, f"during-{written}")
+
+    shared = SharedLog(log)
+    async with System(log).started(workers=6) as system:
+        await admit(system, 6)
+        async with system.owned(shared, snapshot_every=30) as owner:
+            for number in range(24):
+                system.send(submitted(f"before-{number}", [number] * 16))
+                await until_cached(system, owner, f"before-{number}")
+            assert (
+                len([key for key in owner.world.index.holders() if owner.world.index.blocks_held(*key, "device")]) > 4
+            )
+            shared.hook = serve_first
+            for number in range(6):
+                system.send(submitted(f"due-{number}", [number] * 16))
+            await until(lambda: written == 10 and owner.snapshots.taken and not owner.snapshots.eager)
+            shared.hook = SharedLog(log).hook
+        journal = list(enumerate(system.decisions()))
+        (_, (offset, taken), *_) = (one for one in journal if isinstance(one[1], SnapshotTaken))
+        between = [record for _, record in journal[taken.journal_offset : offset] if isinstance(record, RequestRouted)]
+        assert between
+        sealed = journal[taken.journal_offset - 1][1]
+        assert isinstance(sealed, Advanced)
+        assert sealed.digest == taken.digest
+        assert (await load_snapshot(log, 0, taken)).digest() == int(taken.digest, 16)
+        parts = [part for chunk in system.events(SNAPSHOTS, SnapshotChunk) for part in chunk.parts]
+        assert any(isinstance(part, IndexChanges) and part.events for part in parts), "nothing changed meanwhile"
+        await same_when_restored(log, owner)
+    await proven(log)
+
+
+async def until_cached(system: System, owner: Owner, name: str) -> None:
+    """Wait until a prompt was served and the owner knows where it is cached."""
+    await until_ended(system, name)
+    request = next(event for event in system.events(REQUESTS, RequestSubmitted) if event.request_id == name)
+    await until(lambda: owner.world.index.overlaps(unpack_u64(request.sequence_hashes)))
+
+
+@pytest.mark.usefixtures("small_steps")
+async def test_an_index_larger_than_a_chunk(log: SqliteLog) -> None:
+    """Blocks come in several chunks, before the world that they belong to."""
+    blocks = list(range(1, 200_000))
+    async with System(log).started(workers=1) as system:
+        async with system.owned() as owner:
+            await until(lambda: len(owner.world.fleet) == 1)
+            epoch = owner.world.fleet.workers()[0].worker_epoch
+            stored = BlocksStored(worker_id="w0", worker_epoch=epoch, seq=1, sequence_hashes=pack_u64(blocks))
+            log.append_soon([Draft(KV_EVENTS.name, 0, encode(KV_EVENTS, stored))])
+            await until(lambda: owner.world.index.blocks_held("w0", 0, "device") == len(blocks))
+        parts = [part for chunk in system.events(SNAPSHOTS, SnapshotChunk) for part in chunk.parts]
+        held = [part for part in parts if isinstance(part, IndexBlocks)]
+        assert len(held) > 1
+        assert parts.index(held[-1]) < len(parts) - 2
+        await same_when_restored(log, owner)
+    await proven(log)
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.usefixtures("small_steps")
+async def test_an_owner_dies_anywhere_in_a_snapshot(log: SqliteLog) -> None:
+    """Lives of growing length on one log: each leaves a torso of a snapshot behind, which disturbs nobody."""
+    async with System(log).started(workers=2) as system:
+        await admit(system, 2)
+        sending = asyncio.create_task(scenario(system))
+        deaths = 0
+        for appends in range(2, 40, 2):
+            deaths += await live_and_die(system, appends, snapshot_every=3)
+        async with system.owned(snapshot_every=3) as owner:
+            await until(lambda: all_of_scenario_ended(system, owner))
+        await sending
+        named = {(taken.owner_epoch, taken.chunks) for taken in system.decisions(SnapshotTaken)}
+        chunks = {chunk.owner_epoch for chunk in system.events(SNAPSHOTS, SnapshotChunk)}
+        assert chunks - {epoch for epoch, _ in named}, "no snapshot was cut short: the test shows nothing"
+        assert deaths > 5
+        await same_when_restored(log, owner)
+    await proven(log)
+
+
+async def test_a_snapshot_after_a_while_if_anything_was_journalled(log: SqliteLog) -> None:
+    """With an age of nothing each change is followed by a snapshot, and quiet is not."""
+    async with System(log).started(workers=1) as system:
+        await admit(system, 1)
+        owner = Owner(log, system.leases, settings(snapshot_age_s=0.0))
+        await owner.start()
+        taken = -1
+        for number in range(3):
+            system.send(submitted(f"r{number}", prompt(number)))
+            while not (f"r{number}" in system.ends() and not len(owner.world.requests) and not owner.snapshots.eager):
+                await owner.turn()
+                await asyncio.sleep(0)
+            await quiet(owner)
+            assert owner.snapshots.taken > taken
+            taken = owner.snapshots.taken
+        await quiet(owner)
+        assert owner.snapshots.taken == taken
+        await owner.close()
+    await proven(log)
+
+
+async def quiet(owner: Owner) -> None:
+    """Turns with nothing new to apply."""
+    for _ in range(50):
+        await owner.turn()
+        await owner.snapshots.settle()
+
+
+async def test_a_planned_stop_seals_the_last_state(log: SqliteLog) -> None:
+    """Also when a snapshot of an earlier one is on its way."""
+    held = asyncio.Event()
+
+    async def hold(draft: Draft | None) -> None:
+        if draft is not None and draft.topic == SNAPSHOTS.name:
+            await held.wait()
+
+    async with System(log).started(workers=1) as system:
+        await admit(system, 1)
+        shared = SharedLog(log, hold)
+        async with system.owned(shared, snapshot_every=1) as owner:
+            system.send(submitted("a", PREFIX))
+            await until(lambda: owner.snapshots.sealed)
+            system.send(submitted("b", PREFIX))
+            await until_ended(system, "b")
+            await until(lambda: not len(owner.world.requests))
+            held.set()
+        last = system.decisions()[-1]
+        assert isinstance(last, SnapshotTaken)
+        assert (await load_snapshot(log, 0, last)).view == owner.world.view
+    await proven(log)
+
+
+async def test_an_index_is_kept_from_the_garbage_collector_each_time_it_has_doubled(
+    log: SqliteLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frozen = []
+    owner: Owner
+    monkeypatch.setattr(gc, "freeze", lambda: frozen.append(owner.world.index.blocks_held("w0", 0, "device")))
+    async with System(log).started(workers=1) as system:
+        await admit(system, 1)
+        owner = Owner(log, system.leases, settings())
+        await owner.start()
+        epoch = owner.world.fleet.workers()[0].worker_epoch
+        for seq, count in enumerate((99_999, 1, 99_999, 1), 1):
+            hashes = pack_u64(range(seq << 32, (seq << 32) + count))
+            stored = BlocksStored(worker_id="w0", worker_epoch=epoch, seq=seq, sequence_hashes=hashes)
+            await log.append([Draft(KV_EVENTS.name, 0, encode(KV_EVENTS, stored))])
+            await owner.turn()
+            await owner.take_snapshot()
+        assert frozen == [100_000, 200_000]
+        owner.drop()
+        owner = Owner(log, system.leases, settings())
+        await owner.start()
+        assert frozen == [100_000, 200_000, 200_000]
+        await owner.close()
+
+
+class LyingLog(SharedLog):
+    """A log in which one KV event is another."""
+
+    def __init__(self, log: SqliteLog, offset: int, lie: BlocksStored) -> None:
+        super().__init__(log)
+        self._offset = offset
+        self._lie = encode(KV_EVENTS, lie)
+
+    async def read(self, topic: str, partition: int, offset: int, limit: int) -> list[Record]:
+        return [
+            msgspec.structs.replace(record, value=self._lie)
+            if (topic, record.offset) == (KV_EVENTS.name, self._offset)
+            else record
+            for record in await super().read(topic, partition, offset, limit)
+        ]
+
+
+async def test_a_difference_that_shows_in_no_decision_is_found_at_the_next_digest(
+    log: SqliteLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshots, "DIGEST_EVERY", 3)
+    async with System(log).started(workers=1) as system:
+        async with system.owned() as owner:
+            await until(lambda: len(owner.world.fleet) == 1)
+            for number in range(10):
+                system.send(submitted(f"r{number}", prompt(number)))
+                await until_ended(system, f"r{number}")
+            assert owner.snapshots.digests == 3
+        journal = system.decisions()
+    await proven(log)
+    stored = system.events(KV_EVENTS, BlocksStored)[0]
+    asked_by_nobody_else = stored.sequence_hashes[:-U64_BYTES] + pack_u64([9])
+    lie = msgspec.structs.replace(stored, sequence_hashes=asked_by_nobody_else)
+    report = await verify(LyingLog(log, system.events(KV_EVENTS).index(stored), lie))
+    assert report.divergence is not None
+    assert list(report.divergence["differs"]) == ["digest"]
+    first_digest = next(offset for offset, record in enumerate(journal) if isinstance(record, Advanced))
+    assert report.divergence["offset"] == first_digest

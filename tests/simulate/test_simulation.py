@@ -1,0 +1,157 @@
+"""The simulator against figures worked out by hand, and against itself."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forebay.core.engine_timing import decode_us, prefill_us
+from forebay.simulate.mooncake import Row, rows
+from forebay.simulate.outcome import FAILURES_SHOWN, Outcome, summary
+from forebay.simulate.settings import PolicyUnusable, Settings, policy
+from forebay.simulate.simulation import Simulation
+from tests.simulate.traces import conversations
+
+TRACES = os.environ.get("FOREBAY_TRACES", "")
+
+
+def simulated(trace: list[Row], policy_name: str = "kv", **settings: Any) -> Outcome:
+    chosen = Settings(**{"workers": 3, **settings})
+    return Simulation(chosen, policy(policy_name)).run(trace, lambda _: None)
+
+
+def figures(trace: list[Row], policy_name: str = "kv", **settings: Any) -> dict[str, Any]:
+    return summary(simulated(trace, policy_name, **settings), settings.get("workers", 3))
+
+
+def test_a_lone_request_takes_the_time_of_its_steps() -> None:
+    tokens, outputs = 10_000, 3
+    [served] = simulated([Row(7.0, tokens, outputs, list(range(20)))]).requests
+    first_us = prefill_us(8192) + prefill_us(tokens - 8192)
+    assert served.arrived_us == 7_000
+    assert served.first_us - served.arrived_us == first_us
+    assert served.last_us - served.first_us == (outputs - 1) * decode_us(157, 16_384)
+
+
+def test_a_request_that_comes_during_a_step_waits_for_its_end() -> None:
+    early, late = simulated([Row(0, 64, 2, [1]), Row(1, 64, 1, [2])], workers=1).requests
+    assert early.first_us == prefill_us(64)
+    assert late.first_us == early.first_us + prefill_us(64) + decode_us(2, 16_384) == early.last_us
+
+
+def test_requests_of_one_time_share_a_step_and_come_in_the_order_of_the_trace() -> None:
+    trace = [Row(5, 512, 1, [number]) for number in range(4)]
+    outcome = simulated(trace, "round-robin", workers=2)
+    assert [served.worker for served in outcome.requests] == [0, 1, 0, 1]
+    assert {served.first_us for served in outcome.requests} == {5_000 + prefill_us(1024)}
+
+
+def test_speed_divides_the_times_of_arrival() -> None:
+    outcome = simulated([Row(0, 64, 1, [1]), Row(1000, 64, 1, [2])], speed=4.0)
+    assert [served.arrived_us for served in outcome.requests] == [0, 250_000]
+
+
+def test_reuse_is_what_a_cache_without_bound_finds_when_requests_come_one_by_one() -> None:
+    trace = conversations(sessions=3, turns=4, every_ms=60_000)
+    held: set[int] = set()
+    expected = []
+    for row in trace:
+        # Those of one time are admitted together: what the first computes the second finds.
+        hashes = row.sequence_hashes(64)[: (row.input_length - 1) // 64]
+        expected.append(64 * next((depth for depth, block in enumerate(hashes) if block not in held), len(hashes)))
+        held.update(row.sequence_hashes(64))
+    outcome = simulated(trace, workers=1)
+    assert [served.cached_tokens for served in outcome.requests] == expected
+    assert 0 < sum(expected) < sum(row.input_length for row in trace)
+
+
+def test_every_request_is_answered_and_nothing_is_counted_twice() -> None:
+    trace = conversations(sessions=8, turns=6)
+    for name in ("kv", "round-robin"):
+        one = figures(trace, name, blocks=400)
+        assert (one["requests"], one["failed"]) == (len(trace), 0)
+        assert one["output_tokens"] == sum(row.output_length for row in trace)
+        computed = sum(worker["computed_tokens"] for worker in one["workers"])
+        assert computed == pytest.approx(one["prompt_tokens"] * (1 - one["prefix_reuse"]))
+        assert sum(worker["requests"] for worker in one["workers"]) == len(trace)
+        most = max(worker["computed_tokens"] for worker in one["workers"])
+        assert one["load_max_over_mean"] == pytest.approx(most * 3 / computed)
+        for key in ("ttft_ms", "itl_ms", "e2e_ms"):
+            assert 0 < one[key]["p50"] <= one[key]["p90"] <= one[key]["p99"]
+
+
+def test_the_kv_policy_finds_more_and_answers_sooner() -> None:
+    trace = conversations(sessions=8, turns=6)
+    kv, turns = figures(trace), figures(trace, "round-robin")
+    assert kv["prefix_reuse"] > 1.5 * turns["prefix_reuse"]
+    assert kv["ttft_ms"]["mean"] < turns["ttft_ms"]["mean"]
+
+
+def test_ten_runs_have_one_digest_and_another_seed_another() -> None:
+    trace = conversations(sessions=4, turns=4)
+    assert len({simulated(trace).digest for _ in range(10)}) == 1
+    assert len({simulated(trace, seed=seed).digest for seed in range(3)}) == 3
+
+
+def test_a_request_that_fits_no_cache_fails_with_the_reason_and_disturbs_no_other() -> None:
+    trace = conversations(sessions=4, turns=3)
+    giant = Row(trace[5].timestamp, 40 * 512, 9, list(range(9_000, 9_040)))
+    with_giant = [*trace[:6], giant, *trace[6:]]
+    outcome = simulated(with_giant, "round-robin", workers=1, blocks=300)
+    alone = simulated(trace, "round-robin", workers=1, blocks=300)
+    assert [served for at, served in enumerate(outcome.requests) if at != 6] == alone.requests
+    [failure] = summary(outcome, 1)["failures"]
+    assert failure["request"] == 7
+    assert "need 321 KV blocks of 64 tokens, but the engine has 300" in failure["reason"]
+
+
+def test_failures_are_counted_beyond_what_is_shown() -> None:
+    trace = [Row(at, 1024, 1, [at, at + 1]) for at in range(FAILURES_SHOWN + 5)]
+    one = figures(trace, blocks=4)
+    assert (one["requests"], one["failed"], len(one["failures"])) == (0, FAILURES_SHOWN + 5, FAILURES_SHOWN)
+    assert (one["prefix_reuse"], one["load_max_over_mean"], one["ttft_ms"]) == (0.0, 0.0, {})
+
+
+def test_more_workers_than_requests() -> None:
+    one = figures([Row(0, 64, 1, [1])], workers=40)
+    assert one["load_max_over_mean"] == 40
+    assert one["itl_ms"] == {}, "one token has no gap"
+
+
+def test_settings_of_a_policy_change_its_decisions() -> None:
+    trace = conversations(sessions=6, turns=4)
+    digests = [simulated(trace, name).digest for name in ("kv", "kv:temperature=0.9", "kv:overlap_score_credit=0")]
+    assert len(set(digests)) == 3
+    weighted = policy("kv:temperature=0.5,track_output_blocks=true")
+    assert (weighted.mode, weighted.temperature, weighted.track_output_blocks) == ("kv", 0.5, True)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("kw", "there is no policy 'kw'; there are kv, round-robin"),
+        ("kv:warmth=1", "'warmth=1' is no setting=value"),
+        ("kv:temperature", "'temperature' is no setting=value"),
+        ("kv:mode=random", "'mode=random' is no setting=value"),
+        ("kv:temperature=-1", "temperature"),
+        ("kv:temperature=warm", "temperature"),
+        ("kv:temperature=nan", "temperature"),
+    ],
+)
+def test_a_policy_that_does_not_exist_is_named(name: str, reason: str) -> None:
+    with pytest.raises(PolicyUnusable, match=reason):
+        policy(name)
+
+
+@pytest.mark.skipif(not TRACES, reason="set FOREBAY_TRACES to a folder that holds mooncake/synthetic_trace.jsonl")
+@pytest.mark.timeout(300)
+def test_a_published_trace_gives_the_figures_of_dynamos_replay() -> None:
+    # Dynamo 1.6.1, 8 workers of 16,384 blocks: round robin 0.1117 and 301.5 ms each time, KV 0.488 to 0.506.
+    trace = list(rows(Path(TRACES) / "mooncake" / "synthetic_trace.jsonl", None))
+    turns, kv = figures(trace, "round-robin", workers=8), figures(trace, workers=8)
+    assert turns["prefix_reuse"] == pytest.approx(0.1117, abs=0.0005)
+    assert turns["ttft_ms"]["mean"] == pytest.approx(301.5, rel=0.005)
+    assert turns["load_max_over_mean"] == pytest.approx(1.071, abs=0.002)
+    assert kv["prefix_reuse"] > 0.488
+    assert kv["ttft_ms"]["mean"] < 1.05 * 173.3

@@ -1,0 +1,29 @@
+"""Invented traces for the simulator's tests: conversations that grow turn by turn from a common beginning."""
+
+import json
+import random
+from pathlib import Path
+
+from forebay.simulate.mooncake import BLOCK_TOKENS, Row
+
+SEED = 20_261
+
+
+def conversations(sessions: int, turns: int, every_ms: int = 150) -> list[Row]:
+    """Turns of all sessions in turn; each prompt holds the one before. Two rows come at each time."""
+    rng = random.Random(SEED)
+    last: dict[int, list[int]] = {session: [0] for session in range(sessions)}
+    rows: list[Row] = []
+    for number in range(sessions * turns):
+        ids = last[number % sessions]
+        ids += [number * 10 + more for more in range(1, rng.randrange(2, 6))]
+        length = len(ids) * BLOCK_TOKENS - rng.randrange(BLOCK_TOKENS)
+        rows.append(Row(number // 2 * every_ms, length, rng.randrange(1, 150), list(ids)))
+    return rows
+
+
+def write(path: Path, rows: list[Row]) -> Path:
+    path.write_text(
+        "".join(json.dumps({name: getattr(row, name) for name in row.__struct_fields__}) + "\n" for row in rows)
+    )
+    return path
