@@ -17,7 +17,8 @@ from aiokafka.admin import AIOKafkaAdminClient
 
 from forebay.core.fleet import Fleet, Worker
 from forebay.core.machine import IllegalTransition
-from forebay.events.codec import decode
+from forebay.core.step import Decided
+from forebay.events.codec import DecodeError, decode
 from forebay.events.decisions import OwnerClaimed, RequestRouted
 from forebay.events.topics import DECISIONS, FLEET, Topic
 from forebay.transport.base import Record
@@ -50,6 +51,7 @@ class Ownership:
         epoch: the offset of its claim.
         claimed_us: when it claimed.
         routed: requests that it routed.
+        decided: its decisions, those among them.
         first_routed_us: when it routed the first of them; None while it has not.
         last_routed_us: when it routed the last of them.
         void: records that it wrote after a newer claim.
@@ -59,6 +61,7 @@ class Ownership:
     epoch: int
     claimed_us: int
     routed: int = 0
+    decided: int = 0
     first_routed_us: int | None = None
     last_routed_us: int | None = None
     void: int = 0
@@ -82,7 +85,9 @@ class _Journal:
         owner = self.owners[event.owner_epoch]
         if event.owner_epoch != max(self.owners):
             owner.void += 1
-        elif isinstance(event, RequestRouted):
+            return
+        owner.decided += isinstance(event, Decided)
+        if isinstance(event, RequestRouted):
             owner.routed += 1
             owner.first_routed_us = owner.first_routed_us or record.at_us
             owner.last_routed_us = record.at_us
@@ -211,6 +216,10 @@ class Cluster:
         """Requests that were routed so far."""
         return sum(owner.routed for owner in await self.ownerships(group))
 
+    async def decided(self, group: str = GROUP) -> int:
+        """Decisions so far, of every kind."""
+        return sum(owner.decided for owner in await self.ownerships(group))
+
     async def taken_over(self, before: str, group: str = GROUP, *, within_s: float) -> Ownership:
         """Wait until another router than `before` owns the group and routed a request. Raises ProcessError."""
 
@@ -221,7 +230,7 @@ class Cluster:
         return await self.processes.until(f"another router than {before} routes", routes, within_s=within_s)
 
     async def events(self, topic: Topic, group: str = GROUP) -> list[Any]:
-        """All events of a group's control topic, in order."""
+        """All events of a group's control topic, in order, without what is none."""
         partition = self.partition(group)
         assert partition is not None, f"{group} has no partition"
         return [event for _, event in await self._events(topic, partition)]
@@ -299,8 +308,9 @@ class Cluster:
         position, end = 0, await self._log.end(topic.name, partition)
         while position < end:
             for record in await self._log.read(topic.name, partition, position, READ_MAX):
-                found.append((record.offset, decode(topic, record.value)))
                 position = record.offset + 1
+                with contextlib.suppress(DecodeError):  # a foreign producer's
+                    found.append((record.offset, decode(topic, record.value)))
         return found
 
 

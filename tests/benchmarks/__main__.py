@@ -4,7 +4,8 @@ import importlib
 import sys
 
 BENCHMARKS = {
-    name: f"tests.benchmarks.bench_{name}" for name in ("index", "snapshot", "http", "owner", "kafka", "door")
+    name: f"tests.benchmarks.bench_{name}"
+    for name in ("index", "decision", "snapshot", "http", "owner", "kafka", "door")
 }
 
 

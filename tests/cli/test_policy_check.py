@@ -12,7 +12,7 @@ import pytest
 from forebay.cli import policy_check
 from forebay.cli.policy_cases import CASES
 from forebay.cli.policy_check import require_policy
-from forebay.cli.policy_trial import Trial
+from forebay.cli.policy_trial import FAULT_CHARS_MAX, Trial
 from forebay.ingress.errors import Unusable
 
 FOREBAY = str(Path(sys.executable).with_name("forebay"))
@@ -87,6 +87,9 @@ NO_DECISIONS = [
     ("", "return len(world.candidates)", "returned 1 of 1 candidates in case 0: positions are 0 to 0"),
     ("", "return -1", "returned -1 of 1 candidates"),
     ("", "return None", "returned None in case 0: not an int"),
+    ("", "return 10**5_000", "returned something of type int of 1 candidates"),
+    ("", "return ['long'] * 10_000", "returned ['long', 'long', "),
+    ("", "raise ValueError('two\\nlines \\x1b[2J')", "raised ValueError in case 0: two lines  [2J"),
     ("", "return 0.0", "returned 0.0 in case 0: not an int"),
     ("", "return False", "returned False in case 0: not an int"),
     ("", "return len(world.candidates) // (len(world.candidates) - 1)", "raised ZeroDivisionError in case 0"),
@@ -140,7 +143,9 @@ def test_calls_that_read_the_outside_are_named(
 
 @pytest.mark.parametrize(("top", "body", "says"), NO_DECISIONS)
 def test_what_is_no_decision_is_refused(trials: dict[tuple[str, str], Trial], top: str, body: str, says: str) -> None:
-    assert trials[top, body].fault.startswith(f"mine{TRIED.index((top, body))}.Policy {says}")
+    fault = trials[top, body].fault
+    assert fault.startswith(f"mine{TRIED.index((top, body))}.Policy {says}")
+    assert len(fault) <= FAULT_CHARS_MAX + 1
 
 
 def test_a_deterministic_policy_is_taken(here: Path) -> None:

@@ -199,6 +199,10 @@ def test_a_file_is_the_configuration_and_flags_win(tmp_path: Path) -> None:
         ("kv", "must hold fields of the router's configuration, not one value"),
         ("{", "policy.yaml: "),
         ("\x00", "policy.yaml: "),
+        ("temperature: 2020-99-99", "policy.yaml: month must be in 1..12"),
+        ("temperature: " + "9" * 5_000, "policy.yaml: Exceeds the limit"),
+        ("a: " + "[" * 100_000 + "]" * 100_000, "policy.yaml: nested deeper"),
+        ("a: &a {mode: kv}\nb:\n  <<: [*a, *a]", "policy.yaml: aliases (*a) are not taken"),
         ("#" * (1 << 20) + "\nmode: kv", "larger than 1048576 bytes"),
     ],
 )
@@ -215,6 +219,8 @@ def test_a_file_that_is_not_there_or_no_json(tmp_path: Path) -> None:
     path = tmp_path / "policy.json"
     path.write_bytes(b"temperature: 1")
     assert f"{path}: JSON is malformed" in refused("--router-policy-config", str(path))
+    path.write_bytes(b"[" * 100_000)
+    assert f"{path}: nested deeper" in refused("--router-policy-config", str(path))
     path.write_bytes(b"\xff")
     assert str(path) in refused("--router-policy-config", str(path))
 

@@ -24,10 +24,10 @@ def trace(tmp_path: Path) -> Path:
     return write(tmp_path / "trace.jsonl", conversations(sessions=5, turns=4))
 
 
-def printed(trace: Path, *arguments: str, hash_seed: int = 0) -> str:
+def printed(trace: Path, *arguments: str, hash_seed: int = 0, cwd: Path | None = None) -> str:
     environment = {**os.environ, "PYTHONHASHSEED": str(hash_seed)}
     command = [*COMMAND, str(trace), "--json", *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True, cwd=cwd).stdout
 
 
 def test_one_object_whatever_the_hash_seed_and_however_many_processes(trace: Path) -> None:
@@ -49,6 +49,19 @@ def test_one_object_whatever_the_hash_seed_and_however_many_processes(trace: Pat
     alone = json.loads(printed(trace, "--workers", "4", "--policy", "round-robin"))
     assert alone["policies"]["round-robin"] == result["policies"]["round-robin"]
     assert alone["digest"] != result["digest"]
+
+
+def test_a_policy_of_the_user_is_found_where_the_user_stands(trace: Path) -> None:
+    source = (
+        "class Last:\n    def decide(self, world, request):\n        return len(world.candidates) - 1\n"
+        "class First:\n    def decide(self, world, request):\n        return 0\n"
+    )
+    (trace.parent / "mine.py").write_text(source)
+    names = ("mine.Last", "mine.First")
+    result = json.loads(printed(trace, "--policy", names[0], "--policy", names[1], "--workers", "2", cwd=trace.parent))
+    count = len(conversations(sessions=5, turns=4))
+    requests = [[worker["requests"] for worker in result["policies"][name]["workers"]] for name in names]
+    assert requests == [[0, count], [count, 0]]
 
 
 def test_the_table_names_every_policy_and_its_figures(trace: Path) -> None:
@@ -73,6 +86,7 @@ def test_requests_that_fit_nowhere_are_named_and_end_in_exit_code_1(tmp_path: Pa
     ("arguments", "reason"),
     [
         (["--policy", "kw"], "there is no policy 'kw'"),
+        (["--policy", "direct"], "the requests of a trace name no workers"),
         (["--policy", "kv:speed=2"], "'speed=2' is no setting=value"),
         (["--max-num-batched-tokens", "10"], "max_num_batched_tokens (10) must be at least max_num_seqs (256)"),
         (["--duration-s", "0.001"], "holds no request"),

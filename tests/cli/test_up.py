@@ -267,3 +267,22 @@ def test_help_everywhere_and_the_version() -> None:
         run = forebay(*command, "--help")
         assert run.returncode == 0
         assert "Usage" in run.stdout
+
+
+def test_a_signal_ends_a_start_that_takes_long(tmp_path: Path) -> None:
+    log = tmp_path / "run.db"
+    up = Up("--workers", "1024", "--log", str(log))
+    while not log.exists():
+        assert up.process.poll() is None, up.process.communicate()[0]
+        time.sleep(0.005)
+    up.process.send_signal(signal.SIGTERM)
+    said = up.process.communicate(timeout=PATIENCE_S)[0]
+    assert (up.process.returncode, said) == (0, "")
+
+
+def test_a_fleet_that_is_no_fleet_is_refused() -> None:
+    refused = forebay("up", "--workers", "1024", "--dp-size", "5")
+    assert (refused.returncode, refused.stderr) == (
+        2,
+        "forebay: --workers 1024 with --dp-size 5: 5120 ranks are more than 4096\n",
+    )

@@ -8,8 +8,12 @@ from typing import Any
 import msgspec
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
+from forebay.core.eligibility import Ineligible
+from forebay.core.lifecycle import Request
 from forebay.core.rederive import Rederivation
+from forebay.core.router import find, must_wait
 from forebay.core.selection import WEIGHT_ONE, softmax_weights
 from forebay.core.step import CLOCK, InputEvent, advance
 from forebay.core.world import World, restore
@@ -23,7 +27,7 @@ from forebay.events.progress import FirstTokenEmitted, OutputGrown, RequestFaile
 from forebay.events.requests import NO_HINTS, RequestCancelled, RoutingHints
 from forebay.events.snapshots import Booking, Chunk, IndexChanges, SnapshotChunk, WorldState
 from forebay.events.topics import SNAPSHOTS
-from tests.core.worlds import BLOCK, PROMPTS, QUEUE, Driver, histories, joined, perform_all, pool, request
+from tests.core.worlds import BLOCK, PROMPTS, QUEUE, Driver, actions, histories, joined, perform_all, pool, request
 
 
 class Careful(Driver):
@@ -124,6 +128,33 @@ def test_the_winner_is_never_dearer_than_the_runner_up(history: list[Any]) -> No
             assert routed.terms.cost <= routed.runner_up.terms.cost
             assert (routed.ties > 1) == (routed.terms.cost == routed.runner_up.terms.cost)
             assert (routed.worker_id, routed.rank) != (routed.runner_up.worker_id, routed.runner_up.rank)
+
+
+def may_go(world: World, request: Request) -> bool:
+    config = world.pools[request.pool]
+    try:
+        return not must_wait(config, find(world, config, request))
+    except Ineligible:
+        return False
+
+
+class Watchful(Driver):
+    """After every event that can change it, nobody waits who may go."""
+
+    def __call__(self, topic: str, event: InputEvent | None, after_us: int = 10) -> list[Any]:
+        made = super().__call__(topic, event, after_us)
+        world = self.world
+        for waiting in world.requests.queued():
+            session_id = waiting.hints.session_id
+            # A session that ends by time lets its requests go with the next event that looks at the queue.
+            if not session_id or world.sessions.find(waiting.pool, session_id) is not None:
+                assert not may_go(world, waiting)
+        return made
+
+
+@given(st.lists(actions().filter(lambda one: one[0] not in ("pool", "wait")), min_size=30, max_size=60))
+def test_nobody_waits_who_may_go(history: list[Any]) -> None:
+    perform_all(Watchful().fleet("a", "b", queue=QUEUE, session_ttl_s=10.0), history)
 
 
 # Snapshots

@@ -46,13 +46,6 @@ def table(seats: Roster, prompt_tokens: int, blocks: int = 0, **changes: Any) ->
     return cost_table(RouterConfig(**changes), BLOCK_SIZE, seats, Demand(prompt_tokens, blocks, **fields))
 
 
-def test_the_worked_examples_of_the_router_design() -> None:
-    seats = roster(a=(0, 10, 1), b=(0, 5, 1), c=(0, 9, 1))
-    found = table(seats, 640, overlaps={("a", 0): Overlap(2), ("b", 0): Overlap(5), ("c", 0): Overlap(8)})
-    assert found.costs == [18.0, 10.0, 11.0]
-    assert found.prefill_blocks == [10.0] * 3
-
-
 def test_every_weight_counts() -> None:
     weights: dict[str, Any] = {
         "overlap_score_credit": 2.0,
@@ -77,10 +70,15 @@ def test_overlaps_and_active_blocks_of_others_are_passed_over() -> None:
     assert found.overlap(0) == NO_OVERLAP
 
 
-def test_prefill_that_is_not_tracked_costs_nothing() -> None:
-    found = table(roster(a=(6400, 3, 1)), 640, 10, track_prefill_tokens=False, overlap_score_credit_decay=1.0)
-    assert found.costs == [13.0]
-    assert found.prefill_blocks == [0.0]
+def test_prefill_that_is_not_tracked_costs_nothing_and_the_credit_is_for_decode_blocks() -> None:
+    seats = roster(a=(6400, 3, 1), b=(0, 3, 1))
+    untracked: dict[str, Any] = {"overlaps": {("b", 0): Overlap(4)}, "track_prefill_tokens": False}
+    found = table(seats, 640, 10, overlap_score_credit_decay=1.0, **untracked)
+    assert found.costs == [13.0, 9.0]
+    assert found.prefill_blocks == [0.0, 0.0]
+    assert table(seats, 640, 10, decode_active_request_weight=0.5, **untracked).costs == [13.5, 9.5]
+    assert table(seats, 640, 10, overlap_score_credit=0.0, **untracked).costs == [13.0, 13.0]
+    assert table(seats, 640, overlap_score_credit=2.0, **untracked).costs == [3.0, 0.0]
 
 
 def test_the_credit_of_a_busier_rank_decays() -> None:
@@ -90,6 +88,10 @@ def test_the_credit_of_a_busier_rank_decays() -> None:
     found = table(seats, 640, overlaps=overlaps, overlap_score_credit_decay=1.0, host_cache_hit_weight=0.5)
     assert [found.terms(at).overlap_credit for at in (0, 1)] == [4.0, 2.0 + 1.0]
     assert table(seats, 640, overlaps=overlaps).terms(1).overlap_credit == 4.0 + 1.5
+    # A partial block is a block of the request: the same excess is ten blocks of ten. No blocks are as good as one.
+    for tokens, credit in ((640 - 63, 2.0 + 1.5), (0, 4.0 / 11 + 1.5)):
+        found = table(seats, tokens, overlaps=overlaps, overlap_score_credit_decay=1.0)
+        assert found.terms(1).overlap_credit == credit
 
 
 def test_lmetric_multiplies() -> None:

@@ -4,9 +4,11 @@ from typing import Any
 
 import pytest
 
+from forebay.core.dispatch import DRAIN_MAX
+from forebay.core.queueing import LOOK_PAST_MAX
 from forebay.core.world import World, restore
 from forebay.events.base import pack_u64
-from forebay.events.control import QueueClass, QueueConfig
+from forebay.events.control import BusyThresholds, BusyThresholdsSet, QueueClass, QueueConfig
 from forebay.events.decisions import (
     CacheResyncRequested,
     RequestAborted,
@@ -15,8 +17,9 @@ from forebay.events.decisions import (
     RequestRouted,
     RouteAnswered,
 )
-from forebay.events.fleet import WorkerLost
+from forebay.events.fleet import WorkerDraining, WorkerLost, WorkerSuspect
 from forebay.events.kv import BlocksStored, CacheCleared
+from forebay.events.metrics import LoadReported
 from forebay.events.progress import FirstTokenEmitted, OutputGrown, RequestFinished
 from forebay.events.requests import RequestCancelled, RoutingHints
 from tests.core.worlds import BLOCK, PROMPTS, Driver, joined, pool, query, request
@@ -98,6 +101,7 @@ def test_a_full_class_refuses_at_once_and_another_still_takes() -> None:
         RequestRejected,
     ]
     assert big(drive, "u", policy_class="unheard of").reason == "queue_full", "an unknown class is the default one"
+    assert drive.world.counts["unknown_queue_class"] == 1
     assert drive.world.counts["rejected_queue_full"] == 3
     assert drive.world.requests.get("r2") is None
 
@@ -183,10 +187,94 @@ def test_who_waits_when_nobody_is_left_waits_on() -> None:
     assert [one.request_id for one in drive("fleet", joined("b", 0))] == ["r1"]
 
 
+@pytest.mark.parametrize("fact", [WorkerLost, WorkerSuspect, WorkerDraining])
+def test_a_worker_that_goes_sets_free_who_waits_for_it_by_its_session(
+    fact: type[WorkerLost | WorkerSuspect | WorkerDraining],
+) -> None:
+    drive = Driver().fleet("a", "b", "c", queue=ONE_STEP, session_ttl_s=100.0)
+    began = big(drive, "r1", session_id="s")
+    mine = began.worker_id
+    drive("progress", RequestFinished(**progress(began), finish_reason="length"))
+    big(drive, "other", worker_id=mine)
+    assert isinstance(big(drive, "r2", session_id="s"), RequestHeld)
+    made = drive("fleet", fact(owner_epoch=0, worker_id=mine, worker_epoch=drive.epoch(mine)))
+    assert [one.request_id for one in made] == ["r2"]
+    assert made[0].worker_id != mine
+
+
+def test_any_number_of_requests_for_one_worker_hold_up_nobody_else() -> None:
+    drive = Driver().fleet("a", "b", queue=ONE_STEP)
+    big(drive, "ra", worker_id="a")
+    on_b = big(drive, "rb", worker_id="b")
+    for number in range(2 * LOOK_PAST_MAX):
+        big(drive, f"pinned{number}", worker_id="a")
+    assert isinstance(big(drive, "free"), RequestHeld)
+    assert first_token(drive, on_b) == ["free"]
+
+
+def test_one_event_lets_a_bounded_number_go_and_their_progress_the_rest() -> None:
+    drive = Driver().fleet("a", queue=ONE_STEP)
+    running = big(drive, "r")
+    for number in range(2 * DRAIN_MAX + 1):
+        big(drive, f"r{number}")
+    made = drive("control", pool())
+    assert [one.request_id for one in made] == [f"r{number}" for number in range(DRAIN_MAX)]
+    assert len(first_token(drive, running)) == DRAIN_MAX
+    assert len(first_token(drive, made[0])) == 1
+    assert drive.world.queues.waiting("default") == 0
+
+
+def test_blocks_that_an_engine_gave_back_let_a_request_go() -> None:
+    busy = BusyThresholds(active_decode_blocks_threshold=0.5)
+    drive = Driver().fleet("a", queue=ONE_STEP, busy=busy)
+    running = big(drive, "r1")
+    big(drive, "r2")
+    load: dict[str, Any] = {"worker_id": "a", "worker_epoch": drive.epoch("a"), "running": 1, "waiting": 0}
+    load["kv_blocks_total"] = 64
+    assert drive("metrics", LoadReported(**load, kv_blocks_used=33)) == []
+    assert first_token(drive, running) == []
+    assert drive("metrics", LoadReported(**load, kv_blocks_used=34)) == []
+    assert [one.request_id for one in drive("metrics", LoadReported(**load, kv_blocks_used=32))] == ["r2"]
+
+
+def test_thresholds_of_a_model_that_nobody_serves_are_counted() -> None:
+    drive = Driver().fleet("a")
+    for model in ("m", "another"):
+        drive("control", BusyThresholdsSet(model=model, thresholds=BusyThresholds(active_prefill_tokens_threshold=1)))
+    assert drive.world.counts["unknown_model"] == 1
+
+
+def test_another_configuration_lets_stranded_requests_go() -> None:
+    drive = Driver().fleet("a", "b")
+    lost = big(drive, "r1").worker_id
+    drive("control", pool(mode="no.such.Policy"))
+    assert drive("fleet", WorkerLost(owner_epoch=0, worker_id=lost, worker_epoch=drive.epoch(lost))) == []
+    assert [(one.request_id, one.attempt) for one in drive("control", pool())] == [("r1", 2)]
+
+
+def test_a_session_that_ended_holds_nobody_when_a_deadline_passes() -> None:
+    drive = Driver().fleet("a", "b", queue=ONE_STEP, session_ttl_s=0.002)
+    mine = big(drive, "r1", session_id="s").worker_id
+    big(drive, "r2", session_id="s")
+    drive("requests", request("r3", timeout_us=5_000))
+    made = drive.wait(10_000)
+    assert [(type(one), one.request_id) for one in made] == [(RequestAborted, "r3"), (RequestRouted, "r2")]
+    assert made[1].worker_id != mine
+
+
+def test_an_id_that_is_used_again_for_another_adapter_or_tenant_is_refused() -> None:
+    drive = Driver().fleet("a")
+    big(drive, "r1")
+    for other in ({"lora_name": "x"}, {"cache_namespace": "x"}):
+        (refused,) = drive("requests", request("r1", PROMPTS[0], **other))
+        assert refused.reason == "duplicate_id"
+
+
 @pytest.mark.parametrize(
     ("classes", "problem"),
     [
         ((QueueClass(name="a"),), "the queue class default with uncached_tokens_min 0 must be there"),
+        (tuple(QueueClass(uncached_tokens_min=floor) for floor in range(257)), "257 queue classes are more than 256"),
         ((QueueClass(), QueueClass(quantum=5)), "two queue classes have the same name"),
         ((QueueClass(), QueueClass(name="a", uncached_tokens_min=5)), "every queue class needs one of its name"),
     ],
@@ -296,7 +384,11 @@ def test_a_prediction_holds_until_the_kv_events_or_its_end_or_a_clear() -> None:
     big(drive, "r2", worker_id="a")
     drive("kv-events", CacheCleared(worker_id="a", worker_epoch=drive.epoch("a"), seq=1))
     assert overlap_of(drive, "q4", PROMPTS[0])["a"] == 0
+    big(drive, "r3", worker_id="a")
+    for epoch in (drive.epoch("a"), 99):
+        drive("kv-events", CacheCleared(worker_id="a", worker_epoch=epoch, seq=1))
     drive("kv-events", CacheCleared(worker_id="nobody", worker_epoch=0, seq=1))
+    assert overlap_of(drive, "q6", PROMPTS[0])["a"] == 8, "redelivered, of another epoch, of nobody"
 
 
 def test_a_prediction_shortens_what_is_said_of_slower_tiers() -> None:
@@ -379,3 +471,10 @@ def test_prompts_shorter_than_a_block_have_no_overlap() -> None:
     (routed,) = drive("requests", request("r"))
     assert routed.terms.decode_blocks == 0.0
     assert routed.terms.prefill_blocks == 2 / BLOCK
+
+
+def test_an_empty_prompt_is_routed_like_any_other() -> None:
+    drive = Driver().fleet("a", "b", overlap_score_credit_decay=1.0)
+    big(drive, "r1", worker_id="a")
+    (routed,) = drive("requests", request("r2", token_ids=b""))
+    assert (routed.worker_id, routed.terms.prefill_blocks) == ("b", 0.0)

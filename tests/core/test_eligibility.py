@@ -132,15 +132,6 @@ def test_at_a_threshold_nobody_is_busy_yet() -> None:
     assert isinstance(ask(drive, "r2", blocks=3), RequestRouted)
 
 
-def test_a_worker_is_busy_when_all_its_ranks_are() -> None:
-    drive = fleet()
-    set_busy(drive, active_prefill_tokens_threshold=5)
-    ask(drive, "r1", blocks=3, worker_id="b", rank=0)
-    assert ask(drive, "r2", worker_id="b").candidates == 2
-    ask(drive, "r3", blocks=3, worker_id="b", rank=1)
-    assert ask(drive, "r4", worker_id="b").reason == "busy"
-
-
 def test_thresholds_stand_until_the_pool_is_configured_anew_and_are_those_of_a_model() -> None:
     drive = Driver().fleet("a", busy=BusyThresholds(active_prefill_tokens_threshold=0))
     ask(drive, "r1")

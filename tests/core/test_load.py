@@ -28,37 +28,6 @@ def now(load: Load, key: HolderKey = ("w", 0)) -> tuple[int, float, int]:
     return rank.prefill_tokens, rank.decode_blocks, rank.active_requests
 
 
-# Dynamo's rules for active sequences
-
-
-def test_shared_blocks_count_once_until_the_last_request_is_gone() -> None:
-    load = loaded()
-    empty = load.digest()
-    load.book("r1", ("w", 0), prefill_tokens=100, blocks=[1, 2, 3])
-    load.book("r2", ("w", 0), prefill_tokens=50, blocks=[1, 2, 9])
-    assert now(load) == (150, 4.0, 2)
-    assert now(load, ("w", 1)) == (0, 0.0, 0)
-    assert load.active_depths([1, 2, 3, 4]) == {("w", 0): 3}
-    load.free("r1")
-    assert now(load) == (50, 3.0, 1)
-    assert load.active_depths([1, 2, 3]) == {("w", 0): 2}
-    load.free("r2")
-    assert now(load) == (0, 0.0, 0)
-    assert load.active_depths([1]) == {}
-    assert load.digest() == empty
-
-
-def test_the_first_token_ends_the_prefill_load_and_so_does_the_end() -> None:
-    load = loaded()
-    load.book("r1", ("w", 0), prefill_tokens=100, blocks=[1])
-    load.book("r2", ("w", 0), prefill_tokens=50, blocks=[])
-    load.prefill_done("r1")
-    assert now(load) == (50, 1.0, 2)
-    load.free("r2")
-    load.free("r1")
-    assert now(load) == (0, 0.0, 0)
-
-
 def test_without_reuse_all_blocks_count_and_nobody_finds_them() -> None:
     load = loaded()
     for name in ("r1", "r2"):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from forebay.core.policies import (
     BUILT_IN,
+    FAULT_CHARS_MAX,
     Candidate,
     PolicyUnusable,
     RoutingRequest,
@@ -36,14 +37,6 @@ def decide(mode: str, seen: RoutingWorld, seed: int = 0) -> int:
 
 
 # Selection
-
-
-def test_softmax_of_the_worked_example() -> None:
-    weights = softmax_weights([0.0, 3.0, 9.0], 1.0)
-    shares = [weight / sum(weights) for weight in weights]
-    expected = [exp(0), exp(-1 / 3), exp(-1)]
-    assert shares == pytest.approx([value / sum(expected) for value in expected], rel=1e-12)
-    assert len(set(softmax_weights([4.0, 4.0], 0.5))) == 1
 
 
 def test_draws_follow_the_weights_and_ties_are_spread() -> None:
@@ -150,7 +143,7 @@ def test_the_fields_of_a_candidate() -> None:
     with pytest.raises(IndexError):
         candidates[2]
     assert (candidates[0].decode_blocks, candidates[0].kv_blocks_total, candidates[0].kv_blocks_used) == (2.0, 64, None)
-    assert seen.costs == [10 / 4 + 2, 10 / 4 + 2]
+    assert seen.costs == (10 / 4 + 2, 10 / 4 + 2)
     (routed,) = (one for one in drive.decided if isinstance(one, RequestRouted))
     assert (routed.worker_id, routed.ties) == ("b", 1)
 
@@ -175,6 +168,22 @@ class Odd:
     def decide(self, world, request):
         return "a"
 
+class Leaves:
+    def decide(self, world, request):
+        raise SystemExit(3)
+
+class Huge:
+    def decide(self, world, request):
+        return 10**5000
+
+class Object:
+    def decide(self, world, request):
+        return object()
+
+class Long:
+    def decide(self, world, request):
+        raise ValueError("long" * 100_000, object())
+
 class Nothing:
     pass
 
@@ -187,6 +196,7 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     name = f"mine_{tmp_path.name}".replace("-", "_")
     (tmp_path / f"{name}.py").write_text(GOOD)
     (tmp_path / f"broken_{name}.py").write_text("1 / 0\n")
+    (tmp_path / f"leaving_{name}.py").write_text("raise SystemExit('x' * 10_000)\n")
     monkeypatch.syspath_prepend(tmp_path)
     return name
 
@@ -200,9 +210,13 @@ def test_a_users_policy_decides(mine: str) -> None:
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("Broken", "failed: KeyError('missing')"),
-        ("Beyond", "chose 2 of 2 candidates"),
-        ("Odd", "chose 'a' of 2 candidates"),
+        ("Broken", "Broken failed: KeyError (MODULE.py:8)"),
+        ("Beyond", "chose a position outside of its 2 candidates"),
+        ("Odd", "chose no position: str"),
+        ("Leaves", "failed: SystemExit (MODULE.py:20)"),
+        ("Huge", "chose a position outside of its 2 candidates"),
+        ("Object", "chose no position: object"),
+        ("Long", "failed: ValueError (MODULE.py:32)"),
         ("Nothing", "no class with a method `decide"),
         ("value", "no class with a method `decide"),
         ("absent", "no class with a method `decide"),
@@ -214,7 +228,8 @@ def test_a_policy_that_fails_refuses_the_request_and_says_why(mine: str, name: s
     (refused,) = drive("requests", request("r", PROMPTS[0]))
     assert isinstance(refused, RequestRejected)
     assert refused.reason == "policy_failed"
-    assert problem in refused.message
+    assert problem.replace("MODULE", mine) in refused.message
+    assert "0x" not in refused.message  # derived again in another process it is the same
     assert (drive.world.requests.digest(), drive.world.load.digest()) == before
     assert drive.world.counts["rejected_policy_failed"] == 1
 
@@ -222,6 +237,9 @@ def test_a_policy_that_fails_refuses_the_request_and_says_why(mine: str, name: s
 def test_a_policy_that_cannot_be_imported_is_named(mine: str) -> None:
     with pytest.raises(PolicyUnusable, match="ZeroDivisionError"):
         policy_class(f"broken_{mine}.Any")
+    with pytest.raises(PolicyUnusable, match="SystemExit") as left:
+        policy_class(f"leaving_{mine}.Any")
+    assert len(str(left.value)) <= FAULT_CHARS_MAX
     with pytest.raises(PolicyUnusable, match="No module named 'nowhere'"):
         policy_class("nowhere.Any")
     with pytest.raises(PolicyUnusable, match="no router mode \\(kv, round-robin"):

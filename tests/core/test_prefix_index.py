@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from forebay.core.holder_bits import RETIRED_BITS_MAX
-from forebay.core.index_walk import WALK_CHUNK_HASHES, HolderEpoch
+from forebay.core.index_walk import WALK_CHUNK_HASHES
 from forebay.core.prefix_index import TIERS, Gap, Overlap, PrefixIndex
 from forebay.events.base import pack_u64
 from forebay.events.kv import BlocksRemoved, BlocksStored, CacheCleared, KvEvent
@@ -204,9 +204,9 @@ def test_a_gap_is_told_once_and_ends_with_the_next_clear() -> None:
     assert index.apply(stored(5, 2)) is None
     assert index.counts["gap"] == 2
     assert index.apply(stored(7, 3, rank=1)) == Gap("a", 5, 1, expected_seq=1, found_seq=7)
-    assert index.resyncing() == [HolderEpoch("a", 5, 0), HolderEpoch("a", 5, 1)]
+    assert [(one.rank, one.last_seq) for one in index.resyncing()] == [(0, 5), (1, 7)]
     assert index.apply(cleared(6)) is None
-    assert index.resyncing() == [HolderEpoch("a", 5, 1)]
+    assert [(one.rank, one.last_seq) for one in index.resyncing()] == [(1, 7)]
     assert index.overlaps([1, 2, 3]) == {}
     assert index.overlaps([3]) == {("a", 1): Overlap(1)}
     assert index.apply(stored(8, 9)) == Gap("a", 5, 0, expected_seq=7, found_seq=8)
@@ -230,7 +230,8 @@ def test_who_waits_for_a_resync_still_does_after_a_restore() -> None:
     for chunk in index.snapshot():
         restored.restore(chunk)
     assert restored.digest() == index.digest() != before
-    assert restored.resyncing() == index.resyncing() == [HolderEpoch("a", 5, 0)]
+    assert restored.resyncing() == index.resyncing()
+    assert [(one.worker_id, one.worker_epoch, one.rank, one.last_seq) for one in index.resyncing()] == [("a", 5, 0, 4)]
 
 
 def test_a_wait_for_a_resync_is_part_of_the_digest() -> None:

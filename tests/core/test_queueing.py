@@ -26,6 +26,7 @@ def held(offset: int, **changes: Any) -> Held:
         "priority": 0,
         "strict_priority": 0,
         "arrival_us": offset,
+        "demand": (offset,),
     }
     return Held(offset=offset, **{**fields, **changes})
 
@@ -217,6 +218,23 @@ def test_looking_past_has_an_end() -> None:
     assert queues.serve("p", last_only) == held(LOOK_PAST_MAX)
 
 
+def test_those_with_the_same_demands_are_tried_once() -> None:
+    stuck = [held(at, demand=("stuck",), strict_priority=at % 3) for at in range(3 * LOOK_PAST_MAX)]
+    queues = queue(*stuck, held(100))
+    asked: list[int] = []
+
+    def not_stuck(one: Held) -> bool:
+        asked.append(one.offset)
+        return one.demand != ("stuck",)
+
+    assert queues.serve("p", not_stuck) == held(100)
+    assert asked == [2, 100], "the first of those that are stuck, for all of them"
+    for gone in (2, 5):
+        assert queues.remove(f"r{gone}")
+        assert queues.serve("p", lambda one: False) is None
+    assert drained(queues) == [one.offset for one in naive_order("fcfs", stuck) if one.offset not in (2, 5)]
+
+
 def test_a_class_that_has_nothing_to_offer_earns_nothing() -> None:
     queues = queue(*(held(at) for at in range(5)), held(10, policy_class="batch", uncached_tokens=31))
     assert drained(queues, lambda one: one.offset < 5) == [0, 1, 2, 3, 4]
@@ -294,6 +312,12 @@ class Model:
         mine = [one for one in self.waiting if class_of(self.config, one.policy_class, one.uncached_tokens) is kind]
         return naive_order(kind.policy or self.config.policy, mine)
 
+    def heads(self, kind: QueueClass) -> list[Held]:
+        first: dict[tuple[object, ...], Held] = {}
+        for one in self.line(kind):
+            first.setdefault(one.demand, one)
+        return list(first.values())
+
     def remove(self, one: Held) -> None:
         self.waiting.remove(one)
         for kind in self.config.classes:
@@ -302,7 +326,7 @@ class Model:
 
     def serve(self, may_go: Callable[[Held], bool]) -> Held | None:
         offers = {
-            kind: next((one for one in self.line(kind)[:LOOK_PAST_MAX] if may_go(one)), None)
+            kind: next((one for one in self.heads(kind)[:LOOK_PAST_MAX] if may_go(one)), None)
             for kind in self.config.classes
         }
         if not any(offers.values()):
@@ -346,11 +370,18 @@ def test_the_queue_does_what_the_plain_model_does(
     gone: list[int] = []
 
     def may_go(one: Held) -> bool:
-        return one.offset % 5 < blocked
+        return one.demand in [(number,) for number in range(blocked)]
 
     for at, (kind, number, name, strict) in enumerate(history):
         if kind == "push":
-            one = held(at, policy_class=name, uncached_tokens=number, strict_priority=strict, priority=number % 7 - 3)
+            one = held(
+                at,
+                policy_class=name,
+                uncached_tokens=number,
+                strict_priority=strict,
+                priority=number % 7 - 3,
+                demand=(number % 5,),
+            )
             queues.push("p", one)
             model.waiting.append(one)
             pushed.append(at)

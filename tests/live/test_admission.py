@@ -67,6 +67,21 @@ async def test_a_lease_joins_becomes_suspect_recovers_and_is_lost(log: SqliteLog
     assert {msgspec.to_builtins(fact).get("worker_epoch", 0) for fact in later} == {0}
 
 
+async def test_a_worker_that_its_pool_no_longer_fits_is_lost_and_refused_by_name(
+    log: SqliteLog, caplog: pytest.LogCaptureFixture
+) -> None:
+    polled = admission(log)
+    other = {"default": PoolConfigured(pool="default", model="m", block_size=16)}
+    await poll(polled, log, [lease()])
+    for _ in range(2):
+        await poll(polled, log, [lease()], other)
+    _, lost = facts(log)
+    assert isinstance(lost, WorkerLost)
+    assert lost.reason == "its blocks hold 64 tokens, those of the pool default hold 16"
+    assert polled.refused == {"spec": 1}
+    assert f"worker w is refused: {lost.reason}" in caplog.text
+
+
 async def test_a_given_up_lease_and_another_incarnation_lose_the_old_epoch(log: SqliteLog) -> None:
     polled = admission(log)
     await poll(polled, log, [lease()])

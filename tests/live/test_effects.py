@@ -185,7 +185,10 @@ async def test_a_cache_with_a_gap_is_asked_for_anew_until_it_is_said(log: Sqlite
         await until(lambda: owner.world.index.blocks_held("w0", 0, "device") == 1)
     async with system.owned():
         pass
-    wanted = [ReannounceCache(owner_epoch=epoch, worker_epoch=cache.epoch, rank=0) for epoch in epochs]
+    wanted = [
+        ReannounceCache(owner_epoch=epoch, worker_epoch=cache.epoch, rank=0, above_seq=above_seq)
+        for epoch, above_seq in zip(epochs, (4, 6), strict=True)
+    ]
     assert system.events(WORK, ReannounceCache) == wanted
     await proven(log)
 

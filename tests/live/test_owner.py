@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from forebay.events.base import unpack_u32
+from forebay.events.codec import decode
 from forebay.events.decisions import (
     OwnerClaimed,
     RequestAborted,
@@ -12,7 +14,7 @@ from forebay.events.decisions import (
     RequestRouted,
     SnapshotTaken,
 )
-from forebay.events.topics import DEAD_LETTERS, REQUESTS
+from forebay.events.topics import DEAD_LETTERS, REQUESTS, work_topic
 from forebay.live.owner import Owner
 from forebay.transport.base import Draft
 from forebay.transport.faults import Crashed, FaultyLog
@@ -66,6 +68,18 @@ async def test_a_repeated_record_changes_nothing_and_a_reused_id_is_refused(log:
         assert len(system.decisions(RequestRouted)) == 1
         (refused,) = system.decisions(RequestRejected)
         assert refused.reason == "duplicate_id"
+    await proven(log)
+
+
+async def test_work_is_of_the_submission_that_was_accepted(log: SqliteLog) -> None:
+    async with System(log).started(workers=1) as system:
+        await admit(system, 1)
+        system.send(submitted("a", PREFIX, nonce=1))
+        system.send(submitted("a", [7, 7], nonce=2))
+        async with system.owned():
+            await until(lambda: len(system.ends().get("a", ())) == 2)
+        items = [decode(work_topic("default"), one.value) for one in log.records("work.default", 0, 0, 10)]
+        assert [unpack_u32(item.token_ids) for item in items] == [PREFIX]
     await proven(log)
 
 

@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 
 from forebay.core.engine_timing import decode_us, prefill_us
+from forebay.core.policies import BUILT_IN
+from forebay.events.control import QueueClass, QueueConfig, RouterConfig
 from forebay.simulate.mooncake import Row, rows
 from forebay.simulate.outcome import FAILURES_SHOWN, Outcome, summary
 from forebay.simulate.settings import PolicyUnusable, Settings, policy
-from forebay.simulate.simulation import Simulation
+from forebay.simulate.simulation import LOAD_INTERVAL_US, Simulation
 from tests.simulate.traces import conversations
 
 TRACES = os.environ.get("FOREBAY_TRACES", "")
@@ -45,6 +47,14 @@ def test_requests_of_one_time_share_a_step_and_come_in_the_order_of_the_trace() 
     outcome = simulated(trace, "round-robin", workers=2)
     assert [served.worker for served in outcome.requests] == [0, 1, 0, 1]
     assert {served.first_us for served in outcome.requests} == {5_000 + prefill_us(1024)}
+
+
+def test_a_queue_of_requests_that_fit_nowhere_comes_to_an_end() -> None:
+    number = 1_000
+    trace = [Row(0, 512, 1, [0]), *(Row(1, 64 * 16 + 1, 1, [at, at, at]) for at in range(number))]
+    queue = QueueConfig(threshold=0.01, classes=(QueueClass(requests_per_worker_max=number),))
+    outcome = Simulation(Settings(workers=1, blocks=16), RouterConfig(queue=queue)).run(trace, lambda _: None)
+    assert [bool(served.failure) for served in outcome.requests] == [False] + [True] * number
 
 
 def test_speed_divides_the_times_of_arrival() -> None:
@@ -128,9 +138,69 @@ def test_settings_of_a_policy_change_its_decisions() -> None:
 
 
 @pytest.mark.parametrize(
+    "name",
+    [
+        *sorted(set(BUILT_IN) - {"direct"}),
+        "tests.simulate.policies.LeastUsed",
+        "kv:queue.threshold=0.5,queue.policy=wspt",
+        "kv:session_ttl_s=5,predicted_ttl_s=1,track_output_blocks=true",
+        "least-loaded:use_kv_events=false,ttl_s=1",
+    ],
+)
+def test_every_policy_answers_everything_the_same_way_twice(name: str) -> None:
+    trace = conversations(sessions=6, turns=4, every_ms=20)
+    once, again = simulated(trace, name), simulated(trace, name)
+    assert once == again
+    assert [served.failure for served in once.requests] == [""] * len(trace)
+    assert len({served.worker for served in once.requests}) == 3
+
+
+def test_who_waits_in_the_router_is_sent_when_a_prompt_is_done() -> None:
+    trace = [Row(0, 64, 1, [number]) for number in range(3)]
+    together = simulated(trace, "kv", workers=1)
+    assert {served.first_us for served in together.requests} == {prefill_us(3 * 64)}
+    one_by_one = simulated(trace, "kv:queue.threshold=0", workers=1)
+    assert [served.first_us for served in one_by_one.requests] == [prefill_us(64) * turn for turn in (1, 2, 3)]
+
+
+def test_a_policy_sees_what_engines_report() -> None:
+    trace = [Row(0, 1024, 200, [1, 2]), Row(500, 64, 1, [3]), Row(9_000, 64, 1, [4])]
+    outcome = simulated(trace, "tests.simulate.policies.LeastUsed", workers=2)
+    assert [served.worker for served in outcome.requests] == [0, 1, 0]
+
+
+def test_workers_that_report_many_used_blocks_are_busy_until_they_report_fewer() -> None:
+    # The second and the third wait for the first prompt; the second then takes a third of the blocks.
+    trace = [Row(0, 640, 2_000, [1, 2]), Row(0, 20_000, 2, list(range(10, 50))), Row(0, 64, 1, [3])]
+    policy_name = "kv:queue.threshold=0,busy.active_decode_blocks_threshold=0.3"
+    first, second, third = simulated(trace, policy_name, workers=1, blocks=1_000).requests
+    assert not first.failure + second.failure + third.failure
+    assert third.first_us > second.last_us + prefill_us(64) + 2 * decode_us(400, 1_000)
+    assert third.first_us < second.last_us + prefill_us(64) + 2 * decode_us(400, 1_000) + LOAD_INTERVAL_US
+
+
+def test_a_request_that_finds_every_worker_busy_is_refused() -> None:
+    trace = [Row(0, 6_400, 2, list(range(13))), Row(1, 64, 1, [90]), Row(60_000, 64, 1, [91])]
+    name = "kv:busy.active_prefill_tokens_threshold=6000"
+    failures = [served.failure for served in simulated(trace, name, workers=1).requests]
+    assert failures == ["", "every worker of the pool default that may take the request is busy", ""]
+
+
+def test_a_long_queue_of_requests_that_fit_no_cache_fails_one_by_one() -> None:
+    giants = [Row(0, 1_024, 1, [2 * at, 2 * at + 1]) for at in range(1, 800)]
+    one = figures([Row(0, 64, 1, [0]), *giants], "kv:queue.threshold=0", workers=1, blocks=4)
+    assert (one["requests"], one["failed"]) == (1, len(giants))
+
+
+@pytest.mark.parametrize(
     ("name", "reason"),
     [
         ("kw", "there is no policy 'kw'; there are kv, round-robin"),
+        ("direct", "direct cannot be simulated: the requests of a trace name no workers"),
+        ("kv:queue.size=1", "'queue.size=1' is no setting=value"),
+        ("kv:queue.threshold=-1", "threshold"),
+        ("kv:queue.classes=x", "queue.classes"),
+        ("kv:busy=1", "busy"),
         ("kv:warmth=1", "'warmth=1' is no setting=value"),
         ("kv:temperature", "'temperature' is no setting=value"),
         ("kv:mode=random", "'mode=random' is no setting=value"),

@@ -63,7 +63,7 @@ def test_what_is_said_anew_is_what_was_said(history: list[tuple[int, CacheChange
     for rank, change in history:
         log += said(events.changes(rank, [change]))
         held[rank] = held[rank] | set(change.hashes) if isinstance(change, Stored) else held[rank] - set(change.hashes)
-    anew = said(events.reannouncement(asked))
+    anew = said(events.reannouncement(asked, 0))
     assert type(anew[0]) is CacheCleared
     assert all(type(event) is BlocksStored for event in anew[1:])
     assert {event.rank for event in anew} == {asked}
@@ -96,7 +96,7 @@ def test_every_record_fits_and_goes_on_from_the_one_before(monkeypatch: pytest.M
     events = CacheEvents(spec(), EPOCH, 0)
     stored = said(events.announcement(0, range(1, 9)))
     assert [event.parent_hash for event in stored if isinstance(event, BlocksStored)] == [None, 3, 6]
-    anew = said(events.reannouncement(0))
+    anew = said(events.reannouncement(0, 0))
     assert [event.seq for event in anew] == [4, 5, 6, 7]
     assert [len(unpack_u64(event.sequence_hashes)) for event in anew[1:] if isinstance(event, BlocksStored)] == [
         3,
@@ -110,12 +110,12 @@ def test_every_record_fits_and_goes_on_from_the_one_before(monkeypatch: pytest.M
 def test_an_empty_cache_is_said_anew_as_cleared() -> None:
     events = CacheEvents(spec(), EPOCH, 0)
     assert events.announcement(0, ()) == []
-    assert [type(event) for event in said(events.reannouncement(0))] == [CacheCleared]
+    assert [type(event) for event in said(events.reannouncement(0, 0))] == [CacheCleared]
 
 
 def test_without_kv_events_nothing_is_said() -> None:
     events = CacheEvents(spec(kv_events=False), EPOCH, 0)
-    assert events.announcement(0, [1]) + events.changes(0, [Stored(None, (1,))]) + events.reannouncement(0) == []
+    assert events.announcement(0, [1]) + events.changes(0, [Stored(None, (1,))]) + events.reannouncement(0, 0) == []
 
 
 def test_ranks_have_the_numbers_of_the_spec() -> None:

@@ -74,6 +74,21 @@ async def test_a_cache_is_said_anew_in_the_middle_of_work(scene: Scene) -> None:
     assert all(type(event) is not CacheCleared for event in scene.kv() if event.rank == 1)
 
 
+async def test_numbers_that_somebody_else_used_are_passed_over(scene: Scene) -> None:
+    worker = scene.worker()
+    async with scene.serving(worker) as epoch:
+        await scene.send(work_item("r", list(range(12)), 1, worker_epoch=epoch))
+        await until(lambda: over(scene, "r"))
+        said = cached(scene.kv())
+        for turn, above_seq in enumerate((100, 7), 1):
+            await scene.send(ReannounceCache(owner_epoch=0, worker_epoch=epoch, rank=0, above_seq=above_seq))
+            await until(partial(reannounced, worker, turn))
+    anew = [event for event in scene.kv() if event.seq > 100]
+    assert [event.seq for event in anew] == list(range(101, 101 + len(anew)))
+    assert [type(event) for event in anew].count(CacheCleared) == 2
+    assert cached(anew) == said
+
+
 async def test_a_cache_that_is_not_here_is_not_said_anew(scene: Scene) -> None:
     worker = scene.worker()
     async with scene.serving(worker) as epoch:

@@ -13,6 +13,7 @@ Fraction = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=31_536_000.0)]  # a year
 
 DEFAULT_CLASS = "default"
+CLASSES_MAX = 256  # every request that waits looks at each
 
 
 def require_numbers(part: msgspec.Struct, limits: dict[str, float]) -> None:
@@ -76,6 +77,8 @@ class QueueConfig(Part, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         require_numbers(self, {"threshold": 1e6})
+        if len(self.classes) > CLASSES_MAX:
+            raise ValueError(f"{len(self.classes)} queue classes are more than {CLASSES_MAX}")
         kinds = [(one.name, one.uncached_tokens_min) for one in self.classes]
         if len(set(kinds)) < len(kinds):
             raise ValueError("two queue classes have the same name and the same uncached_tokens_min")
@@ -104,7 +107,7 @@ class RouterConfig(Part, frozen=True, kw_only=True):
         assume_kv_reuse: whether requests that share a prefix share its blocks while they run.
         use_kv_events: off, no worker's KV events are used: what was routed is taken for cached.
         ttl_s: how long what was routed to a worker without KV events is taken for cached.
-        approximate_blocks_max: bounds that; beyond it the oldest go until four fifths are left.
+        approximate_blocks_max: bounds that; beyond it those due soonest go.
         predicted_ttl_s: how long a routed prompt is taken for cached before KV events say so; 0 is off.
         session_ttl_s: how long a session keeps its worker after its last request; 0 is off.
         session_mode: `hard` sends a session nowhere else while its worker lives, `soft` prefers it.

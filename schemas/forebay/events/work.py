@@ -39,12 +39,14 @@ class WorkCancelled(WorkEvent, tag="work.cancelled", frozen=True, kw_only=True):
 class ReannounceCache(Event, tag="work.reannounce_cache", frozen=True, kw_only=True):
     """Say anew all that a rank has cached: the owner missed some of its KV events.
 
-    The worker answers with `CacheCleared` and then `BlocksStored`, with the sequence numbers that are next.
+    The worker answers with `CacheCleared` and then `BlocksStored`, with the sequence numbers that are next, and above
+    `above_seq`: the owner met that one, whoever wrote it, and takes lower ones for redeliveries.
     """
 
     owner_epoch: Count
     worker_epoch: Count
     rank: Count
+    above_seq: Count = 0
 
 
 AnyWorkEvent = WorkItem | WorkCancelled | ReannounceCache

@@ -62,17 +62,46 @@ def run(settings: Embedded, host: str, port: int, on_ready: Callable[[str], None
 async def _serve(settings: Embedded, model: Model, listener: socket.socket, on_ready: Callable[[str], None]) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
+    whole = asyncio.current_task()
+    assert whole is not None
+
+    def leave_at_once() -> None:
+        stop.set()
+        whole.cancel()
+
+    # Until requests can be served there is nothing to finish; a large log or fleet takes its time.
+    _on_signals(loop, leave_at_once)
+    try:
+        async with _running(settings, model) as system:
+            _on_signals(loop, stop.set)
+            await _serve_until(stop, system, settings, listener, on_ready)
+    except asyncio.CancelledError:
+        if not stop.is_set():
+            raise
+        whole.uncancel()
+
+
+def _on_signals(loop: asyncio.AbstractEventLoop, act: Callable[[], None]) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
-    async with _running(settings, model) as system:
-        on_ready(settings.model_name)
-        serving = loop.create_task(system.server.serve(sockets=[listener]), name="http")
-        stopping = loop.create_task(stop.wait(), name="signal")
-        await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
-        stopping.cancel()
-        system.server.should_exit = True
-        await serving
-        system.ingress.replies.interrupt_all("the server is stopping")
+        loop.add_signal_handler(number, act)
+
+
+async def _serve_until(
+    stop: asyncio.Event,
+    system: _System,
+    settings: Embedded,
+    listener: socket.socket,
+    on_ready: Callable[[str], None],
+) -> None:
+    loop = asyncio.get_running_loop()
+    on_ready(settings.model_name)
+    serving = loop.create_task(system.server.serve(sockets=[listener]), name="http")
+    stopping = loop.create_task(stop.wait(), name="signal")
+    await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    system.server.should_exit = True
+    await serving
+    system.ingress.replies.interrupt_all("the server is stopping")
 
 
 @asynccontextmanager

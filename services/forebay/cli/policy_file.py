@@ -6,11 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import yaml
 
 from forebay.events.control import RouterConfig
 from forebay.ingress.errors import Unusable
 
 FILE_BYTES_MAX = 1 << 20  # a thousand queue classes fit many times over; what is larger is another file
+DEPTH_MAX = 16  # the configuration is four deep
+TOO_DEEP = "nested deeper than any policy file is"
 AT = re.compile(r"(?P<what>.*) - at `\$\.?(?P<where>.*)`", re.DOTALL)
 
 
@@ -43,9 +46,27 @@ def _decoded(path: Path, content: bytes) -> Any:
     try:
         if path.suffix == ".json":
             return msgspec.json.decode(content)
+        _require_plain(path, content)
         return msgspec.yaml.decode(content)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, yaml.YAMLError, ValueError) as error:  # of dates and numbers that there are not
         raise Unusable(f"{path}: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise Unusable(f"{path}: {TOO_DEEP}") from None
+
+
+def _require_plain(path: Path, content: bytes) -> None:
+    """Refuse what a few lines do to a YAML parser: aliases unfold to gigabytes, and nesting ends its stack."""
+    depth = 0
+    for event in yaml.parse(content, Loader=yaml.CSafeLoader):
+        match event:
+            case yaml.AliasEvent():
+                raise Unusable(f"{path}: aliases (*{event.anchor}) are not taken; write it out")
+            case yaml.CollectionStartEvent():
+                depth += 1
+            case yaml.CollectionEndEvent():
+                depth -= 1
+        if depth > DEPTH_MAX:
+            raise Unusable(f"{path}: {TOO_DEEP}")
 
 
 def _unknown(raw: Any, info: msgspec.inspect.Type, where: str) -> Iterator[tuple[str, list[str]]]:

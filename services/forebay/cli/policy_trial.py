@@ -15,6 +15,7 @@ from forebay.cli.policy_cases import CASES, case
 from forebay.cli.policy_guard import Forbidden, Guard
 from forebay.core.policies import Policy, PolicyUnusable, policy_class
 
+FAULT_CHARS_MAX = 500  # a policy's own words may be of any length, and several lines
 MADE_ANEW = "it is made anew for every decision, and what it may know is in its world and its request"
 
 
@@ -45,9 +46,9 @@ def hold_trial(path: str, *, backwards: bool) -> Trial:
                 first = chosen[number]
                 raise Fault(f"keeps state between decisions: case {number} chose {first}, later {again}; {MADE_ANEW}")
     except (Fault, Forbidden) as error:
-        return Trial(fault=f"{path} {guard.found or error}")
+        return Trial(fault=_line(f"{path} {guard.found or error}"))
     except PolicyUnusable as error:
-        return Trial(fault=f"{path} {guard.found}" if guard.found else str(error))
+        return Trial(fault=_line(f"{path} {guard.found}" if guard.found else str(error)))
     return Trial(chosen=[chosen[number] for number in range(CASES)])
 
 
@@ -66,17 +67,35 @@ def _decided(guard: Guard, path: str, number: int, make: Callable[[], Policy]) -
     except Forbidden:
         raise
     except BaseException as error:  # noqa: BLE001 - SystemExit and all: a policy must answer
-        raise Fault(f"raised {type(error).__name__} in case {number}: {error}") from None
+        raise Fault(f"raised {type(error).__name__} in case {number}: {_shown(str, error)}") from None
     _require_nothing_found(guard)
     count = len(world.candidates)
     if type(at) is not int:
-        raise Fault(f"returned {at!r} in case {number}: not an int, the position of one of {count} candidates")
+        raise Fault(
+            f"returned {_shown(repr, at)} in case {number}: not an int, the position of one of {count} candidates"
+        )
     if not 0 <= at < count:
-        raise Fault(f"returned {at} of {count} candidates in case {number}: positions are 0 to {count - 1}")
+        raise Fault(
+            f"returned {_shown(repr, at)} of {count} candidates in case {number}: positions are 0 to {count - 1}"
+        )
     as_given, asked = case(number, path)
     if (list(world.candidates), world.costs, request) != (list(as_given.candidates), as_given.costs, asked):
         raise Fault(f"changes what it was given in case {number}")
     return at
+
+
+def _shown(words: Callable[[object], str], value: object) -> str:
+    """A value that a policy made, which may not be able to say what it is: Python prints no number of 5,000 digits."""
+    try:
+        return words(value)
+    except Exception:  # noqa: BLE001 - the policy's own code
+        return f"something of type {type(value).__name__}"
+
+
+def _line(text: str) -> str:
+    """One line that a terminal can show."""
+    shown = "".join(char if char.isprintable() else " " for char in text)
+    return shown if len(shown) <= FAULT_CHARS_MAX else f"{shown[:FAULT_CHARS_MAX]}…"
 
 
 def _require_nothing_found(guard: Guard) -> None:

@@ -26,6 +26,7 @@ from forebay.cli.router_options import router_options
 from forebay.cli.settings import Embedded, worker_ids
 from forebay.events.control import RouterConfig
 
+RANKS_MAX = 4_096  # each is an engine of this process, and a candidate of every decision
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -72,6 +73,8 @@ def up(
     )
     if not math.isfinite(speedup) or speedup <= 0:
         fail(f"--speedup must be a positive number, not {speedup}")
+    if workers * dp_size > RANKS_MAX:
+        fail(f"--workers {workers} with --dp-size {dp_size}: {workers * dp_size} ranks are more than {RANKS_MAX}")
     with explained():
         taints = placed_taints(names("--taint", taint), worker_ids(workers))
         loras = names("--lora", lora)

@@ -13,14 +13,21 @@ from xxhash import xxh3_64_intdigest
 from forebay.core.blocks import hash_seed, sequence_hashes
 from forebay.events.base import Event, pack_u32
 from forebay.events.codec import encode
-from forebay.events.requests import RequestCancelled, RequestSubmitted, RouteQueried, RoutingHints, Sampling
+from forebay.events.requests import (
+    NO_HINTS,
+    RequestCancelled,
+    RequestSubmitted,
+    RouteQueried,
+    RoutingHints,
+    Sampling,
+)
 from forebay.events.tokens import RouteTold
 from forebay.events.topics import REQUESTS
 from forebay.ingress.errors import ApiError, Unusable, invalid
 from forebay.ingress.metrics import IngressMetrics
 from forebay.ingress.model import Model
 from forebay.ingress.openai import ChatBody, CompletionBody, TextBody, adapter_of
-from forebay.ingress.routing import NO_HINTS, refuse_hints, routing_headers, routing_of
+from forebay.ingress.routing import refuse_hints, routing_headers, routing_of
 from forebay.ingress.streams import ReplyReader, Stream
 from forebay.ingress.thresholds import Thresholds
 from forebay.transport.base import Draft, Log, LogError

@@ -8,7 +8,7 @@ where it is told to.
 import re
 from collections.abc import Iterable
 
-from forebay.events.requests import RouterOverride, RoutingHints, TaintWeight
+from forebay.events.requests import NO_HINTS, RouterOverride, RoutingHints, TaintWeight
 from forebay.ingress.errors import ApiError, invalid
 from forebay.ingress.nvext import NAME_CHARS_MAX, Nvext, RouterFields, RoutingConstraints
 
@@ -24,7 +24,7 @@ ROUTING_HEADERS = frozenset(
     {WORKER_HEADER, RANK_HEADER, PRIORITY_HEADER, STRICT_HEADER, CLASS_HEADER, SESSION_HEADER, *UNSERVED_HEADERS}
 )
 INTEGER = re.compile(r"-?[0-9]{1,10}")  # longer ones fit no field
-NO_HINTS = RoutingHints()
+
 
 RANK_MAX = (1 << 32) - 1
 PRIORITY_MAX = (1 << 31) - 1

@@ -57,12 +57,15 @@ class CacheEvents:
             drafts += self._events(rank, one, change)
         return drafts
 
-    def reannouncement(self, rank: int) -> list[Draft]:
-        """All that a rank holds as of its last event, from nothing on. To be appended in one piece."""
+    def reannouncement(self, rank: int, above_seq: int) -> list[Draft]:
+        """All that a rank holds as of its last event, from nothing on. To be appended in one piece.
+
+        Numbers go on above `above_seq` too: somebody else may have used them.
+        """
         if self._silent:
             return []
         one = self._ranks[rank]
-        one.seq += 1
+        one.seq = max(one.seq, above_seq) + 1
         cleared = CacheCleared(worker_id=self._worker_id, worker_epoch=self._worker_epoch, seq=one.seq, rank=rank)
         drafts = [self._draft(cleared)]
         for chain in chains(one.parents):

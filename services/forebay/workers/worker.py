@@ -224,17 +224,17 @@ class Worker:
                     del self._active[event.request_id]
                     self._engine.cancel(event.request_id)
             case ReannounceCache():
-                self._reannounce(event.rank, epoch)
+                self._reannounce(event, epoch)
             case _:
                 assert_never(event)
 
-    def _reannounce(self, rank: int, epoch: _Epoch) -> None:
-        if rank not in self.spec.ranks:
+    def _reannounce(self, asked: ReannounceCache, epoch: _Epoch) -> None:
+        if asked.rank not in self.spec.ranks:
             self.counters.unknown_rank += 1
-            logger.warning("a cache cannot be announced: %s", self._no_such_rank(rank))
+            logger.warning("a cache cannot be announced: %s", self._no_such_rank(asked.rank))
             return
         self.counters.reannounced += 1
-        if drafts := epoch.outbox.cache.reannouncement(rank):
+        if drafts := epoch.outbox.cache.reannouncement(asked.rank, asked.above_seq):
             self._log.append_soon(drafts)
 
     def _start(self, item: WorkItem, epoch: _Epoch) -> None:

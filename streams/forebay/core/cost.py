@@ -107,7 +107,8 @@ class Demand:
 def cost_table(config: RouterConfig, block_size: int, roster: Roster, demand: Demand) -> CostTable:
     """The costs of all candidates (at least one); `block_size` in tokens.
 
-    The selection policy `lmetric` multiplies: max(prefill_blocks - credit, 0) * (decode_blocks + 1).
+    The selection policy `lmetric` multiplies: max(prefill_blocks - credit, 0) * (decode_blocks + 1). Where prefill is
+    not tracked the credit is for decode blocks, max(decode_blocks - credit, 0): so Dynamo's decode routers choose.
     """
     loads, positions = roster.loads, roster.positions
     prompt_tokens, blocks = demand.prompt_tokens, demand.blocks
@@ -144,20 +145,26 @@ def _costs(
     if config.selection_policy == "lmetric":
         return [rest * (blocks + 1.0) for rest, blocks in zip(left, decode, strict=True)]
     scale, weight = config.prefill_load_scale, config.decode_active_request_weight
-    costs = [scale * rest + blocks for rest, blocks in zip(left, decode, strict=True)]
+    if config.track_prefill_tokens or not config.overlap_score_credit:
+        costs = [scale * rest + blocks for rest, blocks in zip(left, decode, strict=True)]
+    else:
+        costs = [blocks - less if blocks > less else 0.0 for blocks, less in zip(decode, saved_blocks, strict=True)]
     if weight:
         costs = [cost + weight * count for cost, count in zip(costs, requests, strict=True)]
     return costs
 
 
 def _decay(config: RouterConfig, block_size: int, roster: Roster, prompt_tokens: int) -> list[float] | None:
-    """What divides the credit of each candidate: 1 for the one with the least to prefill, 2 for one prompt more."""
+    """What divides the credit of each candidate: 1 for the one with the least to prefill, 2 for one prompt more.
+
+    A partial block of the prompt counts as one, as in Dynamo.
+    """
     decay = config.overlap_score_credit_decay
     if not decay or not config.track_prefill_tokens:
         return None
     waiting = [load.prefill_tokens for load in roster.loads]
     least = min(waiting)
-    prompt_blocks = prompt_tokens / block_size
+    prompt_blocks = max(1, -(-prompt_tokens // block_size))  # a client of the log may ask for nothing at all
     return [1.0 + decay * ((tokens - least) / block_size) / prompt_blocks for tokens in waiting]
 
 

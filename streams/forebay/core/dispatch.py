@@ -24,6 +24,9 @@ from forebay.events.decisions import (
 )
 from forebay.events.requests import RequestSubmitted, RouteQueried
 
+# Of one pool, by one event: some ten milliseconds. Each goes on to a worker, whose progress lets the next ones go.
+DRAIN_MAX = 64
+
 Decided = RequestRouted | RequestHeld | RequestRejected | RequestAborted | RouteAnswered | CacheResyncRequested
 
 
@@ -61,9 +64,7 @@ def query(world: World, event: RouteQueried) -> RouteAnswered:
         choice = choose(world, pool, request, roster)
     except Ineligible as ineligible:
         return RouteAnswered(
-            owner_epoch=world.owner_epoch,
-            seq=world.take_seq(),
-            consumed=world.take_consumed(),
+            **world.stamp(),
             request_id=event.request_id,
             reply_slot=event.reply_slot,
             reason=ineligible.reason,
@@ -71,9 +72,7 @@ def query(world: World, event: RouteQueried) -> RouteAnswered:
         )
     table = choice.table
     return RouteAnswered(
-        owner_epoch=world.owner_epoch,
-        seq=world.take_seq(),
-        consumed=world.take_consumed(),
+        **world.stamp(),
         request_id=event.request_id,
         reply_slot=event.reply_slot,
         pool=pool.pool,
@@ -90,7 +89,7 @@ def drain(world: World) -> list[Decided]:
     """Send on whoever waits in a queue and need not any longer, in the order of the queues."""
     decided: list[Decided] = []
     for name in sorted(world.pools):
-        while world.queues.waiting(name):
+        for _ in range(min(DRAIN_MAX, world.queues.waiting(name))):
             held = world.queues.serve(name, lambda held: _may_go(world, held))
             if held is None:
                 break
@@ -134,9 +133,7 @@ def abort(world: World, request: Request, reason: AbortReason, message: str) -> 
     world.queues.remove(request.request_id)
     world.requests.end(request, world.now_us)
     return RequestAborted(
-        owner_epoch=world.owner_epoch,
-        seq=world.take_seq(),
-        consumed=world.take_consumed(),
+        **world.stamp(),
         request_id=request.request_id,
         reply_slot=request.reply_slot,
         reason=reason,
@@ -165,9 +162,7 @@ def _route(world: World, pool: PoolConfigured, request: Request, choice: Choice)
     waited_us = world.now_us - request.queued_at_us if request.queue_class and not request.attempt else 0
     world.turns[pool.pool] = world.turns.get(pool.pool, 0) + 1
     decided = RequestRouted(
-        owner_epoch=world.owner_epoch,
-        seq=world.take_seq(),
-        consumed=world.take_consumed(),
+        **world.stamp(),
         request_id=request.request_id,
         attempt=request.attempt + 1,
         pool=pool.pool,
@@ -209,7 +204,10 @@ def _count_overlap(world: World, device: int, most: int) -> None:
 def _hold(world: World, pool: PoolConfigured, request: Request, roster: Roster) -> RequestHeld:
     queue = pool.router.queue
     tokens = uncached_tokens(world, pool, request, roster)
-    chosen = class_of(queue, request.hints.policy_class, tokens)
+    wanted = request.hints.policy_class
+    chosen = class_of(queue, wanted, tokens)
+    if wanted and chosen.name != wanted:
+        world.counts["unknown_queue_class"] += 1
     ahead = world.queues.length(pool.pool, chosen)
     workers = len({seat.worker.spec.worker_id: None for seat in world.roster(pool.pool).seats})
     if ahead >= chosen.requests_per_worker_max * workers:
@@ -218,9 +216,7 @@ def _hold(world: World, pool: PoolConfigured, request: Request, roster: Roster) 
     world.requests.hold(request, chosen.name, tokens, world.now_us)
     world.queues.push(pool.pool, held_of(request))
     return RequestHeld(
-        owner_epoch=world.owner_epoch,
-        seq=world.take_seq(),
-        consumed=world.take_consumed(),
+        **world.stamp(),
         request_id=request.request_id,
         pool=pool.pool,
         queue_class=chosen.name,
@@ -260,9 +256,7 @@ def _reject(world: World, request_id: str, reply_slot: int, ineligible: Ineligib
     reason: RejectReason = ineligible.reason
     world.counts[f"rejected_{reason}"] += 1
     return RequestRejected(
-        owner_epoch=world.owner_epoch,
-        seq=world.take_seq(),
-        consumed=world.take_consumed(),
+        **world.stamp(),
         request_id=request_id,
         reply_slot=reply_slot,
         reason=reason,

@@ -10,7 +10,7 @@ from forebay.core.fleet import Fleet
 from forebay.core.roster import Roster, Seat
 from forebay.events.control import BusyThresholds, PoolConfigured
 from forebay.events.decisions import RejectReason
-from forebay.events.requests import NO_HINTS, RoutingHints
+from forebay.events.requests import RoutingHints
 
 NO_THRESHOLDS = BusyThresholds()
 NAMES_SHOWN = 4  # of a list that a client sent, in an error
@@ -29,13 +29,20 @@ def eligible(roster: Roster, fleet: Fleet, pool: PoolConfigured, hints: RoutingH
     _require_sense(hints, pool, fleet)
     if not roster.seats:
         raise Ineligible("no_workers", f"no worker of the pool {pool.pool} is ready")
-    if hints == NO_HINTS and not lora_name:
+    if not (hints.worker_id or hints.allowed_workers or hints.required_taints or lora_name):
         return roster
     found = [at for at, seat in enumerate(roster.seats) if _meets(seat, hints, lora_name)]
     if not found:
         wanted = _wanted(hints, lora_name)
         raise Ineligible("no_eligible_worker", f"no ready worker of the pool {pool.pool} {wanted}")
     return roster.only(found)
+
+
+def demand(hints: RoutingHints, lora_name: str) -> tuple[object, ...]:
+    """All of a request that decides who may take it."""
+    mode = None if hints.override is None else hints.override.mode
+    who = hints.worker_id, hints.rank, hints.allowed_workers, hints.session_id
+    return (*who, hints.required_taints, lora_name, mode)
 
 
 def not_busy(roster: Roster, thresholds: BusyThresholds, pool: str) -> Roster:
@@ -66,7 +73,11 @@ def is_busy(seat: Seat, thresholds: BusyThresholds) -> bool:
 
 def all_over(roster: Roster, threshold: float) -> bool:
     """Whether every rank has more than `threshold` engine steps of prefill before it."""
-    return all(seat.load.prefill_tokens > threshold * seat.worker.spec.max_num_batched_tokens for seat in roster.seats)
+    # A plain loop: while requests wait it goes through all ranks, at every event.
+    for load, tokens in zip(roster.loads, roster.step_tokens, strict=True):
+        if load.prefill_tokens <= threshold * tokens:
+            return False
+    return True
 
 
 def _require_sense(hints: RoutingHints, pool: PoolConfigured, fleet: Fleet) -> None:

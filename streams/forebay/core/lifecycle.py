@@ -355,8 +355,8 @@ def queried(event: RouteQueried, pool: str) -> Request:
 
 
 def content_hash(event: RequestSubmitted) -> int:
-    """64 bits over what makes a request the same request: not its reply slot, timeout or times."""
-    text = f"{event.model}\0{event.sampling!r}\0{event.nonce}".encode()
+    """64 bits over what makes a request the same request: not its reply slot, timeout, times or routing hints."""
+    text = f"{event.model}\0{event.lora_name}\0{event.cache_namespace}\0{event.sampling!r}\0{event.nonce}".encode()
     return xxh3_64_intdigest(event.token_ids, xxh3_64_intdigest(text))
 
 

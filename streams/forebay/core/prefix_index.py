@@ -81,6 +81,11 @@ class PrefixIndex:
                 del self._ranks[worker_id]
             self._retire(holder)
 
+    def is_news(self, event: AnyKvEvent) -> bool:
+        """Whether the event is of an admitted rank, in its epoch, and was not applied before."""
+        holder = self._holders.get((event.worker_id, event.rank))
+        return holder is not None and event.worker_epoch == holder.worker_epoch and event.seq > holder.last_seq
+
     def apply(self, event: AnyKvEvent) -> Gap | None:
         """Fold one event. Redelivered, foreign and outdated ones are counted and change nothing.
 
@@ -116,13 +121,9 @@ class PrefixIndex:
             self._bits.sweep()
         return self._gap(holder, event, expected) if seq != expected or holder.resync else None
 
-    def resyncing(self) -> list[HolderEpoch]:
+    def resyncing(self) -> list[IndexCursor]:
         """The ranks whose workers were asked to say anew what they have, in order."""
-        return [
-            HolderEpoch(worker_id, holder.worker_epoch, rank)
-            for (worker_id, rank), holder in sorted(self._holders.items(), key=_by_key)
-            if holder.resync
-        ]
+        return [cursor for cursor in self.cursors() if cursor.resync]
 
     def overlaps(self, query: Sequence[int]) -> dict[HolderKey, Overlap]:
         """What each holder has of a prompt's blocks; holders with nothing are left out.

@@ -3,8 +3,9 @@
 Theory of operation. A pool's queue has one line for each of its classes, in order of priorities and the class's
 policy. Lines take turns by deficit round robin: a turn adds the class's quantum to what the line may spend, a
 request costs its uncached tokens, and a line that is served goes on until it cannot pay for its next request.
-The first of a line may have nowhere to go while others have: a line offers the first one that may go, and one that
-offers nothing takes no part in the round. Where a request stands follows from who waits, whose turn it is and
+The first of a line may have nowhere to go while others have, but those with the same demands go nowhere either: a line
+offers the first that may go of those that are the first with their demands, and one that offers nothing takes no part
+in the round. Where a request stands follows from who waits, whose turn it is and
 what lines may spend, never from what happened before.
 
 Source: Dynamo's policy-class queues; Shreedhar and Varghese, "Efficient Fair Queuing Using Deficit Round Robin".
@@ -21,7 +22,7 @@ from forebay.events.base import U64_MASK
 from forebay.events.control import DEFAULT_CLASS, QueueClass, QueueConfig, QueuePolicy
 from forebay.events.snapshots import ClassDeficit, QueueTurns
 
-LOOK_PAST_MAX = 16  # requests of a line that are tried before it waits: each try looks at every rank
+LOOK_PAST_MAX = 16  # demands of a line that are tried before it waits: each try looks at every rank
 _US = 1_000_000
 # Fractions whose denominators are below 2**63 differ by more than 2**-126: scaled so, whole numbers order them.
 _SCALE_BITS = 128
@@ -38,6 +39,7 @@ class Held:
         priority: seconds by which it goes before its time; may be negative.
         strict_priority: higher ones go first.
         arrival_us: when it came.
+        demand: what decides where it may go; who has the same may go to the same ranks.
     """
 
     request_id: str
@@ -47,6 +49,7 @@ class Held:
     priority: int
     strict_priority: int
     arrival_us: int
+    demand: tuple[object, ...]
 
     @property
     def cost(self) -> int:
@@ -54,23 +57,49 @@ class Held:
         return max(1, self.uncached_tokens)
 
 
+_Entry = tuple[int, int, int, Held]
+
+
 @dataclass(slots=True)
 class _Line:
+    """`waiting` holds by demand who waits, in order; `heads` the first of each demand, in order."""
+
     kind: QueueClass
     policy: QueuePolicy
     deficit: int = 0
-    waiting: list[tuple[int, int, int, Held]] = field(default_factory=list)
+    size: int = 0
+    waiting: dict[tuple[object, ...], list[_Entry]] = field(default_factory=dict)
+    heads: list[_Entry] = field(default_factory=list)
 
     def push(self, held: Held) -> None:
-        insort(self.waiting, (*_order(self.policy, held), held))
+        entry = (*_order(self.policy, held), held)
+        alike = self.waiting.setdefault(held.demand, [])
+        insort(alike, entry)
+        self.size += 1
+        if alike[0] is entry:
+            if len(alike) > 1:
+                del self.heads[bisect_left(self.heads, alike[1])]
+            insort(self.heads, entry)
 
     def remove(self, held: Held) -> None:
-        del self.waiting[bisect_left(self.waiting, _order(self.policy, held))]
-        if not self.waiting:
+        alike = self.waiting[held.demand]
+        at = bisect_left(alike, _order(self.policy, held))
+        gone = alike.pop(at)
+        self.size -= 1
+        if not at:
+            del self.heads[bisect_left(self.heads, gone)]
+            if alike:
+                insort(self.heads, alike[0])
+            else:
+                del self.waiting[held.demand]
+        if not self.size:
             self.deficit = 0  # who had nothing to send saves nothing up
 
+    def all(self) -> Iterator[Held]:
+        return (one[-1] for alike in self.waiting.values() for one in alike)
+
     def offer(self, may_go: Callable[[Held], bool]) -> Held | None:
-        first = (one[-1] for one in islice(self.waiting, LOOK_PAST_MAX))
+        first = (one[-1] for one in islice(self.heads, LOOK_PAST_MAX))
         return next(filter(may_go, first), None)
 
     def earn(self, held: Held) -> bool:
@@ -114,10 +143,10 @@ class Queues:
             return
         deficits = {_key(line.kind): line.deficit for line in old.lines}
         served = _key(old.lines[old.turn].kind)
-        for held in (one[-1] for line in old.lines for one in line.waiting):
+        for held in (held for line in old.lines for held in line.all()):
             self._line(new, held).push(held)
         for at, line in enumerate(lines):
-            if line.waiting:
+            if line.size:
                 line.deficit = deficits.get(_key(line.kind), 0)
             if _key(line.kind) == served:
                 new.turn = at
@@ -140,8 +169,8 @@ class Queues:
     def serve(self, pool: str, may_go: Callable[[Held], bool]) -> Held | None:
         """Take out the request that is next of those that may go now; None, and nothing changes, if none may.
 
-        `may_go` says whether a rank would take a request. It is asked for at most `LOOK_PAST_MAX` of each line, in
-        serving order, and for no request twice.
+        `may_go` says whether a rank would take a request, which depends on its demand alone. It is asked for at most
+        `LOOK_PAST_MAX` of each line, in serving order, and for no demand of a line twice.
         """
         state = self._pools[pool]
         found = _next(state, may_go)
@@ -155,11 +184,11 @@ class Queues:
 
     def waiting(self, pool: str) -> int:
         """How many requests wait in a pool."""
-        return sum(len(line.waiting) for line in self._pools[pool].lines)
+        return sum(line.size for line in self._pools[pool].lines)
 
     def length(self, pool: str, kind: QueueClass) -> int:
         """How many requests wait in one class of a pool, as it is configured now."""
-        return next(len(line.waiting) for line in self._pools[pool].lines if _key(line.kind) == _key(kind))
+        return next(line.size for line in self._pools[pool].lines if _key(line.kind) == _key(kind))
 
     def digest(self) -> int:
         """64 bits over who waits, the turns and the deficits; costs a look at every class."""

@@ -42,6 +42,11 @@ class Roster:
         return {seat.key: at for at, seat in enumerate(self.seats)}
 
     @cached_property
+    def step_tokens(self) -> list[int]:
+        """How many tokens each rank takes in one engine step."""
+        return [seat.worker.spec.max_num_batched_tokens for seat in self.seats]
+
+    @cached_property
     def names_hash(self) -> int:
         """64 bits over the names of all seats, in order."""
         names = [seat.worker.spec.worker_id.encode() + pack("<xI", seat.rank) for seat in self.seats]

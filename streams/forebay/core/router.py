@@ -133,7 +133,7 @@ def _at_least(overlap: Overlap, device: int) -> Overlap:
 
 def _decide(world: World, pool: PoolConfigured, request: Request, config: RouterConfig, table: CostTable) -> int:
     seen = RoutingWorld(
-        _Candidates(table), table.costs, config, pool.block_size, world.turns.get(pool.pool, 0), world.now_us
+        _Candidates(table), tuple(table.costs), config, pool.block_size, world.turns.get(pool.pool, 0), world.now_us
     )
     asked = RoutingRequest(
         request.request_id,
@@ -148,11 +148,26 @@ def _decide(world: World, pool: PoolConfigured, request: Request, config: Router
         at = policy_class(config.mode)().decide(seen, asked)
     except PolicyUnusable as unusable:
         raise Ineligible("policy_failed", str(unusable)) from unusable
-    except Exception as error:  # a user's policy may fail in any way
-        raise Ineligible("policy_failed", f"the policy {config.mode} failed: {error!r}") from error
-    if type(at) is not int or not 0 <= at < len(table.costs):
-        raise Ineligible("policy_failed", f"the policy {config.mode} chose {at!r} of {len(table.costs)} candidates")
+    except (Exception, SystemExit) as error:  # a user's policy may fail in any way
+        raise Ineligible("policy_failed", f"the policy {config.mode} failed: {_fault(error)}") from error
+    count = len(table.costs)
+    if type(at) is not int:
+        raise Ineligible("policy_failed", f"the policy {config.mode} chose no position: {type(at).__name__}")
+    if not 0 <= at < count:
+        raise Ineligible(
+            "policy_failed", f"the policy {config.mode} chose a position outside of its {count} candidates"
+        )
     return at
+
+
+def _fault(error: BaseException) -> str:
+    """What was raised, and where. Its text is left out: it goes on the log, and may hold an object's address."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    assert frame is not None, "it was raised"
+    file = frame.tb_frame.f_code.co_filename.replace("\\", "/").rpartition("/")[2]
+    return f"{type(error).__name__} ({file}:{frame.tb_lineno})"
 
 
 class _Candidates(Sequence[Candidate]):

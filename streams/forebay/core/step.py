@@ -48,6 +48,7 @@ def open_run(world: World, now_us: int) -> list[Decided]:
     if due_us is None or due_us > now_us:
         return []
     world.note(CLOCK, 0, now_us)
+    world.expire()
     decided: list[Decided] = []
     for request in world.requests.expired(now_us):
         if request.phase is Phase.QUEUED:
@@ -85,7 +86,7 @@ def step(world: World, topic: str, event: InputEvent | None, now_us: int) -> lis
             return _fleet(world, event, offset)
         case PoolConfigured():
             world.configure(event)
-            return drain(world)
+            return reroute(world, world.requests.waiting()) + drain(world)
         case BusyThresholdsSet():
             world.set_busy(event.model, event.thresholds)
             return drain(world)
@@ -98,24 +99,20 @@ def step(world: World, topic: str, event: InputEvent | None, now_us: int) -> lis
 
 def advance(world: World) -> Advanced:
     """A journal record that seals the state as it is, whatever was decided."""
-    consumed = world.take_consumed()
-    digest = hex_digest(world.digest())
-    return Advanced(owner_epoch=world.owner_epoch, seq=world.take_seq(), consumed=consumed, digest=digest)
+    return Advanced(**world.stamp(), digest=hex_digest(world.digest()))
 
 
 def _cache(world: World, event: AnyKvEvent) -> list[Decided]:
+    if isinstance(event, CacheCleared) and world.index.is_news(event):
+        world.forget_routed(event.worker_id, event.rank)
     gap = world.index.apply(event)
-    if isinstance(event, CacheCleared):
-        world.forget_routed(event.worker_id, event.rank, event.worker_epoch)
     if gap is None:
         return []
     worker = world.fleet.get(gap.worker_id)
     assert worker is not None, "the index holds admitted workers only"
     return [
         CacheResyncRequested(
-            owner_epoch=world.owner_epoch,
-            seq=world.take_seq(),
-            consumed=world.take_consumed(),
+            **world.stamp(),
             pool=worker.spec.pool,
             worker_id=gap.worker_id,
             worker_epoch=gap.worker_epoch,
@@ -153,8 +150,11 @@ def _report(world: World, event: LoadReported) -> list[Decided]:
     if worker is None or worker.worker_epoch != event.worker_epoch or event.rank not in worker.spec.ranks:
         world.counts["foreign_load_report"] += 1
         return []
+    before = world.load.rank_load(event.worker_id, event.rank).reported
     world.load.report(event)
-    return drain(world)
+    # Only blocks that were given back let somebody go who waits; reports come a thousand times a second.
+    given_back = before is not None and event.kv_blocks_used < before.kv_blocks_used
+    return drain(world) if given_back else []
 
 
 def _fleet(world: World, event: AnyFleetEvent, offset: int) -> list[Decided]:
@@ -164,13 +164,16 @@ def _fleet(world: World, event: AnyFleetEvent, offset: int) -> list[Decided]:
         world.counts["void_fleet_fact"] += 1
         return []
     world.forget_rosters()
+    decided: list[Decided] = []
     match event:
         case WorkerJoined() if worker is not None:
             world.admit(worker)
-            return reroute(world, world.requests.waiting()) + drain(world)
+            decided = reroute(world, world.requests.waiting())
         case WorkerRecovered():
-            return reroute(world, world.requests.waiting()) + drain(world)
+            decided = reroute(world, world.requests.waiting())
         case WorkerLost() if worker is not None:
-            return lose(world, worker)
+            decided = lose(world, worker)
         case _:
-            return []
+            pass
+    # A worker that goes sets free who waited for it alone, by its session.
+    return decided + drain(world)

@@ -6,12 +6,13 @@ snapshot has the same digest and decides the same from there on.
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import assert_never
+from typing import TypedDict, assert_never
 
 from xxhash import xxh3_64_intdigest
 
 from forebay.core.affinity import Affinity, Binding
 from forebay.core.approximate import RoutedIndex
+from forebay.core.eligibility import demand
 from forebay.core.fleet import Fleet, Worker
 from forebay.core.lifecycle import Request, Requests
 from forebay.core.load import Load
@@ -40,6 +41,14 @@ from forebay.events.snapshots import (
 )
 
 CORE_VERSION = 2  # raised when the same events lead to other decisions
+
+
+class Stamp(TypedDict):
+    """What every journal record carries."""
+
+    owner_epoch: int
+    seq: int
+    consumed: tuple[Run, ...]
 
 
 class World:
@@ -94,6 +103,10 @@ class World:
         self.seq += 1
         return self.seq - 1
 
+    def stamp(self) -> Stamp:
+        """What the next journal record says beside what it decides."""
+        return {"owner_epoch": self.owner_epoch, "seq": self.take_seq(), "consumed": self.take_consumed()}
+
     def pool_of(self, model: str) -> PoolConfigured | None:
         """The first pool, by name, that serves `model`."""
         return next((self.pools[name] for name in sorted(self.pools) if self.pools[name].model == model), None)
@@ -109,6 +122,7 @@ class World:
         for name, pool in self.pools.items():
             if pool.model == model:
                 self.busy[name] = thresholds
+        self.counts["unknown_model"] += self.pool_of(model) is None
 
     def roster(self, pool: str) -> Roster:
         """Who may get requests of a pool."""
@@ -140,13 +154,11 @@ class World:
             self.predicted.drop_holder(worker_id, rank)
         self.sessions.drop_worker(worker_id)
 
-    def forget_routed(self, worker_id: str, rank: int, worker_epoch: int) -> None:
-        """A rank says that its cache is empty: nothing that was routed there is taken for cached."""
-        worker = self.fleet.get(worker_id)
-        if worker is not None and worker.worker_epoch == worker_epoch and rank in worker.spec.ranks:
-            for routed in (self.routed, self.predicted):
-                routed.drop_holder(worker_id, rank)
-                routed.add_holder(worker_id, rank)
+    def forget_routed(self, worker_id: str, rank: int) -> None:
+        """The cache of an admitted rank is empty: nothing that was routed there is taken for cached."""
+        for routed in (self.routed, self.predicted):
+            routed.drop_holder(worker_id, rank)
+            routed.add_holder(worker_id, rank)
 
     def remember_routed(self, router: RouterConfig, seat: Seat, request: Request) -> None:
         """What follows from sending a request to a seat: its prompt will be cached there, its session goes on there."""
@@ -166,7 +178,7 @@ class World:
             self.counts["sessions_evicted"] += self.sessions.bind(request.pool, session_id, bound, due_us)
 
     def expire(self) -> None:
-        """Forget what is due by now. Called with every event and never in between: the log has no other times."""
+        """Forget what is due by now. Called with every event and deadline only: the log has no other times."""
         self.routed.expire(self.now_us)
         self.predicted.expire(self.now_us)
         self.sessions.expire(self.now_us)
@@ -278,6 +290,7 @@ def held_of(request: Request) -> Held:
         priority=request.hints.priority,
         strict_priority=request.hints.strict_priority,
         arrival_us=request.queued_at_us,
+        demand=demand(request.hints, request.lora_name),
     )
 
 

@@ -1,9 +1,9 @@
 """From leases to facts: polls who is alive and writes what changed to the topic `fleet`.
 
 Only the owner runs this; what an earlier owner still writes is void on `fleet`. A lease that was not renewed in
-time makes its worker suspect; one that ran out or vanished makes it lost; another incarnation under the same name
-loses the old one first. A lease is forgotten only once the owner applied what it wrote: an owner that was paused
-finds that another took over before it drops leases which are long renewed.
+time makes its worker suspect. It is lost when its lease ran out or vanished, when another incarnation takes its name,
+or when its pool was changed and would refuse it now. A lease is forgotten only once the owner applied what it wrote:
+an owner that was paused finds that another took over before it drops leases which are long renewed.
 """
 
 import logging
@@ -45,7 +45,7 @@ class _Member:
     token: str
     worker_epoch: int
     slot: int
-    pool: str
+    spec: WorkerSpec
     suspect: bool
 
 
@@ -78,7 +78,7 @@ class Admission:
                 worker.lease,
                 worker.worker_epoch,
                 worker.slot,
-                worker.spec.pool,
+                worker.spec,
                 worker.phase is WorkerPhase.SUSPECT,
             )
             for worker in fleet.workers()
@@ -104,6 +104,8 @@ class Admission:
             elif lease.expires_in_ms <= 0:
                 self._ended[worker_id] = lease.token
                 await self._lose(worker_id, member, f"its lease of {lease.ttl_ms} ms ran out")
+            elif (problem := _misfit(member.spec, pools)) is not None:
+                await self._lose(worker_id, member, problem)
             else:
                 await self._judge(worker_id, member, lease)
         ended = [lease for lease in leases if self._has_ended(lease)]
@@ -152,11 +154,13 @@ class Admission:
             if self._by_lease is not None and spec.pool not in pools:
                 await self._configure(spec, self._by_lease)
                 return
-            _require_fit(spec, pools)
+            problem = _misfit(spec, pools)
+            if problem is not None:
+                raise _Unfit(problem)
         except _Unfit as unfit:
             self._refuse(lease, "spec", str(unfit))
             return
-        taken = {member.slot for member in self._members.values() if member.pool == spec.pool}
+        taken = {member.slot for member in self._members.values() if member.spec.pool == spec.pool}
         slot = next((slot for slot in range(self._slots_max) if slot not in taken), None)
         if slot is None:
             self._refuse(lease, "slots", f"all {self._slots_max} slots of the pool {spec.pool} are taken")
@@ -179,7 +183,7 @@ class Admission:
             from_offset=from_offset,
         )
         offset = await self._write(joined)
-        self._members[lease.worker_id] = _Member(lease.token, offset, slot, spec.pool, suspect=False)
+        self._members[lease.worker_id] = _Member(lease.token, offset, slot, spec, suspect=False)
         logger.info("worker %s joined the pool %s in slot %d", lease.worker_id, spec.pool, slot)
 
     async def _configure(self, spec: WorkerSpec, by_lease: PoolsByLease) -> None:
@@ -223,15 +227,16 @@ def _spec_of(lease: Lease) -> WorkerSpec:
     return spec
 
 
-def _require_fit(spec: WorkerSpec, pools: dict[str, PoolConfigured]) -> None:
+def _misfit(spec: WorkerSpec, pools: dict[str, PoolConfigured]) -> str | None:
+    """Why a worker has no place in its pool, as that is configured now; None if it has."""
     pool = pools.get(spec.pool)
     if pool is None:
-        raise _Unfit(f"there is no pool {spec.pool}")
+        return f"there is no pool {spec.pool}"
     if spec.model != pool.model:
-        raise _Unfit(f"it serves {spec.model}, the pool {pool.pool} serves {pool.model}")
+        return f"it serves {spec.model}, the pool {pool.pool} serves {pool.model}"
     if spec.block_size != pool.block_size:
-        sizes = f"its blocks hold {spec.block_size} tokens, those of the pool {pool.pool} hold {pool.block_size}"
-        raise _Unfit(sizes)
+        return f"its blocks hold {spec.block_size} tokens, those of the pool {pool.pool} hold {pool.block_size}"
+    return None
 
 
 def _now_us() -> int:

@@ -70,10 +70,10 @@ def work_again(
     )
 
 
-def reannounce(pool: str, slot: int, owner_epoch: int, worker_epoch: int, rank: int) -> Draft:
+def reannounce(pool: str, slot: int, owner_epoch: int, worker_epoch: int, rank: int, above_seq: int) -> Draft:
     """Have a worker say anew what one of its ranks has cached; saying it twice is harmless."""
     topic = work_topic(pool)
-    asked = ReannounceCache(owner_epoch=owner_epoch, worker_epoch=worker_epoch, rank=rank)
+    asked = ReannounceCache(owner_epoch=owner_epoch, worker_epoch=worker_epoch, rank=rank, above_seq=above_seq)
     return Draft(topic.name, slot, encode(topic, asked))
 
 
@@ -86,7 +86,7 @@ def answers(
             return []
         case CacheResyncRequested():
             where = decided.pool, decided.slot, decided.owner_epoch, decided.worker_epoch, decided.rank
-            return [reannounce(*where)]
+            return [reannounce(*where, decided.found_seq)]
         case RouteAnswered():
             return [_route_told(decided)]
         case RequestRejected():

@@ -175,7 +175,7 @@ class Owner:
     async def turn(self, topics: Sequence[Topic] = INPUTS) -> None:
         """Apply what is ready of `topics`, journal what was decided, then let it happen."""
         self._wake.clear()
-        submitted: dict[str, RequestSubmitted] = {}
+        submitted: dict[int, RequestSubmitted] = {}
         decided: list[Decided] = []
         records: list[JournalRecord] = []
         letters: list[Draft] = []
@@ -206,7 +206,7 @@ class Owner:
     def _apply_ready(
         self,
         topic: Topic,
-        submitted: dict[str, RequestSubmitted],
+        submitted: dict[int, RequestSubmitted],
         decided: list[Decided],
         records: list[JournalRecord],
         letters: list[Draft],
@@ -224,7 +224,7 @@ class Owner:
                     run_ends_ns = time.monotonic_ns() + RUN_US_MAX * 1000
                 event = self._decode(topic, record, letters)
                 if isinstance(event, RequestSubmitted):
-                    submitted[event.request_id] = event
+                    submitted[record.offset] = event
                 made += step(world, topic.name, event, now_us)
             decided += made
             records += made
@@ -260,11 +260,11 @@ class Owner:
         await self.journal.append(records)
         self.snapshots.journalled(records, self.journal.end)
 
-    async def _act(self, decided: Sequence[Decided], submitted: dict[str, RequestSubmitted]) -> None:
+    async def _act(self, decided: Sequence[Decided], submitted: dict[int, RequestSubmitted]) -> None:
         drafts: list[Draft] = []
         for decision in decided:
             if isinstance(decision, RequestRouted):
-                asked = submitted.get(decision.request_id) or await self._read_back(decision)
+                asked = await self._asked_by(decision, submitted)
                 if asked is not None:
                     report_output = self._reports_output(decision.pool)
                     drafts.append(work_item(decision, asked, report_output=report_output))
@@ -285,10 +285,15 @@ class Owner:
             for draft in drafts:
                 self._send([draft])
 
-    async def _read_back(self, decision: RequestRouted) -> RequestSubmitted | None:
+    async def _asked_by(
+        self, decision: RequestRouted, submitted: dict[int, RequestSubmitted]
+    ) -> RequestSubmitted | None:
         """The request of a decision; None when the same turn ended it again, and so cancelled its work."""
         request = self.world.requests.get(decision.request_id)
-        return None if request is None else await self._asked.at(request.offset)
+        if request is None:
+            return None
+        # By offset: another submission with the same id, which was refused, may stand in the same turn.
+        return submitted.get(request.offset) or await self._asked.at(request.offset)
 
     def _reports_output(self, pool: str) -> bool:
         return self.world.pools[pool].router.track_output_blocks
@@ -318,10 +323,11 @@ class Owner:
         self._send(drafts)
 
     def _resyncs(self) -> Iterator[Draft]:
-        for worker_id, worker_epoch, rank, *_ in self.world.index.resyncing():
-            worker = self.world.fleet.get(worker_id)
+        for cursor in self.world.index.resyncing():
+            worker = self.world.fleet.get(cursor.worker_id)
             assert worker is not None, "the index has members of the fleet only"
-            yield reannounce(worker.spec.pool, worker.slot, self.world.owner_epoch, worker_epoch, rank)
+            where = worker.spec.pool, worker.slot, self.world.owner_epoch, cursor.worker_epoch, cursor.rank
+            yield reannounce(*where, cursor.last_seq)
 
     def _start_clock(self) -> None:
         self._clock.take_over(self.world.now_us)

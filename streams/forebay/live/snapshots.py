@@ -193,9 +193,7 @@ class _Snapshot:
         """What the journal says when all is written."""
         assert self.sealed is not None
         return SnapshotTaken(
-            owner_epoch=world.owner_epoch,
-            seq=world.take_seq(),
-            consumed=world.take_consumed(),
+            **world.stamp(),
             first_offset=self._first_offset,
             chunks=self._chunks,
             digest=self.sealed.digest,

@@ -2,12 +2,15 @@
 
 Theory of operation. The owner's world and one engine model for each worker share one clock, which jumps from one
 event to the next: a request arrives, or an engine's step ends. What happens at one time happens in a fixed order:
-steps that end, in the order in which they began; requests that arrive, in the trace's order; then idle engines
-begin their next step. Every event goes through `forebay.core.step` as an owner applies it, so a decision here is
-the decision that an owner would make of the same log. Nothing takes time but engine steps.
+steps that end, in the order in which they began (a report of load has its place among them); requests that arrive,
+in the trace's order; then idle engines begin their next step. Every event goes through `forebay.core.step` as an
+owner applies it, so a decision here is the decision that an owner would make of the same log. Nothing takes time but
+engine steps.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from hashlib import sha256
 from heapq import heappop, heappush
 
@@ -23,6 +26,7 @@ from forebay.core.engine_model import (
     Step,
     Stored,
 )
+from forebay.core.policies import BUILT_IN
 from forebay.core.step import CONSUMED_RUNS_MAX, Decided, InputEvent, advance, claim, open_run, step
 from forebay.core.world import World
 from forebay.events.base import U32_BYTES, U64_MASK, pack_u64
@@ -31,9 +35,10 @@ from forebay.events.control import PoolConfigured, RouterConfig
 from forebay.events.decisions import JournalRecord, RequestAborted, RequestRejected, RequestRouted
 from forebay.events.fleet import WorkerJoined, WorkerSpec
 from forebay.events.kv import BlocksRemoved, BlocksStored
+from forebay.events.metrics import LoadReported
 from forebay.events.progress import FirstTokenEmitted, RequestFailed, RequestFinished
 from forebay.events.requests import TIMEOUT_US_MAX, RequestSubmitted, Sampling
-from forebay.events.topics import CONTROL, DECISIONS, FLEET, KV_EVENTS, PROGRESS, REQUESTS, Topic
+from forebay.events.topics import CONTROL, DECISIONS, FLEET, KV_EVENTS, METRICS, PROGRESS, REQUESTS, Topic
 from forebay.simulate.mooncake import Row
 from forebay.simulate.outcome import Outcome, Served
 from forebay.simulate.settings import Settings
@@ -43,6 +48,8 @@ POOL = "default"
 OWNER_EPOCH = 0
 US_PER_MS = 1_000
 FOREVER_US = 1 << 62  # no request comes any more: an engine may run until it has something to say
+
+LOAD_INTERVAL_US = 100_000  # as workers report
 
 OnArrived = Callable[[int], object]
 
@@ -56,28 +63,33 @@ class Simulation:
         self._outcome = Outcome()
         self._digest = sha256()
         self._workers: dict[str, _Worker] = {}
-        self._ends: list[tuple[int, int, _Worker]] = []
-        self._begun = 0
+        self._due: list[tuple[int, int, Callable[[], None]]] = []
+        self._scheduled = 0
         self._ready: dict[int, _Worker] = {}
         self._asked: dict[str, RequestSubmitted] = {}  # not routed yet
+        self._records: deque[tuple[Topic, InputEvent]] = deque()  # written and not applied yet
         self._now_us = 0
+        # Nothing else looks at reports, and there are more of them than of all other events.
+        self._reports = router.mode not in BUILT_IN or router.busy.active_decode_blocks_threshold is not None
         self._start(router)
 
     def run(self, rows: Iterable[Row], on_arrived: OnArrived) -> Outcome:
         """Play the rows, which must be in the order of their timestamps; `on_arrived` gets how many did arrive."""
-        waiting = iter(rows)
-        row = next(waiting, None)
-        while row is not None or self._ends:
+        coming = iter(rows)
+        row = next(coming, None)
+        while row is not None or self._due:
             arrival_us = FOREVER_US if row is None else self._arrival_us(row)
-            self._now_us = min(arrival_us, self._ends[0][0]) if self._ends else arrival_us
-            while self._ends and self._ends[0][0] == self._now_us:
-                self._end_step(heappop(self._ends)[2])
+            self._now_us = min(arrival_us, self._due[0][0]) if self._due else arrival_us
+            while self._due and self._due[0][0] == self._now_us:
+                heappop(self._due)[2]()
             while row is not None and arrival_us == self._now_us:
                 self._arrive(row)
                 on_arrived(len(self._outcome.requests))
-                row = next(waiting, None)
+                row = next(coming, None)
                 arrival_us = FOREVER_US if row is None else self._arrival_us(row)
-            self._begin_steps(arrival_us - self._now_us)
+            # Who waits in the router may be sent to an engine whenever another is done with something.
+            waiting = self._world.queues.waiting(POOL)
+            self._begin_steps(0 if waiting else arrival_us - self._now_us)
         assert not len(self._world.requests), "every request came to an end"
         self._seal(advance(self._world))
         self._outcome.digest = self._digest.hexdigest()
@@ -107,8 +119,18 @@ class Simulation:
     def _arrival_us(self, row: Row) -> int:
         return round(row.timestamp * US_PER_MS / self._settings.speed)
 
+    def _schedule(self, after_us: int, action: Callable[[], None]) -> None:
+        heappush(self._due, (self._now_us + after_us, self._scheduled, action))
+        self._scheduled += 1
+
     def _apply(self, topic: Topic, event: InputEvent) -> None:
-        """One record of `topic`, as an owner applies it; then what was decided happens."""
+        """One record of `topic`, and then those that it leads to at once."""
+        self._records.append((topic, event))
+        while self._records:
+            self._apply_one(*self._records.popleft())
+
+    def _apply_one(self, topic: Topic, event: InputEvent) -> None:
+        """A record as an owner applies it; then what was decided happens."""
         world = self._world
         decided = open_run(world, self._now_us)
         decided += step(world, topic.name, event, self._now_us)
@@ -173,17 +195,7 @@ class Simulation:
             worker.engine.submit(request)
         except RequestRefused as refusal:
             served.failure = str(refusal)
-            self._apply(
-                PROGRESS,
-                RequestFailed(
-                    request_id=routed.request_id,
-                    attempt=routed.attempt,
-                    worker_id=worker.worker_id,
-                    worker_epoch=worker.worker_epoch,
-                    owner_epoch=OWNER_EPOCH,
-                    error=served.failure,
-                ),
-            )
+            self._records.append((PROGRESS, worker.refused(routed, served.failure)))
             return
         self._ready[worker.number] = worker
 
@@ -194,8 +206,7 @@ class Simulation:
                 continue
             worker.step = worker.engine.step(until_us)
             if worker.step is not None:
-                heappush(self._ends, (self._now_us + worker.step.duration_us, self._begun, worker))
-                self._begun += 1
+                self._schedule(worker.step.duration_us, partial(self._end_step, worker))
         self._ready.clear()
 
     def _end_step(self, worker: "_Worker") -> None:
@@ -212,6 +223,19 @@ class Simulation:
         for end in done.finished:
             self._served(end.request_id).last_us = self._now_us
             self._apply(PROGRESS, worker.finished(end))
+        worker.load = done.load
+        if self._reports and not worker.report_held:
+            wait_us = worker.reported_us + LOAD_INTERVAL_US - self._now_us
+            if wait_us > 0:
+                worker.report_held = True
+                self._schedule(wait_us, partial(self._report, worker))
+            else:
+                self._report(worker)
+
+    def _report(self, worker: "_Worker") -> None:
+        worker.report_held = False
+        worker.reported_us = self._now_us
+        self._apply(METRICS, worker.report())
 
     def _served(self, request_id: str) -> Served:
         return self._outcome.requests[int(request_id)]
@@ -226,6 +250,9 @@ class _Worker:
         self.worker_epoch = worker_epoch
         self.engine = engine
         self.step: Step | None = None
+        self.load = engine.load()  # when its last step ended: the model is ahead of the time
+        self.reported_us = -LOAD_INTERVAL_US
+        self.report_held = False  # until the interval since the last one is over
         self._kv_seq = 0
 
     def cache_change(self, change: CacheChange) -> BlocksStored | BlocksRemoved:
@@ -263,4 +290,25 @@ class _Worker:
             finish_reason=end.reason,
             output_tokens=end.output_tokens,
             cached_tokens=end.cached_tokens,
+        )
+
+    def refused(self, routed: RequestRouted, error: str) -> RequestFailed:
+        return RequestFailed(
+            request_id=routed.request_id,
+            attempt=routed.attempt,
+            worker_id=self.worker_id,
+            worker_epoch=self.worker_epoch,
+            owner_epoch=OWNER_EPOCH,
+            error=error,
+        )
+
+    def report(self) -> LoadReported:
+        load = self.load
+        return LoadReported(
+            worker_id=self.worker_id,
+            worker_epoch=self.worker_epoch,
+            running=load.running,
+            waiting=load.waiting,
+            kv_blocks_used=load.kv_blocks_used,
+            kv_blocks_total=load.kv_blocks_total,
         )

@@ -9,7 +9,18 @@ from importlib import import_module
 
 from forebay.core.policies.base import Candidate, Policy, PolicyUnusable, RoutingRequest, RoutingWorld
 
-__all__ = ["BUILT_IN", "Candidate", "Policy", "PolicyUnusable", "RoutingRequest", "RoutingWorld", "policy_class"]
+__all__ = [
+    "BUILT_IN",
+    "FAULT_CHARS_MAX",
+    "Candidate",
+    "Policy",
+    "PolicyUnusable",
+    "RoutingRequest",
+    "RoutingWorld",
+    "policy_class",
+]
+
+FAULT_CHARS_MAX = 500  # of an error's text, which anybody may have written
 
 BUILT_IN = {
     "kv": "forebay.core.policies.kv.Kv",
@@ -31,8 +42,8 @@ def policy_class(mode: str) -> type[Policy]:
         raise PolicyUnusable(f"{mode} is no router mode ({names}) and no dotted path of a class")
     try:
         module = import_module(module_name)
-    except Exception as error:  # a user's module may fail in any way
-        raise PolicyUnusable(f"the policy {path} cannot be imported: {error!r}") from error
+    except (Exception, SystemExit) as error:  # a user's module may fail in any way
+        raise PolicyUnusable(f"the policy {path} cannot be imported: {error!r}"[:FAULT_CHARS_MAX]) from error
     found = getattr(module, class_name, None)
     if not isinstance(found, type) or not callable(getattr(found, "decide", None)):
         raise PolicyUnusable(f"{path} is no class with a method `decide(world, request)`")

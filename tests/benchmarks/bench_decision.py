@@ -1,0 +1,232 @@
+"""CPU time of one whole decision in the core, by workers and by blocks held in the prefix index.
+
+A decision is `open_run` and `step` of a `RequestSubmitted`: who may take it, what each would cost, the choice, its
+record and its booking; then, counted apart, the record as bytes. Every request hits the caches of the holders of its
+chain, one of a few: how many requests under way share a chain, which costs too, is the same at every size. Each case
+runs in a fresh process on one core.
+"""
+
+import argparse
+import gc
+import os
+import random
+import statistics
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from forebay.core.blocks import extend_chain
+from forebay.core.step import Decided, InputEvent, claim, open_run, step
+from forebay.core.world import World
+from forebay.events.base import pack_u32, pack_u64
+from forebay.events.codec import encode
+from forebay.events.control import PoolConfigured, RouterConfig
+from forebay.events.decisions import RequestRouted
+from forebay.events.fleet import WorkerJoined, WorkerSpec
+from forebay.events.kv import BlocksStored
+from forebay.events.progress import FirstTokenEmitted, RequestFinished
+from forebay.events.requests import RequestSubmitted, Sampling
+from forebay.events.topics import CONTROL, DECISIONS, FLEET, KV_EVENTS, PROGRESS, REQUESTS, Topic
+from tests.benchmarks.bench_index import in_fresh_process
+
+MODEL, POOL = "bench", "default"
+BLOCK_SIZE = 64
+PROMPT_TOKENS, PROMPT_BLOCKS = 1_000, 15
+CHAIN_BLOCKS = 8
+HOLDERS = 8  # of each chain
+CHAINS_ASKED = 128
+UNDER_WAY = 4  # requests a worker
+SEED = 20_261_121
+EVERY_US = 100
+TIMEOUT_US = 3_600_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One row of the table; `blocks` are (worker, block) pairs."""
+
+    mode: str
+    workers: int
+    blocks: int
+    decisions: int
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """CPU microseconds of one decision, sorted, without and with its record encoded.
+
+    `held` are (worker, block) pairs, `found` the blocks that the chosen worker had, in the mean.
+    """
+
+    decided_us: list[float]
+    recorded_us: list[float]
+    held: int
+    found: float
+
+
+class Group:
+    """A world with its workers, and requests that come and go."""
+
+    def __init__(self, case: Case) -> None:
+        self.world = World()
+        self._random = random.Random(SEED)
+        self._now_us = 0
+        self._epochs: list[int] = []
+        self._under_way: deque[RequestRouted] = deque()
+        self._under_way_max = UNDER_WAY * case.workers
+        claim(self.world, 0)
+        router = RouterConfig(mode=case.mode)
+        self._apply(CONTROL, PoolConfigured(pool=POOL, model=MODEL, block_size=BLOCK_SIZE, router=router))
+        for number in range(case.workers):
+            self._epochs.append(self.world.view.get(FLEET.name, 0))
+            spec = WorkerSpec(
+                worker_id=_name(number),
+                model=MODEL,
+                pool=POOL,
+                block_size=BLOCK_SIZE,
+                kv_blocks_total=1 << 20,
+                max_num_seqs=256,
+                max_num_batched_tokens=8_192,
+            )
+            self._apply(FLEET, WorkerJoined(owner_epoch=0, spec=spec, lease="", slot=number, from_offset=0))
+        self._asked: list[list[int]] = []
+        self.held = self._fill(case)
+
+    def requests(self, count: int) -> Iterator[RequestSubmitted]:
+        """Each begins as one of the chains and goes on by itself."""
+        for number in range(count):
+            cached = self._random.choice(self._asked)
+            own = [self._random.getrandbits(64) for _ in range(PROMPT_BLOCKS - CHAIN_BLOCKS)]
+            yield RequestSubmitted(
+                request_id=f"bench-{number}",
+                model=MODEL,
+                token_ids=pack_u32([number] * PROMPT_TOKENS),
+                sequence_hashes=pack_u64(cached + extend_chain(cached[-1], own)),
+                reply_slot=0,
+                timeout_us=TIMEOUT_US,
+                tie_seed=self._random.getrandbits(64),
+                sampling=Sampling(max_tokens=128),
+            )
+
+    def decide(self, request: RequestSubmitted) -> tuple[float, float, RequestRouted]:
+        """A decision: its CPU time, that and its record's in microseconds, and the record."""
+        self._now_us += EVERY_US
+        began_ns = time.thread_time_ns()
+        open_run(self.world, self._now_us)
+        [routed] = step(self.world, REQUESTS.name, request, self._now_us)
+        decided_ns = time.thread_time_ns()
+        encode(DECISIONS, routed)
+        recorded_ns = time.thread_time_ns()
+        assert isinstance(routed, RequestRouted)
+        self._under_way.append(routed)
+        return (decided_ns - began_ns) / 1e3, (recorded_ns - began_ns) / 1e3, routed
+
+    def settle(self) -> None:
+        """The oldest request ends, when there are enough: load stays as it is."""
+        if len(self._under_way) <= self._under_way_max:
+            return
+        routed = self._under_way.popleft()
+        about: dict[str, Any] = {
+            "request_id": routed.request_id,
+            "worker_id": routed.worker_id,
+            "worker_epoch": routed.worker_epoch,
+        }
+        self._apply(PROGRESS, FirstTokenEmitted(**about, attempt=1, owner_epoch=0))
+        self._apply(PROGRESS, RequestFinished(**about, attempt=1, owner_epoch=0, finish_reason="length"))
+
+    def _apply(self, topic: Topic, event: InputEvent) -> list[Decided]:
+        open_run(self.world, self._now_us)
+        decided = step(self.world, topic.name, event, self._now_us)
+        self.world.consumed.clear()  # a decision's record says what was applied since the one before it
+        return decided
+
+    def _fill(self, case: Case) -> int:
+        """Chains are dealt to the workers in turn; how many (worker, block) pairs that makes."""
+        holders = min(HOLDERS, case.workers)
+        chains = max(CHAINS_ASKED, case.blocks // (CHAIN_BLOCKS * holders))
+        for number in range(chains):
+            chain = extend_chain(None, [self._random.getrandbits(64) for _ in range(CHAIN_BLOCKS)])
+            if number < CHAINS_ASKED:
+                self._asked.append(chain)
+            for turn in range(number * holders, (number + 1) * holders):
+                worker = turn % case.workers
+                stored = BlocksStored(
+                    worker_id=_name(worker),
+                    worker_epoch=self._epochs[worker],
+                    seq=turn // case.workers + 1,
+                    sequence_hashes=pack_u64(chain),
+                )
+                self._apply(KV_EVENTS, stored)
+        return chains * holders * CHAIN_BLOCKS
+
+
+def measure(case: Case) -> Figures:
+    """Run one case, once the load is what it stays at."""
+    group = Group(case)
+    warm_up = UNDER_WAY * case.workers
+    requests = list(group.requests(warm_up + case.decisions))
+    gc.collect()
+    gc.freeze()  # as an owner does with a large index
+    taken = []
+    for request in requests:
+        taken.append(group.decide(request))
+        group.settle()
+    taken = taken[warm_up:]
+    found = statistics.fmean(routed.terms.device_overlap for *_, routed in taken)
+    assert not +group.world.index.counts, group.world.index.counts
+    return Figures(sorted(one[0] for one in taken), sorted(one[1] for one in taken), group.held, found)
+
+
+def row(case: Case, rounds: list[Figures]) -> str:
+    """A line of the table: the best round, because neighbours on the machine only ever add time."""
+    best = min(rounds, key=lambda figures: statistics.median(figures.decided_us))
+    cells = (
+        case.mode,
+        case.workers,
+        f"{best.held:,}",
+        f"{best.found:.1f}",
+        f"{statistics.median(best.decided_us):.0f}",
+        f"{statistics.fmean(best.decided_us):.0f}",
+        f"{best.decided_us[len(best.decided_us) * 99 // 100]:.0f}",
+        f"{statistics.median(best.recorded_us):.0f}",
+    )
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def main() -> None:
+    """Measure and print a table, row by row."""
+    args = arguments()
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # children inherit it
+    print(f"seed {SEED}; {PROMPT_BLOCKS} blocks a request, {CHAIN_BLOCKS} of them held by {HOLDERS} workers\n")
+    print("| mode | workers | blocks held | found | us p50 | mean | p99 | with the record, p50 |")
+    print("|---|---:|---:|---:|---:|---:|---:|---:|")
+    for mode in args.modes:
+        for workers in args.workers:
+            for blocks in args.blocks:
+                case = Case(mode, workers, blocks, args.decisions)
+                print(row(case, [in_fresh_process(measure, case) for _ in range(args.rounds)]), flush=True)
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+
+    def integers(text: str) -> list[int]:
+        return [int(float(part)) for part in text.split(",")]
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--modes", type=lambda text: text.split(","), default=["kv"], help="default kv")
+    parser.add_argument("--workers", type=integers, default=[8, 64, 512], help="default 8,64,512")
+    parser.add_argument("--blocks", type=integers, default=[10**4, 10**5, 10**6], help="default 1e4,1e5,1e6")
+    parser.add_argument("--decisions", type=int, default=5_000, help="of each round (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="default 3; the table shows the best")
+    return parser.parse_args()
+
+
+def _name(number: int) -> str:
+    return f"w{number:04}"
+
+
+if __name__ == "__main__":
+    main()
