@@ -1,5 +1,6 @@
 """What ranks have to do: shared and own blocks, output, reports; against a model that counts every block."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 from fractions import Fraction
 
@@ -110,6 +111,29 @@ def test_a_rank_with_requests_does_not_go() -> None:
     assert [(rank.worker_id, rank.rank) for rank in load.ranks()] == RANKS[:2]
 
 
+def test_computed_tokens_add_up_and_who_joins_begins_with_the_fewest() -> None:
+    load = Load()
+    load.add_rank("v", 0, 4)
+    load.add_rank("w", 0, 4)
+    empty = load.digest()
+    for number, (worker, tokens) in enumerate([("v", 7), ("w", 5), ("w", 4)]):
+        load.book(str(number), (worker, 0), prefill_tokens=tokens, blocks=[])
+        load.free(str(number))
+    assert load.digest() != empty
+    assert load.add_rank("x", 0, 4).computed_tokens == 7
+    assert [rank.computed_tokens for rank in load.ranks()] == [7, 9, 7]
+    copy = Load()
+    for rank in load.ranks():
+        copy.add_rank(rank.worker_id, rank.rank, 4)
+    for chunk in load.snapshot():
+        copy.restore(chunk)
+    assert copy.digest() == load.digest()
+    assert [rank.computed_tokens for rank in copy.ranks()] == [7, 9, 7]
+    for rank in load.ranks():
+        load.drop_rank(rank.worker_id, rank.rank)
+    assert load.digest() == Load().digest()
+
+
 def test_the_newest_report_counts() -> None:
     load = loaded()
     empty = load.digest()
@@ -205,13 +229,14 @@ def test_load_equals_a_count_of_every_block(
     history: list[tuple[str, int, list[int], bool, int]], query: list[int]
 ) -> None:
     load = loaded()
-    idle = load.digest()
     plain: dict[str, Model] = {}
+    booked_tokens: Counter[HolderKey] = Counter()
     for at, (kind, number, blocks, reuse, expected) in enumerate(history):
         name = list(plain)[number % len(plain)] if plain else ""
         if kind == "book":
             key = RANKS[number % 3]
             plain[f"r{at}"] = Model(key, number, blocks, reuse, expected)
+            booked_tokens[key] += number
             load.book(f"r{at}", key, prefill_tokens=number, blocks=blocks, reuse=reuse, expected_output_tokens=expected)
         elif name and kind == "first":
             plain[name].tokens = 0
@@ -226,6 +251,7 @@ def test_load_equals_a_count_of_every_block(
     for key in RANKS:
         mine = [one for one in requests if one.key == key]
         assert now(load, key) == (sum(one.tokens for one in mine), float(blocks_of(key, requests)), len(mine))
+        assert load.rank_load(*key).computed_tokens == booked_tokens[key]
     depths = {key: depth_of(key, query, requests) for key in RANKS}
     assert load.active_depths(query) == {key: depth for key, depth in depths.items() if depth}
     copy = restored(load)
@@ -236,7 +262,7 @@ def test_load_equals_a_count_of_every_block(
     for name in plain:
         load.free(name)
         copy.free(name)
-    assert load.digest() == copy.digest() == idle
+    assert load.digest() == copy.digest() == restored(load).digest()
     assert all(now(one, key) == (0, 0.0, 0) for one in (load, copy) for key in RANKS)
 
 

@@ -27,9 +27,14 @@ from tests.core.worlds import PROMPTS, Driver, request
 SEEDS = [mix64(number) for number in range(3_000)]
 
 
-def world(*active: int, costs: list[float] | None = None, turn: int = 0, **config: Any) -> RoutingWorld:
+def world(
+    *active: int, costs: list[float] | None = None, computed: list[int] | None = None, turn: int = 0, **config: Any
+) -> RoutingWorld:
     candidates = [Candidate(f"w{at}", active_requests=count) for at, count in enumerate(active)]
-    return RoutingWorld(candidates, costs or [0.0] * len(candidates), RouterConfig(**config), 64, turn, 0)
+    zeros = [0] * len(candidates)
+    return RoutingWorld(
+        candidates, costs or [0.0] * len(candidates), computed or zeros, RouterConfig(**config), 64, turn, 0
+    )
 
 
 def decide(mode: str, seen: RoutingWorld, seed: int = 0) -> int:
@@ -58,6 +63,12 @@ def test_a_choice_is_always_one_of_the_options(costs: list[float], seed: int, te
 
 
 # Built-in policies
+
+
+def test_kv_takes_who_computed_least_of_the_cheapest() -> None:
+    seen = world(0, 0, 0, 0, costs=[2.0, 1.0, 1.0, 1.0], computed=[0, 9, 5, 5])
+    assert {decide("kv", seen, seed) for seed in SEEDS} == {2, 3}
+    assert decide("kv", world(0, 0, costs=[1.0, 2.0], computed=[9, 0])) == 0
 
 
 def test_kv_takes_the_lowest_cost_or_draws_by_cost() -> None:

@@ -143,6 +143,14 @@ class Reported(Part, tag_field="type", tag="reported", frozen=True, kw_only=True
     kv_blocks_total: Count
 
 
+class ComputedTokens(Part, tag_field="type", tag="computed_tokens", frozen=True, kw_only=True):
+    """Prompt tokens that one (worker, rank) was sent to compute since it joined, and a start among the others."""
+
+    worker_id: Name
+    rank: Count
+    tokens: Count
+
+
 class PoolTurns(Part, frozen=True, kw_only=True):
     """How many requests a pool has routed: whose turn it is by round robin."""
 
@@ -211,6 +219,7 @@ Chunk = (
     | Remembered
     | Booking
     | Reported
+    | ComputedTokens
     | QueueTurns
     | Sessions
     | WorldState

@@ -70,7 +70,8 @@ def case(number: int, mode: str) -> tuple[RoutingWorld, RoutingRequest]:
     candidates = Candidates(_candidates(numbers, number, prompt_blocks))
     costs = [_cost(config, candidate, prompt_blocks) for candidate in candidates]
     now_us = 1_700_000_000_000_000 + number * 1_000
-    return RoutingWorld(candidates, costs, config, BLOCK_SIZE, number * 3, now_us), request
+    computed_tokens = [numbers.below(1_000) * (number % 2) for _ in costs]
+    return RoutingWorld(candidates, costs, computed_tokens, config, BLOCK_SIZE, number * 3, now_us), request
 
 
 def _candidates(numbers: _Numbers, number: int, prompt_blocks: int) -> Iterator[Candidate]:

@@ -21,7 +21,7 @@ from xxhash import xxh3_64_intdigest
 from forebay.core.holder_bits import HolderKey
 from forebay.events.base import U64_BYTES, U64_MASK, pack_u64, unpack_u64
 from forebay.events.metrics import LoadReported
-from forebay.events.snapshots import Booking, Reported
+from forebay.events.snapshots import Booking, ComputedTokens, Reported
 
 BLOCK_UNITS = 1 << 16  # finer than any difference that could matter to a cost
 _ONE = 1 << 64  # one request in a node's count; below it stands the sum of the requests' tickets
@@ -36,6 +36,7 @@ class RankLoad:
         prefill_tokens: prompt tokens that wait for their first token and are not in the rank's cache.
         active_requests: requests booked.
         decode_blocks: blocks of requests under way, those that several share counted once.
+        computed_tokens: prompt tokens sent there, ever, that were not in its cache; it began with the fewest of any.
         reported: what the rank last said of itself.
     """
 
@@ -45,8 +46,13 @@ class RankLoad:
     prefill_tokens: int = 0
     active_requests: int = 0
     decode_blocks: float = 0.0
+    computed_tokens: int = 0
     reported: Reported | None = None
     units: int = 0  # `decode_blocks`, exactly
+    salt: int = field(init=False)  # makes the sums of different ranks different
+
+    def __post_init__(self) -> None:
+        self.salt = xxh3_64_intdigest(f"{self.worker_id}\0{self.rank}".encode()) | 1
 
 
 @dataclass(slots=True, eq=False)
@@ -101,7 +107,10 @@ class Load:
         """Admit a rank with nothing to do; `block_size` in tokens."""
         key = (worker_id, rank)
         assert key not in self._ranks
+        # A newcomer that began with none would be the choice of every tie until it had caught up with years.
+        fewest = min((other.computed_tokens for other in self._ranks.values()), default=0)
         load = RankLoad(worker_id, rank, block_size)
+        self._compute(load, fewest)
         self._ranks = dict(sorted([*self._ranks.items(), (key, load)], key=lambda item: item[0]))
         return load
 
@@ -111,6 +120,7 @@ class Load:
         assert not gone.active_requests, "free the requests of a rank first"
         del self._ranks[worker_id, rank]
         self._sum -= _reported_term(gone.reported)
+        self._compute(gone, -gone.computed_tokens)
 
     def rank_load(self, worker_id: str, rank: int) -> RankLoad:
         """The load of a rank. Raises KeyError for an unknown one."""
@@ -162,6 +172,7 @@ class Load:
         self._tickets[booked.ticket] = booked
         rank.prefill_tokens += prefill_tokens
         rank.active_requests += 1
+        self._compute(rank, prefill_tokens)
         if reuse:
             self._hold(booked, list(blocks))
         else:
@@ -254,8 +265,8 @@ class Load:
         """64 bits over all bookings and reports."""
         return self._sum & U64_MASK
 
-    def snapshot(self) -> Iterator[Booking | Reported]:
-        """Reports by rank, then bookings in the order in which they were made."""
+    def snapshot(self) -> Iterator[Booking | ComputedTokens | Reported]:
+        """Reports by rank, bookings in the order in which they were made, then the sums that these add to."""
         for rank in self._ranks.values():
             if rank.reported is not None:
                 yield rank.reported
@@ -272,8 +283,10 @@ class Load:
                 output_tokens=booked.output_tokens,
                 expected_output_tokens=booked.expected_output_tokens,
             )
+        for rank in self._ranks.values():
+            yield ComputedTokens(worker_id=rank.worker_id, rank=rank.rank, tokens=rank.computed_tokens)
 
-    def restore(self, chunk: Booking | Reported) -> None:
+    def restore(self, chunk: Booking | ComputedTokens | Reported) -> None:
         """Take in one chunk of a snapshot; the ranks were admitted before."""
         match chunk:
             case Booking():
@@ -289,8 +302,15 @@ class Load:
                 self.grow(chunk.request_id, chunk.output_tokens)
             case Reported():
                 self._take_report(chunk)
+            case ComputedTokens():
+                rank = self._ranks[chunk.worker_id, chunk.rank]
+                self._compute(rank, chunk.tokens - rank.computed_tokens)
             case _:
                 assert_never(chunk)
+
+    def _compute(self, rank: RankLoad, tokens: int) -> None:
+        rank.computed_tokens += tokens
+        self._sum += rank.salt * tokens
 
     def _take_report(self, reported: Reported) -> None:
         rank = self._ranks[reported.worker_id, reported.rank]

@@ -133,7 +133,13 @@ def _at_least(overlap: Overlap, device: int) -> Overlap:
 
 def _decide(world: World, pool: PoolConfigured, request: Request, config: RouterConfig, table: CostTable) -> int:
     seen = RoutingWorld(
-        _Candidates(table), tuple(table.costs), config, pool.block_size, world.turns.get(pool.pool, 0), world.now_us
+        _Candidates(table),
+        tuple(table.costs),
+        tuple([load.computed_tokens for load in table.roster.loads]),
+        config,
+        pool.block_size,
+        world.turns.get(pool.pool, 0),
+        world.now_us,
     )
     asked = RoutingRequest(
         request.request_id,

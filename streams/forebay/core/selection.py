@@ -1,8 +1,8 @@
 """From costs to a choice: the lowest, or a draw weighted by cost. Chance comes in as a seed.
 
-At temperature 0 equal lowest costs are decided by the seed. Above it, costs are scaled to [0, 1] over
-their range and weighted exp(-cost / temperature), as Dynamo's selector does; the weights are integers
-from decimal arithmetic, because libm's exp may differ in its last bit between machines.
+At temperature 0 equal lowest costs are decided by a second column, where given, then by the seed. Above it, costs are
+scaled to [0, 1] over their range and weighted exp(-cost / temperature), as Dynamo's selector does; the weights are
+integers from decimal arithmetic, because libm's exp may differ in its last bit between machines.
 """
 
 from bisect import bisect_right
@@ -16,12 +16,15 @@ WEIGHT_ONE = 1 << 53  # the weight of the lowest cost: as fine as a double's man
 _DECIMAL = Context(prec=30)
 
 
-def lowest(values: Sequence[float], seed: int) -> int:
-    """The position of the lowest value, equal ones decided by `seed`."""
+def lowest(values: Sequence[float], seed: int, then: Sequence[int] = ()) -> int:
+    """The position of the lowest value, of equal ones the lowest in `then`, where given, and then by `seed`."""
     least = min(values)
     if values.count(least) == 1:
         return values.index(least)
     tied = [at for at, value in enumerate(values) if value == least]
+    if then:
+        fewest = min([then[at] for at in tied])
+        tied = [at for at in tied if then[at] == fewest]
     return tied[seed % len(tied)]
 
 

@@ -25,6 +25,7 @@ from forebay.events.decisions import Run
 from forebay.events.snapshots import (
     Booking,
     Chunk,
+    ComputedTokens,
     IndexBlocks,
     IndexChanges,
     IndexCursor,
@@ -261,7 +262,7 @@ def restore(chunks: Iterable[Chunk]) -> World:
                 world.index.restore(chunk)
             case RequestState() | Remembered():
                 world.requests.restore(chunk)
-            case Booking() | Reported():
+            case Booking() | ComputedTokens() | Reported():
                 world.load.restore(chunk)
             case RoutedBlocks():
                 (world.predicted if chunk.predicted else world.routed).restore(chunk)

@@ -77,6 +77,7 @@ class RoutingWorld:
     Attributes:
         candidates: who may take the request, at least one.
         costs: of each candidate by the configured formula, in KV blocks; see `forebay.core.cost`.
+        computed_tokens: prompt tokens that each was sent to compute so far.
         config: the pool's, with what the request changes of it.
         block_size: tokens of a KV block.
         turn: decisions of the pool before this one.
@@ -85,6 +86,7 @@ class RoutingWorld:
 
     candidates: Sequence[Candidate]
     costs: Sequence[float]
+    computed_tokens: Sequence[int]
     config: RouterConfig
     block_size: int
     turn: int
