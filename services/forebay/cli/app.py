@@ -20,6 +20,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # its tables cut the names of options on a narrow terminal
 )
 app.command("up")(up.up)
 app.command("ingress")(ingress.ingress)

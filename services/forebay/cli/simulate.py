@@ -49,7 +49,9 @@ def simulate(
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences a worker runs at once.")] = 256,
     max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="Tokens of one engine step.")] = 8_192,
     speed: Annotated[float, typer.Option(min=0.001, max=1e6, help="Divides the times between arrivals.")] = 1.0,
-    seed: Annotated[int, typer.Option(min=0, max=(1 << 63) - 1, help="Decides between equal candidates.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=(1 << 63) - 1, help="Decides where nothing else does, and draws.")
+    ] = 0,
     duration_s: Annotated[float | None, typer.Option(min=0.001, help="Only the first seconds of the trace.")] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:

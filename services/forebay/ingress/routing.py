@@ -47,7 +47,7 @@ def refuse_hints(nvext: Nvext | None) -> None:
     """Raise ApiError for the first routing hint of a body: this ingress honours none."""
     name = None if nvext is None else next(nvext.hints(), None)
     if name is not None:
-        text = f"{name} is a routing hint, and this ingress is not configured to honour any"
+        text = f"{name} is a routing hint, and this ingress honours none: start it with --routing-hints"
         raise invalid(text, name, "routing_hints_disabled")
 
 
