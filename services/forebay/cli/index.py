@@ -3,7 +3,6 @@
 import asyncio
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated, get_args
 
 import msgspec
@@ -13,7 +12,7 @@ from rich.progress import Progress, TaskID
 
 from forebay.cli.cluster import NAMESPACE, KafkaSource, NamespaceOption, PropertiesOption
 from forebay.cli.errors import explained, fail
-from forebay.cli.recording import Recording
+from forebay.cli.recording import LogArgument, Recording
 from forebay.core.prefix_index import PrefixIndex
 from forebay.events.base import U64_BYTES
 from forebay.events.kv import BlocksStored, Tier
@@ -35,9 +34,7 @@ def _root() -> None:
 
 @app.command("dump")
 def dump(
-    log: Annotated[
-        Path | None, typer.Argument(help="A log file of `forebay up`; it may be in use. Not with --kafka.")
-    ] = None,
+    log: LogArgument = None,
     kafka: KafkaSource = None,
     namespace: NamespaceOption = NAMESPACE,
     kafka_config: PropertiesOption = None,

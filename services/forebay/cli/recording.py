@@ -4,6 +4,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from forebay.cli.cluster import kafka_settings
 from forebay.cli.errors import fail
@@ -12,6 +15,10 @@ from forebay.transport.directory import Directory
 from forebay.transport.kafka_log import KafkaLog
 from forebay.transport.kafka_settings import KafkaSettings
 from forebay.transport.sqlite_log import SqliteLog
+
+LogArgument = Annotated[
+    Path | None, typer.Argument(help="A log file of `forebay up`; it may be in use. Not with --kafka.")
+]
 
 
 @dataclass(frozen=True, slots=True)

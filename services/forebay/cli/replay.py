@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -13,7 +12,7 @@ from rich.progress import Progress
 from forebay.cli.cluster import NAMESPACE, KafkaSource, NamespaceOption, PropertiesOption
 from forebay.cli.errors import explained
 from forebay.cli.policy_check import require_policy
-from forebay.cli.recording import Recording
+from forebay.cli.recording import LogArgument, Recording
 from forebay.events.control import PoolConfigured
 from forebay.events.topics import CONTROL
 from forebay.replay.verify import Report, verify
@@ -33,9 +32,7 @@ def _root() -> None:
 
 @app.command("verify")
 def verify_command(
-    log: Annotated[
-        Path | None, typer.Argument(help="A log file of `forebay up`; it may be in use. Not with --kafka.")
-    ] = None,
+    log: LogArgument = None,
     kafka: KafkaSource = None,
     namespace: NamespaceOption = NAMESPACE,
     kafka_config: PropertiesOption = None,

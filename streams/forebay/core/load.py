@@ -252,15 +252,6 @@ class Load:
         depths.update(dict.fromkeys(node.references, at))
         return depths
 
-    def stretches(self) -> int:
-        """Nodes of the tree, which bound the work of a query: at most two for each request. A walk over them all."""
-        found, todo = 0, [self._root]
-        while todo:
-            children = todo.pop().children.values()
-            found += len(children)
-            todo += children
-        return found
-
     def digest(self) -> int:
         """64 bits over all bookings and reports."""
         return self._sum & U64_MASK

@@ -186,12 +186,6 @@ class PrefixIndex:
         self._walk = self._changes = None
         return changes
 
-    def abandon_walk(self) -> None:
-        """End a walk, if one is on, whose result nobody wants any more."""
-        if self._walk is not None:
-            self._walk.end()
-        self._walk = self._changes = None
-
     def snapshot(self) -> Iterator[IndexCursor | IndexBlocks]:
         """All at once: a cursor for each holder, then the blocks. Nothing may be applied meanwhile."""
         yield from self.cursors()

@@ -3,10 +3,10 @@
 Theory of operation. A pool's queue has one line for each of its classes, in order of priorities and the class's
 policy. Lines take turns by deficit round robin: a turn adds the class's quantum to what the line may spend, a
 request costs its uncached tokens, and a line that is served goes on until it cannot pay for its next request.
-The first of a line may have nowhere to go while others have, but those with the same demands go nowhere either: a line
-offers the first that may go of those that are the first with their demands, and one that offers nothing takes no part
-in the round. Where a request stands follows from who waits, whose turn it is and
-what lines may spend, never from what happened before.
+The first of a line may have nowhere to go while others have, but those with the same demands go nowhere either: a
+line offers the first that may go of those that are the first with their demands, and one that offers nothing takes no
+part in the round. Where a request stands follows from who waits, whose turn it is and what lines may spend, never
+from what happened before.
 
 Source: Dynamo's policy-class queues; Shreedhar and Varghese, "Efficient Fair Queuing Using Deficit Round Robin".
 """

@@ -82,7 +82,8 @@ def must_wait(pool: PoolConfigured, roster: Roster) -> bool:
 
 def choose(world: World, pool: PoolConfigured, request: Request, roster: Roster) -> Choice:
     """Pick one of the seats (at least one). Raises Ineligible when the policy fails."""
-    config = effective(pool.router, request.hints.override)
+    override = request.hints.override
+    config = pool.router if override is None else effective(pool.router, override)
     blocks = request.blocks if config.track_active_blocks else NO_BLOCKS
     demand = Demand(
         prompt_tokens=request.prompt_tokens,
@@ -114,10 +115,8 @@ def uncached_tokens(world: World, pool: PoolConfigured, request: Request, roster
 
 
 @lru_cache(maxsize=256)
-def effective(config: RouterConfig, override: RouterOverride | None) -> RouterConfig:
+def effective(config: RouterConfig, override: RouterOverride) -> RouterConfig:
     """The pool's configuration with what a request changes of it."""
-    if override is None:
-        return config
     changes = {name: getattr(override, name) for name in override.__struct_fields__}
     return msgspec.structs.replace(config, **{name: value for name, value in changes.items() if value is not None})
 

@@ -99,14 +99,10 @@ class World:
         self.consumed.clear()
         return runs
 
-    def take_seq(self) -> int:
-        """The number of the next journal record."""
-        self.seq += 1
-        return self.seq - 1
-
     def stamp(self) -> Stamp:
         """What the next journal record says beside what it decides."""
-        return {"owner_epoch": self.owner_epoch, "seq": self.take_seq(), "consumed": self.take_consumed()}
+        self.seq += 1
+        return {"owner_epoch": self.owner_epoch, "seq": self.seq - 1, "consumed": self.take_consumed()}
 
     def pool_of(self, model: str) -> PoolConfigured | None:
         """The first pool, by name, that serves `model`."""

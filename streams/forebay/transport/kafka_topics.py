@@ -40,6 +40,8 @@ CONTROL_TOPICS = (REQUESTS, KV_EVENTS, METRICS, PROGRESS, FLEET, CONTROL, DECISI
 RETENTION_MS = {
     # The first placement of a group stands, so it must stay; compaction would keep the last one.
     GROUPS.name: -1,
+    # Whoever asks how pools are configured reads it from its beginning; it holds a few records a start.
+    CONTROL.name: -1,
     # What a snapshot stands for may go; the snapshots outlive it, so that a slice can still be replayed.
     SNAPSHOTS.name: 8 * DAY_MS,
     TOKENS.name: DAY_MS,
