@@ -11,9 +11,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from forebay.events.base import Event, pack_u32
 from forebay.events.codec import decode, encode
-from forebay.events.requests import RequestCancelled, RequestSubmitted
+from forebay.events.requests import RequestCancelled, RequestSubmitted, RouteQueried
 from forebay.events.tokens import AnswerError, AttemptStarted, ResponseEnded, TokenChunk, TokensEmitted, Usage
-from forebay.events.topics import REQUESTS, TOKENS
+from forebay.events.topics import CONTROL, REQUESTS, TOKENS
 from forebay.ingress.app import build_app
 from forebay.ingress.ingress import Ingress, IngressSettings
 from forebay.ingress.metrics import IngressMetrics
@@ -52,6 +52,16 @@ class Scene:
         request: RequestSubmitted = self.requests(RequestSubmitted)[self._answered]
         self._answered += 1
         return request
+
+    async def next_query(self, count: int = 1) -> RouteQueried:
+        """The route query that came as the `count`th."""
+        await until(lambda: len(self.requests(RouteQueried)) >= count)
+        query: RouteQueried = self.requests(RouteQueried)[count - 1]
+        return query
+
+    def control(self, event: Event) -> None:
+        """Put an event on `control`."""
+        self.log.append_soon([Draft(CONTROL.name, 0, encode(CONTROL, event))])
 
     def send(self, event: Event) -> None:
         """Put an event on the reply slot."""

@@ -207,15 +207,22 @@ async def test_a_gap_is_an_error_and_never_a_short_answer(scene: Scene, stream: 
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_refusal_is_a_real_status(scene: Scene, stream: bool) -> None:
+@pytest.mark.parametrize(
+    ("status", "code"),
+    [(503, "no_workers"), (503, "busy"), (503, "no_eligible_worker"), (529, "queue_full"), (404, "unknown_worker")],
+)
+async def test_a_refusal_is_a_real_status(scene: Scene, status: int, code: str, stream: bool) -> None:
     asking = ask(scene, chat(stream=stream))
     request = await scene.next_request()
-    scene.refuse(request.request_id, 503, "no_workers")
+    scene.refuse(request.request_id, status, code)
     response = await asking
-    assert response.status_code == 503
-    assert response.json()["error"]["code"] == "no_workers"
-    assert response.headers["retry-after"] == "1"
-    assert scene.metric('forebay_ingress_refused_total{code="no_workers"} 1.0')
+    assert response.status_code == status
+    assert response.json()["error"]["code"] == code
+    later = status != 404
+    assert response.headers.get("retry-after") == ("1" if later else None)
+    assert scene.metric(f'forebay_ingress_refused_total{{code="{code}"}} 1.0')
+    labels = f'{{endpoint="chat_completions",model="{NAME}"}}'
+    assert scene.metric(f"dynamo_frontend_model_rejection_total{labels} 1.0") is later
 
 
 async def test_an_error_in_mid_stream_is_an_event_and_ends_it(scene: Scene) -> None:
@@ -226,6 +233,7 @@ async def test_an_error_in_mid_stream_is_an_event_and_ends_it(scene: Scene) -> N
     response = await asking
     assert response.status_code == 200
     assert events(response)[-1]["error"]["code"] == "workers_lost"
+    assert not scene.metric("dynamo_frontend_model_rejection_total")
 
 
 async def test_nobody_answers_and_the_request_times_out() -> None:

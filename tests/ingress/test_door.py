@@ -8,15 +8,17 @@ import pytest
 
 from forebay.core.replies import apply
 from forebay.events.codec import decode
+from forebay.events.requests import RoutingHints
 from forebay.events.topics import FIXED_TOPICS, OPENAI_RESPONSES, TOKENS
 from forebay.ingress.door_answer import DoorAnswer, Piece
 from forebay.ingress.door_request import address, body_of, nonce_of, slot_of
 from forebay.ingress.errors import ApiError
 from forebay.ingress.openai import ChatBody, TextBody
 from forebay.ingress.render import Shape
+from forebay.ingress.streams import was_rejected
 from forebay.ingress.text import TextAssembler
 from forebay.transport.base import Draft, Record
-from tests.ingress.conftest import NAME, SLOT, Scene
+from tests.ingress.conftest import NAME, SLOT, Scene, make_scene
 
 CHAT: dict[str, Any] = {"model": NAME, "messages": [{"role": "user", "content": "Hello"}]}
 NAMESPACE = "shop"
@@ -94,11 +96,27 @@ def test_the_path_decides_what_the_body_is() -> None:
         (record({**CHAT, "model": "other"}), 404, "model_not_found"),
         (record(path="/v1/embeddings"), 404, "not_found"),
         (record(b" " * 1001), 413, "body_too_large"),
+        (record({**CHAT, "nvext": {"dp_rank": -1}}), 400, "invalid_value"),
+        (record({**CHAT, "nvext": {"annotations": ["query_instance_id"]}}), 400, "unsupported_parameter"),
     ],
 )
 def test_what_is_no_request_is_refused_as_over_http(asked: Record, status: int, code: str) -> None:
     error = refused(asked)
     assert (error.status, error.code) == (status, code)
+
+
+def test_an_adapter_may_be_asked_for() -> None:
+    body = body_of(record({**CHAT, "model": "sql"}), NAME, 1000, ("sql",))
+    assert body.model == "sql"
+
+
+async def test_the_headers_of_a_record_are_routing_hints() -> None:
+    async with make_scene(routing_hints=True) as scene:
+        headers = {"X-Dynamo-Worker-Instance-ID": "w1", "x-dynamo-dp-rank": "2"}
+        asked = msgspec.structs.replace(record(), headers=headers)
+        prepared = await scene.ingress.prepare(body_of(asked, NAME, 1000), headers.items())
+        submission = scene.ingress.submission("a", prepared, reply_slot=1, reply_from=2, nonce=3)
+        assert submission.routing == RoutingHints(worker_id="w1", rank=2)
 
 
 def test_a_delivery_is_known_again_by_its_place_alone() -> None:
@@ -217,6 +235,23 @@ async def test_a_refusal_is_one_piece_with_its_status(scene: Scene) -> None:
     (piece,) = await Fold(scene, "a", stream=True).read()
     assert (piece.status, piece.last) == (503, True)
     assert msgspec.json.decode(piece.value)["error"]["code"] == "no_workers"
+
+
+@pytest.mark.parametrize(("status", "rejected"), [(503, True), (529, True), (400, False)])
+async def test_only_what_no_worker_could_take_is_a_rejection(scene: Scene, status: int, rejected: bool) -> None:
+    scene.refuse("a", status, "because")
+    fold = Fold(scene, "a", stream=True)
+    assert not was_rejected(fold.answer)
+    await fold.read()
+    assert was_rejected(fold.answer) is rejected
+
+
+async def test_what_had_begun_is_none(scene: Scene) -> None:
+    scene.say("a", "one")
+    scene.refuse("a", 503, "workers_lost", attempt=1)
+    fold = Fold(scene, "a", stream=True)
+    await fold.read()
+    assert not was_rejected(fold.answer)
 
 
 async def test_an_error_ends_a_stream_that_has_begun(scene: Scene) -> None:

@@ -174,7 +174,21 @@ JSON = st.recursive(
     max_leaves=8,
 )
 FIELDS = st.sampled_from(
-    ["model", "messages", "prompt", "max_tokens", "temperature", "stop", "stream", "seed", "n", "stream_options", "odd"]
+    [
+        "model",
+        "messages",
+        "prompt",
+        "max_tokens",
+        "temperature",
+        "stop",
+        "stream",
+        "seed",
+        "n",
+        "stream_options",
+        "nvext",
+        "cache_salt",
+        "odd",
+    ]
 )
 
 

@@ -1,0 +1,167 @@
+"""Where a request would go: asked without generating anything, answered with every candidate's cost."""
+
+import asyncio
+import gc
+from typing import Any
+
+import pytest
+
+from forebay.core.blocks import hash_seed, sequence_hashes
+from forebay.events.base import pack_u32, unpack_u64
+from forebay.events.decisions import Candidate, CostTerms
+from forebay.events.requests import RouteQueried
+from forebay.events.tokens import AnswerError, RouteTold
+from tests.ingress.conftest import NAME, Scene, make_scene
+from tests.system import until
+
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+ROUTE = "/v1/route"
+HELLO = [{"role": "user", "content": "Hello there"}]
+QUERY = {"annotations": ["query_instance_id"]}
+
+
+def candidate(worker: str, cost: float, overlap: int) -> Candidate:
+    terms = CostTerms(
+        cost=cost, prefill_blocks=9.5, overlap_credit=1.0, decode_blocks=2.0, active_requests=3, device_overlap=overlap
+    )
+    return Candidate(worker_id=worker, rank=1, terms=terms)
+
+
+def told(query: RouteQueried, **changes: Any) -> RouteTold:
+    best = candidate("w1", 7.25, 4)
+    fields: dict[str, Any] = {"pool": "default", "mode": "kv", "choice": best, **changes}
+    return RouteTold(request_id=query.request_id, owner_epoch=1, candidates=(best, candidate("w2", 9, 0)), **fields)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {"messages": HELLO, "nvext": QUERY}),
+        (CHAT, {"messages": HELLO, "stream": True, "nvext": {"annotations": ["query_instance_id:"]}}),
+        (TEXT, {"prompt": "Hello there", "nvext": QUERY}),
+        (ROUTE, {"messages": HELLO}),
+        (ROUTE, {"prompt": "Hello there"}),
+        (ROUTE, {"prompt": [1, 2, 3, 4, 5], "max_tokens": 3, "nvext": QUERY}),
+    ],
+)
+async def test_the_choice_and_every_cost_and_nothing_generated(scene: Scene, path: str, body: dict[str, Any]) -> None:
+    asking = asyncio.create_task(scene.client.post(path, json={"model": NAME, **body}))
+    query = await scene.next_query()
+    scene.send(told(query))
+    response = await asking
+    assert response.status_code == 200, response.text
+    answer = response.json()
+    best, other = answer.pop("candidates")
+    assert answer == {
+        "object": "forebay.route",
+        "id": query.request_id,
+        "model": NAME,
+        "pool": "default",
+        "mode": "kv",
+        "worker_id": "w1",
+        "dp_rank": 1,
+        "overlap_blocks": 4,
+        "would_wait": False,
+        "prompt_tokens": query.prompt_tokens,
+    }
+    assert (best["worker_id"], best["dp_rank"], best["cost"], best["device_overlap"]) == ("w1", 1, 7.25, 4)
+    assert (other["worker_id"], other["prefill_blocks"], other["taint_factor"]) == ("w2", 9.5, 1.0)
+    assert response.headers["x-request-id"] == query.request_id
+    assert scene.requests() == [query]
+    assert not len(scene.ingress.replies)
+
+
+async def test_a_query_says_what_the_request_would() -> None:
+    async with make_scene(loras=("sql",), routing_hints=True) as scene:
+        body = {
+            "model": "sql",
+            "prompt": list(range(9)),
+            "cache_salt": "t",
+            "nvext": {"backend_instance_id": "w1", "session_control": {"session_id": "s"}},
+        }
+        asking = asyncio.create_task(scene.client.post(ROUTE, json=body, headers={"x-request-id": "q1"}))
+        query = await scene.next_query()
+        scene.send(told(query, choice=None, would_wait=True))
+        answer = (await asking).json()
+        assert (answer["worker_id"], answer["would_wait"], answer["model"]) == (None, True, "sql")
+        assert (query.request_id, query.model, query.lora_name, query.reply_slot) == ("q1", NAME, "sql", 4)
+        assert (query.routing.worker_id, query.routing.session_id, query.prompt_tokens) == ("w1", "s", 9)
+        hashes = sequence_hashes(pack_u32(range(9)), 4, hash_seed("sql", "t"))
+        assert (query.sequence_hashes, len(unpack_u64(hashes))) == (hashes, 2)
+
+
+async def test_the_routers_refusal_is_an_http_error(scene: Scene) -> None:
+    asking = asyncio.create_task(scene.client.post(ROUTE, json={"model": NAME, "prompt": "a"}))
+    query = await scene.next_query()
+    error = AnswerError(status=503, code="busy", message="all are busy")
+    scene.send(RouteTold(request_id=query.request_id, owner_epoch=1, error=error))
+    response = await asking
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "busy")
+    assert response.headers["retry-after"] == "1"
+    labels = f'endpoint="route",model="{NAME}",request_type="unary",status="error"'
+    assert scene.metric(f"dynamo_frontend_requests_total{{{labels}}} 1.0")
+
+
+async def test_nobody_answers_and_the_query_times_out() -> None:
+    async with make_scene(timeout_s=0.01) as scene:
+        response = await scene.client.post(ROUTE, json={"model": NAME, "prompt": "a"})
+        assert (response.status_code, response.json()["error"]["code"]) == (504, "deadline_exceeded")
+        query = await scene.next_query()
+        scene.send(told(query))  # too late, and nobody minds
+        await until(lambda: scene.ingress.replies.position == 1)
+
+
+async def test_an_id_that_is_under_way_is_refused(scene: Scene) -> None:
+    mine = {"x-request-id": "mine"}
+    body = {"model": NAME, "prompt": "a"}
+    first = asyncio.create_task(scene.client.post(ROUTE, json=body, headers=mine))
+    query = await scene.next_query()
+    for path in (ROUTE, TEXT):
+        response = await scene.client.post(path, json=body, headers=mine)
+        assert (response.status_code, response.json()["error"]["code"]) == (409, "duplicate_request_id")
+    scene.send(told(query))
+    assert (await first).status_code == 200
+
+
+async def test_a_log_that_fails_is_a_503_for_all_who_query(scene: Scene) -> None:
+    body = {"model": NAME, "prompt": "a"}
+    waiting = asyncio.create_task(scene.client.post(ROUTE, json=body))
+    await scene.next_query()
+    complaints: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
+    scene.log._db.execute("PRAGMA query_only = ON")
+    for asking in (scene.client.post(ROUTE, json=body), waiting):
+        response = await asking
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "log_unavailable")
+    assert not len(scene.ingress.replies)
+    gc.collect()
+    assert not complaints
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "code"),
+    [
+        ({"model": NAME}, 400, "invalid_value"),
+        ({"model": "gpt", "prompt": "a"}, 404, "model_not_found"),
+        ({"model": NAME, "prompt": ""}, 400, "empty_prompt"),
+        ({"model": NAME, "prompt": "a", "messages": HELLO}, 400, "unknown_parameter"),
+        ({"model": NAME, "prompt": "a", "max_tokens": 10**9}, 400, "context_length_exceeded"),
+        (b"{", 400, "invalid_json"),
+        (b"[" * 5_000, 400, "invalid_json"),
+        (b"x" * 300_000, 413, "body_too_large"),
+    ],
+)
+async def test_what_is_no_request_is_no_query(scene: Scene, body: Any, status: int, code: str) -> None:
+    asked = {"content": body} if isinstance(body, bytes) else {"json": body}
+    response = await scene.client.post(ROUTE, **asked)
+    assert (response.status_code, response.json()["error"]["code"]) == (status, code), response.text
+    assert scene.requests() == []
+
+
+async def test_without_the_admin_api_nobody_queries() -> None:
+    async with make_scene(admin_api=False) as scene:
+        assert (await scene.client.post(ROUTE, json={"model": NAME, "prompt": "a"})).status_code == 404
+        response = await scene.client.post(CHAT, json={"model": NAME, "messages": HELLO, "nvext": QUERY})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "nvext.annotations")
+        assert scene.requests() == []

@@ -1,0 +1,355 @@
+"""Routing hints: what a body and its headers make of a request, and what is refused by name."""
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forebay.core.blocks import hash_seed, sequence_hashes
+from forebay.events.codec import decode, encode
+from forebay.events.requests import RequestSubmitted, RouterOverride, RoutingHints, TaintWeight
+from forebay.events.topics import REQUESTS
+from forebay.ingress.errors import ApiError, Unusable
+from forebay.ingress.fields import parse
+from forebay.ingress.ingress import IngressSettings
+from forebay.ingress.nvext import Nvext
+from forebay.ingress.openai import TextBody
+from forebay.ingress.routing import ROUTING_HEADERS, routing_headers, routing_of
+from tests.ingress.conftest import NAME, Scene, make_scene
+from tests.system import submitted
+
+CHAT = "/v1/chat/completions"
+HELLO = [{"role": "user", "content": "Hello there"}]
+WORKER, RANK = "x-dynamo-worker-instance-id", "x-dynamo-dp-rank"
+
+
+def chat(nvext: Any = None, **changes: Any) -> dict[str, Any]:
+    return {"model": NAME, "messages": HELLO, "nvext": nvext, **changes}
+
+
+async def taken(scene: Scene, body: dict[str, Any], headers: dict[str, str] | None = None) -> RequestSubmitted:
+    """The request that a body becomes; it is answered, too."""
+    asking = asyncio.create_task(scene.client.post(CHAT, json=body, headers=headers))
+    request = await scene.next_request()
+    scene.end(request.request_id)
+    assert (await asking).status_code == 200
+    return request
+
+
+async def hinted(nvext: Any, headers: dict[str, str] | None = None) -> RoutingHints:
+    async with make_scene(routing_hints=True) as scene:
+        return (await taken(scene, chat(nvext), headers)).routing
+
+
+async def refused(body: dict[str, Any], headers: dict[str, str] | None = None, **settings: Any) -> dict[str, Any]:
+    async with make_scene(**{"routing_hints": True, **settings}) as scene:
+        content = json.dumps(body).encode()  # unlike httpx, Python's json writes NaN
+        response = await scene.client.post(CHAT, content=content, headers=headers)
+        assert response.status_code == 400, response.text
+        assert scene.requests() == []
+        error: dict[str, Any] = response.json()["error"]
+        return error
+
+
+async def test_every_hint_of_a_body_reaches_the_router() -> None:
+    routing = await hinted(
+        {
+            "agent_hints": {"priority": -3, "strict_priority": 2, "osl": 100, "speculative_prefill": False},
+            "backend_instance_id": 42,
+            "decode_worker_id": "42",
+            "dp_rank": 1,
+            "policy_class": "batch",
+            "session_control": {"session_id": "s1", "action": "open", "timeout": 300},
+            "agent_context": {"session_id": "other", "session_type_id": "research", "trajectory_id": "t"},
+            "routing_constraints": {
+                "allowed_worker_ids": [42, "w2", "42"],
+                "required_taints": ["gpu=h100", "gpu=h100"],
+                "preferred_taints": {"zone=b": 2, "zone=a": -0.5},
+            },
+            "router": {
+                "mode": "direct",
+                "overlap_score_credit": 0.5,
+                "prefill_load_scale": 2,
+                "router_temperature": 0,
+                "assume_kv_reuse": False,
+                "track_prefill_tokens": True,
+                "ttft_target": None,
+            },
+            "request_timestamp_ms": 12.5,
+            "greed_sampling": False,
+        }
+    )
+    assert routing == RoutingHints(
+        worker_id="42",
+        rank=1,
+        allowed_workers=("42", "w2"),
+        required_taints=("gpu=h100",),
+        preferred_taints=(TaintWeight(taint="zone=b", weight=2), TaintWeight(taint="zone=a", weight=-0.5)),
+        session_id="s1",
+        priority=-3,
+        strict_priority=2,
+        policy_class="batch",
+        expected_output_tokens=100,
+        override=RouterOverride(
+            mode="direct",
+            overlap_score_credit=0.5,
+            prefill_load_scale=2,
+            temperature=0,
+            assume_kv_reuse=False,
+            track_prefill_tokens=True,
+        ),
+    )
+
+
+async def test_a_header_wins_over_the_body() -> None:
+    nvext = {
+        "backend_instance_id": 1,
+        "decode_worker_id": 1,
+        "dp_rank": 7,
+        "policy_class": "body",
+        "agent_hints": {"priority": 1, "strict_priority": 1},
+        "session_control": {"session_id": "body"},
+    }
+    headers = {
+        "X-Dynamo-Worker-Instance-Id": "w9",
+        RANK: "0",
+        "x-dynamo-request-priority": "-5",
+        "x-dynamo-request-strict-priority": "4294967295",
+        "x-dynamo-meta-policy-class": " latency ",
+        "X-Dynamo-Session-ID": "head",
+    }
+    assert await hinted(nvext, headers) == RoutingHints(
+        worker_id="w9",
+        rank=0,
+        session_id="head",
+        priority=-5,
+        strict_priority=4294967295,
+        policy_class="latency",
+    )
+
+
+@pytest.mark.parametrize(
+    ("nvext", "expected"),
+    [
+        (None, RoutingHints()),
+        ({}, RoutingHints()),
+        ({"router": {}}, RoutingHints()),
+        ({"agent_context": {"session_id": "c"}}, RoutingHints(session_id="c")),
+        ({"decode_worker_id": 0}, RoutingHints(worker_id="0")),
+    ],
+)
+async def test_what_is_left_out_asks_for_nothing(nvext: Any, expected: RoutingHints) -> None:
+    assert await hinted(nvext, {RANK: "  "} if not expected.worker_id else None) == expected
+
+
+@pytest.mark.parametrize(
+    ("nvext", "param", "code"),
+    [
+        ({"router": {"router_temperature": -0.1}}, "nvext.router.router_temperature", "invalid_value"),
+        ({"router": {"prefill_load_scale": float("nan")}}, "nvext.router.prefill_load_scale", "invalid_value"),
+        ({"router": {"overlap_score_credit": float("inf")}}, "nvext.router.overlap_score_credit", "invalid_value"),
+        ({"router": {"mode": "psychic"}}, "nvext.router.mode", "invalid_value"),
+        ({"router": {"ttft_target": 5.0}}, "nvext.router.ttft_target", "unsupported_parameter"),
+        ({"router": {"mode": "direct"}}, "nvext.router.mode", "contradictory_routing"),
+        ({"dp_rank": 0}, "nvext.dp_rank", "contradictory_routing"),
+        ({"dp_rank": -1}, "nvext.dp_rank", "invalid_value"),
+        ({"backend_instance_id": 1, "decode_worker_id": 2}, "nvext.decode_worker_id", "contradictory_routing"),
+        ({"backend_instance_id": True}, "nvext.backend_instance_id", "invalid_value"),
+        ({"backend_instance_id": 1 << 64}, "nvext.backend_instance_id", "invalid_value"),
+        ({"backend_instance_id": ""}, "nvext.backend_instance_id", "invalid_value"),
+        (
+            {"backend_instance_id": "w1", "routing_constraints": {"allowed_worker_ids": ["w2"]}},
+            "nvext.routing_constraints.allowed_worker_ids",
+            "contradictory_routing",
+        ),
+        (
+            {"routing_constraints": {"allowed_worker_ids": []}},
+            "nvext.routing_constraints.allowed_worker_ids",
+            "invalid_value",
+        ),
+        (
+            {"routing_constraints": {"preferred_taints": {"a": float("nan")}}},
+            "nvext.routing_constraints.preferred_taints.a",
+            "invalid_value",
+        ),
+        (
+            {"routing_constraints": {"required_taints": ["t"] * 65}},
+            "nvext.routing_constraints.required_taints",
+            "invalid_value",
+        ),
+        ({"routing_constraints": {"forbidden": []}}, "nvext.routing_constraints.forbidden", "unknown_parameter"),
+        ({"agent_hints": {"priority": 1 << 31}}, "nvext.agent_hints.priority", "invalid_value"),
+        ({"agent_hints": {"strict_priority": -1}}, "nvext.agent_hints.strict_priority", "invalid_value"),
+        (
+            {"agent_hints": {"speculative_prefill": True}},
+            "nvext.agent_hints.speculative_prefill",
+            "unsupported_parameter",
+        ),
+        ({"session_control": {}}, "nvext.session_control.session_id", "invalid_value"),
+        (
+            {"session_control": {"session_id": "s", "action": "close"}},
+            "nvext.session_control.action",
+            "unsupported_parameter",
+        ),
+        ({"agent_context": {"session_final": True}}, "nvext.agent_context.session_final", "unsupported_parameter"),
+        ({"prefill_worker_id": 3}, "nvext.prefill_worker_id", "unsupported_parameter"),
+        ({"token_data": [1]}, "nvext.token_data", "unsupported_parameter"),
+        ({"magic": 1}, "nvext.magic", "unknown_parameter"),
+        ({"annotations": ["formatted_prompt"]}, "nvext.annotations", "unsupported_parameter"),
+        ({"extra_fields": ["timing"]}, "nvext.extra_fields", "unsupported_parameter"),
+        ({"cache_salt": 5}, "nvext.cache_salt", "invalid_value"),
+        ([], "nvext", "invalid_value"),
+    ],
+)
+async def test_what_is_wrong_is_refused_by_name(nvext: Any, param: str, code: str) -> None:
+    error = await refused(chat(nvext))
+    assert (error["param"], error["code"]) == (param, code), error
+
+
+@pytest.mark.parametrize(
+    ("headers", "param", "code"),
+    [
+        ({RANK: "1"}, "nvext.dp_rank", "contradictory_routing"),
+        ({WORKER: "w1", RANK: "one"}, RANK, "invalid_value"),
+        ({WORKER: "w1", RANK: "1.0"}, RANK, "invalid_value"),
+        ({WORKER: "w1", RANK: "-1"}, RANK, "invalid_value"),
+        ({WORKER: "w1", RANK: "9" * 5_000}, RANK, "invalid_value"),
+        ({WORKER: "w" * 257}, WORKER, "invalid_value"),
+        ({"x-dynamo-request-priority": "2147483648"}, "x-dynamo-request-priority", "invalid_value"),
+        ({"x-dynamo-prefill-instance-id": "3"}, "x-dynamo-prefill-instance-id", "unsupported_parameter"),
+    ],
+)
+async def test_so_is_a_header(headers: dict[str, str], param: str, code: str) -> None:
+    error = await refused(chat(), headers)
+    assert (error["param"], error["code"]) == (param, code), error
+
+
+async def test_a_header_that_is_there_twice_must_say_the_same() -> None:
+    async with make_scene(routing_hints=True) as scene:
+        headers = httpx.Headers([(WORKER, "w1"), (WORKER, "w2")])
+        response = await scene.client.post(CHAT, json=chat(), headers=headers)
+        assert (response.status_code, response.json()["error"]["code"]) == (400, "contradictory_routing")
+        asking = asyncio.create_task(
+            scene.client.post(CHAT, json=chat(), headers=httpx.Headers([(WORKER, "w1"), (WORKER, "w1")]))
+        )
+        request = await scene.next_request()
+        assert request.routing.worker_id == "w1"
+        scene.end(request.request_id)
+        assert (await asking).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("nvext", "param"),
+    [
+        ({"backend_instance_id": 1}, "nvext.backend_instance_id"),
+        ({"agent_hints": {"osl": 5}}, "nvext.agent_hints.osl"),
+        ({"session_control": {"session_id": "s"}}, "nvext.session_control.session_id"),
+        ({"router": {"assume_kv_reuse": False}}, "nvext.router.assume_kv_reuse"),
+        ({"policy_class": "vip"}, "nvext.policy_class"),
+    ],
+)
+async def test_an_ingress_that_honours_no_hints_refuses_those_of_a_body(nvext: Any, param: str) -> None:
+    error = await refused(chat(nvext), routing_hints=False)
+    assert (error["param"], error["code"]) == (param, "routing_hints_disabled")
+
+
+async def test_it_ignores_and_counts_those_of_headers(scene: Scene) -> None:
+    headers = {WORKER: "w1", RANK: "nonsense", "x-dynamo-session-id": "s"}
+    assert (
+        await taken(scene, chat({"agent_hints": {}, "agent_context": {"trajectory_id": "t"}}), headers)
+    ).routing == (RoutingHints())
+    for name in headers:
+        assert scene.metric(f'forebay_ingress_routing_headers_ignored_total{{header="{name}"}} 1.0')
+
+
+async def test_a_cache_salt_needs_no_leave_and_salts_the_blocks(scene: Scene) -> None:
+    plain = await taken(scene, chat(cache_salt=""))
+    assert (plain.cache_namespace, plain.sequence_hashes) == ("", sequence_hashes(plain.token_ids, 4))
+    for body in (
+        chat(cache_salt="t1"),
+        chat({"cache_salt": "t1"}, cache_salt="t2"),
+        chat({"cache_salt": ""}, cache_salt="t1"),
+    ):
+        salted = await taken(scene, body)
+        assert salted.cache_namespace == "t1"
+        assert salted.token_ids == plain.token_ids
+        assert salted.sequence_hashes == sequence_hashes(plain.token_ids, 4, hash_seed("", "t1"))
+
+
+async def test_an_adapter_is_a_model_of_its_own() -> None:
+    async with make_scene(loras=("sql", "law")) as scene:
+        cards = (await scene.client.get("/v1/models")).json()["data"]
+        assert [(card["id"], card.get("parent")) for card in cards] == [(NAME, None), ("sql", NAME), ("law", NAME)]
+        assert (await scene.client.get("/v1/models/law")).json()["id"] == "law"
+        asking = asyncio.create_task(scene.client.post(CHAT, json=chat({"cache_salt": "t"}, model="sql")))
+        request = await scene.next_request()
+        assert (request.model, request.lora_name, request.cache_namespace) == (NAME, "sql", "t")
+        assert request.sequence_hashes == sequence_hashes(request.token_ids, 4, hash_seed("sql", "t"))
+        scene.end(request.request_id)
+        assert (await asking).json()["model"] == "sql"
+        unknown = await scene.client.post(CHAT, json=chat(model="poetry"))
+        assert unknown.status_code == 404
+        assert "'law'" in unknown.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("loras", [("a", "a"), (NAME,), ("",), ("a" * 257,)])
+def test_adapters_need_names_of_their_own(loras: tuple[str, ...]) -> None:
+    with pytest.raises(Unusable):
+        IngressSettings(model_name=NAME, block_size=4, ingress_id="i", loras=loras)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_the_worker_is_named_in_nvext_where_it_is_asked_for(scene: Scene, stream: bool) -> None:
+    body = chat({"extra_fields": ["worker_id"]}, stream=stream)
+    asking = asyncio.create_task(scene.client.post(CHAT, json=body))
+    request = await scene.next_request()
+    scene.say(request.request_id, " hi", worker="w7")
+    scene.end(request.request_id)
+    lines = (await asking).text.replace("data: ", "").split("\n\n")
+    answer = json.loads(lines[-3] if stream else lines[0])
+    worker = {"prefill_worker_id": "w7", "prefill_dp_rank": 0, "decode_worker_id": "w7", "decode_dp_rank": 0}
+    assert answer["nvext"] == {"worker_id": worker}
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(
+                [
+                    "session_id",
+                    "priority",
+                    "osl",
+                    "mode",
+                    "prefill_load_scale",
+                    "allowed_worker_ids",
+                    "preferred_taints",
+                    "x",
+                ]
+            ),
+            inner,
+            max_size=3,
+        )
+    ),
+    max_leaves=6,
+)
+HEADERS = st.dictionaries(st.sampled_from(sorted(ROUTING_HEADERS)), st.text(max_size=12), max_size=3)
+
+
+@settings(max_examples=300)
+@given(nvext=st.dictionaries(st.sampled_from([*Nvext.model_fields, "odd"]), VALUES, max_size=4), headers=HEADERS)
+def test_whatever_a_client_sends_is_refused_or_an_event(nvext: dict[str, Any], headers: dict[str, str]) -> None:
+    raw = json.dumps({"model": NAME, "prompt": [1, 2], "nvext": nvext}).encode()
+    try:
+        routing = routing_of(parse(TextBody, raw).nvext, routing_headers(headers.items()))
+    except ApiError as error:
+        assert error.status == 400
+        assert error.param
+        return
+    event = submitted("a", [1, 2], routing=routing)
+    assert decode(REQUESTS, encode(REQUESTS, event)) == event

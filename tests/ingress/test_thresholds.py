@@ -1,0 +1,176 @@
+"""GET and POST /busy_threshold: what the log says, and what an operator puts on it."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forebay.events.codec import decode, encode
+from forebay.events.control import BusyThresholds, BusyThresholdsSet, ControlEvent, PoolConfigured, RouterConfig
+from forebay.events.topics import CONTROL
+from forebay.ingress.thresholds import FIELDS, Thresholds
+from forebay.transport.base import Draft
+from forebay.transport.sqlite_log import SqliteLog
+from tests.ingress.conftest import NAME, Scene, make_scene
+
+PATH = "/busy_threshold"
+DECODE, PREFILL, SHARE = FIELDS
+OFF = dict.fromkeys(FIELDS)
+
+
+def pool(name: str = "default", model: str = NAME, **busy: Any) -> PoolConfigured:
+    return PoolConfigured(pool=name, model=model, block_size=4, router=RouterConfig(busy=BusyThresholds(**busy)))
+
+
+@pytest.fixture
+async def scene() -> AsyncIterator[Scene]:
+    async with make_scene() as made:
+        made.control(pool(active_decode_blocks_threshold=0.5))
+        yield made
+
+
+def on_the_log(scene: Scene) -> list[ControlEvent]:
+    return [decode(CONTROL, record.value) for record in scene.log.records(CONTROL.name, 0, 0, 1000)]
+
+
+async def post(scene: Scene, **body: Any) -> dict[str, Any]:
+    response = await scene.client.post(PATH, json={"model": NAME, **body})
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+async def test_what_is_left_out_stays_and_null_is_off(scene: Scene) -> None:
+    assert await post(scene) == {"model": NAME, **OFF, DECODE: 0.5}
+    assert len(on_the_log(scene)) == 1
+    assert await post(scene, **{PREFILL: 1000}) == {"model": NAME, DECODE: 0.5, PREFILL: 1000, SHARE: None}
+    assert await post(scene, **{DECODE: None, SHARE: 2}) == {"model": NAME, DECODE: None, PREFILL: 1000, SHARE: 2}
+    last = on_the_log(scene)[-1]
+    assert isinstance(last, BusyThresholdsSet)
+    expected = BusyThresholds(active_prefill_tokens_threshold=1000, active_prefill_tokens_threshold_frac=2)
+    assert (last.model, last.thresholds) == (NAME, expected)
+    listed = (await scene.client.get(PATH)).json()
+    assert listed == {"thresholds": [{"model": NAME, "pool": "default", DECODE: None, PREFILL: 1000, SHARE: 2}]}
+
+
+async def test_what_another_ingress_or_a_router_says_counts(scene: Scene) -> None:
+    await post(scene, **{DECODE: 0.9})
+    scene.control(BusyThresholdsSet(model=NAME, thresholds=BusyThresholds(active_prefill_tokens_threshold=7)))
+    assert await post(scene) == {"model": NAME, **OFF, PREFILL: 7}
+    scene.control(pool(active_decode_blocks_threshold=0.25))
+    assert await post(scene) == {"model": NAME, **OFF, DECODE: 0.25}
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param", "code"),
+    [
+        ({"model": "gpt", DECODE: 0.5}, 404, "model", "model_not_found"),
+        ({DECODE: 0.5}, 400, "model", "invalid_value"),
+        ({"model": NAME, DECODE: 1.5}, 400, DECODE, "invalid_value"),
+        ({"model": NAME, DECODE: -0.1}, 400, DECODE, "invalid_value"),
+        ({"model": NAME, PREFILL: 1.5}, 400, PREFILL, "invalid_value"),
+        ({"model": NAME, PREFILL: 1 << 63}, 400, PREFILL, "invalid_value"),
+        ({"model": NAME, SHARE: "1"}, 400, SHARE, "invalid_value"),
+        ({"model": NAME, "threshold": 1}, 400, "threshold", "unknown_parameter"),
+        (b'{"model": "test-model", "active_prefill_tokens_threshold_frac": NaN}', 400, SHARE, "invalid_value"),
+        (b"{", 400, None, "invalid_json"),
+    ],
+)
+async def test_refused_by_name(scene: Scene, body: Any, status: int, param: str | None, code: str) -> None:
+    asked = {"content": body} if isinstance(body, bytes) else {"json": body}
+    response = await scene.client.post(PATH, **asked)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"], error["code"]) == (status, param, code), error
+    assert len(on_the_log(scene)) == 1
+
+
+async def test_nothing_is_set_where_no_pool_serves_the_model() -> None:
+    async with make_scene() as scene:
+        scene.control(pool(model="other"))
+        assert (await scene.client.get(PATH)).json()["thresholds"] == [{"model": "other", "pool": "default", **OFF}]
+        assert await post(scene) == {"model": NAME, **OFF}
+        response = await scene.client.post(PATH, json={"model": NAME, DECODE: 0.5})
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "no_group")
+
+
+async def test_nor_where_no_router_has_placed_it() -> None:
+    async with make_scene() as scene:
+        scene.ingress.thresholds._place = lambda: None
+        assert (await scene.client.get(PATH)).json() == {"thresholds": []}
+        assert (await scene.client.post(PATH, json={"model": NAME, DECODE: 0.5})).status_code == 503
+        assert on_the_log(scene) == []
+
+
+async def test_without_the_admin_api_there_is_no_such_path() -> None:
+    async with make_scene(admin_api=False) as scene:
+        for response in (await scene.client.get(PATH), await scene.client.post(PATH, json={"model": NAME})):
+            assert (response.status_code, response.json()["error"]["code"]) == (404, "not_found")
+
+
+async def test_records_that_do_not_decode_are_counted_and_passed_over(scene: Scene) -> None:
+    scene.log.append_soon([Draft(CONTROL.name, 0, b"\xff")])
+    assert (await post(scene))[DECODE] == 0.5
+    assert scene.metric("forebay_ingress_undecodable_total 1.0")
+
+
+async def test_a_log_that_cannot_be_written_is_a_503_and_is_still_read(scene: Scene) -> None:
+    await post(scene)
+    scene.log._db.execute("PRAGMA query_only = ON")
+    response = await scene.client.post(PATH, json={"model": NAME, DECODE: 0.1})
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "log_unavailable")
+    assert (await post(scene))[DECODE] == 0.5
+    scene.log.close()
+    assert (await scene.client.get(PATH)).status_code == 503
+
+
+BUSY = st.builds(
+    BusyThresholds,
+    active_decode_blocks_threshold=st.none() | st.floats(0, 1),
+    active_prefill_tokens_threshold=st.none() | st.integers(0, 9),
+)
+MODELS = st.sampled_from("ab")
+EVENTS = st.one_of(
+    st.builds(BusyThresholdsSet, model=MODELS, thresholds=BUSY),
+    st.builds(
+        PoolConfigured,
+        pool=st.sampled_from("pq"),
+        model=MODELS,
+        block_size=st.just(4),
+        router=st.builds(RouterConfig, busy=BUSY),
+    ),
+)
+
+
+@settings(max_examples=100)
+@given(steps=st.lists(st.tuples(EVENTS, st.booleans()), max_size=12))
+async def test_whenever_it_is_asked_it_says_what_the_log_says(steps: list[tuple[ControlEvent, bool]]) -> None:
+    log = SqliteLog.open(None)
+    thresholds = Thresholds(log, lambda: 0, lambda: None)
+    written: list[ControlEvent] = []
+    for event, asked in steps:
+        log.append_soon([Draft(CONTROL.name, 0, encode(CONTROL, event))])
+        written.append(event)
+        if asked:
+            assert await thresholds.pools() == naive(written)
+    log.close()
+
+
+def naive(events: list[ControlEvent]) -> list[tuple[str, str, BusyThresholds]]:
+    """For each pool the newest record that is about it or, later, about its model."""
+    found = []
+    for name in "pq":
+        at = max(
+            (at for at, one in enumerate(events) if isinstance(one, PoolConfigured) and one.pool == name), default=-1
+        )
+        if at >= 0:
+            configured = events[at]
+            assert isinstance(configured, PoolConfigured)
+            later = [
+                one.thresholds
+                for one in events[at:]
+                if isinstance(one, BusyThresholdsSet) and one.model == configured.model
+            ]
+            found.append((name, configured.model, later[-1] if later else configured.router.busy))
+    return found
