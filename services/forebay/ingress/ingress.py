@@ -203,10 +203,10 @@ class Ingress:
                 told = await answer
         except TimeoutError as error:
             raise ApiError(504, "deadline_exceeded", f"no router answered within {wait_s:g} s") from error
-        except LogError as error:
-            raise ApiError(503, "log_unavailable", str(error)) from error
         finally:
             self.replies.close_query(request_id)
+        if isinstance(told, str):
+            raise ApiError(503, "log_unavailable", told)
         if told.error is not None:
             raise ApiError(told.error.status, told.error.code, told.error.message)
         return told

@@ -70,7 +70,7 @@ class ReplyReader:
         self._wake = asyncio.Event()
         self._tail = log.tail(TOKENS.name, reply_slot, offset, self._wake)
         self._streams: dict[str, Stream] = {}
-        self._queries: dict[str, asyncio.Future[RouteTold]] = {}
+        self._queries: dict[str, asyncio.Future[RouteTold | str]] = {}
         self._on_undecodable = on_undecodable
 
     def __contains__(self, request_id: str) -> bool:
@@ -89,17 +89,15 @@ class ReplyReader:
         """Stop listening for a request."""
         self._streams.pop(request_id, None)
 
-    def open_query(self, request_id: str) -> "asyncio.Future[RouteTold]":
-        """Listen for where a request would go; LogError when nothing more comes."""
+    def open_query(self, request_id: str) -> "asyncio.Future[RouteTold | str]":
+        """Listen for where a request would go, or the reason why nothing more comes."""
         assert request_id not in self
         answer = self._queries[request_id] = asyncio.get_running_loop().create_future()
         return answer
 
     def close_query(self, request_id: str) -> None:
         """Stop listening for the answer to a query."""
-        answer = self._queries.pop(request_id)
-        if not answer.cancel() and not answer.cancelled():
-            answer.exception()  # asyncio complains of errors that nobody looked at
+        self._queries.pop(request_id).cancel()
 
     async def run(self) -> None:
         """Dispatch until cancelled; when the log fails every waiting request is told."""
@@ -126,7 +124,7 @@ class ReplyReader:
             stream.interrupt(reason)
         for answer in self._queries.values():
             if not answer.done():
-                answer.set_exception(LogError(reason))
+                answer.set_result(reason)
 
     def _dispatch(self, value: bytes) -> None:
         try:
