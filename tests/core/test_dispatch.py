@@ -62,6 +62,13 @@ def test_requests_wait_while_everybody_has_too_much_to_prefill() -> None:
     assert drive.world.queues.waiting("default") == 0
 
 
+def test_at_the_threshold_nobody_waits_yet() -> None:
+    drive = Driver().fleet("a", queue=QueueConfig(threshold=34 / 64))
+    assert isinstance(big(drive, "r1"), RequestRouted)
+    assert isinstance(big(drive, "r2"), RequestRouted), "34 tokens are not more than the threshold"
+    assert isinstance(big(drive, "r3"), RequestHeld)
+
+
 def test_what_is_cached_is_looked_at_again_when_a_request_leaves_the_queue() -> None:
     drive = Driver().fleet("a", "b", queue=ONE_STEP)
     on_a, on_b = big(drive, "r1", worker_id="a"), big(drive, "r2", worker_id="b")

@@ -7,8 +7,9 @@ from collections.abc import AsyncIterator
 import pytest
 from aiokafka import AIOKafkaProducer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient, NewPartitions, RecordsToDelete
+from confluent_kafka.admin import AdminClient, ConfigResource, ResourceType
 
-from forebay.events.topics import FLEET, GROUPS, REQUESTS, TOKENS
+from forebay.events.topics import CONTROL, DECISIONS, FLEET, GROUPS, REQUESTS, TOKENS
 from forebay.transport.base import Draft, LogError, Record
 from forebay.transport.kafka_log import KafkaLog
 from forebay.transport.kafka_settings import KafkaSettings, KafkaUnusable
@@ -227,6 +228,15 @@ async def test_topics_are_created_once_and_checked(kafka: str, namespace: str) -
     assert (counts.groups, counts.replies, counts.door, counts.pools) == (2, 2, 2, {"default": 2})
     assert await create_topics(settings, TopicPlan(slots=3), ["default", "other"]) == [settings.topic("work.other")]
     assert (await count_topics(settings)).pools == {"default": 2, "other": 3}
+
+
+async def test_what_is_read_from_its_beginning_is_kept_for_ever(settings: KafkaSettings, kafka: str) -> None:
+    admin = AdminClient({"bootstrap.servers": kafka})
+    asked = [ConfigResource(ResourceType.TOPIC, settings.topic(topic.name)) for topic in (CONTROL, GROUPS, DECISIONS)]
+    found = await asyncio.to_thread(lambda: [one.result() for one in admin.describe_configs(asked).values()])
+    control_ms, groups_ms, decisions_ms = (int(config["retention.ms"].value) for config in found)
+    assert (control_ms, groups_ms) == (-1, -1)
+    assert decisions_ms > 0
 
 
 @pytest.mark.parametrize(
