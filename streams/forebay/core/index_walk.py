@@ -87,12 +87,6 @@ class Walk:
         for tier in self._tiers:
             self._open.pop((tier, number), None)
 
-    def end(self) -> None:
-        """Leave the index alone."""
-        while self._ahead:
-            _, sets, cursor = self._ahead.popleft()
-            sets.release(cursor)
-
     def _see(self, tier: Tier, sets: BlockSets, cursor: Cursor) -> int:
         """Take down one run for all its holders; what it cost, in blocks."""
         run = sets.next_run(cursor)

@@ -187,14 +187,11 @@ class PrefixIndex:
         return changes
 
     def snapshot(self) -> Iterator[IndexCursor | IndexBlocks]:
-        """All at once: a cursor for each holder, then the blocks. Nothing may be applied meanwhile."""
+        """All at once: a cursor for each holder, then the blocks, to the last. Nothing may be applied meanwhile."""
         yield from self.cursors()
         walk = self._new_walk()
-        try:
-            while not walk.done:
-                yield from walk.advance(1)
-        finally:
-            walk.end()
+        while not walk.done:
+            yield from walk.advance(1)
 
     def restore(self, chunk: IndexCursor | IndexBlocks | IndexChanges) -> None:
         """Take in one chunk of a snapshot: first all cursors, then the blocks, then the changes in order.
