@@ -75,18 +75,20 @@ class System:
         self.leases = embedded_leases()
         self.keeper = LeaseKeeper(self.leases, ttl_s=ttl_s)
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._group: asyncio.TaskGroup | None = None
 
     @asynccontextmanager
     async def started(self, workers: int) -> AsyncIterator["System"]:
-        """Run the workers."""
+        """Run the workers. One that dies ends what goes on here at once; a group with its error is raised."""
         self.keeper.start()
-        for number in range(workers):
-            self.start_worker(f"w{number}")
         try:
-            yield self
+            async with asyncio.TaskGroup() as self._group:
+                for number in range(workers):
+                    self.start_worker(f"w{number}")
+                yield self
+                for name in list(self._tasks):
+                    await self.stop_worker(name)
         finally:
-            for name in list(self._tasks):
-                await self.stop_worker(name)
             await self.keeper.stop()
 
     def start_worker(self, name: str, *, speedup: float = SPEEDUP, block_size: int = BLOCK) -> None:
@@ -109,7 +111,8 @@ class System:
         engine = MockEngine(config, speedup=speedup)
         token = f"{name}-{len(self._tasks)}-{id(engine)}"
         worker = Worker(self.log, self.keeper, spec, engine, token=token, group=MODEL)
-        self._tasks[name] = asyncio.create_task(worker.run(), name=name)
+        assert self._group is not None, "the system is started first"
+        self._tasks[name] = self._group.create_task(worker.run(), name=name)
 
     async def stop_worker(self, name: str) -> None:
         """End a worker and give its lease up."""

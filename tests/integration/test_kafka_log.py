@@ -1,6 +1,7 @@
 """`KafkaLog` on a real broker: the contract of the port `Log`, tails that share a consumer, and what goes wrong."""
 
 import asyncio
+import gc
 import socket
 from collections.abc import AsyncIterator
 
@@ -138,6 +139,43 @@ async def test_tails_of_one_process_do_not_disturb_each_other(log: KafkaLog) -> 
     second.tail.close()
     await log.append(drafts(3, first=25))
     assert numbers(await first.take(3)) == [25, 26, 27]
+
+
+async def test_tails_come_and_go_while_the_first_one_connects(log: KafkaLog) -> None:
+    await log.append(drafts(3))
+    readers = []
+    for _ in range(30):
+        readers.append(Reader(log, TOPIC))
+        Reader(log, FLEET.name).tail.close()
+        await asyncio.sleep(0)  # the connection is a little further each time
+    for reader in readers:
+        assert numbers(await reader.take(3)) == [0, 1, 2]
+
+
+async def test_a_log_that_is_closed_while_it_connects_leaves_nothing_open(settings: KafkaSettings) -> None:
+    for turns in range(0, 60, 3):
+        log = await KafkaLog.open(settings)
+        Reader(log, TOPIC)
+        end = asyncio.create_task(log.end(TOPIC, 0))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        end.cancel()
+        await asyncio.gather(end, return_exceptions=True)
+        await log.close()
+        with pytest.raises(LogError, match="closed"):
+            await log.end(TOPIC, 0)
+    gc.collect()  # a connection that is left open warns here, and a warning is an error
+
+
+async def test_no_reader_waits_for_tails_that_broke(log: KafkaLog) -> None:
+    def broken(topic: str, seconds: float) -> None:
+        raise ZeroDivisionError(f"no metric for {topic}")
+
+    log.on_hop = broken
+    reader = Reader(log, TOPIC)
+    await log.append(drafts(1))
+    with pytest.raises(LogError, match="Kafka cannot be read: no metric for requests"):
+        await reader.take(1)
 
 
 async def test_a_tail_that_is_not_read_holds_up_no_other(log: KafkaLog, monkeypatch: pytest.MonkeyPatch) -> None:

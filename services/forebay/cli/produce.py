@@ -35,6 +35,7 @@ from forebay.ingress.errors import Unusable
 from forebay.ingress.openai import REQUEST_ID
 from forebay.transport.base import LogError
 from forebay.transport.kafka_settings import KafkaSettings
+from forebay.transport.kafka_start import start_whole
 from forebay.transport.kafka_topics import count_topics
 from forebay.transport.kafka_writer import RECORD_BYTES_MAX, explain
 
@@ -171,7 +172,7 @@ async def _producer(settings: KafkaSettings) -> AsyncIterator[AIOKafkaProducer]:
         compression_type="snappy",
         max_request_size=RECORD_BYTES_MAX,
     )
-    await producer.start()
+    await start_whole(producer.start, producer.stop)
     try:
         yield producer
     finally:
@@ -205,7 +206,7 @@ async def _collecting(
 ) -> AsyncIterator[None]:
     """Read answers, from where their topic ends now."""
     consumer = AIOKafkaConsumer(**settings.client_options(), enable_auto_commit=False)
-    await consumer.start()
+    await start_whole(consumer.start, consumer.stop)
     try:
         places = [TopicPartition(settings.topic(OPENAI_RESPONSES.name), number) for number in sorted(partitions)]
         consumer.assign(places)

@@ -17,6 +17,7 @@ from aiokafka.errors import CommitFailedError, CoordinatorNotAvailableError, Ill
 
 from forebay.transport.base import LogError, Record
 from forebay.transport.kafka_settings import KafkaSettings
+from forebay.transport.kafka_start import start_whole
 from forebay.transport.kafka_tail import FETCH_WAIT_MS, RETRY_S, record_of
 from forebay.transport.kafka_topics import unreachable
 from forebay.transport.kafka_writer import explain
@@ -73,8 +74,8 @@ class KafkaGroup:
             isolation_level="read_committed",
         )
         try:
-            await self._admin.start()
-            await self._consumer.start()
+            await start_whole(self._admin.start, self._admin.close)
+            await start_whole(self._consumer.start, self._consumer.stop)
             self._consumer.subscribe([self._full], listener=_Listener(self, members))
         except (KafkaError, OSError) as error:
             await self.stop()

@@ -17,6 +17,7 @@ from forebay.events.topics import DECISIONS
 from forebay.transport.base import Draft, LogError, Record, Wake
 from forebay.transport.kafka_reader import KafkaReader
 from forebay.transport.kafka_settings import KafkaSettings
+from forebay.transport.kafka_start import start_whole
 from forebay.transport.kafka_tail import KafkaTail, KafkaTails
 from forebay.transport.kafka_topics import unreachable
 from forebay.transport.kafka_writer import BATCH_BYTES_MAX, HEADROOM_BYTES, RECORD_BYTES_MAX, KafkaWriter, Waiter
@@ -101,7 +102,7 @@ class KafkaLog:
         self._closed = True
         if self.failure is None:
             await self._writer.flush()
-        self._writer.cancel()
+        await self._writer.cancel()
         await self._tails.close()
         await self._reader.close()
         for producer in self._producers:
@@ -152,10 +153,6 @@ async def _started(settings: KafkaSettings) -> AIOKafkaProducer:
         max_request_size=RECORD_BYTES_MAX + HEADROOM_BYTES,
         metadata_max_age_ms=METADATA_MS,
     )
-    try:
-        async with asyncio.timeout(DELIVERY_MS / 1000):
-            await producer.start()
-    except BaseException:
-        await producer.stop()
-        raise
+    async with asyncio.timeout(DELIVERY_MS / 1000):
+        await start_whole(producer.start, producer.stop)
     return producer

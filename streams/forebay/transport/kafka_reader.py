@@ -11,6 +11,7 @@ from aiokafka.errors import KafkaError, OffsetOutOfRangeError
 
 from forebay.transport.base import LogError, Record
 from forebay.transport.kafka_settings import REQUEST_MS, KafkaSettings
+from forebay.transport.kafka_start import start_whole
 from forebay.transport.kafka_tail import record_of
 from forebay.transport.kafka_writer import explain
 
@@ -27,6 +28,7 @@ class KafkaReader:
         self._turn = asyncio.Lock()
         self._starting = asyncio.Lock()
         self._consumer: AIOKafkaConsumer | None = None
+        self._closed = False
         self._positions: dict[TopicPartition, int] = {}
         self._ends: dict[TopicPartition, int] = {}
 
@@ -71,11 +73,15 @@ class KafkaReader:
 
     async def close(self) -> None:
         """Close the connections."""
-        if self._consumer is not None:
-            await self._consumer.stop()
+        self._closed = True
+        async with self._starting:
+            if self._consumer is not None:
+                await self._consumer.stop()
 
     async def _started(self) -> AIOKafkaConsumer:
         async with self._starting:
+            if self._closed:
+                raise LogError("the log is closed")
             if self._consumer is None:
                 consumer = AIOKafkaConsumer(
                     **self._settings.client_options(),
@@ -83,11 +89,7 @@ class KafkaReader:
                     auto_offset_reset="none",
                     enable_auto_commit=False,
                 )
-                try:
-                    await consumer.start()
-                except BaseException:
-                    await consumer.stop()
-                    raise
+                await start_whole(consumer.start, consumer.stop)
                 self._consumer = consumer
             return self._consumer
 

@@ -16,6 +16,7 @@ from aiokafka.errors import KafkaError
 from forebay.transport.base import LogError
 from forebay.transport.kafka_group import patiently
 from forebay.transport.kafka_settings import KafkaSettings
+from forebay.transport.kafka_start import start_whole
 from forebay.transport.kafka_topics import unreachable
 from forebay.transport.kafka_writer import BATCH_BYTES_MAX, HEADROOM_BYTES, RECORD_BYTES_MAX, explain
 
@@ -64,9 +65,9 @@ class KafkaReplies:
         )
         self._foreign = AIOKafkaProducer(**{**options, **common, "request_timeout_ms": FOREIGN_MS})
         try:
-            await self._producer.start()
-            await self._foreign.start()
-            await self._admin.start()
+            await start_whole(self._producer.start, self._producer.stop)
+            await start_whole(self._foreign.start, self._foreign.stop)
+            await start_whole(self._admin.start, self._admin.close)
         except (KafkaError, OSError) as error:
             await self.stop()
             raise unreachable(self._settings, error) from error

@@ -14,6 +14,7 @@ from aiokafka.errors import KafkaError, OffsetOutOfRangeError
 
 from forebay.transport.base import LogError, Record, Wake
 from forebay.transport.kafka_settings import KafkaSettings
+from forebay.transport.kafka_start import start_whole
 from forebay.transport.kafka_writer import explain
 
 FETCH_WAIT_MS = 20  # how long a fetch may sleep over quiet partitions, and so the most that a new tail waits
@@ -149,13 +150,14 @@ class KafkaTails:
                 auto_offset_reset="none",
                 enable_auto_commit=False,
             )
-            self._consumer = consumer
-            await consumer.start()
+            await start_whole(consumer.start, consumer.stop)
+            self._consumer = consumer  # not before: one that is still starting cannot seek
             self._assign()
             while True:
                 await self._fetch(consumer)
-        except (KafkaError, OSError) as error:
+        except Exception as error:  # whatever ends the pump, a reader must not wait for ever
             self.fail(LogError(f"Kafka cannot be read: {explain(error)}"))
+            raise
 
     async def _fetch(self, consumer: AIOKafkaConsumer) -> None:
         if not self._tails:

@@ -28,6 +28,7 @@ from forebay.events.topics import (
     work_topic,
 )
 from forebay.transport.kafka_settings import REQUEST_MS, KafkaSettings, KafkaUnusable
+from forebay.transport.kafka_start import start_whole
 from forebay.transport.kafka_writer import HEADROOM_BYTES, RECORD_BYTES_MAX, explain
 
 logger = logging.getLogger(__name__)
@@ -182,9 +183,8 @@ async def _until_known(admin: AIOKafkaAdminClient, names: list[str]) -> None:
 async def _admin(settings: KafkaSettings) -> AIOKafkaAdminClient:
     admin = AIOKafkaAdminClient(**settings.client_options())
     try:
-        await admin.start()
+        await start_whole(admin.start, admin.close)
     except (KafkaError, OSError) as error:
-        await admin.close()
         raise unreachable(settings, error) from error
     return admin
 

@@ -118,10 +118,12 @@ class KafkaWriter:
         while self._tasks:
             await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
-    def cancel(self) -> None:
+    async def cancel(self) -> None:
         """Write nothing more."""
-        for task in self._tasks.values():
+        tasks = list(self._tasks.values())
+        for task in tasks:
             task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _drain(self, place: tuple[str, int], line: deque[Pending]) -> None:
         try:

@@ -1,0 +1,21 @@
+"""The small system of the tests: when a worker dies, the test ends with the reason."""
+
+import asyncio
+
+import pytest
+
+from forebay.transport.faults import Crashed, FaultyLog
+from forebay.transport.sqlite_log import SqliteLog
+from tests.system import System
+
+
+async def test_a_worker_that_dies_ends_the_test_with_its_error() -> None:
+    log = SqliteLog.open(None)
+    faulty = FaultyLog(log, 0)
+    faulty.crashed = True
+    system = System(faulty)  # type: ignore[arg-type]  # what is used of it takes any log
+    with pytest.raises(ExceptionGroup) as caught:
+        async with system.started(2):
+            await asyncio.Event().wait()
+    assert caught.group_contains(Crashed)
+    log.close()
