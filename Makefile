@@ -15,7 +15,7 @@ PYTHONS := python3.13 python3.12 python3.11 python3
 SOURCES := schemas streams services
 ARGS ?=
 
-.PHONY: help setup up test test-kafka kafka kafka-stop demo-kafka lint type fmt coverage bench schemas lock ci clean
+.PHONY: help setup up test test-kafka kafka kafka-stop demo-kafka lint type fmt coverage bench schemas golden lock ci clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -66,6 +66,9 @@ schemas: $(READY) ## regenerate the schema registry and docs/events.md, add miss
 	@$(BIN)/python -m infra.schemas
 	@$(BIN)/python -m infra.samples
 	@git status --short -- schemas docs/events.md tests/events/samples
+
+golden: $(READY) ## write the recordings of tests/logs anew, for other rules; names in ARGS="..."
+	@$(BIN)/python -m tests.logs.record $(ARGS)
 
 lock: $(READY) ## resolve the requirements anew, with hashes
 	@uv=$$(command -v uv || echo .tools/bin/uv); \

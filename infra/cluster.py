@@ -188,12 +188,11 @@ class Cluster:
 
     async def verify(self, group: str = GROUP) -> dict[str, Any]:
         """Derive the group's decisions again in a process of its own: the report. Raises ProcessError."""
-        options = ["--kafka", self._settings.bootstrap, "--namespace", self.namespace, "--group", group, "--json"]
-        _, out = await self.command("verify", "replay", "verify", *options, within_s=VERIFIED_WITHIN_S)
-        if not out:
-            raise ProcessError(f"verify said nothing: {tail(self.processes.folder / 'verify.log')}")
-        report: dict[str, Any] = json.loads(out)
-        return report
+        return await self._replay("verify", group)
+
+    async def explain(self, request_id: str, group: str = GROUP) -> dict[str, Any]:
+        """A request of the group, explained by a process of its own. Raises ProcessError."""
+        return await self._replay("explain", group, request_id)
 
     async def ownerships(self, group: str = GROUP) -> list[Ownership]:
         """All owners that the group had so far, the newest last."""
@@ -284,6 +283,15 @@ class Cluster:
             return True
 
         await self.processes.until("the routers share the control partitions", balanced)
+
+    async def _replay(self, command: str, group: str, *arguments: str) -> dict[str, Any]:
+        """What a replay command says of a group, as JSON. Raises ProcessError."""
+        where = ["--kafka", self._settings.bootstrap, "--namespace", self.namespace, "--group", group, "--json"]
+        _, out = await self.command(command, "replay", command, *arguments, *where, within_s=VERIFIED_WITHIN_S)
+        if not out:
+            raise ProcessError(f"{command} said nothing: {tail(self.processes.folder / f'{command}.log')}")
+        report: dict[str, Any] = json.loads(out)
+        return report
 
     def _service(self, kind: str, name: str, *options: str) -> None:
         shared = ["--kafka", self._settings.bootstrap, "--redis", self._redis_url, "--namespace", self.namespace]

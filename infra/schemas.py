@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from forebay.events.schema import document, registry
+from infra import recordings
 
 ROOT = Path(__file__).resolve().parent.parent
 REGISTRY = ROOT / "schemas/forebay/events/registry"
@@ -17,7 +18,12 @@ def main() -> None:
         stale.unlink()
     for stem, schema in registry().items():
         (REGISTRY / f"{stem}.json").write_text(json.dumps(schema, indent=2, ensure_ascii=False) + "\n")
-    DOCUMENT.write_text(document())
+    DOCUMENT.write_text(page())
+
+
+def page() -> str:
+    """All of docs/events.md: events, and the files that hold them."""
+    return document() + recordings.chapter()
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ def test_it_follows_the_compose_specification() -> None:
 
 
 def test_every_service_is_there() -> None:
-    assert OURS == ["ingress-1", "ingress-2", "router", "topics", "worker"]
+    assert OURS == ["ingress-1", "ingress-2", "router", "shadow", "topics", "worker"]
     assert sorted(SERVICES.keys() - OURS) == ["grafana", "prometheus", "redis", "redpanda"]
 
 

@@ -5,7 +5,7 @@ import sys
 
 BENCHMARKS = {
     name: f"tests.benchmarks.bench_{name}"
-    for name in ("index", "decision", "snapshot", "http", "owner", "kafka", "door")
+    for name in ("index", "decision", "snapshot", "http", "owner", "kafka", "door", "shadow", "replay")
 }
 
 

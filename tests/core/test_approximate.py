@@ -99,6 +99,9 @@ def restored(index: RoutedIndex) -> RoutedIndex:
 
 def check(index: RoutedIndex, plain: Plain, queries: list[list[int]]) -> None:
     assert len(index) == len(plain.due)
+    assert {key: index.blocks_held(*key) for key in KEYS} == {
+        key: sum(key == pair[0] for pair in plain.due) for key in KEYS
+    }
     for query in queries:
         assert index.depths(query) == plain.depths(query)
     told = {

@@ -78,6 +78,19 @@ def test_the_policy_orders_a_class(policy: QueuePolicy, order: list[int]) -> Non
     assert drained(queue(*waiting, config=one_class(policy))) == order
 
 
+def test_who_waits_is_told_by_class_in_the_order_of_its_policy() -> None:
+    queues = queue(
+        held(1),
+        held(2, priority=1),
+        held(3, policy_class="batch", uncached_tokens=300),
+        held(4, policy_class="batch", uncached_tokens=200),
+        held(5, policy_class="batch"),
+        held(6, policy_class="batch"),
+    )
+    told = [(kind, [one.offset for one in waiting]) for kind, waiting in queues.in_order("p")]
+    assert told == [(DEFAULT, [2, 1]), (BATCH, [5, 6]), (LONG, [4, 3])]
+
+
 def test_a_class_may_have_a_policy_of_its_own() -> None:
     waiting = [held(at, policy_class="batch", uncached_tokens=400 - at) for at in range(4)]
     assert drained(queue(*waiting)) == [3, 2, 1, 0]

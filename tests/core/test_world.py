@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -13,10 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.core import dispatch, rederive
+from forebay.core.fleet import Worker
 from forebay.core.lifecycle import Phase
 from forebay.core.rederive import Rederivation
-from forebay.core.step import CLOCK, advance, claim, open_run
-from forebay.core.world import World, restore
+from forebay.core.step import CLOCK, Decided, InputEvent, advance, claim, open_run
+from forebay.core.world import World, digest_of_snapshot, restore
 from forebay.events.base import hex_digest, pack_u64
 from forebay.events.control import PoolConfigured
 from forebay.events.decisions import (
@@ -163,6 +165,24 @@ def test_a_lost_worker_strands_nobody() -> None:
     assert not len(drive.world.requests)
 
 
+def test_who_looks_on_is_told_of_a_loss_while_everything_is_still_there() -> None:
+    seen = []
+    drive = Driver().fleet("a", "b")
+    drive("kv-events", stored("a", drive.epoch("a"), PROMPTS[0][:5]))
+    drive("requests", request("r", PROMPTS[0]))
+    world = drive.world
+
+    def look(event: WorkerLost, worker: Worker) -> None:
+        held = world.index.blocks_held("a", 0, "device"), world.load.rank_load("a", 0).active_requests
+        on_it = [one.request_id for one in world.requests.of_worker("a", worker.worker_epoch)]
+        seen.append((event.reason, worker.spec.worker_id, held, on_it))
+
+    world.on_loss = look
+    for reason in ("gone", "again"):
+        drive("fleet", WorkerLost(owner_epoch=0, worker_id="a", worker_epoch=drive.epoch("a"), reason=reason))
+    assert seen == [("gone", "a", (5, 1), ["r"])], "a fact that is void is no loss"
+
+
 def test_the_answer_of_a_worker_that_was_taken_for_lost_ends_the_request() -> None:
     drive = Driver().fleet("a")
     routed = only(drive("requests", request("r", PROMPTS[0])), RequestRouted)
@@ -235,6 +255,7 @@ def test_a_snapshot_and_the_tail_are_the_whole(history: list[Any], cut: int) -> 
     advance(whole.world)
     digest = whole.world.digest()
     parts = [msgspec.msgpack.decode(msgspec.msgpack.encode(part), type=type(part)) for part in whole.world.snapshot()]
+    assert digest_of_snapshot(parts) == digest
     copy = Driver(restore(parts))
     copy.now_us = whole.now_us  # the clock is outside the world, which knows only when it last was read for a run
     assert copy.world.digest() == digest
@@ -261,6 +282,31 @@ def test_the_recorded_order_leads_to_the_same_records(history: list[Any]) -> Non
         assert followed.apply(offset, record, recorded.events_of(record)) is None
     assert followed.world.digest() == drive.world.digest()
     assert not followed.pending
+
+
+def test_who_looks_on_sees_every_event_in_its_order_with_what_it_led_to() -> None:
+    drive = Driver().fleet("a")
+    drive("requests", request("r", timeout_us=5_000))
+    drive("requests", None)
+    drive.wait(10_000)
+    seen: list[tuple[str, InputEvent | None, int]] = []
+    decided: list[Decided] = []
+    followed = Rederivation(World())
+
+    def look_on(topic: str, event: InputEvent | None, now_us: int, led_to: Sequence[Decided]) -> None:
+        seen.append((topic, event, now_us))
+        decided.extend(led_to)
+        assert followed.world.now_us <= now_us
+
+    followed.on_applied = look_on
+    recorded = Recorded(drive.applied)
+    followed.apply(0, OwnerClaimed(owner_id="o", core_version=1), {})
+    for offset, record in enumerate([*drive.decided, advance(drive.world)], 1):
+        assert followed.apply(offset, record, recorded.events_of(record)) is None
+    assert [one for one in seen if one[0] != CLOCK] == drive.applied
+    opened = {now_us for topic, _, now_us in seen if topic == CLOCK}
+    assert opened == {now_us for _, _, now_us in drive.applied} | {drive.now_us}
+    assert decided == drive.decided
 
 
 def test_deadlines_are_derived_from_the_recorded_clock() -> None:

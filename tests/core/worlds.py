@@ -1,7 +1,7 @@
 """Worlds for tests: a driver that applies events as an owner does, and histories that are drawn."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Self
 
 from hypothesis import strategies as st
 
@@ -162,7 +162,7 @@ class Driver:
         self.decided += made
         return made
 
-    def fleet(self, *names: str, **changes: Any) -> "Driver":
+    def fleet(self, *names: str, **changes: Any) -> Self:
         self("control", pool(**changes))
         for slot, name in enumerate(names):
             self("fleet", joined(name, slot))

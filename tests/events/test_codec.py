@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from forebay.events.base import Event
-from forebay.events.codec import DecodeError, decode, encode
+from forebay.events.codec import DecodeError, decode, encode, unknown_tag
 from forebay.events.requests import RequestSubmitted
 from forebay.events.schema import TOPICS
 from forebay.events.snapshots import Chunk, SnapshotChunk
@@ -103,6 +103,14 @@ def test_deep_nesting_in_an_unknown_field_is_refused_by_name(name: str) -> None:
 def test_an_unknown_tag_is_refused_and_named(topic: Topic) -> None:
     with pytest.raises(DecodeError, match=r"kv\.moved"):
         decode(topic, wire(topic, {"type": "kv.moved"}))
+
+
+@pytest.mark.parametrize("topic", CARRYING, ids=lambda topic: topic.name)
+def test_only_a_well_formed_record_has_an_unknown_tag(topic: Topic) -> None:
+    assert unknown_tag(topic, wire(topic, {"type": "kv.moved", "more": [1]})) == "kv.moved"
+    known = tag_of(event_types(topic)[0])
+    for other in (wire(topic, {"type": known}), wire(topic, {"tag": "x"}), wire(topic, 5), b"", b"\xc1", b'"\xff"'):
+        assert unknown_tag(topic, other) is None
 
 
 @pytest.mark.parametrize("topic", [t for t in CARRYING if len(event_types(t)) > 1], ids=lambda topic: topic.name)
@@ -200,4 +208,5 @@ def test_topics_are_found_by_name() -> None:
 def test_a_prompt_counts_its_tokens() -> None:
     _, event = SAMPLES["request.submitted"]
     assert isinstance(event, RequestSubmitted)
-    assert event.prompt_tokens == len(event.token_ids) // 4 == 4
+    assert event.prompt_tokens - event.withheld_tokens == len(event.token_ids) // 4 == 4
+    assert event.withheld_tokens > 0

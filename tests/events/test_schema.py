@@ -19,7 +19,7 @@ def test_the_registry_is_up_to_date() -> None:
 
 
 def test_the_document_is_up_to_date() -> None:
-    assert schemas.DOCUMENT.read_text() == document(), STALE
+    assert schemas.DOCUMENT.read_text() == schemas.page(), STALE
 
 
 @pytest.mark.parametrize("topic", TOPICS, ids=lambda topic: topic.name)
@@ -31,7 +31,7 @@ def test_the_document_names_every_topic_and_event(topic: Topic) -> None:
 
 
 def test_every_link_in_the_document_has_its_heading() -> None:
-    text = document()
+    text = schemas.page()
     anchors = {line.strip("# `").lower().replace(".", "") for line in text.splitlines() if line.startswith("#")}
     links = {part.split(")")[0] for part in text.split("](#")[1:]}
     assert links
@@ -52,4 +52,4 @@ def test_the_writer_replaces_what_is_stale(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "gone.json").write_text("{}")
     schemas.main()
     assert {path.stem for path in tmp_path.glob("*.json")} == set(registry())
-    assert (tmp_path / "events.md").read_text() == document()
+    assert (tmp_path / "events.md").read_text() == schemas.page()

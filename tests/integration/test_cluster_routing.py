@@ -82,6 +82,10 @@ class Asking:
         """Post a body about the group's model."""
         return await self._client.post(f"{self._urls[ingress]}{path}", json={"model": GROUP, **body})
 
+    async def get(self, path: str, ingress: str = "i1") -> httpx.Response:
+        """Get what an ingress has there."""
+        return await self._client.get(f"{self._urls[ingress]}{path}")
+
     async def complete(self, number: int, session: str = "", ingress: str = "i1", **nvext: Any) -> httpx.Response:
         """Ask for one token after a short prompt."""
         body = {"model": GROUP, "prompt": prompt(number), "max_tokens": 1, "nvext": nvext}
@@ -136,6 +140,27 @@ async def test_a_route_is_told_and_busy_workers_refuse(asking: Asking) -> None:
         assert changed.json() == {"model": GROUP, "active_decode_blocks_threshold": None, **off}
         answered = await asking.complete(1)
         assert answered.status_code == httpx.codes.OK, answered.text
+
+
+async def test_an_answer_is_explained_by_its_ingress_and_from_a_shell(cluster: Cluster, asking: Asking) -> None:
+    await asking.complete(50)
+    answer = (await asking.complete(50)).raise_for_status()
+    name = answer.headers["x-request-id"]
+
+    async def explained() -> Any:
+        told = (await asking.get(f"/v1/requests/{name}/explain")).raise_for_status().json()
+        return told if told["ending"] else None
+
+    told = await cluster.processes.until("its end is on the log", explained)
+    assert (told["request_id"], told["state"], told["divergence"]) == (name, "finished", None)
+    (routing,) = told["routings"]
+    seen = routing["candidates"][routing["winner"]]["seen"]
+    assert (seen["worker_id"], len(routing["candidates"])) == (answer.json()["forebay"]["worker"], len(WORKERS))
+    missing = await asking.get("/v1/requests/nobody/explain", "i2")
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "request_not_found")
+    shell = await cluster.explain(name)
+    assert [one["table_digest"] for one in shell["routings"]] == [routing["table_digest"]]
+    assert (shell["state"], shell["earlier_uses"], told["earlier_uses"]) == ("finished", 0, None)
 
 
 async def test_kv_events_with_a_gap_are_said_anew_by_the_worker(

@@ -16,9 +16,10 @@ from forebay.events.fleet import (
     WorkerSpec,
     WorkerSuspect,
 )
-from forebay.events.topics import CONTROL, FLEET
+from forebay.events.topics import CONTROL, FLEET, work_topic
+from forebay.live import admission as admission_module
 from forebay.live.admission import Admission, PoolsByLease
-from forebay.transport.base import Lease
+from forebay.transport.base import Lease, LogError
 from forebay.transport.sqlite_log import SqliteLog
 
 POOLS = {"default": PoolConfigured(pool="default", model="m", block_size=64)}
@@ -127,6 +128,27 @@ async def test_who_does_not_fit_is_refused_once_and_by_name(
     assert facts(log) == []
     assert polled.refused == {"spec": 1}
     assert why in caplog.text
+
+
+@pytest.mark.parametrize(("pause_s", "asked"), [(3_600.0, 1), (0.0, 3)])
+async def test_a_slot_that_cannot_be_looked_at_is_asked_for_again_after_a_while(
+    log: SqliteLog, monkeypatch: pytest.MonkeyPatch, pause_s: float, asked: int
+) -> None:
+    monkeypatch.setattr(admission_module, "NOWHERE_S", pause_s)
+    polled, asks, end = admission(log), [], log.end
+
+    async def failing_twice(topic: str, partition: int) -> int:
+        asks.append(topic)
+        if len(asks) < 3:
+            raise LogError("no answer")
+        return await end(topic, partition)
+
+    monkeypatch.setattr(log, "end", failing_twice)
+    for _ in range(3):
+        await poll(polled, log, [lease()])
+    assert asks == [work_topic("default").name] * asked
+    assert [type(fact) for fact in facts(log)] == [WorkerJoined] * (asked == 3)
+    assert polled.refused == {"work_topic": 1}
 
 
 async def test_a_lease_that_holds_no_description_is_refused(log: SqliteLog) -> None:

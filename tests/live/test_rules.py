@@ -9,6 +9,7 @@ from forebay.core.world import CORE_VERSION
 from forebay.events.decisions import OwnerClaimed
 from forebay.events.topics import DECISIONS
 from forebay.live import owner as owner_module
+from forebay.live import snapshots
 from forebay.live.owner import Owner
 from forebay.live.standby import Standby
 from forebay.replay.verify import verify
@@ -38,7 +39,7 @@ class OtherProgram:
 
     async def serve(self, system: System, *names: str) -> None:
         with self._monkeypatch.context() as patch:
-            for module in (owner_module, recorded):
+            for module in (owner_module, recorded, snapshots):
                 patch.setattr(module, "CORE_VERSION", OTHER)
             owner = Owner(system.log, system.leases, settings())
             await owner.start()

@@ -246,6 +246,6 @@ async def test_a_difference_that_shows_in_no_decision_is_found_at_the_next_diges
     lie = msgspec.structs.replace(stored, sequence_hashes=asked_by_nobody_else)
     report = await verify(LyingLog(log, system.events(KV_EVENTS).index(stored), lie))
     assert report.divergence is not None
-    assert list(report.divergence["differs"]) == ["digest"]
+    assert list(report.divergence.differs) == ["digest"]
     first_digest = next(offset for offset, record in enumerate(journal) if isinstance(record, Advanced))
-    assert report.divergence["offset"] == first_digest
+    assert report.divergence.offset == first_digest

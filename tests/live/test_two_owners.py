@@ -324,7 +324,7 @@ async def test_a_foreign_record_in_the_journal_stops_nobody(log: SqliteLog) -> N
                 await until_ended(system, f"r{life}")
                 assert owner.journal.foreign == 1
     report = await proven(log)
-    assert (report.verified, report.foreign, report.claims) == (2, 2, 2)
+    assert (report.verified, report.unverified, report.claims) == (2, {"foreign-records": 2}, 2)
 
 
 async def test_a_request_of_another_group_is_answered_and_kept_as_a_dead_letter(log: SqliteLog) -> None:

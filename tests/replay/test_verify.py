@@ -111,8 +111,8 @@ def test_a_changed_decision_is_the_first_divergence(recording: Path) -> None:
     rewrite(recording, DECISIONS, offset, lambda _: encode(DECISIONS, lie))
     report = report_of(recording)
     assert report.divergence is not None
-    assert report.divergence["offset"] == offset
-    assert list(report.divergence["differs"]) == ["terms.cost"]
+    assert report.divergence.offset == offset
+    assert list(report.divergence.differs) == ["terms.cost"]
     assert report.verified == report.decisions - 1
     run = command(recording, hash_seed=0)
     assert run.returncode == 1
@@ -126,8 +126,8 @@ def test_a_changed_kv_event_that_alters_an_overlap_is_found(recording: Path) -> 
     rewrite(recording, KV_EVENTS, offset, lambda _: encode(KV_EVENTS, lie))
     report = report_of(recording)
     assert report.divergence is not None
-    assert report.divergence["recorded"]["type"] == "request.routed"
-    assert "table_digest" in report.divergence["reason"]
+    assert report.divergence.recorded["type"] == "request.routed"
+    assert "table_digest" in report.divergence.reason
 
 
 @pytest.mark.parametrize("topic", ["decisions", "requests", "kv-events", "snapshots"])

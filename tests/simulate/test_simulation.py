@@ -11,8 +11,9 @@ from forebay.core.policies import BUILT_IN
 from forebay.events.control import QueueClass, QueueConfig, RouterConfig
 from forebay.simulate.mooncake import Row, rows
 from forebay.simulate.outcome import FAILURES_SHOWN, Outcome, summary
+from forebay.simulate.rank import LOAD_INTERVAL_US
 from forebay.simulate.settings import PolicyUnusable, Settings, policy
-from forebay.simulate.simulation import LOAD_INTERVAL_US, Simulation
+from forebay.simulate.simulation import Simulation
 from tests.simulate.traces import conversations
 
 TRACES = os.environ.get("FOREBAY_TRACES", "")

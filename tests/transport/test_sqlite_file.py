@@ -308,7 +308,7 @@ UNUSABLE: list[tuple[str, Callable[[Path], object], str]] = [
     ("no SQLite", lambda path: path.write_bytes(b"no database, but long enough to be one" * 9), "is not a forebay"),
     ("foreign", lambda path: edit(path, "CREATE TABLE t (x)"), "database of another program"),
     ("foreign id", lambda path: edit(path, "PRAGMA application_id = 5"), "database of another program"),
-    ("newer", lambda path: spoil(path, "PRAGMA user_version = 2"), "format 2, this forebay reads up to 1; use"),
+    ("newer", lambda path: spoil(path, "PRAGMA user_version = 3"), "format 3, this forebay reads up to 2; use"),
     ("directory", Path.mkdir, "is a directory"),
     ("no meta", lambda path: spoil(path, "DROP TABLE forebay_meta"), "cannot be opened"),
 ]

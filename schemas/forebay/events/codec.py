@@ -2,7 +2,7 @@
 
 from functools import lru_cache
 from types import UnionType
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
@@ -31,6 +31,26 @@ def decode(topic: Topic, value: bytes) -> Any:
         raise DecodeError(f"{topic.name}: {error}") from error
 
 
+def unknown_tag(topic: Topic, value: bytes) -> str | None:
+    """The tag of a record that is well formed and of no kind that `topic` has here: a newer version may have it.
+
+    None for a record of a kind that is known, and for bytes that no version can read.
+    """
+    assert topic.events is not None, "what carries no events has no tags"
+    decoder = _TAGGED_JSON if topic.codec == "json" else _TAGGED_MSGPACK
+    try:
+        tag = decoder.decode(value).type
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    return None if tag in _tags(topic.events) else tag
+
+
+class _Tagged(msgspec.Struct):
+    type: str
+
+
+_TAGGED_JSON = msgspec.json.Decoder(_Tagged)
+_TAGGED_MSGPACK = msgspec.msgpack.Decoder(_Tagged)
 _JSON = msgspec.json.Encoder()
 _MSGPACK = msgspec.msgpack.Encoder()
 
@@ -40,3 +60,8 @@ def _decoder(codec: str, events: UnionType | type | None) -> "msgspec.json.Decod
     if events is None:
         raise DecodeError("the topic carries no events")
     return msgspec.json.Decoder(events) if codec == "json" else msgspec.msgpack.Decoder(events)
+
+
+@lru_cache(maxsize=64)
+def _tags(events: UnionType | type) -> frozenset[str]:
+    return frozenset(kind.__struct_config__.tag for kind in get_args(events) or (events,))

@@ -166,6 +166,7 @@ class SnapshotTaken(Decision, tag="snapshot.taken", frozen=True, kw_only=True):
     chunks: Count
     digest: Digest
     journal_offset: Count  # the state includes the journal records before this offset
+    core_version: Count = 0  # of the rules that made it, as in the claim; 0 where its owner did not say
 
 
 class Advanced(Decision, tag="advanced", frozen=True, kw_only=True):

@@ -102,6 +102,7 @@ class RequestSubmitted(Event, tag="request.submitted", frozen=True, kw_only=True
     lora_name: str = ""  # the adapter that must be resident on its worker
     cache_namespace: str = ""  # caches are shared only within one
     routing: RoutingHints = NO_HINTS
+    withheld_tokens: Count = 0  # of the prompt: an anonymised recording has none of them in `token_ids`
 
     def __post_init__(self) -> None:
         require_packed("token_ids", self.token_ids, U32_BYTES)
@@ -110,7 +111,7 @@ class RequestSubmitted(Event, tag="request.submitted", frozen=True, kw_only=True
     @property
     def prompt_tokens(self) -> int:
         """The length of the prompt."""
-        return len(self.token_ids) // U32_BYTES
+        return len(self.token_ids) // U32_BYTES + self.withheld_tokens
 
 
 class RequestCancelled(Event, tag="request.cancelled", frozen=True, kw_only=True):

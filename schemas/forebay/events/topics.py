@@ -4,7 +4,20 @@ from dataclasses import dataclass
 from types import UnionType
 from typing import Literal
 
-from forebay.events import control, decisions, fleet, groups, kv, metrics, progress, requests, snapshots, tokens, work
+from forebay.events import (
+    control,
+    decisions,
+    fleet,
+    groups,
+    kv,
+    metrics,
+    progress,
+    requests,
+    shadow,
+    snapshots,
+    tokens,
+    work,
+)
 
 CodecName = Literal["json", "msgpack", "raw"]
 
@@ -36,6 +49,7 @@ CONTROL = Topic("control", "json", control.ControlEvent, "group", "configuration
 DECISIONS = Topic("decisions", "json", decisions.JournalRecord, "group", "the owner's journal")
 TOKENS = Topic("tokens", "msgpack", tokens.TokenEvent, "reply slot", "answers, token by token")
 SNAPSHOTS = Topic("snapshots", "msgpack", snapshots.SnapshotEvent, "group", "the owner's state, in chunks")
+SHADOW = Topic("shadow", "json", shadow.ShadowEvent, "group", "what other policies would have decided")
 DEAD_LETTERS = Topic("dead-letters", "raw", None, "group", "records that did not decode or were refused, as they came")
 
 
@@ -50,7 +64,7 @@ def work_topic(pool: str) -> Topic:
 
 FIXED_TOPICS = (
     OPENAI_REQUESTS, OPENAI_RESPONSES, GROUPS, REQUESTS, KV_EVENTS, METRICS, PROGRESS, FLEET, CONTROL, DECISIONS,
-    TOKENS, SNAPSHOTS, DEAD_LETTERS,
+    TOKENS, SNAPSHOTS, SHADOW, DEAD_LETTERS,
 )  # fmt: skip
 
 

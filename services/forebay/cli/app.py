@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from forebay.cli import index, ingress, produce, replay, router, simulate, topics, trace, up, worker
+from forebay.cli import index, ingress, produce, record, replay, router, shadow, simulate, topics, trace, up, worker
 
 
 def _show_version(wanted: bool) -> None:
@@ -28,7 +28,9 @@ app.command("router")(router.router)
 app.command("worker")(worker.worker)
 app.command("produce")(produce.produce)
 app.command("trace")(trace.trace)
+app.command("shadow")(shadow.shadow)
 app.command("simulate")(simulate.simulate)
+app.command("record")(record.record)
 app.add_typer(replay.app, name="replay")
 app.add_typer(topics.app, name="topics")
 app.add_typer(index.app, name="index")

@@ -4,8 +4,8 @@ import asyncio
 import logging
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -96,6 +96,24 @@ def run_service(main: Coroutine[Any, Any, None]) -> None:
             fail(str(error))
 
 
+@contextmanager
+def metrics_served(host: str, port: int | None, registry: CollectorRegistry) -> Iterator[None]:
+    """Show metrics while the body runs, if a port is given. Raises Unusable when it is taken."""
+    if port is None:
+        yield
+        return
+    try:
+        server, _ = start_http_server(port, host, registry)
+    except OSError as error:
+        text = f"no metrics on {host}:{port} ({error.strerror}); choose another --metrics-port"
+        raise Unusable(text) from error
+    try:
+        yield
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
 @asynccontextmanager
 async def connected(cluster: Cluster, registry: CollectorRegistry) -> AsyncIterator[KafkaLog]:
     """The log of a service, whose failure ends the body; and the service's metrics. Raises LogError."""
@@ -109,18 +127,7 @@ async def connected(cluster: Cluster, registry: CollectorRegistry) -> AsyncItera
     log.on_failure = end
     try:
         KafkaMetrics(log, registry)
-        if cluster.metrics_port is not None:
-            try:
-                server, _ = start_http_server(cluster.metrics_port, cluster.metrics_host, registry)
-            except OSError as error:
-                where = f"{cluster.metrics_host}:{cluster.metrics_port}"
-                raise Unusable(f"no metrics on {where} ({error.strerror}); choose another --metrics-port") from error
-            try:
-                yield log
-            finally:
-                server.shutdown()
-                server.server_close()
-        else:
+        with metrics_served(cluster.metrics_host, cluster.metrics_port, registry):
             yield log
     except asyncio.CancelledError:
         if log.failure is None:

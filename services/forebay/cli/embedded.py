@@ -22,6 +22,8 @@ from forebay.events.fleet import WorkerSpec
 from forebay.events.snapshots import IndexBlocks
 from forebay.events.topics import TOKENS
 from forebay.ingress.app import build_app
+from forebay.ingress.explain_worker import Source
+from forebay.ingress.explainer import Explainer
 from forebay.ingress.ingress import Ingress, IngressSettings
 from forebay.ingress.metrics import IngressMetrics
 from forebay.ingress.model import DEFAULT_MODEL, Model, speaking_vocabulary
@@ -45,6 +47,7 @@ Caches = dict[tuple[str, int], list[int]]
 class _System:
     ingress: Ingress
     server: Server
+    explainer: Explainer
 
 
 def run(settings: Embedded, host: str, port: int, on_ready: Callable[[str], None]) -> None:
@@ -100,6 +103,7 @@ async def _serve_until(
     await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
     system.server.should_exit = True
+    await system.explainer.close()
     await serving
     system.ingress.replies.interrupt_all("the server is stopping")
 
@@ -130,7 +134,9 @@ async def _running(settings: Embedded, model: Model) -> AsyncIterator[_System]:
         workers = [_worker(settings, log, keeper, config, name, caches) for name in worker_ids(settings.workers)]
         parts = await stack.enter_async_context(_tasks(owner, workers, ingress))
         await _until_ready(owner, workers, caches, parts)
-        yield _System(ingress, build_server(build_app(ingress, registry)))
+        explainer = Explainer(None if settings.log is None else Source(path=str(settings.log.absolute())))
+        stack.push_async_callback(explainer.close)
+        yield _System(ingress, build_server(build_app(ingress, registry, explainer)), explainer)
 
 
 @asynccontextmanager

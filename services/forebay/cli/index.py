@@ -38,7 +38,7 @@ def dump(
     kafka: KafkaSource = None,
     namespace: NamespaceOption = NAMESPACE,
     kafka_config: PropertiesOption = None,
-    group: Annotated[str, typer.Option(help="The model whose index is printed, if Kafka holds several.")] = "",
+    group: Annotated[str, typer.Option(help="The model whose index is printed, if there are several.")] = "",
     worker: Annotated[str, typer.Option(help="Only what this worker has.")] = "",
 ) -> None:
     """Print the prefix index at the journal's end as `kv.blocks_stored` events, one JSON object a line.

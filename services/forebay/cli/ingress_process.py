@@ -14,6 +14,8 @@ from forebay.events.topics import TOKENS
 from forebay.ingress.app import build_app
 from forebay.ingress.door import Door
 from forebay.ingress.door_metrics import DoorMetrics
+from forebay.ingress.explain_worker import Source
+from forebay.ingress.explainer import Explainer
 from forebay.ingress.ingress import Ingress, IngressSettings
 from forebay.ingress.metrics import IngressMetrics
 from forebay.ingress.model import DEFAULT_MODEL, Model
@@ -73,13 +75,18 @@ async def _run(cluster: Cluster, model: Model, settings: IngressSettings, listen
         metrics = IngressMetrics(registry, settings.model_name)
         reply_from = await log.end(TOKENS.name, slot)
         ingress = Ingress(log, model, settings, metrics, ready, reply_from, ready.partition)
-        server = build_server(build_app(ingress, registry))
+        explainer = Explainer(Source(kafka=cluster.kafka))
+        server = build_server(build_app(ingress, registry, explainer))
         address, port = listener.getsockname()[:2]
         typer.echo(f"forebay: ingress {settings.ingress_id} serves {settings.model_name} on http://{address}:{port}/v1")
 
         async def stop() -> None:
             server.should_exit = True
+            await explainer.close()
 
         door = Door(log, ingress, DoorMetrics(registry), counts.replies)
         serving = server.serve(sockets=[listener])
-        await until_signal(serving, ingress.run(), door.run(), ready.run(), directory.run(), stop=stop)
+        try:
+            await until_signal(serving, ingress.run(), door.run(), ready.run(), directory.run(), stop=stop)
+        finally:
+            await explainer.close()

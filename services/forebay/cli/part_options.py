@@ -32,7 +32,7 @@ RoutingHintsOption = Annotated[
     bool, typer.Option("--routing-hints", help="Let clients choose worker, priority, session and policy class.")
 ]
 AdminApiOption = Annotated[
-    bool, typer.Option("--admin-api/--no-admin-api", help="Serve /busy_threshold and route queries.")
+    bool, typer.Option("--admin-api/--no-admin-api", help="Serve /busy_threshold, route queries and explanations.")
 ]
 
 SnapshotEveryOption = Annotated[int, typer.Option(min=1, help="Journal records between snapshots.")]

@@ -29,7 +29,7 @@ def read_policy_file(path: Path) -> RouterConfig:
     raw = _decoded(path, content)
     if not isinstance(raw, dict):
         raise Unusable(f"{path}: must hold fields of the router's configuration, not {_kind(raw)}")
-    unknown = next(_unknown(raw, msgspec.inspect.type_info(RouterConfig), ""), None)
+    unknown = next(unknown_field(raw, msgspec.inspect.type_info(RouterConfig)), None)
     if unknown is not None:
         where, fields = unknown
         raise Unusable(f"{path}: unknown field {where}; there are {', '.join(fields)}")
@@ -69,8 +69,11 @@ def _require_plain(path: Path, content: bytes) -> None:
             raise Unusable(f"{path}: {TOO_DEEP}")
 
 
-def _unknown(raw: Any, info: msgspec.inspect.Type, where: str) -> Iterator[tuple[str, list[str]]]:
-    """Keys that no field has, with the fields that there are. The wire ignores them; a person mistyped them."""
+def unknown_field(raw: Any, info: msgspec.inspect.Type, where: str = "") -> Iterator[tuple[str, list[str]]]:
+    """Keys in plain data that no field has, with the fields that there are; `where` is the path of the data.
+
+    The wire ignores them; a person mistyped them.
+    """
     match info:
         case msgspec.inspect.StructType(fields=fields) if isinstance(raw, dict):
             known = {field.encode_name: field.type for field in fields}
@@ -78,10 +81,10 @@ def _unknown(raw: Any, info: msgspec.inspect.Type, where: str) -> Iterator[tuple
                 if key not in known:
                     yield f"{where}{key}", list(known)
                 else:
-                    yield from _unknown(value, known[key], f"{where}{key}.")
+                    yield from unknown_field(value, known[key], f"{where}{key}.")
         case msgspec.inspect.VarTupleType(item_type=item) if isinstance(raw, list):
             for at, value in enumerate(raw):
-                yield from _unknown(value, item, f"{where.removesuffix('.')}[{at}].")
+                yield from unknown_field(value, item, f"{where.removesuffix('.')}[{at}].")
 
 
 def _kind(raw: Any) -> str:

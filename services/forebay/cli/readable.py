@@ -9,6 +9,8 @@ from forebay.events.codec import DecodeError, decode
 from forebay.events.topics import topic_named
 from forebay.transport.base import Record
 
+HEX_FIELDS = frozenset({"parent_hash", "tie_seed", "nonce", "content"})  # 64 bits, which JSON readers round
+
 
 def readable(record: Record) -> dict[str, Any]:
     """A record as JSON can show it: packed hashes as hex strings, token ids as numbers."""
@@ -20,7 +22,7 @@ def readable(record: Record) -> dict[str, Any]:
     try:
         topic = topic_named(record.topic)
         if topic.events is not None:
-            line["event"] = _plain(decode(topic, record.value))
+            line["event"] = plain(decode(topic, record.value))
             return line
         line["value"] = msgspec.json.decode(record.value)
     except (DecodeError, KeyError, msgspec.DecodeError, UnicodeDecodeError):
@@ -28,18 +30,25 @@ def readable(record: Record) -> dict[str, Any]:
     return line
 
 
-def _plain(value: Any, name: str = "") -> Any:
+def plain(value: Any, name: str = "", *, token_ids: bool = True) -> Any:
+    """An event, or a value in its field `name`; without `token_ids` there is their `token_count` in their place."""
     if isinstance(value, msgspec.Struct):
         tag = type(value).__struct_config__.tag
-        fields = {field: _plain(getattr(value, field), field) for field in value.__struct_fields__}
-        return fields if tag is None else {"type": tag, **fields}
+        fields = {} if tag is None else {"type": tag}
+        for field in value.__struct_fields__:
+            inner = getattr(value, field)
+            if field == "token_ids" and not token_ids:
+                fields["token_count"] = len(inner) // U32_BYTES
+            else:
+                fields[field] = plain(inner, field, token_ids=token_ids)
+        return fields
     if isinstance(value, bytes):
         if name == "token_ids":
             assert len(value) % U32_BYTES == 0
             return unpack_u32(value)
         return [f"{number:016x}" for number in unpack_u64(value)]
     if isinstance(value, tuple | list):
-        return [_plain(item) for item in value]
-    if isinstance(value, int) and name in ("parent_hash", "tie_seed", "nonce", "content"):
+        return [plain(item, token_ids=token_ids) for item in value]
+    if isinstance(value, int) and name in HEX_FIELDS:
         return f"{value:016x}"
     return value

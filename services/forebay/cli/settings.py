@@ -29,7 +29,7 @@ class Embedded:
         loras: adapters that every worker has and the ingress serves.
         kv_events: whether workers tell what they have cached.
         routing_hints: whether clients may say where their requests go.
-        admin_api: whether thresholds can be set, and routes queried.
+        admin_api: whether thresholds can be set, routes queried and requests explained.
         lease_ttl_s: a worker silent for this long is lost.
         timeout_s: for a whole request.
         snapshot_every: journal records between snapshots.

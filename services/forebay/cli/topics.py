@@ -21,6 +21,7 @@ from forebay.cli.cluster import (
 )
 from forebay.cli.errors import explained, fail
 from forebay.cli.readable import readable
+from forebay.cli.shadow import SHADOW_GROUP
 from forebay.transport.base import Log, Record
 from forebay.transport.kafka_log import KafkaLog
 from forebay.transport.kafka_settings import KafkaSettings
@@ -32,10 +33,11 @@ app = typer.Typer(help="What a log holds, readable; and the topics of a broker."
 
 FOLLOW_S = 0.2
 PAGE = 500
-READ_BY = ("router", "door")  # consumer groups, after the namespace
+READ_BY = ("router", "door")  # consumer groups, after the namespace; and one for each shadow
 
 LogArgument = Annotated[
-    Path | None, typer.Argument(help="A log file of `forebay up`; it may be in use. Not with --kafka.")
+    Path | None,
+    typer.Argument(help="A log file of `forebay up`, which may be in use, or a recording. Not with --kafka."),
 ]
 
 
@@ -159,15 +161,14 @@ async def _tail_kafka(
         )
     log = await KafkaLog.open(settings)
     try:
-        begin = await log.begin(topic, partition)
-        first = max(start, begin) if start >= 0 else max(begin, await log.end(topic, partition) - count)
-        await _tail(log, topic, partition, count, first, follow=follow)
+        await _tail(log, topic, partition, count, start, follow=follow)
     finally:
         await log.close()
 
 
 async def _tail(log: Log, topic: str, partition: int, count: int, start: int, *, follow: bool) -> None:
-    offset = start if start >= 0 else max(0, await log.end(topic, partition) - count)
+    begin = await log.begin(topic, partition)
+    offset = max(begin, start if start >= 0 else await log.end(topic, partition) - count)
     while True:
         offset = await _print_from(log, topic, partition, offset)
         if not follow:
@@ -194,7 +195,11 @@ async def _lags(settings: KafkaSettings) -> list[tuple[str, str, int, int]]:
     found = []
     try:
         await admin.start()
-        for group in READ_BY:
+        groups = sorted(name for name, *_ in await admin.list_consumer_groups())
+        shadows = [
+            name.removeprefix(settings.topic("")) for name in groups if name.startswith(settings.topic(SHADOW_GROUP))
+        ]
+        for group in (*READ_BY, *shadows):
             offsets = await admin.list_consumer_group_offsets(settings.topic(group))
             for place, committed in sorted(offsets.items()):
                 topic = place.topic.removeprefix(settings.topic(""))

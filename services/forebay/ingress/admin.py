@@ -1,4 +1,4 @@
-"""What operators ask of an ingress: where a request would go, and when workers are busy."""
+"""What operators ask of an ingress: where a request would go, why one went there, and when workers are busy."""
 
 from typing import Annotated, Any
 
@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from forebay.events.control import BusyThresholds
 from forebay.ingress.errors import invalid
+from forebay.ingress.explainer import Explainer
 from forebay.ingress.fields import NONE_NEUTRAL, Body, parse, refuse_extra
 from forebay.ingress.http_body import read_body, request_id_of
 from forebay.ingress.ingress import Ingress
@@ -45,7 +46,7 @@ class _Kind(msgspec.Struct):
     prompt: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
-def add_admin(app: FastAPI, ingress: Ingress) -> None:
+def add_admin(app: FastAPI, ingress: Ingress, explainer: Explainer) -> None:
     """Add the routes for operators."""
     thresholds = ingress.thresholds
 
@@ -54,6 +55,17 @@ def add_admin(app: FastAPI, ingress: Ingress) -> None:
         """Where a chat or a completion would go. The body is theirs; nothing is generated."""
         raw = await read_body(request, ingress.settings.body_bytes_max)
         return await answer_route(request, ingress, parse(kind_of(raw), raw))
+
+    @app.get("/v1/requests/{request_id}/explain", response_class=Response)
+    async def explain(request_id: str) -> Response:
+        """Why a request went where it did, and what became of it. Its id is that of its answer, or `x-request-id`."""
+        status = "error"
+        try:
+            told = await explainer.explain(request_id, ingress.require_place())
+            status = "success"
+        finally:
+            ingress.metrics.ended("explain", stream=False, status=status)
+        return Response(told, media_type="application/json")
 
     @app.get("/busy_threshold")
     async def list_thresholds() -> dict[str, Any]:

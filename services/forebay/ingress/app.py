@@ -12,6 +12,7 @@ from starlette.requests import ClientDisconnect
 from forebay.ingress.admin import add_admin, answer_route
 from forebay.ingress.answer import Answer, Asked
 from forebay.ingress.errors import ApiError
+from forebay.ingress.explainer import Explainer
 from forebay.ingress.fields import parse
 from forebay.ingress.http_body import read_body, request_id_of
 from forebay.ingress.ingress import Ingress
@@ -20,15 +21,15 @@ from forebay.ingress.render import Shape
 from forebay.ingress.text import TextAssembler
 
 
-def build_app(ingress: Ingress, registry: CollectorRegistry) -> FastAPI:
-    """The application of one ingress; `registry` is what /metrics shows."""
+def build_app(ingress: Ingress, registry: CollectorRegistry, explainer: Explainer | None = None) -> FastAPI:
+    """The application of one ingress; /metrics shows `registry`, without an `explainer` nothing is explained."""
     app = FastAPI(title="forebay", summary="OpenAI-compatible ingress", docs_url="/docs", redoc_url=None)
     _add_errors(app, ingress)
     _add_completions(app, ingress)
     _add_models(app, ingress)
     _add_health(app, ingress, registry)
     if ingress.settings.admin_api:
-        add_admin(app, ingress)
+        add_admin(app, ingress, explainer or Explainer(None))
     return app
 
 

@@ -56,7 +56,7 @@ class IngressSettings:
         routing_hints: whether clients may say which worker, priority, session or policy class; else such headers are
             ignored and counted, and such fields refused.
         loras: the adapters that are served, as models of their own.
-        admin_api: whether thresholds can be set, and routes queried.
+        admin_api: whether thresholds can be set, routes queried and requests explained.
     """
 
     model_name: str

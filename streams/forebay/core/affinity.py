@@ -64,7 +64,7 @@ class Affinity:
         Returns:
             Whether another session had to go, because there are too many.
         """
-        key = _key(pool, session_id)
+        key = session_key(pool, session_id)
         full = key not in self._bound and len(self._bound) >= self._max
         if full:
             self._drop(self._earliest()[1])
@@ -73,7 +73,7 @@ class Affinity:
 
     def find(self, pool: str, session_id: str) -> Binding | None:
         """Where a session is; None if it is new or has ended. Call `expire` first."""
-        found = self._bound.get(_key(pool, session_id))
+        found = self._bound.get(session_key(pool, session_id))
         return None if found is None else found[0].binding
 
     def expire(self, now_us: int) -> None:
@@ -165,7 +165,8 @@ class Affinity:
             heapify(self._ends)
 
 
-def _key(pool: str, session_id: str) -> int:
+def session_key(pool: str, session_id: str) -> int:
+    """What a session is known by."""
     return xxh3_64_intdigest(f"{pool}\0{session_id}".encode())
 
 

@@ -115,6 +115,10 @@ class RoutedIndex:
                 found.update(dict.fromkeys(self._bits.keys_of(mask), depth))
         return found
 
+    def blocks_held(self, worker_id: str, rank: int) -> int:
+        """How many blocks count as cached at a rank. Raises KeyError for an unknown one."""
+        return len(self._holders[worker_id, rank].batches)
+
     def digest(self) -> int:
         """64 bits over every (holder, block) and its due time."""
         return (self._sum + self._pairs) & U64_MASK

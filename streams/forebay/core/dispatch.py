@@ -88,6 +88,8 @@ def query(world: World, event: RouteQueried) -> RouteAnswered:
 def drain(world: World) -> list[Decided]:
     """Send on whoever waits in a queue and need not any longer, in the order of the queues."""
     decided: list[Decided] = []
+    if not len(world.queues):  # most of the time, and it is asked with most events
+        return decided
     for name in sorted(world.pools):
         for _ in range(min(DRAIN_MAX, world.queues.waiting(name))):
             held = world.queues.serve(name, lambda held: _may_go(world, held))

@@ -64,7 +64,7 @@ class Request:
     """A request under way.
 
     `offset` is that of its `RequestSubmitted`; `due_us` its deadline; `packed` are its blocks as they came, kept
-    for snapshots; `asked` is a hash of what does not change.
+    for snapshots; `asked` is a hash of what does not change, `term` what the request adds to the digest now.
     """
 
     request_id: str
@@ -80,6 +80,7 @@ class Request:
     hints: RoutingHints
     lora_name: str
     asked: int = 0
+    term: int = 0
     phase: Phase = Phase.SUBMITTED
     attempt: int = 0
     worker_id: str = ""
@@ -125,42 +126,39 @@ class Requests:
         request = self._under_way.get(request_id)
         if request is not None:
             return request.content
-        return self._remembered.get(_id_hash(request_id))
+        return self._remembered.get(id_hash(request_id))
 
     def add(self, request: Request) -> None:
         """A new request is under way; its id must be new."""
         assert self.content_known(request.request_id) is None
         self._under_way[request.request_id] = request
         heappush(self._deadlines, _deadline(request))
-        self._sum += _term(request)
+        self._sum_up(request)
 
     def route(self, request: Request, worker_id: str, worker_epoch: int, rank: int) -> None:
         """Its next attempt is with this worker rank."""
-        before = _term(request)
         self._move(request, Move.ROUTED)
         request.attempt += 1
         request.worker_id, request.worker_epoch, request.rank = worker_id, worker_epoch, rank
-        self._sum += _term(request) - before
+        self._sum_up(request)
 
     def hold(self, request: Request, queue_class: str, uncached_tokens: int, now_us: int) -> None:
         """It waits in the router's queue from now on."""
-        before = _term(request)
         self._move(request, Move.HELD)
         request.queue_class, request.uncached_tokens, request.queued_at_us = queue_class, uncached_tokens, now_us
-        self._sum += _term(request) - before
+        self._sum_up(request)
 
     def lose_worker(self, request: Request) -> None:
         """Its worker is gone: it waits for another."""
-        before = _term(request)
         self._move(request, Move.WORKER_LOST)
-        self._sum += _term(request) - before
+        self._sum_up(request)
 
     def end(self, request: Request, now_us: int) -> None:
         """Nothing more happens to it; its id is remembered for a while."""
         self._move(request, Move.ENDED)
         del self._under_way[request.request_id]
-        self._sum -= _term(request)
-        self._remembered.add(_id_hash(request.request_id), request.content, now_us + REMEMBER_US)
+        self._sum -= request.term
+        self._remembered.add(id_hash(request.request_id), request.content, now_us + REMEMBER_US)
 
     def progress(self, event: AnyProgressEvent, now_us: int) -> Request:
         """Fold what a worker says; the request that it is about.
@@ -182,9 +180,8 @@ class Requests:
                 if request.phase is not Phase.DECODE:
                     raise IllegalTransition(f"{event.request_id} has no first token yet")
             case FirstTokenEmitted():
-                before = _term(request)
                 self._move(request, Move.FIRST_TOKEN)
-                self._sum += _term(request) - before
+                self._sum_up(request)
             case RequestFinished() | RequestFailed():
                 self.end(request, now_us)
             case _:
@@ -214,11 +211,11 @@ class Requests:
     def next_due_us(self) -> int | None:
         """When something happens by time alone: a deadline, or an id to forget."""
         self._drop_ended_deadlines()
-        times = [self._deadlines[0][0]] if self._deadlines else []
         forgotten_us = self._remembered.next_due_us()
-        if forgotten_us is not None:
-            times.append(forgotten_us)
-        return min(times, default=None)
+        if not self._deadlines:
+            return forgotten_us
+        due_us = self._deadlines[0][0]
+        return due_us if forgotten_us is None or due_us < forgotten_us else forgotten_us
 
     def expired(self, now_us: int) -> list[Request]:
         """Forget ids whose time has come; the requests under way whose deadline has passed, to be ended."""
@@ -299,6 +296,12 @@ class Requests:
             raise IllegalTransition(f"{request.request_id} is in {request.phase}: {move} does not apply")
         request.phase = table[move] or request.phase
 
+    def _sum_up(self, request: Request) -> None:
+        """The request is another than before."""
+        term = _term(request)
+        self._sum += term - request.term
+        request.term = term
+
     def _drop_ended_deadlines(self) -> None:
         # An ended request leaves its deadline behind: taking it out of the middle of a heap costs a walk.
         deadlines = self._deadlines
@@ -364,7 +367,8 @@ def _deadline(request: Request) -> tuple[int, str, int]:
     return request.due_us, request.request_id, request.offset
 
 
-def _id_hash(request_id: str) -> int:
+def id_hash(request_id: str) -> int:
+    """What an id is remembered by after its request ended."""
     return xxh3_64_intdigest(request_id.encode())
 
 

@@ -48,6 +48,7 @@ class RankLoad:
     decode_blocks: float = 0.0
     computed_tokens: int = 0
     reported: Reported | None = None
+    reported_term: int = 0  # what that adds to the digest
     units: int = 0  # `decode_blocks`, exactly
     salt: int = field(init=False)  # makes the sums of different ranks different
 
@@ -87,6 +88,7 @@ class _Booked:
     output_tokens: int = 0
     own: int = 0
     weight: int = BLOCK_UNITS
+    term: int = 0  # what it adds to the digest now
 
 
 class Load:
@@ -119,7 +121,7 @@ class Load:
         gone = self._ranks[worker_id, rank]
         assert not gone.active_requests, "free the requests of a rank first"
         del self._ranks[worker_id, rank]
-        self._sum -= _reported_term(gone.reported)
+        self._sum -= gone.reported_term
         self._compute(gone, -gone.computed_tokens)
 
     def rank_load(self, worker_id: str, rank: int) -> RankLoad:
@@ -178,15 +180,14 @@ class Load:
         else:
             booked.own = len(blocks)
         _weigh(rank, booked.own * BLOCK_UNITS)
-        self._sum += _booking_term(booked)
+        self._sum_up(booked)
 
     def prefill_done(self, request_id: str) -> None:
         """The first token is out: the prompt is no load any more."""
         booked = self._booked[request_id]
-        self._sum -= _booking_term(booked)
         booked.rank.prefill_tokens -= booked.prefill_tokens
         booked.prefill_tokens = 0
-        self._sum += _booking_term(booked)
+        self._sum_up(booked)
 
     def grow(self, request_id: str, output_tokens: int) -> None:
         """The answer has `output_tokens` by now; a number that is not higher than the last changes nothing.
@@ -198,7 +199,6 @@ class Load:
         booked = self._booked[request_id]
         if output_tokens <= booked.output_tokens:
             return
-        self._sum -= _booking_term(booked)
         before = booked.own * booked.weight
         size, prompt = booked.rank.block_size, booked.prompt_tokens
         booked.own += -(-(prompt + output_tokens) // size) + -(prompt + booked.output_tokens) // size
@@ -207,12 +207,12 @@ class Load:
         if expected:
             booked.weight = BLOCK_UNITS * max(0, expected - output_tokens) // expected
         _weigh(booked.rank, booked.own * booked.weight - before)
-        self._sum += _booking_term(booked)
+        self._sum_up(booked)
 
     def free(self, request_id: str) -> None:
         """The request ended or left its rank."""
         booked = self._booked.pop(request_id)
-        self._sum -= _booking_term(booked)
+        self._sum -= booked.term
         rank = booked.rank
         rank.prefill_tokens -= booked.prefill_tokens
         rank.active_requests -= 1
@@ -305,8 +305,15 @@ class Load:
 
     def _take_report(self, reported: Reported) -> None:
         rank = self._ranks[reported.worker_id, reported.rank]
-        self._sum += _reported_term(reported) - _reported_term(rank.reported)
-        rank.reported = reported
+        term = _reported_term(reported)
+        self._sum += term - rank.reported_term
+        rank.reported, rank.reported_term = reported, term
+
+    def _sum_up(self, booked: _Booked) -> None:
+        """The booking is another than before."""
+        term = _booking_term(booked)
+        self._sum += term - booked.term
+        booked.term = term
 
     def _hold(self, booked: _Booked, blocks: list[int]) -> None:
         """Add a request to the nodes of its prompt, cutting the one that it leaves midway."""
@@ -408,5 +415,5 @@ def _booking_term(booked: _Booked) -> int:
     return xxh3_64_intdigest(text.encode(), int.from_bytes(booked.packed[-U64_BYTES:], "little"))
 
 
-def _reported_term(reported: Reported | None) -> int:
-    return xxh3_64_intdigest(repr(reported).encode()) if reported else 0
+def _reported_term(reported: Reported) -> int:
+    return xxh3_64_intdigest(repr(reported).encode())

@@ -7,7 +7,7 @@ is asked to say it anew: it answers with `CacheCleared` and what it has.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, assert_never, get_args
 
@@ -153,11 +153,16 @@ class PrefixIndex:
 
     def digest(self) -> int:
         """64 bits over every holder's epoch, cursor, block counts and block sums."""
-        parts: list[str] = []
-        for (worker_id, rank), holder in sorted(self._holders.items(), key=_by_key):
-            sums = [(sets.counts.get(holder.bit, 0), sets.sums.get(holder.bit, 0)) for sets in self._tiers.values()]
-            parts.append(f"{worker_id}\0{rank}\0{holder.worker_epoch}\0{holder.last_seq}\0{holder.resync}\0{sums}")
-        return xxh3_64_intdigest("\n".join(parts).encode())
+        return index_digest(
+            holder_text(
+                key,
+                holder.worker_epoch,
+                holder.last_seq,
+                holder.resync,
+                [(sets.counts.get(holder.bit, 0), sets.sums.get(holder.bit, 0)) for sets in self._tiers.values()],
+            )
+            for key, holder in sorted(self._holders.items(), key=_by_key)
+        )
 
     def cursors(self) -> Iterator[IndexCursor]:
         """Every holder and the last event applied for it, in order."""
@@ -275,6 +280,16 @@ class PrefixIndex:
             else:
                 found[bits.key_of(mask)] = overlap
         return found
+
+
+def holder_text(key: HolderKey, worker_epoch: int, last_seq: int, resync: bool, sums: list[tuple[int, int]]) -> str:
+    """What the digest takes of one holder; `sums` are the counts and sums of its blocks, by tier."""
+    return f"{key[0]}\0{key[1]}\0{worker_epoch}\0{last_seq}\0{resync}\0{sums}"
+
+
+def index_digest(holders: Iterable[str]) -> int:
+    """64 bits over the texts of all holders, in order."""
+    return xxh3_64_intdigest("\n".join(holders).encode())
 
 
 def _by_key(item: tuple[HolderKey, _Holder]) -> HolderKey:

@@ -98,6 +98,9 @@ class _Line:
     def all(self) -> Iterator[Held]:
         return (one[-1] for alike in self.waiting.values() for one in alike)
 
+    def in_order(self) -> list[Held]:
+        return sorted(self.all(), key=lambda held: _order(self.policy, held))
+
     def offer(self, may_go: Callable[[Held], bool]) -> Held | None:
         first = (one[-1] for one in islice(self.heads, LOOK_PAST_MAX))
         return next(filter(may_go, first), None)
@@ -126,6 +129,10 @@ class Queues:
         self._pools: dict[str, _Pool] = {}
         self._held: dict[str, tuple[str, Held]] = {}
         self._sum = 0
+
+    def __len__(self) -> int:
+        """Requests that wait, in all pools."""
+        return len(self._held)
 
     def configure(self, pool: str, config: QueueConfig) -> None:
         """A pool queues by this from now on.
@@ -185,6 +192,10 @@ class Queues:
     def waiting(self, pool: str) -> int:
         """How many requests wait in a pool."""
         return sum(line.size for line in self._pools[pool].lines)
+
+    def in_order(self, pool: str) -> list[tuple[QueueClass, list[Held]]]:
+        """Who waits in a pool: its classes as they are configured, each from its first request to its last."""
+        return [(line.kind, line.in_order()) for line in self._pools[pool].lines]
 
     def length(self, pool: str, kind: QueueClass) -> int:
         """How many requests wait in one class of a pool, as it is configured now."""

@@ -5,7 +5,7 @@ clock readings, must give the same journal records, field by field.
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
@@ -26,9 +26,11 @@ from forebay.events.decisions import (
     SnapshotTaken,
 )
 
+CLOCK_US_MAX = 1 << 62  # what is due later than that still fits in 64 bits
 SEALS_MAX = 1_024  # remembered: those of a minute or more, in which an owner writes a snapshot of any size
 
 RecordedEvents = Mapping[str, Sequence[InputEvent | None]]
+OnApplied = Callable[[str, InputEvent | None, int, Sequence[Decided]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +48,15 @@ class Rederivation:
 
     `pending` holds what was derived and is not in the journal yet: the writer died between two records of
     one event. The next owner writes exactly these first.
+
+    `on_applied` is told of every run when it opens (the topic `CLOCK`, no event), and of every event after it was
+    applied: topic, event, the clock reading, and what was decided. It may look at the world, and must change nothing.
     """
 
     def __init__(self, world: World) -> None:
         self.world = world
         self.pending: deque[Decided] = deque()
+        self.on_applied: OnApplied | None = None
         self._seals: dict[int, str] = {}
         self._seals_from: int | None = None  # what was sealed up to there is not known
 
@@ -65,6 +71,8 @@ class Rederivation:
         times = [self.world.now_us, *(run.now_us for run in record.consumed)]
         if times != sorted(times):
             return Divergence(offset, "its clock runs backwards", record, None)
+        if times[-1] > CLOCK_US_MAX:
+            return Divergence(offset, "its clock is no clock", record, None)
         self._consume(record, events)
         match record:
             case (
@@ -81,6 +89,11 @@ class Rederivation:
                 return self._follow_seal(offset, record)
             case _:
                 assert_never(record)
+
+    def is_next(self, record: JournalRecord) -> bool:
+        """Whether the number of a record is the next one; a claim has none."""
+        number = self.pending[0].seq if self.pending else self.world.seq
+        return isinstance(record, OwnerClaimed) or record.seq == number
 
     def _follow_seal(self, offset: int, record: Advanced | SnapshotTaken) -> Divergence | None:
         if self.pending:
@@ -108,14 +121,21 @@ class Rederivation:
 
     def _consume(self, record: JournalRecord, events: RecordedEvents) -> None:
         cursors: dict[str, int] = {}
+        told = self.on_applied
         for run in record.consumed:
-            self.pending.extend(open_run(self.world, run.now_us))
+            decided = open_run(self.world, run.now_us)
+            self.pending.extend(decided)
+            if told is not None:
+                told(CLOCK, None, run.now_us, decided)
             if run.topic == CLOCK:
                 continue
             start = cursors.get(run.topic, 0)
             cursors[run.topic] = start + run.count
             for event in events[run.topic][start : start + run.count]:
-                self.pending.extend(step(self.world, run.topic, event, run.now_us))
+                decided = step(self.world, run.topic, event, run.now_us)
+                self.pending.extend(decided)
+                if told is not None:
+                    told(run.topic, event, run.now_us, decided)
 
     @staticmethod
     def _compare(offset: int, recorded: JournalRecord, derived: JournalRecord | None) -> Divergence | None:

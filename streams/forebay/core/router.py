@@ -81,7 +81,15 @@ def must_wait(pool: PoolConfigured, roster: Roster) -> bool:
 
 
 def choose(world: World, pool: PoolConfigured, request: Request, roster: Roster) -> Choice:
-    """Pick one of the seats (at least one). Raises Ineligible when the policy fails."""
+    """Pick one of the seats (at least one), and tell who looks on. Raises Ineligible when the policy fails."""
+    choice = consider(world, pool, request, roster)
+    if world.on_choice is not None:
+        world.on_choice(pool, request, choice)
+    return choice
+
+
+def consider(world: World, pool: PoolConfigured, request: Request, roster: Roster) -> Choice:
+    """The seat that would be picked; nobody is told. Raises Ineligible when the policy fails."""
     override = request.hints.override
     config = pool.router if override is None else effective(pool.router, override)
     blocks = request.blocks if config.track_active_blocks else NO_BLOCKS
@@ -93,7 +101,7 @@ def choose(world: World, pool: PoolConfigured, request: Request, roster: Roster)
         preferred_taints=request.hints.preferred_taints,
     )
     table = cost_table(config, pool.block_size, roster, demand)
-    return Choice(config, table, _decide(world, pool, request, config, table))
+    return Choice(config, table, answer(*question(world, pool, request, config, table)))
 
 
 def overlaps(world: World, pool: PoolConfigured, blocks: Sequence[int]) -> dict[HolderKey, Overlap]:
@@ -130,7 +138,10 @@ def _at_least(overlap: Overlap, device: int) -> Overlap:
     return Overlap(device, on_host - device, on_disk - on_host)
 
 
-def _decide(world: World, pool: PoolConfigured, request: Request, config: RouterConfig, table: CostTable) -> int:
+def question(
+    world: World, pool: PoolConfigured, request: Request, config: RouterConfig, table: CostTable
+) -> tuple[RoutingWorld, RoutingRequest]:
+    """What a policy is asked. Its candidates are looked up when they are looked at: take a copy to keep them."""
     seen = RoutingWorld(
         _Candidates(table),
         tuple(table.costs),
@@ -149,19 +160,23 @@ def _decide(world: World, pool: PoolConfigured, request: Request, config: Router
         request.hints,
         request.lora_name,
     )
+    return seen, asked
+
+
+def answer(seen: RoutingWorld, asked: RoutingRequest) -> int:
+    """The position that the configured policy chooses. Raises Ineligible when it fails."""
+    mode = seen.config.mode
     try:
-        at = policy_class(config.mode)().decide(seen, asked)
+        at = policy_class(mode)().decide(seen, asked)
     except PolicyUnusable as unusable:
         raise Ineligible("policy_failed", str(unusable)) from unusable
     except (Exception, SystemExit) as error:  # a user's policy may fail in any way
-        raise Ineligible("policy_failed", f"the policy {config.mode} failed: {_fault(error)}") from error
-    count = len(table.costs)
+        raise Ineligible("policy_failed", f"the policy {mode} failed: {_fault(error)}") from error
+    count = len(seen.costs)
     if type(at) is not int:
-        raise Ineligible("policy_failed", f"the policy {config.mode} chose no position: {type(at).__name__}")
+        raise Ineligible("policy_failed", f"the policy {mode} chose no position: {type(at).__name__}")
     if not 0 <= at < count:
-        raise Ineligible(
-            "policy_failed", f"the policy {config.mode} chose a position outside of its {count} candidates"
-        )
+        raise Ineligible("policy_failed", f"the policy {mode} chose a position outside of its {count} candidates")
     return at
 
 

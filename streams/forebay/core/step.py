@@ -172,6 +172,8 @@ def _fleet(world: World, event: AnyFleetEvent, offset: int) -> list[Decided]:
         case WorkerRecovered():
             decided = reroute(world, world.requests.waiting())
         case WorkerLost() if worker is not None:
+            if world.on_loss is not None:
+                world.on_loss(event, worker)
             decided = lose(world, worker)
         case _:
             pass

@@ -5,8 +5,8 @@ snapshot has the same digest and decides the same from there on.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from typing import TypedDict, assert_never
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, TypedDict, assert_never
 
 from xxhash import xxh3_64_intdigest
 
@@ -14,6 +14,7 @@ from forebay.core.affinity import Affinity, Binding
 from forebay.core.approximate import RoutedIndex
 from forebay.core.eligibility import demand
 from forebay.core.fleet import Fleet, Worker
+from forebay.core.index_tally import IndexTally
 from forebay.core.lifecycle import Request, Requests
 from forebay.core.load import Load
 from forebay.core.machine import Digested
@@ -22,6 +23,7 @@ from forebay.core.queueing import Held, Queues
 from forebay.core.roster import Roster, Seat, of_session, roster_of
 from forebay.events.control import BusyThresholds, PoolConfigured, RouterConfig
 from forebay.events.decisions import Run
+from forebay.events.fleet import WorkerLost
 from forebay.events.snapshots import (
     Booking,
     Chunk,
@@ -41,6 +43,9 @@ from forebay.events.snapshots import (
     WorldState,
 )
 
+if TYPE_CHECKING:
+    from forebay.core.router import Choice
+
 CORE_VERSION = 2  # raised when the same events lead to other decisions
 
 
@@ -59,6 +64,9 @@ class World:
         view: the next offset of every topic, as applied.
         consumed: the runs applied since the last decision; they travel with the next one.
         counts: diagnostics, no part of the state.
+        on_choice: is told of every choice before anything is booked by it, and may look at the world as it was made.
+            No part of the state; it must change nothing.
+        on_loss: is told of every worker that is lost, while what it held is still there; otherwise as `on_choice`.
     """
 
     def __init__(self) -> None:
@@ -79,6 +87,8 @@ class World:
         self.owner_epoch = -1
         self.seq = 0
         self.counts: Counter[str] = Counter()
+        self.on_choice: Callable[[PoolConfigured, Request, Choice], None] | None = None
+        self.on_loss: Callable[[WorkerLost, Worker], None] | None = None
         self._rosters: dict[str, Roster] = {}
 
     def note(self, topic: str, count: int, now_us: int) -> None:
@@ -195,9 +205,14 @@ class World:
 
     def digest(self) -> int:
         """64 bits over the machines, the pools, the clock and the view."""
+        return self.digest_with(self.index)
+
+    def digest_with(self, index: Digested) -> int:
+        """As `digest`, with `index` in place of the own one."""
+        machines = (index if machine is self.index else machine for machine in self.machines())
         text = "\n".join(
             (
-                str([machine.digest() for machine in self.machines()]),
+                str([machine.digest() for machine in machines]),
                 str([(self.pools[name], self.busy.get(name)) for name in sorted(self.pools)]),
                 str(sorted(self.view.items())),
                 str((self.now_us, sorted(self.turns.items()))),
@@ -238,6 +253,18 @@ class World:
 def restore(chunks: Iterable[Chunk]) -> World:
     """The world of a snapshot, whose blocks may have been written before the rest; its digest is the one sealed."""
     world = World()
+    _restore(world, world.index, chunks)
+    return world
+
+
+def digest_of_snapshot(chunks: Iterable[Chunk]) -> int:
+    """The digest that the world of a snapshot would have: without its index, which is most of the work."""
+    world, tally = World(), IndexTally()
+    _restore(world, tally, chunks)
+    return world.digest_with(tally)
+
+
+def _restore(world: World, index: PrefixIndex | IndexTally, chunks: Iterable[Chunk]) -> None:
     blocks: list[IndexBlocks] = []
     changes: list[IndexChanges] = []
     for chunk in chunks:
@@ -255,7 +282,7 @@ def restore(chunks: Iterable[Chunk]) -> World:
             case IndexChanges():
                 changes.append(chunk)
             case IndexCursor():
-                world.index.restore(chunk)
+                index.restore(chunk)
             case RequestState() | Remembered():
                 world.requests.restore(chunk)
             case Booking() | ComputedTokens() | Reported():
@@ -269,12 +296,11 @@ def restore(chunks: Iterable[Chunk]) -> World:
             case _:
                 assert_never(chunk)
     for late in blocks:
-        world.index.restore(late)
+        index.restore(late)
     for change in changes:
-        world.index.restore(change)
+        index.restore(change)
     for request in world.requests.queued():
         world.queues.push(request.pool, held_of(request))
-    return world
 
 
 def held_of(request: Request) -> Held:

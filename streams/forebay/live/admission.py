@@ -29,6 +29,7 @@ from forebay.transport.base import Draft, Lease, Log, LogError
 
 logger = logging.getLogger(__name__)
 
+NOWHERE_S = 60.0  # a slot that cannot be looked at takes 10 s of everybody's polls, so it is asked for again only then
 SUSPECT_BELOW = 0.5  # of the TTL left: leases are renewed each third of it, so one renewal was missed
 
 
@@ -84,7 +85,7 @@ class Admission:
             for worker in fleet.workers()
         }
         self._refused: dict[str, str] = {}
-        self._nowhere: set[str] = set()
+        self._nowhere: dict[str, float] = {}
         self.refused: Counter[str] = Counter()
 
     async def update(self, leases: list[Lease], pools: dict[str, PoolConfigured], applied: int) -> list[Lease]:
@@ -95,6 +96,7 @@ class Admission:
         held = {lease.worker_id: lease for lease in leases}
         self._ended = {name: token for name, token in self._ended.items() if name in held}
         self._refused = {name: token for name, token in self._refused.items() if name in held}
+        self._nowhere = {token: until_s for token, until_s in self._nowhere.items() if until_s > time.monotonic()}
         for worker_id, member in list(self._members.items()):
             lease = held.get(worker_id)
             if lease is None:
@@ -171,7 +173,7 @@ class Admission:
             from_offset = await self._log.end(work_topic(spec.pool).name, slot)
         except LogError as error:
             # A lease can name what it likes; asking again at every poll would hold up everybody else's.
-            self._nowhere.add(lease.token)
+            self._nowhere[lease.token] = time.monotonic() + NOWHERE_S
             self._refuse(lease, "work_topic", f"slot {slot} of its pool cannot be used: {error}")
             return
         joined = WorkerJoined(

@@ -20,7 +20,7 @@ from typing import get_args
 import msgspec
 
 from forebay.core.step import Decided, advance
-from forebay.core.world import World
+from forebay.core.world import CORE_VERSION, World
 from forebay.events.codec import encode
 from forebay.events.decisions import Advanced, JournalRecord, SnapshotTaken
 from forebay.events.kv import Tier
@@ -198,6 +198,7 @@ class _Snapshot:
             chunks=self._chunks,
             digest=self.sealed.digest,
             journal_offset=self.journal_offset,
+            core_version=CORE_VERSION,
         )
 
     def drop(self) -> None:

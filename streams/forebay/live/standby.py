@@ -8,10 +8,11 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Sequence
+from typing import Protocol
 
 from forebay.core.rederive import Divergence, Rederivation
 from forebay.core.world import World
-from forebay.events.decisions import RequestAborted, RequestRejected, RouteAnswered
+from forebay.events.decisions import JournalRecord, RequestAborted, RequestRejected, RouteAnswered
 from forebay.events.topics import DECISIONS
 from forebay.transport.base import Log, LogError, Record
 from forebay.transport.recorded import (
@@ -44,8 +45,18 @@ class RecoveryDiverged(LogError):
         self.divergence = divergence
 
 
+class Onlooker(Protocol):
+    """Hears how a standby follows, between its steps. It may look at the world, and must change nothing."""
+
+    def begins(self, world: World) -> None:
+        """The world that everything is derived in from here on."""
+
+    def followed(self, offset: int, record: JournalRecord) -> None:
+        """The valid journal record at `offset` was derived again, and is as it was recorded."""
+
+
 class Standby:
-    """The world of the group at `partition`, as of journal offset `position`.
+    """The world of the group at `partition`, as of journal offset `position`. `onlooker` hears of each step.
 
     Cancelling `run` or `catch_up` loses nothing: either may be called again. Only one of them at a time.
 
@@ -56,9 +67,10 @@ class Standby:
         unsure: the newest refusals, endings and told routes, whose answers their owner may not have sent.
     """
 
-    def __init__(self, log: Log, partition: int) -> None:
+    def __init__(self, log: Log, partition: int, onlooker: Onlooker | None = None) -> None:
         self._log = log
         self._partition = partition
+        self._onlooker = onlooker
         self._wake = asyncio.Event()
         self._order: RecordedOrder | None = None
         self._validity = Validity(-1)
@@ -73,7 +85,7 @@ class Standby:
         return self.followed.world
 
     async def catch_up(self, end: int) -> None:
-        """Follow the journal up to offset `end`, from the newest snapshot on if nothing was followed yet.
+        """Follow the journal up to offset `end`, from the newest snapshot before it on if nothing was followed yet.
 
         Raises:
             RecoveryDiverged: this version's rules lead to other decisions.
@@ -123,6 +135,8 @@ class Standby:
             self._validity = Validity(world.owner_epoch)
         if end - self.position > PROGRESS_EVERY:
             logger.info("following the journal from offset %d to %d", self.position, end)
+        if self._onlooker is not None:
+            self._onlooker.begins(self.world)
         self._order = RecordedOrder(self._log, self._partition, self.world.view)
         return self._order
 
@@ -138,6 +152,8 @@ class Standby:
                     raise RecoveryDiverged(divergence)
                 if isinstance(decision, Unsure):
                     self.unsure.append(decision)
+                if self._onlooker is not None:
+                    self._onlooker.followed(record.offset, decision)
             self.position = record.offset + 1
             if self.position % BATCH_RECORDS == 0:
                 await asyncio.sleep(0)

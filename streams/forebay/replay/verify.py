@@ -1,26 +1,35 @@
 """Every recorded decision derived again from the recorded events, and held against the record.
 
-The log may hold crashes, restarts and take-overs: the journal's order bridges them. What cannot be read or
-derived is never skipped: it ends the verification and is reported.
+The log may hold crashes, restarts and take-overs: the journal's order bridges them. What cannot be read or derived is
+never skipped: it ends the verification or is counted by name.
 """
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Set
 
 import msgspec
 from xxhash import xxh3_64
 
-from forebay.core.rederive import Divergence, Rederivation
+from forebay.core.rederive import Divergence
 from forebay.core.step import Decided
-from forebay.core.world import World
 from forebay.events.base import hex_digest
 from forebay.events.codec import encode
-from forebay.events.decisions import JournalRecord, OwnerClaimed, SnapshotTaken
-from forebay.events.topics import DECISIONS, INPUTS, SNAPSHOTS
-from forebay.transport.base import Log, LogError
-from forebay.transport.recorded import RecordedOrder, Validity, decode_journal, journal, journal_records, load_snapshot
+from forebay.events.decisions import OwnerClaimed, SnapshotTaken
+from forebay.events.topics import DECISIONS, INPUTS
+from forebay.replay.divergence import Told, Trail
+from forebay.replay.walk import Walk, walk_all
+from forebay.transport.base import Log
+from forebay.transport.recorded import MissingChunk, OtherState, check_snapshot
 
 PROGRESS_EVERY = 1_000  # journal records between two reports of progress
+
+FOREIGN_RECORDS, UNKNOWN_EVENTS, MISSING_SNAPSHOTS = "foreign-records", "unknown-events", "missing-snapshots"
+UNVERIFIED = {
+    FOREIGN_RECORDS: "records in the journal that no owner wrote",
+    UNKNOWN_EVENTS: "events of kinds that this version does not know",
+    MISSING_SNAPSHOTS: "snapshots that the journal names and whose chunks are not there",
+}
+
+OnProgress = Callable[[int, int, int], None]
 
 
 class Report(msgspec.Struct, kw_only=True):
@@ -34,7 +43,12 @@ class Report(msgspec.Struct, kw_only=True):
         claims: owners, one for each start or take-over.
         snapshots: snapshots whose chunks give the state sealed in the journal.
         void: records of owners that had lost the group, which count for nothing.
-        foreign: records of the journal that no owner wrote.
+        malformed: of the events, those that no version can read; they did nothing when they were applied, either.
+        pending: decisions that the events lead to and the journal does not have yet: its writer died, or is at it.
+        unapplied: input events that no journal record says were applied.
+        unverified: by a name of `UNVERIFIED`, how much could not be verified.
+        allowed: those names that do not fail the verification.
+        unknown_event: the first of the unknown events: where it is, and its tag.
         digest: 64 bits over every verified journal record in order.
         state: digest of the world at the end.
         divergence: the first record that the events do not lead to; None when there is none.
@@ -48,95 +62,94 @@ class Report(msgspec.Struct, kw_only=True):
     claims: int = 0
     snapshots: int = 0
     void: int = 0
-    foreign: int = 0
+    malformed: int = 0
+    pending: int = 0
+    unapplied: int = 0
+    unverified: dict[str, int] = {}
+    allowed: list[str] = []
+    unknown_event: str = ""
     digest: str = ""
     state: str = ""
-    divergence: dict[str, Any] | None = None
+    divergence: Told | None = None
+
+    @property
+    def failed(self) -> dict[str, int]:
+        """What could not be verified and is not allowed."""
+        return {name: count for name, count in self.unverified.items() if name not in self.allowed}
 
 
-async def verify(log: Log, partition: int = 0, progress: Callable[[int, int], None] | None = None) -> Report:
+async def verify(
+    log: Log, partition: int = 0, progress: OnProgress | None = None, allow: Set[str] = frozenset()
+) -> Report:
     """Derive the journal of one group again, from its first record on, or the oldest snapshot that stands for it.
 
-    `progress` is called now and then with the records done and their total.
+    `progress` is called now and then with the journal records done, their total, and the decisions verified.
+    `allow` holds names of `UNVERIFIED`.
 
     Raises:
         OtherRules: the journal was decided by another version of the rules.
         LogError: the log is damaged or misses a part that the journal says was applied.
     """
-    end = await log.end(DECISIONS.name, partition)
-    world, start = await _oldest(log, partition, end)
-    report = Report(start=start)
+    walk = await walk_all(log, partition)
+    trail = Trail(walk)
+    report = Report(start=walk.start, allowed=sorted(allow))
     hasher = xxh3_64()
-    followed = Rederivation(world)
-    order = RecordedOrder(log, partition, world.view)
-    validity = Validity(world.owner_epoch)
-    async for offset, record in journal(log, partition, start, end, validity):
-        validity.require_own_rules(record, offset)
+    async for step in walk:
+        record = step.record
         is_decision = isinstance(record, Decided)
         report.decisions += is_decision
         report.events += sum(run.count for run in record.consumed)
-        divergence = followed.apply(offset, record, await order.events_of(record.consumed))
+        divergence = step.divergence
+        if divergence is None and isinstance(record, SnapshotTaken):
+            divergence = await _check_snapshot(log, partition, step.offset, record, report)
         if divergence is not None:
-            report.divergence = describe(divergence)
+            report.divergence = await trail.told(log, partition, divergence, step)
             break
-        if isinstance(record, SnapshotTaken):
-            await load_snapshot(log, partition, record)
-            report.snapshots += 1
+        trail.passed(step)
         report.claims += isinstance(record, OwnerClaimed)
         report.verified += is_decision
         report.records += 1
         hasher.update(encode(DECISIONS, record))
         if progress is not None and report.records % PROGRESS_EVERY == 0:
-            progress(offset + 1, end)
-    report.void, report.foreign = validity.void, validity.foreign
+            progress(step.offset + 1, walk.end, report.verified)
     report.digest = hex_digest(hasher.intdigest())
-    report.state = hex_digest(followed.world.digest())
+    await _account(log, partition, walk, report)
     return report
 
 
-async def _oldest(log: Log, partition: int, end: int) -> tuple[World, int]:
-    """The earliest state from which everything after it is still there. Raises LogError when there is none."""
-    begins = {topic.name: await log.begin(topic.name, partition) for topic in (*INPUTS, DECISIONS, SNAPSHOTS)}
-    if not any(begins.values()):
-        return World(), 0
-    epoch = -1
-    async for record in journal_records(log, partition, begins[DECISIONS.name], end):
-        decision = decode_journal(record)
-        if isinstance(decision, OwnerClaimed):
-            epoch = record.offset
-        if not isinstance(decision, SnapshotTaken) or decision.owner_epoch < epoch:
+async def _check_snapshot(
+    log: Log, partition: int, offset: int, taken: SnapshotTaken, report: Report
+) -> Divergence | None:
+    """Whether the chunks of a snapshot give the state that was sealed. Raises LogError."""
+    try:
+        await check_snapshot(log, partition, taken)
+    except MissingChunk:
+        _count(report, MISSING_SNAPSHOTS, 1)
+        return None
+    except OtherState as error:
+        return Divergence(offset, str(error), taken, None)
+    report.snapshots += 1
+    return None
+
+
+async def _account(log: Log, partition: int, walk: Walk, report: Report) -> None:
+    """Add what the walk did not verify, and where it ended."""
+    report.void = walk.validity.void
+    _count(report, FOREIGN_RECORDS, walk.validity.foreign)
+    for topic in INPUTS:
+        report.unapplied += await log.end(topic.name, partition) - walk.order.offset(topic.name)
+        reader = walk.order.readers.get(topic.name)
+        if reader is None:
             continue
-        if decision.journal_offset < begins[DECISIONS.name] or decision.first_offset < begins[SNAPSHOTS.name]:
-            continue
-        world = await load_snapshot(log, partition, decision)
-        if all(world.view.get(topic.name, 0) >= begins[topic.name] for topic in INPUTS):
-            return world, decision.journal_offset
-    text = f"control partition {partition} no longer holds its beginning, nor a snapshot with all that came after it"
-    raise LogError(text)
+        report.malformed += reader.malformed
+        _count(report, UNKNOWN_EVENTS, reader.unknown)
+        if reader.first_unknown is not None and not report.unknown_event:
+            offset, tag = reader.first_unknown
+            report.unknown_event = f"{topic.name}/{partition} offset {offset}: {tag}"
+    report.pending = walk.pending
+    report.state = hex_digest(walk.world.digest())
 
 
-def describe(divergence: Divergence) -> dict[str, Any]:
-    """A divergence as plain data: where, why, both records and the fields in which they differ."""
-    recorded, derived = _plain(divergence.recorded), _plain(divergence.derived)
-    return {
-        "offset": divergence.offset,
-        "reason": divergence.reason,
-        "differs": dict(_differences(recorded, derived)),
-        "recorded": recorded,
-        "derived": derived,
-    }
-
-
-def _plain(record: JournalRecord | None) -> dict[str, Any] | None:
-    return None if record is None else msgspec.to_builtins(record)
-
-
-def _differences(
-    recorded: dict[str, Any] | None, derived: dict[str, Any] | None, path: str = ""
-) -> Iterator[tuple[str, Any]]:
-    for name in sorted({*(recorded or {}), *(derived or {})}):
-        left, right = (recorded or {}).get(name), (derived or {}).get(name)
-        if isinstance(left, dict) and isinstance(right, dict):
-            yield from _differences(left, right, f"{path}{name}.")
-        elif left != right:
-            yield f"{path}{name}", {"recorded": left, "derived": right}
+def _count(report: Report, name: str, count: int) -> None:
+    if count:
+        report.unverified[name] = report.unverified.get(name, 0) + count

@@ -22,6 +22,7 @@ from forebay.events.topics import (
     OPENAI_RESPONSES,
     PROGRESS,
     REQUESTS,
+    SHADOW,
     SNAPSHOTS,
     TOKENS,
     Topic,
@@ -37,7 +38,7 @@ KNOWN_POLL_S = 0.05
 HOUR_MS = 3_600_000
 DAY_MS = 24 * HOUR_MS
 # Of one partition number each: a group's facts and decisions lie side by side.
-CONTROL_TOPICS = (REQUESTS, KV_EVENTS, METRICS, PROGRESS, FLEET, CONTROL, DECISIONS, SNAPSHOTS, DEAD_LETTERS)
+CONTROL_TOPICS = (REQUESTS, KV_EVENTS, METRICS, PROGRESS, FLEET, CONTROL, DECISIONS, SNAPSHOTS, SHADOW, DEAD_LETTERS)
 RETENTION_MS = {
     # The first placement of a group stands, so it must stay; compaction would keep the last one.
     GROUPS.name: -1,

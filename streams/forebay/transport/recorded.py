@@ -6,17 +6,20 @@ state while it waits, so whoever follows a live journal may be cancelled at any 
 
 import logging
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Mapping
-from typing import TypeGuard
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import contextmanager
+from typing import NamedTuple, TypeGuard
+
+import msgspec
 
 from forebay.core.rederive import RecordedEvents
 from forebay.core.step import CLOCK, InputEvent
-from forebay.core.world import CORE_VERSION, World, restore
+from forebay.core.world import CORE_VERSION, World, digest_of_snapshot, restore
 from forebay.events.base import hex_digest
-from forebay.events.codec import DecodeError, decode
+from forebay.events.codec import DecodeError, decode, unknown_tag
 from forebay.events.decisions import JournalRecord, OwnerClaimed, Run, SnapshotTaken
 from forebay.events.snapshots import Chunk, SnapshotChunk, WorldState
-from forebay.events.topics import DECISIONS, SNAPSHOTS, Topic, topic_named
+from forebay.events.topics import DECISIONS, INPUTS, SNAPSHOTS, Topic
 from forebay.transport.base import Log, LogError, Record
 
 logger = logging.getLogger(__name__)
@@ -35,8 +38,37 @@ class OtherRules(LogError):
         )
 
 
+class UnreadableDecision(LogError):
+    """A journal record of the owner is of a kind, or has a value, that this version does not know."""
+
+    def __init__(self, offset: int, tag: str, error: DecodeError) -> None:
+        super().__init__(
+            f"journal record {offset} is a {tag} that this version cannot read ({error}): use the version that wrote it"
+        )
+
+
+class MissingChunk(LogError):
+    """The journal names a snapshot, and a part of it is not there."""
+
+
+class OtherState(LogError):
+    """The chunks of a snapshot give another state than the one that was sealed."""
+
+
+class Undecoded(NamedTuple):
+    """A record of an input topic that is no event here: malformed, or with a tag that a newer version may have."""
+
+    offset: int
+    tag: str | None
+
+
 class EventReader:
-    """One input topic partition, read forward page by page; records that do not decode come as None."""
+    """One input topic partition, read forward page by page; records that do not decode come as None.
+
+    Attributes:
+        malformed: records taken that no version can read.
+        unknown: records taken that have a tag which is not known here, `first_unknown` the first of them.
+    """
 
     def __init__(self, log: Log, topic: Topic, partition: int, offset: int) -> None:
         self._log = log
@@ -44,30 +76,74 @@ class EventReader:
         self._partition = partition
         self._offset = offset
         self._ready: deque[InputEvent | None] = deque()
+        self._undecoded: deque[Undecoded] = deque()
+        self.malformed = 0
+        self.unknown = 0
+        self.first_unknown: Undecoded | None = None
+
+    @property
+    def offset(self) -> int:
+        """Where the next event to take stands."""
+        return self._offset - len(self._ready)
 
     async def fill(self, count: int) -> None:
         """Have at least `count` events ready for `take`. Raises LogError when the log ends before."""
+        if count > PAGE_RECORDS:
+            await self._require(count)
         while len(self._ready) < count:
             records = await self._log.read(self._topic.name, self._partition, self._offset, PAGE_RECORDS)
             if not records:
-                where = f"{self._topic.name}/{self._partition} ends at offset {self._offset}"
-                raise LogError(f"{where}, but the journal says that more was applied")
-            self._offset = records[-1].offset + 1
-            self._ready.extend(decode_or_none(self._topic, record.value) for record in records)
+                raise self._ends_at(self._offset)
+            begin, end = self._offset, records[-1].offset + 1
+            if end - begin != len(records):
+                where = f"{self._topic.name}/{self._partition}"
+                raise LogError(f"{where}: {end - begin - len(records)} records between {begin} and {end} are missing")
+            self._offset = end
+            for record in records:
+                event = decode_or_none(self._topic, record.value)
+                if event is None:
+                    self._undecoded.append(Undecoded(record.offset, unknown_tag(self._topic, record.value)))
+                self._ready.append(event)
 
     def take(self, count: int) -> list[InputEvent | None]:
         """The next `count` events, which are ready."""
-        return [self._ready.popleft() for _ in range(count)]
+        taken = [self._ready.popleft() for _ in range(count)]
+        while self._undecoded and self._undecoded[0].offset < self.offset:
+            undecoded = self._undecoded.popleft()
+            if undecoded.tag is None:
+                self.malformed += 1
+            else:
+                self.unknown += 1
+                self.first_unknown = self.first_unknown or undecoded
+        return taken
+
+    async def _require(self, count: int) -> None:
+        """Before so many are held in memory: they must be there."""
+        end = await self._log.end(self._topic.name, self._partition)
+        if self.offset + count > end:
+            raise self._ends_at(end)
+
+    def _ends_at(self, offset: int) -> LogError:
+        where = f"{self._topic.name}/{self._partition} ends at offset {offset}"
+        return LogError(f"{where}, but the journal says that more was applied")
 
 
 class RecordedOrder:
-    """The events that journal records consumed, topic by topic, from a view on."""
+    """The events that journal records consumed, topic by topic, from a view on.
+
+    `readers` are those of the topics that something was consumed of.
+    """
 
     def __init__(self, log: Log, partition: int, view: Mapping[str, int]) -> None:
         self._log = log
         self._partition = partition
         self._view = dict(view)
-        self._readers: dict[str, EventReader] = {}
+        self.readers: dict[str, EventReader] = {}
+
+    def offset(self, topic: str) -> int:
+        """Where the next event of a topic stands."""
+        reader = self.readers.get(topic)
+        return self._view.get(topic, 0) if reader is None else reader.offset
 
     async def events_of(self, consumed: tuple[Run, ...]) -> RecordedEvents:
         """The next events of each topic, as many as `consumed` counts. Raises LogError when they are missing."""
@@ -80,15 +156,17 @@ class RecordedOrder:
         return {topic: self._reader(topic).take(count) for topic, count in counts.items()}
 
     def _reader(self, topic: str) -> EventReader:
-        reader = self._readers.get(topic)
+        reader = self.readers.get(topic)
         if reader is None:
-            try:
-                known = topic_named(topic)
-            except KeyError as error:
-                raise LogError(f"the journal names the topic {topic}, which this version does not know") from error
+            known = _INPUTS.get(topic)
+            if known is None:
+                raise LogError(f"the journal names {topic} as a topic of inputs, which this version does not know")
             offset = self._view.get(topic, 0)
-            reader = self._readers[topic] = EventReader(self._log, known, self._partition, offset)
+            reader = self.readers[topic] = EventReader(self._log, known, self._partition, offset)
         return reader
+
+
+_INPUTS = {topic.name: topic for topic in INPUTS}
 
 
 def decode_or_none(topic: Topic, value: bytes) -> InputEvent | None:
@@ -113,6 +191,28 @@ def decode_journal(record: Record) -> JournalRecord | None:
         )
         return None
     return decision
+
+
+def require_readable(record: Record, epoch: int) -> None:
+    """Raises UnreadableDecision for a record that is no journal record here, though the owner of `epoch` wrote it."""
+    try:
+        stamped = _STAMPED.decode(record.value)
+        decode(DECISIONS, record.value)
+    except DecodeError as error:
+        if stamped.owner_epoch == epoch:
+            raise UnreadableDecision(record.offset, stamped.type, error) from error
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return
+
+
+class _Stamped(msgspec.Struct):
+    """What every journal record of an owner says, whatever its kind and version."""
+
+    type: str
+    owner_epoch: int
+
+
+_STAMPED = msgspec.json.Decoder(_Stamped)
 
 
 class Validity:
@@ -191,11 +291,27 @@ async def newest_snapshot(log: Log, partition: int, end: int) -> SnapshotTaken |
     return None
 
 
+async def snapshots_taken(log: Log, partition: int, start: int, end: int) -> AsyncIterator[tuple[int, SnapshotTaken]]:
+    """The `SnapshotTaken` in [start, end) of the journal with their offsets, as far as claims there void none.
+
+    An owner that had lost the group before `start` may have left one; what it says is sealed before `start`, too.
+    """
+    epoch = -1
+    async for record in journal_records(log, partition, start, end):
+        decision = decode_journal(record)
+        if isinstance(decision, OwnerClaimed):
+            epoch = record.offset
+        elif isinstance(decision, SnapshotTaken) and decision.owner_epoch >= epoch:
+            yield record.offset, decision
+
+
 async def _overtaken(log: Log, partition: int, taken: SnapshotTaken, offset: int) -> bool:
-    """Whether a claim made the `SnapshotTaken` at `offset` void.
+    """Whether a claim made the `SnapshotTaken` at `offset` void, or what came after its seal is no longer there.
 
     No need to look back to its owner's claim: the owner saw its seal, right before `journal_offset`, stand unclaimed.
     """
+    if taken.journal_offset < await log.begin(DECISIONS.name, partition):
+        return True
     records = journal_records(log, partition, taken.journal_offset, offset)
     between = [decode_journal(record) async for record in records]
     return any(isinstance(record, OwnerClaimed) for record in between)
@@ -208,12 +324,9 @@ async def recorded_view(log: Log, partition: int) -> dict[str, int]:
     start, epoch = 0, -1
     view: Counter[str] = Counter()
     if taken is not None:
-        async for chunk in _chunks(log, partition, taken):
-            state = next((part for part in chunk.parts if isinstance(part, WorldState)), None)
-            if state is not None:
-                view.update({run.topic: run.count for run in state.view})
-                start, epoch = taken.journal_offset, state.owner_epoch
-                break
+        state = await state_of(log, partition, taken)
+        view.update({run.topic: run.count for run in state.view})
+        start, epoch = taken.journal_offset, state.owner_epoch
     async for _, record in journal(log, partition, start, end, Validity(epoch)):
         for run in record.consumed:
             view[run.topic] += run.count
@@ -221,41 +334,97 @@ async def recorded_view(log: Log, partition: int) -> dict[str, int]:
     return dict(view)
 
 
+async def state_of(log: Log, partition: int, taken: SnapshotTaken) -> WorldState:
+    """What a snapshot says beside its machines, read without restoring it. Raises LogError when it is not there."""
+    async for _, chunk in _chunks(log, partition, taken):
+        for part in chunk.parts:
+            if isinstance(part, WorldState):
+                return part
+    raise LogError(f"the snapshot at offset {taken.first_offset} does not say how far its owner was")
+
+
+async def chunks_end(log: Log, partition: int, taken: SnapshotTaken) -> int:
+    """The offset after the last chunk of a snapshot. Raises LogError when one is missing."""
+    end = taken.first_offset
+    async for offset, _ in _chunks(log, partition, taken):
+        end = offset + 1
+    return end
+
+
 async def load_snapshot(log: Log, partition: int, taken: SnapshotTaken) -> World:
     """The world of a snapshot.
 
     Raises:
         OtherRules: it was taken by an owner with other rules, as far as its claim is still there to say so.
-        LogError: a chunk is missing, or the digest is another.
+        MissingChunk: a part of it is not there.
+        OtherState: its digest is another than the one sealed.
+        LogError: it cannot be read.
     """
-    if taken.owner_epoch >= await log.begin(DECISIONS.name, partition):
-        for record in await log.read(DECISIONS.name, partition, taken.owner_epoch, 1):
-            claimed = decode_journal(record)
-            if isinstance(claimed, OwnerClaimed) and claimed.core_version != CORE_VERSION:
-                raise OtherRules(taken.journal_offset, claimed.core_version)
-    parts: list[Chunk] = []
-    async for chunk in _chunks(log, partition, taken):
-        parts += chunk.parts
-    world = restore(parts)
-    digest = hex_digest(world.digest())
-    if digest != taken.digest:
-        raise LogError(f"the snapshot at offset {taken.first_offset} has digest {digest}, sealed as {taken.digest}")
+    parts = await _parts(log, partition, taken)
+    with _of_state(taken):
+        world = restore(parts)
+    _require_sealed(taken, world.digest())
     return world
 
 
-async def _chunks(log: Log, partition: int, taken: SnapshotTaken) -> AsyncIterator[SnapshotChunk]:
-    """The chunks of a snapshot; those of an owner that was not told yet may stand between them."""
+async def check_snapshot(log: Log, partition: int, taken: SnapshotTaken) -> None:
+    """As `load_snapshot`, where nobody wants the world: much quicker."""
+    parts = await _parts(log, partition, taken)
+    with _of_state(taken):
+        digest = digest_of_snapshot(parts)
+    _require_sealed(taken, digest)
+
+
+async def _parts(log: Log, partition: int, taken: SnapshotTaken) -> list[Chunk]:
+    version = taken.core_version or await _version_claimed(log, partition, taken.owner_epoch)
+    if version not in (0, CORE_VERSION):
+        raise OtherRules(taken.journal_offset, version)
+    parts: list[Chunk] = []
+    async for _, chunk in _chunks(log, partition, taken):
+        parts += chunk.parts
+    return parts
+
+
+@contextmanager
+def _of_state(taken: SnapshotTaken) -> Iterator[None]:
+    """Chunks that were changed may break any rule that a state keeps."""
+    try:
+        yield
+    except Exception as error:
+        text = f"the snapshot at offset {taken.first_offset} holds no state: {type(error).__name__}: {error}"
+        raise OtherState(text) from error
+
+
+def _require_sealed(taken: SnapshotTaken, digest: int) -> None:
+    if hex_digest(digest) != taken.digest:
+        raise OtherState(
+            f"the snapshot at offset {taken.first_offset} has digest {hex_digest(digest)}, sealed as {taken.digest}"
+        )
+
+
+async def _version_claimed(log: Log, partition: int, owner_epoch: int) -> int:
+    """The version of the rules that an owner claimed to have; 0 when its claim is not there any more."""
+    if owner_epoch >= await log.begin(DECISIONS.name, partition):
+        for record in await log.read(DECISIONS.name, partition, owner_epoch, 1):
+            claimed = decode_journal(record)
+            if isinstance(claimed, OwnerClaimed):
+                return claimed.core_version
+    return 0
+
+
+async def _chunks(log: Log, partition: int, taken: SnapshotTaken) -> AsyncIterator[tuple[int, SnapshotChunk]]:
+    """The chunks of a snapshot with their offsets; those of an owner that was not told yet may stand between them."""
     number, offset = 0, taken.first_offset
     while number < taken.chunks:
         records = await log.read(SNAPSHOTS.name, partition, offset, min(CHUNKS_READ, taken.chunks - number))
         if not records:
-            raise LogError(f"chunk {number} of the snapshot at offset {taken.first_offset} is missing")
+            raise MissingChunk(f"chunk {number} of the snapshot at offset {taken.first_offset} is missing")
         for record in records:
             try:
                 chunk: SnapshotChunk = decode(SNAPSHOTS, record.value)
             except DecodeError as error:
                 raise LogError(f"chunk {number} of the snapshot at offset {taken.first_offset}: {error}") from error
             if (chunk.owner_epoch, chunk.number) == (taken.owner_epoch, number):
-                yield chunk
+                yield record.offset, chunk
                 number += 1
         offset = records[-1].offset + 1

@@ -18,9 +18,10 @@ from typing import Self
 
 from forebay.transport import sqlite_schema as schema
 from forebay.transport.base import Draft, LogError, Record, Wake
+from forebay.transport.recording import Contents, Extent, is_recording, read_contents, require_sealed
 from forebay.transport.sqlite_checkpoint import Checkpointer, fold
 from forebay.transport.sqlite_schema import CorruptRecord, LogUnusable, MissingRecords
-from forebay.transport.sqlite_tail import Partition, SqliteTail
+from forebay.transport.sqlite_tail import TAIL_BYTES_MAX, Partition, SqliteTail
 
 __all__ = ["CorruptRecord", "LogUnusable", "MissingRecords", "SqliteLog", "SqliteTail"]
 
@@ -33,20 +34,33 @@ Waiter = tuple[asyncio.Future[list[int]], list[int]]
 
 
 class SqliteLog:
-    """`Log` on SQLite. Used from the thread that opened it; appends need a running event loop."""
+    """`Log` on SQLite. Used from the thread that opened it; appends need a running event loop.
+
+    Attributes:
+        recording: what the file holds when it is a recording; None for a log that began at offset 0.
+    """
 
     def __init__(
-        self, db: sqlite3.Connection, path: Path | None, lock: schema.WriterLock | None, namespace: str
+        self,
+        db: sqlite3.Connection,
+        path: Path | None,
+        lock: schema.WriterLock | None,
+        namespace: str,
+        recording: Contents | None = None,
     ) -> None:
         self.namespace = namespace
+        self.recording = recording
         self.on_failure: Callable[[LogError], None] | None = None
         self._name = "the log in memory" if path is None else str(path)
+        self._path = path
         self._db = db
         self._lock = lock
         self._readonly = path is not None and lock is None
         self._failure: LogError | None = None
         self._closed = False
         self._partitions: dict[tuple[str, int], Partition] = {}
+        extents = () if recording is None else recording.extents
+        self._extents = {(extent.topic, extent.partition): extent for extent in extents}
         self._tables = set(schema.table_names(db))
         self._pending: list[Pending] = []
         self._waiters: list[Waiter] = []
@@ -57,7 +71,8 @@ class SqliteLog:
     def open(cls, path: Path | str | None, *, namespace: str = "forebay", readonly: bool = False) -> Self:
         """Open or create the log at `path`; None keeps it in memory.
 
-        A read-only log takes no lock, works beside a live writer, and has the namespace of the file.
+        A read-only log takes no lock, works beside a live writer, and has the namespace of the file. A recording
+        opens only so.
         Raises LogUnusable with a one-line reason.
         """
         if path is None:
@@ -69,8 +84,8 @@ class SqliteLog:
         schema.check_place(path, readonly=readonly)
         lock = None if readonly else schema.WriterLock(path)
         try:
-            db, namespace = _open_file(path, namespace, readonly=readonly)
-            return cls(db, path, lock, namespace)
+            db, namespace, recording = _open_file(path, namespace, readonly=readonly)
+            return cls(db, path, lock, namespace, recording)
         except BaseException:
             if lock is not None:
                 lock.close()
@@ -110,12 +125,13 @@ class SqliteLog:
         return tail
 
     async def read(self, topic: str, partition: int, offset: int, limit: int) -> list[Record]:
-        """As `records`: the file is at hand, so nothing is awaited."""
-        return self.records(topic, partition, offset, limit)
+        """As `records`, but fewer when they are large: the file is at hand, so nothing is awaited."""
+        return self._fetch(self._partition(topic, partition), offset, limit, TAIL_BYTES_MAX)
 
     async def begin(self, topic: str, partition: int) -> int:
-        """A file keeps everything."""
-        return 0
+        """A log keeps everything; a recording begins where it says. Raises LogError for what it does not hold."""
+        extent = self._extent(topic, partition)
+        return 0 if extent is None else extent.first
 
     async def end(self, topic: str, partition: int) -> int:
         """As `next_offset`."""
@@ -124,7 +140,8 @@ class SqliteLog:
     def records(self, topic: str, partition: int, offset: int, limit: int) -> list[Record]:
         """Up to `limit` committed records from `offset` on; empty at the end.
 
-        Raises CorruptRecord or MissingRecords when any of them is not as it was written.
+        Raises CorruptRecord or MissingRecords when any of them is not as it was written, and LogError for what a
+        recording does not hold.
         """
         return self._fetch(self._partition(topic, partition), offset, limit, None)
 
@@ -146,6 +163,8 @@ class SqliteLog:
     def topics(self) -> list[tuple[str, int, int]]:
         """Every (topic, partition, end) that has records, sorted."""
         self._require_open()
+        if self.recording is not None:
+            return [(extent.topic, extent.partition, extent.end) for extent in self.recording.extents if extent.count]
         if self._pending:
             self._commit()
         with self._reading():
@@ -154,6 +173,22 @@ class SqliteLog:
                 for topic in schema.table_names(self._db)
                 for partition, end in schema.partition_ends(self._db, topic)
             ]
+
+    def check(self) -> None:
+        """Refuse a file that is not as it was written (LogError); reads all of it.
+
+        Of a recording any changed byte is found, of a log what SQLite finds; its records are checked when read.
+        """
+        self._require_open()
+        if self._path is None:
+            return
+        if self.recording is not None:
+            require_sealed(self._db, self._path)
+            return
+        with self._reading():
+            (found,) = self._db.execute("PRAGMA quick_check(1)").fetchone()
+        if found != "ok":
+            raise LogError(f"{self._name}: is damaged ({' '.join(found.split())}); restore a copy")
 
     def refresh(self) -> bool:
         """Look for what another process appended and wake every tail that has records; whether any has."""
@@ -215,10 +250,26 @@ class SqliteLog:
             if not 0 <= partition < schema.PARTITIONS_MAX:
                 raise ValueError(f"{topic}: partition {partition} is not in 0 to {schema.PARTITIONS_MAX - 1}")
             self._require_open()
-            with self._reading():
-                end = schema.partition_end(self._db, topic, partition) if self._has_table(topic) else 0
+            end = self._stored_end(topic, partition)
             place = self._partitions[topic, partition] = Partition(topic, partition, end)
         return place
+
+    def _stored_end(self, topic: str, partition: int) -> int:
+        extent = self._extent(topic, partition)
+        if extent is not None and self.recording is not None and self.recording.content:
+            return extent.end
+        with self._reading():
+            end = schema.partition_end(self._db, topic, partition) if self._has_table(topic) else 0
+        return end if extent is None else max(extent.first, end)
+
+    def _extent(self, topic: str, partition: int) -> Extent | None:
+        """Where a recording holds a partition; None for a log. Raises LogError."""
+        if self.recording is None:
+            return None
+        extent = self._extents.get((topic, partition))
+        if extent is None:
+            raise LogError(f"{self._name}: {topic}/{partition} was not recorded")
+        return extent
 
     def _has_table(self, topic: str) -> bool:
         if self._readonly and topic not in self._tables:
@@ -227,17 +278,19 @@ class SqliteLog:
 
     def _look(self, place: Partition) -> None:
         """Read-only: find the end that the writer has reached."""
-        with self._reading():
-            if self._readonly and self._has_table(place.topic):
-                end = schema.partition_end(self._db, place.topic, place.number)
-                place.committed = place.next_offset = end
+        if self._readonly:
+            place.committed = place.next_offset = self._stored_end(place.topic, place.number)
 
     def _fetch(self, place: Partition, offset: int, limit: int, bytes_max: int | None) -> list[Record]:
         assert offset >= 0
         self._require_open()
         topic, number = place.topic, place.number
+        extent = self._extent(topic, number)
+        if extent is not None and offset < extent.first:
+            raise LogError(f"{self._name}: {topic}/{number} begins at offset {extent.first}; {offset} was not recorded")
         base = number << schema.OFFSET_BITS
-        span = (base + offset, base + schema.OFFSETS_MAX - 1, max(0, limit))
+        end = schema.OFFSETS_MAX if extent is None else extent.end
+        span = (base + offset, base + end - 1, max(0, limit))
         records: list[Record] = []
         size = 0
         with self._reading():
@@ -263,7 +316,7 @@ class SqliteLog:
     def _reading(self) -> Iterator[None]:
         try:
             yield
-        except sqlite3.Error as error:
+        except schema.UNREADABLE as error:
             raise LogError(f"{self._name}: cannot be read ({error}); restore a copy") from error
 
     def _require_open(self) -> None:
@@ -359,7 +412,7 @@ class SqliteLog:
             self.on_failure(self._failure)
 
 
-def _open_file(path: Path, namespace: str, *, readonly: bool) -> tuple[sqlite3.Connection, str]:
+def _open_file(path: Path, namespace: str, *, readonly: bool) -> tuple[sqlite3.Connection, str, Contents | None]:
     try:
         db = schema.connect(path, readonly=readonly)
     except sqlite3.Error as error:
@@ -368,6 +421,13 @@ def _open_file(path: Path, namespace: str, *, readonly: bool) -> tuple[sqlite3.C
         known = schema.check_format(db, path)
         if readonly and not known:
             raise LogUnusable(f"{path}: is empty; a writer has to create the log first")
+        recording = None
+        if known == schema.RECORDING_VERSION:
+            recording = read_contents(db, path)
+            if not readonly:
+                raise LogUnusable(f"{path}: is a recording, which takes no more records; choose another path")
+        elif known and is_recording(db):
+            raise LogUnusable(f"{path}: has the format of a log and the tables of a recording; restore a copy")
         if not readonly:
             (mode,) = db.execute("PRAGMA journal_mode = WAL").fetchone()
             if mode != "wal":
@@ -381,10 +441,10 @@ def _open_file(path: Path, namespace: str, *, readonly: bool) -> tuple[sqlite3.C
             raise LogUnusable(f"{path}: belongs to namespace {stored!r}, not {namespace!r}; choose another path")
         if not readonly:
             db.execute("INSERT OR REPLACE INTO forebay_meta VALUES ('writer_pid', ?)", (str(os.getpid()),))
-    except sqlite3.Error as error:
+    except schema.UNREADABLE as error:
         db.close()
         raise LogUnusable(f"{path}: cannot be opened ({error}); choose another path") from error
     except LogUnusable:
         db.close()
         raise
-    return db, stored
+    return db, stored, recording

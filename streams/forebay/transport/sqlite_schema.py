@@ -20,10 +20,13 @@ from forebay.transport.base import LogError, Record
 
 APPLICATION_ID = 0x46424159  # "FBAY", so that file(1) and other programs can tell
 FORMAT_VERSION = 1
+RECORDING_VERSION = 2  # the tables of a log and those of `forebay.transport.recording`; nothing can be appended
 OFFSET_BITS = 40
 OFFSETS_MAX = 1 << OFFSET_BITS
 PARTITIONS_MAX = 1 << (63 - OFFSET_BITS)  # ids are signed 64-bit
 BUSY_TIMEOUT_S = 2.0  # another SQLite client in the middle of a write; longer would stall the event loop
+# What a damaged file may raise: of a damaged schema SQLite says something that is no UTF-8 itself.
+UNREADABLE = (sqlite3.Error, UnicodeDecodeError)
 
 _TOPIC_NAME = re.compile(r"[a-z0-9.-]{1,200}")
 _FRAME = struct.Struct("<IQqIii")
@@ -127,7 +130,11 @@ def checksum(
         -1 if key is None else len(key),
         -1 if headers is None else len(headers),
     )
-    digest = xxhash.xxh3_64_intdigest(b"".join((frame, name, key or b"", headers or b"", value)))
+    return signed(xxhash.xxh3_64_intdigest(b"".join((frame, name, key or b"", headers or b"", value))))
+
+
+def signed(digest: int) -> int:
+    """64 bits as SQLite stores an integer."""
     return digest - (1 << 64) if digest >> 63 else digest
 
 
@@ -227,35 +234,62 @@ def connect(path: Path | None, *, readonly: bool) -> sqlite3.Connection:
     return sqlite3.connect(uri, uri=True, isolation_level=None, timeout=BUSY_TIMEOUT_S)
 
 
-def check_format(db: sqlite3.Connection, path: Path | None) -> bool:
-    """Whether the database is a log already; False for an empty one. Refuses others (LogUnusable)."""
+def check_format(db: sqlite3.Connection, path: Path | None) -> int:
+    """The format of the database, `FORMAT_VERSION` or `RECORDING_VERSION`; 0 for an empty one.
+
+    Refuses others (LogUnusable).
+    """
     try:
         (application,) = db.execute("PRAGMA application_id").fetchone()
         (version,) = db.execute("PRAGMA user_version").fetchone()
         (tables,) = db.execute("SELECT count(*) FROM sqlite_master").fetchone()
-    except sqlite3.DatabaseError as error:
-        raise LogUnusable(f"{path}: is not a forebay log ({error}); choose another path") from error
+    except UNREADABLE as error:
+        match code_of(error):
+            case sqlite3.SQLITE_NOTADB:
+                raise LogUnusable(f"{path}: is not a forebay log ({error}); choose another path") from error
+            case sqlite3.SQLITE_BUSY:
+                raise LogUnusable(f"{path}: another process writes it; wait for that one") from error
+            case sqlite3.SQLITE_CORRUPT:
+                raise LogUnusable(f"{path}: is damaged or cut off ({error}); restore a copy") from error
+            case _:
+                raise LogUnusable(f"{path}: cannot be read ({error}); restore a copy") from error
     if application == 0 and version == 0 and tables == 0:
-        return False
+        return 0
     if application != APPLICATION_ID:
         raise LogUnusable(f"{path}: is a database of another program; choose another path")
-    if version > FORMAT_VERSION:
+    if version > RECORDING_VERSION:
         raise LogUnusable(
-            f"{path}: has format {version}, this forebay reads up to {FORMAT_VERSION}; use a newer forebay"
+            f"{path}: has format {version}, this forebay reads up to {RECORDING_VERSION}; use a newer forebay"
         )
-    return True
+    if version < FORMAT_VERSION:
+        raise LogUnusable(f"{path}: has format {version}, which no forebay wrote; restore a copy")
+    return int(version)
 
 
 def initialise(db: sqlite3.Connection, namespace: str) -> None:
-    """Make an empty database a log. The meta table's name can be no topic: it has an underscore."""
+    """Make an empty database a log."""
     db.execute("BEGIN IMMEDIATE")
+    create_meta(db, FORMAT_VERSION, {"namespace": namespace})
+    db.execute("COMMIT")
+
+
+def code_of(error: Exception) -> int:
+    """SQLite's primary result code of one of `UNREADABLE`."""
+    return getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF  # the other bytes say where
+
+
+def create_meta(db: sqlite3.Connection, version: int, meta: Mapping[str, str]) -> None:
+    """Say what an empty database is, in a transaction of the caller's.
+
+    The meta table's name can be no topic: it has an underscore.
+    """
     db.execute("CREATE TABLE forebay_meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID")
     created = datetime.now(UTC).isoformat(timespec="seconds")
-    meta = [("format", str(FORMAT_VERSION)), ("namespace", namespace), ("created", created)]
-    db.executemany("INSERT INTO forebay_meta VALUES (?, ?)", meta)
+    db.executemany(
+        "INSERT INTO forebay_meta VALUES (?, ?)", {"format": str(version), "created": created, **meta}.items()
+    )
     db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-    db.execute(f"PRAGMA user_version = {FORMAT_VERSION}")
-    db.execute("COMMIT")
+    db.execute(f"PRAGMA user_version = {version}")
 
 
 def read_meta(db: sqlite3.Connection) -> dict[str, str]:

@@ -10,9 +10,14 @@ class PowerOfTwo:
     def decide(self, world: RoutingWorld, request: RoutingRequest) -> int:
         """Two different candidates are drawn, where there are two."""
         candidates = world.candidates
-        first = scaled(request.tie_seed, len(candidates))
-        if len(candidates) == 1:
-            return first
-        second = scaled(mix64(request.tie_seed), len(candidates) - 1)
-        second += second >= first
+        first, second = drawn(request.tie_seed, len(candidates))
         return second if candidates[second].active_requests < candidates[first].active_requests else first
+
+
+def drawn(tie_seed: int, count: int) -> tuple[int, int]:
+    """The two positions that a request draws of `count`, different ones where there are two."""
+    first = scaled(tie_seed, count)
+    if count == 1:
+        return first, first
+    second = scaled(mix64(tie_seed), count - 1)
+    return first, second + (second >= first)

@@ -1,0 +1,13 @@
+"""The policies of users that a recorded log names: they are code here, and must be fit to derive decisions again."""
+
+import asyncio
+
+from forebay.cli.policy_check import require_policy
+from forebay.replay.groups import pools_of
+from forebay.transport.base import Log
+
+
+async def require_policies(log: Log, partition: int) -> None:
+    """Refuse policies that cannot derive anything again. Raises Unusable, LogError."""
+    for mode in dict.fromkeys(pool.router.mode for pool in await pools_of(log, partition)):
+        await asyncio.to_thread(require_policy, mode)

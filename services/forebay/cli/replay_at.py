@@ -1,0 +1,97 @@
+"""`forebay replay at`: the world of a recorded group at one moment, or step by step."""
+
+import asyncio
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+
+from forebay.cli.at_view import (
+    drawn,
+    facts_sheet,
+    lost_sheet,
+    queue_sheet,
+    ranks_sheet,
+    requests_sheet,
+    summary,
+    workers_sheet,
+)
+from forebay.cli.cluster import NAMESPACE, KafkaSource, NamespaceOption, PropertiesOption
+from forebay.cli.errors import explained, fail
+from forebay.cli.recorded_policies import require_policies
+from forebay.cli.recording import LogArgument, Recording
+from forebay.cli.replay_watch import watch as watch_from
+from forebay.cli.times import time_us
+from forebay.replay.at import Position, arrive, embark, last_clock, offset_at
+from forebay.replay.moment import Moment
+
+ROWS_MAX = 64  # of a table on a terminal; `--json` has all
+LOST_SHOWN_MAX = 8
+CLOCK_DIGITS_MAX = 19  # microseconds, as records say them
+PLAIN_WIDTH = 120  # of what is not a terminal
+
+
+def at(
+    log: LogArgument = None,
+    kafka: KafkaSource = None,
+    namespace: NamespaceOption = NAMESPACE,
+    kafka_config: PropertiesOption = None,
+    group: Annotated[str, typer.Option(help="The model whose world is shown, if Kafka holds several.")] = "",
+    time: Annotated[
+        str,
+        typer.Option(
+            help="On the owner's clock: 2026-01-31T12:00:00Z, 12:30 of that day, -5m before the end; or microseconds."
+        ),
+    ] = "",
+    offset: Annotated[int | None, typer.Option(min=0, help="A record of the journal `decisions`.")] = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Step on from there, record by record.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout, with everything.")] = False,
+) -> None:
+    """Show the world as its owner knew it when it wrote a journal record, the last one by default."""
+    if time and offset is not None:
+        fail("give --time or --offset, not both")
+    if watch and json:
+        fail("give --watch or --json, not both")
+    recording = Recording(log, kafka, namespace, kafka_config, group)
+    recording.require_one_source()
+    with explained():
+        asyncio.run(_run(recording, time, offset, watch=watch, json=json))
+
+
+async def _run(recording: Recording, time: str, offset: int | None, *, watch: bool, json: bool) -> None:
+    async with recording.opened() as (log, partition):
+        await require_policies(log, partition)
+        if time:
+            exactly = time.isdecimal() and len(time) <= CLOCK_DIGITS_MAX
+            wanted_us = int(time) if exactly else time_us("--time", time, await last_clock(log, partition))
+            offset = await offset_at(log, partition, wanted_us)
+        if watch and offset is None:
+            position = await embark(log, partition)
+        else:
+            position = await arrive(log, partition, offset)
+        if watch:
+            await watch_from(log, partition, position)
+        elif json:
+            typer.echo(msgspec.json.encode(await position.moment()).decode())
+        else:
+            console = Console()
+            show(console if console.is_terminal else Console(width=PLAIN_WIDTH), position, await position.moment())
+
+
+def show(console: Console, position: Position, moment: Moment) -> None:
+    """The whole moment, each table bounded."""
+    console.print(drawn(facts_sheet(moment)))
+    if position.step is not None:
+        console.print(f"record     {summary(position.step.record)}", markup=False, highlight=False)
+    for sheet in (workers_sheet(moment, ROWS_MAX), ranks_sheet(moment, ROWS_MAX)):
+        console.print()
+        console.print(drawn(sheet))
+    for loss in reversed(moment.lost[-LOST_SHOWN_MAX:]):
+        console.print()
+        console.print(drawn(lost_sheet(loss, ROWS_MAX)))
+    if len(moment.lost) > LOST_SHOWN_MAX:
+        console.print(f"and {len(moment.lost) - LOST_SHOWN_MAX} lost before", style="dim")
+    for sheet in (queue_sheet(moment, ROWS_MAX), requests_sheet(moment, ROWS_MAX)):
+        console.print()
+        console.print(drawn(sheet))

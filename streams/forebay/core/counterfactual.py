@@ -1,0 +1,99 @@
+"""What another configuration would have chosen, in the very state in which history chose.
+
+Theory of operation. `World.on_choice` tells of a choice before anything is booked by it; there the same eligibility,
+costs and policy are asked again under an alternative. Only looking: the world stays history's, so that the next
+question is asked in history's state, too, and nothing drifts. What history's rule booked stays booked by it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from forebay.core.eligibility import Ineligible
+from forebay.core.lifecycle import Request
+from forebay.core.roster import Seat
+from forebay.core.router import Choice, consider, find, find_again, must_wait
+from forebay.core.world import World
+from forebay.events.control import PoolConfigured
+
+# What these decide was booked by history's rule before: a choice in history's state cannot show all they change.
+BOOKED_FIELDS = (
+    "track_prefill_tokens",
+    "track_active_blocks",
+    "track_output_blocks",
+    "assume_kv_reuse",
+    "use_kv_events",
+    "ttl_s",
+    "approximate_blocks_max",
+    "predicted_ttl_s",
+    "session_ttl_s",
+)
+
+Alternative = Callable[[PoolConfigured], PoolConfigured]  # from history's configuration to another
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Counterfactual:
+    """A choice of an alternative beside history's.
+
+    Attributes:
+        history: what history chose, by its own table.
+        choice: what the alternative would have chosen; None when it would have refused.
+        refusal: why it would have refused.
+        would_hold: whether the alternative would have let the request wait in its queue; `choice` is who would have
+            got it otherwise.
+    """
+
+    history: Choice
+    choice: Choice | None
+    refusal: Ineligible | None
+    would_hold: bool
+
+    @property
+    def agrees(self) -> bool:
+        """Whether both chose the same rank."""
+        return self.choice is not None and seat_of(self.choice).key == seat_of(self.history).key
+
+    @property
+    def regret_blocks(self) -> float | None:
+        """What history's rank costs more than the alternative's, in blocks, by the alternative's own table.
+
+        Below zero where the alternative does not take the cheapest. None when it has no choice, or when history's rank
+        is none of its candidates.
+        """
+        if self.choice is None:
+            return None
+        table = self.choice.table
+        at = table.roster.positions.get(seat_of(self.history).key)
+        return None if at is None else table.costs[at] - table.costs[self.choice.at]
+
+    @property
+    def overlap_blocks(self) -> int:
+        """Leading blocks of the prompt on the device of the rank that the alternative chose; 0 without a choice."""
+        return 0 if self.choice is None else self.choice.table.overlap(self.choice.at).device
+
+    @property
+    def history_overlap_blocks(self) -> int:
+        """The same of the rank that history chose."""
+        return self.history.table.overlap(self.history.at).device
+
+
+def counterfactual(world: World, pool: PoolConfigured, request: Request, history: Choice) -> Counterfactual:
+    """What would be chosen if `pool` were configured so; `world` is as it was when history chose."""
+    again = request.attempt > 0
+    try:
+        roster = find_again(world, pool, request) if again else find(world, pool, request)
+        choice = consider(world, pool, request, roster)
+    except Ineligible as ineligible:
+        return Counterfactual(history, None, ineligible, would_hold=False)
+    return Counterfactual(history, choice, None, would_hold=not again and must_wait(pool, roster))
+
+
+def seat_of(choice: Choice) -> Seat:
+    """The rank that was chosen."""
+    return choice.table.roster.seats[choice.at]
+
+
+def booked_by_history(pool: PoolConfigured, alternative: PoolConfigured) -> list[str]:
+    """The changed fields whose bookings are history's own: what they change shows in a choice only in part."""
+    ours, others = pool.router, alternative.router
+    return [name for name in BOOKED_FIELDS if getattr(ours, name) != getattr(others, name)]

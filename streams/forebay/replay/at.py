@@ -1,0 +1,253 @@
+"""A recorded group at any of its journal records: the world as its owner knew it when it wrote that record.
+
+The state at a record includes all that the record consumed and decided, so it has the digest that an `Advanced` there
+seals. It is derived from the newest snapshot before; how it was reached makes no difference to it.
+"""
+
+from collections import deque
+
+import msgspec
+
+from forebay.core.fleet import Worker
+from forebay.core.rederive import Divergence
+from forebay.events.decisions import OwnerClaimed
+from forebay.events.fleet import OwnershipAnnounced, WorkerLost
+from forebay.events.requests import RequestSubmitted
+from forebay.events.topics import DECISIONS, FLEET, REQUESTS
+from forebay.replay.moment import LossFacts, Moment, loss_of, moment_of
+from forebay.replay.walk import Start, Step, Walk, before, oldest
+from forebay.transport.base import Log, LogError
+from forebay.transport.recorded import Validity, decode_journal, decode_or_none, journal, journal_records
+from forebay.transport.recording import utc
+
+LOST_MAX = 1_024  # of the workers that are gone, the last ones are told
+PAGE_RECORDS = 512
+PAGE_REQUESTS = 64  # they hold prompts, so a page may be megabytes
+
+
+class NotThere(LogError):
+    """The recording holds no such moment; the text says what it does hold."""
+
+
+class Diverged(LogError):
+    """Nothing can be shown from a record on that the events do not lead to."""
+
+    def __init__(self, divergence: Divergence) -> None:
+        super().__init__(
+            f"journal record {divergence.offset} is not what the events lead to ({divergence.reason}): the world from"
+            " there on cannot be derived; `forebay replay verify` shows the difference"
+        )
+        self.divergence = divergence
+
+
+class Position:
+    """A group's world somewhere in its journal; it moves forward. Made by `arrive`.
+
+    Attributes:
+        world: the state right after `step`, or where the walk begins while that is None.
+        step: the last record applied, with the events that it consumed.
+        start: the journal offset of the state from which this one was derived.
+        end: where the journal ended when the walk began.
+    """
+
+    def __init__(self, log: Log, partition: int, start: Start, end: int) -> None:
+        self.world = start.world
+        self.step: Step | None = None
+        self.start = start.offset
+        self.end = end
+        self._log = log
+        self._partition = partition
+        self._steps = aiter(Walk(log, partition, start, end))
+        self._lost: deque[LossFacts] = deque(maxlen=LOST_MAX)
+        self._lost_before: list[LossFacts] | None = None
+        self._fleet_start = start.world.view.get(FLEET.name, 0)
+        self._timeouts_us: dict[int, int] = {}
+        self.world.on_loss = self._note_loss
+
+    @property
+    def offset(self) -> int:
+        """Of the record applied last."""
+        return self.start - 1 if self.step is None else self.step.offset
+
+    async def forward(self) -> Step | None:
+        """Apply the next valid record; None at the end.
+
+        Raises:
+            Diverged: the events do not lead to it; the position is lost.
+            LogError: as `Walk`.
+        """
+        step = await anext(self._steps, None)
+        if step is not None:
+            if step.divergence is not None:
+                raise Diverged(step.divergence)
+            self.step = step
+        return step
+
+    async def moment(self) -> Moment:
+        """All that is known here. Raises LogError."""
+        if self._lost_before is None:
+            self._lost_before = await self._read_losses()
+        return moment_of(
+            self.world,
+            offset=self.offset,
+            owner_id=await self._owner_id(),
+            record=None if self.step is None else msgspec.to_builtins(self.step.record),
+            start=self.start,
+            lost=[*self._lost_before, *self._lost][-LOST_MAX:],
+            timeouts_us=await self._read_timeouts(),
+        )
+
+    def _note_loss(self, event: WorkerLost, worker: Worker) -> None:
+        self._lost.append(loss_of(self.world, event, worker))
+
+    async def _owner_id(self) -> str:
+        epoch = self.world.owner_epoch
+        if epoch >= await self._log.begin(DECISIONS.name, self._partition):
+            for record in await self._log.read(DECISIONS.name, self._partition, epoch, 1):
+                claimed = decode_journal(record)
+                if isinstance(claimed, OwnerClaimed):
+                    return claimed.owner_id
+        return ""
+
+    async def _read_losses(self) -> list[LossFacts]:
+        """Who was lost before the walk began, as the facts say: what they held is known there only."""
+        found: dict[tuple[str, int], LossFacts] = {}
+        epoch = -1
+        offset = await self._log.begin(FLEET.name, self._partition)
+        while offset < self._fleet_start:
+            limit = min(PAGE_RECORDS, self._fleet_start - offset)
+            records = await self._log.read(FLEET.name, self._partition, offset, limit)
+            for record in records:
+                event = decode_or_none(FLEET, record.value)
+                if isinstance(event, OwnershipAnnounced):
+                    epoch = max(epoch, event.owner_epoch)
+                elif isinstance(event, WorkerLost) and event.owner_epoch >= epoch:
+                    loss = LossFacts(
+                        worker_id=event.worker_id,
+                        worker_epoch=event.worker_epoch,
+                        reason=event.reason,
+                        at_us=event.at_us,
+                    )
+                    found.setdefault((event.worker_id, event.worker_epoch), loss)
+            offset = records[-1].offset + 1 if records else self._fleet_start
+        return list(found.values())[-LOST_MAX:]
+
+    async def _read_timeouts(self) -> dict[int, int]:
+        """The timeouts of the requests under way, by the offset of their submission, where that is still there."""
+        offsets = [request.offset for request in self.world.requests.under_way()]
+        known = {offset: self._timeouts_us[offset] for offset in offsets if offset in self._timeouts_us}
+        begin = await self._log.begin(REQUESTS.name, self._partition)
+        for offset in offsets:
+            if offset in known or offset < begin:
+                continue
+            limit = min(PAGE_REQUESTS, offsets[-1] - offset + 1)
+            for record in await self._log.read(REQUESTS.name, self._partition, offset, limit):
+                event = decode_or_none(REQUESTS, record.value)
+                if isinstance(event, RequestSubmitted):
+                    known[record.offset] = event.timeout_us
+        self._timeouts_us = known
+        return known
+
+
+async def arrive(log: Log, partition: int, offset: int | None = None) -> Position:
+    """The position at the journal record at `offset`, the last one by default.
+
+    Where that record is void or foreign, it is the last valid one before.
+
+    Raises:
+        NotThere: the recording has no such record.
+        LogError: as `Walk`, and Diverged.
+    """
+    begin, end = await _extent(log, partition)
+    asked = end - 1 if offset is None else offset
+    if not begin <= asked < end:
+        raise NotThere(f"there is no journal record {asked}: the recording has those from {begin} to {end - 1}")
+    start = await before(log, partition, asked)
+    last = -1
+    async for at, _ in journal(log, partition, start.offset, asked + 1, Validity(start.world.owner_epoch)):
+        last = at
+    position = Position(log, partition, start, end)
+    while position.offset < last and await position.forward():
+        pass
+    return position
+
+
+async def embark(log: Log, partition: int) -> Position:
+    """The position at the first valid record after the earliest state that the recording holds. Raises LogError."""
+    _, end = await _extent(log, partition)
+    position = Position(log, partition, await oldest(log, partition, end), end)
+    await position.forward()
+    return position
+
+
+async def offset_at(log: Log, partition: int, time_us: int) -> int:
+    """The offset of the last valid journal record that was written by `time_us` on the owner's clock.
+
+    Raises:
+        NotThere: the recording begins later, or ends before.
+        LogError: the log is damaged, or holds no state from which anything can be derived.
+    """
+    begin, end = await _extent(log, partition)
+    hint = await _near(log, partition, begin, end, time_us)
+    try:
+        start = await before(log, partition, hint)
+    except LogError:  # the hint may lie before the first state; `oldest` says if there is none at all
+        start = await oldest(log, partition, end)
+    if start.world.now_us > time_us:
+        start = await oldest(log, partition, end)
+    clock_us = start.world.now_us
+    found = start.offset - 1 if start.offset > begin else -1  # the seal before a snapshot's state
+    async for offset, record in journal(log, partition, start.offset, end, Validity(start.world.owner_epoch)):
+        if record.consumed:
+            clock_us = record.consumed[-1].now_us
+        if clock_us > time_us:
+            if found < 0:
+                raise NotThere(f"the recording begins at {utc(clock_us)} on its owner's clock, which is later")
+            return found
+        if clock_us:
+            found = offset
+    if clock_us < time_us:
+        raise NotThere(f"the recording ends at {utc(clock_us)} on its owner's clock, which is earlier")
+    return found
+
+
+async def last_clock(log: Log, partition: int) -> int:
+    """The owner's clock where the journal ends, for people: in microseconds, 0 if nothing was applied."""
+    begin, end = await _extent(log, partition)
+    while begin < end:
+        start = max(begin, end - PAGE_RECORDS)
+        decisions = [decode_journal(record) async for record in journal_records(log, partition, start, end)]
+        for decision in reversed(decisions):
+            if decision is not None and decision.consumed:
+                return decision.consumed[-1].now_us
+        end = start
+    return 0
+
+
+async def _extent(log: Log, partition: int) -> tuple[int, int]:
+    begin, end = await log.begin(DECISIONS.name, partition), await log.end(DECISIONS.name, partition)
+    if begin >= end:
+        raise NotThere(f"control partition {partition} has no journal: nothing was decided there")
+    return begin, end
+
+
+async def _near(log: Log, partition: int, begin: int, end: int, time_us: int) -> int:
+    """An offset not far before the last record written by `time_us`; void records may mislead it, either way."""
+    low, high = begin, end
+    while high - low > PAGE_RECORDS:
+        middle = (low + high) // 2
+        clock_us = await _clock_from(log, partition, middle, min(high, middle + PAGE_RECORDS))
+        if clock_us is None or clock_us > time_us:
+            high = middle
+        else:
+            low = middle
+    return low
+
+
+async def _clock_from(log: Log, partition: int, start: int, end: int) -> int | None:
+    """The owner's clock at the first record in [start, end) that says it."""
+    async for record in journal_records(log, partition, start, end):
+        decision = decode_journal(record)
+        if decision is not None and decision.consumed:
+            return decision.consumed[0].now_us
+    return None

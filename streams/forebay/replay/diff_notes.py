@@ -1,0 +1,82 @@
+"""What the figures of a comparison mean, and where they stop being valid, in sentences for people."""
+
+from forebay.replay.diff_report import Report
+
+OPEN_LOOP = (
+    "Open loop: the alternative world got the recorded events. KV events and load reports are history's own, "
+    "whatever the alternative decided; what workers said of a request counts for whichever worker has it there."
+)
+AFTER_FORK = (
+    "Everything before the fork is exact. After it each decision is what the alternative would decide if the caches "
+    "were as they were in history. They would not be: its requests would have filled other caches."
+)
+
+
+def notes(report: Report) -> list[str]:
+    """The sentences, most important first."""
+    if report.divergence is not None:
+        offset = report.divergence.offset
+        return [f"The recording's own events do not lead to its record at journal offset {offset}: it ends there."]
+    if report.identical:
+        same = "The alternative decides everything as history did: no request moves, and this is exact."
+        return [same, *_answers(report)]
+    return [OPEN_LOOP, AFTER_FORK, *_landed(report), *_by_choice(report), *_progress(report), *_answers(report)]
+
+
+def _landed(report: Report) -> list[str]:
+    here, there = report.other.landed, report.history.landed
+    if here is None or there is None:
+        return []
+    return [
+        f"How far it went: of the prompt blocks that the alternative sent somewhere, {here:.1%} were in that "
+        f"worker's cache when the request ended, as the recorded KV events tell it; of history's own, {there:.1%}."
+    ]
+
+
+def _by_choice(report: Report) -> list[str]:
+    moved = report.moved
+    if not moved.moved:
+        return []
+    others = f", would let {moved.held:,} requests wait" if moved.held else ""
+    others += f", would refuse {moved.refused:,}" if moved.refused else ""
+    asked = (
+        f"Asked {moved.asked:,} times in history's own state, the alternative chooses otherwise {moved.otherwise:,} "
+        f"times{others}."
+    )
+    if report.booked:
+        asked += (
+            f" What {', '.join(report.booked)} would change shows there only in part: history had booked by its own."
+        )
+    if moved.by_choice == moved.moved:
+        return [f"{asked} All requests that moved would have moved there, too."]
+    drawn = f"Of the {moved.moved:,} requests that moved, {moved.by_choice:,} would have moved there, too"
+    return [f"{asked} {drawn}; the others moved because of what had moved before."]
+
+
+def _progress(report: Report) -> list[str]:
+    said, progress = [], report.progress
+    if progress.late or progress.to_come:
+        late = progress.late + progress.to_come
+        said.append(
+            f"{late:,} times a worker was heard later than in history, as much as the request was sent later; a "
+            "request that was sent earlier keeps its worker busy until it ended in history."
+        )
+    if progress.unknown_end:
+        said.append(
+            f"{progress.unknown_end:,} requests that history never sent to a worker were sent to one here: nobody "
+            "knows when they would have ended, so they are load until their deadline."
+        )
+    if progress.void:
+        said.append(
+            f"{progress.void:,} times a worker's word did not fit: a worker that was lost had the request in one of "
+            "the worlds only."
+        )
+    return said
+
+
+def _answers(report: Report) -> list[str]:
+    if not report.queries_otherwise:
+        return []
+    return [
+        f"{report.queries_otherwise:,} of {report.queries:,} questions where a request would go are answered otherwise."
+    ]

@@ -1,0 +1,105 @@
+"""Input events in a few words, for people who look for what made a decision."""
+
+from typing import assert_never
+
+import msgspec
+
+from forebay.core.step import InputEvent
+from forebay.events.base import U64_BYTES
+from forebay.events.control import BusyThresholdsSet, PoolConfigured, RouterConfig
+from forebay.events.fleet import (
+    OwnershipAnnounced,
+    WorkerDraining,
+    WorkerJoined,
+    WorkerLost,
+    WorkerRecovered,
+    WorkerSuspect,
+)
+from forebay.events.kv import BlocksRemoved, BlocksStored, CacheCleared
+from forebay.events.metrics import LoadReported
+from forebay.events.progress import FirstTokenEmitted, OutputGrown, RequestFailed, RequestFinished
+from forebay.events.requests import RequestCancelled, RequestSubmitted, RouteQueried
+
+UNDECODED = "undecodable"
+
+
+class EventTold(msgspec.Struct, kw_only=True):
+    """One input event: where it stands, what it is, and the clock reading at which it was applied, if it is known.
+
+    Time that passed with nothing to apply has no offset.
+    """
+
+    topic: str
+    offset: int | None
+    type: str
+    text: str
+    now_us: int | None = None
+
+
+def tag_of(event: InputEvent | None) -> str:
+    """The wire tag of an event; `UNDECODED` for a record that was none."""
+    return UNDECODED if event is None else str(type(event).__struct_config__.tag)
+
+
+def text_of(event: InputEvent | None) -> str:
+    """What an event says, in a few words."""
+    match event:
+        case None:
+            return "a record that did not decode: it did nothing"
+        case BlocksStored():
+            after = "a new sequence" if event.parent_hash is None else f"after {event.parent_hash:016x}"
+            where = f"{event.worker_id}/{event.rank}"
+            return f"{where} stores {_blocks(event.sequence_hashes)} on {event.tier}, {after} (seq {event.seq})"
+        case BlocksRemoved():
+            where = f"{event.worker_id}/{event.rank}"
+            return f"{where} removes {_blocks(event.sequence_hashes)} from {event.tier} (seq {event.seq})"
+        case CacheCleared():
+            return f"{event.worker_id}/{event.rank} has an empty cache (seq {event.seq})"
+        case RequestSubmitted():
+            return f"{event.request_id}: {event.prompt_tokens} tokens, {_blocks(event.sequence_hashes)}"
+        case RouteQueried():
+            return f"{event.request_id}: a question, {event.prompt_tokens} tokens, {_blocks(event.sequence_hashes)}"
+        case RequestCancelled():
+            return f"{event.request_id}: {event.reason}"
+        case FirstTokenEmitted() | OutputGrown() | RequestFinished() | RequestFailed():
+            return f"{event.request_id}, attempt {event.attempt}: {_progress(event)} at {event.worker_id}"
+        case LoadReported():
+            used = f"{event.kv_blocks_used} of {event.kv_blocks_total} blocks"
+            return f"{event.worker_id}/{event.rank}: {event.running} running, {event.waiting} waiting, {used}"
+        case WorkerJoined():
+            return f"{event.spec.worker_id} joins {event.spec.pool}, slot {event.slot}, {event.spec.dp_size} ranks"
+        case WorkerSuspect() | WorkerRecovered() | WorkerDraining() | WorkerLost():
+            reason = f": {event.reason}" if event.reason else ""
+            return f"{event.worker_id} of epoch {event.worker_epoch}{reason}"
+        case OwnershipAnnounced():
+            return f"the owner of epoch {event.owner_epoch}"
+        case PoolConfigured():
+            return f"the pool {event.pool} of {event.model} routes by {_router(event.router)}"
+        case BusyThresholdsSet():
+            return f"when workers of {event.model} are busy"
+        case _:
+            assert_never(event)
+
+
+def _progress(event: FirstTokenEmitted | OutputGrown | RequestFinished | RequestFailed) -> str:
+    match event:
+        case FirstTokenEmitted():
+            return "first token"
+        case OutputGrown():
+            return f"{event.output_tokens} tokens"
+        case RequestFinished():
+            return f"finished ({event.finish_reason})"
+        case RequestFailed():
+            return f"failed ({event.error})"
+
+
+def _router(config: RouterConfig) -> str:
+    """The mode, and what is not as it is by default."""
+    usual = RouterConfig()
+    changed = [name for name in config.__struct_fields__ if getattr(config, name) != getattr(usual, name)]
+    return ", ".join([config.mode, *(f"{name} {getattr(config, name)}" for name in changed if name != "mode")])
+
+
+def _blocks(packed: bytes) -> str:
+    count = len(packed) // U64_BYTES
+    return f"{count} block{'' if count == 1 else 's'}"

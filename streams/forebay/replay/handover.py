@@ -1,0 +1,171 @@
+"""What a simulator needs to go on where a comparison forks: both worlds as they were, and what came from outside later.
+
+Kept is one entry for each request that comes after the fork, with the hashes of its blocks: as much as the rest of the
+recording holds of prompts. Requests under way at the fork begin anew there, since how far they were is not known.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from forebay.core.lifecycle import Request
+from forebay.core.step import Decided, InputEvent
+from forebay.core.world import World
+from forebay.events.control import BusyThresholdsSet, PoolConfigured
+from forebay.events.decisions import RequestHeld, RequestRejected, RequestRouted
+from forebay.events.fleet import WorkerJoined, WorkerLost
+from forebay.events.progress import FirstTokenEmitted, RequestFinished
+from forebay.events.requests import RequestCancelled, RequestSubmitted, RoutingHints
+from forebay.events.snapshots import Booking, Chunk, Remembered, Reported, RequestState
+
+OF_REQUESTS = Booking | Remembered | Reported | RequestState
+
+
+@dataclass(slots=True)
+class Asked:
+    """A request from the fork on, and what history made of it; times are the owner's clock.
+
+    Attributes:
+        under_way: it came before the fork, and begins anew at it.
+        worker: the id and the rank that history sent it to last; None for none.
+        first_us: when the router heard of its first token; `last_us` of its end. 0 for never.
+        cancelled_us: when its client left; 0 for never.
+        output_tokens: how many it gave; None when history did not finish it.
+    """
+
+    request_id: str
+    at_us: int
+    model: str
+    prompt_tokens: int
+    sequence_hashes: bytes
+    tie_seed: int
+    timeout_us: int
+    hints: RoutingHints
+    lora_name: str
+    under_way: bool
+    worker: tuple[str, int] | None = None
+    first_us: int = 0
+    last_us: int = 0
+    cancelled_us: int = 0
+    cached_tokens: int = 0
+    output_tokens: int | None = None
+
+
+Said = tuple[int, PoolConfigured | BusyThresholdsSet]
+
+
+@dataclass(slots=True)
+class Handover:
+    """Collects from the fork on; empty when there is none.
+
+    Attributes:
+        at_us: the owner's clock at the fork.
+        states: history's world and the alternative's, without their requests, as snapshots tell them.
+        asked: the requests, in the order in which they came; ids may come twice.
+        said: what operators said, in history and as the alternative has it.
+        joined: workers that joined after the fork; `lost` those lost.
+    """
+
+    at_us: int = 0
+    states: tuple[list[Chunk], list[Chunk]] = field(default_factory=lambda: ([], []))
+    asked: list[Asked] = field(default_factory=list)
+    said: tuple[list[Said], list[Said]] = field(default_factory=lambda: ([], []))
+    joined: int = 0
+    lost: int = 0
+    _open: dict[str, Asked] = field(default_factory=dict)
+
+    def begin(self, history: World, other: World, event: InputEvent | None, now_us: int) -> None:
+        """The worlds differ for the first time, by what `event` led to."""
+        self.at_us = now_us
+        self.states = (_state(history), _state(other))
+        new = event.request_id if isinstance(event, RequestSubmitted) else None
+        for request in history.requests.under_way():
+            if request.request_id != new:
+                self._ask(_again(request, history.pools[request.pool].model, now_us))
+
+    def look(self, event: InputEvent | None, now_us: int, decided: Sequence[Decided], *, heard: bool) -> None:
+        """An event of history's, at the fork or later, and what history decided."""
+        match event:
+            case RequestSubmitted() if _is_new(event, decided):
+                self._ask(_first(event, now_us))
+            case RequestCancelled() if event.request_id in self._open:
+                self._open[event.request_id].cancelled_us = now_us
+            case FirstTokenEmitted() | RequestFinished() if heard:
+                self._progress(event, now_us)
+            case WorkerJoined():
+                self.joined += 1
+            case WorkerLost():
+                self.lost += 1
+            case _:
+                pass
+        for decision in decided:
+            if isinstance(decision, RequestRouted) and decision.request_id in self._open:
+                self._open[decision.request_id].worker = (decision.worker_id, decision.rank)
+
+    def configure(self, events: Sequence[PoolConfigured | BusyThresholdsSet], now_us: int) -> None:
+        """An operator said something after the fork, in history and in the alternative."""
+        for said, event in zip(self.said, events, strict=True):
+            said.append((now_us, event))
+
+    def _ask(self, asked: Asked) -> None:
+        self.asked.append(asked)
+        self._open[asked.request_id] = asked
+
+    def _progress(self, event: FirstTokenEmitted | RequestFinished, now_us: int) -> None:
+        asked = self._open.get(event.request_id)
+        if asked is None:
+            return
+        if isinstance(event, FirstTokenEmitted):
+            if not asked.first_us:
+                asked.first_us, asked.cached_tokens = now_us, event.cached_tokens
+            return
+        asked.last_us, asked.output_tokens = now_us, event.output_tokens
+        del self._open[event.request_id]
+
+
+def _state(world: World) -> list[Chunk]:
+    """All but what is about requests. Between two journal records `consumed` is not empty, and no part of a state."""
+    consumed = list(world.consumed)
+    world.consumed.clear()
+    chunks: list[Chunk] = [chunk for chunk in world.snapshot() if not isinstance(chunk, OF_REQUESTS)]
+    world.consumed.extend(consumed)
+    return chunks
+
+
+def _is_new(event: RequestSubmitted, decided: Sequence[Decided]) -> bool:
+    """Whether history took it for a request, and not for one that it knew."""
+    return any(
+        isinstance(one, RequestRouted | RequestHeld | RequestRejected)
+        and one.request_id == event.request_id
+        and getattr(one, "reason", "") != "duplicate_id"
+        for one in decided
+    )
+
+
+def _first(event: RequestSubmitted, now_us: int) -> Asked:
+    return Asked(
+        event.request_id,
+        now_us,
+        event.model,
+        event.prompt_tokens,
+        event.sequence_hashes,
+        event.tie_seed,
+        event.timeout_us,
+        event.routing,
+        event.lora_name,
+        under_way=False,
+    )
+
+
+def _again(request: Request, model: str, now_us: int) -> Asked:
+    return Asked(
+        request.request_id,
+        now_us,
+        model,
+        request.prompt_tokens,
+        request.packed,
+        request.tie_seed,
+        max(1, request.due_us - now_us),
+        request.hints,
+        request.lora_name,
+        under_way=True,
+    )

@@ -1,0 +1,106 @@
+"""One rank of a worker in a simulation: its engine model, and how it speaks on the log."""
+
+from forebay.core.engine_model import CacheChange, EngineModel, Finished, FirstToken, Step, Stored
+from forebay.events.base import pack_u64
+from forebay.events.decisions import RequestRouted
+from forebay.events.fleet import WorkerSpec
+from forebay.events.kv import BlocksRemoved, BlocksStored
+from forebay.events.metrics import LoadReported
+from forebay.events.progress import FirstTokenEmitted, RequestFailed, RequestFinished
+
+LOAD_INTERVAL_US = 100_000  # as workers report
+
+
+class EngineRank:
+    """An engine, which is ahead of the time, and what it says when the time has come.
+
+    Attributes:
+        number: its place among all ranks of the simulation.
+        step: what the engine does now; None while it does nothing.
+        load: as it was when the last step ended.
+        reported_us: when it last reported that; `report_held` until the interval since then is over.
+    """
+
+    def __init__(
+        self, number: int, spec: WorkerSpec, rank: int, worker_epoch: int, engine: EngineModel, *, kv_seq: int = 0
+    ) -> None:
+        """`kv_seq` is the number of its last KV event."""
+        self.number = number
+        self.spec = spec
+        self.rank = rank
+        self.worker_epoch = worker_epoch
+        self.engine = engine
+        self.step: Step | None = None
+        self.load = engine.load()
+        self.reported_us = -LOAD_INTERVAL_US
+        self.report_held = False
+        self._kv_seq = kv_seq
+
+    def cache_change(self, change: CacheChange) -> BlocksStored | BlocksRemoved:
+        """Blocks entered or left the cache."""
+        self._kv_seq += 1
+        hashes = pack_u64(change.hashes)
+        if isinstance(change, Stored):
+            return BlocksStored(
+                worker_id=self.spec.worker_id,
+                worker_epoch=self.worker_epoch,
+                seq=self._kv_seq,
+                rank=self.rank,
+                sequence_hashes=hashes,
+                parent_hash=change.parent,
+            )
+        return BlocksRemoved(
+            worker_id=self.spec.worker_id,
+            worker_epoch=self.worker_epoch,
+            seq=self._kv_seq,
+            rank=self.rank,
+            sequence_hashes=hashes,
+        )
+
+    def began(self, first: FirstToken, owner_epoch: int) -> FirstTokenEmitted:
+        """A prompt is computed."""
+        return FirstTokenEmitted(
+            request_id=first.request_id,
+            attempt=first.attempt,
+            worker_id=self.spec.worker_id,
+            worker_epoch=self.worker_epoch,
+            owner_epoch=owner_epoch,
+            cached_tokens=first.cached_tokens,
+        )
+
+    def finished(self, end: Finished, owner_epoch: int) -> RequestFinished:
+        """A request has its last token."""
+        return RequestFinished(
+            request_id=end.request_id,
+            attempt=end.attempt,
+            worker_id=self.spec.worker_id,
+            worker_epoch=self.worker_epoch,
+            owner_epoch=owner_epoch,
+            finish_reason=end.reason,
+            output_tokens=end.output_tokens,
+            cached_tokens=end.cached_tokens,
+        )
+
+    def refused(self, routed: RequestRouted, error: str) -> RequestFailed:
+        """The engine does not take a request."""
+        return RequestFailed(
+            request_id=routed.request_id,
+            attempt=routed.attempt,
+            worker_id=self.spec.worker_id,
+            worker_epoch=self.worker_epoch,
+            owner_epoch=routed.owner_epoch,
+            error=error,
+        )
+
+    def report(self) -> LoadReported:
+        """Its load, for the router."""
+        load = self.load
+        return LoadReported(
+            worker_id=self.spec.worker_id,
+            worker_epoch=self.worker_epoch,
+            running=load.running,
+            waiting=load.waiting,
+            kv_blocks_used=load.kv_blocks_used,
+            kv_blocks_total=load.kv_blocks_total,
+            rank=self.rank,
+        )

@@ -1,0 +1,332 @@
+"""Recordings of a busy group, made by driving the core as an owner does and writing what it would: no waiting, seeded.
+
+Conversations share system prompts and grow by a turn at a time; workers cache what they compute, evict the least lately
+used, and say so. Caches and what is remembered of clients are bounded, so that a longer recording has no larger state.
+"""
+
+import random
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from forebay.core.blocks import block_hashes, extend_chain
+from forebay.core.index_walk import Walk
+from forebay.core.step import CONSUMED_RUNS_MAX, InputEvent, advance, claim, open_run, step
+from forebay.core.world import CORE_VERSION, World
+from forebay.events.base import U32_BYTES, Event, pack_u64
+from forebay.events.codec import encode
+from forebay.events.control import PoolConfigured
+from forebay.events.decisions import Advanced, JournalRecord, OwnerClaimed, RequestRouted, SnapshotTaken
+from forebay.events.fleet import OwnershipAnnounced, WorkerJoined, WorkerSpec
+from forebay.events.kv import BlocksRemoved, BlocksStored
+from forebay.events.metrics import LoadReported
+from forebay.events.progress import FirstTokenEmitted, RequestFinished
+from forebay.events.requests import RequestSubmitted, Sampling
+from forebay.events.snapshots import Chunk, SnapshotChunk
+from forebay.events.topics import CONTROL, DECISIONS, FLEET, KV_EVENTS, METRICS, PROGRESS, REQUESTS, SNAPSHOTS, Topic
+from forebay.transport.base import Draft
+from forebay.transport.sqlite_log import SqliteLog
+
+MODEL, POOL = "bench", "default"
+BLOCK_SIZE = 64
+SYSTEM_PROMPTS, SYSTEM_BLOCKS = 32, 8
+TURN_BLOCKS, TURNS_MAX = 4, 8
+TALKS = 20  # conversations a worker
+UNDER_WAY = 6  # requests a worker
+RATE = 20  # requests a second and worker, by the recorded clock
+TURN_REQUESTS_MAX = 4  # that an owner under load finds at once
+DIGEST_EVERY = 1_000  # decisions, as owners have it
+WALK_BLOCKS = 4_096  # of a snapshot, a turn
+CHUNK_BYTES = 128 << 10
+TIMEOUT_US = 600_000_000
+FLUSH_RECORDS = 5_000
+SEED = 20_261_122
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a recording holds.
+
+    Attributes:
+        workers: how many there are, each with one rank.
+        decisions: how many requests are routed.
+        cached_blocks: what a worker's cache holds, and so the state.
+        stored_more: KV events of `TURN_BLOCKS` * `TURNS_MAX` new blocks that come with each decision, beside its own.
+        tokens: whether prompts have their tokens, as a live recording does; an anonymised one has not.
+        snapshot_every: journal records.
+    """
+
+    workers: int
+    decisions: int
+    cached_blocks: int = 4_096
+    stored_more: int = 0
+    tokens: bool = True
+    snapshot_every: int = 5_000
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What went into a recording; `blocks` are those of KV events, stored and removed."""
+
+    decisions: int
+    events: int
+    blocks: int
+
+
+async def write_recording(path: Path, shape: Shape) -> Written:
+    """Make one at `path`, which must not exist."""
+    log = SqliteLog.open(path)
+    try:
+        group = _Group(log, shape)
+        while group.decisions < shape.decisions:
+            await group.turn()
+        await group.end()
+    finally:
+        log.close()
+    return Written(group.decisions, group.events, group.blocks)
+
+
+class _Talk:
+    """A conversation: each turn asks with all that was said before."""
+
+    def __init__(self, system: tuple[bytes, list[int]], chance: random.Random) -> None:
+        self._chance = chance
+        self.tokens, chain = system
+        self.chain = list(chain)
+        self.turns = 0
+
+    def grow(self) -> None:
+        more = self._chance.randbytes(TURN_BLOCKS * BLOCK_SIZE * U32_BYTES)
+        self.tokens += more
+        self.chain += extend_chain(self.chain[-1], block_hashes(more, BLOCK_SIZE))
+        self.turns += 1
+
+
+class _Cache:
+    """What one worker has, the least lately used first, and what it says of it."""
+
+    def __init__(self, name: str, epoch: int, blocks_max: int) -> None:
+        self._where: dict[str, Any] = {"worker_id": name, "worker_epoch": epoch}
+        self._blocks: OrderedDict[int, None] = OrderedDict()
+        self._blocks_max = blocks_max
+        self._seq = 0
+
+    def use(self, chain: Sequence[int]) -> list[BlocksStored | BlocksRemoved]:
+        held = self._blocks
+        known = next((at for at, block in enumerate(chain) if block not in held), len(chain))
+        for block in reversed(chain):  # a prefix goes last
+            held[block] = None
+            held.move_to_end(block)
+        said: list[BlocksStored | BlocksRemoved] = []
+        if known < len(chain):
+            parent = chain[known - 1] if known else None
+            said.append(
+                BlocksStored(
+                    **self._where, seq=self._next(), sequence_hashes=pack_u64(chain[known:]), parent_hash=parent
+                )
+            )
+        if len(held) > self._blocks_max:
+            gone = [held.popitem(last=False)[0] for _ in range(len(held) - self._blocks_max)]
+            said.append(BlocksRemoved(**self._where, seq=self._next(), sequence_hashes=pack_u64(gone)))
+        return said
+
+    def report(self, running: int) -> LoadReported:
+        return LoadReported(
+            **self._where,
+            running=running,
+            waiting=0,
+            kv_blocks_used=len(self._blocks),
+            kv_blocks_total=self._blocks_max,
+        )
+
+    def _next(self) -> int:
+        self._seq += 1
+        return self._seq
+
+
+class _Group:
+    """An owner, its workers and its clients, a turn at a time."""
+
+    def __init__(self, log: SqliteLog, shape: Shape) -> None:
+        self._log = log
+        self._shape = shape
+        self._chance = random.Random(SEED)
+        self._world = World()
+        self._now_us = 0
+        self._drafts: list[Draft] = []
+        self._journal_end = 0
+        self._chunks_end = 0
+        self._since_digest = self._since_snapshot = 0
+        self._parts: list[Chunk] = []
+        self._walk: Walk | None = None
+        self._said: deque[tuple[Topic, InputEvent]] = deque()
+        self._under_way: deque[RequestRouted] = deque()
+        self._asked: dict[str, list[int]] = {}
+        self.decisions = self.events = self.blocks = 0
+        systems = [self._chance.randbytes(SYSTEM_BLOCKS * BLOCK_SIZE * U32_BYTES) for _ in range(SYSTEM_PROMPTS)]
+        self._systems = [(tokens, extend_chain(None, block_hashes(tokens, BLOCK_SIZE))) for tokens in systems]
+        self._talks = [self._talk() for _ in range(TALKS * shape.workers)]
+        self._journal(OwnerClaimed(owner_id="bench", core_version=CORE_VERSION))
+        claim(self._world, 0)
+        self._apply(FLEET, OwnershipAnnounced(owner_epoch=0))
+        self._apply(CONTROL, PoolConfigured(pool=POOL, model=MODEL, block_size=BLOCK_SIZE))
+        self._caches = {name: self._join(number, name) for number, name in enumerate(map(_name, range(shape.workers)))}
+
+    async def turn(self) -> None:
+        """Requests come, workers say something of those before."""
+        count = self._chance.randint(1, TURN_REQUESTS_MAX)
+        self._now_us += count * 1_000_000 // (RATE * self._shape.workers)
+        for _ in range(min(count, self._shape.decisions - self.decisions)):
+            self._ask()
+        for _ in range(len(self._said)):
+            self._apply(*self._said.popleft())
+        while len(self._under_way) > UNDER_WAY * self._shape.workers:
+            routed = self._under_way.popleft()
+            self._said.append((PROGRESS, RequestFinished(**_about(routed), finish_reason="length")))
+            self._said.append((METRICS, self._caches[routed.worker_id].report(UNDER_WAY)))
+        self._seal()
+        if len(self._drafts) >= FLUSH_RECORDS:
+            await self._flush()
+
+    async def end(self) -> None:
+        """What was applied last is sealed, too."""
+        self._journal(advance(self._world))
+        await self._flush()
+
+    def _ask(self) -> None:
+        at = self._chance.randrange(len(self._talks))
+        talk = self._talks[at]
+        if talk.turns == TURNS_MAX:
+            talk = self._talks[at] = self._talk()
+        talk.grow()
+        name = f"request-{self.decisions:08}"
+        self._asked[name] = list(talk.chain)
+        tokens = len(talk.tokens) // U32_BYTES
+        self._apply(
+            REQUESTS,
+            RequestSubmitted(
+                request_id=name,
+                model=MODEL,
+                token_ids=talk.tokens if self._shape.tokens else b"",
+                withheld_tokens=0 if self._shape.tokens else tokens,
+                sequence_hashes=pack_u64(talk.chain),
+                reply_slot=0,
+                timeout_us=TIMEOUT_US,
+                tie_seed=self._chance.getrandbits(64),
+                sampling=Sampling(max_tokens=128),
+                nonce=self._chance.getrandbits(64),
+            ),
+        )
+
+    def _answer(self, routed: RequestRouted) -> None:
+        """A worker took a request: its cache changes, its first token comes."""
+        cache = self._caches[routed.worker_id]
+        said: list[BlocksStored | BlocksRemoved] = cache.use(self._asked.pop(routed.request_id))
+        for _ in range(self._shape.stored_more):
+            said += cache.use([self._chance.getrandbits(64) for _ in range(TURN_BLOCKS * TURNS_MAX)])
+        self.blocks += sum(len(event.sequence_hashes) // 8 for event in said)
+        self._said.extend((KV_EVENTS, event) for event in said)
+        self._said.append((PROGRESS, FirstTokenEmitted(**_about(routed))))
+        self._under_way.append(routed)
+
+    def _join(self, number: int, name: str) -> _Cache:
+        spec = WorkerSpec(
+            worker_id=name,
+            model=MODEL,
+            pool=POOL,
+            block_size=BLOCK_SIZE,
+            kv_blocks_total=self._shape.cached_blocks,
+            max_num_seqs=256,
+            max_num_batched_tokens=8_192,
+        )
+        epoch = self._world.view[FLEET.name]
+        self._apply(FLEET, WorkerJoined(owner_epoch=0, spec=spec, lease="lease", slot=number, from_offset=0))
+        return _Cache(name, epoch, self._shape.cached_blocks)
+
+    def _talk(self) -> _Talk:
+        return _Talk(self._chance.choice(self._systems), self._chance)
+
+    def _apply(self, topic: Topic, event: InputEvent) -> None:
+        self._write(topic, event)
+        self.events += 1
+        decided = open_run(self._world, self._now_us)
+        decided += step(self._world, topic.name, event, self._now_us)
+        for record in decided:
+            assert isinstance(record, RequestRouted), record
+            self._journal(record)
+            self._answer(record)
+            self.decisions += 1
+            self._since_digest += 1
+        if len(self._world.consumed) >= CONSUMED_RUNS_MAX:
+            self._journal(advance(self._world))
+
+    def _seal(self) -> None:
+        """What an owner journals beside its decisions: digests, and snapshots that it walks on the way."""
+        if self._walk is None and self._since_snapshot >= self._shape.snapshot_every:
+            self._walk = self._world.index.begin_walk()
+            self._parts = []
+        if self._walk is not None and not self._walk.done:
+            self._parts += self._walk.advance(WALK_BLOCKS)
+        elif self._walk is not None:
+            self._walk = None
+            sealed = advance(self._world)
+            self._journal(sealed)
+            self._parts += [*self._world.index.end_walk(), *self._world.snapshot_small()]
+            self._snapshot(sealed)
+        elif self._since_digest >= DIGEST_EVERY:
+            self._journal(advance(self._world))
+
+    def _snapshot(self, sealed: Advanced) -> None:
+        journal_offset, first = self._journal_end, self._chunks_end
+        gathered: list[Chunk] = []
+        size = 0
+        for part in self._parts:
+            gathered.append(part)
+            size += len(msgspec.msgpack.encode(part))
+            if size >= CHUNK_BYTES or part is self._parts[-1]:
+                chunk = SnapshotChunk(owner_epoch=0, number=self._chunks_end - first, parts=tuple(gathered))
+                self._write(SNAPSHOTS, chunk)
+                self._chunks_end += 1
+                gathered, size = [], 0
+        taken = SnapshotTaken(
+            **self._world.stamp(),
+            first_offset=first,
+            chunks=self._chunks_end - first,
+            digest=sealed.digest,
+            journal_offset=journal_offset,
+            core_version=CORE_VERSION,
+        )
+        self._journal(taken)
+        self._since_snapshot = 0
+
+    def _journal(self, record: JournalRecord) -> None:
+        self._write(DECISIONS, record)
+        self._journal_end += 1
+        self._since_snapshot += 1
+        if isinstance(record, Advanced):
+            self._since_digest = 0
+
+    def _write(self, topic: Topic, event: Event) -> None:
+        self._drafts.append(Draft(topic.name, 0, encode(topic, event)))
+
+    async def _flush(self) -> None:
+        await self._log.append(self._drafts)
+        self._drafts = []
+
+
+def _about(routed: RequestRouted) -> dict[str, Any]:
+    return {
+        "request_id": routed.request_id,
+        "attempt": routed.attempt,
+        "worker_id": routed.worker_id,
+        "worker_epoch": routed.worker_epoch,
+        "owner_epoch": 0,
+    }
+
+
+def _name(number: int) -> str:
+    return f"w{number:04}"

@@ -1,0 +1,114 @@
+"""`--set`, `--policy` and `--router-policy-config`: another configuration, or one line that says what is wrong."""
+
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from forebay.cli.alternative import Alternative, alternative
+from forebay.events.control import PoolConfigured, QueueClass, QueueConfig, RouterConfig
+from forebay.ingress.errors import Unusable
+
+POOL = PoolConfigured(pool="default", model="m", block_size=16, router=RouterConfig(temperature=0.5))
+
+
+def refused(*sets: str, policy: str | None = None, policy_config: Path | None = None) -> str:
+    with pytest.raises(Unusable) as caught:
+        alternative(list(sets), policy, policy_config)
+    (line,) = str(caught.value).splitlines()
+    return line
+
+
+def given(*sets: str) -> Alternative:
+    return alternative(list(sets), None, None)
+
+
+def test_what_is_set_changes_and_all_else_stays() -> None:
+    changed = given(
+        "router.prefill_load_scale=2",
+        "router.use_kv_events=false",
+        "router.queue.threshold=1.5",
+        "router.busy.active_prefill_tokens_threshold=100",
+        "attempts_max=5",
+    ).of(POOL)
+    router = msgspec.structs.replace(
+        POOL.router,
+        prefill_load_scale=2.0,
+        use_kv_events=False,
+        queue=QueueConfig(threshold=1.5),
+        busy=msgspec.structs.replace(POOL.router.busy, active_prefill_tokens_threshold=100),
+    )
+    assert changed == msgspec.structs.replace(POOL, router=router, attempts_max=5)
+
+
+def test_lists_and_null_are_json() -> None:
+    one = given('router.queue.classes=[{"name": "default", "quantum": 5}]', "router.queue.threshold=null")
+    assert one.of(POOL).router.queue == QueueConfig(classes=(QueueClass(quantum=5),))
+
+
+def test_a_policy_is_the_mode() -> None:
+    assert alternative(None, "round-robin", None).of(POOL).router == RouterConfig(mode="round-robin", temperature=0.5)
+
+
+def test_a_policy_file_replaces_what_was_recorded_and_flags_win_over_it(tmp_path: Path) -> None:
+    file = tmp_path / "policy.yaml"
+    file.write_text("mode: least-loaded\nttl_s: 7\n")
+    one = alternative(["router.ttl_s=9"], None, file)
+    assert one.of(POOL).router == RouterConfig(mode="least-loaded", ttl_s=9.0)
+    assert str(one) == f"--router-policy-config {file} --set router.ttl_s=9"
+
+
+def test_one_pool_may_be_meant() -> None:
+    one = given("a:b:router.temperature=0.1")
+    other = msgspec.structs.replace(POOL, pool="a:b")
+    assert one.of(POOL) == POOL
+    assert one.of(other).router.temperature == 0.1
+    one.require_pools([POOL, other])
+    with pytest.raises(Unusable, match="there is no pool a:b; there are default"):
+        one.require_pools([POOL])
+
+
+def test_what_changes_nothing_is_named() -> None:
+    one = given("router.temperature=0.5", "router.ttl_s=3")
+    assert one.idle([POOL]) == ["--set router.temperature=0.5"]
+    assert one.idle([POOL, msgspec.structs.replace(POOL, router=RouterConfig())]) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("router.temperature", "must be PATH=VALUE"),
+        ("=1", r"unknown field \(none\); there are router.mode, .*attempts_max"),
+        ("router.x=1", "unknown field router.x; there are router.mode, "),
+        ("temperature=1", "did you mean router.temperature"),
+        ("router.busy=1", "is made of router.busy.active_decode_blocks_threshold, "),
+        ("block_size=1", "unknown field block_size"),
+        ("router.temperature=-1", "must be a number from 0 to 1000000$"),
+        ("router.temperature=nan", "must be a number from 0 to 1000000$"),
+        ("router.ttl_s=1e999", "must be a number from 0 to 31536000$"),
+        ("router.queue.threshold=x", "must be a number from 0 to 1000000 or null$"),
+        ("router.approximate_blocks_max=0", "must be a whole number from 1 to 1073741824$"),
+        ("attempts_max=0", "must be a whole number of at least 1$"),
+        ("router.track_prefill_tokens=maybe", "must be true or false$"),
+        ("router.selection_policy=x", "must be one of default, lmetric$"),
+        ("router.mode=kw", "kw is no router mode"),
+        ("router.queue.classes=3", "must be a JSON list of objects"),
+        ('router.queue.classes=[{"name": "default", "size": 1}]', r"unknown field \[0\].size; there are name, "),
+        ('router.queue.classes=[{"name": "default", "quantum": 0}]', r"`int` >= 1 - at `\$\[0\].quantum`"),
+        ('router.queue.classes=[{"name": "a"}]', "the queue class default .* must be there"),
+    ],
+)
+def test_what_cannot_be_set_is_refused(text: str, told: str) -> None:
+    line = refused(text)
+    assert line.startswith(f"--set {text}: ")
+    assert re.search(told, line), line
+
+
+def test_nothing_given_twice_given_or_unusable_is_refused(tmp_path: Path) -> None:
+    assert "say what is to be different" in refused()
+    assert "are the same field" in refused("router.mode=kv", policy="kv")
+    assert refused(policy="no.such.Policy").startswith("--policy no.such.Policy: ")
+    file = tmp_path / "policy.json"
+    file.write_text('{"mode": "no.such.Policy"}')
+    assert refused(policy_config=file).startswith(f"--router-policy-config {file}: ")

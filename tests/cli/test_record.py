@@ -1,0 +1,366 @@
+"""`forebay record` as a user runs it: what it prints, what it refuses, and beside a log that is being written."""
+
+import asyncio
+import functools
+import json
+import re
+import sqlite3
+from contextlib import closing
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from forebay.cli.app import app
+from forebay.core.step import Decided
+from forebay.events.codec import decode
+from forebay.events.control import PoolConfigured, RouterConfig
+from forebay.events.topics import CONTROL, DECISIONS
+from forebay.live.owner import Owner
+from forebay.replay import record
+from forebay.transport.recording import utc
+from forebay.transport.recording_writer import part_of
+from forebay.transport.sqlite_log import SqliteLog
+from forebay.transport.sqlite_schema import checksum
+from tests.cli.test_up import forebay, verified
+from tests.replay.slices import OTHER, join, journal_of, rows, run
+from tests.system import BLOCK, MODEL, System, submitted, until, until_ended
+
+US = 1_000_000
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with three owners, snapshots and a lost worker."""
+    path = tmp_path_factory.mktemp("source") / "run.db"
+    asyncio.run(run(path))
+    return path
+
+
+@pytest.fixture(scope="module")
+def joined(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two groups in one log."""
+    folder = tmp_path_factory.mktemp("joined")
+    asyncio.run(run(folder / "other.db", lives=2, requests=8))
+    asyncio.run(join(source, folder / "other.db", folder / "both.db"))
+    return folder / "both.db"
+
+
+def invoke(*arguments: str | Path) -> Result:
+    """The command in this process."""
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def made(*arguments: str | Path) -> dict[str, Any]:
+    """What a recording that succeeds says, as JSON."""
+    result = invoke("record", "--json", *arguments)
+    assert result.exit_code == 0, result.output
+    told: dict[str, Any] = json.loads(result.stdout)
+    for report in told["verified"].values():
+        assert report["verified"] == report["decisions"] > 0
+        assert report["divergence"] is None
+    return told
+
+
+def refused(*arguments: str | Path, code: int = 2) -> str:
+    """The one line with which the command ends."""
+    result = invoke("record", *arguments)
+    assert (result.exit_code, result.stdout) == (code, ""), result.output
+    (line,) = result.stderr.splitlines()
+    return line.removeprefix("forebay: ")
+
+
+def at(us: int) -> str:
+    """A time as an option."""
+    return datetime.fromtimestamp(us / US, UTC).isoformat()
+
+
+def test_a_whole_log(source: Path, tmp_path: Path) -> None:
+    result = invoke("record", source, tmp_path / "rec")
+    assert result.exit_code == 0
+    journal = journal_of(source)
+    told = dict(re.findall(r"^ *(\w+) +(.*)$", result.stdout, re.MULTILINE))
+    assert told["window"] == f"{utc(journal[0].at_us)} to {utc(journal[-1].at_us)}"
+    assert told["group"] == f"{MODEL}: control partition 0, pools recorded together: default"
+    assert f"offsets 0 to {len(journal) - 1}, from the log's beginning on" in told["journal"]
+    assert f"decisions {len(journal)}" in told["records"]
+    assert re.fullmatch(r"(\d+) of \1 decisions, digest [0-9a-f]{16}", told["verified"])
+    assert re.fullmatch(rf"{tmp_path}/rec, \d\.\d MB, digest [0-9a-f]{{32}}", told["recorded"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rec"]
+    assert verified(tmp_path / "rec", 0) == verified(tmp_path / "rec", 12345)
+    # What nobody had applied yet when the log ended was not recorded.
+    assert verified(tmp_path / "rec") == {**verified(source), "unapplied": 0}
+
+
+def test_windows(source: Path, tmp_path: Path) -> None:
+    journal = journal_of(source)
+    first, last = journal[len(journal) // 2], journal[-3]
+    by_time = made("--from", at(first.at_us), "--to", at(last.at_us), source, tmp_path / "a")
+    assert (by_time["from"], by_time["source"], by_time["anonymized"]) == (utc(first.at_us), "log", False)
+    assert by_time["groups"][0]["start"] > 0
+    assert by_time["groups"][0]["end"] == next(one.offset for one in journal if one.at_us == last.at_us)
+    span_s = (journal[-1].at_us - first.at_us) / US
+    by_span = made("--last", f"{span_s:.6f}s", source, tmp_path / "b")
+    inside = [one for one in journal if one.at_us > journal[-1].at_us - round(span_s * US)]
+    assert by_span["groups"][0]["first"] == inside[0].offset
+    assert by_span["groups"][0]["end"] == journal[-1].offset + 1
+    again = made(tmp_path / "a", tmp_path / "c")
+    assert again["source"] == "recording"
+    assert again["groups"][0]["first"] == by_time["groups"][0]["start"] == again["groups"][0]["start"]
+    # A window that begins before all that is there would be recorded in part only.
+    earliest = utc(journal[again["groups"][0]["start"]].at_us)
+    text = refused("--from", "-1d", tmp_path / "a", tmp_path / "d")
+    assert text.startswith(f"the window begins before what can be recorded, which is from {earliest} on: control part")
+    assert ", no decisions before offset" in text
+
+
+def test_not_verified_at_once(source: Path, tmp_path: Path) -> None:
+    result = invoke("record", "--no-verify", source, tmp_path / "rec")
+    assert result.exit_code == 0
+    assert f"not verified; `forebay replay verify {tmp_path}/rec` does it" in result.stdout
+    assert made("--no-verify", tmp_path / "rec", tmp_path / "again")["verified"] == {}
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--last", "5"], "--last 5: no span; give a number above 0 with s, m, h or d"),
+        (["--last", "-5m"], "--last -5m: no span"),
+        (["--last", "0s"], "--last 0s: no span"),
+        (["--last", "5m", "--from", "-1h"], "give --last, or --from and --to"),
+        (["--from", "yesterday"], "--from yesterday: no time; give 2026-01-31T12:00:00Z (local time"),
+        (["--to", "-5"], "--to 5: no span"),
+        (["--from", "2026-01-02", "--to", "2026-01-01"], "--from 2026-01-02 is not before --to 2026-01-01"),
+        (["--from", "-5m", "--to", "-5m"], "--from -5m is not before --to -5m"),
+        (["--from", "2999-01-01"], "--from 2999-01-01 lies in the future"),
+        (["--to", "2020-01-01"], f"group {MODEL} decided nothing in the window; its journal goes from 20"),
+        (["--group", "nobody"], f"there is no group nobody: SOURCE has {MODEL}"),
+        (["--pools", "default,nobodys"], "there is no pool nobodys: SOURCE has default"),
+        (["--pools", "default", "--group", "nobody"], "there is no group nobody"),
+    ],
+)
+def test_bad_options(source: Path, tmp_path: Path, options: list[str], text: str) -> None:
+    assert refused(*options, source, tmp_path / "rec").startswith(text.replace("SOURCE", str(source)))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bad_places(source: Path, tmp_path: Path) -> None:
+    assert refused(tmp_path / "rec") == "give LOG and OUT, or OUT and --kafka"
+    assert refused("--kafka", "127.0.0.1:1", source, tmp_path / "rec") == "give LOG and OUT, or OUT and --kafka"
+    assert "cannot be used" in refused("--kafka", "127.0.0.1:1", tmp_path / "rec")
+    assert refused(tmp_path / "none.db", tmp_path / "rec") == f"{tmp_path}/none.db: there is no such log"
+    assert "there is no directory" in refused(source, tmp_path / "deeper" / "rec")
+    assert "is a directory" in refused(source, tmp_path)
+    (tmp_path / "text").write_text("hello, world\n" * 99)
+    assert "is not a forebay log" in refused(tmp_path / "text", tmp_path / "rec")
+    SqliteLog.open(tmp_path / "empty.db").close()
+    assert "journal of group 0 is empty" in refused(tmp_path / "empty.db", tmp_path / "rec")
+    assert refused(source, tmp_path / "text").endswith("text: exists already; remove it or choose another path")
+    assert refused(source, source).endswith("exists already; remove it or choose another path")
+    assert (tmp_path / "text").read_text().startswith("hello")
+
+
+def test_groups_and_pools(joined: Path, tmp_path: Path) -> None:
+    both = made(joined, tmp_path / "both")
+    assert [(one["name"], one["partition"], one["pools"]) for one in both["groups"]] == [
+        (MODEL, 0, ["default"]),
+        (OTHER, 1, ["default"]),
+    ]
+    assert set(both["verified"]) == {MODEL, OTHER}
+    one = made("--group", OTHER, joined, tmp_path / "one")
+    assert [group["name"] for group in one["groups"]] == [OTHER]
+    assert [group["name"] for group in made("--pools", "default", joined, tmp_path / "pools")["groups"]] == [
+        MODEL,
+        OTHER,
+    ]
+    repeated = made("--group", OTHER, "--group", MODEL, joined, tmp_path / "repeated")
+    assert repeated["groups"] == both["groups"]
+    # Where there are several the other commands want to know which, and a recording knows what it holds.
+    assert "say which --group: " in forebay("replay", "verify", str(tmp_path / "both")).stderr
+    for name in (MODEL, OTHER):
+        assert invoke("replay", "verify", "--group", name, tmp_path / "both").exit_code == 0
+    assert invoke("replay", "verify", tmp_path / "one").exit_code == 0
+    result = invoke("replay", "verify", "--group", MODEL, tmp_path / "one")
+    assert (result.exit_code, result.stderr) == (
+        2,
+        f"forebay: there is no group {MODEL}: {tmp_path}/one has {OTHER}\n",
+    )
+
+
+def test_a_group_that_decided_nothing_is_left_out_and_said(joined: Path, tmp_path: Path) -> None:
+    """The other group's run began when this one's had ended."""
+    newest = journal_of(joined)[-1].at_us
+    result = invoke("record", "--from", at(newest + 1), joined, tmp_path / "rec")
+    assert result.exit_code == 0
+    assert result.stderr == f"left out: {MODEL}, which decided nothing in the window\n"
+    assert f"group      {OTHER}" in result.stdout
+    assert f"group      {MODEL}" not in result.stdout
+    for options in (["--group", MODEL], ["--group", MODEL, "--group", OTHER]):
+        text = refused(*options, "--from", at(newest + 1), joined, tmp_path / "named")
+        assert f"group {MODEL} decided nothing in the window" in text
+    text = refused("--to", "2020-01-01", joined, tmp_path / "none")
+    assert text == f"none of the groups decided anything in the window: {MODEL}, {OTHER}"
+
+
+def test_it_goes_on_where_it_ended_and_not_with_what_another_command_began(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "rec"
+    pages = 0
+
+    def interrupted(self: SqliteLog, *place: Any) -> Any:
+        nonlocal pages
+        pages += place[3] == 9  # as many as are read at once
+        if pages == 3:
+            raise KeyboardInterrupt
+        return read(self, *place)
+
+    read = SqliteLog.read
+    with monkeypatch.context() as patch:
+        patch.setattr(record, "PAGE_RECORDS", 9)
+        patch.setattr(SqliteLog, "read", interrupted)
+        assert invoke("record", "--last", "1h", source, out).exit_code != 0
+    assert part_of(out).exists()
+    assert not out.exists()
+    assert "run the `forebay record` command that began it again" in invoke("replay", "verify", part_of(out)).stderr
+    assert "(last 1h, now 2h); repeat that one, or remove the file" in refused("--last", "2h", source, out)
+    assert "(last 1h, now not given)" in refused(source, out)
+    assert "(group not given, now model)" in refused("--last", "1h", "--group", MODEL, source, out)
+    other = tmp_path / "other.db"
+    other.write_bytes(source.read_bytes())
+    assert re.search(r"\(source log \w+, now log \w+\)", refused("--last", "1h", other, out))
+    made("--last", "1h", source, out)
+    made("--last", "1h", source, tmp_path / "undisturbed")
+    assert rows(out) == rows(tmp_path / "undisturbed")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other.db", "rec", "undisturbed"]
+
+
+def test_every_command_works_on_a_slice(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "rec"
+    held = made("--from", at(journal_of(source)[-6].at_us), source, out)
+    starts = {extent["topic"]: extent for extent in held["extents"]}
+    assert invoke("replay", "verify", out).exit_code == 0
+    assert invoke("index", "dump", out).stdout == invoke("index", "dump", source).stdout != ""
+    listed = invoke("topics", "list", out).stdout.splitlines()
+    assert f"decisions/0\t{starts['decisions']['end']}" in listed
+    assert not [line for line in listed if line.startswith("control")]
+    tail = invoke("topics", "tail", out, "requests", "--from", "0").stdout.splitlines()
+    assert [json.loads(line)["offset"] for line in tail] == list(
+        range(starts["requests"]["first"], starts["requests"]["end"])
+    )
+    assert len(invoke("topics", "tail", out, "decisions", "-n", "1000").stdout.splitlines()) == len(
+        range(starts["decisions"]["first"], starts["decisions"]["end"])
+    )
+    assert invoke("topics", "tail", out, "tokens").exit_code == 2
+
+
+def test_a_byte_that_changed_where_no_record_is_fails_the_verification(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "rec"
+    made("--no-verify", source, out)
+    content = bytearray(out.read_bytes())
+    unused = content.rindex(bytes(64))
+    content[unused] = 1
+    out.write_bytes(content)
+    result = invoke("replay", "verify", out)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == (
+        f"forebay: {out}: was changed after it was written, though its records are as they were; restore a copy\n"
+    )
+
+
+def test_a_recording_that_does_not_verify_is_kept_and_the_exit_code_is_1(source: Path, tmp_path: Path) -> None:
+    lied = tmp_path / "lied.db"
+    lied.write_bytes(source.read_bytes())
+    offset = next(one.offset for one in reversed(journal_of(lied)) if b'"request.routed"' in one.value)
+    change_cost(lied, offset)
+    result = invoke("record", lied, tmp_path / "rec")
+    assert result.exit_code == 1
+    assert f"DIVERGENCE at journal offset {offset}: differs in terms" in result.stdout
+    again = invoke("replay", "verify", "--json", tmp_path / "rec")
+    assert (again.exit_code, json.loads(again.stdout)["divergence"]["offset"]) == (1, offset)
+
+
+def change_cost(path: Path, offset: int) -> None:
+    with closing(sqlite3.connect(path)) as db, db:
+        at_us, value = db.execute("SELECT at_us, value FROM decisions WHERE id = ?", (offset,)).fetchone()
+        lie = value.replace(b'"cost":', b'"cost":1')
+        sealed = checksum("decisions", 0, offset, at_us, None, None, lie)
+        db.execute("UPDATE decisions SET value = ?, checksum = ? WHERE id = ?", (lie, sealed, offset))
+
+
+def test_policies_of_users_are_found_in_the_snapshot_when_control_no_longer_names_them(tmp_path: Path) -> None:
+    """A slice whose `control` is empty: what its pools route by stands in the snapshot that it begins with."""
+    path = tmp_path / "run.db"
+
+    async def scenario() -> None:
+        pool = PoolConfigured(pool="default", model=MODEL, block_size=BLOCK, router=RouterConfig(mode="no.Policy"))
+        log = SqliteLog.open(path)
+        async with System(log).started(workers=1) as system:
+            for life in range(2):
+                async with system.owned(pool=pool) as owner:
+                    await until(functools.partial(has_worker, owner))
+                    system.send(submitted(f"r{life}", [1, 2, 3]))
+                    await until(functools.partial(has_decided, system, life + 1))
+        log.close()
+
+    asyncio.run(scenario())
+    last = next(one for one in reversed(journal_of(path)) if isinstance(decode(DECISIONS, one.value), Decided))
+    result = invoke("record", "--no-verify", "--from", at(last.at_us), path, tmp_path / "rec")
+    assert result.exit_code == 0, result.output
+    with_control = SqliteLog.open(tmp_path / "rec", readonly=True)
+    assert not [topic for topic, _, _ in with_control.topics() if topic == CONTROL.name]
+    with_control.close()
+    for file in (path, tmp_path / "rec"):
+        result = invoke("replay", "verify", file)
+        assert result.exit_code == 2
+        assert "no.Policy" in result.stderr
+
+
+def has_worker(owner: Owner) -> bool:
+    return len(owner.world.fleet) == 1
+
+
+def has_decided(system: System, count: int) -> bool:
+    return sum(isinstance(event, Decided) for event in system.decisions()) == count
+
+
+def test_a_log_that_another_process_writes(tmp_path: Path) -> None:
+    """Recording beside load: each recording ends at a journal record, and holds all that was applied until then."""
+    path = tmp_path / "live.db"
+
+    async def scenario() -> list[dict[str, Any]]:
+        log = SqliteLog.open(path)
+        found = []
+        async with System(log).started(workers=3) as system, system.owned(snapshot_every=40) as owner:
+            await until(lambda: len(owner.world.fleet) == 3)
+            ended = False
+
+            async def load() -> None:
+                number = 0
+                while not ended:
+                    for _ in range(5):
+                        system.send(submitted(f"r{number}", [*range(16), *[number % 7] * 8]))
+                        number += 1
+                    await until_ended(system, f"r{number - 1}")
+
+            loading = asyncio.create_task(load())
+            await until_ended(system, "r4")
+            for number in range(3):
+                out = tmp_path / f"{number}.rec"
+                run = await asyncio.to_thread(forebay, "record", "--json", "--last", "1m", str(path), str(out))
+                assert run.returncode == 0, run.stderr
+                found.append(json.loads(run.stdout))
+            ended = True
+            await loading
+        log.close()
+        return found
+
+    told = asyncio.run(scenario())
+    ends = [one["groups"][0]["end"] for one in told]
+    assert ends == sorted(ends)
+    assert ends[0] < ends[-1] < len(journal_of(path))
+    for one in told:
+        report = one["verified"][MODEL]
+        assert report["verified"] == report["decisions"] >= one["groups"][0]["decisions"] > 0

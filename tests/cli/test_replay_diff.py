@@ -1,0 +1,207 @@
+"""`forebay replay diff`: tables, JSON and pages of a comparison, and what is said when there is none."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from forebay.cli.app import app
+from forebay.cli.closed_loop import ALTERNATIVE, HISTORY, RECORDED
+from forebay.events.codec import decode, encode
+from forebay.events.control import RouterConfig
+from forebay.events.decisions import RequestRouted
+from forebay.events.topics import DECISIONS
+from tests.core.worlds import PROMPTS, Driver, request
+from tests.replay.recorded import MemoryLog, log_of, write
+from tests.replay.simulated import played
+from tests.simulate.traces import conversations
+
+HOSTILE = "</script><img src=x onerror=alert(1)>[bold]\x1b[31m&amp;"
+COMMAND = ["replay", "diff"]
+
+
+@pytest.fixture(scope="module")
+def history() -> MemoryLog:
+    """A simulated run of conversations, whose engines the simulator can follow."""
+    return played(conversations(sessions=11, turns=6, every_ms=2_000), RouterConfig(), workers=3, blocks=1_024).log
+
+
+@pytest.fixture(scope="module")
+def recording(history: MemoryLog, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("diff") / "run.db"
+    asyncio.run(write(history, path))
+    return path
+
+
+def told(*arguments: Any) -> tuple[int, str, str]:
+    run = CliRunner().invoke(app, [*COMMAND, *map(str, arguments)])
+    assert run.exception is None or isinstance(run.exception, SystemExit), run.exception
+    return run.exit_code, run.stdout, run.stderr
+
+
+def found(*arguments: Any) -> dict[str, Any]:
+    code, out, err = told(*arguments, "--json")
+    assert code == 0, err
+    result: dict[str, Any] = json.loads(out)
+    return result
+
+
+def refused(*arguments: Any) -> str:
+    code, out, err = told(*arguments)
+    assert (code, out) == (2, "")
+    (line,) = err.splitlines()
+    return line
+
+
+def test_a_table_says_who_moved_and_what_it_means(recording: Path) -> None:
+    code, out, _ = told(recording, "--policy", "round-robin")
+    assert code == 0
+    for text in ("--policy round-robin", "fork", "requests went to another worker", "Open loop", "--closed-loop"):
+        assert text in out
+    assert "w0/0" in out
+
+
+def test_other_processes_and_hash_seeds_say_the_same(recording: Path) -> None:
+    program = Path(sys.executable).with_name("forebay")
+    command: list[str | Path] = [
+        program,
+        *COMMAND,
+        str(recording),
+        "--set",
+        "router.temperature=0.4",
+        "--closed-loop",
+        "--json",
+    ]
+    runs = [
+        subprocess.run(command, env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, check=True).stdout
+        for seed in ("0", "12345")
+    ]
+    assert runs[0] == runs[1]
+    assert json.loads(runs[0])["moved"]["moved"] > 0
+
+
+def test_a_set_that_changes_nothing_is_said_so(recording: Path) -> None:
+    report = found(recording, "--set", "router.temperature=0")
+    assert report["idle"] == ["--set router.temperature=0"]
+    assert report["identical"]
+    assert report["state"] == report["other_state"]
+    _, out, _ = told(recording, "--set", "router.temperature=0", "--closed-loop")
+    assert "that is how it was configured" in out
+    assert "nothing to simulate" in out
+
+
+def test_closed_loop_stands_beside_what_was_recorded(recording: Path) -> None:
+    closed = found(recording, "--policy", "round-robin", "--closed-loop")["closed_loop"]
+    runs = closed["runs"]
+    assert list(runs) == [RECORDED, HISTORY, ALTERNATIVE]
+    assert all(run["requests"] == closed["requests"] for run in runs.values())
+    assert all(run["failed"] == 0 for run in runs.values())
+    # The recorded engines are the simulator's: what is left is how recently blocks were used.
+    error = abs(runs[RECORDED]["prefix_reuse"] - runs[HISTORY]["prefix_reuse"])
+    assert 3 * error < runs[HISTORY]["prefix_reuse"] - runs[ALTERNATIVE]["prefix_reuse"]
+    assert runs[HISTORY]["ttft_ms"]["p50"] == pytest.approx(runs[RECORDED]["ttft_ms"]["p50"], rel=0.2)
+
+
+def test_what_cannot_be_compared_is_refused(recording: Path, tmp_path: Path) -> None:
+    policy = ("--policy", "random")
+    assert "say what is to be different" in refused(recording)
+    assert "unknown field" in refused(recording, "--set", "router.heat=1")
+    assert "there is no pool p; there are default" in refused(recording, "--set", "p:router.temperature=1")
+    assert "there is no directory" in refused(recording, *policy, "--html", tmp_path / "no" / "page.html")
+    assert "there is no such name" in refused(recording, *policy, "--allow", "anything")
+    assert "give a log file or --kafka" in refused(*policy)
+    assert str(tmp_path / "none.db") in refused(tmp_path / "none.db", *policy)
+
+
+def test_a_history_that_diverges_is_not_compared(history: MemoryLog, tmp_path: Path) -> None:
+    journal = list(history.topics[DECISIONS.name])
+    at = 9
+    record = decode(DECISIONS, journal[at])
+    assert isinstance(record, RequestRouted)
+    journal[at] = encode(DECISIONS, msgspec.structs.replace(record, rank=record.rank + 1))
+    log = MemoryLog()
+    log.topics = {**history.topics, DECISIONS.name: journal}
+    path, page = tmp_path / "changed.db", tmp_path / "page.html"
+    asyncio.run(write(log, path))
+    code, out, err = told(path, "--policy", "random", "--html", page)
+    assert (code, out) == (1, "")
+    assert f"diverges at journal offset {at}" in err
+    assert not page.exists()
+
+
+def test_events_that_nobody_here_knows_fail_it_unless_allowed(tmp_path: Path) -> None:
+    drive = Driver().fleet("a", "b")
+    drive("kv-events", None)
+    drive("requests", request("r1", PROMPTS[0]))
+    path = tmp_path / "newer.db"
+    asyncio.run(write(log_of(drive, undecodable=msgspec.msgpack.encode({"type": "kv.blocks_moved"})), path))
+    code, _, err = told(path, "--policy", "random")
+    assert code == 2
+    assert "not verified: 1 unknown-events; accept that by --allow unknown-events" in err
+    assert told(path, "--policy", "random", "--allow", "unknown-events")[0] == 0
+
+
+class Page(HTMLParser):
+    """What a page is made of: tags, attributes, and the text outside of scripts."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: dict[str, list[str]] = {}
+        self.scripts: list[str] = []
+        self.text = ""
+        self._script = False
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self._script = tag == "script"
+        if self._script:
+            self.scripts.append("")
+        for name, value in attrs:
+            self.attributes.setdefault(name, []).append(value or "")
+
+    def handle_endtag(self, tag: str) -> None:
+        self._script = False
+
+    def handle_data(self, data: str) -> None:
+        if self._script:
+            self.scripts[-1] += data
+        else:
+            self.text += data
+
+
+def test_a_page_needs_nothing_else_and_says_everything(recording: Path, tmp_path: Path) -> None:
+    path = tmp_path / "page.html"
+    code, _, err = told(recording, "--policy", "round-robin", "--closed-loop", "--html", path)
+    assert code == 0, err
+    page = Page(path.read_text())
+    assert not {"src", "href", "srcset", "action"} & set(page.attributes)
+    assert not {"link", "iframe", "img", "object"} & set(page.tags)
+    assert any("default-src 'none'" in content for content in page.attributes["content"])
+    figures = json.loads(page.scripts[1])
+    assert set(figures) == {"overlap", "load", "series"} <= set(page.attributes["id"])
+    for text in ("What these figures mean", "Open loop", "The fork", "Closed loop", RECORDED, "--policy round-robin"):
+        assert text in page.text
+
+
+def test_what_clients_named_is_text(tmp_path: Path) -> None:
+    run = played(conversations(sessions=6, turns=4), RouterConfig(), workers=2, name=HOSTILE)
+    recording, path = tmp_path / "run.db", tmp_path / "page.html"
+    asyncio.run(write(run.log, recording))
+    code, out, _ = told(recording, "--policy", "round-robin", "--html", path)
+    assert code == 0
+    assert "[bold]" in out
+    assert "\x1b" not in out
+    page = Page(path.read_text())
+    assert "img" not in page.tags
+    assert len(page.scripts) == 3
+    assert HOSTILE in page.text

@@ -1,0 +1,181 @@
+"""`forebay replay explain` on a terminal and as JSON, on logs and on slices of them."""
+
+import asyncio
+import json
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from typer.testing import CliRunner, Result
+
+from forebay.cli.app import app
+from forebay.core.blocks import extend_chain
+from forebay.events.codec import encode
+from forebay.events.control import QueueConfig
+from forebay.events.decisions import RequestRouted
+from forebay.events.progress import FirstTokenEmitted, RequestFinished
+from forebay.events.requests import RequestCancelled, RoutingHints
+from forebay.events.topics import DECISIONS
+from forebay.replay.explain import Explanation
+from forebay.transport.sqlite_schema import checksum
+from tests.core.worlds import PROMPTS, query, request
+from tests.replay.recorder import Recorder, said
+
+MANY = 300  # workers
+DEEP = 1_500  # blocks of a prompt
+
+
+def forebay(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def explain(*arguments: object) -> Result:
+    return forebay("replay", "explain", *arguments)
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    """Some requests of all kinds."""
+    made = Recorder()
+    made.fleet("a", "b", temperature=0.5, queue=QueueConfig(threshold=0.25))
+    made("requests", request("req-1", PROMPTS[0], at_us=100, routing=RoutingHints(worker_id="a", priority=3)))
+    made("progress", said(made, "req-1", FirstTokenEmitted, cached_tokens=0, at_us=900), after_us=500_000)
+    made("progress", said(made, "req-1", RequestFinished, finish_reason="stop", output_tokens=7))
+    made("requests", request("req-2", PROMPTS[1]))
+    made.snapshot()
+    made("requests", request("req-3", PROMPTS[2]))
+    made("requests", request("req-4", PROMPTS[2], routing=RoutingHints(worker_id="nobody")))
+    made("requests", request("req-5", PROMPTS[2]))
+    made("requests", RequestCancelled(request_id="req-5", reason="\x1b[2Jgone"))
+    made("requests", query("ask", PROMPTS[0]))
+    made("progress", said(made, "req-2", FirstTokenEmitted))
+    return write(made, tmp_path / "log.db")
+
+
+def write(made: Recorder, path: Path) -> Path:
+    async def run() -> None:
+        (await made.log(path)).close()
+
+    asyncio.run(run())
+    return path
+
+
+def test_a_timeline_for_people(log: Path) -> None:
+    told = explain(log, "req-1")
+    assert told.exit_code == 0, told.output
+    lines = told.stdout.splitlines()
+    assert lines[0] == "request req-1: finished (stop) after 0.500 s, 7 tokens"
+    assert "34 prompt tokens in 8 full blocks, at most 2 tokens, deadline after 1 s" in lines[1]
+    assert "hints: worker_id a, priority 3" in lines
+    assert "    +0.000 s  routed to a: the request names it" in lines
+    assert "              kv: temperature 0.5, queue_threshold 0.25" in lines
+    assert any(line.split()[:3] == ["*", "a", "16.50"] for line in lines)
+    assert "              left out b/0: the request names a" in lines
+    assert "    +0.500 s  finished (stop) with 7 tokens" in lines
+    assert "time to first token 0.500 s by the owner's clock (0.001 s by those of ingress and worker)" in lines
+    assert lines[-1] == "derived again from journal offsets 0 to 2, every record equal to the recorded one"
+
+
+def test_others_are_told_as_well(log: Path) -> None:
+    assert "held in the queue of class default, behind 0: even " in explain(log, "req-5").stdout
+    cancelled = explain(log, "req-5").stdout
+    assert "given up (cancelled): \\x1b[2Jgone" in cancelled
+    assert "\x1b" not in cancelled
+    assert "left out a/0, b/0: the request names nobody" in explain(log, "req-4").stdout
+    assert "it would be held first, and then go to" in explain(log, "ask").stdout
+    last = explain(log, "req-2").stdout
+    assert last.startswith("request req-2: decode\n")
+    assert "(on the log, and not journalled yet)" in " ".join(last.split())
+    assert "drawn at temperature 0.5" in explain(log, "req-3").stdout
+
+
+def test_one_json_object(log: Path) -> None:
+    told = explain(log, "req-3", "--json")
+    assert told.exit_code == 0
+    explanation = msgspec.json.decode(told.stdout, type=Explanation)
+    assert (explanation.request_id, explanation.state) == ("req-3", "prefill")
+    assert explanation.derived_from > 0, "derived from the snapshot before it"
+    assert json.loads(told.stdout)["routings"][0]["candidates"][0]["seen"]["worker_id"] == "a"
+
+
+def test_a_slice_of_the_log_explains_the_same(log: Path, tmp_path: Path) -> None:
+    out = tmp_path / "slice.db"
+    assert forebay("record", log, out).exit_code == 0
+    assert explain(out, "req-3").stdout == explain(log, "req-3").stdout
+
+
+def test_what_is_not_there_or_makes_no_sense(log: Path, tmp_path: Path) -> None:
+    missing = explain(log, "req-")
+    near = "req-5, req-4, req-3, req-2, req-1"
+    assert (missing.exit_code, missing.stderr) == (2, f"forebay: {log}: there is no request req-; there is {near}\n")
+    assert explain(log, "other").stderr == f"forebay: {log}: there is no request other\n"
+    assert (explain("req-1").exit_code, explain("req-1").stderr) == (
+        2,
+        "forebay: give LOG and REQUEST, or REQUEST and --kafka\n",
+    )
+    foreign = tmp_path / "foreign.db"
+    foreign.write_text("this is no log")
+    refused = explain(foreign, "req-1")
+    assert (refused.exit_code, "foreign.db" in refused.stderr) == (2, True)
+
+
+def rewrite(path: Path, offset: int, **changes: Any) -> None:
+    """Change a journal record and its checksum."""
+    db = sqlite3.connect(path)
+    at_us, value = db.execute("SELECT at_us, value FROM decisions WHERE id = ?", (offset,)).fetchone()
+    record = msgspec.json.decode(value, type=RequestRouted)
+    lie = encode(DECISIONS, msgspec.structs.replace(record, **changes))
+    sealed = checksum(DECISIONS.name, 0, offset, at_us, None, None, lie)
+    db.execute("UPDATE decisions SET value = ?, checksum = ? WHERE id = ?", (lie, sealed, offset))
+    db.commit()
+    db.close()
+
+
+def test_a_divergence_is_named_and_what_comes_after_it_is_not_told(log: Path) -> None:
+    rewrite(log, 1, table_digest="0" * 16)
+    told = explain(log, "req-1")
+    assert told.exit_code == 1
+    assert told.stdout.startswith("request req-1: not known\n")
+    assert "DIVERGENCE at journal offset 1, before it: differs in table_digest" in told.stdout
+    assert "routed to" not in told.stdout
+    assert json.loads(explain(log, "req-1", "--json").stdout)["divergence"]["offset"] == 1
+
+
+def test_a_large_fleet_and_a_long_prompt_stay_readable(tmp_path: Path) -> None:
+    made = Recorder()
+    made.fleet(*(f"w{number:03}" for number in range(MANY)))
+    blocks = extend_chain(None, list(range(DEEP)))
+    made("requests", request("x", blocks[:700]))
+    made("requests", request("r", blocks))
+    pinned = RoutingHints(allowed_workers=tuple(f"w{number:03}" for number in range(2, 20)))
+    made("requests", request("p", blocks, routing=pinned))
+    log = write(made, tmp_path / "log.db")
+    lines = explain(log, "r").stdout.splitlines()
+    assert len(lines) < 30
+    assert sum(line.lstrip().startswith(("w", "*")) for line in lines) == 10
+    assert any(line.strip().startswith("290 more candidates, with costs up to ") for line in lines)
+    assert max(map(len, lines)) <= 120
+    assert len(explain(log, "r", "--all").stdout.splitlines()) > MANY
+    some = " ".join(explain(log, "p").stdout.split())
+    assert "left out w000/0, w001/0, w020/0, w021/0, w022/0, w023/0 and 276 more: it is not among the allowed" in some
+
+
+def test_an_id_that_was_used_before(tmp_path: Path) -> None:
+    made = Recorder()
+    made.fleet("a")
+    for number in range(2):
+        made("requests", request("r", PROMPTS[0], nonce=number))
+        made("progress", said(made, "r", RequestFinished, finish_reason="stop"))
+        made.wait(200_000_000)
+        made("requests", request(f"x{number}", PROMPTS[0]))
+    assert "the id was used once before: this is its last use" in explain(write(made, tmp_path / "l.db"), "r").stdout
+
+
+def test_a_policy_that_is_not_here(tmp_path: Path) -> None:
+    made = Recorder()
+    made.fleet("a", "b", mode="nowhere.Policy")
+    made("requests", request("r", PROMPTS[0]))
+    refused = explain(write(made, tmp_path / "log.db"), "r")
+    assert (refused.exit_code, "nowhere" in refused.stderr) == (2, True)

@@ -1,0 +1,158 @@
+"""`forebay replay export`: every record once, flat, with when it was applied; and views that read it."""
+
+import asyncio
+import base64
+import json
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pytest
+from typer.testing import CliRunner, Result
+
+from forebay.cli.app import app
+from forebay.events.base import hex_digest, unpack_u64
+from forebay.events.codec import decode
+from forebay.events.kv import BlocksStored
+from forebay.events.topics import DECISIONS, KV_EVENTS
+from forebay.transport.base import Draft
+from forebay.transport.sqlite_log import SqliteLog
+from tests.replay import incident
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The incident, with a record that does not decode on `progress` and a void one in the journal."""
+    path = tmp_path_factory.mktemp("export") / "incident.db"
+    asyncio.run(_record(path))
+    return path
+
+
+async def _record(path: Path) -> None:
+    await incident.record(path)
+    log = SqliteLog.open(path)
+    void = log.records(DECISIONS.name, 0, 1, 1)[0].value
+    await log.append([Draft("progress", 0, b"\xff nothing"), Draft(DECISIONS.name, 0, void)])
+    log.close()
+
+
+def export(path: Path, folder: Path, *options: str) -> Result:
+    return CliRunner().invoke(app, ["replay", "export", str(path), str(folder), *options])
+
+
+def lines(folder: Path, topic: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / f"{topic}.ndjson").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def folder(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("exported") / "new" / "folder"
+    result = export(path, folder)
+    assert result.exit_code == 0, result.output
+    assert "progress.ndjson  " in result.stdout
+    assert "1 of them do not decode" in result.stdout
+    return folder
+
+
+def test_every_record_of_every_topic_is_there_once(path: Path, folder: Path) -> None:
+    log = SqliteLog.open(path, readonly=True)
+    topics: dict[str, list[tuple[int, int, int]]] = {}
+    for name, partition, end in log.topics():
+        topics.setdefault(name, []).extend(
+            (partition, record.offset, record.at_us) for record in log.records(name, partition, 0, end)
+        )
+    log.close()
+    assert {file.stem for file in folder.glob("*.ndjson")} == set(topics)
+    for name, records in topics.items():
+        places = [(line["log_partition"], line["log_offset"], line["log_at_us"]) for line in lines(folder, name)]
+        assert places == records
+    assert not list(folder.glob("*.part"))
+
+
+def test_hashes_are_hex_and_tokens_are_counted(path: Path, folder: Path, tmp_path: Path) -> None:
+    log = SqliteLog.open(path, readonly=True)
+    first = decode(KV_EVENTS, log.records(KV_EVENTS.name, 0, 0, 1)[0].value)
+    log.close()
+    assert isinstance(first, BlocksStored)
+    (line, *_) = lines(folder, "kv-events")
+    assert line["sequence_hashes"] == [hex_digest(number) for number in unpack_u64(first.sequence_hashes)]
+    (line, *_) = lines(folder, "requests")
+    assert (line["type"], line["token_count"], line["prompt_tokens"]) == ("request.submitted", 120, 120)
+    assert "token_ids" not in line
+    assert export(path, tmp_path / "with", "--token-ids").exit_code == 0
+    (line, *_) = lines(tmp_path / "with", "requests")
+    assert len(line["token_ids"]) == 120
+
+
+def test_when_it_was_applied_and_by_what(path: Path, folder: Path) -> None:
+    journal = {line["log_offset"]: line for line in lines(folder, "decisions")}
+    seen: dict[str, list[tuple[int, int]]] = {}
+    for offset, record in journal.items():
+        if not record["void"]:
+            for run in record["consumed"]:
+                seen.setdefault(run["topic"], []).extend([(offset, run["now_us"])] * run["count"])
+    for topic in ("requests", "kv-events", "metrics", "progress", "fleet", "control"):
+        told = [(line["applied_by"], line["applied_us"]) for line in lines(folder, topic)]
+        assert told[: len(seen[topic])] == seen[topic]
+        assert all(place == (None, None) for place in told[len(seen[topic]) :])
+
+
+def test_void_and_undecodable_records_say_so(folder: Path) -> None:
+    *valid, void = lines(folder, "decisions")
+    assert void["void"] is True
+    assert not any(line["void"] for line in valid)
+    (*_, broken) = lines(folder, "progress")
+    assert broken["undecodable"].startswith("progress: ")
+    assert base64.b64decode(broken["value"]) == b"\xff nothing"
+    assert "type" not in broken
+
+
+def test_every_view_has_every_column_of_its_events(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    with duckdb.connect() as db:
+        for statement in Path("views.sql").read_text().splitlines():
+            db.execute(statement).fetchall()
+        for file in folder.glob("*.ndjson"):
+            view = file.stem.replace("-", "_").replace(".", "_")
+            columns = {row[0] for row in db.execute(f'DESCRIBE "{view}"').fetchall()}
+            written = {name for line in lines(folder, file.stem) for name in line}
+            assert written <= columns
+            rows = db.execute(f'SELECT count(*) FROM "{view}"').fetchall()
+            assert rows == [(len(lines(folder, file.stem)),)]
+
+
+def test_a_log_without_records_has_empty_views(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    SqliteLog.open(tmp_path / "empty.db").close()
+    assert export(tmp_path / "empty.db", tmp_path / "out").exit_code == 0
+    monkeypatch.chdir(tmp_path / "out")
+    with duckdb.connect() as db:
+        for statement in Path("views.sql").read_text().splitlines():
+            db.execute(statement).fetchall()
+        assert db.execute("SELECT request_id, terms.cost FROM decisions").fetchall() == []
+
+
+def test_what_cannot_be_exported(path: Path, tmp_path: Path) -> None:
+    full = tmp_path / "full"
+    full.mkdir()
+    (full / "something").touch()
+    file = tmp_path / "file"
+    file.touch()
+    damaged = tmp_path / "damaged.db"
+    damaged.write_bytes(path.read_bytes())
+    db = sqlite3.connect(damaged)
+    db.execute("UPDATE fleet SET value = x'00' WHERE id = 1")
+    db.commit()
+    db.close()
+    for source, folder, told in (
+        (path, full, "full: is not empty"),
+        (path, file, "file: is a file"),
+        (path, file / "below", "cannot be written"),
+        (tmp_path / "nothing.db", tmp_path / "out", "there is no such log"),
+        (file, tmp_path / "out", "file: is empty"),
+        (damaged, tmp_path / "half", "fleet/0: the record at offset 1 does not match its checksum"),
+    ):
+        result = export(source, folder)
+        assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1), result.stderr
+        assert told in result.stderr
+    assert not (tmp_path / "half" / "fleet.ndjson").exists(), "what is not whole has not the name of what is"

@@ -1,0 +1,187 @@
+"""`forebay shadow` beside a running system on a log file: what it keeps, how it ends, and what it refuses."""
+
+import asyncio
+import shutil
+import signal
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import msgspec
+import pytest
+
+from forebay.events.codec import encode
+from forebay.events.decisions import RequestRouted
+from forebay.events.shadow import DecisionShadowed, ShadowEvent, ShadowStarted
+from forebay.events.topics import DECISIONS
+from forebay.transport.sqlite_log import SqliteLog
+from infra.cluster import FOREBAY
+from infra.kafka.kafka import HOST
+from infra.local import free_ports
+from infra.processes import Processes
+from tests.cli.test_up import forebay
+from tests.live.shared import valid
+from tests.replay.test_verify import find, rewrite
+from tests.system import System, submitted, until, until_ended
+
+PREFIX = list(range(12))
+
+
+@pytest.fixture
+def processes(tmp_path: Path) -> Iterator[Processes]:
+    running = Processes(tmp_path)
+    yield running
+    running.end_all()
+
+
+@asynccontextmanager
+async def owned(log: SqliteLog) -> AsyncIterator[System]:
+    async with System(log).started(workers=2) as system, system.owned() as owner:
+        await until(lambda: len(owner.world.fleet) == 2)
+        yield system
+
+
+async def ask(system: System, *names: str) -> None:
+    for number, name in enumerate(names):
+        system.send(submitted(name, [*PREFIX, *[number] * 4]))
+        await until_ended(system, name)
+
+
+async def record(path: Path) -> None:
+    """A log of four requests."""
+    log = SqliteLog.open(path)
+    async with owned(log) as system:
+        await ask(system, "a", "b", "c", "d")
+    log.close()
+
+
+def events(path: Path, kind: type = DecisionShadowed) -> list[ShadowEvent]:
+    """The whole lines of a shadow's file."""
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    found: list[ShadowEvent] = [msgspec.json.decode(line, type=ShadowEvent) for line in lines]
+    return [event for event in found if isinstance(event, kind)]
+
+
+async def end(processes: Processes, name: str, number: signal.Signals) -> str:
+    """End a shadow as an operator does: what it said."""
+    process = processes[name]
+    process.signal(number)
+    assert await processes.ended(name, within_s=20.0) == 0
+    return process.said()
+
+
+async def test_it_keeps_what_it_says_and_goes_on_after_it(tmp_path: Path, processes: Processes) -> None:
+    path, out, port = tmp_path / "run.db", tmp_path / "out.jsonl", free_ports(1)
+    command = [FOREBAY, "shadow", str(path), "--policy", "round-robin", "--out", str(out), "--metrics-port", str(port)]
+    log = SqliteLog.open(path)
+
+    async def live(system: System, number: signal.Signals, *names: str) -> None:
+        """One life of a shadow, in which so many requests come."""
+        starts, decisions = len(events(out, ShadowStarted)), len(events(out))
+        processes.start("shadow", command)
+        await until(lambda: len(events(out, ShadowStarted)) > starts)
+        await ask(system, *names)
+        await until(lambda: len(events(out)) == decisions + len(names))
+        async with httpx.AsyncClient() as client:
+            text = (await client.get(f"http://{HOST}:{port}/metrics")).text
+        assert 'forebay_shadow_decisions_total{pool="default",shadow=' in text
+        said = await end(processes, "shadow", number)
+        assert f"{len(names)} decisions" in said.splitlines()[-1]
+
+    async with owned(log) as system:
+        await live(system, signal.SIGTERM, "a", "b", "c")
+        with out.open("ab") as file:
+            file.write(b'{"type":"shadow.deci')  # as if a kill had cut it short
+        await live(system, signal.SIGINT, "d", "e")
+        routed = await valid(log, RequestRouted)
+    log.close()
+    assert [one.request_id for one in events(out) if isinstance(one, DecisionShadowed)] == list("abcde")
+    assert [one.request_id for one in routed] == list("abcde")
+
+
+async def test_it_prints_what_it_says(recorded: Path, tmp_path: Path, processes: Processes) -> None:
+    out = tmp_path / "stdout"
+    command = [FOREBAY, "shadow", str(recorded), "--set", "router.temperature=0", "--from-start", "--json"]
+    processes.start("shadow", command, output=out)
+    await until(lambda: len(events(out)) == 4)
+    said = await end(processes, "shadow", signal.SIGTERM)
+    assert "4 decisions, 100.0% agree, regret mean 0.00 p99 0.00 blocks, overlap won 0 lost 0 blocks" in said
+    assert len(events(out, ShadowStarted)) == 1
+
+
+async def test_a_decision_that_cannot_be_derived_again_ends_it(recorded: Path) -> None:
+    offset, event = find(
+        recorded, DECISIONS, lambda event: isinstance(event, RequestRouted) and event.request_id == "c"
+    )
+    assert isinstance(event, RequestRouted)
+    lie = msgspec.structs.replace(event, terms=msgspec.structs.replace(event.terms, cost=event.terms.cost + 1))
+    rewrite(recorded, DECISIONS, offset, lambda _: encode(DECISIONS, lie))
+    run = await asyncio.to_thread(forebay, "shadow", str(recorded), "--policy", "random", "--from-start", "--json")
+    assert run.returncode == 1
+    assert f"journal record {offset} cannot be derived again (differs in terms)" in run.stderr
+    printed = [msgspec.json.decode(line, type=ShadowEvent) for line in run.stdout.splitlines()]
+    assert [one.request_id for one in printed if isinstance(one, DecisionShadowed)] == ["a", "b"]
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("original") / "run.db"
+    asyncio.run(record(path))
+    return path
+
+
+@pytest.fixture
+def recorded(original: Path, tmp_path: Path) -> Path:
+    """A log, and other files beside it."""
+    path = tmp_path / "run.db"
+    shutil.copy(original, path)
+    (tmp_path / "other.jsonl").write_text('{"type":"shadow.started","shadow":"other","alternative":"",')
+    (tmp_path / "lucky.py").write_text(
+        "import random\n\nclass Policy:\n    def decide(self, world, request):\n"
+        "        return random.randrange(len(world.costs))\n"
+    )
+    return path
+
+
+STARTED = ShadowStarted(shadow="try", alternative="", alternative_digest="0" * 16, from_offset=0)
+REFUSED = [
+    (("run.db",), "say what is to be different"),
+    (("--policy", "random"), "give a log file or --kafka"),
+    (("nowhere.db", "--policy", "random"), "there is no such log"),
+    (("run.db", "--set", "router.heat=1"), "unknown field router.heat"),
+    (("run.db", "--set", "other:router.temperature=1"), "there is no pool other; there are default"),
+    (("run.db", "--policy", "lucky.Policy"), "calls random.randrange()"),
+    (("run.db", "--policy", "random", "--name", "a/b"), "1 to 64 letters, digits, dots"),
+    (("run.db", "--policy", "random", "--out", "run.db"), "holds no shadow's events"),
+    (("run.db", "--policy", "random", "--out", "nowhere/out"), "cannot be opened: No such file or directory"),
+    (("run.db", "--policy", "random", "--out", "other.jsonl", "--name", "other"), "holds no shadow's events"),
+    (("run.db", "--policy", "random", "--out", "try.jsonl"), "is of the shadow try, not"),
+    (("run.db", "--policy", "random", "--out", "try.jsonl", "--name", "try"), "changed something else before"),
+    (("--kafka", "127.0.0.1:1", "--policy", "random", "--out", "x"), "--out is for a log file"),
+    (("--kafka", "127.0.0.1:1", "--policy", "random"), "check that it runs and its address"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "why"), REFUSED)
+def test_what_it_cannot_do_it_says(
+    recorded: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], why: str
+) -> None:
+    monkeypatch.chdir(recorded.parent)
+    Path("try.jsonl").write_bytes(msgspec.json.encode(STARTED) + b"\n")
+    before = {path: path.read_bytes() for path in recorded.parent.glob("*.*") if path.suffix in (".db", ".jsonl")}
+    run = forebay("shadow", *arguments)
+    assert run.returncode == 2
+    assert why in run.stderr
+    assert {path: path.read_bytes() for path in before} == before
+
+
+async def test_a_file_is_of_one_process(recorded: Path, tmp_path: Path, processes: Processes) -> None:
+    out = tmp_path / "out.jsonl"
+    options = ["shadow", str(recorded), "--policy", "random", "--out", str(out)]
+    processes.start("shadow", [FOREBAY, *options])
+    await until(lambda: events(out, ShadowStarted))
+    second = await asyncio.to_thread(forebay, *options)
+    assert second.returncode == 2
+    assert "is in use by another process" in second.stderr
+    await end(processes, "shadow", signal.SIGTERM)

@@ -1,0 +1,182 @@
+"""Another configuration asked in history's own state: it agrees with itself, and what it says is what it would do."""
+
+from typing import Any
+
+import msgspec
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forebay.core.counterfactual import Alternative, Counterfactual, booked_by_history, counterfactual
+from forebay.core.lifecycle import Request
+from forebay.core.router import Choice
+from forebay.core.world import World
+from forebay.events.base import pack_u64
+from forebay.events.control import BusyThresholds, PoolConfigured, QueueConfig
+from forebay.events.decisions import RequestHeld, RequestRouted, RouteAnswered
+from forebay.events.fleet import WorkerLost
+from forebay.events.kv import BlocksStored
+from forebay.events.requests import RouterOverride, RoutingHints
+from tests.core.worlds import PROMPTS, Driver, histories, perform_all, pool, query, request
+
+ONE_TOKEN = BusyThresholds(active_prefill_tokens_threshold=1)
+Seen = tuple[Request, Counterfactual]
+
+
+def same(one: PoolConfigured) -> PoolConfigured:
+    return one
+
+
+def looking(driver: Driver, alternative: Alternative) -> list[Seen]:
+    """Have a driver's world tell an alternative of its choices; what that would have done."""
+    seen: list[Seen] = []
+    world: World = driver.world
+
+    def on_choice(pool: PoolConfigured, request: Request, choice: Choice) -> None:
+        seen.append((request, counterfactual(world, alternative(pool), request, choice)))
+
+    world.on_choice = on_choice
+    return seen
+
+
+def changed(**router: Any) -> Alternative:
+    def alternative(pool: PoolConfigured) -> PoolConfigured:
+        return msgspec.structs.replace(pool, router=msgspec.structs.replace(pool.router, **router))
+
+    return alternative
+
+
+def store(drive: Driver, worker: str, seq: int = 1) -> None:
+    fields: dict[str, Any] = {"worker_id": worker, "worker_epoch": drive.epoch(worker), "seq": seq}
+    drive("kv-events", BlocksStored(**fields, sequence_hashes=pack_u64(PROMPTS[0])))
+
+
+@settings(max_examples=60, deadline=None)
+@given(histories)
+def test_the_same_configuration_agrees_always_and_regrets_nothing(history: list[tuple[str, Any]]) -> None:
+    drive = Driver().fleet("a", "b")
+    seen = looking(drive, same)
+    perform_all(drive, history)
+    assert all(one.agrees and one.regret_blocks == 0.0 and one.refusal is None for _, one in seen)
+    assert all(one.overlap_blocks == one.history_overlap_blocks for _, one in seen)
+    decided = [one for one in drive.decided if isinstance(one, RequestRouted | RouteAnswered)]
+    chosen = [one for one in decided if isinstance(one, RequestRouted) or one.choice is not None]
+    assert [request.request_id for request, _ in seen] == [one.request_id for one in chosen]
+    assert [found.would_hold for _, found in seen] == [getattr(one, "would_wait", False) for one in chosen]
+
+
+@settings(max_examples=60, deadline=None)
+@given(histories, st.sampled_from([{"mode": "least-loaded"}, {"temperature": 3.0}, {"overlap_score_credit": 0.0}]))
+def test_looking_on_changes_nothing(history: list[tuple[str, Any]], router: dict[str, Any]) -> None:
+    alone, watched = Driver().fleet("a", "b"), Driver().fleet("a", "b")
+    looking(watched, changed(**router))
+    assert perform_all(watched, history).decided == perform_all(alone, history).decided
+    assert watched.world.digest() == alone.world.digest()
+
+
+def test_another_weight_chooses_otherwise_and_says_what_history_gave_away() -> None:
+    drive = Driver().fleet("a", "b", overlap_score_credit=0.0)
+    store(drive, "b")
+    seen = looking(drive, changed(overlap_score_credit=1.0))
+    (routed,) = drive("requests", request("r", PROMPTS[0], tie_seed=_seed_for("a")))
+    assert routed.worker_id == "a"
+    [(_, found)] = seen
+    assert not found.agrees
+    assert (found.overlap_blocks, found.history_overlap_blocks) == (8, 0)
+    assert found.regret_blocks == 8.0, "the blocks that history lets a compute again"
+
+
+def _seed_for(worker: str) -> int:
+    """A seed with which equal costs go to this one of two workers."""
+    for seed in range(64):
+        (routed,) = Driver().fleet("a", "b")("requests", request("r", PROMPTS[0], tie_seed=seed))
+        if routed.worker_id == worker:
+            return seed
+    raise AssertionError("ties go to one side only")
+
+
+def test_regret_is_below_zero_where_the_alternative_pays_more() -> None:
+    drive = Driver().fleet("a", "b")
+    store(drive, "b")
+    seen = looking(drive, changed(mode="round-robin"))
+    drive("requests", request("r", PROMPTS[0]))
+    [(_, found)] = seen
+    assert found.choice is not None
+    assert found.choice.config.mode == "round-robin"
+    assert not found.agrees
+    assert found.regret_blocks == -8.0
+
+
+def test_what_an_alternative_refuses_is_no_choice() -> None:
+    drive = Driver().fleet("a")
+    drive("requests", request("r1", PROMPTS[0]))
+    seen = looking(drive, changed(busy=ONE_TOKEN))
+    drive("requests", request("r2", PROMPTS[0]))
+    [(_, found)] = seen
+    assert found.refusal is not None
+    assert found.refusal.reason == "busy"
+    assert (found.choice, found.agrees, found.regret_blocks, found.overlap_blocks) == (None, False, None, 0)
+    assert not found.would_hold
+
+
+def test_history_may_be_no_candidate_of_the_alternative() -> None:
+    drive = Driver().fleet("a", "b")
+    for name in ("r1", "r2"):
+        drive("requests", request(name, PROMPTS[0], routing=RoutingHints(worker_id="b")))
+    store(drive, "b")
+    seen = looking(drive, changed(busy=ONE_TOKEN))
+    (routed,) = drive("requests", request("r3", PROMPTS[0], routing=RoutingHints(override=cheapest_cache())))
+    assert routed.worker_id == "b"
+    [(_, found)] = seen
+    assert found.choice is not None
+    assert not found.agrees
+    assert found.regret_blocks is None
+
+
+def cheapest_cache() -> RouterOverride:
+    """An override under which only what is cached counts: history follows the cache into a busy worker."""
+    return RouterOverride(track_prefill_tokens=False, overlap_score_credit=100.0)
+
+
+def test_a_queue_would_hold_what_history_sent_on() -> None:
+    drive = Driver().fleet("a")
+    seen = looking(drive, changed(queue=QueueConfig(threshold=0.25)))
+    drive("requests", request("r1", PROMPTS[0]))
+    drive("requests", request("r2", PROMPTS[0]))
+    drive("requests", query("q", PROMPTS[0]))
+    assert [found.would_hold for _, found in seen] == [False, True, True]
+    assert [found.agrees for _, found in seen] == [True, True, True]
+
+
+def test_who_comes_out_of_the_queue_is_asked_about_like_who_comes_first() -> None:
+    drive = Driver().fleet("a", queue=QueueConfig(threshold=0.25))
+    seen = looking(drive, same)
+    (first,) = drive("requests", request("r1", PROMPTS[0], timeout_us=1_000))
+    (held,) = drive("requests", request("r2", PROMPTS[0]))
+    assert isinstance(held, RequestHeld)
+    drive.wait(1_000)
+    assert [request.request_id for request, _ in seen] == [first.request_id, held.request_id]
+    assert all(found.agrees for _, found in seen)
+
+
+def test_a_request_that_lost_its_worker_is_asked_about_as_it_is_routed_again() -> None:
+    """Busy or not, in its session or not: thresholds and queues are for those who come first."""
+    drive = Driver().fleet("a", "b")
+    hints = RoutingHints(session_id="s")
+    (routed,) = drive("requests", request("r1", PROMPTS[0], routing=hints))
+    other = {"a": "b", "b": "a"}[routed.worker_id]
+    drive("requests", request("r2", PROMPTS[1], routing=RoutingHints(worker_id=other)))
+    strict = changed(busy=ONE_TOKEN, queue=QueueConfig(threshold=0.1), session_ttl_s=10.0)
+    seen = looking(drive, strict)
+    epoch = drive.epoch(routed.worker_id)
+    (again,) = drive("fleet", WorkerLost(owner_epoch=0, worker_id=routed.worker_id, worker_epoch=epoch))
+    assert (again.worker_id, again.attempt) == (other, 2)
+    [(_, found)] = seen
+    assert found.agrees
+    assert not found.would_hold
+
+
+def test_what_history_booked_by_its_own_rule_is_named() -> None:
+    ours = pool()
+    assert booked_by_history(ours, changed(temperature=1.0, mode="random")(ours)) == []
+    booked = booked_by_history(ours, changed(use_kv_events=False, session_ttl_s=5.0)(ours))
+    assert booked == ["use_kv_events", "session_ttl_s"]

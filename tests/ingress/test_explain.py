@@ -1,0 +1,184 @@
+"""`GET /v1/requests/{id}/explain`: answered from the log by a process of its own, which never holds anybody up."""
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from prometheus_client import CollectorRegistry
+
+from forebay.events.progress import FirstTokenEmitted
+from forebay.ingress.app import build_app
+from forebay.ingress.explain_worker import Source
+from forebay.ingress.explainer import ASKERS_MAX, Explainer
+from forebay.replay.explain import Explanation, explain
+from forebay.transport.kafka_settings import KafkaSettings
+from forebay.transport.sqlite_log import SqliteLog
+from tests.core.worlds import PROMPTS, request
+from tests.ingress.conftest import Scene, make_scene
+from tests.replay.recorder import Recorder, said
+from tests.system import until
+
+LIMIT_S = 0.5  # for what never ends
+
+
+@pytest.fixture
+async def log(tmp_path: Path) -> Path:
+    return await written(tmp_path / "log.db")
+
+
+async def written(path: Path, **router: Any) -> Path:
+    made = Recorder()
+    made.fleet("a", "b", **router)
+    made("requests", request("r", PROMPTS[0]))
+    made("progress", said(made, "r", FirstTokenEmitted))
+    (await made.log(path)).close()
+    return path
+
+
+@pytest.fixture
+def silence() -> Iterator[Source]:
+    """A broker that takes connections and never answers."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        yield Source(kafka=KafkaSettings(f"127.0.0.1:{port}"))
+
+
+@asynccontextmanager
+async def asking(scene: Scene, source: Source | None, **options: Any) -> AsyncIterator[tuple[Explainer, Any]]:
+    """An explainer, and a function that asks through HTTP."""
+    explainer = Explainer(source, **options)
+    app = build_app(scene.ingress, CollectorRegistry(), explainer)
+    try:
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(app, raise_app_exceptions=False), base_url="http://test", timeout=60
+        ) as client:
+
+            async def ask(name: str) -> httpx.Response:
+                return await client.get(f"/v1/requests/{name}/explain")
+
+            yield explainer, ask
+    finally:
+        await explainer.close()
+
+
+def code(response: httpx.Response) -> tuple[int, str]:
+    return response.status_code, response.json()["error"]["code"]
+
+
+async def test_the_same_as_explained_here_and_one_process_for_all(scene: Scene, log: Path) -> None:
+    opened = SqliteLog.open(log, readonly=True)
+    here = await explain(opened, 0, "r", thorough=False)
+    opened.close()
+    async with asking(scene, Source(path=str(log))) as (explainer, ask):
+        answers = await asyncio.gather(*(ask("r") for _ in range(3)))
+        assert [answer.status_code for answer in answers] == [200] * 3
+        assert explainer._process is not None
+        pid = explainer._process.pid
+        again = await ask("r")
+        assert explainer._process.pid == pid
+    assert msgspec.json.decode(again.content, type=Explanation) == here
+    assert (here.state, here.earlier_uses) == ("decode", None)
+    labels = 'endpoint="explain",model="test-model",request_type="unary",status="success"'
+    assert scene.metric(f"dynamo_frontend_requests_total{{{labels}}} 4.0")
+
+
+async def test_an_id_that_is_not_there_is_a_404(scene: Scene, log: Path) -> None:
+    async with asking(scene, Source(path=str(log))) as (_, ask):
+        missing = await ask("q")
+        assert code(missing) == (404, "request_not_found")
+        assert missing.json()["error"]["message"] == "there is no request q"
+
+
+async def test_a_log_in_memory_says_what_to_do(scene: Scene) -> None:
+    async with asking(scene, None) as (_, ask):
+        refused = await ask("r")
+        assert code(refused) == (501, "not_recorded")
+        assert "--log FILE" in refused.json()["error"]["message"]
+    assert code(await scene.client.get("/v1/requests/r/explain")) == (501, "not_recorded")
+
+
+async def test_a_log_that_cannot_be_read_and_a_policy_of_a_users_own(scene: Scene, tmp_path: Path) -> None:
+    async with asking(scene, Source(path=str(tmp_path / "none.db"))) as (_, ask):
+        refused = await ask("r")
+        assert code(refused) == (503, "log_unavailable")
+        assert "none.db" in refused.json()["error"]["message"]
+    log = await written(tmp_path / "log.db", mode=f"{__name__}.Here")
+    async with asking(scene, Source(path=str(log))) as (_, ask):
+        assert (await ask("r")).json()["routings"][0]["reason"] == "policy"
+
+
+async def test_a_policy_that_is_not_here_is_no_divergence(
+    scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone_by_now.py").write_text("class Last:\n    def decide(self, world, request):\n        return 1\n")
+    with monkeypatch.context() as patched:
+        patched.syspath_prepend(str(tmp_path))
+        log = await written(tmp_path / "log.db", mode="gone_by_now.Last")
+    async with asking(scene, Source(path=str(log))) as (_, ask):
+        refused = await ask("r")
+        assert code(refused) == (501, "policy_not_here")
+        assert "gone_by_now.Last cannot be imported" in refused.json()["error"]["message"]
+
+
+class Here:
+    """A policy of a user's own; what it prints comes between no answers."""
+
+    def decide(self, world: Any, request: Any) -> int:
+        print("deciding")
+        return 0
+
+
+async def test_what_takes_too_long_is_given_up_and_those_behind_it_are_told(scene: Scene, silence: Source) -> None:
+    async with asking(scene, silence, limit_s=LIMIT_S) as (explainer, ask):
+        asked = [asyncio.create_task(ask("r")) for _ in range(ASKERS_MAX)]
+        await until(lambda: explainer._askers == ASKERS_MAX)
+        refused = await ask("r")
+        assert code(refused) == (503, "explain_busy")
+        assert refused.headers["retry-after"] == "1"
+        answers = [code(answer) for answer in await asyncio.gather(*asked)]
+        assert answers[0] == (504, "explain_timeout")
+        assert set(answers[1:]) <= {(503, "explain_busy"), (504, "explain_timeout")}
+        assert "forebay replay explain" in (await asked[0]).json()["error"]["message"]
+        assert explainer._process is None, "it was killed"
+
+
+async def test_a_process_that_dies_is_replaced(scene: Scene, log: Path) -> None:
+    async with asking(scene, Source(path=str(log))) as (explainer, ask):
+        assert (await ask("r")).status_code == 200
+        process = explainer._process
+        assert process is not None
+        os.kill(process.pid, signal.SIGKILL)
+        await process.wait()
+        assert (await ask("r")).status_code == 200
+
+
+async def test_one_that_dies_over_a_question_says_so_and_none_is_started_after_the_end(
+    scene: Scene, silence: Source
+) -> None:
+    async with asking(scene, silence) as (explainer, ask):
+        asked = asyncio.create_task(ask("r"))
+        await until(lambda: explainer._process)
+        assert explainer._process is not None
+        os.kill(explainer._process.pid, signal.SIGKILL)
+        assert code(await asked) == (503, "explain_failed")
+        asked = asyncio.create_task(ask("r"))
+        await until(lambda: explainer._process)
+        await explainer.close()
+        assert code(await asked) == (503, "explain_failed")
+        assert code(await ask("r")) == (503, "explain_failed")
+        assert explainer._process is None
+
+
+async def test_without_the_admin_api_nothing_is_explained() -> None:
+    async with make_scene(admin_api=False) as scene:
+        assert (await scene.client.get("/v1/requests/r/explain")).status_code == 404

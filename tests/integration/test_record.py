@@ -1,0 +1,175 @@
+"""Slices of a live Kafka log: taken under load, past killed owners and workers, and after retention took the head."""
+
+import asyncio
+import itertools
+import json
+import os
+import subprocess
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from confluent_kafka import TopicPartition
+from confluent_kafka.admin import AdminClient
+
+from forebay.events.fleet import WorkerLost
+from forebay.events.topics import FLEET, METRICS
+from infra.cluster import FOREBAY, GROUP, Cluster
+from tests.integration.conftest import RUN
+from tests.integration.listeners import Listeners, listeners, problems
+
+ROUTERS = ("r1", "r2")
+WORKERS = ("w1", "w2", "w3")
+NAMESPACE = f"{RUN}-record"
+EVERY = ("--snapshot-every", "60")
+SHORT = 6  # tokens of answers
+ASK_EVERY_S = 0.05
+PATIENCE_S = 60.0
+COMMAND_S = 120.0
+ROUTED = 80  # requests before and after each thing that happens
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster(kafka: str, redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
+    """Two routers that take snapshots often, three workers and an ingress."""
+    async with Cluster(kafka, redis_url, NAMESPACE, tmp_path_factory.mktemp("record")) as running:
+        for name in ROUTERS:
+            running.router(name, *EVERY)
+        for name in WORKERS:
+            running.worker(name, "--speedup", "50", "--lease-ttl-s", "3")
+        running.ingress("i1")
+        await running.until_serving(len(WORKERS))
+        yield running
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def clients(cluster: Cluster) -> AsyncIterator[Listeners]:
+    async with listeners(list(cluster.urls.values()), "record") as speaking:
+        yield speaking
+
+
+async def run(*arguments: str | Path, hash_seed: int = 0) -> "subprocess.CompletedProcess[str]":
+    """One forebay command in a process of its own."""
+    return await asyncio.to_thread(
+        subprocess.run,
+        [FOREBAY, *map(str, arguments)],
+        env={**os.environ, "PYTHONHASHSEED": str(hash_seed)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=COMMAND_S,
+    )
+
+
+async def recorded(kafka: str, out: Path, *options: str) -> dict[str, Any]:
+    """Record, and what it says; all of it must verify."""
+    done = await run("record", "--kafka", kafka, "--namespace", NAMESPACE, "--json", *options, out)
+    assert done.returncode == 0, done.stderr + done.stdout
+    told: dict[str, Any] = json.loads(done.stdout)
+    report = told["verified"][GROUP]
+    assert (report["divergence"], report["unverified"]) == (None, {})
+    assert report["verified"] == report["decisions"] >= told["groups"][0]["decisions"] > 0
+    return told
+
+
+async def routes_on(cluster: Cluster) -> None:
+    """Wait until some more requests are routed."""
+    before = await cluster.routed()
+
+    async def enough() -> bool:
+        return await cluster.routed() >= before + ROUTED
+
+    await cluster.processes.until(f"{ROUTED} more requests are routed", enough, within_s=PATIENCE_S)
+
+
+async def test_slices_under_load_across_a_lost_worker_and_a_take_over(
+    cluster: Cluster, clients: Listeners, kafka: str, tmp_path: Path
+) -> None:
+    owner = await cluster.owner()
+    assert owner is not None
+    numbers = itertools.count()
+    async with clients.asking(ASK_EVERY_S, SHORT, first=0):
+        await routes_on(cluster)
+        began = datetime.now(UTC)
+        first = asyncio.create_task(recorded(kafka, tmp_path / f"{next(numbers)}.rec"))
+        await routes_on(cluster)
+        cluster.kill("w3")
+
+        async def lost() -> bool:
+            return any(isinstance(event, WorkerLost) for event in await cluster.events(FLEET))
+
+        await cluster.processes.until("w3 is lost", lost)
+        cluster.kill(owner)
+        await cluster.taken_over(owner, within_s=PATIENCE_S)
+        second = asyncio.create_task(recorded(kafka, tmp_path / f"{next(numbers)}.rec", "--from", began.isoformat()))
+        await routes_on(cluster)
+        told = [await first, await second]
+    assert problems(clients.heard, SHORT) == []
+    told.append(await recorded(kafka, tmp_path / f"{next(numbers)}.rec", "--from", began.isoformat()))
+    told.append(await recorded(kafka, tmp_path / f"{next(numbers)}.rec"))
+    groups = [one["groups"][0] for one in told]
+    assert [group["start"] > 0 for group in groups] == [False, True, True, False]
+    assert groups[1]["first"] == groups[2]["first"] > groups[2]["start"]
+    assert groups[0]["end"] < groups[1]["end"] < groups[2]["end"] == groups[3]["end"]
+    assert {one["source"] for one in told} == {"kafka"}
+    assert told[2]["verified"][GROUP]["claims"] == 1
+    assert told[3]["verified"][GROUP]["claims"] == 2
+    assert told[3]["groups"][0]["decisions"] == await cluster.decided()
+
+
+async def test_other_processes_and_hash_seeds_find_the_same_in_kafka_and_in_the_recording(
+    cluster: Cluster, kafka: str, tmp_path: Path
+) -> None:
+    for name in ROUTERS:
+        if name in cluster.processes:
+            await cluster.stop(name)  # the journal stands still from here on
+    out = tmp_path / "whole.rec"
+    whole = await recorded(kafka, out)
+    anonymous = await recorded(kafka, tmp_path / "anonymous.rec", "--anonymize")
+    assert anonymous["verified"][GROUP]["decisions"] == whole["verified"][GROUP]["decisions"]
+    reports = []
+    for source in ((str(out),), ("--kafka", kafka, "--namespace", NAMESPACE)):
+        for hash_seed in (0, 12345):
+            done = await run("replay", "verify", "--json", *source, hash_seed=hash_seed)
+            assert done.returncode == 0, done.stderr
+            reports.append({**json.loads(done.stdout), "unapplied": 0})
+    assert reports[0] == reports[1] == reports[2] == reports[3]
+    assert reports[0]["verified"] == reports[0]["decisions"] > 2 * ROUTED
+    listed = await run("topics", "list", out)
+    assert "groups/0\t1" in listed.stdout.splitlines()
+    for command in (("replay", "verify"), ("record", tmp_path / "no.rec")):
+        nowhere = await run(*command, "--kafka", kafka, "--namespace", f"{NAMESPACE}-nobodys")
+        assert (nowhere.returncode, nowhere.stdout) == (2, "")
+        assert nowhere.stderr == (
+            f"forebay: {kafka} has no {NAMESPACE}-nobodys.groups; does --namespace say where the services write?\n"
+        )
+    unknown = await run("replay", "verify", "--group", "nobodys-model", out)
+    assert (unknown.returncode, unknown.stderr) == (2, f"forebay: there is no group nobodys-model: {out} has {GROUP}\n")
+
+
+@pytest.mark.usefixtures("cluster")
+async def test_what_retention_took_is_named_and_the_rest_can_be_recorded(kafka: str, tmp_path: Path) -> None:
+    """Runs last: nobody owns the group any more, and the head of a topic is gone afterwards."""
+    whole = await recorded(kafka, tmp_path / "before.rec")
+    middle = next(extent for extent in whole["extents"] if extent["topic"] == METRICS.name)["end"] // 2
+    place = TopicPartition(f"{NAMESPACE}.{METRICS.name}", whole["groups"][0]["partition"], middle)
+    admin = AdminClient({"bootstrap.servers": kafka})  # the answers come to it, so it must stay
+    for removed in admin.delete_records([place]).values():
+        assert removed.result(COMMAND_S).low_watermark == middle
+    source = ("--kafka", kafka, "--namespace", NAMESPACE)
+    refused = await run("record", *source, "--from", whole["from"], tmp_path / "no.rec")
+    assert refused.returncode == 2
+    assert f"holds no {METRICS.name} before offset {middle}" in refused.stderr
+    assert not (tmp_path / "no.rec.part").exists()
+    rest = await recorded(kafka, tmp_path / "rest.rec")
+    assert rest["groups"][0]["start"] == rest["groups"][0]["first"] > 0
+    assert f"which is from {rest['from']} on" in refused.stderr
+    again = await recorded(kafka, tmp_path / "again.rec", "--from", rest["from"])
+    assert (again["digest"], again["groups"]) == (rest["digest"], rest["groups"])
+    report = json.loads((await run("replay", "verify", "--json", *source)).stdout)
+    assert report["digest"] == rest["verified"][GROUP]["digest"]

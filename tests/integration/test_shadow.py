@@ -1,0 +1,197 @@
+"""Shadows of a cluster under load, on real Kafka: each decision once, and nothing else in the namespace touched."""
+
+import contextlib
+import functools
+import signal
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from aiokafka.admin import AIOKafkaAdminClient
+
+from forebay.events.codec import DecodeError, decode
+from forebay.events.decisions import RequestRouted
+from forebay.events.shadow import DecisionShadowed, ShadowStarted
+from forebay.events.topics import SHADOW
+from forebay.transport.base import Draft
+from forebay.transport.kafka_log import KafkaLog
+from forebay.transport.kafka_settings import KafkaSettings
+from forebay.transport.kafka_topics import TopicPlan, create_topics, partitions_of
+from forebay.transport.recorded import Validity, journal
+from infra.cluster import GROUP, Cluster
+from tests.integration import doors
+from tests.integration.conftest import RUN
+from tests.integration.listeners import Listeners, listeners, problems, prompt
+
+WORKERS = ("w1", "w2", "w3")
+NAMESPACE = f"{RUN}-shadow"
+TOKENS = 24
+PATIENCE_S = 60.0
+ASK_EVERY_S = 0.02
+SHADOWS = {"same": ("--set", "router.temperature=0"), "round": ("--policy", "round-robin")}
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster(kafka: str, redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
+    folder = tmp_path_factory.mktemp("shadow")
+    async with Cluster(kafka, redis_url, NAMESPACE, folder) as running:
+        for name in ("r1", "r2"):
+            running.router(name, "--snapshot-every", "50")
+        for name in WORKERS:
+            running.worker(name)
+        running.ingress("i1")
+        await running.until_serving(len(WORKERS))
+        yield running
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def log(kafka: str, cluster: Cluster) -> AsyncIterator[KafkaLog]:
+    """The cluster's log, for who is no part of it."""
+    async with doors.opened(KafkaSettings(kafka, NAMESPACE)) as opened:
+        yield opened
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def clients(cluster: Cluster) -> AsyncIterator[Listeners]:
+    async with listeners(list(cluster.urls.values()), uuid.uuid4().hex[:8]) as speaking:
+        yield speaking
+
+
+def start(cluster: Cluster, kafka: str, name: str, *options: str) -> None:
+    where = ("--kafka", kafka, "--namespace", NAMESPACE, "--group", GROUP)
+    cluster.begin(name, "shadow", *where, "--name", name, *SHADOWS.get(name, ()), *options)
+
+
+async def stop(cluster: Cluster, name: str) -> str:
+    """End a shadow in the planned way: its last line."""
+    cluster.processes[name].signal(signal.SIGTERM)
+    code, said = await cluster.finish(name, within_s=PATIENCE_S)
+    assert code == 0
+    return said.splitlines()[-1]
+
+
+async def said(log: KafkaLog, name: str, kind: type = DecisionShadowed) -> list[Any]:
+    """What a shadow said on the topic so far."""
+    found: list[Any] = []
+    position, end = 0, await log.end(SHADOW.name, 0)
+    while position < end:
+        for record in await log.read(SHADOW.name, 0, position, 500):
+            position = record.offset + 1
+            with contextlib.suppress(DecodeError):
+                found.append(decode(SHADOW, record.value))
+    return [event for event in found if event.shadow == name and isinstance(event, kind)]
+
+
+async def routed(log: KafkaLog) -> list[tuple[int, str, int]]:
+    """The valid routing decisions of the journal, with their offsets."""
+    end = await log.end("decisions", 0)
+    records = journal(log, 0, 0, end, Validity(-1))
+    return [(at, one.request_id, one.attempt) async for at, one in records if isinstance(one, RequestRouted)]
+
+
+async def started(log: KafkaLog, name: str, times: int) -> bool:
+    return len(await said(log, name, ShadowStarted)) == times
+
+
+async def spoken_of_all(log: KafkaLog, name: str) -> bool:
+    spoken = await said(log, name)
+    return bool(spoken) and spoken[-1].decision_offset == (await routed(log))[-1][0]
+
+
+async def ends(kafka: str, log: KafkaLog) -> dict[str, int]:
+    """Where every partition of the namespace ends, but the shadows'."""
+    partitions = await partitions_of(KafkaSettings(kafka, NAMESPACE))
+    places = [(topic, number) for topic in partitions if topic != SHADOW.name for number in range(partitions[topic])]
+    return {f"{topic}/{number}": await log.end(topic, number) for topic, number in places}
+
+
+async def test_shadows_of_a_cluster_under_load(cluster: Cluster, kafka: str, log: KafkaLog, clients: Listeners) -> None:
+    """The owner is killed on the way, and so is one of the shadows."""
+    for name in SHADOWS:
+        start(cluster, kafka, name)
+        await cluster.processes.until(f"{name} looks on", functools.partial(started, log, name, 1))
+    begin = {name: (await said(log, name, ShadowStarted))[0].from_offset for name in SHADOWS}
+    async with clients.asking(ASK_EVERY_S, TOKENS, first=0):
+        await cluster.processes.until("decisions are spoken of", functools.partial(said, log, "same"))
+        cluster.processes.kill("same")
+        start(cluster, kafka, "same")
+        owner = await cluster.owner()
+        assert owner is not None
+        cluster.kill(owner)
+        await cluster.taken_over(owner, within_s=PATIENCE_S)
+        await cluster.processes.until("same goes on", functools.partial(started, log, "same", 2))
+    assert problems(clients.heard, TOKENS) == []
+    for name in SHADOWS:
+        await cluster.processes.until(f"{name} has seen all", functools.partial(spoken_of_all, log, name))
+    decided = await routed(log)
+    for name in SHADOWS:
+        spoken = [(one.decision_offset, one.request_id, one.attempt) for one in await said(log, name)]
+        assert spoken == [one for one in decided if one[0] >= begin[name]]
+    assert all(one.agrees and one.regret_blocks == 0.0 for one in await said(log, "same"))
+    others = await said(log, "round")
+    assert 0.0 < sum(one.agrees for one in others) / len(others) < 1.0
+    assert "100.0% agree, regret mean 0.00 p99 0.00 blocks" in await stop(cluster, "same")
+    assert "% agree, regret mean -" in await stop(cluster, "round")
+
+
+async def test_a_shadow_writes_to_its_topic_alone(
+    cluster: Cluster, kafka: str, log: KafkaLog, clients: Listeners
+) -> None:
+    """Nothing goes on but a shadow, which reads all there is."""
+    heard = await clients.answers([prompt(number) for number in range(8)], 1)
+    assert problems(heard, 1) == []
+    before: dict[str, int] = {}
+
+    async def quiet() -> bool:
+        last = dict(before)
+        before.update(await ends(kafka, log))
+        return before == last
+
+    await cluster.processes.until("the system is idle", quiet)
+    start(cluster, kafka, "late", "--policy", "random", "--from-start")
+    await cluster.processes.until("it has seen all", functools.partial(spoken_of_all, log, "late"))
+    assert len(await said(log, "late")) == len(await routed(log))
+    await stop(cluster, "late")
+    assert await ends(kafka, log) == before
+    _, told = await cluster.command(
+        "lag", "topics", "lag", "--kafka", kafka, "--namespace", NAMESPACE, within_s=PATIENCE_S
+    )
+    rows = [line.split() for line in told.splitlines()]
+    lags = {row[0]: row[-1] for row in rows if row and row[0].startswith("shadow-")}
+    assert lags["shadow-late"] == "0"
+    assert lags.keys() == {"shadow-late", "shadow-same", "shadow-round"}
+
+
+async def test_other_records_of_the_topic_do_not_matter(cluster: Cluster, kafka: str, log: KafkaLog) -> None:
+    await log.append([Draft(SHADOW.name, 0, b"?", b"same"), Draft(SHADOW.name, 0, b"?")])
+    before = len(await said(log, "same"))
+    start(cluster, kafka, "same")
+    await cluster.processes.until("same goes on", functools.partial(started, log, "same", 3))
+    await cluster.processes.until("same has seen all", functools.partial(spoken_of_all, log, "same"))
+    await stop(cluster, "same")
+    assert len(await said(log, "same")) == before + 8, "the answers of the test before"
+
+
+async def test_a_cluster_that_is_older_than_the_topic(kafka: str, cluster: Cluster) -> None:
+    settings = KafkaSettings(kafka, f"{NAMESPACE}-old")
+    await create_topics(settings, TopicPlan(groups=1, slots=1, replies=1, door=1), ["default"])
+    admin = AIOKafkaAdminClient(**settings.client_options())
+    await admin.start()
+    try:
+        await admin.delete_topics([settings.topic(SHADOW.name)])
+    finally:
+        await admin.close()
+
+    async def gone() -> bool:
+        return SHADOW.name not in await partitions_of(settings)
+
+    await cluster.processes.until("the topic is gone", gone)
+    where = ("--kafka", kafka, "--namespace", settings.namespace)
+    code, _ = await cluster.command("old", "shadow", *where, "--policy", "random", within_s=PATIENCE_S)
+    assert code == 2
+    told = (cluster.processes.folder / "old.log").read_text()
+    assert f"has no topic {settings.topic(SHADOW.name)}; run `forebay topics create` once" in told

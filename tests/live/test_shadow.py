@@ -1,0 +1,423 @@
+"""Another configuration on a live log: it speaks of every decision once, and says what it would do there."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import settings as examples
+from prometheus_client import CollectorRegistry
+
+from forebay.core.counterfactual import Alternative, Counterfactual, counterfactual
+from forebay.core.lifecycle import Request
+from forebay.core.router import Choice
+from forebay.core.world import CORE_VERSION
+from forebay.events.codec import encode
+from forebay.events.control import BusyThresholds, PoolConfigured
+from forebay.events.decisions import JournalRecord, OwnerClaimed, RequestRouted
+from forebay.events.fleet import WorkerLost
+from forebay.events.shadow import DecisionShadowed, ShadowEvent, ShadowStarted
+from forebay.events.topics import DECISIONS, SHADOW, topic_named
+from forebay.live import shadow as shadow_module
+from forebay.live import shadow_topic
+from forebay.live.shadow import Shadow, ShadowSettings
+from forebay.live.shadow_metrics import ShadowMetrics
+from forebay.live.shadow_topic import TopicSink
+from forebay.live.standby import RecoveryDiverged
+from forebay.transport.base import Draft, LogError, Record
+from forebay.transport.recorded import OtherRules
+from forebay.transport.sqlite_log import SqliteLog
+from tests.core.worlds import PROMPTS, Driver, histories, perform_all, request
+from tests.live.shared import SharedLog, valid
+from tests.live.test_standby import LyingLog, serve, serve_unsealed
+from tests.system import System, submitted, until
+
+NAME = "try"
+SEED = 41
+
+
+def same(pool: PoolConfigured) -> PoolConfigured:
+    return pool
+
+
+def routed_by(**router: Any) -> Alternative:
+    """The recorded configuration with other fields."""
+    return lambda pool: msgspec.structs.replace(pool, router=msgspec.structs.replace(pool.router, **router))
+
+
+def shadow_of(log: Any, alternative: Alternative = same, name: str = NAME, **changes: Any) -> Shadow:
+    fields: dict[str, Any] = {"name": name, "text": "the same", "alternative": alternative, **changes}
+    return Shadow(log, 0, ShadowSettings(**fields), TopicSink(log, 0, name))
+
+
+@asynccontextmanager
+async def running(log: SqliteLog, shadow: Shadow) -> AsyncIterator[Shadow]:
+    """A shadow that follows while the body runs, and in the end has spoken of all there is."""
+    await shadow.start()
+    starts = len(said(log, shadow.settings.name, ShadowStarted))
+    task = asyncio.create_task(shadow.run())
+    await until(lambda: task.done() or len(said(log, shadow.settings.name, ShadowStarted)) > starts)
+    yield shadow
+    end = log.next_offset(DECISIONS.name, 0)
+    await until(lambda: task.done() or shadow.position >= end)
+    await shadow.stop()
+    await task
+
+
+def said(log: SqliteLog, name: str = NAME, kind: type = DecisionShadowed) -> list[Any]:
+    """What a shadow said on the topic, in order."""
+    records = log.records(SHADOW.name, 0, 0, 100_000)
+    values = [record.value for record in records if record.value != b"?"]
+    events: list[ShadowEvent] = [msgspec.json.decode(value, type=ShadowEvent) for value in values]
+    return [event for event in events if event.shadow == name and isinstance(event, kind)]
+
+
+async def spoken_of_each(log: SqliteLog, name: str = NAME) -> None:
+    """Every routing decision of the journal was spoken of, once, in order."""
+    routed = await valid(log, RequestRouted)
+    assert [(one.request_id, one.attempt) for one in said(log, name)] == [
+        (one.request_id, one.attempt) for one in routed
+    ]
+    offsets = [one.decision_offset for one in said(log, name)]
+    assert offsets == sorted(set(offsets))
+
+
+async def write(log: SqliteLog, drive: Driver, journal: Sequence[JournalRecord] | None = None) -> None:
+    """A driver's history as a log; its journal is what was decided, unless told otherwise."""
+    claimed = OwnerClaimed(owner_id="driver", core_version=CORE_VERSION)
+    for topic, event, _ in drive.applied:
+        value = b"?" if event is None else encode(topic_named(topic), event)
+        await log.append([Draft(topic, 0, value)])
+    await log.append([Draft(DECISIONS.name, 0, encode(DECISIONS, one)) for one in journal or [claimed, *drive.decided]])
+
+
+async def shadowed(log: SqliteLog, alternative: Alternative) -> list[DecisionShadowed]:
+    """What a shadow says of a whole log."""
+    async with running(log, shadow_of(log, alternative, from_start=True)):
+        pass
+    return said(log)
+
+
+# What it says
+
+
+@examples(max_examples=40, deadline=None)
+@given(histories)
+def test_the_same_configuration_agrees_always_and_regrets_nothing(history: list[tuple[str, Any]]) -> None:
+    drive = perform_all(Driver().fleet("a", "b"), history)
+
+    async def run() -> None:
+        log = SqliteLog.open(None)
+        await write(log, drive)
+        events = await shadowed(log, same)
+        assert all(one.agrees and one.regret_blocks == 0.0 and not one.failure for one in events)
+        assert not any(one.would_hold for one in events)
+        assert all(one.overlap_blocks == one.shadow_overlap_blocks for one in events)
+        await spoken_of_each(log)
+        log.close()
+
+    asyncio.run(run())
+
+
+@examples(max_examples=40, deadline=None)
+@given(histories)
+def test_another_policy_says_what_a_plain_evaluation_says(history: list[tuple[str, Any]]) -> None:
+    alternative = routed_by(temperature=2.0, overlap_score_credit=0.2, busy=BUSY)
+    drive = Driver().fleet("a", "b")
+    found: dict[tuple[str, int], Counterfactual] = {}
+
+    def on_choice(pool: PoolConfigured, request: Request, choice: Choice) -> None:
+        key = request.request_id, request.attempt + 1
+        found[key] = counterfactual(drive.world, alternative(pool), request, choice)
+
+    drive.world.on_choice = on_choice
+    perform_all(drive, history)
+
+    async def run() -> None:
+        log = SqliteLog.open(None)
+        await write(log, drive)
+        for one in await shadowed(log, alternative):
+            plain = found[one.request_id, one.attempt]
+            assert (one.agrees, one.regret_blocks) == (plain.agrees, plain.regret_blocks)
+            assert one.shadow_overlap_blocks == plain.overlap_blocks
+            assert bool(one.failure) == (plain.choice is None)
+            if plain.choice is not None:
+                seat = plain.choice.table.roster.seats[plain.choice.at]
+                assert (one.shadow_worker_id, one.shadow_rank) == (seat.worker.spec.worker_id, seat.rank)
+        await spoken_of_each(log)
+        log.close()
+
+    asyncio.run(run())
+
+
+BUSY = BusyThresholds(active_prefill_tokens_threshold=40)
+
+
+async def test_a_shadow_of_a_running_system_sees_what_comes_and_nothing_before(log: SqliteLog) -> None:
+    async with System(log).started(workers=2) as system, system.owned() as owner:
+        await serve(system, owner, "a", "b")
+        async with running(log, shadow_of(log)) as shadow:
+            await serve(system, owner, "c", "d")
+        assert [one.request_id for one in said(log)] == ["c", "d"]
+        assert [one.from_offset for one in said(log, kind=ShadowStarted)] == [shadow.from_offset]
+        assert str(shadow.figures).startswith("2 decisions, 100.0% agree, regret mean 0.00 p99 0.00 blocks")
+
+
+async def test_two_shadows_at_once_do_not_meet(log: SqliteLog) -> None:
+    async with System(log).started(workers=3) as system, system.owned() as owner:
+        await until(lambda: len(owner.world.fleet) == 3)
+        one = shadow_of(log)
+        other = shadow_of(log, routed_by(mode="round-robin"), name="other", text="round-robin")
+        async with running(log, one), running(log, other):
+            for number in range(12):
+                system.send(submitted(f"r{number}", [*range(12), number]))
+                await until(lambda: not len(owner.world.requests) and len(system.ends()) == number + 1)  # noqa: B023
+        await spoken_of_each(log)
+        await spoken_of_each(log, "other")
+        assert all(event.agrees for event in said(log))
+        assert not all(event.agrees for event in said(log, "other"))
+        figures = other.figures.pools["default"]
+        assert figures.decisions == 12
+        assert figures.excess_blocks > 0.0, "the prefix is with one worker, and it goes round"
+        assert figures.overlap_blocks_lost > 0
+
+
+# Owners come and go
+
+
+async def test_an_owner_dies_between_two_decisions_of_one_event(log: SqliteLog) -> None:
+    """What the event led to is journalled in part by the next owner; a late record of the dead one is void."""
+    drive = Driver().fleet("a", "b", "c")
+    for number in range(4):
+        drive("requests", request(f"r{number}", PROMPTS[number % 3][:2]))
+    worker = next(one.worker_id for one in drive.decided if isinstance(one, RequestRouted))
+    for number in range(4, 8):
+        drive("requests", request(f"r{number}", PROMPTS[0]))
+    moved = drive("fleet", WorkerLost(owner_epoch=0, worker_id=worker, worker_epoch=drive.epoch(worker)))
+    assert len(moved) > 1
+    before = drive.decided[: -len(moved) + 1]
+    claim = OwnerClaimed(owner_id="driver", core_version=CORE_VERSION)
+    epoch = 1 + len(before)
+    late = moved[1]
+    after = [msgspec.structs.replace(one, owner_epoch=epoch) for one in moved[1:]]
+    await write(log, drive, [claim, *before, claim, late, *after])
+    events = await shadowed(log, same)
+    await spoken_of_each(log)
+    assert all(one.agrees for one in events)
+    assert [one.attempt for one in events[-len(moved) :]] == [2] * len(moved)
+
+
+async def test_a_take_over_on_the_way(log: SqliteLog) -> None:
+    async with System(log).started(workers=2) as system, running(log, shadow_of(SharedLog(log))) as shadow:
+        await serve_unsealed(system, "a", "b")
+        async with system.owned() as owner:
+            await serve(system, owner, "c")
+        await until(lambda: shadow.figures.decisions == 3)
+    await spoken_of_each(log)
+    assert all(one.agrees for one in said(log))
+
+
+# Stopped and started again
+
+
+async def test_started_again_it_neither_repeats_nor_misses(log: SqliteLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ended at drawn points, planned or not, while owners come and go and snapshots are taken."""
+    monkeypatch.setattr(shadow_module, "SLICE_RECORDS", 3)
+    monkeypatch.setattr(shadow_topic, "PAGE_RECORDS", 4)
+    chance = random.Random(SEED)
+    print(f"seed {SEED}")
+    async with System(log).started(workers=2) as system:
+        for life in range(3):
+            async with system.owned(snapshot_every=7) as owner:
+                await serve(system, owner, *(f"r{life}{number}" for number in range(8)))
+        end = log.next_offset(DECISIONS.name, 0)
+    lives = 0
+    while True:
+        lives += 1
+        shadow = shadow_of(SharedLog(log), from_start=True)
+        await shadow.start()
+        task = asyncio.create_task(shadow.run())
+        for _ in range(chance.randrange(1, 60)):
+            await asyncio.sleep(0)
+        if chance.random() < 0.5:
+            await shadow.stop()
+            await task
+        else:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await asyncio.sleep(0)
+        if shadow.position == end:
+            break
+    assert lives > 3
+    await spoken_of_each(log)
+    assert all(one.agrees for one in said(log))
+
+
+class ForgetfulLog(SharedLog):
+    """A log whose requests before an offset were removed by retention."""
+
+    kept_from = 0
+
+    async def read(self, topic: str, partition: int, offset: int, limit: int) -> list[Record]:
+        if topic == "requests" and offset < self.kept_from:
+            raise LogError(f"{topic}/{partition} no longer holds offset {offset}: see the retention of the topic")
+        return await super().read(topic, partition, offset, limit)
+
+
+async def test_what_retention_removed_while_it_was_away_is_passed_over_and_said(
+    log: SqliteLog, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with System(log).started(workers=2) as system:
+        await serve_unsealed(system, "a")
+        async with running(log, shadow_of(log, from_start=True)):
+            pass
+        async with system.owned() as owner:
+            await serve(system, owner, "b")
+        async with system.owned() as owner:
+            await serve(system, owner, "c")
+            forgetful = ForgetfulLog(log)
+            forgetful.kept_from = owner.world.view["requests"] - 2
+            async with running(log, shadow_of(forgetful)):
+                pass
+    assert [one.request_id for one in said(log)] == ["a", "c"]
+    assert "are passed over: requests/0 no longer holds offset" in caplog.text
+    before, after = said(log, kind=ShadowStarted)
+    assert after.from_offset > said(log)[0].decision_offset + 1 > before.from_offset
+
+
+async def test_a_newer_process_of_the_same_shadow_ends_the_older(log: SqliteLog) -> None:
+    async with System(log).started(workers=2) as system, system.owned() as owner:
+        older = shadow_of(log)
+        await older.start()
+        ending = asyncio.create_task(older.run())
+        await until(lambda: said(log, kind=ShadowStarted))
+        async with running(log, shadow_of(log)) as newer:
+            await serve(system, owner, "a")
+            with pytest.raises(LogError, match="another process runs the shadow try now"):
+                await ending
+            await serve(system, owner, "b")
+            await until(lambda: newer.figures.decisions == 2)
+    assert {one.request_id for one in said(log)} == {"a", "b"}
+
+
+async def test_a_name_is_of_one_shadow(log: SqliteLog) -> None:
+    async with running(log, shadow_of(log)):
+        pass
+    with pytest.raises(LogError, match="changed something else before: give this one another --name"):
+        await shadow_of(log, text="another").start()
+
+
+async def test_foreign_records_of_the_topic_are_passed_over(log: SqliteLog) -> None:
+    foreign = [Draft(SHADOW.name, 0, b"?", NAME.encode()), Draft(SHADOW.name, 0, b"?")]
+    for _ in range(2):
+        async with running(log, shadow_of(log)):
+            await log.append(foreign)
+    assert len(said(log, kind=ShadowStarted)) == 2
+
+
+# What it cannot follow
+
+
+async def test_a_journal_that_cannot_be_derived_again(log: SqliteLog) -> None:
+    async with System(log).started(workers=2) as system:
+        await serve_unsealed(system, "a")
+    shadow = shadow_of(LyingLog(log), from_start=True)
+    await shadow.start()
+    with pytest.raises(RecoveryDiverged):
+        await shadow.run()
+    assert said(log) == []
+
+
+async def test_other_rules(log: SqliteLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with System(log).started(workers=2) as system, system.owned() as owner:
+        await serve(system, owner, "a")
+    monkeypatch.setattr("forebay.transport.recorded.CORE_VERSION", CORE_VERSION + 1)
+    with pytest.raises(OtherRules):
+        await shadow_of(log).start()
+
+
+class ShortLog(SharedLog):
+    """A log that was made anew: it is empty again."""
+
+    anew = False
+
+    async def end(self, topic: str, partition: int) -> int:
+        return 0 if self.anew and topic == DECISIONS.name else await super().end(topic, partition)
+
+
+async def test_a_log_that_was_made_anew(log: SqliteLog) -> None:
+    async with System(log).started(workers=2) as system:
+        await serve_unsealed(system, "a")
+        short = ShortLog(log)
+        shadow = shadow_of(short)
+        await shadow.start()
+        short.anew = True
+        with pytest.raises(LogError, match=r"ends at offset 0, before \d+: the log was made anew"):
+            await shadow.run()
+        with pytest.raises(LogError, match="it is another log; give this shadow another --name"):
+            await shadow_of(short).start()
+
+
+async def test_a_journal_whose_beginning_is_gone(log: SqliteLog) -> None:
+    class Headless(SharedLog):
+        async def begin(self, topic: str, partition: int) -> int:
+            return 5 if topic == DECISIONS.name else await super().begin(topic, partition)
+
+    with pytest.raises(LogError, match="begins at offset 5, what came before is gone: leave --from-start out"):
+        await shadow_of(Headless(log), from_start=True).start()
+
+
+async def test_a_policy_that_fails_is_counted_and_said(log: SqliteLog) -> None:
+    async with System(log).started(workers=2) as system:
+        await serve_unsealed(system, "a", "b")
+    shadow = shadow_of(log, routed_by(mode="nowhere.Policy"), from_start=True)
+    async with running(log, shadow):
+        pass
+    assert [one.failure.partition(":")[0] for one in said(log)] == ["policy_failed"] * 2
+    assert all(one.shadow_worker_id == "" and one.regret_blocks is None and not one.agrees for one in said(log))
+    assert "2 failed (policy_failed)" in str(shadow.figures)
+    registry = CollectorRegistry()
+    registry.register(ShadowMetrics(shadow))
+    labels = {"shadow": NAME, "pool": "default", "reason": "policy_failed"}
+    assert registry.get_sample_value("forebay_shadow_failures_total", labels) == 2
+
+
+async def test_it_says_what_history_booked_in_its_place(log: SqliteLog, caplog: pytest.LogCaptureFixture) -> None:
+    async with System(log).started(workers=2) as system:
+        await serve_unsealed(system, "a", "b")
+    async with running(log, shadow_of(log, routed_by(session_ttl_s=60.0), from_start=True)):
+        pass
+    warnings = [record.getMessage() for record in caplog.records if "booked" in record.getMessage()]
+    assert warnings == [
+        "shadow try: what session_ttl_s of the pool default would have booked is not there, only what history booked"
+    ]
+
+
+async def test_its_figures_are_shown_to_prometheus(log: SqliteLog) -> None:
+    async with System(log).started(workers=2) as system:
+        await serve_unsealed(system, *(f"r{number}" for number in range(6)))
+    shadow = shadow_of(log, routed_by(mode="round-robin"), from_start=True)
+    registry = CollectorRegistry()
+    registry.register(ShadowMetrics(shadow))
+    async with running(log, shadow):
+        pass
+    events = said(log)
+    labels = {"shadow": NAME, "pool": "default"}
+
+    def value(series: str, **more: str) -> float | None:
+        return registry.get_sample_value(f"forebay_shadow_{series}", {**labels, **more})
+
+    assert value("decisions_total") == 6
+    assert value("agreements_total") == sum(one.agrees for one in events)
+    lost = sum(max(0, one.overlap_blocks - one.shadow_overlap_blocks) for one in events)
+    assert value("overlap_blocks_lost_total") == lost > 0
+    regrets = [one.regret_blocks for one in events]
+    assert value("regret_blocks_sum") == sum(max(0.0, regret) for regret in regrets)
+    assert value("excess_blocks_total") == sum(max(0.0, -regret) for regret in regrets) > 0
+    assert value("regret_blocks_count") == value("regret_blocks_bucket", le="+Inf") == 6
+    assert registry.get_sample_value("forebay_shadow_lag_records", {"shadow": NAME}) == 0
+    assert registry.get_sample_value("forebay_shadow_journal_offset", {"shadow": NAME}) == shadow.position

@@ -1,0 +1,11 @@
+"""A policy as a user would write one, for the recording `own-policy`."""
+
+from forebay.core.policies import RoutingRequest, RoutingWorld
+
+
+class CheapestTwo:
+    """One of the two cheapest candidates, by the request's seed."""
+
+    def decide(self, world: RoutingWorld, request: RoutingRequest) -> int:
+        order = sorted(range(len(world.candidates)), key=lambda at: world.costs[at])
+        return order[request.tie_seed % min(2, len(order))]

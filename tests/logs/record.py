@@ -1,0 +1,63 @@
+"""Writes the recordings of this folder anew: all, or those that are named. `make golden` runs it.
+
+Needed when `CORE_VERSION` was raised, or a scenario changed. The recordings come from the real owner in virtual time
+and are anonymised as `forebay record --anonymize` does it.
+"""
+
+import asyncio
+import sys
+from pathlib import Path
+
+from forebay.events.topics import DECISIONS
+from forebay.replay.anonymize import record_anonymized
+from forebay.replay.record import Window, contents_of, slice_of
+from forebay.transport.recorded import snapshots_taken
+from forebay.transport.sqlite_log import SqliteLog
+from tests.logs import incidents, routing  # noqa: F401 - they put their scenarios into the list
+from tests.logs.playing import SCENARIOS
+from tests.logs.stage import MODEL, stopped_time
+
+__all__ = ["FOLDER", "SCENARIOS", "SUFFIX", "record"]
+
+FOLDER = Path(__file__).parent
+SUFFIX = ".rec"
+FROM_SNAPSHOT = frozenset({"from-snapshot"})  # they begin there, not at the beginning
+
+
+async def record(name: str, out: Path) -> int:
+    """Play one scenario and write its recording; how many requests keep their tie seed."""
+    with stopped_time():
+        stage = await SCENARIOS[name]()
+        await stage.owner.close()  # seals the state: what was applied after the last decision is recorded, too
+    try:
+        window = Window(await _begin_us(stage.log)) if name in FROM_SNAPSHOT else Window()
+        slices = [await slice_of(stage.log, MODEL, 0, window)]
+        contents = await contents_of(
+            stage.log, slices, namespace=stage.log.namespace, source="log", asked={}, anonymized=True
+        )
+        return (await record_anonymized(stage.log, out, contents)).seeds_kept
+    finally:
+        stage.log.close()
+
+
+async def _begin_us(log: SqliteLog) -> int:
+    """When the journal heard of the first snapshot."""
+    places = [offset async for offset, _ in snapshots_taken(log, 0, 0, log.next_offset(DECISIONS.name, 0))]
+    return log.records(DECISIONS.name, 0, places[0], 1)[0].at_us
+
+
+def main(names: list[str]) -> None:
+    """Write these recordings, or all, and remove what no scenario makes."""
+    for name in names or SCENARIOS:
+        out = FOLDER / f"{name}{SUFFIX}"
+        out.unlink(missing_ok=True)
+        kept = asyncio.run(record(name, out))
+        sys.stdout.write(f"{out.name:<28} {out.stat().st_size:>8} bytes, {kept} tie seeds kept\n")
+    if not names:
+        for path in FOLDER.glob(f"*{SUFFIX}"):
+            if path.stem not in SCENARIOS:
+                path.unlink()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,349 @@
+"""A small system in virtual time: the real owner on a log in memory, and workers that are engine models.
+
+Nothing here waits for a clock or another thread, so a scenario is decided the same whenever it is played; only the
+times at which the log took its records are of the wall clock.
+"""
+
+import asyncio
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+from forebay.core.blocks import hash_seed, sequence_hashes
+from forebay.core.engine_model import EngineConfig, EngineModel, EngineRequest, Stored
+from forebay.core.lifecycle import id_hash
+from forebay.events.base import Event, pack_u32, pack_u64, unpack_u64
+from forebay.events.codec import decode, encode
+from forebay.events.control import PoolConfigured, RouterConfig
+from forebay.events.decisions import Decision
+from forebay.events.fleet import WorkerFact, WorkerJoined, WorkerSpec
+from forebay.events.kv import BlocksRemoved, BlocksStored, CacheCleared, Tier
+from forebay.events.metrics import LoadReported
+from forebay.events.progress import FirstTokenEmitted, OutputGrown, RequestFinished
+from forebay.events.requests import NO_HINTS, RequestCancelled, RequestSubmitted, RouteQueried, RoutingHints, Sampling
+from forebay.events.topics import (
+    CONTROL,
+    DECISIONS,
+    FLEET,
+    KV_EVENTS,
+    METRICS,
+    PROGRESS,
+    REQUESTS,
+    Topic,
+    work_topic,
+)
+from forebay.events.work import AnyWorkEvent, ReannounceCache, WorkCancelled, WorkItem
+from forebay.live import owner, snapshots
+from forebay.live.owner import GroupSettings, Owner
+from forebay.transport.base import Draft, Log
+from forebay.transport.redis_leases import embedded_leases
+from forebay.transport.sqlite_log import SqliteLog
+
+MODEL = "model"
+POOL = "default"
+BLOCK = 16
+TICK_US = 2_000
+BEGINS_US = 1_750_000_000_000_000
+READ_MAX = 100_000
+TICKS_MAX = 10_000
+NEVER = 1 << 40  # journal records: snapshots are taken when a scenario says so
+
+
+@contextmanager
+def stopped_time() -> Iterator[None]:
+    """No turn of an owner takes any time, so that a busy machine cuts none short."""
+    stopped = SimpleNamespace(monotonic=lambda: 0.0, monotonic_ns=lambda: 0, time_ns=time.time_ns)
+    with mock.patch.object(owner, "time", stopped), mock.patch.object(snapshots, "time", stopped):
+        yield
+
+
+class StageWorker:
+    """One engine model a rank. It does what `forebay.workers` does, when it is told to."""
+
+    def __init__(self, stage: "Stage", spec: WorkerSpec, epoch: int, slot: int) -> None:
+        config = EngineConfig(
+            vocabulary=tuple(range(64)),
+            block_size=spec.block_size,
+            kv_blocks_total=spec.kv_blocks_total,
+            max_num_seqs=spec.max_num_seqs,
+            max_num_batched_tokens=spec.max_num_batched_tokens,
+        )
+        self.spec = spec
+        self.epoch = epoch
+        self.loses = 0  # events that do not reach the log
+        self._stage = stage
+        self._slot = slot
+        self._read = 0
+        self._engines = {rank: EngineModel(config) for rank in spec.ranks}
+        self._seqs = dict.fromkeys(spec.ranks, 0)
+        self._items: dict[str, WorkItem] = {}
+
+    def take_work(self) -> bool:
+        """Obey what is new on its slot; whether anything was."""
+        topic = work_topic(self.spec.pool)
+        records = self._stage.log.records(topic.name, self._slot, self._read, READ_MAX)
+        for record in records:
+            self._obey(decode(topic, record.value))
+        self._read += len(records)
+        return bool(records)
+
+    def step(self) -> bool:
+        """One iteration of each engine; whether any had something to do."""
+        stepped = [self._step(rank, engine) for rank, engine in self._engines.items()]
+        return any(stepped)
+
+    def stored(self, hashes: Sequence[int], parent: int | None = None, tier: Tier = "device", rank: int = 0) -> None:
+        """Blocks entered a tier."""
+        packed = pack_u64(hashes)
+        self._say_cache(BlocksStored, rank, sequence_hashes=packed, parent_hash=parent, tier=tier)
+
+    def removed(self, hashes: Sequence[int], tier: Tier = "device", rank: int = 0) -> None:
+        """Blocks left a tier."""
+        self._say_cache(BlocksRemoved, rank, sequence_hashes=pack_u64(hashes), tier=tier)
+
+    def held(self, rank: int = 0) -> list[int]:
+        """The blocks on its device."""
+        return self._engines[rank].held()
+
+    def _step(self, rank: int, engine: EngineModel) -> bool:
+        step = engine.step()
+        if step is None:
+            return False
+        for change in step.cache_changes:
+            if isinstance(change, Stored):
+                self.stored(change.hashes, change.parent, rank=rank)
+            else:
+                self.removed(change.hashes, rank=rank)
+        for first in step.first_tokens:
+            self._say(FirstTokenEmitted, first.request_id, cached_tokens=first.cached_tokens)
+        for said in step.emitted:
+            if self._items[said.request_id].report_output and said.first_index % BLOCK == BLOCK - 1:
+                self._say(OutputGrown, said.request_id, output_tokens=said.first_index + 1)
+        for end in step.finished:
+            self._say(RequestFinished, end.request_id, finish_reason=end.reason, output_tokens=end.output_tokens)
+            del self._items[end.request_id]
+        load = step.load
+        report = LoadReported(
+            worker_id=self.spec.worker_id,
+            worker_epoch=self.epoch,
+            running=load.running,
+            waiting=load.waiting,
+            kv_blocks_used=load.kv_blocks_used,
+            kv_blocks_total=load.kv_blocks_total,
+            rank=rank,
+        )
+        if step.first_tokens or step.finished:  # engines say it ten times a second at most
+            self._stage.put(METRICS, report)
+        return True
+
+    def _obey(self, event: AnyWorkEvent) -> None:
+        if event.worker_epoch != self.epoch:
+            return
+        match event:
+            case WorkItem() if event.request_id not in self._items:
+                self._items[event.request_id] = event
+                self._engines[event.rank].submit(
+                    EngineRequest(
+                        request_id=event.request_id,
+                        attempt=event.attempt,
+                        token_ids=event.token_ids,
+                        sequence_hashes=event.sequence_hashes,
+                        token_seed=len(event.token_ids),
+                        max_tokens=event.sampling.max_tokens,
+                        hash_seed=hash_seed(event.lora_name, event.cache_namespace),
+                    )
+                )
+            case WorkCancelled() if event.request_id in self._items:
+                self._engines[self._items.pop(event.request_id).rank].cancel(event.request_id)
+            case ReannounceCache():
+                self._seqs[event.rank] = max(self._seqs[event.rank], event.above_seq)
+                self._say_cache(CacheCleared, event.rank)
+                self.stored(self.held(event.rank), rank=event.rank)
+            case _:
+                pass  # sent again by a new owner, or already over
+
+    def _say(self, kind: Any, request_id: str, **fields: Any) -> None:
+        item = self._items[request_id]
+        event = kind(
+            request_id=request_id,
+            attempt=item.attempt,
+            worker_id=self.spec.worker_id,
+            worker_epoch=self.epoch,
+            owner_epoch=item.owner_epoch,
+            **fields,
+        )
+        self._stage.put(PROGRESS, event)
+
+    def _say_cache(self, kind: Any, rank: int, **fields: Any) -> None:
+        if not self.spec.kv_events:
+            return
+        self._seqs[rank] += 1
+        if self.loses:
+            self.loses -= 1
+            return
+        event = kind(worker_id=self.spec.worker_id, worker_epoch=self.epoch, seq=self._seqs[rank], rank=rank, **fields)
+        self._stage.put(KV_EVENTS, event)
+
+
+class Stage:
+    """One group, played. `owner` is the one of now."""
+
+    owner: Owner
+
+    def __init__(self, attempts_max: int = 3, **router: Any) -> None:
+        self.log = SqliteLog.open(None)
+        self.now_us = BEGINS_US
+        self.workers: dict[str, StageWorker] = {}
+        self._leases = embedded_leases()
+        self._pool = PoolConfigured(
+            pool=POOL, model=MODEL, block_size=BLOCK, router=RouterConfig(**router), attempts_max=attempts_max
+        )
+        self._fleet_end = 0
+
+    async def begin(self, *workers: str, log: Log | None = None, **spec: Any) -> "Stage":
+        """An owner claims the group; then these workers join."""
+        settings = GroupSettings(
+            group=MODEL,
+            partition=0,
+            owner_id="owner",
+            pool=self._pool,
+            snapshot_every=NEVER,
+            snapshot_age_s=float(NEVER),
+        )
+        self.owner = Owner(log or self.log, self._leases, settings, clock_us=lambda: self.now_us)
+        await self.owner.start()
+        for name in workers:
+            await self.join(name, **spec)
+        return self
+
+    async def join(self, name: str, **spec: Any) -> StageWorker:
+        """A worker is admitted."""
+        fields: dict[str, Any] = {"kv_blocks_total": 256, "max_num_seqs": 8, "max_num_batched_tokens": 512, **spec}
+        described = WorkerSpec(worker_id=name, model=MODEL, pool=POOL, block_size=BLOCK, **fields)
+        slot = len(self.workers)
+        event = WorkerJoined(
+            owner_epoch=self.owner.journal.epoch, spec=described, lease=f"{name}-lease", slot=slot, from_offset=0
+        )
+        (epoch,) = await self.log.append([Draft(FLEET.name, 0, encode(FLEET, event))])
+        self.workers[name] = StageWorker(self, described, epoch, slot)
+        await self.settle()
+        return self.workers[name]
+
+    async def fact(self, kind: type[WorkerFact], name: str) -> None:
+        """Something happened to a worker; a lost one does nothing more."""
+        worker = self.workers[name]
+        self.put(
+            FLEET, kind(owner_epoch=self.owner.journal.epoch, worker_id=name, worker_epoch=worker.epoch, reason="seen")
+        )
+        if kind.__name__ == "WorkerLost":
+            del self.workers[name]
+        await self.settle()
+
+    def put(self, topic: Topic, event: Event) -> None:
+        """An event on a topic of the group."""
+        self.log.append_soon([Draft(topic.name, 0, encode(topic, event))])
+
+    def put_bytes(self, topic: Topic, value: bytes) -> None:
+        """A record that may be no event."""
+        self.log.append_soon([Draft(topic.name, 0, value)])
+
+    def submit(
+        self, name: str, prompt: Sequence[int], max_tokens: int = 4, hints: RoutingHints = NO_HINTS, **changes: Any
+    ) -> RequestSubmitted:
+        """A request."""
+        event = submission(name, prompt, max_tokens, hints, **changes)
+        self.put(REQUESTS, event)
+        return event
+
+    def ask(self, name: str, prompt: Sequence[int], hints: RoutingHints = NO_HINTS, lora_name: str = "") -> None:
+        """Where a request would go."""
+        like = submission(name, prompt, 1, hints, lora_name=lora_name)
+        query = RouteQueried(
+            request_id=name,
+            model=MODEL,
+            prompt_tokens=like.prompt_tokens,
+            sequence_hashes=like.sequence_hashes,
+            reply_slot=like.reply_slot,
+            tie_seed=like.tie_seed,
+            lora_name=lora_name,
+            routing=hints,
+        )
+        self.put(REQUESTS, query)
+
+    def cancel(self, name: str) -> None:
+        """A client leaves."""
+        self.put(REQUESTS, RequestCancelled(request_id=name))
+
+    def configure(self, **router: Any) -> None:
+        """The pool routes by this from now on."""
+        self.put(CONTROL, PoolConfigured(pool=POOL, model=MODEL, block_size=BLOCK, router=RouterConfig(**router)))
+
+    async def settle(self) -> None:
+        """Let the owner apply what there is; nobody computes anything."""
+        await asyncio.sleep(0)  # the log commits what was appended
+        self.now_us += TICK_US
+        await self.owner.turn()
+        await asyncio.sleep(0)
+
+    async def pass_time(self, seconds: float) -> None:
+        """Nothing happens for a while."""
+        self.now_us += round(seconds * 1e6)
+        await self.settle()
+
+    async def play(self, ticks: int = TICKS_MAX) -> None:
+        """Everybody works, until nothing is left to do or for some ticks."""
+        for _ in range(ticks):
+            await self.settle()
+            took = [worker.take_work() for worker in self.workers.values()]
+            stepped = [worker.step() for worker in self.workers.values()]
+            if not any(took) and not any(stepped):
+                await self.settle()
+                return
+
+    async def serve(self, *requests: tuple[str, Sequence[int]], **changes: Any) -> None:
+        """Requests, one after the other, each until it is answered."""
+        for name, prompt in requests:
+            self.submit(name, prompt, **changes)
+            await self.play()
+
+    def decided(self, kind: type[Decision]) -> list[Any]:
+        """The journal so far."""
+        records = self.log.records(DECISIONS.name, 0, 0, READ_MAX)
+        events = [decode(DECISIONS, record.value) for record in records]
+        return [event for event in events if isinstance(event, kind)]
+
+
+def prompt(family: int, blocks: int, tail: int = 0) -> list[int]:
+    """A prompt of whole blocks, shared with all of its family, and a few tokens of its own."""
+    return [family * 10_000 + at for at in range(blocks * BLOCK)] + [tail * 100 + at for at in range(5)]
+
+
+def hashes(prompt: Sequence[int]) -> list[int]:
+    """The blocks of a prompt."""
+    return unpack_u64(sequence_hashes(pack_u32(prompt), BLOCK))
+
+
+def submission(
+    name: str, prompt: Sequence[int], max_tokens: int = 4, hints: RoutingHints = NO_HINTS, **changes: Any
+) -> RequestSubmitted:
+    """A request as an ingress would put it."""
+    packed = pack_u32(prompt)
+    seed = hash_seed(changes.get("lora_name", ""), changes.get("cache_namespace", ""))
+    fields: dict[str, Any] = {
+        "request_id": name,
+        "model": MODEL,
+        "token_ids": packed,
+        "sequence_hashes": sequence_hashes(packed, BLOCK, seed),
+        "reply_slot": 3,
+        "timeout_us": 60_000_000,
+        "tie_seed": id_hash(name),
+        "sampling": Sampling(max_tokens=max_tokens),
+        "nonce": id_hash(name + "?"),
+        "ingress_id": "ingress",
+        "routing": hints,
+        **changes,
+    }
+    return RequestSubmitted(**fields)

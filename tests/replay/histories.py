@@ -1,0 +1,135 @@
+"""Histories that are drawn, as an owner would have put them on the log: inputs, journal, digests and snapshots."""
+
+import asyncio
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from forebay.core.step import Decided, advance, claim, open_run, step
+from forebay.core.world import CORE_VERSION, World
+from forebay.events.codec import DecodeError, decode, encode
+from forebay.events.decisions import Advanced, JournalRecord, OwnerClaimed, SnapshotTaken
+from forebay.events.snapshots import SnapshotChunk
+from forebay.events.topics import DECISIONS, INPUTS, SNAPSHOTS, topic_named
+from forebay.replay.verify import Report, verify
+from forebay.transport.base import Draft
+from forebay.transport.recorded import decode_or_none
+from forebay.transport.sqlite_log import SqliteLog
+from tests.core.worlds import Driver, perform
+
+GARBAGE = b"\xc1 no event"
+DIGEST_EVERY, SNAPSHOT_EVERY, CLAIM_EVERY = 7, 25, 40  # things that happen
+
+Topics = dict[str, list[bytes]]
+
+
+class Written:
+    """What stands on each topic, while a history goes on."""
+
+    def __init__(self) -> None:
+        self.topics: Topics = {}
+        self.drive = Driver()
+        self._journal(OwnerClaimed(owner_id="one", core_version=CORE_VERSION))
+        self._applied = self._decided = 0
+
+    def happen(self, number: int, action: tuple[str, Any]) -> None:
+        """One thing, and what an owner writes of it."""
+        perform(self.drive, number, action)
+        for topic, event, _ in self.drive.applied[self._applied :]:
+            value = GARBAGE if event is None else encode(topic_named(topic), event)
+            self.topics.setdefault(topic, []).append(value)
+        self._applied = len(self.drive.applied)
+        for record in self.drive.decided[self._decided :]:
+            self._journal(record)
+        self._decided = len(self.drive.decided)
+        if number % DIGEST_EVERY == 0:
+            self._journal(advance(self.drive.world))
+        if number % SNAPSHOT_EVERY == SNAPSHOT_EVERY - 1:
+            self.seal()
+        if number % CLAIM_EVERY == CLAIM_EVERY - 1:
+            claim(self.drive.world, len(self.topics[DECISIONS.name]))
+            self._journal(OwnerClaimed(owner_id="another", core_version=CORE_VERSION))
+
+    def seal(self) -> None:
+        """Take a snapshot of what is applied."""
+        world, chunks = self.drive.world, self.topics.setdefault(SNAPSHOTS.name, [])
+        sealed = advance(world)
+        self._journal(sealed)
+        journal_offset, first = len(self.topics[DECISIONS.name]), len(chunks)
+        for number, part in enumerate(world.snapshot()):
+            chunk = SnapshotChunk(owner_epoch=world.owner_epoch, number=number, parts=(part,))
+            chunks.append(encode(SNAPSHOTS, chunk))
+        taken = SnapshotTaken(
+            **world.stamp(),
+            first_offset=first,
+            chunks=len(chunks) - first,
+            digest=sealed.digest,
+            journal_offset=journal_offset,
+            core_version=CORE_VERSION,
+        )
+        self._journal(taken)
+
+    def _journal(self, record: JournalRecord) -> None:
+        self.topics.setdefault(DECISIONS.name, []).append(encode(DECISIONS, record))
+
+
+def written(history: Sequence[tuple[str, Any]]) -> Topics:
+    """A history on the log, sealed at its end."""
+    happening = Written()
+    for number, action in enumerate(history):
+        happening.happen(number, action)
+    happening.seal()
+    return happening.topics
+
+
+async def put(log: SqliteLog, topics: Mapping[str, Sequence[bytes]]) -> None:
+    """Write topics to a log."""
+    for topic, values in topics.items():
+        await log.append([Draft(topic, 0, value) for value in values])
+
+
+def verified(topics: Mapping[str, Sequence[bytes]]) -> Report:
+    """What verification says of topics. Raises LogError."""
+
+    async def run() -> Report:
+        log = SqliteLog.open(None)
+        try:
+            await put(log, topics)
+            return await verify(log)
+        finally:
+            log.close()
+
+    return asyncio.run(run())
+
+
+def follows(topics: Mapping[str, Sequence[bytes]]) -> bool:
+    """Whether the journal is what the events lead to, in the order that it says: a plain loop beside ours."""
+    world = World()
+    ahead = {topic.name: deque(topics.get(topic.name, ())) for topic in INPUTS}
+    expected: deque[Decided] = deque()
+    for offset, value in enumerate(topics[DECISIONS.name]):
+        try:
+            record = decode(DECISIONS, value)
+        except DecodeError:
+            return False
+        if isinstance(record, OwnerClaimed):
+            claim(world, offset)
+            continue
+        if record.owner_epoch < world.owner_epoch:
+            continue
+        for run in record.consumed:
+            expected += open_run(world, run.now_us)
+            for _ in range(run.count):
+                if not ahead[run.topic]:
+                    return False
+                event = decode_or_none(topic_named(run.topic), ahead[run.topic].popleft())
+                expected += step(world, run.topic, event, run.now_us)
+        if isinstance(record, Advanced):
+            if record != advance(world):
+                return False
+        elif isinstance(record, SnapshotTaken):
+            if (record.owner_epoch, record.seq, record.consumed) != tuple(world.stamp().values()):
+                return False
+        elif not expected or expected.popleft() != record:
+            return False
+    return True

@@ -1,0 +1,51 @@
+"""Recordings that somebody changed and sealed again: every checksum holds, and what is said is not what was."""
+
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from forebay.events.codec import decode
+from forebay.events.topics import Topic
+from forebay.transport.sqlite_log import SqliteLog
+from forebay.transport.sqlite_schema import checksum
+
+Values = list[bytes]
+
+
+def rewritten(path: Path, topic: Topic, change: Callable[[Values], Values]) -> None:
+    """Replace the records of a topic by others, with new offsets and checksums."""
+    db = sqlite3.connect(path)
+    values = [value for (value,) in db.execute(f'SELECT value FROM "{topic.name}" ORDER BY id')]
+    changed = change(list(values))
+    assert changed != values
+    db.execute(f'DELETE FROM "{topic.name}"')
+    db.executemany(
+        f'INSERT INTO "{topic.name}" (id, at_us, key, headers, value, checksum) VALUES (?, 0, NULL, NULL, ?, ?)',
+        [(at, value, checksum(topic.name, 0, at, 0, None, None, value)) for at, value in enumerate(changed)],
+    )
+    db.commit()
+    db.close()
+
+
+def replaced(path: Path, topic: Topic, offset: int, change: Callable[[bytes], bytes]) -> None:
+    """Change one record."""
+
+    def at(values: Values) -> Values:
+        values[offset] = change(values[offset])
+        return values
+
+    rewritten(path, topic, at)
+
+
+def find(path: Path, topic: Topic, wanted: Callable[[Any], bool]) -> tuple[int, Any]:
+    """The first event of a topic that is wanted, with its offset."""
+    log = SqliteLog.open(path, readonly=True)
+    try:
+        for record in log.records(topic.name, 0, 0, 100_000):
+            event = decode(topic, record.value)
+            if wanted(event):
+                return record.offset, event
+    finally:
+        log.close()
+    raise AssertionError("the recording holds no such event")

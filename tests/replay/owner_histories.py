@@ -1,0 +1,166 @@
+"""Drawn histories written to a log as their owners would write them: take-overs, crashes and snapshots too."""
+
+import random
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+from hypothesis import strategies as st
+
+from forebay.core.step import InputEvent, advance, claim
+from forebay.core.world import CORE_VERSION
+from forebay.events.codec import encode
+from forebay.events.decisions import JournalRecord, OwnerClaimed, SnapshotTaken
+from forebay.events.snapshots import SnapshotChunk
+from forebay.events.topics import DECISIONS, SNAPSHOTS, topic_named
+from forebay.transport.base import Draft
+from forebay.transport.sqlite_log import SqliteLog
+from tests.core.worlds import Driver, actions, perform
+
+GARBAGE = b"\xc1 nobody reads this"
+PARTS_A_CHUNK = 3
+
+
+class Sealed(NamedTuple):
+    """A snapshot on its way."""
+
+    first_offset: int
+    chunks: int
+    digest: str
+    journal_offset: int
+
+
+class WrittenDriver(Driver):
+    """A driver whose events and decisions are written down, to be put on a log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drafts: list[Draft] = []
+        self.crashes = False
+        self._journalled = 0
+        self._chunks = 0
+        self._sealed: Sealed | None = None
+        self.write(OwnerClaimed(owner_id="owner", core_version=CORE_VERSION))
+
+    def __call__(self, topic: str, event: InputEvent | None, after_us: int = 10) -> list[Any]:
+        value = GARBAGE if event is None else encode(topic_named(topic), event)
+        self.drafts.append(Draft(topic, 0, value, b"a key", {"header": "a value"}))
+        return self._journal(super().__call__(topic, event, after_us))
+
+    def wait(self, us: int) -> list[Any]:
+        return self._journal(super().wait(us))
+
+    def write(self, record: JournalRecord) -> None:
+        self.drafts.append(Draft(DECISIONS.name, 0, encode(DECISIONS, record), b"a key", {"header": "a value"}))
+        self._journalled += 1
+
+    def take_over(self) -> None:
+        offset = self._journalled
+        self.write(OwnerClaimed(owner_id="another", core_version=CORE_VERSION))
+        claim(self.world, offset)
+        self._sealed = None
+
+    def leave_void(self) -> None:
+        """The owner before did not know yet."""
+        if self.world.owner_epoch:
+            lie = advance(Driver().world)
+            self.write(msgspec.structs.replace(lie, owner_epoch=self.world.owner_epoch - 1))
+
+    def leave_foreign(self) -> None:
+        self.drafts.append(Draft(DECISIONS.name, 0, GARBAGE))
+        self._journalled += 1
+
+    def seal(self) -> None:
+        """A snapshot of the state as it is, of which the journal hears later."""
+        sealed = advance(self.world)
+        self.write(sealed)
+        parts = list(self.world.snapshot())
+        chunks = [tuple(parts[start : start + PARTS_A_CHUNK]) for start in range(0, len(parts), PARTS_A_CHUNK)]
+        for number, part in enumerate(chunks):
+            chunk = SnapshotChunk(owner_epoch=self.world.owner_epoch, number=number, parts=part)
+            self.drafts.append(Draft(SNAPSHOTS.name, 0, encode(SNAPSHOTS, chunk), b"a key"))
+        self._sealed = Sealed(self._chunks, len(chunks), sealed.digest, self._journalled)
+        self._chunks += len(chunks)
+
+    def finish_snapshot(self) -> None:
+        """The journal hears of the snapshot on its way."""
+        if self._sealed is not None:
+            sealed, self._sealed = self._sealed, None
+            self.write(SnapshotTaken(**self.world.stamp(), **sealed._asdict(), core_version=CORE_VERSION))
+
+    def _journal(self, made: list[Any]) -> list[Any]:
+        if self.crashes and len(made) > 1:
+            self.crashes = False
+            first, *rest = made
+            self.write(first)
+            self.take_over()
+            made = [first, *(msgspec.structs.replace(one, owner_epoch=self.world.owner_epoch) for one in rest)]
+            for record in made[1:]:
+                self.write(record)
+        else:
+            for record in made:
+                self.write(record)
+        return made
+
+
+OWNERS = ("take over", "crash", "void", "foreign", "seal", "taken")
+
+owner_histories = st.lists(
+    st.one_of(*[actions()] * 8, st.sampled_from(OWNERS).map(lambda kind: (kind, None))), max_size=120
+)
+
+
+def dense_history(seed: int, length: int = 250) -> list[tuple[str, Any]]:
+    """A long history, seeded: workers are there, and most of what happens is about requests."""
+    draw = random.Random(seed)
+    kinds = (
+        *("request",) * 10,
+        *("first", "finish", "stored") * 3,
+        *(
+            "grow",
+            "fail",
+            "query",
+            "removed",
+            "cleared",
+            "report",
+            "cancel",
+            "again",
+            "pool",
+            "busy",
+            "wait",
+            "garbage",
+        ),
+        *("join", "join", "join", "lose", "suspect", "recover"),
+        *OWNERS,
+    )
+    return [(draw.choice(kinds), (draw.randrange(10), draw.randrange(9), draw.randrange(3))) for _ in range(length)]
+
+
+def played(history: list[tuple[str, Any]], drive: WrittenDriver | None = None) -> WrittenDriver:
+    """A driver after a history."""
+    drive = drive or WrittenDriver()
+    drive.fleet("a", "b")
+    for number, action in enumerate(history):
+        match action[0]:
+            case "take over":
+                drive.take_over()
+            case "crash":
+                drive.crashes = True
+            case "void":
+                drive.leave_void()
+            case "foreign":
+                drive.leave_foreign()
+            case "seal":
+                drive.seal()
+            case "taken":
+                drive.finish_snapshot()
+            case _:
+                perform(drive, number, action)
+    return drive
+
+
+async def on_a_log(drive: WrittenDriver, path: Path | None = None) -> SqliteLog:
+    """What was written, on a log."""
+    log = SqliteLog.open(path)
+    await log.append(drive.drafts)
+    return log

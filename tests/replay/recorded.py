@@ -1,0 +1,63 @@
+"""Recorded groups for tests, in memory: what a driver applied and decided, as the log that its owner would leave."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from forebay.core.step import advance
+from forebay.core.world import CORE_VERSION
+from forebay.events.codec import encode
+from forebay.events.decisions import JournalRecord, OwnerClaimed
+from forebay.events.topics import DECISIONS, topic_named
+from forebay.transport.base import Draft, Record, Tail, Wake
+from forebay.transport.sqlite_log import SqliteLog
+from tests.core.worlds import Driver
+
+GARBAGE = b"\xc1"
+
+
+class MemoryLog:
+    """Records to be read, one partition a topic."""
+
+    def __init__(self) -> None:
+        self.topics: dict[str, list[bytes]] = {}
+
+    async def append(self, drafts: Sequence[Draft]) -> list[int]:
+        raise NotImplementedError
+
+    def append_soon(self, drafts: Sequence[Draft]) -> None:
+        raise NotImplementedError
+
+    def tail(self, topic: str, partition: int, offset: int, wake: Wake) -> Tail:
+        raise NotImplementedError
+
+    async def read(self, topic: str, partition: int, offset: int, limit: int) -> list[Record]:
+        values = self.topics.get(topic, [])[offset : offset + limit]
+        return [Record(topic, partition, number, 0, value) for number, value in enumerate(values, offset)]
+
+    async def begin(self, topic: str, partition: int) -> int:
+        return 0
+
+    async def end(self, topic: str, partition: int) -> int:
+        return len(self.topics.get(topic, ()))
+
+
+def log_of(drive: Driver, undecodable: bytes = GARBAGE) -> MemoryLog:
+    """The log of a driver that began with an empty world; its end is sealed."""
+    log = MemoryLog()
+    for topic, event, _ in drive.applied:
+        value = undecodable if event is None else encode(topic_named(topic), event)
+        log.topics.setdefault(topic, []).append(value)
+    claimed = OwnerClaimed(owner_id="o", core_version=CORE_VERSION)
+    journal: list[JournalRecord] = [claimed, *drive.decided, advance(drive.world)]
+    log.topics[DECISIONS.name] = [encode(DECISIONS, record) for record in journal]
+    return log
+
+
+async def write(log: MemoryLog, path: Path) -> None:
+    """The same as a log file."""
+    file = SqliteLog.open(path)
+    try:
+        for topic, values in log.topics.items():
+            await file.append([Draft(topic, 0, value) for value in values])
+    finally:
+        file.close()

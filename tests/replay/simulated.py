@@ -1,0 +1,84 @@
+"""A simulated run as its owner's log: a history whose engines are the simulator's own."""
+
+from collections.abc import Iterable
+
+from forebay.core.engine_model import EngineConfig, EngineModel
+from forebay.core.step import Decided, InputEvent, claim
+from forebay.core.world import CORE_VERSION, World
+from forebay.events.base import pack_u64
+from forebay.events.codec import encode
+from forebay.events.control import PoolConfigured, RouterConfig
+from forebay.events.decisions import JournalRecord, OwnerClaimed
+from forebay.events.fleet import WorkerJoined, WorkerSpec
+from forebay.events.requests import RequestSubmitted, Sampling
+from forebay.events.topics import CONTROL, DECISIONS, FLEET, REQUESTS, Topic
+from forebay.simulate.cluster import Arrival, Cluster
+from forebay.simulate.mooncake import Row
+from forebay.simulate.rank import EngineRank
+from tests.replay.recorded import MemoryLog
+
+MODEL, POOL, BLOCK = "m", "default", 64
+START_US = 1_000_000
+TIMEOUT_US = 600_000_000
+
+
+class RecordedRun(Cluster):
+    """A cluster that writes down what its owner applies and decides."""
+
+    def __init__(self, router: RouterConfig, workers: int, blocks: int = 16_384) -> None:
+        world = World()
+        super().__init__(world, reports=False)
+        self.log = MemoryLog()
+        self._journal(OwnerClaimed(owner_id="o", core_version=CORE_VERSION))
+        claim(world, 0)
+        self._now_us = START_US
+        self.apply(CONTROL, PoolConfigured(pool=POOL, model=MODEL, block_size=BLOCK, router=router))
+        for number in range(workers):
+            spec = WorkerSpec(
+                worker_id=f"w{number}",
+                model=MODEL,
+                block_size=BLOCK,
+                kv_blocks_total=blocks,
+                max_num_seqs=256,
+                max_num_batched_tokens=8_192,
+            )
+            engine = EngineModel(EngineConfig(vocabulary=None, block_size=BLOCK, kv_blocks_total=blocks))
+            self.add(EngineRank(number, spec, 0, world.view.get(FLEET.name, 0), engine))
+            self.apply(FLEET, WorkerJoined(owner_epoch=0, spec=spec, lease="l", slot=number, from_offset=0))
+
+    def _apply_one(self, topic: Topic, event: InputEvent) -> None:
+        self.log.topics.setdefault(topic.name, []).append(encode(topic, event))
+        super()._apply_one(topic, event)
+
+    def _seal(self, record: JournalRecord | Decided) -> None:
+        super()._seal(record)
+        self._journal(record)
+
+    def _journal(self, record: JournalRecord) -> None:
+        self.log.topics.setdefault(DECISIONS.name, []).append(encode(DECISIONS, record))
+
+
+def played(
+    rows: Iterable[Row], router: RouterConfig, workers: int, blocks: int = 16_384, name: str = "r"
+) -> RecordedRun:
+    """A run of a trace, and its log; ids of requests begin with `name`."""
+    run = RecordedRun(router, workers, blocks)
+    run.play([_arrival(f"{name}{number}", number, row) for number, row in enumerate(rows)], lambda _: None)
+    run.digest()
+    return run
+
+
+def _arrival(request_id: str, number: int, row: Row) -> Arrival:
+    submitted = RequestSubmitted(
+        request_id=request_id,
+        model=MODEL,
+        token_ids=b"",
+        withheld_tokens=row.input_length,
+        sequence_hashes=pack_u64(row.sequence_hashes(BLOCK)),
+        reply_slot=0,
+        timeout_us=TIMEOUT_US,
+        tie_seed=number,
+        nonce=number,
+        sampling=Sampling(max_tokens=row.output_length),
+    )
+    return Arrival(START_US + round(row.timestamp * 1_000), REQUESTS, submitted)

@@ -1,0 +1,479 @@
+"""Anonymised recordings: nothing of the clients in them, and every decision as it was."""
+
+import asyncio
+import random
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from xxhash import xxh3_64_intdigest
+
+from forebay.core.lifecycle import id_hash
+from forebay.core.policies import RoutingRequest, RoutingWorld
+from forebay.events.base import unpack_u64
+from forebay.events.codec import DecodeError, decode, encode
+from forebay.events.decisions import RequestAborted, RequestRejected, RequestRouted
+from forebay.events.fleet import WorkerLost
+from forebay.events.requests import RequestSubmitted, RoutingHints
+from forebay.events.snapshots import SnapshotChunk
+from forebay.events.topics import DECISIONS, INPUTS, REQUESTS, SNAPSHOTS, Topic
+from forebay.replay import tie_seeds
+from forebay.replay.anonymize import Anonymized, AnonymousLog, record_anonymized
+from forebay.replay.masks import NotAnonymizable, Permutation
+from forebay.replay.read_only import SliceLog
+from forebay.replay.record import Window, contents_of, slice_of
+from forebay.replay.verify import Report, verify
+from forebay.transport.base import Draft, Log, LogError
+from forebay.transport.recording import Extent
+from forebay.transport.recording_writer import part_of
+from forebay.transport.sqlite_log import LogUnusable, SqliteLog
+from tests.core.worlds import PROMPTS, joined, request, said_of
+from tests.replay.owner_histories import GARBAGE, WrittenDriver, dense_history, on_a_log, owner_histories, played
+
+KEY = bytes(range(32))
+READ_MAX = 100_000
+WHOLE = Window()
+
+
+async def copied(log: Log) -> SqliteLog:
+    copy = SqliteLog.open(None)
+    for topic in (*INPUTS, SNAPSHOTS, DECISIONS):
+        for record in await log.read(topic.name, 0, 0, READ_MAX):
+            await copy.append([Draft(topic.name, 0, record.value, record.key, record.headers)])
+    return copy
+
+
+def events(log: SqliteLog, topic: Topic) -> list[Any]:
+    found = []
+    begin = next((one.first for one in log.recording.extents if one.topic == topic.name), 0) if log.recording else 0
+    for record in log.records(topic.name, 0, begin, READ_MAX):
+        try:
+            found.append(decode(topic, record.value))
+        except DecodeError:
+            found.append(None)
+    return found
+
+
+async def written(log: SqliteLog, out: Path, window: Window = WHOLE, key: bytes | None = KEY) -> Anonymized:
+    slices = [await slice_of(log, "m", 0, window)]
+    contents = await contents_of(log, slices, namespace="forebay", source="log", asked={}, anonymized=True)
+    return await record_anonymized(log, out, contents, key=key)
+
+
+def without_digests(report: Report) -> Report:
+    """Digests of the decision log and of states are over request ids, too."""
+    return msgspec.structs.replace(report, digest="", state="", unknown_event="")
+
+
+async def assert_same(log: SqliteLog) -> None:
+    before = await verify(log)
+    assert before.divergence is None, before
+    copy = await copied(await AnonymousLog.open(log, key=KEY))
+    after = await verify(copy)
+    assert after.divergence is None, after
+    assert without_digests(before) == without_digests(after)
+    routed = [[one for one in events(each, DECISIONS) if isinstance(one, RequestRouted)] for each in (log, copy)]
+    assert [[(one.worker_id, one.rank, one.table_digest) for one in each] for each in routed] == [
+        [(one.worker_id, one.rank, one.table_digest) for one in routed[0]]
+    ] * 2
+    log.close()
+    copy.close()
+
+
+@settings(max_examples=100)
+@given(owner_histories)
+async def test_every_decision_comes_out_the_same(history: list[tuple[str, Any]]) -> None:
+    await assert_same(await on_a_log(played(history)))
+
+
+@pytest.mark.parametrize("seed", range(24))
+async def test_long_histories_come_out_the_same(seed: int) -> None:
+    drive = played(dense_history(seed))
+    assert len(drive.decided) > 40
+    await assert_same(await on_a_log(drive))
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_what_is_kept_of_choices_while_a_request_is_under_way(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers are lost under a temperature: a seed must suit every attempt, though what ended is swept at once."""
+    monkeypatch.setattr(tie_seeds, "IDLE_MAX", -1_000)
+    draw = random.Random(seed)
+    drive = WrittenDriver().fleet("a", "b", "c", temperature=1.0)
+    for number in range(60):
+        drive("requests", request(f"r{number}", PROMPTS[number % 3], nonce=number))
+        if number % 4 == 0:
+            name = draw.choice("abc")
+            drive("fleet", WorkerLost(owner_epoch=0, worker_id=name, worker_epoch=drive.epoch(name)))
+            drive("fleet", joined(name))
+        if number % 3 == 0 and (one := drive.world.requests.get(f"r{number // 2}")) is not None:
+            drive("progress", said_of(one, "finish", 0))
+    assert len([one for one in drive.decided if isinstance(one, RequestRouted) and one.attempt > 1]) > 20
+    await assert_same(await on_a_log(drive))
+
+
+async def test_what_is_told_anew_can_only_be_read() -> None:
+    log = await on_a_log(telling(8))
+    anonymous = await AnonymousLog.open(log, key=KEY)
+    with pytest.raises(LogError, match="can only be read"):
+        await anonymous.append([])
+    with pytest.raises(LogError, match="can only be read"):
+        anonymous.append_soon([])
+    with pytest.raises(LogError, match="does not grow"):
+        anonymous.tail(REQUESTS.name, 0, 0, asyncio.Event())
+    with pytest.raises(LogError, match="the topic tokens has no place"):
+        await anonymous.read("tokens", 0, 0, 1)
+    # Read in any order, a journal is the same.
+    records = await anonymous.read(DECISIONS.name, 0, 0, READ_MAX)
+    assert await anonymous.read(DECISIONS.name, 0, 7, 3) == records[7:10]
+    assert await anonymous.read(DECISIONS.name, 0, 3, 2) == records[3:5]
+    log.close()
+
+
+async def test_a_slice_of_a_log_ends_where_it_ends() -> None:
+    log = await on_a_log(telling(9))
+    cut = SliceLog(log, [Extent(REQUESTS.name, 0, 5, 9)])
+    assert [await cut.begin(REQUESTS.name, 0), await cut.end(REQUESTS.name, 0)] == [5, 9]
+    assert [record.offset for record in await cut.read(REQUESTS.name, 0, 6, 100)] == [6, 7, 8]
+    assert await cut.read(REQUESTS.name, 0, 9, 100) == []
+    assert [await cut.begin(DECISIONS.name, 0), await cut.end(DECISIONS.name, 0)] == [0, 0]
+    with pytest.raises(LogError, match="requests/0: the slice begins at offset 5, not 4"):
+        await cut.read(REQUESTS.name, 0, 4, 1)
+    log.close()
+
+
+async def test_equal_stays_equal(tmp_path: Path) -> None:
+    """What is said again, what is said otherwise under the same id, and sessions."""
+    drive = WrittenDriver().fleet("a", "b", session_ttl_s=10.0)
+    for number, name in enumerate(("one", "two", "one", "one")):
+        hints = RoutingHints(session_id=f"s{number % 2}")
+        drive("requests", request(name, PROMPTS[number % 2], nonce=number // 3, routing=hints))
+    log = await on_a_log(drive)
+    anonymous = await copied(await AnonymousLog.open(log, key=KEY))
+    before, after = (
+        [one for one in events(each, REQUESTS) if isinstance(one, RequestSubmitted)] for each in (log, anonymous)
+    )
+    for told in (
+        lambda one: one.request_id,
+        lambda one: one.sequence_hashes,
+        lambda one: one.routing.session_id,
+        lambda one: (one.request_id, one.nonce),
+    ):
+        assert classes(map(told, before)) == classes(map(told, after))
+    refused = [one for one in events(anonymous, DECISIONS) if isinstance(one, RequestRejected)]
+    assert [one.reason for one in refused] == ["duplicate_id"]
+    assert refused[0].request_id in refused[0].message
+    assert not any("one" in one.message for one in refused)
+
+
+def classes(values: Iterable[Any]) -> list[int]:
+    """For each value, where its like came first."""
+    listed = list(values)
+    return [listed.index(value) for value in listed]
+
+
+async def test_requests_of_one_deadline_are_given_up_in_their_order(tmp_path: Path) -> None:
+    drive = WrittenDriver().fleet("a")
+    for number in range(20):
+        drive("requests", request(f"r{number * 7 % 20:02}", (), timeout_us=1_000), after_us=0)
+    drive.wait(2_000)
+    log = await on_a_log(drive)
+    copy = await copied(await AnonymousLog.open(log, key=KEY))
+    given_up = [
+        [one.request_id for one in events(each, DECISIONS) if isinstance(one, RequestAborted)] for each in (log, copy)
+    ]
+    sent = [[one.request_id for one in events(each, REQUESTS)] for each in (log, copy)]
+    assert [sent[0].index(name) for name in given_up[0]] == [sent[1].index(name) for name in given_up[1]]
+    assert len(given_up[1]) == 20
+    log.close()
+    copy.close()
+
+
+async def test_a_slice_that_begins_at_a_snapshot(tmp_path: Path) -> None:
+    """Who is under way, remembered or bound there is the same whom the events after it speak of."""
+    drive = WrittenDriver().fleet("a", "b", session_ttl_s=10.0)
+    for number in range(12):
+        hints = RoutingHints(session_id=f"s{number % 3}")
+        drive("requests", request(f"r{number}", PROMPTS[number % 3], nonce=number, routing=hints))
+        if number % 2:
+            drive("progress", finished(drive, f"r{number}"))
+    drive.seal()
+    drive.finish_snapshot()
+    cut = len(drive.drafts)
+    for number in range(12):
+        hints = RoutingHints(session_id=f"s{number % 3}")
+        drive("requests", request(f"r{number}", PROMPTS[number % 3], nonce=number, routing=hints))
+        drive("requests", request(f"r{number}", PROMPTS[number % 3], nonce=99))
+        drive("requests", request(f"new{number}", PROMPTS[number % 3], routing=hints))
+    log = SqliteLog.open(None)
+    await log.append(drive.drafts[:cut])
+    await log.append(drive.drafts[cut:])
+    from_us = log.records(DECISIONS.name, 0, log.next_offset(DECISIONS.name, 0) - 1, 1)[0].at_us
+    made = await written(log, tmp_path / "slice.rec", Window(from_us))
+    report = made.verified["m"]
+    assert report.start > 0
+    assert report.divergence is None
+    recording = SqliteLog.open(tmp_path / "slice.rec", readonly=True)
+    found = events(recording, DECISIONS)
+    assert [one.reason for one in found if isinstance(one, RequestRejected)] == ["duplicate_id"] * 12
+    assert len([one for one in found if isinstance(one, RequestRouted)]) == 12
+    recording.close()
+    log.close()
+
+
+def finished(drive: WrittenDriver, name: str) -> Any:
+    one = drive.world.requests.get(name)
+    assert one is not None
+    return said_of(one, "finish", 0)
+
+
+def secrets_of(log: SqliteLog) -> dict[str, bytes]:
+    """Whatever of a log's clients must not be found, as bytes that are unlikely to stand anywhere by chance."""
+    found: dict[str, bytes] = {"garbage": GARBAGE, "a key": b"a key", "a header": b"a value"}
+    for event in events(log, REQUESTS):
+        if event is None:
+            continue
+        for name, text in (
+            ("id", event.request_id),
+            ("session", getattr(event, "routing", RoutingHints()).session_id),
+            ("adapter", getattr(event, "lora_name", "")),
+            ("namespace", getattr(event, "cache_namespace", "")),
+            ("reason", getattr(event, "reason", "")),
+        ):
+            if len(text) > 5:
+                found[f"{name} {text}"] = text.encode()
+        found[f"hash of {event.request_id}"] = id_hash(event.request_id).to_bytes(8, "little")
+        if isinstance(event, RequestSubmitted):
+            tokens = event.token_ids[:16]
+            found |= {f"tokens {tokens!r}": tokens} if tokens else {}
+            found[f"seed {event.tie_seed}"] = event.tie_seed.to_bytes(8, "big")
+            for value in unpack_u64(event.sequence_hashes):
+                found[f"block {value}"] = value.to_bytes(8, "little")
+                found[f"block in hex {value}"] = f"{value:016x}".encode()
+    return found
+
+
+def leaks(path: Path, secrets: dict[str, bytes]) -> list[str]:
+    data = b"".join(one.read_bytes() for one in path.parent.glob(f"{path.name}*"))
+    assert data
+    return [name for name, secret in secrets.items() if secret in data]
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def telling(seed: int) -> WrittenDriver:
+    """A history whose clients say much."""
+    drive = WrittenDriver()
+    drive.fleet("a", "b", session_ttl_s=10.0, temperature=1.0)
+    for number in range(40):
+        name = f"client-{number}-of-{seed}"
+        blocks = [xxh3_64_intdigest(f"{seed} {number % 5} {at}".encode()) for at in range(6)]
+        hints = RoutingHints(session_id=f"session-of-{number % 7}")
+        made = request(
+            name,
+            blocks,
+            token_ids=b"".join(xxh3_64_intdigest(f"{number} {at}".encode()).to_bytes(8, "little") for at in range(13)),
+            tie_seed=xxh3_64_intdigest(name.encode()),
+            nonce=xxh3_64_intdigest(f"nonce of {name}".encode()),
+            cache_namespace=f"tenant-{number % 3}",
+            ingress_id="ingress-of-somebody",
+            routing=hints,
+        )
+        drive("requests", made)
+        if number % 3 == 0:
+            drive("progress", finished(drive, name))
+        if number % 10 == 9:
+            drive("requests", None)
+            drive.seal()
+            drive.finish_snapshot()
+    return drive
+
+
+async def test_nothing_of_the_clients_is_in_the_file(tmp_path: Path) -> None:
+    log = await on_a_log(telling(1))
+    secrets = secrets_of(log)
+    assert len(secrets) > 100
+    original = tmp_path / "original.db"
+    (await on_a_log(telling(1), original)).close()
+    seen = {name.partition(" ")[0] for name in leaks(original, secrets)}
+    assert seen == {"garbage", "a", "id", "session", "namespace", "hash", "tokens", "seed", "block"}
+    out = tmp_path / "out.rec"
+    made = await written(log, out, key=None)
+    assert leaks(out, secrets) == []
+    assert made.seeds_kept == 0
+    assert names_in(tmp_path) == ["original.db", "original.db.lock", "out.rec"]
+    log.close()
+
+
+KILLED = """
+import asyncio, os, signal, sys
+from pathlib import Path
+from forebay.transport.recording_writer import RecordingWriter
+from forebay.transport.sqlite_log import SqliteLog
+from tests.replay.test_anonymize import written
+
+RecordingWriter.finish = lambda writer: os.kill(os.getpid(), signal.SIGKILL)
+asyncio.run(written(SqliteLog.open(sys.argv[1], readonly=True), Path(sys.argv[2])))
+"""
+
+
+def killed(path: Path, out: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", KILLED, str(path), str(out)]
+    root = Path(__file__).parents[2]
+    return subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+
+
+async def test_a_killed_run_leaves_nothing_of_the_clients_and_is_begun_again(tmp_path: Path) -> None:
+    path, out = tmp_path / "original.db", tmp_path / "out.rec"
+    log = await on_a_log(telling(2), path)
+    secrets = secrets_of(log)
+    ended = killed(path, out)
+    assert ended.returncode < 0, ended.stderr
+    part = part_of(out)
+    assert part.stat().st_size > 50_000
+    assert leaks(part, secrets) == []
+    first = part.read_bytes()
+    await written(log, out, key=None)
+    assert not part.exists()
+    assert leaks(out, secrets) == []
+    # Under another key: nothing that the first run said of a request is said again.
+    again = SqliteLog.open(out, readonly=True)
+    assert [one.request_id for one in events(again, REQUESTS) if one and one.request_id.encode() in first] == []
+    again.close()
+    log.close()
+
+
+async def test_what_is_anonymous_can_be_recorded_anonymously_again(tmp_path: Path) -> None:
+    log = await on_a_log(telling(3))
+    await written(log, tmp_path / "once.rec")
+    once = SqliteLog.open(tmp_path / "once.rec", readonly=True)
+    made = await written(once, tmp_path / "twice.rec", key=bytes(32))
+    assert made.verified["m"].divergence is None
+    assert leaks(tmp_path / "twice.rec", secrets_of(once) | secrets_of(log)) == []
+    lengths = [[one.prompt_tokens for one in events(each, REQUESTS) if one] for each in (log, once)]
+    assert lengths[0] == lengths[1]
+    once.close()
+    log.close()
+
+
+class BySmallSeed:
+    """A policy for which no other seed will do."""
+
+    def decide(self, world: RoutingWorld, request: RoutingRequest) -> int:
+        return int(request.tie_seed < 1_000)
+
+
+class BySession:
+    """A policy that looks at what is masked, after it looked at the seed."""
+
+    def decide(self, world: RoutingWorld, request: RoutingRequest) -> int:
+        return (len(request.hints.session_id) + request.tie_seed) % 2
+
+
+class ById:
+    """A policy that looks at what is masked."""
+
+    def decide(self, world: RoutingWorld, request: RoutingRequest) -> int:
+        return int(request.request_id.startswith("vip"))
+
+
+async def test_a_seed_without_an_equal_is_kept_and_counted(tmp_path: Path) -> None:
+    drive = WrittenDriver().fleet("a", "b", mode=f"{__name__}.BySmallSeed")
+    drive("requests", request("one", (), tie_seed=3))
+    drive("requests", request("two", (), tie_seed=1 << 40))
+    log = await on_a_log(drive)
+    made = await written(log, tmp_path / "out.rec")
+    assert made.seeds_kept == 1
+    recording = SqliteLog.open(tmp_path / "out.rec", readonly=True)
+    seeds = [one.tie_seed for one in events(recording, REQUESTS)]
+    assert seeds[0] == 3
+    assert seeds[1] not in (3, 1 << 40)
+    recording.close()
+    log.close()
+
+
+async def test_a_policy_may_look_at_what_is_masked_if_a_seed_makes_up_for_it() -> None:
+    drive = WrittenDriver().fleet("a", "b", mode=f"{__name__}.BySession")
+    for number in range(10):
+        drive("requests", request(f"r{number}", (), routing=RoutingHints(session_id="s" * number)))
+    await assert_same(await on_a_log(drive))
+
+
+async def test_a_fault_of_the_masks_is_found_before_the_file_has_a_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = await on_a_log(telling(7))
+    monkeypatch.setattr(Permutation, "packed", lambda self, values: bytes(len(values)))
+    with pytest.raises(NotAnonymizable, match="the events do not lead to the decision at journal offset"):
+        await written(log, tmp_path / "out.rec")
+    assert names_in(tmp_path) == []
+    log.close()
+
+
+async def test_decisions_that_hang_on_what_is_masked_are_refused(tmp_path: Path) -> None:
+    drive = WrittenDriver().fleet("a", "b", mode=f"{__name__}.ById")
+    drive("requests", request("vip-1", ()))
+    log = await on_a_log(drive)
+    with pytest.raises(NotAnonymizable, match=r"ById chooses by request ids, .* record without --anonymize"):
+        await written(log, tmp_path / "out.rec")
+    assert names_in(tmp_path) == []
+    log.close()
+
+
+async def test_an_original_that_diverges_is_refused(tmp_path: Path) -> None:
+    drive = WrittenDriver().fleet("a", "b")
+    (routed,) = drive("requests", request("one", ()))
+    drive.drafts[-1] = Draft(DECISIONS.name, 0, encode(DECISIONS, msgspec.structs.replace(routed, rank=7)))
+    log = await on_a_log(drive)
+    with pytest.raises(NotAnonymizable, match="do not lead to the decision at journal offset 1: differs in rank"):
+        await written(log, tmp_path / "out.rec")
+    assert names_in(tmp_path) == []
+    log.close()
+
+
+async def test_nothing_is_overwritten(tmp_path: Path) -> None:
+    log = await on_a_log(telling(4))
+    (tmp_path / "out.rec").write_text("mine")
+    with pytest.raises(LogUnusable, match="exists already"):
+        await written(log, tmp_path / "out.rec")
+    assert (tmp_path / "out.rec").read_text() == "mine"
+    log.close()
+
+
+async def test_events_of_a_newer_version_stay_unverified(tmp_path: Path) -> None:
+    drive = WrittenDriver().fleet("a", "b")
+    drive("requests", None)
+    drive.drafts[-1] = Draft(REQUESTS.name, 0, msgspec.msgpack.encode({"type": "request.paused", "secret": 1}))
+    drive("requests", request("one", ()))
+    log = await on_a_log(drive)
+    made = await written(log, tmp_path / "out.rec")
+    assert made.verified["m"].unverified == {"unknown-events": 1}
+    log.close()
+
+
+async def test_progress_is_told_by_step(tmp_path: Path) -> None:
+    log = await on_a_log(telling(5))
+    slices = [await slice_of(log, "m", 0, Window())]
+    contents = await contents_of(log, slices, namespace="forebay", source="log", asked={}, anonymized=True)
+    steps: list[tuple[str, int, int]] = []
+    await record_anonymized(log, tmp_path / "out.rec", contents, lambda *step: steps.append(step))
+    names = dict.fromkeys(name for name, _, _ in steps)
+    assert "writing records" in names
+    assert all(done <= total for _, done, total in steps)
+    log.close()
+
+
+async def test_a_chunk_of_a_snapshot_is_told_anew_in_place(tmp_path: Path) -> None:
+    log = await on_a_log(telling(6))
+    copy = await copied(await AnonymousLog.open(log, key=KEY))
+    for before, after in zip(events(log, SNAPSHOTS), events(copy, SNAPSHOTS), strict=True):
+        assert isinstance(before, SnapshotChunk)
+        assert [type(part) for part in before.parts] == [type(part) for part in after.parts]
+    log.close()
+    copy.close()

@@ -1,0 +1,271 @@
+"""The world at a moment: what the journal sealed there, however it is reached."""
+
+import asyncio
+import sqlite3
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from forebay.cli.app import app
+from forebay.events.codec import decode, encode
+from forebay.events.decisions import Advanced, OwnerClaimed, RequestHeld, RequestRouted
+from forebay.events.fleet import WorkerLost
+from forebay.events.topics import DECISIONS, FLEET
+from forebay.replay.at import Diverged, NotThere, arrive, embark, offset_at
+from forebay.replay.moment import Moment
+from forebay.transport.base import Draft, LogError
+from forebay.transport.recorded import decode_journal
+from forebay.transport.recording import utc
+from forebay.transport.sqlite_log import SqliteLog
+from tests.replay import incident
+from tests.replay.test_verify import rewrite
+
+T = TypeVar("T")
+RECORDINGS = sorted((Path(__file__).parent.parent / "logs").glob("*.rec"))
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("at") / "incident.db"
+    asyncio.run(incident.record(path))
+    return path
+
+
+@pytest.fixture
+def log(path: Path) -> Iterator[SqliteLog]:
+    log = SqliteLog.open(path, readonly=True)
+    yield log
+    log.close()
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    return asyncio.run(work)
+
+
+def journal(log: SqliteLog) -> list[Any]:
+    return [decode(DECISIONS, record.value) for record in log.records(DECISIONS.name, 0, 0, 10_000)]
+
+
+def the_first(log: SqliteLog, kind: type, after: int = 0) -> int:
+    return next(at for at, record in enumerate(journal(log)) if at >= after and isinstance(record, kind))
+
+
+def copy_of(path: Path, folder: Path) -> Path:
+    copy = folder / "copy.db"
+    copy.write_bytes(path.read_bytes())
+    return copy
+
+
+async def moment_at(log: SqliteLog, offset: int) -> Moment:
+    return await (await arrive(log, 0, offset)).moment()
+
+
+def test_the_state_is_the_one_that_the_journal_sealed_there(log: SqliteLog) -> None:
+    seals = {at: record.digest for at, record in enumerate(journal(log)) if isinstance(record, Advanced)}
+    assert len(seals) >= 4
+    for offset, digest in seals.items():
+        assert run(moment_at(log, offset)).digest == digest
+
+
+def test_equal_from_the_beginning_and_from_a_snapshot(log: SqliteLog) -> None:
+    async def both() -> None:
+        walked = await embark(log, 0)
+        starts = set()
+        while True:
+            there = await arrive(log, 0, walked.offset)
+            starts.add(there.start)
+            one, other = await walked.moment(), await there.moment()
+            assert (one.offset, one.digest, one.record) == (other.offset, other.digest, other.record)
+            assert (one.workers, one.ranks, one.queues) == (other.workers, other.ranks, other.queues)
+            assert (one.requests, one.view, one.pools, one.owner_id) == (
+                other.requests,
+                other.view,
+                other.pools,
+                other.owner_id,
+            )
+            if await walked.forward() is None:
+                break
+        assert walked.start == 0
+        assert len(starts) > 2, "most were derived from snapshots"
+
+    run(both())
+
+
+def test_equal_in_a_slice_of_the_log(log: SqliteLog, path: Path, tmp_path: Path) -> None:
+    out = tmp_path / "slice.rec"
+    last = max(at for at, record in enumerate(journal(log)) if isinstance(record, RequestRouted))
+    (record,) = log.records(DECISIONS.name, 0, last, 1)
+    result = CliRunner().invoke(app, ["record", str(path), str(out), "--from", utc(record.at_us)])
+    assert result.exit_code == 0, result.output
+    cut = SqliteLog.open(out, readonly=True)
+    begin = run(cut.begin(DECISIONS.name, 0))
+    assert begin > 0
+    for offset in range(begin, len(journal(log))):
+        one, other = run(moment_at(log, offset)), run(moment_at(cut, offset))
+        assert (one.digest, one.record, one.ranks, one.now_us) == (
+            other.digest,
+            other.record,
+            other.ranks,
+            other.now_us,
+        )
+        assert run(offset_at(cut, 0, one.now_us)) == run(offset_at(log, 0, one.now_us))
+    with pytest.raises(NotThere, match=f"no journal record {begin - 1}: the recording has those from {begin} to"):
+        run(arrive(cut, 0, begin - 1))
+    with pytest.raises(NotThere, match="begins at"):
+        run(offset_at(cut, 0, 1))
+    assert run(embark(cut, 0)).offset == begin
+    cut.close()
+
+
+@pytest.mark.parametrize("recording", RECORDINGS, ids=lambda path: path.stem)
+def test_every_golden_recording_has_the_states_that_its_journal_sealed(recording: Path) -> None:
+    golden = SqliteLog.open(recording, readonly=True)
+    assert golden.recording is not None
+    (group,) = golden.recording.groups
+    records = golden.records(DECISIONS.name, group.partition, group.start, 10_000)
+    for offset, sealed in {record.offset: decode_journal(record) for record in records}.items():
+        if isinstance(sealed, Advanced):
+            position = run(arrive(golden, group.partition, offset))
+            if position.offset == offset:  # a void one sealed another world
+                assert run(position.moment()).digest == sealed.digest
+    last = run(run(arrive(golden, group.partition)).moment())
+    assert msgspec.json.decode(msgspec.json.encode(last), type=Moment) == last
+    golden.close()
+
+
+def test_owners_and_their_claims(log: SqliteLog) -> None:
+    second = the_first(log, OwnerClaimed, after=1)
+    before, after, last = (run(moment_at(log, offset)) for offset in (second - 1, second, len(journal(log)) - 1))
+    assert (before.owner_id, before.owner_epoch) == ("first", 0)
+    assert (after.owner_id, after.owner_epoch) == ("second", second)
+    assert last.owner_id == "second"
+    assert after.now_us == before.now_us, "a claim applies nothing"
+
+
+def test_a_dead_worker_is_there_while_it_lived_and_what_it_held_is_told(log: SqliteLog) -> None:
+    stranded = the_first(log, RequestRouted, after=the_first(log, RequestHeld))
+    facts = [decode(FLEET, record.value) for record in log.records(FLEET.name, 0, 0, 100)]
+    (lost,) = [fact for fact in facts if isinstance(fact, WorkerLost) and fact.worker_id == incident.SLOW]
+
+    async def find() -> tuple[Moment, Moment]:
+        position = await arrive(log, 0, stranded - 1)
+        alive = await position.moment()
+        while incident.SLOW in {worker.worker_id for worker in (await position.moment()).workers}:
+            alive = await position.moment()
+            assert await position.forward() is not None
+        return alive, await position.moment()
+
+    alive, dead = run(find())
+    held = next(rank for rank in alive.ranks if rank.worker_id == incident.SLOW)
+    assert held.active_requests > 0
+    (loss,) = [one for one in dead.lost if one.worker_id == incident.SLOW]
+    assert (loss.worker_epoch, loss.reason, loss.at_us) == (lost.worker_epoch, lost.reason, lost.at_us)
+    assert loss.lost_us is not None
+    assert alive.now_us <= loss.lost_us <= dead.now_us
+    assert loss.requests
+    assert loss.ranks is not None
+    assert loss.ranks[0].active_requests == len(loss.requests)
+    assert loss.ranks[0].predicted_blocks == held.predicted_blocks > 0
+    late = run(moment_at(log, len(journal(log)) - 1))
+    assert late.start > dead.offset
+    (told,) = late.lost
+    assert (told.worker_id, told.reason, told.ranks) == (incident.SLOW, lost.reason, None)
+
+
+def test_who_waits_and_what_is_under_way(log: SqliteLog) -> None:
+    held = the_first(log, RequestHeld)
+    moment = run(moment_at(log, held + 1))
+    (kind,) = moment.queues
+    record = journal(log)[held]
+    assert kind.waiting[0].request_id == record.request_id
+    assert kind.waiting[0].uncached_tokens == record.uncached_tokens
+    assert [one.waited_us for one in kind.waiting] == sorted((one.waited_us for one in kind.waiting), reverse=True)
+    by_id = {request.request_id: request for request in moment.requests}
+    for one in kind.waiting:
+        request = by_id[one.request_id]
+        assert (request.phase, request.worker_id, request.attempt) == ("queued", "", 0)
+        assert request.age_us == one.waited_us
+        assert request.due_in_us == 60_000_000 - one.waited_us
+    assert {request.phase for request in moment.requests} >= {"queued", "prefill"}
+    assert sum(rank.active_requests for rank in moment.ranks) == len(moment.requests) - len(kind.waiting)
+
+
+def test_by_time_it_is_the_last_record_that_was_written_by_then(log: SqliteLog) -> None:
+    clocks: list[int] = []
+    for record in journal(log):
+        clocks.append(record.consumed[-1].now_us if record.consumed else (clocks[-1] if clocks else 0))
+    for time_us in {clock + off for clock in clocks for off in (0, 1) if clock and clock + off <= clocks[-1]}:
+        wanted = max(at for at, clock in enumerate(clocks) if clock <= time_us)
+        assert run(offset_at(log, 0, time_us)) == wanted
+    with pytest.raises(NotThere, match="begins at"):
+        run(offset_at(log, 0, min(clock for clock in clocks if clock) - 1))
+    with pytest.raises(NotThere, match="ends at"):
+        run(offset_at(log, 0, clocks[-1] + 1))
+
+
+def test_a_time_is_found_in_a_long_journal_with_void_records_in_it(
+    log: SqliteLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("forebay.replay.at.PAGE_RECORDS", 2)
+    test_by_time_it_is_the_last_record_that_was_written_by_then(log)
+
+
+def test_what_is_not_there(log: SqliteLog, tmp_path: Path) -> None:
+    end = len(journal(log))
+    for offset in (end, end + 100):
+        with pytest.raises(NotThere, match=f"no journal record {offset}: the recording has those from 0 to {end - 1}"):
+            run(arrive(log, 0, offset))
+    empty = SqliteLog.open(tmp_path / "empty.db")
+    for question in (arrive(empty, 0), embark(empty, 0), offset_at(empty, 0, 1)):
+        with pytest.raises(NotThere, match="has no journal"):
+            run(question)
+    empty.close()
+
+
+def test_nothing_is_shown_from_a_divergence_on(log: SqliteLog, path: Path, tmp_path: Path) -> None:
+    copy = copy_of(path, tmp_path)
+    wrong = the_first(log, RequestRouted, after=5)
+    record = journal(log)[wrong]
+
+    def lie(_: bytes) -> bytes:
+        fields = {name: getattr(record, name) for name in record.__struct_fields__}
+        return encode(DECISIONS, RequestRouted(**{**fields, "worker_id": "w9"}))
+
+    rewrite(copy, DECISIONS, wrong, lie)
+    changed = SqliteLog.open(copy, readonly=True)
+    assert run(moment_at(changed, wrong - 1)).offset == wrong - 1
+    with pytest.raises(Diverged, match=f"journal record {wrong} is not what the events lead to"):
+        run(arrive(changed, 0, wrong))
+    changed.close()
+
+
+def test_a_void_record_stands_for_the_valid_one_before(path: Path, tmp_path: Path, log: SqliteLog) -> None:
+    copy = copy_of(path, tmp_path)
+    second = the_first(log, OwnerClaimed, after=1)
+    changed = SqliteLog.open(copy)
+
+    async def add_and_look() -> tuple[int, int]:
+        void = journal(log)[second - 1]
+        assert void.owner_epoch == 0
+        (offset,) = await changed.append([Draft(DECISIONS.name, 0, encode(DECISIONS, void))])
+        return offset, (await arrive(changed, 0, offset)).offset
+
+    offset, shown = run(add_and_look())
+    changed.close()
+    assert shown == offset - 1
+
+
+def test_a_damaged_record_is_named(path: Path, tmp_path: Path) -> None:
+    copy = copy_of(path, tmp_path)
+    db = sqlite3.connect(copy)
+    db.execute("UPDATE \"requests\" SET value = x'00' WHERE id = 3")
+    db.commit()
+    db.close()
+    damaged = SqliteLog.open(copy, readonly=True)
+    with pytest.raises(LogError, match="requests/0: the record at offset 3"):
+        run(arrive(damaged, 0, 10))
+    damaged.close()

@@ -1,0 +1,97 @@
+"""Every query of docs/replay-sql.md as it stands: on a log and on a recording of it."""
+
+import asyncio
+import re
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import duckdb
+import pytest
+from typer.testing import CliRunner
+
+from forebay.cli.app import app
+from infra.recordings import META_SAYS
+from tests.replay import incident
+
+PAGE = Path(__file__).resolve().parents[2] / "docs/replay-sql.md"
+STRAIGHT, EXPORTED = PAGE.read_text().split("\n## With DuckDB")
+BLOCK = re.compile(r"```sql\n(.*?)```", re.DOTALL)
+JOURNAL, *ON_THE_FILE = BLOCK.findall(STRAIGHT)
+ON_THE_EXPORT = BLOCK.findall(EXPORTED)
+KINDS = ["log", "recording"]
+
+
+def forebay(*arguments: object) -> None:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exit_code == 0, result.output
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("cookbook")
+    log, recording = folder / "run.db", folder / "incident.rec"
+    asyncio.run(incident.record(log))
+    forebay("record", log, recording)
+    return {"log": log, "recording": recording}
+
+
+@pytest.fixture(scope="module")
+def exported(files: dict[str, Path]) -> dict[str, Path]:
+    folders = {kind: path.with_suffix(".export") for kind, path in files.items()}
+    for kind, folder in folders.items():
+        forebay("replay", "export", files[kind], folder)
+    return folders
+
+
+@pytest.fixture
+def tables(request: pytest.FixtureRequest, files: dict[str, Path]) -> Iterator[sqlite3.Connection]:
+    with closing(sqlite3.connect(f"{files[request.param].as_uri()}?mode=ro", uri=True)) as db:
+        db.execute(JOURNAL)
+        yield db
+
+
+@pytest.fixture
+def views(
+    request: pytest.FixtureRequest, exported: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[duckdb.DuckDBPyConnection]:
+    monkeypatch.chdir(exported[request.param])
+    with duckdb.connect() as db:
+        for statement in Path("views.sql").read_text().splitlines():
+            db.execute(statement).fetchall()
+        yield db
+
+
+def test_there_are_ten_questions() -> None:
+    numbers = [int(number) for number in re.findall(r"^### (\d+)\. ", PAGE.read_text(), re.MULTILINE)]
+    assert numbers == list(range(1, 11))
+    assert len(ON_THE_FILE) + len(ON_THE_EXPORT) == len(numbers)
+    assert len(re.findall(r"^```text", PAGE.read_text(), re.MULTILINE)) == len(numbers), "each has its result"
+
+
+@pytest.mark.parametrize("tables", KINDS, indirect=True)
+@pytest.mark.parametrize("query", ON_THE_FILE)
+def test_a_question_to_the_file_has_an_answer(tables: sqlite3.Connection, query: str) -> None:
+    assert tables.execute(query).fetchall()
+
+
+@pytest.mark.parametrize("views", KINDS, indirect=True)
+@pytest.mark.parametrize("query", ON_THE_EXPORT)
+def test_a_question_to_the_export_has_an_answer(views: duckdb.DuckDBPyConnection, query: str) -> None:
+    assert views.execute(query).fetchall()
+
+
+@pytest.mark.parametrize("tables", KINDS, indirect=True)
+def test_the_files_say_of_themselves_what_is_documented(tables: sqlite3.Connection) -> None:
+    keys = {key for (key,) in tables.execute("SELECT key FROM forebay_meta")}
+    assert keys <= set(META_SAYS)
+    assert len(keys) >= 4
+
+
+def test_every_documented_key_is_in_one_of_them(files: dict[str, Path]) -> None:
+    keys = set()
+    for path in files.values():
+        with closing(sqlite3.connect(path)) as db:
+            keys |= {key for (key,) in db.execute("SELECT key FROM forebay_meta")}
+    assert keys == set(META_SAYS)

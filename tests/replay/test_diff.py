@@ -1,0 +1,278 @@
+"""History beside an alternative: equal where nothing differs, exact until the fork, and nobody is lost."""
+
+import asyncio
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forebay.core.counterfactual import Alternative
+from forebay.core.world import restore
+from forebay.events.base import pack_u64
+from forebay.events.control import BusyThresholds, BusyThresholdsSet, PoolConfigured, QueueConfig
+from forebay.events.decisions import RequestHeld, RequestRouted
+from forebay.events.fleet import WorkerLost
+from forebay.events.kv import BlocksStored
+from forebay.events.progress import FirstTokenEmitted, RequestFinished
+from forebay.replay.diff import Comparison, diff
+from forebay.replay.diff_report import Report
+from forebay.replay.walk import Start, Walk
+from tests.core.worlds import CONFIGS, PROMPTS, Driver, actions, perform_all, query, request
+from tests.replay.recorded import MemoryLog, log_of
+
+
+def altered(**router: Any) -> Alternative:
+    def alter(pool: PoolConfigured) -> PoolConfigured:
+        return msgspec.structs.replace(pool, router=msgspec.structs.replace(pool.router, **router))
+
+    return alter
+
+
+def compared(drive: Driver, alter: Alternative) -> Report:
+    report = asyncio.run(diff(log_of(drive), 0, alter))
+    assert report.divergence is None
+    return report
+
+
+def require_conservation(report: Report) -> None:
+    for side in (report.history, report.other):
+        assert side.sent + side.unsent + side.still_held == report.requests
+
+
+def lived(history: list[Any], **router: Any) -> Driver:
+    """A history of a fleet of three."""
+    drive = Driver().fleet("a", "b", "c", **router)
+    return perform_all(drive, history, 10)
+
+
+lives = st.lists(actions(), min_size=40, max_size=120)
+
+
+@given(lives, st.sampled_from(CONFIGS))
+def test_an_alternative_equal_to_history_makes_no_difference_at_all(history: list[Any], router: dict[str, Any]) -> None:
+    report = compared(lived(history, **router), lambda pool: pool)
+    assert report.identical
+    assert report.fork is None
+    assert report.state == report.other_state
+    assert report.history == report.other
+    assert all(rank.history == rank.alternative for rank in report.ranks)
+    assert report.moved.moved == report.moved.otherwise == report.queries_otherwise == 0
+    progress = report.progress
+    assert progress.moved == progress.late == progress.gone == progress.void == progress.to_come == 0
+    require_conservation(report)
+
+
+@given(lives, st.sampled_from(CONFIGS), st.sampled_from(CONFIGS))
+def test_nobody_is_lost_whatever_the_alternative(
+    history: list[Any], router: dict[str, Any], other: dict[str, Any]
+) -> None:
+    report = compared(lived(history, **router), altered(**other))
+    require_conservation(report)
+    if report.fork is not None:
+        assert report.fork.offset > 0
+        assert report.fork.history != report.fork.alternative
+    else:
+        assert report.moved.moved == 0
+        assert report.history.routed == report.other.routed
+
+
+# One history after another
+
+
+def routed(decided: list[Any]) -> RequestRouted:
+    (one,) = decided
+    assert isinstance(one, RequestRouted)
+    return one
+
+
+def said_by(one: RequestRouted) -> dict[str, Any]:
+    return {
+        "request_id": one.request_id,
+        "attempt": one.attempt,
+        "worker_id": one.worker_id,
+        "worker_epoch": one.worker_epoch,
+        "owner_epoch": 0,
+    }
+
+
+def begin(drive: Driver, one: RequestRouted, after_us: int = 10) -> None:
+    drive("progress", FirstTokenEmitted(**said_by(one)), after_us)
+
+
+def end(drive: Driver, one: RequestRouted, after_us: int = 10) -> None:
+    drive("progress", RequestFinished(**said_by(one), finish_reason="length", output_tokens=2), after_us)
+
+
+def store(drive: Driver, worker: str, blocks: list[int], seq: int = 1) -> None:
+    epoch = drive.epoch(worker)
+    drive(
+        "kv-events",
+        BlocksStored(worker_id=worker, worker_epoch=epoch, seq=seq, sequence_hashes=pack_u64(blocks)),
+    )
+
+
+def test_a_policy_that_looks_at_no_cache_moves_requests_and_loses_their_overlap() -> None:
+    drive = Driver().fleet("a", "b")
+    store(drive, "a", PROMPTS[0])
+    for number in range(4):
+        one = routed(drive("requests", request(f"r{number}", PROMPTS[0])))
+        assert one.worker_id == "a"
+        begin(drive, one)
+        end(drive, one)
+    report = compared(drive, altered(mode="round-robin"))
+    fork = report.fork
+    assert fork is not None
+    assert (fork.request_id, fork.decisions_before, report.before_fork) == ("r1", 1, 0.25)
+    assert (fork.history.worker_id, fork.alternative.worker_id) == ("a", "b")
+    assert fork.history.terms is not None
+    assert fork.history.terms.device_overlap == len(PROMPTS[0])
+    assert fork.alternative.there is not None
+    assert fork.alternative.there.device_overlap == len(PROMPTS[0])
+    assert report.moved.moved == report.moved.by_choice == 2
+    assert report.overlap.lost.device == 2 * len(PROMPTS[0])
+    assert report.overlap.won.device == 0
+    assert [one.request_id for one in report.most] == ["r1", "r3"]
+    assert {one.gain for one in report.most} == {-len(PROMPTS[0])}
+    assert report.progress.moved == report.progress.in_place == 4
+    assert (report.history.landed, report.other.landed) == (1.0, 0.5)
+    assert [rank.alternative.requests for rank in report.ranks] == [2, 2]
+    assert report.other.reuse < report.history.reuse
+
+
+def test_the_fork_names_the_journal_record_of_historys_decision() -> None:
+    drive = Driver().fleet("a", "b")
+    store(drive, "a", PROMPTS[0])
+    for number in range(3):
+        drive("requests", request(f"r{number}", PROMPTS[0]))
+    report = compared(drive, altered(overlap_score_credit=0.0))
+    assert report.fork is not None
+    decision = drive.decided[report.fork.offset - 1]  # the claim comes before
+    assert isinstance(decision, RequestRouted)
+    assert decision.request_id == report.fork.request_id
+
+
+def test_what_is_held_longer_is_heard_of_later_by_as_much() -> None:
+    drive = Driver().fleet("a")
+    first = routed(drive("requests", request("r1", PROMPTS[0])))
+    second = routed(drive("requests", request("r2", PROMPTS[1])))
+    begin(drive, second, 100)
+    end(drive, second, 100)
+    begin(drive, first, 1_000)  # lets r2 go in the alternative
+    end(drive, first, 20)
+    drive("requests", request("r3", PROMPTS[2]), 150)  # r2 began 100 after it was sent, and is to end after 200
+    report = compared(drive, altered(queue=QueueConfig(threshold=0.25)))
+    assert report.other.held == report.moved.held == 1
+    assert report.other.wait_ms["max"] == 1.2
+    assert [(one.below_ms, one.requests) for one in report.other.waits] == [(2, 1)]
+    assert report.progress.late == 1
+    assert report.progress.to_come == 1
+    require_conservation(report)
+
+
+def test_what_history_refused_and_the_alternative_takes_ends_nowhere() -> None:
+    busy = BusyThresholds(active_prefill_tokens_threshold=10)
+    drive = Driver().fleet("a", busy=busy)
+    drive("requests", request("r1", PROMPTS[0]))
+    drive("requests", request("r2", PROMPTS[1]))
+    report = compared(drive, altered(busy=BusyThresholds()))
+    assert report.history.rejected == {"busy": 1}
+    assert report.other.rejected == {}
+    assert report.progress.unknown_end == 1
+    assert report.fork is not None
+    assert (report.fork.history.decision, report.fork.alternative.decision) == ("rejected", "routed")
+    assert any("never sent to a worker" in note for note in report.notes)
+
+
+@pytest.mark.parametrize(("altered_busy", "refused"), [(None, 1), (BusyThresholds(), 1), (10**6, 0)])
+def test_an_operators_thresholds_stand_unless_the_alternative_has_its_own(altered_busy: Any, refused: int) -> None:
+    drive = Driver().fleet("a")
+    drive("control", BusyThresholdsSet(model="m", thresholds=BusyThresholds(active_prefill_tokens_threshold=10)))
+    drive("requests", request("r1", PROMPTS[0]))
+    drive("requests", request("r2", PROMPTS[1]))
+    if isinstance(altered_busy, int):
+        altered_busy = BusyThresholds(active_prefill_tokens_threshold=altered_busy)
+    alter = altered(temperature=0.0) if altered_busy is None else altered(busy=altered_busy)
+    report = compared(drive, alter)
+    assert sum(report.other.rejected.values()) == refused
+
+
+def test_what_was_booked_by_historys_rule_is_named() -> None:
+    drive = Driver().fleet("a", "b")
+    for number in range(4):
+        drive("requests", request(f"r{number}", PROMPTS[number % 2]))
+    report = compared(drive, altered(track_prefill_tokens=False, mode="round-robin"))
+    assert report.booked == ["track_prefill_tokens"]
+    assert any("What track_prefill_tokens would change" in note for note in report.notes) == bool(report.moved.moved)
+
+
+def test_a_lost_worker_is_lost_in_both_worlds() -> None:
+    drive = Driver().fleet("a", "b")
+    store(drive, "a", PROMPTS[0])
+    for number in range(2):
+        routed(drive("requests", request(f"r{number}", PROMPTS[0])))
+    again = drive("fleet", WorkerLost(owner_epoch=0, worker_id="a", worker_epoch=drive.epoch("a")))
+    for one in again:
+        begin(drive, one)
+        end(drive, one)
+    report = compared(drive, altered(mode="round-robin"))
+    assert (report.history.routed, report.other.routed) == (4, 3)
+    assert report.progress.moved == 0  # what is heard is heard of b, which has everything in both
+    assert report.progress.in_place == 4
+    require_conservation(report)
+
+
+def test_a_question_that_is_answered_otherwise_is_counted() -> None:
+    drive = Driver().fleet("a", "b")
+    store(drive, "b", PROMPTS[0])
+    store(drive, "a", PROMPTS[1])
+    drive("requests", query("q1", PROMPTS[0]))
+    drive("requests", query("q2", PROMPTS[1]))
+    report = compared(drive, altered(mode="round-robin"))
+    assert (report.queries, report.queries_otherwise) == (2, 1)
+    assert report.identical
+
+
+def test_the_alternative_takes_over_what_waits_at_the_start() -> None:
+    drive = Driver().fleet("a", queue=QueueConfig(threshold=0.25))
+    drive("requests", request("r1", PROMPTS[0]))
+    held = drive("requests", request("r2", PROMPTS[1]))
+    assert isinstance(held[0], RequestHeld)
+    drive.world.take_consumed()
+    start = Start(restore(drive.world.snapshot()), len(drive.decided) + 1)
+    first = drive.decided[0]
+    assert isinstance(first, RequestRouted)
+    begin(drive, first, 1_000)
+    log = log_of(drive)
+    report = asyncio.run(from_start(log, start, altered(queue=QueueConfig())))
+    assert report.fork is not None
+    assert report.fork.history.decision == "nothing"
+    assert (report.fork.alternative.request_id, report.fork.offset) == ("r2", start.offset)
+    assert (report.history.sent, report.other.sent, report.requests) == (1, 1, 1)
+    assert report.moved.compared == 1
+    same = asyncio.run(from_start(log, Start(restore(start.world.snapshot()), start.offset), lambda pool: pool))
+    assert same.identical
+    assert same.state == same.other_state
+
+
+async def from_start(log: MemoryLog, start: Start, alter: Alternative) -> Report:
+    world = restore(start.world.snapshot())
+    walk = Walk(log, 0, Start(world, start.offset), await log.end("decisions", 0))
+    comparison = Comparison(walk, alter, None)
+    async for step in walk:
+        assert step.divergence is None
+        comparison.follow(step.offset, step.record)
+    return comparison.finish()
+
+
+def test_a_divergence_of_history_ends_it() -> None:
+    drive = Driver().fleet("a", "b")
+    for number in range(3):
+        drive("requests", request(f"r{number}", PROMPTS[0]))
+    one = drive.decided[1]
+    drive.decided[1] = msgspec.structs.replace(one, rank=7)
+    report = asyncio.run(diff(log_of(drive), 0, altered(mode="random")))
+    assert report.divergence is not None
+    assert report.divergence.offset == 2
+    assert "journal offset 2" in report.notes[0]

@@ -1,0 +1,121 @@
+"""The sums of a comparison stay within their bounds and lose nothing."""
+
+import pytest
+
+from forebay.events.decisions import CostTerms
+from forebay.replay.diff_report import MovedRequest
+from forebay.replay.diff_tally import (
+    INTERVAL_FIRST_US,
+    INTERVALS_MAX,
+    MOST,
+    PAIRS_MAX,
+    PairTally,
+    Series,
+    WorldTally,
+    max_over_mean,
+)
+
+
+def terms(device: int, host: int = 0, disk: int = 0) -> CostTerms:
+    return CostTerms(
+        cost=0.0,
+        prefill_blocks=0.0,
+        overlap_credit=0.0,
+        decode_blocks=0.0,
+        active_requests=0,
+        device_overlap=device,
+        host_overlap=host,
+        disk_overlap=disk,
+    )
+
+
+def moved(number: int, gain: int) -> MovedRequest:
+    return MovedRequest(
+        request_id=f"r{number}",
+        at_us=number,
+        prompt_tokens=1,
+        blocks=1,
+        worker_id="a",
+        rank=0,
+        overlap=1_000,
+        other_worker_id="b",
+        other_rank=0,
+        other_overlap=1_000 + gain,
+        by_choice=False,
+    )
+
+
+@pytest.mark.parametrize("count", [1, INTERVALS_MAX, INTERVALS_MAX + 1, 5 * INTERVALS_MAX])
+def test_stretches_of_time_get_longer_and_keep_everything(count: int) -> None:
+    series = Series(7)
+    for number in range(count):
+        at_us = 7 + number * INTERVAL_FIRST_US
+        series.compare(at_us, moved=bool(number % 2))
+        series.hold(number % 2, at_us)
+        series.route(0, at_us, ("a", 0), 10, 4)
+        series.route(1, at_us, ("b", 0), 10, 5)
+    intervals = series.intervals([("a", 0), ("b", 0)])
+    assert len(intervals) <= INTERVALS_MAX
+    assert sum(one.compared for one in intervals) == count
+    assert sum(one.moved for one in intervals) == count // 2
+    assert sum(one.held + one.other_held for one in intervals) == count
+    assert {(one.reuse, one.other_reuse, one.max_over_mean, one.other_max_over_mean) for one in intervals} == {
+        (0.4, 0.5, 2.0, 2.0)
+    }
+    assert [one.after_s for one in intervals] == [number * series.width_us / 1e6 for number in range(len(intervals))]
+
+
+def test_a_time_long_after_the_last_leaves_empty_stretches() -> None:
+    series = Series(0)
+    series.compare(0, moved=True)
+    series.compare(1 << 40, moved=True)
+    intervals = series.intervals([("a", 0)])
+    assert len(intervals) <= INTERVALS_MAX
+    assert (intervals[0].moved, intervals[-1].moved) == (1, 1)
+    assert intervals[0].reuse is intervals[0].max_over_mean is None
+
+
+def test_pairs_of_overlaps_are_binned_when_there_are_too_many() -> None:
+    sums = PairTally()
+    for number in range(4 * PAIRS_MAX):
+        sums.add(terms(number), terms(number // 2))
+    pairs = sums.pairs()
+    assert len(pairs) <= PAIRS_MAX
+    assert sums.bin_blocks > 1
+    assert sum(pair.requests for pair in pairs) == 4 * PAIRS_MAX
+    assert all(pair.history % sums.bin_blocks == pair.alternative % sums.bin_blocks == 0 for pair in pairs)
+
+
+def test_what_is_won_and_lost_is_summed_by_tier() -> None:
+    sums = PairTally()
+    sums.add(terms(5, 1, 0), terms(2, 4, 0))
+    sums.add(terms(1, 0, 7), terms(9, 0, 0))
+    overlap = sums.overlap()
+    assert (overlap.won.device, overlap.won.host, overlap.won.disk) == (8, 3, 0)
+    assert (overlap.lost.device, overlap.lost.host, overlap.lost.disk) == (3, 0, 7)
+
+
+def test_those_that_moved_most_are_kept_and_of_equal_ones_the_earlier() -> None:
+    sums = PairTally()
+    for number in range(3 * MOST):
+        sums.move(moved(number, (-1) ** number * (number // 2)))
+    most = sums.most()
+    assert [abs(one.gain) for one in most] == sorted(
+        (number // 2 for number in range(2 * MOST, 3 * MOST)), reverse=True
+    )
+    assert [one.request_id for one in most][:2] == [f"r{3 * MOST - 2}", f"r{3 * MOST - 1}"]
+
+
+def test_waits_are_binned_by_powers_of_two_and_told_in_milliseconds() -> None:
+    tally = WorldTally()
+    tally.waits_us.extend([0, 1_000, 1_001, 2_000, 2_001, 64_000])
+    side = tally.side([], 0, None)
+    assert [(one.below_ms, one.requests) for one in side.waits] == [(1, 2), (2, 2), (4, 1), (64, 1)]
+    assert side.wait_ms["max"] == 64.0
+    assert side.wait_ms["p50"] == 1.001
+
+
+def test_nobody_has_anything_to_do() -> None:
+    assert max_over_mean([0, 0]) is None
+    assert max_over_mean([]) is None
+    assert max_over_mean([3, 1]) == 1.5

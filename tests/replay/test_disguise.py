@@ -1,0 +1,206 @@
+"""Whatever an event type says, or will say some day: what is the clients' goes, what is the system's stays."""
+
+from collections.abc import Iterator
+from typing import Any, get_args
+
+import msgspec
+import pytest
+from msgspec import inspect
+
+from forebay.events.base import pack_u64
+from forebay.events.control import PoolConfigured, QueueConfig
+from forebay.events.decisions import JournalRecord
+from forebay.events.fleet import WorkerJoined, WorkerSpec
+from forebay.events.requests import RequestSubmitted, RoutingHints, Sampling, TaintWeight
+from forebay.events.snapshots import Chunk
+from forebay.events.topics import INPUTS
+from forebay.replay.disguise import Disguise
+from forebay.replay.masks import KEY_BYTES, Masks
+
+KEY = bytes(range(KEY_BYTES))
+INPUT_EVENTS = [kind for topic in INPUTS for kind in get_args(topic.events)]
+RECORDS = get_args(JournalRecord)
+PARTS = get_args(Chunk)
+
+# Texts of the system, by struct and field; "*" is any struct but `RoutingHints`, which a client writes.
+KEPT = {
+    ("*", "worker_id"),
+    ("*", "pool"),
+    ("*", "tier"),
+    ("*", "mode"),
+    ("*", "phase"),
+    ("*", "reason"),  # of a decision: one of a list
+    ("*", "table_digest"),
+    ("*", "queue_class"),
+    ("*", "topic"),
+    ("WorkerSpec", "model"),
+    ("WorkerSpec", "engine"),
+    ("WorkerSpec", "taints"),
+    ("PoolConfigured", "model"),
+    ("ClassDeficit", "name"),
+}
+FREE_TEXTS = ("WorkerSuspect", "WorkerRecovered", "WorkerDraining", "WorkerLost", "RequestCancelled")  # as `reason`
+HASHES = {"parent_hash", "tie_seed", "nonce", "content", "seed"}
+NO_HASHES = {"due_us"}  # packed, and a time
+
+
+class Filled:
+    """Makes a struct that says something in every field, and keeps what must not be found."""
+
+    def __init__(self) -> None:
+        self.kept: list[str] = []
+        self.secrets: list[bytes] = []
+        self._count = 0
+
+    def of(self, cls: type) -> Any:
+        info = inspect.type_info(cls)
+        assert isinstance(info, inspect.StructType)
+        return self._struct(info)
+
+    def _struct(self, info: inspect.StructType) -> Any:
+        return info.cls(**{one.name: self._value(one.type, info.cls.__name__, one.name) for one in info.fields})
+
+    def _value(self, info: inspect.Type, owner: str, name: str) -> Any:
+        match info:
+            case inspect.Metadata():
+                return self._value(info.type, owner, name)
+            case inspect.StructType() if info.cls is QueueConfig:
+                return QueueConfig(threshold=0.5)  # its classes must agree with each other
+            case inspect.StructType():
+                return self._struct(info)
+            case inspect.UnionType():
+                some = next(one for one in info.types if not isinstance(one, inspect.NoneType))
+                return self._value(some, owner, name)
+            case inspect.VarTupleType():
+                return (self._value(info.item_type, owner, name),)
+            case inspect.LiteralType():
+                return info.values[0]
+            case inspect.StrType(pattern=None):
+                return self._text(owner, name)
+            case inspect.StrType():
+                return "00000000000000aa"
+            case inspect.BytesType():
+                return self._packed(name)
+            case inspect.IntType() if name in HASHES:
+                return int.from_bytes(self._packed(name), "little")
+            case inspect.IntType():
+                return 1
+            case inspect.FloatType():
+                return 0.5
+            case inspect.BoolType():
+                return True
+        raise TypeError(f"nothing to fill {info} with")
+
+    def _text(self, owner: str, name: str) -> str:
+        self._count += 1
+        theirs = owner == "RoutingHints" or (name == "reason" and owner in FREE_TEXTS)
+        kept = not theirs and not KEPT.isdisjoint({(owner, name), ("*", name)})
+        text = f"{'kept' if kept else 'SECRET'}-{self._count:04}"
+        if kept:
+            self.kept.append(text)
+        else:
+            self.secrets.append(text.encode())
+        return text
+
+    def _packed(self, name: str) -> bytes:
+        self._count += 1
+        number = 0x5EC2E70000000000 | self._count
+        if name not in NO_HASHES:
+            self.secrets += [number.to_bytes(8, "little"), number.to_bytes(8, "big"), f"{number:016x}".encode()]
+        return pack_u64([number])
+
+
+def told(kind: type, event: Any) -> Any:
+    disguise = Disguise(Masks(KEY), 0)
+    if kind in PARTS:
+        return disguise.part(event)
+    return disguise.record(event) if kind in RECORDS else disguise.event(event, 7)
+
+
+@pytest.mark.parametrize("kind", [*INPUT_EVENTS, *RECORDS, *PARTS], ids=lambda kind: kind.__name__)
+def test_nothing_of_the_clients_is_left(kind: type) -> None:
+    filled = Filled()
+    event = filled.of(kind)
+    anew = told(kind, event)
+    said = msgspec.msgpack.encode(anew) + msgspec.json.encode(anew)
+    assert [secret for secret in filled.secrets if secret in said] == []
+    assert [text for text in filled.kept if text.encode() not in said] == []
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(anew), type=kind) == anew
+    assert [name for name in numbers(event) if numbers(event)[name] != numbers(anew)[name]] == []
+
+
+def numbers(event: Any) -> dict[str, Any]:
+    """Lengths, times and all else that is no text or hash, by path."""
+    return dict(_numbers("", msgspec.structs.asdict(event)))
+
+
+def _numbers(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    name = path.rpartition(".")[2]
+    match value:
+        case dict():
+            for key, one in value.items():
+                yield from _numbers(f"{path}.{key}", one)
+        case msgspec.Struct():
+            yield from _numbers(path, msgspec.structs.asdict(value))
+        case tuple():
+            yield f"{path}#", len(value)
+            for at, one in enumerate(value):
+                yield from _numbers(f"{path}.{at}", one)
+        case bytes() if name != "token_ids":
+            yield path, len(value)
+        case int() | float() | bool() if name not in HASHES | {"withheld_tokens"}:
+            yield path, value
+        case _:
+            pass
+
+
+def submitted(**hints: Any) -> RequestSubmitted:
+    return RequestSubmitted(
+        request_id="r",
+        model="typed",
+        token_ids=bytes(40),
+        sequence_hashes=b"",
+        reply_slot=1,
+        timeout_us=1,
+        tie_seed=1,
+        sampling=Sampling(max_tokens=1, seed=7),
+        routing=RoutingHints(**hints),
+    )
+
+
+def test_the_length_of_a_prompt_stays() -> None:
+    anew = told(RequestSubmitted, submitted())
+    assert (anew.prompt_tokens, anew.token_ids) == (10, b"")
+
+
+def test_names_of_the_system_stay_where_a_client_says_them_and_what_somebody_typed_goes() -> None:
+    disguise = Disguise(Masks(KEY), 0)
+    spec = WorkerSpec(
+        worker_id="w1",
+        model="m",
+        block_size=4,
+        kv_blocks_total=1,
+        max_num_seqs=1,
+        max_num_batched_tokens=1,
+        taints=("gpu",),
+    )
+    disguise.names.learn_worker(spec)
+    disguise.names.learn_pool(PoolConfigured(pool="p", model="m", block_size=4))
+    wishes = (TaintWeight(taint="gpu", weight=1.0), TaintWeight(taint="typed", weight=1.0))
+    known = submitted(worker_id="w1", allowed_workers=("w1", "typed"), preferred_taints=wishes, policy_class="default")
+    anew = disguise.submitted(known, 0)
+    assert (anew.routing.worker_id, anew.routing.policy_class) == ("w1", "default")
+    assert anew.routing.allowed_workers[0] == "w1"
+    assert anew.routing.preferred_taints[0].taint == "gpu"
+    assert b"typed" not in msgspec.msgpack.encode(anew)
+    assert anew.model.startswith("model-")
+
+
+def test_an_adapter_is_the_same_for_workers_and_requests() -> None:
+    disguise = Disguise(Masks(KEY), 0)
+    joined = Filled().of(WorkerJoined)
+    joined = msgspec.structs.replace(joined, spec=msgspec.structs.replace(joined.spec, loras=("mine",)))
+    anew = disguise.event(joined, 0)
+    assert isinstance(anew, WorkerJoined)
+    asked = disguise.submitted(msgspec.structs.replace(submitted(), lora_name="mine"), 0)
+    assert anew.spec.loras == (asked.lora_name,)

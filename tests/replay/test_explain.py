@@ -1,0 +1,339 @@
+"""One request's life, explained: every way in which it may go on and end."""
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from forebay.core import dispatch
+from forebay.events.control import BusyThresholds, BusyThresholdsSet, QueueClass, QueueConfig
+from forebay.events.fleet import WorkerDraining, WorkerLost, WorkerSuspect
+from forebay.events.progress import FirstTokenEmitted, OutputGrown, RequestFailed, RequestFinished
+from forebay.events.requests import RequestCancelled, RouterOverride, RoutingHints
+from forebay.replay.explain import UnknownRequest
+from tests.core.worlds import PROMPTS, joined, pool, query, request
+from tests.replay.recorder import Recorder, fleet, said, stored, words
+
+SHORT, LONG = PROMPTS[0][:2], PROMPTS[1]
+DAY_US = 86_400_000_000
+
+
+class Broken:
+    """One that fails."""
+
+    def decide(self, world: Any, request: Any) -> int:
+        raise KeyError("nothing")
+
+
+async def test_a_life_from_submission_to_its_last_token() -> None:
+    made = fleet(track_output_blocks=True)
+    stored(made, "b", SHORT)
+    made("requests", request("r", [*SHORT, 7], at_us=1_000))
+    made("progress", said(made, "r", FirstTokenEmitted, cached_tokens=8, at_us=1_500), after_us=400)
+    made("progress", said(made, "r", OutputGrown, output_tokens=4))
+    made("progress", said(made, "r", OutputGrown, output_tokens=8))
+    made("progress", said(made, "r", RequestFinished, finish_reason="stop", output_tokens=9, at_us=2_000))
+    made.seal()
+    told = await made.explain("r")
+    assert words(told) == ["submitted", "routed", "first_token", "output_grown", "finished"]
+    assert (told.kind, told.state, told.output_tokens, told.earlier_uses) == ("request", "finished", 9, 0)
+    assert told.submitted is not None
+    assert (told.submitted.prompt_tokens, told.submitted.full_blocks, told.submitted.offset) == (14, 3, 0)
+    assert told.submitted.due_us == told.submitted.now_us + 1_000_000  # type: ignore[operator]
+    assert told.first_token is not None
+    assert (told.first_token.ttft_us, told.first_token.wall_ttft_us) == (400, 500)
+    assert (told.first_token.cached_tokens, told.first_token.predicted_tokens) == (8, 8)
+    assert told.ending is not None
+    assert (told.ending.reason, told.ending.duration_us, told.ending.wall_duration_us) == ("stop", 430, 1_000)
+    (routing,) = told.routings
+    assert (routing.attempt, routing.reason, routing.ties) == (1, "lowest_cost", 1)
+    assert routing.candidates[routing.winner].seen.worker_id == "b"
+    assert routing.runner_up == 0
+    assert [one.seen.device_overlap for one in routing.candidates] == [0, 2, 0]
+    assert [one.seen.device_blocks for one in routing.candidates] == [0, 2, 0]
+    assert routing.left_out == ()
+    assert routing.why == (
+        "the lowest cost of 3: 4.5, 2 less than a (2 less to prefill; 2 blocks of the prompt are cached on b, 0 on a)"
+    )
+    assert [moment.after_us for moment in told.timeline] == [0, 0, 400, 420, 430]
+
+
+async def test_it_waits_in_the_queue_and_is_routed_when_there_is_room() -> None:
+    made = fleet("a", "b", queue=QueueConfig(threshold=0.25))
+    for name in ("x", "y"):
+        made("requests", request(name, LONG))
+    made("requests", request("r", SHORT))
+    made("requests", request("s", SHORT))
+    waits = await made.explain("s")
+    assert (waits.state, waits.held and waits.held.ahead, waits.routings) == ("queued", 1, ())
+    made("progress", said(made, "x", FirstTokenEmitted), after_us=500)
+    told = await made.explain("r")
+    assert told.state == "prefill"
+    assert words(told) == ["submitted", "held", "routed"]
+    assert told.held is not None
+    assert (told.held.queue_class, told.held.ahead, told.held.uncached_tokens) == ("default", 0, 10)
+    assert (told.held.least, told.held.least_prefill_tokens, told.held.least_limit_tokens) == ("a/0", 34, 16)
+    (routing,) = told.routings
+    assert (routing.waited_us, routing.after_us, routing.config["queue_threshold"]) == (510, 510, 0.25)
+
+
+async def test_another_use_of_its_id_while_it_waits_and_a_policy_that_fails_when_it_is_its_turn() -> None:
+    made = fleet("a", queue=QueueConfig(threshold=0.25))
+    for name, blocks in (("x", LONG), ("r", SHORT), ("s", SHORT)):
+        made("requests", request(name, blocks))
+    made("requests", request("r", LONG))
+    made("progress", said(made, "x", FirstTokenEmitted))
+    made("control", pool(mode=f"{__name__}.Broken"))
+    routed, failed = await made.explain("r"), await made.explain("s")
+    assert words(routed) == ["submitted", "held", "duplicate_refused", "routed"]
+    assert (words(failed), failed.state) == (["submitted", "held", "routed"], "prefill")
+    assert (routed.earlier_uses, failed.earlier_uses) == (0, 0)
+    made("requests", request("t", LONG, routing=RoutingHints(override=RouterOverride(mode="kv"))))
+    made("control", pool(queue=QueueConfig(threshold=0.25)))
+    made("requests", request("u", SHORT))
+    made("control", pool(mode=f"{__name__}.Broken"))
+    told = await made.explain("u")
+    assert (words(told), told.earlier_uses) == (["submitted", "held", "rejected"], 0)
+    assert told.ending is not None
+    assert (told.ending.reason, told.ending.left_out) == ("policy_failed", ())
+
+
+async def test_a_lost_worker_and_the_next_attempt() -> None:
+    made = fleet()
+    made("requests", request("r", LONG))
+    first = made.world.requests.get("r")
+    assert first is not None
+    lost, epoch = first.worker_id, first.worker_epoch
+    made("fleet", WorkerSuspect(owner_epoch=0, worker_id=lost, worker_epoch=epoch, reason="late"))
+    late = said(made, "r", RequestFinished, finish_reason="stop")
+    made("fleet", WorkerLost(owner_epoch=0, worker_id=lost, worker_epoch=epoch, reason="gone"), after_us=100)
+    made("progress", late)
+    made("progress", said(made, "r", FirstTokenEmitted))
+    made("progress", said(made, "r", RequestFailed, error="out of memory"))
+    made.seal()
+    told = await made.explain("r")
+    assert words(told) == [
+        "submitted",
+        "routed",
+        "worker_suspect",
+        "worker_lost",
+        "routed",
+        "outdated",
+        "first_token",
+        "failed",
+    ]
+    assert [one.counted for one in told.timeline].index(False) == 5
+    assert [one.attempt for one in told.routings] == [1, 2]
+    assert lost not in [one.seen.worker_id for one in told.routings[1].candidates]
+    assert told.ending is not None
+    assert (told.ending.state, told.ending.text, told.ending.attempt) == ("failed", "out of memory", 2)
+
+
+async def test_nobody_is_left_to_take_it_until_its_attempts_are_used_up() -> None:
+    made = fleet("a")
+    made("requests", request("r", SHORT))
+    for life in range(3):
+        made("fleet", WorkerLost(owner_epoch=0, worker_id="a", worker_epoch=made.epoch("a")))
+        if life == 0:
+            made.seal()
+            assert (await made.explain("r")).state == "waiting"
+        made("fleet", joined("a"))
+    told = await made.explain("r")
+    assert words(told) == ["submitted", *["routed", "worker_lost"] * 3, "aborted"]
+    assert told.ending is not None
+    assert (told.ending.reason, told.ending.attempt) == ("attempts_exhausted", 3)
+
+
+def no_workers() -> Recorder:
+    made = fleet("a", "b")
+    made("fleet", WorkerDraining(owner_epoch=0, worker_id="a", worker_epoch=made.epoch("a")))
+    made("fleet", WorkerSuspect(owner_epoch=0, worker_id="b", worker_epoch=made.epoch("b")))
+    return made
+
+
+def busy() -> Recorder:
+    made = fleet("a", "b", busy=BusyThresholds(active_decode_blocks_threshold=0.1))
+    thresholds = BusyThresholds(active_prefill_tokens_threshold=10, active_prefill_tokens_threshold_frac=0.5)
+    for name in ("x", "y"):
+        made("requests", request(name, LONG))
+    made("control", BusyThresholdsSet(model="m", thresholds=thresholds))
+    return made
+
+
+def full() -> Recorder:
+    classes = (QueueClass(requests_per_worker_max=1),)
+    made = fleet("a", queue=QueueConfig(threshold=0.1, classes=classes))
+    for name in ("x", "y"):
+        made("requests", request(name, LONG))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("make", "changes", "reason", "kept_out"),
+    [
+        (Recorder, {}, "no_workers", []),
+        (no_workers, {}, "no_workers", [("draining",), ("suspect",)]),
+        (fleet, {"model": "other"}, "wrong_model", []),
+        (
+            busy,
+            {},
+            "busy",
+            [("busy",), ("busy",)],
+        ),
+        (full, {}, "queue_full", []),
+        (fleet, {"routing": RoutingHints(worker_id="z")}, "unknown_worker", [("not_pinned",)] * 3),
+        (fleet, {"routing": RoutingHints(rank=1)}, "contradictory_routing", []),
+        (
+            fleet,
+            {"routing": RoutingHints(required_taints=("t",), allowed_workers=("a",)), "lora_name": "l"},
+            "no_eligible_worker",
+            [("missing_taint", "missing_adapter"), *[("not_allowed", "missing_taint", "missing_adapter")] * 2],
+        ),
+        (lambda: fleet(mode=f"{__name__}.Broken"), {}, "policy_failed", []),
+    ],
+)
+async def test_each_refusal_says_who_was_kept_out_and_why(
+    make: Callable[[], Recorder], changes: dict[str, Any], reason: str, kept_out: list[tuple[str, ...]]
+) -> None:
+    made = make()
+    made("requests", request("r", SHORT, **changes))
+    told = await made.explain("r")
+    assert (told.state, told.routings, words(told)) == ("rejected", (), ["submitted", "rejected"])
+    assert told.ending is not None
+    assert told.ending.reason == reason
+    assert [one.reasons for one in told.ending.left_out] == kept_out
+    assert all(one.text for one in told.ending.left_out)
+
+
+async def test_thresholds_are_told_with_their_numbers() -> None:
+    made = busy()
+    made("requests", request("r", SHORT))
+    told = await made.explain("r")
+    assert told.ending is not None
+    text = "it is busy: 34 tokens to prefill are more than 10, 34 tokens to prefill are more than 32"
+    assert [one.text for one in told.ending.left_out] == [text, text]
+    made("control", pool(busy=BusyThresholds(active_decode_blocks_threshold=0.1)))
+    made("requests", request("s", SHORT))
+    told = await made.explain("s")
+    assert told.ending is not None
+    assert told.ending.left_out[0].text == "it is busy: 8 decode blocks are more than 6.4"
+
+
+async def test_too_many_are_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "UNDER_WAY_MAX", 1)
+    made = fleet()
+    for name in ("x", "r"):
+        made("requests", request(name, SHORT))
+    told = await made.explain("r")
+    assert told.ending is not None
+    assert told.ending.reason == "overloaded"
+
+
+async def test_repeated_submissions_and_other_requests_of_the_same_id() -> None:
+    made = fleet()
+    made("requests", request("r", SHORT, nonce=1))
+    made("requests", request("r", SHORT, nonce=1))
+    made("requests", request("r", LONG, nonce=2))
+    made("progress", said(made, "r", RequestFinished, finish_reason="stop"))
+    made("requests", request("r", LONG, nonce=3))
+    made("requests", request("r", SHORT, nonce=1))
+    made("requests", RequestCancelled(request_id="r"))
+    made("requests", request("s", SHORT))
+    told = await made.explain("r")
+    assert words(told) == [
+        "submitted",
+        "routed",
+        "submitted_again",
+        "duplicate_refused",
+        "finished",
+        "duplicate_refused",
+    ]
+    assert (told.state, told.earlier_uses) == ("finished", 0)
+    assert [one.counted for one in told.timeline] == [True, True, False, False, True, False]
+
+
+async def test_an_id_is_used_again() -> None:
+    made = fleet()
+    for number in range(3):
+        made("requests", request("r", PROMPTS[number], nonce=number))
+        made("progress", said(made, "r", RequestFinished, finish_reason="stop"))
+        made.wait(DAY_US)
+        made("requests", request(f"between{number}", SHORT))
+    told = await made.explain("r")
+    assert told.earlier_uses == 2
+    assert told.submitted is not None
+    assert (told.submitted.offset, len(told.routings)) == (4, 1)
+    live = await made.explain("r", thorough=False)
+    assert live == msgspec.structs.replace(told, earlier_uses=None)
+
+
+@pytest.mark.parametrize("held", [False, True])
+async def test_deadlines_and_clients_that_leave(held: bool) -> None:
+    made = fleet("a", queue=QueueConfig(threshold=0.1 if held else None))
+    made("requests", request("x", LONG))
+    made("requests", request("r", SHORT, timeout_us=1_000))
+    made("requests", request("s", SHORT))
+    made.wait(2_000)
+    made("requests", RequestCancelled(request_id="s", reason="gone"))
+    given_up, left = await made.explain("r"), await made.explain("s")
+    route = "held" if held else "routed"
+    assert (words(given_up), words(left)) == (
+        ["submitted", route, "aborted"],
+        ["submitted", route, "cancel_requested", "aborted"],
+    )
+    assert given_up.ending is not None
+    assert left.ending is not None
+    assert (given_up.ending.reason, left.ending.reason) == ("queue_deadline" if held else "deadline", "cancelled")
+    assert left.ending.text == "gone"
+    assert (given_up.ending.duration_us, given_up.timeline[-1].after_us) == (2_010, 2_010)
+
+
+async def test_what_is_not_journalled_yet_is_told_as_that() -> None:
+    made = fleet()
+    made("requests", request("r", SHORT, at_us=5))
+    routed = await made.explain("r")
+    made("fleet", joined("d", 3))
+    made("progress", said(made, "r", FirstTokenEmitted, at_us=25))
+    made("requests", request("late", SHORT), journalled=False)
+    made("requests", query("asked", SHORT), journalled=False)
+    told = await made.explain("r")
+    assert (routed.state, told.state) == ("prefill", "decode")
+    assert words(told) == ["submitted", "routed", "first_token"]
+    assert told.first_token is not None
+    assert (told.first_token.ttft_us, told.first_token.wall_ttft_us) == (None, 20)
+    assert (told.timeline[-1].now_us, told.timeline[-1].after_us) == (None, None)
+    late, asked = await made.explain("late"), await made.explain("asked")
+    assert (late.state, late.kind, words(late)) == ("submitted", "request", ["submitted"])
+    assert (asked.state, asked.kind, asked.routings) == ("submitted", "query", ())
+    assert late.submitted is not None
+    assert (late.submitted.now_us, late.submitted.offset) == (None, 1)
+
+
+async def test_an_id_that_is_not_there() -> None:
+    made = fleet()
+    for number in range(9):
+        made("requests", request(f"chat-{number}", SHORT))
+    with pytest.raises(UnknownRequest, match=r"no request chat-; there is chat-8, chat-7, chat-6, chat-5, chat-4$"):
+        await made.explain("chat-")
+    with pytest.raises(UnknownRequest, match=r"there is no request other$"):
+        await made.explain("other", thorough=False)
+    with pytest.raises(UnknownRequest):
+        await Recorder().explain("r")
+
+
+async def test_a_query_says_where_one_would_go() -> None:
+    made = fleet("a", "b", queue=QueueConfig(threshold=0.1))
+    made("requests", query("q1", SHORT))
+    for name in ("x", "y"):
+        made("requests", request(name, LONG))
+    made("requests", query("q2", SHORT))
+    made("requests", query("q3", SHORT, routing=RoutingHints(worker_id="z")))
+    free, waits, refused = [await made.explain(name) for name in ("q1", "q2", "q3")]
+    assert [one.kind for one in (free, waits, refused)] == ["query"] * 3
+    assert [one.state for one in (free, waits, refused)] == ["answered", "answered", "rejected"]
+    assert [one.routings[0].would_wait for one in (free, waits)] == [False, True]
+    assert free.routings[0].attempt == 0
+    assert refused.ending is not None
+    assert [one.reasons for one in refused.ending.left_out] == [("not_pinned",)] * 2
+    assert words(refused) == ["submitted", "answered"]

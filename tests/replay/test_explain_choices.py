@@ -1,0 +1,191 @@
+"""Why a request went where it did: every mode, sessions, pins, ties, draws, and who was left out."""
+
+from typing import Any
+
+import pytest
+
+from forebay.events.control import BusyThresholds
+from forebay.events.progress import FirstTokenEmitted, RequestFinished
+from forebay.events.requests import NO_HINTS, RouterOverride, RoutingHints, TaintWeight
+from tests.core.worlds import PROMPTS, joined, pool, request
+from tests.replay.recorder import Recorder, fleet, said, stored
+
+SHORT, LONG = PROMPTS[0][:2], PROMPTS[1]
+
+
+class First:
+    """A policy of a user's own."""
+
+    def decide(self, world: Any, request: Any) -> int:
+        return 0
+
+
+async def chosen(made: Recorder, hints: RoutingHints = NO_HINTS, blocks: list[int] = LONG) -> Any:
+    made("requests", request("r", blocks, routing=hints))
+    told = await made.explain("r")
+    return told.routings[0]
+
+
+@pytest.mark.parametrize(
+    ("router", "reason", "says"),
+    [
+        ({}, "tie_seed", "3 of 3 have the lowest cost, 16.5, and were sent equally many tokens to compute so far"),
+        ({"temperature": 1.0}, "drawn", "drawn at temperature 1, with a chance of 33.3 %; it has the lowest cost"),
+        ({"mode": "round-robin"}, "round_robin", "its turn: 0 requests were routed before, and 3 take turns"),
+        ({"mode": "random"}, "random", "drawn by the request's tie seed, each of 3 being as likely"),
+        ({"mode": "power-of-two"}, "power_of_two", "with 0 and 0 requests under way: the first of equals"),
+        ({"mode": "least-loaded"}, "least_loaded", "3 have the fewest requests under way, 0; the request's tie seed"),
+        ({"mode": f"{__name__}.First"}, "policy", f"the policy {__name__}.First chose it, which also has the lowest"),
+    ],
+)
+async def test_each_mode_says_why_among_equals(router: dict[str, Any], reason: str, says: str) -> None:
+    routing = await chosen(fleet(**router))
+    assert (routing.mode, routing.reason) == (router.get("mode", "kv"), reason)
+    assert says in routing.why
+
+
+@pytest.mark.parametrize(
+    ("router", "reason", "says"),
+    [
+        ({}, "lowest_cost", "the lowest cost of 3: 8.5, 8 less than c (8 less to prefill; 8 blocks"),
+        (
+            {"selection_policy": "lmetric"},
+            "lowest_cost",
+            "0.5 blocks to prefill times 9, against 8.5 times 9; 8 blocks",
+        ),
+        (
+            {"track_prefill_tokens": False},
+            "lowest_cost",
+            "0, 8 less than c (8 less of decode blocks that are not cached",
+        ),
+        ({"temperature": 0.5}, "drawn", "drawn at temperature 0.5, with a chance of"),
+        ({"mode": "power-of-two"}, "power_of_two", "requests under way"),
+        ({"mode": "least-loaded"}, "least_loaded", "2 have the fewest requests under way, 0"),
+        ({"mode": f"{__name__}.First"}, "policy", "chose it, which also has the lowest cost, 8.5"),
+    ],
+)
+async def test_each_mode_says_why_among_unequals(router: dict[str, Any], reason: str, says: str) -> None:
+    made = fleet(**router)
+    stored(made, "a", LONG)
+    made("requests", request("x", SHORT, routing=RoutingHints(worker_id="b")))
+    made("progress", said(made, "x", FirstTokenEmitted))
+    routing = await chosen(made)
+    assert routing.reason == reason
+    assert says in routing.why
+
+
+async def test_more_ways_to_be_chosen() -> None:
+    made = fleet("a", "b", mode="least-loaded")
+    made("requests", request("x", SHORT, routing=RoutingHints(worker_id="a")))
+    assert (await chosen(made)).why == "the fewest requests under way: 0"
+    made = fleet("a", "b", mode="power-of-two")
+    made("requests", request("x", SHORT, routing=RoutingHints(worker_id="a")))
+    assert (await chosen(made)).why.endswith("requests under way: the fewer")
+    made = fleet("a", "b", mode=f"{__name__}.First")
+    stored(made, "b", LONG)
+    assert (await chosen(made)).why.endswith("First chose it, though 1 cost less: 16.5 against 8.5 of b")
+
+
+async def test_a_tie_goes_to_who_computed_least() -> None:
+    made = fleet("a", "b", "c")
+    for number in range(2):
+        made("requests", request(f"x{number}", PROMPTS[number]))
+        made("progress", said(made, f"x{number}", RequestFinished, finish_reason="stop"))
+    made("requests", request("y", PROMPTS[2][:1], routing=RoutingHints(worker_id=least_computed(made))))
+    made("progress", said(made, "y", RequestFinished, finish_reason="stop"))
+    routing = await chosen(made, blocks=[99])
+    assert (routing.reason, routing.ties) == ("tie_computed_tokens", 3)
+    assert routing.why.endswith("this one was sent the fewest tokens to compute so far: 6, the next 34")
+    assert routing.candidates[routing.winner].seen.computed_tokens == 6
+    made = fleet("a", "b", "c")
+    made("requests", request("x", LONG))
+    made("progress", said(made, "x", RequestFinished, finish_reason="stop"))
+    routing = await chosen(made, blocks=[99])
+    assert routing.reason == "tie_seed"
+    assert "2 of them were sent the fewest tokens to compute" in routing.why
+
+
+def least_computed(made: Recorder) -> str:
+    return min(made.world.load.ranks(), key=lambda load: load.computed_tokens).worker_id
+
+
+async def test_pinned_to_a_worker_or_one_of_its_ranks() -> None:
+    made = Recorder()
+    made("control", pool())
+    for slot, name in enumerate(("a", "b")):
+        made("fleet", joined(name, slot, dp_size=2))
+    one = await chosen(made, RoutingHints(worker_id="b", rank=1))
+    assert (one.reason, one.why) == ("pinned", "the request names it")
+    assert [left.text for left in one.left_out] == ["the request names rank 1 of b"] * 3
+    made("requests", request("two", LONG, routing=RoutingHints(worker_id="a")))
+    two = (await made.explain("two")).routings[0]
+    assert two.why.startswith("of the 2 ranks of a, which the request names, 2 of 2 have the lowest cost")
+    made(
+        "requests", request("three", LONG, routing=RoutingHints(worker_id="b", override=RouterOverride(mode="direct")))
+    )
+    three = (await made.explain("three")).routings[0]
+    assert (three.mode, three.reason, three.overridden) == ("direct", "lowest_cost", ("mode",))
+    four = fleet("a", "b", mode="direct")
+    assert (await chosen(four, RoutingHints(worker_id="a"))).reason == "pinned"
+    five = Recorder()
+    five("control", pool(mode="direct"))
+    five("fleet", joined("a", dp_size=2))
+    assert (await chosen(five, RoutingHints(worker_id="a"))).reason == "tie_seed"
+
+
+@pytest.mark.parametrize("mode", ["hard", "soft"])
+async def test_a_session_keeps_its_worker(mode: str) -> None:
+    hints = RoutingHints(session_id="s")
+    busy = BusyThresholds(active_decode_blocks_threshold=0.2)
+    made = fleet(session_ttl_s=600.0, session_mode=mode, busy=busy)
+    made("requests", request("first", SHORT, routing=hints))
+    home = made.world.requests.get("first")
+    assert home is not None
+    others = [name for name in ("a", "b", "c") if name != home.worker_id]
+    made("requests", request("x", PROMPTS[0], routing=RoutingHints(worker_id=others[0])))
+    made("requests", request("y", PROMPTS[2], routing=RoutingHints(worker_id=others[0])))
+    routing = await chosen(made, hints)
+    assert (routing.reason, routing.why) == ("session", f"its session s is there ({mode})")
+    kept_out = {one.seen.worker_id: one.reasons for one in routing.left_out}
+    assert kept_out == {others[0]: ("other_session",) if mode == "hard" else ("busy",), others[1]: ("other_session",)}
+    assert routing.config["session_mode"] == mode
+    alone = fleet("a", session_ttl_s=600.0)
+    alone("requests", request("first", SHORT, routing=hints))
+    assert (await chosen(alone, hints)).reason == "only_candidate"
+
+
+async def test_a_hard_session_on_a_busy_worker_is_refused() -> None:
+    hints = RoutingHints(session_id="s")
+    made = fleet("a", "b", session_ttl_s=600.0, busy=BusyThresholds(active_decode_blocks_threshold=0.1))
+    made("requests", request("first", LONG, routing=hints))
+    made("requests", request("r", SHORT, routing=hints))
+    told = await made.explain("r")
+    assert told.ending is not None
+    assert sorted(one.reasons for one in told.ending.left_out) == [("busy",), ("other_session",)]
+
+
+async def test_taints_overrides_and_what_was_routed_count() -> None:
+    made = Recorder()
+    made("control", pool(use_kv_events=False, decode_active_request_weight=2.0))
+    made("fleet", joined("a", 0, taints=("fast",)))
+    made("fleet", joined("b", 1))
+    made("requests", request("x", LONG))
+    hints = RoutingHints(
+        preferred_taints=(TaintWeight(taint="fast", weight=1.0),), override=RouterOverride(overlap_score_credit=0.5)
+    )
+    routing = await chosen(made, hints)
+    assert (routing.overridden, routing.config["overlap_score_credit"]) == (("overlap_score_credit",), 0.5)
+    assert (routing.config["ttl_s"], routing.config["decode_active_request_weight"]) == (120.0, 2.0)
+    assert routing.candidates[0].taint_factor == pytest.approx(0.467, abs=0.001)
+    assert [one.seen.assumed_overlap for one in routing.candidates] == [8, 0]
+    assert "for its taints" in routing.why
+
+
+async def test_chances_of_a_draw_add_up() -> None:
+    made = fleet("a", "b", "c", temperature=0.7, predicted_ttl_s=1.0)
+    stored(made, "a", LONG)
+    routing = await chosen(made)
+    chances = [one.probability for one in routing.candidates]
+    assert sum(chances) == pytest.approx(1.0)
+    assert chances[0] > chances[1] == chances[2]
+    assert routing.config["predicted_ttl_s"] == 1.0

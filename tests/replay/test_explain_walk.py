@@ -1,0 +1,335 @@
+"""Explanations of any history: their numbers add up, and they are the same from wherever they are derived."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+
+from forebay.core.step import claim
+from forebay.core.world import CORE_VERSION
+from forebay.events.codec import decode, encode
+from forebay.events.control import RouterConfig
+from forebay.events.decisions import OwnerClaimed, RequestAborted, RequestRejected, RequestRouted, RouteAnswered
+from forebay.events.progress import FirstTokenEmitted, RequestFinished
+from forebay.events.topics import DECISIONS, KV_EVENTS, REQUESTS
+from forebay.replay.explain import Explanation, explain
+from forebay.replay.explanation import Candidate, Routing
+from forebay.replay.find import OfRequest
+from forebay.replay.groups import groups_of
+from forebay.transport.base import Draft, LogError
+from forebay.transport.recorded import decode_journal, journal_records
+from forebay.transport.sqlite_log import SqliteLog
+from tests.core.worlds import PROMPTS, histories, perform, request
+from tests.replay.recorder import Recorder, fleet, said, stored, words
+from tests.system import System, submitted, until, until_ended
+
+SHORT = PROMPTS[0][:2]
+PREFIX = list(range(16))
+SNAPSHOT_EVERY = 30  # actions
+RECORDINGS = sorted((Path(__file__).parent.parent / "logs").glob("*.rec"))
+EVERY = 5  # requests of a golden recording
+
+
+def cost_of(one: Candidate, config: RouterConfig) -> float:
+    """The formula of `forebay.core.cost`, by the terms as they are told."""
+    left = max(one.prefill_blocks - one.overlap_credit, 0.0)
+    if config.selection_policy == "lmetric":
+        cost = left * (one.decode_blocks + 1.0)
+    elif config.track_prefill_tokens or not config.overlap_score_credit:
+        cost = config.prefill_load_scale * left + one.decode_blocks
+    else:
+        cost = max(one.decode_blocks - one.overlap_credit, 0.0)
+    if config.selection_policy != "lmetric" and config.decode_active_request_weight:
+        cost += config.decode_active_request_weight * one.active_requests
+    return cost * one.taint_factor
+
+
+def check_routing(routing: Routing, recorded: RequestRouted | RouteAnswered) -> None:
+    known = {name: value for name, value in routing.config.items() if name in RouterConfig.__struct_fields__}
+    known.pop("busy", None)
+    config = msgspec.structs.replace(RouterConfig(), **known)
+    assert [one.cost for one in routing.candidates] == [cost_of(one, config) for one in routing.candidates]
+    winner = routing.candidates[routing.winner]
+    terms, chosen = (
+        (recorded.terms, (recorded.worker_id, recorded.rank))
+        if isinstance(recorded, RequestRouted)
+        else (recorded.choice.terms, (recorded.choice.worker_id, recorded.choice.rank))  # type: ignore[union-attr]
+    )
+    assert (winner.seen.worker_id, winner.seen.rank, winner.cost) == (*chosen, terms.cost)
+    assert (winner.seen.device_overlap, winner.overlap_credit) == (terms.device_overlap, terms.overlap_credit)
+    assert routing.table_digest == recorded.table_digest
+    assert all(one.reasons and one.text for one in routing.left_out)
+    seen = [*(one.seen for one in routing.candidates), *(one.seen for one in routing.left_out)]
+    assert len(seen) == len({(one.worker_id, one.rank) for one in seen})
+    assert routing.why
+    if isinstance(recorded, RequestRouted) and recorded.runner_up is not None:
+        assert routing.runner_up is not None
+        assert routing.candidates[routing.runner_up].seen.worker_id == recorded.runner_up.worker_id
+
+
+def same(told: Explanation) -> dict[str, Any]:
+    """All but where things stand in the journal, and where deriving began."""
+
+    def without(value: Any) -> Any:
+        if isinstance(value, dict):
+            kept = value if value.get("topic") != "decisions" else {**value, "offset": None}
+            return {name: without(one) for name, one in kept.items() if name not in ("derived_from", "derived_to")}
+        return [without(one) for one in value] if isinstance(value, list) else value
+
+    plain = without(msgspec.to_builtins(told))
+    for part in (*plain["routings"], *([plain["held"]] if plain["held"] else [])):
+        part["offset"] = None
+    return dict(plain)
+
+
+def chosen_for(name: str, journal: Sequence[Any]) -> list[RequestRouted | RouteAnswered]:
+    """The records of its choices, the newest first: an id may have been used before."""
+    kinds = RequestRouted | RouteAnswered
+    found = [one for one in reversed(journal) if isinstance(one, kinds) and one.request_id == name]
+    return [one for one in found if one.table_digest is not None]
+
+
+@given(histories)
+@settings(max_examples=40)
+def test_any_history_is_explained_the_same_from_the_beginning_and_from_snapshots(history: list[Any]) -> None:
+    plain, sealed = Recorder(), Recorder()
+    for made in (plain, sealed):
+        made.fleet("a", "b")
+        for number, action in enumerate(history):
+            perform(made, number, action)
+            if made is sealed and number % SNAPSHOT_EVERY == SNAPSHOT_EVERY - 1:
+                made.snapshot()
+        made.seal()
+    asyncio.run(check_all(plain, sealed))
+
+
+async def check_all(plain: Recorder, sealed: Recorder) -> None:
+    logs = [await made.log() for made in (plain, sealed)]
+    names = dict.fromkeys(one.request_id for one in plain.decided if hasattr(one, "request_id"))
+    for name in names:
+        told, again = [await explain(log, 0, name) for log in logs]
+        assert same(told) == same(again)
+        assert told.divergence is None
+        recorded = [one for one in plain.decided if getattr(one, "request_id", None) == name]
+        for routing, one in zip(reversed(told.routings), chosen_for(name, recorded), strict=False):
+            check_routing(routing, one)
+        under_way = plain.world.requests.get(name)
+        assert (told.ending is None) == (under_way is not None)
+        if under_way is not None:
+            assert (told.state, len(told.routings)) == (under_way.phase, under_way.attempt)
+        if isinstance(recorded[-1], RequestAborted):
+            assert told.ending is not None
+            assert told.ending.reason == recorded[-1].reason
+    for log in logs:
+        log.close()
+
+
+@pytest.mark.parametrize("path", RECORDINGS, ids=lambda path: path.stem)
+async def test_golden_recordings_are_explained(path: Path) -> None:
+    log = SqliteLog.open(path, readonly=True)
+    ((_, partition),) = (await groups_of(log)).items()
+    begin, end = await log.begin(DECISIONS.name, partition), await log.end(DECISIONS.name, partition)
+    journal = [decode_journal(record) async for record in journal_records(log, partition, begin, end)]
+    names = list(dict.fromkeys(one.request_id for one in journal if isinstance(one, OfRequest)))
+    for name in names[::EVERY]:
+        told = await explain(log, partition, name)
+        assert told.divergence is None
+        assert told.ending is not None
+        for routing, one in zip(reversed(told.routings), chosen_for(name, journal), strict=False):
+            check_routing(routing, one)
+    log.close()
+
+
+async def test_a_divergence_before_it_or_in_its_life_ends_the_story() -> None:
+    def recording() -> Recorder:
+        made = fleet("a", "b")
+        made("requests", request("x", SHORT))
+        made("progress", said(made, "x", FirstTokenEmitted))
+        stored(made, "a", PROMPTS[2])
+        made("requests", request("r", PROMPTS[2]))
+        made("progress", said(made, "r", RequestFinished, finish_reason="stop"))
+        made("requests", request("y", SHORT))
+        return made
+
+    (fine, before, within) = (recording() for _ in range(3))
+    whole = await fine.explain("r")
+    assert (whole.divergence, whole.state) == (None, "finished")
+    at = next(at for at, draft in enumerate(within.drafts) if draft.topic == KV_EVENTS.name)
+    lie = msgspec.structs.replace(decode(KV_EVENTS, within.drafts[at].value), sequence_hashes=bytes(64))
+    within.drafts[at] = Draft(KV_EVENTS.name, 0, encode(KV_EVENTS, lie))
+    told = await within.explain("r")
+    assert told.divergence is not None
+    assert (told.divergence.offset, "table_digest" in told.divergence.reason) == (2, True)
+    assert (told.state, told.routings, told.submitted) == ("unknown", (), None)
+    other = msgspec.structs.replace(before.journal[1], candidates=7)
+    before.journal[1] = other
+    told = await before.explain("r")
+    assert told.divergence is not None
+    assert (told.divergence.offset, told.timeline, told.derived_to) == (1, (), 1)
+    late = await before.explain("x")
+    assert (late.divergence == told.divergence, late.state) == (True, "unknown")
+
+
+async def test_a_divergence_between_two_attempts() -> None:
+    made = fleet("a", "b")
+    made("requests", request("r", SHORT))
+    made("requests", request("x", SHORT))
+    made("progress", said(made, "r", RequestFinished, finish_reason="stop"))
+    made("requests", request("y", SHORT))
+    made.journal[2] = msgspec.structs.replace(made.journal[2], ties=9)
+    told = await made.explain("r")
+    assert (told.state, words(told), len(told.routings)) == ("unknown", ["submitted", "routed"], 1)
+    assert told.divergence is not None
+    assert told.divergence.offset == 2
+
+
+async def test_another_owner_takes_over_and_what_the_last_one_still_said_is_void() -> None:
+    made = fleet("a", "b")
+    made("requests", request("r", SHORT))
+    epoch = len(made.journal)
+    made.journal.append(OwnerClaimed(owner_id="second", core_version=CORE_VERSION))
+    claim(made.world, epoch)
+    stale = msgspec.structs.replace(made.journal[1], seq=1, consumed=(), attempt=1)
+    made.journal.append(stale)
+    made("progress", said(made, "r", RequestFinished, finish_reason="stop"))
+    made.seal()
+    for options in ({}, {"thorough": False}):
+        told = await made.explain("r", **options)
+        assert words(told) == ["submitted", "routed", "owner_claimed", "finished"]
+        assert told.timeline[2].text == "second takes the group over"
+    assert (await made.explain("r")).earlier_uses == 0
+
+
+class Headless(SqliteLog):
+    """A log whose first records are gone, up to a snapshot."""
+
+    begins: dict[str, int]
+
+    async def begin(self, topic: str, partition: int) -> int:
+        """As retention left it."""
+        return self.begins.get(topic, 0)
+
+
+async def test_a_request_that_began_before_the_log_does() -> None:
+    made = fleet("a", "b")
+    for name in ("gone", "r"):
+        made("requests", request(name, SHORT))
+    made("progress", said(made, "gone", RequestFinished, finish_reason="stop"))
+    made.snapshot()
+    begin = len(made.journal) - 1
+    view = dict(made.world.view)
+    made("requests", request("x", SHORT))
+    made("progress", said(made, "r", FirstTokenEmitted))
+    made("progress", said(made, "r", RequestFinished, finish_reason="stop", output_tokens=3))
+    made.seal()
+    made("requests", request("r", PROMPTS[1]))  # refused: it is remembered
+    log = Headless.open(None)
+    log.begins = {**view, "decisions": begin, "snapshots": 0}
+    whole = await made.log()
+    for topic, _, end in whole.topics():
+        await log.append([Draft(topic, 0, one.value) for one in whole.records(topic, 0, 0, end)])
+    told = await explain(log, 0, "r")
+    assert words(told) == ["taken_up", "first_token", "finished", "duplicate_refused"]
+    assert told.submitted is not None
+    assert (told.submitted.now_us, told.submitted.prompt_tokens, told.submitted.offset) == (None, 10, 1)
+    assert told.ending is not None
+    assert (told.ending.duration_us, told.ending.output_tokens) == (None, 3)
+    assert told.first_token is not None
+    assert told.first_token.predicted_tokens is None
+    whole.close()
+    log.close()
+
+
+async def test_a_damaged_record_is_named() -> None:
+    made = fleet("a", "b")
+    made("requests", request("r", SHORT))
+    log = await made.log()
+    log._db.execute('UPDATE "requests" SET value = ? WHERE id = 0', (b"x",))
+    with pytest.raises(LogError, match=REQUESTS.name):
+        await explain(log, 0, "r")
+    log.close()
+
+
+@pytest.fixture
+def recording(tmp_path: Path) -> Path:
+    """Mock workers and two owners; a worker is lost under a request that does not end by itself."""
+    path = tmp_path / "recording.db"
+    asyncio.run(_record(path))
+    return path
+
+
+async def _record(path: Path) -> None:
+    log = SqliteLog.open(path)
+    async with System(log).started(workers=2) as system:
+        async with system.owned() as owner:
+            await until(lambda: len(owner.world.fleet) == 2)
+            for number in range(6):
+                system.send(submitted(f"r{number}", [*PREFIX, *[number] * 8]))
+                await until_ended(system, f"r{number}")
+            await system.stop_worker("w0")
+            await until(lambda: len(owner.world.fleet) == 1)
+            system.start_worker("slow", speedup=0.001)
+            await until(lambda: len(owner.world.fleet) == 2)
+            await system.stop_worker("w1")
+            await until(lambda: len(owner.world.fleet) == 1)
+            system.send(submitted("moved", PREFIX))
+            await until(lambda: any(one.request_id == "moved" for one in system.decisions(RequestRouted)))
+            await system.stop_worker("slow")
+            await until(lambda: not len(owner.world.fleet))
+        async with system.owned() as owner:
+            system.send(submitted("early", PREFIX))
+            await until(lambda: system.decisions(RequestRejected))
+            system.start_worker("w2")
+            await until_ended(system, "moved")
+    log.close()
+
+
+def command(recording: Path, name: str, hash_seed: int) -> dict[str, Any]:
+    program = Path(sys.executable).with_name("forebay")
+    environment = {**os.environ, "PYTHONHASHSEED": str(hash_seed)}
+    ran = subprocess.run(
+        [program, "replay", "explain", str(recording), name, "--json"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return dict(json.loads(ran.stdout))
+
+
+def test_mock_workers_lose_one_and_every_process_tells_the_same(recording: Path) -> None:
+    moved, again = (command(recording, "moved", seed) for seed in (0, 12345))
+    assert moved == again
+    what = [moment["what"] for moment in moved["timeline"]]
+    assert what[:3] == ["submitted", "routed", "worker_lost"]
+    assert [one for one in what if one in ("owner_claimed", "routed", "first_token", "finished")] == [
+        "routed",
+        "owner_claimed",
+        "routed",
+        "first_token",
+        "finished",
+    ]
+    assert [one["attempt"] for one in moved["routings"]] == [1, 2]
+    warm, early = asyncio.run(explained(recording, "r5", "early"))
+    (routing,) = warm.routings
+    assert (routing.reason, routing.candidates[routing.winner].seen.device_overlap) == ("lowest_cost", 4)
+    assert warm.first_token is not None
+    assert (warm.first_token.predicted_tokens, warm.first_token.cached_tokens) == (16, 16)
+    assert early.ending is not None
+    assert (early.state, early.ending.reason) == ("rejected", "no_workers")
+
+
+async def explained(recording: Path, *names: str) -> list[Explanation]:
+    log = SqliteLog.open(recording, readonly=True)
+    try:
+        return [await explain(log, 0, name) for name in names]
+    finally:
+        log.close()

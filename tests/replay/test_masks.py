@@ -1,0 +1,96 @@
+"""Masks: one to one under a key, with nothing left of what they stand for."""
+
+from collections import Counter
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forebay.core.lifecycle import id_hash
+from forebay.events.base import pack_u64, unpack_u64
+from forebay.events.codec import DecodeError, decode, unknown_tag
+from forebay.events.topics import FLEET, REQUESTS, Topic
+from forebay.replay.masks import KEY_BYTES, ROUNDS, Masks, Pairs, Permutation
+
+KEY = bytes(range(KEY_BYTES))
+U64 = st.integers(0, 2**64 - 1)
+HALF = (1 << 32) - 1
+
+
+class Inverse(Permutation):
+    """Goes back through the rounds."""
+
+    def undo(self, value: int) -> int:
+        right, left = value >> 32, value & HALF
+        for keyed in reversed(self._rounds):
+            state = keyed.copy()
+            state.update(left.to_bytes(4, "little"))
+            left, right = right ^ int.from_bytes(state.digest(), "little"), left
+        return left << 32 | right
+
+
+@given(U64)
+def test_a_permutation_can_be_undone_with_its_key(value: int) -> None:
+    masked = Permutation(KEY, "blocks").of(value)
+    assert 0 <= masked < 2**64
+    assert Inverse(KEY, "blocks").undo(masked) == value
+
+
+@given(st.lists(U64, unique=True, max_size=50))
+def test_different_numbers_stay_different(values: list[int]) -> None:
+    masked = unpack_u64(Permutation(KEY, "blocks").packed(pack_u64(values)))
+    assert len(set(masked)) == len(values)
+
+
+def test_every_purpose_and_every_key_has_a_permutation_of_its_own() -> None:
+    values = range(100)
+    permutations = [Permutation(key, purpose) for key in (KEY, bytes(KEY_BYTES)) for purpose in ("blocks", "session")]
+    assert len({tuple(map(one.of, values)) for one in permutations}) == 4
+
+
+def test_neighbours_are_torn_apart() -> None:
+    permutation = Permutation(KEY, "blocks")
+    flipped = [(permutation.of(value) ^ permutation.of(value + 1)).bit_count() for value in range(2_000)]
+    assert 31 < sum(flipped) / len(flipped) < 33
+    bits = Counter(bit for value in range(2_000) for bit in range(64) if permutation.of(value) >> bit & 1)
+    assert all(850 < bits[bit] < 1_150 for bit in range(64))
+    assert ROUNDS >= 4
+
+
+@given(st.text(min_size=1), st.text(min_size=1))
+def test_names_are_equal_when_they_were(one: str, other: str) -> None:
+    masks = Masks(KEY)
+    assert (masks.name("session", one) == masks.name("session", other)) == (one == other)
+    assert (masks.request_id(one) == masks.request_id(other)) == (one == other)
+    assert masks.name("session", one) != Masks(bytes(KEY_BYTES)).name("session", one)
+    assert masks.request_id(one) == masks.request_id_of(id_hash(one))
+
+
+def test_no_name_stays_none() -> None:
+    assert not Masks(KEY).name("lora", "")
+
+
+@given(st.dictionaries(U64, U64, max_size=200))
+def test_pairs_are_found(pairs: dict[int, int]) -> None:
+    found = Pairs()
+    for _ in range(2):
+        for number, stand_in in pairs.items():
+            found.add(number, stand_in)
+    found.seal()
+    assert all(found.get(number) == stand_in for number, stand_in in pairs.items())
+    assert all(found.get(number ^ 1) == pairs.get(number ^ 1) for number in pairs)
+
+
+@pytest.mark.parametrize("topic", [REQUESTS, FLEET], ids=lambda topic: topic.codec)
+def test_what_does_not_decode_goes_on_not_to_decode_for_the_same_reason(topic: Topic) -> None:
+    masks = Masks(KEY)
+    for value in (b"secret", b"", b"{}"):
+        told = masks.undecodable(topic, value)
+        assert unknown_tag(topic, told) is None
+        with pytest.raises(DecodeError):
+            decode(topic, told)
+    codec = msgspec.json if topic.codec == "json" else msgspec.msgpack
+    told = masks.undecodable(topic, codec.encode({"type": "secret.plan", "more": "secret"}))
+    assert unknown_tag(topic, told) is not None
+    assert b"secret" not in told

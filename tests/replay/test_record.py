@@ -1,0 +1,453 @@
+"""Slices of logs: each stands alone, says what it holds, and is the same however often its making was interrupted."""
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from forebay.core.step import Decided
+from forebay.core.world import World
+from forebay.events.codec import decode, encode
+from forebay.events.decisions import Advanced, SnapshotTaken
+from forebay.events.topics import DECISIONS, PROGRESS
+from forebay.replay import record
+from forebay.replay.groups import groups_of, pools_of
+from forebay.replay.record import NothingDecided, Window, offset_at, slice_of
+from forebay.replay.walk import Start, Walk
+from forebay.transport.base import Draft, Log, LogError, Record
+from forebay.transport.recorded import newest_snapshot, snapshots_taken
+from forebay.transport.recording import utc
+from forebay.transport.recording_writer import RecordingWriter, part_of
+from forebay.transport.sqlite_log import LogUnusable, SqliteLog
+from tests.replay.slices import (
+    ASKED,
+    OTHER,
+    contents,
+    join,
+    journal_of,
+    opened,
+    report_of,
+    rows,
+    run,
+    sliced,
+    spread,
+    written,
+)
+from tests.system import MODEL
+
+SEED = 20_260
+CUTS = 24
+PAGE = 16  # records: small, so that a copy has many pages
+
+# Copies a log into a recording and dies after so many pages.
+COPIER = """
+import asyncio, os, signal, sys
+from pathlib import Path
+from forebay.replay import record
+from forebay.transport.recording_writer import RecordingWriter
+from forebay.transport.sqlite_log import SqliteLog
+from tests.replay.slices import ASKED, contents, written
+
+record.PAGE_RECORDS = int(sys.argv[4])
+left = int(sys.argv[3])
+
+def on_progress(done, total):
+    global left
+    left -= 1
+    if left < 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+async def main():
+    log = SqliteLog.open(sys.argv[1], readonly=True)
+    out = Path(sys.argv[2])
+    writer = RecordingWriter.resume(out, ASKED) or RecordingWriter.create(out, await contents(log))
+    print((await written(log, writer, on_progress)).content)
+
+asyncio.run(main())
+"""
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with three owners, overlapping snapshots and a lost worker."""
+    path = tmp_path_factory.mktemp("source") / "run.db"
+    asyncio.run(run(path))
+    return path
+
+
+@pytest.fixture(scope="module")
+def joined(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two groups in one log."""
+    folder = tmp_path_factory.mktemp("joined")
+    asyncio.run(run(folder / "other.db", lives=2, requests=8))
+    asyncio.run(join(source, folder / "other.db", folder / "both.db"))
+    return folder / "both.db"
+
+
+async def state_at(log: Log, end: int) -> str:
+    """The digest of the world right before a journal offset, derived from the log's beginning on."""
+    walk = Walk(log, 0, Start(World(), 0), end)
+    async for step in walk:
+        assert step.divergence is None
+    return f"{walk.world.digest():016x}"
+
+
+def test_every_window_verifies_and_leads_to_the_state_that_the_whole_log_leads_to(source: Path, tmp_path: Path) -> None:
+    """Windows begin and end anywhere, also between a seal and its snapshot, and within the records of one event."""
+    rng = random.Random(SEED)
+    journal = journal_of(source)
+    from_snapshot = 0
+    for number in range(CUTS):
+        first, last = sorted(rng.sample(range(len(journal)), 2))
+        window = Window(journal[first].at_us, journal[last].at_us)
+        out = tmp_path / f"{number}.rec"
+        with opened(source) as log:
+            try:
+                held = asyncio.run(sliced(log, out, window))
+            except NothingDecided:
+                continue
+            state = asyncio.run(state_at(log, held.groups[0].end))
+        report, group = report_of(out), held.groups[0]
+        assert (report.divergence, report.state, report.start) == (None, state, group.start)
+        assert report.verified == report.decisions >= group.decisions > 0
+        inside = [one for one in journal if window.from_us <= one.at_us < window.to_us]  # type: ignore[operator]
+        assert (group.first, group.end) == (inside[0].offset, inside[-1].offset + 1)
+        assert (held.from_us, held.to_us) == (inside[0].at_us, inside[-1].at_us)
+        decided = [isinstance(decode(DECISIONS, one.value), Decided) for one in inside]
+        assert group.decisions == sum(decided)
+        from_snapshot += group.start > 0
+    assert from_snapshot > CUTS // 6
+
+
+def test_a_slice_holds_no_more_than_it_needs(source: Path, tmp_path: Path) -> None:
+    journal = journal_of(source)
+    with opened(source) as log:
+        held = asyncio.run(sliced(log, tmp_path / "rec", Window(journal[-6].at_us)))
+        ends = {(topic, partition): end for topic, partition, end in log.topics()}
+    extents = {extent.topic: extent for extent in held.extents}
+    assert set(extents) == {
+        "groups", "requests", "kv-events", "metrics", "progress", "fleet", "control", "decisions", "snapshots",
+    }  # fmt: skip
+    assert extents["requests"].first > 0 < extents["snapshots"].first
+    assert (extents["control"].first, extents["control"].count) == (1, 0)
+    for extent in extents.values():
+        assert extent.end <= ends.get((extent.topic, extent.partition), 0)
+    with opened(tmp_path / "rec") as log:
+        assert asyncio.run(log.begin("requests", 0)) == extents["requests"].first
+        assert asyncio.run(log.end("requests", 0)) == extents["requests"].end
+        assert ("control", 0, 1) not in log.topics()
+        with pytest.raises(LogError, match=r"begins at offset \d+; 0 was not recorded"):
+            log.records("requests", 0, 0, 1)
+        with pytest.raises(LogError, match="tokens/3 was not recorded"):
+            log.records("tokens", 3, 0, 1)
+        assert [pool.pool for pool in asyncio.run(pools_of(log, 0))] == ["default"]
+
+
+def test_a_slice_of_a_slice(source: Path, tmp_path: Path) -> None:
+    journal = spread(source, tmp_path / "spread.db")
+    with opened(tmp_path / "spread.db") as log:
+        (early, seal), (late, _), *_ = asyncio.run(seals_of(log, len(journal)))
+        held = asyncio.run(sliced(log, tmp_path / "outer.rec", Window(journal[early].at_us, journal[-2].at_us)))
+    group = held.groups[0]
+    assert group.start == seal.journal_offset
+    with opened(tmp_path / "outer.rec") as log:
+        inner = asyncio.run(sliced(log, tmp_path / "inner.rec", Window(journal[late].at_us)))
+        whole = asyncio.run(sliced(log, tmp_path / "whole.rec"))
+        assert whole.extents == held.extents
+        taken = asyncio.run(newest_snapshot(log, 0, early + 1))
+        assert taken == seal
+    for name in ("outer", "inner", "whole"):
+        report = report_of(tmp_path / f"{name}.rec")
+        assert report.divergence is None
+        assert report.verified == report.decisions > 0
+    assert report_of(tmp_path / "whole.rec").digest == report_of(tmp_path / "outer.rec").digest
+    assert inner.groups[0].end == group.end
+    with (
+        opened(tmp_path / "inner.rec") as log,
+        pytest.raises(LogError, match="begins before what can be recorded") as told,
+    ):
+        asyncio.run(contents(log, Window(journal[early].at_us)))
+    assert utc(journal[inner.groups[0].start].at_us) in str(told.value)
+    assert "requests before offset" in str(told.value)
+
+
+def test_a_window_of_a_slice_that_ends_before_its_snapshot_was_written(source: Path, tmp_path: Path) -> None:
+    """Between a seal and its `SnapshotTaken` decisions may stand; a slice of these alone would have no snapshot."""
+    journal = spread(source, tmp_path / "spread.db")
+    with opened(tmp_path / "spread.db") as log:
+        taken, seal = asyncio.run(seals_of(log, len(journal)))[1]
+        held = asyncio.run(sliced(log, tmp_path / "rec", Window(journal[taken].at_us)))
+        assert held.groups[0].start == seal.journal_offset <= taken == held.groups[0].first
+    with opened(tmp_path / "rec") as log, pytest.raises(LogError, match="nothing up to there can be recorded"):
+        asyncio.run(contents(log, Window(None, journal[taken].at_us)))
+
+
+async def seals_of(log: SqliteLog, end: int) -> list[tuple[int, SnapshotTaken]]:
+    return [found async for found in snapshots_taken(log, 0, 0, end)]
+
+
+def test_groups_keep_their_partitions(joined: Path, source: Path, tmp_path: Path) -> None:
+    with opened(joined) as log:
+        assert asyncio.run(groups_of(log)) == {MODEL: 0, OTHER: 1}
+        both = asyncio.run(sliced(log, tmp_path / "both.rec"))
+        asyncio.run(sliced(log, tmp_path / "other.rec", names=(OTHER,)))
+    assert [(group.name, group.partition) for group in both.groups] == [(MODEL, 0), (OTHER, 1)]
+    # What nobody had applied yet when the log ended was not recorded.
+    assert report_of(tmp_path / "both.rec", 0) == msgspec.structs.replace(report_of(source), unapplied=0)
+    assert report_of(tmp_path / "both.rec", 1) == report_of(tmp_path / "other.rec", 1)
+    with opened(tmp_path / "other.rec") as log:
+        assert asyncio.run(groups_of(log)) == {OTHER: 1}
+        with pytest.raises(LogError, match="decisions/0 was not recorded"):
+            asyncio.run(groups_of_nobody(log))
+
+
+async def groups_of_nobody(log: Log) -> None:
+    await slice_of(log, MODEL, 0, Window())
+
+
+def test_an_embedded_log_names_its_group_by_its_model(source: Path, tmp_path: Path) -> None:
+    with opened(source) as log:
+        assert asyncio.run(groups_of(log)) == {MODEL: 0}
+    SqliteLog.open(tmp_path / "empty.db").close()
+    with opened(tmp_path / "empty.db") as log:
+        assert asyncio.run(groups_of(log)) == {"": 0}
+        with pytest.raises(NothingDecided, match="journal of group 0 is empty"):
+            asyncio.run(contents(log))
+
+
+@pytest.mark.parametrize("choose", [lambda at: Window(at + 1), lambda at: Window(None, 1), lambda _: Window(1, 2)])
+def test_a_window_without_a_decision(source: Path, choose: Callable[[int], Window]) -> None:
+    journal = journal_of(source)
+    with opened(source) as log, pytest.raises(NothingDecided, match="decided nothing in the window") as told:
+        asyncio.run(contents(log, choose(journal[-1].at_us)))
+    assert utc(journal[0].at_us) in str(told.value)
+
+
+class Trimmed:
+    """A log of which retention removed the head of some topics."""
+
+    def __init__(self, log: SqliteLog, begins: dict[str, int]) -> None:
+        self._log = log
+        self._begins = begins
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._log, name)
+
+    async def begin(self, topic: str, partition: int) -> int:
+        return self._begins.get(topic, await self._log.begin(topic, partition))
+
+    async def read(self, topic: str, partition: int, offset: int, limit: int) -> list[Record]:
+        if offset < await self.begin(topic, partition):
+            raise LogError(f"{topic}/{partition} no longer holds offset {offset}")
+        return await self._log.read(topic, partition, offset, limit)
+
+
+def test_what_retention_removed_is_named_with_the_time_from_which_all_is_there(source: Path) -> None:
+    journal = journal_of(source)
+    with opened(source) as log:
+        held = asyncio.run(contents(log, Window(journal[len(journal) // 2].at_us)))
+        start = held.groups[0].start
+        progress = next(extent.first for extent in held.extents if extent.topic == PROGRESS.name)
+        trimmed: Log = Trimmed(log, {PROGRESS.name: progress})  # type: ignore[assignment]
+        with pytest.raises(LogError, match=f"progress before offset {progress}$") as told:
+            asyncio.run(slice_of(trimmed, MODEL, 0, Window(journal[0].at_us)))
+        earliest = asyncio.run(slice_of(trimmed, MODEL, 0, Window())).group
+        assert 0 < earliest.start == earliest.first <= start
+        assert utc(journal[earliest.start].at_us) in str(told.value)
+        assert asyncio.run(slice_of(trimmed, MODEL, 0, Window(journal[earliest.start].at_us))).group == earliest
+        nothing: Log = Trimmed(log, {PROGRESS.name: 1_000})  # type: ignore[assignment]
+        with pytest.raises(
+            LogError, match=r"nothing up to there can be recorded: .* no progress before offset 1000, nor"
+        ):
+            asyncio.run(slice_of(nothing, MODEL, 0, Window()))
+
+
+def test_times_that_step_back_where_an_owner_follows_another(tmp_path: Path) -> None:
+    """A journal whose second owner's clock is behind: what lies in the window by its time is in it by its offset."""
+    times = [10, 20, 30, 40, 50, 35, 45, 55, 65]
+    path = tmp_path / "log.db"
+
+    async def scenario() -> list[tuple[int, int]]:
+        log = SqliteLog.open(path)
+        for at_us in times:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("time.time_ns", lambda at_us=at_us: at_us * 1000)
+                await log.append([record_of(at_us)])
+        found = [
+            (await offset_at(log, 0, at_us), await offset_at(log, 0, at_us, before=True)) for at_us in (5, 40, 46, 99)
+        ]
+        log.close()
+        return found
+
+    assert asyncio.run(scenario()) == [(0, 0), (3, 6), (4, 7), (9, 9)]
+
+
+def record_of(number: int) -> Draft:
+    return Draft(DECISIONS.name, 0, encode(DECISIONS, Advanced(seq=number, digest="0" * 16)))
+
+
+class Stopped(Exception):
+    """The copy ends here."""
+
+
+def test_a_copy_that_stops_anywhere_goes_on_to_the_same_recording(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(record, "PAGE_RECORDS", PAGE)
+    pages = 0
+
+    def count(done: int, total: int) -> None:
+        nonlocal pages
+        pages += 1
+
+    with opened(source) as log:
+        undisturbed = asyncio.run(
+            written(log, RecordingWriter.create(tmp_path / "whole", asyncio.run(contents(log))), count)
+        )
+        assert pages > 8
+        out = tmp_path / "resumed"
+        for stops in range(pages + 1):
+            writer = RecordingWriter.resume(out, ASKED)
+            assert (writer is None) == (stops == 0)
+            writer = writer or RecordingWriter.create(out, asyncio.run(contents(log)))
+            assert writer.done == min(stops * PAGE, writer.done)
+
+            def stop(done: int, total: int) -> None:
+                raise Stopped
+
+            if stops < pages:
+                with pytest.raises(Stopped):
+                    asyncio.run(written(log, writer, stop))
+                assert not out.exists()
+                with pytest.raises(LogUnusable, match="was not finished; run the `forebay record` command"):
+                    SqliteLog.open(part_of(out), readonly=True)
+            else:
+                resumed = asyncio.run(written(log, writer))
+    assert resumed == undisturbed
+    assert rows(out) == rows(tmp_path / "whole")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["resumed", "whole"]
+    assert report_of(out).divergence is None
+
+
+def test_kill_9_at_any_moment(source: Path, tmp_path: Path) -> None:
+    with opened(source) as log:
+        undisturbed = asyncio.run(sliced(log, tmp_path / "whole"))
+    out = tmp_path / "killed"
+    command = [sys.executable, "-c", COPIER, str(source), str(out)]
+    codes = []
+    for pages in (0, 3, 1, 7, 1_000):
+        done = subprocess.run([*command, str(pages), str(PAGE)], capture_output=True, text=True, check=False, env=ENV)
+        codes.append(done.returncode)
+    assert codes == [-signal.SIGKILL] * 4 + [0], done.stderr
+    assert done.stdout.strip() == undisturbed.content
+    assert rows(out) == rows(tmp_path / "whole")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["killed", "whole"]
+
+
+ENV = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])}
+
+
+@pytest.mark.parametrize("step", ["forebay.transport.recording.seal", "pathlib.Path.rename"])
+def test_a_writer_that_ends_before_its_recording_has_its_name(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    def stop(*_: object) -> None:
+        raise Stopped
+
+    out = tmp_path / "out"
+    with opened(source) as log:
+        with monkeypatch.context() as patch:
+            patch.setattr(step, stop)
+            with pytest.raises(Stopped):
+                asyncio.run(sliced(log, out))
+        assert [path.name for path in tmp_path.iterdir()] == ["out.part"]
+        resumed = RecordingWriter.resume(out, ASKED)
+        assert resumed is not None
+        held = asyncio.run(written(log, resumed))
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert held.content
+    assert report_of(out).divergence is None
+
+
+def test_another_command_does_not_go_on_with_it(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with opened(source) as log:
+        RecordingWriter.create(out, asyncio.run(contents(log))).close()
+    with pytest.raises(LogUnusable, match=r"out.part: was begun by another command \(last not given, now 5m\)"):
+        RecordingWriter.resume(out, {**ASKED, "last": "5m"})
+    with pytest.raises(LogUnusable, match=r"\(source test, now another\)"):
+        RecordingWriter.resume(out, {"source": "another"})
+    with opened(source) as log, pytest.raises(LogUnusable, match=r"out.part: exists already"):
+        RecordingWriter.create(out, asyncio.run(contents(log)))
+
+
+def test_two_do_not_write_one_recording(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forebay.transport.sqlite_schema.BUSY_TIMEOUT_S", 0.01)
+    out = tmp_path / "out"
+    with opened(source) as log:
+        writer = RecordingWriter.create(out, asyncio.run(contents(log)))
+        with pytest.raises(LogUnusable, match="another process writes it"):
+            RecordingWriter.resume(out, ASKED)
+        asyncio.run(written(log, writer))
+        before = out.read_bytes()
+        with pytest.raises(LogUnusable, match="out: exists already"):
+            RecordingWriter.resume(out, ASKED)
+        with pytest.raises(LogUnusable, match="out: exists already"):
+            RecordingWriter.create(out, writer.contents)
+    assert out.read_bytes() == before
+
+
+def test_what_else_lies_where_it_is_to_be_written(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    part_of(out).write_text("what somebody else put here, and wants to keep " * 9)
+    with pytest.raises(LogUnusable, match="remove it, then run the command again"):
+        RecordingWriter.resume(out, ASKED)
+    part_of(out).unlink()
+    SqliteLog.open(part_of(out)).close()
+    with pytest.raises(LogUnusable, match="is a log, no recording on its way"):
+        RecordingWriter.resume(out, ASKED)
+    part_of(out).write_bytes(b"")  # killed before its first transaction
+    assert RecordingWriter.resume(out, ASKED) is None
+    with pytest.raises(LogUnusable, match="there is no directory"):
+        RecordingWriter.resume(tmp_path / "deeper" / "out", ASKED)
+    with pytest.raises(LogUnusable, match="is a directory"):
+        RecordingWriter.resume(tmp_path, ASKED)
+
+
+def test_a_full_disk_is_explained_and_gone_on_from(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(record, "PAGE_RECORDS", PAGE)
+    out = tmp_path / "out"
+    with opened(source) as log:
+        writer = RecordingWriter.create(out, asyncio.run(contents(log)))
+        writer.log._db.execute("PRAGMA max_page_count = 30")
+        with pytest.raises(LogError, match=r"out.part: cannot be written \(.*full.*\); free disk space, then run"):
+            asyncio.run(written(log, writer))
+        resumed = RecordingWriter.resume(out, ASKED)
+        assert resumed is not None
+        assert 0 < resumed.done < resumed.total
+        asyncio.run(written(log, resumed))
+    assert report_of(out).divergence is None
+
+
+def test_what_is_written_can_be_read_at_once(source: Path, tmp_path: Path) -> None:
+    with opened(source) as log:
+        held = asyncio.run(contents(log))
+        writer = RecordingWriter.create(tmp_path / "out", held)
+        extent = next(extent for extent in held.extents if extent.topic == "requests")
+        assert writer.log.records("requests", 0, 0, 10) == []
+        records = log.records("requests", 0, 0, 5)
+        writer.write(records)
+        assert writer.log.records("requests", 0, 0, 10) == records
+        assert (writer.position(extent), asyncio.run(writer.log.end("requests", 0))) == (5, 5)
+        with pytest.raises(LogError, match="the records at offsets 5 to 6 are missing"):
+            writer.write(log.records("requests", 0, 7, 1))
+        writer.close()

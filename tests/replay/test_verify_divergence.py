@@ -1,0 +1,214 @@
+"""Every way to lie in a recording is found by another process, as the first divergence, and told in full."""
+
+import asyncio
+import json
+import shutil
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from forebay.events.base import U64_BYTES
+from forebay.events.codec import encode
+from forebay.events.control import PoolConfigured
+from forebay.events.decisions import Advanced, RequestRouted, Run
+from forebay.events.kv import BlocksStored
+from forebay.events.topics import CONTROL, DECISIONS, KV_EVENTS, Topic
+from tests.benchmarks.recordings import Shape, write_recording
+from tests.replay.mutations import find, replaced, rewritten
+
+WORKERS, DECISIONS_MADE = 4, 200
+Divergence = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A group with shared prompts; the journal ends with a digest."""
+    path = tmp_path_factory.mktemp("recordings") / "original.db"
+    asyncio.run(write_recording(path, Shape(WORKERS, DECISIONS_MADE, snapshot_every=100)))
+    return path
+
+
+@pytest.fixture
+def recording(original: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copy(original, tmp_path / "changed.db"))
+
+
+def verify(path: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    program = Path(sys.executable).with_name("forebay")
+    command = [str(program), "replay", "verify", str(path), *options]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def divergence(path: Path) -> Divergence:
+    run = verify(path, "--json")
+    assert run.returncode == 1, run.stderr
+    report = json.loads(run.stdout)
+    told: Divergence = report["divergence"]
+    assert report["verified"] == report["decisions"] - (told["recorded"]["type"].startswith("request."))
+    return told
+
+
+def routed(path: Path, after: int = 60) -> tuple[int, RequestRouted]:
+    """The first decision after a `seq` that had somebody else to choose."""
+
+    def wanted(event: object) -> bool:
+        return isinstance(event, RequestRouted) and event.seq > after and event.runner_up is not None
+
+    return find(path, DECISIONS, wanted)
+
+
+def edit(path: Path, topic: Topic, offset: int, event: Any, **changes: Any) -> None:
+    replaced(path, topic, offset, lambda _: encode(topic, msgspec.structs.replace(event, **changes)))
+
+
+def test_what_was_recorded_is_verified(original: Path) -> None:
+    run = verify(original)
+    assert run.returncode == 0
+    assert f"decisions  {DECISIONS_MADE}, verified {DECISIONS_MADE}" in run.stdout
+
+
+def test_a_kv_event_that_alters_an_overlap(recording: Path) -> None:
+    offset, stored = find(
+        recording, KV_EVENTS, lambda event: isinstance(event, BlocksStored) and event.parent_hash is None
+    )
+    edit(recording, KV_EVENTS, offset, stored, sequence_hashes=stored.sequence_hashes[: 2 * U64_BYTES])
+    told = divergence(recording)
+    assert told["recorded"]["type"] == told["derived"]["type"] == "request.routed"
+    table = told["table"]
+    assert table["digest"] != table["recorded_digest"]
+    assert len(table["rows"]) == table["recorded_candidates"] == WORKERS
+    differing = [row for row in table["rows"] if "device_overlap" in row["differs"]]
+    assert [row["worker_id"] for row in differing] == [stored.worker_id]
+    assert differing[0]["derived"]["device_overlap"] < differing[0]["recorded"]["device_overlap"]
+    suspects = [*told["suspicion"]["likely"], *told["suspicion"]["others"]]
+    assert ("kv-events", offset) in [(one["topic"], one["offset"]) for one in suspects]
+    assert told["events"][-1]["type"] == "request.submitted"
+    assert told["events"][-1]["now_us"] == told["recorded"]["consumed"][-1]["now_us"]
+    assert told["previous"]["offset"] == told["offset"] - 1
+    assert told["held"]["since"]["kv-events"][0] <= offset < told["held"]["since"]["kv-events"][1]
+    shown = verify(recording)
+    assert shown.returncode == 1
+    for words in ("DIVERGENCE", "Cost table", "!=", "the full table is not on the log", "Suspects", "held"):
+        assert words in shown.stdout, shown.stdout
+
+
+def test_a_weight_of_the_cost(recording: Path) -> None:
+    offset, pool = find(recording, CONTROL, lambda event: isinstance(event, PoolConfigured))
+    router = msgspec.structs.replace(pool.router, overlap_score_credit=0.5)
+    edit(recording, CONTROL, offset, pool, router=router)
+    told = divergence(recording)
+    assert any("overlap_credit" in row["differs"] for row in told["table"]["rows"])
+    texts = [one["text"] for one in told["suspicion"]["others"]]
+    assert any("overlap_score_credit 0.5" in text for text in texts)
+
+
+def test_another_worker(recording: Path) -> None:
+    offset, event = routed(recording)
+    assert event.runner_up is not None
+    edit(recording, DECISIONS, offset, event, worker_id=event.runner_up.worker_id)
+    told = divergence(recording)
+    assert told["offset"] == offset
+    assert list(told["differs"]) == ["worker_id"]
+    assert "the same by their digests" in told["hint"]
+
+
+def test_a_table_digest(recording: Path) -> None:
+    offset, event = routed(recording)
+    edit(recording, DECISIONS, offset, event, table_digest="0" * 16)
+    told = divergence(recording)
+    assert (told["offset"], list(told["differs"])) == (offset, ["table_digest"])
+    assert "the digest or a candidate" in told["hint"]
+
+
+def test_a_removed_decision(recording: Path) -> None:
+    offset, event = routed(recording)
+
+    def remove(values: list[bytes]) -> list[bytes]:
+        del values[offset]
+        return values
+
+    rewritten(recording, DECISIONS, remove)
+    told = divergence(recording)
+    assert told["offset"] == offset
+    assert f"its seq is {event.seq + 1}, the record before it has {event.seq - 1}: 1 records" in told["hint"]
+
+
+@pytest.mark.parametrize("place", ["middle", "end"])
+def test_one_decision_more(recording: Path, place: str) -> None:
+    offset, event = routed(recording)
+
+    def repeat(values: list[bytes]) -> list[bytes]:
+        return [*values[: offset + 1], *values[offset:]] if place == "middle" else [*values, values[offset]]
+
+    rewritten(recording, DECISIONS, repeat)
+    told = divergence(recording)
+    assert told["recorded"]["seq"] == event.seq
+    assert "it was put in, repeated or moved" in told["hint"]
+
+
+def test_swapped_records(recording: Path) -> None:
+    offset, _ = routed(recording)
+
+    def swap(values: list[bytes]) -> list[bytes]:
+        values[offset], values[offset + 1] = values[offset + 1], values[offset]
+        return values
+
+    rewritten(recording, DECISIONS, swap)
+    told = divergence(recording)
+    assert told["offset"] == offset
+    assert "are missing, or were moved" in told["hint"]
+
+
+def test_a_clock_reading(recording: Path) -> None:
+    """Nothing was decided otherwise, but deadlines are others: the next digest tells."""
+    offset, event = routed(recording)
+    *runs, last = event.consumed
+    later = Run(topic=last.topic, count=last.count, now_us=last.now_us + 1)
+    edit(recording, DECISIONS, offset, event, consumed=(*runs, later))
+    told = divergence(recording)
+    assert told["offset"] > offset
+    assert told["recorded"]["type"] in {"advanced", "request.routed"}
+    assert "digest" in told["differs"] or "backwards" in told["reason"]
+
+
+def test_a_digest_of_the_state(recording: Path) -> None:
+    offset, event = find(recording, DECISIONS, lambda event: isinstance(event, Advanced))
+    edit(recording, DECISIONS, offset, event, digest="0" * 16)
+    told = divergence(recording)
+    assert (told["offset"], list(told["differs"])) == (offset, ["digest"])
+    assert told["table"] is None
+    shown = verify(recording)
+    assert "another than the one sealed here" in shown.stdout
+
+
+def test_a_later_divergence_is_bracketed_by_the_digest_before(recording: Path) -> None:
+    digest, _ = find(recording, DECISIONS, lambda event: isinstance(event, Advanced))
+    offset, event = routed(recording, after=digest + 5)
+    edit(recording, DECISIONS, offset, event, ties=event.ties + 1)
+    told = divergence(recording)
+    assert told["held"]["sealed"]
+    assert told["held"]["journal_offset"] == digest
+
+
+def test_a_flipped_byte_is_named_and_no_divergence(recording: Path) -> None:
+    change = lambda value: value[:-1] + bytes([value[-1] ^ 1])  # noqa: E731
+    spoil(recording, KV_EVENTS, 5, change)
+    run = verify(recording)
+    assert run.returncode == 2
+    assert run.stderr.count("\n") == 1
+    assert "kv-events/0: the record at offset 5 does not match its checksum" in run.stderr
+
+
+def spoil(path: Path, topic: Topic, offset: int, change: Callable[[bytes], bytes]) -> None:
+    """Change a record, and leave its checksum."""
+    db = sqlite3.connect(path)
+    (value,) = db.execute(f'SELECT value FROM "{topic.name}" WHERE id = ?', (offset,)).fetchone()
+    db.execute(f'UPDATE "{topic.name}" SET value = ? WHERE id = ?', (change(value), offset))
+    db.commit()
+    db.close()

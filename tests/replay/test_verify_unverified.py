@@ -1,0 +1,158 @@
+"""What cannot be verified is counted by name and fails the run, unless it is allowed by that name."""
+
+import asyncio
+import json
+import shutil
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from forebay.events.codec import decode
+from forebay.events.decisions import RequestRouted, SnapshotTaken
+from forebay.events.topics import DECISIONS, KV_EVENTS, METRICS, PROGRESS, SNAPSHOTS, Topic
+from forebay.replay.verify import UNVERIFIED, verify
+from forebay.transport.base import Log, LogError
+from forebay.transport.sqlite_log import SqliteLog
+from tests.benchmarks.recordings import Shape, write_recording
+from tests.replay.mutations import find, replaced, rewritten
+from tests.replay.test_verify_divergence import verify as command
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("recordings") / "original.db"
+    asyncio.run(write_recording(path, Shape(3, 120, snapshot_every=50)))
+    return path
+
+
+@pytest.fixture
+def recording(original: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copy(original, tmp_path / "changed.db"))
+
+
+def put(path: Path, topic: Topic, offset: int, value: bytes) -> None:
+    rewritten(path, topic, lambda values: [*values[:offset], value, *values[offset:]])
+
+
+def test_a_name_that_is_none(original: Path) -> None:
+    run = command(original, "--allow", "everything")
+    assert run.returncode == 2
+    assert all(name in run.stderr for name in ("everything", *UNVERIFIED))
+
+
+@pytest.mark.parametrize("value", [b"not a record", b'{"type":"request.routed"}', b'{"type":"other","owner_epoch":-1}'])
+def test_foreign_records_of_the_journal(recording: Path, value: bytes) -> None:
+    """Put in behind the last snapshot: those name what stands before them by offset."""
+    last = find(recording, DECISIONS, lambda event: isinstance(event, RequestRouted) and event.seq > 115)[0]
+    put(recording, DECISIONS, last, value)
+    run = command(recording, "--json")
+    assert (run.returncode, json.loads(run.stdout)["unverified"]) == (1, {"foreign-records": 1})
+    assert "--allow foreign-records" in run.stderr
+
+
+def test_what_is_allowed_is_told(recording: Path) -> None:
+    put(recording, DECISIONS, 110, b"not a record")
+    allowed = command(recording, "--allow", "foreign-records")
+    assert allowed.returncode == 0
+    assert "1 foreign-records" in allowed.stdout
+    assert "(allowed)" in allowed.stdout
+
+
+NEWER = b'{"type":"load.forecast","worker_id":"w0000"}'
+
+
+def test_events_of_a_newer_version(recording: Path) -> None:
+    """In place of a load report that another one follows before the next digest."""
+    replaced(recording, METRICS, 0, lambda _: NEWER)
+    run = command(recording, "--json")
+    report = json.loads(run.stdout)
+    assert (run.returncode, report["divergence"], report["unverified"]) == (2, None, {"unknown-events": 1})
+    assert "metrics/0 offset 0: load.forecast" in run.stderr
+    assert "use the version that wrote it, or accept that by --allow unknown-events" in run.stderr
+    assert command(recording, "--allow", "unknown-events").returncode == 0
+
+
+def test_a_divergence_behind_events_of_a_newer_version_says_so(recording: Path) -> None:
+    replaced(recording, PROGRESS, 0, lambda _: NEWER)
+    run = command(recording, "--allow", "unknown-events")
+    assert run.returncode == 1
+    assert "1 events of unknown kinds before it did nothing here: they may be the cause" in run.stdout
+
+
+def test_malformed_events_do_nothing_and_are_told(recording: Path) -> None:
+    end = len(SqliteLog.open(recording, readonly=True).records(KV_EVENTS.name, 0, 0, 100_000))
+    offset = end - 1
+    replaced(recording, KV_EVENTS, offset, lambda _: b"\xc1")
+    report = json.loads(command(recording, "--json").stdout)
+    assert report["unverified"] == {}
+    assert report["malformed"] == 1
+
+
+def test_a_snapshot_whose_chunks_are_gone(recording: Path) -> None:
+    rewritten(recording, SNAPSHOTS, lambda values: values[:-1])
+    run = command(recording)
+    assert run.returncode == 1
+    assert "1 missing-snapshots" in run.stderr
+    assert command(recording, "--allow", "missing-snapshots").returncode == 0
+
+
+def test_a_snapshot_with_another_state(recording: Path) -> None:
+    offset, taken = find(recording, DECISIONS, lambda event: isinstance(event, SnapshotTaken))
+
+    def less(value: bytes) -> bytes:
+        chunk = decode(SNAPSHOTS, value)
+        return msgspec.msgpack.encode(msgspec.structs.replace(chunk, parts=chunk.parts[1:]))
+
+    replaced(recording, SNAPSHOTS, taken.first_offset, less)
+    report = json.loads(command(recording, "--json").stdout)
+    assert report["divergence"]["offset"] == offset
+    assert "snapshot at offset" in report["divergence"]["reason"]
+
+
+@pytest.mark.parametrize(
+    ("value", "tag"),
+    [
+        (b'{"type":"scale.decided","owner_epoch":0,"seq":40}', "scale.decided"),
+        (b'{"type":"request.rejected","owner_epoch":0,"seq":40,"reason":"too_dear"}', "request.rejected"),
+    ],
+)
+def test_decisions_of_a_newer_version_are_refused_by_name(recording: Path, value: bytes, tag: str) -> None:
+    put(recording, DECISIONS, 41, value)
+    run = command(recording)
+    assert run.returncode == 2
+    assert f"journal record 41 is a {tag} that this version cannot read" in run.stderr
+    assert run.stderr.rstrip().endswith("use the version that wrote it")
+
+
+class Holed:
+    """A log that lost records in the middle of a topic, as one that was compacted by mistake."""
+
+    def __init__(self, log: Log, topic: Topic, gone: int) -> None:
+        self._log = log
+        self._topic = topic
+        self._gone = gone
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._log, name)
+
+    async def read(self, topic: str, partition: int, offset: int, limit: int) -> list[object]:
+        records = await self._log.read(topic, partition, offset, limit)
+        return [one for one in records if (topic, one.offset) != (self._topic.name, self._gone)]
+
+
+def test_a_gap_in_the_offsets_of_an_input(original: Path) -> None:
+    log = SqliteLog.open(original, readonly=True)
+    with pytest.raises(LogError, match=r"progress/0: 1 records between 0 and \d+ are missing"):
+        asyncio.run(verify(Holed(log, PROGRESS, 7)))  # type: ignore[arg-type] # it passes on what it has not
+    log.close()
+
+
+def test_what_the_journal_does_not_have_yet_is_told(recording: Path) -> None:
+    """Its end is cut off, as where a writer died: what stands there is verified, the rest is said to be ahead."""
+    rewritten(recording, DECISIONS, lambda values: values[:-10])
+    run = command(recording, "--json")
+    report = json.loads(run.stdout)
+    assert run.returncode == 0
+    assert report["unapplied"] > 0
+    assert report["verified"] == report["decisions"]

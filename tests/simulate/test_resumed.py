@@ -1,0 +1,136 @@
+"""A simulation that goes on from a state: exact from the beginning, and close from the middle of another."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from forebay.core.world import World
+from forebay.events.base import pack_u64
+from forebay.events.control import BusyThresholds, QueueConfig, RouterConfig
+from forebay.events.fleet import WorkerJoined
+from forebay.events.kv import BlocksStored
+from forebay.events.requests import RequestCancelled, RequestSubmitted, RoutingHints, Sampling
+from forebay.events.snapshots import Chunk
+from forebay.events.topics import REQUESTS
+from forebay.simulate.cluster import Arrival
+from forebay.simulate.resumed import NotSimulable, Resumed, rank_keys, resume
+from tests.core.worlds import Driver, pool, spec
+
+BLOCK = 4
+CHAIN = list(range(100, 140))
+
+
+def fleet(*workers: str, router: RouterConfig | None = None, **changes: Any) -> Driver:
+    drive = Driver()
+    drive("control", msgspec.structs.replace(pool(), router=router or RouterConfig()))
+    for slot, worker in enumerate(workers):
+        drive("fleet", WorkerJoined(owner_epoch=0, spec=spec(worker, **changes), lease="l", slot=slot, from_offset=0))
+    return drive
+
+
+def state_of(world: World) -> list[Chunk]:
+    world.take_consumed()
+    return list(world.snapshot())
+
+
+def asked(name: str, blocks: list[int], at_us: int = 1_000, output: int = 2, **changes: Any) -> Arrival:
+    submitted = RequestSubmitted(
+        request_id=name,
+        model="m",
+        token_ids=b"",
+        withheld_tokens=len(blocks) * BLOCK + 1,
+        sequence_hashes=pack_u64(blocks),
+        reply_slot=0,
+        timeout_us=1_000_000_000,
+        tie_seed=1,
+        sampling=Sampling(max_tokens=output),
+        **changes,
+    )
+    return Arrival(at_us, REQUESTS, submitted)
+
+
+def resumed(drive: Driver, *arrivals: Arrival, **options: Any) -> Resumed:
+    return resume(state_of(drive.world), arrivals, lambda _: None, **options)
+
+
+def store(drive: Driver, worker: str, blocks: list[int], **changes: Any) -> None:
+    event = BlocksStored(worker_id=worker, worker_epoch=drive.epoch(worker), seq=1, sequence_hashes=pack_u64(blocks))
+    drive("kv-events", msgspec.structs.replace(event, **changes))
+
+
+def test_engines_begin_with_what_the_index_says_they_have() -> None:
+    drive = fleet("a", "b")
+    store(drive, "b", CHAIN[:10])
+    found = resumed(drive, asked("r", CHAIN[:12])).served["r"]
+    assert (found.worker, found.cached_tokens, found.failure) == (1, 10 * BLOCK, "")
+
+
+def test_what_lies_on_hosts_and_what_does_not_fit_is_not_there() -> None:
+    drive = fleet("a", kv_blocks_total=16)
+    store(drive, "a", CHAIN[:4], tier="host")
+    assert resumed(drive, asked("r", CHAIN[:4])).served["r"].cached_tokens == 0
+    drive = fleet("a", kv_blocks_total=16)
+    store(drive, "a", CHAIN)
+    assert resumed(drive, asked("r", CHAIN[:8])).served["r"].failure == ""
+
+
+def test_ranks_of_a_worker_have_engines_of_their_own() -> None:
+    drive = fleet("a", dp_size=2, dp_start_rank=3)
+    store(drive, "a", CHAIN[:10], rank=4)
+    found = resumed(drive, asked("r", CHAIN[:10])).served["r"]
+    keys = rank_keys(state_of(drive.world))
+    assert keys == [("a", 3), ("a", 4)]
+    assert found.worker is not None
+    assert keys[found.worker] == ("a", 4)
+
+
+def test_the_same_again_gives_the_same_digest_and_another_policy_another() -> None:
+    arrivals = [asked(f"r{number}", CHAIN[: number % 7], 1_000 * number, nonce=number) for number in range(1, 30)]
+    runs = [resumed(fleet("a", "b"), *arrivals) for _ in range(2)]
+    assert runs[0] == runs[1]
+    other = resumed(fleet("a", "b", router=RouterConfig(mode="round-robin")), *arrivals)
+    assert other.digest != runs[0].digest
+    assert all(not one.failure for one in other.served.values())
+
+
+def test_faster_engines_answer_sooner() -> None:
+    slow = resumed(fleet("a"), asked("r", CHAIN[:10])).served["r"]
+    fast = resumed(fleet("a"), asked("r", CHAIN[:10]), speedup=10.0).served["r"]
+    assert fast.first_us - fast.arrived_us == round((slow.first_us - slow.arrived_us) / 10)
+
+
+def test_who_leaves_frees_the_engine() -> None:
+    gone = Arrival(1_001, REQUESTS, RequestCancelled(request_id="r1"))
+    run = resumed(fleet("a"), asked("r1", CHAIN[:10], output=100), gone, asked("r2", CHAIN[10:12], 1_002))
+    assert run.served["r1"].failure == "client disconnected"
+    assert run.served["r2"].failure == ""
+
+
+def test_a_request_that_fits_nowhere_holds_up_nobody() -> None:
+    queue = QueueConfig(threshold=0.1)
+    drive = fleet("a", router=RouterConfig(queue=queue))
+    pinned = asked("r2", CHAIN[:1], 1_001, routing=RoutingHints(allowed_workers=("a",)))
+    run = resumed(drive, asked("r1", CHAIN[:16], output=200), pinned)
+    assert run.served["r1"].failure.startswith("65 prompt tokens and 200 to generate need")
+    assert run.served["r2"].failure == ""
+
+
+def test_reports_are_made_where_somebody_looks_at_them() -> None:
+    busy = BusyThresholds(active_decode_blocks_threshold=0.01)
+    drive = fleet("a", router=RouterConfig(busy=busy))
+    arrivals = [asked(f"r{number}", CHAIN[:10], 1_000 + 30_000 * number, 20, nonce=number) for number in range(1, 20)]
+    assert any("busy" in one.failure for one in resumed(drive, *arrivals).served.values())
+
+
+def test_a_worker_without_kv_events_says_nothing_of_its_cache() -> None:
+    drive = fleet("a", kv_events=False)
+    served = resumed(drive, asked("r1", CHAIN[:5]), asked("r2", CHAIN[:5], 10_000_000, nonce=2)).served
+    assert served["r2"].cached_tokens == 5 * BLOCK
+
+
+def test_an_empty_fleet_and_sizes_that_do_not_go_together_are_refused() -> None:
+    with pytest.raises(NotSimulable, match="no worker is there"):
+        resumed(fleet(), asked("r", CHAIN[:3]))
+    with pytest.raises(NotSimulable, match="the worker a cannot be modelled: max_num_batched_tokens"):
+        resumed(fleet("a", max_num_seqs=100), asked("r", CHAIN[:3]))
