@@ -3,7 +3,9 @@
 import asyncio
 import functools
 import json
+import os
 import re
+import shutil
 import sqlite3
 from contextlib import closing
 from datetime import UTC, datetime
@@ -101,9 +103,10 @@ def test_windows(source: Path, tmp_path: Path) -> None:
     assert (by_time["from"], by_time["source"], by_time["anonymized"]) == (utc(first.at_us), "log", False)
     assert by_time["groups"][0]["start"] > 0
     assert by_time["groups"][0]["end"] == next(one.offset for one in journal if one.at_us == last.at_us)
-    span_s = (journal[-1].at_us - first.at_us) / US
+    newest_us = max(one.at_us for one in journal if isinstance(decode(DECISIONS, one.value), Decided))
+    span_s = (newest_us - first.at_us) / US
     by_span = made("--last", f"{span_s:.6f}s", source, tmp_path / "b")
-    inside = [one for one in journal if one.at_us > journal[-1].at_us - round(span_s * US)]
+    inside = [one for one in journal if one.at_us > newest_us - round(span_s * US)]
     assert by_span["groups"][0]["first"] == inside[0].offset
     assert by_span["groups"][0]["end"] == journal[-1].offset + 1
     again = made(tmp_path / "a", tmp_path / "c")
@@ -114,6 +117,30 @@ def test_windows(source: Path, tmp_path: Path) -> None:
     text = refused("--from", "-1d", tmp_path / "a", tmp_path / "d")
     assert text.startswith(f"the window begins before what can be recorded, which is from {earliest} on: control part")
     assert ", no decisions before offset" in text
+
+
+def test_the_last_of_a_log_is_counted_from_its_newest_decision(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An owner without requests goes on to write digests and snapshots."""
+    monkeypatch.setattr(record, "PAGE_RECORDS", 2)
+    idle = Path(shutil.copy(source, tmp_path / "idle.db"))
+    offsets = [one.offset for one in journal_of(idle) if isinstance(decode(DECISIONS, one.value), Decided)]
+    later(idle, offsets[-1] + 1, 3_600 * US)
+    told = made("--last", "30s", idle, tmp_path / "rec")
+    assert told["groups"][0]["decisions"] == len(offsets)
+    later(idle, 0, 1 << 62)
+    assert "which is no time" in refused("--last", "30s", idle, tmp_path / "again")
+
+
+def later(path: Path, first: int, by_us: int) -> None:
+    """Journal records from an offset on, appended later by so much."""
+    with closing(sqlite3.connect(path)) as db, db:
+        for row_id, at_us, value in db.execute(
+            "SELECT id, at_us, value FROM decisions WHERE id >= ?", (first,)
+        ).fetchall():
+            sealed = checksum(DECISIONS.name, 0, row_id, at_us + by_us, None, None, value)
+            db.execute("UPDATE decisions SET at_us = ?, checksum = ? WHERE id = ?", (at_us + by_us, sealed, row_id))
 
 
 def test_not_verified_at_once(source: Path, tmp_path: Path) -> None:
@@ -160,6 +187,15 @@ def test_bad_places(source: Path, tmp_path: Path) -> None:
     assert refused(source, tmp_path / "text").endswith("text: exists already; remove it or choose another path")
     assert refused(source, source).endswith("exists already; remove it or choose another path")
     assert (tmp_path / "text").read_text().startswith("hello")
+    os.mkfifo(tmp_path / "pipe")  # to open it would wait for somebody to write
+    assert refused(tmp_path / "pipe", tmp_path / "rec") == f"{tmp_path}/pipe: is no plain file; choose another path"
+    assert "pipe: is no plain file" in refused(source, tmp_path / "pipe")
+    os.mkfifo(part_of(tmp_path / "rec"))
+    assert "rec.part: is no plain file" in refused(source, tmp_path / "rec")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    assert "link: exists already" in refused(source, tmp_path / "link")
+    for length in (252, 300):
+        assert "cannot be looked at (File name too long)" in refused(source, tmp_path / ("x" * length))
 
 
 def test_groups_and_pools(joined: Path, tmp_path: Path) -> None:

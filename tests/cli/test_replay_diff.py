@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from forebay.cli.app import app
 from forebay.cli.closed_loop import ALTERNATIVE, HISTORY, RECORDED
+from forebay.cli.terminal import printable
 from forebay.events.codec import decode, encode
 from forebay.events.control import RouterConfig
 from forebay.events.decisions import RequestRouted
@@ -143,9 +144,13 @@ def test_events_that_nobody_here_knows_fail_it_unless_allowed(tmp_path: Path) ->
     drive("requests", request("r1", PROMPTS[0]))
     path = tmp_path / "newer.db"
     asyncio.run(write(log_of(drive, undecodable=msgspec.msgpack.encode({"type": "kv.blocks_moved"})), path))
-    code, _, err = told(path, "--policy", "random")
+    page = tmp_path / "page.html"
+    code, _, err = told(path, "--policy", "random", "--html", page)
     assert code == 2
-    assert "not verified: 1 unknown-events; accept that by --allow unknown-events" in err
+    assert "Not verified: 1 events of kinds that this version does not know" in Page(page.read_text()).text
+    assert (
+        "not verified: 1 unknown-events; use the version that wrote it, or accept that by --allow unknown-events" in err
+    )
     assert told(path, "--policy", "random", "--allow", "unknown-events")[0] == 0
 
 
@@ -204,4 +209,4 @@ def test_what_clients_named_is_text(tmp_path: Path) -> None:
     page = Page(path.read_text())
     assert "img" not in page.tags
     assert len(page.scripts) == 3
-    assert HOSTILE in page.text
+    assert printable(HOSTILE) in page.text

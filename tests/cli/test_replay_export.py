@@ -7,7 +7,6 @@ import sqlite3
 from pathlib import Path
 from typing import Any
 
-import duckdb
 import pytest
 from typer.testing import CliRunner, Result
 
@@ -19,6 +18,7 @@ from forebay.events.topics import DECISIONS, KV_EVENTS
 from forebay.transport.base import Draft
 from forebay.transport.sqlite_log import SqliteLog
 from tests.replay import incident
+from tests.replay.duck import ask
 
 
 @pytest.fixture(scope="module")
@@ -108,28 +108,21 @@ def test_void_and_undecodable_records_say_so(folder: Path) -> None:
     assert "type" not in broken
 
 
-def test_every_view_has_every_column_of_its_events(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(folder)
-    with duckdb.connect() as db:
-        for statement in Path("views.sql").read_text().splitlines():
-            db.execute(statement).fetchall()
-        for file in folder.glob("*.ndjson"):
-            view = file.stem.replace("-", "_").replace(".", "_")
-            columns = {row[0] for row in db.execute(f'DESCRIBE "{view}"').fetchall()}
-            written = {name for line in lines(folder, file.stem) for name in line}
-            assert written <= columns
-            rows = db.execute(f'SELECT count(*) FROM "{view}"').fetchall()
-            assert rows == [(len(lines(folder, file.stem)),)]
+def test_every_view_has_every_column_of_its_events(folder: Path) -> None:
+    files = sorted(folder.glob("*.ndjson"))
+    views = [file.stem.replace("-", "_").replace(".", "_") for file in files]
+    described = ask(folder, *[f'DESCRIBE "{view}"' for view in views])
+    counted = ask(folder, *[f'SELECT count(*) FROM "{view}"' for view in views])
+    for file, columns, rows in zip(files, described, counted, strict=True):
+        written = {name for line in lines(folder, file.stem) for name in line}
+        assert written <= {column[0] for column in columns}
+        assert rows == [[len(lines(folder, file.stem))]]
 
 
-def test_a_log_without_records_has_empty_views(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_without_records_has_empty_views(tmp_path: Path) -> None:
     SqliteLog.open(tmp_path / "empty.db").close()
     assert export(tmp_path / "empty.db", tmp_path / "out").exit_code == 0
-    monkeypatch.chdir(tmp_path / "out")
-    with duckdb.connect() as db:
-        for statement in Path("views.sql").read_text().splitlines():
-            db.execute(statement).fetchall()
-        assert db.execute("SELECT request_id, terms.cost FROM decisions").fetchall() == []
+    assert ask(tmp_path / "out", "SELECT request_id, terms.cost FROM decisions") == [[]]
 
 
 def test_what_cannot_be_exported(path: Path, tmp_path: Path) -> None:

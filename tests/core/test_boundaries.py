@@ -13,7 +13,7 @@ from forebay.core.step import advance
 from forebay.core.world import World
 from forebay.events.base import pack_u32, pack_u64
 from forebay.events.control import PoolConfigured
-from forebay.events.decisions import OwnerClaimed, RequestAborted, RequestRejected, RequestRouted, SnapshotTaken
+from forebay.events.decisions import OwnerClaimed, RequestAborted, RequestRejected, RequestRouted, Run, SnapshotTaken
 from forebay.events.fleet import OwnershipAnnounced, WorkerDraining, WorkerLost, WorkerRecovered, WorkerSuspect
 from forebay.events.kv import BlocksStored
 from forebay.events.metrics import LoadReported
@@ -153,3 +153,11 @@ def test_a_snapshot_stands_right_after_its_seal() -> None:
     divergence = followed.apply(2, elsewhere, {})
     assert divergence is not None
     assert "not of the state" in divergence.reason
+
+
+def test_a_claim_applies_nothing() -> None:
+    """What it consumed would be applied by nobody."""
+    claimed = OwnerClaimed(owner_id="o", core_version=1, consumed=(Run(topic="fleet", count=1, now_us=0),))
+    divergence = Rederivation(World()).apply(0, claimed, {"fleet": [None]})
+    assert divergence is not None
+    assert (divergence.reason, divergence.derived) == ("a claim applies nothing", None)

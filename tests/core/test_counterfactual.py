@@ -6,12 +6,12 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay.core.counterfactual import Alternative, Counterfactual, booked_by_history, counterfactual
+from forebay.core.counterfactual import Alternative, Counterfactual, booked_by_history, counterfactual, thresholds_under
 from forebay.core.lifecycle import Request
 from forebay.core.router import Choice
 from forebay.core.world import World
 from forebay.events.base import pack_u64
-from forebay.events.control import BusyThresholds, PoolConfigured, QueueConfig
+from forebay.events.control import BusyThresholds, BusyThresholdsSet, PoolConfigured, QueueConfig
 from forebay.events.decisions import RequestHeld, RequestRouted, RouteAnswered
 from forebay.events.fleet import WorkerLost
 from forebay.events.kv import BlocksStored
@@ -180,3 +180,24 @@ def test_what_history_booked_by_its_own_rule_is_named() -> None:
     assert booked_by_history(ours, changed(temperature=1.0, mode="random")(ours)) == []
     booked = booked_by_history(ours, changed(use_kv_events=False, session_ttl_s=5.0)(ours))
     assert booked == ["use_kv_events", "session_ttl_s"]
+
+
+def test_thresholds_set_by_hand_do_not_undo_those_of_the_alternative() -> None:
+    drive = Driver().fleet("a")
+    drive("control", BusyThresholdsSet(model="m", thresholds=BusyThresholds(active_prefill_tokens_threshold=10_000)))
+    drive("requests", request("r1", PROMPTS[0]))
+    seen = looking(drive, changed(busy=ONE_TOKEN))
+    drive("requests", request("r2", PROMPTS[0]))
+    looking_again = looking(drive, changed(temperature=0.5))
+    drive("requests", request("r3", PROMPTS[0]))
+    assert [found.refusal is None for _, found in (*seen, *looking_again)] == [False, True]
+
+
+def test_only_what_the_alternative_changes_wins_over_thresholds_set_by_hand() -> None:
+    recorded = BusyThresholds(active_decode_blocks_threshold=0.9)
+    by_hand = BusyThresholds(active_decode_blocks_threshold=0.5, active_prefill_tokens_threshold=7)
+    assert thresholds_under(recorded, recorded, by_hand) == by_hand
+    other = BusyThresholds(active_decode_blocks_threshold=0.9, active_prefill_tokens_threshold=1)
+    stricter = BusyThresholds(active_decode_blocks_threshold=0.5, active_prefill_tokens_threshold=1)
+    assert thresholds_under(other, recorded, by_hand) == stricter
+    assert thresholds_under(BusyThresholds(), recorded, by_hand).active_decode_blocks_threshold is None

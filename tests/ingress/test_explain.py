@@ -97,6 +97,9 @@ async def test_an_id_that_is_not_there_is_a_404(scene: Scene, log: Path) -> None
         missing = await ask("q")
         assert code(missing) == (404, "request_not_found")
         assert missing.json()["error"]["message"] == "there is no request q"
+        slashes = await ask("q/1%2F2")
+        assert code(slashes) == (404, "request_not_found")
+        assert slashes.json()["error"]["message"] == "there is no request q/1/2"
 
 
 async def test_a_log_in_memory_says_what_to_do(scene: Scene) -> None:

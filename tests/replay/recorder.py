@@ -9,7 +9,7 @@ from forebay.core.world import CORE_VERSION
 from forebay.events.base import pack_u64
 from forebay.events.codec import encode
 from forebay.events.decisions import JournalRecord, OwnerClaimed, SnapshotTaken
-from forebay.events.kv import BlocksStored
+from forebay.events.kv import BlocksStored, Tier
 from forebay.events.snapshots import SnapshotChunk
 from forebay.events.topics import DECISIONS, SNAPSHOTS, topic_named
 from forebay.replay.explain import Explanation, explain
@@ -100,9 +100,11 @@ def fleet(*names: str, **router: Any) -> Recorder:
     return made
 
 
-def stored(made: Recorder, worker: str, blocks: list[int], seq: int = 1) -> None:
+def stored(made: Recorder, worker: str, blocks: list[int], seq: int = 1, tier: Tier = "device") -> None:
     """A worker has these blocks in its cache."""
-    event = BlocksStored(worker_id=worker, worker_epoch=made.epoch(worker), seq=seq, sequence_hashes=pack_u64(blocks))
+    event = BlocksStored(
+        worker_id=worker, worker_epoch=made.epoch(worker), seq=seq, sequence_hashes=pack_u64(blocks), tier=tier
+    )
     made("kv-events", event)
 
 

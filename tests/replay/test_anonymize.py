@@ -349,6 +349,26 @@ async def test_a_killed_run_leaves_nothing_of_the_clients_and_is_begun_again(tmp
     log.close()
 
 
+async def test_what_another_process_is_about_to_name_is_left_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It seals and renames without a lock; here it dies at that."""
+    log, out = await on_a_log(telling(2)), tmp_path / "out.rec"
+    kept: list[bytes] = []
+
+    def die(part: Path) -> None:
+        kept.append(part.read_bytes())
+
+    monkeypatch.setattr("forebay.transport.recording.seal", die)
+    await written(log, out)
+    monkeypatch.undo()
+    out.rename(part_of(out))
+    with pytest.raises(LogUnusable, match=r"out.rec.part: lacks but its name: wait for the process that is at it"):
+        await written(log, out)
+    assert [part_of(out).read_bytes()] == kept
+    log.close()
+
+
 async def test_what_is_anonymous_can_be_recorded_anonymously_again(tmp_path: Path) -> None:
     log = await on_a_log(telling(3))
     await written(log, tmp_path / "once.rec")

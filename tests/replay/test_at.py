@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from forebay.cli.app import app
 from forebay.events.codec import decode, encode
 from forebay.events.decisions import Advanced, OwnerClaimed, RequestHeld, RequestRouted
-from forebay.events.fleet import WorkerLost
+from forebay.events.fleet import OwnershipAnnounced, WorkerLost
 from forebay.events.topics import DECISIONS, FLEET
 from forebay.replay.at import Diverged, NotThere, arrive, embark, offset_at
 from forebay.replay.moment import Moment
@@ -22,6 +22,7 @@ from forebay.transport.recorded import decode_journal
 from forebay.transport.recording import utc
 from forebay.transport.sqlite_log import SqliteLog
 from tests.replay import incident
+from tests.replay.recorder import fleet
 from tests.replay.test_verify import rewrite
 
 T = TypeVar("T")
@@ -174,6 +175,24 @@ def test_a_dead_worker_is_there_while_it_lived_and_what_it_held_is_told(log: Sql
     assert late.start > dead.offset
     (told,) = late.lost
     assert (told.worker_id, told.reason, told.ranks) == (incident.SLOW, lost.reason, None)
+
+
+def test_a_loss_that_an_owner_without_the_group_told_of_is_none() -> None:
+    made = fleet("a", "b")
+    made("fleet", OwnershipAnnounced(owner_epoch=5))
+    for name, owner_epoch in (("a", 4), ("b", 5)):
+        made("fleet", WorkerLost(owner_epoch=owner_epoch, worker_id=name, worker_epoch=made.epoch(name)))
+    made.snapshot()
+
+    async def lost() -> list[str]:
+        log = await made.log()
+        moment = await (await arrive(log, 0)).moment()
+        log.close()
+        assert moment.start > 0, "what the log says of them, not what was derived"
+        assert [worker.worker_id for worker in moment.workers] == ["a"]
+        return [loss.worker_id for loss in moment.lost]
+
+    assert run(lost()) == ["b"]
 
 
 def test_who_waits_and_what_is_under_way(log: SqliteLog) -> None:

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
-import duckdb
 import pytest
 from typer.testing import CliRunner
 
 from forebay.cli.app import app
 from infra.recordings import META_SAYS
 from tests.replay import incident
+from tests.replay.duck import ask
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/replay-sql.md"
 STRAIGHT, EXPORTED = PAGE.read_text().split("\n## With DuckDB")
@@ -52,17 +52,6 @@ def tables(request: pytest.FixtureRequest, files: dict[str, Path]) -> Iterator[s
         yield db
 
 
-@pytest.fixture
-def views(
-    request: pytest.FixtureRequest, exported: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> Iterator[duckdb.DuckDBPyConnection]:
-    monkeypatch.chdir(exported[request.param])
-    with duckdb.connect() as db:
-        for statement in Path("views.sql").read_text().splitlines():
-            db.execute(statement).fetchall()
-        yield db
-
-
 def test_there_are_ten_questions() -> None:
     numbers = [int(number) for number in re.findall(r"^### (\d+)\. ", PAGE.read_text(), re.MULTILINE)]
     assert numbers == list(range(1, 11))
@@ -76,10 +65,11 @@ def test_a_question_to_the_file_has_an_answer(tables: sqlite3.Connection, query:
     assert tables.execute(query).fetchall()
 
 
-@pytest.mark.parametrize("views", KINDS, indirect=True)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("query", ON_THE_EXPORT)
-def test_a_question_to_the_export_has_an_answer(views: duckdb.DuckDBPyConnection, query: str) -> None:
-    assert views.execute(query).fetchall()
+def test_a_question_to_the_export_has_an_answer(exported: dict[str, Path], kind: str, query: str) -> None:
+    (rows,) = ask(exported[kind], query)
+    assert rows
 
 
 @pytest.mark.parametrize("tables", KINDS, indirect=True)

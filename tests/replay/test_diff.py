@@ -15,11 +15,13 @@ from forebay.events.control import BusyThresholds, BusyThresholdsSet, PoolConfig
 from forebay.events.decisions import RequestHeld, RequestRouted
 from forebay.events.fleet import WorkerLost
 from forebay.events.kv import BlocksStored
-from forebay.events.progress import FirstTokenEmitted, RequestFinished
-from forebay.replay.diff import Comparison, diff
+from forebay.events.progress import AnyProgressEvent, FirstTokenEmitted, RequestFinished
+from forebay.events.requests import NO_HINTS, RoutingHints
+from forebay.replay.diff import AboutRequest, Comparison, diff
 from forebay.replay.diff_report import Report
+from forebay.replay.handover import Handover
 from forebay.replay.walk import Start, Walk
-from tests.core.worlds import CONFIGS, PROMPTS, Driver, actions, perform_all, query, request
+from tests.core.worlds import CONFIGS, PROMPTS, Driver, actions, perform_all, pool, query, request
 from tests.replay.recorded import MemoryLog, log_of
 
 
@@ -39,6 +41,14 @@ def compared(drive: Driver, alter: Alternative) -> Report:
 def require_conservation(report: Report) -> None:
     for side in (report.history, report.other):
         assert side.sent + side.unsent + side.still_held == report.requests
+
+
+def require_all_heard(report: Report, drive: Driver) -> None:
+    """Each progress event that history took became something in the alternative."""
+    said = sum(isinstance(event, AnyProgressEvent) for _, event, _ in drive.applied)
+    became = msgspec.to_builtins(report.progress)
+    del became["unknown_end"]  # of requests
+    assert sum(became.values()) == said - drive.world.counts["outdated_progress"]
 
 
 def lived(history: list[Any], **router: Any) -> Driver:
@@ -68,11 +78,16 @@ def test_an_alternative_equal_to_history_makes_no_difference_at_all(history: lis
 def test_nobody_is_lost_whatever_the_alternative(
     history: list[Any], router: dict[str, Any], other: dict[str, Any]
 ) -> None:
-    report = compared(lived(history, **router), altered(**other))
+    drive = lived(history, **router)
+    report = compared(drive, altered(**other))
     require_conservation(report)
+    require_all_heard(report, drive)
     if report.fork is not None:
         assert report.fork.offset > 0
         assert report.fork.history != report.fork.alternative
+        if report.fork.history.decision != "nothing":
+            before = drive.decided[: report.fork.offset - 1]  # behind the owner's claim
+            assert report.fork.decisions_before == sum(isinstance(one, AboutRequest) for one in before)
     else:
         assert report.moved.moved == 0
         assert report.history.routed == report.other.routed
@@ -153,6 +168,20 @@ def test_the_fork_names_the_journal_record_of_historys_decision() -> None:
     assert decision.request_id == report.fork.request_id
 
 
+def test_a_fork_may_be_the_second_of_the_decisions_that_an_event_leads_to() -> None:
+    drive = Driver().fleet("a", "b", queue=QueueConfig(threshold=0.25))
+    here, there = (RoutingHints(worker_id=name) for name in ("a", "b"))
+    end(drive, routed(drive("requests", request("before", PROMPTS[0], routing=here))))
+    for name, hints in (("x", here), ("y", there), ("r1", here), ("r2", NO_HINTS)):
+        drive("requests", request(name, PROMPTS[1], routing=hints))
+    one, two = drive("control", pool())
+    assert (one.worker_id, two.worker_id) == ("a", "b")
+    report = compared(drive, altered(mode="round-robin"))
+    assert report.fork is not None
+    assert (report.fork.request_id, report.fork.alternative.worker_id) == ("r2", "a")
+    assert report.fork.decisions_before == report.history.decisions - 1 == 6
+
+
 def test_what_is_held_longer_is_heard_of_later_by_as_much() -> None:
     drive = Driver().fleet("a")
     first = routed(drive("requests", request("r1", PROMPTS[0])))
@@ -196,6 +225,31 @@ def test_an_operators_thresholds_stand_unless_the_alternative_has_its_own(altere
     alter = altered(temperature=0.0) if altered_busy is None else altered(busy=altered_busy)
     report = compared(drive, alter)
     assert sum(report.other.rejected.values()) == refused
+
+
+def test_who_is_refused_may_ask_again_while_history_holds_it() -> None:
+    drive = Driver().fleet("a", queue=QueueConfig(threshold=0.25))
+    routed(drive("requests", request("x", PROMPTS[1])))
+    (held,) = drive("requests", request("r", PROMPTS[0], nonce=1))
+    assert isinstance(held, RequestHeld)
+    drive("requests", request("r", PROMPTS[0], nonce=2))
+    report = compared(drive, altered(queue=QueueConfig(), busy=BusyThresholds(active_prefill_tokens_threshold=1)))
+    assert (report.requests, report.other.sent, report.other.unsent) == (2, 1, 1)
+    assert (report.history.rejected, report.other.rejected) == ({"duplicate_id": 1}, {"busy": 2})
+    require_conservation(report)
+
+
+def test_who_is_under_way_at_the_fork_is_handed_over_and_who_comes_with_it_is_new() -> None:
+    drive = Driver().fleet("a", "b")
+    routed(drive("requests", request("x", PROMPTS[0], routing=RoutingHints(worker_id="a"))))
+    routed(drive("requests", request("y", PROMPTS[1], routing=RoutingHints(worker_id="b"))))
+    drive("requests", request("z", PROMPTS[2]))
+    handover = Handover()
+    alter = altered(busy=BusyThresholds(active_prefill_tokens_threshold=1))
+    report = asyncio.run(diff(log_of(drive), 0, alter, handover=handover))
+    assert report.fork is not None
+    assert report.fork.request_id == "z"
+    assert [(one.request_id, one.under_way) for one in handover.asked] == [("x", True), ("y", True), ("z", False)]
 
 
 def test_what_was_booked_by_historys_rule_is_named() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from forebay.core import dispatch
 from forebay.events.control import BusyThresholds, BusyThresholdsSet, QueueClass, QueueConfig
-from forebay.events.fleet import WorkerDraining, WorkerLost, WorkerSuspect
+from forebay.events.fleet import OwnershipAnnounced, WorkerDraining, WorkerLost, WorkerSuspect
 from forebay.events.progress import FirstTokenEmitted, OutputGrown, RequestFailed, RequestFinished
 from forebay.events.requests import RequestCancelled, RouterOverride, RoutingHints
 from forebay.replay.explain import UnknownRequest
@@ -251,6 +251,35 @@ async def test_repeated_submissions_and_other_requests_of_the_same_id() -> None:
     ]
     assert (told.state, told.earlier_uses) == ("finished", 0)
     assert [one.counted for one in told.timeline] == [True, True, False, False, True, False]
+
+
+async def test_what_nobody_may_say_any_more_has_no_effect() -> None:
+    """Output before the first token, and a loss that an owner without the group told of."""
+    made = fleet("a", "b")
+    made("requests", request("r", SHORT))
+    made("progress", said(made, "r", OutputGrown, output_tokens=3))
+    home = made.world.requests.get("r")
+    assert home is not None
+    made("fleet", OwnershipAnnounced(owner_epoch=5))
+    lost = WorkerLost(owner_epoch=4, worker_id=home.worker_id, worker_epoch=made.epoch(home.worker_id))
+    made("fleet", lost)
+    made("progress", said(made, "r", FirstTokenEmitted))
+    made.seal()
+    told = await made.explain("r")
+    assert words(told) == ["submitted", "routed", "outdated", "worker_lost", "first_token"]
+    assert [one.counted for one in told.timeline] == [True, True, False, False, True]
+    assert (told.state, told.output_tokens, len(told.routings)) == ("decode", None, 1)
+
+
+async def test_a_search_that_saw_only_its_end_goes_back_to_its_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forebay.replay.find.PAGE_RECORDS", 1)
+    made = fleet("a", queue=QueueConfig(threshold=0.25))
+    made("requests", request("x", LONG))
+    made("requests", request("r", SHORT))
+    made.snapshot()
+    made("progress", said(made, "x", FirstTokenEmitted))
+    told = await made.explain("r", thorough=False)
+    assert words(told) == ["submitted", "held", "routed"]
 
 
 async def test_an_id_is_used_again() -> None:

@@ -4,7 +4,10 @@ from typing import Any
 
 import pytest
 
+from forebay.events.base import pack_u64
 from forebay.events.control import BusyThresholds
+from forebay.events.fleet import WorkerLost
+from forebay.events.kv import BlocksRemoved
 from forebay.events.progress import FirstTokenEmitted, RequestFinished
 from forebay.events.requests import NO_HINTS, RouterOverride, RoutingHints, TaintWeight
 from tests.core.worlds import PROMPTS, joined, pool, request
@@ -84,6 +87,20 @@ async def test_more_ways_to_be_chosen() -> None:
     made = fleet("a", "b", mode=f"{__name__}.First")
     stored(made, "b", LONG)
     assert (await chosen(made)).why.endswith("First chose it, though 1 cost less: 16.5 against 8.5 of b")
+
+
+async def test_blocks_in_lower_tiers_are_told_by_their_place() -> None:
+    made = fleet("a", "b")
+    stored(made, "a", LONG)
+    stored(made, "a", LONG[2:], seq=2, tier="host")
+    removed = BlocksRemoved(
+        worker_id="a", worker_epoch=made.epoch("a"), seq=3, sequence_hashes=pack_u64(LONG[2:]), tier="device"
+    )
+    made("kv-events", removed)
+    routing = await chosen(made)
+    assert routing.why.endswith(
+        f"2 blocks of the prompt are cached on a and {len(LONG) - 2} in its host memory, 0 on b)"
+    )
 
 
 async def test_a_tie_goes_to_who_computed_least() -> None:
@@ -179,6 +196,45 @@ async def test_taints_overrides_and_what_was_routed_count() -> None:
     assert routing.candidates[0].taint_factor == pytest.approx(0.467, abs=0.001)
     assert [one.seen.assumed_overlap for one in routing.candidates] == [8, 0]
     assert "for its taints" in routing.why
+
+
+async def test_preferred_taints_multiply_each_part_of_a_cost() -> None:
+    made = Recorder()
+    made("control", pool())
+    made("fleet", joined("a", 0, taints=("fast",)))
+    made("fleet", joined("b", 1))
+    routing = await chosen(made, RoutingHints(preferred_taints=(TaintWeight(taint="fast", weight=1.0),)))
+    assert routing.why == (
+        "the lowest cost of 2: 7.7, 8.8 less than b (4.53 less to prefill; 4.26 less of decode blocks; "
+        "multiplied by 0.467 for its taints, against 1.000)"
+    )
+
+
+async def test_who_was_accepted_before_is_kept_out_by_nothing_but_what_it_asks_for() -> None:
+    """Neither by a session nor by thresholds, which its second attempt passes by."""
+    made = fleet("a", "b", "c", session_ttl_s=600.0, busy=BusyThresholds(active_prefill_tokens_threshold=1))
+    hints = RoutingHints(session_id="s", allowed_workers=("a", "b"))
+    made("requests", request("r", LONG, routing=hints))
+    home = made.world.requests.get("r")
+    assert home is not None
+    other = "b" if home.worker_id == "a" else "a"
+    made("requests", request("x", SHORT, routing=RoutingHints(worker_id="c")))
+    lost = WorkerLost(owner_epoch=0, worker_id=home.worker_id, worker_epoch=made.epoch(home.worker_id))
+    made("fleet", lost)
+    again = (await made.explain("r")).routings[1]
+    assert (again.attempt, again.why) == (2, "the only one that could take it")
+    assert again.candidates[0].seen.worker_id == other
+    assert [(one.seen.worker_id, one.reasons) for one in again.left_out] == [("c", ("not_allowed",))]
+
+
+async def test_a_rank_that_is_named_is_kept_out_by_what_it_lacks_alone() -> None:
+    made = Recorder()
+    made("control", pool())
+    made("fleet", joined("a", dp_size=2))
+    made("requests", request("r", SHORT, routing=RoutingHints(worker_id="a", rank=1, required_taints=("fast",))))
+    told = await made.explain("r")
+    assert told.ending is not None
+    assert [one.reasons for one in told.ending.left_out] == [("not_pinned", "missing_taint"), ("missing_taint",)]
 
 
 async def test_chances_of_a_draw_add_up() -> None:

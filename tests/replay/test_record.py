@@ -21,6 +21,7 @@ from forebay.replay import record
 from forebay.replay.groups import groups_of, pools_of
 from forebay.replay.record import NothingDecided, Window, offset_at, slice_of
 from forebay.replay.walk import Start, Walk
+from forebay.transport import recording
 from forebay.transport.base import Draft, Log, LogError, Record
 from forebay.transport.recorded import newest_snapshot, snapshots_taken
 from forebay.transport.recording import utc
@@ -395,13 +396,50 @@ def test_two_do_not_write_one_recording(source: Path, tmp_path: Path, monkeypatc
         writer = RecordingWriter.create(out, asyncio.run(contents(log)))
         with pytest.raises(LogUnusable, match="another process writes it"):
             RecordingWriter.resume(out, ASKED)
-        asyncio.run(written(log, writer))
+        writer.close()
+        resumed = RecordingWriter.resume(out, ASKED)  # it has not written anything yet
+        assert resumed is not None
+        with pytest.raises(LogUnusable, match="another process writes it"):
+            RecordingWriter.resume(out, ASKED)
+        out.write_text("somebody else's")
+        with pytest.raises(LogUnusable, match="out: exists already"):
+            asyncio.run(written(log, resumed))
+        assert out.read_text() == "somebody else's"
+        out.unlink()
+        again = RecordingWriter.resume(out, ASKED)
+        assert again is not None
+        asyncio.run(written(log, again))
         before = out.read_bytes()
         with pytest.raises(LogUnusable, match="out: exists already"):
             RecordingWriter.resume(out, ASKED)
         with pytest.raises(LogUnusable, match="out: exists already"):
             RecordingWriter.create(out, writer.contents)
     assert out.read_bytes() == before
+
+
+def test_who_finds_it_finished_but_for_its_seal_changes_nothing(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one who finished it may be sealing it at that moment, without a lock."""
+    out, part = tmp_path / "out", part_of(tmp_path / "out")
+    kept: list[bytes] = []
+
+    def meanwhile(path: Path) -> None:
+        kept.append(path.read_bytes())
+        another = RecordingWriter.resume(out, ASKED)
+        assert another is not None
+        monkeypatch.setattr(recording, "seal", lambda path: kept.append(path.read_bytes()))
+        monkeypatch.setattr(Path, "rename", lambda *_: None)
+        another.finish()
+        monkeypatch.undo()
+        recording.seal(path)
+
+    monkeypatch.setattr(recording, "seal", meanwhile)
+    with opened(source) as log:
+        asyncio.run(written(log, RecordingWriter.create(out, asyncio.run(contents(log)))))
+    assert kept[0] == kept[1]
+    assert not part.exists()
+    assert report_of(out).divergence is None
 
 
 def test_what_else_lies_where_it_is_to_be_written(source: Path, tmp_path: Path) -> None:

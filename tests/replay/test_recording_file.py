@@ -117,6 +117,7 @@ EDITS: list[tuple[str, str, str]] = [
     ("time", "UPDATE forebay_meta SET value = '2020-01-01T00:00:00+00:00' WHERE key = 'from'", "itself was damaged"),
     ("no time", "UPDATE forebay_meta SET value = 'yesterday' WHERE key = 'from'", "says of itself cannot be read"),
     ("flag", "UPDATE forebay_meta SET value = 'maybe' WHERE key = 'anonymized'", "says of itself cannot be read"),
+    ("anonymized", "UPDATE forebay_meta SET value = 'yes' WHERE key = 'anonymized'", "itself was damaged"),
     ("type", "UPDATE forebay_groups SET \"start\" = 'x'", "says of itself cannot be read"),
     ("meta gone", "DELETE FROM forebay_meta WHERE key = 'source'", "says of itself cannot be read"),
     ("incomplete", "UPDATE forebay_meta SET value = 'no' WHERE key = 'complete'", "was not finished; run the"),
@@ -192,6 +193,7 @@ SPOILED: list[tuple[str, Callable[[Path], object], str]] = [
     ("half", lambda path: cut(path, lambda size: size // 2), "damaged or cut off"),
     ("no last page", lambda path: cut(path, lambda size: size - 4096), "damaged or cut off"),
     ("no last byte", lambda path: cut(path, lambda size: size - 1), "damaged or cut off"),
+    ("a byte more", lambda path: path.write_bytes(path.read_bytes() + b"\0"), "damaged or cut off"),
     ("text", lambda path: path.write_text("offset,topic\n1,decisions\n" * 50), "is not a forebay log"),
     ("foreign", lambda path: replace(path, "CREATE TABLE t (x)"), "database of another program"),
 ]

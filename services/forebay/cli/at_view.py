@@ -9,6 +9,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from forebay.cli.terminal import printable
 from forebay.events.control import QueueConfig
 from forebay.events.decisions import JournalRecord, RequestRouted
 from forebay.replay.moment import LossFacts, Moment, PoolFacts, RankFacts
@@ -42,11 +43,6 @@ def span(us: int) -> str:
     if us < 120_000_000:
         return f"{sign}{us / 1_000_000:.1f} s"
     return f"{sign}{us // 60_000_000} min {us // 1_000_000 % 60} s"
-
-
-def printable(text: str) -> str:
-    """A text without what a terminal would obey: ids are their senders'."""
-    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
 
 
 def facts_sheet(moment: Moment, *, pools: bool = True) -> Sheet:

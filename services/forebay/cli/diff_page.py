@@ -15,7 +15,9 @@ from plotly.subplots import make_subplots
 
 from forebay.cli.closed_loop import ClosedLoop
 from forebay.cli.diff_view import HINT, closed_rows, rows, terms_text, told
+from forebay.cli.terminal import printable
 from forebay.replay.diff_report import Report
+from forebay.replay.verify import UNVERIFIED
 
 BASE: dict[str, Any] = {
     "margin": {"l": 64, "r": 16, "t": 16, "b": 48},
@@ -41,7 +43,7 @@ class Chart(msgspec.Struct, kw_only=True):
 def page(report: Report, simulated: ClosedLoop | None, source: str) -> str:
     """The whole page; `source` says where the history came from."""
     template = files("forebay.cli").joinpath("diff_page.html").read_text(encoding="utf-8")
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, finalize=_visible)
     charts = [*_overlap_and_load(report), _series(report), *_waits(report)]
     figures = "{" + ",".join(f'"{chart.id}":{chart.figure.to_json()}' for chart in charts) + "}"
     fork = report.fork
@@ -49,6 +51,7 @@ def page(report: Report, simulated: ClosedLoop | None, source: str) -> str:
     return environment.from_string(template).render(
         report=report,
         source=source,
+        unverified=[f"{count} {UNVERIFIED[name]}" for name, count in report.unverified.items()],
         rows=rows(report),
         cards=_cards(report),
         charts=charts,
@@ -229,9 +232,14 @@ def _duration(below_ms: int) -> str:
     return f"{below_ms} ms" if below_ms < 1_000 else f"{below_ms / 1_000:.3g} s"
 
 
+def _visible(value: Any) -> Any:
+    """What a template shows: of a text every letter, none that turns the others around."""
+    return printable(value) if type(value) is str else value
+
+
 def _plain(text: str) -> str:
     """Text that plotly, which knows a few tags, takes for no markup."""
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return printable(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
 def _short(name: str) -> str:

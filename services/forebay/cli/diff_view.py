@@ -1,18 +1,15 @@
 """What `forebay replay diff` shows of its report on a terminal."""
 
-import sys
-
 from rich import box
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table as Grid
 
 from forebay.cli.closed_loop import ClosedLoop
+from forebay.cli.terminal import in_markup, results
 from forebay.events.decisions import CostTerms
 from forebay.replay.diff_report import Outcome, Report, Side
 from forebay.replay.verify import UNVERIFIED
 
-WIDTH = 120  # of what is not a terminal
 RANKS_SHOWN = 32
 MOST_SHOWN = 10
 NAMES = ("history", "alternative")
@@ -21,10 +18,10 @@ HINT = "How caches would have been: --closed-loop simulates both from the fork o
 
 def show(report: Report, simulated: ClosedLoop | None) -> None:
     """The report on stdout."""
-    console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
-    _say(console, "alternative", shown(report.alternative))
+    console = results()
+    _say(console, "alternative", report.alternative)
     for given in report.idle:
-        _say(console, "no change", f"{shown(given)}: that is how it was configured")
+        _say(console, "no change", f"{given}: that is how it was configured")
     _say(
         console,
         "history",
@@ -62,11 +59,6 @@ def show(report: Report, simulated: ClosedLoop | None) -> None:
             _say(console, "note", note)
 
 
-def shown(text: str) -> str:
-    """Somebody's text, as a terminal can show it."""
-    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
-
-
 def terms_text(terms: CostTerms) -> str:
     """The terms of a cost in one line."""
     found = [f"{terms.device_overlap} on the device"]
@@ -83,9 +75,9 @@ def told(outcome: Outcome) -> str:
     match outcome.decision:
         case "routed":
             assert outcome.terms is not None, "it was routed by its cost"
-            return f"{shown(outcome.worker_id)}/{outcome.rank}: {terms_text(outcome.terms)}"
+            return f"{outcome.worker_id}/{outcome.rank}: {terms_text(outcome.terms)}"
         case "held":
-            return f"held in the queue, class {shown(outcome.reason)}"
+            return f"held in the queue, class {outcome.reason}"
         case "nothing":
             return "decides nothing here"
         case _:
@@ -160,7 +152,7 @@ def _say(console: Console, name: str, text: str) -> None:
     grid = Grid.grid(padding=(0, 1))
     grid.add_column(width=13)
     grid.add_column(overflow="fold")
-    grid.add_row(name, escape(text))
+    grid.add_row(name, in_markup(text))
     console.print(grid)
 
 
@@ -172,14 +164,14 @@ def _fork(console: Console, report: Report) -> None:
     _say(
         console,
         "fork",
-        f"journal offset {fork.offset}, after {fork.after_s:,.3f} s, {shown(fork.request_id)}; "
+        f"journal offset {fork.offset}, after {fork.after_s:,.3f} s, {fork.request_id}; "
         f"{report.before_fork:.1%} of the decisions come before it and are exact",
     )
     for name, outcome in zip(NAMES, (fork.history, fork.alternative), strict=True):
         _say(console, f"  {name}", told(outcome))
     other, there = fork.history, fork.alternative.there
     if there is not None:
-        _say(console, "", f"by the alternative's table {shown(other.worker_id)}/{other.rank}: {terms_text(there)}")
+        _say(console, "", f"by the alternative's table {other.worker_id}/{other.rank}: {terms_text(there)}")
 
 
 def _worlds(report: Report) -> Grid:
@@ -188,7 +180,7 @@ def _worlds(report: Report) -> Grid:
     for name in NAMES:
         grid.add_column(name, justify="right")
     for row in rows(report):
-        grid.add_row(*map(escape, row))
+        grid.add_row(*map(in_markup, row))
     return grid
 
 
@@ -200,7 +192,7 @@ def _ranks(report: Report) -> Grid:
     for rank in report.ranks[:RANKS_SHOWN]:
         one, other = rank.history, rank.alternative
         numbers = (one.requests, other.requests, one.computed_tokens, other.computed_tokens)
-        grid.add_row(escape(f"{shown(rank.worker_id)}/{rank.rank}"), *(f"{number:,}" for number in numbers))
+        grid.add_row(in_markup(f"{rank.worker_id}/{rank.rank}"), *(f"{number:,}" for number in numbers))
     return grid
 
 
@@ -213,5 +205,5 @@ def _most(report: Report) -> Grid:
     for one in report.most[:MOST_SHOWN]:
         places = (f"{one.worker_id}/{one.rank}", f"{one.other_worker_id}/{one.other_rank}")
         numbers = (f"{one.blocks:,}", f"{one.overlap:,}", f"{one.other_overlap:,}", f"{one.gain:+,}")
-        grid.add_row(escape(shown(one.request_id)), *(escape(shown(place)) for place in places), *numbers)
+        grid.add_row(in_markup(one.request_id), *map(in_markup, places), *numbers)
     return grid

@@ -7,6 +7,7 @@ from typing import NoReturn
 
 import typer
 
+from forebay.cli.terminal import printable
 from forebay.ingress.errors import Unusable
 from forebay.transport.base import LogError
 
@@ -24,5 +25,11 @@ def explained() -> Iterator[None]:
 
 def fail(message: str) -> NoReturn:
     """End the command. Raises typer.Exit."""
-    sys.stderr.write(f"forebay: {message}\n")
+    complain(message)
     raise typer.Exit(USAGE)
+
+
+def complain(message: str) -> None:
+    """Say on stderr what is wrong."""
+    lines = "\n".join(printable(line) for line in message.split("\n"))
+    sys.stderr.write(f"forebay: {lines}\n")

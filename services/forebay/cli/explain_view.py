@@ -1,8 +1,6 @@
 """An explanation as a timeline for a terminal: each choice with its candidates, the rest in a line each."""
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from datetime import UTC, datetime, timedelta
 
 import msgspec
 from rich.console import Console
@@ -10,23 +8,21 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from forebay.cli.terminal import printable, results
 from forebay.events.control import RouterConfig
 from forebay.replay.explanation import Candidate, Explanation, LeftOut, Moment, Routing, Submission
+from forebay.transport.recording import utc
 
-WIDTH = 120  # of what is not a terminal
 CANDIDATES_SHOWN = 10  # the cheapest; --all has the others
 LEFT_OUT_SHOWN = 5  # lines of those that were no candidates
 NAMES_SHOWN = 6  # of ranks that one reason kept out
 INDENT = 14  # of what belongs to a line of the timeline
 TABLE_INDENT = 4
-EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 def show(explanation: Explanation, *, everything: bool) -> None:
     """The whole of it on stdout; `everything` cuts no list of candidates."""
-    console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False, markup=False)
-    # A table that is too wide for a terminal goes on in the next line: cut to its width it would say nothing.
-    tables = Console(width=max(console.width, WIDTH), highlight=False, markup=False)
+    console, tables = results(), results(wide=True)
     routings = {one.offset: one for one in explanation.routings}
     for line in _head(explanation):
         _say(console, line, 2)
@@ -51,7 +47,7 @@ def _head(explanation: Explanation) -> Iterator[str]:
         if asked.hints:
             yield "hints: " + ", ".join(f"{name} {_value(value)}" for name, value in asked.hints.items())
         if asked.now_us is not None:
-            yield f"submitted at {_clock(asked.now_us)} by the owner's clock, requests offset {asked.offset}"
+            yield f"submitted at {utc(asked.now_us)} by the owner's clock, requests offset {asked.offset}"
     if explanation.earlier_uses:
         times = "once" if explanation.earlier_uses == 1 else f"{explanation.earlier_uses} times"
         yield f"the id was used {times} before: this is its last use"
@@ -151,7 +147,7 @@ def _table(routing: Routing, shown: Sequence[int]) -> Table:
         one = routing.candidates[at]
         mark = "*" if at == routing.winner else ""
         name = f"{one.seen.worker_id}/{one.seen.rank}" if several else one.seen.worker_id
-        cells = [Text(mark), Text(_printable(name)), *(Text(cell(one)) for _, cell in columns)]
+        cells = [Text(mark), Text(printable(name)), *(Text(cell(one)) for _, cell in columns)]
         table.add_row(*cells, style="bold" if mark else None)
     return table
 
@@ -200,22 +196,13 @@ def _show_left_out(console: Console, left_out: Sequence[LeftOut], *, everything:
 
 def _say(console: Console, line: str, hang: int) -> None:
     """A line whose continuation hangs under its text."""
-    text = Text(_printable(line))
+    text = Text(printable(line))
     for at, part in enumerate(text.wrap(console, max(console.width - hang, 20))):
         console.print(Text(" " * hang if at else "").append_text(part), soft_wrap=True)
 
 
-def _printable(text: str) -> str:
-    """Text from a log, which anybody may have written, without what would move a terminal's cursor."""
-    return "".join(one if one.isprintable() else f"\\x{ord(one):02x}" for one in text)
-
-
 def _seconds(us: int) -> str:
     return f"{us / 1e6:.3f} s"
-
-
-def _clock(us: int) -> str:
-    return (EPOCH + timedelta(microseconds=us)).isoformat(sep=" ")
 
 
 def _value(value: object) -> str:

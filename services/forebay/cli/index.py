@@ -7,12 +7,12 @@ from typing import Annotated, get_args
 
 import msgspec
 import typer
-from rich.console import Console
 from rich.progress import Progress, TaskID
 
 from forebay.cli.cluster import NAMESPACE, KafkaSource, NamespaceOption, PropertiesOption
 from forebay.cli.errors import explained, fail
 from forebay.cli.recording import LogArgument, Recording
+from forebay.cli.terminal import bar
 from forebay.core.prefix_index import PrefixIndex
 from forebay.events.base import U64_BYTES
 from forebay.events.kv import BlocksStored, Tier
@@ -48,9 +48,8 @@ def dump(
     """
     recording = Recording(log, kafka, namespace, kafka_config, group)
     recording.require_one_source()
-    console = Console(stderr=True)
     with explained():
-        with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        with bar() as progress:
             index = asyncio.run(_index_of(recording, progress, progress.add_task("following the journal", total=None)))
         names = sorted({name for name, _ in index.holders()})
         if worker and worker not in names:

@@ -16,8 +16,7 @@ import typer
 import uvloop
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, ConsumerRecord, TopicPartition
 from aiokafka.errors import KafkaError
-from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from forebay.cli.cluster import (
     KAFKA,
@@ -29,6 +28,7 @@ from forebay.cli.cluster import (
     start_logging,
 )
 from forebay.cli.errors import explained
+from forebay.cli.terminal import bar
 from forebay.events.topics import OPENAI_REQUESTS, OPENAI_RESPONSES
 from forebay.ingress.door_request import CHAT_PATH, TEXT_PATH
 from forebay.ingress.errors import Unusable
@@ -119,10 +119,9 @@ def produce(
     """Send requests through the topic door; with --wait exit 1 unless every one was answered well."""
     start_logging(verbose=False)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    console = Console(stderr=True)
     with explained(), _opened(file) as source, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         settings = kafka_settings(kafka, namespace, kafka_config)
-        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        with bar(*columns) as progress:
             task = progress.add_task("connecting")
 
             def show(run: Run) -> None:

@@ -7,16 +7,16 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from xxhash import xxh3_64_hexdigest
 
 from forebay.cli.cluster import NAMESPACE, KafkaSource, NamespaceOption, PropertiesOption
-from forebay.cli.errors import explained, fail
+from forebay.cli.errors import complain, explained, fail
 from forebay.cli.recorded_policies import require_policies
 from forebay.cli.recording import Recording
-from forebay.cli.replay_verify import complaint
+from forebay.cli.terminal import bar, own_stdout, printable
 from forebay.cli.times import TIMES_HELP, span_us, time_us
+from forebay.cli.unverified import DIVERGED, complaint
 from forebay.replay.anonymize import Anonymized, record_anonymized
 from forebay.replay.groups import groups_of, pools_of
 from forebay.replay.record import NothingDecided, Slice, Window, contents_of, copy, newest_us, slice_of
@@ -106,12 +106,13 @@ def record(
         start=start, end=end, last=last, groups=tuple(group or ()), pools=_names(pools), anonymize=anonymize
     )
     window = _window(wanted)
-    console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with explained(), Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with explained(), bar(*columns) as progress, own_stdout():
         made = asyncio.run(_make(source, Path(where[-1]), wanted, window, progress))
         for name in made.left_out:
-            console.print(f"left out: {name}, which decided nothing in the window", markup=False, highlight=False)
+            progress.console.print(
+                f"left out: {printable(name)}, which decided nothing in the window", markup=False, highlight=False
+            )
         if check and not anonymize:
             asyncio.run(_verify(made, progress))
     if json:
@@ -119,10 +120,10 @@ def record(
     else:
         _show(made)
     for report in made.verified.values():
-        if report.failed:
-            typer.echo(f"forebay: {complaint(report)}", err=True)
+        if report.divergence is None and report.failed:
+            complain(complaint(report.failed, report.unknown_event))
     if any(report.divergence is not None or report.failed for report in made.verified.values()):
-        raise typer.Exit(1)
+        raise typer.Exit(DIVERGED)
 
 
 def _names(text: str) -> tuple[str, ...]:

@@ -22,6 +22,8 @@ LogArgument = Annotated[
     typer.Argument(help="A log file of `forebay up`, which may be in use, or a recording. Not with --kafka."),
 ]
 
+GroupOption = Annotated[str, typer.Option(help="The model in question, if there are several.")]
+
 
 @dataclass(frozen=True, slots=True)
 class Recording:

@@ -9,13 +9,17 @@ import typer
 
 from forebay.cli import replay_at, replay_export
 from forebay.cli.cluster import NAMESPACE, KafkaSource, NamespaceOption, PropertiesOption
-from forebay.cli.errors import USAGE, explained, fail
+from forebay.cli.errors import complain, explained, fail
 from forebay.cli.recorded_policies import require_policies
-from forebay.cli.recording import LogArgument, Recording
+from forebay.cli.recording import GroupOption, LogArgument, Recording
 from forebay.cli.replay_diff import diff_command
 from forebay.cli.replay_explain import explain_command
-from forebay.cli.replay_verify import complaint, show, shown_progress
-from forebay.replay.verify import UNKNOWN_EVENTS, UNVERIFIED, OnProgress, Report, verify
+from forebay.cli.replay_verify import show, shown_progress
+from forebay.cli.terminal import own_stdout
+from forebay.cli.unverified import DIVERGED, allow_option, allowed_of, complaint, exit_code
+from forebay.events.topics import DECISIONS
+from forebay.replay.groups import groups_of
+from forebay.replay.verify import UNVERIFIED, OnProgress, Report, verify
 from forebay.transport.sqlite_log import SqliteLog
 
 app = typer.Typer(help="Derive recorded decisions again.", no_args_is_help=True)
@@ -36,30 +40,25 @@ def verify_command(
     kafka: KafkaSource = None,
     namespace: NamespaceOption = NAMESPACE,
     kafka_config: PropertiesOption = None,
-    group: Annotated[str, typer.Option(help="The model whose decisions are verified, if there are several.")] = "",
-    allow: Annotated[
-        list[str] | None,
-        typer.Option(help=f"What may stay unverified, several times: {', '.join(UNVERIFIED)}.", metavar="NAME"),
-    ] = None,
+    group: GroupOption = "",
+    allow: Annotated[list[str] | None, allow_option(UNVERIFIED)] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Derive every routing decision again; exit 1 at the first that the events do not lead to."""
     recording = Recording(log, kafka, namespace, kafka_config, group)
     recording.require_one_source()
-    allowed = frozenset(allow or ())
-    if unknown := sorted(allowed - UNVERIFIED.keys()):
-        fail(f"--allow {unknown[0]}: there is no such name; there are {', '.join(UNVERIFIED)}")
-    with explained(), shown_progress() as on_progress:
+    allowed = allowed_of(allow, UNVERIFIED)
+    with explained(), shown_progress() as on_progress, own_stdout():
         report = asyncio.run(_verify(recording, on_progress, allowed))
     if json:
         typer.echo(msgspec.json.encode(report).decode())
     else:
         show(report)
     if report.divergence is not None:
-        raise typer.Exit(1)
+        raise typer.Exit(DIVERGED)
     if report.failed:
-        typer.echo(f"forebay: {complaint(report)}", err=True)
-        raise typer.Exit(USAGE if UNKNOWN_EVENTS in report.failed else 1)
+        complain(complaint(report.failed, report.unknown_event))
+        raise typer.Exit(exit_code(report.failed))
 
 
 async def _verify(recording: Recording, on_progress: OnProgress, allowed: Set[str]) -> Report:
@@ -67,4 +66,7 @@ async def _verify(recording: Recording, on_progress: OnProgress, allowed: Set[st
         if isinstance(log, SqliteLog):
             log.check()
         await require_policies(log, partition)
+        ends = [await of(DECISIONS.name, partition) for of in (log.begin, log.end)]
+        if ends[0] == ends[1] and "" not in await groups_of(log):
+            fail(f"nothing to verify: the journal in control partition {partition} of {recording.name} is empty")
         return await verify(log, partition, on_progress, allowed)

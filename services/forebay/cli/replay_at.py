@@ -18,18 +18,20 @@ from forebay.cli.at_view import (
     workers_sheet,
 )
 from forebay.cli.cluster import NAMESPACE, KafkaSource, NamespaceOption, PropertiesOption
-from forebay.cli.errors import explained, fail
+from forebay.cli.errors import complain, explained, fail
 from forebay.cli.recorded_policies import require_policies
-from forebay.cli.recording import LogArgument, Recording
+from forebay.cli.recording import GroupOption, LogArgument, Recording
 from forebay.cli.replay_watch import watch as watch_from
+from forebay.cli.terminal import own_stdout, results
 from forebay.cli.times import time_us
-from forebay.replay.at import Position, arrive, embark, last_clock, offset_at
+from forebay.cli.unverified import DIVERGED, tell_unverified
+from forebay.replay.at import Diverged, Position, arrive, embark, last_clock, offset_at
 from forebay.replay.moment import Moment
+from forebay.transport.base import Log
 
 ROWS_MAX = 64  # of a table on a terminal; `--json` has all
 LOST_SHOWN_MAX = 8
 CLOCK_DIGITS_MAX = 19  # microseconds, as records say them
-PLAIN_WIDTH = 120  # of what is not a terminal
 
 
 def at(
@@ -37,7 +39,7 @@ def at(
     kafka: KafkaSource = None,
     namespace: NamespaceOption = NAMESPACE,
     kafka_config: PropertiesOption = None,
-    group: Annotated[str, typer.Option(help="The model whose world is shown, if Kafka holds several.")] = "",
+    group: GroupOption = "",
     time: Annotated[
         str,
         typer.Option(
@@ -56,27 +58,44 @@ def at(
     recording = Recording(log, kafka, namespace, kafka_config, group)
     recording.require_one_source()
     with explained():
-        asyncio.run(_run(recording, time, offset, watch=watch, json=json))
+        try:
+            if watch:
+                asyncio.run(_watch(recording, time, offset))
+                return
+            with own_stdout():
+                position, moment = asyncio.run(_look(recording, time, offset))
+        except Diverged as diverged:
+            complain(f"{recording.name}: {diverged}")
+            raise typer.Exit(DIVERGED) from None
+    if json:
+        typer.echo(msgspec.json.encode(moment).decode())
+    else:
+        show(results(), position, moment)
+    tell_unverified(moment.unverified)
 
 
-async def _run(recording: Recording, time: str, offset: int | None, *, watch: bool, json: bool) -> None:
+async def _look(recording: Recording, time: str, offset: int | None) -> tuple[Position, Moment]:
     async with recording.opened() as (log, partition):
-        await require_policies(log, partition)
-        if time:
-            exactly = time.isdecimal() and len(time) <= CLOCK_DIGITS_MAX
-            wanted_us = int(time) if exactly else time_us("--time", time, await last_clock(log, partition))
-            offset = await offset_at(log, partition, wanted_us)
-        if watch and offset is None:
-            position = await embark(log, partition)
-        else:
-            position = await arrive(log, partition, offset)
-        if watch:
-            await watch_from(log, partition, position)
-        elif json:
-            typer.echo(msgspec.json.encode(await position.moment()).decode())
-        else:
-            console = Console()
-            show(console if console.is_terminal else Console(width=PLAIN_WIDTH), position, await position.moment())
+        position = await arrive(log, partition, await _wanted(log, partition, time, offset))
+        return position, await position.moment()
+
+
+async def _watch(recording: Recording, time: str, offset: int | None) -> None:
+    async with recording.opened() as (log, partition):
+        wanted = await _wanted(log, partition, time, offset)
+        position = await (embark(log, partition) if wanted is None else arrive(log, partition, wanted))
+        await watch_from(log, partition, position)
+        tell_unverified((await position.moment()).unverified)
+
+
+async def _wanted(log: Log, partition: int, time: str, offset: int | None) -> int | None:
+    """The journal offset that the command names, if it does."""
+    await require_policies(log, partition)
+    if not time:
+        return offset
+    exactly = time.isdecimal() and len(time) <= CLOCK_DIGITS_MAX
+    wanted_us = int(time) if exactly else time_us("--time", time, await last_clock(log, partition))
+    return await offset_at(log, partition, wanted_us)
 
 
 def show(console: Console, position: Position, moment: Moment) -> None:

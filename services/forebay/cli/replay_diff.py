@@ -7,8 +7,7 @@ from typing import Annotated
 
 import msgspec
 import typer
-from rich.console import Console
-from rich.progress import Progress, TaskID
+from rich.progress import TaskID
 
 from forebay.cli.alternative import (
     Alternative,
@@ -20,18 +19,21 @@ from forebay.cli.alternative import (
 from forebay.cli.closed_loop import ClosedLoop, closed_loop
 from forebay.cli.cluster import NAMESPACE, KafkaSource, NamespaceOption, PropertiesOption
 from forebay.cli.diff_view import show
-from forebay.cli.errors import USAGE, explained, fail
+from forebay.cli.errors import complain, explained, fail
 from forebay.cli.recorded_policies import require_policies
-from forebay.cli.recording import LogArgument, Recording
+from forebay.cli.recording import GroupOption, LogArgument, Recording
 from forebay.cli.replay_verify import shown_progress
+from forebay.cli.terminal import bar, own_stdout
+from forebay.cli.unverified import DIVERGED, allow_option, allowed_of, complaint, exit_code
 from forebay.replay.diff import diff
 from forebay.replay.diff_report import Report
 from forebay.replay.groups import pools_of
 from forebay.replay.handover import Handover
-from forebay.replay.verify import FOREIGN_RECORDS, UNKNOWN_EVENTS, OnProgress
+from forebay.replay.verify import OnProgress
+from forebay.replay.walk import FOREIGN_RECORDS, UNKNOWN_EVENTS, UNREAD_FIELDS
 from forebay.transport.sqlite_log import SqliteLog
 
-ALLOWED = (FOREIGN_RECORDS, UNKNOWN_EVENTS)
+ALLOWED = (FOREIGN_RECORDS, UNREAD_FIELDS, UNKNOWN_EVENTS)
 
 
 def diff_command(
@@ -42,14 +44,11 @@ def diff_command(
     kafka: KafkaSource = None,
     namespace: NamespaceOption = NAMESPACE,
     kafka_config: PropertiesOption = None,
-    group: Annotated[str, typer.Option(help="The model whose decisions are compared, if there are several.")] = "",
+    group: GroupOption = "",
     html: Annotated[
         Path | None, typer.Option(dir_okay=False, help="Write a page with plots, which needs nothing else.")
     ] = None,
-    allow: Annotated[
-        list[str] | None,
-        typer.Option(help=f"What may stay unverified, several times: {', '.join(ALLOWED)}.", metavar="NAME"),
-    ] = None,
+    allow: Annotated[list[str] | None, allow_option(ALLOWED)] = None,
     closed: Annotated[
         bool,
         typer.Option("--closed-loop", help="Also simulate both, with caches of their own, from the fork on."),
@@ -69,11 +68,9 @@ def diff_command(
     recording.require_one_source()
     if html is not None and not html.parent.is_dir():
         fail(f"--html {html}: there is no directory {html.parent}")
-    allowed = frozenset(allow or ())
-    if unknown := sorted(allowed - set(ALLOWED)):
-        fail(f"--allow {unknown[0]}: there is no such name; there are {', '.join(ALLOWED)}")
+    allowed = allowed_of(allow, ALLOWED)
     handover = Handover() if closed else None
-    with explained():
+    with explained(), own_stdout():
         other = alternative(sets, policy, policy_config)
         with shown_progress() as on_progress:
             report = asyncio.run(_diff(recording, other, on_progress, handover))
@@ -94,8 +91,7 @@ def _simulated(report: Report, handover: Handover, speedup: float) -> ClosedLoop
     """What comes of it closed loop; None when there is nothing to simulate. Raises Unusable."""
     if report.divergence is not None or report.fork is None:
         return None
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+    with bar() as progress:
         tasks: dict[str, TaskID] = {}
 
         def on_run(name: str, done: int, total: int) -> None:
@@ -133,11 +129,9 @@ def _complain(report: Report, allowed: Set[str], recording: Recording) -> None:
     if report.divergence is not None:
         told = report.divergence
         where = f"{recording.name}: history diverges at journal offset {told.offset}: {told.reason}"
-        typer.echo(f"forebay: {where}; forebay replay verify tells more", err=True)
-        raise typer.Exit(1)
+        complain(f"{where}; `forebay replay verify` tells more")
+        raise typer.Exit(DIVERGED)
     failed = {name: count for name, count in report.unverified.items() if name not in allowed}
     if failed:
-        parts = ", ".join(f"{count} {name}" for name, count in failed.items())
-        ways = " ".join(f"--allow {name}" for name in failed)
-        typer.echo(f"forebay: not verified: {parts}; accept that by {ways}", err=True)
-        raise typer.Exit(USAGE if UNKNOWN_EVENTS in failed else 1)
+        complain(complaint(failed))
+        raise typer.Exit(exit_code(failed))

@@ -8,17 +8,16 @@ from typing import Annotated
 
 import msgspec
 import typer
-from rich.console import Console
-from rich.progress import Progress
 
 from forebay.cli.cluster import NAMESPACE, KafkaSource, NamespaceOption, PropertiesOption
-from forebay.cli.errors import USAGE, explained, fail
+from forebay.cli.errors import explained, fail
 from forebay.cli.explain_view import show
 from forebay.cli.recorded_policies import require_policies
-from forebay.cli.recording import Recording
+from forebay.cli.recording import GroupOption, Recording
+from forebay.cli.terminal import bar, own_stdout
+from forebay.cli.unverified import DIVERGED, tell_unverified
 from forebay.replay.explain import Explanation, UnknownRequest, explain
 from forebay.replay.find import OnProgress
-from forebay.replay.verify import UNKNOWN_EVENTS, UNVERIFIED
 
 
 def explain_command(
@@ -32,7 +31,7 @@ def explain_command(
     kafka: KafkaSource = None,
     namespace: NamespaceOption = NAMESPACE,
     kafka_config: PropertiesOption = None,
-    group: Annotated[str, typer.Option(help="The model that served it, if there are several.")] = "",
+    group: GroupOption = "",
     everything: Annotated[bool, typer.Option("--all", help="Every candidate, not the cheapest ones.")] = False,
     json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
@@ -44,7 +43,7 @@ def explain_command(
         fail("give LOG and REQUEST, or REQUEST and --kafka")
     log = None if kafka else Path(where[0])
     recording = Recording(log, kafka, namespace, kafka_config, group)
-    with explained(), _shown_progress() as on_progress:
+    with explained(), _shown_progress() as on_progress, own_stdout():
         try:
             explanation = asyncio.run(_explain(recording, where[-1], on_progress))
         except UnknownRequest as unknown:
@@ -53,12 +52,9 @@ def explain_command(
         typer.echo(msgspec.json.encode(explanation).decode())
     else:
         show(explanation, everything=everything)
-    for name, count in explanation.unverified.items():
-        typer.echo(f"forebay: not verified: {count} {UNVERIFIED[name]}", err=True)
     if explanation.divergence is not None:
-        raise typer.Exit(1)
-    if UNKNOWN_EVENTS in explanation.unverified:
-        raise typer.Exit(USAGE)
+        raise typer.Exit(DIVERGED)
+    tell_unverified(explanation.unverified)
 
 
 async def _explain(recording: Recording, request_id: str, on_progress: OnProgress) -> Explanation:
@@ -70,8 +66,7 @@ async def _explain(recording: Recording, request_id: str, on_progress: OnProgres
 @contextmanager
 def _shown_progress() -> Iterator[OnProgress]:
     """Journal records done, on stderr if that is a terminal."""
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+    with bar() as progress:
         task = progress.add_task("looking through the journal", total=None)
 
         def on_progress(done: int, total: int) -> None:

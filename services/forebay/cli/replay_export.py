@@ -8,12 +8,12 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from forebay.cli.columns import view_of
 from forebay.cli.errors import explained, fail
 from forebay.cli.readable import plain
+from forebay.cli.terminal import bar
 from forebay.events.codec import DecodeError, decode
 from forebay.events.requests import RequestSubmitted
 from forebay.events.topics import DECISIONS, INPUTS, Topic, topic_named
@@ -35,18 +35,19 @@ class Exported(msgspec.Struct, kw_only=True):
 
 
 def export(
-    log: Annotated[Path, typer.Argument(metavar="REC", help="A recording, or a log file of `forebay up`.")],
+    log: Annotated[
+        Path, typer.Argument(metavar="LOG", help="A log file of `forebay up`, which may be in use, or a recording.")
+    ],
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new or empty directory.")],
     token_ids: Annotated[bool, typer.Option("--token-ids", help="With the tokens of prompts and answers.")] = False,
 ) -> None:
     """Write every topic as newline-delimited JSON, one file a topic, and views of them for DuckDB."""
-    console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with explained():
         recording = SqliteLog.open(log, readonly=True)
         try:
             _require_empty(folder)
-            with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+            with bar(*columns) as progress:
                 exported = asyncio.run(_export(recording, folder, progress, token_ids=token_ids))
         except OSError as error:
             fail(f"{folder}: cannot be written ({error.strerror}); choose another directory")

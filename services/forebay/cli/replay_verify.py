@@ -1,6 +1,5 @@
 """What `forebay replay verify` shows of its report on a terminal."""
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -8,18 +7,18 @@ from typing import Any
 import msgspec
 from rich import box
 from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table as Grid
 
+from forebay.cli.terminal import bar, in_markup, results
 from forebay.events.decisions import CostTerms
 from forebay.replay.divergence import Told
 from forebay.replay.event_text import EventTold
 from forebay.replay.tables import Row, Table
-from forebay.replay.verify import UNKNOWN_EVENTS, UNVERIFIED, OnProgress, Report
+from forebay.replay.verify import UNVERIFIED, OnProgress, Report
+from forebay.replay.walk import UNKNOWN_EVENTS
 
 ROWS_SHOWN = 32  # of a cost table: those with a place or a difference come first; --json has all
-WIDTH = 120  # of what is not a terminal
 TERMS = CostTerms.__struct_fields__
 RARE_TERMS = ("host_overlap", "disk_overlap", "taint_factor")
 
@@ -27,7 +26,6 @@ RARE_TERMS = ("host_overlap", "disk_overlap", "taint_factor")
 @contextmanager
 def shown_progress() -> Iterator[OnProgress]:
     """Journal records done, decisions a second and the time that is left, on stderr if that is a terminal."""
-    console = Console(stderr=True)
     columns = (
         TextColumn("deriving decisions"),
         BarColumn(),
@@ -35,7 +33,7 @@ def shown_progress() -> Iterator[OnProgress]:
         TextColumn("{task.fields[rate]:,.0f} decisions/s"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with bar(*columns) as progress:
         task = progress.add_task("", total=None, rate=0.0)
 
         def on_progress(done: int, total: int, decisions: int) -> None:
@@ -48,10 +46,10 @@ def shown_progress() -> Iterator[OnProgress]:
 
 def show(report: Report) -> None:
     """The report on stdout."""
-    console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False, soft_wrap=True)
+    console = results(soft_wrap=True)
 
     def say(name: str, text: str) -> None:
-        console.print(f"{name:<11}{escape(text)}")
+        console.print(f"{name:<11}{in_markup(text)}")
 
     say("decisions", f"{report.decisions}, verified {report.verified}")
     say("journal", f"{report.records} records, {report.claims} owners, {report.snapshots} snapshots")
@@ -67,23 +65,10 @@ def show(report: Report) -> None:
     say("digest", f"{report.digest} (decisions), {report.state} (state)")
     for name, count in report.unverified.items():
         allowed = " (allowed)" if name in report.allowed else ""
-        say("UNVERIFIED", f"{count} {name}: {UNVERIFIED[name]}{_first(report, name)}{allowed}")
+        first = f" (the first: {report.unknown_event})" if name == UNKNOWN_EVENTS else ""
+        say("UNVERIFIED", f"{count} {name}: {UNVERIFIED[name]}{first}{allowed}")
     if report.divergence is not None:
         _show_divergence(console, report.divergence)
-
-
-def complaint(report: Report) -> str:
-    """Why a verification failed that found no divergence; empty when it did not fail."""
-    if report.divergence is not None or not report.failed:
-        return ""
-    parts = [f"{count} {name}{_first(report, name)}" for name, count in report.failed.items()]
-    ways = " ".join(f"--allow {name}" for name in report.failed)
-    newer = "use the version that wrote it, or " if UNKNOWN_EVENTS in report.failed else ""
-    return f"not verified: {', '.join(parts)}; {newer}accept that by {ways}"
-
-
-def _first(report: Report, name: str) -> str:
-    return f" (the first: {report.unknown_event})" if name == UNKNOWN_EVENTS else ""
 
 
 def _show_divergence(console: Console, told: Told) -> None:
@@ -91,15 +76,15 @@ def _show_divergence(console: Console, told: Told) -> None:
     console.print(
         f"\n[bold red]DIVERGENCE[/] at journal offset {told.offset}, a {kind} of owner epoch {told.owner_epoch}:"
     )
-    console.print(f"  {escape(told.reason)}")
+    console.print(f"  {in_markup(told.reason)}")
     if told.hint:
-        console.print(f"  {escape(told.hint)}")
+        console.print(f"  {in_markup(told.hint)}")
     for name, values in told.differs.items():
         recorded, derived = _short(values["recorded"]), _short(values["derived"])
-        console.print(f"  {escape(f'{name}: recorded {recorded}, derived {derived}')}")
-    console.print(f"recorded   {escape(_line(told.recorded))}")
-    console.print(f"derived    {escape('nothing' if told.derived is None else _line(told.derived))}")
-    console.print(f"previous   {escape('none' if told.previous is None else _brief(told.previous))}")
+        console.print(f"  {in_markup(f'{name}: recorded {recorded}, derived {derived}')}")
+    console.print(f"recorded   {in_markup(_line(told.recorded))}")
+    console.print(f"derived    {in_markup('nothing' if told.derived is None else _line(told.derived))}")
+    console.print(f"previous   {in_markup('none' if told.previous is None else _brief(told.previous))}")
     held = "last digest that held" if told.held.sealed else "no digest held yet; it begins"
     since = ", ".join(f"{topic} {first} to {end - 1}" for topic, (first, end) in told.held.since.items())
     console.print(
@@ -118,7 +103,9 @@ def _show_divergence(console: Console, told: Told) -> None:
 
 
 def _show_tables(console: Console, table: Table) -> None:
-    console.print(f"\nCost table of {escape(table.request_id)} in {escape(table.pool)}, by {escape(table.mode)}")
+    console.print(
+        f"\nCost table of {in_markup(table.request_id)} in {in_markup(table.pool)}, by {in_markup(table.mode)}"
+    )
     console.print(f"  derived    {len(table.rows)} candidates, digest {table.digest}")
     if not table.comparable:
         console.print("  recorded   the record is about something else")
@@ -137,7 +124,7 @@ def _show_tables(console: Console, table: Table) -> None:
         grid.add_column(name.replace("_", " "), justify="right", overflow="fold")
     ordered = sorted(table.rows, key=lambda row: not (row.place or row.recorded is not None))
     for row in ordered[:ROWS_SHOWN]:
-        grid.add_row(escape(f"{row.worker_id}/{row.rank}"), _place(row), *(_cell(row, name) for name in terms))
+        grid.add_row(in_markup(f"{row.worker_id}/{row.rank}"), _place(row), *(_cell(row, name) for name in terms))
     console.print(grid, soft_wrap=False)
     if len(ordered) > ROWS_SHOWN:
         console.print(f"{len(ordered) - ROWS_SHOWN} more candidates: --json has them all")
@@ -173,7 +160,7 @@ def _number(value: float) -> str:
 
 
 def _show_events(console: Console, title: str, events: Sequence[EventTold]) -> None:
-    console.print(f"\n{escape(title)}")
+    console.print(f"\n{in_markup(title)}")
     if not events:
         console.print("  none")
         return
@@ -188,7 +175,7 @@ def _show_events(console: Console, title: str, events: Sequence[EventTold]) -> N
     for event in events:
         offset = "" if event.offset is None else str(event.offset)
         clock = [str(event.now_us)] if timed else []
-        grid.add_row(event.topic, offset, event.type, *clock, escape(event.text))
+        grid.add_row(event.topic, offset, in_markup(event.type), *clock, in_markup(event.text))
     console.print(grid, soft_wrap=False)
 
 

@@ -16,13 +16,13 @@ from forebay.cli.at_view import (
     drawn,
     facts_sheet,
     lost_sheet,
-    printable,
     queue_sheet,
     ranks_sheet,
     requests_sheet,
     span,
     summary,
 )
+from forebay.cli.terminal import printable
 from forebay.cli.watch_keys import HELP, Command, Typed, keys_of
 from forebay.core.step import CLOCK, InputEvent
 from forebay.events.base import U64_BYTES

@@ -2,11 +2,12 @@
 
 import asyncio
 import re
+import sys
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, NoReturn, TextIO
 
 import msgspec
 import typer
@@ -29,10 +30,12 @@ from forebay.cli.cluster import (
     start_logging,
     until_signal,
 )
-from forebay.cli.errors import explained, fail
+from forebay.cli.errors import complain, explained, fail
 from forebay.cli.recorded_policies import require_policies
-from forebay.cli.recording import LogArgument, Recording
+from forebay.cli.recording import GroupOption, LogArgument, Recording
 from forebay.cli.shadow_lines import Printing, file_sink
+from forebay.cli.terminal import own_stdout
+from forebay.cli.unverified import DIVERGED
 from forebay.events.base import hex_digest
 from forebay.events.topics import DECISIONS
 from forebay.live.shadow import Shadow, ShadowSettings
@@ -45,7 +48,6 @@ from forebay.transport.kafka_topics import count_topics
 NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 SHADOW_GROUP = "shadow-"  # and the name of the shadow: the consumer group that its position is committed for
 SUMMARY_S = 10.0  # between two lines on stderr, if anything was decided
-DIVERGED = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,7 @@ class _Options:
     settings: ShadowSettings
     chosen: Alternative
     out: Path | None
-    json: bool
+    printed_to: TextIO | None
     metrics_host: str
     metrics_port: int | None
 
@@ -75,7 +77,7 @@ def shadow(
     kafka: KafkaSource = None,
     namespace: NamespaceOption = NAMESPACE,
     kafka_config: PropertiesOption = None,
-    group: Annotated[str, typer.Option(help="The model whose decisions are shadowed, if Kafka holds several.")] = "",
+    group: GroupOption = "",
     metrics_port: MetricsPortOption = None,
     metrics_host: MetricsHostOption = LOOPBACK,
     verbose: VerboseOption = False,
@@ -102,7 +104,9 @@ def shadow(
         alternative=chosen.of,
         from_start=from_start,
     )
-    run_service(_serve(_Options(recording, settings, chosen, out, json, metrics_host, metrics_port)))
+    options = _Options(recording, settings, chosen, out, sys.stdout if json else None, metrics_host, metrics_port)
+    with own_stdout() if json else nullcontext():
+        run_service(_serve(options))
 
 
 async def _serve(options: _Options) -> None:
@@ -125,15 +129,13 @@ async def _run(shadow: Shadow, options: _Options) -> None:
         for given in options.chosen.idle(pools):
             typer.echo(f"forebay: {given} changes nothing: the pools are configured so", err=True)
     name, text = shadow.settings.name, shadow.settings.text
-    typer.echo(
-        f"forebay: shadow {name}: {text}, decisions from journal offset {shadow.from_offset} on", err=options.json
-    )
+    typer.echo(f"forebay: shadow {name}: {text}, decisions from journal offset {shadow.from_offset} on")
     telling = asyncio.create_task(_tell(shadow))
     try:
         await shadow.run()
     finally:
         telling.cancel()
-        typer.echo(_summary(shadow), err=options.json)
+        typer.echo(_summary(shadow))
 
 
 async def _tell(shadow: Shadow) -> None:
@@ -153,7 +155,7 @@ def _summary(shadow: Shadow) -> str:
 
 
 def _diverged(error: RecoveryDiverged) -> NoReturn:
-    typer.echo(f"forebay: {error}", err=True)
+    complain(str(error))
     raise typer.Exit(DIVERGED)
 
 
@@ -166,13 +168,13 @@ async def _opened(options: _Options) -> AsyncIterator[Shadow]:
             log, partition = await stack.enter_async_context(recording.opened())
             kept = None if options.out is None else stack.enter_context(file_sink(options.out, settings.name))
             await require_policies(log, partition)
-            yield Shadow(log, partition, settings, Printing(kept, printed=options.json))
+            yield Shadow(log, partition, settings, Printing(kept, options.printed_to))
             return
         kafka = kafka_settings(recording.kafka, recording.namespace, recording.kafka_config)
         await count_topics(kafka)  # a cluster may be older than the topic `shadow`
         log, partition = await stack.enter_async_context(recording.opened())
         await require_policies(log, partition)
-        sink = Printing(TopicSink(log, partition, settings.name), printed=options.json)
+        sink = Printing(TopicSink(log, partition, settings.name), options.printed_to)
         position = await KafkaPosition.open(kafka, DECISIONS.name, partition, SHADOW_GROUP + settings.name)
         stack.push_async_callback(position.close)
         yield Shadow(log, partition, settings, sink, position.reached)

@@ -2,11 +2,10 @@
 
 import fcntl
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TextIO
 
 from forebay.events.codec import DecodeError, decode, encode
 from forebay.events.shadow import ShadowEvent
@@ -67,9 +66,9 @@ class FileSink:
 class Printing:
     """Prints what it keeps elsewhere, or nowhere."""
 
-    def __init__(self, kept: Sink | None, *, printed: bool) -> None:
+    def __init__(self, kept: Sink | None, to: TextIO | None) -> None:
         self._kept = kept
-        self._printed = printed
+        self._to = to
 
     async def last(self) -> ShadowEvent | None:
         """What is kept tells; what was only printed is forgotten. Raises LogError."""
@@ -79,9 +78,9 @@ class Printing:
         """Keep, then print. Raises LogError."""
         if self._kept is not None:
             await self._kept.write(events)
-        if self._printed:
-            sys.stdout.write(_lines(events).decode())
-            sys.stdout.flush()
+        if self._to is not None:
+            self._to.write(_lines(events).decode())
+            self._to.flush()
 
 
 @contextmanager

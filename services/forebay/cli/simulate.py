@@ -14,11 +14,12 @@ import msgspec
 import typer
 from rich.box import SIMPLE
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from forebay.cli.errors import fail
 from forebay.cli.policy_check import require_policy
+from forebay.cli.terminal import bar
 from forebay.events.control import RouterConfig
 from forebay.ingress.errors import Unusable
 from forebay.simulate.mooncake import Row, TraceUnusable, rows
@@ -95,9 +96,8 @@ def simulate(
 
 def _run_all(settings: Settings, routers: dict[str, RouterConfig], todo: list[Row]) -> dict[str, Figures]:
     """Every policy in a process of its own, as many at once as there are processors; progress goes to stderr."""
-    console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with bar(*columns) as progress:
         tasks = [progress.add_task(name, total=len(todo)) for name in routers]
         if len(routers) == 1:
             [(name, router)] = routers.items()

@@ -16,10 +16,11 @@ import typer
 import uvloop
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from forebay.cli.errors import fail
+from forebay.cli.terminal import bar
 from forebay.simulate.mooncake import Row, TraceUnusable, rows
 from forebay.simulate.outcome import percentiles
 
@@ -60,10 +61,9 @@ def trace(
         todo = list(rows(file, duration_s))
     except TraceUnusable as error:
         fail(str(error))
-    console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with (
-        Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress,
+        bar(*columns) as progress,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
         task = progress.add_task("answered", total=len(todo))

@@ -56,7 +56,7 @@ def add_admin(app: FastAPI, ingress: Ingress, explainer: Explainer) -> None:
         raw = await read_body(request, ingress.settings.body_bytes_max)
         return await answer_route(request, ingress, parse(kind_of(raw), raw))
 
-    @app.get("/v1/requests/{request_id}/explain", response_class=Response)
+    @app.get("/v1/requests/{request_id:path}/explain", response_class=Response)
     async def explain(request_id: str) -> Response:
         """Why a request went where it did, and what became of it. Its id is that of its answer, or `x-request-id`."""
         status = "error"

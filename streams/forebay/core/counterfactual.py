@@ -8,12 +8,14 @@ question is asked in history's state, too, and nothing drifts. What history's ru
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
+
 from forebay.core.eligibility import Ineligible
 from forebay.core.lifecycle import Request
 from forebay.core.roster import Seat
 from forebay.core.router import Choice, consider, find, find_again, must_wait
 from forebay.core.world import World
-from forebay.events.control import PoolConfigured
+from forebay.events.control import BusyThresholds, PoolConfigured
 
 # What these decide was booked by history's rule before: a choice in history's state cannot show all they change.
 BOOKED_FIELDS = (
@@ -81,7 +83,7 @@ def counterfactual(world: World, pool: PoolConfigured, request: Request, history
     """What would be chosen if `pool` were configured so; `world` is as it was when history chose."""
     again = request.attempt > 0
     try:
-        roster = find_again(world, pool, request) if again else find(world, pool, request)
+        roster = find_again(world, pool, request) if again else find(world, pool, request, _busy(world, pool))
         choice = consider(world, pool, request, roster)
     except Ineligible as ineligible:
         return Counterfactual(history, None, ineligible, would_hold=False)
@@ -93,7 +95,22 @@ def seat_of(choice: Choice) -> Seat:
     return choice.table.roster.seats[choice.at]
 
 
+def thresholds_under(alternative: BusyThresholds, recorded: BusyThresholds, by_hand: BusyThresholds) -> BusyThresholds:
+    """What thresholds set by hand are where the alternative, and no longer `recorded`, is what is configured.
+
+    What the alternative changes is not undone by them.
+    """
+    names = BusyThresholds.__struct_fields__
+    changed = {name: value for name in names if (value := getattr(alternative, name)) != getattr(recorded, name)}
+    return msgspec.structs.replace(by_hand, **changed)
+
+
 def booked_by_history(pool: PoolConfigured, alternative: PoolConfigured) -> list[str]:
     """The changed fields whose bookings are history's own: what they change shows in a choice only in part."""
     ours, others = pool.router, alternative.router
     return [name for name in BOOKED_FIELDS if getattr(ours, name) != getattr(others, name)]
+
+
+def _busy(world: World, pool: PoolConfigured) -> BusyThresholds | None:
+    by_hand = world.busy.get(pool.pool)
+    return by_hand and thresholds_under(pool.router.busy, world.pools[pool.pool].router.busy, by_hand)

@@ -26,7 +26,7 @@ from forebay.events.decisions import (
     SnapshotTaken,
 )
 
-CLOCK_US_MAX = 1 << 62  # what is due later than that still fits in 64 bits
+CLOCK_US_MAX = 1 << 57  # the year 6536: what is due later is still a date, and fits in 64 bits
 SEALS_MAX = 1_024  # remembered: those of a minute or more, in which an owner writes a snapshot of any size
 
 RecordedEvents = Mapping[str, Sequence[InputEvent | None]]
@@ -65,6 +65,8 @@ class Rederivation:
         if self._seals_from is None:
             self._seals_from = offset
         if isinstance(record, OwnerClaimed):
+            if record.consumed:
+                return Divergence(offset, "a claim applies nothing", record, None)
             claim(self.world, offset)
             self.pending = deque(msgspec.structs.replace(decided, owner_epoch=offset) for decided in self.pending)
             return None

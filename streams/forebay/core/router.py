@@ -19,7 +19,7 @@ from forebay.core.prefix_index import NO_OVERLAP, Overlap
 from forebay.core.roster import Roster, of_session
 from forebay.core.world import World
 from forebay.events import decisions
-from forebay.events.control import PoolConfigured, RouterConfig
+from forebay.events.control import BusyThresholds, PoolConfigured, RouterConfig
 from forebay.events.requests import RouterOverride
 
 NO_BLOCKS: Sequence[int] = ()
@@ -49,14 +49,14 @@ class Choice:
         return self.table.candidate(best + (best >= self.at))
 
 
-def find(world: World, pool: PoolConfigured, request: Request) -> Roster:
-    """Who may take a new request. Raises Ineligible."""
+def find(world: World, pool: PoolConfigured, request: Request, busy: BusyThresholds | None = None) -> Roster:
+    """Who may take a new request; `busy` stands for the thresholds in force. Raises Ineligible."""
     hints = request.hints
     roster = eligible(world.roster(pool.pool), world.fleet, pool, hints, request.lora_name)
     sticky = hints.session_id and pool.router.session_ttl_s
     bound = world.sessions.find(pool.pool, hints.session_id) if sticky else None
     mine = None if bound is None or hints.worker_id else of_session(roster, bound)
-    thresholds = world.busy.get(pool.pool, pool.router.busy)
+    thresholds = busy or world.busy.get(pool.pool, pool.router.busy)
     if mine is None:
         return not_busy(roster, thresholds, pool.pool)
     if pool.router.session_mode == "hard":

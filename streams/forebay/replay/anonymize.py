@@ -34,6 +34,7 @@ from forebay.transport.base import Log, LogError, Record
 from forebay.transport.recorded import PAGE_RECORDS, MissingChunk, decode_or_none, journal_records, load_snapshot
 from forebay.transport.recording import Contents
 from forebay.transport.recording_writer import RecordingWriter, part_of
+from forebay.transport.sqlite_schema import LogUnusable
 
 PROGRESS_EVERY = 1_000  # journal records between two reports of progress
 
@@ -154,14 +155,11 @@ async def record_anonymized(
         LogError: the log is damaged or misses a part, or the disk is full.
     """
     assert contents.anonymized, "the recording must say what it is"
-    begun = RecordingWriter.resume(out, contents.asked)
-    if begun is not None:
-        begun.close()
-        part_of(out).unlink()
     steps = _Steps(progress)
     source = SliceLog(log, contents.extents)
     partitions = [group.partition for group in contents.groups]
     anonymous = await AnonymousLog.open(source, partitions, steps.of("deriving decisions"), key)
+    _discard_begun(out, contents)
     writer = RecordingWriter.create(out, contents)
     try:
         await copy(anonymous, writer, steps.of("writing records"))
@@ -176,6 +174,20 @@ async def record_anonymized(
         writer.close()
         part_of(out).unlink(missing_ok=True)
         raise
+
+
+def _discard_begun(out: Path, contents: Contents) -> None:
+    begun = RecordingWriter.resume(out, contents.asked)
+    if begun is None:
+        return
+    try:
+        if begun.complete:
+            raise LogUnusable(
+                f"{part_of(out)}: lacks but its name: wait for the process that is at it, or if there is none remove it"
+            )
+        part_of(out).unlink(missing_ok=True)
+    finally:
+        begun.close()
 
 
 class _Steps(NamedTuple):

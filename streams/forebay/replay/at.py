@@ -57,7 +57,8 @@ class Position:
         self.end = end
         self._log = log
         self._partition = partition
-        self._steps = aiter(Walk(log, partition, start, end))
+        self._walk = Walk(log, partition, start, end)
+        self._steps = aiter(self._walk)
         self._lost: deque[LossFacts] = deque(maxlen=LOST_MAX)
         self._lost_before: list[LossFacts] | None = None
         self._fleet_start = start.world.view.get(FLEET.name, 0)
@@ -95,6 +96,7 @@ class Position:
             start=self.start,
             lost=[*self._lost_before, *self._lost][-LOST_MAX:],
             timeouts_us=await self._read_timeouts(),
+            unverified=self._walk.unverified,
         )
 
     def _note_loss(self, event: WorkerLost, worker: Worker) -> None:

@@ -81,10 +81,8 @@ def left_out(
     """Every rank of the pool that is not among the candidates, and why, in order."""
     around = _Around(world, pool, request.blocks)
     ready = {seat.key: seat for seat in world.roster(pool.pool).seats}
-    # One that was accepted before is sent on, whoever is busy and wherever its session is.
-    again = request.attempt > 0
-    session = None if again else limiting_session(world, pool, request, candidates)
-    busy = BusyThresholds() if again else world.busy.get(pool.pool, pool.router.busy)
+    session = limiting_session(world, pool, request, candidates)
+    busy = world.busy.get(pool.pool, pool.router.busy)
     hard = pool.router.session_mode == "hard"
     found = []
     for worker in world.fleet.workers():

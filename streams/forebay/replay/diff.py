@@ -35,7 +35,7 @@ from forebay.replay.diff_tally import PairTally, Series, WorldTally, blocks_of, 
 from forebay.replay.divergence import Trail
 from forebay.replay.handover import Handover
 from forebay.replay.other_world import Landed, OtherWorld
-from forebay.replay.verify import FOREIGN_RECORDS, PROGRESS_EVERY, UNKNOWN_EVENTS, OnProgress
+from forebay.replay.verify import PROGRESS_EVERY, OnProgress
 from forebay.replay.walk import Walk, walk_all
 from forebay.transport.base import Log
 
@@ -93,9 +93,7 @@ async def diff(
         verified += isinstance(step.record, Decided)
         if progress is not None and report.records % PROGRESS_EVERY == 0:
             progress(step.offset + 1, walk.end, verified)
-    unknown = sum(reader.unknown for reader in walk.order.readers.values())
-    counts = {FOREIGN_RECORDS: walk.validity.foreign, UNKNOWN_EVENTS: unknown}
-    report.unverified = {name: count for name, count in counts.items() if count}
+    report.unverified = walk.unverified
     return comparison.finish()
 
 

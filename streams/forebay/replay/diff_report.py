@@ -200,8 +200,8 @@ class Progress(msgspec.Struct, kw_only=True):
     """What became of the workers' progress events that history took, in the alternative world.
 
     Attributes:
-        in_place: the request was on the same rank there.
-        moved: it was on another rank, and the event was taken as said by that one.
+        in_place: the request was on the same worker there.
+        moved: it was on another worker, and the event was taken as said by that one.
         late: the request was sent later there, and the event came as much later.
         void: it did not fit any more: the alternative had to begin the request again.
         gone: the alternative had refused the request, given it up, or ended it.

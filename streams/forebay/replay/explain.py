@@ -23,7 +23,6 @@ from forebay.replay.explanation import Explanation, Moment
 from forebay.replay.find import Found, OnProgress, UnknownRequest, find, submitted_lately
 from forebay.replay.life import Life
 from forebay.replay.life_parts import Asked, as_submission
-from forebay.replay.verify import FOREIGN_RECORDS, UNKNOWN_EVENTS
 from forebay.replay.walk import Start, Walk, before, oldest
 from forebay.transport.base import Log, Record
 from forebay.transport.recorded import PAGE_RECORDS, decode_or_none
@@ -83,7 +82,7 @@ async def explain(
         earlier_uses=found.earlier,
         derived_from=start.offset,
         derived_to=done,
-        unverified=_unverified(walk),
+        unverified=walk.unverified,
         divergence=divergence,
     )
 
@@ -98,13 +97,6 @@ def _look_on(world: World, also: OnChoice) -> None:
         also(pool, request, choice)
 
     world.on_choice = both
-
-
-def _unverified(walk: Walk) -> dict[str, int]:
-    """What the walk passed over, by name."""
-    unknown = sum(reader.unknown for reader in walk.order.readers.values())
-    found = {FOREIGN_RECORDS: walk.validity.foreign, UNKNOWN_EVENTS: unknown}
-    return {name: count for name, count in found.items() if count}
 
 
 async def _start(log: Log, partition: int, request_id: str, found: Found) -> Start:

@@ -166,6 +166,7 @@ class Moment(Fact, frozen=True, kw_only=True):
     queues: list[ClassFacts]
     requests: list[RequestFacts]
     sessions: int
+    unverified: dict[str, int]
 
 
 def pools_of(world: World) -> list[PoolFacts]:
@@ -311,6 +312,7 @@ def moment_of(
     start: int,
     lost: list[LossFacts],
     timeouts_us: dict[int, int],
+    unverified: dict[str, int],
 ) -> Moment:
     """All that a world holds, beside what only the log knows."""
     return Moment(
@@ -329,4 +331,5 @@ def moment_of(
         queues=queues_of(world),
         requests=requests_of(world, timeouts_us),
         sessions=len(world.sessions),
+        unverified=unverified,
     )

@@ -13,7 +13,7 @@ from heapq import heappop, heappush
 
 import msgspec
 
-from forebay.core.counterfactual import Alternative
+from forebay.core.counterfactual import Alternative, thresholds_under
 from forebay.core.dispatch import drain, reroute
 from forebay.core.lifecycle import Request
 from forebay.core.prefix_index import NO_OVERLAP
@@ -184,11 +184,8 @@ class OtherWorld:
         return msgspec.structs.replace(event, thresholds=self._thresholds(pools[0], event.thresholds))
 
     def _thresholds(self, recorded: PoolConfigured, by_hand: BusyThresholds) -> BusyThresholds:
-        """What an operator's thresholds are here: an alternative that has its own is not undone by them."""
-        if self._alter(recorded).router.busy == recorded.router.busy:
-            return by_hand
-        router = msgspec.structs.replace(recorded.router, busy=by_hand)
-        return self._alter(msgspec.structs.replace(recorded, router=router)).router.busy
+        """What an operator's thresholds are here."""
+        return thresholds_under(self._alter(recorded).router.busy, recorded.router.busy, by_hand)
 
 
 class Landed:

@@ -20,13 +20,17 @@ from forebay.transport.recorded import (
     PAGE_RECORDS,
     Validity,
     chunks_end,
+    decode_journal,
     journal,
+    journal_records,
     newest_snapshot,
     snapshots_taken,
     state_of,
 )
 from forebay.transport.recording import Contents, Extent, RecordedGroup, utc
 from forebay.transport.recording_writer import RecordingWriter
+
+AT_US_END = 253_402_300_800_000_000  # the year 10000, which no time of Python's reaches
 
 Rewrite = Callable[[Record], Record]
 OnProgress = Callable[[int, int], None]
@@ -176,11 +180,19 @@ async def offset_at(log: Log, partition: int, at_us: int, *, before: bool = Fals
 
 
 async def newest_us(log: Log, partition: int) -> int | None:
-    """When the newest journal record was appended; None for an empty journal. Raises LogError."""
-    end = await log.end(DECISIONS.name, partition)
-    if end == await log.begin(DECISIONS.name, partition):
-        return None
-    return await _at_us(log, partition, end - 1)
+    """When the newest decision was appended; None for a journal without any. Raises LogError."""
+    begin, end = await log.begin(DECISIONS.name, partition), await log.end(DECISIONS.name, partition)
+    while end > begin:
+        start = max(begin, end - PAGE_RECORDS)
+        times = [one.at_us async for one in journal_records(log, partition, start, end) if _is_decision(one)]
+        if times:
+            return times[-1]
+        end = start
+    return None
+
+
+def _is_decision(record: Record) -> bool:
+    return isinstance(decode_journal(record), Decided)
 
 
 _BEGINNING = _Start(0, {}, -1, CORE_VERSION)
@@ -188,6 +200,8 @@ _BEGINNING = _Start(0, {}, -1, CORE_VERSION)
 
 async def _at_us(log: Log, partition: int, offset: int) -> int:
     (record,) = await log.read(DECISIONS.name, partition, offset, 1)
+    if not 0 <= record.at_us < AT_US_END:
+        raise LogError(f"journal record {offset} was appended {record.at_us} us after 1970, which is no time")
     return record.at_us
 
 

@@ -12,19 +12,19 @@ from xxhash import xxh3_64
 from forebay.core.rederive import Divergence
 from forebay.core.step import Decided
 from forebay.events.base import hex_digest
-from forebay.events.codec import encode
 from forebay.events.decisions import OwnerClaimed, SnapshotTaken
-from forebay.events.topics import DECISIONS, INPUTS
+from forebay.events.topics import INPUTS
 from forebay.replay.divergence import Told, Trail
-from forebay.replay.walk import Walk, walk_all
+from forebay.replay.walk import FOREIGN_RECORDS, UNKNOWN_EVENTS, UNREAD_FIELDS, Walk, walk_all
 from forebay.transport.base import Log
 from forebay.transport.recorded import MissingChunk, OtherState, check_snapshot
 
 PROGRESS_EVERY = 1_000  # journal records between two reports of progress
 
-FOREIGN_RECORDS, UNKNOWN_EVENTS, MISSING_SNAPSHOTS = "foreign-records", "unknown-events", "missing-snapshots"
+MISSING_SNAPSHOTS = "missing-snapshots"
 UNVERIFIED = {
     FOREIGN_RECORDS: "records in the journal that no owner wrote",
+    UNREAD_FIELDS: "records in the journal that say more than this version reads, or not as it writes it",
     UNKNOWN_EVENTS: "events of kinds that this version does not know",
     MISSING_SNAPSHOTS: "snapshots that the journal names and whose chunks are not there",
 }
@@ -109,7 +109,7 @@ async def verify(
         report.claims += isinstance(record, OwnerClaimed)
         report.verified += is_decision
         report.records += 1
-        hasher.update(encode(DECISIONS, record))
+        hasher.update(walk.encoded)
         if progress is not None and report.records % PROGRESS_EVERY == 0:
             progress(step.offset + 1, walk.end, report.verified)
     report.digest = hex_digest(hasher.intdigest())
@@ -124,7 +124,7 @@ async def _check_snapshot(
     try:
         await check_snapshot(log, partition, taken)
     except MissingChunk:
-        _count(report, MISSING_SNAPSHOTS, 1)
+        report.unverified[MISSING_SNAPSHOTS] = report.unverified.get(MISSING_SNAPSHOTS, 0) + 1
         return None
     except OtherState as error:
         return Divergence(offset, str(error), taken, None)
@@ -135,21 +135,15 @@ async def _check_snapshot(
 async def _account(log: Log, partition: int, walk: Walk, report: Report) -> None:
     """Add what the walk did not verify, and where it ended."""
     report.void = walk.validity.void
-    _count(report, FOREIGN_RECORDS, walk.validity.foreign)
+    report.unverified |= walk.unverified
     for topic in INPUTS:
         report.unapplied += await log.end(topic.name, partition) - walk.order.offset(topic.name)
         reader = walk.order.readers.get(topic.name)
         if reader is None:
             continue
         report.malformed += reader.malformed
-        _count(report, UNKNOWN_EVENTS, reader.unknown)
         if reader.first_unknown is not None and not report.unknown_event:
             offset, tag = reader.first_unknown
             report.unknown_event = f"{topic.name}/{partition} offset {offset}: {tag}"
     report.pending = walk.pending
     report.state = hex_digest(walk.world.digest())
-
-
-def _count(report: Report, name: str, count: int) -> None:
-    if count:
-        report.unverified[name] = report.unverified.get(name, 0) + count

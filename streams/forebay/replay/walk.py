@@ -12,6 +12,7 @@ from typing import NamedTuple
 from forebay.core.rederive import Divergence, RecordedEvents, Rederivation
 from forebay.core.step import CLOCK, Decided
 from forebay.core.world import World
+from forebay.events.codec import encode
 from forebay.events.decisions import JournalRecord, OwnerClaimed, SnapshotTaken
 from forebay.events.topics import DECISIONS, INPUTS, SNAPSHOTS
 from forebay.transport.base import Log, LogError
@@ -24,6 +25,9 @@ from forebay.transport.recorded import (
     newest_snapshot,
     require_readable,
 )
+
+# What a walk may pass over, by name.
+FOREIGN_RECORDS, UNREAD_FIELDS, UNKNOWN_EVENTS = "foreign-records", "unread-fields", "unknown-events"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +57,8 @@ class Walk:
         end: where the walk ends, for progress.
         validity: counts void and foreign records.
         order: where the walk is in the input topics, and what did not decode there.
+        encoded: the record of the last step as this version writes it.
+        unread: how many of the valid records say more than that, or say it otherwise.
     """
 
     def __init__(self, log: Log, partition: int, start: Start, end: int) -> None:
@@ -61,6 +67,8 @@ class Walk:
         self.end = end
         self.validity = Validity(start.world.owner_epoch)
         self.order = RecordedOrder(log, partition, start.world.view)
+        self.encoded = b""
+        self.unread = 0
         self._log = log
         self._partition = partition
         self.followed = Rederivation(start.world)
@@ -74,6 +82,13 @@ class Walk:
     def pending(self) -> int:
         """How many those are."""
         return len(self.followed.pending)
+
+    @property
+    def unverified(self) -> dict[str, int]:
+        """What it passed over so far, counted by name: it had no effect, or one that nobody knows."""
+        unknown = sum(reader.unknown for reader in self.order.readers.values())
+        found = {FOREIGN_RECORDS: self.validity.foreign, UNREAD_FIELDS: self.unread, UNKNOWN_EVENTS: unknown}
+        return {name: count for name, count in found.items() if count}
 
     def consumed_from(self, record: JournalRecord) -> dict[str, int]:
         """Where the events stand that the record of the last step consumed: the first offset of each topic."""
@@ -99,6 +114,8 @@ class Walk:
             if not self.validity.admits(record, offset):
                 continue
             self.validity.require_own_rules(record, offset)
+            self.encoded = encode(DECISIONS, record)
+            self.unread += self.encoded != stored.value
             try:
                 events = await self.order.events_of(record.consumed)
             except LogError:

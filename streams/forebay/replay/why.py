@@ -83,7 +83,7 @@ def _only(world: World, pool: PoolConfigured, request: Request, choice: Choice) 
     table, hints = choice.table, request.hints
     if hints.worker_id:
         return "pinned", "the request names it"
-    session = None if request.attempt else limiting_session(world, pool, request, table.roster.positions)
+    session = limiting_session(world, pool, request, table.roster.positions)
     if session is not None:
         return "session", f"its session {hints.session_id} is there ({pool.router.session_mode})"
     return "only_candidate", "the only one that could take it"
@@ -114,12 +114,18 @@ def _differences(config: RouterConfig, table: CostTable, at: int, other: int) ->
         for part in parts:
             if difference := theirs[part] - mine[part]:
                 yield f"{number(abs(difference))} {'less' if difference > 0 else 'more'} {part}"
-    device = [table.overlap(one).device for one in (at, other)]
-    if device[0] != device[1]:
-        names = [name_of(table, one) for one in (at, other)]
-        yield f"{device[0]} blocks of the prompt are cached on {names[0]}, {device[1]} on {names[1]}"
+    if table.overlap(at) != table.overlap(other):
+        yield f"{_cached(table, at, 'blocks of the prompt are cached ')}, {_cached(table, other)}"
     if table.taint_factors is not None and table.taint_factors[at] != table.taint_factors[other]:
         yield f"multiplied by {table.taint_factors[at]:.3f} for its taints, against {table.taint_factors[other]:.3f}"
+
+
+def _cached(table: CostTable, at: int, what: str = "") -> str:
+    """Blocks of the prompt on a candidate; those behind them in its host memory and on its disk are worth less."""
+    overlap = table.overlap(at)
+    lower = ((overlap.host, "in its host memory"), (overlap.disk, "on its disk"))
+    more = "".join(f" and {count} {where}" for count, where in lower if count)
+    return f"{overlap.device} {what}on {name_of(table, at)}{more}"
 
 
 def _parts(config: RouterConfig, table: CostTable, at: int) -> dict[str, float]:

@@ -17,7 +17,7 @@ from forebay.core.step import CLOCK, InputEvent
 from forebay.core.world import CORE_VERSION, World, digest_of_snapshot, restore
 from forebay.events.base import hex_digest
 from forebay.events.codec import DecodeError, decode, unknown_tag
-from forebay.events.decisions import JournalRecord, OwnerClaimed, Run, SnapshotTaken
+from forebay.events.decisions import Advanced, JournalRecord, OwnerClaimed, Run, SnapshotTaken
 from forebay.events.snapshots import Chunk, SnapshotChunk, WorldState
 from forebay.events.topics import DECISIONS, INPUTS, SNAPSHOTS, Topic
 from forebay.transport.base import Log, LogError, Record
@@ -238,7 +238,7 @@ class Validity:
         elif decision.owner_epoch < self.epoch:
             self.void += 1
             return False
-        elif decision.owner_epoch > self.epoch:
+        elif decision.owner_epoch > self.epoch or self.epoch < 0:
             raise LogError(
                 f"journal record {offset} is of the owner epoch {decision.owner_epoch}, whose claim is missing"
             )
@@ -361,6 +361,7 @@ async def load_snapshot(log: Log, partition: int, taken: SnapshotTaken) -> World
         LogError: it cannot be read.
     """
     parts = await _parts(log, partition, taken)
+    await _require_of_seal(log, partition, taken, parts)
     with _of_state(taken):
         world = restore(parts)
     _require_sealed(taken, world.digest())
@@ -370,6 +371,7 @@ async def load_snapshot(log: Log, partition: int, taken: SnapshotTaken) -> World
 async def check_snapshot(log: Log, partition: int, taken: SnapshotTaken) -> None:
     """As `load_snapshot`, where nobody wants the world: much quicker."""
     parts = await _parts(log, partition, taken)
+    await _require_of_seal(log, partition, taken, parts)
     with _of_state(taken):
         digest = digest_of_snapshot(parts)
     _require_sealed(taken, digest)
@@ -393,6 +395,32 @@ def _of_state(taken: SnapshotTaken) -> Iterator[None]:
     except Exception as error:
         text = f"the snapshot at offset {taken.first_offset} holds no state: {type(error).__name__}: {error}"
         raise OtherState(text) from error
+
+
+async def _require_of_seal(log: Log, partition: int, taken: SnapshotTaken, parts: list[Chunk]) -> None:
+    """The snapshot is of the state that its owner sealed right before `journal_offset`.
+
+    Raises OtherState when it is not, as far as the seal is still there to say so.
+    """
+    snapshot = f"the snapshot at offset {taken.first_offset}"
+    states = [part for part in parts if isinstance(part, WorldState)]
+    if [state.owner_epoch for state in states] != [taken.owner_epoch]:
+        raise OtherState(f"{snapshot} is not of the state of one owner, that of epoch {taken.owner_epoch}")
+    begin = await log.begin(DECISIONS.name, partition)
+    if taken.journal_offset == begin > 0:
+        return  # a recording that begins there: the seal is what stood before
+    records = (
+        await log.read(DECISIONS.name, partition, taken.journal_offset - 1, 1) if taken.journal_offset > begin else []
+    )
+    sealed = decode_journal(records[0]) if records else None
+    if not isinstance(sealed, Advanced) or (sealed.owner_epoch, sealed.digest, sealed.seq + 1) != (
+        taken.owner_epoch,
+        taken.digest,
+        states[0].seq,
+    ):
+        raise OtherState(
+            f"{snapshot} is of no state that was sealed right before journal offset {taken.journal_offset}"
+        )
 
 
 def _require_sealed(taken: SnapshotTaken, digest: int) -> None:

@@ -26,11 +26,13 @@ class RecordingWriter:
 
     Attributes:
         contents: what it will hold.
+        complete: all of it is written and checked; somebody may be sealing it, without a lock.
         log: what was written so far, to be read; its partitions end where writing stands.
     """
 
-    def __init__(self, db: sqlite3.Connection, out: Path, contents: Contents) -> None:
+    def __init__(self, db: sqlite3.Connection, out: Path, contents: Contents, *, complete: bool = False) -> None:
         self.contents = contents
+        self.complete = complete
         self.log = SqliteLog(db, part_of(out), None, contents.namespace, contents)
         self._db = db
         self._out = out
@@ -68,14 +70,15 @@ class RecordingWriter:
         with _explained(part):
             db = _locked(part)
             try:
+                require_free(out)  # whoever held the lock may have finished meanwhile
                 if not schema.check_format(db, part):  # it ended before its first transaction
                     db.close()
                     return None
                 if not recording.is_recording(db):
                     raise LogUnusable(f"{part}: is a log, no recording on its way; remove it or choose another path")
-                contents, _, _ = recording.read_tables(db, part)
+                contents, complete, _ = recording.read_tables(db, part)
                 _require_same(part, contents.asked, asked)
-                return cls(db, out, contents)
+                return cls(db, out, contents, complete=complete)
             except BaseException:
                 db.close()
                 raise
@@ -127,14 +130,8 @@ class RecordingWriter:
             self.contents = msgspec.structs.replace(
                 self.contents, content=recording.content_digest(self.contents, checksums)
             )
-            self._db.execute("BEGIN")
-            self._db.executemany(
-                'UPDATE forebay_extents SET checksum = ? WHERE topic = ? AND "partition" = ?',
-                [(checksum, extent.topic, extent.partition) for extent, checksum in checksums.items()],
-            )
-            told = {"content": self.contents.content, "complete": "yes"}
-            self._db.executemany("UPDATE forebay_meta SET value = ? WHERE key = ?", [(v, k) for k, v in told.items()])
-            self._db.execute("COMMIT")
+            if not self.complete:
+                self._say_complete(checksums)
             self.close()
             recording.seal(part)
             _sync(part)
@@ -143,6 +140,16 @@ class RecordingWriter:
             with suppress(OSError):  # some file systems sync no folders
                 _sync(self._out.parent)
         return self.contents
+
+    def _say_complete(self, checksums: Mapping[Extent, int]) -> None:
+        self._db.execute("BEGIN")
+        self._db.executemany(
+            'UPDATE forebay_extents SET checksum = ? WHERE topic = ? AND "partition" = ?',
+            [(checksum, extent.topic, extent.partition) for extent, checksum in checksums.items()],
+        )
+        told = {"content": self.contents.content, "complete": "yes"}
+        self._db.executemany("UPDATE forebay_meta SET value = ? WHERE key = ?", [(v, k) for k, v in told.items()])
+        self._db.execute("COMMIT")
 
     def close(self) -> None:
         """Let others at the file; closing twice is fine."""
@@ -156,9 +163,10 @@ def part_of(out: Path) -> Path:
 
 def require_free(out: Path) -> None:
     """Refuse a path where a recording cannot be made (LogUnusable): nothing is ever overwritten."""
-    if out.exists() and not out.is_dir():
+    for path in (out, part_of(out)):
+        schema.check_place(path, readonly=False)
+    if os.path.lexists(out):
         raise LogUnusable(f"{out}: exists already; remove it or choose another path")
-    schema.check_place(out, readonly=False)
 
 
 def _row(record: Record) -> schema.Row:

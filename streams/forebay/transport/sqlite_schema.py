@@ -7,6 +7,7 @@ import fcntl
 import os
 import re
 import sqlite3
+import stat
 import struct
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -211,17 +212,26 @@ class WriterLock:
 
 def check_place(path: Path, *, readonly: bool) -> None:
     """Refuse a path where no log can be, before SQLite sees it (LogUnusable)."""
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        mode = 0
+    except (OSError, ValueError) as error:  # a name that is too long, a circle of links, a folder that is closed
+        reason = getattr(error, "strerror", None) or error
+        raise LogUnusable(f"{path}: cannot be looked at ({reason}); choose another path") from error
     if not path.parent.is_dir():
         raise LogUnusable(f"{path}: there is no directory {path.parent}; create it or choose another path")
-    if path.is_dir():
+    if stat.S_ISDIR(mode):
         raise LogUnusable(f"{path}: is a directory; name a file in it")
-    if readonly and not path.exists():
+    if mode and not stat.S_ISREG(mode):  # to open a pipe would wait for whoever writes it
+        raise LogUnusable(f"{path}: is no plain file; choose another path")
+    if readonly and not mode:
         raise LogUnusable(f"{path}: there is no such log")
     if readonly and not os.access(path, os.R_OK):
         raise LogUnusable(f"{path}: no permission to read it")
     if not readonly and not os.access(path.parent, os.W_OK):
         raise LogUnusable(f"{path}: no permission to write in {path.parent}; choose another path")
-    if not readonly and path.exists() and not os.access(path, os.W_OK):
+    if not readonly and mode and not os.access(path, os.W_OK):
         raise LogUnusable(f"{path}: no permission to write it; choose another path")
 
 

@@ -1,0 +1,158 @@
+"""What the commands that tell of a log put on a terminal: whatever it holds, and whatever a policy prints."""
+
+import asyncio
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner, Result
+
+from forebay.cli.app import app
+from forebay.cli.terminal import WIDTH, in_markup, printable, results
+from forebay.events.decisions import RequestRouted
+from forebay.events.topics import DECISIONS
+from tests.core.worlds import PROMPTS, Driver, request
+from tests.replay.recorded import GARBAGE, log_of, write
+from tests.replay.recorder import Recorder
+
+HOSTILE = "[bold]\x1b[2J\u202er\r\n"
+NOISY = """
+print("import")
+class Noisy:
+    def decide(self, world, request):
+        print("decide")
+        return 0
+"""
+
+
+def forebay(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def write_log(made: Recorder, path: Path) -> Path:
+    async def run() -> None:
+        (await made.log(path)).close()
+
+    asyncio.run(run())
+    return path
+
+
+def routed(*names: str, **router: Any) -> Recorder:
+    made = Recorder()
+    made.fleet("a", "b", **router)
+    for number, name in enumerate(names):
+        made("requests", request(name, PROMPTS[number]))
+    return made
+
+
+def diverging(path: Path) -> int:
+    """A log whose second decision is another than its events lead to; where that is."""
+    made = routed("r0", "r1", "r2")
+    at = [number for number, record in enumerate(made.journal) if isinstance(record, RequestRouted)][1]
+    was = made.journal[at]
+    assert isinstance(was, RequestRouted)
+    made.journal[at] = msgspec.structs.replace(was, worker_id="b" if was.worker_id == "a" else "a")
+    write_log(made, path)
+    return at
+
+
+def test_nothing_that_a_terminal_would_obey() -> None:
+    assert printable(HOSTILE) == "[bold]\\x1b[2J\\u202er\\r\\n"
+    assert printable("größer 模型") == "größer 模型"
+    console = Console(file=io.StringIO(), width=80)
+    with console.capture() as shown:
+        console.print(in_markup(HOSTILE))
+    assert shown.get() == printable(HOSTILE) + "\n"
+
+
+def test_a_wide_table_is_not_cut_to_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert results().width == WIDTH
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "60")
+    assert (results().width, results(wide=True).width) == (60, WIDTH)
+
+
+def test_ids_are_shown_and_never_obeyed(tmp_path: Path) -> None:
+    path = write_log(routed("r0", "r1", HOSTILE), tmp_path / "log.db")
+    for command in (
+        ("explain", path, HOSTILE),
+        ("explain", path, HOSTILE[:8]),
+        ("explain", path, HOSTILE + "?"),
+        ("at", path),
+        ("at", path, "--watch"),
+        ("diff", path, "--set", "router.busy.active_prefill_tokens_threshold=1"),
+    ):
+        run = forebay("replay", *command)
+        said = run.stdout + run.stderr
+        assert "[bold]\\x1b[2J" in said, command
+        assert not {"\x1b", "\u202e", "\r"} & set(said), command
+
+
+def test_a_divergence_shows_ids_and_never_obeys_them(tmp_path: Path) -> None:
+    made = routed(HOSTILE)
+    was = made.journal[-1]
+    assert isinstance(was, RequestRouted)
+    made.journal[-1] = msgspec.structs.replace(was, worker_id="\x7f\x9b[red]")
+    run = forebay("replay", "verify", write_log(made, tmp_path / "log.db"))
+    assert run.exit_code == 1
+    assert "worker_id: recorded \\x7f\\x9b[red], derived" in run.stdout
+    assert not {"\x1b", "\u202e", "\x7f", "\x9b"} & set(run.stdout)
+
+
+def test_at_ends_like_the_others_where_the_journal_diverges(tmp_path: Path) -> None:
+    path = tmp_path / "log.db"
+    at = diverging(path)
+    for options in (("--offset", at), (), ("--json",), ("--watch",)):
+        run = forebay("replay", "at", path, *options)
+        assert run.exit_code == 1, run.output
+        assert f"log.db: journal record {at} is not what the events lead to (differs in worker_id)" in run.stderr
+        assert ("owner.claimed" in run.stdout) == ("--watch" in options)
+    assert forebay("replay", "at", path, "--offset", at - 1).exit_code == 0
+
+
+def test_at_says_what_it_passed_over(tmp_path: Path) -> None:
+    drive = Driver().fleet("a", "b")
+    drive("requests", request("r1", PROMPTS[0]))
+    drive("kv-events", None)
+    drive("requests", request("r2", PROMPTS[1]))
+    log = log_of(drive, undecodable=msgspec.msgpack.encode({"type": "kv.blocks_moved"}))
+    newer, foreign = tmp_path / "newer.db", tmp_path / "foreign.db"
+    asyncio.run(write(log, newer))
+    run = forebay("replay", "at", newer, "--json")
+    assert run.exit_code == 2
+    assert json.loads(run.stdout)["unverified"] == {"unknown-events": 1}
+    assert run.stderr == "forebay: not verified: 1 events of kinds that this version does not know\n"
+    assert forebay("replay", "at", newer, "--watch").exit_code == 2
+    assert forebay("replay", "at", newer, "--offset", "1").exit_code == 0  # nothing was passed over before that
+    log.topics["kv-events"] = [GARBAGE]
+    log.topics[DECISIONS.name].insert(2, b"{}")
+    asyncio.run(write(log, foreign))
+    run = forebay("replay", "at", foreign)
+    assert run.exit_code == 0, run.output  # owners passed over it, too
+    assert "not verified: 1 records in the journal that no owner wrote" in run.stderr
+
+
+def test_what_a_policy_prints_is_not_among_the_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "noisy.py").write_text(NOISY)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    path = write_log(routed("r0", "r1", mode="noisy.Noisy"), tmp_path / "log.db")
+    for command in (
+        ("verify", path),
+        ("explain", path, "r1"),
+        ("at", path),
+        ("diff", path, "--set", "attempts_max=7"),
+    ):
+        program = (Path(sys.executable).with_name("forebay"), "replay", *command, "--json")
+        run = subprocess.run(
+            program, capture_output=True, text=True, check=False, cwd=tmp_path, env={**os.environ, "NO_COLOR": "1"}
+        )
+        assert run.returncode == 0, run.stderr
+        assert "decide" in run.stderr
+        assert isinstance(json.loads(run.stdout), dict)

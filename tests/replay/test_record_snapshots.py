@@ -1,0 +1,27 @@
+"""Recordings of logs whose snapshots were not finished."""
+
+from pathlib import Path
+
+from forebay.replay.verify import verify
+from forebay.transport.sqlite_log import SqliteLog
+from tests.core.worlds import PROMPTS, request
+from tests.replay.owner_histories import WrittenDriver, on_a_log
+from tests.replay.slices import sliced
+
+
+async def test_chunks_of_a_snapshot_that_was_given_up_are_no_missing_head(tmp_path: Path) -> None:
+    drive = WrittenDriver().fleet("a")
+    drive("requests", request("one", PROMPTS[0]))
+    drive.seal()
+    drive.take_over()
+    drive("requests", request("two", PROMPTS[0]))
+    drive.seal()
+    drive.finish_snapshot()
+    log = await on_a_log(drive)
+    held = await sliced(log, tmp_path / "out")
+    log.close()
+    assert (held.groups[0].start, held.groups[0].decisions) == (0, 2)
+    copy = SqliteLog.open(tmp_path / "out", readonly=True)
+    report = await verify(copy)
+    copy.close()
+    assert (report.start, report.verified, report.snapshots, report.divergence) == (0, 2, 1, None)

@@ -1,0 +1,168 @@
+"""Files that were edited and sealed again, so that every decision still follows: what else they say must hold, too."""
+
+import asyncio
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from forebay.core.step import Decided
+from forebay.events.codec import decode, encode
+from forebay.events.decisions import Advanced, JournalRecord, OwnerClaimed, RequestRouted, Run, SnapshotTaken
+from forebay.events.groups import GroupPlaced
+from forebay.events.snapshots import SnapshotChunk, WorldState
+from forebay.events.topics import DECISIONS, FLEET, GROUPS, SNAPSHOTS
+from forebay.replay.record import Window
+from forebay.transport.base import Draft, LogError
+from forebay.transport.recording_writer import RecordingWriter
+from forebay.transport.sqlite_log import SqliteLog
+from tests.replay.mutations import find, replaced, rewritten
+from tests.replay.slices import contents, journal_of, opened, report_of, run
+from tests.replay.test_verify_divergence import verify as command
+
+replace = msgspec.structs.replace
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("recordings") / "original.db"
+    asyncio.run(run(path, lives=2, requests=40, snapshot_every=8))
+    return path
+
+
+@pytest.fixture
+def recording(original: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copy(original, tmp_path / "changed.db"))
+
+
+def lie(path: Path, offset: int, change: Callable[[JournalRecord], JournalRecord]) -> None:
+    replaced(path, DECISIONS, offset, lambda value: encode(DECISIONS, change(decode(DECISIONS, value))))
+
+
+def a_snapshot(path: Path) -> tuple[int, SnapshotTaken]:
+    """One that is not the first."""
+    offset, taken = find(path, DECISIONS, lambda event: isinstance(event, SnapshotTaken) and event.seq > 20)
+    assert taken.first_offset
+    return offset, taken
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda value: value[:-1] + b',"transfer_cost":3}',
+        lambda value: value.replace(b'{"type"', b'{"worker_id":"another","type"', 1),
+        lambda value: value.replace(b'{"type"', b'{"type":"request.routed","type"', 1),
+        lambda value: value.replace(b",", b", ", 1),
+    ],
+    ids=["a field of a newer version", "a field twice", "its kind twice", "a space"],
+)
+def test_a_decision_that_says_more_than_was_derived(recording: Path, change: Callable[[bytes], bytes]) -> None:
+    """Others may read of it what verification does not."""
+    offset, _ = find(recording, DECISIONS, lambda event: isinstance(event, RequestRouted) and event.seq > 20)
+    replaced(recording, DECISIONS, offset, change)
+    ran = command(recording, "--json")
+    assert (ran.returncode, json.loads(ran.stdout)["unverified"]) == (1, {"unread-fields": 1})
+    assert "accept that by --allow unread-fields" in ran.stderr
+    assert command(recording, "--allow", "unread-fields").returncode == 0
+
+
+def test_a_claim_that_consumes_events(recording: Path) -> None:
+    """Nobody would apply them."""
+    runs = (Run(topic=FLEET.name, count=1, now_us=0),)
+    lie(recording, 0, lambda claim: replace(claim, consumed=runs))
+    divergence = report_of(recording).divergence
+    assert divergence is not None
+    assert (divergence.offset, divergence.reason) == (0, "a claim applies nothing")
+
+
+def test_decisions_without_any_claim(recording: Path) -> None:
+    """Nothing says by which rules they were made."""
+
+    def unclaimed(values: list[bytes]) -> list[bytes]:
+        records = [decode(DECISIONS, value) for value in values[1:9]]
+        return [encode(DECISIONS, replace(one, owner_epoch=-1)) for one in records]
+
+    rewritten(recording, DECISIONS, unclaimed)
+    with pytest.raises(LogError, match="journal record 0 is of the owner epoch -1, whose claim is missing"):
+        report_of(recording)
+
+
+@pytest.mark.parametrize("journal_offset", [0, 1, 20, 1_000_000])
+def test_a_snapshot_of_another_place(recording: Path, journal_offset: int) -> None:
+    """Its state is as sealed, and whoever started from there would apply the wrong events next."""
+    offset, _ = a_snapshot(recording)
+    lie(recording, offset, lambda taken: replace(taken, journal_offset=journal_offset))
+    divergence = report_of(recording).divergence
+    assert divergence is not None
+    assert divergence.offset == offset
+
+
+def test_the_state_of_another_owner_or_number(recording: Path) -> None:
+    """The digest of a state knows neither."""
+    offset, taken = a_snapshot(recording)
+    for field, value in (("owner_epoch", 10**9), ("seq", 3)):
+        path = Path(shutil.copy(recording, recording.with_name(field)))
+        replaced(path, SNAPSHOTS, taken.first_offset, with_state(field, value))
+        divergence = report_of(path).divergence
+        assert divergence is not None, field
+        assert divergence.offset == offset
+
+
+def with_state(field: str, value: int) -> Callable[[bytes], bytes]:
+    def change(chunk: bytes) -> bytes:
+        told: SnapshotChunk = decode(SNAPSHOTS, chunk)
+        parts = [replace(one, **{field: value}) if isinstance(one, WorldState) else one for one in told.parts]
+        assert tuple(parts) != told.parts
+        return encode(SNAPSHOTS, replace(told, parts=tuple(parts)))
+
+    return change
+
+
+def test_a_slice_that_begins_in_the_time_of_an_owner_who_never_was(original: Path, tmp_path: Path) -> None:
+    """All that follows would be void, and nothing would be left to verify."""
+    journal = journal_of(original)
+    last_claim = max(one.offset for one in journal if isinstance(decode(DECISIONS, one.value), OwnerClaimed))
+    newest_us = max(one.at_us for one in journal if isinstance(decode(DECISIONS, one.value), Decided))
+    out = tmp_path / "out.rec"
+    with opened(original) as log:
+        held = asyncio.run(contents(log, Window(newest_us, None)))
+        assert held.groups[0].start > last_claim
+        writer = RecordingWriter.create(out, held)
+        for extent in held.extents:
+            records = log.records(extent.topic, extent.partition, extent.first, extent.count)
+            if extent.topic == SNAPSHOTS.name:
+                records = [
+                    replace(one, value=with_state("owner_epoch", 10**9)(one.value))
+                    if any(isinstance(part, WorldState) for part in decode(SNAPSHOTS, one.value).parts)
+                    else one
+                    for one in records
+                ]
+            writer.write(records)
+        writer.finish()
+    with pytest.raises(LogError, match="is not of the state of one owner, that of epoch"):
+        report_of(out)
+
+
+def test_a_journal_that_is_not_there(recording: Path) -> None:
+    rewritten(recording, DECISIONS, lambda _: [])
+    ran = command(recording)
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert "nothing to verify: the journal in control partition 0 of" in ran.stderr
+
+
+async def test_a_group_that_is_said_to_be_elsewhere(recording: Path) -> None:
+    log = SqliteLog.open(recording)
+    await log.append([Draft(GROUPS.name, 0, encode(GROUPS, GroupPlaced(group="m", partition=5)))])
+    log.close()
+    ran = command(recording)
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert "nothing to verify: the journal in control partition 5 of" in ran.stderr
+
+
+def test_what_was_recorded_holds(original: Path) -> None:
+    report = report_of(original)
+    assert (report.divergence, report.unverified, report.verified) == (None, {}, report.decisions)
+    assert any(isinstance(decode(DECISIONS, one.value), Advanced) for one in journal_of(original))
