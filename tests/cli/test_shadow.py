@@ -147,6 +147,7 @@ def recorded(original: Path, tmp_path: Path) -> Path:
 STARTED = ShadowStarted(shadow="try", alternative="", alternative_digest="0" * 16, from_offset=0)
 REFUSED = [
     (("run.db",), "say what is to be different"),
+    (("slice.rec", "--policy", "random"), "slice.rec is a recording, and does not go on"),
     (("--policy", "random"), "give a log file or --kafka"),
     (("nowhere.db", "--policy", "random"), "there is no such log"),
     (("run.db", "--set", "router.heat=1"), "unknown field router.heat"),
@@ -169,6 +170,8 @@ def test_what_it_cannot_do_it_says(
 ) -> None:
     monkeypatch.chdir(recorded.parent)
     Path("try.jsonl").write_bytes(msgspec.json.encode(STARTED) + b"\n")
+    if "slice.rec" in arguments:
+        assert forebay("record", "run.db", "slice.rec").returncode == 0
     before = {path: path.read_bytes() for path in recorded.parent.glob("*.*") if path.suffix in (".db", ".jsonl")}
     run = forebay("shadow", *arguments)
     assert run.returncode == 2

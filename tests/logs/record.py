@@ -48,6 +48,8 @@ async def _begin_us(log: SqliteLog) -> int:
 
 def main(names: list[str]) -> None:
     """Write these recordings, or all, and remove what no scenario makes."""
+    if unknown := [name for name in names if name not in SCENARIOS]:
+        sys.exit(f"there is no scenario {unknown[0]}; there are {', '.join(sorted(SCENARIOS))}")
     for name in names or SCENARIOS:
         out = FOLDER / f"{name}{SUFFIX}"
         out.unlink(missing_ok=True)

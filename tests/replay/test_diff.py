@@ -197,7 +197,24 @@ def test_what_is_held_longer_is_heard_of_later_by_as_much() -> None:
     assert [(one.below_ms, one.requests) for one in report.other.waits] == [(2, 1)]
     assert report.progress.late == 1
     assert report.progress.to_come == 1
+    assert (report.overlap.later, report.overlap.later_won) == (1, 0)
     require_conservation(report)
+
+
+def test_what_a_request_finds_of_itself_by_coming_later_is_told_apart() -> None:
+    drive = Driver().fleet("a")
+    first = routed(drive("requests", request("r1", PROMPTS[0])))
+    second = routed(drive("requests", request("r2", PROMPTS[1])))
+    blocks = len(PROMPTS[1])
+    store(drive, "a", PROMPTS[1])  # history computed it while it waits in the alternative
+    begin(drive, first, 1_000)
+    end(drive, first, 20)
+    begin(drive, second, 100)
+    end(drive, second, 100)
+    report = compared(drive, altered(queue=QueueConfig(threshold=0.25)))
+    assert (report.overlap.later, report.overlap.later_won) == (1, blocks)
+    assert report.overlap.won.device == blocks
+    assert any(note.startswith("Sent later than in history: 1 requests") for note in report.notes)
 
 
 def test_what_history_refused_and_the_alternative_takes_ends_nowhere() -> None:

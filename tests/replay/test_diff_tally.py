@@ -78,7 +78,7 @@ def test_a_time_long_after_the_last_leaves_empty_stretches() -> None:
 def test_pairs_of_overlaps_are_binned_when_there_are_too_many() -> None:
     sums = PairTally()
     for number in range(4 * PAIRS_MAX):
-        sums.add(terms(number), terms(number // 2))
+        sums.add(terms(number), terms(number // 2), later=False)
     pairs = sums.pairs()
     assert len(pairs) <= PAIRS_MAX
     assert sums.bin_blocks > 1
@@ -88,11 +88,12 @@ def test_pairs_of_overlaps_are_binned_when_there_are_too_many() -> None:
 
 def test_what_is_won_and_lost_is_summed_by_tier() -> None:
     sums = PairTally()
-    sums.add(terms(5, 1, 0), terms(2, 4, 0))
-    sums.add(terms(1, 0, 7), terms(9, 0, 0))
+    sums.add(terms(5, 1, 0), terms(2, 4, 0), later=True)
+    sums.add(terms(1, 0, 7), terms(9, 0, 0), later=True)
     overlap = sums.overlap()
     assert (overlap.won.device, overlap.won.host, overlap.won.disk) == (8, 3, 0)
     assert (overlap.lost.device, overlap.lost.host, overlap.lost.disk) == (3, 0, 7)
+    assert (overlap.later, overlap.later_won) == (2, 1)
 
 
 def test_those_that_moved_most_are_kept_and_of_equal_ones_the_earlier() -> None:

@@ -35,13 +35,14 @@ def show(report: Report, simulated: ClosedLoop | None) -> None:
     if not report.identical:
         share = f" ({moved.moved / moved.compared:.1%})" if moved.compared else ""
         _say(console, "moved", f"{moved.moved:,} of {moved.compared:,} requests went to another worker{share}")
-        won, lost = report.overlap.won, report.overlap.lost
+        won, lost, later = report.overlap.won, report.overlap.lost, report.overlap.later_won
         _say(
             console,
             "overlap",
             f"{won.device:,} blocks won and {lost.device:,} lost on devices"
             + (f", {won.host:,} and {lost.host:,} in host memory" if won.host or lost.host else "")
-            + (f", {won.disk:,} and {lost.disk:,} on disk" if won.disk or lost.disk else ""),
+            + (f", {won.disk:,} and {lost.disk:,} on disk" if won.disk or lost.disk else "")
+            + (f"; {later:,} of those won by coming later, see below" if later else ""),
         )
     console.print(_worlds(report))
     console.print(_ranks(report))
@@ -197,7 +198,7 @@ def _ranks(report: Report) -> Grid:
 
 
 def _most(report: Report) -> Grid:
-    grid = Grid(box=box.SIMPLE, padding=(0, 1), title="Most blocks won or lost", title_justify="left")
+    grid = Grid(box=box.SIMPLE, padding=(0, 1), title="Most blocks won or lost by moving", title_justify="left")
     for name in ("request", "history", "alternative"):
         grid.add_column(name, overflow="fold")
     for name in ("prompt blocks", "found", "in the alternative", "won"):

@@ -33,6 +33,8 @@ from forebay.replay.verify import OnProgress
 from forebay.replay.walk import FOREIGN_RECORDS, UNKNOWN_EVENTS, UNREAD_FIELDS
 from forebay.transport.sqlite_log import SqliteLog
 
+PAGE_MARK = b"<title>forebay replay diff"  # of pages that may be written again
+PAGE_HEAD_BYTES = 1024
 ALLOWED = (FOREIGN_RECORDS, UNREAD_FIELDS, UNKNOWN_EVENTS)
 
 
@@ -66,8 +68,10 @@ def diff_command(
     """
     recording = Recording(log, kafka, namespace, kafka_config, group)
     recording.require_one_source()
-    if html is not None and not html.parent.is_dir():
-        fail(f"--html {html}: there is no directory {html.parent}")
+    if html is not None:
+        _require_writable(html)
+    if speedup != 1.0 and not closed:
+        fail("--speedup is of the simulated engines: give it with --closed-loop")
     allowed = allowed_of(allow, ALLOWED)
     handover = Handover() if closed else None
     with explained(), own_stdout():
@@ -101,6 +105,21 @@ def _simulated(report: Report, handover: Handover, speedup: float) -> ClosedLoop
 
         ended_us = report.fork.at_us + round((report.span_s - report.fork.after_s) * 1e6)
         return closed_loop(handover, ended_us, speedup, on_run)
+
+
+def _require_writable(path: Path) -> None:
+    """Refuse to write a page where something else is."""
+    if not path.parent.is_dir():
+        fail(f"--html {path}: there is no directory {path.parent}")
+    if not path.exists():
+        return
+    try:
+        with path.open("rb") as file:
+            is_page = PAGE_MARK in file.read(PAGE_HEAD_BYTES)
+    except OSError as error:
+        fail(f"--html {path}: {error.strerror}")
+    if not is_page:
+        fail(f"--html {path}: is there, and is no page of this command; choose another name")
 
 
 def _write(path: Path, report: Report, simulated: ClosedLoop | None, source: str) -> None:

@@ -44,6 +44,7 @@ from forebay.live.shadow_topic import TopicSink
 from forebay.live.standby import RecoveryDiverged
 from forebay.transport.kafka_position import KafkaPosition
 from forebay.transport.kafka_topics import count_topics
+from forebay.transport.sqlite_log import SqliteLog
 
 NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 SHADOW_GROUP = "shadow-"  # and the name of the shadow: the consumer group that its position is committed for
@@ -166,6 +167,8 @@ async def _opened(options: _Options) -> AsyncIterator[Shadow]:
     async with AsyncExitStack() as stack:
         if recording.kafka is None:
             log, partition = await stack.enter_async_context(recording.opened())
+            if isinstance(log, SqliteLog) and log.recording is not None:
+                fail(f"{recording.name} is a recording, and does not go on: ask it by forebay replay diff")
             kept = None if options.out is None else stack.enter_context(file_sink(options.out, settings.name))
             await require_policies(log, partition)
             yield Shadow(log, partition, settings, Printing(kept, options.printed_to))

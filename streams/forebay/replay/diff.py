@@ -58,6 +58,7 @@ class _Pair:
     """A request until both worlds sent it somewhere or gave it up. `by_choice` is as in `Moved`."""
 
     at_us: int
+    history_us: int = 0  # when history sent it, once that is known
     prompt_tokens: int = 0
     blocks: int = 0
     by_choice: bool = False
@@ -329,6 +330,8 @@ class Comparison:
         tally.sent += first.terms is not None
         tally.unsent += first.terms is None
         pair.firsts[number] = first
+        if number == HISTORY:
+            pair.history_us = now_us
         one, other = pair.firsts
         if one is None or other is None:
             return
@@ -340,7 +343,7 @@ class Comparison:
         moved = (one.worker_id, one.rank) != (other.worker_id, other.rank)
         self.report.moved.compared += 1
         self._series.compare(pair.at_us, moved=moved)
-        self._sums.add(one.terms, other.terms)
+        self._sums.add(one.terms, other.terms, later=number == OTHER and now_us > pair.history_us)
         if moved:
             self.report.moved.moved += 1
             self.report.moved.by_choice += pair.by_choice

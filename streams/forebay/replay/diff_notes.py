@@ -20,7 +20,19 @@ def notes(report: Report) -> list[str]:
     if report.identical:
         same = "The alternative decides everything as history did: no request moves, and this is exact."
         return [same, *_answers(report)]
-    return [OPEN_LOOP, AFTER_FORK, *_landed(report), *_by_choice(report), *_progress(report), *_answers(report)]
+    told = [*_own_prompts(report), *_landed(report), *_by_choice(report), *_progress(report), *_answers(report)]
+    return [OPEN_LOOP, AFTER_FORK, *told]
+
+
+def _own_prompts(report: Report) -> list[str]:
+    overlap = report.overlap
+    if not overlap.later_won:
+        return []
+    return [
+        f"Sent later than in history: {overlap.later:,} requests. History computed their prompts meanwhile, so they "
+        f"find {overlap.later_won:,} blocks more, and most of these are their own: nothing was won by them. What "
+        "waiting does to caches only a simulation tells."
+    ]
 
 
 def _landed(report: Report) -> list[str]:

@@ -82,10 +82,16 @@ class Tiers(msgspec.Struct, kw_only=True):
 
 
 class Overlap(msgspec.Struct, kw_only=True):
-    """Over all compared requests: blocks found more (`won`) or less (`lost`) than in history, each summed by itself."""
+    """Over all compared requests: blocks found more (`won`) or less (`lost`) than in history, each summed by itself.
+
+    `later` requests were sent later than in history, which computed their prompts meanwhile: what these found more, in
+    any tier, is `later_won`, and most of it is their own.
+    """
 
     won: Tiers = msgspec.field(default_factory=Tiers)
     lost: Tiers = msgspec.field(default_factory=Tiers)
+    later: int = 0
+    later_won: int = 0
 
 
 class Waited(msgspec.Struct, frozen=True, kw_only=True):

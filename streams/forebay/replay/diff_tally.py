@@ -165,13 +165,18 @@ class PairTally:
     def __init__(self) -> None:
         self.won = Tiers()
         self.lost = Tiers()
+        self.later = 0
+        self.later_won = 0
         self.bin_blocks = 1
         self._pairs: Counter[tuple[int, int]] = Counter()
         self._most: list[tuple[int, int, MovedRequest]] = []
         self._seen = 0
 
-    def add(self, history: CostTerms, other: CostTerms) -> None:
-        """A request that both worlds sent somewhere."""
+    def add(self, history: CostTerms, other: CostTerms, *, later: bool) -> None:
+        """A request that both worlds sent somewhere, the alternative `later`."""
+        if later:
+            self.later += 1
+            self.later_won += max(0, blocks_of(other) - blocks_of(history))
         for tier in ("device", "host", "disk"):
             gain = getattr(other, f"{tier}_overlap") - getattr(history, f"{tier}_overlap")
             into = self.won if gain > 0 else self.lost
@@ -195,7 +200,7 @@ class PairTally:
 
     def overlap(self) -> Overlap:
         """What was won and lost in all."""
-        return Overlap(won=self.won, lost=self.lost)
+        return Overlap(won=self.won, lost=self.lost, later=self.later, later_won=self.later_won)
 
     def pairs(self) -> list[OverlapPair]:
         """How many requests there are of each kind, in bins of `bin_blocks`."""
