@@ -7,6 +7,7 @@ import msgspec
 import pytest
 from msgspec import inspect
 
+from forebay.core.lifecycle import content_hash
 from forebay.events.base import pack_u64
 from forebay.events.control import PoolConfigured, QueueConfig
 from forebay.events.decisions import JournalRecord
@@ -171,6 +172,12 @@ def submitted(**hints: Any) -> RequestSubmitted:
 def test_the_length_of_a_prompt_stays() -> None:
     anew = told(RequestSubmitted, submitted())
     assert (anew.prompt_tokens, anew.token_ids) == (10, b"")
+
+
+def test_a_nonce_is_no_hash_of_what_was_asked_for() -> None:
+    """Neither of the original, which could be guessed, nor of what is told anew."""
+    event = submitted()
+    assert told(RequestSubmitted, event).nonce not in {event.nonce, content_hash(event)}
 
 
 def test_names_of_the_system_stay_where_a_client_says_them_and_what_somebody_typed_goes() -> None:

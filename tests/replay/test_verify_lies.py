@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from forebay.core.step import Decided
+from forebay.core.world import CORE_VERSION
 from forebay.events.codec import decode, encode
 from forebay.events.decisions import Advanced, JournalRecord, OwnerClaimed, RequestRouted, Run, SnapshotTaken
 from forebay.events.groups import GroupPlaced
@@ -76,6 +77,14 @@ def test_a_claim_that_consumes_events(recording: Path) -> None:
     divergence = report_of(recording).divergence
     assert divergence is not None
     assert (divergence.offset, divergence.reason) == (0, "a claim applies nothing")
+
+
+def test_a_claim_of_other_rules(recording: Path) -> None:
+    """Whatever they would lead to, and though its snapshots say nothing of them."""
+    lie(recording, 0, lambda claim: replace(claim, core_version=CORE_VERSION + 1))
+    ran = command(recording)
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert f"version {CORE_VERSION + 1} of the rules, this program has version {CORE_VERSION}" in ran.stderr
 
 
 def test_decisions_without_any_claim(recording: Path) -> None:
