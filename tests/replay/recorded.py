@@ -1,6 +1,5 @@
 """Recorded groups for tests, in memory: what a driver applied and decided, as the log that its owner would leave."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from forebay.core.step import advance
@@ -8,27 +7,19 @@ from forebay.core.world import CORE_VERSION
 from forebay.events.codec import encode
 from forebay.events.decisions import JournalRecord, OwnerClaimed
 from forebay.events.topics import DECISIONS, topic_named
-from forebay.transport.base import Draft, Record, Tail, Wake
+from forebay.replay.read_only import ReadOnlyLog
+from forebay.transport.base import Draft, Record
 from forebay.transport.sqlite_log import SqliteLog
 from tests.core.worlds import Driver
 
 GARBAGE = b"\xc1"
 
 
-class MemoryLog:
+class MemoryLog(ReadOnlyLog):
     """Records to be read, one partition a topic."""
 
     def __init__(self) -> None:
         self.topics: dict[str, list[bytes]] = {}
-
-    async def append(self, drafts: Sequence[Draft]) -> list[int]:
-        raise NotImplementedError
-
-    def append_soon(self, drafts: Sequence[Draft]) -> None:
-        raise NotImplementedError
-
-    def tail(self, topic: str, partition: int, offset: int, wake: Wake) -> Tail:
-        raise NotImplementedError
 
     async def read(self, topic: str, partition: int, offset: int, limit: int) -> list[Record]:
         values = self.topics.get(topic, [])[offset : offset + limit]

@@ -29,7 +29,7 @@ from forebay.replay.record import copy
 from forebay.replay.retell import Retelling
 from forebay.replay.tie_seeds import SeedNumbers, SeedSearch
 from forebay.replay.verify import Report, verify
-from forebay.replay.walk import walk_all
+from forebay.replay.walk import oldest, walk_all
 from forebay.transport.base import Log, LogError, Record
 from forebay.transport.recorded import PAGE_RECORDS, MissingChunk, decode_or_none, journal_records, load_snapshot
 from forebay.transport.recording import Contents
@@ -214,7 +214,7 @@ async def _records(log: Log, topic: Topic, partition: int) -> AsyncIterator[tupl
 
 async def _learn_names(log: Log, disguise: Disguise) -> None:
     names, partition = disguise.names, disguise.partition
-    world = (await walk_all(log, partition)).world
+    world = (await oldest(log, partition, await log.end(DECISIONS.name, partition))).world
     for worker in world.fleet.workers():
         names.learn_worker(worker.spec)
     for pool in world.pools.values():
