@@ -1,4 +1,5 @@
-# Every target works on a bare machine: `make setup` builds .venv from the hashed requirements.
+# Every target works on a bare machine: `make setup` builds .venv from the hashed requirements, and
+# `make setup-engines` .venv-engines, where vLLM runs without a GPU.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -11,11 +12,16 @@ UV_VERSION := 0.13.8
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+VENV_ENGINES := .venv-engines
+READY_ENGINES := $(VENV_ENGINES)/.ready
+UV := $$(command -v uv || echo .tools/bin/uv)
+COMPILE := pip compile --quiet --upgrade --generate-hashes --universal --no-emit-index-url --python-version 3.11
 PYTHONS := python3.13 python3.12 python3.11 python3
 SOURCES := schemas streams services
 ARGS ?=
 
-.PHONY: help setup up test test-kafka kafka kafka-stop demo-kafka lint type fmt coverage bench schemas golden lock ci clean
+.PHONY: help setup setup-engines up test test-kafka test-engines kafka kafka-stop demo-kafka lint type fmt coverage bench \
+    schemas golden lock lock-engines ci clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -23,14 +29,20 @@ help: ## show this list
 setup: $(READY) ## build .venv from the hashed requirements
 	@echo 'ready: $(VENV)'
 
+setup-engines: $(READY_ENGINES) ## build .venv-engines: vLLM on the CPU, torch, transformers (Linux x86-64)
+	@echo 'ready: $(VENV_ENGINES)'
+
 up: $(READY) ## run everything in one process; options in ARGS="..."
 	@$(BIN)/forebay up $(ARGS)
 
 test: $(READY) ## run every test that needs nothing else; options in ARGS="..."
-	@$(BIN)/pytest --ignore tests/integration $(ARGS)
+	@$(BIN)/pytest --ignore tests/integration --ignore tests/engines $(ARGS)
 
 test-kafka: $(READY) ## run the tests on real Kafka and Redis (Java 17, Maven); options in ARGS="..."
 	@$(BIN)/pytest tests/integration $(ARGS)
+
+test-engines: $(READY_ENGINES) ## run the tests on real vLLM, Kafka and Redis; options in ARGS="..."
+	@$(VENV_ENGINES)/bin/pytest tests/engines $(ARGS)
 
 kafka: $(READY) ## start Apache Kafka on the loopback address (Java 17, Maven); options in ARGS="..."
 	@$(BIN)/python infra/kafka/kafka.py start $(ARGS)
@@ -70,19 +82,22 @@ schemas: $(READY) ## regenerate the schema registry and docs/events.md, add miss
 golden: $(READY) ## write the recordings of tests/logs anew, for other rules; names in ARGS="..."
 	@$(BIN)/python -m tests.logs.record $(ARGS)
 
-lock: $(READY) ## resolve the requirements anew, with hashes
-	@uv=$$(command -v uv || echo .tools/bin/uv); \
-	$$uv pip compile --quiet --upgrade --generate-hashes --universal --no-emit-index-url --group dev pyproject.toml \
-	    -o requirements.txt
+lock: $(READY) lock-engines ## resolve all requirements anew, with hashes
+	@$(UV) $(COMPILE) --group dev pyproject.toml -o requirements.txt
+	@$(UV) $(COMPILE) infra/engines/nixl.in --override infra/engines/nixl_overrides.txt -o requirements-nixl.txt
+
+lock-engines: $(READY) ## resolve the requirements of .venv-engines anew, with hashes
+	@$(UV) $(COMPILE) --group build --group test pyproject.toml infra/engines/requirements.in \
+	    --override infra/engines/overrides.txt -o requirements-engines.txt
 
 ci: ## what CI runs
 	@.ci/run
 
 clean: ## remove everything that was built
-	@rm -rf $(VENV) .tools .kafka/lib .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .coverage htmlcov dist
+	@rm -rf $(VENV) $(VENV_ENGINES) .tools .kafka/lib .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .coverage htmlcov dist
 	@find $(SOURCES) infra tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(READY): requirements.txt pyproject.toml
+$(READY): requirements.txt requirements-nixl.txt pyproject.toml
 	@python=; for candidate in $(PYTHONS); do \
 	    if $$candidate -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
 	        python=$$(command -v $$candidate); break; fi; done; \
@@ -99,6 +114,14 @@ $(READY): requirements.txt pyproject.toml
 	fi; \
 	echo 'setup: building $(VENV), once'; \
 	[ -x $(BIN)/python ] || $$uv venv --quiet --python "$$python" $(VENV); \
-	$$uv pip sync --quiet --require-hashes --python $(BIN)/python requirements.txt; \
+	$$uv pip sync --quiet --require-hashes --python $(BIN)/python requirements.txt requirements-nixl.txt; \
 	$$uv pip install --quiet --no-build-isolation --no-deps --python $(BIN)/python --editable .; \
 	touch $@
+
+$(READY_ENGINES): $(READY) requirements-engines.txt pyproject.toml infra/engines/free_disk.py
+	@$(BIN)/python infra/engines/free_disk.py . "$$($(UV) cache dir)"
+	@echo 'setup-engines: building $(VENV_ENGINES), once'
+	@[ -x $(VENV_ENGINES)/bin/python ] || $(UV) venv --quiet --python $(BIN)/python $(VENV_ENGINES)
+	@$(UV) pip sync --quiet --require-hashes --compile-bytecode --python $(VENV_ENGINES)/bin/python requirements-engines.txt
+	@$(UV) pip install --quiet --no-build-isolation --no-deps --python $(VENV_ENGINES)/bin/python --editable .
+	@touch $@

@@ -28,7 +28,7 @@ from forebay.transport.kafka_settings import KafkaSettings
 from forebay.transport.kafka_topics import TopicPlan, create_topics, partitions_of
 from infra.kafka.kafka import HOST, tail
 from infra.local import free_ports
-from infra.processes import ProcessError, Processes
+from infra.processes import STOP_S, ProcessError, Processes
 
 __all__ = ["GROUP", "Cluster", "Ownership", "ProcessError", "remove_topics"]
 
@@ -103,7 +103,7 @@ class Cluster:
         self.namespace = namespace
         self.processes = Processes(folder)
         self.urls: dict[str, str] = {}
-        self._settings = KafkaSettings(kafka, namespace)
+        self.settings = KafkaSettings(kafka, namespace)
         self._redis_url = redis_url
         self._plan = plan
         first = free_ports(INGRESSES_MAX)
@@ -116,8 +116,8 @@ class Cluster:
 
     async def __aenter__(self) -> Self:
         async with contextlib.AsyncExitStack() as stack:
-            await create_topics(self._settings, self._plan, [POOL])
-            self._log = await KafkaLog.open(self._settings)
+            await create_topics(self.settings, self._plan, [POOL])
+            self._log = await KafkaLog.open(self.settings)
             stack.push_async_callback(self._log.close)
             self._directory = Directory(self._log)
             await self._directory.start()
@@ -136,7 +136,7 @@ class Cluster:
         self._members_change(name)
 
     def worker(self, name: str, *options: str) -> None:
-        """Start a mock worker."""
+        """Start a worker, a mock one unless options say otherwise."""
         self._service("worker", name, "--worker-id", name, "--verbose", *options)
 
     def ingress(self, name: str, *options: str) -> str:
@@ -146,11 +146,11 @@ class Cluster:
         url = self.urls[name] = f"http://{HOST}:{port}"
         return url
 
-    def kill(self, name: str) -> int:
-        """Kill -9: the wall clock in microseconds when that was done."""
+    def kill(self, name: str, *, alone: bool = False) -> int:
+        """Kill -9, or a process `alone` and none of its children: the wall clock in microseconds when that was done."""
         self.processes.check()
         self._members_change(name)
-        at_us = self.processes.kill(name)
+        at_us = self.processes.kill(name, alone=alone)
         self._gone(name)
         return at_us
 
@@ -164,10 +164,10 @@ class Cluster:
         self.processes.resume(name)
         self._members_change(name)
 
-    async def stop(self, name: str) -> None:
+    async def stop(self, name: str, *, within_s: float = STOP_S) -> None:
         """End a service in the planned way. Raises ProcessError."""
         self._members_change(name)
-        await self.processes.stop(name)
+        await self.processes.stop(name, within_s=within_s)
         self._gone(name)
 
     async def command(self, name: str, *arguments: str, within_s: float) -> tuple[int, str]:
@@ -286,7 +286,7 @@ class Cluster:
 
     async def _replay(self, command: str, group: str, *arguments: str) -> dict[str, Any]:
         """What a replay command says of a group, as JSON. Raises ProcessError."""
-        where = ["--kafka", self._settings.bootstrap, "--namespace", self.namespace, "--group", group, "--json"]
+        where = ["--kafka", self.settings.bootstrap, "--namespace", self.namespace, "--group", group, "--json"]
         _, out = await self.command(command, "replay", command, *arguments, *where, within_s=VERIFIED_WITHIN_S)
         if not out:
             raise ProcessError(f"{command} said nothing: {tail(self.processes.folder / f'{command}.log')}")
@@ -294,7 +294,7 @@ class Cluster:
         return report
 
     def _service(self, kind: str, name: str, *options: str) -> None:
-        shared = ["--kafka", self._settings.bootstrap, "--redis", self._redis_url, "--namespace", self.namespace]
+        shared = ["--kafka", self.settings.bootstrap, "--redis", self._redis_url, "--namespace", self.namespace]
         self.processes.start(name, [FOREBAY, kind, *shared, *options])
 
     def _members_change(self, name: str) -> None:

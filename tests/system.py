@@ -74,6 +74,7 @@ class System:
         self.log = log
         self.leases = embedded_leases()
         self.keeper = LeaseKeeper(self.leases, ttl_s=ttl_s)
+        self.workers: dict[str, Worker] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._group: asyncio.TaskGroup | None = None
 
@@ -110,7 +111,7 @@ class System:
         )
         engine = MockEngine(config, speedup=speedup)
         token = f"{name}-{len(self._tasks)}-{id(engine)}"
-        worker = Worker(self.log, self.keeper, spec, engine, token=token, group=MODEL)
+        worker = self.workers[name] = Worker(self.log, self.keeper, spec, engine, token=token, group=MODEL)
         assert self._group is not None, "the system is started first"
         self._tasks[name] = self._group.create_task(worker.run(), name=name)
 

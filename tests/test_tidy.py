@@ -210,8 +210,9 @@ def test_every_make_target_is_explained() -> None:
     check([line for line in targets if not re.search(r"## \w", line)], "Makefile targets without a `##` help")
 
 
-def test_requirements_are_hashed() -> None:
-    text = (ROOT / "requirements.txt").read_text()
+@pytest.mark.parametrize("name", ["requirements.txt", "requirements-engines.txt", "requirements-nixl.txt"])
+def test_requirements_are_hashed(name: str) -> None:
+    text = (ROOT / name).read_text()
     blocks = re.split(r"\n(?=[a-z])", "\n" + text, flags=re.IGNORECASE)[1:]
     assert blocks
     check(

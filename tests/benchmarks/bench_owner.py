@@ -30,7 +30,7 @@ from forebay.events.base import Event, pack_u32, pack_u64, unpack_u64
 from forebay.events.codec import decode, encode
 from forebay.events.control import PoolConfigured
 from forebay.events.decisions import JournalRecord, RequestRejected, RequestRouted
-from forebay.events.fleet import WorkerSpec
+from forebay.events.fleet import WorkerLease, WorkerSpec
 from forebay.events.kv import BlocksStored
 from forebay.events.progress import FirstTokenEmitted, RequestFinished
 from forebay.events.requests import RequestSubmitted, Sampling
@@ -187,7 +187,7 @@ async def _serve(settings: KafkaSettings, workers: int, profile: bool, driver: C
             max_num_seqs=512,
             max_num_batched_tokens=65_536,
         )
-        leases.acquire(MODEL, spec.worker_id, spec.worker_id, msgspec.msgpack.encode(spec), HOUR_MS)
+        leases.acquire(MODEL, spec.worker_id, spec.worker_id, msgspec.msgpack.encode(WorkerLease(spec=spec)), HOUR_MS)
     pool = PoolConfigured(pool=POOL, model=MODEL, block_size=BLOCK_SIZE)
     log = await KafkaLog.open(settings)
     owner = Owner(log, leases, GroupSettings(MODEL, 0, "bench", pool=pool, slots_max=workers))

@@ -24,7 +24,7 @@ from forebay.events.base import Event, pack_u64
 from forebay.events.codec import decode, encode
 from forebay.events.control import PoolConfigured
 from forebay.events.decisions import RequestRouted
-from forebay.events.fleet import WorkerSpec
+from forebay.events.fleet import WorkerLease, WorkerSpec
 from forebay.events.kv import BlocksStored
 from forebay.events.progress import FirstTokenEmitted, RequestFinished
 from forebay.events.requests import RequestSubmitted, Sampling
@@ -66,7 +66,7 @@ class System:
                 max_num_seqs=1 << 20,
                 max_num_batched_tokens=8_192,
             )
-            payload = msgspec.msgpack.encode(spec)
+            payload = msgspec.msgpack.encode(WorkerLease(spec=spec))
             self.leases.acquire(MODEL, spec.worker_id, f"{spec.worker_id}-1", payload, HOUR_MS)
         pool = PoolConfigured(pool="default", model=MODEL, block_size=BLOCK_SIZE)
         self.owner = Owner(

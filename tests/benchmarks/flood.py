@@ -16,7 +16,7 @@ import redis
 
 from forebay.events.base import pack_u64
 from forebay.events.codec import encode
-from forebay.events.fleet import WorkerSpec
+from forebay.events.fleet import WorkerLease, WorkerSpec
 from forebay.events.kv import BlocksStored
 from forebay.events.metrics import LoadReported
 from forebay.events.topics import KV_EVENTS, METRICS
@@ -50,7 +50,7 @@ def leases_held(redis_url: str, namespace: str, model: str) -> Iterator[None]:
                 max_num_seqs=512,
                 max_num_batched_tokens=65_536,
             )
-            leases.acquire(model, worker_id, worker_id, msgspec.msgpack.encode(spec), LEASE_MS)
+            leases.acquire(model, worker_id, worker_id, msgspec.msgpack.encode(WorkerLease(spec=spec)), LEASE_MS)
         try:
             yield
         finally:

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -26,10 +26,11 @@ pytestmark = pytest.mark.timeout(180)
 class Up:
     """A running `forebay up`."""
 
-    def __init__(self, *options: str) -> None:
+    def __init__(self, *options: str, program: Sequence[str] = (FOREBAY,)) -> None:
         self.port = free_ports(1)
         self.url = f"http://127.0.0.1:{self.port}"
-        command = [FOREBAY, "up", "--port", str(self.port), "--speedup", "50", *options]
+        speed = [] if "--engine" in options else ["--speedup", "50"]
+        command = [*program, "up", "--port", str(self.port), *speed, *options]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
     def wait_ready(self) -> None:
@@ -88,6 +89,33 @@ def ask(client: openai.OpenAI, text: str) -> tuple[str, int]:
     assert answer.usage.prompt_tokens_details is not None
     assert answer.model_extra is not None
     return answer.model_extra["forebay"]["worker"], answer.usage.prompt_tokens_details.cached_tokens or 0
+
+
+def test_embeddings_and_probabilities_of_a_mock_engine() -> None:
+    with running("--workers", "2") as up, up.client() as client:
+        texts = [f"text {at % 5}" for at in range(40)]
+        given = [one.embedding for one in client.embeddings.create(model="forebay-default", input=texts).data]
+        assert given == given[:5] * 8
+        assert len({tuple(one) for one in given}) == 5
+        answer = client.chat.completions.create(
+            model="forebay-default",
+            messages=[{"role": "user", "content": "hi"}],
+            max_tokens=5,
+            logprobs=True,
+            top_logprobs=2,
+        )
+        logprobs = answer.choices[0].logprobs
+        assert logprobs is not None
+        assert logprobs.content is not None
+        assert "".join(one.token for one in logprobs.content) == answer.choices[0].message.content
+        assert [len(one.top_logprobs) for one in logprobs.content] == [2] * 5
+
+
+def test_a_parser_that_nobody_knows_is_told() -> None:
+    up = Up("--tool-call-parser", "hermez")
+    told = up.process.communicate(timeout=PATIENCE_S)[0]
+    assert up.process.returncode == 2
+    assert "--tool-call-parser hermez: there is none of this name" in told
 
 
 def test_the_official_client_streams_and_the_prefix_is_found_on_the_same_worker(tmp_path: Path) -> None:

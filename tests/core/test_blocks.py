@@ -5,8 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
-from forebay.core.blocks import block_hashes, extend_chain, hash_seed, mm_hash, sequence_hashes
+from forebay.core.blocks import block_hashes, extend_chain, hash_seed, mm_hash, mm_hashes, sequence_hashes
 from forebay.events.base import pack_u32, unpack_u64
+from forebay.events.media import Media
 
 TOKENS = pack_u32(range(1, 13))
 PLAIN = [14643705804678351452, 16777012769546811212, 483935686894639516]
@@ -52,3 +53,14 @@ def test_an_adapters_and_a_tenants_images_are_salted_too(lora: str, tenant: str,
     seed = hash_seed(lora, tenant)
     assert block_hashes(TOKENS, 4, seed)[0] == first
     assert block_hashes(TOKENS, 4, seed, {0: (9,)})[0] == xxh3_64_intdigest(TOKENS[:16] + bytes([9] + [0] * 7), seed)
+
+
+def test_an_image_names_every_block_in_which_it_stands() -> None:
+    one, other = (
+        Media(kind="image", digest=digest * 32, mime="image/png", first_token=first, tokens=tokens)
+        for digest, first, tokens in (("ab", 3, 6), ("cd", 9, 3))
+    )
+    first, second = mm_hash(one.digest), mm_hash(other.digest)
+    assert mm_hashes((one, other), 4) == {0: [first], 1: [first], 2: [first, second]}
+    assert mm_hashes((other,), 12) == {0: [second]}
+    assert mm_hashes((), 4) == {}

@@ -19,15 +19,37 @@ from forebay.core.step import CLOCK, InputEvent, advance
 from forebay.core.world import World, restore
 from forebay.events.base import pack_u64
 from forebay.events.codec import decode, encode
-from forebay.events.control import BusyThresholds, BusyThresholdsSet
-from forebay.events.decisions import RequestAborted, RequestHeld, RequestRejected, RequestRouted, RouteAnswered, Run
+from forebay.events.control import BusyThresholds, BusyThresholdsSet, Command
+from forebay.events.decisions import (
+    CommandSent,
+    RequestAborted,
+    RequestHeld,
+    RequestRejected,
+    RequestRouted,
+    RouteAnswered,
+    Run,
+)
 from forebay.events.kv import BlocksRemoved, BlocksStored
 from forebay.events.metrics import LoadReported
 from forebay.events.progress import FirstTokenEmitted, OutputGrown, RequestFailed, RequestFinished
 from forebay.events.requests import NO_HINTS, RequestCancelled, RoutingHints
 from forebay.events.snapshots import Booking, Chunk, IndexChanges, SnapshotChunk, WorldState
 from forebay.events.topics import SNAPSHOTS
-from tests.core.worlds import BLOCK, PROMPTS, QUEUE, Driver, actions, histories, joined, perform_all, pool, request
+from tests.core.worlds import (
+    BLOCK,
+    ENCODED,
+    PROMPTS,
+    QUEUE,
+    Driver,
+    actions,
+    commanded,
+    histories,
+    joined,
+    obeyed,
+    perform_all,
+    pool,
+    request,
+)
 
 
 class Careful(Driver):
@@ -45,7 +67,7 @@ class Careful(Driver):
             before = state(self.world)
             again = self._once(topic, event, 0)
             assert state(self.world) == before
-            assert all(isinstance(one, RequestRejected | RouteAnswered) for one in again)
+            assert all(isinstance(one, RequestRejected | RouteAnswered | CommandSent) for one in again)
         return made
 
     def wait(self, us: int) -> list[Any]:
@@ -63,7 +85,7 @@ class Careful(Driver):
         return made
 
     def _note_clock(self, after_us: int) -> None:
-        due_us = self.world.requests.next_due_us()
+        due_us = self.world.next_due_us()
         if due_us is not None and due_us <= self.now_us + after_us:
             self.order.append((CLOCK, self.now_us + after_us))
 
@@ -98,7 +120,7 @@ def test_submitted_is_under_way_and_ended_and_rejected(history: list[Any]) -> No
         if isinstance(one, RequestHeld):
             held.add(one.request_id)
             began.append(one.request_id)
-        elif isinstance(one, RequestRouted) and one.attempt == 1 and one.request_id not in held:
+        elif isinstance(one, RequestRouted) and one.request_id not in held | set(began):
             began.append(one.request_id)
     aborted = [one.request_id for one in drive.decided if isinstance(one, RequestAborted)]
     under_way = [one.request_id for one in drive.world.requests.under_way()]
@@ -167,7 +189,7 @@ def test_a_restored_world_tells_the_same_facts(history: list[Any]) -> None:
     copy = restore(through_the_wire(whole))
     assert list(copy.snapshot()) == list(whole.snapshot())
     assert copy.digest() == whole.digest()
-    assert copy.requests.next_due_us() == whole.requests.next_due_us()
+    assert copy.next_due_us() == whole.next_due_us()
     for prompt in PROMPTS:
         assert copy.load.active_depths(prompt) == whole.load.active_depths(prompt)
         assert copy.routed.depths(prompt) == whole.routed.depths(prompt)
@@ -213,6 +235,9 @@ def eventful_world() -> World:
     drive("progress", OutputGrown(**said, output_tokens=5))
     drive("requests", RequestCancelled(request_id="r3"))
     drive("control", BusyThresholdsSet(model="m", thresholds=BusyThresholds(active_prefill_tokens_threshold=999)))
+    drive("control", commanded("c1", "load_lora", lora_name="x", nonce=5))
+    drive("progress", obeyed("c1", "a", drive.epoch("a"), "load_lora", "x"))
+    drive("control", commanded("c2", worker_ids=("nobody",)))
     advance(drive.world)
     return drive.world
 
@@ -245,8 +270,12 @@ def changed(value: Any) -> Any:
             return value + 1
         case tuple():
             return value[:-1]
+        case None:
+            return ENCODED
         case RoutingHints():
             return msgspec.structs.replace(value, priority=7)
+        case Command():
+            return msgspec.structs.replace(value, action="sleep")
         case _:
             return msgspec.structs.replace(value, engine="other")
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from forebay.events.control import BusyThresholds, BusyThresholdsSet
-from forebay.events.decisions import RequestRejected, RequestRouted
+from forebay.events.control import BusyThresholds, BusyThresholdsSet, QueueConfig
+from forebay.events.decisions import RequestHeld, RequestRejected, RequestRouted
 from forebay.events.fleet import WorkerDraining, WorkerLost, WorkerSuspect
 from forebay.events.metrics import LoadReported
 from forebay.events.progress import FirstTokenEmitted, RequestFinished
@@ -213,3 +213,21 @@ def test_a_busy_worker_of_a_session_is_waited_for_or_left(mode: str) -> None:
     assert (made.worker_id, made.candidates) == ("a", 1)
     set_busy(drive)
     assert ask(drive, "r3", session_id="s").worker_id == "b", "it is still the session's worker"
+
+
+def test_an_embedding_goes_to_who_embeds_and_ends_without_a_first_token() -> None:
+    """Its prompt is load until its end, which lets the next one go."""
+    drive = Driver().fleet("a", "b", queue=QueueConfig(threshold=0.5))
+    drive("fleet", joined("e", 7, tasks=("generate", "embed")))
+    prompt: dict[str, Any] = {"blocks": PROMPTS[0], "timeout_us": 10**9, "task": "embed"}
+    (first,) = drive("requests", request("r1", **prompt))
+    assert (type(first), first.worker_id) == (RequestRouted, "e")
+    (held,) = drive("requests", request("r2", **prompt))
+    assert isinstance(held, RequestHeld)
+    load = drive.world.load.rank_load("e", 0)
+    assert load.prefill_tokens > 0
+    (second,) = drive("progress", RequestFinished(**progress(first), finish_reason="stop", output_tokens=0))
+    assert (second.request_id, second.worker_id) == ("r2", "e")
+    assert drive("progress", RequestFinished(**progress(second), finish_reason="stop")) == []
+    assert (load.prefill_tokens, load.decode_blocks, load.active_requests) == (0, 0, 0)
+    assert len(drive.world.requests) == 0

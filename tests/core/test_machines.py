@@ -20,8 +20,8 @@ from forebay.events.fleet import (
     WorkerRecovered,
     WorkerSuspect,
 )
-from forebay.events.progress import FirstTokenEmitted, RequestFinished
-from tests.core.worlds import joined, request
+from forebay.events.progress import EncodeFailed, EncodeFinished, FirstTokenEmitted, RequestFinished, TransferFailed
+from tests.core.worlds import ENCODED, joined, request
 
 # Block identity
 
@@ -93,13 +93,18 @@ def test_facts_of_other_epochs_and_older_owners_are_void() -> None:
 # A request's life
 
 
-def life_in(phase: Phase) -> tuple[Requests, Request]:
+def life_in(phase: Phase, *, encoded: bool = False) -> tuple[Requests, Request]:
     requests = Requests()
     one = submitted(request("r", [1, 2]), "default", 0, 1_000)
     requests.add(one)
     if phase is Phase.QUEUED:
         requests.hold(one, "default", 10, 1_500)
+    elif phase is Phase.ENCODE:
+        requests.encode(one, "w", 3, 0)
     elif phase is not Phase.SUBMITTED:
+        if encoded:
+            requests.encode(one, "e", 2, 0)
+            requests.progress(said(EncodeFinished, one, encoded=ENCODED), 1_500)
         requests.route(one, "w", 3, 0)
     if phase is Phase.DECODE:
         requests.progress(first_token(one), 2_000)
@@ -109,23 +114,33 @@ def life_in(phase: Phase) -> tuple[Requests, Request]:
     return requests, one
 
 
-def first_token(one: Request) -> FirstTokenEmitted:
-    return FirstTokenEmitted(
+def said(kind: type[Any], one: Request, **fields: Any) -> Any:
+    return kind(
         request_id="r",
-        attempt=one.attempt,
+        attempt=one.stage_attempt,
         worker_id=one.worker_id or "w",
         worker_epoch=one.worker_epoch,
         owner_epoch=0,
+        **fields,
     )
+
+
+def first_token(one: Request) -> FirstTokenEmitted:
+    event: FirstTokenEmitted = said(FirstTokenEmitted, one)
+    return event
 
 
 @pytest.mark.parametrize(("phase", "move"), list(product(Phase, Move)))
 def test_the_table_of_a_life(phase: Phase, move: Move) -> None:
-    requests, one = life_in(phase)
+    requests, one = life_in(phase, encoded=phase is Phase.PREFILL)
     before = requests.digest(), list(requests.snapshot())
     moves: dict[Move, Callable[[], object]] = {
         Move.HELD: lambda: requests.hold(one, "default", 10, 2_500),
         Move.ROUTED: lambda: requests.route(one, "w2", 4, 1),
+        Move.TO_BE_ENCODED: lambda: requests.encode(one, "e", 4, 1),
+        Move.ENCODED: lambda: requests.progress(said(EncodeFinished, one, encoded=ENCODED), 3_000),
+        Move.NOT_ENCODED: lambda: requests.progress(said(EncodeFailed, one, error="too large"), 3_000),
+        Move.NOT_TRANSFERRED: lambda: requests.progress(said(TransferFailed, one, error="gone"), 3_000),
         Move.FIRST_TOKEN: lambda: requests.progress(first_token(one), 3_000),
         Move.WORKER_LOST: lambda: requests.lose_worker(one),
         Move.ENDED: lambda: requests.end(one, 3_000),

@@ -1,5 +1,6 @@
 """The fold over a reply slot: each token once, in order, from whoever may speak, and nothing after the end."""
 
+import struct
 from dataclasses import dataclass, field
 
 from hypothesis import event, given
@@ -10,6 +11,8 @@ from forebay.events.base import pack_u32
 from forebay.events.tokens import (
     AnswerError,
     AttemptStarted,
+    CommandTold,
+    Embedded,
     ResponseEnded,
     RouteTold,
     TokenChunk,
@@ -212,3 +215,32 @@ def test_each_token_once_in_order_and_nothing_after_the_end(story: Story) -> Non
     assert end_at is not None
     assert folded(*story.slot).tokens == heard
     event(f"{len({token // WHO for token in heard})} attempts heard")
+
+
+def embedded(number: float, *, attempt: int = 1, name: str = NAME) -> Embedded:
+    return Embedded(
+        request_id=name,
+        attempt=attempt,
+        owner_epoch=1,
+        worker_id=f"w{attempt}",
+        vector=struct.pack("<f", number),
+        rank=attempt,
+    )
+
+
+def test_a_vector_counts_as_tokens_do() -> None:
+    reply = Reply()
+    replies = {NAME: reply}
+    assert apply(replies, embedded(0.5, name="b")) == []
+    assert apply(replies, embedded(0.5)) == [reply]
+    assert (reply.vector, reply.worker_id, reply.rank) == (struct.pack("<f", 0.5), "w1", 1)
+    apply(replies, started(2))
+    assert apply(replies, embedded(1.5)) == [], "attempt 1 is void"
+    assert apply(replies, embedded(2.5, attempt=2)) == [reply]
+    assert apply(replies, ended(2)) == [reply]
+    assert apply(replies, embedded(3.5, attempt=2)) == [], "it is over"
+    assert (reply.vector, reply.worker_id, reply.rank) == (struct.pack("<f", 2.5), "w2", 2)
+
+
+def test_what_became_of_a_command_is_no_answer() -> None:
+    assert apply({NAME: Reply()}, CommandTold(command_id=NAME, owner_epoch=1)) == []

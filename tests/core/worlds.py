@@ -14,10 +14,12 @@ from forebay.events.base import pack_u32, pack_u64
 from forebay.events.control import (
     BusyThresholds,
     BusyThresholdsSet,
+    Command,
     PoolConfigured,
     QueueClass,
     QueueConfig,
     RouterConfig,
+    WorkerCommanded,
 )
 from forebay.events.decisions import JournalRecord, Run
 from forebay.events.fleet import (
@@ -30,8 +32,19 @@ from forebay.events.fleet import (
     WorkerSuspect,
 )
 from forebay.events.kv import BlocksRemoved, BlocksStored, CacheCleared
+from forebay.events.media import Encoded, Media
 from forebay.events.metrics import LoadReported
-from forebay.events.progress import FirstTokenEmitted, OutputGrown, RequestFailed, RequestFinished
+from forebay.events.progress import (
+    CommandDone,
+    CommandRefused,
+    EncodeFailed,
+    EncodeFinished,
+    FirstTokenEmitted,
+    OutputGrown,
+    RequestFailed,
+    RequestFinished,
+    TransferFailed,
+)
 from forebay.events.requests import (
     RequestCancelled,
     RequestSubmitted,
@@ -44,6 +57,9 @@ from forebay.events.requests import (
 
 BLOCK = 4
 WORKERS = ("a", "b", "c")
+ENCODERS = ("e", "f")
+MEDIA = Media(kind="image", digest="ab" * 32, mime="image/png", first_token=1, tokens=4, content=b"pixels")
+ENCODED = Encoded(descriptor=b"there", shape=(4, 8), dtype="float32", checksum="0123456789abcdef")
 PROMPTS = [extend_chain(None, [family * 100 + at for at in range(8)]) for family in range(3)]
 FACTS: dict[str, type[WorkerLost | WorkerSuspect | WorkerRecovered | WorkerDraining]] = {
     "lose": WorkerLost,
@@ -107,6 +123,15 @@ def pool(**router: Any) -> PoolConfigured:
     return PoolConfigured(pool="default", model="m", block_size=BLOCK, router=RouterConfig(**router))
 
 
+def encode_pool(**changes: Any) -> PoolConfigured:
+    fields: dict[str, Any] = {"pool": "encoders", "model": "m", "block_size": BLOCK, "role": "encode", **changes}
+    return PoolConfigured(**fields)
+
+
+def encoder(worker_id: str, slot: int = 0) -> WorkerJoined:
+    return joined(worker_id, slot, pool="encoders", role="encode", kv_events=False)
+
+
 def request(name: str, blocks: Iterable[int] = (), **changes: Any) -> RequestSubmitted:
     hashes = list(blocks)
     fields: dict[str, Any] = {
@@ -135,6 +160,31 @@ def query(name: str, blocks: Iterable[int] = (), **changes: Any) -> RouteQueried
         **changes,
     }
     return RouteQueried(**fields)
+
+
+def commanded(name: str, action: Any = "clear_kv_blocks", **changes: Any) -> WorkerCommanded:
+    command = Command(action=action, lora_name=changes.pop("lora_name", ""))
+    fields: dict[str, Any] = {
+        "command_id": name,
+        "model": "m",
+        "command": command,
+        "reply_slot": 1,
+        "timeout_us": 1_000_000,
+        **changes,
+    }
+    return WorkerCommanded(**fields)
+
+
+def obeyed(name: str, worker_id: str, epoch: int, action: Any = "clear_kv_blocks", *loras: str) -> CommandDone:
+    return CommandDone(
+        command_id=name, action=action, worker_id=worker_id, worker_epoch=epoch, owner_epoch=0, loras=loras
+    )
+
+
+def declined(name: str, worker_id: str, epoch: int, error: str = "no") -> CommandRefused:
+    return CommandRefused(
+        command_id=name, action="clear_kv_blocks", worker_id=worker_id, worker_epoch=epoch, owner_epoch=0, error=error
+    )
 
 
 class Driver:
@@ -166,6 +216,12 @@ class Driver:
         self("control", pool(**changes))
         for slot, name in enumerate(names):
             self("fleet", joined(name, slot))
+        return self
+
+    def encoders(self, *names: str, **changes: Any) -> Self:
+        self("control", encode_pool(**changes))
+        for slot, name in enumerate(names):
+            self("fleet", encoder(name, slot))
         return self
 
     def epoch(self, worker_id: str) -> int:
@@ -221,7 +277,9 @@ def actions(draw: st.DrawFn) -> tuple[str, Any]:
                 "cancel",
                 "wait",
             ]
+            + ["command", "command", "obey", "obey", "decline"]
             + ["join", "lose", "suspect", "recover", "drain", "announce", "garbage", "pool", "again"]
+            + ["media", "media", "encoded", "encoded", "not_encoded", "not_fetched", "join_encoder", "lose_encoder"]
         )
     )
     numbers = draw(st.tuples(st.integers(0, 9), st.integers(0, 8), st.integers(0, 2)))
@@ -234,7 +292,7 @@ histories = st.lists(actions(), max_size=120)
 def said_of(one: Request, kind: str, number: int) -> InputEvent:
     fields: dict[str, Any] = {
         "request_id": one.request_id,
-        "attempt": one.attempt,
+        "attempt": one.stage_attempt,
         "worker_id": one.worker_id or "a",
         "worker_epoch": one.worker_epoch,
         "owner_epoch": 0,
@@ -246,6 +304,12 @@ def said_of(one: Request, kind: str, number: int) -> InputEvent:
             return RequestFinished(**fields, finish_reason="length")
         case "fail":
             return RequestFailed(**fields, error="broken")
+        case "encoded":
+            return EncodeFinished(**fields, encoded=ENCODED)
+        case "not_encoded":
+            return EncodeFailed(**fields, error="too large")
+        case "not_fetched":
+            return TransferFailed(**fields, error="it is gone")
         case _:
             return FirstTokenEmitted(**fields)
 
@@ -263,11 +327,15 @@ def perform(drive: Driver, number: int, action: tuple[str, Any]) -> None:
             timeout = 1_000 if first == 0 else 1_000_000
             hints = HINTS[(first + depth) % len(HINTS)]
             drive("requests", request(f"r{number}", blocks, timeout_us=timeout, nonce=number, routing=hints))
+        case "media":
+            drive("requests", request(f"r{number}", blocks, nonce=number, media=(MEDIA,) * (1 + first % 2)))
         case "query":
             drive("requests", query(f"q{number}", blocks, routing=HINTS[first % len(HINTS)]))
         case "again":
             drive("requests", request(f"r{first}", blocks, nonce=first))
-        case "first" | "finish" | "fail" | "grow" if one is not None:
+        case "join_encoder" | "lose_encoder":
+            encoders(drive, kind, first, third)
+        case "first" | "finish" | "fail" | "grow" | "encoded" | "not_encoded" | "not_fetched" if one is not None:
             drive("progress", said_of(one, kind, number))
         case "stored":
             tier = TIERS[first % 3]
@@ -311,8 +379,42 @@ def perform(drive: Driver, number: int, action: tuple[str, Any]) -> None:
         case "busy":
             thresholds = BusyThresholds(active_prefill_tokens_threshold=depth * 8 if first % 2 else None)
             drive("control", BusyThresholdsSet(model="m", thresholds=thresholds))
+        case "command" | "obey" | "decline":
+            operate(drive, kind, first, depth, third)
         case _:
             pass
+
+
+def encoders(drive: Driver, kind: str, first: int, third: int) -> None:
+    """An encode worker comes, perhaps before its pool, or goes."""
+    name = ENCODERS[third % 2]
+    if kind == "lose_encoder":
+        drive("fleet", WorkerLost(owner_epoch=0, worker_id=name, worker_epoch=drive.epoch(name)))
+        return
+    if first == 0:
+        drive("control", encode_pool())
+    drive("fleet", encoder(name, third))
+
+
+def operate(drive: Driver, kind: str, first: int, depth: int, third: int) -> None:
+    """A command, or a worker's answer to one that it has or has not."""
+    worker = WORKERS[third]
+    if kind == "command":
+        # Of ten ids: some come again, with the same nonce and with others.
+        name, wanted = f"c{(first + third) % 10}", ("load_lora", "unload_lora", "sleep")[third]
+        whom = (worker,) if depth < 2 else ()
+        timeout = 1_000 if first == 0 else 1_000_000
+        drive("control", commanded(name, wanted, worker_ids=whom, timeout_us=timeout, nonce=depth % 2))
+        return
+    under_way = drive.world.commands.pending()
+    one = under_way[first % len(under_way)] if under_way else None
+    name = one.command_id if one is not None and depth < 7 else f"c{first}"
+    epoch = drive.epoch(worker) if depth < 6 else first
+    if kind == "decline":
+        drive("progress", declined(name, worker, epoch))
+        return
+    action = "sleep" if one is None else one.command.action
+    drive("progress", obeyed(name, worker, epoch, action, *("x", "y", "z")[: depth % 3]))
 
 
 def perform_all(drive: Driver, history: list[tuple[str, Any]], start: int = 0) -> Driver:

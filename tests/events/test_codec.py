@@ -139,9 +139,12 @@ def test_a_missing_required_field_is_refused(name: str) -> None:
         decode(topic, wire(topic, fields))
 
 
+NOT_PACKED = ("content", "descriptor")  # whatever a client or a transfer layer put there
+
+
 def packed_fields(fields: object, path: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
     if isinstance(fields, bytes):
-        return [path]
+        return [] if path[-1] in NOT_PACKED else [path]
     children = fields.items() if isinstance(fields, dict) else enumerate(fields) if isinstance(fields, list) else ()
     return [found for key, child in children for found in packed_fields(child, (*path, key))]
 

@@ -1,12 +1,14 @@
 """Processes of a cluster: nothing outlives its run, and what ends by itself is noticed."""
 
+import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from infra.processes import ProcessError, Processes
+from infra.processes import ProcessError, Processes, still_running
 
 SLEEPS = [sys.executable, "-c", "import time; print('ready', flush=True); time.sleep(600)"]
 IGNORES = "import signal, time; signal.signal(15, signal.SIG_IGN); print('ready', flush=True); time.sleep(600)"
@@ -120,6 +122,21 @@ async def test_everything_ends_also_what_is_paused_or_does_not_listen(
         return state(child) in {"", "Z"}  # an orphan is buried by somebody else
 
     await processes.until("the child is gone too", gone)
+
+
+async def test_a_process_killed_alone_leaves_its_children_to_be_seen(processes: Processes) -> None:
+    one = processes.start("parent", [sys.executable, "-c", WITH_CHILD])
+    child = int(await said(processes, "parent"))
+    family = one.family()
+    assert family == [one.process.pid, child] == still_running(family)
+    processes.kill("parent", alone=True)
+    assert still_running(family) == [child]
+    os.kill(child, signal.SIGKILL)
+
+    async def gone() -> bool:
+        return not still_running(family)
+
+    await processes.until("the child is gone", gone)
 
 
 async def test_a_service_that_stops_badly_is_an_error(processes: Processes) -> None:

@@ -1,6 +1,8 @@
 """An ingress on a real log; the test plays router and worker at the other end of it."""
 
 import asyncio
+import contextlib
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -12,12 +14,22 @@ from prometheus_client import CollectorRegistry, generate_latest
 from forebay.events.base import Event, pack_u32
 from forebay.events.codec import decode, encode
 from forebay.events.requests import RequestCancelled, RequestSubmitted, RouteQueried
-from forebay.events.tokens import AnswerError, AttemptStarted, ResponseEnded, TokenChunk, TokensEmitted, Usage
+from forebay.events.tokens import (
+    AnswerError,
+    AttemptStarted,
+    ResponseEnded,
+    TokenChunk,
+    TokenLogprob,
+    TokensEmitted,
+    Usage,
+)
 from forebay.events.topics import CONTROL, REQUESTS, TOKENS
 from forebay.ingress.app import build_app
+from forebay.ingress.errors import Unusable
 from forebay.ingress.ingress import Ingress, IngressSettings
 from forebay.ingress.metrics import IngressMetrics
 from forebay.ingress.model import DEFAULT_MODEL, Model
+from forebay.ingress.server import listen
 from forebay.transport.base import Draft
 from forebay.transport.sqlite_log import SqliteLog
 from tests.system import until
@@ -73,10 +85,19 @@ class Scene:
         return self.emit(name, token_ids, first=first, attempt=attempt, worker=worker)
 
     def emit(
-        self, name: str, token_ids: list[int], *, first: int = 0, attempt: int = 1, worker: str = "w1", owner: int = 1
+        self,
+        name: str,
+        token_ids: list[int],
+        *,
+        first: int = 0,
+        attempt: int = 1,
+        worker: str = "w1",
+        owner: int = 1,
+        logprobs: tuple[TokenLogprob, ...] = (),
     ) -> int:
         """Emit tokens; the position after them."""
-        chunk = TokenChunk(request_id=name, attempt=attempt, first_index=first, token_ids=pack_u32(token_ids))
+        packed = pack_u32(token_ids)
+        chunk = TokenChunk(request_id=name, attempt=attempt, first_index=first, token_ids=packed, logprobs=logprobs)
         self.send(TokensEmitted(worker_id=worker, worker_epoch=1, owner_epoch=owner, chunks=(chunk,)))
         return first + len(token_ids)
 
@@ -103,6 +124,13 @@ class Scene:
         event: RequestCancelled = self.requests(RequestCancelled)[0]
         return event
 
+    def listen(self) -> tuple[socket.socket, int]:
+        """A free port of this machine."""
+        for port in range(18_900, 19_400):
+            with contextlib.suppress(Unusable):
+                return listen("127.0.0.1", port), port
+        raise AssertionError("no port is free")
+
     def metric(self, line: str) -> bool:
         """Whether /metrics holds a line that begins so."""
         return any(found.startswith(line) for found in generate_latest(self.registry).decode().splitlines())
@@ -112,14 +140,20 @@ SceneMaker = Callable[..., Any]
 
 
 @asynccontextmanager
-async def make_scene(**changes: Any) -> AsyncIterator[Scene]:
+async def make_scene(model: Model | None = None, **changes: Any) -> AsyncIterator[Scene]:
     log = SqliteLog.open(None)
     registry = CollectorRegistry()
-    fields: dict[str, Any] = {"block_size": 4, "reply_slot": SLOT, "body_bytes_max": BODY_MAX, "timeout_s": 30.0}
-    settings = IngressSettings(model_name=NAME, ingress_id="i1", **{**fields, **changes})
+    fields: dict[str, Any] = {
+        "model_name": NAME,
+        "block_size": 4,
+        "reply_slot": SLOT,
+        "body_bytes_max": BODY_MAX,
+        "timeout_s": 30.0,
+    }
+    settings = IngressSettings(ingress_id="i1", **{**fields, **changes})
     scenes: list[Scene] = []
     ingress = Ingress(
-        log, Model(DEFAULT_MODEL), settings, IngressMetrics(registry, NAME), lambda: scenes[0].is_ready, 0
+        log, model or Model(DEFAULT_MODEL), settings, IngressMetrics(registry, NAME), lambda: scenes[0].is_ready, 0
     )
     scenes.append(Scene(log, ingress, registry))
     running = asyncio.create_task(ingress.run())

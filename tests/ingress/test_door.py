@@ -10,8 +10,9 @@ from forebay.core.replies import apply
 from forebay.events.codec import decode
 from forebay.events.requests import RoutingHints
 from forebay.events.topics import FIXED_TOPICS, OPENAI_RESPONSES, TOKENS
-from forebay.ingress.door_answer import DoorAnswer, Piece
-from forebay.ingress.door_request import address, body_of, nonce_of, slot_of
+from forebay.ingress.composer import Composer
+from forebay.ingress.door_answer import DoorAnswer, Entry, Piece, Place
+from forebay.ingress.door_request import Address, address, body_of, nonce_of, slot_of
 from forebay.ingress.errors import ApiError
 from forebay.ingress.openai import ChatBody, TextBody
 from forebay.ingress.render import Shape
@@ -22,6 +23,7 @@ from tests.ingress.conftest import NAME, SLOT, Scene, make_scene
 
 CHAT: dict[str, Any] = {"model": NAME, "messages": [{"role": "user", "content": "Hello"}]}
 NAMESPACE = "shop"
+PLACE = Place(Entry(0, 0), Address("a", ""), "chat_completions")
 
 
 def record(body: Any = CHAT, partition: int = 3, offset: int = 41, **headers: str) -> Record:
@@ -32,7 +34,7 @@ def record(body: Any = CHAT, partition: int = 3, offset: int = 41, **headers: st
 
 def refused(asked: Record, *, bytes_max: int = 1000) -> ApiError:
     with pytest.raises(ApiError) as caught:
-        body_of(asked, NAME, bytes_max)
+        body_of(asked, bytes_max)
     return caught.value
 
 
@@ -79,10 +81,10 @@ def test_topics_of_others_may_be_named_like_ours(topic: str) -> None:
 
 
 def test_the_path_decides_what_the_body_is() -> None:
-    assert isinstance(body_of(record(), NAME, 1000), ChatBody)
-    assert isinstance(body_of(record(path="/v1/chat/completions"), NAME, 1000), ChatBody)
+    assert isinstance(body_of(record(), 1000), ChatBody)
+    assert isinstance(body_of(record(path="/v1/chat/completions"), 1000), ChatBody)
     text = {"model": NAME, "prompt": "once"}
-    assert isinstance(body_of(record(text, path="/v1/completions"), NAME, 1000), TextBody)
+    assert isinstance(body_of(record(text, path="/v1/completions"), 1000), TextBody)
 
 
 @pytest.mark.parametrize(
@@ -92,9 +94,9 @@ def test_the_path_decides_what_the_body_is() -> None:
         (record(b"\xff\xfe"), 400, "invalid_json"),
         (record(b"[1]"), 400, "invalid_value"),
         (record({"model": NAME}), 400, "invalid_value"),
-        (record({**CHAT, "tools": [1]}), 400, "unsupported_parameter"),
-        (record({**CHAT, "model": "other"}), 404, "model_not_found"),
-        (record(path="/v1/embeddings"), 404, "not_found"),
+        (record({**CHAT, "tools": [1]}), 400, "invalid_value"),
+        (record(path="/v1/embeddings"), 400, "invalid_value"),
+        (record(path="/v1/images"), 404, "not_found"),
         (record(b" " * 1001), 413, "body_too_large"),
         (record({**CHAT, "nvext": {"dp_rank": -1}}), 400, "invalid_value"),
         (record({**CHAT, "nvext": {"annotations": ["query_instance_id"]}}), 400, "unsupported_parameter"),
@@ -105,16 +107,28 @@ def test_what_is_no_request_is_refused_as_over_http(asked: Record, status: int, 
     assert (error.status, error.code) == (status, code)
 
 
-def test_an_adapter_may_be_asked_for() -> None:
-    body = body_of(record({**CHAT, "model": "sql"}), NAME, 1000, ("sql",))
-    assert body.model == "sql"
+def chat_of(body: dict[str, Any]) -> ChatBody:
+    found = body_of(record(body), 1000)
+    assert isinstance(found, ChatBody)
+    return found
+
+
+async def test_an_adapter_may_be_asked_for_and_another_model_may_not() -> None:
+    async with make_scene(loras=("sql",)) as scene:
+        prepared = await scene.ingress.prepare(chat_of({**CHAT, "model": "sql"}), ())
+        assert prepared.prompt.lora_name == "sql"
+        with pytest.raises(ApiError) as caught:
+            await scene.ingress.prepare(chat_of({**CHAT, "model": "other"}), ())
+        assert (caught.value.status, caught.value.code) == (404, "model_not_found")
 
 
 async def test_the_headers_of_a_record_are_routing_hints() -> None:
     async with make_scene(routing_hints=True) as scene:
         headers = {"X-Dynamo-Worker-Instance-ID": "w1", "x-dynamo-dp-rank": "2"}
         asked = msgspec.structs.replace(record(), headers=headers)
-        prepared = await scene.ingress.prepare(body_of(asked, NAME, 1000), headers.items())
+        body = body_of(asked, 1000)
+        assert isinstance(body, ChatBody)
+        prepared = await scene.ingress.prepare(body, headers.items())
         submission = scene.ingress.submission("a", prepared, reply_slot=1, reply_from=2, nonce=3)
         assert submission.routing == RoutingHints(worker_id="w1", rank=2)
 
@@ -145,9 +159,9 @@ class Fold:
         prompt_tokens: int = 5,
     ) -> None:
         shape = Shape(chat=True, response_id=request_id, model=NAME, created=7)
-        text = TextAssembler(scene.model.decoder(), [stop] if stop else [])
+        text = Composer(TextAssembler(scene.model.decoder(), [stop] if stop else []))
         self.scene = scene
-        self.answer = DoorAnswer(request_id, prompt_tokens, shape, text, stream=stream, usage_chunk=usage)
+        self.answer = DoorAnswer(request_id, PLACE, prompt_tokens, shape, text, stream=stream, usage_chunk=usage)
         self.pieces: list[Piece] = []
 
     async def read(self, times: int = 1) -> list[Piece]:

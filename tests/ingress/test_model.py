@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
 
 from forebay.ingress.errors import ApiError
 from forebay.ingress.model import DEFAULT_MODEL, Decoder, Model, ModelUnusable, speaking_vocabulary
@@ -118,3 +119,28 @@ def test_stop_strings_cut_as_if_the_text_had_come_at_once(text: str, stops: list
         assert any(text.startswith(stop, len(out)) for stop in stops)
     else:
         assert out == text
+
+
+def of_bytes() -> Tokenizer:
+    """A tokenizer whose tokens are words or bytes, as those of Llama 2 and Gemma."""
+    vocabulary = {"<unk>": 0, "a": 1, "▁b": 2} | {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>", byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return tokenizer
+
+
+OF_BYTES = of_bytes()
+
+
+@given(st.lists(st.lists(st.integers(0, 258), min_size=1, max_size=4)))
+def test_no_sequence_of_bytes_breaks_an_answer(pieces: list[list[int]]) -> None:
+    decoder = Decoder(OF_BYTES)
+    for piece in pieces:
+        decoder.push(piece)
+    assert decoder.push([2, 2]).endswith(" b b")
+
+
+def test_bytes_that_are_no_text_are_shown_as_such_and_what_follows_is_said() -> None:
+    decoder = Decoder(OF_BYTES)
+    character = [3 + byte for byte in "中".encode()]
+    assert [decoder.push(ids) for ids in (character, [3 + 0x80], [1], [2])] == ["中", "", "\ufffda", " b"]

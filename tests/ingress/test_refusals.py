@@ -3,16 +3,23 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from forebay.events.base import unpack_u32
+from forebay.ingress.embeddings import EmbeddingBody
 from forebay.ingress.errors import ApiError
+from forebay.ingress.fields import Body
 from forebay.ingress.ingress import Prepared
+from forebay.ingress.model import Model
+from forebay.ingress.openai import ChatBody, TextBody
 from forebay.ingress.streams import Stream
+from tests.ingress import media_model
 from tests.ingress.conftest import BODY_MAX, NAME, Scene, make_scene
 
 CHAT = "/v1/chat/completions"
@@ -50,15 +57,15 @@ def chat(**changes: Any) -> dict[str, Any]:
             CHAT,
             chat(messages=[{"role": "user", "content": "x", "tool_calls": [1]}]),
             400,
-            "unsupported_parameter",
+            "invalid_value",
             "messages[0].tool_calls",
         ),
         (
             CHAT,
-            chat(messages=[{"role": "tool", "content": "x", "tool_call_id": "1"}]),
+            chat(messages=[{"role": "user", "content": "x", "tool_call_id": "1"}]),
             400,
-            "unsupported_parameter",
-            "messages[0].tool_call_id",
+            "invalid_value",
+            "messages[0].tool_call_id only goes with the role tool",
         ),
         (
             CHAT,
@@ -92,11 +99,8 @@ def chat(**changes: Any) -> dict[str, Any]:
         (CHAT, chat(top_p=0), 400, "invalid_value", "top_p"),
         (CHAT, chat(n=2), 400, "unsupported_parameter", "n must be 1"),
         (CHAT, chat(n=True), 400, "unsupported_parameter", "n must be 1"),
-        (CHAT, chat(logprobs=0), 400, "unsupported_parameter", "logprobs"),
-        (CHAT, chat(logprobs=True), 400, "unsupported_parameter", "logprobs"),
-        (CHAT, chat(tools=[{"type": "function"}]), 400, "unsupported_parameter", "tools"),
-        (CHAT, chat(response_format={"type": "json_object"}), 400, "unsupported_parameter", "response_format"),
-        (CHAT, chat(presence_penalty=0.5), 400, "unsupported_parameter", "presence_penalty"),
+        (CHAT, chat(logprobs=0), 400, "invalid_value", "logprobs"),
+        (CHAT, chat(tools=[{"type": "function"}]), 400, "invalid_value", "tools[0].function"),
         (CHAT, chat(magic=1), 400, "unknown_parameter", "magic"),
         (CHAT, chat(stop=["a"] * 5), 400, "invalid_value", "stop"),
         (CHAT, chat(stop=""), 400, "invalid_value", "stop"),
@@ -230,3 +234,59 @@ async def test_health_and_models(scene: Scene) -> None:
     assert (await scene.client.get("/v1/models/gpt")).status_code == 404
     assert "dynamo_frontend_inflight_requests" in (await scene.client.get("/metrics")).text
     assert CHAT in (await scene.client.get("/openapi.json")).json()["paths"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "value"),
+    [
+        (ChatBody, "stop", [0.5] * 5_000),
+        (ChatBody, "messages", [{"role": "user", "content": [0.5] * 5_000}]),
+        (ChatBody, "logit_bias", {str(at): "x" for at in range(5_000)}),
+        (ChatBody, "nvext", {"routing_constraints": {"preferred_taints": {str(at): "x" for at in range(5_000)}}}),
+        (TextBody, "prompt", [0.5] * 5_000),
+        (EmbeddingBody, "input", [0.5] * 5_000),
+        (EmbeddingBody, "input", ["a"] * 2_000 + [1]),
+        (EmbeddingBody, "input", [[0.5] * 5_000]),
+        (EmbeddingBody, "input", [[0.5]] * 2_000),
+    ],
+)
+def test_a_body_that_is_wrong_in_every_place_is_refused_at_the_first(kind: type[Body], field: str, value: Any) -> None:
+    """An error for each place takes a kilobyte: a hostile body of the size that is let in would fill the memory."""
+    whole = {"model": NAME, "messages": HELLO, "prompt": "x", "input": "x", field: value}
+    fields = {name: given for name, given in whole.items() if name in kind.model_fields}
+    with pytest.raises(ValidationError) as refused:
+        kind.model_validate_json(json.dumps(fields))
+    assert refused.value.error_count() < 10
+
+
+@pytest.mark.parametrize("template", ["{{ 1 // n }}", "{{ [1][n + 1] + 1 }}", "{{ range(9 ** 9 + n) }}"])
+async def test_arguments_that_a_template_breaks_at_are_refused(template: str, tmp_path: Path) -> None:
+    """Whatever breaks: at the topic door it would be read again and again."""
+    model = Model(media_model.make(tmp_path, template))
+    async with make_scene(model) as scene:
+        answer = await scene.client.post(CHAT, json=chat(chat_template_kwargs={"n": 0}))
+    assert answer.status_code == 400
+    assert "chat template refuses" in answer.json()["error"]["message"]
+
+
+async def test_a_long_stop_string_is_refused(scene: Scene) -> None:
+    answer = await scene.client.post(CHAT, json=chat(stop=["a" * 1_025]))
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "stop")
+
+
+@pytest.mark.parametrize(("path", "field"), [(TEXT, "prompt"), ("/v1/embeddings", "input")])
+async def test_a_prompt_that_does_not_fit_is_refused_before_it_is_hashed(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, path: str, field: str
+) -> None:
+    """Hashing millions of tokens holds up everybody."""
+    monkeypatch.setattr("forebay.ingress.ingress.sequence_hashes", lambda *_: 1 // 0)
+    scene.model.context_tokens = 8
+    answer = await scene.client.post(path, json={"model": NAME, field: [1] * 9})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+
+
+@pytest.mark.parametrize("body", [chat(model="x" * 100_000), chat(**{"x" * 100_000: 1})])
+async def test_what_a_client_made_up_is_not_repeated_at_length(scene: Scene, body: dict[str, Any]) -> None:
+    answer = await scene.client.post(CHAT, json=body)
+    assert answer.status_code in (400, 404)
+    assert len(answer.content) < 5_000

@@ -54,7 +54,7 @@ async def test_the_position_is_behind_what_was_handed_over(log: SqliteLog) -> No
         await append(log, said("b", 0, 7))
         await stream.ready()
         await until(lambda: reader.position == 2 * READ_MAX + 1)
-        assert stream.take() == [7]
+        assert stream.take() == ([7], [])
 
 
 async def test_a_gap_interrupts_whoever_waits(log: SqliteLog) -> None:
@@ -63,7 +63,7 @@ async def test_a_gap_interrupts_whoever_waits(log: SqliteLog) -> None:
         waiting = asyncio.create_task(stream.ready())
         await append(log, said("a", 1, 7), said("a", 0, 6))
         await waiting
-        assert (stream.broken, stream.take()) == (TOKENS_MISSING, [])
+        assert (stream.broken, stream.take()) == (TOKENS_MISSING, ([], []))
 
 
 async def test_a_log_that_fails_interrupts_all(log: SqliteLog) -> None:

@@ -1,12 +1,16 @@
 """GET and POST /busy_threshold: what the log says, and what an operator puts on it."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from forebay.core.blocks import sequence_hashes
+from forebay.events.base import pack_u32
 from forebay.events.codec import decode, encode
 from forebay.events.control import BusyThresholds, BusyThresholdsSet, ControlEvent, PoolConfigured, RouterConfig
 from forebay.events.topics import CONTROL
@@ -174,3 +178,19 @@ def naive(events: list[ControlEvent]) -> list[tuple[str, str, BusyThresholds]]:
             ]
             found.append((name, configured.model, later[-1] if later else configured.router.busy))
     return found
+
+
+@pytest.mark.parametrize("block_size", [4, 16])
+async def test_prompts_are_hashed_in_the_blocks_that_the_pool_has(block_size: int) -> None:
+    async with make_scene(block_size=None) as scene:
+        prompt = list(range(100, 140))
+        asked = {"model": NAME, "prompt": prompt, "max_tokens": 1}
+        refused = await scene.client.post("/v1/completions", json=asked)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_group")
+        scene.control(msgspec.structs.replace(pool(model="other"), block_size=5))
+        scene.control(msgspec.structs.replace(pool(), block_size=block_size))
+        answer = asyncio.create_task(scene.client.post("/v1/completions", json=asked))
+        submitted = await scene.next_request()
+        scene.end(submitted.request_id)
+        assert (await answer).status_code == 200
+        assert submitted.sequence_hashes == sequence_hashes(pack_u32(prompt), block_size)

@@ -9,8 +9,10 @@ from forebay.core.fleet import Fleet
 from forebay.events.codec import decode
 from forebay.events.control import PoolConfigured, RouterConfig
 from forebay.events.fleet import (
-    FleetEvent,
+    AnyFleetEvent,
+    WorkerDraining,
     WorkerJoined,
+    WorkerLease,
     WorkerLost,
     WorkerRecovered,
     WorkerSpec,
@@ -33,12 +35,14 @@ async def log() -> AsyncIterator[SqliteLog]:
     opened.close()
 
 
-def lease(left_ms: int = 30_000, token: str = "t1", spec: WorkerSpec = SPEC, name: str = "w") -> Lease:
-    payload = msgspec.msgpack.encode(spec)
+def lease(
+    left_ms: int = 30_000, token: str = "t1", spec: WorkerSpec = SPEC, name: str = "w", *, draining: bool = False
+) -> Lease:
+    payload = msgspec.msgpack.encode(WorkerLease(spec=spec, draining=draining))
     return Lease(worker_id=name, token=token, payload=payload, expires_in_ms=left_ms, ttl_ms=30_000)
 
 
-def facts(log: SqliteLog) -> list[FleetEvent]:
+def facts(log: SqliteLog) -> list[AnyFleetEvent]:
     return [decode(FLEET, record.value) for record in log.records(FLEET.name, 0, 0, 100)]
 
 
@@ -92,6 +96,60 @@ async def test_a_given_up_lease_and_another_incarnation_lose_the_old_epoch(log: 
     assert kinds == [WorkerJoined, WorkerLost, WorkerJoined, WorkerLost]
     epochs = [fact.worker_epoch for fact in facts(log) if isinstance(fact, WorkerLost)]
     assert epochs == [0, 2]
+
+
+async def test_a_lease_that_says_so_is_draining_once_and_until_it_is_lost(log: SqliteLog) -> None:
+    polled = admission(log)
+    await poll(polled, log, [lease()])
+    for left_ms in (13_000, 29_000, 13_000):  # suspect or not: nothing is sent there anyway
+        await poll(polled, log, [lease(left_ms, draining=True)])
+    await poll(polled, log, [])
+    assert [type(fact) for fact in facts(log)] == [WorkerJoined, WorkerDraining, WorkerLost]
+    draining = facts(log)[1]
+    assert isinstance(draining, WorkerDraining)
+    assert (draining.worker_id, draining.worker_epoch, draining.owner_epoch) == ("w", 0, 7)
+
+
+async def test_a_suspect_worker_may_drain(log: SqliteLog) -> None:
+    polled = admission(log)
+    await poll(polled, log, [lease()])
+    await poll(polled, log, [lease(13_000)])
+    await poll(polled, log, [lease(draining=True)])
+    assert [type(fact) for fact in facts(log)] == [WorkerJoined, WorkerSuspect, WorkerDraining]
+
+
+async def test_a_new_owner_goes_on_where_the_last_one_stood(log: SqliteLog) -> None:
+    first = admission(log)
+    await poll(first, log, [lease(), other := lease(name="v", spec=msgspec.structs.replace(SPEC, worker_id="v"))])
+    fleet = Fleet()
+    for offset, fact in enumerate(facts(log)):
+        fleet.apply(fact, offset)
+    second = Admission(log, 0, 8, fleet, slots_max=16)
+    await poll(second, log, [lease(draining=True), other])
+    fact = facts(log)[-1]
+    assert (type(fact), fact.owner_epoch) == (WorkerDraining, 8)
+    fleet.apply(fact, 2)
+    third = Admission(log, 0, 9, fleet, slots_max=16)
+    await poll(third, log, [lease(draining=True), other])
+    assert len(facts(log)) == 3
+
+
+async def test_who_stops_already_is_not_admitted(log: SqliteLog) -> None:
+    polled = admission(log)
+    await poll(polled, log, [lease(draining=True)])
+    assert facts(log) == []
+    assert polled.refused == {}
+
+
+async def test_a_member_whose_lease_makes_no_sense_any_more_stays(
+    log: SqliteLog, caplog: pytest.LogCaptureFixture
+) -> None:
+    polled = admission(log)
+    await poll(polled, log, [lease()])
+    for _ in range(2):
+        await poll(polled, log, [msgspec.structs.replace(lease(), payload=b"\xc1")])
+    assert [type(fact) for fact in facts(log)] == [WorkerJoined]
+    assert caplog.text.count("the lease of the member w changed and makes no sense") == 1
 
 
 async def test_slots_are_the_lowest_free_ones(log: SqliteLog) -> None:

@@ -20,7 +20,7 @@ from forebay.events.decisions import (
     RequestRouted,
     RouteAnswered,
 )
-from forebay.events.fleet import WorkerLost, WorkerSpec
+from forebay.events.fleet import WorkerLease, WorkerLost, WorkerSpec
 from forebay.events.kv import AnyKvEvent, BlocksStored, CacheCleared
 from forebay.events.requests import RoutingHints
 from forebay.events.tokens import RouteTold
@@ -53,6 +53,7 @@ STATUSES = {
     "deadline": (504, "deadline_exceeded"),
     "queue_deadline": (504, "queue_deadline_exceeded"),
     "attempts_exhausted": (503, "workers_lost"),
+    "encode_failed": (502, "encode_failed"),
 }
 
 
@@ -60,7 +61,7 @@ def join(system: System, name: str, **offers: Any) -> None:
     """A worker that has a lease and does nothing."""
     size = {"block_size": BLOCK, "kv_blocks_total": 64, "max_num_seqs": 8, "max_num_batched_tokens": 64}
     spec = WorkerSpec(**{"worker_id": name, "model": MODEL, **size, **offers})
-    system.leases.acquire(MODEL, name, f"{name}-1", msgspec.msgpack.encode(spec), 60_000)
+    system.leases.acquire(MODEL, name, f"{name}-1", msgspec.msgpack.encode(WorkerLease(spec=spec)), 60_000)
 
 
 def said(drafts: list[Draft], topic: Topic) -> list[Any]:
@@ -174,6 +175,7 @@ async def test_a_cache_with_a_gap_is_asked_for_anew_until_it_is_said(log: Sqlite
         cache.stored(4, 12)
         cache.stored(6, 13)
         await until(lambda: owner.world.index.blocks_held("w0", 0, "device") == 4)
+        await until(lambda: system.decisions(CacheResyncRequested))  # applied first, then journalled
         (asked,) = system.decisions(CacheResyncRequested)
         assert (asked.worker_id, asked.rank, asked.expected_seq, asked.found_seq) == ("w0", 0, 2, 4)
         await until(lambda: system.events(WORK, ReannounceCache))

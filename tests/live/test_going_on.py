@@ -50,7 +50,7 @@ async def listening(log: SqliteLog, name: str) -> AsyncIterator[Client]:
         while client.ended is None:
             await stream.ready()
             assert stream.broken is None
-            client.tokens += stream.take()
+            client.tokens += stream.take()[0]
             client.ended = stream.ended
 
     tasks = [asyncio.create_task(reader.run()), asyncio.create_task(take())]

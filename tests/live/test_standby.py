@@ -67,6 +67,10 @@ async def ended(task: "asyncio.Task[None]") -> None:
         await task
 
 
+def unsure(standby: Standby) -> list[str]:
+    return [getattr(answer, "request_id", "") for answer in standby.unsure]
+
+
 async def test_a_standby_takes_over_warm_with_the_state_of_a_cold_recovery(log: SqliteLog) -> None:
     async with System(log).started(workers=2) as system:
         standby = Standby(SharedLog(log), 0)
@@ -75,7 +79,7 @@ async def test_a_standby_takes_over_warm_with_the_state_of_a_cold_recovery(log: 
             await serve(system, owner, "a", "b", "c")
             await until(lambda: standby.position == journal_end(log))
             assert state(standby.followed) == state((await cold(log, standby.position)).followed)
-            assert [answer.request_id for answer in standby.unsure] == ["a-refused", "b-refused", "c-refused"]
+            assert unsure(standby) == ["a-refused", "b-refused", "c-refused"]
         await until(lambda: standby.position == journal_end(log))
         await ended(following)
         world = standby.world
@@ -124,7 +128,7 @@ async def test_a_standby_begins_at_the_newest_snapshot(log: SqliteLog, caplog: p
             standby = Standby(log, 0)
             with caplog.at_level("INFO"):
                 await standby.catch_up(journal_end(log))
-    assert [answer.request_id for answer in standby.unsure] == ["b-refused"]
+    assert unsure(standby) == ["b-refused"]
     assert standby.position > sealed
 
 

@@ -248,6 +248,37 @@ async def overload() -> Stage:
 
 
 @scenario
+async def commands() -> Stage:
+    """Adapters come and go by command; workers refuse, leave, and are late; an owner takes over in between."""
+    stage = await Stage().begin(*FLEET)
+    await stage.serve(("too-early", prompt(1, 3)), lora_name="sql")
+    stage.command("load", "load_lora", "sql", worker_ids=("w1", "w2"))
+    await stage.play()
+    await mixed(stage, 8, "sql", lora_name="sql")
+    stage.command("list", "list_loras")
+    stage.command("list", "list_loras")
+    stage.command("list", "sleep", nonce=1)
+    stage.command("unload", "unload_lora", "sql", worker_ids=("w1", "w3"))
+    stage.command("nobody", "pause", worker_ids=("w9",))
+    stage.command("no-pool", "pause", pool="other")
+    await stage.play()
+    await mixed(stage, 6, "one", lora_name="sql")
+    stage.workers["w0"].obeys = stage.workers["w3"].obeys = False
+    stage.command("late", "clear_kv_blocks", timeout_us=2_000_000)
+    stage.command("pending", "load_lora", "math")
+    await stage.play()
+    await stage.owner.take_snapshot()
+    await stage.begin()
+    stage.workers["w0"].obeys = True
+    await stage.pass_time(3.0)
+    stage.command("more", "load_lora", "math", worker_ids=("w0",))
+    await stage.play()
+    await stage.fact(WorkerLost, "w3")
+    await mixed(stage, 6, "math", lora_name="math")
+    return stage
+
+
+@scenario
 async def undecodable() -> Stage:
     """Records that are no events take their place in the order, and do nothing."""
     stage = await Stage().begin(*FLEET)

@@ -17,12 +17,22 @@ from forebay.core.engine_model import EngineConfig, EngineModel, EngineRequest, 
 from forebay.core.lifecycle import id_hash
 from forebay.events.base import Event, pack_u32, pack_u64, unpack_u64
 from forebay.events.codec import decode, encode
-from forebay.events.control import PoolConfigured, RouterConfig
+from forebay.events.control import Action, Command, PoolConfigured, RouterConfig, WorkerCommanded
 from forebay.events.decisions import Decision
 from forebay.events.fleet import WorkerFact, WorkerJoined, WorkerSpec
 from forebay.events.kv import BlocksRemoved, BlocksStored, CacheCleared, Tier
+from forebay.events.media import Encoded
 from forebay.events.metrics import LoadReported
-from forebay.events.progress import FirstTokenEmitted, OutputGrown, RequestFinished
+from forebay.events.progress import (
+    CommandDone,
+    CommandRefused,
+    EncodeFailed,
+    EncodeFinished,
+    FirstTokenEmitted,
+    OutputGrown,
+    RequestFinished,
+    TransferFailed,
+)
 from forebay.events.requests import NO_HINTS, RequestCancelled, RequestSubmitted, RouteQueried, RoutingHints, Sampling
 from forebay.events.topics import (
     CONTROL,
@@ -35,7 +45,7 @@ from forebay.events.topics import (
     Topic,
     work_topic,
 )
-from forebay.events.work import AnyWorkEvent, ReannounceCache, WorkCancelled, WorkItem
+from forebay.events.work import AnyWorkEvent, ReannounceCache, WorkCancelled, WorkerCommand, WorkItem
 from forebay.live import owner, snapshots
 from forebay.live.owner import GroupSettings, Owner
 from forebay.transport.base import Draft, Log
@@ -74,12 +84,16 @@ class StageWorker:
         self.spec = spec
         self.epoch = epoch
         self.loses = 0  # events that do not reach the log
+        self.fails = 0  # images and videos that it does not encode, or does not fetch
+        self.obeys = True  # commands; else it never answers
+        self.loras = spec.loras
         self._stage = stage
         self._slot = slot
         self._read = 0
         self._engines = {rank: EngineModel(config) for rank in spec.ranks}
         self._seqs = dict.fromkeys(spec.ranks, 0)
         self._items: dict[str, WorkItem] = {}
+        self._to_encode: list[str] = []
 
     def take_work(self) -> bool:
         """Obey what is new on its slot; whether anything was."""
@@ -92,8 +106,9 @@ class StageWorker:
 
     def step(self) -> bool:
         """One iteration of each engine; whether any had something to do."""
+        encoded = self._encode()
         stepped = [self._step(rank, engine) for rank, engine in self._engines.items()]
-        return any(stepped)
+        return encoded or any(stepped)
 
     def stored(self, hashes: Sequence[int], parent: int | None = None, tier: Tier = "device", rank: int = 0) -> None:
         """Blocks entered a tier."""
@@ -107,6 +122,25 @@ class StageWorker:
     def held(self, rank: int = 0) -> list[int]:
         """The blocks on its device."""
         return self._engines[rank].held()
+
+    def _encode(self) -> bool:
+        for request_id in self._to_encode:
+            if request_id in self._items:
+                if self._succeeds():
+                    rows = sum(one.tokens for one in self._items[request_id].media)
+                    lies = Encoded(descriptor=b"there", shape=(rows, 8), dtype="float32", checksum="0123456789abcdef")
+                    self._say(EncodeFinished, request_id, encoded=lies)
+                else:
+                    self._say(EncodeFailed, request_id, error="out of memory")
+                del self._items[request_id]
+        encoded = bool(self._to_encode)
+        self._to_encode.clear()
+        return encoded
+
+    def _succeeds(self) -> bool:
+        fails = self.fails > 0
+        self.fails -= fails
+        return not fails
 
     def _step(self, rank: int, engine: EngineModel) -> bool:
         step = engine.step()
@@ -145,6 +179,13 @@ class StageWorker:
         match event:
             case WorkItem() if event.request_id not in self._items:
                 self._items[event.request_id] = event
+                if event.stage == "encode":
+                    self._to_encode.append(event.request_id)
+                    return
+                if event.encoded is not None and not self._succeeds():
+                    self._say(TransferFailed, event.request_id, error="its memory is gone")
+                    del self._items[event.request_id]
+                    return
                 self._engines[event.rank].submit(
                     EngineRequest(
                         request_id=event.request_id,
@@ -157,13 +198,29 @@ class StageWorker:
                     )
                 )
             case WorkCancelled() if event.request_id in self._items:
-                self._engines[self._items.pop(event.request_id).rank].cancel(event.request_id)
+                item = self._items.pop(event.request_id)
+                self._engines[item.rank].cancel(item.request_id)
             case ReannounceCache():
                 self._seqs[event.rank] = max(self._seqs[event.rank], event.above_seq)
                 self._say_cache(CacheCleared, event.rank)
                 self.stored(self.held(event.rank), rank=event.rank)
+            case WorkerCommand() if self.obeys:
+                self._command(event)
             case _:
                 pass  # sent again by a new owner, or already over
+
+    def _command(self, sent: WorkerCommand) -> None:
+        command, fields = sent.command, {"worker_id": self.spec.worker_id, "worker_epoch": self.epoch}
+        told: Any = {
+            **fields, "command_id": sent.command_id, "action": command.action, "owner_epoch": sent.owner_epoch
+        }  # fmt: skip
+        if command.action == "unload_lora" and command.lora_name not in self.loras:
+            self._stage.put(PROGRESS, CommandRefused(**told, error=f"{command.lora_name} is not loaded"))
+            return
+        others = tuple(name for name in self.loras if name != command.lora_name)
+        if command.action in ("load_lora", "unload_lora"):
+            self.loras = (*others, command.lora_name) if command.action == "load_lora" else others
+        self._stage.put(PROGRESS, CommandDone(**told, loras=self.loras))
 
     def _say(self, kind: Any, request_id: str, **fields: Any) -> None:
         item = self._items[request_id]
@@ -222,7 +279,7 @@ class Stage:
     async def join(self, name: str, **spec: Any) -> StageWorker:
         """A worker is admitted."""
         fields: dict[str, Any] = {"kv_blocks_total": 256, "max_num_seqs": 8, "max_num_batched_tokens": 512, **spec}
-        described = WorkerSpec(worker_id=name, model=MODEL, pool=POOL, block_size=BLOCK, **fields)
+        described = WorkerSpec(worker_id=name, model=MODEL, block_size=BLOCK, **{"pool": POOL, **fields})
         slot = len(self.workers)
         event = WorkerJoined(
             owner_epoch=self.owner.journal.epoch, spec=described, lease=f"{name}-lease", slot=slot, from_offset=0
@@ -276,6 +333,19 @@ class Stage:
     def cancel(self, name: str) -> None:
         """A client leaves."""
         self.put(REQUESTS, RequestCancelled(request_id=name))
+
+    def command(self, name: str, action: Action, lora_name: str = "", **changes: Any) -> None:
+        """An operator commands workers."""
+        fields: dict[str, Any] = {
+            "command_id": name,
+            "model": MODEL,
+            "command": Command(action=action, lora_name=lora_name, lora_path=f"/adapters/{lora_name}"),
+            "reply_slot": 3,
+            "timeout_us": 60_000_000,
+            "nonce": id_hash(name) >> 1,
+            **changes,
+        }
+        self.put(CONTROL, WorkerCommanded(**fields))
 
     def configure(self, **router: Any) -> None:
         """The pool routes by this from now on."""

@@ -12,7 +12,7 @@ from forebay.events.base import pack_u64
 from forebay.events.control import PoolConfigured, QueueConfig
 from forebay.events.decisions import JournalRecord
 from forebay.events.fleet import WorkerJoined, WorkerSpec
-from forebay.events.requests import RequestSubmitted, RoutingHints, Sampling, TaintWeight
+from forebay.events.requests import RequestSubmitted, RoutingHints, Sampling, TaintWeight, Task
 from forebay.events.snapshots import Chunk
 from forebay.events.topics import INPUTS
 from forebay.replay.disguise import Disguise
@@ -34,6 +34,8 @@ KEPT = {
     ("*", "table_digest"),
     ("*", "queue_class"),
     ("*", "topic"),
+    ("Encoded", "dtype"),
+    ("RequestState", "encoder_id"),
     ("WorkerSpec", "model"),
     ("WorkerSpec", "engine"),
     ("WorkerSpec", "taints"),
@@ -42,6 +44,8 @@ KEPT = {
 }
 FREE_TEXTS = ("WorkerSuspect", "WorkerRecovered", "WorkerDraining", "WorkerLost", "RequestCancelled")  # as `reason`
 HASHES = {"parent_hash", "tie_seed", "nonce", "content", "seed"}
+TOKENS = {"token_id", "stop_token_ids"}  # of which a client chose to speak
+WITHHELD = {"token_ids", "content", "descriptor"}  # packed, and not as long as they were
 NO_HASHES = {"due_us"}  # packed, and a time
 
 
@@ -82,7 +86,7 @@ class Filled:
                 return "00000000000000aa"
             case inspect.BytesType():
                 return self._packed(name)
-            case inspect.IntType() if name in HASHES:
+            case inspect.IntType() if name in HASHES | TOKENS:
                 return int.from_bytes(self._packed(name), "little")
             case inspect.IntType():
                 return 1
@@ -95,6 +99,7 @@ class Filled:
     def _text(self, owner: str, name: str) -> str:
         self._count += 1
         theirs = owner == "RoutingHints" or (name == "reason" and owner in FREE_TEXTS)
+        theirs |= (owner, name) == ("WorkerCommanded", "pool")  # an operator may ask for one that is not there
         kept = not theirs and not KEPT.isdisjoint({(owner, name), ("*", name)})
         text = f"{'kept' if kept else 'SECRET'}-{self._count:04}"
         if kept:
@@ -136,7 +141,7 @@ def numbers(event: Any) -> dict[str, Any]:
 
 
 def _numbers(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    name = path.rpartition(".")[2]
+    name = path.rstrip(".0123456789").rpartition(".")[2]
     match value:
         case dict():
             for key, one in value.items():
@@ -147,9 +152,9 @@ def _numbers(path: str, value: Any) -> Iterator[tuple[str, Any]]:
             yield f"{path}#", len(value)
             for at, one in enumerate(value):
                 yield from _numbers(f"{path}.{at}", one)
-        case bytes() if name != "token_ids":
+        case bytes() if name not in WITHHELD:
             yield path, len(value)
-        case int() | float() | bool() if name not in HASHES | {"withheld_tokens"}:
+        case int() | float() | bool() if name not in HASHES | TOKENS | {"withheld_tokens"}:
             yield path, value
         case _:
             pass
@@ -172,6 +177,12 @@ def submitted(**hints: Any) -> RequestSubmitted:
 def test_the_length_of_a_prompt_stays() -> None:
     anew = told(RequestSubmitted, submitted())
     assert (anew.prompt_tokens, anew.token_ids) == (10, b"")
+
+
+@pytest.mark.parametrize("task", get_args(Task))
+def test_what_is_asked_of_a_model_stays(task: Task) -> None:
+    event = msgspec.structs.replace(submitted(), task=task)
+    assert told(RequestSubmitted, event).task == task
 
 
 def test_a_nonce_is_no_hash_of_what_was_asked_for() -> None:

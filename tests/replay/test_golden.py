@@ -16,6 +16,8 @@ from forebay.events.codec import decode, encode
 from forebay.events.control import BusyThresholdsSet, PoolConfigured
 from forebay.events.decisions import (
     CacheResyncRequested,
+    CommandEnded,
+    CommandSent,
     CostTerms,
     OwnerClaimed,
     RequestAborted,
@@ -27,7 +29,7 @@ from forebay.events.decisions import (
 )
 from forebay.events.fleet import WorkerDraining, WorkerJoined, WorkerLost, WorkerRecovered, WorkerSuspect
 from forebay.events.kv import BlocksRemoved, BlocksStored, CacheCleared
-from forebay.events.progress import OutputGrown
+from forebay.events.progress import EncodeFailed, EncodeFinished, OutputGrown, TransferFailed
 from forebay.events.requests import RequestCancelled, RequestSubmitted
 from forebay.events.topics import DECISIONS, INPUTS
 from forebay.replay.golden import check_recording
@@ -37,6 +39,7 @@ from forebay.transport.base import LogError, Record
 from forebay.transport.recorded import OtherRules, decode_or_none
 from forebay.transport.recording_writer import RecordingWriter
 from forebay.transport.sqlite_log import SqliteLog
+from tests.logs.encoding import DIGESTS
 from tests.logs.record import FOLDER, SCENARIOS, SUFFIX, record
 
 RECORDINGS = sorted(FOLDER.glob(f"*{SUFFIX}"))
@@ -103,6 +106,10 @@ def reused_ids(seen: Seen) -> bool:
     return len(set(ids)) < len(ids)
 
 
+def outcomes(seen: Seen) -> set[str]:
+    return {one.status for ended in seen.all(CommandEnded) for one in ended.outcomes}
+
+
 def cached_by_namespace(seen: Seen) -> bool:
     """A prompt in another namespace finds nothing, later ones find what was said there."""
     named = {one.request_id: one.cache_namespace for one in seen.all(RequestSubmitted)}
@@ -115,6 +122,23 @@ def cached_by_namespace(seen: Seen) -> bool:
 def waited_and_ordered(seen: Seen) -> bool:
     held = {one.queue_class for one in seen.all(RequestHeld)}
     return held == {"default", "batch", "short"} and any(one.waited_us for one in seen.all(RequestRouted))
+
+
+def encoded_first(seen: Seen) -> bool:
+    """Images go to encoders first, to another one when that fails, and nothing of them is left in the recording."""
+    routed = seen.all(RequestRouted, stage="encode")
+    media = [one for event in seen.all(RequestSubmitted) for one in event.media]
+    lies = [event.encoded for event in seen.all(EncodeFinished)]
+    return (
+        {one.pool for one in routed} == {"encoders"}
+        and {one.attempt for one in routed} == {1, 2, 3}
+        and seen.given_up("encode_failed", "cancelled")
+        and bool(seen.all(EncodeFailed) and seen.all(TransferFailed) and seen.all(SnapshotTaken))
+        and {one.kind for one in media} == {"image", "video"}
+        and not any(one.content or one.mime not in ("image/*", "video/*") for one in media)
+        and not any(one.descriptor or int(one.checksum, 16) for one in lies)
+        and not {one.digest for one in media} & set(DIGESTS)
+    )
 
 
 CAPABILITIES: dict[str, Callable[[Seen], object]] = {
@@ -189,7 +213,15 @@ CAPABILITIES: dict[str, Callable[[Seen], object]] = {
     "from-snapshot": lambda seen: seen.report.start > 0 and len(seen.all(SnapshotTaken)) == 3,
     "output-blocks": lambda seen: seen.all(OutputGrown) and seen.hinted(lambda hints: hints.expected_output_tokens),
     "overload": lambda seen: seen.refused("queue_full") and seen.given_up("queue_deadline") and seen.all(BlocksRemoved),
+    "commands": lambda seen: (
+        {"done", "refused", "left", "timed_out"} == outcomes(seen)
+        and {None, "unknown_worker", "unknown_pool", "duplicate_id"} == {one.reason for one in seen.all(CommandSent)}
+        and {one.worker_id for one in seen.all(RequestRouted)} >= {"w0", "w1", "w2"}
+        and seen.refused("no_eligible_worker")
+        and len(seen.all(OwnerClaimed)) == 2
+    ),
     "undecodable": lambda seen: seen.undecodable == 3,
+    "encode-stage": encoded_first,
     "foreign-records": lambda seen: seen.report.unverified == {"foreign-records": 1},
 }
 
@@ -266,9 +298,8 @@ def test_other_rules_are_a_failure_that_says_what_to_do(tmp_path: Path) -> None:
         return record
 
     path = rewritten(tmp_path, "kv", newer)
-    with pytest.raises(
-        AssertionError, match=r"OtherRules: .*version 3 .*Record it again, or keep the program"
-    ) as failed:
+    expected = rf"OtherRules: .*version {CORE_VERSION + 1} .*Record it again, or keep the program"
+    with pytest.raises(AssertionError, match=expected) as failed:
         check_recording(path)
     assert isinstance(failed.value.__cause__, OtherRules)
 

@@ -19,6 +19,7 @@ from forebay.events.work import WorkItem
 from forebay.transport.base import Draft, Lease, Leases, Log, Record
 from forebay.transport.redis_leases import embedded_leases
 from forebay.transport.sqlite_log import SqliteLog
+from forebay.workers.engine import Engine
 from forebay.workers.lease_keeper import LeaseKeeper
 from forebay.workers.mock_engine import MockEngine
 from forebay.workers.worker import Worker
@@ -89,10 +90,12 @@ class Scene:
         name: str = "w1",
         token: str = "t1",
         log: Log | None = None,
+        engine: Engine | None = None,
         **changes: Any,
     ) -> Worker:
         spec = self.spec(dp_size, name, **changes)
-        engine = MockEngine(engine_config(), dp_size=dp_size, dp_start_rank=spec.dp_start_rank, speedup=speedup)
+        if engine is None:
+            engine = MockEngine(engine_config(), dp_size=dp_size, dp_start_rank=spec.dp_start_rank, speedup=speedup)
         return Worker(log or self.log, self.keeper, spec, engine, token=token, group=GROUP, partition=PARTITION)
 
     @asynccontextmanager

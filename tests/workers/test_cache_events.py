@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.core.engine_model import CacheChange, Removed, Stored
+from forebay.core.engine_model import Removed, Stored
 from forebay.events.base import unpack_u64
 from forebay.events.codec import decode
 from forebay.events.fleet import WorkerSpec
@@ -56,7 +56,7 @@ changes = st.lists(
 
 
 @given(changes, st.integers(0, 1))
-def test_what_is_said_anew_is_what_was_said(history: list[tuple[int, CacheChange]], asked: int) -> None:
+def test_what_is_said_anew_is_what_was_said(history: list[tuple[int, Stored | Removed]], asked: int) -> None:
     events = CacheEvents(spec(dp_size=2), EPOCH, 0)
     log: list[AnyKvEvent] = []
     held: dict[int, set[int]] = {0: set(), 1: set()}

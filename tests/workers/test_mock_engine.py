@@ -8,16 +8,21 @@ import pytest
 
 from forebay.core.engine_sequence import speech
 from forebay.events.base import unpack_u32
+from forebay.events.fleet import WorkerSpec
 from forebay.events.requests import Sampling
 from forebay.workers.engine import EngineBatch
 from forebay.workers.mock_engine import MockEngine
 from tests.workers.conftest import VOCABULARY, engine_config, until, work_item
 
+SPEC = WorkerSpec(
+    worker_id="w1", model="m", block_size=4, kv_blocks_total=64, max_num_seqs=8, max_num_batched_tokens=64
+)
+
 
 @asynccontextmanager
 async def running(engine: MockEngine) -> AsyncIterator[list[EngineBatch]]:
     batches: list[EngineBatch] = []
-    await engine.start()
+    await engine.start(SPEC)
     task = asyncio.create_task(engine.run(batches.append))
     try:
         yield batches

@@ -16,13 +16,14 @@ from forebay.events.base import pack_u32, unpack_u64
 from forebay.events.codec import decode, encode
 from forebay.events.fleet import WorkerLost
 from forebay.events.progress import FirstTokenEmitted, OutputGrown, RequestFailed, RequestFinished
+from forebay.events.requests import Sampling, StructuredOutput
 from forebay.events.tokens import AnswerError, AttemptStarted, ResponseEnded, TokenChunk, TokensEmitted, Usage
 from forebay.events.topics import FLEET, TOKENS
 from forebay.events.work import WorkCancelled, WorkItem
 from forebay.transport.base import Draft, LogError, Record
 from forebay.transport.faults import FaultyLog
 from forebay.transport.sqlite_log import SqliteLog
-from forebay.workers.resume import PAGE_RECORDS
+from forebay.workers.resume import PAGE_RECORDS, continued
 from forebay.workers.worker import Worker
 from tests.workers.conftest import PARTITION, VOCABULARY, WORK, WORK_SLOT, Scene, until, work_item
 
@@ -129,6 +130,27 @@ async def test_an_answer_goes_on_elsewhere_while_the_old_worker_speaks_on(scene:
     assert heir.counters.continued == 1
 
 
+async def test_an_answer_with_a_structure_does_not_go_on_in_its_middle(scene: Scene) -> None:
+    sampling = Sampling(max_tokens=10, structured=StructuredOutput(kind="json_object"))
+    async with scene.serving(scene.worker()) as epoch:
+        await scene.append(TOKENS, SLOT, emitted("a", 0, [7, 8]))
+        await scene.send(later("a", epoch, sampling=sampling))
+        await scene.send(later("b", epoch, sampling=sampling))  # of which nothing was said
+        await until(lambda: scene.progress(RequestFailed) and scene.progress(RequestFinished))
+    ended = heard(scene, "a").ended
+    assert ended is not None
+    assert ended.error is not None
+    assert (ended.error.status, ended.error.code) == (503, "structure_interrupted")
+    assert [end.request_id for end in scene.progress(RequestFinished)] == ["b"]
+
+
+def test_what_is_left_of_an_answer_has_what_is_left_of_its_least_tokens() -> None:
+    for least, left in ((5, 3), (1, 0)):
+        item = later("a", 1, sampling=Sampling(max_tokens=10, min_tokens=least))
+        rest = continued(item, [7, 8], 4).sampling
+        assert (rest.max_tokens, rest.min_tokens) == (8, left)
+
+
 async def test_what_was_said_is_found_in_the_cache_and_never_counts_as_prompt(scene: Scene) -> None:
     said = list(range(1000, 1010))
     async with scene.serving(scene.worker()) as epoch:
@@ -150,7 +172,7 @@ async def test_a_continued_answer_keeps_to_the_blocks_of_its_adapter_and_tenant(
     seed = hash_seed(*salts.values())
     prompt, whole = pack_u32(PROMPT), pack_u32(PROMPT + said)
     salted = {**salts, "sequence_hashes": sequence_hashes(whole, 4, seed)}
-    async with scene.serving(scene.worker()) as epoch:
+    async with scene.serving(scene.worker(loras=("adapter",))) as epoch:
         await scene.append(TOKENS, SLOT, emitted("a", 0, said))
         await scene.send(work_item("plain", PROMPT + said, 1, worker_epoch=epoch))
         await until(lambda: finished(scene, "plain", 1))

@@ -12,9 +12,9 @@ from forebay.events.base import pack_u32, unpack_u32, unpack_u64
 from forebay.events.fleet import (
     OwnershipAnnounced,
     WorkerDraining,
+    WorkerLease,
     WorkerLost,
     WorkerRecovered,
-    WorkerSpec,
     WorkerSuspect,
 )
 from forebay.events.kv import BlocksRemoved, BlocksStored
@@ -49,7 +49,7 @@ async def test_an_answer_is_on_the_log_in_order(scene: Scene) -> None:
     async with scene.serving(worker) as epoch:
         lease = scene.lease()
         assert lease is not None
-        assert msgspec.msgpack.decode(lease.payload, type=WorkerSpec) == worker.spec
+        assert msgspec.msgpack.decode(lease.payload, type=WorkerLease) == WorkerLease(spec=worker.spec)
         await scene.send(work_item("a", list(range(9)), 10, worker_epoch=epoch, owner_epoch=4))
         await until(lambda: over(scene, "a"))
     assert len(answer(scene, "a")) == 10
@@ -106,6 +106,15 @@ async def test_repeated_and_foreign_items_are_not_run(scene: Scene) -> None:
         await until(lambda: over(scene, "b"))
     assert [end.request_id for end in scene.tokens(ResponseEnded)] == ["a", "b"]
     assert (worker.counters.repeated, worker.counters.other_epoch) == (2, 1)
+
+
+async def test_an_id_that_is_used_again_is_another_request(scene: Scene) -> None:
+    worker = scene.worker()
+    async with scene.serving(worker) as epoch:
+        for number in range(2):
+            await scene.send(work_item("a", [1], 2, worker_epoch=epoch, reply_from=len(scene.tokens())))
+            await until(lambda: len(scene.tokens(ResponseEnded)) == number + 1)  # noqa: B023 - awaited here
+    assert worker.counters.repeated == 0
 
 
 async def test_an_item_sent_again_by_a_new_owner_is_answered_on_its_order(scene: Scene) -> None:
@@ -272,7 +281,7 @@ async def test_ranks_have_the_numbers_of_the_spec(scene: Scene) -> None:
 async def test_adapters_and_tenants_never_share_blocks(scene: Scene) -> None:
     salts = [("", ""), ("lora-a", ""), ("lora-b", ""), ("", "tenant")]
     prompt = list(range(8))
-    async with scene.serving(scene.worker()) as epoch:
+    async with scene.serving(scene.worker(loras=("lora-a", "lora-b"))) as epoch:
         for number, (lora, tenant) in enumerate(salts):
             hashes = sequence_hashes(pack_u32(prompt), 4, hash_seed(lora, tenant))
             salted = {"lora_name": lora, "cache_namespace": tenant, "sequence_hashes": hashes}

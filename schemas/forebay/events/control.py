@@ -8,6 +8,7 @@ from forebay.events.base import Count, Event, Name, Part
 
 RouterMode = Literal["kv", "round-robin", "random", "power-of-two", "least-loaded", "direct"]
 QueuePolicy = Literal["fcfs", "wspt", "lcfs"]
+Role = Literal["aggregated", "prefill", "decode", "encode"]  # a worker's part in a request
 Weight = Annotated[float, msgspec.Meta(ge=0.0, le=1e6)]  # finite, and so is every cost
 Fraction = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=31_536_000.0)]  # a year
@@ -25,6 +26,25 @@ def require_numbers(part: msgspec.Struct, limits: dict[str, float]) -> None:
         value = getattr(part, name)
         if value is not None and not 0 <= value <= most:  # nor does a NaN lie there
             raise ValueError(f"{name} must be a number from 0 to {most:g}, not {value}")
+
+
+Action = Literal["clear_kv_blocks", "load_lora", "unload_lora", "list_loras", "sleep", "wake_up", "pause", "resume"]
+LORA_CHANGES: frozenset[Action] = frozenset(("load_lora", "unload_lora"))  # what changes which adapters are loaded
+
+COMMAND_TIMEOUT_US_MAX = 3_600_000_000  # an hour: loading an adapter over a slow disk takes minutes
+
+
+class Command(Part, frozen=True, kw_only=True):
+    """What an engine is to do beside its work. Names are Dynamo's and vLLM's.
+
+    `lora_path` is a directory that the worker can read; `level` is how deep the engine sleeps: 1 keeps the weights in
+    host memory, 2 drops them.
+    """
+
+    action: Action
+    lora_name: Annotated[str, msgspec.Meta(max_length=256)] = ""
+    lora_path: Annotated[str, msgspec.Meta(max_length=4_096)] = ""
+    level: Annotated[int, msgspec.Meta(ge=1, le=2)] = 1
 
 
 class BusyThresholds(Part, frozen=True, kw_only=True):
@@ -150,7 +170,10 @@ class RouterConfig(Part, frozen=True, kw_only=True):
 
 
 class PoolConfigured(Event, tag="control.pool_configured", frozen=True, kw_only=True):
-    """A pool serves one model with blocks of one size; its routing rule is replaced as a whole."""
+    """A pool serves one model with blocks of one size; its routing rule is replaced as a whole.
+
+    A pool of the role `encode` encodes the images and videos of requests that the model's other pool answers.
+    """
 
     pool: Name
     model: Name
@@ -158,6 +181,7 @@ class PoolConfigured(Event, tag="control.pool_configured", frozen=True, kw_only=
     router: RouterConfig = RouterConfig()
     attempts_max: Annotated[int, msgspec.Meta(ge=1)] = 3  # a request that loses this many workers is given up
     at_us: int = 0
+    role: Role = "aggregated"
 
 
 class BusyThresholdsSet(Event, tag="control.busy_thresholds_set", frozen=True, kw_only=True):
@@ -168,4 +192,22 @@ class BusyThresholdsSet(Event, tag="control.busy_thresholds_set", frozen=True, k
     at_us: int = 0
 
 
-ControlEvent = PoolConfigured | BusyThresholdsSet
+class WorkerCommanded(Event, tag="control.worker_commanded", frozen=True, kw_only=True):
+    """An operator commands workers of a model: those of `worker_ids`, else all of `pool`, else all.
+
+    The outcomes are told on `reply_slot`. Who has not answered `timeout_us` after the owner applied this is given up.
+    `nonce` is one for each command: a redelivery repeats it, another use of the same id does not.
+    """
+
+    command_id: Name
+    model: Name
+    command: Command
+    reply_slot: Count
+    timeout_us: Annotated[int, msgspec.Meta(ge=1, le=COMMAND_TIMEOUT_US_MAX)]
+    pool: Annotated[str, msgspec.Meta(max_length=256)] = ""
+    worker_ids: Annotated[tuple[Name, ...], msgspec.Meta(max_length=1_024)] = ()
+    nonce: Count = 0
+    at_us: int = 0
+
+
+ControlEvent = PoolConfigured | BusyThresholdsSet | WorkerCommanded

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from forebay.events.base import Count, Digest, Event, Name, Part
+from forebay.events.control import Action
 
 
 class Run(Part, frozen=True, kw_only=True):
@@ -60,8 +61,15 @@ class Candidate(Part, frozen=True, kw_only=True):
     terms: CostTerms
 
 
+Stage = Literal["aggregated", "encode"]
+
+
 class RequestRouted(Decision, tag="request.routed", frozen=True, kw_only=True):
-    """A request goes to one worker rank; `table_digest` seals the cost table, see `forebay.core.cost`."""
+    """A request goes to one worker rank; `table_digest` seals the cost table, see `forebay.core.cost`.
+
+    Attempts are counted for each stage, `earlier_attempts` are those of the other one; an encoding has no lower number
+    than an answer before it. In the stage `encode` only its images and videos are computed, in `pool`.
+    """
 
     request_id: Name
     attempt: Annotated[int, msgspec.Meta(ge=1)]
@@ -76,8 +84,9 @@ class RequestRouted(Decision, tag="request.routed", frozen=True, kw_only=True):
     terms: CostTerms
     ties: Count = 1
     runner_up: Candidate | None = None
-    stage: Literal["aggregated"] = "aggregated"
+    stage: Stage = "aggregated"
     waited_us: Count = 0  # in the router's queue
+    earlier_attempts: Count = 0
 
 
 class RequestHeld(Decision, tag="request.held", frozen=True, kw_only=True):
@@ -102,7 +111,7 @@ RejectReason = Literal[
     "no_eligible_worker",
     "policy_failed",
 ]
-AbortReason = Literal["cancelled", "deadline", "queue_deadline", "attempts_exhausted"]
+AbortReason = Literal["cancelled", "deadline", "queue_deadline", "attempts_exhausted", "encode_failed"]
 
 
 class RouteAnswered(Decision, tag="route.answered", frozen=True, kw_only=True):
@@ -156,6 +165,61 @@ class RequestAborted(Decision, tag="request.aborted", frozen=True, kw_only=True)
     slot: Count = 0
 
 
+class CommandTarget(Part, frozen=True, kw_only=True):
+    """A worker that is to obey a command."""
+
+    worker_id: Name
+    worker_epoch: Count
+    pool: Name
+    slot: Count
+
+
+CommandRefusal = Literal[
+    "unknown_model",
+    "unknown_pool",
+    "unknown_worker",
+    "no_workers",
+    "worker_not_ready",
+    "too_many_commands",
+    "duplicate_id",
+]
+
+
+class CommandSent(Decision, tag="command.sent", frozen=True, kw_only=True):
+    """A command goes to these workers; or it is refused as a whole, for this reason, and goes nowhere."""
+
+    command_id: Name
+    reply_slot: Count
+    action: Action
+    targets: tuple[CommandTarget, ...] = ()
+    reason: CommandRefusal | None = None
+    message: str = ""
+
+
+class CommandOutcome(Part, frozen=True, kw_only=True):
+    """What became of a command at one worker.
+
+    Refused by its engine, given up because the worker left or the time was over: `message` says why. `loras` are the
+    adapters that it had loaded afterwards.
+    """
+
+    worker_id: Name
+    worker_epoch: Count
+    pool: Name
+    status: Literal["pending", "done", "refused", "left", "timed_out"] = "pending"
+    loras: tuple[Name, ...] = ()
+    message: str = ""
+
+
+class CommandEnded(Decision, tag="command.ended", frozen=True, kw_only=True):
+    """Every worker that a command went to has an outcome."""
+
+    command_id: Name
+    reply_slot: Count
+    action: Action
+    outcomes: tuple[CommandOutcome, ...]
+
+
 class SnapshotTaken(Decision, tag="snapshot.taken", frozen=True, kw_only=True):
     """A state is in `snapshots`, `chunks` records from `first_offset` on.
 
@@ -183,6 +247,8 @@ JournalRecord = (
     | RequestAborted
     | RouteAnswered
     | CacheResyncRequested
+    | CommandSent
+    | CommandEnded
     | SnapshotTaken
     | Advanced
 )

@@ -8,6 +8,8 @@ from typing import Annotated
 import msgspec
 
 from forebay.events.base import Count, Event, Name, Part
+from forebay.events.control import Role
+from forebay.events.requests import Task
 
 Positive = Annotated[int, msgspec.Meta(ge=1, le=(1 << 31) - 1)]
 Ranks = Annotated[int, msgspec.Meta(ge=1, le=1024)]  # every rank is a candidate of every decision
@@ -17,7 +19,8 @@ class WorkerSpec(Part, frozen=True, kw_only=True):
     """What a worker offers. `block_size` is in tokens, `kv_blocks_total` is per rank.
 
     Its ranks are `dp_size` from `dp_start_rank` on. `taints` are labels that requests may ask for, `loras` the
-    adapters it has loaded. Without `kv_events` it says nothing of its cache.
+    adapters it has loaded. Without `kv_events` it says nothing of its cache. `tasks` are what its model can do, `role`
+    is its part in a request.
     """
 
     worker_id: Name
@@ -33,11 +36,20 @@ class WorkerSpec(Part, frozen=True, kw_only=True):
     taints: tuple[Name, ...] = ()
     loras: tuple[Name, ...] = ()
     kv_events: bool = True
+    tasks: tuple[Task, ...] = ("generate",)
+    role: Role = "aggregated"
 
     @property
     def ranks(self) -> range:
         """The numbers of its ranks."""
         return range(self.dp_start_rank, self.dp_start_rank + self.dp_size)
+
+
+class WorkerLease(Part, frozen=True, kw_only=True):
+    """What a worker's lease holds, as msgpack: what it offers, and whether it wants to leave."""
+
+    spec: WorkerSpec
+    draining: bool = False
 
 
 class FleetEvent(Event, frozen=True, kw_only=True):

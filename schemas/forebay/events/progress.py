@@ -1,8 +1,12 @@
-"""Topic `progress`: what workers say of the requests they run."""
+"""Topic `progress`: what workers say of the requests they run, and of what they were commanded."""
 
-from typing import Literal
+from typing import Annotated, Literal
+
+import msgspec
 
 from forebay.events.base import Count, Event, Name
+from forebay.events.control import Action
+from forebay.events.media import Encoded
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
@@ -44,4 +48,48 @@ class RequestFailed(ProgressEvent, tag="progress.request_failed", frozen=True, k
     error: str
 
 
-AnyProgressEvent = FirstTokenEmitted | OutputGrown | RequestFinished | RequestFailed
+class EncodeFinished(ProgressEvent, tag="progress.encode_finished", frozen=True, kw_only=True):
+    """The media of a request are encoded, and kept for whoever gets it next, for a while."""
+
+    encoded: Encoded
+
+
+class EncodeFailed(ProgressEvent, tag="progress.encode_failed", frozen=True, kw_only=True):
+    """This worker cannot encode the media; another may. The client was told nothing."""
+
+    error: str
+
+
+class TransferFailed(ProgressEvent, tag="progress.transfer_failed", frozen=True, kw_only=True):
+    """The embeddings could not be fetched from the worker that has them. The client was told nothing."""
+
+    error: str
+
+
+class CommandAnswer(Event, frozen=True, kw_only=True):
+    """Which command was for whom, on whose order."""
+
+    command_id: Name
+    action: Action
+    worker_id: Name
+    worker_epoch: Count
+    owner_epoch: Count
+    at_us: int = 0
+
+
+class CommandDone(CommandAnswer, tag="progress.command_done", frozen=True, kw_only=True):
+    """The engine did what it was told; `loras` are the adapters that it has loaded now."""
+
+    loras: Annotated[tuple[Name, ...], msgspec.Meta(max_length=1_024)] = ()
+
+
+class CommandRefused(CommandAnswer, tag="progress.command_refused", frozen=True, kw_only=True):
+    """The engine did not do it, and nothing changed."""
+
+    error: Annotated[str, msgspec.Meta(max_length=2_000)]
+
+
+RequestProgress = (
+    FirstTokenEmitted | OutputGrown | RequestFinished | RequestFailed | EncodeFinished | EncodeFailed | TransferFailed
+)
+AnyProgressEvent = RequestProgress | CommandDone | CommandRefused

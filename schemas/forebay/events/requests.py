@@ -1,24 +1,62 @@
 """Topic `requests`: what clients ask for, tokenised and hashed by an ingress. Holds prompts."""
 
 from math import isfinite
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
 from forebay.events.base import U32_BYTES, U64, U64_BYTES, Count, Event, Name, Part, require_packed
 from forebay.events.control import RouterMode, Weight, require_numbers
+from forebay.events.media import Media, require_bounded
 
 TIMEOUT_US_MAX = 86_400_000_000  # a day: whoever waits longer is gone
 
 
+Task = Literal["generate", "embed"]
+
+
+class StructuredOutput(Part, frozen=True, kw_only=True):
+    """What the text of an answer must be; the engine constrains its tokens to it.
+
+    `text` is by kind a JSON schema, a regular expression, a JSON list of strings, or a grammar in EBNF; empty
+    for `json_object`.
+    """
+
+    kind: Literal["json_object", "json_schema", "regex", "choice", "grammar"]
+    text: str = ""
+
+
+class TokenBias(Part, frozen=True, kw_only=True):
+    """What is added to the logit of a token."""
+
+    token_id: Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]
+    bias: float
+
+
 class Sampling(Part, frozen=True, kw_only=True):
-    """How to generate; passed through to the engine. Names and meanings are OpenAI's."""
+    """How to generate; passed through to the engine. Names and meanings are OpenAI's, from `ignore_eos` on vLLM's.
+
+    Attributes:
+        logprobs: how many alternatives to each token are told with their logarithmic probabilities; None tells none.
+        ignore_eos: generate exactly `max_tokens`.
+        stop_token_ids: end the answer, as the model's own end does.
+    """
 
     max_tokens: Annotated[int, msgspec.Meta(ge=1, le=(1 << 31) - 1)]
     temperature: float = 1.0
     top_p: float = 1.0
     seed: int | None = None
-    ignore_eos: bool = False  # vLLM's extension: generate exactly max_tokens
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[TokenBias, ...] = ()
+    logprobs: Count | None = None
+    structured: StructuredOutput | None = None
+    ignore_eos: bool = False
+    top_k: Count = 0  # 0 is off
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    min_tokens: Count = 0
+    stop_token_ids: tuple[Count, ...] = ()
 
 
 class TaintWeight(Part, frozen=True, kw_only=True):
@@ -82,9 +120,9 @@ class RequestSubmitted(Event, tag="request.submitted", frozen=True, kw_only=True
     """A valid request, ready to be routed.
 
     `sequence_hashes` has one u64 for each full block of `token_ids`, chained as in `forebay.core.blocks` and
-    salted by `lora_name` and `cache_namespace`. `timeout_us` counts from the owner's clock when it applies this
-    event. `tie_seed` decides between equal candidates; it is xxh3_64 of the request id unless the recording was
-    anonymised.
+    salted by `lora_name` and `cache_namespace`; blocks in which `media` stand name them. `timeout_us` counts from the
+    owner's clock when it applies this event. `tie_seed` decides between equal candidates; it is xxh3_64 of the request
+    id unless the recording was anonymised.
     """
 
     request_id: Name
@@ -102,11 +140,14 @@ class RequestSubmitted(Event, tag="request.submitted", frozen=True, kw_only=True
     lora_name: str = ""  # the adapter that must be resident on its worker
     cache_namespace: str = ""  # caches are shared only within one
     routing: RoutingHints = NO_HINTS
+    task: Task = "generate"
     withheld_tokens: Count = 0  # of the prompt: an anonymised recording has none of them in `token_ids`
+    media: tuple[Media, ...] = ()  # in the order in which they stand in the prompt
 
     def __post_init__(self) -> None:
         require_packed("token_ids", self.token_ids, U32_BYTES)
         require_packed("sequence_hashes", self.sequence_hashes, U64_BYTES)
+        require_bounded(self.media)
 
     @property
     def prompt_tokens(self) -> int:

@@ -4,11 +4,12 @@ Valid only once the journal holds the matching `SnapshotTaken`.
 """
 
 from forebay.events.base import U64, U64_BYTES, Count, Event, Name, Part, require_packed
-from forebay.events.control import BusyThresholds, PoolConfigured
-from forebay.events.decisions import Run
+from forebay.events.control import BusyThresholds, Command, PoolConfigured
+from forebay.events.decisions import CommandOutcome, Run, Stage
 from forebay.events.fleet import WorkerSpec
 from forebay.events.kv import AnyKvEvent, Tier
-from forebay.events.requests import RoutingHints
+from forebay.events.media import Encoded
+from forebay.events.requests import RoutingHints, Task
 
 CHUNK_HASHES_MAX = 131_072 - 64  # packed hashes of one chunk stay below 1 MiB with their envelope
 
@@ -70,7 +71,10 @@ class WorkerState(Part, tag_field="type", tag="worker_state", frozen=True, kw_on
 
 
 class RequestState(Part, tag_field="type", tag="request_state", frozen=True, kw_only=True):
-    """One request under way; `offset` is that of its `RequestSubmitted`, which holds the prompt."""
+    """One request under way; `offset` is that of its `RequestSubmitted`, which holds the prompt.
+
+    Of its media it has how many tokens they are, how often and by whom they were last encoded, and where they lie.
+    """
 
     request_id: Name
     phase: str
@@ -91,20 +95,27 @@ class RequestState(Part, tag_field="type", tag="request_state", frozen=True, kw_
     queue_class: str = ""
     uncached_tokens: Count = 0
     queued_at_us: int = 0
+    task: Task = "generate"
+    media_tokens: Count = 0
+    stage: Stage = "aggregated"
+    encodings: Count = 0
+    encoder_id: str = ""
+    encoded: Encoded | None = None
 
     def __post_init__(self) -> None:
         require_packed("sequence_hashes", self.sequence_hashes, U64_BYTES)
 
 
 class Remembered(Part, tag_field="type", tag="remembered", frozen=True, kw_only=True):
-    """Requests that ended, so that a repeated id is found.
+    """Requests that ended, or `commands`, so that a repeated id is found.
 
-    Packed u64: hashes of id and content, and when each is forgotten.
+    Packed u64: hashes of id and content (of a command its nonce), and when each is forgotten.
     """
 
     ids: bytes
     contents: bytes
     due_us: bytes
+    commands: bool = False
 
     def __post_init__(self) -> None:
         require_packed("ids", self.ids, U64_BYTES)
@@ -189,6 +200,18 @@ class Sessions(Part, tag_field="type", tag="sessions", frozen=True, kw_only=True
         require_packed("due_us", self.due_us, U64_BYTES)
 
 
+class CommandState(Part, tag_field="type", tag="command_state", frozen=True, kw_only=True):
+    """A command to which not every worker has answered; `offset` is that of its `WorkerCommanded`."""
+
+    command_id: Name
+    nonce: Count
+    offset: Count
+    command: Command
+    reply_slot: Count
+    due_us: int
+    outcomes: tuple[CommandOutcome, ...]
+
+
 class PoolBusy(Part, frozen=True, kw_only=True):
     """Thresholds of a pool that were changed while it ran."""
 
@@ -222,6 +245,7 @@ Chunk = (
     | ComputedTokens
     | QueueTurns
     | Sessions
+    | CommandState
     | WorldState
 )
 

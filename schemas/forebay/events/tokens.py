@@ -3,7 +3,7 @@
 from typing import Literal
 
 from forebay.events.base import U32_BYTES, Count, Event, Name, Part, require_packed
-from forebay.events.decisions import Candidate
+from forebay.events.decisions import Candidate, CommandOutcome
 
 
 class Usage(Part, frozen=True, kw_only=True):
@@ -22,13 +22,31 @@ class AnswerError(Part, frozen=True, kw_only=True):
     message: str
 
 
+class TopLogprob(Part, frozen=True, kw_only=True):
+    """A token that could have been said, and the logarithm of its probability."""
+
+    token_id: Count
+    logprob: float
+
+
+class TokenLogprob(Part, frozen=True, kw_only=True):
+    """The logarithm of the probability of a token that was said, and of the likeliest in its place."""
+
+    logprob: float
+    top: tuple[TopLogprob, ...] = ()
+
+
 class TokenChunk(Part, frozen=True, kw_only=True):
-    """New tokens of one request; `first_index` is the position of the first among its output tokens."""
+    """New tokens of one request; `first_index` is the position of the first among its output tokens.
+
+    `logprobs` has one entry for each token, if the request asked for them.
+    """
 
     request_id: Name
     attempt: Count
     first_index: Count
     token_ids: bytes
+    logprobs: tuple[TokenLogprob, ...] = ()
 
     def __post_init__(self) -> None:
         require_packed("token_ids", self.token_ids, U32_BYTES)
@@ -43,6 +61,20 @@ class TokensEmitted(Event, tag="tokens.emitted", frozen=True, kw_only=True):
     chunks: tuple[TokenChunk, ...]
     rank: Count = 0
     at_us: int = 0
+
+
+class Embedded(Event, tag="tokens.embedded", frozen=True, kw_only=True):
+    """The vector of a prompt, packed little-endian f32."""
+
+    request_id: Name
+    attempt: Count
+    owner_epoch: Count
+    worker_id: Name
+    vector: bytes
+    rank: Count = 0
+
+    def __post_init__(self) -> None:
+        require_packed("vector", self.vector, U32_BYTES)
 
 
 class AttemptStarted(Event, tag="tokens.attempt_started", frozen=True, kw_only=True):
@@ -78,4 +110,13 @@ class RouteTold(Event, tag="tokens.route_told", frozen=True, kw_only=True):
     error: AnswerError | None = None
 
 
-TokenEvent = TokensEmitted | AttemptStarted | ResponseEnded | RouteTold
+class CommandTold(Event, tag="tokens.command_told", frozen=True, kw_only=True):
+    """The answer to a `WorkerCommanded`: what became of it at every worker, or why it went nowhere."""
+
+    command_id: Name
+    owner_epoch: Count
+    outcomes: tuple[CommandOutcome, ...] = ()
+    error: AnswerError | None = None
+
+
+TokenEvent = TokensEmitted | Embedded | AttemptStarted | ResponseEnded | RouteTold | CommandTold

@@ -1,7 +1,10 @@
 """Topic `work.<pool>`: effects of decisions; the partition is the worker's slot. Holds prompts."""
 
 from forebay.events.base import U32_BYTES, U64_BYTES, Count, Event, Name, require_packed
-from forebay.events.requests import Sampling
+from forebay.events.control import Command
+from forebay.events.decisions import Stage
+from forebay.events.media import Encoded, Media, require_bounded
+from forebay.events.requests import Sampling, Task
 
 
 class WorkEvent(Event, frozen=True, kw_only=True):
@@ -14,7 +17,10 @@ class WorkEvent(Event, frozen=True, kw_only=True):
 
 
 class WorkItem(WorkEvent, tag="work.item", frozen=True, kw_only=True):
-    """Generate for this prompt and answer on `reply_slot`."""
+    """Generate for this prompt and answer on `reply_slot`; in the stage `encode`, encode its media alone.
+
+    With `encoded` the media come without content: their embeddings are to be fetched.
+    """
 
     rank: Count
     token_ids: bytes
@@ -26,10 +32,15 @@ class WorkItem(WorkEvent, tag="work.item", frozen=True, kw_only=True):
     cache_namespace: str = ""
     priority: int = 0  # higher is sooner, for engines that order their own queue
     report_output: bool = False
+    task: Task = "generate"
+    stage: Stage = "aggregated"
+    media: tuple[Media, ...] = ()
+    encoded: Encoded | None = None
 
     def __post_init__(self) -> None:
         require_packed("token_ids", self.token_ids, U32_BYTES)
         require_packed("sequence_hashes", self.sequence_hashes, U64_BYTES)
+        require_bounded(self.media)
 
 
 class WorkCancelled(WorkEvent, tag="work.cancelled", frozen=True, kw_only=True):
@@ -49,4 +60,18 @@ class ReannounceCache(Event, tag="work.reannounce_cache", frozen=True, kw_only=T
     above_seq: Count = 0
 
 
-AnyWorkEvent = WorkItem | WorkCancelled | ReannounceCache
+class WorkerCommand(Event, tag="work.command", frozen=True, kw_only=True):
+    """Do this and answer on `progress`; idempotent by command id and nonce, which is that of its `WorkerCommanded`.
+
+    Nobody waits for the answer any longer than `timeout_us`: what was not begun by then is not done.
+    """
+
+    command_id: Name
+    command: Command
+    owner_epoch: Count
+    worker_epoch: Count
+    timeout_us: Count
+    nonce: Count = 0
+
+
+AnyWorkEvent = WorkItem | WorkCancelled | ReannounceCache | WorkerCommand

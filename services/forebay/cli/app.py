@@ -5,7 +5,22 @@ from typing import Annotated
 
 import typer
 
-from forebay.cli import index, ingress, produce, record, replay, router, shadow, simulate, topics, trace, up, worker
+from forebay.cli import (
+    control,
+    index,
+    ingress,
+    produce,
+    record,
+    replay,
+    router,
+    serve,
+    shadow,
+    simulate,
+    topics,
+    trace,
+    up,
+    worker,
+)
 
 
 def _show_version(wanted: bool) -> None:
@@ -26,6 +41,8 @@ app.command("up")(up.up)
 app.command("ingress")(ingress.ingress)
 app.command("router")(router.router)
 app.command("worker")(worker.worker)
+app.command("serve", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve.serve)
+app.command("control")(control.control)
 app.command("produce")(produce.produce)
 app.command("trace")(trace.trace)
 app.command("shadow")(shadow.shadow)

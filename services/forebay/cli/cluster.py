@@ -4,8 +4,8 @@ import asyncio
 import logging
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,17 +13,19 @@ from typing import Annotated, Any
 import redis
 import typer
 import uvloop
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from forebay.cli.errors import explained, fail
-from forebay.ingress.errors import Unusable
+from forebay.cli.errors import cause_of, explained, fail
+from forebay.cli.metrics_server import Probe, metrics_served
 from forebay.transport.base import LeaseError, LogError
 from forebay.transport.kafka_log import KafkaLog
 from forebay.transport.kafka_metrics import KafkaMetrics
 from forebay.transport.kafka_settings import KafkaSettings, read_properties
 from forebay.transport.redis_leases import RedisLeases
+from forebay.workers.engine import EngineError
+from forebay.workers.worker import WorkerReplaced
 
 STOP_S = 15.0  # what is under way at a planned stop
 REDIS_TIMEOUT_S = 1.0  # a renewal that hangs is tried again long before the lease runs out
@@ -94,29 +96,16 @@ def run_service(main: Coroutine[Any, Any, None]) -> None:
             runner.run(main)
         except LeaseError as error:
             fail(str(error))
-
-
-@contextmanager
-def metrics_served(host: str, port: int | None, registry: CollectorRegistry) -> Iterator[None]:
-    """Show metrics while the body runs, if a port is given. Raises Unusable when it is taken."""
-    if port is None:
-        yield
-        return
-    try:
-        server, _ = start_http_server(port, host, registry)
-    except OSError as error:
-        text = f"no metrics on {host}:{port} ({error.strerror}); choose another --metrics-port"
-        raise Unusable(text) from error
-    try:
-        yield
-    finally:
-        server.shutdown()
-        server.server_close()
+        except BaseExceptionGroup as error:
+            cause = cause_of(error)
+            raise (EngineError(str(cause)) if isinstance(cause, WorkerReplaced) else cause) from None
 
 
 @asynccontextmanager
-async def connected(cluster: Cluster, registry: CollectorRegistry) -> AsyncIterator[KafkaLog]:
-    """The log of a service, whose failure ends the body; and the service's metrics. Raises LogError."""
+async def connected(
+    cluster: Cluster, registry: CollectorRegistry, probes: Mapping[str, Probe] | None = None
+) -> AsyncIterator[KafkaLog]:
+    """The log of a service, whose failure ends the body; and the service's metrics and probes. Raises LogError."""
     log = await KafkaLog.open(cluster.kafka)
     whole = asyncio.current_task()
     assert whole is not None
@@ -127,7 +116,7 @@ async def connected(cluster: Cluster, registry: CollectorRegistry) -> AsyncItera
     log.on_failure = end
     try:
         KafkaMetrics(log, registry)
-        with metrics_served(cluster.metrics_host, cluster.metrics_port, registry):
+        with metrics_served(cluster.metrics_host, cluster.metrics_port, registry, probes):
             yield log
     except asyncio.CancelledError:
         if log.failure is None:
@@ -138,8 +127,13 @@ async def connected(cluster: Cluster, registry: CollectorRegistry) -> AsyncItera
         await log.close()
 
 
-async def until_signal(*parts: Awaitable[None], stop: Callable[[], Awaitable[None]] | None = None) -> None:
-    """Run the parts until SIGINT or SIGTERM, or until one ends; its error is raised. `stop` tells one to end."""
+async def until_signal(
+    *parts: Awaitable[None], stop: Callable[[], Awaitable[None]] | None = None, stop_s: float = STOP_S
+) -> None:
+    """Run the parts until SIGINT or SIGTERM, or until one ends; its error is raised.
+
+    `stop` tells one to end, for which it has `stop_s`; a second signal ends all at once.
+    """
     signalled = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -147,15 +141,23 @@ async def until_signal(*parts: Awaitable[None], stop: Callable[[], Awaitable[Non
     tasks = [asyncio.ensure_future(part) for part in parts]
     waiting = asyncio.create_task(signalled.wait())
     try:
-        await asyncio.wait([*tasks, waiting], return_when=asyncio.FIRST_COMPLETED)
-        for task in tasks:
-            if task.done():
-                task.result()
+        await _first(tasks, waiting, None)
         if stop is not None:
+            signalled.clear()
+            if waiting.done():
+                waiting = asyncio.create_task(signalled.wait())
             await stop()
-            await asyncio.wait(tasks, timeout=STOP_S, return_when=asyncio.FIRST_COMPLETED)
+            await _first(tasks, waiting, stop_s)
     finally:
         waiting.cancel()
         for task in tasks:
             task.cancel()
         await asyncio.gather(waiting, *tasks, return_exceptions=True)
+
+
+async def _first(tasks: "Sequence[asyncio.Future[None]]", waiting: "asyncio.Task[Any]", within_s: float | None) -> None:
+    """Wait for a signal, or for one of the tasks, whose error is raised."""
+    await asyncio.wait([*tasks, waiting], timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        if task.done():
+            task.result()

@@ -1,4 +1,4 @@
-"""The whole system in one process: log, leases, owner, mock workers and ingress on one event loop."""
+"""The whole system in one process: log, leases, owner, workers and ingress on one event loop."""
 
 import asyncio
 import logging
@@ -6,15 +6,17 @@ import os
 import signal
 import socket
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 import uvloop
 from prometheus_client import CollectorRegistry
 
-from forebay.cli.settings import Embedded, worker_ids
-from forebay.core.engine_model import EngineConfig
+from forebay.cli.engines import built
+from forebay.cli.errors import cause_of
+from forebay.cli.settings import Embedded
 from forebay.core.fleet import WorkerPhase
 from forebay.events.base import unpack_u64
 from forebay.events.control import PoolConfigured
@@ -22,16 +24,18 @@ from forebay.events.fleet import WorkerSpec
 from forebay.events.snapshots import IndexBlocks
 from forebay.events.topics import TOKENS
 from forebay.ingress.app import build_app
+from forebay.ingress.errors import Unusable
 from forebay.ingress.explain_worker import Source
 from forebay.ingress.explainer import Explainer
 from forebay.ingress.ingress import Ingress, IngressSettings
 from forebay.ingress.metrics import IngressMetrics
-from forebay.ingress.model import DEFAULT_MODEL, Model, speaking_vocabulary
+from forebay.ingress.model import Model
 from forebay.ingress.server import Server, build_server, listen
 from forebay.live.metrics import OwnerMetrics
 from forebay.live.owner import GroupSettings, Owner
 from forebay.transport.redis_leases import embedded_leases
 from forebay.transport.sqlite_log import SqliteLog
+from forebay.workers.engine import Engine
 from forebay.workers.lease_keeper import LeaseKeeper
 from forebay.workers.mock_engine import MockEngine
 from forebay.workers.worker import Worker
@@ -41,6 +45,7 @@ logger = logging.getLogger(__name__)
 POOL = "default"
 
 Caches = dict[tuple[str, int], list[int]]
+Engines = Sequence[tuple[Engine, WorkerSpec]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,19 +55,23 @@ class _System:
     explainer: Explainer
 
 
-def run(settings: Embedded, host: str, port: int, on_ready: Callable[[str], None]) -> None:
-    """Serve until SIGINT or SIGTERM; `on_ready` gets the model's name.
+def run(settings: Embedded, host: str, port: int, on_ready: Callable[[], None]) -> None:
+    """Serve until SIGINT or SIGTERM.
 
-    Raises Unusable for what cannot be started with, LogError when the log fails.
+    Raises Unusable for what cannot be started with, EngineError when an engine fails, LogError when the log does.
     """
-    model = Model(settings.model or DEFAULT_MODEL)
-    name = settings.model_name or ("forebay-default" if settings.model is None else settings.model.resolve().name)
-    listener = listen(host, port)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(replace(settings, model_name=name), model, listener, on_ready))
+    model = Model(settings.engine.settings.model)
+    engines = [
+        built(settings.engine, name, pool=POOL, taints=taints, kv_events=settings.kv_events)
+        for name, taints in settings.taints.items()
+    ]
+    with listen(host, port) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(settings, engines, model, listener, on_ready))
 
 
-async def _serve(settings: Embedded, model: Model, listener: socket.socket, on_ready: Callable[[str], None]) -> None:
+async def _serve(
+    settings: Embedded, engines: Engines, model: Model, listener: socket.socket, on_ready: Callable[[], None]
+) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     whole = asyncio.current_task()
@@ -75,9 +84,9 @@ async def _serve(settings: Embedded, model: Model, listener: socket.socket, on_r
     # Until requests can be served there is nothing to finish; a large log or fleet takes its time.
     _on_signals(loop, leave_at_once)
     try:
-        async with _running(settings, model) as system:
+        async with _running(settings, engines, model) as system:
             _on_signals(loop, stop.set)
-            await _serve_until(stop, system, settings, listener, on_ready)
+            await _serve_until(stop, system, listener, on_ready)
     except asyncio.CancelledError:
         if not stop.is_set():
             raise
@@ -90,14 +99,10 @@ def _on_signals(loop: asyncio.AbstractEventLoop, act: Callable[[], None]) -> Non
 
 
 async def _serve_until(
-    stop: asyncio.Event,
-    system: _System,
-    settings: Embedded,
-    listener: socket.socket,
-    on_ready: Callable[[str], None],
+    stop: asyncio.Event, system: _System, listener: socket.socket, on_ready: Callable[[], None]
 ) -> None:
     loop = asyncio.get_running_loop()
-    on_ready(settings.model_name)
+    on_ready()
     serving = loop.create_task(system.server.serve(sockets=[listener]), name="http")
     stopping = loop.create_task(stop.wait(), name="signal")
     await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -109,90 +114,131 @@ async def _serve_until(
 
 
 @asynccontextmanager
-async def _running(settings: Embedded, model: Model) -> AsyncIterator[_System]:
+async def _running(settings: Embedded, engines: Engines, model: Model) -> AsyncIterator[_System]:
     """Start every part but the HTTP listener, wait until requests can be served, and stop them in turn."""
     async with AsyncExitStack() as stack:
         log = SqliteLog.open(settings.log)
         stack.callback(log.close)
         leases = embedded_leases()
         keeper = LeaseKeeper(leases, ttl_s=settings.lease_ttl_s)
-        owner = Owner(log, leases, _group(settings))
-        registry = CollectorRegistry()
-        registry.register(OwnerMetrics(owner, settings.model_name))
-        await owner.start()
         keeper.start()
         stack.push_async_callback(keeper.stop)
-        ingress = await _ingress(settings, log, model, owner, registry)
-        config = EngineConfig(
-            block_size=settings.block_size,
-            kv_blocks_total=settings.kv_blocks,
-            max_num_seqs=settings.max_num_seqs,
-            max_num_batched_tokens=settings.max_num_batched_tokens,
-            vocabulary=speaking_vocabulary(model.tokenizer),
-        )
-        caches = _caches(owner)
-        workers = [_worker(settings, log, keeper, config, name, caches) for name in worker_ids(settings.workers)]
-        parts = await stack.enter_async_context(_tasks(owner, workers, ingress))
-        await _until_ready(owner, workers, caches, parts)
+        parts = await stack.enter_async_context(_parts())
+        workers = [
+            Worker(log, keeper, spec, engine, token=uuid.uuid4().hex, group=spec.model) for engine, spec in engines
+        ]
+        for worker in workers:
+            parts.run(worker.run(), worker.spec.worker_id)
+        # Real engines say their sizes when they have started, and the pool has those.
+        await parts.until(lambda: all(worker.started for worker in workers))
+        block_size = _block_size(workers)
+        owner = Owner(log, leases, _group(settings, block_size))
+        registry = CollectorRegistry()
+        registry.register(OwnerMetrics(owner, settings.engine.settings.model_name))
+        await owner.start()
+        caches = _warmed(owner, engines)
+        parts.own(owner)
+        ingress = await _ingress(settings, block_size, log, model, owner, registry)
+        parts.run(ingress.run(), "ingress")
+        await parts.until(lambda: all(_admitted(owner, worker, caches) for worker in workers))
         explainer = Explainer(None if settings.log is None else Source(path=str(settings.log.absolute())))
         stack.push_async_callback(explainer.close)
         yield _System(ingress, build_server(build_app(ingress, registry, explainer)), explainer)
 
 
+class _Parts:
+    """The tasks of the system; when one breaks the whole is cancelled and its error raised."""
+
+    def __init__(self, whole: "asyncio.Task[Any]") -> None:
+        self.broken: BaseException | None = None
+        self._whole = whole
+        self._others: list[asyncio.Task[None]] = []
+        self._owner: tuple[Owner, asyncio.Task[None]] | None = None
+
+    def run(self, part: Coroutine[Any, Any, None], name: str) -> None:
+        """Run one until the end."""
+        self._others.append(self._task(part, name))
+
+    def own(self, owner: Owner) -> None:
+        """Run the owner, which ends after all others."""
+        self._owner = owner, self._task(owner.run(), "owner")
+
+    async def until(self, reached: Callable[[], bool]) -> None:
+        """Wait for a state of the parts."""
+        while not reached():  # noqa: ASYNC110 - their states set no event
+            await asyncio.sleep(0.01)
+
+    async def stop(self) -> None:
+        """End them all; a real engine takes its time, and by then the owner must not take its worker for lost."""
+        for other in self._others:
+            other.cancel()
+        if self._owner is not None:
+            owner, task = self._owner
+            await owner.stop()
+            await task
+            await owner.close()
+        await _ended(self._others)
+
+    async def abandon(self) -> None:
+        """End what is left of them at once."""
+        await _ended([*self._others, *([] if self._owner is None else [self._owner[1]])])
+
+    def _task(self, part: Coroutine[Any, Any, None], name: str) -> "asyncio.Task[None]":
+        task = asyncio.create_task(part, name=name)
+        task.add_done_callback(self._on_done)
+        return task
+
+    def _on_done(self, task: "asyncio.Task[None]") -> None:
+        if not task.cancelled() and self.broken is None and (error := task.exception()) is not None:
+            self.broken = error
+            self._whole.cancel()
+
+
 @asynccontextmanager
-async def _tasks(owner: Owner, workers: list[Worker], ingress: Ingress) -> AsyncIterator[list["asyncio.Task[None]"]]:
-    """Run the parts; when one of them breaks the whole is cancelled and its error raised."""
-    owning = asyncio.create_task(owner.run(), name="owner")
-    others = [
-        asyncio.create_task(ingress.run(), name="ingress"),
-        *(asyncio.create_task(worker.run(), name=worker.spec.worker_id) for worker in workers),
-    ]
+async def _parts() -> AsyncIterator[_Parts]:
     whole = asyncio.current_task()
     assert whole is not None
-    broken: list[asyncio.Task[None]] = []
-
-    def on_done(task: "asyncio.Task[None]") -> None:
-        if not task.cancelled() and task.exception() is not None and not broken:
-            broken.append(task)
-            whole.cancel()
-
-    for task in (owning, *others):
-        task.add_done_callback(on_done)
+    parts = _Parts(whole)
     try:
-        yield [owning, *others]
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
-        await owner.stop()
-        await owning
-        await owner.close()
+        yield parts
+        await parts.stop()
     except asyncio.CancelledError:
-        if not broken:
+        if parts.broken is None:
             raise
-        raise _cause(broken[0].exception()) from None
+        raise cause_of(parts.broken) from None
     finally:
-        for task in (owning, *others):
-            task.cancel()
-        await asyncio.gather(owning, *others, return_exceptions=True)
+        await parts.abandon()
 
 
-def _cause(error: BaseException | None) -> BaseException:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    assert error is not None
-    return error
+async def _ended(tasks: "Sequence[asyncio.Task[None]]") -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _caches(owner: Owner) -> Caches:
-    """What the mock engines of an earlier process had cached, by worker and rank.
+def _block_size(workers: Sequence[Worker]) -> int:
+    """That of every worker. Raises Unusable when they differ."""
+    sizes = sorted({worker.spec.block_size for worker in workers})
+    if len(sizes) > 1:
+        raise Unusable(f"the workers have KV blocks of {' and '.join(map(str, sizes))} tokens, but share one pool")
+    return sizes[0]
+
+
+def _warmed(owner: Owner, engines: Engines) -> Caches:
+    """Give mock engines the caches that those of an earlier process had: by worker and rank.
 
     A mock engine's cache is bookkeeping without bytes, and its log holds all of it. So it outlives the process
     as an engine process of its own would outlive a restart of what is around it.
     """
     caches: Caches = {}
+    mocks = {spec.worker_id: engine for engine, spec in engines if isinstance(engine, MockEngine)}
     for chunk in owner.world.index.snapshot():
-        if isinstance(chunk, IndexBlocks) and chunk.tier == "device":
+        if isinstance(chunk, IndexBlocks) and chunk.tier == "device" and chunk.worker_id in mocks:
             caches.setdefault((chunk.worker_id, chunk.rank), []).extend(unpack_u64(chunk.sequence_hashes))
+    for engine, spec in engines:
+        if isinstance(engine, MockEngine):
+            for rank in spec.ranks:
+                engine.warm(caches.get((spec.worker_id, rank), ()), rank)
     return caches
 
 
@@ -209,26 +255,19 @@ def _admitted(owner: Owner, worker: Worker, caches: Caches) -> bool:
     )
 
 
-async def _until_ready(owner: Owner, workers: list[Worker], caches: Caches, parts: list["asyncio.Task[None]"]) -> None:
-    while not all(_admitted(owner, worker, caches) for worker in workers):
-        await asyncio.sleep(0.01)
-        for part in parts:
-            if part.done():
-                await part
-
-
 def ready_workers(owner: Owner) -> int:
-    """How many workers may get requests."""
-    return sum(worker.phase is WorkerPhase.READY for worker in owner.world.fleet.workers())
+    """How many workers may answer requests."""
+    workers = owner.world.fleet.workers()
+    return sum(worker.phase is WorkerPhase.READY and worker.spec.role != "encode" for worker in workers)
 
 
-def _group(settings: Embedded) -> GroupSettings:
-    pool = PoolConfigured(pool=POOL, model=settings.model_name, block_size=settings.block_size, router=settings.router)
+def _group(settings: Embedded, block_size: int) -> GroupSettings:
+    name = settings.engine.settings.model_name
     return GroupSettings(
-        group=settings.model_name,
+        group=name,
         partition=0,
         owner_id=f"embedded-{os.getpid()}",
-        pool=pool,
+        pool=PoolConfigured(pool=POOL, model=name, block_size=block_size, router=settings.router),
         snapshot_every=settings.snapshot_every,
         snapshot_age_s=settings.snapshot_age_s,
         poll_s=min(0.5, settings.lease_ttl_s / 6),
@@ -236,39 +275,20 @@ def _group(settings: Embedded) -> GroupSettings:
 
 
 async def _ingress(
-    settings: Embedded, log: SqliteLog, model: Model, owner: Owner, registry: CollectorRegistry
+    settings: Embedded, block_size: int, log: SqliteLog, model: Model, owner: Owner, registry: CollectorRegistry
 ) -> Ingress:
     ingress_settings = IngressSettings(
-        model_name=settings.model_name,
-        block_size=settings.block_size,
+        model_name=settings.engine.settings.model_name,
+        block_size=block_size,
         ingress_id=f"embedded-{os.getpid()}",
         timeout_s=settings.timeout_s,
         routing_hints=settings.routing_hints,
-        loras=settings.loras,
+        loras=settings.engine.loras,
         admin_api=settings.admin_api,
+        tool_call_parser=settings.tool_call_parser,
+        reasoning_parser=settings.reasoning_parser,
+        media=settings.media,
     )
-    metrics = IngressMetrics(registry, settings.model_name)
+    metrics = IngressMetrics(registry, ingress_settings.model_name)
     reply_from = await log.end(TOKENS.name, ingress_settings.reply_slot)
     return Ingress(log, model, ingress_settings, metrics, lambda: ready_workers(owner) > 0, reply_from)
-
-
-def _worker(
-    settings: Embedded, log: SqliteLog, keeper: LeaseKeeper, config: EngineConfig, name: str, caches: Caches
-) -> Worker:
-    spec = WorkerSpec(
-        worker_id=name,
-        model=settings.model_name,
-        block_size=config.block_size,
-        kv_blocks_total=config.kv_blocks_total,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        pool=POOL,
-        dp_size=settings.dp_size,
-        taints=settings.taints[name],
-        loras=settings.loras,
-        kv_events=settings.kv_events,
-    )
-    engine = MockEngine(config, dp_size=spec.dp_size, speedup=settings.speedup)
-    for rank in spec.ranks:
-        engine.warm(caches.get((name, rank), ()), rank)
-    return Worker(log, keeper, spec, engine, token=uuid.uuid4().hex, group=settings.model_name)

@@ -22,7 +22,16 @@ from forebay.cli.cluster import (
     start_logging,
 )
 from forebay.cli.errors import explained
-from forebay.cli.part_options import AdminApiOption, LorasOption, RoutingHintsOption, names
+from forebay.cli.part_options import (
+    AdminApiOption,
+    LorasOption,
+    MediaAllowHostOption,
+    MediaAllowPrivateOption,
+    ReasoningParserOption,
+    RoutingHintsOption,
+    ToolCallParserOption,
+    names,
+)
 
 
 def ingress(
@@ -35,10 +44,16 @@ def ingress(
     ingress_id: Annotated[str, typer.Option(help="Unique; host and process when empty.")] = "",
     model: Annotated[Path | None, typer.Option(help="Model directory; the default model when left out.")] = None,
     model_name: Annotated[str, typer.Option(help="Name in the API; the directory's name when empty.")] = "",
-    block_size: Annotated[int, typer.Option(min=1, help="Tokens a KV block, as the workers have it.")] = 64,
+    block_size: Annotated[
+        int | None, typer.Option(min=1, help="Tokens a KV block; what the model's pool has when left out.")
+    ] = None,
     lora: LorasOption = None,
     routing_hints: RoutingHintsOption = False,
     admin_api: AdminApiOption = True,
+    tool_call_parser: ToolCallParserOption = "auto",
+    reasoning_parser: ReasoningParserOption = "auto",
+    media_allow_host: MediaAllowHostOption = None,
+    media_allow_private: MediaAllowPrivateOption = False,
     timeout_s: Annotated[float, typer.Option(min=0.001, max=86_400, help="For a whole request.")] = 600.0,
     verbose: VerboseOption = False,
 ) -> None:
@@ -47,6 +62,7 @@ def ingress(
     # Imported here, because no other command should wait for an HTTP server to load.
     from forebay.cli.ingress_process import serve  # noqa: PLC0415
     from forebay.ingress.ingress import IngressSettings  # noqa: PLC0415
+    from forebay.ingress.media_refs import MediaSettings  # noqa: PLC0415
     from forebay.ingress.model import model_name_of  # noqa: PLC0415
 
     with explained():
@@ -59,5 +75,8 @@ def ingress(
             routing_hints=routing_hints,
             loras=names("--lora", lora),
             admin_api=admin_api,
+            tool_call_parser=tool_call_parser,
+            reasoning_parser=reasoning_parser,
+            media=MediaSettings(names("--media-allow-host", media_allow_host), media_allow_private),
         )
         serve(cluster, (host, port), model, settings)

@@ -9,7 +9,6 @@ import typer
 from forebay.ingress.errors import Unusable
 
 NAME_CHARS_MAX = 256  # of a name on the wire
-OF_ONE = re.compile(r"(mock-\d+):(.*)", re.DOTALL)
 
 TaintsOption = Annotated[
     list[str] | None, typer.Option("--taint", help="Label of the worker that requests may ask for; repeatable.")
@@ -21,7 +20,8 @@ PlacedTaintsOption = Annotated[
     ),
 ]
 LorasOption = Annotated[
-    list[str] | None, typer.Option("--lora", help="LoRA adapter, a model name of its own; repeatable.")
+    list[str] | None,
+    typer.Option("--lora", help="LoRA adapter, a model name of its own, =DIR for a real engine; repeatable."),
 ]
 KvEventsOption = Annotated[
     bool, typer.Option("--kv-events/--no-kv-events", help="Whether workers tell what they have cached.")
@@ -32,7 +32,20 @@ RoutingHintsOption = Annotated[
     bool, typer.Option("--routing-hints", help="Let clients choose worker, priority, session and policy class.")
 ]
 AdminApiOption = Annotated[
-    bool, typer.Option("--admin-api/--no-admin-api", help="Serve /busy_threshold, route queries and explanations.")
+    bool, typer.Option("--admin-api/--no-admin-api", help="Serve commands, thresholds, route queries and explanations.")
+]
+ToolCallParserOption = Annotated[
+    str, typer.Option(help="Finds tool calls in answers: auto (by the chat template), none, or its name.")
+]
+ReasoningParserOption = Annotated[
+    str, typer.Option(help="Finds reasoning in answers: auto (by the chat template), none, or its name.")
+]
+MediaAllowHostOption = Annotated[
+    list[str] | None,
+    typer.Option("--media-allow-host", help="Host whose images may be fetched though it is private; repeatable."),
+]
+MediaAllowPrivateOption = Annotated[
+    bool, typer.Option("--media-allow-private", help="Fetch images from private addresses, too: for tests and labs.")
 ]
 
 SnapshotEveryOption = Annotated[int, typer.Option(min=1, help="Journal records between snapshots.")]
@@ -55,8 +68,9 @@ def names(flag: str, given: Sequence[str] | None) -> tuple[str, ...]:
 def placed_taints(given: Sequence[str], workers: Sequence[str]) -> dict[str, tuple[str, ...]]:
     """The labels of each worker. Raises Unusable for a label of a worker that is not there."""
     labels: dict[str, dict[str, None]] = {worker: {} for worker in workers}
+    of_one = re.compile(rf"({re.escape(workers[0].removesuffix('0'))}\d+):(.*)", re.DOTALL)
     for text in given:
-        one = OF_ONE.fullmatch(text)
+        one = of_one.fullmatch(text)
         if one is None:
             for every in labels.values():
                 every[text] = None

@@ -25,12 +25,12 @@ from forebay.cli.cluster import (
     PropertiesOption,
     VerboseOption,
     kafka_settings,
-    metrics_served,
     run_service,
     start_logging,
     until_signal,
 )
 from forebay.cli.errors import complain, explained, fail
+from forebay.cli.metrics_server import metrics_served
 from forebay.cli.recorded_policies import require_policies
 from forebay.cli.recording import GroupOption, LogArgument, Recording
 from forebay.cli.shadow_lines import Printing, file_sink

@@ -8,6 +8,7 @@ from fastapi.responses import Response
 from pydantic import Field, model_validator
 
 from forebay.events.control import BusyThresholds
+from forebay.ingress.control_api import add_commands
 from forebay.ingress.errors import invalid
 from forebay.ingress.explainer import Explainer
 from forebay.ingress.fields import NONE_NEUTRAL, Body, parse, refuse_extra
@@ -48,6 +49,7 @@ class _Kind(msgspec.Struct):
 
 def add_admin(app: FastAPI, ingress: Ingress, explainer: Explainer) -> None:
     """Add the routes for operators."""
+    add_commands(app, ingress)
     thresholds = ingress.thresholds
 
     @app.post("/v1/route")

@@ -11,11 +11,12 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from forebay.events.tokens import ResponseEnded, Usage
+from forebay.ingress.composer import Composer
 from forebay.ingress.errors import ApiError
 from forebay.ingress.ingress import GRACE_S, Ingress
 from forebay.ingress.render import Served, Shape
+from forebay.ingress.said import Said, joined
 from forebay.ingress.streams import TOKENS_MISSING, Stream, was_rejected
-from forebay.ingress.text import TextAssembler
 
 DISCONNECTED = "client disconnected"
 TIMED_OUT = "deadline"
@@ -37,7 +38,7 @@ class Asked:
 class Answer(Response):
     """Sends one answer. A Response of its own, because Starlette's streaming one costs a task group each."""
 
-    def __init__(self, ingress: Ingress, asked: Asked, stream: Stream, shape: Shape, text: TextAssembler) -> None:
+    def __init__(self, ingress: Ingress, asked: Asked, stream: Stream, shape: Shape, text: Composer) -> None:
         self.status_code = 200
         self.background = None
         self._ingress = ingress
@@ -78,7 +79,7 @@ class Answer(Response):
                 await (self._send_stream(send) if self._asked.stream else self._send_whole(send))
             except ApiError as error:
                 self._metrics.refused.labels(error.code).inc()
-                await _send_error(send, error, self._asked.request_id)
+                await send_error(send, error, self._asked.request_id)
                 return "error"
             finally:
                 deadline.cancel()
@@ -114,12 +115,12 @@ class Answer(Response):
         pieces = []
         while self._reason is None:
             pieces.append(await self._next())
-        body = self._shape.whole("".join(pieces), self._reason, self._usage(), self._served())
+        body = self._shape.whole(joined(pieces), self._reason, self._usage(), self._served())
         await send(self._start(b"application/json", len(body)))
         await send({"type": "http.response.body", "body": body})
 
-    async def _next(self) -> str:
-        """The next text, perhaps none; sets the finish reason with the last. Raises ApiError or _Gone."""
+    async def _next(self) -> Said:
+        """What is said next, perhaps nothing; sets the finish reason with the last. Raises ApiError or _Gone."""
         stream = self._stream
         await stream.ready()
         if stream.tokens:
@@ -127,13 +128,14 @@ class Answer(Response):
             if not self._first_s:
                 self._first_s = now_s
                 self._metrics.ttft.observe(now_s - self._asked.began_s)
-            piece = self._text.push(stream.take())
+            piece = self._text.push(*stream.take())
             if self._text.stopped:
-                self._reason = "stop"
+                self._reason = self._text.reason("stop")
                 return piece
             if stream.ended is None or stream.ended.error is not None:
                 return piece
-            return piece + self._finish(stream.ended)
+            end = self._finish(stream.ended)
+            return joined([piece, end]) if end else piece
         if stream.ended is not None:
             return self._finish(stream.ended)
         if stream.broken == DISCONNECTED:
@@ -144,15 +146,16 @@ class Answer(Response):
             raise ApiError(502, "tokens_missing", f"the answer has a gap after {stream.next_index} tokens")
         raise ApiError(503, "log_unavailable", stream.broken or "the log is unavailable")
 
-    def _finish(self, ended: ResponseEnded) -> str:
+    def _finish(self, ended: ResponseEnded) -> Said:
         if ended.error is not None:
             if was_rejected(self._stream):
                 self._metrics.rejected(self._asked.endpoint)
             raise ApiError(ended.error.status, ended.error.code, ended.error.message)
         assert ended.usage is not None, "a response ends with its usage or an error"
         self._cached_tokens = ended.usage.cached_tokens
-        self._reason = ended.finish_reason
-        return self._text.finish()
+        said = self._text.finish()
+        self._reason = self._text.reason(ended.finish_reason)
+        return said
 
     def _closing(self) -> bytes:
         assert self._reason is not None
@@ -206,7 +209,8 @@ async def _until_disconnect(receive: Receive, stream: Stream) -> None:
     stream.interrupt(DISCONNECTED)
 
 
-async def _send_error(send: Send, error: ApiError, request_id: str) -> None:
+async def send_error(send: Send, error: ApiError, request_id: str) -> None:
+    """Send an error as the whole answer."""
     body = error.encoded()
     headers = [
         (b"content-type", b"application/json"),

@@ -11,14 +11,15 @@ from starlette.requests import ClientDisconnect
 
 from forebay.ingress.admin import add_admin, answer_route
 from forebay.ingress.answer import Answer, Asked
-from forebay.ingress.errors import ApiError
+from forebay.ingress.embedding_answer import EmbeddingAnswer
+from forebay.ingress.embeddings import EmbeddingBody
+from forebay.ingress.errors import ApiError, internal_error
 from forebay.ingress.explainer import Explainer
-from forebay.ingress.fields import parse
+from forebay.ingress.fields import Body, parse
 from forebay.ingress.http_body import read_body, request_id_of
 from forebay.ingress.ingress import Ingress
-from forebay.ingress.openai import ChatBody, CompletionBody, TextBody, adapter_of
+from forebay.ingress.openai import ChatBody, TextBody
 from forebay.ingress.render import Shape
-from forebay.ingress.text import TextAssembler
 
 
 def build_app(ingress: Ingress, registry: CollectorRegistry, explainer: Explainer | None = None) -> FastAPI:
@@ -26,6 +27,7 @@ def build_app(ingress: Ingress, registry: CollectorRegistry, explainer: Explaine
     app = FastAPI(title="forebay", summary="OpenAI-compatible ingress", docs_url="/docs", redoc_url=None)
     _add_errors(app, ingress)
     _add_completions(app, ingress)
+    _add_embeddings(app, ingress)
     _add_models(app, ingress)
     _add_health(app, ingress, registry)
     if ingress.settings.admin_api:
@@ -61,11 +63,22 @@ async def _complete(request: Request, ingress: Ingress, kind: type[ChatBody] | t
         usage_chunk=body.includes_usage,
         began_s=began_s,
     )
-    text = TextAssembler(ingress.model.decoder(), body.stop_strings)
+    text = prepared.plan.composer(ingress.model, ingress.parsing, request_id)
     shape = Shape(
         chat=chat, response_id=request_id, model=body.model, created=int(time.time()), names_worker=body.names_worker
     )
     return Answer(ingress, asked, await ingress.submit(request_id, prepared), shape, text)
+
+
+def _add_embeddings(app: FastAPI, ingress: Ingress) -> None:
+    @app.post("/v1/embeddings", openapi_extra=_body_schema(EmbeddingBody))
+    async def embeddings(request: Request) -> Response:
+        """Turn texts into vectors."""
+        body = parse(EmbeddingBody, await read_body(request, ingress.settings.body_bytes_max))
+        request_id = request_id_of(request, "embd-")
+        return EmbeddingAnswer(
+            ingress, request_id, body, await ingress.prepare_embedding(body, request.headers.items())
+        )
 
 
 def _add_models(app: FastAPI, ingress: Ingress) -> None:
@@ -77,18 +90,19 @@ def _add_models(app: FastAPI, ingress: Ingress) -> None:
         "owned_by": "forebay",
         "max_model_len": ingress.model.context_tokens,
     }
-    cards = {settings.model_name: card}
-    cards |= {name: {**card, "id": name, "parent": settings.model_name} for name in settings.loras}
+
+    def card_of(adapter: str) -> dict[str, Any]:
+        return {**card, "id": adapter, "parent": settings.model_name} if adapter else card
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         """The model that is served, and its adapters."""
-        return {"object": "list", "data": list(cards.values())}
+        return {"object": "list", "data": [card, *map(card_of, await ingress.adapters.names())]}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
         """One model."""
-        return cards[adapter_of(name, settings.model_name, settings.loras) or name]
+        return card_of(await ingress.adapters.of(name))
 
 
 def _add_health(app: FastAPI, ingress: Ingress, registry: CollectorRegistry) -> None:
@@ -134,10 +148,10 @@ def _add_errors(app: FastAPI, ingress: Ingress) -> None:
         return respond(ApiError(499, "client_disconnected", "the client left before its request was whole"))
 
     @app.exception_handler(Exception)
-    async def internal_error(_: Request, __: Exception) -> Response:
-        return respond(ApiError(500, "internal_error", "an internal error; the server's log has the details"))
+    async def broken(_: Request, __: Exception) -> Response:
+        return respond(internal_error())
 
 
-def _body_schema(kind: type[CompletionBody]) -> dict[str, Any]:
+def _body_schema(kind: type[Body]) -> dict[str, Any]:
     schema = kind.model_json_schema(ref_template=f"#/components/schemas/{kind.__name__}/$defs/{{model}}")
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}

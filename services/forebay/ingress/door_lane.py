@@ -11,22 +11,29 @@ import asyncio
 import logging
 import re
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import replace
 
 from forebay.core.replies import apply
 from forebay.events.codec import DecodeError, decode, encode
-from forebay.events.requests import RequestSubmitted
 from forebay.events.tokens import TokenEvent
 from forebay.events.topics import REQUESTS, TOKENS
-from forebay.ingress.door_answer import DoorAnswer, Piece
+from forebay.ingress.door_answer import (
+    DoorAnswer,
+    DoorEmbedding,
+    DoorReply,
+    Embeddings,
+    Entry,
+    Piece,
+    Place,
+)
 from forebay.ingress.door_metrics import DoorMetrics
 from forebay.ingress.door_request import Address, address, body_of, nonce_of, slot_of
-from forebay.ingress.errors import ApiError, invalid, retry_headers
-from forebay.ingress.ingress import GRACE_S, Ingress
-from forebay.ingress.openai import ChatBody
+from forebay.ingress.embeddings import EmbeddingBody, part_id
+from forebay.ingress.errors import ApiError, internal_error, invalid, retry_headers
+from forebay.ingress.ingress import GRACE_S, Ingress, Prepared
+from forebay.ingress.openai import ChatBody, TextBody
 from forebay.ingress.render import Shape
 from forebay.ingress.streams import was_rejected
-from forebay.ingress.text import TextAssembler
 from forebay.transport.base import Draft, LogError, Record, Tail
 from forebay.transport.kafka_group import Committed, KafkaGroup
 from forebay.transport.kafka_log import KafkaLog
@@ -91,27 +98,6 @@ class Shared:
             self.failure.set_exception(error)
 
 
-@dataclass(slots=True)
-class Entry:
-    """A record of the partition: answered, or where in the slot its answer can begin."""
-
-    offset: int
-    slot_from: int
-    answered: bool = False
-    diverted: bool = False
-
-
-class Waiting(DoorAnswer):
-    """A request and its answer so far. `submission` is what is still to be submitted."""
-
-    __slots__ = ("endpoint", "entry", "submission", "where")
-
-    endpoint: str
-    entry: Entry
-    submission: RequestSubmitted | None
-    where: Address
-
-
 class Lane:
     """Serves one partition until cancelled.
 
@@ -139,7 +125,7 @@ class Lane:
         self._promised = 0
         self._window_end = 0
         self._window: deque[Entry] = deque()
-        self._answers: dict[str, Waiting] = {}
+        self._answers: dict[str, DoorReply] = {}
         self._deadlines: deque[tuple[float, str, Entry]] = deque()  # all wait equally long: the oldest is due first
         self._strays: deque[tuple[Entry, Address, TopicUnusable]] = deque()
 
@@ -154,8 +140,7 @@ class Lane:
         finally:
             if self._tail is not None:
                 self._tail.close()
-            for waiting in self._answers.values():
-                self._shared.ids.discard(waiting.request_id)
+            self._shared.ids.difference_update(self._answers)
             self._shared.count(-sum(waiting.submission is None for waiting in self._answers.values()))
             self._answers.clear()
 
@@ -253,8 +238,8 @@ class Lane:
                 self._noted.clear()
                 await self._noted.wait()
             await self._shared.room()
-            opened = await self._take(record)
-            if opened is not None:
+            for opened in await self._take(record):
+                await self._shared.room()
                 await self._submit(opened)
 
     async def _follow(self) -> None:
@@ -278,8 +263,8 @@ class Lane:
         self._queued_bytes -= len(record.value)
         return record if record.offset >= self._next_offset else None
 
-    async def _take(self, record: Record) -> Waiting | None:
-        """Open a request, or refuse it. It stands in the window from here on."""
+    async def _take(self, record: Record) -> list[DoorReply]:
+        """Open what a record asks for, or refuse it. It stands in the window from here on."""
         entry = Entry(record.offset, self._position)
         self._window.append(entry)
         self._next_offset = record.offset + 1
@@ -291,41 +276,69 @@ class Lane:
                 text = f"there is no topic {where.reply_topic}"
                 where = Address(where.request_id, "")
                 raise invalid(text, "reply-topic", "unknown_reply_topic")
-            waiting = await self._open(record, entry, where)
+            return await self._open(record, Place(entry, where, ""))
         except ApiError as error:
-            self._shared.metrics.malformed.labels(error.code).inc()
-            self._shared.metrics.requests.labels("malformed").inc()
-            await self._send(entry, where, Piece(0, error.status, True, error.encoded()))
-            return None
-        return waiting
+            await self._refuse(entry, where, error)
+        except LogError:
+            raise
+        except Exception:  # whoever took the partition over would break at the same record
+            logger.exception("record %d of partition %d of the door", record.offset, self.partition)
+            await self._refuse(entry, where, internal_error())
+        return []
 
-    async def _open(self, record: Record, entry: Entry, where: Address) -> Waiting:
+    async def _refuse(self, entry: Entry, where: Address, error: ApiError) -> None:
+        if malformed := error.status < 500:  # else it is no fault of the record: no pool serves the model yet
+            self._shared.metrics.malformed.labels(error.code).inc()
+        self._shared.metrics.requests.labels("malformed" if malformed else "error").inc()
+        await self._send(entry, where, Piece(0, error.status, True, error.encoded()))
+
+    async def _open(self, record: Record, place: Place) -> list[DoorReply]:
         ingress = self._shared.ingress
-        settings = ingress.settings
-        body = body_of(record, settings.model_name, settings.body_bytes_max, settings.loras)
-        prepared = await ingress.prepare(body, (record.headers or {}).items())
-        request_id = where.request_id
-        if request_id in self._shared.ids:
-            raise ApiError(409, "duplicate_request_id", f"the request id {request_id} is under way")
+        body = body_of(record, ingress.settings.body_bytes_max)
+        headers = (record.headers or {}).items()
+        request_id = place.where.request_id
+        opened: list[tuple[DoorReply, Prepared]] = []
+        if isinstance(body, EmbeddingBody):
+            shared = Embeddings(body)
+            place = replace(place, endpoint="embeddings")
+            for index, part in enumerate(await ingress.prepare_embedding(body, headers)):
+                reply = DoorEmbedding(part_id(request_id, index), place, part.prompt.tokens, shared)
+                opened.append((reply, part))
+        else:
+            prepared = await ingress.prepare(body, headers)
+            opened.append((self._answer(body, prepared, place, record.at_us // 1_000_000), prepared))
+        for waiting, _ in opened:
+            if waiting.request_id in self._shared.ids:
+                raise ApiError(409, "duplicate_request_id", f"the request id {waiting.request_id} is under way")
+        for waiting, prepared in opened:
+            waiting.submission = ingress.submission(
+                waiting.request_id,
+                prepared,
+                reply_slot=self._slot,
+                reply_from=place.entry.slot_from,
+                nonce=nonce_of(record),
+            )
+            self._answers[waiting.request_id] = waiting
+            self._shared.ids.add(waiting.request_id)
+        return [waiting for waiting, _ in opened]
+
+    def _answer(self, body: ChatBody | TextBody, prepared: Prepared, place: Place, created: int) -> DoorAnswer:
+        ingress, request_id = self._shared.ingress, place.where.request_id
         chat = isinstance(body, ChatBody)
-        created = record.at_us // 1_000_000
         shape = Shape(
             chat=chat, response_id=request_id, model=body.model, created=created, names_worker=body.names_worker
         )
-        text = TextAssembler(ingress.model.decoder(), body.stop_strings)
-        waiting = Waiting(
-            request_id, prepared.prompt.tokens, shape, text, stream=bool(body.stream), usage_chunk=body.includes_usage
+        return DoorAnswer(
+            request_id,
+            replace(place, endpoint="chat_completions" if chat else "completions"),
+            prepared.prompt.tokens,
+            shape,
+            prepared.plan.composer(ingress.model, ingress.parsing, request_id),
+            stream=bool(body.stream),
+            usage_chunk=body.includes_usage,
         )
-        waiting.endpoint = "chat_completions" if chat else "completions"
-        waiting.entry, waiting.where = entry, where
-        waiting.submission = ingress.submission(
-            request_id, prepared, reply_slot=self._slot, reply_from=entry.slot_from, nonce=nonce_of(record)
-        )
-        self._answers[request_id] = waiting
-        self._shared.ids.add(request_id)
-        return waiting
 
-    async def _submit(self, waiting: Waiting) -> None:
+    async def _submit(self, waiting: DoorReply) -> None:
         """Put a request on the log, unless it is over already."""
         if waiting.over or waiting.submission is None:
             return
@@ -342,7 +355,7 @@ class Lane:
             return
         waiting.submission = None
         due_s = asyncio.get_running_loop().time() + ingress.settings.timeout_s + GRACE_S
-        self._deadlines.append((due_s, waiting.request_id, waiting.entry))
+        self._deadlines.append((due_s, waiting.request_id, waiting.place.entry))
         self._shared.count(1)
 
     async def _read_slot(self) -> None:
@@ -370,6 +383,8 @@ class Lane:
             if waiting.over and waiting.submission is not None:
                 self._shared.metrics.repeated.inc()
             await self._deliver(waiting, pieces)
+            if waiting.ended is not None and not waiting.over:
+                self._drop(waiting)  # others of its record are awaited, and may need its room
 
     async def _tidy(self) -> None:
         """End what is due, and answer to forebay's own topic what others do not take."""
@@ -389,32 +404,40 @@ class Lane:
                 self._close(diverted)
             await self._send(entry, Address(where.request_id, ""), Piece(0, error.status, True, error.encoded()))
 
-    def _awaited(self, request_id: str, entry: Entry) -> Waiting | None:
+    def _awaited(self, request_id: str, entry: Entry) -> DoorReply | None:
         """The request of this record, while it is not over."""
         waiting = self._answers.get(request_id)
-        return waiting if waiting is not None and waiting.entry is entry else None
+        return waiting if waiting is not None and waiting.place.entry is entry else None
 
-    async def _deliver(self, waiting: Waiting, pieces: list[Piece]) -> None:
+    async def _deliver(self, waiting: DoorReply, pieces: list[Piece]) -> None:
         if waiting.over:
             self._close(waiting)
         for piece in pieces:
-            await self._send(waiting.entry, waiting.where, piece)
+            await self._send(waiting.place.entry, waiting.place.where, piece)
 
-    def _close(self, waiting: Waiting) -> None:
+    def _close(self, waiting: DoorReply) -> None:
         """Its answer is complete: nothing of it is awaited any more."""
         shared, error = self._shared, waiting.error
-        if self._answers.pop(waiting.request_id, None) is None:
+        dropped = [self._drop(part) for part in waiting.parts]
+        if not any(dropped):
             return
+        shared.metrics.requests.labels("answered" if error is None else "error").inc()
+        status = "success" if error is None else "error"
+        if was_rejected(waiting):
+            shared.ingress.metrics.rejected(waiting.place.endpoint)
+        shared.ingress.metrics.ended(waiting.place.endpoint, stream=waiting.stream, status=status)
+
+    def _drop(self, waiting: DoorReply) -> bool:
+        """It is not listened for any more; whether it was."""
+        shared, error = self._shared, waiting.error
+        if self._answers.pop(waiting.request_id, None) is None:
+            return False
         shared.ids.discard(waiting.request_id)
         if waiting.submission is None:
             shared.count(-1)
             if waiting.ended is None:
                 shared.ingress.cancel(waiting.request_id, "stop" if error is None else error.code)
-        shared.metrics.requests.labels("answered" if error is None else "error").inc()
-        status = "success" if error is None else "error"
-        if was_rejected(waiting):
-            shared.ingress.metrics.rejected(waiting.endpoint)
-        shared.ingress.metrics.ended(waiting.endpoint, stream=waiting.stream, status=status)
+        return True
 
     async def _send(self, entry: Entry, where: Address, piece: Piece) -> None:
         """Send a record of an answer; the last one answers its request once the broker has it."""

@@ -1,19 +1,25 @@
 """A record of `openai-requests`: who asks, where the answer goes, and what is asked. No I/O here."""
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from xxhash import xxh3_64_intdigest
 
 from forebay.events.topics import OPENAI_RESPONSES, topic_named
+from forebay.ingress.embeddings import EmbeddingBody
 from forebay.ingress.errors import ApiError, invalid
 from forebay.ingress.fields import parse
-from forebay.ingress.openai import REQUEST_ID, ChatBody, TextBody, adapter_of
+from forebay.ingress.openai import REQUEST_ID, ChatBody, TextBody
 from forebay.transport.base import Record
 
 CHAT_PATH = "/v1/chat/completions"
 TEXT_PATH = "/v1/completions"
+EMBEDDING_PATH = "/v1/embeddings"
+KINDS: dict[str, type[ChatBody | TextBody | EmbeddingBody]] = {
+    CHAT_PATH: ChatBody,
+    TEXT_PATH: TextBody,
+    EMBEDDING_PATH: EmbeddingBody,
+}
 TOPIC = re.compile(r"[A-Za-z0-9._-]{1,249}")  # what Kafka takes
 
 
@@ -51,15 +57,15 @@ def address(record: Record, namespace: str) -> Address:
     return Address(request_id, reply_topic, problem)
 
 
-def body_of(record: Record, model_name: str, body_bytes_max: int, adapters: Sequence[str] = ()) -> ChatBody | TextBody:
+def body_of(record: Record, body_bytes_max: int) -> ChatBody | TextBody | EmbeddingBody:
     """What a record asks for. Raises ApiError with the first thing that is wrong."""
     path = (record.headers or {}).get("path", CHAT_PATH)
-    if path not in (CHAT_PATH, TEXT_PATH):
+    kind = KINDS.get(path)
+    if kind is None:
         raise ApiError(404, "not_found", f"there is no {path}")
     if len(record.value) > body_bytes_max:
         raise ApiError(413, "body_too_large", f"the body is larger than {body_bytes_max} bytes")
-    body = parse(ChatBody, record.value) if path == CHAT_PATH else parse(TextBody, record.value)
-    adapter_of(body.model, model_name, adapters)
+    body = parse(kind, record.value)
     if body.queries_route:
         # An answer that is given again after a take-over must be the same, and where a request would go changes.
         text = "routes are not queried through a topic; ask POST /v1/route of an ingress"

@@ -5,6 +5,8 @@ from typing import Any
 import msgspec
 
 RETRY_STATUSES = frozenset({503, 529})  # nothing is wrong with the request: later it may be taken
+MESSAGE_CHARS_MAX = 4_096  # names that a client made up are repeated to it, but not megabytes of them
+PARAM_CHARS_MAX = 256
 RETRY_AFTER_S = 1  # load reports come ten times a second, an owner that died is replaced within some seconds
 
 
@@ -19,8 +21,8 @@ class ApiError(Exception):
         super().__init__(message)
         self.status = status
         self.code = code
-        self.message = message
-        self.param = param
+        self.message = message[:MESSAGE_CHARS_MAX]
+        self.param = param and param[:PARAM_CHARS_MAX]
 
     def headers(self) -> dict[str, str]:
         """The headers that go with it, in lower case."""
@@ -39,6 +41,11 @@ class ApiError(Exception):
 def retry_headers(status: int) -> dict[str, str]:
     """What tells a client when to try again, where that may help."""
     return {"retry-after": str(RETRY_AFTER_S)} if status in RETRY_STATUSES else {}
+
+
+def internal_error() -> ApiError:
+    """What is nobody's fault but ours."""
+    return ApiError(500, "internal_error", "an internal error; the server's log has the details")
 
 
 def invalid(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:

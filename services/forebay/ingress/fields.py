@@ -6,7 +6,7 @@ A field that is not served is taken all the same while its value asks for nothin
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from forebay.ingress.errors import invalid
 
@@ -36,6 +36,20 @@ def refuse_extra(body: Body, where: str, neutral: Neutral, ignored: frozenset[st
             if name in ("n", "best_of"):
                 raise invalid(f"{where}{name} must be 1", f"{where}{name}", "unsupported_parameter")
             raise invalid(f"{where}{name} is not supported", f"{where}{name}", "unsupported_parameter")
+
+
+def at_most(count: int) -> BeforeValidator:
+    """Refuses an object with more members before they are looked at, else each of them could be an error to keep.
+
+    Lists have pydantic's `max_length`, which is looked at first, or `fail_fast`, for the same reason.
+    """
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > count:
+            raise ValueError(f"it takes up to {count} members, not {len(value)}")
+        return value
+
+    return BeforeValidator(check)
 
 
 def parse(kind: type[BodyT], raw: bytes) -> BodyT:

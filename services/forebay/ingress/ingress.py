@@ -6,13 +6,16 @@ import os
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 from xxhash import xxh3_64_intdigest
 
-from forebay.core.blocks import hash_seed, sequence_hashes
+from forebay.core.blocks import hash_seed, mm_hashes, sequence_hashes
 from forebay.events.base import Event, pack_u32
 from forebay.events.codec import encode
+from forebay.events.media import Media
 from forebay.events.requests import (
     NO_HINTS,
     RequestCancelled,
@@ -20,14 +23,25 @@ from forebay.events.requests import (
     RouteQueried,
     RoutingHints,
     Sampling,
+    Task,
 )
 from forebay.events.tokens import RouteTold
 from forebay.events.topics import REQUESTS
+from forebay.ingress.adapters import Adapters
+from forebay.ingress.commands import Commands
+from forebay.ingress.composer import Plan
+from forebay.ingress.embeddings import EmbeddingBody
 from forebay.ingress.errors import ApiError, Unusable, invalid
+from forebay.ingress.media import MediaFetcher
+from forebay.ingress.media_refs import PUBLIC_ONLY, MediaRef, MediaSettings
+from forebay.ingress.media_tokens import Expanded
 from forebay.ingress.metrics import IngressMetrics
 from forebay.ingress.model import Model
-from forebay.ingress.openai import ChatBody, CompletionBody, TextBody, adapter_of
+from forebay.ingress.nvext import Nvext
+from forebay.ingress.openai import ChatBody, CompletionBody, TextBody
+from forebay.ingress.parsing import AUTO, Parsing, Splitting
 from forebay.ingress.routing import refuse_hints, routing_headers, routing_of
+from forebay.ingress.sampling import sampling_of
 from forebay.ingress.streams import ReplyReader, Stream
 from forebay.ingress.thresholds import Thresholds
 from forebay.transport.base import Draft, Log, LogError
@@ -47,21 +61,24 @@ class IngressSettings:
 
     Attributes:
         model_name: the one model it serves.
-        block_size: tokens a KV block, as the pool has it.
         ingress_id: names this process.
+        block_size: tokens a KV block, as the pool has it; None reads that off the log.
         reply_slot: the partition of `tokens` that it reads.
         body_bytes_max: larger bodies are refused with 413.
         timeout_s: for a whole request.
         max_tokens_default: for requests that do not say.
         routing_hints: whether clients may say which worker, priority, session or policy class; else such headers are
             ignored and counted, and such fields refused.
-        loras: the adapters that are served, as models of their own.
-        admin_api: whether thresholds can be set, routes queried and requests explained.
+        loras: the adapters that are served as models of their own, whatever workers say; others when one has them.
+        admin_api: whether workers are commanded, thresholds set, routes queried and requests explained.
+        tool_call_parser: finds tool calls in answers: `auto` (by the chat template), `none`, or its name.
+        reasoning_parser: likewise finds reasoning.
+        media: from where images and videos may be fetched.
     """
 
     model_name: str
-    block_size: int
     ingress_id: str
+    block_size: int | None = None
     reply_slot: int = 0
     body_bytes_max: int = 48 << 20
     timeout_s: float = 600.0
@@ -69,6 +86,9 @@ class IngressSettings:
     routing_hints: bool = False
     loras: tuple[str, ...] = ()
     admin_api: bool = True
+    tool_call_parser: str = AUTO
+    reasoning_parser: str = AUTO
+    media: MediaSettings = PUBLIC_ONLY
 
     def __post_init__(self) -> None:
         names = (self.model_name, *self.loras)
@@ -86,15 +106,25 @@ class Prompt:
     tokens: int
     lora_name: str
     cache_namespace: str
+    media: tuple[Media, ...] = ()
+
+
+PLAIN = Plan()
+EMBEDDING = Sampling(max_tokens=1, temperature=0.0)  # nothing is generated, so one embedding is like another
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A valid request: all that goes on the log, but for its name and where its answer goes."""
+    """A valid request: all that goes on the log, but for its name and where its answer goes.
+
+    `plan` is how its answer is put into words.
+    """
 
     prompt: Prompt
     sampling: Sampling
     routing: RoutingHints
+    plan: Plan = PLAIN
+    task: Task = "generate"
 
 
 class Ingress:
@@ -115,27 +145,59 @@ class Ingress:
     ) -> None:
         self.model = model
         self.settings = settings
+        self.parsing = Parsing(model, settings.tool_call_parser, settings.reasoning_parser)
         self.metrics = metrics
         self.ready = ready
         self.place = place
         self.replies = ReplyReader(log, settings.reply_slot, reply_from, metrics.undecodable.inc)
         self.thresholds = Thresholds(log, place, metrics.undecodable.inc)
+        self.commands = Commands(log, self.replies, settings.model_name, settings.reply_slot, self.require_place)
+        self.adapters = Adapters(log, self.commands, settings.model_name, settings.loras, place)
         self._log = log
         self._threads = ThreadPoolExecutor(TOKENISER_THREADS, "tokenise")
+        self._fetcher = MediaFetcher(settings.media)
 
     async def run(self) -> None:
         """Dispatch answers until cancelled. Raises LogError when the log fails."""
         try:
             await self.replies.run()
         finally:
+            self.adapters.close()
+            await self._fetcher.close()
             self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def prepare(self, body: ChatBody | TextBody, headers: Iterable[tuple[str, str]]) -> Prepared:
         """Tokenise, hash and check a request. Raises ApiError."""
-        lora_name = adapter_of(body.model, self.settings.model_name, self.settings.loras)
-        routing = self._routing(body, headers)
-        prompt = self._prompt(await self._token_ids(body), lora_name, body.cache_namespace)
-        return Prepared(prompt, self._sampling(body, prompt), routing)
+        lora_name = await self.adapters.of(body.model)
+        routing = self._routing(body.nvext, headers)
+        asked, splitting = await self._asked(body)
+        wanted = self._wanted(body, len(asked.token_ids))
+        prompt = self._prompt(asked, await self._block_size(), lora_name, body.cache_namespace)
+        sampling = sampling_of(body, wanted, self.model.vocabulary_size)
+        if splitting is not None and sampling.structured is not None:
+            splitting = replace(splitting, structured=True)
+        plan = Plan(body.stop_strings, splitting, sampling.logprobs, special=not body.skip_special_tokens)
+        return Prepared(prompt, sampling, routing, plan)
+
+    async def prepare_embedding(self, body: EmbeddingBody, headers: Iterable[tuple[str, str]]) -> list[Prepared]:
+        """As `prepare`, for each input of an embedding request."""
+        lora_name = await self.adapters.of(body.model)
+        body.require_dimensions(self.model)
+        routing = self._routing(body.nvext, headers)
+        context, block_size = self.model.context_tokens, await self._block_size()
+        parts = []
+        for index, given in enumerate(body.inputs):
+            await asyncio.sleep(0)  # thousands of inputs must not hold up others
+            token_ids = given if isinstance(given, list) else await self._encode(given, special=True)
+            if len(token_ids) > context:
+                text = f"input[{index}] has {len(token_ids)} tokens, but the context holds {context}"
+                raise invalid(text, "input", "context_length_exceeded")
+            prompt = self._prompt(Expanded(token_ids), block_size, lora_name, body.cache_namespace, "input")
+            parts.append(Prepared(prompt, EMBEDDING, routing, task="embed"))
+        return parts
+
+    async def _block_size(self) -> int:
+        return self.settings.block_size or await self.thresholds.block_size(self.settings.model_name)
 
     def submission(
         self, request_id: str, prepared: Prepared, *, reply_slot: int, reply_from: int, nonce: int
@@ -158,6 +220,8 @@ class Ingress:
             lora_name=prompt.lora_name,
             cache_namespace=prompt.cache_namespace,
             routing=prepared.routing,
+            task=prepared.task,
+            media=prompt.media,
         )
 
     async def submit(self, request_id: str, prepared: Prepared) -> Stream:
@@ -243,55 +307,78 @@ class Ingress:
         except ValueError as error:
             raise ApiError(413, "request_too_large", str(error)) from error
 
-    def _routing(self, body: CompletionBody, headers: Iterable[tuple[str, str]]) -> RoutingHints:
+    def _routing(self, nvext: Nvext | None, headers: Iterable[tuple[str, str]]) -> RoutingHints:
         found = routing_headers(headers)
         if self.settings.routing_hints:
-            return routing_of(body.nvext, found)
+            return routing_of(nvext, found)
         for name in found:
             self.metrics.headers_ignored.labels(name).inc()
-        refuse_hints(body.nvext)
+        refuse_hints(nvext)
         return NO_HINTS
 
-    async def _token_ids(self, body: ChatBody | TextBody) -> list[int]:
+    async def _asked(self, body: ChatBody | TextBody) -> tuple[Expanded, Splitting | None]:
+        """The tokens of the prompt, and what is looked for in the answer. Raises ApiError."""
+        refs: list[MediaRef] = []
+        splitting = None
         if isinstance(body, ChatBody):
-            text = self.model.render(body.chat())
+            refs = body.media()
+            self.model.media.require(refs)
+            text = self._render(body)
+            self.parsing.require(body.choice)
+            token_ids = await self._encode(text)
+            splitting = Splitting(body.choice, self.parsing.is_open(text), prompt_ids=token_ids)
         elif isinstance(body.prompt, str):
-            text = body.prompt
+            token_ids = await self._encode(body.prompt, special=body.add_special_tokens)
         else:
-            return body.prompt
+            token_ids = body.prompt
+        if not self.model.media.ids:
+            return Expanded(token_ids), splitting
+        # What is wrong with the text is said before others are asked for anything.
+        return self.model.media.expand(token_ids, refs, await self._fetcher.fetch(refs)), splitting
+
+    def _render(self, body: ChatBody) -> str:
+        """The prompt of a chat. Raises ApiError for what its template does not take."""
+        arguments: dict[str, Any] = dict(body.chat_template_kwargs or {})
+        if body.reasoning_effort is not None:
+            if not self.model.takes_argument("reasoning_effort"):
+                text = "reasoning_effort is not supported: the chat template of this model has no use for it"
+                raise invalid(text, "reasoning_effort", "unsupported_parameter")
+            arguments["reasoning_effort"] = body.reasoning_effort
+        return self.model.render(body.chat(self.model.media), body.choice.plain(), arguments)
+
+    async def _encode(self, text: str, *, special: bool = False) -> list[int]:
         # Long texts do not hold up others.
         if len(text) <= INLINE_CHARS_MAX:
-            return self.model.encode(text)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self.model.encode, text)
+            return self.model.encode(text, special=special)
+        encode = partial(self.model.encode, text, special=special)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, encode)
 
-    def _prompt(self, token_ids: list[int], lora_name: str, cache_namespace: str) -> Prompt:
+    def _prompt(
+        self, asked: Expanded, block_size: int, lora_name: str, cache_namespace: str, where: str = "prompt"
+    ) -> Prompt:
         """Pack and hash a prompt. Raises ApiError for an empty one and for ids outside of the vocabulary."""
+        token_ids = asked.token_ids
         if not token_ids:
-            raise invalid("the prompt is empty", "prompt", "empty_prompt")
+            raise invalid(f"the {where} is empty", where, "empty_prompt")
         if max(token_ids) >= self.model.vocabulary_size:
-            raise invalid(f"token ids lie below {self.model.vocabulary_size} in this model", "prompt")
+            raise invalid(f"token ids lie below {self.model.vocabulary_size} in this model", where)
         packed = pack_u32(token_ids)
-        hashes = sequence_hashes(packed, self.settings.block_size, hash_seed(lora_name, cache_namespace))
-        return Prompt(packed, hashes, len(token_ids), lora_name, cache_namespace)
+        named = mm_hashes(asked.media, block_size)
+        hashes = sequence_hashes(packed, block_size, hash_seed(lora_name, cache_namespace), named)
+        return Prompt(packed, hashes, len(token_ids), lora_name, cache_namespace, asked.media)
 
-    def _sampling(self, body: CompletionBody, prompt: Prompt) -> Sampling:
-        """How to generate. Raises ApiError when the context is too short for what is asked."""
+    def _wanted(self, body: CompletionBody, prompt_tokens: int) -> int:
+        """How many tokens to generate. Raises ApiError when the context is too short; nothing was hashed by then."""
         context = self.model.context_tokens
         wanted = body.tokens_max
         if wanted is None:
-            wanted = max(1, min(self.settings.max_tokens_default, context - prompt.tokens))
-        if prompt.tokens + wanted > context:
+            wanted = max(1, min(self.settings.max_tokens_default, context - prompt_tokens))
+        if prompt_tokens + wanted > context:
             text = (
-                f"the context holds {context} tokens: {prompt.tokens} of the prompt and {wanted} to generate do not fit"
+                f"the context holds {context} tokens: {prompt_tokens} of the prompt and {wanted} to generate do not fit"
             )
             raise invalid(text, "max_tokens", "context_length_exceeded")
-        return Sampling(
-            max_tokens=wanted,
-            temperature=1.0 if body.temperature is None else body.temperature,
-            top_p=1.0 if body.top_p is None else body.top_p,
-            seed=body.seed,
-            ignore_eos=body.ignore_eos,
-        )
+        return wanted
 
 
 def _draft(partition: int, request_id: str, event: Event) -> Draft:

@@ -1,13 +1,14 @@
 """A model directory as an ingress needs it: tokenizer, chat template, context length. No weights.
 
 Files: tokenizer.json, tokenizer_config.json (chat_template, bos_token, eos_token) or chat_template.jinja,
-config.json (max_position_embeddings). Templates are rendered as transformers does: sandboxed, with
-`raise_exception`, whitespace trimmed.
+config.json (max_position_embeddings, matryoshka_dimensions), generation_config.json (eos_token_id). Templates are
+rendered as transformers does: sandboxed, with `raise_exception`, whitespace trimmed.
 """
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,11 +18,24 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from forebay.ingress.errors import Unusable, invalid
+from forebay.ingress.errors import ApiError, Unusable, invalid
+from forebay.ingress.media_tokens import media_tokens_of
+from forebay.ingress.token_bytes import TokenBytes
 
 CONTEXT_TOKENS_DEFAULT = 131_072
 DEFAULT_MODEL = Path(__file__).with_name("default_model")
 DEFAULT_NAME = "forebay-default"
+# What a template may break with when it computes with what a client gave.
+TEMPLATE_ERRORS = (
+    TemplateError,
+    TypeError,
+    ValueError,
+    ArithmeticError,
+    LookupError,
+    AttributeError,
+    RecursionError,
+)
+NO_TEXT = "\ufffd"  # stands for bytes that are no character
 
 
 class ModelUnusable(Unusable):
@@ -34,6 +48,7 @@ class Model:
     def __init__(self, directory: Path) -> None:
         if not directory.is_dir():
             raise ModelUnusable(f"{directory}: no such model directory; give one that holds a tokenizer.json")
+        self.directory = directory
         config = _read_json(directory / "config.json")
         tokenizer_config = _read_json(directory / "tokenizer_config.json")
         path = directory / "tokenizer.json"
@@ -49,43 +64,97 @@ class Model:
             name: _token_text(tokenizer_config.get(name))
             for name in ("bos_token", "eos_token", "pad_token", "unk_token")
         }
-        self._template = _compile(directory, tokenizer_config)
+        self.token_bytes = TokenBytes(self.tokenizer)
+        self.end_ids = _end_ids(directory, config, self.tokenizer, self._special["eos_token"])
+        self.dimensions = _dimensions(config)
+        sources = _template_sources(directory, tokenizer_config)
+        self.template_source = sources.get("default", "")
+        self._templates = {name: _compile(directory, source) for name, source in sources.items()}
+        self._tool_source = sources.get("tool_use", self.template_source)
+        self.media = media_tokens_of(config, self.tokenizer.id_to_token)
+        if self.media.ids:
+            self.media = replace(self.media, listed=self._takes_parts())
 
-    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The prompt of a chat. Raises ApiError when the template refuses the messages."""
-        if self._template is None:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        arguments: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt of a chat; `arguments` are the template's own. Raises ApiError when it refuses them."""
+        template = self._templates.get("tool_use" if tools else "default", self._templates.get("default"))
+        if template is None:
             raise invalid("this model has no chat template; use /v1/completions", "messages", "no_chat_template")
+        if tools and "tools" not in self._tool_source:
+            raise invalid("the chat template of this model takes no tools", "tools", "unsupported_parameter")
+        known = {"messages": messages, "tools": tools or None, "documents": None, "add_generation_prompt": True}
+        for name in arguments or ():
+            if name in known or name in self._special:
+                text = f"chat_template_kwargs.{name} is what the chat itself says"
+                raise invalid(text, f"chat_template_kwargs.{name}")
         try:
-            text: str = self._template.render(
-                messages=messages, tools=None, documents=None, add_generation_prompt=True, **self._special
-            )
+            text = template.render(**known, **self._special, **(arguments or {}))
+            assert isinstance(text, str)
             return text
-        except (TemplateError, TypeError, ValueError) as error:
+        except TEMPLATE_ERRORS as error:
             raise invalid(f"the chat template refuses these messages: {error}", "messages") from error
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids; special tokens in the text count as such, none are added."""
+    def _takes_parts(self) -> bool:
+        """Whether the chat template knows messages that are lists of parts: it is tried."""
+        text = "what is said"
+        try:
+            said = self.render([{"role": "user", "content": [{"type": "text", "text": text}]}])
+        except ApiError:
+            return False
+        return text in said and "'type'" not in said  # else it put the list there as Python writes it
+
+    def takes_argument(self, name: str) -> bool:
+        """Whether the chat template looks at an argument of this name."""
+        return name in self.template_source
+
+    def encode(self, text: str, *, special: bool = False) -> list[int]:
+        """Token ids; special tokens in the text count as such, only with `special` those around it are added."""
         # The batch call with `fast` leaves out the offsets of every token, which nobody asks for here.
-        ids: list[int] = self.tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        ids: list[int] = self.tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
         return ids
 
-    def decoder(self) -> "Decoder":
-        """A decoder for one answer."""
-        return Decoder(self.tokenizer)
+    def decoder(self, shown: Collection[str] | None = ()) -> "Decoder":
+        """A decoder for one answer. Special tokens are left out but for those `shown`; None shows all but an end."""
+        special = self.token_bytes.special
+        if shown is None:
+            hidden = special.keys() & self.end_ids
+        else:
+            hidden = {token_id for token_id, text in special.items() if text not in shown}
+        return Decoder(self.tokenizer, frozenset(hidden) if len(hidden) < len(special) else None)
 
 
 class Decoder:
-    """Tokens to text, piece by piece; a character that is split over tokens waits for its rest."""
+    """Tokens to text, piece by piece; a character that is split over tokens waits for its rest.
 
-    __slots__ = ("_stream", "_tokenizer")
+    `hidden` are the special tokens to leave out, None for all.
+    """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    __slots__ = ("_hidden", "_stream", "_tokenizer")
+
+    def __init__(self, tokenizer: Tokenizer, hidden: frozenset[int] | None = None) -> None:
         self._tokenizer = tokenizer
-        self._stream = DecodeStream(skip_special_tokens=True)
+        self._hidden = hidden
+        self._stream = DecodeStream(skip_special_tokens=hidden is None)
 
     def push(self, token_ids: list[int]) -> str:
         """The text that these tokens complete."""
-        text: str | None = self._stream.step(self._tokenizer, token_ids)
+        if self._hidden is not None:
+            token_ids = [token_id for token_id in token_ids if token_id not in self._hidden]
+        if not token_ids:
+            return ""
+        try:
+            text: str | None = self._stream.step(self._tokenizer, token_ids)
+        except Exception:  # noqa: BLE001 - the library raises bare Exception
+            # With byte fallback, a byte behind a whole character can make both of them no text. What was given out
+            # stays, and the stream, which cannot go on from there, begins anew.
+            self._stream = DecodeStream(skip_special_tokens=self._hidden is None)
+            text = self._stream.step(self._tokenizer, token_ids)
+            return NO_TEXT + (text or "").lstrip(NO_TEXT)
         return text or ""
 
 
@@ -103,15 +172,36 @@ def speaking_vocabulary(tokenizer: Tokenizer) -> tuple[int, ...]:
     return tuple(sorted(vocabulary[word] for word in whole)) or tuple(sorted(vocabulary.values()))
 
 
-def _compile(directory: Path, tokenizer_config: dict[str, Any]) -> Any:
+def _template_sources(directory: Path, tokenizer_config: dict[str, Any]) -> dict[str, str]:
+    """The chat templates by name: `default`, and perhaps `tool_use` for chats with tools."""
     source = tokenizer_config.get("chat_template")
     beside = directory / "chat_template.jinja"
     if beside.is_file():
         source = beside.read_text(encoding="utf-8")
-    if isinstance(source, list):  # several named templates: the one called default is for chats
-        source = next((entry["template"] for entry in source if entry.get("name") == "default"), None)
-    if source is None:
-        return None
+    if isinstance(source, list):
+        named = {entry.get("name"): entry["template"] for entry in source}
+        return {name: named[name] for name in ("default", "tool_use") if name in named}
+    return {} if source is None else {"default": source}
+
+
+def _end_ids(directory: Path, config: dict[str, Any], tokenizer: Tokenizer, end: str) -> frozenset[int]:
+    """The tokens that end an answer."""
+    found = {tokenizer.token_to_id(end)} if end else set()
+    for named in (_read_json(directory / "generation_config.json"), config):
+        given = named.get("eos_token_id")
+        found |= set(given if isinstance(given, list) else [given])
+    return frozenset(token_id for token_id in found if isinstance(token_id, int))
+
+
+def _dimensions(config: dict[str, Any]) -> tuple[int, ...] | None:
+    """To what lengths its embeddings may be cut: None for not at all, empty for any. vLLM reads the same fields."""
+    given = config.get("matryoshka_dimensions")
+    if isinstance(given, list) and given:
+        return tuple(size for size in given if isinstance(size, int))
+    return () if config.get("is_matryoshka") else None
+
+
+def _compile(directory: Path, source: str) -> Any:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )

@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field, model_validator
 
 from forebay.events.control import RouterMode
 from forebay.ingress.errors import invalid
-from forebay.ingress.fields import NONE_NEUTRAL, Body, Neutral, refuse_extra
+from forebay.ingress.fields import NONE_NEUTRAL, Body, Neutral, at_most, refuse_extra
 
 QUERY = "query_instance_id"
 WORKER_ID = "worker_id"
@@ -89,7 +89,7 @@ class RoutingConstraints(Body):
     # An empty list would allow nobody; in events it stands for anybody.
     allowed_worker_ids: Annotated[list[WorkerId], Field(min_length=1, max_length=WORKERS_MAX)] | None = None
     required_taints: Annotated[list[Text], Field(max_length=TAINTS_MAX)] | None = None
-    preferred_taints: Annotated[dict[Text, SignedWeight], Field(max_length=TAINTS_MAX)] | None = None
+    preferred_taints: Annotated[dict[Text, SignedWeight], at_most(TAINTS_MAX)] | None = None
 
     @model_validator(mode="after")
     def _check(self) -> "RoutingConstraints":

@@ -7,6 +7,7 @@ import msgspec
 
 from forebay.events.decisions import Candidate
 from forebay.events.tokens import RouteTold, Usage
+from forebay.ingress.said import CallPiece, Said, Told
 
 _encode = msgspec.json.encode
 
@@ -53,10 +54,22 @@ class Shape:
         self._first = b"data: " + opened + b'"delta":{"role":"assistant","content":' if chat else self._open
         self._shut = (b"}" if chat else b"") + b',"logprobs":null,"finish_reason":null}]}\n\n'
         self._chunk_head = chunk_head
+        self._offset = 0  # of the next token in the text, as completions tell it
 
-    def piece(self, text: str, *, first: bool) -> bytes:
-        """A chunk with new text."""
-        return (self._first if first else self._open) + _encode(text) + self._shut
+    def piece(self, said: Said, *, first: bool) -> bytes:
+        """A chunk with what is new."""
+        if not (said.reasoning or said.calls or said.logprobs):
+            return (self._first if first else self._open) + _encode(said.content) + self._shut
+        content: dict[str, Any] = {"text": said.content}
+        if self._chat:
+            delta: dict[str, Any] = {"role": "assistant", "content": ""} if first else {}
+            if said.content:
+                delta["content"] = said.content
+            if said.calls:
+                delta["tool_calls"] = [_call_delta(call) for call in said.calls]
+            content = {"delta": delta | _reasoning(said)}
+        choice = {"index": 0, **content, "logprobs": self._logprobs(said), "finish_reason": None}
+        return b"data: " + _encode({**self._chunk_head, "choices": [choice]}) + b"\n\n"
 
     def last(self, reason: str, served: Served) -> bytes:
         """The chunk that says why the answer ended and who gave it."""
@@ -68,17 +81,62 @@ class Shape:
         """The chunk that `stream_options.include_usage` asks for."""
         return b"data: " + _encode({**self._chunk_head, "choices": [], "usage": usage_of(usage)}) + b"\n\n"
 
-    def whole(self, text: str, reason: str, usage: Usage, served: Served) -> bytes:
+    def whole(self, said: Said, reason: str, usage: Usage, served: Served) -> bytes:
         """The answer to a request that does not stream."""
-        content: dict[str, Any] = (
-            {"message": {"role": "assistant", "content": text, "refusal": None}} if self._chat else {"text": text}
-        )
-        choice = {"index": 0, **content, "logprobs": None, "finish_reason": reason}
+        content: dict[str, Any] = {"text": said.content}
+        if self._chat:
+            message: dict[str, Any] = {"role": "assistant", "content": said.content, "refusal": None}
+            message |= _reasoning(said)
+            if said.calls:
+                message |= {"content": said.content or None, "tool_calls": [_call(call) for call in said.calls]}
+            content = {"message": message}
+        choice = {"index": 0, **content, "logprobs": self._logprobs(said), "finish_reason": reason}
         return _encode({**self._head, "choices": [choice], "usage": usage_of(usage), **self._extensions(served)})
+
+    def _logprobs(self, said: Said) -> dict[str, Any] | None:
+        """The probabilities of tokens, where they were told."""
+        if not said.logprobs:
+            return None
+        if self._chat:
+            return {"content": [_told(one) for one in said.logprobs], "refusal": None}
+        offsets = []
+        for one in said.logprobs:
+            offsets.append(self._offset)
+            self._offset += len(one.text)
+        return {
+            "text_offset": offsets,
+            "tokens": [one.text for one in said.logprobs],
+            "token_logprobs": [one.logprob for one in said.logprobs],
+            "top_logprobs": [{top.text: top.logprob for top in one.top} for one in said.logprobs],
+        }
 
     def _extensions(self, served: Served) -> dict[str, Any]:
         nvext = {"nvext": {"worker_id": served.worker_id()}} if self._names_worker else {}
         return {"forebay": served.plain(), **nvext}
+
+
+def _reasoning(said: Said) -> dict[str, str]:
+    """Under both names that clients know."""
+    return {"reasoning_content": said.reasoning, "reasoning": said.reasoning} if said.reasoning else {}
+
+
+def _call(call: CallPiece) -> dict[str, Any]:
+    return {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _call_delta(call: CallPiece) -> dict[str, Any]:
+    if call.name:
+        return {"index": call.index, **_call(call)}
+    return {"index": call.index, "function": {"arguments": call.arguments}}
+
+
+def _told(one: Told) -> dict[str, Any]:
+    told = {"token": one.text, "logprob": one.logprob, "bytes": [*one.token]}
+    return {**told, "top_logprobs": [_alternative(top) for top in one.top]}
+
+
+def _alternative(one: Told) -> dict[str, Any]:
+    return {"token": one.text, "logprob": one.logprob, "bytes": [*one.token]}
 
 
 def usage_of(usage: Usage) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from forebay.core.replies import Reply, apply
 from forebay.events.codec import DecodeError, decode
-from forebay.events.tokens import RouteTold, TokenEvent
+from forebay.events.tokens import CommandTold, RouteTold, TokenEvent, TokenLogprob
 from forebay.events.topics import TOKENS
 from forebay.ingress.errors import RETRY_STATUSES
 from forebay.transport.base import Log, LogError
@@ -35,9 +35,10 @@ class Stream(Reply):
         self.broken = self.broken or reason
         self.notify()
 
-    def take(self) -> list[int]:
-        """The tokens since the last time."""
-        taken, self.tokens = self.tokens, []
+    def take(self) -> tuple[list[int], list[TokenLogprob]]:
+        """The tokens since the last time, and what was told of their probabilities."""
+        taken = self.tokens, self.logprobs
+        self.tokens, self.logprobs = [], []
         return taken
 
     async def ready(self) -> None:
@@ -71,13 +72,14 @@ class ReplyReader:
         self._tail = log.tail(TOKENS.name, reply_slot, offset, self._wake)
         self._streams: dict[str, Stream] = {}
         self._queries: dict[str, asyncio.Future[RouteTold | str]] = {}
+        self._commands: dict[str, asyncio.Future[CommandTold | str]] = {}
         self._on_undecodable = on_undecodable
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._streams or request_id in self._queries
 
     def __len__(self) -> int:
-        return len(self._streams) + len(self._queries)
+        return len(self._streams) + len(self._queries) + len(self._commands)
 
     def open(self, request_id: str) -> Stream:
         """Listen for a request; its id must not be listened for."""
@@ -98,6 +100,20 @@ class ReplyReader:
     def close_query(self, request_id: str) -> None:
         """Stop listening for the answer to a query."""
         self._queries.pop(request_id).cancel()
+
+    def open_command(self, command_id: str) -> "asyncio.Future[CommandTold | str]":
+        """Listen for what becomes of a command, or the reason why nothing more comes."""
+        assert command_id not in self._commands
+        answer = self._commands[command_id] = asyncio.get_running_loop().create_future()
+        return answer
+
+    def close_command(self, command_id: str) -> None:
+        """Stop listening for what becomes of a command."""
+        self._commands.pop(command_id).cancel()
+
+    def awaits_command(self, command_id: str) -> bool:
+        """Whether somebody listens for what becomes of it."""
+        return command_id in self._commands
 
     async def run(self) -> None:
         """Dispatch until cancelled; when the log fails every waiting request is told."""
@@ -125,6 +141,9 @@ class ReplyReader:
         for answer in self._queries.values():
             if not answer.done():
                 answer.set_result(reason)
+        for outcome in self._commands.values():
+            if not outcome.done():
+                outcome.set_result(reason)
 
     def _dispatch(self, value: bytes) -> None:
         try:
@@ -137,6 +156,11 @@ class ReplyReader:
             answer = self._queries.get(event.request_id)
             if answer is not None and not answer.done():
                 answer.set_result(event)
+            return
+        if isinstance(event, CommandTold):
+            outcome = self._commands.get(event.command_id)
+            if outcome is not None and not outcome.done():
+                outcome.set_result(event)
             return
         for stream in apply(self._streams, event):
             stream.notify()

@@ -37,6 +37,12 @@ class TextAssembler:
         return held
 
 
+def split_at_overlap(text: str, tag: str) -> tuple[str, str]:
+    """What is certain not to begin `tag`, and the end that may."""
+    keep = _overlap(text, tag)
+    return text[: len(text) - keep], text[len(text) - keep :]
+
+
 def _overlap(text: str, stop: str) -> int:
     """The length of the longest end of `text` that a stop string begins with."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):

@@ -1,4 +1,4 @@
-"""When the workers of a model are busy: what the log says, and how an operator changes it.
+"""How the pools of a model are configured: what the log says, and how an operator changes when workers are busy.
 
 `control` holds a record when a router starts with other settings, a pool appears, or an operator speaks. So it is read
 when somebody asks, and not followed.
@@ -20,6 +20,7 @@ from forebay.transport.base import Draft, Log, LogError
 logger = logging.getLogger(__name__)
 
 READ_MAX = 256
+LOOK_S = 5.0  # a pool keeps its block size until all its workers are replaced
 FIELDS = BusyThresholds.__struct_fields__
 
 
@@ -32,6 +33,8 @@ class Thresholds:
         self._on_undecodable = on_undecodable
         self._position = 0
         self._pools: dict[str, tuple[str, BusyThresholds]] = {}
+        self._block_sizes: dict[str, int] = {}
+        self._looked_s = -LOOK_S
         self._turn = asyncio.Lock()
 
     async def pools(self) -> list[tuple[str, str, BusyThresholds]]:
@@ -46,6 +49,14 @@ class Thresholds:
         """Those of a model, all off while no pool serves it. Raises ApiError when the log fails."""
         return next((busy for _, served, busy in await self.pools() if served == model), BusyThresholds())
 
+    async def block_size(self, model: str) -> int:
+        """Tokens a KV block of a model, as of the last `LOOK_S`. Raises ApiError when no pool serves it yet."""
+        if time.monotonic() - self._looked_s >= LOOK_S or model not in self._block_sizes:
+            await self.pools()
+        if model not in self._block_sizes:
+            raise _no_pool(model)
+        return self._block_sizes[model]
+
     async def change(self, model: str, changes: Mapping[str, float | None]) -> BusyThresholds:
         """Set what `changes` names, None being off; those of the model as they then are. Raises ApiError."""
         partition = self._place()
@@ -54,7 +65,7 @@ class Thresholds:
         async with self._turn:
             await self._catch_up(partition)
             if all(served != model for served, _ in self._pools.values()):
-                raise ApiError(503, "no_group", f"no pool serves {model} yet: has it any worker?")
+                raise _no_pool(model)
             current = next(self._pools[pool][1] for pool in sorted(self._pools) if self._pools[pool][0] == model)
             event = BusyThresholdsSet(
                 model=model,
@@ -77,6 +88,7 @@ class Thresholds:
                 for record in records:
                     self._take(record.value)
                 self._position = records[-1].offset + 1 if records else end
+            self._looked_s = time.monotonic()
         except LogError as error:
             raise _unavailable(error) from error
 
@@ -91,10 +103,15 @@ class Thresholds:
         match event:
             case PoolConfigured():
                 self._pools[event.pool] = (event.model, event.router.busy)
+                self._block_sizes[event.model] = event.block_size
             case BusyThresholdsSet():
                 for pool, (model, _) in self._pools.items():
                     if model == event.model:
                         self._pools[pool] = (model, event.thresholds)
+
+
+def _no_pool(model: str) -> ApiError:
+    return ApiError(503, "no_group", f"no pool serves {model} yet: has it any worker?")
 
 
 def _unavailable(error: LogError) -> ApiError:

@@ -4,8 +4,12 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
+from prometheus_client.registry import Collector
 
-from forebay.core.engine_model import CacheChange, Emitted, Finished, FirstToken, Load
+from forebay.core.engine_model import Emitted, Finished, FirstToken, Load, Removed, Stored
+from forebay.events.control import Command
+from forebay.events.fleet import WorkerSpec
+from forebay.events.media import Encoded
 from forebay.events.tokens import AnswerError
 from forebay.events.work import WorkItem
 
@@ -18,6 +22,37 @@ class Failed(msgspec.Struct, frozen=True):
     error: AnswerError
 
 
+class EngineError(Exception):
+    """The engine cannot start, or is broken. The text says what is wrong and what to do, fit for an operator."""
+
+
+class EngineRefused(Exception):
+    """The engine does not do what a command asks; the text says why, fit for an operator."""
+
+
+class Cleared(msgspec.Struct, frozen=True, gc=False):
+    """Every tier of the rank is empty."""
+
+
+CacheChange = Stored | Removed | Cleared
+
+
+class Vector(msgspec.Struct, frozen=True):
+    """The embedding of a whole prompt, packed little-endian f32; its request is `Finished` in the same batch."""
+
+    request_id: str
+    attempt: int
+    packed: bytes
+
+
+class MediaEncoded(msgspec.Struct, frozen=True):
+    """The images and videos of a request are encoded: its part here is done."""
+
+    request_id: str
+    attempt: int
+    encoded: Encoded
+
+
 class EngineBatch(msgspec.Struct, frozen=True, kw_only=True):
     """What happened on one rank since its last batch. Cache changes are in order; a request has one chunk."""
 
@@ -25,9 +60,11 @@ class EngineBatch(msgspec.Struct, frozen=True, kw_only=True):
     load: Load
     cache_changes: Sequence[CacheChange] = ()
     emitted: Sequence[Emitted] = ()
+    vectors: Sequence[Vector] = ()
     first_tokens: Sequence[FirstToken] = ()
     finished: Sequence[Finished] = ()
     failed: Sequence[Failed] = ()
+    encoded: Sequence[MediaEncoded] = ()
 
 
 Publish = Callable[[EngineBatch], None]
@@ -36,13 +73,18 @@ Publish = Callable[[EngineBatch], None]
 class Engine(Protocol):
     """An engine instance with one or more ranks. Everything is called on the event loop of its worker."""
 
-    async def start(self) -> None:
-        """Load the model; returns when requests can be served."""
+    async def start(self, spec: WorkerSpec) -> WorkerSpec:
+        """Load the model and warm up; returns when requests can be served.
+
+        What comes back is `spec` as it turned out: sizes, tasks and adapters are the engine's to say.
+        Raises EngineError.
+        """
 
     async def run(self, publish: Publish) -> None:
         """Serve until cancelled, handing over a batch whenever there is something to say.
 
-        An exception from here means that the engine is broken; the worker goes down with it.
+        An exception from here (EngineError, if it knows why) means that the engine is broken; the worker goes down
+        with it.
         """
 
     async def stop(self) -> None:
@@ -62,6 +104,18 @@ class Engine(Protocol):
 
     def cancel(self, request_id: str) -> None:
         """Drop a request, if it is under way, and free its blocks. The next batch may still name it."""
+
+    async def command(self, command: Command) -> tuple[str, ...]:
+        """Do what an operator asks; the names of the adapters that are loaded then. Raises EngineRefused.
+
+        What changes in the cache comes as batches, like every other change.
+        """
+
+    async def check(self) -> None:
+        """Return soon if the engine is alive; asked every two seconds. Raises EngineError if it is not."""
+
+    def collectors(self) -> Sequence[Collector]:
+        """The engine's own Prometheus metrics, shown beside the worker's; asked for at any time, each time anew."""
 
     def reset(self) -> None:
         """Drop every request and the cache. Nothing from before is published after this returns."""

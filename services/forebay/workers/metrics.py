@@ -5,11 +5,12 @@ from collections.abc import Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from forebay.workers.life import State
 from forebay.workers.worker import Worker
 
 
 class WorkerMetrics(Collector):
-    """Membership, and what was not run or went on from an earlier attempt."""
+    """Where it is in its life, what it did not run or went on with, and its engine's own."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
@@ -21,6 +22,12 @@ class WorkerMetrics(Collector):
         member = GaugeMetricFamily("forebay_worker_member", "1 while the worker is in the fleet", labels=["worker_id"])
         member.add_metric(labels, worker.worker_epoch is not None)
         yield member
+        state = GaugeMetricFamily(
+            "forebay_worker_state", "1 for where the worker is in its life", labels=["worker_id", "state"]
+        )
+        for one in State:
+            state.add_metric([*labels, one], one is worker.life.state)
+        yield state
         skipped = CounterMetricFamily(
             "forebay_worker_items_skipped", "work items that were not run, by reason", labels=["worker_id", "reason"]
         )
@@ -30,6 +37,7 @@ class WorkerMetrics(Collector):
             "repeated": counters.repeated,
             "superseded": counters.superseded,
             "unknown_rank": counters.unknown_rank,
+            "repeated_command": worker.commands.repeated,
         }
         for reason, count in reasons.items():
             skipped.add_metric([*labels, reason], count)
@@ -46,3 +54,10 @@ class WorkerMetrics(Collector):
         )
         reannounced.add_metric(labels, counters.reannounced)
         yield reannounced
+        handed_back = CounterMetricFamily(
+            "forebay_worker_handed_back", "requests that a drain left to other workers", labels=["worker_id"]
+        )
+        handed_back.add_metric(labels, counters.handed_back)
+        yield handed_back
+        for collector in worker.engine.collectors():
+            yield from collector.collect()

@@ -2,17 +2,21 @@
 
 Virtual time runs against one deadline that is moved by each step's scaled duration, so that what one sleep
 is late the next one makes good. Steps far shorter than a timer's resolution are published together.
+Probabilities and embeddings are made up from hashes; a structure that is asked of an answer is not kept to.
 """
 
 import asyncio
 import time
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, assert_never
 
+import msgspec
+from prometheus_client.registry import Collector
 from xxhash import xxh3_64_intdigest
 
-from forebay.core.blocks import hash_seed
+from forebay.core.blocks import hash_seed, mm_hashes
 from forebay.core.engine_model import (
-    CacheChange,
     Emitted,
     EngineConfig,
     EngineModel,
@@ -25,10 +29,17 @@ from forebay.core.engine_model import (
     RequestTooLarge,
     Step,
 )
-from forebay.events.base import U64_MASK
+from forebay.events.base import U32_BYTES, U64_MASK
+from forebay.events.control import Command
+from forebay.events.fleet import WorkerSpec
 from forebay.events.tokens import AnswerError
 from forebay.events.work import WorkItem
-from forebay.workers.engine import EngineBatch, Failed, Publish
+from forebay.workers.engine import CacheChange, Cleared, EngineBatch, EngineError, EngineRefused, Failed, Publish
+from forebay.workers.mock_answers import TASKS, MockAnswers
+from forebay.workers.standin_encoder import MediaUnusable, StandInEncoder
+
+if TYPE_CHECKING:
+    from forebay.workers.nixl_read import Array
 
 US_PER_S = 1_000_000
 QUANTUM_US = 1_000  # real time that a batch should cover: the resolution of an event loop's timers
@@ -47,9 +58,12 @@ class MockEngine:
             raise ValueError(f"speedup must be a positive number, not {speedup}")
         ranks = range(dp_start_rank, dp_start_rank + dp_size)
         self._ranks = {rank: _Rank(rank, config, speedup) for rank in ranks}
+        self._loras: dict[str, str] = {}  # the directories of adapters; none of those that were there at the start
 
-    async def start(self) -> None:
+    async def start(self, spec: WorkerSpec) -> WorkerSpec:
         """There is no model to load."""
+        self._loras = dict.fromkeys(spec.loras, "")
+        return msgspec.structs.replace(spec, tasks=TASKS)
 
     async def run(self, publish: Publish) -> None:
         """Run every rank until cancelled."""
@@ -70,12 +84,82 @@ class MockEngine:
 
     def submit(self, item: WorkItem) -> None:
         """Queue an item on the rank that it names, which must be one of this engine's."""
-        self._ranks[item.rank].submit(item)
+        rank, lora = self._ranks[item.rank], item.lora_name
+        if lora and lora not in self._loras:
+            rank.refuse(item, AnswerError(status=404, code="adapter_not_loaded", message=_not_loaded(lora)))
+        elif item.media:
+            try:
+                self.submit_embedded(item, StandInEncoder().encode_all(item.media))
+            except (MediaUnusable, EngineError) as error:
+                status = 400 if isinstance(error, MediaUnusable) else 500
+                rank.refuse(item, AnswerError(status=status, code="media_not_encoded", message=str(error)))
+        else:
+            rank.submit(item)
+
+    def submit_embedded(self, item: WorkItem, embeddings: "Array") -> None:
+        """As `submit`: what it says depends on every byte of the embeddings."""
+        checksum = xxh3_64_intdigest(embeddings.tobytes())
+        self._ranks[item.rank].submit(item, checksum)
 
     def cancel(self, request_id: str) -> None:
         """Drop a request, if it is under way."""
         for rank in self._ranks.values():
             rank.cancel(request_id)
+
+    async def command(self, command: Command) -> tuple[str, ...]:
+        """As vLLM does it: the cache can be cleared while nothing runs; who is paused or asleep keeps its requests.
+
+        Asleep it has no cache, so requests that ran are computed again when it wakes up.
+        """
+        ranks = self._ranks.values()
+        match command.action:
+            case "clear_kv_blocks":
+                used = sum(rank.model.pool.used for rank in ranks)
+                if used:
+                    raise EngineRefused(f"{used} KV blocks are used by requests that run; try again when they are done")
+                for rank in ranks:
+                    rank.clear()
+            case "load_lora":
+                self._load(command.lora_name, command.lora_path)
+            case "unload_lora":
+                if command.lora_name not in self._loras:
+                    raise EngineRefused(_not_loaded(command.lora_name))
+                del self._loras[command.lora_name]
+            case "list_loras":
+                pass
+            case "sleep":
+                for rank in ranks:
+                    rank.hold(asleep=True)
+                    rank.clear()
+            case "wake_up":
+                for rank in ranks:
+                    rank.hold(asleep=False)
+            case "pause":
+                for rank in ranks:
+                    rank.hold(paused=True)
+            case "resume":
+                for rank in ranks:
+                    rank.hold(paused=False)
+            case _:
+                assert_never(command.action)
+        return tuple(self._loras)
+
+    def _load(self, name: str, path: str) -> None:
+        """Nothing is read from the adapter's directory, but it must be there."""
+        if not name or not path:
+            raise EngineRefused("an adapter needs a name and a directory")
+        if name in self._loras and self._loras[name] != path:
+            raise EngineRefused(f"another adapter {name} is loaded already; unload it first")
+        if not Path(path).is_dir():
+            raise EngineRefused(f"there is no directory {path}")
+        self._loras[name] = path
+
+    async def check(self) -> None:
+        """It lives as long as its process."""
+
+    def collectors(self) -> Sequence[Collector]:
+        """It has no metrics of its own."""
+        return ()
 
     def reset(self) -> None:
         """Drop every request and the caches."""
@@ -91,33 +175,63 @@ class _Rank:
         self._span_us = max(1, round(QUANTUM_US * speedup))
         self._wake = asyncio.Event()
         self._failed: list[Failed] = []
+        self._answers = MockAnswers(config.vocabulary or ())
         self._published = self.model.load()
         self._life = 0  # counts resets: a batch of an earlier life is not published
+        self._changes: list[CacheChange] = []
+        self._paused = self._asleep = False
 
-    def submit(self, item: WorkItem) -> None:
+    def submit(self, item: WorkItem, seen: int = 0) -> None:
+        """`seen` is a checksum of what it is shown beside the text."""
+        block_size = self.model.config.block_size
+        last = len(item.token_ids) // U32_BYTES // block_size
+        tail = mm_hashes(item.media, block_size).get(last, ())
         request = EngineRequest(
             request_id=item.request_id,
             attempt=item.attempt,
             token_ids=item.token_ids,
             sequence_hashes=item.sequence_hashes,
-            token_seed=xxh3_64_intdigest(item.token_ids, (item.sampling.seed or 0) & U64_MASK),
-            max_tokens=item.sampling.max_tokens,
+            token_seed=xxh3_64_intdigest(item.token_ids, ((item.sampling.seed or 0) + seen) & U64_MASK),
+            max_tokens=1 if item.task == "embed" else item.sampling.max_tokens,
             hash_seed=hash_seed(item.lora_name, item.cache_namespace),
+            tail_mm_hashes=tuple(tail),
         )
         try:
             self.model.submit(request)
         except RequestRefused as refusal:
-            self._failed.append(Failed(item.request_id, item.attempt, _answer(refusal)))
+            self.refuse(item, _answer(refusal))
+        else:
+            self._answers.begin(item)
+        self._wake.set()
+
+    def refuse(self, item: WorkItem, error: AnswerError) -> None:
+        """The item is not taken."""
+        self._failed.append(Failed(item.request_id, item.attempt, error))
+        self._wake.set()
+
+    def hold(self, *, paused: bool | None = None, asleep: bool | None = None) -> None:
+        """Whether nothing is computed; what is None stays as it is."""
+        self._paused = self._paused if paused is None else paused
+        self._asleep = self._asleep if asleep is None else asleep
+        self._wake.set()
+
+    def clear(self) -> None:
+        """Empty the cache. What runs has to be computed again."""
+        self.model.clear_cache()
+        self._changes.append(Cleared())
         self._wake.set()
 
     def cancel(self, request_id: str) -> None:
         if self.model.cancel(request_id):
+            self._answers.end(request_id)
             self._wake.set()
 
     def reset(self) -> None:
         self._life += 1
         self.model.reset()
+        self._answers.clear()
         self._failed.clear()
+        self._changes.clear()
         self._published = self.model.load()
 
     async def run(self, publish: Publish) -> None:
@@ -141,7 +255,9 @@ class _Rank:
         """Steps for about a quantum and the virtual time they take; None when there is nothing to say."""
         steps: list[Step] = []
         span_us = tokens = 0
-        while span_us < self._span_us and tokens < BATCH_TOKENS_MAX:
+        cache_changes, self._changes = self._changes, []
+        held = self._paused or self._asleep
+        while not held and span_us < self._span_us and tokens < BATCH_TOKENS_MAX:
             step = self.model.step(self._span_us - span_us)
             if step is None:
                 break
@@ -151,10 +267,9 @@ class _Rank:
         failed, self._failed = self._failed, []
         load = self.model.load()
         if not steps:
-            if not failed and load == self._published:
+            if not failed and not cache_changes and load == self._published:
                 return None, 0
-            return EngineBatch(rank=self._number, load=load, failed=failed), 0
-        cache_changes: list[CacheChange] = []
+            return EngineBatch(rank=self._number, load=load, cache_changes=cache_changes, failed=failed), 0
         first_tokens: list[FirstToken] = []
         finished: list[Finished] = []
         for step in steps:
@@ -170,7 +285,7 @@ class _Rank:
             finished=finished,
             failed=failed,
         )
-        return batch, span_us
+        return self._answers.worded(batch), span_us
 
 
 def _merge(steps: list[Step]) -> list[Emitted]:
@@ -188,6 +303,10 @@ def _merge(steps: list[Step]) -> list[Emitted]:
         )
         for parts in chunks.values()
     ]
+
+
+def _not_loaded(name: str) -> str:
+    return f"the adapter {name} is not loaded"
 
 
 def _answer(refusal: RequestRefused) -> AnswerError:

@@ -7,20 +7,37 @@ blocks and its answer before that.
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from forebay.core.engine_model import Emitted, Finished, Load
 from forebay.events.base import U32_BYTES, Event
 from forebay.events.codec import encode
+from forebay.events.control import Command
+from forebay.events.decisions import Stage
 from forebay.events.fleet import WorkerSpec
 from forebay.events.metrics import LoadReported
-from forebay.events.progress import FinishReason, FirstTokenEmitted, OutputGrown, RequestFailed, RequestFinished
-from forebay.events.tokens import AnswerError, AttemptStarted, ResponseEnded, TokenChunk, TokensEmitted, Usage
+from forebay.events.progress import (
+    CommandDone,
+    CommandRefused,
+    EncodeFailed,
+    EncodeFinished,
+    FinishReason,
+    FirstTokenEmitted,
+    OutputGrown,
+    ProgressEvent,
+    RequestFailed,
+    RequestFinished,
+    TransferFailed,
+)
+from forebay.events.tokens import AnswerError, AttemptStarted, Embedded, ResponseEnded, TokenChunk, TokensEmitted, Usage
 from forebay.events.topics import METRICS, PROGRESS, TOKENS, Topic
 from forebay.events.work import WorkItem
 from forebay.transport.base import Draft
 from forebay.workers.cache_events import CacheEvents
 from forebay.workers.engine import EngineBatch
 
+SERVER_ERROR = 500  # from here on an HTTP status says that nothing is wrong with the request
+ERROR_CHARS_MAX = 500  # of what the owner is told, and may tell the client
 LOAD_INTERVAL_S = 0.1  # ten reports a second and rank are enough for routing
 
 
@@ -36,6 +53,7 @@ class Active:
     attempt: int
     owner_epoch: int
     reply_slot: int
+    stage: Stage = "aggregated"
     said: int = 0
     prompt_tokens: int = 0
     blocks: int = 0
@@ -62,6 +80,7 @@ class Outbox:
             item.attempt,
             item.owner_epoch,
             item.reply_slot,
+            item.stage,
             prompt_tokens=prompt_tokens,
             blocks=blocks,
         )
@@ -77,7 +96,12 @@ class Outbox:
         return _draft(TOKENS, active.reply_slot, event)
 
     def failure(self, active: Active, error: AnswerError) -> list[Draft]:
-        """The end of a request that did not go well: to the client, then to the owner."""
+        """The end of a request that did not go well: to the client, then to the owner.
+
+        That it could not be encoded here, with nothing wrong with the request, is for the owner alone.
+        """
+        if active.stage == "encode" and error.status >= SERVER_ERROR:
+            return [self._for_owner(EncodeFailed, active, error=error.message[:ERROR_CHARS_MAX])]
         ended = ResponseEnded(
             request_id=active.request_id,
             attempt=active.attempt,
@@ -86,6 +110,10 @@ class Outbox:
             error=error,
         )
         return [_draft(TOKENS, active.reply_slot, ended), self._failed(active, error.message)]
+
+    def not_fetched(self, active: Active, error: str) -> list[Draft]:
+        """Its embeddings could not be had: it ends here, and the owner has it encoded anew."""
+        return [self._for_owner(TransferFailed, active, error=error[:ERROR_CHARS_MAX])]
 
     def complete(self, active: Active) -> list[Draft]:
         """The end of a request whose earlier attempts said all it may say."""
@@ -104,6 +132,7 @@ class Outbox:
         at_us = _now_us()
         drafts = self.cache.changes(batch.rank, batch.cache_changes)
         drafts += self._tokens(batch, active, at_us)
+        drafts += self._vectors(batch, active)
         progress: list[Draft] = []
         for first in batch.first_tokens:
             one = active.get(first.request_id)
@@ -118,6 +147,11 @@ class Outbox:
             drafts.append(self._ended(one, end.reason, usage))
             progress.append(self._finished(one, end.reason, usage, at_us))
         drafts += progress
+        for encoded in batch.encoded:
+            one = active.get(encoded.request_id)
+            if one is not None and one.attempt == encoded.attempt:
+                del active[encoded.request_id]
+                drafts.append(self._for_owner(EncodeFinished, one, encoded=encoded.encoded))
         for failed in batch.failed:
             one = active.get(failed.request_id)
             if one is not None and one.attempt == failed.attempt:
@@ -125,6 +159,33 @@ class Outbox:
                 drafts += self.failure(one, failed.error)
         drafts += self._grown(batch.emitted, active, at_us)
         return drafts + self._load(batch.rank, batch.load, at_us)
+
+    def command_answer(
+        self, command_id: str, command: Command, owner_epoch: int, loras: tuple[str, ...], error: str | None
+    ) -> Draft:
+        """What came of a command: the adapters that are loaded now, or why it was not done."""
+        fields: dict[str, Any] = {
+            "command_id": command_id,
+            "action": command.action,
+            "worker_id": self._worker_id,
+            "worker_epoch": self._worker_epoch,
+            "owner_epoch": owner_epoch,
+            "at_us": _now_us(),
+        }
+        answer = CommandDone(**fields, loras=loras) if error is None else CommandRefused(**fields, error=error)
+        return _draft(PROGRESS, self._partition, answer)
+
+    def _for_owner(self, kind: type[ProgressEvent], active: Active, **fields: Any) -> Draft:
+        event = kind(
+            request_id=active.request_id,
+            attempt=active.attempt,
+            worker_id=self._worker_id,
+            worker_epoch=self._worker_epoch,
+            owner_epoch=active.owner_epoch,
+            at_us=_now_us(),
+            **fields,
+        )
+        return _draft(PROGRESS, self._partition, event)
 
     def _ended(self, active: Active, reason: FinishReason, usage: Usage) -> Draft:
         event = ResponseEnded(
@@ -212,6 +273,7 @@ class Outbox:
                 attempt=said.attempt,
                 first_index=one.said + said.first_index,
                 token_ids=said.token_ids,
+                logprobs=said.logprobs,
             )
             chunks.setdefault((one.reply_slot, one.owner_epoch), []).append(chunk)
         return [
@@ -229,6 +291,23 @@ class Outbox:
             )
             for (reply_slot, owner_epoch), of_slot in chunks.items()
         ]
+
+    def _vectors(self, batch: EngineBatch, active: dict[str, Active]) -> list[Draft]:
+        drafts: list[Draft] = []
+        for vector in batch.vectors:
+            one = active.get(vector.request_id)
+            if one is None or one.attempt != vector.attempt:
+                continue
+            event = Embedded(
+                request_id=one.request_id,
+                attempt=one.attempt,
+                owner_epoch=one.owner_epoch,
+                worker_id=self._worker_id,
+                vector=vector.packed,
+                rank=batch.rank,
+            )
+            drafts.append(_draft(TOKENS, one.reply_slot, event))
+        return drafts
 
     @property
     def holds_load(self) -> bool:

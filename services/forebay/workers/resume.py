@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from forebay.core.blocks import hash_seed, sequence_hashes
+from forebay.core.blocks import hash_seed, mm_hashes, sequence_hashes
 from forebay.core.replies import Reply, apply
 from forebay.events.base import pack_u32
 from forebay.events.codec import DecodeError, decode
@@ -130,11 +130,17 @@ class Resumer:
 
 def continued(item: WorkItem, said: list[int], block_size: int) -> WorkItem:
     """The item whose answer is the rest of `item`'s, of which `said` is known; fewer than it asks for."""
-    assert len(said) < item.sampling.max_tokens
+    sampling = item.sampling
+    assert len(said) < sampling.max_tokens
     token_ids = item.token_ids + pack_u32(said)
+    salt, media = hash_seed(item.lora_name, item.cache_namespace), mm_hashes(item.media, block_size)
     return msgspec.structs.replace(
         item,
         token_ids=token_ids,
-        sequence_hashes=sequence_hashes(token_ids, block_size, hash_seed(item.lora_name, item.cache_namespace)),
-        sampling=msgspec.structs.replace(item.sampling, max_tokens=item.sampling.max_tokens - len(said)),
+        sequence_hashes=sequence_hashes(token_ids, block_size, salt, media),
+        sampling=msgspec.structs.replace(
+            sampling,
+            max_tokens=sampling.max_tokens - len(said),
+            min_tokens=max(0, sampling.min_tokens - len(said)),
+        ),
     )

@@ -3,13 +3,16 @@
 Theory of operation. The worker takes a lease and follows the fleet until the owner admits that incarnation;
 the offset of the admission is its epoch. Then it reads its slot of the pool's work topic. When the log says
 that the epoch is lost, everything is dropped and a new incarnation takes the lease: the log is the truth.
-A later attempt of a request goes on where the valid tokens of the earlier ones end.
+A later attempt of a request goes on where the valid tokens of the earlier ones end. A worker that is to stop says so
+by its lease; once the owner wrote that down nothing new comes, and what is not finished in time goes on elsewhere.
 """
 
 import asyncio
 import contextlib
 import logging
+import time
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import assert_never
 
@@ -22,6 +25,7 @@ from forebay.events.fleet import (
     OwnershipAnnounced,
     WorkerDraining,
     WorkerJoined,
+    WorkerLease,
     WorkerLost,
     WorkerRecovered,
     WorkerSpec,
@@ -29,10 +33,15 @@ from forebay.events.fleet import (
 )
 from forebay.events.tokens import AnswerError
 from forebay.events.topics import DEAD_LETTERS, FLEET, work_topic
-from forebay.events.work import AnyWorkEvent, ReannounceCache, WorkCancelled, WorkItem
+from forebay.events.work import AnyWorkEvent, ReannounceCache, WorkCancelled, WorkerCommand, WorkItem
 from forebay.transport.base import Draft, Log, LogError, Record, Tail
-from forebay.workers.engine import Engine, EngineBatch
+from forebay.workers.commands import CommandRunner
+from forebay.workers.engine import Engine, EngineBatch, EngineError
+from forebay.workers.health import HealthWatch
 from forebay.workers.lease_keeper import LeaseKeeper
+from forebay.workers.life import Drain, Life, Move, State
+from forebay.workers.media_feed import MediaFeed
+from forebay.workers.nixl_read import TransferError
 from forebay.workers.outbox import LOAD_INTERVAL_S, Active, Outbox
 from forebay.workers.resume import Later, Resumer, SlotReading, Spawn, continued
 
@@ -41,6 +50,7 @@ logger = logging.getLogger(__name__)
 READ_MAX = 256  # records taken before the event loop is given back
 SEEN_MAX = 65_536  # items remembered: minutes at full speed, and a new owner re-sends only what is unanswered
 REASON_CHARS_MAX = 500  # a dead letter's header stays short
+ENGINE_STOP_S = 30.0
 
 
 class WorkerReplaced(Exception):
@@ -59,6 +69,7 @@ class WorkerCounters:
     fleet_undecodable: int = 0
     continued: int = 0
     reannounced: int = 0
+    handed_back: int = 0
     reading: SlotReading = field(default_factory=SlotReading)
 
 
@@ -87,6 +98,9 @@ class Worker:
         partition: int = 0,
     ) -> None:
         self.spec = spec
+        self.started = False  # the engine runs, and `spec` is what it made of it
+        self.life = Life()
+        self.health = HealthWatch(engine)
         self.counters = WorkerCounters()
         self._log = log
         self._keeper = keeper
@@ -98,34 +112,94 @@ class Worker:
         self._incarnations = 0
         self._replaced_by: str | None = None
         self._wake = asyncio.Event()
+        self._stopping = asyncio.Event()
+        self._drain: Drain | None = None
         self._owner_epoch = -1
         self._epoch: _Epoch | None = None
         self._load_timer: asyncio.TimerHandle | None = None
         self._active: dict[str, Active] = {}
-        self._seen: OrderedDict[tuple[str, int], None] = OrderedDict()
+        self._seen: OrderedDict[tuple[str, int, int, str, int], None] = OrderedDict()
+        self.media = MediaFeed(engine, spec.worker_id, self._on_media_failed)
+        self.commands = CommandRunner(engine, self._answer)
 
     @property
     def worker_epoch(self) -> int | None:
         """The epoch in which the worker is a member; None when it is not."""
         return None if self._epoch is None else self._epoch.number
 
+    @property
+    def engine(self) -> Engine:
+        """What it runs."""
+        return self._engine
+
     async def run(self) -> None:
-        """Serve until cancelled. Raises a group with WorkerReplaced, LogError or the engine's error."""
-        await self._engine.start()
+        """Serve until cancelled, or until a drain is over.
+
+        Raises EngineError when the engine cannot start; else a group with WorkerReplaced, LogError or its error.
+        """
         try:
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._engine.run(self._publish))
-                tasks.create_task(self._follow(tasks.create_task))
+            # An engine that dies on its way up may have left processes behind.
+            if await self._start_engine():
+                async with asyncio.TaskGroup() as tasks:
+                    parts = self._run_engine(), self.health.run(self._passed), self.commands.run()
+                    others = [tasks.create_task(part) for part in parts]
+                    await self._follow(tasks.create_task)
+                    self._leave()
+                    for task in others:
+                        task.cancel()
         finally:
             self._leave()
             self._keeper.release(self._group, self.spec.worker_id)
-            await self._engine.stop()
+            self.life.move(Move.LEAVE)
+            await self._stop_engine()
+
+    def drain(self, within_s: float) -> None:
+        """Take nothing new and let `run` end when what is under way has, or after so long; the rest is handed back."""
+        if self._drain is None:
+            self._drain = Drain(within_s)
+            self._stopping.set()
+            self._wake.set()
+
+    async def _start_engine(self) -> bool:
+        """False when the worker was told to stop before the engine had started."""
+        starting = asyncio.create_task(self._engine.start(self.spec))
+        stopping = asyncio.create_task(self._stopping.wait())
+        try:
+            await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
+            if self._drain is not None:
+                return False
+            self.spec = starting.result()
+            self.commands.loras = self.spec.loras
+            self.started = True
+            self.health.checked_s = time.monotonic()
+            return True
+        finally:
+            for task in (starting, stopping):
+                task.cancel()
+            await asyncio.gather(starting, stopping, return_exceptions=True)
+
+    async def _run_engine(self) -> None:
+        await self._engine.run(self._publish)
+        raise EngineError("the engine stopped serving by itself")
+
+    def _passed(self) -> None:
+        """The engine is well."""
+        if self.life.state is State.RUNNING:
+            self.life.move(Move.PASS)
+
+    async def _stop_engine(self) -> None:
+        try:
+            async with asyncio.timeout(ENGINE_STOP_S):
+                await self._engine.stop()
+        except TimeoutError:
+            logger.error("the engine did not stop within %g s", ENGINE_STOP_S)  # noqa: TRY400
 
     async def _follow(self, spawn: Spawn) -> None:
         # The end is read before the lease is taken, so the admission cannot be missed.
         end = await self._log.end(FLEET.name, self._partition)
         fleet = self._log.tail(FLEET.name, self._partition, end, self._wake)
         self._take_lease()
+        self.life.move(Move.REGISTER)
         try:
             while True:
                 self._wake.clear()
@@ -138,18 +212,45 @@ class Worker:
                 if self._epoch is not None:
                     for record in self._epoch.work.take(READ_MAX):
                         self._on_work(record, self._epoch)
+                if self._drain is not None and self._drained(self._drain):
+                    return
                 if len(fleet) or (self._epoch is not None and len(self._epoch.work)):
                     await asyncio.sleep(0)
                 else:
-                    await self._wake.wait()
+                    await self._sleep()
         finally:
             fleet.close()
+
+    async def _sleep(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(None if self._drain is None else self._drain.left_s(time.monotonic())):
+                await self._wake.wait()
+
+    def _drained(self, drain: Drain) -> bool:
+        """Whether nothing is left to wait for; says that the worker stops when it is asked for the first time."""
+        if self.life.state is not State.STOPPING:
+            self.life.move(Move.STOP)
+            if self._epoch is not None:
+                logger.info("worker %s is draining: %d requests are under way", self.spec.worker_id, len(self._active))
+                self._hold_lease(draining=True)
+        now = time.monotonic()
+        if self._epoch is None:
+            return True
+        if now >= drain.ends_s:
+            self.counters.handed_back += len(self._active)
+            logger.warning("worker %s hands back %d requests", self.spec.worker_id, len(self._active))
+            return True
+        return not self._busy and (drain.announced or now >= drain.fact_ends_s)
 
     def _take_lease(self) -> None:
         self._incarnations += 1
         if self._incarnations > 1:
             self._token = f"{self._first_token}.{self._incarnations}"
-        payload = msgspec.msgpack.encode(self.spec)
+        self.spec = msgspec.structs.replace(self.spec, loras=self.commands.loras)
+        self._hold_lease()
+
+    def _hold_lease(self, *, draining: bool = False) -> None:
+        payload = msgspec.msgpack.encode(WorkerLease(spec=self.spec, draining=draining))
         self._keeper.hold(self._group, self.spec.worker_id, self._token, payload, self._on_replaced)
 
     def _on_replaced(self, other: str) -> None:
@@ -175,21 +276,33 @@ class Worker:
                 if event.worker_id == self.spec.worker_id and event.worker_epoch == self.worker_epoch:
                     logger.warning("worker %s lost its epoch: %s", event.worker_id, event.reason)
                     self._leave()
-                    self._take_lease()
-            case WorkerSuspect() | WorkerRecovered() | WorkerDraining():
+                    if self.life.state is not State.STOPPING:
+                        self.life.move(Move.LOSE)
+                        self._take_lease()
+            case WorkerDraining():
+                if self._drain is not None and event.worker_epoch == self.worker_epoch:
+                    self._drain.announced |= event.worker_id == self.spec.worker_id
+            case WorkerSuspect() | WorkerRecovered():
                 pass  # the owner's business: it sends nothing new meanwhile
             case _:
                 assert_never(event)
 
     def _join(self, event: WorkerJoined, worker_epoch: int, spawn: Spawn) -> None:
-        self._leave()
+        if self.life.state is State.STOPPING:
+            return
+        if self._epoch is not None:
+            self._leave()
+            self.life.move(Move.LOSE)
         work = self._log.tail(self._work_topic.name, event.slot, event.from_offset, self._wake)
         outbox = Outbox(self.spec, worker_epoch, self._partition)
         resumer = Resumer(self._log, outbox, self.counters.reading, spawn, self._go_on)
         self._epoch = _Epoch(worker_epoch, work, outbox, resumer)
+        self.commands.join(outbox)
         held = [draft for rank in self.spec.ranks for draft in outbox.cache.announcement(rank, self._engine.held(rank))]
         if held:
             self._log.append_soon(held)
+        self.life.move(Move.ADMIT)
+        self.health.ask()
         logger.info("worker %s serves slot %s in epoch %s", self.spec.worker_id, event.slot, worker_epoch)
 
     def _leave(self) -> None:
@@ -202,7 +315,8 @@ class Worker:
         self._epoch.work.close()
         self._epoch.resumer.close()
         self._epoch = None
-        self._engine.reset()
+        self.commands.leave()
+        self.media.reset()
         self._active.clear()
         self._seen.clear()
 
@@ -222,9 +336,12 @@ class Worker:
                 active = self._active.get(event.request_id)
                 if active is not None and active.attempt <= event.attempt:
                     del self._active[event.request_id]
-                    self._engine.cancel(event.request_id)
+                    self.media.cancel(event.request_id)
+                    self._settled()
             case ReannounceCache():
                 self._reannounce(event, epoch)
+            case WorkerCommand():
+                self.commands.add(event)
             case _:
                 assert_never(event)
 
@@ -240,20 +357,22 @@ class Worker:
     def _start(self, item: WorkItem, epoch: _Epoch) -> None:
         active = self._active.get(item.request_id)
         outdated = active is not None and active.attempt > item.attempt
-        if outdated or (item.request_id, item.attempt) in self._seen:
+        # An id may be used again, long after: then its answer begins elsewhere.
+        key = item.request_id, item.reply_slot, item.reply_from, item.stage, item.attempt
+        if outdated or key in self._seen:
             self.counters.repeated += 1
             if active is not None and active.attempt == item.attempt:
                 # Re-sent by a new owner: from here on the answer is given on its order.
                 active.owner_epoch = max(active.owner_epoch, item.owner_epoch)
             return
-        self._seen[item.request_id, item.attempt] = None
+        self._seen[key] = None
         if len(self._seen) > SEEN_MAX:
             self._seen.popitem(last=False)
         if active is not None:
             del self._active[item.request_id]
-            self._engine.cancel(item.request_id)
+            self.media.cancel(item.request_id)
         active = self._active[item.request_id] = epoch.outbox.active(item)
-        if item.attempt > 1:
+        if item.attempt > 1 and item.stage != "encode":  # who encodes says nothing to the client
             epoch.resumer.add(Later(item, active))
         else:
             self._submit(item, active, epoch.outbox)
@@ -277,6 +396,11 @@ class Worker:
             )
         elif active.said >= item.sampling.max_tokens:
             self._settle(active, outbox.complete(active))
+        elif active.said and item.sampling.structured is not None:
+            # An engine holds what it generates to the structure from the first token on, not from the middle.
+            message = f"its worker was lost after {active.said} tokens, and an answer with a structure cannot go on"
+            error = AnswerError(status=503, code="structure_interrupted", message=message)
+            self._settle(active, outbox.failure(active, error))
         elif active.said:
             self.counters.continued += 1
             self._submit(continued(item, reply.tokens, self.spec.block_size), active, outbox)
@@ -285,10 +409,20 @@ class Worker:
 
     def _submit(self, item: WorkItem, active: Active, outbox: Outbox) -> None:
         if item.rank in self.spec.ranks:
-            self._engine.submit(item)
+            self.media.submit(item)
             return
         error = AnswerError(status=500, code="no_such_rank", message=self._no_such_rank(item.rank))
         self._settle(active, outbox.failure(active, error))
+
+    def _on_media_failed(self, item: WorkItem, error: AnswerError | TransferError) -> None:
+        active, epoch = self._active.get(item.request_id), self._epoch
+        if epoch is None or active is None or active.attempt != item.attempt:
+            return
+        outbox = epoch.outbox
+        if isinstance(error, AnswerError):
+            self._settle(active, outbox.failure(active, error))
+        else:
+            self._settle(active, outbox.not_fetched(active, str(error)))
 
     def _no_such_rank(self, rank: int) -> str:
         ranks = self.spec.ranks
@@ -299,6 +433,21 @@ class Worker:
         del self._active[active.request_id]
         if drafts:
             self._log.append_soon(drafts)
+        self._settled()
+
+    def _answer(self, drafts: Sequence[Draft]) -> None:
+        """Say what came of a command."""
+        self._log.append_soon(drafts)
+        self._settled()
+
+    @property
+    def _busy(self) -> bool:
+        return bool(self._active) or self.commands.busy
+
+    def _settled(self) -> None:
+        """A drain ends with the last request, or command."""
+        if self._drain is not None and not self._busy:
+            self._wake.set()
 
     def _bury(self, record: Record, reason: str) -> None:
         self.counters.dead_letters += 1
@@ -319,6 +468,7 @@ class Worker:
         drafts = outbox.batch(batch, self._active)
         if drafts:
             self._log.append_soon(drafts)
+        self._settled()
         if outbox.holds_load and self._load_timer is None:
             self._load_timer = asyncio.get_running_loop().call_later(LOAD_INTERVAL_S, self._publish_load)
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from xxhash import xxh3_64_intdigest
 
 from forebay.events.base import U32_BYTES, U64_BYTES, U64_MASK, pack_u64
+from forebay.events.media import Media
 
 HASH_SEED = 1337
 DIGEST_CHARS = 64  # a SHA-256 in hex: how vLLM names images and sounds
@@ -35,6 +36,19 @@ def mm_hash(identifier: str) -> int:
     if len(identifier) == DIGEST_CHARS and HEX_DIGITS.issuperset(identifier):
         return int(identifier[:DIGEST_CHARS_USED], 16)
     return xxh3_64_intdigest(identifier.encode(), 0)
+
+
+def mm_hashes(media: Iterable[Media], block_size: int) -> Mapping[int, Iterable[int]]:
+    """The `mm_hash` of images and videos by each block, counted from 0, in which placeholders of theirs stand.
+
+    `block_size` is in tokens. As Dynamo and vLLM have it: a block names all of which it holds any part.
+    """
+    found: dict[int, list[int]] = {}
+    for one in media:
+        last = one.first_token + one.tokens - 1
+        for block in range(one.first_token // block_size, last // block_size + 1):
+            found.setdefault(block, []).append(mm_hash(one.digest))
+    return found or NO_MM_HASHES
 
 
 def block_hashes(

@@ -81,7 +81,9 @@ class Counterfactual:
 
 def counterfactual(world: World, pool: PoolConfigured, request: Request, history: Choice) -> Counterfactual:
     """What would be chosen if `pool` were configured so; `world` is as it was when history chose."""
-    again = request.attempt > 0
+    if pool.role == "encode":  # no configuration changes who encodes
+        return Counterfactual(history, history, None, would_hold=False)
+    again = request.attempt > 0 or request.encodings > 0
     try:
         roster = find_again(world, pool, request) if again else find(world, pool, request, _busy(world, pool))
         choice = consider(world, pool, request, roster)

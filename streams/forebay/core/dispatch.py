@@ -3,7 +3,11 @@
 A decision is booked here at once, and comes back as the journal record that says it.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 from forebay.core.eligibility import Ineligible
+from forebay.core.encoding import choose_encoder, encoders, not_encoded
 from forebay.core.fleet import Worker
 from forebay.core.lifecycle import UNDER_WAY_MAX, Request, content_hash, queried, submitted
 from forebay.core.queueing import Held, class_of
@@ -15,19 +19,31 @@ from forebay.events.control import PoolConfigured
 from forebay.events.decisions import (
     AbortReason,
     CacheResyncRequested,
+    CommandEnded,
+    CommandSent,
     RejectReason,
     RequestAborted,
     RequestHeld,
     RequestRejected,
     RequestRouted,
     RouteAnswered,
+    Stage,
 )
 from forebay.events.requests import RequestSubmitted, RouteQueried
 
 # Of one pool, by one event: some ten milliseconds. Each goes on to a worker, whose progress lets the next ones go.
 DRAIN_MAX = 64
 
-Decided = RequestRouted | RequestHeld | RequestRejected | RequestAborted | RouteAnswered | CacheResyncRequested
+Decided = (
+    RequestRouted
+    | RequestHeld
+    | RequestRejected
+    | RequestAborted
+    | RouteAnswered
+    | CacheResyncRequested
+    | CommandSent
+    | CommandEnded
+)
 
 
 def submit(world: World, event: RequestSubmitted, offset: int) -> list[Decided]:
@@ -48,11 +64,11 @@ def submit(world: World, event: RequestSubmitted, offset: int) -> list[Decided]:
         roster = find(world, pool, request)
         if must_wait(pool, roster):
             return [_hold(world, pool, request, roster)]
-        choice = choose(world, pool, request, roster)
+        send = _next_stage(world, pool, request, roster)
     except Ineligible as ineligible:
         return [_reject(world, event.request_id, event.reply_slot, ineligible)]
     requests.add(request)
-    return [_route(world, pool, request, choice)]
+    return [send()]
 
 
 def query(world: World, event: RouteQueried) -> RouteAnswered:
@@ -99,21 +115,34 @@ def drain(world: World) -> list[Decided]:
     return decided
 
 
-def reroute(world: World, requests: list[Request]) -> list[Decided]:
-    """Send requests that lost their worker to another, as far as there is one; they have waited long enough."""
+def reroute(world: World, requests: list[Request], cause: str | None = None) -> list[Decided]:
+    """Send requests that have no worker to their next, as far as there is one; they have waited long enough.
+
+    `cause` is why their images and videos are not encoded, where somebody said so; None when nobody failed.
+    """
     decided: list[Decided] = []
     for request in requests:
         pool = world.pools[request.pool]
-        if request.attempt >= pool.attempts_max:
-            message = f"{request.attempt} workers were lost one after another"
-            decided.append(abort(world, request, "attempts_exhausted", message))
+        if (given_up := _give_up(world, pool, request, cause)) is not None:
+            decided.append(given_up)
             continue
         try:
-            choice = choose(world, pool, request, find_again(world, pool, request))
+            send = _next_stage(world, pool, request, find_again(world, pool, request))
         except Ineligible:
             continue  # somebody who may take it may yet come: it has a deadline
-        decided.append(_route(world, pool, request, choice))
+        decided.append(send())
     return decided
+
+
+def _give_up(world: World, pool: PoolConfigured, request: Request, cause: str | None) -> RequestAborted | None:
+    if request.attempt >= pool.attempts_max and cause is None:
+        message = f"{request.attempt} workers were lost one after another"
+        return abort(world, request, "attempts_exhausted", message)
+    if request.attempt >= pool.attempts_max or (
+        request.encodings >= pool.attempts_max and encoders(world, pool, request) is not None
+    ):
+        return abort(world, request, "encode_failed", not_encoded(request, cause))
+    return None
 
 
 def lose(world: World, worker: Worker) -> list[Decided]:
@@ -140,8 +169,9 @@ def abort(world: World, request: Request, reason: AbortReason, message: str) -> 
         reply_slot=request.reply_slot,
         reason=reason,
         message=message,
-        attempt=request.attempt,
-        pool=request.pool,
+        # Of either stage: no answer of an earlier attempt may stand after this, and who has it stops.
+        attempt=max(request.attempt, request.stage_attempt),
+        pool=request.pool if worker is None else worker.spec.pool,
         worker_id=request.worker_id if worker is not None else "",
         worker_epoch=request.worker_epoch,
         slot=worker.slot if worker is not None else 0,
@@ -157,16 +187,42 @@ def _pool_of(world: World, model: str) -> PoolConfigured:
     return pool
 
 
-def _route(world: World, pool: PoolConfigured, request: Request, choice: Choice) -> RequestRouted:
+def _next_stage(world: World, pool: PoolConfigured, request: Request, roster: Roster) -> Callable[[], RequestRouted]:
+    """Choose who gets a request that may go to `roster` next; call what comes back to send it. Raises Ineligible."""
+    encode = encoders(world, pool, request)
+    if encode is None:
+        return partial(_route, world, pool, request, choose(world, pool, request, roster))
+    encode_pool, encode_roster = encode
+    return partial(_encode, world, encode_pool, request, choose_encoder(world, encode_pool, request, encode_roster))
+
+
+def _encode(world: World, pool: PoolConfigured, request: Request, choice: Choice) -> RequestRouted:
+    """Its media go to an encode worker first."""
+    decided = _routed(world, pool, request, choice, "encode")
+    seat = choice.table.roster.seats[choice.at]
+    world.requests.encode(request, seat.worker.spec.worker_id, seat.worker.worker_epoch, seat.rank)
+    world.load.book(
+        request.request_id,
+        seat.key,
+        prefill_tokens=request.media_tokens,
+        blocks=NO_BLOCKS,
+        prompt_tokens=request.media_tokens,
+        reuse=False,
+    )
+    return decided
+
+
+def _routed(world: World, pool: PoolConfigured, request: Request, choice: Choice, stage: Stage) -> RequestRouted:
     config, table, at = choice.config, choice.table, choice.at
     seat = table.roster.seats[at]
     spec = seat.worker.spec
-    waited_us = world.now_us - request.queued_at_us if request.queue_class and not request.attempt else 0
+    first = not request.attempt and not request.encodings
+    waited_us = world.now_us - request.queued_at_us if request.queue_class and first else 0
     world.turns[pool.pool] = world.turns.get(pool.pool, 0) + 1
-    decided = RequestRouted(
+    return RequestRouted(
         **world.stamp(),
         request_id=request.request_id,
-        attempt=request.attempt + 1,
+        attempt=request.next_encoding if stage == "encode" else request.attempt + 1,
         pool=pool.pool,
         worker_id=spec.worker_id,
         worker_epoch=seat.worker.worker_epoch,
@@ -178,11 +234,19 @@ def _route(world: World, pool: PoolConfigured, request: Request, choice: Choice)
         terms=table.terms(at),
         ties=choice.ties,
         runner_up=choice.runner_up(),
+        stage=stage,
         waited_us=waited_us,
+        earlier_attempts=request.attempt if stage == "encode" else request.encodings,
     )
+
+
+def _route(world: World, pool: PoolConfigured, request: Request, choice: Choice) -> RequestRouted:
+    decided = _routed(world, pool, request, choice, "aggregated")
+    config, table, at = choice.config, choice.table, choice.at
+    seat = table.roster.seats[at]
     device = table.overlap(at).device
     _count_overlap(world, device, max((overlap.device for overlap in table.overlaps.values()), default=0))
-    world.requests.route(request, spec.worker_id, seat.worker.worker_epoch, seat.rank)
+    world.requests.route(request, seat.worker.spec.worker_id, seat.worker.worker_epoch, seat.rank)
     cached_tokens = min(device * pool.block_size, request.prompt_tokens)
     world.load.book(
         request.request_id,
@@ -241,11 +305,11 @@ def _serve(world: World, held: Held) -> RequestRouted | RequestRejected:
     request = _waiting(world, held)
     pool = world.pools[request.pool]
     try:
-        choice = choose(world, pool, request, find(world, pool, request))
+        send = _next_stage(world, pool, request, find(world, pool, request))
     except Ineligible as ineligible:
         world.requests.end(request, world.now_us)
         return _reject(world, request.request_id, request.reply_slot, ineligible)
-    return _route(world, pool, request, choice)
+    return send()
 
 
 def _waiting(world: World, held: Held) -> Request:

@@ -10,7 +10,7 @@ from forebay.core.fleet import Fleet
 from forebay.core.roster import Roster, Seat
 from forebay.events.control import BusyThresholds, PoolConfigured
 from forebay.events.decisions import RejectReason
-from forebay.events.requests import RoutingHints
+from forebay.events.requests import RoutingHints, Task
 
 NO_THRESHOLDS = BusyThresholds()
 NAMES_SHOWN = 4  # of a list that a client sent, in an error
@@ -24,25 +24,27 @@ class Ineligible(Exception):
         self.reason = reason
 
 
-def eligible(roster: Roster, fleet: Fleet, pool: PoolConfigured, hints: RoutingHints, lora_name: str) -> Roster:
+def eligible(
+    roster: Roster, fleet: Fleet, pool: PoolConfigured, hints: RoutingHints, lora_name: str, task: Task
+) -> Roster:
     """The seats that meet the demands of a request. Raises Ineligible when there are none."""
     _require_sense(hints, pool, fleet)
     if not roster.seats:
         raise Ineligible("no_workers", f"no worker of the pool {pool.pool} is ready")
-    if not (hints.worker_id or hints.allowed_workers or hints.required_taints or lora_name):
+    if task in roster.tasks and not (hints.worker_id or hints.allowed_workers or hints.required_taints or lora_name):
         return roster
-    found = [at for at, seat in enumerate(roster.seats) if _meets(seat, hints, lora_name)]
+    found = [at for at, seat in enumerate(roster.seats) if _meets(seat, hints, lora_name, task)]
     if not found:
-        wanted = _wanted(hints, lora_name)
+        wanted = _wanted(hints, lora_name, task)
         raise Ineligible("no_eligible_worker", f"no ready worker of the pool {pool.pool} {wanted}")
     return roster.only(found)
 
 
-def demand(hints: RoutingHints, lora_name: str) -> tuple[object, ...]:
+def demand(hints: RoutingHints, lora_name: str, task: Task) -> tuple[object, ...]:
     """All of a request that decides who may take it."""
     mode = None if hints.override is None else hints.override.mode
     who = hints.worker_id, hints.rank, hints.allowed_workers, hints.session_id
-    return (*who, hints.required_taints, lora_name, mode)
+    return (*who, hints.required_taints, lora_name, task, mode)
 
 
 def not_busy(roster: Roster, thresholds: BusyThresholds, pool: str) -> Roster:
@@ -100,8 +102,10 @@ def _require_sense(hints: RoutingHints, pool: PoolConfigured, fleet: Fleet) -> N
         raise Ineligible("unknown_worker", f"worker {name} has the ranks {ranks[0]} to {ranks[-1]}, not {hints.rank}")
 
 
-def _meets(seat: Seat, hints: RoutingHints, lora_name: str) -> bool:
+def _meets(seat: Seat, hints: RoutingHints, lora_name: str, task: Task) -> bool:
     spec = seat.worker.spec
+    if task not in spec.tasks:
+        return False
     if hints.worker_id and (spec.worker_id != hints.worker_id or hints.rank not in (None, seat.rank)):
         return False
     if hints.allowed_workers and spec.worker_id not in hints.allowed_workers:
@@ -111,8 +115,8 @@ def _meets(seat: Seat, hints: RoutingHints, lora_name: str) -> bool:
     return not lora_name or lora_name in spec.loras
 
 
-def _wanted(hints: RoutingHints, lora_name: str) -> str:
-    wants = []
+def _wanted(hints: RoutingHints, lora_name: str, task: Task) -> str:
+    wants = [] if task == "generate" else [f"can {task}"]
     if hints.worker_id:
         wants.append(f"is {hints.worker_id}")
     elif hints.allowed_workers:

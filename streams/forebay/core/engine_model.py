@@ -19,6 +19,8 @@ from forebay.core.blocks import HASH_SEED
 from forebay.core.engine_sequence import EngineSequence
 from forebay.core.engine_timing import decode_us, prefill_us
 from forebay.events.base import U32_BYTES, U64_BYTES, unpack_u64
+from forebay.events.kv import Tier
+from forebay.events.tokens import TokenLogprob
 
 WAITING_MAX = 65_536  # beyond any router's queue bound; more means that nobody limits the callers
 VOCABULARY_MAX = 65_536  # a token is drawn from 16 bits
@@ -52,7 +54,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One attempt to answer a prompt: packed u32 tokens, packed u64 hashes of its full blocks.
 
-    `hash_seed` is the one that the hashes were made with: output blocks are named with it, too.
+    `hash_seed` is the one that the hashes were made with: output blocks are named with it, too. `tail_mm_hashes` are of
+    what stands in the prompt's last block, if that is not full.
     """
 
     request_id: str
@@ -62,6 +65,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     token_seed: int
     max_tokens: int
     hash_seed: int = HASH_SEED
+    tail_mm_hashes: tuple[int, ...] = ()
 
 
 class RequestRefused(Exception):
@@ -87,6 +91,7 @@ class Emitted(msgspec.Struct, frozen=True, gc=False):
     attempt: int
     first_index: int
     token_ids: bytes
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 class FirstToken(msgspec.Struct, frozen=True, gc=False):
@@ -109,16 +114,23 @@ class Finished(msgspec.Struct, frozen=True, gc=False):
 
 
 class Stored(msgspec.Struct, frozen=True, gc=False):
-    """Blocks entered the cache: a chain that continues `parent`, or starts a sequence when it is None."""
+    """Blocks entered one tier: a chain that continues `parent`, or starts a sequence when it is None.
+
+    `engine_hashes` are the engine's own names of them, where it has others.
+    """
 
     parent: int | None
     hashes: tuple[int, ...]
+    tier: Tier = "device"
+    engine_hashes: tuple[int, ...] = ()
 
 
 class Removed(msgspec.Struct, frozen=True, gc=False):
-    """Blocks were evicted."""
+    """Blocks left one tier; `engine_hashes` as in `Stored`."""
 
     hashes: tuple[int, ...]
+    tier: Tier = "device"
+    engine_hashes: tuple[int, ...] = ()
 
 
 CacheChange = Stored | Removed
@@ -207,6 +219,7 @@ class EngineModel:
             request.max_tokens,
             hashes,
             request.token_ids[full * block_size * U32_BYTES :],
+            request.tail_mm_hashes,
         )
         self._sequences[request.request_id] = sequence
         self._waiting.append(sequence)
@@ -234,6 +247,13 @@ class EngineModel:
         self._decoding.clear()
         self._due.clear()
         self._full.clear()
+
+    def clear_cache(self) -> None:
+        """Empty the cache; what runs goes back to the head of the queue, to be computed again."""
+        while self._decoding or self._prefilling is not None:
+            self._preempt()
+        self._full.clear()
+        self.pool.clear()
 
     def step(self, until_us: int = 0) -> Step | None:
         """The next scheduler iteration; None when there is nothing to do.

@@ -23,6 +23,7 @@ class EngineSequence(msgspec.Struct):
     max_tokens: int
     hashes: list[int]
     text: bytes  # packed tokens from the first block without a hash on, perhaps beyond what was said
+    mm_hashes: tuple[int, ...] = ()  # of what stands in that first block, beside text
     generated: int = 0
     computed: int = 0  # tokens in the cache; not kept while decoding
     blocks: int = 0
@@ -48,7 +49,8 @@ class EngineSequence(msgspec.Struct):
         else:
             width = block_size * U32_BYTES
             assert len(self.text) >= width
-            (block,) = block_hashes(self.text[:width], block_size, self.hash_seed)
+            (block,) = block_hashes(self.text[:width], block_size, self.hash_seed, {0: self.mm_hashes})
+            self.mm_hashes = ()
             self.text = self.text[width:]
         hashes += extend_chain(hashes[-1] if hashes else None, (block,))
 

@@ -1,4 +1,4 @@
-"""Who takes part: a fold over the topic `fleet`.
+"""Who takes part: a fold over the topic `fleet`, and over what workers say of their adapters.
 
 Theory of operation. A worker's phase moves by the table below and by nothing else; an event that the
 table does not list raises and changes nothing. A worker's epoch is the offset of its `WorkerJoined`;
@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import assert_never
 
+import msgspec
+from msgspec.msgpack import encode
 from xxhash import xxh3_64_intdigest
 
 from forebay.core.machine import IllegalTransition
@@ -105,6 +107,22 @@ class Fleet:
             case _:
                 assert_never(event)
 
+    def load(self, worker_id: str, worker_epoch: int, loras: tuple[str, ...]) -> bool:
+        """A worker has these adapters from now on; whether it had others before.
+
+        Raises:
+            IllegalTransition: it is no member in this epoch.
+        """
+        worker = self._workers.get(worker_id)
+        if worker is None or worker.worker_epoch != worker_epoch:
+            raise IllegalTransition(f"{worker_id} is no member in epoch {worker_epoch}")
+        if worker.spec.loras == loras:
+            return False
+        self._sum -= _term(worker)
+        worker.spec = msgspec.structs.replace(worker.spec, loras=loras)
+        self._sum += _term(worker)
+        return True
+
     def digest(self) -> int:
         """64 bits over all members and the newest owner epoch."""
         return (self._sum + self._owner_epoch) & U64_MASK
@@ -170,7 +188,5 @@ class Fleet:
 
 
 def _term(worker: Worker) -> int:
-    text = (
-        f"{worker.spec!r}\0{worker.lease}\0{worker.slot}\0{worker.worker_epoch}\0{worker.from_offset}\0{worker.phase}"
-    )
-    return xxh3_64_intdigest(text.encode())
+    text = f"{worker.lease}\0{worker.slot}\0{worker.worker_epoch}\0{worker.from_offset}\0{worker.phase}\0"
+    return xxh3_64_intdigest(text.encode() + encode(worker.spec))

@@ -2,12 +2,11 @@
 
 Theory of operation. A request under way moves by the table below and by nothing else. What workers say
 counts only for the attempt and the worker epoch that the request is on; everything else is outdated and
-raises without effect. When a request ends only hashes of its id and content are kept, for as long as a
-producer might send it again.
+raises without effect. When a request ends only hashes of its id and content are kept, while it may be sent again.
 
-    submitted --routed--> prefill --first token--> decode --finished--> (ended)
-    submitted --held--> queued --routed--> prefill
-    prefill, decode --worker lost--> waiting --routed--> prefill            any --failed, aborted--> (ended)
+    submitted --routed--> prefill --first token--> decode --finished--> (ended); submitted --held--> queued --routed-->
+    prefill, decode --worker lost, not transferred--> waiting --routed--> prefill   any --failed, aborted--> (ended)
+    submitted, queued, waiting --images to be encoded--> encode --(not) encoded, worker lost--> waiting
 """
 
 from array import array
@@ -17,17 +16,30 @@ from enum import StrEnum
 from heapq import heapify, heappop, heappush
 from typing import assert_never
 
+from msgspec.msgpack import encode
 from xxhash import xxh3_64_intdigest
 
 from forebay.core.machine import IllegalTransition
 from forebay.core.remembered import RememberedIds
 from forebay.events.base import U64_MASK, array_u64
-from forebay.events.progress import AnyProgressEvent, FirstTokenEmitted, OutputGrown, RequestFailed, RequestFinished
-from forebay.events.requests import NO_HINTS, RequestSubmitted, RouteQueried, RoutingHints
+from forebay.events.decisions import Stage
+from forebay.events.media import Encoded
+from forebay.events.progress import (
+    EncodeFailed,
+    EncodeFinished,
+    FirstTokenEmitted,
+    OutputGrown,
+    RequestFailed,
+    RequestFinished,
+    RequestProgress,
+    TransferFailed,
+)
+from forebay.events.requests import NO_HINTS, RequestSubmitted, RouteQueried, RoutingHints, Task
 from forebay.events.snapshots import Remembered, RequestState
 
 UNDER_WAY_MAX = 100_000  # requests of one group at once: bounds memory, far above what its workers can run
 REMEMBER_US = 120_000_000  # a Kafka producer gives up retrying after 120 s by default
+NOT_ENCODED: tuple[Stage, int, str] = ("aggregated", 0, "")  # a digest says nothing of it, as before there were media
 
 
 class Phase(StrEnum):
@@ -35,6 +47,7 @@ class Phase(StrEnum):
 
     SUBMITTED = "submitted"
     QUEUED = "queued"
+    ENCODE = "encode"
     PREFILL = "prefill"
     DECODE = "decode"
     WAITING = "waiting"
@@ -45,17 +58,37 @@ class Move(StrEnum):
 
     HELD = "held"
     ROUTED = "routed"
+    TO_BE_ENCODED = "to_be_encoded"
+    ENCODED = "encoded"
+    NOT_ENCODED = "not_encoded"
+    NOT_TRANSFERRED = "not_transferred"
     FIRST_TOKEN = "first_token"  # noqa: S105 - a token of text
     WORKER_LOST = "worker_lost"
     ENDED = "ended"
 
 
 TRANSITIONS: dict[Phase, dict[Move, Phase | None]] = {
-    Phase.SUBMITTED: {Move.HELD: Phase.QUEUED, Move.ROUTED: Phase.PREFILL, Move.ENDED: None},
-    Phase.QUEUED: {Move.ROUTED: Phase.PREFILL, Move.ENDED: None},
-    Phase.PREFILL: {Move.FIRST_TOKEN: Phase.DECODE, Move.WORKER_LOST: Phase.WAITING, Move.ENDED: None},
+    Phase.SUBMITTED: {
+        Move.HELD: Phase.QUEUED,
+        Move.ROUTED: Phase.PREFILL,
+        Move.TO_BE_ENCODED: Phase.ENCODE,
+        Move.ENDED: None,
+    },
+    Phase.QUEUED: {Move.ROUTED: Phase.PREFILL, Move.TO_BE_ENCODED: Phase.ENCODE, Move.ENDED: None},
+    Phase.ENCODE: {
+        Move.ENCODED: Phase.WAITING,
+        Move.NOT_ENCODED: Phase.WAITING,
+        Move.WORKER_LOST: Phase.WAITING,
+        Move.ENDED: None,
+    },
+    Phase.PREFILL: {
+        Move.FIRST_TOKEN: Phase.DECODE,
+        Move.NOT_TRANSFERRED: Phase.WAITING,
+        Move.WORKER_LOST: Phase.WAITING,
+        Move.ENDED: None,
+    },
     Phase.DECODE: {Move.WORKER_LOST: Phase.WAITING, Move.ENDED: None},
-    Phase.WAITING: {Move.ROUTED: Phase.PREFILL, Move.ENDED: None},
+    Phase.WAITING: {Move.ROUTED: Phase.PREFILL, Move.TO_BE_ENCODED: Phase.ENCODE, Move.ENDED: None},
 }
 
 
@@ -65,6 +98,9 @@ class Request:
 
     `offset` is that of its `RequestSubmitted`; `due_us` its deadline; `packed` are its blocks as they came, kept
     for snapshots; `asked` is a hash of what does not change, `term` what the request adds to the digest now.
+
+    `media_tokens` are the placeholders of its images and videos. `encodings` is the last attempt to encode them, sent
+    to `encoder_id`; they lie where `encoded` says. `stage` is that of its last routing.
     """
 
     request_id: str
@@ -79,6 +115,8 @@ class Request:
     packed: bytes
     hints: RoutingHints
     lora_name: str
+    task: Task
+    media_tokens: int = 0
     asked: int = 0
     term: int = 0
     phase: Phase = Phase.SUBMITTED
@@ -89,19 +127,35 @@ class Request:
     queue_class: str = ""
     uncached_tokens: int = 0
     queued_at_us: int = 0
+    stage: Stage = "aggregated"
+    encodings: int = 0
+    encoder_id: str = ""
+    encoded: Encoded | None = None
 
     def __post_init__(self) -> None:
-        hints = "" if self.hints == NO_HINTS else repr(self.hints)
+        hints = b"" if self.hints == NO_HINTS else encode(self.hints)
         text = (
             f"{self.request_id}\0{self.offset}\0{self.due_us}\0{self.pool}\0{self.reply_slot}\0{self.prompt_tokens}"
-            f"\0{self.tie_seed}\0{xxh3_64_intdigest(self.packed)}\0{self.lora_name}\0{hints}"
+            f"\0{self.tie_seed}\0{xxh3_64_intdigest(self.packed)}\0{self.lora_name}\0{self.task}\0"
         )
-        self.asked = xxh3_64_intdigest(text.encode(), self.content)
+        # What has no media is told as it was before there were any.
+        media = b"\0%d" % self.media_tokens if self.media_tokens else b""
+        self.asked = xxh3_64_intdigest(text.encode() + hints + media, self.content)
 
     @property
     def on_worker(self) -> bool:
         """Whether a worker has it now."""
-        return self.phase in (Phase.PREFILL, Phase.DECODE)
+        return self.phase in (Phase.PREFILL, Phase.DECODE, Phase.ENCODE)
+
+    @property
+    def stage_attempt(self) -> int:
+        """The last attempt at the stage that it is in, or was in last."""
+        return self.encodings if self.stage == "encode" else self.attempt
+
+    @property
+    def next_encoding(self) -> int:
+        """Which encoding the next is. No lower than what was answered: an encoder's refusal would be void there."""
+        return max(self.encodings + 1, self.attempt)
 
 
 class Requests:
@@ -139,6 +193,16 @@ class Requests:
         """Its next attempt is with this worker rank."""
         self._move(request, Move.ROUTED)
         request.attempt += 1
+        request.stage = "aggregated"
+        request.worker_id, request.worker_epoch, request.rank = worker_id, worker_epoch, rank
+        self._sum_up(request)
+
+    def encode(self, request: Request, worker_id: str, worker_epoch: int, rank: int) -> None:
+        """Its media are with this rank of an encode worker."""
+        self._move(request, Move.TO_BE_ENCODED)
+        request.encodings = request.next_encoding
+        request.stage = "encode"
+        request.encoder_id = worker_id
         request.worker_id, request.worker_epoch, request.rank = worker_id, worker_epoch, rank
         self._sum_up(request)
 
@@ -149,8 +213,9 @@ class Requests:
         self._sum_up(request)
 
     def lose_worker(self, request: Request) -> None:
-        """Its worker is gone: it waits for another."""
+        """Its worker is gone: it waits for another. Embeddings are given out once, so they are gone with it."""
         self._move(request, Move.WORKER_LOST)
+        request.encoded = None
         self._sum_up(request)
 
     def end(self, request: Request, now_us: int) -> None:
@@ -160,7 +225,7 @@ class Requests:
         self._sum -= request.term
         self._remembered.add(id_hash(request.request_id), request.content, now_us + REMEMBER_US)
 
-    def progress(self, event: AnyProgressEvent, now_us: int) -> Request:
+    def progress(self, event: RequestProgress, now_us: int) -> Request:
         """Fold what a worker says; the request that it is about.
 
         Raises:
@@ -169,12 +234,9 @@ class Requests:
         request = self._under_way.get(event.request_id)
         if request is None:
             raise IllegalTransition(f"{event.request_id} is not under way")
-        if (event.attempt, event.worker_id, event.worker_epoch) != (
-            request.attempt,
-            request.worker_id,
-            request.worker_epoch,
-        ):
-            raise IllegalTransition(f"{event.request_id} is on attempt {request.attempt} with {request.worker_id}")
+        attempt = request.stage_attempt
+        if (event.attempt, event.worker_id, event.worker_epoch) != (attempt, request.worker_id, request.worker_epoch):
+            raise IllegalTransition(f"{event.request_id} is on attempt {attempt} with {request.worker_id}")
         match event:
             case OutputGrown():
                 if request.phase is not Phase.DECODE:
@@ -182,11 +244,31 @@ class Requests:
             case FirstTokenEmitted():
                 self._move(request, Move.FIRST_TOKEN)
                 self._sum_up(request)
+            case RequestFinished() if request.stage == "encode":
+                raise IllegalTransition(f"{event.request_id} is encoded, not answered, by {event.worker_id}")
             case RequestFinished() | RequestFailed():
                 self.end(request, now_us)
+            case EncodeFinished() | EncodeFailed() | TransferFailed():
+                self._encode_progress(event, request)
             case _:
                 assert_never(event)
         return request
+
+    def _encode_progress(self, event: EncodeFinished | EncodeFailed | TransferFailed, request: Request) -> None:
+        match event:
+            case EncodeFinished():
+                self._move(request, Move.ENCODED)
+                request.encoded = event.encoded
+            case EncodeFailed():
+                self._move(request, Move.NOT_ENCODED)
+            case TransferFailed() if request.encoded is None:
+                raise IllegalTransition(f"{event.request_id} has nothing to be transferred")
+            case TransferFailed():
+                self._move(request, Move.NOT_TRANSFERRED)
+                request.encoded = None
+            case _:
+                assert_never(event)
+        self._sum_up(request)
 
     def of_worker(self, worker_id: str, worker_epoch: int) -> list[Request]:
         """The requests that a worker has, in the order of their submission."""
@@ -250,6 +332,12 @@ class Requests:
                 rank=request.rank,
                 sequence_hashes=request.packed,
                 lora_name=request.lora_name,
+                task=request.task,
+                media_tokens=request.media_tokens,
+                stage=request.stage,
+                encodings=request.encodings,
+                encoder_id=request.encoder_id,
+                encoded=request.encoded,
                 routing=request.hints,
                 queue_class=request.queue_class,
                 uncached_tokens=request.uncached_tokens,
@@ -275,6 +363,12 @@ class Requests:
                         packed=chunk.sequence_hashes,
                         hints=chunk.routing,
                         lora_name=chunk.lora_name,
+                        task=chunk.task,
+                        media_tokens=chunk.media_tokens,
+                        stage=chunk.stage,
+                        encodings=chunk.encodings,
+                        encoder_id=chunk.encoder_id,
+                        encoded=chunk.encoded,
                         phase=Phase(chunk.phase),
                         attempt=chunk.attempt,
                         worker_id=chunk.worker_id,
@@ -336,6 +430,8 @@ def submitted(event: RequestSubmitted, pool: str, offset: int, now_us: int) -> R
         packed=event.sequence_hashes,
         hints=event.routing,
         lora_name=event.lora_name,
+        task=event.task,
+        media_tokens=sum(one.tokens for one in event.media),
     )
 
 
@@ -354,13 +450,16 @@ def queried(event: RouteQueried, pool: str) -> Request:
         packed=event.sequence_hashes,
         hints=event.routing,
         lora_name=event.lora_name,
+        task="generate",
     )
 
 
 def content_hash(event: RequestSubmitted) -> int:
     """64 bits over what makes a request the same request: not its reply slot, timeout, times or routing hints."""
-    text = f"{event.model}\0{event.lora_name}\0{event.cache_namespace}\0{event.sampling!r}\0{event.nonce}".encode()
-    return xxh3_64_intdigest(event.token_ids, xxh3_64_intdigest(text))
+    text = f"{event.model}\0{event.lora_name}\0{event.cache_namespace}\0{event.task}\0{event.nonce}\0".encode()
+    # As on the wire, where what stands at its default is left out: fields that come later change nothing.
+    media = "".join([f"\0{one.kind}\0{one.digest}\0{one.first_token}\0{one.tokens}" for one in event.media]).encode()
+    return xxh3_64_intdigest(event.token_ids, xxh3_64_intdigest(text + encode(event.sampling) + media))
 
 
 def _deadline(request: Request) -> tuple[int, str, int]:
@@ -377,4 +476,8 @@ def _term(request: Request) -> int:
         f"{request.phase}\0{request.attempt}\0{request.worker_id}\0{request.worker_epoch}\0{request.rank}"
         f"\0{request.queue_class}\0{request.uncached_tokens}\0{request.queued_at_us}"
     )
-    return xxh3_64_intdigest(text.encode(), request.asked)
+    encoding = request.stage, request.encodings, request.encoder_id
+    if encoding != NOT_ENCODED:
+        text += f"\0{encoding}"
+    lies = b"" if request.encoded is None else encode(request.encoded)
+    return xxh3_64_intdigest(text.encode() + lies, request.asked)

@@ -16,6 +16,8 @@ from forebay.core.world import World
 from forebay.events.decisions import (
     Advanced,
     CacheResyncRequested,
+    CommandEnded,
+    CommandSent,
     JournalRecord,
     OwnerClaimed,
     RequestAborted,
@@ -84,6 +86,8 @@ class Rederivation:
                 | RequestAborted()
                 | RouteAnswered()
                 | CacheResyncRequested()
+                | CommandSent()
+                | CommandEnded()
             ):
                 derived = self.pending.popleft() if self.pending else None
                 return self._compare(offset, record, derived)

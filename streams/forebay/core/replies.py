@@ -10,7 +10,17 @@ from collections.abc import Mapping
 from typing import TypeVar, assert_never
 
 from forebay.events.base import unpack_u32
-from forebay.events.tokens import AttemptStarted, ResponseEnded, RouteTold, TokenChunk, TokenEvent, TokensEmitted
+from forebay.events.tokens import (
+    AttemptStarted,
+    CommandTold,
+    Embedded,
+    ResponseEnded,
+    RouteTold,
+    TokenChunk,
+    TokenEvent,
+    TokenLogprob,
+    TokensEmitted,
+)
 
 
 class Reply:
@@ -18,6 +28,8 @@ class Reply:
 
     Attributes:
         tokens: the valid ones, in order; a reader may take them away.
+        logprobs: of `tokens`, where the request asked for them; a reader takes both away.
+        vector: of a prompt that was to be embedded, packed f32.
         next_index: how many valid tokens were said, taken away or not.
         attempt: the highest that began.
         worker_id: who said the last valid token; `rank` likewise.
@@ -25,10 +37,23 @@ class Reply:
         gap: tokens are missing after `next_index`: nothing more can be taken in.
     """
 
-    __slots__ = ("_valid_from", "attempt", "ended", "gap", "next_index", "rank", "tokens", "worker_id")
+    __slots__ = (
+        "_valid_from",
+        "attempt",
+        "ended",
+        "gap",
+        "logprobs",
+        "next_index",
+        "rank",
+        "tokens",
+        "vector",
+        "worker_id",
+    )
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.vector = b""
         self.next_index = 0
         self.attempt = 0
         self.worker_id = ""
@@ -64,7 +89,15 @@ class Reply:
             return False
         self.worker_id, self.rank = event.worker_id, event.rank
         self.tokens += token_ids[known:] if known else token_ids
+        self.logprobs += chunk.logprobs[known:]
         self.next_index += len(token_ids) - known
+        return True
+
+    def embed(self, event: Embedded) -> bool:
+        """Take in the vector of the prompt; whether it counts."""
+        if self.ended is not None or self.is_void(event.attempt, event.owner_epoch):
+            return False
+        self.worker_id, self.rank, self.vector = event.worker_id, event.rank, event.vector
         return True
 
     def end(self, event: ResponseEnded) -> bool:
@@ -91,12 +124,15 @@ def apply(replies: Mapping[str, R], event: TokenEvent) -> list[R]:
         case ResponseEnded():
             reply = replies.get(event.request_id)
             return [reply] if reply is not None and reply.end(event) else []
+        case Embedded():
+            reply = replies.get(event.request_id)
+            return [reply] if reply is not None and reply.embed(event) else []
         case AttemptStarted():
             reply = replies.get(event.request_id)
             if reply is not None:
                 reply.start(event.attempt, event.owner_epoch)
             return []
-        case RouteTold():
-            return []  # answers a question where a request would go, and is no part of an answer
+        case RouteTold() | CommandTold():
+            return []  # answers a question or a command, and is no part of an answer
         case _:
             assert_never(event)

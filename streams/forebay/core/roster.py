@@ -14,6 +14,7 @@ from forebay.core.affinity import Binding
 from forebay.core.fleet import Fleet, Worker, WorkerPhase
 from forebay.core.holder_bits import HolderKey
 from forebay.core.load import Load, RankLoad
+from forebay.events.requests import Task
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,6 +46,12 @@ class Roster:
     def step_tokens(self) -> list[int]:
         """How many tokens each rank takes in one engine step."""
         return [seat.worker.spec.max_num_batched_tokens for seat in self.seats]
+
+    @cached_property
+    def tasks(self) -> frozenset[Task]:
+        """What every one of them can do."""
+        first = self.seats[0].worker.spec.tasks if self.seats else ()
+        return frozenset(first).intersection(*(seat.worker.spec.tasks for seat in self.seats))
 
     @cached_property
     def names_hash(self) -> int:

@@ -52,7 +52,7 @@ class Choice:
 def find(world: World, pool: PoolConfigured, request: Request, busy: BusyThresholds | None = None) -> Roster:
     """Who may take a new request; `busy` stands for the thresholds in force. Raises Ineligible."""
     hints = request.hints
-    roster = eligible(world.roster(pool.pool), world.fleet, pool, hints, request.lora_name)
+    roster = eligible(world.roster(pool.pool), world.fleet, pool, hints, request.lora_name, request.task)
     sticky = hints.session_id and pool.router.session_ttl_s
     bound = world.sessions.find(pool.pool, hints.session_id) if sticky else None
     mine = None if bound is None or hints.worker_id else of_session(roster, bound)
@@ -71,7 +71,7 @@ def find(world: World, pool: PoolConfigured, request: Request, busy: BusyThresho
 
 def find_again(world: World, pool: PoolConfigured, request: Request) -> Roster:
     """Who may take a request that was accepted before: busy or not, in its session or not. Raises Ineligible."""
-    return eligible(world.roster(pool.pool), world.fleet, pool, request.hints, request.lora_name)
+    return eligible(world.roster(pool.pool), world.fleet, pool, request.hints, request.lora_name, request.task)
 
 
 def must_wait(pool: PoolConfigured, roster: Roster) -> bool:

@@ -11,9 +11,10 @@ from typing import assert_never
 from forebay.core.dispatch import Decided, abort, drain, lose, query, reroute, submit
 from forebay.core.lifecycle import Phase
 from forebay.core.machine import IllegalTransition
+from forebay.core.operate import answered, command, end_commands
 from forebay.core.world import World
 from forebay.events.base import hex_digest
-from forebay.events.control import BusyThresholdsSet, ControlEvent, PoolConfigured
+from forebay.events.control import BusyThresholdsSet, ControlEvent, PoolConfigured, WorkerCommanded
 from forebay.events.decisions import Advanced, CacheResyncRequested
 from forebay.events.fleet import (
     AnyFleetEvent,
@@ -26,7 +27,19 @@ from forebay.events.fleet import (
 )
 from forebay.events.kv import AnyKvEvent, BlocksRemoved, BlocksStored, CacheCleared
 from forebay.events.metrics import LoadReported, MetricEvent
-from forebay.events.progress import AnyProgressEvent, FirstTokenEmitted, OutputGrown, RequestFailed, RequestFinished
+from forebay.events.progress import (
+    AnyProgressEvent,
+    CommandDone,
+    CommandRefused,
+    EncodeFailed,
+    EncodeFinished,
+    FirstTokenEmitted,
+    OutputGrown,
+    RequestFailed,
+    RequestFinished,
+    RequestProgress,
+    TransferFailed,
+)
 from forebay.events.requests import RequestCancelled, RequestEvent, RequestSubmitted, RouteQueried
 
 __all__ = ["CLOCK", "CONSUMED_RUNS_MAX", "Decided", "InputEvent", "advance", "claim", "open_run", "step"]
@@ -43,8 +56,8 @@ def claim(world: World, offset: int) -> None:
 
 
 def open_run(world: World, now_us: int) -> list[Decided]:
-    """Let time pass up to `now_us`: requests past their deadline are given up."""
-    due_us = world.requests.next_due_us()
+    """Let time pass up to `now_us`: requests and commands past their deadline are given up."""
+    due_us = world.next_due_us()
     if due_us is None or due_us > now_us:
         return []
     world.note(CLOCK, 0, now_us)
@@ -57,6 +70,7 @@ def open_run(world: World, now_us: int) -> list[Decided]:
             decided.append(abort(world, request, "queue_deadline", message))
         else:
             decided.append(abort(world, request, "deadline", "the deadline passed"))
+    decided += end_commands(world, world.commands.expired(now_us))
     return decided + drain(world)
 
 
@@ -72,6 +86,10 @@ def step(world: World, topic: str, event: InputEvent | None, now_us: int) -> lis
             return _cache(world, event)
         case FirstTokenEmitted() | OutputGrown() | RequestFinished() | RequestFailed():
             return _progress(world, event)
+        case EncodeFinished() | EncodeFailed() | TransferFailed():
+            return _progress(world, event)
+        case CommandDone() | CommandRefused():
+            return _answered(world, event)
         case LoadReported():
             return _report(world, event)
         case RequestCancelled():
@@ -90,6 +108,8 @@ def step(world: World, topic: str, event: InputEvent | None, now_us: int) -> lis
         case BusyThresholdsSet():
             world.set_busy(event.model, event.thresholds)
             return drain(world)
+        case WorkerCommanded():
+            return [*command(world, event, offset)]
         case None:
             world.counts["undecodable"] += 1
         case _:
@@ -124,7 +144,7 @@ def _cache(world: World, event: AnyKvEvent) -> list[Decided]:
     ]
 
 
-def _progress(world: World, event: AnyProgressEvent) -> list[Decided]:
+def _progress(world: World, event: RequestProgress) -> list[Decided]:
     try:
         request = world.requests.progress(event, world.now_us)
     except IllegalTransition:
@@ -140,9 +160,23 @@ def _progress(world: World, event: AnyProgressEvent) -> list[Decided]:
             # A worker that was taken for lost may have finished all the same: nothing is booked there any more.
             if request.on_worker:
                 world.load.free(event.request_id)
+        case EncodeFinished():
+            world.load.free(event.request_id)
+            return reroute(world, [request]) + drain(world)
+        case EncodeFailed() | TransferFailed():
+            world.load.free(event.request_id)
+            return reroute(world, [request], event.error) + drain(world)
         case _:
             assert_never(event)
     return drain(world)
+
+
+def _answered(world: World, event: CommandDone | CommandRefused) -> list[Decided]:
+    ended, loaded = answered(world, event)
+    if not loaded:
+        return [*ended]
+    # Somebody who waits may have waited for this adapter.
+    return [*ended, *reroute(world, world.requests.waiting()), *drain(world)]
 
 
 def _report(world: World, event: LoadReported) -> list[Decided]:
@@ -175,6 +209,7 @@ def _fleet(world: World, event: AnyFleetEvent, offset: int) -> list[Decided]:
             if world.on_loss is not None:
                 world.on_loss(event, worker)
             decided = lose(world, worker)
+            decided += end_commands(world, world.commands.leave(worker.spec.worker_id, worker.worker_epoch))
         case _:
             pass
     # A worker that goes sets free who waited for it alone, by its session.

@@ -12,6 +12,7 @@ from xxhash import xxh3_64_intdigest
 
 from forebay.core.affinity import Affinity, Binding
 from forebay.core.approximate import RoutedIndex
+from forebay.core.commands import Commands
 from forebay.core.eligibility import demand
 from forebay.core.fleet import Fleet, Worker
 from forebay.core.index_tally import IndexTally
@@ -27,6 +28,7 @@ from forebay.events.fleet import WorkerLost
 from forebay.events.snapshots import (
     Booking,
     Chunk,
+    CommandState,
     ComputedTokens,
     IndexBlocks,
     IndexChanges,
@@ -46,7 +48,7 @@ from forebay.events.snapshots import (
 if TYPE_CHECKING:
     from forebay.core.router import Choice
 
-CORE_VERSION = 2  # raised when the same events lead to other decisions
+CORE_VERSION = 3  # raised when the same events lead to other decisions
 
 
 class Stamp(TypedDict):
@@ -78,6 +80,7 @@ class World:
         self.sessions = Affinity()
         self.routed = RoutedIndex()
         self.predicted = RoutedIndex()
+        self.commands = Commands()
         self.pools: dict[str, PoolConfigured] = {}
         self.busy: dict[str, BusyThresholds] = {}
         self.view: dict[str, int] = {}
@@ -115,8 +118,18 @@ class World:
         return {"owner_epoch": self.owner_epoch, "seq": self.seq - 1, "consumed": self.take_consumed()}
 
     def pool_of(self, model: str) -> PoolConfigured | None:
-        """The first pool, by name, that serves `model`."""
-        return next((self.pools[name] for name in sorted(self.pools) if self.pools[name].model == model), None)
+        """The first pool, by name, that answers requests for `model`."""
+        return next((pool for pool in self._pools(model) if pool.role != "encode"), None)
+
+    def encoders_of(self, model: str) -> tuple[PoolConfigured, Roster] | None:
+        """The first pool, by name, that encodes images and videos for `model` and has somebody ready; and who."""
+        for pool in self._pools(model):
+            if pool.role == "encode" and (roster := self.roster(pool.pool)).seats:
+                return pool, roster
+        return None
+
+    def _pools(self, model: str) -> Iterator[PoolConfigured]:
+        return (self.pools[name] for name in sorted(self.pools) if self.pools[name].model == model)
 
     def configure(self, event: PoolConfigured) -> None:
         """A pool routes by this from now on; thresholds that were set by hand before are gone."""
@@ -184,11 +197,17 @@ class World:
                 bound = Binding(worker_id, seat.worker.worker_epoch, rank)
             self.counts["sessions_evicted"] += self.sessions.bind(request.pool, session_id, bound, due_us)
 
+    def next_due_us(self) -> int | None:
+        """When something happens by time alone."""
+        dues = self.requests.next_due_us(), self.commands.next_due_us()
+        return min((due_us for due_us in dues if due_us is not None), default=None)
+
     def expire(self) -> None:
         """Forget what is due by now. Called with every event and deadline only: the log has no other times."""
         self.routed.expire(self.now_us)
         self.predicted.expire(self.now_us)
         self.sessions.expire(self.now_us)
+        self.commands.expire(self.now_us)
 
     def machines(self) -> tuple[Digested, ...]:
         """All that has a digest of its own, in order."""
@@ -201,6 +220,7 @@ class World:
             self.sessions,
             self.routed,
             self.predicted,
+            self.commands,
         )
 
     def digest(self) -> int:
@@ -209,11 +229,13 @@ class World:
 
     def digest_with(self, index: Digested) -> int:
         """As `digest`, with `index` in place of the own one."""
-        machines = (index if machine is self.index else machine for machine in self.machines())
+        digests = [(index if machine is self.index else machine).digest() for machine in self.machines()]
+        if not digests[-1]:
+            digests.pop()  # where nobody ever gave a command the digest is that of logs from before there were any
         text = "\n".join(
             (
-                str([machine.digest() for machine in machines]),
-                str([(self.pools[name], self.busy.get(name)) for name in sorted(self.pools)]),
+                str(digests),
+                f"[{', '.join(_pool_text(self.pools[name], self.busy.get(name)) for name in sorted(self.pools))}]",
                 str(sorted(self.view.items())),
                 str((self.now_us, sorted(self.turns.items()))),
             )
@@ -248,6 +270,7 @@ class World:
         yield from self.sessions.snapshot()
         yield from self.routed.snapshot(predicted=False)
         yield from self.predicted.snapshot(predicted=True)
+        yield from self.commands.snapshot()
 
 
 def restore(chunks: Iterable[Chunk]) -> World:
@@ -283,8 +306,12 @@ def _restore(world: World, index: PrefixIndex | IndexTally, chunks: Iterable[Chu
                 changes.append(chunk)
             case IndexCursor():
                 index.restore(chunk)
+            case Remembered() if chunk.commands:
+                world.commands.restore(chunk)
             case RequestState() | Remembered():
                 world.requests.restore(chunk)
+            case CommandState():
+                world.commands.restore(chunk)
             case Booking() | ComputedTokens() | Reported():
                 world.load.restore(chunk)
             case RoutedBlocks():
@@ -313,8 +340,14 @@ def held_of(request: Request) -> Held:
         priority=request.hints.priority,
         strict_priority=request.hints.strict_priority,
         arrival_us=request.queued_at_us,
-        demand=demand(request.hints, request.lora_name),
+        demand=demand(request.hints, request.lora_name, request.task),
     )
+
+
+def _pool_text(pool: PoolConfigured, busy: BusyThresholds | None) -> str:
+    # The role is new: what has the usual one is told as it was before there were others.
+    text = repr(pool).replace(", role='aggregated')", ")")
+    return f"({text}, {busy})"
 
 
 def _restore_state(world: World, chunk: WorldState) -> None:

@@ -1,9 +1,10 @@
 """From leases to facts: polls who is alive and writes what changed to the topic `fleet`.
 
 Only the owner runs this; what an earlier owner still writes is void on `fleet`. A lease that was not renewed in
-time makes its worker suspect. It is lost when its lease ran out or vanished, when another incarnation takes its name,
-or when its pool was changed and would refuse it now. A lease is forgotten only once the owner applied what it wrote:
-an owner that was paused finds that another took over before it drops leases which are long renewed.
+time makes its worker suspect; a worker whose lease says so is draining from then on. It is lost when its lease ran out
+or vanished, when another incarnation takes its name, or when its pool was changed and would refuse it now. A lease
+is forgotten only once the owner applied what it wrote: an owner that was paused finds that another took over before
+it drops leases which are long renewed.
 """
 
 import logging
@@ -15,10 +16,12 @@ import msgspec
 
 from forebay.core.fleet import Fleet, WorkerPhase
 from forebay.events.codec import encode
-from forebay.events.control import PoolConfigured, RouterConfig
+from forebay.events.control import PoolConfigured, Role, RouterConfig
 from forebay.events.fleet import (
     FleetEvent,
+    WorkerDraining,
     WorkerJoined,
+    WorkerLease,
     WorkerLost,
     WorkerRecovered,
     WorkerSpec,
@@ -47,7 +50,9 @@ class _Member:
     worker_epoch: int
     slot: int
     spec: WorkerSpec
-    suspect: bool
+    suspect: bool = False
+    draining: bool = False
+    payload: bytes = b""  # of its lease, when that was last looked into
 
 
 class Admission:
@@ -80,7 +85,8 @@ class Admission:
                 worker.worker_epoch,
                 worker.slot,
                 worker.spec,
-                worker.phase is WorkerPhase.SUSPECT,
+                suspect=worker.phase is WorkerPhase.SUSPECT,
+                draining=worker.phase is WorkerPhase.DRAINING,
             )
             for worker in fleet.workers()
         }
@@ -121,6 +127,13 @@ class Admission:
         return lease.expires_in_ms <= 0 or self._ended.get(lease.worker_id) == lease.token
 
     async def _judge(self, worker_id: str, member: _Member, lease: Lease) -> None:
+        if member.draining:
+            return
+        if lease.payload != member.payload:
+            member.payload = lease.payload
+            if _says_draining(lease):
+                await self._drain(worker_id, member)
+                return
         late = lease.expires_in_ms < SUSPECT_BELOW * lease.ttl_ms
         if late == member.suspect:
             return
@@ -134,6 +147,19 @@ class Admission:
                 worker_id=worker_id,
                 worker_epoch=member.worker_epoch,
                 reason=reason,
+            )
+        )
+
+    async def _drain(self, worker_id: str, member: _Member) -> None:
+        logger.info("worker %s is draining", worker_id)
+        member.draining = True
+        await self._write(
+            WorkerDraining(
+                owner_epoch=self._owner_epoch,
+                at_us=_now_us(),
+                worker_id=worker_id,
+                worker_epoch=member.worker_epoch,
+                reason="its lease says that it stops",
             )
         )
 
@@ -152,7 +178,10 @@ class Admission:
 
     async def _admit(self, lease: Lease, pools: dict[str, PoolConfigured]) -> None:
         try:
-            spec = _spec_of(lease)
+            said = _said(lease)
+            if said.draining:
+                return
+            spec = said.spec
             if self._by_lease is not None and spec.pool not in pools:
                 await self._configure(spec, self._by_lease)
                 return
@@ -185,7 +214,7 @@ class Admission:
             from_offset=from_offset,
         )
         offset = await self._write(joined)
-        self._members[lease.worker_id] = _Member(lease.token, offset, slot, spec, suspect=False)
+        self._members[lease.worker_id] = _Member(lease.token, offset, slot, spec, payload=lease.payload)
         logger.info("worker %s joined the pool %s in slot %d", lease.worker_id, spec.pool, slot)
 
     async def _configure(self, spec: WorkerSpec, by_lease: PoolsByLease) -> None:
@@ -196,7 +225,12 @@ class Admission:
             return
         self._configured.add(spec.pool)
         pool = PoolConfigured(
-            pool=spec.pool, model=spec.model, block_size=spec.block_size, router=by_lease.router, at_us=_now_us()
+            pool=spec.pool,
+            model=spec.model,
+            block_size=spec.block_size,
+            router=by_lease.router,
+            at_us=_now_us(),
+            role=_role_of_pool(spec),
         )
         await self._log.append([Draft(CONTROL.name, self._partition, encode(CONTROL, pool))])
         logger.info(
@@ -219,14 +253,23 @@ class _Unfit(Exception):
     """A lease that makes no member; the text says why."""
 
 
-def _spec_of(lease: Lease) -> WorkerSpec:
+def _said(lease: Lease) -> WorkerLease:
     try:
-        spec = msgspec.msgpack.decode(lease.payload, type=WorkerSpec)
+        said = msgspec.msgpack.decode(lease.payload, type=WorkerLease)
     except msgspec.MsgspecError as error:
         raise _Unfit(f"its lease holds no worker description: {error}") from error
-    if spec.worker_id != lease.worker_id:
-        raise _Unfit(f"it describes itself as {spec.worker_id}")
-    return spec
+    if said.spec.worker_id != lease.worker_id:
+        raise _Unfit(f"it describes itself as {said.spec.worker_id}")
+    return said
+
+
+def _says_draining(lease: Lease) -> bool:
+    try:
+        return _said(lease).draining
+    except _Unfit as unfit:
+        # It serves as it did: what it offers was fixed when it joined.
+        logger.warning("the lease of the member %s changed and makes no sense: %s", lease.worker_id, unfit)
+        return False
 
 
 def _misfit(spec: WorkerSpec, pools: dict[str, PoolConfigured]) -> str | None:
@@ -238,7 +281,14 @@ def _misfit(spec: WorkerSpec, pools: dict[str, PoolConfigured]) -> str | None:
         return f"it serves {spec.model}, the pool {pool.pool} serves {pool.model}"
     if spec.block_size != pool.block_size:
         return f"its blocks hold {spec.block_size} tokens, those of the pool {pool.pool} hold {pool.block_size}"
+    if _role_of_pool(spec) != pool.role:
+        return f"its role is {spec.role}, that of the pool {pool.pool} is {pool.role}: give it a pool of its own"
     return None
+
+
+def _role_of_pool(spec: WorkerSpec) -> Role:
+    """What a pool is for that has such a worker: prefill and decode workers answer requests like others."""
+    return "encode" if spec.role == "encode" else "aggregated"
 
 
 def _now_us() -> int:

@@ -1,23 +1,34 @@
-"""What a journalled decision makes happen: work for workers, and answers that no worker will give."""
+"""What a journalled decision makes happen: work and commands for workers, and answers that no worker will give."""
 
-from typing import assert_never
+from collections.abc import Iterator
+from typing import NamedTuple, assert_never
 
+import msgspec
+from msgspec.structs import replace
+
+from forebay.core.commands import Pending
+from forebay.core.fleet import Fleet
 from forebay.core.lifecycle import Request
 from forebay.events.codec import encode
 from forebay.events.decisions import (
     AbortReason,
     CacheResyncRequested,
+    CommandEnded,
+    CommandRefusal,
+    CommandSent,
     RejectReason,
     RequestAborted,
     RequestHeld,
     RequestRejected,
     RequestRouted,
     RouteAnswered,
+    Stage,
 )
+from forebay.events.media import Encoded
 from forebay.events.requests import RequestSubmitted
-from forebay.events.tokens import AnswerError, ResponseEnded, RouteTold
+from forebay.events.tokens import AnswerError, CommandTold, ResponseEnded, RouteTold
 from forebay.events.topics import TOKENS, work_topic
-from forebay.events.work import ReannounceCache, WorkCancelled, WorkItem
+from forebay.events.work import ReannounceCache, WorkCancelled, WorkerCommand, WorkItem
 from forebay.transport.base import Draft
 
 REJECTED: dict[RejectReason, tuple[int, str]] = {
@@ -37,37 +48,34 @@ ABORTED: dict[AbortReason, tuple[int, str]] = {
     "deadline": (504, "deadline_exceeded"),
     "queue_deadline": (504, "queue_deadline_exceeded"),
     "attempts_exhausted": (503, "workers_lost"),
+    "encode_failed": (502, "encode_failed"),
+}
+UNSENDABLE: dict[CommandRefusal, tuple[int, str]] = {
+    "unknown_model": (404, "model_not_found"),
+    "unknown_pool": (404, "unknown_pool"),
+    "unknown_worker": (404, "unknown_worker"),
+    "no_workers": (503, "no_workers"),
+    "worker_not_ready": (503, "worker_not_ready"),
+    "too_many_commands": (503, "too_many_commands"),
+    "duplicate_id": (409, "duplicate_command_id"),
 }
 
 
-def work_item(decided: RequestRouted, submitted: RequestSubmitted, *, report_output: bool) -> Draft:
-    """The work of a routed request, on the partition of its worker's slot."""
-    return _work(
-        submitted,
-        pool=decided.pool,
-        slot=decided.slot,
-        attempt=decided.attempt,
-        owner_epoch=decided.owner_epoch,
-        worker_epoch=decided.worker_epoch,
-        rank=decided.rank,
-        report_output=report_output,
-    )
+def work_item(
+    decided: RequestRouted, submitted: RequestSubmitted, encoded: Encoded | None, *, report_output: bool
+) -> Draft:
+    """The work of a routed request, on the partition of its worker's slot; `encoded` is where its media lie by now."""
+    order = decided.worker_epoch, decided.owner_epoch, decided.stage, decided.attempt
+    who = _Assignee(decided.pool, decided.slot, decided.rank, *order)
+    return _work(submitted, who, encoded, report_output=report_output)
 
 
 def work_again(
-    request: Request, slot: int, owner_epoch: int, submitted: RequestSubmitted, *, report_output: bool
+    request: Request, pool: str, slot: int, owner_epoch: int, submitted: RequestSubmitted, *, report_output: bool
 ) -> Draft:
     """The work of a request that an earlier owner routed; a worker that has it already ignores it."""
-    return _work(
-        submitted,
-        pool=request.pool,
-        slot=slot,
-        attempt=request.attempt,
-        owner_epoch=owner_epoch,
-        worker_epoch=request.worker_epoch,
-        rank=request.rank,
-        report_output=report_output,
-    )
+    who = _Assignee(pool, slot, request.rank, request.worker_epoch, owner_epoch, request.stage, request.stage_attempt)
+    return _work(submitted, who, request.encoded, report_output=report_output)
 
 
 def reannounce(pool: str, slot: int, owner_epoch: int, worker_epoch: int, rank: int, above_seq: int) -> Draft:
@@ -77,8 +85,32 @@ def reannounce(pool: str, slot: int, owner_epoch: int, worker_epoch: int, rank: 
     return Draft(topic.name, slot, encode(topic, asked))
 
 
+def worker_commands(pending: Pending, fleet: Fleet, owner_epoch: int, now_us: int) -> Iterator[Draft]:
+    """A command to every worker that has it pending; one that has it already answers once, and again if it did."""
+    for outcome in pending.outcomes.values():
+        worker = fleet.get(outcome.worker_id)
+        if outcome.status != "pending" or worker is None:
+            continue
+        topic = work_topic(outcome.pool)
+        sent = WorkerCommand(
+            command_id=pending.command_id,
+            command=pending.command,
+            owner_epoch=owner_epoch,
+            worker_epoch=outcome.worker_epoch,
+            timeout_us=max(0, pending.due_us - now_us),
+            nonce=pending.nonce,
+        )
+        yield Draft(topic.name, worker.slot, encode(topic, sent))
+
+
 def answers(
-    decided: RequestHeld | RequestRejected | RequestAborted | RouteAnswered | CacheResyncRequested,
+    decided: RequestHeld
+    | RequestRejected
+    | RequestAborted
+    | RouteAnswered
+    | CacheResyncRequested
+    | CommandSent
+    | CommandEnded,
 ) -> list[Draft]:
     """What a decision that gives no work makes happen, for its client and for a worker that is concerned."""
     match decided:
@@ -89,6 +121,10 @@ def answers(
             return [reannounce(*where, decided.found_seq)]
         case RouteAnswered():
             return [_route_told(decided)]
+        case CommandSent():
+            return [] if decided.reason is None else [_command_told(decided)]
+        case CommandEnded():
+            return [_command_told(decided)]
         case RequestRejected():
             status, code = REJECTED[decided.reason]
             return [_error_answer(decided, 0, status, code)]
@@ -110,25 +146,31 @@ def answers(
             assert_never(decided)
 
 
-def _work(
-    submitted: RequestSubmitted,
-    *,
-    pool: str,
-    slot: int,
-    attempt: int,
-    owner_epoch: int,
-    worker_epoch: int,
-    rank: int,
-    report_output: bool,
-) -> Draft:
+class _Assignee(NamedTuple):
+    """Who has a request, for what."""
+
+    pool: str
+    slot: int
+    rank: int
+    worker_epoch: int
+    owner_epoch: int
+    stage: Stage
+    attempt: int
+
+
+def _work(submitted: RequestSubmitted, who: _Assignee, encoded: Encoded | None, *, report_output: bool) -> Draft:
+    encodes = who.stage == "encode"
+    media = submitted.media
+    if encoded is not None and not encodes:
+        media = tuple([replace(one, content=b"") for one in media])
     item = WorkItem(
         request_id=submitted.request_id,
-        attempt=attempt,
-        owner_epoch=owner_epoch,
-        worker_epoch=worker_epoch,
-        rank=rank,
-        token_ids=submitted.token_ids,
-        sequence_hashes=submitted.sequence_hashes,
+        attempt=who.attempt,
+        owner_epoch=who.owner_epoch,
+        worker_epoch=who.worker_epoch,
+        rank=who.rank,
+        token_ids=b"" if encodes else submitted.token_ids,
+        sequence_hashes=b"" if encodes else submitted.sequence_hashes,
         reply_slot=submitted.reply_slot,
         sampling=submitted.sampling,
         reply_from=submitted.reply_from,
@@ -136,9 +178,13 @@ def _work(
         cache_namespace=submitted.cache_namespace,
         priority=submitted.routing.priority,
         report_output=report_output,
+        task=submitted.task,
+        stage=who.stage,
+        media=media,
+        encoded=None if encodes else encoded,
     )
-    topic = work_topic(pool)
-    return Draft(topic.name, slot, encode(topic, item))
+    topic = work_topic(who.pool)
+    return Draft(topic.name, who.slot, encode(topic, item))
 
 
 def _route_told(decided: RouteAnswered) -> Draft:
@@ -156,6 +202,17 @@ def _route_told(decided: RouteAnswered) -> Draft:
         would_wait=decided.would_wait,
         error=error,
     )
+    return Draft(TOKENS.name, decided.reply_slot, encode(TOKENS, told))
+
+
+def _command_told(decided: CommandSent | CommandEnded) -> Draft:
+    told = CommandTold(command_id=decided.command_id, owner_epoch=decided.owner_epoch)
+    if isinstance(decided, CommandEnded):
+        told = msgspec.structs.replace(told, outcomes=decided.outcomes)
+    elif decided.reason is not None:
+        status, code = UNSENDABLE[decided.reason]
+        error = AnswerError(status=status, code=code, message=decided.message)
+        told = msgspec.structs.replace(told, error=error)
     return Draft(TOKENS.name, decided.reply_slot, encode(TOKENS, told))
 
 

@@ -17,7 +17,7 @@ from forebay.live.owner import Owner
 from forebay.live.placement import Placement
 
 # Counts of the world with series of their own; all others are of events that changed nothing.
-OUTCOMES = ("rejected_", "aborted_", "non_max_overlap_selections", "overlap_blocks_lost")
+OUTCOMES = ("rejected_", "aborted_", "command_", "non_max_overlap_selections", "overlap_blocks_lost")
 
 
 class OwnerMetrics(Collector):
@@ -62,6 +62,8 @@ class OwnerMetrics(Collector):
         yield self._counts("forebay_owner_events", "events that changed nothing, by reason", ignored)
         yield self._counts("forebay_router_requests_rejected", "requests refused", _of(counts, "rejected_"))
         yield self._counts("forebay_router_requests_aborted", "requests given up", _of(counts, "aborted_"))
+        yield self._gauge("forebay_owner_commands_under_way", "commands under way", len(world.commands))
+        yield self._counts("forebay_owner_commands", "commands by what became of them", _of(counts, "command_"))
         selections = counts["non_max_overlap_selections"]
         passed_over = "requests sent elsewhere than where most of them was cached"
         yield self._counter("dynamo_component_router_non_max_overlap_selections", passed_over, selections)

@@ -20,14 +20,21 @@ from forebay.core.world import CORE_VERSION, World
 from forebay.events.base import Event
 from forebay.events.codec import DecodeError, decode, encode
 from forebay.events.control import PoolConfigured, RouterConfig
-from forebay.events.decisions import JournalRecord, OwnerClaimed, RequestRouted, RouteAnswered
+from forebay.events.decisions import (
+    CommandSent,
+    JournalRecord,
+    OwnerClaimed,
+    RequestAborted,
+    RequestRejected,
+    RequestRouted,
+)
 from forebay.events.fleet import OwnershipAnnounced
 from forebay.events.requests import RequestSubmitted
 from forebay.events.topics import CONTROL, DEAD_LETTERS, FLEET, INPUTS, REQUESTS, Topic
 from forebay.live.admission import Admission, PoolsByLease
 from forebay.live.asked import AskedReader
 from forebay.live.clock import RunClock, steady_clock
-from forebay.live.effects import answers, reannounce, work_again, work_item
+from forebay.live.effects import answers, reannounce, work_again, work_item, worker_commands
 from forebay.live.journal import Journal, OwnershipLost
 from forebay.live.recovery import recover
 from forebay.live.snapshots import Snapshots
@@ -264,12 +271,17 @@ class Owner:
         drafts: list[Draft] = []
         for decision in decided:
             if isinstance(decision, RequestRouted):
-                asked = await self._asked_by(decision, submitted)
-                if asked is not None:
-                    report_output = self._reports_output(decision.pool)
-                    drafts.append(work_item(decision, asked, report_output=report_output))
-            else:
-                drafts += answers(decision)
+                request = self.world.requests.get(decision.request_id)
+                if request is None:
+                    continue  # the same turn ended it again, and so cancelled its work
+                # By offset: another submission with the same id, which was refused, may stand in the same turn.
+                asked = submitted.get(request.offset) or await self._asked.at(request.offset)
+                report_output = self._reports_output(decision.pool)
+                drafts.append(work_item(decision, asked, request.encoded, report_output=report_output))
+                continue
+            drafts += answers(decision)
+            if isinstance(decision, CommandSent):
+                drafts += self._commands(decision.command_id)
         self._asked.forget()
         self._send(drafts)
 
@@ -285,16 +297,6 @@ class Owner:
             for draft in drafts:
                 self._send([draft])
 
-    async def _asked_by(
-        self, decision: RequestRouted, submitted: dict[int, RequestSubmitted]
-    ) -> RequestSubmitted | None:
-        """The request of a decision; None when the same turn ended it again, and so cancelled its work."""
-        request = self.world.requests.get(decision.request_id)
-        if request is None:
-            return None
-        # By offset: another submission with the same id, which was refused, may stand in the same turn.
-        return submitted.get(request.offset) or await self._asked.at(request.offset)
-
     def _reports_output(self, pool: str) -> bool:
         return self.world.pools[pool].router.track_output_blocks
 
@@ -309,18 +311,28 @@ class Owner:
         again = [*recovered.unsure, *(decided for decided in pending if isinstance(decided, Unsure))]
         drafts = []
         for decided in again:
-            if isinstance(decided, RouteAnswered) or self.world.requests.get(decided.request_id) is None:
+            # The id of a request may have been used again: then its answer is still to come.
+            of_request = decided.request_id if isinstance(decided, RequestRejected | RequestAborted) else ""
+            if self.world.requests.get(of_request) is None:
                 drafts += answers(decided)
         drafts += self._resyncs()
+        for given in self.world.commands.pending():
+            drafts += self._commands(given.command_id)
         owner_epoch = self.world.owner_epoch
         for request in self.world.requests.under_way():
             worker = self.world.fleet.get(request.worker_id)
             if request.on_worker and worker is not None:
                 asked = await self._asked.at(request.offset)
                 report_output = self._reports_output(request.pool)
-                drafts.append(work_again(request, worker.slot, owner_epoch, asked, report_output=report_output))
+                where = worker.spec.pool, worker.slot, owner_epoch
+                drafts.append(work_again(request, *where, asked, report_output=report_output))
         self._asked.forget()
         self._send(drafts)
+
+    def _commands(self, command_id: str) -> Iterator[Draft]:
+        pending = self.world.commands.get(command_id)
+        if pending is not None:
+            yield from worker_commands(pending, self.world.fleet, self.world.owner_epoch, self.world.now_us)
 
     def _resyncs(self) -> Iterator[Draft]:
         for cursor in self.world.index.resyncing():
@@ -386,7 +398,7 @@ class Owner:
         return any(len(self._tails[topic.name]) for topic in topics)
 
     async def _sleep(self) -> None:
-        due_us = self.world.requests.next_due_us()
+        due_us = self.world.next_due_us()
         wait_s = self._settings.poll_s
         if due_us is not None:
             wait_s = min(wait_s, max(0.0, (due_us - self._clock.now_us()) / 1e6))

@@ -12,7 +12,14 @@ from typing import Protocol
 
 from forebay.core.rederive import Divergence, Rederivation
 from forebay.core.world import World
-from forebay.events.decisions import JournalRecord, RequestAborted, RequestRejected, RouteAnswered
+from forebay.events.decisions import (
+    CommandEnded,
+    CommandSent,
+    JournalRecord,
+    RequestAborted,
+    RequestRejected,
+    RouteAnswered,
+)
 from forebay.events.topics import DECISIONS
 from forebay.transport.base import Log, LogError, Record
 from forebay.transport.recorded import (
@@ -28,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 # Effects follow their journal records within a turn, so only the newest can be missing; a turn makes fewer.
 UNSURE_MAX = 1_024
-Unsure = RequestRejected | RequestAborted | RouteAnswered
+Unsure = RequestRejected | RequestAborted | RouteAnswered | CommandSent | CommandEnded
 GATHER_S = 0.25  # each pass reads every input topic once: pages, not single records
 BATCH_RECORDS = 64  # followed before others on the event loop get their turn
 PROGRESS_EVERY = 20_000  # journal records between two lines about a long gap
@@ -64,7 +71,7 @@ class Standby:
         position: the journal offset up to which the world has followed.
         failed: why it cannot follow any more; None while it can.
         followed: the world, and what was decided there but not journalled.
-        unsure: the newest refusals, endings and told routes, whose answers their owner may not have sent.
+        unsure: the newest refusals, endings, told routes and commands, whose answers their owner may not have sent.
     """
 
     def __init__(self, log: Log, partition: int, onlooker: Onlooker | None = None) -> None:

@@ -72,6 +72,7 @@ def routing_of(world: World, pool: PoolConfigured, request: Request, choice: Cho
         candidates=tuple(_candidate(around, table, position, chances) for position in range(len(costs))),
         left_out=left_out(world, pool, request, table.roster.positions),
         table_digest=hex_digest(table.digest()),
+        stage="encode" if pool.role == "encode" else "aggregated",
     )
 
 
@@ -92,7 +93,9 @@ def left_out(
             key = worker.spec.worker_id, rank
             if key not in candidates:
                 reasons = dict(_unmet(worker, rank, request))
-                if not reasons:
+                if not reasons and pool.role == "encode":
+                    reasons = {"had_it_last": "it had the request last, and there is another"}
+                elif not reasons:
                     reasons = _passed_over(ready[key], busy, session, hard=hard)
                 text = "; ".join(reasons.values())
                 found.append(LeftOut(seen=around.seen(worker, rank), reasons=tuple(reasons), text=text))

@@ -12,7 +12,7 @@ from itertools import zip_longest
 
 from forebay.core.counterfactual import Alternative, Counterfactual, booked_by_history, counterfactual
 from forebay.core.holder_bits import HolderKey
-from forebay.core.lifecycle import Phase, Request
+from forebay.core.lifecycle import Request
 from forebay.core.router import Choice
 from forebay.core.step import Decided, InputEvent
 from forebay.events.base import hex_digest
@@ -256,6 +256,8 @@ class Comparison:
     def _count(self, number: int, decision: Decided, now_us: int) -> None:
         tally = self._tallies[number]
         match decision:
+            case RequestRouted(stage="encode"):
+                pass  # no configuration changes it: what is compared is who answers
             case RequestRouted():
                 self._route(number, decision, now_us)
             case RequestHeld():
@@ -312,7 +314,7 @@ class Comparison:
                 pair = self._pairs.get(request_id)
                 if pair is not None and pair.firsts[number] is None:
                     request = world.requests.get(request_id)
-                    if request is None or request.phase is not Phase.QUEUED:
+                    if request is None or request.attempt:
                         self._first(number, request_id, NOWHERE, now_us)
 
     def _pair(self, request_id: str, now_us: int) -> _Pair:

@@ -14,14 +14,18 @@ from typing import assert_never
 
 import msgspec
 
+from forebay.core.commands import LATE, LEFT, TOO_LONG
 from forebay.core.lifecycle import content_hash, id_hash
 from forebay.core.policies import RoutingRequest
 from forebay.core.step import InputEvent
 from forebay.events.base import array_u64, hex_digest, pack_u64, unpack_u64
-from forebay.events.control import BusyThresholdsSet, PoolConfigured
+from forebay.events.control import BusyThresholdsSet, Command, PoolConfigured, WorkerCommanded
 from forebay.events.decisions import (
     Advanced,
     CacheResyncRequested,
+    CommandEnded,
+    CommandOutcome,
+    CommandSent,
     JournalRecord,
     OwnerClaimed,
     RequestAborted,
@@ -41,8 +45,19 @@ from forebay.events.fleet import (
     WorkerSuspect,
 )
 from forebay.events.kv import AnyKvEvent, BlocksRemoved, BlocksStored, CacheCleared
+from forebay.events.media import Encoded, Media
 from forebay.events.metrics import LoadReported
-from forebay.events.progress import FirstTokenEmitted, OutputGrown, RequestFailed, RequestFinished
+from forebay.events.progress import (
+    CommandDone,
+    CommandRefused,
+    EncodeFailed,
+    EncodeFinished,
+    FirstTokenEmitted,
+    OutputGrown,
+    RequestFailed,
+    RequestFinished,
+    TransferFailed,
+)
 from forebay.events.requests import (
     NO_HINTS,
     RequestCancelled,
@@ -54,6 +69,7 @@ from forebay.events.requests import (
 from forebay.events.snapshots import (
     Booking,
     Chunk,
+    CommandState,
     ComputedTokens,
     IndexBlocks,
     IndexChanges,
@@ -159,8 +175,16 @@ class Disguise:
                 return self._cache(event)
             case FirstTokenEmitted() | OutputGrown() | RequestFinished():
                 return replace(event, request_id=self.request_id(event.request_id))
-            case RequestFailed():
+            case EncodeFinished():
+                return replace(event, request_id=self.request_id(event.request_id), encoded=_withheld(event.encoded))
+            case RequestFailed() | EncodeFailed() | TransferFailed():
                 return replace(event, request_id=self.request_id(event.request_id), error="")
+            case CommandDone():
+                return replace(event, command_id=self.request_id(event.command_id), loras=self._loras(event.loras))
+            case CommandRefused():
+                return replace(event, command_id=self.request_id(event.command_id), error="")
+            case WorkerCommanded():
+                return self._commanded(event)
             case WorkerJoined():
                 return replace(event, spec=self._spec(event.spec), lease=self.masks.name("lease", event.lease))
             case WorkerSuspect() | WorkerRecovered() | WorkerDraining() | WorkerLost():
@@ -182,14 +206,16 @@ class Disguise:
             reply_slot=event.reply_slot,
             timeout_us=event.timeout_us,
             tie_seed=self.tie_seed(offset, event.tie_seed),
-            sampling=_without_seed(event.sampling),
+            sampling=_sampling(event.sampling),
             nonce=self.masks.contents.of(content_hash(event)),
             reply_from=event.reply_from,
             at_us=event.at_us,
             lora_name=self.masks.name("lora", event.lora_name),
             cache_namespace=self.masks.name("namespace", event.cache_namespace),
             routing=self.hints(event.routing),
+            task=event.task,
             withheld_tokens=event.prompt_tokens,
+            media=tuple(map(self._media, event.media)),
         )
 
     def hints(self, hints: RoutingHints) -> RoutingHints:
@@ -215,6 +241,11 @@ class Disguise:
                 return replace(record, request_id=self.request_id(record.request_id))
             case RequestRejected() | RequestAborted() | RouteAnswered():
                 return replace(record, request_id=self.request_id(record.request_id), message="")
+            case CommandSent():
+                return replace(record, command_id=self.request_id(record.command_id), message="")
+            case CommandEnded():
+                outcomes = tuple(map(self._outcome, record.outcomes))
+                return replace(record, command_id=self.request_id(record.command_id), outcomes=outcomes)
             case CacheResyncRequested():
                 return record
             case SnapshotTaken() | Advanced():
@@ -237,9 +268,19 @@ class Disguise:
                 return replace(part, spec=self._spec(part.spec), lease=self.masks.name("lease", part.lease))
             case RequestState():
                 return self._state(part)
+            case CommandState():
+                outcomes = tuple(map(self._outcome, part.outcomes))
+                return replace(
+                    part,
+                    command_id=self.request_id(part.command_id),
+                    nonce=self._nonce(part.nonce),
+                    command=self._command(part.command),
+                    outcomes=outcomes,
+                )
             case Remembered():
                 ids = pack_u64(map(self._id_hash, unpack_u64(part.ids)))
-                return replace(part, ids=ids, contents=pack_u64(map(self._content, unpack_u64(part.contents))))
+                content = self._nonce if part.commands else self._content
+                return replace(part, ids=ids, contents=pack_u64(map(content, unpack_u64(part.contents))))
             case Booking():
                 blocks = self.masks.blocks.packed(part.sequence_hashes)
                 return replace(part, request_id=self.request_id(part.request_id), sequence_hashes=blocks)
@@ -261,6 +302,37 @@ class Disguise:
             routing=self.hints(event.routing),
         )
 
+    def _commanded(self, event: WorkerCommanded) -> WorkerCommanded:
+        return replace(
+            event,
+            command_id=self.request_id(event.command_id),
+            model=self._model(event.model),
+            command=self._command(event.command),
+            pool=self._named("pool", event.pool, self.names.pools),
+            worker_ids=tuple(map(self._worker, event.worker_ids)),
+            nonce=self._nonce(event.nonce),
+        )
+
+    def _nonce(self, nonce: int) -> int:
+        """Of a command; it has 63 bits."""
+        return self.masks.contents.of(nonce) >> 1
+
+    def _command(self, command: Command) -> Command:
+        name, path = self.masks.name("lora", command.lora_name), self.masks.name("path", command.lora_path)
+        return replace(command, lora_name=name, lora_path=path)
+
+    def _outcome(self, outcome: CommandOutcome) -> CommandOutcome:
+        """What an engine said goes; what the owner said stays."""
+        message = outcome.message if outcome.message in (LEFT, LATE, TOO_LONG) else ""
+        return replace(outcome, loras=self._loras(outcome.loras), message=message)
+
+    def _loras(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(self.masks.name("lora", name) for name in names)
+
+    def _media(self, media: Media) -> Media:
+        """That something stands there: its bytes go, and its name, which everybody can compute who has them."""
+        return replace(media, digest=self.masks.sha256(media.digest), mime=f"{media.kind}/*", content=b"")
+
     def _state(self, state: RequestState) -> RequestState:
         return replace(
             state,
@@ -270,6 +342,7 @@ class Disguise:
             sequence_hashes=self.masks.blocks.packed(state.sequence_hashes),
             lora_name=self.masks.name("lora", state.lora_name),
             routing=self.hints(state.routing),
+            encoded=None if state.encoded is None else _withheld(state.encoded),
         )
 
     def _cache(self, event: AnyKvEvent) -> AnyKvEvent:
@@ -284,7 +357,7 @@ class Disguise:
         return told
 
     def _spec(self, spec: WorkerSpec) -> WorkerSpec:
-        return replace(spec, loras=tuple(self.masks.name("lora", name) for name in spec.loras))
+        return replace(spec, loras=self._loras(spec.loras))
 
     def _worker(self, name: str) -> str:
         return self._named("worker", name, self.names.workers)
@@ -310,8 +383,21 @@ class Disguise:
         return self.masks.sessions.of(key) if known is None else known
 
 
-def _without_seed(sampling: Sampling) -> Sampling:
-    return sampling if sampling.seed is None else replace(sampling, seed=None)
+def _sampling(sampling: Sampling) -> Sampling:
+    """Neither its seed nor what its answer must look like, nor which tokens it must or must not have."""
+    structured = None if sampling.structured is None else replace(sampling.structured, text="")
+    return replace(
+        sampling,
+        seed=None,
+        structured=structured,
+        logit_bias=tuple(replace(one, token_id=0) for one in sampling.logit_bias),
+        stop_token_ids=(0,) * len(sampling.stop_token_ids),
+    )
+
+
+def _withheld(encoded: Encoded) -> Encoded:
+    """Embeddings as large as they were: their checksum names what a client sent."""
+    return replace(encoded, descriptor=b"", checksum=hex_digest(0))
 
 
 def told(record: Record, value: bytes) -> Record:

@@ -6,7 +6,7 @@ import msgspec
 
 from forebay.core.step import InputEvent
 from forebay.events.base import U64_BYTES
-from forebay.events.control import BusyThresholdsSet, PoolConfigured, RouterConfig
+from forebay.events.control import BusyThresholdsSet, Command, PoolConfigured, RouterConfig, WorkerCommanded
 from forebay.events.fleet import (
     OwnershipAnnounced,
     WorkerDraining,
@@ -17,7 +17,19 @@ from forebay.events.fleet import (
 )
 from forebay.events.kv import BlocksRemoved, BlocksStored, CacheCleared
 from forebay.events.metrics import LoadReported
-from forebay.events.progress import FirstTokenEmitted, OutputGrown, RequestFailed, RequestFinished
+from forebay.events.progress import (
+    CommandDone,
+    CommandRefused,
+    EncodeFailed,
+    EncodeFinished,
+    FirstTokenEmitted,
+    OutputGrown,
+    ProgressEvent,
+    RequestFailed,
+    RequestFinished,
+    RequestProgress,
+    TransferFailed,
+)
 from forebay.events.requests import RequestCancelled, RequestSubmitted, RouteQueried
 
 UNDECODED = "undecodable"
@@ -61,7 +73,7 @@ def text_of(event: InputEvent | None) -> str:
             return f"{event.request_id}: a question, {event.prompt_tokens} tokens, {_blocks(event.sequence_hashes)}"
         case RequestCancelled():
             return f"{event.request_id}: {event.reason}"
-        case FirstTokenEmitted() | OutputGrown() | RequestFinished() | RequestFailed():
+        case ProgressEvent():
             return f"{event.request_id}, attempt {event.attempt}: {_progress(event)} at {event.worker_id}"
         case LoadReported():
             used = f"{event.kv_blocks_used} of {event.kv_blocks_total} blocks"
@@ -77,11 +89,19 @@ def text_of(event: InputEvent | None) -> str:
             return f"the pool {event.pool} of {event.model} routes by {_router(event.router)}"
         case BusyThresholdsSet():
             return f"when workers of {event.model} are busy"
+        case WorkerCommanded():
+            pool = f" in the pool {event.pool}" if event.pool else ""
+            whom = ", ".join(event.worker_ids) or f"every worker of {event.model}"
+            return f"{event.command_id}: {_command(event.command)}, told to {whom}{pool}"
+        case CommandDone():
+            return f"{event.command_id}: {event.worker_id} did {event.action}"
+        case CommandRefused():
+            return f"{event.command_id}: {event.worker_id} refused {event.action} ({event.error})"
         case _:
             assert_never(event)
 
 
-def _progress(event: FirstTokenEmitted | OutputGrown | RequestFinished | RequestFailed) -> str:
+def _progress(event: RequestProgress) -> str:
     match event:
         case FirstTokenEmitted():
             return "first token"
@@ -91,6 +111,16 @@ def _progress(event: FirstTokenEmitted | OutputGrown | RequestFinished | Request
             return f"finished ({event.finish_reason})"
         case RequestFailed():
             return f"failed ({event.error})"
+        case EncodeFinished():
+            return f"images and videos encoded as {' x '.join(map(str, event.encoded.shape))} {event.encoded.dtype}"
+        case EncodeFailed():
+            return f"images and videos not encoded ({event.error})"
+        case TransferFailed():
+            return f"embeddings not fetched ({event.error})"
+
+
+def _command(command: Command) -> str:
+    return f"{command.action} {command.lora_name}" if command.lora_name else command.action
 
 
 def _router(config: RouterConfig) -> str:

@@ -15,6 +15,7 @@ Kind = Literal["request", "query"]
 State = Literal[
     "submitted",  # and not applied by an owner yet
     "queued",
+    "encode",
     "prefill",
     "decode",
     "waiting",  # for another worker
@@ -40,7 +41,15 @@ Reason = Literal[
     "policy",
 ]
 Absence = Literal[
-    "suspect", "draining", "not_pinned", "not_allowed", "missing_taint", "missing_adapter", "busy", "other_session"
+    "suspect",
+    "draining",
+    "not_pinned",
+    "not_allowed",
+    "missing_taint",
+    "missing_adapter",
+    "busy",
+    "other_session",
+    "had_it_last",  # of an encode worker
 ]
 
 
@@ -197,6 +206,7 @@ class Routing(Told, frozen=True, kw_only=True):
         left_out: the other ranks of the pool.
         table_digest: over every term of every candidate, equal to the recorded one.
         would_wait: of a query, whether such a request would be held.
+        stage: `encode` where its images and videos alone went.
     """
 
     offset: int
@@ -218,6 +228,7 @@ class Routing(Told, frozen=True, kw_only=True):
     left_out: tuple[LeftOut, ...]
     table_digest: str
     would_wait: bool = False
+    stage: str = "aggregated"
 
 
 class FirstToken(Told, frozen=True, kw_only=True):

@@ -132,7 +132,7 @@ def opens(record: OfRequest, *, held: bool) -> bool:
         case RequestHeld() | RouteAnswered():
             return True
         case RequestRouted():
-            return record.attempt == 1 and not held
+            return record.attempt == 1 and not record.earlier_attempts and not held
         case RequestRejected():
             return record.reason != "duplicate_id" and not held
         case RequestAborted():

@@ -15,9 +15,9 @@ from forebay.events.decisions import RequestHeld, RequestRejected, RequestRouted
 from forebay.events.fleet import WorkerJoined, WorkerLost
 from forebay.events.progress import FirstTokenEmitted, RequestFinished
 from forebay.events.requests import RequestCancelled, RequestSubmitted, RoutingHints
-from forebay.events.snapshots import Booking, Chunk, Remembered, Reported, RequestState
+from forebay.events.snapshots import Booking, Chunk, CommandState, Remembered, Reported, RequestState
 
-OF_REQUESTS = Booking | Remembered | Reported | RequestState
+OF_REQUESTS = Booking | CommandState | Remembered | Reported | RequestState
 
 
 @dataclass(slots=True)
@@ -98,7 +98,7 @@ class Handover:
             case _:
                 pass
         for decision in decided:
-            if isinstance(decision, RequestRouted) and decision.request_id in self._open:
+            if isinstance(decision, RequestRouted) and decision.stage != "encode" and decision.request_id in self._open:
                 self._open[decision.request_id].worker = (decision.worker_id, decision.rank)
 
     def configure(self, events: Sequence[PoolConfigured | BusyThresholdsSet], now_us: int) -> None:
@@ -123,7 +123,7 @@ class Handover:
 
 
 def _state(world: World) -> list[Chunk]:
-    """All but what is about requests. Between two journal records `consumed` is not empty, and no part of a state."""
+    """All but requests and commands. Between two journal records `consumed` is not empty, and no part of a state."""
     consumed = list(world.consumed)
     world.consumed.clear()
     chunks: list[Chunk] = [chunk for chunk in world.snapshot() if not isinstance(chunk, OF_REQUESTS)]

@@ -25,12 +25,15 @@ from forebay.events.decisions import (
 )
 from forebay.events.fleet import OwnershipAnnounced, WorkerFact, WorkerLost
 from forebay.events.progress import (
-    AnyProgressEvent,
+    EncodeFailed,
+    EncodeFinished,
     FirstTokenEmitted,
     OutputGrown,
     ProgressEvent,
     RequestFailed,
     RequestFinished,
+    RequestProgress,
+    TransferFailed,
 )
 from forebay.events.requests import RequestCancelled, RequestSubmitted, RouteQueried
 from forebay.events.topics import DECISIONS, FLEET, PROGRESS, REQUESTS
@@ -130,7 +133,7 @@ class Life:
         elif isinstance(event, RequestCancelled):
             text = f"asked to be cancelled: {event.reason}"
             self._tell("cancel_requested", text, now_us, topic, offset, counted=not self.over)
-        elif isinstance(event, AnyProgressEvent):
+        elif isinstance(event, RequestProgress):
             self._hear_progress(offset, event, now_us)
 
     def told(self, *, diverged: bool) -> Explanation:
@@ -163,13 +166,15 @@ class Life:
         self._ending: Ending | None = None
         self._moments: list[Moment] = []
         self._on: tuple[int, str, int] = (0, "", 0)  # attempt, worker, its epoch
+        self._embedded = False  # its images and videos are encoded, and wait to be fetched
 
     def _take_up(self, request: Request) -> None:
         """It is under way where the walk begins."""
         self._state = _state(request.phase)
-        self._on = request.attempt, request.worker_id, request.worker_epoch
+        self._embedded = request.encoded is not None
+        self._on = request.stage_attempt, request.worker_id, request.worker_epoch
         self._submission = of_request(request, self._world.pools[request.pool].model)
-        where = f", attempt {request.attempt} on {request.worker_id}" if request.on_worker else ""
+        where = f", attempt {request.stage_attempt} on {request.worker_id}" if request.on_worker else ""
         text = f"under way ({request.phase}{where}): this log does not hold what came before"
         self._tell("taken_up", text, self._zero_us, REQUESTS.name, request.offset)
 
@@ -243,7 +248,7 @@ class Life:
 
     def _route(self, offset: int, record: RequestRouted) -> None:
         routing = self._chosen(offset, record.table_digest, waited_us=record.waited_us)
-        self._state = "prefill"
+        self._state = "encode" if record.stage == "encode" else "prefill"
         self._on = record.attempt, record.worker_id, record.worker_epoch
         self._tell("routed", routed_text(routing), routing.now_us, DECISIONS.name, offset)
 
@@ -259,15 +264,15 @@ class Life:
         self._tell("answered", text, self._now_us, DECISIONS.name, offset)
 
     def _hear_worker(self, offset: int, event: WorkerFact, now_us: int | None) -> None:
-        if self._state not in ("prefill", "decode") or (event.worker_id, event.worker_epoch) != self._on[1:]:
+        if self._state not in ("encode", "prefill", "decode") or (event.worker_id, event.worker_epoch) != self._on[1:]:
             return
         what, text = worker_text(event)
         counted = event.owner_epoch >= self._owner_epoch  # else it is void
         if counted and isinstance(event, WorkerLost):
-            self._state = "waiting"
+            self._state, self._embedded = "waiting", False
         self._tell(what, text, now_us, FLEET.name, offset, counted=counted)
 
-    def _hear_progress(self, offset: int, event: AnyProgressEvent, now_us: int | None) -> None:
+    def _hear_progress(self, offset: int, event: RequestProgress, now_us: int | None) -> None:
         name = f"{event.worker_id}, attempt {event.attempt},"
         if self.over or (event.attempt, event.worker_id, event.worker_epoch) != self._on or not self._follows(event):
             text = f"{name} says {type(event).__struct_config__.tag}: it counts no more"
@@ -290,18 +295,36 @@ class Life:
             case RequestFailed():
                 self._end("failed", "", event.error, now_us, wall_us=event.at_us)
                 self._tell("failed", f"{name} failed: {event.error}", now_us, PROGRESS.name, offset)
+            case EncodeFinished():
+                self._state, self._embedded = "waiting", True
+                text = f"its images and videos are encoded by {event.worker_id}"
+                self._tell("encoded", text, now_us, PROGRESS.name, offset)
+            case EncodeFailed():
+                self._state = "waiting"
+                text = f"{name} could not encode its images and videos: {event.error}"
+                self._tell("not_encoded", text, now_us, PROGRESS.name, offset)
+            case TransferFailed():
+                self._state, self._embedded = "waiting", False
+                text = f"{name} could not fetch its embeddings: {event.error}"
+                self._tell("not_transferred", text, now_us, PROGRESS.name, offset)
 
-    def _follows(self, event: AnyProgressEvent) -> bool:
+    def _follows(self, event: RequestProgress) -> bool:
         match event:
             case FirstTokenEmitted():
                 return self._state == "prefill"
             case OutputGrown():
                 return self._state == "decode"
+            case EncodeFinished() | EncodeFailed():
+                return self._state == "encode"
+            case TransferFailed():
+                return self._state == "prefill" and self._embedded
+            case RequestFinished():
+                return self._state != "encode"
             case _:
                 return True
 
     def _first(self, event: FirstTokenEmitted, now_us: int | None) -> FirstToken:
-        routing = next((one for one in self._routings if one.attempt == event.attempt), None)
+        routing = next((one for one in self._routings if one.attempt == event.attempt and one.stage != "encode"), None)
         predicted = None
         if routing is not None and self._submission is not None:
             overlap = routing.candidates[routing.winner].seen.device_overlap

@@ -106,8 +106,9 @@ def routed_text(routing: Routing) -> str:
         would = "it would be held first, and then go to" if routing.would_wait else "it would go to"
         return f"{would} {where}: {routing.why}"
     again = f"attempt {routing.attempt}, " if routing.attempt > 1 else ""
+    sent = "sent to be encoded" if routing.stage == "encode" else "routed"
     waited = f" after {routing.waited_us / 1e6:.3f} s in the queue" if routing.waited_us else ""
-    return f"{again}routed to {where}{waited}: {routing.why}"
+    return f"{again}{sent} to {where}{waited}: {routing.why}"
 
 
 def first_token_text(first: FirstToken, prompt_tokens: int | None) -> str:

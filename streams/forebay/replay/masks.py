@@ -89,6 +89,10 @@ class Masks:
             return name
         return f"{kind}-{blake2b(name.encode(), key=self._key, person=kind.encode(), digest_size=8).hexdigest()}"
 
+    def sha256(self, digest: str) -> str:
+        """A SHA-256 in hex."""
+        return blake2b(bytes.fromhex(digest), key=self._key, person=b"sha256", digest_size=32).hexdigest()
+
     def undecodable(self, topic: Topic, value: bytes) -> bytes:
         """In place of a record that does not decode: one that does not for the same reason, and says nothing else."""
         tag = None if topic.events is None else unknown_tag(topic, value)

@@ -29,6 +29,7 @@ class PoolFacts(Fact, frozen=True, kw_only=True):
     router: RouterConfig
     busy: BusyThresholds
     routed: int
+    role: str = "aggregated"
 
 
 class WorkerFacts(Fact, frozen=True, kw_only=True):
@@ -180,6 +181,7 @@ def pools_of(world: World) -> list[PoolFacts]:
             router=pool.router,
             busy=world.busy.get(name, pool.router.busy),
             routed=world.turns.get(name, 0),
+            role=pool.role,
         )
         for name, pool in sorted(world.pools.items())
     ]
@@ -295,7 +297,7 @@ def _request(world: World, request: Request, timeout_us: int | None) -> RequestF
         pool=request.pool,
         worker_id=request.worker_id if request.on_worker else "",
         rank=request.rank,
-        attempt=request.attempt,
+        attempt=request.stage_attempt,
         prompt_tokens=request.prompt_tokens,
         submitted_offset=request.offset,
         age_us=None if timeout_us is None else timeout_us - due_in_us,

@@ -22,7 +22,12 @@ from forebay.core.step import CLOCK, Decided, InputEvent, claim, open_run, step
 from forebay.core.world import World, restore
 from forebay.events.control import BusyThresholds, BusyThresholdsSet, PoolConfigured
 from forebay.events.decisions import RequestAborted, RequestRejected, RequestRouted
-from forebay.events.progress import AnyProgressEvent, FirstTokenEmitted, OutputGrown, RequestFailed, RequestFinished
+from forebay.events.progress import (
+    ProgressEvent,
+    RequestFailed,
+    RequestFinished,
+    RequestProgress,
+)
 
 LATE = "late-progress"  # no topic: what comes late took its place in one when history's world got it
 
@@ -49,8 +54,8 @@ class OtherWorld:
         self._recorded = dict(self.world.pools)
         self._sent_us: dict[str, int] = {}
         self._sent_in_history_us: dict[str, int] = {}
-        self._unsent: dict[str, deque[tuple[int, AnyProgressEvent]]] = {}  # said of requests that wait here
-        self._late: list[tuple[int, int, AnyProgressEvent]] = []
+        self._unsent: dict[str, deque[tuple[int, RequestProgress]]] = {}  # said of requests that wait here
+        self._late: list[tuple[int, int, RequestProgress]] = []
         self._numbered = 0
         self.world.on_choice = self._on_choice
 
@@ -84,7 +89,7 @@ class OtherWorld:
                 self.said = event = self._alter(event)
             case BusyThresholdsSet():
                 self.said = event = self._set_busy(event)
-            case FirstTokenEmitted() | OutputGrown() | RequestFinished() | RequestFailed():
+            case ProgressEvent():
                 return self._progress(topic, event if heard else None, now_us)
             case _:
                 pass
@@ -102,7 +107,7 @@ class OtherWorld:
     def _on_choice(self, _: PoolConfigured, request: Request, choice: Choice) -> None:
         self.choices[request.request_id] = (request, choice)
 
-    def _progress(self, topic: str, event: AnyProgressEvent | None, now_us: int) -> list[Decided]:
+    def _progress(self, topic: str, event: RequestProgress | None, now_us: int) -> list[Decided]:
         """What a worker said, None if nobody listened: now, later, or never. It takes its place in the topic."""
         request = None if event is None else self.world.requests.get(event.request_id)
         if event is not None and request is None:
@@ -131,7 +136,7 @@ class OtherWorld:
                 decided += self._say(LATE, request, event, now_us, "late")
         return decided
 
-    def _say(self, topic: str, request: Request, event: AnyProgressEvent, now_us: int, how: str) -> list[Decided]:
+    def _say(self, topic: str, request: Request, event: RequestProgress, now_us: int, how: str) -> list[Decided]:
         """Let whoever has the request say it."""
         world = self.world
         if isinstance(event, RequestFinished):
@@ -139,7 +144,7 @@ class OtherWorld:
         if isinstance(event, RequestFinished | RequestFailed):
             self._forget(request.request_id)
         said = msgspec.structs.replace(
-            event, attempt=request.attempt, worker_id=request.worker_id, worker_epoch=request.worker_epoch
+            event, attempt=request.stage_attempt, worker_id=request.worker_id, worker_epoch=request.worker_epoch
         )
         outdated = world.counts["outdated_progress"]
         decided = step(world, topic, said, now_us)
@@ -151,7 +156,7 @@ class OtherWorld:
         here_us, there_us = self._sent_us.get(request_id), self._sent_in_history_us.get(request_id)
         return 0 if here_us is None or there_us is None else max(0, here_us - there_us)
 
-    def _delay(self, due_us: int, event: AnyProgressEvent) -> None:
+    def _delay(self, due_us: int, event: RequestProgress) -> None:
         self._numbered += 1
         heappush(self._late, (due_us, self._numbered, event))
 

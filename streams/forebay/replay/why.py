@@ -59,7 +59,7 @@ def limiting_session(
     if bound is None or any(key != (bound.worker_id, bound.rank) for key in candidates):
         return None
     try:
-        roster = eligible(world.roster(pool.pool), world.fleet, pool, hints, request.lora_name)
+        roster = eligible(world.roster(pool.pool), world.fleet, pool, hints, request.lora_name, request.task)
     except Ineligible:
         return None
     return bound if len(roster.seats) > 1 and of_session(roster, bound) is not None else None

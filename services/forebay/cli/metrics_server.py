@@ -1,0 +1,59 @@
+"""Metrics over HTTP, and beside them what a supervisor asks: `/ready` and `/live`."""
+
+import socket
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+
+from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client.exposition import ThreadingWSGIServer
+
+from forebay.ingress.errors import Unusable
+
+Probe = Callable[[], tuple[bool, str]]
+App = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
+
+
+@contextmanager
+def metrics_served(
+    host: str, port: int | None, registry: CollectorRegistry, probes: Mapping[str, Probe] | None = None
+) -> Iterator[None]:
+    """Show metrics while the body runs, if a port is given; `probes` by path. Raises Unusable when it is taken."""
+    if port is None:
+        yield
+        return
+    try:
+        family, *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        kind = type("Server", (ThreadingWSGIServer,), {"address_family": family})
+        server: WSGIServer = make_server(host, port, _app(registry, probes or {}), kind, _Handler)
+    except OSError as error:
+        text = f"no metrics on {host}:{port} ({error.strerror}); choose another --metrics-port"
+        raise Unusable(text) from error
+    threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()
+    try:
+        yield
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def _app(registry: CollectorRegistry, probes: Mapping[str, Probe]) -> App:
+    metrics = make_wsgi_app(registry)
+
+    def app(environment: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+        probe = probes.get(environment["PATH_INFO"])
+        if probe is None:
+            shown: Iterable[bytes] = metrics(environment, start)
+            return shown
+        well, text = probe()
+        start("200 OK" if well else "503 Service Unavailable", [("Content-Type", "text/plain; charset=utf-8")])
+        return [f"{text}\n".encode()]
+
+    return app
+
+
+class _Handler(WSGIRequestHandler):
+    def log_message(self, format: str, *arguments: object) -> None:  # noqa: A002 - the name of the base class
+        """A line for each scrape says nothing."""

@@ -1,0 +1,84 @@
+"""SGLang's KV events: batches of its PUB socket to engine events. Pure.
+
+The wire is vLLM's, with signed hashes, other names of media, and the salt as a field of each event. Pages that a
+sequence ends within are told of as smaller blocks. With speculation by EAGLE a page's tokens are pairs, each token with
+the one after it: the block is named by the first ones.
+"""
+
+import msgspec
+
+from forebay.events.kv import Tier
+from forebay.workers.kv_events.batch_wire import BatchDecoder
+from forebay.workers.kv_events.engine_events import (
+    Batch,
+    ClearedBlocks,
+    EngineEvent,
+    RemovedBlocks,
+    StoredBlocks,
+    as_u64,
+    packed_tokens,
+    tier_of,
+)
+
+
+class _Event(msgspec.Struct):
+    """Fields in the order of SGLang's structs."""
+
+
+class _Stored(_Event, tag="BlockStored"):
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int | tuple[int, int]]
+    block_size: int
+    lora_id: int | None = None
+    medium: str | None = None
+    cache_salt: str | None = None
+    session_id: str | None = None
+    lora_name: str | None = None
+
+
+class _Removed(_Event, tag="BlockRemoved"):
+    block_hashes: list[int]
+    medium: str | None = None
+
+
+class _Cleared(_Event, tag="AllBlocksCleared"):
+    pass
+
+
+def decode_sglang(payload: bytes) -> Batch:
+    """A `Decode`; skipped are, by reason, events of an `unknown_event` type, `unknown_medium` or `shared` storage."""
+    told, skipped = _BATCHES.decode(payload)
+    events: list[EngineEvent] = []
+    for one in told:
+        match one:
+            case _Stored():
+                tier = tier_of(one.medium, None, skipped)
+                if tier is not None:
+                    events.append(_stored(one, tier))
+            case _Removed():
+                tier = tier_of(one.medium, None, skipped)
+                if tier is not None:
+                    events.append(RemovedBlocks(hashes=tuple(map(as_u64, one.block_hashes)), tier=tier))
+            case _:
+                events.append(ClearedBlocks())
+    return Batch(tuple(events), skipped)
+
+
+def _stored(one: _Stored, tier: Tier) -> StoredBlocks:
+    return StoredBlocks(
+        hashes=tuple(map(as_u64, one.block_hashes)),
+        parent=None if one.parent_block_hash is None else as_u64(one.parent_block_hash),
+        token_ids=packed_tokens(
+            [token if isinstance(token, int) else token[0] for token in one.token_ids],
+            len(one.block_hashes),
+            one.block_size,
+        ),
+        block_size=one.block_size,
+        tier=tier,
+        lora_name=one.lora_name or "",
+        cache_salt=one.cache_salt or "",
+    )
+
+
+_BATCHES = BatchDecoder[_Event]((_Stored, _Removed, _Cleared))

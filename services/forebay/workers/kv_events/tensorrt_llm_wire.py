@@ -1,0 +1,147 @@
+"""TensorRT-LLM's KV events, polled as dicts, to engine events. Pure; one reader for all ranks of an engine.
+
+Theory of operation. Each rank counts its events; nothing can be asked for again, so a number that is missing is a loss.
+Models with attention windows tell of each window's blocks: only the largest, which sees the whole prompt, says whether
+a prefix can be reused. The last block of a sequence is told of before it is full, and has no identity then. Tiers are
+not told apart.
+"""
+
+from collections import Counter
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from forebay.core.blocks import mm_hash
+from forebay.workers.kv_events.engine_events import (
+    Batch,
+    EngineEvent,
+    KvEventError,
+    RemovedBlocks,
+    StoredBlocks,
+    as_u64,
+    packed_tokens,
+)
+
+
+class _Token(msgspec.Struct):
+    token_id: int
+
+
+class _MmKey(msgspec.Struct):
+    hash: Annotated[str, msgspec.Meta(min_length=1)]
+    type: Literal["mm_key"] = "mm_key"
+
+
+class _Block(msgspec.Struct):
+    block_hash: int
+    tokens: list[_Token]
+    mm_keys: list[_MmKey] | None = None
+    cache_salt: str | None = None
+
+
+class _Stored(msgspec.Struct):
+    blocks: list[_Block]
+    parent_hash: int | None = None
+    lora_name: str | None = None
+    cache_salt: str | None = None
+
+
+class _Removed(msgspec.Struct):
+    block_hashes: list[int]
+
+
+class _Event(msgspec.Struct):
+    event_id: int
+    data: dict[str, Any]
+    attention_dp_rank: int | None = None
+    window_size: int | None = None
+
+
+class Told(msgspec.Struct, frozen=True):
+    """What one event says of a rank; `missed` is why events before it are lost, mostly empty."""
+
+    rank: int
+    batch: Batch
+    missed: str = ""
+
+
+class TensorRtLlmReader:
+    """Skipped are, by reason, events of an `unknown_event` type and of an `other_window`, and `partial_blocks`."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._next_ids: dict[int, int] = {}
+        self._window: int | None = None  # the largest of those that were created before anything was stored
+        self._settled = False
+        self._partial: dict[int, set[int]] = {}
+
+    def read(self, event: object) -> Told:
+        """One event, as `get_kv_cache_events` gives them. Raises KvEventError; its number counts as missing then."""
+        try:
+            one = msgspec.convert(event, _Event)
+        except (msgspec.ValidationError, RecursionError) as error:
+            raise KvEventError(f"no KV event: {error}") from error
+        rank = one.attention_dp_rank or 0
+        due = self._next_ids.get(rank, one.event_id)
+        missed = f"KV event {due} was due, {one.event_id} came" if one.event_id != due else ""
+        if missed:
+            self._partial.pop(rank, None)
+        skipped: Counter[str] = Counter()
+        events = self._events(one, rank, skipped)
+        self._next_ids[rank] = one.event_id + 1
+        return Told(rank, Batch(tuple(events), skipped), missed)
+
+    def _events(self, one: _Event, rank: int, skipped: Counter[str]) -> list[EngineEvent]:
+        kind = one.data.get("type")
+        if kind == "created":
+            if not self._settled and one.window_size is not None:
+                self._window = max(one.window_size, self._window or 0)
+            return []
+        self._settled = True
+        if kind not in ("stored", "removed"):
+            skipped["unknown_event"] += 1
+            return []
+        if None not in (one.window_size, self._window) and one.window_size != self._window:
+            skipped["other_window"] += 1
+            return []
+        partial = self._partial.setdefault(rank, set())
+        try:
+            if kind == "stored":
+                return self._stored(msgspec.convert(one.data, _Stored), partial, skipped)
+            return _removed(msgspec.convert(one.data, _Removed), partial)
+        except (msgspec.ValidationError, RecursionError) as error:
+            raise KvEventError(f"KV event {one.event_id}: {error}") from error
+
+    def _stored(self, one: _Stored, partial: set[int], skipped: Counter[str]) -> list[EngineEvent]:
+        full = [block for block in one.blocks if len(block.tokens) >= self._block_size]
+        if full != one.blocks[: len(full)]:
+            raise KvEventError("blocks follow one that is not full")
+        rest = {as_u64(block.block_hash) for block in one.blocks[len(full) :]}
+        hashes = tuple(as_u64(block.block_hash) for block in full)
+        token_ids = [token.token_id for block in full for token in block.tokens]
+        packed = packed_tokens(token_ids, len(full), self._block_size)
+        if rest:
+            skipped["partial_blocks"] += len(rest)
+        partial |= rest
+        partial.difference_update(hashes)
+        if not full:
+            return []
+        media = {at: [mm_hash(key.hash) for key in block.mm_keys] for at, block in enumerate(full) if block.mm_keys}
+        return [
+            StoredBlocks(
+                hashes=hashes,
+                parent=None if one.parent_hash is None else as_u64(one.parent_hash),
+                token_ids=packed,
+                block_size=self._block_size,
+                lora_name=one.lora_name or "",
+                cache_salt=one.cache_salt or full[0].cache_salt or "",
+                mm_hashes=media,
+            )
+        ]
+
+
+def _removed(one: _Removed, partial: set[int]) -> list[EngineEvent]:
+    told = [as_u64(block) for block in one.block_hashes]
+    hashes = tuple(block for block in told if block not in partial)
+    partial.difference_update(told)
+    return [RemovedBlocks(hashes=hashes)] if hashes else []

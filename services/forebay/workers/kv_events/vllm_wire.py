@@ -1,0 +1,169 @@
+"""vLLM's KV events: batches of its PUB socket to engine events. Pure; one decoder a rank.
+
+Hybrid models tell of several groups of layers. Only those that attend to the whole prompt decide whether a prefix can
+be reused; the others are left out, as Dynamo does. Removals name nothing but the group, so what kind it is of is
+learned from what was stored in it; until then group 0 is taken to be one that counts.
+"""
+
+from collections import Counter
+from typing import Any
+
+import msgspec
+
+from forebay.core.blocks import DIGEST_CHARS, HEX_DIGITS, mm_hash
+from forebay.events.base import U64_BYTES
+from forebay.workers.kv_events.batch_wire import BatchDecoder
+from forebay.workers.kv_events.engine_events import (
+    Batch,
+    ClearedBlocks,
+    EngineEvent,
+    KvEventError,
+    RemovedBlocks,
+    StoredBlocks,
+    as_u64,
+    packed_tokens,
+    tier_of,
+)
+
+MAIN_ATTENTION = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
+GROUPS_MAX = 1_024  # of layers; models have a few
+
+
+class _Event(msgspec.Struct):
+    """Fields in the order of vLLM's arrays."""
+
+
+class _Stored(_Event, tag="BlockStored"):
+    block_hashes: list[int | bytes]
+    parent_block_hash: int | bytes | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None = None
+    medium: str | None = None
+    lora_name: str | None = None
+    extra_keys: list[list[Any] | None] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+    locality: str | None = None
+
+
+class _Removed(_Event, tag="BlockRemoved"):
+    block_hashes: list[int | bytes]
+    medium: str | None = None
+    group_idx: int | None = None
+    locality: str | None = None
+
+
+class _Cleared(_Event, tag="AllBlocksCleared"):
+    pass
+
+
+class VllmDecoder:
+    """A `Decode` with a memory of groups.
+
+    Skipped are, by reason, events of an `unknown_event` type, an `unknown_medium`, `shared` storage, an `other_group`
+    of layers, with `no_tokens` (offloaded blocks whose content is not told), and of an `unnamed_lora`.
+    """
+
+    def __init__(self) -> None:
+        self._main_groups: dict[int, bool] = {}
+
+    def __call__(self, payload: bytes) -> Batch:
+        """One payload. Raises KvEventError."""
+        told, skipped = _BATCHES.decode(payload)
+        events: list[EngineEvent] = []
+        for one in told:
+            event: EngineEvent | None
+            match one:
+                case _Stored():
+                    event = self._stored(one, skipped)
+                case _Removed():
+                    event = self._removed(one, skipped)
+                case _:
+                    event = ClearedBlocks()
+            if event is not None:
+                events.append(event)
+        return Batch(tuple(events), skipped)
+
+    def _stored(self, one: _Stored, skipped: Counter[str]) -> StoredBlocks | None:
+        if not self._counts(one.group_idx, one.kv_cache_spec_kind):
+            skipped["other_group"] += 1
+            return None
+        if (tier := tier_of(one.medium, one.locality, skipped)) is None:
+            return None
+        if not one.token_ids:
+            skipped["no_tokens"] += 1
+            return None
+        if one.lora_id and not one.lora_name:
+            skipped["unnamed_lora"] += 1
+            return None
+        parent = None if one.parent_block_hash is None else as_u64(one.parent_block_hash)
+        salt, mm_hashes = _extra(one, starts=parent is None)
+        return StoredBlocks(
+            hashes=tuple(map(as_u64, one.block_hashes)),
+            parent=parent,
+            token_ids=packed_tokens(one.token_ids, len(one.block_hashes), one.block_size),
+            block_size=one.block_size,
+            tier=tier,
+            lora_name=one.lora_name or "",
+            cache_salt=salt,
+            mm_hashes=mm_hashes,
+        )
+
+    def _removed(self, one: _Removed, skipped: Counter[str]) -> RemovedBlocks | None:
+        if not self._counts(one.group_idx, None):
+            skipped["other_group"] += 1
+            return None
+        tier = tier_of(one.medium, one.locality, skipped)
+        return None if tier is None else RemovedBlocks(hashes=tuple(map(as_u64, one.block_hashes)), tier=tier)
+
+    def _counts(self, group: int | None, kind: str | None) -> bool:
+        if group is None:
+            return kind is None or kind in MAIN_ATTENTION
+        if kind is not None:
+            if group not in self._main_groups and len(self._main_groups) >= GROUPS_MAX:
+                raise KvEventError(f"more than {GROUPS_MAX} groups of layers")
+            self._main_groups[group] = kind in MAIN_ATTENTION
+        return self._main_groups.get(group, group == 0)
+
+
+def _extra(one: _Stored, *, starts: bool) -> tuple[str, dict[int, list[int]]]:
+    """The cache salt of a sequence that starts here, and what stands in blocks besides tokens.
+
+    An entry of a block has the adapter's name, pairs of a medium's name and offset, the salt (in a sequence's first
+    block), and digests of prompt embeddings; before pairs there were bare names of media.
+    """
+    salt = ""
+    objects: dict[int, list[int]] = {}
+    if one.extra_keys is None:
+        return salt, objects
+    if len(one.extra_keys) != len(one.block_hashes):
+        raise KvEventError(f"{len(one.extra_keys)} extra keys for {len(one.block_hashes)} blocks")
+    bare_media = one.__struct_config__.array_like
+    for block, keys in enumerate(one.extra_keys):
+        lora_due = bool(one.lora_name)
+        for key in keys or ():
+            match key:
+                case str() if lora_due and key == one.lora_name:
+                    lora_due = False
+                    continue
+                case str() if starts and block == 0 and not salt and not (bare_media and _is_digest(key)):
+                    salt = key
+                    continue
+                case str(name) | [str(name), *_] if name:
+                    content = mm_hash(name)
+                case bytes():
+                    content = int.from_bytes(key[:U64_BYTES], "big")
+                case _:
+                    # Whatever it is, it tells the block apart from those that tokens alone name.
+                    content = mm_hash(repr(key))
+            objects.setdefault(block, []).append(content)
+    return salt, objects
+
+
+def _is_digest(key: str) -> bool:
+    return len(key) == DIGEST_CHARS and HEX_DIGITS.issuperset(key)
+
+
+_BATCHES = BatchDecoder[_Event]((_Stored, _Removed, _Cleared))

@@ -1,0 +1,276 @@
+"""The KV events of one rank from its engine's ZMQ sockets: every batch once, in order, as cache changes.
+
+The wire is vLLM's, which SGLang shares: a PUB socket with frames (topic, number as 8 bytes big-endian, payload), and a
+ROUTER socket that a DEALER asks for batches from a number on. The rank follows from the socket: what payloads say of it
+differs between engines. Needs `pyzmq`, which both engines bring along.
+"""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Items
+from typing import assert_never
+
+import msgspec
+import zmq
+import zmq.asyncio
+from zmq.utils.monitor import recv_monitor_message
+
+from forebay.workers.engine import CacheChange, EngineError
+from forebay.workers.kv_events.engine_events import Decode, KvEventError
+from forebay.workers.kv_events.resident import ResidentBlocks
+from forebay.workers.kv_events.sequence import Ask, Deliver, Lost, Restarted, Sequence, Step
+from forebay.workers.kv_events.tracker import KvTracker, Outcome
+
+logger = logging.getLogger(__name__)
+
+SEQ_BYTES = 8
+LIVE_FRAMES = 3
+ANSWER_FRAMES_MIN = 3
+END_OF_ANSWER = (-1).to_bytes(SEQ_BYTES, "big", signed=True)
+RECEIVE_HWM = 10_000  # batches; what the publisher drops beyond that is asked for again
+ANSWER_TIMEOUT_S = 2.0  # publishers answer within a tenth of a second
+QUIET_S = 5.0  # after this long without a batch, ask whether there is one
+
+
+class KvSource(msgspec.Struct, frozen=True):
+    """Where an engine publishes. Without `replay_endpoint` every gap is a loss."""
+
+    endpoint: str
+    replay_endpoint: str | None = None
+    topic: str = ""
+
+    def at_rank(self, rank: int) -> "KvSource":
+        """The sockets of a data parallel rank: engines add its number to the ports. Raises EngineError."""
+        replay = self.replay_endpoint
+        return KvSource(_at_rank(self.endpoint, rank), None if replay is None else _at_rank(replay, rank), self.topic)
+
+
+PublishChanges = Callable[[int, Items[CacheChange]], None]
+"""Gets the rank and its changes, in order, on the event loop."""
+OnLost = Callable[[int, str], None]
+"""Gets the rank whose events are lost and why: its engine should drop its prefix cache, until that succeeds.
+
+The rank was said to be empty before this is called.
+"""
+
+
+class KvFeed:
+    """The feed of one rank. `source` is that rank's.
+
+    `counts` of batches: `live`, `replayed`, `lost` (losses, not batches), `restarted`, `undecodable`, `frames`
+    (messages that are none), `unanswered`; and of events that were skipped, by the decoder's reasons.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        source: KvSource,
+        decode: Decode,
+        resident: ResidentBlocks,
+        *,
+        answer_timeout_s: float = ANSWER_TIMEOUT_S,
+        quiet_s: float = QUIET_S,
+    ) -> None:
+        self.counts: Counter[str] = Counter()
+        self.resident = resident
+        self.sequence = Sequence(replays=source.replay_endpoint is not None)
+        self._rank = rank
+        self._source = source
+        self._decode = decode
+        self._tracker = KvTracker(resident)
+        self._answer_timeout_s = answer_timeout_s
+        self._quiet_s = quiet_s
+        self._publish: PublishChanges | None = None
+        self._on_lost: OnLost | None = None
+        self._asked: Ask | None = None
+        self._wake = asyncio.Event()
+        self._waiting: list[asyncio.Future[bool]] = []  # for an answer to a question not yet asked
+        self._served: list[asyncio.Future[bool]] = []  # for the one under way
+
+    def held(self) -> Items[int]:
+        """The blocks on the device, by our names: what `Engine.held` gives."""
+        return self.resident.held()
+
+    def totals(self) -> Mapping[str, int]:
+        """Everything that is counted, for `KvEventMetrics`."""
+        return self.counts + self.resident.counts + Counter(gaps=self.sequence.gaps, late=self.sequence.late)
+
+    async def run(self, publish: PublishChanges, on_lost: OnLost) -> None:
+        """Follow the sockets until cancelled, from the first batch that the publisher still has.
+
+        Raises EngineError for an endpoint that is none; an exception of `publish` or `on_lost` ends it, in a group.
+        """
+        self._publish, self._on_lost = publish, on_lost
+        context = zmq.asyncio.Context()
+        try:
+            live = context.socket(zmq.SUB)
+            live.set(zmq.RCVHWM, RECEIVE_HWM)
+            live.subscribe(self._source.topic.encode())
+            # Before the connection, or its success could be missed.
+            monitor = live.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+            _connect(live, self._source.endpoint)
+            if self._source.replay_endpoint is not None:
+                with context.socket(
+                    zmq.DEALER
+                ) as probe:  # an endpoint that is none is refused now, not at the first gap
+                    _connect(probe, self._source.replay_endpoint)
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._receive(live))
+                tasks.create_task(self._on_connections(monitor))
+                tasks.create_task(self._on_quiet())
+                tasks.create_task(self._ask(context))
+        finally:
+            self._publish = None
+            self._answered(ok=False, of=self._served + self._waiting)
+            self._served, self._waiting = [], []
+            context.destroy(linger=0)
+
+    async def catch_up(self) -> bool:
+        """Wait until all that the engine has published before now is told; False if nobody answers, or nothing runs."""
+        if self._publish is None or self._source.replay_endpoint is None:
+            return False
+        answered: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._waiting.append(answered)
+        self._do(self.sequence.check())
+        return await answered
+
+    async def _receive(self, live: zmq.asyncio.Socket) -> None:
+        while True:
+            frames = await live.recv_multipart()
+            if len(frames) == LIVE_FRAMES and len(frames[1]) == SEQ_BYTES:
+                self.counts["live"] += 1
+                self._do(self.sequence.live(int.from_bytes(frames[1], "big"), frames[2]))
+            else:
+                self._no_batch(frames)
+            await asyncio.sleep(0)  # what is there is received without letting others run
+
+    async def _on_connections(self, monitor: zmq.asyncio.Socket) -> None:
+        """What was published before a connection did not come."""
+        while True:
+            await recv_monitor_message(monitor)
+            self._do(self.sequence.check())
+
+    async def _on_quiet(self) -> None:
+        """A gap shows when something comes after it; if nothing does, it has to be looked for."""
+        while True:
+            before = self.counts["live"]
+            await asyncio.sleep(self._quiet_s)
+            if self.counts["live"] == before:
+                self._do(self.sequence.check())
+
+    async def _ask(self, context: zmq.asyncio.Context) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while (asked := self._asked) is not None:
+                await self._answer(context, asked)
+
+    async def _answer(self, context: zmq.asyncio.Context, asked: Ask) -> None:
+        """One question, on a socket of its own: a late answer to an earlier one cannot be mistaken for its."""
+        assert self._source.replay_endpoint is not None
+        self._served += self._waiting
+        self._waiting = []
+        ok = True
+        with context.socket(zmq.DEALER) as dealer:
+            dealer.set(zmq.LINGER, 0)
+            dealer.set(zmq.RCVHWM, RECEIVE_HWM)
+            _connect(dealer, self._source.replay_endpoint)
+            await dealer.send_multipart([b"", asked.from_seq.to_bytes(SEQ_BYTES, "big")])
+            while self._asked is asked:
+                try:
+                    async with asyncio.timeout(self._answer_timeout_s):
+                        frames = await dealer.recv_multipart()
+                except TimeoutError:
+                    ok = False
+                    self.counts["unanswered"] += 1
+                    self._asked = None
+                    self._do(self.sequence.failed())
+                    break
+                self._on_answer(frames)
+                await asyncio.sleep(0)
+        if not self.sequence.asking:
+            served, self._served = self._served, []
+            self._answered(ok=ok, of=served)
+            if self._waiting:
+                self._do(self.sequence.check())
+
+    def _on_answer(self, frames: list[bytes]) -> None:
+        """A delimiter and a batch, without its topic from older engines; or the end."""
+        if len(frames) < ANSWER_FRAMES_MIN or len(frames[-2]) != SEQ_BYTES:
+            self._no_batch(frames)
+        elif frames[-2] == END_OF_ANSWER:
+            self._asked = None
+            self._do(self.sequence.answered())
+        else:
+            self.counts["replayed"] += 1
+            self._do(self.sequence.replayed(int.from_bytes(frames[-2], "big"), frames[-1]))
+
+    def _no_batch(self, frames: list[bytes]) -> None:
+        # If it was one, its number will be missing.
+        self.counts["frames"] += 1
+        logger.warning("rank %s: a message of %s frames is no batch of KV events", self._rank, len(frames))
+
+    def _answered(self, *, ok: bool, of: list["asyncio.Future[bool]"]) -> None:
+        for one in of:
+            if not one.done():
+                one.set_result(ok)
+
+    def _do(self, steps: list[Step]) -> None:
+        assert self._publish is not None and self._on_lost is not None
+        changes: list[CacheChange] = []
+        lost = ""
+        for step in steps:
+            match step:
+                case Ask():
+                    self._asked = step
+                    self._wake.set()
+                    continue
+                case Deliver():
+                    outcome = self._deliver(step)
+                case Lost():
+                    self.counts["lost"] += 1
+                    logger.warning("rank %s: %s", self._rank, step.reason)
+                    outcome = self._tracker.missed(step.reason)
+                case Restarted():
+                    self.counts["restarted"] += 1
+                    logger.warning("rank %s: another publisher of KV events", self._rank)
+                    outcome = self._tracker.restarted()
+                case _:
+                    assert_never(step)
+            changes += outcome.changes
+            lost = outcome.lost or lost
+        if changes:
+            self._publish(self._rank, changes)
+        if lost and self._tracker.lost:
+            self._on_lost(self._rank, lost)
+
+    def _deliver(self, step: Deliver) -> Outcome:
+        try:
+            batch = self._decode(step.payload)
+        except KvEventError as error:
+            self.counts["undecodable"] += 1
+            logger.warning("rank %s: KV events, batch %s: %s", self._rank, step.seq, error)
+            return self._tracker.undecodable(str(error))
+        self.counts += batch.skipped
+        return self._tracker.batch(batch)
+
+
+def _at_rank(endpoint: str, rank: int) -> str:
+    scheme, _, address = endpoint.partition("://")
+    host, _, port = address.rpartition(":")
+    if scheme != "tcp" or not host or not port.isdecimal():
+        if rank:
+            raise EngineError(
+                f"KV events of rank {rank}: {endpoint!r} has no port to add the rank to; use tcp://host:port"
+            )
+        return endpoint
+    return f"tcp://{host}:{int(port) + rank}"
+
+
+def _connect(socket: zmq.asyncio.Socket, endpoint: str) -> None:
+    try:
+        socket.connect(endpoint.replace("tcp://*:", "tcp://127.0.0.1:"))
+    except zmq.ZMQError as error:
+        raise EngineError(f"KV events: cannot connect to {endpoint!r}: {error}") from error

@@ -1,0 +1,8 @@
+"""What TensorRT-LLM is called with. Imports it: only to be imported where it runs."""
+
+from tensorrt_llm import LLM, SamplingParams
+from tensorrt_llm.executor.request import LoRARequest
+from tensorrt_llm.sampling_params import GuidedDecodingParams
+from tensorrt_llm.scheduling_params import SchedulingParams
+
+__all__ = ["LLM", "GuidedDecodingParams", "LoRARequest", "SamplingParams", "SchedulingParams"]

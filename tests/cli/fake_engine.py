@@ -1,0 +1,43 @@
+"""An engine that takes a real one's place: it says its sizes only when it starts, and fails when told to."""
+
+import msgspec
+
+from forebay.core.engine_model import EngineConfig
+from forebay.events.fleet import WorkerSpec
+from forebay.workers.engine import EngineError, Publish
+from forebay.workers.engine_settings import EngineSettings
+from forebay.workers.mock_engine import MockEngine
+
+CALLS: list[str] = []
+VOCABULARY = (100, 101, 102)
+
+
+class FakeEngine(MockEngine):
+    """`arguments`: what `fails`, and the `block_sizes` of one engine after the other."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        sizes = settings.arguments.get("block_sizes", [16])
+        self.settings = settings
+        self.config = EngineConfig(vocabulary=VOCABULARY, block_size=sizes[CALLS.count("made") % len(sizes)])
+        CALLS.append("made")
+        super().__init__(self.config, speedup=1e3)
+
+    async def start(self, spec: WorkerSpec) -> WorkerSpec:
+        if self.settings.arguments.get("fails") == "start":
+            raise EngineError("the weights are broken")
+        config = self.config
+        return msgspec.structs.replace(
+            spec,
+            block_size=config.block_size,
+            kv_blocks_total=config.kv_blocks_total,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+        )
+
+    async def run(self, publish: Publish) -> None:
+        if self.settings.arguments.get("fails") == "run":
+            raise EngineError("the engine died")
+        await super().run(publish)
+
+    async def stop(self) -> None:
+        CALLS.append("stop")

@@ -1,0 +1,147 @@
+"""The engine of README.md as it stands there: served by `forebay up`, streamed through the OpenAI API."""
+
+import ast
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from infra.local import free_ports
+
+README = Path(__file__).parents[2] / "README.md"
+FOREBAY = [sys.executable, "-m", "forebay.cli"]
+PATIENCE_S = 60.0
+LINES_MAX = 30
+PROMPT = "the log is the truth and the log is"
+CONTENT_TYPE = {"content-type": "application/json"}
+
+pytestmark = pytest.mark.timeout(180)
+
+
+def blocks() -> tuple[str, str]:
+    """The example and the commands after it, as in README.md."""
+    section = README.read_text().partition("## Bring your own engine")[2].partition("\n## ")[0]
+    (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    (commands,) = re.findall(r"```sh\n(.*?)```", section, re.DOTALL)
+    return code, commands
+
+
+@contextmanager
+def up(*options: str) -> Iterator[str]:
+    """A running `forebay up`: its address."""
+    port = free_ports(1)
+    process = subprocess.Popen(
+        [*FOREBAY, "up", "--port", str(port), *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        ends_s = time.monotonic() + PATIENCE_S
+        while True:
+            assert process.poll() is None, process.communicate()[0]
+            assert time.monotonic() < ends_s, "not ready"
+            try:
+                if httpx.get(f"{url}/ready", timeout=5).status_code == httpx.codes.OK:
+                    break
+            except httpx.TransportError:
+                pass
+            time.sleep(0.05)
+        yield url
+        process.send_signal(signal.SIGTERM)
+        said = process.communicate(timeout=PATIENCE_S)[0]
+        assert process.returncode == 0, said
+        assert "Traceback" not in said
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture(scope="module")
+def example(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A system that serves the example."""
+    code, commands = blocks()
+    folder = tmp_path_factory.mktemp("example")
+    named = re.search(r"forebay up --engine (\w+\.py):(\w+)", commands)
+    assert named is not None
+    (folder / named[1]).write_text(code)
+    with up("--engine", f"{folder / named[1]}:{named[2]}") as url:
+        yield url
+
+
+def test_the_example_is_short_and_is_what_the_commands_name() -> None:
+    code, _ = blocks()
+    lines = [line for line in code.splitlines() if line.strip()]
+    assert len(lines) <= LINES_MAX
+    ast.parse(code)
+
+
+def test_the_example_answers_a_stream(example: str) -> None:
+    client = openai.OpenAI(base_url=f"{example}/v1", api_key="none", max_retries=0)
+    stream = client.completions.create(
+        model="forebay-default", prompt=PROMPT, max_tokens=40, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = list(stream)
+    pieces = [chunk.choices[0].text for chunk in chunks if chunk.choices]
+    assert len([piece for piece in pieces if piece]) > 5
+    assert {chunk.choices[0].finish_reason for chunk in chunks if chunk.choices} == {None, "length"}
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 40
+    # Nothing but words of the prompt; the last one may be cut by `max_tokens`.
+    assert set("".join(pieces).split()[:-1]) <= set(PROMPT.split())
+
+
+def test_the_command_of_the_example_works_as_it_stands(example: str) -> None:
+    _, commands = blocks()
+    body = re.search(r"-d '(\{.*\})'", commands)
+    assert body is not None
+    answer = httpx.post(f"{example}/v1/completions", content=body[1], headers=CONTENT_TYPE, timeout=30)
+    assert answer.status_code == httpx.codes.OK
+    assert answer.text.count("data: ") > 5
+    assert answer.text.rstrip().endswith("data: [DONE]")
+
+
+def test_what_the_example_refuses_is_the_clients_error(example: str) -> None:
+    answer = httpx.post(
+        f"{example}/v1/completions", json={"model": "forebay-default", "prompt": " ", "max_tokens": 4}, timeout=30
+    )
+    assert answer.status_code == httpx.codes.BAD_REQUEST
+    assert answer.json()["error"]["message"] == "say something, so that there is a word to go on with"
+
+
+@pytest.mark.parametrize(
+    ("text", "target", "why"),
+    [
+        ("x = 1", "Engine", "engine.py has no Engine"),
+        ("raise RuntimeError('no GPU here')", "Engine", "engine.py cannot be loaded: RuntimeError: no GPU here"),
+        (
+            "from forebay.workers.service import *\n@service(namespace='t')\nclass Engine:\n"
+            "    async def start(self):\n        raise OSError('the weights are damaged')\n"
+            "    @endpoint()\n    async def generate(self, request):\n        yield 1\n",
+            "Engine",
+            "t.engine did not start: OSError: the weights are damaged",
+        ),
+    ],
+)
+def test_an_engine_that_does_not_start_ends_the_command_with_a_line(
+    tmp_path: Path, text: str, target: str, why: str
+) -> None:
+    file = tmp_path / "engine.py"
+    file.write_text(text)
+    run = subprocess.run(
+        [*FOREBAY, "up", "--port", str(free_ports(1)), "--engine", f"{file}:{target}"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE_S,
+    )
+    assert run.returncode == 1
+    assert run.stderr.startswith("forebay: ")
+    assert run.stderr.count("\n") == 1
+    assert why in run.stderr

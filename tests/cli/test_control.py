@@ -1,0 +1,123 @@
+"""`forebay control` against a running `forebay up`, and against what is none."""
+
+import json
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import get_args
+
+import httpx
+import pytest
+
+from forebay.events.control import Action
+from infra.local import free_ports
+from tests.cli.test_up import Up, forebay, running, verified
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture(scope="module")
+def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Up, Path]]:
+    log = tmp_path_factory.mktemp("control") / "log.db"
+    with running("--log", str(log), "--workers", "2") as up:
+        yield up, log
+
+
+def control(up: Up, *arguments: str) -> tuple[int, str, str]:
+    run = forebay("control", *arguments, "--url", up.url)
+    return run.returncode, run.stdout, run.stderr
+
+
+def completion(up: Up, model: str) -> httpx.Response:
+    body = {"model": model, "prompt": "once upon a time", "max_tokens": 2}
+    return httpx.post(f"{up.url}/v1/completions", json=body, timeout=30)
+
+
+def test_an_adapter_is_loaded_used_and_unloaded(system: tuple[Up, Path], tmp_path: Path) -> None:
+    up, _ = system
+    assert completion(up, "sql").status_code == 404
+    code, out, _ = control(up, "load_lora", "--lora", "sql", "--path", str(tmp_path), "--worker", "mock-1")
+    assert (code, [line.split() for line in out.splitlines()][1:]) == (0, [["mock-1", "default", "done", "sql"]])
+    assert completion(up, "sql").json()["model"] == "sql"
+    models = httpx.get(f"{up.url}/v1/models", timeout=30).json()["data"]
+    assert [card["id"] for card in models] == ["forebay-default", "sql"]
+    code, out, err = control(up, "unload_lora", "--lora", "sql")
+    assert code == 1
+    assert [line.split()[:3] for line in out.splitlines()][1:] == [
+        ["mock-0", "default", "refused"],
+        ["mock-1", "default", "done"],
+    ]
+    assert err == "forebay: 1 of 2 workers did not unload_lora: mock-0: the adapter sql is not loaded\n"
+    assert completion(up, "sql").status_code == 404
+
+
+def test_every_worker_sleeps_and_wakes_up(system: tuple[Up, Path]) -> None:
+    up, _ = system
+    for action in ("sleep", "wake_up", "pause", "resume", "clear_kv_blocks", "list_loras"):
+        code, out, _ = control(up, action, "--json")
+        answer = json.loads(out)
+        assert (code, answer["action"]) == (0, action)
+        assert [(one["worker_id"], one["status"]) for one in answer["outcomes"]] == [
+            ("mock-0", "done"),
+            ("mock-1", "done"),
+        ]
+    assert completion(up, "forebay-default").status_code == 200
+
+
+def test_what_goes_nowhere_says_why(system: tuple[Up, Path]) -> None:
+    up, _ = system
+    assert control(up, "pause", "--worker", "x")[::2] == (1, "forebay: there is no worker x\n")
+    assert control(up, "pause", "--pool", "x")[::2] == (1, "forebay: the model forebay-default has no pool x\n")
+    code, _, err = control(up, "dream")
+    assert code == 2
+    assert all(action in err for action in get_args(Action))
+    assert control(up, "load_lora")[::2] == (2, "forebay: lora_name, what the adapter is called, is missing\n")
+
+
+def test_the_log_of_commands_verifies(system: tuple[Up, Path], tmp_path: Path) -> None:
+    up, log = system
+    control(up, "load_lora", "--lora", "x", "--path", str(tmp_path))
+    control(up, "pause", "--worker", "nobody")
+    recording = tmp_path / "secret.rec"
+    run = forebay("record", str(log), str(recording), "--anonymize")
+    assert run.returncode == 0, run.stderr
+    assert str(tmp_path).encode() not in recording.read_bytes()
+    assert verified(recording)["decisions"]
+    assert verified(log)["decisions"]
+
+
+def test_without_the_admin_api_an_ingress_takes_no_commands() -> None:
+    with running("--no-admin-api", "--workers", "1") as up:
+        code, _, err = control(up, "pause")
+    assert (code, err) == (1, "forebay: the ingress takes no commands: it was started with --no-admin-api\n")
+
+
+def test_who_does_not_answer_is_named() -> None:
+    url = f"http://127.0.0.1:{free_ports(1)}"
+    run = forebay("control", "pause", "--url", url)
+    assert run.returncode == 2
+    assert f"{url} does not answer" in run.stderr
+    assert "does not answer" in forebay("control", "pause", "--url", "nonsense").stderr
+
+
+class Other(BaseHTTPRequestHandler):
+    """A server that is no ingress."""
+
+    def do_POST(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"hello")
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_a_server_that_is_no_ingress_is_named() -> None:
+    server = HTTPServer(("127.0.0.1", free_ports(1)), Other)
+    Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}"
+    run = forebay("control", "pause", "--url", url)
+    server.shutdown()
+    server.server_close()
+    assert (run.returncode, run.stderr) == (2, f"forebay: {url} does not answer as an ingress does (HTTP 200)\n")

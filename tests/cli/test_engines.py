@@ -1,0 +1,170 @@
+"""The choice of an engine: what is refused, what an engine gets, and a system around one that says its sizes."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from forebay.cli import engines
+from forebay.cli.app import app
+from forebay.cli.engines import Adapter, EngineChoice, built, engine_choice, ranked_from
+from forebay.events.fleet import WorkerSpec
+from forebay.ingress.errors import Unusable
+from forebay.ingress.model import DEFAULT_MODEL
+from forebay.workers.mock_engine import MockEngine
+from infra.local import free_ports
+from tests.cli.fake_engine import CALLS, FakeEngine
+from tests.cli.test_up import Up, forebay
+
+ROOT = Path(__file__).parents[2]
+FAKE = Adapter("tests.cli.fake_engine", "FakeEngine", ())
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real engine's place, taken."""
+    monkeypatch.setitem(engines.ADAPTERS, "vllm", FAKE)
+    CALLS.clear()
+
+
+def choose(engine: str = "vllm", **options: Any) -> EngineChoice:
+    return engine_choice(**{"engine": engine, "model": None if engine == "mock" else DEFAULT_MODEL, **options})
+
+
+def test_a_mock_engine_has_the_models_sizes_where_none_are_given() -> None:
+    engine, spec = built(choose("mock", kv_blocks=99, lora=["a=b"]), "mock-0", pool="p", taints=["t"])
+    assert isinstance(engine, MockEngine)
+    assert spec == WorkerSpec(
+        worker_id="mock-0",
+        model="forebay-default",
+        pool="p",
+        block_size=64,
+        kv_blocks_total=99,
+        max_num_seqs=256,
+        max_num_batched_tokens=8192,
+        taints=("t",),
+        loras=("a=b",),
+    )
+
+
+@pytest.mark.usefixtures("fake")
+@pytest.mark.parametrize("form", ["json", "yaml", "inline"])
+def test_a_real_engine_gets_its_settings(tmp_path: Path, form: str) -> None:
+    arguments = {"enforce_eager": True, "nested": {"a": [1, 2.5]}}
+    text = json.dumps(arguments)
+    if form != "inline":
+        file = tmp_path / f"arguments.{form}"
+        file.write_text(text if form == "json" else "enforce_eager: true\nnested:\n  a: [1, 2.5]\n")
+        text = str(file)
+    lora = tmp_path / "adapter"
+    lora.mkdir()
+    choice = choose(engine_args=text, role="prefill", kv_blocks=7, dp_size=2, lora=[f"legal={lora}"], model_name="m")
+    engine, spec = built(ranked_from(choice, 4), "w", pool="p", kv_events=False)
+    assert isinstance(engine, FakeEngine)
+    settings = engine.settings
+    assert (settings.arguments, settings.role, settings.model) == (arguments, "prefill", DEFAULT_MODEL)
+    assert (settings.block_size, settings.kv_blocks, settings.dp_size, settings.dp_start_rank) == (None, 7, 2, 4)
+    assert settings.loras == {"legal": lora}
+    assert (spec.engine, spec.role, spec.loras, spec.kv_events) == ("vllm", "prefill", ("legal",), False)
+    assert (spec.model, list(spec.ranks)) == ("m", [4, 5])
+
+
+@pytest.mark.usefixtures("fake")
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"engine": "llama"}, "--engine llama: there is mock, transformers, vllm, sglang, tensorrt-llm, and FILE.py:"),
+        ({"role": "boss"}, "--role boss: there is aggregated, prefill, decode, encode"),
+        ({"model": None}, "the vllm engine needs --model DIR"),
+        ({"speedup": 2.0}, "--speedup belongs to the mock engine"),
+        ({"engine": "mock", "engine_args": "{}"}, "--engine-args belongs to real engines"),
+        ({"engine": "mock", "speedup": float("nan")}, "--speedup must be a positive number, not nan"),
+        ({"engine_args": "/nowhere.yaml"}, "/nowhere.yaml: No such file"),
+        ({"engine_args": "{1}"}, "--engine-args: "),
+        ({"engine_args": "ARGS.yaml"}, "ARGS.yaml: must hold a mapping of the engine's arguments by name, not a list"),
+        ({"engine_args": "KEYS.yaml"}, "KEYS.yaml: must hold a mapping of the engine's arguments by name, not one"),
+        ({"lora": ["legal"]}, "--lora legal: a real engine needs NAME=DIR"),
+        ({"lora": ["legal=/nowhere"]}, "--lora legal=/nowhere: there is no directory /nowhere"),
+        ({"lora": ["a=.", "a=.."]}, "--lora a=..: the name a is given twice"),
+    ],
+)
+def test_what_cannot_be_chosen_is_refused(
+    options: dict[str, Any], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("ARGS.yaml").write_text("- a\n- b\n")
+    Path("KEYS.yaml").write_text("1: a\n")
+    with pytest.raises(Unusable) as refused:
+        choose(**options)
+    assert str(refused.value).startswith(says)
+
+
+def test_sizes_that_do_not_fit_and_a_missing_package_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(Unusable, match=r"max_num_batched_tokens \(3\) must be at least max_num_seqs \(256\)"):
+        built(choose("mock", max_num_batched_tokens=3), "w", pool="p")
+    monkeypatch.setitem(engines.ADAPTERS, "sglang", Adapter("nowhere", "Nothing", ("no_such_package",)))
+    with pytest.raises(Unusable) as refused:
+        built(choose("sglang"), "w", pool="p")
+    expected = "the sglang engine needs the package no_such_package: pip install 'forebay[sglang]'"
+    assert str(refused.value) == expected
+
+
+@pytest.mark.usefixtures("fake")
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"fails": "start"}, "the weights are broken"),
+        ({"fails": "run"}, "the engine died"),
+        ({"block_sizes": [16, 32]}, "the workers have KV blocks of 16 and 32 tokens, but share one pool"),
+    ],
+)
+def test_an_engine_that_fails_ends_the_system_with_a_line(arguments: dict[str, Any], says: str) -> None:
+    command = ["up", "--port", str(free_ports(1)), "--engine", "vllm", "--model", str(DEFAULT_MODEL), "--workers", "2"]
+    result = CliRunner().invoke(app, [*command, "--engine-args", json.dumps(arguments)])
+    assert result.exit_code == (1 if "fails" in arguments else 2)
+    assert result.stderr == f"forebay: {says}\n"
+    assert CALLS.count("stop") == 2
+
+
+def test_a_system_has_the_block_size_that_its_engine_says(tmp_path: Path) -> None:
+    """One worker when none are asked for, named after its engine; its blocks are found by the ingress's hashes."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys\n"
+        f"sys.path.append({str(ROOT)!r})\n"
+        "from forebay.cli import engines\n"
+        "from forebay.cli.app import main\n"
+        "engines.ADAPTERS['vllm'] = engines.Adapter('tests.cli.fake_engine', 'FakeEngine', ())\n"
+        "main()\n"
+    )
+    options = ["--engine", "vllm", "--model", str(DEFAULT_MODEL), "--engine-args", '{"block_sizes": [16]}']
+    up = Up(*options, program=[sys.executable, str(program)])
+    try:
+        up.wait_ready()
+        with up.client() as client:
+            cached = []
+            for _ in range(2):
+                answer = client.completions.create(model="default_model", prompt=list(range(100, 140)), max_tokens=4)
+                assert answer.usage is not None
+                assert answer.usage.prompt_tokens_details is not None
+                cached.append(answer.usage.prompt_tokens_details.cached_tokens)
+                assert answer.model_extra is not None
+                assert answer.model_extra["forebay"]["worker"] == "vllm-0"
+        assert cached == [0, 32]
+    finally:
+        up.process.terminate()
+        output, _ = up.process.communicate(timeout=60)
+    assert up.process.returncode == 0, output
+    assert "model default_model, 1 vllm worker, kv router" in output
+
+
+def test_a_missing_package_ends_the_command_with_a_line() -> None:
+    """As a user meets it who installed no engine: none is in the environment of these tests."""
+    run = forebay("worker", "--engine", "tensorrt-llm", "--model", ".")
+    assert run.returncode == 2
+    assert run.stderr == (
+        "forebay: the tensorrt-llm engine needs the package tensorrt_llm: pip install 'forebay[tensorrt-llm]'\n"
+    )

@@ -1,0 +1,51 @@
+"""Metrics and probes over HTTP."""
+
+import socket
+
+import httpx
+import pytest
+from prometheus_client import CollectorRegistry, Gauge
+
+from forebay.cli.metrics_server import metrics_served
+from forebay.ingress.errors import Unusable
+from infra.local import free_ports
+
+
+def registry() -> CollectorRegistry:
+    made = CollectorRegistry()
+    Gauge("answer", "of everything", registry=made).set(42)
+    return made
+
+
+def test_probes_stand_beside_the_metrics(capfd: pytest.CaptureFixture[str]) -> None:
+    port, is_ready = free_ports(1), [False]
+    probes = {"/ready": lambda: (is_ready[0], "created"), "/live": lambda: (True, "running")}
+    with (
+        metrics_served("127.0.0.1", port, registry(), probes),
+        httpx.Client(base_url=f"http://127.0.0.1:{port}") as http,
+    ):
+        assert "answer 42.0" in http.get("/metrics").text
+        answer = http.get("/ready")
+        assert (answer.status_code, answer.text) == (503, "created\n")
+        is_ready[0] = True
+        assert http.get("/ready").status_code == 200
+        assert (http.get("/live").status_code, http.get("/live").text) == (200, "running\n")
+    assert capfd.readouterr() == ("", "")
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"http://127.0.0.1:{port}/live")
+
+
+def test_without_probes_and_without_a_port() -> None:
+    port = free_ports(1)
+    with metrics_served("localhost", port, registry()):
+        assert "answer 42.0" in httpx.get(f"http://localhost:{port}/metrics").text
+    with metrics_served("localhost", None, registry()):
+        pass
+
+
+def test_a_port_that_is_taken_is_refused() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        serving = metrics_served("127.0.0.1", port, registry())
+        with pytest.raises(Unusable, match=f"no metrics on 127.0.0.1:{port} .*choose another --metrics-port"), serving:
+            pass

@@ -1,0 +1,177 @@
+"""`forebay serve`: each process's share of the machine, what it is refused for, and how the command ends."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forebay.cli.serve import Share, _run, devices, shares
+from forebay.ingress.errors import Unusable
+from forebay.workers.service import Request, Service, endpoint, service, service_of
+from infra.local import free_ports
+
+FOREBAY = [sys.executable, "-m", "forebay.cli"]
+PATIENCE_S = 60.0
+ENGINE = """
+from forebay.workers.service import endpoint, service
+
+@service(namespace="test", workers=2, resources=RESOURCES)
+class Engine:
+    @endpoint()
+    async def generate(self, request):
+        yield 1
+"""
+
+
+def made(name: str, **options: Any) -> Service:
+    class Engine:
+        @endpoint()
+        async def generate(self, request: Request):  # type: ignore[no-untyped-def]
+            yield 1
+
+    Engine.__module__ = f"tests.{name}"
+    found = service_of(service(namespace="test", **options)(Engine))
+    assert found is not None
+    return found
+
+
+def test_each_process_has_its_id_its_port_its_threads_and_its_gpus() -> None:
+    found = shares(made("all", resources={"cpu": "1.5", "gpu": 2}), 2, "host-7", 9000, ["4", "5", "GPU-uuid", "7", "8"])
+    assert [share.worker_id for share in found] == ["host-7-0", "host-7-1"]
+    assert [share.options for share in found] == [
+        ("--worker-id", "host-7-0", "--metrics-port", "9000"),
+        ("--worker-id", "host-7-1", "--metrics-port", "9001"),
+    ]
+    assert [share.environment for share in found] == [
+        {"OMP_NUM_THREADS": "2", "CUDA_VISIBLE_DEVICES": "4,5"},
+        {"OMP_NUM_THREADS": "2", "CUDA_VISIBLE_DEVICES": "GPU-uuid,7"},
+    ]
+
+
+def test_what_a_service_does_not_ask_for_is_left_as_it_is() -> None:
+    (share,) = shares(made("none"), 1, "w", None, ["0", "1"])
+    assert (share.options, share.environment) == (("--worker-id", "w-0"), {})
+
+
+@pytest.mark.parametrize(
+    ("visible", "nodes", "found"),
+    [
+        ("0, 2", 8, ["0", "2"]),
+        ("GPU-a,GPU-b", 0, ["GPU-a", "GPU-b"]),
+        ("", 8, []),
+        (None, 3, ["0", "1", "2"]),
+        (None, 0, []),
+    ],
+)
+def test_the_gpus_are_the_visible_ones_or_those_of_the_machine(
+    tmp_path: Path, visible: str | None, nodes: int, found: list[str]
+) -> None:
+    for name in ("nvidiactl", "nvidia-uvm", *(f"nvidia{number}" for number in range(nodes))):
+        (tmp_path / name).touch()
+    assert devices({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}, tmp_path) == found
+
+
+def test_too_few_gpus_or_ports_are_refused() -> None:
+    with pytest.raises(Unusable, match=r"test\.engine: 3 workers with 2 GPUs each need 6, and 5 are visible"):
+        shares(made("gpus", resources={"gpu": 2}), 3, "w", None, list("01234"))
+    with pytest.raises(Unusable, match="--metrics-port 65535: 2 workers need as many ports from there on"):
+        shares(made("ports"), 2, "w", 65_535, [])
+
+
+def engine(folder: Path, resources: str = "None") -> str:
+    file = folder / "engine.py"
+    file.write_text(ENGINE.replace("RESOURCES", resources))
+    return f"{file}:Engine"
+
+
+def serve(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [*FOREBAY, "serve", *arguments],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE_S,
+    )
+
+
+def test_a_command_that_cannot_start_its_service_says_why(tmp_path: Path) -> None:
+    run = serve(engine(tmp_path, '{"gpu": 1}'), CUDA_VISIBLE_DEVICES="0")
+    assert (run.returncode, run.stdout) == (2, "")
+    assert "test.engine: 2 workers with 1 GPUs each need 2, and 1 are visible" in run.stderr
+    run = serve("nowhere.py:Engine")
+    assert (run.returncode, run.stderr) == (1, "forebay: nowhere.py: there is no such file\n")
+
+
+def test_the_exit_code_is_that_of_the_worst_process(tmp_path: Path) -> None:
+    nobody = f"127.0.0.1:{free_ports(1)}"
+    run = serve(engine(tmp_path), "--worker-id", "w", "--kafka", nobody)
+    assert run.returncode == 2
+    ended = [line for line in run.stderr.splitlines() if line.startswith("forebay: worker w-")]
+    assert sorted(ended) == [f"forebay: worker w-{number} ended with code 2" for number in range(2)]
+    # What is no option of a worker is refused by each of them.
+    assert "No such option: --nonsense" in serve(engine(tmp_path), "--nonsense").stderr
+
+
+@contextmanager
+def silent_broker() -> Iterator[socket.socket]:
+    """Takes connections and says nothing, so that whoever connects waits."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(PATIENCE_S)
+        yield server
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_every_process(tmp_path: Path, number: signal.Signals) -> None:
+    with silent_broker() as broker:
+        address = f"127.0.0.1:{broker.getsockname()[1]}"
+        process = subprocess.Popen(
+            [*FOREBAY, "serve", engine(tmp_path), "--worker-id", "w", "--kafka", address],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        connections = [broker.accept()[0] for _ in range(2)]
+        process.send_signal(number)
+        _, said = process.communicate(timeout=PATIENCE_S)
+        assert (process.returncode, said) == (0, "")
+        for connection in connections:
+            connection.settimeout(PATIENCE_S)
+            while connection.recv(4096):  # until the process at the other end is gone
+                pass
+            connection.close()
+
+
+async def test_a_process_that_was_being_started_when_the_signal_came_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def start(*_: object) -> asyncio.subprocess.Process:
+        os.kill(os.getpid(), signal.SIGTERM)
+        # Several turns of the event loop, in the first of which it gets the signal.
+        return await asyncio.create_subprocess_exec(sys.executable, "-c", "import time; time.sleep(999)")
+
+    monkeypatch.setattr("forebay.cli.serve._start", start)
+    async with asyncio.timeout(PATIENCE_S):
+        assert await _run([Share("w-0", (), {}), Share("w-1", (), {})], []) == 0
+
+
+def test_the_processes_end_with_the_command_that_is_killed(tmp_path: Path) -> None:
+    with silent_broker() as broker:
+        address = f"127.0.0.1:{broker.getsockname()[1]}"
+        process = subprocess.Popen(
+            [*FOREBAY, "serve", engine(tmp_path), "--workers", "1", "--kafka", address], stderr=subprocess.DEVNULL
+        )
+        connection = broker.accept()[0]
+        process.kill()
+        process.wait()
+        connection.settimeout(PATIENCE_S)
+        ends_s = time.monotonic() + PATIENCE_S
+        while connection.recv(4096):
+            assert time.monotonic() < ends_s
+        connection.close()

@@ -1,0 +1,309 @@
+"""Commands to workers: whom they go to, how each ends once, and what the fleet learns from them."""
+
+from collections import Counter
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+
+from forebay.core.commands import PENDING_MAX, TEXT_CHARS_MAX, TOO_LONG
+from forebay.core.lifecycle import REMEMBER_US
+from forebay.core.step import claim
+from forebay.core.world import restore
+from forebay.events.control import PoolConfigured, WorkerCommanded
+from forebay.events.decisions import CommandEnded, CommandSent, RequestRejected, RequestRouted
+from forebay.events.fleet import WorkerDraining, WorkerLost, WorkerSuspect
+from forebay.events.snapshots import CommandState
+from tests.core.worlds import BLOCK, Driver, commanded, declined, histories, joined, obeyed, perform_all, request
+
+
+def sent(drive: Driver, event: WorkerCommanded) -> CommandSent:
+    (decided,) = drive("control", event)
+    assert isinstance(decided, CommandSent)
+    return decided
+
+
+def targets(decided: CommandSent) -> list[str]:
+    return [target.worker_id for target in decided.targets]
+
+
+def statuses(ended: CommandEnded) -> dict[str, str]:
+    return {outcome.worker_id: outcome.status for outcome in ended.outcomes}
+
+
+def two_pools() -> Driver:
+    drive = Driver().fleet("b", "a")
+    drive("control", PoolConfigured(pool="other", model="m", block_size=BLOCK))
+    drive("control", PoolConfigured(pool="foreign", model="n", block_size=BLOCK))
+    drive("fleet", joined("c", 0, pool="other"))
+    drive("fleet", joined("z", 0, pool="foreign", model="n"))
+    return drive
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, ["a", "b", "c"]),
+        ({"pool": "default"}, ["a", "b"]),
+        ({"pool": "other"}, ["c"]),
+        ({"worker_ids": ("c", "a", "c")}, ["a", "c"]),
+        ({"pool": "default", "worker_ids": ("b",)}, ["b"]),
+        ({"model": "n"}, ["z"]),
+    ],
+    ids=str,
+)
+def test_whom_a_command_goes_to(changes: dict[str, Any], expected: list[str]) -> None:
+    drive = two_pools()
+    decided = sent(drive, commanded("c1", **changes))
+    assert (decided.reason, targets(decided)) == (None, expected)
+    for target in decided.targets:
+        worker = drive.world.fleet.get(target.worker_id)
+        assert worker is not None
+        assert (target.worker_epoch, target.slot, target.pool) == (worker.worker_epoch, worker.slot, worker.spec.pool)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason", "text"),
+    [
+        ({"model": "gpt"}, "unknown_model", "no pool serves the model gpt"),
+        ({"pool": "gone"}, "unknown_pool", "the model m has no pool gone"),
+        ({"pool": "foreign"}, "unknown_pool", "the model m has no pool foreign"),
+        ({"worker_ids": ("a", "nobody")}, "unknown_worker", "there is no worker nobody"),
+        ({"worker_ids": ("z",)}, "unknown_worker", "there is no worker z"),
+        ({"pool": "other", "worker_ids": ("a",)}, "unknown_worker", "there is no worker a"),
+        ({"worker_ids": ("b",)}, "worker_not_ready", "worker b is draining"),
+        ({"pool": "other"}, "no_workers", "no worker of the pool other is ready"),
+    ],
+    ids=str,
+)
+def test_what_goes_nowhere_says_why(changes: dict[str, Any], reason: str, text: str) -> None:
+    drive = two_pools()
+    for worker_id, kind in (("b", WorkerDraining), ("c", WorkerSuspect)):
+        drive("fleet", kind(owner_epoch=0, worker_id=worker_id, worker_epoch=drive.epoch(worker_id)))
+    decided = sent(drive, commanded("c1", **changes))
+    assert (decided.reason, decided.message, decided.targets) == (reason, text, ())
+    assert len(drive.world.commands) == 0
+    assert drive("control", commanded("c1", **changes)) == [], "a redelivery is refused once"
+
+
+def test_before_anybody_joined_there_is_nobody_to_command() -> None:
+    drive = Driver()
+    assert sent(drive, commanded("c1")).reason == "no_workers"
+    drive.fleet()
+    assert sent(drive, commanded("c2")).message == "no worker of m is ready"
+
+
+def test_a_command_ends_when_everybody_has_an_outcome() -> None:
+    drive = Driver().fleet("a", "b", "c")
+    sent(drive, commanded("c1", "load_lora", lora_name="x"))
+    assert drive("progress", obeyed("c1", "b", drive.epoch("b"), "load_lora", "x")) == []
+    assert drive("progress", declined("c1", "a", drive.epoch("a"), "no room")) == []
+    lost = WorkerLost(owner_epoch=0, worker_id="c", worker_epoch=drive.epoch("c"))
+    (ended,) = drive("fleet", lost)
+    assert isinstance(ended, CommandEnded)
+    found = {one.worker_id: (one.status, one.loras, one.message) for one in ended.outcomes}
+    assert found == {
+        "a": ("refused", (), "no room"),
+        "b": ("done", ("x",), ""),
+        "c": ("left", (), "it left before it answered"),
+    }
+    assert drive.world.commands.get("c1") is None
+
+
+def test_who_does_not_answer_in_time_is_given_up() -> None:
+    drive = Driver().fleet("a", "b")
+    sent(drive, commanded("late", timeout_us=500))
+    sent(drive, commanded("later", timeout_us=480))
+    drive("progress", obeyed("late", "a", drive.epoch("a")))
+    assert drive.world.next_due_us() == drive.now_us - 10 + 480
+    first, second = drive.wait(10_000)
+    assert (first.command_id, statuses(first)) == ("later", {"a": "timed_out", "b": "timed_out"})
+    assert (second.command_id, statuses(second)) == ("late", {"a": "done", "b": "timed_out"})
+    assert drive.world.next_due_us() is None
+    assert drive("progress", obeyed("late", "b", drive.epoch("b"))) == []
+    assert drive.world.counts["outdated_answer"] == 1
+
+
+def test_only_who_has_it_pending_answers() -> None:
+    drive = Driver().fleet("a", "b")
+    epoch = drive.epoch("a")
+    sent(drive, commanded("c1", worker_ids=("a",)))
+    before = drive.world.commands.digest()
+    for answer in (obeyed("c1", "b", drive.epoch("b")), obeyed("c1", "a", epoch + 1), obeyed("c2", "a", epoch)):
+        assert drive("progress", answer) == []
+    drive("fleet", WorkerLost(owner_epoch=0, worker_id="b", worker_epoch=drive.epoch("b")))
+    assert drive.world.commands.digest() == before
+    assert drive.world.counts["outdated_answer"] == 3
+    (ended,) = drive("progress", obeyed("c1", "a", epoch))
+    assert statuses(ended) == {"a": "done"}
+
+
+def test_who_has_answered_answers_no_more() -> None:
+    drive = Driver().fleet("a", "b")
+    sent(drive, commanded("c1"))
+    drive("progress", obeyed("c1", "a", drive.epoch("a")))
+    assert drive("progress", declined("c1", "a", drive.epoch("a"))) == []
+    (ended,) = drive("fleet", WorkerLost(owner_epoch=0, worker_id="b", worker_epoch=drive.epoch("b")))
+    assert statuses(ended) == {"a": "done", "b": "left"}
+
+
+def test_an_id_is_used_once_while_it_is_remembered() -> None:
+    drive = Driver().fleet("a")
+    sent(drive, commanded("c1", nonce=1))
+    assert drive("control", commanded("c1", nonce=1)) == []
+    assert sent(drive, commanded("c1", nonce=2)).reason == "duplicate_id"
+    (ended,) = drive("progress", obeyed("c1", "a", drive.epoch("a")))
+    assert statuses(ended) == {"a": "done"}
+    assert drive("control", commanded("c1", nonce=1)) == []
+    assert sent(drive, commanded("c1", nonce=2)).reason == "duplicate_id"
+    assert drive.world.counts["duplicate_command"] == 2
+    drive.now_us += REMEMBER_US
+    assert sent(drive, commanded("c1", nonce=1)).reason is None
+
+
+def test_there_is_a_bound() -> None:
+    drive = Driver().fleet("a")
+    for number in range(PENDING_MAX):
+        assert sent(drive, commanded(f"c{number}")).reason is None
+    assert sent(drive, commanded("more")).reason == "too_many_commands"
+    drive("progress", obeyed("c7", "a", drive.epoch("a")))
+    assert sent(drive, commanded("again")).reason is None
+
+
+def test_answers_that_are_too_long_for_one_record_are_left_out() -> None:
+    drive = Driver().fleet("a", "b", "c")
+    sent(drive, commanded("c1"))
+    half = ["n" * (TEXT_CHARS_MAX // 2)]
+    drive("progress", obeyed("c1", "a", drive.epoch("a"), "list_loras", *half))
+    drive("progress", obeyed("c1", "b", drive.epoch("b"), "list_loras", *half, "more"))
+    (ended,) = drive("progress", obeyed("c1", "c", drive.epoch("c"), "list_loras", "x"))
+    assert [(one.status, len(one.loras), one.message) for one in ended.outcomes] == [
+        ("done", 1, ""),
+        ("done", 0, TOO_LONG),
+        ("done", 1, ""),
+    ]
+
+
+# Adapters
+
+
+def routed(drive: Driver, name: str, **changes: Any) -> Any:
+    (decided,) = drive("requests", request(name, lora_name="x", **changes))
+    return decided
+
+
+def test_adapters_that_are_loaded_or_unloaded_are_routed_by() -> None:
+    drive = Driver().fleet("a", "b")
+    assert isinstance(routed(drive, "r1"), RequestRejected)
+    drive("progress", obeyed("nobody's", "b", drive.epoch("b"), "list_loras", "x"))
+    assert isinstance(routed(drive, "r2"), RequestRejected), "only what was loaded or unloaded changes anything"
+    # Its command is over, or was another owner's: it is loaded all the same.
+    drive("progress", obeyed("nobody's", "b", drive.epoch("b"), "load_lora", "x"))
+    assert routed(drive, "r3").worker_id == "b"
+    drive("progress", obeyed("nobody's", "a", drive.epoch("a") + 99, "load_lora", "x"))
+    drive("progress", obeyed("nobody's", "gone", 0, "load_lora", "x"))
+    assert drive.world.counts["foreign_adapters"] == 2
+    drive("progress", obeyed("nobody's", "b", drive.epoch("b"), "unload_lora"))
+    assert isinstance(routed(drive, "r4"), RequestRejected)
+
+
+def test_who_waits_for_an_adapter_goes_on_when_it_is_loaded() -> None:
+    drive = Driver().fleet("a", "b")
+    epoch = drive.epoch("a")
+    drive("progress", obeyed("c", "a", epoch, "load_lora", "x"))
+    assert routed(drive, "r1").worker_id == "a"
+    assert drive("fleet", WorkerLost(owner_epoch=0, worker_id="a", worker_epoch=epoch)) == []
+    sent(drive, commanded("c1", "load_lora", lora_name="x"))
+    ended, again = drive("progress", obeyed("c1", "b", drive.epoch("b"), "load_lora", "x"))
+    assert isinstance(ended, CommandEnded)
+    assert isinstance(again, RequestRouted)
+    assert (again.request_id, again.worker_id, again.attempt) == ("r1", "b", 2)
+
+
+def test_what_is_loaded_is_part_of_a_snapshot() -> None:
+    drive = Driver().fleet("a")
+    before = drive.world.fleet.digest()
+    drive("progress", obeyed("c", "a", drive.epoch("a"), "load_lora", "x"))
+    assert drive.world.fleet.digest() != before
+    drive.world.take_consumed()
+    copy = Driver(restore(drive.world.snapshot()))
+    assert routed(copy, "r").worker_id == "a"
+
+
+# Any history
+
+
+def keep_books(drive: Driver) -> tuple[Counter[str], Counter[str]]:
+    """How often each command was sent and ended, by its id."""
+    given: Counter[str] = Counter()
+    ended: Counter[str] = Counter()
+    for decided in drive.decided:
+        if isinstance(decided, CommandSent) and decided.reason is None:
+            given[decided.command_id] += 1
+        elif isinstance(decided, CommandEnded):
+            ended[decided.command_id] += 1
+    return given, ended
+
+
+@given(histories)
+def test_every_command_ends_exactly_once(history: list[Any]) -> None:
+    drive = perform_all(Driver().fleet("a", "b", "c"), history)
+    given_ids, ended = keep_books(drive)
+    for one in drive.world.commands.pending():
+        ended[one.command_id] += 1
+    assert given_ids == ended
+    drive.wait(10_000_000)
+    assert len(drive.world.commands) == 0
+    assert keep_books(drive)[0] == keep_books(drive)[1]
+    for decided in drive.decided:
+        if isinstance(decided, CommandEnded):
+            assert all(outcome.status != "pending" for outcome in decided.outcomes)
+
+
+@given(histories, histories)
+def test_a_restored_machine_goes_on_the_same(before: list[Any], after: list[Any]) -> None:
+    drive = perform_all(Driver().fleet("a", "b", "c"), before)
+    drive.world.take_consumed()
+    copy = restore(drive.world.snapshot())
+    assert copy.commands.digest() == drive.world.commands.digest()
+    claim(copy, 0)
+    other = Driver(copy)
+    other.world.seq, other.now_us = drive.world.seq, drive.now_us
+    known = len(drive.decided)
+    perform_all(drive, after, len(before))
+    perform_all(other, after, len(before))
+    assert drive.decided[known:] == other.decided
+    assert copy.digest() == drive.world.digest()
+
+
+def test_nothing_is_left_of_commands_that_are_forgotten() -> None:
+    drive = Driver().fleet("a")
+    sent(drive, commanded("c1"))
+    drive("progress", obeyed("c1", "a", drive.epoch("a")))
+    assert drive.world.commands.digest()
+    drive.now_us += REMEMBER_US
+    drive("requests", None)
+    assert drive.world.commands.digest() == 0
+
+
+def test_the_digest_covers_every_outcome() -> None:
+    drive = Driver().fleet("a", "b")
+    sent(drive, commanded("c1"))
+    drive("progress", obeyed("c1", "a", drive.epoch("a"), "list_loras", "x"))
+    drive.world.take_consumed()
+    chunks: list[Any] = list(drive.world.snapshot())
+    (at,) = (at for at, part in enumerate(chunks) if isinstance(part, CommandState))
+    first, second = chunks[at].outcomes
+    changes: list[dict[str, Any]] = [
+        {"status": "left"},
+        {"loras": ("y",)},
+        {"message": "m"},
+        {"worker_epoch": 77},
+        {"pool": "q"},
+    ]
+    digests = {drive.world.digest()}
+    for change in changes:
+        state = msgspec.structs.replace(chunks[at], outcomes=(msgspec.structs.replace(first, **change), second))
+        digests.add(restore([*chunks[:at], state, *chunks[at + 1 :]]).digest())
+    assert len(digests) == 1 + len(changes)

@@ -1,0 +1,71 @@
+"""Real engines on a CPU: a tiny model, and the settings under which vLLM needs neither a network nor a GPU.
+
+Runs in `.venv-engines` (`make test-engines`); elsewhere every test is skipped with the reason.
+"""
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.engines.oracle import Transformers
+from tests.integration.conftest import kafka, local_kafka, redis_url
+
+__all__ = ["kafka", "local_kafka", "redis_url"]  # fixtures: the parts are those of the integration tests
+
+FOLDER = Path(__file__).parent
+TIMEOUT_S = 300  # of one test; starting engines is in the first one's
+# Read when torch and vLLM are imported, here and in the processes that tests start.
+os.environ.update(
+    HF_HUB_OFFLINE="1",
+    TRANSFORMERS_OFFLINE="1",
+    VLLM_NO_USAGE_STATS="1",
+    DO_NOT_TRACK="1",
+    VLLM_HOST_IP="127.0.0.1",
+    VLLM_CPU_KVCACHE_SPACE="1",
+    VLLM_CPU_OMP_THREADS_BIND="nobind",
+    OMP_NUM_THREADS="1",
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_CACHE_ROOT=str(Path(sys.prefix) / "cache" / "vllm"),  # what it knows of a model class costs 10 s to find out
+)
+MISSING = [name for name in ("torch", "transformers", "vllm") if importlib.util.find_spec(name) is None]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    reason = f"no {', '.join(MISSING)} here: `make test-engines` has an environment of its own"
+    for item in items:
+        if FOLDER in item.path.parents:
+            item.add_marker(pytest.mark.timeout(TIMEOUT_S))
+            item.add_marker(pytest.mark.filterwarnings("ignore", "error:::(forebay|infra|tests)"))  # engines warn a lot
+            if MISSING:
+                item.add_marker(pytest.mark.skip(reason=reason))
+    # What the others lean on comes first; it also leaves vLLM's caches warm for those that start two at once.
+    items.sort(key=lambda item: item.path != FOLDER / "test_oracle.py")
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of the tiny Llama."""
+    from infra.models import make_tiny_model  # noqa: PLC0415 - imports torch
+
+    directory = tmp_path_factory.mktemp("model") / "tiny"
+    make_tiny_model.write_model(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def lora(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of a LoRA for the tiny Llama."""
+    from infra.models import make_tiny_model  # noqa: PLC0415 - imports torch
+
+    directory = tmp_path_factory.mktemp("lora") / "tiny-lora"
+    make_tiny_model.write_lora(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def oracle(model: Path) -> Transformers:
+    """The tiny Llama in transformers."""
+    return Transformers(model)

@@ -1,0 +1,176 @@
+"""An engine without a worker: it runs, its batches are kept, and requests are asked one by one or together."""
+
+import asyncio
+import contextlib
+import itertools
+import struct
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from forebay.core.blocks import hash_seed, sequence_hashes
+from forebay.core.engine_model import Finished, Stored
+from forebay.events.base import pack_u32, unpack_u32, unpack_u64
+from forebay.events.fleet import WorkerSpec
+from forebay.events.requests import Sampling, Task
+from forebay.events.tokens import AnswerError, TokenLogprob
+from forebay.events.work import WorkItem
+from forebay.workers.engine import Cleared, Engine, EngineBatch
+
+DEADLINE_S = 60.0
+NUMBERS = itertools.count(1)
+GREEDY = {"temperature": 0.0, "ignore_eos": True}
+
+
+@dataclass
+class Answer:
+    """What an engine said to one request."""
+
+    item: WorkItem
+    tokens: list[int] = field(default_factory=list)
+    chunks: int = 0
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    cached: int | None = None  # as told with the first token
+    finished: Finished | None = None
+    error: AnswerError | None = None
+    vector: tuple[float, ...] = ()
+    missing: tuple[int, ...] | None = None  # blocks of the prompt that were not told when it ended
+
+    @property
+    def over(self) -> bool:
+        return self.finished is not None or self.error is not None
+
+
+class Driven:
+    """`held` is what an index would hold, by rank, from the changes alone."""
+
+    def __init__(self, engine: Engine, spec: WorkerSpec) -> None:
+        self.engine = engine
+        self.spec = spec
+        self.batches: list[EngineBatch] = []
+        self.held: dict[int, set[int]] = {rank: set() for rank in spec.ranks}
+        self.answers: dict[str, Answer] = {}
+        self.ended: BaseException | None = None
+        self._news = asyncio.Event()
+
+    def publish(self, batch: EngineBatch) -> None:
+        """What a worker does with a batch, in short."""
+        self.batches.append(batch)
+        held = self.held[batch.rank]
+        for change in batch.cache_changes:
+            match change:
+                case Stored(hashes=hashes):
+                    assert change.parent is None or change.parent in held
+                    held.update(hashes)
+                case Cleared():
+                    held.clear()
+                case _:
+                    held.difference_update(change.hashes)
+        for said in batch.emitted:
+            one = self.answers[said.request_id]
+            assert said.first_index == len(one.tokens)
+            one.tokens += unpack_u32(said.token_ids)
+            one.logprobs += said.logprobs
+            one.chunks += 1
+        for first in batch.first_tokens:
+            self.answers[first.request_id].cached = first.cached_tokens
+        for vector in batch.vectors:
+            self.answers[vector.request_id].vector = struct.unpack(f"<{len(vector.packed) // 4}f", vector.packed)
+        for end in batch.finished:
+            one = self.answers[end.request_id]
+            one.finished = end
+            one.missing = tuple(set(unpack_u64(one.item.sequence_hashes)) - held)
+        for failed in batch.failed:
+            self.answers[failed.request_id].error = failed.error
+        self._news.set()
+
+    async def until(self, said: Callable[[], Any]) -> None:
+        """Wait for something that batches bring."""
+        async with asyncio.timeout(DEADLINE_S):
+            while not said():
+                if self.ended is not None:
+                    raise self.ended
+                self._news.clear()
+                await self._news.wait()
+
+    def item(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int = 8,
+        *,
+        lora_name: str = "",
+        cache_namespace: str = "",
+        priority: int = 0,
+        task: Task = "generate",
+        rank: int | None = None,
+        **sampling: Any,
+    ) -> WorkItem:
+        """A request; greedy and over the end of the text unless told otherwise."""
+        packed = pack_u32(prompt)
+        seed = hash_seed(lora_name, cache_namespace)
+        return WorkItem(
+            request_id=f"r{next(NUMBERS)}",
+            attempt=1,
+            owner_epoch=1,
+            worker_epoch=1,
+            rank=self.spec.dp_start_rank if rank is None else rank,
+            token_ids=packed,
+            sequence_hashes=sequence_hashes(packed, self.spec.block_size, seed),
+            reply_slot=0,
+            sampling=Sampling(max_tokens=max_tokens, **(GREEDY | sampling)),
+            lora_name=lora_name,
+            cache_namespace=cache_namespace,
+            priority=priority,
+            task=task,
+        )
+
+    def expect(self, item: WorkItem) -> Answer:
+        """What will be said to a request."""
+        answer = self.answers[item.request_id] = Answer(item)
+        return answer
+
+    def submit(self, item: WorkItem) -> Answer:
+        """Ask, and go on."""
+        answer = self.expect(item)
+        self.engine.submit(item)
+        return answer
+
+    async def ask(self, prompt: Sequence[int], max_tokens: int = 8, **options: Any) -> Answer:
+        """Ask, and wait for the end."""
+        answer = self.submit(self.item(prompt, max_tokens, **options))
+        await self.until(lambda: answer.over)
+        return answer
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric of the engine over its labels."""
+        registry = CollectorRegistry()
+        for collector in self.engine.collectors():
+            registry.register(collector)
+        return sum(sample.value for family in registry.collect() for sample in family.samples if sample.name == name)
+
+    def blocks(self, prompt: Sequence[int], **options: Any) -> set[int]:
+        """Our names of a prompt's full blocks."""
+        return set(unpack_u64(self.item(prompt, **options).sequence_hashes))
+
+
+@contextlib.asynccontextmanager
+async def driven(engine: Engine, spec: WorkerSpec) -> AsyncIterator[Driven]:
+    """Start an engine and run it; it is stopped at the end, however that comes."""
+    try:
+        one = Driven(engine, await engine.start(spec))
+        running = asyncio.create_task(engine.run(one.publish))
+
+        def ended(task: "asyncio.Task[None]") -> None:
+            one.ended = None if task.cancelled() else task.exception()
+            one._news.set()
+
+        running.add_done_callback(ended)
+        try:
+            yield one
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+    finally:
+        await engine.stop()

@@ -1,0 +1,227 @@
+"""A cluster whose workers are real vLLM, watched from three sides: its clients, its log, and the engines themselves."""
+
+import json
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+from prometheus_client.parser import text_string_to_metric_families
+
+from forebay.core.replies import Reply, apply
+from forebay.events.base import unpack_u64
+from forebay.events.codec import decode
+from forebay.events.kv import BlocksStored
+from forebay.events.topics import TOKENS
+from forebay.transport.kafka_log import KafkaLog
+from infra.cluster import INGRESSES_MAX, PLAN, Cluster
+from infra.kafka.kafka import HOST
+from infra.local import free_ports
+
+MODEL = "tiny"
+BLOCK = 32  # tokens; vLLM on a CPU wants a multiple of 32
+BLOCKS = 72  # of KV cache, one of which vLLM keeps for itself: a few long prompts fill it
+CONTEXT_TOKENS = 1024
+LORA_RANK_MAX = 8
+LEASE_TTL_S = 5.0  # two cores may be busy for a second or two
+TIMEOUT_S = 120.0
+PORTS = 2  # of each worker: the replay of its KV events, its metrics
+READ_MAX = 1_000
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """Where one worker's metrics and its engine's replay socket listen."""
+
+    replay: int
+    metrics: int
+
+
+def ports_of(names: Iterable[str]) -> dict[str, Ports]:
+    """Free ports for each of these workers, behind those that a cluster takes for its ingresses."""
+    workers = list(names)
+    first = free_ports(INGRESSES_MAX + PORTS * len(workers)) + INGRESSES_MAX
+    return {name: Ports(*range(first + PORTS * at, first + PORTS * (at + 1))) for at, name in enumerate(workers)}
+
+
+def vllm_options(model: Path, ports: Ports, events: Path) -> list[str]:
+    """Options of `forebay worker` for the tiny model, whose engine publishes its KV events at the socket `events`."""
+    arguments = {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": CONTEXT_TOKENS,
+        "enable_lora": True,
+        "max_lora_rank": LORA_RANK_MAX,
+        "kv_events_config": {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": f"ipc://{events}",
+            "replay_endpoint": f"tcp://{HOST}:{ports.replay}",
+            "topic": "kv-events",
+        },
+    }
+    options = {
+        "engine": "vllm",
+        "model": model,
+        "model-name": MODEL,
+        "block-size": BLOCK,
+        "kv-blocks": BLOCKS,
+        "max-num-seqs": 8,
+        "max-num-batched-tokens": CONTEXT_TOKENS,
+        "lease-ttl-s": LEASE_TTL_S,
+        "metrics-port": ports.metrics,
+        "engine-args": json.dumps(arguments),
+    }
+    return [text for name, value in options.items() for text in (f"--{name}", str(value))]
+
+
+@dataclass(slots=True)
+class Answer:
+    """What a client heard of one answer.
+
+    Attributes:
+        status: of the HTTP response.
+        worker: who answered first, by the response's header.
+        pieces: of the text, as they came.
+        served: forebay's own part of the last chunk: who answered in the end, after how many attempts.
+        problem: an error in place of the answer or of its rest; empty for none.
+    """
+
+    request_id: str
+    status: int = 0
+    worker: str = ""
+    pieces: list[str] = field(default_factory=list)
+    usage: dict[str, Any] = field(default_factory=dict)
+    served: dict[str, Any] = field(default_factory=dict)
+    problem: str = ""
+
+    @property
+    def text(self) -> str:
+        """All that was said."""
+        return "".join(self.pieces)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that the engine had in its cache."""
+        return int(self.usage["prompt_tokens_details"]["cached_tokens"])
+
+
+class Serving:
+    """Clients of the cluster's first ingress, readers of its log and of its workers' metrics."""
+
+    def __init__(self, cluster: Cluster, log: KafkaLog, client: httpx.AsyncClient, ports: dict[str, Ports]) -> None:
+        self.cluster = cluster
+        self.ports = ports
+        self._log = log
+        self._client = client
+        (self.url,) = cluster.urls.values()
+
+    async def chat(self, request_id: str, messages: list[dict[str, str]], tokens: int, **body: Any) -> Answer:
+        """A streamed chat, greedy."""
+        return await self._stream(request_id, "/v1/chat/completions", tokens, messages=messages, **body)
+
+    async def complete(self, request_id: str, prompt: list[int], tokens: int, worker: str = "", **body: Any) -> Answer:
+        """A streamed completion of token ids, greedy; by this worker, where one is named."""
+        return await self.hear(Answer(request_id), prompt, tokens, worker, **body)
+
+    async def hear(self, answer: Answer, prompt: list[int], tokens: int, worker: str = "", **body: Any) -> Answer:
+        """As `complete`, into an answer that can be looked at meanwhile."""
+        if worker:
+            body["nvext"] = {"decode_worker_id": worker}
+        return await self._stream(answer.request_id, "/v1/completions", tokens, answer, prompt=prompt, **body)
+
+    async def overlaps(self, prompt: list[int]) -> dict[str, int]:
+        """Blocks of a prompt that each worker has on its device, for the router; nothing is booked."""
+        told = (await self.request("POST", "/v1/route", model=MODEL, prompt=prompt)).raise_for_status().json()
+        return {one["worker_id"]: one["device_overlap"] for one in told["candidates"]}
+
+    async def request(self, method: str, path: str, **body: Any) -> httpx.Response:
+        """Ask the ingress for something else."""
+        return await self._client.request(method, f"{self.url}{path}", json=body or None)
+
+    async def said(self, request_id: str) -> Reply:
+        """An answer as it stands on the log."""
+        reply = Reply()
+        for slot in range(PLAN.replies):
+            position, end = 0, await self._log.end(TOKENS.name, slot)
+            while position < end:
+                for record in await self._log.read(TOKENS.name, slot, position, READ_MAX):
+                    position = record.offset + 1
+                    apply({request_id: reply}, decode(TOKENS, record.value))
+        return reply
+
+    async def metric(self, worker: str, name: str) -> float:
+        """A metric of a worker, summed over its labels. Raises KeyError where it has no such metric."""
+        page = await self._client.get(f"http://{HOST}:{self.ports[worker].metrics}/metrics")
+        samples = [
+            sample.value
+            for family in text_string_to_metric_families(page.raise_for_status().text)
+            for sample in family.samples
+            if sample.name == name
+        ]
+        if not samples:
+            raise KeyError(name)
+        return sum(samples)
+
+    async def index(self) -> dict[str, set[int]]:
+        """The sequence hashes that each worker has on its device, for the group's owner: `forebay index dump`.
+
+        Workers that have nothing are left out.
+        """
+        where = ["--kafka", self._log.settings.bootstrap, "--namespace", self.cluster.namespace, "--group", MODEL]
+        code, out = await self.cluster.command("index", "index", "dump", *where, within_s=TIMEOUT_S)
+        assert code == 0, (self.cluster.processes.folder / "index.log").read_text()
+        events = [msgspec.json.decode(line, type=BlocksStored) for line in out.splitlines()]
+        assert {event.tier for event in events} <= {"device"}
+        held: dict[str, set[int]] = {}
+        for event in events:
+            held.setdefault(event.worker_id, set()).update(unpack_u64(event.sequence_hashes))
+        return held
+
+    async def _stream(
+        self, request_id: str, path: str, tokens: int, answer: Answer | None = None, **body: Any
+    ) -> Answer:
+        heard = answer or Answer(request_id)
+        asked = {
+            "model": MODEL,
+            "max_tokens": tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **body,
+        }
+        headers = {"x-request-id": request_id}
+        async with self._client.stream("POST", f"{self.url}{path}", json=asked, headers=headers) as response:
+            heard.status = response.status_code
+            heard.worker = response.headers.get("x-forebay-worker", "")
+            if response.status_code != httpx.codes.OK:
+                heard.problem = (await response.aread()).decode()
+                return heard
+            async for line in response.aiter_lines():
+                if line.startswith("data: ") and line != "data: [DONE]":
+                    _note(heard, line.removeprefix("data: "))
+        return heard
+
+
+def _note(heard: Answer, data: str) -> None:
+    chunk = msgspec.json.decode(data)
+    if "error" in chunk:
+        heard.problem = data
+        return
+    for choice in chunk["choices"]:
+        piece = choice["text"] if "text" in choice else choice["delta"].get("content")
+        if piece:
+            heard.pieces.append(piece)
+    heard.usage = chunk.get("usage") or heard.usage
+    heard.served = chunk.get("forebay") or heard.served
+
+
+@asynccontextmanager
+async def served(cluster: Cluster, log: KafkaLog, ports: dict[str, Ports]) -> AsyncIterator[Serving]:
+    """Clients of a cluster that serves."""
+    async with httpx.AsyncClient(timeout=TIMEOUT_S) as client:
+        yield Serving(cluster, log, client, ports)

@@ -1,0 +1,299 @@
+"""Two real vLLM workers behind router and ingress on real Kafka and Redis, and what each side says of the other.
+
+The tests share one cluster and run in order; those at the end take its workers away.
+"""
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from forebay.core.blocks import sequence_hashes
+from forebay.events.base import pack_u32, unpack_u64
+from forebay.events.fleet import WorkerLost
+from forebay.events.kv import BlocksRemoved, BlocksStored, CacheCleared
+from forebay.events.topics import FLEET, KV_EVENTS
+from forebay.ingress.model import Model
+from infra.cluster import Cluster
+from infra.models import make_tiny_model
+from infra.processes import still_running
+from tests.engines.oracle import Transformers
+from tests.engines.replayed import canonical, digest_of, replayed
+from tests.engines.serving import BLOCK, BLOCKS, LORA_RANK_MAX, MODEL, Answer, Serving, ports_of, served, vllm_options
+from tests.integration import doors
+from tests.integration.conftest import RUN
+
+WORKERS = ("v1", "v2")
+NAMESPACE = f"{RUN}-vllm"
+TOKENS = 24
+LONG = 800  # tokens of an answer that outlasts what is done to its worker
+LONG_PROMPTS = 5  # of 20 blocks each: more than a worker has room for
+QUESTIONS = ("tell me a story", "what is a cache", "hello world", "return x + 1")
+LORA = "tiny-lora"
+SYSTEM = {"role": "system", "content": "you are a helpful assistant. the quick brown fox jumps over the lazy dog. " * 6}
+COMMAND_WITHIN_S = 60.0
+DRAINED_WITHIN_S = 60.0  # the answer is finished, then vLLM ended
+STARTED_WITHIN_S = 240.0  # two vLLM side by side on two cores
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def serving(
+    kafka: str, redis_url: str, model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Serving]:
+    """A router, an ingress with the admin API, and two vLLM workers, all serving."""
+    ports = ports_of(WORKERS)
+    folder = tmp_path_factory.mktemp("vllm")
+    async with Cluster(kafka, redis_url, NAMESPACE, folder) as cluster:
+        for name in WORKERS:
+            cluster.worker(name, *vllm_options(model, ports[name], folder / f"{name}.ipc"))
+        cluster.router("r1")
+        shared = ("--model", str(model), "--model-name", MODEL, "--block-size", str(BLOCK))
+        cluster.ingress("i1", *shared, "--routing-hints")
+
+        async def joined() -> bool:
+            return len(await cluster.members(MODEL)) == len(WORKERS)
+
+        await cluster.processes.until("both vLLM are members", joined, within_s=STARTED_WITHIN_S)
+        await cluster.until_serving(len(WORKERS), MODEL)
+        async with doors.opened(cluster.settings) as log, served(cluster, log, ports) as serving:
+            yield serving
+
+
+def long_prompt(number: int) -> list[int]:
+    """Twenty blocks and one token; another number gives another first block."""
+    return [10 + number, *(100 + place % 200 for place in range(20 * BLOCK))]
+
+
+async def test_a_chat_streams_what_transformers_says(serving: Serving, oracle: Transformers, model: Path) -> None:
+    messages = [{"role": "user", "content": "hello world"}]
+    prompt = oracle.prompt(messages)
+    expected = oracle.greedy(prompt, TOKENS)
+    heard = await serving.chat("chat", messages, TOKENS)
+    reply = await serving.said("chat")
+    assert (heard.status, heard.problem) == (200, "")
+    assert reply.tokens == expected
+    decoder = Model(model).decoder()
+    assert heard.text == "".join(decoder.push([token]) for token in expected)
+    assert len(heard.pieces) > 1, "it came in one piece: that is no stream"
+    assert (heard.usage["prompt_tokens"], heard.usage["completion_tokens"]) == (len(prompt), TOKENS)
+    assert heard.worker == reply.worker_id
+    assert heard.worker in WORKERS
+
+
+async def test_a_shared_prefix_goes_to_the_warm_worker_and_vllm_counts_the_hits(
+    serving: Serving, oracle: Transformers
+) -> None:
+    chats = [[SYSTEM, {"role": "user", "content": question}] for question in QUESTIONS]
+    first, *others = (oracle.prompt(messages) for messages in chats)
+    cold = await serving.chat("cold", chats[0], TOKENS)
+    assert cold.cached_tokens == 0
+    hits = {name: await serving.metric(name, "vllm:prefix_cache_hits_total") for name in WORKERS}
+    for number, prompt in enumerate(others, 1):
+        shared = max(common(prompt, earlier) for earlier in (first, *others[: number - 1])) // BLOCK
+        assert shared >= 3
+
+        async def known(prompt: list[int] = prompt, shared: int = shared) -> bool:
+            return await serving.overlaps(prompt) == {**dict.fromkeys(WORKERS, 0), cold.worker: shared}
+
+        await serving.cluster.processes.until("the router knows the prefix", known)
+        warm = await serving.chat(f"warm-{number}", chats[number], TOKENS)
+        assert warm.worker == cold.worker
+        assert warm.cached_tokens == shared * BLOCK
+        assert (await serving.said(f"warm-{number}")).tokens == oracle.greedy(prompt, TOKENS)
+        hits[cold.worker] += shared * BLOCK
+
+    async def counted() -> bool:
+        return {name: await serving.metric(name, "vllm:prefix_cache_hits_total") for name in WORKERS} == hits
+
+    await serving.cluster.processes.until("vLLM counts the hits, at that worker alone", counted)
+
+
+async def test_evictions_are_events_and_the_index_is_vllms_own(serving: Serving, oracle: Transformers) -> None:
+    for number in range(LONG_PROMPTS):
+        heard = await serving.complete(f"long-{number}", long_prompt(number), TOKENS, "v1")
+        assert (heard.worker, heard.problem) == ("v1", "")
+        expected = oracle.greedy(long_prompt(number), TOKENS)
+        assert (await serving.said(f"long-{number}")).tokens == expected
+    first = set(unpack_u64(sequence_hashes(pack_u32(long_prompt(0)), BLOCK)))
+
+    async def evicted() -> bool:
+        removed = [event for event in await events(serving, "v1") if isinstance(event, BlocksRemoved)]
+        return first <= {block for event in removed for block in unpack_u64(event.sequence_hashes)}
+
+    await serving.cluster.processes.until("the first prompt is evicted, all of it", evicted)
+    assert await serving.metric("v1", "vllm:cache_config_info") == 1
+    await agreed(serving)
+    assert 0 < len((await serving.index())["v1"]) < BLOCKS
+    again = await serving.complete("long-again", long_prompt(0), 1, "v1")
+    assert again.cached_tokens == 0
+
+
+async def test_a_lora_is_loaded_used_and_unloaded_over_http(
+    serving: Serving, oracle: Transformers, model: Path, lora: Path
+) -> None:
+    prompt = list(range(100, 180))
+    missing = await serving.complete("lora-before", prompt, TOKENS, model=LORA)
+    assert missing.status == httpx.codes.NOT_FOUND
+    loaded = await serving.request("POST", "/v1/loras", lora_name=LORA, lora_path=str(lora))
+    assert loaded.status_code == httpx.codes.OK, loaded.text
+    assert outcomes(loaded) == dict.fromkeys(WORKERS, ("done", [LORA]))
+
+    async def listed() -> bool:
+        models = (await serving.request("GET", "/v1/models")).raise_for_status().json()
+        return LORA in {one["id"] for one in models["data"]}
+
+    await serving.cluster.processes.until("the adapter is a model", listed)
+    heard = await serving.complete("lora", prompt, TOKENS, model=LORA)
+    assert (heard.status, heard.problem) == (200, "")
+    expected = Transformers(model, lora).greedy(prompt, TOKENS)
+    assert expected != oracle.greedy(prompt, TOKENS)
+    assert (await serving.said("lora")).tokens == expected
+    await serving.complete("base", prompt, TOKENS)
+    assert (await serving.said("base")).tokens == oracle.greedy(prompt, TOKENS)
+    code, out = await serving.cluster.command(
+        "control", "control", "list_loras", "--url", serving.url, "--json", within_s=COMMAND_WITHIN_S
+    )
+    told = {one["worker_id"]: one["loras"] for one in json.loads(out)["outcomes"]}
+    assert (code, told) == (0, {name: [LORA] for name in WORKERS})
+    unloaded = await serving.request("DELETE", f"/v1/loras/{LORA}")
+    assert unloaded.status_code == httpx.codes.OK, unloaded.text
+    assert outcomes(unloaded) == dict.fromkeys(WORKERS, ("done", []))
+
+    async def unlisted() -> bool:
+        return not await listed()
+
+    await serving.cluster.processes.until("the adapter is no model any more", unlisted)
+    gone = await serving.complete("lora-after", prompt, TOKENS, model=LORA)
+    assert gone.status == httpx.codes.NOT_FOUND
+
+
+async def test_a_lora_that_does_not_fit_is_refused_in_words(serving: Serving, tmp_path: Path) -> None:
+    make_tiny_model.write_lora(tmp_path / "wide", rank=2 * LORA_RANK_MAX)
+    refused = await serving.request("POST", "/v1/loras", lora_name="wide", lora_path=str(tmp_path / "wide"))
+    assert (refused.status_code, refused.json()["error"]["code"]) == (409, "command_refused")
+    assert outcomes(refused) == dict.fromkeys(WORKERS, ("refused", []))
+    assert f"rank {2 * LORA_RANK_MAX}" in refused.json()["error"]["message"]
+    models = (await serving.request("GET", "/v1/models")).raise_for_status().json()
+    assert "wide" not in {one["id"] for one in models["data"]}
+
+
+async def test_a_cleared_cache_is_an_event_and_leaves_the_index(serving: Serving, oracle: Transformers) -> None:
+    prompt = list(range(150, 290))
+    for name in WORKERS:
+        await serving.complete(f"before-clear-{name}", prompt, 1, name)
+    await agreed(serving)
+    before = {name: count_of(CacheCleared, await events(serving, name)) for name in WORKERS}
+    cleared = await serving.request("POST", "/clear_kv_blocks")
+    assert cleared.status_code == httpx.codes.OK, cleared.text
+
+    async def empty() -> bool:
+        counts = [count_of(CacheCleared, await events(serving, name)) > before[name] for name in WORKERS]
+        return all(counts) and not any((await serving.overlaps(prompt)).values())
+
+    await serving.cluster.processes.until("both caches are cleared", empty)
+    for name in WORKERS:
+        heard = await serving.complete(f"after-clear-{name}", prompt, TOKENS, name)
+        assert heard.cached_tokens == 0
+        assert (await serving.said(heard.request_id)).tokens == oracle.greedy(prompt, TOKENS)
+    await agreed(serving)
+
+
+async def test_a_killed_worker_is_lost_with_its_blocks_and_another_one_goes_on(
+    serving: Serving, oracle: Transformers
+) -> None:
+    cluster, prompt = serving.cluster, list(range(120, 280))
+    assert set(await serving.index()) == set(WORKERS)
+    heard = Answer("killed")
+    listening = asyncio.create_task(serving.hear(heard, prompt, LONG))
+    await cluster.processes.until("the answer has begun", lambda: begun(heard))
+    victim, (other,) = heard.worker, set(WORKERS) - {heard.worker}
+    epoch = (await cluster.members(MODEL))[victim].worker_epoch
+    family = cluster.processes[victim].family()
+    assert len(family) > 1, "vLLM's core is a process of its own"
+    cluster.kill(victim, alone=True)
+    assert not listening.done()
+
+    async def lost() -> bool:
+        facts = [event for event in await cluster.events(FLEET, MODEL) if isinstance(event, WorkerLost)]
+        return [(fact.worker_id, fact.worker_epoch) for fact in facts] == [(victim, epoch)]
+
+    await cluster.processes.until("the worker is lost", lost)
+    await listening
+    reply = await serving.said("killed")
+    assert reply.tokens == oracle.greedy(prompt, LONG), "what the other goes on with does not follow what was said"
+    assert (heard.problem, heard.usage["completion_tokens"]) == ("", LONG)
+    assert (heard.served["worker"], heard.served["attempts"]) == (other, 2)
+
+    async def nothing_left() -> bool:
+        return not still_running(family)
+
+    try:
+        await cluster.processes.until("nothing that it started still runs", nothing_left)
+    finally:
+        for pid in still_running(family):
+            os.kill(pid, signal.SIGKILL)
+    assert set(await serving.index()) == {other}
+    assert set(await serving.overlaps(prompt)) == {other}
+
+
+async def test_a_worker_that_is_asked_to_stop_finishes_its_answer(serving: Serving, oracle: Transformers) -> None:
+    cluster, prompt = serving.cluster, list(range(110, 200))
+    (last,) = await cluster.members(MODEL)
+    heard = Answer("drained")
+    listening = asyncio.create_task(serving.hear(heard, prompt, LONG))
+    await cluster.processes.until("the answer has begun", lambda: begun(heard))
+    family = cluster.processes[last].family()
+    await cluster.stop(last, within_s=DRAINED_WITHIN_S)
+    await listening
+    assert (heard.problem, heard.served["worker"], heard.served["attempts"]) == ("", last, 1)
+    assert (await serving.said("drained")).tokens == oracle.greedy(prompt, LONG)
+    assert still_running(family) == []
+    report = await cluster.verify(MODEL)
+    assert (report["divergence"], report["verified"]) == (None, await cluster.decided(MODEL))
+
+
+async def begun(heard: Answer) -> bool:
+    """Whether a client heard the first words."""
+    return bool(heard.pieces)
+
+
+async def agreed(serving: Serving) -> None:
+    """Wait until the index has of each worker just what its vLLM says it has."""
+    expected = {
+        name: digest_of(canonical(await replayed(serving.ports[name].replay)))  # vLLM is at rest
+        for name in WORKERS
+    }
+
+    async def equal() -> bool:
+        await serving.overlaps([100])  # asked for and journaled: the index is read as of the journal's end
+        index = await serving.index()
+        return {name: digest_of(index.get(name, set())) for name in WORKERS} == expected
+
+    await serving.cluster.processes.until("the index is what vLLM says", equal)
+
+
+def outcomes(answer: httpx.Response) -> dict[str, tuple[str, list[str]]]:
+    """What became of a command at each worker, and the adapters that it has then."""
+    return {one["worker_id"]: (one["status"], one["loras"]) for one in answer.json()["outcomes"]}
+
+
+async def events(serving: Serving, worker: str) -> list[BlocksStored | BlocksRemoved | CacheCleared]:
+    """The KV events of a worker, as they stand on the log."""
+    return [event for event in await serving.cluster.events(KV_EVENTS, MODEL) if event.worker_id == worker]
+
+
+def count_of(kind: type, events: list[BlocksStored | BlocksRemoved | CacheCleared]) -> int:
+    return sum(isinstance(event, kind) for event in events)
+
+
+def common(left: list[int], right: list[int]) -> int:
+    """How many tokens two prompts begin with alike."""
+    return next(at for at, pair in enumerate(zip(left, right, strict=False)) if pair[0] != pair[1])

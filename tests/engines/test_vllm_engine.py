@@ -1,0 +1,336 @@
+"""The vLLM engine for real: one engine for all tests of this file, so each uses prompts of its own."""
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from prometheus_client import CollectorRegistry, generate_latest
+
+from forebay.core.engine_model import Load
+from forebay.events.control import Command
+from forebay.events.fleet import WorkerSpec
+from forebay.events.requests import StructuredOutput, TokenBias
+from forebay.workers import vllm_engine
+from forebay.workers.engine import EngineError, EngineRefused
+from forebay.workers.engine_settings import EngineSettings
+from forebay.workers.vllm_engine import VllmEngine
+from tests.engines.driven import Driven, driven
+from tests.engines.oracle import GREEDY
+
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.filterwarnings("ignore"),  # vLLM's and torch's own; those of forebay are errors in every other test
+]
+
+BLOCK = 32
+KV_BLOCKS = 40
+ARGUMENTS: dict[str, Any] = {"dtype": "float32", "enforce_eager": True, "max_model_len": 1024}
+SPEC = WorkerSpec(
+    worker_id="w1", model="tiny", block_size=1, kv_blocks_total=1, max_num_seqs=1, max_num_batched_tokens=1
+)
+
+
+def settings(model: Path, **options: Any) -> EngineSettings:
+    base = EngineSettings(
+        model=model, model_name="tiny", block_size=BLOCK, kv_blocks=KV_BLOCKS, max_num_seqs=8, arguments=ARGUMENTS
+    )
+    return replace(base, **options)
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def vllm(model: Path) -> AsyncIterator[Driven]:
+    arguments = ARGUMENTS | {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+    async with driven(VllmEngine(settings(model, arguments=arguments)), SPEC) as one:
+        yield one
+
+
+async def test_it_says_its_sizes(vllm: Driven) -> None:
+    spec = vllm.spec
+    assert (spec.block_size, spec.kv_blocks_total, spec.max_num_seqs) == (BLOCK, KV_BLOCKS, 8)
+    assert spec.max_num_batched_tokens > 1
+    assert spec.tasks == ("generate",)
+    assert spec.kv_events
+
+
+async def test_greedy_tokens_are_the_oracle_s(vllm: Driven) -> None:
+    answers = [await vllm.ask(prompt, len(said)) for prompt, said in GREEDY]
+    assert [one.tokens for one in answers] == [said for _, said in GREEDY]
+    assert {one.finished and one.finished.reason for one in answers} == {"length"}
+    assert max(one.chunks for one in answers) > 1
+
+
+async def test_requests_at_once_get_answers_of_their_own(vllm: Driven) -> None:
+    answers = [vllm.submit(vllm.item(prompt, len(said))) for prompt, said in GREEDY * 3]
+    await vllm.until(lambda: all(one.over for one in answers))
+    assert [one.tokens for one in answers] == [said for _, said in GREEDY * 3]
+    assert any(len(batch.emitted) > 1 for batch in vllm.batches)
+
+
+async def test_a_prefix_is_found_and_told(vllm: Driven) -> None:
+    prompt = [7, *range(100, 194)]
+    first = await vllm.ask(prompt, 2)
+    again = await vllm.ask(prompt, 2)
+    assert (first.cached, again.cached) == (0, 2 * BLOCK)
+    assert again.finished is not None
+    assert (again.finished.prompt_tokens, again.finished.output_tokens, again.finished.cached_tokens) == (95, 2, 64)
+    await vllm.until(lambda: vllm.blocks(prompt) <= vllm.held[0])
+    assert set(vllm.engine.held(0)) == vllm.held[0]
+
+
+async def test_generated_blocks_are_told(vllm: Driven) -> None:
+    prompt = [8, *range(100, 131)]
+    answer = await vllm.ask(prompt, BLOCK + 1)
+    await vllm.until(lambda: vllm.blocks(prompt + answer.tokens[:BLOCK]) <= vllm.held[0])
+
+
+async def test_a_tenant_has_a_cache_of_its_own(vllm: Driven) -> None:
+    prompt = [9, *range(100, 195)]
+    await vllm.ask(prompt, 1)
+    other = await vllm.ask(prompt, 1, cache_namespace="tenant-1")
+    own = await vllm.ask(prompt, 1, cache_namespace="tenant-1")
+    assert (other.cached, own.cached) == (0, 2 * BLOCK)
+    await vllm.until(lambda: vllm.blocks(prompt, cache_namespace="tenant-1") <= vllm.held[0])
+
+
+async def test_what_is_evicted_is_told(vllm: Driven) -> None:
+    first = [10, *range(100, 227)]
+    await vllm.ask(first, 1)
+    await vllm.until(lambda: vllm.blocks(first) <= vllm.held[0])
+    for start in range(11, 16):
+        await vllm.ask([start, *(100 + (start * i) % 251 for i in range(300))], 1)
+    await vllm.until(lambda: not vllm.blocks(first) & vllm.held[0])
+    assert 0 < len(vllm.held[0]) <= KV_BLOCKS
+
+
+async def test_logprobs(vllm: Driven) -> None:
+    answer = await vllm.ask([16, 17, 18], 4, logprobs=3)
+    assert len(answer.logprobs) == len(answer.tokens) == 4
+    for token, one in zip(answer.tokens, answer.logprobs, strict=True):
+        assert len(one.top) == 3
+        assert (one.top[0].token_id, one.top[0].logprob) == (token, one.logprob)  # greedy
+        assert one.top[0].logprob >= one.top[1].logprob >= one.top[2].logprob
+    bare = await vllm.ask([16, 17, 18], 4, logprobs=0)
+    assert [(one.logprob, one.top) for one in bare.logprobs] == [(one.logprob, ()) for one in answer.logprobs]
+    assert not (await vllm.ask([16, 17, 18], 4)).logprobs
+
+
+async def test_sampling_is_passed_on(vllm: Driven) -> None:
+    prompt = [19, 20, 21]
+    greedy = await vllm.ask(prompt, 6)
+    stop = max(greedy.tokens, key=greedy.tokens.index)
+    stopped = await vllm.ask(prompt, 6, stop_token_ids=(stop,))
+    assert stopped.tokens == greedy.tokens[: greedy.tokens.index(stop) + 1]
+    assert stopped.finished is not None
+    assert stopped.finished.reason == "stop"
+    forced = await vllm.ask(prompt, 3, logit_bias=(TokenBias(token_id=77, bias=100.0),))
+    assert forced.tokens == [77, 77, 77]
+    seeded = [await vllm.ask(prompt, 12, temperature=1.0, seed=seed) for seed in (5, 5, 6)]
+    assert seeded[0].tokens == seeded[1].tokens != seeded[2].tokens
+
+
+async def test_structured_output(vllm: Driven) -> None:
+    from transformers import AutoTokenizer  # noqa: PLC0415
+
+    tokenizer = AutoTokenizer.from_pretrained(vllm.engine._settings.model)  # type: ignore[attr-defined]
+    kinds = {"choice": '["alpha", "beta"]', "regex": "[xy]{3}z", "json_schema": '{"enum": ["only"]}'}
+    texts = {}
+    for kind, text in kinds.items():
+        structured = StructuredOutput(kind=kind, text=text)  # type: ignore[arg-type]
+        answer = await vllm.ask([22, 23], 40, structured=structured, ignore_eos=False)
+        assert answer.finished is not None, answer.error
+        texts[kind] = tokenizer.decode(answer.tokens, skip_special_tokens=True)
+    assert texts["choice"] in ("alpha", "beta")
+    assert texts["regex"][:3].strip("xy") == "" and texts["regex"][3:] == "z"
+    assert texts["json_schema"] == '"only"'
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "code", "says"),
+    [
+        ({"prompt": [5] * 1024}, 400, "context_length_exceeded", "1024 tokens"),
+        ({"prompt": []}, 400, "invalid_request", ""),
+        ({"prompt": [100_000]}, 400, "invalid_request", "100000"),
+        ({"top_p": 3.0}, 400, "invalid_request", "top_p"),
+        ({"logprobs": 100_000}, 400, "invalid_request", "logprobs"),
+        ({"structured": StructuredOutput(kind="choice", text="{}")}, 400, "invalid_request", "choices"),
+        ({"structured": StructuredOutput(kind="json_schema", text="{")}, 400, "invalid_request", ""),
+        ({"task": "embed"}, 400, "invalid_request", "embed"),
+        ({"lora_name": "nobody"}, 404, "model_not_found", "nobody"),
+    ],
+)
+async def test_refusals(vllm: Driven, options: dict[str, Any], status: int, code: str, says: str) -> None:
+    answer = await vllm.ask(**({"prompt": [24]} | options))
+    assert answer.error is not None
+    assert (answer.error.status, answer.error.code) == (status, code)
+    assert says in answer.error.message
+    assert "\n" not in answer.error.message
+    assert (await vllm.ask([24], 1)).finished is not None
+
+
+async def test_what_is_cancelled_ends(vllm: Driven) -> None:
+    long = vllm.submit(vllm.item([25, 26], 900))
+    await vllm.until(lambda: long.tokens)
+    assert vllm.batches[-1].load.running == 1
+    vllm.engine.cancel(long.item.request_id)
+    await vllm.until(lambda: vllm.batches[-1].load.running == 0)
+    said = len(long.tokens)
+    assert (await vllm.ask([25, 27], 8)).finished is not None
+    assert len(long.tokens) == said < 900
+    assert not long.over
+
+
+async def test_load_is_told(vllm: Driven) -> None:
+    assert vllm.batches[0].load == Load(0, 0, 0, KV_BLOCKS)
+    before = len(vllm.batches)
+    answers = [vllm.submit(vllm.item([28, start] * 50, 20)) for start in range(10)]
+    await vllm.until(lambda: all(one.over for one in answers))
+    await vllm.until(lambda: vllm.batches[-1].load == Load(0, 0, 0, KV_BLOCKS))
+    loads = [batch.load for batch in vllm.batches[before:]]
+    assert max(load.running for load in loads) == 8  # max_num_seqs
+    assert max(load.waiting for load in loads) >= 1
+    assert max(load.kv_blocks_used for load in loads) in range(25, KV_BLOCKS + 1)
+
+
+async def test_clearing_is_told_at_once(vllm: Driven) -> None:
+    prompt = [29, *range(100, 195)]
+    await vllm.ask(prompt, 1)
+    await vllm.until(lambda: vllm.blocks(prompt) <= vllm.held[0])
+    await vllm.engine.command(Command(action="clear_kv_blocks"))
+    await vllm.until(lambda: not vllm.held[0])
+    assert not vllm.engine.held(0)
+    again = await vllm.ask(prompt, 1)
+    assert again.cached == 0
+    await vllm.until(lambda: vllm.held[0] == vllm.blocks(prompt))
+    assert set(vllm.engine.held(0)) == vllm.held[0]
+
+
+async def test_clearing_in_mid_stream_loses_no_token(vllm: Driven) -> None:
+    prompt = [30, *range(100, 195)]
+    alone = await vllm.ask(prompt, 120)
+    answer = vllm.submit(vllm.item(prompt, 120))
+    await vllm.until(lambda: answer.tokens)
+    await vllm.engine.command(Command(action="clear_kv_blocks"))
+    await vllm.until(lambda: answer.over)
+    assert answer.tokens == alone.tokens
+    await vllm.until(lambda: vllm.blocks(prompt) <= vllm.held[0])
+
+
+async def test_an_adapter_is_loaded_used_and_unloaded(vllm: Driven, lora: Path, tmp_path: Path) -> None:
+    engine, prompt = vllm.engine, [31, *range(100, 195)]
+    base = await vllm.ask(prompt)
+    assert await engine.command(Command(action="list_loras")) == ()
+    load = Command(action="load_lora", lora_name="tiny-lora", lora_path=str(lora))
+    assert await engine.command(load) == ("tiny-lora",)
+    assert await engine.command(load) == ("tiny-lora",)  # again: nothing to do
+    other = await vllm.ask(prompt, lora_name="tiny-lora")
+    assert other.tokens != base.tokens
+    assert other.cached == 0
+    assert (await vllm.ask(prompt, lora_name="tiny-lora")).cached == 2 * BLOCK
+    await vllm.until(lambda: vllm.blocks(prompt, lora_name="tiny-lora") <= vllm.held[0])
+    with pytest.raises(EngineRefused, match="unload it first"):
+        await engine.command(Command(action="load_lora", lora_name="tiny-lora", lora_path=str(tmp_path)))
+    assert await engine.command(Command(action="unload_lora", lora_name="tiny-lora")) == ()
+    refused = await vllm.ask(prompt, lora_name="tiny-lora")
+    assert refused.error is not None and refused.error.status == 404
+    # Under a name that another adapter had, its blocks must not be found.
+    await engine.command(load)
+    assert (await vllm.ask(prompt, lora_name="tiny-lora")).cached == 0
+    assert await engine.command(Command(action="unload_lora", lora_name="tiny-lora")) == ()
+    with pytest.raises(EngineRefused, match="no adapter 'tiny-lora' to unload"):
+        await engine.command(Command(action="unload_lora", lora_name="tiny-lora"))
+
+
+async def test_adapters_that_do_not_fit_are_refused(vllm: Driven, tmp_path: Path) -> None:
+    from infra.models import make_tiny_model  # noqa: PLC0415 - imports torch
+
+    make_tiny_model.write_lora(tmp_path / "big", rank=16)
+    reasons = {str(tmp_path / "none"): "no adapter_config.json", str(tmp_path / "big"): "max_lora_rank"}
+    for path, reason in reasons.items():
+        with pytest.raises(EngineRefused, match=reason):
+            await vllm.engine.command(Command(action="load_lora", lora_name="other", lora_path=path))
+    assert await vllm.engine.command(Command(action="list_loras")) == ()
+    assert (await vllm.ask([32], 1)).finished is not None
+
+
+@pytest.mark.parametrize("level", [1, 2])
+async def test_it_sleeps_and_wakes_up(vllm: Driven, level: int) -> None:
+    prompt, said = GREEDY[2]
+    await vllm.ask(prompt, 1)
+    await vllm.until(lambda: vllm.blocks(prompt) <= vllm.held[0])
+    await vllm.engine.command(Command(action="sleep", level=level))
+    await vllm.until(lambda: not vllm.held[0])
+    waits = vllm.submit(vllm.item(prompt, len(said)))
+    await vllm.engine.check()
+    assert not waits.tokens
+    await vllm.engine.command(Command(action="wake_up"))
+    await vllm.until(lambda: waits.over)
+    assert (waits.tokens, waits.cached) == (said, 0)
+    await vllm.until(lambda: vllm.blocks(prompt) <= vllm.held[0])
+
+
+async def test_pause_holds_answers_and_resume_goes_on(vllm: Driven) -> None:
+    prompt = [33, *range(100, 150)]
+    alone = await vllm.ask(prompt, 200)
+    answer = vllm.submit(vllm.item(prompt, 200))
+    await vllm.until(lambda: answer.tokens)
+    await vllm.engine.command(Command(action="pause"))
+    assert not answer.over
+    said = len(answer.tokens)
+    await vllm.engine.check()
+    await vllm.engine.command(Command(action="resume"))
+    await vllm.until(lambda: answer.over)
+    assert said <= len(answer.tokens)
+    assert answer.tokens == alone.tokens
+    assert set(vllm.engine.held(0)) >= vllm.blocks(prompt)
+
+
+async def test_a_reset_forgets_requests_and_cache(vllm: Driven) -> None:
+    prompt = [34, *range(100, 195)]
+    under_way = vllm.submit(vllm.item(prompt, 900))
+    await vllm.until(lambda: under_way.tokens)
+    vllm.engine.reset()
+    vllm.held[0].clear()  # as the owner does
+    before, said = len(vllm.batches), len(under_way.tokens)
+    assert not vllm.engine.held(0)
+    new = await vllm.ask(prompt, 4)
+    assert new.cached == 0
+    assert len(under_way.tokens) == said and not under_way.over
+    assert all(batch.load.running <= 1 for batch in vllm.batches[before:])
+    await vllm.until(lambda: vllm.held[0] == vllm.blocks(prompt))
+    assert set(vllm.engine.held(0)) == vllm.held[0]
+
+
+async def test_a_health_request_is_asked_when_it_is_quiet(vllm: Driven, monkeypatch: pytest.MonkeyPatch) -> None:
+    answered = vllm.metric("vllm:request_success_total")
+    await vllm.engine.check()
+    monkeypatch.setattr(vllm_engine, "CANARY_EVERY_S", 0.0)
+    async with asyncio.timeout(60):
+        while vllm.metric("vllm:request_success_total") == answered:
+            await vllm.engine.check()
+            await asyncio.sleep(0)
+    monkeypatch.setattr(vllm_engine, "CANARY_TIMEOUT_S", 0.0)
+    # It hangs, and nobody ordered it to.
+    await vllm.engine._llm.pause_generation(mode="keep", clear_cache=False)  # type: ignore[attr-defined]
+    with pytest.raises(EngineError, match="did not answer a health request"):
+        async with asyncio.timeout(60):
+            while True:
+                await vllm.engine.check()
+                await asyncio.sleep(0)
+    await vllm.engine._llm.resume_generation()  # type: ignore[attr-defined]
+
+
+async def test_its_metrics_are_shown(vllm: Driven) -> None:
+    registry = CollectorRegistry()
+    for collector in vllm.engine.collectors():
+        registry.register(collector)
+    shown = generate_latest(registry).decode()
+    names = {line.split("{")[0] for line in shown.splitlines() if not line.startswith("#")}
+    assert {"vllm:prefix_cache_hits_total", "vllm:num_requests_running", "vllm:generation_tokens_total"} <= names
+    assert all(name.startswith(("vllm:", "forebay_worker_kv_events")) for name in names)
+    hits = re.search(r'vllm:prefix_cache_hits_total\{.*model_name="tiny".*\} (.*)', shown)
+    assert hits is not None and float(hits[1]) > 0

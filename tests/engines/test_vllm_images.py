@@ -1,0 +1,238 @@
+"""Images in vLLM for real, a tiny LLaVA: as they are and as embeddings; its KV events name what the ingress names."""
+
+import asyncio
+import importlib.util
+import io
+import json
+import sys
+import types
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import pytest_asyncio
+
+from forebay.core.blocks import hash_seed, mm_hashes, sequence_hashes
+from forebay.events.base import pack_u32, unpack_u64
+from forebay.events.work import WorkItem
+from forebay.ingress.media_refs import Fetched, MediaRef
+from forebay.ingress.media_tokens import MediaTokens, media_tokens_of
+from forebay.workers.media_feed import MediaEngine
+from forebay.workers.vllm_engine import VllmEngine
+from tests.engines.driven import Answer, Driven, driven
+from tests.engines.test_vllm_engine import BLOCK, SPEC, settings
+
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.filterwarnings("ignore"),  # as in test_vllm_engine
+]
+
+SAID = 6
+BEFORE, AFTER = range(10, 50), range(50, 90)  # a block before the image, part of it and more in the second
+# vLLM's module of LLaVA imports this one for a function that Pixtral alone calls, and it wants torchvision, which has
+# no build for CPUs on PyPI.
+UNUSED = "transformers.models.pixtral.image_processing_pixtral"
+STAND_IN = f"""import sys, types
+made = sys.modules[{UNUSED!r}] = types.ModuleType({UNUSED!r})
+made._num_image_tokens = None
+"""
+
+
+def png(*colors: tuple[int, int, int]) -> bytes:
+    from PIL import Image  # noqa: PLC0415 - comes with vLLM
+
+    image = Image.new("RGB", (48, 40), colors[0])
+    for number, color in enumerate(colors[1:], start=1):
+        image.paste(color, (8 * number, 0, 8 * number + 8, 20))
+    kept = io.BytesIO()
+    image.save(kept, "PNG")
+    return kept.getvalue()
+
+
+RED, BLUE = png((200, 30, 30), (0, 0, 0)), png((20, 40, 220), (255, 255, 255), (9, 99, 0))
+
+
+class Llava:
+    """What the requests need: the ingress's prompts, and the oracle's embeddings and answers."""
+
+    def __init__(self, directory: Path) -> None:
+        from infra.models import make_tiny_llava  # noqa: PLC0415 - imports torch
+
+        self.directory = directory
+        self._model = make_tiny_llava.write_model(directory).float().eval()
+        self._processor = make_tiny_llava.processor()
+        config = json.loads((directory / "config.json").read_text())
+        self.tokens: MediaTokens = media_tokens_of(config, self._processor.tokenizer.convert_ids_to_tokens)
+
+    def _pixels(self, contents: Sequence[bytes]) -> Any:
+        from PIL import Image  # noqa: PLC0415
+
+        images = [Image.open(io.BytesIO(one)) for one in contents]
+        return self._processor.image_processor(images, return_tensors="pt")["pixel_values"]
+
+    def embeddings(self, contents: Sequence[bytes]) -> Any:
+        """[placeholders, width] of images, as an encode worker would have it."""
+        import torch  # noqa: PLC0415
+
+        with torch.inference_mode():
+            found = self._model.model.get_image_features(self._pixels(contents), return_dict=True).pooler_output
+        return torch.cat(list(found)).numpy()
+
+    def greedy(self, item: WorkItem, contents: Sequence[bytes]) -> list[int]:
+        """What transformers says."""
+        import torch  # noqa: PLC0415
+
+        prompt = torch.frombuffer(bytearray(item.token_ids), dtype=torch.int32).long()[None]
+        said: list[int] = []
+        with torch.inference_mode():
+            for _ in range(SAID):
+                tokens = torch.cat([prompt, torch.tensor([said], dtype=torch.long)], dim=1)
+                logits = self._model(input_ids=tokens, pixel_values=self._pixels(contents)).logits[0, -1]
+                said.append(int(logits.argmax()))
+        return said
+
+    def item(
+        self, vllm: Driven, contents: Sequence[bytes], text: Sequence[int] = AFTER, namespace: str = ""
+    ) -> WorkItem:
+        """A request with images, tokens and hashes as the ingress makes them."""
+        token_id = self.tokens.ids["image"]
+        refs = [MediaRef("image", "data:", "messages[0]") for _ in contents]
+        found = [Fetched("image", "image/png", one, sha256(one).hexdigest()) for one in contents]
+        short = [1, *BEFORE]
+        for _ in contents:
+            short += [token_id, *text]
+        expanded = self.tokens.expand(short, refs, found)
+        item = vllm.item(expanded.token_ids, SAID, cache_namespace=namespace, logprobs=0)
+        packed, seed = pack_u32(expanded.token_ids), hash_seed("", namespace)
+        hashes = sequence_hashes(packed, BLOCK, seed, mm_hashes(expanded.media, BLOCK))
+        return msgspec.structs.replace(item, media=expanded.media, sequence_hashes=hashes)
+
+
+async def ask(vllm: Driven, item: WorkItem, embeddings: Any = None) -> Answer:
+    answer = vllm.expect(item)
+    assert isinstance(vllm.engine, MediaEngine)
+    if embeddings is None:
+        vllm.engine.submit(item)
+    else:
+        bare = tuple(msgspec.structs.replace(one, content=b"") for one in item.media)
+        vllm.engine.submit_embedded(msgspec.structs.replace(item, media=bare), embeddings)
+    await vllm.until(lambda: answer.over)
+    return answer
+
+
+async def told(vllm: Driven, names: Sequence[int]) -> None:
+    await vllm.until(lambda: set(names) <= vllm.held[0])
+
+
+@pytest.fixture(scope="module")
+def without_torchvision(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Here and in the processes that vLLM starts."""
+    with pytest.MonkeyPatch.context() as patch:
+        if importlib.util.find_spec("torchvision") is None:
+            directory = tmp_path_factory.mktemp("unused")
+            (directory / "sitecustomize.py").write_text(STAND_IN)
+            patch.setenv("PYTHONPATH", str(directory), prepend=":")
+            stand_in: Any = types.ModuleType(UNUSED)
+            stand_in._num_image_tokens = None
+            patch.setitem(sys.modules, UNUSED, stand_in)
+        yield
+
+
+@pytest.fixture(scope="module")
+def llava(tmp_path_factory: pytest.TempPathFactory) -> Llava:
+    return Llava(tmp_path_factory.mktemp("model") / "llava")
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def vllm(llava: Llava, without_torchvision: None) -> AsyncIterator[Driven]:
+    async with driven(VllmEngine(replace(settings(llava.directory), kv_blocks=120)), SPEC) as one:
+        yield one
+
+
+async def test_an_image_and_its_embeddings_get_the_oracle_s_answer(vllm: Driven, llava: Llava) -> None:
+    for number, contents in enumerate([[RED], [BLUE], [RED, BLUE]]):
+        raw = llava.item(vllm, contents, namespace=f"raw-{number}")
+        expected = llava.greedy(raw, contents)
+        answers = [await ask(vllm, raw)]
+        embeddings = llava.embeddings(contents)
+        assert embeddings.shape == (16 * len(contents), 64)
+        # Of its own namespace, so nothing of the first is reused; vLLM's cache of encoded images is told by digest.
+        await asyncio.wait_for(vllm.engine._llm.reset_encoder_cache(), 10)  # type: ignore[attr-defined]
+        answers.append(await ask(vllm, llava.item(vllm, contents, namespace=f"embedded-{number}"), embeddings))
+        assert [one.error for one in answers] == [None, None]
+        assert [one.cached for one in answers] == [0, 0]
+        assert [one.tokens for one in answers] == [expected, expected]
+        logprobs = [[token.logprob for token in one.logprobs] for one in answers]
+        assert logprobs[0] == pytest.approx(logprobs[1], abs=1e-3)
+
+
+async def test_other_embeddings_have_another_answer(vllm: Driven, llava: Llava) -> None:
+    said = []
+    for content in (RED, BLUE):
+        item = llava.item(vllm, [content], range(100, 140))
+        answer = await ask(vllm, item, llava.embeddings([content]))
+        assert answer.tokens == llava.greedy(item, [content])
+        said.append([token.logprob for token in answer.logprobs])
+    assert max(abs(one - other) for one, other in zip(*said, strict=True)) > 1e-3
+
+
+async def test_vllm_s_cache_is_what_the_ingress_calls_it(vllm: Driven, llava: Llava) -> None:
+    text = range(150, 190)
+    items = {content: llava.item(vllm, [content], text) for content in (RED, BLUE)}
+    names = {content: unpack_u64(item.sequence_hashes) for content, item in items.items()}
+    assert names[RED][0] == names[BLUE][0] and not set(names[RED][1:]) & set(names[BLUE][1:])
+    await ask(vllm, items[RED], llava.embeddings([RED]))
+    await told(vllm, names[RED])
+    assert not set(names[BLUE][1:]) & vllm.held[0]
+    # What the index foretells is what vLLM has: of one image all blocks, of another those before it.
+    for content in (RED, BLUE, BLUE):
+        again = llava.item(vllm, [content], text)
+        foretold = next((n for n, name in enumerate(names[content]) if name not in vllm.held[0]), len(names[content]))
+        answer = await ask(vllm, again)
+        assert answer.cached == foretold * BLOCK
+        await told(vllm, names[content])
+    assert set(vllm.engine.held(0)) == vllm.held[0]
+    plain = llava.item(vllm, [], text)
+    both = llava.item(vllm, [RED, BLUE], text, "tenant")
+    await ask(vllm, plain)
+    await ask(vllm, both, llava.embeddings([RED, BLUE]))
+    for item in (plain, both):
+        await told(vllm, unpack_u64(item.sequence_hashes))
+
+
+async def test_half_precision_will_do(vllm: Driven, llava: Llava) -> None:
+    item = llava.item(vllm, [RED], range(200, 240))
+    answer = await ask(vllm, item, llava.embeddings([RED]).astype("float16"))
+    assert answer.tokens == llava.greedy(item, [RED])
+
+
+async def test_an_image_that_was_looked_at_but_not_asked_about_is_no_trouble(vllm: Driven, llava: Llava) -> None:
+    content = png((1, 2, 3), (4, 200, 6))
+    item = llava.item(vllm, [content], range(250, 290))
+    (one,) = item.media
+    fewer = msgspec.structs.replace(one, tokens=one.tokens - 1)
+    other = await ask(vllm, msgspec.structs.replace(item, media=(fewer,), request_id=f"unlike-{item.request_id}"))
+    assert other.error is not None
+    assert (other.error.status, other.error.code) == (501, "media_not_supported")
+    answer = await ask(vllm, item)
+    assert answer.error is None
+    assert answer.tokens == llava.greedy(item, [content])
+
+
+async def test_what_does_not_fit_is_refused(vllm: Driven, llava: Llava) -> None:
+    item = llava.item(vllm, [RED])
+    wide = await ask(vllm, item, llava.embeddings([RED])[:, :32])
+    assert wide.error is not None
+    assert (wide.error.status, wide.error.code) == (500, "media_not_encoded")
+    assert "32 numbers wide, the model's are 64" in wide.error.message
+    (one,) = item.media
+    for kind in ("image", "video"):
+        unusable = msgspec.structs.replace(one, kind=kind, content=b"nothing")
+        broken = await ask(vllm, msgspec.structs.replace(llava.item(vllm, [RED]), media=(unusable,)))
+        assert broken.error is not None
+        assert (broken.error.status, broken.error.code) == (400, "media_not_encoded")
+    assert not (await ask(vllm, llava.item(vllm, [RED]))).error

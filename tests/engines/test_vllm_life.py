@@ -1,0 +1,163 @@
+"""vLLM that does not start, dies, or loses its worker: a clear error each time, and no process left."""
+
+import asyncio
+import contextlib
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from forebay.workers.engine import EngineError
+from forebay.workers.vllm_engine import VllmEngine
+from tests.engines.driven import driven
+from tests.engines.test_vllm_engine import ARGUMENTS, SPEC, settings
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # as in test_vllm_engine
+
+ROOT = Path(__file__).parents[2]
+
+
+def processes() -> Iterator[tuple[int, str, int]]:
+    """Number, state and parent of each."""
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            text = path.read_text()
+            state, parent = text.rpartition(")")[2].split()[:2]
+            yield int(text.split()[0]), state, int(parent)
+
+
+def children() -> set[int]:
+    """This process's children and theirs, but not the dead and not Python's own helpers."""
+    found, parents = set[int](), {os.getpid()}
+    while parents:
+        parents = {pid for pid, state, parent in processes() if parent in parents and state != "Z"} - found
+        found |= parents
+    return {pid for pid in found if b"resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_bytes()}
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+async def refused(engine: VllmEngine) -> str:
+    before = children()
+    with pytest.raises(EngineError) as caught:
+        async with driven(engine, SPEC):
+            pass
+    assert children() <= before
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("breakage", "says"),
+    [
+        (shutil.rmtree, "there is no model directory"),
+        (lambda directory: (directory / "config.json").unlink(), "no config.json"),
+        (lambda directory: (directory / "model.safetensors").unlink(), "no weights"),
+        (lambda directory: (directory / "model.safetensors").write_bytes(b"not weights"), "are broken"),
+        (lambda directory: (directory / "config.json").write_text("{"), "does not take these arguments"),
+    ],
+)
+async def test_a_broken_model_directory(
+    breakage: Callable[[Path], object], says: str, model: Path, tmp_path: Path
+) -> None:
+    directory = Path(shutil.copytree(model, tmp_path / "broken"))
+    breakage(directory)
+    said = await refused(VllmEngine(settings(directory)))
+    assert says in said
+    assert str(directory) in said
+
+
+async def test_an_argument_that_vllm_does_not_have(model: Path) -> None:
+    engine = VllmEngine(settings(model, arguments=ARGUMENTS | {"no_such_argument": 1}))
+    assert "no_such_argument" in await refused(engine)
+
+
+async def test_a_core_that_dies_at_its_start(model: Path) -> None:
+    too_few = VllmEngine(settings(model, kv_blocks=3))
+    assert "died at its start" in await refused(too_few)
+
+
+async def test_a_start_that_is_cancelled_leaves_nothing(model: Path) -> None:
+    before = children()
+    engine = VllmEngine(settings(model))
+    starting = asyncio.create_task(engine.start(SPEC))
+    async with asyncio.timeout(120):
+        while not children() - before:  # noqa: ASYNC110 - a process tells nobody that it is there
+            await asyncio.sleep(0)
+    starting.cancel()
+    await asyncio.gather(starting, return_exceptions=True)
+    await engine.stop()
+    assert children() <= before
+
+
+async def test_an_embedding_model_and_a_core_that_is_killed(model: Path) -> None:
+    before = children()
+    arguments = ARGUMENTS | {"runner": "pooling", "convert": "embed"}
+    async with driven(VllmEngine(settings(model, arguments=arguments)), SPEC) as one:
+        assert one.spec.tasks == ("embed",)
+        answers = [await one.ask(prompt, task="embed") for prompt in ([5, 6, 7], [5, 6, 7], [8, 9])]
+        vectors = [answer.vector for answer in answers]
+        assert [len(vector) for vector in vectors] == [64, 64, 64]
+        assert vectors[0] == pytest.approx(vectors[1], abs=1e-6)
+        assert vectors[0] != pytest.approx(vectors[2], abs=1e-3)
+        assert math.hypot(*vectors[0]) == pytest.approx(1.0, abs=1e-5)
+        assert answers[0].finished is not None
+        assert (answers[0].finished.prompt_tokens, answers[0].finished.output_tokens) == (3, 0)
+        assert (await one.ask([5], 1)).error is not None
+
+        (core,) = children() - before
+        os.kill(core, signal.SIGKILL)
+        with pytest.raises(EngineError, match="died"):
+            await one.until(lambda: False)
+        with pytest.raises(EngineError, match="died"):
+            await one.engine.check()
+    assert children() <= before
+
+
+WORKER = """
+import asyncio, sys
+from pathlib import Path
+from tests.engines.driven import driven
+from tests.engines.test_vllm_engine import SPEC, settings
+from forebay.workers.vllm_engine import VllmEngine
+
+async def main():
+    engine = VllmEngine(settings(Path(sys.argv[1])))
+    async with driven(engine, SPEC) as one:
+        one.submit(one.item([5, 6, 7], 900))
+        await one.until(lambda: one.answers["r1"].tokens)
+        (core,) = engine._core.processes()
+        print("core", core.pid, flush=True)
+        await asyncio.Event().wait()
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+def test_a_worker_that_is_killed_takes_its_core_along(model: Path, tmp_path: Path) -> None:
+    script = tmp_path / "worker.py"
+    script.write_text(WORKER)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    command = [sys.executable, str(script), str(model)]
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as worker:
+        try:
+            assert worker.stdout is not None
+            line = next(line for line in iter(worker.stdout.readline, "") if line.startswith("core "))
+        finally:
+            worker.kill()
+        core = int(line.split()[1])
+        # The core has the other end of stdout: it closes when the core ends.
+        worker.stdout.read()
+    assert is_gone(core)

@@ -1,0 +1,88 @@
+"""vLLM's own parsers behind the ingress's interface: what they find, however the tokens come."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from forebay.ingress.errors import ApiError, Unusable
+from forebay.ingress.model import DEFAULT_MODEL, Model
+from forebay.ingress.parsers import call_ids
+from forebay.ingress.parsing import Parsing, Splitting
+from forebay.ingress.said import Said, joined
+from forebay.ingress.sampling import JsonObject
+from forebay.ingress.tools import Choice, Function, Tool
+from forebay.ingress.vllm_parsers import VllmParser
+
+pytest.importorskip("vllm", reason="vLLM is not installed here")
+
+SCHEMA: JsonObject = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
+TOOLS = (Tool(type="function", function=Function(name="weather", parameters=SCHEMA)),)
+XML = "<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
+XML += "</function>\n</tool_call>"
+JSON = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris", "days": 3}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    """The default model as transformers loads it, with the tags that parsers look up in the vocabulary."""
+    directory = tmp_path_factory.mktemp("model")
+    tokenizer = json.loads((DEFAULT_MODEL / "tokenizer.json").read_bytes())
+    first = 1 + max(tokenizer["model"]["vocab"].values())
+    first = max(first, 1 + max(token["id"] for token in tokenizer["added_tokens"]))
+    for at, tag in enumerate(("<tool_call>", "</tool_call>", "<think>", "</think>")):
+        token = {"id": first + at, "content": tag, "special": False, "normalized": False}
+        tokenizer["added_tokens"].append({**token, "single_word": False, "lstrip": False, "rstrip": False})
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+    config = json.loads((DEFAULT_MODEL / "tokenizer_config.json").read_bytes())
+    config |= {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": "{{ tools }}"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    (directory / "config.json").write_text(json.dumps({"model_type": "llama", "max_position_embeddings": 4096}))
+    return Model(Path(directory))
+
+
+def said(model: Model, parsing: Parsing, text: str, step: int) -> Said:
+    """The answer, so many tokens at a time."""
+    how = Splitting(Choice(TOOLS, None, parallel=True), prompt_ids=model.encode("hi"))
+    parser, decoder = parsing.parser(how, "r"), model.decoder(parsing.shown(how))
+    assert parser is not None
+    token_ids = model.encode(text)
+    pieces = []
+    for at in range(0, len(token_ids), step):
+        some = token_ids[at : at + step]
+        pieces.append(parser.push(decoder.push(some), some))
+    return joined([*pieces, parser.finish()])
+
+
+@pytest.mark.parametrize(("name", "call"), [("hermes", JSON), ("qwen3_coder", XML)])
+def test_a_call_however_the_tokens_come(model: Model, name: str, call: str) -> None:
+    parsing = Parsing(model, f"vllm:{name}", "none")
+    for step in (1, 3, 1000):
+        found = said(model, parsing, f"Look.\n{call}", step)
+        (piece,) = found.calls
+        assert (piece.name, json.loads(piece.arguments)) == ("weather", {"city": "Paris", "days": 3}), step
+        assert piece.call_id == call_ids("r")(0)
+        assert found.content.strip() == "Look."
+
+
+def test_reasoning_before_a_call(model: Model) -> None:
+    parsing = Parsing(model, "vllm:hermes", "vllm:deepseek_r1")
+    found = said(model, parsing, f"<think>Hm.</think>{JSON}", 1)
+    assert found.reasoning == "Hm."
+    assert [call.name for call in found.calls] == ["weather"]
+
+
+def test_what_is_not_there_is_told(model: Model) -> None:
+    with pytest.raises(Unusable, match="--tool-call-parser vllm:hermez"):
+        Parsing(model, "vllm:hermez")
+    with pytest.raises(Unusable, match="both of vLLM's, or none"):
+        Parsing(model, "vllm:hermes", "qwen3")
+
+
+def test_a_parser_that_breaks_ends_its_answer_with_an_error(model: Model) -> None:
+    parsing = Parsing(model, "vllm:hermes", "none")
+    parser = parsing.parser(Splitting(Choice(TOOLS, None, parallel=True)), "r")
+    assert isinstance(parser, VllmParser)
+    parser._parser = None
+    with pytest.raises(ApiError, match="of vLLM broke at this answer: AttributeError"):
+        parser.push("text", [1])

@@ -1,0 +1,30 @@
+"""vLLM without forebay: greedy tokens of the model DIR for the prompts on stdin, JSON lists of token ids, both ways."""
+
+import json
+import sys
+
+from vllm import LLM, SamplingParams
+
+
+def main() -> None:
+    """Answer on the last line of stdout; vLLM writes on it, too."""
+    asked = json.load(sys.stdin)
+    llm = LLM(
+        sys.argv[1],
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=1024,
+        block_size=32,
+        num_gpu_blocks_override=64,
+        max_num_seqs=8,
+    )
+    said = []
+    for prompt, max_tokens in asked:
+        sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        (answer,) = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
+        said.append(list(answer.outputs[0].token_ids))
+    print(json.dumps(said))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,491 @@
+"""Commands over HTTP: what goes on the log, what comes back, and which adapters are served after it."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from forebay.events.codec import decode, encode
+from forebay.events.control import Command, WorkerCommanded
+from forebay.events.decisions import CommandOutcome
+from forebay.events.fleet import WorkerJoined, WorkerLost, WorkerRecovered, WorkerSpec
+from forebay.events.tokens import AnswerError, CommandTold
+from forebay.events.topics import CONTROL, FLEET
+from forebay.ingress import adapters
+from forebay.transport.base import Draft, LogError
+from forebay.transport.sqlite_log import SqliteLog
+from tests.ingress.conftest import NAME, SLOT, Scene, make_scene
+from tests.system import until
+
+EVERY = ("clear_kv_blocks", "load_lora", "unload_lora", "list_loras", "sleep", "wake_up", "pause", "resume")
+LORA = {"lora_name": "sql", "lora_path": "/adapters/sql"}
+
+
+def given(log: SqliteLog) -> list[WorkerCommanded]:
+    found = [decode(CONTROL, record.value) for record in log.records(CONTROL.name, 0, 0, 1000)]
+    return [event for event in found if isinstance(event, WorkerCommanded)]
+
+
+def outcome(worker_id: str = "w1", **changes: Any) -> CommandOutcome:
+    return CommandOutcome(**{"worker_id": worker_id, "worker_epoch": 1, "pool": "default", "status": "done", **changes})
+
+
+async def next_command(scene: Scene, count: int = 1) -> WorkerCommanded:
+    await until(lambda: len(given(scene.log)) >= count)
+    return given(scene.log)[count - 1]
+
+
+async def answered(
+    scene: Scene, asked: Awaitable[httpx.Response], *outcomes: CommandOutcome, count: int = 1, error: Any = None
+) -> tuple[httpx.Response, WorkerCommanded]:
+    """A request that gives a command, and what a router would tell."""
+    asking = asyncio.ensure_future(asked)
+    command = await next_command(scene, count)
+    scene.send(CommandTold(command_id=command.command_id, owner_epoch=1, outcomes=outcomes, error=error))
+    return await asking, command
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "command"),
+    [
+        ("POST", "/v1/loras", LORA, Command(action="load_lora", lora_name="sql", lora_path="/adapters/sql")),
+        (
+            "POST",
+            "/v1/loras",
+            {"lora_name": "sql", "source": {"uri": "file:///adapters/a%20b"}},
+            Command(action="load_lora", lora_name="sql", lora_path="/adapters/a b"),
+        ),
+        (
+            "POST",
+            "/v1/load_lora_adapter",
+            {**LORA, "load_inplace": False},
+            Command(action="load_lora", lora_name="sql", lora_path="/adapters/sql"),
+        ),
+        (
+            "POST",
+            "/v1/unload_lora_adapter",
+            {"lora_name": "sql", "lora_int_id": 3},
+            Command(action="unload_lora", lora_name="sql"),
+        ),
+        ("DELETE", "/v1/loras/team/sql", None, Command(action="unload_lora", lora_name="team/sql")),
+        ("GET", "/v1/loras", None, Command(action="list_loras")),
+        ("POST", "/clear_kv_blocks", None, Command(action="clear_kv_blocks")),
+        ("POST", "/reset_prefix_cache", None, Command(action="clear_kv_blocks")),
+        ("POST", "/sleep", {"level": 2}, Command(action="sleep", level=2)),
+        ("POST", "/sleep?level=2", None, Command(action="sleep", level=2)),
+        ("POST", "/wake_up", {}, Command(action="wake_up")),
+        ("POST", "/pause", None, Command(action="pause")),
+        ("POST", "/resume", None, Command(action="resume")),
+        ("POST", "/v1/commands", {"action": "sleep", "level": 2}, Command(action="sleep", level=2)),
+        (
+            "POST",
+            "/v1/commands",
+            {"action": "unload_lora", "lora_name": "sql"},
+            Command(action="unload_lora", lora_name="sql"),
+        ),
+    ],
+    ids=str,
+)
+async def test_every_route_gives_its_command(scene: Scene, method: str, path: str, body: Any, command: Command) -> None:
+    asked = scene.client.request(method, path, json=body) if body is not None else scene.client.request(method, path)
+    response, event = await answered(scene, asked, outcome(loras=("sql",)))
+    assert event.command == command
+    assert (event.model, event.pool, event.worker_ids, event.reply_slot) == (NAME, "", (), SLOT)
+    assert event.timeout_us == 60_000_000
+    answer = response.json()
+    assert response.status_code == 200, answer
+    loras = answer.pop("loras", None)
+    assert loras == ({"sql": ["w1"]} if command.action == "list_loras" else None)
+    assert answer == {
+        "command_id": event.command_id,
+        "action": command.action,
+        "outcomes": [{"worker_id": "w1", "pool": "default", "status": "done", "loras": ["sql"], "message": None}],
+    }
+    assert response.headers["x-request-id"] == event.command_id
+    assert scene.metric('dynamo_frontend_requests_total{endpoint="command",model="test-model"')
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/pause", {"worker_ids": ["a", "b"], "pool": "p", "timeout_s": 2.5}),
+        ("/pause?worker_id=a&worker_id=b&pool=p&timeout_s=2.5", None),
+        ("/pause?worker_id=x&pool=p", {"worker_ids": ["a", "b"], "timeout_s": 2.5}),
+    ],
+)
+async def test_whom_it_is_for_and_how_long_they_have(scene: Scene, path: str, body: Any) -> None:
+    headers = {"x-request-id": "mine"}
+    _, event = await answered(scene, scene.client.post(path, json=body, headers=headers), outcome("a"))
+    assert (event.command_id, event.worker_ids, event.pool) == ("mine", ("a", "b"), "p")
+    assert event.timeout_us == 2_500_000
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "status", "code", "message"),
+    [
+        (
+            [outcome("a"), outcome("b", status="refused", message="no room")],
+            409,
+            "command_refused",
+            "1 of 2 workers did not pause: b: no room",
+        ),
+        (
+            [outcome("a", status="left", message="gone"), outcome("b", status="refused", message="no")],
+            502,
+            "worker_left",
+            "2 of 2 workers did not pause: a: gone; b: no",
+        ),
+        (
+            [outcome(name, status="timed_out", message="late") for name in "abcd"],
+            504,
+            "command_timed_out",
+            "4 of 4 workers did not pause: a: late; b: late; c: late; …",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+async def test_what_some_did_not_do_has_a_status_and_every_outcome(
+    scene: Scene, outcomes: list[CommandOutcome], status: int, code: str, message: str
+) -> None:
+    response, _ = await answered(scene, scene.client.post("/pause"), *outcomes)
+    answer = response.json()
+    assert (response.status_code, answer["error"]["code"], answer["error"]["message"]) == (status, code, message)
+    found = [(one["worker_id"], one["status"], one["message"] or "") for one in answer["outcomes"]]
+    assert found == [(one.worker_id, one.status, one.message) for one in outcomes]
+    assert scene.metric(f'forebay_ingress_refused_total{{code="{code}"}} 1.0')
+
+
+async def test_what_goes_nowhere_is_told_as_the_router_says_it(scene: Scene) -> None:
+    error = AnswerError(status=404, code="unknown_worker", message="there is no worker x")
+    response, _ = await answered(scene, scene.client.post("/pause"), error=error)
+    assert (response.status_code, response.json()["error"]["code"]) == (404, "unknown_worker")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "code"),
+    [
+        ("/v1/commands", {"action": "dream"}, "action", "unknown_command"),
+        ("/v1/commands", {}, "action", "invalid_value"),
+        ("/v1/commands", {"action": "load_lora"}, "lora_name", "invalid_value"),
+        ("/v1/commands", {"action": "sleep", "deep": 1}, "deep", "unknown_parameter"),
+        ("/v1/loras", {"lora_path": "/x"}, "lora_name", "invalid_value"),
+        ("/v1/loras", {"lora_name": "x"}, "lora_path", "invalid_value"),
+        ("/v1/loras", {"lora_name": "x" * 257, "lora_path": "/x"}, "lora_name", "invalid_value"),
+        ("/v1/loras", {"lora_name": "x", "lora_path": "/" * 4097}, "lora_path", "invalid_value"),
+        ("/v1/loras", {"lora_name": "x", "source": {"uri": "s3://bucket/x"}}, "source.uri", "invalid_value"),
+        ("/v1/loras", {"lora_name": "x", "source": {"uri": "file://host/x"}}, "source.uri", "invalid_value"),
+        ("/v1/loras", {"lora_name": "x", "source": {"uri": "file://[/x"}}, "source.uri", "invalid_value"),
+        ("/v1/loras", {"lora_name": "x", "source": {"url": "/"}}, "source.uri", "invalid_value"),
+        ("/v1/load_lora_adapter", {**LORA, "load_inplace": True}, "load_inplace", "unsupported_parameter"),
+        ("/sleep", {"level": 3}, "level", "invalid_value"),
+        ("/sleep?level=deep", None, "level", "invalid_value"),
+        ("/pause?mode=abort", None, "mode", "unknown_parameter"),
+        ("/pause", {"timeout_s": 0}, "timeout_s", "invalid_value"),
+        ("/pause", {"timeout_s": 3601}, "timeout_s", "invalid_value"),
+        ("/pause", {"worker_ids": [""]}, "worker_ids[0]", "invalid_value"),
+        ("/pause", {"worker_ids": ["w"] * 1025}, "worker_ids", "invalid_value"),
+        ("/pause", b"[1]", None, "invalid_value"),
+        ("/pause", b"{", None, "invalid_json"),
+    ],
+    ids=str,
+)
+async def test_refused_by_name(scene: Scene, path: str, body: Any, param: str | None, code: str) -> None:
+    asked = {"content": body} if isinstance(body, bytes) else {"json": body}
+    response = await scene.client.post(path, **asked)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"], error["code"]) == (400, param, code), error
+    assert given(scene.log) == []
+    if code == "unknown_command":
+        assert all(name in error["message"] for name in EVERY)
+
+
+async def test_nobody_waits_for_a_router_for_ever(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forebay.ingress.commands.GRACE_S", 0.0)
+    response = await scene.client.post("/pause", json={"timeout_s": 0.01})
+    assert (response.status_code, response.json()["error"]["code"]) == (504, "deadline_exceeded")
+    assert len(scene.ingress.replies) == 0
+
+
+async def test_an_id_is_used_by_one_command_at_a_time(scene: Scene) -> None:
+    headers = {"x-request-id": "mine"}
+    first = asyncio.create_task(scene.client.post("/pause", headers=headers))
+    await next_command(scene)
+    second = await scene.client.post("/pause", headers=headers)
+    assert (second.status_code, second.json()["error"]["code"]) == (409, "duplicate_command_id")
+    scene.send(CommandTold(command_id="mine", owner_epoch=1, outcomes=(outcome(),)))
+    scene.send(CommandTold(command_id="mine", owner_epoch=2, outcomes=(outcome(),)))
+    assert (await first).status_code == 200
+
+
+async def test_a_log_that_fails_is_told(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting = asyncio.create_task(scene.client.post("/pause"))
+    await next_command(scene)
+    scene.ingress.replies.interrupt_all("the disk is full")
+    response = await waiting
+    assert (response.status_code, response.json()["error"]["message"]) == (503, "the disk is full")
+
+    async def fail(_: list[Draft]) -> list[int]:
+        raise LogError("no broker")
+
+    monkeypatch.setattr(scene.log, "append", fail)
+    response = await scene.client.post("/pause")
+    assert (response.status_code, response.json()["error"]["message"]) == (503, "no broker")
+
+
+async def test_without_the_admin_api_nobody_commands() -> None:
+    async with make_scene(admin_api=False) as scene:
+        for path in ("/v1/commands", "/v1/loras", "/sleep"):
+            assert (await scene.client.post(path, json=LORA)).status_code == 404
+        assert given(scene.log) == []
+
+
+# Adapters
+
+
+class Workers:
+    """Plays a router with workers: answers `list_loras` with what it was told they have."""
+
+    def __init__(self, scene: Scene) -> None:
+        self.scene = scene
+        self.loras: dict[str, tuple[str, ...]] = {"w1": ()}
+        self.late: set[str] = set()
+        self.error: AnswerError | None = None
+        self.listed = 0
+
+    def commanded(self, action: Any, name: str = "sql") -> None:
+        """Another ingress gave a command."""
+        command = Command(action=action, lora_name=name)
+        self.scene.control(
+            WorkerCommanded(command_id=f"{action}-{name}", model=NAME, command=command, reply_slot=9, timeout_us=1)
+        )
+
+    def fleet(self, event: WorkerJoined | WorkerLost | WorkerRecovered) -> None:
+        self.scene.log.append_soon([Draft(FLEET.name, 0, encode(FLEET, event))])
+
+    async def run(self) -> None:
+        seen = 0
+        while True:
+            await until(lambda: len(given(self.scene.log)) > seen)  # noqa: B023 - awaited here
+            event = given(self.scene.log)[seen]
+            seen += 1
+            if event.reply_slot != SLOT or event.command.action != "list_loras":
+                continue
+            self.listed += 1
+            outcomes = tuple(
+                outcome(name, status="timed_out", message="late") if name in self.late else outcome(name, loras=loras)
+                for name, loras in self.loras.items()
+            )
+            told = CommandTold(command_id=event.command_id, owner_epoch=1, outcomes=outcomes, error=self.error)
+            self.scene.send(told)
+
+
+@asynccontextmanager
+async def workers(**changes: Any) -> AsyncIterator[Workers]:
+    async with make_scene(**changes) as scene:
+        played = Workers(scene)
+        running = asyncio.create_task(played.run())
+        try:
+            yield played
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+
+async def served(scene: Scene) -> list[str]:
+    response = await scene.client.get("/v1/models")
+    assert response.status_code == 200, response.text
+    return [card["id"] for card in response.json()["data"]]
+
+
+async def test_an_adapter_that_another_ingress_had_loaded_is_served_as_a_model() -> None:
+    async with workers(loras=("legal",)) as played:
+        scene = played.scene
+        assert await served(scene) == [NAME, "legal"]
+        response = await scene.client.get("/v1/models/sql")
+        assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
+        assert played.listed == 0, "nobody ever loaded one"
+        played.loras = {"w1": ("sql", "legal"), "w2": (NAME,)}
+        played.commanded("load_lora")
+        assert await served(scene) == [NAME, "legal", "sql"]
+        card = (await scene.client.get("/v1/models/sql")).json()
+        assert (card["id"], card["parent"]) == ("sql", NAME)
+        asking = asyncio.create_task(scene.client.post("/v1/completions", json={"model": "sql", "prompt": "once"}))
+        request = await scene.next_request()
+        assert request.lora_name == "sql"
+        scene.end(request.request_id)
+        assert (await asking).status_code == 200
+        assert played.listed == 1, "nothing changed since"
+        played.loras = {"w1": ()}
+        played.commanded("unload_lora")
+        response = await scene.client.post("/v1/completions", json={"model": "sql", "prompt": "once"})
+        assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
+        assert played.listed == 2
+
+
+async def test_workers_that_come_and_go_bring_and_take_their_adapters() -> None:
+    spec = WorkerSpec(
+        worker_id="w1", model=NAME, block_size=4, kv_blocks_total=9, max_num_seqs=9, max_num_batched_tokens=9
+    )
+    async with workers() as played:
+        played.fleet(WorkerLost(owner_epoch=1, worker_id="w0", worker_epoch=0))
+        played.fleet(WorkerJoined(owner_epoch=1, spec=spec, lease="l", slot=0, from_offset=0))
+        assert await served(played.scene) == [NAME]
+        assert played.listed == 0
+        with_loras = msgspec.structs.replace(spec, worker_id="w2", loras=("sql",))
+        played.loras = {"w1": (), "w2": ("sql",)}
+        played.fleet(WorkerJoined(owner_epoch=1, spec=with_loras, lease="l", slot=1, from_offset=0))
+        assert await served(played.scene) == [NAME, "sql"]
+        played.loras = {"w1": ()}
+        played.fleet(WorkerLost(owner_epoch=1, worker_id="w2", worker_epoch=2))
+        assert await served(played.scene) == [NAME]
+
+
+async def test_adapters_of_a_worker_that_was_suspect_when_others_were_asked_come_back() -> None:
+    async with workers() as played:
+        played.fleet(WorkerRecovered(owner_epoch=1, worker_id="w2", worker_epoch=2))
+        assert await served(played.scene) == [NAME]
+        assert played.listed == 0, "nobody ever had one"
+        played.loras = {"w1": ("math",)}  # the owner asks only those that are ready
+        played.commanded("load_lora")
+        assert await served(played.scene) == [NAME, "math"]
+        played.loras = {"w1": ("math",), "w2": ("sql",)}
+        played.fleet(WorkerRecovered(owner_epoch=1, worker_id="w2", worker_epoch=2))
+        assert await served(played.scene) == [NAME, "math", "sql"]
+
+
+async def test_adapters_of_a_worker_that_is_late_stay() -> None:
+    async with workers() as played:
+        played.loras = {"w1": ("sql",), "w2": ("math",)}
+        played.commanded("load_lora")
+        assert await served(played.scene) == [NAME, "math", "sql"]
+        played.late = {"w2"}
+        played.commanded("unload_lora", "sql")
+        played.loras["w1"] = ()
+        assert "math" in await served(played.scene)
+        played.late = set()
+        played.scene.ingress.adapters._retry_at_s = 0.0  # later
+        assert await served(played.scene) == [NAME, "math"]
+
+
+async def test_what_retention_took_may_have_told_of_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with workers() as played:
+        played.loras = {"w1": ("sql",)}
+        for number in range(2):
+            spec = WorkerSpec(
+                worker_id=f"w{number}",
+                model=NAME,
+                block_size=4,
+                kv_blocks_total=9,
+                max_num_seqs=9,
+                max_num_batched_tokens=9,
+            )
+            played.fleet(WorkerJoined(owner_epoch=1, spec=spec, lease="l", slot=number, from_offset=0))
+        log, begin = played.scene.log, played.scene.log.begin
+
+        async def later(topic: str, partition: int) -> int:
+            return 1 if topic == FLEET.name else await begin(topic, partition)
+
+        monkeypatch.setattr(log, "begin", later)
+        assert await served(played.scene) == [NAME, "sql"]
+
+
+async def test_a_log_that_fails_when_it_is_first_followed_is_followed_whole_afterwards(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with workers() as played:
+        log, begin = played.scene.log, played.scene.log.begin
+
+        async def fail(topic: str, partition: int) -> int:
+            if topic == FLEET.name:
+                raise LogError("no broker")
+            return await begin(topic, partition)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(log, "begin", fail)
+            assert (await played.scene.client.get("/v1/models")).status_code == 503
+        played.loras = {"w1": ("sql",)}
+        spec = WorkerSpec(
+            worker_id="w1",
+            model=NAME,
+            block_size=4,
+            kv_blocks_total=9,
+            max_num_seqs=9,
+            max_num_batched_tokens=9,
+            loras=("sql",),
+        )
+        played.fleet(WorkerJoined(owner_epoch=1, spec=spec, lease="l", slot=0, from_offset=0))
+        assert await served(played.scene) == [NAME, "sql"]
+
+
+async def test_what_a_busy_worker_has_is_asked_again() -> None:
+    async with workers() as played:
+        played.loras = {"w1": ("sql",), "w2": ("math",)}
+        played.late = {"w2"}
+        played.commanded("load_lora")
+        assert await served(played.scene) == [NAME, "sql"]
+        played.late = set()
+        assert await served(played.scene) == [NAME, "sql"], "not at once"
+        played.scene.ingress.adapters._retry_at_s = 0.0  # later
+        assert await served(played.scene) == [NAME, "math", "sql"]
+        assert played.listed == 2
+
+
+async def test_while_no_worker_is_there_the_last_list_stands() -> None:
+    async with workers() as played:
+        played.error = AnswerError(status=503, code="no_workers", message="no worker is ready")
+        played.commanded("load_lora")
+        assert await served(played.scene) == [NAME]
+        played.error = None
+        played.loras = {"w1": ("sql",)}
+        assert await served(played.scene) == [NAME]
+        played.scene.ingress.adapters._retry_at_s = 0.0  # later
+        assert await served(played.scene) == [NAME, "sql"]
+
+
+async def test_records_that_do_not_decode_change_nothing() -> None:
+    async with workers() as played:
+        played.scene.log.append_soon([Draft(CONTROL.name, 0, b"{"), Draft(FLEET.name, 0, b"{")])
+        assert await served(played.scene) == [NAME]
+        played.commanded("sleep")
+        assert await served(played.scene) == [NAME]
+        assert played.listed == 0
+
+
+async def test_a_log_that_does_not_answer_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with workers() as played:
+        scene = played.scene
+        played.commanded("load_lora")
+
+        async def fail(*_: Any) -> int:
+            raise LogError("no broker")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(scene.log, "end", fail)
+            assert (await scene.client.get("/v1/models")).json()["error"]["message"] == "no broker"
+        with monkeypatch.context() as patch:
+            patch.setattr(adapters, "CATCH_UP_S", 0.01)
+            patch.setattr(scene.log, "end", never)
+            assert (await scene.client.get("/v1/models")).status_code == 503
+        # Its own model needs nothing of the log.
+        assert (await scene.client.get(f"/v1/models/{NAME}")).status_code == 200
+
+
+async def never(*_: Any) -> int:
+    found: int = await asyncio.get_running_loop().create_future()
+    return found
+
+
+async def test_where_no_router_has_placed_the_model_there_are_the_static_ones() -> None:
+    async with make_scene(loras=("legal",)) as scene:
+        scene.ingress.adapters._place = lambda: None
+        assert await served(scene) == [NAME, "legal"]
+
+
+async def test_commands_without_a_place_are_refused() -> None:
+    async with make_scene() as scene:
+        scene.ingress.place = lambda: None
+        assert (await scene.client.post("/pause")).json()["error"]["code"] == "no_group"

@@ -1,0 +1,115 @@
+"""One partition of the topic door without a broker: what must not stop it."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
+
+import msgspec
+import pytest
+from prometheus_client import CollectorRegistry
+
+from forebay.events.requests import RequestSubmitted
+from forebay.ingress import door_lane
+from forebay.ingress.door_lane import Lane, Shared
+from forebay.ingress.door_metrics import DoorMetrics
+from forebay.ingress.errors import ApiError
+from forebay.ingress.said import Said
+from forebay.transport.base import Record
+from tests.ingress.conftest import NAME, SLOT, Scene
+from tests.system import until
+
+CHAT: dict[str, Any] = {"model": NAME, "messages": [{"role": "user", "content": "Hello"}]}
+
+
+class Door:
+    """Broker and group of one lane: its records, and the answers that it gave."""
+
+    def __init__(self, scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(door_lane, "slot_of", lambda partition, slots: SLOT)
+        log = cast(Any, scene.log)
+        shared = SimpleNamespace(
+            begin=log.begin,
+            end=log.end,
+            tail=log.tail,
+            append_soon=log.append_soon,
+            settings=SimpleNamespace(namespace="shop"),
+        )
+        metrics = DoorMetrics(CollectorRegistry())
+        self.answers: list[Any] = []
+        self.lane = Lane(Shared(cast(Any, shared), scene.ingress, cast(Any, self), cast(Any, self), metrics, 16), 3)
+        self.records = 0
+
+    async def ask(self, body: Any) -> None:
+        """Another record."""
+        value = msgspec.json.encode(body)
+        self.lane.push([Record("openai-requests", 3, self.records, 1_700_000_000_000_000, value, None, None)])
+        self.records += 1
+
+    async def committed(self, partition: int) -> None:
+        """Nothing was."""
+
+    async def bounds(self, partition: int) -> tuple[int, int]:
+        """An empty partition."""
+        return 0, 0
+
+    async def commit(self, offsets: Any) -> bool:
+        """Done."""
+        return True
+
+    def seek(self, partition: int, offset: int) -> None:
+        """As the group has it."""
+
+    def resume(self, partition: int) -> None:
+        """As the group has it."""
+
+    async def send(self, reply: Any, on_done: Any) -> None:
+        """An answer, taken at once."""
+        self.answers.append(reply)
+        on_done(None)
+
+
+async def test_a_record_that_breaks_its_ingress_is_answered_and_the_next_is_served(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    door = Door(scene, monkeypatch)
+    serving = asyncio.create_task(door.lane.run())
+    try:
+        with monkeypatch.context() as broken:
+            broken.setattr(scene.model, "render", lambda *_: 1 // 0)
+            await door.ask(CHAT)
+            await until(lambda: door.answers or serving.done())
+        (answer,) = door.answers
+        assert (answer.headers["status"], answer.headers["last"]) == ("500", "1")
+        assert msgspec.json.decode(answer.value)["error"]["code"] == "internal_error"
+        assert "record 0 of partition 3" in caplog.text
+        await door.ask(CHAT)
+        await until(lambda: scene.requests(RequestSubmitted) or serving.done())
+        assert scene.requests(RequestSubmitted)[0].request_id == "door-3-1"
+    finally:
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+
+
+async def test_an_answer_that_its_parser_breaks_at_ends_with_the_error(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken:
+        def push(self, text: str, token_ids: list[int]) -> Said:
+            raise ApiError(502, "parser_failed", "it broke")
+
+        finish = push
+
+    monkeypatch.setattr(scene.ingress.parsing, "parser", lambda how, request_id: Broken())
+    door = Door(scene, monkeypatch)
+    serving = asyncio.create_task(door.lane.run())
+    try:
+        await door.ask({**CHAT, "stream": True})
+        asked = await scene.next_request()
+        scene.say(asked.request_id, "one")
+        await until(lambda: door.answers or serving.done())
+        (answer,) = door.answers
+        assert (answer.headers["status"], answer.headers["last"]) == ("502", "1")
+        assert (await scene.cancelled()).reason == "parser_failed"
+    finally:
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)

@@ -1,0 +1,240 @@
+"""Embeddings: one request an input on the log, vectors gathered in order, through HTTP and as the door folds them."""
+
+import asyncio
+import base64
+from array import array
+from typing import Any
+
+import msgspec
+import openai
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forebay.core.replies import apply
+from forebay.events.base import unpack_u32
+from forebay.events.requests import RequestCancelled, RequestSubmitted
+from forebay.events.tokens import AnswerError, Embedded, ResponseEnded, TokenEvent, Usage
+from forebay.ingress.door_answer import DoorEmbedding, Embeddings, Entry, Piece, Place
+from forebay.ingress.door_request import Address
+from forebay.ingress.embeddings import INPUTS_MAX, EmbeddingBody
+from forebay.ingress.fields import parse
+from forebay.ingress.server import build_server
+from tests.ingress.conftest import NAME, Scene, make_scene
+from tests.system import until
+
+PATH = "/v1/embeddings"
+
+
+def ask(scene: Scene, given: Any, **fields: Any) -> "asyncio.Task[Any]":
+    body = {"model": NAME, "input": given, **fields}
+    return asyncio.create_task(scene.client.post(PATH, json=body, headers={"x-request-id": "e"}))
+
+
+async def submitted(scene: Scene, count: int) -> list[RequestSubmitted]:
+    return [await scene.next_request() for _ in range(count)]
+
+
+def answer(scene: Scene, request_id: str, vector: list[float]) -> None:
+    packed = array("f", vector).tobytes()
+    scene.send(Embedded(request_id=request_id, attempt=1, owner_epoch=1, worker_id="w1", vector=packed))
+    scene.end(request_id, reason="stop", said=0)
+
+
+async def test_each_input_is_a_request_and_the_vectors_are_in_their_order(scene: Scene) -> None:
+    asking = ask(scene, ["one", "two words", "three"])
+    requests = await submitted(scene, 3)
+    assert [request.request_id for request in requests] == ["e-0", "e-1", "e-2"]
+    assert {(request.task, request.sampling.max_tokens) for request in requests} == {("embed", 1)}
+    assert [unpack_u32(request.token_ids) for request in requests] == [
+        scene.model.encode(text) for text in ("one", "two words", "three")
+    ]
+    for at in (2, 0, 1):
+        answer(scene, f"e-{at}", [float(at), 0.5])
+    response = await asking
+    assert response.status_code == 200
+    body = response.json()
+    assert [(one["index"], one["embedding"]) for one in body["data"]] == [(at, [float(at), 0.5]) for at in range(3)]
+    tokens = sum(request.prompt_tokens for request in requests)
+    assert body["usage"] == {"prompt_tokens": tokens, "total_tokens": tokens}
+    assert (body["object"], body["model"], response.headers["x-request-id"]) == ("list", NAME, "e")
+    labels = f'{{endpoint="embeddings",model="{NAME}",request_type="unary",status="success"}}'
+    assert scene.metric(f"dynamo_frontend_requests_total{labels} 1.0")
+    assert not len(scene.ingress.replies)
+
+
+@pytest.mark.parametrize(
+    ("given", "prompts"), [("one", 1), ([5, 6], 1), ([[5], [6, 7]], 2), (["a"], 1), (["a", "b"], 2)]
+)
+async def test_text_and_token_ids_alone_and_in_lists(scene: Scene, given: Any, prompts: int) -> None:
+    asking = ask(scene, given)
+    for request in await submitted(scene, prompts):
+        answer(scene, request.request_id, [1.0])
+    assert len((await asking).json()["data"]) == prompts
+
+
+async def test_more_inputs_than_go_at_once_all_arrive(scene: Scene) -> None:
+    count = 200
+    asking = ask(scene, [f"text {at}" for at in range(count)])
+    for at in range(count):
+        request = await scene.next_request()
+        answer(scene, request.request_id, [float(request.request_id.removeprefix("e-"))])
+        assert len(scene.ingress.replies) <= 64, at
+    assert [one["embedding"] for one in (await asking).json()["data"]] == [[float(at)] for at in range(count)]
+
+
+async def test_base64_is_the_packed_vector(scene: Scene) -> None:
+    asking = ask(scene, "one", encoding_format="base64")
+    answer(scene, (await scene.next_request()).request_id, [0.25, -1.0])
+    packed = base64.b64decode((await asking).json()["data"][0]["embedding"])
+    assert array("f", packed).tolist() == [0.25, -1.0]
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ({}, "input"),
+        ({"input": ""}, "the input is empty"),
+        ({"input": []}, "input"),
+        ({"input": [""]}, "the input is empty"),
+        ({"input": [[]]}, "input"),
+        ({"input": [1, "a"]}, "input"),
+        ({"input": [10**6]}, "token ids"),
+        ({"input": ["a"] * (INPUTS_MAX + 1)}, "input"),
+        ({"input": [7] * 140_000}, "131072"),
+        ({"input": "a", "encoding_format": "int8"}, "encoding_format"),
+        ({"input": "a", "dimensions": 8}, "does not say that its embeddings may be cut"),
+        ({"input": "a", "dimensions": 0}, "dimensions"),
+        ({"input": "a", "stream": True}, "unknown parameter: stream"),
+        ({"input": "a", "truncate_prompt_tokens": 5}, "truncate_prompt_tokens is not supported"),
+        ({"input": "a", "nvext": {"annotations": ["query_instance_id"]}}, "no annotations"),
+    ],
+)
+async def test_refused_by_name(scene: Scene, body: dict[str, Any], says: str) -> None:
+    response = await scene.client.post(PATH, content=msgspec.json.encode({"model": NAME, **body}))
+    assert response.status_code in (400, 413), response.text
+    assert response.status_code == 413 or says in response.json()["error"]["message"]
+    assert scene.requests() == []
+
+
+async def test_dimensions_cut_and_normalise_where_the_model_says_so(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scene.model, "dimensions", (2, 4))
+    assert (await ask(scene, "a", dimensions=3)).json()["error"]["param"] == "dimensions"
+    asking = ask(scene, "a", dimensions=2)
+    answer(scene, (await scene.next_request()).request_id, [3.0, 4.0, 12.0])
+    cut = (await asking).json()["data"][0]["embedding"]
+    assert cut == pytest.approx([0.6, 0.8])
+    asking = ask(scene, "a", dimensions=4)
+    answer(scene, (await scene.next_request()).request_id, [3.0, 4.0, 12.0])
+    assert "have 3 dimensions, not 4" in (await asking).json()["error"]["message"]
+
+
+async def test_one_input_that_fails_fails_all_and_the_others_are_cancelled(scene: Scene) -> None:
+    asking = ask(scene, ["a", "b", "c"])
+    await submitted(scene, 3)
+    answer(scene, "e-0", [1.0])
+    scene.refuse("e-2", 503, "no_eligible_worker")
+    response = await asking
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "no_eligible_worker")
+    assert response.headers["retry-after"] == "1"
+    await until(lambda: scene.requests(RequestCancelled))
+    assert [event.request_id for event in scene.requests(RequestCancelled)] == ["e-1"]
+    assert not len(scene.ingress.replies)
+
+
+async def test_an_engine_that_says_tokens_instead_is_an_error(scene: Scene) -> None:
+    asking = ask(scene, "a")
+    await scene.next_request()
+    scene.say("e-0", " one")
+    scene.end("e-0")
+    response = await asking
+    assert (response.status_code, response.json()["error"]["code"]) == (502, "embedding_missing")
+
+
+async def test_a_log_that_fails_is_a_503(scene: Scene) -> None:
+    asking = ask(scene, ["a", "b"])
+    await submitted(scene, 2)
+    scene.ingress.replies.interrupt_all("the disk is full")
+    response = await asking
+    assert (response.status_code, response.json()["error"]["message"]) == (503, "the disk is full")
+
+
+async def test_the_official_client_gets_vectors_and_a_leaver_cancels(scene: Scene) -> None:
+    listener, port = scene.listen()
+    server = build_server(scene.app)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    await until(lambda: server.started)
+    async with openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="x", max_retries=0) as client:
+        asking = asyncio.create_task(client.embeddings.create(model=NAME, input=["one", "two"]))
+        for request in await submitted(scene, 2):
+            answer(scene, request.request_id, [0.5, 0.25])
+        given = await asking
+        assert [one.embedding for one in given.data] == [[0.5, 0.25]] * 2
+        leaving = asyncio.create_task(client.embeddings.create(model=NAME, input="three"))
+        request = await scene.next_request()
+        leaving.cancel()
+        assert (await scene.cancelled()).request_id == request.request_id
+        await until(lambda: not len(scene.ingress.replies))
+    server.should_exit = True
+    await serving
+
+
+def folded(records: list[TokenEvent], inputs: int) -> list[Piece]:
+    """What the door says of these records, for a request of so many inputs."""
+    body = parse(EmbeddingBody, msgspec.json.encode({"model": NAME, "input": ["a"] * inputs}))
+    shared, place = Embeddings(body), Place(Entry(0, 0), Address("e", ""), "embeddings")
+    parts = {f"e-{at}": DoorEmbedding(f"e-{at}", place, 2, shared) for at in range(inputs)}
+    return [piece for event in records for part in apply(parts, event) for piece in part.pieces()]
+
+
+@given(order=st.permutations(range(5)), failing=st.sets(st.integers(0, 4), max_size=2), often=st.integers(1, 3))
+def test_the_door_says_one_piece_whatever_the_order(order: list[int], failing: set[int], often: int) -> None:
+    records: list[TokenEvent] = []
+    for at in order:
+        end: dict[str, Any] = {"request_id": f"e-{at}", "attempt": 1, "owner_epoch": 1}
+        if at in failing:
+            error = AnswerError(status=503, code="busy", message=str(at))
+            records += [ResponseEnded(**end, finish_reason="error", error=error)] * often
+            continue
+        vector = array("f", [float(at)]).tobytes()
+        records += [Embedded(**end, worker_id="w", vector=vector)] * often
+        usage = Usage(prompt_tokens=2, output_tokens=0)
+        records += [ResponseEnded(**end, finish_reason="stop", usage=usage)] * often
+    (piece,) = folded(records, 5)
+    assert (piece.index, piece.last) == (0, True)
+    said = msgspec.json.decode(piece.value)
+    if failing:
+        first = next(at for at in order if at in failing)
+        assert (piece.status, said["error"]["message"]) == (503, str(first))
+    else:
+        assert [one["embedding"] for one in said["data"]] == [[float(at)] for at in range(5)]
+        assert said["usage"]["prompt_tokens"] == 10
+
+
+async def test_of_an_adapter_and_of_no_other_model() -> None:
+    async with make_scene(loras=("sql",)) as scene:
+        asking = ask(scene, "a", model="sql", cache_salt="mine")
+        request = await scene.next_request()
+        assert (request.lora_name, request.cache_namespace) == ("sql", "mine")
+        answer(scene, request.request_id, [1.0])
+        assert (await asking).json()["model"] == "sql"
+        refused = await ask(scene, "a", model="other")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
+
+
+async def test_many_inputs_do_not_hold_up_others(scene: Scene) -> None:
+    turns = 0
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    beside = asyncio.create_task(others())
+    parts = await scene.ingress.prepare_embedding(EmbeddingBody(model=NAME, input=["some words"] * 100), ())
+    beside.cancel()
+    assert len(parts) == 100
+    assert turns >= 100

@@ -1,0 +1,285 @@
+"""Images and videos in chats: where they stand in a prompt, what is said of those that cannot be taken."""
+
+import asyncio
+import base64
+import io
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from forebay.core.blocks import mm_hashes, sequence_hashes
+from forebay.events.base import unpack_u32
+from forebay.events.media import MEDIA_BYTES_MAX
+from forebay.ingress import media as media_module
+from forebay.ingress.errors import ApiError
+from forebay.ingress.fields import parse
+from forebay.ingress.ingress import Prepared
+from forebay.ingress.media_tokens import media_tokens_of
+from forebay.ingress.model import DEFAULT_MODEL, Model
+from forebay.ingress.openai import ChatBody
+from tests.ingress import media_model
+from tests.ingress.conftest import NAME, Scene, make_scene
+from tests.ingress.media_model import IMAGE_TOKENS, VIDEO_TOKENS
+
+Image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
+
+CHAT = "/v1/chat/completions"
+MP4 = b"\x00\x00\x00\x18ftypmp42" + bytes(20)
+
+
+def png(color: tuple[int, int, int] = (200, 30, 90), size: int = 16, kind: str = "PNG") -> bytes:
+    kept = io.BytesIO()
+    Image.new("RGB", (size, size), color).save(kept, kind)
+    return kept.getvalue()
+
+
+def data_url(content: bytes, mime: str = "image/png") -> str:
+    return f"data:{mime};base64,{base64.b64encode(content).decode()}"
+
+
+def image(content: bytes | str) -> dict[str, Any]:
+    url = content if isinstance(content, str) else data_url(content)
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def video(content: bytes) -> dict[str, Any]:
+    return {"type": "video_url", "video_url": {"url": data_url(content, "video/mp4")}}
+
+
+def text(said: str) -> dict[str, Any]:
+    return {"type": "text", "text": said}
+
+
+def body(*parts: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    return {"model": NAME, "messages": [{"role": "user", "content": list(parts)}], "max_tokens": 3, **changes}
+
+
+async def prepare(scene: Scene, *parts: dict[str, Any], **changes: Any) -> Prepared:
+    return await scene.ingress.prepare(parse(ChatBody, msgspec.json.encode(body(*parts, **changes))), [])
+
+
+@pytest.fixture
+async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
+    async with make_scene(Model(media_model.make(tmp_path / "m"))) as made:
+        yield made
+
+
+async def test_an_image_stands_in_the_prompt_for_as_many_tokens_as_the_model_has(scene: Scene) -> None:
+    content, frames = png(), MP4
+    asked = body(text("What is this"), image(content), text("and"), video(frames), text("?"))
+    waiting = asyncio.create_task(scene.client.post(CHAT, json=asked))
+    event = await scene.next_request()
+    name = event.request_id
+    scene.end(name, said=scene.say(name, " a cat"))
+    assert (await waiting).status_code == 200
+    model = scene.model
+    before, between, after = (model.encode(part) for part in ("<|user|>What is this", "and", "?"))
+    ids = model.media.ids
+    expected = [*before, *[ids["image"]] * IMAGE_TOKENS, *between, *[ids["video"]] * VIDEO_TOKENS, *after]
+    assert unpack_u32(event.token_ids) == expected
+    shown, moving = event.media
+    assert (shown.kind, shown.mime, shown.first_token, shown.tokens) == ("image", "image/png", len(before), 6)
+    assert (moving.kind, moving.mime, moving.tokens) == ("video", "video/mp4", 9)
+    assert (shown.content, moving.content) == (content, frames)
+    assert moving.first_token == len(before) + IMAGE_TOKENS + len(between)
+    assert event.sequence_hashes == sequence_hashes(event.token_ids, 4, mm_hashes=mm_hashes(event.media, 4))
+    assert event.sequence_hashes != sequence_hashes(event.token_ids, 4)
+
+
+async def test_other_pixels_are_another_prompt_and_the_same_ones_the_same(scene: Scene) -> None:
+    one, again, other = [
+        (await prepare(scene, text("see"), image(png(color)))).prompt for color in ((1, 2, 3), (1, 2, 3), (1, 2, 4))
+    ]
+    assert one.token_ids == again.token_ids == other.token_ids
+    assert one.sequence_hashes == again.sequence_hashes != other.sequence_hashes
+
+
+async def test_templates_that_write_text_get_the_placeholder_in_it(tmp_path: Path) -> None:
+    async with make_scene(Model(media_model.make(tmp_path / "plain", media_model.PLAIN))) as scene:
+        assert not scene.model.media.listed
+        prompt = (await prepare(scene, text("a"), image(png()), text("b"))).prompt
+        (place,) = prompt.media
+        assert place.first_token == len(scene.model.encode("<|user|>a"))
+        assert prompt.tokens == len(scene.model.encode("<|user|>ab")) + IMAGE_TOKENS
+
+
+async def test_models_with_lists_get_them_for_text_alone_too(scene: Scene) -> None:
+    assert scene.model.media.listed
+    prompt = (await prepare(scene, text("hello"))).prompt
+    assert (unpack_u32(prompt.token_ids), prompt.media) == (scene.model.encode("<|user|>hello"), ())
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF"])
+async def test_images_are_told_by_their_bytes(scene: Scene, kind: str) -> None:
+    (place,) = (await prepare(scene, image(png(kind=kind)))).prompt.media
+    assert place.mime == f"image/{kind.lower()}"
+
+
+@pytest.mark.parametrize(
+    ("head", "mime"),
+    [
+        (b"\x00\x00\x00\x14ftypqt  ", "video/quicktime"),
+        (b"\x1aE\xdf\xa3\x9fB\x86\x81\x01B\x82\x84webm", "video/webm"),
+        (b"\x1aE\xdf\xa3\x9fB\x86\x81\x01B\x82\x88matroska", "video/x-matroska"),
+        (b"RIFF\x00\x00\x00\x00AVI LIST", "video/x-msvideo"),
+    ],
+)
+async def test_videos_are_told_by_their_containers(scene: Scene, head: bytes, mime: str) -> None:
+    (place,) = (await prepare(scene, video(head + bytes(30)))).prompt.media
+    assert place.mime == mime
+
+
+LARGE = base64.b64encode(bytes(MEDIA_BYTES_MAX + 1)).decode()
+
+
+@pytest.mark.parametrize(
+    ("part", "status", "code", "says"),
+    [
+        (image("ftp://a/b"), 400, "invalid_media_url", "is no http, https or data URL but ftp"),
+        (image("x"), 400, "invalid_media_url", "is no http, https or data URL but none"),
+        (image("http://"), 400, "invalid_media_url", "names no host"),
+        (image("https://user:pass@host/x"), 400, "invalid_media_url", "user name"),
+        (image("http://h/" + "x" * 9_000), 400, "invalid_media_url", "longer than 8192 characters"),
+        (image("http://[1::2::3]/"), 400, "invalid_media_url", "is no URL"),
+        (image("data:image/png"), 400, "invalid_media_url", "there is no comma"),
+        (image("data:image/png;base64,@@"), 400, "invalid_media_url", "is no base64"),
+        (image("data:image/png;base64,"), 400, "invalid_media_url", "is empty"),
+        (image("data:,plain%20text"), 400, "not_an_image", "is no image that can be read; taken are PNG, JPEG"),
+        (image(b"<svg/>"), 400, "not_an_image", "is no image"),
+        (image(png()[:60]), 400, "not_an_image", "is no image"),
+        (image(MP4), 400, "not_an_image", "is no image"),
+        (video(png()), 400, "not_a_video", "is no video that can be read; taken are MP4"),
+        (image(f"data:;base64,{LARGE}"), 413, "media_too_large", "up to 8 MiB together"),
+        (image("http://127.0.0.1:1/x.png"), 400, "private_media_url", "127.0.0.1 is no public address"),
+        (image("http://[::1]/x.png"), 400, "private_media_url", "is no public address"),
+        (image("http://[::ffff:10.0.0.1]/x.png"), 400, "private_media_url", "is no public address"),
+        (image("http://0x7f.1/x.png"), 400, "", ""),
+        (image("http://localhost/x.png"), 400, "private_media_url", "localhost is no public address"),
+        (image("http://no-such-host.invalid/x.png"), 400, "media_unavailable", "no-such-host.invalid is not known"),
+    ],
+)
+async def test_what_cannot_be_taken_is_said_with_its_place(
+    tmp_path: Path, part: dict[str, Any], status: int, code: str, says: str
+) -> None:
+    async with make_scene(Model(media_model.make(tmp_path / "m")), body_bytes_max=64 << 20) as scene:
+        answer = await scene.client.post(CHAT, json=body(text("see"), part))
+        error = answer.json()["error"]
+        assert answer.status_code == status
+        assert error["code"] == code or not code
+        assert says in error["message"]
+        assert error["message"].startswith(f"messages[0].content[1].{part['type']}.url: ")
+        assert error["param"] == f"messages[0].content[1].{part['type']}.url"
+        assert scene.metric(f'forebay_ingress_refused_total{{code="{error["code"]}"}} 1.0')
+        assert scene.requests() == []
+
+
+@pytest.mark.parametrize(
+    ("part", "says"),
+    [
+        ({"type": "image_url"}, "messages[0].content[0].image_url is missing"),
+        ({"type": "image_url", "image_url": {}}, "messages[0].content[0].image_url.url is missing"),
+        ({"type": "image_url", "image_url": {"url": "x", "detail": "high"}}, "image_url.detail is not supported"),
+        ({"type": "image_url", "image_url": {"url": "x", "odd": 1}}, "image_url.odd"),
+        ({"type": "text", "text": "a", "image_url": {"url": "x"}}, "image_url does not go with the type text"),
+        ({"type": "input_audio", "input_audio": {}}, "parts of type input_audio are not supported"),
+    ],
+)
+async def test_parts_are_checked_by_name(scene: Scene, part: dict[str, Any], says: str) -> None:
+    answer = await scene.client.post(CHAT, json=body(part))
+    assert answer.status_code == 400
+    assert says in answer.json()["error"]["message"]
+
+
+async def test_too_many_images_are_refused_before_any_is_looked_at(scene: Scene) -> None:
+    with pytest.raises(ApiError, match=r"messages\[0\].content\[16\].image_url.url: a request takes up to 16"):
+        await prepare(scene, *[image("http://127.0.0.1/")] * 17)
+
+
+async def test_images_together_have_one_bound(scene: Scene) -> None:
+    half = b"\x00" * 9 + bytes(MEDIA_BYTES_MAX // 2)
+    with pytest.raises(ApiError, match="up to 8 MiB together") as refused:
+        await prepare(scene, video(MP4 + half), video(MP4 + half))
+    assert refused.value.status == 413
+
+
+@pytest.mark.parametrize(("most", "says"), [(100, "up to 100 pixels, this one has 16 x 16"), (1_000, None)])
+async def test_large_images_are_refused_by_what_they_unpack_to(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, most: int, says: str | None
+) -> None:
+    monkeypatch.setattr(media_module, "IMAGE_PIXELS_MAX", most)
+    if says is None:
+        await prepare(scene, image(png()))
+        return
+    with pytest.raises(ApiError, match=says):
+        await prepare(scene, image(png()))
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    with pytest.raises(ApiError, match="many more pixels"):
+        await prepare(scene, image(png()))
+
+
+async def test_without_pillow_images_are_refused_with_the_line_to_install_it(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = png()
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(ApiError, match=r"takes no images: pip install 'forebay\[media\]'") as refused:
+        await prepare(scene, image(content))
+    assert (refused.value.status, refused.value.code) == (501, "media_not_installed")
+    assert (await prepare(scene, video(MP4))).prompt.media
+
+
+async def test_a_model_for_text_alone_takes_none() -> None:
+    async with make_scene() as scene:
+        with pytest.raises(ApiError, match=r"messages\[0\].content\[0\].image_url.url: this model takes no images"):
+            await prepare(scene, image(png()))
+        assert (await prepare(scene, text("a"), text("b"))).prompt.media == ()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "qwen2_vl"},
+        {"image_seq_length": 576, "image_grid_pinpoints": [[336, 672]]},
+        {"image_seq_length": True},
+        {"image_seq_length": 0},
+        {"image_seq_length": 1 << 20},
+    ],
+)
+async def test_models_whose_images_have_no_fixed_size_are_refused_with_the_reason(
+    tmp_path: Path, config: dict[str, Any]
+) -> None:
+    async with make_scene(Model(media_model.make(tmp_path / "m", **config))) as scene:
+        with pytest.raises(ApiError, match="how many tokens an image is depends on its size in this model") as refused:
+            await prepare(scene, image(png()))
+        assert refused.value.status == 501
+        assert (await prepare(scene, text("but text is served"))).prompt.tokens
+
+
+async def test_placeholders_and_images_must_be_as_many(tmp_path: Path, scene: Scene) -> None:
+    with pytest.raises(ApiError, match="more placeholders of images than the 1 that came with it"):
+        await prepare(scene, text("<image>"), image(png()))
+    with pytest.raises(ApiError, match="more placeholders of videos than the 0 that came with it"):
+        await prepare(scene, text("<video>"))
+    silent = media_model.make(tmp_path / "silent", "{% for m in messages %}{{ m.content[0].text }}{% endfor %}")
+    async with make_scene(Model(silent)) as other:
+        with pytest.raises(ApiError, match="the chat template left out 1 of 1 images and videos"):
+            await prepare(other, text("see"), image(png()))
+
+
+async def test_the_context_holds_the_placeholders(tmp_path: Path) -> None:
+    config: dict[str, Any] = {"image_seq_length": 4_090, "max_position_embeddings": 4_096}
+    async with make_scene(Model(media_model.make(tmp_path / "m", **config))) as scene:
+        with pytest.raises(ApiError, match="the context holds 4096 tokens: 40"):
+            await prepare(scene, text("see this"), image(png()))
+
+
+def test_a_placeholder_that_the_tokenizer_lacks_stands_nowhere() -> None:
+    config = {"image_token_id": 5, "image_seq_length": 3}
+    assert media_tokens_of(config, lambda _: None).ids == {}
+    known = media_tokens_of({**config, "mm_tokens_per_image": 7}, lambda token_id: f"<{token_id}>")
+    assert (known.ids, known.counts, known.texts) == ({"image": 5}, {"image": 7}, {"image": "<5>"})
+    assert Model(DEFAULT_MODEL).media.ids == {}

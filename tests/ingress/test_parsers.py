@@ -1,0 +1,286 @@
+"""Parsers of answers: each format as models write it, what is none of it, and that no cut changes anything."""
+
+import importlib.util
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from forebay.ingress.errors import ApiError, Unusable
+from forebay.ingress.model import DEFAULT_MODEL, Model
+from forebay.ingress.parsers import call_ids
+from forebay.ingress.parsing import Parsing, Splitting
+from forebay.ingress.said import Said, joined
+from forebay.ingress.tools import NO_TOOLS, Choice, Function, Tool
+
+MODEL = Model(DEFAULT_MODEL)
+CITY = {"city": "Paris"}
+TOOLS = tuple(Tool(type="function", function=Function(name=name)) for name in ("weather", "time"))
+AUTO = Choice(TOOLS, None, parallel=True)
+FORMATS = ("hermes", "llama3_json", "mistral")
+
+
+def parse(
+    pieces: Sequence[str], tool: str = "none", reasoning: str = "none", how: Splitting | None = None
+) -> list[Said]:
+    parser = Parsing(MODEL, tool, reasoning).parser(how or Splitting(AUTO), "r")
+    assert parser is not None
+    return [*(parser.push(piece, []) for piece in pieces), parser.finish()]
+
+
+def whole(text: str, tool: str = "none", reasoning: str = "none", how: Splitting | None = None) -> Said:
+    return joined(parse([text], tool, reasoning, how))
+
+
+def calls(said: Said) -> list[tuple[str, Any]]:
+    return [(call.name, json.loads(call.arguments)) for call in said.calls]
+
+
+ONE = [("weather", CITY)]
+TWO = [("weather", CITY), ("time", {"zone": 1})]
+
+
+@pytest.mark.parametrize(
+    ("tool", "text", "expected", "content"),
+    [
+        ("hermes", '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>', ONE, ""),
+        ("hermes", '<tool_call>{"arguments": {"city": "Paris"}, "name": "weather"}</tool_call>', ONE, ""),
+        ("hermes", 'Sure.\n<tool_call>{"name":"weather","arguments":{"city":"Paris"}}</tool_call>', ONE, "Sure."),
+        (
+            "hermes",
+            '<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>\n'
+            '<tool_call>{"name": "time", "arguments": {"zone": 1}}</tool_call>\n',
+            TWO,
+            "",
+        ),
+        ("hermes", '<tool_call>{"name": "weather", "arguments": "{\\"city\\": \\"Paris\\"}"}</tool_call>', ONE, ""),
+        ("hermes", '<tool_call>{"name": "time", "arguments": null}</tool_call>', [("time", {})], ""),
+        ("hermes", '<tool_call>{"name": "time"}</tool_call>', [("time", {})], ""),
+        (
+            "hermes",
+            '<tool_call>{"name": "time", "arguments": {"a": "}</tool_call>\\"", "b": [1, {"c": "\\\\"}]}}</tool_call>',
+            [("time", {"a": '}</tool_call>"', "b": [1, {"c": "\\"}]})],
+            "",
+        ),
+        ("hermes", "no call at all, though <tool", [], "no call at all, though <tool"),
+        ("hermes", "<tool_call>sorry</tool_call> ", [], "<tool_call>sorry</tool_call> "),
+        ("hermes", '<tool_call>{"nome": "x"}</tool_call>', [], '<tool_call>{"nome": "x"}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "two words"}', [], '<tool_call>{"name": "two words"}'),
+        ("hermes", '<tool_call>{"name": "weath', [], '<tool_call>{"name": "weath'),
+        ("llama3_json", '{"name": "weather", "parameters": {"city": "Paris"}}', ONE, ""),
+        ("llama3_json", '<|python_tag|>{"name": "weather", "parameters": {"city": "Paris"}}', ONE, ""),
+        (
+            "llama3_json",
+            '{"name": "weather", "parameters": {"city": "Paris"}}; {"name": "time", "arguments": {"zone": 1}}',
+            TWO,
+            "",
+        ),
+        ("llama3_json", '{"name": "Bob", "age": 5}', [], '{"name": "Bob", "age": 5}'),
+        ("llama3_json", '{"name": "Bob", "parameters": {}}', [], '{"name": "Bob", "parameters": {}}'),
+        ("llama3_json", ' It is {"name": "weather"}', [], ' It is {"name": "weather"}'),
+        ("llama3_json", "<|python_tag|>print(1)", [], "<|python_tag|>print(1)"),
+        ("mistral", '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Paris"}}]', ONE, ""),
+        (
+            "mistral",
+            'Well. [TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Paris"}}, '
+            '{"name": "time", "arguments": {"zone": 1}}]',
+            TWO,
+            "Well.",
+        ),
+        ("mistral", '[TOOL_CALLS]weather{"city": "Paris"}[TOOL_CALLS]time{"zone": 1}', TWO, ""),
+        ("mistral", '[TOOL_CALLS]weather[ARGS]{"city": "Paris"}', ONE, ""),
+        ("mistral", '[TOOL_CALLS]weather[CALL_ID]abc[ARGS]{"city": "Paris"}', ONE, ""),
+        ("mistral", "[TOOL_CALLS]\nno name\n{", [], "[TOOL_CALLS]\nno name\n{"),
+        ("mistral", "[TOOL_CALLS]weather", [], "[TOOL_CALLS]weather"),
+        ("mistral", "[TOOL_CALLS] [ 1, 2]", [], "[TOOL_CALLS] [ 1, 2]"),
+        ("mistral", "[TOOL_CALLS][]", [], "[TOOL_CALLS][]"),
+        ("mistral", '[TOOL_CALLS]\n weather {"city": "Paris"}', ONE, ""),
+    ],
+)
+def test_calls_as_models_write_them(tool: str, text: str, expected: list[Any], content: str) -> None:
+    said = whole(text, tool)
+    assert calls(said) == expected
+    assert said.content == content
+
+
+def test_a_call_that_is_cut_off_keeps_what_came() -> None:
+    said = whole('<tool_call>{"name": "weather", "arguments": {"city": "Pa', "hermes")
+    assert [(call.name, call.arguments) for call in said.calls] == [("weather", '{"city": "Pa')]
+
+
+def test_arguments_are_given_out_as_they_come_and_the_id_once() -> None:
+    pieces = ['<tool_call>{"name": "weath', 'er", "argum', 'ents": {"ci', 'ty": "Paris"', "}}</tool_call>"]
+    said = [piece.calls for piece in parse(pieces, "hermes") if piece.calls]
+    assert [call[0].arguments for call in said] == ['{"ci', 'ty": "Paris"', "}"]
+    assert [(call[0].name, call[0].call_id != "") for call in said] == [("weather", True), ("", False), ("", False)]
+
+
+def test_ids_belong_to_an_answer_and_mistral_has_its_own_length() -> None:
+    text = '{"name": "time", "arguments": {}}'
+    hermes = whole(f"<tool_call>{text}</tool_call><tool_call>{text}</tool_call>", "hermes").calls
+    assert [call.call_id for call in hermes] == [call_ids("r")(0), call_ids("r")(1)]
+    assert len({call_ids(name)(at) for name in "ab" for at in range(3)}) == 6
+    (mistral,) = whole(f"[TOOL_CALLS][{text}]", "mistral").calls
+    assert len(mistral.call_id) == 9
+    assert mistral.call_id.isalnum()
+
+
+def test_without_parallel_calls_only_the_first_counts() -> None:
+    text = '<tool_call>{"name": "time"}</tool_call>' * 3
+    assert calls(whole(text, "hermes", how=Splitting(Choice(TOOLS, None, parallel=False)))) == [("time", {})]
+
+
+def test_a_named_call_is_all_arguments_and_a_required_one_a_list() -> None:
+    named = whole('{"city": "Paris"}', how=Splitting(Choice(TOOLS, "weather", parallel=False), structured=True))
+    assert calls(named) == ONE
+    text = '[{"name": "weather", "parameters": {"city": "Paris"}}, {"name": "time", "parameters": {"zone": 1}}]'
+    required = Splitting(Choice(TOOLS, "", parallel=True), structured=True)
+    assert calls(whole(text, how=required)) == TWO
+    assert whole("words from an engine that obeys nothing", how=required).content.startswith("words")
+
+
+@pytest.mark.parametrize(
+    ("name", "is_open", "text", "reasoning", "content"),
+    [
+        ("qwen3", False, "<think>\nwell\n</think>\n\nYes.", "well\n", "Yes."),
+        ("qwen3", False, "Yes.", "", "Yes."),
+        ("qwen3", False, "a <think> b", "", "a <think> b"),
+        ("qwen3", False, "<think", "", "<think"),
+        ("qwen3", True, "well</think>Yes.", "well", "Yes."),
+        ("qwen3", True, "<think>well</think>Yes.", "well", "Yes."),
+        ("qwen3", True, "cut off </th", "cut off </th", ""),
+        ("deepseek_r1", False, "well</think>Yes.", "well", "Yes."),
+        ("deepseek_r1", False, "well", "well", ""),
+        ("qwen3", False, "<think></think>Yes.", "", "Yes."),
+        ("qwen3", False, "<think>a</think>b</think>c", "a", "b</think>c"),
+    ],
+)
+def test_reasoning(name: str, is_open: bool, text: str, reasoning: str, content: str) -> None:
+    said = whole(text, reasoning=name, how=Splitting(NO_TOOLS, is_open))
+    assert (said.reasoning, said.content) == (reasoning, content)
+
+
+def test_calls_are_looked_for_behind_the_reasoning_alone() -> None:
+    call = '<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>'
+    said = whole(f"<think>not {call}</think>\n{call}", "hermes", "qwen3")
+    assert (said.reasoning, calls(said), said.content) == (f"not {call}", ONE, "")
+
+
+def test_an_answer_with_a_structure_has_no_reasoning_unless_it_says_so() -> None:
+    how = Splitting(NO_TOOLS, is_open=True, structured=True)
+    assert whole('{"a": 1}', reasoning="deepseek_r1", how=how).content == '{"a": 1}'
+    assert whole("<think>hm</think>1", reasoning="deepseek_r1", how=how).reasoning == "hm"
+
+
+TAGS = ["<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<think>", "</think>"]
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=8) | st.sampled_from(TAGS),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+CALL = st.builds(
+    lambda name, key, arguments, others: json.dumps({"id": others, "name": name, key: arguments}),
+    st.sampled_from(["weather", "time", "Bob", "two words"]),
+    st.sampled_from(["arguments", "parameters", "else"]),
+    st.dictionaries(st.text(max_size=4), JSON, max_size=3) | JSON,
+    JSON,
+)
+BITS = st.sampled_from([*TAGS, " ", "\n", ";", ",", "[", "]", "{", "}", '"', "\\", "name", "weather", "<", "a word "])
+TEXTS = st.lists(CALL | BITS | st.text(max_size=6), max_size=14).map("".join)
+HOW = st.builds(
+    Splitting,
+    st.sampled_from(
+        [AUTO, Choice(TOOLS, None, parallel=False), Choice(TOOLS, "", parallel=True), Choice(TOOLS, "time", False)]
+    ),
+    st.booleans(),
+    st.booleans(),
+)
+
+
+@st.composite
+def cut(draw: st.DrawFn) -> tuple[str, list[str]]:
+    text = draw(TEXTS)
+    at = sorted(draw(st.sets(st.integers(0, len(text)), max_size=12)))
+    return text, [text[begin:end] for begin, end in zip([0, *at], [*at, len(text)], strict=True)]
+
+
+@given(cut(), st.sampled_from(FORMATS), st.sampled_from(["none", "qwen3", "deepseek_r1"]), HOW)
+@example(("[TOOL_CALLS]time{}", ["[TOOL_", "CALLS]ti", "me{", "}"]), "mistral", "none", Splitting(AUTO))
+def test_no_cut_changes_what_is_found(text: tuple[str, list[str]], tool: str, reasoning: str, how: Splitting) -> None:
+    uncut, pieces = text
+    expected = whole(uncut, tool, reasoning, how)
+    assert joined(parse(pieces, tool, reasoning, how)) == expected
+    assert joined(parse(list(uncut), tool, reasoning, how)) == expected
+    assert [call.index for call in expected.calls] == list(range(len(expected.calls)))
+
+
+@given(cut(), st.sampled_from(FORMATS))
+def test_what_is_no_call_is_text(text: tuple[str, list[str]], tool: str) -> None:
+    said = joined(parse(text[1], tool))
+    if not said.calls:
+        assert said.content == text[0]
+
+
+@given(st.lists(st.tuples(st.sampled_from(["weather", "time"]), st.dictionaries(st.text(), JSON)), min_size=1), cut())
+def test_calls_come_back_as_they_were_said(said: list[tuple[str, Any]], noise: tuple[str, list[str]]) -> None:
+    objects = [json.dumps({"name": name, "arguments": arguments}) for name, arguments in said]
+    texts = {
+        "hermes": "".join(f"<tool_call>\n{one}\n</tool_call>" for one in objects),
+        "llama3_json": "; ".join(objects),
+        "mistral": f"[TOOL_CALLS][{', '.join(objects)}]",
+    }
+    for tool, text in texts.items():
+        assert calls(whole(text, tool)) == said, tool
+
+
+class TestChoosing:
+    """By name, or by what the chat template shows."""
+
+    @staticmethod
+    def model(tmp_path: Path, template: str) -> Model:
+        for name in ("tokenizer.json", "config.json"):
+            (tmp_path / name).write_bytes((DEFAULT_MODEL / name).read_bytes())
+        (tmp_path / "chat_template.jinja").write_text(template)
+        return Model(tmp_path)
+
+    @pytest.mark.parametrize(
+        ("template", "tool", "reasoning"),
+        [
+            ("{{ tools }}<tool_call></tool_call>", "hermes", ""),
+            ("<tool_call><function=x></tool_call></think>", "", "qwen3"),
+            ("<tool_call><arg_key>", "", ""),
+            ("[TOOL_CALLS]", "mistral", ""),
+            ("<|python_tag|>", "llama3_json", ""),
+            ("plain", "", ""),
+        ],
+    )
+    def test_by_the_template(self, tmp_path: Path, template: str, tool: str, reasoning: str) -> None:
+        parsing = Parsing(self.model(tmp_path, template))
+        assert (parsing.tool, parsing.reasoning) == (tool, reasoning)
+
+    def test_a_name_that_nobody_knows_is_told_with_those_that_are(self) -> None:
+        with pytest.raises(Unusable, match="--tool-call-parser hermez: there is none of this name, only auto, none, h"):
+            Parsing(MODEL, "hermez")
+        with pytest.raises(Unusable, match="--reasoning-parser r1"):
+            Parsing(MODEL, "none", "r1")
+
+    def test_parsers_of_vllm_need_vllm(self) -> None:
+        if importlib.util.find_spec("vllm") is None:
+            with pytest.raises(Unusable, match="--tool-call-parser vllm:kimi_k2: needs vLLM"):
+                Parsing(MODEL, "vllm:kimi_k2")
+        with pytest.raises(Unusable, match="both of vLLM's, or none"):
+            Parsing(MODEL, "vllm:kimi_k2", "qwen3")
+
+    def test_tools_that_nobody_would_see_called_are_refused(self) -> None:
+        with pytest.raises(ApiError, match="--tool-call-parser"):
+            Parsing(MODEL, "none").require(AUTO)
+        Parsing(MODEL, "none").require(Choice(TOOLS, "", parallel=True))
+
+    def test_nothing_is_parsed_where_there_is_nothing_to_find(self) -> None:
+        assert Parsing(MODEL, "hermes").parser(Splitting(), "r") is None
+        assert msgspec.to_builtins(whole("a", reasoning="qwen3"))["content"] == "a"

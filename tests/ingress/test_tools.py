@@ -1,0 +1,298 @@
+"""Chats with tools and reasoning: what the template gets, what goes on the log, and what comes back."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import openai
+import pytest
+
+from forebay.core.replies import apply
+from forebay.events.base import unpack_u32
+from forebay.events.codec import decode
+from forebay.events.requests import RequestSubmitted
+from forebay.events.topics import TOKENS
+from forebay.ingress.door_answer import DoorAnswer, Entry, Place
+from forebay.ingress.door_request import Address
+from forebay.ingress.fields import parse
+from forebay.ingress.model import DEFAULT_MODEL, Model
+from forebay.ingress.openai import ChatBody
+from forebay.ingress.render import Shape
+from forebay.ingress.server import build_server
+from tests.ingress.conftest import NAME, SLOT, Scene, make_scene
+from tests.system import until
+
+CHAT = "/v1/chat/completions"
+HELLO = {"role": "user", "content": "Hello"}
+SCHEMA = {"type": "object", "properties": {"city": {"$ref": "#/$defs/City"}}, "$defs": {"City": {"type": "string"}}}
+WEATHER = {"type": "function", "function": {"name": "weather", "description": "Now", "parameters": SCHEMA}}
+TIME = {"type": "function", "function": {"name": "time", "strict": True}}
+TEMPLATE = """{% if tools %}{{ tools | tojson }}
+{% endif %}{% for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}{% if message.reasoning_content %}(thought {{ message.reasoning_content }}){% endif %}
+{%- for call in message.tool_calls or [] %}<tool_call>{{ call.function.name }}:{{ call.function.arguments.city }}
+{%- endfor %}{% if message.tool_call_id %} #{{ message.tool_call_id }}{% endif %}<|im_end|>
+{% endfor %}{{ mood }}{{ reasoning_effort }}<|im_start|>assistant
+{% if enable_thinking is defined and enable_thinking %}<think>
+{% endif %}"""
+CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>'
+
+
+@pytest.fixture
+def tool_model(tmp_path: Path) -> Model:
+    for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
+        (tmp_path / name).write_bytes((DEFAULT_MODEL / name).read_bytes())
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE + "{# </think> #}")
+    return Model(tmp_path)
+
+
+@pytest.fixture
+async def tools(tool_model: Model) -> AsyncIterator[Scene]:
+    async with make_scene(tool_model) as made:
+        yield made
+
+
+def chat(**changes: Any) -> dict[str, Any]:
+    return {"model": NAME, "messages": [HELLO], "max_tokens": 90, **changes}
+
+
+async def asked(scene: Scene, **changes: Any) -> tuple["asyncio.Task[Any]", RequestSubmitted, str]:
+    """The request, and its prompt as text."""
+    asking = asyncio.create_task(scene.client.post(CHAT, json=chat(**changes)))
+    await asyncio.sleep(0)
+    request = asyncio.create_task(scene.next_request())
+    await asyncio.wait((asking, request), return_when=asyncio.FIRST_COMPLETED)
+    if not request.done():
+        request.cancel()
+        raise AssertionError(asking.result().text)
+    submitted = request.result()
+    prompt: str = scene.model.tokenizer.decode(unpack_u32(submitted.token_ids), skip_special_tokens=False)
+    return asking, submitted, prompt
+
+
+def say(scene: Scene, request: RequestSubmitted, text: str, *, reason: str = "stop") -> None:
+    """Token by token."""
+    at = 0
+    for token in scene.model.encode(text):
+        at = scene.emit(request.request_id, [token], first=at)
+    scene.end(request.request_id, reason=reason, said=at)
+
+
+async def test_the_template_gets_the_tools_and_a_call_comes_back(tools: Scene) -> None:
+    asking, request, prompt = await asked(tools, tools=[WEATHER, TIME])
+    assert json.loads(prompt.splitlines()[0]) == [WEATHER, TIME]
+    assert request.sampling.structured is None
+    say(tools, request, f"Let me look. {CALL}")
+    choice = (await asking).json()["choices"][0]
+    assert choice["finish_reason"] == "tool_calls"
+    message = choice["message"]
+    assert message["content"] == "Let me look."
+    (call,) = message["tool_calls"]
+    assert (call["type"], call["function"]) == ("function", {"name": "weather", "arguments": '{"city": "Paris"}'})
+    assert call["id"].startswith("call_")
+
+
+async def test_a_conversation_goes_on_with_what_the_tool_said(tools: Scene) -> None:
+    asking, request, _ = await asked(tools, tools=[WEATHER])
+    say(tools, request, CALL)
+    message = (await asking).json()["choices"][0]["message"]
+    assert message["content"] is None
+    result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "rain"}
+    asking, request, prompt = await asked(tools, tools=[WEATHER], messages=[HELLO, message, result])
+    assert "<|im_start|>assistant\n<tool_call>weather:Paris<|im_end|>" in prompt
+    assert f"<|im_start|>tool\nrain #{result['tool_call_id']}<|im_end|>" in prompt
+    say(tools, request, "It rains.")
+    choice = (await asking).json()["choices"][0]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("It rains.", "stop")
+
+
+async def test_none_leaves_the_tools_out(tools: Scene) -> None:
+    asking, request, prompt = await asked(tools, tools=[WEATHER], tool_choice="none")
+    assert "weather" not in prompt
+    say(tools, request, CALL)
+    choice = (await asking).json()["choices"][0]
+    assert (choice["message"]["content"], choice["finish_reason"]) == (CALL, "stop")
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+async def test_a_required_call_is_a_structure_of_calls(tools: Scene, parallel: bool) -> None:
+    asking, request, _ = await asked(tools, tools=[WEATHER, TIME], tool_choice="required", parallel_tool_calls=parallel)
+    structured = request.sampling.structured
+    assert structured is not None
+    schema = json.loads(structured.text)
+    one, other = schema["items"]["anyOf"]
+    assert (structured.kind, schema["type"], schema["minItems"]) == ("json_schema", "array", 1)
+    assert schema.get("maxItems") == (None if parallel else 1)
+    assert one["properties"]["parameters"] == {"type": "object", "properties": {"city": {"$ref": "#/$defs/City"}}}
+    assert schema["$defs"] == SCHEMA["$defs"]
+    assert other["properties"] == {
+        "name": {"type": "string", "enum": ["time"]},
+        "parameters": {"type": "object", "properties": {}},
+    }
+    say(tools, request, '[{"name": "weather", "parameters": {"city": "Paris"}}]')
+    choice = (await asking).json()["choices"][0]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"city": "Paris"}'
+
+
+async def test_a_named_call_is_a_structure_of_its_arguments(tools: Scene) -> None:
+    named = {"type": "function", "function": {"name": "weather"}}
+    asking, request, _ = await asked(tools, tools=[WEATHER, TIME], tool_choice=named, stream=True)
+    assert request.sampling.structured is not None
+    assert json.loads(request.sampling.structured.text) == SCHEMA
+    say(tools, request, '{"city": "Paris"}', reason="length")
+    text = (await asking).text
+    assert '"finish_reason":"length"' in text
+    assert '"name":"weather"' in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"tools": [WEATHER, WEATHER]}, "two functions have the same name"),
+        ({"tools": [{"type": "search"}]}, "tools[0]"),
+        ({"tools": [{"type": "function", "function": {"name": "no spaces"}}]}, "tools[0].function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "odd": 1}}]}, "tools[0].function.odd"),
+        ({"tools": [TIME] * 129}, "tools"),
+        ({"tool_choice": "required"}, "there are no tools"),
+        ({"tools": [TIME], "tool_choice": {"type": "function", "function": {"name": "other"}}}, "'other'"),
+        ({"tools": [TIME], "tool_choice": "always"}, "tool_choice"),
+        ({"tools": [TIME], "tool_choice": "required", "response_format": {"type": "json_object"}}, "at once"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id is missing"),
+        ({"messages": [{**HELLO, "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{}"}}]}]}, "only"),
+        ({"messages": [{"role": "assistant", "tool_calls": []}]}, "messages[0].content is missing"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
+        ({"chat_template_kwargs": {"bos_token": ""}}, "chat_template_kwargs.bos_token"),
+    ],
+)
+async def test_refused_by_name(tools: Scene, changes: dict[str, Any], says: str) -> None:
+    response = await tools.client.post(CHAT, json=chat(**changes))
+    assert response.status_code == 400
+    assert says in response.json()["error"]["message"]
+    assert tools.requests() == []
+
+
+async def test_arguments_that_are_no_json_are_refused(tools: Scene) -> None:
+    called = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "[]"}}]
+    response = await tools.client.post(CHAT, json=chat(messages=[{"role": "assistant", "tool_calls": called}]))
+    assert "messages[0].tool_calls[0].function.arguments is no JSON object" in response.json()["error"]["message"]
+
+
+async def test_definitions_that_differ_cannot_be_put_together(tools: Scene) -> None:
+    other = {"type": "object", "$defs": {"City": {"type": "integer"}}}
+    both = [WEATHER, {"type": "function", "function": {"name": "other", "parameters": other}}]
+    response = await tools.client.post(CHAT, json=chat(tools=both, tool_choice="required"))
+    assert "'City' is defined in two ways" in response.json()["error"]["message"]
+
+
+async def test_a_prompt_that_opens_the_reasoning(tools: Scene) -> None:
+    asking, request, prompt = await asked(tools, chat_template_kwargs={"enable_thinking": True, "mood": "calm"})
+    assert prompt.endswith("calm<|im_start|>assistant\n<think>\n")
+    say(tools, request, "Hm.</think>\n\nYes.")
+    message = (await asking).json()["choices"][0]["message"]
+    assert (message["content"], message["reasoning_content"], message["reasoning"]) == ("Yes.", "Hm.", "Hm.")
+    asking, request, prompt = await asked(tools, messages=[HELLO, message, HELLO], reasoning_effort="low")
+    assert "Yes.(thought Hm.)" in prompt
+    assert "low<|im_start|>" in prompt
+    say(tools, request, "Yes.")
+    assert "reasoning" not in (await asking).json()["choices"][0]["message"]
+
+
+async def test_a_model_without_use_for_an_effort_says_so(scene: Scene) -> None:
+    response = await scene.client.post(CHAT, json=chat(reasoning_effort="high"))
+    assert "reasoning_effort is not supported" in response.json()["error"]["message"]
+
+
+async def test_the_official_client_streams_reasoning_and_calls(tools: Scene) -> None:
+    listener, port = tools.listen()
+    server = build_server(tools.app)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    await until(lambda: server.started)
+    text = f"<think>\nHm.\n</think>\nLook: {CALL}\n{CALL}"
+    async with openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="x", max_retries=0) as client:
+
+        async def stream() -> Any:
+            messages: Any = [HELLO]
+            tools: Any = [WEATHER]
+            async with client.chat.completions.stream(model=NAME, messages=messages, tools=tools) as events:
+                thought = ""
+                async for event in events:
+                    if event.type == "chunk" and event.chunk.choices:
+                        thought += getattr(event.chunk.choices[0].delta, "reasoning_content", None) or ""
+                return thought, await events.get_final_completion()
+
+        asking = asyncio.create_task(stream())
+        say(tools, await tools.next_request(), text)
+        thought, completion = await asking
+    choice = completion.choices[0]
+    assert (thought, choice.message.content, choice.finish_reason) == ("Hm.\n", "Look:", "tool_calls")
+    assert [(call.function.name, call.function.arguments) for call in choice.message.tool_calls] == [
+        ("weather", '{"city": "Paris"}')
+    ] * 2
+    assert len({call.id for call in choice.message.tool_calls}) == 2
+    server.should_exit = True
+    await serving
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_the_door_says_the_same(tools: Scene, stream: bool) -> None:
+    body = chat(tools=[WEATHER], stream=stream)
+    post = tools.client.post(CHAT, json=body, headers={"x-request-id": "same"})
+    asking = asyncio.ensure_future(post)
+    request = await tools.next_request()
+    say(tools, request, f"<think>a</think>b{CALL}")
+    given = (await asking).text
+    prepared = await tools.ingress.prepare(parse(ChatBody, msgspec.json.encode(body)), ())
+    answer = DoorAnswer(
+        "same",
+        Place(Entry(0, 0), Address("same", ""), "chat_completions"),
+        request.prompt_tokens,
+        Shape(chat=True, response_id="same", model=NAME, created=0),
+        prepared.plan.composer(tools.model, tools.ingress.parsing, "same"),
+        stream=stream,
+        usage_chunk=False,
+    )
+    pieces = []
+    for record in tools.log.records(TOKENS.name, SLOT, 0, 1000):
+        for changed in apply({"same": answer}, decode(TOKENS, record.value)):
+            pieces += changed.pieces()
+    events = [line.removeprefix("data: ") for line in given.split("\n\n") if line not in ("", "data: [DONE]")]
+    assert deltas([piece.value.decode() for piece in pieces]) == deltas(events)
+
+
+def deltas(events: list[str]) -> Any:
+    """All that a stream says, or a whole answer."""
+    content, reasoning, arguments, named = "", "", "", []
+    for choice in (json.loads(event)["choices"][0] for event in events):
+        said = choice.get("delta") or choice.get("message") or {}
+        content += said.get("content") or ""
+        reasoning += said.get("reasoning") or ""
+        for call in said.get("tool_calls", ()):
+            arguments += call["function"]["arguments"]
+            named += [(call["id"], call["function"]["name"])] if "id" in call else []
+    return content, reasoning, arguments, named, json.loads(events[-1])["choices"][0]["finish_reason"]
+
+
+async def test_what_the_official_client_took_apart_may_be_sent_back(tools: Scene) -> None:
+    listener, port = tools.listen()
+    server = build_server(tools.app)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    weather: Any = WEATHER
+    strict: Any = {**weather, "function": {**weather["function"], "strict": True}}
+    hello: Any = HELLO
+    async with openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="x", max_retries=0) as client:
+        asking = asyncio.create_task(client.chat.completions.parse(model=NAME, messages=[hello], tools=[strict]))
+        say(tools, await tools.next_request(), f"Look: {CALL}")
+        message: Any = (await asking).choices[0].message
+        assert message.tool_calls[0].function.parsed_arguments == {"city": "Paris"}
+        result: Any = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "sunny"}
+        given: Any = {**message.model_dump(), "parsed": 1}
+        back = client.chat.completions.create(model=NAME, messages=[hello, given, result])
+        again = asyncio.create_task(back)
+        say(tools, await tools.next_request(), "It is sunny.")
+        assert (await again).choices[0].message.content == "It is sunny."
+    server.should_exit = True
+    await serving

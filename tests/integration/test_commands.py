@@ -1,0 +1,108 @@
+"""Commands on real parts: an adapter that one ingress has loaded and another serves; workers and owners that die."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from forebay.events.topics import DECISIONS
+from infra.cluster import GROUP, Cluster
+from tests.integration.conftest import RUN
+from tests.integration.listeners import TIMEOUT_S, prompt
+
+WORKERS = ("w1", "w2")
+LEASE_S = 3
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster(kafka: str, redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
+    """Two routers, two workers, two ingresses."""
+    folder = tmp_path_factory.mktemp("commands")
+    async with Cluster(kafka, redis_url, f"{RUN}-commands", folder) as running:
+        running.router("r1")
+        running.router("r2")
+        for name in WORKERS:
+            running.worker(name, "--lease-ttl-s", str(LEASE_S))
+        running.ingress("i1")
+        running.ingress("i2")
+        await running.until_serving(len(WORKERS))
+        yield running
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def client() -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(timeout=TIMEOUT_S) as opened:
+        yield opened
+
+
+async def control(cluster: Cluster, *arguments: str) -> tuple[int, dict[str, str]]:
+    """`forebay control` at the first ingress: exit code, and status by worker."""
+    code, out = await cluster.command(
+        "control", "control", *arguments, "--url", cluster.urls["i1"], "--json", within_s=60
+    )
+    return code, {one["worker_id"]: one["status"] for one in json.loads(out)["outcomes"]}
+
+
+async def complete(cluster: Cluster, client: httpx.AsyncClient, ingress: str, model: str) -> httpx.Response:
+    body = {"model": model, "prompt": prompt(1), "max_tokens": 1}
+    return await client.post(f"{cluster.urls[ingress]}/v1/completions", json=body)
+
+
+async def sent(cluster: Cluster, action: str) -> bool:
+    """Whether a command stands in the journal."""
+    return any(getattr(event, "action", "") == action for event in await cluster.events(DECISIONS))
+
+
+async def test_an_adapter_is_loaded_at_one_ingress_and_served_by_another(
+    cluster: Cluster, client: httpx.AsyncClient, tmp_path: Path
+) -> None:
+    assert (await complete(cluster, client, "i2", "sql")).status_code == 404
+    where = ["--lora", "sql", "--path", str(tmp_path), "--worker", "w2"]
+    assert await control(cluster, "load_lora", *where) == (0, {"w2": "done"})
+    for ingress in ("i2", "i1"):
+        answer = await complete(cluster, client, ingress, "sql")
+        assert answer.status_code == 200, answer.text
+        models = (await client.get(f"{cluster.urls[ingress]}/v1/models")).json()["data"]
+        assert [card["id"] for card in models] == [GROUP, "sql"]
+    assert await control(cluster, "unload_lora", "--lora", "sql") == (1, {"w1": "refused", "w2": "done"})
+    assert (await complete(cluster, client, "i2", "sql")).status_code == 404
+
+
+async def test_a_command_outlives_its_owner(cluster: Cluster, client: httpx.AsyncClient) -> None:
+    """The worker is stopped; the owner that sent it the command dies; the next one hears the answer."""
+    cluster.pause("w2")
+    asking = asyncio.create_task(client.post(f"{cluster.urls['i2']}/pause", json={"timeout_s": 100, "pool": "default"}))
+    await cluster.processes.until("the command is in the journal", lambda: sent(cluster, "pause"))
+    owner = await cluster.owner()
+    assert owner is not None
+    cluster.kill(owner)
+    cluster.resume("w2")
+    answer = await asking
+    outcomes: list[dict[str, Any]] = answer.json()["outcomes"]
+    assert outcomes[0]["status"] == "done"
+    # A worker that was stopped for longer than its lease has left; else it did it.
+    assert outcomes[1]["status"] in ("done", "left")
+    assert await cluster.owner() != owner
+    await cluster.until_serving(len(WORKERS))
+    assert await control(cluster, "resume") == (0, dict.fromkeys(WORKERS, "done"))
+
+
+async def test_a_command_to_a_worker_that_dies_is_refused(cluster: Cluster, client: httpx.AsyncClient) -> None:
+    cluster.pause("w1")
+    asking = asyncio.create_task(client.post(f"{cluster.urls['i1']}/sleep", json={"timeout_s": 100}))
+    await cluster.processes.until("the command is in the journal", lambda: sent(cluster, "sleep"))
+    cluster.kill("w1")
+    answer = await asking
+    assert answer.status_code == 502
+    found = [(one["worker_id"], one["status"]) for one in answer.json()["outcomes"]]
+    assert found == [("w1", "left"), ("w2", "done")]
+    assert await control(cluster, "wake_up", "--worker", "w2") == (0, {"w2": "done"})
+    report = await cluster.verify()
+    assert (report["divergence"], report["verified"]) == (None, report["decisions"])

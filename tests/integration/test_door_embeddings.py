@@ -1,0 +1,130 @@
+"""Embeddings through the topic door on a real Kafka; the test plays router and worker behind it."""
+
+import asyncio
+from array import array
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from forebay.events.codec import encode
+from forebay.events.requests import RequestSubmitted
+from forebay.events.tokens import AnswerError, Embedded, ResponseEnded, Usage
+from forebay.events.topics import TOKENS
+from forebay.ingress.model import DEFAULT_MODEL, Model
+from forebay.transport.base import Draft
+from forebay.transport.kafka_settings import KafkaSettings
+from tests.integration.doors import NAME, Backstage, Client, door, opened, prepare, until
+
+PATH = "/v1/embeddings"
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return Model(DEFAULT_MODEL)
+
+
+@pytest.fixture
+async def settings(kafka: str, namespace: str) -> KafkaSettings:
+    return await prepare(kafka, namespace)
+
+
+@pytest.fixture
+async def backstage(settings: KafkaSettings, model: Model) -> AsyncIterator[Backstage]:
+    async with opened(settings) as log:
+        yield Backstage(log, model)
+
+
+@pytest.fixture
+async def client(settings: KafkaSettings) -> AsyncIterator[Client]:
+    async with Client(settings).running() as running:
+        yield running
+
+
+def body(*texts: str) -> dict[str, Any]:
+    return {"model": NAME, "input": list(texts)}
+
+
+async def submitted(backstage: Backstage, name: str, count: int = 1) -> RequestSubmitted:
+    request: RequestSubmitted = (await backstage.submissions(name, count=count))[-1]
+    assert request.task == "embed"
+    return request
+
+
+async def embed(backstage: Backstage, request: RequestSubmitted, number: float) -> None:
+    said: dict[str, Any] = {"request_id": request.request_id, "attempt": 1, "owner_epoch": 1}
+    usage = Usage(prompt_tokens=request.prompt_tokens, output_tokens=0)
+    events = [
+        Embedded(**said, worker_id="w1", vector=array("f", [number]).tobytes()),
+        ResponseEnded(**said, finish_reason="stop", usage=usage),
+    ]
+    await backstage.log.append([Draft(TOKENS.name, request.reply_slot, encode(TOKENS, event)) for event in events])
+
+
+async def test_a_record_with_several_inputs_gets_one_answer(
+    settings: KafkaSettings, model: Model, backstage: Backstage, client: Client
+) -> None:
+    async with door(settings, model) as registry:
+        await client.ask(body("a", "b", "c"), request_id="e", path=PATH)
+        for at in (2, 0, 1):
+            await embed(backstage, await submitted(backstage, f"e-{at}"), float(at))
+        (record,) = await client.whole("e")
+        await until(lambda: registry.get_sample_value("forebay_door_in_flight") == 0)
+        assert registry.get_sample_value("forebay_door_requests_total", {"outcome": "answered"}) == 1
+    assert (record.index, record.status) == (0, 200)
+    assert [one["embedding"] for one in record.body["data"]] == [[0.0], [1.0], [2.0]]
+
+
+async def test_one_that_fails_fails_all_and_cancels_the_others(
+    settings: KafkaSettings, model: Model, backstage: Backstage, client: Client
+) -> None:
+    async with door(settings, model) as registry:
+        await client.ask(body("a", "b"), request_id="e", path=PATH)
+        await submitted(backstage, "e-0")
+        failing = await submitted(backstage, "e-1")
+        error = AnswerError(status=503, code="busy", message="all are")
+        ended = ResponseEnded(request_id="e-1", attempt=1, owner_epoch=1, finish_reason="error", error=error)
+        await backstage.log.append([Draft(TOKENS.name, failing.reply_slot, encode(TOKENS, ended))])
+        (record,) = await client.whole("e")
+        async with asyncio.timeout(20):
+            while not await backstage.cancelled("e-0"):
+                pass
+        assert registry.get_sample_value("forebay_door_in_flight") == 0
+    assert (record.status, record.body["error"]["code"]) == (503, "busy")
+    assert not await backstage.cancelled("e-1")
+
+
+async def test_batches_that_have_no_room_together_are_all_answered(
+    settings: KafkaSettings, model: Model, backstage: Backstage, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What has its vector makes room, though its record is not answered yet."""
+    monkeypatch.setattr("forebay.ingress.door_lane.IN_FLIGHT_MAX", 2)
+    async with door(settings, model):
+        for partition, name in enumerate("xy"):
+            await client.ask(body("a", "b", "c"), partition=partition, request_id=name, path=PATH)
+        known: set[str] = set()
+        async with asyncio.timeout(60):
+            while len(known) < 6:
+                for request in await backstage.events(RequestSubmitted):
+                    if request.request_id not in known:
+                        known.add(request.request_id)
+                        await embed(backstage, request, float(request.request_id[-1]))
+        for name in "xy":
+            (record,) = await client.whole(name)
+            assert [one["embedding"] for one in record.body["data"]] == [[0.0], [1.0], [2.0]]
+
+
+async def test_a_successor_takes_up_what_stands_on_the_slot_and_asks_for_the_rest(
+    settings: KafkaSettings, model: Model, backstage: Backstage, client: Client
+) -> None:
+    async with door(settings, model, "i1"):
+        await client.ask(body("a", "b"), request_id="e", path=PATH)
+        await embed(backstage, await submitted(backstage, "e-0"), 0.0)
+        first = await submitted(backstage, "e-1")
+    async with door(settings, model, "i2"):
+        again = await submitted(backstage, "e-1", count=2)
+        await embed(backstage, again, 1.0)
+        (record,) = await client.whole("e")
+    assert (again.nonce, again.token_ids) == (first.nonce, first.token_ids)
+    assert [one["embedding"] for one in record.body["data"]] == [[0.0], [1.0]]
+    assert len(await backstage.submissions("e-0")) == 1

@@ -1,0 +1,238 @@
+"""How worker processes end: drained, at once, or with the process that started them; clients notice nothing."""
+
+import functools
+import os
+import re
+import signal
+import subprocess
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from forebay.events.fleet import WorkerDraining, WorkerFact, WorkerLost
+from forebay.events.topics import FLEET
+from infra.cluster import FOREBAY, GROUP, Cluster
+from infra.local import free_ports
+from tests.integration.conftest import RUN
+from tests.integration.listeners import Heard, Listeners, listeners, problems, prompt
+
+SLOW = ("--speedup", "0.1")  # a token takes about 57 ms: there is time to stop a worker in the middle of an answer
+ENDLESS = ("--speedup", "0.001")
+LONG, SHORT = 120, 4  # tokens of answers
+STREAMS = 6
+PATIENCE_S = 60.0
+LINGERING = """
+import asyncio
+from forebay.workers.service import Request, endpoint, service
+
+@service(namespace="test", workers=2, resources={"cpu": 1})
+class Lingering:
+    @endpoint()
+    async def generate(self, request: Request):
+        while True:
+            yield "on and "
+            await asyncio.sleep(0.2)
+"""
+FRAGILE = """
+from pathlib import Path
+
+@service(namespace="test")
+class Fragile(Lingering):
+    async def check(self):
+        if Path("BROKEN").exists():
+            raise RuntimeError("the device fell off")
+"""
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster(kafka: str, redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
+    """A router and an ingress; each test brings its workers, and ends them."""
+    async with Cluster(kafka, redis_url, f"{RUN}-workers", tmp_path_factory.mktemp("workers")) as cluster:
+        cluster.router("r1")
+        cluster.ingress("i1")
+        yield cluster
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def clients(cluster: Cluster) -> AsyncIterator[Listeners]:
+    async with listeners(list(cluster.urls.values()), uuid.uuid4().hex[:8]) as speaking:
+        yield speaking
+
+
+async def speaking(cluster: Cluster, heard: Sequence[Heard]) -> None:
+    """Wait until every answer has begun."""
+
+    async def begun() -> bool:
+        return all(one.text for one in heard)
+
+    await cluster.processes.until("every stream has begun", begun)
+
+
+async def members(cluster: Cluster, names: set[str]) -> None:
+    """Wait until these workers and no others are members."""
+
+    async def are() -> bool:
+        return set(await cluster.members()) == names
+
+    await cluster.processes.until(f"{names} are members", are)
+
+
+async def told(cluster: Cluster, kind: type[WorkerFact], worker_id: str) -> int:
+    """How many facts of a kind there are about a worker."""
+    facts = [event for event in await cluster.events(FLEET) if isinstance(event, kind)]
+    return sum(fact.worker_id == worker_id for fact in facts)
+
+
+async def probe(port: int, path: str) -> tuple[int, str]:
+    async with httpx.AsyncClient() as client:
+        answer = await client.get(f"http://127.0.0.1:{port}{path}")
+        return answer.status_code, answer.text.strip()
+
+
+async def test_a_terminated_worker_finishes_its_answers_and_takes_no_more(cluster: Cluster, clients: Listeners) -> None:
+    port = free_ports(1)
+    cluster.worker("a", *SLOW, "--metrics-port", str(port))
+    cluster.worker("b", *SLOW)
+    await cluster.until_serving(2)
+
+    async def ready() -> bool:
+        return await probe(port, "/ready") == (200, "healthy")
+
+    await cluster.processes.until("a is healthy", ready)
+    old = [clients.ask(prompt(number), LONG) for number in range(STREAMS)]
+    await speaking(cluster, old)
+    cluster.processes["a"].signal(signal.SIGTERM)
+    await cluster.processes.until("a drains", functools.partial(told, cluster, WorkerDraining, "a"))
+    assert await probe(port, "/ready") == (503, "stopping")
+    assert await probe(port, "/live") == (200, "stopping")
+    _, metrics = await probe(port, "/metrics")
+    assert 'forebay_worker_state{state="stopping",worker_id="a"} 1.0' in metrics
+    new = [clients.ask(one.prompt, SHORT) for one in old]
+    await clients.all()
+    assert await cluster.processes.ended("a", within_s=PATIENCE_S) == 0
+    await members(cluster, {"b"})
+    assert problems(old, LONG) + problems(new, SHORT) == []
+    assert {(one.worker, one.attempts) for one in old} == {("a", 1), ("b", 1)}
+    assert {one.worker for one in new} == {"b"}
+    assert await told(cluster, WorkerLost, "a") == 1
+    report = await cluster.verify()
+    assert (report["divergence"], report["verified"]) == (None, report["decisions"])
+    await cluster.stop("b")
+    await members(cluster, set())
+
+
+@pytest.mark.parametrize("how", ["in time", "second signal"])
+async def test_what_a_worker_does_not_finish_goes_on_elsewhere(cluster: Cluster, clients: Listeners, how: str) -> None:
+    drain_s = "0.5" if how == "in time" else "3600"
+    cluster.worker("a", *ENDLESS, "--drain-s", drain_s)
+    await cluster.until_serving(1)
+    heard = [clients.ask(prompt(100 + number), SHORT) for number in range(2)]
+    # Its first token is minutes away: nothing but the end of the worker moves these.
+    await cluster.processes.until("the requests are routed", lambda: routed(cluster, heard))
+    cluster.worker("b")
+    await members(cluster, {"a", "b"})
+    cluster.processes["a"].signal(signal.SIGTERM)
+    if how == "second signal":
+        await cluster.processes.until("a drains", functools.partial(told, cluster, WorkerDraining, "a"))
+        cluster.processes["a"].signal(signal.SIGTERM)
+    assert await cluster.processes.ended("a", within_s=PATIENCE_S) == 0
+    await clients.all()
+    assert problems(heard, SHORT) == []
+    assert {(one.worker, one.attempts) for one in heard} == {("b", 2)}
+    await cluster.stop("b")
+    await members(cluster, set())
+
+
+async def routed(cluster: Cluster, heard: Sequence[Heard]) -> bool:
+    """Whether the owner says that all of them are on a worker."""
+    async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
+        url = next(iter(cluster.urls.values()))
+        told = (await client.post(f"{url}/v1/route", json={"model": GROUP, "prompt": "?"})).raise_for_status().json()
+    return sum(int(one["active_requests"]) for one in told["candidates"]) == len(heard)
+
+
+@pytest.fixture
+def lingering(tmp_path: Path) -> str:
+    file = tmp_path / "lingering.py"
+    file.write_text(LINGERING)
+    return f"{file}:Lingering"
+
+
+def serve(cluster: Cluster, kafka: str, redis_url: str, *arguments: str) -> None:
+    shared = ["--kafka", kafka, "--redis", redis_url, "--namespace", cluster.namespace]
+    cluster.processes.start("serve", [FOREBAY, "serve", *arguments, *shared], ends=True)
+
+
+def children() -> list[int]:
+    """Worker processes of the service, as the system has them."""
+    listed = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout
+    return [
+        int(line.split()[0]) for line in listed.splitlines() if re.search(r"forebay\.cli worker .*-id lin-\d", line)
+    ]
+
+
+async def test_a_worker_whose_engine_breaks_ends_with_its_reason_and_its_answers_go_on(
+    cluster: Cluster, clients: Listeners, tmp_path: Path
+) -> None:
+    file, broken = tmp_path / "fragile.py", tmp_path / "broken"
+    file.write_text(LINGERING + FRAGILE.replace("BROKEN", str(broken)))
+    cluster.worker("a", "--engine", f"{file}:Fragile")
+    await cluster.until_serving(1)
+    heard = clients.ask(prompt(400), LONG)
+    await speaking(cluster, [heard])
+    cluster.worker("b")
+    await members(cluster, {"a", "b"})
+    log = cluster.processes["a"].log
+    broken.touch()
+    assert await cluster.processes.ended("a", within_s=PATIENCE_S) == 1
+    assert log.read_text().splitlines()[-1] == "forebay: test.fragile is broken: RuntimeError: the device fell off"
+    await members(cluster, {"b"})
+    await clients.all()
+    assert problems([heard], LONG) == []
+    assert (heard.worker, heard.attempts) == ("b", 2)
+    assert heard.text.startswith("on and on")
+    await cluster.stop("b")
+    await members(cluster, set())
+
+
+async def test_the_processes_of_a_service_stop_together(
+    cluster: Cluster, kafka: str, redis_url: str, clients: Listeners, lingering: str
+) -> None:
+    serve(cluster, kafka, redis_url, lingering, "--worker-id", "lin", "--drain-s", "3600")
+    await members(cluster, {"lin-0", "lin-1"})
+    heard = [clients.ask(prompt(200 + number), SHORT) for number in range(4)]
+    await clients.all()
+    assert problems(heard, SHORT) == []
+    assert {one.worker for one in heard} == {"lin-0", "lin-1"}
+    open_end = clients.ask(prompt(300), 100_000)
+    await speaking(cluster, [open_end])
+    cluster.processes["serve"].signal(signal.SIGINT)
+    await cluster.processes.until("lin-0 drains", functools.partial(told, cluster, WorkerDraining, "lin-0"))
+    await cluster.processes.until("lin-1 drains", functools.partial(told, cluster, WorkerDraining, "lin-1"))
+    cluster.processes["serve"].signal(signal.SIGINT)
+    assert await cluster.processes.ended("serve", within_s=PATIENCE_S) == 0
+    assert children() == []
+    await members(cluster, set())
+    await clients.drop()
+
+
+async def test_the_processes_of_a_service_do_not_outlive_the_one_that_started_them(
+    cluster: Cluster, kafka: str, redis_url: str, lingering: str
+) -> None:
+    serve(cluster, kafka, redis_url, lingering, "--worker-id", "lin", "--workers", "1")
+    await members(cluster, {"lin-0"})
+    assert len(children()) == 1
+    os.kill(cluster.processes["serve"].process.pid, signal.SIGKILL)
+    assert await cluster.processes.ended("serve", within_s=PATIENCE_S) == -signal.SIGKILL
+    await members(cluster, set())
+
+    async def gone() -> bool:
+        return children() == []
+
+    await cluster.processes.until("its worker ends", gone)

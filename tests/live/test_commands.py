@@ -1,0 +1,281 @@
+"""Commands as an owner sends them: once to each worker, again after a take-over, and never without an outcome."""
+
+import asyncio
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from forebay.events.base import Event
+from forebay.events.codec import encode
+from forebay.events.control import Command, WorkerCommanded
+from forebay.events.decisions import CommandEnded, CommandRefusal, CommandSent
+from forebay.events.fleet import WorkerLease, WorkerLost, WorkerSpec
+from forebay.events.progress import CommandDone, CommandRefused
+from forebay.events.tokens import CommandTold
+from forebay.events.topics import CONTROL, DEAD_LETTERS, FLEET, PROGRESS, TOKENS, Topic, work_topic
+from forebay.events.work import WorkerCommand, WorkItem
+from forebay.live.effects import answers
+from forebay.live.metrics import OwnerMetrics
+from forebay.live.owner import Owner
+from forebay.transport.base import Draft
+from forebay.transport.sqlite_log import SqliteLog
+from tests.live.shared import proven
+from tests.system import BLOCK, MODEL, SLOT, System, settings, submitted, until, until_ended
+
+WORK = work_topic("default")
+PROMPT = list(range(12))
+
+
+class Operated(System):
+    """A system whose workers are commanded. `idle` ones hold a lease and do nothing."""
+
+    def put(self, topic: Topic, event: Event) -> None:
+        self.log.append_soon([Draft(topic.name, 0, encode(topic, event))])
+
+    def command(self, name: str, action: Any = "clear_kv_blocks", **changes: Any) -> None:
+        lora = {key: changes.pop(key) for key in ("lora_name", "lora_path") if key in changes}
+        fields: dict[str, Any] = {
+            "command_id": name,
+            "model": MODEL,
+            "command": Command(action=action, **lora),
+            "reply_slot": SLOT,
+            "timeout_us": 60_000_000,
+            **changes,
+        }
+        self.put(CONTROL, WorkerCommanded(**fields))
+
+    def idle(self, name: str, **offers: Any) -> None:
+        size = {"block_size": BLOCK, "kv_blocks_total": 64, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+        spec = WorkerSpec(**{"worker_id": name, "model": MODEL, **size, **offers})
+        self.leases.acquire(MODEL, name, f"{name}-1", msgspec.msgpack.encode(WorkerLease(spec=spec)), 60_000)
+
+    def sent(self, slot: int = 0) -> list[WorkerCommand]:
+        return self.events(WORK, WorkerCommand, slot)
+
+    def obey(self, sent: WorkerCommand, worker_id: str, *loras: str) -> None:
+        done = CommandDone(
+            command_id=sent.command_id,
+            action=sent.command.action,
+            worker_id=worker_id,
+            worker_epoch=sent.worker_epoch,
+            owner_epoch=sent.owner_epoch,
+            loras=loras,
+        )
+        self.put(PROGRESS, done)
+
+    def told(self, name: str) -> list[CommandTold]:
+        return [event for event in self.events(TOKENS, CommandTold, SLOT) if event.command_id == name]
+
+
+def slot_of(owner: Owner, worker_id: str) -> int:
+    worker = owner.world.fleet.get(worker_id)
+    assert worker is not None
+    return worker.slot
+
+
+def outcomes(told: CommandTold) -> dict[str, tuple[str, tuple[str, ...]]]:
+    return {one.worker_id: (one.status, one.loras) for one in told.outcomes}
+
+
+@pytest.mark.parametrize("reason", get_args(CommandRefusal))
+def test_every_refusal_is_told_with_a_status(reason: CommandRefusal) -> None:
+    refused = CommandSent(command_id="c", reply_slot=SLOT, action="sleep", reason=reason, message="no")
+    (draft,) = answers(refused)
+    told = msgspec.msgpack.decode(draft.value)
+    assert draft.partition == SLOT
+    assert (told["error"]["message"], 400 <= told["error"]["status"] < 600) == ("no", True)
+    assert answers(CommandSent(command_id="c", reply_slot=SLOT, action="sleep")) == []
+
+
+async def test_an_adapter_is_loaded_used_and_unloaded(log: SqliteLog, tmp_path: Path) -> None:
+    system = Operated(log)
+    async with system.started(2), system.owned() as owner:
+        await until(lambda: len(owner.world.fleet) == 2)
+        system.send(submitted("early", PROMPT, lora_name="x"))
+        await until_ended(system, "early")
+        where = {"lora_name": "x", "lora_path": str(tmp_path)}
+        system.command("load", "load_lora", worker_ids=("w1",), **where)
+        await until(lambda: system.told("load"))
+        system.send(submitted("r", PROMPT, lora_name="x"))
+        await until_ended(system, "r")
+        system.command("list", "list_loras")
+        await until(lambda: system.told("list"))
+        system.command("unload", "unload_lora", lora_name="x")
+        await until(lambda: system.told("unload"))
+        slot = slot_of(owner, "w1")
+        system.send(submitted("late", PROMPT, lora_name="x"))
+        await until_ended(system, "late")
+    assert outcomes(system.told("load")[0]) == {"w1": ("done", ("x",))}
+    assert outcomes(system.told("list")[0]) == {"w0": ("done", ()), "w1": ("done", ("x",))}
+    assert outcomes(system.told("unload")[0]) == {"w0": ("refused", ()), "w1": ("done", ())}
+    assert [item.request_id for item in system.events(WORK, WorkItem, slot)] == ["r"]
+    for name in ("early", "late"):
+        error = system.ends()[name][0].error
+        assert error is not None
+        assert error.code == "no_eligible_worker"
+    await proven(log)
+
+
+async def test_a_new_owner_sends_again_what_is_pending_and_tells_the_outcome(log: SqliteLog) -> None:
+    system = Operated(log)
+    system.idle("w0")
+    system.idle("w1")
+    async with system.owned() as owner:
+        await until(lambda: len(owner.world.fleet) == 2)
+        first_epoch = owner.journal.epoch
+        system.command("c", "load_lora", lora_name="x", lora_path="/x", nonce=7)
+        slots = slot_of(owner, "w0"), slot_of(owner, "w1")
+        await until(lambda: system.sent(0) and system.sent(1))
+        system.obey(system.sent(slots[0])[0], "w0", "x")
+        await until(lambda: log.next_offset(PROGRESS.name, 0) == owner.world.view.get(PROGRESS.name))
+        assert system.told("c") == []
+    async with system.owned() as owner:
+        await until(lambda: len(system.sent(slots[1])) == 2)
+        assert len(system.sent(slots[0])) == 1, "who has answered is not asked again"
+        first, again = system.sent(slots[1])
+        assert (first.owner_epoch, again.owner_epoch) == (first_epoch, owner.journal.epoch)
+        assert (again.command_id, again.nonce, again.command) == ("c", 7, first.command)
+        assert again.worker_epoch == first.worker_epoch
+        assert 0 < again.timeout_us <= first.timeout_us
+        worker = owner.world.fleet.get("w0")
+        assert worker is not None
+        assert worker.spec.loras == ("x",)
+        system.obey(again, "w1", "x")
+        await until(lambda: system.told("c"))
+    assert outcomes(system.told("c")[0]) == {"w0": ("done", ("x",)), "w1": ("done", ("x",))}
+    assert len(system.decisions(CommandEnded)) == 1
+    await proven(log)
+
+
+async def nothing() -> None:
+    pass
+
+
+async def test_an_outcome_that_its_owner_may_not_have_told_is_told_again(
+    log: SqliteLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    system = Operated(log)
+    async with system.owned(snapshot_every=1_000_000) as owner:
+        system.command("nobody")
+        await until(lambda: system.told("nobody"))
+        monkeypatch.setattr(owner, "take_snapshot", nothing)  # it dies without a last one
+    async with system.owned():
+        pass
+    first, again = system.told("nobody")
+    assert first.error is not None
+    assert first.error.code == "no_workers"
+    assert msgspec.structs.replace(again, owner_epoch=first.owner_epoch) == first
+    await proven(log)
+
+
+async def test_a_command_to_a_worker_that_leaves_is_refused_and_not_lost(log: SqliteLog) -> None:
+    system = Operated(log)
+    system.idle("w0")
+    async with system.owned() as owner:
+        await until(lambda: len(owner.world.fleet) == 1)
+        system.command("c", "sleep")
+        await until(system.sent)
+        system.leases.release(MODEL, "w0", "w0-1")
+        await until(lambda: system.told("c"))
+        assert system.events(FLEET, WorkerLost)
+    (outcome,) = system.told("c")[0].outcomes
+    assert (outcome.worker_id, outcome.status, outcome.message) == ("w0", "left", "it left before it answered")
+    await proven(log)
+
+
+async def test_a_deadline_passes_also_when_nothing_else_happens(log: SqliteLog) -> None:
+    system = Operated(log)
+    system.idle("w0")
+    async with system.owned() as owner:
+        await until(lambda: len(owner.world.fleet) == 1)
+        system.command("c", timeout_us=1_000)
+        await until(lambda: system.told("c"))
+    assert outcomes(system.told("c")[0]) == {"w0": ("timed_out", ())}
+    await proven(log)
+
+
+async def test_a_command_that_ends_in_the_turn_that_sent_it_goes_nowhere(log: SqliteLog) -> None:
+    """Its deadline passes before the turn is over."""
+    system = Operated(log)
+    system.idle("w0")
+    async with system.owned() as owner:
+        await until(lambda: len(owner.world.fleet) == 1)
+    owner = Owner(log, system.leases, settings())
+    await owner.start()
+    system.command("c", timeout_us=1)
+    while not system.told("c"):
+        await owner.turn()
+        await asyncio.sleep(0)
+    await owner.close()
+    assert len(system.decisions(CommandSent)) == 1
+    assert system.sent() == []
+    await proven(log)
+
+
+async def test_what_became_of_commands_is_counted(log: SqliteLog) -> None:
+    system = Operated(log)
+    registry = CollectorRegistry()
+    system.idle("w0")
+    async with system.owned() as owner:
+        registry.register(OwnerMetrics(owner, MODEL))
+        await until(lambda: len(owner.world.fleet) == 1)
+        system.command("waits")
+        system.command("late", timeout_us=1)
+        system.command("nowhere", worker_ids=("w9",))
+        await until(lambda: system.told("late") and system.told("nowhere"))
+        text = generate_latest(registry).decode()
+    for line in (
+        f'forebay_owner_commands_total{{model="{MODEL}",reason="timed_out"}} 1.0',
+        f'forebay_owner_commands_total{{model="{MODEL}",reason="unknown_worker"}} 1.0',
+        f'forebay_owner_commands_under_way{{model="{MODEL}"}} 1.0',
+    ):
+        assert line in text
+    assert 'reason="command_' not in text
+
+
+async def test_an_unknown_command_is_a_dead_letter(log: SqliteLog) -> None:
+    system = Operated(log)
+    event = WorkerCommanded(
+        command_id="c", model=MODEL, command=Command(action="sleep"), reply_slot=SLOT, timeout_us=1_000_000
+    )
+    value = encode(CONTROL, event).replace(b'"sleep"', b'"dream"')
+    async with system.owned() as owner:
+        log.append_soon([Draft(CONTROL.name, 0, value)])
+        await until(lambda: log.records(DEAD_LETTERS.name, 0, 0, 10))
+        assert owner.letters == 1
+    (letter,) = log.records(DEAD_LETTERS.name, 0, 0, 10)
+    assert letter.value == value
+    assert "dream" in (letter.headers or {})["reason"]
+    assert system.decisions(CommandSent) == []
+
+
+async def test_workers_that_died_with_a_command_leave_it_refused_after_a_take_over(log: SqliteLog) -> None:
+    system = Operated(log)
+    system.idle("w0")
+    async with system.owned() as owner:
+        await until(lambda: len(owner.world.fleet) == 1)
+        system.command("c")
+        await until(system.sent)
+    system.leases.release(MODEL, "w0", "w0-1")
+    async with system.owned():
+        await until(lambda: system.told("c"))
+    assert outcomes(system.told("c")[0]) == {"w0": ("left", ())}
+    await proven(log)
+
+
+async def test_engines_refuse_and_the_rest_goes_on(log: SqliteLog) -> None:
+    system = Operated(log)
+    async with system.started(1), system.owned() as owner:
+        await until(lambda: len(owner.world.fleet) == 1)
+        system.command("load", "load_lora", lora_name="x", lora_path="/there/is/none")
+        await until(lambda: system.told("load"))
+        (refused,) = system.events(PROGRESS, CommandRefused)
+        assert refused.error == "there is no directory /there/is/none"
+        system.send(submitted("r", PROMPT))
+        await until_ended(system, "r")
+    (outcome,) = system.told("load")[0].outcomes
+    assert (outcome.status, outcome.message) == ("refused", refused.error)
+    await proven(log)

@@ -1,0 +1,64 @@
+"""A worker drains while an owner decides: nothing new comes, nothing is lost, and what is left goes on elsewhere."""
+
+from forebay.core.fleet import WorkerPhase
+from forebay.events.decisions import RequestRouted
+from forebay.events.fleet import WorkerDraining, WorkerLost
+from forebay.events.tokens import ResponseEnded
+from forebay.events.topics import FLEET, TOKENS
+from forebay.transport.sqlite_log import SqliteLog
+from forebay.workers.life import State
+from tests.live.shared import proven
+from tests.system import MODEL, SLOT, System, submitted, until, until_ended
+
+LONG_S = 3600.0
+SLOW = 3.0
+
+
+async def test_new_requests_go_elsewhere_and_old_ones_are_finished(log: SqliteLog) -> None:
+    async with System(log).started(workers=0) as system, system.owned() as owner:
+        system.start_worker("a", speedup=SLOW)
+        await until(lambda: len(owner.world.fleet) == 1)
+        system.send(submitted("old", [1, 2, 3], max_tokens=60))
+        await until(lambda: system.answer("old"))
+        system.start_worker("b")
+        system.workers["a"].drain(LONG_S)
+        await until(lambda: (found := owner.world.fleet.get("a")) and found.phase is WorkerPhase.DRAINING)
+        await until(lambda: owner.world.fleet.get("b"))
+        for number in range(5):
+            # The same prefix, which the draining worker has cached.
+            system.send(submitted(f"new{number}", [1, 2, 3, number], max_tokens=2))
+            await until_ended(system, f"new{number}")
+        assert "old" not in system.ends()
+        await until_ended(system, "old")
+        await until(lambda: owner.world.fleet.get("a") is None)
+        assert system.workers["a"].life.state is State.DEREGISTERED
+        assert [lease.worker_id for lease in system.leases.poll(MODEL)] == ["b"]
+        await until(lambda: not len(owner.world.requests))
+    routed = [(one.request_id, one.worker_id, one.attempt) for one in system.decisions(RequestRouted)]
+    assert routed == [("old", "a", 1), *((f"new{number}", "b", 1) for number in range(5))]
+    assert len(system.answer("old")) == 60
+    facts = [type(event) for event in system.events(FLEET) if isinstance(event, WorkerDraining | WorkerLost)]
+    assert facts[:2] == [WorkerDraining, WorkerLost]
+    await proven(log)
+
+
+async def test_what_is_handed_back_goes_on_with_another_where_it_stopped(log: SqliteLog) -> None:
+    async with System(log).started(workers=0) as system, system.owned() as owner:
+        system.start_worker("a", speedup=SLOW)
+        await until(lambda: len(owner.world.fleet) == 1)
+        system.send(submitted("r", [1, 2, 3], max_tokens=150))
+        await until(lambda: system.answer("r"))
+        system.workers["a"].drain(0.0)
+        await until(lambda: owner.world.fleet.get("a") is None)
+        said = system.answer("r")
+        assert 0 < len(said) < 150
+        system.start_worker("b")
+        await until_ended(system, "r")
+        await until(lambda: not len(owner.world.requests))
+    assert system.answer("r")[: len(said)] == said
+    assert len(system.answer("r")) == 150
+    (end,) = system.events(TOKENS, ResponseEnded, SLOT)
+    assert (end.attempt, end.finish_reason) == (2, "length")
+    assert [one.worker_id for one in system.decisions(RequestRouted)] == ["a", "b"]
+    assert system.workers["a"].counters.handed_back == 1
+    await proven(log)

@@ -1,0 +1,102 @@
+"""The encode stage at a live owner: pools by lease, work for both stages, a take-over in the middle."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from forebay.core.fleet import Fleet
+from forebay.events.codec import decode
+from forebay.events.control import PoolConfigured, RouterConfig
+from forebay.events.decisions import RequestRouted
+from forebay.events.fleet import WorkerLease, WorkerSpec
+from forebay.events.media import Encoded
+from forebay.events.topics import CONTROL, work_topic
+from forebay.events.work import WorkItem
+from forebay.live.admission import Admission, PoolsByLease
+from forebay.live.effects import work_again, work_item
+from forebay.transport.base import Lease
+from forebay.transport.sqlite_log import SqliteLog
+from tests.core.test_encoding import ask, encoded, staged
+from tests.core.worlds import ENCODED, MEDIA, PROMPTS, request
+
+ANSWERS = WorkerSpec(
+    worker_id="w", model="m", block_size=4, kv_blocks_total=8, max_num_seqs=4, max_num_batched_tokens=64
+)
+ENCODES = msgspec.structs.replace(ANSWERS, worker_id="e", pool="encoders", role="encode", block_size=1)
+
+
+def work_of(decided: RequestRouted, lies: Encoded | None) -> WorkItem:
+    draft = work_item(decided, request("r", PROMPTS[0], media=(MEDIA,)), lies, report_output=False)
+    assert (draft.topic, draft.partition) == (work_topic(decided.pool).name, decided.slot)
+    item: WorkItem = decode(work_topic(decided.pool), draft.value)
+    return item
+
+
+def test_each_stage_gets_what_it_needs_and_no_more() -> None:
+    drive = staged("e")
+    first = ask(drive)
+    item = work_of(first, None)
+    assert (item.stage, item.media, item.token_ids, item.sequence_hashes) == ("encode", (MEDIA,), b"", b"")
+    (main,) = encoded(drive, first)
+    item = work_of(main, ENCODED)
+    assert (item.stage, item.encoded, len(item.token_ids)) == ("aggregated", ENCODED, 34 * 4)
+    assert item.media == (msgspec.structs.replace(MEDIA, content=b""),)
+    alone = work_of(main, None)
+    assert (alone.encoded, alone.media) == (None, (MEDIA,)), "it encodes by itself"
+
+
+def test_a_new_owner_sends_the_stage_again_that_is_unanswered() -> None:
+    drive = staged("e", "f")
+    first = ask(drive)
+    asked = request("r", PROMPTS[0], media=(MEDIA,))
+
+    def again() -> WorkItem:
+        one = drive.world.requests.get("r")
+        assert one is not None
+        worker = drive.world.fleet.get(one.worker_id)
+        assert worker is not None
+        draft = work_again(one, worker.spec.pool, worker.slot, 9, asked, report_output=False)
+        item: WorkItem = decode(work_topic(worker.spec.pool), draft.value)
+        assert draft.topic == work_topic(worker.spec.pool).name
+        return item
+
+    assert (again().stage, again().attempt, again().owner_epoch) == ("encode", 1, 9)
+    (main,) = encoded(drive, first)
+    assert (again().stage, again().attempt, again().encoded) == ("aggregated", main.attempt, ENCODED)
+
+
+def lease(spec: WorkerSpec) -> Lease:
+    payload = msgspec.msgpack.encode(WorkerLease(spec=spec))
+    return Lease(worker_id=spec.worker_id, token="t", payload=payload, expires_in_ms=30_000, ttl_ms=30_000)
+
+
+async def test_an_encode_worker_brings_a_pool_of_its_role(log: SqliteLog) -> None:
+    polled = Admission(log, 0, 7, Fleet(), slots_max=4, by_lease=PoolsByLease("m", RouterConfig()))
+    await polled.update([lease(ANSWERS), lease(ENCODES)], {}, 0)
+    made = [decode(CONTROL, record.value) for record in log.records(CONTROL.name, 0, 0, 9)]
+    assert {(pool.pool, pool.role) for pool in made} == {("default", "aggregated"), ("encoders", "encode")}
+
+
+@pytest.mark.parametrize(
+    ("spec", "pool", "says"),
+    [
+        (ENCODES, {"pool": "encoders", "block_size": 1}, "its role is encode, that of the pool encoders is aggregated"),
+        (ANSWERS, {"pool": "default", "role": "encode"}, "its role is aggregated, that of the pool default is encode"),
+    ],
+)
+async def test_a_worker_of_another_role_is_refused_by_name(
+    log: SqliteLog, caplog: pytest.LogCaptureFixture, spec: WorkerSpec, pool: dict[str, Any], says: str
+) -> None:
+    configured = PoolConfigured(**{"model": "m", "block_size": 4, **pool})
+    polled = Admission(log, 0, 7, Fleet(), slots_max=4)
+    await polled.update([lease(spec)], {configured.pool: configured}, 0)
+    assert says in caplog.text
+    assert polled.refused["spec"] == 1
+
+
+async def test_prefill_and_decode_workers_stand_in_pools_that_answer(log: SqliteLog) -> None:
+    pools = {"default": PoolConfigured(pool="default", model="m", block_size=4)}
+    polled = Admission(log, 0, 7, Fleet(), slots_max=4)
+    await polled.update([lease(msgspec.structs.replace(ANSWERS, role="prefill"))], pools, 0)
+    assert not polled.refused

@@ -1,0 +1,345 @@
+"""Engine events to cache changes: our names from the events alone, copies counted, nothing kept that is gone."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from xxhash import xxh3_64_intdigest
+
+from forebay.core.blocks import block_hashes, extend_chain, mm_hash
+from forebay.core.engine_model import Removed, Stored
+from forebay.core.prefix_index import PrefixIndex
+from forebay.events.base import pack_u32
+from forebay.events.codec import decode
+from forebay.events.fleet import WorkerSpec
+from forebay.events.kv import Tier
+from forebay.events.topics import KV_EVENTS
+from forebay.workers.cache_events import CacheEvents
+from forebay.workers.engine import CacheChange, Cleared
+from forebay.workers.kv_events.engine_events import (
+    Batch,
+    ClearedBlocks,
+    EngineEvent,
+    RemovedBlocks,
+    StoredBlocks,
+)
+from forebay.workers.kv_events.resident import ResidentBlocks
+from forebay.workers.kv_events.sglang_wire import decode_sglang
+from forebay.workers.kv_events.tracker import CONTRADICTIONS_MAX, KvTracker, Outcome
+from forebay.workers.kv_events.vllm_wire import VllmDecoder
+from tests.workers.kv_events.captured import (
+    A_HASHES,
+    BRANCH,
+    D_HASHES,
+    PROMPT,
+    SAID,
+    SGLANG_BATCHES,
+    VLLM_BATCHES,
+    D,
+    ours,
+    payload,
+)
+
+SIZE = 2
+
+
+def stored(
+    hashes: list[int], tokens: list[int], parent: int | None = None, tier: Tier = "device", **more: Any
+) -> StoredBlocks:
+    return StoredBlocks(
+        hashes=tuple(hashes), parent=parent, token_ids=pack_u32(tokens), block_size=SIZE, tier=tier, **more
+    )
+
+
+def removed(*hashes: int, tier: Tier = "device") -> RemovedBlocks:
+    return RemovedBlocks(hashes=hashes, tier=tier)
+
+
+def resident(*, counts_copies: bool = True) -> ResidentBlocks:
+    return ResidentBlocks(SIZE, counts_copies=counts_copies)
+
+
+def names(tokens: list[int], lora_name: str = "", cache_namespace: str = "") -> tuple[int, ...]:
+    return tuple(ours(tokens, SIZE, lora_name, cache_namespace))
+
+
+def test_what_vllm_published_is_named_as_prompts_are() -> None:
+    decoder, blocks = VllmDecoder(), ResidentBlocks(32, counts_copies=True)
+    changes = [
+        [change for event in decoder(payload(events)).events for change in blocks.apply(event)]
+        for _, events in VLLM_BATCHES
+    ]
+    prompt = tuple(ours([*PROMPT, *SAID], 32))
+    assert changes[0] == [Stored(None, prompt[:2], "device", tuple(A_HASHES))]
+    [generated], [branch], [salted], [adapted] = changes[1:5]
+    assert isinstance(generated, Stored) and (generated.parent, generated.hashes) == (prompt[1], prompt[2:])
+    assert isinstance(branch, Stored) and branch.parent == prompt[1]
+    assert branch.hashes == (ours(BRANCH, 32)[2],)
+    assert isinstance(salted, Stored) and salted.hashes == tuple(ours(PROMPT, 32, "", "tenant-1"))
+    assert isinstance(adapted, Stored) and adapted.hashes == tuple(ours(PROMPT, 32, "tiny-lora"))
+    gone = [block for change in changes[7] if isinstance(change, Removed) for block in change.hashes]
+    assert gone == [prompt[2], branch.hashes[0], prompt[1], prompt[0]]
+    assert changes[9] == [Cleared(), changes[0][0]] == changes[10]
+    assert not blocks.counts and blocks.held() == prompt[:2] and len(blocks) == 2
+
+
+def test_before_the_clear_everything_that_was_not_evicted_is_held() -> None:
+    decoder, blocks = VllmDecoder(), ResidentBlocks(32, counts_copies=True)
+    for _, events in VLLM_BATCHES[:9]:
+        for event in decoder(payload(events)).events:
+            blocks.apply(event)
+    left = [*ours(D[0], 32)[:4], *ours(D[1], 32), *ours(D[2], 32), *ours(D[3], 32)]
+    assert sorted(blocks.held()) == sorted(left) and len(left) == 4 + 3 * len(D_HASHES[0])
+
+
+def test_what_sglang_published_is_named_as_prompts_are() -> None:
+    blocks = ResidentBlocks(16, counts_copies=False)
+    held = []
+    for _, events in SGLANG_BATCHES:
+        for event in decode_sglang(payload(events)).events:
+            blocks.apply(event)
+        held.append(set(blocks.held()))
+    prompt = ours([*range(100, 140), 235, 241, 264, 106, 295, 128, 415, 47], 16)
+    branch = ours([*range(100, 132), *range(300, 316)], 16)
+    assert held == [set(prompt[:2]), set(prompt), {*prompt, *branch}, set(), set(prompt[:2])]
+
+
+def test_a_sequence_goes_on_with_the_seed_that_it_began_with() -> None:
+    blocks = resident()
+    blocks.apply(stored([1], [5, 6], lora_name="ada", cache_salt="tenant"))
+    assert blocks.apply(stored([2], [7, 8], 1)) == [
+        Stored(names([5, 6], "ada", "tenant")[0], names([5, 6, 7, 8], "ada", "tenant")[1:], "device", (2,))
+    ]
+
+
+def test_media_are_in_the_names() -> None:
+    event = StoredBlocks(
+        hashes=(1, 2), parent=None, token_ids=pack_u32([5, 5, 5, 5]), block_size=2, mm_hashes={1: [mm_hash("cat")]}
+    )
+    [change] = resident().apply(event)
+    assert isinstance(change, Stored)
+    expected = extend_chain(None, block_hashes(event.token_ids, 2, mm_hashes={1: [mm_hash("cat")]}))
+    assert list(change.hashes) == expected and expected != list(names([5, 5, 5, 5]))
+
+
+def test_a_block_is_gone_with_its_last_copy() -> None:
+    blocks = resident()
+    blocks.apply(stored([1, 2], [1, 2, 3, 4]))
+    assert blocks.apply(stored([1, 2], [1, 2, 3, 4])) == []
+    assert blocks.apply(removed(2)) == [] and blocks.apply(removed(1)) == []
+    assert blocks.apply(removed(2, 1)) == [Removed(names([1, 2, 3, 4])[::-1], "device", (2, 1))]
+    assert len(blocks) == 0
+
+
+def test_where_copies_are_not_counted_one_removal_is_enough() -> None:
+    blocks = resident(counts_copies=False)
+    blocks.apply(stored([1], [1, 2]))
+    assert blocks.apply(stored([1], [1, 2])) == []
+    assert blocks.apply(removed(1)) == [Removed(names([1, 2]), "device", (1,))]
+    assert len(blocks) == 0
+
+
+def test_what_is_new_of_a_chain_is_told_after_what_it_goes_on_from() -> None:
+    blocks = resident()
+    tokens = list(range(10))
+    name = names(tokens)
+    blocks.apply(stored([2], tokens[:2]))
+    blocks.apply(stored([3, 4], tokens[2:6], 2))
+    blocks.apply(removed(3))
+    assert blocks.apply(stored([2, 3, 4, 5, 6], tokens)) == [
+        Stored(name[0], name[1:2], "device", (3,)),
+        Stored(name[2], name[3:], "device", (5, 6)),
+    ]
+
+
+def test_two_names_of_the_engine_may_be_one_block() -> None:
+    blocks = resident()
+    assert len(blocks.apply(stored([1], [1, 2]))) == 1
+    assert blocks.apply(stored([9], [1, 2])) == []
+    assert blocks.apply(removed(1)) == []
+    assert blocks.apply(stored([3], [3, 4], 9)) == [Stored(names([1, 2])[0], names([1, 2, 3, 4])[1:], "device", (3,))]
+    assert blocks.apply(removed(9)) == [Removed(names([1, 2]), "device", (9,))]
+
+
+def test_tiers_are_apart_and_share_names() -> None:
+    blocks = resident()
+    blocks.apply(stored([1], [1, 2]))
+    assert blocks.apply(stored([1], [1, 2], tier="host")) == [Stored(None, names([1, 2]), "host", (1,))]
+    assert blocks.apply(removed(1)) == [Removed(names([1, 2]), "device", (1,))]
+    assert blocks.held() == () and blocks.held("host") == names([1, 2])
+    assert blocks.apply(stored([2], [3, 4], 1, "disk")) == [
+        Stored(names([1, 2])[0], names([1, 2, 3, 4])[1:], "disk", (2,))
+    ]
+    assert blocks.apply(ClearedBlocks()) == [Cleared()]
+    assert blocks.held("host") == blocks.held("disk") == () and len(blocks) == 0
+
+
+def test_what_cannot_be_is_counted_and_changes_nothing() -> None:
+    blocks = resident()
+    blocks.apply(stored([1], [1, 2]))
+    assert blocks.apply(stored([3, 4], [5, 6, 7, 8], 2)) == []
+    assert blocks.apply(removed(2)) == [] and blocks.apply(removed(1, tier="host")) == []
+    small = StoredBlocks(hashes=(7,), parent=1, token_ids=pack_u32([9]), block_size=1)
+    assert blocks.apply(small) == [] and blocks.apply(removed(7)) == []
+    assert blocks.apply(stored([1], [3, 4])) == []
+    assert blocks.counts == {"orphans": 2, "unknown_removed": 3, "other_block_size": 1, "renamed": 1}
+    assert blocks.held() == names([1, 2])
+
+
+class Engine:
+    """A cache that holds copies of a few sequences' blocks in two tiers, and says what it does."""
+
+    def __init__(self) -> None:
+        self.copies: Counter[tuple[Tier, tuple[str, tuple[int, ...]]]] = Counter()
+
+    def held(self, tier: Tier) -> set[int]:
+        return {
+            names(list(tokens), "", salt)[-1]
+            for (where, (salt, tokens)), n in self.copies.items()
+            if n and where == tier
+        }
+
+    @staticmethod
+    def name(salt: str, tokens: tuple[int, ...]) -> int:
+        return xxh3_64_intdigest(f"{salt} {tokens}".encode())
+
+    def store(self, salt: str, tokens: tuple[int, ...], start: int, tier: Tier) -> StoredBlocks | None:
+        parent = (salt, tokens[: start * SIZE])
+        if start and not self.copies["device", parent] and not self.copies["host", parent]:
+            return None
+        chain = [tokens[: end * SIZE] for end in range(start + 1, len(tokens) // SIZE + 1)]
+        for one in chain:
+            self.copies[tier, (salt, one)] += 1
+        return stored(
+            [self.name(salt, one) for one in chain],
+            list(tokens[start * SIZE :]),
+            self.name(*parent) if start else None,
+            tier,
+            cache_salt="" if start else salt,
+        )
+
+    def evict(self, pick: int) -> RemovedBlocks | None:
+        there = sorted(key for key, n in self.copies.items() if n)
+        if not there:
+            return None
+        tier, one = there[pick % len(there)]
+        self.copies[tier, one] -= 1
+        return removed(self.name(*one), tier=tier)
+
+
+sequences = st.lists(st.lists(st.integers(0, 1), min_size=SIZE, max_size=SIZE), min_size=1, max_size=3).map(
+    lambda blocks: tuple(token for block in blocks for token in block)
+)
+tiers: st.SearchStrategy[Tier] = st.sampled_from(["device", "host"])
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.sampled_from(["", "t"]), sequences, st.integers(0, 2), tiers),
+        st.integers(0, 1_000),
+        st.just("clear"),
+    ),
+    max_size=40,
+)
+
+
+@given(steps)
+def test_an_index_holds_what_the_engine_holds(
+    history: list[tuple[str, tuple[int, ...], int, Tier] | int | str],
+) -> None:
+    engine, blocks = Engine(), resident()
+    spec = WorkerSpec(
+        worker_id="w", model="m", block_size=SIZE, kv_blocks_total=9, max_num_seqs=1, max_num_batched_tokens=9
+    )
+    log = CacheEvents(spec, 1, 0)
+    index, again = PrefixIndex(), PrefixIndex()
+    for one in (index, again):
+        one.add_holder("w", 0, 1)
+    told: dict[Tier, set[int]] = {"device": set(), "host": set(), "disk": set()}
+    for step in history:
+        event: EngineEvent | None
+        if isinstance(step, tuple):
+            salt, tokens, start, tier = step
+            event = engine.store(salt, tokens, min(start, len(tokens) // SIZE - 1), tier)
+        elif isinstance(step, int):
+            event = engine.evict(step)
+        else:
+            engine.copies.clear()
+            event = ClearedBlocks()
+        if event is None:
+            continue
+        changes = blocks.apply(event)
+        fold(told, changes)
+        for draft in log.changes(0, changes):
+            assert index.apply(decode(KV_EVENTS, draft.value)) is None
+        for tier in ("device", "host"):
+            assert told[tier] == engine.held(tier) == set(blocks.held(tier))
+            assert index.blocks_held("w", 0, tier) == len(told[tier])
+    assert not blocks.counts
+    assert not index.counts["unknown_block"]
+    assert len(blocks) == len({one for (_, one), n in engine.copies.items() if n}), "as many names as blocks"
+    for draft in log.reannouncement(0, 0):
+        again.apply(decode(KV_EVENTS, draft.value))
+    for tier in ("device", "host", "disk"):
+        assert again.blocks_held("w", 0, tier) == len(told[tier])
+    for salt, tokens in {one for _, one in engine.copies}:
+        query = names(list(tokens), "", salt)
+        assert again.overlaps(query) == index.overlaps(query)
+
+
+def fold(told: dict[Tier, set[int]], changes: list[CacheChange]) -> None:
+    """What a plain reader has, which wants to be told of every block once."""
+    for change in changes:
+        match change:
+            case Stored(hashes=hashes, tier=tier):
+                assert not told[tier] & set(hashes) and len(change.engine_hashes) == len(hashes)
+                told[tier] |= set(hashes)
+            case Removed(hashes=hashes, tier=tier):
+                assert told[tier] >= set(hashes) and len(change.engine_hashes) == len(hashes)
+                told[tier] -= set(hashes)
+            case Cleared():
+                for held in told.values():
+                    held.clear()
+
+
+def of(*events: EngineEvent) -> Batch:
+    return Batch(events)
+
+
+def test_a_block_after_one_that_nobody_told_of_is_a_loss() -> None:
+    tracker = KvTracker(resident())
+    tracker.batch(of(stored([1], [1, 2])))
+    outcome = tracker.batch(of(stored([3], [3, 4], 2)))
+    assert outcome.changes == (Cleared(),) and "nobody told of" in outcome.lost
+    assert tracker.resident.held() == () and tracker.lost
+    assert tracker.batch(of(stored([3], [3, 4], 2))) == Outcome(), "it is known that more is there than we know"
+    assert tracker.batch(of(stored([5], [5, 6]))).changes == (Stored(None, names([5, 6]), "device", (5,)),)
+    assert tracker.batch(of(ClearedBlocks())) == Outcome((Cleared(),)) and not tracker.lost
+
+
+def test_in_a_lower_tier_a_block_may_outlive_the_one_before_it() -> None:
+    tracker = KvTracker(resident())
+    assert tracker.batch(of(stored([3], [3, 4], 2, "host"))) == Outcome()
+    assert tracker.resident.counts["orphans"] == 1
+
+
+def test_what_is_missed_empties_the_rank_and_is_said_once() -> None:
+    tracker = KvTracker(resident())
+    tracker.batch(of(stored([1], [1, 2])))
+    assert tracker.missed("gone") == Outcome((Cleared(),), "gone")
+    assert tracker.missed("more gone") == Outcome((Cleared(),))
+    assert tracker.restarted() == Outcome((Cleared(),)) and not tracker.lost
+    assert tracker.missed("again").lost == "again"
+
+
+@pytest.mark.parametrize("odd", ["undecodable", "orphan"])
+def test_an_engine_that_contradicts_itself_keeps_its_cache_after_a_while(odd: str) -> None:
+    tracker = KvTracker(resident())
+    asked = 0
+    for _ in range(CONTRADICTIONS_MAX + 3):
+        outcome = tracker.undecodable("?") if odd == "undecodable" else tracker.batch(of(stored([3], [3, 4], 2)))
+        assert outcome.changes == (Cleared(),)
+        asked += bool(outcome.lost)
+        tracker.batch(of(ClearedBlocks()))
+    assert asked == CONTRADICTIONS_MAX
+    assert tracker.missed("a real gap").lost

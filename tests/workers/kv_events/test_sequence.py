@@ -1,0 +1,290 @@
+"""Numbers of batches: each once, in order, from one publisher; what is missing is had again or said to be lost."""
+
+from collections import deque
+
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from forebay.workers.kv_events.sequence import FAILURES_MAX, Ask, Deliver, Lost, Restarted, Sequence, Step
+
+
+def batch(seq: int, publisher: int = 0) -> tuple[int, bytes]:
+    return seq, b"%d of %d" % (seq, publisher)
+
+
+def deliver(*seqs: int, publisher: int = 0) -> list[Step]:
+    return [Deliver(*batch(seq, publisher)) for seq in seqs]
+
+
+def started(*live: int, replays: bool = True, held_max: int = 8) -> Sequence:
+    """One that has these batches, after an empty answer at the start."""
+    sequence = Sequence(replays=replays, held_max=held_max)
+    if replays:
+        assert sequence.check() == [Ask(0)]
+        assert sequence.answered() == []
+    for seq in live:
+        assert sequence.live(*batch(seq)) == deliver(seq)
+    return sequence
+
+
+def answer(sequence: Sequence, *seqs: int, publisher: int = 0) -> list[Step]:
+    steps = [step for seq in seqs for step in sequence.replayed(*batch(seq, publisher))]
+    return steps + sequence.answered()
+
+
+def test_at_the_start_everything_is_asked_for_and_live_batches_wait() -> None:
+    sequence = Sequence(replays=True)
+    assert sequence.check() == [Ask(0)]
+    assert sequence.live(*batch(2)) == [] == sequence.live(*batch(3))
+    assert answer(sequence, 0, 1, 2) == deliver(0, 1, 2, 3)
+    assert sequence.late == 1 and not sequence.gaps and not sequence.asking
+    assert sequence.live(*batch(4)) == deliver(4)
+
+
+def test_what_the_publisher_no_longer_has_at_the_start_is_lost() -> None:
+    sequence = Sequence(replays=True)
+    sequence.check()
+    [lost, *rest] = answer(sequence, 5, 6)
+    assert isinstance(lost, Lost) and "batches 0 to 4" in lost.reason and rest == deliver(5, 6)
+
+
+def test_a_gap_is_asked_for_from_the_last_batch_that_is_known() -> None:
+    sequence = started(0, 1)
+    assert sequence.live(*batch(4)) == [Ask(1)]
+    assert sequence.live(*batch(5)) == []
+    assert answer(sequence, 1, 2, 3, 4) == deliver(2, 3, 4, 5)
+    assert sequence.gaps == 1
+
+
+def test_a_gap_that_nobody_can_fill_is_lost() -> None:
+    sequence = started(0)
+    assert sequence.live(*batch(3)) == [Ask(0)]
+    [lost, *rest] = answer(sequence, 0)
+    assert isinstance(lost, Lost) and "batches 1 to 2" in lost.reason and rest == deliver(3)
+    assert sequence.check() == [Ask(3)], "the publisher is known by its last batch again"
+
+
+def test_an_answer_that_starts_after_what_is_known_is_a_loss() -> None:
+    sequence = started(0)
+    sequence.live(*batch(4))
+    [lost, *rest] = answer(sequence, 3, 4)
+    assert isinstance(lost, Lost) and "batches 1 to 2" in lost.reason and rest == deliver(3, 4)
+
+
+def test_without_anybody_to_ask_a_gap_is_lost_at_once() -> None:
+    sequence = started(0, replays=False)
+    assert sequence.check() == []
+    [lost, *rest] = sequence.live(*batch(2))
+    assert isinstance(lost, Lost) and "nobody to ask" in lost.reason and rest == deliver(2)
+    [restarted, *rest] = sequence.live(*batch(0, 1))
+    assert restarted == Restarted() and rest == deliver(0, publisher=1)
+
+
+def test_an_answer_older_than_the_batches_that_waited_is_asked_for_again() -> None:
+    sequence = Sequence(replays=True)
+    sequence.check()
+    sequence.live(*batch(2))  # subscribed after 1
+    assert answer(sequence, 0) == [*deliver(0), Ask(0)]
+    assert answer(sequence, 0, 1) == deliver(1, 2)
+
+
+def test_numbers_that_start_again_are_another_publishers() -> None:
+    sequence = started(0, 1)
+    assert sequence.live(*batch(0, 1)) == [Restarted(), Ask(0)]
+    assert sequence.live(*batch(1, 1)) == []
+    assert answer(sequence, 0, 1, publisher=1) == deliver(0, 1, publisher=1)
+
+
+def test_an_answer_with_another_batch_is_another_publishers() -> None:
+    sequence = started(0, 1)
+    assert sequence.check() == [Ask(1)]
+    assert sequence.replayed(*batch(1, 1)) == [Restarted(), Ask(0)]
+    assert answer(sequence, 0, 1, 2, publisher=1) == deliver(0, 1, 2, publisher=1)
+
+
+def test_an_answer_without_the_last_batch_is_another_publishers() -> None:
+    sequence = started(0, 1)
+    sequence.check()
+    assert sequence.answered() == [Restarted(), Ask(0)]
+    assert answer(sequence, 0, publisher=1) == deliver(0, publisher=1)
+
+
+def test_who_does_not_answer_is_asked_a_few_times() -> None:
+    sequence = started(0)
+    assert sequence.live(*batch(2)) == [Ask(0)]
+    for _ in range(FAILURES_MAX - 1):
+        assert sequence.failed() == [Ask(0)]
+    [lost, *rest] = sequence.failed()
+    assert isinstance(lost, Lost) and rest == deliver(2) and not sequence.asking
+
+
+def test_silence_alone_loses_nothing() -> None:
+    sequence = started(0)
+    sequence.check()
+    assert [sequence.failed() for _ in range(FAILURES_MAX)] == [[Ask(0)]] * (FAILURES_MAX - 1) + [[]]
+    assert sequence.live(*batch(1)) == deliver(1)
+
+
+def test_what_there_is_no_room_for_is_asked_for() -> None:
+    sequence = started(0, held_max=1)
+    sequence.live(*batch(2))
+    assert sequence.live(*batch(3)) == [] == sequence.live(*batch(4))
+    assert answer(sequence, 0, 1, 2) == [*deliver(1, 2), Ask(2)]
+    assert answer(sequence, 2, 3, 4) == deliver(3, 4)
+
+
+def test_what_there_was_no_room_for_and_nobody_has_is_lost() -> None:
+    sequence = started(0, held_max=0)
+    sequence.check()
+    sequence.live(*batch(1))
+    assert answer(sequence, 0) == [Ask(0)]
+    [lost] = answer(sequence, 0)
+    assert isinstance(lost, Lost) and "batches 1 to 1" in lost.reason
+    assert sequence.live(*batch(2)) == deliver(2)
+
+
+def test_a_question_while_one_is_answered_is_asked_after_it() -> None:
+    sequence = started(0)
+    sequence.check()
+    sequence.live(*batch(1))
+    assert sequence.check() == []
+    assert answer(sequence, 0) == [Ask(0)]
+    assert answer(sequence, 0, 1) == deliver(1)
+
+
+class Publisher:
+    """A publisher and the network: live batches may be dropped, answers come late, and it may be replaced."""
+
+    def __init__(self, keeps: int) -> None:
+        self.keeps = keeps
+        self.number = 0
+        self.next_seq = 0
+        self.buffer: deque[tuple[int, bytes]] = deque(maxlen=keeps)
+        self.live: deque[tuple[int, bytes]] = deque()
+        self.answer: deque[tuple[int, bytes] | None] = deque()
+
+    def publish(self, dropped: bool) -> None:
+        one = batch(self.next_seq, self.number)
+        self.next_seq += 1
+        self.buffer.append(one)
+        if not dropped:
+            self.live.append(one)
+
+    def restart(self) -> None:
+        self.number += 1
+        self.next_seq = 0
+        self.buffer.clear()
+        self.live.clear()
+        self.answer.clear()
+
+    def ask(self, from_seq: int) -> None:
+        self.answer = deque([*(one for one in self.buffer if one[0] >= from_seq), None])
+
+
+class Reader:
+    """Does what the steps say, and keeps what it was told."""
+
+    def __init__(self, publisher: Publisher, replays: bool) -> None:
+        self.publisher = publisher
+        self.sequence = Sequence(replays=replays, held_max=3)
+        self.told: list[Deliver | Lost | Restarted] = []
+        self.asked: int | None = None
+
+    def do(self, steps: list[Step]) -> None:
+        for step in steps:
+            if isinstance(step, Ask):
+                self.asked = step.from_seq
+                self.publisher.answer.clear()
+            else:
+                self.told.append(step)
+
+    def live(self) -> None:
+        if self.publisher.live:
+            self.do(self.sequence.live(*self.publisher.live.popleft()))
+
+    def serve(self) -> None:
+        if self.asked is not None:
+            self.publisher.ask(self.asked)
+            self.asked = None
+
+    def read_answer(self) -> None:
+        if self.publisher.answer:
+            one = self.publisher.answer.popleft()
+            self.do(self.sequence.answered() if one is None else self.sequence.replayed(*one))
+
+    def restart(self) -> None:
+        unanswered = self.sequence.asking
+        self.publisher.restart()
+        self.do(self.sequence.check())  # it was connected anew
+        if unanswered:
+            self.asked = None
+            self.do(self.sequence.failed())
+
+    def settle(self) -> None:
+        while self.publisher.live:
+            self.live()
+        self.do(self.sequence.check())
+        while self.sequence.asking:
+            self.serve()
+            while self.publisher.answer:
+                self.read_answer()
+
+
+def check(told: list[Deliver | Lost | Restarted], last: Publisher, complete: bool) -> None:
+    due: int | None = 0
+    publisher: bytes | None = None
+    for one in told:
+        match one:
+            case Deliver(seq, payload):
+                by = payload.split(b" of ")[1]
+                assert due is None or seq == due
+                assert publisher is None or by == publisher, "batches of two publishers in one run"
+                due, publisher = seq + 1, by
+            case Lost():
+                due, publisher = None, None
+            case Restarted():
+                due, publisher = 0, None
+    assert due is None or due == last.next_seq or not complete
+    assert publisher is None or publisher == b"%d" % last.number
+
+
+actions = st.lists(
+    st.sampled_from(["publish", "drop", "live", "serve", "answer", "quiet", "restart", "silent"]), max_size=60
+)
+
+
+@given(actions, st.integers(1, 6), st.booleans())
+@example(["publish", "live", "restart", "publish", "publish"], 6, True)
+def test_every_batch_is_told_once_in_order_or_lost(history: list[str], keeps: int, replays: bool) -> None:
+    publisher = Publisher(keeps)
+    reader = Reader(publisher, replays)
+    reader.do(reader.sequence.check())
+    lossless = True
+    for action in history:
+        match action:
+            case "publish" | "drop":
+                publisher.publish(action == "drop")
+            case "live":
+                reader.live()
+            case "serve":
+                reader.serve()
+            case "answer":
+                reader.read_answer()
+            case "quiet":
+                reader.do(reader.sequence.check())
+            case "restart":
+                if replays:
+                    reader.restart()
+            case "silent":
+                if reader.sequence.asking:
+                    reader.asked = None
+                    publisher.answer.clear()
+                    reader.do(reader.sequence.failed())
+                    lossless = False
+    reader.settle()
+    lossless &= keeps >= publisher.next_seq and replays and "restart" not in history
+    check(reader.told, publisher, complete=replays)
+    if replays:
+        assert reader.sequence.next_seq == publisher.next_seq
+    if lossless:
+        assert reader.told == deliver(*range(publisher.next_seq))

@@ -1,0 +1,178 @@
+"""TensorRT-LLM's event dicts, made after its documentation: none was recorded from an engine."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forebay.core.blocks import mm_hash
+from forebay.core.engine_model import Removed, Stored
+from forebay.events.base import U64_MASK, unpack_u32
+from forebay.workers.kv_events.engine_events import KvEventError, RemovedBlocks, StoredBlocks
+from forebay.workers.kv_events.resident import ResidentBlocks
+from forebay.workers.kv_events.tensorrt_llm_wire import TensorRtLlmReader, Told
+from forebay.workers.kv_events.tracker import KvTracker
+from tests.workers.kv_events.captured import ours
+
+DIGEST = "a1b2c3d4e5f60718" + "0" * 48
+
+
+def event(event_id: int, kind: str, *, rank: int | None = 0, window: int | None = None, **data: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {"event_id": event_id, "data": {"type": kind, **data}}
+    if rank is not None:
+        found["attention_dp_rank"] = rank
+    if window is not None:
+        found["window_size"] = window
+    return found
+
+
+def block(name: int, tokens: list[int], **more: Any) -> dict[str, Any]:
+    told = [{"type": "unique_token", "token_id": token, "token_extra_id": 0} for token in tokens]
+    return {"type": "stored_block", "block_hash": name, "tokens": told, "cache_level": 0, "priority": 35, **more}
+
+
+def stored(event_id: int, *blocks: dict[str, Any], parent: int | None = None, **more: Any) -> dict[str, Any]:
+    return event(event_id, "stored", parent_hash=parent, blocks=list(blocks), **more)
+
+
+def removed(event_id: int, *names: int, **more: Any) -> dict[str, Any]:
+    return event(event_id, "removed", block_hashes=list(names), **more)
+
+
+def read(*events: dict[str, Any]) -> list[Told]:
+    reader = TensorRtLlmReader(2)
+    return [reader.read(one) for one in events]
+
+
+def test_a_chain_is_stored_and_removed() -> None:
+    first, second = read(stored(0, block(-7, [1, 2]), block(8, [3, 4]), rank=None), removed(1, 8, -7))
+    assert first.rank == 0 and not first.missed
+    [chain] = first.batch.events
+    assert isinstance(chain, StoredBlocks) and unpack_u32(chain.token_ids) == [1, 2, 3, 4]
+    assert chain.hashes == (-7 & U64_MASK, 8) and chain.parent is None
+    assert second.batch.events == (RemovedBlocks(hashes=(8, -7 & U64_MASK)),)
+
+
+def test_events_become_changes_under_our_names() -> None:
+    tracker = KvTracker(ResidentBlocks(2, counts_copies=False))
+    names = ours([1, 2, 3, 4], 2, "ada", "tenant")
+    told = read(
+        stored(0, block(5, [1, 2], cache_salt="tenant"), lora_name="ada"),
+        stored(1, block(6, [3, 4]), block(7, [9]), parent=5, lora_name="ada"),
+        removed(2, 7),
+        removed(3, 6, 7),
+    )
+    changes = [list(tracker.batch(one.batch).changes) for one in told]
+    assert changes == [
+        [Stored(None, (names[0],), "device", (5,))],
+        [Stored(names[0], (names[1],), "device", (6,))],
+        [],
+        [Removed((names[1],), "device", (6,))],
+    ]
+    assert tracker.resident.counts == {"unknown_removed": 1}, "a partial block is forgotten once it is removed"
+
+
+def test_a_block_that_was_partial_can_be_stored_when_it_is_full() -> None:
+    told = read(stored(0, block(7, [1])), stored(1, block(7, [1, 2])), removed(2, 7))
+    assert [len(one.batch.events) for one in told] == [0, 1, 1]
+    assert told[0].batch.skipped == {"partial_blocks": 1}
+
+
+def test_only_the_largest_window_that_was_created_counts() -> None:
+    told = read(
+        event(0, "created", window=512, num_blocks_per_cache_level=[8, 0]),
+        event(1, "created", window=4096, num_blocks_per_cache_level=[8, 0]),
+        stored(2, block(1, [1, 2]), window=512),
+        stored(3, block(2, [1, 2]), window=4096),
+        event(4, "created", window=8192, num_blocks_per_cache_level=[8, 0]),
+        removed(5, 1, window=512),
+        removed(6, 2, window=4096),
+        removed(7, 2),
+    )
+    assert [len(one.batch.events) for one in told] == [0, 0, 0, 1, 0, 0, 1, 1]
+    assert [dict(one.batch.skipped) for one in told if one.batch.skipped] == [{"other_window": 1}] * 2
+    assert not any(one.missed for one in told)
+
+
+def test_a_missing_number_is_a_loss_of_its_rank_even_before_what_is_left_out() -> None:
+    told = read(
+        event(0, "created", window=9),
+        stored(4, block(1, [1, 2]), rank=1),
+        stored(1, block(1, [1, 2])),
+        stored(3, block(2, [5]), window=9),
+        stored(5, block(3, [1, 2]), rank=1),
+        removed(4, 2),
+        event(6, "updated", window=3),
+    )
+    assert [bool(one.missed) for one in told] == [False, False, False, True, False, False, True]
+    assert told[3].missed == "KV event 2 was due, 3 came" and told[3].rank == 0
+    assert told[5].batch.events == (), "partial blocks of after the gap are remembered"
+    assert told[6].batch.skipped == {"unknown_event": 1}
+
+
+def test_media_are_named_by_their_digests() -> None:
+    one = block(1, [1, 2], mm_keys=[{"type": "mm_key", "hash": DIGEST, "start_offset": 0}])
+    [told] = read(stored(0, block(9, [7, 8]), one))
+    [chain] = told.batch.events
+    assert isinstance(chain, StoredBlocks) and chain.mm_hashes == {1: [mm_hash(DIGEST)]} == {1: [0xA1B2C3D4E5F60718]}
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        None,
+        {},
+        {"event_id": "1", "data": {}},
+        stored(1, block(1, [1, 2, 3])),
+        stored(1, block(1, [1]), block(2, [1, 2])),
+        stored(1, block(1, [-1, 2])),
+        stored(1, {"block_hash": "x", "tokens": []}),
+        event(1, "stored"),
+        event(1, "removed", block_hashes=[None]),
+    ],
+)
+def test_what_cannot_be_is_an_error_and_its_number_is_missing(odd: Any) -> None:
+    reader = TensorRtLlmReader(2)
+    reader.read(removed(0, 1))
+    with pytest.raises(KvEventError):
+        reader.read(odd)
+    assert reader.read(removed(2, 1)).missed
+
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=8,
+)
+tokens = st.lists(st.fixed_dictionaries({"token_id": st.integers(-1, 2**32)}) | anything, max_size=3)
+data = st.fixed_dictionaries(
+    {"type": st.sampled_from(["created", "stored", "removed", "updated"]) | anything},
+    optional={
+        "blocks": st.lists(
+            st.fixed_dictionaries({"block_hash": st.integers(-(2**64), 2**65) | anything, "tokens": tokens}), max_size=3
+        )
+        | anything,
+        "block_hashes": st.lists(st.integers(-(2**64), 2**65), max_size=3) | anything,
+        "parent_hash": anything,
+        "lora_name": anything,
+        "cache_salt": anything,
+    },
+)
+likely = st.fixed_dictionaries(
+    {"event_id": st.integers() | anything, "data": data | anything},
+    optional={"attention_dp_rank": st.integers(0, 2) | anything, "window_size": st.integers(0, 3) | anything},
+)
+
+
+@given(st.lists(likely | anything, max_size=5))
+def test_any_dicts_are_events_or_errors(events: list[Any]) -> None:
+    reader = TensorRtLlmReader(2)
+    for one in events:
+        try:
+            told = reader.read(one)
+        except KvEventError:
+            continue
+        for said in told.batch.events:
+            assert isinstance(said, StoredBlocks | RemovedBlocks)
+            assert all(0 <= name <= U64_MASK for name in said.hashes)

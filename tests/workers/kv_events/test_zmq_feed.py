@@ -1,0 +1,313 @@
+"""The feed on real sockets, against a publisher as vLLM's: PUB, and a ROUTER that answers from a buffer."""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import zmq
+import zmq.asyncio
+from prometheus_client import CollectorRegistry
+
+from forebay.core.engine_model import Removed, Stored
+from forebay.workers.engine import CacheChange, Cleared, EngineError
+from forebay.workers.kv_events.metrics import KvEventMetrics
+from forebay.workers.kv_events.resident import ResidentBlocks
+from forebay.workers.kv_events.vllm_wire import VllmDecoder
+from forebay.workers.kv_events.zmq_feed import END_OF_ANSWER, KvFeed, KvSource
+from tests.workers.conftest import until
+from tests.workers.kv_events.captured import A_HASHES, PROMPT, VLLM_BATCHES, ours, payload, vllm_stored
+
+HOST = "tcp://127.0.0.1"
+PORTS = (20_000, 32_000)
+NAMES = ours(PROMPT, 32)
+RANK = 3
+
+
+class Publisher:
+    """Numbers what it publishes and keeps it, on two loopback ports."""
+
+    def __init__(self, *, topics: bool = True) -> None:
+        self.context = zmq.asyncio.Context()
+        self.topics = topics
+        self.answers = True
+        self.asked: list[int] = []
+        self._open()
+        self.ports = (
+            self.pub.bind_to_random_port(HOST, *PORTS),
+            self.router.bind_to_random_port(HOST, *PORTS),
+        )
+
+    def _open(self) -> None:
+        self.next_seq = 0
+        self.buffer: deque[tuple[int, bytes]] = deque(maxlen=100)
+        self.pub = self.context.socket(zmq.PUB)
+        self.router = self.context.socket(zmq.ROUTER)
+        for one in (self.pub, self.router):
+            one.set(zmq.LINGER, 0)
+        self._serving = asyncio.create_task(self._serve())
+
+    async def close(self) -> None:
+        self._serving.cancel()
+        await asyncio.gather(self._serving, return_exceptions=True)
+        self.pub.close()
+        self.router.close()
+
+    async def restart(self) -> None:
+        await self.close()
+        self._open()
+        for one, port in zip((self.pub, self.router), self.ports, strict=True):
+            await until(lambda one=one, port=port: is_bound(one, f"{HOST}:{port}"))  # type: ignore[misc]
+
+    @property
+    def source(self) -> KvSource:
+        return KvSource(f"{HOST}:{self.ports[0]}", f"{HOST}:{self.ports[1]}", "kv")
+
+    async def publish(self, events: Sequence[Any], *, dropped: bool = False, data: bytes | None = None) -> None:
+        one = (self.next_seq, payload(events, float(self.next_seq)) if data is None else data)
+        self.next_seq += 1
+        self.buffer.append(one)
+        if not dropped:
+            await self.pub.send_multipart([b"kv", one[0].to_bytes(8, "big"), one[1]])
+
+    async def _serve(self) -> None:
+        while True:
+            identity, empty, start = await self.router.recv_multipart()
+            assert empty == b""
+            self.asked.append(int.from_bytes(start, "big"))
+            if not self.answers:
+                continue
+            topic = [b"kv"] if self.topics else []
+            for seq, data in list(self.buffer):
+                if seq >= self.asked[-1]:
+                    await self.router.send_multipart([identity, b"", *topic, seq.to_bytes(8, "big"), data])
+            await self.router.send_multipart([identity, b"", *([b""] if self.topics else []), END_OF_ANSWER, b""])
+
+
+def is_bound(socket: zmq.asyncio.Socket, endpoint: str) -> bool:
+    """Bind, unless the socket that was closed has not let go of the port yet."""
+    try:
+        socket.bind(endpoint)
+    except zmq.ZMQError as error:
+        assert error.errno == zmq.EADDRINUSE
+        return False
+    return True
+
+
+class Told:
+    """What a feed said, and what a plain reader holds by it."""
+
+    def __init__(self) -> None:
+        self.changes: list[CacheChange] = []
+        self.lost: list[str] = []
+
+    def publish(self, rank: int, changes: Sequence[CacheChange]) -> None:
+        assert rank == RANK and changes
+        self.changes += changes
+
+    def on_lost(self, rank: int, reason: str) -> None:
+        assert rank == RANK
+        self.lost.append(reason)
+
+    @property
+    def held(self) -> set[int]:
+        held: set[int] = set()
+        for change in self.changes:
+            match change:
+                case Stored():
+                    held |= set(change.hashes)
+                case Removed():
+                    held -= set(change.hashes)
+                case Cleared():
+                    held.clear()
+        return held
+
+
+@asynccontextmanager
+async def publishing(**options: Any) -> AsyncIterator[Publisher]:
+    publisher = Publisher(**options)
+    try:
+        yield publisher
+    finally:
+        await publisher.close()
+        publisher.context.destroy(linger=0)
+
+
+@asynccontextmanager
+async def feeding(
+    source: KvSource, *, quiet_s: float = 60.0, answer_timeout_s: float = 10.0
+) -> AsyncIterator[tuple[KvFeed, Told]]:
+    """A feed that runs; quiet times are too long to matter unless a test says so."""
+    blocks = ResidentBlocks(32, counts_copies=True)
+    feed = KvFeed(RANK, source, VllmDecoder(), blocks, quiet_s=quiet_s, answer_timeout_s=answer_timeout_s)
+    told = Told()
+    task = asyncio.create_task(feed.run(told.publish, told.on_lost))
+    try:
+        yield feed, told
+        assert not task.done()
+    finally:
+        task.cancel()
+        results = await asyncio.gather(task, return_exceptions=True)
+    assert isinstance(results[0], asyncio.CancelledError)
+
+
+async def subscribed(publisher: Publisher, feed: KvFeed, told: Told) -> None:
+    """Until what is published comes live."""
+    while not feed.counts["live"]:
+        await publisher.publish([vllm_stored(A_HASHES, PROMPT[:64])] if not publisher.next_seq else [])
+        await asyncio.sleep(0.001)
+    await until(lambda: feed.sequence.next_seq == publisher.next_seq)
+    assert told.held == set(NAMES)
+
+
+async def test_what_was_published_before_anybody_listened_is_asked_for() -> None:
+    async with publishing() as publisher:
+        for _, events in VLLM_BATCHES:
+            await publisher.publish(events)
+        async with feeding(publisher.source) as (feed, told):
+            await until(lambda: feed.sequence.next_seq == len(VLLM_BATCHES))
+            assert told.held == set(NAMES) == set(feed.held())
+            assert feed.counts == {"replayed": len(VLLM_BATCHES)} and not told.lost
+            assert publisher.asked[0] == 0
+
+
+@pytest.mark.parametrize("topics", [True, False], ids=["topics", "older releases"])
+async def test_what_is_dropped_is_had_again_in_order(topics: bool) -> None:
+    async with publishing(topics=topics) as publisher, feeding(publisher.source) as (feed, told):
+        await subscribed(publisher, feed, told)
+        before = len(told.changes)
+        await publisher.publish(VLLM_BATCHES[1][1], dropped=True)
+        await publisher.publish(VLLM_BATCHES[2][1], dropped=True)
+        await publisher.publish(VLLM_BATCHES[3][1])
+        await until(lambda: feed.sequence.next_seq == publisher.next_seq)
+        assert [change.engine_hashes for change in told.changes[before:] if isinstance(change, Stored)] == [
+            tuple(events[0]["block_hashes"]) for _, events in VLLM_BATCHES[1:4]
+        ]
+        assert feed.sequence.gaps == 1 and not told.lost and not feed.resident.counts
+        registry = CollectorRegistry()
+        registry.register(KvEventMetrics("w1", {RANK: feed.totals}))
+        shown = {sample.labels["kind"]: sample.value for metric in registry.collect() for sample in metric.samples}
+        assert shown["gaps"] == 1 and shown["live"] == feed.counts["live"] and shown["replayed"] >= 2
+        assert registry.get_sample_value(
+            "forebay_worker_kv_events_total", {"worker_id": "w1", "rank": "3", "kind": "gaps"}
+        )
+
+
+async def test_a_gap_with_nothing_after_it_is_found_when_it_is_quiet() -> None:
+    async with publishing() as publisher, feeding(publisher.source, quiet_s=0.02) as (feed, told):
+        await subscribed(publisher, feed, told)
+        await publisher.publish([{"type": "AllBlocksCleared"}], dropped=True)
+        await until(lambda: feed.sequence.next_seq == publisher.next_seq)
+        assert told.held == set() and not told.lost
+
+
+async def test_what_the_publisher_no_longer_has_empties_the_rank_and_asks_for_a_reset() -> None:
+    async with publishing() as publisher, feeding(publisher.source) as (feed, told):
+        await subscribed(publisher, feed, told)
+        for _ in range(3):
+            await publisher.publish([], dropped=True)
+        publisher.buffer.clear()
+        await publisher.publish([vllm_stored([1], PROMPT[:32])])
+        await until(lambda: feed.sequence.next_seq == publisher.next_seq)
+        assert told.held == {NAMES[0]} and len(told.lost) == 1 and "missing" in told.lost[0]
+        assert feed.counts["lost"] == 1
+
+
+async def test_without_a_socket_to_ask_a_gap_is_a_loss() -> None:
+    async with publishing() as publisher:
+        source = KvSource(publisher.source.endpoint, None, "kv")
+        await publisher.publish(VLLM_BATCHES[0][1])  # nobody listens yet
+        async with feeding(source) as (feed, told):
+            assert not await feed.catch_up()
+            while not feed.counts["live"]:
+                await publisher.publish([])
+                await asyncio.sleep(0.001)
+            await until(lambda: told.lost)
+            assert told.changes[0] == Cleared() and publisher.asked == []
+
+
+async def test_another_publisher_on_the_same_ports_starts_anew() -> None:
+    async with publishing() as publisher, feeding(publisher.source) as (feed, told):
+        await subscribed(publisher, feed, told)
+        await publisher.restart()
+        await publisher.publish(VLLM_BATCHES[3][1])
+        await until(lambda: feed.counts["restarted"] and feed.sequence.next_seq == 1)
+        assert told.held == set(ours(PROMPT, 32, "", "tenant-1")) and not told.lost
+
+
+async def test_a_batch_that_nobody_understands_is_a_loss(caplog: pytest.LogCaptureFixture) -> None:
+    async with publishing() as publisher, feeding(publisher.source) as (feed, told):
+        await subscribed(publisher, feed, told)
+        with caplog.at_level(logging.WARNING):
+            await publisher.publish([], data=b"\xc1")
+            await publisher.publish([{"type": "Novel"}])
+            await until(lambda: feed.sequence.next_seq == publisher.next_seq)
+        assert told.held == set() and "cannot be understood" in told.lost[0]
+        assert feed.counts["undecodable"] == 1 and feed.counts["unknown_event"] == 1
+        assert "rank 3: KV events, batch" in caplog.text
+
+
+async def test_messages_that_are_no_batches_are_counted() -> None:
+    async with publishing() as publisher, feeding(publisher.source) as (feed, told):
+        await subscribed(publisher, feed, told)
+        await publisher.pub.send_multipart([b"kv", b"short", b"x"])
+        await publisher.pub.send_multipart([b"kv"])
+        await until(lambda: feed.counts["frames"] == 2)
+        assert told.held == set(NAMES)
+
+
+async def test_all_that_was_published_before_can_be_waited_for() -> None:
+    async with publishing() as publisher, feeding(publisher.source) as (feed, told):
+        await subscribed(publisher, feed, told)
+        for _, events in VLLM_BATCHES[1:5]:
+            await publisher.publish(events, dropped=True)
+            # Two who ask at once are both right.
+            assert all(await asyncio.gather(feed.catch_up(), feed.catch_up()))
+            assert feed.sequence.next_seq == publisher.next_seq
+        assert len(told.held) == 8
+
+
+async def test_who_waits_is_told_when_nobody_answers() -> None:
+    async with publishing() as publisher, feeding(publisher.source, answer_timeout_s=0.05) as (feed, told):
+        await subscribed(publisher, feed, told)
+        publisher.answers = False
+        first = asyncio.create_task(feed.catch_up())
+        await until(lambda: feed.counts["unanswered"] == 2)
+        second = await feed.catch_up()  # the last question of the first is under way
+        assert not second and not await first
+        assert feed.counts["unanswered"] >= 3 and not told.lost
+        waiting = asyncio.create_task(feed.catch_up())
+        await until(lambda: feed.sequence.asking)
+    assert not await waiting
+    assert not await feed.catch_up(), "nothing runs"
+
+
+async def test_an_error_of_the_reader_ends_the_feed() -> None:
+    def refuse(_rank: int, _changes: Sequence[CacheChange]) -> None:
+        raise LookupError("no room")
+
+    async with publishing() as publisher:
+        await publisher.publish(VLLM_BATCHES[0][1])
+        feed = KvFeed(RANK, publisher.source, VllmDecoder(), ResidentBlocks(32, counts_copies=True))
+        with pytest.raises(ExceptionGroup) as caught:
+            await feed.run(refuse, lambda _rank, _reason: None)
+        assert caught.group_contains(LookupError, match="no room")
+
+
+@pytest.mark.parametrize("endpoint", ["nonsense", "tcp://127.0.0.1", "smoke://1"])
+async def test_an_endpoint_that_is_none_is_refused(endpoint: str) -> None:
+    for source in (KvSource(endpoint), KvSource(f"{HOST}:20000", endpoint)):
+        feed = KvFeed(0, source, VllmDecoder(), ResidentBlocks(32, counts_copies=True))
+        with pytest.raises(EngineError, match="cannot connect"):
+            await feed.run(lambda _rank, _changes: None, lambda _rank, _reason: None)
+
+
+def test_every_rank_has_its_own_ports() -> None:
+    source = KvSource("tcp://*:5557", "tcp://[::1]:6000", "kv")
+    assert source.at_rank(2) == KvSource("tcp://*:5559", "tcp://[::1]:6002", "kv")
+    assert KvSource("ipc:///tmp/kv").at_rank(0) == KvSource("ipc:///tmp/kv")
+    with pytest.raises(EngineError, match="no port to add the rank to"):
+        KvSource("ipc:///tmp/kv").at_rank(1)

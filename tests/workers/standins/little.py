@@ -1,0 +1,96 @@
+"""What the stand-ins of engines compute with: tokens from the prompt, blocks in a small cache, one token a step."""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+Key = tuple[str, str, tuple[int, ...]]  # adapter, salt, all tokens up to the block's end
+
+
+def next_token(tokens: Sequence[int]) -> int:
+    """Greedily."""
+    return (sum(tokens) * 31 + len(tokens)) % 400 + 3
+
+
+def answer_of(prompt: Sequence[int], count: int) -> list[int]:
+    """What a stand-in says."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+@dataclass
+class Asked:
+    """A request that an engine has."""
+
+    name: str
+    prompt: list[int]
+    max_tokens: int
+    lora: str = ""
+    salt: str = ""
+    rank: int = 0
+    said: list[int] = field(default_factory=list)
+    cached: int = 0
+
+
+@dataclass(frozen=True)
+class Change:
+    """Blocks that came, from a parent on, or that went."""
+
+    came: tuple[int, ...] = ()
+    parent: int | None = None
+    token_ids: tuple[int, ...] = ()
+    lora: str = ""
+    salt: str = ""
+    went: tuple[int, ...] = ()
+
+
+class LittleCache:
+    """Full blocks by what they hold; the least recently used ones go."""
+
+    def __init__(self, block_size: int, blocks: int) -> None:
+        self.block_size = block_size
+        self.blocks = blocks
+        self.names: OrderedDict[Key, int] = OrderedDict()
+        self.numbers = 0
+
+    def key(self, asked: Asked, tokens: Sequence[int], blocks: int) -> Key:
+        return (asked.lora, asked.salt, tuple(tokens[: blocks * self.block_size]))
+
+    def cached_tokens(self, asked: Asked) -> int:
+        """How much of a prompt is there; at least one token of it is computed."""
+        blocks = 0
+        while (blocks + 1) * self.block_size < len(asked.prompt) and (
+            self.key(asked, asked.prompt, blocks + 1) in self.names
+        ):
+            blocks += 1
+            self.names.move_to_end(self.key(asked, asked.prompt, blocks))
+        return blocks * self.block_size
+
+    def store(self, asked: Asked, tokens: Sequence[int]) -> list[Change]:
+        """Keep all full blocks of these tokens."""
+        full = len(tokens) // self.block_size
+        new = [number for number in range(1, full + 1) if self.key(asked, tokens, number) not in self.names]
+        if not new:
+            return []
+        changes: list[Change] = []
+        while len(self.names) + len(new) > self.blocks:
+            _, gone = self.names.popitem(last=False)
+            changes.append(Change(went=(gone,)))
+        first = new[0]
+        parent = self.names[self.key(asked, tokens, first - 1)] if first > 1 else None
+        came = []
+        for number in new:
+            self.numbers += 1
+            name = self.numbers * 0x9E3779B97F4A7C15 % (1 << 64)
+            self.names[self.key(asked, tokens, number)] = name
+            came.append(name)
+        token_ids = tuple(tokens[(first - 1) * self.block_size : full * self.block_size])
+        changes.append(Change(tuple(came), parent, token_ids, asked.lora, asked.salt))
+        return changes
+
+
+def signed(number: int) -> int:
+    """As engines say hashes."""
+    return number - (1 << 64) if number >> 63 else number

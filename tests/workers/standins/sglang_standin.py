@@ -1,0 +1,491 @@
+"""SGLang 0.5.23's API as the adapter uses it, with its signatures: what the real one refuses is refused here.
+
+`Engine` and its tokenizer manager are in one process; `handle_loop` is the scheduler, too, so nothing is answered
+unless somebody runs it. KV events go over real sockets.
+"""
+
+import asyncio
+import json
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any, Literal
+
+import msgspec
+import pytest
+import zmq
+import zmq.asyncio
+
+from forebay.workers.kv_events.zmq_feed import END_OF_ANSWER
+from tests.workers.standins.little import Asked, Change, LittleCache, next_token, signed
+
+SERVER_ARGS: dict[str, Any] = {  # with the values that stand when nothing is said
+    "model_path": None, "served_model_name": None, "page_size": 1, "max_total_tokens": 256,
+    "max_running_requests": None, "chunked_prefill_size": 8192, "max_prefill_tokens": 16384, "dp_size": 1,
+    "tp_size": 1, "nnodes": 1, "node_rank": 0, "dist_init_addr": None, "enable_lora": None, "lora_paths": None,
+    "kv_events_config": None, "disaggregation_mode": "null", "disaggregation_transfer_backend": "mooncake",
+    "incremental_streaming_output": False, "enable_metrics": False, "log_level": "error", "context_length": 128,
+    "is_embedding": False, "disable_radix_cache": False, "enable_priority_scheduling": False,
+    "schedule_low_priority_values_first": False, "enable_memory_saver": False, "enable_weights_cpu_backup": False,
+    "load_format": "auto", "dtype": "auto", "enable_dp_attention": False,
+}  # fmt: skip
+SAMPLING_PARAMS = {
+    "max_new_tokens", "stop", "stop_token_ids", "stop_regex", "temperature", "top_p", "top_k", "min_p",
+    "frequency_penalty", "presence_penalty", "repetition_penalty", "min_new_tokens", "n", "beam_width", "json_schema",
+    "regex", "ebnf", "structural_tag", "ignore_eos", "skip_special_tokens", "spaces_between_special_tokens",
+    "no_stop_trim", "stream_interval", "logit_bias", "sampling_seed", "custom_params", "watermark",
+}  # fmt: skip
+
+
+class Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """SGLang's are structs, too."""
+
+
+class PauseGenerationReqInput(Request):
+    mode: Literal["abort", "retract", "in_place"] = "abort"
+
+
+class ContinueGenerationReqInput(Request):
+    torch_empty_cache: bool = True
+
+
+class ReleaseMemoryOccupationReqInput(Request):
+    tags: list[str] | None = None
+
+
+class ResumeMemoryOccupationReqInput(Request):
+    tags: list[str] | None = None
+
+
+class LoadLoRAAdapterReqInput(Request):
+    lora_name: str
+    lora_path: str
+    pinned: bool = False
+
+
+class UnloadLoRAAdapterReqInput(Request):
+    lora_name: str
+
+
+class UpdateWeightFromDiskReqInput(Request):
+    model_path: str
+    load_format: str | None = None
+
+
+class EmbeddingReqInput(Request):
+    rid: str | None = None
+    text: str | None = None
+    input_ids: list[int] | None = None
+    lora_path: str | None = None
+    priority: int | None = None
+    dimensions: int | None = None
+
+
+class Outcome(Request):
+    success: bool
+    message: str = ""
+    error_message: str | None = None
+
+
+class LoadSnapshot(msgspec.Struct):
+    dp_rank: int
+    num_running_reqs: int
+    num_waiting_reqs: int
+    num_used_tokens: int
+    max_total_num_tokens: int
+    max_running_requests: int
+
+
+@dataclass
+class State:
+    """A request of the tokenizer manager's."""
+
+    asked: Asked
+    finished: bool = False
+    out: list[dict[str, Any]] = field(default_factory=list)
+    event: asyncio.Event = field(default_factory=asyncio.Event)
+    vector: bool = False
+    logprobs: int | None = None
+
+
+class Watchdog:
+    stopped = False
+
+    def stop(self) -> None:
+        self.stopped = True
+
+
+class ServerArgs:
+    def __init__(self, **arguments: Any) -> None:
+        unknown = set(arguments) - set(SERVER_ARGS)
+        if unknown:
+            raise TypeError(f"Unexpected keyword argument {unknown.pop()!r}")
+        self._resolved = {**SERVER_ARGS, **arguments}
+
+    def resolved_dict(self) -> dict[str, Any]:
+        return dict(self._resolved)
+
+
+class TokenizerManager:
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        self.arguments = arguments
+        self.event_loop: Any = None
+        self.is_generation = not arguments["is_embedding"]
+        self.context_len = arguments["context_length"]
+        self._subprocess_watchdog = Watchdog()
+        self.rid_to_state: dict[str, State] = {}
+        self.is_pause = False
+        self.retracted = False
+        self.asleep: list[str] | None = None
+        self.weights_lost = False
+        self.loras: dict[str, str] = dict(arguments["lora_paths"] or {})
+        self.calls: list[Any] = []
+        self.asked_with: list[dict[str, Any]] = []
+        self.seen: list[str] = []  # ids, in the order in which the scheduler took them
+        self.abort_after: dict[str, dict[str, Any]] = {}  # finish reasons, by what a prompt begins with
+        self.broken: BaseException | None = None
+        self.deaf = False  # answers nothing any more
+        self.step = asyncio.Event()
+        self.step.set()
+        pages = arguments["max_total_tokens"] // arguments["page_size"]
+        self.caches = [LittleCache(arguments["page_size"], pages) for _ in range(arguments["dp_size"])]
+        self.config = json.loads(arguments["kv_events_config"] or "{}")
+        self.publishers: list[Publisher] = []
+
+    async def handle_loop(self) -> None:
+        self.event_loop = self.event_loop or asyncio.get_running_loop()
+        if self.config.get("publisher") == "zmq":
+            self.publishers = [Publisher(self.config, rank) for rank in range(len(self.caches))]
+        try:
+            while True:
+                await asyncio.sleep(0)
+                await self.step.wait()
+                if self.broken is not None:
+                    raise self.broken
+                if not (self.is_pause or self.deaf or self.asleep is not None):
+                    await self._scheduler_step()
+                if not self.rid_to_state:
+                    await asyncio.sleep(0.001)
+        finally:
+            for publisher in self.publishers:
+                publisher.close()
+
+    async def _scheduler_step(self) -> None:
+        for name, state in list(self.rid_to_state.items()):
+            asked = state.asked
+            cache = self.caches[asked.rank]
+            first = name not in self.seen
+            if first:
+                self.seen.append(name)
+                asked.cached = cache.cached_tokens(asked)
+                await self._publish(asked.rank, cache.store(asked, asked.prompt))
+            if state.vector:
+                self._tell(name, state, {"embedding": [float(len(asked.prompt)), 0.5]}, {"type": "stop"})
+                continue
+            abort = self.abort_after.get(name.partition(":")[2])
+            if abort is not None and asked.said:
+                self._tell(name, state, {"output_ids": asked.said[-1:]}, abort)
+                continue
+            asked.said.append(next_token([*asked.prompt, *asked.said]))
+            done = len(asked.said) >= asked.max_tokens
+            if done:
+                await self._publish(asked.rank, cache.store(asked, [*asked.prompt, *asked.said[:-1]]))
+            self._tell(name, state, {"output_ids": asked.said[-1:]}, {"type": "length"} if done else None)
+
+    def _tell(self, name: str, state: State, out: dict[str, Any], reason: dict[str, Any] | None) -> None:
+        asked = state.asked
+        meta: dict[str, Any] = {"id": name, "finish_reason": reason, "prompt_tokens": len(asked.prompt)}
+        if not state.vector:
+            meta |= {"completion_tokens": len(asked.said), "cached_tokens": asked.cached}
+        if state.logprobs is not None and asked.said:
+            meta["output_token_logprobs"] = [(-0.5, asked.said[-1], None)]
+            if state.logprobs:
+                meta["output_top_logprobs"] = [
+                    [(-0.5, asked.said[-1], None), (float("-inf"), 7, None)][: state.logprobs]
+                ]
+        if reason is not None:
+            state.finished = True
+            del self.rid_to_state[name]
+        state.out.append({"meta_info": meta, **out})
+        state.event.set()
+
+    async def _publish(self, rank: int, changes: list[Change]) -> None:
+        if self.publishers and changes:
+            await self.publishers[rank].publish([_wire(one, self.caches[rank].block_size) for one in changes])
+
+    async def generate_request(self, obj: Any, request: Any = None) -> AsyncIterator[dict[str, Any]]:
+        assert request is None
+        if self.event_loop is None:
+            raise AssertionError("the real one would now take this process's signals")
+        if obj.rid in self.rid_to_state:
+            raise ValueError(f"Duplicate request ID detected: {obj.rid}")
+        vector = isinstance(obj, EmbeddingReqInput)
+        params = {} if vector else obj.sampling_params
+        if obj.lora_path and obj.lora_path not in self.loras:
+            raise ValueError(f"Got LoRA adapter that has never been loaded: {obj.lora_path}")
+        if set(params) - SAMPLING_PARAMS:
+            raise TypeError("Unexpected keyword argument")
+        if not 0.0 < params.get("top_p", 1.0) <= 1.0:
+            raise ValueError(f"top_p must be in (0, 1], got {params['top_p']}.")
+        if len(obj.input_ids) > self.context_len:
+            raise ValueError("The input is longer than the model's context length.")
+        asked = Asked(obj.rid, list(obj.input_ids), params.get("max_new_tokens", 1), obj.lora_path or "")
+        state = State(asked, vector=vector)
+        if not vector:
+            asked.salt = obj.cache_salt or ""
+            asked.rank = obj.routed_dp_rank or 0
+            state.logprobs = obj.top_logprobs_num if obj.return_logprob else None
+        while self.is_pause:  # noqa: ASYNC110 - it is a stand-in
+            await asyncio.sleep(0.001)
+        self.rid_to_state[obj.rid] = state
+        try:
+            while True:
+                await state.event.wait()
+                told, state.out = state.out, []
+                finished = state.finished
+                state.event.clear()
+                out = dict(told[-1])
+                if "output_ids" in out:
+                    if told[-1]["meta_info"]["finish_reason"] in self.abort_after.values():
+                        out["output_ids"] = told[-1]["output_ids"]
+                    else:
+                        out["output_ids"] = [one for chunk in told for one in chunk["output_ids"]]
+                    for name in ("output_token_logprobs", "output_top_logprobs"):
+                        if name in out["meta_info"]:
+                            out["meta_info"][name] = [one for chunk in told for one in chunk["meta_info"][name]]
+                yield out
+                if finished:
+                    return
+        except BaseException:
+            self.abort_request(obj.rid)
+            raise
+
+    def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
+        # The scheduler drops what begins with this id.
+        for name in list(self.rid_to_state):
+            if abort_all or (rid and name.startswith(rid)):
+                del self.rid_to_state[name]
+                self.calls.append(("abort", name))
+
+    async def flush_cache(self, timeout_s: float | None = None) -> Outcome:
+        self.calls.append("flush_cache")
+        if self.rid_to_state and timeout_s is not None:  # retracted ones are waited for in vain
+            return Outcome(success=False, message="Timed out waiting for idle state.")
+        if self.rid_to_state and not self.retracted:
+            return Outcome(success=False, message="Cache not flushed because there are pending requests.")
+        await self._flush()
+        return Outcome(success=True)
+
+    async def _flush(self) -> None:
+        for rank, cache in enumerate(self.caches):
+            cache.names.clear()
+            if self.publishers:
+                await self.publishers[rank].publish([{"type": "AllBlocksCleared"}])
+
+    async def pause_generation(self, obj: PauseGenerationReqInput) -> None:
+        self.calls.append(obj)
+        self.is_pause = True
+        self.retracted = obj.mode == "retract"
+
+    async def continue_generation(self, obj: ContinueGenerationReqInput) -> None:
+        self.calls.append(obj)
+        self.is_pause = self.retracted = False
+
+    async def release_memory_occupation(self, obj: ReleaseMemoryOccupationReqInput, request: Any = None) -> None:
+        self.calls.append(obj)
+        assert not self.rid_to_state, "the scheduler dies of it"
+        self.asleep = obj.tags or ["kv_cache", "weights", "cuda_graph"]
+        self.weights_lost = "weights" in self.asleep and not self.arguments["enable_weights_cpu_backup"]
+        await self._flush()
+
+    async def resume_memory_occupation(self, obj: ResumeMemoryOccupationReqInput, request: Any = None) -> None:
+        self.calls.append(obj)
+        assert self.asleep == (obj.tags or ["kv_cache", "weights", "cuda_graph"])
+        self.asleep = None
+
+    async def update_weights_from_disk(
+        self, obj: UpdateWeightFromDiskReqInput, request: Any = None
+    ) -> tuple[bool, str, int]:
+        self.calls.append(obj)
+        self.weights_lost = False
+        return True, "", 0
+
+    async def load_lora_adapter(self, obj: LoadLoRAAdapterReqInput, _: Any = None) -> Outcome:
+        if "broken" in obj.lora_path:
+            return Outcome(success=False, error_message="rank 0: no weights in it")
+        self.loras[obj.lora_name] = obj.lora_path
+        return Outcome(success=True)
+
+    async def unload_lora_adapter(self, obj: UnloadLoRAAdapterReqInput, _: Any = None) -> Outcome:
+        del self.loras[obj.lora_name]
+        return Outcome(success=True)
+
+    async def get_loads(self, include: list[str] | None = None, dp_rank: int | None = None) -> list[LoadSnapshot]:
+        loads = []
+        for rank, cache in enumerate(self.caches):
+            running = [state for state in self.rid_to_state.values() if state.asked.rank == rank]
+            total = cache.blocks * cache.block_size
+            loads.append(LoadSnapshot(rank, len(running), 0, 16 * len(running), total, 48))
+        return loads
+
+
+class Publisher:
+    """PUB and ROUTER of a rank."""
+
+    def __init__(self, config: dict[str, Any], rank: int) -> None:
+        self.context = zmq.asyncio.Context()
+        self.pub = self.context.socket(zmq.PUB)
+        self.router = self.context.socket(zmq.ROUTER)
+        self.pub.bind(_offset(config["endpoint"], rank))
+        self.router.bind(_offset(config["replay_endpoint"], rank))
+        self.buffer: list[bytes] = []
+        self.serving = asyncio.create_task(self._serve())
+
+    async def publish(self, events: list[dict[str, Any]]) -> None:
+        data = msgspec.msgpack.encode([time.time(), events, 0])
+        self.buffer.append(data)
+        await self.pub.send_multipart([b"", (len(self.buffer) - 1).to_bytes(8, "big"), data])
+
+    async def _serve(self) -> None:
+        while True:
+            identity, _, start = await self.router.recv_multipart()
+            for seq in range(int.from_bytes(start, "big"), len(self.buffer)):
+                await self.router.send_multipart([identity, b"", b"", seq.to_bytes(8, "big"), self.buffer[seq]])
+            await self.router.send_multipart([identity, b"", b"", END_OF_ANSWER, b""])
+
+    def close(self) -> None:
+        self.serving.cancel()
+        self.context.destroy(linger=0)
+
+
+def _offset(endpoint: str, rank: int) -> str:
+    if not rank:
+        return endpoint
+    host, _, port = endpoint.rpartition(":")
+    return f"{host}:{int(port) + rank}"
+
+
+def _wire(change: Change, block_size: int) -> dict[str, Any]:
+    if change.went:
+        return {"type": "BlockRemoved", "block_hashes": [signed(one) for one in change.went], "medium": "GPU"}
+    return {
+        "type": "BlockStored",
+        "block_hashes": [signed(one) for one in change.came],
+        "parent_block_hash": None if change.parent is None else signed(change.parent),
+        "token_ids": list(change.token_ids),
+        "block_size": block_size,
+        "lora_id": None,
+        "medium": "GPU",
+        "cache_salt": change.salt or None,
+        "lora_name": change.lora or None,
+    }
+
+
+@dataclass
+class InitResult:
+    scheduler_infos: list[dict[str, Any]]
+    all_child_pids: list[int]
+
+
+class Engine:
+    """`made` is the last one; `fails` is what the next one's constructor raises."""
+
+    made: "Engine | None" = None
+    fails: Exception | None = None
+    child = False  # whether it has a process
+
+    def __init__(self, **kwargs: Any) -> None:
+        self.server_args = ServerArgs(**kwargs)
+        arguments = self.server_args.resolved_dict()
+        self.processes: list[Any] = []
+        if Engine.child:
+            process = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(3600.0,))
+            process.start()
+            self.processes.append(process)
+        if Engine.fails is not None:
+            raise Engine.fails
+        Engine.made = self
+        self.send_to_rpc = None
+        follows = arguments["node_rank"] > 0
+        if follows and os.environ.get("SGLANG_BLOCK_NONZERO_RANK_CHILDREN") != "0":
+            raise AssertionError("the real one would wait here for ever")
+        self.tokenizer_manager = None if follows else TokenizerManager(arguments)
+        info = {"status": "ready", "max_total_num_tokens": arguments["max_total_tokens"], "max_req_input_len": 122}
+        self._scheduler_init_result = InitResult([info], [process.pid for process in self.processes])
+
+    def shutdown(self) -> None:
+        raise AssertionError("the real one kills every child of this process")
+
+    async def async_generate(  # noqa: PLR0917 - as the real one
+        self,
+        prompt: Any = None,
+        sampling_params: dict[str, Any] | None = None,
+        input_ids: list[int] | None = None,
+        image_data: Any = None,
+        return_logprob: bool | None = False,
+        logprob_start_len: int | None = None,
+        top_logprobs_num: int | None = None,
+        token_ids_logprob: Any = None,
+        lora_path: Any = None,
+        stream: bool = False,
+        bootstrap_host: Any = None,
+        bootstrap_port: Any = None,
+        bootstrap_room: Any = None,
+        routed_dp_rank: int | None = None,
+        rid: str | None = None,
+        priority: int | None = None,
+        *,
+        cache_salt: str | None = None,
+    ) -> Any:
+        given = {name: value for name, value in locals().items() if name != "self" and value is not None}
+        manager = self.tokenizer_manager
+        assert manager is not None and stream and rid is not None and input_ids
+        if manager.arguments["disaggregation_mode"] != "null" and bootstrap_room is None:
+            raise ValueError("Disaggregated request received without bootstrap room id.")
+        if routed_dp_rank is not None and routed_dp_rank >= len(manager.caches):
+            raise ValueError(f"routed_dp_rank={routed_dp_rank} out of range")
+        manager.asked_with.append(given)
+        obj = ModuleType("obj")
+        obj.__dict__.update(locals())
+        return manager.generate_request(obj, None)
+
+
+def kill_process_tree(
+    parent_pid: int, include_parent: bool = True, skip_pid: int | None = None, wait_timeout: float | None = 60
+) -> None:
+    for process in multiprocessing.active_children():
+        if process.pid == parent_pid:
+            process.kill()
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> type[Engine]:
+    """Make it importable as SGLang."""
+    io_struct = (
+        PauseGenerationReqInput, ContinueGenerationReqInput, ReleaseMemoryOccupationReqInput,
+        ResumeMemoryOccupationReqInput, LoadLoRAAdapterReqInput, UnloadLoRAAdapterReqInput, EmbeddingReqInput,
+        UpdateWeightFromDiskReqInput,
+    )  # fmt: skip
+    contents: dict[str, tuple[Any, ...]] = {
+        "sglang": (),
+        "sglang.srt": (),
+        "sglang.srt.entrypoints": (),
+        "sglang.srt.entrypoints.engine": (Engine,),
+        "sglang.srt.managers": (),
+        "sglang.srt.managers.io_struct": io_struct,
+        "sglang.srt.utils": (kill_process_tree,),
+    }
+    for name, values in contents.items():
+        module = ModuleType(name)
+        module.__path__ = []
+        for value in values:
+            setattr(module, value.__name__, value)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(Engine, "made", None)
+    monkeypatch.setattr(Engine, "fails", None)
+    monkeypatch.setattr(Engine, "child", False)
+    monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR", raising=False)
+    return Engine

@@ -1,0 +1,349 @@
+"""TensorRT-LLM's API as the adapter uses it, with the signatures of its source after 1.2: nothing else is taken."""
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.workers.standins.little import Asked, Change, LittleCache, next_token
+
+LLM_ARGS: dict[str, Any] = {
+    "model": None, "tensor_parallel_size": 1, "enable_attention_dp": False, "max_batch_size": 2048,
+    "max_num_tokens": 8192, "max_seq_len": 128, "kv_cache_config": None, "enable_iter_perf_stats": False,
+    "return_perf_metrics": False, "lora_config": None, "load_format": "auto", "backend": "pytorch",
+}  # fmt: skip
+KV_CACHE_ARGS: dict[str, Any] = {
+    "enable_block_reuse": True, "max_tokens": 256, "tokens_per_block": 32, "event_buffer_max_size": 0,
+    "free_gpu_memory_fraction": 0.9, "host_cache_size": None,
+}  # fmt: skip
+
+
+def strict(known: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    unknown = set(given) - set(known)
+    if unknown:
+        raise ValueError(f"Extra inputs are not permitted: {unknown.pop()}")
+    return {**known, **given}
+
+
+@dataclass(slots=True, kw_only=True)
+class GuidedDecodingParams:
+    json: Any = None
+    regex: str | None = None
+    grammar: str | None = None
+    json_object: bool = False
+    structural_tag: str | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class SamplingParams:
+    end_id: int | None = None
+    max_tokens: int = 32
+    stop_token_ids: list[int] | None = None
+    n: int = 1
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    temperature: float | None = None
+    min_tokens: int | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    min_p: float | None = None
+    logprobs: int | None = None
+    guided_decoding: GuidedDecodingParams | None = None
+    ignore_eos: bool = False
+    detokenize: bool = True
+
+    def __post_init__(self) -> None:
+        if self.top_p is not None and not 0 <= self.top_p <= 1:
+            raise ValueError(f"require 0 <= top_p <= 1, got top_p={self.top_p}")
+
+
+@dataclass(slots=True, kw_only=True)
+class SchedulingParams:
+    attention_dp_rank: int | None = None
+    attention_dp_relax: bool = True
+
+
+@dataclass(slots=True)
+class LoRARequest:
+    lora_name: str
+    lora_int_id: int
+    lora_path: str = ""
+
+    def __post_init__(self) -> None:
+        if not os.path.exists(self.lora_path):  # noqa: PTH110 - as the real one
+            raise ValueError(f"lora_path ({self.lora_path}) does not exist.")
+
+
+class RequestError(RuntimeError):
+    """As in `tensorrt_llm.executor.utils`."""
+
+
+@dataclass
+class Logprob:
+    logprob: float
+    rank: int | None = None
+
+
+@dataclass
+class CompletionOutput:
+    index: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    finish_reason: str | None = None
+
+
+class RequestOutput:
+    """What `generate_async` gives: itself, again and again, with all that was said so far."""
+
+    def __init__(self, llm: "LLM", asked: Asked, params: SamplingParams) -> None:
+        self.llm = llm
+        self.asked = asked
+        self.params = params
+        self.outputs = [CompletionOutput()]
+        self.finished = False
+        self.cached_tokens = 0
+        self.error: Exception | None = None
+        self.news = asyncio.Event()
+        self.metrics_dict: dict[str, Any] = {}
+
+    def abort(self) -> None:
+        self.llm.aborted.append(self.asked.name)
+        self.llm.running.pop(self.asked.name, None)
+
+    async def aresult(self) -> "RequestOutput":
+        async for _ in self:
+            pass
+        return self
+
+    def __aiter__(self) -> "RequestOutput":
+        return self
+
+    async def __anext__(self) -> "RequestOutput":
+        if self.finished:
+            raise StopAsyncIteration
+        await self.news.wait()
+        self.news.clear()
+        if self.error is not None:
+            raise self.error
+        return self
+
+
+class MetricsCollector:
+    told: list[Any] = []  # noqa: RUF012 - of all of them
+
+    def __init__(self, labels: dict[str, str]) -> None:
+        assert set(labels) == {"model_name", "engine_type"}
+
+    def log_iteration_stats(self, stats: dict[str, Any]) -> None:
+        assert "kvCacheStats" in stats
+
+    def log_request_metrics_dict(self, metrics: dict[str, Any]) -> None:
+        MetricsCollector.told.append(metrics)
+
+
+class LLM:
+    """`made` is the last one; `fails` is what the next one's constructor raises."""
+
+    made: "LLM | None" = None
+    fails: Exception | None = None
+
+    def __init__(self, model: str, **kwargs: Any) -> None:
+        if LLM.fails is not None:
+            raise LLM.fails
+        arguments = strict(LLM_ARGS, {"model": model, **kwargs})
+        cache = strict(KV_CACHE_ARGS, arguments["kv_cache_config"] or {})
+        self.args = SimpleNamespace(**arguments)
+        ranks = arguments["tensor_parallel_size"] if arguments["enable_attention_dp"] else 1
+        self.block_size = cache["tokens_per_block"]
+        self.caches = [LittleCache(self.block_size, cache["max_tokens"] // self.block_size) for _ in range(ranks)]
+        self.buffered = cache["event_buffer_max_size"]
+        self.events: list[dict[str, Any]] = []
+        self.stats: list[dict[str, Any]] = []
+        self.next_ids = [0] * ranks
+        self.numbers = 0
+        self.running: dict[str, RequestOutput] = {}
+        self.aborted: list[str] = []
+        self.asked_with: list[dict[str, Any]] = []
+        self.fail_after: dict[int, Exception] = {}  # by the first token of a prompt
+        self.end_after: dict[int, str] = {}
+        self.healthy = True
+        self.deaf = False
+        self.step = asyncio.Event()
+        self.step.set()
+        self.stepping: asyncio.Task[None] | None = None
+        for rank in range(ranks):
+            self._event(rank, {"type": "created", "num_blocks_per_cache_level": [8, 0]})
+        LLM.made = self
+
+    def _event(self, rank: int, data: dict[str, Any]) -> None:
+        if self.buffered:
+            event = {"event_id": self.next_ids[rank], "window_size": 128, "data": data}
+            self.events.append(event if len(self.caches) == 1 else {**event, "attention_dp_rank": rank})
+        self.next_ids[rank] += 1
+
+    def _tell(self, rank: int, changes: list[Change]) -> None:
+        for change in changes:
+            if change.went:
+                self._event(rank, {"type": "removed", "block_hashes": list(change.went)})
+                continue
+            size = self.block_size
+            blocks = [
+                {
+                    "type": "stored_block",
+                    "block_hash": name,
+                    "tokens": [
+                        {"type": "unique_token", "token_id": one, "token_extra_id": 0}
+                        for one in change.token_ids[at * size : (at + 1) * size]
+                    ],
+                    "cache_level": 0,
+                    "priority": 35,
+                }
+                for at, name in enumerate(change.came)
+            ]
+            salted = {"cache_salt": change.salt} if change.salt else {}
+            named = {"lora_name": change.lora} if change.lora else {}
+            self._event(rank, {"type": "stored", "parent_hash": change.parent, "blocks": blocks, **salted, **named})
+
+    def generate_async(  # noqa: PLR0917 - as the real one
+        self,
+        inputs: Any,
+        sampling_params: SamplingParams | None = None,
+        lora_request: LoRARequest | None = None,
+        prompt_adapter_request: Any = None,
+        streaming: bool = False,
+        kv_cache_retention_config: Any = None,
+        disaggregated_params: Any = None,
+        trace_headers: Any = None,
+        scheduling_params: SchedulingParams | None = None,
+        cache_salt: str | None = None,
+        priority: float = 0.5,
+    ) -> RequestOutput:
+        self.asked_with.append({name: value for name, value in locals().items() if name != "self"})
+        if not 0.0 <= priority <= 1.0:
+            raise ValueError(f"priority must be a float in [0.0, 1.0], got {priority}")
+        if len(inputs) > self.args.max_num_tokens:
+            raise RequestError("The sum of prompt length, query length should not exceed max_num_tokens")
+        assert sampling_params is not None
+        self.numbers += 1
+        asked = Asked(str(self.numbers), list(inputs), sampling_params.max_tokens, salt=cache_salt or "")
+        asked.lora = lora_request.lora_name if lora_request else ""
+        if scheduling_params is not None:
+            assert scheduling_params.attention_dp_rank is not None and not scheduling_params.attention_dp_relax
+            asked.rank = scheduling_params.attention_dp_rank
+        result = self.running[asked.name] = RequestOutput(self, asked, sampling_params)
+        if self.stepping is None:
+            self.stepping = asyncio.create_task(self._step_for_ever())
+        return result
+
+    async def _step_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(0)
+            await self.step.wait()
+            if not self.deaf:
+                advanced = list(self.running.values())
+                for result in advanced:
+                    self._advance(result)
+                self._iterated(advanced)
+            if not self.running:
+                await asyncio.sleep(0.001)
+
+    def _advance(self, result: RequestOutput) -> None:
+        asked = result.asked
+        cache = self.caches[asked.rank]
+        (output,) = result.outputs
+        if not asked.said:
+            result.cached_tokens = cache.cached_tokens(asked)
+            self._tell(asked.rank, cache.store(asked, asked.prompt))
+        elif (failure := self.fail_after.get(asked.prompt[0])) is not None:
+            result.error = failure
+            del self.running[asked.name]
+            result.news.set()
+            return
+        token = next_token([*asked.prompt, *asked.said])
+        asked.said.append(token)
+        output.token_ids.append(token)
+        if result.params.logprobs is not None:
+            output.logprobs.append({token: Logprob(-0.5, 1), 7: Logprob(float("-inf"), 2)})
+        if (why := self.end_after.get(asked.prompt[0])) is not None:
+            output.finish_reason = why
+        elif len(asked.said) >= asked.max_tokens:
+            output.finish_reason = "length"
+        if output.finish_reason is not None:
+            self._tell(asked.rank, cache.store(asked, [*asked.prompt, *asked.said[:-1]]))
+            result.finished = True
+            result.metrics_dict = {"request_id": asked.name}
+            del self.running[asked.name]
+        result.news.set()
+
+    def _iterated(self, advanced: list[RequestOutput]) -> None:
+        if not advanced:
+            return
+        for rank, cache in enumerate(self.caches):
+            running = sum(result.asked.rank == rank for result in advanced)
+            self.stats.append(
+                {
+                    "iter": 1,
+                    "attentionDpRank": rank,
+                    "kvCacheStats": {
+                        "usedNumBlocks": min(running, cache.blocks),
+                        "maxNumBlocks": cache.blocks,
+                        "tokensPerBlock": self.block_size,
+                    },
+                    "inflightBatchingStats": {"numContextRequests": 0, "numGenRequests": running},
+                    "numQueuedRequests": 0,
+                }
+            )
+        del self.stats[:-64]
+
+    def get_stats_async(self, timeout: float | None = 2) -> AsyncIterator[dict[str, Any]]:
+        return _drained(self.stats)
+
+    def get_kv_cache_events_async(self, timeout: float | None = 2) -> AsyncIterator[dict[str, Any]]:
+        return _drained(self.events)
+
+    def get_kv_cache_capacity(self) -> dict[str, int]:
+        cache = self.caches[0]
+        return {"maxNumBlocks": cache.blocks, "tokensPerBlock": self.block_size, "maxNumTokens": 0}
+
+    def _check_health(self) -> bool:
+        return self.healthy
+
+    def shutdown(self) -> None:
+        self.healthy = False
+        if self.stepping is not None:
+            self.stepping.get_loop().call_soon_threadsafe(self.stepping.cancel)
+
+
+async def _drained(queue: list[dict[str, Any]]) -> AsyncIterator[dict[str, Any]]:
+    while queue:
+        yield queue.pop(0)
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> type[LLM]:
+    """Make it importable as TensorRT-LLM."""
+    contents: dict[str, tuple[Any, ...]] = {
+        "tensorrt_llm": (LLM, SamplingParams),
+        "tensorrt_llm.executor": (),
+        "tensorrt_llm.executor.request": (LoRARequest,),
+        "tensorrt_llm.sampling_params": (GuidedDecodingParams,),
+        "tensorrt_llm.scheduling_params": (SchedulingParams,),
+        "tensorrt_llm.metrics": (MetricsCollector,),
+    }
+    for name, values in contents.items():
+        module = ModuleType(name)
+        module.__path__ = []
+        for value in values:
+            setattr(module, value.__name__, value)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, "forebay.workers.tensorrt_llm_types", raising=False)
+    monkeypatch.setattr(LLM, "made", None)
+    monkeypatch.setattr(LLM, "fails", None)
+    monkeypatch.setattr(MetricsCollector, "told", [])
+    return LLM

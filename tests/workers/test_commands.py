@@ -1,0 +1,306 @@
+"""What operators command, at a worker: once, in order, and with an answer; and what the mock engine does then."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forebay.events.control import Command
+from forebay.events.fleet import WorkerLost, WorkerSpec
+from forebay.events.kv import BlocksStored, CacheCleared
+from forebay.events.progress import CommandDone, CommandRefused, RequestFailed, RequestFinished
+from forebay.events.topics import FLEET
+from forebay.events.work import WorkerCommand, WorkItem
+from forebay.workers.commands import ERROR_CHARS_MAX, WAITING_MAX
+from forebay.workers.engine import EngineError, EngineRefused
+from forebay.workers.mock_engine import MockEngine
+from forebay.workers.worker import Worker
+from tests.workers.conftest import GROUP, PARTITION, Scene, engine_config, until, work_item
+
+
+class Obedient(MockEngine):
+    """A mock engine that does commands when it is let, and keeps what it was told."""
+
+    def __init__(self) -> None:
+        super().__init__(engine_config(), speedup=1000.0)
+        self.told: list[str] = []
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.error: Exception | None = None
+
+    async def command(self, command: Command) -> tuple[str, ...]:
+        self.told.append(command.lora_name or command.action)
+        await self.gate.wait()
+        if self.error is not None:
+            raise self.error
+        return await super().command(command)
+
+
+def obedient(scene: Scene) -> tuple[Worker, Obedient]:
+    engine = Obedient()
+    spec: WorkerSpec = scene.spec()
+    return Worker(scene.log, scene.keeper, spec, engine, token="t1", group=GROUP, partition=PARTITION), engine
+
+
+def command(name: str, epoch: int, action: Any = "list_loras", **changes: Any) -> WorkerCommand:
+    lora = {key: changes.pop(key) for key in ("lora_name", "lora_path", "level") if key in changes}
+    fields: dict[str, Any] = {
+        "command_id": name,
+        "command": Command(action=action, **lora),
+        "owner_epoch": 0,
+        "worker_epoch": epoch,
+        "timeout_us": 60_000_000,
+        **changes,
+    }
+    return WorkerCommand(**fields)
+
+
+def answers(scene: Scene) -> list[tuple[str, str | None]]:
+    said = [event for event in scene.progress() if isinstance(event, CommandDone | CommandRefused)]
+    return [(event.command_id, getattr(event, "error", None)) for event in said]
+
+
+async def test_commands_are_done_one_after_another_and_answered(scene: Scene, tmp_path: Path) -> None:
+    worker, engine = obedient(scene)
+    engine.gate.clear()
+    async with scene.serving(worker) as epoch:
+        for name in ("x", "y"):
+            where = {"lora_name": name, "lora_path": str(tmp_path)}
+            await scene.send(command(f"load-{name}", epoch, "load_lora", **where))
+        await scene.send(command("list", epoch))
+        await until(lambda: engine.told)
+        assert engine.told == ["x"], "the second waits for the first"
+        engine.gate.set()
+        await until(lambda: len(answers(scene)) == 3)
+    assert engine.told == ["x", "y", "list_loras"]
+    done = scene.progress(CommandDone)
+    assert [(one.command_id, one.action, one.loras) for one in done] == [
+        ("load-x", "load_lora", ("x",)),
+        ("load-y", "load_lora", ("x", "y")),
+        ("list", "list_loras", ("x", "y")),
+    ]
+    assert {(one.worker_id, one.worker_epoch, one.owner_epoch) for one in done} == {("w1", epoch, 0)}
+
+
+async def test_an_id_that_is_used_again_is_another_command(scene: Scene) -> None:
+    worker, engine = obedient(scene)
+    async with scene.serving(worker) as epoch:
+        await scene.send(command("nightly", epoch, nonce=1))
+        await scene.send(command("nightly", epoch, "clear_kv_blocks", nonce=2))
+        await until(lambda: len(answers(scene)) == 2)
+    assert engine.told == ["list_loras", "clear_kv_blocks"]
+    assert worker.commands.repeated == 0
+
+
+async def test_what_comes_again_is_done_once_and_answered_to_the_new_owner(scene: Scene, tmp_path: Path) -> None:
+    worker, engine = obedient(scene)
+    engine.gate.clear()
+    where = {"lora_path": str(tmp_path)}
+    async with scene.serving(worker) as epoch:
+        await scene.send(command("c1", epoch, "load_lora", lora_name="x", **where))
+        await until(lambda: engine.told)
+        await scene.send(command("c1", epoch, "load_lora", lora_name="x", owner_epoch=7, **where))
+        await until(lambda: worker.commands.repeated == 1)
+        engine.gate.set()
+        await until(lambda: answers(scene))
+        await scene.send(command("c2", epoch, "load_lora", lora_name="y", **where))
+        await until(lambda: len(answers(scene)) == 2)
+        await scene.send(command("c1", epoch, "load_lora", lora_name="x", owner_epoch=9, **where))
+        await until(lambda: len(answers(scene)) == 3)
+    assert engine.told == ["x", "y"]
+    # Said again later, it does not hide what was loaded since.
+    assert [(one.command_id, one.owner_epoch, one.loras) for one in scene.progress(CommandDone)] == [
+        ("c1", 7, ("x",)),
+        ("c2", 0, ("x", "y")),
+        ("c1", 9, ("x", "y")),
+    ]
+
+
+async def test_a_refusal_says_why_and_changes_nothing(scene: Scene) -> None:
+    worker, engine = obedient(scene)
+    async with scene.serving(worker) as epoch:
+        engine.error = EngineRefused("x" * 5000)
+        await scene.send(command("long", epoch))
+        await until(lambda: len(answers(scene)) == 1)
+        engine.error = EngineRefused("")
+        await scene.send(command("mute", epoch, "sleep"))
+        await until(lambda: len(answers(scene)) == 2)
+    assert answers(scene) == [("long", "x" * ERROR_CHARS_MAX), ("mute", "the engine does not sleep")]
+
+
+async def test_what_waited_too_long_is_not_done(scene: Scene) -> None:
+    worker, engine = obedient(scene)
+    engine.gate.clear()
+    async with scene.serving(worker) as epoch:
+        await scene.send(command("first", epoch))
+        await until(lambda: engine.told)
+        await scene.send(command("late", epoch, "sleep", timeout_us=0))
+        await scene.send(command("other", epoch, "pause"))
+        await until(lambda: scene.log.next_offset("work.default", 5) == 3)
+        engine.gate.set()
+        await until(lambda: len(answers(scene)) == 3)
+    assert engine.told == ["list_loras", "pause"]
+    assert dict(answers(scene))["late"] == "its time was over before the commands before it were done"
+
+
+async def test_commands_that_wait_are_bounded(scene: Scene) -> None:
+    worker, engine = obedient(scene)
+    engine.gate.clear()
+    async with scene.serving(worker) as epoch:
+        await scene.send(command("first", epoch))
+        await until(lambda: engine.told)
+        for number in range(WAITING_MAX + 1):
+            await scene.send(command(f"c{number}", epoch))
+        await until(lambda: answers(scene))
+        assert answers(scene) == [(f"c{WAITING_MAX}", f"{WAITING_MAX} commands wait already")]
+        engine.gate.set()
+        await until(lambda: len(answers(scene)) == WAITING_MAX + 2)
+
+
+async def test_an_engine_that_breaks_ends_the_worker(scene: Scene) -> None:
+    worker, engine = obedient(scene)
+    engine.error = EngineError("out of memory")
+    running = asyncio.create_task(worker.run())
+    epoch = await scene.admit(worker, "t1")
+    await scene.send(command("c", epoch))
+    await asyncio.wait([running])
+    error = running.exception()
+    assert isinstance(error, ExceptionGroup)
+    assert error.subgroup(EngineError) is not None
+    assert answers(scene) == []
+    await until(lambda: scene.lease() is None)
+
+
+async def test_what_was_loaded_while_the_epoch_ended_is_said_in_the_next(scene: Scene, tmp_path: Path) -> None:
+    worker, engine = obedient(scene)
+    engine.gate.clear()
+    async with scene.serving(worker) as epoch:
+        await scene.send(command("c", epoch, "load_lora", lora_name="x", lora_path=str(tmp_path)))
+        await scene.send(command("dropped", epoch, "sleep"))
+        await until(lambda: engine.told)
+        await until(lambda: len(worker.commands._waiting) == 1)
+        await scene.append(FLEET, PARTITION, WorkerLost(owner_epoch=0, worker_id="w1", worker_epoch=epoch))
+        await until(lambda: scene.holds("t1.2"))
+        engine.gate.set()
+        await until(lambda: worker.commands.loras)
+        assert answers(scene) == []
+        again = await scene.admit(worker, "t1.2")
+        await until(lambda: answers(scene))
+    (said,) = scene.progress(CommandDone)
+    assert (said.command_id, said.worker_epoch, said.loras) == ("c", again, ("x",))
+    assert engine.told == ["x"], "what had not begun belongs to the epoch that is over"
+
+
+async def test_adapters_stay_loaded_in_the_next_epoch(scene: Scene, tmp_path: Path) -> None:
+    worker, _ = obedient(scene)
+    async with scene.serving(worker) as epoch:
+        await scene.send(command("c", epoch, "load_lora", lora_name="x", lora_path=str(tmp_path)))
+        await until(lambda: answers(scene))
+        await scene.append(FLEET, PARTITION, WorkerLost(owner_epoch=0, worker_id="w1", worker_epoch=epoch))
+        await until(lambda: scene.holds("t1.2"))
+        assert worker.spec.loras == ("x",)
+
+
+# The mock engine
+
+
+async def told(scene: Scene, *sent: WorkerCommand | WorkItem) -> list[Any]:
+    """Send, and wait until each command is answered; the answers."""
+    before = len(answers(scene))
+    for event in sent:
+        await scene.send(event)
+    commands = sum(isinstance(event, WorkerCommand) for event in sent)
+    await until(lambda: len(answers(scene)) == before + commands)
+    said: Sequence[Any] = scene.progress()
+    return [event for event in said if isinstance(event, CommandDone | CommandRefused)][before:]
+
+
+def finished(scene: Scene) -> list[str]:
+    return [event.request_id for event in scene.progress(RequestFinished)]
+
+
+async def test_a_cache_is_cleared_while_nothing_runs(scene: Scene) -> None:
+    async with scene.serving(scene.worker()) as epoch:
+        await scene.send(work_item("a", list(range(8)), 2, worker_epoch=epoch))
+        await until(lambda: finished(scene) == ["a"])
+        (done,) = await told(scene, command("c", epoch, "clear_kv_blocks"))
+        assert isinstance(done, CommandDone)
+        await until(lambda: isinstance(scene.kv()[-1], CacheCleared))
+        await scene.send(work_item("b", list(range(8)), 2, worker_epoch=epoch))
+        await until(lambda: finished(scene) == ["a", "b"])
+    assert [type(event) for event in scene.kv()] == [BlocksStored, CacheCleared, BlocksStored]
+    assert scene.progress(RequestFinished)[1].cached_tokens == 0
+
+
+async def test_a_cache_in_use_is_not_cleared(scene: Scene) -> None:
+    async with scene.serving(scene.worker(speedup=0.001)) as epoch:
+        await scene.send(work_item("a", list(range(8)), 30, worker_epoch=epoch))
+        pause = command("p", epoch, "pause")
+        refused = (await told(scene, pause, command("c", epoch, "clear_kv_blocks")))[1]
+    assert isinstance(refused, CommandRefused)
+    assert "KV blocks are used by requests that run" in refused.error
+
+
+async def test_who_is_paused_keeps_what_it_has(scene: Scene) -> None:
+    async with scene.serving(scene.worker()) as epoch:
+        await scene.send(work_item("before", list(range(8)), 2, worker_epoch=epoch))
+        await until(lambda: finished(scene))
+        await told(scene, command("p", epoch, "pause"))
+        await scene.send(work_item("a", list(range(8)), 2, worker_epoch=epoch))
+        await told(scene, command("list", epoch))
+        assert finished(scene) == ["before"]
+        await told(scene, command("w", epoch, "wake_up"))
+        assert finished(scene) == ["before"], "who is paused does not sleep"
+        await told(scene, command("r", epoch, "resume"))
+        await until(lambda: finished(scene) == ["before", "a"])
+    assert scene.progress(RequestFinished)[1].cached_tokens == 4
+
+
+async def test_who_wakes_up_has_no_cache_and_goes_on(scene: Scene) -> None:
+    async with scene.serving(scene.worker(speedup=30.0)) as epoch:
+        await scene.send(work_item("a", list(range(8)), 40, worker_epoch=epoch))
+        await until(scene.tokens)
+        await told(scene, command("s", epoch, "sleep", level=2))
+        await until(lambda: isinstance(scene.kv()[-1], CacheCleared))
+        await until(lambda: scene.loads() and scene.loads()[-1].kv_blocks_used == 0)
+        assert scene.loads()[-1].waiting == 1
+        assert finished(scene) == []
+        await told(scene, command("w", epoch, "wake_up"))
+        await until(lambda: finished(scene) == ["a"])
+    said = list(scene.progress(RequestFinished))
+    assert said[0].output_tokens == 40
+    chunks = [chunk for event in scene.tokens() if hasattr(event, "chunks") for chunk in event.chunks]
+    assert [chunk.first_index for chunk in chunks] == sorted({chunk.first_index for chunk in chunks})
+
+
+@pytest.mark.parametrize(
+    ("sent", "error"),
+    [
+        ({"action": "load_lora", "lora_name": "x", "lora_path": "/there/is/none"}, "there is no directory"),
+        ({"action": "load_lora", "lora_name": "x"}, "an adapter needs a name and a directory"),
+        ({"action": "load_lora", "lora_name": "legal", "lora_path": "/"}, "another adapter legal is loaded already"),
+        ({"action": "unload_lora", "lora_name": "x"}, "the adapter x is not loaded"),
+    ],
+    ids=str,
+)
+async def test_adapters_that_do_not_fit_are_refused(scene: Scene, sent: dict[str, Any], error: str) -> None:
+    async with scene.serving(scene.worker(loras=("legal",))) as epoch:
+        (refused,) = await told(scene, command("c", epoch, **sent))
+        assert error in refused.error
+        (listed,) = await told(scene, command("list", epoch))
+        assert listed.loras == ("legal",)
+
+
+async def test_loading_again_is_no_error_and_an_unloaded_adapter_is_not_served(scene: Scene, tmp_path: Path) -> None:
+    load = {"lora_name": "x", "lora_path": str(tmp_path)}
+    async with scene.serving(scene.worker()) as epoch:
+        first = await told(scene, command("c1", epoch, "load_lora", **load), command("c2", epoch, "load_lora", **load))
+        assert [one.loras for one in first] == [("x",), ("x",)]
+        await scene.send(work_item("a", list(range(8)), 2, worker_epoch=epoch, lora_name="x"))
+        await until(lambda: finished(scene) == ["a"])
+        await told(scene, command("c3", epoch, "unload_lora", lora_name="x"))
+        await scene.send(work_item("b", list(range(8)), 2, worker_epoch=epoch, lora_name="x"))
+        await until(lambda: scene.progress(RequestFailed))
+    assert scene.progress(RequestFailed)[0].error == "the adapter x is not loaded"

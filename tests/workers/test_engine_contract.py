@@ -1,0 +1,243 @@
+"""What every engine does for its worker: one suite over the stand-ins of SGLang and TensorRT-LLM, and the mock."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from forebay.core.engine_model import EngineConfig, Stored
+from forebay.events.control import Command
+from forebay.events.fleet import WorkerSpec
+from forebay.workers.engine import Engine, EngineRefused
+from forebay.workers.engine_settings import EngineSettings
+from forebay.workers.mock_engine import MockEngine
+from forebay.workers.sglang_engine import SglangEngine
+from forebay.workers.tensorrt_llm_engine import TensorRtLlmEngine
+from tests.engines.driven import Driven, driven
+from tests.workers.standins import sglang_standin, tensorrt_llm_standin
+
+BLOCK_SIZE = 4
+KV_BLOCKS = 32
+PROMPT = list(range(50, 62))  # three blocks
+OTHER = list(range(150, 162))
+SPEC = WorkerSpec(
+    worker_id="w1", model="m", block_size=1, kv_blocks_total=1, max_num_seqs=1, max_num_batched_tokens=1
+)  # as it is before the engine says its sizes
+
+Start = Callable[..., AbstractAsyncContextManager[Driven]]
+
+
+def model_directory(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "model.bin").write_bytes(b"weights")
+    return folder
+
+
+def lora_directory(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text("{}")
+    return folder
+
+
+def mock_engine(settings: EngineSettings) -> Engine:
+    config = EngineConfig(
+        vocabulary=tuple(range(1000, 1100)), block_size=BLOCK_SIZE, kv_blocks_total=KV_BLOCKS, max_num_seqs=8
+    )
+    return MockEngine(config, dp_size=settings.dp_size, dp_start_rank=settings.dp_start_rank, speedup=1000.0)
+
+
+ENGINES: dict[str, tuple[Callable[[EngineSettings], Engine], dict[str, Any]]] = {
+    "sglang": (SglangEngine, {"enable_lora": True}),
+    "tensorrt-llm": (TensorRtLlmEngine, {"lora_config": {"max_lora_rank": 8}}),
+    "mock": (mock_engine, {}),
+}
+
+
+@pytest.fixture(params=ENGINES)
+def started(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
+    """Starts the engine; keyword arguments are settings."""
+    sglang_standin.install(monkeypatch)
+    tensorrt_llm_standin.install(monkeypatch)
+    make, arguments = ENGINES[request.param]
+    model = model_directory(tmp_path / "model")
+
+    @asynccontextmanager
+    async def start(**changes: Any) -> AsyncIterator[Driven]:
+        fields: dict[str, Any] = {
+            "model": model,
+            "model_name": "m",
+            "block_size": BLOCK_SIZE,
+            "kv_blocks": KV_BLOCKS,
+            "max_num_seqs": 8,
+            "max_num_batched_tokens": 64,
+            "arguments": arguments,
+        } | changes
+        settings = EngineSettings(**fields)
+        spec = msgspec.structs.replace(
+            SPEC,
+            block_size=BLOCK_SIZE,
+            dp_size=settings.dp_size,
+            dp_start_rank=settings.dp_start_rank,
+            loras=tuple(settings.loras),
+        )
+        async with driven(make(settings), spec) as one:
+            yield one
+
+    return start
+
+
+async def told(one: Driven, blocks: set[int], rank: int = 0) -> None:
+    """Wait until an index would hold these."""
+    await one.until(lambda: blocks <= one.held[rank])
+
+
+async def test_it_says_its_sizes(started: Start) -> None:
+    async with started() as one:
+        assert one.spec.block_size == BLOCK_SIZE and "generate" in one.spec.tasks and one.spec.kv_events
+        if one.spec.kv_blocks_total > 1:  # a mock's spec has them before
+            assert (one.spec.kv_blocks_total, one.spec.max_num_seqs) == (KV_BLOCKS, 8)
+            assert one.spec.max_num_batched_tokens == 64
+
+
+async def test_an_answer_comes_token_by_token_and_ends(started: Start) -> None:
+    async with started() as one:
+        answer = await one.ask(PROMPT, 6)
+        assert len(answer.tokens) == 6 and answer.finished is not None and answer.error is None
+        end = answer.finished
+        assert (end.reason, end.prompt_tokens, end.output_tokens) == ("length", len(PROMPT), 6)
+        assert answer.cached == end.cached_tokens == 0
+        again = await one.ask(PROMPT, 6)
+        # Of a prompt one token is always computed, and with it its block.
+        assert again.finished is not None and again.cached == again.finished.cached_tokens == 2 * BLOCK_SIZE
+    assert one.ended is None
+
+
+async def test_what_is_cached_is_told_once_and_held(started: Start) -> None:
+    async with started() as one:
+        await one.ask(PROMPT, 6)
+        await told(one, one.blocks(PROMPT))
+        held = set(one.engine.held(0))  # what is told so is told in no batch
+        one.held[0] = set(held)
+        assert held >= one.blocks(PROMPT)
+        said = len(one.batches)
+        branch = [*PROMPT[:8], *OTHER]
+        await one.ask(branch, 2)
+        await told(one, one.blocks(branch))
+        assert set(one.engine.held(0)) >= one.blocks(branch) | one.blocks(PROMPT)
+        stored = [
+            block
+            for batch in one.batches[said:]
+            for change in batch.cache_changes
+            if isinstance(change, Stored)
+            for block in change.hashes
+        ]
+        assert len(stored) == len(set(stored)) and not set(stored) & held
+
+
+async def test_tenants_share_no_blocks(started: Start) -> None:
+    async with started() as one:
+        await one.ask(PROMPT, 2)
+        answer = await one.ask(PROMPT, 2, cache_namespace="tenant")
+        assert answer.cached == 0
+        mine = one.blocks(PROMPT, cache_namespace="tenant")
+        await told(one, mine | one.blocks(PROMPT))
+        assert not mine & one.blocks(PROMPT)
+
+
+async def test_eviction_is_told(started: Start) -> None:
+    async with started() as one:
+        await one.ask(PROMPT, 2)
+        await told(one, one.blocks(PROMPT))
+        for start in range(200, 440, 12):
+            await one.ask(list(range(start, start + 12)), 1)
+        await one.until(lambda: not one.blocks(PROMPT) & one.held[0])
+
+
+async def test_a_cancelled_request_says_no_more_and_others_go_on(started: Start) -> None:
+    async with started() as one:
+        long = one.submit(one.item(PROMPT, 100))
+        await one.until(lambda: long.tokens)
+        one.engine.cancel(long.item.request_id)
+        one.engine.cancel("unknown")
+        others = await one.ask(OTHER, 8)
+        assert len(others.tokens) == 8 and not long.over and len(long.tokens) < 100
+        await one.until(lambda: one.batches[-1].load.running == 0)
+
+
+async def test_after_a_reset_the_same_request_begins_anew(started: Start) -> None:
+    async with started() as one:
+        item = one.item(PROMPT, 80)
+        first = one.submit(item)
+        await one.until(lambda: first.tokens)
+        one.engine.reset()
+        said = len(one.batches)
+        one.held[0] = set(one.engine.held(0))  # an epoch begins with what is held
+        second = one.submit(msgspec.structs.replace(item, attempt=2))
+        await one.until(lambda: second.over)
+        assert not first.over and second.error is None and len(second.tokens) == 80
+        named = {chunk.attempt for batch in one.batches[said:] for chunk in batch.emitted}
+        assert named == {2}
+        await told(one, one.blocks(PROMPT))
+
+
+async def test_what_it_cannot_do_is_refused_and_others_go_on(started: Start, tmp_path: Path) -> None:
+    async with started() as one:
+        long, unknown = await asyncio.gather(one.ask(list(range(400)), 2), one.ask(PROMPT, 2, lora_name="nobody"))
+        assert long.error is not None and long.error.status == 400
+        assert long.error.code == "context_length_exceeded"
+        assert unknown.error is not None and unknown.error.status == 404
+        assert (await one.ask(PROMPT, 3)).error is None
+
+
+async def test_adapters_come_and_go(started: Start, tmp_path: Path) -> None:
+    first, second = (lora_directory(tmp_path / name) for name in ("one", "two"))
+    async with started(loras={"one": first}) as one:
+        command = one.engine.command
+        assert one.spec.loras == await command(Command(action="list_loras")) == ("one",)
+        load = Command(action="load_lora", lora_name="two", lora_path=str(second))
+        assert await command(load) == await command(load) == ("one", "two")
+        with pytest.raises(EngineRefused, match="two"):
+            await command(Command(action="load_lora", lora_name="two", lora_path=str(first)))
+        for path in ("", str(tmp_path / "nowhere")):
+            with pytest.raises(EngineRefused):
+                await command(Command(action="load_lora", lora_name="three", lora_path=path))
+        answer = await one.ask(PROMPT, 3, lora_name="two")
+        assert answer.error is None and len(answer.tokens) == 3
+        await told(one, one.blocks(PROMPT, lora_name="two"))
+        assert await command(Command(action="unload_lora", lora_name="two")) == ("one",)
+        with pytest.raises(EngineRefused, match="two"):
+            await command(Command(action="unload_lora", lora_name="two"))
+        assert (await one.ask(PROMPT, 3, lora_name="two")).error is not None
+
+
+async def test_ranks_have_caches_of_their_own(started: Start) -> None:
+    async with started(dp_size=2, dp_start_rank=4) as one:
+        await one.ask(PROMPT, 2, rank=5)
+        await told(one, one.blocks(PROMPT), rank=5)
+        assert not one.blocks(PROMPT) & (one.held[4] | set(one.engine.held(4)))
+        assert (await one.ask(PROMPT, 2, rank=4)).cached == 0
+        assert (await one.ask(PROMPT, 2, rank=5)).cached
+
+
+async def test_many_at_once(started: Start) -> None:
+    async with started() as one:
+        prompts: Sequence[list[int]] = [[*PROMPT[: 4 + at % 9], 300 + at] for at in range(24)]
+        answers = await asyncio.gather(*(one.ask(prompt, 1 + at % 7) for at, prompt in enumerate(prompts)))
+        assert [len(answer.tokens) for answer in answers] == [1 + at % 7 for at in range(24)]
+        assert all(answer.error is None for answer in answers)
+        await one.engine.check()
+
+
+async def test_a_stopped_engine_leaves_nothing_running(started: Start) -> None:
+    before = asyncio.all_tasks()
+    async with started() as one:
+        hanging = one.submit(one.item(PROMPT, 100))
+        await one.until(lambda: hanging.tokens)
+    await asyncio.sleep(0)
+    left = {task for task in asyncio.all_tasks() - before if not task.done()}
+    assert not {task for task in left if "standins" not in str(task.get_coro())}

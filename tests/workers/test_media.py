@@ -1,0 +1,468 @@
+"""Images at workers: encoded in one process's memory, fetched into another engine; and everything that goes wrong."""
+
+import asyncio
+import io
+import threading
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from hashlib import sha256
+from typing import Any
+
+import msgspec
+import pytest
+
+from forebay.core.blocks import block_hashes, mm_hash, mm_hashes, sequence_hashes
+from forebay.events.base import pack_u32, unpack_u32, unpack_u64
+from forebay.events.control import Command
+from forebay.events.fleet import WorkerSpec
+from forebay.events.kv import BlocksStored
+from forebay.events.media import Encoded, Media
+from forebay.events.progress import EncodeFailed, EncodeFinished, RequestFailed, RequestFinished, TransferFailed
+from forebay.events.tokens import ResponseEnded, TokensEmitted
+from forebay.events.work import WorkCancelled
+from forebay.workers import media_feed, nixl_read
+from forebay.workers.encode_engine import EncodeEngine
+from forebay.workers.engine import EngineBatch, EngineError, EngineRefused
+from forebay.workers.mock_engine import MockEngine
+from forebay.workers.nixl_read import TransferError
+from forebay.workers.resume import continued
+from forebay.workers.standin_encoder import WIDTH, MediaUnusable, StandInEncoder
+from forebay.workers.worker import Worker
+from tests.workers.conftest import GROUP, PARTITION, Scene, until, work_item
+
+np = pytest.importorskip("numpy", reason="numpy is not installed")
+Image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
+
+
+def png(color: tuple[int, int, int] = (200, 30, 90), size: int = 16) -> bytes:
+    kept = io.BytesIO()
+    Image.new("RGB", (size, size), color).save(kept, "PNG")
+    return kept.getvalue()
+
+
+def media(content: bytes, first_token: int = 1, tokens: int = 4, **changes: Any) -> Media:
+    digest = sha256(content).hexdigest()
+    fields = {"kind": "image", "mime": "image/png", "digest": digest, **changes}
+    return Media(first_token=first_token, tokens=tokens, content=content, **fields)
+
+
+class Memory:
+    """In place of NIXL: what is offered, by name; tests of NIXL itself are elsewhere."""
+
+    def __init__(self) -> None:
+        self.arrays: dict[bytes, Any] = {}
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.reading = 0
+        self.closed: list[str] = []
+
+    def offers(self, name: str, **_: Any) -> "MemoryOffers":
+        return MemoryOffers(self, name)
+
+    def reader(self, name: str) -> "MemoryReader":
+        return MemoryReader(self, name)
+
+
+class MemoryOffers:
+    def __init__(self, memory: Memory, name: str) -> None:
+        self.memory, self.name, self.waiting = memory, name, 0
+
+    def offer(self, array: Any) -> Encoded:
+        place = f"{self.name}:{len(self.memory.arrays)}".encode()
+        self.memory.arrays[place] = array.copy()
+        return Encoded(descriptor=place, shape=array.shape, dtype=array.dtype.name, checksum="0" * 16)
+
+    def poll(self) -> None:
+        """Nothing is fetched by itself."""
+
+    def close(self) -> None:
+        self.memory.closed.append(self.name)
+
+
+class MemoryReader:
+    def __init__(self, memory: Memory, name: str) -> None:
+        self.memory, self.name = memory, name
+
+    async def read(self, encoded: Encoded) -> Any:
+        self.memory.reading += 1
+        await self.memory.gate.wait()
+        if encoded.descriptor not in self.memory.arrays:
+            raise TransferError("nobody is there")
+        return self.memory.arrays.pop(encoded.descriptor)
+
+    def close(self) -> None:
+        self.memory.closed.append(self.name)
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
+    memory = Memory()
+    monkeypatch.setattr("forebay.workers.encode_engine.Offers", memory.offers)
+    monkeypatch.setattr("forebay.workers.encode_engine.load_nixl", lambda: None)
+    monkeypatch.setattr(media_feed.MediaFeed.__init__, "__defaults__", (memory.reader,))
+    return memory
+
+
+class Encoder(StandInEncoder):
+    """One that waits at a gate, and fails when it is told to."""
+
+    def __init__(self) -> None:
+        self.fails: Exception | None = None
+        self.gate = threading.Event()
+        self.gate.set()
+        self.rows = 0
+
+    def encode_all(self, media: Sequence[Media]) -> Any:
+        self.gate.wait()
+        if self.fails is not None:
+            raise self.fails
+        return super().encode_all(media)[self.rows :]
+
+
+def encode_worker(scene: Scene, encoder: StandInEncoder) -> Worker:
+    spec = scene.spec(role="encode")
+    return Worker(scene.log, scene.keeper, spec, EncodeEngine(encoder), token="t1", group=GROUP, partition=PARTITION)
+
+
+def encode_item(name: str, *some: Media, epoch: int, **changes: Any) -> Any:
+    item = work_item(name, [], 1, media=some, stage="encode", worker_epoch=epoch, **changes)
+    return msgspec.structs.replace(item, token_ids=b"", sequence_hashes=b"")
+
+
+def answer_item(name: str, *some: Media, epoch: int, max_tokens: int = 6, **changes: Any) -> Any:
+    packed = pack_u32(range(10))
+    hashes = sequence_hashes(packed, 4, mm_hashes=mm_hashes(some, 4))
+    return work_item(
+        name, list(range(10)), max_tokens, media=some, sequence_hashes=hashes, worker_epoch=epoch, **changes
+    )
+
+
+def withheld(one: Media) -> Media:
+    return msgspec.structs.replace(one, content=b"")
+
+
+def answered(scene: Scene, name: str) -> list[int]:
+    chunks = [chunk for event in scene.tokens(TokensEmitted) for chunk in event.chunks if chunk.request_id == name]
+    return [token for chunk in chunks for token in unpack_u32(chunk.token_ids)]
+
+
+# Encoding
+
+
+async def test_what_is_encoded_is_told_to_the_owner_alone(scene: Scene, memory: Memory) -> None:
+    worker = encode_worker(scene, StandInEncoder())
+    async with scene.serving(worker) as epoch:
+        assert (worker.spec.role, worker.spec.tasks, worker.spec.kv_events) == ("encode", (), False)
+        await scene.send(encode_item("r", media(png()), media(png((1, 2, 3)), 5, 2), epoch=epoch))
+        await until(lambda: scene.progress(EncodeFinished))
+        (told,) = scene.progress(EncodeFinished)
+        assert (told.request_id, told.attempt, told.worker_epoch, told.encoded.shape) == ("r", 1, epoch, (6, WIDTH))
+        assert told.encoded.descriptor.startswith(f"w1@{epoch}:".encode())
+        await until(lambda: not worker._active)
+    assert scene.tokens() == []
+    assert not scene.kv()
+
+
+async def test_a_retry_is_encoded_without_looking_for_what_was_said(scene: Scene, memory: Memory) -> None:
+    worker = encode_worker(scene, StandInEncoder())
+    async with scene.serving(worker) as epoch:
+        await scene.send(encode_item("r", media(png()), epoch=epoch, attempt=3))
+        await until(lambda: scene.progress(EncodeFinished))
+    assert scene.tokens() == [], "no attempt to answer begins"
+    assert worker.counters.reading.passes == 0
+
+
+@pytest.mark.parametrize("error", [EngineError("out of memory"), TransferError("no room"), ValueError("?")])
+async def test_what_an_encoder_cannot_do_another_may(scene: Scene, memory: Memory, error: Exception) -> None:
+    encoder = Encoder()
+    encoder.fails = error
+    async with scene.serving(encode_worker(scene, encoder)) as epoch:
+        await scene.send(encode_item("r", media(png()), epoch=epoch))
+        await until(lambda: scene.progress(EncodeFailed))
+        (failed,) = scene.progress(EncodeFailed)
+        assert str(error) in failed.error
+        encoder.fails = None
+        await scene.send(encode_item("s", media(png()), epoch=epoch))
+        await until(lambda: scene.progress(EncodeFinished))
+    assert scene.tokens() == [], "the client hears nothing of it"
+
+
+async def test_what_nobody_can_encode_is_told_to_the_client(scene: Scene, memory: Memory) -> None:
+    async with scene.serving(encode_worker(scene, StandInEncoder())) as epoch:
+        await scene.send(encode_item("r", media(b"no image"), epoch=epoch))
+        await until(lambda: scene.progress(RequestFailed))
+    (ended,) = scene.tokens(ResponseEnded)
+    assert (ended.error.status, ended.error.code) == (400, "media_not_encoded")
+    assert ended.error.message.startswith("an image cannot be decoded")
+
+
+async def test_an_encoder_that_makes_too_little_is_broken(scene: Scene, memory: Memory) -> None:
+    encoder = Encoder()
+    encoder.rows = 1
+    async with scene.serving(encode_worker(scene, encoder)) as epoch:
+        await scene.send(encode_item("r", media(png()), epoch=epoch))
+        await until(lambda: scene.progress(EncodeFailed))
+    assert scene.progress(EncodeFailed)[0].error == f"the encoder made 3 x {WIDTH} numbers for 4 placeholders"
+
+
+async def test_an_encode_worker_answers_nothing(scene: Scene, memory: Memory) -> None:
+    worker = encode_worker(scene, StandInEncoder())
+    async with scene.serving(worker) as epoch:
+        await scene.send(work_item("r", [1, 2], 3, worker_epoch=epoch))
+        await until(lambda: scene.progress(RequestFailed))
+        assert scene.tokens(ResponseEnded)[0].error.message == "this worker encodes images and videos only"
+        with pytest.raises(EngineRefused, match="does not sleep"):
+            await worker.engine.command(Command(action="sleep"))
+        await worker.engine.check()
+        assert not worker.engine.collectors()
+        assert not worker.engine.held(0)
+
+
+async def test_a_new_epoch_offers_under_a_new_name(scene: Scene, memory: Memory) -> None:
+    worker = encode_worker(scene, StandInEncoder())
+    async with scene.serving(worker) as epoch:
+        await scene.send(encode_item("r", media(png()), epoch=epoch))
+        await until(lambda: scene.progress(EncodeFinished))
+        worker._leave()
+        assert memory.closed == [f"w1@{epoch}"]
+
+
+@asynccontextmanager
+async def engine(encoder: StandInEncoder) -> AsyncIterator[tuple[EncodeEngine, list[EngineBatch]]]:
+    one = EncodeEngine(encoder)
+    batches: list[EngineBatch] = []
+    spec = WorkerSpec(
+        worker_id="e", model="m", block_size=4, kv_blocks_total=9, max_num_seqs=9, max_num_batched_tokens=9
+    )
+    await one.start(spec)
+    task = asyncio.create_task(one.run(batches.append))
+    try:
+        yield one, batches
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await one.stop()
+
+
+async def test_cancelled_and_reset_work_is_not_published(memory: Memory) -> None:
+    encoder = Encoder()
+    async with engine(encoder) as (one, batches):
+        for name in ("a", "b", "c"):
+            one.submit(encode_item(name, media(png()), epoch=1))
+        one.cancel("b")
+        one.cancel("nobody")
+        await until(lambda: len([1 for batch in batches if batch.encoded]) == 2)
+        assert [done.request_id for batch in batches for done in batch.encoded] == ["a", "c"]
+        encoder.gate.clear()
+        one.submit(encode_item("d", media(png()), epoch=1))
+        await until(lambda: one._running is not None)
+        one.cancel("d")
+        encoder.gate.set()
+        await until(lambda: one._running is None)
+        encoder.gate.clear()
+        one.submit(encode_item("e", media(png()), epoch=1))
+        await until(lambda: one._running is not None)
+        one.reset()
+        encoder.gate.set()
+        one.submit(encode_item("f", media(png()), epoch=2))
+        await until(lambda: any(done.request_id == "f" for batch in batches for done in batch.encoded))
+        assert [done.request_id for batch in batches for done in batch.encoded] == ["a", "c", "f"]
+        assert memory.closed == ["e@1"]
+
+
+# Answering
+
+
+async def test_an_answer_depends_on_every_byte_that_was_fetched(scene: Scene, memory: Memory) -> None:
+    """And is the one that the engine gives when it encodes by itself."""
+    one = media(png())
+    offers = memory.offers("e@1")
+    worker = scene.worker()
+    async with scene.serving(worker) as epoch:
+        right, wrong = StandInEncoder().encode_all([one]), StandInEncoder().encode_all([one])
+        wrong[3, 7] += 1.0
+        for name, array in (("right", right), ("wrong", wrong)):
+            item = answer_item(name, withheld(one), epoch=epoch, encoded=offers.offer(array))
+            await scene.send(item)
+        await scene.send(answer_item("itself", one, epoch=epoch))
+        await until(lambda: len(scene.progress(RequestFinished)) == 3)
+    said = {name: answered(scene, name) for name in ("right", "wrong", "itself")}
+    assert said["right"] == said["itself"] != said["wrong"]
+    assert worker.media.fetched == 2
+    assert not memory.arrays
+
+
+async def test_what_cannot_be_fetched_goes_back_to_the_owner(scene: Scene, memory: Memory) -> None:
+    one, offers, worker = media(png()), memory.offers("e@1"), scene.worker()
+    async with scene.serving(worker) as epoch:
+        encoded = Encoded(descriptor=b"elsewhere", shape=(4, WIDTH), dtype="float32", checksum="0" * 16)
+        await scene.send(answer_item("r", withheld(one), epoch=epoch, encoded=encoded))
+        await until(lambda: scene.progress(TransferFailed))
+        few = offers.offer(np.zeros((3, WIDTH), dtype=np.float32))
+        await scene.send(answer_item("s", withheld(one), epoch=epoch, encoded=few))
+        await until(lambda: len(scene.progress(TransferFailed)) == 2)
+        assert [failed.error for failed in scene.progress(TransferFailed)] == [
+            "nobody is there",
+            "3 rows of embeddings came for 4 placeholders",
+        ]
+        again = offers.offer(StandInEncoder().encode_all([one]))
+        await scene.send(answer_item("r", withheld(one), epoch=epoch, encoded=again, attempt=2))
+        await until(lambda: scene.progress(RequestFinished))
+    assert worker.media.not_fetched == 2
+    assert len(answered(scene, "r")) == 6
+    assert len(scene.tokens(ResponseEnded)) == 1
+
+
+async def test_an_engine_that_breaks_at_embeddings_leaves_no_request_without_an_end(
+    scene: Scene, memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("no such shape")
+
+    monkeypatch.setattr(MockEngine, "submit_embedded", broken)
+    one, offers, worker = media(png()), memory.offers("e@1"), scene.worker()
+    async with scene.serving(worker) as epoch:
+        encoded = offers.offer(StandInEncoder().encode_all([one]))
+        await scene.send(answer_item("r", withheld(one), epoch=epoch, encoded=encoded))
+        await until(lambda: scene.progress(TransferFailed))
+    assert [failed.error for failed in scene.progress(TransferFailed)] == ["no such shape"]
+
+
+async def test_who_leaves_while_it_is_fetched_gets_nothing(scene: Scene, memory: Memory) -> None:
+    memory.gate.clear()
+    one, offers, worker = media(png()), memory.offers("e@1"), scene.worker()
+    async with scene.serving(worker) as epoch:
+        for name in ("r", "s"):
+            encoded = offers.offer(StandInEncoder().encode_all([one]))
+            await scene.send(answer_item(name, withheld(one), epoch=epoch, encoded=encoded))
+        await until(lambda: memory.reading == 2)
+        await scene.send(WorkCancelled(request_id="r", attempt=1, owner_epoch=0, worker_epoch=epoch))
+        await until(lambda: "r" not in worker._active)
+        memory.gate.set()
+        await until(lambda: scene.progress(RequestFinished))
+        worker._leave()
+        assert memory.closed == [f"w1/reader@{epoch}"]
+    assert [one.request_id for one in scene.progress() if isinstance(one, RequestFinished)] == ["s"]
+
+
+async def test_what_is_fetched_is_dropped_with_its_epoch(scene: Scene, memory: Memory) -> None:
+    memory.gate.clear()
+    one, offers, worker = media(png()), memory.offers("e@1"), scene.worker()
+    async with scene.serving(worker) as epoch:
+        encoded = offers.offer(StandInEncoder().encode_all([one]))
+        await scene.send(answer_item("r", withheld(one), epoch=epoch, encoded=encoded))
+        await until(lambda: memory.reading == 1)
+        (task,) = worker.media._fetching.values()
+        worker._leave()
+        await until(task.done)
+        assert task.cancelled()
+    assert scene.progress() == []
+
+
+class Blind:
+    """An engine for text alone."""
+
+    def submit(self, item: Any) -> None:
+        raise AssertionError("it must not get that")
+
+
+async def test_an_engine_for_text_alone_refuses_images_by_name() -> None:
+    failed: list[Any] = []
+    feed = media_feed.MediaFeed(Blind(), "w", lambda item, error: failed.append(error))  # type: ignore[arg-type]
+    feed.submit(answer_item("r", media(png()), epoch=1))
+    assert (failed[0].status, failed[0].message) == (501, "this worker's engine (Blind) takes no images or videos")
+
+
+@pytest.mark.parametrize("places", [[(7, 4)], [(1, 4), (4, 2)], [(5, 2), (1, 2)]])
+async def test_placeholders_that_do_not_lie_in_the_prompt_are_refused(
+    scene: Scene, memory: Memory, places: list[tuple[int, int]]
+) -> None:
+    some = [media(png(), first, tokens) for first, tokens in places]
+    async with scene.serving(scene.worker()) as epoch:
+        await scene.send(work_item("r", list(range(10)), 2, media=tuple(some), worker_epoch=epoch))
+        await until(lambda: scene.tokens(ResponseEnded))
+    (ended,) = scene.tokens(ResponseEnded)
+    assert ended.error.status == 400
+    assert "do not lie in the prompt, or overlap" in ended.error.message
+
+
+async def test_a_mock_engine_that_cannot_see_it_says_why(scene: Scene) -> None:
+    async with scene.serving(scene.worker()) as epoch:
+        await scene.send(answer_item("r", media(b"no image"), epoch=epoch))
+        await until(lambda: scene.tokens(ResponseEnded))
+    assert scene.tokens(ResponseEnded)[0].error.code == "media_not_encoded"
+
+
+# Block identity
+
+
+def test_blocks_name_what_stands_in_them() -> None:
+    some = [media(b"a", 2, 3), media(b"b", 7, 2)]
+    hash_a, hash_b = (mm_hash(one.digest) for one in some)
+    assert mm_hashes(some, 4) == {0: [hash_a], 1: [hash_a, hash_b], 2: [hash_b]}
+    assert mm_hashes([], 4) == {}
+    packed = pack_u32(range(16))
+    plain, seen = block_hashes(packed, 4), block_hashes(packed, 4, mm_hashes=mm_hashes(some, 4))
+    assert [one == other for one, other in zip(plain, seen, strict=True)] == [False, False, False, True]
+
+
+async def test_blocks_that_an_engine_fills_name_what_stands_in_them(scene: Scene) -> None:
+    """The last block of the prompt is completed by the answer: its name must still know the image."""
+    one = media(png(), first_token=7, tokens=2)
+    async with scene.serving(scene.worker()) as epoch:
+        await scene.send(answer_item("r", one, epoch=epoch, max_tokens=7))
+        await until(lambda: scene.progress(RequestFinished))
+    said = answered(scene, "r")
+    packed = pack_u32([*range(10), *said[:6]])
+    expected = unpack_u64(sequence_hashes(packed, 4, mm_hashes=mm_hashes([one], 4)))
+    stored = [
+        block for event in scene.kv() if isinstance(event, BlocksStored) for block in unpack_u64(event.sequence_hashes)
+    ]
+    assert stored == expected
+    assert len(expected) == 4
+
+
+def test_a_later_attempt_names_the_same_blocks() -> None:
+    one = media(b"pixels", first_token=7, tokens=2)
+    item = answer_item("r", one, epoch=1)
+    later = continued(item, [50, 51, 52], 4)
+    assert later.sequence_hashes[:16] == item.sequence_hashes
+    packed = pack_u32([*range(10), 50, 51, 52])
+    assert later.sequence_hashes == sequence_hashes(packed, 4, mm_hashes=mm_hashes([one], 4))
+
+
+# The stand-in
+
+
+def test_the_stand_in_sees_pixels_and_the_number_of_placeholders() -> None:
+    encoder = StandInEncoder()
+    made = encoder.encode(media(png()))
+    assert (made.shape, made.dtype.name) == ((4, WIDTH), "float32")
+    assert np.array_equal(made, encoder.encode(media(png())))
+    assert not np.array_equal(made, encoder.encode(media(png((200, 30, 91)))))
+    assert float(made[0].sum()) == float(np.rint(made[0]).sum())
+    video = media(b"frames", kind="video")
+    assert encoder.encode(video).shape == (4, WIDTH)
+    assert encoder.encode_all([media(png()), video]).shape == (8, WIDTH)
+
+
+def test_the_stand_in_refuses_what_is_no_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    for content in (b"", b"GIF89a", png()[:40]):
+        with pytest.raises(MediaUnusable, match="cannot be decoded"):
+            StandInEncoder().encode(media(content))
+    monkeypatch.setattr("forebay.workers.standin_encoder.IMAGE_PIXELS_MAX", 100)
+    with pytest.raises(MediaUnusable, match="16 x 16 pixels is too large"):
+        StandInEncoder().encode(media(png()))
+
+
+@pytest.mark.parametrize("missing", ["numpy", "PIL.Image"])
+def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+    monkeypatch.setitem(__import__("sys").modules, missing, None)
+    with pytest.raises(EngineError, match=r"pip install 'forebay\[media\]'"):
+        StandInEncoder().load()
+
+
+def test_without_nixl_an_encode_worker_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "nixl_cu12", None)
+    with pytest.raises(EngineError, match="embeddings travel by NIXL, which cannot be imported"):
+        nixl_read.load_nixl()

@@ -1,0 +1,99 @@
+"""What a mock engine makes up: vectors of prompts, and probabilities of the tokens that it says."""
+
+import asyncio
+from array import array
+from typing import Any
+
+import msgspec
+import pytest
+
+from forebay.core.blocks import sequence_hashes
+from forebay.core.engine_model import EngineConfig, Stored
+from forebay.events.base import pack_u32, unpack_u32
+from forebay.events.requests import Sampling
+from forebay.events.work import WorkItem
+from forebay.workers.engine import EngineBatch
+from forebay.workers.mock_answers import DIMENSIONS
+from forebay.workers.mock_engine import MockEngine
+
+CONFIG = EngineConfig(vocabulary=tuple(range(100, 140)), block_size=4, kv_blocks_total=64, max_num_seqs=8)
+
+
+def item(name: str, tokens: range, **changes: Any) -> WorkItem:
+    token_ids = pack_u32(tokens)
+    made = WorkItem(
+        request_id=name,
+        attempt=1,
+        owner_epoch=1,
+        worker_epoch=1,
+        rank=0,
+        token_ids=token_ids,
+        sequence_hashes=sequence_hashes(token_ids, 4),
+        reply_slot=0,
+        sampling=Sampling(max_tokens=3),
+    )
+    return msgspec.structs.replace(made, **changes)
+
+
+async def run(*items: WorkItem) -> list[EngineBatch]:
+    """All batches until every item has ended."""
+    engine, batches = MockEngine(CONFIG, speedup=1000.0), []
+    done = asyncio.Event()
+
+    def publish(batch: EngineBatch) -> None:
+        batches.append(batch)
+        if sum(len(one.finished) for one in batches) == len(items):
+            done.set()
+
+    running = asyncio.create_task(engine.run(publish))
+    for one in items:
+        engine.submit(one)
+    await done.wait()
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    return batches
+
+
+@pytest.mark.timeout(60)
+async def test_an_embedding_is_a_vector_of_length_1_and_no_token() -> None:
+    batches = await run(
+        item("a", range(10), task="embed"), item("b", range(10), task="embed"), item("c", range(11), task="embed")
+    )
+    vectors = {one.request_id: array("f", one.packed) for batch in batches for one in batch.vectors}
+    assert [len(one) for one in vectors.values()] == [DIMENSIONS] * 3
+    assert all(sum(value * value for value in one) == pytest.approx(1.0, abs=1e-5) for one in vectors.values())
+    assert vectors["a"] == vectors["b"] != vectors["c"]
+    finished = [end for batch in batches for end in batch.finished]
+    assert {(end.reason, end.output_tokens) for end in finished} == {("stop", 0)}
+    assert not [said for batch in batches for said in batch.emitted]
+    assert not [first for batch in batches for first in batch.first_tokens]
+    for batch in batches:  # the vector and its end come together
+        assert [one.request_id for one in batch.vectors] == [end.request_id for end in batch.finished]
+    stored = [change for batch in batches for change in batch.cache_changes if isinstance(change, Stored)]
+    assert len({one for change in stored for one in change.hashes}) == 2  # its prompt is cached like any other
+
+
+@pytest.mark.timeout(60)
+async def test_probabilities_where_they_are_asked_for() -> None:
+    asking = Sampling(max_tokens=5, logprobs=3)
+    batches = await run(item("a", range(10), sampling=asking), item("b", range(10, 20)))
+    said = [chunk for batch in batches for chunk in batch.emitted]
+    for chunk in said:
+        token_ids = unpack_u32(chunk.token_ids)
+        if chunk.request_id == "b":
+            assert chunk.logprobs == ()
+            continue
+        assert [one.top[0].token_id for one in chunk.logprobs] == token_ids
+        for one in chunk.logprobs:
+            assert len({top.token_id for top in one.top}) == 3
+            assert one.logprob == one.top[0].logprob > one.top[1].logprob > one.top[2].logprob
+    assert sum(len(chunk.logprobs) for chunk in said) == 5
+
+
+async def test_what_was_dropped_is_forgotten() -> None:
+    engine = MockEngine(CONFIG)
+    engine.submit(item("a", range(10), task="embed"))
+    engine.cancel("a")
+    engine.submit(item("b", range(10), task="embed"))
+    engine.reset()
+    assert not engine._ranks[0]._answers._asked

@@ -1,0 +1,204 @@
+"""Operators around `generate`: order, what they close, and those that come with forebay."""
+
+import dataclasses
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forebay.events.requests import Sampling
+from forebay.workers.pipeline import Generate, Log, Pipeline, Retry, StopSequences, TokenLimit
+from forebay.workers.service_request import Refused, Request
+
+ASKED = Request(request_id="r", token_ids=(1, 2, 3), sampling=Sampling(max_tokens=100))
+
+
+async def echo(request: Request) -> AsyncGenerator[int]:
+    for token in request.token_ids:
+        yield token
+
+
+def saying(*tokens: int) -> Generate:
+    async def generate(_: Request) -> AsyncGenerator[int]:
+        for token in tokens:
+            yield token
+
+    return generate
+
+
+async def said(pipeline: Pipeline, request: Request = ASKED) -> list[int]:
+    return [token async for token in pipeline(request)]
+
+
+def adding(number: int, calls: list[str]) -> "type":
+    class Adding:
+        """Adds to each token of the prompt, and to each of the answer."""
+
+        async def __call__(self, request: Request, generate: Generate) -> AsyncIterator[int]:
+            calls.append(f"in {number}")
+            changed = dataclasses.replace(request, token_ids=tuple(token * number for token in request.token_ids))
+            async for token in generate(changed):
+                yield token + number
+            calls.append(f"out {number}")
+
+    return Adding
+
+
+async def test_the_first_operator_is_the_innermost() -> None:
+    calls: list[str] = []
+    pipeline = Pipeline(echo) | adding(10, calls)() | adding(2, calls)()
+    assert await said(pipeline) == [(token * 2 * 10) + 10 + 2 for token in (1, 2, 3)]
+    assert calls == ["in 2", "in 10", "out 10", "out 2"]
+
+
+async def test_a_pipeline_is_a_generate_and_never_changes() -> None:
+    plain = Pipeline(echo)
+    limited = plain | TokenLimit(1)
+    assert await said(limited) == [1]
+    assert await said(plain) == [1, 2, 3]
+    assert await said(Pipeline(limited) | adding(10, [])()) == [20]
+
+
+async def test_what_operators_opened_is_closed_when_nobody_reads_on() -> None:
+    closed: list[str] = []
+
+    def watched(name: str) -> "type":
+        class Watched:
+            async def __call__(self, request: Request, generate: Generate) -> AsyncIterator[int]:
+                try:
+                    async for token in generate(request):
+                        yield token
+                finally:
+                    closed.append(name)
+
+        return Watched
+
+    async def endless(_: Request) -> AsyncGenerator[int]:
+        try:
+            while True:
+                yield 1
+        finally:
+            closed.append("generate")
+
+    stream = (Pipeline(endless) | watched("inner")() | watched("outer")())(ASKED)
+    assert await anext(stream) == 1
+    await stream.aclose()
+    assert closed == ["generate", "inner", "outer"]
+    assert await said(Pipeline(endless) | TokenLimit(3)) == [1, 1, 1]
+    assert closed[3:] == ["generate"]
+
+
+async def test_an_error_goes_through_every_operator() -> None:
+    async def broken(_: Request) -> AsyncGenerator[int]:
+        yield 1
+        raise RuntimeError("the model is gone")
+
+    answer = (Pipeline(broken) | TokenLimit(5) | adding(1, [])())(ASKED)
+    assert await anext(answer) == 2
+    with pytest.raises(RuntimeError, match="the model is gone"):
+        await anext(answer)
+
+
+@given(
+    st.lists(st.integers(0, 2), max_size=12),
+    st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=3), min_size=1, max_size=3),
+)
+async def test_a_stop_sequence_ends_the_answer_before_itself(answer: list[int], stops: list[list[int]]) -> None:
+    # The one that is complete first wins, and of those the longest.
+    ends = [
+        (at + len(stop), -len(stop))
+        for stop in stops
+        for at in range(len(answer))
+        if answer[at : at + len(stop)] == stop
+    ]
+    expected = answer
+    if ends:
+        end, length = min(ends)
+        expected = answer[: end + length]
+    assert await said(Pipeline(saying(*answer)) | StopSequences(*stops)) == expected
+
+
+async def test_a_stop_sequence_holds_back_no_more_than_its_begin() -> None:
+    asked: list[int] = []
+
+    async def counted(_: Request) -> AsyncGenerator[int]:
+        for token in (1, 2, 3, 4):
+            asked.append(token)
+            yield token
+
+    stream = (Pipeline(counted) | StopSequences([3, 9]))(ASKED)
+    assert [await anext(stream), await anext(stream)] == [1, 2]
+    assert asked == [1, 2]
+    assert await anext(stream) == 3
+    assert asked == [1, 2, 3, 4]
+    await stream.aclose()
+
+
+@pytest.mark.parametrize(("attempts", "failures", "works"), [(1, 0, True), (3, 2, True), (3, 3, False)])
+async def test_a_retry_asks_again_until_something_was_said(attempts: int, failures: int, works: bool) -> None:
+    asked = 0
+
+    async def flaky(_: Request) -> AsyncGenerator[int]:
+        nonlocal asked
+        asked += 1
+        if asked <= failures:
+            raise ConnectionError("no answer")
+        yield 7
+
+    pipeline = Pipeline(flaky) | Retry(attempts)
+    if works:
+        assert await said(pipeline) == [7]
+    else:
+        with pytest.raises(ConnectionError):
+            await said(pipeline)
+    assert asked == min(failures + 1, attempts)
+
+
+@pytest.mark.parametrize(("error", "tokens"), [(ConnectionError(), 1), (Refused("no"), 0)])
+async def test_what_was_said_or_refused_is_not_tried_again(error: Exception, tokens: int) -> None:
+    asked = 0
+
+    async def broken(_: Request) -> AsyncGenerator[int]:
+        nonlocal asked
+        asked += 1
+        for token in range(tokens):
+            yield token
+        raise error
+
+    with pytest.raises(type(error)):
+        await said(Pipeline(broken) | Retry(5))
+    assert asked == 1
+
+
+async def test_a_log_has_a_line_for_each_answer(caplog: pytest.LogCaptureFixture) -> None:
+    async def broken(_: Request) -> AsyncGenerator[int]:
+        yield 1
+        raise RuntimeError
+
+    log = Log(logging.getLogger("answers"))
+    with caplog.at_level(logging.INFO, logger="answers"):
+        await said(Pipeline(echo) | log)
+        with pytest.raises(RuntimeError):
+            await said(Pipeline(broken) | log)
+        await said(Pipeline(echo) | log | TokenLimit(1))
+    lines = [record.message.rpartition(" in ")[0] for record in caplog.records]
+    assert lines == ["r ended: 3 tokens", "r failed: 1 tokens", "r closed: 1 tokens"]
+
+
+def test_operators_that_could_do_nothing_are_refused() -> None:
+    for make in (lambda: TokenLimit(0), lambda: Retry(0), StopSequences, lambda: StopSequences([1], [])):
+        with pytest.raises(ValueError, match="at least"):
+            make()
+
+
+async def test_a_request_tells_whether_somebody_still_waits() -> None:
+    assert not ASKED.cancelled
+    with pytest.raises(Refused, match="knows no tokenizer"):
+        _ = ASKED.text
+    asked = Request(request_id="r", token_ids=(1, 2), sampling=Sampling(max_tokens=1), detokenize=str)
+    assert asked.text == "(1, 2)"
+    dataclasses.replace(asked, priority=1).stopped.set()
+    assert asked.cancelled
+    await asked.until_cancelled()

@@ -1,0 +1,203 @@
+"""`@service` and `@endpoint()`: names, what is refused where it is written, and services in files."""
+
+import re
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import pytest
+
+from forebay.events.requests import Sampling
+from forebay.workers.engine import EngineError
+from forebay.workers.pipeline import Pipeline, TokenLimit
+from forebay.workers.service import (
+    Request,
+    Resources,
+    ServiceInvalid,
+    endpoint,
+    load_service,
+    service,
+    service_of,
+)
+
+
+class Plain:
+    """A service, when it is decorated."""
+
+    @endpoint()
+    async def generate(self, request: Request) -> AsyncIterator[int]:
+        yield request.token_ids[0]
+
+
+def made(cls: type = Plain, **options: Any) -> Any:
+    copy = type(cls.__name__, (cls,), {"__module__": f"tests.{options.get('component', '')}"})
+    found = service_of(service(**{"namespace": "test", **options})(copy))
+    assert found is not None
+    return found
+
+
+def test_a_service_and_its_endpoints_have_names() -> None:
+    found = made(pool="gpu", workers=2, max_num_seqs=3, pipeline=[TokenLimit(1)], resources={"cpu": "1.5", "gpu": 2})
+    assert found.name == "test.plain"
+    assert found.endpoint_name("generate") == "test.plain.generate"
+    assert (found.pool, found.workers, found.max_num_seqs, found.kv_events) == ("gpu", 2, 3, False)
+    assert found.resources == Resources(1.5, 2)
+    assert found.tasks == ("generate",)
+    assert made(component="other").name == "test.other"
+    assert service_of(Plain) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "component"),
+    [("Echo", "echo"), ("MyEngine", "my-engine"), ("HTTPEngine2", "http-engine2"), ("vLLM", "v-llm")],
+)
+def test_a_component_is_named_after_its_class(name: str, component: str) -> None:
+    cls = type(name, (Plain,), {"__module__": f"tests.{name}"})
+    found = service_of(service(namespace="named")(cls))
+    assert found is not None
+    assert found.component == component
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"namespace": "Demo"}, "namespace 'Demo': a name is 1 to 63 of a-z, 0-9"),
+        ({"namespace": "a.b"}, "namespace 'a.b'"),
+        ({"namespace": "x" * 64}, "1 to 63"),
+        ({"component": "two words"}, "component 'two words'"),
+        ({"pool": "-"}, "pool '-'"),
+        ({"workers": 0}, "workers must be a number from 1 to 256, not 0"),
+        ({"workers": True}, "workers must be a number"),
+        ({"max_num_seqs": 2.5}, "max_num_seqs must be a number from 1 to 65536, not 2.5"),
+        ({"resources": {"memory": "1Gi"}}, "resources has 'memory'; known are cpu and gpu"),
+        ({"resources": {"gpu": 0.5}}, "gpu must be a whole number from 0 to 256, not 0.5"),
+        ({"resources": {"gpu": "nan"}}, "gpu must be a whole number"),
+        ({"resources": {"cpu": "many"}}, "resources must be numbers"),
+        ({"resources": {"cpu": 0}}, "cpu must be a number of cores above 0"),
+    ],
+)
+def test_what_a_service_cannot_be_is_said_where_it_is_written(options: dict[str, Any], why: str) -> None:
+    with pytest.raises(ServiceInvalid, match=why):
+        made(**options)
+
+
+async def coroutine(self: object, asked: object) -> None: ...
+
+
+async def greedy(self: object, one: object, two: object) -> None: ...
+
+
+async def stream(self: object, asked: object) -> AsyncIterator[int]:
+    yield 1
+
+
+def marked(function: Callable[..., Any], name: str = "") -> Callable[..., Any]:
+    """A copy of a function as an endpoint."""
+    copy = FunctionType(function.__code__, globals(), function.__name__)
+    return endpoint(name)(copy)
+
+
+@pytest.mark.parametrize(
+    ("methods", "why"),
+    [
+        ({}, "Broken has no endpoint generate"),
+        ({"x": marked(coroutine, "generate")}, "generate must be an async generator: `async def` with `yield`"),
+        ({"x": marked(stream, "embed")}, "the endpoint embed must be a coroutine"),
+        ({"x": marked(greedy, "embed")}, "the endpoint embed must take self and one argument"),
+        ({"x": marked(coroutine, "embed"), "y": marked(coroutine, "embed")}, "two endpoints embed: x and y"),
+        ({"x": marked(coroutine, "No Name")}, r"Broken\.x: endpoint 'No Name'"),
+        ({"x": marked(coroutine, "reboot")}, "nobody can ask for an endpoint reboot; known are generate, embed"),
+        (
+            {"generate": Plain.generate, "start": greedy},
+            r"Broken\.start must be a coroutine: `async def start\(self\)`",
+        ),
+        ({"generate": Plain.generate, "check": lambda _: None}, r"Broken\.check must be a coroutine"),
+    ],
+)
+def test_a_class_that_makes_no_service_is_refused(methods: dict[str, Callable[..., Any]], why: str) -> None:
+    with pytest.raises(ServiceInvalid, match=why):
+        service(namespace="test")(type("Broken", (), {"__module__": "tests.broken", **methods}))
+
+
+def test_an_endpoint_needs_its_parentheses() -> None:
+    with pytest.raises(ServiceInvalid, match=r"written with parentheses: @endpoint\(\)"):
+        endpoint(coroutine)  # type: ignore[arg-type]
+
+
+def test_two_classes_of_a_module_cannot_share_a_name() -> None:
+    made(component="taken")
+    made(component="taken")  # the same class, defined anew
+    other = type("Other", (Plain,), {"__module__": "tests.taken"})
+    with pytest.raises(ServiceInvalid, match=r"test\.taken is Plain already: give Other another component"):
+        service(namespace="test", component="taken")(other)
+
+
+GOOD = """
+from forebay.workers.service import endpoint, service
+import beside
+
+@service(namespace="filed")
+class Good:
+    @endpoint()
+    async def generate(self, request):
+        yield beside.TOKEN
+
+class Other:
+    pass
+"""
+
+
+def test_a_service_comes_from_a_file_which_runs_once(tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("TOKEN = 7")
+    file = tmp_path / "good.py"
+    file.write_text(GOOD)
+    found = load_service(f"{file}:Good")
+    assert found.name == "filed.good"
+    assert load_service(f"{file}:Good") is found
+
+
+@pytest.mark.parametrize(
+    ("text", "target", "why"),
+    [
+        (GOOD.replace("import beside", ""), "Bad", r"has no Bad; services there: Good"),
+        (GOOD.replace("import beside", ""), "Other", r"Other of .* is no service: decorate the class .*there: Good"),
+        ("x = 1", "x", r"x of .* is no service: decorate the class with @service\(\.\.\.\)$"),
+        ("def f(:", "F", r"cannot be loaded: SyntaxError: .*line 1"),
+        ("import nothing_like_this", "F", "cannot be loaded: ModuleNotFoundError: No module named"),
+        (
+            GOOD.replace('"filed"', '"No"').replace("import beside", ""),
+            "Good",
+            "cannot be loaded: ServiceInvalid: namespace 'No'",
+        ),
+    ],
+)
+def test_a_file_without_the_service_is_refused_in_a_line(tmp_path: Path, text: str, target: str, why: str) -> None:
+    file = tmp_path / "engine.py"
+    file.write_text(text)
+    with pytest.raises(EngineError, match=why):
+        load_service(f"{file}:{target}")
+
+
+@pytest.mark.parametrize(
+    ("target", "why"),
+    [("engine.py", "a service is named FILE.py:Class"), ("nowhere.py:X", "nowhere.py: there is no such file")],
+)
+def test_a_target_that_names_nothing_is_refused(target: str, why: str) -> None:
+    with pytest.raises(EngineError, match=why):
+        load_service(target)
+
+
+async def test_the_examples_of_the_documentation_work(tmp_path: Path) -> None:
+    page = Path(__file__).parents[2] / "docs/workers.md"
+    parrot, operator = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    file = tmp_path / "parrot.py"
+    file.write_text(f"{parrot}\nfrom forebay.workers.pipeline import Generate\n\n{operator}")
+    found = load_service(f"{file}:Parrot")
+    assert (found.name, found.max_num_seqs) == ("demo.parrot", 16)
+    assert set(found.endpoints) == {"generate", "clear_kv_blocks"}
+    operator_made = vars(sys.modules[found.cls.__module__])["no_repeats"]
+    request = Request(request_id="r", token_ids=(1, 1, 2, 2, 1), sampling=Sampling(max_tokens=9))
+    said = Pipeline(found.cls().generate) | operator_made
+    assert [token async for token in said(request)] == [1, 2, 1]

@@ -1,0 +1,499 @@
+"""A service as the engine of a worker on a real log: what it answers, tells and survives."""
+
+import asyncio
+import struct
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from forebay.events.base import unpack_u32, unpack_u64
+from forebay.events.control import Command
+from forebay.events.kv import BlocksRemoved, BlocksStored, CacheCleared
+from forebay.events.progress import FirstTokenEmitted, RequestFailed, RequestFinished
+from forebay.events.requests import Sampling
+from forebay.events.tokens import Embedded, ResponseEnded, TokensEmitted
+from forebay.events.work import WorkCancelled, WorkItem
+from forebay.ingress.model import DEFAULT_MODEL, Model
+from forebay.workers import service_engine
+from forebay.workers.engine import EngineError, EngineRefused
+from forebay.workers.engine_settings import EngineSettings
+from forebay.workers.metrics import WorkerMetrics
+from forebay.workers.pipeline import Generate, TokenLimit
+from forebay.workers.service import Cache, Refused, Request, endpoint, service, service_of
+from forebay.workers.service_engine import ServiceEngine
+from forebay.workers.worker import Worker
+from tests.workers.conftest import Scene, until, work_item
+
+NOWHERE = Path("no-model-directory")
+Send = Callable[..., Any]
+
+
+def engine_of(
+    cls: type, model: Path = NOWHERE, *, loras: dict[str, Path] | None = None, **options: Any
+) -> ServiceEngine:
+    """A service made of a class that only this test has."""
+    cls.__module__ = f"tests.{cls.__name__}"  # or each would need a name of its own
+    made = service_of(service(**{"namespace": "test", "component": "it", **options})(cls))
+    assert made is not None
+    settings = EngineSettings(model=model, model_name="model", block_size=4, kv_blocks=64, loras=loras or {})
+    engine = made.engine(settings)
+    assert isinstance(engine, ServiceEngine)
+    return engine
+
+
+@asynccontextmanager
+async def serving(scene: Scene, engine: ServiceEngine, **spec: Any) -> AsyncIterator[tuple[Worker, Send]]:
+    worker = scene.worker(engine=engine, **spec)
+    async with scene.serving(worker) as epoch:
+
+        async def send(name: str, prompt: list[int], max_tokens: int = 50, **changes: Any) -> WorkItem:
+            item = work_item(name, prompt, max_tokens, worker_epoch=epoch, **changes)
+            await scene.send(item)
+            return item
+
+        yield worker, send
+
+
+def answer(scene: Scene, name: str) -> list[int]:
+    chunks = [chunk for event in scene.tokens(TokensEmitted) for chunk in event.chunks if chunk.request_id == name]
+    return [token for chunk in chunks for token in unpack_u32(chunk.token_ids)]
+
+
+def end(scene: Scene, name: str) -> ResponseEnded | None:
+    return next((event for event in scene.tokens(ResponseEnded) if event.request_id == name), None)
+
+
+async def ended(scene: Scene, name: str) -> ResponseEnded:
+    await until(lambda: end(scene, name))
+    found = end(scene, name)
+    assert found is not None
+    return found
+
+
+class Echo:
+    """Says the prompt again; one token waits until the test lets it."""
+
+    gate: asyncio.Event
+
+    def __init__(self) -> None:
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.running = self.running_max = 0
+        self.closed: list[str] = []
+        self.requests: list[Request] = []
+
+    @endpoint()
+    async def generate(self, request: Request) -> AsyncGenerator[int]:
+        self.requests.append(request)
+        self.running += 1
+        self.running_max = max(self.running, self.running_max)
+        try:
+            for token in request.token_ids:
+                yield token
+                await self.gate.wait()
+        finally:
+            self.running -= 1
+            self.closed.append(request.request_id)
+
+
+def instance(engine: ServiceEngine) -> Any:
+    return engine._instance  # what the class itself saw
+
+
+async def test_an_answer_is_what_generate_yields(scene: Scene) -> None:
+    engine = engine_of(Echo)
+    async with serving(scene, engine) as (worker, send):
+        assert (worker.spec.engine, worker.spec.max_num_seqs, worker.spec.tasks) == ("test.it", 64, ("generate",))
+        assert not worker.spec.kv_events
+        await send("whole", [5, 6, 7], lora_name="", cache_namespace="mine", priority=3)
+        await send("cut", [5, 6, 7], 2)
+        whole, cut = await ended(scene, "whole"), await ended(scene, "cut")
+        await until(lambda: scene.loads()[-1].running == 0)
+    assert (answer(scene, "whole"), whole.finish_reason) == ([5, 6, 7], "stop")
+    assert (answer(scene, "cut"), cut.finish_reason) == ([5, 6], "length")
+    assert whole.usage is not None
+    assert (whole.usage.prompt_tokens, whole.usage.output_tokens) == (3, 3)
+    assert [type(event) for event in scene.progress()].count(FirstTokenEmitted) == 2
+    request = instance(engine).requests[0]
+    assert (request.cache_namespace, request.priority, request.sampling) == ("mine", 3, Sampling(max_tokens=50))
+    assert scene.kv() == []
+
+
+async def test_stop_tokens_end_the_answer_and_are_not_said(scene: Scene) -> None:
+    async with serving(scene, engine_of(Echo)) as (_, send):
+        await send("a", [5, 6, 7], sampling=Sampling(max_tokens=9, stop_token_ids=(6,)))
+        await send("b", [6, 5, 6], sampling=Sampling(max_tokens=9, stop_token_ids=(6,), min_tokens=2))
+        assert (await ended(scene, "a")).finish_reason == "stop"
+        assert (await ended(scene, "b")).finish_reason == "stop"
+    assert (answer(scene, "a"), answer(scene, "b")) == ([5], [6, 5])
+
+
+async def test_so_many_run_and_the_others_wait_in_turn(scene: Scene) -> None:
+    engine = engine_of(Echo, max_num_seqs=2)
+    async with serving(scene, engine) as (_, send):
+        instance(engine).gate.clear()
+        for name in "abcd":
+            await send(name, [1, 2])
+        await until(lambda: scene.loads() and (scene.loads()[-1].running, scene.loads()[-1].waiting) == (2, 2))
+        instance(engine).gate.set()
+        for name in "abcd":
+            await ended(scene, name)
+        assert instance(engine).running_max == 2
+        assert instance(engine).closed == list("abcd")
+
+
+async def test_cancelling_closes_the_generator_and_lets_the_next_one_run(scene: Scene) -> None:
+    engine = engine_of(Echo, max_num_seqs=1)
+    async with serving(scene, engine) as (worker, send):
+        instance(engine).gate.clear()
+        for name in "abc":
+            await send(name, [1, 2])
+        await until(lambda: answer(scene, "a") == [1])
+        for name in ("b", "a"):
+            assert worker.worker_epoch is not None
+            await scene.send(WorkCancelled(request_id=name, attempt=1, owner_epoch=0, worker_epoch=worker.worker_epoch))
+        await until(lambda: answer(scene, "c") == [1])
+        assert instance(engine).closed == ["a"]
+        assert instance(engine).requests[0].cancelled
+        instance(engine).gate.set()
+        await ended(scene, "c")
+    assert [event.request_id for event in scene.tokens(ResponseEnded)] == ["c"]
+    assert instance(engine).closed == ["a", "c"]
+
+
+async def test_a_generator_that_goes_on_after_its_cancellation_is_closed(scene: Scene) -> None:
+    class Stubborn:
+        closed = False
+
+        @endpoint()
+        async def generate(self, _: Request) -> AsyncGenerator[int]:
+            try:
+                while True:
+                    try:
+                        yield 1
+                        await asyncio.Event().wait()
+                    except asyncio.CancelledError:
+                        continue
+            finally:
+                Stubborn.closed = True
+
+    async with serving(scene, engine_of(Stubborn)) as (worker, send):
+        await send("a", [1])
+        await until(lambda: answer(scene, "a"))
+        assert worker.worker_epoch is not None
+        await scene.send(WorkCancelled(request_id="a", attempt=1, owner_epoch=0, worker_epoch=worker.worker_epoch))
+        await until(lambda: Stubborn.closed)
+    assert scene.tokens(ResponseEnded) == []
+
+
+class Moody:
+    """Fails as its prompt says."""
+
+    @endpoint()
+    async def generate(self, request: Request) -> AsyncGenerator[Any]:
+        for token in request.token_ids:
+            match token:
+                case 90:
+                    raise RuntimeError("the model\nis gone")
+                case 91:
+                    raise Refused("no such voice")
+                case 92:
+                    yield 1.5
+                case 93:
+                    yield -1
+                case 94:
+                    yield "text"
+                case 95:
+                    yield request.text
+                case 96:
+                    raise RuntimeError
+                case _:
+                    yield token
+
+
+@pytest.mark.parametrize(
+    ("prompt", "status", "code", "message"),
+    [
+        ([1, 90], 500, "engine_error", "test.it.generate failed: RuntimeError: the model is gone"),
+        ([1, 91], 400, "invalid_request", "no such voice"),
+        ([92], 500, "engine_error", "TypeError: it yielded float; token ids (int) or text (str) are wanted"),
+        ([93], 500, "engine_error", "ValueError: -1 is no token id"),
+        ([94], 500, "engine_error", "there is no tokenizer.json in no-model-directory"),
+        ([95], 400, "invalid_request", "test.it has no tokenizer: its model directory holds no tokenizer.json"),
+        ([96], 500, "engine_error", "test.it.generate failed: RuntimeError"),
+    ],
+)
+async def test_what_generate_raises_fails_its_request_alone(
+    scene: Scene, prompt: list[int], status: int, code: str, message: str
+) -> None:
+    async with serving(scene, engine_of(Moody)) as (worker, send):
+        await send("bad", prompt)
+        failed = await ended(scene, "bad")
+        await send("good", [7, 8])
+        await ended(scene, "good")
+        shown = metrics(worker)
+    assert failed.error is not None
+    assert (failed.error.status, failed.error.code) == (status, code)
+    assert message in failed.error.message
+    assert answer(scene, "bad") == [token for token in prompt if token < 90]
+    assert answer(scene, "good") == [7, 8]
+    assert [event.request_id for event in scene.progress(RequestFailed)] == ["bad"]
+    outcome = "failed" if status == 500 else "refused"
+    assert f'forebay_endpoint_requests_total{{endpoint="test.it.generate",outcome="{outcome}"}} 1.0' in shown
+    assert 'forebay_endpoint_requests_total{endpoint="test.it.generate",outcome="ok"} 1.0' in shown
+
+
+def metrics(worker: Worker) -> str:
+    registry = CollectorRegistry()
+    registry.register(WorkerMetrics(worker))
+    return generate_latest(registry).decode()
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "why"),
+    [
+        ({"task": "embed"}, 400, "test.it has no endpoint embed"),
+        ({"lora_name": "poet"}, 404, "test.it has no adapter poet loaded"),
+        ({"sampling": Sampling(max_tokens=1, logprobs=1)}, 400, "test.it tells no logprobs"),
+    ],
+)
+async def test_what_a_service_does_not_do_is_refused(
+    scene: Scene, changes: dict[str, Any], status: int, why: str
+) -> None:
+    async with serving(scene, engine_of(Echo)) as (_, send):
+        await send("a", [1], **changes)
+        failed = await ended(scene, "a")
+    assert failed.error is not None
+    assert (failed.error.status, failed.error.message) == (status, why)
+
+
+async def test_too_many_that_wait_are_refused(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service_engine, "WAITING_MAX", 1)
+    engine = engine_of(Echo, max_num_seqs=1)
+    async with serving(scene, engine) as (_, send):
+        instance(engine).gate.clear()
+        for name in "abc":
+            await send(name, [1, 2])
+        failed = await ended(scene, "c")
+        instance(engine).gate.set()
+        await ended(scene, "b")
+    assert failed.error is not None
+    assert (failed.error.status, failed.error.code) == (503, "engine_overloaded")
+    assert answer(scene, "b") == [1, 2]
+
+
+async def test_text_becomes_the_tokens_of_the_model(scene: Scene) -> None:
+    class Shout:
+        @endpoint()
+        async def generate(self, request: Request) -> AsyncGenerator[str]:
+            for word in request.text.split():
+                yield f"{word.upper()} "
+
+    model = Model(DEFAULT_MODEL)
+    async with serving(scene, engine_of(Shout, DEFAULT_MODEL)) as (_, send):
+        await send("a", model.encode("hello dear log"))
+        assert (await ended(scene, "a")).finish_reason == "stop"
+    assert model.tokenizer.decode(answer(scene, "a")) == "HELLO DEAR LOG "
+
+
+async def test_operators_stand_around_generate(scene: Scene) -> None:
+    async def doubled(request: Request, generate: Generate) -> AsyncGenerator[int]:
+        async for token in generate(request):
+            yield token * 2
+
+    async with serving(scene, engine_of(Echo, pipeline=[TokenLimit(2), doubled])) as (_, send):
+        await send("a", [5, 6, 7])
+        assert (await ended(scene, "a")).finish_reason == "stop"
+    assert answer(scene, "a") == [10, 12]
+
+
+async def test_a_generator_that_awaits_nothing_does_not_stop_the_others(scene: Scene) -> None:
+    class Endless:
+        @endpoint()
+        async def generate(self, request: Request) -> AsyncGenerator[int]:
+            while True:
+                yield request.token_ids[0]
+
+    async with serving(scene, engine_of(Endless)) as (_, send):
+        await send("long", [1], 1 << 20)
+        await until(lambda: answer(scene, "long"))
+        await send("short", [2], 3)
+        assert (await ended(scene, "short")).finish_reason == "length"
+        assert end(scene, "long") is None
+
+
+async def test_vectors_of_a_service_that_embeds(scene: Scene) -> None:
+    class Embedder:
+        @endpoint()
+        async def embed(self, request: Request) -> list[float]:
+            return [0.5 * token for token in request.token_ids if token]
+
+    async with serving(scene, engine_of(Embedder)) as (worker, send):
+        assert worker.spec.tasks == ("embed",)
+        await send("a", [1, 3], task="embed")
+        assert (await ended(scene, "a")).finish_reason == "stop"
+        await send("none", [0], task="embed")
+        failed = await ended(scene, "none")
+    (vector,) = scene.tokens(Embedded)
+    assert struct.unpack("<2f", vector.vector) == (0.5, 1.5)
+    assert failed.error is not None
+    assert failed.error.message == "test.it.embed failed: ValueError: it returned an empty vector"
+
+
+class Remembering:
+    """Caches the blocks of every prompt, and tells."""
+
+    cache: Cache
+
+    @endpoint()
+    async def generate(self, request: Request) -> AsyncGenerator[int]:
+        held = set(self.cache.held())
+        known = [block for block in request.sequence_hashes if block in held]
+        self.cache.hit(request, 4 * len(known))
+        new = [block for block in request.sequence_hashes if block not in held]
+        self.cache.stored(new, known[-1] if known else None)
+        yield 1
+
+    @endpoint()
+    async def clear_kv_blocks(self, command: Command) -> None:
+        self.cache.removed(self.cache.held()[:1])
+        self.cache.cleared()
+
+
+async def test_a_service_tells_what_it_has_cached(scene: Scene) -> None:
+    engine = engine_of(Remembering, kv_events=True)
+    async with serving(scene, engine) as (worker, send):
+        assert worker.spec.kv_events
+        first = await send("a", list(range(8)))
+        await ended(scene, "a")
+        second = await send("b", [*range(8), *range(8)])
+        usage = (await ended(scene, "b")).usage
+        assert usage is not None
+        assert usage.cached_tokens == 8
+        assert await engine.command(Command(action="clear_kv_blocks")) == ()
+        await until(lambda: len(scene.kv()) == 4)
+        assert engine.held(0) == ()
+    stored, more, removed, cleared = scene.kv()
+    assert (type(stored), type(more), type(removed), type(cleared)) == (
+        BlocksStored,
+        BlocksStored,
+        BlocksRemoved,
+        CacheCleared,
+    )
+    blocks = unpack_u64(second.sequence_hashes)
+    assert unpack_u64(stored.sequence_hashes) == blocks[:2] == unpack_u64(first.sequence_hashes)
+    assert (unpack_u64(more.sequence_hashes), more.parent_hash) == (blocks[2:], blocks[1])
+    assert unpack_u64(removed.sequence_hashes) == blocks[:1]
+    assert [event.cached_tokens for event in scene.progress(FirstTokenEmitted)] == [0, 8]
+    assert [event.cached_tokens for event in scene.progress(RequestFinished)] == [0, 8]
+
+
+async def test_what_a_service_has_cached_is_announced_when_it_joins_again(scene: Scene) -> None:
+    engine = engine_of(Remembering, kv_events=True)
+    async with serving(scene, engine) as (_, send):
+        item = await send("a", list(range(8)))
+        await ended(scene, "a")
+        engine.reset()
+        assert list(engine.held(0)) == unpack_u64(item.sequence_hashes)
+        with pytest.raises(ValueError, match="unsigned 64-bit integer, not -1"):
+            instance(engine).cache.stored([-1])
+
+
+class Commanded:
+    """Notes what it was commanded."""
+
+    def __init__(self) -> None:
+        self.did: list[str] = []
+
+    @endpoint()
+    async def generate(self, request: Request) -> AsyncGenerator[int]:
+        yield 1
+
+    @endpoint()
+    async def load_lora(self, command: Command) -> None:
+        if "bad" in command.lora_name:
+            raise OSError(f"no adapter in {command.lora_path}")
+        if "big" in command.lora_name:
+            raise Refused("its rank is 4, not 8")
+        self.did.append(f"load {command.lora_name} from {command.lora_path}")
+
+    @endpoint("unload_lora")
+    async def forget(self, command: Command) -> None:
+        self.did.append(f"unload {command.lora_name}")
+
+
+async def test_commands_are_the_control_endpoints(scene: Scene) -> None:
+    engine = engine_of(Commanded, loras={"first": Path("a")})
+    async with serving(scene, engine) as (worker, send):
+        assert worker.spec.loras == ("first",)
+        assert await engine.command(Command(action="load_lora", lora_name="poet", lora_path="dir")) == ("first", "poet")
+        assert await engine.command(Command(action="load_lora", lora_name="poet", lora_path="dir")) == ("first", "poet")
+        await send("a", [1], lora_name="poet")
+        assert (await ended(scene, "a")).error is None
+        assert await engine.command(Command(action="unload_lora", lora_name="first")) == ("poet",)
+        assert await engine.command(Command(action="list_loras")) == ("poet",)
+        for name, why in (("bad", "test.it.load_lora: OSError: no adapter in x"), ("big", "its rank is 4, not 8")):
+            with pytest.raises(EngineRefused, match=why):
+                await engine.command(Command(action="load_lora", lora_name=name, lora_path="x"))
+        with pytest.raises(
+            EngineRefused, match=r"test\.it has no endpoint sleep; it has unload_lora, generate, load_lora"
+        ):
+            await engine.command(Command(action="sleep"))
+        assert await engine.command(Command(action="list_loras")) == ("poet",)
+    assert instance(engine).did == ["load first from a", *["load poet from dir"] * 2, "unload first"]
+
+
+async def test_hooks_are_awaited_in_their_turn(scene: Scene) -> None:
+    calls: list[str] = []
+
+    class Hooked(Echo):
+        async def start(self, settings: EngineSettings) -> None:
+            calls.append(f"start {settings.model_name}")
+
+        async def check(self) -> None:
+            calls.append("check")
+
+        async def stop(self) -> None:
+            calls.append(f"stop {self.closed}")
+            raise RuntimeError("it may not even stop well")
+
+    engine = engine_of(Hooked)
+    async with serving(scene, engine) as (_, send):
+        await until(lambda: "check" in calls)
+        instance(engine).gate.clear()
+        await send("a", [1, 2])
+        await until(lambda: answer(scene, "a"))
+    assert calls[0] == "start model"
+    assert calls[-1] == "stop ['a']"
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("start", "test.it did not start: RuntimeError: there is no GPU"),
+        ("check", "test.it is broken: RuntimeError: there is no GPU"),
+    ],
+)
+async def test_a_hook_that_fails_breaks_the_engine(scene: Scene, name: str, why: str) -> None:
+    async def fails(_: object) -> None:
+        raise RuntimeError("there is no GPU")
+
+    engine = engine_of(type("Broken", (Echo,), {name: fails}))
+    with pytest.raises(EngineError, match=why):
+        await engine.start(scene.spec())
+        await engine.check()
+    await engine.stop()
+
+
+async def test_what_cannot_be_started_with_is_said(scene: Scene, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(EngineError, match=r"tokenizer\.json: is no tokenizer"):
+        await engine_of(Echo, tmp_path).start(scene.spec())
+    with pytest.raises(EngineError, match="a service has one rank, not 2; start more workers instead"):
+        await engine_of(Echo).start(scene.spec(dp_size=2))
+    with pytest.raises(EngineError, match=r"did not start: test\.it has no endpoint load_lora"):
+        await engine_of(Echo, loras={"poet": Path("x")}).start(scene.spec())

@@ -1,0 +1,364 @@
+"""How a worker ends: drained, at once, or because its engine is broken; never with a lease left over."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import msgspec
+import pytest
+from prometheus_client import CollectorRegistry
+
+from forebay.events.control import Command
+from forebay.events.fleet import WorkerDraining, WorkerJoined, WorkerLease, WorkerLost, WorkerSpec
+from forebay.events.progress import CommandDone
+from forebay.events.tokens import ResponseEnded, TokensEmitted
+from forebay.events.topics import FLEET
+from forebay.events.work import WorkCancelled, WorkerCommand
+from forebay.workers import health, life
+from forebay.workers import worker as worker_module
+from forebay.workers.engine import EngineError, Publish
+from forebay.workers.life import State
+from forebay.workers.metrics import WorkerMetrics
+from forebay.workers.mock_engine import MockEngine
+from forebay.workers.probes import LIVE_S, Probes
+from forebay.workers.worker import Worker
+from tests.workers.conftest import PARTITION, Scene, engine_config, until, work_item
+
+LONG_S = 3600.0
+SLOW = 2.0
+
+
+def offered(scene: Scene) -> WorkerLease | None:
+    """What the worker's lease holds."""
+    lease = scene.lease()
+    return None if lease is None else msgspec.msgpack.decode(lease.payload, type=WorkerLease)
+
+
+def says_draining(scene: Scene) -> bool:
+    found = offered(scene)
+    return found is not None and found.draining
+
+
+async def announce(scene: Scene, epoch: int, worker_id: str = "w1") -> None:
+    """The owner writes that it knows."""
+    await until(lambda: says_draining(scene))
+    fact = WorkerDraining(owner_epoch=0, worker_id=worker_id, worker_epoch=epoch)
+    await scene.append(FLEET, PARTITION, fact)
+
+
+@asynccontextmanager
+async def admitted(scene: Scene, worker: Worker) -> AsyncIterator[tuple["asyncio.Task[None]", int]]:
+    """Run the worker and admit it: its task, and its epoch."""
+    task = asyncio.create_task(worker.run())
+    try:
+        yield task, await scene.admit(worker, "t1")
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def gone(scene: Scene, worker: Worker) -> None:
+    """Nothing of the worker is left."""
+    assert worker.life.state is State.DEREGISTERED
+    assert worker.worker_epoch is None
+    await until(lambda: scene.lease() is None)
+
+
+def shown(worker: Worker, name: str, **labels: str) -> float | None:
+    registry = CollectorRegistry()
+    registry.register(WorkerMetrics(worker))
+    return registry.get_sample_value(name, {"worker_id": "w1", **labels})
+
+
+async def test_a_worker_without_work_leaves_when_the_owner_knows(scene: Scene) -> None:
+    worker = scene.worker()
+    async with admitted(scene, worker) as (task, epoch):
+        await until(lambda: worker.life.state is State.HEALTHY)
+        worker.drain(LONG_S)
+        await announce(scene, epoch + 1)
+        await announce(scene, epoch, "w2")
+        await asyncio.sleep(0)
+        assert not task.done()
+        assert offered(scene) == WorkerLease(spec=worker.spec, draining=True)
+        await announce(scene, epoch)
+        await task
+    await gone(scene, worker)
+
+
+async def test_what_is_under_way_is_finished_and_what_the_owner_sent_before_it_knew(scene: Scene) -> None:
+    worker = scene.worker(speedup=SLOW)
+    async with admitted(scene, worker) as (task, epoch):
+        await scene.send(work_item("a", [1], 30, worker_epoch=epoch))
+        await until(lambda: scene.tokens(TokensEmitted))
+        worker.drain(LONG_S)
+        worker.drain(0.0)  # the first word counts
+        await until(lambda: says_draining(scene))
+        await scene.send(work_item("b", [1], 5, worker_epoch=epoch))
+        await announce(scene, epoch)
+        await task
+    ends = {end.request_id: end.finish_reason for end in scene.tokens(ResponseEnded)}
+    assert ends == {"a": "length", "b": "length"}
+    assert worker.counters.handed_back == 0
+    await gone(scene, worker)
+
+
+async def test_a_drain_ends_when_the_last_request_is_cancelled(scene: Scene) -> None:
+    worker = scene.worker(speedup=0.01)
+    async with admitted(scene, worker) as (task, epoch):
+        await scene.send(work_item("a", [1], 200, worker_epoch=epoch))
+        await until(lambda: scene.loads() and scene.loads()[-1].running)
+        worker.drain(LONG_S)
+        await announce(scene, epoch)
+        await scene.send(WorkCancelled(request_id="a", attempt=1, owner_epoch=0, worker_epoch=epoch))
+        await task
+    assert scene.tokens(ResponseEnded) == []
+    await gone(scene, worker)
+
+
+async def test_a_command_under_way_is_finished_too(scene: Scene) -> None:
+    engine = Fragile()
+    worker = scene.worker(engine=engine)
+    async with admitted(scene, worker) as (task, epoch):
+        engine.told = asyncio.Event()
+        order = Command(action="list_loras")
+        told = WorkerCommand(command_id="c", command=order, owner_epoch=0, worker_epoch=epoch, timeout_us=60_000_000)
+        await scene.send(told)
+        await until(lambda: "command" in engine.calls)
+        worker.drain(LONG_S)
+        await announce(scene, epoch)
+        # Once this is answered the worker knows what the owner wrote before it, and waits all the same.
+        await scene.send(work_item("a", [1], 2, worker_epoch=epoch))
+        await until(lambda: scene.tokens(ResponseEnded))
+        assert not task.done()
+        engine.told.set()
+        await task
+    assert [event.command_id for event in scene.progress(CommandDone)] == ["c"]
+    await gone(scene, worker)
+
+
+async def test_what_is_not_finished_in_time_is_handed_back(scene: Scene) -> None:
+    worker = scene.worker(speedup=SLOW)
+    async with admitted(scene, worker) as (task, epoch):
+        await scene.send(work_item("a", [1], 200, worker_epoch=epoch))
+        await until(lambda: scene.tokens(TokensEmitted))
+        worker.drain(0.0)
+        await task
+    assert scene.tokens(ResponseEnded) == []
+    assert worker.counters.handed_back == 1
+    assert shown(worker, "forebay_worker_handed_back_total") == 1
+    await gone(scene, worker)
+
+
+async def test_an_owner_that_says_nothing_is_not_waited_for_long(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(life, "FACT_S", 0.01)
+    worker = scene.worker()
+    async with admitted(scene, worker) as (task, _):
+        worker.drain(LONG_S)
+        await task
+    await gone(scene, worker)
+
+
+async def test_a_worker_that_is_lost_while_it_drains_does_not_come_back(scene: Scene) -> None:
+    worker = scene.worker(speedup=0.01)
+    async with admitted(scene, worker) as (task, epoch):
+        await scene.send(work_item("a", [1], 200, worker_epoch=epoch))
+        worker.drain(LONG_S)
+        await until(lambda: says_draining(scene))
+        assert worker.life.state is State.STOPPING
+        lost = WorkerLost(owner_epoch=0, worker_id="w1", worker_epoch=epoch, reason="test")
+        await scene.append(FLEET, PARTITION, lost)
+        await task
+    await gone(scene, worker)
+
+
+async def test_a_worker_that_was_not_admitted_leaves_at_once(scene: Scene) -> None:
+    worker = scene.worker()
+    task = asyncio.create_task(worker.run())
+    await until(lambda: scene.holds("t1"))
+    assert worker.life.state is State.REGISTERED
+    worker.drain(LONG_S)
+    await task
+    await gone(scene, worker)
+
+
+async def test_a_drain_that_is_cut_short_leaks_nothing(scene: Scene) -> None:
+    worker = scene.worker(speedup=0.01)
+    async with admitted(scene, worker) as (task, epoch):
+        await scene.send(work_item("a", [1], 200, worker_epoch=epoch))
+        worker.drain(LONG_S)
+        await until(lambda: says_draining(scene))
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert task.cancelled()
+    await gone(scene, worker)
+
+
+class Fragile(MockEngine):
+    """An engine that the test breaks."""
+
+    def __init__(self) -> None:
+        super().__init__(engine_config(), speedup=1000.0)
+        self.calls: list[str] = []
+        self.started = asyncio.Event()
+        self.started.set()
+        self.sick: BaseException | None = None
+        self.hangs = self.ends = False
+        self.told = asyncio.Event()
+        self.told.set()
+
+    async def start(self, spec: WorkerSpec) -> WorkerSpec:
+        self.calls.append("start")
+        await self.started.wait()
+        return msgspec.structs.replace(spec, kv_blocks_total=spec.kv_blocks_total * 2)
+
+    async def run(self, publish: Publish) -> None:
+        if not self.ends:
+            await super().run(publish)
+
+    async def check(self) -> None:
+        if self.hangs:
+            await asyncio.Event().wait()
+        if self.sick is not None:
+            raise self.sick
+
+    async def command(self, command: Command) -> tuple[str, ...]:
+        self.calls.append("command")
+        await self.told.wait()
+        return await super().command(command)
+
+    async def stop(self) -> None:
+        self.calls.append("stop")
+
+
+async def test_a_worker_that_is_to_stop_while_its_engine_starts_registers_nothing(scene: Scene) -> None:
+    engine = Fragile()
+    engine.started.clear()
+    worker = scene.worker(engine=engine)
+    task = asyncio.create_task(worker.run())
+    await until(lambda: engine.calls)
+    assert worker.life.state is State.CREATED
+    worker.drain(LONG_S)
+    await task
+    assert engine.calls == ["start", "stop"]
+    assert not worker.started
+    await gone(scene, worker)
+
+
+async def test_an_engine_that_dies_at_start_registers_nothing(scene: Scene) -> None:
+    class Dies(Fragile):
+        async def start(self, _: WorkerSpec) -> WorkerSpec:
+            raise EngineError("no weights in this directory")
+
+    engine = Dies()
+    worker = scene.worker(engine=engine)
+    with pytest.raises(EngineError, match="no weights in this directory"):
+        await worker.run()
+    assert engine.calls == ["stop"]
+    assert scene.lease() is None
+    await gone(scene, worker)
+
+
+@pytest.mark.parametrize("how", ["sick", "hangs", "ends"])
+async def test_a_broken_engine_ends_the_worker_and_gives_its_requests_back(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setattr(health, "CHECK_S", 0.005)
+    monkeypatch.setattr(health, "CHECK_TIMEOUT_S", 0.05)
+    engine = Fragile()
+    engine.ends = how == "ends"
+    worker = scene.worker(engine=engine)
+    task = asyncio.create_task(worker.run())
+    if how != "ends":
+        await scene.admit(worker, "t1")
+        await until(lambda: worker.life.state is State.HEALTHY)
+        if how == "sick":
+            engine.sick = EngineError("the engine core is dead")
+        else:
+            engine.hangs = True
+    with pytest.raises(ExceptionGroup) as raised:
+        await task
+    (error,) = raised.value.exceptions
+    assert isinstance(error, EngineError)
+    expected = {
+        "sick": "the engine core is dead",
+        "hangs": "the engine did not answer a health check within 0.05 s",
+        "ends": "the engine stopped serving by itself",
+    }
+    assert str(error) == expected[how]
+    assert engine.calls == ["start", "stop"]
+    assert scene.tokens(ResponseEnded) == []
+    await gone(scene, worker)
+
+
+async def test_an_engine_that_does_not_stop_is_given_up(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Sticky(Fragile):
+        async def stop(self) -> None:
+            await asyncio.Event().wait()
+
+    monkeypatch.setattr(worker_module, "ENGINE_STOP_S", 0.01)
+    worker = scene.worker(engine=Sticky())
+    async with scene.serving(worker):
+        pass
+    assert "the engine did not stop within 0.01 s" in caplog.text
+    await gone(scene, worker)
+
+
+async def test_a_worker_is_ready_when_it_is_a_member_and_its_engine_answers(scene: Scene) -> None:
+    engine, probes = Fragile(), Probes()
+    assert (probes.ready(), probes.live()) == ((False, "created"), (True, "created"))
+    engine.started.clear()
+    engine.hangs = True
+    worker = probes.worker = scene.worker(engine=engine)
+    worker.health.checked_s -= 2 * LIVE_S  # a model that loads for long is alive
+    task = asyncio.create_task(worker.run())
+    await until(lambda: engine.calls)
+    assert (probes.ready(), probes.live()) == ((False, "created"), (True, "created"))
+    assert shown(worker, "forebay_worker_member") == 0
+    engine.started.set()
+    await until(lambda: scene.holds("t1"))
+    assert (probes.ready(), probes.live()) == ((False, "registered"), (True, "registered"))
+    await scene.admit(worker, "t1")
+    states = {state: shown(worker, "forebay_worker_state", state=state) for state in State}
+    assert states == {state: float(state is State.RUNNING) for state in State}
+    assert probes.ready() == (False, "running")
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert (probes.ready(), probes.live()) == ((False, "deregistered"), (False, "deregistered"))
+    await gone(scene, worker)
+
+
+async def test_a_worker_whose_event_loop_is_stuck_is_not_alive(scene: Scene) -> None:
+    probes = Probes()
+    worker = probes.worker = scene.worker()
+    async with scene.serving(worker):
+        await until(lambda: probes.ready()[0])
+        worker.health.checked_s -= LIVE_S + 1
+        well, text = probes.live()
+        assert (well, text.startswith("healthy, no health check for 31 s")) == (False, True)
+
+
+async def test_a_worker_that_lost_its_epoch_is_not_ready_until_it_has_another(scene: Scene) -> None:
+    probes = Probes()
+    worker = probes.worker = scene.worker()
+    async with scene.serving(worker) as epoch:
+        await until(lambda: probes.ready() == (True, "healthy"))
+        assert probes.live() == (True, "healthy")
+        assert shown(worker, "forebay_worker_state", state="healthy") == 1
+        lost = WorkerLost(owner_epoch=0, worker_id="w1", worker_epoch=epoch, reason="test")
+        await scene.append(FLEET, PARTITION, lost)
+        await until(lambda: scene.holds("t1.2"))
+        assert probes.ready() == (False, "registered")
+        await scene.admit(worker, "t1.2")
+        await until(lambda: probes.ready() == (True, "healthy"))
+
+
+async def test_what_the_engine_made_of_the_spec_is_what_is_offered(scene: Scene) -> None:
+    worker = scene.worker(engine=Fragile())
+    async with scene.serving(worker):
+        found = offered(scene)
+        assert found is not None
+        assert found.spec.kv_blocks_total == 2 * scene.spec().kv_blocks_total
+        (joined,) = scene.events(FLEET, WorkerJoined)
+        assert joined.spec == found.spec

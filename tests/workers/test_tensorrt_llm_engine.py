@@ -1,0 +1,350 @@
+"""TensorRT-LLM's adapter against a stand-in with TensorRT-LLM's signatures: what the contract does not say."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forebay.events.control import Action, Command
+from forebay.events.requests import Sampling, StructuredOutput, TokenBias
+from forebay.events.tokens import TopLogprob
+from forebay.workers import async_engine
+from forebay.workers.engine import Cleared, EngineError, EngineRefused
+from forebay.workers.engine_settings import EngineSettings
+from forebay.workers.tensorrt_llm_engine import TensorRtLlmEngine
+from forebay.workers.tensorrt_llm_requests import engine_arguments, engine_priority, sampling_arguments, step_stats
+from tests.engines.driven import Driven, driven
+from tests.workers.conftest import until
+from tests.workers.standins import tensorrt_llm_standin
+from tests.workers.standins.little import answer_of
+from tests.workers.standins.tensorrt_llm_standin import LLM, MetricsCollector, RequestError
+from tests.workers.test_engine_contract import PROMPT, SPEC, lora_directory, model_directory, told
+
+Start = Callable[..., AbstractAsyncContextManager[Driven]]
+
+
+@pytest.fixture
+def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EngineSettings:
+    tensorrt_llm_standin.install(monkeypatch)
+    return EngineSettings(model=model_directory(tmp_path / "model"), model_name="m", block_size=4, kv_blocks=32)
+
+
+@pytest.fixture
+def started(settings: EngineSettings) -> Start:
+    @asynccontextmanager
+    async def start(spec: Any = SPEC, **arguments: Any) -> AsyncIterator[Driven]:
+        changed = EngineSettings(**{**_fields(settings), "arguments": arguments})
+        async with driven(TensorRtLlmEngine(changed), msgspec.structs.replace(spec, block_size=4)) as one:
+            yield one
+
+    return start
+
+
+def _fields(settings: EngineSettings) -> dict[str, Any]:
+    return {name: getattr(settings, name) for name in EngineSettings.__slots__}
+
+
+def llm() -> LLM:
+    assert LLM.made is not None
+    return LLM.made
+
+
+async def test_tokens_are_said_as_they_come_with_their_probabilities(started: Start) -> None:
+    async with started() as one:
+        answer = await one.ask(PROMPT, 5, logprobs=2)
+        assert answer.tokens == answer_of(PROMPT, 5)
+        assert [place.logprob for place in answer.logprobs] == [-0.5] * 5
+        assert answer.logprobs[0].top == (
+            TopLogprob(token_id=answer.tokens[0], logprob=-0.5),
+            TopLogprob(token_id=7, logprob=-9999.0),
+        )
+        (alone,) = (await one.ask(PROMPT, 1, logprobs=0)).logprobs
+        assert alone.logprob == -0.5 and alone.top == ()
+        assert llm().asked_with[-1]["sampling_params"].logprobs == 1
+
+
+async def test_what_was_said_between_two_looks_is_said_once(started: Start) -> None:
+    async with started() as one:
+        llm().step.clear()
+        answers = [one.submit(one.item([*PROMPT, number], 9)) for number in range(3)]
+        llm().step.set()
+        await one.until(lambda: all(answer.over for answer in answers))
+        assert [answer.tokens for answer in answers] == [answer_of([*PROMPT, number], 9) for number in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("failure", "status"), [(RequestError("too long for the batch"), 400), (RuntimeError("CUDA broke"), 500)]
+)
+async def test_an_answer_that_fails_in_the_middle(started: Start, failure: Exception, status: int) -> None:
+    async with started() as one:
+        llm().fail_after[77] = failure
+        answer = await one.ask([77, *PROMPT], 9)
+        assert answer.error is not None and answer.error.status == status and str(failure) in answer.error.message
+        assert len(answer.tokens) == 1 and llm().aborted
+        assert (await one.ask(PROMPT, 3)).error is None
+
+
+@pytest.mark.parametrize("why", ["stop", "timeout", "cancelled"])
+async def test_how_an_answer_ends(started: Start, why: str) -> None:
+    async with started() as one:
+        llm().end_after[77] = why
+        answer = await one.ask([77, *PROMPT], 9)
+        if why == "stop":
+            assert answer.finished is not None and answer.finished.reason == "stop"
+        else:
+            assert answer.error is not None and why in answer.error.message
+
+
+async def test_what_it_refuses_is_told_in_its_words(started: Start) -> None:
+    async with started() as one:
+        bias = (TokenBias(token_id=1, bias=1.0),)
+        wrong: list[dict[str, Any]] = [{"top_p": 7.0, "temperature": 1.0}, {"logit_bias": bias}]
+        for sampling in [*wrong, {"structured": StructuredOutput(kind="choice", text="{}")}]:
+            answer = await one.ask(PROMPT, 2, **sampling)
+            assert answer.error is not None and answer.error.status == 400
+        answer = await one.ask(PROMPT, 2, task="embed")
+        assert answer.error is not None and "generate" in answer.error.message
+    async with started(max_num_tokens=8) as one:
+        answer = await one.ask(PROMPT, 2)
+        assert answer.error is not None and answer.error.status == 400
+
+
+async def test_requests_carry_what_deviates_and_nothing_else(started: Start) -> None:
+    async with started() as one:
+        await one.ask(PROMPT, 1)
+        plain = llm().asked_with[-1]
+        assert (plain["priority"], plain["cache_salt"], plain["scheduling_params"]) == (0.5, None, None)
+        await one.ask(PROMPT, 1, priority=1, cache_namespace="tenant")
+        assert llm().asked_with[-1]["priority"] > 0.5 and llm().asked_with[-1]["cache_salt"] == "tenant"
+
+
+@given(st.lists(st.integers(-1_000, 1_000), min_size=2))
+def test_higher_priority_is_sooner_and_in_range(priorities: list[int]) -> None:
+    ordered = sorted(set(priorities))
+    asked = [engine_priority(priority) for priority in ordered]
+    assert asked == sorted(set(asked)) and all(0.0 <= one <= 1.0 for one in asked)
+    assert engine_priority(0) == 0.5
+
+
+def test_any_priority_is_in_range() -> None:
+    assert 0.0 <= engine_priority(-(1 << 31)) < engine_priority((1 << 31) - 1) <= 1.0
+
+
+async def test_events_that_are_missed_empty_the_rank_and_what_comes_is_told(started: Start) -> None:
+    async with started() as one:
+        await one.ask(PROMPT, 2)
+        await told(one, one.blocks(PROMPT))
+        llm().next_ids[0] += 5
+        other = list(range(200, 212))
+        await one.ask(other, 2)
+        await told(one, one.blocks(other))
+        assert one.held[0] == one.blocks(other) == set(one.engine.held(0))
+        # Their parents are not known any more, and nobody can be asked: they are left out.
+        await one.ask([*PROMPT, *PROMPT], 2)
+        third = list(range(300, 312))
+        await one.ask(third, 2)
+        await told(one, one.blocks(third))
+        assert one.held[0] == one.blocks(other) | one.blocks(third)
+        told_empty = [change for batch in one.batches for change in batch.cache_changes if isinstance(change, Cleared)]
+        assert len(told_empty) == 1
+
+
+async def test_an_event_that_nobody_understands_is_counted(started: Start) -> None:
+    async with started() as one:
+        llm().events.append({"event_id": "nonsense"})
+        await one.ask(PROMPT, 2)
+        await told(one, one.blocks(PROMPT))
+        found = {
+            sample.labels.get("kind"): sample.value
+            for collector in one.engine.collectors()
+            for metric in collector.collect()
+            for sample in metric.samples
+        }
+        assert found["undecodable"] == 1 and found["live"] >= 2
+
+
+async def test_without_kv_events_nothing_is_told_of_the_cache(started: Start) -> None:
+    async with started(msgspec.structs.replace(SPEC, kv_events=False)) as one:
+        assert not one.spec.kv_events
+        await one.ask(PROMPT, 2)
+        assert not llm().events and one.engine.held(0) == ()
+    async with started(kv_cache_config={"enable_block_reuse": False}) as one:
+        assert not one.spec.kv_events
+
+
+async def test_a_reset_keeps_the_cache_and_says_so(started: Start) -> None:
+    async with started() as one:
+        await one.ask(PROMPT, 2)
+        await told(one, one.blocks(PROMPT))
+        one.engine.reset()
+        assert set(one.engine.held(0)) >= one.blocks(PROMPT)
+        assert (await one.ask(PROMPT, 2)).cached
+
+
+@pytest.mark.parametrize("action", ["clear_kv_blocks", "sleep", "wake_up", "pause", "resume"])
+async def test_commands_that_it_has_no_call_for(started: Start, action: Action) -> None:
+    async with started() as one:
+        with pytest.raises(EngineRefused, match="no call"):
+            await one.engine.command(Command(action=action))
+        assert (await one.ask(PROMPT, 2)).error is None
+
+
+async def test_an_adapters_name_keeps_its_number(started: Start, tmp_path: Path) -> None:
+    first, second = (str(lora_directory(tmp_path / name)) for name in ("first", "second"))
+    load = Command(action="load_lora", lora_name="x", lora_path=first)
+    async with started(lora_config={"max_lora_rank": 8}) as one:
+        numbers = []
+        for _ in range(2):
+            await one.engine.command(load)
+            await one.ask(PROMPT, 1, lora_name="x")
+            numbers.append(llm().asked_with[-1]["lora_request"].lora_int_id)
+            await one.engine.command(Command(action="unload_lora", lora_name="x"))
+        assert numbers[0] == numbers[1]
+        with pytest.raises(EngineRefused, match="another name"):
+            await one.engine.command(Command(action="load_lora", lora_name="x", lora_path=second))
+        await one.engine.command(Command(action="load_lora", lora_name="y", lora_path=second))
+        await one.ask(PROMPT, 1, lora_name="y")
+        assert llm().asked_with[-1]["lora_request"].lora_int_id != numbers[0]
+    async with started() as one:
+        with pytest.raises(EngineRefused, match="lora_config"):
+            await one.engine.command(load)
+
+
+async def test_an_engine_that_dies_ends_it(started: Start) -> None:
+    async with started() as one:
+        llm().deaf = True
+        answer = one.submit(one.item(PROMPT, 2))
+        await until(lambda: llm().running)
+        llm().healthy = False
+        with pytest.raises(EngineError, match="TensorRT-LLM died"):
+            await one.until(lambda: answer.over)
+        with pytest.raises(EngineError, match="died"):
+            await one.engine.check()
+
+
+async def test_a_request_that_finds_it_dead_is_left_to_others(started: Start) -> None:
+    async with started() as one:
+        llm().fail_after[77] = RuntimeError("LLM is shutting down")
+        llm().step.clear()
+        answer = one.submit(one.item([77, *PROMPT], 9))
+        await until(lambda: llm().running)
+        llm().healthy = False
+        llm().step.set()
+        with pytest.raises(EngineError, match="died"):
+            await one.until(lambda: answer.over)
+        assert not answer.over
+
+
+async def test_a_health_request_that_is_not_answered(started: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(async_engine, "CANARY_EVERY_S", -1.0)
+    monkeypatch.setattr(async_engine, "CANARY_TIMEOUT_S", -1.0)
+    async with started() as one:
+        llm().deaf = True
+        with pytest.raises(EngineError, match="did not answer a health request"):
+            for _ in range(2):
+                await one.engine.check()
+                await asyncio.sleep(0)
+
+
+async def test_a_start_that_fails_says_why(
+    settings: EngineSettings, started: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LLM, "fails", RuntimeError("Only 0 GPUs are available"))
+    with pytest.raises(EngineError, match="Only 0 GPUs"):
+        async with started():
+            pass
+    monkeypatch.setattr(LLM, "fails", None)
+    for wrong in ({"unknown_option": 1}, {"kv_cache_config": {"unknown_option": 1}}):
+        with pytest.raises(EngineError, match="unknown_option"):
+            async with started(**wrong):
+                pass
+    for role in ("prefill", "decode", "encode"):
+        engine = TensorRtLlmEngine(EngineSettings(**{**_fields(settings), "role": role}))
+        with pytest.raises(EngineError, match=role):
+            await engine.start(SPEC)
+        await engine.stop()
+
+
+async def test_sizes_are_asked_of_older_releases_too(started: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(LLM, "get_kv_cache_capacity")
+    async with started() as one:
+        assert (one.spec.block_size, one.spec.kv_blocks_total) == (4, 32)
+
+
+async def test_loads_are_told_and_come_to_rest(started: Start) -> None:
+    async with started() as one:
+        answers = [one.submit(one.item([*PROMPT, number], 110)) for number in range(2)]
+        await one.until(lambda: any(batch.load.running == 2 for batch in one.batches))
+        for answer in answers:
+            one.engine.cancel(answer.item.request_id)
+        await one.until(lambda: one.batches[-1].load.running == 0 and not llm().running)
+        assert len(llm().aborted) == sum(not answer.over for answer in answers)
+
+
+async def test_its_own_collector_is_told_of_each_answer(started: Start) -> None:
+    async with started() as one:
+        await one.ask(PROMPT, 2)
+        assert len(MetricsCollector.told) == 1
+
+
+@pytest.mark.parametrize("wrong", [None, 3, [], {}, {"kvCacheStats": {}}, {"kvCacheStats": {"usedNumBlocks": "x"}}])
+def test_statistics_that_are_none(wrong: object) -> None:
+    assert step_stats(wrong) is None
+
+
+def test_statistics() -> None:
+    stats = step_stats(
+        {
+            "kvCacheStats": {"usedNumBlocks": 3, "maxNumBlocks": 12},
+            "attentionDpRank": 2,
+            "inflightBatchingStats": {"numContextRequests": 1, "numGenRequests": 4, "numQueuedContextRequests": 7},
+        }
+    )
+    assert stats is not None
+    assert (stats.rank, stats.running, stats.waiting, stats.usage) == (2, 5, 7, 0.25)
+
+
+def test_sampling_in_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    greedy = sampling_arguments(Sampling(max_tokens=9, temperature=0.0, top_k=50))
+    assert greedy["top_k"] == 1 and "temperature" not in greedy
+    drawn = sampling_arguments(Sampling(max_tokens=9, temperature=0.7, top_k=50, seed=3, min_tokens=2))
+    assert (drawn["temperature"], drawn["top_k"], drawn["seed"], drawn["min_tokens"]) == (0.7, 50, 3, 2)
+    for arguments in (greedy, drawn):
+        assert tensorrt_llm_standin.SamplingParams(**arguments).max_tokens == 9
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "wanted"),
+    [
+        ("json_object", "", ("json_object", True)),
+        ("json_schema", "{}", ("json", "{}")),
+        ("regex", "a+", ("regex", "a+")),
+        ("grammar", "root ::= x", ("grammar", "root ::= x")),
+        ("choice", '["a.b"]', ("regex", r"(a\.b)")),
+    ],
+)
+async def test_structures_in_its_words(started: Start, kind: Any, text: str, wanted: tuple[str, Any]) -> None:
+    async with started() as one:
+        await one.ask(PROMPT, 1, structured=StructuredOutput(kind=kind, text=text))
+        guided = llm().asked_with[-1]["sampling_params"].guided_decoding
+        assert getattr(guided, wanted[0]) == wanted[1]
+
+
+def test_arguments(settings: EngineSettings) -> None:
+    arguments = engine_arguments(settings, kv_events=True)
+    assert arguments["kv_cache_config"] == {
+        "enable_block_reuse": True,
+        "tokens_per_block": 4,
+        "max_tokens": 128,
+        "event_buffer_max_size": 100_000,
+    }
+    own = EngineSettings(**{**_fields(settings), "dp_size": 2, "arguments": {"kv_cache_config": {"max_tokens": 7}}})
+    arguments = engine_arguments(own, kv_events=False)
+    assert arguments["kv_cache_config"]["max_tokens"] == 7 and arguments["tensor_parallel_size"] == 2
+    assert "event_buffer_max_size" not in arguments["kv_cache_config"]

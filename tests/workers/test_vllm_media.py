@@ -1,0 +1,112 @@
+"""Images and videos as vLLM takes them: one placeholder each, named by their digests."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forebay.events.media import Media
+from forebay.workers.standin_encoder import MediaUnusable
+from forebay.workers.vllm_media import MediaRefused, collapsed, embedded_prompt, engine_prompt, raw_prompt
+from tests.workers.conftest import work_item
+
+np = pytest.importorskip("numpy", reason="numpy is not installed")
+PLACEHOLDER = 99
+
+
+def media(first_token: int, tokens: int, kind: str = "image", content: bytes = b"") -> Media:
+    digest = f"{first_token:064x}"
+    fields = {"kind": kind, "digest": digest, "mime": "image/png", "first_token": first_token, "tokens": tokens}
+    return Media(**fields, content=content)  # type: ignore[arg-type]
+
+
+pieces = st.lists(st.tuples(st.lists(st.integers(0, 50), max_size=4), st.integers(1, 5)), max_size=4)
+
+
+@given(pieces, st.lists(st.integers(0, 50), max_size=4))
+def test_every_run_of_placeholders_is_one_again(pieces: list[tuple[list[int], int]], tail: list[int]) -> None:
+    short: list[int] = []
+    long: list[int] = []
+    places = []
+    for text, tokens in pieces:
+        short += [*text, PLACEHOLDER]
+        places.append(media(len(long) + len(text), tokens))
+        long += [*text, *[PLACEHOLDER] * tokens]
+    assert collapsed([*long, *tail], places) == [*short, *tail]
+
+
+def test_embeddings_are_cut_by_item_and_kind() -> None:
+    some = (media(1, 2), media(4, 3, "video"), media(8, 1))
+    item = work_item("r", [5, 99, 99, 6, 98, 98, 98, 7, 99], 3, media=some)
+    rows = np.arange(12.0).reshape(6, 2)
+    prompt = embedded_prompt(item, rows)
+    assert prompt["prompt_token_ids"] == [5, 99, 6, 98, 7, 99]
+    assert [one.tolist() for one in prompt["multi_modal_data"]["image"]] == [[[0, 1], [2, 3]], [[10, 11]]]
+    assert [one.tolist() for one in prompt["multi_modal_data"]["video"]] == [[[4, 5], [6, 7], [8, 9]]]
+    assert prompt["multi_modal_uuids"] == {"image": [f"{1:064x}", f"{8:064x}"], "video": [f"{4:064x}"]}
+
+
+def test_images_are_decoded_and_videos_are_not() -> None:
+    pytest.importorskip("PIL", reason="Pillow is not installed")
+    from tests.workers.test_media import png  # noqa: PLC0415 - it needs Pillow
+
+    prompt = raw_prompt(work_item("r", [1, 99, 99], 2, media=(media(1, 2, content=png()),)))
+    (image,) = prompt["multi_modal_data"]["image"]
+    assert (image.mode, image.size, prompt["prompt_token_ids"]) == ("RGB", (16, 16), [1, 99])
+    with pytest.raises(MediaUnusable, match="cannot be decoded"):
+        raw_prompt(work_item("r", [1, 99], 2, media=(media(1, 1, content=b"no"),)))
+    with pytest.raises(MediaUnusable, match="by an encode worker alone"):
+        raw_prompt(work_item("r", [1, 99], 2, media=(media(1, 1, "video"),)))
+
+
+class Rendering:
+    """In place of an `AsyncLLM`, as far as prompts go: `spans` is how many tokens it makes of a placeholder."""
+
+    def __init__(self, *, multimodal: bool = True, spans: int = 2) -> None:
+        config = SimpleNamespace(supports_multimodal_inputs=multimodal, get_inputs_embeds_size=lambda: 4)
+        self.vllm_config = SimpleNamespace(model_config=config)
+        self.renderer = self
+        self.asked: list[dict[str, Any]] = []
+        self._spans = spans
+
+    async def render_cmpl_async(self, prompts: list[dict[str, Any]], *, skip_mm_cache: bool) -> list[dict[str, Any]]:
+        assert skip_mm_cache
+        self.asked += prompts
+        (prompt,) = prompts
+        tokens: list[int] = []
+        for one in prompt["prompt_token_ids"]:
+            tokens += [one] * (self._spans if one == PLACEHOLDER else 1)
+        return [{"type": "multimodal", "prompt_token_ids": tokens, "cache_salt": prompt.get("cache_salt")}]
+
+
+async def test_a_prompt_is_the_ingress_s_or_none() -> None:
+    pytest.importorskip("PIL", reason="Pillow is not installed")
+    from tests.workers.test_media import png  # noqa: PLC0415 - it needs Pillow
+
+    item = work_item("r", [1, 99, 99, 2], 2, media=(media(1, 2, content=png()),), cache_namespace="tenant")
+    llm = Rendering()
+    prompt = await engine_prompt(llm, item, None)
+    assert (prompt["prompt_token_ids"], prompt["cache_salt"]) == ([1, 99, 99, 2], "tenant")
+    assert llm.asked[0]["prompt_token_ids"] == [1, 99, 2]
+    with pytest.raises(MediaRefused, match="3 tokens of a prompt with images that has 4") as caught:
+        await engine_prompt(Rendering(spans=1), item, None)
+    assert caught.value.answer.status == 501
+    text = await engine_prompt(Rendering(multimodal=False), work_item("r", [1, 2], 2), None)
+    assert text == {"type": "token", "prompt_token_ids": [1, 2]}
+
+
+async def test_media_that_cannot_be_had_are_refused() -> None:
+    pytest.importorskip("PIL", reason="Pillow is not installed")
+    item = work_item("r", [1, 99, 99], 2, media=(media(1, 2, content=b"no"),))
+    refusals = {
+        "takes no images": (Rendering(multimodal=False), None, 501, "media_not_supported"),
+        "cannot be decoded": (Rendering(), None, 400, "media_not_encoded"),
+        "3 numbers wide, the model's are 4": (Rendering(), np.zeros((2, 3)), 500, "media_not_encoded"),
+    }
+    for text, (llm, embeddings, status, code) in refusals.items():
+        with pytest.raises(MediaRefused, match=text) as caught:
+            await engine_prompt(llm, item, embeddings)
+        assert (caught.value.answer.status, caught.value.answer.code) == (status, code)
+        assert not llm.asked

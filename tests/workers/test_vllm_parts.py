@@ -1,0 +1,351 @@
+"""What of the vLLM engine needs no vLLM: requests in its terms, its arguments, a rank's batches, adapters."""
+
+import itertools
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Counter, generate_latest
+
+from forebay.core.engine_model import Finished, FirstToken, Load, Removed, Stored
+from forebay.events.requests import Sampling, StructuredOutput, TokenBias
+from forebay.events.tokens import AnswerError, TokenLogprob, TopLogprob
+from forebay.events.work import WorkItem
+from forebay.workers import vllm_metrics
+from forebay.workers.engine import CacheChange, Cleared, EngineError, EngineRefused, Failed
+from forebay.workers.engine_settings import EngineSettings
+from forebay.workers.loras import Adapter, Loras
+from forebay.workers.model_directory import check_model
+from forebay.workers.rank_buffer import RankBuffer
+from forebay.workers.vllm_core import engine_arguments
+from forebay.workers.vllm_metrics import EngineMetrics, StepStats
+from forebay.workers.vllm_requests import (
+    engine_priority,
+    prompt_of,
+    sampling_arguments,
+    structured_arguments,
+    token_logprobs,
+)
+
+SETTINGS = EngineSettings(model=Path("/models/tiny"), model_name="tiny", block_size=32, kv_blocks=23)
+
+
+def test_sampling_says_everything_by_vllm_s_names() -> None:
+    sampling = Sampling(
+        max_tokens=9,
+        temperature=0.5,
+        top_p=0.9,
+        seed=3,
+        presence_penalty=0.1,
+        frequency_penalty=0.2,
+        logit_bias=(TokenBias(token_id=4, bias=-1.5),),
+        logprobs=2,
+        structured=StructuredOutput(kind="json_object"),
+        ignore_eos=True,
+        top_k=7,
+        min_p=0.05,
+        repetition_penalty=1.1,
+        min_tokens=2,
+        stop_token_ids=(1, 2),
+    )
+    said = sampling_arguments(sampling)
+    fields = {name: getattr(sampling, name) for name in Sampling.__struct_fields__}
+    del fields["structured"]
+    fields |= {"logit_bias": {4: -1.5}, "stop_token_ids": [1, 2], "detokenize": False}
+    assert said == fields
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "said"),
+    [
+        ("json_object", "", {"json_object": True}),
+        ("json_schema", '{"type": "object"}', {"json": '{"type": "object"}'}),
+        ("regex", "a+", {"regex": "a+"}),
+        ("grammar", 'root ::= "a"', {"grammar": 'root ::= "a"'}),
+        ("choice", '["a", "b"]', {"choice": ["a", "b"]}),
+    ],
+)
+def test_structured_outputs(kind: Any, text: str, said: dict[str, Any]) -> None:
+    assert structured_arguments(StructuredOutput(kind=kind, text=text)) == said
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '"a"'])
+def test_choices_that_are_none(text: str) -> None:
+    with pytest.raises(ValueError, match="choices must be a JSON list of strings"):
+        structured_arguments(StructuredOutput(kind="choice", text=text))
+
+
+def test_a_higher_priority_is_a_lower_one_of_vllm() -> None:
+    items = [5, 0, -3]  # ours: the first is soonest
+    assert sorted(items, key=lambda one: engine_priority(one, "priority")) == items
+    assert {engine_priority(one, "fcfs") for one in items} == {0}
+
+
+def test_a_cache_namespace_is_a_salt() -> None:
+    assert prompt_of([1, 2]) == {"type": "token", "prompt_token_ids": [1, 2]}
+    assert prompt_of([1], "tenant")["cache_salt"] == "tenant"
+
+
+@dataclass
+class Said:
+    logprob: float
+    rank: int | None
+
+
+def test_logprobs_are_told_from_the_likeliest_on() -> None:
+    place = {5: Said(-3.0, 9), 7: Said(-1.0, 2), 6: Said(-0.5, 1)}
+    told = token_logprobs([5], [place], 2)
+    top = (TopLogprob(token_id=6, logprob=-0.5), TopLogprob(token_id=7, logprob=-1.0))
+    assert told == (TokenLogprob(logprob=-3.0, top=top),)
+    assert token_logprobs([5], [place], 0) == (TokenLogprob(logprob=-3.0),)
+    assert token_logprobs([5], [{5: Said(float("-inf"), 1)}], 1)[0].top[0].logprob == -9999.0
+
+
+def test_arguments_are_settings_and_own_ones_win() -> None:
+    plain = engine_arguments(SETTINGS, kv_events=True, sockets=Path("/private"))
+    assert plain == {
+        "enable_mm_embeds": True,
+        "model": "/models/tiny",
+        "served_model_name": "tiny",
+        "block_size": 32,
+        "num_gpu_blocks_override": 24,
+        "kv_events_config": {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": "ipc:///private/events",
+            "replay_endpoint": "ipc:///private/replay",
+        },
+    }
+    own = EngineSettings(
+        model=Path("/models/tiny"),
+        model_name="tiny",
+        role="prefill",
+        block_size=32,
+        dp_size=2,
+        loras={"a": Path("/a")},
+        arguments={"block_size": 64, "dtype": "float32"},
+    )
+    said = engine_arguments(own, kv_events=False, sockets=Path("/private"))
+    assert said == {
+        "enable_mm_embeds": True,
+        "model": "/models/tiny",
+        "served_model_name": "tiny",
+        "block_size": 64,
+        "data_parallel_size": 2,
+        "enable_lora": True,
+        "kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": "kv_producer"},
+        "dtype": "float32",
+    }
+    ranked = engine_arguments(own, kv_events=True, sockets=Path("/private"))["kv_events_config"]
+    assert {ranked["endpoint"], ranked["replay_endpoint"]} == {"tcp://*:0"}
+
+
+def test_a_model_directory_is_looked_at(tmp_path: Path) -> None:
+    def says(**arguments: Any) -> str:
+        with pytest.raises(EngineError) as caught:
+            check_model(EngineSettings(model=tmp_path / "m", model_name="m", arguments=arguments))
+        return str(caught.value)
+
+    assert "there is no model directory" in says()
+    (tmp_path / "m").mkdir()
+    assert "no config.json" in says()
+    (tmp_path / "m" / "config.json").write_text("{}")
+    assert "no weights" in says()
+    check_model(EngineSettings(model=tmp_path / "m", model_name="m", arguments={"load_format": "dummy"}))
+
+
+def item(number: int = 1) -> WorkItem:
+    return WorkItem(
+        request_id=f"r{number}",
+        attempt=2,
+        owner_epoch=1,
+        worker_epoch=1,
+        rank=0,
+        token_ids=b"",
+        sequence_hashes=b"",
+        reply_slot=0,
+        sampling=Sampling(max_tokens=1),
+    )
+
+
+def test_a_rank_says_everything_once() -> None:
+    rank = RankBuffer(3, 10)
+    first = rank.take()
+    assert first is not None
+    assert (first.rank, first.load) == (3, Load(0, 0, 0, 10))
+    assert rank.take() is None
+    stored = Stored(None, (1, 2))
+    error = AnswerError(status=500, code="engine_error", message="no")
+    rank.changed([stored])
+    rank.began(item(), 32)
+    rank.said(item(), 4, [7])
+    rank.said(item(), 5, [8, 9], (TokenLogprob(logprob=-1.0),))
+    rank.said(item(2), 0, [1])
+    rank.finished(Finished("r1", 2, "stop", 3, 7, 32))
+    rank.failed(item(2), error)
+    rank.embedded(item(3), b"\0\0\x80?")
+    rank.report(1, 2, 0.5)
+    batch = rank.take()
+    assert batch is not None
+    assert batch.cache_changes == [stored]
+    assert [(one.request_id, one.attempt, one.first_index, one.token_ids) for one in batch.emitted] == [
+        ("r1", 2, 4, struct.pack("<3I", 7, 8, 9)),
+        ("r2", 2, 0, struct.pack("<I", 1)),
+    ]
+    assert batch.emitted[0].logprobs == (TokenLogprob(logprob=-1.0),)
+    assert batch.first_tokens == [FirstToken("r1", 2, 32)]
+    assert batch.finished == [Finished("r1", 2, "stop", 3, 7, 32)]
+    assert batch.failed == [Failed("r2", 2, error)]
+    assert batch.vectors[0].packed == b"\0\0\x80?"
+    assert batch.load == Load(1, 2, 5, 10)
+    assert rank.take() is None
+
+
+def test_a_clear_is_told_at_once_and_the_engine_s_own_word_ends_the_silence() -> None:
+    rank = RankBuffer(0, 10)
+    rank.changed([Stored(None, (1,))])
+    before = rank.clears
+    rank.cleared(before)
+    assert rank.muted
+    rank.changed([Stored(None, (2,)), Removed((1,))])  # of before
+    rank.changed([Cleared(), Stored(None, (3,))])
+    batch = rank.take()
+    assert batch is not None
+    assert batch.cache_changes == [Stored(None, (1,)), Cleared(), Stored(None, (3,))]
+    # If the engine was first, there is nothing to add.
+    before = rank.clears
+    rank.changed([Cleared(), Stored(None, (4,))])
+    rank.cleared(before)
+    assert not rank.muted
+    batch = rank.take()
+    assert batch is not None
+    assert batch.cache_changes == [Cleared(), Stored(None, (4,))]
+
+
+def test_a_reset_drops_what_was_not_told() -> None:
+    rank = RankBuffer(0, 10)
+    rank.report(4, 0, 0.4)
+    rank.said(item(), 0, [7])
+    rank.changed([Stored(None, (1,))])
+    rank.reset()
+    rank.changed([Stored(None, (2,))])
+    batch = rank.take()
+    assert batch is not None
+    assert (batch.emitted, batch.cache_changes, batch.load) == ([], [], Load(0, 0, 0, 10))
+    rank.changed([Cleared(), Stored(None, (3,))])
+    batch = rank.take()
+    assert batch is not None
+    assert batch.cache_changes == [Stored(None, (3,))]
+
+
+EVENTS = st.one_of(
+    st.integers(0, 9).map(lambda block: ("stored", block)),
+    st.integers(0, 9).map(lambda block: ("removed", block)),
+    st.sampled_from([("clear", 0), ("reset", 0), ("take", 0)]),
+    st.integers(1, 5).map(lambda events: ("hear", events)),
+)
+
+
+@given(st.lists(EVENTS, max_size=60))
+def test_an_index_never_holds_what_is_gone_for_good(history: list[tuple[str, int]]) -> None:
+    """The engine's events come late; whatever was ordered meanwhile, in the end both hold the same."""
+    rank, truth, index = RankBuffer(0, 10), set[int](), set[int]()
+    on_the_way: list[CacheChange] = []
+
+    def hear(count: int) -> None:
+        rank.changed(on_the_way[:count])
+        del on_the_way[:count]
+
+    def take() -> None:
+        for change in (rank.take() or SimpleNamespace(cache_changes=())).cache_changes:
+            match change:
+                case Stored():
+                    index.update(change.hashes)
+                case Removed():
+                    index.difference_update(change.hashes)
+                case _:
+                    index.clear()
+
+    for what, number in itertools.chain(history, [("clear", 0), ("take", 0)]):
+        match what:
+            case "stored" if number not in truth:
+                truth.add(number)
+                on_the_way.append(Stored(None, (number,)))
+            case "removed" if number in truth:
+                truth.remove(number)
+                on_the_way.append(Removed((number,)))
+            case "clear" | "reset":
+                if what == "reset":
+                    rank.reset()
+                    index.clear()  # the owner's
+                before = rank.clears
+                truth.clear()
+                on_the_way.append(Cleared())
+                rank.cleared(before)
+            case "take":
+                take()
+            case "hear":
+                hear(number)
+    assert not index
+    hear(len(on_the_way))
+    take()
+    assert index == truth
+
+
+def test_adapters(tmp_path: Path) -> None:
+    loras, directory = Loras(), tmp_path / "a"
+    with pytest.raises(EngineRefused, match="no adapter_config"):
+        loras.offered("a", str(directory))
+    directory.mkdir()
+    (directory / "adapter_config.json").write_text("{}")
+    adapter = loras.offered("a", str(directory))
+    assert adapter == Adapter("a", 1, str(directory))
+    assert not loras.is_reused("a")
+    loras.add(adapter)
+    assert loras.offered("a", str(directory)) is None
+    with pytest.raises(EngineRefused, match="unload it first"):
+        loras.offered("a", "/elsewhere")
+    with pytest.raises(EngineRefused, match="both are needed"):
+        loras.offered("b", "")
+    with pytest.raises(EngineRefused, match="busy"), loras.removing("a") as going:
+        assert going == adapter
+        assert not loras.loaded, "no new request gets what goes"
+        raise EngineRefused("busy")
+    assert loras.loaded == {"a": adapter}, "refused, nothing changed"
+    with loras.removing("a"):
+        pass
+    assert loras.is_reused("a")
+    again = loras.offered("a", str(directory))
+    assert again is not None
+    assert again.number > adapter.number
+    with pytest.raises(EngineRefused, match="loaded: none"), loras.removing("a"):
+        pass
+
+
+def test_metrics_of_others_stay_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = CollectorRegistry()
+    for name in ("vllm:steps", "lmcache:hits", "python_gc", "forebay_things"):
+        Counter(name, "of a test", registry=theirs).inc()
+    monkeypatch.setattr(vllm_metrics, "REGISTRY", theirs)
+    ours = CollectorRegistry()
+    ours.register(EngineMetrics())
+    lines = generate_latest(ours).decode().splitlines()
+    assert {line.split("_total")[0] for line in lines if "_total " in line and line[0] != "#"} == {
+        "vllm:steps",
+        "lmcache:hits",
+    }
+
+
+def test_a_step_s_statistics() -> None:
+    told: list[tuple[int, int, int, float]] = []
+    stats = StepStats(1, lambda *said: told.append(said))
+    stats.record(None, None, engine_idx=1)
+    stats.record(
+        SimpleNamespace(num_running_reqs=3, num_waiting_reqs=2, num_skipped_waiting_reqs=1, kv_cache_usage=0.25), None
+    )
+    assert told == [(1, 3, 3, 0.25)]

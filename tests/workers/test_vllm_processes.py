@@ -1,0 +1,67 @@
+"""Processes that are owned: they end with who started them, at whatever moment that dies. Without vLLM."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# Starts a process that starts one in turn. Each says its number and blocks. A child "in its imports" blocks before
+# it has come to what it is to do: unpickling its arguments does.
+SCRIPT = """
+import multiprocessing, os, sys, threading
+from forebay.workers.vllm_processes import owning
+
+def say():
+    os.write(1, f"{os.getpid()} {os.getpgid(0)}\\n".encode())
+
+def block():
+    say()
+    threading.Event().wait()
+
+class Slow:
+    def __reduce__(self):
+        return block, ()
+
+def is_of(group):
+    os._exit(7 if os.getpgid(0) == group else 1)
+
+def outer():
+    multiprocessing.get_context("spawn").Process(target=block).start()
+    block()
+
+if __name__ == "__main__":
+    owned = []
+    context = multiprocessing.get_context("spawn")
+    with owning(owned):
+        if sys.argv[1] == "imports":
+            context.Process(target=print, args=(Slow(),)).start()
+        else:
+            context.Process(target=outer).start()
+    say()
+    stranger = context.Process(target=is_of, args=(os.getpgid(0),))
+    stranger.start()
+    stranger.join()
+    assert stranger.exitcode == 7
+    assert [one.is_alive() for one in owned] == [True]
+    threading.Event().wait()
+"""
+
+
+@pytest.mark.parametrize(("where", "processes"), [("run", 3), ("imports", 2)])
+def test_an_owned_process_ends_with_its_parent(where: str, processes: int, tmp_path: Path) -> None:
+    script = tmp_path / "owner.py"
+    script.write_text(SCRIPT)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, str(script), where]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True) as owner:
+        try:
+            assert owner.stdout is not None
+            groups = {owner.stdout.readline().split()[1] for _ in range(processes)}
+            assert len(groups) == processes, "an interrupt from a terminal reaches more than the owner"
+        finally:
+            owner.send_signal(signal.SIGKILL)
+        # Each has the other end of stdout: it closes when the last of them ends.
+        owner.stdout.read()
