@@ -64,6 +64,9 @@ def up(
         level=logging.INFO if verbose else logging.WARNING,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
+    if engine.settings.role != "aggregated":
+        role = engine.settings.role
+        fail(f"--role {role} is for forebay worker, in a pool of its own: here a worker does all of a request")
     workers = workers or (MOCK_WORKERS if engine.is_mock else 1)
     ranks = workers * engine.settings.dp_size
     if ranks > RANKS_MAX:
