@@ -17,7 +17,7 @@ from forebay.events.decisions import OwnerClaimed, RequestAborted, RequestReject
 from forebay.events.fleet import OwnershipAnnounced, WorkerDraining, WorkerLost, WorkerRecovered, WorkerSuspect
 from forebay.events.kv import BlocksStored
 from forebay.events.metrics import LoadReported
-from forebay.events.progress import FirstTokenEmitted, RequestFinished
+from forebay.events.progress import EngineFailed, FirstTokenEmitted, RequestFinished
 from forebay.events.requests import RequestCancelled
 from tests.core.worlds import BLOCK, PROMPTS, Driver, joined, request
 
@@ -80,6 +80,17 @@ def test_stranded_requests_move_in_the_order_of_submission_when_a_worker_recover
         drive("requests", request(name, PROMPTS[0]))
     assert drive("fleet", WorkerLost(**about(drive, "a"))) == []
     assert routes(drive("fleet", WorkerRecovered(**about(drive, "b")))) == [("z", "b", 2), ("m", "b", 2), ("a", "b", 2)]
+
+
+def test_what_an_engine_died_of_moves_no_request() -> None:
+    """Its worker may have handed over all that it was asked for: only `fleet` says that it is lost."""
+    drive = Driver().fleet("a", "b")
+    (routed,) = drive("requests", request("r", PROMPTS[0]))
+    assert isinstance(routed, RequestRouted)
+    before = drive.world.requests.digest()
+    assert drive("progress", EngineFailed(worker_id=routed.worker_id, pool="default", engine="mock", error="x")) == []
+    assert drive.world.counts == {"engine_failed": 1}
+    assert drive.world.requests.digest() == before
 
 
 def test_what_an_earlier_attempt_says_is_outdated() -> None:

@@ -38,6 +38,7 @@ KEPT = {
     ("RequestState", "encoder_id"),
     ("WorkerSpec", "model"),
     ("WorkerSpec", "engine"),
+    ("EngineFailed", "engine"),
     ("WorkerSpec", "taints"),
     ("PoolConfigured", "model"),
     ("ClassDeficit", "name"),

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from forebay.events.control import Command
 from forebay.events.fleet import WorkerDraining, WorkerJoined, WorkerLease, WorkerLost, WorkerSpec
-from forebay.events.progress import CommandDone
+from forebay.events.progress import CommandDone, EngineFailed
 from forebay.events.tokens import ResponseEnded, TokensEmitted
 from forebay.events.topics import FLEET
 from forebay.events.work import WorkCancelled, WorkerCommand
@@ -244,6 +244,10 @@ async def test_a_worker_that_is_to_stop_while_its_engine_starts_registers_nothin
     await gone(scene, worker)
 
 
+def failures(scene: Scene) -> list[EngineFailed]:
+    return [event for event in scene.progress() if isinstance(event, EngineFailed)]
+
+
 async def test_an_engine_that_dies_at_start_registers_nothing(scene: Scene) -> None:
     class Dies(Fragile):
         async def start(self, _: WorkerSpec) -> WorkerSpec:
@@ -256,6 +260,9 @@ async def test_an_engine_that_dies_at_start_registers_nothing(scene: Scene) -> N
     assert engine.calls == ["stop"]
     assert scene.lease() is None
     await gone(scene, worker)
+    (failed,) = failures(scene)
+    assert (failed.worker_id, failed.worker_epoch) == (worker.spec.worker_id, None)
+    assert failed.error == "no weights in this directory"
 
 
 @pytest.mark.parametrize("how", ["sick", "hangs", "ends"])
@@ -285,6 +292,9 @@ async def test_a_broken_engine_ends_the_worker_and_gives_its_requests_back(
         "ends": "the engine stopped serving by itself",
     }
     assert str(error) == expected[how]
+    (failed,) = failures(scene)
+    assert failed.error == expected[how]
+    assert (failed.worker_epoch is None) == (how == "ends"), "the log says in which epoch it was"
     assert engine.calls == ["start", "stop"]
     assert scene.tokens(ResponseEnded) == []
     await gone(scene, worker)

@@ -89,7 +89,18 @@ class CommandRefused(CommandAnswer, tag="progress.command_refused", frozen=True,
     error: Annotated[str, msgspec.Meta(max_length=2_000)]
 
 
+class EngineFailed(Event, tag="progress.engine_failed", frozen=True, kw_only=True):
+    """Why a worker ends: its engine could not start, or broke. That it is lost is for `fleet` to say."""
+
+    worker_id: Name
+    pool: Name
+    engine: str
+    error: Annotated[str, msgspec.Meta(max_length=2_000)]
+    worker_epoch: Count | None = None  # None before it was admitted
+    at_us: int = 0
+
+
 RequestProgress = (
     FirstTokenEmitted | OutputGrown | RequestFinished | RequestFailed | EncodeFinished | EncodeFailed | TransferFailed
 )
-AnyProgressEvent = RequestProgress | CommandDone | CommandRefused
+AnyProgressEvent = RequestProgress | CommandDone | CommandRefused | EngineFailed

@@ -37,7 +37,7 @@ from forebay.events.work import AnyWorkEvent, ReannounceCache, WorkCancelled, Wo
 from forebay.transport.base import Draft, Log, LogError, Record, Tail
 from forebay.workers.commands import CommandRunner
 from forebay.workers.engine import Engine, EngineBatch, EngineError
-from forebay.workers.health import HealthWatch
+from forebay.workers.health import HealthWatch, tell_failure
 from forebay.workers.lease_keeper import LeaseKeeper
 from forebay.workers.life import Drain, Life, Move, State
 from forebay.workers.media_feed import MediaFeed
@@ -147,6 +147,9 @@ class Worker:
                     self._leave()
                     for task in others:
                         task.cancel()
+        except (EngineError, BaseExceptionGroup) as error:
+            await tell_failure(self._log, self._partition, self.spec, self.worker_epoch, error)
+            raise
         finally:
             self._leave()
             self._keeper.release(self._group, self.spec.worker_id)

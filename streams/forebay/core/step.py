@@ -33,6 +33,7 @@ from forebay.events.progress import (
     CommandRefused,
     EncodeFailed,
     EncodeFinished,
+    EngineFailed,
     FirstTokenEmitted,
     OutputGrown,
     RequestFailed,
@@ -90,6 +91,8 @@ def step(world: World, topic: str, event: InputEvent | None, now_us: int) -> lis
             return _progress(world, event)
         case CommandDone() | CommandRefused():
             return _answered(world, event)
+        case EngineFailed():
+            world.counts["engine_failed"] += 1
         case LoadReported():
             return _report(world, event)
         case RequestCancelled():

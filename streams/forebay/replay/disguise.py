@@ -52,6 +52,7 @@ from forebay.events.progress import (
     CommandRefused,
     EncodeFailed,
     EncodeFinished,
+    EngineFailed,
     FirstTokenEmitted,
     OutputGrown,
     RequestFailed,
@@ -183,6 +184,8 @@ class Disguise:
                 return replace(event, command_id=self.request_id(event.command_id), loras=self._loras(event.loras))
             case CommandRefused():
                 return replace(event, command_id=self.request_id(event.command_id), error="")
+            case EngineFailed():
+                return replace(event, error="")
             case WorkerCommanded():
                 return self._commanded(event)
             case WorkerJoined():

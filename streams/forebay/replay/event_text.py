@@ -22,6 +22,7 @@ from forebay.events.progress import (
     CommandRefused,
     EncodeFailed,
     EncodeFinished,
+    EngineFailed,
     FirstTokenEmitted,
     OutputGrown,
     ProgressEvent,
@@ -97,6 +98,8 @@ def text_of(event: InputEvent | None) -> str:
             return f"{event.command_id}: {event.worker_id} did {event.action}"
         case CommandRefused():
             return f"{event.command_id}: {event.worker_id} refused {event.action} ({event.error})"
+        case EngineFailed():
+            return f"{event.worker_id}: its engine {event.engine} failed ({event.error})"
         case _:
             assert_never(event)
 
