@@ -16,14 +16,15 @@ from forebay.core.engine_model import Finished, FirstToken, Load, Removed, Store
 from forebay.events.requests import Sampling, StructuredOutput, TokenBias
 from forebay.events.tokens import AnswerError, TokenLogprob, TopLogprob
 from forebay.events.work import WorkItem
-from forebay.workers import vllm_metrics
+from forebay.workers import engine_metrics
 from forebay.workers.engine import CacheChange, Cleared, EngineError, EngineRefused, Failed
+from forebay.workers.engine_metrics import PrefixedMetrics
 from forebay.workers.engine_settings import EngineSettings
 from forebay.workers.loras import Adapter, Loras
 from forebay.workers.model_directory import check_model
 from forebay.workers.rank_buffer import RankBuffer
 from forebay.workers.vllm_core import engine_arguments
-from forebay.workers.vllm_metrics import EngineMetrics, StepStats
+from forebay.workers.vllm_metrics import PREFIXES, StepStats
 from forebay.workers.vllm_requests import (
     engine_priority,
     prompt_of,
@@ -331,9 +332,9 @@ def test_metrics_of_others_stay_out(monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = CollectorRegistry()
     for name in ("vllm:steps", "lmcache:hits", "python_gc", "forebay_things"):
         Counter(name, "of a test", registry=theirs).inc()
-    monkeypatch.setattr(vllm_metrics, "REGISTRY", theirs)
+    monkeypatch.setattr(engine_metrics, "REGISTRY", theirs)
     ours = CollectorRegistry()
-    ours.register(EngineMetrics())
+    ours.register(PrefixedMetrics(*PREFIXES))
     lines = generate_latest(ours).decode().splitlines()
     assert {line.split("_total")[0] for line in lines if "_total " in line and line[0] != "#"} == {
         "vllm:steps",

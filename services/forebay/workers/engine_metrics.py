@@ -1,4 +1,4 @@
-"""An engine's own Prometheus metrics, as they are: SGLang's, TensorRT-LLM's."""
+"""An engine's own Prometheus metrics, as they are."""
 
 import os
 from collections.abc import Iterator
@@ -12,24 +12,26 @@ MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"  # where an engine's other processes w
 
 
 class PrefixedMetrics(Collector):
-    """What the engine keeps in this process's default registry, and what its processes write to their folder.
+    """What an engine's processes write to their folder, and what it keeps in this process's default registry alone.
 
-    This process keeps its metrics in memory, whatever the variable says: it read that before the engine set it.
+    The folder comes first: it has the sum over processes, where this one may have a part. A process that read the
+    variable before the engine set it keeps its own metrics in memory, so both are looked at. What begins with none of
+    `prefixes` is not the engine's and stays out.
     """
 
-    def __init__(self, prefix: str) -> None:
-        self._prefix = prefix
+    def __init__(self, *prefixes: str) -> None:
+        self._prefixes = prefixes
 
     def collect(self) -> Iterator[Metric]:
         """The metrics as they are now."""
-        registries = [REGISTRY]
+        registries: list[CollectorRegistry] = [REGISTRY]
         if os.environ.get(MULTIPROCESS):
             written = CollectorRegistry()
             MultiProcessCollector(written)  # type: ignore[no-untyped-call]
-            registries.append(written)
+            registries.insert(0, written)
         seen: set[str] = set()
         for registry in registries:
             for metric in registry.collect():
-                if metric.name.startswith(self._prefix) and metric.name not in seen:
+                if metric.name.startswith(self._prefixes) and metric.name not in seen:
                     seen.add(metric.name)
                     yield metric

@@ -29,6 +29,7 @@ from forebay.events.requests import Sampling, Task
 from forebay.events.tokens import AnswerError, TokenLogprob
 from forebay.events.work import WorkItem
 from forebay.workers.engine import CacheChange, EngineError, EngineRefused, Publish
+from forebay.workers.engine_metrics import PrefixedMetrics
 from forebay.workers.engine_settings import EngineSettings
 from forebay.workers.kv_events.metrics import KvEventMetrics
 from forebay.workers.kv_events.resident import ResidentBlocks
@@ -39,7 +40,7 @@ from forebay.workers.model_directory import check_model, one_line
 from forebay.workers.rank_buffer import RankBuffer
 from forebay.workers.vllm_core import VllmCore, engine_arguments, first_error
 from forebay.workers.vllm_media import engine_prompt
-from forebay.workers.vllm_metrics import EngineMetrics, StepStats
+from forebay.workers.vllm_metrics import PREFIXES, StepStats
 from forebay.workers.vllm_requests import (
     PREFILL,
     PREFILL_SAMPLING,
@@ -494,4 +495,4 @@ class VllmEngine:
     def collectors(self) -> Sequence[Collector]:
         """Those of vLLM, of LMCache where vLLM uses it, and of the KV events."""
         totals = {rank: feed.totals for rank, feed in self._feeds.items()}
-        return (EngineMetrics(), KvEventMetrics(self._worker_id, totals))
+        return (PrefixedMetrics(*PREFIXES), KvEventMetrics(self._worker_id, totals))

@@ -1,33 +1,9 @@
-"""vLLM's own Prometheus metrics, as they are, and the statistics of its steps."""
+"""The statistics of vLLM's steps, and what its metrics are called."""
 
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-from prometheus_client import REGISTRY, CollectorRegistry
-from prometheus_client.core import Metric
-from prometheus_client.multiprocess import MultiProcessCollector
-from prometheus_client.registry import Collector
-
 PREFIXES = ("vllm:", "lmcache:")  # LMCache registers its own where vLLM uses it
-MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"  # where processes share their metrics, if they do
-
-
-class EngineMetrics(Collector):
-    """What vLLM keeps in the process's default registry, or in the folder that all its processes write to.
-
-    Whatever else is there, of Python or of this process, is not the engine's and stays out.
-    """
-
-    def collect(self) -> Iterator[Metric]:
-        """The metrics as they are now."""
-        registry = REGISTRY
-        if os.environ.get(MULTIPROCESS):
-            registry = CollectorRegistry()
-            MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
-        for metric in registry.collect():
-            if metric.name.startswith(PREFIXES):
-                yield metric
 
 
 class StepStats:
