@@ -21,7 +21,7 @@ SOURCES := schemas streams services
 ARGS ?=
 
 .PHONY: help setup setup-engines up test test-kafka test-engines kafka kafka-stop demo-kafka lint type fmt coverage bench \
-    schemas golden lock lock-engines ci clean
+    schemas golden report-picture lock lock-engines ci clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -81,6 +81,12 @@ schemas: $(READY) ## regenerate the schema registry and docs/events.md, add miss
 
 golden: $(READY) ## write the recordings of tests/logs anew, for other rules; names in ARGS="..."
 	@$(BIN)/python -m tests.logs.record $(ARGS)
+
+report-picture: $(READY) ## make the README's picture of a report anew, of the trace in ARGS="..." (Chromium)
+	@$(BIN)/python -m infra.report_picture $(ARGS)
+
+cookbook: $(READY) ## run the commands of docs/cookbook.md and write down what they print
+	@$(BIN)/python -m tests.cli.cookbook
 
 lock: $(READY) lock-engines ## resolve all requirements anew, with hashes
 	@$(UV) $(COMPILE) --group dev pyproject.toml -o requirements.txt

@@ -22,7 +22,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from forebay.simulate.mooncake import BLOCK_TOKENS, TraceUnusable, rows
+from forebay.simulate.mooncake import BLOCK_TOKENS
+from forebay.simulate.reading import open_workload
+from forebay.simulate.workload import WorkloadOptions, WorkloadUnusable
 from forebay.transport.base import LogError
 from infra.cluster import Cluster, Ownership, ProcessError, remove_topics
 from infra.kafka.kafka import tail
@@ -78,7 +80,8 @@ def say(text: str) -> None:
 def invent(path: Path, seed: int) -> None:
     """Write a trace in Mooncake's format: conversations whose turns repeat what was said before."""
     rng = random.Random(seed)
-    made, block = [], 0
+    made: list[tuple[float, dict[str, object]]] = []
+    block = 0
     for _ in range(SESSIONS):
         tokens = rng.randint(*FIRST_BLOCKS) * BLOCK_TOKENS
         begin_ms = rng.uniform(0, SECONDS * 500)
@@ -88,12 +91,13 @@ def invent(path: Path, seed: int) -> None:
             whole = -(-tokens // BLOCK_TOKENS)
             blocks += range(block, block + whole - len(blocks))
             block = blocks[-1] + 1
-            # Rows are made session by session; the reader sorts them by time.
             at_ms = begin_ms + turn * SECONDS * 500 / TURNS + rng.uniform(0, 500)
             answer = rng.randint(*ANSWER_TOKENS)
-            made.append({"timestamp": at_ms, "input_length": tokens, "output_length": answer, "hash_ids": list(blocks)})
+            row = {"timestamp": at_ms, "input_length": tokens, "output_length": answer, "hash_ids": list(blocks)}
+            made.append((at_ms, row))
             tokens += answer
-    path.write_text("".join(json.dumps(row) + "\n" for row in made))
+    made.sort(key=lambda one: one[0])
+    path.write_text("".join(json.dumps(row) + "\n" for _, row in made))
 
 
 async def play(cluster: Cluster, trace: Path, options: argparse.Namespace, result: Result) -> None:
@@ -173,7 +177,7 @@ async def run(kafka: str, redis_url: str, folder: Path, options: argparse.Namesp
     trace: Path = options.trace or folder / "trace.jsonl"
     if options.trace is None:
         invent(trace, SEED)
-    result = Result(sum(1 for _ in rows(trace, options.duration_s)))
+    result = Result(open_workload(str(trace), WorkloadOptions(duration_s=options.duration_s)).survey().requests)
     began_s = time.monotonic()
     namespace = f"demo-{uuid.uuid4().hex[:8]}"
     try:
@@ -239,7 +243,7 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="forebay-demo-"))
     try:
         result = asyncio.run(until_ended(folder, options))
-    except (Missing, TraceUnusable) as error:
+    except (Missing, WorkloadUnusable) as error:
         shutil.rmtree(folder)
         say(f"cannot run: {error}")
         return 2

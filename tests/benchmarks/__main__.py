@@ -3,10 +3,20 @@
 import importlib
 import sys
 
-BENCHMARKS = {
-    name: f"tests.benchmarks.bench_{name}"
-    for name in ("index", "decision", "snapshot", "http", "owner", "kafka", "door", "shadow", "replay")
-}
+NAMES = (
+    "index",
+    "decision",
+    "snapshot",
+    "http",
+    "owner",
+    "kafka",
+    "door",
+    "shadow",
+    "replay",
+    "simulate",
+    "simulate-table",
+)
+BENCHMARKS = {name: f"tests.benchmarks.bench_{name.replace('-', '_')}" for name in NAMES}
 
 
 def main() -> None:

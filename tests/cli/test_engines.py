@@ -11,6 +11,8 @@ from typer.testing import CliRunner
 from forebay.cli import engines
 from forebay.cli.app import app
 from forebay.cli.engines import Adapter, EngineChoice, built, engine_choice, ranked_from
+from forebay.core.engine_model import EngineConfig
+from forebay.core.engine_timing import LinearTiming
 from forebay.events.fleet import WorkerSpec
 from forebay.ingress.errors import Unusable
 from forebay.ingress.model import DEFAULT_MODEL
@@ -80,6 +82,11 @@ def test_a_real_engine_gets_its_settings(tmp_path: Path, form: str) -> None:
         ({"role": "boss"}, "--role boss: there is aggregated, prefill, decode, encode"),
         ({"model": None}, "the vllm engine needs --model DIR"),
         ({"speedup": 2.0}, "--speedup belongs to the mock engine"),
+        ({"engine_profile": "mocker"}, "--engine-profile belongs to the mock engine: vllm takes the time that"),
+        (
+            {"engine": "mock", "engine_profile": "h100"},
+            "--engine-profile: there is no engine profile h100: give mocker",
+        ),
         ({"engine": "mock", "engine_args": "{}"}, "--engine-args belongs to real engines"),
         ({"engine": "mock", "speedup": float("nan")}, "--speedup must be a positive number, not nan"),
         ({"engine_args": "/nowhere.yaml"}, "/nowhere.yaml: No such file"),
@@ -100,6 +107,18 @@ def test_what_cannot_be_chosen_is_refused(
     with pytest.raises(Unusable) as refused:
         choose(**options)
     assert str(refused.value).startswith(says)
+
+
+def test_a_mock_engine_has_the_pace_and_the_sizes_of_its_profile_where_none_are_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configs: list[EngineConfig] = []
+    monkeypatch.setattr(engines, "MockEngine", lambda config, **_: configs.append(config))
+    path = tmp_path / "engine.toml"
+    path.write_text('kind = "linear"\ncosts_us.step = 70\nsizes = { block_size = 32, blocks = 99, max_num_seqs = 4 }')
+    _, spec = built(choose("mock", engine_profile=str(path), kv_blocks=11), "w", pool="p")
+    assert (spec.block_size, spec.kv_blocks_total, spec.max_num_seqs, spec.max_num_batched_tokens) == (32, 11, 4, 8192)
+    assert [config.timing for config in configs] == [LinearTiming(step=70.0)]
 
 
 def test_sizes_that_do_not_fit_and_a_missing_package_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

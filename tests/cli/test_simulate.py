@@ -35,17 +35,10 @@ def test_one_object_whatever_the_hash_seed_and_however_many_processes(trace: Pat
     assert printed(trace, "--workers", "4", hash_seed=2) == both
     result: dict[str, Any] = json.loads(both)
     assert list(result["policies"]) == ["kv", "round-robin"]
-    assert result["settings"] == {
-        "trace": "trace.jsonl",
-        "workers": 4,
-        "block_size": 64,
-        "blocks": 16_384,
-        "max_num_seqs": 256,
-        "max_num_batched_tokens": 8_192,
-        "speed": 1.0,
-        "seed": 0,
-        "duration_s": None,
-    }
+    settings = result["settings"]
+    assert (settings["workload"], settings["workload_options"]["speed"]) == ("trace.jsonl", 1.0)
+    assert [group["count"] for pool in settings["pools"] for group in pool["groups"]] == [4]
+    assert settings["policies"]["kv"]["temperature"] == 0.0
     alone = json.loads(printed(trace, "--workers", "4", "--policy", "round-robin"))
     assert alone["policies"]["round-robin"] == result["policies"]["round-robin"]
     assert alone["digest"] != result["digest"]
@@ -69,12 +62,12 @@ def test_the_table_names_every_policy_and_its_figures(trace: Path) -> None:
     assert run.exit_code == 0
     assert "kv" in run.stdout
     assert "digest" in run.stdout
-    assert "14 requests under 1 policies" in run.stderr
+    assert "14 requests under 1 policy" in run.stderr
 
 
 def test_requests_that_fit_nowhere_are_named_and_end_in_exit_code_1(tmp_path: Path) -> None:
-    rows = [Row(at, 1024, 1, [at, at + 1]) for at in range(7)]
-    trace = write(tmp_path / "trace.jsonl", [*rows, Row(9, 64, 1, [1])])
+    rows = [Row(at, 1024, 1, [2 * at, 2 * at + 1]) for at in range(7)]
+    trace = write(tmp_path / "trace.jsonl", [*rows, Row(9, 64, 1, [99])])
     run = CliRunner().invoke(app, ["simulate", str(trace), "--policy", "kv", "--blocks", "4"])
     assert run.exit_code == 1
     assert "kv: request 5 failed: 1024 prompt tokens and 1 to generate need 17 KV blocks" in run.stdout
@@ -90,6 +83,17 @@ def test_requests_that_fit_nowhere_are_named_and_end_in_exit_code_1(tmp_path: Pa
         (["--policy", "kv:speed=2"], "'speed=2' is no setting=value"),
         (["--max-num-batched-tokens", "10"], "max_num_batched_tokens (10) must be at least max_num_seqs (256)"),
         (["--duration-s", "0.001"], "holds no request"),
+        (
+            ["--blocks", "1"],
+            "no request of trace.jsonl can be served: the smallest, request 1, has 65 prompt and output",
+        ),
+        (["--engine", "h900"], "there is no engine profile h900"),
+        (["--slo", "ttft"], "--slo ttft: 'ttft' is no ttft=, itl=, e2e= with milliseconds above 0"),
+        (["--attain", "0.5"], "give that, too"),
+        (["--kill", "mock-8@1"], "--kill mock-8@1: there is no worker 'mock-8'; they are mock-0 to mock-7"),
+        (["--mtbf-s", "0.5"], "--mtbf-s: 0.5 is below 1 s"),
+        (["--delays", "carrier-pigeon"], "--delays carrier-pigeon: there is none, embedded, kafka"),
+        (["--kill", "mock-0"], "not of the form WORKER@SECONDS"),
     ],
 )
 def test_what_cannot_be_simulated_is_said_in_one_line(tmp_path: Path, arguments: list[str], reason: str) -> None:
@@ -98,3 +102,149 @@ def test_what_cannot_be_simulated_is_said_in_one_line(tmp_path: Path, arguments:
     assert run.exit_code == 2
     assert reason in run.stderr
     assert run.stderr.count("\n") == 1
+
+
+def test_a_promise_is_measured_and_where_that_is_asked_for_decides_the_exit_code(trace: Path) -> None:
+    promise = ["simulate", str(trace), "--policy", "kv", "--slo", "ttft=0.001,e2e=1e9"]
+    run = CliRunner().invoke(app, [*promise, "--json"])
+    assert run.exit_code == 0
+    figures = json.loads(run.stdout)["policies"]["kv"]
+    assert (figures["attained"], figures["attained_each"]) == (0.0, {"ttft": 0.0, "e2e": 1.0})
+    assert figures["goodput_per_s"] == 0.0
+    assert CliRunner().invoke(app, [*promise, "--attain", "0.5"]).exit_code == 1
+    assert CliRunner().invoke(app, [*promise[:-1], "e2e=1e9", "--attain", "1"]).exit_code == 0
+
+
+def test_an_engine_profile_says_how_fast_and_how_large_workers_are(trace: Path) -> None:
+    profile = trace.parent / "twice.toml"
+    profile.write_text('kind = "linear"\n[costs_us]\nstep = 1000\n[sizes]\nblocks = 4096\nmax_num_seqs = 8\n')
+    result = json.loads(printed(trace, "--engine", str(profile), "--max-num-seqs", "16", "--policy", "kv"))
+    (group,) = result["settings"]["pools"][0]["groups"]
+    assert group["profile"] == "twice"
+    assert (group["engine"]["kv_blocks_total"], group["engine"]["max_num_seqs"]) == (4096, 16)
+    assert result["policies"]["kv"]["itl_ms"]["p50"] == 1.0  # a step is a token
+
+
+def test_a_worker_that_is_killed_costs_no_answer_and_another_attempt(trace: Path) -> None:
+    figures = json.loads(
+        printed(trace, "--policy", "kv", "--workers", "2", "--kill", "mock-0@0.5+1", "--lease-ttl-s", "1")
+    )["policies"]["kv"]
+    assert figures["failed"] == 0
+    assert figures["retried"] > 0
+    whole = json.loads(printed(trace, "--policy", "kv", "--workers", "2"))["policies"]["kv"]
+    assert whole["retried"] == 0
+    assert whole["gpu_hours"] == pytest.approx(2 * whole["lasted_s"] / 3600)
+    assert figures["e2e_ms"]["p99"] > whole["e2e_ms"]["p99"]
+
+
+def test_delays_are_part_of_what_a_client_sees(trace: Path) -> None:
+    near, far = (json.loads(printed(trace, "--policy", "kv", "--delays", name)) for name in ("none", "kafka"))
+    assert far["policies"]["kv"]["ttft_ms"]["p50"] > near["policies"]["kv"]["ttft_ms"]["p50"] + 2.740
+    assert far["settings"]["delays"]["submit"]["fixed_us"] == 2740
+
+
+def test_a_report_is_written_and_says_what_json_says(trace: Path) -> None:
+    page = trace.parent / "page.html"
+    run = CliRunner().invoke(app, ["simulate", str(trace), "--json", "--slo", "ttft=80", "--report", str(page)])
+    assert run.exit_code == 0
+    assert json.loads(run.stdout)["digest"] in page.read_text()
+    page.write_text("my diary")
+    run = CliRunner().invoke(app, ["simulate", str(trace), "--report", str(page)])
+    assert run.exit_code == 2
+    assert page.read_text() == "my diary"
+
+
+def test_rows_that_cannot_be_played_end_it_or_are_left_out_and_counted(trace: Path) -> None:
+    with trace.open("a") as file:
+        file.write('{"timestamp": 9e9, "input_length": -1, "output_length": 1, "hash_ids": [1]}\n')
+    run = CliRunner().invoke(app, ["simulate", str(trace), "--policy", "kv", "--json"])
+    assert run.exit_code == 2
+    assert "line 21" in run.stderr
+    run = CliRunner().invoke(app, ["simulate", str(trace), "--policy", "kv", "--json", "--skip-bad-rows"])
+    assert run.exit_code == 0
+    result = json.loads(run.stdout)
+    assert (result["skipped"], result["policies"]["kv"]["requests"]) == (1, 20)
+    assert "skipped: " in run.stderr
+
+
+FLEET = """
+delays = "embedded"
+[[pools]]
+name = "big"
+[[pools.workers]]
+count = 2
+blocks = 4096
+gpus = 4
+[[pools.workers]]
+count = 1
+[life]
+cold_start_s = 3
+[[faults]]
+worker = "mock-2"
+at_s = 0.2
+back_s = 0.5
+"""
+
+
+def test_a_file_says_which_pools_there_are_and_options_win_over_it(trace: Path) -> None:
+    file = trace.parent / "fleet.toml"
+    file.write_text(FLEET)
+    result = json.loads(printed(trace, "--pools", str(file), "--lease-ttl-s", "1", "--kill", "mock-0@0.4"))
+    settings = result["settings"]
+    assert [group["count"] for group in settings["pools"][0]["groups"]] == [2, 1]
+    assert settings["delays"]["submit"]["fixed_us"] == 1290
+    assert (settings["life"]["cold_start_s"], settings["life"]["lease_ttl_s"]) == (3.0, 1.0)
+    assert [fault["worker"] for fault in settings["life"]["faults"]] == ["mock-2", "mock-0"]
+    assert all(one["retried"] > 0 and not one["failed"] for one in result["policies"].values())
+    near = json.loads(printed(trace, "--pools", str(file), "--delays", "none"))
+    assert near["settings"]["delays"]["submit"]["fixed_us"] == 0
+
+
+def test_where_every_pool_has_a_router_no_policy_is_asked_for(trace: Path) -> None:
+    file = trace.parent / "fleet.toml"
+    file.write_text('[[pools]]\nrouter = {mode = "random"}\n[[pools.workers]]\ncount = 2\n')
+    configured = json.loads(printed(trace, "--pools", str(file)))["policies"]
+    assert list(configured) == ["as configured"]
+    asked = json.loads(printed(trace, "--workers", "2", "--policy", "random"))["policies"]
+    assert configured["as configured"] == asked["random"]
+    run = CliRunner().invoke(app, ["simulate", str(trace), "--pools", str(file), "--policy", "kv"])
+    assert run.exit_code == 2
+    assert "--policy kv: every pool has a router of its own" in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--workers", "3", "--engine", "mocker"], "says who serves: leave --workers and --engine out"),
+        (["--kill", "mock-9@1"], "--kill mock-9@1: there is no worker 'mock-9'; they are mock-0 to mock-2"),
+        (["--kill", "mock-2@0.3"], "--kill mock-2@0.3: mock-2 is started at 0.7 s"),
+    ],
+)
+def test_what_does_not_go_with_a_fleet_is_named(trace: Path, arguments: list[str], reason: str) -> None:
+    file = trace.parent / "fleet.toml"
+    file.write_text(FLEET)
+    run = CliRunner().invoke(app, ["simulate", str(trace), "--pools", str(file), *arguments])
+    assert run.exit_code == 2
+    assert reason in run.stderr
+
+
+def test_a_profile_that_knows_the_way_to_the_engine_delays_what_is_sent_there(trace: Path) -> None:
+    profile = trace.parent / "fitted.toml"
+    profile.write_text('kind = "linear"\nwork_us = 7000\n[costs_us]\nstep = 1000\n')
+    result = json.loads(printed(trace, "--engine", str(profile), "--policy", "kv"))
+    assert result["settings"]["delays"]["work"]["fixed_us"] == 7000
+    result = json.loads(printed(trace, "--engine", str(profile), "--policy", "kv", "--delays", "none"))
+    assert result["settings"]["delays"]["work"]["fixed_us"] == 0
+
+
+def test_a_process_that_is_killed_ends_it_in_one_line(trace: Path) -> None:
+    source = (
+        "import multiprocessing, os, signal\nclass Gone:\n    def decide(self, world, request):\n"
+        "        if multiprocessing.parent_process() is not None:\n            os.kill(os.getpid(), signal.SIGKILL)\n"
+        "        return 0\n"
+    )
+    (trace.parent / "mine.py").write_text(source)
+    command = [*COMMAND, str(trace), "--policy", "mine.Gone", "--policy", "mine.Gone:temperature=1"]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, cwd=trace.parent)
+    assert run.returncode == 1
+    assert run.stderr == "forebay: a process of the simulations was killed, perhaps for want of memory\n"

@@ -1,7 +1,12 @@
 """`forebay trace` against more than one door."""
 
 import json
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -43,3 +48,83 @@ def test_a_system_that_is_not_there_is_named(trace: Path) -> None:
     url = f"http://127.0.0.1:{free_ports(1)}"
     run = forebay("trace", str(trace), "--url", url)
     assert (run.returncode, f"{url} does not answer" in run.stderr) == (2, True)
+
+
+def test_an_invented_workload_of_sessions_is_answered() -> None:
+    recipe = "synthetic:requests=12,turns=3,rate=50,prompt=200,output=3,groups=2,prefix=128"
+    with running("--workers", "1") as up:
+        run = forebay("trace", recipe, "--url", up.url, "--json")
+        assert run.returncode == 0, run.stderr
+    summary = json.loads(run.stdout)
+    assert (summary["requests"], summary["answered_once"]) == (12, 12)
+    # Of each later turn, the prompt before it; of the groups' prefixes, those that others had asked for.
+    assert summary["prefix_reuse"] > 0.4
+
+
+class Door(ThreadingHTTPServer):
+    """Answers any completion, and remembers when each prompt came and when somebody first looked what is here."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.came_s: dict[int, float] = {}
+        self.looked_s = 0.0
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Door
+
+    def do_GET(self) -> None:
+        self.server.looked_s = self.server.looked_s or time.monotonic()
+        self.answer(b'{"data": [{"id": "m"}]}' if self.path == "/v1/models" else b"")
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        asked = len(body["prompt"])
+        self.server.came_s[asked] = time.monotonic()
+        usage = {"prompt_tokens": asked, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 0}}
+        chunk = {"id": str(asked), "choices": [], "usage": usage}
+        self.answer(f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n".encode())
+
+    def answer(self, body: bytes) -> None:
+        self.send_response(200)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        """Tests are quiet."""
+
+
+@pytest.fixture
+def door() -> Iterator[Door]:
+    with Door() as door:
+        thread = threading.Thread(target=door.serve_forever)
+        thread.start()
+        try:
+            yield door
+        finally:
+            door.shutdown()
+            thread.join()
+
+
+def test_who_follows_on_answers_waits_for_them_and_thinks(tmp_path: Path, door: Door) -> None:
+    common = {"output_length": 1, "hash_ids": [1]}
+    rows: list[dict[str, Any]] = [
+        {"format": "forebay.workload", "version": 1, "block_tokens": 64},
+        {"timestamp": 0, "input_length": 10},
+        {"timestamp": 0, "input_length": 11},
+        {"after": [0, 1], "delay": 400, "input_length": 12},
+        {"after": [2], "input_length": 13, "timestamp": 700},
+        {"timestamp": 20, "input_length": 14},
+    ]
+    path = tmp_path / "sessions.jsonl"
+    path.write_text("".join(json.dumps(row if "format" in row else {**common, **row}) + "\n" for row in rows))
+    run = forebay("trace", str(path), "--url", f"http://127.0.0.1:{door.server_port}", "--json")
+    assert run.returncode == 0, run.stderr
+    assert json.loads(run.stdout)["requests"] == 5
+    came_s = door.came_s
+    assert came_s[12] >= max(came_s[10], came_s[11]) + 0.4
+    assert came_s[13] >= max(came_s[12], door.looked_s + 0.7), "not before its own time either"
+    assert came_s[14] < came_s[12], "who waits for nobody is not held up"

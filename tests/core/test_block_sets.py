@@ -158,3 +158,20 @@ def test_a_cursor_sees_both_parts_of_a_run_that_is_cut_before_it_comes() -> None
     while (run := sets.next_run(cursor)) is not None:
         seen.append(run.blocks.tolist())
     assert seen == [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10]]
+
+
+def test_cursors_stay_where_they_are_when_another_run_loses_its_head() -> None:
+    sets = BlockSets()
+    sets.add(1, range(1, 6))
+    sets.add(1, range(11, 16))
+    ahead, behind = sets.cursor(), sets.cursor()
+    first = sets.next_run(ahead)
+    assert first is not None
+    for start in (1, 11):
+        sets.add(2, [start, start + 1])
+    seen: list[int] = []
+    for cursor in (ahead, behind):
+        while (run := sets.next_run(cursor)) is not None:
+            seen += run.blocks
+    assert set(range(1, 6)) <= set(seen)
+    assert set(range(11, 16)) <= set(seen)

@@ -64,6 +64,14 @@ def test_every_weight_counts() -> None:
     assert rich.costs == [1.0], "a credit saves what there is to save, no more"
 
 
+def test_what_several_have_alike_saves_each_as_much() -> None:
+    seats = roster(a=(0, 0, 0), b=(64, 0, 1), c=(0, 0, 0), d=(0, 0, 0))
+    alike, other = Overlap(2, 1), Overlap(3)
+    found = table(seats, 64 * 9, overlaps={("a", 0): alike, ("b", 0): alike, ("c", 0): other, ("d", 0): alike})
+    assert [found.terms(at).overlap_credit for at in range(4)] == [2.75, 2.75, 3.0, 2.75]
+    assert found.costs == [9 - 2.75, 10 - 2.75, 9 - 3.0, 9 - 2.75]
+
+
 def test_overlaps_and_active_blocks_of_others_are_passed_over() -> None:
     found = table(roster(a=(0, 0, 0)), 64, 1, overlaps={("gone", 0): Overlap(1)}, active={("gone", 0): 1})
     assert found.costs == [2.0]

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from forebay.core.engine_model import EngineModel
 from forebay.core.engine_sequence import speech
-from tests.core.test_engine_model import VOCABULARY, answers, config, finished, replay_cache, request, run
+from tests.core.engine_runs import VOCABULARY, answers, config, finished, replay_cache, request, run
 
 
 @settings(max_examples=200)

@@ -1,6 +1,6 @@
 """The engine model: scheduling, prefix reuse, preemption, and what must hold on any history."""
 
-from typing import Any
+from array import array
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +14,6 @@ from forebay.core.engine_model import (
     EngineRequest,
     Finished,
     QueueFull,
-    Removed,
     RequestMalformed,
     RequestTooLarge,
     Step,
@@ -23,73 +22,7 @@ from forebay.core.engine_model import (
 from forebay.core.engine_sequence import speech
 from forebay.core.engine_timing import decode_us, prefill_us
 from forebay.events.base import pack_u32, unpack_u32, unpack_u64
-
-VOCABULARY = tuple(range(1000, 1100))
-BLOCK = 4
-
-
-def config(**changes: Any) -> EngineConfig:
-    sizes: dict[str, Any] = {"block_size": BLOCK, "kv_blocks_total": 32, "max_num_seqs": 4}
-    return EngineConfig(**{"vocabulary": VOCABULARY, "max_num_batched_tokens": 16, **sizes, **changes})
-
-
-def request(
-    name: str,
-    prompt: list[int],
-    max_tokens: int,
-    *,
-    seed: int = 7,
-    attempt: int = 1,
-    block: int = BLOCK,
-    salt: int = HASH_SEED,
-) -> EngineRequest:
-    packed = pack_u32(prompt)
-    return EngineRequest(
-        request_id=name,
-        attempt=attempt,
-        token_ids=packed,
-        sequence_hashes=sequence_hashes(packed, block, salt),
-        token_seed=seed,
-        max_tokens=max_tokens,
-        hash_seed=salt,
-    )
-
-
-def run(model: EngineModel, until_us: int = 0) -> list[Step]:
-    steps = []
-    while (step := model.step(until_us)) is not None:
-        steps.append(step)
-    return steps
-
-
-def answers(steps: list[Step]) -> dict[str, list[int]]:
-    """Tokens by request; fails when an index is missing, repeated or out of order."""
-    said: dict[str, list[int]] = {}
-    for step in steps:
-        for chunk in step.emitted:
-            tokens = said.setdefault(chunk.request_id, [])
-            assert chunk.first_index == len(tokens)
-            tokens += unpack_u32(chunk.token_ids)
-    return said
-
-
-def replay_cache(steps: list[Step]) -> set[int]:
-    content: set[int] = set()
-    for step in steps:
-        for change in step.cache_changes:
-            match change:
-                case Stored(parent=parent, hashes=hashes):
-                    assert parent is None or parent in content
-                    assert content.isdisjoint(hashes)
-                    content.update(hashes)
-                case Removed(hashes=hashes):
-                    assert content.issuperset(hashes)
-                    content.difference_update(hashes)
-    return content
-
-
-def finished(steps: list[Step]) -> list[Finished]:
-    return [end for step in steps for end in step.finished]
+from tests.core.engine_runs import BLOCK, VOCABULARY, answers, config, finished, replay_cache, request, run
 
 
 def test_one_request_from_prompt_to_end() -> None:
@@ -116,6 +49,44 @@ def test_decoding_takes_as_long_as_its_contexts_are_whoever_shares_or_prefills()
     mixed = model.step()
     assert mixed is not None
     assert mixed.duration_us == prefill_us(6) + decode_us(2 + 2, 32)
+
+
+class Told:
+    """A timing that keeps what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[dict[str, int]] = []
+
+    def step_us(self, **work: int) -> int:
+        self.asked.append(work)
+        return 10
+
+
+def test_a_timing_is_told_what_a_step_computes() -> None:
+    told = Told()
+    model = EngineModel(config(max_num_batched_tokens=8, timing=told))
+    model.submit(request("a", [1, 2, 3, 4, 5, 6, 7, 8, 9, 10], 3))
+    first = model.step()
+    assert first is not None
+    assert first.duration_us == 10
+    model.submit(request("b", [1, 2, 3, 4, 20, 21], 1))
+    assert run(model)[-1].duration_us == 10
+    names = ("prefill_tokens", "prefill_attended", "decode_sequences", "decode_tokens")
+    assert [tuple(asked[name] for name in names) for asked in told.asked] == [
+        (8, 36, 0, 0),  # a chunk of a
+        (4, 9 + 10 + 5 + 6, 0, 0),  # the rest of a, which attends all before it; b has its first block from the cache
+        (0, 0, 1, 12),
+        (0, 0, 1, 12),
+    ]
+    assert {asked["cache_tokens"] for asked in told.asked} == {32 * BLOCK}
+
+
+def test_a_timing_is_asked_once_for_steps_that_are_made_at_once() -> None:
+    told = Told()
+    model = EngineModel(config(timing=told))
+    model.submit(request("a", [1], 4))
+    assert [step.duration_us for step in run(model, until_us=1_000)] == [10, 30]
+    assert len(told.asked) == 2
 
 
 def test_a_one_token_answer_ends_in_its_prefill_step() -> None:
@@ -157,7 +128,7 @@ def test_the_next_turn_of_a_conversation_finds_the_answer_in_the_cache() -> None
     assert model.pool.content() == set(hashes[:4])
     stored = [change for step in steps for change in step.cache_changes]
     parents = [None, *hashes[:3]]
-    assert stored == [Stored(parent, (block,)) for parent, block in zip(parents, hashes[:4], strict=True)]
+    assert stored == [Stored(parent, array("Q", [block])) for parent, block in zip(parents, hashes[:4], strict=True)]
     model.submit(request("b", [*turn, 5, 6, 7], 1))
     assert finished(run(model))[0].cached_tokens == 16
 
@@ -173,8 +144,8 @@ def test_a_block_that_another_fills_meanwhile_is_stored_once() -> None:
     model.submit(request("b", turn, 1))
     hashes = unpack_u64(sequence_hashes(pack_u32(turn), BLOCK))
     meanwhile, rest, *_ = run(model)
-    assert meanwhile.cache_changes[-1] == Stored(hashes[0], (hashes[1],))
-    assert rest.cache_changes == [Stored(hashes[1], tuple(hashes[2:]))]
+    assert meanwhile.cache_changes[-1] == Stored(hashes[0], array("Q", [hashes[1]]))
+    assert rest.cache_changes == [Stored(hashes[1], array("Q", hashes[2:]))]
 
 
 def test_output_blocks_are_salted_as_the_prompt_is() -> None:
@@ -407,7 +378,8 @@ def test_iterations_made_at_once_are_the_same_as_single_ones(
         position += step.iterations
         assert sum(one.duration_us for one in part) == step.duration_us
         assert answers_from(part) == answers_from([step])
-        assert [change for one in part for change in one.cache_changes] == step.cache_changes
+        # Told at the end of the step, that is of the iteration in which it happened.
+        assert [one.cache_changes for one in part] == [*([[]] * (len(part) - 1)), step.cache_changes]
         assert finished(part) == step.finished
         assert part[-1].load == step.load
         assert [first for one in part for first in one.first_tokens] == step.first_tokens
@@ -485,3 +457,21 @@ def test_a_warmed_engine_finds_what_an_earlier_one_held() -> None:
     steps = run(second)
     assert steps[0].first_tokens[0].cached_tokens > 0
     assert all(change.hashes for step in steps for change in step.cache_changes)
+
+
+def test_what_was_generated_is_known_at_any_iteration_of_a_step() -> None:
+    model = EngineModel(config(kv_blocks_total=6))
+    for one in (request("a", [1, 2, 3], 20), request("b", [4, 5, 6], 20, seed=8)):
+        model.submit(one)
+    said = {"a": 0, "b": 0}
+    assert model.generated() == said
+    preempted = False
+    while (step := model.step(1 << 40)) is not None:
+        spoke = {chunk.request_id: len(unpack_u32(chunk.token_ids)) for chunk in step.emitted}
+        said = {name: count + spoke.get(name, 0) for name, count in said.items()}
+        for end in step.finished:
+            assert said.pop(end.request_id) == end.output_tokens
+        for undone in range(step.iterations + 1):
+            assert model.generated(undone) == {name: said[name] - undone * (name in spoke) for name in said}
+        preempted |= step.load.waiting == 1 and said["b"] > 0
+    assert preempted

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from forebay.simulate.mooncake import rows
+from forebay.simulate.reading import open_workload
+from forebay.simulate.workload import WorkloadOptions
 from infra.demo_kafka import SECONDS, SEED, SESSIONS, TURNS, Result, invent
 
 
@@ -14,10 +15,10 @@ def test_the_invented_trace_is_the_same_each_time_and_has_much_in_common(tmp_pat
     for path, seed in ((one, SEED), (two, SEED), (other, SEED + 1)):
         invent(path, seed)
     assert one.read_bytes() == two.read_bytes() != other.read_bytes()
-    found = list(rows(one, None))
+    found = list(open_workload(str(one), WorkloadOptions()).turns())
     assert len(found) == SESSIONS * TURNS
-    assert found[-1].timestamp <= SECONDS * 1000
-    blocks = [block for row in found for block in row.hash_ids]
+    assert found[-1].at_us <= SECONDS * 1_000_000
+    blocks = [block for row in found for block in row.block_ids]
     assert len(set(blocks)) < len(blocks) / 2, "turns repeat what was said before"
 
 

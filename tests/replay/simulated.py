@@ -1,37 +1,56 @@
 """A simulated run as its owner's log: a history whose engines are the simulator's own."""
 
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 
 from forebay.core.engine_model import EngineConfig, EngineModel
+from forebay.core.engine_timing import EngineTiming, MockerTiming
 from forebay.core.step import Decided, InputEvent, claim
 from forebay.core.world import CORE_VERSION, World
-from forebay.events.base import pack_u64
 from forebay.events.codec import encode
 from forebay.events.control import PoolConfigured, RouterConfig
 from forebay.events.decisions import JournalRecord, OwnerClaimed
 from forebay.events.fleet import WorkerJoined, WorkerSpec
 from forebay.events.requests import RequestSubmitted, Sampling
 from forebay.events.topics import CONTROL, DECISIONS, FLEET, REQUESTS, Topic
-from forebay.simulate.cluster import Arrival, Cluster
-from forebay.simulate.mooncake import Row
+from forebay.simulate.arrivals import Arrival, Listed
+from forebay.simulate.cluster import Cluster
+from forebay.simulate.mooncake import BLOCK_TOKENS, Row
 from forebay.simulate.rank import EngineRank
+from forebay.simulate.workload import sequence_hashes
 from tests.replay.recorded import MemoryLog
+from tests.simulate.traces import turn_of
 
 MODEL, POOL, BLOCK = "m", "default", 64
 START_US = 1_000_000
+MOCKER = MockerTiming()
 TIMEOUT_US = 600_000_000
+
+
+class _Written(deque[tuple[Topic, InputEvent]]):
+    """What follows from a decision, written down when it is applied."""
+
+    def __init__(self, write: Callable[[Topic, InputEvent], None]) -> None:
+        super().__init__()
+        self._write = write
+
+    def popleft(self) -> tuple[Topic, InputEvent]:
+        taken = super().popleft()
+        self._write(*taken)
+        return taken
 
 
 class RecordedRun(Cluster):
     """A cluster that writes down what its owner applies and decides."""
 
-    def __init__(self, router: RouterConfig, workers: int, blocks: int = 16_384) -> None:
+    def __init__(self, router: RouterConfig, workers: int, blocks: int = 16_384, timing: EngineTiming = MOCKER) -> None:
         world = World()
         super().__init__(world, reports=False)
         self.log = MemoryLog()
         self._journal(OwnerClaimed(owner_id="o", core_version=CORE_VERSION))
         claim(world, 0)
-        self._now_us = START_US
+        self._records = _Written(self._write)
+        self.now_us = START_US
         self.apply(CONTROL, PoolConfigured(pool=POOL, model=MODEL, block_size=BLOCK, router=router))
         for number in range(workers):
             spec = WorkerSpec(
@@ -42,13 +61,18 @@ class RecordedRun(Cluster):
                 max_num_seqs=256,
                 max_num_batched_tokens=8_192,
             )
-            engine = EngineModel(EngineConfig(vocabulary=None, block_size=BLOCK, kv_blocks_total=blocks))
+            config = EngineConfig(vocabulary=None, block_size=BLOCK, kv_blocks_total=blocks, timing=timing)
+            engine = EngineModel(config)
             self.add(EngineRank(number, spec, 0, world.view.get(FLEET.name, 0), engine))
             self.apply(FLEET, WorkerJoined(owner_epoch=0, spec=spec, lease="l", slot=number, from_offset=0))
 
-    def _apply_one(self, topic: Topic, event: InputEvent) -> None:
+    def _take_in(self, topic: Topic, events: Sequence[InputEvent]) -> None:
+        for event in events:
+            self._write(topic, event)
+            super()._take_in(topic, (event,))
+
+    def _write(self, topic: Topic, event: InputEvent) -> None:
         self.log.topics.setdefault(topic.name, []).append(encode(topic, event))
-        super()._apply_one(topic, event)
 
     def _seal(self, record: JournalRecord | Decided) -> None:
         super()._seal(record)
@@ -59,11 +83,16 @@ class RecordedRun(Cluster):
 
 
 def played(
-    rows: Iterable[Row], router: RouterConfig, workers: int, blocks: int = 16_384, name: str = "r"
+    rows: Iterable[Row],
+    router: RouterConfig,
+    workers: int,
+    blocks: int = 16_384,
+    name: str = "r",
+    timing: EngineTiming = MOCKER,
 ) -> RecordedRun:
     """A run of a trace, and its log; ids of requests begin with `name`."""
-    run = RecordedRun(router, workers, blocks)
-    run.play([_arrival(f"{name}{number}", number, row) for number, row in enumerate(rows)], lambda _: None)
+    run = RecordedRun(router, workers, blocks, timing)
+    run.play(Listed(_arrival(f"{name}{number}", number, row) for number, row in enumerate(rows)), lambda _: None)
     run.digest()
     return run
 
@@ -74,7 +103,7 @@ def _arrival(request_id: str, number: int, row: Row) -> Arrival:
         model=MODEL,
         token_ids=b"",
         withheld_tokens=row.input_length,
-        sequence_hashes=pack_u64(row.sequence_hashes(BLOCK)),
+        sequence_hashes=sequence_hashes(turn_of(row, number), BLOCK_TOKENS, BLOCK),
         reply_slot=0,
         timeout_us=TIMEOUT_US,
         tie_seed=number,

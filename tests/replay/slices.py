@@ -10,11 +10,11 @@ import msgspec
 from forebay.events.codec import encode
 from forebay.events.groups import GroupPlaced
 from forebay.events.topics import DECISIONS, GROUPS, INPUTS, SNAPSHOTS
-from forebay.replay.groups import groups_of
 from forebay.replay.record import OnProgress, Window, contents_of, copy, slice_of
 from forebay.replay.verify import Report, verify
 from forebay.transport import sqlite_schema as schema
 from forebay.transport.base import Draft, Log, Record
+from forebay.transport.recorded_groups import groups_of
 from forebay.transport.recording import Contents
 from forebay.transport.recording_writer import RecordingWriter
 from forebay.transport.sqlite_log import SqliteLog

@@ -23,9 +23,9 @@ from forebay.events.topics import DECISIONS, KV_EVENTS, REQUESTS
 from forebay.replay.explain import Explanation, explain
 from forebay.replay.explanation import Candidate, Routing
 from forebay.replay.find import OfRequest
-from forebay.replay.groups import groups_of
 from forebay.transport.base import Draft, LogError
 from forebay.transport.recorded import decode_journal, journal_records
+from forebay.transport.recorded_groups import groups_of
 from forebay.transport.sqlite_log import SqliteLog
 from tests.core.worlds import PROMPTS, histories, perform, request
 from tests.replay.recorder import Recorder, fleet, said, stored, words

@@ -18,12 +18,12 @@ from forebay.events.codec import decode, encode
 from forebay.events.decisions import Advanced, SnapshotTaken
 from forebay.events.topics import DECISIONS, PROGRESS
 from forebay.replay import record
-from forebay.replay.groups import groups_of, pools_of
 from forebay.replay.record import NothingDecided, Window, offset_at, slice_of
 from forebay.replay.walk import Start, Walk
 from forebay.transport import recording
 from forebay.transport.base import Draft, Log, LogError, Record
 from forebay.transport.recorded import newest_snapshot, snapshots_taken
+from forebay.transport.recorded_groups import groups_of, pools_of
 from forebay.transport.recording import utc
 from forebay.transport.recording_writer import RecordingWriter, part_of
 from forebay.transport.sqlite_log import LogUnusable, SqliteLog

@@ -5,16 +5,18 @@ from typing import Any
 import msgspec
 import pytest
 
+from forebay.core.engine_timing import LinearTiming
 from forebay.core.world import World
 from forebay.events.base import pack_u64
 from forebay.events.control import BusyThresholds, QueueConfig, RouterConfig
-from forebay.events.fleet import WorkerJoined
+from forebay.events.fleet import WorkerJoined, WorkerLost
 from forebay.events.kv import BlocksStored
 from forebay.events.requests import RequestCancelled, RequestSubmitted, RoutingHints, Sampling
 from forebay.events.snapshots import Chunk
-from forebay.events.topics import REQUESTS
-from forebay.simulate.cluster import Arrival
+from forebay.events.topics import FLEET, REQUESTS
+from forebay.simulate.arrivals import Arrival
 from forebay.simulate.resumed import NotSimulable, Resumed, rank_keys, resume
+from forebay.simulate.settings import Delay, Delays
 from tests.core.worlds import Driver, pool, spec
 
 BLOCK = 4
@@ -127,6 +129,42 @@ def test_a_worker_without_kv_events_says_nothing_of_its_cache() -> None:
     drive = fleet("a", kv_events=False)
     served = resumed(drive, asked("r1", CHAIN[:5]), asked("r2", CHAIN[:5], 10_000_000, nonce=2)).served
     assert served["r2"].cached_tokens == 5 * BLOCK
+
+
+def test_workers_join_and_are_lost_when_it_is_said() -> None:
+    joins = [
+        Arrival(1_000, FLEET, WorkerJoined(owner_epoch=7, spec=spec(name), lease="l", slot=slot, from_offset=0))
+        for slot, name in enumerate("ab")
+    ]
+    gone = WorkerLost(owner_epoch=7, worker_id="a", worker_epoch=99)
+    pinned = asked("r1", CHAIN[:4], 2_000, output=200, routing=RoutingHints(worker_id="a", rank=0))
+    later = Arrival(900_000_000, FLEET, joins[0].event)
+    again = asked("r3", CHAIN[:4], 900_000_001, routing=RoutingHints(worker_id="a", rank=0))
+    run = resumed(
+        fleet(), *joins, pinned, asked("r2", CHAIN[:4], 3_000, output=200), Arrival(500_000, FLEET, gone), later, again
+    )
+    assert run.ranks == [("a", 0), ("b", 0)]
+    # Its worker was lost in the middle of its answer; it goes on when that is back.
+    first = run.served["r1"]
+    assert (first.worker, first.attempts, first.cached_tokens, first.failure) == (0, 2, 0, "")
+    assert first.first_us < 5_000_000
+    assert first.last_us > 900_000_000
+    assert (run.served["r2"].worker, run.served["r2"].failure) == (1, "")
+    assert (run.served["r3"].worker, run.served["r3"].failure) == (0, "")
+
+
+def test_engines_take_the_time_that_they_are_said_to_take_and_so_does_what_is_said() -> None:
+    usual, slow, far = (
+        resumed(fleet("a"), asked("r", CHAIN[:10], output=3), **options).served["r"]
+        for options in (
+            {},
+            {"timing": LinearTiming(step=1_000_000.0)},
+            {"delays": Delays(work=Delay(fixed_us=700), tokens=Delay(fixed_us=30))},
+        )
+    )
+    assert slow.first_us - slow.arrived_us == 1_000_000
+    assert slow.last_us - slow.first_us == 2_000_000
+    assert (far.first_us, far.last_us) == (usual.first_us + 730, usual.last_us + 730)
 
 
 def test_an_empty_fleet_and_sizes_that_do_not_go_together_are_refused() -> None:

@@ -2,9 +2,11 @@
 
 import json
 import random
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from forebay.simulate.mooncake import BLOCK_TOKENS, Row
+from forebay.simulate.workload import Survey, Turn
 
 SEED = 20_261
 
@@ -20,6 +22,34 @@ def conversations(sessions: int, turns: int, every_ms: int = 150) -> list[Row]:
         length = len(ids) * BLOCK_TOKENS - rng.randrange(BLOCK_TOKENS)
         rows.append(Row(number // 2 * every_ms, length, rng.randrange(1, 150), list(ids)))
     return rows
+
+
+def turn_of(row: Row, number: int, speed: float = 1.0) -> Turn:
+    return Turn(
+        number=number,
+        prompt_tokens=row.input_length,
+        output_tokens=row.output_length,
+        block_ids=tuple(row.hash_ids),
+        at_us=round(row.timestamp * 1_000 / speed),
+    )
+
+
+class Rows:
+    """Rows as a workload."""
+
+    name = "rows"
+    block_tokens = BLOCK_TOKENS
+
+    def __init__(self, rows: Sequence[Row], speed: float = 1.0) -> None:
+        self._rows = rows
+        self._speed = speed
+
+    def survey(self) -> Survey:
+        return Survey(requests=len(self._rows))
+
+    def turns(self) -> Iterator[Turn]:
+        for number, row in enumerate(self._rows):
+            yield turn_of(row, number, self._speed)
 
 
 def write(path: Path, rows: list[Row]) -> Path:

@@ -41,7 +41,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 def engine_config(**changes: int) -> EngineConfig:
-    sizes = {"block_size": 4, "kv_blocks_total": 64, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+    sizes: dict[str, Any] = {"block_size": 4, "kv_blocks_total": 64, "max_num_seqs": 8, "max_num_batched_tokens": 64}
     return EngineConfig(vocabulary=VOCABULARY, **{**sizes, **changes})
 
 

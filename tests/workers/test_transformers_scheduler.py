@@ -95,7 +95,12 @@ class Told:
     """What the batches of a scheduler said, checked as they come."""
 
     def __init__(self, **changes: int) -> None:
-        sizes = {"block_size": BLOCK, "kv_blocks_total": 16, "max_num_seqs": 3, "max_num_batched_tokens": 6}
+        sizes: dict[str, Any] = {
+            "block_size": BLOCK,
+            "kv_blocks_total": 16,
+            "max_num_seqs": 3,
+            "max_num_batched_tokens": 6,
+        }
         self.config = EngineConfig(vocabulary=None, **{**sizes, **changes})
         self.runner = FakeRunner(self.config.kv_blocks_total)
         self.scheduler = Scheduler(self.runner, self.config, 5)

@@ -1,26 +1,101 @@
-"""The command line: `forebay up`, its parts as processes, and the tools."""
+"""The command line: `forebay up`, its parts as processes, and the tools.
 
+A command's module is imported when the command is run: all of them take seconds, of which most need little.
+"""
+
+from importlib import import_module
 from importlib.metadata import version
-from typing import Annotated
+from typing import Annotated, Any, NamedTuple
 
 import typer
+from typer.core import TyperGroup
 
-from forebay.cli import (
-    control,
-    index,
-    ingress,
-    produce,
-    record,
-    replay,
-    router,
-    serve,
-    shadow,
-    simulate,
-    topics,
-    trace,
-    up,
-    worker,
-)
+
+class Command(NamedTuple):
+    """A function, or an application of several commands, of a module of `forebay.cli`; and its line in `--help`."""
+
+    module: str
+    name: str
+    help: str
+    settings: dict[str, Any] | None = None
+
+
+# As their functions say themselves: a test holds the two together.
+COMMANDS = {
+    "up": Command("up", "up", "Serve an OpenAI-compatible API with a KV-aware router and workers, in one process."),
+    "ingress": Command("ingress", "ingress", "Serve the OpenAI API of a distributed system, and its topic door."),
+    "router": Command(
+        "router",
+        "router",
+        "Run one router of a distributed system: the first owns, others stand by or share the groups.",
+    ),
+    "worker": Command("worker", "worker", "Run one worker of a distributed system."),
+    "serve": Command(
+        "serve",
+        "serve",
+        "Run the workers of a service, each in a process of its own.",
+        {"allow_extra_args": True, "ignore_unknown_options": True},
+    ),
+    "control": Command("control", "control", "Command workers; exit 1 unless every one did it."),
+    "produce": Command(
+        "produce",
+        "produce",
+        "Send requests through the topic door; with --wait exit 1 unless every one was answered well.",
+    ),
+    "trace": Command(
+        "trace",
+        "trace",
+        "Play a recorded or invented workload into a running system; exit 1 unless every request was answered.",
+    ),
+    "shadow": Command(
+        "shadow",
+        "shadow",
+        "Say at every decision of a running system what another policy or configuration would have chosen.",
+    ),
+    "simulate": Command(
+        "simulate",
+        "simulate",
+        "Play a workload through the live router and modelled engines, in virtual time.",
+    ),
+    "sweep": Command(
+        "sweep",
+        "sweep",
+        "Simulate every combination of settings, and mark those that no other is better than.",
+    ),
+    "fit": Command("fit", "fit", "Fit an engine profile to the times that are recorded of engines."),
+    "profile": Command("profile", "app", "Engine profiles from other people's measurements."),
+    "record": Command(
+        "record",
+        "record",
+        "Record a slice of a log into OUT: all it takes to derive its decisions, from the snapshot before it on.",
+    ),
+    "workload": Command("workload", "app", "Workloads: what they are like, and as files."),
+    "replay": Command("replay", "app", "Derive recorded decisions again."),
+    "topics": Command("topics", "app", "What a log holds, readable; and the topics of a broker."),
+    "index": Command("index", "app", "What workers have cached, as the log says."),
+}
+
+
+class Commands(TyperGroup):
+    """The commands by what `--help` says of them; the one that is run is loaded."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
+        """Which command is meant, and its own arguments."""
+        name, _, rest = super().resolve_command(ctx, args)
+        return name, None if name is None else load(name), rest
+
+
+def load(name: str) -> Any:
+    """The command of this name, as the library that parses the command line has it."""
+    command = COMMANDS[name]
+    found = getattr(import_module(f"forebay.cli.{command.module}"), command.name)
+    alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    if isinstance(found, typer.Typer):
+        alone.add_typer(found, name=name)
+        group: Any = typer.main.get_command(alone)
+        return group.commands[name]
+    alone.command(name, context_settings=command.settings)(found)
+    return typer.main.get_command(alone)
 
 
 def _show_version(wanted: bool) -> None:
@@ -31,26 +106,15 @@ def _show_version(wanted: bool) -> None:
 
 app = typer.Typer(
     name="forebay",
+    cls=Commands,
     help="Event-sourced serving of large language models: every fact and every decision is an event.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # its tables cut the names of options on a narrow terminal
 )
-app.command("up")(up.up)
-app.command("ingress")(ingress.ingress)
-app.command("router")(router.router)
-app.command("worker")(worker.worker)
-app.command("serve", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve.serve)
-app.command("control")(control.control)
-app.command("produce")(produce.produce)
-app.command("trace")(trace.trace)
-app.command("shadow")(shadow.shadow)
-app.command("simulate")(simulate.simulate)
-app.command("record")(record.record)
-app.add_typer(replay.app, name="replay")
-app.add_typer(topics.app, name="topics")
-app.add_typer(index.app, name="index")
+for _name, _command in COMMANDS.items():
+    app.command(_name, help=_command.help)(lambda: None)
 
 
 @app.callback()

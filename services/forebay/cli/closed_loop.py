@@ -4,22 +4,19 @@ Both policies are simulated, history's too: what its simulation and its recordin
 error, and a difference between the two simulations that is smaller says nothing.
 """
 
-import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
 
-from forebay.events.requests import RequestCancelled, RequestSubmitted, Sampling
-from forebay.events.topics import CONTROL, REQUESTS
+from forebay.cli.recorded_requests import RecordedRequests, answered
+from forebay.core.holder_bits import HolderKey
 from forebay.ingress.errors import Unusable
-from forebay.replay.handover import Asked, Handover, Said
-from forebay.simulate.cluster import Arrival
-from forebay.simulate.outcome import Outcome, Served, summary
+from forebay.replay.handover import Asked, Handover
+from forebay.simulate.outcome import Outcome, Requests, summary
 from forebay.simulate.resumed import NotSimulable, rank_keys, resume
 
 RECORDED, HISTORY, ALTERNATIVE = "history, recorded", "history, simulated", "alternative, simulated"
-OUTPUT_TOKENS_MAX = (1 << 31) - 1  # what a request may ask for
 
 OnRun = Callable[[str, int, int], None]
 
@@ -51,98 +48,44 @@ def closed_loop(handover: Handover, end_us: int, speedup: float, progress: OnRun
 
     `progress` is called with the name of the run, the requests that arrived and their total. Raises Unusable.
     """
-    asked = handover.asked
-    ids = _unique([one.request_id for one in asked])
-    finished = [one.output_tokens for one in asked if one.output_tokens]
-    if not finished:
-        raise Unusable("--closed-loop: history finished no request after the fork, so no answer's length is known")
-    median = round(statistics.median(finished))
-    compared = [(name, one) for name, one in zip(ids, asked, strict=True) if one.output_tokens and not one.under_way]
-    assumed = sum(not one.output_tokens for one in asked)
+    try:
+        requests = RecordedRequests(handover.asked)
+    except Unusable as error:
+        raise Unusable(f"--closed-loop: after the fork, {error}") from None
+    compared = requests.comparable
     keys = rank_keys(handover.states[0])
-    runs = {RECORDED: _recorded([one for _, one in compared], keys)}
+    runs = {RECORDED: _recorded(compared.values(), keys)}
     for name, state, said in zip((HISTORY, ALTERNATIVE), handover.states, handover.said, strict=True):
-        arrivals = _arrivals(ids, asked, said, median)
 
         def on_arrived(done: int, run: str = name) -> None:
-            progress(run, done, len(asked))
+            progress(run, done, len(requests.asked))
 
         try:
-            resumed = resume(state, arrivals, on_arrived, speedup=speedup)
+            resumed = resume(state, requests.arrivals(said), on_arrived, speedup=speedup)
         except NotSimulable as error:
             raise Unusable(f"--closed-loop: {error}") from None
-        outcome = Outcome([resumed.served[request_id] for request_id, _ in compared], resumed.digest)
+        outcome = Outcome(Requests(resumed.served[request_id] for request_id in compared), resumed.digest)
         runs[name] = summary(outcome, len(keys))
     return ClosedLoop(
         after_s=(end_us - handover.at_us) / 1e6,
         requests=len(compared),
-        under_way=sum(one.under_way for one in asked),
-        assumed=assumed,
+        under_way=sum(one.under_way for one in handover.asked),
+        assumed=requests.assumed,
         speedup=speedup,
         runs=runs,
-        notes=_notes(handover, len(compared), assumed, speedup),
+        notes=_notes(handover, len(compared), requests.assumed, speedup),
     )
 
 
-def _unique(names: Sequence[str]) -> list[str]:
-    """Ids that come once: a client may use one again when nobody remembers it any more."""
-    used: set[str] = set()
-    found = []
-    for number, name in enumerate(names):
-        one = name if name not in used else f"{name}#{number}"
-        used.add(one)
-        found.append(one)
-    return found
-
-
-def _recorded(asked: Sequence[Asked], keys: Sequence[tuple[str, int]]) -> dict[str, Any]:
+def _recorded(asked: Iterable[Asked], keys: Sequence[HolderKey]) -> dict[str, Any]:
     """The figures of history as its workers told them; some may have joined after the fork."""
     places = {key: number for number, key in enumerate(keys)}
-    served = [
-        Served(
-            arrived_us=one.at_us,
-            prompt_tokens=one.prompt_tokens,
-            output_tokens=one.output_tokens or 0,
-            worker=None if one.worker is None else places.setdefault(one.worker, len(places)),
-            cached_tokens=one.cached_tokens,
-            first_us=one.first_us or one.last_us,
-            last_us=one.last_us,
-        )
-        for one in asked
-    ]
-    return summary(Outcome(served), len(places))
-
-
-def _arrivals(ids: Sequence[str], asked: Sequence[Asked], said: Sequence[Said], median: int) -> list[Arrival]:
-    """Everything from outside in the order of its time; of one time, requests come before what is said of them."""
-    requests = [
-        Arrival(one.at_us, REQUESTS, _submitted(request_id, number, one, one.output_tokens or median))
-        for number, (request_id, one) in enumerate(zip(ids, asked, strict=True))
-    ]
-    cancelled = [
-        Arrival(one.cancelled_us, REQUESTS, RequestCancelled(request_id=request_id))
-        for request_id, one in zip(ids, asked, strict=True)
-        if one.cancelled_us
-    ]
-    configured = [Arrival(at_us, CONTROL, event) for at_us, event in said]
-    return sorted([*requests, *cancelled, *configured], key=lambda arrival: arrival.at_us)
-
-
-def _submitted(request_id: str, number: int, one: Asked, output_tokens: int) -> RequestSubmitted:
-    return RequestSubmitted(
-        request_id=request_id,
-        model=one.model,
-        token_ids=b"",
-        withheld_tokens=one.prompt_tokens,
-        sequence_hashes=one.sequence_hashes,
-        reply_slot=0,
-        timeout_us=one.timeout_us,
-        tie_seed=one.tie_seed,
-        sampling=Sampling(max_tokens=min(output_tokens, OUTPUT_TOKENS_MAX), ignore_eos=True),
-        nonce=number,
-        lora_name=one.lora_name,
-        routing=one.hints,
-    )
+    served = []
+    for one in asked:
+        if one.worker is not None:
+            places.setdefault(one.worker, len(places))
+        served.append(answered(one, places))
+    return summary(Outcome(Requests(served)), len(places))
 
 
 def _notes(handover: Handover, compared: int, assumed: int, speedup: float) -> list[str]:

@@ -1,69 +1,37 @@
-"""The page of `forebay replay diff --html`: one file with everything in it, that asks the network for nothing.
+"""The page of `forebay replay diff --html`."""
 
-What users named is text here, never markup: the template escapes it, the charts get it as JSON, and the page's own
-policy forbids whatever would come from elsewhere.
-"""
-
-from importlib.resources import files
-from typing import Any
-
-import jinja2
-import msgspec
 from plotly import graph_objects
-from plotly.offline import get_plotlyjs
 from plotly.subplots import make_subplots
 
 from forebay.cli.closed_loop import ClosedLoop
 from forebay.cli.diff_view import HINT, closed_rows, rows, terms_text, told
-from forebay.cli.terminal import printable
+from forebay.cli.page import LAYOUT, Chart, plain, render, short
 from forebay.replay.diff_report import Report
 from forebay.replay.verify import UNVERIFIED
 
-BASE: dict[str, Any] = {
-    "margin": {"l": 64, "r": 16, "t": 16, "b": 48},
-    "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
-    "hovermode": "closest",
-}
 MARK_MAX, MARK_MIN = 26.0, 5.0  # diameters in pixels
 HISTORY, ALTERNATIVE = "history", "alternative"
 
 
-class Chart(msgspec.Struct, kw_only=True):
-    """A figure and what it shows; the first and the last of a pair stand side by side where there is room."""
-
-    id: str
-    title: str
-    text: str
-    figure: graph_objects.Figure
-    height: int = 360
-    begins_pair: bool = False
-    ends_pair: bool = False
-
-
 def page(report: Report, simulated: ClosedLoop | None, source: str) -> str:
     """The whole page; `source` says where the history came from."""
-    template = files("forebay.cli").joinpath("diff_page.html").read_text(encoding="utf-8")
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, finalize=_visible)
     charts = [*_overlap_and_load(report), _series(report), *_waits(report)]
-    figures = "{" + ",".join(f'"{chart.id}":{chart.figure.to_json()}' for chart in charts) + "}"
     fork = report.fork
     there = None if fork is None else fork.alternative.there
-    return environment.from_string(template).render(
+    return render(
+        "diff_page.html",
+        charts,
         report=report,
         source=source,
         unverified=[f"{count} {UNVERIFIED[name]}" for name, count in report.unverified.items()],
         rows=rows(report),
         cards=_cards(report),
-        charts=charts,
         hint=HINT if simulated is None and not report.identical else "",
         closed=simulated,
         closed_rows=[] if simulated is None else closed_rows(simulated),
         fork_history="" if fork is None else told(fork.history),
         fork_alternative="" if fork is None else told(fork.alternative),
         fork_there="" if there is None else terms_text(there),
-        # A script ends at the first "</script" and a comment begins at "<!--", whatever the quotes around it.
-        figures=figures.replace("<", "\\u003c"),
-        plotly_js=get_plotlyjs(),
     )
 
 
@@ -113,7 +81,7 @@ def _overlap(report: Report) -> graph_objects.Figure:
     wide = report.bin_blocks
     bins = "" if wide == 1 else f" (bins of {wide} blocks)"
     end = max((max(pair.history, pair.alternative) for pair in report.pairs), default=1) + wide
-    figure = graph_objects.Figure(layout=BASE)
+    figure = graph_objects.Figure(layout=LAYOUT)
     figure.add_scatter(
         x=[0, end], y=[0, end], mode="lines", line={"width": 1, "dash": "dot"}, hoverinfo="skip", meta="soft"
     )
@@ -133,8 +101,8 @@ def _overlap(report: Report) -> graph_objects.Figure:
 
 
 def _load(report: Report) -> graph_objects.Figure:
-    names = [_plain(f"{rank.worker_id}/{rank.rank}") for rank in report.ranks]
-    figure = graph_objects.Figure(layout=BASE)
+    names = [plain(f"{rank.worker_id}/{rank.rank}") for rank in report.ranks]
+    figure = graph_objects.Figure(layout=LAYOUT)
     for name in (HISTORY, ALTERNATIVE):
         loads = [getattr(rank, name).computed_tokens for rank in report.ranks]
         requests = [getattr(rank, name).requests for rank in report.ranks]
@@ -150,7 +118,7 @@ def _load(report: Report) -> graph_objects.Figure:
     step = max(1, -(-len(names) // 16))  # labels that fit
     at = list(range(0, len(names), step))
     figure.update_layout(barmode="group", bargap=0.25)
-    figure.update_xaxes(tickvals=at, ticktext=[_short(names[number]) for number in at], type="linear")
+    figure.update_xaxes(tickvals=at, ticktext=[short(names[number]) for number in at], type="linear")
     figure.update_yaxes(title_text="tokens", rangemode="tozero")
     return figure
 
@@ -159,7 +127,7 @@ def _series(report: Report) -> Chart:
     times = [one.after_s for one in report.series]
     titles = ("share of requests that moved", "prefix reuse, predicted", "busiest worker over the mean")
     figure = make_subplots(rows=3, cols=1, shared_xaxes=True, vertical_spacing=0.09, subplot_titles=titles)
-    figure.update_layout(BASE)
+    figure.update_layout(LAYOUT)
     moved = [one.moved / one.compared if one.compared else None for one in report.series]
     curves = (
         (1, ALTERNATIVE, moved, False),
@@ -189,7 +157,7 @@ def _series(report: Report) -> Chart:
     figure.update_xaxes(title_text="seconds from the start", row=3, col=1)
     figure.update_layout(margin={"l": 56, "r": 16, "t": 52, "b": 48}, legend={"y": 1.07})
     if report.fork is not None:
-        figure.add_vline(x=report.fork.after_s, line={"width": 1.5, "dash": "dash"})
+        figure.add_vline(x=report.fork.after_s, line={"width": 1.5, "dash": "dash"}, name="fork")
         figure.add_annotation(
             x=report.fork.after_s,
             xref="x",
@@ -210,7 +178,7 @@ def _waits(report: Report) -> list[Chart]:
     if not any(side.waits for side in sides.values()):
         return []
     bins = sorted({one.below_ms for side in sides.values() for one in side.waits})
-    figure = graph_objects.Figure(layout=BASE)
+    figure = graph_objects.Figure(layout=LAYOUT)
     for name, side in sides.items():
         counts = {one.below_ms: one.requests for one in side.waits}
         figure.add_bar(
@@ -230,17 +198,3 @@ def _waits(report: Report) -> list[Chart]:
 
 def _duration(below_ms: int) -> str:
     return f"{below_ms} ms" if below_ms < 1_000 else f"{below_ms / 1_000:.3g} s"
-
-
-def _visible(value: Any) -> Any:
-    """What a template shows: of a text every letter, none that turns the others around."""
-    return printable(value) if type(value) is str else value
-
-
-def _plain(text: str) -> str:
-    """Text that plotly, which knows a few tags, takes for no markup."""
-    return printable(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-
-
-def _short(name: str) -> str:
-    return name if len(name) <= 16 else f"{name[:7]}…{name[-8:]}"

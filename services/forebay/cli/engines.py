@@ -24,6 +24,8 @@ from forebay.events.control import Role
 from forebay.events.fleet import WorkerSpec
 from forebay.ingress.errors import Unusable
 from forebay.ingress.model import DEFAULT_MODEL, Model, model_name_of, speaking_vocabulary
+from forebay.simulate.profiles.profile import MOCKER, Profile, load_profile
+from forebay.simulate.profiles.sheets import ProfileUnusable
 from forebay.workers.encode_engine import EncodeEngine, Encoder
 from forebay.workers.engine import Engine
 from forebay.workers.engine_settings import EngineSettings
@@ -33,6 +35,7 @@ from forebay.workers.standin_encoder import StandInEncoder
 
 MOCK = "mock"
 DEFAULT_POOL = "default"
+MOCKER_PROFILE = load_profile(MOCKER)
 NOT_KNOWN = 1  # a size that the engine says when it has started
 
 
@@ -63,12 +66,14 @@ class EngineChoice:
         settings: `model` is the default model's directory where none was given.
         loras: the names of the adapters.
         speedup: how much faster than the modelled GPU a mock engine runs.
+        profile: a mock engine's pace, and its sizes where none are given.
     """
 
     engine: str
     settings: EngineSettings
     loras: tuple[str, ...] = ()
     speedup: float = 1.0
+    profile: Profile = MOCKER_PROFILE
 
     @property
     def is_mock(self) -> bool:
@@ -94,6 +99,9 @@ def engine_choice(
     ] = None,
     role: Annotated[str, typer.Option(help=f"Part in a request: {', '.join(get_args(Role))}.")] = "aggregated",
     speedup: Annotated[float | None, typer.Option(help="How much faster than the modelled GPU; mock only.")] = None,
+    engine_profile: Annotated[
+        str | None, typer.Option(help="Pace and sizes of the mock engine: a profile's file, or mocker (the default).")
+    ] = None,
     block_size: Annotated[int | None, typer.Option(min=1, help="Tokens a KV block; mock: 64.")] = None,
     kv_blocks: Annotated[int | None, typer.Option(min=1, help="KV blocks a rank; mock: 16384.")] = None,
     max_num_seqs: Annotated[int | None, typer.Option(min=1, help="Sequences a rank runs at once; mock: 256.")] = None,
@@ -112,10 +120,16 @@ def engine_choice(
         raise Unusable(f"the {engine} engine needs --model DIR, a model directory with weights")
     if engine != MOCK and speedup is not None:
         raise Unusable(f"--speedup belongs to the mock engine: {engine} is as fast as it is")
+    if engine != MOCK and engine_profile is not None:
+        raise Unusable(f"--engine-profile belongs to the mock engine: {engine} takes the time that it takes")
     if engine == MOCK and engine_args is not None:
         raise Unusable("--engine-args belongs to real engines: the mock engine has none")
     if speedup is not None and not (math.isfinite(speedup) and speedup > 0):
         raise Unusable(f"--speedup must be a positive number, not {speedup}")
+    try:
+        profile = load_profile(engine_profile or MOCKER)
+    except ProfileUnusable as error:
+        raise Unusable(f"--engine-profile: {error}") from None
     loras = names("--lora", lora)
     directories = {} if engine == MOCK else _directories(loras)
     settings = EngineSettings(
@@ -130,7 +144,13 @@ def engine_choice(
         loras=directories,
         arguments={} if engine_args is None else _arguments(engine_args),
     )
-    return EngineChoice(engine=engine, settings=settings, loras=tuple(directories) or loras, speedup=speedup or 1.0)
+    return EngineChoice(
+        engine=engine,
+        settings=settings,
+        loras=tuple(directories) or loras,
+        speedup=speedup or 1.0,
+        profile=profile,
+    )
 
 
 def engine_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -209,16 +229,16 @@ def _encoder(choice: EngineChoice) -> Encoder:
 
 
 def _mock(choice: EngineChoice, spec: WorkerSpec) -> tuple[Engine, WorkerSpec]:
-    settings = choice.settings
+    settings, known = choice.settings, choice.profile.sizes
     sizes = {
-        "block_size": settings.block_size,
-        "kv_blocks_total": settings.kv_blocks,
-        "max_num_seqs": settings.max_num_seqs,
-        "max_num_batched_tokens": settings.max_num_batched_tokens,
+        "block_size": settings.block_size or known.block_size,
+        "kv_blocks_total": settings.kv_blocks or known.blocks,
+        "max_num_seqs": settings.max_num_seqs or known.max_num_seqs,
+        "max_num_batched_tokens": settings.max_num_batched_tokens or known.max_num_batched_tokens,
     }
     given = {name: size for name, size in sizes.items() if size is not None}
     try:
-        config = EngineConfig(vocabulary=_vocabulary(settings.model), **given)
+        config = EngineConfig(vocabulary=_vocabulary(settings.model), timing=choice.profile.timing, **given)
     except ValueError as error:
         raise Unusable(str(error)) from None
     engine = MockEngine(config, dp_size=settings.dp_size, dp_start_rank=settings.dp_start_rank, speedup=choice.speedup)

@@ -18,11 +18,11 @@ from forebay.cli.terminal import bar, own_stdout, printable
 from forebay.cli.times import TIMES_HELP, span_us, time_us
 from forebay.cli.unverified import DIVERGED, complaint
 from forebay.replay.anonymize import Anonymized, record_anonymized
-from forebay.replay.groups import groups_of, pools_of
 from forebay.replay.record import NothingDecided, Slice, Window, contents_of, copy, newest_us, slice_of
 from forebay.replay.verify import Report, verify
 from forebay.transport.base import Log
 from forebay.transport.kafka_log import KafkaLog
+from forebay.transport.recorded_groups import groups_of, pools_of
 from forebay.transport.recording import Contents, utc
 from forebay.transport.recording_writer import RecordingWriter, require_free
 from forebay.transport.sqlite_log import SqliteLog

@@ -3,8 +3,8 @@
 import asyncio
 
 from forebay.cli.policy_check import require_policy
-from forebay.replay.groups import pools_of
 from forebay.transport.base import Log
+from forebay.transport.recorded_groups import pools_of
 
 
 async def require_policies(log: Log, partition: int) -> None:

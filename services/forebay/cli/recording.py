@@ -11,10 +11,10 @@ import typer
 from forebay.cli.cluster import kafka_settings
 from forebay.cli.errors import fail
 from forebay.events.topics import DECISIONS, GROUPS, INPUTS, SNAPSHOTS
-from forebay.replay.groups import groups_of
 from forebay.transport.base import Log
 from forebay.transport.kafka_log import KafkaLog
 from forebay.transport.kafka_topics import partitions_of
+from forebay.transport.recorded_groups import groups_of
 from forebay.transport.sqlite_log import SqliteLog
 
 LogArgument = Annotated[

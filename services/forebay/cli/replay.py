@@ -18,8 +18,8 @@ from forebay.cli.replay_verify import show, shown_progress
 from forebay.cli.terminal import own_stdout
 from forebay.cli.unverified import DIVERGED, allow_option, allowed_of, complaint, exit_code
 from forebay.events.topics import DECISIONS
-from forebay.replay.groups import groups_of
 from forebay.replay.verify import UNVERIFIED, OnProgress, Report, verify
+from forebay.transport.recorded_groups import groups_of
 from forebay.transport.sqlite_log import SqliteLog
 
 app = typer.Typer(help="Derive recorded decisions again.", no_args_is_help=True)

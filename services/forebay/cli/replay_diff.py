@@ -20,6 +20,7 @@ from forebay.cli.closed_loop import ClosedLoop, closed_loop
 from forebay.cli.cluster import NAMESPACE, KafkaSource, NamespaceOption, PropertiesOption
 from forebay.cli.diff_view import show
 from forebay.cli.errors import complain, explained, fail
+from forebay.cli.page_file import require_writable, write
 from forebay.cli.recorded_policies import require_policies
 from forebay.cli.recording import GroupOption, LogArgument, Recording
 from forebay.cli.replay_verify import shown_progress
@@ -27,14 +28,13 @@ from forebay.cli.terminal import bar, own_stdout
 from forebay.cli.unverified import DIVERGED, allow_option, allowed_of, complaint, exit_code
 from forebay.replay.diff import diff
 from forebay.replay.diff_report import Report
-from forebay.replay.groups import pools_of
 from forebay.replay.handover import Handover
 from forebay.replay.verify import OnProgress
 from forebay.replay.walk import FOREIGN_RECORDS, UNKNOWN_EVENTS, UNREAD_FIELDS
+from forebay.transport.recorded_groups import pools_of
 from forebay.transport.sqlite_log import SqliteLog
 
-PAGE_MARK = b"<title>forebay replay diff"  # of pages that may be written again
-PAGE_HEAD_BYTES = 1024
+PAGE_TITLE = "forebay replay diff"
 ALLOWED = (FOREIGN_RECORDS, UNREAD_FIELDS, UNKNOWN_EVENTS)
 
 
@@ -69,7 +69,7 @@ def diff_command(
     recording = Recording(log, kafka, namespace, kafka_config, group)
     recording.require_one_source()
     if html is not None:
-        _require_writable(html)
+        require_writable("--html", html, PAGE_TITLE)
     if speedup != 1.0 and not closed:
         fail("--speedup is of the simulated engines: give it with --closed-loop")
     allowed = allowed_of(allow, ALLOWED)
@@ -107,28 +107,10 @@ def _simulated(report: Report, handover: Handover, speedup: float) -> ClosedLoop
         return closed_loop(handover, ended_us, speedup, on_run)
 
 
-def _require_writable(path: Path) -> None:
-    """Refuse to write a page where something else is."""
-    if not path.parent.is_dir():
-        fail(f"--html {path}: there is no directory {path.parent}")
-    if not path.exists():
-        return
-    try:
-        with path.open("rb") as file:
-            is_page = PAGE_MARK in file.read(PAGE_HEAD_BYTES)
-    except OSError as error:
-        fail(f"--html {path}: {error.strerror}")
-    if not is_page:
-        fail(f"--html {path}: is there, and is no page of this command; choose another name")
-
-
 def _write(path: Path, report: Report, simulated: ClosedLoop | None, source: str) -> None:
     from forebay.cli.diff_page import page  # noqa: PLC0415 - plotly takes a second, which only pages are worth
 
-    try:
-        path.write_text(page(report, simulated, source), encoding="utf-8")
-    except OSError as error:
-        fail(f"--html {path}: {error.strerror}")
+    write("--html", path, lambda: page(report, simulated, source))
 
 
 async def _diff(recording: Recording, other: Alternative, on_progress: OnProgress, handover: Handover | None) -> Report:

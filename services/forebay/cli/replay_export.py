@@ -17,9 +17,9 @@ from forebay.cli.terminal import bar
 from forebay.events.codec import DecodeError, decode
 from forebay.events.requests import RequestSubmitted
 from forebay.events.topics import DECISIONS, INPUTS, Topic, topic_named
-from forebay.replay.applied import applied, validity_from
+from forebay.replay.applied import applied
 from forebay.transport.base import Record
-from forebay.transport.recorded import Validity
+from forebay.transport.recorded import Validity, validity_from
 from forebay.transport.sqlite_log import SqliteLog
 
 VIEWS = "views.sql"

@@ -1,153 +1,215 @@
 """`forebay simulate`: one workload under several policies, in virtual time."""
 
 import json as jsonlib
-import multiprocessing
-import os
 import time
-from collections.abc import Callable
-from concurrent.futures import Future, ProcessPoolExecutor, wait
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import msgspec
 import typer
 from rich.box import SIMPLE
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from forebay.cli.errors import fail
-from forebay.cli.policy_check import require_policy
-from forebay.cli.terminal import bar
+from forebay.cli.against_options import AgainstOptions
+from forebay.cli.errors import BROKEN, complain, fail
+from forebay.cli.option_groups import spread
+from forebay.cli.report import ReportOption, require_report, write_report
+from forebay.cli.simulate_options import (
+    AttainOption,
+    FleetOptions,
+    JsonOption,
+    OptionalWorkloadArgument,
+    PoliciesOption,
+    ShapeOptions,
+    SloOption,
+    echo,
+    in_full,
+    policies_of,
+    require_possible,
+    require_routers,
+    router_of,
+    settings_of,
+    slo_of,
+    workload_options,
+)
+from forebay.cli.simulations import Job, Run, Work, reason, run_all, run_of
+from forebay.cli.terminal import in_markup, printable, results
 from forebay.events.control import RouterConfig
 from forebay.ingress.errors import Unusable
-from forebay.simulate.mooncake import Row, TraceUnusable, rows
-from forebay.simulate.outcome import summary
-from forebay.simulate.settings import WORKERS_MAX, Settings, policy
-from forebay.simulate.simulation import Simulation
+from forebay.simulate.goodput import Slo
+from forebay.simulate.reading import open_workload
+from forebay.simulate.settings import Settings
+from forebay.simulate.workload import Survey, WorkloadOptions, WorkloadUnusable
 
-POLICIES = ["kv", "round-robin"]
-LOOK_EVERY_S = 0.2
 SHOWN = ("mean", "p50", "p99")
 TIMES = {"ttft_ms": ".0f", "itl_ms": ".1f", "e2e_ms": ".0f"}
 FAILURES_PRINTED = 5
 
-Figures = dict[str, Any]
-Arrived = Any  # multiprocessing's synchronized array has no public type: requests that arrived, a number a policy
-_process: dict[str, Any] = {}  # what a process was started with: an executor hands it over by a global only
 
-
+@spread
 def simulate(
-    file: Annotated[Path, typer.Argument(help="JSON lines: timestamp, input_length, output_length, hash_ids.")],
-    workers: Annotated[int, typer.Option(min=1, max=WORKERS_MAX, help="Mock workers.")] = 8,
-    policies: Annotated[
-        list[str] | None,
-        typer.Option("--policy", help="NAME or NAME:setting=value,…; once for each.", show_default="kv, round-robin"),
-    ] = None,
-    block_size: Annotated[int, typer.Option(min=1, help="Tokens a KV block.")] = 64,
-    blocks: Annotated[int, typer.Option(min=1, help="KV blocks a worker.")] = 16_384,
-    max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences a worker runs at once.")] = 256,
-    max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="Tokens of one engine step.")] = 8_192,
-    speed: Annotated[float, typer.Option(min=0.001, max=1e6, help="Divides the times between arrivals.")] = 1.0,
-    seed: Annotated[
-        int, typer.Option(min=0, max=(1 << 63) - 1, help="Decides where nothing else does, and draws.")
-    ] = 0,
-    duration_s: Annotated[float | None, typer.Option(min=0.001, help="Only the first seconds of the trace.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    fleet: FleetOptions,
+    shape: ShapeOptions,
+    recorded: AgainstOptions,
+    workload: OptionalWorkloadArgument = None,
+    policies: PoliciesOption = None,
+    slo: SloOption = None,
+    attain: AttainOption = None,
+    report: ReportOption = None,
+    json: JsonOption = False,
 ) -> None:
-    """Run a Mooncake-format trace through the live router and modelled engines, in virtual time.
+    """Play a workload through the live router and modelled engines, in virtual time.
 
-    Exit 1 unless every request was answered.
+    Exit 1 unless every request was answered, and promises were kept where --attain asks for it. With --against, a
+    recording is played instead, and held against what was lived: exit 1 if that was another history than its log says,
+    or where --fail-above asks for it.
     """
-    settings = Settings(
-        workers=workers,
-        block_size=block_size,
-        blocks=blocks,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        speed=speed,
-        seed=seed,
-    )
-    try:
-        settings.engine()
-        routers = {name: policy(name) for name in policies or POLICIES}
-        for router in routers.values():
-            require_policy(router.mode)
-        todo = list(rows(file, duration_s))
-    except (TraceUnusable, Unusable, ValueError) as error:
-        fail(str(error))
+    if recorded.against is not None:
+        from forebay.cli.fidelity_command import held_against  # noqa: PLC0415 - half a second, for recordings alone
+
+        others = {
+            "a workload": workload is not None,
+            "--slo": slo is not None,
+            "--attain": attain is not None,
+            "--report": report is not None,
+        }
+        held_against(recorded, fleet, shape, policies or (), others, json=json)
+        return
+    if not workload:
+        fail("give a workload, or --against a recording")
+    if recorded != AgainstOptions():
+        fail("--speedup, --repeat and --fail-above belong to --against")
+    if report is not None:
+        require_report(report)
     began_s = time.monotonic()
-    figures = _run_all(settings, routers, todo)
+    asked = _asked(workload, fleet, shape, policies, (slo, attain))
+    runs = _played(asked, whole=report is not None)
     took_s = time.monotonic() - began_s
-    result = {
-        "policies": figures,
-        "digest": sha256("".join(one["digest"] for one in figures.values()).encode()).hexdigest(),
-        "settings": {"trace": file.name, **msgspec.to_builtins(settings), "duration_s": duration_s},
-    }
+    result = _result(asked, runs)
     if json:
         typer.echo(jsonlib.dumps(result))
     else:
-        _show(result)
-    Console(stderr=True).print(f"{len(todo)} requests under {len(routers)} policies in {took_s:.1f} s", highlight=False)
-    if any(one["failed"] for one in figures.values()):
+        _show(asked, result)
+    tell_survey(asked.survey)
+    counted = f"{asked.survey.requests} requests under {len(runs)} {'policy' if len(runs) == 1 else 'policies'}"
+    Console(stderr=True).print(f"{counted} in {took_s:.1f} s", highlight=False)
+    if report is not None:
+        said = list(_told(asked.survey))
+        write_report(report, runs, workload=asked.name, slo=asked.slo, digest=result["digest"], said=said)
+    if any(one.summary["failed"] or (attain and one.summary["attained"] < attain) for one in runs):
         raise typer.Exit(1)
 
 
-def _run_all(settings: Settings, routers: dict[str, RouterConfig], todo: list[Row]) -> dict[str, Figures]:
-    """Every policy in a process of its own, as many at once as there are processors; progress goes to stderr."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with bar(*columns) as progress:
-        tasks = [progress.add_task(name, total=len(todo)) for name in routers]
-        if len(routers) == 1:
-            [(name, router)] = routers.items()
-            return {name: _run(settings, router, todo, lambda done: progress.update(tasks[0], completed=done))}
-        # Spawned, not forked: a child must not inherit threads or a random hash seed by accident.
-        context = multiprocessing.get_context("spawn")
-        shared: Arrived = context.Array("q", len(routers))
-        processes = min(len(routers), os.cpu_count() or 1)
-        with ProcessPoolExecutor(processes, context, _start_process, (settings, todo, shared)) as pool:
-            running = [pool.submit(_run_in_process, at, router) for at, router in enumerate(routers.values())]
-            left: set[Future[Figures]] = set(running)
-            while left:
-                left = wait(left, LOOK_EVERY_S).not_done
-                for task, done in zip(tasks, shared, strict=True):
-                    progress.update(task, completed=done)
-            return dict(zip(routers, [one.result() for one in running], strict=True))
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What is to be simulated. `name` is the workload's."""
+
+    name: str
+    survey: Survey
+    settings: Settings
+    options: WorkloadOptions
+    routers: Mapping[str, RouterConfig]
+    slo: Slo | None
+    jobs: Sequence[Job]
 
 
-def _run(settings: Settings, router: RouterConfig, todo: list[Row], on_arrived: Callable[[int], object]) -> Figures:
-    return summary(Simulation(settings, router).run(todo, on_arrived), settings.workers)
+def _asked(
+    workload: Sequence[str],
+    fleet: FleetOptions,
+    shape: ShapeOptions,
+    policies: Sequence[str] | None,
+    promise: tuple[str | None, float | None],
+) -> _Asked:
+    """`promise` is what --slo and --attain say. Ends the command for what cannot be simulated."""
+    try:
+        settings, slo = settings_of(fleet), slo_of(*promise)
+        options = workload_options(shape, fleet.seed, models=len(settings.pools))
+        routers = {name: router_of(name) for name in policies_of(policies, settings)}
+        require_routers(routers.values(), settings.pools)
+        opened = open_workload(workload, options)
+        survey = opened.survey()
+        require_possible(opened, settings)
+    except (WorkloadUnusable, Unusable, ValueError) as error:
+        fail(str(error))
+    jobs = [
+        Job(
+            name=name,
+            settings=settings,
+            router=router,
+            workload=tuple(workload),
+            options=options,
+            requests=survey.requests,
+        )
+        for name, router in routers.items()
+    ]
+    return _Asked(opened.name, survey, settings, options, routers, slo, jobs)
 
 
-def _start_process(settings: Settings, todo: list[Row], shared: Arrived) -> None:
-    _process.update(settings=settings, todo=todo, shared=shared)
+def _played(asked: _Asked, *, whole: bool) -> list[Run]:
+    """All of them; what came of single requests only if the `whole` is asked for.
+
+    Ends the command where one dies of what a user can mend; raises what else it died of.
+    """
+    ended = run_all([Work(job.name, job.requests, partial(run_of, job, asked.slo, whole)) for job in asked.jobs])
+    runs: list[Run] = []
+    for one in ended:
+        if isinstance(one, WorkloadUnusable | BrokenProcessPool):
+            complain(reason(one))
+            raise typer.Exit(BROKEN)
+        if isinstance(one, Exception):
+            raise one
+        runs.append(one)
+    return runs
 
 
-def _run_in_process(at: int, router: RouterConfig) -> Figures:
-    shared = _process["shared"]
+def _result(asked: _Asked, runs: Sequence[Run]) -> dict[str, Any]:
+    """What JSON prints."""
+    return {
+        "policies": {run.name: run.summary for run in runs},
+        "digest": sha256("".join(run.summary["digest"] for run in runs).encode()).hexdigest(),
+        "skipped": asked.survey.skipped,
+        "notes": asked.survey.notes,
+        "settings": {
+            **echo(asked.settings, asked.options, asked.name),
+            "policies": {name: in_full(router) for name, router in asked.routers.items()},
+            "slo": in_full(asked.slo),
+        },
+    }
 
-    def on_arrived(done: int) -> None:
-        shared[at] = done
 
-    return _run(_process["settings"], router, _process["todo"], on_arrived)
+def tell_survey(survey: Survey) -> None:
+    """Say on stderr what was left out of a workload, and what else there is to know of it."""
+    console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+    for line in _told(survey):
+        console.print(printable(line))
 
 
-def _show(result: dict[str, Any]) -> None:
-    settings = result["settings"]
-    title = f"{settings['trace']}, {settings['workers']} workers; milliseconds as mean/p50/p99"
-    table = Table(title=title, box=SIMPLE, padding=(0, 0, 0, 1))
-    for column in ("policy", "failed", "reuse", "max/mean", "TTFT", "ITL", "E2E"):
+def _told(survey: Survey) -> Iterator[str]:
+    yield from survey.notes
+    yield from (f"skipped: {row}" for row in survey.reasons)
+    if survey.skipped > len(survey.reasons):
+        yield f"skipped: {survey.skipped - len(survey.reasons)} more rows"
+
+
+def _show(asked: _Asked, result: Mapping[str, Any]) -> None:
+    title = f"{asked.name}, {asked.settings.workers} workers; milliseconds as mean/p50/p99"
+    table = Table(title=in_markup(title), box=SIMPLE, padding=(0, 0, 0, 1))
+    columns = ["policy", "failed", "reuse", "max/mean", "TTFT", "ITL", "E2E"]
+    for column in [*columns, *(("SLO kept", "goodput/s") if asked.slo else ())]:
         table.add_column(column, justify="left" if column == "policy" else "right", overflow="fold")
     for name, one in result["policies"].items():
         times = ["/".join(f"{one[key][of]:{width}}" for of in SHOWN if one[key]) for key, width in TIMES.items()]
-        table.add_row(
-            name, str(one["failed"]), f"{one['prefix_reuse']:.4f}", f"{one['load_max_over_mean']:.3f}", *times
-        )
-    Console().print(table)
+        kept = [f"{one['attained']:.2%}", f"{one['goodput_per_s']:.3f}"] if asked.slo else []
+        reuse, balance = f"{one['prefix_reuse']:.4f}", f"{one['load_max_over_mean']:.3f}"
+        table.add_row(in_markup(name), str(one["failed"]), reuse, balance, *times, *kept)
+    results().print(table)
     for name, one in result["policies"].items():
         for failure in one["failures"][:FAILURES_PRINTED]:
-            typer.echo(f"{name}: request {failure['request']} failed: {failure['reason']}")
+            typer.echo(f"{name}: request {failure['request']} failed: {printable(failure['reason'])}")
         if one["failed"] > FAILURES_PRINTED:
             typer.echo(f"{name}: and {one['failed'] - FAILURES_PRINTED} more")
     typer.echo(f"digest {result['digest']}")

@@ -7,7 +7,6 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Any
 
 import httpx
@@ -21,8 +20,10 @@ from rich.table import Table
 
 from forebay.cli.errors import fail
 from forebay.cli.terminal import bar
-from forebay.simulate.mooncake import Row, TraceUnusable, rows
 from forebay.simulate.outcome import percentiles
+from forebay.simulate.reading import open_workload
+from forebay.simulate.workload import Turn, Workload, WorkloadOptions, WorkloadUnusable
+from forebay.simulate.workloads.prompts import prompt
 
 UNDER_WAY_MAX = 4_000  # a system that falls behind holds the trace up here, instead of running out of sockets
 TIMEOUT_S = 900.0
@@ -46,8 +47,8 @@ class Outcome:
 
 
 def trace(
-    file: Annotated[Path, typer.Argument(help="JSON lines: timestamp, input_length, output_length, hash_ids.")],
-    speed: Annotated[float, typer.Option(min=0.001, help="How much faster than recorded.")] = 1.0,
+    workload: Annotated[str, typer.Argument(help="Any file, folder or generator that docs/workloads.md tells of.")],
+    speed: Annotated[float, typer.Option(min=0.001, help="How much faster than recorded; think times stay.")] = 1.0,
     url: Annotated[
         list[str] | None,
         typer.Option(help="The running system; given several times, requests take turns.", show_default=URL),
@@ -55,20 +56,21 @@ def trace(
     duration_s: Annotated[float | None, typer.Option(min=0.001, help="Only the first seconds of the trace.")] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
-    """Play a Mooncake-format trace into a running system; exit 1 unless every request was answered."""
+    """Play a recorded or invented workload into a running system; exit 1 unless every request was answered."""
     urls = [one.rstrip("/") for one in url or [URL]]
     try:
-        todo = list(rows(file, duration_s))
-    except TraceUnusable as error:
+        todo = open_workload(workload, WorkloadOptions(speed=speed, duration_s=duration_s))
+        requests = todo.survey().requests
+    except WorkloadUnusable as error:
         fail(str(error))
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with (
         bar(*columns) as progress,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
-        task = progress.add_task("answered", total=len(todo))
+        task = progress.add_task("answered", total=requests)
         try:
-            outcome, workers = runner.run(_play(todo, speed, urls, lambda: progress.advance(task)))
+            outcome, workers = runner.run(_play(todo, urls, lambda: progress.advance(task)))
         except httpx.TransportError as error:
             fail(f"{' or '.join(urls)} does not answer ({error!r}); start a system with `forebay up`")
     summary = summarise(outcome, workers)
@@ -80,9 +82,7 @@ def trace(
         raise typer.Exit(1)
 
 
-async def _play(
-    todo: list[Row], speed: float, urls: list[str], answered: Callable[[], None]
-) -> tuple[Outcome, list[str]]:
+async def _play(workload: Workload, urls: list[str], answered: Callable[[], None]) -> tuple[Outcome, list[str]]:
     outcome = Outcome()
     limits = httpx.Limits(max_connections=UNDER_WAY_MAX, max_keepalive_connections=256)
     run = uuid.uuid4().hex
@@ -90,19 +90,34 @@ async def _play(
         model = (await client.get(f"{urls[0]}/v1/models")).raise_for_status().json()["data"][0]["id"]
         room = asyncio.Semaphore(UNDER_WAY_MAX)
         began_s = time.monotonic()
+        ended: list[asyncio.Future[None]] = []  # by number
 
-        def on_done(_: "asyncio.Task[None]") -> None:
-            room.release()
+        async def until(at_us: int) -> None:
+            await asyncio.sleep(max(0.0, began_s + at_us / 1e6 - time.monotonic()))
+
+        async def ask(turn: Turn, body: bytes | None) -> None:
+            if body is None:
+                await asyncio.gather(*(ended[one] for one in turn.after))
+                await asyncio.sleep(turn.delay_us / 1e6)
+                await until(turn.at_us)
+                await room.acquire()
+            asked = _Asked(urls[turn.number % len(urls)], f"trace-{run}-{turn.number}", turn)
+            try:
+                await _ask(client, asked, body or _body(model, turn, workload.block_tokens), outcome)
+            finally:
+                room.release()
+                ended[turn.number].set_result(None)
             answered()
 
         async with asyncio.TaskGroup() as group:
-            for number, row in enumerate(todo):
-                await room.acquire()
-                due_s = began_s + row.timestamp / 1000 / speed
-                await asyncio.sleep(max(0.0, due_s - time.monotonic()))
-                asked = _Asked(urls[number % len(urls)], model, f"trace-{run}-{number}", row)
-                request = group.create_task(_ask(client, asked, outcome))
-                request.add_done_callback(on_done)
+            for turn in workload.turns():
+                ended.append(asyncio.get_running_loop().create_future())
+                body = None  # who waits for others is not held up here
+                if not turn.after:
+                    body = _body(model, turn, workload.block_tokens)
+                    await room.acquire()
+                    await until(turn.at_us)
+                group.create_task(ask(turn, body))
         workers = {worker for url in urls for worker in _workers((await client.get(f"{url}/metrics")).text)}
     return outcome, sorted(workers)
 
@@ -112,23 +127,24 @@ class _Asked:
     """A request, and whom it is put to."""
 
     url: str
-    model: str
     request_id: str
-    row: Row
+    turn: Turn
 
 
-async def _ask(client: httpx.AsyncClient, asked: _Asked, outcome: Outcome) -> None:
-    row = asked.row
-    body = msgspec.json.encode(
+def _body(model: str, turn: Turn, block_tokens: int) -> bytes:
+    return msgspec.json.encode(
         {
-            "model": asked.model,
-            "prompt": row.prompt(),
-            "max_tokens": row.output_length,
+            "model": model,
+            "prompt": prompt(turn, block_tokens),
+            "max_tokens": turn.output_tokens,
             "ignore_eos": True,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
     )
+
+
+async def _ask(client: httpx.AsyncClient, asked: _Asked, body: bytes, outcome: Outcome) -> None:
     try:
         problem = await _listen(client, body, asked, outcome)
     except httpx.HTTPError as error:
@@ -163,14 +179,14 @@ async def _listen(client: httpx.AsyncClient, body: bytes, asked: _Asked, outcome
                 outcome.ends[chunk["id"]] = outcome.ends.get(chunk["id"], 0) + 1
     if not done or usage is None:
         return "the stream ended early"
-    row = asked.row
-    if usage["completion_tokens"] != row.output_length:
-        return f"{usage['completion_tokens']} tokens in place of {row.output_length}"
+    output_tokens = asked.turn.output_tokens
+    if usage["completion_tokens"] != output_tokens:
+        return f"{usage['completion_tokens']} tokens in place of {output_tokens}"
     cached = usage["prompt_tokens_details"]["cached_tokens"]
     outcome.ttft_ms.append((first_s - sent_s) * 1e3)
     outcome.e2e_ms.append((last_s - sent_s) * 1e3)
-    if row.output_length > 1:
-        outcome.itl_ms.append((last_s - first_s) * 1e3 / (row.output_length - 1))
+    if output_tokens > 1:
+        outcome.itl_ms.append((last_s - first_s) * 1e3 / (output_tokens - 1))
     outcome.prompt_tokens += usage["prompt_tokens"]
     outcome.output_tokens += usage["completion_tokens"]
     outcome.cached_tokens += cached

@@ -16,10 +16,10 @@ import msgspec
 
 from forebay.core.policies import PolicyUnusable, policy_class
 from forebay.replay.explain import UnknownRequest, explain
-from forebay.replay.groups import pools_of
 from forebay.transport.base import Log, LogError
 from forebay.transport.kafka_log import KafkaLog
 from forebay.transport.kafka_settings import KafkaSettings
+from forebay.transport.recorded_groups import pools_of
 from forebay.transport.sqlite_log import SqliteLog
 
 NICENESS = 10  # those who decide and serve come first

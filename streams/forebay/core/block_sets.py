@@ -10,6 +10,7 @@ All runs stand in one ring, so that a cursor can go through them, bit by bit, wh
 
 from array import array
 from collections.abc import Iterable, Sequence
+from itertools import repeat
 
 from forebay.events.base import U64_MASK
 
@@ -65,7 +66,13 @@ class BlockSets:
         at, end = 0, len(rest)
         added = total = 0
         while at < end:
-            run = get(rest[at])
+            block = rest[at]
+            run = get(block)
+            if run is None and end == 1:
+                # A rank that decodes says it block by block: most events are of one.
+                self._append(bit, block, parent)
+                added, total = 1, block
+                break
             if run is None:
                 listed, count = self._add_new(bit, rest[at : at + RUN_BLOCKS_MAX], parent)
             else:
@@ -86,17 +93,21 @@ class BlockSets:
         rest = packed(blocks)
         get = self._runs.get
         at, end = 0, len(rest)
-        if end > 1 and (run := get(rest[0])) is not None and _is_backward(rest, run.blocks):
-            rest = rest[::-1]  # caches let go of the last block first
         removed = total = 0
         while at < end:
-            run = get(rest[at])
+            block = rest[at]
+            run = get(block)
             if run is None or not run.mask & bit:
                 at += 1
                 continue
-            begin, count = _stretch(rest, at, run.blocks)
+            theirs = run.blocks
+            if theirs[-1] == block:  # caches let go of the last block first
+                count = _ending(rest, at, theirs)
+                begin = len(theirs) - count
+            else:
+                begin, count = _stretch(rest, at, theirs)
             removed += count
-            total += sum(self._take(run, begin, count, bit))
+            total += self._take(run, begin, count, bit)
             at += count
         self.counts[bit] = self.counts.get(bit, 0) - removed
         self.sums[bit] = (self.sums.get(bit, 0) - total) & U64_MASK
@@ -195,22 +206,32 @@ class BlockSets:
         count = len(listed)
         joined = self._joinable(parent, bit, count)
         run = joined or Run(blocks, bit)
-        if count == 1:
-            runs[listed[0]] = run
-        else:
-            placed = dict.fromkeys(listed, run)
-            if len(placed) != count or not runs.keys().isdisjoint(placed):
-                count = next((at for at, block in enumerate(listed) if block in runs), count)
-                listed = list(dict.fromkeys(listed[:count]))
-                self._add_new(bit, array("Q", listed), parent)
-                return listed, count
-            runs.update(placed)
+        known = len(runs)
+        # One look at the dict both finds and places a block. Mostly all of them are new, and different.
+        owners = list(map(runs.setdefault, listed, repeat(run)))
+        if len(runs) - known != count:
+            for block, owner in zip(listed, owners, strict=True):
+                if owner is run and (joined is None or block not in joined.blocks):
+                    runs.pop(block, None)
+            count = next((at for at, block in enumerate(listed) if block in runs), count)
+            listed = list(dict.fromkeys(listed[:count]))
+            self._add_new(bit, array("Q", listed), parent)
+            return listed, count
         if joined is not None:
             run.blocks += blocks
         else:
-            # Nobody had the blocks before: cursors need not see them, and come to an end although more is stored.
-            self._link(run, self._root if self._cursors else self._root.before)
+            self._link_new(run)
         return listed, count
+
+    def _append(self, bit: int, block: int, parent: int | None) -> None:
+        """Add one block, which nobody has."""
+        run = self._joinable(parent, bit, 1)
+        if run is None:
+            run = Run(array("Q", (block,)), bit)
+            self._link_new(run)
+        else:
+            run.blocks.append(block)
+        self._runs[block] = run
 
     def _give(self, run: Run, begin: int, count: int, bit: int, parent: int | None) -> list[int]:
         """Give a stretch of a run to another holder; returns its blocks."""
@@ -229,8 +250,8 @@ class BlockSets:
             self._runs.update(dict.fromkeys(blocks, joined))
         return blocks.tolist()
 
-    def _take(self, run: Run, begin: int, count: int, bit: int) -> list[int]:
-        """Take a stretch of a run from one of its holders; returns its blocks."""
+    def _take(self, run: Run, begin: int, count: int, bit: int) -> int:
+        """Take a stretch of a run from one of its holders; returns the sum of its blocks."""
         if run.mask == bit:
             return self._forget(run, begin, begin + count)
         cut = count < len(run.blocks)
@@ -245,22 +266,22 @@ class BlockSets:
             after.blocks = blocks + after.blocks
             self._runs.update(dict.fromkeys(listed, after))
             self._unlink(run)
-        return listed
+        return sum(listed)
 
-    def _forget(self, run: Run, begin: int, end: int) -> list[int]:
-        """Nobody has these blocks of a run any more; returns them."""
+    def _forget(self, run: Run, begin: int, end: int) -> int:
+        """Nobody has these blocks of a run any more; returns their sum."""
         runs, blocks = self._runs, run.blocks
         listed = blocks[begin:end].tolist()
         for block in listed:
             del runs[block]
-        before, after = blocks[:begin], blocks[end:]
-        if before or after:
-            run.blocks = before or after
-            if before and after:
-                self._place(Run(after, run.mask), run)
-        else:
+        if not begin and end == len(blocks):
             self._unlink(run)
-        return listed
+        else:
+            if begin and end < len(blocks):
+                self._place(Run(blocks[end:], run.mask), run)
+                end = len(blocks)
+            del blocks[begin:end]
+        return sum(listed)
 
     def _cut(self, run: Run, begin: int, count: int) -> Run:
         """A run of its own for a part of a run, next to what is left of that in the ring."""
@@ -291,6 +312,10 @@ class BlockSets:
         self._link(run, before)
         self._runs.update(dict.fromkeys(run.blocks, run))
 
+    def _link_new(self, run: Run) -> None:
+        # Nobody had the blocks before: cursors need not see them, and come to an end although more is stored.
+        self._link(run, self._root if self._cursors else self._root.before)
+
     def _link(self, run: Run, before: Run) -> None:
         after = before.after
         run.before, run.after = before, after
@@ -314,11 +339,16 @@ def _stretch(asked: "array[int]", at: int, blocks: "array[int]") -> tuple[int, i
     return begin, next(number for number, (one, other) in enumerate(zip(ours, theirs, strict=True)) if one != other)
 
 
-def _is_backward(asked: "array[int]", blocks: "array[int]") -> bool:
-    """Whether what is asked for begins in `blocks` and goes on against their order."""
-    if asked[0] == blocks[0]:
-        return False
-    return blocks[-1] == asked[0] or asked[1] in blocks[: blocks.index(asked[0])]
+def _ending(asked: "array[int]", at: int, blocks: "array[int]") -> int:
+    """How many of the last of `blocks`, the last first, are asked for from `at` on; one at least."""
+    theirs = asked[at : at + len(blocks)]
+    count = len(theirs)
+    if count > 1:
+        theirs.reverse()
+        if theirs != blocks[-count:]:
+            pairs = zip(reversed(theirs), reversed(blocks), strict=False)
+            return next(number for number, (one, other) in enumerate(pairs) if one != other)
+    return count
 
 
 def packed(blocks: Iterable[int]) -> "array[int]":

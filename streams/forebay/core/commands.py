@@ -150,7 +150,7 @@ class Commands:
 
     def next_due_us(self) -> int | None:
         """The next deadline."""
-        return min((one.due_us for one in self._pending.values()), default=None)
+        return min([one.due_us for one in self._pending.values()]) if self._pending else None
 
     def expire(self, now_us: int) -> None:
         """Forget the ids whose time has come."""

@@ -11,10 +11,12 @@ columns, one list a term: a decision reads all of them for hundreds of candidate
 """
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Context, Decimal
 from functools import lru_cache
+from itertools import chain
+from operator import add
 
 from xxhash import xxh3_64
 
@@ -58,10 +60,11 @@ class CostTable:
             self.decode_blocks,
             self.taint_factors or (),
         ):
-            state.update(array("d", column).tobytes())
-        state.update(array("q", self.active_requests).tobytes())
-        overlaps = self.overlaps
-        state.update(array("q", [number for at in sorted(overlaps) for number in (at, *overlaps[at])]).tobytes())
+            state.update(array("d", column))
+        state.update(array("q", self.active_requests))
+        positions = sorted(self.overlaps)
+        tiers = zip(*map(self.overlaps.__getitem__, positions), strict=True)
+        state.update(array("q", [*chain.from_iterable(zip(positions, *tiers, strict=True))]))
         return state.intdigest()
 
     def terms(self, at: int) -> CostTerms:
@@ -122,16 +125,19 @@ def cost_table(config: RouterConfig, block_size: int, roster: Roster, demand: De
         if at is not None:
             decode[at] -= depth
     requests = [load.active_requests for load in loads]
-    overlaps = {positions[key]: overlap for key, overlap in demand.overlaps.items() if key in positions}
+    found = zip(map(positions.get, demand.overlaps), demand.overlaps.values(), strict=True)
+    overlaps = {at: overlap for at, overlap in found if at is not None}
     saved_blocks = [0.0] * len(loads)
     decay = _decay(config, block_size, roster, prompt_tokens)
     host, disk = config.host_cache_hit_weight, config.disk_cache_hit_weight
+    credit, same, saved = config.overlap_score_credit, NO_OVERLAP, 0.0
     for at, overlap in overlaps.items():
-        credit = config.overlap_score_credit
         if decay is not None:
-            credit /= decay[at]
-        saved_blocks[at] = credit * overlap.device + host * overlap.host + disk * overlap.disk
-    costs = _costs(config, prefill, saved_blocks, decode, requests)
+            saved = credit / decay[at] * overlap.device + host * overlap.host + disk * overlap.disk
+        elif overlap is not same:  # many ranks have just as much, as one object
+            same, saved = overlap, credit * overlap.device + host * overlap.host + disk * overlap.disk
+        saved_blocks[at] = saved
+    costs = _costs(config, prefill, saved_blocks, overlaps, decode, requests)
     factors = _taint_factors(roster, demand.preferred_taints)
     if factors is not None:
         costs = [cost * factor for cost, factor in zip(costs, factors, strict=True)]
@@ -139,14 +145,23 @@ def cost_table(config: RouterConfig, block_size: int, roster: Roster, demand: De
 
 
 def _costs(
-    config: RouterConfig, prefill: list[float], saved_blocks: list[float], decode: list[float], requests: list[int]
+    config: RouterConfig,
+    prefill: list[float],
+    saved_blocks: list[float],
+    saved: Iterable[int],
+    decode: list[float],
+    requests: list[int],
 ) -> list[float]:
-    left = [have - less if have > less else 0.0 for have, less in zip(prefill, saved_blocks, strict=True)]
+    """`saved` are the positions at which `saved_blocks` may be other than 0."""
+    left = prefill.copy()
+    for at in saved:
+        left[at] = max(prefill[at] - saved_blocks[at], 0.0)
     if config.selection_policy == "lmetric":
         return [rest * (blocks + 1.0) for rest, blocks in zip(left, decode, strict=True)]
     scale, weight = config.prefill_load_scale, config.decode_active_request_weight
     if config.track_prefill_tokens or not config.overlap_score_credit:
-        costs = [scale * rest + blocks for rest, blocks in zip(left, decode, strict=True)]
+        # As it usually is, where a multiplication by 1 would change no bit: hundreds of candidates, in C.
+        costs = list(map(add, left if scale == 1.0 else [scale * rest for rest in left], decode))
     else:
         costs = [blocks - less if blocks > less else 0.0 for blocks, less in zip(decode, saved_blocks, strict=True)]
     if weight:

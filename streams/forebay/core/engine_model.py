@@ -14,20 +14,23 @@ from typing import Literal
 
 import msgspec
 
-from forebay.core.block_pool import BlockPool
 from forebay.core.blocks import HASH_SEED
+from forebay.core.chain_pool import ChainPool, Found
+from forebay.core.engine_decoding import Decoding
 from forebay.core.engine_sequence import EngineSequence
-from forebay.core.engine_timing import decode_us, prefill_us
-from forebay.events.base import U32_BYTES, U64_BYTES, unpack_u64
+from forebay.core.engine_timing import EngineTiming, MockerTiming
+from forebay.events.base import U32_BYTES, U64_BYTES, array_u64
 from forebay.events.kv import Tier
 from forebay.events.tokens import TokenLogprob
 
 WAITING_MAX = 65_536  # beyond any router's queue bound; more means that nobody limits the callers
 VOCABULARY_MAX = 65_536  # a token is drawn from 16 bits
+NOTHING_FOUND = Found(0, [])
+NOBODY: list[EngineSequence] = []
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The engine's size. Defaults are Dynamo's mocker's; `vocabulary` is the token ids to speak with.
+    """The engine's size and pace. Defaults are Dynamo's mocker's; `vocabulary` is the token ids to speak with.
 
     Without a vocabulary the engine is silent: prompts count by their length, no tokens are emitted, and output blocks
     are named after `token_seed`, so that requests of different seeds share none. All else is the same, and faster.
@@ -38,6 +41,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_blocks_total: int = 16_384
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
+    timing: EngineTiming = MockerTiming()
 
     def __post_init__(self) -> None:
         if min(self.block_size, self.kv_blocks_total, self.max_num_seqs) < 1:
@@ -116,19 +120,20 @@ class Finished(msgspec.Struct, frozen=True, gc=False):
 class Stored(msgspec.Struct, frozen=True, gc=False):
     """Blocks entered one tier: a chain that continues `parent`, or starts a sequence when it is None.
 
-    `engine_hashes` are the engine's own names of them, where it has others.
+    `hashes` may be an array ("Q"), which is packed at once. `engine_hashes` are the engine's own names of them, where
+    it has others.
     """
 
     parent: int | None
-    hashes: tuple[int, ...]
+    hashes: Sequence[int]
     tier: Tier = "device"
     engine_hashes: tuple[int, ...] = ()
 
 
 class Removed(msgspec.Struct, frozen=True, gc=False):
-    """Blocks left one tier; `engine_hashes` as in `Stored`."""
+    """Blocks left one tier; `hashes` and `engine_hashes` as in `Stored`."""
 
-    hashes: tuple[int, ...]
+    hashes: Sequence[int]
     tier: Tier = "device"
     engine_hashes: tuple[int, ...] = ()
 
@@ -162,20 +167,18 @@ class EngineModel:
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        self.pool = BlockPool(config.kv_blocks_total)
+        self.pool = ChainPool(config.kv_blocks_total)
         self._sequences: dict[str, EngineSequence] = {}
         self._waiting: deque[EngineSequence] = deque()
         self._prefilling: EngineSequence | None = None
-        self._decoding: dict[int, EngineSequence] = {}  # by turn, oldest first; the one prefilling is newer than all
-        self._turns = 0
+        self._decoding = Decoding()  # the one prefilling is newer than all of these
         self._iteration = 0  # of those in which something decoded
-        self._due: dict[int, dict[int, EngineSequence]] = {}  # those that decode, by iteration, then by turn
         self._full: list[EngineSequence] = []  # those that need a block before they go on, oldest first
         self._changes: list[CacheChange] = []
 
     def load(self) -> Load:
         """How busy the engine is now."""
-        running = len(self._decoding) + (self._prefilling is not None)
+        running = len(self._decoding.by_turn) + (self._prefilling is not None)
         return Load(running, len(self._waiting), self.pool.used, self.pool.total)
 
     def warm(self, hashes: Sequence[int]) -> None:
@@ -185,6 +188,14 @@ class EngineModel:
     def held(self) -> list[int]:
         """The sequence hashes in the cache, ascending."""
         return sorted(self.pool.content())
+
+    def generated(self, undone: int = 0) -> dict[str, int]:
+        """Output tokens of every request under way, without those of the last `undone` iterations."""
+        now = self._iteration - undone
+        return {
+            name: now - one.since if one.turn in self._decoding.by_turn else one.generated
+            for name, one in self._sequences.items()
+        }
 
     def submit(self, request: EngineRequest) -> None:
         """Queue a request whose id is not under way. Raises RequestRefused for one that cannot be served."""
@@ -205,7 +216,7 @@ class EngineModel:
                 f"{prompt_tokens} prompt tokens and {request.max_tokens} to generate need {needed} KV blocks "
                 f"of {block_size} tokens, but the engine has {self.pool.total}"
             )
-        hashes = unpack_u64(request.sequence_hashes)
+        hashes = array_u64(request.sequence_hashes)
         if len(set(hashes)) != full:
             raise RequestMalformed("a block hash comes twice, but it names its block and all before it")
         if len(self._waiting) >= WAITING_MAX:
@@ -245,12 +256,11 @@ class EngineModel:
         self._waiting.clear()
         self._prefilling = None
         self._decoding.clear()
-        self._due.clear()
         self._full.clear()
 
     def clear_cache(self) -> None:
         """Empty the cache; what runs goes back to the head of the queue, to be computed again."""
-        while self._decoding or self._prefilling is not None:
+        while self._decoding.by_turn or self._prefilling is not None:
             self._preempt()
         self._full.clear()
         self.pool.clear()
@@ -265,20 +275,29 @@ class EngineModel:
             return None
         assert not self._changes
         calm = self._make_room()
-        steady = calm and self._prefilling is None
-        prefill_tokens, completed = self._prefill(may_admit=calm)
+        # What was evicted for that is told when the step ends: at the end of this iteration, not of later ones.
+        steady = calm and self._prefilling is None and not self._changes
+        prefill_tokens, attended, completed = 0, 0, NOBODY
+        if self._waiting or self._prefilling is not None:
+            prefill_tokens, attended, completed = self._prefill(may_admit=calm)
         emitted: list[Emitted] = []
         finished: list[Finished] = []
         iterations = 1
-        duration_us = prefill_us(prefill_tokens)
-        if self._decoding:
-            # Each reads its own context: a shared block counts for each, one of a prompt not yet computed for none.
-            one_us = decode_us(sum([sequence.blocks for sequence in self._decoding.values()]), self.pool.total)
-            if until_us > one_us and steady and not prefill_tokens:
-                iterations = min(-(-until_us // one_us), min(self._due) - self._iteration)
-            duration_us += one_us * iterations
+        config = self.config
+        # Each reads its own context: a shared block counts for each, one of a prompt not yet computed for none.
+        duration_us = config.timing.step_us(
+            prefill_tokens=prefill_tokens,
+            prefill_attended=attended,
+            decode_sequences=len(self._decoding.by_turn),
+            decode_tokens=self._decoding.blocks * config.block_size,
+            cache_tokens=self.pool.total * config.block_size,
+        )
+        if self._decoding.by_turn:
+            if until_us > duration_us and steady and not prefill_tokens:
+                iterations = min(-(-until_us // duration_us), self._decoding.next_due() - self._iteration)
+                duration_us *= iterations
             self._decode(iterations, emitted, finished)
-        first_tokens = self._begin(completed, emitted, finished)
+        first_tokens = self._begin(completed, emitted, finished) if completed else []
         assert duration_us > 0
         changes = self._changes
         self._changes = []
@@ -295,6 +314,7 @@ class EngineModel:
                 self._preempt()
                 calm = False
             if sequence.blocks:
+                self._decoding.blocks += 1
                 done = self._iteration - sequence.since
                 self._go_on(sequence, done, min(self.config.block_size, sequence.max_tokens - done))
         self._full.clear()
@@ -302,18 +322,18 @@ class EngineModel:
 
     def _take(self, sequence: EngineSequence, blocks: int) -> bool:
         """Anonymous blocks for a running sequence, if there is room."""
-        evicted = self.pool.take((), blocks)
+        evicted = self.pool.take(NOTHING_FOUND, blocks)
         if evicted is None:
             return False
         if evicted:
-            self._changes.append(Removed(tuple(evicted)))
+            self._changes.append(Removed(evicted))
         sequence.blocks += blocks
         return True
 
     def _preempt(self) -> None:
         """The newest running sequence goes back to the head of the queue, to be computed again."""
         if self._prefilling is None:
-            victim = self._decoding[next(reversed(self._decoding))]
+            victim = self._decoding.newest()
             self._stop_decoding(victim)
         else:
             victim = self._prefilling
@@ -322,17 +342,20 @@ class EngineModel:
         self._waiting.appendleft(victim)
 
     def _release(self, sequence: EngineSequence) -> None:
-        self.pool.release(sequence.hashes[: sequence.held], sequence.blocks - sequence.held)
+        self.pool.release(sequence.hashes, sequence.held, sequence.blocks - sequence.held)
         sequence.blocks = sequence.held = sequence.computed = 0
+        sequence.tail = None
 
-    def _prefill(self, *, may_admit: bool) -> tuple[int, list[EngineSequence]]:
-        """Spend the token budget on prompts: tokens computed, and the sequences that are done with theirs."""
-        budget = budget_all = self.config.max_num_batched_tokens - len(self._decoding)
+    def _prefill(self, *, may_admit: bool) -> tuple[int, int, list[EngineSequence]]:
+        """Spend the token budget on prompts: tokens computed, pairs attended, and sequences done with theirs."""
+        decoding = len(self._decoding.by_turn)
+        budget = budget_all = self.config.max_num_batched_tokens - decoding
+        attended = 0
         completed: list[EngineSequence] = []
         while budget:
             sequence = self._prefilling
             if sequence is None:
-                running = len(self._decoding) + len(completed)
+                running = decoding + len(completed)
                 if not may_admit or not self._waiting or running >= self.config.max_num_seqs:
                     break
                 sequence = self._waiting[0]
@@ -346,28 +369,29 @@ class EngineModel:
                 if not chunk:
                     break
             budget -= chunk
+            attended += chunk * sequence.computed + chunk * (chunk + 1) // 2
             sequence.computed += chunk
             self._fill(sequence, sequence.computed)
             if sequence.computed == sequence.prompt_tokens + sequence.generated:
                 self._prefilling = None
                 completed.append(sequence)
-        return budget_all - budget, completed
+        return budget_all - budget, attended, completed
 
     def _admit(self, sequence: EngineSequence, budget: int) -> int:
         """Blocks for the first chunk of a waiting sequence: the tokens to compute, 0 for no room."""
         known = sequence.prompt_tokens + sequence.generated
         # The last token is always computed: it is what the next one is made from.
-        prefix = self.pool.cached_prefix(sequence.hashes, (known - 1) // self.config.block_size)
-        cached_tokens = prefix * self.config.block_size
+        found = self.pool.find(sequence.hashes, (known - 1) // self.config.block_size)
+        cached_tokens = found.blocks * self.config.block_size
         chunk = min(budget, known - cached_tokens)
         blocks = self._blocks_for(cached_tokens + chunk)
-        evicted = self.pool.take(sequence.hashes[:prefix], blocks - prefix)
+        evicted = self.pool.take(found, blocks - found.blocks)
         if evicted is None:
             return 0
         if evicted:
-            self._changes.append(Removed(tuple(evicted)))
+            self._changes.append(Removed(evicted))
         sequence.blocks = blocks
-        sequence.held = prefix
+        sequence.held = found.blocks
         sequence.computed = cached_tokens
         if sequence.cached_tokens < 0:
             sequence.cached_tokens = cached_tokens
@@ -388,17 +412,12 @@ class EngineModel:
         if len(hashes) < full:
             sequence.name_block(self.config.block_size, silent=self.config.vocabulary is None)
         begin = sequence.held
-        if not self.pool.fill_new(hashes[begin:full]):
-            for index in range(begin, full):
-                if not self.pool.fill(hashes[index]):
-                    self._report_stored(hashes, begin, index)
-                    begin = index + 1
-        self._report_stored(hashes, begin, full)
+        if begin == full:
+            return
+        new, sequence.tail = self.pool.fill(hashes, begin, full, sequence.tail)
+        for first, end in new:
+            self._changes.append(Stored(hashes[first - 1] if first else None, hashes[first:end]))
         sequence.held = full
-
-    def _report_stored(self, hashes: list[int], begin: int, end: int) -> None:
-        if begin < end:
-            self._changes.append(Stored(hashes[begin - 1] if begin else None, tuple(hashes[begin:end])))
 
     def _decode(self, iterations: int, emitted: list[Emitted], finished: list[Finished]) -> None:
         """`iterations` tokens of every decoding sequence; none reaches a boundary before the last."""
@@ -406,21 +425,17 @@ class EngineModel:
         self._iteration = now + iterations
         if self.config.vocabulary is not None:
             span = iterations * U32_BYTES
-            for sequence in self._decoding.values():
+            for sequence in self._decoding.by_turn.values():
                 at = (now - sequence.spoken) * U32_BYTES
                 token_ids = sequence.text[at : at + span]
                 emitted.append(Emitted(sequence.request_id, sequence.attempt, now - sequence.since, token_ids))
-        boundary = self._due.pop(self._iteration, None)
-        if boundary is None:
-            return
-        for turn in sorted(boundary):
-            sequence = boundary[turn]
+        for sequence in self._decoding.take_due(self._iteration):
             generated = self._iteration - sequence.since
             self._fill(sequence, sequence.prompt_tokens + generated - 1)
             if generated < sequence.max_tokens:
                 self._full.append(sequence)
             else:
-                del self._decoding[turn]
+                self._decoding.remove(sequence)
                 sequence.generated = generated
                 self._finish(sequence, finished)
 
@@ -443,9 +458,7 @@ class EngineModel:
             if not left:
                 self._finish(sequence, finished)
                 continue
-            sequence.turn = self._turns
-            self._turns += 1
-            self._decoding[sequence.turn] = sequence
+            self._decoding.add(sequence)
             sequence.since = self._iteration - done
             room = sequence.blocks * self.config.block_size - sequence.computed
             if room:
@@ -456,8 +469,7 @@ class EngineModel:
 
     def _go_on(self, sequence: EngineSequence, done: int, more: int) -> None:
         """Nothing but `more` tokens will come of a decoding sequence, which has `done`, until it is looked at again."""
-        due = sequence.due = self._iteration + more
-        self._due.setdefault(due, {})[sequence.turn] = sequence
+        self._decoding.look_at(sequence, self._iteration + more)
         if self.config.vocabulary is not None:
             block_size = self.config.block_size
             sequence.think(done + more, block_size, self.config.vocabulary)
@@ -465,11 +477,8 @@ class EngineModel:
             sequence.spoken = self._iteration - known
 
     def _stop_decoding(self, sequence: EngineSequence) -> None:
-        del self._decoding[sequence.turn]
+        self._decoding.remove(sequence)
         sequence.generated = self._iteration - sequence.since
-        others = self._due.get(sequence.due)
-        if others is not None and others.pop(sequence.turn, None) is not None and not others:
-            del self._due[sequence.due]
 
     def _finish(self, sequence: EngineSequence, finished: list[Finished]) -> None:
         self._release(sequence)

@@ -1,9 +1,12 @@
 """One request inside the engine model: its blocks, and what it says."""
 
+from array import array
+
 import msgspec
 from xxhash import xxh3_64_intdigest
 
 from forebay.core.blocks import block_hashes, extend_chain
+from forebay.core.chain_pool import Run
 from forebay.events.base import U32_BYTES, U64_BYTES, U64_MASK, pack_u32
 
 TOKENS_PER_DRAW = 4  # 64 bits of a draw over 16 bits of a token
@@ -21,13 +24,14 @@ class EngineSequence(msgspec.Struct):
     hash_seed: int
     prompt_tokens: int
     max_tokens: int
-    hashes: list[int]
+    hashes: "array[int]"
     text: bytes  # packed tokens from the first block without a hash on, perhaps beyond what was said
     mm_hashes: tuple[int, ...] = ()  # of what stands in that first block, beside text
     generated: int = 0
     computed: int = 0  # tokens in the cache; not kept while decoding
     blocks: int = 0
     held: int = 0
+    tail: Run | None = None  # of the pool: it ends with the last block that is held, if that was filled
     since: int = 0
     spoken: int = 0  # iteration `now` says what is in `text` from token `now - spoken` on
     turn: int = -1  # its place among those that decode
@@ -45,14 +49,19 @@ class EngineSequence(msgspec.Struct):
         """The hash of the first block that came without one; it holds output tokens, unless nothing is said."""
         hashes = self.hashes
         if silent:
-            block = xxh3_64_intdigest(self.token_seed.to_bytes(U64_BYTES, "little"), self.hash_seed)
+            block = silent_block(self.token_seed, self.hash_seed)
         else:
             width = block_size * U32_BYTES
             assert len(self.text) >= width
             (block,) = block_hashes(self.text[:width], block_size, self.hash_seed, {0: self.mm_hashes})
             self.mm_hashes = ()
             self.text = self.text[width:]
-        hashes += extend_chain(hashes[-1] if hashes else None, (block,))
+        hashes.extend(extend_chain(hashes[-1] if hashes else None, (block,)))
+
+
+def silent_block(token_seed: int, hash_seed: int) -> int:
+    """What stands for the tokens of a block of output where nothing is said."""
+    return xxh3_64_intdigest(token_seed.to_bytes(U64_BYTES, "little"), hash_seed)
 
 
 def speech(seed: int, first: int, count: int, vocabulary: tuple[int, ...]) -> list[int]:

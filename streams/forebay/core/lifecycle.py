@@ -187,6 +187,7 @@ class Requests:
         assert self.content_known(request.request_id) is None
         self._under_way[request.request_id] = request
         heappush(self._deadlines, _deadline(request))
+        self._tidy_deadlines()
         self._sum_up(request)
 
     def route(self, request: Request, worker_id: str, worker_epoch: int, rank: int) -> None:
@@ -292,11 +293,15 @@ class Requests:
 
     def next_due_us(self) -> int | None:
         """When something happens by time alone: a deadline, or an id to forget."""
-        self._drop_ended_deadlines()
         forgotten_us = self._remembered.next_due_us()
-        if not self._deadlines:
+        deadlines = self._deadlines
+        # Asked with every event: whose the first deadline is only matters if it comes first.
+        if forgotten_us is not None and (not deadlines or forgotten_us <= deadlines[0][0]):
             return forgotten_us
-        due_us = self._deadlines[0][0]
+        self._drop_ended_deadlines()
+        if not deadlines:
+            return forgotten_us
+        due_us = deadlines[0][0]
         return due_us if forgotten_us is None or due_us < forgotten_us else forgotten_us
 
     def expired(self, now_us: int) -> list[Request]:
@@ -397,10 +402,13 @@ class Requests:
         request.term = term
 
     def _drop_ended_deadlines(self) -> None:
-        # An ended request leaves its deadline behind: taking it out of the middle of a heap costs a walk.
         deadlines = self._deadlines
         while deadlines and not self._is_under_way(*deadlines[0][1:]):
             heappop(deadlines)
+
+    def _tidy_deadlines(self) -> None:
+        # An ended request leaves its deadline behind: taking it out of the middle of a heap costs a walk.
+        deadlines = self._deadlines
         if len(deadlines) > 2 * len(self._under_way) + 64:
             deadlines[:] = map(_deadline, self._under_way.values())
             heapify(deadlines)

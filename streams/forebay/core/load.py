@@ -10,6 +10,7 @@ A request that has given most of the tokens that it is expected to give will soo
 rank then counts for the share that is still to come, in whole units of 1/65536 block, whose sums have no order.
 """
 
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import compress, count
@@ -18,6 +19,7 @@ from typing import assert_never
 
 from xxhash import xxh3_64_intdigest
 
+from forebay.core.block_sets import packed
 from forebay.core.holder_bits import HolderKey
 from forebay.events.base import U64_BYTES, U64_MASK, pack_u64, unpack_u64
 from forebay.events.metrics import LoadReported
@@ -64,7 +66,7 @@ class _Node:
     ticket itself.
     """
 
-    blocks: list[int]
+    blocks: "array[int]"
     parent: "_Node | None" = None
     children: "dict[int, _Node]" = field(default_factory=dict)
     references: dict[HolderKey, int] = field(default_factory=dict)
@@ -102,7 +104,7 @@ class Load:
         self._booked: dict[str, _Booked] = {}
         self._tickets: dict[int, _Booked] = {}
         self._last_ticket = 0
-        self._root = _Node([])
+        self._root = _Node(array("Q"))
         self._sum = 0
 
     def add_rank(self, worker_id: str, rank: int, block_size: int) -> RankLoad:
@@ -176,7 +178,7 @@ class Load:
         rank.active_requests += 1
         self._compute(rank, prefill_tokens)
         if reuse:
-            self._hold(booked, list(blocks))
+            self._hold(booked, packed(blocks))
         else:
             booked.own = len(blocks)
         _weigh(rank, booked.own * BLOCK_UNITS)
@@ -234,8 +236,11 @@ class Load:
         )
 
     def active_depths(self, query: Sequence[int]) -> dict[HolderKey, int]:
-        """How many leading blocks of `query` requests of each rank hold; ranks that hold none are left out."""
-        wanted = list(query)
+        """How many leading blocks of `query` requests of each rank hold; ranks that hold none are left out.
+
+        Arrays ("Q") are the fastest queries.
+        """
+        wanted = packed(query)
         depths: dict[HolderKey, int] = {}
         node, at = self._root, 0
         while at < len(wanted):
@@ -315,7 +320,7 @@ class Load:
         self._sum += term - booked.term
         booked.term = term
 
-    def _hold(self, booked: _Booked, blocks: list[int]) -> None:
+    def _hold(self, booked: _Booked, blocks: "array[int]") -> None:
         """Add a request to the nodes of its prompt, cutting the one that it leaves midway."""
         node, at = self._root, 0
         while at < len(blocks):
@@ -370,7 +375,7 @@ class Load:
             node = parent
 
 
-def _common(edge: list[int], query: list[int], at: int) -> int:
+def _common(edge: "array[int]", query: "array[int]", at: int) -> int:
     """How many blocks of `edge` the query has from `at` on."""
     part = query[at : at + len(edge)]
     if part == edge:

@@ -50,7 +50,9 @@ class RememberedIds:
         return self._due_us[self._forgotten] if self._known else None
 
     def forget(self, now_us: int) -> None:
-        """Forget the ids whose time has come."""
+        """Forget the ids whose time has come. Costs next to nothing when there are none."""
+        if not self._known or self._due_us[self._forgotten] > now_us:
+            return
         while self._known and self._due_us[self._forgotten] <= now_us:
             at = self._forgotten
             id_hash = self._ids[at]

@@ -99,12 +99,13 @@ class World:
         assert now_us >= self.now_us, "time never runs backwards"
         self.now_us = now_us
         self.view[topic] = self.view.get(topic, 0) + count
-        if self.consumed:
-            last = self.consumed[-1]
+        consumed = self.consumed
+        if consumed:
+            last = consumed[-1]
             if last.topic == topic and last.now_us == now_us:
-                self.consumed[-1] = Run(topic=topic, count=last.count + count, now_us=now_us)
+                consumed[-1] = Run(topic=topic, count=last.count + count, now_us=now_us)
                 return
-        self.consumed.append(Run(topic=topic, count=count, now_us=now_us))
+        consumed.append(Run(topic=topic, count=count, now_us=now_us))
 
     def take_consumed(self) -> tuple[Run, ...]:
         """The runs since the last decision, which are that decision's from now on."""
@@ -199,8 +200,10 @@ class World:
 
     def next_due_us(self) -> int | None:
         """When something happens by time alone."""
-        dues = self.requests.next_due_us(), self.commands.next_due_us()
-        return min((due_us for due_us in dues if due_us is not None), default=None)
+        due_us, command_us = self.requests.next_due_us(), self.commands.next_due_us()
+        if command_us is None:
+            return due_us
+        return command_us if due_us is None else min(due_us, command_us)
 
     def expire(self) -> None:
         """Forget what is due by now. Called with every event and deadline only: the log has no other times."""

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from forebay.events.topics import DECISIONS
 from forebay.transport.base import Log
-from forebay.transport.recorded import Validity, journal, snapshots_taken
+from forebay.transport.recorded import journal, validity_from
 
 
 class Applied(NamedTuple):
@@ -13,16 +13,6 @@ class Applied(NamedTuple):
 
     journal_offset: int
     now_us: int
-
-
-async def validity_from(log: Log, partition: int) -> Validity:
-    """What tells void records from valid ones where the journal of a recording begins. Raises LogError."""
-    begin, end = await log.begin(DECISIONS.name, partition), await log.end(DECISIONS.name, partition)
-    if begin:
-        async for _, taken in snapshots_taken(log, partition, begin, end):
-            if taken.journal_offset == begin:
-                return Validity(taken.owner_epoch)
-    return Validity(-1)
 
 
 async def applied(log: Log, partition: int, topic: str) -> AsyncIterator[Applied]:

@@ -16,11 +16,11 @@ import msgspec
 from forebay.core.policies import PolicyUnusable, policy_class
 from forebay.events.decisions import CostTerms
 from forebay.replay.divergence import Told
-from forebay.replay.groups import groups_of, pools_of
 from forebay.replay.tables import Row, Table
 from forebay.replay.verify import Report, verify
 from forebay.transport.base import Log
 from forebay.transport.recorded import OtherRules
+from forebay.transport.recorded_groups import groups_of, pools_of
 from forebay.transport.sqlite_log import SqliteLog
 
 ROWS_SHOWN = 16  # of a cost table

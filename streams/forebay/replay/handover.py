@@ -26,10 +26,11 @@ class Asked:
 
     Attributes:
         under_way: it came before the fork, and begins anew at it.
-        worker: the id and the rank that history sent it to last; None for none.
+        worker: the id and the rank that history sent it to last; None for none. `attempts` is how often it was sent.
         first_us: when the router heard of its first token; `last_us` of its end. 0 for never.
         cancelled_us: when its client left; 0 for never.
         output_tokens: how many it gave; None when history did not finish it.
+        stamped_us: the wall clock of who submitted it; `first_stamped_us` of the worker at its first token. 0 unknown.
     """
 
     request_id: str
@@ -43,47 +44,36 @@ class Asked:
     lora_name: str
     under_way: bool
     worker: tuple[str, int] | None = None
+    attempts: int = 0
     first_us: int = 0
     last_us: int = 0
     cancelled_us: int = 0
     cached_tokens: int = 0
     output_tokens: int | None = None
+    stamped_us: int = 0
+    first_stamped_us: int = 0
 
 
-Said = tuple[int, PoolConfigured | BusyThresholdsSet]
-
-
-@dataclass(slots=True)
-class Handover:
-    """Collects from the fork on; empty when there is none.
+class Requests:
+    """Collects requests, and what history makes of them, event by event.
 
     Attributes:
-        at_us: the owner's clock at the fork.
-        states: history's world and the alternative's, without their requests, as snapshots tell them.
-        asked: the requests, in the order in which they came; ids may come twice.
-        said: what operators said, in history and as the alternative has it.
-        joined: workers that joined after the fork; `lost` those lost.
+        asked: in the order in which they came; ids may come twice.
     """
 
-    at_us: int = 0
-    states: tuple[list[Chunk], list[Chunk]] = field(default_factory=lambda: ([], []))
-    asked: list[Asked] = field(default_factory=list)
-    said: tuple[list[Said], list[Said]] = field(default_factory=lambda: ([], []))
-    joined: int = 0
-    lost: int = 0
-    _open: dict[str, Asked] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self.asked: list[Asked] = []
+        self._open: dict[str, Asked] = {}
 
-    def begin(self, history: World, other: World, event: InputEvent | None, now_us: int) -> None:
-        """The worlds differ for the first time, by what `event` led to."""
-        self.at_us = now_us
-        self.states = (_state(history), _state(other))
+    def begin(self, history: World, event: InputEvent | None, now_us: int) -> None:
+        """Take in those under way, but for one that `event` has just brought."""
         new = event.request_id if isinstance(event, RequestSubmitted) else None
         for request in history.requests.under_way():
             if request.request_id != new:
                 self._ask(_again(request, history.pools[request.pool].model, now_us))
 
     def look(self, event: InputEvent | None, now_us: int, decided: Sequence[Decided], *, heard: bool) -> None:
-        """An event of history's, at the fork or later, and what history decided."""
+        """An event of history's, and what history decided; `heard` is whether it counted as progress."""
         match event:
             case RequestSubmitted() if _is_new(event, decided):
                 self._ask(_first(event, now_us))
@@ -91,20 +81,12 @@ class Handover:
                 self._open[event.request_id].cancelled_us = now_us
             case FirstTokenEmitted() | RequestFinished() if heard:
                 self._progress(event, now_us)
-            case WorkerJoined():
-                self.joined += 1
-            case WorkerLost():
-                self.lost += 1
             case _:
                 pass
         for decision in decided:
             if isinstance(decision, RequestRouted) and decision.stage != "encode" and decision.request_id in self._open:
-                self._open[decision.request_id].worker = (decision.worker_id, decision.rank)
-
-    def configure(self, events: Sequence[PoolConfigured | BusyThresholdsSet], now_us: int) -> None:
-        """An operator said something after the fork, in history and in the alternative."""
-        for said, event in zip(self.said, events, strict=True):
-            said.append((now_us, event))
+                asked = self._open[decision.request_id]
+                asked.worker, asked.attempts = (decision.worker_id, decision.rank), decision.attempt
 
     def _ask(self, asked: Asked) -> None:
         self.asked.append(asked)
@@ -117,12 +99,57 @@ class Handover:
         if isinstance(event, FirstTokenEmitted):
             if not asked.first_us:
                 asked.first_us, asked.cached_tokens = now_us, event.cached_tokens
+                asked.first_stamped_us = event.at_us
             return
         asked.last_us, asked.output_tokens = now_us, event.output_tokens
         del self._open[event.request_id]
 
 
-def _state(world: World) -> list[Chunk]:
+Said = tuple[int, PoolConfigured | BusyThresholdsSet]
+
+
+@dataclass(slots=True)
+class Handover:
+    """Collects from the fork on; empty when there is none.
+
+    Attributes:
+        at_us: the owner's clock at the fork.
+        states: history's world and the alternative's, without their requests, as snapshots tell them.
+        said: what operators said, in history and as the alternative has it.
+        joined: workers that joined after the fork; `lost` those lost.
+    """
+
+    at_us: int = 0
+    states: tuple[list[Chunk], list[Chunk]] = field(default_factory=lambda: ([], []))
+    said: tuple[list[Said], list[Said]] = field(default_factory=lambda: ([], []))
+    joined: int = 0
+    lost: int = 0
+    _requests: Requests = field(default_factory=Requests)
+
+    @property
+    def asked(self) -> list[Asked]:
+        """The requests, in the order in which they came; ids may come twice."""
+        return self._requests.asked
+
+    def begin(self, history: World, other: World, event: InputEvent | None, now_us: int) -> None:
+        """The worlds differ for the first time, by what `event` led to."""
+        self.at_us = now_us
+        self.states = (state_of(history), state_of(other))
+        self._requests.begin(history, event, now_us)
+
+    def look(self, event: InputEvent | None, now_us: int, decided: Sequence[Decided], *, heard: bool) -> None:
+        """An event of history's, at the fork or later, and what history decided."""
+        self._requests.look(event, now_us, decided, heard=heard)
+        self.joined += isinstance(event, WorkerJoined)
+        self.lost += isinstance(event, WorkerLost)
+
+    def configure(self, events: Sequence[PoolConfigured | BusyThresholdsSet], now_us: int) -> None:
+        """An operator said something after the fork, in history and in the alternative."""
+        for said, event in zip(self.said, events, strict=True):
+            said.append((now_us, event))
+
+
+def state_of(world: World) -> list[Chunk]:
     """All but requests and commands. Between two journal records `consumed` is not empty, and no part of a state."""
     consumed = list(world.consumed)
     world.consumed.clear()
@@ -153,6 +180,7 @@ def _first(event: RequestSubmitted, now_us: int) -> Asked:
         event.routing,
         event.lora_name,
         under_way=False,
+        stamped_us=event.at_us,
     )
 
 

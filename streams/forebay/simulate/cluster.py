@@ -1,46 +1,37 @@
 """An owner's world and one engine model a rank, on one clock: a discrete-event run in virtual time.
 
-Theory of operation. The clock jumps from one event to the next: something arrives from outside, or an engine's step
-ends. What happens at one time happens in a fixed order: steps that end, in the order in which they began (a report of
-load has its place among them); what arrives, in its own order; then idle engines begin their next step. Every event
-goes through `forebay.core.step` as an owner applies it, so a decision here is the decision that an owner would make of
-the same log. Nothing takes time but engine steps.
+Theory of operation. The clock jumps from one event to the next. What happens at one time happens in a fixed order:
+steps that end, and what workers said, as they began and said it; then what may give engines work (requests and work
+that were on their way, workers that die, join or are lost); what arrives, in its own order; then idle engines begin.
+Every event goes through `forebay.core.step` as an owner applies it, so a decision here is the decision that an owner
+would make of the same log. A step goes on beyond one iteration while nothing can come that gives engines work.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from hashlib import sha256
 from heapq import heappop, heappush
-from typing import NamedTuple
 
-from xxhash import xxh3_64_intdigest
-
-from forebay.core.engine_model import EngineRequest, RequestRefused
+from forebay.core.engine_model import RequestRefused
 from forebay.core.holder_bits import HolderKey
 from forebay.core.policies import BUILT_IN
 from forebay.core.step import CONSUMED_RUNS_MAX, Decided, InputEvent, advance, open_run, step
 from forebay.core.world import World
-from forebay.events.base import U32_BYTES
 from forebay.events.codec import encode
 from forebay.events.control import RouterConfig
 from forebay.events.decisions import JournalRecord, RequestAborted, RequestRejected, RequestRouted
-from forebay.events.requests import RequestSubmitted
-from forebay.events.topics import DECISIONS, KV_EVENTS, METRICS, PROGRESS, Topic
-from forebay.simulate.outcome import Served
+from forebay.events.requests import TIMEOUT_US_MAX, RequestSubmitted
+from forebay.events.topics import DECISIONS, KV_EVENTS, METRICS, PROGRESS, REQUESTS, Topic
+from forebay.simulate.arrivals import FOREVER_US, Arrival, Arrivals
+from forebay.simulate.delays import NO_HOPS, Hop, Hops
+from forebay.simulate.outcome import EXPLAINED_MAX, Requests, Timeline
 from forebay.simulate.rank import LOAD_INTERVAL_US, EngineRank
-
-FOREVER_US = 1 << 62  # nothing comes any more: an engine may run until it has something to say
+from forebay.simulate.timeline import Recorder
+from forebay.simulate.under_way import UnderWay
 
 OnArrived = Callable[[int], object]
-
-
-class Arrival(NamedTuple):
-    """A record that comes from outside: requests, and what operators say."""
-
-    at_us: int
-    topic: Topic
-    event: InputEvent
+Happening = tuple[int, int, Callable[[], object]]
 
 
 class Cluster:
@@ -48,84 +39,176 @@ class Cluster:
 
     Attributes:
         world: the owner's.
-        served: what became of each request, in the order of arrival.
+        requests: what became of each, in the order of arrival.
+        routed: the last decision that sent each of the first `EXPLAINED_MAX` somewhere, by place.
+        lasted_us: when the last answer was there.
     """
 
-    def __init__(self, world: World, *, reports: bool, speedup: float = 1.0) -> None:
+    def __init__(self, world: World, *, reports: bool, speedup: float = 1.0, hops: Hops = NO_HOPS) -> None:
         """`reports`: whether anybody looks at load reports, of which there are more than of all other events.
 
-        Engines run `speedup` times as fast as their model.
+        Engines run `speedup` times as fast as their model. `hops` are those of clients and of the router.
         """
         self.world = world
-        self.served: dict[str, Served] = {}
+        self.requests = Requests()
+        self.routed: dict[int, RequestRouted] = {}
+        self.lasted_us = 0
         self._speedup = speedup
         self._reports = reports
+        self._hops = hops
         self._digest = sha256()
         self._ranks: dict[HolderKey, EngineRank] = {}
-        self._due: list[tuple[int, int, Callable[[], None]]] = []
+        self._numbered: dict[int, EngineRank] = {}
+        self._recorder = Recorder()
+        # What ends or is said, and what may give an engine work; each ends with what never happens.
+        self._due: list[Happening] = [(FOREVER_US, 0, _never)]
+        self._coming: list[Happening] = [(FOREVER_US, 0, _never)]
         self._scheduled = 0
         self._ready: dict[int, EngineRank] = {}
-        self._asked: dict[str, RequestSubmitted] = {}  # not routed yet
+        self._under_way: dict[str, UnderWay] = {}
         self._records: deque[tuple[Topic, InputEvent]] = deque()  # written and not applied yet
-        self._now_us = world.now_us
+        self.now_us = world.now_us
+        self._opened_us = -1  # when time was last let pass in the world
+        self._arrivals: Arrivals
 
     def add(self, rank: EngineRank) -> None:
-        """A rank takes part. Its worker is, or will be, a member of the fleet."""
+        """A rank takes part, perhaps in place of one that died. Its worker is, or will be, a member of the fleet."""
         self._ranks[rank.spec.worker_id, rank.rank] = rank
+        self._numbered[rank.number] = rank
 
-    def play(self, arrivals: Iterable[Arrival], on_arrived: OnArrived) -> None:
-        """Run until everybody has an answer; arrivals come in the order of their times.
-
-        `on_arrived` gets how many requests did arrive.
-        """
-        coming = iter(arrivals)
-        arrival = next(coming, None)
-        while arrival is not None or self._due:
-            arrival_us = FOREVER_US if arrival is None else arrival.at_us
-            self._now_us = min(arrival_us, self._due[0][0]) if self._due else arrival_us
-            while self._due and self._due[0][0] == self._now_us:
-                heappop(self._due)[2]()
-            while arrival is not None and arrival_us == self._now_us:
-                self._arrive(arrival)
-                on_arrived(len(self.served))
-                arrival = next(coming, None)
-                arrival_us = FOREVER_US if arrival is None else arrival.at_us
-            # Who waits in the router may be sent to an engine whenever another is done with something.
-            waiting = any(map(self.world.queues.waiting, self.world.pools))
-            self._begin_steps(0 if waiting else arrival_us - self._now_us)
-        assert not len(self.world.requests), "every request came to an end"
+    def play(self, arrivals: Arrivals, on_arrived: OnArrived) -> None:
+        """Run until everybody has an answer; `on_arrived` gets how many requests did arrive."""
+        self._arrivals = arrivals
+        due, coming, recorder = self._due, self._coming, self._recorder
+        while True:
+            now_us = min(due[0][0], coming[0][0], arrivals.next_us)
+            if due[0][0] == FOREVER_US == arrivals.next_us:
+                if not self._under_way and not len(self.world.requests):
+                    break
+                if len(self.world.requests) and (deadline_us := self._deadline_us()) < now_us:
+                    # Whoever is left waits for workers that do not come, or come later than its deadline.
+                    now_us = deadline_us
+                    heappush(coming, (now_us, 0, self.tick))
+            if now_us >= recorder.end_us:
+                recorder.advance(now_us, *self._state())
+            self.now_us = now_us
+            while due[0][0] == now_us:
+                heappop(due)[2]()
+            while coming[0][0] == now_us:
+                heappop(coming)[2]()
+            while arrivals.next_us == now_us:
+                self._arrive(arrivals.take())
+                on_arrived(len(self.requests))
+            if self._ready:
+                self._begin_steps()
+        arrivals.close()
 
     def apply(self, topic: Topic, event: InputEvent) -> None:
         """One record of `topic`, and then those that it leads to at once."""
-        self._records.append((topic, event))
-        while self._records:
-            self._apply_one(*self._records.popleft())
+        self._take_in(topic, (event,))
+
+    def at(self, at_us: int, action: Callable[[], object]) -> None:
+        """Let something happen that may give engines work, now or later."""
+        self._schedule(self._coming, at_us, action)
+
+    def tick(self) -> None:
+        """Nothing but time passed: whose deadline is over is given up."""
+        self._carry_out(self._open())
+        self._apply_all()
+
+    def die(self, rank: EngineRank) -> None:
+        """A rank stops without a word. What is on its way to it is lost, what it said is not."""
+        for request_id, said in rank.die(self.now_us).items():
+            request = self._under_way.get(request_id)
+            if request is not None:
+                request.said += said
+        self._ready.pop(rank.number, None)
 
     def digest(self) -> str:
         """Of all decisions, in hexadecimal, and of the state in which it ended. Ask once, at the end."""
         self._seal(advance(self.world))
         return self._digest.hexdigest()
 
+    def timeline(self) -> Timeline:
+        """How the run went. Ask once, at the end."""
+        return self._recorder.end(*self._state())
+
+    def _state(self) -> tuple[int, int, Mapping[int, EngineRank]]:
+        return len(self.world.queues), len(self.world.fleet), self._numbered
+
+    def _deadline_us(self) -> int:
+        due_us = self.world.next_due_us()
+        assert due_us is not None, "every request has a deadline"
+        return max(due_us, self.now_us)
+
+    def _schedule(self, queue: list[Happening], at_us: int, action: Callable[[], object]) -> None:
+        self._scheduled += 1
+        heappush(queue, (at_us, self._scheduled, action))
+
     def _arrive(self, arrival: Arrival) -> None:
         event = arrival.event
-        if isinstance(event, RequestSubmitted):
-            self.served[event.request_id] = Served(self._now_us, event.prompt_tokens, event.sampling.max_tokens)
-            self._asked[event.request_id] = event
-        self.apply(arrival.topic, event)
+        if not isinstance(event, RequestSubmitted):
+            # What operators and leases say is known at once; what clients say takes its way.
+            hop = self._hops.submit if arrival.topic == REQUESTS else None
+            self._tell(hop, arrival.topic, [event], self._coming)
+            return
+        request = UnderWay.of(event, len(self.requests), arrival.number, self.now_us)
+        self.requests.append(request.served)
+        self._under_way[event.request_id] = request
+        self._recorder.arrived += 1
+        if self._hops.submit is None:
+            self._submit(event)
+        else:
+            self.at(self._hops.submit.arrives(self.now_us), partial(self._submit, event))
 
-    def _schedule(self, after_us: int, action: Callable[[], None]) -> None:
-        heappush(self._due, (self._now_us + after_us, self._scheduled, action))
-        self._scheduled += 1
+    def _submit(self, event: RequestSubmitted) -> None:
+        """The router gets a request."""
+        if event.timeout_us < TIMEOUT_US_MAX:  # who would wait for a day is given up when something else happens
+            self.at(self.now_us + event.timeout_us, partial(self._give_up, event.request_id))
+        self.apply(REQUESTS, event)
 
-    def _apply_one(self, topic: Topic, event: InputEvent) -> None:
-        """A record as an owner applies it; then what was decided happens."""
-        world = self.world
-        decided = open_run(world, self._now_us)
-        decided += step(world, topic.name, event, self._now_us)
+    def _give_up(self, request_id: str) -> None:
+        if self.world.requests.get(request_id) is not None:
+            self.tick()
+
+    def _tell(self, hop: Hop | None, topic: Topic, events: Sequence[InputEvent], queue: list[Happening]) -> None:
+        """The router gets records that were sent together."""
+        if hop is not None:
+            self._schedule(queue, hop.arrives(self.now_us), partial(self._take_in, topic, events))
+            return
+        self._take_in(topic, events)
+
+    def _take_in(self, topic: Topic, events: Sequence[InputEvent]) -> None:
+        """Records of `topic`, each followed by those that it leads to at once."""
+        world, now_us, name = self.world, self.now_us, topic.name
+        for event in events:
+            decided = [] if self._opened_us == now_us else self._open()
+            decided += step(world, name, event, now_us)
+            if decided or len(world.consumed) >= CONSUMED_RUNS_MAX:
+                self._carry_out(decided)
+            if self._records:
+                self._apply_all()
+
+    def _apply_all(self) -> None:
+        while self._records:
+            topic, event = self._records.popleft()
+            decided = self._open()
+            decided += step(self.world, topic.name, event, self.now_us)
+            self._carry_out(decided)
+
+    def _open(self) -> list[Decided]:
+        """Let time pass; once at each time is enough, as every deadline is later than what sets it."""
+        if self._opened_us == self.now_us:
+            return []
+        self._opened_us = self.now_us
+        return open_run(self.world, self.now_us)
+
+    def _carry_out(self, decided: list[Decided]) -> None:
+        """As an owner applied it; then what was decided happens."""
         for decision in decided:
             self._seal(decision)
-        if len(world.consumed) >= CONSUMED_RUNS_MAX:
-            self._seal(advance(world))
+        if len(self.world.consumed) >= CONSUMED_RUNS_MAX:
+            self._seal(advance(self.world))
         for decision in decided:
             self._act(decision)
 
@@ -133,90 +216,167 @@ class Cluster:
         self._digest.update(encode(DECISIONS, record) + b"\n")
 
     def _act(self, decision: Decided) -> None:
-        """Let a decision happen: its work begins at once."""
+        """Let a decision happen."""
         match decision:
             case RequestRouted():
-                self._submit(decision)
+                self._route(decision)
             case RequestRejected():
-                del self._asked[decision.request_id]
-                self.served[decision.request_id].failure = decision.message
+                self._fail(decision.request_id, decision.message)
             case RequestAborted():
-                self._asked.pop(decision.request_id, None)
-                if decision.worker_id:
-                    self._rank_of(decision.request_id).engine.cancel(decision.request_id)
-                self.served[decision.request_id].failure = decision.message
+                request = self._under_way.get(decision.request_id)
+                if request is not None and request.rank is not None and decision.worker_id:
+                    self._send(request.rank, partial(request.rank.engine.cancel, decision.request_id))
+                self._fail(decision.request_id, decision.message)
             case _:
                 pass  # it changes nothing outside the router
 
-    def _submit(self, routed: RequestRouted) -> None:
-        asked = self._asked.pop(routed.request_id)
+    def _route(self, routed: RequestRouted) -> None:
         rank = self._ranks[routed.worker_id, routed.rank]
-        request = EngineRequest(
-            request_id=routed.request_id,
-            attempt=routed.attempt,
-            token_ids=asked.token_ids or bytes(asked.prompt_tokens * U32_BYTES),
-            sequence_hashes=asked.sequence_hashes,
-            token_seed=xxh3_64_intdigest(routed.request_id.encode()),
-            max_tokens=asked.sampling.max_tokens,
-        )
-        served = self.served[routed.request_id]
-        served.worker = rank.number
+        request = self._under_way.get(routed.request_id)
+        if request is not None:
+            request.rank = rank
+            request.served.worker = rank.number
+            request.served.attempts = routed.attempt
+            if request.place < EXPLAINED_MAX:
+                self.routed[request.place] = routed
+        self._send(rank, partial(self._work, rank, routed))
+
+    def _send(self, rank: EngineRank, action: Callable[[], object]) -> None:
+        """To an engine: work, or that nobody wants it any more."""
+        if rank.hops.work is None:
+            action()
+        else:
+            self.at(rank.hops.work.arrives(self.now_us), partial(self._arrive_at_engine, action))
+
+    def _arrive_at_engine(self, action: Callable[[], object]) -> None:
+        action()
+        self._apply_all()
+
+    def _work(self, rank: EngineRank, routed: RequestRouted) -> None:
+        """An engine gets a request."""
+        if rank.dead:
+            return
+        request = self._under_way.get(routed.request_id)
+        if request is None:
+            # Its worker was lost before the router heard that the client has all of the answer; or it was given up.
+            self._say(rank, rank.said_before(routed))
+            return
         try:
-            rank.engine.submit(request)
+            rank.engine.submit(request.attempt(routed.request_id, routed.attempt, rank.spec.block_size))
         except RequestRefused as refusal:
-            served.failure = str(refusal)
-            self._records.append((PROGRESS, rank.refused(routed, served.failure)))
+            self._fail(routed.request_id, str(refusal))
+            self._say(rank, rank.refused(routed, str(refusal)))
             return
         self._ready[rank.number] = rank
 
-    def _rank_of(self, request_id: str) -> EngineRank:
-        number = self.served[request_id].worker
-        return next(rank for rank in self._ranks.values() if rank.number == number)
+    def _say(self, rank: EngineRank, event: InputEvent) -> None:
+        """Progress that follows from a decision: it is applied after all that was decided with it."""
+        if rank.hops.progress is None:
+            self._records.append((PROGRESS, event))
+        else:
+            self._tell(rank.hops.progress, PROGRESS, [event], self._due)
 
-    def _begin_steps(self, until_us: int) -> None:
-        """Idle engines that have work begin; nothing that could change it comes for `until_us`."""
+    def _fail(self, request_id: str, reason: str) -> None:
+        """The client is told that there is no answer, unless it has all of it."""
+        request = self._under_way.get(request_id)
+        if request is None:
+            return
+        request.served.failure = reason
+        self._end(request_id, request, self._arrives(self._hops))
+
+    def _end(self, request_id: str, request: UnderWay, at_us: int) -> None:
+        """Its client hears nothing more of it after `at_us`."""
+        del self._under_way[request_id]
+        self.requests.put(request.place, request.served)
+        self.lasted_us = max(self.lasted_us, at_us)
+        self._recorder.finished += 1
+        self._arrivals.ended(request.number, at_us)
+
+    def _arrives(self, hops: Hops) -> int:
+        """When its client gets what is said now."""
+        return self.now_us if hops.tokens is None else hops.tokens.arrives(self.now_us)
+
+    def _begin_steps(self) -> None:
+        """Idle engines that have work begin."""
         speedup = self._speedup
+        until_us = self._calm_us()
         for _, rank in sorted(self._ready.items()):
             if rank.step is not None:
                 continue
-            rank.step = rank.engine.step(until_us if speedup == 1.0 else int(until_us * speedup))
-            if rank.step is not None:
-                lasts_us = rank.step.duration_us
-                lasts_us = lasts_us if speedup == 1.0 else max(1, round(lasts_us / speedup))
-                self._schedule(lasts_us, partial(self._end_step, rank))
+            rank.step = begun = rank.engine.step(until_us if speedup == 1.0 else int(until_us * speedup))
+            if begun is not None:
+                lasts_us = begun.duration_us if speedup == 1.0 else max(1, round(begun.duration_us / speedup))
+                rank.began_us, rank.ends_us = self.now_us, self.now_us + lasts_us
+                self._schedule(self._due, rank.ends_us, partial(self._end_step, rank))
         self._ready.clear()
+
+    def _calm_us(self) -> int:
+        """For how long nothing can come that gives an engine work, or takes it away."""
+        if len(self.world.queues):
+            return 0  # who waits in the router may be sent to an engine whenever another is done with something
+        until_us = min(self._arrivals.next_us, self._coming[0][0])
+        think_us = self._arrivals.think_us
+        if think_us < FOREVER_US:
+            # The next answer of another engine: of those that begin now it may be as soon as they begin.
+            answer_us = self._due[0][0] if len(self._ready) == 1 else self.now_us
+            until_us = min(until_us, answer_us + think_us)
+        return until_us - self.now_us
 
     def _end_step(self, rank: EngineRank) -> None:
         """What a step did is known when it ends: to the router in the order in which a worker says it."""
         done, rank.step = rank.step, None
-        assert done is not None
-        owner_epoch = self.world.owner_epoch
+        if done is None:
+            return  # it died
+        hops, owner_epoch = rank.hops, self.world.owner_epoch
         self._ready[rank.number] = rank
-        if rank.spec.kv_events:
-            for change in done.cache_changes:
-                self.apply(KV_EVENTS, rank.cache_change(change))
-        for first in done.first_tokens:
-            served = self.served[first.request_id]
-            served.first_us, served.cached_tokens = self._now_us, first.cached_tokens
-            self.apply(PROGRESS, rank.began(first, owner_epoch))
-        for end in done.finished:
-            self.served[end.request_id].last_us = self._now_us
-            self.apply(PROGRESS, rank.finished(end, owner_epoch))
+        if rank.spec.kv_events and done.cache_changes:
+            self._tell(hops.kv_events, KV_EVENTS, [*map(rank.cache_change, done.cache_changes)], self._due)
+        if done.first_tokens or done.finished:
+            at_us = self._arrives(hops)
+            said: list[InputEvent] = []
+            for first in done.first_tokens:
+                self._began(rank, first.request_id, first.cached_tokens, at_us)
+                said.append(rank.began(first, owner_epoch))
+            for end in done.finished:
+                request = self._under_way.get(end.request_id)
+                if request is not None:
+                    # What a worker said that is lost may be on its way still, and comes first.
+                    last_us = request.served.last_us = max(at_us, request.served.first_us)
+                    self._end(end.request_id, request, last_us)
+                said.append(rank.finished(end, owner_epoch))
+            self._tell(hops.progress, PROGRESS, said, self._due)
         rank.load = done.load
         if self._reports and not rank.report_held:
-            wait_us = rank.reported_us + LOAD_INTERVAL_US - self._now_us
+            wait_us = rank.reported_us + LOAD_INTERVAL_US - self.now_us
             if wait_us > 0:
                 rank.report_held = True
-                self._schedule(wait_us, partial(self._report, rank))
+                self._schedule(self._due, self.now_us + wait_us, partial(self._report, rank))
             else:
                 self._report(rank)
 
+    def _began(self, rank: EngineRank, request_id: str, cached_tokens: int, at_us: int) -> None:
+        """A prompt is computed, and its first token said."""
+        request = self._under_way.get(request_id)
+        if request is None:
+            return
+        served = request.served
+        if not request.said:
+            served.first_us = at_us
+        served.cached_tokens = min(cached_tokens, served.prompt_tokens)
+        self._recorder.count_prompt(rank.number, served.prompt_tokens, served.cached_tokens)
+
     def _report(self, rank: EngineRank) -> None:
+        if rank.dead:
+            return
         rank.report_held = False
-        rank.reported_us = self._now_us
-        self.apply(METRICS, rank.report())
+        rank.reported_us = self.now_us
+        self._tell(rank.hops.metrics, METRICS, [rank.report()], self._due)
 
 
 def needs_reports(router: RouterConfig) -> bool:
     """Whether a router looks at what workers report of their load."""
     return router.mode not in BUILT_IN or router.busy.active_decode_blocks_threshold is not None
+
+
+def _never() -> None:
+    raise AssertionError("the end of time")

@@ -1,20 +1,29 @@
 """What came of a simulated workload, and its figures."""
 
 import statistics
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from forebay.events.decisions import RequestRouted
+
 FAILURES_SHOWN = 20  # a trace that fits nowhere fails in thousands of rows for the same reason
+EXPLAINED_MAX = 20_000  # decisions that are kept whole, for people to look at
+NOBODY = -1
 
 
 @dataclass(slots=True)
 class Served:
-    """One request of the workload; times in virtual microseconds.
+    """One request of the workload; times in virtual microseconds, as its client sees them.
 
     Attributes:
-        worker: the number of the worker that it was routed to; None before, and for those refused.
-        cached_tokens: prompt tokens that the worker found in its cache.
-        failure: why it has no answer; empty for one that has.
+        worker: the number of the worker that it was routed to last; None before, and for those refused.
+        cached_tokens: prompt tokens that this worker found in its cache.
+        first_us: when its first token came; 0 for one without. `last_us` likewise, 0 where the answer is not complete.
+        attempts: how many workers it was sent to, one after another.
+        failure: why it has no answer, or not all of it; empty for one that has.
+        number: which turn of the workload it is.
     """
 
     arrived_us: int
@@ -24,41 +33,158 @@ class Served:
     cached_tokens: int = 0
     first_us: int = 0
     last_us: int = 0
+    attempts: int = 0
     failure: str = ""
+    number: int = 0
+
+
+class Requests:
+    """Every request of a run in the order of arrival, in columns: some 80 bytes each."""
+
+    def __init__(self, served: Iterable[Served] = ()) -> None:
+        self._columns = {name: array("q") for name in COLUMNS}
+        self.failures: dict[int, str] = {}
+        for one in served:
+            self.append(one)
+
+    def __len__(self) -> int:
+        return len(self._columns["arrived_us"])
+
+    def __iter__(self) -> Iterator[Served]:
+        return map(self.__getitem__, range(len(self)))
+
+    def __getitem__(self, place: int) -> Served:
+        values = {name: column[place] for name, column in self._columns.items()}
+        worker = values.pop("worker")
+        return Served(**values, worker=None if worker == NOBODY else worker, failure=self.failures.get(place, ""))
+
+    def append(self, served: Served) -> int:
+        """Keep one; its place."""
+        place = len(self)
+        for column, value in zip(self._columns.values(), _values(served), strict=True):
+            column.append(value)
+        if served.failure:
+            self.failures[place] = served.failure
+        return place
+
+    def put(self, place: int, served: Served) -> None:
+        """Keep what became of the one at `place`."""
+        for column, value in zip(self._columns.values(), _values(served), strict=True):
+            column[place] = value
+        if served.failure:
+            self.failures[place] = served.failure
+
+    def column(self, name: str) -> "array[int]":
+        """One attribute of all, in order; a worker that is None is -1."""
+        return self._columns[name]
+
+
+COLUMNS = (
+    "arrived_us", "prompt_tokens", "output_tokens", "worker", "cached_tokens", "first_us", "last_us", "attempts",
+    "number",
+)  # fmt: skip
+
+
+def _values(served: Served) -> tuple[int, ...]:
+    """As in `COLUMNS`."""
+    return (
+        served.arrived_us,
+        served.prompt_tokens,
+        served.output_tokens,
+        NOBODY if served.worker is None else served.worker,
+        served.cached_tokens,
+        served.first_us,
+        served.last_us,
+        served.attempts,
+        served.number,
+    )
+
+
+@dataclass(slots=True)
+class Timeline:
+    """How a run went, in at most some hundred bins of equal width; the bins grow with the run.
+
+    Attributes:
+        bin_us: their width; the first begins at 0.
+        arrived: requests that came in each; `finished`, those that were answered or failed.
+        prompt_tokens: of those whose prompt was computed in it; `cached_tokens` of these were found.
+        queued: requests that waited in the router at its end.
+        workers: at its end, how many workers were members of the fleet.
+        computed: by worker, prompt tokens computed in each bin.
+        running: by worker, at the end of each; `waiting` in the engine, and `blocks_used`, likewise.
+    """
+
+    bin_us: int = 1_000_000
+    arrived: list[int] = field(default_factory=list)
+    finished: list[int] = field(default_factory=list)
+    prompt_tokens: list[int] = field(default_factory=list)
+    cached_tokens: list[int] = field(default_factory=list)
+    queued: list[int] = field(default_factory=list)
+    workers: list[int] = field(default_factory=list)
+    computed: list[list[int]] = field(default_factory=list)
+    running: list[list[int]] = field(default_factory=list)
+    waiting: list[list[int]] = field(default_factory=list)
+    blocks_used: list[list[int]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class Outcome:
-    """A whole run: every request in the order of arrival, and a digest of all decisions, in hexadecimal."""
+    """A whole run. `digest` is of all decisions, in hexadecimal.
 
-    requests: list[Served] = field(default_factory=list)
+    Attributes:
+        workers: the ids of all that ever took part, by their number.
+        gpu_s: GPU seconds that workers were there for, from start to end or death.
+        lasted_us: from the start to the last answer or failure.
+        routed: of the first `EXPLAINED_MAX` requests, by place, the last decision that sent it somewhere.
+    """
+
+    requests: Requests = field(default_factory=Requests)
     digest: str = ""
+    workers: list[str] = field(default_factory=list)
+    gpu_s: float = 0.0
+    lasted_us: int = 0
+    timeline: Timeline = field(default_factory=Timeline)
+    routed: dict[int, RequestRouted] = field(default_factory=dict)
 
 
 def summary(outcome: Outcome, workers: int) -> dict[str, Any]:
-    """The figures of a run, as JSON prints them. Names are those of `forebay trace`."""
-    answered = [one for one in outcome.requests if not one.failure]
-    failed = [(number, one.failure) for number, one in enumerate(outcome.requests, 1) if one.failure]
-    prompt_tokens = sum(one.prompt_tokens for one in answered)
-    cached_tokens = sum(one.cached_tokens for one in answered)
+    """The figures of a run, as JSON prints them. Names are those of `forebay trace`.
+
+    `workers` is how many there were at the start; more may have come.
+    """
+    workers = max(workers, len(outcome.workers))
+    column, failures = outcome.requests.column, outcome.requests.failures
     computed = [0] * workers
     requests = [0] * workers
-    for one in answered:
-        assert one.worker is not None, "who has an answer has it from a worker"
-        computed[one.worker] += one.prompt_tokens - one.cached_tokens
-        requests[one.worker] += 1
-    long = [one for one in answered if one.output_tokens > 1]
+    prompt_tokens = cached_tokens = output_tokens = 0
+    ttft_ms, itl_ms, e2e_ms = array("d"), array("d"), array("d")
+    names = ("worker", "prompt_tokens", "cached_tokens", "output_tokens", "arrived_us", "first_us", "last_us")
+    rows = zip(*map(column, names), strict=True)
+    for place, (worker, prompt, cached, output, arrived_us, first_us, last_us) in enumerate(rows):
+        if place in failures:
+            continue
+        assert worker != NOBODY, "who has an answer has it from a worker"
+        computed[worker] += prompt - cached
+        requests[worker] += 1
+        prompt_tokens += prompt
+        cached_tokens += cached
+        output_tokens += output
+        ttft_ms.append((first_us - arrived_us) / 1e3)
+        e2e_ms.append((last_us - arrived_us) / 1e3)
+        if output > 1:
+            itl_ms.append((last_us - first_us) / 1e3 / (output - 1))
+    shown = [{"request": place + 1, "reason": failures[place]} for place in sorted(failures)[:FAILURES_SHOWN]]
     return {
-        "requests": len(answered),
-        "failed": len(failed),
-        "failures": [{"request": number, "reason": reason} for number, reason in failed[:FAILURES_SHOWN]],
+        "requests": len(ttft_ms),
+        "failed": len(failures),
+        "failures": shown,
         "prefix_reuse": cached_tokens / prompt_tokens if prompt_tokens else 0.0,
         "load_max_over_mean": max(computed) * workers / sum(computed) if sum(computed) else 0.0,
         "prompt_tokens": prompt_tokens,
-        "output_tokens": sum(one.output_tokens for one in answered),
-        "ttft_ms": percentiles([(one.first_us - one.arrived_us) / 1e3 for one in answered]),
-        "itl_ms": percentiles([(one.last_us - one.first_us) / 1e3 / (one.output_tokens - 1) for one in long]),
-        "e2e_ms": percentiles([(one.last_us - one.arrived_us) / 1e3 for one in answered]),
+        "output_tokens": output_tokens,
+        "ttft_ms": percentiles(ttft_ms),
+        "itl_ms": percentiles(itl_ms),
+        "e2e_ms": percentiles(e2e_ms),
         "workers": [
             {"requests": count, "computed_tokens": tokens} for count, tokens in zip(requests, computed, strict=True)
         ],
@@ -66,9 +192,9 @@ def summary(outcome: Outcome, workers: int) -> dict[str, Any]:
     }
 
 
-def percentiles(values: list[float]) -> dict[str, float]:
+def percentiles(values: Sequence[float]) -> dict[str, float]:
     """Mean, p50, p90 and p99, interpolated between ranks; empty for no values."""
     if not values:
         return {}
-    cuts = statistics.quantiles(values, n=100, method="inclusive") if len(values) > 1 else values * 99
+    cuts = statistics.quantiles(values, n=100, method="inclusive") if len(values) > 1 else [values[0]] * 99
     return {"mean": statistics.fmean(values), "p50": cuts[49], "p90": cuts[89], "p99": cuts[98]}

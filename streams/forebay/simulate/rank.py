@@ -1,12 +1,13 @@
 """One rank of a worker in a simulation: its engine model, and how it speaks on the log."""
 
-from forebay.core.engine_model import CacheChange, EngineModel, Finished, FirstToken, Step, Stored
+from forebay.core.engine_model import CacheChange, EngineModel, Finished, FirstToken, Load, Step, Stored
 from forebay.events.base import pack_u64
 from forebay.events.decisions import RequestRouted
 from forebay.events.fleet import WorkerSpec
 from forebay.events.kv import BlocksRemoved, BlocksStored
 from forebay.events.metrics import LoadReported
 from forebay.events.progress import FirstTokenEmitted, RequestFailed, RequestFinished
+from forebay.simulate.delays import NO_HOPS, Hops
 
 LOAD_INTERVAL_US = 100_000  # as workers report
 
@@ -16,13 +17,23 @@ class EngineRank:
 
     Attributes:
         number: its place among all ranks of the simulation.
-        step: what the engine does now; None while it does nothing.
+        hops: how long what it is told and what it says is on its way.
+        step: what the engine does now, from `began_us` to `ends_us`; None while it does nothing.
+        dead: it died without a word.
         load: as it was when the last step ended.
         reported_us: when it last reported that; `report_held` until the interval since then is over.
     """
 
     def __init__(
-        self, number: int, spec: WorkerSpec, rank: int, worker_epoch: int, engine: EngineModel, *, kv_seq: int = 0
+        self,
+        number: int,
+        spec: WorkerSpec,
+        rank: int,
+        worker_epoch: int,
+        engine: EngineModel,
+        *,
+        kv_seq: int = 0,
+        hops: Hops = NO_HOPS,
     ) -> None:
         """`kv_seq` is the number of its last KV event."""
         self.number = number
@@ -30,11 +41,28 @@ class EngineRank:
         self.rank = rank
         self.worker_epoch = worker_epoch
         self.engine = engine
+        self.hops = hops
         self.step: Step | None = None
+        self.began_us = self.ends_us = 0
+        self.dead = False
         self.load = engine.load()
         self.reported_us = -LOAD_INTERVAL_US
         self.report_held = False
         self._kv_seq = kv_seq
+
+    def die(self, now_us: int) -> dict[str, int]:
+        """It stops in the middle of what it does: the output tokens that requests had of it, by id."""
+        self.dead = True
+        step, self.step = self.step, None
+        undone = 0
+        if step is not None:
+            lasts_us = self.ends_us - self.began_us
+            undone = step.iterations - step.iterations * (now_us - self.began_us) // lasts_us
+        said = self.engine.generated(undone)
+        if step is not None:
+            said.update((end.request_id, end.output_tokens - undone) for end in step.finished)
+        self.load = Load(0, 0, 0, self.load.kv_blocks_total)
+        return said
 
     def cache_change(self, change: CacheChange) -> BlocksStored | BlocksRemoved:
         """Blocks entered or left the cache."""
@@ -79,6 +107,17 @@ class EngineRank:
             finish_reason=end.reason,
             output_tokens=end.output_tokens,
             cached_tokens=end.cached_tokens,
+        )
+
+    def said_before(self, routed: RequestRouted) -> RequestFinished:
+        """The whole answer was there before this attempt began."""
+        return RequestFinished(
+            request_id=routed.request_id,
+            attempt=routed.attempt,
+            worker_id=self.spec.worker_id,
+            worker_epoch=self.worker_epoch,
+            owner_epoch=routed.owner_epoch,
+            finish_reason="length",
         )
 
     def refused(self, routed: RequestRouted, error: str) -> RequestFailed:

@@ -6,37 +6,242 @@ import msgspec
 
 from forebay.core.engine_model import EngineConfig
 from forebay.events.control import BusyThresholds, QueueConfig, RouterConfig, RouterMode
+from forebay.events.requests import TIMEOUT_US_MAX
 
 WORKERS_MAX = 4_096  # each is a candidate of every decision
+TIME_US_MAX = 3_155_760_000_000_000  # a century: sums of some stay far below 64 bits
+TIME_S_MAX = TIME_US_MAX / 1e6
+TIMEOUT_S_MAX = TIMEOUT_US_MAX / 1e6
+MTBF_S_MIN = 1.0
 PARTS: dict[str, type[msgspec.Struct]] = {"": RouterConfig, "busy": BusyThresholds, "queue": QueueConfig}
+
+Time = Annotated[int, msgspec.Meta(ge=0, le=TIME_US_MAX)]  # microseconds
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=TIME_S_MAX)]
+
+
+class WorkerGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """Equal workers.
+
+    Attributes:
+        engine: the size of each, and how long its steps take.
+        profile: what that is called.
+        gpus: GPUs a worker, for what it costs.
+    """
+
+    count: Annotated[int, msgspec.Meta(ge=1, le=WORKERS_MAX)]
+    engine: EngineConfig
+    profile: str = "mocker"
+    gpus: float = 1.0
+
+
+class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Workers that serve one model. Without a `router` it routes by the policy that is simulated."""
+
+    name: str = "default"
+    model: str = "simulated"
+    groups: tuple[WorkerGroup, ...]
+    router: RouterConfig | None = None
+
+
+class Delay(msgspec.Struct, frozen=True, kw_only=True):
+    """How long something is on its way: `fixed_us`, and a draw from an exponential distribution on top.
+
+    Records of one producer on one topic never overtake each other.
+    """
+
+    fixed_us: Time = 0
+    jitter_us: Time = 0  # the mean of what is drawn
+
+
+class Delays(msgspec.Struct, frozen=True, kw_only=True):
+    """How long what is said takes to arrive; nothing takes any time by default.
+
+    Attributes:
+        submit: from the client to the router: ingress, tokenising, the hop on `requests`.
+        work: from the decision to the engine: the journal's acknowledgement, the hop on `work.<pool>`.
+        tokens: from the engine to the client: the hop on `tokens`, HTTP; and from the router, which refuses.
+        kv_events: from the engine to the router's index; `progress` and `metrics` likewise.
+    """
+
+    submit: Delay = Delay()
+    work: Delay = Delay()
+    tokens: Delay = Delay()
+    kv_events: Delay = Delay()
+    progress: Delay = Delay()
+    metrics: Delay = Delay()
+
+
+# One request at a time, nothing else to do: medians and 99th percentiles of docs/performance.md as an exponential tail
+# on a fixed time, which is (p99 - p50) / 3.91 and p50 - 0.69 of that. Kafka: the table of hops at one connection; KV
+# events and metrics take the way of progress. HTTP, tokenising and SSE are in `submit`. Embedded: the first token of
+# the table of HTTP, of which the four records on the log take 26 microseconds each.
+DELAYS = {
+    "none": Delays(),
+    "embedded": Delays(
+        submit=Delay(fixed_us=1_290),
+        work=Delay(fixed_us=52),
+        tokens=Delay(fixed_us=26),
+        kv_events=Delay(fixed_us=26),
+        progress=Delay(fixed_us=26),
+        metrics=Delay(fixed_us=26),
+    ),
+    "kafka": Delays(
+        submit=Delay(fixed_us=2_740, jitter_us=940),
+        work=Delay(fixed_us=1_990, jitter_us=1_690),
+        tokens=Delay(fixed_us=1_110, jitter_us=780),
+        kv_events=Delay(fixed_us=2_920, jitter_us=1_470),
+        progress=Delay(fixed_us=2_920, jitter_us=1_470),
+        metrics=Delay(fixed_us=2_920, jitter_us=1_470),
+    ),
+}
+
+
+class Fault(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker that dies without a word at `at_us`; `back_us` later a new process starts, None for never.
+
+    Nothing happens if another failure was quicker.
+    """
+
+    worker: str
+    at_us: Time
+    back_us: Time | None = None
+
+
+class Start(msgspec.Struct, frozen=True, kw_only=True):
+    """`count` more workers of a pool's group, counted from 0, are started at `at_us`."""
+
+    at_us: Time
+    pool: str = "default"
+    group: Annotated[int, msgspec.Meta(ge=0)] = 0
+    count: Annotated[int, msgspec.Meta(ge=1, le=WORKERS_MAX)] = 1
+
+
+class Life(msgspec.Struct, frozen=True, kw_only=True):
+    """How workers come and go.
+
+    Attributes:
+        faults: those that die at given times; `starts` those that are started at such.
+        mtbf_s: mean time from a worker's first lease to a failure, drawn with the seed; 0 for none.
+        repair_s: from such a failure to the start of a new process.
+        cold_start_s: from the start of a process to its first lease: loading weights, warming up. Who is there at the
+            beginning is warm.
+        lease_ttl_s: from a worker's death to the router's notice of it; after half of it nothing new is sent there.
+    """
+
+    faults: tuple[Fault, ...] = ()
+    starts: tuple[Start, ...] = ()
+    mtbf_s: Seconds = 0.0
+    repair_s: Seconds = 60.0
+    cold_start_s: Seconds = 0.0
+    lease_ttl_s: Seconds = 10.0
+
+
+class SettingsUnusable(ValueError):
+    """Settings that do not go together; `where` names the setting, as `life.faults[0].worker`."""
+
+    def __init__(self, where: str, reason: str) -> None:
+        super().__init__(f"{where}: {reason}")
+        self.where = where
+        self.reason = reason
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """The sizes of every worker and the pace of the trace. Defaults are those of Dynamo's mocker.
+    """What is simulated, whatever the policy and the workload.
 
     Attributes:
-        blocks: KV blocks a worker.
-        speed: divides the times between arrivals.
-        seed: decides between equal candidates, and in policies that draw.
+        timeout_s: how long a client waits for its answer.
+        seed: decides between equal candidates, and wherever something is drawn.
     """
 
-    workers: Annotated[int, msgspec.Meta(ge=1, le=WORKERS_MAX)]
-    block_size: int = 64
-    blocks: int = 16_384
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 8_192
-    speed: float = 1.0
+    pools: tuple[PoolSettings, ...]
+    delays: Delays = Delays()
+    life: Life = Life()
+    timeout_s: Annotated[float, msgspec.Meta(gt=0, le=TIMEOUT_S_MAX)] = TIMEOUT_S_MAX
     seed: int = 0
 
-    def engine(self) -> EngineConfig:
-        """Every worker's engine. Raises ValueError for sizes that do not go together."""
-        return EngineConfig(
-            vocabulary=None,  # whoever only compares times and caches needs nobody to speak
-            block_size=self.block_size,
-            kv_blocks_total=self.blocks,
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
-        )
+    @property
+    def workers(self) -> int:
+        """How many there are at the start."""
+        return sum(group.count for pool in self.pools for group in pool.groups)
+
+    @property
+    def workers_ever(self) -> int:
+        """How many there are at the start, and are started later."""
+        return self.workers + sum(start.count for start in self.life.starts)
+
+
+def require_sense(settings: Settings) -> None:
+    """Refuse what cannot be. Raises SettingsUnusable."""
+    names: dict[str, int] = {}
+    models: dict[str, str] = {}
+    if not settings.pools:
+        raise SettingsUnusable("pools", "there is none")
+    for at, pool in enumerate(settings.pools):
+        if pool.name in names:
+            raise SettingsUnusable(f"pools[{at}].name", f"there are two pools {pool.name!r}")
+        if pool.model in models:
+            reason = f"the pools {models[pool.model]!r} and {pool.name!r} both serve {pool.model!r}"
+            raise SettingsUnusable(f"pools[{at}].model", f"{reason}, but a router sends all requests for it to one")
+        if not pool.groups:
+            raise SettingsUnusable(f"pools[{at}].workers", f"the pool {pool.name!r} has none")
+        for group_at, group in enumerate(pool.groups):
+            block_size, first = group.engine.block_size, pool.groups[0].engine.block_size
+            if block_size != first:
+                reason = f"{block_size} is not the {first} of the pool's first workers, but a pool has one block size"
+                raise SettingsUnusable(f"pools[{at}].workers[{group_at}].block_size", reason)
+        names[pool.name], models[pool.model] = at, pool.name
+    if settings.workers_ever > WORKERS_MAX:
+        raise SettingsUnusable("pools", f"{settings.workers_ever} workers are more than {WORKERS_MAX}")
+    for at, start in enumerate(settings.life.starts):
+        if start.pool not in names:
+            raise SettingsUnusable(f"starts[{at}].pool", f"there is no pool {start.pool!r}")
+        groups = len(settings.pools[names[start.pool]].groups)
+        if start.group >= groups:
+            reason = f"the pool {start.pool!r} has {groups} groups of workers, counted from 0"
+            raise SettingsUnusable(f"starts[{at}].group", reason)
+    _require_faults(settings)
+
+
+def worker_id(number: int) -> str:
+    """Workers are numbered as their pools and groups stand, then as they are started."""
+    return f"mock-{number}"
+
+
+def _require_faults(settings: Settings) -> None:
+    life = settings.life
+    if 0 < life.mtbf_s < MTBF_S_MIN:
+        raise SettingsUnusable("life.mtbf_s", f"{life.mtbf_s} is below {MTBF_S_MIN:g} s, so nothing would ever run")
+    starts = sorted(life.starts, key=lambda start: start.at_us)
+    begins = [0] * settings.workers + [start.at_us for start in starts for _ in range(start.count)]
+    free_us: dict[str, int | None] = {worker_id(number): begin_us for number, begin_us in enumerate(begins)}
+    for fault in sorted(life.faults, key=lambda fault: fault.at_us):
+        where = f"faults[{life.faults.index(fault)}]"
+        if fault.worker not in free_us:
+            reason = f"there is no worker {fault.worker!r}; they are mock-0 to {worker_id(len(begins) - 1)}"
+            raise SettingsUnusable(f"{where}.worker", reason)
+        there_us = free_us[fault.worker]
+        if there_us is None or fault.at_us < there_us:
+            reason = "stays dead after the fault before" if there_us is None else f"is started at {there_us / 1e6:g} s"
+            raise SettingsUnusable(f"{where}.at", f"{fault.worker} {reason}")
+        free_us[fault.worker] = None if fault.back_us is None else fault.at_us + fault.back_us
+
+
+def engine_config(
+    *, block_size: int = 64, blocks: int = 16_384, max_num_seqs: int = 256, max_num_batched_tokens: int = 8_192
+) -> EngineConfig:
+    """An engine of these sizes, defaults are those of Dynamo's mocker; ValueError if they do not go together."""
+    return EngineConfig(
+        vocabulary=None,  # whoever only compares times and caches needs nobody to speak
+        block_size=block_size,
+        kv_blocks_total=blocks,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+    )
+
+
+def one_pool(workers: int, engine: EngineConfig, *, seed: int = 0) -> Settings:
+    """Equal workers in one pool, and nothing happens to them."""
+    return Settings(pools=(PoolSettings(groups=(WorkerGroup(count=workers, engine=engine),)),), seed=seed)
 
 
 class PolicyUnusable(ValueError):

@@ -1,72 +1,117 @@
-"""One policy on one trace: a fleet of equal workers that begin empty, and the requests of a trace."""
+"""One policy on one workload: workers that begin empty, and the requests of a workload."""
 
-from collections.abc import Iterable, Iterator
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from sys import intern
 
 from xxhash import xxh3_64_intdigest
 
-from forebay.core.engine_model import EngineModel
 from forebay.core.step import claim
 from forebay.core.world import World
-from forebay.events.base import U32_BYTES, U64_MASK, pack_u64
+from forebay.events.base import U32_BYTES, U64_MASK
 from forebay.events.control import PoolConfigured, RouterConfig
-from forebay.events.fleet import WorkerJoined, WorkerSpec
-from forebay.events.requests import TIMEOUT_US_MAX, RequestSubmitted, Sampling
-from forebay.events.topics import CONTROL, FLEET, REQUESTS
-from forebay.simulate.cluster import Arrival, Cluster, OnArrived, needs_reports
-from forebay.simulate.mooncake import Row
+from forebay.events.fleet import WorkerSpec
+from forebay.events.requests import NO_HINTS, RequestSubmitted, RoutingHints, Sampling
+from forebay.events.topics import CONTROL
+from forebay.simulate.arrivals import Turns
+from forebay.simulate.cluster import Cluster, OnArrived, needs_reports
+from forebay.simulate.delays import ROUTER, Hops
+from forebay.simulate.life import US_PER_S, Lives
 from forebay.simulate.outcome import Outcome
-from forebay.simulate.rank import EngineRank
-from forebay.simulate.settings import Settings
+from forebay.simulate.settings import PoolSettings, Settings, WorkerGroup, require_sense, worker_id
+from forebay.simulate.workload import Turn, Workload, sequence_hashes
 
-MODEL = "simulated"
-POOL = "default"
 OWNER_EPOCH = 0
-US_PER_MS = 1_000
+ALLOCATIONS_PER_COLLECTION = 70_000  # a hundred times the interpreter's default
 
 
 class Simulation:
     """One policy on one workload. Make one for each run."""
 
     def __init__(self, settings: Settings, router: RouterConfig) -> None:
+        """Raises SettingsUnusable."""
+        require_sense(settings)
         self._settings = settings
+        self._timeout_us = max(1, round(settings.timeout_s * US_PER_S))
+        # In another process the default names would not be the defaults' objects, and be told on the wire.
+        names = [(pool, intern(pool.name), intern(pool.model)) for pool in settings.pools]
+        self._block_sizes = {model: pool.groups[0].engine.block_size for pool, _, model in names}
+        self._model = names[0][2]
         world = World()
-        self._cluster = Cluster(world, reports=needs_reports(router))
+        routers = [pool.router or router for pool in settings.pools]
+        hops = Hops(settings.delays, settings.seed, ROUTER)
+        self._cluster = Cluster(world, reports=any(map(needs_reports, routers)), hops=hops)
+        self._lives = Lives(settings, self._cluster, OWNER_EPOCH)
         claim(world, OWNER_EPOCH)
-        pool = PoolConfigured(pool=POOL, model=MODEL, block_size=settings.block_size, router=router)
-        self._cluster.apply(CONTROL, pool)
-        config = settings.engine()
-        for number in range(settings.workers):
-            spec = WorkerSpec(
-                worker_id=f"mock-{number}",
-                model=MODEL,
-                block_size=settings.block_size,
-                kv_blocks_total=settings.blocks,
-                max_num_seqs=settings.max_num_seqs,
-                max_num_batched_tokens=settings.max_num_batched_tokens,
-                pool=POOL,
-            )
-            worker_epoch = world.view.get(FLEET.name, 0)
-            self._cluster.add(EngineRank(number, spec, 0, worker_epoch, EngineModel(config)))
-            joined = WorkerJoined(owner_epoch=OWNER_EPOCH, spec=spec, lease=spec.worker_id, slot=number, from_offset=0)
-            self._cluster.apply(FLEET, joined)
+        for (pool, name, model), chosen in zip(names, routers, strict=True):
+            configured = PoolConfigured(pool=name, model=model, block_size=self._block_sizes[model], router=chosen)
+            self._cluster.apply(CONTROL, configured)
+            for group in pool.groups:
+                for _ in range(group.count):
+                    self._lives.begin(self._spec(pool, group), group)
+        by_name = {pool.name: pool for pool in settings.pools}
+        for start in sorted(settings.life.starts, key=lambda start: start.at_us):
+            pool = by_name[start.pool]
+            group = pool.groups[start.group]
+            for _ in range(start.count):
+                self._lives.start_at(start.at_us, self._spec(pool, group), group)
+        self._lives.plan_faults()
 
-    def run(self, rows: Iterable[Row], on_arrived: OnArrived) -> Outcome:
-        """Play the rows, which must be in the order of their timestamps; `on_arrived` gets how many did arrive."""
-        self._cluster.play(self._arrivals(rows), on_arrived)
-        return Outcome(list(self._cluster.served.values()), self._cluster.digest())
+    def run(self, workload: Workload, on_arrived: OnArrived) -> Outcome:
+        """Play all of it; `on_arrived` gets how many did arrive. Raises WorkloadUnusable."""
+        cluster, block_tokens = self._cluster, workload.block_tokens
 
-    def _arrivals(self, rows: Iterable[Row]) -> Iterator[Arrival]:
-        settings = self._settings
-        for number, row in enumerate(rows):
-            request_id = str(number)
-            submitted = RequestSubmitted(
-                request_id=request_id,
-                model=MODEL,
-                token_ids=bytes(row.input_length * U32_BYTES),
-                sequence_hashes=pack_u64(row.sequence_hashes(settings.block_size)),
-                reply_slot=0,
-                timeout_us=TIMEOUT_US_MAX,
-                tie_seed=xxh3_64_intdigest(request_id.encode(), settings.seed & U64_MASK),
-                sampling=Sampling(max_tokens=row.output_length, ignore_eos=True),
-            )
-            yield Arrival(round(row.timestamp * US_PER_MS / settings.speed), REQUESTS, submitted)
+        def submitted(turn: Turn) -> RequestSubmitted:
+            return self._submitted(turn, block_tokens)
+
+        with _rare_collections():
+            cluster.play(Turns(workload.turns(), submitted), on_arrived)
+        return Outcome(
+            requests=cluster.requests,
+            digest=cluster.digest(),
+            workers=[worker.spec.worker_id for worker in self._lives.workers],
+            gpu_s=self._lives.gpu_s(cluster.lasted_us),
+            lasted_us=cluster.lasted_us,
+            timeline=cluster.timeline(),
+            routed=cluster.routed,
+        )
+
+    def _spec(self, pool: PoolSettings, group: WorkerGroup) -> WorkerSpec:
+        """Of the next worker."""
+        return WorkerSpec(
+            worker_id=worker_id(len(self._lives.workers)),
+            model=intern(pool.model),
+            block_size=group.engine.block_size,
+            kv_blocks_total=group.engine.kv_blocks_total,
+            max_num_seqs=group.engine.max_num_seqs,
+            max_num_batched_tokens=group.engine.max_num_batched_tokens,
+            pool=intern(pool.name),
+        )
+
+    def _submitted(self, turn: Turn, block_tokens: int) -> RequestSubmitted:
+        request_id = str(turn.number)
+        model = turn.model or self._model
+        block_size = self._block_sizes.get(model, block_tokens)
+        return RequestSubmitted(
+            request_id=request_id,
+            model=model,
+            token_ids=bytes(turn.prompt_tokens * U32_BYTES),
+            sequence_hashes=sequence_hashes(turn, block_tokens, block_size),
+            reply_slot=0,
+            timeout_us=self._timeout_us,
+            tie_seed=xxh3_64_intdigest(request_id.encode(), self._settings.seed & U64_MASK),
+            sampling=Sampling(max_tokens=turn.output_tokens, ignore_eos=True),
+            routing=RoutingHints(session_id=turn.session_id) if turn.session_id else NO_HINTS,
+        )
+
+
+@contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Look for cycles of garbage a hundred times less often: hardly any arise, and the looks take some percent."""
+    before = gc.get_threshold()
+    gc.set_threshold(ALLOCATIONS_PER_COLLECTION, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)

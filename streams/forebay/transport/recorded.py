@@ -253,6 +253,16 @@ class Validity:
             raise OtherRules(offset, self._rules)
 
 
+async def validity_from(log: Log, partition: int) -> Validity:
+    """What tells void records from valid ones where the journal of a recording begins. Raises LogError."""
+    begin, end = await log.begin(DECISIONS.name, partition), await log.end(DECISIONS.name, partition)
+    if begin:
+        async for _, taken in snapshots_taken(log, partition, begin, end):
+            if taken.journal_offset == begin:
+                return Validity(taken.owner_epoch)
+    return Validity(-1)
+
+
 async def journal(
     log: Log, partition: int, start: int, end: int, validity: Validity
 ) -> AsyncIterator[tuple[int, JournalRecord]]:

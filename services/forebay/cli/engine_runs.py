@@ -1,0 +1,216 @@
+"""What a recording knows of each engine: its sizes, its cache at the start, its requests and their times."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from forebay.core.engine_model import EngineConfig
+from forebay.core.step import Decided, InputEvent
+from forebay.core.world import World
+from forebay.events.base import unpack_u64
+from forebay.events.decisions import RequestAborted, RequestRouted
+from forebay.events.fleet import WorkerLost, WorkerSpec
+from forebay.events.progress import FirstTokenEmitted, RequestFailed, RequestFinished
+from forebay.events.requests import RequestSubmitted
+from forebay.events.snapshots import IndexBlocks
+from forebay.ingress.errors import Unusable
+from forebay.replay.verify import OnProgress
+from forebay.replay.walk import Walk, walk_all
+from forebay.simulate.profiles.observed import EngineRun, Observed
+from forebay.transport.base import Log
+
+PROGRESS_EVERY = 256
+UNFINISHED = "did not finish within the recording"
+NOT_GENERATED = "no answer was generated"
+AGAIN = "went on elsewhere after its worker was lost"
+STOPPED = "cancelled or failed"
+
+Rank = tuple[str, int, int]  # worker, its epoch, rank
+
+
+@dataclass(slots=True)
+class _Said:
+    """A moment, by the worker's clock and by the owner's; 0 for never."""
+
+    by_worker_us: int = 0
+    heard_us: int = 0
+
+
+@dataclass(slots=True)
+class _Asked:
+    observed: Observed
+    rank: Rank
+    first: _Said = field(default_factory=_Said)
+    last: _Said = field(default_factory=_Said)
+
+
+@dataclass(slots=True)
+class EngineRuns:
+    """All engines of a pool.
+
+    Attributes:
+        engine: what they are.
+        lost: how many workers were lost meanwhile.
+        clocks_differ: the workers' clocks are not the owner's: times are those at which the owner heard.
+    """
+
+    engine: str
+    runs: list[EngineRun]
+    lost: int
+    clocks_differ: bool
+
+
+async def engine_runs(log: Log, partition: int, pool: str, on_progress: OnProgress) -> EngineRuns:
+    """The engines of a pool; without a name of the only one. Raises LogError and Unusable."""
+    walk = await walk_all(log, partition)
+    reader = _Reader(walk)
+    done = 0
+    async for step in walk:
+        if step.divergence is not None:
+            raise Unusable(
+                f"history diverges at journal offset {step.offset}: {step.divergence.reason}; "
+                "`forebay replay verify` tells more"
+            )
+        done += 1
+        if done % PROGRESS_EVERY == 0:
+            on_progress(step.offset + 1, walk.end, done)
+    return reader.finish(pool)
+
+
+class _Reader:
+    """Looks on while a walk derives history."""
+
+    def __init__(self, walk: Walk) -> None:
+        """Begin before the first step of the walk."""
+        self._world: World = walk.world
+        self._asked: dict[tuple[str, int], _Asked] = {}  # by request and attempt, the last of that name
+        self._all: list[_Asked] = []
+        self._tokens: dict[str, int] = {}
+        self._specs: dict[Rank, WorkerSpec] = {}
+        self._warm: dict[Rank, list[int]] = {}
+        self._lost = 0
+        for worker in self._world.fleet.workers():
+            for rank in worker.spec.ranks:
+                self._warm[worker.spec.worker_id, worker.worker_epoch, rank] = []
+        for chunk in self._world.snapshot():
+            if isinstance(chunk, IndexBlocks) and chunk.tier == "device":
+                key = (chunk.worker_id, chunk.worker_epoch, chunk.rank)
+                self._warm.setdefault(key, []).extend(unpack_u64(chunk.sequence_hashes))
+        walk.followed.on_applied = self._on_applied
+
+    def finish(self, pool: str) -> EngineRuns:
+        """What was seen. Raises Unusable."""
+        specs = {rank: spec for rank, spec in self._specs.items() if not pool or spec.pool == pool}
+        kinds = sorted({(spec.pool, spec.engine, _sizes(spec)) for spec in specs.values()})
+        if not kinds:
+            known = sorted({spec.pool for spec in self._specs.values()})
+            there = f"; there are {', '.join(known)}" if known else ""
+            raise Unusable(f"no request went to a worker{f' of the pool {pool}' if pool else ''}{there}")
+        if len(kinds) > 1:
+            told = "; ".join(f"{name}: {engine} of {_in_words(sizes)}" for name, engine, sizes in kinds)
+            raise Unusable(f"the workers are not all alike, choose a --pool of equal ones ({told})")
+        asked = [one for one in self._all if one.rank in specs]
+        clocks_differ = any(map(_contradicts, asked))
+        runs = {
+            rank: EngineRun(f"{rank[0]}/{rank[2]}", _config(specs[rank]), self._warm.get(rank, ())) for rank in specs
+        }
+        for one in asked:
+            runs[one.rank].requests.append(_settled(one, clocks_differ=clocks_differ))
+        return EngineRuns(kinds[0][1], list(runs.values()), self._lost, clocks_differ)
+
+    def _on_applied(self, topic: str, event: InputEvent | None, now_us: int, decided: Sequence[Decided]) -> None:
+        match event:
+            case RequestSubmitted():
+                self._tokens[event.request_id] = event.sampling.max_tokens
+            case FirstTokenEmitted() | RequestFinished() | RequestFailed():
+                self._progress(event, now_us)
+            case WorkerLost():
+                self._lost += 1
+            case _:
+                pass
+        for decision in decided:
+            if isinstance(decision, RequestRouted) and decision.stage != "encode":
+                self._routed(decision, now_us)
+            elif isinstance(decision, RequestAborted):
+                self._stop((decision.request_id, decision.attempt), now_us)
+
+    def _routed(self, routed: RequestRouted, now_us: int) -> None:
+        request = self._world.requests.get(routed.request_id)
+        worker = self._world.fleet.get(routed.worker_id)
+        if request is None or worker is None:
+            return  # it was over with the same event
+        rank = (routed.worker_id, routed.worker_epoch, routed.rank)
+        self._specs[rank] = worker.spec
+        room = worker.spec.kv_blocks_total * worker.spec.block_size - request.prompt_tokens
+        observed = Observed(
+            routed_us=now_us,
+            prompt_tokens=request.prompt_tokens,
+            sequence_hashes=request.packed,
+            output_tokens=max(1, min(self._tokens.get(routed.request_id, 1), room)),
+            left_out=UNFINISHED,
+        )
+        if request.task != "generate":
+            observed.left_out = NOT_GENERATED
+        elif routed.attempt > 1:
+            observed.left_out = AGAIN
+        one = self._asked[routed.request_id, routed.attempt] = _Asked(observed, rank)
+        self._all.append(one)
+
+    def _progress(self, event: FirstTokenEmitted | RequestFinished | RequestFailed, now_us: int) -> None:
+        one = self._asked.get((event.request_id, event.attempt))
+        if one is None or one.rank[:2] != (event.worker_id, event.worker_epoch):
+            return
+        if isinstance(event, FirstTokenEmitted):
+            one.observed.cached_tokens = event.cached_tokens
+            one.first = _Said(event.at_us, now_us)
+        elif isinstance(event, RequestFailed) or event.finish_reason == "cancelled" or not event.output_tokens:
+            self._stop((event.request_id, event.attempt), now_us)
+        else:
+            one.observed.output_tokens = event.output_tokens
+            one.last = _Said(event.at_us, now_us)
+            if one.observed.left_out == UNFINISHED and one.first.heard_us:
+                one.observed.left_out = ""
+
+    def _stop(self, key: tuple[str, int], now_us: int) -> None:
+        one = self._asked.get(key)
+        if one is not None and not one.last.heard_us:
+            one.observed.stopped_us = now_us
+            if one.observed.left_out == UNFINISHED:
+                one.observed.left_out = STOPPED
+
+
+def _contradicts(one: _Asked) -> bool:
+    """Whether the worker's clock cannot be the owner's: it says something before it was told, or after it was heard."""
+    return any(
+        said.heard_us and not one.observed.routed_us <= said.by_worker_us <= said.heard_us
+        for said in (one.first, one.last)
+    )
+
+
+def _settled(one: _Asked, *, clocks_differ: bool) -> Observed:
+    observed = one.observed
+    times = [said.heard_us if clocks_differ else said.by_worker_us for said in (one.first, one.last)]
+    observed.first_us, observed.last_us = times
+    return observed
+
+
+def _sizes(spec: WorkerSpec) -> tuple[int, int, int, int]:
+    return spec.block_size, spec.kv_blocks_total, spec.max_num_seqs, spec.max_num_batched_tokens
+
+
+def _in_words(sizes: Iterable[int]) -> str:
+    block_size, blocks, sequences, tokens = sizes
+    return f"{blocks} blocks of {block_size}, {sequences} sequences, {tokens} tokens a step"
+
+
+def _config(spec: WorkerSpec) -> EngineConfig:
+    block_size, blocks, sequences, tokens = _sizes(spec)
+    try:
+        return EngineConfig(
+            vocabulary=None,
+            block_size=block_size,
+            kv_blocks_total=blocks,
+            max_num_seqs=sequences,
+            max_num_batched_tokens=tokens,
+        )
+    except ValueError as error:
+        raise Unusable(f"the worker {spec.worker_id} cannot be modelled: {error}") from None

@@ -1,0 +1,46 @@
+"""Options that several commands share: a frozen dataclass is a group, its fields are the options."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, fields, is_dataclass
+from functools import wraps
+from inspect import Parameter, signature
+from typing import Any, get_type_hints
+
+
+def spread(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command, for each parameter whose type is a dataclass, that dataclass's fields as options."""
+    hints = get_type_hints(command, include_extras=True)
+    flags: list[Parameter] = []
+    groups: dict[str, type[Any]] = {}
+    for name, parameter in signature(command).parameters.items():
+        kind = hints[name]
+        if isinstance(kind, type) and is_dataclass(kind):
+            groups[name] = kind
+            flags += options_of(kind).values()
+        else:
+            flags.append(parameter.replace(annotation=kind, kind=Parameter.KEYWORD_ONLY))
+
+    @wraps(command)
+    def spread_out(**arguments: Any) -> None:
+        made = {
+            name: kind(**{one.name: arguments.pop(one.name) for one in fields(kind)}) for name, kind in groups.items()
+        }
+        command(**arguments, **made)
+
+    setattr(spread_out, "__signature__", signature(command).replace(parameters=flags))  # noqa: B010
+    spread_out.__annotations__ = {flag.name: flag.annotation for flag in flags}
+    return spread_out
+
+
+def options_of(group: type[Any]) -> Mapping[str, Parameter]:
+    """The fields of a group as parameters of a command, by name."""
+    hints = get_type_hints(group, include_extras=True)
+    return {
+        one.name: Parameter(one.name, Parameter.KEYWORD_ONLY, default=_default_of(one), annotation=hints[one.name])
+        for one in fields(group)
+    }
+
+
+def _default_of(option: "Field[Any]") -> Any:
+    assert option.default is not MISSING, f"{option.name} is an option and needs a default"
+    return option.default

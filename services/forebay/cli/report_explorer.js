@@ -1,0 +1,205 @@
+// Request by request: a table with search, sort, filters and pages; each row opens what became of the request, and why.
+const PAGE_ROWS = 25;
+
+function showRequests({ labels, colours, explained, explorer }) {
+  const { rows, prompt, output, runs } = explorer;
+  const control = (id) => document.getElementById(id);
+  const head = document.querySelector("#requests thead tr"), body = document.querySelector("#requests tbody");
+  const number = (id) => Number(control(id)?.value ?? 0);
+  const run = () => runs[number("run")], against = () => runs[number("against")];
+  const failed = (of, at) => String(at) in of.failures;
+  const reason = (of, at) => of.reasons[of.failures[at]] ?? "without an answer";
+  const worker = (of, at) => of.workers[of.worker[at]] ?? "-";
+  const there = (of, at) => of.attempts[at] !== NONE;
+  const itl = (of, at) => (of.first[at] === NONE || output[at] < 2 ? NONE : (of.last[at] - of.first[at]) / (output[at] - 1));
+  const slower = (at) => (run().first[at] === NONE || against().first[at] === NONE ? null : run().first[at] - against().first[at]);
+  const time = (us) => (us === NONE ? "-" : duration(us / 1e3));
+  const cached = (of, at) => (of.cached_tokens[at] === NONE || !prompt[at] ? 0 : of.cached_tokens[at] / prompt[at]);
+  const many = runs.length > 1;
+
+  // A name, whether it is text, how a row sorts by it, and what it shows.
+  const columns = [
+    ["request", true, (at) => rows[at], (at) => count.format(rows[at] + 1)],
+    ["arrived", false, (at) => run().arrived_us[at], (at) => (there(run(), at) ? `${(run().arrived_us[at] / 1e6).toFixed(3)} s` : "-")],
+    ["prompt", false, (at) => prompt[at], (at) => count.format(prompt[at])],
+    ["output", false, (at) => output[at], (at) => count.format(output[at])],
+    ["worker", true, (at) => run().worker[at], (at) => worker(run(), at)],
+    ["cached", false, (at) => cached(run(), at), (at) => (failed(run(), at) ? "-" : share(run().cached_tokens[at], prompt[at]))],
+    ["TTFT", false, (at) => run().first[at], (at) => (failed(run(), at) ? "no answer" : time(run().first[at]))],
+    ["ITL", false, (at) => itl(run(), at), (at) => time(itl(run(), at))],
+    ["E2E", false, (at) => run().last[at], (at) => time(run().last[at])],
+    ["attempts", false, (at) => run().attempts[at], (at) => (there(run(), at) ? count.format(run().attempts[at]) : "-")],
+  ];
+  if (many) columns.push(["TTFT against", false, (at) => slower(at) ?? -Infinity, difference]);
+  const sorted = { by: 6, down: true };
+  let found = [], first = 0;
+
+  function difference(at) {
+    const us = slower(at);
+    if (us === null) return "-";
+    return element("span", { class: us > 0 ? "more" : us < 0 ? "less" : "" }, us ? `${us > 0 ? "+" : "−"}${time(Math.abs(us))}` : "same");
+  }
+
+  const filters = {
+    answered: (at) => run().first[at] !== NONE,
+    failed: (at) => failed(run(), at),
+    again: (at) => run().attempts[at] > 1,
+    held: (at) => run().waited_us[at] > 0,
+    elsewhere: (at) => run().worker[at] !== against().worker[at],
+  };
+
+  function matches(at, words) {
+    const text = `${rows[at] + 1} ${worker(run(), at)} ${failed(run(), at) ? reason(run(), at) : ""}`.toLowerCase();
+    return words.every((word) => (/^\d+$/.test(word) ? String(rows[at] + 1) === word : text.includes(word)));
+  }
+
+  function find() {
+    const words = control("search").value.toLowerCase().replaceAll(",", "").split(/\s+/).filter(Boolean);
+    const only = filters[control("only").value] ?? (() => true), least = (control("least").valueAsNumber || 0) * 1e3;
+    const key = columns[sorted.by][2], sign = sorted.down ? -1 : 1;
+    found = [];
+    for (let at = 0; at < rows.length; at++) {
+      if (only(at) && (!least || run().first[at] >= least) && (!words.length || matches(at, words))) found.push(at);
+    }
+    const keys = new Map(found.map((at) => [at, key(at)]));
+    found.sort((one, other) => sign * (keys.get(one) - keys.get(other) || 0) || one - other);
+    first = 0;
+    show();
+  }
+
+  function show() {
+    head.replaceChildren(...columns.map(([name], by) => heading(name, by)));
+    body.replaceChildren(...found.slice(first, first + PAGE_ROWS).map(row));
+    const last = Math.min(first + PAGE_ROWS, found.length);
+    control("where").textContent = found.length
+      ? `${count.format(first + 1)} to ${count.format(last)} of ${count.format(found.length)}`
+      : "no request is like that";
+    control("before").disabled = first === 0;
+    control("after").disabled = last === found.length;
+  }
+
+  function heading(name, by) {
+    const button = element("button", { type: "button" }, by === columns.length - 1 && many ? `TTFT against ${labels[number("against")]}` : name);
+    button.addEventListener("click", () => {
+      Object.assign(sorted, { down: sorted.by === by ? !sorted.down : !columns[by][1], by });
+      find();
+      head.children[by].firstChild.focus();
+    });
+    const th = element("th", { scope: "col", class: columns[by][1] ? "t" : "" }, button);
+    if (sorted.by === by) th.setAttribute("aria-sort", sorted.down ? "descending" : "ascending");
+    return th;
+  }
+
+  function row(at) {
+    const open = element("button", { type: "button", class: "open", "aria-expanded": "false" }, columns[0][3](at));
+    const cells = columns.slice(1).map(([, text, , told]) => element("td", { class: text ? "t" : "" }, told(at)));
+    const tr = element("tr", { class: "row" }, element("td", { class: "t" }, open), ...cells);
+    tr.addEventListener("click", () => {
+      const opens = open.getAttribute("aria-expanded") === "false";
+      open.setAttribute("aria-expanded", opens);
+      if (opens) tr.after(element("tr", {}, element("td", { class: "told", colspan: columns.length }, told(at))));
+      else tr.nextSibling.remove();
+    });
+    return tr;
+  }
+
+  function told(at) {
+    const longest = Math.max(1, ...runs.map((of) => of.last[at]));
+    const sides = element("div", { class: "sides" }, ...runs.map((of, which) => side(of, which, at, longest)));
+    return element("div", {}, element("p", { class: "story" }, story(at)), sides);
+  }
+
+  // The request under the run that is shown, and how it was different under the others.
+  function story(at) {
+    const mine = run(), label = labels[number("run")];
+    const said = [`Request ${count.format(rows[at] + 1)}, ${count.format(prompt[at])} prompt and ${count.format(output[at])} output tokens.`];
+    if (!there(mine, at)) said.push(`It never came under ${label}.`);
+    else if (failed(mine, at)) said.push(`Under ${label} it has no answer: ${reason(mine, at)}.`);
+    else said.push(`Under ${label} it went to ${worker(mine, at)}, where ${count.format(mine.cached_tokens[at])} of its prompt tokens were cached, and had its first token after ${time(mine.first[at])}.`);
+    runs.forEach((of, which) => {
+      if (of === mine) return;
+      if (!there(of, at)) said.push(`It never came under ${labels[which]}.`);
+      else if (failed(of, at)) said.push(`Under ${labels[which]} it has no answer.`);
+      else {
+        const where = of.worker[at] === mine.worker[at] && worker(of, at) === worker(mine, at) ? "also went" : "went";
+        const us = mine.first[at] === NONE ? 0 : of.first[at] - mine.first[at];
+        const waited = mine.first[at] === NONE ? `had its first token after ${time(of.first[at])}`
+          : us ? `waited ${time(Math.abs(us))} ${us > 0 ? "more" : "less"} for its first token` : "waited as long";
+        said.push(`Under ${labels[which]} it ${where} to ${worker(of, at)} and ${waited}.`);
+      }
+    });
+    return said.join(" ");
+  }
+
+  function side(of, which, at, longest) {
+    const box = element("div", { class: "side", style: `--own: var(--${colours[which]})` }, element("h3", {}, labels[which]));
+    if (!there(of, at)) {
+      box.append(element("p", {}, "It never came: what it waits for has no answer."));
+      return box;
+    }
+    if (failed(of, at)) box.append(element("p", { class: "failed" }, reason(of, at)));
+    else box.append(...life(of, at, longest));
+    const attempts = of.attempts[at] > 1 ? `, after ${count.format(of.attempts[at])} attempts` : "";
+    box.append(element("p", {}, `${worker(of, at)}${attempts}, ${count.format(Math.max(0, of.cached_tokens[at]))} of ${count.format(prompt[at])} prompt tokens cached.`));
+    box.append(element("p", {}, why(of, at)));
+    if (of.other[at] !== NONE) box.append(terms(of, at));
+    return box;
+  }
+
+  // Held in the router, until the first token, until the last one; all runs on one scale.
+  function life(of, at, longest) {
+    const held = Math.min(Math.max(0, of.waited_us[at]), of.first[at]);
+    const parts = [["held", held], ["first", of.first[at] - held], ["rest", of.last[at] - of.first[at]]];
+    const bar = parts.map(([kind, us]) => element("i", { class: kind, style: `width:${(100 * us) / longest}%` }));
+    const waited = held ? `held ${time(held)}, ` : "";
+    const pace = itl(of, at) === NONE ? "" : `, ITL ${time(itl(of, at))}`;
+    return [
+      element("div", { class: "life", "aria-hidden": "true" }, ...bar),
+      element("p", {}, `${waited}TTFT ${time(of.first[at])}${pace}, E2E ${time(of.last[at])}`),
+    ];
+  }
+
+  function why(of, at) {
+    const mode = of.modes[of.mode[at]], of_all = count.format(of.candidates[at]);
+    if (mode === undefined) return at in of.failures ? "" : `Decisions are kept of the first ${count.format(explained)} requests only.`;
+    if (of.candidates[at] === 1) return "It was the only candidate.";
+    const mine = of.my_cost[at], other = of.workers[of.other[at]] ?? "another rank";
+    switch (mode) {
+      case "kv":
+        if (of.other[at] !== NONE && of.other_cost[at] < mine) return `Drawn at a temperature: it costs ${mine}, and ${other} ${of.other_cost[at]}.`;
+        if (of.ties[at] > 1) return `${count.format(of.ties[at])} of ${of_all} have the lowest cost, ${mine}; of these it was sent the fewest tokens to compute, or the seed picked it.`;
+        if (of.other[at] === NONE) return `The lowest cost of ${of_all}: ${mine}.`;
+        return `The lowest cost of ${of_all}: ${mine}, ${Number((of.other_cost[at] - mine).toFixed(2))} less than ${other}.`;
+      case "round-robin":
+        return `Its turn; ${of_all} take turns.`;
+      case "random":
+        return `Drawn by the seed, each of ${of_all} being as likely.`;
+      case "power-of-two":
+        return `The less loaded of two that were drawn of ${of_all}.`;
+      case "least-loaded":
+        return `The fewest requests under way of ${of_all}.`;
+      default:
+        return `Chosen of ${of_all} by ${mode}.`;
+    }
+  }
+
+  function terms(of, at) {
+    const names = [
+      ["cost", "cost"], ["prefill_blocks", "to prefill"], ["overlap_credit", "credit for cached blocks"],
+      ["decode_blocks", "decode blocks"], ["active_requests", "requests under way (a count)"], ["device_overlap", "blocks cached there"],
+    ];
+    const top = element("tr", {}, element("th", { class: "t" }, "KV blocks"), element("th", {}, worker(of, at)), element("th", {}, of.workers[of.other[at]]));
+    const lines = names.map(([name, said]) => {
+      const values = [of[`my_${name}`][at], of[`other_${name}`][at]].map((value) => element("td", {}, count.format(value)));
+      return element("tr", {}, element("td", { class: "t" }, said), ...values);
+    });
+    return element("table", {}, top, ...lines);
+  }
+
+  for (const id of ["search", "least"]) control(id).addEventListener("input", find);
+  for (const id of ["run", "against", "only"]) control(id)?.addEventListener("change", find);
+  document.querySelector(".filters").addEventListener("submit", (event) => event.preventDefault());
+  control("before").addEventListener("click", () => { first -= PAGE_ROWS; show(); });
+  control("after").addEventListener("click", () => { first += PAGE_ROWS; show(); });
+  find();
+}

@@ -1,0 +1,268 @@
+"""`--pools FILE`: a fleet of several pools or kinds of workers, its delays, and what happens to it, as TOML.
+
+docs/simulate.md has the format. Times are in seconds here, and delays in milliseconds.
+"""
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+
+from forebay.core.policies import BUILT_IN
+from forebay.events.control import BusyThresholds, QueueClass, QueueConfig, RouterConfig
+from forebay.simulate.profiles.profile import MOCKER, Profile, Size, load_profile
+from forebay.simulate.profiles.sheets import ProfileUnusable
+from forebay.simulate.settings import (
+    DELAYS,
+    TIME_S_MAX,
+    WORKERS_MAX,
+    Delay,
+    Delays,
+    Fault,
+    Life,
+    PoolSettings,
+    Seconds,
+    Settings,
+    SettingsUnusable,
+    Start,
+    WorkerGroup,
+    engine_config,
+    require_sense,
+)
+
+US_PER_S = 1e6
+US_PER_MS = 1e3
+
+Count = Annotated[int, msgspec.Meta(ge=1, le=WORKERS_MAX)]
+Milliseconds = Annotated[float, msgspec.Meta(ge=0, le=TIME_S_MAX)]
+
+
+class FleetUnusable(ValueError):
+    """A file that describes no fleet; the text names the file, the key and the reason."""
+
+
+class Fleet(msgspec.Struct, frozen=True, kw_only=True):
+    """What a file says. None where it says nothing, so that others may."""
+
+    pools: tuple[PoolSettings, ...]
+    delays: Delays | None = None
+    life: Life | None = None
+
+
+class _Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class _Workers(_Table, frozen=True, kw_only=True):
+    count: Count
+    engine: str = MOCKER
+    block_size: Size | None = None
+    blocks: Size | None = None
+    max_num_seqs: Size | None = None
+    max_num_batched_tokens: Size | None = None
+    gpus: Annotated[float, msgspec.Meta(gt=0)] | None = None
+
+
+class _Pool(_Table, frozen=True, kw_only=True):
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=256)] = "default"
+    model: Annotated[str, msgspec.Meta(min_length=1, max_length=256)] = "simulated"
+    workers: tuple[_Workers, ...]
+    router: dict[str, Any] | None = None
+
+
+class _Delay(_Table, frozen=True, kw_only=True):
+    fixed_ms: Milliseconds = 0.0
+    jitter_ms: Milliseconds = 0.0
+
+
+class _Delays(_Table, frozen=True, kw_only=True):
+    submit: _Delay = _Delay()
+    work: _Delay = _Delay()
+    tokens: _Delay = _Delay()
+    kv_events: _Delay = _Delay()
+    progress: _Delay = _Delay()
+    metrics: _Delay = _Delay()
+
+
+class _Fault(_Table, frozen=True, kw_only=True):
+    worker: str
+    at_s: Seconds
+    back_s: Seconds | None = None
+
+
+class _Start(_Table, frozen=True, kw_only=True):
+    at_s: Seconds
+    pool: str = "default"
+    group: Annotated[int, msgspec.Meta(ge=0)] = 0
+    count: Count = 1
+
+
+class _Life(_Table, frozen=True, kw_only=True):
+    mtbf_s: Seconds = 0.0
+    repair_s: Seconds = 60.0
+    cold_start_s: Seconds = 0.0
+    lease_ttl_s: Seconds = 10.0
+
+
+class _File(_Table, frozen=True, kw_only=True):
+    pools: tuple[_Pool, ...]
+    delays: str | _Delays | None = None
+    life: _Life | None = None
+    faults: tuple[_Fault, ...] = ()
+    starts: tuple[_Start, ...] = ()
+
+
+class _KeyUnusable(Exception):
+    """A key, and what is wrong with it."""
+
+    def __init__(self, where: str, reason: str) -> None:
+        super().__init__(f"{where}: {reason}" if where else reason)
+
+
+def load_fleet(path: Path) -> Fleet:
+    """The fleet that a file describes; engine profiles are looked for from where it lies. Raises FleetUnusable."""
+    try:
+        text = path.read_bytes().decode()
+    except OSError as error:
+        raise FleetUnusable(f"{path}: cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise FleetUnusable(f"{path}: is no text in UTF-8") from error
+    try:
+        described = msgspec.convert(tomllib.loads(text), _File)
+        fleet = _fleet(described, path.parent)
+        settings = Settings(pools=fleet.pools, delays=fleet.delays or Delays(), life=fleet.life or Life())
+        require_sense(settings)
+    except tomllib.TOMLDecodeError as error:
+        raise FleetUnusable(f"{path}: {error}") from error
+    except msgspec.ValidationError as error:
+        raise FleetUnusable(f"{path}: {_in_terms_of_keys(str(error))}") from error
+    except SettingsUnusable as error:
+        raise FleetUnusable(f"{path}: {_key_of(error.where)}: {error.reason}") from error
+    except _KeyUnusable as error:
+        raise FleetUnusable(f"{path}: {error}") from error
+    return fleet
+
+
+def worker_group(profile: Profile, count: int, gpus: float | None = None, **sizes: int | None) -> WorkerGroup:
+    """Equal workers of a profile; sizes that are None are the profile's, or those of `engine_config`.
+
+    Raises ValueError if they do not go together.
+    """
+    known = {size: value or getattr(profile.sizes, size) for size, value in sizes.items()}
+    engine = engine_config(**{size: value for size, value in known.items() if value is not None})
+    return WorkerGroup(
+        count=count,
+        engine=msgspec.structs.replace(engine, timing=profile.timing),
+        profile=profile.name,
+        gpus=gpus or profile.sizes.gpus or 1.0,
+    )
+
+
+def _fleet(described: _File, folder: Path) -> Fleet:
+    pools = tuple(
+        PoolSettings(
+            name=pool.name,
+            model=pool.model,
+            groups=tuple(
+                _group(one, folder, f"pools[{at}].workers[{group_at}]") for group_at, one in enumerate(pool.workers)
+            ),
+            router=None if pool.router is None else _router(pool.router, f"pools[{at}].router"),
+        )
+        for at, pool in enumerate(described.pools)
+    )
+    life = None
+    if described.life is not None or described.faults or described.starts:
+        life = Life(
+            **msgspec.structs.asdict(described.life or _Life()),
+            faults=tuple(map(_fault, described.faults)),
+            starts=tuple(
+                Start(at_us=round(one.at_s * US_PER_S), pool=one.pool, group=one.group, count=one.count)
+                for one in described.starts
+            ),
+        )
+    return Fleet(pools=pools, delays=_delays(described.delays), life=life)
+
+
+def _group(one: _Workers, folder: Path, where: str) -> WorkerGroup:
+    try:
+        profile = load_profile(one.engine if one.engine == MOCKER else str(folder / one.engine))
+    except ProfileUnusable as error:
+        raise _KeyUnusable(f"{where}.engine", str(error)) from error
+    sizes = {
+        "block_size": one.block_size,
+        "blocks": one.blocks,
+        "max_num_seqs": one.max_num_seqs,
+        "max_num_batched_tokens": one.max_num_batched_tokens,
+    }
+    try:
+        return worker_group(profile, one.count, one.gpus, **sizes)
+    except ValueError as error:
+        raise _KeyUnusable(where, str(error)) from error
+
+
+def _router(fields: dict[str, Any], where: str) -> RouterConfig:
+    """As `forebay.simulate.settings.policy` takes them."""
+    _require_fields(fields, RouterConfig, where)
+    for part, kind in (("busy", BusyThresholds), ("queue", QueueConfig)):
+        if isinstance(fields.get(part), dict):
+            _require_fields(fields[part], kind, f"{where}.{part}")
+    classes = fields["queue"].get("classes", ()) if isinstance(fields.get("queue"), dict) else ()
+    for at, one in enumerate(classes if isinstance(classes, list) else ()):
+        if isinstance(one, dict):
+            _require_fields(one, QueueClass, f"{where}.queue.classes[{at}]")
+    try:
+        router = msgspec.convert(fields, RouterConfig)
+    except msgspec.ValidationError as error:
+        raise _KeyUnusable("", _in_terms_of_keys(str(error), f"{where}.")) from error
+    if router.mode == "direct" or ("." not in router.mode and router.mode not in BUILT_IN):
+        modes = ", ".join(sorted(set(BUILT_IN) - {"direct"}))
+        raise _KeyUnusable(f"{where}.mode", f"{router.mode!r} cannot be simulated; there are {modes}, and classes")
+    return router
+
+
+def _require_fields(table: dict[str, Any], kind: type[msgspec.Struct], where: str) -> None:
+    """Other readers of the same structs pass over what they do not know: here that is a slip."""
+    for key in table:
+        if key not in kind.__struct_fields__:
+            raise _KeyUnusable(f"{where}.{key}", f"there is no such key; there are {', '.join(kind.__struct_fields__)}")
+
+
+def _delays(described: str | _Delays | None) -> Delays | None:
+    if described is None:
+        return None
+    if isinstance(described, str):
+        if described not in DELAYS:
+            raise _KeyUnusable("delays", f"{described!r} is none of {', '.join(DELAYS)}")
+        return DELAYS[described]
+    hops = {name: getattr(described, name) for name in described.__struct_fields__}
+    return Delays(
+        **{
+            name: Delay(fixed_us=round(one.fixed_ms * US_PER_MS), jitter_us=round(one.jitter_ms * US_PER_MS))
+            for name, one in hops.items()
+        }
+    )
+
+
+def _fault(one: _Fault) -> Fault:
+    back_us = None if one.back_s is None else round(one.back_s * US_PER_S)
+    return Fault(worker=one.worker, at_us=round(one.at_s * US_PER_S), back_us=back_us)
+
+
+def _key_of(where: str) -> str:
+    """A setting's name as the key of a file."""
+    return re.sub(r"^(faults\[\d+\])\.at$", r"\1.at_s", where)
+
+
+def _in_terms_of_keys(error: str, above: str = "") -> str:
+    """Where and what, without JSON paths."""
+    told, _, place = error.partition(" - at `$")
+    place = above + place.rstrip("`").removeprefix(".")
+    missing = re.fullmatch(r"Object missing required field `(.*)`", told)
+    unknown = re.fullmatch(r"Object contains unknown field `(.*)`", told)
+    if found := missing or unknown:
+        key = f"{place.rstrip('.')}.{found[1]}".removeprefix(".")
+        return f"{key}: {'is missing' if missing else 'there is no such key'}"
+    told = told.replace("`object`", "a table").replace("`array`", "a list").replace("`", "")
+    return f"{place.rstrip('.')}: {told[:1].lower()}{told[1:]}".removeprefix(": ")

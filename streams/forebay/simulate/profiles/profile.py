@@ -1,0 +1,158 @@
+"""Engine profiles: what `--engine` takes, and the files that they are. docs/engine-profiles.md has the format.
+
+A profile says how long an engine's steps take and, if it knows, how large the engine is.
+"""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+
+from forebay.core.engine_timing import EngineTiming, LinearTiming, MockerTiming
+from forebay.simulate.profiles.roofline import Assumed, Numbers, kv_blocks, roofline
+from forebay.simulate.profiles.sheets import Gpu, ProfileUnusable, gpu_sheet, read_file, read_transformer
+
+MOCKER = "mocker"
+BLOCK_SIZE = 64
+Size = Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
+Cost = Annotated[float, msgspec.Meta(ge=0.0)]
+
+
+class Sizes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An engine's sizes, as far as a profile knows them; `gpus` are those of one worker.
+
+    `blocks` are KV blocks of `block_size` tokens.
+    """
+
+    block_size: Size | None = None
+    blocks: Size | None = None
+    max_num_seqs: Size | None = None
+    max_num_batched_tokens: Size | None = None
+    gpus: Annotated[float, msgspec.Meta(gt=0.0)] | None = None
+
+
+class Profile(msgspec.Struct, frozen=True, kw_only=True):
+    """An engine's pace and sizes.
+
+    Attributes:
+        name: what reports call it.
+        source: where its figures come from.
+        work_us: from the router's decision to the engine, where that was measured with the rest.
+    """
+
+    timing: EngineTiming
+    sizes: Sizes = Sizes()
+    name: str = MOCKER
+    source: str = "Dynamo's mocker"
+    work_us: int = 0
+
+
+class _Costs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`LinearTiming`, as files have it."""
+
+    step: Cost = 0.0
+    prefill_token: Cost = 0.0
+    attended_pair: Cost = 0.0
+    decode_step: Cost = 0.0
+    decode_sequence: Cost = 0.0
+    context_token: Cost = 0.0
+
+
+class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind"):
+    name: str = ""
+    source: str = ""
+    sizes: Sizes = Sizes()
+    work_us: Annotated[int, msgspec.Meta(ge=0, le=60_000_000)] = 0
+
+
+class _Mocker(_File, frozen=True, kw_only=True, tag="mocker"):
+    pass
+
+
+class _Linear(_File, frozen=True, kw_only=True, tag="linear"):
+    costs_us: _Costs
+
+
+class _Roofline(_File, frozen=True, kw_only=True, tag="roofline"):
+    """`model` is the path of a config.json, from the profile's directory; `gpu` a name or a sheet of its own."""
+
+    model: str
+    gpu: str | Gpu
+    tensor_parallel: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
+    weights: Literal["bf16", "fp8", "int4"] | None = None
+    kv_cache: Literal["bf16", "fp8"] = "bf16"
+    assumed: Assumed = Assumed()
+
+
+def load_profile(name: str) -> Profile:
+    """The built-in profile or the file of that name. Raises ProfileUnusable, which is a ValueError."""
+    if name == MOCKER:
+        return Profile(timing=MockerTiming())
+    path = Path(name)
+    if not path.is_file():
+        raise ProfileUnusable(f"there is no engine profile {name}: give {MOCKER}, which is built in, or a file")
+    try:
+        described = msgspec.toml.decode(read_file(path), type=_Mocker | _Linear | _Roofline)
+        profile = _profile(described, path)
+    except (msgspec.DecodeError, UnicodeDecodeError, ProfileUnusable) as error:
+        raise ProfileUnusable(f"{path}: {_in_terms_of_files(str(error))}") from None
+    except ValueError as error:
+        raise ProfileUnusable(f"{path}: {error}") from None
+    return msgspec.structs.replace(
+        profile, name=described.name or path.stem, source=described.source or profile.source, work_us=described.work_us
+    )
+
+
+def write_linear(profile: Profile, notes: str) -> str:
+    """The file of a profile whose timing is linear; `notes` stand above it as comments."""
+    assert isinstance(profile.timing, LinearTiming)
+    lines = [f"# {line}".rstrip() for line in notes.splitlines()]
+    lines += ["", 'kind = "linear"', f"name = {_text(profile.name)}", f"source = {_text(profile.source)}"]
+    if profile.work_us:
+        lines += [f"work_us = {profile.work_us}"]
+    tables = {"costs_us": profile.timing, "sizes": profile.sizes}
+    for title, table in tables.items():
+        lines += ["", f"[{title}]"]
+        for field in table.__struct_fields__:
+            value = getattr(table, field)
+            if value is not None:
+                lines.append(f"{field} = {value!r}")
+    return "\n".join([*lines, ""])
+
+
+def _profile(described: _Mocker | _Linear | _Roofline, path: Path) -> Profile:
+    match described:
+        case _Mocker():
+            return Profile(timing=MockerTiming(), sizes=described.sizes)
+        case _Linear():
+            timing = LinearTiming(**msgspec.structs.asdict(described.costs_us))
+            return Profile(timing=timing, sizes=described.sizes, source=str(path))
+        case _Roofline():
+            return _from_sheets(described, path)
+
+
+def _from_sheets(described: _Roofline, path: Path) -> Profile:
+    model = read_transformer(path.parent / described.model)
+    gpu = gpu_sheet(described.gpu) if isinstance(described.gpu, str) else described.gpu
+    numbers = Numbers(weights=described.weights or ("fp8" if model.fp8 else "bf16"), kv_cache=described.kv_cache)
+    shared = (model, gpu, numbers, described.tensor_parallel, described.assumed)
+    sizes = described.sizes
+    block_size = sizes.block_size or BLOCK_SIZE
+    sizes = msgspec.structs.replace(
+        sizes,
+        block_size=block_size,
+        blocks=sizes.blocks or kv_blocks(*shared, block_size),
+        gpus=described.tensor_parallel if sizes.gpus is None else sizes.gpus,
+    )
+    return Profile(timing=roofline(*shared), sizes=sizes, source=gpu.source or "a GPU sheet of its own")
+
+
+def _in_terms_of_files(error: str) -> str:
+    """Where and what, without JSON paths."""
+    told, at, place = error.partition(" - at `$.")
+    return f"{place.rstrip('`')}: {told}" if at else told.replace("Object", "The profile")
+
+
+def _text(value: str) -> str:
+    """A basic string of TOML, which JSON's strings are."""
+    return msgspec.json.encode(value).decode()

@@ -1,0 +1,95 @@
+"""How a run went: counts and states in bins of equal width, whose width doubles whenever there are too many."""
+
+from collections.abc import Mapping, Sequence
+
+from forebay.core.engine_model import Load
+from forebay.simulate.outcome import Timeline
+from forebay.simulate.rank import EngineRank
+
+BINS_MAX = 400  # a chart has no more columns; even, so that two bins always make one
+FIRST_BIN_US = 10_000
+
+SUMS = ("arrived", "finished", "prompt_tokens", "cached_tokens")
+STATES = ("queued", "workers")
+SUMS_OF_WORKERS = ("computed",)
+STATES_OF_WORKERS = ("running", "waiting", "blocks_used")
+NO_LOAD = Load(0, 0, 0, 0)  # of a worker that has not joined, while one that was started after it has
+
+
+class Recorder:
+    """Counts what happens, and looks at the state when a bin ends.
+
+    Attributes:
+        end_us: when the bin that is filled now ends: call `advance` before anything of that time or later happens.
+        arrived, finished: requests since it began; also counted by `count_prompt`.
+    """
+
+    def __init__(self) -> None:
+        self.end_us = FIRST_BIN_US
+        self.arrived = self.finished = 0
+        self._timeline = Timeline(bin_us=FIRST_BIN_US)
+        self._prompt_tokens = self._cached_tokens = 0
+        self._computed: dict[int, int] = {}
+
+    def count_prompt(self, worker: int, prompt_tokens: int, cached_tokens: int) -> None:
+        """A prompt is computed, of which so many tokens were found."""
+        self._prompt_tokens += prompt_tokens
+        self._cached_tokens += cached_tokens
+        self._computed[worker] = self._computed.get(worker, 0) + prompt_tokens - cached_tokens
+
+    def advance(self, now_us: int, queued: int, members: int, ranks: Mapping[int, EngineRank]) -> None:
+        """Close the bins that end by now; the state has been this one since the last event, `ranks` are by number."""
+        while now_us >= BINS_MAX * self._timeline.bin_us:
+            self._double()
+        while self.end_us <= now_us:
+            self._close(queued, members, ranks)
+
+    def end(self, queued: int, members: int, ranks: Mapping[int, EngineRank]) -> Timeline:
+        """The whole run, with the bin in which it ended."""
+        self._close(queued, members, ranks)
+        return self._timeline
+
+    def _close(self, queued: int, members: int, ranks: Mapping[int, EngineRank]) -> None:
+        timeline = self._timeline
+        before = len(timeline.arrived)
+        timeline.arrived.append(self.arrived)
+        timeline.finished.append(self.finished)
+        timeline.prompt_tokens.append(self._prompt_tokens)
+        timeline.cached_tokens.append(self._cached_tokens)
+        timeline.queued.append(queued)
+        timeline.workers.append(members)
+        for _ in range(len(timeline.computed), max(ranks, default=-1) + 1):
+            for name in (*SUMS_OF_WORKERS, *STATES_OF_WORKERS):
+                getattr(timeline, name).append([0] * before)
+        for number, computed in enumerate(timeline.computed):
+            computed.append(self._computed.get(number, 0))
+            load = ranks[number].load if number in ranks else NO_LOAD
+            timeline.running[number].append(load.running)
+            timeline.waiting[number].append(load.waiting)
+            timeline.blocks_used[number].append(load.kv_blocks_used)
+        self.arrived = self.finished = self._prompt_tokens = self._cached_tokens = 0
+        self._computed.clear()
+        self.end_us += timeline.bin_us
+
+    def _double(self) -> None:
+        """Two bins make one. One without a partner becomes a part of the bin that is filled now."""
+        timeline = self._timeline
+        if len(timeline.arrived) % 2:
+            self.arrived += timeline.arrived.pop()
+            self.finished += timeline.finished.pop()
+            self._prompt_tokens += timeline.prompt_tokens.pop()
+            self._cached_tokens += timeline.cached_tokens.pop()
+            for number, computed in enumerate(timeline.computed):
+                self._computed[number] = self._computed.get(number, 0) + computed.pop()
+            for states in (timeline.queued, timeline.workers, *_lists(timeline, STATES_OF_WORKERS)):
+                states.pop()
+        for sums in (*(getattr(timeline, name) for name in SUMS), *_lists(timeline, SUMS_OF_WORKERS)):
+            sums[:] = map(int.__add__, sums[::2], sums[1::2])
+        for states in (*(getattr(timeline, name) for name in STATES), *_lists(timeline, STATES_OF_WORKERS)):
+            states[:] = states[1::2]
+        timeline.bin_us *= 2
+        self.end_us = (len(timeline.arrived) + 1) * timeline.bin_us
+
+
+def _lists(timeline: Timeline, names: Sequence[str]) -> list[list[int]]:
+    return [one for name in names for one in getattr(timeline, name)]

@@ -1,0 +1,1 @@
+"""Formats of workloads and generators of them, and what is made of either before it is played."""

@@ -1,0 +1,135 @@
+"""What a workload is like: how its requests come, how long they are, what they have in common."""
+
+from array import array
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from forebay.simulate.outcome import percentiles
+from forebay.simulate.workload import Turn
+from forebay.simulate.workloads.source import US_PER_S
+
+FOUND_IDS_MAX = 1 << 24  # distinct block ids that are remembered, some 100 bytes each
+
+
+class Reuse(msgspec.Struct, frozen=True, kw_only=True):
+    """What one cache without bound would find if requests came one by one, in the order of the workload.
+
+    No policy finds more. As shares of tokens, and of blocks, the last one of a prompt counted when partial, too.
+    """
+
+    tokens: float
+    blocks: float
+    distinct_blocks: int
+    whole: bool  # no block was forgotten for there being too many
+
+
+class Figures(msgspec.Struct, frozen=True, kw_only=True):
+    """Of a workload.
+
+    Attributes:
+        own_times: requests that come at times of their own; the others follow on answers.
+        duration_s: from the first to the last if answers take no time; `rate` and `dispersion` count alike.
+        dispersion: variance over mean of arrivals a second; 1 for a Poisson process.
+        prompt_tokens: mean, p50, p90, p99 and max; so are the other two. Delays are those after answers.
+    """
+
+    requests: int
+    sessions: int
+    own_times: int
+    duration_s: float
+    rate_per_s: float
+    most_in_a_second: int
+    dispersion: float
+    prompt_tokens: dict[str, float]
+    output_tokens: dict[str, float]
+    delay_s: dict[str, float]
+    ideal_reuse: Reuse
+
+
+class _Cache:
+    """Block ids seen so far, and what was found of them."""
+
+    def __init__(self, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
+        self._held: set[int] = set()
+        self._found_tokens = self._found_blocks = self._tokens = self._blocks = 0
+
+    def add(self, turn: Turn) -> None:
+        size = self._block_tokens
+        blocks = -(-turn.prompt_tokens // size)
+        found = 0
+        for one in turn.block_ids[:blocks]:
+            if one not in self._held:
+                break
+            found += 1
+        self._found_blocks += found
+        self._found_tokens += min(found * size, turn.prompt_tokens)
+        self._blocks += blocks
+        self._tokens += turn.prompt_tokens
+        if len(self._held) < FOUND_IDS_MAX:
+            self._held.update(turn.block_ids)
+
+    def reuse(self) -> Reuse:
+        return Reuse(
+            tokens=self._found_tokens / self._tokens,
+            blocks=self._found_blocks / self._blocks,
+            distinct_blocks=len(self._held),
+            whole=len(self._held) < FOUND_IDS_MAX,
+        )
+
+
+def figures(turns: Iterable[Turn], block_tokens: int) -> Figures:
+    """Of all requests of a workload, whose ids stand for so many tokens. Raises what reading them does."""
+    earliest_us, delays_us = array("q"), array("q")
+    prompts, outputs = array("q"), array("q")
+    sessions: set[str] = set()
+    alone = 0
+    cache = _Cache(block_tokens)
+    for turn in turns:
+        before_us = max((earliest_us[one] for one in turn.after), default=0)
+        earliest_us.append(max(turn.at_us, before_us + turn.delay_us))
+        if turn.after:
+            delays_us.append(turn.delay_us)
+        prompts.append(turn.prompt_tokens)
+        outputs.append(turn.output_tokens)
+        if turn.session_id:
+            sessions.add(turn.session_id)
+        else:
+            alone += not turn.after
+        cache.add(turn)
+    first_us, last_us = min(earliest_us), max(earliest_us)
+    most, dispersion = _dispersion(earliest_us, first_us, last_us)
+    return Figures(
+        requests=len(prompts),
+        sessions=len(sessions) + alone,
+        own_times=len(prompts) - len(delays_us),
+        duration_s=(last_us - first_us) / US_PER_S,
+        rate_per_s=len(prompts) / ((last_us - first_us) / US_PER_S) if last_us > first_us else 0.0,
+        most_in_a_second=most,
+        dispersion=dispersion,
+        prompt_tokens=_spread(prompts),
+        output_tokens=_spread(outputs),
+        delay_s=_spread(delays_us, US_PER_S),
+        ideal_reuse=cache.reuse(),
+    )
+
+
+def _dispersion(at_us: "array[int]", first_us: int, last_us: int) -> tuple[int, float]:
+    """The most arrivals in a second, and their variance over their mean, from the first to the last second."""
+    counts: dict[int, int] = {}
+    for one in at_us:
+        second = (one - first_us) // US_PER_S
+        counts[second] = counts.get(second, 0) + 1
+    seconds = (last_us - first_us) // US_PER_S + 1
+    mean = len(at_us) / seconds
+    squares = sum(count * count for count in counts.values()) / seconds
+    return max(counts.values()), (squares - mean * mean) / mean
+
+
+def _spread(values: "array[int]", unit: int = 1) -> dict[str, Any]:
+    if not values:
+        return {}
+    ordered = [one / unit for one in values]
+    return {**percentiles(ordered), "max": max(ordered)}

@@ -1,0 +1,25 @@
+"""Real tokens for the prompts of a workload, for a system that is really there."""
+
+import random
+from functools import lru_cache
+
+from forebay.simulate.workload import Turn
+
+TOKEN_IDS = 1_000  # prompts are made of the lowest token ids, which every vocabulary has
+CACHED_TOKENS = 1 << 21
+
+
+def prompt(turn: Turn, block_tokens: int) -> list[int]:
+    """Token ids: equal block ids give equal tokens, a prompt without ids has tokens like no other."""
+    if not turn.block_ids:
+        return list(_tokens_of(f"turn {turn.number}", turn.prompt_tokens))
+    tokens: list[int] = []
+    for block in turn.block_ids:
+        tokens += _tokens_of(block, block_tokens)
+    return tokens[: turn.prompt_tokens]
+
+
+@lru_cache(maxsize=CACHED_TOKENS // 512)
+def _tokens_of(what: int | str, count: int) -> tuple[int, ...]:
+    rng = random.Random(what)
+    return tuple(rng.randrange(TOKEN_IDS) for _ in range(count))

@@ -1,0 +1,168 @@
+"""A recording, or a log file, as a workload: its requests as their owner took them, at the times at which it did.
+
+The recorded order is read twice, because how long an answer is stands behind its request. Nothing is derived: what
+other rules decided can be played, too.
+"""
+
+import statistics
+from array import array
+from collections.abc import AsyncIterator, Awaitable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+from xxhash import xxh3_64_intdigest
+
+from forebay.events.base import unpack_u64
+from forebay.events.decisions import JournalRecord, RequestHeld, RequestRejected, RequestRouted
+from forebay.events.progress import RequestFinished
+from forebay.events.requests import NO_HINTS, RequestSubmitted
+from forebay.events.topics import DECISIONS, INPUTS, PROGRESS, REQUESTS
+from forebay.simulate.workload import Turn, WorkloadUnusable
+from forebay.simulate.workloads.source import Faults
+from forebay.transport.base import Log, LogError
+from forebay.transport.recorded import RecordedOrder, journal, validity_from
+from forebay.transport.recorded_groups import groups_of, pools_of
+from forebay.transport.sqlite_log import SqliteLog
+
+READ = (REQUESTS.name, PROGRESS.name)
+UNFINISHED = -1  # a length that the recording does not hold
+
+T = TypeVar("T")
+
+
+class RecordingFile:
+    """One group's requests, as a source. What it says of them beside prompt, length and session is not played."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises WorkloadUnusable."""
+        self.name = path.name
+        self.notes: list[str] = []
+        self._path = path
+        with self._opened() as log:
+            self._partition, self.block_tokens = _at_once(self._group(log))
+
+    def turns(self, faults: Faults) -> Iterator[Turn]:
+        """In the order in which they were taken; the first comes at once."""
+        faults.file, faults.unit = str(self._path), "request"
+        with self._opened() as log:
+            lengths = self._lengths(log)
+            finished = [length for length in lengths if length != UNFINISHED]
+            if lengths and not finished:
+                raise WorkloadUnusable(f"{self._path}: no request was finished, so no answer's length is known")
+            median = max(1, round(statistics.median(finished))) if finished else 1
+            hints = number = begin_us = 0
+            for now_us, event in _story(log, self._partition):
+                if not isinstance(event, RequestSubmitted):
+                    continue
+                begin_us = begin_us or now_us
+                faults.row = event.request_id
+                hints += msgspec.structs.replace(event.routing, session_id="") != NO_HINTS or bool(event.lora_name)
+                length = median if lengths[number] == UNFINISHED else max(1, lengths[number])
+                yield _turn(number, now_us - begin_us, event, length, self.block_tokens)
+                number += 1
+        self.notes = []
+        if len(finished) < number:
+            text = f"{number - len(finished)} of {number} requests were not finished when they were recorded"
+            self.notes.append(f"{text}: their answers are taken to have {median} tokens, the others' median")
+        if hints:
+            self.notes.append(f"{hints} of {number} requests wanted certain workers, adapters or priorities: left out")
+
+    def _lengths(self, log: SqliteLog) -> "array[int]":
+        """The answers' lengths, in tokens, in the order of the requests."""
+        lengths = array("q")
+        open_: dict[str, int] = {}
+        for _, event in _story(log, self._partition):
+            if isinstance(event, RequestSubmitted):
+                open_[event.request_id] = len(lengths)
+                lengths.append(UNFINISHED)
+            elif event.request_id in open_:
+                lengths[open_.pop(event.request_id)] = event.output_tokens
+        return lengths
+
+    async def _group(self, log: SqliteLog) -> tuple[int, int]:
+        """The control partition and the block size of the only group."""
+        groups = await groups_of(log)
+        if len(groups) != 1:
+            names = ", ".join(sorted(groups)) or "none"
+            raise WorkloadUnusable(f"{self._path}: holds the groups {names}; record one of them, by `--group`")
+        (partition,) = groups.values()
+        sizes = sorted({pool.block_size for pool in await pools_of(log, partition)})
+        if len(sizes) != 1:
+            told = " and ".join(map(str, sizes)) or "no"
+            raise WorkloadUnusable(f"{self._path}: its pools have {told} tokens a block; one size is wanted")
+        return partition, sizes[0]
+
+    @contextmanager
+    def _opened(self) -> Iterator[SqliteLog]:
+        try:
+            log = SqliteLog.open(self._path, readonly=True)
+            try:
+                yield log
+            finally:
+                log.close()
+        except LogError as error:
+            raise WorkloadUnusable(str(error)) from error
+
+
+def _turn(number: int, at_us: int, event: RequestSubmitted, output_tokens: int, block_tokens: int) -> Turn:
+    ids = unpack_u64(event.sequence_hashes)
+    if len(ids) * block_tokens < event.prompt_tokens:
+        # What follows the last full block has no hash: it is taken to be shared with nobody.
+        ids.append(xxh3_64_intdigest(b"tail %d" % number))
+    return Turn(
+        number=number,
+        prompt_tokens=event.prompt_tokens,
+        output_tokens=output_tokens,
+        block_ids=tuple(ids),
+        at_us=at_us,
+        session_id=event.routing.session_id,
+    )
+
+
+def _story(log: SqliteLog, partition: int) -> Iterator[tuple[int, RequestSubmitted | RequestFinished]]:
+    """Requests as they are taken, and their ends, with the owner's clock. Raises LogError."""
+    story = _applied(log, partition)
+    while True:
+        try:
+            found = _at_once(anext(story))
+        except StopAsyncIteration:
+            return
+        yield found
+
+
+async def _applied(log: Log, partition: int) -> AsyncIterator[tuple[int, RequestSubmitted | RequestFinished]]:
+    begin, end = await log.begin(DECISIONS.name, partition), await log.end(DECISIONS.name, partition)
+    view = {topic.name: await log.begin(topic.name, partition) for topic in INPUTS}
+    order = RecordedOrder(log, partition, view)
+    async for _, record in journal(log, partition, begin, end, await validity_from(log, partition)):
+        runs = [run for run in record.consumed if run.topic in READ]
+        events = {topic: iter(found) for topic, found in (await order.events_of(tuple(runs))).items()}
+        event = None
+        for run in runs:
+            for _ in range(run.count):
+                event = next(events[run.topic])
+                if isinstance(event, RequestFinished):
+                    yield run.now_us, event
+        # What is new is decided at once, and so the last thing that its record consumed.
+        if isinstance(event, RequestSubmitted) and _takes(record, event.request_id):
+            yield runs[-1].now_us, event
+
+
+def _takes(record: JournalRecord, request_id: str) -> bool:
+    """Whether it is what was decided when a request came, and for a new one."""
+    if not isinstance(record, RequestRouted | RequestHeld | RequestRejected) or record.request_id != request_id:
+        return False
+    rejected = isinstance(record, RequestRejected) and record.reason == "duplicate_id"
+    return record.consumed[-1].topic == REQUESTS.name and not rejected
+
+
+def _at_once(step: Awaitable[T]) -> T:
+    """What is awaited of a file, which is at hand: so nothing is waited for, inside of an event loop or outside."""
+    try:
+        next(iter(step.__await__()))
+    except StopIteration as done:
+        result: T = done.value
+        return result
+    raise AssertionError("reading a file waits for nothing")

@@ -1,0 +1,194 @@
+"""Invented requests: `synthetic:arrivals=bursty,cv=4,rate=8,requests=100000,prompt=800/6000,groups=20,turns=5`.
+
+Theory of operation. Sessions begin at drawn times. A session's prompts begin with a path through a tree of shared
+prefixes: one of `groups` roots, then at each further level one of `branches` children, every node a text of its own
+length. What follows is the session's: each turn adds new text behind the prompt and the answer before it, and comes a
+think time after that answer. Sessions are told one by one, so nothing is kept of those that were.
+"""
+
+import random
+from bisect import bisect_right
+from collections.abc import Iterator
+from functools import cache, partial
+from itertools import accumulate
+from typing import Annotated, Literal
+
+import msgspec
+from xxhash import xxh3_64_intdigest
+
+from forebay.simulate.workload import Turn, WorkloadUnusable
+from forebay.simulate.workloads.draws import US_PER_S, Arrivals, Lengths, bursty, diurnal, poisson
+from forebay.simulate.workloads.source import OUTPUT_TOKENS_MAX, PROMPT_TOKENS_MAX, TIME_MS_MAX, Faults
+
+ID_BITS_CUT = 11  # ids of 53 bits: what reads JSON elsewhere rounds longer ones
+
+Positive = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
+
+
+class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What to invent. A length is MEAN, or MEAN/P99 for a lognormal one.
+
+    Attributes:
+        requests: of all sessions together.
+        rate: sessions that begin in a second, on average.
+        cv: coefficient of variation of the gaps between bursty arrivals.
+        period_s: after which a diurnal rate repeats; `swing` is the share by which it leaves its mean.
+        prompt: tokens of new text in each turn; `output` those of its answer.
+        groups: roots of the tree of shared prefixes, 0 for nothing shared; `depth` its levels; `branches` children of
+            each node above the last level.
+        prefix: tokens of each node, in whole blocks.
+        popularity: of groups, and of children among their siblings: zipf: the k-th is chosen 1/k as often as the first.
+        turns: of a session; `think_s` between an answer and the next turn.
+        context: a session ends before its prompt and answer exceed so many tokens.
+    """
+
+    arrivals: Literal["poisson", "bursty", "diurnal"] = "poisson"
+    requests: Annotated[int, msgspec.Meta(ge=1, le=1_000_000_000)] = 1_000
+    rate: Positive = 1.0
+    cv: Annotated[float, msgspec.Meta(ge=1, le=1e3)] = 3.0
+    period_s: Positive = 86_400.0
+    swing: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.8
+    prompt: str = "1000"
+    output: str = "200"
+    groups: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] = 0
+    depth: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
+    branches: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 2
+    prefix: str = "2048"
+    popularity: Literal["uniform", "zipf"] = "uniform"
+    turns: str = "1"
+    think_s: str = "0"
+    context: Annotated[int, msgspec.Meta(ge=2, le=PROMPT_TOKENS_MAX)] = 131_072
+    block_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 64
+
+
+class Synthetic:
+    """A recipe with a seed, as a source."""
+
+    def __init__(self, text: str, seed: int) -> None:
+        """`text`: setting=value, separated by commas. Raises WorkloadUnusable."""
+        self.name = f"synthetic:{text}"
+        self._recipe = recipe = _recipe(text)
+        self._seed = seed
+        self.block_tokens = recipe.block_tokens
+        self.notes: list[str] = []
+        self._prompt = self._lengths("prompt")
+        self._output = self._lengths("output")
+        self._prefix = self._lengths("prefix")
+        self._turns = self._lengths("turns")
+        self._think_s = self._lengths("think_s")
+
+    def turns(self, faults: Faults) -> Iterator[Turn]:
+        """Session by session."""
+        faults.file, faults.unit = self.name, "request"
+        recipe = self._recipe
+        # Each thing has a stream of its own: asking for longer answers changes no arrival.
+        times = self._arrivals()(self._stream("arrivals"))
+        choices, lengths = self._stream("choices"), self._stream("lengths")
+        number = session = 0
+        while number < recipe.requests:
+            at_us = next(times)
+            if at_us > TIME_MS_MAX * 1_000:
+                raise WorkloadUnusable(f"{self.name}: request {number} would come after more than a century")
+            for turn in self._session(session, at_us, number, choices, lengths):
+                if number == recipe.requests:
+                    break
+                faults.row = number
+                yield turn
+                number += 1
+            session += 1
+
+    def _session(
+        self, session: int, at_us: int, number: int, choices: random.Random, lengths: random.Random
+    ) -> Iterator[Turn]:
+        recipe, size = self._recipe, self.block_tokens
+        shared = self._path(choices)
+        own = _id(f"{self._seed} session {session}")
+        tokens = len(shared) * size
+        for turn in range(max(1, round(self._turns.draw(lengths)))):
+            tokens += max(1, round(self._prompt.draw(lengths)))
+            output_tokens = min(OUTPUT_TOKENS_MAX, max(1, round(self._output.draw(lengths))))
+            think_us = round(self._think_s.draw(lengths) * US_PER_S)
+            if tokens + output_tokens > recipe.context:
+                if turn:
+                    return
+                # The first one is cut to what fits: a session has at least one turn.
+                output_tokens = min(output_tokens, recipe.context - 1)
+                tokens = min(tokens, recipe.context - output_tokens)
+            blocks = -(-tokens // size)
+            yield Turn(
+                number=number + turn,
+                prompt_tokens=tokens,
+                output_tokens=output_tokens,
+                block_ids=(*shared, *range(own, own + blocks - len(shared)))[:blocks],
+                at_us=0 if turn else at_us,
+                after=(number + turn - 1,) if turn else (),
+                delay_us=think_us if turn else 0,
+                session_id=f"s{session}",
+            )
+            tokens += output_tokens
+
+    def _path(self, choices: random.Random) -> tuple[int, ...]:
+        """The ids of a shared prefix, root first."""
+        recipe = self._recipe
+        ids: list[int] = []
+        if recipe.groups:
+            name = f"{self._seed} group"
+            for level in range(recipe.depth):
+                name += f" {self._chosen(choices, recipe.branches if level else recipe.groups)}"
+                node = _id(name)
+                # A node's length is a matter of its name, so it is the same whenever it is chosen.
+                blocks = round(self._prefix.draw(random.Random(node)) / self.block_tokens)
+                ids += range(node, node + blocks)
+        return tuple(ids)
+
+    def _chosen(self, choices: random.Random, count: int) -> int:
+        draw = choices.random()
+        if self._recipe.popularity == "uniform":
+            return int(draw * count)
+        weights = _zipf(count)
+        return bisect_right(weights, draw * weights[-1], 0, count - 1)
+
+    def _stream(self, name: str) -> random.Random:
+        return random.Random(f"{self._seed} {name}")
+
+    def _arrivals(self) -> Arrivals:
+        recipe = self._recipe
+        match recipe.arrivals:
+            case "bursty":
+                return partial(bursty, rate=recipe.rate, cv=recipe.cv)
+            case "diurnal":
+                return partial(diurnal, rate=recipe.rate, period_s=recipe.period_s, swing=recipe.swing)
+            case _:
+                return partial(poisson, rate=recipe.rate)
+
+    def _lengths(self, setting: str) -> Lengths:
+        text: str = getattr(self._recipe, setting)
+        mean, slash, p99 = text.partition("/")
+        try:
+            return Lengths(float(mean), float(p99) if slash else None)
+        except ValueError as error:
+            raise WorkloadUnusable(f"{self.name}: {setting}={text}: {error}; said as MEAN or MEAN/P99") from None
+
+
+def _recipe(text: str) -> Recipe:
+    settings = {}
+    for one in filter(None, text.split(",")):
+        setting, equals, value = one.partition("=")
+        if not equals or setting not in Recipe.__struct_fields__ or setting in settings:
+            known = ", ".join(Recipe.__struct_fields__)
+            raise WorkloadUnusable(f"synthetic:{text}: {one!r} is no setting=value, each told once, of {known}")
+        settings[setting] = value
+    try:
+        return msgspec.convert(settings, Recipe, strict=False)
+    except msgspec.ValidationError as error:
+        raise WorkloadUnusable(f"synthetic:{text}: {error}") from None
+
+
+def _id(name: str) -> int:
+    return xxh3_64_intdigest(name.encode()) >> ID_BITS_CUT
+
+
+@cache
+def _zipf(count: int) -> list[float]:
+    """Running sums of 1/k."""
+    return list(accumulate(1.0 / (at + 1) for at in range(count)))

@@ -1,0 +1,198 @@
+"""Policies x traces beside Dynamo's offline replay, as a Markdown table; and how many digests many runs have.
+
+Needs Mooncake's traces, conversation_trace.jsonl and synthetic_trace.jsonl, in the folder `mooncake` of the one that
+FOREBAY_TRACES names. Dynamo's rows come by FOREBAY_DYNAMO_PYTHON, a Python that has ai-dynamo, and replay_dynamo.py in
+the folder that FOREBAY_PEERS names; they are left out without. Our side is `forebay simulate`, as users run it.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+COMMAND = (sys.executable, "-m", "forebay.cli", "simulate")
+TRACES = ("conversation", "synthetic")
+POLICIES = ("kv", "round-robin", "random", "power-of-two", "least-loaded")
+PEER_FILE = "replay_dynamo.py"
+PEER_MODES = {"kv_router": "kv", "round_robin": "round-robin"}
+HASH_SEEDS = ("1", "2")
+BLOCKS = 16_384
+RUN_TIMEOUT_S = 1_800
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A fleet and a trace."""
+
+    trace: Path
+    workers: int
+
+    @property
+    def name(self) -> str:
+        """The trace without what all their names end with."""
+        return self.trace.stem.removesuffix("_trace")
+
+    def __str__(self) -> str:
+        return f"{self.name}, {self.workers} workers"
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What a row shows: one run, or one of several by the same policy."""
+
+    reuse: float
+    balance: float
+    ttft_mean_ms: float
+    ttft_p50_ms: float
+    ttft_p99_ms: float
+
+
+def simulated(case: Case) -> dict[str, Figures]:
+    """Our figures, by policy."""
+    policies = [word for policy in POLICIES for word in ("--policy", policy)]
+    result = json.loads(output(case, *policies))
+    return {
+        policy: Figures(
+            reuse=one["prefix_reuse"],
+            balance=one["load_max_over_mean"],
+            ttft_mean_ms=one["ttft_ms"]["mean"],
+            ttft_p50_ms=one["ttft_ms"]["p50"],
+            ttft_p99_ms=one["ttft_ms"]["p99"],
+        )
+        for policy, one in result["policies"].items()
+    }
+
+
+def output(case: Case, *arguments: str, hash_seed: str = "0") -> str:
+    """What `forebay simulate` prints of a case."""
+    command = [*COMMAND, str(case.trace), "--workers", str(case.workers), "--blocks", str(BLOCKS), "--json", *arguments]
+    environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
+    done = subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, text=True, timeout=RUN_TIMEOUT_S, check=True
+    )
+    return done.stdout
+
+
+def replayed(case: Case, python: Path, script: Path, repeats: int) -> dict[str, list[Figures]]:
+    """Dynamo's figures, by the policy that is ours, a run each."""
+    command = [str(python), str(script), str(case.trace), "--workers", str(case.workers), "--blocks", str(BLOCKS)]
+    command += ["--repeat", str(repeats), "--json"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=RUN_TIMEOUT_S, check=True)
+    runs: dict[str, list[Figures]] = {policy: [] for policy in PEER_MODES.values()}
+    for line in map(json.loads, done.stdout.splitlines()):
+        if "mode" in line:  # the others compare the runs with each other
+            ttft = line["ttft_ms"]
+            one = Figures(line["reuse"], line["imbalance"], ttft["mean"], ttft["p50"], ttft["p99"])
+            runs[PEER_MODES[line["mode"]]].append(one)
+    return runs
+
+
+def rows(case: Case, ours: dict[str, Figures], peers: dict[str, list[Figures]]) -> Iterator[str]:
+    """The table's lines of one case."""
+    for policy, figures in ours.items():
+        if runs := peers.get(policy):
+            yield f"| {case.name} | {case.workers} | {policy} | Dynamo | {shown(runs)} |"
+        yield f"| {case.name} | {case.workers} | {policy} | forebay | {shown([figures])} |"
+
+
+def shown(runs: Sequence[Figures]) -> str:
+    """The columns of figures: the mean of the runs and, where they differ, the range."""
+    ttft = [spread([run.ttft_mean_ms for run in runs], ".1f")]
+    ttft += [
+        f"{statistics.fmean(values):,.0f}"
+        for values in zip(*((r.ttft_p50_ms, r.ttft_p99_ms) for r in runs), strict=True)
+    ]
+    reuse, balance = spread([run.reuse for run in runs], ".4f"), spread([run.balance for run in runs], ".3f")
+    return f"{reuse} | {balance} | {' / '.join(ttft)}"
+
+
+def spread(values: Sequence[float], width: str) -> str:
+    """A mean, and a range if there is one."""
+    mean, low, high = (f"{value:{width}}" for value in (statistics.fmean(values), min(values), max(values)))
+    return mean if low == high else f"{mean} ({low} to {high})"
+
+
+def order(case: Case, side: str, kv: Iterable[Figures], round_robin: Iterable[Figures]) -> str:
+    """Whether the KV router is above round robin on reuse and on TTFT, in every run."""
+    kv, round_robin = list(kv), list(round_robin)
+    reuse = min(run.reuse for run in kv) > max(run.reuse for run in round_robin)
+    ttft = max(run.ttft_mean_ms for run in kv) < min(run.ttft_mean_ms for run in round_robin)
+    said = {True: "yes", False: "no"}
+    return f"{case}, {side}: kv above round-robin on reuse: {said[reuse]}, on TTFT: {said[ttft]}"
+
+
+def table(args: argparse.Namespace) -> None:
+    """Run every case and print the table as it grows."""
+    print(
+        "| trace | workers | policy | | reuse | max/mean | TTFT mean / p50 / p99 ms |\n|---|---:|---|---|---|---|---|"
+    )
+    orders = []
+    for case in cases(args):
+        ours = simulated(case)
+        peers: dict[str, list[Figures]] = {}
+        if args.dynamo_python and args.peers:
+            peers = replayed(case, args.dynamo_python, args.peers / PEER_FILE, args.repeat)
+            orders.append(order(case, "Dynamo", peers["kv"], peers["round-robin"]))
+        orders.append(order(case, "forebay", [ours["kv"]], [ours["round-robin"]]))
+        print(*rows(case, ours, peers), sep="\n", flush=True)
+    print("", *orders, sep="\n")
+
+
+def digests(args: argparse.Namespace) -> None:
+    """Run `kv` again and again under hash seeds in turn, and count the different outputs."""
+    for case in cases(args):
+        seen: Counter[tuple[str, str]] = Counter()
+        for run in range(args.digests):
+            text = output(case, "--policy", "kv", hash_seed=HASH_SEEDS[run % len(HASH_SEEDS)])
+            result: dict[str, Any] = json.loads(text)
+            seen[result["digest"], sha256(text.encode()).hexdigest()] += 1
+        decisions = {digest for digest, _ in seen}
+        print(
+            f"{case}: {args.digests} runs under hash seeds {' and '.join(HASH_SEEDS)}: "
+            f"{len(decisions)} digest of decisions ({', '.join(digest[:12] for digest in sorted(decisions))}), "
+            f"{len(seen)} output",
+            flush=True,
+        )
+
+
+def cases(args: argparse.Namespace) -> Iterator[Case]:
+    """All traces with all numbers of workers."""
+    for name in args.trace:
+        for workers in args.workers:
+            yield Case(args.traces / "mooncake" / f"{name}_trace.jsonl", workers)
+
+
+def main() -> None:
+    """Print the table, or with `--digests` how many digests there are."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for option, variable, says in (
+        ("--traces", "FOREBAY_TRACES", "the folder that holds mooncake/"),
+        ("--dynamo-python", "FOREBAY_DYNAMO_PYTHON", "a Python that has ai-dynamo"),
+        ("--peers", "FOREBAY_PEERS", f"the folder that holds {PEER_FILE}"),
+    ):
+        default = os.environ.get(variable)
+        parser.add_argument(option, type=Path, default=default and Path(default), help=f"{says}; default: {variable}")
+    parser.add_argument("--trace", choices=TRACES, action="append", help="default: all")
+    parser.add_argument("--workers", type=lambda text: [int(part) for part in text.split(",")], default=[8, 16])
+    parser.add_argument("--repeat", type=int, default=3, help="runs of Dynamo's; its KV router draws anew in each")
+    parser.add_argument(
+        "--digests", type=int, default=0, metavar="RUNS", help="run kv so many times instead of the table"
+    )
+    args = parser.parse_args()
+    args.trace = args.trace or TRACES
+    missing = [case.trace for case in cases(args) if not case.trace.is_file()] if args.traces else ["--traces"]
+    if missing:
+        parser.error(f"set FOREBAY_TRACES to the folder that holds mooncake/: there is no {missing[0]}")
+    (digests if args.digests else table)(args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""Invented outcomes of simulations, for what is made of them: nobody simulated anything here."""
+
+import random
+from collections.abc import Sequence
+
+from forebay.cli.simulations import Run
+from forebay.events.control import RouterConfig
+from forebay.events.decisions import Candidate, CostTerms, RequestRouted
+from forebay.simulate.outcome import EXPLAINED_MAX, Outcome, Requests, Served, Timeline, summary
+from forebay.simulate.settings import engine_config, one_pool
+
+SEED = 20_262
+BIN_US = 1_000_000
+EVERY_US = 100_000  # between arrivals
+
+
+def run(
+    name: str,
+    *,
+    requests: int = 400,
+    workers: int = 4,
+    slower: float = 1.0,
+    reuse: float = 0.3,
+    failed: Sequence[int] = (),
+    again: Sequence[int] = (),
+    mode: str = "kv",
+    held: bool = False,
+) -> Run:
+    """A run whose times are `slower` than those of another with the same numbers of requests; same arrivals and sizes.
+
+    `failed` have no answer and `again` were sent twice, by number; with `held` every fifth waited in the router.
+    """
+    settings = one_pool(workers, engine_config())
+    names = [f"mock-{number}" for number in range(workers)]
+    served = [
+        _served(number, workers, slower, reuse, number in failed, 1 + (number in again)) for number in range(requests)
+    ]
+    routed = {
+        number: _routed(one, number, names, mode, held)
+        for number, one in enumerate(served[:EXPLAINED_MAX])
+        if one.worker is not None
+    }
+    outcome = Outcome(
+        requests=Requests(served),
+        digest=f"digest of {name}",
+        workers=names,
+        gpu_s=workers * requests * EVERY_US / 1e6,
+        lasted_us=max((one.last_us for one in served), default=0),
+        timeline=_timeline(served, workers, held),
+        routed=routed,
+    )
+    return Run(name, settings, RouterConfig(mode=mode), outcome, summary(outcome, workers))
+
+
+def _served(number: int, workers: int, slower: float, reuse: float, failed: bool, attempts: int) -> Served:
+    rng = random.Random(SEED + number)
+    arrived_us, prompt, output = number * EVERY_US, rng.randrange(200, 9_000), rng.randrange(1, 60)
+    worker = rng.randrange(workers)
+    first_us = arrived_us + round(rng.lognormvariate(11.5, 1.1) * slower)
+    last_us = first_us + round((output - 1) * rng.uniform(6_000, 12_000) * slower)
+    if failed:
+        return Served(arrived_us, prompt, output, None, failure="too large for any worker", number=number)
+    cached = round(prompt * reuse * rng.random() * 2) // 64 * 64
+    return Served(arrived_us, prompt, output, worker, cached, first_us, last_us, attempts, number=number)
+
+
+def _routed(one: Served, number: int, names: list[str], mode: str, held: bool) -> RequestRouted:
+    assert one.worker is not None
+    blocks, cached = one.prompt_tokens / 64, one.cached_tokens // 64
+    other = names[(one.worker + 1) % len(names)]
+    mine = CostTerms(
+        cost=blocks - cached + 3, prefill_blocks=blocks, overlap_credit=cached, decode_blocks=3.0, active_requests=2,
+        device_overlap=cached,
+    )  # fmt: skip
+    theirs = CostTerms(
+        cost=blocks + 4,
+        prefill_blocks=blocks,
+        overlap_credit=0.0,
+        decode_blocks=4.0,
+        active_requests=3,
+        device_overlap=0,
+    )
+    return RequestRouted(
+        request_id=str(number),
+        attempt=one.attempts,
+        pool="default",
+        worker_id=names[one.worker],
+        worker_epoch=0,
+        slot=0,
+        rank=0,
+        mode=mode,
+        candidates=len(names),
+        table_digest="0" * 16,
+        terms=mine,
+        runner_up=Candidate(worker_id=other, rank=0, terms=theirs) if mode == "kv" and len(names) > 1 else None,
+        waited_us=20_000 if held and number % 5 == 0 else 0,
+    )
+
+
+def _timeline(served: Sequence[Served], workers: int, held: bool) -> Timeline:
+    bins = max((one.last_us for one in served), default=-1) // BIN_US + 1
+    line = Timeline(BIN_US)
+    for name in ("arrived", "finished", "prompt_tokens", "cached_tokens", "queued", "workers"):
+        setattr(line, name, [0] * bins)
+    for name in ("computed", "running", "waiting", "blocks_used"):
+        setattr(line, name, [[0] * bins for _ in range(workers)])
+    line.workers = (
+        [workers if at != bins // 2 else workers - 1 for at in range(bins)] if workers > 1 else [workers] * bins
+    )
+    for one in served:
+        line.arrived[one.arrived_us // BIN_US] += 1
+        if one.worker is None:
+            continue
+        at = one.first_us // BIN_US
+        line.prompt_tokens[at] += one.prompt_tokens
+        line.cached_tokens[at] += one.cached_tokens
+        line.finished[one.last_us // BIN_US] += 1
+        line.computed[one.worker][at] += one.prompt_tokens - one.cached_tokens
+        for when in range(one.arrived_us // BIN_US, one.last_us // BIN_US + 1):
+            line.running[one.worker][when] += 1
+            line.waiting[one.worker][when] += when < at
+            line.blocks_used[one.worker][when] += one.prompt_tokens // 64
+            line.queued[when] += held and when < at
+    return line

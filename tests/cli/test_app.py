@@ -1,0 +1,59 @@
+"""The command line as a whole: every command is listed as it describes itself, and only the one that runs is loaded."""
+
+import subprocess
+import sys
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from forebay.cli.app import COMMANDS, app, load
+
+runner = CliRunner()
+CLIENTS = {"aiokafka", "fakeredis", "fastapi", "httpx", "numpy", "plotly", "redis", "torch"}
+LISTED = """
+import sys
+from forebay.cli.app import main
+sys.argv = ["forebay", *sys.argv[1:]]
+try:
+    main()
+except SystemExit:
+    print(*sys.modules, file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_is_listed_as_it_describes_itself(name: str) -> None:
+    command = load(name)
+    assert command.name == name
+    assert command.get_short_help_str(1_000) == COMMANDS[name].help
+    shown = runner.invoke(app, [name, "--help"])
+    assert shown.exit_code == 0
+    assert COMMANDS[name].help.split()[0] in shown.output
+
+
+def test_help_lists_all_commands_in_order() -> None:
+    lines = runner.invoke(app, ["--help"]).output.partition("Commands:\n")[2].splitlines()
+    assert [line.split()[0] for line in lines] == list(COMMANDS)
+
+
+def test_a_command_that_does_not_exist_is_refused_with_the_nearest() -> None:
+    refused = runner.invoke(app, ["simulat"])
+    assert refused.exit_code == 2
+    assert "Did you mean 'simulate'?" in refused.output
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["simulate", "--help"]])
+def test_what_a_command_does_not_use_is_not_imported(arguments: list[str]) -> None:
+    ran = subprocess.run([sys.executable, "-c", LISTED, *arguments], capture_output=True, text=True, check=True)
+    assert CLIENTS.isdisjoint(ran.stderr.split())
+
+
+def test_commands_are_functions_or_applications() -> None:
+    assert {name for name in COMMANDS if isinstance(load(name), typer.core.TyperGroup)} == {
+        "profile",
+        "workload",
+        "replay",
+        "topics",
+        "index",
+    }

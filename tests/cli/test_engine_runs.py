@@ -1,0 +1,176 @@
+"""What a recording tells of each engine: requests by the rank that had them, clocks, and what is left out."""
+
+from typing import Any
+
+import pytest
+
+from forebay.cli.engine_runs import AGAIN, NOT_GENERATED, STOPPED, UNFINISHED, EngineRuns, engine_runs
+from forebay.events.codec import encode
+from forebay.events.fleet import WorkerLost
+from forebay.events.progress import FirstTokenEmitted, RequestFailed, RequestFinished
+from forebay.events.requests import RequestCancelled
+from forebay.events.topics import DECISIONS
+from forebay.ingress.errors import Unusable
+from tests.core.worlds import BLOCK, PROMPTS, joined, pool, request
+from tests.replay.recorded import MemoryLog
+from tests.replay.recorder import Recorder, fleet, said, stored
+
+
+async def told(made: Recorder, pool: str = "") -> EngineRuns:
+    made.seal()
+    log = await made.log()
+    try:
+        return await engine_runs(log, 0, pool, lambda *_: None)
+    finally:
+        log.close()
+
+
+def served(made: Recorder, name: str, first_after_us: int, gap_us: int, *, late_us: int = 30, **asked: Any) -> int:
+    """A request, its first token and its third and last one; the owner hears of each later. When it was sent."""
+    made("requests", request(name, PROMPTS[0], **asked))
+    sent_us = made.now_us
+    for kind, at_us, more in (
+        (FirstTokenEmitted, sent_us + first_after_us, {"cached_tokens": BLOCK}),
+        (RequestFinished, sent_us + first_after_us + 2 * gap_us, {"finish_reason": "length", "output_tokens": 3}),
+    ):
+        event = said(made, name, kind, at_us=at_us, **more)
+        made("progress", event, after_us=at_us + late_us - made.now_us)
+    return sent_us
+
+
+async def test_times_are_the_workers_where_its_clock_is_the_owners() -> None:
+    made = fleet("a")
+    sent_us = served(made, "r", 1_000, 200)
+    runs = await told(made)
+    ((one,), engine) = ([one for run in runs.runs for one in run.requests], runs.runs[0])
+    assert (one.routed_us, one.first_us, one.last_us) == (sent_us, sent_us + 1_000, sent_us + 1_400)
+    assert (one.prompt_tokens, one.output_tokens, one.cached_tokens, one.left_out) == (
+        len(PROMPTS[0]) * BLOCK + 2, 3, BLOCK, "",
+    )  # fmt: skip
+    assert (runs.engine, runs.lost, runs.clocks_differ, engine.name) == ("mock", 0, False, "a/0")
+    assert (engine.config.block_size, engine.config.kv_blocks_total, engine.config.max_num_seqs) == (BLOCK, 64, 8)
+
+
+@pytest.mark.parametrize("late_us", [-1, 100_000])
+async def test_times_are_the_owners_where_another_clock_cannot_be_right(late_us: int) -> None:
+    made = fleet("a")
+    made("requests", request("r", PROMPTS[0]))
+    sent_us = made.now_us
+    early = said(made, "r", FirstTokenEmitted, at_us=sent_us - 1 if late_us < 0 else sent_us + late_us)
+    made("progress", early, after_us=500)
+    done = said(made, "r", RequestFinished, finish_reason="stop", output_tokens=2, at_us=sent_us + 600)
+    made("progress", done, after_us=200)
+    runs = await told(made)
+    (one,) = runs.runs[0].requests
+    assert runs.clocks_differ
+    assert (one.first_us, one.last_us) == (sent_us + 500, sent_us + 700)
+
+
+async def test_what_has_no_times_to_compare_says_why() -> None:
+    made = Recorder()
+    made("control", pool())
+    made("fleet", joined("a", tasks=("generate", "embed")))
+    served(made, "fine", 10, 10)
+    made("requests", request("long", PROMPTS[0]))
+    made("requests", request("embedded", task="embed"))
+    made("progress", said(made, "embedded", RequestFinished, finish_reason="stop"))
+    made("requests", request("cancelled"))
+    made("requests", RequestCancelled(request_id="cancelled"))
+    cancelled_us = made.now_us
+    made("requests", request("stopped"))
+    made("progress", said(made, "stopped", RequestFinished, finish_reason="cancelled", output_tokens=1))
+    made("requests", request("failed"))
+    made("progress", said(made, "failed", RequestFailed, error="broken"))
+    found = (await told(made)).runs[0].requests
+    reasons = ["", UNFINISHED, NOT_GENERATED, STOPPED, STOPPED, STOPPED]
+    assert [one.left_out for one in found] == reasons
+    assert found[3].stopped_us == cancelled_us
+    assert [bool(one.stopped_us) for one in found] == [False, False, True, True, True, True]
+    assert found[1].output_tokens == 2  # what was asked for
+
+
+async def test_a_worker_that_was_lost_and_came_back_is_another_engine() -> None:
+    made = fleet("a", "b")
+    made("requests", request("r", PROMPTS[0]))
+    one = made.world.requests.get("r")
+    assert one is not None
+    first = one.worker_id
+    epoch = one.worker_epoch
+    made("fleet", WorkerLost(owner_epoch=0, worker_id=first, worker_epoch=epoch))
+    again = said(made, "r", FirstTokenEmitted, at_us=made.now_us)
+    made("progress", again)
+    made("progress", said(made, "r", RequestFinished, finish_reason="stop", output_tokens=1, at_us=made.now_us))
+    made("fleet", joined(first, 0))
+    for name in ("s", "t"):
+        made("requests", request(name, PROMPTS[2]))
+    runs = await told(made)
+    assert runs.lost == 1
+    other = "b" if first == "a" else "a"
+    assert sorted((run.name, len(run.requests)) for run in runs.runs) == sorted(
+        [(f"{first}/0", 1), (f"{first}/0", 1), (f"{other}/0", 2)]
+    )
+    reasons = {one.left_out for run in runs.runs for one in run.requests}
+    assert reasons == {UNFINISHED, AGAIN}
+
+
+class Slice(MemoryLog):
+    """A log that lost its beginning."""
+
+    def __init__(self, made: Recorder, begins: dict[str, int]) -> None:
+        super().__init__()
+        self._begins = begins
+        for draft in made.drafts:
+            self.topics.setdefault(draft.topic, []).append(draft.value)
+        self.topics[DECISIONS.name] = [encode(DECISIONS, record) for record in made.journal]
+
+    async def begin(self, topic: str, partition: int) -> int:
+        return self._begins.get(topic, 0)
+
+
+async def test_a_slice_begins_with_what_was_cached_on_the_device() -> None:
+    made = fleet("a")
+    served(made, "before", 10, 10)
+    stored(made, "a", PROMPTS[0])
+    stored(made, "a", [77], seq=2, tier="host")
+    made.snapshot()
+    begins = {**made.world.view, DECISIONS.name: len(made.journal) - 1}
+    served(made, "r", 10, 10)
+    made.seal()
+    (run,) = (await engine_runs(Slice(made, begins), 0, "", lambda *_: None)).runs
+    assert len(run.requests) == 1
+    assert sorted(run.warm) == sorted(PROMPTS[0])
+    assert list((await told(made)).runs[0].warm) == []  # all of it begins with nothing
+
+
+async def test_pools_are_chosen_where_workers_are_not_alike() -> None:
+    made = fleet("a")
+    served(made, "r", 10, 10)
+    made("fleet", joined("b", 1, kv_blocks_total=128))
+    for number in range(4):
+        served(made, f"s{number}", 10, 10)
+    with pytest.raises(Unusable, match=r"not all alike, choose a --pool of equal ones .*64 blocks of .*128 blocks of"):
+        await told(made)
+    with pytest.raises(Unusable, match="no request went to a worker of the pool other; there are default"):
+        await told(made, "other")
+
+
+async def test_nothing_to_see() -> None:
+    with pytest.raises(Unusable, match=r"^no request went to a worker$"):
+        await told(Recorder())
+
+
+async def test_sizes_that_the_engine_model_cannot_have() -> None:
+    made = Recorder()
+    made("control", pool())
+    made("fleet", joined("a", 0, max_num_batched_tokens=4))
+    served(made, "r", 10, 10)
+    with pytest.raises(Unusable, match="the worker a cannot be modelled: max_num_batched_tokens"):
+        await told(made)
+
+
+async def test_another_history_is_no_history() -> None:
+    made = fleet("a", "b")
+    served(made, "r", 10, 10)
+    made.journal.pop(1)
+    with pytest.raises(Unusable, match=r"history diverges at journal offset 1.*replay verify"):
+        await told(made)

@@ -1,0 +1,81 @@
+"""`forebay fit` as a user runs it."""
+
+import asyncio
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from forebay.cli import fit as fit_command
+from forebay.cli.app import app
+from forebay.core.engine_timing import LinearTiming
+from forebay.events.control import RouterConfig
+from forebay.simulate.mooncake import Row
+from forebay.simulate.profiles.profile import Sizes, load_profile
+from tests.replay.recorded import write
+from tests.replay.simulated import BLOCK, played
+from tests.simulate.traces import conversations
+
+TRUTH = LinearTiming(step=1500.0, prefill_token=8.0, decode_step=2000.0, decode_sequence=300.0, context_token=0.1)
+
+
+def invoke(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, ["fit", *map(str, arguments)])
+
+
+def recording(path: Path, rows: list[Row]) -> Path:
+    asyncio.run(write(played(rows, RouterConfig(), 2, timing=TRUTH).log, path))
+    return path
+
+
+def test_a_recording_becomes_a_profile(tmp_path: Path) -> None:
+    log = recording(tmp_path / "run.db", conversations(12, 12, every_ms=90))
+    out = tmp_path / "engine.toml"
+    result = invoke(log, "-o", out)
+    assert result.exit_code == 0, result.output
+    profile = load_profile(str(out))
+    assert isinstance(profile.timing, LinearTiming)
+    assert profile.timing.prefill_token == pytest.approx(TRUTH.prefill_token, rel=0.1)
+    assert profile.timing.step + profile.timing.decode_step == pytest.approx(3500, rel=0.1)
+    assert profile.sizes == Sizes(block_size=BLOCK, blocks=16_384, max_num_seqs=256, max_num_batched_tokens=8192)
+    assert (profile.name, profile.source) == ("mock, fitted", "fitted to run.db")
+    for told in ("TTFT p50 / p90 of the", "ITL p50 / p90 of the", "on 2 ranks of mock", "(prefill_token)"):
+        assert told in result.stderr
+        assert told in out.read_text()
+    assert "the workers' clocks are not the owner's" in result.stderr  # nobody's: they say no times
+
+
+def test_a_profile_on_stdout_is_a_file(tmp_path: Path) -> None:
+    log = recording(tmp_path / "run.db", conversations(5, 8))
+    result = invoke(log)
+    assert result.exit_code == 0, result.output
+    path = tmp_path / "other.toml"
+    path.write_text(result.stdout)
+    assert load_profile(str(path)).sizes.block_size == BLOCK
+
+
+def test_too_few_requests(tmp_path: Path) -> None:
+    result = invoke(recording(tmp_path / "run.db", conversations(2, 3)))
+    assert result.exit_code == 2
+    assert "forebay: 6 requests can be compared, but at least 20 are needed" in result.stderr
+
+
+def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
+    log = recording(tmp_path / "run.db", conversations(5, 8))
+    result = invoke(log, "-o", tmp_path / "none" / "engine.toml")
+    assert result.exit_code == 2
+    assert "engine.toml: No such file or directory" in result.stderr
+
+
+def test_no_recording(tmp_path: Path) -> None:
+    result = invoke(tmp_path / "none.db")
+    assert result.exit_code == 2
+    assert "none.db" in result.stderr
+
+
+def test_without_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fit_command, "find_spec", lambda name: None if name == "scipy" else find_spec(name))
+    result = invoke(tmp_path / "run.db")
+    assert result.exit_code == 2
+    assert "forebay fit needs the package scipy: pip install 'forebay[fit]'" in result.stderr

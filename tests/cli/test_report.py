@@ -1,0 +1,367 @@
+"""The page of `forebay simulate --report`: what it says and holds, and what it must not do with what users name."""
+
+import json
+import zlib
+from base64 import b64decode
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import typer
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from forebay.cli.app import app
+from forebay.cli.report import require_report, write_report
+from forebay.cli.report_heat import COLUMNS, ROWS
+from forebay.cli.report_measures import limits, measured
+from forebay.cli.report_page import RUNS_MAX, page
+from forebay.cli.report_rows import ROWS_MAX
+from forebay.cli.report_words import duration
+from forebay.cli.simulations import Run
+from forebay.cli.terminal import printable
+from forebay.events.control import RouterConfig
+from forebay.simulate.goodput import Slo, goodput
+from forebay.simulate.outcome import Outcome, Requests, Served, summary
+from forebay.simulate.settings import engine_config, one_pool
+from tests.cli.outcomes import run
+from tests.simulate.traces import conversations, write
+
+HOSTILE = "</script><img src=x onerror=alert(1)>[bold]\x1b[31m&amp;"
+
+
+class Page(HTMLParser):
+    """What a page says, asks for and carries."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: dict[str, list[str]] = {}
+        self.scripts: list[str] = []
+        self.said: dict[str, list[str]] = {}
+        self._open: list[str] = []
+        self.feed(text)
+        self.text = " ".join(
+            text for tag, texts in self.said.items() if tag not in ("script", "style") for text in texts
+        )
+        self.data: dict[str, Any] = json.loads(zlib.decompress(b64decode(self.scripts[0])))
+        self.figures: dict[str, Any] = json.loads(self.scripts[2])
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        if tag not in ("meta", "input"):
+            self._open.append(tag)
+        if tag == "script":
+            self.scripts.append("")
+        for name, value in attrs:
+            self.attributes.setdefault(name, []).append(value or "")
+
+    def handle_endtag(self, tag: str) -> None:
+        while self._open and self._open.pop() != tag:
+            pass
+
+    def handle_data(self, data: str) -> None:
+        if self._open and self._open[-1] == "script":
+            self.scripts[-1] += data
+        self.said.setdefault(self._open[-1] if self._open else "", []).append(data)
+
+
+def made(*runs: Run, slo: Slo | None = None, **more: Any) -> Page:
+    return Page(page(runs, workload="a trace", slo=slo, digest="the digest", **more))
+
+
+def headline(*runs: Run, slo: Slo | None = None) -> str:
+    return "".join(made(*runs, slo=slo).said["h1"])
+
+
+def timed(name: str, *times_us: tuple[int, int, int], workers: int = 2) -> Run:
+    """A run of requests with these TTFT and E2E and so many tokens; a TTFT of 0 stands for no answer."""
+    served = [
+        Served(number * 1_000, 100, tokens, None, failure="no room", number=number)
+        if not first_us
+        else Served(
+            number * 1_000, 100, tokens, 0, 0, number * 1_000 + first_us, number * 1_000 + last_us, 1, number=number
+        )
+        for number, (first_us, last_us, tokens) in enumerate(times_us)
+    ]
+    outcome = Outcome(requests=Requests(served), workers=[f"mock-{number}" for number in range(workers)])
+    return Run(name, one_pool(workers, engine_config()), RouterConfig(), outcome, summary(outcome, workers))
+
+
+def test_a_page_needs_nothing_else_and_has_all_charts() -> None:
+    found = made(
+        run("kv", held=True), run("round-robin", slower=1.5, mode="round-robin", again=[3]), said=["2 rows left out"]
+    )
+    assert not {"src", "href", "srcset", "action"} & set(found.attributes)
+    assert not {"link", "iframe", "img", "object"} & set(found.tags)
+    assert any("default-src 'none'" in content for content in found.attributes["content"])
+    assert set(found.figures) == {"ttft", "itl", "ttft-slo", "itl-slo", "time", "load"} <= set(found.attributes["id"])
+    assert set(found.figures) == set(found.attributes["data-png"])
+    for text in (
+        "2 rows left out",
+        "the digest",
+        "All percentiles",
+        "mean time to first token",
+        "a trace: 400 requests",
+    ):
+        assert text in found.text
+    titles = {label["text"] for label in found.figures["time"]["layout"]["annotations"]}
+    assert {"requests that wait in the router", "workers in the fleet"} < titles
+    assert any("sent again" in title for title in titles)
+
+
+def test_what_users_name_is_text() -> None:
+    found = made(run(HOSTILE), run("kv", failed=[1]), said=[HOSTILE])
+    assert "img" not in found.tags
+    assert len(found.scripts) == 4
+    assert printable(HOSTILE) in found.text
+    shown = [trace["name"] for figure in found.figures.values() for trace in figure["data"]]
+    assert any("bold" in name for name in shown)
+    assert not any("<" in name for name in shown)
+    assert found.data["labels"][0] == HOSTILE  # put into the page as text nodes
+
+
+def test_the_headline_names_who_is_first_and_who_comes_next() -> None:
+    text = headline(run("slow", slower=3.0), run("fast"), run("next", slower=1.5))
+    assert text.startswith("fast gives first tokens soonest:")
+    assert text.endswith("33.3% less than next.")
+
+
+def test_the_headline_claims_nothing_of_those_that_are_level() -> None:
+    assert "one and two are level: mean TTFT" in headline(run("one"), run("two", slower=1.005))
+    assert headline(run("one"), run("two", slower=1.005), run("far", slower=2.0)).startswith(
+        "one and two are level and give first tokens soonest"
+    )
+
+
+def test_the_headline_says_who_is_first_at_the_end_of_the_tail() -> None:
+    even, tail = [(1_000, 2_000, 2)] * 99, (9_000, 9_500, 2)
+    text = headline(timed("even", *[(1_200, 2_000, 2)] * 100), timed("tailed", *even[:97], tail, tail, tail))
+    assert text.startswith("even gives first tokens soonest") or "at p99 it is even" in text
+    assert "at p99 it is even: 1.2 ms against 9 ms" in headline(
+        timed("even", *[(1_200, 2_000, 2)] * 200), timed("tailed", *[(1_000, 2_000, 2)] * 197, tail, tail, tail)
+    )
+
+
+def test_the_headline_goes_by_what_was_promised() -> None:
+    text = headline(run("late", slower=30.0), run("kept"), slo=Slo(ttft_ms=500, itl_ms=13))
+    assert text.startswith("kept keeps TTFT ≤ 500 ms, ITL ≤ 13 ms for ")
+    assert ", late for " in text
+
+
+def test_what_was_not_answered_is_said_first() -> None:
+    nobody = run("none", requests=9, failed=range(9))
+    assert headline(nobody) == "No request was answered."
+    assert headline(run("nobody", requests=0)) == "There was no request."
+    assert headline(nobody, run("some", requests=9)).startswith(
+        "Under none no request was answered; of the others: some"
+    )
+    text = made(run("kv", failed=[4, 7])).text
+    assert "Without an answer: 2 of 400 under kv." in text
+    assert "2 of 400 without an answer; the first: too large for any worker" in text
+
+
+@pytest.mark.parametrize(
+    "runs",
+    [
+        [run("empty", requests=0)],
+        [run("none", requests=5, failed=range(5))],
+        [run("none", requests=5, failed=range(5)), run("some", requests=5)],
+        [run("one", requests=1, workers=1)],
+        [timed("no timeline", (1_000, 2_000, 2))],
+        [timed("one token each", (1_000, 1_000, 1), (2_000, 2_000, 1))],
+    ],
+)
+def test_runs_with_little_to_show_have_a_page(runs: list[Run]) -> None:
+    found = made(*runs)
+    assert len(found.data["explorer"]["rows"]) == max(len(one.outcome.requests) for one in runs)
+    assert ("ttft" in found.figures) is any(one.summary["requests"] for one in runs)
+
+
+def test_cards_show_the_figures_and_mark_the_best() -> None:
+    kv, slow = run("kv", reuse=0.4), run("slow", slower=2.0, reuse=0.1)
+    found = made(kv, slow)
+    values = found.said["dd"]
+    assert f"{kv.summary['prefix_reuse']:.1%}" in values
+    assert duration(slow.summary["ttft_ms"]["p99"]) in values
+    assert duration(kv.summary["ttft_ms"]["mean"]) in found.said["b"]
+    best = [name for name in found.attributes["class"] if name == "best"]
+    assert 0 < len(best) < len(values) / 2
+    alone = made(kv)
+    assert "best" not in alone.attributes["class"]
+
+
+def test_runs_of_one_name_are_told_apart() -> None:
+    found = made(run("kv", workers=2), run("kv", workers=4), run("kv", workers=4))
+    assert found.data["labels"] == ["kv, 2 workers", "kv, 4 workers", "kv, 4 workers (2)"]
+    assert "cost" in found.figures  # they cost differently
+    assert "fleets of different sizes" in found.text
+
+
+def test_too_many_runs_are_not_shown_and_it_says_so() -> None:
+    found = made(*(run(f"run {number}", requests=3) for number in range(RUNS_MAX + 2)))
+    assert len(found.data["labels"]) == RUNS_MAX
+    assert f"The first {RUNS_MAX} of {RUNS_MAX + 2} runs are shown." in found.text
+
+
+times = st.tuples(st.integers(0, 5_000_000), st.integers(0, 9_000_000), st.integers(1, 300))
+
+
+@given(
+    st.lists(times.map(lambda one: (one[0], one[0] + one[1], one[2])), min_size=1, max_size=60),
+    st.floats(0.5, 6_000),
+    st.floats(0.01, 500),
+    st.none() | st.floats(1, 12_000),
+)
+def test_limits_count_what_goodput_counts(
+    given_times: list[tuple[int, int, int]], ttft_ms: float, itl_ms: float, e2e_ms: float | None
+) -> None:
+    """At the promised limits, and at the last ones, which every answered request keeps."""
+    one = timed("one", *given_times)
+    slo = Slo(ttft_ms=ttft_ms, itl_ms=itl_ms, e2e_ms=e2e_ms)
+    found = limits(measured([one], 1), slo)
+    (kept,) = found.kept
+    ttft_at, itl_at = found.ttft_ms.index(ttft_ms), found.itl_ms.index(itl_ms)
+    within = sum(count for (ttft, itl), count in kept.items() if ttft <= ttft_at and itl <= itl_at)
+    assert within / len(given_times) == pytest.approx(goodput(one.outcome, slo)["attained"])
+    assert all(ttft < len(found.ttft_ms) and itl < len(found.itl_ms) for ttft, itl in kept)
+    every = goodput(one.outcome, Slo(ttft_ms=1e12, e2e_ms=e2e_ms))["attained"] * len(given_times)
+    assert sum(kept.values()) == pytest.approx(every)
+
+
+def test_the_page_begins_at_the_promised_limits() -> None:
+    found = made(run("kv"), slo=Slo(ttft_ms=333, itl_ms=7.5, e2e_ms=900)).data["limits"]
+    assert (found["ttft"][found["ttft_at"]], found["itl"][found["itl_at"]]) == (333, 7.5)
+    assert found["e2e"] == "900 ms"
+
+
+def test_attainment_curves_count_those_without_an_answer() -> None:
+    found = made(timed("half", (1_000, 3_000, 3), (0, 0, 3), (2_000, 2_000, 1), (0, 0, 1)))
+    for name in ("ttft-slo", "itl-slo"):
+        (curve,) = found.figures[name]["data"]
+        assert max(curve["y"]) == 0.5
+    assert found.figures["itl-slo"]["data"][0]["y"][0] == 0.25  # one token has no time between tokens
+
+
+def test_a_request_is_the_same_under_every_policy_whenever_it_came() -> None:
+    first = timed("first", (1_000, 2_000, 5), (2_000, 3_000, 7))
+    other = timed("other", (3_000, 4_000, 7), (4_000, 6_000, 5))
+    numbers = other.outcome.requests.column("number")
+    numbers[0], numbers[1] = 1, 0
+    explorer = made(first, other).data["explorer"]
+    assert explorer["rows"] == [0, 1]
+    assert explorer["output"] == [5, 7]
+    assert [one["first"] for one in explorer["runs"]] == [[1_000, 2_000], [4_000, 3_000]]
+
+
+def test_a_request_that_never_came_under_a_policy_is_not_made_up() -> None:
+    explorer = made(timed("one", (1_000, 2_000, 5)), timed("two", (1_000, 2_000, 5), (2_000, 3_000, 6))).data[
+        "explorer"
+    ]
+    assert explorer["rows"] == [0, 1]
+    assert explorer["runs"][0]["attempts"] == [1, -1]
+    assert explorer["runs"][0]["first"] == [1_000, -1]
+
+
+def test_decisions_stand_beside_their_runner_up() -> None:
+    kv = run("kv", requests=20, workers=3, held=True)
+    (found,) = made(kv).data["explorer"]["runs"]
+    routed = kv.outcome.routed[5]
+    assert routed.runner_up is not None
+    assert found["workers"][found["other"][5]] == routed.runner_up.worker_id
+    assert found["my_cost"][5] == pytest.approx(routed.terms.cost, abs=0.01)
+    assert found["other_cost"][5] == pytest.approx(routed.runner_up.terms.cost, abs=0.01)
+    assert found["modes"][found["mode"][5]] == "kv"
+    assert found["waited_us"][5] == 20_000
+
+
+def test_of_too_many_requests_the_slowest_and_the_failed_are_kept() -> None:
+    failed = [7, 23_456]
+    long = run("long", requests=ROWS_MAX + 5_000, failed=failed)
+    found = made(long)
+    explorer = found.data["explorer"]
+    assert len(explorer["rows"]) <= ROWS_MAX
+    assert len(explorer["rows"]) > ROWS_MAX * 0.9
+    assert set(failed) < set(explorer["rows"])
+    requests = long.outcome.requests
+    slowest = sorted((one for one in requests if not one.failure), key=lambda one: one.arrived_us - one.first_us)[
+        :1_000
+    ]
+    assert {one.number for one in slowest} < set(explorer["rows"])
+    assert f"{len(explorer['rows']):,} of {ROWS_MAX + 5_000:,} requests" in found.text
+    assert explorer["runs"][0]["mode"][-1] == -1  # decisions are kept of the first ones only
+
+
+def test_many_workers_and_times_are_put_together() -> None:
+    found = made(run("wide", requests=2_000, workers=150))
+    (heat,) = found.data["heat"]
+    for values in heat.values():
+        assert len(values) <= ROWS
+        assert all(len(line) <= COLUMNS for line in values)
+    (drawn,) = found.figures["load"]["data"]
+    assert drawn["z"] == heat["computed"]
+    assert drawn["customdata"][0][0] == "mock-0 … mock-2"
+
+
+def test_heat_is_in_units_of_a_second() -> None:
+    one = run("one", requests=50, workers=1)
+    (heat,) = made(one).data["heat"]
+    computed = sum(served.prompt_tokens - served.cached_tokens for served in one.outcome.requests)
+    assert sum(heat["computed"][0]) == computed  # bins of one second
+
+
+def test_five_policies_on_an_hour_of_requests_stay_small() -> None:
+    runs = [run(f"policy {number}", requests=12_031, workers=8, slower=1 + number / 9) for number in range(5)]
+    size = len(page(runs, workload="hour", slo=None, digest=""))
+    assert size < 9_000_000, size
+
+
+def test_the_settings_are_all_there() -> None:
+    found = made(run("kv"), run("random", mode="random"))
+    told = json.loads("".join(found.said["pre"]))
+    assert [one["run"] for one in told] == ["kv", "random"]
+    assert msgspec.convert(told[0]["router"], RouterConfig) == RouterConfig()
+    assert told[1]["fleet"] == "as under kv"
+
+
+def test_a_report_is_never_written_over_something_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, mine = tmp_path / "report.html", tmp_path / "notes.html"
+    mine.write_text("mine")
+    for refused, reason in (
+        (mine, "no page of this command"),
+        (tmp_path / "no" / "page.html", "there is no directory"),
+    ):
+        with pytest.raises(typer.Exit):
+            require_report(refused)
+        assert f"--report {refused}: " in (said := capsys.readouterr().err)
+        assert reason in said
+    for _ in range(2):  # a report may be
+        require_report(path)
+        write_report(path, [run("kv", requests=5)], workload="w", slo=None, digest="d")
+    assert mine.read_text() == "mine"
+
+
+def test_the_command_refuses_before_it_simulates(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.html"
+    mine.write_text("mine")
+    trace = write(tmp_path / "trace.jsonl", conversations(sessions=2, turns=1))
+    done = CliRunner().invoke(app, ["simulate", str(trace), "--report", str(mine), "--json"])
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert "no page of this command" in done.stderr
+    both = CliRunner().invoke(app, ["simulate", "--against", "some.rec", "--report", str(tmp_path / "page.html")])
+    assert both.exit_code == 2
+    assert "--report" in both.stderr
+
+
+@pytest.mark.parametrize(
+    ("ms", "text"),
+    [
+        (0, "0 ms"), (0.0042, "4.2 µs"), (0.9996, "1 ms"), (12.34, "12.3 ms"), (999.4, "999 ms"), (999.6, "1 s"),
+        (61_250, "61.2 s"), (599_999, "600 s"), (3_600_000, "60 min"), (86_400_000, "24.0 h"),
+    ],
+)  # fmt: skip
+def test_times_have_three_digits_and_a_unit(ms: float, text: str) -> None:
+    assert duration(ms) == text

@@ -1,0 +1,242 @@
+"""Pages in a real browser that has no network: their charts, the explorer of a report, pictures.
+
+Where there is no Chromium these tests are skipped with the reason; with FOREBAY_REQUIRE_BROWSER=1 they fail.
+"""
+
+import asyncio
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+from playwright.sync_api import Dialog, expect
+from typer.testing import CliRunner
+
+from forebay.cli.app import app
+from forebay.cli.report import write_report
+from forebay.events.control import RouterConfig
+from forebay.simulate.goodput import Slo
+from infra.browser import Opened, chromium, opened
+from infra.local import Missing
+from tests.cli.outcomes import run
+from tests.cli.test_report import HOSTILE, Page
+from tests.replay.recorded import write as write_log
+from tests.replay.simulated import played
+from tests.simulate.traces import conversations, write
+
+pytestmark = pytest.mark.timeout(180)
+
+POLICIES = ("kv", "round-robin", "least-loaded")
+CHARTS = {"ttft", "itl", "ttft-slo", "itl-slo", "time", "load"}
+DRAWN = """() => Object.fromEntries([...document.querySelectorAll(".chart")].map((chart) => [chart.id, {
+    data: chart.data, calculated: (chart.calcdata || []).length,
+    marks: chart.querySelectorAll(".scatterlayer .trace path, .heatmaplayer image").length,
+    width: chart.querySelector("svg")?.getBoundingClientRect().width ?? 0 }]))"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def browser() -> str:
+    try:
+        return chromium()
+    except Missing as missing:
+        if os.environ.get("FOREBAY_REQUIRE_BROWSER") == "1":
+            pytest.fail(str(missing), pytrace=False)
+        pytest.skip(str(missing))
+
+
+@pytest.fixture(scope="module")
+def simulated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A report that the command wrote, and what it printed."""
+    folder = tmp_path_factory.mktemp("report")
+    trace = write(folder / "trace.jsonl", conversations(sessions=12, turns=10))
+    command: list[str | Path] = [
+        Path(sys.executable).with_name("forebay"),
+        "simulate",
+        trace,
+        "--workers",
+        "3",
+        "--json",
+    ]
+    command += [word for name in POLICIES for word in ("--policy", name)]
+    command += ["--slo", "ttft=250,itl=20", "--kill", "mock-1@2+3", "--lease-ttl-s", "1"]
+    done = subprocess.run([*command, "--report", folder / "report.html"], capture_output=True, check=True)
+    return folder / "report.html", json.loads(done.stdout)
+
+
+def drawn(found: Opened) -> None:
+    """Wait until every chart is there; nothing may have gone wrong, and nobody been asked."""
+    found.page.wait_for_selector("html[data-drawn=all]")
+    assert found.errors == []
+    assert found.requests == []
+
+
+def cells(found: Opened, column: int) -> list[str]:
+    return found.page.locator(f"#requests tbody tr.row td:nth-child({column})").all_inner_texts()
+
+
+def test_every_chart_is_drawn_with_what_the_simulation_found(simulated: tuple[Path, dict[str, Any]]) -> None:
+    path, result = simulated
+    written = Page(path.read_text())
+    assert set(written.figures) == CHARTS
+    with opened(path) as found:
+        drawn(found)
+        there = found.page.evaluate(DRAWN)
+        for name, figure in written.figures.items():
+            assert len(there[name]["data"]) == there[name]["calculated"] == len(figure["data"]) >= len(POLICIES)
+            assert there[name]["marks"] >= len(POLICIES), name
+            assert there[name]["width"] > 300, name
+            for trace, own in zip(there[name]["data"], figure["data"], strict=True):
+                for axis in ("x", "y", "z"):
+                    assert trace.get(axis) == own.get(axis), (name, axis)
+        medians = [trace["x"][0] for trace in there["ttft"]["data"] if trace["mode"] == "markers"]
+        assert medians == pytest.approx([result["policies"][name]["ttft_ms"]["p50"] for name in POLICIES])
+        kept = [found.page.locator(".keeps b").nth(at).inner_text() for at in range(len(POLICIES))]
+        assert kept == [f"{100 * result['policies'][name]['attained']:.1f}%" for name in POLICIES]
+        assert result["digest"] in found.page.inner_text("main")
+
+
+def test_the_explorer_finds_sorts_and_opens_requests(simulated: tuple[Path, dict[str, Any]]) -> None:
+    path, _ = simulated
+    explorer = Page(path.read_text()).data["explorer"]
+    first = explorer["runs"][0]["first"]
+    slowest = sorted(range(len(first)), key=lambda at: (-first[at], at))
+    with opened(path) as found:
+        drawn(found)
+        page, where = found.page, found.page.locator("#where")
+        expect(where).to_have_text("1 to 25 of 120")
+        assert cells(found, 1) == [str(at + 1) for at in slowest[:25]]
+        page.click("#after")
+        assert cells(found, 1) == [str(at + 1) for at in slowest[25:50]]
+        page.get_by_role("button", name="TTFT", exact=True).press("Enter")  # by keyboard: the quickest first
+        assert cells(found, 1)[0] == str(slowest[-1] + 1)
+        page.get_by_role("button", name="request", exact=True).click()
+        assert cells(found, 1)[:3] == ["1", "2", "3"]
+        page.fill("#search", "7")
+        expect(where).to_have_text("1 to 1 of 1")
+        page.locator("#requests button.open").press("Enter")
+        story = page.locator(".story")
+        expect(story).to_contain_text("Under kv it went to mock-")
+        expect(story).to_contain_text("Under round-robin it ")
+        assert page.locator(".side h3").all_inner_texts() == list(POLICIES)
+        page.locator("#requests button.open").press("Enter")
+        expect(story).to_have_count(0)
+        page.fill("#search", "mock-2")
+        assert set(cells(found, 5)) == {"mock-2"}
+        page.fill("#search", "nothing is called so")
+        expect(where).to_have_text("no request is like that")
+        page.fill("#search", "")
+        page.select_option("#only", "elsewhere")
+        moved = sum(one != other for one, other in zip(*(run["worker"] for run in explorer["runs"][:2]), strict=True))
+        expect(where).to_have_text(f"1 to 25 of {moved}")
+        page.select_option("#run", "2")
+        page.select_option("#only", "again")
+        again = sum(attempts > 1 for attempts in explorer["runs"][2]["attempts"])
+        expect(where).to_contain_text(f"of {again}" if again else "no request")
+        assert found.errors == []
+
+
+def test_limits_runs_and_loads_can_be_chosen(simulated: tuple[Path, dict[str, Any]]) -> None:
+    path, _ = simulated
+    data = Page(path.read_text()).data
+    limits = data["limits"]
+    with opened(path) as found:
+        drawn(found)
+        page = found.page
+        page.press("#ttft-limit", "End")
+        page.press("#itl-limit", "End")
+        assert page.locator(".keeps b").all_inner_texts() == ["100.0%"] * len(POLICIES)
+        page.press("#ttft-limit", "Home")
+        within = sum(count for ttft, _, count in limits["kept"][0] if ttft == 0)
+        assert page.locator(".keeps b").first.inner_text() == f"{100 * within / limits['requests'][0]:.1f}%"
+        line = page.evaluate("document.getElementById('ttft-slo').layout.shapes[0].x0")
+        assert line == limits["ttft"][0]
+        page.get_by_role("button", name="round-robin", exact=True).click()
+        shown = page.evaluate("document.getElementById('ttft-slo').data.map((trace) => trace.visible !== false)")
+        assert shown == [True, False, True]
+        page.select_option("#heat-kind", "running")
+        assert page.evaluate("document.getElementById('load').data[2].z") == data["heat"][2]["running"]
+        assert found.errors == []
+
+
+def test_every_chart_can_be_saved_as_a_picture(simulated: tuple[Path, dict[str, Any]]) -> None:
+    with opened(simulated[0]) as found:
+        drawn(found)
+        for name in sorted(CHARTS):
+            with found.page.expect_download() as download:
+                found.page.click(f"[data-png={name}]")
+            assert download.value.suggested_filename == f"{name}.png"
+            with Image.open(io.BytesIO(Path(download.value.path()).read_bytes())) as picture:
+                assert picture.format == "PNG"
+                assert picture.width > 600
+                assert len(picture.convert("RGB").getcolors(1 << 24) or ()) > 50  # something is drawn on it
+        assert found.errors == []
+        assert {url.split(":")[0] for url in found.requests} <= {"data", "blob"}
+
+
+def test_it_follows_the_scheme_and_fits_a_phone(simulated: tuple[Path, dict[str, Any]]) -> None:
+    with opened(simulated[0], scheme="dark", width=375, height=720) as found:
+        drawn(found)
+        page = found.page
+        body, line = page.locator("body"), page.locator("#ttft path.js-line").first
+        expect(line).to_have_css("stroke", "rgb(94, 177, 255)")
+        expect(body).to_have_css("background-color", "rgb(20, 24, 28)")
+        assert page.evaluate("document.documentElement.scrollWidth") <= 375
+        page.locator("#requests button.open").first.click()
+        assert page.evaluate("document.documentElement.scrollWidth") <= 375
+        page.emulate_media(color_scheme="light")
+        expect(line).to_have_css("stroke", "rgb(11, 107, 203)")
+        expect(body).to_have_css("background-color", "rgb(251, 251, 249)")
+        assert found.errors == []
+
+
+def test_names_are_text_and_nothing_runs(tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    runs = [run(HOSTILE, requests=60, failed=[3]), run("kv", requests=60, held=True)]
+    write_report(path, runs, workload=HOSTILE, slo=Slo(e2e_ms=900), digest="d", said=[HOSTILE])
+    with opened(path) as found:
+        dialogs: list[str] = []
+
+        def dismissed(dialog: Dialog) -> None:
+            dialogs.append(dialog.message)
+            dialog.dismiss()
+
+        found.page.on("dialog", dismissed)
+        drawn(found)
+        found.page.fill("#search", "4")
+        found.page.locator("#requests button.open").click()
+        expect(found.page.locator(".side h3").first).to_contain_text("</script><img src=x")
+        expect(found.page.locator(".side").first).to_contain_text("too large for any worker")
+        assert found.page.locator("img").count() == 0
+        assert dialogs == []
+        assert found.errors == []
+
+
+def test_a_report_of_nothing_answered_has_no_errors(tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    write_report(path, [run("kv", requests=4, failed=range(4))], workload="w", slo=None, digest="d")
+    with opened(path) as found:
+        drawn(found)
+        expect(found.page.locator("h1")).to_have_text("No request was answered.")
+        assert cells(found, 7) == ["no answer"] * 4
+
+
+def test_a_comparison_of_a_recording_is_drawn_and_saved_likewise(tmp_path: Path) -> None:
+    log, path = tmp_path / "run.db", tmp_path / "page.html"
+    history = played(conversations(sessions=6, turns=4), RouterConfig(), workers=2)
+    asyncio.run(write_log(history.log, log))
+    done = CliRunner().invoke(app, ["replay", "diff", str(log), "--policy", "round-robin", "--html", str(path)])
+    assert done.exit_code == 0, done.output
+    with opened(path) as found:
+        drawn(found)
+        there = found.page.evaluate(DRAWN)
+        assert set(there) == {"overlap", "load", "series"}
+        assert all(chart["marks"] or chart["calculated"] for chart in there.values())
+        with found.page.expect_download() as download:
+            found.page.click("[data-png=series]")
+        assert Path(download.value.path()).read_bytes().startswith(b"\x89PNG")
+        assert found.errors == []

@@ -1,0 +1,315 @@
+"""`forebay sweep`: which runs there are, which of them are the best, what they can take, and how it ends."""
+
+import csv
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from operator import methodcaller
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from forebay.cli.app import app
+from forebay.cli.simulate_options import FleetOptions, ShapeOptions
+from forebay.cli.simulations import Work, run_all
+from forebay.cli.sweep_axes import (
+    BLIND_MODES,
+    COST_SETTINGS,
+    OF_FLEET,
+    OF_SHAPE,
+    ROUTER_SETTINGS,
+    axes_of,
+    combinations,
+)
+from forebay.simulate.mooncake import Row
+from forebay.simulate.pareto import costs
+from tests.simulate.traces import conversations, write
+
+COMMAND = (sys.executable, "-c", "from forebay.cli.app import main; main()", "sweep")
+SIX = ("--set", "workers=1,2", "--set", "temperature=0,0.5", "--policy", "kv", "--policy", "round-robin")
+# In a process of a sweep it says so and never decides; anywhere else it is a policy like others.
+STUCK = """
+import multiprocessing, signal
+class Stuck:
+    def decide(self, world, request):
+        if multiprocessing.parent_process() is not None:
+            print("deciding", flush=True)
+            signal.pause()
+        return 0
+"""
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    return write(tmp_path / "trace.jsonl", conversations(sessions=4, turns=3))
+
+
+def sweep(trace: Path, *arguments: str) -> Result:
+    return CliRunner().invoke(app, ["sweep", str(trace), *arguments])
+
+
+def runs_of(trace: Path, *arguments: str) -> list[dict[str, Any]]:
+    run = sweep(trace, "--json", *arguments)
+    assert run.exit_code == 0, run.stderr
+    runs: list[dict[str, Any]] = json.loads(run.stdout)["runs"]
+    return runs
+
+
+def started(trace: Path, *arguments: str, hash_seed: int = 0) -> "subprocess.Popen[str]":
+    environment = {**os.environ, "PYTHONHASHSEED": str(hash_seed)}
+    return subprocess.Popen(
+        [*COMMAND, str(trace), *arguments],
+        cwd=trace.parent,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def test_there_is_a_run_for_every_combination_that_differs(trace: Path) -> None:
+    runs = runs_of(trace, *SIX)
+    assert sorted(run["name"] for run in runs) == [
+        "kv, workers=1, temperature=0",
+        "kv, workers=1, temperature=0.5",
+        "kv, workers=2, temperature=0",
+        "kv, workers=2, temperature=0.5",
+        "round-robin, workers=1",
+        "round-robin, workers=2",
+    ]
+    assert all(run["requests"] == 12 for run in runs)
+    drawn, sure = (
+        next(run for run in runs if run["name"] == f"kv, workers=2, temperature={of}") for of in ("0.5", "0")
+    )
+    assert drawn["digest"] != sure["digest"]
+
+
+def test_a_run_is_what_simulate_makes_of_the_same_settings(trace: Path) -> None:
+    (run,) = runs_of(trace, "--policy", "kv", "--set", "temperature=0.5", "--set", "blocks=512", "--set", "speed=3")
+    alone = CliRunner().invoke(
+        app, ["simulate", str(trace), "--json", "--policy", "kv:temperature=0.5", "--blocks", "512", "--speed", "3"]
+    )
+    figures = json.loads(alone.stdout)["policies"]["kv:temperature=0.5"]
+    assert {name: run[name] for name in figures if name != "workers"} == {
+        name: value for name, value in figures.items() if name != "workers"
+    }
+
+
+def test_one_answer_whatever_the_hash_seed_and_however_many_processors(trace: Path) -> None:
+    arguments = (*SIX, "--json", "--slo", "ttft=80")
+    one, other = (started(trace, *arguments, hash_seed=seed) for seed in (1, 2))
+    first, second = one.communicate()[0], other.communicate()[0]
+    assert first == second
+    here = [run for run in json.loads(first)["runs"] if run["name"] == "kv, workers=2, temperature=0.5"]
+    alone = runs_of(trace, "--policy", "kv", "--set", "temperature=0.5", "--set", "workers=2", "--slo", "ttft=80")
+    assert alone[0]["digest"] == here[0]["digest"]
+
+
+def test_runs_come_by_cost_and_the_best_are_marked(trace: Path) -> None:
+    objectives = ["ttft_ms.p90", "prefix_reuse"]
+    runs = runs_of(trace, *SIX, *(word for name in objectives for word in ("--objective", name)))
+    points = [costs(run, objectives) for run in runs]
+    assert points == sorted(points)
+    for run, point in zip(runs, points, strict=True):
+        worse = [other for other in points if other != point and all(o <= p for o, p in zip(other, point, strict=True))]
+        assert run["pareto"] is not bool(worse)
+    assert any(run["pareto"] for run in runs)
+    assert not all(run["pareto"] for run in runs)
+
+
+def test_the_table_has_a_line_a_run_and_says_what_is_cheapest(trace: Path) -> None:
+    run = sweep(trace, *SIX, "--slo", "ttft=1e6", "--attain", "0.99")
+    assert run.exit_code == 0
+    lines = [line.split() for line in run.stdout.splitlines()]
+    assert sum(line[:1] in (["kv"], ["round-robin"]) or line[1:2] in (["kv"], ["round-robin"]) for line in lines) == 6
+    assert "cheapest that keeps the promise to 99.00%: " in run.stdout
+    assert "6 runs in" in run.stderr
+
+
+def test_csv_has_a_column_for_whatever_varies_and_each_figure(trace: Path) -> None:
+    run = sweep(trace, *SIX, "--csv", "--slo", "ttft=80")
+    rows = list(csv.DictReader(io.StringIO(run.stdout)))
+    assert len(rows) == 6
+    told = {(row["policy"], row["set.workers"], row["set.temperature"]) for row in rows}
+    assert ("round-robin", "2", "") in told
+    assert ("kv", "1", "0.5") in told
+    assert all(float(row["ttft_ms.p90"]) > 0 and float(row["goodput_per_s"]) >= 0 for row in rows)
+
+
+def test_a_promise_that_no_run_keeps_ends_in_exit_code_1(trace: Path) -> None:
+    run = sweep(trace, *SIX, "--slo", "ttft=0.001", "--attain", "0.5")
+    assert run.exit_code == 1
+    assert "no run keeps the promise to 50.00% of the requests" in run.stdout
+
+
+def test_requests_that_fail_end_in_exit_code_1(tmp_path: Path) -> None:
+    trace = write(tmp_path / "trace.jsonl", [Row(0, 64, 1, [1]), Row(1, 512, 1, [2])])
+    run = sweep(trace, "--set", "blocks=4,64", "--json", "--policy", "kv", "--objective", "ttft_ms.p90")
+    assert run.exit_code == 1
+    assert [(one["set"]["blocks"], one["failed"], one["pareto"]) for one in json.loads(run.stdout)["runs"]] == [
+        ("64", 0, True),
+        ("4", 1, False),
+    ]
+
+
+def test_the_highest_rate_is_one_at_which_the_promise_is_kept_and_a_little_more_breaks_it(trace: Path) -> None:
+    promise = ["--policy", "kv", "--slo", "ttft=100"]
+    (run,) = runs_of(trace, *promise, "--set", "workers=1", "--find-capacity", "--attain", "0.75")
+    found = run["capacity"]
+    assert found["answer"] == "found"
+    speeds = sorted((step["speed"], step["holds"]) for step in found["steps"])
+    broken = min(speed for speed, holds in speeds if not holds)
+    assert found["step"]["speed"] < broken <= found["step"]["speed"] * 1.01
+    for speed, holds in ((found["step"]["speed"], True), (broken, False)):
+        (at,) = runs_of(trace, *promise, "--set", "workers=1", "--set", f"speed={speed!r}")
+        assert (at["attained"] >= 0.75) is holds
+        if holds:
+            assert {name: run[name] for name in at if name not in ("name", "set", "speed", "pareto")} == {
+                name: at[name] for name in at if name not in ("name", "set", "speed", "pareto")
+            }
+    arrived_ms = [row.timestamp for row in conversations(sessions=4, turns=3)]
+    rate = (len(arrived_ms) - 1) / (max(arrived_ms) / 1e3) * found["step"]["speed"]
+    assert run["capacity_per_s"] == pytest.approx(rate, rel=1e-4)  # arrivals are rounded to microseconds
+
+
+def test_it_is_said_that_speed_does_not_change_what_follows_on_answers() -> None:
+    workload = "synthetic:arrivals=poisson,rate=4,requests=30,turns=3"
+    run = CliRunner().invoke(app, ["sweep", workload, "--policy", "kv", "--find-capacity", "--slo", "ttft=40"])
+    assert run.exit_code == 0
+    assert "20 requests follow on answers" in run.stderr
+
+
+def test_promises_that_always_or_never_hold_are_answers_of_their_own(trace: Path) -> None:
+    run = sweep(trace, "--policy", "kv", "--find-capacity", "--slo", "ttft=1e9")
+    assert run.exit_code == 0
+    assert ">= " in run.stdout
+    run = sweep(trace, "--policy", "kv", "--find-capacity", "--slo", "ttft=0.001")
+    assert run.exit_code == 1
+    assert " none " in run.stdout
+    assert run.stdout.count("(not kept)") == 11
+
+
+def test_a_run_that_dies_leaves_the_others_their_results() -> None:
+    # What they do to the function that they report their progress to.
+    fails, works = Work("fails", 1, methodcaller("fail")), Work("works", 1, callable)
+    found = run_all([fails, works])
+    assert isinstance(found[0], AttributeError)
+    assert found[1] is True
+    (alone,) = run_all([fails])
+    assert isinstance(alone, AttributeError)
+
+
+def test_a_run_that_dies_is_named_and_ends_in_exit_code_1(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def dies(*_: object) -> None:
+        raise AssertionError("two requests of one id")
+
+    monkeypatch.setattr("forebay.cli.sweep.figures_of", dies)
+    run = sweep(trace, "--policy", "kv", "--set", "workers=3", "--json")
+    assert run.exit_code == 1
+    assert json.loads(run.stdout)["runs"] == []
+    assert json.loads(run.stdout)["dead"][0]["set"] == {"workers": "3"}
+    assert "forebay: kv, workers=3: two requests of one id\n" in run.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_whatever_ends_a_sweep_ends_its_processes(trace: Path, number: signal.Signals) -> None:
+    (trace.parent / "mine.py").write_text(STUCK)
+    run = started(trace, "--policy", "mine.Stuck", "--set", "temperature=1,2,3")
+    assert run.stderr is not None
+    assert "deciding" in run.stderr.readline()
+    if number == signal.SIGINT:
+        os.killpg(run.pid, number)  # as a terminal does
+    else:
+        run.send_signal(number)
+    told, said = run.communicate(timeout=60)  # at the end of stderr, which all of its processes have
+    assert run.returncode != 0
+    assert not told
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--set", "workers"], "--set workers: not of the form NAME=VALUE,VALUE"),
+        (["--set", "workers=1,,2"], "not of the form NAME=VALUE,VALUE"),
+        (["--set", "workers=1,1"], "a value stands there twice"),
+        (["--set", "workers=1", "--set", "workers=2"], "workers is varied twice"),
+        (["--set", "worker=1"], "there is nothing called worker to vary; there is workers"),
+        (["--set", "workers=0"], "--set workers=0: from 1 to 4096"),
+        (["--set", "workers=two"], "--set workers=two: not of the type int"),
+        (["--set", "temperature=-1", "--policy", "kv"], "temperature"),
+        (["--set", "temperature=1", "--policy", "kv:temperature=2"], "temperature is both in --policy"),
+        (["--set", "pool.other.workers=1"], "there is no pool other; there are default"),
+        (["--set", "pool.default.1.workers=1"], "pool default has 1 groups of workers, counted from 0"),
+        (["--set", "pool.default.colour=1"], "can vary, not colour"),
+        (["--set", "workers:blocks=1:2,3"], "2 names need 2 values at each point"),
+        (["--set", "blocks=64,1"], "kv, blocks=1: no request of trace.jsonl can be served"),
+        (["--set", f"seed={','.join(map(str, range(501)))}"], "that makes 1002 runs, and a sweep has at most 1000"),
+        (["--policy", "kw"], "there is no policy 'kw'"),
+        (["--find-capacity"], "--find-capacity needs --slo"),
+        (["--find-capacity", "--slo", "ttft=1", "--duration-s", "0.1"], "comes at one time"),
+        (["--objective", "beauty"], "--objective beauty: there is ttft_ms.mean"),
+        (["--objective", "attained"], "--objective attained needs --slo"),
+        (["--objective", "capacity_per_s"], "--objective capacity_per_s needs --find-capacity"),
+        (["--json", "--csv"], "one of them"),
+    ],
+)
+def test_what_cannot_be_swept_is_said_in_one_line_before_anything_runs(
+    trace: Path, arguments: list[str], reason: str
+) -> None:
+    run = sweep(trace, *arguments)
+    assert run.exit_code == 2
+    assert reason in run.stderr
+    assert run.stderr.count("\n") == 1
+
+
+def test_settings_can_vary_together(trace: Path) -> None:
+    found = combinations(["kv"], axes_of(["workers:blocks=1:256,2:128"]), FleetOptions(), ShapeOptions())
+    sizes = [(one.fleet.workers, one.fleet.pools[0].groups[0].engine.kv_blocks_total) for one in found]
+    assert sizes == [(1, 256), (2, 128)]
+
+
+def test_a_pool_is_resized_by_its_name() -> None:
+    axes = axes_of(["pool.default.workers=3", "pool.default.0.block_size=32"])
+    (one,) = combinations(["kv"], axes, FleetOptions(), ShapeOptions())
+    assert (one.fleet.workers, one.fleet.pools[0].groups[0].engine.block_size) == (3, 32)
+
+
+def test_pools_of_a_file_are_resized_one_by_one(tmp_path: Path) -> None:
+    file = tmp_path / "fleet.toml"
+    file.write_text("".join(f'[[pools]]\nname = "{of}"\nmodel = "{of}"\nworkers = [{{count = 2}}]\n' for of in "ab"))
+    axes = axes_of(["pool.a.workers:pool.b.workers=1:3,3:1", "pool.b.blocks=64"])
+    found = combinations(["kv"], axes, FleetOptions(pools=file), ShapeOptions())
+    groups = [[pool.groups[0] for pool in one.fleet.pools] for one in found]
+    assert [[group.count for group in of] for of in groups] == [[1, 3], [3, 1]]
+    assert [[group.engine.kv_blocks_total for group in of] for of in groups] == [[16_384, 64]] * 2
+    with pytest.raises(ValueError, match="says who serves: leave --workers out"):
+        combinations(["kv"], axes_of(["workers=1"]), FleetOptions(pools=file), ShapeOptions())
+
+
+def test_no_name_means_two_things() -> None:
+    assert not ROUTER_SETTINGS & set(OF_FLEET)
+    assert not ROUTER_SETTINGS & set(OF_SHAPE)
+    assert not set(OF_FLEET) & set(OF_SHAPE)
+
+
+@pytest.mark.parametrize("mode", sorted(BLIND_MODES - {"direct"}))
+def test_settings_of_the_cost_change_nothing_for_modes_that_do_not_look_at_it(trace: Path, mode: str) -> None:
+    plain = ["simulate", str(trace), "--json", "--workers", "3", "--blocks", "512", "--policy"]
+    other = {"selection_policy": "lmetric"}
+    changed = ",".join(f"{name}={other.get(name, '0.6')}" for name in COST_SETTINGS)
+    figures = [
+        next(iter(json.loads(CliRunner().invoke(app, [*plain, text]).stdout)["policies"].values()))
+        for text in (mode, f"{mode}:{changed}")
+    ]
+    for one in figures:
+        del one["digest"]  # decisions say their costs
+    assert figures[0] == figures[1]

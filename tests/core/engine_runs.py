@@ -1,0 +1,74 @@
+"""Requests for engine models, and what came of them."""
+
+from typing import Any
+
+from forebay.core.blocks import HASH_SEED, sequence_hashes
+from forebay.core.engine_model import EngineConfig, EngineModel, EngineRequest, Finished, Removed, Step, Stored
+from forebay.events.base import pack_u32, unpack_u32
+
+VOCABULARY = tuple(range(1000, 1100))
+BLOCK = 4
+
+
+def config(**changes: Any) -> EngineConfig:
+    sizes: dict[str, Any] = {"block_size": BLOCK, "kv_blocks_total": 32, "max_num_seqs": 4}
+    return EngineConfig(**{"vocabulary": VOCABULARY, "max_num_batched_tokens": 16, **sizes, **changes})
+
+
+def request(
+    name: str,
+    prompt: list[int],
+    max_tokens: int,
+    *,
+    seed: int = 7,
+    attempt: int = 1,
+    block: int = BLOCK,
+    salt: int = HASH_SEED,
+) -> EngineRequest:
+    packed = pack_u32(prompt)
+    return EngineRequest(
+        request_id=name,
+        attempt=attempt,
+        token_ids=packed,
+        sequence_hashes=sequence_hashes(packed, block, salt),
+        token_seed=seed,
+        max_tokens=max_tokens,
+        hash_seed=salt,
+    )
+
+
+def run(model: EngineModel, until_us: int = 0) -> list[Step]:
+    steps = []
+    while (step := model.step(until_us)) is not None:
+        steps.append(step)
+    return steps
+
+
+def answers(steps: list[Step]) -> dict[str, list[int]]:
+    """Tokens by request; fails when an index is missing, repeated or out of order."""
+    said: dict[str, list[int]] = {}
+    for step in steps:
+        for chunk in step.emitted:
+            tokens = said.setdefault(chunk.request_id, [])
+            assert chunk.first_index == len(tokens)
+            tokens += unpack_u32(chunk.token_ids)
+    return said
+
+
+def replay_cache(steps: list[Step]) -> set[int]:
+    content: set[int] = set()
+    for step in steps:
+        for change in step.cache_changes:
+            match change:
+                case Stored(parent=parent, hashes=hashes):
+                    assert parent is None or parent in content
+                    assert content.isdisjoint(hashes)
+                    content.update(hashes)
+                case Removed(hashes=hashes):
+                    assert content.issuperset(hashes)
+                    content.difference_update(hashes)
+    return content
+
+
+def finished(steps: list[Step]) -> list[Finished]:
+    return [end for step in steps for end in step.finished]

@@ -1,0 +1,32 @@
+"""Turns and fleets for tests of what happens to simulated requests."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from forebay.simulate.settings import Life, PoolSettings, Settings, WorkerGroup, engine_config
+from forebay.simulate.workload import Survey, Turn
+
+
+class Turns:
+    """Turns as a workload."""
+
+    name = "turns"
+    block_tokens = 64
+
+    def __init__(self, *turns: Turn) -> None:
+        self._turns = turns
+
+    def survey(self) -> Survey:
+        return Survey(requests=len(self._turns))
+
+    def turns(self) -> Iterator[Turn]:
+        yield from self._turns
+
+
+def turn(number: int, prompt: int = 64, output: int = 1, **changes: Any) -> Turn:
+    return Turn(number=number, prompt_tokens=prompt, output_tokens=output, **changes)
+
+
+def fleet(workers: int = 2, life: Life | None = None, sizes: dict[str, int] | None = None, **changes: Any) -> Settings:
+    group = WorkerGroup(count=workers, engine=engine_config(**(sizes or {})))
+    return Settings(pools=(PoolSettings(groups=(group,)),), life=life or Life(), **changes)

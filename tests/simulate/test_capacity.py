@@ -1,0 +1,55 @@
+"""The search for the highest speed: services that break at a known one."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forebay.simulate.capacity import DOUBLINGS_MAX, TOLERANCE, Capacity, Step, search
+
+
+def found(breaks_at: float, start: float = 1.0, tolerance: float = TOLERANCE) -> Capacity:
+    """Of a service that keeps its promise at every speed up to `breaks_at`."""
+
+    def measure(speed: float) -> Step:
+        holds = speed <= breaks_at
+        return Step(speed=speed, requests_per_s=3 * speed, attained=1.0 if holds else 0.5, holds=holds)
+
+    return search(measure, start, tolerance)
+
+
+@given(st.floats(0.002, 900.0), st.floats(0.001, 0.3))
+def test_it_is_found_to_the_tolerance_in_few_steps(breaks_at: float, tolerance: float) -> None:
+    capacity = found(breaks_at, tolerance=tolerance)
+    assert capacity.answer == "found"
+    assert capacity.step is not None
+    assert capacity.step.speed <= breaks_at < capacity.step.speed * (1 + tolerance)
+    assert capacity.step in capacity.steps
+    assert capacity.step.holds
+    assert len(capacity.steps) <= DOUBLINGS_MAX + 2 + 10
+    assert capacity.monotone
+
+
+def test_it_begins_where_the_user_is() -> None:
+    speeds = [step.speed for step in found(breaks_at=40.0, start=10.0).steps]
+    assert speeds[:4] == [10.0, 20.0, 40.0, 80.0]
+
+
+def test_what_holds_everywhere_may_hold_more_and_what_never_holds_holds_nothing() -> None:
+    always = found(breaks_at=1e9)
+    assert (always.answer, always.step) == ("always", always.steps[-1])
+    assert always.steps[-1].speed == 2.0**DOUBLINGS_MAX
+    never = found(breaks_at=0.0)
+    assert (never.answer, never.step) == ("never", None)
+    assert [step.speed for step in never.steps] == [0.5**doubling for doubling in range(DOUBLINGS_MAX + 1)]
+
+
+@pytest.mark.parametrize(("dip", "monotone"), [(0.7, True), (0.6, False)])
+def test_a_promise_that_is_better_kept_at_a_higher_speed_is_noticed(dip: float, monotone: bool) -> None:
+    def measure(speed: float) -> Step:
+        attained = 1.0 if speed <= 1.0 else dip if speed < 1.3 else 0.65
+        return Step(speed=speed, requests_per_s=speed, attained=attained, holds=attained >= 0.9)
+
+    capacity = search(measure, 1.0)
+    assert capacity.step is not None
+    assert capacity.step.speed == 1.0
+    assert capacity.monotone is monotone

@@ -1,0 +1,245 @@
+"""Whatever happens on the way, every request has one end, and every run can be had again."""
+
+import os
+import pickle
+import random
+import subprocess
+import sys
+from hashlib import sha256
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from forebay.core.policies import BUILT_IN
+from forebay.simulate import cluster
+from forebay.simulate.outcome import Outcome, summary
+from forebay.simulate.settings import (
+    DELAYS,
+    Delay,
+    Delays,
+    Fault,
+    Life,
+    Settings,
+    SettingsUnusable,
+    Start,
+    policy,
+    require_sense,
+)
+from forebay.simulate.simulation import Simulation
+from forebay.simulate.workload import Turn
+from tests.simulate.fleets import Turns, fleet, turn
+
+MS = 1_000
+TIMES = st.integers(0, 20_000).map(lambda ms: ms * MS)
+POLICIES = [
+    *sorted(set(BUILT_IN) - {"direct"}),
+    "kv:queue.threshold=0.01",
+    "kv:temperature=0.5,session_ttl_s=1",
+    "kv:busy.active_decode_blocks_threshold=0.4",
+    "tests.simulate.policies.LeastUsed",
+]
+
+
+@st.composite
+def workloads(draw: st.DrawFn) -> tuple[Turn, ...]:
+    """Some come at their times, others when one or several of those before have their answers."""
+    turns: list[Turn] = []
+    at_us = 0
+    for number in range(draw(st.integers(1, 30))):
+        after: tuple[int, ...] = ()
+        if number and draw(st.booleans()):
+            after = tuple(draw(st.sets(st.integers(max(0, number - 5), number - 1), min_size=1, max_size=3)))
+        else:
+            at_us += draw(st.sampled_from([0, 1, 700, 30 * MS, 2_000 * MS]))
+        blocks = draw(st.integers(0, 5))
+        turns.append(
+            turn(
+                number,
+                prompt=draw(st.integers(1, 400)),
+                output=draw(st.integers(1, 120)),
+                block_ids=tuple(range(blocks * 100, blocks * 100 + 7)) if blocks else (),
+                at_us=at_us,
+                after=tuple(sorted(after)),
+                delay_us=draw(st.sampled_from([0, 1, 5 * MS, 3_000 * MS])) if after else 0,
+                session_id=draw(st.sampled_from(["", "a", "b"])),
+            )
+        )
+    return tuple(turns)
+
+
+DELAY = st.builds(Delay, fixed_us=st.sampled_from([0, 0, 900, 40 * MS]), jitter_us=st.sampled_from([0, 0, 500, 9 * MS]))
+WAYS = st.builds(Delays, submit=DELAY, work=DELAY, tokens=DELAY, kv_events=DELAY, progress=DELAY, metrics=DELAY)
+LIVES = st.builds(
+    Life,
+    faults=st.lists(
+        st.builds(
+            Fault,
+            worker=st.sampled_from(["mock-0", "mock-1", "mock-2"]),
+            at_us=TIMES,
+            back_us=st.one_of(st.none(), TIMES),
+        ),
+        max_size=4,
+    ).map(tuple),
+    starts=st.lists(st.builds(Start, at_us=TIMES, count=st.integers(1, 2)), max_size=2).map(tuple),
+    mtbf_s=st.sampled_from([0.0, 0.0, 2.0, 30.0]),
+    repair_s=st.sampled_from([0.0, 1.0]),
+    cold_start_s=st.sampled_from([0.0, 0.5]),
+    lease_ttl_s=st.sampled_from([0.0, 0.2, 10.0]),
+)
+
+
+@st.composite
+def systems(draw: st.DrawFn) -> Settings:
+    sizes = {"blocks": draw(st.sampled_from([6, 12, 200])), "max_num_batched_tokens": 512}
+    life = draw(LIVES)
+    timeout_s = draw(st.sampled_from([0.05, 3.0, 600.0, 86_400.0]))
+    chosen = fleet(
+        draw(st.integers(1, 3)), life, sizes, delays=draw(WAYS), timeout_s=timeout_s, seed=draw(st.integers(0, 9))
+    )
+    try:
+        require_sense(chosen)
+    except SettingsUnusable:
+        chosen = msgspec.structs.replace(chosen, life=Life(mtbf_s=life.mtbf_s, repair_s=life.repair_s))
+    return chosen
+
+
+def run(system: Settings, name: str, turns: tuple[Turn, ...]) -> Outcome:
+    return Simulation(system, policy(name)).run(Turns(*turns), lambda _: None)
+
+
+def told(outcome: Outcome) -> Any:
+    return list(outcome.requests), outcome.digest, outcome.gpu_s, outcome.timeline, outcome.routed, outcome.workers
+
+
+@settings(max_examples=100, deadline=None)
+@given(system=systems(), turns=workloads(), name=st.sampled_from(POLICIES))
+def test_every_request_ends_once_and_every_run_can_be_had_again(
+    system: Settings, turns: tuple[Turn, ...], name: str
+) -> None:
+    ended: list[str] = []
+    end = cluster.Cluster._end
+
+    def counted(self: cluster.Cluster, request_id: str, *rest: Any) -> None:
+        ended.append(request_id)
+        end(self, request_id, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cluster.Cluster, "_end", counted)
+        outcome = run(system, name, turns)
+    assert sorted(map(int, ended)) == list(range(len(turns)))
+    found = list(outcome.requests)
+    event(f"failed: {any(one.failure for one in found)}, again: {any(one.attempts > 1 for one in found)}")
+    assert sorted(one.number for one in found) == list(range(len(turns)))
+    by_number = {one.number: one for one in found}
+    arrived_us = [one.arrived_us for one in found]
+    assert arrived_us == sorted(arrived_us)
+    for one in found:
+        asked = turns[one.number]
+        assert one.arrived_us >= asked.at_us
+        assert (one.prompt_tokens, one.output_tokens) == (asked.prompt_tokens, asked.output_tokens)
+        if not one.failure:
+            assert one.arrived_us < one.first_us <= one.last_us <= outcome.lasted_us
+            # A later attempt computes what was said before, at least.
+            assert 0 <= one.cached_tokens < one.prompt_tokens + (one.attempts > 1)
+        for earlier in (by_number[number] for number in asked.after):
+            assert one.arrived_us >= max(earlier.arrived_us, earlier.last_us) + asked.delay_us
+        if not asked.after:
+            assert one.arrived_us == asked.at_us
+    figures = summary(outcome, system.workers)
+    assert figures["requests"] + figures["failed"] == len(turns)
+    timeline = outcome.timeline
+    assert (sum(timeline.arrived), sum(timeline.finished)) == (len(turns), len(turns))
+    assert {*map(len, (timeline.queued, timeline.workers, *timeline.computed, *timeline.running))} == {
+        len(timeline.arrived)
+    }
+    assert told(run(system, name, turns)) == told(outcome)
+
+
+@settings(max_examples=60, deadline=None)
+@given(system=systems(), turns=workloads(), name=st.sampled_from(POLICIES[:-2]))
+def test_looking_ahead_changes_no_request(system: Settings, turns: tuple[Turn, ...], name: str) -> None:
+    # Load reports are left out: they are made when a step ends, and a policy looks at them.
+    outcome = run(system, name, turns)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cluster.Cluster, "_calm_us", lambda self: 0)
+        step_by_step = run(system, name, turns)
+    assert list(outcome.requests) == list(step_by_step.requests)
+
+
+@pytest.mark.parametrize("seed", [1, 11, 15, 100])
+def test_looking_ahead_changes_no_request_where_caches_are_full(seed: int) -> None:
+    # While engines decode they let go of prompts that come again: what the router knows of that decides.
+    rng = random.Random(seed)
+    turns: list[Turn] = []
+    at_us = 0
+    for number in range(40):
+        at_us += rng.choice([0, MS, 50 * MS, 300 * MS, 1_500 * MS]) + rng.randrange(MS)
+        first = 100 * rng.randrange(6)
+        prompt, output = rng.choice([64, 200, 330, 448]), rng.randrange(1, 250)
+        turns.append(turn(number, prompt, output, block_ids=tuple(range(first, first + 7)), at_us=at_us))
+    delays = DELAYS[rng.choice(["none", "kafka"])]
+    system = fleet(2, sizes={"blocks": rng.choice([14, 20, 30])}, delays=delays)
+    outcome = run(system, "kv", tuple(turns))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cluster.Cluster, "_calm_us", lambda self: 0)
+        assert list(run(system, "kv", tuple(turns)).requests) == list(outcome.requests)
+
+
+def eventful() -> str:
+    """A run in which all of it happens; its digest and a hash of what became of the requests."""
+    life = Life(
+        faults=(Fault(worker="mock-1", at_us=900 * MS, back_us=2_000 * MS),),
+        starts=(Start(at_us=1_500 * MS, pool="elsewhere"),),
+        mtbf_s=9.0,
+        repair_s=1.0,
+        cold_start_s=0.5,
+        lease_ttl_s=1.0,
+    )
+    [pool] = fleet(2).pools
+    system = Settings(
+        pools=(pool, msgspec.structs.replace(pool, name="elsewhere", model="other")),
+        delays=DELAYS["kafka"],
+        life=life,
+        timeout_s=20.0,
+    )
+    turns = [
+        turn(
+            number,
+            300 + number,
+            40,
+            block_ids=tuple(range(5 + number % 3)),
+            at_us=number * 40 * MS,
+            after=(number - 1,) if number % 3 else (),
+            delay_us=MS,
+            session_id="abc"[number % 3],
+            model=("simulated", "other")[number % 5 == 0],
+        )
+        for number in range(150)
+    ]
+    outcome = run(system, "kv:temperature=0.4,session_ttl_s=2,session_mode=soft", tuple(turns))
+    assert {one.attempts for one in outcome.requests} >= {1, 2}
+    return f"{outcome.digest} {sha256(repr(told(outcome)).encode()).hexdigest()}"
+
+
+def test_processes_with_other_hash_seeds_say_the_same() -> None:
+    code = "from tests.simulate.test_conservation import eventful; print(eventful(), end='')"
+    said = [
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)},
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    assert said == [eventful()] * 2
+
+
+def test_settings_that_went_to_another_process_say_the_same() -> None:
+    turns = (turn(0), turn(1, at_us=5 * MS))
+    system = fleet(2, delays=DELAYS["kafka"])
+    assert told(run(pickle.loads(pickle.dumps(system)), "kv", turns)) == told(run(system, "kv", turns))

@@ -1,0 +1,319 @@
+"""Workers that die, come back and are added: what becomes of the requests, worked out by hand."""
+
+import pytest
+
+from forebay.core.engine_timing import decode_us, prefill_us
+from forebay.simulate import cluster
+from forebay.simulate.delays import Draws
+from forebay.simulate.outcome import Outcome, Served, summary
+from forebay.simulate.settings import (
+    Delay,
+    Delays,
+    Fault,
+    Life,
+    PoolSettings,
+    Settings,
+    SettingsUnusable,
+    Start,
+    WorkerGroup,
+    engine_config,
+    policy,
+)
+from forebay.simulate.simulation import Simulation
+from forebay.simulate.workload import Turn
+from tests.simulate.fleets import Turns, fleet, turn
+
+S = 1_000_000
+PROMPT, BLOCKS = 640, 16_384
+FIRST_US = prefill_us(PROMPT)
+DECODE_US = decode_us(11, BLOCKS)  # of one token, until the eleventh block is full
+
+
+def run(system: Settings, *turns: Turn, router: str = "round-robin") -> Outcome:
+    return Simulation(system, policy(router)).run(Turns(*turns), lambda _: None)
+
+
+def served(system: Settings, *turns: Turn, router: str = "round-robin") -> list[Served]:
+    return list(run(system, *turns, router=router).requests)
+
+
+def lone_us(prompt: int, output: int) -> int:
+    """How long a request takes when nobody else is there."""
+    [one] = served(fleet(1), turn(0, prompt, output))
+    return one.last_us
+
+
+@pytest.mark.parametrize(("said", "output"), [(1, 100), (17, 100), (60, 100), (1, 2), (17, 20)])
+def test_an_answer_goes_on_behind_what_was_said_when_the_lease_of_its_worker_is_over(said: int, output: int) -> None:
+    died_us = FIRST_US + (said - 1) * DECODE_US + DECODE_US // 2
+    life = Life(faults=(Fault(worker="mock-0", at_us=died_us),), lease_ttl_s=10.0)
+    [one] = served(fleet(2, life), turn(0, PROMPT, output))
+    assert (one.failure, one.attempts, one.worker, one.first_us) == ("", 2, 1, FIRST_US)
+    assert one.last_us == died_us + 10 * S + lone_us(PROMPT + said, output - said)
+
+
+def test_an_answer_of_three_workers_is_in_three_parts() -> None:
+    again_us = FIRST_US + DECODE_US // 2 + S + prefill_us(PROMPT + 1) + 9 * DECODE_US + DECODE_US // 2
+    faults = Fault(worker="mock-0", at_us=FIRST_US + DECODE_US // 2), Fault(worker="mock-2", at_us=again_us)
+    [one] = served(fleet(3, Life(faults=faults, lease_ttl_s=1.0)), turn(0, PROMPT, 100))
+    assert (one.attempts, one.first_us) == (3, FIRST_US)
+    assert one.last_us == again_us + S + lone_us(PROMPT + 1 + 10, 100 - 1 - 10)
+
+
+def test_the_last_decision_about_a_request_is_kept_and_only_those_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "EXPLAINED_MAX", 2)
+    life = Life(faults=(Fault(worker="mock-0", at_us=FIRST_US),), lease_ttl_s=1.0)
+    found = run(fleet(2, life), turn(0, PROMPT, 9), turn(1, at_us=S // 2), turn(2, at_us=9 * S)).routed
+    assert [(place, one.attempt, one.worker_id) for place, one in sorted(found.items())] == [
+        (0, 2, "mock-1"),
+        (1, 1, "mock-1"),
+    ]
+
+
+def test_nothing_is_said_by_a_step_that_did_not_end() -> None:
+    life = Life(faults=(Fault(worker="mock-0", at_us=FIRST_US - 1),), lease_ttl_s=1.0)
+    [one] = served(fleet(2, life), turn(0, PROMPT, 100))
+    assert one.first_us == FIRST_US - 1 + S + FIRST_US
+    assert one.last_us == FIRST_US - 1 + S + lone_us(PROMPT, 100)
+
+
+def test_a_worker_that_dies_when_a_step_ends_has_said_what_the_step_did() -> None:
+    life = Life(faults=(Fault(worker="mock-0", at_us=FIRST_US),), lease_ttl_s=1.0)
+    [one] = served(fleet(2, life), turn(0, PROMPT, 100))
+    assert (one.first_us, one.last_us) == (FIRST_US, FIRST_US + S + lone_us(PROMPT + 1, 99))
+
+
+def test_an_answer_that_was_complete_stays_it() -> None:
+    life = Life(faults=(Fault(worker="mock-0", at_us=lone_us(PROMPT, 5)),))
+    [one] = served(fleet(1, life), turn(0, PROMPT, 5))
+    assert (one.failure, one.attempts, one.last_us) == ("", 1, lone_us(PROMPT, 5))
+
+
+def test_requests_go_to_a_dead_worker_until_half_of_its_lease_is_over() -> None:
+    life = Life(faults=(Fault(worker="mock-0", at_us=S),), lease_ttl_s=10.0)
+    early = [turn(number, at_us=(2 + number) * S) for number in range(4)]
+    late = [turn(number, at_us=(3 + number) * S) for number in range(4, 8)]
+    found = served(fleet(2, life), *early, *late)
+    assert [one.attempts for one in found] == [2, 1, 2, 1, 1, 1, 1, 1]
+    assert {one.worker for one in found} == {1}
+    # Both lost ones are sent on together when the lease is over.
+    assert {one.first_us for one in (found[0], found[2])} == {11 * S + prefill_us(2 * 64)}
+
+
+def test_a_dead_worker_computes_nothing_and_who_waits_for_it_is_given_up_in_time() -> None:
+    life = Life(faults=(Fault(worker="mock-0", at_us=S),), lease_ttl_s=10.0)
+    found = served(fleet(1, life, timeout_s=4.0), turn(0, 64, at_us=2 * S), turn(1, 64, at_us=8 * S))
+    assert found[0].failure == "the deadline passed"
+    assert found[0].first_us == 0
+    assert found[1].failure == "no worker of the pool default is ready"
+
+
+def test_whoever_lost_its_worker_waits_for_another_until_its_deadline() -> None:
+    life = Life(faults=(Fault(worker="mock-0", at_us=FIRST_US + 1),), lease_ttl_s=1.0)
+    outcome = run(fleet(1, life, timeout_s=30.0), turn(0, PROMPT, 100))
+    assert [one.failure for one in outcome.requests] == ["the deadline passed"]
+    assert outcome.lasted_us == 30 * S
+    # A process that comes after the deadline is too late.
+    late = Fault(worker="mock-0", at_us=FIRST_US + 1, back_us=3 * 86_400 * S)
+    for faults in (life.faults, (late,)):
+        a_day = run(fleet(1, Life(faults=faults, lease_ttl_s=1.0)), turn(0, PROMPT, 100))
+        assert (a_day.requests[0].failure, a_day.lasted_us) == ("the deadline passed", 86_400 * S)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_answer_is_complete_before_it_begins(seed: int) -> None:
+    # What the second worker says may be quicker than what the first one said.
+    life = Life(faults=(Fault(worker="mock-0", at_us=FIRST_US),), lease_ttl_s=0.0)
+    slow = Delays(tokens=Delay(jitter_us=300_000))
+    answered, late = served(fleet(2, life, delays=slow, seed=seed), turn(0, PROMPT, 2), turn(1, after=(0,)))
+    assert (answered.failure, answered.attempts) == ("", 2)
+    assert answered.first_us <= answered.last_us <= late.arrived_us
+
+
+def test_who_is_given_up_makes_room_in_its_engine() -> None:
+    system = fleet(1, sizes={"max_num_seqs": 1}, timeout_s=3.0)
+    found = served(system, turn(0, PROMPT, 9_999), turn(1, PROMPT, at_us=S))
+    assert [one.failure for one in found] == ["the deadline passed", ""]
+    assert 3 * S + FIRST_US <= found[1].first_us < 3 * S + FIRST_US + 2 * DECODE_US
+
+
+def test_a_client_of_no_patience_gets_nothing() -> None:
+    outcome = run(fleet(1, timeout_s=1e-9), turn(0, PROMPT, 100))
+    assert (outcome.requests[0].failure, outcome.lasted_us) == ("the deadline passed", 1)
+
+
+def test_a_new_process_is_empty_and_takes_what_waits() -> None:
+    died_us, back_us = 2 * S, 15 * S
+    life = Life(faults=(Fault(worker="mock-0", at_us=died_us, back_us=back_us),), cold_start_s=3.0, lease_ttl_s=10.0)
+    same = {"block_ids": tuple(range(1, 11))}
+    before = [turn(0, PROMPT, 1, **same), turn(1, PROMPT, 1, at_us=S, **same)]
+    found = served(
+        fleet(1, life), *before, turn(2, PROMPT, 1, at_us=3 * S, **same), turn(3, PROMPT, 1, at_us=30 * S, **same)
+    )
+    assert [one.cached_tokens for one in found] == [0, PROMPT - 64, 0, PROMPT - 64]
+    assert [one.attempts for one in found] == [1, 1, 2, 1]
+    assert found[2].first_us == died_us + back_us + 3 * S + FIRST_US
+
+
+def test_a_process_that_comes_before_the_lease_of_the_last_is_over_ends_it() -> None:
+    life = Life(faults=(Fault(worker="mock-0", at_us=2 * S, back_us=S),), lease_ttl_s=10.0)
+    # It stays when the half of that lease would be over, and all of it.
+    found = served(
+        fleet(1, life), *(turn(number, 64, at_us=at_us) for number, at_us in enumerate((2 * S + 1, 8 * S, 13 * S)))
+    )
+    assert [(one.attempts, one.failure) for one in found] == [(2, ""), (1, ""), (1, "")]
+    assert [one.first_us - prefill_us(64) for one in found] == [3 * S, 8 * S, 13 * S]
+
+
+def test_a_process_may_die_before_it_joins() -> None:
+    faults = Fault(worker="mock-0", at_us=2 * S, back_us=S), Fault(worker="mock-0", at_us=4 * S, back_us=S)
+    life = Life(faults=faults, cold_start_s=3.0, lease_ttl_s=10.0)
+    outcome = run(fleet(1, life), turn(0, 64, at_us=2 * S + 1))
+    assert [one.first_us for one in outcome.requests] == [8 * S + prefill_us(64)]
+    assert outcome.gpu_s == pytest.approx(2 + 1 + (outcome.lasted_us / S - 5))
+
+
+def test_a_request_that_loses_three_workers_is_given_up() -> None:
+    faults = tuple(Fault(worker=f"mock-{number}", at_us=at_s * S) for number, at_s in ((0, 1), (2, 3), (1, 5)))
+    [one] = served(fleet(3, Life(faults=faults, lease_ttl_s=1.0)), turn(0, 100_000, 9_999))
+    assert (one.failure, one.attempts) == ("3 workers were lost one after another", 3)
+
+
+def test_workers_are_started_later_and_cost_from_then_on() -> None:
+    life = Life(starts=(Start(at_us=2 * S, count=2),), cold_start_s=3.0)
+    outcome = run(fleet(1, life), *(turn(number, at_us=number * S) for number in range(10)))
+    assert outcome.workers == ["mock-0", "mock-1", "mock-2"]
+    # Joined at five seconds, before what comes at that time.
+    assert [one.worker for one in outcome.requests] == [0, 0, 0, 0, 0, 2, 0, 1, 2, 0]
+    lasted_s = outcome.lasted_us / S
+    assert outcome.gpu_s == pytest.approx(lasted_s + 2 * (lasted_s - 2))
+    assert [len(figure) for figure in (outcome.timeline.computed, summary(outcome, 1)["workers"])] == [3, 3]
+    assert (outcome.timeline.workers[0], outcome.timeline.workers[-1]) == (1, 3)
+
+
+def test_what_a_worker_did_is_its_own_where_the_one_before_it_never_joined_or_came_later() -> None:
+    starts = Start(at_us=2 * S), Start(at_us=4 * S)
+    turns = [turn(number, at_us=number * S) for number in range(30)]
+    for back_us in (None, 10 * S):
+        faults = (Fault(worker="mock-1", at_us=3 * S, back_us=back_us),)
+        outcome = run(fleet(1, Life(starts=starts, faults=faults, cold_start_s=3.0)), *turns)
+        computed = [0, 0, 0]
+        for one in outcome.requests:
+            assert one.worker is not None
+            computed[one.worker] += one.prompt_tokens
+        assert (computed[1] > 0, computed[2] > 0) == (back_us is not None, True)
+        assert [sum(bins) for bins in outcome.timeline.computed] == computed
+        assert {len(bins) for bins in outcome.timeline.running} == {len(outcome.timeline.arrived)}
+
+
+def test_the_dead_do_nothing_in_the_timeline() -> None:
+    life = Life(faults=(Fault(worker="mock-0", at_us=2 * S),), lease_ttl_s=1.0)
+    found = run(fleet(2, life), turn(0, PROMPT, 9_999), turn(1, at_us=20 * S)).timeline
+    after = 2 * S // found.bin_us + 1
+    assert found.running[0][after - 2] == 1
+    assert {*found.running[0][after:], *found.waiting[0][after:], *found.blocks_used[0][after:]} == {0}
+
+
+def test_the_chance_that_a_process_had_does_not_kill_the_one_after_it() -> None:
+    draws = Draws(4, "failures mock-0")
+    first_us, second_us = draws.next(100 * S), draws.next(100 * S)
+    assert first_us + 20 * S < first_us // 2 + second_us, "the second outlives what the first had left"
+    faults = (Fault(worker="mock-0", at_us=first_us // 2, back_us=0),)
+    life = Life(faults=faults, mtbf_s=100.0, lease_ttl_s=5.0)
+    [one] = served(fleet(1, life, seed=4), turn(0, at_us=first_us + S))
+    assert (one.attempts, one.failure) == (1, "")
+
+
+def test_who_starts_when_the_last_client_has_its_answer_costs_nothing() -> None:
+    life = Life(starts=(Start(at_us=2 * S),))
+    outcome = run(fleet(1, life, delays=Delays(progress=Delay(fixed_us=5 * S))), turn(0))
+    assert outcome.gpu_s == outcome.lasted_us / S == prefill_us(64) / S
+
+
+def test_a_new_process_has_delays_of_its_own() -> None:
+    life = Life(faults=(Fault(worker="mock-0", at_us=20 * S, back_us=0),))
+    slow = Delays(tokens=Delay(jitter_us=100_000))
+    found = served(fleet(1, life, delays=slow), turn(0), turn(1, at_us=30 * S))
+    assert len({one.first_us - one.arrived_us for one in found}) == 2
+
+
+def test_gpu_seconds_end_with_a_death_and_begin_with_a_start() -> None:
+    life = Life(faults=(Fault(worker="mock-0", at_us=2 * S, back_us=3 * S),), cold_start_s=2.0, lease_ttl_s=1.0)
+    system = fleet(2, life)
+    group = WorkerGroup(count=2, engine=engine_config(), gpus=4.0)
+    system = Settings(pools=(PoolSettings(groups=(group,)),), life=life)
+    outcome = run(system, turn(0), turn(1, at_us=10 * S))
+    lasted_s = outcome.lasted_us / S
+    assert outcome.gpu_s == pytest.approx(4.0 * (lasted_s + lasted_s - 3))
+
+
+def test_failures_of_chance_come_with_the_seed() -> None:
+    turns = [turn(number, 640, 50, at_us=number * S) for number in range(120)]
+    runs = [run(fleet(3, Life(mtbf_s=20.0, repair_s=2.0, lease_ttl_s=3.0), seed=seed), *turns) for seed in (0, 0, 1)]
+    assert runs[0].digest == runs[1].digest != runs[2].digest
+    assert runs[0].gpu_s < 3 * runs[0].lasted_us / S - 10
+    assert any(one.attempts > 1 for one in runs[0].requests)
+
+
+@pytest.mark.parametrize(
+    ("life", "where", "reason"),
+    [
+        (Life(faults=(Fault(worker="mock-2", at_us=0),)), "faults[0].worker", "no worker 'mock-2'; they are mock-0 to"),
+        (Life(starts=(Start(at_us=0, pool="x"),)), "starts[0].pool", "there is no pool 'x'"),
+        (Life(starts=(Start(at_us=0, group=1),)), "starts[0].group", "has 1 groups"),
+        (
+            Life(starts=(Start(at_us=5 * S),), faults=(Fault(worker="mock-2", at_us=S),)),
+            "faults[0].at",
+            "mock-2 is started at 5 s",
+        ),
+        (
+            Life(faults=(Fault(worker="mock-1", at_us=9), Fault(worker="mock-1", at_us=5))),
+            "faults[0].at",
+            "mock-1 stays dead",
+        ),
+        (Life(mtbf_s=0.5), "life.mtbf_s", "nothing would ever run"),
+        (Life(starts=(Start(at_us=0, count=4_095),)), "pools", "4097 workers are more than 4096"),
+    ],
+)
+def test_what_cannot_happen_is_refused(life: Life, where: str, reason: str) -> None:
+    with pytest.raises(SettingsUnusable) as caught:
+        Simulation(fleet(2, life), policy("kv"))
+    assert caught.value.where == where
+    assert reason in caught.value.reason
+
+
+def test_pools_that_do_not_go_together_are_refused() -> None:
+    small, large = (WorkerGroup(count=1, engine=engine_config(block_size=size)) for size in (16, 32))
+    first = PoolSettings(groups=(small,))
+    for pools, where in (
+        ((), "pools"),
+        ((first, first), "pools[1].name"),
+        ((first, PoolSettings(name="b", groups=(large,))), "pools[1].model"),
+        ((PoolSettings(groups=()),), "pools[0].workers"),
+        ((PoolSettings(groups=(small, large)),), "pools[0].workers[1].block_size"),
+    ):
+        with pytest.raises(SettingsUnusable) as caught:
+            Simulation(Settings(pools=pools), policy("kv"))
+        assert caught.value.where == where
+
+
+def test_every_pool_serves_its_model_with_blocks_of_its_size() -> None:
+    pools = (
+        PoolSettings(name="a", model="small", groups=(WorkerGroup(count=1, engine=engine_config(block_size=16)),)),
+        PoolSettings(
+            name="b",
+            model="large",
+            groups=(WorkerGroup(count=1, engine=engine_config(block_size=64)),),
+            router=policy("random"),
+        ),
+    )
+    outcome = run(
+        Settings(pools=pools),
+        turn(0, 100, model="small"),
+        turn(1, 100, model="large", at_us=S),
+        turn(2, 100, at_us=2 * S),
+        turn(3, 100, model="huge", at_us=3 * S),
+    )
+    assert [one.worker for one in outcome.requests] == [0, 1, 0, None]
+    assert [one.failure for one in outcome.requests] == ["", "", "", "no pool serves the model huge"]
+    assert [decision.mode for decision in outcome.routed.values()] == ["round-robin", "random", "round-robin"]

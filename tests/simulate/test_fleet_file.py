@@ -1,0 +1,171 @@
+"""Fleets from files: what they say, and what is wrong with them by file and key."""
+
+from pathlib import Path
+
+import pytest
+
+from forebay.simulate.fleet_file import Fleet, FleetUnusable, load_fleet
+from forebay.simulate.settings import DELAYS, Delay, Delays, Fault, Life, Settings, Start, policy
+from forebay.simulate.simulation import Simulation
+from tests.simulate.fleets import Turns, turn
+
+WHOLE = """
+delays = "kafka"
+
+[[pools]]
+name = "small"
+model = "a"
+
+[pools.router]
+mode = "kv"
+temperature = 0.3
+queue = {threshold = 2.0, classes = [{name = "default"}]}
+busy = {active_decode_blocks_threshold = 0.9}
+
+[[pools.workers]]
+count = 2
+blocks = 100
+gpus = 4
+
+[[pools.workers]]
+count = 1
+engine = "fast.toml"
+max_num_seqs = 8
+
+[[pools]]
+name = "large"
+model = "b"
+workers = [{count = 1, block_size = 16}]
+
+[life]
+mtbf_s = 3600
+cold_start_s = 60.5
+
+[[faults]]
+worker = "mock-1"
+at_s = 1.5
+back_s = 3
+
+[[starts]]
+at_s = 2
+pool = "large"
+count = 2
+"""
+PROFILE = """
+kind = "linear"
+[costs_us]
+step = 5000
+[sizes]
+blocks = 77
+gpus = 2
+"""
+
+
+def load(folder: Path, text: str) -> Fleet:
+    (folder / "fast.toml").write_text(PROFILE)
+    (folder / "fleet.toml").write_text(text)
+    return load_fleet(folder / "fleet.toml")
+
+
+def test_a_file_says_what_there_is_and_what_happens(tmp_path: Path) -> None:
+    fleet = load(tmp_path, WHOLE)
+    small, large = fleet.pools
+    assert (small.name, small.model, large.name, large.model) == ("small", "a", "large", "b")
+    assert small.router == policy("kv:temperature=0.3,queue.threshold=2,busy.active_decode_blocks_threshold=0.9")
+    assert large.router is None
+    sizes = [(one.count, one.engine.kv_blocks_total, one.engine.max_num_seqs, one.gpus) for one in small.groups]
+    assert sizes == [(2, 100, 256, 4.0), (1, 77, 8, 2.0)]
+    assert [one.profile for one in small.groups] == ["mocker", "fast"]
+    assert large.groups[0].engine.block_size == 16
+    assert fleet.delays == DELAYS["kafka"]
+    assert fleet.life == Life(
+        mtbf_s=3600.0,
+        cold_start_s=60.5,
+        faults=(Fault(worker="mock-1", at_us=1_500_000, back_us=3_000_000),),
+        starts=(Start(at_us=2_000_000, pool="large", count=2),),
+    )
+    settings = Settings(pools=fleet.pools, delays=fleet.delays, life=fleet.life)
+    turns = [turn(number, 300, model="ab"[number % 2], at_us=number * 400_000) for number in range(20)]
+    outcome = Simulation(settings, policy("round-robin")).run(Turns(*turns), lambda _: None)
+    assert [one.failure for one in outcome.requests] == [""] * 20
+    assert {decision.mode for decision in outcome.routed.values()} == {"kv", "round-robin"}
+
+
+def test_what_a_file_does_not_say_is_left_open(tmp_path: Path) -> None:
+    fleet = load(tmp_path, "[[pools]]\nworkers = [{count = 3}]")
+    assert (fleet.delays, fleet.life, fleet.pools[0].name) == (None, None, "default")
+
+
+def test_each_hop_may_have_its_own_delay(tmp_path: Path) -> None:
+    text = "[[pools]]\nworkers = [{count = 3}]\n[delays]\nsubmit = {fixed_ms = 1.5}\nwork = {jitter_ms = 0.25}"
+    assert load(tmp_path, text).delays == Delays(submit=Delay(fixed_us=1_500), work=Delay(jitter_us=250))
+
+
+POOL = "[[pools]]\nworkers = [{count = 3}]\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("pools = ", "Invalid value (at end of document)"),
+        ("", "pools: is missing"),
+        ("pools = []", "pools: there is none"),
+        ("pools = 3", "pools: expected a list, got int"),
+        ("[[pools]]\nname = 'x'", "pools[0].workers: is missing"),
+        ("[[pools]]\nworkers = []", "pools[0].workers: the pool 'default' has none"),
+        ("[[pools]]\nworkers = [{count = 0}]", "pools[0].workers[0].count: expected int >= 1"),
+        ("[[pools]]\nworkers = [{count = 1, block = 3}]", "pools[0].workers[0].block: there is no such key"),
+        (
+            "[[pools]]\nworkers = [{count = 1, max_num_seqs = 9000}]",
+            "pools[0].workers[0]: max_num_batched",
+        ),
+        (
+            "[[pools]]\nworkers = [{count = 1, engine = 'x.toml'}]",
+            "pools[0].workers[0].engine: there is no engine",
+        ),
+        (POOL + "[pools.router]\nmodus = 'kv'", "pools[0].router.modus: there is no such key; there are mode, "),
+        (POOL + "[pools.router]\nmode = 'kw'", "pools[0].router.mode: 'kw' cannot be simulated; there are kv, "),
+        (POOL + "[pools.router]\nmode = 'direct'", "pools[0].router.mode: 'direct' cannot be simulated"),
+        (POOL + "[pools.router]\ntemperature = -1", "pools[0].router"),
+        (POOL + "[pools.router]\nbusy = {x = 1}", "pools[0].router.busy.x: there is no such key"),
+        (
+            POOL + "[pools.router]\nqueue = {classes = [{x = 1}]}",
+            "pools[0].router.queue.classes[0].x: there is no",
+        ),
+        (POOL + "[pools.router]\nqueue = {classes = 4}", "pools[0].router.queue.classes: expected a list, got int"),
+        (POOL + "[pools.router]\nqueue = 4", "pools[0].router.queue: expected a table, got int"),
+        (POOL + POOL, "pools[1].name: there are two pools 'default'"),
+        (
+            POOL + "[[pools]]\nname = 'b'\nworkers = [{count = 1}]",
+            "pools[1].model: the pools 'default' and 'b' both serve 'simulated', but a router sends",
+        ),
+        (
+            "[[pools]]\nworkers = [{count = 1}, {count = 1, block_size = 16}]",
+            "pools[0].workers[1].block_size: 16 is not the 64 of the pool's first workers",
+        ),
+        (POOL + "[life]\nmtbf = 3", "life.mtbf: there is no such key"),
+        (POOL + "[life]\nmtbf_s = 0.1", "life.mtbf_s: 0.1 is below 1 s"),
+        (POOL + "[[faults]]\nworker = 'mock-3'\nat_s = 1", "faults[0].worker: there is no worker 'mock-3'"),
+        (POOL + "[[faults]]\nworker = 'mock-2'\nat_s = -1", "faults[0].at_s: expected float >= 0"),
+        (
+            POOL + "[[starts]]\nat_s = 9\n[[faults]]\nworker = 'mock-3'\nat_s = 1",
+            "faults[0].at_s: mock-3 is started at 9 s",
+        ),
+        (POOL + "[[starts]]\nat_s = 9\npool = 'x'", "starts[0].pool: there is no pool 'x'"),
+        ("delays = 'slow'\n" + POOL, "delays: 'slow' is none of none, embedded, kafka"),
+        (POOL + "[delays]\nsent = {fixed_ms = 1}", "delays.sent: there is no such key"),
+        (POOL + "[delays]\nwork = {fixed_ms = -1}", "delays.work.fixed_ms: expected float >= 0"),
+    ],
+)
+def test_what_is_wrong_is_told_by_file_and_key(tmp_path: Path, text: str, reason: str) -> None:
+    with pytest.raises(FleetUnusable) as caught:
+        load(tmp_path, text)
+    assert str(caught.value).startswith(f"{tmp_path / 'fleet.toml'}: {reason}")
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FleetUnusable, match=r"none\.toml: cannot be read \(No such file"):
+        load_fleet(tmp_path / "none.toml")
+    (tmp_path / "x.toml").write_bytes(b"\xff")
+    with pytest.raises(FleetUnusable, match=r"x\.toml: is no text in UTF-8"):
+        load_fleet(tmp_path / "x.toml")

@@ -1,0 +1,210 @@
+"""The simulator against a second, slow telling of one worker: block by block, one iteration at a time."""
+
+from collections import deque
+from collections.abc import Sequence
+
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from forebay.core.engine_timing import decode_us, prefill_us
+from forebay.simulate.settings import policy
+from forebay.simulate.simulation import Simulation
+from forebay.simulate.workload import Turn
+from tests.simulate.fleets import Turns, fleet, turn
+
+BLOCK = 64
+
+
+class Cache:
+    """Blocks with their users; those without any are evicted from the front of the list."""
+
+    def __init__(self, total: int) -> None:
+        self.room = total  # neither used nor cached
+        self.users: dict[object, int] = {}
+        self.idle: list[object] = []
+
+    def has(self, name: object) -> bool:
+        return name in self.users or name in self.idle
+
+    def use(self, name: object) -> None:
+        if name in self.idle:
+            self.idle.remove(name)
+        self.users[name] = self.users.get(name, 0) + 1
+
+    def leave(self, name: object) -> None:
+        self.users[name] -= 1
+        if not self.users[name]:
+            del self.users[name]
+            self.idle.append(name)
+
+    def new(self, blocks: int, found: Sequence[object] = ()) -> bool:
+        """Room for new blocks, beside those found, which are then in use; False and nothing if there is none."""
+        if blocks > self.room + sum(name not in found for name in self.idle):
+            return False
+        for name in found:
+            self.use(name)
+        while self.room < blocks:
+            self.idle.pop(0)
+            self.room += 1
+        self.room -= blocks
+        return True
+
+
+class Asked:
+    """A request in the engine: `names` of its full blocks, and how many blocks it holds altogether."""
+
+    def __init__(self, asked: Turn) -> None:
+        self.asked = asked
+        self.generated = self.computed = self.blocks = 0
+        self.names: list[object] = []
+        self.cached = self.first_us = self.last_us = -1
+
+    def name(self, block: int) -> object:
+        if (block + 1) * BLOCK <= self.asked.prompt_tokens and self.asked.block_ids:
+            return self.asked.block_ids[: block + 1]
+        return "own", self.asked.number, block
+
+    @property
+    def known(self) -> int:
+        return self.asked.prompt_tokens + self.generated
+
+
+class Worker:
+    def __init__(self, blocks: int, seqs: int, batched: int) -> None:
+        self.total, self.seqs, self.batched = blocks, seqs, batched
+        self.cache = Cache(blocks)
+        self.running: list[Asked] = []
+        self.waiting: deque[Asked] = deque()
+        self.preempted = 0
+
+    def step(self, now_us: int) -> int:
+        """One iteration that begins now; when it ends."""
+        decoding = [one for one in self.running if one.computed == one.known - 1 and one.generated]
+        crowded = False
+        for one in list(decoding):
+            while one in self.running and one.blocks * BLOCK < one.known and not self._more(one, 1):
+                gone = self._preempt()
+                crowded = True
+                if gone in decoding:
+                    decoding.remove(gone)
+        budget = self.batched - len(decoding)
+        tokens, done = 0, []
+        while budget:
+            partial = [one for one in self.running if one not in decoding and one not in done]
+            if partial:
+                one = partial[0]
+                chunk = min(budget, one.known - one.computed)
+                if not self._more(one, -(-(one.computed + chunk) // BLOCK) - one.blocks):
+                    self._preempt()
+                    break
+            elif crowded or not self.waiting or len(self.running) >= self.seqs:
+                break
+            else:
+                one = self.waiting[0]
+                chunk = self._admit(one, budget)
+                if not chunk:
+                    break
+                self.running.append(self.waiting.popleft())
+            budget -= chunk
+            tokens += chunk
+            self._compute(one, chunk)
+            if one.computed == one.known:
+                done.append(one)
+        held = sum(one.blocks for one in decoding) * BLOCK
+        ends_us = now_us + prefill_us(tokens) + (decode_us(held, self.total * BLOCK) if decoding else 0)
+        for one in decoding:
+            self._compute(one, 1)
+        for one in [*decoding, *done]:
+            one.generated += 1
+            if one.generated == 1:
+                one.first_us = ends_us
+            if one.generated == one.asked.output_tokens:
+                one.last_us = ends_us
+                self._leave(one)
+        return ends_us
+
+    def _more(self, one: Asked, blocks: int) -> bool:
+        if not self.cache.new(blocks):
+            return False
+        one.blocks += blocks
+        return True
+
+    def _admit(self, one: Asked, budget: int) -> int:
+        found: list[object] = []
+        while (len(found) + 1) * BLOCK < one.known and self.cache.has(one.name(len(found))):
+            found.append(one.name(len(found)))
+        chunk = min(budget, one.known - len(found) * BLOCK)
+        blocks = -(-(len(found) * BLOCK + chunk) // BLOCK)
+        if not self.cache.new(blocks - len(found), found):
+            return 0
+        one.names, one.blocks, one.computed = found, blocks, len(found) * BLOCK
+        one.cached = one.computed if one.cached < 0 else one.cached
+        return chunk
+
+    def _compute(self, one: Asked, tokens: int) -> None:
+        one.computed += tokens
+        while (len(one.names) + 1) * BLOCK <= one.computed:
+            name = one.name(len(one.names))
+            self.cache.room += self.cache.has(name)
+            self.cache.use(name)
+            one.names.append(name)
+
+    def _leave(self, one: Asked) -> None:
+        for name in reversed(one.names):
+            self.cache.leave(name)
+        self.cache.room += one.blocks - len(one.names)
+        one.names, one.blocks, one.computed = [], 0, 0
+        self.running.remove(one)
+
+    def _preempt(self) -> Asked:
+        gone = self.running[-1]
+        self._leave(gone)
+        self.waiting.appendleft(gone)
+        self.preempted += 1
+        return gone
+
+
+def told(turns: Sequence[Turn], worker: Worker) -> list[Asked]:
+    sequences = [Asked(one) for one in turns]
+    coming = deque(sequences)
+    now_us = 0
+    while coming or worker.running or worker.waiting:
+        if not worker.running and not worker.waiting:
+            now_us = max(now_us, coming[0].asked.at_us)
+        while coming and coming[0].asked.at_us <= now_us:
+            worker.waiting.append(coming.popleft())
+        now_us = worker.step(now_us)
+    return sequences
+
+
+@st.composite
+def workloads(draw: st.DrawFn) -> tuple[Turn, ...]:
+    turns: list[Turn] = []
+    at_us = 0
+    for number in range(draw(st.integers(1, 25))):
+        at_us += draw(st.sampled_from([0, 0, 1, 9_000, 200_000, 3_000_000]))
+        ids = tuple(draw(st.lists(st.integers(0, 1), max_size=7)))
+        prompt = draw(st.integers((len(ids) - 1) * BLOCK + 1, len(ids) * BLOCK)) if ids else draw(st.integers(1, 300))
+        output = draw(st.one_of(st.integers(1, 4), st.integers(1, 150)))
+        turns.append(turn(number, prompt, output, block_ids=ids, at_us=at_us))
+    return tuple(turns)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    turns=workloads(),
+    blocks=st.sampled_from([10, 14, 20, 60]),
+    seqs=st.sampled_from([2, 4, 16]),
+    batched=st.integers(16, 600),
+)
+def test_a_lone_worker_does_what_a_plain_telling_says(
+    turns: tuple[Turn, ...], blocks: int, seqs: int, batched: int
+) -> None:
+    worker = Worker(blocks, seqs, batched)
+    expected = told(turns, worker)
+    event(f"preempted: {worker.preempted > 0}, found: {any(one.cached for one in expected)}")
+    sizes = {"blocks": blocks, "max_num_seqs": seqs, "max_num_batched_tokens": batched}
+    found = Simulation(fleet(1, sizes=sizes), policy("round-robin")).run(Turns(*turns), lambda _: None)
+    assert [(one.first_us, one.last_us, one.cached_tokens) for one in found.requests] == [
+        (one.first_us, one.last_us, one.cached) for one in expected
+    ]

@@ -1,0 +1,46 @@
+"""Who is Pareto-optimal, against the definition."""
+
+import math
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forebay.simulate.pareto import costs, optimal
+
+SOME = st.integers(0, 4).map(float)  # few values: ties, and points that are equal
+POINTS = st.integers(1, 4).flatmap(
+    lambda objectives: st.lists(st.lists(SOME, min_size=objectives, max_size=objectives), max_size=30)
+)
+
+
+@given(POINTS)
+def test_nobody_dominates_those_that_are_kept_and_somebody_the_others(points: list[list[float]]) -> None:
+    def dominated(point: list[float]) -> bool:
+        return any(
+            all(mine <= yours for mine, yours in zip(other, point, strict=True)) and other != point for other in points
+        )
+
+    assert optimal(points) == [not dominated(point) for point in points]
+
+
+def test_less_of_a_cost_and_more_of_a_gain_is_better_to_three_digits() -> None:
+    figures = {"requests": 9, "ttft_ms": {"p90": 1234.5}, "goodput_per_s": 0.0123456, "failed": 0}
+    assert costs(figures, ["ttft_ms.p90", "goodput_per_s", "failed"]) == (1230.0, -0.0123, 0.0)
+
+
+def ran(requests: int = 1, failed: int = 0, **figures: Any) -> dict[str, Any]:
+    return {"requests": requests, "failed": failed, **figures}
+
+
+def test_who_answers_only_the_quick_ones_is_not_quick() -> None:
+    ttft_ms = {"mean": 1.0, "p50": 1.0, "p90": 2.0, "p99": 3.0}
+    objectives = ["ttft_ms.p50", "ttft_ms.p90", "ttft_ms.p99"]
+    assert costs(ran(90, 10, ttft_ms=ttft_ms), objectives) == (1.0, 2.0, math.inf)
+    assert costs(ran(89, 11, ttft_ms=ttft_ms), objectives) == (1.0, math.inf, math.inf)
+    assert costs(ran(0, 5, ttft_ms={}), objectives) == (math.inf,) * 3
+
+
+def test_who_has_no_such_figure_is_the_worst_in_it() -> None:
+    points = [costs(figures, ["itl_ms.p90"]) for figures in (ran(itl_ms={}), ran(itl_ms={"p90": 9e9}))]
+    assert optimal(points) == [False, True]

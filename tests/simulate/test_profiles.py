@@ -1,0 +1,299 @@
+"""Engine profiles: built in, from files, and derived from a model's description and a GPU's data sheet."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forebay.core.engine_timing import LinearTiming, MockerTiming, RooflineTiming
+from forebay.simulate.profiles.profile import Profile, Sizes, load_profile, write_linear
+from forebay.simulate.profiles.sheets import ProfileUnusable, gpu_sheet, read_transformer
+
+# As published with Llama-3.1-8B and Mixtral-8x7B.
+LLAMA_8B = {
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "tie_word_embeddings": False,
+    "vocab_size": 128256,
+}
+MIXTRAL = {**LLAMA_8B, "vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2}
+LAYER = 2 * 4096 * (32 + 8) * 128 + 3 * 4096 * 14336 + 2 * 4096  # 218,112,000
+HEAD = 4096 * 128256
+DECODE_ONE = {"prefill_tokens": 0, "prefill_attended": 0, "decode_sequences": 1, "cache_tokens": 1 << 20}
+
+
+def profile_file(folder: Path, text: str, config: dict[str, Any] | None = None) -> str:
+    (folder / "config.json").write_text(json.dumps(config or LLAMA_8B))
+    path = folder / "engine.toml"
+    path.write_text(text)
+    return str(path)
+
+
+def roofline_of(folder: Path, text: str = "", config: dict[str, Any] | None = None) -> Profile:
+    described = f'kind = "roofline"\nmodel = "config.json"\n{text}'
+    return load_profile(
+        profile_file(folder, described if "gpu =" in text else f'{described}\ngpu = "h100-sxm"', config)
+    )
+
+
+def timing_of(profile: Profile) -> RooflineTiming:
+    assert isinstance(profile.timing, RooflineTiming)
+    return profile.timing
+
+
+def test_the_mocker_is_built_in() -> None:
+    profile = load_profile("mocker")
+    assert profile == Profile(timing=MockerTiming(), sizes=Sizes(), name="mocker")
+
+
+def test_a_file_may_give_the_mocker_other_sizes(tmp_path: Path) -> None:
+    path = profile_file(tmp_path, 'kind = "mocker"\n[sizes]\nblocks = 512\ngpus = 2')
+    profile = load_profile(path)
+    assert (profile.timing, profile.sizes, profile.name) == (MockerTiming(), Sizes(blocks=512, gpus=2.0), "engine")
+
+
+def test_a_linear_profile_reads_as_it_was_written(tmp_path: Path) -> None:
+    made = Profile(
+        timing=LinearTiming(step=1200.5, attended_pair=1e-05, decode_sequence=3.0),
+        sizes=Sizes(block_size=16, blocks=4096, max_num_seqs=8, max_num_batched_tokens=2048),
+        name='eight "cores"',
+        source="run.rec\\",
+        work_us=750,
+    )
+    text = write_linear(made, "fitted\n\nto something")
+    assert text.startswith("# fitted\n#\n# to something\n")
+    path = tmp_path / "fitted.toml"
+    path.write_text(text)
+    assert load_profile(str(path)) == made
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "missing required field `kind`"),
+        ('kind = "cubic"', "kind: Invalid value 'cubic'"),
+        ("kind = ", "Invalid value"),
+        ('kind = "linear"', "missing required field `costs_us`"),
+        ('kind = "linear"\n[costs_us]\nstep = -1', "costs_us.step: Expected `float` >= 0.0"),
+        ('kind = "linear"\n[costs_us]\nstep = inf', "step must be a number from 0 on, not inf"),
+        ('kind = "linear"\n[costs_us]\nstep = 0', "at least one cost must be above 0"),
+        ('kind = "linear"\n[costs_us]\nstop = 1', "unknown field `stop`"),
+        ('kind = "mocker"\n[sizes]\nblocks = 0', "sizes.blocks: Expected `int` >= 1"),
+        ('kind = "mocker"\n[sizes]\ngpus = 0', "sizes.gpus: Expected `float` > 0.0"),
+        ('kind = "roofline"\nmodel = "c.json"\ngpu = "h100-sxm"', "c.json: No such file"),
+        ('kind = "roofline"\nmodel = "config.json"\ngpu = "h100"', "no data sheet of 'h100', but of a100-80gb, b200"),
+        (
+            'kind = "roofline"\nmodel = "config.json"\ngpu = "h100-sxm"\ntensor_parallel = 5',
+            "32 attention heads cannot be shared by 5",
+        ),
+        (
+            'kind = "roofline"\nmodel = "config.json"\ngpu = "a100-80gb"\nweights = "fp8"',
+            "this GPU does not compute in fp8",
+        ),
+        (
+            'kind = "roofline"\nmodel = "config.json"\ngpu = "h100-sxm"\n[assumed]\nmemory = 1.5',
+            "assumed.memory: Expected `float` <= 1.0",
+        ),
+    ],
+)
+def test_a_profile_that_cannot_be_used_says_where_and_why(tmp_path: Path, text: str, reason: str) -> None:
+    path = profile_file(tmp_path, text)
+    with pytest.raises(ProfileUnusable) as refused:
+        load_profile(path)
+    assert reason in str(refused.value)
+    assert str(refused.value).startswith(path)
+
+
+FIELDS = ("kind", "name", "sizes", "costs_us", "model", "gpu", "tensor_parallel", "weights", "assumed", "work_us")
+VALUES = (
+    "'linear'", "'mocker'", "'roofline'", "'config.json'", "'h200'", "1", "-1", "nan", "'fp8'", "[]", "{step = 1}",
+    "{blocks = 9}", "{block_size = 0}", "{memory = 0.5}", "{bf16_tflops = 1}", "99999999999999999999",
+)  # fmt: skip
+
+
+@given(lines=st.dictionaries(st.sampled_from(FIELDS), st.sampled_from(VALUES)), noise=st.text(max_size=20))
+def test_whatever_a_file_says_it_is_a_profile_or_refused(
+    tmp_path_factory: pytest.TempPathFactory, lines: dict[str, str], noise: str
+) -> None:
+    for text in ("\n".join(f"{field} = {value}" for field, value in lines.items()), noise):
+        path = profile_file(tmp_path_factory.getbasetemp(), text)
+        try:
+            profile = load_profile(path)
+        except ProfileUnusable as error:
+            assert str(error).startswith(path)
+        else:
+            work = {"prefill_tokens": 1, "prefill_attended": 1, "decode_sequences": 1, "decode_tokens": 64}
+            assert profile.timing.step_us(**work, cache_tokens=64) >= 1
+
+
+def test_a_profile_that_is_not_there() -> None:
+    with pytest.raises(
+        ProfileUnusable, match="there is no engine profile h100: give mocker, which is built in, or a f"
+    ):
+        load_profile("h100")
+
+
+def test_a_file_that_is_no_page(tmp_path: Path) -> None:
+    path = profile_file(tmp_path, "#" * (1 << 21))
+    with pytest.raises(ProfileUnusable, match="larger than 1048576 bytes"):
+        load_profile(path)
+
+
+@pytest.mark.parametrize(
+    ("config", "parameters"),
+    [(LLAMA_8B, 8_030_261_248), (MIXTRAL, 46_702_792_704), ({**LLAMA_8B, "tie_word_embeddings": True}, 7_504_924_672)],
+)
+def test_parameters_are_those_that_are_published(tmp_path: Path, config: dict[str, Any], parameters: int) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    assert read_transformer(path).parameters == parameters
+
+
+def test_the_text_part_of_a_model_that_sees(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "mllama", "text_config": LLAMA_8B}))
+    assert read_transformer(path).parameters == 8_030_261_248
+
+
+def test_shared_experts_and_a_router_are_part_of_every_layer(tmp_path: Path) -> None:
+    mixture = {
+        **LLAMA_8B,
+        "num_experts": 64,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 1024,
+        "head_dim": 64,
+    }
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(mixture))
+    model = read_transformer(path)
+    attention = 2 * 4096 * (32 + 8) * 64
+    assert model.layer == attention + 4096 * 64 + 3 * 4096 * 1024 + 2 * 4096
+    assert (model.expert, model.experts, model.experts_active) == (3 * 4096 * 512, 64, 4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"kv_lora_rank": 512}, "multi-head latent attention"),
+        ({"first_k_dense_replace": 1, "num_experts": 8}, "layers with and without experts mixed"),
+        ({"hidden_size": None}, "it has no hidden_size"),
+        ({"vocab_size": "many"}, "vocab_size must be a positive integer, not 'many'"),
+        ({"num_hidden_layers": True}, "num_hidden_layers must be a positive integer, not True"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers must be a positive integer, not 0"),
+        ({"num_key_value_heads": 5}, "32 heads cannot share 5"),
+        ({"hidden_act": "sine"}, "hidden_act 'sine' is not known"),
+        ({"num_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok (5) is more than there are (4)"),
+        ({"num_experts": 4, "intermediate_size": 0}, "neither moe_intermediate_size nor intermediate_size"),
+    ],
+)
+def test_a_model_that_is_not_described(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**LLAMA_8B, **changes}))
+    with pytest.raises(ProfileUnusable) as refused:
+        read_transformer(path)
+    assert reason in str(refused.value)
+    assert str(refused.value).startswith(str(path))
+
+
+def test_a_description_that_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text("[]")
+    with pytest.raises(ProfileUnusable, match="Expected `object`, got `array`"):
+        read_transformer(path)
+
+
+def test_two_matrices_where_nothing_is_gated(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**LLAMA_8B, "hidden_act": "gelu"}))
+    assert read_transformer(path).layer == LAYER - 4096 * 14336
+
+
+def test_llama_8b_on_one_h100(tmp_path: Path) -> None:
+    profile = roofline_of(tmp_path)
+    timing = timing_of(profile)
+    # Decoding one sequence of 640 tokens reads weights and cache: 2 bytes a number, 3.35 TB/s of which 80 % are got.
+    read = 2 * (32 * LAYER + HEAD) + 640 * 2 * 32 * 8 * 128 * 2
+    assert timing.step_us(**DECODE_ONE, decode_tokens=640) == round(read / (3.35e6 * 0.8) + 500)
+    assert read / (3.35e6 * 0.8) == pytest.approx(5632, abs=1)
+    # Computing 2048 tokens of a prompt: 70 % of 989 TFLOPS, and one pair is 4 FLOPs for each number of 32 heads of 128.
+    pairs = 2048 * 2049 // 2
+    flops = 2048 * 2 * 32 * LAYER + pairs * 4 * 32 * 32 * 128
+    took = timing.step_us(prefill_tokens=2048, prefill_attended=pairs, decode_sequences=0, decode_tokens=0,
+                          cache_tokens=1)  # fmt: skip
+    assert took == round(flops / (989e6 * 0.7) + 500)
+    # 79 GiB, of which 90 % are taken and 2 GiB reserved, less the weights; 131,072 bytes of cache a token.
+    left = 79 * 2**30 * 0.9 - 2 * 2**30 - 2 * 8_030_261_248
+    assert profile.sizes == Sizes(block_size=64, blocks=int(left // (131_072 * 64)), gpus=1.0)
+    assert profile.source == gpu_sheet("h100-sxm").source
+
+
+def test_two_gpus_share_the_work_and_add_what_they_compute(tmp_path: Path) -> None:
+    one, two = timing_of(roofline_of(tmp_path)), timing_of(roofline_of(tmp_path, "tensor_parallel = 2"))
+    for half in ("flops_token", "flops_sampled", "flops_pair", "bytes_weights", "bytes_kv_token"):
+        assert getattr(two, half) == getattr(one, half) / 2
+    # Two all-reduces a layer, of 4096 numbers of 2 bytes; a ring of two sends each number once; 70 % of 450 GB/s.
+    assert two.reduce_us == 64 * 8.0
+    assert two.reduce_us_token == pytest.approx(64 * 4096 * 2 / 315e3)
+    assert (one.reduce_us, one.reduce_us_token) == (0.0, 0.0)
+    assert roofline_of(tmp_path, "tensor_parallel = 2").sizes.gpus == 2.0
+
+
+def test_a_head_of_keys_that_cannot_be_shared_is_held_by_several(tmp_path: Path) -> None:
+    eight, sixteen = (timing_of(roofline_of(tmp_path, f"tensor_parallel = {gpus}")) for gpus in (8, 16))
+    assert eight.bytes_kv_token == sixteen.bytes_kv_token == 2 * 32 * 128 * 2
+
+
+def test_smaller_numbers(tmp_path: Path) -> None:
+    wide = timing_of(roofline_of(tmp_path))
+    fp8 = timing_of(roofline_of(tmp_path, 'weights = "fp8"\nkv_cache = "fp8"'))
+    assert (fp8.bytes_weights, fp8.bytes_kv_token) == (wide.bytes_weights / 2, wide.bytes_kv_token / 2)
+    assert fp8.flops_us == pytest.approx(1979e6 * 0.7)
+    int4 = timing_of(roofline_of(tmp_path, 'weights = "int4"'))
+    assert (int4.bytes_weights, int4.flops_us) == (wide.bytes_weights / 4, wide.flops_us)
+    said = {**LLAMA_8B, "quantization_config": {"quant_method": "fp8"}}
+    assert timing_of(roofline_of(tmp_path, config=said)).bytes_weights == fp8.bytes_weights
+
+
+def test_a_mixture_reads_the_experts_that_are_asked_and_computes_two(tmp_path: Path) -> None:
+    profile = roofline_of(tmp_path, "tensor_parallel = 2", MIXTRAL)
+    timing = timing_of(profile)
+    expert = 3 * 4096 * 14336
+    layer = LAYER - expert + 4096 * 8
+    assert timing.flops_token == 32 * (layer + 2 * expert)
+    assert (timing.bytes_experts, timing.experts, timing.experts_active) == (32 * 8 * expert, 8, 2)
+    read = 32 * layer + 4096 * 32000 + 32 * 2 * expert + 64 * 2 * 32 * 4 * 128 * 2
+    took = timing.step_us(**DECODE_ONE, decode_tokens=64)
+    assert took == pytest.approx(read / (3.35e6 * 0.8) + 500 + 64 * 8 + timing.reduce_us_token, abs=1)
+
+
+def test_a_model_that_does_not_fit(tmp_path: Path) -> None:
+    with pytest.raises(ProfileUnusable, match=r"the weights take 87.0 GiB of each of 1 GPUs, which have 69.1 GiB"):
+        roofline_of(tmp_path, config=MIXTRAL)
+
+
+def test_a_sheet_and_assumptions_of_ones_own(tmp_path: Path) -> None:
+    own = """
+    [gpu]
+    bf16_tflops = 100
+    memory_gib = 24
+    memory_tb_s = 1
+    link_gb_s = 10
+    [assumed]
+    memory = 1
+    overhead_us = 0
+    [sizes]
+    block_size = 16
+    blocks = 1000
+    """
+    profile = roofline_of(tmp_path, own.replace("[gpu]", "[gpu] # gpu ="))
+    assert timing_of(profile).step_us(**DECODE_ONE, decode_tokens=0) == round(2 * (32 * LAYER + HEAD) / 1e6)
+    assert profile.sizes == Sizes(block_size=16, blocks=1000, gpus=1.0)

@@ -1,0 +1,139 @@
+"""Fitting a profile: the costs that were put in come out, and what cannot be known is said."""
+
+import pytest
+
+from forebay.core.engine_model import EngineConfig
+from forebay.simulate.profiles import fitting
+from forebay.simulate.profiles.fitting import REQUESTS_MIN, Fit, FitImpossible, fit
+from forebay.simulate.profiles.observed import EngineRun, ModelledRun, Observed
+from tests.simulate.engine_runs import SIZES, TRUTH, WORK_US, Jittered, engine_run, lived
+
+
+def found_in(*runs: EngineRun) -> Fit:
+    return fit(runs, lambda _: None)
+
+
+def test_costs_come_back() -> None:
+    found = found_in(engine_run(1), engine_run(2))
+    timing = found.timing
+    for name in ("prefill_token", "attended_pair", "decode_sequence", "context_token"):
+        assert getattr(timing, name) == pytest.approx(getattr(TRUTH, name), rel=0.06), name
+    # Which part of a step's cost is there without decoding shows only where nothing decodes, with the way there.
+    assert timing.step + timing.decode_step == pytest.approx(TRUTH.step + TRUTH.decode_step, rel=0.02)
+    assert timing.step + found.work_us == pytest.approx(TRUTH.step + WORK_US, rel=0.06)
+    assert found.ttft.p50 < 0.03
+    assert found.itl is not None
+    assert found.itl.p50 < 0.01
+    assert (found.fitted, found.ttft.requests, found.left_out, found.warnings) == (280, 120, {}, [])
+
+
+def test_steps_that_do_not_take_the_same_time_twice() -> None:
+    found = found_in(*(engine_run(seed, timing=Jittered(TRUTH, 0.3, seed)) for seed in (3, 4)))
+    assert found.timing.prefill_token == pytest.approx(TRUTH.prefill_token, rel=0.1)
+    assert found.itl is not None
+    for error in (found.ttft, found.itl):
+        assert error.modelled_ms[0] == pytest.approx(error.recorded_ms[0], rel=0.1)
+
+
+def test_a_busier_time_than_was_fitted_to() -> None:
+    """What counts of a profile: another workload."""
+    found = found_in(engine_run(5, every_us=600_000))
+    other = engine_run(6, every_us=250_000)
+    relative = sorted(
+        abs(done.ttft_us / (one.first_us - one.routed_us) - 1)
+        for one, done in ModelledRun(other, found.timing, found.work_us)
+    )
+    assert relative[len(relative) // 2] < 0.1
+
+
+def test_alone_each_request_tells_only_sums() -> None:
+    found = found_in(engine_run(7, requests=60, every_us=60_000_000))
+    assert any("no two requests decoded together" in warning for warning in found.warnings)
+    (untold,) = [warning for warning in found.warnings if "apart" in warning and "decode_step" in warning]
+    assert "decode_sequence" in untold
+    assert found.ttft.p90 < 0.01
+    timing = found.timing
+    together = timing.step + timing.decode_step + timing.decode_sequence
+    assert together == pytest.approx(TRUTH.step + TRUTH.decode_step + TRUTH.decode_sequence, rel=0.02)
+
+
+def test_answers_of_one_token_have_no_gaps() -> None:
+    run = engine_run(8, requests=40)
+    for one in run.requests:
+        one.output_tokens = 1
+    found = found_in(lived(run))
+    assert found.itl is None
+    assert "nothing that was recorded depends on decode_step" in found.warnings
+    assert found.timing.prefill_token == pytest.approx(TRUTH.prefill_token, rel=0.05)
+
+
+def test_too_few_requests() -> None:
+    run = engine_run(9, requests=REQUESTS_MIN)
+    run.requests[3].left_out = "for a reason"
+    with pytest.raises(FitImpossible, match="19 requests can be compared, but at least 20 are needed"):
+        found_in(run)
+
+
+def test_what_is_left_out_is_told_and_still_a_load() -> None:
+    run = engine_run(10, requests=100)
+    for one in run.requests[::10]:
+        one.left_out = "for a reason"
+    found = found_in(run)
+    assert found.left_out == {"for a reason": 10}
+    assert found.fitted + found.ttft.requests == 90
+    assert found.ttft.p50 < 0.05
+
+
+def test_requests_that_the_model_refuses_are_told() -> None:
+    run = engine_run(11, requests=60)
+    end_us = run.requests[-1].routed_us
+    run.requests.append(Observed(end_us - 1, 70_000, bytes(8 * 4375), 10, 0, end_us, end_us + 1))
+    ((reason, count),) = found_in(run).left_out.items()
+    assert count == 1
+    assert reason.startswith("the engine model refuses it: ")
+
+
+def test_prefixes_that_only_the_engine_had() -> None:
+    run = engine_run(12, requests=60)
+    for one in run.requests[1::2]:
+        one.cached_tokens = 16
+    found = found_in(run)
+    assert found.left_out == {"the engine model has other prefixes in its cache": 30}
+    assert any(warning.startswith("only 50% of the requests find") for warning in found.warnings)
+    for one in run.requests:
+        one.cached_tokens = 16
+    with pytest.raises(FitImpossible, match="only 0 requests find the prefixes in the modelled cache"):
+        found_in(run)
+
+
+def test_later_prefixes_that_only_the_engine_had() -> None:
+    run = engine_run(13, requests=60)
+    for one in run.requests[40:]:
+        one.cached_tokens = 16
+    with pytest.raises(FitImpossible, match="no request of the later part can be compared"):
+        found_in(run)
+
+
+def test_long_recordings_are_fitted_to_their_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fitting, "REQUESTS_MAX", 90)
+    found = found_in(*(engine_run(seed, requests=80) for seed in (20, 21)))
+    assert found.fitted + found.ttft.requests == 90
+
+
+def test_a_cancelled_request_leaves_the_engine() -> None:
+    config = EngineConfig(vocabulary=None, **SIZES)
+    long = Observed(0, 100, bytes(8 * 6), 1000, stopped_us=50_000, left_out="cancelled or failed")
+    late = Observed(5_000_000, 100, bytes(8 * 6), 2)
+    long.sequence_hashes = late.sequence_hashes = b"".join(n.to_bytes(8, "little") for n in range(6))
+    ((one, done),) = ModelledRun(EngineRun("w", config, (), [long, late]), TRUTH)
+    assert one is late
+    assert done.cached_tokens == 96
+    assert done.itl_us == TRUTH.step + TRUTH.decode_step + TRUTH.decode_sequence + TRUTH.context_token * 7 * 16
+
+
+def test_a_cache_that_was_there_before() -> None:
+    config = EngineConfig(vocabulary=None, **SIZES)
+    one = Observed(10, 64, b"".join(n.to_bytes(8, "little") for n in range(1, 5)), 1)
+    ((_, done),) = ModelledRun(EngineRun("w", config, (1, 2), [one]), TRUTH, work_us=7)
+    assert done.cached_tokens == 32
+    assert done.ttft_us == 7 + 2000 + 60 * 32 + round(0.02 * (32 * 32 + 32 * 33 // 2))

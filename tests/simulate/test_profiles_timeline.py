@@ -1,0 +1,69 @@
+"""What an engine must have done between recorded moments, against schedules written down by hand."""
+
+import numpy as np
+
+from forebay.core.engine_model import EngineConfig
+from forebay.simulate.profiles.observed import EngineRun, Observed
+from forebay.simulate.profiles.timeline import COSTS, amounts
+
+STEP, TOKENS, PAIRS, DECODES, SEQUENCES, CONTEXT = range(len(COSTS))
+CONFIG = EngineConfig(vocabulary=None, block_size=16, kv_blocks_total=1000, max_num_seqs=8, max_num_batched_tokens=100)
+
+
+def request(routed: int, prompt: int, outputs: int, first: int, last: int, cached: int = 0) -> Observed:
+    return Observed(routed, prompt, b"", outputs, cached, first, last)
+
+
+def run(*requests: Observed) -> EngineRun:
+    return EngineRun("w", CONFIG, (), list(requests))
+
+
+def test_alone() -> None:
+    (one,), found = amounts(run(request(1_000, 150, 11, 3_000, 8_000, cached=32)))
+    assert one.routed_us == 1_000
+    ttft, itl = found[:, 0]
+    pairs = 118 * 32 + 118 * 119 // 2
+    assert list(ttft) == [2, 118, pairs, 0, 0, 0]  # 118 tokens in steps of at most 100
+    assert list(itl) == [1, 0, 0, 1, 1, 150 + 11 / 2 + 8]
+
+
+def test_two_that_decode_together() -> None:
+    """The second comes while the first decodes: half a step is still under way, and then one has both."""
+    first = request(0, 50, 21, 1_000, 21_000)
+    second = request(10_000, 30, 6, 11_500, 16_500)
+    (_, other), found = amounts(run(first, second))
+    assert other is second
+    ttft, itl = found[:, 1]
+    np.testing.assert_allclose(ttft[[STEP, TOKENS, PAIRS, DECODES, SEQUENCES]], [1.5, 30, 465, 1.5, 1.5])
+    np.testing.assert_allclose(itl[[STEP, DECODES, SEQUENCES]], [1, 1, 2], rtol=1e-6)
+    itl = found[1, 0]
+    np.testing.assert_allclose(itl[[STEP, DECODES]], [1, 1], rtol=1e-6)
+    np.testing.assert_allclose(itl[[TOKENS, PAIRS]], [30 / 20, 465 / 20])
+    assert 1 < itl[SEQUENCES] < 2
+
+
+def test_prompts_that_are_done_in_one_step_wait_for_each_other() -> None:
+    _, found = amounts(run(request(0, 40, 1, 900, 900), request(0, 50, 1, 900, 900)))
+    assert found[0, :, TOKENS].tolist() == [90, 90]
+    assert found[0, :, STEP].tolist() == [1, 1]
+    assert not found[1].any()
+
+
+def test_who_waits_for_a_place_waits_as_many_iterations_as_others_make() -> None:
+    config = EngineConfig(vocabulary=None, block_size=16, kv_blocks_total=1000, max_num_seqs=1)
+    requests = [request(0, 40, 101, 1_000, 101_000), request(2_000, 40, 1, 102_000, 102_000)]
+    _, found = amounts(EngineRun("w", config, (), requests))
+    assert 95 < found[0, 1, STEP] < 102
+
+
+def test_who_is_left_out_is_a_load_and_no_row() -> None:
+    stopped = Observed(0, 20, b"", 100, 0, 500, 0, 4_500, "cancelled or failed")
+    unfinished = Observed(0, 20, b"", 100, 0, 500, 0, 0, "did not finish")
+    compared, found = amounts(run(stopped, unfinished, request(1_000, 20, 5, 2_500, 4_500)))
+    assert [one.routed_us for one in compared] == [1_000]
+    np.testing.assert_allclose(found[1, 0, SEQUENCES], 2, rtol=1e-6)
+
+
+def test_nothing_that_was_begun() -> None:
+    compared, found = amounts(run(Observed(0, 20, b"", 100)))
+    assert (compared, found.shape) == ([], (2, 0, len(COSTS)))

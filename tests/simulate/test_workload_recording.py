@@ -1,0 +1,133 @@
+"""Recordings and logs as workloads: who asked for what and when, however the log was cut."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from forebay.events.base import unpack_u64
+from forebay.events.progress import FirstTokenEmitted, RequestFinished
+from forebay.events.requests import RequestCancelled, RequestSubmitted, RoutingHints
+from forebay.replay.lived import lived
+from forebay.replay.record import Window
+from forebay.simulate.reading import open_workload
+from forebay.simulate.workload import Turn, Workload, WorkloadOptions, WorkloadUnusable, sequence_hashes
+from tests.core.worlds import BLOCK, PROMPTS, request
+from tests.replay.recorder import Recorder, fleet, said
+from tests.replay.slices import journal_of, opened, run, sliced
+
+PLAIN = WorkloadOptions()
+
+
+def workload(made: Recorder, path: Path, options: WorkloadOptions = PLAIN) -> Workload:
+    """What was recorded, as a workload."""
+    made.seal()
+    asyncio.run(made.log(path)).close()
+    return open_workload(str(path), options)
+
+
+def turns(made: Recorder, path: Path, options: WorkloadOptions = PLAIN) -> list[Turn]:
+    return list(workload(made, path, options).turns())
+
+
+def ask(made: Recorder, name: str, prompt: list[int], tokens: int | None, **changes: object) -> RequestSubmitted:
+    """A request, and its end if it has one, 1 ms later."""
+    asked = request(name, prompt, **changes)
+    made("requests", asked, 1_000)
+    if tokens is not None:
+        made("progress", said(made, name, FirstTokenEmitted), 500)
+        made("progress", said(made, name, RequestFinished, finish_reason="length", output_tokens=tokens), 500)
+    return asked
+
+
+def test_requests_as_they_were_taken(tmp_path: Path) -> None:
+    made = fleet("a", "b")
+    hints = RoutingHints(session_id="s")
+    asked = [ask(made, f"r{number}", PROMPTS[number % 2], 3 + number, routing=hints) for number in range(4)]
+    found = workload(made, tmp_path / "run.db")
+    assert (found.name, found.block_tokens) == ("run.db", BLOCK)
+    assert (found.survey().requests, found.survey().notes) == (4, [])
+    for number, (turn, one) in enumerate(zip(found.turns(), asked, strict=True)):
+        assert (turn.number, turn.at_us, turn.session_id) == (number, number * 2_000, "s")
+        assert (turn.prompt_tokens, turn.output_tokens) == (one.prompt_tokens, 3 + number)
+        assert list(turn.block_ids[: len(PROMPTS[0])]) == unpack_u64(one.sequence_hashes)
+
+
+@pytest.mark.parametrize("block_size", [1, 2, BLOCK, 3 * BLOCK])
+def test_blocks_of_any_size_are_shared_where_those_recorded_were(tmp_path: Path, block_size: int) -> None:
+    made = fleet("a")
+    for name, prompt in (("r0", PROMPTS[0]), ("r1", PROMPTS[0]), ("r2", PROMPTS[0][:3] + PROMPTS[1][3:])):
+        ask(made, name, prompt, 3)
+    found = [unpack_u64(sequence_hashes(turn, BLOCK, block_size)) for turn in turns(made, tmp_path / "run.db")]
+    for hashes, turn in zip(found, turns(made, tmp_path / "again.db"), strict=True):
+        assert len(hashes) == len(set(hashes)) == turn.prompt_tokens // block_size
+    whole = len(PROMPTS[0]) * BLOCK // block_size
+    assert found[0][:whole] == found[1][:whole]
+    shared = 3 * BLOCK // block_size
+    assert found[0][:shared] == found[2][:shared]
+    assert not set(found[0][shared:]) & set(found[2][shared:])
+
+
+def test_what_was_not_finished_gets_the_median_and_is_said(tmp_path: Path) -> None:
+    made = fleet("a")
+    for number, tokens in enumerate((5, 9, 7)):
+        ask(made, f"r{number}", PROMPTS[0], tokens)
+    ask(made, "gone", PROMPTS[1], None, routing=RoutingHints(worker_id="a"))
+    made("requests", RequestCancelled(request_id="gone"))
+    found = workload(made, tmp_path / "run.db")
+    assert [turn.output_tokens for turn in found.turns()] == [5, 9, 7, 7]
+    assert found.survey().notes == [
+        "1 of 4 requests were not finished when they were recorded: their answers are taken to have 7 tokens, "
+        "the others' median",
+        "1 of 4 requests wanted certain workers, adapters or priorities: left out",
+    ]
+
+
+def test_a_repeated_id_is_one_request_while_it_is_under_way_and_another_later(tmp_path: Path) -> None:
+    made = fleet("a")
+    first = request("r", PROMPTS[0])
+    made("requests", first, 1_000)
+    made("requests", first, 10)  # a redelivery
+    made("requests", request("r", PROMPTS[1], nonce=7), 10)  # another with its id: refused
+    made("progress", said(made, "r", FirstTokenEmitted), 10)
+    made("progress", said(made, "r", RequestFinished, finish_reason="length", output_tokens=4), 10)
+    assert [turn.output_tokens for turn in turns(made, tmp_path / "run.db")] == [4]
+
+
+def test_options_apply(tmp_path: Path) -> None:
+    made = fleet("a")
+    for number in range(10):
+        ask(made, f"r{number}", PROMPTS[0], 3)
+    options = WorkloadOptions(speed=2.0, duration_s=0.0045)
+    assert [turn.at_us for turn in turns(made, tmp_path / "run.db", options)] == [0, 1_000, 2_000]
+
+
+def test_what_a_walk_over_the_decisions_finds(tmp_path: Path) -> None:
+    """The order alone says what was taken, of a whole log with three owners and of a recording of its second half."""
+    path = tmp_path / "run.db"
+    asyncio.run(run(path))
+    middle = journal_of(path)[len(journal_of(path)) // 2]
+    with opened(path) as log:
+        asyncio.run(sliced(log, tmp_path / "rec", Window(from_us=middle.at_us)))
+    for where, least in ((path, 60), (tmp_path / "rec", 10)):
+        with opened(where) as log:
+            asked = [one for one in asyncio.run(lived(log, 0)).asked if not one.under_way]
+        found = list(open_workload(str(where), WorkloadOptions()).turns())
+        assert len(found) == len(asked) >= least
+        for turn, one in zip(found, asked, strict=True):
+            assert turn.at_us == one.at_us - asked[0].at_us
+            assert turn.prompt_tokens == one.prompt_tokens
+            assert turn.output_tokens == (one.output_tokens or 3)
+
+
+def test_what_is_no_workload(tmp_path: Path) -> None:
+    nobody = fleet("a")
+    with pytest.raises(WorkloadUnusable, match="holds no request to play"):
+        workload(nobody, tmp_path / "nobody.db").survey()
+    unfinished = fleet("a")
+    ask(unfinished, "r", PROMPTS[0], None)
+    with pytest.raises(WorkloadUnusable, match="no request was finished, so no answer's length is known"):
+        workload(unfinished, tmp_path / "unfinished.db").survey()
+    (tmp_path / "broken.db").write_bytes(b"SQLite format 3\0" + bytes(100))
+    with pytest.raises(WorkloadUnusable, match="is not a forebay log"):
+        open_workload(str(tmp_path / "broken.db"), WorkloadOptions())

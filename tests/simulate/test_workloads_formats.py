@@ -1,0 +1,238 @@
+"""Our own format holds any workload exactly; Azure's CSV; formats told by their content; real traces where they lie."""
+
+import json
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forebay.simulate.reading import FORMATS, open_workload, told_format
+from forebay.simulate.workload import Turn, WorkloadOptions, WorkloadUnusable
+from forebay.simulate.workloads import played
+from forebay.simulate.workloads.figures import figures
+from forebay.simulate.workloads.rows import Header, LinkedRow
+from forebay.simulate.workloads.synthetic import Recipe
+from forebay.simulate.workloads.writing import written
+
+TRACES = os.environ.get("FOREBAY_TRACES", "")
+US_MAX = 3_155_760_000_000_000
+
+
+@st.composite
+def some_turns(draw: st.DrawFn) -> list[Turn]:
+    """Any that a workload may hold: times that do not go back, chained ids, what follows behind what it follows on."""
+    found: list[Turn] = []
+    group: list[int] = []  # rows with a time of their own before each, itself included
+    at_us = own = 0
+    for number in range(draw(st.integers(1, 6))):
+        last = [one for one in range(number) if group[one] == own]
+        after = draw(st.lists(st.sampled_from(range(number)), unique=True, max_size=2)) if number else []
+        if after and not any(one in last for one in after):
+            after = [*after, last[0]]
+        if not after:
+            own += 1
+            at_us = draw(st.integers(at_us, min(US_MAX, at_us + 10 ** draw(st.integers(0, 15)))))
+        group.append(own)
+        blocks = draw(st.integers(0, 4))
+        kind = draw(st.integers(0, 2))
+        found.append(
+            Turn(
+                number=number,
+                prompt_tokens=draw(st.integers(1, 64 * blocks if blocks else 1 << 24)),
+                output_tokens=draw(st.integers(1, (1 << 31) - 1)),
+                block_ids=tuple((1 << 53) - 1 - 10 * kind - at for at in range(blocks)),
+                at_us=draw(st.sampled_from([0, 1, 999, 1_000, US_MAX])) if after else at_us,
+                after=tuple(after),
+                delay_us=draw(st.integers(0, US_MAX)) if after else 0,
+                session_id=draw(st.text(max_size=3)),
+                model=draw(st.text(max_size=3)),
+            )
+        )
+    return found
+
+
+@given(some_turns())
+def test_our_own_format_holds_every_workload_exactly(
+    tmp_path_factory: pytest.TempPathFactory, wanted: list[Turn]
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "round-trip.jsonl"
+    path.write_bytes(b"".join(written(wanted, Header(block_tokens=64, name="n", source="s"))))
+    workload = open_workload(str(path), WorkloadOptions(by_model=True))
+    assert (workload.name, workload.block_tokens, workload.survey().requests) == ("n", 64, len(wanted))
+    assert list(workload.turns()) == wanted
+    again = list(written(workload.turns(), Header(block_tokens=64, name="n", source="s")))
+    assert b"".join(again) == path.read_bytes()
+
+
+AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
+2023-11-16 18:15:46.6805900,374,44
+2023-11-16 18:15:50.9951699,396,109
+
+2023-11-16 18:15:50.9951699,17,1
+2023-11-17 00:00:00,1,5
+"""
+
+
+def test_azures_rows_have_times_and_lengths(tmp_path: Path) -> None:
+    path = tmp_path / "azure.csv"
+    path.write_bytes(AZURE.replace("\n", "\r\n").encode())
+    workload = open_workload(str(path), WorkloadOptions())
+    found = list(workload.turns())
+    assert [turn.at_us for turn in found] == [0, 4_314_579, 4_314_579, 20_653_319_410]
+    assert [(turn.prompt_tokens, turn.output_tokens) for turn in found] == [(374, 44), (396, 109), (17, 1), (1, 5)]
+    assert not any(turn.block_ids for turn in found)
+    assert workload.survey().notes == ["prompts have no block ids: none shares anything with another"]
+    other = tmp_path / "columns"
+    other.write_text("GeneratedTokens,x,TIMESTAMP,ContextTokens\n5,y,2023-11-16T18:15:46Z,7\n")
+    [one] = open_workload(f"azure:{other}", WorkloadOptions()).turns()
+    assert (one.prompt_tokens, one.output_tokens) == (7, 5)
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("2023-11-16 18:15:51,1", "2 fields"),
+        ("yesterday,1,1", "no time and two whole numbers"),
+        ("2023-13-41 18:15:51,1,1", "no time and two whole numbers"),
+        ("2023-11-16 18:15:51,1.5,1", "no time and two whole numbers"),
+        ("2023-11-16 18:15:51,,1", "no time and two whole numbers"),
+        ("2023-11-16 18:15:51,-4,1", "a prompt of -4 tokens"),
+        ("2023-11-16 18:15:51,99999999999,1", "a prompt of 99999999999 tokens"),
+        ("2023-11-16 18:15:51,1,0", "an answer of 0 tokens"),
+        ("2023-11-15 18:15:51,1,1", "is before that of the first row"),
+        ("2023-11-16 18:15:50,1,1", "ms before that of a row before it"),
+        ('"2023', "no line of CSV"),
+    ],
+)
+def test_a_bad_row_of_azures_is_named(tmp_path: Path, line: str, reason: str) -> None:
+    path = tmp_path / "azure.csv"
+    path.write_text(AZURE + line)
+    lines = AZURE.splitlines()
+    lines.insert(3, line)
+    path.write_text("\n".join(lines))
+    with pytest.raises(WorkloadUnusable, match=rf"azure.csv, line 4: .*{reason}"):
+        open_workload(str(path), WorkloadOptions()).survey()
+    survey = open_workload(str(path), WorkloadOptions(skip_bad_rows=True)).survey()
+    assert (survey.requests, survey.skipped) == (4, 1)
+
+
+def test_other_columns_are_no_trace_of_azures(tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_text("time,tokens\n1,2\n")
+    with pytest.raises(WorkloadUnusable, match=r"x.csv, line 1: the columns TIMESTAMP"):
+        open_workload(str(tmp_path / "x.csv"), WorkloadOptions()).survey()
+
+
+@given(text=st.binary(max_size=60), header=st.booleans(), skip=st.booleans())
+def test_whatever_a_table_holds_is_played_or_refused(
+    tmp_path_factory: pytest.TempPathFactory, text: bytes, header: bool, skip: bool
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "fuzz.csv"
+    path.write_bytes(AZURE.encode() * header + text)
+    workload = open_workload(str(path), WorkloadOptions(skip_bad_rows=skip))
+    try:
+        requests = workload.survey().requests
+    except WorkloadUnusable:
+        return
+    assert len(list(workload.turns())) == requests > 0
+
+
+ROW = '{"timestamp": 1, "input_length": 1, "output_length": 1, "hash_ids": [1]}'
+RUN = {"block_size": 64, "hash_id_scope": "local", "requests": []}
+
+
+def test_the_documentation_holds_a_file_that_plays_and_every_setting(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "workloads.md").read_text()
+    (tmp_path / "ours").write_text(page.split("```json\n")[1].split("```")[0])
+    found = list(open_workload(str(tmp_path / "ours"), WorkloadOptions()).turns())
+    # The second request of the session stands right behind the first.
+    assert [(turn.prompt_tokens, turn.after) for turn in found] == [(1500, ()), (1600, (0,)), (900, ()), (2100, (2, 1))]
+    assert all(f"`{name}`" in page for name in (*Recipe.__struct_fields__, *LinkedRow.__struct_fields__, *FORMATS))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "form"),
+    [
+        ("a", ROW, "mooncake"),
+        ("a.csv", "anything", "azure"),
+        ("a", "TIMESTAMP,ContextTokens,GeneratedTokens\n", "azure"),
+        ("a", "\ufeff\n" + ROW, "mooncake"),
+        ("a", '{"format": "forebay.workload", "version": 1, "block_tokens": 64}\n', "forebay"),
+        ("a", json.dumps(RUN), "weka"),
+        ("a", json.dumps(RUN, indent=2), "weka"),
+        ("a", '{"timestamp": 1, "input": "x", "output": "y", "session_id": "z"}\n', "lmcache"),
+        ("a", "{" + ROW, "mooncake"),
+        ("a", "", "mooncake"),
+        ("a", "SQLite format 3\0", "recording"),
+    ],
+)
+def test_a_format_is_told_by_what_the_file_holds(tmp_path: Path, name: str, text: str, form: str) -> None:
+    (tmp_path / name).write_text(text)
+    assert told_format(tmp_path / name) == form
+
+
+def test_a_format_that_is_named_is_taken(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text(ROW)
+    assert open_workload(f"mooncake:{tmp_path / 'a.csv'}", WorkloadOptions()).survey().requests == 1
+    with pytest.raises(WorkloadUnusable, match="the columns TIMESTAMP"):
+        open_workload(str(tmp_path / "a.csv"), WorkloadOptions()).survey()
+    with pytest.raises(WorkloadUnusable, match="cannot be read"):
+        open_workload("nonsense:there", WorkloadOptions())
+    with pytest.raises(WorkloadUnusable, match="cannot be read"):
+        open_workload("weka:\0", WorkloadOptions())
+
+
+def test_a_workload_is_the_same_in_another_process(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text(ROW)
+    for name in (str(tmp_path / "a"), "synthetic:requests=20,turns=3"):
+        workload = open_workload(name, WorkloadOptions(prefix_multiplier=2))
+        assert list(pickle.loads(pickle.dumps(workload)).turns()) == list(workload.turns())
+
+
+def test_ids_are_checked_in_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(played, "PARENTS_MAX", 4)
+    rows = [[1, 2], [1, 3], [1, 2, 4], [5, 6], [9, 2], [5, 6], [7, 6]]
+    path = tmp_path / "t"
+
+    def survey(ids: list[list[int]]) -> int:
+        lines = [{"timestamp": 0, "input_length": 1, "output_length": 1, "hash_ids": one} for one in ids]
+        path.write_text("\n".join(map(json.dumps, lines)))
+        return open_workload(str(path), WorkloadOptions()).survey().requests
+
+    assert survey(rows[:6]) == 6, "the third and fourth rows had told more than is remembered"
+    with pytest.raises(WorkloadUnusable, match="line 7: hash id 6 comes after 7"):
+        survey(rows)
+
+
+WHOLE_BLOCKS = 0.006  # that program leaves what is no whole block out of the count
+PUBLISHED: list[tuple[str, dict[str, Any]]] = [  # as counted by another program
+    ("mooncake/conversation_trace.jsonl", {"requests": 12_031, "tokens": 0.3736, "blocks": 0.3664, "dispersion": 7.9}),
+    ("mooncake/synthetic_trace.jsonl", {"requests": 3_993, "tokens": 0.6512, "blocks": 0.6396, "dispersion": 1.1}),
+    ("azure/AzureLLMInferenceTrace_conv.csv", {"requests": 19_366, "tokens": 0.0, "dispersion": 1.4}),
+    ("weka/trace_0006.json", {"requests": 46, "tokens": 0.931, "within": WHOLE_BLOCKS}),
+    ("weka/trace_0010.json", {"requests": 172, "tokens": 0.942, "within": WHOLE_BLOCKS}),
+    ("weka/trace_0053.json", {"requests": 101, "tokens": 0.956, "within": WHOLE_BLOCKS}),
+    ("weka/trace_0277.json", {"requests": 53, "tokens": 0.874, "within": WHOLE_BLOCKS}),
+    ("lmcache-agent/miniswe", {"requests": 144, "sessions": 8, "tokens": 0.931, "within": WHOLE_BLOCKS}),
+]
+
+
+@pytest.mark.skipif(not TRACES, reason="set FOREBAY_TRACES to a folder of published traces")
+@pytest.mark.parametrize(("name", "wanted"), PUBLISHED)
+def test_published_traces_have_the_figures_that_were_counted(tmp_path: Path, name: str, wanted: dict[str, Any]) -> None:
+    workload = open_workload(str(Path(TRACES) / name), WorkloadOptions())
+    assert workload.survey().skipped == 0
+    found = figures(workload.turns(), workload.block_tokens)
+    assert found.requests == wanted["requests"]
+    assert found.ideal_reuse.tokens == pytest.approx(wanted["tokens"], abs=wanted.get("within", 0.0001))
+    if "blocks" in wanted:
+        assert found.ideal_reuse.blocks == pytest.approx(wanted["blocks"], abs=0.0001)
+    if "dispersion" in wanted:
+        assert found.dispersion == pytest.approx(wanted["dispersion"], abs=0.06)
+    assert found.sessions == wanted.get("sessions", found.sessions)
+    path = tmp_path / "ours.jsonl"
+    path.write_bytes(b"".join(written(workload.turns(), Header(block_tokens=workload.block_tokens))))
+    assert list(open_workload(str(path), WorkloadOptions()).turns()) == list(workload.turns())

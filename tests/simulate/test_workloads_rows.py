@@ -1,0 +1,292 @@
+"""Files of one request a line: Mooncake's, its dialect with sessions, and ours; what is refused, and how it is said."""
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forebay.core.blocks import sequence_hashes as hashes_of_tokens
+from forebay.events.base import pack_u32, unpack_u64
+from forebay.simulate.reading import open_workload
+from forebay.simulate.workload import Turn, WorkloadOptions, WorkloadUnusable, sequence_hashes
+from forebay.simulate.workloads.prompts import prompt
+from forebay.simulate.workloads.rows import FORMAT
+from forebay.simulate.workloads.source import REASONS_MAX
+
+GOOD: dict[str, Any] = {"timestamp": 5, "input_length": 600, "output_length": 3, "hash_ids": [1, 2]}
+HEADER: dict[str, Any] = {"format": FORMAT, "version": 1, "block_tokens": 512}
+BLOCK_TOKENS = 512
+
+
+def write(path: Path, lines: Iterable[str | dict[str, Any]]) -> str:
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    return str(path)
+
+
+def turns(path: str, **options: Any) -> list[Turn]:
+    return list(open_workload(path, WorkloadOptions(**options)).turns())
+
+
+@st.composite
+def some_turns(draw: st.DrawFn) -> Turn:
+    # Few ids, so that prompts share beginnings, repeat ids, and meet the same id behind another parent.
+    ids = draw(st.lists(st.integers(min_value=0, max_value=2), min_size=1, max_size=4))
+    length = draw(st.integers(min_value=1, max_value=len(ids) * BLOCK_TOKENS))
+    return Turn(number=0, prompt_tokens=length, output_tokens=1, block_ids=tuple(ids))
+
+
+def common(one: Sequence[int], two: Sequence[int]) -> int:
+    return next((at for at, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))
+
+
+@given(some_turns(), some_turns(), st.sampled_from([16, 48, 64, 512, 700]))
+def test_hashes_are_shared_exactly_where_tokens_are(one: Turn, two: Turn, block_size: int) -> None:
+    ours = [unpack_u64(sequence_hashes(turn, BLOCK_TOKENS, block_size)) for turn in (one, two)]
+    real = [unpack_u64(hashes_of_tokens(pack_u32(prompt(turn, BLOCK_TOKENS)), block_size)) for turn in (one, two)]
+    assert [len(hashes) for hashes in ours] == [len(hashes) for hashes in real]
+    assert common(*ours) == common(*real)
+    assert len(set(ours[0] + ours[1])) == len(set(real[0] + real[1])), "what is not shared is different"
+
+
+def test_prompts_without_ids_share_nothing() -> None:
+    one, two = (Turn(number=number, prompt_tokens=100, output_tokens=1) for number in (1, 2))
+    assert len(prompt(one, BLOCK_TOKENS)) == 100
+    assert prompt(one, BLOCK_TOKENS) == prompt(one, BLOCK_TOKENS) != prompt(two, BLOCK_TOKENS)
+
+
+def test_equal_times_keep_the_order_of_the_file(tmp_path: Path) -> None:
+    times = (0, 3, 3, 3, 7, 7.5)
+    path = write(tmp_path / "t", [{**GOOD, "timestamp": at, "output_length": at_ + 1} for at_, at in enumerate(times)])
+    found = turns(path)
+    assert [turn.output_tokens for turn in found] == [1, 2, 3, 4, 5, 6]
+    assert [turn.number for turn in found] == list(range(6))
+    assert [turn.at_us for turn in found] == [0, 3_000, 3_000, 3_000, 7_000, 7_500]
+    assert len(turns(path, duration_s=0.007)) == 4
+    assert len(turns(path, requests_max=2)) == 2
+    assert [turn.at_us for turn in turns(path, speed=2)] == [0, 1_500, 1_500, 1_500, 3_500, 3_750]
+
+
+WITHOUT_IDS: list[tuple[str | dict[str, object], str]] = [  # which a row of ours may be
+    ('{"timestamp": 6, "input_length": 1, "output_length": 1}', "hash_ids"),
+    ({"hash_ids": []}, "hash"),
+]
+BAD_ROWS: list[tuple[str | dict[str, object], str]] = [
+    ("{", "truncated"),
+    ("[1, 2]", "object"),
+    ("nonsense", "malformed"),
+    ({"input_length": None}, "input_length"),
+    ({"input_length": "600"}, "input_length"),
+    ({"timestamp": -1}, "timestamp"),
+    ({"timestamp": 1e13}, "timestamp"),
+    ('{"timestamp": NaN, "input_length": 1, "output_length": 1, "hash_ids": [1]}', "malformed"),
+    ('{"timestamp": 1e999, "input_length": 1, "output_length": 1, "hash_ids": [1]}', "out of range"),
+    ({"timestamp": 4}, "1 ms before that of a row before it"),
+    ({"input_length": 0}, "input_length"),
+    ({"input_length": 10**9}, "input_length"),
+    ({"input_length": 10**40}, "input_length"),
+    ({"output_length": -3}, "output_length"),
+    ({"output_length": 1 << 31}, "output_length"),
+    ({"output_length": 2.5}, "output_length"),
+    ({"input_length": 1025}, "2 hash ids do not cover 1025 tokens"),
+    ({"hash_ids": [1, "x"]}, "hash_ids"),
+    ({"hash_ids": [2, 1]}, "hash id 2 comes first, and before it came after 1"),
+    ({"hash_ids": [1, 1]}, "hash id 1 comes after 1, and before it came first"),
+    ({"hash_ids": [7, 2]}, "hash id 2 comes after 7, and before it came after 1"),
+]
+
+
+@pytest.mark.parametrize(
+    ("header", "bad", "reason"),
+    [
+        *(([], *case) for case in (*BAD_ROWS, *WITHOUT_IDS)),
+        *(([HEADER], *case) for case in BAD_ROWS),
+        *(([HEADER, {**GOOD, "id": "linked"}], *case) for case in BAD_ROWS),
+        *(([{**GOOD, "session_id": "linked"}], *case) for case in (*BAD_ROWS, *WITHOUT_IDS)),
+    ],
+)
+def test_a_bad_row_is_named_with_its_line_and_the_reason(
+    tmp_path: Path, header: list[dict[str, Any]], bad: str | dict[str, object], reason: str
+) -> None:
+    line = bad if isinstance(bad, str) else json.dumps({**GOOD, **bad})
+    path = write(tmp_path / "trace.jsonl", [*header, GOOD, "", line, {**GOOD, "timestamp": 6, "hash_ids": [7, 8]}])
+    workload = open_workload(path, WorkloadOptions())
+    place = rf"trace.jsonl, line {len(header) + 3}: .*{reason}"
+    with pytest.raises(WorkloadUnusable, match=place):
+        workload.survey()
+    with pytest.raises(WorkloadUnusable, match=place):
+        list(workload.turns())
+    skipping = open_workload(path, WorkloadOptions(skip_bad_rows=True))
+    survey = skipping.survey()
+    good = len([row for row in header if row is not HEADER]) + 2
+    assert (survey.requests, survey.skipped, len(survey.reasons)) == (good, 1, 1)
+    assert reason in survey.reasons[0]
+    found = list(skipping.turns())
+    assert [turn.number for turn in found] == list(range(good))
+    assert [(turn.at_us, turn.block_ids) for turn in found[-2:]] == [(5_000, (1, 2)), (6_000, (7, 8))]
+
+
+def test_the_first_reasons_are_told_and_all_bad_rows_counted(tmp_path: Path) -> None:
+    path = write(tmp_path / "t", [GOOD, *["{"] * (REASONS_MAX + 7), GOOD])
+    survey = open_workload(path, WorkloadOptions(skip_bad_rows=True)).survey()
+    assert (survey.requests, survey.skipped, len(survey.reasons)) == (2, REASONS_MAX + 7, REASONS_MAX)
+
+
+def test_what_holds_nothing_to_play_is_refused(tmp_path: Path) -> None:
+    for text in ("", "\n", "\n\n"):
+        (tmp_path / "empty").write_text(text)
+        with pytest.raises(WorkloadUnusable, match="holds no request to play"):
+            turns(str(tmp_path / "empty"))
+    path = write(tmp_path / "bad", ["{", "}"])
+    with pytest.raises(WorkloadUnusable, match=r"holds no request to play: 2 rows were skipped, first .* line 1"):
+        turns(path, skip_bad_rows=True)
+    with pytest.raises(WorkloadUnusable, match="holds no request to play"):
+        turns(write(tmp_path / "late", [GOOD]), duration_s=0.001)
+
+
+def test_what_is_no_such_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(WorkloadUnusable, match="cannot be read"):
+        turns(str(tmp_path / "none.jsonl"))
+    (tmp_path / "binary").write_bytes(b"\x89PNG\0\0\0\n" * 10)
+    with pytest.raises(WorkloadUnusable, match="no text"):
+        turns(str(tmp_path / "binary"))
+    (tmp_path / "wide").write_text(json.dumps(GOOD), encoding="utf-16")
+    with pytest.raises(WorkloadUnusable, match="no text"):
+        turns(str(tmp_path / "wide"))
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(WorkloadUnusable, match="a folder without"):
+        turns(str(tmp_path / "folder"))
+    with pytest.raises(WorkloadUnusable, match="cannot be read"):
+        turns(f"mooncake:{tmp_path / 'none'}")
+
+
+def test_other_line_ends_and_a_byte_order_mark_change_nothing(tmp_path: Path) -> None:
+    lines = [GOOD, {**GOOD, "timestamp": 9, "delay": 0}]
+    plain = write(tmp_path / "plain", lines)
+    other = tmp_path / "other"
+    other.write_bytes(b"\xef\xbb\xbf" + "\r\n".join(map(json.dumps, lines)).encode())
+    assert turns(str(other)) == turns(plain)
+    ours = tmp_path / "ours"
+    ours.write_bytes(b"\xef\xbb\xbf" + "\r\n".join(map(json.dumps, [HEADER, *lines])).encode() + b"\r\n")
+    assert turns(str(ours)) == turns(plain)
+
+
+def test_a_session_goes_on_after_its_answers(tmp_path: Path) -> None:
+    rows = [
+        {**GOOD, "timestamp": 0, "session_id": "a", "output_length": 1},
+        {**GOOD, "timestamp": 100, "session_id": "b", "output_length": 2},
+        {**GOOD, "session_id": "a", "delay": 40.5, "output_length": 3, "timestamp": 90},
+        {**GOOD, "timestamp": 200, "session_id": "c", "output_length": 4},
+        {**GOOD, "session_id": "b", "output_length": 5, "timestamp": None},
+        {**GOOD, "session_id": "a", "delay": 7, "output_length": 6, "timestamp": None},
+        {**GOOD, "timestamp": 300, "session_id": "c", "output_length": 7},
+    ]
+    rows = [{name: value for name, value in row.items() if value is not None} for row in rows]
+    found = turns(write(tmp_path / "sessions.jsonl", rows))
+    # What follows stands behind what it follows on, before the next that comes at a time of its own.
+    assert [turn.output_tokens for turn in found] == [1, 3, 6, 2, 5, 4, 7]
+    assert [turn.after for turn in found] == [(), (0,), (1,), (), (3,), (), ()]
+    assert [turn.delay_us for turn in found] == [0, 40_500, 7_000, 0, 0, 0, 0]
+    assert [turn.at_us for turn in found] == [0, 0, 0, 100_000, 0, 200_000, 300_000]
+    assert "".join(turn.session_id for turn in found) == "aaabbcc"
+    # Of a session, what comes in the first 0.05 s even if answers took no time.
+    assert [turn.output_tokens for turn in turns(str(tmp_path / "sessions.jsonl"), duration_s=0.045)] == [1, 3]
+
+
+LINKS: list[tuple[list[dict[str, Any]], int, str]] = [
+    ([{"after": [7], "timestamp": 9}], 3, "comes after 7, which is no row before it"),
+    ([{"after": [1], "timestamp": 9}], 3, "comes after 1, which is no row before it"),
+    ([{"after": [-1], "timestamp": 9}], 3, "comes after -1"),
+    ([{"after": ["x"], "timestamp": 9}], 3, "comes after 'x'"),
+    ([{"id": "x", "timestamp": 9}, {"id": "x", "timestamp": 9}], 4, "the id 'x' is that of line 3, too"),
+    ([{"delay": 5}], 3, "missing required field `timestamp`"),
+    ([{"delay": 5, "timestamp": 9}], 3, "a delay of 5.0 ms, and no answer before it"),
+    ([{"delay": -5, "after": [0]}], 3, "delay"),
+    ([{"after": [1.5]}], 3, "after"),
+]
+
+
+@pytest.mark.parametrize(("rows", "line", "reason"), LINKS)
+def test_a_row_that_follows_on_nothing_is_named(
+    tmp_path: Path, rows: list[dict[str, Any]], line: int, reason: str
+) -> None:
+    bare = {name: value for name, value in GOOD.items() if name != "timestamp"}
+    path = write(tmp_path / "t", [HEADER, {**GOOD, "id": "first"}, *({**bare, **row} for row in rows)])
+    with pytest.raises(WorkloadUnusable, match=rf"line {line}: .*{reason}"):
+        turns(path)
+    survey = open_workload(path, WorkloadOptions(skip_bad_rows=True)).survey()
+    assert (survey.requests, survey.skipped) == (len(rows), 1)
+
+
+def test_what_follows_on_a_row_that_is_left_out_is_left_out(tmp_path: Path) -> None:
+    rows = [
+        {**GOOD, "timestamp": 5},
+        {**GOOD, "timestamp": 4, "id": "back"},
+        {**GOOD, "after": ["back"], "id": "lost", "output_length": 8},
+        {**GOOD, "after": ["lost", 0]},
+        {**GOOD, "after": [0], "output_length": 9},
+    ]
+    path = write(tmp_path / "t", [HEADER, *rows])
+    workload = open_workload(path, WorkloadOptions(skip_bad_rows=True))
+    assert workload.survey().skipped == 3
+    assert [(turn.number, turn.after, turn.output_tokens) for turn in workload.turns()] == [(0, (), 3), (1, (0,), 9)]
+
+
+@pytest.mark.parametrize(
+    ("header", "reason"),
+    [
+        ({**HEADER, "version": 2}, "version 2"),
+        ({**HEADER, "format": "other"}, "'other'"),
+        ({**HEADER, "block_tokens": 0}, "block_tokens 0"),
+        ({**HEADER, "block_tokens": "x"}, "no header"),
+    ],
+)
+def test_a_header_of_another_kind_is_refused(tmp_path: Path, header: dict[str, Any], reason: str) -> None:
+    with pytest.raises(WorkloadUnusable, match=rf"line 1: .*{reason}"):
+        turns(write(tmp_path / "t", [header, GOOD]))
+
+
+def test_a_model_is_asked_for_only_where_models_are_told_apart(tmp_path: Path) -> None:
+    path = write(tmp_path / "t", [HEADER, {**GOOD, "model": "large"}])
+    [one] = turns(path)
+    [other] = turns(path, by_model=True)
+    assert (one.model, other.model) == ("", "large")
+    assert open_workload(path, WorkloadOptions()).survey().notes == ["the models that it names are played as one"]
+    assert open_workload(path, WorkloadOptions(by_model=True)).survey().notes == []
+
+
+LINE = st.one_of(
+    st.binary(max_size=40),
+    st.fixed_dictionaries(
+        {"timestamp": st.integers(0, 9), "input_length": st.integers(0, 1100), "output_length": st.integers(0, 2)},
+        optional={
+            "hash_ids": st.lists(st.integers(-1, 4), max_size=3),
+            "session_id": st.sampled_from(["a", "b", 1]),
+            "delay": st.integers(-1, 3),
+            "after": st.lists(st.one_of(st.integers(-2, 5), st.text(max_size=1)), max_size=2),
+            "id": st.text(max_size=1),
+        },
+    ).map(lambda row: json.dumps(row).encode()),
+)
+
+
+@given(header=st.booleans(), lines=st.lists(LINE, max_size=8), skip=st.booleans())
+def test_whatever_a_file_holds_is_played_or_refused(
+    tmp_path_factory: pytest.TempPathFactory, header: bool, lines: list[bytes], skip: bool
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "rows-fuzz"
+    path.write_bytes(b"\n".join(([json.dumps(HEADER).encode()] if header else []) + lines))
+    try:
+        workload = open_workload(str(path), WorkloadOptions(skip_bad_rows=skip))
+        survey = workload.survey()
+    except WorkloadUnusable:
+        return
+    found = list(workload.turns())
+    assert len(found) == survey.requests > 0
+    assert [turn.number for turn in found] == list(range(len(found)))
+    assert all(one < turn.number for turn in found for one in turn.after)
+    own = [turn.at_us for turn in found if not turn.after]
+    assert own == sorted(own)
