@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 import yaml
 from typer.core import TyperGroup
 
-from forebay.cli.app import app
+from forebay.cli.app import COMMANDS, load
 
 ROOT = Path(__file__).resolve().parent.parent
 PORT_MAX = 32_767  # above, systems hand out ports to clients
@@ -23,7 +22,9 @@ OURS = sorted(name for name, service in SERVICES.items() if service["image"] == 
 
 def parse(arguments: list[str]) -> dict[str, Any]:
     """Read a command line as `forebay` would, and run nothing: the value of each option."""
-    command = typer.main.get_command(app)
+    name, *arguments = arguments
+    assert name in COMMANDS, f"forebay has no command {name}"
+    command = load(name)
     while isinstance(command, TyperGroup):
         name, *arguments = arguments
         assert name in command.commands, f"forebay has no command {name}"

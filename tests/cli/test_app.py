@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import typer
@@ -41,6 +42,16 @@ def test_a_command_that_does_not_exist_is_refused_with_the_nearest() -> None:
     refused = runner.invoke(app, ["simulat"])
     assert refused.exit_code == 2
     assert "Did you mean 'simulate'?" in refused.output
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("more", [[], ["--json"]])
+def test_results_that_find_no_room_end_it_in_a_line(more: list[str]) -> None:
+    command = [sys.executable, "-m", "forebay.cli", "workload", "show", "synthetic:requests=3", *more]
+    with Path("/dev/full").open("wb") as full:
+        ran = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert ran.returncode == 1
+    assert ran.stderr == "forebay: results cannot be written (No space left on device)\n"
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["simulate", "--help"]])

@@ -68,6 +68,16 @@ def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     assert "engine.toml: No such file or directory" in result.stderr
 
 
+def test_a_profile_does_not_take_the_place_of_its_recording(tmp_path: Path) -> None:
+    log = recording(tmp_path / "run.db", conversations(5, 8))
+    before = log.read_bytes()
+    (tmp_path / "same.db").symlink_to(log)
+    for out in (log, tmp_path / "same.db"):
+        result = invoke(log, "-o", out)
+        assert (result.exit_code, log.read_bytes() == before) == (2, True)
+        assert f"{out}: is the recording itself" in result.stderr
+
+
 def test_no_recording(tmp_path: Path) -> None:
     result = invoke(tmp_path / "none.db")
     assert result.exit_code == 2

@@ -1,6 +1,8 @@
 """The page of `forebay simulate --report`: what it says and holds, and what it must not do with what users name."""
 
 import json
+import os
+import resource
 import zlib
 from base64 import b64decode
 from html.parser import HTMLParser
@@ -150,6 +152,28 @@ def test_the_headline_goes_by_what_was_promised() -> None:
     text = headline(run("late", slower=30.0), run("kept"), slo=Slo(ttft_ms=500, itl_ms=13))
     assert text.startswith("kept keeps TTFT ≤ 500 ms, ITL ≤ 13 ms for ")
     assert ", late for " in text
+    assert "None keeps" not in text
+
+
+def test_shares_of_kept_promises_are_level_by_the_rule_of_the_cards() -> None:
+    """A point apart is a lot where few are kept: 106 and 115 of 1,000 are not level, 991 and 1,000 are."""
+
+    def kept(name: str, count: int) -> Run:
+        return timed(name, *[(1_000, 2_000, 2)] * count, *[(9_000, 10_000, 2)] * (1_000 - count))
+
+    slo = Slo(ttft_ms=5, e2e_ms=15)
+    few = made(kept("less", 106), kept("more", 115), slo=slo)
+    assert "".join(few.said["h1"]) == (
+        "more keeps TTFT ≤ 5 ms, E2E ≤ 15 ms for 11.5% of all requests, less for 10.6%. "
+        "None keeps all of it for most; missed most is TTFT, kept for 11.5% under more."
+    )
+    assert few.attributes["class"].count("best") > 0
+    text = headline(kept("less", 106), kept("more", 115), slo=Slo(ttft_ms=5))
+    assert text.endswith(", less for 10.6%. None keeps it for most.")
+    assert headline(kept("one", 991), kept("two", 1_000), slo=slo).endswith(
+        "for 99.1% to 100.0% of all requests: they are level."
+    )
+    assert headline(kept("one", 700), kept("two", 700), slo=slo).endswith("for 70.0% of all requests: they are level.")
 
 
 def test_what_was_not_answered_is_said_first() -> None:
@@ -330,9 +354,12 @@ def test_the_settings_are_all_there() -> None:
 def test_a_report_is_never_written_over_something_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, mine = tmp_path / "report.html", tmp_path / "notes.html"
     mine.write_text("mine")
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
     for refused, reason in (
         (mine, "no page of this command"),
         (tmp_path / "no" / "page.html", "there is no directory"),
+        (pipe, "is no plain file"),
     ):
         with pytest.raises(typer.Exit):
             require_report(refused)
@@ -342,6 +369,16 @@ def test_a_report_is_never_written_over_something_else(tmp_path: Path, capsys: p
         require_report(path)
         write_report(path, [run("kv", requests=5)], workload="w", slo=None, digest="d")
     assert mine.read_text() == "mine"
+    before = path.read_text()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))  # as though the disk were full
+    try:
+        with pytest.raises(typer.Exit) as ended:
+            write_report(path, [run("random", requests=5)], workload="w", slo=None, digest="d")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (ended.value.exit_code, capsys.readouterr().err) == (1, f"forebay: --report {path}: File too large\n")
+    assert (path.read_text(), sorted(tmp_path.iterdir())) == (before, sorted([mine, path, pipe]))
 
 
 def test_the_command_refuses_before_it_simulates(tmp_path: Path) -> None:

@@ -80,6 +80,7 @@ def test_requests_that_fit_nowhere_are_named_and_end_in_exit_code_1(tmp_path: Pa
     [
         (["--policy", "kw"], "there is no policy 'kw'"),
         (["--policy", "direct"], "the requests of a trace name no workers"),
+        (["--policy", "kv", "--policy", "random", "--policy", "kv"], "--policy kv: stands there twice"),
         (["--policy", "kv:speed=2"], "'speed=2' is no setting=value"),
         (["--max-num-batched-tokens", "10"], "max_num_batched_tokens (10) must be at least max_num_seqs (256)"),
         (["--duration-s", "0.001"], "holds no request"),
@@ -94,6 +95,11 @@ def test_requests_that_fit_nowhere_are_named_and_end_in_exit_code_1(tmp_path: Pa
         (["--mtbf-s", "0.5"], "--mtbf-s: 0.5 is below 1 s"),
         (["--delays", "carrier-pigeon"], "--delays carrier-pigeon: there is none, embedded, kafka"),
         (["--kill", "mock-0"], "not of the form WORKER@SECONDS"),
+        (["--kill", f"mock-0@{'9' * 400}"], "more than a century"),
+        (["--kill", f"mock-0@1+{'9' * 12}"], "more than a century"),
+        (["--policy", "kv:temperature=1,temperature=2"], "temperature is given twice"),
+        (["--policy", "as configured"], "--policy as configured: not every pool has a router of its own"),
+        (["--engine", ""], "there is no engine profile "),
     ],
 )
 def test_what_cannot_be_simulated_is_said_in_one_line(tmp_path: Path, arguments: list[str], reason: str) -> None:
@@ -104,6 +110,20 @@ def test_what_cannot_be_simulated_is_said_in_one_line(tmp_path: Path, arguments:
     assert run.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        *((option, str((1 << 31) + 1)) for option in ("--blocks", "--block-size", "--max-num-batched-tokens")),
+        *((option, "inf") for option in ("--mtbf-s", "--repair-s", "--cold-start-s", "--lease-ttl-s")),
+        *((option, "inf") for option in ("--duration-s", "--session-spacing-s")),
+    ],
+)
+def test_numbers_have_bounds(option: str, value: str) -> None:
+    run = CliRunner().invoke(app, ["simulate", "synthetic:requests=2", option, value])
+    assert run.exit_code == 2
+    assert f"Invalid value for '{option}'" in run.stderr
+
+
 def test_a_promise_is_measured_and_where_that_is_asked_for_decides_the_exit_code(trace: Path) -> None:
     promise = ["simulate", str(trace), "--policy", "kv", "--slo", "ttft=0.001,e2e=1e9"]
     run = CliRunner().invoke(app, [*promise, "--json"])
@@ -111,8 +131,13 @@ def test_a_promise_is_measured_and_where_that_is_asked_for_decides_the_exit_code
     figures = json.loads(run.stdout)["policies"]["kv"]
     assert (figures["attained"], figures["attained_each"]) == (0.0, {"ttft": 0.0, "e2e": 1.0})
     assert figures["goodput_per_s"] == 0.0
-    assert CliRunner().invoke(app, [*promise, "--attain", "0.5"]).exit_code == 1
-    assert CliRunner().invoke(app, [*promise[:-1], "e2e=1e9", "--attain", "1"]).exit_code == 0
+    short = CliRunner().invoke(app, [*promise, "--policy", "random", "--attain", "0.555"])
+    assert short.exit_code == 1
+    for name in ("kv", "random"):
+        assert f"forebay: {name} keeps the promises for 0%, less than 55.5%\n" in short.stderr
+    kept = CliRunner().invoke(app, [*promise[:-1], "e2e=1e9", "--attain", "1"])
+    assert kept.exit_code == 0
+    assert "keeps the promises" not in kept.stderr
 
 
 def test_an_engine_profile_says_how_fast_and_how_large_workers_are(trace: Path) -> None:
@@ -141,6 +166,16 @@ def test_delays_are_part_of_what_a_client_sees(trace: Path) -> None:
     near, far = (json.loads(printed(trace, "--policy", "kv", "--delays", name)) for name in ("none", "kafka"))
     assert far["policies"]["kv"]["ttft_ms"]["p50"] > near["policies"]["kv"]["ttft_ms"]["p50"] + 2.740
     assert far["settings"]["delays"]["submit"]["fixed_us"] == 2740
+
+
+def test_a_death_that_nobody_lived_to_see_is_named(trace: Path) -> None:
+    kills = ("--kill", "mock-0@0.5", "--kill", "mock-1@600000")
+    run = CliRunner().invoke(app, ["simulate", str(trace), "--policy", "kv", "--policy", "random", "--json", *kills])
+    assert run.exit_code == 0
+    kv, random = (json.loads(run.stdout)["policies"][name]["lasted_s"] for name in ("kv", "random"))
+    said = f"mock-1 did not die at 600000 s, for this was over before: kv after {kv:.1f} s, random after {random:.1f} s"
+    assert said in run.stderr
+    assert "mock-0" not in run.stderr
 
 
 def test_a_report_is_written_and_says_what_json_says(trace: Path) -> None:

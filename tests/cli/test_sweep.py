@@ -17,17 +17,10 @@ from typer.testing import CliRunner, Result
 from forebay.cli.app import app
 from forebay.cli.simulate_options import FleetOptions, ShapeOptions
 from forebay.cli.simulations import Work, run_all
-from forebay.cli.sweep_axes import (
-    BLIND_MODES,
-    COST_SETTINGS,
-    OF_FLEET,
-    OF_SHAPE,
-    ROUTER_SETTINGS,
-    axes_of,
-    combinations,
-)
+from forebay.cli.sweep_axes import BLIND_MODES, COST_SETTINGS, OF_FLEET, OF_SHAPE, axes_of, combinations
 from forebay.simulate.mooncake import Row
 from forebay.simulate.pareto import costs
+from forebay.simulate.settings import ROUTER_SETTINGS
 from tests.simulate.traces import conversations, write
 
 COMMAND = (sys.executable, "-c", "from forebay.cli.app import main; main()", "sweep")
@@ -132,6 +125,20 @@ def test_the_table_has_a_line_a_run_and_says_what_is_cheapest(trace: Path) -> No
     assert sum(line[:1] in (["kv"], ["round-robin"]) or line[1:2] in (["kv"], ["round-robin"]) for line in lines) == 6
     assert "cheapest that keeps the promise to 99.00%: " in run.stdout
     assert "6 runs in" in run.stderr
+
+
+def test_the_cheapest_settings_keep_the_promise_with_every_seed(trace: Path) -> None:
+    axes = ("--set", "workers=1,2", "--set", "seed=1,2,3", "--policy", "random", "--slo", "ttft=80")
+    runs = runs_of(trace, *axes)
+    attained = {n: [one["attained"] for one in runs if one["set"]["workers"] == n] for n in ("1", "2")}
+    worst = {n: min(of) for n, of in attained.items()}
+    assert worst["1"] < worst["2"] < max(attained["2"]), attained
+    held = sweep(trace, *axes, "--attain", repr(worst["2"]))
+    assert f"promise to {worst['2']:.2%}, with each of 3 seeds: random, workers=2\n" in held.stdout
+    assert held.exit_code == 0
+    broken = sweep(trace, *axes, "--attain", repr(max(attained["2"])))
+    assert "of the requests with every seed\n" in broken.stdout
+    assert broken.exit_code == 1
 
 
 def test_csv_has_a_column_for_whatever_varies_and_each_figure(trace: Path) -> None:
@@ -244,7 +251,11 @@ def test_whatever_ends_a_sweep_ends_its_processes(trace: Path, number: signal.Si
         (["--set", "workers=1", "--set", "workers=2"], "workers is varied twice"),
         (["--set", "worker=1"], "there is nothing called worker to vary; there is workers"),
         (["--set", "workers=0"], "--set workers=0: from 1 to 4096"),
-        (["--set", "workers=two"], "--set workers=two: not of the type int"),
+        (["--set", "workers=two"], "--set workers=two: not of the type int; write single values with commas between"),
+        (["--set", "workers=4-8"], "--set workers=4-8: not of the type int; write 4,5,6,7,8\n"),
+        (["--set", "workers=8-4"], "write single values with commas between them, as in 4,5,6\n"),
+        (["--set", "workers=1-500"], "write single values with commas between them, as in 4,5,6\n"),
+        (["--set", "workers=1, 1"], "a value stands there twice"),
         (["--set", "temperature=-1", "--policy", "kv"], "temperature"),
         (["--set", "temperature=1", "--policy", "kv:temperature=2"], "temperature is both in --policy"),
         (["--set", "pool.other.workers=1"], "there is no pool other; there are default"),
@@ -269,6 +280,10 @@ def test_what_cannot_be_swept_is_said_in_one_line_before_anything_runs(
     assert run.exit_code == 2
     assert reason in run.stderr
     assert run.stderr.count("\n") == 1
+
+
+def test_blanks_between_values_mean_nothing() -> None:
+    assert axes_of(["workers : blocks = 2 : 6, 4:4"]) == axes_of(["workers:blocks=2:6,4:4"])
 
 
 def test_settings_can_vary_together(trace: Path) -> None:
@@ -296,8 +311,7 @@ def test_pools_of_a_file_are_resized_one_by_one(tmp_path: Path) -> None:
 
 
 def test_no_name_means_two_things() -> None:
-    assert not ROUTER_SETTINGS & set(OF_FLEET)
-    assert not ROUTER_SETTINGS & set(OF_SHAPE)
+    assert not set(ROUTER_SETTINGS) & {*OF_FLEET, *OF_SHAPE}
     assert not set(OF_FLEET) & set(OF_SHAPE)
 
 

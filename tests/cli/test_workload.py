@@ -1,6 +1,7 @@
 """`forebay workload`: figures of any workload, and any workload as one file."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -81,12 +82,21 @@ def test_bad_rows_are_named_and_left_out_only_where_that_is_asked_for(trace: Pat
     assert json.loads(workload("show", trace, "--skip-bad-rows", "--json").stdout)["skipped"] == 1
 
 
+def test_nothing_takes_the_place_of_a_device(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    run = workload("convert", "synthetic:requests=3", "-o", pipe)
+    assert (run.exit_code, pipe.is_fifo()) == (2, True)
+    assert f"{pipe}: is no plain file" in run.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
         (["show", "none.jsonl"], "cannot be read"),
         (["show", "synthetic:rate=x"], "rate"),
         (["show", "synthetic:", "synthetic:"], "only runs of one format"),
+        (["convert", "synthetic:requests=3", "-o", "."], "is no plain file"),
         (["convert", "synthetic:requests=3", "-o", "nowhere/at/all"], "cannot be written (No such file or directory)"),
     ],
 )

@@ -97,6 +97,30 @@ def test_a_stranger_to_the_order_of_a_run_cuts_it_where_they_part() -> None:
     assert sets.drops(range(1, 6), 0b11) == [(0, 2), (5, 1)]
 
 
+def test_a_run_that_would_go_on_with_a_block_of_its_own_keeps_that() -> None:
+    sets = BlockSets()
+    sets.add(1, [1, 2, 3])
+    assert sets.add(1, [4, 2, 5], 3) == 2
+    assert [sets.has(1, block) for block in range(1, 7)] == [True] * 5 + [False]
+    assert (len(sets), sets.counts[1]) == (5, 5)
+    assert sets.remove(1, [5, 4, 3, 2, 1]) == 5
+    assert len(sets) == 0
+
+
+def test_a_cursor_comes_to_an_end_although_more_is_stored() -> None:
+    sets = BlockSets()
+    sets.add(1, [1])
+    sets.add(1, [2])
+    cursor = sets.cursor()
+    seen: list[int] = []
+    while (run := sets.next_run(cursor)) is not None and len(seen) < 9:
+        seen += run.blocks
+        sets.add(1, [100 + len(seen)])
+        sets.add(1, [200 + len(seen), 300 + len(seen)])
+    assert seen == [1, 2]
+    assert len(sets) == 8
+
+
 def test_retired_bits_are_swept_a_piece_at_a_time() -> None:
     sets = BlockSets()
     for number in range(6):

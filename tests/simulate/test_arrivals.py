@@ -71,6 +71,14 @@ def test_no_engine_runs_ahead_of_what_an_answer_of_another_brings() -> None:
     assert found[2].first_us == prefill + decode + prefill + decode
 
 
+def test_nor_when_only_one_of_those_that_wait_has_its_answer() -> None:
+    late, soon = turn(3, after=(1,), delay_us=90 * S), turn(4, after=(2,))
+    found = served(fleet(3), turn(0, output=60), turn(1, output=2), turn(2, output=5), late, soon)
+    decode, prefill = decode_us(2, 16_384), prefill_us(64)
+    assert (found[4].worker, found[4].arrived_us) == (0, prefill + 4 * decode)
+    assert found[4].first_us == found[4].arrived_us + prefill + decode
+
+
 def test_a_turn_that_waits_for_nobody_there_is_named() -> None:
     with pytest.raises(WorkloadUnusable, match="request 1 follows on request 7, which does not come before it"):
         served(fleet(), turn(0), turn(1, after=(7,)))

@@ -52,6 +52,19 @@ def test_an_answer_goes_on_behind_what_was_said_when_the_lease_of_its_worker_is_
     assert one.last_us == died_us + 10 * S + lone_us(PROMPT + said, output - said)
 
 
+def test_what_two_answers_said_to_one_prompt_is_not_shared_where_they_go_on() -> None:
+    same = {"block_ids": tuple(range(10))}
+    begin_us = prefill_us(PROMPT + 64)  # the second computes the last block again, to have a token to go on from
+    died_us = begin_us + 64 * decode_us(22, BLOCKS) + 10 * decode_us(24, BLOCKS) + S // 1_000
+    # Both are on the only worker; another comes when it is lost.
+    life = Life(faults=(Fault(worker="mock-0", at_us=died_us, back_us=S),), lease_ttl_s=5.0)
+    said = 1 + 64 + 10
+    found = served(fleet(1, life), *(turn(at, PROMPT, said + 1, **same) for at in (0, 1)))
+    # One block of each answer is full; only those of the prompt are found by the other.
+    assert {(one.attempts, one.failure) for one in found} == {(2, "")}
+    assert {one.last_us for one in found} == {died_us + S + prefill_us(PROMPT + said + said)}
+
+
 def test_an_answer_of_three_workers_is_in_three_parts() -> None:
     again_us = FIRST_US + DECODE_US // 2 + S + prefill_us(PROMPT + 1) + 9 * DECODE_US + DECODE_US // 2
     faults = Fault(worker="mock-0", at_us=FIRST_US + DECODE_US // 2), Fault(worker="mock-2", at_us=again_us)

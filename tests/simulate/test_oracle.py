@@ -56,6 +56,7 @@ class Asked:
     def __init__(self, asked: Turn) -> None:
         self.asked = asked
         self.generated = self.computed = self.blocks = 0
+        self.decodes = False
         self.names: list[object] = []
         self.cached = self.first_us = self.last_us = -1
 
@@ -79,7 +80,7 @@ class Worker:
 
     def step(self, now_us: int) -> int:
         """One iteration that begins now; when it ends."""
-        decoding = [one for one in self.running if one.computed == one.known - 1 and one.generated]
+        decoding = [one for one in self.running if one.decodes]
         crowded = False
         for one in list(decoding):
             while one in self.running and one.blocks * BLOCK < one.known and not self._more(one, 1):
@@ -116,6 +117,7 @@ class Worker:
             self._compute(one, 1)
         for one in [*decoding, *done]:
             one.generated += 1
+            one.decodes = True
             if one.generated == 1:
                 one.first_us = ends_us
             if one.generated == one.asked.output_tokens:
@@ -153,7 +155,7 @@ class Worker:
         for name in reversed(one.names):
             self.cache.leave(name)
         self.cache.room += one.blocks - len(one.names)
-        one.names, one.blocks, one.computed = [], 0, 0
+        one.names, one.blocks, one.computed, one.decodes = [], 0, 0, False
         self.running.remove(one)
 
     def _preempt(self) -> Asked:

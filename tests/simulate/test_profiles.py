@@ -87,9 +87,12 @@ def test_a_linear_profile_reads_as_it_was_written(tmp_path: Path) -> None:
         ('kind = "linear"\n[costs_us]\nstep = 0', "at least one cost must be above 0"),
         ('kind = "linear"\n[costs_us]\nstop = 1', "unknown field `stop`"),
         ('kind = "mocker"\n[sizes]\nblocks = 0', "sizes.blocks: Expected `int` >= 1"),
+        ('kind = "mocker"\n[sizes]\ngpus = inf', "sizes.gpus: Expected `float` <= 1000000.0"),
+        ("kind = " + "[" * 5_000, "nested deeper than any profile is"),
         ('kind = "mocker"\n[sizes]\ngpus = 0', "sizes.gpus: Expected `float` > 0.0"),
         ('kind = "roofline"\nmodel = "c.json"\ngpu = "h100-sxm"', "c.json: No such file"),
-        ('kind = "roofline"\nmodel = "config.json"\ngpu = "h100"', "no data sheet of 'h100', but of a100-80gb, b200"),
+        ('kind = "roofline"\nmodel = "config.json"\ngpu = "H100"', "no data sheet of 'H100'; there is h100-sxm"),
+        ('kind = "roofline"\nmodel = "config.json"\ngpu = "mi3"', "no data sheet of 'mi3'; there is a100-80gb, b200, "),
         (
             'kind = "roofline"\nmodel = "config.json"\ngpu = "h100-sxm"\ntensor_parallel = 5',
             "32 attention heads cannot be shared by 5",
@@ -134,11 +137,14 @@ def test_whatever_a_file_says_it_is_a_profile_or_refused(
             assert profile.timing.step_us(**work, cache_tokens=64) >= 1
 
 
-def test_a_profile_that_is_not_there() -> None:
-    with pytest.raises(
-        ProfileUnusable, match="there is no engine profile h100: give mocker, which is built in, or a f"
-    ):
-        load_profile("h100")
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [("h900", ""), ("h100", '; for the GPU h100-sxm write one with kind = "roofline", .*: docs/engine-profiles.md')],
+)
+def test_a_profile_that_is_not_there(name: str, more: str) -> None:
+    reason = f"there is no engine profile {name}: give mocker, which is built in, or a file{more}$"
+    with pytest.raises(ProfileUnusable, match=reason):
+        load_profile(name)
 
 
 def test_a_file_that_is_no_page(tmp_path: Path) -> None:
@@ -206,9 +212,14 @@ def test_a_model_that_is_not_described(tmp_path: Path, changes: dict[str, Any], 
 
 def test_a_description_that_is_none(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
-    path.write_text("[]")
-    with pytest.raises(ProfileUnusable, match="Expected `object`, got `array`"):
-        read_transformer(path)
+    for text, reason in (
+        ("[]", "Expected `object`, got `array`"),
+        ('{"a":' * 5_000, "recursion"),
+        ('{"\xff":1}', "utf-8"),
+    ):
+        path.write_bytes(text.encode("latin1"))
+        with pytest.raises(ProfileUnusable, match=reason):
+            read_transformer(path)
 
 
 def test_two_matrices_where_nothing_is_gated(tmp_path: Path) -> None:

@@ -31,8 +31,9 @@ def test_steps_that_do_not_take_the_same_time_twice() -> None:
     found = found_in(*(engine_run(seed, timing=Jittered(TRUTH, 0.3, seed)) for seed in (3, 4)))
     assert found.timing.prefill_token == pytest.approx(TRUTH.prefill_token, rel=0.1)
     assert found.itl is not None
-    for error in (found.ttft, found.itl):
-        assert error.modelled_ms[0] == pytest.approx(error.recorded_ms[0], rel=0.1)
+    # The median TTFT lies between those of short prompts and those of long ones, where hardly anybody is.
+    assert found.ttft.p50 < 0.2
+    assert found.itl.modelled_ms[0] == pytest.approx(found.itl.recorded_ms[0], rel=0.1)
 
 
 def test_a_busier_time_than_was_fitted_to() -> None:

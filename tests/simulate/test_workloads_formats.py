@@ -42,7 +42,7 @@ def some_turns(draw: st.DrawFn) -> list[Turn]:
         found.append(
             Turn(
                 number=number,
-                prompt_tokens=draw(st.integers(1, 64 * blocks if blocks else 1 << 24)),
+                prompt_tokens=draw(st.integers(64 * blocks - 63, 64 * blocks) if blocks else st.integers(1, 1 << 24)),
                 output_tokens=draw(st.integers(1, (1 << 31) - 1)),
                 block_ids=tuple((1 << 53) - 1 - 10 * kind - at for at in range(blocks)),
                 at_us=draw(st.sampled_from([0, 1, 999, 1_000, US_MAX])) if after else at_us,
@@ -106,6 +106,8 @@ def test_azures_rows_have_times_and_lengths(tmp_path: Path) -> None:
         ("2023-11-15 18:15:51,1,1", "is before that of the first row"),
         ("2023-11-16 18:15:50,1,1", "ms before that of a row before it"),
         ('"2023', "no line of CSV"),
+        ("2023-11-16 18:15:51,\u0663,1", "no time and two whole numbers"),
+        ("2124-11-16 18:15:51,1,1", "is more than a century after that of the first row"),
     ],
 )
 def test_a_bad_row_of_azures_is_named(tmp_path: Path, line: str, reason: str) -> None:
@@ -132,8 +134,8 @@ def test_whatever_a_table_holds_is_played_or_refused(
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "fuzz.csv"
     path.write_bytes(AZURE.encode() * header + text)
-    workload = open_workload(str(path), WorkloadOptions(skip_bad_rows=skip))
     try:
+        workload = open_workload(str(path), WorkloadOptions(skip_bad_rows=skip))
         requests = workload.survey().requests
     except WorkloadUnusable:
         return
@@ -165,6 +167,7 @@ def test_the_documentation_holds_a_file_that_plays_and_every_setting(tmp_path: P
         ("a", json.dumps(RUN, indent=2), "weka"),
         ("a", '{"timestamp": 1, "input": "x", "output": "y", "session_id": "z"}\n', "lmcache"),
         ("a", "{" + ROW, "mooncake"),
+        ("a", '{"timestamp": ' + "[" * 100_000, "mooncake"),
         ("a", "", "mooncake"),
         ("a", "SQLite format 3\0", "recording"),
     ],
@@ -172,6 +175,13 @@ def test_the_documentation_holds_a_file_that_plays_and_every_setting(tmp_path: P
 def test_a_format_is_told_by_what_the_file_holds(tmp_path: Path, name: str, text: str, form: str) -> None:
     (tmp_path / name).write_text(text)
     assert told_format(tmp_path / name) == form
+
+
+@pytest.mark.parametrize("text", ['{"layers": 32}', '{\n  "layers": 32\n}\n', "[1]", "layers = 32", "{"])
+def test_a_file_of_another_kind_is_refused_with_the_formats_there_are(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(WorkloadUnusable, match=r"config.json: is in no format .* \(forebay, mooncake, .*lmcache"):
+        open_workload(str(tmp_path / "config.json"), WorkloadOptions())
 
 
 def test_a_format_that_is_named_is_taken(tmp_path: Path) -> None:
@@ -198,7 +208,7 @@ def test_ids_are_checked_in_bounded_memory(tmp_path: Path, monkeypatch: pytest.M
     path = tmp_path / "t"
 
     def survey(ids: list[list[int]]) -> int:
-        lines = [{"timestamp": 0, "input_length": 1, "output_length": 1, "hash_ids": one} for one in ids]
+        lines = [{"timestamp": 0, "input_length": 512 * len(one), "output_length": 1, "hash_ids": one} for one in ids]
         path.write_text("\n".join(map(json.dumps, lines)))
         return open_workload(str(path), WorkloadOptions()).survey().requests
 

@@ -1,6 +1,7 @@
 """Files of one request a line: Mooncake's, its dialect with sessions, and ours; what is refused, and how it is said."""
 
 import json
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -92,7 +93,11 @@ BAD_ROWS: list[tuple[str | dict[str, object], str]] = [
     ({"output_length": 1 << 31}, "output_length"),
     ({"output_length": 2.5}, "output_length"),
     ({"input_length": 1025}, "2 hash ids do not cover 1025 tokens"),
+    ({"input_length": 512}, "2 hash ids, where 512 tokens have 1 of 512 tokens each"),
     ({"hash_ids": [1, "x"]}, "hash_ids"),
+    ({"hash_ids": [1, -2]}, "hash_ids"),
+    ({"hash_ids": [1, 1 << 64]}, "the hash id 18446744073709551616 is beyond 64 bits"),
+    ('{"x": ' + "[" * 100_000, "recursion"),
     ({"hash_ids": [2, 1]}, "hash id 2 comes first, and before it came after 1"),
     ({"hash_ids": [1, 1]}, "hash id 1 comes after 1, and before it came first"),
     ({"hash_ids": [7, 2]}, "hash id 2 comes after 7, and before it came after 1"),
@@ -142,7 +147,7 @@ def test_what_holds_nothing_to_play_is_refused(tmp_path: Path) -> None:
             turns(str(tmp_path / "empty"))
     path = write(tmp_path / "bad", ["{", "}"])
     with pytest.raises(WorkloadUnusable, match=r"holds no request to play: 2 rows were skipped, first .* line 1"):
-        turns(path, skip_bad_rows=True)
+        turns(f"mooncake:{path}", skip_bad_rows=True)
     with pytest.raises(WorkloadUnusable, match="holds no request to play"):
         turns(write(tmp_path / "late", [GOOD]), duration_s=0.001)
 
@@ -161,6 +166,10 @@ def test_what_is_no_such_file_is_refused(tmp_path: Path) -> None:
         turns(str(tmp_path / "folder"))
     with pytest.raises(WorkloadUnusable, match="cannot be read"):
         turns(f"mooncake:{tmp_path / 'none'}")
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("pipe", "mooncake:pipe"):
+        with pytest.raises(WorkloadUnusable, match="pipe: is a pipe or a device, which cannot be read twice"):
+            turns(name.replace("pipe", str(tmp_path / "pipe")))
 
 
 def test_other_line_ends_and_a_byte_order_mark_change_nothing(tmp_path: Path) -> None:

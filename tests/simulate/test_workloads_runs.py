@@ -215,6 +215,16 @@ def test_a_bad_call_is_named(tmp_path: Path, bad: dict[str, Any] | str, reason: 
     assert (survey.requests, survey.skipped) == (2, 1)
 
 
+def test_a_file_of_bad_calls_alone_is_named(tmp_path: Path) -> None:
+    bad = write_calls(tmp_path / "a.jsonl", call(-1, "x"))
+    good = write_calls(tmp_path / "b.jsonl", call(3, "x"))
+    for files in ((bad,), (bad, good), (good, bad)):
+        with pytest.raises(WorkloadUnusable, match=r"a.jsonl, line 1: .*timestamp"):
+            turns(*files)
+    survey = open_workload([str(bad), str(good)], WorkloadOptions(skip_bad_rows=True)).survey()
+    assert (survey.requests, survey.skipped) == (1, 1)
+
+
 VALUES = st.recursive(
     st.one_of(st.none(), st.integers(-2, 300), st.floats(0, 9), st.text(max_size=2), st.just(float("nan"))),
     lambda inner: st.lists(inner, max_size=3),

@@ -147,13 +147,14 @@ def test_nothing_is_kept_of_the_sessions_that_were() -> None:
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ("rate=0", "rate"),
+        ("rate=0", "rate=0: Expected `float` > 0.0$"),
         ("rate=nan", "rate"),
-        ("requests=x", "requests"),
+        ("requests=x", "requests=x: Expected `int`, got `str`$"),
         ("speed=2", "'speed=2' is no setting=value"),
         ("rate", "'rate' is no setting=value"),
         ("rate=1,rate=2", "'rate=2' is no setting=value, each told once"),
-        ("arrivals=weekly", "arrivals"),
+        ("arrivals=weekly", "arrivals=weekly: there is poisson, bursty, diurnal$"),
+        ("popularity=even", "popularity=even: there is uniform, zipf$"),
         ("prompt=100/50", "prompt=100/50: a mean, and a 99th percentile that is not below it"),
         ("prompt=1/20", "no lognormal distribution"),
         ("prompt=-5", "prompt=-5"),
@@ -161,11 +162,26 @@ def test_nothing_is_kept_of_the_sessions_that_were() -> None:
         ("turns=many", "turns=many"),
         ("cv=0.5,arrivals=bursty", "cv"),
         ("context=1", "context"),
+        ("period_s=0.0000001,arrivals=diurnal", "period_s"),
+        ("think_s=1e300", "think_s=1e300: beyond 1e\\+12"),
     ],
 )
 def test_a_recipe_that_cannot_be_followed_is_refused(settings: str, reason: str) -> None:
     with pytest.raises(WorkloadUnusable, match=f"synthetic:.*{reason}"):
         turns(f"synthetic:{settings}")
+
+
+def test_what_is_behind_the_context_costs_nothing() -> None:
+    long = turns("synthetic:prefix=1e12,groups=2,depth=64,requests=20,context=1000,seed".removesuffix(",seed"))
+    short = turns("synthetic:prefix=5000,groups=2,depth=64,requests=20,context=1000")
+    assert long == short
+
+
+def test_think_times_end_after_a_century() -> None:
+    name = "synthetic:think_s=1e11,turns=4000,requests=4000,prompt=1,output=1"  # more than 64 bits of microseconds
+    found = figures(iter(turns(name)), 64)
+    assert found.delay_s["max"] == 3_155_760_000
+    assert len(turns(name, duration_s=1)) == 1
 
 
 def test_what_would_take_more_than_a_century_is_refused() -> None:

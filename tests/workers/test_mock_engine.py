@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from forebay.core.engine_sequence import speech
-from forebay.events.base import unpack_u32
+from forebay.events.base import pack_u64, unpack_u32
 from forebay.events.fleet import WorkerSpec
 from forebay.events.requests import Sampling
 from forebay.workers.engine import EngineBatch
@@ -91,6 +91,19 @@ async def test_refusals_come_as_failures() -> None:
     failures = {failed.request_id: failed.error for batch in batches for failed in batch.failed}
     assert (failures["large"].status, failures["large"].code) == (400, "context_length_exceeded")
     assert (failures["odd"].status, failures["odd"].code) == (400, "invalid_request")
+
+
+async def test_hashes_that_are_not_the_prompts_are_refused_and_harm_nobody() -> None:
+    engine = MockEngine(engine_config(), speedup=1000)
+    async with running(engine) as batches:
+        # One block behind different ones, as no prompts have them.
+        for name, blocks in (("a", [1, 2, 3]), ("b", [2, 9]), ("c", [1])):
+            engine.submit(work_item(name, [7] * 4 * len(blocks), 2, sequence_hashes=pack_u64(blocks)))
+        engine.submit(work_item("real", [1, 2, 3, 4], 2))
+        await until(ended(batches, "real"))
+        failed = [failure for batch in batches for failure in batch.failed]
+    assert [one.request_id for one in failed] == ["a", "b", "c"]
+    assert {one.error.status for one in failed} == {400}
 
 
 async def test_cancelling_the_last_request_reports_an_idle_engine() -> None:

@@ -3,12 +3,17 @@
 A command's module is imported when the command is run: all of them take seconds, of which most need little.
 """
 
+import errno
+import os
+import sys
 from importlib import import_module
 from importlib.metadata import version
 from typing import Annotated, Any, NamedTuple
 
 import typer
 from typer.core import TyperGroup
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Command(NamedTuple):
@@ -133,5 +138,12 @@ def _root(
 
 
 def main() -> None:
-    """Run the command line."""
-    app()
+    """Run the command line. Results that find no room end it in a line; a reader that leaves ends it quietly."""
+    try:
+        app()
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        sys.stderr.write(f"forebay: results cannot be written ({error.strerror})\n")
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left of them goes nowhere
+        sys.exit(1)

@@ -48,6 +48,8 @@ def fit(
     for package in ("numpy", "scipy"):
         if find_spec(package) is None:
             fail(f"forebay fit needs the package {package}: pip install 'forebay[fit]'")
+    if out is not None and out.exists() and log.exists() and out.samefile(log):
+        fail(f"{out}: is the recording itself; choose another name")
     with explained():
         with shown_progress() as on_progress:
             told = asyncio.run(_read(Recording(log, None, NAMESPACE, None, group), pool, on_progress))

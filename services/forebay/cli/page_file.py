@@ -3,7 +3,9 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from forebay.cli.errors import fail
+import typer
+
+from forebay.cli.errors import BROKEN, complain, fail
 
 HEAD_BYTES = 1024  # of a page, which hold its title
 
@@ -17,6 +19,8 @@ def require_writable(option: str, path: Path, title: str) -> None:
         fail(f"{option} {path}: there is no directory {path.parent}")
     if not path.exists():
         return
+    if not path.is_file():  # reading a pipe or a terminal would wait
+        fail(f"{option} {path}: is no plain file; choose another name")
     try:
         with path.open("rb") as file:
             is_page = f"<title>{title}".encode() in file.read(HEAD_BYTES)
@@ -27,8 +31,13 @@ def require_writable(option: str, path: Path, title: str) -> None:
 
 
 def write(option: str, path: Path, page: Callable[[], str]) -> None:
-    """Make a page and put it there. Raises typer.Exit."""
+    """Make a page and put it there, whole or not at all. Raises typer.Exit."""
+    part = path.with_name(f"{path.name}.part")
     try:
-        path.write_text(page(), encoding="utf-8")
+        part.write_text(page(), encoding="utf-8")
+        part.replace(path)
     except OSError as error:
-        fail(f"{option} {path}: {error.strerror}")
+        complain(f"{option} {path}: {error.strerror}")
+        raise typer.Exit(BROKEN) from None
+    finally:
+        part.unlink(missing_ok=True)

@@ -1,6 +1,6 @@
 """What a report says in words: the result in one sentence, the figures of each run beside each other."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -160,15 +160,26 @@ def _of_answered(runs: Sequence[Measured], slo: Slo | None) -> str:
 
 
 def _by_slo(runs: Sequence[Measured], slo: Slo) -> str:
-    kept = {one.label: goodput(one.run.outcome, slo)["attained"] for one in runs}
+    found = {one.label: goodput(one.run.outcome, slo) for one in runs}
+    kept = {label: one["attained"] for label, one in found.items()}
     order = sorted(runs, key=lambda one: -kept[one.label])
-    level = [one for one in order if kept[order[0].label] - kept[one.label] < TIE]
+    most = kept[order[0].label]
+    level = [one for one in order if kept[one.label] * (1 + TIE) >= most]
     rest = order[len(level) :]
     told = f"{_names(level)} {'keeps' if len(level) == 1 else 'keep'} {slo_text(slo)} for"
-    least = kept[level[-1].label]
-    share = f"{kept[order[0].label]:.1%}" if len(level) == 1 else f"{least:.1%} to {kept[order[0].label]:.1%}"
+    least, highest = f"{kept[level[-1].label]:.1%}", f"{most:.1%}"
+    share = highest if least == highest else f"{least} to {highest}"
     others = f", {rest[0].label} for {kept[rest[0].label]:.1%}" if rest else ": they are level"
-    return f"{told} {share} of all requests{others}."
+    few = "" if most > 0.5 else _missed(order[0].label, found[order[0].label]["attained_each"])
+    return f"{told} {share} of all requests{others}.{few}"
+
+
+def _missed(label: str, each: Mapping[str, float]) -> str:
+    """That nobody keeps the objectives for most requests, and which of them is why; `each` is of the best run."""
+    if len(each) == 1:
+        return " None keeps it for most."
+    part = min(each, key=lambda name: each[name])
+    return f" None keeps all of it for most; missed most is {part.upper()}, kept for {each[part]:.1%} under {label}."
 
 
 def _ranked(runs: Sequence[Measured], figure: Figure) -> tuple[Measured, list[Measured], list[Measured]]:

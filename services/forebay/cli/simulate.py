@@ -19,6 +19,7 @@ from forebay.cli.errors import BROKEN, complain, fail
 from forebay.cli.option_groups import spread
 from forebay.cli.report import ReportOption, require_report, write_report
 from forebay.cli.simulate_options import (
+    US_PER_S,
     AttainOption,
     FleetOptions,
     JsonOption,
@@ -95,12 +96,18 @@ def simulate(
     else:
         _show(asked, result)
     tell_survey(asked.survey)
+    for note in _unlived(asked.settings, runs):
+        complain(note)
     counted = f"{asked.survey.requests} requests under {len(runs)} {'policy' if len(runs) == 1 else 'policies'}"
     Console(stderr=True).print(f"{counted} in {took_s:.1f} s", highlight=False)
     if report is not None:
         said = list(_told(asked.survey))
         write_report(report, runs, workload=asked.name, slo=asked.slo, digest=result["digest"], said=said)
-    if any(one.summary["failed"] or (attain and one.summary["attained"] < attain) for one in runs):
+    least = attain or 0.0
+    short = [one for one in runs if least and one.summary["attained"] < least]
+    for one in short:
+        complain(f"{one.name} keeps the promises for {100 * one.summary['attained']:.6g}%, less than {100 * least:g}%")
+    if short or any(one.summary["failed"] for one in runs):
         raise typer.Exit(1)
 
 
@@ -179,6 +186,15 @@ def _result(asked: _Asked, runs: Sequence[Run]) -> dict[str, Any]:
             "slo": in_full(asked.slo),
         },
     }
+
+
+def _unlived(settings: Settings, runs: Sequence[Run]) -> Iterator[str]:
+    """The deaths that were to come after the end of runs."""
+    for fault in settings.life.faults:
+        at_s = fault.at_us / US_PER_S
+        over = [f"{run.name} after {run.summary['lasted_s']:.1f} s" for run in runs if run.summary["lasted_s"] < at_s]
+        if over:
+            yield f"{fault.worker} did not die at {at_s:g} s, for this was over before: {', '.join(over)}"
 
 
 def tell_survey(survey: Survey) -> None:

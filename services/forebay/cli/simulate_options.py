@@ -13,9 +13,11 @@ from forebay.cli.policy_check import require_policy
 from forebay.events.control import RouterConfig
 from forebay.simulate.fleet_file import Fleet, load_fleet, worker_group
 from forebay.simulate.goodput import Slo, service_levels
-from forebay.simulate.profiles.profile import MOCKER, load_profile
+from forebay.simulate.profiles.profile import MOCKER, SIZE_MAX, load_profile
 from forebay.simulate.settings import (
     DELAYS,
+    TIME_S_MAX,
+    TIME_US_MAX,
     TIMEOUT_S_MAX,
     WORKERS_MAX,
     Delay,
@@ -39,7 +41,7 @@ LIFE = ("mtbf_s", "repair_s", "cold_start_s", "lease_ttl_s")
 SIZES = ("block_size", "blocks", "max_num_seqs", "max_num_batched_tokens")
 OF_POOLS = ("workers", "engine", *SIZES)
 FAULT = re.compile(r"faults\[(?P<at>\d+)\]")
-DEATH = re.compile(r"(?P<worker>.+)@(?P<at>\d+(\.\d+)?)(\+(?P<back>\d+(\.\d+)?))?")
+DEATH = re.compile(r"(?P<worker>.+)@(?P<at>\d+(\.\d+)?)(\+(?P<back>\d+(\.\d+)?))?", re.ASCII)
 
 WORKLOAD = typer.Argument(
     metavar="WORKLOAD",
@@ -79,13 +81,17 @@ class FleetOptions:
             show_default=MOCKER,
         ),
     ] = None
-    block_size: Annotated[int | None, typer.Option(min=1, help="Tokens a KV block.", show_default="64")] = None
-    blocks: Annotated[int | None, typer.Option(min=1, help="KV blocks a worker.", show_default="16384")] = None
+    block_size: Annotated[
+        int | None, typer.Option(min=1, max=SIZE_MAX, help="Tokens a KV block.", show_default="64")
+    ] = None
+    blocks: Annotated[
+        int | None, typer.Option(min=1, max=SIZE_MAX, help="KV blocks a worker.", show_default="16384")
+    ] = None
     max_num_seqs: Annotated[
-        int | None, typer.Option(min=1, help="Sequences a worker runs at once.", show_default="256")
+        int | None, typer.Option(min=1, max=SIZE_MAX, help="Sequences a worker runs at once.", show_default="256")
     ] = None
     max_num_batched_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of one engine step.", show_default="8192")
+        int | None, typer.Option(min=1, max=SIZE_MAX, help="Tokens of one engine step.", show_default="8192")
     ] = None
     delays: Annotated[
         str | None,
@@ -96,16 +102,20 @@ class FleetOptions:
         typer.Option(metavar="WORKER@S[+S]", help="It dies at that second, and a new one starts so much later."),
     ] = None
     mtbf_s: Annotated[
-        float | None, typer.Option(min=0, help="Mean time between failures of a worker.", show_default="never")
+        float | None,
+        typer.Option(min=0, max=TIME_S_MAX, help="Mean time between failures of a worker.", show_default="never"),
     ] = None
     repair_s: Annotated[
-        float | None, typer.Option(min=0, help="From such a failure to the new worker's start.", show_default="60")
+        float | None,
+        typer.Option(min=0, max=TIME_S_MAX, help="From such a failure to the new worker's start.", show_default="60"),
     ] = None
     cold_start_s: Annotated[
-        float | None, typer.Option(min=0, help="From a worker's start to its first request.", show_default="0")
+        float | None,
+        typer.Option(min=0, max=TIME_S_MAX, help="From a worker's start to its first request.", show_default="0"),
     ] = None
     lease_ttl_s: Annotated[
-        float | None, typer.Option(min=0, help="From a death to the router's notice of it.", show_default="10")
+        float | None,
+        typer.Option(min=0, max=TIME_S_MAX, help="From a death to the router's notice of it.", show_default="10"),
     ] = None
     timeout_s: Annotated[float, typer.Option(min=0.001, max=TIMEOUT_S_MAX, help="For a whole request.")] = TIMEOUT_S_MAX
     seed: Annotated[int, typer.Option(min=0, max=INT_MAX, help="Decides where nothing else does, and draws.")] = 0
@@ -116,7 +126,9 @@ class ShapeOptions:
     """What is made of the workload before it is played."""
 
     speed: Annotated[float, typer.Option(min=0.001, max=1e6, help="Divides the times between arrivals.")] = 1.0
-    duration_s: Annotated[float | None, typer.Option(min=0.001, help="Only the first seconds of the trace.")] = None
+    duration_s: Annotated[
+        float | None, typer.Option(min=0.001, max=TIME_S_MAX, help="Only the first seconds of the trace.")
+    ] = None
     requests: Annotated[int | None, typer.Option(min=1, help="Only the first so many requests.")] = None
     prefix_multiplier: Annotated[
         float, typer.Option(min=0.001, max=1e3, help="Scales what prompts share with others.")
@@ -128,7 +140,8 @@ class ShapeOptions:
         float, typer.Option(min=0.001, max=1e3, help="Scales what belongs to one prompt alone.")
     ] = 1.0
     session_spacing_s: Annotated[
-        float | None, typer.Option(min=0, help="From the start of one run to the next's, where files are runs.")
+        float | None,
+        typer.Option(min=0, max=TIME_S_MAX, help="From the start of one run to the next's, where files are runs."),
     ] = None
     tokenizer: Annotated[
         str | None, typer.Option(help="A tokenizer.json for workloads of text; without, 4 characters are a token.")
@@ -169,7 +182,7 @@ def _described(fleet: FleetOptions) -> Fleet:
         if given:
             raise ValueError(f"--pools {fleet.pools} says who serves: leave {' and '.join(given)} out")
         return load_fleet(fleet.pools)
-    profile = load_profile(fleet.engine or MOCKER)
+    profile = load_profile(MOCKER if fleet.engine is None else fleet.engine)
     group = worker_group(profile, fleet.workers or WORKERS, **{size: getattr(fleet, size) for size in SIZES})
     # A profile that is fitted to a recording has measured the way to the engine, too.
     delays = Delays(work=Delay(fixed_us=profile.work_us)) if profile.work_us else None
@@ -177,8 +190,13 @@ def _described(fleet: FleetOptions) -> Fleet:
 
 
 def policies_of(given: Sequence[str] | None, settings: Settings) -> Sequence[str]:
-    """The policies that are simulated. Raises ValueError for some that decide nothing."""
+    """The policies that are simulated. Raises ValueError for some that decide nothing, or stand there twice."""
+    for name in given or ():
+        if list(given or ()).count(name) > 1:
+            raise ValueError(f"--policy {name}: stands there twice")
     if any(pool.router is None for pool in settings.pools):
+        if AS_CONFIGURED in (given or ()):
+            raise ValueError(f"--policy {AS_CONFIGURED}: not every pool has a router of its own")
         return given or POLICIES
     if given:
         raise ValueError(f"--policy {given[0]}: every pool has a router of its own, so it decides nothing")
@@ -268,12 +286,10 @@ def _fault(text: str) -> Fault:
     said = DEATH.fullmatch(text)
     if said is None:
         raise ValueError(f"--kill {text}: not of the form WORKER@SECONDS or WORKER@SECONDS+SECONDS, as in mock-0@60+30")
-    back = said["back"]
-    return Fault(
-        worker=said["worker"],
-        at_us=round(float(said["at"]) * US_PER_S),
-        back_us=None if back is None else round(float(back) * US_PER_S),
-    )
+    at_us, back_us = (None if time is None else float(time) * US_PER_S for time in (said["at"], said["back"]))
+    if max(at_us or 0, back_us or 0) > TIME_US_MAX:
+        raise ValueError(f"--kill {text}: more than a century")
+    return Fault(worker=said["worker"], at_us=round(at_us or 0), back_us=None if back_us is None else round(back_us))
 
 
 def _flag(where: str, fleet: FleetOptions, faults: int) -> str:

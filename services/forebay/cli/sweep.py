@@ -34,7 +34,7 @@ from forebay.cli.simulate_options import (
 )
 from forebay.cli.simulations import Job, OnDone, Work, figures, figures_of, play, reason, run_all
 from forebay.cli.sweep_axes import Combination, axes_of, combinations
-from forebay.cli.sweep_view import as_csv, show
+from forebay.cli.sweep_view import as_csv, keeping, show
 from forebay.ingress.errors import Unusable
 from forebay.simulate.capacity import Step, search
 from forebay.simulate.goodput import Slo, requests_per_s
@@ -77,7 +77,8 @@ def sweep(
 ) -> None:
     """Simulate every combination of settings, and mark those that no other is better than.
 
-    Exit 1 when a run or a request failed, or when --attain asks for more than any run, or a search, found.
+    Exit 1 when a run or a request failed, or when --attain asks for more than any run, or a search, found; of runs that
+    differ in the seed alone, for more than all found.
     """
     try:
         promised = slo_of(slo, attain)
@@ -247,6 +248,6 @@ def _kept(runs: Sequence[Figures], attain: float | None, find_capacity: bool) ->
     """Whether there is nothing to end with exit code 1 for."""
     if find_capacity:
         return all(run["capacity"]["answer"] != "never" for run in runs)
-    if attain is not None and not any(run["attained"] >= attain for run in runs):
+    if attain is not None and not keeping(runs, (), attain):
         return False
     return not any(run["failed"] for run in runs)

@@ -18,9 +18,11 @@ from forebay.cli.option_groups import options_of
 from forebay.cli.simulate_options import AS_CONFIGURED, FleetOptions, ShapeOptions, router_of, settings_of
 from forebay.core.policies import BUILT_IN
 from forebay.events.control import RouterConfig
-from forebay.simulate.settings import PARTS, PolicyUnusable, Settings, WorkerGroup, require_sense
+from forebay.simulate.settings import ROUTER_SETTINGS, PolicyUnusable, Settings, WorkerGroup, require_sense
 
 RUNS_MAX = 1_000
+RANGE = re.compile(r"(?P<first>\d{1,9})\s*(-|\.\.|:)\s*(?P<last>\d{1,9})")
+RANGE_WRITTEN_MAX = 12  # values of a range that a message writes out
 POOL_SETTING = re.compile(r"pool\.(?P<pool>.+?)(\.(?P<group>\d+))?\.(?P<size>[a-z_]+)")
 ENGINE_SIZES = {
     "block_size": "block_size",
@@ -29,12 +31,6 @@ ENGINE_SIZES = {
     "max_num_batched_tokens": "max_num_batched_tokens",
 }
 POOL_SIZES = ("workers", *ENGINE_SIZES)
-ROUTER_SETTINGS = frozenset(
-    f"{part}.{name}" if part else name
-    for part, kind in PARTS.items()
-    for name in kind.__struct_fields__
-    if part or name not in ("mode", *PARTS)
-)
 # What only goes into costs is nothing to a mode that does not look at costs.
 COST_SETTINGS = (
     "selection_policy", "overlap_score_credit", "overlap_score_credit_decay", "prefill_load_scale", "temperature",
@@ -104,8 +100,8 @@ def axes_of(sets: Sequence[str]) -> list[Axis]:
     seen: set[str] = set()
     for text in sets:
         left, equals, right = text.partition("=")
-        names = tuple(left.split(":"))
-        points = tuple(tuple(point.split(":", len(names) - 1)) for point in right.split(","))
+        names = tuple(name.strip() for name in left.split(":"))
+        points = tuple(tuple(value.strip() for value in point.split(":", len(names) - 1)) for point in right.split(","))
         if not equals or not all(names) or not all(all(point) for point in points):
             raise ValueError(f"--set {text}: not of the form NAME=VALUE,VALUE")
         if any(len(point) != len(names) for point in points):
@@ -186,11 +182,20 @@ def _converted(name: str, text: str, kind: type[Any], bounds: Any = None) -> Any
     try:
         value = msgspec.convert(text, kind, strict=False)
     except msgspec.ValidationError:
-        raise ValueError(f"--set {name}={text}: not of the type {kind.__name__}") from None
+        raise ValueError(f"--set {name}={text}: not of the type {kind.__name__}; {_written_out(text)}") from None
     low, high = getattr(bounds, "min", None), getattr(bounds, "max", None)
     if (low is not None and not value >= low) or (high is not None and not value <= high):
         raise ValueError(f"--set {name}={text}: from {low} to {high if high is not None else 'any'}")
     return value
+
+
+def _written_out(text: str) -> str:
+    """How to write the values that a text seems to stand for."""
+    span = RANGE.fullmatch(text)
+    values = range(int(span["first"]), int(span["last"]) + 1) if span else range(0)
+    if 1 < len(values) <= RANGE_WRITTEN_MAX:
+        return f"write {','.join(map(str, values))}"
+    return "write single values with commas between them, as in 4,5,6"
 
 
 def _require_known(name: str, text: str) -> None:

@@ -48,7 +48,9 @@ class Outcome:
 
 def trace(
     workload: Annotated[str, typer.Argument(help="Any file, folder or generator that docs/workloads.md tells of.")],
-    speed: Annotated[float, typer.Option(min=0.001, help="How much faster than recorded; think times stay.")] = 1.0,
+    speed: Annotated[
+        float, typer.Option(min=0.001, max=1e6, help="How much faster than recorded; think times stay.")
+    ] = 1.0,
     url: Annotated[
         list[str] | None,
         typer.Option(help="The running system; given several times, requests take turns.", show_default=URL),
@@ -71,7 +73,7 @@ def trace(
         task = progress.add_task("answered", total=requests)
         try:
             outcome, workers = runner.run(_play(todo, urls, lambda: progress.advance(task)))
-        except httpx.TransportError as error:
+        except (httpx.TransportError, httpx.InvalidURL) as error:
             fail(f"{' or '.join(urls)} does not answer ({error!r}); start a system with `forebay up`")
     summary = summarise(outcome, workers)
     if json:

@@ -59,6 +59,8 @@ def convert(
 ) -> None:
     """Write a workload, as the options make it, into one file of forebay's own format."""
     options = workload_options(shape, seed)
+    if output.exists() and not output.is_file():  # a device would be replaced by a file
+        fail(f"{output}: is no plain file; choose another name")
     with _explained():
         workload, survey = _opened(sources, options)
         # Without a name: tables call it by that of its file, however that is renamed.

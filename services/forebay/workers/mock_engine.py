@@ -15,7 +15,7 @@ import msgspec
 from prometheus_client.registry import Collector
 from xxhash import xxh3_64_intdigest
 
-from forebay.core.blocks import hash_seed, mm_hashes
+from forebay.core.blocks import hash_seed, mm_hashes, sequence_hashes
 from forebay.core.engine_model import (
     Emitted,
     EngineConfig,
@@ -185,7 +185,8 @@ class _Rank:
         """`seen` is a checksum of what it is shown beside the text."""
         block_size = self.model.config.block_size
         last = len(item.token_ids) // U32_BYTES // block_size
-        tail = mm_hashes(item.media, block_size).get(last, ())
+        media = mm_hashes(item.media, block_size)
+        seed = hash_seed(item.lora_name, item.cache_namespace)
         request = EngineRequest(
             request_id=item.request_id,
             attempt=item.attempt,
@@ -193,10 +194,13 @@ class _Rank:
             sequence_hashes=item.sequence_hashes,
             token_seed=xxh3_64_intdigest(item.token_ids, ((item.sampling.seed or 0) + seen) & U64_MASK),
             max_tokens=1 if item.task == "embed" else item.sampling.max_tokens,
-            hash_seed=hash_seed(item.lora_name, item.cache_namespace),
-            tail_mm_hashes=tuple(tail),
+            hash_seed=seed,
+            tail_mm_hashes=tuple(media.get(last, ())),
         )
         try:
+            # The model's pool takes them for chains; whoever writes to the log can say anything.
+            if item.sequence_hashes != sequence_hashes(item.token_ids, block_size, seed, media):
+                raise RequestMalformed("the block hashes are not those of the prompt")
             self.model.submit(request)
         except RequestRefused as refusal:
             self.refuse(item, _answer(refusal))

@@ -12,8 +12,8 @@ import msgspec
 
 from forebay.core.policies import BUILT_IN
 from forebay.events.control import BusyThresholds, QueueClass, QueueConfig, RouterConfig
-from forebay.simulate.profiles.profile import MOCKER, Profile, Size, load_profile
-from forebay.simulate.profiles.sheets import ProfileUnusable
+from forebay.simulate.profiles.profile import MOCKER, Gpus, Profile, Size, load_profile
+from forebay.simulate.profiles.sheets import ProfileUnusable, read_file
 from forebay.simulate.settings import (
     DELAYS,
     TIME_S_MAX,
@@ -62,7 +62,7 @@ class _Workers(_Table, frozen=True, kw_only=True):
     blocks: Size | None = None
     max_num_seqs: Size | None = None
     max_num_batched_tokens: Size | None = None
-    gpus: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    gpus: Gpus | None = None
 
 
 class _Pool(_Table, frozen=True, kw_only=True):
@@ -124,9 +124,9 @@ class _KeyUnusable(Exception):
 def load_fleet(path: Path) -> Fleet:
     """The fleet that a file describes; engine profiles are looked for from where it lies. Raises FleetUnusable."""
     try:
-        text = path.read_bytes().decode()
-    except OSError as error:
-        raise FleetUnusable(f"{path}: cannot be read ({error.strerror})") from error
+        text = read_file(path).decode()
+    except ProfileUnusable as error:
+        raise FleetUnusable(str(error)) from error
     except UnicodeDecodeError as error:
         raise FleetUnusable(f"{path}: is no text in UTF-8") from error
     try:
@@ -134,13 +134,11 @@ def load_fleet(path: Path) -> Fleet:
         fleet = _fleet(described, path.parent)
         settings = Settings(pools=fleet.pools, delays=fleet.delays or Delays(), life=fleet.life or Life())
         require_sense(settings)
-    except tomllib.TOMLDecodeError as error:
-        raise FleetUnusable(f"{path}: {error}") from error
     except msgspec.ValidationError as error:
         raise FleetUnusable(f"{path}: {_in_terms_of_keys(str(error))}") from error
     except SettingsUnusable as error:
         raise FleetUnusable(f"{path}: {_key_of(error.where)}: {error.reason}") from error
-    except _KeyUnusable as error:
+    except (_KeyUnusable, ValueError, RecursionError) as error:  # no TOML, or a number of thousands of digits
         raise FleetUnusable(f"{path}: {error}") from error
     return fleet
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import msgspec
 
-from forebay.simulate.workloads.source import OUTPUT_TOKENS_MAX, PROMPT_TOKENS_MAX, TIME_MS_MAX
+from forebay.simulate.workloads.source import OUTPUT_TOKENS_MAX, PROMPT_TOKENS_MAX, TIME_MS_MAX, BlockId
 
 BLOCK_TOKENS = 512
 
@@ -22,4 +22,4 @@ class Row(msgspec.Struct, frozen=True, gc=False):
     timestamp: Milliseconds
     input_length: PromptTokens
     output_length: OutputTokens
-    hash_ids: list[int]
+    hash_ids: list[BlockId]

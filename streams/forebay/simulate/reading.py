@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from forebay.simulate.mooncake import Row
 from forebay.simulate.workload import Workload, WorkloadOptions, WorkloadUnusable
 from forebay.simulate.workloads.azure import AzureFile
 from forebay.simulate.workloads.lines import BOM, lines
@@ -15,12 +16,13 @@ from forebay.simulate.workloads.played import Played
 from forebay.simulate.workloads.recording import RecordingFile
 from forebay.simulate.workloads.rows import RowFile
 from forebay.simulate.workloads.runs import RUN_FORMATS, Runs
-from forebay.simulate.workloads.source import Source, opened
+from forebay.simulate.workloads.source import NOT_JSON, Source, opened
 from forebay.simulate.workloads.synthetic import Synthetic
 
 FORMATS = ("forebay", "mooncake", "azure", "recording", *RUN_FORMATS, "synthetic")
 HEAD_BYTES = 1 << 16
 SQLITE = b"SQLite format 3\0"  # a recording, or the log of `forebay up`
+ROW_FIELDS = tuple(f'"{name}"'.encode() for name in Row.__struct_fields__)
 RUN_SUFFIXES = (".json", ".jsonl")
 
 
@@ -54,24 +56,33 @@ def _source(names: list[str], options: WorkloadOptions) -> Source:
 
 
 def told_format(path: Path) -> str:
-    """The format that a file's beginning speaks for. Raises WorkloadUnusable if it cannot be read."""
+    """The format that a file's beginning speaks for. Raises WorkloadUnusable for none, or if it cannot be read."""
     with opened(path).open("rb") as file:
         head = file.read(HEAD_BYTES).removeprefix(BOM).lstrip()
     if head.startswith(SQLITE):
         return "recording"
     if path.suffix.lower() == ".csv" or not head.startswith(b"{"):
-        return "azure" if path.suffix.lower() == ".csv" or head.startswith(b"TIMESTAMP,") else "mooncake"
+        return "azure" if path.suffix.lower() == ".csv" or head.startswith(b"TIMESTAMP,") else _rows(path, head)
     _, _, first = next(lines(path))
     try:
         keys = set(msgspec.json.decode(first, type=dict[str, msgspec.Raw]))
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except NOT_JSON:
         # Cut off, or one object over many lines.
-        return "weka" if b'"requests"' in head and b'"hash_id_scope"' in head else "mooncake"
+        return "weka" if b'"requests"' in head and b'"hash_id_scope"' in head else _rows(path, head)
     if {"format", "version"} <= keys:
         return "forebay"
     if "requests" in keys:
         return "weka"
-    return "lmcache" if {"input", "output"} <= keys else "mooncake"
+    return "lmcache" if {"input", "output"} <= keys else _rows(path, head)
+
+
+def _rows(path: Path, head: bytes) -> str:
+    """Mooncake's format, if any of its fields is there. What holds nothing, or no text, is refused by who reads it."""
+    if not head or b"\0" in head or any(name in head for name in ROW_FIELDS):
+        return "mooncake"
+    known = ", ".join(form for form in FORMATS if form != "synthetic")
+    reason = "is in no format that is known; one that is meant can be said before it, as in mooncake:FILE"
+    raise WorkloadUnusable(f"{path}: {reason} ({known})")
 
 
 def _split(name: str) -> tuple[str, str]:

@@ -1,5 +1,7 @@
 """What is simulated: the size of the workers, the pace of the workload, and the policies to compare."""
 
+from difflib import get_close_matches
+from pathlib import PurePosixPath
 from typing import Annotated, get_args
 
 import msgspec
@@ -14,6 +16,12 @@ TIME_S_MAX = TIME_US_MAX / 1e6
 TIMEOUT_S_MAX = TIMEOUT_US_MAX / 1e6
 MTBF_S_MIN = 1.0
 PARTS: dict[str, type[msgspec.Struct]] = {"": RouterConfig, "busy": BusyThresholds, "queue": QueueConfig}
+ROUTER_SETTINGS = tuple(
+    f"{part}.{name}" if part else name
+    for part, kind in PARTS.items()
+    for name in kind.__struct_fields__
+    if part or name not in ("mode", *PARTS)
+)
 
 Time = Annotated[int, msgspec.Meta(ge=0, le=TIME_US_MAX)]  # microseconds
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=TIME_S_MAX)]
@@ -257,6 +265,8 @@ def policy(text: str) -> RouterConfig:
     name, _, rest = text.partition(":")
     if name == "direct":
         raise PolicyUnusable("the policy direct cannot be simulated: the requests of a trace name no workers")
+    if name.endswith(".py"):
+        raise PolicyUnusable(f"policy {text!r}: a class of a file is said as {_dotted(name, rest)}")
     modes = [mode for mode in get_args(RouterMode) if mode != "direct"]
     if name not in modes and "." not in name:
         raise PolicyUnusable(f"there is no policy {name!r}; there are {', '.join(modes)} and dotted paths of your own")
@@ -265,10 +275,25 @@ def policy(text: str) -> RouterConfig:
         setting, equals, value = one.partition("=")
         part, _, field = setting.rpartition(".")
         if not equals or part not in PARTS or field not in PARTS[part].__struct_fields__ or setting == "mode":
-            raise PolicyUnusable(f"policy {text!r}: {one!r} is no setting=value of the router's configuration")
+            reason = f"{one!r} is no setting=value of the router's configuration; {_near(setting)}"
+            raise PolicyUnusable(f"policy {text!r}: {reason}")
+        if field in parts[part]:
+            raise PolicyUnusable(f"policy {text!r}: {setting} is given twice")
         parts[part][field] = value
     fields = parts.pop("")
     try:
         return msgspec.convert({"mode": name, **parts, **fields}, RouterConfig, strict=False)
     except msgspec.ValidationError as error:
         raise PolicyUnusable(f"policy {text!r}: {error}") from error
+
+
+def _near(setting: str) -> str:
+    """The settings of a router that may be meant by one that there is not; all of them if none is like it."""
+    return f"there is {', '.join(get_close_matches(setting, ROUTER_SETTINGS, n=2) or ROUTER_SETTINGS)}"
+
+
+def _dotted(file: str, rest: str) -> str:
+    """The dotted path of the class that `FILE.py:CLASS` seems to mean, from the current directory."""
+    path = PurePosixPath(file).with_suffix("")
+    parts = path.parts if all(part.isidentifier() for part in path.parts) else (path.name,)
+    return ".".join((*parts, rest if rest.isidentifier() else "CLASS"))

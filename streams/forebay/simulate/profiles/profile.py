@@ -10,11 +10,13 @@ import msgspec
 
 from forebay.core.engine_timing import EngineTiming, LinearTiming, MockerTiming
 from forebay.simulate.profiles.roofline import Assumed, Numbers, kv_blocks, roofline
-from forebay.simulate.profiles.sheets import Gpu, ProfileUnusable, gpu_sheet, read_file, read_transformer
+from forebay.simulate.profiles.sheets import Gpu, ProfileUnusable, gpu_sheet, gpus_like, read_file, read_transformer
 
 MOCKER = "mocker"
 BLOCK_SIZE = 64
-Size = Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
+SIZE_MAX = 1 << 31
+Size = Annotated[int, msgspec.Meta(ge=1, le=SIZE_MAX)]
+Gpus = Annotated[float, msgspec.Meta(gt=0.0, le=1e6)]  # of one worker
 Cost = Annotated[float, msgspec.Meta(ge=0.0)]
 
 
@@ -28,7 +30,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     blocks: Size | None = None
     max_num_seqs: Size | None = None
     max_num_batched_tokens: Size | None = None
-    gpus: Annotated[float, msgspec.Meta(gt=0.0)] | None = None
+    gpus: Gpus | None = None
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,7 +92,11 @@ def load_profile(name: str) -> Profile:
         return Profile(timing=MockerTiming())
     path = Path(name)
     if not path.is_file():
-        raise ProfileUnusable(f"there is no engine profile {name}: give {MOCKER}, which is built in, or a file")
+        reason = f"there is no engine profile {name}: give {MOCKER}, which is built in, or a file"
+        if gpus := gpus_like(name):
+            reason += f'; for the GPU {" or ".join(gpus)} write one with kind = "roofline", which names a model, too: '
+            reason += "docs/engine-profiles.md"
+        raise ProfileUnusable(reason)
     try:
         described = msgspec.toml.decode(read_file(path), type=_Mocker | _Linear | _Roofline)
         profile = _profile(described, path)
@@ -98,6 +104,8 @@ def load_profile(name: str) -> Profile:
         raise ProfileUnusable(f"{path}: {_in_terms_of_files(str(error))}") from None
     except ValueError as error:
         raise ProfileUnusable(f"{path}: {error}") from None
+    except RecursionError:
+        raise ProfileUnusable(f"{path}: nested deeper than any profile is") from None
     return msgspec.structs.replace(
         profile, name=described.name or path.stem, source=described.source or profile.source, work_us=described.work_us
     )

@@ -69,17 +69,27 @@ class Transformer(msgspec.Struct, frozen=True, kw_only=True):
 
 def gpu_sheet(name: str) -> Gpu:
     """The built-in sheet of a GPU. Raises ProfileUnusable."""
-    sheets = msgspec.toml.decode(files(__package__).joinpath("gpus.toml").read_bytes(), type=dict[str, Gpu])
+    sheets = _sheets()
     if name not in sheets:
-        raise ProfileUnusable(f"there is no data sheet of {name!r}, but of {', '.join(sorted(sheets))}")
+        meant = gpus_like(name) or sorted(sheets)
+        raise ProfileUnusable(f"there is no data sheet of {name!r}; there is {', '.join(meant)}")
     return sheets[name]
+
+
+def gpus_like(name: str) -> list[str]:
+    """The GPUs with a built-in sheet whose names begin so."""
+    return sorted(one for one in _sheets() if one.startswith(name.lower()))
+
+
+def _sheets() -> dict[str, Gpu]:
+    return msgspec.toml.decode(files(__package__).joinpath("gpus.toml").read_bytes(), type=dict[str, Gpu])
 
 
 def read_transformer(path: Path) -> Transformer:
     """The model that a `config.json` of Hugging Face's transformers describes. Raises ProfileUnusable."""
     try:
         config = msgspec.json.decode(read_file(path), type=dict[str, Any])
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ProfileUnusable(f"{path}: {error}") from None
     inner = config.get("text_config")
     if isinstance(inner, dict) and "hidden_size" not in config:

@@ -11,12 +11,12 @@ from pathlib import Path
 
 from forebay.simulate.workload import Turn, WorkloadUnusable
 from forebay.simulate.workloads.lines import lines
-from forebay.simulate.workloads.source import Faults, lengths_fault, opened
+from forebay.simulate.workloads.source import TIME_MS_MAX, US_PER_MS, Faults, lengths_fault, opened
 
 COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 BLOCK_TOKENS = 512  # no prompt has ids
-TIME = re.compile(r"(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(?:Z|\+00:00)?")
-WHOLE = re.compile(r"-?\d{1,18}")
+TIME = re.compile(r"(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(?:Z|\+00:00)?", re.ASCII)
+WHOLE = re.compile(r"-?\d{1,18}", re.ASCII)
 
 
 class AzureFile:
@@ -61,6 +61,9 @@ class AzureFile:
                 faults.bad(f"the time {time} is before that of the first row")
                 continue
             at_us = (at - began) // timedelta(microseconds=1)
+            if at_us > TIME_MS_MAX * US_PER_MS:
+                faults.bad(f"the time {time} is more than a century after that of the first row")
+                continue
             yield Turn(number=number, prompt_tokens=prompt_tokens, output_tokens=output_tokens, at_us=at_us)
             number += 1
 

@@ -8,7 +8,7 @@ import msgspec
 
 from forebay.simulate.outcome import percentiles
 from forebay.simulate.workload import Turn
-from forebay.simulate.workloads.source import US_PER_S
+from forebay.simulate.workloads.source import LATEST_US, US_PER_S
 
 FOUND_IDS_MAX = 1 << 24  # distinct block ids that are remembered, some 100 bytes each
 
@@ -89,7 +89,7 @@ def figures(turns: Iterable[Turn], block_tokens: int) -> Figures:
     cache = _Cache(block_tokens)
     for turn in turns:
         before_us = max((earliest_us[one] for one in turn.after), default=0)
-        earliest_us.append(max(turn.at_us, before_us + turn.delay_us))
+        earliest_us.append(min(max(turn.at_us, before_us + turn.delay_us), LATEST_US))
         if turn.after:
             delays_us.append(turn.delay_us)
         prompts.append(turn.prompt_tokens)

@@ -15,7 +15,7 @@ from xxhash import xxh3_64_intdigest
 from forebay.events.base import U32_BYTES, pack_u32
 from forebay.simulate.workload import Turn, WorkloadUnusable
 from forebay.simulate.workloads.lines import lines
-from forebay.simulate.workloads.source import TIME_MS_MAX, US_PER_MS, Faults, Placed, lengths_fault
+from forebay.simulate.workloads.source import NOT_JSON, TIME_MS_MAX, US_PER_MS, Faults, Placed, lengths_fault
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -105,7 +105,7 @@ def _calls(path: Path, faults: Faults) -> dict[str, list[tuple[int, _Call]]]:
     for faults.row, _, line in lines(path):
         try:
             call = decode(line)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except NOT_JSON as error:
             faults.bad(str(error))
             continue
         found.setdefault(call.session_id, []).append((int(faults.row), call))

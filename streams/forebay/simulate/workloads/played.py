@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from forebay.simulate.workload import Survey, Turn, WorkloadOptions
 from forebay.simulate.workloads.scaling import Scaling
-from forebay.simulate.workloads.source import US_PER_S, Faults, Source
+from forebay.simulate.workloads.source import LATEST_US, US_PER_S, Faults, Source
 
 PARENTS_MAX = 1 << 19  # ids whose parent is remembered: some 60 MB; then the check begins anew
 
@@ -118,7 +118,7 @@ def _within(turns: Iterator[Turn], duration_s: float | None) -> Iterator[Turn]:
         at_us = max(turn.at_us, max((earliest[one] for one in turn.after), default=0) + turn.delay_us)
         if at_us >= end_us and not turn.after:
             return  # nor does any that comes behind it
-        earliest.append(at_us)
+        earliest.append(min(at_us, LATEST_US))
         if at_us >= end_us:
             cut.append(turn.number)
         else:

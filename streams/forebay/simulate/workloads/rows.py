@@ -8,7 +8,7 @@ waits for, or that those wait for, which comes at a time of its own. The first r
 
 import mmap
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -16,7 +16,7 @@ import msgspec
 from forebay.simulate.mooncake import BLOCK_TOKENS, Milliseconds, OutputTokens, PromptTokens, Row
 from forebay.simulate.workload import Turn, WorkloadUnusable
 from forebay.simulate.workloads.lines import lines
-from forebay.simulate.workloads.source import US_PER_MS, Faults, opened
+from forebay.simulate.workloads.source import BLOCK_ID_MAX, NOT_JSON, US_PER_MS, BlockId, Faults, opened, too_many_ids
 
 FORMAT = "forebay.workload"
 VERSION = 1
@@ -52,7 +52,7 @@ class LinkedRow(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaul
     timestamp: Milliseconds | None = None
     input_length: PromptTokens
     output_length: OutputTokens
-    hash_ids: tuple[int, ...] = ()
+    hash_ids: tuple[BlockId, ...] = ()
     id: str = ""
     after: tuple[int | str, ...] = ()
     delay: Milliseconds | None = None
@@ -91,10 +91,10 @@ class RowFile:
         for faults.row, _, line in self._rows():
             try:
                 row = decode(line)
-            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            except NOT_JSON as error:
                 faults.bad(str(error))
                 continue
-            if reason := self._uncovered(len(row.hash_ids), row.input_length):
+            if reason := self._misnamed(row.hash_ids, row.input_length):
                 faults.bad(reason)
                 continue
             yield Turn(
@@ -113,10 +113,10 @@ class RowFile:
         for faults.row, _, line in self._rows():
             try:
                 row = decode(line)
-            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            except NOT_JSON as error:
                 faults.bad(str(error))
                 continue
-            if reason := self._uncovered(len(row.hash_ids), row.input_length) or _timeless(row):
+            if reason := self._misnamed(row.hash_ids, row.input_length) or _timeless(row):
                 faults.bad(reason)
                 continue
             yield _turn(row, number, ())
@@ -128,14 +128,14 @@ class RowFile:
         for faults.row, offset, line in self._rows():
             try:
                 row = decode(line)
-            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            except NOT_JSON as error:
                 plan.skip()
                 faults.bad(str(error))
                 continue
             if self._header is None and not row.hash_ids:
                 reason = "Object missing required field `hash_ids`"
             else:
-                reason = self._uncovered(len(row.hash_ids), row.input_length)
+                reason = self._misnamed(row.hash_ids, row.input_length)
             reason = reason or plan.add(row, faults.row, offset)
             if reason:
                 plan.skip()
@@ -153,12 +153,17 @@ class RowFile:
                     if self._header is None and plan.after(at):
                         row = msgspec.structs.replace(row, timestamp=None)  # of a recorded run, answers included
                     yield _turn(row, number, tuple(number_of[one] for one in plan.after(at)))
-        except (OSError, msgspec.MsgspecError) as error:
+        except (OSError, *NOT_JSON) as error:
             raise WorkloadUnusable(f"{self._path}: was changed while it was read ({error})") from error
 
-    def _uncovered(self, ids: int, tokens: int) -> str:
-        if ids * self.block_tokens < tokens and (ids or self._header is None):
-            return f"{ids} hash ids do not cover {tokens} tokens"
+    def _misnamed(self, ids: Sequence[int], tokens: int) -> str:
+        """Why a prompt of so many tokens cannot have these ids; empty if it can."""
+        if len(ids) * self.block_tokens < tokens and (ids or self._header is None):
+            return f"{len(ids)} hash ids do not cover {tokens} tokens"
+        if reason := too_many_ids(len(ids), tokens, self.block_tokens):
+            return reason
+        if ids and max(ids) > BLOCK_ID_MAX:
+            return f"the hash id {max(ids)} is beyond 64 bits"
         return ""
 
 
@@ -251,7 +256,7 @@ def _header(path: Path) -> Header:
         raise WorkloadUnusable(f"{path}: is empty")
     try:
         header = msgspec.json.decode(first[2], type=Header)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except NOT_JSON as error:
         raise WorkloadUnusable(f"{path}, line 1: is no header of a workload ({error})") from error
     if header.format != FORMAT or header.version != VERSION:
         text = f"{header.format!r} in version {header.version}; {FORMAT!r} in version {VERSION} can be read"

@@ -51,7 +51,13 @@ class Runs:
     def turns(self, faults: Faults) -> Iterator[Turn]:
         """Session by session, in the order in which they start."""
         reader = self._reader
-        found = [(began_us, at, name) for at, path in enumerate(self._paths) for began_us, name in reader.starts(path)]
+        found: list[tuple[int, int, str]] = []
+        for at, path in enumerate(self._paths):
+            starts = reader.starts(path)
+            found += [(began_us, at, name) for began_us, name in starts]
+            if not starts:  # so nobody asks for its sessions below
+                faults.file = str(path)
+                reader.sessions(path, faults)
         found.sort(key=lambda one: one[:2])
         read: tuple[int, dict[str, Placed]] = (-1, {})
         number = base = 0

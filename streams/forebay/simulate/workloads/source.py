@@ -2,7 +2,9 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import Annotated, Protocol
+
+import msgspec
 
 from forebay.simulate.workload import Survey, Turn, WorkloadUnusable
 
@@ -10,8 +12,13 @@ REASONS_MAX = 20  # enough to see what is wrong with a file
 PROMPT_TOKENS_MAX = 1 << 24  # far beyond any model's context; a prompt of it takes 64 MiB
 OUTPUT_TOKENS_MAX = (1 << 31) - 1  # what a request may ask for
 TIME_MS_MAX = 3_155_760_000_000  # a century: a clock of microseconds stays far below 64 bits at any speed
+LATEST_US = 1 << 62  # whatever think times of centuries add up to
 US_PER_MS = 1_000
 US_PER_S = 1_000_000
+NOT_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # what a decoder says of any bytes
+
+BlockId = Annotated[int, msgspec.Meta(ge=0)]
+BLOCK_ID_MAX = (1 << 64) - 1
 
 Placed = list[tuple[int | str, Turn]]  # requests, each with its place in the file
 
@@ -69,12 +76,20 @@ class Source(Protocol):
 
 
 def opened(path: Path) -> Path:
-    """The path, if it is a file that can be read. Raises WorkloadUnusable."""
+    """The path, if it is a file that can be read again and again. Raises WorkloadUnusable."""
     try:
+        if not path.is_file() and not path.is_dir() and path.exists():
+            raise WorkloadUnusable(f"{path}: is a pipe or a device, which cannot be read twice: write it to a file")
         with path.open("rb"):
             return path
     except (OSError, ValueError) as error:  # ValueError: a name that no file can have
         raise WorkloadUnusable(f"{path}: cannot be read ({getattr(error, 'strerror', error)})") from error
+
+
+def too_many_ids(ids: int, tokens: int, block_tokens: int) -> str:
+    """Why a prompt cannot have so many ids, if it cannot: they stand for other lengths than is believed."""
+    most = -(-tokens // block_tokens)
+    return f"{ids} hash ids, where {tokens} tokens have {most} of {block_tokens} tokens each" if ids > most else ""
 
 
 def lengths_fault(prompt_tokens: int, output_tokens: int) -> str:

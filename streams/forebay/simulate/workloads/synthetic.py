@@ -11,16 +11,18 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from functools import cache, partial
 from itertools import accumulate
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 from xxhash import xxh3_64_intdigest
 
 from forebay.simulate.workload import Turn, WorkloadUnusable
 from forebay.simulate.workloads.draws import US_PER_S, Arrivals, Lengths, bursty, diurnal, poisson
-from forebay.simulate.workloads.source import OUTPUT_TOKENS_MAX, PROMPT_TOKENS_MAX, TIME_MS_MAX, Faults
+from forebay.simulate.workloads.source import OUTPUT_TOKENS_MAX, PROMPT_TOKENS_MAX, TIME_MS_MAX, US_PER_MS, Faults
 
 ID_BITS_CUT = 11  # ids of 53 bits: what reads JSON elsewhere rounds longer ones
+
+LENGTH_MAX = 1e12  # of a mean: draws of it are finite
 
 Positive = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
 
@@ -46,7 +48,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     requests: Annotated[int, msgspec.Meta(ge=1, le=1_000_000_000)] = 1_000
     rate: Positive = 1.0
     cv: Annotated[float, msgspec.Meta(ge=1, le=1e3)] = 3.0
-    period_s: Positive = 86_400.0
+    period_s: Annotated[float, msgspec.Meta(ge=1e-3, le=1e9)] = 86_400.0
     swing: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.8
     prompt: str = "1000"
     output: str = "200"
@@ -107,7 +109,7 @@ class Synthetic:
         for turn in range(max(1, round(self._turns.draw(lengths)))):
             tokens += max(1, round(self._prompt.draw(lengths)))
             output_tokens = min(OUTPUT_TOKENS_MAX, max(1, round(self._output.draw(lengths))))
-            think_us = round(self._think_s.draw(lengths) * US_PER_S)
+            think_us = min(round(self._think_s.draw(lengths) * US_PER_S), TIME_MS_MAX * US_PER_MS)
             if tokens + output_tokens > recipe.context:
                 if turn:
                     return
@@ -132,13 +134,14 @@ class Synthetic:
         recipe = self._recipe
         ids: list[int] = []
         if recipe.groups:
+            room = recipe.context // self.block_tokens + 1  # what is behind that is cut, however long it is
             name = f"{self._seed} group"
             for level in range(recipe.depth):
                 name += f" {self._chosen(choices, recipe.branches if level else recipe.groups)}"
                 node = _id(name)
                 # A node's length is a matter of its name, so it is the same whenever it is chosen.
                 blocks = round(self._prefix.draw(random.Random(node)) / self.block_tokens)
-                ids += range(node, node + blocks)
+                ids += range(node, node + min(blocks, room - len(ids)))
         return tuple(ids)
 
     def _chosen(self, choices: random.Random, count: int) -> int:
@@ -165,6 +168,8 @@ class Synthetic:
         text: str = getattr(self._recipe, setting)
         mean, slash, p99 = text.partition("/")
         try:
+            if float(mean) > LENGTH_MAX:
+                raise ValueError(f"beyond {LENGTH_MAX:g}")
             return Lengths(float(mean), float(p99) if slash else None)
         except ValueError as error:
             raise WorkloadUnusable(f"{self.name}: {setting}={text}: {error}; said as MEAN or MEAN/P99") from None
@@ -181,7 +186,11 @@ def _recipe(text: str) -> Recipe:
     try:
         return msgspec.convert(settings, Recipe, strict=False)
     except msgspec.ValidationError as error:
-        raise WorkloadUnusable(f"synthetic:{text}: {error}") from None
+        reason, _, setting = str(error).rstrip("`").partition(" - at `$.")
+        kind = get_type_hints(Recipe)[setting]
+        if get_origin(kind) is Literal:
+            reason = f"there is {', '.join(get_args(kind))}"
+        raise WorkloadUnusable(f"synthetic:{text}: {setting}={settings[setting]}: {reason}") from None
 
 
 def _id(name: str) -> int:

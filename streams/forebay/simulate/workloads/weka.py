@@ -17,7 +17,15 @@ import msgspec
 
 from forebay.simulate.workload import Turn, WorkloadUnusable
 from forebay.simulate.workloads.lines import BOM
-from forebay.simulate.workloads.source import PROMPT_TOKENS_MAX, TIME_MS_MAX, US_PER_S, Faults, Placed
+from forebay.simulate.workloads.source import (
+    NOT_JSON,
+    PROMPT_TOKENS_MAX,
+    TIME_MS_MAX,
+    US_PER_S,
+    Faults,
+    Placed,
+    too_many_ids,
+)
 
 BLOCK_TOKENS_MAX = 1 << 20
 FILE_BYTES_MAX = 1 << 30
@@ -119,6 +127,9 @@ class _Run:
                     if len(entry.hash_ids) < entry.prompt_tokens // self._block_tokens:
                         self._faults.bad(f"{len(entry.hash_ids)} hash ids do not cover {entry.prompt_tokens} tokens")
                         continue
+                    if reason := too_many_ids(len(entry.hash_ids), entry.prompt_tokens, self._block_tokens):
+                        self._faults.bad(reason)
+                        continue
                     found.append((place, entry))
                 elif prefix.count(".") == NESTED_MAX:
                     self._faults.bad(f"is a sub-agent in {NESTED_MAX} others")
@@ -126,7 +137,7 @@ class _Run:
                     agent = msgspec.json.decode(raw, type=_SubAgent)
                     began_s = agent.t - agent.duration_ms / 1e3
                     found.append((place, _Agent(self._read(agent.requests, f"{place}."), agent.agent_id, began_s)))
-            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            except NOT_JSON as error:
                 self._faults.bad(str(error))
         return found
 
@@ -191,5 +202,5 @@ def _document(path: Path) -> _Document:
         return msgspec.json.decode(path.read_bytes().removeprefix(BOM), type=_Document)
     except OSError as error:
         raise WorkloadUnusable(f"{path}: cannot be read ({error.strerror})") from error
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except NOT_JSON as error:
         raise WorkloadUnusable(f"{path}: is no run of Weka's ({error})") from error
