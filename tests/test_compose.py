@@ -24,12 +24,13 @@ def parse(arguments: list[str]) -> dict[str, Any]:
     """Read a command line as `forebay` would, and run nothing: the value of each option."""
     name, *arguments = arguments
     assert name in COMMANDS, f"forebay has no command {name}"
-    command = load(name)
+    command: Any = load(name)
     while isinstance(command, TyperGroup):
         name, *arguments = arguments
         assert name in command.commands, f"forebay has no command {name}"
         command = command.commands[name]
-    return command.make_context(command.name, arguments).params
+    params: dict[str, Any] = command.make_context(command.name, arguments).params
+    return params
 
 
 def test_it_follows_the_compose_specification() -> None:

@@ -79,7 +79,8 @@ async def test_a_prefix_is_found_and_told(vllm: Driven) -> None:
     assert again.finished is not None
     assert (again.finished.prompt_tokens, again.finished.output_tokens, again.finished.cached_tokens) == (95, 2, 64)
     await vllm.until(lambda: vllm.blocks(prompt) <= vllm.held[0])
-    assert set(vllm.engine.held(0)) == vllm.held[0]
+    # The last block of an earlier request may be on its way.
+    await vllm.until(lambda: set(vllm.engine.held(0)) == vllm.held[0])
 
 
 async def test_generated_blocks_are_told(vllm: Driven) -> None:

@@ -212,7 +212,7 @@ def test_a_long_queue_of_requests_that_fit_no_cache_fails_one_by_one() -> None:
         ("kv:queue.classes=x", "queue.classes"),
         ("kv:busy=1", "busy"),
         ("kv:warmth=1", "'warmth=1' is no setting=value .*; there is selection_policy, overlap_score_credit, "),
-        ("kv:temprature=0.3", "'temprature=0.3' is no setting=value .*; there is temperature$"),
+        ("kv:temperatures=0.3", "'temperatures=0.3' is no setting=value .*; there is temperature$"),
         ("kv:classes=1", "; there is queue.classes$"),
         ("mine.py:Policy", "'mine.py:Policy': a class of a file is said as mine.Policy$"),
         ("./rules/mine.py:Policy", "said as rules.mine.Policy$"),

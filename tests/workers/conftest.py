@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from forebay.core.blocks import sequence_hashes
+from forebay.core.blocks import hash_seed, sequence_hashes
 from forebay.core.engine_model import EngineConfig
 from forebay.events.base import Event, pack_u32
 from forebay.events.codec import decode, encode
@@ -47,6 +47,7 @@ def engine_config(**changes: int) -> EngineConfig:
 
 def work_item(name: str, prompt: list[int], max_tokens: int, **changes: Any) -> WorkItem:
     packed = pack_u32(prompt)
+    salt = hash_seed(changes.get("lora_name", ""), changes.get("cache_namespace", ""))
     item = WorkItem(
         request_id=name,
         attempt=1,
@@ -54,7 +55,7 @@ def work_item(name: str, prompt: list[int], max_tokens: int, **changes: Any) -> 
         worker_epoch=0,
         rank=0,
         token_ids=packed,
-        sequence_hashes=sequence_hashes(packed, 4),
+        sequence_hashes=sequence_hashes(packed, 4, salt),
         reply_slot=3,
         sampling=Sampling(max_tokens=max_tokens),
     )
