@@ -33,6 +33,12 @@ os.environ.update(
 MISSING = [name for name in ("torch", "transformers", "vllm") if importlib.util.find_spec(name) is None]
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    # vLLM leaves contexts of its own to the garbage collector, which may come round to them after the last test. Ours
+    # are `zmq.asyncio.Context`s.
+    config.addinivalue_line("filterwarnings", r"ignore:Unclosed context <zmq\.Context\(\):ResourceWarning")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     reason = f"no {', '.join(MISSING)} here: `make test-engines` has an environment of its own"
     for item in items:
