@@ -6,6 +6,7 @@ Runs in `.venv-engines` (`make test-engines`); elsewhere every test is skipped w
 import importlib.util
 import os
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -34,9 +35,11 @@ MISSING = [name for name in ("torch", "transformers", "vllm") if importlib.util.
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # vLLM leaves contexts of its own to the garbage collector, which may come round to them after the last test. Ours
-    # are `zmq.asyncio.Context`s.
-    config.addinivalue_line("filterwarnings", r"ignore:Unclosed context <zmq\.Context\(\):ResourceWarning")
+    # vLLM leaves contexts of its own to the garbage collector, which may come round to them after the last test, when
+    # the filters are those of this moment. Ours are `zmq.asyncio.Context`s.
+    text = r"Unclosed context <zmq\.Context\(\)"
+    config.addinivalue_line("filterwarnings", f"ignore:{text}:ResourceWarning")
+    warnings.filterwarnings("ignore", text, ResourceWarning)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
