@@ -20,7 +20,7 @@ PYTHONS := python3.13 python3.12 python3.11 python3
 SOURCES := schemas streams services
 ARGS ?=
 
-.PHONY: help setup setup-engines up test test-kafka test-engines kafka kafka-stop demo-kafka lint type fmt coverage bench \
+.PHONY: help setup setup-engines up test test-kafka test-engines kafka kafka-stop demo-kafka demo-disagg lint type fmt coverage bench \
     schemas golden report-picture lock lock-engines ci clean
 
 help: ## show this list
@@ -52,6 +52,9 @@ kafka-stop: $(READY) ## stop what `make kafka` started
 
 demo-kafka: $(READY) ## a distributed system loses its owner under load; Kafka as in `kafka`; options in ARGS="..."
 	@$(BIN)/python -m infra.demo_kafka $(ARGS)
+
+demo-disagg: $(READY) ## prefill and decode workers, scaled and killed under load; Kafka as in `kafka`; options in ARGS="..."
+	@$(BIN)/python -m infra.demo_disagg $(ARGS)
 
 lint: $(READY) ## check style, layers and spelling
 	@$(BIN)/ruff check --quiet --output-format concise

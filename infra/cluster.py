@@ -20,7 +20,7 @@ from forebay.core.machine import IllegalTransition
 from forebay.core.step import Decided
 from forebay.events.codec import DecodeError, decode
 from forebay.events.decisions import OwnerClaimed, RequestRouted
-from forebay.events.topics import DECISIONS, FLEET, Topic
+from forebay.events.topics import DECISIONS, FLEET, TOKENS, Topic
 from forebay.transport.base import Record
 from forebay.transport.directory import Directory
 from forebay.transport.kafka_log import KafkaLog
@@ -233,6 +233,13 @@ class Cluster:
         partition = self.partition(group)
         assert partition is not None, f"{group} has no partition"
         return [event for _, event in await self._events(topic, partition)]
+
+    async def said(self) -> list[Any]:
+        """All events of the reply slots, each slot's in order."""
+        found = []
+        for slot in range(self._plan.replies):
+            found += [event for _, event in await self._events(TOKENS, slot)]
+        return found
 
     def partition(self, group: str = GROUP) -> int | None:
         """The control partition of a group; None while it has none."""

@@ -8,14 +8,9 @@ FOREBAY_KAFKA (host:port) and FOREBAY_REDIS (URL); topics of this run are remove
 
 import argparse
 import asyncio
-import contextlib
 import json
-import os
 import random
-import shutil
-import signal
 import sys
-import tempfile
 import time
 import uuid
 from dataclasses import dataclass, field
@@ -24,11 +19,10 @@ from typing import Any
 
 from forebay.simulate.mooncake import BLOCK_TOKENS
 from forebay.simulate.reading import open_workload
-from forebay.simulate.workload import WorkloadOptions, WorkloadUnusable
-from forebay.transport.base import LogError
+from forebay.simulate.workload import WorkloadOptions
 from infra.cluster import Cluster, Ownership, ProcessError, remove_topics
+from infra.demos import demo, positive
 from infra.kafka.kafka import tail
-from infra.local import Missing, local_kafka, local_redis
 
 ROUTERS = 2  # one owns, one stands by
 INGRESSES = 2
@@ -203,30 +197,6 @@ async def run(kafka: str, redis_url: str, folder: Path, options: argparse.Namesp
     return result
 
 
-async def until_ended(folder: Path, options: argparse.Namespace) -> Result:
-    """Run the demo with the Kafka and Redis that there are, or with some of its own, until a signal ends it."""
-    this = asyncio.current_task()
-    assert this is not None
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, this.cancel)
-    with contextlib.ExitStack() as stack:
-        given = os.environ.get("FOREBAY_KAFKA")
-        if given is None:
-            say("Kafka starts")
-        kafka = given or stack.enter_context(local_kafka(folder / "kafka")).address
-        redis_url = os.environ.get("FOREBAY_REDIS") or stack.enter_context(local_redis(folder))
-        say(f"Kafka at {kafka}, Redis at {redis_url}")
-        return await run(kafka, redis_url, folder, options, keep=given is None)
-
-
-def positive(text: str) -> float:
-    """A positive number of the command line."""
-    number = float(text)
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return number
-
-
 def main() -> int:
     """Do what the command line says.
 
@@ -240,26 +210,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=8, choices=range(1, 17), metavar="1-16", help="(%(default)s)")
     parser.add_argument("--speedup", type=positive, default=10.0, help="mock engines against the GPU (%(default)s)")
     options = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(prefix="forebay-demo-"))
-    try:
-        result = asyncio.run(until_ended(folder, options))
-    except (Missing, WorkloadUnusable) as error:
-        shutil.rmtree(folder)
-        say(f"cannot run: {error}")
-        return 2
-    except (ProcessError, LogError) as error:
-        say(f"FAILED: {error}; logs are in {folder}")
-        return 1
-    except asyncio.CancelledError:
-        shutil.rmtree(folder)
-        say("interrupted; everything is stopped")
-        return 130
-    if result.problems:
-        say(f"logs are in {folder}")
-    else:
-        shutil.rmtree(folder)
-    say(result.line())
-    return 1 if result.problems else 0
+    return demo(say, lambda kafka, redis_url, folder, keep: run(kafka, redis_url, folder, options, keep=keep))
 
 
 if __name__ == "__main__":

@@ -132,6 +132,11 @@ class Processes:
         if code:
             raise ProcessError(f"{name} ended with code {code} when it was to stop: {tail(one.log)}")
 
+    def ask_to_end(self, name: str) -> None:
+        """Ask the process to end (SIGTERM); await `ended` for it, sooner or later."""
+        self._running[name].ends = True
+        self._running[name].signal(signal.SIGTERM)
+
     async def ended(self, name: str, *, within_s: float) -> int:
         """Wait for the end of a process: its exit code. Raises ProcessError when it does not come."""
         one = self._running[name]

@@ -55,13 +55,14 @@ def submitted(name: str, prompt: list[int], max_tokens: int = 3, **changes: Any)
 
 
 def settings(**changes: Any) -> GroupSettings:
-    """An owner's settings: small and quick."""
+    """An owner's settings: small and quick. `pool` is its only one; None leaves pools to the leases."""
     pool = PoolConfigured(pool="default", model=MODEL, block_size=BLOCK, router=RouterConfig())
+    pool = changes.pop("pool", pool)
     fields: dict[str, Any] = {
         "group": MODEL,
         "partition": 0,
         "owner_id": "test",
-        "pool": pool,
+        "pools": () if pool is None else (pool,),
         "poll_s": 0.005,
     }
     return GroupSettings(**{**fields, **changes})

@@ -15,6 +15,8 @@ NAMES = (
     "replay",
     "simulate",
     "simulate-table",
+    "disagg",
+    "kv-transfer",
 )
 BENCHMARKS = {name: f"tests.benchmarks.bench_{name.replace('-', '_')}" for name in NAMES}
 

@@ -190,7 +190,7 @@ async def _serve(settings: KafkaSettings, workers: int, profile: bool, driver: C
         leases.acquire(MODEL, spec.worker_id, spec.worker_id, msgspec.msgpack.encode(WorkerLease(spec=spec)), HOUR_MS)
     pool = PoolConfigured(pool=POOL, model=MODEL, block_size=BLOCK_SIZE)
     log = await KafkaLog.open(settings)
-    owner = Owner(log, leases, GroupSettings(MODEL, 0, "bench", pool=pool, slots_max=workers))
+    owner = Owner(log, leases, GroupSettings(MODEL, 0, "bench", pools=(pool,), slots_max=workers))
     await owner.start()
     running = asyncio.create_task(owner.run())
     await _until(running, lambda: _ready(owner) == workers)

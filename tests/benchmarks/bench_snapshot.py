@@ -76,7 +76,7 @@ class System:
                 group=MODEL,
                 partition=0,
                 owner_id="bench",
-                pool=pool,
+                pools=(pool,),
                 snapshot_every=NEVER,
                 snapshot_age_s=NEVER_S,
                 poll_s=NEVER_S,

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from forebay.cli import engines
 from forebay.cli.app import app
-from forebay.cli.engines import Adapter, EngineChoice, built, engine_choice, ranked_from
+from forebay.cli.engines import Adapter, EngineChoice, built, engine_choice, playing, ranked_from
 from forebay.core.engine_model import EngineConfig
 from forebay.core.engine_timing import LinearTiming
 from forebay.events.fleet import WorkerSpec
@@ -187,3 +187,41 @@ def test_a_missing_package_ends_the_command_with_a_line() -> None:
     assert run.stderr == (
         "forebay: the tensorrt-llm engine needs the package tensorrt_llm: pip install 'forebay[tensorrt-llm]'\n"
     )
+
+
+@pytest.mark.parametrize(("role", "pool"), [("aggregated", "default"), ("prefill", "prefill"), ("decode", "decode")])
+def test_disagg_a_worker_is_in_the_pool_of_its_role_unless_told(role: Any, pool: str) -> None:
+    choice = playing(choose("mock"), role)
+    for told, expected in (("", pool), ("mine", "mine")):
+        _, spec = built(choice, "w", pool=told)
+        assert (spec.role, spec.pool) == (role, expected)
+
+
+def test_disagg_a_mock_engine_is_told_how_kv_moves() -> None:
+    given = {"kv_transport": "tcp", "kv_bytes_per_token": 32, "kv_checksum": True, "kv_lease_s": 5.0}
+    settings = choose("mock", **given).settings
+    assert {name: getattr(settings, name) for name in given} == given
+    assert choose("mock").settings.kv_transport == "nixl"
+
+
+@pytest.mark.usefixtures("fake")
+@pytest.mark.parametrize("option", [{"kv_transport": "tcp"}, {"kv_checksum": False}, {"kv_lease_s": 3.0}])
+def test_disagg_a_real_engine_moves_its_kv_by_itself(option: dict[str, Any]) -> None:
+    flag = f"--{next(iter(option)).replace('_', '-')}"
+    with pytest.raises(Unusable, match=f"{flag} belongs to the mock engine: vllm moves its KV by itself"):
+        choose("vllm", **option)
+
+
+def test_disagg_a_service_does_all_of_a_request(tmp_path: Path) -> None:
+    path = tmp_path / "parrot.py"
+    path.write_text(
+        "from forebay.workers.service import endpoint, service\n\n\n"
+        '@service(namespace="test")\nclass Parrot:\n    @endpoint()\n    async def generate(self, request):\n'
+        "        for token in request.token_ids:\n            yield token\n"
+    )
+    choice = choose(f"{path}:Parrot")
+    assert built(choice, "w", pool="")[1].pool == "default"
+    with pytest.raises(Unusable, match="Parrot is a service, which does all of a request: it makes no prefill worker"):
+        built(playing(choice, "prefill"), "w", pool="")
+    run = forebay("up", "--engine", f"{path}:Parrot", "--prefill-workers", "1", "--decode-workers", "1")
+    assert (run.returncode, "it makes no prefill worker" in run.stderr) == (2, True), run.stderr

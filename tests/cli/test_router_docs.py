@@ -22,7 +22,9 @@ def block(language: str) -> str:
 
 def test_every_flag_is_there_with_its_default_and_its_field() -> None:
     rows = re.findall(
-        r"^\| `--(\[no-\])?(router-[a-z-]+|active-[a-z-]+|load-aware)` \| (.*?) \| (.*?) \|", PAGE, re.MULTILINE
+        r"^\| `--(\[no-\])?(router-[a-z-]+|active-[a-z-]+|load-aware|enforce-disagg)` \| (.*?) \| (.*?) \|",
+        PAGE,
+        re.MULTILINE,
     )
     shown = {f"--{flag}": (default.strip("` "), field.strip("` ")) for _, flag, default, field in rows}
     assert set(shown) == {option.flag for option in OPTIONS if not option.hidden}

@@ -11,7 +11,7 @@ import yaml
 from typer.testing import CliRunner
 
 from forebay.cli.router_options import OPTIONS, router_config_of, router_options
-from forebay.events.control import BusyThresholds, QueueClass, QueueConfig, RouterConfig
+from forebay.events.control import BusyThresholds, DisaggConfig, QueueClass, QueueConfig, RouterConfig
 from forebay.ingress.errors import Unusable
 
 USAGE = 2
@@ -78,6 +78,7 @@ def test_every_flag_arrives_in_its_field() -> None:
         "--no-router-track-active-blocks",
         "--router-track-output-blocks",
         "--no-router-assume-kv-reuse",
+        "--enforce-disagg",
     ]
     valued = [part for pair in (weights | choices).items() for part in pair]
     assert config(*valued, *switches) == RouterConfig(
@@ -105,9 +106,11 @@ def test_every_flag_arrives_in_its_field() -> None:
             active_prefill_tokens_threshold_frac=1.25,
         ),
         queue=QueueConfig(threshold=1.5, policy="wspt"),
+        disagg=DisaggConfig(enforce=True),
     )
     named = {*weights, *choices, *(flag.replace("--no-", "--") for flag in switches)}
     others = {"--router-policy-config", "--load-aware", "--router-kv-overlap-score-weight"}
+    others |= {"--router-conditional-disagg", "--router-conditional-disagg-config"}
     assert named | others == {option.flag for option in OPTIONS}
 
 
@@ -144,6 +147,47 @@ def test_load_aware_routes_by_load_alone() -> None:
     weighted = config("--load-aware", "--router-decode-active-request-weight", "2")
     assert weighted == msgspec.structs.replace(alone, decode_active_request_weight=2.0)
     assert "--load-aware is the kv mode, not random" in refused("--load-aware", "--router-mode", "random")
+
+
+CONDITIONAL = "--router-conditional-disagg"
+
+
+def test_disagg_is_conditional_by_dynamos_flags(tmp_path: Path) -> None:
+    assert config(CONDITIONAL).disagg == DisaggConfig(policy="isl_bounding")
+    limits = '{"policy": "isl_or_load", "eff_isl_threshold": 512, "decode_busy_threshold": 0.8}'
+    meant = DisaggConfig(policy="isl_or_load", eff_isl_threshold=512, decode_busy_threshold=0.8)
+    assert config(CONDITIONAL, f"{CONDITIONAL}-config", limits).disagg == meant
+    enforced = config(CONDITIONAL, f"{CONDITIONAL}-config", limits, "--enforce-disagg").disagg
+    assert enforced == msgspec.structs.replace(meant, enforce=True)
+    path = tmp_path / "policy.yaml"
+    path.write_text("disagg: {policy: classic, max_local_prefill_length: 10, eff_isl_threshold: 7}")
+    kept = DisaggConfig(policy="classic", max_local_prefill_length=10, eff_isl_threshold=7)
+    assert config("--router-policy-config", str(path)).disagg == kept
+    both = config("--router-policy-config", str(path), CONDITIONAL, f"{CONDITIONAL}-config", '{"eff_isl_threshold": 9}')
+    assert both.disagg == msgspec.structs.replace(kept, policy="isl_bounding", eff_isl_threshold=9)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", '--router-conditional-disagg-config: { is no JSON; it must be an object, as {"policy": "classic"}'),
+        ("[]", "--router-conditional-disagg-config: must be an object, as"),
+        ('{"limit": 1}', "unknown field limit; there are policy, max_local_prefill_length"),
+        (
+            '{"policy": "often"}',
+            "-config: policy: must be one of always, classic, isl_bounding, isl_or_load",
+        ),
+        ('{"max_local_prefill_length": -1}', "-config: max_local_prefill_length: must be a whole number of at least 0"),
+        ('{"enforce": "yes"}', "-config: enforce: must be true or false"),
+        ('{"eff_isl_ratio_threshold": 2}', "eff_isl_ratio_threshold"),
+    ],
+)
+def test_disagg_conditions_that_make_no_sense_are_refused(text: str, says: str) -> None:
+    assert says in refused(CONDITIONAL, f"{CONDITIONAL}-config", text)
+
+
+def test_disagg_conditions_need_their_flag() -> None:
+    assert f"{CONDITIONAL}-config belongs to {CONDITIONAL}" in refused(f"{CONDITIONAL}-config", "{}")
 
 
 def test_a_file_is_the_configuration_and_flags_win(tmp_path: Path) -> None:
@@ -250,9 +294,9 @@ def test_variables_say_the_same_as_flags(tmp_path: Path) -> None:
     ("name", "value", "says"),
     [
         ("FOREBAY_ROUTER_MODE", "fastest", "fastest is no router mode"),
-        ("FOREBAY_ROUTER_TEMPERATURE", "warm", "is warm: Expected `float`"),
+        ("FOREBAY_ROUTER_TEMPERATURE", "warm", "is warm: must be a number"),
         ("FOREBAY_ROUTER_TEMPERATURE", "nan", "must be a number from 0 to 1e+06, not nan"),
-        ("FOREBAY_ROUTER_QUEUE_POLICY", "fair", "is fair: Invalid enum value 'fair'"),
+        ("FOREBAY_ROUTER_QUEUE_POLICY", "fair", "is fair: must be one of fcfs"),
     ],
 )
 def test_a_variable_with_a_fault_is_named(name: str, value: str, says: str) -> None:

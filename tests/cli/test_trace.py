@@ -63,6 +63,19 @@ def test_an_invented_workload_of_sessions_is_answered() -> None:
     assert summary["prefix_reuse"] > 0.4
 
 
+def test_disagg_workers_are_told_with_their_roles(trace: Path) -> None:
+    with running("--prefill-workers", "1", "--decode-workers", "2") as up:
+        run = forebay("trace", str(trace), "--url", up.url, "--json")
+        assert run.returncode == 0, run.stderr
+        shown = forebay("trace", str(trace), "--url", up.url).stdout
+    summary = json.loads(run.stdout)
+    assert summary["roles"] == {"decode-0": "decode", "decode-1": "decode", "prefill-0": "prefill"}
+    assert set(summary["workers"]) == {"decode-0", "decode-1"}
+    assert sum(worker["requests"] for worker in summary["workers"].values()) == REQUESTS
+    assert "decode-0 (decode): " in shown
+    assert "prompts computed for them by prefill-0" in shown
+
+
 class Door(ThreadingHTTPServer):
     """Answers any completion, and remembers when each prompt came and when somebody first looked what is here."""
 

@@ -3,7 +3,16 @@
 from typing import Any
 
 from forebay.core.blocks import HASH_SEED, sequence_hashes
-from forebay.core.engine_model import EngineConfig, EngineModel, EngineRequest, Finished, Removed, Step, Stored
+from forebay.core.engine_model import (
+    EngineConfig,
+    EngineModel,
+    EngineRequest,
+    EngineStage,
+    Finished,
+    Removed,
+    Step,
+    Stored,
+)
 from forebay.events.base import pack_u32, unpack_u32
 
 VOCABULARY = tuple(range(1000, 1100))
@@ -24,6 +33,7 @@ def request(
     attempt: int = 1,
     block: int = BLOCK,
     salt: int = HASH_SEED,
+    stage: EngineStage = "aggregated",
 ) -> EngineRequest:
     packed = pack_u32(prompt)
     return EngineRequest(
@@ -34,7 +44,19 @@ def request(
         token_seed=seed,
         max_tokens=max_tokens,
         hash_seed=salt,
+        stage=stage,
     )
+
+
+class Told:
+    """A timing that keeps what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[dict[str, int]] = []
+
+    def step_us(self, **work: int) -> int:
+        self.asked.append(work)
+        return 10
 
 
 def run(model: EngineModel, until_us: int = 0) -> list[Step]:

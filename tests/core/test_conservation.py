@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from forebay.core.disaggregation import computed_by, place_prefill
 from forebay.core.eligibility import Ineligible
 from forebay.core.lifecycle import Request
 from forebay.core.rederive import Rederivation
@@ -19,7 +20,7 @@ from forebay.core.step import CLOCK, InputEvent, advance
 from forebay.core.world import World, restore
 from forebay.events.base import pack_u64
 from forebay.events.codec import decode, encode
-from forebay.events.control import BusyThresholds, BusyThresholdsSet, Command
+from forebay.events.control import BusyThresholds, BusyThresholdsSet, Command, DisaggConfig, DisaggregationSet
 from forebay.events.decisions import (
     CommandSent,
     RequestAborted,
@@ -31,10 +32,11 @@ from forebay.events.decisions import (
 )
 from forebay.events.kv import BlocksRemoved, BlocksStored
 from forebay.events.metrics import LoadReported
-from forebay.events.progress import FirstTokenEmitted, OutputGrown, RequestFailed, RequestFinished
+from forebay.events.progress import FirstTokenEmitted, OutputGrown, PrefillFinished, RequestFailed, RequestFinished
 from forebay.events.requests import NO_HINTS, RequestCancelled, RoutingHints
 from forebay.events.snapshots import Booking, Chunk, IndexChanges, SnapshotChunk, WorldState
 from forebay.events.topics import SNAPSHOTS
+from forebay.events.transfer import Prefilled
 from tests.core.worlds import (
     BLOCK,
     ENCODED,
@@ -43,11 +45,14 @@ from tests.core.worlds import (
     Driver,
     actions,
     commanded,
+    decode_pool,
     histories,
     joined,
     obeyed,
     perform_all,
     pool,
+    prefill_pool,
+    prefilled_by,
     request,
 )
 
@@ -155,9 +160,15 @@ def test_the_winner_is_never_dearer_than_the_runner_up(history: list[Any]) -> No
 def may_go(world: World, request: Request) -> bool:
     config = world.pools[request.pool]
     try:
-        return not must_wait(config, find(world, config, request))
+        roster = find(world, config, request)
+        prefill = place_prefill(world, config, request, roster) if config.role == "decode" else None
+        return not must_wait(*computed_by(config, roster, prefill))
     except Ineligible:
         return False
+
+
+def policy_of(world: World, request: Request) -> str:
+    return world.disagg.get(request.pool, world.pools[request.pool].router.disagg).policy
 
 
 class Watchful(Driver):
@@ -168,8 +179,13 @@ class Watchful(Driver):
         world = self.world
         for waiting in world.requests.queued():
             session_id = waiting.hints.session_id
-            # A session that ends by time lets its requests go with the next event that looks at the queue.
-            if not session_id or world.sessions.find(waiting.pool, session_id) is not None:
+            # A session that ends by time lets its requests go with the next event that looks at the queue; so do
+            # blocks that are cached, where the length of what is not decides.
+            by_length = world.pools[waiting.pool].role == "decode" and policy_of(world, waiting) not in (
+                "always",
+                "never",
+            )
+            if not by_length and (not session_id or world.sessions.find(waiting.pool, session_id) is not None):
                 assert not may_go(world, waiting)
         return made
 
@@ -215,6 +231,20 @@ def test_a_snapshot_written_while_the_index_changes_is_of_the_state_at_its_end()
     assert whole.index.overlaps(PROMPTS[0]) == drive.world.index.overlaps(PROMPTS[0])
 
 
+def disaggregate(drive: Driver) -> None:
+    """Another model, and a request of it that is computed by one worker and answered by another."""
+    for kind, name in ((prefill_pool(), "p"), (decode_pool(), "d")):
+        drive("control", msgspec.structs.replace(kind, model="n", pool=f"n-{kind.role}"))
+        drive("fleet", joined(name, 0, model="n", pool=f"n-{kind.role}", role=kind.role))
+    drive("control", DisaggregationSet(model="n", disagg=DisaggConfig(policy="prefill_load")))
+    (asked,) = drive("requests", request("r6", PROMPTS[0], model="n"))
+    names = ("request_id", "attempt", "worker_id", "worker_epoch", "owner_epoch")
+    said: dict[str, Any] = {name: getattr(asked, name) for name in names}
+    kept = prefilled_by("p", drive.epoch("p"), model="n")
+    (routed,) = drive("progress", PrefillFinished(**said, prefilled=kept))
+    assert (asked.stage, routed.stage) == ("prefill", "decode")
+
+
 def eventful_world() -> World:
     drive = Driver()
     drive("control", pool(predicted_ttl_s=10.0, session_ttl_s=10.0, queue=QUEUE, track_output_blocks=True))
@@ -238,6 +268,7 @@ def eventful_world() -> World:
     drive("control", commanded("c1", "load_lora", lora_name="x", nonce=5))
     drive("progress", obeyed("c1", "a", drive.epoch("a"), "load_lora", "x"))
     drive("control", commanded("c2", worker_ids=("nobody",)))
+    disaggregate(drive)
     advance(drive.world)
     return drive.world
 
@@ -256,8 +287,8 @@ def changed(value: Any) -> Any:
     match value:
         case bytes():
             return value[:-1] + bytes([value[-1] ^ 1])
-        case "prefill" | "decode" | "queued" as phase:
-            return {"prefill": "decode", "decode": "prefill", "queued": "waiting"}[phase]
+        case "prefill" | "decode" | "queued" | "transfer" as phase:
+            return {"prefill": "decode", "decode": "prefill", "queued": "waiting", "transfer": "decode"}[phase]
         case "ready":
             return "draining"
         case "device" | "host" | "disk":
@@ -274,6 +305,8 @@ def changed(value: Any) -> Any:
             return ENCODED
         case RoutingHints():
             return msgspec.structs.replace(value, priority=7)
+        case Prefilled():
+            return msgspec.structs.replace(value, descriptor=b"elsewhere")
         case Command():
             return msgspec.structs.replace(value, action="sleep")
         case _:

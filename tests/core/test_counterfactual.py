@@ -6,7 +6,7 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay.core.counterfactual import Alternative, Counterfactual, booked_by_history, counterfactual, thresholds_under
+from forebay.core.counterfactual import Alternative, Counterfactual, booked_by_history, changed_by_hand, counterfactual
 from forebay.core.lifecycle import Request
 from forebay.core.router import Choice
 from forebay.core.world import World
@@ -196,8 +196,8 @@ def test_thresholds_set_by_hand_do_not_undo_those_of_the_alternative() -> None:
 def test_only_what_the_alternative_changes_wins_over_thresholds_set_by_hand() -> None:
     recorded = BusyThresholds(active_decode_blocks_threshold=0.9)
     by_hand = BusyThresholds(active_decode_blocks_threshold=0.5, active_prefill_tokens_threshold=7)
-    assert thresholds_under(recorded, recorded, by_hand) == by_hand
+    assert changed_by_hand(recorded, recorded, by_hand) == by_hand
     other = BusyThresholds(active_decode_blocks_threshold=0.9, active_prefill_tokens_threshold=1)
     stricter = BusyThresholds(active_decode_blocks_threshold=0.5, active_prefill_tokens_threshold=1)
-    assert thresholds_under(other, recorded, by_hand) == stricter
-    assert thresholds_under(BusyThresholds(), recorded, by_hand).active_decode_blocks_threshold is None
+    assert changed_by_hand(other, recorded, by_hand) == stricter
+    assert changed_by_hand(BusyThresholds(), recorded, by_hand).active_decode_blocks_threshold is None

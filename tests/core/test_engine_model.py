@@ -22,7 +22,7 @@ from forebay.core.engine_model import (
 from forebay.core.engine_sequence import speech
 from forebay.core.engine_timing import decode_us, prefill_us
 from forebay.events.base import pack_u32, unpack_u32, unpack_u64
-from tests.core.engine_runs import BLOCK, VOCABULARY, answers, config, finished, replay_cache, request, run
+from tests.core.engine_runs import BLOCK, VOCABULARY, Told, answers, config, finished, replay_cache, request, run
 
 
 def test_one_request_from_prompt_to_end() -> None:
@@ -49,17 +49,6 @@ def test_decoding_takes_as_long_as_its_contexts_are_whoever_shares_or_prefills()
     mixed = model.step()
     assert mixed is not None
     assert mixed.duration_us == prefill_us(6) + decode_us(2 + 2, 32)
-
-
-class Told:
-    """A timing that keeps what it was asked."""
-
-    def __init__(self) -> None:
-        self.asked: list[dict[str, int]] = []
-
-    def step_us(self, **work: int) -> int:
-        self.asked.append(work)
-        return 10
 
 
 def test_a_timing_is_told_what_a_step_computes() -> None:

@@ -9,9 +9,11 @@ import pytest
 from forebay.core.blocks import block_hashes, extend_chain
 from forebay.core.fleet import TRANSITIONS as FLEET_TABLE
 from forebay.core.fleet import Fleet, WorkerPhase
-from forebay.core.lifecycle import TRANSITIONS, Move, Phase, Request, Requests, submitted
+from forebay.core.lifecycle import Request, Requests, submitted
 from forebay.core.machine import IllegalTransition
+from forebay.core.phases import TRANSITIONS, Move, Phase
 from forebay.events.base import pack_u32
+from forebay.events.decisions import Stage
 from forebay.events.fleet import (
     OwnershipAnnounced,
     WorkerDraining,
@@ -20,8 +22,16 @@ from forebay.events.fleet import (
     WorkerRecovered,
     WorkerSuspect,
 )
-from forebay.events.progress import EncodeFailed, EncodeFinished, FirstTokenEmitted, RequestFinished, TransferFailed
-from tests.core.worlds import ENCODED, joined, request
+from forebay.events.progress import (
+    EncodeFailed,
+    EncodeFinished,
+    FirstTokenEmitted,
+    PrefillFailed,
+    PrefillFinished,
+    RequestFinished,
+    TransferFailed,
+)
+from tests.core.worlds import ENCODED, joined, prefilled_by, request
 
 # Block identity
 
@@ -93,23 +103,32 @@ def test_facts_of_other_epochs_and_older_owners_are_void() -> None:
 # A request's life
 
 
+STAGES: dict[Phase, Stage] = {
+    Phase.ENCODE: "encode",
+    Phase.REMOTE_PREFILL: "prefill",
+    Phase.TRANSFER: "decode",
+    Phase.PREFILL: "aggregated",
+    Phase.DECODE: "aggregated",
+}
+
+
 def life_in(phase: Phase, *, encoded: bool = False) -> tuple[Requests, Request]:
     requests = Requests()
     one = submitted(request("r", [1, 2]), "default", 0, 1_000)
     requests.add(one)
     if phase is Phase.QUEUED:
         requests.hold(one, "default", 10, 1_500)
-    elif phase is Phase.ENCODE:
-        requests.encode(one, "w", 3, 0)
     elif phase is not Phase.SUBMITTED:
         if encoded:
-            requests.encode(one, "e", 2, 0)
+            requests.route(one, "encode", "e", 2, 0)
             requests.progress(said(EncodeFinished, one, encoded=ENCODED), 1_500)
-        requests.route(one, "w", 3, 0)
+        if phase in (Phase.TRANSFER, Phase.WAITING):
+            requests.route(one, "prefill", "p", 2, 0)
+            requests.progress(said(PrefillFinished, one, prefilled=prefilled_by("p", 2)), 1_500)
+        if phase is not Phase.WAITING:
+            requests.route(one, STAGES[phase], "w", 3, 0)
     if phase is Phase.DECODE:
         requests.progress(first_token(one), 2_000)
-    if phase is Phase.WAITING:
-        requests.lose_worker(one)
     assert one.phase is phase
     return requests, one
 
@@ -132,12 +151,16 @@ def first_token(one: Request) -> FirstTokenEmitted:
 
 @pytest.mark.parametrize(("phase", "move"), list(product(Phase, Move)))
 def test_the_table_of_a_life(phase: Phase, move: Move) -> None:
-    requests, one = life_in(phase, encoded=phase is Phase.PREFILL)
+    requests, one = life_in(phase, encoded=phase in (Phase.PREFILL, Phase.REMOTE_PREFILL))
     before = requests.digest(), list(requests.snapshot())
     moves: dict[Move, Callable[[], object]] = {
         Move.HELD: lambda: requests.hold(one, "default", 10, 2_500),
-        Move.ROUTED: lambda: requests.route(one, "w2", 4, 1),
-        Move.TO_BE_ENCODED: lambda: requests.encode(one, "e", 4, 1),
+        Move.ROUTED: lambda: requests.route(one, "aggregated", "w2", 4, 1),
+        Move.TO_BE_ENCODED: lambda: requests.route(one, "encode", "e", 4, 1),
+        Move.TO_BE_PREFILLED: lambda: requests.route(one, "prefill", "p", 4, 1),
+        Move.TO_BE_DECODED: lambda: requests.route(one, "decode", "d", 4, 1),
+        Move.PREFILLED: lambda: requests.progress(said(PrefillFinished, one, prefilled=prefilled_by("w", 3)), 3_000),
+        Move.NOT_PREFILLED: lambda: requests.progress(said(PrefillFailed, one, error="out of blocks"), 3_000),
         Move.ENCODED: lambda: requests.progress(said(EncodeFinished, one, encoded=ENCODED), 3_000),
         Move.NOT_ENCODED: lambda: requests.progress(said(EncodeFailed, one, error="too large"), 3_000),
         Move.NOT_TRANSFERRED: lambda: requests.progress(said(TransferFailed, one, error="gone"), 3_000),
@@ -177,7 +200,7 @@ def test_ended_requests_leave_no_deadline_behind() -> None:
     for number in range(500):
         one = submitted(request(f"r{number}", timeout_us=10_000 + number), "default", number, 0)
         requests.add(one)
-        requests.route(one, "w", 3, 0)
+        requests.route(one, "aggregated", "w", 3, 0)
         if number % 100:
             requests.end(one, 10)
     assert requests.next_due_us() == 10_000

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from forebay.core import dispatch, rederive
 from forebay.core.fleet import Worker
-from forebay.core.lifecycle import Phase
+from forebay.core.phases import Phase
 from forebay.core.rederive import Rederivation
 from forebay.core.step import CLOCK, Decided, InputEvent, advance, claim, open_run
 from forebay.core.world import World, digest_of_snapshot, restore

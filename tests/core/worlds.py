@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from typing import Any, Self
 
+import msgspec
 from hypothesis import strategies as st
 
 from forebay.core.blocks import extend_chain
@@ -15,6 +16,8 @@ from forebay.events.control import (
     BusyThresholds,
     BusyThresholdsSet,
     Command,
+    DisaggConfig,
+    DisaggregationSet,
     PoolConfigured,
     QueueClass,
     QueueConfig,
@@ -31,7 +34,7 @@ from forebay.events.fleet import (
     WorkerSpec,
     WorkerSuspect,
 )
-from forebay.events.kv import BlocksRemoved, BlocksStored, CacheCleared
+from forebay.events.kv import AnyKvEvent, BlocksRemoved, BlocksStored, CacheCleared
 from forebay.events.media import Encoded, Media
 from forebay.events.metrics import LoadReported
 from forebay.events.progress import (
@@ -41,6 +44,8 @@ from forebay.events.progress import (
     EncodeFinished,
     FirstTokenEmitted,
     OutputGrown,
+    PrefillFailed,
+    PrefillFinished,
     RequestFailed,
     RequestFinished,
     TransferFailed,
@@ -54,12 +59,21 @@ from forebay.events.requests import (
     Sampling,
     TaintWeight,
 )
+from forebay.events.transfer import Prefilled
 
 BLOCK = 4
+LEASE_US = 500_000
 WORKERS = ("a", "b", "c")
 ENCODERS = ("e", "f")
+PREFILLERS = ("p", "q")
+SAID = frozenset(
+    ("first", "finish", "fail", "grow", "encoded", "not_encoded", "not_fetched", "prefilled", "not_prefilled")
+)
 MEDIA = Media(kind="image", digest="ab" * 32, mime="image/png", first_token=1, tokens=4, content=b"pixels")
 ENCODED = Encoded(descriptor=b"there", shape=(4, 8), dtype="float32", checksum="0123456789abcdef")
+PREFILLED = Prefilled(
+    worker_id="p", worker_epoch=0, model="m", connector="nixl", descriptor=b"there", tokens=10, lease_us=LEASE_US
+)
 PROMPTS = [extend_chain(None, [family * 100 + at for at in range(8)]) for family in range(3)]
 FACTS: dict[str, type[WorkerLost | WorkerSuspect | WorkerRecovered | WorkerDraining]] = {
     "lose": WorkerLost,
@@ -99,6 +113,15 @@ CONFIGS: tuple[dict[str, Any], ...] = (
     {},
 )
 
+DISAGGS = (
+    DisaggConfig(),
+    DisaggConfig(enforce=True),
+    DisaggConfig(policy="never"),
+    DisaggConfig(policy="classic", max_local_prefill_length=10, max_prefill_queue_size=1),
+    DisaggConfig(policy="isl_or_load", eff_isl_threshold=16, decode_busy_threshold=0.2),
+    DisaggConfig(policy="prefill_load", enforce=True),
+)
+
 Applied = tuple[str, InputEvent | None, int]
 
 
@@ -130,6 +153,22 @@ def encode_pool(**changes: Any) -> PoolConfigured:
 
 def encoder(worker_id: str, slot: int = 0) -> WorkerJoined:
     return joined(worker_id, slot, pool="encoders", role="encode", kv_events=False)
+
+
+def decode_pool(**router: Any) -> PoolConfigured:
+    return msgspec.structs.replace(pool(**router), role="decode")
+
+
+def prefill_pool(**router: Any) -> PoolConfigured:
+    return msgspec.structs.replace(pool(**router), pool="prefillers", role="prefill")
+
+
+def prefiller(worker_id: str, slot: int = 0, **changes: Any) -> WorkerJoined:
+    return joined(worker_id, slot, pool="prefillers", role="prefill", **changes)
+
+
+def prefilled_by(worker_id: str, worker_epoch: int, **changes: Any) -> Prefilled:
+    return msgspec.structs.replace(PREFILLED, worker_id=worker_id, worker_epoch=worker_epoch, **changes)
 
 
 def request(name: str, blocks: Iterable[int] = (), **changes: Any) -> RequestSubmitted:
@@ -224,6 +263,16 @@ class Driver:
             self("fleet", encoder(name, slot))
         return self
 
+    def disagg(self, prefillers: Iterable[str], decoders: Iterable[str], **router: Any) -> Self:
+        """A decode pool, and the prefill pool of its model, whose router is as by default."""
+        self("control", decode_pool(**router))
+        self("control", prefill_pool())
+        for slot, name in enumerate(decoders):
+            self("fleet", joined(name, slot, role="decode"))
+        for slot, name in enumerate(prefillers):
+            self("fleet", prefiller(name, slot))
+        return self
+
     def epoch(self, worker_id: str) -> int:
         worker = self.world.fleet.get(worker_id)
         return 0 if worker is None else worker.worker_epoch
@@ -279,6 +328,7 @@ def actions(draw: st.DrawFn) -> tuple[str, Any]:
             ]
             + ["command", "command", "obey", "obey", "decline"]
             + ["join", "lose", "suspect", "recover", "drain", "announce", "garbage", "pool", "again"]
+            + ["disagg", "prefilled", "prefilled", "not_prefilled", "join_prefiller", "lose_prefiller"]
             + ["media", "media", "encoded", "encoded", "not_encoded", "not_fetched", "join_encoder", "lose_encoder"]
         )
     )
@@ -310,6 +360,12 @@ def said_of(one: Request, kind: str, number: int) -> InputEvent:
             return EncodeFailed(**fields, error="too large")
         case "not_fetched":
             return TransferFailed(**fields, error="it is gone")
+        case "prefilled":
+            whose = one.worker_epoch if number % 5 else one.worker_epoch + 1
+            kept = prefilled_by(fields["worker_id"], whose, lease_us=1_000 if number % 3 else LEASE_US)
+            return PrefillFinished(**fields, prefilled=kept)
+        case "not_prefilled":
+            return PrefillFailed(**fields, error="no room", status=500 if number % 4 else 400)
         case _:
             return FirstTokenEmitted(**fields)
 
@@ -335,27 +391,12 @@ def perform(drive: Driver, number: int, action: tuple[str, Any]) -> None:
             drive("requests", request(f"r{first}", blocks, nonce=first))
         case "join_encoder" | "lose_encoder":
             encoders(drive, kind, first, third)
-        case "first" | "finish" | "fail" | "grow" | "encoded" | "not_encoded" | "not_fetched" if one is not None:
+        case "join_prefiller" | "lose_prefiller" | "disagg":
+            disaggregate(drive, kind, first, depth, third)
+        case _ if kind in SAID and one is not None:
             drive("progress", said_of(one, kind, number))
-        case "stored":
-            tier = TIERS[first % 3]
-            parent = blocks[first] if first < len(blocks) else None
-            stored = BlocksStored(
-                worker_id=worker,
-                worker_epoch=epoch,
-                seq=number + 1,
-                sequence_hashes=pack_u64(blocks[first:]),
-                parent_hash=parent,
-                tier=tier,
-            )
-            drive("kv-events", stored)
-        case "removed":
-            removed = BlocksRemoved(
-                worker_id=worker, worker_epoch=epoch, seq=number + 1, sequence_hashes=pack_u64(blocks[:2])
-            )
-            drive("kv-events", removed)
-        case "cleared":
-            drive("kv-events", CacheCleared(worker_id=worker, worker_epoch=epoch, seq=number + 1))
+        case "stored" | "removed" | "cleared":
+            drive("kv-events", cache_event(kind, (worker, epoch, number + 1), blocks, first))
         case "report":
             report = LoadReported(
                 worker_id=worker, worker_epoch=epoch, running=first, waiting=0, kv_blocks_used=1, kv_blocks_total=9
@@ -383,6 +424,40 @@ def perform(drive: Driver, number: int, action: tuple[str, Any]) -> None:
             operate(drive, kind, first, depth, third)
         case _:
             pass
+
+
+def cache_event(kind: str, said: tuple[str, int, int], blocks: list[int], first: int) -> AnyKvEvent:
+    """What a worker says of its cache, in an epoch and with a number."""
+    worker, epoch, seq = said
+    if kind == "cleared":
+        return CacheCleared(worker_id=worker, worker_epoch=epoch, seq=seq)
+    if kind == "removed":
+        return BlocksRemoved(worker_id=worker, worker_epoch=epoch, seq=seq, sequence_hashes=pack_u64(blocks[:2]))
+    parent = blocks[first] if first < len(blocks) else None
+    return BlocksStored(
+        worker_id=worker,
+        worker_epoch=epoch,
+        seq=seq,
+        sequence_hashes=pack_u64(blocks[first:]),
+        parent_hash=parent,
+        tier=TIERS[first % 3],
+    )
+
+
+def disaggregate(drive: Driver, kind: str, first: int, depth: int, third: int) -> None:
+    """A prefill worker comes, perhaps before its pool, or goes; or prompts are computed elsewhere from now on."""
+    name = PREFILLERS[third % 2]
+    match kind:
+        case "lose_prefiller":
+            drive("fleet", WorkerLost(owner_epoch=0, worker_id=name, worker_epoch=drive.epoch(name)))
+        case "join_prefiller":
+            if first < 5:
+                drive("control", prefill_pool(**CONFIGS[depth]))
+            drive("fleet", prefiller(name, third))
+        case _ if first < 5:
+            drive("control", decode_pool(**CONFIGS[depth], disagg=DISAGGS[third]))
+        case _:
+            drive("control", DisaggregationSet(model="m", disagg=DISAGGS[depth % len(DISAGGS)]))
 
 
 def encoders(drive: Driver, kind: str, first: int, third: int) -> None:

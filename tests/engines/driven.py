@@ -13,9 +13,11 @@ from prometheus_client import CollectorRegistry
 from forebay.core.blocks import hash_seed, sequence_hashes
 from forebay.core.engine_model import Finished, Stored
 from forebay.events.base import pack_u32, unpack_u32, unpack_u64
+from forebay.events.decisions import Stage
 from forebay.events.fleet import WorkerSpec
 from forebay.events.requests import Sampling, Task
 from forebay.events.tokens import AnswerError, TokenLogprob
+from forebay.events.transfer import Prefilled
 from forebay.events.work import WorkItem
 from forebay.workers.engine import Cleared, Engine, EngineBatch
 
@@ -36,11 +38,13 @@ class Answer:
     finished: Finished | None = None
     error: AnswerError | None = None
     vector: tuple[float, ...] = ()
+    prefilled: Prefilled | None = None
+    not_fetched: str | None = None
     missing: tuple[int, ...] | None = None  # blocks of the prompt that were not told when it ended
 
     @property
     def over(self) -> bool:
-        return self.finished is not None or self.error is not None
+        return any(end is not None for end in (self.finished, self.error, self.prefilled, self.not_fetched))
 
 
 class Driven:
@@ -84,6 +88,11 @@ class Driven:
             one.missing = tuple(set(unpack_u64(one.item.sequence_hashes)) - held)
         for failed in batch.failed:
             self.answers[failed.request_id].error = failed.error
+        for prefilled in batch.prefilled:
+            self.answers[prefilled.request_id].prefilled = prefilled.prefilled
+            self.answers[prefilled.request_id].cached = prefilled.cached_tokens
+        for missed in batch.not_fetched:
+            self.answers[missed.request_id].not_fetched = missed.error
         self._news.set()
 
     async def until(self, said: Callable[[], Any]) -> None:
@@ -105,6 +114,8 @@ class Driven:
         priority: int = 0,
         task: Task = "generate",
         rank: int | None = None,
+        stage: Stage = "aggregated",
+        prefilled: Prefilled | None = None,
         **sampling: Any,
     ) -> WorkItem:
         """A request; greedy and over the end of the text unless told otherwise."""
@@ -124,6 +135,8 @@ class Driven:
             cache_namespace=cache_namespace,
             priority=priority,
             task=task,
+            stage=stage,
+            prefilled=prefilled,
         )
 
     def expect(self, item: WorkItem) -> Answer:

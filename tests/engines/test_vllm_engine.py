@@ -15,7 +15,7 @@ from forebay.core.engine_model import Load
 from forebay.events.control import Command
 from forebay.events.fleet import WorkerSpec
 from forebay.events.requests import StructuredOutput, TokenBias
-from forebay.workers import vllm_engine
+from forebay.workers import async_engine
 from forebay.workers.engine import EngineError, EngineRefused
 from forebay.workers.engine_settings import EngineSettings
 from forebay.workers.vllm_engine import VllmEngine
@@ -309,12 +309,12 @@ async def test_a_reset_forgets_requests_and_cache(vllm: Driven) -> None:
 async def test_a_health_request_is_asked_when_it_is_quiet(vllm: Driven, monkeypatch: pytest.MonkeyPatch) -> None:
     answered = vllm.metric("vllm:request_success_total")
     await vllm.engine.check()
-    monkeypatch.setattr(vllm_engine, "CANARY_EVERY_S", 0.0)
+    monkeypatch.setattr(async_engine, "CANARY_EVERY_S", 0.0)
     async with asyncio.timeout(60):
         while vllm.metric("vllm:request_success_total") == answered:
             await vllm.engine.check()
             await asyncio.sleep(0)
-    monkeypatch.setattr(vllm_engine, "CANARY_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(async_engine, "CANARY_TIMEOUT_S", 0.0)
     # It hangs, and nobody ordered it to.
     await vllm.engine._llm.pause_generation(mode="keep", clear_cache=False)  # type: ignore[attr-defined]
     with pytest.raises(EngineError, match="did not answer a health request"):

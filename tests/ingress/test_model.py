@@ -140,6 +140,18 @@ def test_no_sequence_of_bytes_breaks_an_answer(pieces: list[list[int]]) -> None:
     assert decoder.push([2, 2]).endswith(" b b")
 
 
+@pytest.mark.parametrize("tokenizer", [OF_BYTES, MODEL.tokenizer], ids=["of bytes", "default"])
+@given(pieces=st.lists(st.lists(st.integers(0, 258), min_size=1, max_size=6)))
+def test_what_an_answer_says_does_not_depend_on_how_it_is_cut(tokenizer: Tokenizer, pieces: list[list[int]]) -> None:
+    cut, single = Decoder(tokenizer), Decoder(tokenizer)
+    said = "".join([cut.push(piece) for piece in pieces])
+    assert said == "".join([single.push([token_id]) for piece in pieces for token_id in piece])
+
+
+def test_whole_characters_before_a_broken_one_are_said_at_once() -> None:
+    assert Decoder(OF_BYTES).push([1, 2, 3 + "中".encode()[0]]) == "a b"
+
+
 def test_bytes_that_are_no_text_are_shown_as_such_and_what_follows_is_said() -> None:
     decoder = Decoder(OF_BYTES)
     character = [3 + byte for byte in "中".encode()]

@@ -7,7 +7,7 @@ import pytest
 
 from forebay.core.blocks import hash_seed, sequence_hashes
 from forebay.events.base import pack_u32, unpack_u64
-from forebay.events.decisions import Candidate, CostTerms
+from forebay.events.decisions import Candidate, CostTerms, PrefillPlace
 from forebay.events.requests import RouteQueried
 from forebay.events.tokens import AnswerError, RouteTold
 from tests.ingress.conftest import NAME, Scene, make_scene
@@ -160,3 +160,13 @@ async def test_without_the_admin_api_nobody_queries() -> None:
         response = await scene.client.post(CHAT, json={"model": NAME, "messages": HELLO, "nvext": QUERY})
         assert (response.status_code, response.json()["error"]["param"]) == (400, "nvext.annotations")
         assert scene.requests() == []
+
+
+async def test_disagg_a_query_says_who_computes_the_prompt(scene: Scene) -> None:
+    asking = asyncio.create_task(scene.client.post(ROUTE, json={"model": NAME, "prompt": "a"}))
+    query = await scene.next_query()
+    place = PrefillPlace(remote=True, reason="long_prompt", uncached_tokens=7)
+    scene.send(told(query, pool="prefill", stage="prefill", prefill=place))
+    answer = (await asking).json()
+    assert (answer["stage"], answer["pool"]) == ("prefill", "prefill")
+    assert answer["prefill"] == {"remote": True, "reason": "long_prompt", "uncached_tokens": 7}

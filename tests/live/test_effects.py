@@ -54,6 +54,8 @@ STATUSES = {
     "queue_deadline": (504, "queue_deadline_exceeded"),
     "attempts_exhausted": (503, "workers_lost"),
     "encode_failed": (502, "encode_failed"),
+    "prefill_failed": (502, "prefill_failed"),
+    "prefill_refused": (400, "prefill_refused"),
 }
 
 

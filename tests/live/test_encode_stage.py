@@ -1,11 +1,13 @@
 """The encode stage at a live owner: pools by lease, work for both stages, a take-over in the middle."""
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 import pytest
 
 from forebay.core.fleet import Fleet
+from forebay.core.lifecycle import submitted as under_way
 from forebay.events.codec import decode
 from forebay.events.control import PoolConfigured, RouterConfig
 from forebay.events.decisions import RequestRouted
@@ -27,7 +29,9 @@ ENCODES = msgspec.structs.replace(ANSWERS, worker_id="e", pool="encoders", role=
 
 
 def work_of(decided: RequestRouted, lies: Encoded | None) -> WorkItem:
-    draft = work_item(decided, request("r", PROMPTS[0], media=(MEDIA,)), lies, report_output=False)
+    asked = request("r", PROMPTS[0], media=(MEDIA,))
+    one = replace(under_way(asked, "default", 0, 0), encoded=lies)
+    draft = work_item(decided, asked, one, report_output=False)
     assert (draft.topic, draft.partition) == (work_topic(decided.pool).name, decided.slot)
     item: WorkItem = decode(work_topic(decided.pool), draft.value)
     return item
@@ -93,10 +97,3 @@ async def test_a_worker_of_another_role_is_refused_by_name(
     await polled.update([lease(spec)], {configured.pool: configured}, 0)
     assert says in caplog.text
     assert polled.refused["spec"] == 1
-
-
-async def test_prefill_and_decode_workers_stand_in_pools_that_answer(log: SqliteLog) -> None:
-    pools = {"default": PoolConfigured(pool="default", model="m", block_size=4)}
-    polled = Admission(log, 0, 7, Fleet(), slots_max=4)
-    await polled.update([lease(msgspec.structs.replace(ANSWERS, role="prefill"))], pools, 0)
-    assert not polled.refused

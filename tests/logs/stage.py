@@ -15,9 +15,9 @@ from unittest import mock
 from forebay.core.blocks import hash_seed, sequence_hashes
 from forebay.core.engine_model import EngineConfig, EngineModel, EngineRequest, Stored
 from forebay.core.lifecycle import id_hash
-from forebay.events.base import Event, pack_u32, pack_u64, unpack_u64
+from forebay.events.base import Event, pack_u32, pack_u64, unpack_u32, unpack_u64
 from forebay.events.codec import decode, encode
-from forebay.events.control import Action, Command, PoolConfigured, RouterConfig, WorkerCommanded
+from forebay.events.control import Action, Command, PoolConfigured, Role, RouterConfig, WorkerCommanded
 from forebay.events.decisions import Decision
 from forebay.events.fleet import WorkerFact, WorkerJoined, WorkerSpec
 from forebay.events.kv import BlocksRemoved, BlocksStored, CacheCleared, Tier
@@ -30,6 +30,8 @@ from forebay.events.progress import (
     EncodeFinished,
     FirstTokenEmitted,
     OutputGrown,
+    PrefillFailed,
+    PrefillFinished,
     RequestFinished,
     TransferFailed,
 )
@@ -45,6 +47,7 @@ from forebay.events.topics import (
     Topic,
     work_topic,
 )
+from forebay.events.transfer import Prefilled
 from forebay.events.work import AnyWorkEvent, ReannounceCache, WorkCancelled, WorkerCommand, WorkItem
 from forebay.live import owner, snapshots
 from forebay.live.owner import GroupSettings, Owner
@@ -59,6 +62,8 @@ TICK_US = 2_000
 BEGINS_US = 1_750_000_000_000_000
 READ_MAX = 100_000
 TICKS_MAX = 10_000
+TOKEN_BYTES = 1_024  # of KV
+LEASE_US = 500_000
 NEVER = 1 << 40  # journal records: snapshots are taken when a scenario says so
 
 
@@ -84,7 +89,8 @@ class StageWorker:
         self.spec = spec
         self.epoch = epoch
         self.loses = 0  # events that do not reach the log
-        self.fails = 0  # images and videos that it does not encode, or does not fetch
+        self.fails = 0  # images and videos, or prompts, that it does not compute, or does not fetch
+        self.refuses = 0  # prompts
         self.obeys = True  # commands; else it never answers
         self.loras = spec.loras
         self._stage = stage
@@ -94,6 +100,7 @@ class StageWorker:
         self._seqs = dict.fromkeys(spec.ranks, 0)
         self._items: dict[str, WorkItem] = {}
         self._to_encode: list[str] = []
+        self._fetched: dict[str, int] = {}  # bytes of KV, of prompts whose first token is to come
 
     def take_work(self) -> bool:
         """Obey what is new on its slot; whether anything was."""
@@ -123,6 +130,39 @@ class StageWorker:
         """The blocks on its device."""
         return self._engines[rank].held()
 
+    def give_back(self, request_id: str) -> bool:
+        """Nobody will fetch the KV of a prompt any more; whether it was kept."""
+        return any(engine.release(request_id) for engine in self._engines.values())
+
+    def _fetch(self, engine: EngineModel, request_id: str) -> None:
+        kept = self._items[request_id].prefilled
+        assert kept is not None, "it is decoded"
+        holder = self._stage.workers.get(kept.worker_id)
+        if self._succeeds() and holder is not None and holder.give_back(request_id):
+            engine.fetched(request_id)
+            self._fetched[request_id] = kept.bytes
+            return
+        engine.cancel(request_id)
+        self._say(TransferFailed, request_id, error="its memory is gone")
+        del self._items[request_id]
+
+    def _keep(self, request_id: str, cached_tokens: int) -> None:
+        tokens = len(unpack_u32(self._items[request_id].token_ids))
+        kept = Prefilled(
+            worker_id=self.spec.worker_id,
+            worker_epoch=self.epoch,
+            model=MODEL,
+            connector="nixl",
+            descriptor=b"there",
+            tokens=tokens,
+            lease_us=LEASE_US,
+            bytes=tokens * TOKEN_BYTES,
+            checksum="0123456789abcdef",
+            cached_tokens=cached_tokens,
+        )
+        self._say(PrefillFinished, request_id, prefilled=kept)
+        del self._items[request_id]
+
     def _encode(self) -> bool:
         for request_id in self._to_encode:
             if request_id in self._items:
@@ -143,16 +183,22 @@ class StageWorker:
         return not fails
 
     def _step(self, rank: int, engine: EngineModel) -> bool:
+        for fetch in engine.fetches():
+            self._fetch(engine, fetch.request_id)
         step = engine.step()
         if step is None:
             return False
+        for done in step.computed:
+            self._keep(done.request_id, done.cached_tokens)
         for change in step.cache_changes:
             if isinstance(change, Stored):
                 self.stored(change.hashes, change.parent, rank=rank)
             else:
                 self.removed(change.hashes, rank=rank)
         for first in step.first_tokens:
-            self._say(FirstTokenEmitted, first.request_id, cached_tokens=first.cached_tokens)
+            moved = self._fetched.pop(first.request_id, 0)
+            facts = {"transferred_bytes": moved, "transfer_us": moved // 100}
+            self._say(FirstTokenEmitted, first.request_id, cached_tokens=first.cached_tokens, **facts)
         for said in step.emitted:
             if self._items[said.request_id].report_output and said.first_index % BLOCK == BLOCK - 1:
                 self._say(OutputGrown, said.request_id, output_tokens=said.first_index + 1)
@@ -186,6 +232,12 @@ class StageWorker:
                     self._say(TransferFailed, event.request_id, error="its memory is gone")
                     del self._items[event.request_id]
                     return
+                if event.stage == "prefill" and (self.refuses or not self._succeeds()):
+                    refused = {"status": 400, "code": "context_length_exceeded"} if self.refuses else {}
+                    self.refuses -= self.refuses > 0
+                    self._say(PrefillFailed, event.request_id, error="no room", **refused)
+                    del self._items[event.request_id]
+                    return
                 self._engines[event.rank].submit(
                     EngineRequest(
                         request_id=event.request_id,
@@ -195,11 +247,14 @@ class StageWorker:
                         token_seed=len(event.token_ids),
                         max_tokens=event.sampling.max_tokens,
                         hash_seed=hash_seed(event.lora_name, event.cache_namespace),
+                        stage=event.stage,
                     )
                 )
             case WorkCancelled() if event.request_id in self._items:
                 item = self._items.pop(event.request_id)
                 self._engines[item.rank].cancel(item.request_id)
+            case WorkCancelled():
+                self.give_back(event.request_id)
             case ReannounceCache():
                 self._seqs[event.rank] = max(self._seqs[event.rank], event.above_seq)
                 self._say_cache(CacheCleared, event.rank)
@@ -250,13 +305,18 @@ class Stage:
 
     owner: Owner
 
-    def __init__(self, attempts_max: int = 3, **router: Any) -> None:
+    def __init__(self, attempts_max: int = 3, role: Role = "aggregated", **router: Any) -> None:
         self.log = SqliteLog.open(None)
         self.now_us = BEGINS_US
         self.workers: dict[str, StageWorker] = {}
         self._leases = embedded_leases()
         self._pool = PoolConfigured(
-            pool=POOL, model=MODEL, block_size=BLOCK, router=RouterConfig(**router), attempts_max=attempts_max
+            pool=POOL,
+            model=MODEL,
+            block_size=BLOCK,
+            router=RouterConfig(**router),
+            attempts_max=attempts_max,
+            role=role,
         )
         self._fleet_end = 0
 
@@ -266,7 +326,7 @@ class Stage:
             group=MODEL,
             partition=0,
             owner_id="owner",
-            pool=self._pool,
+            pools=(self._pool,),
             snapshot_every=NEVER,
             snapshot_age_s=float(NEVER),
         )

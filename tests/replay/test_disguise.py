@@ -35,7 +35,12 @@ KEPT = {
     ("*", "queue_class"),
     ("*", "topic"),
     ("Encoded", "dtype"),
+    ("KvLayout", "dtype"),
+    ("*", "connector"),
+    ("Prefilled", "model"),
     ("RequestState", "encoder_id"),
+    ("RequestState", "prefiller_id"),
+    ("RequestState", "decoder_id"),
     ("WorkerSpec", "model"),
     ("WorkerSpec", "engine"),
     ("EngineFailed", "engine"),
@@ -90,7 +95,7 @@ class Filled:
             case inspect.IntType() if name in HASHES | TOKENS:
                 return int.from_bytes(self._packed(name), "little")
             case inspect.IntType():
-                return 1
+                return info.ge or 1
             case inspect.FloatType():
                 return 0.5
             case inspect.BoolType():

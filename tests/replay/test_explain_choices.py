@@ -32,7 +32,7 @@ async def chosen(made: Recorder, hints: RoutingHints = NO_HINTS, blocks: list[in
 @pytest.mark.parametrize(
     ("router", "reason", "says"),
     [
-        ({}, "tie_seed", "3 of 3 have the lowest cost, 16.5, and were sent equally many tokens to compute so far"),
+        ({}, "tie_seed", "3 of 3 have the lowest cost, 16.5; the request's tie seed picked this one"),
         ({"temperature": 1.0}, "drawn", "drawn at temperature 1, with a chance of 33.3 %; it has the lowest cost"),
         ({"mode": "round-robin"}, "round_robin", "its turn: 0 requests were routed before, and 3 take turns"),
         ({"mode": "random"}, "random", "drawn by the request's tie seed, each of 3 being as likely"),
@@ -120,6 +120,16 @@ async def test_a_tie_goes_to_who_computed_least() -> None:
     routing = await chosen(made, blocks=[99])
     assert routing.reason == "tie_seed"
     assert "2 of them were sent the fewest tokens to compute" in routing.why
+
+
+async def test_equal_costs_and_equally_many_tokens_computed() -> None:
+    made = fleet()
+    for name, blocks in zip("abc", PROMPTS, strict=False):
+        made("requests", request(f"to-{name}", blocks, routing=RoutingHints(worker_id=name)))
+        made("progress", said(made, f"to-{name}", RequestFinished, finish_reason="stop"))
+    routing = await chosen(made, blocks=[7_001, 7_002])
+    assert routing.reason == "tie_seed"
+    assert ", and were sent equally many tokens to compute so far; the request's tie seed picked" in routing.why
 
 
 def least_computed(made: Recorder) -> str:

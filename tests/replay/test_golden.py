@@ -11,9 +11,9 @@ import pytest
 
 from forebay.core.policies import policy_class
 from forebay.core.world import CORE_VERSION
-from forebay.events.base import Event
+from forebay.events.base import Event, hex_digest
 from forebay.events.codec import decode, encode
-from forebay.events.control import BusyThresholdsSet, PoolConfigured
+from forebay.events.control import BusyThresholdsSet, DisaggregationSet, PoolConfigured
 from forebay.events.decisions import (
     CacheResyncRequested,
     CommandEnded,
@@ -29,7 +29,14 @@ from forebay.events.decisions import (
 )
 from forebay.events.fleet import WorkerDraining, WorkerJoined, WorkerLost, WorkerRecovered, WorkerSuspect
 from forebay.events.kv import BlocksRemoved, BlocksStored, CacheCleared
-from forebay.events.progress import EncodeFailed, EncodeFinished, OutputGrown, TransferFailed
+from forebay.events.progress import (
+    EncodeFailed,
+    EncodeFinished,
+    FirstTokenEmitted,
+    OutputGrown,
+    PrefillFinished,
+    TransferFailed,
+)
 from forebay.events.requests import RequestCancelled, RequestSubmitted
 from forebay.events.topics import DECISIONS, INPUTS
 from forebay.replay.golden import check_recording
@@ -122,6 +129,35 @@ def cached_by_namespace(seen: Seen) -> bool:
 def waited_and_ordered(seen: Seen) -> bool:
     held = {one.queue_class for one in seen.all(RequestHeld)}
     return held == {"default", "batch", "short"} and any(one.waited_us for one in seen.all(RequestRouted))
+
+
+def places(seen: Seen) -> set[str]:
+    return {one.prefill.reason for one in seen.all(RequestRouted) if one.prefill is not None}
+
+
+def prefilled_elsewhere(seen: Seen) -> bool:
+    """Every rule had its say, questions were answered by them, and nothing of the KV is left in the recording."""
+    kept = [one.prefilled for one in seen.all(PrefillFinished)]
+    fetched = [one for one in seen.all(FirstTokenEmitted) if one.transferred_bytes]
+    rules = {one.disagg.policy for one in seen.all(DisaggregationSet)}
+    return (
+        rules == {"classic", "isl_bounding", "prefill_load", "isl_or_load", "never"}
+        and places(seen)
+        >= {
+            "always",
+            "never",
+            "long_prompt",
+            "short_prompt",
+            "uncached_prompt",
+            "prefill_idle",
+            "prefill_busy",
+            "decode_busy",
+        }
+        and {one.stage for one in seen.all(RouteAnswered)} == {"prefill", "aggregated"}
+        and len(kept) == len(seen.all(RequestRouted, stage="decode")) == len(fetched)
+        and all(one.descriptor == b"" and one.checksum == hex_digest(0) and one.bytes for one in kept)
+        and bool(seen.all(RequestHeld))
+    )
 
 
 def encoded_first(seen: Seen) -> bool:
@@ -222,6 +258,15 @@ CAPABILITIES: dict[str, Callable[[Seen], object]] = {
     ),
     "undecodable": lambda seen: seen.undecodable == 3,
     "encode-stage": encoded_first,
+    "disaggregation": prefilled_elsewhere,
+    "disaggregation-failures": lambda seen: (
+        seen.given_up("prefill_failed", "prefill_refused", "cancelled")
+        and {"failed", "no_prefill_worker", "begun", "always"} == places(seen)
+        and seen.all(TransferFailed)
+        and {one.stage for one in seen.all(RequestRouted) if one.attempt > 1} == {"prefill", "decode", "aggregated"}
+        and {one.stage for one in seen.all(RequestRouted)} >= {"encode"}
+        and len(seen.all(WorkerLost)) > 5
+    ),
     "foreign-records": lambda seen: seen.report.unverified == {"foreign-records": 1},
 }
 

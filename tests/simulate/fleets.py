@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from forebay.simulate.settings import Life, PoolSettings, Settings, WorkerGroup, engine_config
+from forebay.simulate.settings import Life, PoolRole, PoolSettings, Settings, WorkerGroup, engine_config
 from forebay.simulate.workload import Survey, Turn
 
 
@@ -30,3 +30,19 @@ def turn(number: int, prompt: int = 64, output: int = 1, **changes: Any) -> Turn
 def fleet(workers: int = 2, life: Life | None = None, sizes: dict[str, int] | None = None, **changes: Any) -> Settings:
     group = WorkerGroup(count=workers, engine=engine_config(**(sizes or {})))
     return Settings(pools=(PoolSettings(groups=(group,)),), life=life or Life(), **changes)
+
+
+def split(
+    prefill: int, decode: int, life: Life | None = None, sizes: dict[str, int] | None = None, **changes: Any
+) -> Settings:
+    """A prefill pool, unless it has nobody, and a decode pool of one model: mock-0 and on compute prompts."""
+    engine = engine_config(**(sizes or {}))
+    roles: tuple[tuple[PoolRole, int], ...] = (("prefill", prefill), ("decode", decode))
+    pools = [
+        PoolSettings(
+            name="default" if role == "decode" else role, role=role, groups=(WorkerGroup(count=count, engine=engine),)
+        )
+        for role, count in roles
+        if count
+    ]
+    return Settings(pools=tuple(pools), life=life or Life(), **changes)

@@ -25,17 +25,20 @@ from forebay.simulate.settings import (
     Settings,
     SettingsUnusable,
     Start,
+    Transfer,
     policy,
     require_sense,
 )
 from forebay.simulate.simulation import Simulation
 from forebay.simulate.workload import Turn
-from tests.simulate.fleets import Turns, fleet, turn
+from tests.simulate.fleets import Turns, fleet, split, turn
 
 MS = 1_000
 TIMES = st.integers(0, 20_000).map(lambda ms: ms * MS)
 POLICIES = [
     *sorted(set(BUILT_IN) - {"direct"}),
+    "kv:disagg.policy=classic,disagg.max_local_prefill_length=150",
+    "kv:disagg.enforce=true,queue.threshold=0.05",
     "kv:queue.threshold=0.01",
     "kv:temperature=0.5,session_ttl_s=1",
     "kv:busy.active_decode_blocks_threshold=0.4",
@@ -71,6 +74,11 @@ def workloads(draw: st.DrawFn) -> tuple[Turn, ...]:
 
 
 DELAY = st.builds(Delay, fixed_us=st.sampled_from([0, 0, 900, 40 * MS]), jitter_us=st.sampled_from([0, 0, 500, 9 * MS]))
+TRANSFERS = st.builds(
+    Transfer,
+    kv_transfer_bandwidth=st.sampled_from([0.0, 0.01, 64.0]),
+    kv_transfer_latency_us=st.sampled_from([0, 0, 3_000]),
+)
 WAYS = st.builds(Delays, submit=DELAY, work=DELAY, tokens=DELAY, kv_events=DELAY, progress=DELAY, metrics=DELAY)
 LIVES = st.builds(
     Life,
@@ -83,7 +91,9 @@ LIVES = st.builds(
         ),
         max_size=4,
     ).map(tuple),
-    starts=st.lists(st.builds(Start, at_us=TIMES, count=st.integers(1, 2)), max_size=2).map(tuple),
+    starts=st.lists(
+        st.builds(Start, at_us=TIMES, count=st.integers(1, 2), pool=st.sampled_from(["default", "prefill"])), max_size=2
+    ).map(tuple),
     mtbf_s=st.sampled_from([0.0, 0.0, 2.0, 30.0]),
     repair_s=st.sampled_from([0.0, 1.0]),
     cold_start_s=st.sampled_from([0.0, 0.5]),
@@ -96,9 +106,11 @@ def systems(draw: st.DrawFn) -> Settings:
     sizes = {"blocks": draw(st.sampled_from([6, 12, 200])), "max_num_batched_tokens": 512}
     life = draw(LIVES)
     timeout_s = draw(st.sampled_from([0.05, 3.0, 600.0, 86_400.0]))
-    chosen = fleet(
-        draw(st.integers(1, 3)), life, sizes, delays=draw(WAYS), timeout_s=timeout_s, seed=draw(st.integers(0, 9))
-    )
+    more: dict[str, Any] = {"delays": draw(WAYS), "timeout_s": timeout_s, "seed": draw(st.integers(0, 9))}
+    if draw(st.booleans()):
+        chosen = fleet(draw(st.integers(1, 3)), life, sizes, **more)
+    else:
+        chosen = split(draw(st.integers(1, 2)), draw(st.integers(1, 2)), life, sizes, transfer=draw(TRANSFERS), **more)
     try:
         require_sense(chosen)
     except SettingsUnusable:
@@ -132,6 +144,7 @@ def test_every_request_ends_once_and_every_run_can_be_had_again(
     assert sorted(map(int, ended)) == list(range(len(turns)))
     found = list(outcome.requests)
     event(f"failed: {any(one.failure for one in found)}, again: {any(one.attempts > 1 for one in found)}")
+    event(f"prefilled elsewhere: {any(one.prefiller is not None for one in found)}")
     assert sorted(one.number for one in found) == list(range(len(turns)))
     by_number = {one.number: one for one in found}
     arrived_us = [one.arrived_us for one in found]
@@ -164,7 +177,7 @@ def test_looking_ahead_changes_no_request(system: Settings, turns: tuple[Turn, .
     # Load reports are left out: they are made when a step ends, and a policy looks at them.
     outcome = run(system, name, turns)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cluster.Cluster, "_calm_us", lambda self: 0)
+        patch.setattr(cluster.Cluster, "_calm_us", lambda self, *, alone: 0)
         step_by_step = run(system, name, turns)
     assert list(outcome.requests) == list(step_by_step.requests)
 
@@ -184,7 +197,7 @@ def test_looking_ahead_changes_no_request_where_caches_are_full(seed: int) -> No
     system = fleet(2, sizes={"blocks": rng.choice([14, 20, 30])}, delays=delays)
     outcome = run(system, "kv", tuple(turns))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cluster.Cluster, "_calm_us", lambda self: 0)
+        patch.setattr(cluster.Cluster, "_calm_us", lambda self, *, alone: 0)
         assert list(run(system, "kv", tuple(turns)).requests) == list(outcome.requests)
 
 
@@ -199,8 +212,13 @@ def eventful() -> str:
         lease_ttl_s=1.0,
     )
     [pool] = fleet(2).pools
+    apart = split(2, 2).pools
     system = Settings(
-        pools=(pool, msgspec.structs.replace(pool, name="elsewhere", model="other")),
+        pools=(
+            pool,
+            msgspec.structs.replace(pool, name="elsewhere", model="other"),
+            *(msgspec.structs.replace(one, name=one.role, model="apart") for one in apart),
+        ),
         delays=DELAYS["kafka"],
         life=life,
         timeout_s=20.0,
@@ -215,12 +233,13 @@ def eventful() -> str:
             after=(number - 1,) if number % 3 else (),
             delay_us=MS,
             session_id="abc"[number % 3],
-            model=("simulated", "other")[number % 5 == 0],
+            model=("other", "simulated", "apart", "simulated", "apart")[number % 5],
         )
         for number in range(150)
     ]
     outcome = run(system, "kv:temperature=0.4,session_ttl_s=2,session_mode=soft", tuple(turns))
     assert {one.attempts for one in outcome.requests} >= {1, 2}
+    assert any(one.transferred_bytes for one in outcome.requests)
     return f"{outcome.digest} {sha256(repr(told(outcome)).encode()).hexdigest()}"
 
 
@@ -241,5 +260,5 @@ def test_processes_with_other_hash_seeds_say_the_same() -> None:
 
 def test_settings_that_went_to_another_process_say_the_same() -> None:
     turns = (turn(0), turn(1, at_us=5 * MS))
-    system = fleet(2, delays=DELAYS["kafka"])
-    assert told(run(pickle.loads(pickle.dumps(system)), "kv", turns)) == told(run(system, "kv", turns))
+    for system in (fleet(2, delays=DELAYS["kafka"]), split(1, 1, delays=DELAYS["kafka"])):
+        assert told(run(pickle.loads(pickle.dumps(system)), "kv", turns)) == told(run(system, "kv", turns))

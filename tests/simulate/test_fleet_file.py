@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from forebay.events.control import DisaggConfig, RouterConfig
 from forebay.simulate.fleet_file import Fleet, FleetUnusable, load_fleet
-from forebay.simulate.settings import DELAYS, Delay, Delays, Fault, Life, Settings, Start, policy
+from forebay.simulate.settings import DELAYS, Delay, Delays, Fault, Life, Settings, Start, Transfer, policy
 from forebay.simulate.simulation import Simulation
 from tests.simulate.fleets import Turns, turn
 
@@ -51,6 +52,13 @@ at_s = 2
 pool = "large"
 count = 2
 """
+APART = """
+pools = [
+    {name = "p", role = "prefill", workers = [{count = 3}]},
+    {name = "d", role = "decode", workers = [{count = 1}], router = {disagg = {policy = "classic"}}},
+]
+transfer = {kv_bytes_per_token = 200_000, kv_transfer_bandwidth = 12.5, kv_transfer_latency_us = 40}
+"""
 PROFILE = """
 kind = "linear"
 [costs_us]
@@ -65,6 +73,18 @@ def load(folder: Path, text: str) -> Fleet:
     (folder / "fast.toml").write_text(PROFILE)
     (folder / "fleet.toml").write_text(text)
     return load_fleet(folder / "fleet.toml")
+
+
+def test_a_file_says_who_computes_prompts_and_how_kv_moves(tmp_path: Path) -> None:
+    fleet = load(tmp_path, APART)
+    assert [(pool.name, pool.role, pool.groups[0].count) for pool in fleet.pools] == [
+        ("p", "prefill", 3),
+        ("d", "decode", 1),
+    ]
+    assert fleet.pools[1].router == RouterConfig(disagg=DisaggConfig(policy="classic"))
+    assert fleet.transfer == Transfer(kv_bytes_per_token=200_000, kv_transfer_bandwidth=12.5, kv_transfer_latency_us=40)
+    assert fleet.transfer.lasts_us(1) == 16
+    assert load(tmp_path, "pools = [{workers = [{count = 1}]}]").transfer is None
 
 
 def test_a_file_says_what_there_is_and_what_happens(tmp_path: Path) -> None:
@@ -146,6 +166,11 @@ POOL = "[[pools]]\nworkers = [{count = 3}]\n"
         ("[[pools]]\nworkers = [{count = 1, gpus = inf}]", "pools[0].workers[0].gpus: expected float <= 1000000"),
         ("pools = " + "[" * 5_000, "maximum recursion depth exceeded"),
         ("[[pools]]\nworkers = [{count = 1" + "0" * 5_000 + "}]", "Exceeds the limit"),
+        (POOL.replace("[[pools]]", "[[pools]]\nrole = 'encode'"), "pools[0].role: invalid enum value 'encode'"),
+        (POOL.replace("[[pools]]", "[[pools]]\nrole = 'prefill'"), "pools[0].role: 'default' computes prompts for "),
+        (POOL + "[pools.router]\ndisagg = {x = 1}", "pools[0].router.disagg.x: there is no such key"),
+        (POOL + "[transfer]\nkv_transfer_bandwidth = -1", "transfer.kv_transfer_bandwidth: expected"),
+        (POOL + "[transfer]\nbandwidth = 1", "transfer.bandwidth: there is no such key"),
         (POOL + "[life]\nmtbf = 3", "life.mtbf: there is no such key"),
         (POOL + "[life]\nmtbf_s = 0.1", "life.mtbf_s: 0.1 is below 1 s"),
         (POOL + "[[faults]]\nworker = 'mock-3'\nat_s = 1", "faults[0].worker: there is no worker 'mock-3'"),

@@ -167,6 +167,16 @@ def test_engines_take_the_time_that_they_are_said_to_take_and_so_does_what_is_sa
     assert (far.first_us, far.last_us) == (usual.first_us + 730, usual.last_us + 730)
 
 
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_disaggregated_fleet_is_refused_from_the_start_or_when_somebody_joins(role: str) -> None:
+    reason = f"the worker w has the role {role}, and how long KV was on its way"
+    with pytest.raises(NotSimulable, match=reason):
+        resumed(fleet("w", role=role), asked("r", CHAIN[:4]))
+    joined = WorkerJoined(owner_epoch=0, spec=spec("w", role=role), lease="l", slot=1, from_offset=0)
+    with pytest.raises(NotSimulable, match=reason):
+        resumed(fleet("a"), Arrival(5, FLEET, joined))
+
+
 def test_an_empty_fleet_and_sizes_that_do_not_go_together_are_refused() -> None:
     with pytest.raises(NotSimulable, match="no worker is there"):
         resumed(fleet(), asked("r", CHAIN[:3]))

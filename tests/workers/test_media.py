@@ -20,11 +20,11 @@ from forebay.events.media import Encoded, Media
 from forebay.events.progress import EncodeFailed, EncodeFinished, RequestFailed, RequestFinished, TransferFailed
 from forebay.events.tokens import ResponseEnded, TokensEmitted
 from forebay.events.work import WorkCancelled
-from forebay.workers import media_feed, nixl_read
+from forebay.workers import media_feed, nixl_agent
 from forebay.workers.encode_engine import EncodeEngine
 from forebay.workers.engine import EngineBatch, EngineError, EngineRefused
 from forebay.workers.mock_engine import MockEngine
-from forebay.workers.nixl_read import TransferError
+from forebay.workers.nixl_agent import TransferError
 from forebay.workers.resume import continued
 from forebay.workers.standin_encoder import WIDTH, MediaUnusable, StandInEncoder
 from forebay.workers.worker import Worker
@@ -158,7 +158,7 @@ async def test_what_is_encoded_is_told_to_the_owner_alone(scene: Scene, memory: 
         (told,) = scene.progress(EncodeFinished)
         assert (told.request_id, told.attempt, told.worker_epoch, told.encoded.shape) == ("r", 1, epoch, (6, WIDTH))
         assert told.encoded.descriptor.startswith(f"w1@{epoch}:".encode())
-        await until(lambda: not worker._active)
+        await until(lambda: not worker.under_way)
     assert scene.tokens() == []
     assert not scene.kv()
 
@@ -337,7 +337,7 @@ async def test_who_leaves_while_it_is_fetched_gets_nothing(scene: Scene, memory:
             await scene.send(answer_item(name, withheld(one), epoch=epoch, encoded=encoded))
         await until(lambda: memory.reading == 2)
         await scene.send(WorkCancelled(request_id="r", attempt=1, owner_epoch=0, worker_epoch=epoch))
-        await until(lambda: "r" not in worker._active)
+        await until(lambda: "r" not in worker.under_way)
         memory.gate.set()
         await until(lambda: scene.progress(RequestFinished))
         worker._leave()
@@ -465,4 +465,4 @@ def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch, missing
 def test_without_nixl_an_encode_worker_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "nixl_cu12", None)
     with pytest.raises(EngineError, match="embeddings travel by NIXL, which cannot be imported"):
-        nixl_read.load_nixl()
+        nixl_agent.load_nixl()

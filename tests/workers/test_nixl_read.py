@@ -17,7 +17,8 @@ np = pytest.importorskip("numpy", reason="numpy is not installed")
 pytest.importorskip("nixl_cu12", reason="NIXL (nixl-cu12) is not installed")
 
 from forebay.events.media import Encoded  # noqa: E402 - NIXL first
-from forebay.workers.nixl_read import Offers, Reader, TransferError, agent_name  # noqa: E402
+from forebay.workers.nixl_agent import TransferError, agent_name  # noqa: E402
+from forebay.workers.nixl_read import Offers, Reader  # noqa: E402
 from tests.workers.conftest import until  # noqa: E402
 from tests.workers.nixl_peer import array  # noqa: E402
 

@@ -264,11 +264,10 @@ async def test_a_start_that_fails_says_why(
         with pytest.raises(EngineError, match="unknown_option"):
             async with started(**wrong):
                 pass
-    for role in ("prefill", "decode", "encode"):
-        engine = TensorRtLlmEngine(EngineSettings(**{**_fields(settings), "role": role}))
-        with pytest.raises(EngineError, match=role):
-            await engine.start(SPEC)
-        await engine.stop()
+    engine = TensorRtLlmEngine(EngineSettings(**{**_fields(settings), "role": "encode"}))
+    with pytest.raises(EngineError, match="encode"):
+        await engine.start(SPEC)
+    await engine.stop()
 
 
 async def test_sizes_are_asked_of_older_releases_too(started: Start, monkeypatch: pytest.MonkeyPatch) -> None:

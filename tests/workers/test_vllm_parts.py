@@ -139,7 +139,13 @@ def test_arguments_are_settings_and_own_ones_win() -> None:
         "block_size": 64,
         "data_parallel_size": 2,
         "enable_lora": True,
-        "kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": "kv_producer"},
+        "kv_transfer_config": {
+            "kv_connector": "NixlConnector",
+            "kv_role": "kv_producer",
+            "kv_load_failure_policy": "fail",
+            "kv_connector_extra_config": {"kv_lease_duration": 60},
+        },
+        "worker_extension_cls": "forebay.workers.vllm_extension.KvLeases",
         "dtype": "float32",
     }
     ranked = engine_arguments(own, kv_events=True, sockets=Path("/private"))["kv_events_config"]

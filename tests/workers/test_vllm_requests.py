@@ -40,6 +40,7 @@ class Llm:
         scheduler_config=SimpleNamespace(policy="fcfs", max_num_seqs=8, max_num_batched_tokens=64),
         model_config=SimpleNamespace(max_model_len=64),
         cache_config=SimpleNamespace(num_gpu_blocks=9, block_size=32, enable_prefix_caching=False),
+        kv_transfer_config=None,
     )
 
     async def get_supported_tasks(self) -> tuple[str, ...]:

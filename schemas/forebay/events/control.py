@@ -8,6 +8,7 @@ from forebay.events.base import Count, Event, Name, Part
 
 RouterMode = Literal["kv", "round-robin", "random", "power-of-two", "least-loaded", "direct"]
 QueuePolicy = Literal["fcfs", "wspt", "lcfs"]
+DisaggPolicy = Literal["always", "never", "classic", "isl_bounding", "prefill_load", "isl_or_load"]
 Role = Literal["aggregated", "prefill", "decode", "encode"]  # a worker's part in a request
 Weight = Annotated[float, msgspec.Meta(ge=0.0, le=1e6)]  # finite, and so is every cost
 Fraction = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
@@ -109,6 +110,54 @@ class QueueConfig(Part, frozen=True, kw_only=True):
             raise ValueError("every queue class needs one of its name with uncached_tokens_min 0")
 
 
+class DisaggConfig(Part, frozen=True, kw_only=True):
+    """Which prompts of a decode pool's requests its model's prefill pool computes; the others stay with who answers.
+
+    Names and meanings are Dynamo's (conditional disaggregation; `classic` is that of its first releases). Prompt
+    lengths are counted without what the decode worker that would be chosen has in its cache.
+
+    Attributes:
+        policy: `always` and `never`; `classic` computes prompts longer than `max_local_prefill_length` remotely while
+            fewer than `max_prefill_queue_size` wait; `isl_bounding` those that reach `eff_isl_threshold` or are not
+            cached to more than 1 - `eff_isl_ratio_threshold`; `prefill_load` all while the prefill worker that would
+            be chosen is not busy; `isl_or_load` what both of these compute remotely.
+        max_local_prefill_length: in tokens.
+        max_prefill_queue_size: requests at prefill workers beyond one each; at least 1.
+        eff_isl_threshold: in tokens.
+        eff_isl_ratio_threshold: share of the prompt.
+        prefill_busy_threshold: a prefill worker with more steps than this to compute is busy, in multiples of its
+            `max_num_batched_tokens`; with None none is ever busy.
+        decode_busy_threshold: a decode worker with a larger share of its KV blocks in use computes no prompt itself if
+            the policy leaves it the choice; with None none is ever busy.
+        enforce: no request is answered whose prompt was to be computed remotely and cannot be; else who answers it
+            computes it then.
+    """
+
+    policy: DisaggPolicy = "always"
+    max_local_prefill_length: Count = 1_000
+    max_prefill_queue_size: Annotated[int, msgspec.Meta(ge=1, le=(1 << 63) - 1)] = 2
+    eff_isl_threshold: Count = 2_048
+    eff_isl_ratio_threshold: Fraction = 0.7
+    prefill_busy_threshold: Weight | None = 1.0
+    decode_busy_threshold: Fraction | None = None
+    enforce: bool = False
+
+    def __post_init__(self) -> None:
+        require_numbers(
+            self,
+            {
+                "max_local_prefill_length": (1 << 63) - 1,
+                "max_prefill_queue_size": (1 << 63) - 1,
+                "eff_isl_threshold": (1 << 63) - 1,
+                "eff_isl_ratio_threshold": 1.0,
+                "prefill_busy_threshold": 1e6,
+                "decode_busy_threshold": 1.0,
+            },
+        )
+        if self.max_prefill_queue_size < 1:
+            raise ValueError("max_prefill_queue_size must be at least 1: with 0 the rule is the policy never")
+
+
 class RouterConfig(Part, frozen=True, kw_only=True):
     """How a pool routes. Names, defaults and meanings are Dynamo's (router configuration).
 
@@ -131,6 +180,7 @@ class RouterConfig(Part, frozen=True, kw_only=True):
         predicted_ttl_s: how long a routed prompt is taken for cached before KV events say so; 0 is off.
         session_ttl_s: how long a session keeps its worker after its last request; 0 is off.
         session_mode: `hard` sends a session nowhere else while its worker lives, `soft` prefers it.
+        disagg: which prompts are computed by the model's prefill pool; of decode pools.
     """
 
     mode: Name = "kv"
@@ -154,6 +204,7 @@ class RouterConfig(Part, frozen=True, kw_only=True):
     session_mode: Literal["hard", "soft"] = "hard"
     busy: BusyThresholds = BusyThresholds()
     queue: QueueConfig = QueueConfig()
+    disagg: DisaggConfig = DisaggConfig()
 
     def __post_init__(self) -> None:
         weights = (
@@ -172,7 +223,8 @@ class RouterConfig(Part, frozen=True, kw_only=True):
 class PoolConfigured(Event, tag="control.pool_configured", frozen=True, kw_only=True):
     """A pool serves one model with blocks of one size; its routing rule is replaced as a whole.
 
-    A pool of the role `encode` encodes the images and videos of requests that the model's other pool answers.
+    A pool of the role `encode` encodes the images and videos of requests that the model's other pool answers. One of
+    the role `prefill` computes prompts for its `decode` pool, which answers; their blocks have one size.
     """
 
     pool: Name
@@ -189,6 +241,14 @@ class BusyThresholdsSet(Event, tag="control.busy_thresholds_set", frozen=True, k
 
     model: Name
     thresholds: BusyThresholds
+    at_us: int = 0
+
+
+class DisaggregationSet(Event, tag="control.disaggregation_set", frozen=True, kw_only=True):
+    """An operator changed which prompts of a model are computed remotely; stands until the next, as thresholds do."""
+
+    model: Name
+    disagg: DisaggConfig
     at_us: int = 0
 
 
@@ -210,4 +270,4 @@ class WorkerCommanded(Event, tag="control.worker_commanded", frozen=True, kw_onl
     at_us: int = 0
 
 
-ControlEvent = PoolConfigured | BusyThresholdsSet | WorkerCommanded
+ControlEvent = PoolConfigured | BusyThresholdsSet | DisaggregationSet | WorkerCommanded

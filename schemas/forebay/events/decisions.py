@@ -61,14 +61,53 @@ class Candidate(Part, frozen=True, kw_only=True):
     terms: CostTerms
 
 
-Stage = Literal["aggregated", "encode"]
+Stage = Literal["aggregated", "encode", "prefill", "decode"]
+
+PrefillReason = Literal[
+    "always",
+    "never",
+    "long_prompt",
+    "short_prompt",
+    "uncached_prompt",
+    "prefill_idle",
+    "prefill_busy",
+    "decode_busy",
+    "no_prefill_worker",
+    "failed",
+    "begun",
+]
+
+
+class PrefillPlace(Part, frozen=True, kw_only=True):
+    """Who computes the prompt of a request that a decode pool answers, and why: its prefill pool, or who answers it.
+
+    Attributes:
+        remote: by the prefill pool.
+        reason: `always` and `never` are the policy's; a prompt is long or short by the policy's limits, or short but
+            too large a share of it is not cached (`uncached_prompt`); `prefill_idle` and `decode_busy` send it away,
+            `prefill_busy` keeps it where it is answered; there is no prefill worker; what was tried before `failed`,
+            and the last attempt depends on nobody else; or the answer has begun, and only goes on.
+        uncached_tokens: of the prompt, those that the decode worker in question would compute itself.
+        prefill_waiting: requests at the prefill pool's workers beyond one each.
+        prefill_busy: whether the prefill worker in question is above the limit; None where nobody asked.
+        decode_busy: the same of the decode worker.
+    """
+
+    remote: bool
+    reason: PrefillReason
+    uncached_tokens: Count | None = None
+    prefill_waiting: Count | None = None
+    prefill_busy: bool | None = None
+    decode_busy: bool | None = None
 
 
 class RequestRouted(Decision, tag="request.routed", frozen=True, kw_only=True):
     """A request goes to one worker rank; `table_digest` seals the cost table, see `forebay.core.cost`.
 
-    Attempts are counted for each stage, `earlier_attempts` are those of the other one; an encoding has no lower number
-    than an answer before it. In the stage `encode` only its images and videos are computed, in `pool`.
+    Attempts are counted for each stage (`aggregated` and `decode` are one, the answer), `earlier_attempts` are those of
+    the others; an encoding has no lower number than an answer before it. In the stage `encode` only its images and
+    videos are computed, in `pool`; in the stage `prefill` only its KV; in the stage `decode` that is fetched from there
+    and the answer generated. `prefill` says why the prompt is computed where it is, of a decode pool's requests.
     """
 
     request_id: Name
@@ -87,6 +126,7 @@ class RequestRouted(Decision, tag="request.routed", frozen=True, kw_only=True):
     stage: Stage = "aggregated"
     waited_us: Count = 0  # in the router's queue
     earlier_attempts: Count = 0
+    prefill: PrefillPlace | None = None
 
 
 class RequestHeld(Decision, tag="request.held", frozen=True, kw_only=True):
@@ -111,11 +151,22 @@ RejectReason = Literal[
     "no_eligible_worker",
     "policy_failed",
 ]
-AbortReason = Literal["cancelled", "deadline", "queue_deadline", "attempts_exhausted", "encode_failed"]
+AbortReason = Literal[
+    "cancelled",
+    "deadline",
+    "queue_deadline",
+    "attempts_exhausted",
+    "encode_failed",
+    "prefill_failed",
+    "prefill_refused",
+]
 
 
 class RouteAnswered(Decision, tag="route.answered", frozen=True, kw_only=True):
-    """Where a request would go now, and what every candidate would cost; or why nowhere. Nothing is booked."""
+    """Where a request would go now, and what every candidate would cost; or why nowhere. Nothing is booked.
+
+    `stage` and `prefill` are those of its first routing, as in `RequestRouted`.
+    """
 
     request_id: Name
     reply_slot: Count
@@ -128,6 +179,8 @@ class RouteAnswered(Decision, tag="route.answered", frozen=True, kw_only=True):
     table_digest: Digest | None = None
     ties: Count = 0
     would_wait: bool = False  # in the router's queue
+    stage: Stage = "aggregated"
+    prefill: PrefillPlace | None = None
 
 
 class CacheResyncRequested(Decision, tag="cache.resync_requested", frozen=True, kw_only=True):
@@ -151,8 +204,21 @@ class RequestRejected(Decision, tag="request.rejected", frozen=True, kw_only=Tru
     message: str
 
 
+class CommandTarget(Part, frozen=True, kw_only=True):
+    """A worker that is to obey a command."""
+
+    worker_id: Name
+    worker_epoch: Count
+    pool: Name
+    slot: Count
+
+
 class RequestAborted(Decision, tag="request.aborted", frozen=True, kw_only=True):
-    """The owner gives up a request that it had accepted."""
+    """The owner gives up a request that it had accepted.
+
+    `status` and `code` are a prefill worker's, where that refused it (`prefill_refused`); `holder` is who keeps its KV
+    for a decode worker that will not come.
+    """
 
     request_id: Name
     reply_slot: Count
@@ -163,15 +229,9 @@ class RequestAborted(Decision, tag="request.aborted", frozen=True, kw_only=True)
     worker_id: str = ""  # whose work is to be cancelled; empty when no worker has it
     worker_epoch: Count = 0
     slot: Count = 0
-
-
-class CommandTarget(Part, frozen=True, kw_only=True):
-    """A worker that is to obey a command."""
-
-    worker_id: Name
-    worker_epoch: Count
-    pool: Name
-    slot: Count
+    status: Annotated[int, msgspec.Meta(ge=0, le=599)] = 0
+    code: Annotated[str, msgspec.Meta(max_length=256)] = ""
+    holder: CommandTarget | None = None
 
 
 CommandRefusal = Literal[

@@ -10,6 +10,7 @@ import msgspec
 from forebay.events.base import Count, Event, Name, Part
 from forebay.events.control import Role
 from forebay.events.requests import Task
+from forebay.events.transfer import KvLayout
 
 Positive = Annotated[int, msgspec.Meta(ge=1, le=(1 << 31) - 1)]
 Ranks = Annotated[int, msgspec.Meta(ge=1, le=1024)]  # every rank is a candidate of every decision
@@ -20,7 +21,7 @@ class WorkerSpec(Part, frozen=True, kw_only=True):
 
     Its ranks are `dp_size` from `dp_start_rank` on. `taints` are labels that requests may ask for, `loras` the
     adapters it has loaded. Without `kv_events` it says nothing of its cache. `tasks` are what its model can do, `role`
-    is its part in a request.
+    is its part in a request. `kv_layout` is how its KV blocks lie for those who fetch them, where it says.
     """
 
     worker_id: Name
@@ -38,6 +39,7 @@ class WorkerSpec(Part, frozen=True, kw_only=True):
     kv_events: bool = True
     tasks: tuple[Task, ...] = ("generate",)
     role: Role = "aggregated"
+    kv_layout: KvLayout | None = None
 
     @property
     def ranks(self) -> range:

@@ -7,6 +7,7 @@ import msgspec
 from forebay.events.base import Count, Event, Name
 from forebay.events.control import Action
 from forebay.events.media import Encoded
+from forebay.events.transfer import Prefilled
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
@@ -23,9 +24,15 @@ class ProgressEvent(Event, frozen=True, kw_only=True):
 
 
 class FirstTokenEmitted(ProgressEvent, tag="progress.first_token_emitted", frozen=True, kw_only=True):
-    """Prefill is over."""
+    """Prefill is over. `cached_tokens` of the prompt were not computed here.
+
+    Some of them may have come from a prefill worker: `transferred_bytes`, which took `transfer_us` from the first
+    byte asked for to the last one checked; 0 where the engine does not say.
+    """
 
     cached_tokens: Count = 0
+    transferred_bytes: Count = 0
+    transfer_us: Count = 0
 
 
 class OutputGrown(ProgressEvent, tag="progress.output_grown", frozen=True, kw_only=True):
@@ -60,8 +67,25 @@ class EncodeFailed(ProgressEvent, tag="progress.encode_failed", frozen=True, kw_
     error: str
 
 
+class PrefillFinished(ProgressEvent, tag="progress.prefill_finished", frozen=True, kw_only=True):
+    """The prompt is computed, and its KV kept for whoever answers the request, for a while."""
+
+    prefilled: Prefilled
+
+
+class PrefillFailed(ProgressEvent, tag="progress.prefill_failed", frozen=True, kw_only=True):
+    """This worker cannot compute the prompt; another may, unless `status` is below 500: then no worker will.
+
+    The client was told nothing. `status` and `code` are as in an answer's error.
+    """
+
+    error: str
+    status: Annotated[int, msgspec.Meta(ge=400, le=599)] = 500
+    code: Annotated[str, msgspec.Meta(max_length=256)] = ""
+
+
 class TransferFailed(ProgressEvent, tag="progress.transfer_failed", frozen=True, kw_only=True):
-    """The embeddings could not be fetched from the worker that has them. The client was told nothing."""
+    """What another worker made could not be fetched from it: embeddings, or KV. The client was told nothing."""
 
     error: str
 
@@ -101,6 +125,14 @@ class EngineFailed(Event, tag="progress.engine_failed", frozen=True, kw_only=Tru
 
 
 RequestProgress = (
-    FirstTokenEmitted | OutputGrown | RequestFinished | RequestFailed | EncodeFinished | EncodeFailed | TransferFailed
+    FirstTokenEmitted
+    | OutputGrown
+    | RequestFinished
+    | RequestFailed
+    | EncodeFinished
+    | EncodeFailed
+    | PrefillFinished
+    | PrefillFailed
+    | TransferFailed
 )
 AnyProgressEvent = RequestProgress | CommandDone | CommandRefused | EngineFailed

@@ -4,12 +4,13 @@ Valid only once the journal holds the matching `SnapshotTaken`.
 """
 
 from forebay.events.base import U64, U64_BYTES, Count, Event, Name, Part, require_packed
-from forebay.events.control import BusyThresholds, Command, PoolConfigured
+from forebay.events.control import BusyThresholds, Command, DisaggConfig, PoolConfigured
 from forebay.events.decisions import CommandOutcome, Run, Stage
 from forebay.events.fleet import WorkerSpec
 from forebay.events.kv import AnyKvEvent, Tier
 from forebay.events.media import Encoded
 from forebay.events.requests import RoutingHints, Task
+from forebay.events.transfer import Prefilled
 
 CHUNK_HASHES_MAX = 131_072 - 64  # packed hashes of one chunk stay below 1 MiB with their envelope
 
@@ -73,7 +74,9 @@ class WorkerState(Part, tag_field="type", tag="worker_state", frozen=True, kw_on
 class RequestState(Part, tag_field="type", tag="request_state", frozen=True, kw_only=True):
     """One request under way; `offset` is that of its `RequestSubmitted`, which holds the prompt.
 
-    Of its media it has how many tokens they are, how often and by whom they were last encoded, and where they lie.
+    Of its media it has how many tokens they are, how often and by whom they were last encoded, and where they lie. Of
+    its prompt, how often it was sent to be prefilled, where its KV lies and until when, who was to fetch
+    it last, and whether the answer `begun`.
     """
 
     request_id: Name
@@ -101,6 +104,12 @@ class RequestState(Part, tag_field="type", tag="request_state", frozen=True, kw_
     encodings: Count = 0
     encoder_id: str = ""
     encoded: Encoded | None = None
+    prefills: Count = 0
+    prefiller_id: str = ""
+    prefilled: Prefilled | None = None
+    prefilled_due_us: int = 0
+    begun: bool = False
+    decoder_id: str = ""
 
     def __post_init__(self) -> None:
         require_packed("sequence_hashes", self.sequence_hashes, U64_BYTES)
@@ -219,6 +228,13 @@ class PoolBusy(Part, frozen=True, kw_only=True):
     thresholds: BusyThresholds
 
 
+class PoolDisagg(Part, frozen=True, kw_only=True):
+    """Which prompts of a pool's requests are computed remotely, as an operator set it."""
+
+    pool: Name
+    disagg: DisaggConfig
+
+
 class WorldState(Part, tag_field="type", tag="world_state", frozen=True, kw_only=True):
     """What the world holds beside its machines. `view` has one run per topic: count is the next offset."""
 
@@ -230,6 +246,7 @@ class WorldState(Part, tag_field="type", tag="world_state", frozen=True, kw_only
     fleet_epoch: int  # the newest owner epoch announced on `fleet`, as applied
     seq: Count
     busy: tuple[PoolBusy, ...] = ()
+    disagg: tuple[PoolDisagg, ...] = ()
 
 
 Chunk = (

@@ -3,7 +3,7 @@
 from typing import Literal
 
 from forebay.events.base import U32_BYTES, Count, Event, Name, Part, require_packed
-from forebay.events.decisions import Candidate, CommandOutcome
+from forebay.events.decisions import Candidate, CommandOutcome, PrefillPlace, Stage
 
 
 class Usage(Part, frozen=True, kw_only=True):
@@ -108,6 +108,8 @@ class RouteTold(Event, tag="tokens.route_told", frozen=True, kw_only=True):
     candidates: tuple[Candidate, ...] = ()
     would_wait: bool = False
     error: AnswerError | None = None
+    stage: Stage = "aggregated"
+    prefill: PrefillPlace | None = None
 
 
 class CommandTold(Event, tag="tokens.command_told", frozen=True, kw_only=True):

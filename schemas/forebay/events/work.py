@@ -5,6 +5,7 @@ from forebay.events.control import Command
 from forebay.events.decisions import Stage
 from forebay.events.media import Encoded, Media, require_bounded
 from forebay.events.requests import Sampling, Task
+from forebay.events.transfer import Prefilled
 
 
 class WorkEvent(Event, frozen=True, kw_only=True):
@@ -19,7 +20,8 @@ class WorkEvent(Event, frozen=True, kw_only=True):
 class WorkItem(WorkEvent, tag="work.item", frozen=True, kw_only=True):
     """Generate for this prompt and answer on `reply_slot`; in the stage `encode`, encode its media alone.
 
-    With `encoded` the media come without content: their embeddings are to be fetched.
+    With `encoded` the media come without content: their embeddings are to be fetched. In the stage `prefill` the KV of
+    the prompt is computed and kept for another worker; in the stage `decode` it is fetched from where `prefilled` says.
     """
 
     rank: Count
@@ -36,6 +38,7 @@ class WorkItem(WorkEvent, tag="work.item", frozen=True, kw_only=True):
     stage: Stage = "aggregated"
     media: tuple[Media, ...] = ()
     encoded: Encoded | None = None
+    prefilled: Prefilled | None = None
 
     def __post_init__(self) -> None:
         require_packed("token_ids", self.token_ids, U32_BYTES)
@@ -44,7 +47,7 @@ class WorkItem(WorkEvent, tag="work.item", frozen=True, kw_only=True):
 
 
 class WorkCancelled(WorkEvent, tag="work.cancelled", frozen=True, kw_only=True):
-    """Stop generating and free the blocks; nobody waits for an answer."""
+    """Stop generating and free the blocks, also those kept for another worker; nobody waits for an answer."""
 
 
 class ReannounceCache(Event, tag="work.reannounce_cache", frozen=True, kw_only=True):

@@ -4,7 +4,7 @@ An alternative says what is different in a pool as it was configured on the log;
 goes on changing as it did. Whatever cannot be used is refused in the user's terms before anything is read.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
@@ -15,16 +15,16 @@ import typer
 from msgspec import inspect
 
 from forebay.cli.policy_check import look_in_current_directory, require_policy
-from forebay.cli.policy_file import read_policy_file, unknown_field
+from forebay.cli.policy_file import named_fields, read_policy_file, unknown_field
 from forebay.cli.router_options import POLICY_CONFIG
 from forebay.events.control import PoolConfigured, RouterConfig
 from forebay.ingress.errors import Unusable
+from forebay.simulate.field_words import allowed
 
 SET = "--set"
 POLICY = "--policy"
 MODE = "router.mode"
 CHANGES_MAX = 256  # each is applied to every configuration on the log
-INT_MAX = (1 << 63) - 1  # the end of the wire's integers, and no limit that says anything
 
 SetOption = Annotated[
     list[str] | None,
@@ -74,12 +74,17 @@ class Alternative:
     changes: tuple[Change, ...]
     base: RouterConfig | None = None
     base_text: str = ""
+    base_named: frozenset[str] = frozenset()  # what the file names, as `router.temperature`
 
     def of(self, pool: PoolConfigured) -> PoolConfigured:
         """The configuration of a pool that has this one on the log."""
         if self.base is not None:
             pool = msgspec.structs.replace(pool, router=self.base)
         return reduce(lambda changed, change: change.of(changed), self.changes, pool)
+
+    def named(self, pool: PoolConfigured) -> Set[str]:
+        """The paths of a pool's fields that were given, whatever their values."""
+        return self.base_named | {change.path for change in self.changes if change.pool in ("", pool.pool)}
 
     def require_pools(self, pools: Iterable[PoolConfigured]) -> None:
         """Refuse changes of pools that there are not (Unusable)."""
@@ -88,12 +93,18 @@ class Alternative:
             if change.pool and change.pool not in known:
                 raise Unusable(f"{change.text}: there is no pool {change.pool}; there are {', '.join(known) or 'none'}")
 
-    def idle(self, pools: Iterable[PoolConfigured]) -> list[str]:
-        """What was given and changes nothing of any of these configurations, as the user gave it."""
+    def idle(self, pools: Iterable[PoolConfigured], undone: Iterable[str] = ()) -> list[str]:
+        """What was given and changes nothing of any of these configurations, as the user gave it.
+
+        Paths that are `undone` an operator had set otherwise: giving such a field does change something.
+        """
+        paths = set(undone)
         configured = list(pools)
         based = [pool if self.base is None else msgspec.structs.replace(pool, router=self.base) for pool in configured]
-        idle = [self.base_text] if self.base is not None and based == configured else []
-        return idle + [change.text for change in self.changes if all(change.of(pool) == pool for pool in based)]
+        idle = self.base is not None and based == configured and not self.base_named & paths
+        changes = (change for change in self.changes if change.path not in paths)
+        same = [change.text for change in changes if all(change.of(pool) == pool for pool in based)]
+        return [self.base_text, *same] if idle else same
 
     def __str__(self) -> str:
         """What was given, as the user gave it."""
@@ -124,7 +135,8 @@ def alternative(sets: list[str] | None, policy: str | None, policy_config: Path 
             _require_policy(change.value, change.text)
     if base is not None:
         _require_policy(base.mode, f"{POLICY_CONFIG} {policy_config}")
-    return Alternative(tuple(changes), base, f"{POLICY_CONFIG} {policy_config}")
+    named = frozenset() if policy_config is None else frozenset(named_fields(policy_config, "router."))
+    return Alternative(tuple(changes), base, f"{POLICY_CONFIG} {policy_config}", named)
 
 
 def _require_policy(mode: str, given: str) -> None:
@@ -173,7 +185,7 @@ def _value(given: str, kind: Any, raw: str) -> Any:
         return msgspec.convert(value, kind, strict=False)
     except msgspec.ValidationError as error:
         why = f" ({error})" if isinstance(value, list) else ""
-        raise Unusable(f"{given}: must be {_allowed(inspect.type_info(kind))}{why}") from None
+        raise Unusable(f"{given}: must be {allowed(inspect.type_info(kind))}{why}") from None
 
 
 def _replaced(part: Any, path: list[str], value: Any) -> Any:
@@ -189,33 +201,6 @@ def _fields(kind: type[msgspec.Struct], prefix: str) -> Iterator[tuple[str, Any]
             yield from _fields(field, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", field
-
-
-def _allowed(kind: inspect.Type) -> str:
-    """What a field may be, for people."""
-    match kind:
-        case inspect.UnionType(types=kinds):
-            return " or ".join(_allowed(one) for one in kinds)
-        case inspect.NoneType():
-            return "null"
-        case inspect.BoolType():
-            return "true or false"
-        case inspect.LiteralType(values=values):
-            return "one of " + ", ".join(map(str, values))
-        case inspect.IntType(ge=least, le=most):
-            return "a whole number" + _range(least, None if most == INT_MAX else most)
-        case inspect.FloatType(ge=least, le=most):
-            return "a number" + _range(least, most)
-        case inspect.StrType():
-            return "a name"
-        case _:
-            return "a JSON list of objects, as in a policy file"
-
-
-def _range(least: float | None, most: float | None) -> str:
-    if most is None:
-        return "" if least is None else f" of at least {least:.15g}"
-    return f" from {least or 0:.15g} to {most:.15g}"
 
 
 # The pool's name, model and block size are what its caches were filled under: another one is another history.

@@ -12,7 +12,7 @@ from rich.text import Text
 from forebay.cli.terminal import printable
 from forebay.events.control import QueueConfig
 from forebay.events.decisions import JournalRecord, RequestRouted
-from forebay.replay.moment import LossFacts, Moment, PoolFacts, RankFacts
+from forebay.replay.moment import LossFacts, Moment, PoolFacts, RankFacts, RequestFacts
 from forebay.transport.recording import utc
 
 CHANGED = "bold yellow"
@@ -70,6 +70,7 @@ def workers_sheet(moment: Moment, rows_max: int) -> Sheet:
             str(worker.worker_epoch),
             worker.phase,
             worker.pool,
+            worker.role,
             str(worker.slot),
             _numbers(worker.ranks),
             ", ".join(worker.taints),
@@ -77,8 +78,8 @@ def workers_sheet(moment: Moment, rows_max: int) -> Sheet:
         )
         for worker in moment.workers
     }
-    columns = ("worker", "epoch", "phase", "pool", "slot", "ranks", "taints", "LoRAs")
-    texts = frozenset({"worker", "phase", "pool", "ranks", "taints", "LoRAs"})
+    columns = ("worker", "epoch", "phase", "pool", "role", "slot", "ranks", "taints", "LoRAs")
+    texts = frozenset({"worker", "phase", "pool", "role", "ranks", "taints", "LoRAs"})
     return _sheet("fleet", columns, found, rows_max, texts, "nobody has joined")
 
 
@@ -120,13 +121,19 @@ def queue_sheet(moment: Moment, rows_max: int) -> Sheet:
     return _sheet("queue", columns, found, rows_max, frozenset({"pool", "class", "request"}), "nobody waits")
 
 
+def _worker(request: RequestFacts) -> str:
+    places = [f"{request.worker_id}/{request.rank}"] if request.worker_id else []
+    places += [f"KV at {request.kept_by}"] if request.kept_by else []
+    return ", ".join(places)
+
+
 def requests_sheet(moment: Moment, rows_max: int) -> Sheet:
     """The requests under way, oldest first."""
     found = {
         request.request_id: (
             request.request_id,
             request.phase,
-            f"{request.worker_id}/{request.rank}" if request.worker_id else "",
+            _worker(request),
             str(request.attempt),
             "?" if request.age_us is None else span(request.age_us),
             span(request.due_in_us),
@@ -198,11 +205,14 @@ def _pool(pool: PoolFacts) -> str:
     changed = " ".join(
         f"{name}={getattr(router, name)}"
         for name, default in ((info.name, info.default) for info in msgspec.structs.fields(router))
-        if name not in {"mode", "busy", "queue"} and getattr(router, name) != default
+        if name not in {"mode", "busy", "queue", "disagg"} and getattr(router, name) != default
     )
-    parts = [f"{pool.model}, blocks of {pool.block_size} tokens, {pool.routed} routed by {router.mode}"]
+    role = "" if pool.role == "aggregated" else f", for {pool.role}"
+    parts = [f"{pool.model}{role}, blocks of {pool.block_size} tokens, {pool.routed} routed by {router.mode}"]
     parts += [changed] if changed else []
     parts += [f"busy above {' '.join(_fields(pool.busy))}"] if list(_fields(pool.busy)) else []
+    if pool.disagg is not None:
+        parts.append(f"prompts computed remotely: {' '.join([pool.disagg.policy, *_fields(pool.disagg)])}")
     if router.queue.threshold is not None:
         parts.append(f"waits above {_queue(router.queue)}")
     return "; ".join(parts)

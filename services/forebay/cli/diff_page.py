@@ -4,7 +4,7 @@ from plotly import graph_objects
 from plotly.subplots import make_subplots
 
 from forebay.cli.closed_loop import ClosedLoop
-from forebay.cli.diff_view import HINT, closed_rows, rows, terms_text, told
+from forebay.cli.diff_view import closed_rows, hint, rows, terms_text, told
 from forebay.cli.page import LAYOUT, Chart, plain, render, short
 from forebay.replay.diff_report import Report
 from forebay.replay.verify import UNVERIFIED
@@ -26,7 +26,7 @@ def page(report: Report, simulated: ClosedLoop | None, source: str) -> str:
         unverified=[f"{count} {UNVERIFIED[name]}" for name, count in report.unverified.items()],
         rows=rows(report),
         cards=_cards(report),
-        hint=HINT if simulated is None and not report.identical else "",
+        hint=hint(report) if simulated is None and not report.identical else "",
         closed=simulated,
         closed_rows=[] if simulated is None else closed_rows(simulated),
         fork_history="" if fork is None else told(fork.history),

@@ -14,6 +14,10 @@ RANKS_SHOWN = 32
 MOST_SHOWN = 10
 NAMES = ("history", "alternative")
 HINT = "How caches would have been: --closed-loop simulates both from the fork on."
+NO_HINT = (
+    "How caches would have been is not known: --closed-loop does not simulate recordings of workers that only prefill "
+    "or only decode, as how long KV was on its way between them is not modelled from recordings."
+)
 
 
 def show(report: Report, simulated: ClosedLoop | None) -> None:
@@ -53,11 +57,16 @@ def show(report: Report, simulated: ClosedLoop | None) -> None:
     for note in report.notes:
         _say(console, "note", note)
     if simulated is None and not report.identical:
-        _say(console, "", HINT)
+        _say(console, "", hint(report))
     elif simulated is not None:
         console.print(_simulated(simulated))
         for note in simulated.notes:
             _say(console, "note", note)
+
+
+def hint(report: Report) -> str:
+    """How to know what an open loop cannot tell, or why there is no way."""
+    return NO_HINT if report.apart else HINT
 
 
 def terms_text(terms: CostTerms) -> str:

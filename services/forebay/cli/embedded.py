@@ -6,20 +6,23 @@ import os
 import signal
 import socket
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import uvloop
 from prometheus_client import CollectorRegistry
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
 
-from forebay.cli.engines import built
+from forebay.cli.engines import built, playing, pool_of
 from forebay.cli.errors import cause_of
 from forebay.cli.settings import Embedded
 from forebay.core.fleet import WorkerPhase
+from forebay.core.world import World
 from forebay.events.base import unpack_u64
-from forebay.events.control import PoolConfigured
+from forebay.events.control import DisaggConfig, PoolConfigured
 from forebay.events.fleet import WorkerSpec
 from forebay.events.snapshots import IndexBlocks
 from forebay.events.topics import TOKENS
@@ -27,7 +30,7 @@ from forebay.ingress.app import build_app
 from forebay.ingress.errors import Unusable
 from forebay.ingress.explain_worker import Source
 from forebay.ingress.explainer import Explainer
-from forebay.ingress.ingress import Ingress, IngressSettings
+from forebay.ingress.ingress import NO_PREFILL_WORKER, NO_WORKER, Ingress, IngressSettings
 from forebay.ingress.metrics import IngressMetrics
 from forebay.ingress.model import Model
 from forebay.ingress.server import Server, build_server, listen
@@ -36,14 +39,14 @@ from forebay.live.owner import GroupSettings, Owner
 from forebay.transport.redis_leases import embedded_leases
 from forebay.transport.sqlite_log import SqliteLog
 from forebay.workers.engine import Engine
+from forebay.workers.kv_metrics import kv_metrics, kv_path
 from forebay.workers.lease_keeper import LeaseKeeper
 from forebay.workers.mock_engine import MockEngine
 from forebay.workers.worker import Worker
 
 logger = logging.getLogger(__name__)
 
-POOL = "default"
-
+OnReady = Callable[[DisaggConfig], None]  # told who computes prompts
 Caches = dict[tuple[str, int], list[int]]
 Engines = Sequence[tuple[Engine, WorkerSpec]]
 
@@ -53,24 +56,29 @@ class _System:
     ingress: Ingress
     server: Server
     explainer: Explainer
+    disagg: DisaggConfig  # as it holds: an operator's word of an earlier process stands
 
 
-def run(settings: Embedded, host: str, port: int, on_ready: Callable[[], None]) -> None:
+def run(settings: Embedded, host: str, port: int, on_ready: OnReady) -> None:
     """Serve until SIGINT or SIGTERM.
 
     Raises Unusable for what cannot be started with, EngineError when an engine fails, LogError when the log does.
     """
     model = Model(settings.engine.settings.model)
     engines = [
-        built(settings.engine, name, pool=POOL, taints=taints, kv_events=settings.kv_events)
-        for name, taints in settings.taints.items()
+        built(playing(settings.engine, role), name, pool="", taints=settings.taints[name], kv_events=settings.kv_events)
+        for name, role in settings.roles.items()
     ]
     with listen(host, port) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(settings, engines, model, listener, on_ready))
 
 
 async def _serve(
-    settings: Embedded, engines: Engines, model: Model, listener: socket.socket, on_ready: Callable[[], None]
+    settings: Embedded,
+    engines: Engines,
+    model: Model,
+    listener: socket.socket,
+    on_ready: OnReady,
 ) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -98,11 +106,9 @@ def _on_signals(loop: asyncio.AbstractEventLoop, act: Callable[[], None]) -> Non
         loop.add_signal_handler(number, act)
 
 
-async def _serve_until(
-    stop: asyncio.Event, system: _System, listener: socket.socket, on_ready: Callable[[], None]
-) -> None:
+async def _serve_until(stop: asyncio.Event, system: _System, listener: socket.socket, on_ready: OnReady) -> None:
     loop = asyncio.get_running_loop()
-    on_ready()
+    on_ready(system.disagg)
     serving = loop.create_task(system.server.serve(sockets=[listener]), name="http")
     stopping = loop.create_task(stop.wait(), name="signal")
     await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -135,15 +141,38 @@ async def _running(settings: Embedded, engines: Engines, model: Model) -> AsyncI
         owner = Owner(log, leases, _group(settings, block_size))
         registry = CollectorRegistry()
         registry.register(OwnerMetrics(owner, settings.engine.settings.model_name))
+        registry.register(_KvMetrics(workers))
         await owner.start()
         caches = _warmed(owner, engines)
         parts.own(owner)
         ingress = await _ingress(settings, block_size, log, model, owner, registry)
+        layout = next((worker.spec.kv_layout for worker in workers if worker.spec.kv_layout is not None), None)
+        if layout is not None:  # all have the same, or would not be admitted
+            ingress.told_ready["kv_transport"] = kv_path(layout)
         parts.run(ingress.run(), "ingress")
         await parts.until(lambda: all(_admitted(owner, worker, caches) for worker in workers))
         explainer = Explainer(None if settings.log is None else Source(path=str(settings.log.absolute())))
         stack.push_async_callback(explainer.close)
-        yield _System(ingress, build_server(build_app(ingress, registry, explainer)), explainer)
+        disagg = _disagg(owner.world, settings)
+        yield _System(ingress, build_server(build_app(ingress, registry, explainer)), explainer, disagg)
+
+
+class _KvMetrics(Collector):
+    """What all workers of this process show of KV that travels, each metric once."""
+
+    def __init__(self, workers: Sequence[Worker]) -> None:
+        self._workers = workers
+
+    def collect(self) -> Iterator[Metric]:
+        """The metrics as they are now."""
+        found: dict[str, Metric] = {}
+        for worker in self._workers:
+            for metric in kv_metrics(worker):
+                if metric.name in found:
+                    found[metric.name].samples += metric.samples
+                else:
+                    found[metric.name] = metric
+        yield from found.values()
 
 
 class _Parts:
@@ -255,10 +284,20 @@ def _admitted(owner: Owner, worker: Worker, caches: Caches) -> bool:
     )
 
 
-def ready_workers(owner: Owner) -> int:
-    """How many workers may answer requests."""
-    workers = owner.world.fleet.workers()
-    return sum(worker.phase is WorkerPhase.READY and worker.spec.role != "encode" for worker in workers)
+def why_not_ready(world: World, model: str) -> str | None:
+    """Why no request of a model would be served now; None if at least some would."""
+    pool = world.pool_of(model)
+    if pool is None or not world.roster(pool.pool).seats:
+        return NO_WORKER
+    disagg = world.disagg.get(pool.pool, pool.router.disagg)
+    needs_prefill = pool.role == "decode" and disagg.enforce and disagg.policy == "always"
+    return NO_PREFILL_WORKER if needs_prefill and world.prefillers_of(pool) is None else None
+
+
+def _disagg(world: World, settings: Embedded) -> DisaggConfig:
+    pool = world.pool_of(settings.engine.settings.model_name)
+    configured = settings.router.disagg
+    return configured if pool is None else world.disagg.get(pool.pool, configured)
 
 
 def _group(settings: Embedded, block_size: int) -> GroupSettings:
@@ -267,7 +306,10 @@ def _group(settings: Embedded, block_size: int) -> GroupSettings:
         group=name,
         partition=0,
         owner_id=f"embedded-{os.getpid()}",
-        pool=PoolConfigured(pool=POOL, model=name, block_size=block_size, router=settings.router),
+        pools=tuple(
+            PoolConfigured(pool=pool_of(role), model=name, block_size=block_size, router=settings.router, role=role)
+            for role in dict.fromkeys(settings.roles.values())
+        ),
         snapshot_every=settings.snapshot_every,
         snapshot_age_s=settings.snapshot_age_s,
         poll_s=min(0.5, settings.lease_ttl_s / 6),
@@ -277,8 +319,9 @@ def _group(settings: Embedded, block_size: int) -> GroupSettings:
 async def _ingress(
     settings: Embedded, block_size: int, log: SqliteLog, model: Model, owner: Owner, registry: CollectorRegistry
 ) -> Ingress:
+    name = settings.engine.settings.model_name
     ingress_settings = IngressSettings(
-        model_name=settings.engine.settings.model_name,
+        model_name=name,
         block_size=block_size,
         ingress_id=f"embedded-{os.getpid()}",
         timeout_s=settings.timeout_s,
@@ -291,4 +334,8 @@ async def _ingress(
     )
     metrics = IngressMetrics(registry, ingress_settings.model_name)
     reply_from = await log.end(TOKENS.name, ingress_settings.reply_slot)
-    return Ingress(log, model, ingress_settings, metrics, lambda: ready_workers(owner) > 0, reply_from)
+    ingress = Ingress(
+        log, model, ingress_settings, metrics, lambda: why_not_ready(owner.world, name) is None, reply_from
+    )
+    ingress.why_not_ready = lambda: why_not_ready(owner.world, name) or NO_WORKER
+    return ingress

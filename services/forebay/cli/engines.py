@@ -17,7 +17,15 @@ import msgspec
 import typer
 
 from forebay.cli.errors import explained
-from forebay.cli.part_options import DpSizeOption, LorasOption, names
+from forebay.cli.part_options import (
+    DpSizeOption,
+    KvBytesPerTokenOption,
+    KvChecksumOption,
+    KvLeaseOption,
+    KvTransportOption,
+    LorasOption,
+    names,
+)
 from forebay.cli.plain_file import kind_of, read_plain_file
 from forebay.core.engine_model import EngineConfig
 from forebay.events.control import Role
@@ -30,12 +38,15 @@ from forebay.workers.encode_engine import EncodeEngine, Encoder
 from forebay.workers.engine import Engine
 from forebay.workers.engine_settings import EngineSettings
 from forebay.workers.mock_engine import MockEngine
+from forebay.workers.mock_kv import KvSettings
 from forebay.workers.service import load_service
 from forebay.workers.standin_encoder import StandInEncoder
 
 MOCK = "mock"
 DEFAULT_POOL = "default"
 MOCKER_PROFILE = load_profile(MOCKER)
+NOT_TOLD = {"speedup": "is as fast as it is", "engine_profile": "takes the time that it takes"}
+MOVES_ITS_OWN = "moves its KV by itself, as its own arguments say"
 NOT_KNOWN = 1  # a size that the engine says when it has started
 
 
@@ -110,20 +121,23 @@ def engine_choice(
     ] = None,
     dp_size: DpSizeOption = 1,
     lora: LorasOption = None,
+    kv_transport: KvTransportOption = None,
+    kv_bytes_per_token: KvBytesPerTokenOption = None,
+    kv_checksum: KvChecksumOption = None,
+    kv_lease_s: KvLeaseOption = None,
 ) -> EngineChoice:
     """What the options say; sizes left out are the engine's own. Raises Unusable."""
-    if engine not in ENGINES and ":" not in engine:
-        raise Unusable(f"--engine {engine}: there is {', '.join(ENGINES)}, and FILE.py:Class for a service of yours")
+    kv = {
+        "kv_transport": kv_transport,
+        "kv_bytes_per_token": kv_bytes_per_token,
+        "kv_checksum": kv_checksum,
+        "kv_lease_s": kv_lease_s,
+    }
+    kv = {name: value for name, value in kv.items() if value is not None}
+    _require_engine(engine, model)
+    _require_own(engine, {"speedup": speedup, "engine_profile": engine_profile, "engine_args": engine_args, **kv})
     if role not in get_args(Role):
         raise Unusable(f"--role {role}: there is {', '.join(get_args(Role))}")
-    if engine in ADAPTERS and model is None:
-        raise Unusable(f"the {engine} engine needs --model DIR, a model directory with weights")
-    if engine != MOCK and speedup is not None:
-        raise Unusable(f"--speedup belongs to the mock engine: {engine} is as fast as it is")
-    if engine != MOCK and engine_profile is not None:
-        raise Unusable(f"--engine-profile belongs to the mock engine: {engine} takes the time that it takes")
-    if engine == MOCK and engine_args is not None:
-        raise Unusable("--engine-args belongs to real engines: the mock engine has none")
     if speedup is not None and not (math.isfinite(speedup) and speedup > 0):
         raise Unusable(f"--speedup must be a positive number, not {speedup}")
     try:
@@ -143,6 +157,7 @@ def engine_choice(
         dp_size=dp_size,
         loras=directories,
         arguments={} if engine_args is None else _arguments(engine_args),
+        **cast(dict[str, Any], kv),
     )
     return EngineChoice(
         engine=engine,
@@ -151,6 +166,23 @@ def engine_choice(
         speedup=speedup or 1.0,
         profile=profile,
     )
+
+
+def _require_engine(engine: str, model: Path | None) -> None:
+    if engine not in ENGINES and ":" not in engine:
+        raise Unusable(f"--engine {engine}: there is {', '.join(ENGINES)}, and FILE.py:Class for a service of yours")
+    if engine in ADAPTERS and model is None:
+        raise Unusable(f"the {engine} engine needs --model DIR, a model directory with weights")
+
+
+def _require_own(engine: str, given: Mapping[str, object]) -> None:
+    """Refuse options that another kind of engine has."""
+    for name in [name for name, value in given.items() if value is not None]:
+        flag = f"--{name.replace('_', '-')}"
+        if engine == MOCK and name == "engine_args":
+            raise Unusable(f"{flag} belongs to real engines: the mock engine has none")
+        if engine != MOCK and name != "engine_args":
+            raise Unusable(f"{flag} belongs to the mock engine: {engine} {NOT_TOLD.get(name, MOVES_ITS_OWN)}")
 
 
 def engine_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -177,6 +209,16 @@ def engine_options(command: Callable[..., None]) -> Callable[..., None]:
     return with_options
 
 
+def pool_of(role: Role) -> str:
+    """The pool of workers that are not told one: workers of different roles share none."""
+    return DEFAULT_POOL if role == "aggregated" else role
+
+
+def playing(choice: EngineChoice, role: Role) -> EngineChoice:
+    """The same engine in another role."""
+    return replace(choice, settings=replace(choice.settings, role=role))
+
+
 def ranked_from(choice: EngineChoice, dp_start_rank: int) -> EngineChoice:
     """The same engine with its ranks numbered from another on."""
     return replace(choice, settings=replace(choice.settings, dp_start_rank=dp_start_rank))
@@ -198,7 +240,7 @@ def built(
     spec = WorkerSpec(
         worker_id=worker_id,
         model=settings.model_name,
-        pool=pool or DEFAULT_POOL,
+        pool=pool or pool_of(settings.role),
         engine=choice.label,
         block_size=settings.block_size or NOT_KNOWN,
         kv_blocks_total=settings.kv_blocks or NOT_KNOWN,
@@ -218,6 +260,8 @@ def built(
     if choice.engine in ADAPTERS:
         return _adapted(choice.engine, settings), spec
     service = load_service(choice.engine)
+    if settings.role != "aggregated":
+        raise Unusable(f"{choice.label} is a service, which does all of a request: it makes no {settings.role} worker")
     return service.engine(settings), msgspec.structs.replace(spec, pool=pool or service.pool)
 
 
@@ -241,7 +285,18 @@ def _mock(choice: EngineChoice, spec: WorkerSpec) -> tuple[Engine, WorkerSpec]:
         config = EngineConfig(vocabulary=_vocabulary(settings.model), timing=choice.profile.timing, **given)
     except ValueError as error:
         raise Unusable(str(error)) from None
-    engine = MockEngine(config, dp_size=settings.dp_size, dp_start_rank=settings.dp_start_rank, speedup=choice.speedup)
+    engine = MockEngine(
+        config,
+        dp_size=settings.dp_size,
+        dp_start_rank=settings.dp_start_rank,
+        speedup=choice.speedup,
+        kv=KvSettings(
+            transport=settings.kv_transport,
+            bytes_per_token=settings.kv_bytes_per_token,
+            checksum=settings.kv_checksum,
+            lease_s=settings.kv_lease_s,
+        ),
+    )
     return engine, msgspec.structs.replace(spec, **{name: getattr(config, name) for name in sizes})
 
 

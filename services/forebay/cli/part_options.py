@@ -1,8 +1,9 @@
 """Options that `forebay up` shares with the processes of its parts: what workers offer, what an ingress allows."""
 
 import re
+import string
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -28,6 +29,23 @@ KvEventsOption = Annotated[
 ]
 DpSizeOption = Annotated[int, typer.Option(min=1, max=1024, help="Data-parallel ranks a worker.")]
 DpStartRankOption = Annotated[int, typer.Option(min=0, max=1 << 20, help="Number of the worker's first rank.")]
+KvTransportOption = Annotated[
+    Literal["nixl", "tcp"] | None,
+    typer.Option(help="What moves KV from mock prefill to decode workers: nixl (the default), or tcp, the plain path."),
+]
+KvBytesPerTokenOption = Annotated[
+    int | None, typer.Option(min=1, max=1 << 20, help="Bytes of KV that a token has; mock only, 256.")
+]
+KvChecksumOption = Annotated[
+    bool | None,
+    typer.Option("--kv-checksum/--no-kv-checksum", help="Check the KV that comes, byte by byte; mock only."),
+]
+KvLeaseOption = Annotated[
+    float | None,
+    typer.Option(
+        "--kv-lease-s", min=0.1, max=3_600.0, help="How long KV is kept for who does not fetch it; mock only, 30."
+    ),
+]
 RoutingHintsOption = Annotated[
     bool, typer.Option("--routing-hints", help="Let clients choose worker, priority, session and policy class.")
 ]
@@ -68,14 +86,16 @@ def names(flag: str, given: Sequence[str] | None) -> tuple[str, ...]:
 def placed_taints(given: Sequence[str], workers: Sequence[str]) -> dict[str, tuple[str, ...]]:
     """The labels of each worker. Raises Unusable for a label of a worker that is not there."""
     labels: dict[str, dict[str, None]] = {worker: {} for worker in workers}
-    of_one = re.compile(rf"({re.escape(workers[0].removesuffix('0'))}\d+):(.*)", re.DOTALL)
+    kinds = {worker.rstrip(string.digits): worker for worker in workers}  # the last of each kind
+    of_one = re.compile(rf"((?:{'|'.join(map(re.escape, kinds))})\d+):(.*)", re.DOTALL)
     for text in given:
         one = of_one.fullmatch(text)
         if one is None:
             for every in labels.values():
                 every[text] = None
         elif one[1] not in labels:
-            raise Unusable(f"--taint {text}: there is no worker {one[1]}, only {workers[0]} to {workers[-1]}")
+            known = " and ".join(f"{kind}0 to {last}" for kind, last in kinds.items())
+            raise Unusable(f"--taint {text}: there is no worker {one[1]}, only {known}")
         elif not one[2]:
             raise Unusable(f"--taint {text}: a label has at least one character")
         else:

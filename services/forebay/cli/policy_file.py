@@ -31,6 +31,17 @@ def read_policy_file(path: Path) -> RouterConfig:
         raise Unusable(f"{path}: {text}") from None
 
 
+def named_fields(path: Path, prefix: str) -> Iterator[str]:
+    """The paths of the fields that a file names, after `prefix`. Call it after `read_policy_file`; raises Unusable."""
+    parts = [(prefix, read_plain_file(path, "policy file"))]
+    for where, part in parts:
+        for key, value in part.items():
+            if isinstance(value, dict):
+                parts.append((f"{where}{key}.", value))
+            else:
+                yield f"{where}{key}"
+
+
 def unknown_field(raw: Any, info: msgspec.inspect.Type, where: str = "") -> Iterator[tuple[str, list[str]]]:
     """Keys in plain data that no field has, with the fields that there are; `where` is the path of the data.
 

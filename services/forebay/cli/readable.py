@@ -9,11 +9,12 @@ from forebay.events.codec import DecodeError, decode
 from forebay.events.topics import topic_named
 from forebay.transport.base import Record
 
+OPAQUE_FIELDS = frozenset({"descriptor", "content", "vector"})  # of bytes that tell nobody anything
 HEX_FIELDS = frozenset({"parent_hash", "tie_seed", "nonce", "content"})  # 64 bits, which JSON readers round
 
 
 def readable(record: Record) -> dict[str, Any]:
-    """A record as JSON can show it: packed hashes as hex strings, token ids as numbers."""
+    """A record as JSON can show it: hashes as hex strings, token ids as numbers, pictures and descriptors as sizes."""
     line: dict[str, Any] = {"offset": record.offset, "at_us": record.at_us}
     if record.key is not None:
         line["key"] = record.key.decode(errors="replace")
@@ -46,6 +47,8 @@ def plain(value: Any, name: str = "", *, token_ids: bool = True) -> Any:
         if name == "token_ids":
             assert len(value) % U32_BYTES == 0
             return unpack_u32(value)
+        if name in OPAQUE_FIELDS:
+            return f"{len(value)} bytes"
         return [f"{number:016x}" for number in unpack_u64(value)]
     if isinstance(value, tuple | list):
         return [plain(item, token_ids=token_ids) for item in value]

@@ -120,8 +120,8 @@ async def _diff(recording: Recording, other: Alternative, on_progress: OnProgres
         await require_policies(log, partition)
         pools = await pools_of(log, partition)
         other.require_pools(pools)
-        report = await diff(log, partition, other.of, on_progress, handover)
-        report.alternative, report.idle = str(other), other.idle(pools)
+        report = await diff(log, partition, other.of, on_progress, handover, other.named)
+        report.alternative, report.idle = str(other), other.idle(pools, report.undone)
         return report
 
 

@@ -10,6 +10,7 @@ function showRequests({ labels, colours, explained, explorer }) {
   const failed = (of, at) => String(at) in of.failures;
   const reason = (of, at) => of.reasons[of.failures[at]] ?? "without an answer";
   const worker = (of, at) => of.workers[of.worker[at]] ?? "-";
+  const prefiller = (of, at) => of.workers[of.prefiller[at]];
   const there = (of, at) => of.attempts[at] !== NONE;
   const itl = (of, at) => (of.first[at] === NONE || output[at] < 2 ? NONE : (of.last[at] - of.first[at]) / (output[at] - 1));
   const slower = (at) => (run().first[at] === NONE || against().first[at] === NONE ? null : run().first[at] - against().first[at]);
@@ -115,7 +116,7 @@ function showRequests({ labels, colours, explained, explorer }) {
     const said = [`Request ${count.format(rows[at] + 1)}, ${count.format(prompt[at])} prompt and ${count.format(output[at])} output tokens.`];
     if (!there(mine, at)) said.push(`It never came under ${label}.`);
     else if (failed(mine, at)) said.push(`Under ${label} it has no answer: ${reason(mine, at)}.`);
-    else said.push(`Under ${label} it went to ${worker(mine, at)}, where ${count.format(mine.cached_tokens[at])} of its prompt tokens were cached, and had its first token after ${time(mine.first[at])}.`);
+    else said.push(`Under ${label} it went to ${prefiller(mine, at) ?? worker(mine, at)}, where ${count.format(mine.cached_tokens[at])} of its prompt tokens were cached, ${prefiller(mine, at) ? `was answered by ${worker(mine, at)}, ` : ""}and had its first token after ${time(mine.first[at])}.`);
     runs.forEach((of, which) => {
       if (of === mine) return;
       if (!there(of, at)) said.push(`It never came under ${labels[which]}.`);
@@ -140,7 +141,7 @@ function showRequests({ labels, colours, explained, explorer }) {
     if (failed(of, at)) box.append(element("p", { class: "failed" }, reason(of, at)));
     else box.append(...life(of, at, longest));
     const attempts = of.attempts[at] > 1 ? `, after ${count.format(of.attempts[at])} attempts` : "";
-    box.append(element("p", {}, `${worker(of, at)}${attempts}, ${count.format(Math.max(0, of.cached_tokens[at]))} of ${count.format(prompt[at])} prompt tokens cached.`));
+    box.append(element("p", {}, `${prefiller(of, at) ? `${prefiller(of, at)}, then ` : ""}${worker(of, at)}${attempts}, ${count.format(Math.max(0, of.cached_tokens[at]))} of ${count.format(prompt[at])} prompt tokens cached.`));
     box.append(element("p", {}, why(of, at)));
     if (of.other[at] !== NONE) box.append(terms(of, at));
     return box;

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from forebay.cli.report_measures import US_PER_S, group_size
-from forebay.simulate.outcome import Outcome
+from forebay.simulate.outcome import Outcome, worker_names
 
 ROWS, COLUMNS = 64, 120
 KINDS = {
@@ -35,7 +35,7 @@ def heat_of(outcome: Outcome) -> Heat:
     timeline = outcome.timeline
     workers, times = len(timeline.computed), len(timeline.arrived)
     down, across = group_size(workers, ROWS), group_size(times, COLUMNS)
-    names = outcome.workers or [str(number) for number in range(workers)]
+    names = worker_names(outcome) or [str(number) for number in range(workers)]
     rows = [_named(names[at : at + down]) for at in range(0, workers, down)] if times else []
     bin_s = timeline.bin_us * across / US_PER_S
     values = {kind: _averaged(getattr(timeline, kind), down, across) for kind in KINDS}

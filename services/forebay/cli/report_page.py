@@ -90,12 +90,15 @@ def _subject(runs: Sequence[Measured], workload: str) -> str:
 
 
 def _fleet(one: Measured) -> str:
-    kinds: Counter[str] = Counter()
+    kinds: Counter[tuple[str, str]] = Counter()
     for pool in one.run.settings.pools:
         for group in pool.groups:
             engine = group.engine
-            kinds[f"{group.profile}, {engine.kv_blocks_total:,} blocks of {engine.block_size} tokens"] += group.count
-    return " and ".join(f"{count} worker{'s' * (count > 1)} ({kind})" for kind, count in kinds.items())
+            role = "" if pool.role == "aggregated" else f"{pool.role} "
+            kinds[role, f"{group.profile}, {engine.kv_blocks_total:,} blocks of {engine.block_size} tokens"] += (
+                group.count
+            )
+    return " and ".join(f"{count} {role}worker{'s' * (count > 1)} ({kind})" for (role, kind), count in kinds.items())
 
 
 def _packed(data: dict[str, Any]) -> str:

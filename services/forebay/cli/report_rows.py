@@ -8,7 +8,7 @@ from typing import Any
 
 from forebay.cli.report_measures import Measured, times_of
 from forebay.events.decisions import RequestRouted
-from forebay.simulate.outcome import Outcome
+from forebay.simulate.outcome import Outcome, worker_names
 
 ROWS_MAX = 20_000  # requests on a page
 CELLS_MAX = 120_000  # of all runs together
@@ -72,13 +72,14 @@ def _chosen(runs: Sequence[Measured], numbers: Sequence[int]) -> list[int]:
 def _run(one: Measured, known: Sequence[int]) -> dict[str, Any]:
     """The columns of a run, by row; `known` are the places of the rows, -1 of those that never came.
 
-    Times in microseconds, `first` and `last` since arrival; `worker` and `other` (the runner-up) are places in
-    `workers`; `failures` by row are places in `reasons`; the terms of a cost begin with `my_` or `other_`.
+    Times in microseconds, `first` and `last` since arrival; `worker`, `prefiller`, `other` (the runner-up) are places
+    in `workers`; `failures` by row are places in `reasons`; the terms of a cost begin with `my_` or `other_`.
     """
     outcome = one.run.outcome
     requests = outcome.requests
     columns = {
-        name: _taken(requests.column(name), known) for name in ("worker", "cached_tokens", "attempts", "arrived_us")
+        name: _taken(requests.column(name), known)
+        for name in ("worker", "prefiller", "cached_tokens", "attempts", "arrived_us")
     }
     for name in ("first", "last"):
         times = _taken(requests.column(f"{name}_us"), known)
@@ -91,7 +92,7 @@ def _run(one: Measured, known: Sequence[int]) -> dict[str, Any]:
     return {
         **columns,
         **_decisions(outcome, known),
-        "workers": outcome.workers or _numbered(outcome),
+        "workers": worker_names(outcome) or _numbered(outcome),
         "reasons": reasons,
         "failures": {
             str(row): numbers.get(requests.failures[place], UNKNOWN)

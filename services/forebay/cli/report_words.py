@@ -261,6 +261,11 @@ def notes(runs: Sequence[Measured]) -> list[str]:
         "answer.",
         f"Figures less than {TIE:.0%} apart are called level: another seed may move them as far.",
     ]
+    if any(pool.role == "prefill" for one in runs for pool in one.run.settings.pools):
+        found.append(
+            "Prefill workers compute prompts for others. Reuse is of the cache of whoever computed a prompt, busiest / "
+            "mean is of prefill workers alone, and the transfer of the KV is a part of TTFT."
+        )
     if "mocker" in profiles:
         found.append(
             "Engines of profile mocker take the times of Dynamo's mocker, which are no hardware's: compare reuse, "

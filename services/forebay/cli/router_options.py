@@ -18,13 +18,15 @@ import typer
 from forebay.cli.errors import explained
 from forebay.cli.policy_check import look_in_current_directory, require_policy
 from forebay.cli.policy_file import read_policy_file
-from forebay.events.control import QueuePolicy, RouterConfig, RouterMode
+from forebay.events.control import DisaggConfig, QueuePolicy, RouterConfig, RouterMode
 from forebay.ingress.errors import Unusable
+from forebay.simulate.field_words import allowed, refused
 
 PANEL = "Router"
 MODE = "--router-mode"
 LOAD_AWARE = "--load-aware"
 POLICY_CONFIG = "--router-policy-config"
+CONDITIONAL, CONDITIONS = "--router-conditional-disagg", "--router-conditional-disagg-config"
 SCALE, OLD_SCALE = "--router-prefill-load-scale", "--router-kv-overlap-score-weight"
 
 MODES = get_args(RouterMode)
@@ -153,6 +155,18 @@ OPTIONS = (
         float,
         "A worker is busy above this many engine steps of prefill.",
     ),
+    RouterOption(
+        CONDITIONAL,
+        "",
+        bool,
+        "Of a decode pool: leave prompts that are short and mostly cached where they are answered (isl_bounding).",
+    ),
+    RouterOption(
+        CONDITIONS, "", str, f"JSON with another policy and its limits: {', '.join(DisaggConfig.__struct_fields__)}."
+    ),
+    RouterOption(
+        "--enforce-disagg", "disagg.enforce", bool, "Refuse a request whose prompt no prefill worker can compute."
+    ),
 )
 
 Named = Callable[[RouterOption], str]
@@ -196,6 +210,11 @@ def router_config(given: Mapping[RouterOption, Any], named: Named = lambda optio
         if by_flag.get(MODE, "kv") != "kv":
             raise Unusable(f"{named(_option(LOAD_AWARE))} is the kv mode, not {by_flag[MODE]}: leave one of them out")
         config = msgspec.structs.replace(config, **LOAD_ONLY)
+    if CONDITIONS in by_flag and not by_flag.get(CONDITIONAL):
+        raise Unusable(f"{named(_option(CONDITIONS))} belongs to {named(_option(CONDITIONAL))}: give both")
+    if by_flag.get(CONDITIONAL):
+        disagg = _conditional(config.disagg, by_flag.get(CONDITIONS), named(_option(CONDITIONS)))
+        config = msgspec.structs.replace(config, disagg=disagg)
     for option, value in given.items():
         if option.field:
             config = _changed(config, option, value, named(option))
@@ -219,9 +238,29 @@ def router_config_of(environment: Mapping[str, str]) -> RouterConfig:
             continue
         try:
             given[option] = Path(text) if option.kind is Path else msgspec.convert(text, option.kind, strict=False)
-        except msgspec.ValidationError as error:
-            raise Unusable(f"{option.variable} is {text}: {error}") from None
+        except msgspec.ValidationError:
+            meant = allowed(msgspec.inspect.type_info(option.kind))
+            raise Unusable(f"{option.variable} is {text}: must be {meant}") from None
     return router_config(given, lambda option: option.variable)
+
+
+def _conditional(disagg: DisaggConfig, text: str | None, name: str) -> DisaggConfig:
+    """What of a decode pool's prompts is computed where, as Dynamo's flags say it."""
+    example = 'an object, as {"policy": "classic"}'
+    try:
+        changes = msgspec.json.decode(text or "{}")
+    except (msgspec.DecodeError, RecursionError):
+        raise Unusable(f"{name}: {text} is no JSON; it must be {example}") from None
+    if not isinstance(changes, dict):
+        raise Unusable(f"{name}: must be {example}, not {text}")
+    if unknown := sorted(set(changes) - set(DisaggConfig.__struct_fields__)):
+        known = ", ".join(DisaggConfig.__struct_fields__)
+        raise Unusable(f"{name}: unknown field {', '.join(unknown)}; there are {known}")
+    fields = {**msgspec.to_builtins(disagg), "policy": "isl_bounding", **changes}
+    try:
+        return msgspec.convert(fields, DisaggConfig)
+    except msgspec.ValidationError as error:
+        raise Unusable(f"{name}: {refused(fields, DisaggConfig, error)}") from None
 
 
 def _changed(config: RouterConfig, option: RouterOption, value: Any, name: str) -> RouterConfig:

@@ -4,13 +4,31 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from forebay.cli.engines import EngineChoice
-from forebay.events.control import RouterConfig
+from forebay.events.control import Role, RouterConfig
 from forebay.ingress.media_refs import MediaSettings
 
 
-def worker_ids(engine: EngineChoice, workers: int) -> list[str]:
-    """The names of the workers in one process."""
-    return [f"{engine.label.lower()}-{number}" for number in range(workers)]
+@dataclass(frozen=True, slots=True)
+class Workers:
+    """How many workers one process has: `whole` ones, or `prefill` and `decode` ones."""
+
+    whole: int = 0
+    prefill: int = 0
+    decode: int = 0
+
+    @property
+    def apart(self) -> bool:
+        """Whether prompts may be computed by others than who answers."""
+        return self.decode > 0
+
+    def roles(self, engine: EngineChoice) -> dict[str, Role]:
+        """The role of each by its name."""
+        kinds: tuple[tuple[str, Role, int], ...] = (
+            (engine.label.lower(), "aggregated", self.whole),
+            ("prefill", "prefill", self.prefill),
+            ("decode", "decode", self.decode),
+        )
+        return {f"{name}-{number}": role for name, role, count in kinds for number in range(count)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +38,7 @@ class Embedded:
     Attributes:
         log: its file, None for memory.
         engine: what every worker runs; the ingress serves its model and adapters.
+        roles: the role of each worker, by its name.
         taints: the labels of each worker, by its name.
         kv_events: whether workers tell what they have cached.
         routing_hints: whether clients may say where their requests go.
@@ -35,6 +54,7 @@ class Embedded:
     log: Path | None
     engine: EngineChoice
     router: RouterConfig
+    roles: dict[str, Role]
     taints: dict[str, tuple[str, ...]]
     kv_events: bool
     routing_hints: bool

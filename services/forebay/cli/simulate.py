@@ -2,6 +2,7 @@
 
 import json as jsonlib
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -134,7 +135,7 @@ def _asked(
     """`promise` is what --slo and --attain say. Ends the command for what cannot be simulated."""
     try:
         settings, slo = settings_of(fleet), slo_of(*promise)
-        options = workload_options(shape, fleet.seed, models=len(settings.pools))
+        options = workload_options(shape, fleet.seed, models=settings.models)
         routers = {name: router_of(name) for name in policies_of(policies, settings)}
         require_routers(routers.values(), settings.pools)
         opened = open_workload(workload, options)
@@ -211,17 +212,34 @@ def _told(survey: Survey) -> Iterator[str]:
         yield f"skipped: {survey.skipped - len(survey.reasons)} more rows"
 
 
+def _times(one: Mapping[str, float], width: str) -> str:
+    return "/".join(f"{one[of]:{width}}" for of in SHOWN if one)
+
+
+def _fleet(settings: Settings) -> str:
+    roles = [(pool.role, sum(group.count for group in pool.groups)) for pool in settings.pools]
+    if all(role == "aggregated" for role, _ in roles):
+        return f"{settings.workers} workers"
+    counts = Counter[str]()
+    for role, count in roles:
+        counts[role] += count
+    return " and ".join(f"{count} {role} workers" for role, count in counts.items())
+
+
 def _show(asked: _Asked, result: Mapping[str, Any]) -> None:
-    title = f"{asked.name}, {asked.settings.workers} workers; milliseconds as mean/p50/p99"
+    title = f"{asked.name}, {_fleet(asked.settings)}; milliseconds as mean/p50/p99"
     table = Table(title=in_markup(title), box=SIMPLE, padding=(0, 0, 0, 1))
     columns = ["policy", "failed", "reuse", "max/mean", "TTFT", "ITL", "E2E"]
+    split = any("prefilled_remotely" in one for one in result["policies"].values())
+    columns += ["remote", "transfer"] if split else []
     for column in [*columns, *(("SLO kept", "goodput/s") if asked.slo else ())]:
         table.add_column(column, justify="left" if column == "policy" else "right", overflow="fold")
     for name, one in result["policies"].items():
-        times = ["/".join(f"{one[key][of]:{width}}" for of in SHOWN if one[key]) for key, width in TIMES.items()]
+        times = [_times(one[key], width) for key, width in TIMES.items()]
         kept = [f"{one['attained']:.2%}", f"{one['goodput_per_s']:.3f}"] if asked.slo else []
         reuse, balance = f"{one['prefix_reuse']:.4f}", f"{one['load_max_over_mean']:.3f}"
-        table.add_row(in_markup(name), str(one["failed"]), reuse, balance, *times, *kept)
+        moved = [str(one["prefilled_remotely"]), _times(one["transfer_ms"], ".1f")] if split else []
+        table.add_row(in_markup(name), str(one["failed"]), reuse, balance, *times, *moved, *kept)
     results().print(table)
     for name, one in result["policies"].items():
         for failure in one["failures"][:FAILURES_PRINTED]:

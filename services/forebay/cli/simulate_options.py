@@ -15,7 +15,9 @@ from forebay.simulate.fleet_file import Fleet, load_fleet, worker_group
 from forebay.simulate.goodput import Slo, service_levels
 from forebay.simulate.profiles.profile import MOCKER, SIZE_MAX, load_profile
 from forebay.simulate.settings import (
+    BANDWIDTH_MAX,
     DELAYS,
+    KV_BYTES_MAX,
     TIME_S_MAX,
     TIME_US_MAX,
     TIMEOUT_S_MAX,
@@ -24,9 +26,11 @@ from forebay.simulate.settings import (
     Delays,
     Fault,
     Life,
+    PoolRole,
     PoolSettings,
     Settings,
     SettingsUnusable,
+    Transfer,
     policy,
     require_sense,
 )
@@ -38,8 +42,9 @@ US_PER_S = 1_000_000
 INT_MAX = (1 << 63) - 1
 AS_CONFIGURED = "as configured"
 LIFE = ("mtbf_s", "repair_s", "cold_start_s", "lease_ttl_s")
+TRANSFER = ("kv_bytes_per_token", "kv_transfer_bandwidth", "kv_transfer_latency_us")
 SIZES = ("block_size", "blocks", "max_num_seqs", "max_num_batched_tokens")
-OF_POOLS = ("workers", "engine", *SIZES)
+OF_POOLS = ("workers", "prefill_workers", "decode_workers", "engine", *SIZES)
 FAULT = re.compile(r"faults\[(?P<at>\d+)\]")
 DEATH = re.compile(r"(?P<worker>.+)@(?P<at>\d+(\.\d+)?)(\+(?P<back>\d+(\.\d+)?))?", re.ASCII)
 
@@ -71,6 +76,14 @@ class FleetOptions:
     workers: Annotated[int | None, typer.Option(min=1, max=WORKERS_MAX, help="Workers.", show_default=str(WORKERS))] = (
         None
     )
+    prefill_workers: Annotated[
+        int | None,
+        typer.Option(min=0, max=WORKERS_MAX, help="Workers that compute prompts for --decode-workers, not --workers."),
+    ] = None
+    decode_workers: Annotated[
+        int | None,
+        typer.Option(min=1, max=WORKERS_MAX, help="Workers that answer, with the KV of --prefill-workers."),
+    ] = None
     pools: Annotated[
         Path | None, typer.Option(help="A TOML file with pools, workers of several kinds, delays and failures.")
     ] = None
@@ -117,6 +130,28 @@ class FleetOptions:
         float | None,
         typer.Option(min=0, max=TIME_S_MAX, help="From a death to the router's notice of it.", show_default="10"),
     ] = None
+    kv_bytes_per_token: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=KV_BYTES_MAX,
+            help="Bytes of KV a token, that prefill workers send.",
+            show_default=str(Transfer().kv_bytes_per_token),
+        ),
+    ] = None
+    kv_transfer_bandwidth: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            max=BANDWIDTH_MAX,
+            help="GB a second that a worker sends, and receives; 0 takes no time.",
+            show_default=str(Transfer().kv_transfer_bandwidth),
+        ),
+    ] = None
+    kv_transfer_latency_us: Annotated[
+        int | None,
+        typer.Option(min=0, max=TIME_US_MAX, help="From asking for KV to its first byte.", show_default="0"),
+    ] = None
     timeout_s: Annotated[float, typer.Option(min=0.001, max=TIMEOUT_S_MAX, help="For a whole request.")] = TIMEOUT_S_MAX
     seed: Annotated[int, typer.Option(min=0, max=INT_MAX, help="Decides where nothing else does, and draws.")] = 0
 
@@ -160,11 +195,14 @@ def settings_of(fleet: FleetOptions) -> Settings:
     if fleet.delays is not None and fleet.delays not in DELAYS:
         raise ValueError(f"--delays {fleet.delays}: there is {', '.join(DELAYS)}")
     life = described.life or Life()
-    said = {name: value for name in LIFE if (value := getattr(fleet, name)) is not None}
+    said, moved = (
+        {name: value for name in names if (value := getattr(fleet, name)) is not None} for names in (LIFE, TRANSFER)
+    )
     settings = Settings(
         pools=described.pools,
         delays=(described.delays or Delays()) if fleet.delays is None else DELAYS[fleet.delays],
         life=msgspec.structs.replace(life, faults=(*life.faults, *map(_fault, fleet.kill or ())), **said),
+        transfer=msgspec.structs.replace(described.transfer or Transfer(), **moved),
         timeout_s=fleet.timeout_s,
         seed=fleet.seed,
     )
@@ -183,10 +221,28 @@ def _described(fleet: FleetOptions) -> Fleet:
             raise ValueError(f"--pools {fleet.pools} says who serves: leave {' and '.join(given)} out")
         return load_fleet(fleet.pools)
     profile = load_profile(MOCKER if fleet.engine is None else fleet.engine)
-    group = worker_group(profile, fleet.workers or WORKERS, **{size: getattr(fleet, size) for size in SIZES})
+    sizes = {size: getattr(fleet, size) for size in SIZES}
+    pools = tuple(
+        PoolSettings(name=name, role=role, groups=(worker_group(profile, count, **sizes),))
+        for name, role, count in _counts(fleet)
+        if count
+    )
     # A profile that is fitted to a recording has measured the way to the engine, too.
     delays = Delays(work=Delay(fixed_us=profile.work_us)) if profile.work_us else None
-    return Fleet(pools=(PoolSettings(groups=(group,)),), delays=delays)
+    return Fleet(pools=pools, delays=delays)
+
+
+def _counts(fleet: FleetOptions) -> tuple[tuple[str, PoolRole, int], ...]:
+    """The pools of one model: their names, what they do, and how many workers they have. Raises ValueError."""
+    if fleet.decode_workers is None:
+        if fleet.prefill_workers is not None:
+            raise ValueError(f"--prefill-workers {fleet.prefill_workers}: --decode-workers says how many answer")
+        return (("default", "aggregated", fleet.workers or WORKERS),)
+    if fleet.workers is not None:
+        raise ValueError("--workers does both, --prefill-workers and --decode-workers a part each: one of them")
+    if fleet.prefill_workers is None:
+        raise ValueError(f"--decode-workers {fleet.decode_workers}: --prefill-workers says how many compute prompts")
+    return ("prefill", "prefill", fleet.prefill_workers), ("decode", "decode", fleet.decode_workers)
 
 
 def policies_of(given: Sequence[str] | None, settings: Settings) -> Sequence[str]:
@@ -252,7 +308,7 @@ def require_possible(workload: Workload, settings: Settings) -> None:
         if any(
             -(-tokens // group.engine.block_size) <= group.engine.kv_blocks_total
             for pool in settings.pools
-            if turn.model in ("", pool.model)
+            if turn.model in ("", pool.model) and pool.role != "prefill"
             for group in pool.groups
         ):
             return
@@ -262,6 +318,7 @@ def require_possible(workload: Workload, settings: Settings) -> None:
     room = {
         pool.name: max(group.engine.block_size * group.engine.kv_blocks_total for group in pool.groups)
         for pool in settings.pools
+        if pool.role != "prefill"
     }
     said = ", ".join(f"{tokens} tokens in pool {name}" for name, tokens in room.items())
     raise ValueError(
@@ -298,4 +355,6 @@ def _flag(where: str, fleet: FleetOptions, faults: int) -> str:
     if fault is not None and fleet.kill and int(fault["at"]) >= faults:
         return f"--kill {fleet.kill[int(fault['at']) - faults]}"
     name = where.rpartition(".")[2]
-    return f"--{name.replace('_', '-')}" if name in LIFE else f"{fleet.pools or '--workers'}: {where}"
+    if name in LIFE:
+        return f"--{name.replace('_', '-')}"
+    return f"{fleet.pools or ('--workers' if fleet.decode_workers is None else '--decode-workers')}: {where}"

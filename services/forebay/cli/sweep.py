@@ -89,7 +89,7 @@ def sweep(
         todo = combinations(policies_of(policies, settings), axes_of(sets or ()), fleet, shape)
         require_routers([one.router for one in todo], settings.pools)
         jobs, survey, name = _jobs(workload, todo, find_capacity)
-        base = echo(settings, workload_options(shape, fleet.seed, models=len(settings.pools)), name)
+        base = echo(settings, workload_options(shape, fleet.seed, models=settings.models), name)
     except (WorkloadUnusable, Unusable, ValueError) as error:
         fail(str(error))
     began_s = time.monotonic()
@@ -143,7 +143,7 @@ def _jobs(workload: Sequence[str], todo: Sequence[Combination], find_capacity: b
     possible: set[object] = set()
     jobs: list[Job] = []
     for one in todo:
-        options = workload_options(one.shape, one.seed, models=len(one.fleet.pools))
+        options = workload_options(one.shape, one.seed, models=one.fleet.models)
         opened = open_workload(workload, options)
         shape = msgspec.structs.replace(options, speed=1.0)  # which changes only when requests come
         if shape not in surveys:

@@ -5,7 +5,7 @@ import json as jsonlib
 import statistics
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -28,6 +28,7 @@ from forebay.simulate.workloads.prompts import prompt
 UNDER_WAY_MAX = 4_000  # a system that falls behind holds the trace up here, instead of running out of sockets
 TIMEOUT_S = 900.0
 URL = "http://127.0.0.1:8000"
+ANSWERING = ("aggregated", "decode")
 
 
 @dataclass(slots=True)
@@ -72,10 +73,10 @@ def trace(
     ):
         task = progress.add_task("answered", total=requests)
         try:
-            outcome, workers = runner.run(_play(todo, urls, lambda: progress.advance(task)))
+            outcome, roles = runner.run(_play(todo, urls, lambda: progress.advance(task)))
         except (httpx.TransportError, httpx.InvalidURL) as error:
             fail(f"{' or '.join(urls)} does not answer ({error!r}); start a system with `forebay up`")
-    summary = summarise(outcome, workers)
+    summary = summarise(outcome, roles)
     if json:
         typer.echo(jsonlib.dumps(summary))
     else:
@@ -84,7 +85,7 @@ def trace(
         raise typer.Exit(1)
 
 
-async def _play(workload: Workload, urls: list[str], answered: Callable[[], None]) -> tuple[Outcome, list[str]]:
+async def _play(workload: Workload, urls: list[str], answered: Callable[[], None]) -> tuple[Outcome, dict[str, str]]:
     outcome = Outcome()
     limits = httpx.Limits(max_connections=UNDER_WAY_MAX, max_keepalive_connections=256)
     run = uuid.uuid4().hex
@@ -120,8 +121,10 @@ async def _play(workload: Workload, urls: list[str], answered: Callable[[], None
                     await room.acquire()
                     await until(turn.at_us)
                 group.create_task(ask(turn, body))
-        workers = {worker for url in urls for worker in _workers((await client.get(f"{url}/metrics")).text)}
-    return outcome, sorted(workers)
+        roles: dict[str, str] = {}
+        for url in urls:
+            roles |= _workers((await client.get(f"{url}/metrics")).text)
+    return outcome, roles
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,20 +200,19 @@ async def _listen(client: httpx.AsyncClient, body: bytes, asked: _Asked, outcome
     return ""
 
 
-def _workers(metrics: str) -> list[str]:
-    """Every worker of the system, those that got nothing too: balance is a matter of all of them."""
-    return sorted(
-        {
-            sample.labels["worker_id"]
-            for family in text_string_to_metric_families(metrics)
-            if family.name == "forebay_index_blocks"
-            for sample in family.samples
-        }
-    )
+def _workers(metrics: str) -> dict[str, str]:
+    """The role of every worker of the system, those that got nothing too: balance is a matter of all of them."""
+    return {
+        sample.labels["worker_id"]: sample.labels.get("worker_type", "aggregated")
+        for family in text_string_to_metric_families(metrics)
+        if family.name == "dynamo_frontend_worker_active_prefill_tokens"
+        for sample in family.samples
+    }
 
 
-def summarise(outcome: Outcome, workers: list[str]) -> dict[str, Any]:
-    """The figures of a run, as `--json` prints them."""
+def summarise(outcome: Outcome, roles: Mapping[str, str]) -> dict[str, Any]:
+    """The figures of a run, as `--json` prints them; of workers, of those that answer."""
+    workers = [worker for worker, role in roles.items() if role in ANSWERING]
     computed = {worker: outcome.computed.get(worker, 0) for worker in sorted({*workers, *outcome.computed})}
     mean = statistics.fmean(computed.values()) if computed else 0.0
     return {
@@ -230,6 +232,7 @@ def summarise(outcome: Outcome, workers: list[str]) -> dict[str, Any]:
             worker: {"requests": outcome.requests.get(worker, 0), "computed_tokens": tokens}
             for worker, tokens in computed.items()
         },
+        "roles": dict(sorted(roles.items())),
     }
 
 
@@ -245,6 +248,10 @@ def _show(summary: dict[str, Any]) -> None:
     console.print(f"prefix reuse        {summary['prefix_reuse']:.3f} of {summary['prompt_tokens']} prompt tokens")
     console.print(f"load, max over mean {summary['load_max_over_mean']:.3f} of computed prompt tokens")
     for worker, figures in summary["workers"].items():
-        console.print(f"  {worker}: {figures['requests']} requests, {figures['computed_tokens']} tokens computed")
+        role = summary["roles"].get(worker, "aggregated")
+        name = worker if role == "aggregated" else f"{worker} ({role})"
+        console.print(f"  {name}: {figures['requests']} requests, {figures['computed_tokens']} tokens computed")
+    if prefill := [worker for worker, role in summary["roles"].items() if role == "prefill"]:
+        console.print(f"  prompts computed for them by {', '.join(prefill)}")
     for problem, count in summary["failures"].items():
         console.print(f"  failed {count}x: {problem}", markup=False)

@@ -57,7 +57,9 @@ def worker(
     namespace: NamespaceOption = NAMESPACE,
     kafka_config: PropertiesOption = None,
     worker_id: Annotated[str, typer.Option(help="Unique in its group; host and process when empty.")] = "",
-    pool: Annotated[str, typer.Option(help="The pool that it joins; a service's own, or default, when empty.")] = "",
+    pool: Annotated[
+        str, typer.Option(help="The pool that it joins; a service's own, its role, or default, when empty.")
+    ] = "",
     dp_start_rank: DpStartRankOption = 0,
     taint: TaintsOption = None,
     kv_events: KvEventsOption = True,

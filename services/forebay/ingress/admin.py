@@ -1,4 +1,4 @@
-"""What operators ask of an ingress: where a request would go, why one went there, and when workers are busy."""
+"""What operators ask of an ingress: where a request would go, why one went there, what pools go by."""
 
 from typing import Annotated, Any
 
@@ -7,7 +7,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from pydantic import Field, model_validator
 
-from forebay.events.control import BusyThresholds
+from forebay.events.control import BusyThresholds, DisaggConfig, DisaggPolicy
 from forebay.ingress.control_api import add_commands
 from forebay.ingress.errors import invalid
 from forebay.ingress.explainer import Explainer
@@ -40,6 +40,29 @@ class BusyThresholdBody(Body):
     def changes(self) -> dict[str, float | None]:
         """What the body names."""
         return {name: getattr(self, name) for name in FIELDS if name in self.model_fields_set}
+
+
+class DisaggregationBody(Body):
+    """POST /disaggregation. What is left out stays; a threshold of null is never reached."""
+
+    model: str
+    policy: DisaggPolicy = "always"
+    max_local_prefill_length: Annotated[int, Field(ge=0, le=TOKENS_MAX)] = 0
+    max_prefill_queue_size: Annotated[int, Field(ge=1, le=TOKENS_MAX)] = 1
+    eff_isl_threshold: Annotated[int, Field(ge=0, le=TOKENS_MAX)] = 0
+    eff_isl_ratio_threshold: Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)] = 0.0
+    prefill_busy_threshold: Annotated[float, Field(ge=0.0, le=WEIGHT_MAX, allow_inf_nan=False)] | None = None
+    decode_busy_threshold: Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)] | None = None
+    enforce: bool = False
+
+    @model_validator(mode="after")
+    def _check(self) -> "DisaggregationBody":
+        refuse_extra(self, "", NONE_NEUTRAL)
+        return self
+
+    def changes(self) -> dict[str, Any]:
+        """What the body names."""
+        return {name: getattr(self, name) for name in DisaggConfig.__struct_fields__ if name in self.model_fields_set}
 
 
 class _Kind(msgspec.Struct):
@@ -84,6 +107,23 @@ def add_admin(app: FastAPI, ingress: Ingress, explainer: Explainer) -> None:
         busy = await (thresholds.change(body.model, changes) if changes else thresholds.of(body.model))
         return _plain(body.model, busy)
 
+    @app.get("/disaggregation")
+    async def list_disaggregation() -> dict[str, Any]:
+        """Which prompts of each decode pool are computed by prefill workers."""
+        pools = await thresholds.decode_pools()
+        return {"disaggregation": [{**_plain(model, disagg), "pool": pool} for pool, model, disagg in pools]}
+
+    @app.post("/disaggregation")
+    async def set_disaggregation(request: Request) -> dict[str, Any]:
+        """Change which prompts of a model are computed by prefill workers, or only say which."""
+        body = parse(DisaggregationBody, await read_body(request, ingress.settings.body_bytes_max))
+        adapter_of(body.model, ingress.settings.model_name, ())
+        changes = body.changes()
+        pool, disagg = await (
+            thresholds.disaggregate(body.model, changes) if changes else thresholds.disaggregation(body.model)
+        )
+        return {**_plain(body.model, disagg), "pool": pool}
+
 
 async def answer_route(request: Request, ingress: Ingress, body: ChatBody | TextBody) -> Response:
     """Where a request would go, as JSON. Raises ApiError."""
@@ -114,5 +154,5 @@ def kind_of(raw: bytes) -> type[ChatBody] | type[TextBody]:
     return TextBody
 
 
-def _plain(model: str, busy: BusyThresholds) -> dict[str, Any]:
-    return {"model": model, **msgspec.structs.asdict(busy)}
+def _plain(model: str, settings: BusyThresholds | DisaggConfig) -> dict[str, Any]:
+    return {"model": model, **msgspec.structs.asdict(settings)}

@@ -116,8 +116,8 @@ def _add_health(app: FastAPI, ingress: Ingress, registry: CollectorRegistry) -> 
     async def ready() -> dict[str, str]:
         """Whether requests would be served."""
         if not ingress.ready():
-            raise ApiError(503, "not_ready", "no worker is ready")
-        return {"status": "ready"}
+            raise ApiError(503, "not_ready", ingress.why_not_ready())
+        return {"status": "ready", **ingress.told_ready}
 
     @app.get("/metrics", response_class=Response)
     async def metrics() -> Response:

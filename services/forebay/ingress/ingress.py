@@ -127,10 +127,15 @@ class Prepared:
     task: Task = "generate"
 
 
+NO_WORKER = "no worker is ready"
+NO_PREFILL_WORKER = "no worker that computes prompts is ready, and prompts must not be computed by who answers"
+
+
 class Ingress:
     """Submits requests and listens for their answers on one reply slot, from the offset `reply_from` on.
 
-    `place` gives the partition of the model's control topics, None while no router has placed it.
+    `place` gives the partition of the model's control topics, None while no router has placed it. `told_ready` is what
+    readiness says beside that it is so, `why_not_ready` what it says when it is not.
     """
 
     def __init__(
@@ -148,6 +153,8 @@ class Ingress:
         self.parsing = Parsing(model, settings.tool_call_parser, settings.reasoning_parser)
         self.metrics = metrics
         self.ready = ready
+        self.why_not_ready: Callable[[], str] = lambda: NO_WORKER
+        self.told_ready: dict[str, str] = {}
         self.place = place
         self.replies = ReplyReader(log, settings.reply_slot, reply_from, metrics.undecodable.inc)
         self.thresholds = Thresholds(log, place, metrics.undecodable.inc)

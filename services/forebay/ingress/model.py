@@ -143,17 +143,19 @@ class Decoder:
 
     def push(self, token_ids: list[int]) -> str:
         """The text that these tokens complete."""
-        if self._hidden is not None:
-            token_ids = [token_id for token_id in token_ids if token_id not in self._hidden]
-        if not token_ids:
-            return ""
+        hidden = self._hidden or ()
+        # One by one: given several, the stream holds back all of their text while the last is no whole character, and
+        # what is said at the end would depend on how the answer was cut.
+        return "".join([self._step(token_id) for token_id in token_ids if token_id not in hidden])
+
+    def _step(self, token_id: int) -> str:
         try:
-            text: str | None = self._stream.step(self._tokenizer, token_ids)
+            text: str | None = self._stream.step(self._tokenizer, [token_id])
         except Exception:  # noqa: BLE001 - the library raises bare Exception
             # With byte fallback, a byte behind a whole character can make both of them no text. What was given out
             # stays, and the stream, which cannot go on from there, begins anew.
             self._stream = DecodeStream(skip_special_tokens=self._hidden is None)
-            text = self._stream.step(self._tokenizer, token_ids)
+            text = self._stream.step(self._tokenizer, [token_id])
             return NO_TEXT + (text or "").lstrip(NO_TEXT)
         return text or ""
 

@@ -162,6 +162,7 @@ def route_of(told: RouteTold, model: str, prompt_tokens: int) -> dict[str, Any]:
         "dp_rank": None if choice is None else choice.rank,
         "overlap_blocks": None if choice is None else choice.terms.device_overlap,
         "would_wait": told.would_wait,
+        **({} if told.prefill is None else {"stage": told.stage, "prefill": msgspec.to_builtins(told.prefill)}),
         "prompt_tokens": prompt_tokens,
         "candidates": [_candidate(one) for one in told.candidates],
     }

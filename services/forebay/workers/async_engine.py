@@ -1,4 +1,4 @@
-"""What the adapters of SGLang and TensorRT-LLM share: requests as tasks, batches, health requests, adapters.
+"""What the adapters of vLLM, SGLang and TensorRT-LLM share: requests as tasks, batches, health requests, adapters.
 
 Theory of operation. A task a request takes the engine's answer as it comes; what all of them got in one turn of the
 event loop is one batch. Beside the tasks run the subclass's followers, of KV events and of loads. What ends wrong
@@ -8,7 +8,7 @@ without anybody having asked for it, a follower or a task, ends `run`: the worke
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar, Literal
 
@@ -28,13 +28,16 @@ CANARY_EVERY_S = 60.0  # without an answer to anything
 CANARY_TIMEOUT_S = 30.0
 WARM_UP_TIMEOUT_S = 600.0  # the first step may compile
 WATCH_S = 0.5
-REASONS: dict[str, Literal["stop", "length"]] = {"stop": "stop", "length": "length"}
+REASONS: dict[str, Literal["stop", "length"]] = {"stop": "stop", "length": "length", "repetition": "stop"}
+Answering = Callable[[WorkItem, list[int], RankBuffer], Awaitable[None]]
+"""Asks the engine for an item, with its prompt's tokens, and notes what it says."""
 
 
 class AsyncEngine(ABC):
     """One engine with `settings.dp_size` ranks, numbered from `settings.dp_start_rank` on; the engine counts from 0."""
 
     NAME: ClassVar[str]  # of the engine, in messages
+    TAKES_MEDIA: ClassVar[bool] = False
 
     def __init__(self, settings: EngineSettings) -> None:
         self._settings = settings
@@ -131,8 +134,11 @@ class AsyncEngine(ABC):
 
     def submit(self, item: WorkItem) -> None:
         """Give the engine a request."""
-        rank = self._ranks[item.rank]
-        task = asyncio.create_task(self._serve(item, rank), name=f"{self.NAME} {item.request_id}")
+        self._begin(item, self._answer)
+
+    def _begin(self, item: WorkItem, answering: Answering) -> None:
+        serving = self._serve(item, self._ranks[item.rank], answering)
+        task = asyncio.create_task(serving, name=f"{self.NAME} {item.request_id}")
         self._requests[item.request_id] = task
         task.add_done_callback(lambda done: self._served(item.request_id, done))
 
@@ -168,14 +174,14 @@ class AsyncEngine(ABC):
         self._requests.clear()
         self._drop_cache()
 
-    async def _serve(self, item: WorkItem, rank: RankBuffer) -> None:
+    async def _serve(self, item: WorkItem, rank: RankBuffer, answering: Answering) -> None:
         await self._ready()
         prompt = unpack_u32(item.token_ids)
         if error := self._refusal(item, len(prompt)):
             rank.failed(item, error)
         else:
             try:
-                await self._answer(item, prompt, rank)
+                await answering(item, prompt, rank)
             except Exception as failure:  # noqa: BLE001 - engines raise what they like
                 told = self._answer_error(failure)
                 if told is None:
@@ -190,7 +196,7 @@ class AsyncEngine(ABC):
         if item.task not in self._tasks:
             does = ", ".join(self._tasks)
             return AnswerError(status=400, code="invalid_request", message=f"the model does {does}, not {item.task}")
-        if item.media:
+        if item.media and not self.TAKES_MEDIA:
             message = f"the {self.NAME} adapter takes text only"
             return AnswerError(status=400, code="invalid_request", message=message)
         if item.lora_name and item.lora_name not in self._loras.loaded:

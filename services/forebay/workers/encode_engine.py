@@ -22,7 +22,8 @@ from forebay.events.media import Encoded, Media
 from forebay.events.tokens import AnswerError
 from forebay.events.work import WorkItem
 from forebay.workers.engine import EngineBatch, EngineRefused, Failed, MediaEncoded, Publish
-from forebay.workers.nixl_read import ARENA_BYTES, LEASE_S, Offers, TransferError, agent_name, load_nixl
+from forebay.workers.nixl_agent import TransferError, agent_name, load_nixl
+from forebay.workers.nixl_read import ARENA_BYTES, LEASE_S, Offers
 from forebay.workers.standin_encoder import MediaUnusable
 
 if TYPE_CHECKING:

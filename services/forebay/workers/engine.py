@@ -1,7 +1,7 @@
 """The seam to engines: what a worker asks of one, and what it gets back. An engine never sees the log."""
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import msgspec
 from prometheus_client.registry import Collector
@@ -11,7 +11,9 @@ from forebay.events.control import Command
 from forebay.events.fleet import WorkerSpec
 from forebay.events.media import Encoded
 from forebay.events.tokens import AnswerError
+from forebay.events.transfer import Prefilled
 from forebay.events.work import WorkItem
+from forebay.workers.kv_transfer.api import Stats
 
 
 class Failed(msgspec.Struct, frozen=True):
@@ -53,6 +55,23 @@ class MediaEncoded(msgspec.Struct, frozen=True):
     encoded: Encoded
 
 
+class PromptPrefilled(msgspec.Struct, frozen=True):
+    """The prompt of a request is computed and its KV kept for another worker: its part here is done."""
+
+    request_id: str
+    attempt: int
+    prefilled: Prefilled
+    cached_tokens: int = 0
+
+
+class NotFetched(msgspec.Struct, frozen=True):
+    """The KV of a request's prompt could not be fetched; nothing of it runs here. `error` is fit for the log."""
+
+    request_id: str
+    attempt: int
+    error: str
+
+
 class EngineBatch(msgspec.Struct, frozen=True, kw_only=True):
     """What happened on one rank since its last batch. Cache changes are in order; a request has one chunk."""
 
@@ -65,6 +84,8 @@ class EngineBatch(msgspec.Struct, frozen=True, kw_only=True):
     finished: Sequence[Finished] = ()
     failed: Sequence[Failed] = ()
     encoded: Sequence[MediaEncoded] = ()
+    prefilled: Sequence[PromptPrefilled] = ()
+    not_fetched: Sequence[NotFetched] = ()
 
 
 Publish = Callable[[EngineBatch], None]
@@ -119,3 +140,30 @@ class Engine(Protocol):
 
     def reset(self) -> None:
         """Drop every request and the cache. Nothing from before is published after this returns."""
+
+
+@runtime_checkable
+class KvEngine(Protocol):
+    """An engine that computes prompts for others, or answers with what others computed.
+
+    Its `submit` also takes items of the stages `prefill`, answered by `PromptPrefilled` or `Failed`, and `decode`,
+    whose KV it fetches first: `NotFetched` when that cannot be had. What it keeps for others it keeps until that is
+    fetched, released, or its lease has ended. `start` says how its blocks lie in `WorkerSpec.kv_layout`.
+    """
+
+    def release(self, request_id: str) -> None:
+        """Nobody will fetch what is kept for this request; nothing may be. `Engine.cancel` does this, too."""
+
+    def drop(self, prefilled: Prefilled) -> None:
+        """Nobody here will fetch what another keeps: tell it, if that can be told; else its lease will end."""
+
+    def kept(self) -> int:
+        """Requests whose KV is kept for others."""
+
+
+@runtime_checkable
+class KvMover(Protocol):
+    """An engine that moves KV by the project's own transport, and counts what came of it."""
+
+    def kv_stats(self) -> Stats:
+        """Of all KV that travelled since the start, over every epoch."""

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from forebay.events.control import Role
 
@@ -19,6 +19,10 @@ class EngineSettings:
         kv_blocks: KV blocks a rank.
         max_num_seqs: sequences that run at once.
         max_num_batched_tokens: tokens of one engine step.
+        kv_transport: what moves KV between the mock engine's prefill and decode workers; `tcp` is the plain path.
+        kv_bytes_per_token: of the mock engine's KV.
+        kv_checksum: whether the mock engine's KV is sent with a checksum, and that checked.
+        kv_lease_s: how long the mock engine keeps KV for a reader that does not come.
         loras: adapters to load at the start, directories by name.
         arguments: the engine's own, by its own names; they win over the rest.
     """
@@ -32,5 +36,9 @@ class EngineSettings:
     max_num_batched_tokens: int | None = None
     dp_size: int = 1
     dp_start_rank: int = 0
+    kv_transport: Literal["nixl", "tcp"] = "nixl"
+    kv_bytes_per_token: int = 256
+    kv_checksum: bool = False
+    kv_lease_s: float = 30.0
     loras: Mapping[str, Path] = field(default_factory=dict)
     arguments: Mapping[str, Any] = field(default_factory=dict)

@@ -1,8 +1,9 @@
-"""What stands between the log and an engine for requests with images or videos.
+"""What stands between the log and an engine for requests that it may not be able to take, or not yet.
 
-An engine that takes none refuses them by name, and never answers as if they were not there. Where an encode worker
-made the embeddings they are fetched first; the engine gets the request once they are here. What cannot be fetched goes
-back to the owner, which has it encoded anew.
+An engine that takes no images or videos, or whose KV cannot be had by others, refuses such requests by name, and never
+answers as if nothing were asked. Where an encode worker made the embeddings they are fetched first; the engine gets the
+request once they are here. What cannot be fetched goes back to the owner, which has it encoded anew. KV is the engine's
+to fetch, and comes with what the media were: neither they nor their embeddings are looked at then.
 """
 
 import asyncio
@@ -12,9 +13,11 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from forebay.events.base import U32_BYTES
 from forebay.events.tokens import AnswerError
+from forebay.events.transfer import Prefilled
 from forebay.events.work import WorkItem
-from forebay.workers.engine import Engine, EngineError
-from forebay.workers.nixl_read import Reader, TransferError, agent_name
+from forebay.workers.engine import Engine, EngineError, KvEngine
+from forebay.workers.nixl_agent import TransferError, agent_name
+from forebay.workers.nixl_read import Reader
 
 if TYPE_CHECKING:
     from forebay.workers.nixl_read import Array
@@ -41,6 +44,7 @@ class MediaFeed:
 
     def __init__(self, engine: Engine, worker_id: str, on_failed: OnFailed, make_reader: MakeReader = Reader) -> None:
         self._engine = engine
+        self._kv = engine if isinstance(engine, KvEngine) else None
         self._worker_id = worker_id
         self._on_failed = on_failed
         self._make_reader = make_reader
@@ -51,11 +55,15 @@ class MediaFeed:
 
     def submit(self, item: WorkItem) -> None:
         """As of an engine."""
-        if not item.media or item.stage == "encode":
+        if item.stage in ("prefill", "decode") and self._kv is None:
+            name = type(self._engine).__name__
+            message = f"this worker's engine ({name}) neither computes prompts for others nor fetches their KV"
+            self._on_failed(item, AnswerError(status=501, code="stage_not_supported", message=message))
+        elif not item.media or item.stage == "encode":
             self._engine.submit(item)
         elif (problem := _problem(self._engine, item)) is not None:
             self._on_failed(item, problem)
-        elif item.encoded is None:
+        elif item.encoded is None or item.stage == "decode":
             self._engine.submit(item)
         else:
             task = asyncio.get_running_loop().create_task(self._fetch(item))
@@ -68,6 +76,20 @@ class MediaFeed:
             self._engine.cancel(request_id)
         else:
             task.cancel()
+
+    def release(self, request_id: str) -> None:
+        """As of an engine, if it is one that keeps KV for others."""
+        if self._kv is not None:
+            self._kv.release(request_id)
+
+    def drop(self, prefilled: Prefilled) -> None:
+        """As of an engine, if it is one that fetches KV of others."""
+        if self._kv is not None:
+            self._kv.drop(prefilled)
+
+    def kept(self) -> int:
+        """As of an engine: none, if it keeps none."""
+        return 0 if self._kv is None else self._kv.kept()
 
     def reset(self) -> None:
         """As of an engine: nothing from before is fetched any more."""

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from forebay.workers.kv_metrics import kv_metrics
 from forebay.workers.life import State
 from forebay.workers.worker import Worker
 
@@ -59,5 +60,6 @@ class WorkerMetrics(Collector):
         )
         handed_back.add_metric(labels, counters.handed_back)
         yield handed_back
+        yield from kv_metrics(worker)
         for collector in worker.engine.collectors():
             yield from collector.collect()

@@ -1,13 +1,15 @@
 """An engine without a GPU: `EngineModel` in real time, or faster; never sooner than the model says.
 
-Virtual time runs against one deadline that is moved by each step's scaled duration, so that what one sleep
-is late the next one makes good. Steps far shorter than a timer's resolution are published together.
-Probabilities and embeddings are made up from hashes; a structure that is asked of an answer is not kept to.
+Probabilities and embeddings are made up from hashes; a structure that is asked of an answer is not kept to. With the
+role prefill or decode it has KV of real bytes, which travels: the way there is opened with the first item of an epoch,
+which names it; items wait for that.
 """
 
 import asyncio
-import time
-from collections.abc import Sequence
+import logging
+from collections.abc import Coroutine, Sequence
+from functools import reduce
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, assert_never
 
@@ -15,55 +17,73 @@ import msgspec
 from prometheus_client.registry import Collector
 from xxhash import xxh3_64_intdigest
 
-from forebay.core.blocks import hash_seed, mm_hashes, sequence_hashes
-from forebay.core.engine_model import (
-    Emitted,
-    EngineConfig,
-    EngineModel,
-    EngineRequest,
-    Finished,
-    FirstToken,
-    QueueFull,
-    RequestMalformed,
-    RequestRefused,
-    RequestTooLarge,
-    Step,
-)
-from forebay.events.base import U32_BYTES, U64_MASK
+from forebay.core.engine_model import EngineConfig
 from forebay.events.control import Command
 from forebay.events.fleet import WorkerSpec
 from forebay.events.tokens import AnswerError
+from forebay.events.transfer import Prefilled
 from forebay.events.work import WorkItem
-from forebay.workers.engine import CacheChange, Cleared, EngineBatch, EngineError, EngineRefused, Failed, Publish
-from forebay.workers.mock_answers import TASKS, MockAnswers
+from forebay.workers.engine import EngineError, EngineRefused, Publish
+from forebay.workers.kv_transfer.api import Stats
+from forebay.workers.mock_answers import TASKS
+from forebay.workers.mock_kv import KvSettings, MockKv, summed
+from forebay.workers.mock_rank import Rank
+from forebay.workers.nixl_agent import load_nixl
 from forebay.workers.standin_encoder import MediaUnusable, StandInEncoder
 
 if TYPE_CHECKING:
     from forebay.workers.nixl_read import Array
 
-US_PER_S = 1_000_000
-QUANTUM_US = 1_000  # real time that a batch should cover: the resolution of an event loop's timers
-BATCH_TOKENS_MAX = 4_096  # at any speedup the event loop is given back after some milliseconds
-LAG_S_MAX = 0.1  # a machine that cannot keep up is late, and does not run faster later to make up for more
+logger = logging.getLogger(__name__)
+
+KV_ROLES = frozenset(("prefill", "decode"))
 
 
 class MockEngine:
     """`dp_size` independent ranks of `config` from `dp_start_rank` on, `speedup` times as fast as the real thing.
 
-    Like vLLM with its default scheduling policy it serves first come, first served, whatever an item's priority.
+    `kv` is how KV travels, where the worker's role is prefill or decode. Like vLLM with its default scheduling policy
+    it serves first come, first served, whatever an item's priority.
     """
 
-    def __init__(self, config: EngineConfig, *, dp_size: int = 1, dp_start_rank: int = 0, speedup: float = 1.0) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        dp_size: int = 1,
+        dp_start_rank: int = 0,
+        speedup: float = 1.0,
+        kv: KvSettings | None = None,
+    ) -> None:
         if not 0 < speedup < float("inf"):
             raise ValueError(f"speedup must be a positive number, not {speedup}")
         ranks = range(dp_start_rank, dp_start_rank + dp_size)
-        self._ranks = {rank: _Rank(rank, config, speedup) for rank in ranks}
+        self._config = config
+        self._ranks = {rank: Rank(rank, config, speedup) for rank in ranks}
         self._loras: dict[str, str] = {}  # the directories of adapters; none of those that were there at the start
+        self._kv_settings = kv or KvSettings()
+        self._spec: WorkerSpec | None = None
+        self._kv: MockKv | None = None  # of this epoch, once it is open
+        self._life = 0  # counts resets
+        self._opening = False
+        self._held: dict[str, tuple[WorkItem, int]] = {}  # until it is
+        self._ending: set[asyncio.Task[None]] = set()
+        self._broken: EngineError | None = None
+        self._past = Stats()  # of epochs that are over
+        self._closing: list[Stats] = []
 
     async def start(self, spec: WorkerSpec) -> WorkerSpec:
-        """There is no model to load."""
+        """There is no model to load. Raises EngineError when KV is to travel, and cannot."""
         self._loras = dict.fromkeys(spec.loras, "")
-        return msgspec.structs.replace(spec, tasks=TASKS)
+        spec = self._spec = msgspec.structs.replace(spec, tasks=TASKS)
+        if spec.role not in KV_ROLES:
+            return spec
+        layout = self._kv_settings.layout(self._config.block_size)
+        if self._kv_settings.transport == "nixl":
+            await asyncio.to_thread(load_nixl, "KV blocks travel")
+        elif find_spec("numpy") is None:
+            raise EngineError("KV blocks are kept in arrays of numpy, which is not installed: pip install numpy")
+        return msgspec.structs.replace(spec, kv_layout=layout)
 
     async def run(self, publish: Publish) -> None:
         """Run every rank until cancelled."""
@@ -72,7 +92,10 @@ class MockEngine:
                 group.create_task(rank.run(publish))
 
     async def stop(self) -> None:
-        """There is nothing to free."""
+        """Give back memory."""
+        if self._kv is not None or self._opening:
+            self.reset()
+        await asyncio.gather(*self._ending)
 
     def warm(self, hashes: Sequence[int], rank: int = 0) -> None:
         """Start a rank with these blocks in its cache."""
@@ -87,24 +110,42 @@ class MockEngine:
         rank, lora = self._ranks[item.rank], item.lora_name
         if lora and lora not in self._loras:
             rank.refuse(item, AnswerError(status=404, code="adapter_not_loaded", message=_not_loaded(lora)))
-        elif item.media:
+        elif item.media and item.stage != "decode":
             try:
                 self.submit_embedded(item, StandInEncoder().encode_all(item.media))
             except (MediaUnusable, EngineError) as error:
                 status = 400 if isinstance(error, MediaUnusable) else 500
                 rank.refuse(item, AnswerError(status=status, code="media_not_encoded", message=str(error)))
         else:
-            rank.submit(item)
+            self._submit(item, 0)
 
     def submit_embedded(self, item: WorkItem, embeddings: "Array") -> None:
         """As `submit`: what it says depends on every byte of the embeddings."""
-        checksum = xxh3_64_intdigest(embeddings.tobytes())
-        self._ranks[item.rank].submit(item, checksum)
+        self._submit(item, xxh3_64_intdigest(embeddings.tobytes()))
 
     def cancel(self, request_id: str) -> None:
-        """Drop a request, if it is under way."""
+        """Drop a request, if it is under way, and what is kept for it."""
+        self._held.pop(request_id, None)
         for rank in self._ranks.values():
             rank.cancel(request_id)
+
+    def release(self, request_id: str) -> None:
+        """Nobody will fetch what is kept for a request, if anything is."""
+        if self._kv is not None:
+            self._kv.release(request_id)
+
+    def drop(self, prefilled: Prefilled) -> None:
+        """Tell who keeps it that nobody here will fetch; its lease does where nothing is open yet."""
+        if self._kv is not None:
+            self._kv.drop(prefilled)
+
+    def kept(self) -> int:
+        """Requests whose KV is kept for others."""
+        return 0 if self._kv is None else self._kv.kept
+
+    def kv_stats(self) -> Stats:
+        """Of all KV that travelled since the start."""
+        return reduce(summed, (*self._closing, Stats() if self._kv is None else self._kv.transport.stats), self._past)
 
     async def command(self, command: Command) -> tuple[str, ...]:
         """As vLLM does it: the cache can be cleared while nothing runs; who is paused or asleep keeps its requests.
@@ -155,171 +196,82 @@ class MockEngine:
         self._loras[name] = path
 
     async def check(self) -> None:
-        """It lives as long as its process."""
+        """It lives as long as its process, unless KV is to travel and cannot."""
+        if self._broken is not None:
+            raise self._broken
 
     def collectors(self) -> Sequence[Collector]:
         """It has no metrics of its own."""
         return ()
 
     def reset(self) -> None:
-        """Drop every request and the caches."""
-        for rank in self._ranks.values():
-            rank.reset()
-
-
-class _Rank:
-    def __init__(self, number: int, config: EngineConfig, speedup: float) -> None:
-        self._number = number
-        self.model = EngineModel(config)
-        self._speedup = speedup
-        self._span_us = max(1, round(QUANTUM_US * speedup))
-        self._wake = asyncio.Event()
-        self._failed: list[Failed] = []
-        self._answers = MockAnswers(config.vocabulary or ())
-        self._published = self.model.load()
-        self._life = 0  # counts resets: a batch of an earlier life is not published
-        self._changes: list[CacheChange] = []
-        self._paused = self._asleep = False
-
-    def submit(self, item: WorkItem, seen: int = 0) -> None:
-        """`seen` is a checksum of what it is shown beside the text."""
-        block_size = self.model.config.block_size
-        last = len(item.token_ids) // U32_BYTES // block_size
-        media = mm_hashes(item.media, block_size)
-        seed = hash_seed(item.lora_name, item.cache_namespace)
-        request = EngineRequest(
-            request_id=item.request_id,
-            attempt=item.attempt,
-            token_ids=item.token_ids,
-            sequence_hashes=item.sequence_hashes,
-            token_seed=xxh3_64_intdigest(item.token_ids, ((item.sampling.seed or 0) + seen) & U64_MASK),
-            max_tokens=1 if item.task == "embed" else item.sampling.max_tokens,
-            hash_seed=seed,
-            tail_mm_hashes=tuple(media.get(last, ())),
-        )
-        try:
-            # The model's pool takes them for chains; whoever writes to the log can say anything.
-            if item.sequence_hashes != sequence_hashes(item.token_ids, block_size, seed, media):
-                raise RequestMalformed("the block hashes are not those of the prompt")
-            self.model.submit(request)
-        except RequestRefused as refusal:
-            self.refuse(item, _answer(refusal))
-        else:
-            self._answers.begin(item)
-        self._wake.set()
-
-    def refuse(self, item: WorkItem, error: AnswerError) -> None:
-        """The item is not taken."""
-        self._failed.append(Failed(item.request_id, item.attempt, error))
-        self._wake.set()
-
-    def hold(self, *, paused: bool | None = None, asleep: bool | None = None) -> None:
-        """Whether nothing is computed; what is None stays as it is."""
-        self._paused = self._paused if paused is None else paused
-        self._asleep = self._asleep if asleep is None else asleep
-        self._wake.set()
-
-    def clear(self) -> None:
-        """Empty the cache. What runs has to be computed again."""
-        self.model.clear_cache()
-        self._changes.append(Cleared())
-        self._wake.set()
-
-    def cancel(self, request_id: str) -> None:
-        if self.model.cancel(request_id):
-            self._answers.end(request_id)
-            self._wake.set()
-
-    def reset(self) -> None:
+        """Drop every request and the caches, and what is kept for others."""
         self._life += 1
-        self.model.reset()
-        self._answers.clear()
-        self._failed.clear()
-        self._changes.clear()
-        self._published = self.model.load()
+        self._held.clear()
+        self._opening = False
+        fetching = [task for rank in self._ranks.values() for task in rank.reset()]
+        kv, self._kv = self._kv, None
+        if kv is not None:
+            self._closing.append(kv.transport.stats)
+            self._spawn(self._close(kv, fetching))
 
-    async def run(self, publish: Publish) -> None:
-        due = time.monotonic()
-        while True:
-            life = self._life
-            batch, span_us = self._collect()
-            if batch is None:
-                self._wake.clear()
-                await self._wake.wait()
-                due = time.monotonic()
-                continue
-            now = time.monotonic()
-            due = max(due, now - LAG_S_MAX) + span_us / (self._speedup * US_PER_S)
-            await asyncio.sleep(max(0.0, due - now))
-            if life == self._life:
-                self._published = batch.load
-                publish(batch)
+    def _submit(self, item: WorkItem, seen: int) -> None:
+        """To its rank, at once or when KV can travel."""
+        rank = self._ranks[item.rank]
+        if item.stage not in KV_ROLES or self._kv is not None:
+            rank.submit(item, seen)
+        elif self._spec is None or self._spec.role not in KV_ROLES:
+            message = "this mock engine has neither the role prefill nor decode: its KV does not travel"
+            rank.refuse(item, AnswerError(status=501, code="stage_not_supported", message=message))
+        else:
+            self._held[item.request_id] = item, seen
+            if not self._opening:
+                self._opening = True
+                self._spawn(self._open(self._spec, item.worker_epoch, self._life))
 
-    def _collect(self) -> tuple[EngineBatch | None, int]:
-        """Steps for about a quantum and the virtual time they take; None when there is nothing to say."""
-        steps: list[Step] = []
-        span_us = tokens = 0
-        cache_changes, self._changes = self._changes, []
-        held = self._paused or self._asleep
-        while not held and span_us < self._span_us and tokens < BATCH_TOKENS_MAX:
-            step = self.model.step(self._span_us - span_us)
-            if step is None:
-                break
-            steps.append(step)
-            span_us += step.duration_us
-            tokens += len(step.emitted) * step.iterations
-        failed, self._failed = self._failed, []
-        load = self.model.load()
-        if not steps:
-            if not failed and not cache_changes and load == self._published:
-                return None, 0
-            return EngineBatch(rank=self._number, load=load, cache_changes=cache_changes, failed=failed), 0
-        first_tokens: list[FirstToken] = []
-        finished: list[Finished] = []
-        for step in steps:
-            cache_changes += step.cache_changes
-            first_tokens += step.first_tokens
-            finished += step.finished
-        batch = EngineBatch(
-            rank=self._number,
-            load=load,
-            cache_changes=cache_changes,
-            emitted=steps[0].emitted if len(steps) == 1 else _merge(steps),
-            first_tokens=first_tokens,
-            finished=finished,
-            failed=failed,
-        )
-        return self._answers.worded(batch), span_us
+    async def _open(self, spec: WorkerSpec, worker_epoch: int, life: int) -> None:
+        broken: EngineError | None = None
+        kv = MockKv(self._kv_settings, spec.model, spec.worker_id, worker_epoch, self._config.block_size)
+        try:
+            await kv.open(len(self._ranks) * self._config.kv_blocks_total, self._given_back)
+        except Exception as error:  # NIXL raises its own kinds
+            logger.error("KV cannot travel", exc_info=not isinstance(error, EngineError))  # noqa: TRY400
+            broken = EngineError(f"KV cannot travel by {self._kv_settings.transport}: {error}")
+        if life != self._life:
+            await kv.close()
+            return
+        self._opening = False
+        held, self._held = self._held, {}
+        if broken is None:
+            self._kv = kv
+            for rank in self._ranks.values():
+                rank.kv = kv
+        else:
+            self._broken = broken
+        for item, seen in held.values():
+            rank = self._ranks[item.rank]
+            if broken is None:
+                rank.submit(item, seen)
+            elif item.stage == "decode":
+                rank.lose(item, str(broken))
+            else:
+                rank.refuse(item, AnswerError(status=503, code="kv_not_kept", message=str(broken)))
 
+    async def _close(self, kv: MockKv, fetching: Sequence[asyncio.Task[None]]) -> None:
+        await asyncio.gather(*fetching, return_exceptions=True)
+        await kv.close()
+        self._closing.remove(kv.transport.stats)
+        self._past = summed(self._past, kv.transport.stats)
 
-def _merge(steps: list[Step]) -> list[Emitted]:
-    """One chunk for each request, in the order in which they first spoke."""
-    chunks: dict[str, list[Emitted]] = {}
-    for step in steps:
-        for chunk in step.emitted:
-            chunks.setdefault(chunk.request_id, []).append(chunk)
-    return [
-        Emitted(
-            parts[0].request_id,
-            parts[0].attempt,
-            parts[0].first_index,
-            b"".join([part.token_ids for part in parts]),
-        )
-        for parts in chunks.values()
-    ]
+    def _given_back(self, request_id: str, _: str) -> None:
+        for rank in self._ranks.values():
+            rank.given_back(request_id)
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
 
 
 def _not_loaded(name: str) -> str:
     return f"the adapter {name} is not loaded"
-
-
-def _answer(refusal: RequestRefused) -> AnswerError:
-    match refusal:
-        case RequestTooLarge():
-            return AnswerError(status=400, code="context_length_exceeded", message=str(refusal))
-        case RequestMalformed():
-            return AnswerError(status=400, code="invalid_request", message=str(refusal))
-        case QueueFull():
-            return AnswerError(status=503, code="engine_overloaded", message=str(refusal))
-        case _:
-            raise AssertionError(f"a new kind of refusal: {refusal!r}")

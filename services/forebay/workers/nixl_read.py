@@ -9,7 +9,6 @@ thread, which would spin: whoever offers must call `poll`, more often than its r
 """
 
 import asyncio
-import logging
 import time
 from bisect import insort
 from collections.abc import Callable
@@ -23,7 +22,7 @@ from xxhash import xxh3_64_intdigest
 
 from forebay.events.base import Name, hex_digest
 from forebay.events.media import DESCRIPTOR_BYTES_MAX, Encoded
-from forebay.workers.engine import EngineError
+from forebay.workers.nixl_agent import TransferError, open_agent, said_name
 
 if TYPE_CHECKING:
     import numpy as np
@@ -37,10 +36,6 @@ READ_BYTES_MAX = 256 << 20  # what a descriptor may make a reader allocate
 READERS_MAX = 256  # agents that are known at once; the one not asked for longest is forgotten
 POLL_S = 0.001
 DTYPES = frozenset({"float32", "float16", "uint8"})  # numpy has no bfloat16
-
-
-class TransferError(Exception):
-    """The embeddings cannot be offered or fetched. The text says why, fit for the log."""
 
 
 class _Place(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,25 +56,6 @@ class _Offer:
     until_s: float
 
 
-def agent_name(worker_id: str, worker_epoch: int) -> str:
-    """What the agent of one life of a worker is called."""
-    return f"{worker_id}@{worker_epoch}"
-
-
-def load_nixl() -> Any:
-    """The NIXL bindings. Raises EngineError where they are not installed."""
-    try:
-        import nixl_cu12  # noqa: PLC0415 - half a second, and an extra
-        import numpy  # noqa: F401, PLC0415 - likewise
-    except ImportError as error:
-        raise EngineError(
-            f"embeddings travel by NIXL, which cannot be imported ({error}): pip install numpy && "
-            "pip install --no-deps nixl-cu12"
-        ) from error
-    logging.getLogger("nixl").setLevel(logging.WARNING)  # it tells of every agent that starts
-    return nixl_cu12
-
-
 class Offers:
     """The embeddings that wait in this worker's memory. Not for several threads."""
 
@@ -96,7 +72,7 @@ class Offers:
         self._name = name
         self._lease_s = lease_s
         self._now_s = now_s
-        self._agent = _agent(name)
+        self._agent = open_agent(name)
         self._arena = numpy.empty(arena_bytes, dtype=numpy.uint8)
         self._address: int = self._arena.ctypes.data
         self._registered = self._agent.register_memory([(self._address, arena_bytes, 0, "")], mem_type="DRAM")
@@ -216,7 +192,7 @@ class Reader:
 
     def _begin(self, reading: "_Reading") -> bool:
         place = reading.place
-        self._agent = self._agent or _agent(self._name)
+        self._agent = self._agent or open_agent(self._name)
         if place.agent in self._silent:
             raise TransferError(f"{place.agent} did not answer an earlier read, and is asked no more")
         known = self._known.pop(place.agent, None)
@@ -231,8 +207,7 @@ class Reader:
         if len(self._known) >= READERS_MAX:
             oldest = next(iter(self._known))
             self._forget(oldest)
-        name = self._agent.add_remote_agent(place.metadata)
-        said = name.decode(errors="replace") if isinstance(name, bytes) else str(name)
+        said = said_name(self._agent.add_remote_agent(place.metadata))
         if said != place.agent:
             self._agent.remove_remote_agent(said)
             raise TransferError(f"the metadata of {place.agent} is of {said}")
@@ -297,11 +272,6 @@ class _Reading:
         if state == "ERR":
             raise TransferError(f"the read from {self.place.agent} failed")
         return state == "DONE"
-
-
-def _agent(name: str) -> Any:
-    nixl = load_nixl()
-    return nixl.nixl_agent(name, nixl.nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
 
 
 def _place_of(encoded: Encoded) -> _Place:

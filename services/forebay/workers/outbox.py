@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from forebay.core.engine_model import Emitted, Finished, Load
+import msgspec
+
+from forebay.core.engine_model import Emitted, Finished, FirstToken, Load
 from forebay.events.base import U32_BYTES, Event
 from forebay.events.codec import encode
 from forebay.events.control import Command
@@ -24,6 +26,8 @@ from forebay.events.progress import (
     FinishReason,
     FirstTokenEmitted,
     OutputGrown,
+    PrefillFailed,
+    PrefillFinished,
     ProgressEvent,
     RequestFailed,
     RequestFinished,
@@ -31,13 +35,16 @@ from forebay.events.progress import (
 )
 from forebay.events.tokens import AnswerError, AttemptStarted, Embedded, ResponseEnded, TokenChunk, TokensEmitted, Usage
 from forebay.events.topics import METRICS, PROGRESS, TOKENS, Topic
+from forebay.events.transfer import Prefilled
 from forebay.events.work import WorkItem
 from forebay.transport.base import Draft
 from forebay.workers.cache_events import CacheEvents
-from forebay.workers.engine import EngineBatch
+from forebay.workers.engine import EngineBatch, Failed, MediaEncoded, NotFetched, PromptPrefilled
 
+REQUEST_ERROR, STATUS_MAX = 400, 599
 SERVER_ERROR = 500  # from here on an HTTP status says that nothing is wrong with the request
 ERROR_CHARS_MAX = 500  # of what the owner is told, and may tell the client
+CODE_CHARS_MAX = 256
 LOAD_INTERVAL_S = 0.1  # ten reports a second and rank are enough for routing
 
 
@@ -47,6 +54,7 @@ class Active:
 
     `said` counts the tokens of earlier attempts that this one goes on from; the engine has them as its prompt's end.
     `blocks` is how many KV blocks of prompt and output the owner knows of, 0 when it does not want to know.
+    `fetched` is whose KV this one goes on from; `began` is whether its first token was said.
     """
 
     request_id: str
@@ -57,6 +65,8 @@ class Active:
     said: int = 0
     prompt_tokens: int = 0
     blocks: int = 0
+    fetched: Prefilled | None = None
+    began: bool = False
 
 
 class Outbox:
@@ -83,6 +93,7 @@ class Outbox:
             item.stage,
             prompt_tokens=prompt_tokens,
             blocks=blocks,
+            fetched=item.prefilled,
         )
 
     def attempt_started(self, active: Active) -> Draft:
@@ -98,8 +109,13 @@ class Outbox:
     def failure(self, active: Active, error: AnswerError) -> list[Draft]:
         """The end of a request that did not go well: to the client, then to the owner.
 
-        That it could not be encoded here, with nothing wrong with the request, is for the owner alone.
+        Why its prompt is not computed here is for the owner alone; likewise that it could not be encoded here, with
+        nothing wrong with the request.
         """
+        if active.stage == "prefill":
+            status = error.status if REQUEST_ERROR <= error.status <= STATUS_MAX else SERVER_ERROR
+            message, code = error.message[:ERROR_CHARS_MAX], error.code[:CODE_CHARS_MAX]
+            return [self._for_owner(PrefillFailed, active, error=message, status=status, code=code)]
         if active.stage == "encode" and error.status >= SERVER_ERROR:
             return [self._for_owner(EncodeFailed, active, error=error.message[:ERROR_CHARS_MAX])]
         ended = ResponseEnded(
@@ -112,8 +128,13 @@ class Outbox:
         return [_draft(TOKENS, active.reply_slot, ended), self._failed(active, error.message)]
 
     def not_fetched(self, active: Active, error: str) -> list[Draft]:
-        """Its embeddings could not be had: it ends here, and the owner has it encoded anew."""
+        """Embeddings or KV could not be had: it ends here, and the owner has them made anew."""
         return [self._for_owner(TransferFailed, active, error=error[:ERROR_CHARS_MAX])]
+
+    def prefilled(self, active: Active, prefilled: Prefilled, cached_tokens: int) -> Draft:
+        """A prompt is computed, and its KV kept."""
+        kept = msgspec.structs.replace(prefilled, cached_tokens=cached_tokens)
+        return self._for_owner(PrefillFinished, active, prefilled=kept)
 
     def complete(self, active: Active) -> list[Draft]:
         """The end of a request whose earlier attempts said all it may say."""
@@ -137,7 +158,8 @@ class Outbox:
         for first in batch.first_tokens:
             one = active.get(first.request_id)
             if one is not None and one.attempt == first.attempt:
-                progress.append(self._began(one, first.cached_tokens, at_us))
+                one.began = True
+                progress.append(self._began(one, first, at_us))
         for end in batch.finished:
             one = active.get(end.request_id)
             if one is None or one.attempt != end.attempt:
@@ -147,18 +169,29 @@ class Outbox:
             drafts.append(self._ended(one, end.reason, usage))
             progress.append(self._finished(one, end.reason, usage, at_us))
         drafts += progress
-        for encoded in batch.encoded:
-            one = active.get(encoded.request_id)
-            if one is not None and one.attempt == encoded.attempt:
-                del active[encoded.request_id]
-                drafts.append(self._for_owner(EncodeFinished, one, encoded=encoded.encoded))
-        for failed in batch.failed:
-            one = active.get(failed.request_id)
-            if one is not None and one.attempt == failed.attempt:
-                del active[failed.request_id]
-                drafts += self.failure(one, failed.error)
+        drafts += self._parts(batch, active)
         drafts += self._grown(batch.emitted, active, at_us)
         return drafts + self._load(batch.rank, batch.load, at_us)
+
+    def _parts(self, batch: EngineBatch, active: dict[str, Active]) -> list[Draft]:
+        """Of requests whose part here is done, or ended badly."""
+        drafts = [
+            self._for_owner(EncodeFinished, one, encoded=encoded.encoded)
+            for encoded in batch.encoded
+            if (one := _taken(active, encoded)) is not None
+        ]
+        drafts += [
+            self.prefilled(one, prompt.prefilled, prompt.cached_tokens)
+            for prompt in batch.prefilled
+            if (one := _taken(active, prompt)) is not None
+        ]
+        for lost in batch.not_fetched:
+            if (one := _taken(active, lost)) is not None:
+                drafts += self.not_fetched(one, lost.error)
+        for failed in batch.failed:
+            if (one := _taken(active, failed)) is not None:
+                drafts += self.failure(one, failed.error)
+        return drafts
 
     def command_answer(
         self, command_id: str, command: Command, owner_epoch: int, loras: tuple[str, ...], error: str | None
@@ -197,7 +230,7 @@ class Outbox:
         )
         return _draft(TOKENS, active.reply_slot, event)
 
-    def _began(self, active: Active, cached_tokens: int, at_us: int) -> Draft:
+    def _began(self, active: Active, first: FirstToken, at_us: int) -> Draft:
         event = FirstTokenEmitted(
             request_id=active.request_id,
             attempt=active.attempt,
@@ -205,7 +238,9 @@ class Outbox:
             worker_epoch=self._worker_epoch,
             owner_epoch=active.owner_epoch,
             at_us=at_us,
-            cached_tokens=cached_tokens,
+            cached_tokens=first.cached_tokens,
+            transferred_bytes=first.transferred_bytes,
+            transfer_us=first.transfer_us,
         )
         return _draft(PROGRESS, self._partition, event)
 
@@ -343,13 +378,23 @@ class Outbox:
 
 
 def _usage(active: Active, end: Finished) -> Usage:
-    """Of the whole answer, whoever said it: to the engine, what was said before is prompt."""
+    """Of the whole answer, whoever said it: to the engine, what was said before is prompt.
+
+    What was fetched from a prefill worker was cached as far as that had it in its cache.
+    """
     prompt_tokens = end.prompt_tokens - active.said
+    cached_tokens = end.cached_tokens if active.fetched is None else active.fetched.cached_tokens
     return Usage(
         prompt_tokens=prompt_tokens,
         output_tokens=active.said + end.output_tokens,
-        cached_tokens=min(end.cached_tokens, prompt_tokens),
+        cached_tokens=min(cached_tokens, prompt_tokens),
     )
+
+
+def _taken(active: dict[str, Active], said: MediaEncoded | PromptPrefilled | NotFetched | Failed) -> Active | None:
+    """Whose end is said, taken out of `active`; None if it is not there in that attempt."""
+    one = active.get(said.request_id)
+    return active.pop(said.request_id) if one is not None and one.attempt == said.attempt else None
 
 
 def _draft(topic: Topic, partition: int, event: Event) -> Draft:

@@ -2,6 +2,7 @@
 
 import time
 
+from forebay.workers.kv_metrics import kv_path
 from forebay.workers.life import State
 from forebay.workers.worker import Worker
 
@@ -15,9 +16,10 @@ class Probes:
         self.worker: Worker | None = None
 
     def ready(self) -> tuple[bool, str]:
-        """True while the worker is a member of the fleet and its engine answers; and its state."""
+        """True while the worker is a member of the fleet and its engine answers; its state, and what moves its KV."""
         state = self._state()
-        return state is State.HEALTHY, state
+        layout = None if self.worker is None else self.worker.spec.kv_layout
+        return state is State.HEALTHY, state if layout is None else f"{state}, KV by {kv_path(layout)}"
 
     def live(self) -> tuple[bool, str]:
         """False once the worker ended, or when its event loop did not get round to a health check for long."""

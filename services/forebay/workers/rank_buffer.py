@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from forebay.core.engine_model import Emitted, Finished, FirstToken, Load
 from forebay.events.base import pack_u32
 from forebay.events.tokens import AnswerError, TokenLogprob
+from forebay.events.transfer import Prefilled
 from forebay.events.work import WorkItem
-from forebay.workers.engine import CacheChange, Cleared, EngineBatch, Failed, Vector
+from forebay.workers.engine import CacheChange, Cleared, EngineBatch, Failed, NotFetched, PromptPrefilled, Vector
 
 
 class _Chunk:
@@ -36,6 +37,8 @@ class RankBuffer:
         self._finished: list[Finished] = []
         self._failed: list[Failed] = []
         self._vectors: list[Vector] = []
+        self._prefilled: list[PromptPrefilled] = []
+        self._not_fetched: list[NotFetched] = []
 
     @property
     def muted(self) -> bool:
@@ -106,10 +109,18 @@ class RankBuffer:
         """A request has no, or no whole, answer."""
         self._failed.append(Failed(item.request_id, item.attempt, error))
 
+    def prefilled(self, item: WorkItem, prefilled: Prefilled, cached_tokens: int) -> None:
+        """The prompt is computed, and its KV kept for another worker."""
+        self._prefilled.append(PromptPrefilled(item.request_id, item.attempt, prefilled, cached_tokens))
+
+    def not_fetched(self, item: WorkItem, error: str) -> None:
+        """The KV of the prompt could not be had from where it is kept."""
+        self._not_fetched.append(NotFetched(item.request_id, item.attempt, error))
+
     def take(self) -> EngineBatch | None:
         """All of it, once; None when there is nothing to say."""
-        new = (self._changes, self._chunks, self._vectors, self._first_tokens, self._finished, self._failed)
-        if not any(new) and self.load == self._told:
+        said = (self._changes, self._chunks, self._vectors, self._first_tokens, self._finished, self._failed)
+        if not any((*said, self._prefilled, self._not_fetched)) and self.load == self._told:
             return None
         self._told = self.load
         batch = EngineBatch(
@@ -124,6 +135,8 @@ class RankBuffer:
             first_tokens=self._first_tokens,
             finished=self._finished,
             failed=self._failed,
+            prefilled=self._prefilled,
+            not_fetched=self._not_fetched,
         )
         self._forget()
         return batch

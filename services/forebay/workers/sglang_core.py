@@ -14,25 +14,25 @@ import logging
 import multiprocessing
 import os
 import signal
-import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 from forebay.workers.engine import EngineError
 from forebay.workers.engine_settings import EngineSettings
+from forebay.workers.free_ports import free_ports
 from forebay.workers.kv_events.zmq_feed import KvSource
 from forebay.workers.model_directory import one_line
 
 logger = logging.getLogger(__name__)
 
 KILLED_S = 10.0
-PORT_ATTEMPTS = 32
 DISAGGREGATION = ("prefill", "decode")
+PORT = "disaggregation_bootstrap_port"
 FOLLOWERS_RETURN = "SGLANG_BLOCK_NONZERO_RANK_CHILDREN"  # 0: `Engine` of a node that is not the first comes back
 _TAKEN = threading.Lock()
 
@@ -65,6 +65,9 @@ def engine_arguments(settings: EngineSettings, sources: Mapping[str, Any] | None
     if settings.role in DISAGGREGATION:
         arguments["disaggregation_mode"] = settings.role
         arguments["disaggregation_transfer_backend"] = "nixl"
+    if settings.role == "prefill":
+        # SGLang's own is one for all workers of a machine.
+        arguments[PORT] = settings.arguments.get(PORT) or _free_ports(1)
     arguments |= settings.arguments
     if not arguments.get("incremental_streaming_output"):
         raise EngineError("the SGLang adapter needs incremental_streaming_output: leave it out of the arguments")
@@ -98,18 +101,22 @@ def kv_sources(arguments: Mapping[str, Any], ranks: Sequence[int]) -> dict[int, 
     return {rank: source.at_rank(index) for index, rank in enumerate(ranks)}
 
 
+def bootstrap_host(arguments: Mapping[str, Any]) -> str:
+    """Where decode engines find a prefill engine: at its first node, or at this machine's address."""
+    if given := arguments.get("dist_init_addr"):
+        return str(given).rpartition(":")[0]
+    try:
+        from sglang.srt.utils.network import get_local_ip_auto  # noqa: PLC0415 - where there is an engine, it is
+    except ImportError:
+        from sglang.srt.utils import get_local_ip_auto  # noqa: PLC0415 - older releases
+    host: str = get_local_ip_auto()
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
+
+
 def _free_ports(count: int) -> int:
-    """The first of so many ports in a row that nobody listens at."""
-    for _ in range(PORT_ATTEMPTS):
-        with ExitStack() as held:
-            first = held.enter_context(socket.socket())
-            first.bind(("127.0.0.1", 0))
-            port: int = first.getsockname()[1]
-            with suppress(OSError, OverflowError):
-                for other in range(port + 1, port + count):
-                    held.enter_context(socket.socket()).bind(("127.0.0.1", other))
-                return port
-    raise EngineError(f"no {count} free ports in a row for KV events: name them in kv_events_config")
+    if (first := free_ports(count)) is None:
+        raise EngineError(f"no {count} free ports in a row for SGLang: name them in its arguments")
+    return first
 
 
 class SglangCore:

@@ -9,6 +9,7 @@ first of an engine answers nothing: its `start` returns only when it fails, so i
 
 import asyncio
 import itertools
+import logging
 import shutil
 import struct
 import tempfile
@@ -23,18 +24,29 @@ from prometheus_client.registry import Collector
 from forebay.events.control import Command
 from forebay.events.fleet import WorkerSpec
 from forebay.events.tokens import AnswerError
+from forebay.events.transfer import Prefilled
 from forebay.events.work import WorkItem
 from forebay.workers.async_engine import CANARY_TOKENS, WATCH_S, AsyncEngine
+from forebay.workers.clearing import Clearing
 from forebay.workers.engine import EngineError, EngineRefused
 from forebay.workers.engine_metrics import PrefixedMetrics
 from forebay.workers.engine_settings import EngineSettings
+from forebay.workers.kv_descriptor import Unfetchable, offered
 from forebay.workers.kv_events.metrics import KvEventMetrics
 from forebay.workers.kv_events.resident import ResidentBlocks
 from forebay.workers.kv_events.sglang_wire import decode_sglang
 from forebay.workers.kv_events.zmq_feed import KvFeed
 from forebay.workers.model_directory import check_model, one_line
 from forebay.workers.rank_buffer import RankBuffer
-from forebay.workers.sglang_core import DISAGGREGATION, SglangCore, engine_arguments, kv_sources, own_sources
+from forebay.workers.sglang_core import (
+    DISAGGREGATION,
+    PORT,
+    SglangCore,
+    bootstrap_host,
+    engine_arguments,
+    kv_sources,
+    own_sources,
+)
 from forebay.workers.sglang_requests import (
     abort_error,
     engine_priority,
@@ -43,12 +55,16 @@ from forebay.workers.sglang_requests import (
     status_error,
     token_logprobs,
 )
+from forebay.workers.sglang_transfer import CONNECTOR, LEASE_S, PREFILL_SAMPLING, Rendezvous, new_room, rendezvous
+
+logger = logging.getLogger(__name__)
 
 LOADS_EVERY_S = 0.1  # as often as a worker reports them
 FLUSH_S = 10.0  # for the scheduler to be through with what was aborted
 FLUSH_ATTEMPTS = 20
 FLUSH_EVERY_S = 0.1
 NO_TRANSFER_HOST = "2.2.2.2"  # SGLang's own name for a prefill or decode side that is not there
+SERVER_ERROR = 500  # from here on an HTTP status says that nothing is wrong with the request
 DROPS_WEIGHTS = 2  # the level of sleep
 IDS = itertools.count(1)
 
@@ -67,11 +83,11 @@ class SglangEngine(AsyncEngine):
         self._sockets: Path | None = None
         self._worker_id = ""
         self._feeds: dict[int, KvFeed] = {}
-        self._clearing: asyncio.Task[None] | None = None
-        self._clear_again = False
+        self._clearing = Clearing(self._clear, self._fail)
         self._awake = asyncio.Event()
         self._awake.set()
         self._given: set[asyncio.Task[Any]] = set()  # requests that SGLang has
+        self._kept: set[str] = set()  # prompts for others, until those have come and gone
         self._slept_level = 0
 
     async def start(self, spec: WorkerSpec) -> WorkerSpec:
@@ -167,11 +183,11 @@ class SglangEngine(AsyncEngine):
 
     def _on_lost(self, _rank: int, _reason: str) -> None:
         # What the engine holds and nobody knows of goes, so that index and engine agree again.
-        self._clear_soon()
+        self._clearing.soon()
 
     async def stop(self) -> None:
         """End every request, and SGLang."""
-        await self._end_tasks(self._clearing)
+        await self._end_tasks(self._clearing.task)
         await self._core.stop()
         if self._sockets is not None:
             await asyncio.to_thread(shutil.rmtree, self._sockets, ignore_errors=True)
@@ -187,23 +203,7 @@ class SglangEngine(AsyncEngine):
     def _drop_cache(self) -> None:
         for rank in self._ranks.values():
             rank.reset(clears=rank.rank in self._feeds)
-        self._clear_soon()
-
-    def _clear_soon(self) -> None:
-        self._clear_again = True
-        if self._clearing is None:
-            self._clearing = asyncio.create_task(self._clear_all(), name="sglang clear")
-            self._clearing.add_done_callback(self._clear_ended)
-
-    async def _clear_all(self) -> None:
-        while self._clear_again:
-            self._clear_again = False
-            await self._clear()
-
-    def _clear_ended(self, task: "asyncio.Task[None]") -> None:
-        self._clearing = None
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._fail(error)
+        self._clearing.soon()
 
     async def _clear(self) -> None:
         """Flush the cache; requests under way are computed again. Raises EngineRefused."""
@@ -236,8 +236,7 @@ class SglangEngine(AsyncEngine):
         self._wake.set()
 
     async def _ready(self) -> None:
-        while self._clearing is not None:
-            await asyncio.wait([self._clearing])
+        await self._clearing.over()
         await self._awake.wait()
 
     async def _answer(self, item: WorkItem, prompt: list[int], rank: RankBuffer) -> None:
@@ -245,52 +244,128 @@ class SglangEngine(AsyncEngine):
         assert task is not None
         self._given.add(task)
         try:
-            await (self._embed(item, prompt, rank) if item.task == "embed" else self._generate(item, prompt, rank))
+            if item.task == "embed":
+                await self._embed(item, prompt, rank)
+            elif item.stage == "prefill":
+                await self._prefill(item, prompt, rank)
+            elif item.stage == "decode":
+                await self._decode(item, prompt, rank)
+            else:
+                await self._generate(item, prompt, rank)
         finally:
             self._given.discard(task)
 
     def _refusal(self, item: WorkItem, prompt_tokens: int) -> AnswerError | None:
-        if self._settings.role in DISAGGREGATION:
-            message = (
-                f"a {self._settings.role} worker of SGLang needs a bootstrap room, which requests do not carry yet"
-            )
+        does = self._settings.role if self._settings.role in DISAGGREGATION else "aggregated"
+        if item.stage != does:
+            message = f"SGLang with the role {does} does nothing else, and this asks for {item.stage}"
+            if does == "decode":
+                message += ": it computes no prompts, so its pool must be told that prefill workers have to"
             return AnswerError(status=501, code="not_supported", message=message)
         return super()._refusal(item, prompt_tokens)
 
-    async def _generate(self, item: WorkItem, prompt: list[int], rank: RankBuffer) -> None:
-        sampling = item.sampling
-        said = cached = 0
-        answer = await self._core.engine.async_generate(
+    async def _prefill(self, item: WorkItem, prompt: list[int], rank: RankBuffer) -> None:
+        """It is told of at once: SGLang begins when who goes on from it has come."""
+        room = new_room(self._index(item.rank), self._settings.dp_size)
+        meet = Rendezvous(host=bootstrap_host(self._resolved), port=self._resolved[PORT], room=room)
+        model, packed, tokens = self._settings.model_name, msgspec.json.encode(meet), len(prompt)
+        told = offered(item, self._worker_id, model, CONNECTOR, packed, tokens=tokens, lease_s=LEASE_S)
+        self._kept.add(item.request_id)
+        rank.prefilled(item, told, 0)
+        self._wake.set()
+        sampling = sampling_arguments(item.sampling) | PREFILL_SAMPLING
+        try:
+            async with asyncio.timeout(LEASE_S):
+                answer = await self._ask(item, prompt, sampling, meet.arguments())
+                try:
+                    async for out in answer:
+                        if (reason := out["meta_info"]["finish_reason"]) and reason["type"] == "abort":
+                            logger.warning("SGLang ended the prompt of %s: %s", item.request_id, reason.get("message"))
+                            break
+                finally:
+                    await answer.aclose()
+        except Exception as error:
+            if self._core.is_dead:
+                raise
+            # Who waits for it learns nothing of it, and gives up by itself.
+            logger.warning("SGLang did not compute the prompt of %s: %s", item.request_id, one_line(error))
+        finally:
+            self._kept.discard(item.request_id)
+
+    def release(self, request_id: str) -> None:
+        """Take back a prompt that was told of."""
+        if request_id in self._kept:
+            self.cancel(request_id)
+
+    def drop(self, prefilled: Prefilled) -> None:
+        """Nobody can be told: who computes it waits for its lease."""
+
+    def kept(self) -> int:
+        """Prompts that were told of, and are not fetched yet."""
+        return len(self._kept)
+
+    async def _decode(self, item: WorkItem, prompt: list[int], rank: RankBuffer) -> None:
+        try:
+            meet = rendezvous(item.prefilled, self._settings.model_name, len(prompt))
+        except Unfetchable as error:
+            rank.not_fetched(item, str(error))
+            return
+        try:
+            await self._generate(item, prompt, rank, meet)
+        except TimeoutError:
+            rank.not_fetched(item, f"SGLang said nothing within {LEASE_S:g} s: nobody came to the room")
+
+    async def _ask(self, item: WorkItem, prompt: list[int], sampling: dict[str, Any], meet: dict[str, Any]) -> Any:
+        return await self._core.engine.async_generate(
             input_ids=prompt,
-            sampling_params=sampling_arguments(sampling),
+            sampling_params=sampling,
             stream=True,
             rid=_rid(item),
             lora_path=item.lora_name or None,
             routed_dp_rank=self._index(item.rank),
             priority=engine_priority(item.priority, self._resolved),
             cache_salt=item.cache_namespace or None,
-            **logprob_arguments(sampling),
+            **logprob_arguments(item.sampling),
+            **meet,
         )
-        try:
-            async for out in answer:
-                meta = out["meta_info"]
-                reason = meta["finish_reason"]
-                if reason is not None and reason["type"] == "abort":
-                    rank.failed(item, abort_error(reason))  # what is said with it was said before
-                    break
-                token_ids = out["output_ids"]
-                if token_ids:
-                    if not said:
-                        cached = meta["cached_tokens"]
-                        rank.began(item, cached)
-                    logprobs = () if sampling.logprobs is None else token_logprobs(meta, sampling.logprobs)
-                    rank.said(item, said, token_ids, logprobs)
-                    said += len(token_ids)
-                if reason is not None:
-                    self._finish(item, rank, reason["type"], (len(prompt), said, cached))
-                self._wake.set()
-        finally:
-            await answer.aclose()  # one that was not read to its end is aborted
+
+    async def _generate(
+        self, item: WorkItem, prompt: list[int], rank: RankBuffer, meet: Rendezvous | None = None
+    ) -> None:
+        """Raises TimeoutError if there is somebody to `meet`, and no token in time."""
+        sampling = item.sampling
+        said = cached = 0
+        async with asyncio.timeout(None if meet is None else LEASE_S) as lease:
+            arguments = {} if meet is None else meet.arguments()
+            answer = await self._ask(item, prompt, sampling_arguments(sampling), arguments)
+            try:
+                async for out in answer:
+                    meta = out["meta_info"]
+                    reason = meta["finish_reason"]
+                    if reason is not None and reason["type"] == "abort":
+                        self._aborted(item, rank, reason, fetching=meet is not None and not said)
+                        break  # what is said with it was said before
+                    token_ids = out["output_ids"]
+                    if token_ids:
+                        if not said:
+                            lease.reschedule(None)
+                            cached = meta["cached_tokens"]
+                            rank.began(item, cached)
+                        logprobs = () if sampling.logprobs is None else token_logprobs(meta, sampling.logprobs)
+                        rank.said(item, said, token_ids, logprobs)
+                        said += len(token_ids)
+                    if reason is not None:
+                        self._finish(item, rank, reason["type"], (len(prompt), said, cached))
+                    self._wake.set()
+            finally:
+                await answer.aclose()  # one that was not read to its end is aborted
+
+    def _aborted(self, item: WorkItem, rank: RankBuffer, reason: dict[str, Any], *, fetching: bool) -> None:
+        error = abort_error(reason)
+        if fetching and error.status >= SERVER_ERROR:
+            rank.not_fetched(item, error.message)
+        else:
+            rank.failed(item, error)
 
     async def _embed(self, item: WorkItem, prompt: list[int], rank: RankBuffer) -> None:
         request = self._io.EmbeddingReqInput(

@@ -8,6 +8,7 @@ there, never more. A reset drops the requests; the cache stays, and `held` says 
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from importlib import import_module
@@ -20,11 +21,13 @@ from forebay.events.control import Command
 from forebay.events.fleet import WorkerSpec
 from forebay.events.requests import Sampling
 from forebay.events.tokens import AnswerError, TokenLogprob
+from forebay.events.transfer import Prefilled
 from forebay.events.work import WorkItem
 from forebay.workers.async_engine import CANARY_TOKENS, AsyncEngine
 from forebay.workers.engine import EngineError, EngineRefused
 from forebay.workers.engine_metrics import PrefixedMetrics
 from forebay.workers.engine_settings import EngineSettings
+from forebay.workers.kv_descriptor import Unfetchable, offered
 from forebay.workers.kv_events.engine_events import KvEventError
 from forebay.workers.kv_events.metrics import KvEventMetrics
 from forebay.workers.kv_events.resident import ResidentBlocks
@@ -42,6 +45,13 @@ from forebay.workers.tensorrt_llm_requests import (
     sampling_arguments,
     step_stats,
 )
+from forebay.workers.tensorrt_llm_transfer import (
+    CONNECTOR,
+    LEASE_S,
+    PREFILL_SAMPLING,
+    descriptor,
+    transfer_fields,
+)
 from forebay.workers.vllm_requests import token_logprobs
 
 logger = logging.getLogger(__name__)
@@ -51,6 +61,19 @@ POLL_EVERY_S = (0.005, 0.1)  # after something was told, and at most, after a wh
 BACK_OFF = 1.5
 SHUTDOWN_S = 20.0
 CANARY_SAMPLING = Sampling(max_tokens=1, temperature=0.0, ignore_eos=True)
+
+
+class _Begun:
+    """Whether an answer has begun; from then on it has all the time that it takes."""
+
+    def __init__(self) -> None:
+        self.said = False
+        self.limit: asyncio.Timeout | None = None
+
+    def now(self) -> None:
+        self.said = True
+        if self.limit is not None:
+            self.limit.reschedule(None)
 
 
 class TensorRtLlmEngine(AsyncEngine):
@@ -68,14 +91,15 @@ class TensorRtLlmEngine(AsyncEngine):
         self._counts: dict[int, Counter[str]] = {}
         self._adapters: dict[str, Adapter] = {}  # all that ever were
         self._worker_id = ""
+        self._kept: dict[str, float] = {}  # prompts for others, until when
         self._log_step: Callable[[dict[str, Any]], None] | None = None
         self._log_request: Callable[[dict[str, Any]], None] | None = None
 
     async def start(self, spec: WorkerSpec) -> WorkerSpec:
         """Build the engine and answer a first prompt on each rank."""
         settings = self._settings
-        if settings.role != "aggregated":
-            raise EngineError(f"the TensorRT-LLM adapter answers whole requests: it makes no {settings.role} worker")
+        if settings.role == "encode":
+            raise EngineError("the TensorRT-LLM adapter is for text: it makes no encode worker")
         await asyncio.to_thread(check_model, settings)
         self._worker_id = spec.worker_id
         arguments = engine_arguments(settings, kv_events=spec.kv_events)
@@ -231,7 +255,28 @@ class TensorRtLlmEngine(AsyncEngine):
             await asyncio.to_thread(llm.shutdown)
 
     async def _answer(self, item: WorkItem, prompt: list[int], rank: RankBuffer) -> None:
-        sampling = item.sampling
+        if item.stage == "prefill":
+            await self._prefill(item, prompt, rank)
+            return
+        options = self._request_options(item)
+        if item.stage == "decode":
+            try:
+                fields = transfer_fields(item.prefilled, self._settings.model_name, len(prompt), self._types.Logprob)
+                options["disaggregated_params"] = self._types.DisaggregatedParams(**fields)
+            except (Unfetchable, TypeError) as error:  # of another release, whose fields are others
+                rank.not_fetched(item, one_line(error))
+                return
+        begun = _Begun()
+        try:
+            async with asyncio.timeout(LEASE_S if item.stage == "decode" else None) as lease:
+                begun.limit = lease
+                await self._generate(item, prompt, rank, options, begun)
+        except Exception as error:
+            if item.stage != "decode" or begun.said or is_refusal(error) or self._is_dead():
+                raise
+            rank.not_fetched(item, f"TensorRT-LLM could not go on from its KV: {one_line(error)}")
+
+    def _request_options(self, item: WorkItem) -> dict[str, Any]:
         options = self._options(item.rank)
         if item.lora_name:
             adapter = self._loras.loaded[item.lora_name]
@@ -240,6 +285,67 @@ class TensorRtLlmEngine(AsyncEngine):
             options["cache_salt"] = item.cache_namespace
         if item.priority:
             options["priority"] = engine_priority(item.priority)
+        return options
+
+    async def _prefill(self, item: WorkItem, prompt: list[int], rank: RankBuffer) -> None:
+        if self._settings.role != "prefill":
+            message = f"a worker of the role {self._settings.role} keeps no KV for others"
+            rank.failed(item, AnswerError(status=501, code="not_supported", message=message))
+            return
+        sampling = msgspec.structs.replace(item.sampling, **PREFILL_SAMPLING)
+        asked = self._types.DisaggregatedParams(request_type="context_only")
+        answer = self._llm.generate_async(
+            inputs=prompt,
+            sampling_params=self._sampling_params(sampling),
+            streaming=False,
+            disaggregated_params=asked,
+            **self._request_options(item),
+        )
+        try:
+            result = await answer.aresult()
+        except BaseException:
+            answer.abort()
+            raise
+        self._log(answer)
+        (one,) = result.outputs
+        try:
+            if one.finish_reason == "stop":
+                raise Unfetchable("its first token ends the answer: whoever has the prompt whole says so")
+            packed = descriptor(one.disaggregated_params)
+            prefilled = offered(
+                item,
+                self._worker_id,
+                self._settings.model_name,
+                CONNECTOR,
+                packed,
+                tokens=len(prompt),
+                lease_s=LEASE_S,
+            )
+        except Unfetchable as error:
+            rank.failed(item, AnswerError(status=500, code="engine_error", message=str(error)))
+            return
+        self._kept[item.request_id] = time.monotonic() + LEASE_S
+        rank.prefilled(item, prefilled, getattr(result, "cached_tokens", 0) or 0)
+
+    def release(self, request_id: str) -> None:
+        """TensorRT-LLM has no call for that: it gives up a transfer by its own time."""
+        self._kept.pop(request_id, None)
+
+    def drop(self, prefilled: Prefilled) -> None:
+        """Nobody can be told."""
+
+    def kept(self) -> int:
+        """Those that nobody may have fetched yet: none when no block is in use."""
+        now_s = time.monotonic()
+        if not self._requests and not any(rank.load.kv_blocks_used for rank in self._ranks.values()):
+            self._kept.clear()
+        self._kept = {request_id: until_s for request_id, until_s in self._kept.items() if until_s > now_s}
+        return len(self._kept)
+
+    async def _generate(
+        self, item: WorkItem, prompt: list[int], rank: RankBuffer, options: dict[str, Any], begun: "_Begun"
+    ) -> None:
+        sampling = item.sampling
         answer = self._llm.generate_async(
             inputs=prompt, sampling_params=self._sampling_params(sampling), streaming=True, **options
         )
@@ -251,6 +357,7 @@ class TensorRtLlmEngine(AsyncEngine):
                 token_ids = one.token_ids[said:]  # they come with all before them
                 if token_ids:
                     if not said:
+                        begun.now()
                         cached = getattr(result, "cached_tokens", 0) or 0
                         rank.began(item, cached)
                     logprobs: tuple[TokenLogprob, ...] = ()

@@ -12,6 +12,7 @@ from forebay.workers.sglang_requests import choice_regex
 EVENTS_MAX = 100_000  # that the engine keeps until they are read; a step of a busy engine has some hundred
 DEFAULT_PRIORITY = 0.5
 CACHE = "kv_cache_config"
+APART = ("prefill", "decode")
 
 _AS_IS = ("top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "ignore_eos")
 
@@ -38,6 +39,10 @@ def engine_arguments(settings: EngineSettings, *, kv_events: bool) -> dict[str, 
         arguments["enable_attention_dp"] = True
     if settings.loras:
         arguments["lora_config"] = {"lora_dir": [str(directory) for directory in settings.loras.values()]}
+    if settings.role in APART:
+        arguments["cache_transceiver_config"] = {"backend": "DEFAULT"}
+    if settings.role == "prefill":
+        arguments["disable_overlap_scheduler"] = True  # which does not know prompts without an answer
     arguments |= given
     arguments[CACHE] = _told(cache | own_cache)
     return _told(arguments)

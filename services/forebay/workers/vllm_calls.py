@@ -1,5 +1,8 @@
 """What vLLM is called with, in its own types. Imports vLLM: only to be imported where one runs."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from vllm import PoolingParams, SamplingParams
 from vllm.exceptions import GracefulHTTPError, VLLMClientError, VLLMError
 from vllm.lora.request import LoRARequest
@@ -11,12 +14,12 @@ from forebay.events.tokens import AnswerError
 from forebay.workers.loras import Adapter
 from forebay.workers.model_directory import one_line
 from forebay.workers.vllm_media import MediaRefused
-from forebay.workers.vllm_requests import KvTransfer, sampling_arguments, structured_arguments
+from forebay.workers.vllm_requests import sampling_arguments, structured_arguments
 
 __all__ = ["EngineDeadError", "VLLMError", "answer_error", "lora_request", "pooling_params", "sampling_params"]
 
 
-def sampling_params(sampling: Sampling, transfer: KvTransfer | None = None) -> SamplingParams:
+def sampling_params(sampling: Sampling, transfer: Mapping[str, Any] | None = None) -> SamplingParams:
     """How to generate, in pieces as they come. Raises ValueError or VLLMError for what vLLM does not take."""
     arguments = sampling_arguments(sampling)
     if transfer is not None:

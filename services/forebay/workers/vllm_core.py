@@ -6,29 +6,27 @@ are there, so that they can be ended whatever state vLLM is in: while it starts,
 
 import asyncio
 import os
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from importlib.util import find_spec
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from forebay.events.control import Role
 from forebay.workers.engine import EngineError
 from forebay.workers.engine_settings import EngineSettings
+from forebay.workers.free_ports import free_ports
 from forebay.workers.model_directory import one_line
+from forebay.workers.vllm_extension import EXTENSION
 from forebay.workers.vllm_processes import owning
+from forebay.workers.vllm_transfer import LEASE_S
 
 SHUTDOWN_S = 5.0  # for vLLM to end by itself; it has nothing to save
 KILLED_S = 5.0
 KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
-
-
-def first_error(group: BaseExceptionGroup[EngineError]) -> EngineError:
-    """The first of a group, at whatever depth."""
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    assert isinstance(error, EngineError)
-    return error
+NIXL = ("nixl", "nixl_rocm")  # packages of vLLM's connector
+HOST, PORT = "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT"
 
 
 def engine_arguments(settings: EngineSettings, *, kv_events: bool, sockets: Path) -> dict[str, Any]:
@@ -59,9 +57,44 @@ def engine_arguments(settings: EngineSettings, *, kv_events: bool, sockets: Path
             "replay_endpoint": f"ipc://{sockets}/replay" if own else "tcp://*:0",
         }
     if settings.role in KV_ROLES:
-        arguments["kv_transfer_config"] = {"kv_connector": "NixlConnector", "kv_role": KV_ROLES[settings.role]}
+        arguments["kv_transfer_config"] = {
+            "kv_connector": "NixlConnector",
+            "kv_role": KV_ROLES[settings.role],
+            "kv_load_failure_policy": "fail",  # so that it is known, and counted, that KV was not to be had
+            "kv_connector_extra_config": {"kv_lease_duration": LEASE_S},
+        }
+        arguments["worker_extension_cls"] = EXTENSION
     arguments |= settings.arguments
     return {name: value for name, value in arguments.items() if value is not None}
+
+
+@contextmanager
+def side_channel(role: Role, dp_size: int) -> Iterator[None]:
+    """Where the NIXL connector of each rank of a vLLM that is built meanwhile listens; as told, or at a free port.
+
+    On loopback, or at the address in `VLLM_HOST_IP`: who can reach it can read the KV cache. Raises EngineError.
+    """
+    given: dict[str, str] = {}
+    if role in KV_ROLES:
+        if HOST not in os.environ:
+            given[HOST] = os.environ.get("VLLM_HOST_IP") or "127.0.0.1"
+        if PORT not in os.environ:
+            if (first := free_ports(dp_size, given.get(HOST) or os.environ[HOST])) is None:
+                raise EngineError(f"no {dp_size} free ports in a row for NIXL: name the first one in {PORT}")
+            given[PORT] = str(first)
+    os.environ.update(given)
+    try:
+        yield
+    finally:
+        for name in given:
+            del os.environ[name]
+
+
+def require_nixl(settings: EngineSettings) -> None:
+    """Raises EngineError where the connector that a role is given cannot work."""
+    own = "kv_transfer_config" in settings.arguments
+    if settings.role in KV_ROLES and not own and not any(map(find_spec, NIXL)):
+        raise EngineError(f"the role {settings.role} moves KV by NIXL: pip install nixl")
 
 
 class VllmCore:
@@ -72,13 +105,16 @@ class VllmCore:
         self._started: list[BaseProcess] = []
         self._built: asyncio.Future[Any] | None = None
 
-    async def start(self, arguments: dict[str, Any], stat_logger: Any) -> Any:
-        """The engine, ready for requests; `stat_logger` makes a `StatLoggerBase`. Raises EngineError."""
+    async def start(self, arguments: dict[str, Any], stat_logger: Any, channel: AbstractContextManager[None]) -> Any:
+        """The engine, ready for requests; `stat_logger` makes a `StatLoggerBase`. It is built in `channel`.
+
+        Raises EngineError.
+        """
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         # A fork would share locks and sockets with threads of the worker that are not in the child.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
         loop = asyncio.get_running_loop()
-        self._built = loop.run_in_executor(None, _build, arguments, stat_logger, self._started)
+        self._built = loop.run_in_executor(None, _build, arguments, stat_logger, self._started, channel)
         # A cancelled start goes on in its thread; `stop` ends it.
         self.llm = await asyncio.shield(self._built)
         return self.llm
@@ -121,7 +157,9 @@ class VllmCore:
             process.join(KILLED_S)
 
 
-def _build(arguments: dict[str, Any], stat_logger: Any, started: list[BaseProcess]) -> Any:
+def _build(
+    arguments: dict[str, Any], stat_logger: Any, started: list[BaseProcess], channel: AbstractContextManager[None]
+) -> Any:
     from vllm.config import KVEventsConfig, KVTransferConfig  # noqa: PLC0415 - seconds to import, and only here
     from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: PLC0415
     from vllm.v1.engine.async_llm import AsyncLLM  # noqa: PLC0415
@@ -137,7 +175,9 @@ def _build(arguments: dict[str, Any], stat_logger: Any, started: list[BaseProces
     except Exception as error:
         raise EngineError(f"vLLM does not take these arguments: {one_line(error)}") from error
     try:
-        with owning(started):
+        with channel, owning(started):
             return AsyncLLM.from_vllm_config(vllm_config, stat_loggers=[stat_logger])
+    except EngineError:
+        raise
     except Exception as error:
         raise EngineError(f"vLLM died at its start, its log says why: {one_line(error)}") from error

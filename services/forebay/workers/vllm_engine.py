@@ -12,44 +12,40 @@ import logging
 import shutil
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from prometheus_client.registry import Collector
 
 from forebay.core.engine_model import Finished
-from forebay.events.base import U32_BYTES, unpack_u32
+from forebay.events.base import U32_BYTES
 from forebay.events.control import Command
 from forebay.events.fleet import WorkerSpec
-from forebay.events.requests import Sampling, Task
+from forebay.events.requests import Sampling
 from forebay.events.tokens import AnswerError, TokenLogprob
+from forebay.events.transfer import Prefilled
 from forebay.events.work import WorkItem
-from forebay.workers.engine import CacheChange, EngineError, EngineRefused, Publish
+from forebay.workers.async_engine import REASONS, AsyncEngine
+from forebay.workers.clearing import Clearing
+from forebay.workers.engine import EngineError, EngineRefused
 from forebay.workers.engine_metrics import PrefixedMetrics
 from forebay.workers.engine_settings import EngineSettings
+from forebay.workers.kv_descriptor import Unfetchable
 from forebay.workers.kv_events.metrics import KvEventMetrics
 from forebay.workers.kv_events.resident import ResidentBlocks
 from forebay.workers.kv_events.vllm_wire import VllmDecoder
 from forebay.workers.kv_events.zmq_feed import KvFeed, KvSource
-from forebay.workers.loras import Loras
 from forebay.workers.model_directory import check_model, one_line
 from forebay.workers.rank_buffer import RankBuffer
-from forebay.workers.vllm_core import VllmCore, engine_arguments, first_error
+from forebay.workers.vllm_core import VllmCore, engine_arguments, require_nixl, side_channel
 from forebay.workers.vllm_media import engine_prompt
 from forebay.workers.vllm_metrics import PREFIXES, StepStats
-from forebay.workers.vllm_requests import (
-    PREFILL,
-    PREFILL_SAMPLING,
-    KvTransfer,
-    engine_priority,
-    prompt_of,
-    refusal,
-    token_logprobs,
-)
+from forebay.workers.vllm_requests import engine_priority, prompt_of, token_logprobs
+from forebay.workers.vllm_transfer import PREFILL, PREFILL_SAMPLING, KvTransfers
 
 if TYPE_CHECKING:
     from forebay.workers.nixl_read import Array
@@ -59,53 +55,40 @@ logger = logging.getLogger(__name__)
 CANARY_TOKENS = 64  # some CPUs need a first prompt of this length: shorter ones run other code, which is not ready
 CANARY_ID = "forebay-canary"
 CANARY_SAMPLING = Sampling(max_tokens=1, temperature=0.0)
-CANARY_EVERY_S = 60.0  # without an answer to anything
-CANARY_TIMEOUT_S = 30.0
-WARM_UP_TIMEOUT_S = 600.0  # the first step may compile
-WATCH_S = 0.5
 CLEAR_ATTEMPTS = 20
 CLEAR_EVERY_S = 0.5  # blocks on their way to another worker cannot be dropped
 DROPS_WEIGHTS = 2  # the level of sleep
-REASONS: dict[str, Literal["stop", "length"]] = {"stop": "stop", "length": "length", "repetition": "stop"}
+LOAD_FAILED = "error"  # vLLM's reason for the end of a request whose KV it could not load
 
 
-class VllmEngine:
-    """One vLLM engine with `settings.dp_size` ranks, numbered from `settings.dp_start_rank` on; vLLM counts from 0."""
+class VllmEngine(AsyncEngine):
+    """One vLLM engine; its ranks are data parallel replicas. With a KV connector it computes or fetches for others."""
+
+    NAME = "vLLM"
+    TAKES_MEDIA = True
 
     def __init__(self, settings: EngineSettings) -> None:
-        self._settings = settings
+        super().__init__(settings)
         self._core = VllmCore()
         self._llm: Any = None
         self._calls: Any = None  # `vllm_calls`, which needs vLLM
         self._sockets: Path | None = None
         self._worker_id = ""
-        self._tasks: tuple[Task, ...] = ()
         self._scheduling_policy = "fcfs"
-        self._context_tokens = 0
-        self._ranks: dict[int, RankBuffer] = {}
         self._feeds: dict[int, KvFeed] = {}
-        self._loras = Loras()
-        self._requests: dict[str, asyncio.Task[None]] = {}
-        self._ending: set[asyncio.Task[None]] = set()  # cancelled, not over yet
-        self._wake = asyncio.Event()
-        self._dead = asyncio.Event()
-        self._fault: BaseException | None = None  # of this program; without one it was vLLM that died
-        self._clearing: asyncio.Task[None] | None = None
-        self._clear_again = False
-        self._commands = asyncio.Lock()
-        self._resting: set[str] = set()  # asleep, paused: nothing is answered then
+        self._transfers = KvTransfers(settings.model_name)
+        self._clearing = Clearing(self._clear_patiently, self._fail)
         self._slept_level = 0
-        self._answered_s = 0.0
-        self._canary: asyncio.Task[None] | None = None
-        self._canary_due_s = 0.0
 
     async def start(self, spec: WorkerSpec) -> WorkerSpec:
         """Start vLLM, load the adapters, and answer a first prompt on each rank."""
         settings, self._worker_id = self._settings, spec.worker_id
         await asyncio.to_thread(check_model, settings)
+        require_nixl(settings)
         self._sockets = Path(tempfile.mkdtemp(prefix="forebay-vllm-"))
         arguments = engine_arguments(settings, kv_events=spec.kv_events, sockets=self._sockets)
-        self._llm = await self._core.start(arguments, lambda _, index: StepStats(index, self._on_step))
+        channel = side_channel(settings.role, settings.dp_size)
+        self._llm = await self._core.start(arguments, lambda _, index: StepStats(index, self._on_step), channel)
         self._calls = import_module("forebay.workers.vllm_calls")
         config = self._llm.vllm_config
         self._scheduling_policy = config.scheduler_config.policy
@@ -123,6 +106,7 @@ class VllmEngine:
                 await self._load_lora(name, str(directory))
             except EngineRefused as refusal:
                 raise EngineError(f"the adapter {name} cannot be loaded: {refusal}") from None
+        layout = await self._transfers.start(self._llm, spec.worker_id)
         await self._warm_up()
         return msgspec.structs.replace(
             spec,
@@ -133,6 +117,7 @@ class VllmEngine:
             tasks=self._tasks,
             loras=tuple(self._loras.loaded),
             kv_events=bool(self._feeds),
+            kv_layout=layout,
         )
 
     def _kv_feeds(self, spec: WorkerSpec, block_size: int) -> dict[int, KvFeed]:
@@ -153,19 +138,14 @@ class VllmEngine:
             rank.report(running, waiting, usage)
             self._wake.set()
 
-    async def _warm_up(self) -> None:
-        try:
-            async with asyncio.timeout(WARM_UP_TIMEOUT_S):
-                for rank in self._ranks:
-                    await self._ask_canary(rank)
-        except TimeoutError:
-            raise EngineError(f"vLLM did not answer a first prompt within {WARM_UP_TIMEOUT_S:.0f} s") from None
-        except Exception as error:
-            raise EngineError(f"vLLM does not answer a first prompt: {one_line(error)}") from error
-        self._answered_s = time.monotonic()
+    def _is_dead(self) -> bool:
+        return self._llm is None or self._llm.errored
+
+    def _death(self) -> str:
+        return "vLLM's engine core died; its log says why"
 
     async def _ask_canary(self, rank: int) -> None:
-        """A small request such as this engine's role is for, answered here; a prefill or decode worker alone does."""
+        """A prefill or decode worker answers it by itself: only what names a transfer has one."""
         prompt = prompt_of([0] * min(CANARY_TOKENS, self._context_tokens - 1))
         if "generate" in self._tasks:
             params = self._calls.sampling_params(CANARY_SAMPLING)
@@ -175,54 +155,16 @@ class VllmEngine:
         async for _ in answer:
             pass
 
-    def _index(self, rank: int) -> int:
-        return rank - self._settings.dp_start_rank
-
-    async def run(self, publish: Publish) -> None:
-        """Publish batches until cancelled, or until the core is dead (EngineError)."""
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                for feed in self._feeds.values():
-                    tasks.create_task(feed.run(self._on_changes, self._on_lost))
-                tasks.create_task(self._watch())
-                tasks.create_task(self._pump(publish))
-        except BaseExceptionGroup as group:
-            if (known := group.subgroup(EngineError)) is not None:
-                raise first_error(known) from group
-            raise
-
-    async def _pump(self, publish: Publish) -> None:
-        self._wake.set()
-        while True:
-            await self._wake.wait()
-            self._wake.clear()
-            for rank in self._ranks.values():
-                if (batch := rank.take()) is not None:
-                    publish(batch)
-
-    async def _watch(self) -> None:
-        while not (self._llm.errored or self._dead.is_set()):
-            with suppress(TimeoutError):
-                async with asyncio.timeout(WATCH_S):
-                    await self._dead.wait()
-        if self._fault is not None:
-            raise EngineError(f"the vLLM engine failed: {one_line(self._fault)}") from self._fault
-        raise EngineError("vLLM's engine core died; its log says why")
-
-    def _on_changes(self, rank: int, changes: Sequence[CacheChange]) -> None:
-        self._ranks[rank].changed(changes)
-        self._wake.set()
+    def _followers(self) -> Sequence[Coroutine[Any, Any, None]]:
+        return [feed.run(self._on_changes, self._on_lost) for feed in self._feeds.values()]
 
     def _on_lost(self, _rank: int, _reason: str) -> None:
         # What the engine holds and nobody knows of goes, so that index and engine agree again.
-        self._clear_soon()
+        self._clearing.soon()
 
     async def stop(self) -> None:
         """End every request, and vLLM."""
-        tasks = {*self._requests.values(), *self._ending, *filter(None, (self._clearing, self._canary))}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._end_tasks(self._clearing.task)
         await self._core.stop()
         self._llm = None
         if self._sockets is not None:
@@ -236,93 +178,55 @@ class VllmEngine:
         self._ranks[rank].held_told()
         return feed.held()
 
-    def submit(self, item: WorkItem) -> None:
-        """Give vLLM a request."""
-        self._submit(item)
-
     def submit_embedded(self, item: WorkItem, embeddings: "Array") -> None:
         """As `submit`, with the embeddings of all of `item.media`, one row a placeholder, in their order."""
-        self._submit(item, embeddings=embeddings)
-
-    def submit_prefilled(self, item: WorkItem, transfer: KvTransfer) -> None:
-        """As `submit`, in a decode role: the prompt's KV blocks are fetched from who prefilled them."""
-        self._submit(item, transfer)
-
-    async def prefill(self, item: WorkItem) -> KvTransfer:
-        """In a prefill role: compute a prompt, and say where its KV blocks wait to be fetched.
-
-        Raises EngineRefused. Nothing of it comes in batches but the cache's changes.
-        """
-        params = self._calls.sampling_params(msgspec.structs.replace(item.sampling, **PREFILL_SAMPLING), PREFILL)
-        try:
-            prompt = await engine_prompt(self._llm, item, None)
-            last = [output async for output in self._answers(item, prompt, params)][-1]
-        except (self._calls.VLLMError, ValueError) as error:
-            raise EngineRefused(self._calls.answer_error(error).message) from error
-        if last.kv_transfer_params is None:
-            raise EngineRefused("vLLM offers no KV blocks to fetch: that takes the role prefill")
-        return cast(KvTransfer, last.kv_transfer_params)
-
-    def _submit(self, item: WorkItem, transfer: KvTransfer | None = None, embeddings: "Array | None" = None) -> None:
-        task = asyncio.create_task(self._serve(item, self._ranks[item.rank], transfer, embeddings))
-        self._requests[item.request_id] = task
-        task.add_done_callback(lambda done: self._served(item.request_id, done))
-
-    def _served(self, request_id: str, task: "asyncio.Task[None]") -> None:
-        self._ending.discard(task)
-        if self._requests.get(request_id) is task:
-            del self._requests[request_id]
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._fail(error)
-
-    def _fail(self, fault: BaseException) -> None:
-        self._fault = self._fault or fault
-        self._dead.set()
+        self._begin(item, partial(self._answer, embeddings=embeddings))
 
     def cancel(self, request_id: str) -> None:
-        """Drop a request; vLLM frees its blocks with its next step."""
-        if (task := self._requests.pop(request_id, None)) is not None:
-            self._end(task)
-            if not self._requests:
-                for rank in self._ranks.values():
-                    rank.idle()
-                self._wake.set()
+        """Drop a request; vLLM frees its blocks with its next step, those that are kept for another a little later."""
+        super().cancel(request_id)
+        self.release(request_id)
 
-    def _end(self, task: "asyncio.Task[None]") -> None:
+    def release(self, request_id: str) -> None:
+        """Let vLLM have back soon what it keeps for this request, unless somebody says that it is about to fetch it."""
+        if (releasing := self._transfers.release(request_id)) is not None:
+            self._tell(releasing)
+
+    def drop(self, prefilled: Prefilled) -> None:
+        """Have vLLM tell the one that keeps it."""
+        self._tell(self._transfers.drop(prefilled))
+
+    def _tell(self, telling: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(telling, name="vllm release")
         self._ending.add(task)
-        task.cancel()
+        task.add_done_callback(self._ending.discard)
 
-    def reset(self) -> None:
-        """Drop every request and the cache. Requests that come now wait until vLLM has done so."""
-        for task in self._requests.values():
-            self._end(task)
-        self._requests.clear()
+    def kept(self) -> int:
+        """Requests whose KV is kept, until vLLM says that no block is in use."""
+        if not self._requests and not any(rank.load.kv_blocks_used for rank in self._ranks.values()):
+            self._transfers.forget()
+        return self._transfers.kept()
+
+    def _idle(self) -> None:
+        if not self._transfers.kept():  # else vLLM takes steps, and says what it keeps
+            super()._idle()
+
+    def _drop_cache(self) -> None:
         for rank in self._ranks.values():
             rank.reset()
-        self._clear_soon()
+        self._clearing.soon()
 
-    def _clear_soon(self) -> None:
-        self._clear_again = True
-        if self._clearing is None:
-            self._clearing = asyncio.create_task(self._clear_all(), name="vllm clear")
-            self._clearing.add_done_callback(self._clear_ended)
+    async def _clear_patiently(self) -> None:
+        # What others may be reading just now stays where it is: for as long as its lease at the most.
+        kept_s = max(0.0, self._transfers.kept_s)
+        await self._clear(CLEAR_ATTEMPTS + int(kept_s / CLEAR_EVERY_S))
 
-    async def _clear_all(self) -> None:
-        while self._clear_again:
-            self._clear_again = False
-            await self._clear()
-
-    def _clear_ended(self, task: "asyncio.Task[None]") -> None:
-        self._clearing = None
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._fail(error)
-
-    async def _clear(self) -> None:
+    async def _clear(self, attempts: int = CLEAR_ATTEMPTS) -> None:
         """Empty the prefix cache; requests under way are computed again. Raises EngineRefused."""
         if self._ending:
             await asyncio.wait(tuple(self._ending))
         reason = ""
-        for _ in range(CLEAR_ATTEMPTS):
+        for _ in range(attempts):
             before = {rank: buffer.clears for rank, buffer in self._ranks.items()}
             try:
                 if await self._llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
@@ -341,28 +245,43 @@ class VllmEngine:
             self._ranks[rank].cleared(clears)
         self._wake.set()
 
-    async def _serve(
-        self, item: WorkItem, rank: RankBuffer, transfer: KvTransfer | None, embeddings: "Array | None"
+    async def _ready(self) -> None:
+        await self._clearing.over()
+
+    async def _answer(
+        self, item: WorkItem, prompt: list[int], rank: RankBuffer, embeddings: "Array | None" = None
     ) -> None:
-        while self._clearing is not None:
-            await asyncio.wait([self._clearing])
+        if item.task == "embed":
+            await self._embed(item, prompt, rank)
+            return
+        if item.stage == "prefill":
+            await self._prefill(item, await engine_prompt(self._llm, item, embeddings), rank)
+            return
+        transfer: dict[str, Any] | None = None
+        if item.stage == "decode":
+            try:
+                transfer = self._transfers.wanted(item.prefilled, len(prompt))
+            except Unfetchable as error:
+                rank.not_fetched(item, str(error))
+                return
+        asked = await engine_prompt(self._llm, item, embeddings)
+        params = self._calls.sampling_params(item.sampling, transfer)
         try:
-            if error := refusal(item, self._tasks, self._loras.loaded, self._context_tokens):
-                rank.failed(item, error)
-            elif item.task == "embed":
-                await self._embed(item, rank)
-            else:
-                prompt = await engine_prompt(self._llm, item, embeddings)
-                await self._generate(item, rank, prompt, self._calls.sampling_params(item.sampling, transfer))
-        except self._calls.EngineDeadError:
-            self._dead.set()  # others go on with what this engine had
-        except (self._calls.VLLMError, ValueError) as error:
-            rank.failed(item, self._calls.answer_error(error))
-        except Exception as error:  # the request would end one worker after the other
-            logger.exception("vLLM failed on %s", item.request_id)
-            rank.failed(item, self._calls.answer_error(error))
-        self._answered_s = time.monotonic()
-        self._wake.set()
+            await self._generate(item, rank, asked, params)
+        except TimeoutError:
+            if transfer is None:
+                raise
+            # What came too late may be what others have written there since, and be in the cache by now.
+            rank.not_fetched(item, "vLLM said nothing before the lease of the KV was over")
+            self._clearing.soon()
+
+    def _answer_error(self, error: Exception) -> AnswerError | None:
+        if isinstance(error, self._calls.EngineDeadError):
+            return None
+        if not isinstance(error, self._calls.VLLMError | ValueError):
+            logger.error("vLLM failed on a request", exc_info=error)  # it would end one worker after the other
+        told: AnswerError = self._calls.answer_error(error)
+        return told
 
     def _answers(self, item: WorkItem, prompt: Any, params: Any) -> AsyncIterator[Any]:
         answers: AsyncIterator[Any] = self._llm.generate(
@@ -375,35 +294,60 @@ class VllmEngine:
         )
         return answers
 
+    async def _prefill(self, item: WorkItem, prompt: Any, rank: RankBuffer) -> None:
+        sampling = msgspec.structs.replace(item.sampling, **PREFILL_SAMPLING)
+        begun_s = time.monotonic()
+        params = self._calls.sampling_params(sampling, PREFILL)
+        last = [output async for output in self._answers(item, prompt, params)][-1]
+        if (told := last.kv_transfer_params) is None:
+            if (why := last.outputs[0].finish_reason) in REASONS:
+                message = "vLLM keeps no KV for others: that takes the role prefill"
+                rank.failed(item, AnswerError(status=501, code="not_supported", message=message))
+            else:
+                self._finish(item, rank, why, (0, 0, 0))
+            return
+        try:
+            # By the clock of vLLM's core, which is this machine's.
+            computed_s = getattr(last.metrics, "last_token_ts", None) or begun_s
+            prefilled = self._transfers.kept_for(item, told, time.monotonic() - computed_s)
+        except Unfetchable as error:
+            rank.failed(item, AnswerError(status=500, code="engine_error", message=str(error)))
+        else:
+            rank.prefilled(item, prefilled, last.num_cached_tokens or 0)
+
     async def _generate(self, item: WorkItem, rank: RankBuffer, prompt: Any, params: Any) -> None:
+        """Raises TimeoutError where KV is fetched, and its lease is over before the first token."""
         prompt_tokens = len(item.token_ids) // U32_BYTES
         top = item.sampling.logprobs
         said = cached = 0
-        async for output in self._answers(item, prompt, params):
-            (one,) = output.outputs
-            if not said and one.token_ids:
-                cached = output.num_cached_tokens or 0
-                rank.began(item, cached)
-            if one.token_ids:
-                logprobs: tuple[TokenLogprob, ...] = ()
-                if top is not None:
-                    logprobs = token_logprobs(one.token_ids, one.logprobs, top)
-                rank.said(item, said, one.token_ids, logprobs)
-                said += len(one.token_ids)
-            if output.finished:
-                self._finish(item, rank, one.finish_reason, (prompt_tokens, said, cached))
-            self._wake.set()
+        lease_s = self._transfers.lease_s(item.prefilled) if item.stage == "decode" else None
+        async with asyncio.timeout(lease_s) as lease:
+            async for output in self._answers(item, prompt, params):
+                (one,) = output.outputs
+                if not said and one.token_ids:
+                    lease.reschedule(None)
+                    cached = output.num_cached_tokens or 0
+                    rank.began(item, cached)
+                if one.token_ids:
+                    logprobs: tuple[TokenLogprob, ...] = ()
+                    if top is not None:
+                        logprobs = token_logprobs(one.token_ids, one.logprobs, top)
+                    rank.said(item, said, one.token_ids, logprobs)
+                    said += len(one.token_ids)
+                if output.finished:
+                    if item.stage == "decode" and not said and one.finish_reason == LOAD_FAILED:
+                        rank.not_fetched(item, "vLLM could not load the KV; its log says why")
+                    else:
+                        self._finish(item, rank, one.finish_reason, (prompt_tokens, said, cached))
+                self._wake.set()
 
     def _finish(self, item: WorkItem, rank: RankBuffer, why: str, tokens: tuple[int, int, int]) -> None:
-        reason = REASONS.get(why)
-        if reason is not None:
-            rank.finished(Finished(item.request_id, item.attempt, reason, *tokens))
+        if why == "abort":  # it dropped the request, which can be asked again
+            rank.failed(item, AnswerError(status=503, code="engine_error", message="vLLM ended the answer: abort"))
         else:
-            status = 503 if why == "abort" else 500
-            rank.failed(item, AnswerError(status=status, code="engine_error", message=f"vLLM ended it: {why}"))
+            super()._finish(item, rank, why, tokens)
 
-    async def _embed(self, item: WorkItem, rank: RankBuffer) -> None:
-        prompt = unpack_u32(item.token_ids)
+    async def _embed(self, item: WorkItem, prompt: list[int], rank: RankBuffer) -> None:
         answer = self._llm.encode(
             prompt_of(prompt, item.cache_namespace),
             self._calls.pooling_params(),
@@ -474,23 +418,6 @@ class VllmEngine:
         await self._call("wake_up")
         self._slept_level = 0
         self._resting.discard("sleep")
-
-    async def check(self) -> None:
-        """Whether the core lives; a health request is on its way now and then while there is nothing else to do."""
-        if self._llm is None or self._llm.errored or self._dead.is_set():
-            raise EngineError("vLLM's engine core died; its log says why")
-        now = time.monotonic()
-        if self._canary is not None and self._canary.done():
-            if not self._canary.cancelled() and (error := self._canary.exception()) is not None:
-                raise EngineError(f"vLLM does not answer a health request: {one_line(error)}")
-            self._canary = None
-            self._answered_s = now
-        if self._canary is not None:
-            if now > self._canary_due_s:
-                raise EngineError(f"vLLM did not answer a health request within {CANARY_TIMEOUT_S:.0f} s")
-        elif not self._requests and not self._resting and now - self._answered_s > CANARY_EVERY_S:
-            self._canary_due_s = now + CANARY_TIMEOUT_S
-            self._canary = asyncio.create_task(self._warm_up(), name="vllm canary")
 
     def collectors(self) -> Sequence[Collector]:
         """Those of vLLM, of LMCache where vLLM uses it, and of the KV events."""

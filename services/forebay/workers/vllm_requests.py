@@ -3,15 +3,13 @@
 What an item says is handed over as it is; what vLLM does not take it refuses itself, in its own words.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
 
-from forebay.events.base import U32_BYTES
-from forebay.events.requests import Sampling, StructuredOutput, Task
-from forebay.events.tokens import AnswerError, TokenLogprob, TopLogprob
-from forebay.events.work import WorkItem
+from forebay.events.requests import Sampling, StructuredOutput
+from forebay.events.tokens import TokenLogprob, TopLogprob
 
 LOGPROB_MIN = -9999.0  # what vLLM's own server says for minus infinity, which JSON does not have
 
@@ -31,12 +29,6 @@ _AS_IS = (
 )
 
 
-KvTransfer = Mapping[str, Any]
-"""vLLM's `kv_transfer_params`: where the KV blocks of a prompt are, for the engine that fetches them."""
-PREFILL: KvTransfer = {"do_remote_decode": True, "do_remote_prefill": False}
-PREFILL_SAMPLING: Mapping[str, Any] = {"max_tokens": 1, "min_tokens": 0}  # the token itself is computed again
-
-
 class Logprob(Protocol):
     """vLLM's `Logprob`: of one token in one place; `rank` counts from 1, the likeliest."""
 
@@ -50,22 +42,6 @@ def prompt_of(token_ids: list[int], cache_namespace: str = "") -> dict[str, Any]
     if cache_namespace:
         prompt["cache_salt"] = cache_namespace
     return prompt
-
-
-def refusal(item: WorkItem, tasks: Collection[Task], loras: Collection[str], context_tokens: int) -> AnswerError | None:
-    """What vLLM need not be asked: it does `tasks`, has these adapters, and room for so many tokens."""
-    if item.task not in tasks:
-        message = f"the model does {', '.join(tasks)}, not {item.task}"
-        return AnswerError(status=400, code="invalid_request", message=message)
-    if item.lora_name and item.lora_name not in loras:
-        message = f"the adapter {item.lora_name} is not loaded here"
-        return AnswerError(status=404, code="model_not_found", message=message)
-    prompt_tokens = len(item.token_ids) // U32_BYTES
-    room = context_tokens - (item.task == "generate")
-    if prompt_tokens > room:
-        message = f"the prompt has {prompt_tokens} tokens: at most {room} fit into the model's context"
-        return AnswerError(status=400, code="context_length_exceeded", message=message)
-    return None
 
 
 def sampling_arguments(sampling: Sampling) -> dict[str, Any]:

@@ -3,22 +3,20 @@
 Theory of operation. The worker takes a lease and follows the fleet until the owner admits that incarnation;
 the offset of the admission is its epoch. Then it reads its slot of the pool's work topic. When the log says
 that the epoch is lost, everything is dropped and a new incarnation takes the lease: the log is the truth.
-A later attempt of a request goes on where the valid tokens of the earlier ones end. A worker that is to stop says so
-by its lease; once the owner wrote that down nothing new comes, and what is not finished in time goes on elsewhere.
+How items are obeyed is in `forebay.workers.orders`. A worker that is to stop says so by its lease; once the owner wrote
+that down nothing new comes, and what is not finished, or not fetched from it, in time goes on elsewhere.
 """
 
 import asyncio
 import contextlib
 import logging
 import time
-from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import assert_never
 
 import msgspec
 
-from forebay.core.replies import Reply
 from forebay.events.codec import DecodeError, decode
 from forebay.events.fleet import (
     AnyFleetEvent,
@@ -41,36 +39,21 @@ from forebay.workers.health import HealthWatch, tell_failure
 from forebay.workers.lease_keeper import LeaseKeeper
 from forebay.workers.life import Drain, Life, Move, State
 from forebay.workers.media_feed import MediaFeed
-from forebay.workers.nixl_read import TransferError
-from forebay.workers.outbox import LOAD_INTERVAL_S, Active, Outbox
-from forebay.workers.resume import Later, Resumer, SlotReading, Spawn, continued
+from forebay.workers.nixl_agent import TransferError
+from forebay.workers.orders import Orders, WorkerCounters, no_such_rank
+from forebay.workers.outbox import LOAD_INTERVAL_S, Outbox
+from forebay.workers.resume import Spawn
 
 logger = logging.getLogger(__name__)
 
 READ_MAX = 256  # records taken before the event loop is given back
-SEEN_MAX = 65_536  # items remembered: minutes at full speed, and a new owner re-sends only what is unanswered
 REASON_CHARS_MAX = 500  # a dead letter's header stays short
 ENGINE_STOP_S = 30.0
+KEPT_S = 0.1  # who drains looks this often whether what it keeps was fetched: no engine has to tell
 
 
 class WorkerReplaced(Exception):
     """Another incarnation of the same worker id holds the lease; two cannot serve."""
-
-
-@dataclass(slots=True)
-class WorkerCounters:
-    """What a worker did not run, and why; what it went on with."""
-
-    dead_letters: int = 0
-    other_epoch: int = 0
-    repeated: int = 0
-    superseded: int = 0  # a later attempt, elsewhere, began before this worker's
-    unknown_rank: int = 0  # a cache that was to be announced, of a rank that is not here
-    fleet_undecodable: int = 0
-    continued: int = 0
-    reannounced: int = 0
-    handed_back: int = 0
-    reading: SlotReading = field(default_factory=SlotReading)
 
 
 @dataclass(slots=True)
@@ -80,7 +63,7 @@ class _Epoch:
     number: int
     work: Tail
     outbox: Outbox
-    resumer: Resumer
+    orders: Orders
 
 
 class Worker:
@@ -117,8 +100,6 @@ class Worker:
         self._owner_epoch = -1
         self._epoch: _Epoch | None = None
         self._load_timer: asyncio.TimerHandle | None = None
-        self._active: dict[str, Active] = {}
-        self._seen: OrderedDict[tuple[str, int, int, str, int], None] = OrderedDict()
         self.media = MediaFeed(engine, spec.worker_id, self._on_media_failed)
         self.commands = CommandRunner(engine, self._answer)
 
@@ -126,6 +107,11 @@ class Worker:
     def worker_epoch(self) -> int | None:
         """The epoch in which the worker is a member; None when it is not."""
         return None if self._epoch is None else self._epoch.number
+
+    @property
+    def under_way(self) -> Collection[str]:
+        """The ids of the requests that it has."""
+        return () if self._epoch is None else self._epoch.orders.active
 
     @property
     def engine(self) -> Engine:
@@ -225,8 +211,11 @@ class Worker:
             fleet.close()
 
     async def _sleep(self) -> None:
+        left_s = None if self._drain is None else self._drain.left_s(time.monotonic())
+        if left_s is not None and self.media.kept():
+            left_s = min(left_s, KEPT_S)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(None if self._drain is None else self._drain.left_s(time.monotonic())):
+            async with asyncio.timeout(left_s):
                 await self._wake.wait()
 
     def _drained(self, drain: Drain) -> bool:
@@ -234,14 +223,17 @@ class Worker:
         if self.life.state is not State.STOPPING:
             self.life.move(Move.STOP)
             if self._epoch is not None:
-                logger.info("worker %s is draining: %d requests are under way", self.spec.worker_id, len(self._active))
+                under_way, kept = len(self.under_way), self.media.kept()
+                logger.info(
+                    "%s is draining: %d requests under way, KV of %d kept", self.spec.worker_id, under_way, kept
+                )
                 self._hold_lease(draining=True)
         now = time.monotonic()
         if self._epoch is None:
             return True
         if now >= drain.ends_s:
-            self.counters.handed_back += len(self._active)
-            logger.warning("worker %s hands back %d requests", self.spec.worker_id, len(self._active))
+            self.counters.handed_back += len(self.under_way)
+            logger.warning("worker %s hands back %d requests", self.spec.worker_id, len(self.under_way))
             return True
         return not self._busy and (drain.announced or now >= drain.fact_ends_s)
 
@@ -298,8 +290,8 @@ class Worker:
             self.life.move(Move.LOSE)
         work = self._log.tail(self._work_topic.name, event.slot, event.from_offset, self._wake)
         outbox = Outbox(self.spec, worker_epoch, self._partition)
-        resumer = Resumer(self._log, outbox, self.counters.reading, spawn, self._go_on)
-        self._epoch = _Epoch(worker_epoch, work, outbox, resumer)
+        orders = Orders(self._log, self.spec, outbox, self.media, self.counters, spawn, self._settled)
+        self._epoch = _Epoch(worker_epoch, work, outbox, orders)
         self.commands.join(outbox)
         held = [draft for rank in self.spec.ranks for draft in outbox.cache.announcement(rank, self._engine.held(rank))]
         if held:
@@ -316,12 +308,9 @@ class Worker:
             self._load_timer.cancel()
             self._load_timer = None
         self._epoch.work.close()
-        self._epoch.resumer.close()
+        self._epoch.orders.close()
         self._epoch = None
         self.commands.leave()
-        self.media.reset()
-        self._active.clear()
-        self._seen.clear()
 
     def _on_work(self, record: Record, epoch: _Epoch) -> None:
         try:
@@ -334,13 +323,10 @@ class Worker:
             return
         match event:
             case WorkItem():
-                self._start(event, epoch)
+                epoch.orders.start(event)
             case WorkCancelled():
-                active = self._active.get(event.request_id)
-                if active is not None and active.attempt <= event.attempt:
-                    del self._active[event.request_id]
-                    self.media.cancel(event.request_id)
-                    self._settled()
+                epoch.orders.cancel(event)
+                self._settled()
             case ReannounceCache():
                 self._reannounce(event, epoch)
             case WorkerCommand():
@@ -351,92 +337,15 @@ class Worker:
     def _reannounce(self, asked: ReannounceCache, epoch: _Epoch) -> None:
         if asked.rank not in self.spec.ranks:
             self.counters.unknown_rank += 1
-            logger.warning("a cache cannot be announced: %s", self._no_such_rank(asked.rank))
+            logger.warning("a cache cannot be announced: %s", no_such_rank(self.spec, asked.rank))
             return
         self.counters.reannounced += 1
         if drafts := epoch.outbox.cache.reannouncement(asked.rank, asked.above_seq):
             self._log.append_soon(drafts)
 
-    def _start(self, item: WorkItem, epoch: _Epoch) -> None:
-        active = self._active.get(item.request_id)
-        outdated = active is not None and active.attempt > item.attempt
-        # An id may be used again, long after: then its answer begins elsewhere.
-        key = item.request_id, item.reply_slot, item.reply_from, item.stage, item.attempt
-        if outdated or key in self._seen:
-            self.counters.repeated += 1
-            if active is not None and active.attempt == item.attempt:
-                # Re-sent by a new owner: from here on the answer is given on its order.
-                active.owner_epoch = max(active.owner_epoch, item.owner_epoch)
-            return
-        self._seen[key] = None
-        if len(self._seen) > SEEN_MAX:
-            self._seen.popitem(last=False)
-        if active is not None:
-            del self._active[item.request_id]
-            self.media.cancel(item.request_id)
-        active = self._active[item.request_id] = epoch.outbox.active(item)
-        if item.attempt > 1 and item.stage != "encode":  # who encodes says nothing to the client
-            epoch.resumer.add(Later(item, active))
-        else:
-            self._submit(item, active, epoch.outbox)
-
-    def _go_on(self, later: Later, reply: Reply) -> None:
-        """What earlier attempts said is known: say the rest, if there is any and it is still wanted."""
-        item, active, epoch = later.item, later.active, self._epoch
-        if epoch is None or self._active.get(item.request_id) is not active:
-            return
-        active.said = reply.next_index
-        outbox = epoch.outbox
-        if reply.ended is not None:
-            self._settle(active, outbox.ended_before(active, reply.ended))
-        elif reply.is_void(active.attempt, active.owner_epoch):
-            self.counters.superseded += 1
-            self._settle(active, [])
-        elif reply.gap:
-            message = f"the answer has a gap after {active.said} tokens"
-            self._settle(
-                active, outbox.failure(active, AnswerError(status=502, code="tokens_missing", message=message))
-            )
-        elif active.said >= item.sampling.max_tokens:
-            self._settle(active, outbox.complete(active))
-        elif active.said and item.sampling.structured is not None:
-            # An engine holds what it generates to the structure from the first token on, not from the middle.
-            message = f"its worker was lost after {active.said} tokens, and an answer with a structure cannot go on"
-            error = AnswerError(status=503, code="structure_interrupted", message=message)
-            self._settle(active, outbox.failure(active, error))
-        elif active.said:
-            self.counters.continued += 1
-            self._submit(continued(item, reply.tokens, self.spec.block_size), active, outbox)
-        else:
-            self._submit(item, active, outbox)
-
-    def _submit(self, item: WorkItem, active: Active, outbox: Outbox) -> None:
-        if item.rank in self.spec.ranks:
-            self.media.submit(item)
-            return
-        error = AnswerError(status=500, code="no_such_rank", message=self._no_such_rank(item.rank))
-        self._settle(active, outbox.failure(active, error))
-
     def _on_media_failed(self, item: WorkItem, error: AnswerError | TransferError) -> None:
-        active, epoch = self._active.get(item.request_id), self._epoch
-        if epoch is None or active is None or active.attempt != item.attempt:
-            return
-        outbox = epoch.outbox
-        if isinstance(error, AnswerError):
-            self._settle(active, outbox.failure(active, error))
-        else:
-            self._settle(active, outbox.not_fetched(active, str(error)))
-
-    def _no_such_rank(self, rank: int) -> str:
-        ranks = self.spec.ranks
-        return f"rank {rank} does not exist: worker {self.spec.worker_id} has {ranks[0]} to {ranks[-1]}"
-
-    def _settle(self, active: Active, drafts: list[Draft]) -> None:
-        """It is over without the engine."""
-        del self._active[active.request_id]
-        if drafts:
-            self._log.append_soon(drafts)
-        self._settled()
+        if self._epoch is not None:
+            self._epoch.orders.not_submitted(item, error)
 
     def _answer(self, drafts: Sequence[Draft]) -> None:
         """Say what came of a command."""
@@ -445,7 +354,7 @@ class Worker:
 
     @property
     def _busy(self) -> bool:
-        return bool(self._active) or self.commands.busy
+        return (self._epoch is not None and self._epoch.orders.busy) or self.commands.busy
 
     def _settled(self) -> None:
         """A drain ends with the last request, or command."""
@@ -468,8 +377,7 @@ class Worker:
         if self._epoch is None:
             return
         outbox = self._epoch.outbox
-        drafts = outbox.batch(batch, self._active)
-        if drafts:
+        if drafts := self._epoch.orders.batch(batch):
             self._log.append_soon(drafts)
         self._settled()
         if outbox.holds_load and self._load_timer is None:

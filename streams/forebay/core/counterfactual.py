@@ -7,15 +7,17 @@ question is asked in history's state, too, and nothing drifts. What history's ru
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import msgspec
 
+from forebay.core.disaggregation import decoders, is_kept, prefillers, prefilling, was_sent
 from forebay.core.eligibility import Ineligible
 from forebay.core.lifecycle import Request
-from forebay.core.roster import Seat
+from forebay.core.roster import Roster, Seat
 from forebay.core.router import Choice, consider, find, find_again, must_wait
 from forebay.core.world import World
-from forebay.events.control import BusyThresholds, PoolConfigured
+from forebay.events.control import BusyThresholds, DisaggConfig, PoolConfigured
 
 # What these decide was booked by history's rule before: a choice in history's state cannot show all they change.
 BOOKED_FIELDS = (
@@ -30,6 +32,7 @@ BOOKED_FIELDS = (
     "session_ttl_s",
 )
 
+ByHand = TypeVar("ByHand", BusyThresholds, DisaggConfig)
 Alternative = Callable[[PoolConfigured], PoolConfigured]  # from history's configuration to another
 
 
@@ -80,16 +83,30 @@ class Counterfactual:
 
 
 def counterfactual(world: World, pool: PoolConfigured, request: Request, history: Choice) -> Counterfactual:
-    """What would be chosen if `pool` were configured so; `world` is as it was when history chose."""
+    """What would be chosen if `pool` were configured so; `world` is as it was when history chose.
+
+    Where a prompt is computed stays history's: only who of that pool gets it is asked.
+    """
     if pool.role == "encode":  # no configuration changes who encodes
         return Counterfactual(history, history, None, would_hold=False)
-    again = request.attempt > 0 or request.encodings > 0
+    # What a prefill worker sees of a request has another count of attempts.
+    again = was_sent(world.requests.get(request.request_id) or request)
     try:
-        roster = find_again(world, pool, request) if again else find(world, pool, request, _busy(world, pool))
+        pool, roster = _candidates(world, pool, request, again=again)
         choice = consider(world, pool, request, roster)
     except Ineligible as ineligible:
         return Counterfactual(history, None, ineligible, would_hold=False)
     return Counterfactual(history, choice, None, would_hold=not again and must_wait(pool, roster))
+
+
+def _candidates(world: World, pool: PoolConfigured, request: Request, *, again: bool) -> tuple[PoolConfigured, Roster]:
+    """The pool as it chooses, and who of it may be asked, as `forebay.core.dispatch` does. Raises Ineligible."""
+    busy = _busy(world, pool)
+    if pool.role == "prefill":
+        return prefilling(pool), prefillers(world, pool, request, busy, again=again)
+    if pool.role == "decode" and request.stage == "decode" and is_kept(request, world.now_us):
+        return pool, decoders(world, pool, request, busy)
+    return pool, find_again(world, pool, request) if again else find(world, pool, request, busy)
 
 
 def seat_of(choice: Choice) -> Seat:
@@ -97,12 +114,12 @@ def seat_of(choice: Choice) -> Seat:
     return choice.table.roster.seats[choice.at]
 
 
-def thresholds_under(alternative: BusyThresholds, recorded: BusyThresholds, by_hand: BusyThresholds) -> BusyThresholds:
-    """What thresholds set by hand are where the alternative, and no longer `recorded`, is what is configured.
+def changed_by_hand(alternative: ByHand, recorded: ByHand, by_hand: ByHand) -> ByHand:
+    """What was set by hand where the alternative, and no longer `recorded`, is what is configured.
 
-    What the alternative changes is not undone by them.
+    What the alternative changes is not undone by it.
     """
-    names = BusyThresholds.__struct_fields__
+    names = by_hand.__struct_fields__
     changed = {name: value for name in names if (value := getattr(alternative, name)) != getattr(recorded, name)}
     return msgspec.structs.replace(by_hand, **changed)
 
@@ -115,4 +132,4 @@ def booked_by_history(pool: PoolConfigured, alternative: PoolConfigured) -> list
 
 def _busy(world: World, pool: PoolConfigured) -> BusyThresholds | None:
     by_hand = world.busy.get(pool.pool)
-    return by_hand and thresholds_under(pool.router.busy, world.pools[pool.pool].router.busy, by_hand)
+    return by_hand and changed_by_hand(pool.router.busy, world.pools[pool.pool].router.busy, by_hand)

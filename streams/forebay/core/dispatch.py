@@ -6,12 +6,23 @@ A decision is booked here at once, and comes back as the journal record that say
 from collections.abc import Callable
 from functools import partial
 
+from forebay.core.disaggregation import (
+    Prefill,
+    as_decoded,
+    computed_by,
+    decoders,
+    enforced,
+    is_kept,
+    not_prefilled,
+    on_its_own,
+    place_prefill,
+)
 from forebay.core.eligibility import Ineligible
 from forebay.core.encoding import choose_encoder, encoders, not_encoded
 from forebay.core.fleet import Worker
 from forebay.core.lifecycle import UNDER_WAY_MAX, Request, content_hash, queried, submitted
 from forebay.core.queueing import Held, class_of
-from forebay.core.roster import Roster
+from forebay.core.roster import Roster, Seat
 from forebay.core.router import NO_BLOCKS, Choice, choose, find, find_again, must_wait, uncached_tokens
 from forebay.core.world import World, held_of
 from forebay.events.base import hex_digest
@@ -21,6 +32,8 @@ from forebay.events.decisions import (
     CacheResyncRequested,
     CommandEnded,
     CommandSent,
+    CommandTarget,
+    PrefillPlace,
     RejectReason,
     RequestAborted,
     RequestHeld,
@@ -62,9 +75,10 @@ def submit(world: World, event: RequestSubmitted, offset: int) -> list[Decided]:
             raise Ineligible("overloaded", f"{len(requests)} requests are under way")
         request = submitted(event, pool.pool, offset, world.now_us)
         roster = find(world, pool, request)
-        if must_wait(pool, roster):
+        prefill = _placed(world, pool, request, roster)
+        if must_wait(*computed_by(pool, roster, prefill)):
             return [_hold(world, pool, request, roster)]
-        send = _next_stage(world, pool, request, roster)
+        send = _next_stage(world, pool, request, roster, prefill)
     except Ineligible as ineligible:
         return [_reject(world, event.request_id, event.reply_slot, ineligible)]
     requests.add(request)
@@ -77,7 +91,9 @@ def query(world: World, event: RouteQueried) -> RouteAnswered:
         pool = _pool_of(world, event.model)
         request = queried(event, pool.pool)
         roster = find(world, pool, request)
-        choice = choose(world, pool, request, roster)
+        prefill = _placed(world, pool, request, roster)
+        computing, among = computed_by(pool, roster, prefill)
+        choice = choose(world, computing, request if prefill is None else prefill.asked, among)
     except Ineligible as ineligible:
         return RouteAnswered(
             **world.stamp(),
@@ -91,13 +107,15 @@ def query(world: World, event: RouteQueried) -> RouteAnswered:
         **world.stamp(),
         request_id=event.request_id,
         reply_slot=event.reply_slot,
-        pool=pool.pool,
+        pool=computing.pool,
         mode=choice.config.mode,
         choice=table.candidate(choice.at),
         candidates=tuple(table.candidate(at) for at in range(len(table.costs))),
         table_digest=hex_digest(table.digest()),
         ties=choice.ties,
-        would_wait=must_wait(pool, roster),
+        would_wait=must_wait(computing, among),
+        stage="prefill" if prefill is not None and prefill.place.remote else "aggregated",
+        prefill=None if prefill is None else prefill.place,
     )
 
 
@@ -118,7 +136,8 @@ def drain(world: World) -> list[Decided]:
 def reroute(world: World, requests: list[Request], cause: str | None = None) -> list[Decided]:
     """Send requests that have no worker to their next, as far as there is one; they have waited long enough.
 
-    `cause` is why their images and videos are not encoded, where somebody said so; None when nobody failed.
+    `cause` is why their images and videos are not encoded, or their prompts not computed elsewhere or not fetched from
+    there, where somebody said so; None when nobody failed.
     """
     decided: list[Decided] = []
     for request in requests:
@@ -127,7 +146,9 @@ def reroute(world: World, requests: list[Request], cause: str | None = None) -> 
             decided.append(given_up)
             continue
         try:
-            send = _next_stage(world, pool, request, find_again(world, pool, request))
+            fetches = is_kept(request, world.now_us)
+            roster = decoders(world, pool, request) if fetches else find_again(world, pool, request)
+            send = _next_stage(world, pool, request, roster)
         except Ineligible:
             continue  # somebody who may take it may yet come: it has a deadline
         decided.append(send())
@@ -135,14 +156,19 @@ def reroute(world: World, requests: list[Request], cause: str | None = None) -> 
 
 
 def _give_up(world: World, pool: PoolConfigured, request: Request, cause: str | None) -> RequestAborted | None:
-    if request.attempt >= pool.attempts_max and cause is None:
+    most = pool.attempts_max
+    if request.attempt >= most and cause is None:
         message = f"{request.attempt} workers were lost one after another"
         return abort(world, request, "attempts_exhausted", message)
-    if request.attempt >= pool.attempts_max or (
-        request.encodings >= pool.attempts_max and encoders(world, pool, request) is not None
-    ):
-        return abort(world, request, "encode_failed", not_encoded(request, cause))
-    return None
+    not_elsewhere = request.prefills >= most and enforced(world, pool, request)
+    if request.attempt < most:
+        if is_kept(request, world.now_us) or on_its_own(world, pool, request):
+            return None
+        if not not_elsewhere and (request.encodings < most or encoders(world, pool, request) is None):
+            return None
+    if not_elsewhere or request.stage in ("prefill", "decode"):
+        return abort(world, request, "prefill_failed", not_prefilled(request, cause))
+    return abort(world, request, "encode_failed", not_encoded(request, cause))
 
 
 def lose(world: World, worker: Worker) -> list[Decided]:
@@ -151,16 +177,21 @@ def lose(world: World, worker: Worker) -> list[Decided]:
     for request in stranded:
         world.requests.lose_worker(request)
         world.load.free(request.request_id)
+    for request in world.requests.kept_by(worker.spec.worker_id, worker.worker_epoch):
+        world.requests.forget_prefilled(request)
     world.dismiss(worker)
     return reroute(world, stranded)
 
 
-def abort(world: World, request: Request, reason: AbortReason, message: str) -> RequestAborted:
-    """Give up a request that was accepted."""
+def abort(
+    world: World, request: Request, reason: AbortReason, message: str, status: int = 0, code: str = ""
+) -> RequestAborted:
+    """Give up a request that was accepted; `status` and `code` are those of a worker that refused it."""
     world.counts[f"aborted_{reason}"] += 1
     worker = world.fleet.get(request.worker_id) if request.on_worker else None
     if worker is not None:
         world.load.free(request.request_id)
+    holder = _holder(world, request)
     world.queues.remove(request.request_id)
     world.requests.end(request, world.now_us)
     return RequestAborted(
@@ -169,13 +200,35 @@ def abort(world: World, request: Request, reason: AbortReason, message: str) -> 
         reply_slot=request.reply_slot,
         reason=reason,
         message=message,
-        # Of either stage: no answer of an earlier attempt may stand after this, and who has it stops.
-        attempt=max(request.attempt, request.stage_attempt),
+        # Of any stage: no answer of an earlier attempt may stand after this, and who has it or keeps it stops.
+        attempt=max(request.attempt, request.stage_attempt, 0 if holder is None else request.prefills),
         pool=request.pool if worker is None else worker.spec.pool,
         worker_id=request.worker_id if worker is not None else "",
         worker_epoch=request.worker_epoch,
         slot=worker.slot if worker is not None else 0,
+        status=status,
+        code=code,
+        holder=holder,
     )
+
+
+def _holder(world: World, request: Request) -> CommandTarget | None:
+    """Who keeps KV for a request, as long as it lives."""
+    kept = request.prefilled
+    worker = None if kept is None else world.fleet.get(kept.worker_id)
+    if kept is None or worker is None or worker.worker_epoch != kept.worker_epoch:
+        return None
+    spec = worker.spec
+    return CommandTarget(worker_id=spec.worker_id, worker_epoch=worker.worker_epoch, pool=spec.pool, slot=worker.slot)
+
+
+def _placed(world: World, pool: PoolConfigured, request: Request, roster: Roster) -> Prefill | None:
+    """Who computes the prompt of a request that `roster` may answer; None where they always do. Raises Ineligible.
+
+    To embed a prompt is to compute it: there is nothing to be decoded elsewhere.
+    """
+    apart = pool.role == "decode" and request.task == "generate"
+    return place_prefill(world, pool, request, roster) if apart else None
 
 
 def _pool_of(world: World, model: str) -> PoolConfigured:
@@ -187,20 +240,72 @@ def _pool_of(world: World, model: str) -> PoolConfigured:
     return pool
 
 
-def _next_stage(world: World, pool: PoolConfigured, request: Request, roster: Roster) -> Callable[[], RequestRouted]:
-    """Choose who gets a request that may go to `roster` next; call what comes back to send it. Raises Ineligible."""
-    encode = encoders(world, pool, request)
-    if encode is None:
-        return partial(_route, world, pool, request, choose(world, pool, request, roster))
-    encode_pool, encode_roster = encode
-    return partial(_encode, world, encode_pool, request, choose_encoder(world, encode_pool, request, encode_roster))
+def _next_stage(
+    world: World, pool: PoolConfigured, request: Request, roster: Roster, prefill: Prefill | None = None
+) -> Callable[[], RequestRouted]:
+    """Choose who gets a request that may go to `roster` next; call what comes back to send it. Raises Ineligible.
+
+    `prefill` is where its prompt is computed, if that is decided.
+    """
+    if is_kept(request, world.now_us):
+        return partial(_decode, world, pool, request, choose(world, pool, as_decoded(request), roster))
+    prefill = prefill or _placed(world, pool, request, roster)
+    encode = None if on_its_own(world, pool, request) else encoders(world, pool, request)
+    if encode is not None:
+        encode_pool, encode_roster = encode
+        return partial(_encode, world, encode_pool, request, choose_encoder(world, encode_pool, request, encode_roster))
+    if prefill is None or not prefill.place.remote:
+        place = None if prefill is None else prefill.place
+        return partial(_route, world, pool, request, choose(world, pool, request, roster), place)
+    return partial(_prefill, world, prefill, request, choose(world, prefill.pool, prefill.asked, prefill.roster))
+
+
+def _prefill(world: World, prefill: Prefill, request: Request, choice: Choice) -> RequestRouted:
+    """Its prompt goes to a prefill worker first."""
+    pool = prefill.pool
+    decided = _routed(world, pool, request, choice, "prefill", prefill.place)
+    seat = choice.table.roster.seats[choice.at]
+    cached_tokens = _reused(world, pool, request, choice)
+    _send(world, request, "prefill", seat)
+    world.load.book(
+        request.request_id,
+        seat.key,
+        prefill_tokens=request.prompt_tokens - cached_tokens if choice.config.track_prefill_tokens else 0,
+        blocks=NO_BLOCKS,
+        prompt_tokens=request.prompt_tokens,
+        reuse=False,
+    )
+    world.remember_routed(pool.router, seat, prefill.asked)
+    return decided
+
+
+def _decode(world: World, pool: PoolConfigured, request: Request, choice: Choice) -> RequestRouted:
+    """Its KV is to be fetched by who answers it. All of its blocks are the answerer's own, and nothing is computed."""
+    decided = _routed(world, pool, request, choice, "decode")
+    seat = choice.table.roster.seats[choice.at]
+    _send(world, request, "decode", seat)
+    world.load.book(
+        request.request_id,
+        seat.key,
+        prefill_tokens=0,
+        blocks=request.blocks if choice.config.track_active_blocks else NO_BLOCKS,
+        prompt_tokens=request.prompt_tokens,
+        reuse=choice.config.assume_kv_reuse,
+        expected_output_tokens=request.hints.expected_output_tokens,
+    )
+    world.remember_routed(pool.router, seat, request)
+    return decided
+
+
+def _send(world: World, request: Request, stage: Stage, seat: Seat) -> None:
+    world.requests.route(request, stage, seat.worker.spec.worker_id, seat.worker.worker_epoch, seat.rank)
 
 
 def _encode(world: World, pool: PoolConfigured, request: Request, choice: Choice) -> RequestRouted:
     """Its media go to an encode worker first."""
     decided = _routed(world, pool, request, choice, "encode")
     seat = choice.table.roster.seats[choice.at]
-    world.requests.encode(request, seat.worker.spec.worker_id, seat.worker.worker_epoch, seat.rank)
+    _send(world, request, "encode", seat)
     world.load.book(
         request.request_id,
         seat.key,
@@ -212,17 +317,24 @@ def _encode(world: World, pool: PoolConfigured, request: Request, choice: Choice
     return decided
 
 
-def _routed(world: World, pool: PoolConfigured, request: Request, choice: Choice, stage: Stage) -> RequestRouted:
+def _routed(
+    world: World,
+    pool: PoolConfigured,
+    request: Request,
+    choice: Choice,
+    stage: Stage,
+    place: PrefillPlace | None = None,
+) -> RequestRouted:
     config, table, at = choice.config, choice.table, choice.at
     seat = table.roster.seats[at]
     spec = seat.worker.spec
-    first = not request.attempt and not request.encodings
-    waited_us = world.now_us - request.queued_at_us if request.queue_class and first else 0
+    sent = request.attempt + request.encodings + request.prefills
+    waited_us = world.now_us - request.queued_at_us if request.queue_class and not sent else 0
     world.turns[pool.pool] = world.turns.get(pool.pool, 0) + 1
     return RequestRouted(
         **world.stamp(),
         request_id=request.request_id,
-        attempt=request.next_encoding if stage == "encode" else request.attempt + 1,
+        attempt=request.next_encoding if stage == "encode" else request.attempts(stage) + 1,
         pool=pool.pool,
         worker_id=spec.worker_id,
         worker_epoch=seat.worker.worker_epoch,
@@ -236,18 +348,19 @@ def _routed(world: World, pool: PoolConfigured, request: Request, choice: Choice
         runner_up=choice.runner_up(),
         stage=stage,
         waited_us=waited_us,
-        earlier_attempts=request.attempt if stage == "encode" else request.encodings,
+        earlier_attempts=sent - request.attempts(stage),
+        prefill=place,
     )
 
 
-def _route(world: World, pool: PoolConfigured, request: Request, choice: Choice) -> RequestRouted:
-    decided = _routed(world, pool, request, choice, "aggregated")
-    config, table, at = choice.config, choice.table, choice.at
-    seat = table.roster.seats[at]
-    device = table.overlap(at).device
-    _count_overlap(world, device, max((overlap.device for overlap in table.overlaps.values()), default=0))
-    world.requests.route(request, seat.worker.spec.worker_id, seat.worker.worker_epoch, seat.rank)
-    cached_tokens = min(device * pool.block_size, request.prompt_tokens)
+def _route(
+    world: World, pool: PoolConfigured, request: Request, choice: Choice, place: PrefillPlace | None
+) -> RequestRouted:
+    decided = _routed(world, pool, request, choice, "aggregated", place)
+    config = choice.config
+    seat = choice.table.roster.seats[choice.at]
+    cached_tokens = _reused(world, pool, request, choice)
+    _send(world, request, "aggregated", seat)
     world.load.book(
         request.request_id,
         seat.key,
@@ -261,10 +374,14 @@ def _route(world: World, pool: PoolConfigured, request: Request, choice: Choice)
     return decided
 
 
-def _count_overlap(world: World, device: int, most: int) -> None:
+def _reused(world: World, pool: PoolConfigured, request: Request, choice: Choice) -> int:
+    """Prompt tokens that the chosen rank has on its device; others that have more are counted."""
+    device = choice.table.overlap(choice.at).device
+    most = max((overlap.device for overlap in choice.table.overlaps.values()), default=0)
     if device < most:
         world.counts["non_max_overlap_selections"] += 1
         world.counts["overlap_blocks_lost"] += most - device
+    return min(device * pool.block_size, request.prompt_tokens)
 
 
 def _hold(world: World, pool: PoolConfigured, request: Request, roster: Roster) -> RequestHeld:
@@ -280,7 +397,7 @@ def _hold(world: World, pool: PoolConfigured, request: Request, roster: Roster) 
         raise Ineligible("queue_full", f"{ahead} requests of the class {chosen.name} wait already")
     world.requests.add(request)
     world.requests.hold(request, chosen.name, tokens, world.now_us)
-    world.queues.push(pool.pool, held_of(request))
+    world.queues.push(pool.pool, held_of(request, pool))
     return RequestHeld(
         **world.stamp(),
         request_id=request.request_id,
@@ -296,7 +413,8 @@ def _may_go(world: World, held: Held) -> bool:
     request = _waiting(world, held)
     pool = world.pools[request.pool]
     try:
-        return not must_wait(pool, find(world, pool, request))
+        roster = find(world, pool, request)
+        return not must_wait(*computed_by(pool, roster, _placed(world, pool, request, roster)))
     except Ineligible:
         return False
 

@@ -59,5 +59,10 @@ def as_encoded(request: Request, pool: str) -> Request:
 def not_encoded(request: Request, cause: str | None) -> str:
     """Why a request is given up whose media nobody could encode or fetch."""
     attempts = max(request.attempt, request.encodings)
-    why = "encode workers were lost" if cause is None else cause[:CAUSE_CHARS_MAX] or "no reason is told"
+    why = "encode workers were lost" if cause is None else shortened(cause)
     return f"its images or videos could not be encoded and fetched in {attempts} attempts: {why}"
+
+
+def shortened(cause: str) -> str:
+    """What a worker says, as it stands in a journal record."""
+    return cause[:CAUSE_CHARS_MAX] or "no reason is told"

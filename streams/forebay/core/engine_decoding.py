@@ -1,8 +1,19 @@
 """The sequences of the engine model that decode, and at which iteration each has to be looked at again."""
 
 from heapq import heappop, heappush
+from typing import NamedTuple
 
 from forebay.core.engine_sequence import EngineSequence
+
+
+class Joining(NamedTuple):
+    """Sequences whose KV was fetched, and which begin to decode; and the blocks that they hold."""
+
+    sequences: int
+    blocks: int
+
+
+NOBODY_JOINS = Joining(0, 0)
 
 
 class Decoding:

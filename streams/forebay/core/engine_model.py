@@ -5,161 +5,48 @@ prefilling, because a prompt is only cut when the token budget of the iteration 
 admitted first come, first served. When blocks run out the newest running sequence is preempted and later
 computed again. Between two block boundaries or ends nothing can change, so iterations there are made at once, and
 what a sequence has generated follows from the number of iterations: a step touches only those at a boundary, and those
-that speak. It never knows what time it is: a step says how long it takes, the caller lets that time go by.
+that speak. A step says how long it takes, the caller lets that time go by. Of prefill and decode apart, as with vLLM's
+KV connectors, one engine keeps the blocks of a computed prompt; another takes blocks for it and waits until they came.
 """
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Literal
 
-import msgspec
-
-from forebay.core.blocks import HASH_SEED
 from forebay.core.chain_pool import ChainPool, Found
-from forebay.core.engine_decoding import Decoding
+from forebay.core.engine_decoding import NOBODY_JOINS, Decoding, Joining
+from forebay.core.engine_requests import (
+    EngineConfig,
+    EngineRequest,
+    EngineStage,
+    QueueFull,
+    RequestMalformed,
+    RequestRefused,
+    RequestTooLarge,
+)
 from forebay.core.engine_sequence import EngineSequence
-from forebay.core.engine_timing import EngineTiming, MockerTiming
+from forebay.core.engine_steps import (
+    CacheChange,
+    Computed,
+    Emitted,
+    Fetch,
+    Finished,
+    FirstToken,
+    Load,
+    Removed,
+    Step,
+    Stored,
+)
 from forebay.events.base import U32_BYTES, U64_BYTES, array_u64
-from forebay.events.kv import Tier
-from forebay.events.tokens import TokenLogprob
+
+__all__ = [
+    "CacheChange", "Computed", "Emitted", "EngineConfig", "EngineModel", "EngineRequest", "EngineStage", "Fetch",
+    "Finished", "FirstToken", "Load", "QueueFull", "Removed", "RequestMalformed", "RequestRefused", "RequestTooLarge",
+    "Step", "Stored",
+]  # fmt: skip
 
 WAITING_MAX = 65_536  # beyond any router's queue bound; more means that nobody limits the callers
-VOCABULARY_MAX = 65_536  # a token is drawn from 16 bits
 NOTHING_FOUND = Found(0, [])
 NOBODY: list[EngineSequence] = []
-
-
-class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The engine's size and pace. Defaults are Dynamo's mocker's; `vocabulary` is the token ids to speak with.
-
-    Without a vocabulary the engine is silent: prompts count by their length, no tokens are emitted, and output blocks
-    are named after `token_seed`, so that requests of different seeds share none. All else is the same, and faster.
-    """
-
-    vocabulary: tuple[int, ...] | None
-    block_size: int = 64
-    kv_blocks_total: int = 16_384
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 8192
-    timing: EngineTiming = MockerTiming()
-
-    def __post_init__(self) -> None:
-        if min(self.block_size, self.kv_blocks_total, self.max_num_seqs) < 1:
-            raise ValueError("block_size, kv_blocks_total and max_num_seqs must be at least 1")
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ValueError(
-                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
-                f"max_num_seqs ({self.max_num_seqs}): every running sequence needs a token per step"
-            )
-        if self.vocabulary is not None and not 1 <= len(self.vocabulary) <= VOCABULARY_MAX:
-            raise ValueError(f"a vocabulary has 1 to {VOCABULARY_MAX} tokens, not {len(self.vocabulary)}")
-
-
-class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One attempt to answer a prompt: packed u32 tokens, packed u64 hashes of its full blocks.
-
-    `hash_seed` is the one that the hashes were made with: output blocks are named with it, too. `tail_mm_hashes` are of
-    what stands in the prompt's last block, if that is not full.
-    """
-
-    request_id: str
-    attempt: int
-    token_ids: bytes
-    sequence_hashes: bytes
-    token_seed: int
-    max_tokens: int
-    hash_seed: int = HASH_SEED
-    tail_mm_hashes: tuple[int, ...] = ()
-
-
-class RequestRefused(Exception):
-    """The engine does not take the request; nothing changed. The text is fit for the caller."""
-
-
-class RequestTooLarge(RequestRefused):
-    """Prompt and answer together can never fit into the cache."""
-
-
-class RequestMalformed(RequestRefused):
-    """An empty prompt, no token wanted, or hashes that do not belong to the prompt's blocks."""
-
-
-class QueueFull(RequestRefused):
-    """`WAITING_MAX` requests wait already."""
-
-
-class Emitted(msgspec.Struct, frozen=True, gc=False):
-    """New output tokens of a request, packed u32; `first_index` counts its output tokens from 0."""
-
-    request_id: str
-    attempt: int
-    first_index: int
-    token_ids: bytes
-    logprobs: tuple[TokenLogprob, ...] = ()
-
-
-class FirstToken(msgspec.Struct, frozen=True, gc=False):
-    """A prompt was computed; `cached_tokens` of it were found in the cache."""
-
-    request_id: str
-    attempt: int
-    cached_tokens: int
-
-
-class Finished(msgspec.Struct, frozen=True, gc=False):
-    """A request got its last token."""
-
-    request_id: str
-    attempt: int
-    reason: Literal["length", "stop"]
-    prompt_tokens: int
-    output_tokens: int
-    cached_tokens: int
-
-
-class Stored(msgspec.Struct, frozen=True, gc=False):
-    """Blocks entered one tier: a chain that continues `parent`, or starts a sequence when it is None.
-
-    `hashes` may be an array ("Q"), which is packed at once. `engine_hashes` are the engine's own names of them, where
-    it has others.
-    """
-
-    parent: int | None
-    hashes: Sequence[int]
-    tier: Tier = "device"
-    engine_hashes: tuple[int, ...] = ()
-
-
-class Removed(msgspec.Struct, frozen=True, gc=False):
-    """Blocks left one tier; `hashes` and `engine_hashes` as in `Stored`."""
-
-    hashes: Sequence[int]
-    tier: Tier = "device"
-    engine_hashes: tuple[int, ...] = ()
-
-
-CacheChange = Stored | Removed
-
-
-class Load(msgspec.Struct, frozen=True, gc=False):
-    """How busy the engine is."""
-
-    running: int
-    waiting: int
-    kv_blocks_used: int
-    kv_blocks_total: int
-
-
-class Step(msgspec.Struct, frozen=True, gc=False):
-    """What one scheduler iteration did, or `iterations` of them in which the same sequences decoded."""
-
-    duration_us: int
-    iterations: int
-    emitted: list[Emitted]
-    first_tokens: list[FirstToken]
-    finished: list[Finished]
-    cache_changes: list[CacheChange]
-    load: Load
 
 
 class EngineModel:
@@ -174,12 +61,17 @@ class EngineModel:
         self._decoding = Decoding()  # the one prefilling is newer than all of these
         self._iteration = 0  # of those in which something decoded
         self._full: list[EngineSequence] = []  # those that need a block before they go on, oldest first
+        self._calm = True  # nobody was preempted since the last step
+        self._fetching: dict[str, EngineSequence] = {}
+        self._asked: list[Fetch] = []  # of those, what the caller was not told yet
+        self._joining = NOBODY_JOINS  # in the iteration that is made
+        self._kept: dict[str, EngineSequence] = {}  # computed for another engine
         self._changes: list[CacheChange] = []
 
     def load(self) -> Load:
         """How busy the engine is now."""
         running = len(self._decoding.by_turn) + (self._prefilling is not None)
-        return Load(running, len(self._waiting), self.pool.used, self.pool.total)
+        return Load(running, len(self._waiting) + len(self._fetching), self.pool.used, self.pool.total)
 
     def warm(self, hashes: Sequence[int]) -> None:
         """Start with these blocks in the cache, as an engine that outlived a restart of its surroundings."""
@@ -210,10 +102,11 @@ class EngineModel:
                 f"{prompt_tokens} prompt tokens are {full} full blocks of {block_size}, "
                 f"but {len(request.sequence_hashes) // U64_BYTES} block hashes came with them"
             )
-        needed = self._blocks_for(prompt_tokens + request.max_tokens)
+        here = 0 if request.stage == "prefill" else request.max_tokens
+        needed = self._blocks_for(prompt_tokens + here)
         if needed > self.pool.total:
             raise RequestTooLarge(
-                f"{prompt_tokens} prompt tokens and {request.max_tokens} to generate need {needed} KV blocks "
+                f"{prompt_tokens} prompt tokens and {here} to generate need {needed} KV blocks "
                 f"of {block_size} tokens, but the engine has {self.pool.total}"
             )
         hashes = array_u64(request.sequence_hashes)
@@ -231,55 +124,118 @@ class EngineModel:
             hashes,
             request.token_ids[full * block_size * U32_BYTES :],
             request.tail_mm_hashes,
+            request.stage,
         )
         self._sequences[request.request_id] = sequence
         self._waiting.append(sequence)
 
     def cancel(self, request_id: str) -> bool:
-        """Drop a request and free its blocks. False when it is not under way."""
+        """Drop a request and free its blocks, also those that are kept or fetched. False when it is not under way."""
         sequence = self._sequences.pop(request_id, None)
         if sequence is None:
             return False
         if sequence is self._prefilling:
             self._prefilling = None
-        elif sequence.blocks:
+        elif sequence.turn in self._decoding.by_turn:
             self._stop_decoding(sequence)
-        else:
+        elif self._fetching.pop(request_id, None) is not None:
+            self._asked = [fetch for fetch in self._asked if fetch.request_id != request_id]
+        elif self._kept.pop(request_id, None) is None:
             self._waiting.remove(sequence)
+        self._release(sequence)
+        return True
+
+    def fetches(self) -> list[Fetch]:
+        """What is to be fetched now, each said once; to be asked before each step. It takes no time.
+
+        Requests of the stage `decode` get their blocks first come, first served with the others, which a step admits;
+        say `fetched` when the KV of one is there, or `cancel` it.
+        """
+        waiting = self._waiting
+        at = self._ready()
+        running = len(self._decoding.by_turn) + (self._prefilling is not None) + at
+        if at < len(waiting) and waiting[at].stage == "decode" and running < self.config.max_num_seqs:
+            # Who runs takes its blocks first, as in a step.
+            self._calm &= self._make_room()
+            at = self._ready()
+            may_admit = self._calm or not self._decoding.by_turn
+            while may_admit and at < len(waiting) and waiting[at].stage == "decode" and self._fetch(waiting[at]):
+                del waiting[at]
+        asked, self._asked = self._asked, []
+        return asked
+
+    def fetched(self, request_id: str, token_seed: int | None = None) -> bool:
+        """The KV of a prompt is there: a next step computes its last token. False when nobody fetches it.
+
+        `token_seed` is what the answer is made from where that came with the KV; None if it is as submitted.
+        """
+        sequence = self._fetching.pop(request_id, None)
+        if sequence is None:
+            return False
+        sequence.stage = "aggregated"  # preempted, it is computed here
+        sequence.token_seed = sequence.token_seed if token_seed is None else token_seed
+        self._fill(sequence, sequence.prompt_tokens)
+        self._waiting.insert(self._ready(), sequence)
+        return True
+
+    def release(self, request_id: str) -> bool:
+        """Nobody will fetch what is kept for a request. False when nothing is."""
+        sequence = self._kept.pop(request_id, None)
+        if sequence is None:
+            return False
+        del self._sequences[request_id]
         self._release(sequence)
         return True
 
     def reset(self) -> None:
         """Drop every request and the cache."""
         self.pool.clear()
-        self._sequences.clear()
-        self._waiting.clear()
         self._prefilling = None
         self._decoding.clear()
-        self._full.clear()
+        for some in (self._sequences, self._fetching, self._kept):
+            some.clear()
+        for others in (self._waiting, self._full, self._asked, self._changes):
+            others.clear()
 
     def clear_cache(self) -> None:
-        """Empty the cache; what runs goes back to the head of the queue, to be computed again."""
+        """Empty the cache; what runs goes back to the head of the queue, to be computed again.
+
+        So does what is being fetched, and is computed here; what is kept is kept no longer.
+        """
         while self._decoding.by_turn or self._prefilling is not None:
             self._preempt()
         self._full.clear()
+        for request_id in list(self._kept):
+            self.release(request_id)
+        self._waiting.extendleft(reversed(self._fetching.values()))
+        self._fetching.clear()
+        self._asked.clear()
+        for sequence in self._waiting:
+            if sequence.blocks:
+                self._release(sequence)
+                sequence.stage, sequence.cached_tokens = "aggregated", -1
+        self._changes.clear()
         self.pool.clear()
 
     def step(self, until_us: int = 0) -> Step | None:
-        """The next scheduler iteration; None when there is nothing to do.
+        """The next scheduler iteration; None when there is nothing to do until something is fetched or released.
 
         Iterations that only decode are repeated in one step, while nothing but time changes, until they
         took `until_us`: the same as single steps, but cheaper.
         """
-        if not self._sequences:
+        if not self._sequences and not self._changes:
             return None
-        assert not self._changes
-        calm = self._make_room()
+        calm = self._make_room() and self._calm
+        self._calm = True
         # What was evicted for that is told when the step ends: at the end of this iteration, not of later ones.
         steady = calm and self._prefilling is None and not self._changes
         prefill_tokens, attended, completed = 0, 0, NOBODY
         if self._waiting or self._prefilling is not None:
-            prefill_tokens, attended, completed = self._prefill(may_admit=calm)
+            # If nobody is left it was for what is kept or fetched that somebody was preempted: others may go on.
+            prefill_tokens, attended, completed = self._prefill(may_admit=calm or not self._decoding.by_turn)
+        decoding, self._joining = self._joining, NOBODY_JOINS
+        if not prefill_tokens and not self._decoding.by_turn and not decoding.sequences:
+            return self._stand_still()
         emitted: list[Emitted] = []
         finished: list[Finished] = []
         iterations = 1
@@ -288,20 +244,25 @@ class EngineModel:
         duration_us = config.timing.step_us(
             prefill_tokens=prefill_tokens,
             prefill_attended=attended,
-            decode_sequences=len(self._decoding.by_turn),
-            decode_tokens=self._decoding.blocks * config.block_size,
+            decode_sequences=len(self._decoding.by_turn) + decoding.sequences,
+            decode_tokens=(self._decoding.blocks + decoding.blocks) * config.block_size,
             cache_tokens=self.pool.total * config.block_size,
         )
         if self._decoding.by_turn:
-            if until_us > duration_us and steady and not prefill_tokens:
+            if until_us > duration_us and steady and not completed and not prefill_tokens:
                 iterations = min(-(-until_us // duration_us), self._decoding.next_due() - self._iteration)
                 duration_us *= iterations
             self._decode(iterations, emitted, finished)
-        first_tokens = self._begin(completed, emitted, finished) if completed else []
+        computed: list[Computed] = []
+        first_tokens = self._begin(completed, emitted, finished, computed) if completed else []
         assert duration_us > 0
-        changes = self._changes
-        self._changes = []
-        return Step(duration_us, iterations, emitted, first_tokens, finished, changes, self.load())
+        changes, self._changes = self._changes, []
+        return Step(duration_us, iterations, emitted, first_tokens, finished, changes, self.load(), computed)
+
+    def _stand_still(self) -> Step | None:
+        """Nobody runs, and nobody can be admitted."""
+        changes, self._changes = self._changes, []
+        return Step(0, 0, [], [], [], changes, self.load()) if changes else None
 
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.config.block_size)
@@ -339,7 +300,33 @@ class EngineModel:
             victim = self._prefilling
             self._prefilling = None
         self._release(victim)
-        self._waiting.appendleft(victim)
+        self._waiting.insert(self._ready(), victim)
+
+    def _ready(self) -> int:
+        """How many are fetched and wait. They stand first: they need no room, and others may wait for theirs."""
+        return next((at for at, sequence in enumerate(self._waiting) if not sequence.blocks), len(self._waiting))
+
+    def _reserve(self, sequence: EngineSequence, found: Found, blocks: int) -> bool:
+        """So many blocks for a sequence that has none, with those that were found, if there is room."""
+        evicted = self.pool.take(found, blocks - found.blocks)
+        if evicted is None:
+            return False
+        if evicted:
+            self._changes.append(Removed(evicted))
+        sequence.blocks, sequence.held = blocks, found.blocks
+        return True
+
+    def _fetch(self, sequence: EngineSequence) -> bool:
+        """Blocks for a prompt that another engine computed, if there is room; its last block is always fetched."""
+        found = self.pool.find(sequence.hashes, (sequence.prompt_tokens - 1) // self.config.block_size)
+        blocks = self._blocks_for(sequence.prompt_tokens)
+        if not self._reserve(sequence, found, blocks):
+            return False
+        # The first token is made from the last one of the prompt, which is computed once more.
+        sequence.computed = sequence.cached_tokens = sequence.prompt_tokens - 1
+        self._fetching[sequence.request_id] = sequence
+        self._asked.append(Fetch(sequence.request_id, sequence.attempt, found.blocks, blocks))
+        return True
 
     def _release(self, sequence: EngineSequence) -> None:
         self.pool.release(sequence.hashes, sequence.held, sequence.blocks - sequence.held)
@@ -359,6 +346,19 @@ class EngineModel:
                 if not may_admit or not self._waiting or running >= self.config.max_num_seqs:
                     break
                 sequence = self._waiting[0]
+                if sequence.stage == "decode":
+                    if not self._fetch(sequence):
+                        break
+                    self._waiting.popleft()
+                    continue
+                if sequence.blocks:
+                    # The one token that is left to be computed costs what those of answers do, not what prompts do.
+                    self._joining = Joining(self._joining.sequences + 1, self._joining.blocks + sequence.blocks)
+                    self._waiting.popleft()
+                    budget, budget_all = budget - 1, budget_all - 1
+                    sequence.computed += 1
+                    completed.append(sequence)
+                    continue
                 chunk = self._admit(sequence, budget)
                 if not chunk:
                     break
@@ -367,7 +367,9 @@ class EngineModel:
             else:
                 chunk = self._continue(sequence, budget)
                 if not chunk:
-                    break
+                    if decoding:
+                        break
+                    continue
             budget -= chunk
             attended += chunk * sequence.computed + chunk * (chunk + 1) // 2
             sequence.computed += chunk
@@ -385,13 +387,8 @@ class EngineModel:
         cached_tokens = found.blocks * self.config.block_size
         chunk = min(budget, known - cached_tokens)
         blocks = self._blocks_for(cached_tokens + chunk)
-        evicted = self.pool.take(found, blocks - found.blocks)
-        if evicted is None:
+        if not self._reserve(sequence, found, blocks):
             return 0
-        if evicted:
-            self._changes.append(Removed(evicted))
-        sequence.blocks = blocks
-        sequence.held = found.blocks
         sequence.computed = cached_tokens
         if sequence.cached_tokens < 0:
             sequence.cached_tokens = cached_tokens
@@ -440,13 +437,21 @@ class EngineModel:
                 self._finish(sequence, finished)
 
     def _begin(
-        self, completed: list[EngineSequence], emitted: list[Emitted], finished: list[Finished]
+        self,
+        completed: list[EngineSequence],
+        emitted: list[Emitted],
+        finished: list[Finished],
+        computed: list[Computed],
     ) -> list[FirstToken]:
         """The token that a computed prompt yields in the same iteration; from the next on it decodes."""
         vocabulary = self.config.vocabulary
         first_tokens: list[FirstToken] = []
         for sequence in completed:
             request_id, attempt, generated = sequence.request_id, sequence.attempt, sequence.generated
+            if sequence.stage == "prefill":
+                self._kept[request_id] = sequence
+                computed.append(Computed(request_id, attempt, sequence.cached_tokens))
+                continue
             if vocabulary is not None:
                 sequence.think(generated + 1, self.config.block_size, vocabulary)
                 at = (sequence.computed - len(sequence.hashes) * self.config.block_size) * U32_BYTES

@@ -27,6 +27,7 @@ class EngineSequence(msgspec.Struct):
     hashes: "array[int]"
     text: bytes  # packed tokens from the first block without a hash on, perhaps beyond what was said
     mm_hashes: tuple[int, ...] = ()  # of what stands in that first block, beside text
+    stage: str = "aggregated"  # "decode" until its KV is there
     generated: int = 0
     computed: int = 0  # tokens in the cache; not kept while decoding
     blocks: int = 0

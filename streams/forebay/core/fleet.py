@@ -189,4 +189,5 @@ class Fleet:
 
 def _term(worker: Worker) -> int:
     text = f"{worker.lease}\0{worker.slot}\0{worker.worker_epoch}\0{worker.from_offset}\0{worker.phase}\0"
-    return xxh3_64_intdigest(text.encode() + encode(worker.spec))
+    # As a map, not as a struct: how long the head of one is depends on how many fields there could be.
+    return xxh3_64_intdigest(text.encode() + encode(msgspec.to_builtins(worker.spec)))

@@ -1,25 +1,21 @@
 """The life of a request, from its submission to the time at which its id is forgotten.
 
-Theory of operation. A request under way moves by the table below and by nothing else. What workers say
-counts only for the attempt and the worker epoch that the request is on; everything else is outdated and
-raises without effect. When a request ends only hashes of its id and content are kept, while it may be sent again.
-
-    submitted --routed--> prefill --first token--> decode --finished--> (ended); submitted --held--> queued --routed-->
-    prefill, decode --worker lost, not transferred--> waiting --routed--> prefill   any --failed, aborted--> (ended)
-    submitted, queued, waiting --images to be encoded--> encode --(not) encoded, worker lost--> waiting
+Theory of operation. A request under way moves by the table of `forebay.core.phases` and by nothing else. What workers
+say counts only for the attempt and the worker epoch that the request is on; everything else is outdated and raises
+without effect. When a request ends only hashes of its id and content are kept, while it may be sent again.
 """
 
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import StrEnum
 from heapq import heapify, heappop, heappush
-from typing import assert_never
+from typing import Any, assert_never
 
 from msgspec.msgpack import encode
 from xxhash import xxh3_64_intdigest
 
 from forebay.core.machine import IllegalTransition
+from forebay.core.phases import ON_WORKER, TRANSITIONS, Move, Phase
 from forebay.core.remembered import RememberedIds
 from forebay.events.base import U64_MASK, array_u64
 from forebay.events.decisions import Stage
@@ -29,6 +25,8 @@ from forebay.events.progress import (
     EncodeFinished,
     FirstTokenEmitted,
     OutputGrown,
+    PrefillFailed,
+    PrefillFinished,
     RequestFailed,
     RequestFinished,
     RequestProgress,
@@ -36,60 +34,20 @@ from forebay.events.progress import (
 )
 from forebay.events.requests import NO_HINTS, RequestSubmitted, RouteQueried, RoutingHints, Task
 from forebay.events.snapshots import Remembered, RequestState
+from forebay.events.transfer import Prefilled
 
 UNDER_WAY_MAX = 100_000  # requests of one group at once: bounds memory, far above what its workers can run
 REMEMBER_US = 120_000_000  # a Kafka producer gives up retrying after 120 s by default
-NOT_ENCODED: tuple[Stage, int, str] = ("aggregated", 0, "")  # a digest says nothing of it, as before there were media
-
-
-class Phase(StrEnum):
-    """Where a request under way is."""
-
-    SUBMITTED = "submitted"
-    QUEUED = "queued"
-    ENCODE = "encode"
-    PREFILL = "prefill"
-    DECODE = "decode"
-    WAITING = "waiting"
-
-
-class Move(StrEnum):
-    """What happens to a request under way."""
-
-    HELD = "held"
-    ROUTED = "routed"
-    TO_BE_ENCODED = "to_be_encoded"
-    ENCODED = "encoded"
-    NOT_ENCODED = "not_encoded"
-    NOT_TRANSFERRED = "not_transferred"
-    FIRST_TOKEN = "first_token"  # noqa: S105 - a token of text
-    WORKER_LOST = "worker_lost"
-    ENDED = "ended"
-
-
-TRANSITIONS: dict[Phase, dict[Move, Phase | None]] = {
-    Phase.SUBMITTED: {
-        Move.HELD: Phase.QUEUED,
-        Move.ROUTED: Phase.PREFILL,
-        Move.TO_BE_ENCODED: Phase.ENCODE,
-        Move.ENDED: None,
-    },
-    Phase.QUEUED: {Move.ROUTED: Phase.PREFILL, Move.TO_BE_ENCODED: Phase.ENCODE, Move.ENDED: None},
-    Phase.ENCODE: {
-        Move.ENCODED: Phase.WAITING,
-        Move.NOT_ENCODED: Phase.WAITING,
-        Move.WORKER_LOST: Phase.WAITING,
-        Move.ENDED: None,
-    },
-    Phase.PREFILL: {
-        Move.FIRST_TOKEN: Phase.DECODE,
-        Move.NOT_TRANSFERRED: Phase.WAITING,
-        Move.WORKER_LOST: Phase.WAITING,
-        Move.ENDED: None,
-    },
-    Phase.DECODE: {Move.WORKER_LOST: Phase.WAITING, Move.ENDED: None},
-    Phase.WAITING: {Move.ROUTED: Phase.PREFILL, Move.TO_BE_ENCODED: Phase.ENCODE, Move.ENDED: None},
+SENT_TO: dict[Stage, Move] = {
+    "aggregated": Move.ROUTED,
+    "encode": Move.TO_BE_ENCODED,
+    "prefill": Move.TO_BE_PREFILLED,
+    "decode": Move.TO_BE_DECODED,
 }
+TOLD_AS_IS = [name for name in RequestState.__struct_fields__ if name not in ("sequence_hashes", "routing")]
+# A digest says nothing of these, as before there were media and prefill workers.
+NOT_ENCODED: tuple[Stage, int, str] = ("aggregated", 0, "")
+NOT_PREFILLED = (0, "", 0, False, "")
 
 
 @dataclass(slots=True)
@@ -100,7 +58,10 @@ class Request:
     for snapshots; `asked` is a hash of what does not change, `term` what the request adds to the digest now.
 
     `media_tokens` are the placeholders of its images and videos. `encodings` is the last attempt to encode them, sent
-    to `encoder_id`; they lie where `encoded` says. `stage` is that of its last routing.
+    to `encoder_id`; they lie where `encoded` says. `stage` is that of its last routing. `prefills` is the last attempt
+    to compute its prompt elsewhere, sent to `prefiller_id`; its KV lies where `prefilled` says, until
+    `prefilled_due_us`; `decoder_id` was to fetch it last. `begun` is whether tokens of the answer were said, of a
+    decode pool's requests.
     """
 
     request_id: str
@@ -131,6 +92,12 @@ class Request:
     encodings: int = 0
     encoder_id: str = ""
     encoded: Encoded | None = None
+    prefills: int = 0
+    prefiller_id: str = ""
+    prefilled: Prefilled | None = None
+    prefilled_due_us: int = 0
+    begun: bool = False
+    decoder_id: str = ""
 
     def __post_init__(self) -> None:
         hints = b"" if self.hints == NO_HINTS else encode(self.hints)
@@ -145,12 +112,18 @@ class Request:
     @property
     def on_worker(self) -> bool:
         """Whether a worker has it now."""
-        return self.phase in (Phase.PREFILL, Phase.DECODE, Phase.ENCODE)
+        return self.phase in ON_WORKER
 
     @property
     def stage_attempt(self) -> int:
         """The last attempt at the stage that it is in, or was in last."""
-        return self.encodings if self.stage == "encode" else self.attempt
+        return self.attempts(self.stage)
+
+    def attempts(self, stage: Stage) -> int:
+        """How often it was sent to a worker for this stage; `aggregated` and `decode` are one, the answer."""
+        if stage == "encode":
+            return self.encodings
+        return self.prefills if stage == "prefill" else self.attempt
 
     @property
     def next_encoding(self) -> int:
@@ -190,20 +163,26 @@ class Requests:
         self._tidy_deadlines()
         self._sum_up(request)
 
-    def route(self, request: Request, worker_id: str, worker_epoch: int, rank: int) -> None:
-        """Its next attempt is with this worker rank."""
-        self._move(request, Move.ROUTED)
-        request.attempt += 1
-        request.stage = "aggregated"
-        request.worker_id, request.worker_epoch, request.rank = worker_id, worker_epoch, rank
-        self._sum_up(request)
-
-    def encode(self, request: Request, worker_id: str, worker_epoch: int, rank: int) -> None:
-        """Its media are with this rank of an encode worker."""
-        self._move(request, Move.TO_BE_ENCODED)
-        request.encodings = request.next_encoding
-        request.stage = "encode"
-        request.encoder_id = worker_id
+    def route(self, request: Request, stage: Stage, worker_id: str, worker_epoch: int, rank: int) -> None:
+        """Its next attempt at a stage is with this worker rank."""
+        self._move(request, SENT_TO[stage])
+        match stage:
+            case "aggregated":
+                request.attempt += 1
+            case "decode":
+                request.attempt += 1
+                request.decoder_id = worker_id
+            case "encode":
+                request.encodings = request.next_encoding
+                request.encoder_id = worker_id
+            case "prefill":
+                request.prefills += 1
+                request.prefiller_id = worker_id
+            case _:
+                assert_never(stage)
+        if stage != "decode":
+            request.prefilled = None  # what there was is kept by nobody any more
+        request.stage = stage
         request.worker_id, request.worker_epoch, request.rank = worker_id, worker_epoch, rank
         self._sum_up(request)
 
@@ -213,10 +192,31 @@ class Requests:
         request.queue_class, request.uncached_tokens, request.queued_at_us = queue_class, uncached_tokens, now_us
         self._sum_up(request)
 
+    def kept_by(self, worker_id: str, worker_epoch: int) -> list[Request]:
+        """The requests that wait while a worker keeps their KV, in the order of their submission."""
+        holder = worker_id, worker_epoch
+        return [
+            request
+            for request in self.waiting()
+            if request.prefilled is not None and (request.prefilled.worker_id, request.prefilled.worker_epoch) == holder
+        ]
+
     def lose_worker(self, request: Request) -> None:
-        """Its worker is gone: it waits for another. Embeddings are given out once, so they are gone with it."""
+        """Its worker is gone: it waits for another. Embeddings and KV are given out once, so they are gone with it."""
         self._move(request, Move.WORKER_LOST)
-        request.encoded = None
+        request.encoded = request.prefilled = None
+        if request.stage == "decode":
+            request.prefiller_id = ""  # who computed its prompt did nothing wrong, and has it in its cache
+        self._sum_up(request)
+
+    def forget_prefilled(self, request: Request) -> None:
+        """Nobody keeps its KV, or nobody that could be asked for it."""
+        request.prefilled = None
+        self._sum_up(request)
+
+    def begin(self, request: Request) -> None:
+        """Tokens of its answer are out, so whoever has it next only goes on."""
+        request.begun = True
         self._sum_up(request)
 
     def end(self, request: Request, now_us: int) -> None:
@@ -244,29 +244,45 @@ class Requests:
                     raise IllegalTransition(f"{event.request_id} has no first token yet")
             case FirstTokenEmitted():
                 self._move(request, Move.FIRST_TOKEN)
+                request.prefilled = None  # it was fetched, and is kept by nobody any more
                 self._sum_up(request)
-            case RequestFinished() if request.stage == "encode":
-                raise IllegalTransition(f"{event.request_id} is encoded, not answered, by {event.worker_id}")
+            case RequestFinished() if request.stage in ("encode", "prefill"):
+                raise IllegalTransition(f"{event.request_id} is not answered by {event.worker_id}")
+            case RequestFailed() if request.stage == "prefill":
+                raise IllegalTransition(f"{event.request_id} is not answered by {event.worker_id}")
             case RequestFinished() | RequestFailed():
                 self.end(request, now_us)
-            case EncodeFinished() | EncodeFailed() | TransferFailed():
-                self._encode_progress(event, request)
+            case EncodeFinished() | EncodeFailed() | PrefillFinished() | PrefillFailed() | TransferFailed():
+                self._part_progress(event, request, now_us)
             case _:
                 assert_never(event)
         return request
 
-    def _encode_progress(self, event: EncodeFinished | EncodeFailed | TransferFailed, request: Request) -> None:
+    def _part_progress(
+        self,
+        event: EncodeFinished | EncodeFailed | PrefillFinished | PrefillFailed | TransferFailed,
+        request: Request,
+        now_us: int,
+    ) -> None:
         match event:
             case EncodeFinished():
                 self._move(request, Move.ENCODED)
                 request.encoded = event.encoded
             case EncodeFailed():
                 self._move(request, Move.NOT_ENCODED)
-            case TransferFailed() if request.encoded is None:
+            case PrefillFinished():
+                self._move(request, Move.PREFILLED)
+                # What was encoded for the prompt is used up.
+                request.encoded, request.prefilled = None, event.prefilled
+                request.prefilled_due_us = now_us + event.prefilled.lease_us
+            case PrefillFailed():
+                self._move(request, Move.NOT_PREFILLED)
+                request.encoded = None
+            case TransferFailed() if request.encoded is None and request.prefilled is None:
                 raise IllegalTransition(f"{event.request_id} has nothing to be transferred")
             case TransferFailed():
                 self._move(request, Move.NOT_TRANSFERRED)
-                request.encoded = None
+                request.encoded = request.prefilled = None
             case _:
                 assert_never(event)
         self._sum_up(request)
@@ -321,69 +337,18 @@ class Requests:
     def snapshot(self) -> Iterator[RequestState | Remembered]:
         """One fact for each request under way, then what is remembered, oldest first."""
         for request in self.under_way():
-            yield RequestState(
-                request_id=request.request_id,
-                phase=request.phase,
-                content=request.content,
-                due_us=request.due_us,
-                offset=request.offset,
-                reply_slot=request.reply_slot,
-                prompt_tokens=request.prompt_tokens,
-                tie_seed=request.tie_seed,
-                pool=request.pool,
-                attempt=request.attempt,
-                worker_id=request.worker_id,
-                worker_epoch=request.worker_epoch,
-                rank=request.rank,
-                sequence_hashes=request.packed,
-                lora_name=request.lora_name,
-                task=request.task,
-                media_tokens=request.media_tokens,
-                stage=request.stage,
-                encodings=request.encodings,
-                encoder_id=request.encoder_id,
-                encoded=request.encoded,
-                routing=request.hints,
-                queue_class=request.queue_class,
-                uncached_tokens=request.uncached_tokens,
-                queued_at_us=request.queued_at_us,
-            )
+            told: dict[str, Any] = {name: getattr(request, name) for name in TOLD_AS_IS}
+            yield RequestState(sequence_hashes=request.packed, routing=request.hints, **told)
         yield from self._remembered.snapshot()
 
     def restore(self, chunk: RequestState | Remembered) -> None:
         """Take in one chunk of a snapshot, in the order of `snapshot`."""
         match chunk:
             case RequestState():
-                self.add(
-                    Request(
-                        request_id=chunk.request_id,
-                        content=chunk.content,
-                        offset=chunk.offset,
-                        due_us=chunk.due_us,
-                        reply_slot=chunk.reply_slot,
-                        prompt_tokens=chunk.prompt_tokens,
-                        tie_seed=chunk.tie_seed,
-                        pool=chunk.pool,
-                        blocks=array_u64(chunk.sequence_hashes),
-                        packed=chunk.sequence_hashes,
-                        hints=chunk.routing,
-                        lora_name=chunk.lora_name,
-                        task=chunk.task,
-                        media_tokens=chunk.media_tokens,
-                        stage=chunk.stage,
-                        encodings=chunk.encodings,
-                        encoder_id=chunk.encoder_id,
-                        encoded=chunk.encoded,
-                        phase=Phase(chunk.phase),
-                        attempt=chunk.attempt,
-                        worker_id=chunk.worker_id,
-                        worker_epoch=chunk.worker_epoch,
-                        rank=chunk.rank,
-                        queue_class=chunk.queue_class,
-                        uncached_tokens=chunk.uncached_tokens,
-                        queued_at_us=chunk.queued_at_us,
-                    )
-                )
+                told: dict[str, Any] = {name: getattr(chunk, name) for name in TOLD_AS_IS}
+                told["phase"] = Phase(chunk.phase)
+                packed = chunk.sequence_hashes
+                self.add(Request(blocks=array_u64(packed), packed=packed, hints=chunk.routing, **told))
             case Remembered():
                 self._remembered.restore(chunk)
             case _:
@@ -487,5 +452,10 @@ def _term(request: Request) -> int:
     encoding = request.stage, request.encodings, request.encoder_id
     if encoding != NOT_ENCODED:
         text += f"\0{encoding}"
+    prefill = request.prefills, request.prefiller_id, request.prefilled_due_us, request.begun, request.decoder_id
+    if prefill != NOT_PREFILLED:
+        text += f"\0{prefill}"
     lies = b"" if request.encoded is None else encode(request.encoded)
+    if request.prefilled is not None:
+        lies += encode(request.prefilled)
     return xxh3_64_intdigest(text.encode() + lies, request.asked)

@@ -9,12 +9,19 @@ records. A record that did not decode is applied as None: it takes its place in 
 from typing import assert_never
 
 from forebay.core.dispatch import Decided, abort, drain, lose, query, reroute, submit
-from forebay.core.lifecycle import Phase
+from forebay.core.lifecycle import Request
 from forebay.core.machine import IllegalTransition
 from forebay.core.operate import answered, command, end_commands
+from forebay.core.phases import Phase
 from forebay.core.world import World
 from forebay.events.base import hex_digest
-from forebay.events.control import BusyThresholdsSet, ControlEvent, PoolConfigured, WorkerCommanded
+from forebay.events.control import (
+    BusyThresholdsSet,
+    ControlEvent,
+    DisaggregationSet,
+    PoolConfigured,
+    WorkerCommanded,
+)
 from forebay.events.decisions import Advanced, CacheResyncRequested
 from forebay.events.fleet import (
     AnyFleetEvent,
@@ -36,6 +43,8 @@ from forebay.events.progress import (
     EngineFailed,
     FirstTokenEmitted,
     OutputGrown,
+    PrefillFailed,
+    PrefillFinished,
     RequestFailed,
     RequestFinished,
     RequestProgress,
@@ -46,6 +55,7 @@ from forebay.events.requests import RequestCancelled, RequestEvent, RequestSubmi
 __all__ = ["CLOCK", "CONSUMED_RUNS_MAX", "Decided", "InputEvent", "advance", "claim", "open_run", "step"]
 
 CLOCK = "clock"  # the topic of a run in which nothing but time passed
+SERVER_ERROR = 500  # from here on an HTTP status says that nothing is wrong with the request
 CONSUMED_RUNS_MAX = 256  # an `Advanced` keeps the consumed part of a record below some 20 kB
 
 InputEvent = RequestEvent | AnyKvEvent | MetricEvent | AnyProgressEvent | AnyFleetEvent | ControlEvent
@@ -87,7 +97,7 @@ def step(world: World, topic: str, event: InputEvent | None, now_us: int) -> lis
             return _cache(world, event)
         case FirstTokenEmitted() | OutputGrown() | RequestFinished() | RequestFailed():
             return _progress(world, event)
-        case EncodeFinished() | EncodeFailed() | TransferFailed():
+        case EncodeFinished() | EncodeFailed() | PrefillFinished() | PrefillFailed() | TransferFailed():
             return _progress(world, event)
         case CommandDone() | CommandRefused():
             return _answered(world, event)
@@ -111,6 +121,9 @@ def step(world: World, topic: str, event: InputEvent | None, now_us: int) -> lis
         case BusyThresholdsSet():
             world.set_busy(event.model, event.thresholds)
             return drain(world)
+        case DisaggregationSet():
+            world.set_disagg(event.model, event.disagg)
+            return reroute(world, world.requests.waiting()) + drain(world)
         case WorkerCommanded():
             return [*command(world, event, offset)]
         case None:
@@ -156,6 +169,8 @@ def _progress(world: World, event: RequestProgress) -> list[Decided]:
     match event:
         case FirstTokenEmitted():
             world.load.prefill_done(event.request_id)
+            if world.pools[request.pool].role == "decode":
+                world.requests.begin(request)
         case OutputGrown():
             if world.pools[request.pool].router.track_output_blocks:
                 world.load.grow(event.request_id, event.output_tokens)
@@ -169,9 +184,29 @@ def _progress(world: World, event: RequestProgress) -> list[Decided]:
         case EncodeFailed() | TransferFailed():
             world.load.free(event.request_id)
             return reroute(world, [request], event.error) + drain(world)
+        case PrefillFinished():
+            world.load.free(event.request_id)
+            return reroute(world, [request], _unusable(world, request, event)) + drain(world)
+        case PrefillFailed():
+            world.load.free(event.request_id)
+            if event.status < SERVER_ERROR:
+                refused = abort(world, request, "prefill_refused", event.error, event.status, event.code)
+                return [refused, *drain(world)]
+            return reroute(world, [request], event.error) + drain(world)
         case _:
             assert_never(event)
     return drain(world)
+
+
+def _unusable(world: World, request: Request, event: PrefillFinished) -> str | None:
+    """Why what a prefill worker kept is of no use; it is forgotten then. None if it is."""
+    said, model = event.prefilled, world.pools[request.pool].model
+    if (said.worker_id, said.worker_epoch, said.model) == (event.worker_id, event.worker_epoch, model):
+        return None
+    world.requests.forget_prefilled(request)
+    world.counts["foreign_descriptor"] += 1
+    whose = f"{said.worker_id} in epoch {said.worker_epoch}, for {said.model}"
+    return f"the KV that {event.worker_id} in epoch {event.worker_epoch} keeps for {model} is told to be {whose}"
 
 
 def _answered(world: World, event: CommandDone | CommandRefused) -> list[Decided]:

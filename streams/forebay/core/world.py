@@ -22,7 +22,7 @@ from forebay.core.machine import Digested
 from forebay.core.prefix_index import PrefixIndex
 from forebay.core.queueing import Held, Queues
 from forebay.core.roster import Roster, Seat, of_session, roster_of
-from forebay.events.control import BusyThresholds, PoolConfigured, RouterConfig
+from forebay.events.control import BusyThresholds, DisaggConfig, PoolConfigured, RouterConfig
 from forebay.events.decisions import Run
 from forebay.events.fleet import WorkerLost
 from forebay.events.snapshots import (
@@ -34,6 +34,7 @@ from forebay.events.snapshots import (
     IndexChanges,
     IndexCursor,
     PoolBusy,
+    PoolDisagg,
     PoolTurns,
     QueueTurns,
     Remembered,
@@ -48,6 +49,7 @@ from forebay.events.snapshots import (
 if TYPE_CHECKING:
     from forebay.core.router import Choice
 
+NO_DISAGG = f", disagg={DisaggConfig()!r}"
 CORE_VERSION = 3  # raised when the same events lead to other decisions
 
 
@@ -83,6 +85,7 @@ class World:
         self.commands = Commands()
         self.pools: dict[str, PoolConfigured] = {}
         self.busy: dict[str, BusyThresholds] = {}
+        self.disagg: dict[str, DisaggConfig] = {}
         self.view: dict[str, int] = {}
         self.consumed: list[Run] = []
         self.now_us = 0
@@ -119,8 +122,14 @@ class World:
         return {"owner_epoch": self.owner_epoch, "seq": self.seq - 1, "consumed": self.take_consumed()}
 
     def pool_of(self, model: str) -> PoolConfigured | None:
-        """The first pool, by name, that answers requests for `model`."""
-        return next((pool for pool in self._pools(model) if pool.role != "encode"), None)
+        """The first pool, by name, that answers requests for `model`.
+
+        Where some do all of a request and others decode, one kind replaces the other: that which has somebody ready.
+        """
+        pools = [pool for pool in self._pools(model) if pool.role in ("aggregated", "decode")]
+        if len({pool.role for pool in pools}) > 1:
+            pools = [pool for pool in pools if self.roster(pool.pool).seats] or pools
+        return pools[0] if pools else None
 
     def encoders_of(self, model: str) -> tuple[PoolConfigured, Roster] | None:
         """The first pool, by name, that encodes images and videos for `model` and has somebody ready; and who."""
@@ -129,20 +138,44 @@ class World:
                 return pool, roster
         return None
 
+    def prefillers_of(self, decoders: PoolConfigured) -> PoolConfigured | None:
+        """The first pool, by name, that computes prompts for this decode pool and has somebody ready.
+
+        Its blocks must be of the same size: the hashes of a prompt are those of the pool that answers.
+        """
+        for pool in self._pools(decoders.model):
+            if pool.role == "prefill" and pool.block_size == decoders.block_size and self.roster(pool.pool).seats:
+                return pool
+        return None
+
     def _pools(self, model: str) -> Iterator[PoolConfigured]:
         return (self.pools[name] for name in sorted(self.pools) if self.pools[name].model == model)
 
     def configure(self, event: PoolConfigured) -> None:
-        """A pool routes by this from now on; thresholds that were set by hand before are gone."""
+        """A pool routes by this from now on; what was set by hand before is gone."""
+        known = self.pools.get(event.pool)
         self.pools[event.pool] = event
         self.queues.configure(event.pool, event.router.queue)
         self.busy.pop(event.pool, None)
+        self.disagg.pop(event.pool, None)
+        if known is not None and known.role != event.role:
+            for request in self.requests.queued():
+                if request.pool == event.pool:
+                    self.queues.remove(request.request_id)
+                    self.queues.push(event.pool, held_of(request, event))
 
     def set_busy(self, model: str, thresholds: BusyThresholds) -> None:
         """Every pool of a model has these thresholds from now on."""
         for name, pool in self.pools.items():
             if pool.model == model:
                 self.busy[name] = thresholds
+        self.counts["unknown_model"] += self.pool_of(model) is None
+
+    def set_disagg(self, model: str, disagg: DisaggConfig) -> None:
+        """Every decode pool of a model goes by this from now on."""
+        for name, pool in self.pools.items():
+            if pool.model == model and pool.role == "decode":
+                self.disagg[name] = disagg
         self.counts["unknown_model"] += self.pool_of(model) is None
 
     def roster(self, pool: str) -> Roster:
@@ -241,6 +274,7 @@ class World:
                 f"[{', '.join(_pool_text(self.pools[name], self.busy.get(name)) for name in sorted(self.pools))}]",
                 str(sorted(self.view.items())),
                 str((self.now_us, sorted(self.turns.items()))),
+                *([str(sorted(self.disagg.items()))] if self.disagg else ()),
             )
         )
         return xxh3_64_intdigest(text.encode())
@@ -261,6 +295,7 @@ class World:
             pools=tuple(self.pools[name] for name in sorted(self.pools)),
             turns=tuple(PoolTurns(pool=pool, turns=turns) for pool, turns in sorted(self.turns.items())),
             busy=tuple(PoolBusy(pool=pool, thresholds=busy) for pool, busy in sorted(self.busy.items())),
+            disagg=tuple(PoolDisagg(pool=pool, disagg=disagg) for pool, disagg in sorted(self.disagg.items())),
             owner_epoch=self.owner_epoch,
             fleet_epoch=self.fleet.owner_epoch,
             seq=self.seq,
@@ -330,11 +365,15 @@ def _restore(world: World, index: PrefixIndex | IndexTally, chunks: Iterable[Chu
     for change in changes:
         index.restore(change)
     for request in world.requests.queued():
-        world.queues.push(request.pool, held_of(request))
+        world.queues.push(request.pool, held_of(request, world.pools[request.pool]))
 
 
-def held_of(request: Request) -> Held:
-    """A request as the queue sees it."""
+def held_of(request: Request, pool: PoolConfigured) -> Held:
+    """A request as the queue of its pool sees it."""
+    wanted = demand(request.hints, request.lora_name, request.task)
+    if pool.role == "decode":
+        # Whom it waits for depends on its length, too: short ones must not stand behind long ones.
+        wanted = (*wanted, request.uncached_tokens.bit_length())
     return Held(
         request_id=request.request_id,
         offset=request.offset,
@@ -343,13 +382,13 @@ def held_of(request: Request) -> Held:
         priority=request.hints.priority,
         strict_priority=request.hints.strict_priority,
         arrival_us=request.queued_at_us,
-        demand=demand(request.hints, request.lora_name, request.task),
+        demand=wanted,
     )
 
 
 def _pool_text(pool: PoolConfigured, busy: BusyThresholds | None) -> str:
-    # The role is new: what has the usual one is told as it was before there were others.
-    text = repr(pool).replace(", role='aggregated')", ")")
+    # The role and disaggregation are new: who has the usual ones is told as it was before there were others.
+    text = repr(pool).replace(", role='aggregated')", ")").replace(NO_DISAGG, "")
     return f"({text}, {busy})"
 
 
@@ -360,5 +399,6 @@ def _restore_state(world: World, chunk: WorldState) -> None:
     for pool in chunk.pools:
         world.configure(pool)
     world.busy = {pool.pool: pool.thresholds for pool in chunk.busy}
+    world.disagg = {pool.pool: pool.disagg for pool in chunk.disagg}
     world.owner_epoch = chunk.owner_epoch
     world.fleet.restore_owner(chunk.fleet_epoch)

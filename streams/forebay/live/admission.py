@@ -16,7 +16,7 @@ import msgspec
 
 from forebay.core.fleet import Fleet, WorkerPhase
 from forebay.events.codec import encode
-from forebay.events.control import PoolConfigured, Role, RouterConfig
+from forebay.events.control import PoolConfigured, RouterConfig
 from forebay.events.fleet import (
     FleetEvent,
     WorkerDraining,
@@ -28,12 +28,15 @@ from forebay.events.fleet import (
     WorkerSuspect,
 )
 from forebay.events.topics import CONTROL, FLEET, work_topic
+from forebay.live.kv_blocks import foreign_blocks
 from forebay.transport.base import Draft, Lease, Log, LogError
 
 logger = logging.getLogger(__name__)
 
 NOWHERE_S = 60.0  # a slot that cannot be looked at takes 10 s of everybody's polls, so it is asked for again only then
 SUSPECT_BELOW = 0.5  # of the TTL left: leases are renewed each third of it, so one renewal was missed
+ANSWERING = {"aggregated", "decode"}  # one of them answers the requests of a model
+APART = ("prefill", "decode")  # their KV blocks go from one to the other
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,14 +185,18 @@ class Admission:
             if said.draining:
                 return
             spec = said.spec
+            others = [one.spec for _, one in sorted(self._members.items()) if not one.draining]
+            _require_alike(spec, others)
             if self._by_lease is not None and spec.pool not in pools:
                 await self._configure(spec, self._by_lease)
                 return
             problem = _misfit(spec, pools)
             if problem is not None:
                 raise _Unfit(problem)
+            # Its pool is there by then: it can join as soon as those of the other kind leave.
+            _require_one_kind(spec, others)
         except _Unfit as unfit:
-            self._refuse(lease, "spec", str(unfit))
+            self._refuse(lease, unfit.reason, str(unfit))
             return
         taken = {member.slot for member in self._members.values() if member.spec.pool == spec.pool}
         slot = next((slot for slot in range(self._slots_max) if slot not in taken), None)
@@ -230,7 +237,7 @@ class Admission:
             block_size=spec.block_size,
             router=by_lease.router,
             at_us=_now_us(),
-            role=_role_of_pool(spec),
+            role=spec.role,
         )
         await self._log.append([Draft(CONTROL.name, self._partition, encode(CONTROL, pool))])
         logger.info(
@@ -250,7 +257,11 @@ class Admission:
 
 
 class _Unfit(Exception):
-    """A lease that makes no member; the text says why."""
+    """A lease that makes no member; the text says why, and `reason` counts it."""
+
+    def __init__(self, text: str, reason: str = "spec") -> None:
+        super().__init__(text)
+        self.reason = reason
 
 
 def _said(lease: Lease) -> WorkerLease:
@@ -272,6 +283,24 @@ def _says_draining(lease: Lease) -> bool:
         return False
 
 
+def _require_alike(spec: WorkerSpec, members: list[WorkerSpec]) -> None:
+    """Prefill and decode workers of a model have KV blocks of one kind. Raises _Unfit."""
+    for other in members if spec.role in APART else ():
+        if other.model == spec.model and other.role in APART and (problem := foreign_blocks(spec, other)) is not None:
+            raise _Unfit(problem, "kv_layout")
+
+
+def _require_one_kind(spec: WorkerSpec, members: list[WorkerSpec]) -> None:
+    """A model is answered by workers that do all of a request, or by decode workers. Raises _Unfit."""
+    for other in members:
+        if other.model == spec.model and {other.role, spec.role} == ANSWERING:
+            raise _Unfit(
+                f"it is a {spec.role} worker, but {spec.model} is answered by {other.role} workers, such as "
+                f"{other.worker_id} in the pool {other.pool}: stop those first",
+                "roles",
+            )
+
+
 def _misfit(spec: WorkerSpec, pools: dict[str, PoolConfigured]) -> str | None:
     """Why a worker has no place in its pool, as that is configured now; None if it has."""
     pool = pools.get(spec.pool)
@@ -281,14 +310,9 @@ def _misfit(spec: WorkerSpec, pools: dict[str, PoolConfigured]) -> str | None:
         return f"it serves {spec.model}, the pool {pool.pool} serves {pool.model}"
     if spec.block_size != pool.block_size:
         return f"its blocks hold {spec.block_size} tokens, those of the pool {pool.pool} hold {pool.block_size}"
-    if _role_of_pool(spec) != pool.role:
+    if spec.role != pool.role:
         return f"its role is {spec.role}, that of the pool {pool.pool} is {pool.role}: give it a pool of its own"
     return None
-
-
-def _role_of_pool(spec: WorkerSpec) -> Role:
-    """What a pool is for that has such a worker: prefill and decode workers answer requests like others."""
-    return "encode" if spec.role == "encode" else "aggregated"
 
 
 def _now_us() -> int:

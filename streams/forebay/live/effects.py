@@ -24,7 +24,6 @@ from forebay.events.decisions import (
     RouteAnswered,
     Stage,
 )
-from forebay.events.media import Encoded
 from forebay.events.requests import RequestSubmitted
 from forebay.events.tokens import AnswerError, CommandTold, ResponseEnded, RouteTold
 from forebay.events.topics import TOKENS, work_topic
@@ -49,6 +48,8 @@ ABORTED: dict[AbortReason, tuple[int, str]] = {
     "queue_deadline": (504, "queue_deadline_exceeded"),
     "attempts_exhausted": (503, "workers_lost"),
     "encode_failed": (502, "encode_failed"),
+    "prefill_failed": (502, "prefill_failed"),
+    "prefill_refused": (400, "prefill_refused"),
 }
 UNSENDABLE: dict[CommandRefusal, tuple[int, str]] = {
     "unknown_model": (404, "model_not_found"),
@@ -61,13 +62,11 @@ UNSENDABLE: dict[CommandRefusal, tuple[int, str]] = {
 }
 
 
-def work_item(
-    decided: RequestRouted, submitted: RequestSubmitted, encoded: Encoded | None, *, report_output: bool
-) -> Draft:
-    """The work of a routed request, on the partition of its worker's slot; `encoded` is where its media lie by now."""
+def work_item(decided: RequestRouted, submitted: RequestSubmitted, request: Request, *, report_output: bool) -> Draft:
+    """The work of a routed request, on the partition of its worker's slot; `request` says where its parts lie."""
     order = decided.worker_epoch, decided.owner_epoch, decided.stage, decided.attempt
     who = _Assignee(decided.pool, decided.slot, decided.rank, *order)
-    return _work(submitted, who, encoded, report_output=report_output)
+    return _work(submitted, who, request, report_output=report_output)
 
 
 def work_again(
@@ -75,7 +74,7 @@ def work_again(
 ) -> Draft:
     """The work of a request that an earlier owner routed; a worker that has it already ignores it."""
     who = _Assignee(pool, slot, request.rank, request.worker_epoch, owner_epoch, request.stage, request.stage_attempt)
-    return _work(submitted, who, request.encoded, report_output=report_output)
+    return _work(submitted, who, request, report_output=report_output)
 
 
 def reannounce(pool: str, slot: int, owner_epoch: int, worker_epoch: int, rank: int, above_seq: int) -> Draft:
@@ -131,16 +130,11 @@ def answers(
         case RequestAborted():
             drafts = []
             if decided.worker_id:
-                topic = work_topic(decided.pool)
-                cancelled = WorkCancelled(
-                    request_id=decided.request_id,
-                    attempt=decided.attempt,
-                    owner_epoch=decided.owner_epoch,
-                    worker_epoch=decided.worker_epoch,
-                )
-                drafts.append(Draft(topic.name, decided.slot, encode(topic, cancelled)))
+                drafts.append(_cancelled(decided, decided.pool, decided.slot, decided.worker_epoch))
+            if (holder := decided.holder) is not None:
+                drafts.append(_cancelled(decided, holder.pool, holder.slot, holder.worker_epoch))
             status, code = ABORTED[decided.reason]
-            drafts.append(_error_answer(decided, decided.attempt, status, code))
+            drafts.append(_error_answer(decided, decided.attempt, decided.status or status, decided.code or code))
             return drafts
         case _:
             assert_never(decided)
@@ -158,10 +152,13 @@ class _Assignee(NamedTuple):
     attempt: int
 
 
-def _work(submitted: RequestSubmitted, who: _Assignee, encoded: Encoded | None, *, report_output: bool) -> Draft:
+def _work(submitted: RequestSubmitted, who: _Assignee, request: Request, *, report_output: bool) -> Draft:
+    # Who encodes sees no prompt; who decodes has all but the last position computed, so its media are only for later:
+    # it computes them by itself if it must.
     encodes = who.stage == "encode"
+    encoded = request.encoded if who.stage in ("aggregated", "prefill") else None
     media = submitted.media
-    if encoded is not None and not encodes:
+    if encoded is not None:
         media = tuple([replace(one, content=b"") for one in media])
     item = WorkItem(
         request_id=submitted.request_id,
@@ -181,10 +178,23 @@ def _work(submitted: RequestSubmitted, who: _Assignee, encoded: Encoded | None, 
         task=submitted.task,
         stage=who.stage,
         media=media,
-        encoded=None if encodes else encoded,
+        encoded=encoded,
+        prefilled=request.prefilled if who.stage == "decode" else None,
     )
     topic = work_topic(who.pool)
     return Draft(topic.name, who.slot, encode(topic, item))
+
+
+def _cancelled(decided: RequestAborted, pool: str, slot: int, worker_epoch: int) -> Draft:
+    """No worker goes on with what was given up, or keeps anything for it."""
+    topic = work_topic(pool)
+    cancelled = WorkCancelled(
+        request_id=decided.request_id,
+        attempt=decided.attempt,
+        owner_epoch=decided.owner_epoch,
+        worker_epoch=worker_epoch,
+    )
+    return Draft(topic.name, slot, encode(topic, cancelled))
 
 
 def _route_told(decided: RouteAnswered) -> Draft:
@@ -200,6 +210,8 @@ def _route_told(decided: RouteAnswered) -> Draft:
         choice=decided.choice,
         candidates=decided.candidates,
         would_wait=decided.would_wait,
+        stage=decided.stage,
+        prefill=decided.prefill,
         error=error,
     )
     return Draft(TOKENS.name, decided.reply_slot, encode(TOKENS, told))

@@ -1,6 +1,8 @@
-"""What an owner shows to Prometheus, read from its state when asked: nothing is counted on the way."""
+"""What an owner shows to Prometheus, read from its state when asked."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
+from typing import get_args
 
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -12,12 +14,17 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from forebay.core.groups import Groups
+from forebay.core.phases import Phase
 from forebay.core.prefix_index import APPLIED
+from forebay.events.decisions import PrefillReason, Stage
 from forebay.live.owner import Owner
 from forebay.live.placement import Placement
 
 # Counts of the world with series of their own; all others are of events that changed nothing.
 OUTCOMES = ("rejected_", "aborted_", "command_", "non_max_overlap_selections", "overlap_blocks_lost")
+
+# Reasons to compute a prompt where it is answered; the others send it away.
+KEPT = frozenset({"never", "short_prompt", "prefill_busy", "no_prefill_worker", "failed", "begun"})
 
 
 class OwnerMetrics(Collector):
@@ -58,6 +65,7 @@ class OwnerMetrics(Collector):
         counts = world.counts
         yield self._counter("dynamo_component_router_requests", "requests routed", sum(world.turns.values()))
         yield self._gauge("forebay_owner_requests_under_way", "requests under way", len(world.requests))
+        yield from self._parts()
         ignored = {name: count for name, count in counts.items() if not name.startswith(OUTCOMES)}
         yield self._counts("forebay_owner_events", "events that changed nothing, by reason", ignored)
         yield self._counts("forebay_router_requests_rejected", "requests refused", _of(counts, "rejected_"))
@@ -82,6 +90,35 @@ class OwnerMetrics(Collector):
                 label = [self._model, name, kind.name, str(kind.uncached_tokens_min)]
                 pending.add_metric(label, world.queues.length(name, kind))
         yield pending
+
+    def _parts(self) -> Iterator[Metric]:
+        """What is routed and where requests are, by the parts that they are served in."""
+        owner = self._owner
+        phases = Counter(str(request.phase) for request in owner.world.requests.under_way())
+        labels = ["model", "phase"]
+        under_way = GaugeMetricFamily("forebay_owner_requests", "requests under way, by phase", labels=labels)
+        for phase in Phase:
+            under_way.add_metric([self._model, phase], phases[phase])
+        yield under_way
+        stages = CounterMetricFamily(
+            "forebay_router_stages", "requests sent to workers by this owner, by stage", labels=["model", "stage"]
+        )
+        for stage in get_args(Stage):
+            stages.add_metric([self._model, stage], owner.stages[stage])
+        yield stages
+        text = "where prompts of a decode pool's requests were sent to be computed, and why"
+        places = CounterMetricFamily("forebay_router_prefills", text, labels=["model", "place", "reason"])
+        # From the start, so that the first one is seen as a rise.
+        known = (
+            [("local" if one in KEPT else "remote", one) for one in get_args(PrefillReason)] if self._apart() else []
+        )
+        for place, reason in sorted({*known, *owner.prefills}):
+            places.add_metric([self._model, place, reason], owner.prefills[place, reason])
+        yield places
+
+    def _apart(self) -> bool:
+        pools = self._owner.world.pools.values()
+        return any(pool.role == "decode" and pool.model == self._model for pool in pools)
 
     def _indexed(self) -> Iterator[Metric]:
         index = self._owner.world.index
@@ -109,14 +146,16 @@ class OwnerMetrics(Collector):
     def _per_worker(self) -> Iterator[Metric]:
         world = self._owner.world
         labels = ["worker_id", "dp_rank"]
-        blocks = GaugeMetricFamily("dynamo_frontend_worker_active_decode_blocks", "active KV blocks", labels=labels)
-        prefill = GaugeMetricFamily("dynamo_frontend_worker_active_prefill_tokens", "tokens to prefill", labels=labels)
+        typed = [*labels, "worker_type"]
+        blocks = GaugeMetricFamily("dynamo_frontend_worker_active_decode_blocks", "active KV blocks", labels=typed)
+        prefill = GaugeMetricFamily("dynamo_frontend_worker_active_prefill_tokens", "tokens to prefill", labels=typed)
+        roles = {worker.spec.worker_id: worker.spec.role for worker in world.fleet.workers()}
         held = GaugeMetricFamily("forebay_index_blocks", "device blocks in the prefix index", labels=labels)
         for load in world.load.ranks():
             worker_id, rank = load.worker_id, load.rank
             label = [worker_id, str(rank)]
-            blocks.add_metric(label, load.decode_blocks)
-            prefill.add_metric(label, load.prefill_tokens)
+            blocks.add_metric([*label, roles[worker_id]], load.decode_blocks)
+            prefill.add_metric([*label, roles[worker_id]], load.prefill_tokens)
             held.add_metric(label, world.index.blocks_held(worker_id, rank, "device"))
         yield from (blocks, prefill, held)
 

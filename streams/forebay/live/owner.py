@@ -10,6 +10,7 @@ ends the ownership: nothing is compensated, the next owner rebuilds from the log
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -59,8 +60,8 @@ class GroupSettings:
         group: the model, which also names the leases: all its pools are decided together.
         partition: of every control topic.
         owner_id: for people.
-        pool: the group's only pool, appended to `control` when it differs from what the log says. Without it the
-            first lease of a pool configures that.
+        pools: all pools that get workers, each appended to `control` when it differs from what the log says. Without
+            them the first lease of a pool configures that.
         router: how pools route that come by leases; appended to `control` where the log says otherwise.
         slots_max: partitions of a work topic, so the workers that a pool can have.
         snapshot_every: journal records between two snapshots.
@@ -71,7 +72,7 @@ class GroupSettings:
     group: str
     partition: int
     owner_id: str
-    pool: PoolConfigured | None = None
+    pools: tuple[PoolConfigured, ...] = ()
     router: RouterConfig = field(default_factory=RouterConfig)
     slots_max: int = 1_024
     snapshot_every: int = 5_000
@@ -80,7 +81,11 @@ class GroupSettings:
 
 
 class Owner:
-    """Owns one group on one log, from `start` to `stop` or until the log fails."""
+    """Owns one group on one log, from `start` to `stop` or until the log fails.
+
+    It counts what it sent to workers: `stages` by stage, `prefills` by (remote or local, the reason) for prompts that
+    either of two pools may compute; records that were refused (`letters`) and effects that no topic takes (`unsent`).
+    """
 
     def __init__(
         self, log: Log, leases: Leases, settings: GroupSettings, clock_us: Callable[[], int] | None = None
@@ -105,6 +110,8 @@ class Owner:
         self.admission: Admission | None = None
         self.letters = 0
         self.unsent = 0
+        self.stages: Counter[str] = Counter()
+        self.prefills: Counter[tuple[str, str]] = Counter()
 
     @property
     def clock_ahead_us(self) -> int:
@@ -139,7 +146,7 @@ class Owner:
         await self._configure_pools()
         self.snapshots.keep_collections_short(self.world)
         # The fleet is applied beyond this owner's announcement: no fact of an earlier owner can follow.
-        by_lease = None if settings.pool else PoolsByLease(settings.group, settings.router)
+        by_lease = None if settings.pools else PoolsByLease(settings.group, settings.router)
         self.admission = Admission(
             self._log, settings.partition, epoch, self.world.fleet, slots_max=settings.slots_max, by_lease=by_lease
         )
@@ -271,19 +278,27 @@ class Owner:
         drafts: list[Draft] = []
         for decision in decided:
             if isinstance(decision, RequestRouted):
+                self._count(decision)
                 request = self.world.requests.get(decision.request_id)
                 if request is None:
                     continue  # the same turn ended it again, and so cancelled its work
+                if (request.stage, request.stage_attempt) != (decision.stage, decision.attempt):
+                    continue  # its worker was lost in the same turn, and with it what this one was to get
                 # By offset: another submission with the same id, which was refused, may stand in the same turn.
                 asked = submitted.get(request.offset) or await self._asked.at(request.offset)
                 report_output = self._reports_output(decision.pool)
-                drafts.append(work_item(decision, asked, request.encoded, report_output=report_output))
+                drafts.append(work_item(decision, asked, request, report_output=report_output))
                 continue
             drafts += answers(decision)
             if isinstance(decision, CommandSent):
                 drafts += self._commands(decision.command_id)
         self._asked.forget()
         self._send(drafts)
+
+    def _count(self, decision: RequestRouted) -> None:
+        self.stages[decision.stage] += 1
+        if (place := decision.prefill) is not None:
+            self.prefills["remote" if place.remote else "local", place.reason] += 1
 
     def _send(self, drafts: Sequence[Draft]) -> None:
         """Append effects and letters. One that no topic takes is left out: its request ends at its deadline."""
@@ -366,9 +381,8 @@ class Owner:
 
     async def _configure_pools(self) -> None:
         settings, pools = self._settings, self.world.pools
-        if settings.pool is not None:
-            wanted = [settings.pool]
-        else:
+        wanted = list(settings.pools)
+        if not wanted:
             wanted = [msgspec.structs.replace(pools[name], router=settings.router) for name in sorted(pools)]
         changed = [pool for pool in wanted if pools.get(pool.pool) != pool]
         if changed:

@@ -228,7 +228,6 @@ class _Seen(NamedTuple):
     """A choice that was derived, with what the alternative says to it."""
 
     request_id: str
-    attempt: int
     pool: str
     now_us: int
     found: Counterfactual
@@ -256,9 +255,9 @@ class _Watch:
         """A choice has its place in the journal."""
         if isinstance(record, RequestRouted):
             seen = self._seen.popleft()
-            assert (seen.request_id, seen.attempt) == (record.request_id, record.attempt), "choices keep their order"
+            assert seen.request_id == record.request_id, "choices keep their order"
             if offset >= self.from_offset:
-                self._said.append(_event(self._settings, offset, seen))
+                self._said.append(_event(self._settings, offset, record.attempt, seen))
         elif isinstance(record, RouteAnswered) and record.choice is not None:
             self._seen.popleft()  # nobody went there
 
@@ -270,7 +269,7 @@ class _Watch:
     def _chosen(self, pool: PoolConfigured, request: Request, choice: Choice) -> None:
         world = self._world
         found = counterfactual(world, self._changed(pool), request, choice)
-        self._seen.append(_Seen(request.request_id, request.attempt + 1, pool.pool, world.now_us, found))
+        self._seen.append(_Seen(request.request_id, pool.pool, world.now_us, found))
 
     def _changed(self, pool: PoolConfigured) -> PoolConfigured:
         known = self._pools.get(pool.pool)
@@ -285,7 +284,7 @@ class _Watch:
         return changed
 
 
-def _event(settings: ShadowSettings, offset: int, seen: _Seen) -> DecisionShadowed:
+def _event(settings: ShadowSettings, offset: int, attempt: int, seen: _Seen) -> DecisionShadowed:
     found = seen.found
     history = seat_of(found.history)
     ours = None if found.choice is None else seat_of(found.choice)
@@ -294,7 +293,7 @@ def _event(settings: ShadowSettings, offset: int, seen: _Seen) -> DecisionShadow
         alternative_digest=settings.digest,
         decision_offset=offset,
         request_id=seen.request_id,
-        attempt=seen.attempt,
+        attempt=attempt,
         pool=seen.pool,
         worker_id=history.worker.spec.worker_id,
         rank=history.rank,

@@ -44,12 +44,13 @@ BY_LOAD_OR_TURN = frozenset({"round-robin", "random", "power-of-two", "least-loa
 
 
 def routing_of(world: World, pool: PoolConfigured, request: Request, choice: Choice) -> Routing:
-    """All about a choice but where its record stands in the journal, and when its request came."""
+    """All about a choice but where its record stands in the journal, for what, and when its request came."""
     table, at, hints = choice.table, choice.at, request.hints
     costs = table.costs
     around = _Around(world, pool, request.blocks)
     chances = _chances(choice)
-    override = hints.override
+    own = world.requests.get(request.request_id)  # what the stage `decode` changes is not the request's
+    override = hints.override if own is None else own.hints.override
     changed = () if override is None else override.__struct_fields__
     reason, text = why(world, pool, request, choice)
     others = [other for other in range(len(costs)) if other != at]
@@ -72,7 +73,6 @@ def routing_of(world: World, pool: PoolConfigured, request: Request, choice: Cho
         candidates=tuple(_candidate(around, table, position, chances) for position in range(len(costs))),
         left_out=left_out(world, pool, request, table.roster.positions),
         table_digest=hex_digest(table.digest()),
-        stage="encode" if pool.role == "encode" else "aggregated",
     )
 
 
@@ -93,7 +93,8 @@ def left_out(
             key = worker.spec.worker_id, rank
             if key not in candidates:
                 reasons = dict(_unmet(worker, rank, request))
-                if not reasons and pool.role == "encode":
+                last = {"prefill": request.prefiller_id, "decode": request.decoder_id}.get(pool.role)
+                if not reasons and (pool.role == "encode" or worker.spec.worker_id == last):
                     reasons = {"had_it_last": "it had the request last, and there is another"}
                 elif not reasons:
                     reasons = _passed_over(ready[key], busy, session, hard=hard)

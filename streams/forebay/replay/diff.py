@@ -16,7 +16,7 @@ from forebay.core.lifecycle import Request
 from forebay.core.router import Choice
 from forebay.core.step import Decided, InputEvent
 from forebay.events.base import hex_digest
-from forebay.events.control import BusyThresholdsSet, PoolConfigured
+from forebay.events.control import PoolConfigured
 from forebay.events.decisions import (
     CostTerms,
     JournalRecord,
@@ -33,24 +33,29 @@ from forebay.replay.diff_notes import notes
 from forebay.replay.diff_report import Fork, MovedRequest, Outcome, Progress, Report
 from forebay.replay.diff_tally import PairTally, Series, WorldTally, blocks_of, ranks
 from forebay.replay.divergence import Trail
-from forebay.replay.handover import Handover
-from forebay.replay.other_world import Landed, OtherWorld
+from forebay.replay.handover import Handover, OfOperator
+from forebay.replay.other_world import Landed, Named, OtherWorld, names_nothing
 from forebay.replay.verify import PROGRESS_EVERY, OnProgress
 from forebay.replay.walk import Walk, walk_all
 from forebay.transport.base import Log
 
 HISTORY, OTHER = 0, 1
+APART = ("prefill", "decode")
 AboutRequest = RequestRouted | RequestHeld | RequestRejected | RequestAborted
 Key = tuple[str, str, int, str, int]  # what two decisions must have in common to be the same
 
 
 @dataclass(frozen=True, slots=True)
 class _First:
-    """Where a world first sent a request; the worker is empty if it never did."""
+    """Where a world first sent a request; the worker is empty if it never did.
+
+    `terms` are of who computes its prompt, which got it at `at_us`.
+    """
 
     worker_id: str = ""
     rank: int = 0
     terms: CostTerms | None = None
+    at_us: int = 0
 
 
 @dataclass(slots=True)
@@ -58,7 +63,6 @@ class _Pair:
     """A request until both worlds sent it somewhere or gave it up. `by_choice` is as in `Moved`."""
 
     at_us: int
-    history_us: int = 0  # when history sent it, once that is known
     prompt_tokens: int = 0
     blocks: int = 0
     by_choice: bool = False
@@ -69,10 +73,16 @@ NOWHERE = _First()
 
 
 async def diff(
-    log: Log, partition: int, alter: Alternative, progress: OnProgress | None = None, handover: Handover | None = None
+    log: Log,
+    partition: int,
+    alter: Alternative,
+    progress: OnProgress | None = None,
+    handover: Handover | None = None,
+    named: Named = names_nothing,
 ) -> Report:
     """Compare the recorded history of a group with the same under `alter`ed configurations of its pools.
 
+    What is `named` of `router.disagg` wins over what an operator set by hand, also where `alter` leaves it.
     A `handover` is filled with what a simulator needs to go on at the fork.
     `progress` is called now and then with the journal records done, their total, and the decisions verified. A record
     that the events do not lead to ends the comparison, and stands in the report.
@@ -83,7 +93,7 @@ async def diff(
     """
     walk = await walk_all(log, partition)
     trail = Trail(walk)
-    comparison = Comparison(walk, alter, handover)
+    comparison = Comparison(walk, alter, handover, named)
     report, verified = comparison.report, 0
     async for step in walk:
         if step.divergence is not None:
@@ -101,7 +111,7 @@ async def diff(
 class Comparison:
     """Looks on while a walk derives history, and leads the alternative world beside it."""
 
-    def __init__(self, walk: Walk, alter: Alternative, handover: Handover | None) -> None:
+    def __init__(self, walk: Walk, alter: Alternative, handover: Handover | None, named: Named = names_nothing) -> None:
         """Begin before the first step of the walk."""
         self.report = Report(start=walk.start)
         self._worlds = (walk.world, walk.world)
@@ -110,6 +120,7 @@ class Comparison:
         self._altered: dict[str, tuple[PoolConfigured, PoolConfigured]] = {}
         self._tallies = (WorldTally(), WorldTally())
         self._pairs: dict[str, _Pair] = {}
+        self._prefills: tuple[dict[str, _First], dict[str, _First]] = ({}, {})  # until there is somewhere to answer
         self._sums = PairTally()
         self._series: Series | None = None
         self._ranks: dict[HolderKey, None] = {}
@@ -122,7 +133,7 @@ class Comparison:
             self._ranks |= dict.fromkeys((worker.spec.worker_id, rank) for rank in worker.spec.ranks)
         for request in walk.world.requests.queued():
             self._pair(request.request_id, request.queued_at_us)
-        self._other = OtherWorld(walk.world, alter)
+        self._other = OtherWorld(walk.world, alter, named)
         self._worlds = (walk.world, self._other.world)
         self._together([], self._other.configure(), walk.world.now_us)
         if handover is not None and self.report.fork is not None:
@@ -158,6 +169,9 @@ class Comparison:
             report.series, report.interval_s = self._series.intervals(keys), self._series.width_us / 1e6
             report.span_s = (self._worlds[HISTORY].now_us - self._series.start_us) / 1e6
         report.identical = report.fork is None
+        report.apart = any(pool.role in APART for pool in self._worlds[HISTORY].pools.values())
+        report.undone = sorted(self._other.undone)
+        report.stages_kept |= bool(report.undone)
         if report.fork is not None and history.decisions:
             report.before_fork = report.fork.decisions_before / history.decisions
         report.notes = notes(report)
@@ -171,6 +185,7 @@ class Comparison:
         if known is None or known[0] is not pool:
             known = self._altered[pool.pool] = (pool, self._alter(pool))
             self.report.booked = sorted({*self.report.booked, *booked_by_history(*known)})
+            self.report.stages_kept |= known[0].router.disagg != known[1].router.disagg
         asked = counterfactual(self._worlds[HISTORY], known[1], request, choice)
         self._chosen[request.request_id] = (request, asked)
 
@@ -198,7 +213,7 @@ class Comparison:
         """The state where the worlds part, and what operators say later."""
         if not forked:
             handover.begin(*self._worlds, event, now_us)
-        elif isinstance(event, PoolConfigured | BusyThresholdsSet) and self._other.said is not None:
+        elif isinstance(event, OfOperator) and self._other.said is not None:
             handover.configure((event, self._other.said), now_us)
 
     def _together(self, decided: Sequence[Decided], others: Sequence[Decided], now_us: int) -> None:
@@ -258,6 +273,8 @@ class Comparison:
         match decision:
             case RequestRouted(stage="encode"):
                 pass  # no configuration changes it: what is compared is who answers
+            case RequestRouted(stage="prefill"):
+                self._route_prefill(number, decision, now_us)
             case RequestRouted():
                 self._route(number, decision, now_us)
             case RequestHeld():
@@ -272,6 +289,7 @@ class Comparison:
                 self._first(number, decision.request_id, NOWHERE, now_us)
             case RequestAborted():
                 tally.aborted[decision.reason] += 1
+                self._prefills[number].pop(decision.request_id, None)
                 if not decision.attempt:
                     self._first(number, decision.request_id, NOWHERE, now_us)
             case _:
@@ -280,32 +298,60 @@ class Comparison:
 
     def _route(self, number: int, routed: RequestRouted, now_us: int) -> None:
         assert self._series is not None
-        world, tally, terms = self._worlds[number], self._tallies[number], routed.terms
-        request = (self._chosen if number == HISTORY else self._other.choices)[routed.request_id][0]
+        tally = self._tallies[number]
+        request = self._asked(number, routed)
         key = (routed.worker_id, routed.rank)
-        cached_tokens = min(terms.device_overlap * world.pools[routed.pool].block_size, request.prompt_tokens)
-        tally.route(key, terms, request.prompt_tokens, cached_tokens)
-        self._series.route(number, now_us, key, request.prompt_tokens, cached_tokens)
+        if routed.stage == "decode":
+            tally.fetch()
+        else:
+            self._computes(number, routed, request, now_us)
         if routed.attempt == 1:
-            if request.queue_class:
+            if request.queue_class and routed.stage != "decode":
                 tally.waits_us.append(routed.waited_us)
             pair = self._pair(routed.request_id, now_us)
             pair.prompt_tokens, pair.blocks = request.prompt_tokens, len(request.blocks)
         if number == HISTORY:
             self._sent[routed.request_id] = (request.blocks, *key)
-            self._ask(routed, self._chosen[routed.request_id][1])
+            asked = self._chosen[routed.request_id][1]
+            self._ask(asked)
+            if routed.attempt == 1:
+                self._pairs[routed.request_id].by_choice = not asked.agrees
         if routed.attempt == 1:
-            self._first(number, routed.request_id, _First(*key, terms), now_us)
+            computed = self._prefills[number].pop(routed.request_id, None)
+            if computed is None or routed.stage != "decode":
+                computed = _First(*key, routed.terms, now_us)
+            self._first(number, routed.request_id, _First(*key, computed.terms, computed.at_us), now_us)
 
-    def _ask(self, routed: RequestRouted, asked: Counterfactual) -> None:
+    def _route_prefill(self, number: int, routed: RequestRouted, now_us: int) -> None:
+        """A prompt is computed there; what is compared of its request is who answers."""
+        request = self._asked(number, routed)
+        self._computes(number, routed, request, now_us)
+        if routed.attempt == 1:
+            self._prefills[number][routed.request_id] = _First(routed.worker_id, routed.rank, routed.terms, now_us)
+            if request.queue_class:
+                self._tallies[number].waits_us.append(routed.waited_us)
+        if number == HISTORY:
+            self._ask(self._chosen[routed.request_id][1])
+
+    def _computes(self, number: int, routed: RequestRouted, request: Request, now_us: int) -> None:
+        """A rank gets a prompt to compute, as far as it is not in its cache."""
+        assert self._series is not None
+        key, terms = (routed.worker_id, routed.rank), routed.terms
+        block_size = self._worlds[number].pools[routed.pool].block_size
+        cached_tokens = min(terms.device_overlap * block_size, request.prompt_tokens)
+        self._tallies[number].route(key, terms, request.prompt_tokens, cached_tokens)
+        self._series.route(number, now_us, key, request.prompt_tokens, cached_tokens)
+
+    def _asked(self, number: int, routed: RequestRouted) -> Request:
+        return (self._chosen if number == HISTORY else self._other.choices)[routed.request_id][0]
+
+    def _ask(self, asked: Counterfactual) -> None:
         """What the alternative would have chosen where history chose."""
         moved = self.report.moved
         moved.asked += 1
         moved.held += asked.would_hold
         moved.refused += asked.choice is None
         moved.otherwise += asked.choice is not None and not asked.agrees
-        if routed.attempt == 1:
-            self._pairs[routed.request_id].by_choice = not asked.agrees
 
     def _settle(self, request_ids: Iterable[str], now_us: int) -> None:
         """Wait only for who waits: what one world refused may come again, and be a duplicate in the other."""
@@ -332,8 +378,6 @@ class Comparison:
         tally.sent += first.terms is not None
         tally.unsent += first.terms is None
         pair.firsts[number] = first
-        if number == HISTORY:
-            pair.history_us = now_us
         one, other = pair.firsts
         if one is None or other is None:
             return
@@ -345,7 +389,7 @@ class Comparison:
         moved = (one.worker_id, one.rank) != (other.worker_id, other.rank)
         self.report.moved.compared += 1
         self._series.compare(pair.at_us, moved=moved)
-        self._sums.add(one.terms, other.terms, later=number == OTHER and now_us > pair.history_us)
+        self._sums.add(one.terms, other.terms, later=other.at_us > one.at_us)
         if moved:
             self.report.moved.moved += 1
             self.report.moved.by_choice += pair.by_choice
@@ -370,7 +414,7 @@ def _key(decision: Decided | JournalRecord | None) -> Key | None:
     """What makes a decision about a request the same as another; None for others."""
     match decision:
         case RequestRouted():
-            return "routed", decision.request_id, decision.attempt, decision.worker_id, decision.rank
+            return f"routed {decision.stage}", decision.request_id, decision.attempt, decision.worker_id, decision.rank
         case RequestHeld():
             return "held", decision.request_id, 0, "", 0
         case RequestRejected():

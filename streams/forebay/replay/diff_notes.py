@@ -19,9 +19,20 @@ def notes(report: Report) -> list[str]:
         return [f"The recording's own events do not lead to its record at journal offset {offset}: it ends there."]
     if report.identical:
         same = "The alternative decides everything as history did: no request moves, and this is exact."
-        return [same, *_answers(report)]
-    told = [*_own_prompts(report), *_landed(report), *_by_choice(report), *_progress(report), *_answers(report)]
+        return [same, *_undone(report), *_answers(report)]
+    told = [
+        *_undone(report),
+        *_own_prompts(report),
+        *_landed(report),
+        *_by_choice(report),
+        *_progress(report),
+        *_answers(report),
+    ]
     return [OPEN_LOOP, AFTER_FORK, *told]
+
+
+def _undone(report: Report) -> list[str]:
+    return [f"{path} was set otherwise by an operator later: what is asked for here wins." for path in report.undone]
 
 
 def _own_prompts(report: Report) -> list[str]:
@@ -47,7 +58,7 @@ def _landed(report: Report) -> list[str]:
 
 def _by_choice(report: Report) -> list[str]:
     moved = report.moved
-    if not moved.moved:
+    if not moved.moved and not report.stages_kept:
         return []
     others = f", would let {moved.held:,} requests wait" if moved.held else ""
     others += f", would refuse {moved.refused:,}" if moved.refused else ""
@@ -59,10 +70,15 @@ def _by_choice(report: Report) -> list[str]:
         asked += (
             f" What {', '.join(report.booked)} would change shows there only in part: history had booked by its own."
         )
+    if report.stages_kept:
+        asked += " Each choice keeps its stage there: where a prompt is computed is history's, whatever is asked for."
+    if not moved.moved:
+        return [asked]
     if moved.by_choice == moved.moved:
         return [f"{asked} All requests that moved would have moved there, too."]
     drawn = f"Of the {moved.moved:,} requests that moved, {moved.by_choice:,} would have moved there, too"
-    return [f"{asked} {drawn}; the others moved because of what had moved before."]
+    why = ", or because their prompts are computed elsewhere" if report.stages_kept else ""
+    return [f"{asked} {drawn}; the others moved because of what had moved before{why}."]
 
 
 def _progress(report: Report) -> list[str]:
@@ -82,6 +98,11 @@ def _progress(report: Report) -> list[str]:
         said.append(
             f"{progress.void:,} times a worker's word did not fit: a worker that was lost had the request in one of "
             "the worlds only."
+        )
+    if progress.other_stage:
+        said.append(
+            f"{progress.other_stage:,} times a worker's word was of a prefill or a transfer that the request does not "
+            "have here, as its prompt is computed elsewhere: it is left out."
         )
     return said
 

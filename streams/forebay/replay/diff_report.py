@@ -157,7 +157,10 @@ class Rank(msgspec.Struct, kw_only=True):
 
 
 class MovedRequest(msgspec.Struct, kw_only=True):
-    """A request that went to another rank: what each world knew it would find there, in blocks of all tiers."""
+    """A request that went to another rank, and the blocks of all tiers that each world knew its prompt would find.
+
+    The ranks are who answers; blocks are found by who computes the prompt, which may be another.
+    """
 
     request_id: str
     at_us: int
@@ -210,6 +213,7 @@ class Progress(msgspec.Struct, kw_only=True):
         moved: it was on another worker, and the event was taken as said by that one.
         late: the request was sent later there, and the event came as much later.
         void: it did not fit any more: the alternative had to begin the request again.
+        other_stage: it was of a stage that the request is not at there: where its prompt is computed is another.
         gone: the alternative had refused the request, given it up, or ended it.
         to_come: late ones that had not come when the recording ended.
         unknown_end: requests that history refused or gave up and the alternative did not: no progress of theirs is
@@ -220,6 +224,7 @@ class Progress(msgspec.Struct, kw_only=True):
     moved: int = 0
     late: int = 0
     void: int = 0
+    other_stage: int = 0
     gone: int = 0
     to_come: int = 0
     unknown_end: int = 0
@@ -230,6 +235,7 @@ class Report(msgspec.Struct, kw_only=True):
 
     Attributes:
         alternative: what is different, as it was asked for; `idle` are parts of it that change nothing.
+        undone: fields of it that are as they were configured, but that an operator had set otherwise: it wins.
         notes: what these figures mean and where they stop being valid, for people.
         start: the journal offset at which the walk began.
         records: journal records followed, `events` the input events applied to each world.
@@ -241,14 +247,18 @@ class Report(msgspec.Struct, kw_only=True):
         pairs: `overlap` request by request, in bins of `bin_blocks`.
         most: the moved requests with the most blocks won or lost.
         booked: changed fields that show in history's own state only in part: what they decide was booked by history.
+        stages_kept: whether the alternative changes which prompts are computed elsewhere, which does not show in
+            history's own state: each choice there keeps its stage.
         queries: questions that were answered; `queries_otherwise` those that the alternative answers with another rank.
         state: digests of both worlds at the end; they are equal when nothing differs, the configuration included.
+        apart: whether some workers only compute prompts, or only answer.
         unverified: as in a verification, what could not be verified, by name.
         divergence: the first journal record that the events do not lead to, which ended the walk; None for none.
     """
 
     alternative: str = ""
     idle: list[str] = []
+    undone: list[str] = []
     notes: list[str] = []
     start: int = 0
     records: int = 0
@@ -270,9 +280,11 @@ class Report(msgspec.Struct, kw_only=True):
     bin_blocks: int = 1
     progress: Progress = msgspec.field(default_factory=Progress)
     booked: list[str] = []
+    stages_kept: bool = False
     queries: int = 0
     queries_otherwise: int = 0
     state: str = ""
     other_state: str = ""
+    apart: bool = False
     unverified: dict[str, int] = {}
     divergence: Told | None = None

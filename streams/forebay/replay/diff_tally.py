@@ -61,6 +61,10 @@ class WorldTally:
         load.prompt_tokens += prompt_tokens
         load.computed_tokens += prompt_tokens - cached_tokens
 
+    def fetch(self) -> None:
+        """An attempt is sent to a rank that computes nothing of its prompt."""
+        self.routed += 1
+
     def side(self, keys: list[HolderKey], still_held: int, landed: float | None) -> Side:
         """The figures, with the ranks of `keys` as all that there were."""
         return Side(

@@ -19,7 +19,7 @@ from forebay.core.lifecycle import content_hash, id_hash
 from forebay.core.policies import RoutingRequest
 from forebay.core.step import InputEvent
 from forebay.events.base import array_u64, hex_digest, pack_u64, unpack_u64
-from forebay.events.control import BusyThresholdsSet, Command, PoolConfigured, WorkerCommanded
+from forebay.events.control import BusyThresholdsSet, Command, DisaggregationSet, PoolConfigured, WorkerCommanded
 from forebay.events.decisions import (
     Advanced,
     CacheResyncRequested,
@@ -55,6 +55,8 @@ from forebay.events.progress import (
     EngineFailed,
     FirstTokenEmitted,
     OutputGrown,
+    PrefillFailed,
+    PrefillFinished,
     RequestFailed,
     RequestFinished,
     TransferFailed,
@@ -85,6 +87,7 @@ from forebay.events.snapshots import (
     WorkerState,
     WorldState,
 )
+from forebay.events.transfer import Prefilled
 from forebay.replay.masks import Masks, Pairs
 from forebay.replay.tie_seeds import SeedNumbers
 from forebay.transport.base import Record
@@ -178,6 +181,10 @@ class Disguise:
                 return replace(event, request_id=self.request_id(event.request_id))
             case EncodeFinished():
                 return replace(event, request_id=self.request_id(event.request_id), encoded=_withheld(event.encoded))
+            case PrefillFinished():
+                return replace(event, request_id=self.request_id(event.request_id), prefilled=_unnamed(event.prefilled))
+            case PrefillFailed():
+                return replace(event, request_id=self.request_id(event.request_id), error="", code="")
             case RequestFailed() | EncodeFailed() | TransferFailed():
                 return replace(event, request_id=self.request_id(event.request_id), error="")
             case CommandDone():
@@ -192,7 +199,7 @@ class Disguise:
                 return replace(event, spec=self._spec(event.spec), lease=self.masks.name("lease", event.lease))
             case WorkerSuspect() | WorkerRecovered() | WorkerDraining() | WorkerLost():
                 return replace(event, reason="")
-            case BusyThresholdsSet():
+            case BusyThresholdsSet() | DisaggregationSet():
                 return replace(event, model=self._model(event.model))
             case LoadReported() | OwnershipAnnounced() | PoolConfigured():
                 return event
@@ -242,7 +249,9 @@ class Disguise:
                 return replace(record, owner_id=self.masks.name("owner", record.owner_id))
             case RequestRouted() | RequestHeld():
                 return replace(record, request_id=self.request_id(record.request_id))
-            case RequestRejected() | RequestAborted() | RouteAnswered():
+            case RequestAborted():
+                return replace(record, request_id=self.request_id(record.request_id), message="", code="")
+            case RequestRejected() | RouteAnswered():
                 return replace(record, request_id=self.request_id(record.request_id), message="")
             case CommandSent():
                 return replace(record, command_id=self.request_id(record.command_id), message="")
@@ -346,6 +355,7 @@ class Disguise:
             lora_name=self.masks.name("lora", state.lora_name),
             routing=self.hints(state.routing),
             encoded=None if state.encoded is None else _withheld(state.encoded),
+            prefilled=None if state.prefilled is None else _unnamed(state.prefilled),
         )
 
     def _cache(self, event: AnyKvEvent) -> AnyKvEvent:
@@ -401,6 +411,11 @@ def _sampling(sampling: Sampling) -> Sampling:
 def _withheld(encoded: Encoded) -> Encoded:
     """Embeddings as large as they were: their checksum names what a client sent."""
     return replace(encoded, descriptor=b"", checksum=hex_digest(0))
+
+
+def _unnamed(prefilled: Prefilled) -> Prefilled:
+    """KV as large as it was: its checksum names what a client sent, and its descriptor may hold anything."""
+    return replace(prefilled, descriptor=b"", checksum=None if prefilled.checksum is None else hex_digest(0))
 
 
 def told(record: Record, value: bytes) -> Record:

@@ -6,7 +6,15 @@ import msgspec
 
 from forebay.core.step import InputEvent
 from forebay.events.base import U64_BYTES
-from forebay.events.control import BusyThresholdsSet, Command, PoolConfigured, RouterConfig, WorkerCommanded
+from forebay.events.control import (
+    BusyThresholdsSet,
+    Command,
+    DisaggConfig,
+    DisaggregationSet,
+    PoolConfigured,
+    RouterConfig,
+    WorkerCommanded,
+)
 from forebay.events.fleet import (
     OwnershipAnnounced,
     WorkerDraining,
@@ -25,6 +33,8 @@ from forebay.events.progress import (
     EngineFailed,
     FirstTokenEmitted,
     OutputGrown,
+    PrefillFailed,
+    PrefillFinished,
     ProgressEvent,
     RequestFailed,
     RequestFinished,
@@ -90,6 +100,8 @@ def text_of(event: InputEvent | None) -> str:
             return f"the pool {event.pool} of {event.model} routes by {_router(event.router)}"
         case BusyThresholdsSet():
             return f"when workers of {event.model} are busy"
+        case DisaggregationSet():
+            return f"which prompts of {event.model} are computed remotely: {_disagg(event.disagg)}"
         case WorkerCommanded():
             pool = f" in the pool {event.pool}" if event.pool else ""
             whom = ", ".join(event.worker_ids) or f"every worker of {event.model}"
@@ -119,7 +131,12 @@ def _progress(event: RequestProgress) -> str:
         case EncodeFailed():
             return f"images and videos not encoded ({event.error})"
         case TransferFailed():
-            return f"embeddings not fetched ({event.error})"
+            return f"embeddings or KV not fetched ({event.error})"
+        case PrefillFinished():
+            kept = event.prefilled
+            return f"prompt computed, {kept.tokens:,} tokens kept for {kept.lease_us / 1e6:g} s"
+        case PrefillFailed():
+            return f"prompt not computed ({event.error})"
 
 
 def _command(command: Command) -> str:
@@ -128,9 +145,16 @@ def _command(command: Command) -> str:
 
 def _router(config: RouterConfig) -> str:
     """The mode, and what is not as it is by default."""
-    usual = RouterConfig()
-    changed = [name for name in config.__struct_fields__ if getattr(config, name) != getattr(usual, name)]
-    return ", ".join([config.mode, *(f"{name} {getattr(config, name)}" for name in changed if name != "mode")])
+    return ", ".join([config.mode, *_changed(config, RouterConfig(), "mode")])
+
+
+def _disagg(config: DisaggConfig) -> str:
+    return ", ".join([config.policy, *_changed(config, DisaggConfig(), "policy")])
+
+
+def _changed(config: msgspec.Struct, usual: msgspec.Struct, said: str) -> list[str]:
+    names = [name for name in config.__struct_fields__ if getattr(config, name) != getattr(usual, name)]
+    return [f"{name} {getattr(config, name)}" for name in names if name != said]
 
 
 def _blocks(packed: bytes) -> str:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from forebay.events.decisions import PrefillPlace
 from forebay.replay.divergence import Told as Divergent
 
 Kind = Literal["request", "query"]
@@ -16,9 +17,11 @@ State = Literal[
     "submitted",  # and not applied by an owner yet
     "queued",
     "encode",
+    "remote_prefill",
+    "transfer",
     "prefill",
     "decode",
-    "waiting",  # for another worker
+    "waiting",  # for another worker, or the next stage
     "finished",
     "failed",
     "rejected",
@@ -49,7 +52,7 @@ Absence = Literal[
     "missing_adapter",
     "busy",
     "other_session",
-    "had_it_last",  # of an encode worker
+    "had_it_last",  # of an encode or prefill worker
 ]
 
 
@@ -206,7 +209,9 @@ class Routing(Told, frozen=True, kw_only=True):
         left_out: the other ranks of the pool.
         table_digest: over every term of every candidate, equal to the recorded one.
         would_wait: of a query, whether such a request would be held.
-        stage: `encode` where its images and videos alone went.
+        stage: `encode` where its images and videos alone went, `prefill` where its prompt alone did, `decode` where its
+            KV was to be fetched and it was to be answered; `aggregated` where all of it went.
+        prefill: who computes its prompt, and why, of a decode pool's requests.
     """
 
     offset: int
@@ -229,6 +234,7 @@ class Routing(Told, frozen=True, kw_only=True):
     table_digest: str
     would_wait: bool = False
     stage: str = "aggregated"
+    prefill: PrefillPlace | None = None
 
 
 class FirstToken(Told, frozen=True, kw_only=True):
@@ -239,8 +245,10 @@ class FirstToken(Told, frozen=True, kw_only=True):
         worker_id: who said it.
         ttft_us: since the submission, by the owner's clock.
         wall_ttft_us: the same by the clocks of worker and ingress; None where one of them did not say.
-        cached_tokens: prompt tokens that the engine found in its cache.
-        predicted_tokens: those that the router thought to be on its device.
+        cached_tokens: prompt tokens that the engine did not compute: they were in its cache, or it fetched them.
+        predicted_tokens: those that the router thought to be on its device; None where they were to be fetched.
+        transferred_bytes: of KV, from a prefill worker; 0 where the engine does not say.
+        transfer_us: how long that took.
     """
 
     attempt: int
@@ -249,6 +257,8 @@ class FirstToken(Told, frozen=True, kw_only=True):
     wall_ttft_us: int | None
     cached_tokens: int
     predicted_tokens: int | None
+    transferred_bytes: int = 0
+    transfer_us: int = 0
 
 
 class Ending(Told, frozen=True, kw_only=True):

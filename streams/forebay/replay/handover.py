@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from forebay.core.lifecycle import Request
 from forebay.core.step import Decided, InputEvent
 from forebay.core.world import World
-from forebay.events.control import BusyThresholdsSet, PoolConfigured
+from forebay.events.control import BusyThresholdsSet, DisaggregationSet, PoolConfigured
 from forebay.events.decisions import RequestHeld, RequestRejected, RequestRouted
 from forebay.events.fleet import WorkerJoined, WorkerLost
 from forebay.events.progress import FirstTokenEmitted, RequestFinished
@@ -84,7 +84,11 @@ class Requests:
             case _:
                 pass
         for decision in decided:
-            if isinstance(decision, RequestRouted) and decision.stage != "encode" and decision.request_id in self._open:
+            if (
+                isinstance(decision, RequestRouted)
+                and decision.stage not in ("encode", "prefill")
+                and decision.request_id in self._open
+            ):
                 asked = self._open[decision.request_id]
                 asked.worker, asked.attempts = (decision.worker_id, decision.rank), decision.attempt
 
@@ -105,7 +109,8 @@ class Requests:
         del self._open[event.request_id]
 
 
-Said = tuple[int, PoolConfigured | BusyThresholdsSet]
+OfOperator = PoolConfigured | BusyThresholdsSet | DisaggregationSet
+Said = tuple[int, OfOperator]
 
 
 @dataclass(slots=True)
@@ -143,7 +148,7 @@ class Handover:
         self.joined += isinstance(event, WorkerJoined)
         self.lost += isinstance(event, WorkerLost)
 
-    def configure(self, events: Sequence[PoolConfigured | BusyThresholdsSet], now_us: int) -> None:
+    def configure(self, events: Sequence[OfOperator], now_us: int) -> None:
         """An operator said something after the fork, in history and in the alternative."""
         for said, event in zip(self.said, events, strict=True):
             said.append((now_us, event))

@@ -29,6 +29,8 @@ from forebay.events.progress import (
     EncodeFinished,
     FirstTokenEmitted,
     OutputGrown,
+    PrefillFailed,
+    PrefillFinished,
     ProgressEvent,
     RequestFailed,
     RequestFinished,
@@ -56,12 +58,15 @@ from forebay.replay.life_parts import (
     held_text,
     kept_out,
     of_request,
+    prefilled_text,
     routed_text,
     waiting_of,
     worker_text,
 )
 from forebay.replay.walk import Step
 
+STATE_AT: dict[str, State] = {"encode": "encode", "prefill": "remote_prefill", "decode": "transfer"}
+ON_WORKER = (*STATE_AT.values(), "prefill", "decode")
 HEARD = (REQUESTS.name, PROGRESS.name, FLEET.name)  # topics whose events may be about a request
 
 Heard = ProgressEvent | WorkerFact | RequestCancelled
@@ -166,12 +171,16 @@ class Life:
         self._ending: Ending | None = None
         self._moments: list[Moment] = []
         self._on: tuple[int, str, int] = (0, "", 0)  # attempt, worker, its epoch
+        self._stage = "aggregated"
         self._embedded = False  # its images and videos are encoded, and wait to be fetched
+        self._kept_by: tuple[str, int] | None = None  # its KV waits to be fetched from there
 
     def _take_up(self, request: Request) -> None:
         """It is under way where the walk begins."""
         self._state = _state(request.phase)
-        self._embedded = request.encoded is not None
+        self._stage, self._embedded = request.stage, request.encoded is not None
+        kept = request.prefilled
+        self._kept_by = None if kept is None else (kept.worker_id, kept.worker_epoch)
         self._on = request.stage_attempt, request.worker_id, request.worker_epoch
         self._submission = of_request(request, self._world.pools[request.pool].model)
         where = f", attempt {request.stage_attempt} on {request.worker_id}" if request.on_worker else ""
@@ -247,8 +256,11 @@ class Life:
         return routing
 
     def _route(self, offset: int, record: RequestRouted) -> None:
-        routing = self._chosen(offset, record.table_digest, waited_us=record.waited_us)
-        self._state = "encode" if record.stage == "encode" else "prefill"
+        told = {"waited_us": record.waited_us, "stage": record.stage, "prefill": record.prefill}
+        routing = self._chosen(offset, record.table_digest, **told)
+        self._state, self._stage = STATE_AT.get(record.stage, "prefill"), record.stage
+        if record.stage != "decode":
+            self._kept_by = None
         self._on = record.attempt, record.worker_id, record.worker_epoch
         self._tell("routed", routed_text(routing), routing.now_us, DECISIONS.name, offset)
 
@@ -258,18 +270,26 @@ class Life:
             self._end("rejected", record.reason, record.message, self._now_us, left_out=left_out)
             text = f"it would be refused ({record.reason}): {record.message}"
         else:
-            routing = self._chosen(offset, record.table_digest, attempt=0, would_wait=record.would_wait)
+            told = {"would_wait": record.would_wait, "stage": record.stage, "prefill": record.prefill}
+            routing = self._chosen(offset, record.table_digest, attempt=0, **told)
             self._end("answered", "", "", self._now_us)
             text = routed_text(routing)
         self._tell("answered", text, self._now_us, DECISIONS.name, offset)
 
     def _hear_worker(self, offset: int, event: WorkerFact, now_us: int | None) -> None:
-        if self._state not in ("encode", "prefill", "decode") or (event.worker_id, event.worker_epoch) != self._on[1:]:
+        worker = event.worker_id, event.worker_epoch
+        counted = event.owner_epoch >= self._owner_epoch  # else it is void
+        if self._state == "waiting" and worker == self._kept_by:
+            if counted and isinstance(event, WorkerLost):
+                self._kept_by = None
+                text = f"{event.worker_id}, which keeps its KV, is lost"
+                self._tell("holder_lost", text, now_us, FLEET.name, offset)
+            return
+        if self._state not in ON_WORKER or worker != self._on[1:]:
             return
         what, text = worker_text(event)
-        counted = event.owner_epoch >= self._owner_epoch  # else it is void
         if counted and isinstance(event, WorkerLost):
-            self._state, self._embedded = "waiting", False
+            self._state, self._embedded, self._kept_by = "waiting", False, None
         self._tell(what, text, now_us, FLEET.name, offset, counted=counted)
 
     def _hear_progress(self, offset: int, event: RequestProgress, now_us: int | None) -> None:
@@ -280,7 +300,7 @@ class Life:
             return
         match event:
             case FirstTokenEmitted():
-                self._state = "decode"
+                self._state, self._kept_by = "decode", None
                 self._first_token = self._first(event, now_us)
                 prompt_tokens = None if self._submission is None else self._submission.prompt_tokens
                 text = first_token_text(self._first_token, prompt_tokens)
@@ -295,38 +315,59 @@ class Life:
             case RequestFailed():
                 self._end("failed", "", event.error, now_us, wall_us=event.at_us)
                 self._tell("failed", f"{name} failed: {event.error}", now_us, PROGRESS.name, offset)
+            case _:
+                self._hear_part(offset, event, name, now_us)
+
+    def _hear_part(
+        self,
+        offset: int,
+        event: EncodeFinished | EncodeFailed | PrefillFinished | PrefillFailed | TransferFailed,
+        name: str,
+        now_us: int | None,
+    ) -> None:
+        """A part of it is done, or failed: it waits for its next worker."""
+        self._state = "waiting"
+        match event:
             case EncodeFinished():
-                self._state, self._embedded = "waiting", True
-                text = f"its images and videos are encoded by {event.worker_id}"
-                self._tell("encoded", text, now_us, PROGRESS.name, offset)
+                self._embedded = True
+                what, text = "encoded", f"its images and videos are encoded by {event.worker_id}"
             case EncodeFailed():
-                self._state = "waiting"
-                text = f"{name} could not encode its images and videos: {event.error}"
-                self._tell("not_encoded", text, now_us, PROGRESS.name, offset)
+                what, text = "not_encoded", f"{name} could not encode its images and videos: {event.error}"
+            case PrefillFinished():
+                self._embedded, self._kept_by = False, (event.worker_id, event.worker_epoch)
+                what, text = "prefilled", prefilled_text(event)
+            case PrefillFailed():
+                self._embedded = False
+                what, text = "not_prefilled", f"{name} could not compute its prompt: {event.error}"
             case TransferFailed():
-                self._state, self._embedded = "waiting", False
-                text = f"{name} could not fetch its embeddings: {event.error}"
-                self._tell("not_transferred", text, now_us, PROGRESS.name, offset)
+                fetched = "embeddings" if self._kept_by is None else "KV"
+                self._embedded, self._kept_by = False, None
+                what, text = "not_transferred", f"{name} could not fetch its {fetched}: {event.error}"
+        self._tell(what, text, now_us, PROGRESS.name, offset)
 
     def _follows(self, event: RequestProgress) -> bool:
         match event:
             case FirstTokenEmitted():
-                return self._state == "prefill"
+                return self._state in ("prefill", "transfer")
             case OutputGrown():
                 return self._state == "decode"
             case EncodeFinished() | EncodeFailed():
                 return self._state == "encode"
+            case PrefillFinished() | PrefillFailed():
+                return self._state == "remote_prefill"
             case TransferFailed():
-                return self._state == "prefill" and self._embedded
+                fetches = self._state in ("prefill", "remote_prefill", "transfer")
+                return fetches and (self._embedded or self._kept_by is not None)
             case RequestFinished():
-                return self._state != "encode"
-            case _:
-                return True
+                return self._stage not in ("encode", "prefill")
+            case RequestFailed():
+                return self._stage != "prefill"
 
     def _first(self, event: FirstTokenEmitted, now_us: int | None) -> FirstToken:
-        routing = next((one for one in self._routings if one.attempt == event.attempt and one.stage != "encode"), None)
+        answers = (one for one in self._routings if one.stage not in ("encode", "prefill"))
+        routing = next((one for one in answers if one.attempt == event.attempt), None)
         predicted = None
-        if routing is not None and self._submission is not None:
+        if routing is not None and routing.stage != "decode" and self._submission is not None:
             overlap = routing.candidates[routing.winner].seen.device_overlap
             predicted = min(overlap * routing.block_size, self._submission.prompt_tokens)
         return FirstToken(
@@ -336,6 +377,8 @@ class Life:
             wall_ttft_us=self._wall_since(event.at_us),
             cached_tokens=event.cached_tokens,
             predicted_tokens=predicted,
+            transferred_bytes=event.transferred_bytes,
+            transfer_us=event.transfer_us,
         )
 
     def _grow(self, offset: int, output_tokens: int, now_us: int | None) -> None:

@@ -2,17 +2,22 @@
 
 import msgspec
 
+from forebay.core.disaggregation import as_prefilled, computed_by, place_prefill
+from forebay.core.eligibility import Ineligible
 from forebay.core.lifecycle import Request, queried, submitted
 from forebay.core.router import find
 from forebay.core.world import World
 from forebay.events.base import U64_BYTES, hex_digest
-from forebay.events.decisions import RejectReason, RequestHeld
+from forebay.events.decisions import PrefillPlace, RejectReason, RequestHeld
 from forebay.events.fleet import WorkerDraining, WorkerFact, WorkerRecovered, WorkerSuspect
+from forebay.events.progress import PrefillFinished
 from forebay.events.requests import RequestSubmitted, RouteQueried
 from forebay.replay.choices import left_out
 from forebay.replay.explanation import FirstToken, LeftOut, Routing, Submission, Waiting
 
 KEPT_OUT = frozenset({"busy", "no_workers", "no_eligible_worker", "unknown_worker"})  # refusals by who may take it
+
+SENT = {"encode": "sent to be encoded", "prefill": "sent to be prefilled", "decode": "sent to be decoded"}
 
 Asked = RequestSubmitted | RouteQueried
 
@@ -60,11 +65,13 @@ def waiting_of(world: World, offset: int, now_us: int, record: RequestHeld) -> W
     """Why a request waits; call it while it does."""
     request = world.requests.get(record.request_id)
     pool = world.pools[record.pool]
-    threshold = pool.router.queue.threshold
     assert request is not None, "who is held is under way"
+    roster = find(world, pool, request)
+    prefill = place_prefill(world, pool, request, roster) if pool.role == "decode" else None
+    computing, among = computed_by(pool, roster, prefill)
+    threshold = computing.router.queue.threshold
     assert threshold is not None, "without a threshold nobody is held"
-    seats = find(world, pool, request).seats
-    least = min(seats, key=lambda seat: seat.load.prefill_tokens / seat.worker.spec.max_num_batched_tokens)
+    least = min(among.seats, key=lambda seat: seat.load.prefill_tokens / seat.worker.spec.max_num_batched_tokens)
     return Waiting(
         offset=offset,
         now_us=now_us,
@@ -88,7 +95,13 @@ def kept_out(world: World, event: Asked | None, reason: RejectReason) -> tuple[L
         request = submitted(event, pool.pool, 0, world.now_us)
     else:
         request = queried(event, pool.pool)
-    return left_out(world, pool, request, ())
+    try:
+        find(world, pool, request)
+    except Ineligible:
+        return left_out(world, pool, request, ())
+    # Somebody could answer it, and nobody compute its prompt.
+    others = (one for _, one in sorted(world.pools.items()) if one.model == pool.model and one.role == "prefill")
+    return tuple(rank for one in others for rank in left_out(world, one, as_prefilled(request, one.pool), ()))
 
 
 def held_text(held: Waiting) -> str:
@@ -102,18 +115,53 @@ def routed_text(routing: Routing) -> str:
     """Where it goes, and why."""
     seen = routing.candidates[routing.winner].seen
     where = f"{seen.worker_id}/{seen.rank}" if any(one.seen.rank for one in routing.candidates) else seen.worker_id
+    place = "" if routing.prefill is None else f"; {place_text(routing.prefill)}"
     if not routing.attempt:
         would = "it would be held first, and then go to" if routing.would_wait else "it would go to"
-        return f"{would} {where}: {routing.why}"
+        return f"{would} {where}: {routing.why}{place}"
     again = f"attempt {routing.attempt}, " if routing.attempt > 1 else ""
-    sent = "sent to be encoded" if routing.stage == "encode" else "routed"
+    sent = SENT.get(routing.stage, "routed")
     waited = f" after {routing.waited_us / 1e6:.3f} s in the queue" if routing.waited_us else ""
-    return f"{again}{sent} to {where}{waited}: {routing.why}"
+    return f"{again}{sent} to {where}{waited}: {routing.why}{place}"
+
+
+def place_text(place: PrefillPlace) -> str:
+    """Who computes the prompt, and why."""
+    tokens, requests = place.uncached_tokens or 0, place.prefill_waiting
+    uncached = "1 token of it is not cached" if tokens == 1 else f"{tokens:,} tokens of it are not cached"
+    wait = "1 request waits" if requests == 1 else f"{requests or 0:,} requests wait"
+    waiting = "" if requests is None else f", {wait} at prefill workers"
+    why = {
+        "always": "as every prompt is",
+        "never": "as no prompt is computed remotely",
+        "long_prompt": f"{uncached} where it would be answered, which is too many{waiting}",
+        "short_prompt": f"only {uncached}" if tokens else "all of it is cached",
+        "uncached_prompt": f"{uncached} where it would be answered, which is too large a share of it",
+        "prefill_idle": "the prefill worker that gets it is not busy",
+        "prefill_busy": f"prefill workers are busy{waiting}",
+        "decode_busy": "the decode worker that would get it is busy",
+        "no_prefill_worker": "no prefill worker may take it",
+        "failed": "what was tried before failed, and this attempt depends on nobody else",
+        "begun": "its answer has begun, and only goes on",
+    }[place.reason]
+    return f"its prompt is computed {'remotely' if place.remote else 'where it is answered'}: {why}"
+
+
+def prefilled_text(event: PrefillFinished) -> str:
+    """What a prefill worker computed and keeps."""
+    kept = event.prefilled
+    lies = f", {kept.bytes:,} bytes" if kept.bytes else ""
+    cached = f", {kept.cached_tokens:,} of them from its cache" if kept.cached_tokens else ""
+    held = f"it keeps their KV{lies} for {kept.lease_us / 1e6:g} s"
+    return f"its prompt is computed by {event.worker_id}: {kept.tokens:,} tokens{cached}; {held}"
 
 
 def first_token_text(first: FirstToken, prompt_tokens: int | None) -> str:
-    """What the engine had cached, against what was expected."""
+    """What the engine had cached or fetched, against what was expected."""
     of_prompt = "" if prompt_tokens is None else f" of {prompt_tokens:,}"
+    if first.transferred_bytes:
+        fetched = f"{first.transferred_bytes:,} bytes of KV fetched in {first.transfer_us / 1e3:,.1f} ms"
+        return f"first token from {first.worker_id}: {first.cached_tokens:,}{of_prompt} not computed here, {fetched}"
     expected = "" if first.predicted_tokens is None else f", the router expected {first.predicted_tokens:,}"
     return f"first token from {first.worker_id}: {first.cached_tokens:,}{of_prompt} prompt tokens were cached{expected}"
 

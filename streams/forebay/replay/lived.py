@@ -5,16 +5,16 @@ from dataclasses import dataclass, field
 
 from forebay.core.rederive import Divergence
 from forebay.core.step import Decided, InputEvent
-from forebay.events.control import BusyThresholdsSet, PoolConfigured, WorkerCommanded
+from forebay.events.control import BusyThresholdsSet, DisaggregationSet, PoolConfigured, WorkerCommanded
 from forebay.events.fleet import WorkerDraining, WorkerJoined, WorkerLost, WorkerRecovered, WorkerSuspect
 from forebay.events.snapshots import Chunk
-from forebay.replay.handover import Asked, Requests, state_of
+from forebay.replay.handover import Asked, OfOperator, Requests, state_of
 from forebay.replay.verify import PROGRESS_EVERY, OnProgress
 from forebay.replay.walk import Walk, walk_all
 from forebay.transport.base import Log
 
 Fact = WorkerSuspect | WorkerRecovered | WorkerDraining | WorkerLost
-External = PoolConfigured | BusyThresholdsSet | WorkerJoined | Fact
+External = OfOperator | WorkerJoined | Fact
 
 
 @dataclass(slots=True)
@@ -62,7 +62,7 @@ class _Looking:
         found.end_us = now_us
         self._requests.look(event, now_us, decided, heard=heard)
         match event:
-            case PoolConfigured() | BusyThresholdsSet():
+            case PoolConfigured() | BusyThresholdsSet() | DisaggregationSet():
                 found.said.append((now_us, event))
             case WorkerJoined() | WorkerSuspect() | WorkerRecovered() | WorkerDraining() | WorkerLost() if heard:
                 found.said.append((now_us, event))

@@ -4,13 +4,14 @@ from typing import Any
 
 import msgspec
 
+from forebay.core.disaggregation import is_kept
 from forebay.core.fleet import Worker
 from forebay.core.holder_bits import HolderKey
 from forebay.core.lifecycle import Request
 from forebay.core.prefix_index import TIERS
 from forebay.core.world import World
 from forebay.events.base import hex_digest
-from forebay.events.control import BusyThresholds, QueuePolicy, RouterConfig
+from forebay.events.control import BusyThresholds, DisaggConfig, QueuePolicy, RouterConfig
 from forebay.events.fleet import WorkerLost
 from forebay.events.snapshots import IndexCursor
 
@@ -20,7 +21,10 @@ class Fact(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PoolFacts(Fact, frozen=True, kw_only=True):
-    """A pool as it is configured; `router` names what is not at its default. `busy` are the thresholds in force."""
+    """A pool as it is configured; `router` names what is not at its default.
+
+    `busy` are the thresholds in force, `disagg` by what a decode pool goes now, None for others.
+    """
 
     pool: str
     model: str
@@ -30,6 +34,7 @@ class PoolFacts(Fact, frozen=True, kw_only=True):
     busy: BusyThresholds
     routed: int
     role: str = "aggregated"
+    disagg: DisaggConfig | None = None
 
 
 class WorkerFacts(Fact, frozen=True, kw_only=True):
@@ -39,6 +44,7 @@ class WorkerFacts(Fact, frozen=True, kw_only=True):
     worker_epoch: int
     phase: str
     pool: str
+    role: str
     slot: int
     ranks: list[int]
     engine: str
@@ -125,7 +131,10 @@ class ClassFacts(Fact, frozen=True, kw_only=True):
 
 
 class RequestFacts(Fact, frozen=True, kw_only=True):
-    """A request under way. Its worker is empty while none has it; `age_us` is None where its submission is gone."""
+    """A request under way. Its worker is empty while none has it; `age_us` is None where its submission is gone.
+
+    `kept_by` keeps the KV of its prompt for `kept_for_us` more; it is empty where nobody does.
+    """
 
     request_id: str
     phase: str
@@ -137,6 +146,8 @@ class RequestFacts(Fact, frozen=True, kw_only=True):
     submitted_offset: int
     age_us: int | None
     due_in_us: int
+    kept_by: str = ""
+    kept_for_us: int = 0
 
 
 class Moment(Fact, frozen=True, kw_only=True):
@@ -182,6 +193,7 @@ def pools_of(world: World) -> list[PoolFacts]:
             busy=world.busy.get(name, pool.router.busy),
             routed=world.turns.get(name, 0),
             role=pool.role,
+            disagg=world.disagg.get(name, pool.router.disagg) if pool.role == "decode" else None,
         )
         for name, pool in sorted(world.pools.items())
     ]
@@ -195,6 +207,7 @@ def workers_of(world: World) -> list[WorkerFacts]:
             worker_epoch=worker.worker_epoch,
             phase=worker.phase.value,
             pool=worker.spec.pool,
+            role=worker.spec.role,
             slot=worker.slot,
             ranks=list(worker.spec.ranks),
             engine=worker.spec.engine,
@@ -291,6 +304,7 @@ def _rank(world: World, cursor: IndexCursor) -> RankFacts:
 
 def _request(world: World, request: Request, timeout_us: int | None) -> RequestFacts:
     due_in_us = request.due_us - world.now_us
+    kept = request.prefilled if is_kept(request, world.now_us) else None
     return RequestFacts(
         request_id=request.request_id,
         phase=request.phase.value,
@@ -302,6 +316,8 @@ def _request(world: World, request: Request, timeout_us: int | None) -> RequestF
         submitted_offset=request.offset,
         age_us=None if timeout_us is None else timeout_us - due_in_us,
         due_in_us=due_in_us,
+        kept_by="" if kept is None else kept.worker_id,
+        kept_for_us=0 if kept is None else request.prefilled_due_us - world.now_us,
     )
 
 

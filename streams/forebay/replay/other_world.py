@@ -9,27 +9,41 @@ would have cached other things, and that is not known here.
 
 from array import array
 from collections import Counter, deque
+from collections.abc import Callable, Set
 from heapq import heappop, heappush
 
 import msgspec
 
-from forebay.core.counterfactual import Alternative, thresholds_under
+from forebay.core.counterfactual import Alternative, changed_by_hand
 from forebay.core.dispatch import drain, reroute
 from forebay.core.lifecycle import Request
+from forebay.core.phases import Phase
 from forebay.core.prefix_index import NO_OVERLAP
 from forebay.core.router import Choice
 from forebay.core.step import CLOCK, Decided, InputEvent, claim, open_run, step
 from forebay.core.world import World, restore
-from forebay.events.control import BusyThresholds, BusyThresholdsSet, PoolConfigured
-from forebay.events.decisions import RequestAborted, RequestRejected, RequestRouted
+from forebay.events.control import BusyThresholds, BusyThresholdsSet, DisaggConfig, DisaggregationSet, PoolConfigured
+from forebay.events.decisions import RequestAborted, RequestRejected, RequestRouted, Stage
 from forebay.events.progress import (
+    FirstTokenEmitted,
+    PrefillFailed,
+    PrefillFinished,
     ProgressEvent,
     RequestFailed,
     RequestFinished,
     RequestProgress,
+    TransferFailed,
 )
+from forebay.events.transfer import LEASE_US_MAX, Prefilled
 
+Named = Callable[[PoolConfigured], Set[str]]  # what an alternative names of a pool, as `router.disagg.policy`
+DISAGG = "router.disagg."
 LATE = "late-progress"  # no topic: what comes late took its place in one when history's world got it
+
+
+def names_nothing(_: PoolConfigured) -> Set[str]:
+    """An alternative that names no field."""
+    return frozenset()
 
 
 class OtherWorld:
@@ -41,16 +55,22 @@ class OtherWorld:
         counts: what became of progress that history took, as `diff_report.Progress` names it.
         landed: where its requests' prompts were when they ended.
         said: what an operator says here, where the last event was such.
+        undone: what is named though it was configured so, and an operator had set it otherwise.
     """
 
-    def __init__(self, start: World, alter: Alternative) -> None:
-        """Begin as a copy of `start`, which stands between two journal records."""
+    def __init__(self, start: World, alter: Alternative, named: Named = names_nothing) -> None:
+        """Begin as a copy of `start`, which stands between two journal records.
+
+        What is `named` of how prompts are computed wins over an operator, also where the alternative leaves it.
+        """
         self.world = restore(start.snapshot())
         self.choices: dict[str, tuple[Request, Choice]] = {}
         self.counts: Counter[str] = Counter()
         self.landed = Landed()
-        self.said: PoolConfigured | BusyThresholdsSet | None = None
+        self.said: PoolConfigured | BusyThresholdsSet | DisaggregationSet | None = None
+        self.undone: set[str] = set()
         self._alter = alter
+        self._named = named
         self._recorded = dict(self.world.pools)
         self._sent_us: dict[str, int] = {}
         self._sent_in_history_us: dict[str, int] = {}
@@ -63,12 +83,18 @@ class OtherWorld:
         """Change the configuration at the start; what that leads to. Call it once, before anything is applied."""
         world = self.world
         others = {name: self._alter(pool) for name, pool in sorted(world.pools.items())}
-        changed = {name: other for name, other in others.items() if other != self._recorded[name]}
-        for name, other in changed.items():
-            by_hand = world.busy.get(name)
+        changed = False
+        for name, other in others.items():
+            by_hand, disagg = world.busy.get(name), world.disagg.get(name)
+            kept = disagg is None or self._disagg(self._recorded[name], disagg) == disagg
+            if other == self._recorded[name] and kept:
+                continue
+            changed = True
             world.configure(other)
             if by_hand is not None:
                 world.busy[name] = self._thresholds(self._recorded[name], by_hand)
+            if disagg is not None:
+                world.disagg[name] = self._disagg(self._recorded[name], disagg)
         return self._after(reroute(world, world.requests.waiting()) + drain(world), world.now_us) if changed else []
 
     def claim(self, offset: int) -> None:
@@ -89,6 +115,8 @@ class OtherWorld:
                 self.said = event = self._alter(event)
             case BusyThresholdsSet():
                 self.said = event = self._set_busy(event)
+            case DisaggregationSet():
+                self.said = event = self._set_disagg(event)
             case ProgressEvent():
                 return self._progress(topic, event if heard else None, now_us)
             case _:
@@ -139,6 +167,12 @@ class OtherWorld:
     def _say(self, topic: str, request: Request, event: RequestProgress, now_us: int, how: str) -> list[Decided]:
         """Let whoever has the request say it."""
         world = self.world
+        decided: list[Decided] = []
+        if request.phase is Phase.REMOTE_PREFILL and isinstance(event, FirstTokenEmitted | RequestFinished):
+            # History computed this prompt where it was answered: here it is computed by then, and fetched at once.
+            sent_us = self._sent_us.get(request.request_id, now_us)
+            decided = self._after(step(world, LATE, _prefilled(world, request), now_us), now_us)
+            self._sent_us[request.request_id] = sent_us
         if isinstance(event, RequestFinished):
             self.landed.look(world, request.blocks, request.worker_id, request.rank)
         if isinstance(event, RequestFinished | RequestFailed):
@@ -146,10 +180,12 @@ class OtherWorld:
         said = msgspec.structs.replace(
             event, attempt=request.stage_attempt, worker_id=request.worker_id, worker_epoch=request.worker_epoch
         )
-        outdated = world.counts["outdated_progress"]
-        decided = step(world, topic, said, now_us)
-        self.counts["void" if world.counts["outdated_progress"] > outdated else how] += 1
-        return self._after(decided, now_us)
+        outdated, stage = world.counts["outdated_progress"], request.stage
+        then = step(world, topic, said, now_us)
+        if world.counts["outdated_progress"] > outdated:
+            how = "other_stage" if _stage_of(event) not in (None, stage) else "void"
+        self.counts[how] += 1
+        return decided + self._after(then, now_us)
 
     def _later_us(self, request_id: str) -> int:
         """How much later than in history a request was sent; never earlier, as nobody knows what is still to come."""
@@ -188,9 +224,54 @@ class OtherWorld:
             return event
         return msgspec.structs.replace(event, thresholds=self._thresholds(pools[0], event.thresholds))
 
+    def _set_disagg(self, event: DisaggregationSet) -> DisaggregationSet:
+        named = (pool for _, pool in sorted(self._recorded.items()) if pool.model == event.model)
+        pool = next((pool for pool in named if pool.role == "decode"), None)
+        return event if pool is None else msgspec.structs.replace(event, disagg=self._disagg(pool, event.disagg))
+
+    def _disagg(self, recorded: PoolConfigured, by_hand: DisaggConfig) -> DisaggConfig:
+        """What an operator set by hand is here: what the alternative changes or names is not undone by it."""
+        before, after, named = recorded.router.disagg, self._alter(recorded).router.disagg, self._named(recorded)
+        here = changed_by_hand(after, before, by_hand)
+        wins = {name: getattr(after, name) for name in after.__struct_fields__ if DISAGG + name in named}
+        self.undone |= {DISAGG + name for name, value in wins.items() if value != getattr(here, name)}
+        return msgspec.structs.replace(here, **wins)
+
     def _thresholds(self, recorded: PoolConfigured, by_hand: BusyThresholds) -> BusyThresholds:
         """What an operator's thresholds are here."""
-        return thresholds_under(self._alter(recorded).router.busy, recorded.router.busy, by_hand)
+        return changed_by_hand(self._alter(recorded).router.busy, recorded.router.busy, by_hand)
+
+
+def _stage_of(event: RequestProgress) -> Stage | None:
+    """The stage that only such a word is of; None where it may be of several."""
+    match event:
+        case PrefillFinished() | PrefillFailed():
+            return "prefill"
+        case TransferFailed():
+            return "decode"
+        case _:
+            return None
+
+
+def _prefilled(world: World, request: Request) -> PrefillFinished:
+    """What the prefill worker of a request says when it has computed its prompt."""
+    kept = Prefilled(
+        worker_id=request.worker_id,
+        worker_epoch=request.worker_epoch,
+        model=world.pools[request.pool].model,
+        connector="none",
+        descriptor=b"",
+        tokens=request.prompt_tokens,
+        lease_us=LEASE_US_MAX,
+    )
+    return PrefillFinished(
+        request_id=request.request_id,
+        attempt=request.stage_attempt,
+        worker_id=request.worker_id,
+        worker_epoch=request.worker_epoch,
+        owner_epoch=max(0, world.owner_epoch),
+        prefilled=kept,
+    )
 
 
 class Landed:

@@ -156,7 +156,8 @@ def _tie(request: Request, choice: Choice) -> tuple[Reason, str]:
         return "tie_computed_tokens", f"{text}; {least}: {number(mine)}, the next {number(others)}"
     seed = "the request's tie seed picked this one"
     if equal == len(tied):
-        return "tie_seed", f"{text}, and were sent equally many tokens to compute so far; {seed}"
+        so_far = ", and were sent equally many tokens to compute so far" if mine else ""  # decode workers mostly none
+        return "tie_seed", f"{text}{so_far}; {seed}"
     return "tie_seed", f"{text}; {equal} of them were sent the fewest tokens to compute, and {seed}"
 
 

@@ -4,7 +4,8 @@ Theory of operation. The clock jumps from one event to the next. What happens at
 steps that end, and what workers said, as they began and said it; then what may give engines work (requests and work
 that were on their way, workers that die, join or are lost); what arrives, in its own order; then idle engines begin.
 Every event goes through `forebay.core.step` as an owner applies it, so a decision here is the decision that an owner
-would make of the same log. A step goes on beyond one iteration while nothing can come that gives engines work.
+would make of the same log. A step goes on beyond one iteration while nothing can come that gives engines work; steps
+of prefill workers, and what these say, may do that.
 """
 
 from collections import deque
@@ -13,7 +14,9 @@ from functools import partial
 from hashlib import sha256
 from heapq import heappop, heappush
 
-from forebay.core.engine_model import RequestRefused
+from msgspec import structs
+
+from forebay.core.engine_model import Computed, FirstToken, QueueFull, RequestRefused
 from forebay.core.holder_bits import HolderKey
 from forebay.core.policies import BUILT_IN
 from forebay.core.step import CONSUMED_RUNS_MAX, Decided, InputEvent, advance, open_run, step
@@ -23,15 +26,21 @@ from forebay.events.control import RouterConfig
 from forebay.events.decisions import JournalRecord, RequestAborted, RequestRejected, RequestRouted
 from forebay.events.requests import TIMEOUT_US_MAX, RequestSubmitted
 from forebay.events.topics import DECISIONS, KV_EVENTS, METRICS, PROGRESS, REQUESTS, Topic
+from forebay.events.transfer import Prefilled
 from forebay.simulate.arrivals import FOREVER_US, Arrival, Arrivals
 from forebay.simulate.delays import NO_HOPS, Hop, Hops
 from forebay.simulate.outcome import EXPLAINED_MAX, Requests, Timeline
 from forebay.simulate.rank import LOAD_INTERVAL_US, EngineRank
+from forebay.simulate.settings import Transfer
 from forebay.simulate.timeline import Recorder
+from forebay.simulate.transfers import LEASE_US, Kept, Transferred, Transfers
 from forebay.simulate.under_way import UnderWay
 
 OnArrived = Callable[[int], object]
 Happening = tuple[int, int, Callable[[], object]]
+
+NO_TRANSFER = Transfer()
+BAD_REQUEST, UNAVAILABLE = 400, 503
 
 
 class Cluster:
@@ -44,10 +53,19 @@ class Cluster:
         lasted_us: when the last answer was there.
     """
 
-    def __init__(self, world: World, *, reports: bool, speedup: float = 1.0, hops: Hops = NO_HOPS) -> None:
+    def __init__(
+        self,
+        world: World,
+        *,
+        reports: bool,
+        speedup: float = 1.0,
+        hops: Hops = NO_HOPS,
+        transfer: Transfer = NO_TRANSFER,
+    ) -> None:
         """`reports`: whether anybody looks at load reports, of which there are more than of all other events.
 
-        Engines run `speedup` times as fast as their model. `hops` are those of clients and of the router.
+        Engines run `speedup` times as fast as their model. `hops` are those of clients and of the router. `transfer`
+        is how KV moves, where there are prefill workers.
         """
         self.world = world
         self.requests = Requests()
@@ -57,6 +75,7 @@ class Cluster:
         self._reports = reports
         self._hops = hops
         self._digest = sha256()
+        self._disaggregated = False
         self._ranks: dict[HolderKey, EngineRank] = {}
         self._numbered: dict[int, EngineRank] = {}
         self._recorder = Recorder()
@@ -70,11 +89,13 @@ class Cluster:
         self.now_us = world.now_us
         self._opened_us = -1  # when time was last let pass in the world
         self._arrivals: Arrivals
+        self._transfers = Transfers(transfer, self.at, self._transferred)
 
     def add(self, rank: EngineRank) -> None:
         """A rank takes part, perhaps in place of one that died. Its worker is, or will be, a member of the fleet."""
         self._ranks[rank.spec.worker_id, rank.rank] = rank
         self._numbered[rank.number] = rank
+        self._disaggregated |= rank.spec.role == "prefill"
 
     def play(self, arrivals: Arrivals, on_arrived: OnArrived) -> None:
         """Run until everybody has an answer; `on_arrived` gets how many requests did arrive."""
@@ -99,7 +120,7 @@ class Cluster:
             while arrivals.next_us == now_us:
                 self._arrive(arrivals.take())
                 on_arrived(len(self.requests))
-            if self._ready:
+            while self._ready:
                 self._begin_steps()
         arrivals.close()
 
@@ -225,7 +246,10 @@ class Cluster:
             case RequestAborted():
                 request = self._under_way.get(decision.request_id)
                 if request is not None and request.rank is not None and decision.worker_id:
-                    self._send(request.rank, partial(request.rank.engine.cancel, decision.request_id))
+                    self._send(request.rank, partial(request.rank.drop, decision.request_id))
+                if request is not None and decision.holder is not None:
+                    holder = self._ranks[decision.holder.worker_id, 0]
+                    self._send(holder, partial(self._release, holder, decision.request_id, request.prefill_attempt))
                 self._fail(decision.request_id, decision.message)
             case _:
                 pass  # it changes nothing outside the router
@@ -235,11 +259,29 @@ class Cluster:
         request = self._under_way.get(routed.request_id)
         if request is not None:
             request.rank = rank
-            request.served.worker = rank.number
-            request.served.attempts = routed.attempt
+            self._note(request, rank, routed)
             if request.place < EXPLAINED_MAX:
                 self.routed[request.place] = routed
         self._send(rank, partial(self._work, rank, routed))
+
+    def _note(self, request: UnderWay, rank: EngineRank, routed: RequestRouted) -> None:
+        """Who gets a request now."""
+        served = request.served
+        served.attempts = max(served.attempts, routed.attempt)
+        request.kept = None
+        if routed.stage == "prefill":
+            request.prefill_attempt = routed.attempt
+            return
+        served.worker = rank.number
+        if routed.stage == "aggregated":
+            served.prefiller = None
+            return
+        known = self.world.requests.get(routed.request_id)
+        assert known is not None, "it was routed just now"
+        assert known.prefilled is not None, "what is to be decoded was computed"
+        holder = self._ranks[known.prefilled.worker_id, 0]
+        is_there = holder.worker_epoch == known.prefilled.worker_epoch
+        request.kept = Kept(holder if is_there else None, request.prefill_attempt)
 
     def _send(self, rank: EngineRank, action: Callable[[], object]) -> None:
         """To an engine: work, or that nobody wants it any more."""
@@ -261,11 +303,15 @@ class Cluster:
             # Its worker was lost before the router heard that the client has all of the answer; or it was given up.
             self._say(rank, rank.said_before(routed))
             return
+        assert routed.stage != "encode", "prompts have no images"
+        rank.drop(routed.request_id)  # what it keeps of an earlier attempt nobody fetched
         try:
-            rank.engine.submit(request.attempt(routed.request_id, routed.attempt, rank.spec.block_size))
+            rank.engine.submit(request.attempt(routed.request_id, routed.attempt, rank.spec.block_size, routed.stage))
         except RequestRefused as refusal:
-            self._fail(routed.request_id, str(refusal))
-            self._say(rank, rank.refused(routed, str(refusal)))
+            status = UNAVAILABLE if isinstance(refusal, QueueFull) else BAD_REQUEST
+            if routed.stage != "prefill":  # a prefill worker says nothing to clients
+                self._fail(routed.request_id, str(refusal))
+            self._say(rank, rank.refused(routed, str(refusal), status))
             return
         self._ready[rank.number] = rank
 
@@ -274,7 +320,11 @@ class Cluster:
         if rank.hops.progress is None:
             self._records.append((PROGRESS, event))
         else:
-            self._tell(rank.hops.progress, PROGRESS, [event], self._due)
+            self._tell(rank.hops.progress, PROGRESS, [event], self._queue_of(rank))
+
+    def _queue_of(self, rank: EngineRank) -> list[Happening]:
+        """For its steps, and for what it says of requests."""
+        return self._coming if rank.spec.role == "prefill" else self._due
 
     def _fail(self, request_id: str, reason: str) -> None:
         """The client is told that there is no answer, unless it has all of it."""
@@ -298,27 +348,45 @@ class Cluster:
 
     def _begin_steps(self) -> None:
         """Idle engines that have work begin."""
-        speedup = self._speedup
-        until_us = self._calm_us()
-        for _, rank in sorted(self._ready.items()):
-            if rank.step is not None:
-                continue
-            rank.step = begun = rank.engine.step(until_us if speedup == 1.0 else int(until_us * speedup))
-            if begun is not None:
-                lasts_us = begun.duration_us if speedup == 1.0 else max(1, round(begun.duration_us / speedup))
-                rank.began_us, rank.ends_us = self.now_us, self.now_us + lasts_us
-                self._schedule(self._due, rank.ends_us, partial(self._end_step, rank))
+        ready = [rank for _, rank in sorted(self._ready.items()) if rank.step is None]
+        alone = len(self._ready) == 1
         self._ready.clear()
+        if self._disaggregated:
+            # What these do now decides for how long nothing can come.
+            for rank in ready:
+                if rank.spec.role == "prefill":
+                    self._begin_step(rank, 0)
+                else:
+                    self._fetch(rank)
+            ready = [rank for rank in ready if rank.spec.role != "prefill"]
+        until_us = self._calm_us(alone=alone)
+        for rank in ready:
+            self._begin_step(rank, until_us if self._speedup == 1.0 else int(until_us * self._speedup))
 
-    def _calm_us(self) -> int:
-        """For how long nothing can come that gives an engine work, or takes it away."""
+    def _fetch(self, rank: EngineRank) -> None:
+        """What an engine has got room for is on its way."""
+        for fetch in rank.engine.fetches():
+            request = self._under_way.get(fetch.request_id)
+            if request is not None and request.kept is not None:  # else it was given up: that is on its way
+                self._transfers.begin(rank, fetch, request.kept, self.now_us)
+
+    def _begin_step(self, rank: EngineRank, until_us: int) -> None:
+        rank.step = begun = rank.engine.step(until_us)
+        if begun is not None:
+            speedup = self._speedup
+            lasts_us = begun.duration_us if speedup == 1.0 else max(1, round(begun.duration_us / speedup))
+            rank.began_us, rank.ends_us = self.now_us, self.now_us + lasts_us
+            self._schedule(self._queue_of(rank), rank.ends_us, partial(self._end_step, rank))
+
+    def _calm_us(self, *, alone: bool) -> int:
+        """For how long nothing can come that gives an engine work, or takes it away; of one that begins `alone`."""
         if len(self.world.queues):
             return 0  # who waits in the router may be sent to an engine whenever another is done with something
         until_us = min(self._arrivals.next_us, self._coming[0][0])
         think_us = self._arrivals.think_us
         if think_us < FOREVER_US:
             # The next answer of another engine: of those that begin now it may be as soon as they begin.
-            answer_us = self._due[0][0] if len(self._ready) == 1 else self.now_us
+            answer_us = self._due[0][0] if alone else self.now_us
             until_us = min(until_us, answer_us + think_us)
         return until_us - self.now_us
 
@@ -333,10 +401,9 @@ class Cluster:
             self._tell(hops.kv_events, KV_EVENTS, [*map(rank.cache_change, done.cache_changes)], self._due)
         if done.first_tokens or done.finished:
             at_us = self._arrives(hops)
-            said: list[InputEvent] = []
-            for first in done.first_tokens:
-                self._began(rank, first.request_id, first.cached_tokens, at_us)
-                said.append(rank.began(first, owner_epoch))
+            said: list[InputEvent] = [
+                rank.began(self._began(rank, first, at_us), owner_epoch) for first in done.first_tokens
+            ]
             for end in done.finished:
                 request = self._under_way.get(end.request_id)
                 if request is not None:
@@ -345,6 +412,9 @@ class Cluster:
                     self._end(end.request_id, request, last_us)
                 said.append(rank.finished(end, owner_epoch))
             self._tell(hops.progress, PROGRESS, said, self._due)
+        if done.computed:
+            said = [rank.computed(one, self._keep(rank, one), owner_epoch) for one in done.computed]
+            self._tell(hops.progress, PROGRESS, said, self._coming)
         rank.load = done.load
         if self._reports and not rank.report_held:
             wait_us = rank.reported_us + LOAD_INTERVAL_US - self.now_us
@@ -354,16 +424,54 @@ class Cluster:
             else:
                 self._report(rank)
 
-    def _began(self, rank: EngineRank, request_id: str, cached_tokens: int, at_us: int) -> None:
-        """A prompt is computed, and its first token said."""
-        request = self._under_way.get(request_id)
+    def _began(self, rank: EngineRank, first: FirstToken, at_us: int) -> FirstToken:
+        """A prompt is there, and its first token said; with what there is to tell of its KV, if that was fetched."""
+        request = self._under_way.get(first.request_id)
         if request is None:
-            return
+            return first
         served = request.served
         if not request.said:
             served.first_us = at_us
-        served.cached_tokens = min(cached_tokens, served.prompt_tokens)
+        if request.kept is None:
+            served.cached_tokens = min(first.cached_tokens, served.prompt_tokens)
+            self._recorder.count_prompt(rank.number, served.prompt_tokens, served.cached_tokens)
+            return first
+        moved, took_us = served.transferred_bytes, served.transfer_us
+        return structs.replace(first, transferred_bytes=moved, transfer_us=took_us)
+
+    def _keep(self, rank: EngineRank, one: Computed) -> Prefilled:
+        """A prompt is computed, and kept for who answers."""
+        rank.kept[one.request_id] = one.attempt
+        self.at(self.now_us + LEASE_US, partial(self._release, rank, one.request_id, one.attempt))
+        request = self._under_way.get(one.request_id)
+        if request is None:
+            return self._transfers.prefilled(rank, 0)
+        served = request.served
+        served.prefiller, served.prefilled_us = rank.number, self.now_us
+        served.cached_tokens = min(one.cached_tokens, served.prompt_tokens)
         self._recorder.count_prompt(rank.number, served.prompt_tokens, served.cached_tokens)
+        return self._transfers.prefilled(rank, served.prompt_tokens + request.said)
+
+    def _release(self, rank: EngineRank, request_id: str, prefill_attempt: int) -> None:
+        """Somebody fetched it, or nobody will: the engine has room for others."""
+        if rank.release(request_id, prefill_attempt):
+            self._ready[rank.number] = rank
+
+    def _transferred(self, over: Transferred) -> None:
+        """A fetch is over. The worker that asked may have died, or been told that nobody wants it any more."""
+        reader, name = over.reader, over.fetch.request_id
+        request = self._under_way.get(name)
+        if reader.dead or request is None or request.rank is not reader:
+            return
+        if over.error:
+            reader.drop(name)
+            self._say(reader, reader.not_fetched(name, over.fetch.attempt, over.error, self.world.owner_epoch))
+            self._apply_all()
+        elif reader.engine.fetched(name):
+            assert over.holder is not None, "somebody sent it"
+            self._release(over.holder, name, request.prefill_attempt)
+            request.served.transferred_bytes, request.served.transfer_us = over.bytes, over.took_us
+        self._ready[reader.number] = reader
 
     def _report(self, rank: EngineRank) -> None:
         if rank.dead:

@@ -11,22 +11,28 @@ from typing import Annotated, Any
 import msgspec
 
 from forebay.core.policies import BUILT_IN
-from forebay.events.control import BusyThresholds, QueueClass, QueueConfig, RouterConfig
+from forebay.events.control import QueueClass, RouterConfig
 from forebay.simulate.profiles.profile import MOCKER, Gpus, Profile, Size, load_profile
 from forebay.simulate.profiles.sheets import ProfileUnusable, read_file
 from forebay.simulate.settings import (
     DELAYS,
+    PARTS,
     TIME_S_MAX,
     WORKERS_MAX,
+    Bandwidth,
     Delay,
     Delays,
     Fault,
+    KvBytes,
     Life,
+    PoolRole,
     PoolSettings,
     Seconds,
     Settings,
     SettingsUnusable,
     Start,
+    Time,
+    Transfer,
     WorkerGroup,
     engine_config,
     require_sense,
@@ -49,6 +55,7 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
     pools: tuple[PoolSettings, ...]
     delays: Delays | None = None
     life: Life | None = None
+    transfer: Transfer | None = None
 
 
 class _Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -68,6 +75,7 @@ class _Workers(_Table, frozen=True, kw_only=True):
 class _Pool(_Table, frozen=True, kw_only=True):
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=256)] = "default"
     model: Annotated[str, msgspec.Meta(min_length=1, max_length=256)] = "simulated"
+    role: PoolRole = "aggregated"
     workers: tuple[_Workers, ...]
     router: dict[str, Any] | None = None
 
@@ -106,10 +114,17 @@ class _Life(_Table, frozen=True, kw_only=True):
     lease_ttl_s: Seconds = 10.0
 
 
+class _Transfer(_Table, frozen=True, kw_only=True):
+    kv_bytes_per_token: KvBytes = Transfer().kv_bytes_per_token
+    kv_transfer_bandwidth: Bandwidth = Transfer().kv_transfer_bandwidth
+    kv_transfer_latency_us: Time = Transfer().kv_transfer_latency_us
+
+
 class _File(_Table, frozen=True, kw_only=True):
     pools: tuple[_Pool, ...]
     delays: str | _Delays | None = None
     life: _Life | None = None
+    transfer: _Transfer | None = None
     faults: tuple[_Fault, ...] = ()
     starts: tuple[_Start, ...] = ()
 
@@ -132,8 +147,7 @@ def load_fleet(path: Path) -> Fleet:
     try:
         described = msgspec.convert(tomllib.loads(text), _File)
         fleet = _fleet(described, path.parent)
-        settings = Settings(pools=fleet.pools, delays=fleet.delays or Delays(), life=fleet.life or Life())
-        require_sense(settings)
+        require_sense(Settings(pools=fleet.pools, life=fleet.life or Life()))
     except msgspec.ValidationError as error:
         raise FleetUnusable(f"{path}: {_in_terms_of_keys(str(error))}") from error
     except SettingsUnusable as error:
@@ -163,6 +177,7 @@ def _fleet(described: _File, folder: Path) -> Fleet:
         PoolSettings(
             name=pool.name,
             model=pool.model,
+            role=pool.role,
             groups=tuple(
                 _group(one, folder, f"pools[{at}].workers[{group_at}]") for group_at, one in enumerate(pool.workers)
             ),
@@ -180,7 +195,10 @@ def _fleet(described: _File, folder: Path) -> Fleet:
                 for one in described.starts
             ),
         )
-    return Fleet(pools=pools, delays=_delays(described.delays), life=life)
+    transfer = None
+    if described.transfer is not None:
+        transfer = Transfer(**msgspec.structs.asdict(described.transfer))
+    return Fleet(pools=pools, delays=_delays(described.delays), life=life, transfer=transfer)
 
 
 def _group(one: _Workers, folder: Path, where: str) -> WorkerGroup:
@@ -203,8 +221,8 @@ def _group(one: _Workers, folder: Path, where: str) -> WorkerGroup:
 def _router(fields: dict[str, Any], where: str) -> RouterConfig:
     """As `forebay.simulate.settings.policy` takes them."""
     _require_fields(fields, RouterConfig, where)
-    for part, kind in (("busy", BusyThresholds), ("queue", QueueConfig)):
-        if isinstance(fields.get(part), dict):
+    for part, kind in PARTS.items():
+        if part and isinstance(fields.get(part), dict):
             _require_fields(fields[part], kind, f"{where}.{part}")
     classes = fields["queue"].get("classes", ()) if isinstance(fields.get("queue"), dict) else ()
     for at, one in enumerate(classes if isinstance(classes, list) else ()):

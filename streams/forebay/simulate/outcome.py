@@ -21,9 +21,12 @@ class Served:
         worker: the number of the worker that it was routed to last; None before, and for those refused.
         cached_tokens: prompt tokens that this worker found in its cache.
         first_us: when its first token came; 0 for one without. `last_us` likewise, 0 where the answer is not complete.
-        attempts: how many workers it was sent to, one after another.
+        attempts: how many workers it was sent to, one after another: of those for its prompt and those for its answer
+            the more.
         failure: why it has no answer, or not all of it; empty for one that has.
         number: which turn of the workload it is.
+        prefiller: the number of the worker that computed its prompt for another; that had `cached_tokens` then.
+        prefilled_us: when it had. The KV was `transferred_bytes`, there `transfer_us` after it was asked for.
     """
 
     arrived_us: int
@@ -36,10 +39,17 @@ class Served:
     attempts: int = 0
     failure: str = ""
     number: int = 0
+    prefiller: int | None = None
+    prefilled_us: int = 0
+    transferred_bytes: int = 0
+    transfer_us: int = 0
 
 
 class Requests:
-    """Every request of a run in the order of arrival, in columns: some 80 bytes each."""
+    """Every request of a run in the order of arrival, in columns: some 80 bytes each.
+
+    Another 32 if the prompt of any was computed for another worker.
+    """
 
     def __init__(self, served: Iterable[Served] = ()) -> None:
         self._columns = {name: array("q") for name in COLUMNS}
@@ -54,29 +64,35 @@ class Requests:
         return map(self.__getitem__, range(len(self)))
 
     def __getitem__(self, place: int) -> Served:
-        values = {name: column[place] for name, column in self._columns.items()}
-        worker = values.pop("worker")
-        return Served(**values, worker=None if worker == NOBODY else worker, failure=self.failures.get(place, ""))
+        values: dict[str, int | None] = {name: column[place] for name, column in self._columns.items()}
+        for name in WORKERS:
+            if values.get(name) == NOBODY:
+                values[name] = None
+        return Served(**values, failure=self.failures.get(place, ""))  # type: ignore[arg-type]
 
     def append(self, served: Served) -> int:
         """Keep one; its place."""
         place = len(self)
-        for column, value in zip(self._columns.values(), _values(served), strict=True):
-            column.append(value)
+        for name, column in self._columns.items():
+            column.append(_value(served, name))
         if served.failure:
             self.failures[place] = served.failure
         return place
 
     def put(self, place: int, served: Served) -> None:
         """Keep what became of the one at `place`."""
-        for column, value in zip(self._columns.values(), _values(served), strict=True):
-            column[place] = value
+        if served.prefiller is not None and "prefiller" not in self._columns:
+            self._columns |= {name: self.column(name) for name in TRANSFER_COLUMNS}
+        for name, column in self._columns.items():
+            column[place] = _value(served, name)
         if served.failure:
             self.failures[place] = served.failure
 
     def column(self, name: str) -> "array[int]":
         """One attribute of all, in order; a worker that is None is -1."""
-        return self._columns[name]
+        if name in self._columns:
+            return self._columns[name]
+        return array("q", [NOBODY if name in WORKERS else 0]) * len(self)
 
 
 COLUMNS = (
@@ -85,19 +101,13 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def _values(served: Served) -> tuple[int, ...]:
-    """As in `COLUMNS`."""
-    return (
-        served.arrived_us,
-        served.prompt_tokens,
-        served.output_tokens,
-        NOBODY if served.worker is None else served.worker,
-        served.cached_tokens,
-        served.first_us,
-        served.last_us,
-        served.attempts,
-        served.number,
-    )
+TRANSFER_COLUMNS = ("prefiller", "prefilled_us", "transferred_bytes", "transfer_us")
+WORKERS = ("worker", "prefiller")
+
+
+def _value(served: Served, name: str) -> int:
+    value: int | None = getattr(served, name)
+    return NOBODY if value is None else value
 
 
 @dataclass(slots=True)
@@ -133,6 +143,7 @@ class Outcome:
 
     Attributes:
         workers: the ids of all that ever took part, by their number.
+        prefill_workers: the numbers of those that compute prompts for others.
         gpu_s: GPU seconds that workers were there for, from start to end or death.
         lasted_us: from the start to the last answer or failure.
         routed: of the first `EXPLAINED_MAX` requests, by place, the last decision that sent it somewhere.
@@ -141,10 +152,19 @@ class Outcome:
     requests: Requests = field(default_factory=Requests)
     digest: str = ""
     workers: list[str] = field(default_factory=list)
+    prefill_workers: tuple[int, ...] = ()
     gpu_s: float = 0.0
     lasted_us: int = 0
     timeline: Timeline = field(default_factory=Timeline)
     routed: dict[int, RequestRouted] = field(default_factory=dict)
+
+
+def worker_names(outcome: Outcome) -> list[str]:
+    """The ids of all workers, with what some of them do, for people."""
+    return [
+        f"{name} (prefill)" if number in outcome.prefill_workers else name
+        for number, name in enumerate(outcome.workers)
+    ]
 
 
 def summary(outcome: Outcome, workers: int) -> dict[str, Any]:
@@ -158,13 +178,22 @@ def summary(outcome: Outcome, workers: int) -> dict[str, Any]:
     requests = [0] * workers
     prompt_tokens = cached_tokens = output_tokens = 0
     ttft_ms, itl_ms, e2e_ms = array("d"), array("d"), array("d")
-    names = ("worker", "prompt_tokens", "cached_tokens", "output_tokens", "arrived_us", "first_us", "last_us")
+    names = (
+        "worker",
+        "prefiller",
+        "prompt_tokens",
+        "cached_tokens",
+        "output_tokens",
+        "arrived_us",
+        "first_us",
+        "last_us",
+    )
     rows = zip(*map(column, names), strict=True)
-    for place, (worker, prompt, cached, output, arrived_us, first_us, last_us) in enumerate(rows):
+    for place, (worker, prefiller, prompt, cached, output, arrived_us, first_us, last_us) in enumerate(rows):
         if place in failures:
             continue
         assert worker != NOBODY, "who has an answer has it from a worker"
-        computed[worker] += prompt - cached
+        computed[worker if prefiller == NOBODY else prefiller] += prompt - cached
         requests[worker] += 1
         prompt_tokens += prompt
         cached_tokens += cached
@@ -173,13 +202,15 @@ def summary(outcome: Outcome, workers: int) -> dict[str, Any]:
         e2e_ms.append((last_us - arrived_us) / 1e3)
         if output > 1:
             itl_ms.append((last_us - first_us) / 1e3 / (output - 1))
+    # Where some are there for that, the others are not to compute as much.
+    balanced = [computed[number] for number in outcome.prefill_workers] or computed
     shown = [{"request": place + 1, "reason": failures[place]} for place in sorted(failures)[:FAILURES_SHOWN]]
     return {
         "requests": len(ttft_ms),
         "failed": len(failures),
         "failures": shown,
         "prefix_reuse": cached_tokens / prompt_tokens if prompt_tokens else 0.0,
-        "load_max_over_mean": max(computed) * workers / sum(computed) if sum(computed) else 0.0,
+        "load_max_over_mean": max(balanced) * len(balanced) / sum(balanced) if sum(balanced) else 0.0,
         "prompt_tokens": prompt_tokens,
         "output_tokens": output_tokens,
         "ttft_ms": percentiles(ttft_ms),
@@ -189,6 +220,28 @@ def summary(outcome: Outcome, workers: int) -> dict[str, Any]:
             {"requests": count, "computed_tokens": tokens} for count, tokens in zip(requests, computed, strict=True)
         ],
         "digest": outcome.digest,
+        **(_transfers(outcome) if outcome.prefill_workers else {}),
+    }
+
+
+def _transfers(outcome: Outcome) -> dict[str, Any]:
+    """The figures that only a run with prefill workers has: of answered requests whose prompt one of them computed."""
+    column, failures = outcome.requests.column, outcome.requests.failures
+    prefill_ms, transfer_ms = array("d"), array("d")
+    moved = 0
+    names = ("prefiller", "arrived_us", "prefilled_us", "transferred_bytes", "transfer_us")
+    for place, (prefiller, arrived_us, prefilled_us, of_it, took_us) in enumerate(
+        zip(*map(column, names), strict=True)
+    ):
+        if prefiller != NOBODY and place not in failures:
+            prefill_ms.append((prefilled_us - arrived_us) / 1e3)
+            transfer_ms.append(took_us / 1e3)
+            moved += of_it
+    return {
+        "prefilled_remotely": len(prefill_ms),
+        "transferred_bytes": moved,
+        "prefill_ms": percentiles(prefill_ms),
+        "transfer_ms": percentiles(transfer_ms),
     }
 
 

@@ -1,12 +1,22 @@
 """One rank of a worker in a simulation: its engine model, and how it speaks on the log."""
 
-from forebay.core.engine_model import CacheChange, EngineModel, Finished, FirstToken, Load, Step, Stored
+import msgspec
+
+from forebay.core.engine_model import CacheChange, Computed, EngineModel, Finished, FirstToken, Load, Step, Stored
 from forebay.events.base import pack_u64
 from forebay.events.decisions import RequestRouted
 from forebay.events.fleet import WorkerSpec
 from forebay.events.kv import BlocksRemoved, BlocksStored
 from forebay.events.metrics import LoadReported
-from forebay.events.progress import FirstTokenEmitted, RequestFailed, RequestFinished
+from forebay.events.progress import (
+    FirstTokenEmitted,
+    PrefillFailed,
+    PrefillFinished,
+    RequestFailed,
+    RequestFinished,
+    TransferFailed,
+)
+from forebay.events.transfer import Prefilled
 from forebay.simulate.delays import NO_HOPS, Hops
 
 LOAD_INTERVAL_US = 100_000  # as workers report
@@ -21,6 +31,7 @@ class EngineRank:
         step: what the engine does now, from `began_us` to `ends_us`; None while it does nothing.
         dead: it died without a word.
         load: as it was when the last step ended.
+        kept: prompts that it keeps for others, by request: at which attempt to compute them.
         reported_us: when it last reported that; `report_held` until the interval since then is over.
     """
 
@@ -46,9 +57,26 @@ class EngineRank:
         self.began_us = self.ends_us = 0
         self.dead = False
         self.load = engine.load()
+        self.kept: dict[str, int] = {}
         self.reported_us = -LOAD_INTERVAL_US
         self.report_held = False
         self._kv_seq = kv_seq
+
+    def keeps(self, request_id: str, prefill_attempt: int) -> bool:
+        """Whether it still has what it computed at this attempt."""
+        return not self.dead and self.kept.get(request_id) == prefill_attempt
+
+    def release(self, request_id: str, prefill_attempt: int) -> bool:
+        """Nobody will fetch that. False if it is not kept any more."""
+        if not self.keeps(request_id, prefill_attempt):
+            return False
+        del self.kept[request_id]
+        return self.engine.release(request_id)
+
+    def drop(self, request_id: str) -> None:
+        """Nobody wants what it computes for a request, has computed, or fetches."""
+        self.kept.pop(request_id, None)
+        self.engine.cancel(request_id)
 
     def die(self, now_us: int) -> dict[str, int]:
         """It stops in the middle of what it does: the output tokens that requests had of it, by id."""
@@ -86,7 +114,7 @@ class EngineRank:
         )
 
     def began(self, first: FirstToken, owner_epoch: int) -> FirstTokenEmitted:
-        """A prompt is computed."""
+        """The first token of an answer is there."""
         return FirstTokenEmitted(
             request_id=first.request_id,
             attempt=first.attempt,
@@ -94,6 +122,30 @@ class EngineRank:
             worker_epoch=self.worker_epoch,
             owner_epoch=owner_epoch,
             cached_tokens=first.cached_tokens,
+            transferred_bytes=first.transferred_bytes,
+            transfer_us=first.transfer_us,
+        )
+
+    def computed(self, one: Computed, prefilled: Prefilled, owner_epoch: int) -> PrefillFinished:
+        """A prompt is computed, for another worker."""
+        return PrefillFinished(
+            request_id=one.request_id,
+            attempt=one.attempt,
+            worker_id=self.spec.worker_id,
+            worker_epoch=self.worker_epoch,
+            owner_epoch=owner_epoch,
+            prefilled=msgspec.structs.replace(prefilled, cached_tokens=one.cached_tokens),
+        )
+
+    def not_fetched(self, request_id: str, attempt: int, error: str, owner_epoch: int) -> TransferFailed:
+        """What another worker computed is not to be had."""
+        return TransferFailed(
+            request_id=request_id,
+            attempt=attempt,
+            worker_id=self.spec.worker_id,
+            worker_epoch=self.worker_epoch,
+            owner_epoch=owner_epoch,
+            error=error,
         )
 
     def finished(self, end: Finished, owner_epoch: int) -> RequestFinished:
@@ -120,8 +172,18 @@ class EngineRank:
             finish_reason="length",
         )
 
-    def refused(self, routed: RequestRouted, error: str) -> RequestFailed:
+    def refused(self, routed: RequestRouted, error: str, status: int) -> RequestFailed | PrefillFailed:
         """The engine does not take a request."""
+        if routed.stage == "prefill":
+            return PrefillFailed(
+                request_id=routed.request_id,
+                attempt=routed.attempt,
+                worker_id=self.spec.worker_id,
+                worker_epoch=self.worker_epoch,
+                owner_epoch=routed.owner_epoch,
+                error=error,
+                status=status,
+            )
         return RequestFailed(
             request_id=routed.request_id,
             attempt=routed.attempt,

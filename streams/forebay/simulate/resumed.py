@@ -72,7 +72,7 @@ def resume(
         timing: how long an engine's steps take.
 
     Raises:
-        NotSimulable: there is no worker, or its sizes do not go together.
+        NotSimulable: there is no worker, its sizes do not go together, or it is one of a prefill or decode pool.
     """
     fitting = list(_fitting(state))
     world = restore(fitting)
@@ -81,6 +81,9 @@ def resume(
     configured = [arrival.event for arrival in arrivals if isinstance(arrival.event, PoolConfigured)]
     reports = any(needs_reports(pool.router) for pool in (*world.pools.values(), *configured))
     joining = [arrival.event.spec for arrival in arrivals if isinstance(arrival.event, WorkerJoined)]
+    members = [chunk.spec for chunk in fitting if isinstance(chunk, WorkerState)]
+    for spec in (*members, *joining):
+        _require_both(spec)
     for spec in joining:
         _config(spec, timing)  # better refused now than in the middle
     cluster = _Resumed(world, delays, timing, reports=reports, speedup=speedup)
@@ -168,6 +171,15 @@ def _fitting(state: Sequence[Chunk]) -> Iterator[Chunk]:
             hashes = chunk.sequence_hashes[: left * U64_BYTES]
             held[key] = held.get(key, 0) + len(hashes) // U64_BYTES
             yield msgspec.structs.replace(chunk, sequence_hashes=hashes)
+
+
+def _require_both(spec: WorkerSpec) -> None:
+    """Refuse who only computes prompts, or only answers: what their transfers took is not known."""
+    if spec.role in ("prefill", "decode"):
+        raise NotSimulable(
+            f"the worker {spec.worker_id} has the role {spec.role}, and how long KV was on its way between "
+            "workers is not modelled from recordings; the requests of one can be simulated as a workload"
+        )
 
 
 def _config(spec: WorkerSpec, timing: EngineTiming) -> EngineConfig:

@@ -1,21 +1,31 @@
 """What is simulated: the size of the workers, the pace of the workload, and the policies to compare."""
 
+import math
 from difflib import get_close_matches
 from pathlib import PurePosixPath
-from typing import Annotated, get_args
+from typing import Annotated, Literal, get_args
 
 import msgspec
 
 from forebay.core.engine_model import EngineConfig
-from forebay.events.control import BusyThresholds, QueueConfig, RouterConfig, RouterMode
+from forebay.events.control import BusyThresholds, DisaggConfig, QueueConfig, RouterConfig, RouterMode
 from forebay.events.requests import TIMEOUT_US_MAX
+from forebay.simulate.field_words import refused
 
 WORKERS_MAX = 4_096  # each is a candidate of every decision
 TIME_US_MAX = 3_155_760_000_000_000  # a century: sums of some stay far below 64 bits
 TIME_S_MAX = TIME_US_MAX / 1e6
 TIMEOUT_S_MAX = TIMEOUT_US_MAX / 1e6
 MTBF_S_MIN = 1.0
-PARTS: dict[str, type[msgspec.Struct]] = {"": RouterConfig, "busy": BusyThresholds, "queue": QueueConfig}
+KV_BYTES_MAX = 1 << 30  # of one token: a thousand times what the largest models have
+BANDWIDTH_MAX = 1e6  # GB a second
+BYTES_PER_US = 1_000  # of 1 GB/s
+PARTS: dict[str, type[msgspec.Struct]] = {
+    "": RouterConfig,
+    "busy": BusyThresholds,
+    "queue": QueueConfig,
+    "disagg": DisaggConfig,
+}
 ROUTER_SETTINGS = tuple(
     f"{part}.{name}" if part else name
     for part, kind in PARTS.items()
@@ -23,7 +33,10 @@ ROUTER_SETTINGS = tuple(
     if part or name not in ("mode", *PARTS)
 )
 
+PoolRole = Literal["aggregated", "prefill", "decode"]
 Time = Annotated[int, msgspec.Meta(ge=0, le=TIME_US_MAX)]  # microseconds
+KvBytes = Annotated[int, msgspec.Meta(ge=1, le=KV_BYTES_MAX)]
+Bandwidth = Annotated[float, msgspec.Meta(ge=0, le=BANDWIDTH_MAX)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=TIME_S_MAX)]
 
 
@@ -43,12 +56,16 @@ class WorkerGroup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Workers that serve one model. Without a `router` it routes by the policy that is simulated."""
+    """Workers that serve one model. Without a `router` it routes by the policy that is simulated.
+
+    One of the role `prefill` computes prompts for the model's `decode` pool, whose router says which.
+    """
 
     name: str = "default"
     model: str = "simulated"
     groups: tuple[WorkerGroup, ...]
     router: RouterConfig | None = None
+    role: PoolRole = "aggregated"
 
 
 class Delay(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,6 +119,28 @@ DELAYS = {
         metrics=Delay(fixed_us=2_920, jitter_us=1_470),
     ),
 }
+
+
+class Transfer(msgspec.Struct, frozen=True, kw_only=True):
+    """How long the KV of a prompt takes from a prefill worker to a decode worker. Names are those of Dynamo's mocker.
+
+    A worker has one link each way, which moves the blocks of one request at a time, first come, first served.
+
+    Attributes:
+        kv_bytes_per_token: over all layers: 2 * layers * KV heads * head dimension * bytes of a number.
+        kv_transfer_bandwidth: of a link, in GB (10^9 bytes) a second; 0 for no delay.
+        kv_transfer_latency_us: from asking for blocks to the first of them.
+    """
+
+    kv_bytes_per_token: KvBytes = 131_072  # of Llama 3.1 8B
+    kv_transfer_bandwidth: Bandwidth = 64.0
+    kv_transfer_latency_us: Time = 0
+
+    def lasts_us(self, tokens: int) -> int:
+        """How long a link is busy with so many tokens' KV, rounded up."""
+        if not self.kv_transfer_bandwidth:
+            return 0
+        return math.ceil(tokens * self.kv_bytes_per_token / (self.kv_transfer_bandwidth * BYTES_PER_US))
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
@@ -164,8 +203,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     pools: tuple[PoolSettings, ...]
     delays: Delays = Delays()
     life: Life = Life()
+    transfer: Transfer = Transfer()
     timeout_s: Annotated[float, msgspec.Meta(gt=0, le=TIMEOUT_S_MAX)] = TIMEOUT_S_MAX
     seed: int = 0
+
+    @property
+    def models(self) -> int:
+        """How many are served; two pools of one model are a prefill and a decode pool."""
+        return len({pool.model for pool in self.pools})
 
     @property
     def workers(self) -> int:
@@ -181,15 +226,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 def require_sense(settings: Settings) -> None:
     """Refuse what cannot be. Raises SettingsUnusable."""
     names: dict[str, int] = {}
-    models: dict[str, str] = {}
     if not settings.pools:
         raise SettingsUnusable("pools", "there is none")
     for at, pool in enumerate(settings.pools):
         if pool.name in names:
             raise SettingsUnusable(f"pools[{at}].name", f"there are two pools {pool.name!r}")
-        if pool.model in models:
-            reason = f"the pools {models[pool.model]!r} and {pool.name!r} both serve {pool.model!r}"
-            raise SettingsUnusable(f"pools[{at}].model", f"{reason}, but a router sends all requests for it to one")
         if not pool.groups:
             raise SettingsUnusable(f"pools[{at}].workers", f"the pool {pool.name!r} has none")
         for group_at, group in enumerate(pool.groups):
@@ -197,7 +238,8 @@ def require_sense(settings: Settings) -> None:
             if block_size != first:
                 reason = f"{block_size} is not the {first} of the pool's first workers, but a pool has one block size"
                 raise SettingsUnusable(f"pools[{at}].workers[{group_at}].block_size", reason)
-        names[pool.name], models[pool.model] = at, pool.name
+        names[pool.name] = at
+    _require_roles(settings.pools)
     if settings.workers_ever > WORKERS_MAX:
         raise SettingsUnusable("pools", f"{settings.workers_ever} workers are more than {WORKERS_MAX}")
     for at, start in enumerate(settings.life.starts):
@@ -208,6 +250,31 @@ def require_sense(settings: Settings) -> None:
             reason = f"the pool {start.pool!r} has {groups} groups of workers, counted from 0"
             raise SettingsUnusable(f"starts[{at}].group", reason)
     _require_faults(settings)
+
+
+def _require_roles(pools: tuple[PoolSettings, ...]) -> None:
+    """One pool answers the requests of a model; if that is a decode pool, another may compute their prompts."""
+    answering: dict[str, PoolSettings] = {}
+    prefilling: dict[str, tuple[int, PoolSettings]] = {}
+    for at, pool in enumerate(pools):
+        other = answering.get(pool.model) if pool.role != "prefill" else prefilling.get(pool.model, (0, None))[1]
+        if other is not None:
+            does = "compute prompts for" if pool.role == "prefill" else "serve"
+            reason = f"the pools {other.name!r} and {pool.name!r} both {does} {pool.model!r}"
+            raise SettingsUnusable(f"pools[{at}].model", f"{reason}, but a router sends all requests for it to one")
+        if pool.role == "prefill":
+            prefilling[pool.model] = at, pool
+        else:
+            answering[pool.model] = pool
+    for at, pool in prefilling.values():
+        decode = answering.get(pool.model)
+        if decode is None or decode.role != "decode":
+            reason = f"{pool.name!r} computes prompts for {pool.model!r}, but no pool of the role 'decode' answers them"
+            raise SettingsUnusable(f"pools[{at}].role", reason)
+        theirs, ours = (one.groups[0].engine.block_size for one in (decode, pool))
+        if ours != theirs:
+            reason = f"{ours} is not the {theirs} of the decode pool {decode.name!r}, which could not read the KV"
+            raise SettingsUnusable(f"pools[{at}].workers[0].block_size", reason)
 
 
 def worker_id(number: int) -> str:
@@ -281,10 +348,11 @@ def policy(text: str) -> RouterConfig:
             raise PolicyUnusable(f"policy {text!r}: {setting} is given twice")
         parts[part][field] = value
     fields = parts.pop("")
+    given = {"mode": name, **parts, **fields}
     try:
-        return msgspec.convert({"mode": name, **parts, **fields}, RouterConfig, strict=False)
+        return msgspec.convert(given, RouterConfig, strict=False)
     except msgspec.ValidationError as error:
-        raise PolicyUnusable(f"policy {text!r}: {error}") from error
+        raise PolicyUnusable(f"policy {text!r}: {refused(given, RouterConfig, error, strict=False)}") from error
 
 
 def _near(setting: str) -> str:

@@ -4,6 +4,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from sys import intern
+from typing import cast
 
 from xxhash import xxh3_64_intdigest
 
@@ -19,7 +20,7 @@ from forebay.simulate.cluster import Cluster, OnArrived, needs_reports
 from forebay.simulate.delays import ROUTER, Hops
 from forebay.simulate.life import US_PER_S, Lives
 from forebay.simulate.outcome import Outcome
-from forebay.simulate.settings import PoolSettings, Settings, WorkerGroup, require_sense, worker_id
+from forebay.simulate.settings import PoolRole, PoolSettings, Settings, WorkerGroup, require_sense, worker_id
 from forebay.simulate.workload import Turn, Workload, sequence_hashes
 
 OWNER_EPOCH = 0
@@ -36,16 +37,19 @@ class Simulation:
         self._timeout_us = max(1, round(settings.timeout_s * US_PER_S))
         # In another process the default names would not be the defaults' objects, and be told on the wire.
         names = [(pool, intern(pool.name), intern(pool.model)) for pool in settings.pools]
+        roles = [_role(pool) for pool in settings.pools]
         self._block_sizes = {model: pool.groups[0].engine.block_size for pool, _, model in names}
         self._model = names[0][2]
         world = World()
         routers = [pool.router or router for pool in settings.pools]
         hops = Hops(settings.delays, settings.seed, ROUTER)
-        self._cluster = Cluster(world, reports=any(map(needs_reports, routers)), hops=hops)
+        reports = any(map(needs_reports, routers))
+        self._cluster = Cluster(world, reports=reports, hops=hops, transfer=settings.transfer)
         self._lives = Lives(settings, self._cluster, OWNER_EPOCH)
         claim(world, OWNER_EPOCH)
-        for (pool, name, model), chosen in zip(names, routers, strict=True):
-            configured = PoolConfigured(pool=name, model=model, block_size=self._block_sizes[model], router=chosen)
+        for (pool, name, model), role, chosen in zip(names, roles, routers, strict=True):
+            block_size = self._block_sizes[model]
+            configured = PoolConfigured(pool=name, model=model, block_size=block_size, router=chosen, role=role)
             self._cluster.apply(CONTROL, configured)
             for group in pool.groups:
                 for _ in range(group.count):
@@ -71,6 +75,7 @@ class Simulation:
             requests=cluster.requests,
             digest=cluster.digest(),
             workers=[worker.spec.worker_id for worker in self._lives.workers],
+            prefill_workers=tuple(one.number for one in self._lives.workers if one.spec.role == "prefill"),
             gpu_s=self._lives.gpu_s(cluster.lasted_us),
             lasted_us=cluster.lasted_us,
             timeline=cluster.timeline(),
@@ -87,6 +92,7 @@ class Simulation:
             max_num_seqs=group.engine.max_num_seqs,
             max_num_batched_tokens=group.engine.max_num_batched_tokens,
             pool=intern(pool.name),
+            role=_role(pool),
         )
 
     def _submitted(self, turn: Turn, block_tokens: int) -> RequestSubmitted:
@@ -104,6 +110,11 @@ class Simulation:
             sampling=Sampling(max_tokens=turn.output_tokens, ignore_eos=True),
             routing=RoutingHints(session_id=turn.session_id) if turn.session_id else NO_HINTS,
         )
+
+
+def _role(pool: PoolSettings) -> PoolRole:
+    """As what is compared with defaults knows it."""
+    return cast(PoolRole, intern(pool.role))
 
 
 @contextmanager

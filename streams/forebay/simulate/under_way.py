@@ -6,12 +6,13 @@ from itertools import repeat
 from xxhash import xxh3_64_intdigest
 
 from forebay.core.blocks import HASH_SEED, extend_chain
-from forebay.core.engine_model import EngineRequest
+from forebay.core.engine_model import EngineRequest, EngineStage
 from forebay.core.engine_sequence import silent_block
 from forebay.events.base import U32_BYTES, U64_BYTES, pack_u64
 from forebay.events.requests import RequestSubmitted
 from forebay.simulate.outcome import Served
 from forebay.simulate.rank import EngineRank
+from forebay.simulate.transfers import Kept
 
 
 @dataclass(slots=True, eq=False)
@@ -23,6 +24,8 @@ class UnderWay:
         hashes: packed, of the prompt's full blocks.
         rank: whom it was sent to last.
         said: output tokens that earlier attempts said.
+        kept: the KV that its answerer is to fetch.
+        prefill_attempt: the last one.
     """
 
     place: int
@@ -31,6 +34,8 @@ class UnderWay:
     hashes: bytes
     rank: EngineRank | None = None
     said: int = 0
+    kept: Kept | None = None
+    prefill_attempt: int = 0
 
     @classmethod
     def of(cls, submitted: RequestSubmitted, place: int, number: int, now_us: int) -> "UnderWay":
@@ -38,7 +43,7 @@ class UnderWay:
         served = Served(now_us, submitted.prompt_tokens, submitted.sampling.max_tokens, number=number)
         return cls(place, number, served, submitted.sequence_hashes)
 
-    def attempt(self, request_id: str, attempt: int, block_size: int) -> EngineRequest:
+    def attempt(self, request_id: str, attempt: int, block_size: int, stage: EngineStage) -> EngineRequest:
         """What a worker gets: a later attempt goes on behind what was said, which it has to compute, too.
 
         The blocks of that are named as silent engines name them.
@@ -58,4 +63,5 @@ class UnderWay:
             sequence_hashes=hashes,
             token_seed=token_seed,
             max_tokens=served.output_tokens - self.said,
+            stage=stage,
         )

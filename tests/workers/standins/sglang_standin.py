@@ -17,17 +17,16 @@ from typing import Any, Literal
 
 import msgspec
 import pytest
-import zmq
-import zmq.asyncio
 
-from forebay.workers.kv_events.zmq_feed import END_OF_ANSWER
-from tests.workers.standins.little import Asked, Change, LittleCache, next_token, signed
+from tests.workers.standins.little import Asked, Change, LittleCache, next_token
+from tests.workers.standins.sglang_publisher import Publisher, wire
 
 SERVER_ARGS: dict[str, Any] = {  # with the values that stand when nothing is said
     "model_path": None, "served_model_name": None, "page_size": 1, "max_total_tokens": 256,
     "max_running_requests": None, "chunked_prefill_size": 8192, "max_prefill_tokens": 16384, "dp_size": 1,
     "tp_size": 1, "nnodes": 1, "node_rank": 0, "dist_init_addr": None, "enable_lora": None, "lora_paths": None,
     "kv_events_config": None, "disaggregation_mode": "null", "disaggregation_transfer_backend": "mooncake",
+    "disaggregation_bootstrap_port": 8998,
     "incremental_streaming_output": False, "enable_metrics": False, "log_level": "error", "context_length": 128,
     "is_embedding": False, "disable_radix_cache": False, "enable_priority_scheduling": False,
     "schedule_low_priority_values_first": False, "enable_memory_saver": False, "enable_weights_cpu_backup": False,
@@ -110,6 +109,7 @@ class State:
     event: asyncio.Event = field(default_factory=asyncio.Event)
     vector: bool = False
     logprobs: int | None = None
+    room: int | None = None
 
 
 class Watchdog:
@@ -177,6 +177,8 @@ class TokenizerManager:
     async def _scheduler_step(self) -> None:
         for name, state in list(self.rid_to_state.items()):
             asked = state.asked
+            if not self._meets(state.room):
+                continue
             cache = self.caches[asked.rank]
             first = name not in self.seen
             if first:
@@ -195,6 +197,14 @@ class TokenizerManager:
             if done:
                 await self._publish(asked.rank, cache.store(asked, [*asked.prompt, *asked.said[:-1]]))
             self._tell(name, state, {"output_ids": asked.said[-1:]}, {"type": "length"} if done else None)
+
+    def _meets(self, room: int | None) -> bool:
+        """Whether the other side of a request is there; nothing of a prompt is computed before that."""
+        mode = self.arguments["disaggregation_mode"]
+        if mode == "null" or room is None or room < len(self.caches):
+            return True  # of a warm-up, which nobody else is there for
+        Engine.rooms.setdefault(room, set()).add(mode)
+        return Engine.rooms[room] == {"prefill", "decode"}
 
     def _tell(self, name: str, state: State, out: dict[str, Any], reason: dict[str, Any] | None) -> None:
         asked = state.asked
@@ -215,7 +225,7 @@ class TokenizerManager:
 
     async def _publish(self, rank: int, changes: list[Change]) -> None:
         if self.publishers and changes:
-            await self.publishers[rank].publish([_wire(one, self.caches[rank].block_size) for one in changes])
+            await self.publishers[rank].publish([wire(one, self.caches[rank].block_size) for one in changes])
 
     async def generate_request(self, obj: Any, request: Any = None) -> AsyncIterator[dict[str, Any]]:
         assert request is None
@@ -238,6 +248,7 @@ class TokenizerManager:
         if not vector:
             asked.salt = obj.cache_salt or ""
             asked.rank = obj.routed_dp_rank or 0
+            state.room = obj.bootstrap_room
             state.logprobs = obj.top_logprobs_num if obj.return_logprob else None
         while self.is_pause:  # noqa: ASYNC110 - it is a stand-in
             await asyncio.sleep(0.001)
@@ -333,58 +344,6 @@ class TokenizerManager:
         return loads
 
 
-class Publisher:
-    """PUB and ROUTER of a rank."""
-
-    def __init__(self, config: dict[str, Any], rank: int) -> None:
-        self.context = zmq.asyncio.Context()
-        self.pub = self.context.socket(zmq.PUB)
-        self.router = self.context.socket(zmq.ROUTER)
-        self.pub.bind(_offset(config["endpoint"], rank))
-        self.router.bind(_offset(config["replay_endpoint"], rank))
-        self.buffer: list[bytes] = []
-        self.serving = asyncio.create_task(self._serve())
-
-    async def publish(self, events: list[dict[str, Any]]) -> None:
-        data = msgspec.msgpack.encode([time.time(), events, 0])
-        self.buffer.append(data)
-        await self.pub.send_multipart([b"", (len(self.buffer) - 1).to_bytes(8, "big"), data])
-
-    async def _serve(self) -> None:
-        while True:
-            identity, _, start = await self.router.recv_multipart()
-            for seq in range(int.from_bytes(start, "big"), len(self.buffer)):
-                await self.router.send_multipart([identity, b"", b"", seq.to_bytes(8, "big"), self.buffer[seq]])
-            await self.router.send_multipart([identity, b"", b"", END_OF_ANSWER, b""])
-
-    def close(self) -> None:
-        self.serving.cancel()
-        self.context.destroy(linger=0)
-
-
-def _offset(endpoint: str, rank: int) -> str:
-    if not rank:
-        return endpoint
-    host, _, port = endpoint.rpartition(":")
-    return f"{host}:{int(port) + rank}"
-
-
-def _wire(change: Change, block_size: int) -> dict[str, Any]:
-    if change.went:
-        return {"type": "BlockRemoved", "block_hashes": [signed(one) for one in change.went], "medium": "GPU"}
-    return {
-        "type": "BlockStored",
-        "block_hashes": [signed(one) for one in change.came],
-        "parent_block_hash": None if change.parent is None else signed(change.parent),
-        "token_ids": list(change.token_ids),
-        "block_size": block_size,
-        "lora_id": None,
-        "medium": "GPU",
-        "cache_salt": change.salt or None,
-        "lora_name": change.lora or None,
-    }
-
-
 @dataclass
 class InitResult:
     scheduler_infos: list[dict[str, Any]]
@@ -397,6 +356,7 @@ class Engine:
     made: "Engine | None" = None
     fails: Exception | None = None
     child = False  # whether it has a process
+    rooms: dict[int, set[str]] = {}  # noqa: RUF012 - who came, of all engines
 
     def __init__(self, **kwargs: Any) -> None:
         self.server_args = ServerArgs(**kwargs)
@@ -462,6 +422,10 @@ def kill_process_tree(
             process.kill()
 
 
+def get_local_ip_auto(fallback: str | None = None) -> str:
+    return "127.0.0.1"
+
+
 def install(monkeypatch: pytest.MonkeyPatch) -> type[Engine]:
     """Make it importable as SGLang."""
     io_struct = (
@@ -477,6 +441,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> type[Engine]:
         "sglang.srt.managers": (),
         "sglang.srt.managers.io_struct": io_struct,
         "sglang.srt.utils": (kill_process_tree,),
+        "sglang.srt.utils.network": (get_local_ip_auto,),
     }
     for name, values in contents.items():
         module = ModuleType(name)

@@ -15,7 +15,8 @@ from tests.workers.standins.little import Asked, Change, LittleCache, next_token
 LLM_ARGS: dict[str, Any] = {
     "model": None, "tensor_parallel_size": 1, "enable_attention_dp": False, "max_batch_size": 2048,
     "max_num_tokens": 8192, "max_seq_len": 128, "kv_cache_config": None, "enable_iter_perf_stats": False,
-    "return_perf_metrics": False, "lora_config": None, "load_format": "auto", "backend": "pytorch",
+    "return_perf_metrics": False, "cache_transceiver_config": None, "disable_overlap_scheduler": False,
+    "lora_config": None, "load_format": "auto", "backend": "pytorch",
 }  # fmt: skip
 KV_CACHE_ARGS: dict[str, Any] = {
     "enable_block_reuse": True, "max_tokens": 256, "tokens_per_block": 32, "event_buffer_max_size": 0,
@@ -85,6 +86,16 @@ class RequestError(RuntimeError):
     """As in `tensorrt_llm.executor.utils`."""
 
 
+@dataclass(slots=True, kw_only=True)
+class DisaggregatedParams:
+    request_type: str | None = None
+    first_gen_tokens: list[int] | None = None
+    first_gen_log_probs: list[Any] | None = None
+    ctx_request_id: int | None = None
+    opaque_state: bytes | None = None
+    draft_tokens: list[int] | None = None
+
+
 @dataclass
 class Logprob:
     logprob: float
@@ -97,6 +108,7 @@ class CompletionOutput:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     finish_reason: str | None = None
+    disaggregated_params: DisaggregatedParams | None = None
 
 
 class RequestOutput:
@@ -112,6 +124,7 @@ class RequestOutput:
         self.error: Exception | None = None
         self.news = asyncio.Event()
         self.metrics_dict: dict[str, Any] = {}
+        self.apart: DisaggregatedParams | None = None
 
     def abort(self) -> None:
         self.llm.aborted.append(self.asked.name)
@@ -238,9 +251,20 @@ class LLM:
             assert scheduling_params.attention_dp_rank is not None and not scheduling_params.attention_dp_relax
             asked.rank = scheduling_params.attention_dp_rank
         result = self.running[asked.name] = RequestOutput(self, asked, sampling_params)
+        result.apart = disaggregated_params
+        if disaggregated_params is not None:
+            self._check_apart(disaggregated_params)
         if self.stepping is None:
             self.stepping = asyncio.create_task(self._step_for_ever())
         return result
+
+    def _check_apart(self, params: DisaggregatedParams) -> None:
+        if not self.args.cache_transceiver_config:
+            raise ValueError("Disaggregated requests need cache_transceiver_config")
+        if params.request_type == "context_only":
+            assert params.first_gen_tokens is None
+            return
+        assert params.request_type == "generation_only" and params.first_gen_tokens and params.opaque_state
 
     async def _step_for_ever(self) -> None:
         while True:
@@ -266,7 +290,17 @@ class LLM:
             del self.running[asked.name]
             result.news.set()
             return
+        apart = result.apart
+        fetches = apart is not None and apart.request_type == "generation_only" and not asked.said
+        if fetches and apart is not None and apart.opaque_state != b"state \xff of " + bytes(asked.prompt[:1]):
+            result.error = RuntimeError("KV cache transfer failed")
+            del self.running[asked.name]
+            result.news.set()
+            return
         token = next_token([*asked.prompt, *asked.said])
+        if fetches and apart is not None:
+            assert apart.first_gen_tokens is not None
+            (token,) = apart.first_gen_tokens
         asked.said.append(token)
         output.token_ids.append(token)
         if result.params.logprobs is not None:
@@ -278,6 +312,14 @@ class LLM:
         if output.finish_reason is not None:
             self._tell(asked.rank, cache.store(asked, [*asked.prompt, *asked.said[:-1]]))
             result.finished = True
+            if apart is not None and apart.request_type == "context_only":
+                output.disaggregated_params = DisaggregatedParams(
+                    request_type="context_only",
+                    first_gen_tokens=list(asked.said),
+                    first_gen_log_probs=list(output.logprobs) or None,
+                    ctx_request_id=1 << 62,
+                    opaque_state=b"state \xff of " + bytes(asked.prompt[:1]),
+                )
             result.metrics_dict = {"request_id": asked.name}
             del self.running[asked.name]
         result.news.set()
@@ -332,6 +374,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> type[LLM]:
         "tensorrt_llm": (LLM, SamplingParams),
         "tensorrt_llm.executor": (),
         "tensorrt_llm.executor.request": (LoRARequest,),
+        "tensorrt_llm.executor.result": (Logprob,),
+        "tensorrt_llm.llmapi": (DisaggregatedParams,),
         "tensorrt_llm.sampling_params": (GuidedDecodingParams,),
         "tensorrt_llm.scheduling_params": (SchedulingParams,),
         "tensorrt_llm.metrics": (MetricsCollector,),

@@ -1,0 +1,221 @@
+"""KV blocks by our layer beside NIXL alone, memmove and a socket: the same lists of blocks, in turn, in one run.
+
+The holder is a process of its own. Every round takes all sides once, each after the other in changing order, so that a
+busy machine is busy for all of them. Ratios are of the best rounds, medians of the two sides of a round, and medians of
+CPU time, all threads of the reader counted, which is the same however busy the machine is. NIXL alone is what must be
+done for one prompt by hand: a transfer made from prepared lists, posted, polled, released.
+"""
+
+import argparse
+import asyncio
+import ctypes
+import multiprocessing
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import uvloop
+
+from forebay.events.transfer import LEASE_US_MAX, Prefilled
+from forebay.workers.kv_transfer.api import Kind, KvTransport, Offer
+from forebay.workers.kv_transfer.memory import Arena
+from forebay.workers.kv_transfer.nixl_peers import Peers
+from forebay.workers.kv_transfer.nixl_reads import FETCHED, Here, Read, tell
+from forebay.workers.kv_transfer.place import Place, place_of, slots_of
+from forebay.workers.kv_transfer.transport import open_transport
+from forebay.workers.nixl_agent import open_agent
+
+CASES = ((16 << 10, 1000), (64 << 10, 256), (1 << 20, 16), (16 << 10, 16), (64 << 10, 2048), (1 << 20, 128))
+TOGETHER = 4
+SEED = 11
+LEASE_S = 3_000.0
+PAUSE_S = 0.003  # else a side waits until the holder has taken the notification of the one before
+HOLDER = "holder@1"
+
+
+def scattered(blocks: int, seed: int) -> list[int]:
+    """Half of twice as many blocks, in no order."""
+    return [int(n) for n in np.random.default_rng(seed).permutation(2 * blocks)[:blocks]]
+
+
+def hold(kind: Kind, block_bytes: int, blocks: int, pipe: "Connection[Any, int]") -> None:
+    """The other process: offers the list as often as it is asked to; ends at 0."""
+
+    async def act() -> None:
+        transport = await open_transport(
+            kind,
+            name=HOLDER,
+            block_bytes=block_bytes,
+            blocks=2 * blocks,
+            lease_s=LEASE_S,
+            on_given_back=lambda *_: None,
+        )
+        for block in range(2 * blocks):
+            transport.memory.view(block)[:] = block % 251
+        wanted, made = scattered(blocks, SEED), 0
+        while count := await asyncio.to_thread(pipe.recv):
+            offers = [transport.offer(str(made + n), wanted, checksum=False) for n in range(count)]
+            made += count
+            pipe.send(offers)
+        await transport.close()
+
+    asyncio.run(act())
+
+
+@contextmanager
+def holder(kind: Kind, block_bytes: int, blocks: int) -> Any:
+    """A process that offers: a function for so many offers."""
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=hold, args=(kind, block_bytes, blocks, theirs))
+    process.start()
+
+    def offers(count: int) -> list[Prefilled]:
+        ours.send(count)
+        return [prefilled(offer, kind) for offer in ours.recv()]
+
+    try:
+        yield offers
+    finally:
+        ours.send(0)
+        process.join()
+
+
+def prefilled(offer: Offer, kind: Kind) -> Prefilled:
+    """As the log has it."""
+    return Prefilled(
+        worker_id="holder",
+        worker_epoch=1,
+        model="m",
+        connector=kind,
+        descriptor=offer.descriptor,
+        tokens=1,
+        lease_us=LEASE_US_MAX,
+        checksum=offer.checksum,
+    )
+
+
+class Raw:
+    """NIXL by hand, and our reads without their thread, with an agent and memory of their own."""
+
+    def __init__(self, block_bytes: int, blocks: int, place: Place) -> None:
+        self.agent = open_agent("raw@1")
+        self.arena = Arena(2 * blocks, block_bytes)
+        self.agent.register_memory([(self.arena.address, self.arena.bytes, 0, "")], mem_type="DRAM")
+        self.here = Here(self.agent, self.arena)
+        self.peers = Peers(self.agent, "raw@1")
+        self.peer = self.peers.of(place)
+        self.theirs = slots_of(place)
+        self.ours = self.arena.slots_of(self.arena.numbers(scattered(blocks, SEED + 1)))
+
+    def nixl(self) -> None:
+        """The list, by NIXL alone."""
+        handle = self.agent.make_prepped_xfer("READ", self.here.slots, self.ours, self.peer.blocks, self.theirs)
+        state = self.agent.transfer(handle)
+        while state == "PROC":
+            state = self.agent.check_xfer_state(handle)
+        self.agent.release_xfer_handle(handle)
+
+    def steps(self, place: Place) -> None:
+        """The list, by what our thread does with it."""
+        for _ in Read(place, self.theirs, self.ours, tell=True).steps(self.here, self.peers):
+            pass
+        tell(self.agent, place, FETCHED)
+
+    def memmove(self) -> None:
+        """As many bytes, from block to block within this process."""
+        size = self.arena.block_bytes
+        rows = [self.arena.address + int(slot) * size for slot in self.ours]
+        for start, end in zip(rows, reversed(rows), strict=True):
+            ctypes.memmove(end, start, size)
+
+
+async def measured(act: Callable[[], Any]) -> tuple[float, float]:
+    """Seconds that it took, and of CPU time."""
+    start_s, cpu_s = time.perf_counter(), time.process_time()
+    done = act()
+    if done is not None:
+        await done
+    return time.perf_counter() - start_s, time.process_time() - cpu_s
+
+
+async def case(block_bytes: int, blocks: int, rounds: int) -> dict[str, list[float]]:
+    """Seconds of every round, by side, and of CPU time."""
+    into = scattered(blocks, SEED + 1)
+    taken: dict[str, list[float]] = {}
+    options: dict[str, Any] = {"block_bytes": block_bytes, "on_given_back": lambda *_: None}
+    nixl = await open_transport("nixl", name="reader@1", blocks=2 * blocks * TOGETHER, **options)
+    tcp = await open_transport("tcp", name="reader@1", blocks=2 * blocks, **options)
+    apart = [[number + n * 2 * blocks for number in into] for n in range(TOGETHER)]
+    with holder("nixl", block_bytes, blocks) as by_nixl, holder("tcp", block_bytes, blocks) as by_tcp:
+        raw = Raw(block_bytes, blocks, place_of(by_nixl(1)[0], "nixl", block_bytes))
+        for number in range(rounds + 2):
+            one, other, *many = by_nixl(2 + TOGETHER)
+            (plain,) = by_tcp(1)
+            other_place = place_of(other, "nixl", block_bytes)
+            sides: list[tuple[str, Callable[[], Any]]] = [
+                ("memmove", raw.memmove),
+                ("nixl", raw.nixl),
+                ("steps", lambda: raw.steps(other_place)),  # noqa: B023 - called in this round
+                ("fetch", lambda: nixl.fetch(one, 0, into)),  # noqa: B023
+                ("fetch x4", lambda: together(nixl, many, apart)),  # noqa: B023
+                ("tcp", lambda: tcp.fetch(plain, 0, into)),  # noqa: B023
+            ]
+            for side, act in sides[number % len(sides) :] + sides[: number % len(sides)]:
+                await asyncio.sleep(PAUSE_S)
+                share = 1 / TOGETHER if side == "fetch x4" else 1
+                seconds, cpu = await measured(act)
+                if number > 1:  # the first make connections and touch memory
+                    taken.setdefault(side, []).append(seconds * share)
+                    taken.setdefault(f"{side}, CPU", []).append(cpu * share)
+        check(nixl, into, scattered(blocks, SEED))
+    for transport in (nixl, tcp):
+        await transport.close()
+    return taken
+
+
+async def together(transport: KvTransport, many: Sequence[Prefilled], into: Sequence[Sequence[int]]) -> None:
+    """Several fetches at once."""
+    await asyncio.gather(*(transport.fetch(one, 0, to) for one, to in zip(many, into, strict=True)))
+
+
+def check(transport: KvTransport, into: Sequence[int], wanted: Sequence[int]) -> None:
+    """What was measured must have been done."""
+    for block, theirs in zip(into, wanted, strict=True):
+        if (transport.memory.view(block) != theirs % 251).any():
+            raise SystemExit("the bytes are not those offered")
+
+
+def row(block_bytes: int, blocks: int, taken: dict[str, list[float]]) -> str:
+    """A line of the table: milliseconds and GB/s at the best, then ratios of throughput, ours to NIXL's."""
+    size = block_bytes * blocks
+
+    def cell(side: str) -> str:
+        best = min(taken[side])
+        return f"{best * 1e3:.2f} ms, {size / best / 1e9:.1f}"
+
+    def ratio(side: str) -> str:
+        pairs = [alone / ours for alone, ours in zip(taken["nixl"], taken[side], strict=True)]
+        cpu = statistics.median(taken["nixl, CPU"]) / statistics.median(taken[f"{side}, CPU"])
+        return f"{min(taken['nixl']) / min(taken[side]):.2f}, {statistics.median(pairs):.2f}, {cpu:.2f}"
+
+    cells = [cell(side) for side in ("memmove", "tcp", "nixl", "fetch", "fetch x4")]
+    ratios = [ratio(side) for side in ("steps", "fetch", "fetch x4")]
+    return f"| {blocks} x {block_bytes >> 10} KiB | {' | '.join(cells + ratios)} |"
+
+
+def main() -> None:
+    """Print a Markdown table."""
+    parser = argparse.ArgumentParser(prog="kv-transfer", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=200)
+    args = parser.parse_args()
+    os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
+    print(f"load {os.getloadavg()}, UCX_TLS={os.environ.get('UCX_TLS', '')}, {args.rounds} rounds")
+    print("| list | memmove | sockets | NIXL | fetch | 4 fetches | steps/NIXL | fetch/NIXL | 4 fetches/NIXL |")
+    print("|---|---:|---:|---:|---:|---:|---:|---:|---:|")
+    for block_bytes, blocks in CASES:
+        print(row(block_bytes, blocks, uvloop.run(case(block_bytes, blocks, args.rounds))), flush=True)

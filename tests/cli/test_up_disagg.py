@@ -1,0 +1,232 @@
+"""`forebay up` with prefill and decode workers: real KV bytes by NIXL, the answers that one kind of worker gives."""
+
+import asyncio
+import json
+import random
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from forebay.ingress.ingress import NO_PREFILL_WORKER
+from tests.cli.test_up import Up, forebay, running, verified
+
+pytestmark = pytest.mark.timeout(180)
+
+APART = ("--prefill-workers", "2", "--decode-workers", "2")
+ALIKE = ("--block-size", "16", "--kv-blocks", "512", "--kv-checksum")
+BODIES: list[dict[str, Any]] = [
+    {"prompt": f"request {number}, " + "the log is the truth " * (5 * number), "max_tokens": 8 + number}
+    for number in range(8)
+]
+
+
+def ask(up: Up, body: dict[str, Any]) -> dict[str, Any]:
+    asked = {"model": "forebay-default", "temperature": 1.0, "seed": 7, **body}
+    response = httpx.post(f"{up.url}/v1/completions", json=asked, timeout=60)
+    assert response.status_code == httpx.codes.OK, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+def all_asked(up: Up) -> list[dict[str, Any]]:
+    with ThreadPoolExecutor(len(BODIES)) as threads:
+        return list(threads.map(lambda body: ask(up, body), BODIES))
+
+
+def texts(answers: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    return [(one["choices"][0]["text"], one["choices"][0]["finish_reason"]) for one in answers]
+
+
+def metric(up: Up, start: str) -> float:
+    lines = [line for line in httpx.get(f"{up.url}/metrics", timeout=10).text.splitlines() if line.startswith(start)]
+    assert lines, f"there is no metric {start}"
+    return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+
+def set_to(up: Up, **changes: Any) -> dict[str, Any]:
+    response = httpx.post(f"{up.url}/disaggregation", json={"model": "forebay-default", **changes}, timeout=10)
+    assert response.status_code == httpx.codes.OK, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+@pytest.fixture(scope="module")
+def whole() -> list[tuple[str, str]]:
+    """What workers that do all of a request answer."""
+    with running("--workers", "2", "--block-size", "16", "--kv-blocks", "512") as up:
+        return texts(all_asked(up))
+
+
+def test_disagg_answers_are_those_of_workers_that_do_all_of_a_request(
+    tmp_path: Path, whole: list[tuple[str, str]]
+) -> None:
+    log = tmp_path / "log.db"
+    with running(*APART, *ALIKE, "--log", str(log)) as up:
+        answers = all_asked(up)
+        assert texts(answers) == whole
+        assert {one["forebay"]["worker"].rstrip("01") for one in answers} == {"decode-"}
+        assert metric(up, 'forebay_router_stages_total{model="forebay-default",stage="decode"}') == len(BODIES)
+        assert metric(up, "forebay_router_prefills_total{") == len(BODIES)
+        assert httpx.get(f"{up.url}/ready", timeout=10).json() == {"status": "ready", "kv_transport": "nixl"}
+        assert metric(up, "forebay_kv_transfer_fetches_total{") == len(BODIES)
+        assert metric(up, "forebay_kv_transfer_bytes_total{") > 0
+        assert metric(up, "forebay_kv_transfer_corrupt_blocks_total{") == 0
+        assert set_to(up, policy="never")["policy"] == "never"
+        assert texts(all_asked(up)) == whole
+        assert metric(up, 'forebay_router_prefills_total{model="forebay-default",place="local",reason="never"}') == 8
+        up.end(signal.SIGKILL)
+    with running(*APART, *ALIKE, "--log", str(log)) as up:
+        assert texts(all_asked(up)) == whole
+        assert up.end(signal.SIGTERM) == 0
+    report = verified(log)
+    assert report["claims"] == 2
+
+
+def test_disagg_by_the_plain_path_when_told_so(whole: list[tuple[str, str]]) -> None:
+    with running(*APART, *ALIKE, "--kv-transport", "tcp") as up:
+        assert texts(all_asked(up)) == whole
+        ready = httpx.get(f"{up.url}/ready", timeout=10).json()
+        assert ready == {"status": "ready", "kv_transport": "tcp, the plain path without NIXL"}
+        plain = 'forebay_kv_transport_info{plain="true",transport="tcp",worker_id='
+        assert metric(up, plain) == 4
+
+
+def test_disagg_without_prefill_workers_decode_workers_do_it_unless_that_is_enforced(
+    whole: list[tuple[str, str]],
+) -> None:
+    with running("--prefill-workers", "0", "--decode-workers", "2", *ALIKE[:4]) as up:
+        assert texts(all_asked(up)) == whole
+        set_to(up, enforce=True)
+        body = {"model": "forebay-default", "prompt": "x", "max_tokens": 1}
+        refused = httpx.post(f"{up.url}/v1/completions", json=body, timeout=60)
+        error = refused.json()["error"]
+        assert (refused.status_code, error["code"]) == (503, "no_workers"), error
+        assert "no worker that computes prompts for the pool decode is ready" in error["message"]
+        ready = httpx.get(f"{up.url}/ready", timeout=10)
+        assert (ready.status_code, ready.json()["error"]["message"]) == (503, NO_PREFILL_WORKER)
+        set_to(up, enforce=False)
+        assert httpx.get(f"{up.url}/ready", timeout=10).status_code == 200
+
+
+SEED = 8
+LEFT_OVER = (
+    'forebay_owner_requests{model="forebay-default",phase=',
+    "forebay_kv_transfer_held_blocks{",
+    "forebay_kv_transfer_in_flight{",
+    "dynamo_frontend_worker_active_decode_blocks{",
+    "dynamo_frontend_worker_active_prefill_tokens{",
+)
+
+
+async def ask_and_leave(up: Up, count: int) -> tuple[int, int]:
+    """Streams of which some are hung up on at any time: how many were whole, and how many were not waited for."""
+    chance = random.Random(SEED)
+    print(f"{SEED=}")
+
+    async def one(client: httpx.AsyncClient, body: dict[str, Any], patience_s: float | None) -> bool:
+        try:
+            async with asyncio.timeout(patience_s):
+                response = await client.post(f"{up.url}/v1/completions", json={"model": "forebay-default", **body})
+                assert response.text.endswith("data: [DONE]\n\n"), response.text
+        except TimeoutError:
+            return False
+        return True
+
+    async with httpx.AsyncClient(timeout=60, limits=httpx.Limits(max_connections=None)) as client:
+        asked = []
+        for number in range(count):
+            token_ids = [(number * 7_919 + place) % 1_000 for place in range(chance.choice((20, 200, 900)))]
+            body = {"prompt": token_ids, "max_tokens": chance.randint(1, 60), "ignore_eos": True, "stream": True}
+            patience_s = chance.uniform(0.0, 0.4) if chance.random() < 0.4 else None
+            asked.append(asyncio.create_task(one(client, body, patience_s)))
+            await asyncio.sleep(0.005)
+        whole = sum(await asyncio.gather(*asked))
+    return whole, count - whole
+
+
+def test_disagg_nothing_is_kept_for_clients_that_left() -> None:
+    # The lease is longer than anybody waits here: what is given back was cancelled or fetched.
+    small = ("--kv-blocks", "400", "--block-size", "16", "--kv-lease-s", "600", "--speedup", "2")
+    with running(*APART, *small) as up:
+        whole, left = asyncio.run(ask_and_leave(up, 150))
+        assert whole > 50, "those that were waited for came"
+        assert left > 20
+        ends_s = time.monotonic() + 20.0
+        while (over := {start: metric(up, start) for start in LEFT_OVER}) != dict.fromkeys(LEFT_OVER, 0.0):
+            assert time.monotonic() < ends_s, over
+            time.sleep(0.05)
+        assert metric(up, "forebay_kv_transfer_fetches_total{") > 0
+        assert metric(up, 'forebay_router_requests_aborted_total{model="forebay-default",reason="cancelled"}') > 0
+
+
+def test_disagg_a_log_goes_on_with_the_other_kind_of_workers(tmp_path: Path, whole: list[tuple[str, str]]) -> None:
+    log = tmp_path / "log.db"
+    for fleet in (("--workers", "2"), APART, ("--workers", "1")):
+        with running(*fleet, "--block-size", "16", "--log", str(log)) as up:
+            assert texts(all_asked(up)) == whole
+            assert up.end(signal.SIGTERM) == 0
+    assert verified(log)["claims"] == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--prefill-workers", "1"), "--prefill-workers and --decode-workers belong together"),
+        (("--decode-workers", "1"), "--prefill-workers and --decode-workers belong together"),
+        ((*APART, "--workers", "1"), "--workers are those that do all of a request"),
+        ((*APART, "--dp-size", "1024", "--workers", "1"), "--workers are those"),
+        (
+            (*APART, "--dp-size", "1024", "--decode-workers", "8"),
+            "10 workers with --dp-size 1024: 10240 ranks are more",
+        ),
+        (("--workers", "2", "--enforce-disagg"), "--enforce-disagg needs --prefill-workers and --decode-workers"),
+        (("--router-conditional-disagg",), "--router-conditional-disagg needs --prefill-workers and --decode"),
+        (("--workers", "2", "--kv-transport", "tcp"), "--kv-transport needs --prefill-workers and --decode-workers"),
+        (("--kv-checksum",), "--kv-checksum needs --prefill-workers and --decode-workers"),
+        (("--role", "prefill"), "--role prefill is for forebay worker; here there are --prefill-workers"),
+        ((*APART, "--taint", "decode-2:x"), "no worker decode-2, only prefill-0 to prefill-1 and decode-0 to decode-1"),
+    ],
+)
+def test_disagg_a_fleet_that_makes_no_sense_is_refused(options: tuple[str, ...], says: str) -> None:
+    run = forebay("up", *options)
+    assert run.returncode == 2
+    assert says in run.stderr
+    assert len(run.stderr.splitlines()) == 1
+
+
+def test_disagg_up_says_who_computes_prompts(tmp_path: Path) -> None:
+    limits = json.dumps({"policy": "classic"})
+    conditional = ("--router-conditional-disagg", "--router-conditional-disagg-config", limits, "--enforce-disagg")
+    up = Up(*APART, *conditional, "--log", str(tmp_path / "log.db"))
+    up.wait_ready()
+    up.process.send_signal(signal.SIGTERM)
+    told = up.process.communicate(timeout=60)[0]
+    assert "mock workers: 2 prefill, 2 decode" in told
+    assert "by prefill workers where the policy classic says so, KV moves by nixl; what they cannot is refused" in told
+
+
+def told_by(*options: str, then: dict[str, Any] | None = None) -> str:
+    """What `forebay up` says when it is there; `then` is what an operator sets afterwards."""
+    up = Up(*options)
+    up.wait_ready()
+    if then is not None:
+        set_to(up, **then)
+    up.process.send_signal(signal.SIGTERM)
+    return up.process.communicate(timeout=60)[0]
+
+
+def test_disagg_up_says_who_computes_prompts_when_it_is_not_as_set(tmp_path: Path) -> None:
+    log = ("--log", str(tmp_path / "log.db"))
+    nobody = ("--prefill-workers", "0", "--decode-workers", "1", *log)
+    limits = json.dumps({"policy": "classic"})
+    conditional = ("--router-conditional-disagg", "--router-conditional-disagg-config", limits, "--enforce-disagg")
+    assert "by decode workers themselves: there are no prefill workers\n" in told_by(*nobody)
+    told = told_by(*nobody, *conditional)
+    assert "by decode workers where the policy classic says so; others are refused: no prefill workers\n" in told
+    assert "computed by prefill workers, KV moves by nixl\n" in told_by(*APART, *log, then={"policy": "never"})
+    assert "computed by decode workers themselves (as an operator said: POST" in told_by(*APART, *log)

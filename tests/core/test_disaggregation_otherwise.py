@@ -1,0 +1,46 @@
+"""What another configuration would have chosen at the stages of a request, in history's own state."""
+
+from typing import Any
+
+import msgspec
+
+from forebay.core.counterfactual import Counterfactual, counterfactual
+from forebay.events.control import PoolConfigured, RouterConfig
+from forebay.events.progress import TransferFailed
+from tests.core.test_disaggregation import prefilled, said
+from tests.core.worlds import PROMPTS, Driver, request
+
+
+def test_history_agrees_with_itself_at_every_stage() -> None:
+    drive = Driver().disagg(("p", "q"), ("d", "e"), session_ttl_s=10.0)
+    found: list[tuple[str, Counterfactual, Counterfactual]] = []
+
+    def look(pool: PoolConfigured, asked: Any, choice: Any) -> None:
+        other = msgspec.structs.replace(pool, router=RouterConfig(mode="round-robin", session_ttl_s=10.0))
+        ours, theirs = (counterfactual(drive.world, one, asked, choice) for one in (pool, other))
+        found.append((asked.stage, ours, theirs))
+
+    drive.world.on_choice = look
+    for number in range(4):
+        (first,) = drive("requests", request(f"r{number}", PROMPTS[0]))
+        (then,) = prefilled(drive, first)
+        (again,) = drive("progress", TransferFailed(**said(then), error="gone"))
+        assert again.stage == "prefill"
+        prefilled(drive, again)
+    assert [stage for stage, _, _ in found].count("decode") == 8
+    assert all(ours.agrees for _, ours, _ in found)
+    assert not all(theirs.agrees for _, _, theirs in found)
+    assert all(theirs.choice is not None for _, _, theirs in found)
+
+
+def test_a_prefill_worker_has_no_active_blocks_under_another_configuration_either() -> None:
+    drive = Driver().disagg(("p",), ("d",))
+    drive("requests", request("r0", PROMPTS[0]))
+    asked: list[Counterfactual] = []
+    drive.world.on_choice = lambda pool, one, choice: asked.append(
+        counterfactual(drive.world, msgspec.structs.replace(pool, router=RouterConfig()), one, choice)
+    )
+    drive("requests", request("r1", PROMPTS[1]))
+    (one,) = asked
+    assert one.choice is not None
+    assert one.choice.table.terms(0).decode_blocks == 0.0

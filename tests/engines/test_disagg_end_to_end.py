@@ -1,0 +1,188 @@
+"""A real vLLM that computes prompts and one that answers, behind router and ingress on real Kafka and Redis.
+
+The tests share one cluster and run in order; the last one takes its prefill worker away.
+"""
+
+import asyncio
+import importlib.util
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from forebay.events.decisions import RequestRouted
+from forebay.events.fleet import WorkerLost
+from forebay.events.progress import FirstTokenEmitted, PrefillFinished, ProgressEvent
+from forebay.events.topics import DECISIONS, FLEET, PROGRESS
+from forebay.ingress.model import Model
+from infra.cluster import Cluster
+from infra.processes import still_running
+from tests.engines.oracle import GREEDY, Transformers
+from tests.engines.serving import BLOCK, MODEL, Serving, ports_of, served, vllm_options
+from tests.engines.test_end_to_end import STARTED_WITHIN_S
+from tests.integration import doors
+from tests.integration.conftest import RUN
+
+ROLES = {"p1": "prefill", "d1": "decode"}
+NAMESPACE = f"{RUN}-vllm-disagg"
+TOKENS = 24
+LONG = 300  # tokens of an answer that comes in pieces however busy the machine is
+UNDER_WAY = 6  # requests when the prefill worker is killed; all of them fit into the other
+
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="vLLM's NixlConnector needs the package nixl"),
+]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def serving(
+    kafka: str, redis_url: str, model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Serving]:
+    """A router, an ingress with the admin API, a prefill and a decode worker, all serving."""
+    ports = ports_of(ROLES)
+    folder = tmp_path_factory.mktemp("vllm-disagg")
+    async with Cluster(kafka, redis_url, NAMESPACE, folder) as cluster:
+        for name, role in ROLES.items():
+            cluster.worker(name, "--role", role, *vllm_options(model, ports[name], folder / f"{name}.ipc"))
+        cluster.router("r1")
+        cluster.ingress("i1", "--model", str(model), "--model-name", MODEL, "--block-size", str(BLOCK))
+
+        async def joined() -> bool:
+            return len(await cluster.members(MODEL)) == len(ROLES)
+
+        await cluster.processes.until("both vLLM are members", joined, within_s=STARTED_WITHIN_S)
+        await cluster.until_serving(len(ROLES), MODEL)
+        async with doors.opened(cluster.settings) as log, served(cluster, log, ports) as serving:
+            yield serving
+
+
+def prompt_of(number: int, blocks: int = 6) -> list[int]:
+    """So many blocks and five tokens; another number gives another first block."""
+    return [10 + number, *(100 + (place * (number + 3)) % 200 for place in range(blocks * BLOCK + 4))]
+
+
+async def told(serving: Serving, kind: type[ProgressEvent], request_id: str | None = None) -> list[Any]:
+    """What workers said of their requests."""
+    events = await serving.cluster.events(PROGRESS, MODEL)
+    return [one for one in events if isinstance(one, kind) and request_id in (None, one.request_id)]
+
+
+async def stages(serving: Serving, request_id: str) -> list[tuple[str, str]]:
+    """Where a request went, stage by stage."""
+    decided = await serving.cluster.events(DECISIONS, MODEL)
+    routed = [one for one in decided if isinstance(one, RequestRouted) and one.request_id == request_id]
+    return [(one.stage, one.worker_id) for one in routed]
+
+
+def is_core(pid: int) -> bool:
+    """Whether a process is vLLM's engine core: it is spawned by the worker, and may have a title of its own."""
+    command = Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b"spawn_main" in command or b"EngineCore" in command
+
+
+async def disaggregate(serving: Serving, policy: str) -> None:
+    answer = await serving.request("POST", "/disaggregation", model=MODEL, policy=policy)
+    assert answer.status_code == httpx.codes.OK, answer.text
+
+
+async def test_prompts_are_computed_in_one_process_and_answered_in_another(
+    serving: Serving, oracle: Transformers
+) -> None:
+    moved = 0
+    prompts = {f"apart-{at}": prompt for at, prompt in enumerate([*(one for one, _ in GREEDY), prompt_of(0)])}
+    for request_id, prompt in prompts.items():
+        heard = await serving.complete(request_id, prompt, TOKENS)
+        assert (heard.status, heard.problem, heard.worker) == (200, "", "d1")
+        assert (await serving.said(request_id)).tokens == oracle.greedy(prompt, TOKENS)
+        assert await stages(serving, request_id) == [("prefill", "p1"), ("decode", "d1")]
+        (computed,) = await told(serving, PrefillFinished, request_id)
+        assert (computed.worker_id, computed.prefilled.tokens) == ("p1", len(prompt))
+        assert computed.prefilled.bytes > 0
+        (first,) = await told(serving, FirstTokenEmitted, request_id)
+        assert (first.worker_id, first.cached_tokens) == ("d1", len(prompt)), "it was computed once more"
+        moved += computed.prefilled.bytes
+    # A block that the decode worker had from an earlier prompt did not move again.
+    shared = 1
+    block_bytes = computed.prefilled.bytes // -(-computed.prefilled.tokens // BLOCK)
+
+    expected: int = moved - shared * block_bytes
+
+    async def counted() -> bool:
+        return await serving.metric("d1", "vllm:nixl_bytes_transferred_sum") == expected
+
+    await serving.cluster.processes.until("vLLM counts the bytes that it moved", counted)
+    assert await serving.metric("p1", "vllm:generation_tokens_total") >= len(prompts)
+
+
+async def test_the_same_answer_whoever_computes_the_prompt_and_however_it_is_told(
+    serving: Serving, oracle: Transformers, model: Path
+) -> None:
+    messages = [{"role": "user", "content": "hello world"}]
+    prompt = oracle.prompt(messages)
+    expected = oracle.greedy(prompt, TOKENS)
+    decoder = Model(model).decoder()
+    text = "".join(decoder.push([token]) for token in expected)
+    asked = {"model": MODEL, "messages": messages, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+    whole = (await serving.request("POST", "/v1/chat/completions", **asked)).raise_for_status().json()
+    streamed = await serving.chat("streamed", messages, TOKENS)
+    await disaggregate(serving, "never")
+    cleared = await serving.request("POST", "/clear_kv_blocks")
+    assert cleared.status_code == httpx.codes.OK, cleared.text
+    together = await serving.chat("together", messages, TOKENS)
+    assert whole["choices"][0]["message"]["content"] == streamed.text == together.text == text
+    assert (await serving.said("together")).tokens == (await serving.said("streamed")).tokens == expected
+    assert await stages(serving, "streamed") == [("prefill", "p1"), ("decode", "d1")]
+    assert await stages(serving, "together") == [("aggregated", "d1")]
+    await disaggregate(serving, "always")
+    long = await serving.complete("long", prompt_of(1), LONG)
+    assert len(long.pieces) > 1, "it came in one piece: that is no stream"
+    assert (await serving.said("long")).tokens == oracle.greedy(prompt_of(1), LONG)
+
+
+async def test_a_prefill_worker_that_is_killed_with_prompts_under_way(serving: Serving, oracle: Transformers) -> None:
+    cluster = serving.cluster
+    family = cluster.processes["p1"].family()
+    assert len(family) > 1, "vLLM's core is a process of its own"
+    (core,) = [pid for pid in family if is_core(pid)]
+    prompts = {f"killed-{number}": prompt_of(10 + number) for number in range(UNDER_WAY)}
+    done = len(await told(serving, PrefillFinished))
+    first, *others = prompts
+    answers = [asyncio.create_task(serving.complete(first, prompts[first], TOKENS))]
+
+    async def computed() -> bool:
+        return len(await told(serving, PrefillFinished)) > done
+
+    # Its core stops where it is: prompts are not computed, and what is computed is not read.
+    await cluster.processes.until("a prompt is computed", computed)
+    os.kill(core, signal.SIGSTOP)
+    answers += [asyncio.create_task(serving.complete(name, prompts[name], TOKENS)) for name in others]
+
+    async def routed() -> bool:
+        decided = await cluster.events(DECISIONS, MODEL)
+        return set(prompts) <= {one.request_id for one in decided if isinstance(one, RequestRouted)}
+
+    await cluster.processes.until("all of them are on their way", routed)
+    cluster.kill("p1")
+    for name, heard in zip(prompts, await asyncio.gather(*answers), strict=True):
+        assert (heard.status, heard.problem) == (200, "")
+        assert (await serving.said(name)).tokens == oracle.greedy(prompts[name], TOKENS)
+        assert heard.served["worker"] == "d1"
+    lost = [one for one in await cluster.events(FLEET, MODEL) if isinstance(one, WorkerLost)]
+    assert [one.worker_id for one in lost] == ["p1"]
+    assert [await stages(serving, name) for name in others] == [[("prefill", "p1"), ("aggregated", "d1")]] * len(others)
+    assert still_running(family) == []
+    after = await serving.complete("after", prompt_of(30), TOKENS)
+    assert (after.status, after.problem) == (200, "")
+    assert (await serving.said("after")).tokens == oracle.greedy(prompt_of(30), TOKENS)
+    assert await stages(serving, "after") == [("aggregated", "d1")]
+
+
+async def test_the_recording_is_derived_again(serving: Serving) -> None:
+    report = await serving.cluster.verify(MODEL)
+    assert (report["divergence"], report["verified"]) == (None, await serving.cluster.decided(MODEL))

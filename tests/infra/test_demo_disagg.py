@@ -1,0 +1,111 @@
+"""What `make demo-disagg` decides by itself: its verdict, and which answers of mock engines are the right ones."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from forebay.core.engine_model import EngineConfig
+from forebay.events.base import pack_u32, unpack_u32
+from forebay.events.requests import RequestSubmitted, Sampling
+from forebay.events.tokens import AttemptStarted, ResponseEnded, TokenChunk, TokensEmitted
+from forebay.events.work import WorkItem
+from forebay.ingress.model import DEFAULT_MODEL, Model, speaking_vocabulary
+from forebay.workers.engine import EngineBatch
+from forebay.workers.mock_engine import MockEngine
+from infra.demo_disagg import Result
+from infra.mock_words import Words
+
+PROMPT = list(range(300, 330))
+COUNT = 9
+GOOD: dict[str, Any] = {
+    "answered_once": 9,
+    "stages": Counter({"prefill": 9, "decode": 9, "decode again": 1}),
+    "moved_bytes": 2_500_000,
+    "verified": 18,
+    "decisions": 18,
+}
+
+
+def test_disagg_the_last_line_says_how_it_went() -> None:
+    result = Result(9, **GOOD)
+    result.judge()
+    assert result.line() == (
+        "9 requests, 9 answered once, 0 with wrong tokens; routed: 9 decode, 1 decode again, 9 prefill; "
+        "2.5 MB of KV moved, 0 transfers failed; verified 18 of 18: ok"
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"answered_once": 8}, "1 requests were not answered once"),
+        ({"wrong": 2}, "2 answers have other tokens than they must have"),
+        ({"moved_bytes": 0}, "no KV was moved"),
+        ({"verified": 17}, "18 decisions were recorded and 17 of them derived equal"),
+    ],
+)
+def test_disagg_what_falls_short_is_named(change: dict[str, int], problem: str) -> None:
+    result = Result(9, **{**GOOD, **change})
+    result.judge()
+    assert result.problems == [problem]
+    assert result.line().endswith(f": FAILED ({problem})")
+
+
+def engine_says(prompt: list[int], count: int) -> list[int]:
+    """What a mock engine says, by its own program."""
+    vocabulary = speaking_vocabulary(Model(DEFAULT_MODEL).tokenizer)
+    engine = MockEngine(EngineConfig(vocabulary=vocabulary))
+    item = WorkItem(
+        request_id="r",
+        attempt=1,
+        owner_epoch=0,
+        worker_epoch=0,
+        rank=0,
+        token_ids=pack_u32(prompt),
+        sequence_hashes=b"",
+        reply_slot=0,
+        sampling=Sampling(max_tokens=count),
+    )
+    engine.submit(item)
+    rank = engine._ranks[0]
+    said: list[int] = []
+    while len(said) < count:
+        batch, *_ = rank._collect()
+        assert isinstance(batch, EngineBatch)
+        said += [token for one in batch.emitted for token in unpack_u32(one.token_ids)]
+    return said
+
+
+def asked() -> RequestSubmitted:
+    return RequestSubmitted(
+        request_id="r",
+        model="m",
+        token_ids=pack_u32(PROMPT),
+        sequence_hashes=b"",
+        reply_slot=0,
+        timeout_us=1,
+        tie_seed=1,
+        sampling=Sampling(max_tokens=COUNT),
+    )
+
+
+def emitted(attempt: int, first: int, tokens: list[int]) -> TokensEmitted:
+    chunk = TokenChunk(request_id="r", attempt=attempt, first_index=first, token_ids=pack_u32(tokens))
+    return TokensEmitted(worker_id="w", worker_epoch=0, owner_epoch=1, chunks=(chunk,))
+
+
+def test_disagg_right_answers_are_told_from_wrong_ones() -> None:
+    words = Words()
+    whole = engine_says(PROMPT, COUNT)
+    end = ResponseEnded(request_id="r", attempt=1, owner_epoch=1, finish_reason="length")
+    assert words.wrong([asked()], [emitted(1, 0, whole), end]) == []
+    assert words.wrong([asked()], [emitted(1, 0, whole)]) != [], "it has no end"
+    assert words.wrong([asked()], [emitted(1, 0, whole[:-1]), end]) != []
+    assert words.wrong([asked()], [emitted(1, 0, [*whole[:-1], whole[0] + 1]), end]) != []
+    rest = engine_says(PROMPT + whole[:4], COUNT - 4)
+    begins = AttemptStarted(request_id="r", attempt=2, owner_epoch=1, worker_id="v")
+    late = ResponseEnded(request_id="r", attempt=2, owner_epoch=1, finish_reason="length")
+    moved = [emitted(1, 0, whole[:4]), begins, emitted(1, 4, whole[4:]), emitted(2, 4, rest), late]
+    assert words.wrong([asked()], moved) == [], "what the first one said after the second began is void"
+    assert words.wrong([asked()], [emitted(1, 0, whole[:4]), begins, emitted(2, 4, whole[4:]), late]) != []

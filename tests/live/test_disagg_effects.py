@@ -1,0 +1,215 @@
+"""Prefill and decode apart at a live owner: what each stage gets, who is told at the end, what a new owner repeats."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from forebay.events.codec import decode, encode
+from forebay.events.control import DisaggConfig, RouterConfig
+from forebay.events.decisions import CommandTarget, RequestAborted, RequestRouted
+from forebay.events.fleet import WorkerLease, WorkerLost, WorkerSpec
+from forebay.events.progress import AnyProgressEvent, EncodeFinished, PrefillFailed, PrefillFinished
+from forebay.events.topics import FLEET, PROGRESS, TOKENS, work_topic
+from forebay.events.transfer import Prefilled
+from forebay.events.work import WorkCancelled, WorkItem
+from forebay.live.effects import answers
+from forebay.live.metrics import OwnerMetrics
+from forebay.live.owner import Owner
+from forebay.transport.base import Draft
+from forebay.transport.sqlite_log import SqliteLog
+from tests.core.worlds import ENCODED, MEDIA
+from tests.live.shared import proven
+from tests.system import BLOCK, MODEL, SLOT, System, settings, submitted, until, until_ended
+
+ROLES = ("encode", "prefill", "decode")
+PROMPT = list(range(34))
+
+
+class Idle(System):
+    """Workers that have leases and do nothing; a test speaks for them."""
+
+    def join(self, name: str, role: str, **offers: Any) -> None:
+        size = {"block_size": BLOCK, "kv_blocks_total": 64, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+        fields = {"worker_id": name, "model": MODEL, "pool": role, "role": role, **size, **offers}
+        payload = msgspec.msgpack.encode(WorkerLease(spec=msgspec.convert(fields, WorkerSpec)))
+        self.leases.acquire(MODEL, name, f"{name}-1", payload, 60_000)
+
+    def items(self) -> list[WorkItem]:
+        """Of all pools."""
+        return [one for role in ROLES for slot in range(2) for one in self.events(work_topic(role), WorkItem, slot)]
+
+    def cancelled(self) -> list[WorkCancelled]:
+        """Of all pools."""
+        found = [self.events(work_topic(role), WorkCancelled, slot) for role in ROLES for slot in range(2)]
+        return [one for some in found for one in some]
+
+    async def routed(self, count: int, stage: str) -> RequestRouted:
+        """The newest of so many routings, which is of this stage, once its work is there."""
+        await until(lambda: len(self.decisions(RequestRouted)) == count and len(self.items()) >= count)
+        newest: RequestRouted = self.decisions(RequestRouted)[-1]
+        assert newest.stage == stage
+        return newest
+
+    def item(self, routed: RequestRouted) -> WorkItem:
+        """The newest work of a routing."""
+        found = self.events(work_topic(routed.pool), WorkItem, routed.slot)
+        item: WorkItem = [one for one in found if (one.stage, one.attempt) == (routed.stage, routed.attempt)][-1]
+        return item
+
+    def tell(self, routed: RequestRouted, kind: type[AnyProgressEvent], **fields: Any) -> None:
+        """What a worker says of its part."""
+        names = ("request_id", "attempt", "worker_id", "worker_epoch", "owner_epoch")
+        event = kind(**{name: getattr(routed, name) for name in names}, **fields)
+        self.log.append_soon([Draft(PROGRESS.name, 0, encode(PROGRESS, event))])
+
+
+def kept_by(routed: RequestRouted, **changes: Any) -> Prefilled:
+    """What a prefill worker keeps."""
+    fields: dict[str, Any] = {
+        "worker_id": routed.worker_id,
+        "worker_epoch": routed.worker_epoch,
+        "model": MODEL,
+        "connector": "nixl",
+        "descriptor": b"there",
+        "tokens": len(PROMPT),
+        "lease_us": 60_000_000,
+        **changes,
+    }
+    return Prefilled(**fields)
+
+
+def shown(owner: Owner) -> dict[tuple[str, ...], float]:
+    return {
+        (sample.name, *(value for label, value in sample.labels.items() if label != "model")): sample.value
+        for metric in OwnerMetrics(owner, MODEL).collect()
+        for sample in metric.samples
+    }
+
+
+async def test_disagg_each_stage_gets_what_it_needs_and_a_new_owner_sends_it_again(log: SqliteLog) -> None:
+    system = Idle(log)
+    for role in ROLES:
+        system.join(role, role)
+    async with system.owned(pool=None) as owner:
+        await until(lambda: len(owner.world.fleet) == 3)
+        assert {name: pool.role for name, pool in owner.world.pools.items()} == {role: role for role in ROLES}
+        system.send(submitted("r", PROMPT, media=(MEDIA,)))
+        system.tell(await system.routed(1, "encode"), EncodeFinished, encoded=ENCODED)
+        prefilling = await system.routed(2, "prefill")
+        item = system.item(prefilling)
+        assert item.media == (msgspec.structs.replace(MEDIA, content=b""),)
+        assert (item.encoded, item.prefilled, len(item.token_ids)) == (ENCODED, None, 4 * len(PROMPT))
+        kept = kept_by(prefilling)
+        system.tell(prefilling, PrefillFinished, prefilled=kept)
+        decoding = await system.routed(3, "decode")
+        item = system.item(decoding)
+        assert (item.media, item.encoded, item.prefilled) == ((MEDIA,), None, kept)
+        assert (item.stage, item.attempt, len(item.token_ids)) == ("decode", 1, 4 * len(PROMPT))
+        metrics = shown(owner)
+    assert metrics["forebay_owner_requests", "transfer"] == 1
+    assert metrics["forebay_owner_requests", "decode"] == 0
+    assert [metrics["forebay_router_stages_total", stage] for stage in (*ROLES, "aggregated")] == [1, 1, 1, 0]
+    assert metrics["forebay_router_prefills_total", "remote", "always"] == 1
+    assert metrics["forebay_router_prefills_total", "local", "no_prefill_worker"] == 0, "a series from the start"
+    assert ("dynamo_frontend_worker_active_decode_blocks", "decode", "0", "decode") in metrics
+    async with system.owned(pool=None):
+        await until(lambda: len(system.items()) == 4)
+        again = system.item(decoding)
+    assert again.owner_epoch > item.owner_epoch
+    assert msgspec.structs.replace(again, owner_epoch=item.owner_epoch) == item
+    await proven(log)
+
+
+async def test_disagg_a_cancelled_request_frees_what_is_kept_for_it(log: SqliteLog) -> None:
+    """The first prefill worker failed, so the second keeps it, as its second attempt."""
+    system = Idle(log)
+    for name in ("p0", "p1"):
+        system.join(name, "prefill")
+    system.join("d", "decode")
+    async with system.owned(pool=None) as owner:
+        await until(lambda: len(owner.world.fleet) == 3)
+        system.send(submitted("r", PROMPT))
+        first = await system.routed(1, "prefill")
+        system.tell(first, PrefillFailed, error="out of memory")
+        second = await system.routed(2, "prefill")
+        assert (second.attempt, second.worker_id != first.worker_id) == (2, True)
+        system.tell(second, PrefillFinished, prefilled=kept_by(second))
+        decoding = await system.routed(3, "decode")
+        system.cancel("r")
+        await until(lambda: len(system.cancelled()) == 2)
+    told = {(one.worker_epoch, one.attempt) for one in system.cancelled()}
+    assert told == {(second.worker_epoch, 2), (decoding.worker_epoch, 2)}
+    (ended,) = system.ends()["r"]
+    assert (ended.error and ended.error.code) == "cancelled"
+    await proven(log)
+
+
+def test_disagg_a_refusal_of_a_prefill_worker_is_the_clients_answer() -> None:
+    holder = CommandTarget(worker_id="p", worker_epoch=9, pool="prefill", slot=5)
+    fields: dict[str, Any] = {"request_id": "r", "reply_slot": SLOT, "message": "no", "attempt": 2, "pool": "decode"}
+    refused = RequestAborted(owner_epoch=3, reason="prefill_refused", status=422, code="too_long", **fields)
+    (draft,) = answers(refused)
+    error = decode(TOKENS, draft.value).error
+    assert (error.status, error.code, error.message) == (422, "too_long", "no")
+    given_up = RequestAborted(owner_epoch=3, reason="prefill_failed", holder=holder, **fields)
+    at_holder, answer = answers(given_up)
+    assert (at_holder.topic, at_holder.partition) == (work_topic("prefill").name, 5)
+    assert decode(work_topic("prefill"), at_holder.value) == WorkCancelled(
+        request_id="r", attempt=2, owner_epoch=3, worker_epoch=9
+    )
+    assert decode(TOKENS, answer.value).error.code == "prefill_failed"
+
+
+@pytest.mark.parametrize("enforce", [False, True])
+async def test_disagg_without_prefill_workers_a_request_is_local_or_refused(log: SqliteLog, *, enforce: bool) -> None:
+    system = Idle(log)
+    system.join("d", "decode")
+    router = RouterConfig(disagg=DisaggConfig(enforce=enforce))
+    async with system.owned(pool=None, router=router) as owner:
+        await until(lambda: len(owner.world.fleet) == 1)
+        system.send(submitted("r", PROMPT))
+        if enforce:
+            await until_ended(system, "r")
+        else:
+            routed = await system.routed(1, "aggregated")
+            assert routed.prefill is not None
+            assert (routed.prefill.remote, routed.prefill.reason) == (False, "no_prefill_worker")
+        metrics = shown(owner)
+    assert metrics.get(("forebay_router_prefills_total", "local", "no_prefill_worker"), 0) == (not enforce)
+    assert metrics.get(("forebay_router_requests_rejected_total", "no_workers"), 0) == enforce
+    await proven(log)
+
+
+async def test_disagg_work_that_moved_in_the_same_turn_goes_to_its_last_worker_alone(log: SqliteLog) -> None:
+    """Both prefill workers are lost, one after another, in the turn that sends them a request: it ends up local."""
+    system = Idle(log)
+    owner = Owner(log, system.leases, settings(pool=None))
+    for name, role in (("p0", "prefill"), ("p1", "prefill"), ("d", "decode")):
+        system.join(name, role)
+    await owner.start()
+    assert owner.admission is not None
+    for _ in range(2):  # pools come first, then their workers
+        await owner.admission.update(system.leases.poll(MODEL), owner.world.pools, owner.world.view["fleet"])
+        await owner.turn()
+    lost = [
+        WorkerLost(owner_epoch=owner.journal.epoch, worker_id=name, worker_epoch=worker.worker_epoch)
+        for name in ("p0", "p1")
+        if (worker := owner.world.fleet.get(name)) is not None
+    ]
+    system.send(submitted("r", PROMPT))
+    log.append_soon([Draft(FLEET.name, 0, encode(FLEET, event)) for event in lost])
+    await logged(log)
+    await owner.turn()
+    await logged(log)
+    made = [(one.stage, one.attempt) for one in system.decisions(RequestRouted)]
+    assert made[0] == ("prefill", 1)
+    assert made[-1] == ("aggregated", 1)
+    assert [(one.stage, one.attempt) for one in system.items()] == [("aggregated", 1)]
+    await owner.close()
+    await proven(log)
+
+
+async def logged(log: SqliteLog) -> None:
+    """What was appended soon stands in the log."""
+    await log.append([Draft("dead-letters", 0, b"after it")])

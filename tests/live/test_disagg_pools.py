@@ -1,0 +1,164 @@
+"""Prefill and decode pools of one model: who is admitted beside whom, and what a refusal names."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from forebay.core.fleet import Fleet
+from forebay.events.codec import decode
+from forebay.events.control import PoolConfigured, RouterConfig
+from forebay.events.decisions import RequestRouted
+from forebay.events.fleet import AnyFleetEvent, WorkerJoined, WorkerLease, WorkerSpec
+from forebay.events.topics import CONTROL, FLEET
+from forebay.events.transfer import KvLayout
+from forebay.live.admission import Admission, PoolsByLease
+from forebay.transport.base import Lease
+from forebay.transport.sqlite_log import SqliteLog
+from tests.live.shared import proven
+from tests.live.test_disagg_effects import PROMPT, Idle
+from tests.system import submitted, until
+
+LAYOUT = KvLayout(connector="nixl", dtype="uint8", block_bytes=16_384)
+WIDE = msgspec.structs.replace(LAYOUT, dtype="bfloat16", block_bytes=32_768, layers=24)
+
+
+def spec(worker_id: str, role: str, **changes: Any) -> WorkerSpec:
+    fields = {
+        "worker_id": worker_id,
+        "model": "m",
+        "pool": role,
+        "role": role,
+        "block_size": 16,
+        "kv_blocks_total": 8,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 64,
+        "kv_layout": LAYOUT,
+        **changes,
+    }
+    return WorkerSpec(**fields)
+
+
+def lease(offered: WorkerSpec, *, draining: bool = False) -> Lease:
+    payload = msgspec.msgpack.encode(WorkerLease(spec=offered, draining=draining))
+    return Lease(worker_id=offered.worker_id, token="t", payload=payload, expires_in_ms=30_000, ttl_ms=30_000)
+
+
+class Polled:
+    """Admission without an owner: what it puts on `control` is configured at once."""
+
+    def __init__(self, log: SqliteLog) -> None:
+        self.log = log
+        self.admission = Admission(log, 0, 7, Fleet(), slots_max=4, by_lease=PoolsByLease("m", RouterConfig()))
+
+    async def poll(self, *leases: Lease) -> None:
+        """Look at the leases until nothing changes: pools come first."""
+        for _ in range(2):
+            await self.admission.update(list(leases), self.pools(), 0)
+
+    def pools(self) -> dict[str, PoolConfigured]:
+        made = [decode(CONTROL, record.value) for record in self.log.records(CONTROL.name, 0, 0, 99)]
+        return {pool.pool: pool for pool in made}
+
+    def facts(self) -> list[AnyFleetEvent]:
+        return [decode(FLEET, record.value) for record in self.log.records(FLEET.name, 0, 0, 99)]
+
+    def joined(self) -> list[str]:
+        return [fact.spec.worker_id for fact in self.facts() if isinstance(fact, WorkerJoined)]
+
+
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        (
+            {"kv_layout": WIDE},
+            "worker decode-0 is refused: its KV blocks are bfloat16, 32768 bytes, 24 layers, by nixl; "
+            "those of prefill-0 in the pool prefill are uint8, 16384 bytes, by nixl",
+        ),
+        (
+            {"kv_layout": msgspec.structs.replace(LAYOUT, connector="tcp")},
+            "are uint8, 16384 bytes, by tcp; those of prefill-0 in the pool prefill are uint8, 16384 bytes, by nixl",
+        ),
+        (
+            {"block_size": 32},
+            "its KV blocks hold 32 tokens, those of prefill-0 in the pool prefill hold 16",
+        ),
+        (
+            {"kv_layout": None, "engine": "vllm"},
+            "its KV blocks are vllm's, which does not say how they lie; those of prefill-0 in the pool prefill are",
+        ),
+    ],
+)
+async def test_disagg_workers_whose_blocks_do_not_fit_are_refused_naming_both(
+    log: SqliteLog, caplog: pytest.LogCaptureFixture, other: dict[str, Any], says: str
+) -> None:
+    polled = Polled(log)
+    held = [lease(spec("prefill-0", "prefill")), lease(spec("decode-0", "decode", **other))]
+    await polled.poll(*held)
+    await polled.poll(*held)
+    assert says in caplog.text
+    assert polled.joined() == ["prefill-0"]
+    assert polled.admission.refused == {"kv_layout": 1}, "once for each incarnation"
+    await polled.poll(held[1])
+    assert polled.joined() == ["prefill-0", "decode-0"], "once the other is gone there is nothing that it does not fit"
+
+
+async def test_disagg_the_blocks_of_one_pool_are_alike_too(log: SqliteLog, caplog: pytest.LogCaptureFixture) -> None:
+    polled = Polled(log)
+    await polled.poll(lease(spec("a", "prefill")), lease(spec("b", "prefill", kv_layout=WIDE)))
+    assert polled.joined() == ["a"]
+    assert "those of a in the pool prefill are uint8" in caplog.text
+
+
+async def test_disagg_engines_that_do_not_say_are_taken_for_alike(log: SqliteLog) -> None:
+    polled = Polled(log)
+    silent = {"kv_layout": None, "engine": "vllm"}
+    await polled.poll(lease(spec("p", "prefill", **silent)), lease(spec("d", "decode", **silent)))
+    assert polled.joined() == ["p", "d"]
+    assert {name: pool.role for name, pool in polled.pools().items()} == {"prefill": "prefill", "decode": "decode"}
+
+
+async def test_disagg_a_prefill_worker_in_a_pool_of_another_role_is_refused(
+    log: SqliteLog, caplog: pytest.LogCaptureFixture
+) -> None:
+    polled = Polled(log)
+    await polled.poll(lease(spec("d", "decode")), lease(spec("p", "prefill", pool="decode")))
+    assert "its role is prefill, that of the pool decode is decode: give it a pool of its own" in caplog.text
+    assert (polled.joined(), polled.admission.refused) == (["d"], {"spec": 1})
+
+
+async def test_disagg_decode_workers_wait_until_those_that_do_all_of_a_request_leave(
+    log: SqliteLog, caplog: pytest.LogCaptureFixture
+) -> None:
+    polled = Polled(log)
+    whole = spec("mock-0", "aggregated", pool="default", kv_layout=None)
+    apart = [lease(spec("p", "prefill")), lease(spec("d", "decode"))]
+    await polled.poll(lease(whole))
+    await polled.poll(lease(whole), *apart)
+    assert polled.joined() == ["mock-0", "p"]
+    assert (
+        "worker d is refused: it is a decode worker, but m is answered by aggregated workers, such as mock-0 in the "
+        "pool default: stop those first"
+    ) in caplog.text
+    assert polled.admission.refused == {"roles": 1}
+    await polled.admission.update([lease(whole, draining=True), *apart], polled.pools(), 0)
+    assert polled.joined() == ["mock-0", "p", "d"], "at the very look that finds the other draining"
+    await polled.poll(lease(spec("mock-1", "aggregated", pool="default")), *apart)
+    assert polled.admission.refused == {"roles": 2}, "nor the other way round"
+
+
+async def test_disagg_one_kind_of_pool_replaces_the_other_live(log: SqliteLog) -> None:
+    system = Idle(log)
+    system.join("whole", "aggregated", pool="a-pool-whose-name-comes-first")
+    async with system.owned(pool=None) as owner:
+        await until(lambda: len(owner.world.fleet) == 1)
+        system.leases.release("model", "whole", "whole-1")
+        await until(lambda: len(owner.world.fleet) == 0)
+        system.join("p", "prefill")
+        system.join("d", "decode")
+        await until(lambda: len(owner.world.fleet) == 2)
+        system.send(submitted("r", PROMPT))
+        await until(lambda: system.decisions(RequestRouted))
+    (routed,) = system.decisions(RequestRouted)
+    assert (routed.stage, routed.worker_id) == ("prefill", "p")
+    await proven(log)

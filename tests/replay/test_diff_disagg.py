@@ -1,0 +1,128 @@
+"""Prefill and decode apart beside another configuration: where prompts would have been computed, and by whom."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from forebay.core.counterfactual import Alternative
+from forebay.events.control import DisaggConfig, DisaggPolicy, DisaggregationSet
+from forebay.events.progress import FirstTokenEmitted, RequestFinished, TransferFailed
+from forebay.replay.diff import diff
+from forebay.replay.diff_report import Report
+from forebay.replay.handover import Handover
+from forebay.replay.lived import lived
+from tests.core.test_disaggregation import prefilled, said
+from tests.core.worlds import PROMPTS, request
+from tests.replay.recorder import Recorder, stored
+
+COUNT = 12
+
+
+def rule(policy: DisaggPolicy, **limits: Any) -> Alternative:
+    disagg = DisaggConfig(policy=policy, **limits)
+    return lambda pool: msgspec.structs.replace(pool, router=msgspec.structs.replace(pool.router, disagg=disagg))
+
+
+def history(policy: DisaggPolicy, *, by_hand: DisaggPolicy | None = None, cached_by: str = "p") -> Recorder:
+    """Some requests, each answered before the next comes."""
+    made = Recorder()
+    made.disagg(("p", "q"), ("d", "e"), disagg=DisaggConfig(policy=policy))
+    if by_hand is not None:
+        made("control", DisaggregationSet(model="m", disagg=DisaggConfig(policy=by_hand)))
+    for worker in cached_by:
+        stored(made, worker, PROMPTS[0])
+    for number in range(COUNT):
+        (routed,) = made("requests", request(f"r{number}", PROMPTS[number % 2]))
+        if routed.stage == "prefill":
+            (routed,) = prefilled(made, routed)
+        if number == 3 and routed.stage == "decode":
+            (routed,) = made("progress", TransferFailed(**said(routed), error="gone"))
+            (routed,) = prefilled(made, routed)
+        made("progress", FirstTokenEmitted(**said(routed)))
+        made("progress", RequestFinished(**said(routed), finish_reason="stop", output_tokens=2))
+    made.seal()
+    return made
+
+
+async def compared(made: Recorder, alter: Alternative, handover: Handover | None = None) -> Report:
+    log = await made.log()
+    try:
+        report = await diff(log, 0, alter, handover=handover)
+    finally:
+        log.close()
+    assert report.divergence is None
+    assert report.progress.to_come == 0
+    assert (report.history.sent, report.history.unsent) == (report.other.sent, report.other.unsent) == (COUNT, 0)
+    return report
+
+
+@pytest.mark.parametrize("policy", ["always", "never", "classic"])
+async def test_the_same_configuration_does_the_same(policy: DisaggPolicy) -> None:
+    report = await compared(history(policy), lambda pool: pool)
+    assert report.identical
+    assert report.moved.moved == report.moved.otherwise == 0
+    assert report.state == report.other_state
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [("always", "never"), ("never", "always")])
+async def test_where_prompts_are_computed_is_another(ours: DisaggPolicy, theirs: DisaggPolicy) -> None:
+    made = history(ours)
+    handover = Handover()
+    report = await compared(made, rule(theirs), handover)
+    fork = report.fork
+    assert fork is not None
+    assert (fork.request_id, fork.decisions_before) == ("r0", 0)
+    computed = {
+        policy: {rank.worker_id for rank in report.ranks if side(rank, policy, ours)} for policy in (ours, theirs)
+    }
+    assert computed == {"always": {"p", "q"}, "never": {"d", "e"}}
+    assert report.other.aborted == report.history.aborted == {}
+    assert len(handover.asked) == COUNT
+    assert {one.worker[0] for one in handover.asked if one.worker is not None} <= {"d", "e"}
+
+
+def side(rank: Any, policy: str, ours: str) -> bool:
+    return bool((rank.history if policy == ours else rank.alternative).prompt_tokens)
+
+
+async def test_what_an_operator_set_by_hand_is_not_undone_by_what_the_alternative_leaves() -> None:
+    made = history("never", by_hand="always")
+    same = await compared(made, lambda pool: pool)
+    assert same.identical
+    harder = await compared(made, rule("never", enforce=True))
+    assert harder.identical, "the alternative changes enforce, not the policy"
+    local = await compared(history("always", by_hand="always"), rule("never"))
+    assert not local.identical
+
+
+async def test_a_history_is_lived_again_by_who_answered() -> None:
+    made = history("never", by_hand="always")
+    log = await made.log()
+    found = await lived(log, 0)
+    log.close()
+    assert found.divergence is None
+    assert [type(event) for _, event in found.said].count(DisaggregationSet) == 1
+    assert {one.worker[0] for one in found.asked if one.worker is not None} <= {"d", "e"}
+    assert all(one.first_us and one.last_us for one in found.asked)
+
+
+async def test_a_word_of_a_stage_that_is_not_there_is_told_from_a_lost_worker() -> None:
+    report = await compared(history("always"), rule("never"))
+    assert (report.progress.void, report.progress.other_stage) == (0, COUNT + 2)  # one transfer failed
+    assert any("does not have here, as its prompt is computed elsewhere" in note for note in report.notes)
+    assert not any("a worker that was lost" in note for note in report.notes)
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [("always", "never"), ("never", "always")])
+@pytest.mark.parametrize("cached_by", ["p", "pqde"])
+async def test_blocks_are_won_and_lost_where_prompts_are_computed(
+    ours: DisaggPolicy, theirs: DisaggPolicy, cached_by: str
+) -> None:
+    report = await compared(history(ours, cached_by=cached_by), rule(theirs))
+    found, found_there = report.history.overlap.device, report.other.overlap.device
+    assert max(found, found_there) == COUNT // 2 * len(PROMPTS[0])
+    assert (found == found_there) == (cached_by == "pqde")
+    assert report.overlap.won.device == max(0, found_there - found)
+    assert report.overlap.lost.device == max(0, found - found_there)
+    assert report.overlap.later == 0

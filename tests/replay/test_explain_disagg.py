@@ -1,0 +1,211 @@
+"""A request whose prompt is computed elsewhere, explained: why there, what went wrong, what was fetched."""
+
+from typing import Any
+
+import pytest
+
+from forebay.events.control import DisaggConfig, DisaggregationSet, QueueConfig
+from forebay.events.decisions import PrefillPlace
+from forebay.events.fleet import WorkerLost
+from forebay.events.progress import (
+    FirstTokenEmitted,
+    PrefillFailed,
+    PrefillFinished,
+    RequestFailed,
+    RequestFinished,
+    TransferFailed,
+)
+from forebay.replay.life import Life
+from forebay.replay.life_parts import place_text
+from forebay.replay.moment import pools_of, requests_of
+from tests.core.worlds import LEASE_US, PROMPTS, joined, prefill_pool, prefilled_by, query, request
+from tests.replay.recorder import Recorder, stored, words
+
+ENFORCED = DisaggConfig(enforce=True)
+
+
+def apart(*prefillers: str, **router: Any) -> Recorder:
+    made = Recorder()
+    made.disagg(prefillers or ("p", "q"), ("d", "e"), **router)
+    return made
+
+
+def said(made: Recorder, kind: type[Any], name: str = "r", **fields: Any) -> None:
+    one = made.world.requests.get(name)
+    assert one is not None
+    if kind is PrefillFinished:
+        fields = {"prefilled": prefilled_by(one.worker_id, one.worker_epoch, tokens=34, bytes=34_000, **fields)}
+    of = {"worker_id": one.worker_id, "worker_epoch": one.worker_epoch, "owner_epoch": 0}
+    made("progress", kind(request_id=name, attempt=one.stage_attempt, **of, **fields))
+
+
+def lose(made: Recorder, name: str) -> None:
+    made("fleet", WorkerLost(owner_epoch=0, worker_id=name, worker_epoch=made.epoch(name)))
+
+
+async def test_all_stages_of_a_prompt_that_is_computed_elsewhere_are_told() -> None:
+    made = apart()
+    stored(made, "q", PROMPTS[0])
+    made("requests", request("r", PROMPTS[0]))
+    said(made, PrefillFailed, error="no room")
+    said(made, PrefillFinished, cached_tokens=4)
+    said(made, TransferFailed, error="peer gone")
+    said(made, PrefillFinished)
+    said(made, FirstTokenEmitted, cached_tokens=33, transferred_bytes=34_000, transfer_us=2_500)
+    said(made, RequestFinished, finish_reason="stop", output_tokens=2)
+    made.seal()
+    told = await made.explain("r")
+    assert told.divergence is None
+    assert words(told) == [
+        *("submitted", "routed", "not_prefilled", "routed", "prefilled", "routed", "not_transferred"),
+        *("routed", "prefilled", "routed", "first_token", "finished"),
+    ]
+    assert [(one.stage, one.attempt) for one in told.routings] == [
+        *(("prefill", 1), ("prefill", 2), ("decode", 1), ("prefill", 3), ("decode", 2)),
+    ]
+    texts = [moment.text for moment in told.timeline]
+    assert texts[1].startswith("sent to be prefilled to q: ")
+    assert texts[1].endswith("; its prompt is computed remotely: as every prompt is")
+    assert texts[2] == "q, attempt 1, could not compute its prompt: no room"
+    assert texts[4] == (
+        "its prompt is computed by p: 34 tokens, 4 of them from its cache; it keeps their KV, 34,000 bytes for 0.5 s"
+    )
+    assert texts[5].startswith("sent to be decoded to ")
+    assert "could not fetch its KV: peer gone" in texts[6]
+    assert texts[-2].endswith(": 33 of 34 not computed here, 34,000 bytes of KV fetched in 2.5 ms")
+    (passed_over,) = told.routings[1].left_out
+    assert (passed_over.seen.worker_id, passed_over.reasons) == ("q", ("had_it_last",))
+    first = told.first_token
+    assert first is not None
+    assert (first.transferred_bytes, first.transfer_us, first.predicted_tokens) == (34_000, 2_500, None)
+    decode = told.routings[2]
+    assert (decode.overridden, decode.config["overlap_score_credit"]) == ((), 0.0), "the stage's, not the request's"
+
+
+async def test_why_a_prompt_is_computed_where_it_is_answered() -> None:
+    made = apart(disagg=DisaggConfig(policy="classic", max_local_prefill_length=99))
+    made("requests", request("r", PROMPTS[0]))
+    made("control", DisaggregationSet(model="m", disagg=DisaggConfig(policy="classic", max_local_prefill_length=9)))
+    made("requests", query("q", PROMPTS[0]))
+    made.seal()
+    told = await made.explain("r")
+    where = "its prompt is computed where it is answered: only 34 tokens of it are not cached"
+    assert told.timeline[1].text.endswith(where)
+    assert told.routings[0].prefill is not None
+    assert (told.state, told.routings[0].prefill.prefill_waiting) == ("prefill", 0)
+    asked = await made.explain("q")
+    (would,) = asked.routings
+    assert (would.stage, would.pool, would.attempt) == ("prefill", "prefillers", 0)
+    assert (
+        "remotely: 34 tokens of it are not cached where it would be answered, which is too many"
+        in asked.timeline[1].text
+    )
+
+
+@pytest.mark.parametrize(
+    ("place", "says"),
+    [
+        (PrefillPlace(remote=False, reason="short_prompt", uncached_tokens=0), "all of it is cached"),
+        (PrefillPlace(remote=False, reason="short_prompt", uncached_tokens=1), "only 1 token of it is not cached"),
+        (PrefillPlace(remote=False, reason="short_prompt", uncached_tokens=2), "only 2 tokens of it are not cached"),
+        (
+            PrefillPlace(remote=False, reason="prefill_busy", prefill_waiting=1),
+            "prefill workers are busy, 1 request waits at prefill workers",
+        ),
+    ],
+)
+def test_numbers_read_as_people_say_them(place: PrefillPlace, says: str) -> None:
+    assert place_text(place) == f"its prompt is computed where it is answered: {says}"
+
+
+async def test_why_a_short_prompt_is_computed_remotely() -> None:
+    made = apart(disagg=DisaggConfig(policy="isl_bounding"))
+    made("requests", request("r", PROMPTS[0]))
+    made.seal()
+    told = await made.explain("r")
+    why = "34 tokens of it are not cached where it would be answered, which is too large a share of it"
+    assert told.timeline[1].text.endswith(f"its prompt is computed remotely: {why}")
+
+
+async def test_where_it_is_while_its_kv_is_computed_kept_and_fetched() -> None:
+    made = apart("p")
+    made("requests", request("r", PROMPTS[0]))
+    made.seal()
+    assert (await made.explain("r")).state == "remote_prefill"
+    for name in "de":
+        lose(made, name)
+    said(made, PrefillFinished)
+    made.seal()
+    assert (await made.explain("r")).state == "waiting"
+    (facts,) = requests_of(made.world, {})
+    assert (facts.phase, facts.kept_by, facts.kept_for_us) == ("waiting", "p", LEASE_US)
+    assert [(one.role, one.disagg is None) for one in pools_of(made.world)] == [("decode", False), ("prefill", True)]
+    made("fleet", joined("f", 2, role="decode"))
+    made.seal()
+    assert (await made.explain("r")).state == "transfer"
+
+
+async def test_a_holder_that_is_lost_is_told_of_while_somebody_waits_for_what_it_keeps() -> None:
+    made = apart("p")
+    made("requests", request("r", PROMPTS[0]))
+    for name in "de":
+        lose(made, name)
+    said(made, PrefillFinished)
+    lose(made, "p")
+    made("fleet", joined("f", 2, role="decode"))
+    made.seal()
+    told = await made.explain("r")
+    assert words(told)[2:] == ["prefilled", "holder_lost", "routed"]
+    assert told.routings[-1].stage == "aggregated"
+
+
+async def test_what_a_worker_says_in_the_wrong_stage_counts_not() -> None:
+    made = apart()
+    made("requests", request("r", PROMPTS[0]))
+    said(made, RequestFinished, finish_reason="stop")
+    said(made, RequestFailed, error="?")
+    said(made, TransferFailed, error="?")
+    said(made, FirstTokenEmitted)
+    made.seal()
+    told = await made.explain("r")
+    assert words(told)[2:] == ["outdated"] * 4
+    assert told.state == "remote_prefill"
+
+
+def test_a_life_is_taken_up_where_the_log_begins() -> None:
+    made = apart()
+    made("requests", request("r", PROMPTS[0]))
+    said(made, PrefillFinished)
+    life = Life("r", made.world)
+    one = made.world.requests.get("r")
+    assert one is not None
+    of: Any = {"request_id": "r", "worker_id": one.worker_id, "worker_epoch": one.worker_epoch, "owner_epoch": 0}
+    life.hear("progress", 9, TransferFailed(**of, attempt=1, error="peer gone"), 500)
+    assert words(life.told(diverged=False)) == ["taken_up", "not_transferred"]
+
+
+async def test_a_request_that_waits_for_prefill_workers_says_so() -> None:
+    made = apart("p")
+    made("control", prefill_pool(queue=QueueConfig(threshold=0.5)))
+    made("requests", request("r0", PROMPTS[0]))
+    made("requests", request("r", PROMPTS[1]))
+    made.seal()
+    told = await made.explain("r")
+    assert told.held is not None
+    assert (told.held.pool, told.held.least, told.held.least_prefill_tokens) == ("default", "p/0", 34)
+
+
+async def test_who_could_not_compute_a_refused_prompt_is_told() -> None:
+    made = apart("p", disagg=ENFORCED)
+    lose(made, "p")
+    made("fleet", joined("p", 0, pool="prefillers", role="prefill", loras=()))
+    made("requests", request("r", PROMPTS[0], lora_name="x"))
+    made("fleet", joined("f", 2, role="decode", loras=("x",)))
+    made("requests", request("s", PROMPTS[0], lora_name="x"))
+    made.seal()
+    nobody = (await made.explain("r")).ending
+    assert nobody is not None
+    assert [one.seen.worker_id for one in nobody.left_out] == ["d", "e"]
+    prefill = (await made.explain("s")).ending
+    assert prefill is not None
+    assert [(one.seen.worker_id, one.reasons) for one in prefill.left_out] == [("p", ("missing_adapter",))]

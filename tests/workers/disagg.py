@@ -1,0 +1,175 @@
+"""Prefill and decode workers with mock engines on one log, and an owner that sends what the test says to either."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from forebay.events.base import unpack_u32
+from forebay.events.decisions import Stage
+from forebay.events.progress import PrefillFailed, PrefillFinished, RequestFinished, TransferFailed
+from forebay.events.tokens import ResponseEnded, TokensEmitted
+from forebay.events.transfer import Prefilled
+from forebay.events.work import WorkCancelled, WorkItem
+from forebay.workers.mock_engine import MockEngine
+from forebay.workers.mock_kv import KvSettings, MockKv
+from forebay.workers.mock_rank import Rank
+from forebay.workers.worker import Worker
+from tests.workers.conftest import GROUP, PARTITION, Scene, engine_config, until, work_item
+
+BLOCK_BYTES = 32
+SLOTS = {"prefill": 5, "decode": 6, "aggregated": 7}
+PROMPT = list(range(1, 11))  # two full blocks of four and half of one
+
+
+def kv_settings(**changes: Any) -> KvSettings:
+    return KvSettings(**{"bytes_per_token": BLOCK_BYTES // 4, "lease_s": 20.0, **changes})
+
+
+@dataclass
+class Side:
+    """One worker; `epoch` is that in which it was admitted."""
+
+    worker: Worker
+    engine: MockEngine
+    slot: int
+    epoch: int = -1
+
+    @property
+    def rank(self) -> Rank:
+        return self.engine._ranks[0]
+
+    @property
+    def kv(self) -> MockKv:
+        assert self.engine._kv is not None
+        return self.engine._kv
+
+    @property
+    def used(self) -> int:
+        """KV blocks of its model that are referenced."""
+        return self.rank.model.pool.used
+
+    async def idle(self) -> None:
+        """Nothing is under way, kept, fetched or referenced any more."""
+        engine, rank = self.engine, self.rank
+        await until(lambda: not (self.worker.under_way or engine.kept() or self.used or rank._fetching))
+        if engine._kv is not None:
+            await until(lambda: not self.kv.slots.used)
+            stats = engine.kv_stats()
+            assert (stats.held_offers, stats.held_blocks, stats.in_flight) == (0, 0, 0)
+        kept = rank._prompts, rank._kept, rank._to_fetch, rank._fetched, rank._answers._asked
+        assert not any(kept), kept
+
+
+@dataclass
+class Pair:
+    """Who computes prompts, and who answers."""
+
+    scene: Scene
+    prefill: Side
+    decode: Side
+    asked: dict[str, WorkItem] = field(default_factory=dict)
+
+    async def compute(self, name: str, prompt: list[int] = PROMPT, max_tokens: int = 6, **changes: Any) -> Prefilled:
+        """Have the prompt computed: where its KV is."""
+        await self.ask(name, prompt, max_tokens, **changes)
+        return await self.computed(name)
+
+    async def ask(self, name: str, prompt: list[int] = PROMPT, max_tokens: int = 6, **changes: Any) -> None:
+        item = work_item(
+            name, prompt, max_tokens, **{"stage": "prefill", "worker_epoch": self.prefill.epoch, **changes}
+        )
+        self.asked[name] = item
+        await self.scene.send(item, self.prefill.slot)
+
+    async def computed(self, name: str) -> Prefilled:
+        def said() -> list[Any]:
+            return [one for one in self.scene.progress(PrefillFinished) if one.request_id == name]
+
+        await until(said)
+        prefilled: Prefilled = said()[-1].prefilled
+        return prefilled
+
+    async def answer(self, name: str, prefilled: Prefilled | None, stage: Stage = "decode", **changes: Any) -> None:
+        """Have the decode worker answer with what was computed."""
+        fields = {"stage": stage, "worker_epoch": self.decode.epoch, "prefilled": prefilled, **changes}
+        await self.scene.send(msgspec.structs.replace(self.asked[name], **fields), self.decode.slot)
+
+    async def said(self, name: str) -> list[int]:
+        """What the client was told, once that is all."""
+        await until(lambda: self.ended(name))
+        assert self.ended(name).finish_reason == "length", self.ended(name)
+        return said_by(self.scene, name)
+
+    def ended(self, name: str) -> Any:
+        return next((end for end in self.scene.tokens(ResponseEnded) if end.request_id == name), None)
+
+    async def not_fetched(self, name: str) -> str:
+        """Why the KV could not be had."""
+
+        def lost() -> list[Any]:
+            return [one for one in self.scene.progress(TransferFailed) if one.request_id == name]
+
+        await until(lost)
+        error: str = lost()[-1].error
+        return error
+
+    async def failed(self, name: str) -> PrefillFailed:
+        def lost() -> list[Any]:
+            return [one for one in self.scene.progress(PrefillFailed) if one.request_id == name]
+
+        await until(lost)
+        last: PrefillFailed = lost()[-1]
+        return last
+
+    async def cancel(self, name: str, side: Side, attempt: int = 1) -> None:
+        order = WorkCancelled(request_id=name, attempt=attempt, owner_epoch=0, worker_epoch=side.epoch)
+        await self.scene.send(order, side.slot)
+
+    async def idle(self) -> None:
+        """Nothing is under way, kept, fetched or referenced any more, on either side."""
+        await self.prefill.idle()
+        await self.decode.idle()
+
+
+def said_by(scene: Scene, name: str) -> list[int]:
+    chunks = [chunk for event in scene.tokens(TokensEmitted) for chunk in event.chunks if chunk.request_id == name]
+    return [token for chunk in chunks for token in unpack_u32(chunk.token_ids)]
+
+
+def side(
+    scene: Scene, role: str, kv: KvSettings, speedup: float = 1000.0, name: str = "", dp_size: int = 1, **sizes: int
+) -> Side:
+    """A worker with a mock engine, not running."""
+    engine = MockEngine(engine_config(**sizes), dp_size=dp_size, speedup=speedup, kv=kv)
+    spec = scene.spec(dp_size, name or f"{role}-1", role=role, kv_blocks_total=sizes.get("kv_blocks_total", 64))
+    worker = Worker(
+        scene.log, scene.keeper, spec, engine, token=f"t-{spec.worker_id}", group=GROUP, partition=PARTITION
+    )
+    return Side(worker, engine, SLOTS[role])
+
+
+@asynccontextmanager
+async def serving(scene: Scene, one: Side) -> AsyncIterator[Side]:
+    token = f"t-{one.worker.spec.worker_id}"
+    async with scene.serving(one.worker, token, one.slot) as epoch:
+        one.epoch = epoch
+        yield one
+
+
+@asynccontextmanager
+async def pair_of(scene: Scene, prefill: Side, decode: Side) -> AsyncIterator[Pair]:
+    async with serving(scene, prefill), serving(scene, decode):
+        yield Pair(scene, prefill, decode)
+
+
+async def aggregated(
+    scene: Scene, name: str, prompt: list[int] = PROMPT, max_tokens: int = 6, **changes: Any
+) -> list[int]:
+    """What one worker says that does it all."""
+    async with serving(scene, side(scene, "aggregated", kv_settings(), name=f"one-{name}")) as one:
+        await scene.send(work_item(name, prompt, max_tokens, worker_epoch=one.epoch, **changes), one.slot)
+        await until(lambda: any(end.request_id == name for end in scene.progress(RequestFinished)))
+    return said_by(scene, name)

@@ -1,0 +1,191 @@
+"""Descriptors that are damaged, foreign or made to harm: refused, in the worker's terms, and no harm to the next."""
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from xxhash import xxh3_64_digest, xxh3_64_intdigest
+
+pytest.importorskip("numpy", reason="numpy is not installed")
+pytest.importorskip("nixl_cu12", reason="NIXL (nixl-cu12) is not installed")
+
+from forebay.events.base import hex_digest, pack_u32, pack_u64
+from forebay.events.transfer import Prefilled
+from forebay.workers.kv_transfer import nixl_peers
+from forebay.workers.kv_transfer.api import Kind
+from forebay.workers.kv_transfer.nixl_carrier import NixlCarrier
+from forebay.workers.kv_transfer.place import Place, encode_place, place_of, slots_of
+from forebay.workers.kv_transfer.transport import Transport
+from forebay.workers.nixl_agent import TransferError
+from tests.workers.conftest import until
+from tests.workers.kv_transfer.conftest import BLOCK_BYTES, have, transport
+from tests.workers.kv_transfer.peer import prefilled
+
+SUMS = pack_u64([11, 22, 33])
+PLACE = Place(
+    agent="p@7",
+    route=b"somewhere",
+    address=1 << 40,
+    slots=64,
+    block_bytes=BLOCK_BYTES,
+    blocks=pack_u32([5, 1, 63]),
+    word=3,
+    generation=77,
+    sums=SUMS,
+)
+
+
+def offered(place: Place = PLACE, **changes: Any) -> Prefilled:
+    said: dict[str, Any] = {
+        "worker_id": "p",
+        "worker_epoch": 7,
+        "model": "m",
+        "connector": "nixl",
+        "descriptor": encode_place(place),
+        "tokens": 3,
+        "lease_us": 1,
+        "checksum": hex_digest(xxh3_64_intdigest(SUMS)),
+        **changes,
+    }
+    return Prefilled(**said)
+
+
+def changed(**changes: Any) -> Prefilled:
+    return offered(msgspec.structs.replace(PLACE, **changes))
+
+
+def test_nixl_a_descriptor_says_what_was_offered() -> None:
+    place = place_of(offered(), "nixl", BLOCK_BYTES)
+    assert place == PLACE
+    assert slots_of(place).tolist() == [5, 1, 63]
+    assert place.count == 3
+
+
+@given(st.integers(0), st.integers(1, 255))
+def test_nixl_a_descriptor_in_which_anything_flipped_is_refused(where: int, mask: int) -> None:
+    descriptor = bytearray(offered().descriptor)
+    descriptor[where % len(descriptor)] ^= mask
+    with pytest.raises(TransferError, match="the descriptor of p is damaged") as caught:
+        place_of(offered(descriptor=bytes(descriptor)), "nixl", BLOCK_BYTES)
+    assert caught.value.reason == "refused"
+
+
+@given(st.binary(max_size=200))
+def test_nixl_garbage_is_refused_sealed_or_not(garbage: bytes) -> None:
+    for descriptor in (garbage, garbage + xxh3_64_digest(garbage)):
+        with pytest.raises(TransferError, match="the descriptor of p is"):
+            place_of(offered(descriptor=descriptor), "nixl", BLOCK_BYTES)
+
+
+@pytest.mark.parametrize(
+    ("bad", "text"),
+    [
+        (offered(connector="tcp"), "the blocks of p travel by tcp, this worker's by nixl"),
+        (offered(worker_id="q"), "the descriptor is of p@7, not of q@7"),
+        (offered(worker_epoch=8), "the descriptor is of p@7, not of p@8"),
+        (offered(checksum="0" * 16), "the checksums of p@7 are not those of 0000000000000000"),
+        (changed(sums=b""), "p@7 offers 3 blocks and 0 checksums"),
+        (changed(sums=SUMS[:16]), "p@7 offers 3 blocks and 2 checksums"),
+        (changed(block_bytes=512), "a block of p@7 has 512 bytes, one of this worker 4096"),
+        (changed(blocks=b""), "p@7 offers no list of blocks"),
+        (changed(blocks=b"12345"), "p@7 offers no list of blocks"),
+        (changed(blocks=pack_u32([5, 1, 64])), "p@7 offers a block beyond its 64"),
+        (changed(blocks=pack_u32([5, 1, (1 << 32) - 1])), "p@7 offers a block beyond its 64"),
+        (changed(address=(1 << 63) - 1), "p@7 cannot have 64 blocks of 4096 bytes|64 blocks of 4096 bytes at"),
+        (changed(slots=1 << 30), "the descriptor of p is none"),
+        (changed(word=4096), "the descriptor of p is none"),
+        (changed(generation=0), "the descriptor of p is none"),
+        (changed(agent=""), "the descriptor of p is none"),
+        (changed(route=b""), "the descriptor of p is none"),
+    ],
+)
+def test_nixl_what_cannot_be_is_refused_before_anybody_is_asked(bad: Prefilled, text: str) -> None:
+    with pytest.raises(TransferError, match=text) as caught:
+        place_of(bad, "nixl", BLOCK_BYTES)
+    assert caught.value.reason == "refused"
+
+
+async def test_nixl_a_place_made_to_harm_is_an_error_and_the_next_is_fetched() -> None:
+    async with (
+        transport("nixl", "p@1") as (holder, given_back),
+        transport("nixl", "d@1") as (reader, _),
+        transport("nixl", "f@1") as (stranger, _),
+    ):
+        good, strange = prefilled(holder, "a", [1, 2]), prefilled(stranger, "a", [1])
+        place, their_place = (place_of(one, "nixl", BLOCK_BYTES) for one in (good, strange))
+        for reason, changes in (
+            ("refused", {"route": b"garbage"}),
+            ("refused", {"route": their_place.route}),
+            ("refused", {"address": place.address + (1 << 30)}),
+            ("refused", {"slots": place.slots * 2}),
+            ("expired", {"word": place.word - 1}),
+            ("expired", {"generation": place.generation ^ 1}),
+        ):
+            descriptor = encode_place(msgspec.structs.replace(place, **changes))
+            with pytest.raises(TransferError, match="p@1") as caught:
+                await reader.fetch(msgspec.structs.replace(good, descriptor=descriptor), 0, [0, 3])
+            assert caught.value.reason == reason
+        assert reader.stats.failed == {"refused": 4, "expired": 2}
+        assert given_back == []
+        await reader.fetch(good, 0, [0, 3])
+        assert have(reader, [0, 3], [1, 2], seed=2)
+        await until(lambda: given_back == [("a", "fetched")])
+
+
+async def test_nixl_plain_sockets_give_no_other_blocks_than_those_offered() -> None:
+    async with transport("tcp", "p@2") as (holder, given_back), transport("tcp", "d@2") as (reader, _):
+        good = prefilled(holder, "a", [1, 2])
+        place = place_of(good, "tcp", BLOCK_BYTES)
+        for reason, changes in (
+            ("expired", {"blocks": pack_u32([1, 3])}),
+            ("expired", {"blocks": pack_u32([1, 2, 1])}),
+            ("expired", {"generation": place.generation ^ 1}),
+            ("refused", {"route": b"nowhere"}),
+            ("gone", {"route": b"127.0.0.1:1"}),
+        ):
+            bad = msgspec.structs.replace(place, **changes)
+            with pytest.raises(TransferError) as caught:
+                await reader.fetch(
+                    msgspec.structs.replace(good, descriptor=encode_place(bad)), 0, list(range(len(bad.blocks) // 4))
+                )
+            assert caught.value.reason == reason
+        await reader.fetch(good, 0, [0, 3])
+        assert have(reader, [0, 3], [1, 2], seed=2)
+        await until(lambda: given_back == [("a", "fetched")])
+
+
+async def test_nixl_a_worker_does_not_fetch_from_itself() -> None:
+    async with transport("nixl", "p@3") as (holder, _):
+        with pytest.raises(TransferError, match="the blocks are those of p@3 itself"):
+            await holder.fetch(prefilled(holder, "a", [1]), 0, [2])
+
+
+async def test_nixl_notifications_that_are_none_do_no_harm(kind: Kind) -> None:
+    async with transport(kind, "p@4") as (holder, given_back):
+        holder.offer("a", [1])
+        assert isinstance(holder, Transport)
+        carrier = holder._carrier
+        if isinstance(carrier, NixlCarrier):
+            for text in ("", "f", "x1", "f-1", "f1e9", "f٣", "f" + "9" * 1000, "f99"):
+                carrier._note(text)
+        else:
+            assert not holder._offers.end(99, "fetched")
+        assert holder.release("a")
+        assert given_back == [("a", "released")]
+
+
+async def test_nixl_the_holder_not_asked_for_longest_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl_peers, "PEERS_MAX", 2)
+    async with (
+        transport("nixl", "d@5") as (reader, _),
+        transport("nixl", "p@5") as (p, _),
+        transport("nixl", "q@5") as (q, _),
+        transport("nixl", "r@5") as (r, _),
+    ):
+        for turn, holder in enumerate((p, q, p, r, q, p, r)):
+            await reader.fetch(prefilled(holder, f"a{turn}", [turn + 9]), 0, [0])
+            assert have(reader, [0], [turn + 9], seed=2)
+        carrier = reader._carrier  # type: ignore[attr-defined]
+        assert list(carrier._thread._peers._known) == ["p@5", "r@5"]

@@ -1,0 +1,258 @@
+"""What is not whole is never believed, whoever dies, hangs or is late; and nobody waits for ever."""
+
+import asyncio
+import signal
+from typing import Any
+
+import msgspec
+import pytest
+
+pytest.importorskip("numpy", reason="numpy is not installed")
+pytest.importorskip("nixl_cu12", reason="NIXL (nixl-cu12) is not installed")
+
+from forebay.events.transfer import Prefilled
+from forebay.workers.kv_transfer import gate, nixl_reads
+from forebay.workers.kv_transfer.api import Kind
+from forebay.workers.kv_transfer.transport import Transport
+from forebay.workers.nixl_agent import TransferError
+from tests.workers.conftest import until
+from tests.workers.kv_transfer.conftest import BLOCK_BYTES, have, other, transport
+from tests.workers.kv_transfer.peer import prefilled, unpacked
+
+LARGE = 1 << 20  # of a block: more than the kernel keeps for a socket
+
+
+@pytest.fixture
+def by_socket(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> Kind:
+    """NIXL without shared memory, through which the data move without their owner."""
+    if kind == "nixl":
+        monkeypatch.setenv("UCX_TLS", "tcp")
+    return kind
+
+
+async def test_nixl_a_holder_that_died_is_an_error_at_once_and_its_next_life_is_read(kind: Kind) -> None:
+    async with transport(kind, "d@1") as (reader, _):
+        async with other(kind, "p@1") as holder:
+            await reader.fetch(await holder.offer("a", [1]), 0, [0])
+            offer = await holder.offer("b", [2])
+            await holder.kill()
+            for _ in range(2):
+                with pytest.raises(TransferError, match="p@1") as caught:
+                    await reader.fetch(offer, 0, [0])
+                assert caught.value.reason == "gone"
+        async with other(kind, "p@2") as holder:
+            await reader.fetch(await holder.offer("c", [3]), 0, [5])
+            assert have(reader, [5], [3])
+            with pytest.raises(TransferError, match="p@1"):
+                await reader.fetch(offer, 0, [0])
+        assert (reader.stats.fetched, reader.stats.failed) == (2, {"gone": 3})
+        assert reader.stats.quarantined_blocks == 0
+
+
+async def test_nixl_a_holder_that_was_never_reached_is_an_error(kind: Kind) -> None:
+    async with transport(kind, "d@3") as (reader, _):
+        async with other(kind, "p@3") as holder:
+            offer = await holder.offer("a", [1])
+            await holder.kill()
+        with pytest.raises(TransferError, match="p@3") as caught:
+            await reader.fetch(offer, 0, [0])
+        assert caught.value.reason == "gone"
+
+
+async def test_nixl_a_holder_that_dies_meanwhile_is_an_error_long_before_the_deadline(by_socket: Kind) -> None:
+    async with (
+        transport(by_socket, "d@4", block_bytes=LARGE, fetch_s=600.0) as (reader, _),
+        other(by_socket, "p@4", block_bytes=LARGE) as holder,
+    ):
+        await reader.fetch(await holder.offer("a", [1]), 0, [0])
+        offer = await holder.offer("b", range(64))
+        holder.signal(signal.SIGSTOP)
+        asked = asyncio.create_task(reader.fetch(offer, 0, range(64)))
+        await until(lambda: reader.stats.in_flight)
+        await holder.kill()
+        with pytest.raises(TransferError, match="p@4") as caught:
+            await asked
+        assert caught.value.reason == "gone"
+        assert (reader.stats.in_flight, reader.stats.quarantined_blocks) == (0, 0)
+
+
+async def test_nixl_a_holder_that_hangs_is_given_up_and_what_it_owes_is_kept_apart(by_socket: Kind) -> None:
+    async with (
+        transport(by_socket, "d@5", block_bytes=LARGE, fetch_s=2.0) as (reader, _),
+        other(by_socket, "p@5", block_bytes=LARGE) as hung,
+        other(by_socket, "q@5", block_bytes=LARGE) as well,
+    ):
+        await reader.fetch(await hung.offer("a", [1]), 0, [0])
+        offers = [await hung.offer(name, range(32)) for name in ("b", "c")]
+        hung.signal(signal.SIGSTOP)
+        with pytest.raises(TransferError, match="the blocks of p@5 did not come in 2 s") as caught:
+            await reader.fetch(offers[0], 0, range(32))
+        assert caught.value.reason == "deadline"
+        owed = reader.stats.quarantined_blocks
+        assert owed == (32 if by_socket == "nixl" else 0), "a socket that was closed writes nothing more"
+        if owed:
+            with pytest.raises(TransferError, match="p@5 owes an earlier read, and is asked no more"):
+                await reader.fetch(offers[1], 0, range(32))
+        for block in range(32):
+            reader.memory.view(block)[:] = 0x55
+        await reader.fetch(await well.offer("d", [7]), 0, [40])
+        assert have(reader, [40], [7]), "others are still read"
+        hung.signal(signal.SIGCONT)
+        await until(lambda: not reader.stats.quarantined_blocks)
+        assert all((reader.memory.view(block) == 0x55).all() for block in range(32)), "late bytes went elsewhere"
+        await reader.fetch(offers[1], 0, range(32))
+        assert have(reader, range(32), range(32)), "it has come back"
+
+
+async def test_nixl_a_holder_whose_readers_wait_too_long_for_their_turn_is_not_taken_for_silent(
+    kind: Kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gate.Gate.__init__, "__kwdefaults__", {"fetches_max": 0, "bytes_max": 0})
+    async with transport(kind, "p@13") as (holder, _), transport(kind, "d@13", fetch_s=0.2) as (reader, _):
+        assert isinstance(reader, Transport)
+        await reader.fetch(prefilled(holder, "a", [1]), 0, [0])
+        await reader._gate.enter(1)
+        with pytest.raises(TransferError, match="the blocks of p@13 did not come in"):
+            await reader.fetch(prefilled(holder, "b", [2]), 0, [0])
+        reader._gate.leave(1)
+        assert (reader.stats.quarantined_blocks, reader.stats.waiting) == (0, 0)
+        await reader.fetch(prefilled(holder, "c", [3]), 0, [0])
+        assert have(reader, [0], [3], seed=2)
+
+
+async def test_nixl_a_transport_closes_while_a_holder_hangs(by_socket: Kind) -> None:
+    async with (
+        transport(by_socket, "d@6", block_bytes=LARGE) as (reader, _),
+        other(by_socket, "p@6", block_bytes=LARGE) as hung,
+    ):
+        await reader.fetch(await hung.offer("a", [1]), 0, [0])
+        offer = await hung.offer("b", range(32))
+        hung.signal(signal.SIGSTOP)
+        asked = asyncio.create_task(reader.fetch(offer, 0, range(32)))
+        await until(lambda: reader.stats.in_flight)
+        await reader.close()
+        with pytest.raises(TransferError, match="the transport is closed") as caught:
+            await asked
+        assert caught.value.reason == "closed"
+
+
+async def test_nixl_what_nobody_fetches_is_given_back_when_its_lease_ends(kind: Kind) -> None:
+    async with transport(kind, "p@7", lease_s=0.05) as (holder, given_back), transport(kind, "d@7") as (reader, _):
+        offer = prefilled(holder, "a", [1])
+        holder.offer("b", [2])
+        await until(lambda: len(given_back) == 2)
+        assert given_back == [("a", "expired"), ("b", "expired")]
+        assert (holder.stats.held_offers, holder.stats.given_back) == (0, {"expired": 2})
+        with pytest.raises(TransferError, match="p@7 holds these blocks no longer") as caught:
+            await reader.fetch(offer, 0, [0])
+        assert caught.value.reason == "expired"
+        reader.drop(offer)
+        await until(lambda: not holder.stats.held_offers)
+        holder.offer("c", [1])
+        await until(lambda: len(given_back) == 3)
+
+
+async def test_nixl_a_reader_that_dies_leaves_its_blocks_to_the_lease(kind: Kind) -> None:
+    async with transport(kind, "p@8", lease_s=1.0) as (holder, given_back), transport(kind, "d@8") as (reader, _):
+        async with other(kind, "e@8") as far:
+            assert await far.fetch(prefilled(holder, "a", [1]), [0]) == "done"
+            await until(lambda: given_back == [("a", "fetched")])
+            holder.offer("b", [2])
+            await far.kill()
+        await reader.fetch(prefilled(holder, "c", [3]), 0, [0])
+        assert have(reader, [0], [3], seed=2), "others are served"
+        await until(lambda: ("b", "expired") in given_back)
+        assert ("c", "fetched") in given_back
+
+
+@pytest.mark.parametrize("block_bytes", [64 << 10, 1 << 20])
+async def test_nixl_blocks_that_were_reused_meanwhile_are_never_believed(kind: Kind, block_bytes: int) -> None:
+    """Leases end when a read may just have ended; the holder writes over what it gets back, as an engine would."""
+    failed = fetched = 0
+    lease_s = 0.004
+    async with (
+        other(kind, "p@9", block_bytes=block_bytes, blocks=16) as holder,
+        transport(kind, "d@9", block_bytes=block_bytes, blocks=16) as (reader, _),
+    ):
+        for version in range(1, 200):
+            offer = unpacked(await holder.ask(f"race {version} {lease_s}"), Prefilled)
+            try:
+                await reader.fetch(offer, 0, range(16))
+            except TransferError as error:
+                assert error.reason == "expired"
+                failed += 1
+                lease_s *= 1.3
+            else:
+                fetched += 1
+                lease_s /= 1.3
+                assert all((reader.memory.view(block) == version).all() for block in range(16))
+            if min(failed, fetched) >= 10:
+                break
+        assert failed + fetched == reader.stats.failed.get("expired", 0) + reader.stats.fetched
+        assert min(failed, fetched) >= 10, "the race was not driven"
+
+
+async def test_nixl_a_lease_that_ends_between_the_data_and_the_word_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with transport("nixl", "p@10") as (holder, _), transport("nixl", "d@10") as (reader, _):
+        offer = prefilled(holder, "a", [1])
+        posted: list[int] = []
+        honest, loop = nixl_reads._transfer, asyncio.get_running_loop()
+
+        def late(*lists: Any) -> Any:
+            if posted:  # the word comes after the data
+                done = asyncio.run_coroutine_threadsafe(release(), loop)
+                done.result()
+            posted.append(len(lists[2]))
+            yield from honest(*lists)
+
+        async def release() -> None:
+            assert holder.release("a")
+            holder.memory.view(1)[:] = 0xEE
+
+        monkeypatch.setattr(nixl_reads, "_transfer", late)
+        with pytest.raises(TransferError, match="p@10 holds these blocks no longer"):
+            await reader.fetch(offer, 0, [0])
+        assert posted == [1, 1]
+
+
+async def test_nixl_spare_slots_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    async with (
+        transport("nixl", "d@11", block_bytes=LARGE, blocks=32, fetch_s=1.0) as (reader, _),
+        other("nixl", "p@11", block_bytes=LARGE) as hung,
+        other("nixl", "q@11", block_bytes=LARGE) as well,
+    ):
+        await reader.fetch(await hung.offer("a", [1]), 0, [0])
+        offer = await hung.offer("b", range(24))
+        hung.signal(signal.SIGSTOP)
+        with pytest.raises(TransferError, match="did not come"):
+            await reader.fetch(offer, 0, range(24))
+        fits, too_many = await well.offer("c", range(8)), await well.offer("d", range(9))
+        with pytest.raises(TransferError, match="24 blocks are kept for transfers that do not end") as caught:
+            await reader.fetch(too_many, 0, range(9))
+        assert caught.value.reason == "full"
+        await reader.fetch(fits, 0, range(8))
+        assert have(reader, range(8), range(8))
+        hung.signal(signal.SIGKILL)
+        await until(lambda: not reader.stats.quarantined_blocks)
+        await reader.fetch(too_many, 0, range(9))
+        assert have(reader, range(9), range(9)), "the dead write no more: there is room again"
+
+
+async def test_nixl_one_block_is_not_for_two(kind: Kind) -> None:
+    async with transport(kind, "p@12") as (holder, _), transport(kind, "d@12") as (reader, _):
+        offer = prefilled(holder, "a", [1, 2])
+        for first, into, text in (
+            (0, [3, 3], "two blocks cannot be fetched into one"),
+            (0, [3], "p@12 offers 2 blocks; those from 0 on do not go into 1"),
+            (3, [], "p@12 offers 2 blocks; those from 3 on"),
+            (-1, [1, 2, 3], "p@12 offers 2 blocks; those from -1 on"),
+            (0, [3, 64], "there are blocks 0 to 63 here"),
+        ):
+            with pytest.raises(TransferError, match=text) as caught:
+                await reader.fetch(offer, first, into)
+            assert caught.value.reason == "refused"
+        longer = msgspec.structs.replace(offer, worker_epoch=13)
+        with pytest.raises(TransferError, match="the descriptor is of p@12, not of p@13"):
+            await reader.fetch(longer, 0, [1, 2])
+        assert holder.stats.held_blocks * BLOCK_BYTES == 2 * BLOCK_BYTES

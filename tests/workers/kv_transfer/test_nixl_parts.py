@@ -1,0 +1,190 @@
+"""The parts that a transfer by NIXL or sockets has in common: room for fetches, and memory with spare slots."""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+np = pytest.importorskip("numpy", reason="numpy is not installed")
+
+from forebay.workers.engine import EngineError  # noqa: E402 - numpy first
+from forebay.workers.kv_transfer import gate, nixl_thread, offers  # noqa: E402
+from forebay.workers.kv_transfer.api import GivenBack, Stats  # noqa: E402
+from forebay.workers.kv_transfer.gate import Gate  # noqa: E402
+from forebay.workers.kv_transfer.memory import Arena, words_offset  # noqa: E402
+from forebay.workers.kv_transfer.transport import open_transport  # noqa: E402
+from forebay.workers.nixl_agent import TransferError  # noqa: E402
+
+FETCHES, BYTES = 3, 100
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["enter", "leave", "cancel"]), st.integers(0, 150)), max_size=60))
+def test_nixl_room_is_bounded_in_turn_and_never_lost(acts: list[tuple[str, int]]) -> None:
+    async def run() -> None:
+        stats = Stats()
+        room = Gate(stats, fetches_max=FETCHES, bytes_max=BYTES)
+        inside: list[tuple[int, int]] = []
+        waiting: deque[tuple[int, asyncio.Task[None]]] = deque()
+
+        async def enter(number: int, size: int) -> None:
+            await room.enter(size)
+            inside.append((number, size))
+
+        for number, (act, value) in enumerate(acts):
+            if act == "enter":
+                waiting.append((number, asyncio.create_task(enter(number, value))))
+            elif act == "leave" and inside:
+                room.leave(inside.pop(value % len(inside))[1])
+            elif act == "cancel" and waiting:
+                waiting[value % len(waiting)][1].cancel()
+                if value % 2 and inside:  # its turn may come before it hears of that
+                    room.leave(inside.pop()[1])
+            for _ in range(4):
+                await asyncio.sleep(0)
+            waiting = deque((n, task) for n, task in waiting if not task.done())
+            assert stats.in_flight == len(inside) <= FETCHES
+            assert stats.in_flight_bytes == sum(size for _, size in inside)
+            assert stats.in_flight_bytes <= BYTES or len(inside) == 1, "a large one goes alone"
+            assert stats.waiting == len(waiting)
+            assert inside or not waiting
+            assert not waiting or all(n < waiting[0][0] for n, _ in inside), "first come, first served"
+        while inside:
+            room.leave(inside.pop()[1])
+            for _ in range(4):
+                await asyncio.sleep(0)
+        assert (stats.in_flight, stats.in_flight_bytes, stats.waiting) == (0, 0, 0)
+
+    asyncio.run(run())
+
+
+async def test_nixl_too_many_waiting_fetches_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate, "WAITING_MAX", 2)
+    room = Gate(Stats(), fetches_max=1)
+    await room.enter(1)
+    tasks = [asyncio.create_task(room.enter(1)) for _ in range(2)]
+    await asyncio.sleep(0)
+    with pytest.raises(TransferError, match="2 fetches wait already") as caught:
+        await room.enter(1)
+    assert caught.value.reason == "full"
+    for task in tasks:
+        room.leave(1)
+        await task
+
+
+@given(st.data())
+def test_nixl_no_two_blocks_ever_share_memory(data: st.DataObject) -> None:
+    blocks = data.draw(st.integers(1, 12))
+    arena = Arena(blocks, 16)
+    apart: list[Any] = []
+    for number in range(data.draw(st.integers(0, 20))):
+        chosen = arena.numbers(
+            data.draw(st.lists(st.integers(0, blocks - 1), min_size=1, max_size=blocks, unique=True))
+        )
+        try:
+            arena.promise(len(chosen))
+        except TransferError as error:
+            assert error.reason == "full"
+            assert sum(map(len, apart)) + len(chosen) > blocks
+            if apart:
+                arena.give_back(apart.pop(0))
+            continue
+        apart.append(arena.set_apart(chosen))
+        arena.unpromise(len(chosen))
+        slots = [*arena.slots_of(arena.numbers(range(blocks))).tolist(), *(s for kept in apart for s in kept.tolist())]
+        assert len(slots) == len(set(slots))
+        for block in range(blocks):
+            arena.view(block)[:] = number
+        assert all((arena.view(block) == number).all() for block in range(blocks))
+
+
+def test_nixl_a_block_is_named_once_or_told() -> None:
+    arena = Arena(10, 16)
+    assert arena.distinct(arena.numbers([]))
+    assert arena.distinct(arena.numbers([3, 9, 0]))
+    assert not arena.distinct(arena.numbers([3, 9, 3]))
+    assert arena.distinct(arena.numbers([9, 3]))
+
+
+def test_nixl_generation_words_lie_behind_the_slots() -> None:
+    arena = Arena(3, 100)
+    arena.words[0] = arena.scratch[-1] = (1 << 64) - 1
+    assert not any(arena.row(slot).any() for slot in range(6))
+    assert arena.words.ctypes.data == arena.address + words_offset(6, 100)
+    assert words_offset(6, 100) % 4096 == 0
+    assert arena.address + arena.bytes == arena.scratch.ctypes.data + arena.scratch.nbytes
+
+
+@pytest.mark.parametrize(("blocks", "block_bytes"), [(0, 16), (1, 0), (1 << 20, 1), (1 << 19, 1 << 45)])
+async def test_nixl_memory_that_cannot_be_is_told_at_the_start(blocks: int, block_bytes: int) -> None:
+    with pytest.raises(EngineError, match=f"{blocks}|{2 * blocks} KV blocks of {block_bytes} bytes"):
+        await open_transport("nixl", name="p@1", blocks=blocks, block_bytes=block_bytes, on_given_back=lambda *_: None)
+
+
+async def test_nixl_that_is_not_installed_is_told_and_nothing_else_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "nixl_cu12", None)
+    with pytest.raises(EngineError, match="KV blocks travel by NIXL, which cannot be imported"):
+        await open_transport("nixl", name="p@1", blocks=1, block_bytes=16, on_given_back=lambda *_: None)
+
+
+async def test_nixl_that_does_not_start_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(name: str) -> None:
+        raise RuntimeError(f"no device for {name}")
+
+    monkeypatch.setattr(nixl_thread, "open_agent", broken)
+    with pytest.raises(EngineError, match="NIXL does not start: no device for p@1"):
+        await open_transport("nixl", name="p@1", blocks=1, block_bytes=16, on_given_back=lambda *_: None)
+
+
+async def test_nixl_sockets_that_cannot_listen_are_told() -> None:
+    with pytest.raises(OSError, match="assign requested address"):
+        await open_transport(
+            "tcp", name="p@1", blocks=1, block_bytes=16, host="192.0.2.1", on_given_back=lambda *_: None
+        )
+
+
+class Clock:
+    """As much of an event loop as leases need; its time goes on when told."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self._due: list[tuple[float, Callable[[], None]]] = []
+
+    def time(self) -> float:
+        return self.now_s
+
+    def call_at(self, when_s: float, act: Callable[[], None]) -> SimpleNamespace:
+        entry = (when_s, act)
+        self._due.append(entry)
+        return SimpleNamespace(cancel=lambda: self._due.remove(entry))
+
+    def until(self, now_s: float) -> None:
+        self.now_s = now_s
+        due = [entry for entry in self._due if entry[0] <= now_s]
+        self._due = [entry for entry in self._due if entry not in due]
+        for _, act in due:
+            act()
+
+
+def test_nixl_each_lease_ends_at_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    given_back: list[tuple[str, GivenBack]] = []
+    monkeypatch.setattr(offers, "asyncio", SimpleNamespace(get_running_loop=lambda: clock))
+    arena = Arena(4, 64)
+    held = offers.Offers(arena, Stats(), 1.0, lambda name, why: given_back.append((name, why)))
+    for number, name in enumerate("abc"):
+        clock.until(number * 0.4)
+        held.add(name, [number], agent="p@1", route=b"x", checksum=False)
+    for now_s, gone in ((0.99, 0), (1.0, 1), (1.39, 1), (1.4, 2), (1.79, 2)):
+        clock.until(now_s)
+        assert given_back == [(name, "expired") for name in "abc"[:gone]]
+        assert int((arena.words != 0).sum()) == len(held) == 3 - gone
+    assert held.release("c")
+    clock.until(9.0)
+    assert given_back[-1] == ("c", "released")
+    assert not arena.words.any()

@@ -1,0 +1,218 @@
+"""KV blocks from worker to worker, by NIXL and by plain sockets: what arrives, what is given back, what is bounded."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("numpy", reason="numpy is not installed")
+pytest.importorskip("nixl_cu12", reason="NIXL (nixl-cu12) is not installed")
+
+from forebay.workers.kv_transfer import gate
+from forebay.workers.kv_transfer.api import Kind
+from forebay.workers.kv_transfer.transport import Transport
+from forebay.workers.nixl_agent import TransferError
+from tests.workers.conftest import until
+from tests.workers.kv_transfer.conftest import BLOCK_BYTES, BLOCKS, have, other, transport
+from tests.workers.kv_transfer.peer import prefilled
+
+
+async def test_nixl_scattered_blocks_arrive_and_are_given_back(kind: Kind) -> None:
+    async with other(kind, "p@1") as holder, transport(kind, "d@1") as (reader, _):
+        blocks, into = [7, 3, 60, 4, 5, 0], [1, 50, 2, 49, 3, 63]
+        fetched = await reader.fetch(await holder.offer("a", blocks), 0, into)
+        assert (fetched.bytes, fetched.blocks, fetched.retries) == (6 * BLOCK_BYTES, 6, 0)
+        assert have(reader, into, blocks)
+        assert have(reader, [0, 4, 48], [0, 4, 48], seed=2), "nothing else was written to"
+        await holder.gave_back("fetched", 1)
+        stats, _ = await holder.stats()
+        assert (stats.offered, stats.held_offers, stats.held_blocks) == (1, 0, 0)
+        assert (reader.stats.bytes, reader.stats.blocks, reader.stats.fetched) == (6 * BLOCK_BYTES, 6, 1)
+        assert reader.stats.read_us >= fetched.us > 0
+
+
+def test_nixl_any_list_arrives_from_any_block_on(kind: Kind) -> None:
+    lists = st.lists(st.integers(0, BLOCKS - 1), min_size=1, max_size=BLOCKS, unique=True)
+    with asyncio.Runner() as runner:
+        holding, reading = transport(kind, "p@2", blocks=BLOCKS), transport(kind, "d@2", blocks=BLOCKS)
+        holder, given_back = runner.run(holding.__aenter__())
+        reader, _ = runner.run(reading.__aenter__())
+
+        async def move(blocks: list[int], into: list[int], first: int, checksum: bool) -> None:
+            for block in range(BLOCKS):
+                reader.memory.view(block)[:] = 0
+            given_back.clear()
+            offer = prefilled(holder, "a", blocks, checksum=checksum)
+            await reader.fetch(offer, first, into[: len(blocks) - first])
+            assert have(reader, into[: len(blocks) - first], blocks[first:], seed=2)
+            untouched = set(range(BLOCKS)) - set(into[: len(blocks) - first])
+            assert not any(reader.memory.view(block).any() for block in untouched)
+            await until(lambda: given_back == [("a", "fetched")])
+
+        @settings(max_examples=60, deadline=None)
+        @given(lists, st.permutations(range(BLOCKS)), st.integers(0, BLOCKS), st.booleans())
+        def any_list(blocks: list[int], into: list[int], first: int, checksum: bool) -> None:
+            runner.run(move(blocks, into, min(first, len(blocks)), checksum))
+
+        any_list()
+        runner.run(reading.__aexit__(None, None, None))
+        runner.run(holding.__aexit__(None, None, None))
+
+
+async def test_nixl_two_readers_have_two_holders(kind: Kind) -> None:
+    async with (
+        other(kind, "p@3") as one,
+        other(kind, "q@3") as two,
+        other(kind, "e@3") as far,
+        transport(kind, "d@3") as (reader, _),
+    ):
+        for turn in range(3):
+            mine = [await holder.offer(f"m{turn}", range(20)) for holder in (one, two)]
+            theirs = [await holder.offer(f"t{turn}", range(20)) for holder in (one, two)]
+            answers = await asyncio.gather(
+                *(reader.fetch(offer, 0, range(30 * n, 30 * n + 20)) for n, offer in enumerate(mine)),
+                far.fetch(theirs[0], range(20)),
+            )
+            assert await far.fetch(theirs[1], range(20, 40)) == answers[2] == "done"
+            assert have(reader, range(20), range(20))
+            assert have(reader, range(30, 50), range(20))
+        for holder in (one, two):
+            await holder.gave_back("fetched", 6)
+
+
+async def test_nixl_a_corrupt_block_is_read_again_and_counted(kind: Kind) -> None:
+    async with other(kind, "p@4") as holder, transport(kind, "d@4") as (reader, _):
+        offer = await holder.offer("a", [3, 4, 5], checksum=True)
+        await holder.ask("spoil 4")
+        with pytest.raises(TransferError, match="1 blocks of p@4 have other checksums than those offered") as caught:
+            await reader.fetch(offer, 0, [0, 1, 2])
+        assert caught.value.reason == "corrupt"
+        assert (reader.stats.corrupt, reader.stats.retries, reader.stats.failed) == (3, 2, {"corrupt": 1})
+        assert (await holder.stats())[0].held_offers == 1, "it may be fetched once more"
+        fetched = await reader.fetch(offer, 2, [9])
+        assert fetched.retries == 0, "the part that is well is had"
+        assert have(reader, [9], [5])
+
+
+async def test_nixl_a_block_that_was_corrupt_for_once_costs_a_retry(
+    kind: Kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with transport(kind, "p@5") as (holder, given_back), transport(kind, "d@5") as (reader, _):
+        assert isinstance(reader, Transport)
+        honest = reader._wrong
+        asked: list[int] = []
+
+        def flipped(slots: Any, sums: Any) -> list[int]:
+            if not asked:
+                reader.memory.view(1)[0] ^= 1  # as if a bit had flipped on the way
+            asked.append(len(sums))
+            return honest(slots, sums)
+
+        monkeypatch.setattr(reader, "_wrong", flipped)
+        fetched = await reader.fetch(prefilled(holder, "a", [5, 6, 7], checksum=True), 0, [0, 1, 2])
+        assert (fetched.retries, asked) == (1, [3, 1]), "only what was wrong is read again"
+        assert have(reader, [0, 1, 2], [5, 6, 7], seed=2)
+        await until(lambda: given_back == [("a", "fetched")])
+
+
+async def test_nixl_fetches_are_bounded_and_in_turn(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate.Gate.__init__, "__kwdefaults__", {"fetches_max": 3, "bytes_max": 6 * BLOCK_BYTES})
+    async with transport(kind, "p@6", blocks=256) as (holder, _), transport(kind, "d@6", blocks=256) as (reader, _):
+        offers = [prefilled(holder, str(n), range(4 * n, 4 * n + 4)) for n in range(40)]
+        most, order = [0, 0, 0], []
+
+        async def fetch(number: int) -> None:
+            await reader.fetch(offers[number], 0, range(4 * number, 4 * number + 4))
+            order.append(number)
+
+        def seen() -> bool:
+            stats = reader.stats
+            most[:] = map(max, most, (stats.in_flight, stats.in_flight_bytes, stats.waiting))
+            return len(order) == 40
+
+        tasks = [asyncio.create_task(fetch(number)) for number in range(40)]
+        await until(seen)
+        await asyncio.gather(*tasks)
+        assert most[0] <= 3
+        assert most[1] <= 6 * BLOCK_BYTES
+        assert most[2] >= 30
+        assert order == list(range(40)), "one at a time fits here, so they end in turn"
+        assert (reader.stats.in_flight, reader.stats.in_flight_bytes, reader.stats.waiting) == (0, 0, 0)
+        assert have(reader, range(160), range(160), seed=2)
+
+
+async def test_nixl_who_leaves_gets_its_slots_back_and_nobody_writes_to_them(kind: Kind) -> None:
+    size = 1 << 20
+    async with (
+        other(kind, "p@7", block_bytes=size) as holder,
+        transport(kind, "d@7", block_bytes=size) as (reader, _),
+    ):
+        offer = await holder.offer("a", range(64))
+        asked = asyncio.create_task(reader.fetch(offer, 0, range(64)))
+        await until(lambda: reader.stats.in_flight)
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        for block in range(64):
+            reader.memory.view(block)[:] = 0x55
+        await until(lambda: not reader.stats.quarantined_blocks)
+        assert all((reader.memory.view(block) == 0x55).all() for block in range(64))
+        assert reader.stats.cancelled == 1
+        await reader.fetch(offer, 0, range(64))
+        assert have(reader, range(64), range(64)), "it was still held"
+
+
+async def test_nixl_a_holder_hears_that_nobody_will_fetch(kind: Kind) -> None:
+    async with transport(kind, "p@8") as (holder, given_back), transport(kind, "d@8") as (reader, _):
+        dropped, kept = prefilled(holder, "a", [1]), prefilled(holder, "b", [2])
+        reader.drop(dropped)
+        await until(lambda: given_back == [("a", "released")])
+        assert holder.release("b")
+        assert not holder.release("b")
+        with pytest.raises(TransferError, match="p@8 holds these blocks no longer") as caught:
+            await reader.fetch(kept, 0, [0])
+        assert caught.value.reason == "expired"
+        assert holder.stats.given_back == {"released": 2}
+
+
+async def test_nixl_offers_are_checked_and_bounded(kind: Kind) -> None:
+    async with transport(kind, "p@9", blocks=8) as (holder, given_back):
+        holder.offer("a", [1, 2])
+        for request_id, blocks, text in (
+            ("a", [3], "blocks of a are offered already"),
+            ("b", [], "b has no blocks to offer"),
+            ("b", [8], "there are blocks 0 to 7 here"),
+            ("b", [-1], "there are blocks 0 to 7 here"),
+            ("b", [0] * 70_000, "70000 blocks do not fit into a descriptor"),
+        ):
+            with pytest.raises(TransferError, match=text):
+                holder.offer(request_id, blocks)
+        for number in range(4095):
+            holder.offer(f"n{number}", [number % 8])
+        with pytest.raises(TransferError, match="4096 offers wait for readers already"):
+            holder.offer("b", [1])
+        assert holder.release("a")
+        holder.offer("b", [1])
+        assert (holder.stats.held_offers, holder.stats.held_blocks) == (4096, 4096)
+        assert given_back == [("a", "released")]
+        for block in (-1, 8):
+            with pytest.raises(IndexError):
+                holder.memory.view(block)
+
+
+async def test_nixl_a_closed_transport_does_nothing_and_has_given_back(kind: Kind) -> None:
+    async with transport(kind, "p@10") as (holder, given_back), transport(kind, "d@10") as (reader, _):
+        offer = prefilled(holder, "a", [1])
+        await holder.close()
+        assert given_back == [("a", "released")]
+        with pytest.raises(TransferError, match="p@10"):
+            await reader.fetch(offer, 0, [0])
+        with pytest.raises(TransferError, match="the transport is closed"):
+            holder.offer("b", [1])
+        await reader.close()
+        with pytest.raises(TransferError, match="the transport is closed") as caught:
+            await reader.fetch(offer, 0, [0])
+        assert caught.value.reason == "closed"
+        reader.drop(offer)

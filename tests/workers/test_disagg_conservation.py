@@ -1,0 +1,205 @@
+"""Whatever happens to requests at a prefill and a decode engine: each ends once, and everything is given back."""
+
+import asyncio
+from collections import Counter
+from typing import Any
+
+import msgspec
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from xxhash import xxh3_64_intdigest
+
+from forebay.core.engine_sequence import speech
+from forebay.events.base import unpack_u32
+from forebay.events.control import Command, Role
+from forebay.events.fleet import WorkerSpec
+from forebay.events.transfer import Prefilled
+from forebay.events.work import WorkItem
+from forebay.workers.engine import EngineBatch
+from forebay.workers.mock_engine import MockEngine
+from tests.workers.conftest import VOCABULARY, engine_config, until, work_item
+from tests.workers.disagg import kv_settings
+
+PROMPTS = ([1], [1, 2, 3, 4], list(range(8)), list(range(11)), [*range(8), 70, 71, 72], list(range(50, 70)))
+BLOCKS = 12  # the longest prompt takes five, and two for its answer: not all find room at once
+MAX_TOKENS = 7
+
+prompts = st.sampled_from(PROMPTS)
+sides = st.sampled_from(["prefill", "decode"])
+which = st.integers(0, 9)  # of those that are there
+operations = st.one_of(
+    st.tuples(st.just("compute"), prompts),
+    st.tuples(st.just("answer"), which),
+    st.tuples(st.just("cancel"), sides, which),
+    st.tuples(st.just("release"), which),
+    st.tuples(st.just("wait"), st.integers(0, 4)),
+    st.tuples(st.just("command"), sides, st.sampled_from(["sleep", "wake_up", "pause", "resume"])),
+    st.tuples(st.just("reset"), sides),
+)
+
+
+class Half:
+    """One engine, as its worker treats it: an id is under way at most once."""
+
+    def __init__(self, role: Role, run: "Run") -> None:
+        config = engine_config(kv_blocks_total=BLOCKS)
+        self.engine = MockEngine(config, speedup=1e5, kv=kv_settings(transport="tcp", lease_s=60.0))
+        self.spec = WorkerSpec(
+            worker_id=role, model="m", role=role, block_size=4, kv_blocks_total=BLOCKS, max_num_seqs=8,
+            max_num_batched_tokens=64,
+        )  # fmt: skip
+        self.epoch = 0
+        self.under_way: dict[str, WorkItem] = {}
+        self._run = run
+
+    async def serve(self) -> None:
+        await self.engine.start(self.spec)
+        await self.engine.run(lambda batch: self._run.heard(self, batch))
+
+    def submit(self, item: WorkItem) -> None:
+        self.under_way[item.request_id] = item
+        self.engine.submit(item)
+
+    def cancel(self, name: str) -> None:
+        self.under_way.pop(name, None)
+        self.engine.cancel(name)
+
+    def reset(self) -> None:
+        self.epoch += 1
+        self.under_way.clear()
+        self.engine.reset()
+
+    async def idle(self) -> None:
+        engine, rank = self.engine, self.engine._ranks[0]
+        await until(lambda: not (engine.kept() or rank.model.pool.used or rank._fetching or engine._ending))
+        held = rank._prompts, rank._kept, rank._to_fetch, rank._fetched, rank._answers._asked, engine._held
+        assert not any(held), held
+        assert engine._kv is None or not engine._kv.slots.used
+        stats = engine.kv_stats()
+        assert (stats.held_offers, stats.held_blocks, stats.in_flight, stats.waiting) == (0, 0, 0, 0)
+        assert stats.offered == sum(stats.given_back.values())
+
+
+class Run:
+    """Both, and what came of what."""
+
+    def __init__(self) -> None:
+        self.prefill, self.decode = Half("prefill", self), Half("decode", self)
+        self.made: list[str] = []
+        self.kept: dict[str, tuple[WorkItem, Prefilled]] = {}
+        self.expected: Counter[str] = Counter()  # answers that were not given up
+        self.ends: Counter[str] = Counter()
+        self.said: dict[str, list[int]] = {}
+
+    def heard(self, half: Half, batch: EngineBatch) -> None:
+        for one in batch.emitted:
+            if one.request_id in half.under_way:
+                self.said.setdefault(one.request_id, []).extend(unpack_u32(one.token_ids))
+        for prompt in batch.prefilled:
+            if prompt.request_id in half.under_way:
+                self.kept[prompt.request_id] = half.under_way.pop(prompt.request_id), prompt.prefilled
+            else:
+                half.engine.release(prompt.request_id)  # as a worker does
+        ended = [end.request_id for end in batch.finished]
+        ended += [end.request_id for end in batch.failed]
+        ended += [end.request_id for end in batch.not_fetched]
+        for name in ended:
+            self.ends[name] += half.under_way.pop(name, None) is not None
+        for end in batch.finished:
+            right = speech(xxh3_64_intdigest(self.token_ids(end.request_id), 0), 0, MAX_TOKENS, VOCABULARY)
+            if end.request_id in self.expected:
+                assert self.said[end.request_id] == right
+
+    def token_ids(self, name: str) -> bytes:
+        return work_item(name, PROMPTS[int(name.partition(".")[0])], 1).token_ids
+
+    def compute(self, prompt: list[int]) -> None:
+        name = f"{PROMPTS.index(prompt)}.{len(self.made)}"
+        self.made.append(name)
+        self.prefill.submit(work_item(name, prompt, MAX_TOKENS, stage="prefill", worker_epoch=self.prefill.epoch))
+
+    def answer(self, number: int) -> None:
+        if (name := _nth(list(self.kept), number)) is not None:
+            item, prefilled = self.kept.pop(name)
+            self.expected[name] += 1
+            fields = {"stage": "decode", "worker_epoch": self.decode.epoch, "prefilled": prefilled}
+            self.decode.submit(msgspec.structs.replace(item, **fields))
+
+    def cancel(self, half: Half, number: int) -> None:
+        kept = list(self.kept) if half is self.prefill else []
+        if (name := _nth([*half.under_way, *kept], number)) is not None:
+            self.kept.pop(name, None)
+            del self.expected[name]
+            half.cancel(name)
+
+    def reset(self, half: Half) -> None:
+        if half is self.prefill:
+            self.kept.clear()
+        for name in half.under_way:
+            del self.expected[name]
+        half.reset()
+
+    async def act(self, operation: tuple[Any, ...]) -> None:
+        half = self.prefill if "prefill" in operation else self.decode
+        match operation:
+            case ("compute", prompt):
+                self.compute(prompt)
+            case ("answer", number):
+                self.answer(number)
+            case ("cancel", _, number):
+                self.cancel(half, number)
+            case ("release", number) if (name := _nth(list(self.kept), number)) is not None:
+                del self.kept[name]
+                self.prefill.engine.release(name)
+            case ("wait", moments):
+                for _ in range(moments * 3):  # whatever is ready by then
+                    await asyncio.sleep(0)
+            case ("command", _, action):
+                await half.engine.command(Command(action=action))
+            case ("reset", _):
+                self.reset(half)
+
+    async def end(self) -> None:
+        """Let everything go its way, and see that nothing is left of it."""
+        for half in (self.prefill, self.decode):
+            for action in ("wake_up", "resume"):
+                await half.engine.command(Command(action=action))
+        # Prompts may wait for the room of what is kept.
+        await until(self._over)
+        await self.prefill.idle()
+        await self.decode.idle()
+        assert +self.expected == Counter({name: self.ends[name] for name in self.expected})
+
+    def _over(self) -> bool:
+        """What is kept is fetched, or given back where its reader is gone and could not tell: else its lease would."""
+        self.answer(0)
+        for name in self.made:
+            if name not in self.kept and name not in self.prefill.under_way and name not in self.decode.under_way:
+                self.prefill.engine.release(name)
+        return not (self.prefill.under_way or self.kept or self.decode.under_way)
+
+
+def _nth(found: list[str], number: int) -> str | None:
+    return found[number % len(found)] if found else None
+
+
+@given(st.lists(operations, min_size=1, max_size=40))
+@settings(deadline=None)
+def test_disagg_requests_end_once_and_everything_is_given_back(drawn: list[tuple[Any, ...]]) -> None:
+    async def scenario() -> None:
+        run = Run()
+        serving = [asyncio.create_task(half.serve()) for half in (run.prefill, run.decode)]
+        try:
+            for operation in drawn:
+                await run.act(operation)
+                await asyncio.sleep(0)
+            await run.end()
+        finally:
+            for task in serving:
+                task.cancel()
+            ended = await asyncio.gather(*serving, return_exceptions=True)
+            for half in (run.prefill, run.decode):
+                await half.engine.stop()
+        assert all(isinstance(one, asyncio.CancelledError) for one in ended), ended
+
+    asyncio.run(scenario())

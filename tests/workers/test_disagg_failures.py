@@ -1,0 +1,305 @@
+"""Holders that die, leases that end, requests given up at every stage, epochs lost: nothing hangs, nothing is lost."""
+
+import asyncio
+import signal
+from functools import partial
+from typing import Any
+
+import pytest
+
+from forebay.events.control import Command
+from forebay.events.fleet import WorkerDraining, WorkerLost
+from forebay.events.progress import PrefillFinished
+from forebay.events.tokens import ResponseEnded
+from forebay.events.topics import FLEET
+from forebay.workers import mock_kv
+from forebay.workers.kv_transfer.transport import open_transport
+from tests.workers.conftest import PARTITION, Scene, until, work_item
+from tests.workers.disagg import PROMPT, Pair, aggregated, kv_settings, pair_of, said_by, serving, side
+from tests.workers.disagg_peer import peer
+
+KINDS = ("nixl", "tcp")
+
+
+def pair(scene: Scene, decode_speedup: float = 1000.0, prefill_speedup: float = 1000.0, **settings: Any) -> Any:
+    kv = kv_settings(**{"transport": "tcp", **settings})
+    return pair_of(scene, side(scene, "prefill", kv, prefill_speedup), side(scene, "decode", kv, decode_speedup))
+
+
+@pytest.fixture
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A holder that does not answer is waited for shortly."""
+    monkeypatch.setattr(mock_kv, "open_transport", partial(open_transport, fetch_s=1.0))
+
+
+class Gate:
+    """Where fetches of a decode worker wait, once it has a transport."""
+
+    def __init__(self, both: Pair) -> None:
+        self.open = asyncio.Event()
+        self.waiting = 0
+        transport: Any = both.decode.kv.transport
+        fetch = transport.fetch
+
+        async def gated(*arguments: Any) -> Any:
+            self.waiting += 1
+            try:
+                await self.open.wait()
+            finally:
+                self.waiting -= 1
+            return await fetch(*arguments)
+
+        transport.fetch = gated
+
+
+async def warmed(both: Pair) -> None:
+    """Both sides have a transport."""
+    await both.answer("warm", await both.compute("warm", [500]))
+    await both.said("warm")
+
+
+# Who keeps KV dies
+
+
+@pytest.mark.usefixtures("patience")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("when", ["before", "after"])
+async def test_a_disagg_holder_that_is_killed(scene: Scene, kind: str, when: str) -> None:
+    expected = await aggregated(scene, "alone")
+    async with pair(scene, transport=kind) as both, peer(kind, "elsewhere") as other:
+        item = both.asked["r"] = work_item("r", PROMPT, 6, stage="prefill", worker_epoch=9)
+        prefilled = await other.compute(item)
+        if when == "after":
+            await both.answer("r", prefilled)
+            assert await both.said("r") == expected
+        other.signal(signal.SIGKILL)
+        await other.gone()
+        if when == "before":
+            await both.answer("r", prefilled)
+            assert await both.not_fetched("r")
+            assert sum(both.decode.engine.kv_stats().failed.values()) == 1
+            assert not said_by(scene, "r")
+        await both.idle()
+        # The next one is fetched from somebody else.
+        await both.answer("s", await both.compute("s"))
+        assert await both.said("s") == expected
+        await both.idle()
+
+
+@pytest.mark.usefixtures("patience")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("then", ["killed", "stopped"])
+async def test_a_disagg_holder_that_dies_while_it_is_read_from(scene: Scene, kind: str, then: str) -> None:
+    expected = await aggregated(scene, "alone")
+    async with pair(scene, transport=kind) as both, peer(kind, "elsewhere") as other:
+        item = both.asked["r"] = work_item("r", PROMPT, 6, stage="prefill", worker_epoch=9)
+        prefilled = await other.compute(item)
+        other.signal(signal.SIGSTOP)
+        await both.answer("r", prefilled)
+        await until(lambda: both.decode.rank._fetching)
+        if then == "killed":
+            await until(lambda: both.decode.engine.kv_stats().in_flight)
+            other.signal(signal.SIGKILL)
+            await other.gone()
+        assert await both.not_fetched("r")
+        assert not said_by(scene, "r")
+        assert not both.decode.used
+        await both.answer("s", await both.compute("s"))
+        assert await both.said("s") == expected
+
+
+async def test_a_disagg_lease_that_ends_gives_everything_back(scene: Scene) -> None:
+    async with pair(scene, lease_s=0.02) as both:
+        prefilled = await both.compute("r")
+        assert prefilled.lease_us == 20_000
+        await both.idle()
+        assert both.prefill.engine.kv_stats().given_back == {"expired": 1}
+        await both.answer("r", prefilled)
+        assert await both.not_fetched("r")
+        assert both.decode.engine.kv_stats().failed == {"expired": 1}
+        await both.idle()
+
+
+# Requests given up
+
+
+async def test_a_disagg_request_given_up_before_kv_can_travel(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened, opening = asyncio.Event(), open_transport
+
+    async def gated(*arguments: Any, **names: Any) -> Any:
+        await opened.wait()
+        return await opening(*arguments, **names)
+
+    monkeypatch.setattr(mock_kv, "open_transport", gated)
+    async with pair(scene) as both:
+        await both.ask("r")
+        await until(lambda: both.prefill.engine._held)
+        await both.cancel("r", both.prefill)
+        await until(lambda: not both.prefill.engine._held)
+        await both.ask("s")
+        opened.set()
+        await both.computed("s")
+        await both.cancel("s", both.prefill)
+        await both.idle()
+    assert [said.request_id for said in scene.progress(PrefillFinished)] == ["s"]
+
+
+async def test_a_disagg_request_given_up_while_its_prompt_waits_or_is_computed(scene: Scene) -> None:
+    async with pair(scene, prefill_speedup=1.0) as both:
+        await both.compute("warm", [5])
+        await both.cancel("warm", both.prefill)
+        await both.prefill.engine.command(Command(action="pause"))
+        await both.ask("waits")
+        await until(lambda: both.prefill.rank._prompts)
+        await both.cancel("waits", both.prefill)
+        await both.idle()
+        await both.prefill.engine.command(Command(action="resume"))
+        await both.ask("runs")
+        await until(lambda: both.prefill.used)
+        await both.cancel("runs", both.prefill)
+        await both.idle()
+        # What was to be offered just then is not.
+        await both.ask("last")
+        await both.computed("last")
+        assert both.prefill.engine.kept() == 1
+        await both.cancel("last", both.prefill)
+        await both.idle()
+    assert [said.request_id for said in scene.progress(PrefillFinished)] == ["warm", "last"]
+
+
+async def test_a_disagg_request_given_up_while_it_waits_for_room_is_fetched_or_answers(scene: Scene) -> None:
+    kv = kv_settings(transport="tcp")
+    prefill = side(scene, "prefill", kv)
+    decode = side(scene, "decode", kv, speedup=0.1, kv_blocks_total=6)
+    async with pair_of(scene, prefill, decode) as both:
+        await warmed(both)
+        gate = Gate(both)
+        for name in ("fetched", "waits"):
+            await both.answer(name, await both.compute(name, [ord(name[0]), *PROMPT, 7, 8, 9], 8))
+        await until(lambda: gate.waiting == 1 and len(both.decode.rank._to_fetch) == 2)
+        await both.cancel("waits", both.decode)
+        await until(lambda: list(both.decode.rank._to_fetch) == ["fetched"])
+        await both.cancel("fetched", both.decode)
+        await until(lambda: not both.decode.used and not gate.waiting)
+        # Who is given up while it is fetched tells the holder; who never was asked for leaves that to the owner.
+        await both.cancel("waits", both.prefill)
+        await both.idle()
+        gate.open.set()
+        await both.answer("answers", await both.compute("answers", PROMPT, 12))
+        await until(lambda: said_by(scene, "answers"))
+        await both.cancel("answers", both.decode)
+        await both.idle()
+    assert {end.request_id for end in scene.tokens(ResponseEnded)} == {"warm"}
+
+
+async def test_a_disagg_request_given_up_between_its_kv_and_its_first_token(scene: Scene) -> None:
+    async with pair(scene) as both:
+        await warmed(both)
+        gate = Gate(both)
+        await both.answer("r", await both.compute("r"))
+        await until(lambda: gate.waiting)
+        await both.decode.engine.command(Command(action="pause"))
+        gate.open.set()
+        await until(lambda: both.decode.rank._fetched)
+        await both.cancel("r", both.decode)
+        await both.idle()
+    assert not said_by(scene, "r")
+
+
+async def test_a_second_disagg_attempt_at_the_same_worker_replaces_the_first(scene: Scene) -> None:
+    expected = await aggregated(scene, "alone")
+    async with pair(scene) as both:
+        first = await both.compute("r")
+        await both.ask("r", attempt=2)
+        await until(lambda: len(scene.progress(PrefillFinished)) == 2)
+        again = await both.computed("r")
+        assert both.prefill.engine.kept() == 1
+        await both.answer("r", first, attempt=1)
+        assert await both.not_fetched("r")
+        await both.answer("r", again, attempt=2)
+        assert await both.said("r") == expected
+        await both.idle()
+
+
+# Workers that lose their place, go to sleep, or stop
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_lost_epoch_takes_the_disagg_kv_with_it(scene: Scene, kind: str) -> None:
+    expected = await aggregated(scene, "alone")
+    async with pair(scene, transport=kind) as both:
+        kept = await both.compute("kept")
+        before = both.prefill.engine._kv
+        assert before is not None
+        lost = WorkerLost(owner_epoch=0, worker_id="prefill-1", worker_epoch=both.prefill.epoch, reason="test")
+        await scene.append(FLEET, PARTITION, lost)
+        both.prefill.epoch = await scene.admit(both.prefill.worker, "t-prefill-1.2", slot=both.prefill.slot)
+        assert both.prefill.engine.kept() == 0
+        await until(lambda: not before.slots.used)
+        await both.answer("kept", kept)
+        assert await both.not_fetched("kept")
+        # The new epoch serves, by an agent of its own.
+        prefilled = await both.compute("next")
+        assert prefilled.worker_epoch == both.prefill.epoch
+        await both.answer("next", prefilled)
+        assert await both.said("next") == expected
+        await both.idle()
+        # So does a decode worker that loses its place in the middle of a fetch.
+        gate = Gate(both)
+        await both.answer("there", await both.compute("there"))
+        await until(lambda: gate.waiting)
+        lost = WorkerLost(owner_epoch=0, worker_id="decode-1", worker_epoch=both.decode.epoch, reason="test")
+        await scene.append(FLEET, PARTITION, lost)
+        both.decode.epoch = await scene.admit(both.decode.worker, "t-decode-1.2", slot=both.decode.slot)
+        assert not gate.waiting
+        await both.cancel("there", both.prefill)
+        await both.idle()
+        await both.answer("last", await both.compute("last"))
+        assert await both.said("last") == expected
+        await both.idle()
+
+
+async def test_disagg_engines_that_sleep_keep_nothing_and_go_on_afterwards(scene: Scene) -> None:
+    expected = await aggregated(scene, "alone")
+    async with pair(scene) as both:
+        await warmed(both)
+        gate = Gate(both)
+        kept = await both.compute("kept")
+        fetched = await both.compute("fetched")
+        await both.answer("fetched", fetched)
+        await until(lambda: gate.waiting)
+        for one in (both.prefill, both.decode):
+            await one.engine.command(Command(action="sleep"))
+        assert "the cache was cleared" in await both.not_fetched("fetched")
+        await both.answer("kept", kept)
+        await until(lambda: both.decode.rank._to_fetch)
+        assert not both.prefill.engine.kept()
+        assert not (both.prefill.used or both.decode.used)
+        for one in (both.prefill, both.decode):
+            await one.engine.command(Command(action="wake_up"))
+        gate.open.set()
+        assert await both.not_fetched("kept")
+        await both.answer("next", await both.compute("next"))
+        assert await both.said("next") == expected
+        await both.idle()
+
+
+async def test_a_disagg_prefill_worker_that_drains_waits_until_its_kv_was_fetched(scene: Scene) -> None:
+    expected = await aggregated(scene, "alone")
+    kv = kv_settings(transport="tcp")
+    prefill, decode = side(scene, "prefill", kv), side(scene, "decode", kv)
+    async with serving(scene, decode):
+        task = asyncio.create_task(prefill.worker.run())
+        prefill.epoch = await scene.admit(prefill.worker, "t-prefill-1", slot=prefill.slot)
+        both = Pair(scene, prefill, decode)
+        prefilled = await both.compute("r")
+        prefill.worker.drain(60.0)
+        draining = WorkerDraining(owner_epoch=0, worker_id="prefill-1", worker_epoch=prefill.epoch)
+        await scene.append(FLEET, PARTITION, draining)
+        await until(lambda: prefill.worker._drain is not None and prefill.worker._drain.announced)
+        assert not task.done()
+        await both.answer("r", prefilled)
+        assert await both.said("r") == expected
+        async with asyncio.timeout(20):
+            await task
+    assert prefill.engine.kv_stats().given_back == {"fetched": 1}

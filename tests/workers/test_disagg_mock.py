@@ -1,0 +1,408 @@
+"""One mock engine computes prompts, another answers: by NIXL and by plain sockets, right bytes and wrong ones."""
+
+import io
+import sys
+from hashlib import sha256
+from typing import Any
+
+import msgspec
+import pytest
+from prometheus_client import CollectorRegistry
+
+from forebay.core.blocks import mm_hashes, sequence_hashes
+from forebay.events.base import pack_u32
+from forebay.events.control import Command
+from forebay.events.kv import BlocksStored
+from forebay.events.media import Media
+from forebay.events.progress import FirstTokenEmitted
+from forebay.workers import mock_kv
+from forebay.workers.engine import EngineError
+from forebay.workers.kv_transfer.api import REASONS
+from forebay.workers.kv_transfer.transport import open_transport
+from forebay.workers.metrics import WorkerMetrics
+from forebay.workers.mock_engine import MockEngine
+from forebay.workers.nixl_agent import TransferError
+from forebay.workers.probes import Probes
+from forebay.workers.standin_encoder import StandInEncoder
+from tests.workers.conftest import Scene, engine_config, until, work_item
+from tests.workers.disagg import BLOCK_BYTES, PROMPT, Pair, aggregated, kv_settings, pair_of, said_by, serving, side
+from tests.workers.test_media import Memory
+
+KINDS = ("nixl", "tcp")
+CLEAR = Command(action="clear_kv_blocks")
+
+
+def pair(scene: Scene, **settings: Any) -> Any:
+    kv = kv_settings(**{"transport": "tcp", **settings})
+    return pair_of(scene, side(scene, "prefill", kv), side(scene, "decode", kv))
+
+
+def bytes_of(both: Pair, number: int = 0) -> Any:
+    """The bytes of a block that the prefill worker keeps, in the order in which they were written."""
+    slots = both.prefill.kv.slots
+    return both.prefill.kv.transport.memory.view(list(slots._slot_of.values())[number])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("checksum", [False, True])
+@pytest.mark.parametrize("length", [1, 4, 8, 10])
+async def test_disagg_says_what_one_worker_says(scene: Scene, kind: str, checksum: bool, length: int) -> None:
+    prompt = list(range(1, length + 1))
+    expected = await aggregated(scene, "alone", prompt)
+    async with pair(scene, transport=kind, checksum=checksum) as both:
+        prefilled = await both.compute("apart", prompt)
+        assert prefilled.connector == kind
+        assert (prefilled.tokens, prefilled.bytes) == (length, -(-length // 4) * BLOCK_BYTES)
+        assert (prefilled.checksum is not None) == checksum
+        await both.answer("apart", prefilled)
+        assert await both.said("apart") == expected
+        await both.idle()
+    first = next(one for one in scene.progress(FirstTokenEmitted) if one.request_id == "apart")
+    assert first.transferred_bytes == prefilled.bytes
+    assert first.transfer_us > 0
+    assert first.cached_tokens == length - 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_disagg_answer_depends_on_every_byte_that_came(scene: Scene, kind: str) -> None:
+    expected = await aggregated(scene, "alone")
+    answers = []
+    async with pair(scene, transport=kind) as both:
+        for at, offset in enumerate((0, 7, BLOCK_BYTES - 1)):
+            for number in range(3):
+                name = f"{at}.{number}"
+                prefilled = await both.compute(name)
+                bytes_of(both, number)[offset] ^= 1
+                # Its own cache would hide what came: every one is answered from nothing.
+                await both.decode.engine.command(CLEAR)
+                await both.answer(name, prefilled)
+                answers.append(await both.said(name))
+        # All bytes wrong alike is wrong, too.
+        prefilled = await both.compute("all")
+        for number in range(3):
+            bytes_of(both, number)[:] ^= 1
+        await both.decode.engine.command(CLEAR)
+        await both.answer("all", prefilled)
+        answers.append(await both.said("all"))
+        await both.idle()
+    assert expected not in answers
+    assert len(set(map(tuple, answers))) == len(answers)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_disagg_bytes_that_are_not_those_offered_are_read_again_and_then_given_up(
+    scene: Scene, kind: str
+) -> None:
+    async with pair(scene, transport=kind, checksum=True) as both:
+        prefilled = await both.compute("apart")
+        bytes_of(both, 1)[3] ^= 1
+        await both.answer("apart", prefilled)
+        assert "checksums" in await both.not_fetched("apart")
+        stats = both.decode.engine.kv_stats()
+        assert (stats.corrupt, stats.retries, stats.failed) == (3, 2, {"corrupt": 1})
+        await both.idle()  # the holder is told, so its lease is not waited for
+    assert not said_by(scene, "apart")
+
+
+async def test_disagg_bytes_that_are_right_when_they_are_read_again_are_the_answer(scene: Scene) -> None:
+    expected = await aggregated(scene, "alone")
+    async with pair(scene, checksum=True) as both:
+        await both.compute("first")
+        prefilled = await both.compute("apart")
+        bytes_of(both, 1)[3] ^= 1
+        await both.answer("first", await both.computed("first"))
+        await both.not_fetched("first")
+        transport: Any = both.decode.kv.transport
+        wrong = transport._wrong
+
+        def mended(*arguments: Any) -> Any:
+            found = wrong(*arguments)
+            if found:
+                bytes_of(both, 1)[3] ^= 1
+            return found
+
+        transport._wrong = mended
+        await both.answer("apart", prefilled)
+        assert await both.said("apart") == expected
+        assert transport.stats.corrupt == 4
+        await both.idle()
+
+
+async def test_what_a_disagg_decode_worker_has_cached_is_not_fetched_again(scene: Scene) -> None:
+    prompt = [*PROMPT[:8], 77, 78]
+    expected = await aggregated(scene, "alone", prompt)
+    async with pair(scene) as both:
+        await both.answer("first", await both.compute("first"))
+        await both.said("first")
+        stored = [event for event in scene.kv() if isinstance(event, BlocksStored)]
+        prefilled = await both.compute("second", prompt)
+        assert prefilled.bytes == 3 * BLOCK_BYTES
+        await both.answer("second", prefilled)
+        assert await both.said("second") == expected
+        await both.idle()
+    assert {event.worker_id for event in stored} == {"one-alone", "prefill-1", "decode-1"}
+    first = [one for one in scene.progress(FirstTokenEmitted) if one.request_id == "second"]
+    assert [one.transferred_bytes for one in first] == [BLOCK_BYTES]
+
+
+async def test_disagg_prompts_that_begin_alike_share_slots(scene: Scene) -> None:
+    async with pair(scene) as both:
+        names = ("a", "b", "c")
+        for name, tail in zip(names, ([9, 10], [11], [9, 10]), strict=True):
+            await both.compute(name, [*PROMPT[:8], *tail])
+        assert both.prefill.kv.slots.used == 4
+        assert both.prefill.engine.kept() == 3
+        for name in names:
+            await both.answer(name, await both.computed(name))
+        answers = [await both.said(name) for name in names]
+        await both.idle()
+    assert answers[0] == answers[2] != answers[1]
+
+
+def shown(color: tuple[int, int, int], first_token: int = 1) -> Media:
+    image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
+    kept = io.BytesIO()
+    image.new("RGB", (16, 16), color).save(kept, "PNG")
+    content = kept.getvalue()
+    digest = sha256(content).hexdigest()
+    return Media(kind="image", mime="image/png", digest=digest, first_token=first_token, tokens=4, content=content)
+
+
+def hashes_of(prompt: list[int], *media: Media) -> bytes:
+    return sequence_hashes(pack_u32(prompt), 4, mm_hashes=mm_hashes(media, 4))
+
+
+@pytest.mark.parametrize("length", [8, 10])
+async def test_what_is_shown_beside_text_travels_in_the_disagg_bytes(scene: Scene, length: int) -> None:
+    prompt = list(range(1, length + 1))
+    red, blue = shown((255, 0, 0), 4), shown((0, 0, 255), 4)
+
+    def fields(*media: Media) -> dict[str, Any]:
+        return {"media": media, "sequence_hashes": hashes_of(prompt, *media)}
+
+    cases = {"red": fields(red), "blue": fields(blue), "none": fields()}
+    expected = {name: await aggregated(scene, f"alone.{name}", prompt, **case) for name, case in cases.items()}
+    async with pair(scene) as both:
+        for name, case in cases.items():
+            await both.compute(name, prompt, **case)
+        blocks = -(-length // 4)
+        # Before the image all are alike, but not what the model makes of it: none of its blocks is another's.
+        assert both.prefill.kv.slots.used == 3 * blocks
+        for name in cases:
+            await both.answer(name, await both.computed(name))
+        said = {name: await both.said(name) for name in cases}
+        await both.idle()
+    assert said == expected
+    assert len(set(map(tuple, said.values()))) == 3
+
+
+async def test_a_disagg_prompt_whose_images_another_worker_encoded(scene: Scene) -> None:
+    image = shown((9, 99, 199), 4)
+    fields: dict[str, Any] = {"media": (image,), "sequence_hashes": hashes_of(PROMPT, image)}
+    expected = await aggregated(scene, "alone", **fields)
+    memory = Memory()
+    async with pair(scene) as both:
+        both.prefill.worker.media._make_reader = memory.reader
+        encoded = memory.offers("e@1").offer(StandInEncoder().encode_all([image]))
+        fields["media"] = (msgspec.structs.replace(image, content=b""),)
+        prefilled = await both.compute("apart", encoded=encoded, **fields)
+        # What was encoded is in the KV: the decode worker needs neither it nor the image.
+        await both.answer("apart", prefilled)
+        assert await both.said("apart") == expected
+        encoded = msgspec.structs.replace(encoded, descriptor=b"elsewhere")
+        await both.ask("lost", encoded=encoded, **fields)
+        assert "nobody is there" in await both.not_fetched("lost")
+        await both.idle()
+    assert both.prefill.worker.media.fetched == 1
+    assert both.decode.worker.media.fetched == 0
+
+
+async def test_disagg_requests_wait_for_room_and_all_are_answered_right(scene: Scene) -> None:
+    kv = kv_settings(transport="nixl")
+    prompts = {f"r{number}": [number, *PROMPT] for number in range(12)}
+    expected = {name: await aggregated(scene, f"alone.{name}", prompt, 20) for name, prompt in prompts.items()}
+    prefill, decode = side(scene, "prefill", kv), side(scene, "decode", kv, kv_blocks_total=20)
+    async with pair_of(scene, prefill, decode) as both:
+        for name, prompt in prompts.items():
+            await both.ask(name, prompt, 20)
+        for name in prompts:
+            await both.answer(name, await both.computed(name))
+        said = {name: await both.said(name) for name in prompts}
+        await both.idle()
+    assert said == expected
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_disagg_worker_without_nixl_says_so_when_it_starts(
+    scene: Scene, role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "nixl_cu12", None)
+    one = side(scene, role, kv_settings())
+    with pytest.raises(EngineError, match="KV blocks travel by NIXL, which cannot be imported"):
+        await one.worker.run()
+    monkeypatch.setattr("forebay.workers.mock_engine.find_spec", lambda _: None)
+    with pytest.raises(EngineError, match="numpy, which is not installed"):
+        await side(scene, role, kv_settings(transport="tcp")).engine.start(one.worker.spec)
+
+
+async def test_disagg_blocks_must_hold_whole_words(scene: Scene) -> None:
+    spec = scene.spec(role="prefill")
+    for size in (1, 3):
+        engine = MockEngine(engine_config(), kv=kv_settings(bytes_per_token=size))
+        with pytest.raises(EngineError, match="must be a multiple of 8"):
+            await engine.start(spec)
+
+
+async def test_a_disagg_transport_that_does_not_open_ends_the_worker_and_nothing_else(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(*_: Any, **__: Any) -> Any:
+        raise OSError("no port is free")
+
+    async with pair(scene) as both:
+        prefilled = await both.compute("r")
+        monkeypatch.setattr(mock_kv, "open_transport", broken)
+        await both.answer("r", prefilled)
+        assert "no port is free" in await both.not_fetched("r")
+        with pytest.raises(EngineError, match="cannot travel by tcp: no port is free"):
+            await both.decode.engine.check()
+    async with serving(scene, side(scene, "prefill", kv_settings(), name="prefill-2")) as one:
+        both.prefill = one
+        await both.ask("s")
+        failed = await both.failed("s")
+        assert (failed.status, failed.code) == (503, "kv_not_kept")
+
+
+async def test_an_engine_of_another_role_refuses_disagg_stages(scene: Scene) -> None:
+    async with pair(scene) as both, serving(scene, side(scene, "aggregated", kv_settings())) as one:
+        prefilled = await both.compute("r")
+        both.prefill = one
+        await both.ask("s")
+        failed = await both.failed("s")
+        assert (failed.status, failed.code) == (501, "stage_not_supported")
+        both.decode = one
+        await both.answer("r", prefilled)
+        await until(lambda: both.ended("r"))
+        assert both.ended("r").error.status == 501
+
+
+async def test_disagg_kv_of_another_prompt_or_model_is_refused(scene: Scene) -> None:
+    async with pair(scene) as both:
+        for name, change in (("tokens", {"tokens": 9}), ("model", {"model": "other"}), ("epoch", {"worker_epoch": 77})):
+            prefilled = await both.compute(name)
+            await both.answer(name, msgspec.structs.replace(prefilled, **change))
+            error = await both.not_fetched(name)
+            assert str(next(iter(change.values()))) in error, error
+            await both.cancel(name, both.prefill)
+        both.asked["nowhere"] = both.asked["model"]
+        await both.answer("nowhere", None, request_id="nowhere")
+        await until(lambda: both.ended("nowhere"))
+        assert both.ended("nowhere").error.code == "nothing_to_fetch"
+        await both.idle()
+
+
+async def test_a_disagg_prompt_that_cannot_be_kept_goes_elsewhere(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with pair(scene) as both:
+        await both.compute("first")
+        transport = both.prefill.kv.transport
+
+        def full(*_: Any, **__: Any) -> Any:
+            raise TransferError("there is no room", "full")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(transport, "offer", full)
+            await both.ask("offer", [1, 2])
+            failed = await both.failed("offer")
+            assert (failed.status, failed.code) == (503, "kv_not_kept")
+            assert "there is no room" in failed.error
+        taken = both.prefill.kv.slots.take(64 - both.prefill.kv.slots.used)
+        await both.ask("slots", [5, 6])
+        assert "1 slots are needed and 0 of 64 are free" in (await both.failed("slots")).error
+        both.prefill.kv.slots.free(taken)
+        await both.cancel("first", both.prefill)
+        await both.idle()
+
+
+def metrics(one: Any) -> dict[str, float]:
+    registry = CollectorRegistry()
+    registry.register(WorkerMetrics(one.worker))
+    return {
+        "|".join((sample.name, *(value for key, value in sample.labels.items() if key != "worker_id"))): sample.value
+        for family in registry.collect()
+        for sample in family.samples
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_disagg_metrics_and_readiness_say_what_moves_kv(scene: Scene, kind: str) -> None:
+    probes = Probes()
+    async with pair(scene, transport=kind, checksum=True) as both:
+        probes.worker = both.decode.worker
+        await until(lambda: probes.ready()[0])
+        plain = kind == "tcp"
+        assert probes.ready()[1] == f"healthy, KV by {kind}{', the plain path without NIXL' if plain else ''}"
+        prefilled = await both.compute("r")
+        assert metrics(both.prefill)["forebay_kv_transfer_held"] == 1
+        await both.answer("r", prefilled)
+        await both.said("r")
+        await both.idle()
+        # An epoch that ended counts on.
+        both.decode.engine.reset()
+        await until(lambda: not both.decode.engine._ending)
+        decode, prefill = metrics(both.decode), metrics(both.prefill)
+    assert decode[f"forebay_kv_transport_info|{kind}|{str(plain).lower()}"] == 1
+    expected = {"fetches": 1, "bytes": 3 * BLOCK_BYTES, "blocks": 3, "retries": 0, "corrupt_blocks": 0}
+    assert {name: decode[f"forebay_kv_transfer_{name}_total"] for name in expected} == expected
+    assert decode["forebay_kv_transfer_seconds_sum"] > 0
+    slowest = [decode[f"forebay_kv_transfer_seconds_bucket|{bound}"] for bound in ("0.0005", "10.0", "+Inf")]
+    assert slowest == sorted(slowest)
+    assert slowest[1:] == [1, decode["forebay_kv_transfer_seconds_count"]] == [1, 1]
+    assert {reason: decode[f"forebay_kv_transfer_failures_total|{reason}"] for reason in REASONS} == dict.fromkeys(
+        REASONS, 0
+    )
+    assert prefill["forebay_kv_transfer_offers_total"] == 1
+    assert prefill["forebay_kv_transfer_seconds_count"] == 0
+    assert prefill["forebay_kv_transfer_given_back_total|fetched"] == 1
+    assert prefill["forebay_kv_transfer_given_back_total|expired"] == 0
+    assert (prefill["forebay_kv_transfer_held"], decode["forebay_kv_transfer_in_flight"]) == (0, 0)
+    async with serving(scene, side(scene, "aggregated", kv_settings())) as one:
+        assert not [name for name in metrics(one) if "kv_trans" in name]
+        probes.worker = one.worker
+        await until(lambda: probes.ready() == (True, "healthy"))
+
+
+async def test_the_ranks_of_a_disagg_worker_share_one_way_to_others(scene: Scene) -> None:
+    expected = {name: await aggregated(scene, name, [ord(name), *PROMPT]) for name in "abcd"}
+    kv = kv_settings()
+    sides = [side(scene, role, kv, dp_size=2) for role in ("prefill", "decode")]
+    async with pair_of(scene, *sides) as both:
+        for at, name in enumerate("abcd"):
+            await both.ask(f"apart.{name}", [ord(name), *PROMPT], rank=at % 2)
+        for at, name in enumerate("abcd"):
+            await both.answer(f"apart.{name}", await both.computed(f"apart.{name}"), rank=at // 2)
+        said = {name: await both.said(f"apart.{name}") for name in "abcd"}
+        await both.idle()
+        assert both.prefill.engine.kv_stats().given_back == {"fetched": 4}
+        assert not any(rank.model.pool.used for one in sides for rank in one.engine._ranks.values())
+    assert said == expected
+
+
+async def test_a_disagg_engine_that_is_stopped_while_kv_begins_to_travel_leaves_nothing(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[Any] = []
+
+    async def opening(*arguments: Any, **names: Any) -> Any:
+        opened.append(await open_transport(*arguments, **names))
+        return opened[-1]
+
+    monkeypatch.setattr(mock_kv, "open_transport", opening)
+    engine = MockEngine(engine_config(), kv=kv_settings(transport="tcp"))
+    await engine.start(scene.spec(role="prefill"))
+    engine.submit(work_item("r", PROMPT, 1, stage="prefill"))
+    await engine.stop()
+    (transport,) = opened
+    with pytest.raises(TransferError, match="closed"):
+        transport.offer("r", [0])

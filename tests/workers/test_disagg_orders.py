@@ -1,0 +1,399 @@
+"""Prefill and decode at a worker, whatever its engine: what is said, what is given back, what comes again."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import pytest
+from prometheus_client.registry import Collector
+
+from forebay.core.blocks import sequence_hashes
+from forebay.core.engine_model import Emitted, Finished, FirstToken, Load
+from forebay.events.base import pack_u32, unpack_u32
+from forebay.events.control import Command
+from forebay.events.fleet import WorkerDraining, WorkerLost, WorkerSpec
+from forebay.events.media import Media
+from forebay.events.progress import (
+    FirstTokenEmitted,
+    PrefillFailed,
+    PrefillFinished,
+    RequestFailed,
+    RequestFinished,
+    TransferFailed,
+)
+from forebay.events.tokens import AnswerError, AttemptStarted, ResponseEnded, TokenChunk, TokensEmitted
+from forebay.events.topics import FLEET, TOKENS
+from forebay.events.transfer import Prefilled
+from forebay.events.work import WorkCancelled, WorkItem
+from forebay.workers.engine import (
+    EngineBatch,
+    EngineRefused,
+    Failed,
+    NotFetched,
+    PromptPrefilled,
+    Publish,
+)
+from forebay.workers.worker import Worker
+from tests.workers.conftest import GROUP, PARTITION, Scene, until, work_item
+
+PROMPT = [1, 2, 3, 4, 5, 6]
+IDLE = Load(0, 0, 0, 8)
+
+
+class Engine:
+    """Takes what comes and says what the test tells it to."""
+
+    def __init__(self) -> None:
+        self.items: list[WorkItem] = []
+        self.cancelled: list[str] = []
+        self.released: list[str] = []
+        self.dropped: list[bytes] = []
+        self.holds: set[str] = set()
+        self.resets = 0
+        self.said: asyncio.Queue[EngineBatch] = asyncio.Queue()
+
+    async def start(self, spec: WorkerSpec) -> WorkerSpec:
+        return spec
+
+    async def run(self, publish: Publish) -> None:
+        while True:
+            publish(await self.said.get())
+
+    async def stop(self) -> None:
+        """Nothing was taken."""
+
+    def held(self, rank: int) -> Sequence[int]:
+        return ()
+
+    def submit(self, item: WorkItem) -> None:
+        self.items.append(item)
+
+    def cancel(self, request_id: str) -> None:
+        self.cancelled.append(request_id)
+
+    async def command(self, command: Command) -> tuple[str, ...]:
+        raise EngineRefused("it does nothing")
+
+    async def check(self) -> None:
+        """It is well."""
+
+    def collectors(self) -> Sequence[Collector]:
+        return ()
+
+    def reset(self) -> None:
+        self.resets += 1
+        self.holds.clear()
+
+    def say(self, **what: Any) -> None:
+        self.said.put_nowait(EngineBatch(rank=0, load=IDLE, **what))
+
+
+class KvEngine(Engine):
+    def release(self, request_id: str) -> None:
+        self.released.append(request_id)
+        self.holds.discard(request_id)
+
+    def drop(self, prefilled: Prefilled) -> None:
+        self.dropped.append(prefilled.descriptor)
+
+    def kept(self) -> int:
+        return len(self.holds)
+
+
+def prefilled(epoch: int = 0, lease_us: int = 60_000_000) -> Prefilled:
+    return Prefilled(
+        worker_id="w1", worker_epoch=epoch, model="model", connector="nixl", descriptor=b"here", tokens=6,
+        lease_us=lease_us, bytes=32,
+    )  # fmt: skip
+
+
+def worker_of(scene: Scene, engine: Engine) -> Worker:
+    return Worker(scene.log, scene.keeper, scene.spec(), engine, token="t1", group=GROUP, partition=PARTITION)
+
+
+def item_of(name: str, stage: str, epoch: int, **changes: Any) -> WorkItem:
+    kept = prefilled() if stage == "decode" else None
+    return work_item(name, PROMPT, 4, **{"stage": stage, "worker_epoch": epoch, "prefilled": kept, **changes})
+
+
+async def computed(scene: Scene, engine: KvEngine, item: WorkItem, lease_us: int = 60_000_000) -> None:
+    """Have its prompt computed, and said so."""
+    before = len(scene.progress(PrefillFinished))
+    await scene.send(item)
+    await until(lambda: item in engine.items)
+    engine.holds.add(item.request_id)
+    kept = prefilled(item.worker_epoch, lease_us)
+    engine.say(prefilled=[PromptPrefilled(item.request_id, item.attempt, kept, 4)])
+    await until(lambda: len(scene.progress(PrefillFinished)) > before)
+
+
+async def test_a_prompt_computed_for_another_is_said_to_the_owner_alone(scene: Scene) -> None:
+    engine = KvEngine()
+    worker = worker_of(scene, engine)
+    async with scene.serving(worker) as epoch:
+        await computed(scene, engine, item_of("r", "prefill", epoch, owner_epoch=7))
+    (said,) = scene.progress()
+    assert said.prefilled == msgspec.structs.replace(prefilled(epoch), cached_tokens=4)
+    assert (said.request_id, said.attempt, said.owner_epoch, said.worker_epoch) == ("r", 1, 7, epoch)
+    assert not scene.tokens()
+    assert not worker.under_way
+
+
+@pytest.mark.parametrize(("status", "told"), [(400, 400), (503, 503), (0, 500), (302, 500), (700, 500)])
+async def test_what_a_prefill_fails_of_is_said_to_the_owner_alone(scene: Scene, status: int, told: int) -> None:
+    engine = KvEngine()
+    async with scene.serving(worker_of(scene, engine)) as epoch:
+        await scene.send(item_of("r", "prefill", epoch))
+        await until(lambda: engine.items)
+        engine.say(failed=[Failed("r", 1, AnswerError(status=status, code="c" * 300, message="m" * 900))])
+        await until(scene.progress)
+    (said,) = scene.progress(PrefillFailed)
+    assert (said.status, said.code, said.error) == (told, "c" * 256, "m" * 500)
+    assert not scene.tokens()
+    assert not scene.progress(RequestFailed)
+
+
+async def test_a_rank_that_is_not_there_fails_a_disagg_stage_as_its_stage_fails(scene: Scene) -> None:
+    engine = KvEngine()
+    async with scene.serving(worker_of(scene, engine)) as epoch:
+        await scene.send(item_of("p", "prefill", epoch, rank=3))
+        await scene.send(item_of("d", "decode", epoch, rank=3))
+        await until(lambda: scene.progress(PrefillFailed) and scene.tokens(ResponseEnded))
+    (said,) = scene.progress(PrefillFailed)
+    assert (said.request_id, said.status, said.code) == ("p", 500, "no_such_rank")
+    assert [end.request_id for end in scene.tokens(ResponseEnded)] == ["d"]
+    assert engine.dropped == [b"here"], "who keeps it is told"
+    assert not engine.items
+
+
+async def test_an_engine_that_keeps_no_kv_refuses_disagg_stages_by_name(scene: Scene) -> None:
+    engine = Engine()
+    async with scene.serving(worker_of(scene, engine)) as epoch:
+        await scene.send(item_of("p", "prefill", epoch))
+        await scene.send(item_of("d", "decode", epoch))
+        await scene.send(WorkCancelled(request_id="x", attempt=1, owner_epoch=0, worker_epoch=epoch))
+        await scene.send(item_of("a", "aggregated", epoch))
+        await until(lambda: engine.items)
+    (said,) = scene.progress(PrefillFailed)
+    assert (said.request_id, said.status, said.code) == ("p", 501, "stage_not_supported")
+    (end,) = scene.tokens(ResponseEnded)
+    assert (end.request_id, end.error.status) == ("d", 501)
+    assert "(Engine)" in end.error.message
+    assert [item.request_id for item in engine.items] == ["a"]
+
+
+async def test_what_came_by_a_disagg_transfer_is_said_with_the_first_token(scene: Scene) -> None:
+    engine = KvEngine()
+    async with scene.serving(worker_of(scene, engine)) as epoch:
+        item = item_of("r", "decode", epoch)
+        await scene.send(item)
+        await until(lambda: engine.items == [item])
+        engine.say(
+            emitted=[Emitted("r", 1, 0, pack_u32([9, 9, 9, 9]))],
+            first_tokens=[FirstToken("r", 1, 5, transferred_bytes=32, transfer_us=11)],
+            finished=[Finished("r", 1, "length", 6, 4, 5)],
+        )
+        await until(lambda: scene.progress(RequestFinished))
+    (first,) = scene.progress(FirstTokenEmitted)
+    assert (first.cached_tokens, first.transferred_bytes, first.transfer_us) == (5, 32, 11)
+    assert scene.tokens(ResponseEnded)
+
+
+async def test_disagg_kv_that_cannot_be_fetched_goes_back_to_the_owner(scene: Scene) -> None:
+    engine = KvEngine()
+    worker = worker_of(scene, engine)
+    async with scene.serving(worker) as epoch:
+        await scene.send(item_of("r", "decode", epoch))
+        await until(lambda: engine.items)
+        engine.say(not_fetched=[NotFetched("r", 2, "another attempt"), NotFetched("r", 1, "w9 is gone" * 100)])
+        await until(scene.progress)
+        assert not worker.under_way
+    (said,) = scene.progress()
+    assert type(said) is TransferFailed
+    assert said.error == ("w9 is gone" * 100)[:500]
+    assert not scene.tokens()
+
+
+async def test_a_disagg_answer_that_fails_before_it_begins_gives_back_what_is_kept_for_it(scene: Scene) -> None:
+    engine = KvEngine()
+    refused = AnswerError(status=404, code="adapter_not_loaded", message="it is not loaded")
+    async with scene.serving(worker_of(scene, engine)) as epoch:
+        for name in ("refused", "begun", "stale"):
+            await scene.send(item_of(name, "decode", epoch, attempt=1))
+        await scene.send(item_of("whole", "aggregated", epoch))
+        await until(lambda: len(engine.items) == 4)
+        engine.say(failed=[Failed("stale", 2, refused), Failed("whole", 1, refused), Failed("nobody", 1, refused)])
+        engine.say(first_tokens=[FirstToken("begun", 1, 5)])
+        engine.say(failed=[Failed("begun", 1, refused)])
+        await until(lambda: len(scene.progress(RequestFailed)) == 2)
+        assert not engine.dropped, "it was fetched, or is somebody else's"
+        engine.say(failed=[Failed("refused", 1, refused)])
+        await until(lambda: len(scene.progress(RequestFailed)) == 3)
+    assert engine.dropped == [b"here"]
+
+
+async def said_before(scene: Scene, tokens: list[int], ended: bool = False) -> None:
+    """An earlier attempt elsewhere said this."""
+    event: Any
+    if tokens:
+        chunk = TokenChunk(request_id="r", attempt=1, first_index=0, token_ids=pack_u32(tokens))
+        event = TokensEmitted(worker_id="w0", worker_epoch=0, owner_epoch=0, chunks=(chunk,))
+        await scene.append(TOKENS, 3, event)
+    if ended:
+        error = AnswerError(status=500, code="x", message="it broke")
+        event = ResponseEnded(request_id="r", attempt=1, owner_epoch=0, finish_reason="error", error=error)
+        await scene.append(TOKENS, 3, event)
+
+
+async def test_a_later_disagg_attempt_of_which_nothing_was_said_fetches(scene: Scene) -> None:
+    engine = KvEngine()
+    async with scene.serving(worker_of(scene, engine)) as epoch:
+        item = item_of("r", "decode", epoch, attempt=2)
+        await scene.send(item)
+        await until(lambda: engine.items == [item])
+    assert scene.tokens(AttemptStarted)
+    assert not engine.dropped
+
+
+async def test_a_later_disagg_attempt_of_which_something_was_said_goes_on_locally(scene: Scene) -> None:
+    engine = KvEngine()
+    await said_before(scene, [70, 71])
+    async with scene.serving(worker_of(scene, engine)) as epoch:
+        await scene.send(item_of("r", "decode", epoch, attempt=2))
+        await until(lambda: engine.items)
+        engine.say(failed=[Failed("r", 2, AnswerError(status=503, code="full", message="no room"))])
+        await until(lambda: scene.tokens(ResponseEnded))
+    (item,) = engine.items
+    assert (item.stage, item.prefilled) == ("aggregated", None)
+    assert unpack_u32(item.token_ids) == [*PROMPT, 70, 71]
+    assert item.sequence_hashes == sequence_hashes(pack_u32([*PROMPT, 70, 71]), 4)
+    assert item.sampling.max_tokens == 2
+    assert engine.dropped == [b"here"]
+
+
+@pytest.mark.parametrize(("said", "ended"), [([], True), ([70], True), ([70, 71, 72, 73], False)])
+async def test_a_disagg_answer_that_is_complete_needs_no_kv(scene: Scene, said: list[int], ended: bool) -> None:
+    engine = KvEngine()
+    await said_before(scene, said, ended)
+    worker = worker_of(scene, engine)
+    async with scene.serving(worker) as epoch:
+        await scene.send(item_of("r", "decode", epoch, attempt=2))
+        await until(scene.progress)
+        assert not worker.under_way
+    assert engine.dropped == [b"here"]
+    assert not engine.items
+
+
+async def test_a_later_prefill_is_not_looked_up_and_gives_back_what_the_disagg_attempt_before_kept(
+    scene: Scene,
+) -> None:
+    engine = KvEngine()
+    worker = worker_of(scene, engine)
+    async with scene.serving(worker) as epoch:
+        await computed(scene, engine, item_of("r", "prefill", epoch))
+        engine.released.clear()
+        await scene.send(item_of("r", "prefill", epoch, attempt=2))
+        await until(lambda: len(engine.items) == 2)
+        assert engine.released == ["r"]
+    assert worker.counters.reading.passes == 0
+    assert not scene.tokens()
+
+
+async def test_a_disagg_request_given_up_gives_back_what_is_kept(scene: Scene) -> None:
+    engine = KvEngine()
+    worker = worker_of(scene, engine)
+    async with scene.serving(worker) as epoch:
+        await computed(scene, engine, item_of("r", "prefill", epoch))
+        engine.released.clear()
+        cancelled = WorkCancelled(request_id="r", attempt=1, owner_epoch=0, worker_epoch=epoch)
+        await scene.send(cancelled)
+        await until(lambda: engine.released == ["r"])
+        # It is not said again either.
+        await scene.send(item_of("r", "prefill", epoch, owner_epoch=9))
+        await until(lambda: worker.counters.repeated == 1)
+        # One that is under way is cancelled; what comes of it all the same is given back.
+        await scene.send(item_of("s", "prefill", epoch))
+        await until(lambda: len(engine.items) == 2)
+        await scene.send(msgspec.structs.replace(cancelled, request_id="s"))
+        await until(lambda: engine.cancelled == ["s"])
+        engine.released.clear()
+        engine.say(prefilled=[PromptPrefilled("s", 1, prefilled(epoch))])
+        await until(lambda: engine.released == ["s"])
+    assert len(scene.progress(PrefillFinished)) == 1
+
+
+async def test_a_prefill_that_a_new_owner_asks_for_again_is_answered_with_the_same_disagg_descriptor(
+    scene: Scene,
+) -> None:
+    engine = KvEngine()
+    worker = worker_of(scene, engine)
+    async with scene.serving(worker) as epoch:
+        await computed(scene, engine, item_of("r", "prefill", epoch))
+        await scene.send(item_of("r", "prefill", epoch, owner_epoch=9))
+        await until(lambda: len(scene.progress(PrefillFinished)) == 2)
+        await computed(scene, engine, item_of("short", "prefill", epoch), lease_us=1)
+        await scene.send(item_of("short", "prefill", epoch, owner_epoch=9))
+        await until(lambda: worker.counters.repeated == 2)
+    first, again, _ = scene.progress(PrefillFinished)
+    assert again.owner_epoch == 9
+    left_us = again.prefilled.lease_us
+    assert 0 < left_us < first.prefilled.lease_us, "its lease goes on, and does not begin again"
+    assert msgspec.structs.replace(again.prefilled, lease_us=first.prefilled.lease_us) == first.prefilled
+    assert [item.request_id for item in engine.items] == ["r", "short"], "nothing is computed twice"
+
+
+async def test_a_disagg_answer_that_the_engine_never_gets_gives_back_what_is_kept_for_it(scene: Scene) -> None:
+    engine = KvEngine()
+    media = (Media(kind="image", digest="ab" * 32, mime="image/png", first_token=1, tokens=2, content=b"x"),)
+    async with scene.serving(worker_of(scene, engine)) as epoch:
+        await scene.send(item_of("r", "decode", epoch, media=media))
+        await until(lambda: scene.progress(RequestFailed))
+    (ended,) = scene.tokens(ResponseEnded)
+    assert ended.error.code == "media_not_supported"
+    assert engine.dropped == [b"here"]
+
+
+async def test_an_earlier_disagg_attempt_that_is_asked_for_again_says_nothing_of_the_later_one(scene: Scene) -> None:
+    engine = KvEngine()
+    worker = worker_of(scene, engine)
+    async with scene.serving(worker) as epoch:
+        for attempt in (1, 2):
+            await computed(scene, engine, item_of("r", "prefill", epoch, attempt=attempt))
+        await scene.send(item_of("r", "prefill", epoch, attempt=1, owner_epoch=9))
+        await until(lambda: worker.counters.repeated == 1)
+    assert [said.attempt for said in scene.progress(PrefillFinished)] == [1, 2]
+
+
+async def test_a_lost_epoch_gives_back_what_disagg_workers_keep(scene: Scene) -> None:
+    engine = KvEngine()
+    worker = worker_of(scene, engine)
+    async with scene.serving(worker) as epoch:
+        await computed(scene, engine, item_of("r", "prefill", epoch))
+        await scene.append(FLEET, PARTITION, WorkerLost(owner_epoch=0, worker_id="w1", worker_epoch=epoch))
+        await until(lambda: worker.worker_epoch is None)
+        assert engine.resets == 1
+        assert not engine.kept()
+
+
+@pytest.mark.parametrize("fetched", [True, False])
+async def test_a_prefill_worker_that_drains_waits_for_its_disagg_readers(scene: Scene, fetched: bool) -> None:
+    engine = KvEngine()
+    worker = worker_of(scene, engine)
+    task = asyncio.create_task(worker.run())
+    epoch = await scene.admit(worker, "t1")
+    await computed(scene, engine, item_of("r", "prefill", epoch))
+    worker.drain(60.0 if fetched else 0.3)
+    draining = WorkerDraining(owner_epoch=0, worker_id="w1", worker_epoch=epoch)
+    await scene.append(FLEET, PARTITION, draining)
+    if fetched:
+        await scene.send(item_of("later", "prefill", epoch))
+        await until(lambda: len(engine.items) == 2)
+        engine.say(prefilled=[PromptPrefilled("later", 1, prefilled(epoch))])
+        await until(lambda: not worker.under_way)
+        assert not task.done()
+        engine.holds.clear()
+    async with asyncio.timeout(20):
+        await task
+    assert worker.counters.handed_back == 0
+    assert engine.resets == 1

@@ -1,0 +1,491 @@
+"""Prefill and decode on a vLLM engine, without vLLM: descriptors, leases and ports; a stand-in has its signatures."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forebay.events.base import pack_u32
+from forebay.events.decisions import Stage
+from forebay.events.fleet import WorkerSpec
+from forebay.events.requests import Sampling
+from forebay.events.tokens import AnswerError
+from forebay.events.transfer import DESCRIPTOR_BYTES_MAX, KvLayout, Prefilled
+from forebay.events.work import WorkItem
+from forebay.workers import free_ports, vllm_core, vllm_engine, vllm_transfer
+from forebay.workers.engine import EngineBatch, EngineError, KvEngine
+from forebay.workers.engine_settings import EngineSettings
+from forebay.workers.kv_descriptor import Unfetchable
+from forebay.workers.vllm_core import HOST, PORT, VllmCore, require_nixl, side_channel
+from forebay.workers.vllm_engine import VllmEngine
+from forebay.workers.vllm_extension import KvLeases
+from forebay.workers.vllm_transfer import CONNECTOR, EXPIRES, transfer_params
+
+SPEC = WorkerSpec(worker_id="w", model="m", block_size=1, kv_blocks_total=1, max_num_seqs=1, max_num_batched_tokens=1)
+BLOCK = 32
+PROMPT = 40  # tokens
+TOLD = {  # by vLLM 0.32, of a prompt of two blocks
+    "do_remote_prefill": True,
+    "do_remote_decode": False,
+    "remote_block_ids": ([4, 5],),
+    "remote_engine_id": "engine",
+    "remote_request_id": "r1-abcd",
+    "remote_host": "127.0.0.1",
+    "remote_port": 5600,
+    "tp_size": 1,
+    "dcp_size": 1,
+    "pp_size": 1,
+    "remote_num_tokens": PROMPT,
+    "remote_blocks_expiry_time": None,
+    "transfer_mode": "pull",
+    "remote_prefill_cached_tokens": 32,
+}
+KEPT = TOLD | {EXPIRES: 1e9}
+
+
+class VLLMError(Exception):
+    """What vLLM's errors are."""
+
+
+class TransferConfig:
+    """`kv_lease_duration` is `lease_s`."""
+
+    lease_s = 20.0
+
+    def get_from_extra_config(self, name: str, default: float) -> float:
+        assert name == "kv_lease_duration"
+        return self.lease_s
+
+
+class Llm:
+    """An `AsyncLLM` with a KV connector. `answer` is what the next request gets; None is never."""
+
+    errored = False
+
+    def __init__(self) -> None:
+        self.vllm_config = SimpleNamespace(
+            scheduler_config=SimpleNamespace(policy="fcfs", max_num_seqs=8, max_num_batched_tokens=64),
+            model_config=SimpleNamespace(
+                max_model_len=64, dtype="torch.bfloat16", get_total_num_hidden_layers=lambda: 3
+            ),
+            cache_config=SimpleNamespace(
+                num_gpu_blocks=9, block_size=BLOCK, enable_prefix_caching=False, cache_dtype="auto"
+            ),
+            kv_transfer_config=TransferConfig(),
+        )
+        self.answer: Any = output([5], "length")
+        self.asked: list[Any] = []
+        self.calls: list[tuple[str, Any]] = []
+        self.broken: Exception | None = None
+        self.cleared = asyncio.Event()
+        self.abandoned = asyncio.Event()
+
+    async def get_supported_tasks(self) -> tuple[str, ...]:
+        return ("generate",)
+
+    async def generate(self, prompt: Any, params: Any, request_id: str, **_: Any) -> AsyncIterator[Any]:
+        self.asked.append(params)
+        if self.answer is None and request_id == "r":
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.abandoned.set()
+        yield self.answer
+
+    async def collective_rpc(self, name: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        self.calls.append((name, args))
+        if self.broken is not None:
+            raise self.broken
+        return [(1_000, 3, True), (1_000, 3, True)] if name == "forebay_block_bytes" else [1, 1]
+
+    async def notify_kv_transfer_request_rejected(
+        self, request_id: str, params: dict[str, Any], *, data_parallel_rank: int | None = None
+    ) -> None:
+        self.calls.append((request_id, params))
+
+    async def reset_prefix_cache(self, **_: bool) -> bool:
+        self.cleared.set()
+        return True
+
+
+def output(token_ids: list[int], why: str | None, **fields: Any) -> SimpleNamespace:
+    places = [{token_id: SimpleNamespace(logprob=-1.0, rank=1)} for token_id in token_ids]
+    one = SimpleNamespace(token_ids=token_ids, logprobs=places, finish_reason=why)
+    said = {"kv_transfer_params": None, "metrics": None, "num_cached_tokens": 32, **fields}
+    return SimpleNamespace(outputs=[one], finished=why is not None, **said)
+
+
+def item(stage: Stage, prefilled: Prefilled | None = None) -> WorkItem:
+    return WorkItem(
+        request_id="r",
+        attempt=2,
+        owner_epoch=1,
+        worker_epoch=7,
+        rank=0,
+        token_ids=pack_u32(range(PROMPT)),
+        sequence_hashes=b"",
+        sampling=Sampling(max_tokens=9, min_tokens=4, logprobs=2),
+        reply_slot=0,
+        stage=stage,
+        prefilled=prefilled,
+    )
+
+
+def kept(**fields: Any) -> Prefilled:
+    given: dict[str, Any] = {
+        "worker_id": "p",
+        "worker_epoch": 3,
+        "model": "m",
+        "connector": CONNECTOR,
+        "tokens": PROMPT,
+    }
+    return Prefilled(**given | {"lease_us": 10_000_000, "descriptor": msgspec.json.encode(KEPT)} | fields)
+
+
+class Running:
+    """An engine that runs, and all that it said."""
+
+    def __init__(self, engine: VllmEngine, llm: Llm, spec: WorkerSpec) -> None:
+        self.engine = engine
+        self.llm = llm
+        self.spec = spec
+        self.batches: list[EngineBatch] = []
+        self._said = asyncio.Event()
+
+    def publish(self, batch: EngineBatch) -> None:
+        self.batches.append(batch)
+        self._said.set()
+
+    async def end(self, one: WorkItem) -> Any:
+        """How it ends."""
+        self.batches.clear()
+        self.engine.submit(one)
+        async with asyncio.timeout(20):
+            while True:
+                for batch in self.batches:
+                    for ends in (batch.prefilled, batch.not_fetched, batch.failed, batch.finished):
+                        if ends:
+                            return ends[0]
+                self._said.clear()
+                await self._said.wait()
+
+
+@pytest.fixture
+def llm() -> Llm:
+    return Llm()
+
+
+@contextlib.asynccontextmanager
+async def running(llm: Llm, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Running]:
+    async def start(_: VllmCore, arguments: Any, logger: Any, channel: Any) -> Llm:
+        with channel:
+            return llm
+
+    calls = SimpleNamespace(
+        EngineDeadError=type("EngineDeadError", (Exception,), {}),
+        VLLMError=VLLMError,
+        answer_error=lambda error: AnswerError(status=500, code="engine_error", message=str(error)),
+        sampling_params=lambda sampling, transfer=None: (sampling, transfer),
+    )
+    monkeypatch.setattr(VllmCore, "start", start)
+    monkeypatch.setattr(vllm_engine, "check_model", lambda _: None)
+    monkeypatch.setattr(vllm_core, "find_spec", lambda name: name)
+    monkeypatch.setitem(sys.modules, "forebay.workers.vllm_calls", calls)
+    engine = VllmEngine(EngineSettings(model=Path("/m"), model_name="m", role="prefill"))
+    one = Running(engine, llm, await engine.start(SPEC))
+    task = asyncio.create_task(engine.run(one.publish))
+    try:
+        yield one
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await engine.stop()
+
+
+async def test_how_the_blocks_lie_is_said_for_all_tensor_parallel_parts(
+    llm: Llm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(llm, monkeypatch) as one:
+        assert isinstance(one.engine, KvEngine)
+        expected = KvLayout(connector=CONNECTOR, dtype="bfloat16", block_bytes=2_000, layers=3)
+        assert one.spec.kv_layout == expected
+
+
+async def test_a_prompt_is_offered_with_what_is_left_of_its_lease(llm: Llm, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running(llm, monkeypatch) as one:
+        computed = SimpleNamespace(last_token_ts=time.monotonic() - 4.0)
+        llm.answer = output([5], "length", kv_transfer_params=TOLD, metrics=computed)
+        said = (await one.end(item("prefill"))).prefilled
+        assert (said.worker_id, said.worker_epoch, said.model, said.connector) == ("w", 7, "m", CONNECTOR)
+        assert (said.tokens, said.bytes) == (PROMPT, 2 * 2_000)
+        assert 10.0 < said.lease_us / 1e6 <= 11.0, "20 s, 4 of which are over, and in 5 it is not read"
+        sampling, transfer = llm.asked[-1]
+        assert (sampling.max_tokens, sampling.min_tokens, sampling.logprobs) == (1, 0, None)
+        assert transfer == {"do_remote_decode": True, "do_remote_prefill": False}
+        told = msgspec.json.decode(said.descriptor)
+        assert 15.0 < told.pop(EXPIRES) - time.perf_counter() <= 16.0
+        assert told == {name: value for name, value in KEPT.items() if name != EXPIRES} | {"remote_block_ids": [[4, 5]]}
+
+        llm.answer = output([6], "length")
+        assert (await one.end(item("decode", said))).output_tokens == 1
+        sampling, transfer = llm.asked[-1]
+        assert (sampling.max_tokens, sampling.logprobs) == (9, 2)
+        assert (transfer["do_remote_prefill"], transfer["remote_block_ids"]) == (True, [[4, 5]])
+        assert transfer["remote_prefill_cached_tokens"] is None, "or the client were told that of the prefill worker"
+
+
+@pytest.mark.parametrize(
+    ("fields", "age_s", "says"),
+    [
+        ({"remote_port": None}, 0.0, "not known here"),
+        ({"remote_block_ids": "all"}, 0.0, "not known here"),
+        ({"more": "x" * DESCRIPTOR_BYTES_MAX}, 0.0, "bytes"),
+        ({}, 16.0, "when its lease was over"),
+    ],
+)
+async def test_what_cannot_be_offered_is_not(
+    fields: dict[str, Any], age_s: float, says: str, llm: Llm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(llm, monkeypatch) as one:
+        computed = SimpleNamespace(last_token_ts=time.monotonic() - age_s)
+        llm.answer = output([5], "length", kv_transfer_params=TOLD | fields, metrics=computed)
+        error = (await one.end(item("prefill"))).error
+        assert error.status == 500
+        assert says in error.message
+
+
+async def test_a_role_that_keeps_nothing_and_a_prompt_that_was_dropped(
+    llm: Llm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(llm, monkeypatch) as one:
+        assert (await one.end(item("prefill"))).error.status == 501
+        llm.answer = output([], "abort")
+        assert (await one.end(item("prefill"))).error.status == 503
+
+
+async def test_a_load_that_fails_is_no_answer(llm: Llm, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running(llm, monkeypatch) as one:
+        llm.answer = output([], "error")
+        assert "could not load" in (await one.end(item("decode", kept()))).error
+        assert (await one.end(item("aggregated"))).error.status == 500
+        assert not any(batch.first_tokens for batch in one.batches)
+
+
+async def test_an_answer_that_begins_when_the_lease_is_over_is_not_believed(
+    llm: Llm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_transfer, "UNREAD_S", 0.0)
+    async with running(llm, monkeypatch) as one:
+        llm.answer = None
+        assert "before the lease" in (await one.end(item("decode", kept(lease_us=1_000)))).error
+        async with asyncio.timeout(20):
+            await llm.abandoned.wait()
+            await llm.cleared.wait()  # what came late may be in the cache
+
+
+async def test_what_is_released_or_dropped_is_said_to_vllm(
+    llm: Llm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running(llm, monkeypatch) as one:
+        llm.answer = output([5], "length", kv_transfer_params=TOLD)
+        await one.end(item("prefill"))
+        one.engine._ranks[0].report(0, 0, 0.5)
+        assert one.engine.kept() == 1
+        before = len(llm.calls)
+        one.engine.release("another")
+        one.engine.cancel("r")
+        one.engine.release("r")
+        one.engine.drop(kept())
+        one.engine.drop(kept(model="other"))
+        await asyncio.gather(*one.engine._ending)
+        (release, (names, within_s)), (drop, params) = llm.calls[before:]
+        assert (release, names) == ("forebay_release", ["r1-abcd"])
+        assert 0 < within_s < 20.0
+        assert drop == "drop-r1-abcd"
+        assert (params["do_remote_prefill"], params["remote_block_ids"]) == (True, [[4, 5]])
+        assert "of the model other" in caplog.text
+        assert one.engine.kept() == 0
+
+        await one.end(item("prefill"))
+        one.engine._ranks[0].report(0, 0, 0.5)
+        llm.broken = VLLMError("no such method")
+        one.engine.release("r")
+        await asyncio.gather(*one.engine._ending)
+        assert "no such method" in caplog.text
+
+
+async def test_kept_until_no_block_is_in_use(llm: Llm, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running(llm, monkeypatch) as one:
+        llm.answer = output([5], "length", kv_transfer_params=TOLD)
+        await one.end(item("prefill"))
+        one.engine._ranks[0].report(0, 0, 0.5)
+        assert one.engine.kept() == 1
+        one.engine._ranks[0].report(0, 0, 0.0)
+        assert one.engine.kept() == 0
+
+
+async def test_a_lease_in_which_nothing_is_read(llm: Llm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TransferConfig, "lease_s", 5.0)
+    with pytest.raises(EngineError, match="kv_lease_duration must be over 5 s"):
+        async with running(llm, monkeypatch):
+            pass
+
+
+async def test_another_extension_of_vllm(
+    llm: Llm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    llm.broken = VLLMError("no such method")
+    with caplog.at_level(logging.WARNING):
+        async with running(llm, monkeypatch) as one:
+            assert one.spec.kv_layout is None
+    assert "does not say how its KV lies" in caplog.text
+
+
+async def test_without_nixl_there_is_no_such_role(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_engine, "check_model", lambda _: None)
+    monkeypatch.setattr(vllm_core, "find_spec", lambda _: None)
+    engine = VllmEngine(EngineSettings(model=Path("/m"), model_name="m", role="decode"))
+    with pytest.raises(EngineError, match="pip install nixl"):
+        await engine.start(SPEC)
+    await engine.stop()
+    own = {"kv_transfer_config": {"kv_connector": "Mine"}}
+    require_nixl(EngineSettings(model=Path("/m"), model_name="m", role="decode", arguments=own))
+
+
+@given(descriptor=st.binary() | st.recursive(st.none() | st.integers() | st.text(), st.lists).map(msgspec.json.encode))
+def test_no_descriptor_is_fetched_from_that_does_not_say_where(descriptor: bytes) -> None:
+    with pytest.raises(Unfetchable):
+        transfer_params(kept(descriptor=descriptor), "m", PROMPT, BLOCK)
+
+
+@given(
+    name=st.sampled_from(sorted(KEPT)),
+    value=st.none() | st.booleans() | st.integers() | st.text() | st.lists(st.lists(st.integers())),
+)
+def test_what_a_descriptor_says_is_of_its_type_and_of_this_prompt(name: str, value: Any) -> None:
+    told = KEPT | {name: value}
+    try:
+        params = transfer_params(kept(descriptor=msgspec.json.encode(told)), "m", PROMPT, BLOCK)
+    except Unfetchable:
+        return
+    assert 1 <= params["remote_port"] <= 65_535
+    assert params["remote_num_tokens"] == PROMPT
+    assert max(map(len, params["remote_block_ids"])) == 2
+    assert all(block >= 0 for group in params["remote_block_ids"] for block in group)
+    assert (params["do_remote_prefill"], params["do_remote_decode"]) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"connector": "nixl"}, "moved by nixl"),
+        ({"model": "n"}, "of the model n"),
+        ({"descriptor": b"{}"}, "broken"),
+    ],
+)
+def test_what_another_engine_or_model_made_is_not_fetched(fields: dict[str, Any], says: str) -> None:
+    with pytest.raises(Unfetchable, match=says):
+        transfer_params(kept(**fields), "m", PROMPT, BLOCK)
+
+
+def test_prompts_of_other_lengths_are_not_fetched() -> None:
+    for tokens, block, says in ((39, BLOCK, "40 tokens"), (PROMPT, 16, "2 blocks, the prompt has 3")):
+        with pytest.raises(Unfetchable, match=says):
+            transfer_params(kept(), "m", tokens, block)
+    with pytest.raises(Unfetchable, match="nothing says"):
+        transfer_params(None, "m", PROMPT, BLOCK)
+
+
+@pytest.fixture
+def no_channel(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    for name in (HOST, PORT, "VLLM_HOST_IP"):
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+def test_a_side_channel_of_its_own_while_vllm_is_built(no_channel: pytest.MonkeyPatch) -> None:
+    with side_channel("decode", 2):
+        assert os.environ[HOST] == "127.0.0.1"
+        first = int(os.environ[PORT])
+        # Somebody else comes between.
+        with socket.create_server(("127.0.0.1", first)):
+            inner = dict(os.environ)
+            for name in (HOST, PORT):
+                del os.environ[name]
+            with side_channel("prefill", 2):
+                assert not {first, first + 1} & {int(os.environ[PORT]), int(os.environ[PORT]) + 1}
+            os.environ.update(inner)
+    assert HOST not in os.environ
+    assert PORT not in os.environ
+    with side_channel("aggregated", 1):
+        assert PORT not in os.environ
+
+
+def test_no_port_is_left(no_channel: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        no_channel.setattr(free_ports, "FIRST", port)
+        no_channel.setattr(free_ports, "LAST", port + 2)
+        with pytest.raises(EngineError, match=PORT), side_channel("decode", 1):
+            pass
+
+
+def test_a_side_channel_that_is_given(no_channel: pytest.MonkeyPatch) -> None:
+    no_channel.setenv("VLLM_HOST_IP", "127.0.0.2")
+    no_channel.setenv(PORT, "5600")
+    with side_channel("prefill", 1):
+        assert (os.environ[HOST], os.environ[PORT]) == ("127.0.0.2", "5600")
+    assert os.environ[PORT] == "5600"
+    no_channel.setenv(HOST, "127.0.0.3")
+    with side_channel("prefill", 1):
+        assert os.environ[HOST] == "127.0.0.3"
+
+
+@pytest.fixture
+def connector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Any], None]]:
+    """Puts a connector's worker side in vLLM's place for it; None is a vLLM without one."""
+
+    def put(worker: Any) -> None:
+        module = ModuleType("vllm.distributed.kv_transfer")
+        setattr(module, "has_kv_transfer_group", lambda: worker is not None)  # noqa: B010
+        setattr(module, "get_kv_transfer_group", lambda: SimpleNamespace(connector_worker=worker))  # noqa: B010
+        for name in ("vllm", "vllm.distributed"):
+            monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+
+    yield put
+
+
+def test_the_extension_reads_and_shortens_leases(connector: Callable[[Any], None]) -> None:
+    now_s = time.perf_counter()
+    worker = SimpleNamespace(
+        block_len_per_layer=[512, 256],
+        _bidirectional_kv_xfer_enabled=False,
+        _is_turn2_read_expired=lambda _: False,
+        _reqs_to_send={"a": now_s + 60, "b": now_s + 1, "c": now_s + 60},
+    )
+    connector(worker)
+    assert KvLeases().forebay_block_bytes() == (768, 2, True)
+    assert worker._bidirectional_kv_xfer_enabled, "vLLM looks at the end of a lease before it reads"
+    assert KvLeases().forebay_release(["a", "b", "gone"], 20.0) == 2
+    left = {name: round(until_s - now_s) for name, until_s in worker._reqs_to_send.items()}
+    assert left == {"a": 20, "b": 1, "c": 60}
+
+
+def test_the_extension_where_vllm_is_another(connector: Callable[[Any], None]) -> None:
+    for worker in (None, SimpleNamespace()):
+        connector(worker)
+        assert KvLeases().forebay_block_bytes() == (0, 0, False)
+        assert KvLeases().forebay_release(["a"], 20.0) == 0
