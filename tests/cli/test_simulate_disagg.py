@@ -118,7 +118,7 @@ def test_workers_of_both_pools_may_die(trace: Path) -> None:
         ([*APART, "--workers", "3"], "--workers does both"),
         ([*APART, "--kill", "mock-3@1"], "there is no worker 'mock-3'; they are mock-0 to mock-2"),
         (["--prefill-workers", "4000", "--decode-workers", "4000"], "--decode-workers: pools: 8000 workers are more"),
-        (["--policy", "kv:disagg.policy=sometimes"], "invalid enum value 'sometimes'"),
+        (["--policy", "kv:disagg.policy=sometimes"], "disagg.policy: must be one of always, classic"),
         (["--policy", "kv:disagg.limit=1"], "'disagg.limit=1' is no setting=value"),
     ],
 )
