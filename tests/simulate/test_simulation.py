@@ -222,7 +222,7 @@ def test_a_long_queue_of_requests_that_fit_no_cache_fails_one_by_one() -> None:
         ("kv:temperature=-1", "temperature"),
         ("kv:temperature=warm", "temperature"),
         ("kv:temperature=nan", "temperature"),
-        ("kv:disagg.policy=clasic", "': disagg.policy: must be one of always, classic, isl_bounding, "),
+        ("kv:disagg.policy=rarely", "': disagg.policy: must be one of always, classic, isl_bounding, "),
         ("kv:disagg.enforce=maybe", "': disagg.enforce: must be true or false$"),
         ("kv:disagg.max_local_prefill_length=-1", "max_local_prefill_length: must be a whole number of at least 0$"),
     ],
