@@ -26,6 +26,7 @@ from forebay.transport.directory import Directory
 from forebay.transport.kafka_log import KafkaLog
 from forebay.transport.kafka_settings import KafkaSettings
 from forebay.transport.kafka_topics import TopicPlan, create_topics, partitions_of
+from infra.hosts import Host
 from infra.kafka.kafka import HOST, tail
 from infra.local import free_ports
 from infra.processes import STOP_S, ProcessError, Processes
@@ -135,9 +136,9 @@ class Cluster:
         self._routers[name] = 0
         self._members_change(name)
 
-    def worker(self, name: str, *options: str) -> None:
-        """Start a worker, a mock one unless options say otherwise."""
-        self._service("worker", name, "--worker-id", name, "--verbose", *options)
+    def worker(self, name: str, *options: str, on: Host | None = None) -> None:
+        """Start a worker, a mock one unless options say otherwise, here or `on` another host."""
+        self._service("worker", name, "--worker-id", name, "--verbose", *options, on=on)
 
     def ingress(self, name: str, *options: str) -> str:
         """Start an ingress: its URL, also in `urls`."""
@@ -300,9 +301,10 @@ class Cluster:
         report: dict[str, Any] = json.loads(out)
         return report
 
-    def _service(self, kind: str, name: str, *options: str) -> None:
+    def _service(self, kind: str, name: str, *options: str, on: Host | None = None) -> None:
         shared = ["--kafka", self.settings.bootstrap, "--redis", self._redis_url, "--namespace", self.namespace]
-        self.processes.start(name, [FOREBAY, kind, *shared, *options])
+        command = [FOREBAY, kind, *shared, *options]
+        self.processes.start(name, command if on is None else on.command(*command))
 
     def _members_change(self, name: str) -> None:
         """What routers say from here on is about the assignment without this one, or with it again."""

@@ -23,20 +23,20 @@ class Missing(Exception):
     """A part cannot be had here; the text says why."""
 
 
-def free_ports(count: int) -> int:
-    """First of `count` loopback ports in a row on which nobody listens. Raises Missing."""
+def free_ports(count: int, host: str = HOST) -> int:
+    """First of `count` ports in a row on which nobody listens, of loopback unless told otherwise. Raises Missing."""
     # Runs side by side begin at different places.
     begin = PORT_FIRST + os.getpid() * 16 % (PORT_LAST - PORT_FIRST)
     for first in itertools.chain(range(begin, PORT_LAST, count), range(PORT_FIRST, begin, count)):
-        if all(is_free(port) for port in range(first, first + count)):
+        if all(is_free(port, host) for port in range(first, first + count)):
             return first
     raise Missing(f"no {count} free ports in a row between {PORT_FIRST} and {PORT_LAST}")
 
 
 @contextlib.contextmanager
-def local_kafka(folder: Path, sasl: tuple[str, str] | None = None) -> Iterator[Broker]:
+def local_kafka(folder: Path, sasl: tuple[str, str] | None = None, host: str = HOST) -> Iterator[Broker]:
     """Apache Kafka that lives in `folder`; with `sasl` a listener for that user beside the open one. Raises Missing."""
-    broker = Broker(free_ports(3), folder, sasl, ends_with_starter=True)
+    broker = Broker(free_ports(3, host), folder, sasl, ends_with_starter=True, host=host)
     try:
         process = start(broker)
     except BrokerError as error:
@@ -62,17 +62,17 @@ def redis_binary() -> str:
 
 
 @contextlib.contextmanager
-def local_redis(folder: Path) -> Iterator[str]:
+def local_redis(folder: Path, host: str = HOST) -> Iterator[str]:
     """A Redis server with its log in `folder`: its URL. Raises Missing."""
-    port = free_ports(1)
-    options = [str(REDIS_CONF), "--bind", HOST, "--port", str(port), "--dir", str(folder)]
+    port = free_ports(1, host)
+    options = [str(REDIS_CONF), "--bind", host, "--port", str(port), "--dir", str(folder)]
     log = folder / "redis.log"
     with log.open("wb") as output:
         server = subprocess.Popen(
             [*tie(), redis_binary(), *options], stdout=output, stderr=output, start_new_session=True
         )
     try:
-        url = f"redis://{HOST}:{port}/0"
+        url = f"redis://{host}:{port}/0"
         with redis.Redis.from_url(url) as client:
             deadline = time.monotonic() + PATIENCE_S
             while not _pongs(client):

@@ -19,7 +19,7 @@ from forebay.transport.base import Draft, Log
 from forebay.transport.redis_leases import embedded_leases
 from forebay.transport.sqlite_log import SqliteLog
 from forebay.workers.lease_keeper import LeaseKeeper
-from forebay.workers.mock_engine import MockEngine
+from forebay.workers.mock.engine import MockEngine
 from forebay.workers.worker import Worker
 
 MODEL = "model"

@@ -1,6 +1,5 @@
 """compose.yaml without Docker: it is valid, stays on the loopback address, and names what exists."""
 
-import json
 import re
 import subprocess
 import sys
@@ -12,12 +11,13 @@ import yaml
 from typer.core import TyperGroup
 
 from forebay.cli.app import COMMANDS, load
+from tests.dashboard import APART, metrics, queries
 
 ROOT = Path(__file__).resolve().parent.parent
 PORT_MAX = 32_767  # above, systems hand out ports to clients
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text())
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
-OURS = sorted(name for name, service in SERVICES.items() if service["image"] == "forebay")
+OURS = sorted(name for name, service in SERVICES.items() if service["image"] in ("forebay", "forebay-nixl"))
 
 
 def parse(arguments: list[str]) -> dict[str, Any]:
@@ -40,13 +40,26 @@ def test_it_follows_the_compose_specification() -> None:
 
 
 def test_every_service_is_there() -> None:
-    assert OURS == ["ingress-1", "ingress-2", "router", "shadow", "topics", "worker"]
+    assert OURS == [
+        "decode-worker", "ingress-1", "ingress-2", "prefill-worker", "router", "shadow", "topics", "worker",
+    ]  # fmt: skip
     assert sorted(SERVICES.keys() - OURS) == ["grafana", "prometheus", "redis", "redpanda"]
 
 
 @pytest.mark.parametrize("service", OURS)
 def test_its_forebay_commands_can_be_read(service: str) -> None:
     assert parse(SERVICES[service]["command"])["kafka"] == "redpanda:9092"
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_disagg_workers_are_a_profile_and_move_kv_by_nixl_to_whoever_reaches_them(role: str) -> None:
+    service = SERVICES[f"{role}-worker"]
+    options = parse(service["command"])
+    assert (options["role"], options["kv_transport"], options["kv_host"]) == (role, None, None)
+    assert (service["profiles"], service["image"], service["build"]["target"]) == (["disagg"], "forebay-nixl", "nixl")
+    assert "container_name" not in service, "it is to be scaled"
+    assert "ports" not in service
+    assert "profiles" not in SERVICES["worker"]
 
 
 def test_a_command_that_forebay_lacks_is_found() -> None:
@@ -78,7 +91,8 @@ def test_what_it_mounts_and_builds_exists() -> None:
             source = volume.split(":")[0]
             assert source in COMPOSE["volumes"] or (ROOT / source).exists(), f"{name} mounts {source}"
         if "build" in service:
-            assert (ROOT / service["build"]["dockerfile"]).exists()
+            dockerfile = (ROOT / service["build"]["dockerfile"]).read_text()
+            assert re.search(rf"^FROM \S+ AS {service['build']['target']}$", dockerfile, re.MULTILINE)
 
 
 def test_prometheus_asks_services_that_exist() -> None:
@@ -91,9 +105,9 @@ def test_prometheus_asks_services_that_exist() -> None:
 def test_the_dashboard_shows_metrics_that_exist() -> None:
     sources = [path for root in ("streams", "services") for path in (ROOT / root).rglob("*.py")]
     text = "\n".join(path.read_text() for path in sources).replace("{name}_", "dynamo_frontend_")
-    panels = json.loads((ROOT / "infra/grafana/dashboards/forebay.json").read_text())["panels"]
-    queries = [target["expr"] for panel in panels for target in panel["targets"]]
-    metrics = {name for query in queries for name in re.findall(r"\b(?:forebay|dynamo)_\w+", query)}
-    missing = {name for name in metrics if f'"{re.sub(r"_(total|bucket|sum|count)$", "", name)}"' not in text}
-    assert metrics
+    # Those of prefill and decode apart are scraped in tests/cli/test_up_disagg.py.
+    shown = (query for row, found in queries().items() if row != APART for query in found)
+    names = set().union(*map(metrics, shown))
+    missing = {name for name in names if f'"{re.sub(r"_(total|bucket|sum|count)$", "", name)}"' not in text}
+    assert names
     assert not missing

@@ -49,22 +49,24 @@ class Broker:
         data: Folder of everything that it keeps.
         sasl: User and password of the SASL/PLAIN listener; without, there is none.
         ends_with_starter: Whether the broker is killed when the process that starts it ends (where `setpriv` exists).
+        host: The address where it listens, and where it tells clients to come.
     """
 
     port: int = PORT
     data: Path = DATA
     sasl: tuple[str, str] | None = None
     ends_with_starter: bool = False
+    host: str = HOST
 
     @property
     def address(self) -> str:
         """Bootstrap address for clients."""
-        return f"{HOST}:{self.port}"
+        return f"{self.host}:{self.port}"
 
     @property
     def sasl_address(self) -> str:
         """Bootstrap address for clients that log in."""
-        return f"{HOST}:{self.port + 2}"
+        return f"{self.host}:{self.port + 2}"
 
     @property
     def ports(self) -> list[int]:
@@ -87,7 +89,7 @@ def start(broker: Broker) -> subprocess.Popen[bytes]:
         raise BrokerError(f"a broker with this data folder already runs (pid {pid}): {broker.data}")
     java = find_java()
     for port in broker.ports:
-        if not is_free(port):
+        if not is_free(port, broker.host):
             raise BrokerError(f"port {port} is in use: stop what listens there, or choose another with --port")
     fetch_jars()
     broker.data.mkdir(parents=True, exist_ok=True)
@@ -114,7 +116,7 @@ def start(broker: Broker) -> subprocess.Popen[bytes]:
 
 def _wait(broker: Broker, process: subprocess.Popen[bytes], log: Path) -> None:
     deadline = time.monotonic() + STARTED_WITHIN_S
-    while not answers(broker.port):
+    while not answers(broker.port, broker.host):
         if process.poll() is not None:
             raise BrokerError(f"the broker ended with code {process.returncode}: {tail(log)}")
         if time.monotonic() > deadline:
@@ -171,23 +173,23 @@ def port_of(data: Path) -> int:
     return int((data / "kafka.pid").read_text().split()[1])
 
 
-def answers(port: int) -> bool:
+def answers(port: int, host: str = HOST) -> bool:
     """Whether a broker on this port answers `ApiVersions`, the first request of every client."""
     body = struct.pack(">hhih", API_VERSIONS, 0, 1, -1)  # version 0, correlation 1, no client id
     try:
-        with socket.create_connection((HOST, port), ANSWER_WITHIN_S) as connection:
+        with socket.create_connection((host, port), ANSWER_WITHIN_S) as connection:
             connection.sendall(struct.pack(">i", len(body)) + body)
             return connection.makefile("rb").read(8)[4:] == struct.pack(">i", 1)
     except OSError:
         return False
 
 
-def is_free(port: int) -> bool:
-    """Whether nobody listens on a loopback port."""
+def is_free(port: int, host: str = HOST) -> bool:
+    """Whether nobody listens on a port, of loopback unless told otherwise."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the broker does; closed ones may linger
         try:
-            probe.bind((HOST, port))
+            probe.bind((host, port))
         except OSError:
             return False
     return True
@@ -256,8 +258,8 @@ def command(java: str, main: str) -> list[str]:
 
 def write_properties(broker: Broker) -> None:
     """Write the settings of one broker: the common ones and where it lives."""
-    port = broker.port
-    listeners = [f"PLAINTEXT://{HOST}:{port}"] + ([f"SASL_PLAINTEXT://{HOST}:{port + 2}"] if broker.sasl else [])
+    port, host = broker.port, broker.host
+    listeners = [f"PLAINTEXT://{host}:{port}"] + ([f"SASL_PLAINTEXT://{host}:{port + 2}"] if broker.sasl else [])
     lines = [
         (HERE / "server.properties").read_text(),
         f"listeners={','.join([*listeners, f'CONTROLLER://{HOST}:{port + 1}'])}",

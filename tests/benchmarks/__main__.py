@@ -17,6 +17,7 @@ NAMES = (
     "simulate-table",
     "disagg",
     "kv-transfer",
+    "kv-hosts",
 )
 BENCHMARKS = {name: f"tests.benchmarks.bench_{name.replace('-', '_')}" for name in NAMES}
 

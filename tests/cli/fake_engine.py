@@ -6,7 +6,7 @@ from forebay.core.engine_model import EngineConfig
 from forebay.events.fleet import WorkerSpec
 from forebay.workers.engine import EngineError, Publish
 from forebay.workers.engine_settings import EngineSettings
-from forebay.workers.mock_engine import MockEngine
+from forebay.workers.mock.engine import MockEngine
 
 CALLS: list[str] = []
 VOCABULARY = (100, 101, 102)

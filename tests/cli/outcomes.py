@@ -3,7 +3,7 @@
 import random
 from collections.abc import Sequence
 
-from forebay.cli.simulations import Run
+from forebay.cli.simulate.simulations import Run
 from forebay.events.control import RouterConfig
 from forebay.events.decisions import Candidate, CostTerms, RequestRouted
 from forebay.simulate.outcome import EXPLAINED_MAX, Outcome, Requests, Served, Timeline, summary

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from forebay.cli.alternative import Alternative, alternative
+from forebay.cli.policies.alternative import Alternative, alternative
 from forebay.events.control import PoolConfigured, QueueClass, QueueConfig, RouterConfig
 from forebay.ingress.errors import Unusable
 

@@ -62,6 +62,7 @@ def test_what_a_command_does_not_use_is_not_imported(arguments: list[str]) -> No
 
 def test_commands_are_functions_or_applications() -> None:
     assert {name for name in COMMANDS if isinstance(load(name), typer.core.TyperGroup)} == {
+        "control",
         "profile",
         "workload",
         "replay",

@@ -12,7 +12,9 @@ import pytest
 
 from forebay.events.control import Action
 from infra.local import free_ports
-from tests.cli.test_up import Up, forebay, running, verified
+from tests.cli.in_process import forebay
+from tests.cli.test_up import Up, running, verified
+from tests.cli.test_up import forebay as process
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -37,8 +39,10 @@ def completion(up: Up, model: str) -> httpx.Response:
 def test_an_adapter_is_loaded_used_and_unloaded(system: tuple[Up, Path], tmp_path: Path) -> None:
     up, _ = system
     assert completion(up, "sql").status_code == 404
-    code, out, _ = control(up, "load_lora", "--lora", "sql", "--path", str(tmp_path), "--worker", "mock-1")
-    assert (code, [line.split() for line in out.splitlines()][1:]) == (0, [["mock-1", "default", "done", "sql"]])
+    options = ["--lora", "sql", "--path", str(tmp_path), "--worker", "mock-1", "--url", up.url]
+    run = process("control", "load_lora", *options)
+    told = [line.split() for line in run.stdout.splitlines()]
+    assert (run.returncode, told[1:]) == (0, [["mock-1", "default", "done", "sql"]])
     assert completion(up, "sql").json()["model"] == "sql"
     models = httpx.get(f"{up.url}/v1/models", timeout=30).json()["data"]
     assert [card["id"] for card in models] == ["forebay-default", "sql"]
@@ -71,8 +75,73 @@ def test_what_goes_nowhere_says_why(system: tuple[Up, Path]) -> None:
     assert control(up, "pause", "--pool", "x")[::2] == (1, "forebay: the model forebay-default has no pool x\n")
     code, _, err = control(up, "dream")
     assert code == 2
-    assert all(action in err for action in get_args(Action))
+    assert all(action in err for action in (*get_args(Action), "disaggregation", "busy_threshold"))
     assert control(up, "load_lora")[::2] == (2, "forebay: lora_name, what the adapter is called, is missing\n")
+
+
+def settings(text: str) -> dict[str, list[str]]:
+    """The rows of a table of settings, with its head."""
+    return {line.split()[0]: line.split()[1:] for line in text.splitlines()[1:]}
+
+
+def test_when_workers_are_busy_is_shown_and_changed(system: tuple[Up, Path]) -> None:
+    up, _ = system
+    code, out, _ = control(up, "busy_threshold", "--active-decode-blocks-threshold", "0.9")
+    assert (code, out.splitlines()[0]) == (0, "model forebay-default")
+    off = ["none", "none"]
+    assert settings(out) == {
+        "setting": ["before", "now"],
+        "active_decode_blocks_threshold": ["none", "0.9"],
+        "active_prefill_tokens_threshold": off,
+        "active_prefill_tokens_threshold_frac": off,
+    }
+    _, out, _ = control(up, "busy_threshold")
+    assert settings(out)["active_decode_blocks_threshold"] == ["0.9"]
+    code, out, _ = control(up, "busy_threshold", "--active-decode-blocks-threshold", "none", "--json")
+    told = json.loads(out)
+    assert code == 0
+    assert [told[when]["active_decode_blocks_threshold"] for when in ("before", "now")] == [0.9, None]
+
+
+def test_there_is_no_disaggregation_where_workers_do_all_of_a_request(system: tuple[Up, Path]) -> None:
+    up, _ = system
+    for options in ((), ("--policy", "never")):
+        code, out, err = control(up, "disaggregation", *options)
+        assert (code, out) == (1, "")
+        assert err == "forebay: forebay-default has no decode pool: its workers do all of a request\n"
+
+
+def test_disagg_is_shown_and_changed_and_what_is_wrong_changes_nothing() -> None:
+    with running("--prefill-workers", "1", "--decode-workers", "1") as up:
+        code, out, _ = control(up, "disaggregation")
+        assert (code, out.splitlines()[0]) == (0, "model forebay-default, pool decode")
+        shown = settings(out)
+        assert (shown["setting"], shown["policy"], shown["enforce"]) == (["now"], ["always"], ["false"])
+        changes = ("--policy", "classic", "--max-local-prefill-length", "512", "--prefill-busy-threshold", "none")
+        code, out, _ = control(up, "disaggregation", *changes, "--enforce")
+        changed = {name: cells for name, cells in settings(out).items() if cells[0] != cells[1]}
+        assert code == 0
+        assert changed == {
+            "setting": ["before", "now"],
+            "policy": ["always", "classic"],
+            "max_local_prefill_length": ["1000", "512"],
+            "prefill_busy_threshold": ["1.0", "none"],
+            "enforce": ["false", "true"],
+        }
+        for option, wrong, says in (
+            ("policy", "sometimes", "policy: Input should be 'always', 'never', 'classic'"),
+            ("max-local-prefill-length", "abc", "max_local_prefill_length: Input should be a valid integer"),
+            ("max-prefill-queue-size", "0", "max_prefill_queue_size: Input should be greater than or equal to 1"),
+            ("decode-busy-threshold", "1.5", "decode_busy_threshold: Input should be less than or equal to 1"),
+        ):
+            code, out, err = control(up, "disaggregation", f"--{option}", wrong)
+            assert (code, out, len(err.splitlines())) == (2, "", 1)
+            assert err.startswith(f"forebay: {says}")
+        code, out, _ = control(up, "disaggregation", "--no-enforce", "--json")
+        told = json.loads(out)
+        assert (told["before"]["policy"], told["before"]["enforce"]) == ("classic", True), "nothing else changed it"
+        assert told["now"] == {**told["before"], "enforce": False}
+        assert httpx.get(f"{up.url}/disaggregation", timeout=30).json() == {"disaggregation": [told["now"]]}
 
 
 def test_the_log_of_commands_verifies(system: tuple[Up, Path], tmp_path: Path) -> None:
@@ -89,8 +158,9 @@ def test_the_log_of_commands_verifies(system: tuple[Up, Path], tmp_path: Path) -
 
 def test_without_the_admin_api_an_ingress_takes_no_commands() -> None:
     with running("--no-admin-api", "--workers", "1") as up:
-        code, _, err = control(up, "pause")
-    assert (code, err) == (1, "forebay: the ingress takes no commands: it was started with --no-admin-api\n")
+        answers = [control(up, name) for name in ("pause", "disaggregation", "busy_threshold")]
+    said = "forebay: the ingress takes no commands: it was started with --no-admin-api\n"
+    assert [(code, err) for code, _, err in answers] == [(1, said)] * 3
 
 
 def test_who_does_not_answer_is_named() -> None:
@@ -103,6 +173,9 @@ def test_who_does_not_answer_is_named() -> None:
 
 class Other(BaseHTTPRequestHandler):
     """A server that is no ingress."""
+
+    def do_GET(self) -> None:
+        self.do_POST()
 
     def do_POST(self) -> None:
         self.send_response(200)
@@ -117,7 +190,8 @@ def test_a_server_that_is_no_ingress_is_named() -> None:
     server = HTTPServer(("127.0.0.1", free_ports(1)), Other)
     Thread(target=server.serve_forever, daemon=True).start()
     url = f"http://127.0.0.1:{server.server_port}"
-    run = forebay("control", "pause", "--url", url)
+    runs = [forebay("control", name, "--url", url) for name in ("pause", "disaggregation")]
     server.shutdown()
     server.server_close()
-    assert (run.returncode, run.stderr) == (2, f"forebay: {url} does not answer as an ingress does (HTTP 200)\n")
+    said = f"forebay: {url} does not answer as an ingress does (HTTP 200)\n"
+    assert [(run.returncode, run.stderr) for run in runs] == [(2, said)] * 2

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from forebay.cli.engine_runs import AGAIN, NOT_GENERATED, STOPPED, UNFINISHED, EngineRuns, engine_runs
+from forebay.cli.simulate.engine_runs import AGAIN, NOT_GENERATED, STOPPED, UNFINISHED, EngineRuns, engine_runs
 from forebay.events.codec import encode
 from forebay.events.fleet import WorkerLost
 from forebay.events.progress import FirstTokenEmitted, RequestFailed, RequestFinished

@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from forebay.cli.app import app
-from forebay.cli.fidelity import AS_RECORDED, OF, PLACED, TIMES
+from forebay.cli.simulate.fidelity import AS_RECORDED, OF, PLACED, TIMES
 from forebay.events.codec import decode, encode
 from forebay.events.control import PoolConfigured, RouterConfig
 from forebay.events.decisions import RequestRouted, SnapshotTaken

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from forebay.cli import fit as fit_command
 from forebay.cli.app import app
+from forebay.cli.simulate import fit as fit_command
 from forebay.core.engine_timing import LinearTiming
 from forebay.events.control import RouterConfig
 from forebay.simulate.mooncake import Row

@@ -15,7 +15,8 @@ from forebay.events.kv import AnyKvEvent, BlocksStored, Tier
 from forebay.events.topics import KV_EVENTS
 from forebay.transport.base import Draft
 from forebay.transport.sqlite_log import SqliteLog
-from tests.cli.test_up import forebay
+from tests.cli.in_process import forebay
+from tests.cli.test_up import forebay as process
 from tests.system import BLOCK, System, submitted, until, until_ended
 
 PROMPT = list(range(4 * BLOCK))
@@ -44,7 +45,7 @@ async def write(path: Path, *, dump_while_it_runs: bool = False) -> tuple[Prefix
             await until_ended(system, "b")
             await until(lambda: not len(owner.world.requests))
             if dump_while_it_runs:
-                printed = (await asyncio.to_thread(forebay, "index", "dump", str(path))).stdout
+                printed = (await asyncio.to_thread(process, "index", "dump", str(path))).stdout
         index = owner.world.index
     log.close()
     return index, printed

@@ -6,7 +6,7 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry, Gauge
 
-from forebay.cli.metrics_server import metrics_served
+from forebay.cli.common.metrics_server import metrics_served
 from forebay.ingress.errors import Unusable
 from infra.local import free_ports
 

@@ -9,10 +9,10 @@ from textwrap import dedent, indent
 import msgspec
 import pytest
 
-from forebay.cli import policy_check
-from forebay.cli.policy_cases import CASES
-from forebay.cli.policy_check import require_policy
-from forebay.cli.policy_trial import FAULT_CHARS_MAX, Trial
+from forebay.cli.policies import check as policy_check
+from forebay.cli.policies.cases import CASES
+from forebay.cli.policies.check import require_policy
+from forebay.cli.policies.trial import FAULT_CHARS_MAX, Trial
 from forebay.ingress.errors import Unusable
 
 FOREBAY = str(Path(sys.executable).with_name("forebay"))
@@ -106,7 +106,7 @@ NO_DECISIONS = [
 TRIED = [*FINE, *(case[:2] for case in (*CALLS, *NO_DECISIONS))]
 HOLD_TRIALS = """
 import sys, msgspec
-from forebay.cli.policy_trial import hold_trial
+from forebay.cli.policies.trial import hold_trial
 print(msgspec.json.encode([hold_trial(path, backwards=False) for path in sys.argv[1:]]).decode(), file=sys.__stdout__)
 """
 
@@ -238,7 +238,7 @@ def test_a_command_does_not_start_with_a_policy_that_is_refused(here: Path, comm
 def test_the_router_under_fausts_own_command_line_takes_variables(here: Path, mode: str, code: int, says: str) -> None:
     write(here, CHEAPEST)
     run = subprocess.run(
-        [sys.executable, "-P", "-c", "from forebay.cli.faust_router import config; print(config.mode)"],
+        [sys.executable, "-P", "-c", "from forebay.cli.parts.faust_router import config; print(config.mode)"],
         env={**os.environ, "FOREBAY_ROUTER_MODE": mode},
         capture_output=True,
         text=True,

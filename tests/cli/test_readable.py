@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from forebay.cli.readable import readable
+from forebay.cli.common.readable import readable
 from forebay.transport.base import Record
 from infra.samples import SAMPLES
 

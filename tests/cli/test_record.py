@@ -214,7 +214,7 @@ def test_groups_and_pools(joined: Path, tmp_path: Path) -> None:
     repeated = made("--group", OTHER, "--group", MODEL, joined, tmp_path / "repeated")
     assert repeated["groups"] == both["groups"]
     # Where there are several the other commands want to know which, and a recording knows what it holds.
-    assert "say which --group: " in forebay("replay", "verify", str(tmp_path / "both")).stderr
+    assert "say which --group: " in invoke("replay", "verify", tmp_path / "both").stderr
     for name in (MODEL, OTHER):
         assert invoke("replay", "verify", "--group", name, tmp_path / "both").exit_code == 0
     assert invoke("replay", "verify", tmp_path / "one").exit_code == 0

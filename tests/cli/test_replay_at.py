@@ -23,10 +23,11 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from forebay.cli.app import app
-from forebay.cli.at_view import Sheet, drawn, summary
-from forebay.cli.watch_keys import Command, Typed
+from forebay.cli.replay.at_view import Sheet, drawn, summary
+from forebay.cli.replay.watch_keys import Command, Typed
 from forebay.events.decisions import RequestRejected
-from tests.cli.test_up import FOREBAY, PATIENCE_S, forebay
+from tests.cli.in_process import forebay
+from tests.cli.test_up import FOREBAY, PATIENCE_S
 from tests.replay import incident
 
 LINES, COLUMNS = 50, 140

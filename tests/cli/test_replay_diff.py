@@ -14,8 +14,8 @@ import pytest
 from typer.testing import CliRunner
 
 from forebay.cli.app import app
-from forebay.cli.closed_loop import ALTERNATIVE, HISTORY, RECORDED
-from forebay.cli.terminal import printable
+from forebay.cli.common.terminal import printable
+from forebay.cli.replay.closed_loop import ALTERNATIVE, HISTORY, RECORDED
 from forebay.events.codec import decode, encode
 from forebay.events.control import RouterConfig
 from forebay.events.decisions import RequestRouted

@@ -8,11 +8,15 @@ import pytest
 from typer.testing import CliRunner
 
 from forebay.cli.app import app
-from forebay.events.control import DisaggConfig
-from forebay.events.progress import PrefillFinished
+from forebay.events.control import DisaggConfig, RouterConfig
+from forebay.events.progress import FirstTokenEmitted, PrefillFinished
+from forebay.simulate.settings import Transfer
 from tests.core.worlds import PROMPTS, request
+from tests.replay.recorded import write
+from tests.replay.simulated import played
 from tests.replay.test_diff_disagg import history
 from tests.replay.test_explain_disagg import apart, lose, said
+from tests.simulate.traces import conversations
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +57,21 @@ def test_who_keeps_the_kv_is_shown_beside_who_fetches_it_in_disagg(tmp_path: Pat
     assert "r transfer d/0, KV at p" in shown("at", str(tmp_path / "apart.db"))
 
 
+def test_disagg_says_where_the_time_to_first_token_went(tmp_path: Path) -> None:
+    made = apart("p")
+    made("requests", request("r", PROMPTS[0]))
+    said(made, PrefillFinished, after_us=18_600)
+    said(made, FirstTokenEmitted, after_us=9_100, transferred_bytes=34_000, transfer_us=900)
+    made.seal()
+    path = tmp_path / "apart.db"
+    asyncio.run(made.log(path)).close()
+    text = shown("explain", str(path), "r")
+    parts = "of that: prefill 18.6 ms, KV transfer 900 us, hop and first step of who answers 8.2 ms"
+    assert f"time to first token 0.028 s by the owner's clock {parts}" in text
+    told = json.loads(shown("explain", str(path), "r", "--json"))
+    assert told["first_token"]["parts_us"] == {"prefill": 18_600, "transfer": 900, "decode": 8_200}
+
+
 def test_disagg_stages_are_explained(path: Path) -> None:
     text = shown("explain", str(path), "r")
     assert "sent to be prefilled to p: the only one that could take it; its prompt is computed remotely" in text
@@ -86,15 +105,26 @@ def test_disagg_what_is_named_wins_over_what_was_set_by_hand(by_hand: Path, tmp_
     )
 
 
-def test_disagg_a_closed_loop_that_is_refused_is_not_offered(by_hand: Path, tmp_path: Path) -> None:
-    page, given = tmp_path / "page.html", ("--set", "router.disagg.policy=always")
-    text = shown("diff", str(by_hand), *given, "--html", str(page))
-    for told in (text, page.read_text()):
-        assert "--closed-loop does not simulate recordings of workers that only prefill or only decode" in told
-        assert "simulates both from the fork on" not in told
-    run = CliRunner().invoke(app, ["replay", "diff", str(by_hand), *given, "--closed-loop"])
-    assert run.exit_code == 2
-    assert "not modelled from recordings" in run.stderr
+def test_disagg_a_closed_loop_moves_kv_as_it_was_moved(tmp_path: Path) -> None:
+    transfer = Transfer(kv_bytes_per_token=1_000, kv_transfer_bandwidth=0.0, kv_transfer_latency_us=5_000)
+    rows = conversations(sessions=11, turns=4, every_ms=1_000)
+    router = RouterConfig(mode="round-robin", disagg=DisaggConfig())
+    run = played(rows, router, 4, 1_024, prefill=2, transfer=transfer)
+    asyncio.run(write(run.log, tmp_path / "run.db"))
+    page, given = tmp_path / "page.html", ("diff", str(tmp_path / "run.db"), "--set")
+    assert "--closed-loop simulates both from the fork on" in shown(*given, "router.disagg.policy=never")
+    other = ("router.disagg.policy=never", "--closed-loop", "--json", "--html", str(page))
+    closed = json.loads(shown(*given, *other))["closed_loop"]
+    recorded, same, never = closed["runs"].values()
+    # Round robin goes on where it was, and links are fitted: the engines find the same, and take as long.
+    for figure in ("ttft_ms", "itl_ms", "e2e_ms", "prefix_reuse", "load_max_over_mean", "prefilled_remotely"):
+        assert recorded[figure] == pytest.approx(same[figure]), figure
+    assert recorded["transferred_bytes"] == same["transferred_bytes"] > 0
+    assert recorded["prefilled_remotely"] == 44
+    assert (never["prefilled_remotely"], never["transferred_bytes"], never["failed"]) == (0, 0, 0)
+    for text in (" ".join(closed["notes"]), page.read_text()):
+        assert "How KV moves is taken from the recording: 5,000 us and no time for bytes, 1,000 bytes a token" in text
+    assert "prefilled remotely, MB moved" in page.read_text()
 
 
 def test_disagg_choices_in_historys_own_state_keep_their_stage(by_hand: Path, tmp_path: Path) -> None:

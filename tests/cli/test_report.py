@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from forebay.cli.app import app
-from forebay.cli.report import require_report, write_report
-from forebay.cli.report_heat import COLUMNS, ROWS
-from forebay.cli.report_measures import limits, measured
-from forebay.cli.report_page import RUNS_MAX, page
-from forebay.cli.report_rows import ROWS_MAX
-from forebay.cli.report_words import duration
-from forebay.cli.simulations import Run
-from forebay.cli.terminal import printable
+from forebay.cli.common.terminal import printable
+from forebay.cli.simulate.report.file import require_report, write_report
+from forebay.cli.simulate.report.heat import COLUMNS, ROWS
+from forebay.cli.simulate.report.measures import limits, measured
+from forebay.cli.simulate.report.page import RUNS_MAX, page
+from forebay.cli.simulate.report.rows import ROWS_MAX
+from forebay.cli.simulate.report.words import duration
+from forebay.cli.simulate.simulations import Run
 from forebay.events.control import RouterConfig
 from forebay.simulate.goodput import Slo, goodput
 from forebay.simulate.outcome import Outcome, Requests, Served, summary

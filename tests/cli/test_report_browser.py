@@ -18,7 +18,7 @@ from playwright.sync_api import Dialog, expect
 from typer.testing import CliRunner
 
 from forebay.cli.app import app
-from forebay.cli.report import write_report
+from forebay.cli.simulate.report.file import write_report
 from forebay.events.control import RouterConfig
 from forebay.simulate.goodput import Slo
 from infra.browser import Opened, chromium, opened

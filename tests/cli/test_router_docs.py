@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from forebay.cli.policy_check import require_policy
-from forebay.cli.policy_file import read_policy_file
-from forebay.cli.router_options import OPTIONS
+from forebay.cli.policies.check import require_policy
+from forebay.cli.policies.file import read_policy_file
+from forebay.cli.policies.router_options import OPTIONS
 from forebay.events.control import QueueClass
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs/router-config.md").read_text()

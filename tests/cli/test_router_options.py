@@ -10,7 +10,7 @@ import typer
 import yaml
 from typer.testing import CliRunner
 
-from forebay.cli.router_options import OPTIONS, router_config_of, router_options
+from forebay.cli.policies.router_options import OPTIONS, router_config_of, router_options
 from forebay.events.control import BusyThresholds, DisaggConfig, QueueClass, QueueConfig, RouterConfig
 from forebay.ingress.errors import Unusable
 

@@ -20,7 +20,8 @@ from infra.cluster import FOREBAY
 from infra.kafka.kafka import HOST
 from infra.local import free_ports
 from infra.processes import Processes
-from tests.cli.test_up import forebay
+from tests.cli.in_process import forebay
+from tests.cli.test_up import forebay as process
 from tests.live.shared import valid
 from tests.replay.test_verify import find, rewrite
 from tests.system import System, submitted, until, until_ended
@@ -117,7 +118,7 @@ async def test_a_decision_that_cannot_be_derived_again_ends_it(recorded: Path) -
     assert isinstance(event, RequestRouted)
     lie = msgspec.structs.replace(event, terms=msgspec.structs.replace(event.terms, cost=event.terms.cost + 1))
     rewrite(recorded, DECISIONS, offset, lambda _: encode(DECISIONS, lie))
-    run = await asyncio.to_thread(forebay, "shadow", str(recorded), "--policy", "random", "--from-start", "--json")
+    run = await asyncio.to_thread(process, "shadow", str(recorded), "--policy", "random", "--from-start", "--json")
     assert run.returncode == 1
     assert f"journal record {offset} cannot be derived again (differs in terms)" in run.stderr
     printed = [msgspec.json.decode(line, type=ShadowEvent) for line in run.stdout.splitlines()]
@@ -184,7 +185,7 @@ async def test_a_file_is_of_one_process(recorded: Path, tmp_path: Path, processe
     options = ["shadow", str(recorded), "--policy", "random", "--out", str(out)]
     processes.start("shadow", [FOREBAY, *options])
     await until(lambda: events(out, ShadowStarted))
-    second = await asyncio.to_thread(forebay, *options)
+    second = await asyncio.to_thread(process, *options)
     assert second.returncode == 2
     assert "is in use by another process" in second.stderr
     await end(processes, "shadow", signal.SIGTERM)

@@ -15,9 +15,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from forebay.cli.app import app
-from forebay.cli.simulate_options import FleetOptions, ShapeOptions
-from forebay.cli.simulations import Work, run_all
-from forebay.cli.sweep_axes import BLIND_MODES, COST_SETTINGS, OF_FLEET, OF_SHAPE, axes_of, combinations
+from forebay.cli.simulate.options import FleetOptions, ShapeOptions
+from forebay.cli.simulate.simulations import Work, run_all
+from forebay.cli.simulate.sweep_axes import BLIND_MODES, COST_SETTINGS, OF_FLEET, OF_SHAPE, axes_of, combinations
 from forebay.simulate.mooncake import Row
 from forebay.simulate.pareto import costs
 from forebay.simulate.settings import ROUTER_SETTINGS
@@ -218,7 +218,7 @@ def test_a_run_that_dies_is_named_and_ends_in_exit_code_1(trace: Path, monkeypat
     def dies(*_: object) -> None:
         raise AssertionError("two requests of one id")
 
-    monkeypatch.setattr("forebay.cli.sweep.figures_of", dies)
+    monkeypatch.setattr("forebay.cli.simulate.sweep.figures_of", dies)
     run = sweep(trace, "--policy", "kv", "--set", "workers=3", "--json")
     assert run.exit_code == 1
     assert json.loads(run.stdout)["runs"] == []

@@ -15,7 +15,7 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from forebay.cli.app import app
-from forebay.cli.terminal import WIDTH, in_markup, printable, results
+from forebay.cli.common.terminal import WIDTH, in_markup, printable, results
 from forebay.events.decisions import RequestRouted
 from forebay.events.topics import DECISIONS
 from tests.core.worlds import PROMPTS, Driver, request

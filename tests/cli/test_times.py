@@ -7,7 +7,7 @@ from datetime import datetime, timedelta
 import pytest
 import typer
 
-from forebay.cli.times import span_us, time_us
+from forebay.cli.common.times import span_us, time_us
 
 S = 1_000_000
 NOON_US = 1_767_268_800 * S  # 2026-01-01T12:00:00Z

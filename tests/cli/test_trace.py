@@ -12,7 +12,8 @@ import httpx
 import pytest
 
 from infra.local import free_ports
-from tests.cli.test_up import Up, forebay, running
+from tests.cli.in_process import forebay
+from tests.cli.test_up import Up, running
 
 REQUESTS = 20
 
@@ -70,10 +71,16 @@ def test_disagg_workers_are_told_with_their_roles(trace: Path) -> None:
         shown = forebay("trace", str(trace), "--url", up.url).stdout
     summary = json.loads(run.stdout)
     assert summary["roles"] == {"decode-0": "decode", "decode-1": "decode", "prefill-0": "prefill"}
-    assert set(summary["workers"]) == {"decode-0", "decode-1"}
-    assert sum(worker["requests"] for worker in summary["workers"].values()) == REQUESTS
+    assert set(summary["workers"]) == {"decode-0", "decode-1", "prefill-0"}
+    figures = summary["workers"]
+    assert figures["decode-0"]["requests"] + figures["decode-1"]["requests"] == REQUESTS
+    assert figures["prefill-0"]["requests"] == REQUESTS
+    computed = {name: one["computed_tokens"] for name, one in figures.items()}
+    assert (computed["decode-0"], computed["decode-1"]) == (0, 0), "all of it was computed for them"
+    assert computed["prefill-0"] == round(summary["prompt_tokens"] * (1 - summary["prefix_reuse"])) > 0
+    assert summary["load_max_over_mean"] == 1.0, "there is one that computes prompts"
     assert "decode-0 (decode): " in shown
-    assert "prompts computed for them by prefill-0" in shown
+    assert f"prefill-0 (prefill): {REQUESTS} requests, " in shown
 
 
 class Door(ThreadingHTTPServer):

@@ -15,6 +15,7 @@ import openai
 import pytest
 
 from infra.local import free_ports
+from tests.cli import in_process
 
 FOREBAY = str(Path(sys.executable).with_name("forebay"))
 PATIENCE_S = 60.0
@@ -45,6 +46,16 @@ class Up:
             time.sleep(0.05)
         raise AssertionError("not ready")
 
+    def banner(self) -> str:
+        """What it says once it serves; the last line of it has the address."""
+        assert self.process.stdout is not None
+        said = ""
+        while "stop with Ctrl-C" not in said:
+            line = self.process.stdout.readline()
+            assert line, said
+            said += line
+        return said
+
     def client(self) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
 
@@ -69,10 +80,14 @@ def forebay(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([FOREBAY, *arguments], capture_output=True, text=True, check=False, timeout=PATIENCE_S)
 
 
-def verified(log: Path, hash_seed: int = 0) -> dict[str, object]:
-    environment = {**os.environ, "PYTHONHASHSEED": str(hash_seed)}
-    command = [FOREBAY, "replay", "verify", str(log), "--json"]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+def verified(log: Path, hash_seed: int | None = None) -> dict[str, object]:
+    """What verification says of a log that holds: with a hash seed in a process of its own, else in this one."""
+    command = ["replay", "verify", str(log), "--json"]
+    if hash_seed is None:
+        run = in_process.forebay(*command)
+    else:
+        environment = {**os.environ, "PYTHONHASHSEED": str(hash_seed)}
+        run = subprocess.run([FOREBAY, *command], env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
     report: dict[str, object] = json.loads(run.stdout)
     assert report["decisions"] == report["verified"]
@@ -184,7 +199,7 @@ def test_a_policy_of_the_users_own_decides_and_its_decisions_are_derived_again(
     with running("--log", str(log), "--router-mode", "round-robin") as up:
         assert len({ask(up.client(), f"{number}")[0] for number in range(4)}) == 4
         assert up.end(signal.SIGTERM) == 0
-    assert verified(log)["decisions"] == 7
+    assert verified(log, 0)["decisions"] == 7
     (here / "mine.py").write_text(f"import time\n\n\nclass Last:\n{decide.replace('1', '1 - int(time.time()) % 2')}")
     refused = forebay("replay", "verify", str(log))
     assert (refused.returncode, "mine.Last calls time.time() (mine.py:6)" in refused.stderr) == (2, True)
@@ -291,8 +306,8 @@ def test_a_trace_is_played_through_http(tmp_path: Path) -> None:
 
 def test_help_everywhere_and_the_version() -> None:
     assert forebay("--version").stdout.startswith("forebay ")
-    for command in ([], ["up"], ["trace"], ["replay"], ["replay", "verify"], ["topics"], ["topics", "tail"]):
-        run = forebay(*command, "--help")
+    commands = (["up"], ["trace"], ["replay"], ["replay", "verify"], ["topics"], ["topics", "tail"])
+    for run in (forebay("--help"), *(in_process.forebay(*command, "--help") for command in commands)):
         assert run.returncode == 0
         assert "Usage" in run.stdout
 

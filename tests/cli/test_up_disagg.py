@@ -4,6 +4,7 @@ import asyncio
 import json
 import random
 import signal
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,9 +12,12 @@ from typing import Any
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from forebay.ingress.ingress import NO_PREFILL_WORKER
-from tests.cli.test_up import Up, forebay, running, verified
+from tests import dashboard
+from tests.cli.in_process import forebay
+from tests.cli.test_up import Up, running, verified
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -48,6 +52,22 @@ def metric(up: Up, start: str) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in lines)
 
 
+def unseen(up: Up) -> set[str]:
+    """Queries of the dashboard's row that a scrape has no series for, by name and labels."""
+    seen: dict[str, set[str]] = {}
+    for family in text_string_to_metric_families(httpx.get(f"{up.url}/metrics", timeout=10).text):
+        for sample in family.samples:
+            seen.setdefault(sample.name, set()).update(sample.labels)
+    wanted = dashboard.queries()[dashboard.APART]
+    assert wanted
+    return {
+        query
+        for query in wanted
+        for name in dashboard.metrics(query)
+        if name not in seen or not dashboard.labels(query) <= seen[name]
+    }
+
+
 def set_to(up: Up, **changes: Any) -> dict[str, Any]:
     response = httpx.post(f"{up.url}/disaggregation", json={"model": "forebay-default", **changes}, timeout=10)
     assert response.status_code == httpx.codes.OK, response.text
@@ -76,6 +96,9 @@ def test_disagg_answers_are_those_of_workers_that_do_all_of_a_request(
         assert metric(up, "forebay_kv_transfer_fetches_total{") == len(BODIES)
         assert metric(up, "forebay_kv_transfer_bytes_total{") > 0
         assert metric(up, "forebay_kv_transfer_corrupt_blocks_total{") == 0
+        assert metric(up, "forebay_router_prefill_to_first_token_seconds_count{") == len(BODIES)
+        assert metric(up, "forebay_router_kv_fetched_bytes_total{") == metric(up, "forebay_kv_transfer_bytes_total{")
+        assert not unseen(up)
         assert set_to(up, policy="never")["policy"] == "never"
         assert texts(all_asked(up)) == whole
         assert metric(up, 'forebay_router_prefills_total{model="forebay-default",place="local",reason="never"}') == 8
@@ -85,6 +108,35 @@ def test_disagg_answers_are_those_of_workers_that_do_all_of_a_request(
         assert up.end(signal.SIGTERM) == 0
     report = verified(log)
     assert report["claims"] == 2
+
+
+def last_chunk(up: Up, body: dict[str, Any]) -> dict[str, Any]:
+    """Of a streamed answer: the one that says why it ended, and who gave it."""
+    asked = {"model": "forebay-default", "stream": True, **body}
+    response = httpx.post(f"{up.url}/v1/completions", json=asked, timeout=60)
+    chunks = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line.startswith("data: {")]
+    last: dict[str, Any] = json.loads(chunks[-1])
+    return last
+
+
+def test_disagg_answers_name_who_computed_the_prompt_and_who_answered() -> None:
+    body = {"prompt": "the log is the truth " * 40, "max_tokens": 4, "nvext": {"extra_fields": ["worker_id"]}}
+    with running(*APART, *ALIKE) as up:
+        for told in (ask(up, body), last_chunk(up, body)):
+            named, served = told["nvext"]["worker_id"], told["forebay"]
+            assert named["prefill_worker_id"].rstrip("01") == "prefill-"
+            assert named["decode_worker_id"].rstrip("01") == "decode-"
+            assert (named["prefill_dp_rank"], named["decode_dp_rank"]) == (0, 0)
+            assert (served["worker"], served["prefill"]["worker"]) == (
+                named["decode_worker_id"],
+                named["prefill_worker_id"],
+            )
+            assert served["prefill"]["transferred_bytes"] > 0
+            assert served["prefill"]["transfer_ms"] > 0
+        set_to(up, policy="never")
+        told = ask(up, body)
+        assert told["nvext"]["worker_id"]["prefill_worker_id"] == told["forebay"]["worker"]
+        assert "prefill" not in told["forebay"]
 
 
 def test_disagg_by_the_plain_path_when_told_so(whole: list[tuple[str, str]]) -> None:
@@ -164,6 +216,25 @@ def test_disagg_nothing_is_kept_for_clients_that_left() -> None:
         assert metric(up, 'forebay_router_requests_aborted_total{model="forebay-default",reason="cancelled"}') > 0
 
 
+def test_disagg_up_ends_every_engine_before_it_ends(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import threading\n"
+        "from forebay.cli.app import main\n"
+        "try:\n"
+        "    main()\n"
+        "finally:\n"
+        "    print('left:', [thread.name for thread in threading.enumerate() if 'nixl' in thread.name])\n"
+    )
+    up = Up("--prefill-workers", "4", "--decode-workers", "4", program=[sys.executable, str(program)])
+    up.wait_ready()
+    all_asked(up)
+    up.process.send_signal(signal.SIGINT)
+    said = up.process.communicate(timeout=60)[0]
+    assert said.splitlines()[-1] == "left: []", said
+    assert up.process.returncode == 0, said
+
+
 def test_disagg_a_log_goes_on_with_the_other_kind_of_workers(tmp_path: Path, whole: list[tuple[str, str]]) -> None:
     log = tmp_path / "log.db"
     for fleet in (("--workers", "2"), APART, ("--workers", "1")):
@@ -199,13 +270,19 @@ def test_disagg_a_fleet_that_makes_no_sense_is_refused(options: tuple[str, ...],
     assert len(run.stderr.splitlines()) == 1
 
 
+def test_disagg_of_a_policy_file_is_refused_where_it_would_do_nothing(tmp_path: Path) -> None:
+    (tmp_path / "policy.yaml").write_text("disagg:\n  policy: never\n")
+    run = forebay("up", "--workers", "2", "--router-policy-config", str(tmp_path / "policy.yaml"))
+    assert (run.returncode, run.stderr) == (
+        2,
+        "forebay: disagg in the file of --router-policy-config needs --prefill-workers and --decode-workers\n",
+    )
+
+
 def test_disagg_up_says_who_computes_prompts(tmp_path: Path) -> None:
     limits = json.dumps({"policy": "classic"})
     conditional = ("--router-conditional-disagg", "--router-conditional-disagg-config", limits, "--enforce-disagg")
-    up = Up(*APART, *conditional, "--log", str(tmp_path / "log.db"))
-    up.wait_ready()
-    up.process.send_signal(signal.SIGTERM)
-    told = up.process.communicate(timeout=60)[0]
+    told = told_by(*APART, *conditional, "--log", str(tmp_path / "log.db"))
     assert "mock workers: 2 prefill, 2 decode" in told
     assert "by prefill workers where the policy classic says so, KV moves by nixl; what they cannot is refused" in told
 
@@ -216,8 +293,9 @@ def told_by(*options: str, then: dict[str, Any] | None = None) -> str:
     up.wait_ready()
     if then is not None:
         set_to(up, **then)
-    up.process.send_signal(signal.SIGTERM)
-    return up.process.communicate(timeout=60)[0]
+    said = up.banner()
+    assert up.end(signal.SIGTERM) == 0
+    return said
 
 
 def test_disagg_up_says_who_computes_prompts_when_it_is_not_as_set(tmp_path: Path) -> None:
@@ -229,4 +307,4 @@ def test_disagg_up_says_who_computes_prompts_when_it_is_not_as_set(tmp_path: Pat
     told = told_by(*nobody, *conditional)
     assert "by decode workers where the policy classic says so; others are refused: no prefill workers\n" in told
     assert "computed by prefill workers, KV moves by nixl\n" in told_by(*APART, *log, then={"policy": "never"})
-    assert "computed by decode workers themselves (as an operator said: POST" in told_by(*APART, *log)
+    assert "computed by decode workers themselves (as an operator said; `forebay control" in told_by(*APART, *log)

@@ -7,7 +7,7 @@ import pytest
 
 from forebay.core.phases import Phase
 from forebay.events.control import DisaggConfig, DisaggregationSet
-from forebay.events.decisions import CommandTarget, PrefillPlace, RequestAborted, RequestRouted
+from forebay.events.decisions import CommandTarget, KvReleased, PrefillPlace, RequestAborted, RequestRouted
 from forebay.events.fleet import WorkerDraining, WorkerRecovered, WorkerSuspect
 from forebay.events.progress import (
     EncodeFinished,
@@ -32,7 +32,12 @@ def failed(drive: Driver, routed: RequestRouted, error: str = "out of blocks", *
 
 
 def not_fetched(drive: Driver, routed: RequestRouted, error: str = "peer gone") -> list[Any]:
-    return drive("progress", TransferFailed(**said(routed), error=error))
+    """What is decided, after that its KV is given back if it was to be fetched."""
+    made = drive("progress", TransferFailed(**said(routed), error=error))
+    if made and routed.stage == "decode":
+        released = made.pop(0)
+        assert (type(released), released.reason) == (KvReleased, "not_fetched")
+    return made
 
 
 def phase(drive: Driver, name: str = "r") -> Phase | None:
@@ -130,13 +135,16 @@ def test_a_descriptor_of_another_worker_epoch_or_model_is_refused(lie: dict[str,
     drive = Driver().disagg(["p"], ["d"])
     first = ask(drive)
     fields = {"worker_id": "p", "worker_epoch": first.worker_epoch, **lie}
-    (again,) = drive("progress", PrefillFinished(**said(first), prefilled=prefilled_by(**fields)))
+    released, again = drive("progress", PrefillFinished(**said(first), prefilled=prefilled_by(**fields)))
+    target = CommandTarget(worker_id="p", worker_epoch=first.worker_epoch, pool="prefillers", slot=0)
+    assert (released.attempt, released.holder, released.reason) == (1, target, "foreign_descriptor"), "who said so"
     assert (again.stage, again.attempt) == ("prefill", 2)
     assert drive.world.counts["foreign_descriptor"] == 1
     assert drive.world.requests.get("r").prefilled is None  # type: ignore[union-attr]
     drive("control", DisaggregationSet(model="m", disagg=ENFORCED))
-    (third,) = drive("progress", PrefillFinished(**said(again), prefilled=prefilled_by(**fields)))
-    (given_up,) = drive("progress", PrefillFinished(**said(third), prefilled=prefilled_by(**fields)))
+    _, third = drive("progress", PrefillFinished(**said(again), prefilled=prefilled_by(**fields)))
+    released, given_up = drive("progress", PrefillFinished(**said(third), prefilled=prefilled_by(**fields)))
+    assert (released.attempt, given_up.holder) == (3, None)
     assert "is told to be" in given_up.message
 
 
@@ -186,7 +194,8 @@ def test_a_decode_worker_lost_while_it_fetches_is_replaced_and_the_cache_used_ag
     drive = Driver().disagg(["p", "q"], ["d", "e"])
     first = ask(drive)
     (then,) = prefilled(drive, first)
-    (again,) = drive("fleet", lost(drive, then.worker_id))
+    released, again = drive("fleet", lost(drive, then.worker_id))
+    assert (released.holder.worker_id, released.reason) == (first.worker_id, "worker_lost")
     assert (again.stage, again.attempt) == ("prefill", 2)
     assert again.candidates == 2, "who computed it may be asked again"
     (then,) = prefilled(drive, again)
@@ -226,8 +235,9 @@ def test_kv_waits_for_a_decode_worker_as_long_as_its_lease() -> None:
         drive("fleet", lost(drive, "d"))
         assert prefilled(drive, first) == []
         drive.wait(late)
-        (then,) = drive("fleet", joined("e", 1, role="decode"))
+        *released, then = drive("fleet", joined("e", 1, role="decode"))
         assert (then.stage, then.attempt) == (stage, 1 if stage == "decode" else 2)
+        assert [one.reason for one in released] == (["lease_over"] if late else [])
 
 
 def test_kv_that_nobody_fetches_is_waited_for_until_the_deadline_and_then_given_back() -> None:

@@ -19,9 +19,15 @@ from forebay.core.router import find, find_again, must_wait
 from forebay.core.step import Decided, InputEvent
 from forebay.core.world import restore
 from forebay.events.control import BusyThresholds, BusyThresholdsSet, DisaggregationSet, QueueConfig
-from forebay.events.decisions import RequestAborted, RequestHeld, RequestRejected, RequestRouted
+from forebay.events.decisions import KvReleased, RequestAborted, RequestHeld, RequestRejected, RequestRouted
 from forebay.events.fleet import WorkerDraining, WorkerLost, WorkerRecovered, WorkerSuspect
-from forebay.events.progress import PrefillFailed, RequestFailed, RequestFinished
+from forebay.events.progress import (
+    FirstTokenEmitted,
+    PrefillFailed,
+    PrefillFinished,
+    RequestFailed,
+    RequestFinished,
+)
 from forebay.events.requests import RequestCancelled, RoutingHints
 from forebay.events.snapshots import Booking
 from tests.core.worlds import (
@@ -43,13 +49,18 @@ from tests.core.worlds import (
 FLEET = {"d": "decode", "e": "decode", "p": "prefill", "q": "prefill", "n": "encode"}
 POOLS = {"decode": "default", "prefill": "prefillers", "encode": "encoders"}
 ATTEMPTS_MAX = 3
+Offer = tuple[str, int, str, int]  # request, attempt to compute its prompt, worker, its epoch
 LOCAL_BY_RULE = {"never", "begun", "short_prompt", "prefill_busy"}
 # What lets a decode worker's pool be asked for another while its prefill pool may not.
 QUEUES = (QueueConfig(), QueueConfig(threshold=0.25))
 
 
 class Books(Driver):
-    """A driver that keeps the books of what began and ended, and looks at everything after each event."""
+    """A driver that keeps the books of what began and ended, and looks at everything after each event.
+
+    `offers` is the KV that workers keep, as they know it: until it was fetched, they were told to give it back, or are
+    lost.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,10 +68,15 @@ class Books(Driver):
         self.ended: Counter[str] = Counter()
         self.refused: set[str] = set()
         self.routed: list[RequestRouted] = []
+        self.offers: set[Offer] = set()
+        self.released: Counter[str] = Counter()
 
     def __call__(self, topic: str, event: InputEvent | None, after_us: int = 10) -> list[Any]:
         under_way = {one.request_id for one in self.world.requests.under_way()}
+        outdated = self.world.counts["outdated_progress"]
         made = super().__call__(topic, event, after_us)
+        if self.world.counts["outdated_progress"] == outdated:
+            self._keep(event)
         if isinstance(event, RequestFinished | RequestFailed) and event.request_id in under_way:
             aborted = any(isinstance(one, RequestAborted) and one.request_id == event.request_id for one in made)
             self.ended[event.request_id] += self.world.requests.get(event.request_id) is None and not aborted
@@ -72,9 +88,29 @@ class Books(Driver):
         self._look(made)
         return made
 
+    def _keep(self, event: InputEvent | None) -> None:
+        """What a worker said counts: who keeps KV now."""
+        match event:
+            case PrefillFinished():
+                self.offers.add((event.request_id, event.attempt, event.worker_id, event.worker_epoch))
+            case FirstTokenEmitted(unfetched=False):
+                self.offers = {one for one in self.offers if one[0] != event.request_id}
+            case WorkerLost():
+                self.offers = {one for one in self.offers if one[2:] != (event.worker_id, event.worker_epoch)}
+            case _:
+                pass
+
     def _look(self, made: list[Decided]) -> None:
         for one in made:
             match one:
+                case KvReleased(holder=holder):
+                    self.released[one.reason] += 1
+                    self.offers.remove((one.request_id, one.attempt, holder.worker_id, holder.worker_epoch))
+                case RequestAborted(holder=holder) if holder is not None:
+                    self.ended[one.request_id] += 1
+                    (kept,) = [offer for offer in self.offers if offer[0] == one.request_id]
+                    assert kept[2:] == (holder.worker_id, holder.worker_epoch)
+                    self.offers.remove(kept)
                 case RequestRouted():
                     self.routed.append(one)
                     self.began[one.request_id] |= 1
@@ -89,6 +125,12 @@ class Books(Driver):
                     pass
         self._look_at_requests()
         self._look_at_load()
+        wanted = {
+            (one.request_id, one.prefills, one.prefilled.worker_id, one.prefilled.worker_epoch)
+            for one in self.world.requests.under_way()
+            if one.prefilled is not None
+        }
+        assert {offer for offer in wanted if self.epoch(offer[2]) == offer[3]} == self.offers, "nobody else keeps any"
         self.world.take_consumed()
         assert restore(self.world.snapshot()).digest() == self.world.digest()
 

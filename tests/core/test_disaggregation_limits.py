@@ -22,8 +22,9 @@ def test_kv_is_of_use_until_the_very_end_of_its_lease(left_us: int, stage: str) 
     drive("fleet", lost(drive, "d"))
     assert prefilled(drive, first) == []
     drive.wait(LEASE_US - left_us - NOW)
-    (then,) = drive("fleet", joined("e", 1, role="decode"))
+    *released, then = drive("fleet", joined("e", 1, role="decode"))
     assert then.stage == stage
+    assert len(released) == (stage == "prefill")
 
 
 @pytest.mark.parametrize(("share", "busy"), [(8 / 64, False), (8 / 64 - 0.001, True)])
@@ -88,7 +89,7 @@ def test_another_attempt_at_an_answer_is_not_bound_to_its_session() -> None:
     for name in "ab":
         (beside,) = prefilled(drive, ask(drive, name, PROMPTS[1], routing=hints))
         assert beside.worker_id == then.worker_id
-    (again,) = drive("progress", TransferFailed(**said(then), error="gone"))
+    _, again = drive("progress", TransferFailed(**said(then), error="gone"))
     (on,) = prefilled(drive, again)
     assert (on.stage, on.attempt) == ("decode", 2)
     assert on.worker_id != then.worker_id
@@ -120,7 +121,8 @@ def test_a_request_is_told_how_often_it_was_tried() -> None:
     drive, routed = answered_twice_by_lost_workers()
     (then,) = prefilled(drive, routed)
     assert (then.stage, then.attempt) == ("decode", 3)
-    (aborted,) = drive("progress", TransferFailed(**said(then), error="gone"))
+    released, aborted = drive("progress", TransferFailed(**said(then), error="gone"))
+    assert (released.attempt, aborted.holder) == (then.earlier_attempts, None)
     assert aborted.message == "its prompt could not be computed and fetched in 3 attempts: gone"
 
 
@@ -148,8 +150,8 @@ def test_kv_whose_lease_is_over_is_kept_by_nobody() -> None:
     drive("fleet", lost(drive, "d"))
     prefilled(drive, first)
     drive.wait(LEASE_US)
-    (again,) = drive("fleet", joined("e", 1, role="decode"))
-    assert again.stage == "prefill"
+    released, again = drive("fleet", joined("e", 1, role="decode"))
+    assert (released.reason, released.attempt, again.stage, again.attempt) == ("lease_over", 1, "prefill", 2)
     (aborted,) = drive("requests", RequestCancelled(request_id="r"))
     assert (aborted.worker_id, aborted.holder) == ("p", None)
 
@@ -159,7 +161,7 @@ def test_a_policy_is_told_which_attempt_at_a_prompt_it_chooses_for() -> None:
     attempts: list[tuple[str, int]] = []
     drive.world.on_choice = lambda _, asked, __: attempts.append((asked.stage, asked.attempt))
     (then,) = prefilled(drive, ask(drive))
-    (again,) = drive("progress", TransferFailed(**said(then), error="gone"))
+    _, again = drive("progress", TransferFailed(**said(then), error="gone"))
     (again,) = drive("progress", PrefillFailed(**said(again), error="no room"))
     assert (again.stage, again.attempt) == ("prefill", 3)
     assert attempts == [("prefill", 0), ("decode", 0), ("prefill", 1), ("prefill", 2)]

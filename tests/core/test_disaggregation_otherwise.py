@@ -24,7 +24,7 @@ def test_history_agrees_with_itself_at_every_stage() -> None:
     for number in range(4):
         (first,) = drive("requests", request(f"r{number}", PROMPTS[0]))
         (then,) = prefilled(drive, first)
-        (again,) = drive("progress", TransferFailed(**said(then), error="gone"))
+        _, again = drive("progress", TransferFailed(**said(then), error="gone"))
         assert again.stage == "prefill"
         prefilled(drive, again)
     assert [stage for stage, _, _ in found].count("decode") == 8

@@ -3,6 +3,7 @@
 import struct
 from dataclasses import dataclass, field
 
+import msgspec
 from hypothesis import event, given
 from hypothesis import strategies as st
 
@@ -13,6 +14,7 @@ from forebay.events.tokens import (
     AttemptStarted,
     CommandTold,
     Embedded,
+    PrefilledBy,
     ResponseEnded,
     RouteTold,
     TokenChunk,
@@ -53,6 +55,16 @@ def test_tokens_come_in_order_and_known_ones_are_dropped() -> None:
     reply = folded(emitted(0, [10, 11]), emitted(1, [11, 12]), emitted(0, [10, 11]), emitted(3, [13]))
     assert (reply.tokens, reply.next_index) == ([10, 11, 12, 13], 4)
     assert (reply.worker_id, reply.rank, reply.attempt) == ("w1", 1, 1)
+
+
+def test_who_computed_the_prompt_is_as_the_first_valid_token_says() -> None:
+    first = emitted(0, [10])
+    whose = PrefilledBy(worker_id="p", rank=2)
+    told = msgspec.structs.replace(first, chunks=(msgspec.structs.replace(first.chunks[0], prefilled=whose),))
+    assert folded(first).prefilled is None
+    assert folded(told, emitted(1, [11])).prefilled == whose
+    assert folded(told, started(2), emitted(1, [11], attempt=2)).prefilled == whose, "whoever goes on"
+    assert folded(started(2), told, emitted(0, [10], attempt=2)).prefilled is None, "it is void"
 
 
 def test_who_repeats_what_is_known_does_not_count_as_who_said_it() -> None:

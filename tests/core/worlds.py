@@ -367,7 +367,7 @@ def said_of(one: Request, kind: str, number: int) -> InputEvent:
         case "not_prefilled":
             return PrefillFailed(**fields, error="no room", status=500 if number % 4 else 400)
         case _:
-            return FirstTokenEmitted(**fields)
+            return FirstTokenEmitted(**fields, unfetched=number % 4 == 0)
 
 
 def perform(drive: Driver, number: int, action: tuple[str, Any]) -> None:

@@ -21,7 +21,7 @@ from forebay.events.requests import Sampling, TokenBias
 from forebay.events.work import WorkItem
 from forebay.workers.engine import EngineBatch, EngineError
 from forebay.workers.engine_settings import EngineSettings
-from forebay.workers.transformers_engine import TransformersEngine
+from forebay.workers.transformers.engine import TransformersEngine
 from tests.engines.oracle import GREEDY, Transformers
 
 BLOCK = 16

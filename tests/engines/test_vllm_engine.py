@@ -18,7 +18,7 @@ from forebay.events.requests import StructuredOutput, TokenBias
 from forebay.workers import async_engine
 from forebay.workers.engine import EngineError, EngineRefused
 from forebay.workers.engine_settings import EngineSettings
-from forebay.workers.vllm_engine import VllmEngine
+from forebay.workers.vllm.engine import VllmEngine
 from tests.engines.driven import Driven, driven
 from tests.engines.oracle import GREEDY
 

@@ -22,7 +22,7 @@ from forebay.events.work import WorkItem
 from forebay.ingress.media_refs import Fetched, MediaRef
 from forebay.ingress.media_tokens import MediaTokens, media_tokens_of
 from forebay.workers.media_feed import MediaEngine
-from forebay.workers.vllm_engine import VllmEngine
+from forebay.workers.vllm.engine import VllmEngine
 from tests.engines.driven import Answer, Driven, driven
 from tests.engines.test_vllm_engine import BLOCK, SPEC, settings
 

@@ -23,8 +23,8 @@ from forebay.events.control import Role
 from forebay.events.transfer import KvLayout, Prefilled
 from forebay.workers import async_engine
 from forebay.workers.engine import KvEngine
-from forebay.workers.vllm_engine import VllmEngine
-from forebay.workers.vllm_transfer import CONNECTOR, UNREAD_S
+from forebay.workers.vllm.engine import VllmEngine
+from forebay.workers.vllm.transfer import CONNECTOR, UNREAD_S
 from infra.local import free_ports
 from tests.engines.driven import Answer, Driven, driven
 from tests.engines.oracle import GREEDY, Transformers

@@ -12,7 +12,7 @@ from forebay.events.tokens import AttemptStarted, ResponseEnded, TokenChunk, Tok
 from forebay.events.work import WorkItem
 from forebay.ingress.model import DEFAULT_MODEL, Model, speaking_vocabulary
 from forebay.workers.engine import EngineBatch
-from forebay.workers.mock_engine import MockEngine
+from forebay.workers.mock.engine import MockEngine
 from infra.demo_disagg import Result
 from infra.mock_words import Words
 

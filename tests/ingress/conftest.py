@@ -17,6 +17,7 @@ from forebay.events.requests import RequestCancelled, RequestSubmitted, RouteQue
 from forebay.events.tokens import (
     AnswerError,
     AttemptStarted,
+    PrefilledBy,
     ResponseEnded,
     TokenChunk,
     TokenLogprob,
@@ -94,10 +95,18 @@ class Scene:
         worker: str = "w1",
         owner: int = 1,
         logprobs: tuple[TokenLogprob, ...] = (),
+        prefilled: PrefilledBy | None = None,
     ) -> int:
         """Emit tokens; the position after them."""
         packed = pack_u32(token_ids)
-        chunk = TokenChunk(request_id=name, attempt=attempt, first_index=first, token_ids=packed, logprobs=logprobs)
+        chunk = TokenChunk(
+            request_id=name,
+            attempt=attempt,
+            first_index=first,
+            token_ids=packed,
+            logprobs=logprobs,
+            prefilled=prefilled,
+        )
         self.send(TokensEmitted(worker_id=worker, worker_epoch=1, owner_epoch=owner, chunks=(chunk,)))
         return first + len(token_ids)
 

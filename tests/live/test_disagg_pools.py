@@ -137,7 +137,7 @@ async def test_disagg_decode_workers_wait_until_those_that_do_all_of_a_request_l
     await polled.poll(lease(whole), *apart)
     assert polled.joined() == ["mock-0", "p"]
     assert (
-        "worker d is refused: it is a decode worker, but m is answered by aggregated workers, such as mock-0 in the "
+        "worker d is refused: its role is decode, but m is answered by aggregated workers, such as mock-0 in the "
         "pool default: stop those first"
     ) in caplog.text
     assert polled.admission.refused == {"roles": 1}

@@ -1,6 +1,7 @@
 """A worker drains while an owner decides: nothing new comes, nothing is lost, and what is left goes on elsewhere."""
 
 from forebay.core.fleet import WorkerPhase
+from forebay.events.control import Command
 from forebay.events.decisions import RequestRouted
 from forebay.events.fleet import WorkerDraining, WorkerLost
 from forebay.events.tokens import ResponseEnded
@@ -18,8 +19,10 @@ async def test_new_requests_go_elsewhere_and_old_ones_are_finished(log: SqliteLo
     async with System(log).started(workers=0) as system, system.owned() as owner:
         system.start_worker("a", speedup=SLOW)
         await until(lambda: len(owner.world.fleet) == 1)
-        system.send(submitted("old", [1, 2, 3], max_tokens=60))
+        system.send(submitted("old", [1, 2, 3], max_tokens=150))
         await until(lambda: system.answer("old"))
+        engine = system.workers["a"].engine
+        await engine.command(Command(action="pause"))  # however long the new ones take here, it is not done before them
         system.start_worker("b")
         system.workers["a"].drain(LONG_S)
         await until(lambda: (found := owner.world.fleet.get("a")) and found.phase is WorkerPhase.DRAINING)
@@ -29,6 +32,7 @@ async def test_new_requests_go_elsewhere_and_old_ones_are_finished(log: SqliteLo
             system.send(submitted(f"new{number}", [1, 2, 3, number], max_tokens=2))
             await until_ended(system, f"new{number}")
         assert "old" not in system.ends()
+        await engine.command(Command(action="resume"))
         await until_ended(system, "old")
         await until(lambda: owner.world.fleet.get("a") is None)
         assert system.workers["a"].life.state is State.DEREGISTERED
@@ -36,7 +40,7 @@ async def test_new_requests_go_elsewhere_and_old_ones_are_finished(log: SqliteLo
         await until(lambda: not len(owner.world.requests))
     routed = [(one.request_id, one.worker_id, one.attempt) for one in system.decisions(RequestRouted)]
     assert routed == [("old", "a", 1), *((f"new{number}", "b", 1) for number in range(5))]
-    assert len(system.answer("old")) == 60
+    assert len(system.answer("old")) == 150
     facts = [type(event) for event in system.events(FLEET) if isinstance(event, WorkerDraining | WorkerLost)]
     assert facts[:2] == [WorkerDraining, WorkerLost]
     await proven(log)

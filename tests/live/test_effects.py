@@ -12,7 +12,9 @@ from forebay.events.decisions import (
     AbortReason,
     CacheResyncRequested,
     Candidate,
+    CommandTarget,
     CostTerms,
+    KvReleased,
     RejectReason,
     RequestAborted,
     RequestHeld,
@@ -25,7 +27,7 @@ from forebay.events.kv import AnyKvEvent, BlocksStored, CacheCleared
 from forebay.events.requests import RoutingHints
 from forebay.events.tokens import RouteTold
 from forebay.events.topics import FLEET, KV_EVENTS, TOKENS, Topic, work_topic
-from forebay.events.work import ReannounceCache, WorkCancelled, WorkItem
+from forebay.events.work import ReannounceCache, ReleaseKv, WorkCancelled, WorkItem
 from forebay.live.effects import answers
 from forebay.live.metrics import OwnerMetrics
 from forebay.live.owner import Owner
@@ -56,6 +58,7 @@ STATUSES = {
     "encode_failed": (502, "encode_failed"),
     "prefill_failed": (502, "prefill_failed"),
     "prefill_refused": (400, "prefill_refused"),
+    "pinned_worker_lost": (503, "pinned_worker_lost"),
 }
 
 
@@ -92,6 +95,13 @@ def test_what_is_given_up_has_its_status_and_no_worker_goes_on(reason: AbortReas
     drafts = answers(msgspec.structs.replace(aborted, worker_id="w", worker_epoch=7, slot=2))
     (cancelled,) = said(drafts, WORK)
     assert cancelled == WorkCancelled(request_id="r", attempt=1, owner_epoch=3, worker_epoch=7)
+
+
+def test_who_keeps_disagg_kv_is_told_on_the_partition_of_its_slot() -> None:
+    holder = CommandTarget(worker_id="p", worker_epoch=7, pool="default", slot=2)
+    released = KvReleased(owner_epoch=3, request_id="r", attempt=2, holder=holder, reason="not_fetched")
+    told = ReleaseKv(request_id="r", attempt=2, owner_epoch=3, worker_epoch=7)
+    assert answers(released) == [Draft(WORK.name, 2, encode(WORK, told))]
 
 
 def test_a_queried_route_is_told_and_a_held_request_waits() -> None:

@@ -20,7 +20,7 @@ from forebay.ingress.streams import ReplyReader
 from forebay.transport.base import Record, Tail, Wake
 from forebay.transport.faults import FaultyLog
 from forebay.transport.sqlite_log import SqliteLog
-from forebay.workers.mock_engine import MockEngine
+from forebay.workers.mock.engine import MockEngine
 from forebay.workers.worker import Worker
 from tests.live.shared import proven
 from tests.system import BLOCK, MODEL, SLOT, System, submitted, until

@@ -2,6 +2,8 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from itertools import repeat
+from typing import Any
 
 from forebay.core.engine_model import EngineConfig, EngineModel
 from forebay.core.engine_timing import EngineTiming, MockerTiming
@@ -14,13 +16,15 @@ from forebay.events.fleet import WorkerJoined, WorkerSpec
 from forebay.events.requests import RequestSubmitted, Sampling
 from forebay.events.topics import CONTROL, DECISIONS, FLEET, REQUESTS, Topic
 from forebay.simulate.arrivals import Arrival, Listed
-from forebay.simulate.cluster import Cluster
+from forebay.simulate.cluster import NO_TRANSFER, Cluster
 from forebay.simulate.mooncake import BLOCK_TOKENS, Row
 from forebay.simulate.rank import EngineRank
+from forebay.simulate.settings import PoolRole, Transfer
 from forebay.simulate.workload import sequence_hashes
 from tests.replay.recorded import MemoryLog
 from tests.simulate.traces import turn_of
 
+PREFILL: PoolRole = "prefill"
 MODEL, POOL, BLOCK = "m", "default", 64
 START_US = 1_000_000
 MOCKER = MockerTiming()
@@ -43,17 +47,34 @@ class _Written(deque[tuple[Topic, InputEvent]]):
 class RecordedRun(Cluster):
     """A cluster that writes down what its owner applies and decides."""
 
-    def __init__(self, router: RouterConfig, workers: int, blocks: int = 16_384, timing: EngineTiming = MOCKER) -> None:
+    def __init__(
+        self,
+        router: RouterConfig,
+        workers: int,
+        blocks: int = 16_384,
+        timing: EngineTiming = MOCKER,
+        *,
+        prefill: int = 0,
+        transfer: Transfer = NO_TRANSFER,
+    ) -> None:
+        """The first `prefill` of the workers compute prompts for the others."""
         world = World()
-        super().__init__(world, reports=False)
+        super().__init__(world, reports=False, transfer=transfer)
         self.log = MemoryLog()
         self._journal(OwnerClaimed(owner_id="o", core_version=CORE_VERSION))
         claim(world, 0)
         self._records = _Written(self._write)
         self.now_us = START_US
-        self.apply(CONTROL, PoolConfigured(pool=POOL, model=MODEL, block_size=BLOCK, router=router))
-        for number in range(workers):
+        answering: PoolRole = "decode" if prefill else "aggregated"
+        roles: list[PoolRole] = [*repeat(PREFILL, prefill), *repeat(answering, workers - prefill)]
+        for role in dict.fromkeys(roles):
+            name = role if role == "prefill" else POOL
+            pool = PoolConfigured(pool=name, model=MODEL, block_size=BLOCK, router=router, role=role)
+            self.apply(CONTROL, pool)
+        for number, role in enumerate(roles):
             spec = WorkerSpec(
+                pool=role if role == "prefill" else POOL,
+                role=role,
                 worker_id=f"w{number}",
                 model=MODEL,
                 block_size=BLOCK,
@@ -89,9 +110,10 @@ def played(
     blocks: int = 16_384,
     name: str = "r",
     timing: EngineTiming = MOCKER,
+    **apart: Any,
 ) -> RecordedRun:
-    """A run of a trace, and its log; ids of requests begin with `name`."""
-    run = RecordedRun(router, workers, blocks, timing)
+    """A run of a trace, and its log; ids of requests begin with `name`, `apart` is as for `RecordedRun`."""
+    run = RecordedRun(router, workers, blocks, timing, **apart)
     run.play(Listed(_arrival(f"{name}{number}", number, row) for number, row in enumerate(rows)), lambda _: None)
     run.digest()
     return run

@@ -37,7 +37,7 @@ def history(policy: DisaggPolicy, *, by_hand: DisaggPolicy | None = None, cached
         if routed.stage == "prefill":
             (routed,) = prefilled(made, routed)
         if number == 3 and routed.stage == "decode":
-            (routed,) = made("progress", TransferFailed(**said(routed), error="gone"))
+            _, routed = made("progress", TransferFailed(**said(routed), error="gone"))
             (routed,) = prefilled(made, routed)
         made("progress", FirstTokenEmitted(**said(routed)))
         made("progress", RequestFinished(**said(routed), finish_reason="stop", output_tokens=2))

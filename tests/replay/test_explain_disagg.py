@@ -1,5 +1,6 @@
 """A request whose prompt is computed elsewhere, explained: why there, what went wrong, what was fetched."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -30,13 +31,15 @@ def apart(*prefillers: str, **router: Any) -> Recorder:
     return made
 
 
-def said(made: Recorder, kind: type[Any], name: str = "r", **fields: Any) -> None:
+def said(made: Recorder, kind: type[Any], name: str = "r", after_us: int = 10, **fields: Any) -> None:
     one = made.world.requests.get(name)
     assert one is not None
     if kind is PrefillFinished:
-        fields = {"prefilled": prefilled_by(one.worker_id, one.worker_epoch, tokens=34, bytes=34_000, **fields)}
+        fields = {
+            "prefilled": prefilled_by(one.worker_id, one.worker_epoch, **{"tokens": 34, "bytes": 34_000, **fields})
+        }
     of = {"worker_id": one.worker_id, "worker_epoch": one.worker_epoch, "owner_epoch": 0}
-    made("progress", kind(request_id=name, attempt=one.stage_attempt, **of, **fields))
+    made("progress", kind(request_id=name, attempt=one.stage_attempt, **of, **fields), after_us)
 
 
 def lose(made: Recorder, name: str) -> None:
@@ -58,7 +61,7 @@ async def test_all_stages_of_a_prompt_that_is_computed_elsewhere_are_told() -> N
     assert told.divergence is None
     assert words(told) == [
         *("submitted", "routed", "not_prefilled", "routed", "prefilled", "routed", "not_transferred"),
-        *("routed", "prefilled", "routed", "first_token", "finished"),
+        *("kv_released", "routed", "prefilled", "routed", "first_token", "finished"),
     ]
     assert [(one.stage, one.attempt) for one in told.routings] == [
         *(("prefill", 1), ("prefill", 2), ("decode", 1), ("prefill", 3), ("decode", 2)),
@@ -72,6 +75,7 @@ async def test_all_stages_of_a_prompt_that_is_computed_elsewhere_are_told() -> N
     )
     assert texts[5].startswith("sent to be decoded to ")
     assert "could not fetch its KV: peer gone" in texts[6]
+    assert texts[7] == "p gives back the KV of attempt 2: it could not be fetched"
     assert texts[-2].endswith(": 33 of 34 not computed here, 34,000 bytes of KV fetched in 2.5 ms")
     (passed_over,) = told.routings[1].left_out
     assert (passed_over.seen.worker_id, passed_over.reasons) == ("q", ("had_it_last",))
@@ -80,6 +84,52 @@ async def test_all_stages_of_a_prompt_that_is_computed_elsewhere_are_told() -> N
     assert (first.transferred_bytes, first.transfer_us, first.predicted_tokens) == (34_000, 2_500, None)
     decode = told.routings[2]
     assert (decode.overridden, decode.config["overlap_score_credit"]) == ((), 0.0), "the stage's, not the request's"
+
+
+async def test_where_the_time_to_its_first_token_went_is_told() -> None:
+    made = apart("p")
+    made("control", prefill_pool(queue=QueueConfig(threshold=0.5)))
+    made("requests", request("before", PROMPTS[0]))
+    made("requests", request("r", PROMPTS[1]))
+    said(made, PrefillFinished, "before", after_us=7_000)
+    said(made, PrefillFinished, after_us=20_000)
+    said(made, TransferFailed, error="peer gone", after_us=3_000)
+    said(made, PrefillFailed, error="no room", after_us=4_000)
+    said(made, PrefillFinished, after_us=5_000)
+    said(made, FirstTokenEmitted, after_us=9_000, transferred_bytes=34_000, transfer_us=2_500)
+    made.seal()
+    first = (await made.explain("r")).first_token
+    assert first is not None
+    assert first.ttft_us == 48_000
+    assert first.parts_us == {"queue": 7_000, "prefill": 29_000, "transfer": 2_500, "decode": 9_500}
+
+
+async def test_a_first_token_that_is_not_journalled_yet_ends_the_parts_by_its_own_clock() -> None:
+    made = apart("p", "q")
+    made("requests", request("r", PROMPTS[0], at_us=1))
+    said(made, PrefillFinished, after_us=20_000)
+    now_us = made.world.now_us
+    said(made, FirstTokenEmitted, after_us=1, at_us=now_us + 8_000, transfer_us=3_000)
+    first = (await made.explain("r")).first_token
+    assert first is not None
+    assert (first.ttft_us, first.parts_us) == (
+        None,
+        {"prefill": 20_000, "transfer": 3_000, "decode": 5_000},
+    )
+
+
+async def test_a_wait_for_a_decode_worker_is_a_part_of_the_time_to_first_token() -> None:
+    made = apart("p")
+    made("requests", request("r", PROMPTS[0]))
+    for name in "de":
+        lose(made, name)
+    said(made, PrefillFinished, after_us=1_000)
+    made("fleet", joined("f", 2, role="decode"), 50_000)
+    said(made, FirstTokenEmitted, after_us=2_000)
+    made.seal()
+    first = (await made.explain("r")).first_token
+    assert first is not None
+    assert first.parts_us == {"prefill": 1_020, "wait": 50_000, "decode": 2_000}
 
 
 async def test_why_a_prompt_is_computed_where_it_is_answered() -> None:
@@ -159,6 +209,58 @@ async def test_a_holder_that_is_lost_is_told_of_while_somebody_waits_for_what_it
     assert told.routings[-1].stage == "aggregated"
 
 
+def fetching(kind: type[Any], **fields: Any) -> Callable[[Recorder], None]:
+    """What the worker says that is to fetch it."""
+
+    def happens(made: Recorder) -> None:
+        said(made, PrefillFinished)
+        said(made, kind, **fields)
+
+    return happens
+
+
+def too_late(made: Recorder) -> None:
+    for name in "de":
+        lose(made, name)
+    said(made, PrefillFinished)
+    made.wait(LEASE_US)
+    made("fleet", joined("f", 2, role="decode"))
+
+
+def decoder_lost(made: Recorder) -> None:
+    said(made, PrefillFinished)
+    one = made.world.requests.get("r")
+    assert one is not None
+    lose(made, one.worker_id)
+
+
+def another_model(made: Recorder) -> None:
+    said(made, PrefillFinished, model="another")
+
+
+RELEASED: tuple[tuple[Callable[[Recorder], None], str], ...] = (
+    (decoder_lost, "the worker that was to fetch it is lost"),
+    (fetching(TransferFailed, error="?"), "it could not be fetched"),
+    (fetching(FirstTokenEmitted, unfetched=True), "its answer had begun, and went on without it"),
+    (fetching(RequestFailed, error="?"), "the request ended without it"),
+    (too_late, "nobody could be sent for it in time"),
+    (another_model, "what was told of it is of another worker, epoch or model"),
+)
+
+
+@pytest.mark.parametrize(("happens", "why"), RELEASED)
+async def test_who_gives_kv_back_and_why_is_told(happens: Callable[[Recorder], None], why: str) -> None:
+    made = apart("p")
+    made("requests", request("r", PROMPTS[0]))
+    happens(made)
+    made.seal()
+    told = await made.explain("r")
+    assert told.divergence is None
+    (moment,) = [one for one in told.timeline if one.what == "kv_released"]
+    assert moment.text == f"p gives back the KV of attempt 1: {why}"
+    assert moment.counted
+
+
 async def test_what_a_worker_says_in_the_wrong_stage_counts_not() -> None:
     made = apart()
     made("requests", request("r", PROMPTS[0]))
@@ -180,6 +282,12 @@ def test_a_life_is_taken_up_where_the_log_begins() -> None:
     one = made.world.requests.get("r")
     assert one is not None
     of: Any = {"request_id": "r", "worker_id": one.worker_id, "worker_epoch": one.worker_epoch, "owner_epoch": 0}
+    life.hear("progress", 9, FirstTokenEmitted(**of, attempt=1, at_us=700), 500)
+    told = life.told(diverged=False)
+    assert words(told) == ["taken_up", "first_token"]
+    assert told.first_token is not None
+    assert told.first_token.parts_us is None, "what came before is not known"
+    life = Life("r", made.world)
     life.hear("progress", 9, TransferFailed(**of, attempt=1, error="peer gone"), 500)
     assert words(life.told(diverged=False)) == ["taken_up", "not_transferred"]
 

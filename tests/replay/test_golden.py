@@ -19,6 +19,7 @@ from forebay.events.decisions import (
     CommandEnded,
     CommandSent,
     CostTerms,
+    KvReleased,
     OwnerClaimed,
     RequestAborted,
     RequestHeld,
@@ -266,6 +267,7 @@ CAPABILITIES: dict[str, Callable[[Seen], object]] = {
         and {one.stage for one in seen.all(RequestRouted) if one.attempt > 1} == {"prefill", "decode", "aggregated"}
         and {one.stage for one in seen.all(RequestRouted)} >= {"encode"}
         and len(seen.all(WorkerLost)) > 5
+        and {one.reason for one in seen.all(KvReleased)} >= {"not_fetched", "worker_lost", "lease_over"}
     ),
     "foreign-records": lambda seen: seen.report.unverified == {"foreign-records": 1},
 }

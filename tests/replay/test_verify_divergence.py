@@ -1,11 +1,10 @@
-"""Every way to lie in a recording is found by another process, as the first divergence, and told in full."""
+"""Every way to lie in a recording is found as the first divergence, and told in full."""
 
 import asyncio
 import json
 import shutil
 import sqlite3
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,8 @@ from forebay.events.decisions import Advanced, RequestRouted, Run
 from forebay.events.kv import BlocksStored
 from forebay.events.topics import CONTROL, DECISIONS, KV_EVENTS, Topic
 from tests.benchmarks.recordings import Shape, write_recording
+from tests.cli.in_process import forebay
+from tests.cli.test_up import forebay as process
 from tests.replay.mutations import find, replaced, rewritten
 
 WORKERS, DECISIONS_MADE = 4, 200
@@ -40,9 +41,7 @@ def recording(original: Path, tmp_path: Path) -> Path:
 
 
 def verify(path: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    program = Path(sys.executable).with_name("forebay")
-    command = [str(program), "replay", "verify", str(path), *options]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    return forebay("replay", "verify", str(path), *options)
 
 
 def divergence(path: Path) -> Divergence:
@@ -68,7 +67,7 @@ def edit(path: Path, topic: Topic, offset: int, event: Any, **changes: Any) -> N
 
 
 def test_what_was_recorded_is_verified(original: Path) -> None:
-    run = verify(original)
+    run = process("replay", "verify", str(original))
     assert run.returncode == 0
     assert f"decisions  {DECISIONS_MADE}, verified {DECISIONS_MADE}" in run.stdout
 

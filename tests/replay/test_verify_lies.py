@@ -20,6 +20,7 @@ from forebay.replay.record import Window
 from forebay.transport.base import Draft, LogError
 from forebay.transport.recording_writer import RecordingWriter
 from forebay.transport.sqlite_log import SqliteLog
+from tests.cli.test_up import forebay as process
 from tests.replay.mutations import find, replaced, rewritten
 from tests.replay.slices import contents, journal_of, opened, report_of, run
 from tests.replay.test_verify_divergence import verify as command
@@ -166,7 +167,7 @@ async def test_a_group_that_is_said_to_be_elsewhere(recording: Path) -> None:
     log = SqliteLog.open(recording)
     await log.append([Draft(GROUPS.name, 0, encode(GROUPS, GroupPlaced(group="m", partition=5)))])
     log.close()
-    ran = command(recording)
+    ran = process("replay", "verify", str(recording))
     assert (ran.returncode, ran.stdout) == (2, "")
     assert "nothing to verify: the journal in control partition 5 of" in ran.stderr
 

@@ -148,6 +148,16 @@ def test_a_decode_worker_that_dies_while_it_fetches_lets_the_prompt_be_computed_
     assert one.prefilled_us == PREFILL_US + 300 + TRANSFER_US // 2 + S + prefill_us(64)  # its cache has the others
 
 
+def test_what_was_to_be_fetched_by_a_worker_that_died_is_given_back_at_once() -> None:
+    life = Life(faults=(Fault(worker="mock-2", at_us=PREFILL_US + 300 + TRANSFER_US // 2),), lease_ttl_s=1.0)
+    simulation = Simulation(split(2, 2, life, transfer=TRANSFER), policy("round-robin"))
+    [one] = simulation.run(Turns(turn(0, PROMPT, 2)), lambda _: None).requests
+    assert (one.failure, one.attempts, one.prefiller, one.worker) == ("", 2, 1, 3)
+    assert one.last_us < LEASE_US, "no lease ended anything"
+    prefill, again, *_ = simulation._cluster._numbered.values()
+    assert [(rank.engine.pool.used, rank.kept) for rank in (prefill, again)] == [(0, {})] * 2
+
+
 def test_what_was_begun_goes_on_where_it_is_answered() -> None:
     first_us = PREFILL_US + 300 + TRANSFER_US + DECODE_US
     life = Life(faults=(Fault(worker="mock-1", at_us=first_us + 1),), lease_ttl_s=1.0)

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from forebay.core.engine_timing import LinearTiming
+from forebay.core.engine_timing import LinearTiming, decode_us
 from forebay.core.world import World
 from forebay.events.base import pack_u64
 from forebay.events.control import BusyThresholds, QueueConfig, RouterConfig
@@ -16,7 +16,7 @@ from forebay.events.snapshots import Chunk
 from forebay.events.topics import FLEET, REQUESTS
 from forebay.simulate.arrivals import Arrival
 from forebay.simulate.resumed import NotSimulable, Resumed, rank_keys, resume
-from forebay.simulate.settings import Delay, Delays
+from forebay.simulate.settings import Delay, Delays, Transfer
 from tests.core.worlds import Driver, pool, spec
 
 BLOCK = 4
@@ -144,11 +144,11 @@ def test_workers_join_and_are_lost_when_it_is_said() -> None:
         fleet(), *joins, pinned, asked("r2", CHAIN[:4], 3_000, output=200), Arrival(500_000, FLEET, gone), later, again
     )
     assert run.ranks == [("a", 0), ("b", 0)]
-    # Its worker was lost in the middle of its answer; it goes on when that is back.
+    # Its worker was lost in the middle of its answer, and nobody else may go on.
     first = run.served["r1"]
-    assert (first.worker, first.attempts, first.cached_tokens, first.failure) == (0, 2, 0, "")
-    assert first.first_us < 5_000_000
-    assert first.last_us > 900_000_000
+    assert (first.worker, first.attempts, first.cached_tokens) == (0, 1, 0)
+    assert first.failure == "worker a is lost, and the request is for it alone"
+    assert 0 < first.first_us < 500_000
     assert (run.served["r2"].worker, run.served["r2"].failure) == (1, "")
     assert (run.served["r3"].worker, run.served["r3"].failure) == (0, "")
 
@@ -167,14 +167,53 @@ def test_engines_take_the_time_that_they_are_said_to_take_and_so_does_what_is_sa
     assert (far.first_us, far.last_us) == (usual.first_us + 730, usual.last_us + 730)
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_disaggregated_fleet_is_refused_from_the_start_or_when_somebody_joins(role: str) -> None:
-    reason = f"the worker w has the role {role}, and how long KV was on its way"
-    with pytest.raises(NotSimulable, match=reason):
-        resumed(fleet("w", role=role), asked("r", CHAIN[:4]))
-    joined = WorkerJoined(owner_epoch=0, spec=spec("w", role=role), lease="l", slot=1, from_offset=0)
-    with pytest.raises(NotSimulable, match=reason):
-        resumed(fleet("a"), Arrival(5, FLEET, joined))
+LINK = Transfer(kv_bytes_per_token=1_000, kv_transfer_bandwidth=0.001, kv_transfer_latency_us=70)
+
+
+def apart(prefill: str, decode: str, **changes: Any) -> Driver:
+    """Two pools of one model, with a worker for each letter."""
+    drive = Driver()
+    for role in ("prefill", "decode"):
+        drive("control", msgspec.structs.replace(pool(), pool=role, role=role, router=RouterConfig()))
+    slots = enumerate([*prefill, *decode])
+    for slot, worker in slots:
+        role = "prefill" if worker in prefill else "decode"
+        told = spec(worker, role=role, pool=role, **(changes if role == "prefill" else {}))
+        drive("fleet", WorkerJoined(owner_epoch=0, spec=told, lease="l", slot=slot, from_offset=0))
+    return drive
+
+
+def test_prompts_are_computed_by_one_pool_moved_and_answered_by_the_other() -> None:
+    drive = apart("pq", "d")
+    store(drive, "q", CHAIN[:10])
+    run = resumed(drive, asked("r", CHAIN[:12]), transfer=LINK)
+    one = run.served["r"]
+    assert run.ranks == [("d", 0), ("p", 0), ("q", 0)]
+    assert (one.worker, one.prefiller, one.cached_tokens) == (0, 2, 10 * BLOCK)
+    assert (one.transferred_bytes, one.transfer_us) == (13 * BLOCK * 1_000, 70 + 13 * BLOCK * 1_000)
+    assert one.arrived_us < one.prefilled_us == one.first_us - one.transfer_us - decode_us(13 * BLOCK, 64 * BLOCK)
+
+
+def test_ranks_of_a_prefill_worker_keep_what_they_computed() -> None:
+    drive = apart("p", "de", dp_size=2, dp_start_rank=3)
+    store(drive, "p", CHAIN[:10], rank=4)
+    gone = Arrival(50_000, REQUESTS, RequestCancelled(request_id="gone"))
+    both = [asked("stays", CHAIN[:10]), asked("gone", CHAIN[:10], 1_001, nonce=1)]
+    run = resumed(drive, *both, asked("other", CHAIN[20:30], 1_002, nonce=2), gone, transfer=LINK)
+    assert run.ranks == [("d", 0), ("e", 0), ("p", 3), ("p", 4)]
+    assert (run.served["stays"].prefiller, run.served["stays"].failure) == (3, "")
+    assert run.served["gone"].failure == "client disconnected"
+    assert (run.served["other"].prefiller, run.served["other"].failure) == (2, "")
+
+
+def test_a_prefill_worker_joins_and_one_is_lost_while_it_sends() -> None:
+    spec_q = spec("q", role="prefill", pool="prefill")
+    joins = Arrival(1_100, FLEET, WorkerJoined(owner_epoch=0, spec=spec_q, lease="l", slot=5, from_offset=0))
+    gone = Arrival(60_000, FLEET, WorkerLost(owner_epoch=0, worker_id="p", worker_epoch=0))
+    one = resumed(apart("p", "d"), asked("r", CHAIN[:12]), joins, gone, transfer=LINK).served["r"]
+    # Who fetches gives it up only after a while: the prompt is computed by the other then.
+    assert (one.prefiller, one.attempts, one.failure) == (2, 2, "")
+    assert one.first_us > 10_000_000
 
 
 def test_an_empty_fleet_and_sizes_that_do_not_go_together_are_refused() -> None:

@@ -21,7 +21,7 @@ from forebay.transport.redis_leases import embedded_leases
 from forebay.transport.sqlite_log import SqliteLog
 from forebay.workers.engine import Engine
 from forebay.workers.lease_keeper import LeaseKeeper
-from forebay.workers.mock_engine import MockEngine
+from forebay.workers.mock.engine import MockEngine
 from forebay.workers.worker import Worker
 
 VOCABULARY = tuple(range(1000, 1100))

@@ -15,7 +15,7 @@ from forebay.events.topics import FLEET
 from forebay.events.work import WorkerCommand, WorkItem
 from forebay.workers.commands import ERROR_CHARS_MAX, WAITING_MAX
 from forebay.workers.engine import EngineError, EngineRefused
-from forebay.workers.mock_engine import MockEngine
+from forebay.workers.mock.engine import MockEngine
 from forebay.workers.worker import Worker
 from tests.workers.conftest import GROUP, PARTITION, Scene, engine_config, until, work_item
 

@@ -16,7 +16,7 @@ from forebay.events.fleet import WorkerSpec
 from forebay.events.transfer import Prefilled
 from forebay.events.work import WorkItem
 from forebay.workers.engine import EngineBatch
-from forebay.workers.mock_engine import MockEngine
+from forebay.workers.mock.engine import MockEngine
 from tests.workers.conftest import VOCABULARY, engine_config, until, work_item
 from tests.workers.disagg import kv_settings
 

@@ -12,8 +12,9 @@ from forebay.events.fleet import WorkerDraining, WorkerLost
 from forebay.events.progress import PrefillFinished
 from forebay.events.tokens import ResponseEnded
 from forebay.events.topics import FLEET
-from forebay.workers import mock_kv
+from forebay.events.work import ReleaseKv
 from forebay.workers.kv_transfer.transport import open_transport
+from forebay.workers.mock import kv as mock_kv
 from tests.workers.conftest import PARTITION, Scene, until, work_item
 from tests.workers.disagg import PROMPT, Pair, aggregated, kv_settings, pair_of, said_by, serving, side
 from tests.workers.disagg_peer import peer
@@ -217,6 +218,35 @@ async def test_a_second_disagg_attempt_at_the_same_worker_replaces_the_first(sce
         await both.answer("r", first, attempt=1)
         assert await both.not_fetched("r")
         await both.answer("r", again, attempt=2)
+        assert await both.said("r") == expected
+        await both.idle()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_disagg_kv_that_is_given_back_is_never_read_and_that_of_the_next_attempt_stays(
+    scene: Scene, kind: str
+) -> None:
+    expected = await aggregated(scene, "alone")
+    async with pair(scene, transport=kind) as both:
+        await warmed(both)
+        gate = Gate(both)
+        first = await both.compute("r")
+        await both.answer("r", first)
+        await until(lambda: gate.waiting)
+        before = dict(both.prefill.engine.kv_stats().given_back)
+        order = ReleaseKv(request_id="r", attempt=1, owner_epoch=0, worker_epoch=both.prefill.epoch)
+        await scene.send(order, both.prefill.slot)
+        await until(lambda: not both.prefill.engine.kept())
+        stats = both.prefill.engine.kv_stats()
+        assert (stats.held_offers, stats.held_blocks) == (0, 0)
+        assert stats.given_back == before | {"released": before.get("released", 0) + 1}
+        await both.prefill.idle()
+        await both.ask("r", attempt=2)
+        await until(lambda: len([one for one in scene.progress(PrefillFinished) if one.request_id == "r"]) == 2)
+        await scene.send(order, both.prefill.slot)
+        gate.open.set()
+        assert await both.not_fetched("r")
+        await both.answer("r", await both.computed("r"), attempt=2)
         assert await both.said("r") == expected
         await both.idle()
 

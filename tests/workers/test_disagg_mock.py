@@ -15,12 +15,12 @@ from forebay.events.control import Command
 from forebay.events.kv import BlocksStored
 from forebay.events.media import Media
 from forebay.events.progress import FirstTokenEmitted
-from forebay.workers import mock_kv
 from forebay.workers.engine import EngineError
 from forebay.workers.kv_transfer.api import REASONS
 from forebay.workers.kv_transfer.transport import open_transport
 from forebay.workers.metrics import WorkerMetrics
-from forebay.workers.mock_engine import MockEngine
+from forebay.workers.mock import kv as mock_kv
+from forebay.workers.mock.engine import MockEngine
 from forebay.workers.nixl_agent import TransferError
 from forebay.workers.probes import Probes
 from forebay.workers.standin_encoder import StandInEncoder
@@ -240,7 +240,7 @@ async def test_a_disagg_worker_without_nixl_says_so_when_it_starts(
     one = side(scene, role, kv_settings())
     with pytest.raises(EngineError, match="KV blocks travel by NIXL, which cannot be imported"):
         await one.worker.run()
-    monkeypatch.setattr("forebay.workers.mock_engine.find_spec", lambda _: None)
+    monkeypatch.setattr("forebay.workers.mock.engine.find_spec", lambda _: None)
     with pytest.raises(EngineError, match="numpy, which is not installed"):
         await side(scene, role, kv_settings(transport="tcp")).engine.start(one.worker.spec)
 

@@ -22,10 +22,10 @@ from forebay.events.progress import (
     RequestFinished,
     TransferFailed,
 )
-from forebay.events.tokens import AnswerError, AttemptStarted, ResponseEnded, TokenChunk, TokensEmitted
+from forebay.events.tokens import AnswerError, AttemptStarted, PrefilledBy, ResponseEnded, TokenChunk, TokensEmitted
 from forebay.events.topics import FLEET, TOKENS
 from forebay.events.transfer import Prefilled
-from forebay.events.work import WorkCancelled, WorkItem
+from forebay.events.work import ReleaseKv, WorkCancelled, WorkItem
 from forebay.workers.engine import (
     EngineBatch,
     EngineRefused,
@@ -140,6 +140,16 @@ async def test_a_prompt_computed_for_another_is_said_to_the_owner_alone(scene: S
     assert not worker.under_way
 
 
+async def test_the_disagg_rank_that_computed_a_prompt_is_said(scene: Scene) -> None:
+    engine = KvEngine()
+    spec = scene.spec(dp_size=2)
+    worker = Worker(scene.log, scene.keeper, spec, engine, token="t1", group=GROUP, partition=PARTITION)
+    async with scene.serving(worker) as epoch:
+        await computed(scene, engine, item_of("r", "prefill", epoch, rank=1))
+    (said,) = scene.progress()
+    assert said.prefilled.rank == 1
+
+
 @pytest.mark.parametrize(("status", "told"), [(400, 400), (503, 503), (0, 500), (302, 500), (700, 500)])
 async def test_what_a_prefill_fails_of_is_said_to_the_owner_alone(scene: Scene, status: int, told: int) -> None:
     engine = KvEngine()
@@ -186,7 +196,8 @@ async def test_an_engine_that_keeps_no_kv_refuses_disagg_stages_by_name(scene: S
 async def test_what_came_by_a_disagg_transfer_is_said_with_the_first_token(scene: Scene) -> None:
     engine = KvEngine()
     async with scene.serving(worker_of(scene, engine)) as epoch:
-        item = item_of("r", "decode", epoch)
+        kept = msgspec.structs.replace(prefilled(), rank=3)
+        item = item_of("r", "decode", epoch, prefilled=kept)
         await scene.send(item)
         await until(lambda: engine.items == [item])
         engine.say(
@@ -197,7 +208,28 @@ async def test_what_came_by_a_disagg_transfer_is_said_with_the_first_token(scene
         await until(lambda: scene.progress(RequestFinished))
     (first,) = scene.progress(FirstTokenEmitted)
     assert (first.cached_tokens, first.transferred_bytes, first.transfer_us) == (5, 32, 11)
+    assert not first.unfetched
+    (emitted,) = scene.tokens(TokensEmitted)
+    whose = PrefilledBy(worker_id="w1", rank=3, transferred_bytes=32, transfer_us=11)
+    assert [chunk.prefilled for chunk in emitted.chunks] == [whose]
     assert scene.tokens(ResponseEnded)
+
+
+async def test_only_the_first_disagg_token_of_an_answer_says_whose_kv_it_follows(scene: Scene) -> None:
+    engine = KvEngine()
+    async with scene.serving(worker_of(scene, engine)) as epoch:
+        for name in "rs":
+            await scene.send(item_of(name, "decode", epoch))
+        await until(lambda: len(engine.items) == 2)
+        engine.say(
+            emitted=[Emitted(name, 1, 0, pack_u32([9])) for name in "sr"],
+            first_tokens=[FirstToken(name, 1, 5, transferred_bytes=size) for name, size in (("r", 8), ("s", 16))],
+        )
+        engine.say(emitted=[Emitted(name, 1, 1, pack_u32([9])) for name in "sr"])
+        await until(lambda: sum(len(event.chunks) for event in scene.tokens(TokensEmitted)) == 4)
+    chunks = [chunk for event in scene.tokens(TokensEmitted) for chunk in event.chunks]
+    told = [(one.request_id, one.first_index, one.prefilled and one.prefilled.transferred_bytes) for one in chunks]
+    assert told == [("s", 0, 16), ("r", 0, 8), ("s", 1, None), ("r", 1, None)]
 
 
 async def test_disagg_kv_that_cannot_be_fetched_goes_back_to_the_owner(scene: Scene) -> None:
@@ -262,8 +294,13 @@ async def test_a_later_disagg_attempt_of_which_something_was_said_goes_on_locall
     async with scene.serving(worker_of(scene, engine)) as epoch:
         await scene.send(item_of("r", "decode", epoch, attempt=2))
         await until(lambda: engine.items)
+        engine.say(first_tokens=[FirstToken("r", 2, 0)], emitted=[Emitted("r", 2, 0, pack_u32([72]))])
         engine.say(failed=[Failed("r", 2, AnswerError(status=503, code="full", message="no room"))])
         await until(lambda: scene.tokens(ResponseEnded))
+    chunks = [chunk for event in scene.tokens(TokensEmitted) for chunk in event.chunks]
+    assert [chunk.prefilled for chunk in chunks if chunk.attempt == 2] == [None], "nobody else computed it"
+    (first,) = scene.progress(FirstTokenEmitted)
+    assert first.unfetched, "the owner has it given back where the one that keeps it cannot be told"
     (item,) = engine.items
     assert (item.stage, item.prefilled) == ("aggregated", None)
     assert unpack_u32(item.token_ids) == [*PROMPT, 70, 71]
@@ -321,6 +358,35 @@ async def test_a_disagg_request_given_up_gives_back_what_is_kept(scene: Scene) -
         engine.say(prefilled=[PromptPrefilled("s", 1, prefilled(epoch))])
         await until(lambda: engine.released == ["s"])
     assert len(scene.progress(PrefillFinished)) == 1
+
+
+async def test_only_what_a_disagg_release_names_is_given_back(scene: Scene) -> None:
+    """It may come late, from an owner that cannot know whether the one before it said so."""
+    engine = KvEngine()
+    worker = worker_of(scene, engine)
+    async with scene.serving(worker) as epoch:
+        first = ReleaseKv(request_id="r", attempt=1, owner_epoch=0, worker_epoch=epoch)
+        await computed(scene, engine, item_of("r", "prefill", epoch))
+        engine.released.clear()
+        await scene.send(first)
+        await until(lambda: engine.released == ["r"])
+        await scene.send(item_of("r", "prefill", epoch, owner_epoch=9))
+        await until(lambda: worker.counters.repeated == 1)
+        assert len(scene.progress(PrefillFinished)) == 1, "what was given back is not told of again"
+        # The next attempt: while it is computed, and while its KV is kept.
+        await scene.send(item_of("r", "prefill", epoch, attempt=2))
+        await until(lambda: len(engine.items) == 2)
+        engine.released.clear()
+        await scene.send(first)
+        engine.holds.add("r")
+        engine.say(prefilled=[PromptPrefilled("r", 2, prefilled(epoch), 4)])
+        await until(lambda: len(scene.progress(PrefillFinished)) == 2)
+        await scene.send(first)
+        await scene.send(msgspec.structs.replace(first, request_id="never heard of"))
+        await until(lambda: engine.released == ["never heard of"])
+        assert not engine.cancelled
+        await scene.send(msgspec.structs.replace(first, attempt=2))
+        await until(lambda: not engine.kept())
 
 
 async def test_a_prefill_that_a_new_owner_asks_for_again_is_answered_with_the_same_disagg_descriptor(

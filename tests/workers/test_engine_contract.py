@@ -14,9 +14,9 @@ from forebay.events.control import Command
 from forebay.events.fleet import WorkerSpec
 from forebay.workers.engine import Engine, EngineRefused
 from forebay.workers.engine_settings import EngineSettings
-from forebay.workers.mock_engine import MockEngine
-from forebay.workers.sglang_engine import SglangEngine
-from forebay.workers.tensorrt_llm_engine import TensorRtLlmEngine
+from forebay.workers.mock.engine import MockEngine
+from forebay.workers.sglang.engine import SglangEngine
+from forebay.workers.tensorrt_llm.engine import TensorRtLlmEngine
 from tests.engines.driven import Driven, driven
 from tests.workers.standins import sglang_standin, tensorrt_llm_standin
 

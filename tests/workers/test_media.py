@@ -23,7 +23,7 @@ from forebay.events.work import WorkCancelled
 from forebay.workers import media_feed, nixl_agent
 from forebay.workers.encode_engine import EncodeEngine
 from forebay.workers.engine import EngineBatch, EngineError, EngineRefused
-from forebay.workers.mock_engine import MockEngine
+from forebay.workers.mock.engine import MockEngine
 from forebay.workers.nixl_agent import TransferError
 from forebay.workers.resume import continued
 from forebay.workers.standin_encoder import WIDTH, MediaUnusable, StandInEncoder

@@ -13,8 +13,8 @@ from forebay.events.base import pack_u32, unpack_u32
 from forebay.events.requests import Sampling
 from forebay.events.work import WorkItem
 from forebay.workers.engine import EngineBatch
-from forebay.workers.mock_answers import DIMENSIONS
-from forebay.workers.mock_engine import MockEngine
+from forebay.workers.mock.answers import DIMENSIONS
+from forebay.workers.mock.engine import MockEngine
 
 CONFIG = EngineConfig(vocabulary=tuple(range(100, 140)), block_size=4, kv_blocks_total=64, max_num_seqs=8)
 

@@ -11,7 +11,7 @@ from forebay.events.base import pack_u64, unpack_u32
 from forebay.events.fleet import WorkerSpec
 from forebay.events.requests import Sampling
 from forebay.workers.engine import EngineBatch
-from forebay.workers.mock_engine import MockEngine
+from forebay.workers.mock.engine import MockEngine
 from tests.workers.conftest import VOCABULARY, engine_config, until, work_item
 
 SPEC = WorkerSpec(

@@ -15,13 +15,14 @@ from hypothesis import strategies as st
 
 from forebay.events.decisions import Stage
 from forebay.events.transfer import Prefilled
-from forebay.workers import sglang_core, sglang_engine
 from forebay.workers.engine import KvEngine
 from forebay.workers.engine_settings import EngineSettings
 from forebay.workers.kv_descriptor import Unfetchable
-from forebay.workers.sglang_core import bootstrap_host
-from forebay.workers.sglang_engine import SglangEngine
-from forebay.workers.sglang_transfer import CONNECTOR, LEASE_S, new_room, rendezvous
+from forebay.workers.sglang import core as sglang_core
+from forebay.workers.sglang import engine as sglang_engine
+from forebay.workers.sglang.core import bootstrap_host
+from forebay.workers.sglang.engine import SglangEngine
+from forebay.workers.sglang.transfer import CONNECTOR, LEASE_S, new_room, rendezvous
 from tests.engines.driven import Answer, Driven, driven
 from tests.workers.conftest import until
 from tests.workers.standins import sglang_standin

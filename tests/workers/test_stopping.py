@@ -19,7 +19,7 @@ from forebay.workers import worker as worker_module
 from forebay.workers.engine import EngineError, Publish
 from forebay.workers.life import State
 from forebay.workers.metrics import WorkerMetrics
-from forebay.workers.mock_engine import MockEngine
+from forebay.workers.mock.engine import MockEngine
 from forebay.workers.probes import LIVE_S, Probes
 from forebay.workers.worker import Worker
 from tests.workers.conftest import PARTITION, Scene, engine_config, until, work_item

@@ -17,8 +17,8 @@ from forebay.events.tokens import TopLogprob
 from forebay.workers import async_engine
 from forebay.workers.engine import Cleared, EngineError, EngineRefused
 from forebay.workers.engine_settings import EngineSettings
-from forebay.workers.tensorrt_llm_engine import TensorRtLlmEngine
-from forebay.workers.tensorrt_llm_requests import engine_arguments, engine_priority, sampling_arguments, step_stats
+from forebay.workers.tensorrt_llm.engine import TensorRtLlmEngine
+from forebay.workers.tensorrt_llm.requests import engine_arguments, engine_priority, sampling_arguments, step_stats
 from tests.engines.driven import Driven, driven
 from tests.workers.conftest import until
 from tests.workers.standins import tensorrt_llm_standin

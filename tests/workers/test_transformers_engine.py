@@ -19,8 +19,8 @@ from forebay.events.fleet import WorkerSpec
 from forebay.events.requests import Sampling
 from forebay.workers.engine import Cleared, EngineBatch, EngineError, EngineRefused
 from forebay.workers.engine_settings import EngineSettings
-from forebay.workers.transformers_engine import BEHIND_MAX, TransformersEngine
-from forebay.workers.transformers_scheduler import Row
+from forebay.workers.transformers.engine import BEHIND_MAX, TransformersEngine
+from forebay.workers.transformers.scheduler import Row
 from tests.workers.conftest import until, work_item
 from tests.workers.test_transformers_scheduler import FakeRunner, answer
 
@@ -64,7 +64,7 @@ class FakeModel(FakeRunner):
 
 @pytest.fixture(autouse=True)
 def model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    module = ModuleType("forebay.workers.transformers_model")
+    module = ModuleType("forebay.workers.transformers.model")
     module.__dict__["TransformersModel"] = FakeModel
     monkeypatch.setitem(sys.modules, module.__name__, module)
     FakeModel.passes = threading.Semaphore(0)

@@ -16,7 +16,7 @@ from forebay.events.requests import Sampling, StructuredOutput, TokenBias
 from forebay.events.tokens import TokenLogprob
 from forebay.events.work import WorkItem
 from forebay.workers.engine import Cleared, EngineBatch
-from forebay.workers.transformers_scheduler import WAITING_MAX, Row, Scheduler
+from forebay.workers.transformers.scheduler import WAITING_MAX, Row, Scheduler
 from tests.workers.conftest import work_item
 
 VOCABULARY = 50

@@ -3,8 +3,6 @@
 import asyncio
 import contextlib
 import logging
-import os
-import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -24,14 +22,16 @@ from forebay.events.requests import Sampling
 from forebay.events.tokens import AnswerError
 from forebay.events.transfer import DESCRIPTOR_BYTES_MAX, KvLayout, Prefilled
 from forebay.events.work import WorkItem
-from forebay.workers import free_ports, vllm_core, vllm_engine, vllm_transfer
 from forebay.workers.engine import EngineBatch, EngineError, KvEngine
 from forebay.workers.engine_settings import EngineSettings
 from forebay.workers.kv_descriptor import Unfetchable
-from forebay.workers.vllm_core import HOST, PORT, VllmCore, require_nixl, side_channel
-from forebay.workers.vllm_engine import VllmEngine
-from forebay.workers.vllm_extension import KvLeases
-from forebay.workers.vllm_transfer import CONNECTOR, EXPIRES, transfer_params
+from forebay.workers.vllm import core as vllm_core
+from forebay.workers.vllm import engine as vllm_engine
+from forebay.workers.vllm import transfer as vllm_transfer
+from forebay.workers.vllm.core import VllmCore, require_nixl
+from forebay.workers.vllm.engine import VllmEngine
+from forebay.workers.vllm.extension import KvLeases
+from forebay.workers.vllm.transfer import CONNECTOR, EXPIRES, transfer_params
 
 SPEC = WorkerSpec(worker_id="w", model="m", block_size=1, kv_blocks_total=1, max_num_seqs=1, max_num_batched_tokens=1)
 BLOCK = 32
@@ -202,7 +202,7 @@ async def running(llm: Llm, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Ru
     monkeypatch.setattr(VllmCore, "start", start)
     monkeypatch.setattr(vllm_engine, "check_model", lambda _: None)
     monkeypatch.setattr(vllm_core, "find_spec", lambda name: name)
-    monkeypatch.setitem(sys.modules, "forebay.workers.vllm_calls", calls)
+    monkeypatch.setitem(sys.modules, "forebay.workers.vllm.calls", calls)
     engine = VllmEngine(EngineSettings(model=Path("/m"), model_name="m", role="prefill"))
     one = Running(engine, llm, await engine.start(SPEC))
     task = asyncio.create_task(engine.run(one.publish))
@@ -406,51 +406,6 @@ def test_prompts_of_other_lengths_are_not_fetched() -> None:
             transfer_params(kept(), "m", tokens, block)
     with pytest.raises(Unfetchable, match="nothing says"):
         transfer_params(None, "m", PROMPT, BLOCK)
-
-
-@pytest.fixture
-def no_channel(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    for name in (HOST, PORT, "VLLM_HOST_IP"):
-        monkeypatch.delenv(name, raising=False)
-    return monkeypatch
-
-
-def test_a_side_channel_of_its_own_while_vllm_is_built(no_channel: pytest.MonkeyPatch) -> None:
-    with side_channel("decode", 2):
-        assert os.environ[HOST] == "127.0.0.1"
-        first = int(os.environ[PORT])
-        # Somebody else comes between.
-        with socket.create_server(("127.0.0.1", first)):
-            inner = dict(os.environ)
-            for name in (HOST, PORT):
-                del os.environ[name]
-            with side_channel("prefill", 2):
-                assert not {first, first + 1} & {int(os.environ[PORT]), int(os.environ[PORT]) + 1}
-            os.environ.update(inner)
-    assert HOST not in os.environ
-    assert PORT not in os.environ
-    with side_channel("aggregated", 1):
-        assert PORT not in os.environ
-
-
-def test_no_port_is_left(no_channel: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        no_channel.setattr(free_ports, "FIRST", port)
-        no_channel.setattr(free_ports, "LAST", port + 2)
-        with pytest.raises(EngineError, match=PORT), side_channel("decode", 1):
-            pass
-
-
-def test_a_side_channel_that_is_given(no_channel: pytest.MonkeyPatch) -> None:
-    no_channel.setenv("VLLM_HOST_IP", "127.0.0.2")
-    no_channel.setenv(PORT, "5600")
-    with side_channel("prefill", 1):
-        assert (os.environ[HOST], os.environ[PORT]) == ("127.0.0.2", "5600")
-    assert os.environ[PORT] == "5600"
-    no_channel.setenv(HOST, "127.0.0.3")
-    with side_channel("prefill", 1):
-        assert os.environ[HOST] == "127.0.0.3"
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from forebay.events.media import Media
 from forebay.workers.standin_encoder import MediaUnusable
-from forebay.workers.vllm_media import MediaRefused, collapsed, embedded_prompt, engine_prompt, raw_prompt
+from forebay.workers.vllm.media import MediaRefused, collapsed, embedded_prompt, engine_prompt, raw_prompt
 from tests.workers.conftest import work_item
 
 np = pytest.importorskip("numpy", reason="numpy is not installed")

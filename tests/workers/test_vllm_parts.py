@@ -23,9 +23,9 @@ from forebay.workers.engine_settings import EngineSettings
 from forebay.workers.loras import Adapter, Loras
 from forebay.workers.model_directory import check_model
 from forebay.workers.rank_buffer import RankBuffer
-from forebay.workers.vllm_core import engine_arguments
-from forebay.workers.vllm_metrics import PREFIXES, StepStats
-from forebay.workers.vllm_requests import (
+from forebay.workers.vllm.core import engine_arguments
+from forebay.workers.vllm.metrics import PREFIXES, StepStats
+from forebay.workers.vllm.requests import (
     engine_priority,
     prompt_of,
     sampling_arguments,
@@ -145,7 +145,7 @@ def test_arguments_are_settings_and_own_ones_win() -> None:
             "kv_load_failure_policy": "fail",
             "kv_connector_extra_config": {"kv_lease_duration": 60},
         },
-        "worker_extension_cls": "forebay.workers.vllm_extension.KvLeases",
+        "worker_extension_cls": "forebay.workers.vllm.extension.KvLeases",
         "dtype": "float32",
     }
     ranked = engine_arguments(own, kv_events=True, sockets=Path("/private"))["kv_events_config"]

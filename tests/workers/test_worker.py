@@ -23,7 +23,7 @@ from forebay.events.tokens import AttemptStarted, ResponseEnded, TokensEmitted, 
 from forebay.events.topics import FLEET
 from forebay.events.work import WorkCancelled
 from forebay.transport.base import Draft
-from forebay.workers.mock_engine import MockEngine
+from forebay.workers.mock.engine import MockEngine
 from forebay.workers.worker import READ_MAX, Worker, WorkerReplaced
 from tests.workers.conftest import GROUP, PARTITION, WORK, WORK_SLOT, Scene, engine_config, until, work_item
 

@@ -159,6 +159,7 @@ AbortReason = Literal[
     "encode_failed",
     "prefill_failed",
     "prefill_refused",
+    "pinned_worker_lost",
 ]
 
 
@@ -234,6 +235,26 @@ class RequestAborted(Decision, tag="request.aborted", frozen=True, kw_only=True)
     holder: CommandTarget | None = None
 
 
+KvReleaseReason = Literal[
+    "worker_lost", "not_fetched", "not_needed", "request_ended", "lease_over", "foreign_descriptor"
+]
+
+
+class KvReleased(Decision, tag="request.kv_released", frozen=True, kw_only=True):
+    """Nobody will fetch the KV that `holder` keeps for a request since its `attempt` to compute the prompt: it is told.
+
+    Attributes:
+        reason: the worker that was to fetch it was lost; could not; went on with what earlier attempts had said, and
+            needed none; ended the request without it; or nobody could be sent in time. Or what was told of it is of
+            another worker, epoch or model (`foreign_descriptor`), so nobody could be sent at all.
+    """
+
+    request_id: Name
+    attempt: Annotated[int, msgspec.Meta(ge=1)]
+    holder: CommandTarget
+    reason: KvReleaseReason
+
+
 CommandRefusal = Literal[
     "unknown_model",
     "unknown_pool",
@@ -305,6 +326,7 @@ JournalRecord = (
     | RequestHeld
     | RequestRejected
     | RequestAborted
+    | KvReleased
     | RouteAnswered
     | CacheResyncRequested
     | CommandSent

@@ -27,12 +27,14 @@ class FirstTokenEmitted(ProgressEvent, tag="progress.first_token_emitted", froze
     """Prefill is over. `cached_tokens` of the prompt were not computed here.
 
     Some of them may have come from a prefill worker: `transferred_bytes`, which took `transfer_us` from the first
-    byte asked for to the last one checked; 0 where the engine does not say.
+    byte asked for to the last one checked; 0 where the engine does not say. `unfetched`: KV was kept for this attempt
+    and is not wanted, as an earlier one had said tokens, and who goes on from there computes it all.
     """
 
     cached_tokens: Count = 0
     transferred_bytes: Count = 0
     transfer_us: Count = 0
+    unfetched: bool = False
 
 
 class OutputGrown(ProgressEvent, tag="progress.output_grown", frozen=True, kw_only=True):

@@ -36,10 +36,23 @@ class TokenLogprob(Part, frozen=True, kw_only=True):
     top: tuple[TopLogprob, ...] = ()
 
 
+class PrefilledBy(Part, frozen=True, kw_only=True):
+    """The worker rank that computed the prompt of an answer for the one that gives it.
+
+    `transferred_bytes` of KV came from there in `transfer_us`; 0 where the engine does not say.
+    """
+
+    worker_id: Name
+    rank: Count = 0
+    transferred_bytes: Count = 0
+    transfer_us: Count = 0
+
+
 class TokenChunk(Part, frozen=True, kw_only=True):
     """New tokens of one request; `first_index` is the position of the first among its output tokens.
 
-    `logprobs` has one entry for each token, if the request asked for them.
+    `logprobs` has one entry for each token, if the request asked for them. `prefilled` comes with the first token,
+    where somebody else computed the prompt.
     """
 
     request_id: Name
@@ -47,6 +60,7 @@ class TokenChunk(Part, frozen=True, kw_only=True):
     first_index: Count
     token_ids: bytes
     logprobs: tuple[TokenLogprob, ...] = ()
+    prefilled: PrefilledBy | None = None
 
     def __post_init__(self) -> None:
         require_packed("token_ids", self.token_ids, U32_BYTES)

@@ -28,7 +28,7 @@ class Prefilled(Part, frozen=True, kw_only=True):
 
     The lease counts from the owner's clock when it applies the event that says so. `descriptor` says where the blocks
     lie, to `connector` alone. The first `tokens` of the prompt are there, in `bytes` (0 where the engine does not say);
-    `cached_tokens` of them the prefill worker had in its cache, which is what a client is told.
+    `cached_tokens` of them the `rank` that computed it had in its cache, which is what a client is told.
     `checksum`, where one is asked for, is the XXH3-64 of the blocks' own XXH3-64s, so that parts can be checked.
     """
 
@@ -42,3 +42,4 @@ class Prefilled(Part, frozen=True, kw_only=True):
     bytes: Count = 0
     cached_tokens: Count = 0
     checksum: Digest | None = None
+    rank: Count = 0

@@ -50,6 +50,13 @@ class WorkCancelled(WorkEvent, tag="work.cancelled", frozen=True, kw_only=True):
     """Stop generating and free the blocks, also those kept for another worker; nobody waits for an answer."""
 
 
+class ReleaseKv(WorkEvent, tag="work.release_kv", frozen=True, kw_only=True):
+    """Nobody will fetch what is kept of this attempt to compute the prompt, or of an earlier one: give it back.
+
+    A later attempt at the same worker goes on: this may come after it began, said again by a new owner.
+    """
+
+
 class ReannounceCache(Event, tag="work.reannounce_cache", frozen=True, kw_only=True):
     """Say anew all that a rank has cached: the owner missed some of its KV events.
 
@@ -77,4 +84,4 @@ class WorkerCommand(Event, tag="work.command", frozen=True, kw_only=True):
     nonce: Count = 0
 
 
-AnyWorkEvent = WorkItem | WorkCancelled | ReannounceCache | WorkerCommand
+AnyWorkEvent = WorkItem | WorkCancelled | ReleaseKv | ReannounceCache | WorkerCommand

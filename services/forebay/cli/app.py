@@ -17,7 +17,7 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Command(NamedTuple):
-    """A function, or an application of several commands, of a module of `forebay.cli`; and its line in `--help`."""
+    """A function, or an application of several commands, of a module below `forebay.cli`; and its line in `--help`."""
 
     module: str
     name: str
@@ -27,21 +27,27 @@ class Command(NamedTuple):
 
 # As their functions say themselves: a test holds the two together.
 COMMANDS = {
-    "up": Command("up", "up", "Serve an OpenAI-compatible API with a KV-aware router and workers, in one process."),
-    "ingress": Command("ingress", "ingress", "Serve the OpenAI API of a distributed system, and its topic door."),
+    "up": Command(
+        "parts.up", "up", "Serve an OpenAI-compatible API with a KV-aware router and workers, in one process."
+    ),
+    "ingress": Command("parts.ingress", "ingress", "Serve the OpenAI API of a distributed system, and its topic door."),
     "router": Command(
-        "router",
+        "parts.router",
         "router",
         "Run one router of a distributed system: the first owns, others stand by or share the groups.",
     ),
-    "worker": Command("worker", "worker", "Run one worker of a distributed system."),
+    "worker": Command("parts.worker", "worker", "Run one worker of a distributed system."),
     "serve": Command(
-        "serve",
+        "parts.serve",
         "serve",
         "Run the workers of a service, each in a process of its own.",
         {"allow_extra_args": True, "ignore_unknown_options": True},
     ),
-    "control": Command("control", "control", "Command workers; exit 1 unless every one did it."),
+    "control": Command(
+        "control.command",
+        "app",
+        "Command workers of a running system, or change by what it routes; exit 1 unless that was done.",
+    ),
     "produce": Command(
         "produce",
         "produce",
@@ -58,24 +64,24 @@ COMMANDS = {
         "Say at every decision of a running system what another policy or configuration would have chosen.",
     ),
     "simulate": Command(
-        "simulate",
+        "simulate.command",
         "simulate",
         "Play a workload through the live router and modelled engines, in virtual time.",
     ),
     "sweep": Command(
-        "sweep",
+        "simulate.sweep",
         "sweep",
         "Simulate every combination of settings, and mark those that no other is better than.",
     ),
-    "fit": Command("fit", "fit", "Fit an engine profile to the times that are recorded of engines."),
-    "profile": Command("profile", "app", "Engine profiles from other people's measurements."),
+    "fit": Command("simulate.fit", "fit", "Fit an engine profile to the times that are recorded of engines."),
+    "profile": Command("simulate.profile", "app", "Engine profiles from other people's measurements."),
     "record": Command(
         "record",
         "record",
         "Record a slice of a log into OUT: all it takes to derive its decisions, from the snapshot before it on.",
     ),
-    "workload": Command("workload", "app", "Workloads: what they are like, and as files."),
-    "replay": Command("replay", "app", "Derive recorded decisions again."),
+    "workload": Command("simulate.workload", "app", "Workloads: what they are like, and as files."),
+    "replay": Command("replay.command", "app", "Derive recorded decisions again."),
     "topics": Command("topics", "app", "What a log holds, readable; and the topics of a broker."),
     "index": Command("index", "app", "What workers have cached, as the log says."),
 }

@@ -9,10 +9,10 @@ import msgspec
 import typer
 from rich.progress import Progress, TaskID
 
-from forebay.cli.cluster import NAMESPACE, KafkaSource, NamespaceOption, PropertiesOption
-from forebay.cli.errors import explained, fail
-from forebay.cli.recording import LogArgument, Recording
-from forebay.cli.terminal import bar
+from forebay.cli.common.cluster import NAMESPACE, KafkaSource, NamespaceOption, PropertiesOption
+from forebay.cli.common.errors import explained, fail
+from forebay.cli.common.recording import LogArgument, Recording
+from forebay.cli.common.terminal import bar
 from forebay.core.prefix_index import PrefixIndex
 from forebay.events.base import U64_BYTES
 from forebay.events.kv import BlocksStored, Tier

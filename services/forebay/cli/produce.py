@@ -18,7 +18,7 @@ from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, ConsumerRecord, TopicPa
 from aiokafka.errors import KafkaError
 from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from forebay.cli.cluster import (
+from forebay.cli.common.cluster import (
     KAFKA,
     NAMESPACE,
     KafkaOption,
@@ -27,8 +27,8 @@ from forebay.cli.cluster import (
     kafka_settings,
     start_logging,
 )
-from forebay.cli.errors import explained
-from forebay.cli.terminal import bar
+from forebay.cli.common.errors import explained
+from forebay.cli.common.terminal import bar
 from forebay.events.topics import OPENAI_REQUESTS, OPENAI_RESPONSES
 from forebay.ingress.door_request import CHAT_PATH, TEXT_PATH
 from forebay.ingress.errors import Unusable

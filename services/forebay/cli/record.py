@@ -10,13 +10,13 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from xxhash import xxh3_64_hexdigest
 
-from forebay.cli.cluster import NAMESPACE, KafkaSource, NamespaceOption, PropertiesOption
-from forebay.cli.errors import complain, explained, fail
-from forebay.cli.recorded_policies import require_policies
-from forebay.cli.recording import Recording
-from forebay.cli.terminal import bar, own_stdout, printable
-from forebay.cli.times import TIMES_HELP, span_us, time_us
-from forebay.cli.unverified import DIVERGED, complaint
+from forebay.cli.common.cluster import NAMESPACE, KafkaSource, NamespaceOption, PropertiesOption
+from forebay.cli.common.errors import complain, explained, fail
+from forebay.cli.common.recording import Recording
+from forebay.cli.common.terminal import bar, own_stdout, printable
+from forebay.cli.common.times import TIMES_HELP, span_us, time_us
+from forebay.cli.common.unverified import DIVERGED, complaint
+from forebay.cli.policies.recorded import require_policies
 from forebay.replay.anonymize import Anonymized, record_anonymized
 from forebay.replay.record import NothingDecided, Slice, Window, contents_of, copy, newest_us, slice_of
 from forebay.replay.verify import Report, verify

@@ -14,8 +14,7 @@ import typer
 from prometheus_client import CollectorRegistry
 from xxhash import xxh3_64_intdigest
 
-from forebay.cli.alternative import Alternative, PolicyConfigOption, PolicyOption, SetOption, alternative
-from forebay.cli.cluster import (
+from forebay.cli.common.cluster import (
     LOOPBACK,
     NAMESPACE,
     KafkaSource,
@@ -29,13 +28,14 @@ from forebay.cli.cluster import (
     start_logging,
     until_signal,
 )
-from forebay.cli.errors import complain, explained, fail
-from forebay.cli.metrics_server import metrics_served
-from forebay.cli.recorded_policies import require_policies
-from forebay.cli.recording import GroupOption, LogArgument, Recording
+from forebay.cli.common.errors import complain, explained, fail
+from forebay.cli.common.metrics_server import metrics_served
+from forebay.cli.common.recording import GroupOption, LogArgument, Recording
+from forebay.cli.common.terminal import own_stdout
+from forebay.cli.common.unverified import DIVERGED
+from forebay.cli.policies.alternative import Alternative, PolicyConfigOption, PolicyOption, SetOption, alternative
+from forebay.cli.policies.recorded import require_policies
 from forebay.cli.shadow_lines import Printing, file_sink
-from forebay.cli.terminal import own_stdout
-from forebay.cli.unverified import DIVERGED
 from forebay.events.base import hex_digest
 from forebay.events.topics import DECISIONS
 from forebay.live.shadow import Shadow, ShadowSettings

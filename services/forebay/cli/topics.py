@@ -10,7 +10,7 @@ from aiokafka.admin import AIOKafkaAdminClient
 from rich.console import Console
 from rich.table import Table
 
-from forebay.cli.cluster import (
+from forebay.cli.common.cluster import (
     KAFKA,
     NAMESPACE,
     KafkaOption,
@@ -19,8 +19,8 @@ from forebay.cli.cluster import (
     PropertiesOption,
     kafka_settings,
 )
-from forebay.cli.errors import explained, fail
-from forebay.cli.readable import readable
+from forebay.cli.common.errors import explained, fail
+from forebay.cli.common.readable import readable
 from forebay.cli.shadow import SHADOW_GROUP
 from forebay.transport.base import Log, Record
 from forebay.transport.kafka_log import KafkaLog

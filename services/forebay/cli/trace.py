@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from forebay.cli.errors import fail
-from forebay.cli.terminal import bar
+from forebay.cli.common.errors import fail
+from forebay.cli.common.terminal import bar
 from forebay.simulate.outcome import percentiles
 from forebay.simulate.reading import open_workload
 from forebay.simulate.workload import Turn, Workload, WorkloadOptions, WorkloadUnusable
@@ -28,7 +28,7 @@ from forebay.simulate.workloads.prompts import prompt
 UNDER_WAY_MAX = 4_000  # a system that falls behind holds the trace up here, instead of running out of sockets
 TIMEOUT_S = 900.0
 URL = "http://127.0.0.1:8000"
-ANSWERING = ("aggregated", "decode")
+WORKING = ("aggregated", "prefill", "decode")
 
 
 @dataclass(slots=True)
@@ -43,6 +43,7 @@ class Outcome:
     output_tokens: int = 0
     computed: dict[str, int] = field(default_factory=dict)
     requests: dict[str, int] = field(default_factory=dict)
+    prompts: dict[str, int] = field(default_factory=dict)  # computed for another worker
     failures: dict[str, int] = field(default_factory=dict)
     ends: dict[str, int] = field(default_factory=dict)  # of whole answers, by the request id that they name
 
@@ -168,7 +169,7 @@ async def _listen(client: httpx.AsyncClient, body: bytes, asked: _Asked, outcome
     async with client.stream("POST", f"{asked.url}/v1/completions", content=body, headers=headers) as response:
         if response.status_code != httpx.codes.OK:
             return f"{response.status_code} {(await response.aread())[:200]!r}"
-        worker = response.headers.get("x-forebay-worker", "")
+        worker = computed_by = response.headers.get("x-forebay-worker", "")
         async for line in response.aiter_lines():
             if not line.startswith("data: "):
                 continue
@@ -182,6 +183,9 @@ async def _listen(client: httpx.AsyncClient, body: bytes, asked: _Asked, outcome
                 chunk = jsonlib.loads(line.removeprefix("data: "))
                 usage = chunk.get("usage")
                 outcome.ends[chunk["id"]] = outcome.ends.get(chunk["id"], 0) + 1
+            elif '"forebay"' in line:
+                served = jsonlib.loads(line.removeprefix("data: ")).get("forebay", {})
+                computed_by = served.get("prefill", {}).get("worker", worker)
     if not done or usage is None:
         return "the stream ended early"
     output_tokens = asked.turn.output_tokens
@@ -195,7 +199,9 @@ async def _listen(client: httpx.AsyncClient, body: bytes, asked: _Asked, outcome
     outcome.prompt_tokens += usage["prompt_tokens"]
     outcome.output_tokens += usage["completion_tokens"]
     outcome.cached_tokens += cached
-    outcome.computed[worker] = outcome.computed.get(worker, 0) + usage["prompt_tokens"] - cached
+    outcome.computed[computed_by] = outcome.computed.get(computed_by, 0) + usage["prompt_tokens"] - cached
+    if computed_by != worker:
+        outcome.prompts[computed_by] = outcome.prompts.get(computed_by, 0) + 1
     outcome.requests[worker] = outcome.requests.get(worker, 0) + 1
     return ""
 
@@ -211,10 +217,12 @@ def _workers(metrics: str) -> dict[str, str]:
 
 
 def summarise(outcome: Outcome, roles: Mapping[str, str]) -> dict[str, Any]:
-    """The figures of a run, as `--json` prints them; of workers, of those that answer."""
-    workers = [worker for worker, role in roles.items() if role in ANSWERING]
+    """The figures of a run, as `--json` prints them; the balance is that of prefill workers, where there are some."""
+    workers = [worker for worker, role in roles.items() if role in WORKING]
     computed = {worker: outcome.computed.get(worker, 0) for worker in sorted({*workers, *outcome.computed})}
-    mean = statistics.fmean(computed.values()) if computed else 0.0
+    apart = "prefill" in roles.values()
+    balanced = [tokens for worker, tokens in computed.items() if not apart or roles.get(worker) == "prefill"]
+    mean = statistics.fmean(balanced) if balanced else 0.0
     return {
         "requests": len(outcome.e2e_ms),
         "failed": sum(outcome.failures.values()),
@@ -222,14 +230,17 @@ def summarise(outcome: Outcome, roles: Mapping[str, str]) -> dict[str, Any]:
         "answered_once": sum(count == 1 for count in outcome.ends.values()),
         "answered_again": sum(count > 1 for count in outcome.ends.values()),
         "prefix_reuse": outcome.cached_tokens / outcome.prompt_tokens if outcome.prompt_tokens else 0.0,
-        "load_max_over_mean": max(computed.values()) / mean if mean else 0.0,
+        "load_max_over_mean": max(balanced) / mean if mean else 0.0,
         "prompt_tokens": outcome.prompt_tokens,
         "output_tokens": outcome.output_tokens,
         "ttft_ms": percentiles(outcome.ttft_ms),
         "itl_ms": percentiles(outcome.itl_ms),
         "e2e_ms": percentiles(outcome.e2e_ms),
         "workers": {
-            worker: {"requests": outcome.requests.get(worker, 0), "computed_tokens": tokens}
+            worker: {
+                "requests": outcome.requests.get(worker, 0) + outcome.prompts.get(worker, 0),
+                "computed_tokens": tokens,
+            }
             for worker, tokens in computed.items()
         },
         "roles": dict(sorted(roles.items())),
@@ -251,7 +262,5 @@ def _show(summary: dict[str, Any]) -> None:
         role = summary["roles"].get(worker, "aggregated")
         name = worker if role == "aggregated" else f"{worker} ({role})"
         console.print(f"  {name}: {figures['requests']} requests, {figures['computed_tokens']} tokens computed")
-    if prefill := [worker for worker, role in summary["roles"].items() if role == "prefill"]:
-        console.print(f"  prompts computed for them by {', '.join(prefill)}")
     for problem, count in summary["failures"].items():
         console.print(f"  failed {count}x: {problem}", markup=False)

@@ -171,7 +171,7 @@ class Answer(Response):
 
     def _served(self) -> Served:
         stream = self._stream
-        return Served(self._asked.request_id, stream.worker_id, stream.rank, stream.attempt)
+        return Served(self._asked.request_id, stream.worker_id, stream.rank, stream.attempt, stream.prefilled)
 
     def _start(self, content_type: bytes, length: int | None = None) -> dict[str, object]:
         headers = [

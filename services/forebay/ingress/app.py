@@ -1,5 +1,6 @@
 """The HTTP routes of an ingress."""
 
+import functools
 import time
 from typing import Any
 
@@ -152,6 +153,7 @@ def _add_errors(app: FastAPI, ingress: Ingress) -> None:
         return respond(internal_error())
 
 
+@functools.cache  # most of the time that an ingress takes to start, and the same for each of a process
 def _body_schema(kind: type[Body]) -> dict[str, Any]:
     schema = kind.model_json_schema(ref_template=f"#/components/schemas/{kind.__name__}/$defs/{{model}}")
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}

@@ -155,7 +155,7 @@ class DoorAnswer(DoorReply):
         self.over = True
         reason = self._text.reason(reason)
         usage = Usage(prompt_tokens=self._prompt_tokens, output_tokens=self.next_index, cached_tokens=cached_tokens)
-        served = Served(self.request_id, self.worker_id, self.rank, self.attempt)
+        served = Served(self.request_id, self.worker_id, self.rank, self.attempt, self.prefilled)
         if not self.stream:
             whole = joined([*self._said, said])
             return [self._piece(self._shape.whole(whole, reason, usage, served), last=True)]

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from forebay.events.decisions import Candidate
-from forebay.events.tokens import RouteTold, Usage
+from forebay.events.tokens import PrefilledBy, RouteTold, Usage
 from forebay.ingress.said import CallPiece, Said, Told
 
 _encode = msgspec.json.encode
@@ -14,30 +14,40 @@ _encode = msgspec.json.encode
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """Who served a request; goes out as the `forebay` extension."""
+    """Who served a request; goes out as the `forebay` extension. `prefilled` is None where one worker did it all."""
 
     request_id: str
     worker: str
     rank: int
     attempts: int
+    prefilled: PrefilledBy | None = None
 
     def worker_id(self) -> dict[str, Any]:
-        """As Dynamo's `nvext` has it: one worker does prefill and decode."""
+        """As Dynamo's `nvext` has it."""
+        prefilled = self.prefilled
         return {
-            "prefill_worker_id": self.worker,
-            "prefill_dp_rank": self.rank,
+            "prefill_worker_id": self.worker if prefilled is None else prefilled.worker_id,
+            "prefill_dp_rank": self.rank if prefilled is None else prefilled.rank,
             "decode_worker_id": self.worker,
             "decode_dp_rank": self.rank,
         }
 
     def plain(self) -> dict[str, Any]:
         """As JSON has it."""
-        return {
+        plain: dict[str, Any] = {
             "request_id": self.request_id,
             "worker": self.worker,
             "rank": self.rank,
             "attempts": self.attempts,
         }
+        if (prefilled := self.prefilled) is not None:
+            plain["prefill"] = {
+                "worker": prefilled.worker_id,
+                "rank": prefilled.rank,
+                "transferred_bytes": prefilled.transferred_bytes,
+                "transfer_ms": prefilled.transfer_us / 1e3,
+            }
+        return plain
 
 
 class Shape:

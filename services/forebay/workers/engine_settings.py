@@ -23,6 +23,8 @@ class EngineSettings:
         kv_bytes_per_token: of the mock engine's KV.
         kv_checksum: whether the mock engine's KV is sent with a checksum, and that checked.
         kv_lease_s: how long the mock engine keeps KV for a reader that does not come.
+        kv_host: the address of this machine at which others fetch its KV, where one was asked for.
+        near_host: the one where none was.
         loras: adapters to load at the start, directories by name.
         arguments: the engine's own, by its own names; they win over the rest.
     """
@@ -40,5 +42,7 @@ class EngineSettings:
     kv_bytes_per_token: int = 256
     kv_checksum: bool = False
     kv_lease_s: float = 30.0
+    kv_host: str | None = None
+    near_host: str = "127.0.0.1"
     loras: Mapping[str, Path] = field(default_factory=dict)
     arguments: Mapping[str, Any] = field(default_factory=dict)

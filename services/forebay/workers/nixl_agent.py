@@ -1,6 +1,7 @@
 """NIXL agents of workers: how they are made and called, and what is raised where one cannot give what it holds."""
 
 import logging
+import os
 from typing import Any
 
 from forebay.workers.engine import EngineError
@@ -38,10 +39,19 @@ def load_nixl(what: str = "embeddings travel") -> Any:
     return nixl_cu12
 
 
-def open_agent(name: str) -> Any:
-    """An agent with the backend UCX and no progress thread, which would spin: whoever has it must poll."""
+def open_agent(name: str, interface: str = "") -> Any:
+    """An agent with the backend UCX and no progress thread, which would spin: whoever has it must poll.
+
+    With `interface` it goes by that one's network alone; else UCX chooses, or UCX_NET_DEVICES says.
+    """
     nixl = load_nixl()
-    return nixl.nixl_agent(name, nixl.nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
+    # Else UCX waits for a host that is switched off, minutes long, and whoever polls does nothing else meanwhile.
+    settings = [] if "UCX_TCP_CONN_NB" in os.environ else ["TCP_CONN_NB=y"]
+    if interface:
+        settings.append(f"NET_DEVICES={interface}")
+    agent = nixl.nixl_agent(name, nixl.nixl_agent_config(enable_prog_thread=False, backends=[]))
+    agent.create_backend("UCX", {"engine_config": ",".join(settings)})
+    return agent
 
 
 def said_name(name: str | bytes) -> str:

@@ -17,7 +17,7 @@ import msgspec
 from forebay.core.replies import Reply
 from forebay.events.fleet import WorkerSpec
 from forebay.events.tokens import AnswerError
-from forebay.events.work import WorkCancelled, WorkItem
+from forebay.events.work import ReleaseKv, WorkCancelled, WorkItem
 from forebay.transport.base import Draft, Log
 from forebay.workers.engine import EngineBatch, PromptPrefilled
 from forebay.workers.media_feed import MediaFeed
@@ -80,6 +80,7 @@ class Orders:
         self._resumer = Resumer(log, outbox, counters.reading, spawn, self._go_on)
         self._seen: OrderedDict[tuple[str, int, int, str, int], None] = OrderedDict()
         self._kept: OrderedDict[str, _Kept] = OrderedDict()
+        self._prompts: OrderedDict[str, int] = OrderedDict()  # the last attempt at each that was begun here
 
     @property
     def busy(self) -> bool:
@@ -114,6 +115,10 @@ class Orders:
             self._feed.cancel(item.request_id)
         if item.stage == "prefill":
             self._release(item.request_id)  # an earlier attempt's: its reader did not get it
+            self._prompts[item.request_id] = item.attempt
+            self._prompts.move_to_end(item.request_id)
+            if len(self._prompts) > SEEN_MAX:
+                self._prompts.popitem(last=False)
         active = self.active[item.request_id] = self._outbox.active(item)
         if item.attempt > 1 and item.stage not in SILENT:
             self._resumer.add(Later(item, active))
@@ -128,6 +133,11 @@ class Orders:
         elif active.attempt <= order.attempt:
             del self.active[order.request_id]
             self._feed.cancel(order.request_id)
+
+    def release(self, order: ReleaseKv) -> None:
+        """Give back what is kept of an attempt at a prompt; a later one that was begun here is not meant."""
+        if self._prompts.get(order.request_id, order.attempt) <= order.attempt:
+            self._release(order.request_id)
 
     def batch(self, batch: EngineBatch) -> list[Draft]:
         """What a batch of the engine means on the log."""
@@ -188,7 +198,7 @@ class Orders:
             self._settle(active, over)
         elif active.said:
             self._counters.continued += 1
-            active.stage, active.fetched = "aggregated", None
+            active.stage, active.fetched, active.unfetched = "aggregated", None, item.prefilled is not None
             local = msgspec.structs.replace(item, stage="aggregated", prefilled=None)
             self._submit(continued(local, reply.tokens, self._spec.block_size), active)
         else:

@@ -33,7 +33,16 @@ from forebay.events.progress import (
     RequestFinished,
     TransferFailed,
 )
-from forebay.events.tokens import AnswerError, AttemptStarted, Embedded, ResponseEnded, TokenChunk, TokensEmitted, Usage
+from forebay.events.tokens import (
+    AnswerError,
+    AttemptStarted,
+    Embedded,
+    PrefilledBy,
+    ResponseEnded,
+    TokenChunk,
+    TokensEmitted,
+    Usage,
+)
 from forebay.events.topics import METRICS, PROGRESS, TOKENS, Topic
 from forebay.events.transfer import Prefilled
 from forebay.events.work import WorkItem
@@ -54,18 +63,21 @@ class Active:
 
     `said` counts the tokens of earlier attempts that this one goes on from; the engine has them as its prompt's end.
     `blocks` is how many KV blocks of prompt and output the owner knows of, 0 when it does not want to know.
-    `fetched` is whose KV this one goes on from; `began` is whether its first token was said.
+    `fetched` is whose KV this one goes on from, unless that is not wanted any more (`unfetched`); `began` is whether
+    its first token was said.
     """
 
     request_id: str
     attempt: int
     owner_epoch: int
     reply_slot: int
+    rank: int = 0
     stage: Stage = "aggregated"
     said: int = 0
     prompt_tokens: int = 0
     blocks: int = 0
     fetched: Prefilled | None = None
+    unfetched: bool = False
     began: bool = False
 
 
@@ -90,6 +102,7 @@ class Outbox:
             item.attempt,
             item.owner_epoch,
             item.reply_slot,
+            item.rank,
             item.stage,
             prompt_tokens=prompt_tokens,
             blocks=blocks,
@@ -133,7 +146,7 @@ class Outbox:
 
     def prefilled(self, active: Active, prefilled: Prefilled, cached_tokens: int) -> Draft:
         """A prompt is computed, and its KV kept."""
-        kept = msgspec.structs.replace(prefilled, cached_tokens=cached_tokens)
+        kept = msgspec.structs.replace(prefilled, cached_tokens=cached_tokens, rank=active.rank)
         return self._for_owner(PrefillFinished, active, prefilled=kept)
 
     def complete(self, active: Active) -> list[Draft]:
@@ -241,6 +254,7 @@ class Outbox:
             cached_tokens=first.cached_tokens,
             transferred_bytes=first.transferred_bytes,
             transfer_us=first.transfer_us,
+            unfetched=active.unfetched,
         )
         return _draft(PROGRESS, self._partition, event)
 
@@ -309,6 +323,7 @@ class Outbox:
                 first_index=one.said + said.first_index,
                 token_ids=said.token_ids,
                 logprobs=said.logprobs,
+                prefilled=None if one.fetched is None or said.first_index else _prefilled_by(one.fetched, said, batch),
             )
             chunks.setdefault((one.reply_slot, one.owner_epoch), []).append(chunk)
         return [
@@ -389,6 +404,19 @@ def _usage(active: Active, end: Finished) -> Usage:
         output_tokens=active.said + end.output_tokens,
         cached_tokens=min(cached_tokens, prompt_tokens),
     )
+
+
+def _prefilled_by(kept: Prefilled, said: Emitted, batch: EngineBatch) -> PrefilledBy:
+    """Whose KV the first tokens of an answer follow."""
+    for first in batch.first_tokens:
+        if (first.request_id, first.attempt) == (said.request_id, said.attempt):
+            return PrefilledBy(
+                worker_id=kept.worker_id,
+                rank=kept.rank,
+                transferred_bytes=first.transferred_bytes,
+                transfer_us=first.transfer_us,
+            )
+    return PrefilledBy(worker_id=kept.worker_id, rank=kept.rank)
 
 
 def _taken(active: dict[str, Active], said: MediaEncoded | PromptPrefilled | NotFetched | Failed) -> Active | None:

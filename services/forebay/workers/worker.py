@@ -31,7 +31,7 @@ from forebay.events.fleet import (
 )
 from forebay.events.tokens import AnswerError
 from forebay.events.topics import DEAD_LETTERS, FLEET, work_topic
-from forebay.events.work import AnyWorkEvent, ReannounceCache, WorkCancelled, WorkerCommand, WorkItem
+from forebay.events.work import AnyWorkEvent, ReannounceCache, ReleaseKv, WorkCancelled, WorkerCommand, WorkItem
 from forebay.transport.base import Draft, Log, LogError, Record, Tail
 from forebay.workers.commands import CommandRunner
 from forebay.workers.engine import Engine, EngineBatch, EngineError
@@ -326,6 +326,9 @@ class Worker:
                 epoch.orders.start(event)
             case WorkCancelled():
                 epoch.orders.cancel(event)
+                self._settled()
+            case ReleaseKv():
+                epoch.orders.release(event)
                 self._settled()
             case ReannounceCache():
                 self._reannounce(event, epoch)

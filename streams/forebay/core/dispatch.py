@@ -21,6 +21,7 @@ from forebay.core.eligibility import Ineligible
 from forebay.core.encoding import choose_encoder, encoders, not_encoded
 from forebay.core.fleet import Worker
 from forebay.core.lifecycle import UNDER_WAY_MAX, Request, content_hash, queried, submitted
+from forebay.core.phases import Phase
 from forebay.core.queueing import Held, class_of
 from forebay.core.roster import Roster, Seat
 from forebay.core.router import NO_BLOCKS, Choice, choose, find, find_again, must_wait, uncached_tokens
@@ -33,6 +34,7 @@ from forebay.events.decisions import (
     CommandEnded,
     CommandSent,
     CommandTarget,
+    KvReleased,
     PrefillPlace,
     RejectReason,
     RequestAborted,
@@ -52,6 +54,7 @@ Decided = (
     | RequestHeld
     | RequestRejected
     | RequestAborted
+    | KvReleased
     | RouteAnswered
     | CacheResyncRequested
     | CommandSent
@@ -139,7 +142,10 @@ def reroute(world: World, requests: list[Request], cause: str | None = None) -> 
     `cause` is why their images and videos are not encoded, or their prompts not computed elsewhere or not fetched from
     there, where somebody said so; None when nobody failed.
     """
-    decided: list[Decided] = []
+    for request in requests:
+        if request.prefilled is not None and not is_kept(request, world.now_us):
+            world.requests.expire_prefilled(request)
+    decided: list[Decided] = [*release(world)]
     for request in requests:
         pool = world.pools[request.pool]
         if (given_up := _give_up(world, pool, request, cause)) is not None:
@@ -171,8 +177,32 @@ def _give_up(world: World, pool: PoolConfigured, request: Request, cause: str | 
     return abort(world, request, "encode_failed", not_encoded(request, cause))
 
 
+def release(world: World) -> list[KvReleased]:
+    """Tell who keeps KV that nobody will fetch, as long as it lives."""
+    unwanted = world.requests.unwanted
+    released: list[KvReleased] = []
+    for kept in unwanted:
+        holder = _keeper(world, kept.worker_id, kept.worker_epoch)
+        if holder is not None:
+            world.counts[f"kv_released_{kept.reason}"] += 1
+            released.append(
+                KvReleased(
+                    **world.stamp(),
+                    request_id=kept.request_id,
+                    attempt=kept.attempt,
+                    holder=holder,
+                    reason=kept.reason,
+                )
+            )
+    unwanted.clear()
+    return released
+
+
 def lose(world: World, worker: Worker) -> list[Decided]:
-    """Free what a lost worker had, then find each request another one, in the order of submission."""
+    """Free what a lost worker had, then find each request another one, in the order of submission.
+
+    Requests that name it as theirs are given up: nobody else may take them.
+    """
     stranded = world.requests.of_worker(worker.spec.worker_id, worker.worker_epoch)
     for request in stranded:
         world.requests.lose_worker(request)
@@ -180,7 +210,11 @@ def lose(world: World, worker: Worker) -> list[Decided]:
     for request in world.requests.kept_by(worker.spec.worker_id, worker.worker_epoch):
         world.requests.forget_prefilled(request)
     world.dismiss(worker)
-    return reroute(world, stranded)
+    given_up: list[Decided] = []
+    for request in world.requests.pinned_to(worker.spec.worker_id):
+        message = f"worker {worker.spec.worker_id} is lost, and the request is for it alone"
+        given_up.append(abort(world, request, "pinned_worker_lost", message))
+    return given_up + reroute(world, [request for request in stranded if request.phase is Phase.WAITING])
 
 
 def abort(
@@ -191,7 +225,10 @@ def abort(
     worker = world.fleet.get(request.worker_id) if request.on_worker else None
     if worker is not None:
         world.load.free(request.request_id)
-    holder = _holder(world, request)
+    kept = request.prefilled
+    holder = None if kept is None else _keeper(world, kept.worker_id, kept.worker_epoch)
+    if kept is not None:
+        world.requests.forget_prefilled(request)  # the record itself says who gives it back
     world.queues.remove(request.request_id)
     world.requests.end(request, world.now_us)
     return RequestAborted(
@@ -212,11 +249,10 @@ def abort(
     )
 
 
-def _holder(world: World, request: Request) -> CommandTarget | None:
-    """Who keeps KV for a request, as long as it lives."""
-    kept = request.prefilled
-    worker = None if kept is None else world.fleet.get(kept.worker_id)
-    if kept is None or worker is None or worker.worker_epoch != kept.worker_epoch:
+def _keeper(world: World, worker_id: str, worker_epoch: int) -> CommandTarget | None:
+    """An epoch of a worker that keeps KV, as long as it lives."""
+    worker = world.fleet.get(worker_id)
+    if worker is None or worker.worker_epoch != worker_epoch:
         return None
     spec = worker.spec
     return CommandTarget(worker_id=spec.worker_id, worker_epoch=worker.worker_epoch, pool=spec.pool, slot=worker.slot)

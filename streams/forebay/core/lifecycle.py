@@ -17,8 +17,9 @@ from xxhash import xxh3_64_intdigest
 from forebay.core.machine import IllegalTransition
 from forebay.core.phases import ON_WORKER, TRANSITIONS, Move, Phase
 from forebay.core.remembered import RememberedIds
+from forebay.core.unwanted import Unwanted
 from forebay.events.base import U64_MASK, array_u64
-from forebay.events.decisions import Stage
+from forebay.events.decisions import KvReleaseReason, Stage
 from forebay.events.media import Encoded
 from forebay.events.progress import (
     EncodeFailed,
@@ -132,9 +133,14 @@ class Request:
 
 
 class Requests:
-    """Requests under way by id, deadlines, and hashes of the ids that ended lately."""
+    """Requests under way by id, deadlines, and hashes of the ids that ended lately.
+
+    `unwanted` is KV that a request left behind without its being fetched. It is no state: whoever moves a request
+    takes it out before the next event.
+    """
 
     def __init__(self) -> None:
+        self.unwanted: list[Unwanted] = []
         self._under_way: dict[str, Request] = {}
         self._deadlines: list[tuple[int, str, int]] = []
         self._remembered = RememberedIds()
@@ -180,8 +186,6 @@ class Requests:
                 request.prefiller_id = worker_id
             case _:
                 assert_never(stage)
-        if stage != "decode":
-            request.prefilled = None  # what there was is kept by nobody any more
         request.stage = stage
         request.worker_id, request.worker_epoch, request.rank = worker_id, worker_epoch, rank
         self._sum_up(request)
@@ -191,6 +195,10 @@ class Requests:
         self._move(request, Move.HELD)
         request.queue_class, request.uncached_tokens, request.queued_at_us = queue_class, uncached_tokens, now_us
         self._sum_up(request)
+
+    def pinned_to(self, worker_id: str) -> list[Request]:
+        """The requests that nobody but this worker may answer, in the order of their submission."""
+        return self._in_order(one for one in self._under_way.values() if one.hints.worker_id == worker_id)
 
     def kept_by(self, worker_id: str, worker_epoch: int) -> list[Request]:
         """The requests that wait while a worker keeps their KV, in the order of their submission."""
@@ -204,15 +212,28 @@ class Requests:
     def lose_worker(self, request: Request) -> None:
         """Its worker is gone: it waits for another. Embeddings and KV are given out once, so they are gone with it."""
         self._move(request, Move.WORKER_LOST)
-        request.encoded = request.prefilled = None
+        request.encoded = None
+        self._leave_prefilled(request, "worker_lost")
         if request.stage == "decode":
             request.prefiller_id = ""  # who computed its prompt did nothing wrong, and has it in its cache
         self._sum_up(request)
 
     def forget_prefilled(self, request: Request) -> None:
-        """Nobody keeps its KV, or nobody that could be asked for it."""
+        """Nobody keeps its KV any more."""
         request.prefilled = None
         self._sum_up(request)
+
+    def expire_prefilled(self, request: Request) -> None:
+        """The lease of its KV is over, and nobody was sent to fetch it."""
+        self._leave_prefilled(request, "lease_over")
+        self._sum_up(request)
+
+    def refuse_prefilled(self, request: Request) -> None:
+        """What was just told of its KV names no place where it could be fetched; who told it keeps it."""
+        request.prefilled = None
+        self._sum_up(request)
+        teller = request.worker_id, request.worker_epoch
+        self.unwanted.append(Unwanted(request.request_id, request.prefills, *teller, "foreign_descriptor"))
 
     def begin(self, request: Request) -> None:
         """Tokens of its answer are out, so whoever has it next only goes on."""
@@ -222,6 +243,7 @@ class Requests:
     def end(self, request: Request, now_us: int) -> None:
         """Nothing more happens to it; its id is remembered for a while."""
         self._move(request, Move.ENDED)
+        self._leave_prefilled(request, "request_ended")
         del self._under_way[request.request_id]
         self._sum -= request.term
         self._remembered.add(id_hash(request.request_id), request.content, now_us + REMEMBER_US)
@@ -244,6 +266,8 @@ class Requests:
                     raise IllegalTransition(f"{event.request_id} has no first token yet")
             case FirstTokenEmitted():
                 self._move(request, Move.FIRST_TOKEN)
+                if event.unfetched:
+                    self._leave_prefilled(request, "not_needed")
                 request.prefilled = None  # it was fetched, and is kept by nobody any more
                 self._sum_up(request)
             case RequestFinished() if request.stage in ("encode", "prefill"):
@@ -282,7 +306,8 @@ class Requests:
                 raise IllegalTransition(f"{event.request_id} has nothing to be transferred")
             case TransferFailed():
                 self._move(request, Move.NOT_TRANSFERRED)
-                request.encoded = request.prefilled = None
+                request.encoded = None
+                self._leave_prefilled(request, "not_fetched")
             case _:
                 assert_never(event)
         self._sum_up(request)
@@ -359,6 +384,13 @@ class Requests:
         if move not in table:
             raise IllegalTransition(f"{request.request_id} is in {request.phase}: {move} does not apply")
         request.phase = table[move] or request.phase
+
+    def _leave_prefilled(self, request: Request, reason: KvReleaseReason) -> None:
+        """Nobody will fetch its KV, if any is kept."""
+        kept, request.prefilled = request.prefilled, None
+        if kept is not None:
+            keeper = kept.worker_id, kept.worker_epoch
+            self.unwanted.append(Unwanted(request.request_id, request.prefills, *keeper, reason))
 
     def _sum_up(self, request: Request) -> None:
         """The request is another than before."""

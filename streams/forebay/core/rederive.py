@@ -19,6 +19,7 @@ from forebay.events.decisions import (
     CommandEnded,
     CommandSent,
     JournalRecord,
+    KvReleased,
     OwnerClaimed,
     RequestAborted,
     RequestHeld,
@@ -84,6 +85,7 @@ class Rederivation:
                 | RequestHeld()
                 | RequestRejected()
                 | RequestAborted()
+                | KvReleased()
                 | RouteAnswered()
                 | CacheResyncRequested()
                 | CommandSent()

@@ -14,6 +14,7 @@ from forebay.events.tokens import (
     AttemptStarted,
     CommandTold,
     Embedded,
+    PrefilledBy,
     ResponseEnded,
     RouteTold,
     TokenChunk,
@@ -33,6 +34,7 @@ class Reply:
         next_index: how many valid tokens were said, taken away or not.
         attempt: the highest that began.
         worker_id: who said the last valid token; `rank` likewise.
+        prefilled: who computed the prompt that the first valid token followed, where that is another.
         ended: the valid end; nothing counts after it.
         gap: tokens are missing after `next_index`: nothing more can be taken in.
     """
@@ -44,6 +46,7 @@ class Reply:
         "gap",
         "logprobs",
         "next_index",
+        "prefilled",
         "rank",
         "tokens",
         "vector",
@@ -58,6 +61,7 @@ class Reply:
         self.attempt = 0
         self.worker_id = ""
         self.rank = 0
+        self.prefilled: PrefilledBy | None = None
         self.ended: ResponseEnded | None = None
         self.gap = False
         self._valid_from = (0, -1)
@@ -88,6 +92,8 @@ class Reply:
         if known >= len(token_ids):
             return False
         self.worker_id, self.rank = event.worker_id, event.rank
+        if chunk.prefilled is not None:
+            self.prefilled = chunk.prefilled
         self.tokens += token_ids[known:] if known else token_ids
         self.logprobs += chunk.logprobs[known:]
         self.next_index += len(token_ids) - known

@@ -8,7 +8,7 @@ records. A record that did not decode is applied as None: it takes its place in 
 
 from typing import assert_never
 
-from forebay.core.dispatch import Decided, abort, drain, lose, query, reroute, submit
+from forebay.core.dispatch import Decided, abort, drain, lose, query, release, reroute, submit
 from forebay.core.lifecycle import Request
 from forebay.core.machine import IllegalTransition
 from forebay.core.operate import answered, command, end_commands
@@ -90,6 +90,13 @@ def step(world: World, topic: str, event: InputEvent | None, now_us: int) -> lis
     offset = world.view.get(topic, 0)
     world.note(topic, 1, now_us)
     world.expire()
+    decided = _decide(world, event, offset)
+    if world.requests.unwanted:
+        decided += release(world)
+    return decided
+
+
+def _decide(world: World, event: InputEvent | None, offset: int) -> list[Decided]:
     match event:
         case RequestSubmitted():
             return submit(world, event, offset)
@@ -203,7 +210,7 @@ def _unusable(world: World, request: Request, event: PrefillFinished) -> str | N
     said, model = event.prefilled, world.pools[request.pool].model
     if (said.worker_id, said.worker_epoch, said.model) == (event.worker_id, event.worker_epoch, model):
         return None
-    world.requests.forget_prefilled(request)
+    world.requests.refuse_prefilled(request)
     world.counts["foreign_descriptor"] += 1
     whose = f"{said.worker_id} in epoch {said.worker_epoch}, for {said.model}"
     return f"the KV that {event.worker_id} in epoch {event.worker_epoch} keeps for {model} is told to be {whose}"

@@ -295,7 +295,7 @@ def _require_one_kind(spec: WorkerSpec, members: list[WorkerSpec]) -> None:
     for other in members:
         if other.model == spec.model and {other.role, spec.role} == ANSWERING:
             raise _Unfit(
-                f"it is a {spec.role} worker, but {spec.model} is answered by {other.role} workers, such as "
+                f"its role is {spec.role}, but {spec.model} is answered by {other.role} workers, such as "
                 f"{other.worker_id} in the pool {other.pool}: stop those first",
                 "roles",
             )

@@ -16,6 +16,8 @@ from forebay.events.decisions import (
     CommandEnded,
     CommandRefusal,
     CommandSent,
+    CommandTarget,
+    KvReleased,
     RejectReason,
     RequestAborted,
     RequestHeld,
@@ -27,7 +29,7 @@ from forebay.events.decisions import (
 from forebay.events.requests import RequestSubmitted
 from forebay.events.tokens import AnswerError, CommandTold, ResponseEnded, RouteTold
 from forebay.events.topics import TOKENS, work_topic
-from forebay.events.work import ReannounceCache, WorkCancelled, WorkerCommand, WorkItem
+from forebay.events.work import ReannounceCache, ReleaseKv, WorkCancelled, WorkerCommand, WorkItem
 from forebay.transport.base import Draft
 
 REJECTED: dict[RejectReason, tuple[int, str]] = {
@@ -50,6 +52,7 @@ ABORTED: dict[AbortReason, tuple[int, str]] = {
     "encode_failed": (502, "encode_failed"),
     "prefill_failed": (502, "prefill_failed"),
     "prefill_refused": (400, "prefill_refused"),
+    "pinned_worker_lost": (503, "pinned_worker_lost"),
 }
 UNSENDABLE: dict[CommandRefusal, tuple[int, str]] = {
     "unknown_model": (404, "model_not_found"),
@@ -106,6 +109,7 @@ def answers(
     decided: RequestHeld
     | RequestRejected
     | RequestAborted
+    | KvReleased
     | RouteAnswered
     | CacheResyncRequested
     | CommandSent
@@ -136,6 +140,8 @@ def answers(
             status, code = ABORTED[decided.reason]
             drafts.append(_error_answer(decided, decided.attempt, decided.status or status, decided.code or code))
             return drafts
+        case KvReleased():
+            return [_released(decided, decided.holder)]
         case _:
             assert_never(decided)
 
@@ -195,6 +201,17 @@ def _cancelled(decided: RequestAborted, pool: str, slot: int, worker_epoch: int)
         worker_epoch=worker_epoch,
     )
     return Draft(topic.name, slot, encode(topic, cancelled))
+
+
+def _released(decided: KvReleased, holder: CommandTarget) -> Draft:
+    topic = work_topic(holder.pool)
+    released = ReleaseKv(
+        request_id=decided.request_id,
+        attempt=decided.attempt,
+        owner_epoch=decided.owner_epoch,
+        worker_epoch=holder.worker_epoch,
+    )
+    return Draft(topic.name, holder.slot, encode(topic, released))
 
 
 def _route_told(decided: RouteAnswered) -> Draft:

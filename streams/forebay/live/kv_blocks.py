@@ -26,5 +26,5 @@ def _said(spec: WorkerSpec) -> str:
 
 
 def _in_words(layout: KvLayout) -> str:
-    layers = f", {layout.layers} layers" if layout.layers else ""
+    layers = f", {layout.layers} layer{'s' if layout.layers > 1 else ''}" if layout.layers else ""
     return f"{layout.dtype}, {layout.block_bytes} bytes{layers}, by {layout.connector}"

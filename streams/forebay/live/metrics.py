@@ -2,11 +2,13 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from itertools import accumulate
 from typing import get_args
 
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
+    HistogramMetricFamily,
     Metric,
     SummaryMetricFamily,
     UnknownMetricFamily,
@@ -17,11 +19,12 @@ from forebay.core.groups import Groups
 from forebay.core.phases import Phase
 from forebay.core.prefix_index import APPLIED
 from forebay.events.decisions import PrefillReason, Stage
+from forebay.live.first_tokens import BUCKETS_S, Times
 from forebay.live.owner import Owner
 from forebay.live.placement import Placement
 
 # Counts of the world with series of their own; all others are of events that changed nothing.
-OUTCOMES = ("rejected_", "aborted_", "command_", "non_max_overlap_selections", "overlap_blocks_lost")
+OUTCOMES = ("rejected_", "aborted_", "kv_released_", "command_", "non_max_overlap_selections", "overlap_blocks_lost")
 
 # Reasons to compute a prompt where it is answered; the others send it away.
 KEPT = frozenset({"never", "short_prompt", "prefill_busy", "no_prefill_worker", "failed", "begun"})
@@ -38,6 +41,7 @@ class OwnerMetrics(Collector):
         """The metrics as they are now."""
         yield from self._owned()
         yield from self._routed()
+        yield from self._first_tokens()
         yield from self._indexed()
         yield from self._models()
         yield from self._per_worker()
@@ -70,6 +74,8 @@ class OwnerMetrics(Collector):
         yield self._counts("forebay_owner_events", "events that changed nothing, by reason", ignored)
         yield self._counts("forebay_router_requests_rejected", "requests refused", _of(counts, "rejected_"))
         yield self._counts("forebay_router_requests_aborted", "requests given up", _of(counts, "aborted_"))
+        text = "KV that nobody was to fetch any more, given back by who kept it"
+        yield self._counts("forebay_router_kv_released", text, _of(counts, "kv_released_"))
         yield self._gauge("forebay_owner_commands_under_way", "commands under way", len(world.commands))
         yield self._counts("forebay_owner_commands", "commands by what became of them", _of(counts, "command_"))
         selections = counts["non_max_overlap_selections"]
@@ -115,6 +121,26 @@ class OwnerMetrics(Collector):
         for place, reason in sorted({*known, *owner.prefills}):
             places.add_metric([self._model, place, reason], owner.prefills[place, reason])
         yield places
+
+    def _first_tokens(self) -> Iterator[Metric]:
+        """Of prompts that are computed elsewhere; nothing while no pool would fetch them."""
+        if not self._apart():
+            return
+        found = self._owner.first_tokens
+        text = "from the end of a prompt's prefill by another worker to its first token"
+        since = HistogramMetricFamily("forebay_router_prefill_to_first_token_seconds", text, labels=["model"])
+        since.add_metric([self._model], _buckets(found.since_prefill), found.since_prefill.sum_us / 1e6)
+        yield since
+        text = "what the time to first token of such prompts is made of"
+        labels = ["model", "part"]
+        parts = HistogramMetricFamily("forebay_router_time_to_first_token_part_seconds", text, labels=labels)
+        for part, times in found.parts.items():
+            parts.add_metric([self._model, part], _buckets(times), times.sum_us / 1e6)
+        yield parts
+        text = "bytes of KV that prefill workers kept for requests whose first token came"
+        yield self._counter("forebay_router_kv_kept_bytes", text, found.kept_bytes)
+        text = "bytes of these that decode workers fetched: the rest was in their caches"
+        yield self._counter("forebay_router_kv_fetched_bytes", text, found.fetched_bytes)
 
     def _apart(self) -> bool:
         pools = self._owner.world.pools.values()
@@ -174,6 +200,10 @@ class OwnerMetrics(Collector):
         for reason, count in sorted(counts.items()):
             family.add_metric([self._model, reason], count)
         return family
+
+
+def _buckets(times: Times) -> list[tuple[str, float]]:
+    return list(zip([*map(str, BUCKETS_S), "+Inf"], accumulate(times.buckets), strict=True))
 
 
 def _of(counts: Mapping[str, int], prefix: str) -> dict[str, int]:

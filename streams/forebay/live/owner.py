@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from forebay.core.phases import Phase
 from forebay.core.step import CONSUMED_RUNS_MAX, Decided, InputEvent, advance, open_run, step
 from forebay.core.world import CORE_VERSION, World
 from forebay.events.base import Event
@@ -24,6 +25,7 @@ from forebay.events.control import PoolConfigured, RouterConfig
 from forebay.events.decisions import (
     CommandSent,
     JournalRecord,
+    KvReleased,
     OwnerClaimed,
     RequestAborted,
     RequestRejected,
@@ -36,6 +38,7 @@ from forebay.live.admission import Admission, PoolsByLease
 from forebay.live.asked import AskedReader
 from forebay.live.clock import RunClock, steady_clock
 from forebay.live.effects import answers, reannounce, work_again, work_item, worker_commands
+from forebay.live.first_tokens import FirstTokens
 from forebay.live.journal import Journal, OwnershipLost
 from forebay.live.recovery import recover
 from forebay.live.snapshots import Snapshots
@@ -84,7 +87,8 @@ class Owner:
     """Owns one group on one log, from `start` to `stop` or until the log fails.
 
     It counts what it sent to workers: `stages` by stage, `prefills` by (remote or local, the reason) for prompts that
-    either of two pools may compute; records that were refused (`letters`) and effects that no topic takes (`unsent`).
+    either of two pools may compute; records that were refused (`letters`) and effects that no topic takes (`unsent`);
+    and how long `first_tokens` took.
     """
 
     def __init__(
@@ -112,6 +116,7 @@ class Owner:
         self.unsent = 0
         self.stages: Counter[str] = Counter()
         self.prefills: Counter[tuple[str, str]] = Counter()
+        self.first_tokens = FirstTokens()
 
     @property
     def clock_ahead_us(self) -> int:
@@ -229,17 +234,19 @@ class Owner:
         ends_ns = time.monotonic_ns() + RUN_US_MAX * 1000
         while len(tail):
             now_us = self._clock.now_us()
-            made = open_run(world, now_us)
+            made = self._open_run(now_us)
             run_ends_ns = time.monotonic_ns() + RUN_US_MAX * 1000
             for record in tail.take(RUN_SLICE):
                 if time.monotonic_ns() > run_ends_ns:
                     now_us = self._clock.now_us()
-                    made += open_run(world, now_us)
+                    made += self._open_run(now_us)
                     run_ends_ns = time.monotonic_ns() + RUN_US_MAX * 1000
                 event = self._decode(topic, record, letters)
                 if isinstance(event, RequestSubmitted):
                     submitted[record.offset] = event
-                made += step(world, topic.name, event, now_us)
+                led_to = step(world, topic.name, event, now_us)
+                self.first_tokens.take(world, event, led_to, now_us)
+                made += led_to
             decided += made
             records += made
             if len(world.consumed) >= CONSUMED_RUNS_MAX:
@@ -248,9 +255,14 @@ class Owner:
                 return
 
     def _apply_time(self, decided: list[Decided], records: list[JournalRecord]) -> None:
-        made = open_run(self.world, self._clock.now_us())
+        made = self._open_run(self._clock.now_us())
         decided += made
         records += made
+
+    def _open_run(self, now_us: int) -> list[Decided]:
+        made = open_run(self.world, now_us)
+        self.first_tokens.take(self.world, None, made, now_us)
+        return made
 
     def _decode(self, topic: Topic, record: Record, letters: list[Draft]) -> InputEvent | None:
         try:
@@ -326,9 +338,7 @@ class Owner:
         again = [*recovered.unsure, *(decided for decided in pending if isinstance(decided, Unsure))]
         drafts = []
         for decided in again:
-            # The id of a request may have been used again: then its answer is still to come.
-            of_request = decided.request_id if isinstance(decided, RequestRejected | RequestAborted) else ""
-            if self.world.requests.get(of_request) is None:
+            if not self._of_an_earlier_life(decided):
                 drafts += answers(decided)
         drafts += self._resyncs()
         for given in self.world.commands.pending():
@@ -343,6 +353,16 @@ class Owner:
                 drafts.append(work_again(request, *where, asked, report_output=report_output))
         self._asked.forget()
         self._send(drafts)
+
+    def _of_an_earlier_life(self, decided: Unsure) -> bool:
+        """Whether the id of a request was used again: then its answer is still to come, its KV still to be fetched."""
+        if not isinstance(decided, RequestRejected | RequestAborted | KvReleased):
+            return False
+        request = self.world.requests.get(decided.request_id)
+        if request is None or not isinstance(decided, KvReleased):
+            return request is not None
+        is_kept = request.prefilled is not None or request.phase is Phase.REMOTE_PREFILL
+        return is_kept and request.prefills <= decided.attempt
 
     def _commands(self, command_id: str) -> Iterator[Draft]:
         pending = self.world.commands.get(command_id)

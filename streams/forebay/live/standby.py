@@ -10,12 +10,14 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
+from forebay.core.lifecycle import UNDER_WAY_MAX
 from forebay.core.rederive import Divergence, Rederivation
 from forebay.core.world import World
 from forebay.events.decisions import (
     CommandEnded,
     CommandSent,
     JournalRecord,
+    KvReleased,
     RequestAborted,
     RequestRejected,
     RouteAnswered,
@@ -33,9 +35,11 @@ from forebay.transport.recorded import (
 
 logger = logging.getLogger(__name__)
 
-# Effects follow their journal records within a turn, so only the newest can be missing; a turn makes fewer.
+# Effects follow their journal records within a turn, so only the newest can be missing. Of most kinds a turn makes
+# fewer than so many; but one event, a worker lost, may end, or have given back the KV of, every request under way.
 UNSURE_MAX = 1_024
-Unsure = RequestRejected | RequestAborted | RouteAnswered | CommandSent | CommandEnded
+AtOnce = RequestAborted | KvReleased
+Unsure = AtOnce | RequestRejected | RouteAnswered | CommandSent | CommandEnded
 GATHER_S = 0.25  # each pass reads every input topic once: pages, not single records
 BATCH_RECORDS = 64  # followed before others on the event loop get their turn
 PROGRESS_EVERY = 20_000  # journal records between two lines about a long gap
@@ -71,7 +75,8 @@ class Standby:
         position: the journal offset up to which the world has followed.
         failed: why it cannot follow any more; None while it can.
         followed: the world, and what was decided there but not journalled.
-        unsure: the newest refusals, endings, told routes and commands, whose answers their owner may not have sent.
+        unsure: the newest refusals, endings, told routes and commands, and KV to be given back: their owner may not
+            have said so to whom they concern.
     """
 
     def __init__(self, log: Log, partition: int, onlooker: Onlooker | None = None) -> None:
@@ -84,7 +89,13 @@ class Standby:
         self.position = 0
         self.failed: str | None = None
         self.followed = Rederivation(World())
-        self.unsure: deque[Unsure] = deque(maxlen=UNSURE_MAX)
+        self._unsure: deque[Unsure] = deque(maxlen=UNSURE_MAX)
+        self._at_once: deque[AtOnce] = deque(maxlen=UNDER_WAY_MAX)
+
+    @property
+    def unsure(self) -> list[Unsure]:
+        """Decisions whose effects may be missing: those of their requests in order."""
+        return [*self._unsure, *self._at_once]
 
     @property
     def world(self) -> World:
@@ -157,8 +168,10 @@ class Standby:
                 divergence = self.followed.apply(record.offset, decision, events)
                 if divergence is not None:
                     raise RecoveryDiverged(divergence)
-                if isinstance(decision, Unsure):
-                    self.unsure.append(decision)
+                if isinstance(decision, AtOnce):
+                    self._at_once.append(decision)
+                elif isinstance(decision, Unsure):
+                    self._unsure.append(decision)
                 if self._onlooker is not None:
                     self._onlooker.followed(record.offset, decision)
             self.position = record.offset + 1

@@ -40,7 +40,6 @@ from forebay.replay.walk import Walk, walk_all
 from forebay.transport.base import Log
 
 HISTORY, OTHER = 0, 1
-APART = ("prefill", "decode")
 AboutRequest = RequestRouted | RequestHeld | RequestRejected | RequestAborted
 Key = tuple[str, str, int, str, int]  # what two decisions must have in common to be the same
 
@@ -169,7 +168,6 @@ class Comparison:
             report.series, report.interval_s = self._series.intervals(keys), self._series.width_us / 1e6
             report.span_s = (self._worlds[HISTORY].now_us - self._series.start_us) / 1e6
         report.identical = report.fork is None
-        report.apart = any(pool.role in APART for pool in self._worlds[HISTORY].pools.values())
         report.undone = sorted(self._other.undone)
         report.stages_kept |= bool(report.undone)
         if report.fork is not None and history.decisions:

@@ -251,7 +251,6 @@ class Report(msgspec.Struct, kw_only=True):
             history's own state: each choice there keeps its stage.
         queries: questions that were answered; `queries_otherwise` those that the alternative answers with another rank.
         state: digests of both worlds at the end; they are equal when nothing differs, the configuration included.
-        apart: whether some workers only compute prompts, or only answer.
         unverified: as in a verification, what could not be verified, by name.
         divergence: the first journal record that the events do not lead to, which ended the walk; None for none.
     """
@@ -285,6 +284,5 @@ class Report(msgspec.Struct, kw_only=True):
     queries_otherwise: int = 0
     state: str = ""
     other_state: str = ""
-    apart: bool = False
     unverified: dict[str, int] = {}
     divergence: Told | None = None

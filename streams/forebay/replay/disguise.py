@@ -27,6 +27,7 @@ from forebay.events.decisions import (
     CommandOutcome,
     CommandSent,
     JournalRecord,
+    KvReleased,
     OwnerClaimed,
     RequestAborted,
     RequestHeld,
@@ -247,7 +248,7 @@ class Disguise:
         match record:
             case OwnerClaimed():
                 return replace(record, owner_id=self.masks.name("owner", record.owner_id))
-            case RequestRouted() | RequestHeld():
+            case RequestRouted() | RequestHeld() | KvReleased():
                 return replace(record, request_id=self.request_id(record.request_id))
             case RequestAborted():
                 return replace(record, request_id=self.request_id(record.request_id), message="", code="")

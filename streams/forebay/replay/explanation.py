@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from forebay.core.first_token import Part
 from forebay.events.decisions import PrefillPlace
 from forebay.replay.divergence import Told as Divergent
 
@@ -249,6 +250,9 @@ class FirstToken(Told, frozen=True, kw_only=True):
         predicted_tokens: those that the router thought to be on its device; None where they were to be fetched.
         transferred_bytes: of KV, from a prefill worker; 0 where the engine does not say.
         transfer_us: how long that took.
+        parts_us: what the time to it is made of, by part (`forebay.core.first_token`); they add up to `ttft_us`, and
+            those of no length are left out. Where it is None, the last one ends by the worker's clock. None where the
+            log does not hold the beginning.
     """
 
     attempt: int
@@ -259,6 +263,7 @@ class FirstToken(Told, frozen=True, kw_only=True):
     predicted_tokens: int | None
     transferred_bytes: int = 0
     transfer_us: int = 0
+    parts_us: dict[Part, int] | None = None
 
 
 class Ending(Told, frozen=True, kw_only=True):

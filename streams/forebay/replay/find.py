@@ -11,6 +11,7 @@ import msgspec
 
 from forebay.events.decisions import (
     JournalRecord,
+    KvReleased,
     OwnerClaimed,
     RequestAborted,
     RequestHeld,
@@ -31,7 +32,7 @@ from forebay.transport.recorded import (
 
 NEAR_MAX = 5  # ids that begin like the one that is not there, shown to whoever mistyped it
 
-OfRequest = RequestRouted | RequestHeld | RequestRejected | RequestAborted | RouteAnswered
+OfRequest = RequestRouted | RequestHeld | RequestRejected | RequestAborted | KvReleased | RouteAnswered
 OnProgress = Callable[[int, int], None]
 
 
@@ -135,7 +136,7 @@ def opens(record: OfRequest, *, held: bool) -> bool:
             return record.attempt == 1 and not record.earlier_attempts and not held
         case RequestRejected():
             return record.reason != "duplicate_id" and not held
-        case RequestAborted():
+        case RequestAborted() | KvReleased():
             return False
 
 

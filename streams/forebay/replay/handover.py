@@ -13,7 +13,7 @@ from forebay.core.world import World
 from forebay.events.control import BusyThresholdsSet, DisaggregationSet, PoolConfigured
 from forebay.events.decisions import RequestHeld, RequestRejected, RequestRouted
 from forebay.events.fleet import WorkerJoined, WorkerLost
-from forebay.events.progress import FirstTokenEmitted, RequestFinished
+from forebay.events.progress import FirstTokenEmitted, PrefillFinished, RequestFinished
 from forebay.events.requests import RequestCancelled, RequestSubmitted, RoutingHints
 from forebay.events.snapshots import Booking, Chunk, CommandState, Remembered, Reported, RequestState
 
@@ -31,6 +31,10 @@ class Asked:
         cancelled_us: when its client left; 0 for never.
         output_tokens: how many it gave; None when history did not finish it.
         stamped_us: the wall clock of who submitted it; `first_stamped_us` of the worker at its first token. 0 unknown.
+        prefiller: the id and the rank that computed its prompt for `worker`; None where that did so itself, which is
+            also who `cached_tokens` are of. `prefills` is how often it was sent to be computed for another.
+        prefilled_us: when the router heard that it is computed. Its KV has `kept_bytes` then, of which
+            `transferred_bytes` were moved, in `transfer_us` by the clock of who fetched them. 0 where nobody says.
     """
 
     request_id: str
@@ -52,6 +56,12 @@ class Asked:
     output_tokens: int | None = None
     stamped_us: int = 0
     first_stamped_us: int = 0
+    prefiller: tuple[str, int] | None = None
+    prefills: int = 0
+    prefilled_us: int = 0
+    kept_bytes: int = 0
+    transferred_bytes: int = 0
+    transfer_us: int = 0
 
 
 class Requests:
@@ -79,18 +89,17 @@ class Requests:
                 self._ask(_first(event, now_us))
             case RequestCancelled() if event.request_id in self._open:
                 self._open[event.request_id].cancelled_us = now_us
+            case PrefillFinished() if heard and event.request_id in self._open:
+                asked, prefilled = self._open[event.request_id], event.prefilled
+                asked.prefilled_us, asked.kept_bytes = now_us, prefilled.bytes
+                asked.cached_tokens = prefilled.cached_tokens
             case FirstTokenEmitted() | RequestFinished() if heard:
                 self._progress(event, now_us)
             case _:
                 pass
         for decision in decided:
-            if (
-                isinstance(decision, RequestRouted)
-                and decision.stage not in ("encode", "prefill")
-                and decision.request_id in self._open
-            ):
-                asked = self._open[decision.request_id]
-                asked.worker, asked.attempts = (decision.worker_id, decision.rank), decision.attempt
+            if isinstance(decision, RequestRouted) and decision.request_id in self._open:
+                _sent(self._open[decision.request_id], decision)
 
     def _ask(self, asked: Asked) -> None:
         self.asked.append(asked)
@@ -102,8 +111,10 @@ class Requests:
             return
         if isinstance(event, FirstTokenEmitted):
             if not asked.first_us:
-                asked.first_us, asked.cached_tokens = now_us, event.cached_tokens
-                asked.first_stamped_us = event.at_us
+                asked.first_us, asked.first_stamped_us = now_us, event.at_us
+                asked.transferred_bytes, asked.transfer_us = event.transferred_bytes, event.transfer_us
+                if asked.prefiller is None:
+                    asked.cached_tokens = event.cached_tokens
             return
         asked.last_us, asked.output_tokens = now_us, event.output_tokens
         del self._open[event.request_id]
@@ -161,6 +172,17 @@ def state_of(world: World) -> list[Chunk]:
     chunks: list[Chunk] = [chunk for chunk in world.snapshot() if not isinstance(chunk, OF_REQUESTS)]
     world.consumed.extend(consumed)
     return chunks
+
+
+def _sent(asked: Asked, routed: RequestRouted) -> None:
+    """A request goes to a worker."""
+    where = routed.worker_id, routed.rank
+    if routed.stage == "prefill":
+        asked.prefiller, asked.prefills = where, routed.attempt
+    elif routed.stage != "encode":
+        asked.worker, asked.attempts = where, routed.attempt
+        if routed.stage == "aggregated":
+            asked.prefiller = None
 
 
 def _is_new(event: RequestSubmitted, decided: Sequence[Decided]) -> bool:

@@ -10,12 +10,15 @@ from typing import Any, get_args
 
 import msgspec
 
+from forebay.core.first_token import Part, TimeByPart
 from forebay.core.lifecycle import Request
+from forebay.core.phases import Phase
 from forebay.core.router import Choice
 from forebay.core.step import CLOCK
 from forebay.core.world import World
 from forebay.events.control import PoolConfigured
 from forebay.events.decisions import (
+    KvReleased,
     OwnerClaimed,
     RequestAborted,
     RequestHeld,
@@ -59,6 +62,7 @@ from forebay.replay.life_parts import (
     kept_out,
     of_request,
     prefilled_text,
+    released_text,
     routed_text,
     waiting_of,
     worker_text,
@@ -67,6 +71,7 @@ from forebay.replay.walk import Step
 
 STATE_AT: dict[str, State] = {"encode": "encode", "prefill": "remote_prefill", "decode": "transfer"}
 ON_WORKER = (*STATE_AT.values(), "prefill", "decode")
+PHASES = frozenset(Phase)
 HEARD = (REQUESTS.name, PROGRESS.name, FLEET.name)  # topics whose events may be about a request
 
 Heard = ProgressEvent | WorkerFact | RequestCancelled
@@ -170,6 +175,7 @@ class Life:
         self._output_tokens: int | None = None
         self._ending: Ending | None = None
         self._moments: list[Moment] = []
+        self._times: TimeByPart | None = None  # while nothing of its life is missing
         self._on: tuple[int, str, int] = (0, "", 0)  # attempt, worker, its epoch
         self._stage = "aggregated"
         self._embedded = False  # its images and videos are encoded, and wait to be fetched
@@ -229,6 +235,8 @@ class Life:
                 self._end("aborted", record.reason, record.message, self._now_us)
                 text = f"given up ({record.reason}): {record.message}"
                 self._tell("aborted", text, self._now_us, DECISIONS.name, offset)
+            case KvReleased():
+                self._tell("kv_released", released_text(record), self._now_us, DECISIONS.name, offset)
             case RouteAnswered():
                 self._answer(offset, record)
 
@@ -244,6 +252,7 @@ class Life:
         self._submission = submission = as_submission(event, offset, self._now_us)
         asks = "asked where it would go" if isinstance(event, RouteQueried) else "submitted"
         text = f"{asks}: {submission.prompt_tokens:,} prompt tokens for {submission.model}"
+        self._times = TimeByPart(self._now_us)
         self._tell("submitted", text, self._now_us, REQUESTS.name, offset)
 
     def _chosen(self, offset: int, table_digest: str | None, **fields: Any) -> Routing:
@@ -379,7 +388,14 @@ class Life:
             predicted_tokens=predicted,
             transferred_bytes=event.transferred_bytes,
             transfer_us=event.transfer_us,
+            parts_us=self._parts(event, now_us or event.at_us),
         )
+
+    def _parts(self, event: FirstTokenEmitted, now_us: int) -> dict[Part, int] | None:
+        if self._times is None or not now_us:
+            return None
+        spent = self._times.until(now_us, event.transfer_us)
+        return {part: spent[part] for part in get_args(Part) if spent.get(part)}
 
     def _grow(self, offset: int, output_tokens: int, now_us: int | None) -> None:
         """Reports of output that come one after another are one moment: a long answer has hundreds."""
@@ -422,6 +438,8 @@ class Life:
 
     def _tell(self, what: str, text: str, now_us: int | None, topic: str, offset: int, *, counted: bool = True) -> None:
         after_us = None if now_us is None else now_us - self._zero_us
+        if self._times is not None and now_us is not None and self._state in PHASES:
+            self._times.enter(Phase(self._state), now_us)
         self._moments.append(
             Moment(what=what, text=text, now_us=now_us, after_us=after_us, topic=topic, offset=offset, counted=counted)
         )

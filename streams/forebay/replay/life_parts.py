@@ -8,7 +8,7 @@ from forebay.core.lifecycle import Request, queried, submitted
 from forebay.core.router import find
 from forebay.core.world import World
 from forebay.events.base import U64_BYTES, hex_digest
-from forebay.events.decisions import PrefillPlace, RejectReason, RequestHeld
+from forebay.events.decisions import KvReleased, PrefillPlace, RejectReason, RequestHeld
 from forebay.events.fleet import WorkerDraining, WorkerFact, WorkerRecovered, WorkerSuspect
 from forebay.events.progress import PrefillFinished
 from forebay.events.requests import RequestSubmitted, RouteQueried
@@ -154,6 +154,19 @@ def prefilled_text(event: PrefillFinished) -> str:
     cached = f", {kept.cached_tokens:,} of them from its cache" if kept.cached_tokens else ""
     held = f"it keeps their KV{lies} for {kept.lease_us / 1e6:g} s"
     return f"its prompt is computed by {event.worker_id}: {kept.tokens:,} tokens{cached}; {held}"
+
+
+def released_text(record: KvReleased) -> str:
+    """Who gives back what it kept of the prompt, and why."""
+    why = {
+        "worker_lost": "the worker that was to fetch it is lost",
+        "not_fetched": "it could not be fetched",
+        "not_needed": "its answer had begun, and went on without it",
+        "request_ended": "the request ended without it",
+        "lease_over": "nobody could be sent for it in time",
+        "foreign_descriptor": "what was told of it is of another worker, epoch or model",
+    }[record.reason]
+    return f"{record.holder.worker_id} gives back the KV of attempt {record.attempt}: {why}"
 
 
 def first_token_text(first: FirstToken, prompt_tokens: int | None) -> str:

@@ -12,23 +12,29 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from hashlib import sha256
-from heapq import heappop, heappush
+from heapq import heappop
 
 from msgspec import structs
 
 from forebay.core.engine_model import Computed, FirstToken, QueueFull, RequestRefused
 from forebay.core.holder_bits import HolderKey
-from forebay.core.policies import BUILT_IN
 from forebay.core.step import CONSUMED_RUNS_MAX, Decided, InputEvent, advance, open_run, step
 from forebay.core.world import World
 from forebay.events.codec import encode
-from forebay.events.control import RouterConfig
-from forebay.events.decisions import JournalRecord, RequestAborted, RequestRejected, RequestRouted
+from forebay.events.decisions import (
+    CommandTarget,
+    JournalRecord,
+    KvReleased,
+    RequestAborted,
+    RequestRejected,
+    RequestRouted,
+)
 from forebay.events.requests import TIMEOUT_US_MAX, RequestSubmitted
 from forebay.events.topics import DECISIONS, KV_EVENTS, METRICS, PROGRESS, REQUESTS, Topic
 from forebay.events.transfer import Prefilled
 from forebay.simulate.arrivals import FOREVER_US, Arrival, Arrivals
 from forebay.simulate.delays import NO_HOPS, Hop, Hops
+from forebay.simulate.happenings import Happenings
 from forebay.simulate.outcome import EXPLAINED_MAX, Requests, Timeline
 from forebay.simulate.rank import LOAD_INTERVAL_US, EngineRank
 from forebay.simulate.settings import Transfer
@@ -37,8 +43,6 @@ from forebay.simulate.transfers import LEASE_US, Kept, Transferred, Transfers
 from forebay.simulate.under_way import UnderWay
 
 OnArrived = Callable[[int], object]
-Happening = tuple[int, int, Callable[[], object]]
-
 NO_TRANSFER = Transfer()
 BAD_REQUEST, UNAVAILABLE = 400, 503
 
@@ -79,11 +83,10 @@ class Cluster:
         self._ranks: dict[HolderKey, EngineRank] = {}
         self._numbered: dict[int, EngineRank] = {}
         self._recorder = Recorder()
-        # What ends or is said, and what may give an engine work; each ends with what never happens.
-        self._due: list[Happening] = [(FOREVER_US, 0, _never)]
-        self._coming: list[Happening] = [(FOREVER_US, 0, _never)]
-        self._scheduled = 0
+        self._due, self._coming = Happenings(), Happenings()  # what ends or is said, and what may give an engine work
         self._ready: dict[int, EngineRank] = {}
+        self._blocked: set[int] = set()  # ranks of prefill workers that wait for room: who fetches gives them some
+        self._lapsed: set[str] = set()  # requests whose KV is kept no longer, until who is to fetch it knows
         self._under_way: dict[str, UnderWay] = {}
         self._records: deque[tuple[Topic, InputEvent]] = deque()  # written and not applied yet
         self.now_us = world.now_us
@@ -106,10 +109,11 @@ class Cluster:
             if due[0][0] == FOREVER_US == arrivals.next_us:
                 if not self._under_way and not len(self.world.requests):
                     break
-                if len(self.world.requests) and (deadline_us := self._deadline_us()) < now_us:
+                deadline_us = max(self.world.next_due_us() or 0, self.now_us)
+                if len(self.world.requests) and deadline_us < now_us:
                     # Whoever is left waits for workers that do not come, or come later than its deadline.
                     now_us = deadline_us
-                    heappush(coming, (now_us, 0, self.tick))
+                    coming.put(now_us, self.tick)
             if now_us >= recorder.end_us:
                 recorder.advance(now_us, *self._state())
             self.now_us = now_us
@@ -130,7 +134,7 @@ class Cluster:
 
     def at(self, at_us: int, action: Callable[[], object]) -> None:
         """Let something happen that may give engines work, now or later."""
-        self._schedule(self._coming, at_us, action)
+        self._coming.put(at_us, action)
 
     def tick(self) -> None:
         """Nothing but time passed: whose deadline is over is given up."""
@@ -143,6 +147,8 @@ class Cluster:
             request = self._under_way.get(request_id)
             if request is not None:
                 request.said += said
+        self._lapsed.update(self._under_way.keys() & rank.kept)
+        self._blocked.discard(rank.number)
         self._ready.pop(rank.number, None)
 
     def digest(self) -> str:
@@ -156,15 +162,6 @@ class Cluster:
 
     def _state(self) -> tuple[int, int, Mapping[int, EngineRank]]:
         return len(self.world.queues), len(self.world.fleet), self._numbered
-
-    def _deadline_us(self) -> int:
-        due_us = self.world.next_due_us()
-        assert due_us is not None, "every request has a deadline"
-        return max(due_us, self.now_us)
-
-    def _schedule(self, queue: list[Happening], at_us: int, action: Callable[[], object]) -> None:
-        self._scheduled += 1
-        heappush(queue, (at_us, self._scheduled, action))
 
     def _arrive(self, arrival: Arrival) -> None:
         event = arrival.event
@@ -192,10 +189,10 @@ class Cluster:
         if self.world.requests.get(request_id) is not None:
             self.tick()
 
-    def _tell(self, hop: Hop | None, topic: Topic, events: Sequence[InputEvent], queue: list[Happening]) -> None:
+    def _tell(self, hop: Hop | None, topic: Topic, events: Sequence[InputEvent], queue: Happenings) -> None:
         """The router gets records that were sent together."""
         if hop is not None:
-            self._schedule(queue, hop.arrives(self.now_us), partial(self._take_in, topic, events))
+            queue.put(hop.arrives(self.now_us), partial(self._take_in, topic, events))
             return
         self._take_in(topic, events)
 
@@ -248,11 +245,20 @@ class Cluster:
                 if request is not None and request.rank is not None and decision.worker_id:
                     self._send(request.rank, partial(request.rank.drop, decision.request_id))
                 if request is not None and decision.holder is not None:
-                    holder = self._ranks[decision.holder.worker_id, 0]
-                    self._send(holder, partial(self._release, holder, decision.request_id, request.prefill_attempt))
+                    self._give_back(decision.holder, decision.request_id, request.prefill_attempt)
                 self._fail(decision.request_id, decision.message)
+            case KvReleased():
+                self._give_back(decision.holder, decision.request_id, decision.attempt)
             case _:
                 pass  # it changes nothing outside the router
+
+    def _give_back(self, target: CommandTarget, request_id: str, prefill_attempt: int) -> None:
+        worker = self.world.fleet.get(target.worker_id)
+        assert worker is not None, "who is not there is told nothing"
+        for number in worker.spec.ranks:
+            holder = self._ranks[target.worker_id, number]
+            if holder.keeps(request_id, prefill_attempt):
+                self._send(holder, partial(self._release, holder, request_id, prefill_attempt))
 
     def _route(self, routed: RequestRouted) -> None:
         rank = self._ranks[routed.worker_id, routed.rank]
@@ -269,19 +275,16 @@ class Cluster:
         served = request.served
         served.attempts = max(served.attempts, routed.attempt)
         request.kept = None
+        self._lapsed.discard(routed.request_id)
         if routed.stage == "prefill":
-            request.prefill_attempt = routed.attempt
+            request.computing, request.prefill_attempt = rank, routed.attempt
             return
         served.worker = rank.number
         if routed.stage == "aggregated":
             served.prefiller = None
             return
-        known = self.world.requests.get(routed.request_id)
-        assert known is not None, "it was routed just now"
-        assert known.prefilled is not None, "what is to be decoded was computed"
-        holder = self._ranks[known.prefilled.worker_id, 0]
-        is_there = holder.worker_epoch == known.prefilled.worker_epoch
-        request.kept = Kept(holder if is_there else None, request.prefill_attempt)
+        assert request.computing is not None, "what is to be decoded was computed"
+        request.kept = Kept(request.computing, request.prefill_attempt)
 
     def _send(self, rank: EngineRank, action: Callable[[], object]) -> None:
         """To an engine: work, or that nobody wants it any more."""
@@ -322,7 +325,7 @@ class Cluster:
         else:
             self._tell(rank.hops.progress, PROGRESS, [event], self._queue_of(rank))
 
-    def _queue_of(self, rank: EngineRank) -> list[Happening]:
+    def _queue_of(self, rank: EngineRank) -> Happenings:
         """For its steps, and for what it says of requests."""
         return self._coming if rank.spec.role == "prefill" else self._due
 
@@ -337,6 +340,7 @@ class Cluster:
     def _end(self, request_id: str, request: UnderWay, at_us: int) -> None:
         """Its client hears nothing more of it after `at_us`."""
         del self._under_way[request_id]
+        self._lapsed.discard(request_id)
         self.requests.put(request.place, request.served)
         self.lasted_us = max(self.lasted_us, at_us)
         self._recorder.finished += 1
@@ -354,11 +358,11 @@ class Cluster:
         if self._disaggregated:
             # What these do now decides for how long nothing can come.
             for rank in ready:
-                if rank.spec.role == "prefill":
-                    self._begin_step(rank, 0)
-                else:
-                    self._fetch(rank)
+                (self._begin_prefill if rank.spec.role == "prefill" else self._fetch)(rank)
             ready = [rank for rank in ready if rank.spec.role != "prefill"]
+            for _, rank in sorted(self._ready.items()):
+                if rank.spec.role == "prefill" and rank.step is None:  # what it kept was fetched in no time
+                    self._begin_prefill(rank)
         until_us = self._calm_us(alone=alone)
         for rank in ready:
             self._begin_step(rank, until_us if self._speedup == 1.0 else int(until_us * self._speedup))
@@ -370,19 +374,28 @@ class Cluster:
             if request is not None and request.kept is not None:  # else it was given up: that is on its way
                 self._transfers.begin(rank, fetch, request.kept, self.now_us)
 
+    def _begin_prefill(self, rank: EngineRank) -> None:
+        self._begin_step(rank, 0)
+        self._blocked.discard(rank.number)
+        if rank.step is None and rank.engine.load().waiting:
+            self._blocked.add(rank.number)
+
     def _begin_step(self, rank: EngineRank, until_us: int) -> None:
         rank.step = begun = rank.engine.step(until_us)
         if begun is not None:
             speedup = self._speedup
             lasts_us = begun.duration_us if speedup == 1.0 else max(1, round(begun.duration_us / speedup))
             rank.began_us, rank.ends_us = self.now_us, self.now_us + lasts_us
-            self._schedule(self._queue_of(rank), rank.ends_us, partial(self._end_step, rank))
+            self._queue_of(rank).put(rank.ends_us, partial(self._end_step, rank))
 
     def _calm_us(self, *, alone: bool) -> int:
         """For how long nothing can come that gives an engine work, or takes it away; of one that begins `alone`."""
         if len(self.world.queues):
             return 0  # who waits in the router may be sent to an engine whenever another is done with something
         until_us = min(self._arrivals.next_us, self._coming[0][0])
+        if self._blocked or self._lapsed:
+            # A decode worker that gets room fetches KV, or finds it gone: then a prompt is computed, and goes on.
+            until_us = min(until_us, self._due[0][0] if alone else self.now_us)
         think_us = self._arrivals.think_us
         if think_us < FOREVER_US:
             # The next answer of another engine: of those that begin now it may be as soon as they begin.
@@ -420,7 +433,7 @@ class Cluster:
             wait_us = rank.reported_us + LOAD_INTERVAL_US - self.now_us
             if wait_us > 0:
                 rank.report_held = True
-                self._schedule(self._due, self.now_us + wait_us, partial(self._report, rank))
+                self._due.put(self.now_us + wait_us, partial(self._report, rank))
             else:
                 self._report(rank)
 
@@ -442,7 +455,7 @@ class Cluster:
     def _keep(self, rank: EngineRank, one: Computed) -> Prefilled:
         """A prompt is computed, and kept for who answers."""
         rank.kept[one.request_id] = one.attempt
-        self.at(self.now_us + LEASE_US, partial(self._release, rank, one.request_id, one.attempt))
+        self.at(self.now_us + LEASE_US, partial(self._lapse, rank, one.request_id, one.attempt))
         request = self._under_way.get(one.request_id)
         if request is None:
             return self._transfers.prefilled(rank, 0)
@@ -451,6 +464,12 @@ class Cluster:
         served.cached_tokens = min(one.cached_tokens, served.prompt_tokens)
         self._recorder.count_prompt(rank.number, served.prompt_tokens, served.cached_tokens)
         return self._transfers.prefilled(rank, served.prompt_tokens + request.said)
+
+    def _lapse(self, rank: EngineRank, request_id: str, prefill_attempt: int) -> None:
+        """Nobody fetched it in time."""
+        if rank.keeps(request_id, prefill_attempt) and request_id in self._under_way:
+            self._lapsed.add(request_id)
+        self._release(rank, request_id, prefill_attempt)
 
     def _release(self, rank: EngineRank, request_id: str, prefill_attempt: int) -> None:
         """Somebody fetched it, or nobody will: the engine has room for others."""
@@ -465,8 +484,8 @@ class Cluster:
             return
         if over.error:
             reader.drop(name)
-            self._say(reader, reader.not_fetched(name, over.fetch.attempt, over.error, self.world.owner_epoch))
-            self._apply_all()
+            failed = reader.not_fetched(name, over.fetch.attempt, over.error, self.world.owner_epoch)
+            self._tell(reader.hops.progress, PROGRESS, [failed], self._coming)  # its prompt is computed again
         elif reader.engine.fetched(name):
             assert over.holder is not None, "somebody sent it"
             self._release(over.holder, name, request.prefill_attempt)
@@ -479,12 +498,3 @@ class Cluster:
         rank.report_held = False
         rank.reported_us = self.now_us
         self._tell(rank.hops.metrics, METRICS, [rank.report()], self._due)
-
-
-def needs_reports(router: RouterConfig) -> bool:
-    """Whether a router looks at what workers report of their load."""
-    return router.mode not in BUILT_IN or router.busy.active_decode_blocks_threshold is not None
-
-
-def _never() -> None:
-    raise AssertionError("the end of time")

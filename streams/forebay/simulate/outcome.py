@@ -73,6 +73,7 @@ class Requests:
     def append(self, served: Served) -> int:
         """Keep one; its place."""
         place = len(self)
+        self._make_room(served)
         for name, column in self._columns.items():
             column.append(_value(served, name))
         if served.failure:
@@ -81,12 +82,15 @@ class Requests:
 
     def put(self, place: int, served: Served) -> None:
         """Keep what became of the one at `place`."""
-        if served.prefiller is not None and "prefiller" not in self._columns:
-            self._columns |= {name: self.column(name) for name in TRANSFER_COLUMNS}
+        self._make_room(served)
         for name, column in self._columns.items():
             column[place] = _value(served, name)
         if served.failure:
             self.failures[place] = served.failure
+
+    def _make_room(self, served: Served) -> None:
+        if served.prefiller is not None and "prefiller" not in self._columns:
+            self._columns |= {name: self.column(name) for name in TRANSFER_COLUMNS}
 
     def column(self, name: str) -> "array[int]":
         """One attribute of all, in order; a worker that is None is -1."""

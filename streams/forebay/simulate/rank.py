@@ -3,7 +3,9 @@
 import msgspec
 
 from forebay.core.engine_model import CacheChange, Computed, EngineModel, Finished, FirstToken, Load, Step, Stored
+from forebay.core.policies import BUILT_IN
 from forebay.events.base import pack_u64
+from forebay.events.control import RouterConfig
 from forebay.events.decisions import RequestRouted
 from forebay.events.fleet import WorkerSpec
 from forebay.events.kv import BlocksRemoved, BlocksStored
@@ -205,3 +207,8 @@ class EngineRank:
             kv_blocks_total=load.kv_blocks_total,
             rank=self.rank,
         )
+
+
+def needs_reports(router: RouterConfig) -> bool:
+    """Whether a router looks at what workers report of their load."""
+    return router.mode not in BUILT_IN or router.busy.active_decode_blocks_threshold is not None

@@ -21,11 +21,11 @@ from forebay.events.requests import RequestSubmitted
 from forebay.events.snapshots import Chunk, IndexBlocks, IndexCursor, WorkerState
 from forebay.events.topics import FLEET
 from forebay.simulate.arrivals import Arrival, Listed
-from forebay.simulate.cluster import Cluster, OnArrived, needs_reports
+from forebay.simulate.cluster import NO_TRANSFER, Cluster, OnArrived
 from forebay.simulate.delays import ROUTER, Hops
 from forebay.simulate.outcome import Served
-from forebay.simulate.rank import EngineRank
-from forebay.simulate.settings import Delays
+from forebay.simulate.rank import EngineRank, needs_reports
+from forebay.simulate.settings import Delays, Transfer
 
 NO_DELAYS = Delays()
 MOCKER = MockerTiming()
@@ -40,7 +40,7 @@ class Resumed:
     """What came of it.
 
     Attributes:
-        served: each request by its id; `Served.worker` is a place in `ranks`.
+        served: each request by its id; `Served.worker` and `Served.prefiller` are places in `ranks`.
         digest: of all decisions, in hexadecimal.
         ranks: all worker ranks that ever took part.
     """
@@ -58,6 +58,7 @@ def resume(
     speedup: float = 1.0,
     delays: Delays = NO_DELAYS,
     timing: EngineTiming = MOCKER,
+    transfer: Transfer = NO_TRANSFER,
 ) -> Resumed:
     """Play what arrives until all have an answer.
 
@@ -70,9 +71,10 @@ def resume(
         speedup: how much faster than their model the engines are.
         delays: how long what is said takes to arrive.
         timing: how long an engine's steps take.
+        transfer: how KV moves, where there are prefill workers.
 
     Raises:
-        NotSimulable: there is no worker, its sizes do not go together, or it is one of a prefill or decode pool.
+        NotSimulable: there is no worker, or its sizes do not go together.
     """
     fitting = list(_fitting(state))
     world = restore(fitting)
@@ -81,12 +83,9 @@ def resume(
     configured = [arrival.event for arrival in arrivals if isinstance(arrival.event, PoolConfigured)]
     reports = any(needs_reports(pool.router) for pool in (*world.pools.values(), *configured))
     joining = [arrival.event.spec for arrival in arrivals if isinstance(arrival.event, WorkerJoined)]
-    members = [chunk.spec for chunk in fitting if isinstance(chunk, WorkerState)]
-    for spec in (*members, *joining):
-        _require_both(spec)
     for spec in joining:
         _config(spec, timing)  # better refused now than in the middle
-    cluster = _Resumed(world, delays, timing, reports=reports, speedup=speedup)
+    cluster = _Resumed(world, delays, timing, transfer, reports=reports, speedup=speedup)
     cluster.begin(fitting)
     if not cluster.numbers and not joining:
         raise NotSimulable("no worker is there where the simulation would begin")
@@ -102,8 +101,18 @@ class _Resumed(Cluster):
         numbers: of all ranks that took part so far; one that comes again has the same.
     """
 
-    def __init__(self, world: World, delays: Delays, timing: EngineTiming, *, reports: bool, speedup: float) -> None:
-        super().__init__(world, reports=reports, speedup=speedup, hops=Hops(delays, 0, ROUTER))
+    def __init__(
+        self,
+        world: World,
+        delays: Delays,
+        timing: EngineTiming,
+        transfer: Transfer,
+        *,
+        reports: bool,
+        speedup: float,
+    ) -> None:
+        hops = Hops(delays, 0, ROUTER)
+        super().__init__(world, reports=reports, speedup=speedup, hops=hops, transfer=transfer)
         self.numbers: dict[HolderKey, int] = {}
         self._delays = delays
         self._timing = timing
@@ -153,7 +162,7 @@ class _Resumed(Cluster):
 
 
 def rank_keys(state: Sequence[Chunk]) -> list[HolderKey]:
-    """Every worker rank of a state that answers requests; the first of `Resumed.ranks`."""
+    """Every worker rank of a state that computes prompts or answers; the first of `Resumed.ranks`."""
     specs = [chunk.spec for chunk in state if isinstance(chunk, WorkerState) and chunk.spec.role != "encode"]
     return sorted((spec.worker_id, rank) for spec in specs for rank in spec.ranks)
 
@@ -171,15 +180,6 @@ def _fitting(state: Sequence[Chunk]) -> Iterator[Chunk]:
             hashes = chunk.sequence_hashes[: left * U64_BYTES]
             held[key] = held.get(key, 0) + len(hashes) // U64_BYTES
             yield msgspec.structs.replace(chunk, sequence_hashes=hashes)
-
-
-def _require_both(spec: WorkerSpec) -> None:
-    """Refuse who only computes prompts, or only answers: what their transfers took is not known."""
-    if spec.role in ("prefill", "decode"):
-        raise NotSimulable(
-            f"the worker {spec.worker_id} has the role {spec.role}, and how long KV was on its way between "
-            "workers is not modelled from recordings; the requests of one can be simulated as a workload"
-        )
 
 
 def _config(spec: WorkerSpec, timing: EngineTiming) -> EngineConfig:

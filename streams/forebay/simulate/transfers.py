@@ -24,7 +24,7 @@ At = Callable[[int, Callable[[], object]], object]
 class Kept:
     """The KV of a prompt at the worker that computed it, at an attempt to do so."""
 
-    holder: EngineRank | None  # None for one that was replaced before it was asked
+    holder: EngineRank
     prefill_attempt: int
 
 
@@ -68,7 +68,7 @@ class Transfers:
     def begin(self, reader: EngineRank, fetch: Fetch, kept: Kept, now_us: int) -> None:
         """A worker asks for blocks."""
         holder = kept.holder
-        if holder is None or holder.dead:
+        if holder.dead:
             self._fail_later(reader, fetch, now_us, now_us)
             return
         latency_us = self._transfer.kv_transfer_latency_us

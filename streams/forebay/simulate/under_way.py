@@ -25,7 +25,7 @@ class UnderWay:
         rank: whom it was sent to last.
         said: output tokens that earlier attempts said.
         kept: the KV that its answerer is to fetch.
-        prefill_attempt: the last one.
+        computing: whom its prompt was sent to last, to be computed for another; `prefill_attempt` is which attempt.
     """
 
     place: int
@@ -35,6 +35,7 @@ class UnderWay:
     rank: EngineRank | None = None
     said: int = 0
     kept: Kept | None = None
+    computing: EngineRank | None = None
     prefill_attempt: int = 0
 
     @classmethod

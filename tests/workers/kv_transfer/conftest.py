@@ -4,23 +4,31 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from forebay.events.transfer import Prefilled
 from forebay.workers.kv_transfer.api import Kind, KvTransport, Stats
 from forebay.workers.kv_transfer.transport import open_transport
-from tests.workers.kv_transfer.peer import content, fill, packed, unpacked
+from infra.hosts import Host
+from tests.workers.kv_transfer.peer import fill, have, packed, unpacked
 
 PATIENCE_S = 30.0
 ROOT = Path(__file__).resolve().parents[3]
 BLOCK_BYTES = 4096
 BLOCKS = 64
+QUIET = {"NIXL_LOG_LEVEL": "ERROR", "UCX_LOG_LEVEL": "FATAL"}  # UCX logs to where answers are read
+
+__all__ = ["BLOCKS", "BLOCK_BYTES", "Other", "have", "other", "transport"]
+
+
+def words(numbers: Sequence[int]) -> str:
+    """Numbers as one word."""
+    return ",".join(map(str, numbers))
 
 
 class Other:
@@ -37,11 +45,15 @@ class Other:
             return (await self.process.stdout.readline()).decode().strip()
 
     async def offer(self, request_id: str, blocks: Sequence[int], *, checksum: bool = False) -> Prefilled:
-        line = f"offer {request_id} {','.join(map(str, blocks))} {'sums' if checksum else '-'}"
+        line = f"offer {request_id} {words(blocks)} {'sums' if checksum else '-'}"
         return unpacked(await self.ask(line), Prefilled)  # type: ignore[no-any-return]
 
     async def fetch(self, prefilled: Prefilled, into: Sequence[int]) -> str:
-        return await self.ask(f"fetch {packed(prefilled)} {','.join(map(str, into))}")
+        return await self.ask(f"fetch {packed(prefilled)} {words(into)}")
+
+    async def has(self, into: Sequence[int], blocks: Sequence[int]) -> bool:
+        """Whether what another process filled these blocks with is in those."""
+        return await self.ask(f"have {words(into)} {words(blocks)}") == "yes"
 
     async def stats(self) -> tuple[Stats, dict[str, int]]:
         return unpacked(await self.ask("stats"), tuple[Stats, dict[str, int]])  # type: ignore[no-any-return]
@@ -52,7 +64,7 @@ class Other:
                 pass
 
     def signal(self, number: int) -> None:
-        os.kill(self.process.pid, number)
+        os.killpg(self.process.pid, number)  # on another host it is a child of who brought it there
 
     async def kill(self) -> None:
         self.signal(signal.SIGKILL)
@@ -61,23 +73,27 @@ class Other:
 
 @asynccontextmanager
 async def other(
-    kind: Kind, name: str, *, block_bytes: int = BLOCK_BYTES, blocks: int = BLOCKS, lease_s: float = 60.0
+    kind: Kind, name: str, *, on: Host | None = None, environment: Mapping[str, str] = QUIET, **changes: Any
 ) -> AsyncIterator[Other]:
+    """One on this host, or `on` another."""
+    command = (sys.executable, "-m", "tests.workers.kv_transfer.peer")
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "tests.workers.kv_transfer.peer"),
+        *(command if on is None else on.command(*command)),
         cwd=ROOT,
-        env={**os.environ, "NIXL_LOG_LEVEL": "ERROR", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         limit=1 << 20,
+        start_new_session=True,
     )
+    one = Other(process)
     try:
-        one = Other(process)
-        assert await one.ask(f"open {kind} {name} {block_bytes} {blocks} {lease_s}") == "done"
+        options = {"block_bytes": BLOCK_BYTES, "blocks": BLOCKS, "lease_s": 60.0, **changes}
+        assert await one.ask(f"open {kind} {name} {packed(options)}") == "done"
         yield one
     finally:
         if process.returncode is None:
-            process.kill()
+            one.signal(signal.SIGKILL)
         await process.wait()
 
 
@@ -92,12 +108,6 @@ async def transport(kind: Kind, name: str, **changes: Any) -> AsyncIterator[tupl
         yield one, given_back
     finally:
         await one.close()
-
-
-def have(one: KvTransport, into: Sequence[int], blocks: Sequence[int], seed: int = 1) -> bool:
-    """Whether what a peer filled with a seed has come."""
-    wanted = [content(seed, block, one.memory.block_bytes) for block in blocks]
-    return all(np.array_equal(one.memory.view(mine), bytes_) for mine, bytes_ in zip(into, wanted, strict=True))
 
 
 @pytest.fixture(params=["nixl", "tcp"])

@@ -55,6 +55,16 @@ def unpacked(text: str, kind: Any) -> Any:
     return msgspec.msgpack.decode(base64.b64decode(text), type=kind)
 
 
+def have(one: KvTransport, into: Sequence[int], blocks: Sequence[int], seed: int = 1) -> bool:
+    """Whether what a peer filled with a seed has come."""
+    wanted = [content(seed, block, one.memory.block_bytes) for block in blocks]
+    return all(np.array_equal(one.memory.view(mine), bytes_) for mine, bytes_ in zip(into, wanted, strict=True))
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
 class Peer:
     """What the lines ask."""
 
@@ -62,6 +72,7 @@ class Peer:
         self.transport: KvTransport
         self.given_back: Counter[str] = Counter()
         self.versions: dict[str, int] = {}
+        self.begun: asyncio.Task[str]
 
     def on_given_back(self, request_id: str, why: str) -> None:
         """Count; what was offered for a race is written over at once, as an engine would."""
@@ -70,11 +81,19 @@ class Peer:
             for block in range(self.transport.memory.blocks):
                 self.transport.memory.view(block)[:] = 0xEE
 
+    async def fetch(self, text: str, into: str) -> str:
+        """How a fetch ends, in one word."""
+        try:
+            await self.transport.fetch(unpacked(text, Prefilled), 0, _numbers(into))
+        except TransferError as error:
+            return error.reason
+        return "done"
+
     async def obey(self, words: list[str]) -> str:
         """Answer a line."""
         match words:
-            case ["open", kind, name, block_bytes, blocks, lease_s]:
-                options: Any = {"block_bytes": int(block_bytes), "blocks": int(blocks), "lease_s": float(lease_s)}
+            case ["open", kind, name, text]:
+                options = unpacked(text, dict[str, Any])
                 self.transport = await open_transport(
                     kind,  # type: ignore[arg-type]
                     name=name,
@@ -83,8 +102,7 @@ class Peer:
                 )
                 fill(self.transport, 1)
             case ["offer", request_id, blocks, checksum]:
-                numbers = [int(number) for number in blocks.split(",")]
-                return packed(prefilled(self.transport, request_id, numbers, checksum=checksum == "sums"))
+                return packed(prefilled(self.transport, request_id, _numbers(blocks), checksum=checksum == "sums"))
             case ["race", version, lease_s]:
                 # Else what is written over may be of this version.
                 while self.transport.stats.held_offers:  # noqa: ASYNC110 - a condition of another's
@@ -95,11 +113,19 @@ class Peer:
                 self.transport._offers._lease_s = float(lease_s)  # type: ignore[attr-defined]
                 return packed(prefilled(self.transport, f"v{version}", list(range(self.transport.memory.blocks))))
             case ["fetch", text, into]:
-                try:
-                    numbers = [int(number) for number in into.split(",")]
-                    await self.transport.fetch(unpacked(text, Prefilled), 0, numbers)
-                except TransferError as error:
-                    return error.reason
+                return await self.fetch(text, into)
+            case ["begin", text, into]:
+                self.begun = asyncio.create_task(self.fetch(text, into))
+            case ["end"]:
+                return await self.begun
+            case ["have", into, blocks]:
+                return "yes" if have(self.transport, _numbers(into), _numbers(blocks)) else "no"
+            case ["write", into, byte]:
+                for block in _numbers(into):
+                    self.transport.memory.view(block)[:] = int(byte)
+            case ["still", into, byte]:
+                rows = [self.transport.memory.view(block) for block in _numbers(into)]
+                return "yes" if all((row == int(byte)).all() for row in rows) else "no"
             case ["spoil", block]:
                 self.transport.memory.view(int(block))[5] ^= 1
             case ["stats"]:

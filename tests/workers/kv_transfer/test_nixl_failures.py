@@ -2,6 +2,8 @@
 
 import asyncio
 import signal
+import subprocess
+import sys
 from typing import Any
 
 import msgspec
@@ -256,3 +258,25 @@ async def test_nixl_one_block_is_not_for_two(kind: Kind) -> None:
         with pytest.raises(TransferError, match="the descriptor is of p@12, not of p@13"):
             await reader.fetch(longer, 0, [1, 2])
         assert holder.stats.held_blocks * BLOCK_BYTES == 2 * BLOCK_BYTES
+
+
+OPEN_AT_ITS_END = """
+import asyncio, atexit, threading
+atexit.register(lambda: print([thread.name for thread in threading.enumerate() if thread.name.startswith("nixl")]))
+from forebay.workers.kv_transfer.transport import open_transport
+
+async def opened():
+    transport = await open_transport("nixl", name="w@1", block_bytes=8, blocks=1, on_given_back=lambda *_: None)
+    transport.offer("r", [0], checksum=False)  # who keeps something polls
+    print([thread.name for thread in threading.enumerate() if thread.name.startswith("nixl")])
+
+asyncio.run(opened())
+"""
+
+
+def test_nixl_is_left_before_the_interpreter_goes_away() -> None:
+    """A thread that is within NIXL by then aborts the process: "terminate called without an active exception"."""
+    run = subprocess.run(
+        [sys.executable, "-c", OPEN_AT_ITS_END], capture_output=True, text=True, check=False, timeout=50
+    )
+    assert (run.returncode, run.stdout) == (0, "['nixl w@1']\n[]\n"), run.stderr

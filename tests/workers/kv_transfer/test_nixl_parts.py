@@ -133,7 +133,7 @@ async def test_nixl_that_is_not_installed_is_told_and_nothing_else_is_taken(monk
 
 
 async def test_nixl_that_does_not_start_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(name: str) -> None:
+    def broken(name: str, interface: str) -> None:
         raise RuntimeError(f"no device for {name}")
 
     monkeypatch.setattr(nixl_thread, "open_agent", broken)
@@ -143,9 +143,7 @@ async def test_nixl_that_does_not_start_is_told(monkeypatch: pytest.MonkeyPatch)
 
 async def test_nixl_sockets_that_cannot_listen_are_told() -> None:
     with pytest.raises(OSError, match="assign requested address"):
-        await open_transport(
-            "tcp", name="p@1", blocks=1, block_bytes=16, host="192.0.2.1", on_given_back=lambda *_: None
-        )
+        await open_transport("tcp", name="p@1", blocks=1, block_bytes=16, at="192.0.2.1", on_given_back=lambda *_: None)
 
 
 class Clock:

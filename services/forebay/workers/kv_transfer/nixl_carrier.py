@@ -36,12 +36,14 @@ class NixlCarrier:
 
     route = b""
 
-    def __init__(self, name: str, arena: Arena, stats: Stats, end: Callable[[int, GivenBack], bool]) -> None:
+    def __init__(
+        self, name: str, arena: Arena, stats: Stats, end: Callable[[int, GivenBack], bool], interface: str = ""
+    ) -> None:
         self._arena = arena
         self._stats = stats
         self._end = end
         self._loop = asyncio.get_running_loop()
-        self._thread = NixlThread(name, arena, self._note)
+        self._thread = NixlThread(name, arena, self._note, interface)
 
     async def start(self) -> None:
         """Have an agent, its memory registered."""

@@ -7,6 +7,7 @@ at once. Whoever offers must poll as long as offers wait: notifications, and rea
 Whoever has ever offered or read goes on polling at leisure: its late readers must not take it for silent.
 """
 
+import atexit
 import contextlib
 import logging
 import queue
@@ -40,10 +41,11 @@ _left: list[object] = []
 class NixlThread:
     """An agent and its memory, registered. `start` returns when both are there."""
 
-    def __init__(self, name: str, arena: Arena, on_note: Note) -> None:
+    def __init__(self, name: str, arena: Arena, on_note: Note, interface: str = "") -> None:
         self.metadata = b""
         self.holding = False  # anybody may set it, then call `wake`
         self._name = name
+        self._interface = interface
         self._arena = arena
         self._on_note = on_note
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -57,6 +59,8 @@ class NixlThread:
 
     def start(self) -> None:
         """Blocks, for some 0.1 s. Raises what NIXL raises."""
+        # A thread that is within NIXL when the interpreter goes away aborts the process.
+        atexit.register(self.stop)
         self._thread.start()
         self._opened.wait()
         if self._error is not None:
@@ -80,6 +84,7 @@ class NixlThread:
 
     def stop(self) -> None:
         """Blocks until the thread has ended: some 0.3 s after what NIXL is at, which is left alone after `STOP_S`."""
+        atexit.unregister(self.stop)
         self._stopping = True
         self.wake()
         self._thread.join(STOP_S)
@@ -89,7 +94,7 @@ class NixlThread:
 
     def _run(self) -> None:
         try:
-            self._agent = open_agent(self._name)
+            self._agent = open_agent(self._name, self._interface)
             self._registered = self._agent.register_memory(
                 [(self._arena.address, self._arena.bytes, 0, "")], mem_type="DRAM"
             )

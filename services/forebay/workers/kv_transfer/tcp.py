@@ -66,6 +66,7 @@ class TcpCarrier:
             self._listener.close()
             raise
         self.route = f"{self._host}:{self._listener.getsockname()[1]}".encode()
+        LOG.info("KV is fetched at %s", self.route.decode())
         self._loop.add_reader(self._listener, self._accept, self._listener)
 
     async def read(self, place: Place, theirs: "Slots", into: "Numbers", *, tell: bool) -> None:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 LEASE_S = 30.0  # a reader comes within a second or was lost; blocks held for nobody are missing in the cache
 FETCH_S = 10.0  # a transfer takes milliseconds, its first one a connection
+LOOPBACK = "127.0.0.1"
 RETRIES_MAX = 2  # of blocks whose checksum is wrong
 
 
@@ -46,7 +47,7 @@ class Transport:
         on_given_back: OnGivenBack,
         lease_s: float,
         fetch_s: float,
-        host: str,
+        at: str,
     ) -> None:
         self.kind: Kind = kind
         self.name = name
@@ -58,9 +59,9 @@ class Transport:
         self._offers = Offers(arena, self.stats, lease_s, self._given_back)
         self._gate = Gate(self.stats)
         self._carrier: Carrier = (
-            NixlCarrier(name, arena, self.stats, self._offers.end)
+            NixlCarrier(name, arena, self.stats, self._offers.end, at)
             if kind == "nixl"
-            else TcpCarrier(arena, self._offers, host)
+            else TcpCarrier(arena, self._offers, at or LOOPBACK)
         )
         self._deadlines: set[asyncio.Timeout] = set()  # of what is being fetched
         self._nothing_fetched = asyncio.Event()
@@ -212,7 +213,7 @@ async def open_transport(
     on_given_back: OnGivenBack,
     lease_s: float = LEASE_S,
     fetch_s: float = FETCH_S,
-    host: str = "127.0.0.1",
+    at: str = "",
 ) -> KvTransport:
     """The transport of one life of a worker, ready to offer and to fetch.
 
@@ -224,7 +225,8 @@ async def open_transport(
         on_given_back: told on the event loop which request's blocks are free again, and why.
         lease_s: how long an offer is held.
         fetch_s: how long a fetch may take, waiting for others included.
-        host: where `tcp` listens, and what it tells others to connect to; NIXL finds its own ways.
+        at: for `tcp` the address where it listens, which others are told to connect to: loopback if empty. For `nixl`
+            the network interface that it is to use: its own choice if empty.
 
     Raises:
         EngineError: NIXL cannot be imported or does not start, or the sizes are none.
@@ -237,7 +239,7 @@ async def open_transport(
         on_given_back=on_given_back,
         lease_s=lease_s,
         fetch_s=fetch_s,
-        host=host,
+        at=at,
     )
     await transport.start()
     return transport

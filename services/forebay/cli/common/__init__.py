@@ -1,0 +1,1 @@
+"""What commands share: errors, terminals, clusters, recordings, pages."""

@@ -1,0 +1,163 @@
+"""What the commands of a distributed system share: options, connections, signals, metrics."""
+
+import asyncio
+import logging
+import signal
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import redis
+import typer
+import uvloop
+from prometheus_client import CollectorRegistry
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from forebay.cli.common.errors import cause_of, explained, fail
+from forebay.cli.common.metrics_server import Probe, metrics_served
+from forebay.transport.base import LeaseError, LogError
+from forebay.transport.kafka_log import KafkaLog
+from forebay.transport.kafka_metrics import KafkaMetrics
+from forebay.transport.kafka_settings import KafkaSettings, read_properties
+from forebay.transport.redis_leases import RedisLeases
+from forebay.workers.engine import EngineError
+from forebay.workers.worker import WorkerReplaced
+
+STOP_S = 15.0  # what is under way at a planned stop
+REDIS_TIMEOUT_S = 1.0  # a renewal that hangs is tried again long before the lease runs out
+
+KafkaOption = Annotated[str, typer.Option("--kafka", help="Kafka or Redpanda: host:port, several with commas.")]
+KafkaSource = Annotated[str | None, typer.Option("--kafka", help="Read from this broker, host:port.")]
+RedisOption = Annotated[str, typer.Option("--redis", help="Redis: redis://host:port.")]
+NamespaceOption = Annotated[str, typer.Option("--namespace", help="Prefix of topics and Redis keys.")]
+PropertiesOption = Annotated[
+    Path | None,
+    typer.Option("--kafka-config", help="Properties file for SASL and TLS, with the names of librdkafka."),
+]
+MetricsPortOption = Annotated[
+    int | None, typer.Option("--metrics-port", min=1, max=65535, help="Prometheus metrics on this loopback port.")
+]
+MetricsHostOption = Annotated[str, typer.Option("--metrics-host", help="Address of the metrics.")]
+VerboseOption = Annotated[bool, typer.Option("--verbose", "-v", help="Log what the parts do.")]
+
+KAFKA = "127.0.0.1:19092"
+REDIS = "redis://127.0.0.1:16379"
+NAMESPACE = "forebay"
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Where the shared parts are, and what this process shows of itself."""
+
+    kafka: KafkaSettings
+    redis_url: str
+    metrics_host: str
+    metrics_port: int | None
+
+
+def kafka_settings(bootstrap: str, namespace: str, properties: Path | None) -> KafkaSettings:
+    """The settings that the options name. Raises KafkaUnusable."""
+    return KafkaSettings(bootstrap, namespace, read_properties(properties) if properties else {})
+
+
+def start_logging(*, verbose: bool) -> None:
+    """Log to stderr, the chatter of client libraries only when asked for."""
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=logging.INFO if verbose else logging.WARNING,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
+    logging.getLogger("aiokafka").setLevel(logging.INFO if verbose else logging.ERROR)
+
+
+def leases_at(url: str, namespace: str) -> RedisLeases:
+    """Leases on the Redis of this URL; it need not answer yet."""
+    try:
+        client = redis.Redis.from_url(
+            url,
+            socket_timeout=REDIS_TIMEOUT_S,
+            socket_connect_timeout=REDIS_TIMEOUT_S,
+            retry=Retry(NoBackoff(), 1),
+        )
+    except ValueError as error:
+        fail(f"--redis {url}: {error}")
+    return RedisLeases(client, namespace)
+
+
+def run_service(main: Coroutine[Any, Any, None]) -> None:
+    """Run a service until it ends, with what stops it explained in a line."""
+    with explained(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        try:
+            runner.run(main)
+        except LeaseError as error:
+            fail(str(error))
+        except BaseExceptionGroup as error:
+            cause = cause_of(error)
+            raise (EngineError(str(cause)) if isinstance(cause, WorkerReplaced) else cause) from None
+
+
+@asynccontextmanager
+async def connected(
+    cluster: Cluster, registry: CollectorRegistry, probes: Mapping[str, Probe] | None = None
+) -> AsyncIterator[KafkaLog]:
+    """The log of a service, whose failure ends the body; and the service's metrics and probes. Raises LogError."""
+    log = await KafkaLog.open(cluster.kafka)
+    whole = asyncio.current_task()
+    assert whole is not None
+
+    def end(_: LogError) -> None:
+        whole.cancel()
+
+    log.on_failure = end
+    try:
+        KafkaMetrics(log, registry)
+        with metrics_served(cluster.metrics_host, cluster.metrics_port, registry, probes):
+            yield log
+    except asyncio.CancelledError:
+        if log.failure is None:
+            raise
+        raise log.failure from None
+    finally:
+        log.on_failure = None
+        await log.close()
+
+
+async def until_signal(
+    *parts: Awaitable[None], stop: Callable[[], Awaitable[None]] | None = None, stop_s: float = STOP_S
+) -> None:
+    """Run the parts until SIGINT or SIGTERM, or until one ends; its error is raised.
+
+    `stop` tells one to end, for which it has `stop_s`; a second signal ends all at once.
+    """
+    signalled = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, signalled.set)
+    tasks = [asyncio.ensure_future(part) for part in parts]
+    waiting = asyncio.create_task(signalled.wait())
+    try:
+        await _first(tasks, waiting, None)
+        if stop is not None:
+            signalled.clear()
+            if waiting.done():
+                waiting = asyncio.create_task(signalled.wait())
+            await stop()
+            await _first(tasks, waiting, stop_s)
+    finally:
+        waiting.cancel()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(waiting, *tasks, return_exceptions=True)
+
+
+async def _first(tasks: "Sequence[asyncio.Future[None]]", waiting: "asyncio.Task[Any]", within_s: float | None) -> None:
+    """Wait for a signal, or for one of the tasks, whose error is raised."""
+    await asyncio.wait([*tasks, waiting], timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        if task.done():
+            task.result()

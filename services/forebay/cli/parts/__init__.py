@@ -1,0 +1,1 @@
+"""What serves: everything in one process, or each part in its own."""

@@ -1,0 +1,82 @@
+"""`forebay ingress`: the OpenAI HTTP API and the topic door, as a process of its own."""
+
+import os
+import socket
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from forebay.cli.common.cluster import (
+    KAFKA,
+    LOOPBACK,
+    NAMESPACE,
+    REDIS,
+    Cluster,
+    KafkaOption,
+    NamespaceOption,
+    PropertiesOption,
+    RedisOption,
+    VerboseOption,
+    kafka_settings,
+    start_logging,
+)
+from forebay.cli.common.errors import explained
+from forebay.cli.parts.options import (
+    AdminApiOption,
+    LorasOption,
+    MediaAllowHostOption,
+    MediaAllowPrivateOption,
+    ReasoningParserOption,
+    RoutingHintsOption,
+    ToolCallParserOption,
+    names,
+)
+
+
+def ingress(
+    kafka: KafkaOption = KAFKA,
+    redis: RedisOption = REDIS,
+    namespace: NamespaceOption = NAMESPACE,
+    kafka_config: PropertiesOption = None,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="HTTP port.")] = 8000,
+    host: Annotated[str, typer.Option(help="Address to listen on. There is no authentication.")] = LOOPBACK,
+    ingress_id: Annotated[str, typer.Option(help="Unique; host and process when empty.")] = "",
+    model: Annotated[Path | None, typer.Option(help="Model directory; the default model when left out.")] = None,
+    model_name: Annotated[str, typer.Option(help="Name in the API; the directory's name when empty.")] = "",
+    block_size: Annotated[
+        int | None, typer.Option(min=1, help="Tokens a KV block; what the model's pool has when left out.")
+    ] = None,
+    lora: LorasOption = None,
+    routing_hints: RoutingHintsOption = False,
+    admin_api: AdminApiOption = True,
+    tool_call_parser: ToolCallParserOption = "auto",
+    reasoning_parser: ReasoningParserOption = "auto",
+    media_allow_host: MediaAllowHostOption = None,
+    media_allow_private: MediaAllowPrivateOption = False,
+    timeout_s: Annotated[float, typer.Option(min=0.001, max=86_400, help="For a whole request.")] = 600.0,
+    verbose: VerboseOption = False,
+) -> None:
+    """Serve the OpenAI API of a distributed system, and its topic door."""
+    start_logging(verbose=verbose)
+    # Imported here, because no other command should wait for an HTTP server to load.
+    from forebay.cli.parts.ingress_process import serve  # noqa: PLC0415
+    from forebay.ingress.ingress import IngressSettings  # noqa: PLC0415
+    from forebay.ingress.media_refs import MediaSettings  # noqa: PLC0415
+    from forebay.ingress.model import model_name_of  # noqa: PLC0415
+
+    with explained():
+        cluster = Cluster(kafka_settings(kafka, namespace, kafka_config), redis, host, None)
+        settings = IngressSettings(
+            model_name=model_name_of(model, model_name),
+            block_size=block_size,
+            ingress_id=ingress_id or f"{socket.gethostname()}-{os.getpid()}",
+            timeout_s=timeout_s,
+            routing_hints=routing_hints,
+            loras=names("--lora", lora),
+            admin_api=admin_api,
+            tool_call_parser=tool_call_parser,
+            reasoning_parser=reasoning_parser,
+            media=MediaSettings(names("--media-allow-host", media_allow_host), media_allow_private),
+        )
+        serve(cluster, (host, port), model, settings)

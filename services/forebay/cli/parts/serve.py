@@ -1,0 +1,149 @@
+"""`forebay serve`: the worker processes of one service, each with its share of the machine.
+
+Nothing is restarted: that is for whoever supervises the machine. A process that ends leaves the others alone.
+"""
+
+import asyncio
+import os
+import re
+import shutil
+import signal
+import socket
+import sys
+from asyncio.subprocess import Process
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from forebay.cli.common.cluster import MetricsPortOption
+from forebay.cli.common.errors import complain, explained
+from forebay.ingress.errors import Unusable
+from forebay.workers.service import PROCESSES_MAX, Service, load_service
+
+GPU = re.compile(r"nvidia\d+")
+SIGNALS = (signal.SIGTERM, signal.SIGTERM, signal.SIGKILL)  # to finish, at once, and when even that does not help
+SIGNALLED = 128  # plus the number of the signal, as in a shell
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One process: the options of its worker, and what its environment has beside this one's."""
+
+    worker_id: str
+    options: tuple[str, ...]
+    environment: dict[str, str]
+
+
+def serve(
+    context: typer.Context,
+    service: Annotated[str, typer.Argument(metavar="FILE.py:Class", help="A class with @service.")],
+    workers: Annotated[
+        int | None, typer.Option(min=1, max=PROCESSES_MAX, help="Processes; as the service says when left out.")
+    ] = None,
+    worker_id: Annotated[str, typer.Option(help="What their ids begin with; host and process when empty.")] = "",
+    metrics_port: MetricsPortOption = None,
+) -> None:
+    """Run the workers of a service, each in a process of its own. All other options are those of `forebay worker`."""
+    with explained():
+        made = load_service(service)
+        found = shares(
+            made,
+            workers or made.workers,
+            worker_id or f"{socket.gethostname()}-{os.getpid()}",
+            metrics_port,
+            devices(os.environ, Path("/dev")),
+        )
+    options = ["--engine", service, *context.args]
+    raise typer.Exit(asyncio.run(_run(found, options)))
+
+
+def devices(environment: Mapping[str, str], folder: Path) -> list[str]:
+    """The GPUs that this process may use, as CUDA names them."""
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [name.strip() for name in visible.split(",") if name.strip()]
+    return [str(number) for number in range(sum(1 for path in folder.glob("nvidia*") if GPU.fullmatch(path.name)))]
+
+
+def shares(
+    service: Service, workers: int, worker_id: str, metrics_port: int | None, gpus: Sequence[str]
+) -> list[Share]:
+    """What each of so many processes gets. Raises Unusable when there are too few GPUs or ports."""
+    each = service.resources.gpu
+    if workers * each > len(gpus):
+        raise Unusable(
+            f"{service.name}: {workers} workers with {each} GPUs each need {workers * each}, and {len(gpus)} are "
+            "visible; take fewer workers, or name GPUs in CUDA_VISIBLE_DEVICES"
+        )
+    if metrics_port is not None and metrics_port + workers > 65_536:
+        raise Unusable(f"--metrics-port {metrics_port}: {workers} workers need as many ports from there on")
+    found = []
+    for number in range(workers):
+        environment = {}
+        if service.resources.cpu is not None:
+            environment["OMP_NUM_THREADS"] = str(ceil(service.resources.cpu))
+        if each:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[number * each : (number + 1) * each])
+        options = ["--worker-id", f"{worker_id}-{number}"]
+        if metrics_port is not None:
+            options += ["--metrics-port", str(metrics_port + number)]
+        found.append(Share(f"{worker_id}-{number}", tuple(options), environment))
+    return found
+
+
+async def _run(shares: Sequence[Share], options: Sequence[str]) -> int:
+    """Run them all until they ended; the exit code of the worst."""
+    running: dict[str, Process] = {}
+    asked = 0
+
+    def tell(process: Process) -> None:
+        if process.returncode is None:
+            process.send_signal(SIGNALS[min(asked, len(SIGNALS)) - 1])
+
+    def stop() -> None:
+        nonlocal asked
+        asked += 1
+        for process in running.values():
+            tell(process)
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop)
+    try:
+        for share in shares:
+            if not asked:
+                process = running[share.worker_id] = await _start(share, options)
+                if asked:  # while it was being started
+                    tell(process)
+        ends = [_ended(name, process, lambda: asked > 0) for name, process in running.items()]
+        return max(await asyncio.gather(*ends), default=0)
+    finally:
+        for process in running.values():
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+
+
+async def _start(share: Share, options: Sequence[str]) -> Process:
+    # In a session of its own: Ctrl-C reaches it through this process alone, once. It stops when this process is killed.
+    tie = ["setpriv", "--pdeathsig", "TERM"] if shutil.which("setpriv") else []
+    return await asyncio.create_subprocess_exec(
+        *(*tie, sys.executable, "-m", "forebay.cli", "worker", *share.options, *options),
+        env={**os.environ, **share.environment},
+        stdin=asyncio.subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+async def _ended(worker_id: str, process: Process, stopping: Callable[[], bool]) -> int:
+    code = await process.wait()
+    if code == -signal.SIGTERM and stopping():
+        return 0  # it had nothing to finish yet, or any more: it minds signals only in between
+    if code:
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+        complain(f"worker {worker_id} {how}")
+    return SIGNALLED - code if code < 0 else code

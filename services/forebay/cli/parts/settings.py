@@ -1,0 +1,68 @@
+"""What `forebay up` is told, apart from the code that does it: other commands start without an HTTP server."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from forebay.cli.parts.engines import EngineChoice
+from forebay.events.control import Role, RouterConfig
+from forebay.ingress.media_refs import MediaSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Workers:
+    """How many workers one process has: `whole` ones, or `prefill` and `decode` ones."""
+
+    whole: int = 0
+    prefill: int = 0
+    decode: int = 0
+
+    @property
+    def apart(self) -> bool:
+        """Whether prompts may be computed by others than who answers."""
+        return self.decode > 0
+
+    def roles(self, engine: EngineChoice) -> dict[str, Role]:
+        """The role of each by its name."""
+        kinds: tuple[tuple[str, Role, int], ...] = (
+            (engine.label.lower(), "aggregated", self.whole),
+            ("prefill", "prefill", self.prefill),
+            ("decode", "decode", self.decode),
+        )
+        return {f"{name}-{number}": role for name, role, count in kinds for number in range(count)}
+
+
+@dataclass(frozen=True, slots=True)
+class Embedded:
+    """The settings of a system in one process.
+
+    Attributes:
+        log: its file, None for memory.
+        engine: what every worker runs; the ingress serves its model and adapters.
+        roles: the role of each worker, by its name.
+        taints: the labels of each worker, by its name.
+        kv_events: whether workers tell what they have cached.
+        routing_hints: whether clients may say where their requests go.
+        admin_api: whether thresholds can be set, routes queried and requests explained.
+        media: from where images and videos may be fetched.
+        tool_call_parser: finds tool calls in answers; `reasoning_parser` likewise reasoning.
+        lease_ttl_s: a worker silent for this long is lost.
+        timeout_s: for a whole request.
+        snapshot_every: journal records between snapshots.
+        snapshot_age_s: between snapshots, when fewer records come.
+    """
+
+    log: Path | None
+    engine: EngineChoice
+    router: RouterConfig
+    roles: dict[str, Role]
+    taints: dict[str, tuple[str, ...]]
+    kv_events: bool
+    routing_hints: bool
+    admin_api: bool
+    tool_call_parser: str
+    reasoning_parser: str
+    media: MediaSettings
+    lease_ttl_s: float
+    timeout_s: float
+    snapshot_every: int
+    snapshot_age_s: float

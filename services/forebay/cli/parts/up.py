@@ -1,0 +1,184 @@
+"""`forebay up`: everything in one process, on the embedded log."""
+
+import logging
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from forebay.cli.common.errors import explained, fail
+from forebay.cli.parts.engines import EngineChoice, engine_options
+from forebay.cli.parts.options import (
+    AdminApiOption,
+    KvEventsOption,
+    MediaAllowHostOption,
+    MediaAllowPrivateOption,
+    PlacedTaintsOption,
+    ReasoningParserOption,
+    RoutingHintsOption,
+    SnapshotAgeOption,
+    SnapshotEveryOption,
+    ToolCallParserOption,
+    names,
+    placed_taints,
+)
+from forebay.cli.parts.settings import Embedded, Workers
+from forebay.cli.policies.router_options import router_options
+from forebay.events.control import DisaggConfig, RouterConfig
+from forebay.ingress.media_refs import MediaSettings
+
+RANKS_MAX = 4_096  # each is an engine of this process, and a candidate of every decision
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+OF_APART = (
+    "enforce_disagg",
+    "router_conditional_disagg",
+    "kv_transport",
+    "kv_bytes_per_token",
+    "kv_checksum",
+    "kv_lease_s",
+)
+MOCK_WORKERS = 4  # there is something to route; a real engine takes the machine for itself
+
+
+@router_options
+@engine_options
+def up(
+    context: typer.Context,
+    router: RouterConfig,
+    engine: EngineChoice,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="HTTP port.")] = 8000,
+    host: Annotated[str, typer.Option(help="Address to listen on. There is no authentication.")] = "127.0.0.1",
+    workers: Annotated[
+        int | None, typer.Option(min=1, max=1024, help="Workers; 4 mock ones or 1 with a real engine when left out.")
+    ] = None,
+    prefill_workers: Annotated[
+        int | None,
+        typer.Option(min=0, max=1024, help="Workers that compute prompts for others; with --decode-workers."),
+    ] = None,
+    decode_workers: Annotated[
+        int | None, typer.Option(min=1, max=1024, help="Workers that answer, and may have prompts computed elsewhere.")
+    ] = None,
+    log: Annotated[Path | None, typer.Option(help="Log file; kept in memory when left out.")] = None,
+    taint: PlacedTaintsOption = None,
+    kv_events: KvEventsOption = True,
+    routing_hints: RoutingHintsOption = False,
+    admin_api: AdminApiOption = True,
+    tool_call_parser: ToolCallParserOption = "auto",
+    reasoning_parser: ReasoningParserOption = "auto",
+    media_allow_host: MediaAllowHostOption = None,
+    media_allow_private: MediaAllowPrivateOption = False,
+    lease_ttl_s: Annotated[float, typer.Option(min=0.1, help="A worker silent for this long is lost.")] = 30.0,
+    timeout_s: Annotated[float, typer.Option(min=0.001, max=86_400, help="For a whole request.")] = 600.0,
+    snapshot_every: SnapshotEveryOption = 5_000,
+    snapshot_age_s: SnapshotAgeOption = 300,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what the parts do.")] = False,
+) -> None:
+    """Serve an OpenAI-compatible API with a KV-aware router and workers, in one process."""
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=logging.INFO if verbose else logging.WARNING,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
+    counts = _workers(engine, workers, prefill_workers, decode_workers)
+    if not counts.apart:
+        _refuse_of_apart(context, router)
+    roles = counts.roles(engine)
+    with explained():
+        taints = placed_taints(names("--taint", taint), list(roles))
+        media = MediaSettings(names("--media-allow-host", media_allow_host), media_allow_private)
+    settings = Embedded(
+        log=log,
+        engine=engine,
+        router=router,
+        roles=roles,
+        taints=taints,
+        kv_events=kv_events,
+        routing_hints=routing_hints,
+        admin_api=admin_api,
+        tool_call_parser=tool_call_parser,
+        reasoning_parser=reasoning_parser,
+        media=media,
+        lease_ttl_s=lease_ttl_s,
+        timeout_s=timeout_s,
+        snapshot_every=snapshot_every,
+        snapshot_age_s=snapshot_age_s,
+    )
+    # Imported here, because no other command should wait for an HTTP server and its models to load.
+    from forebay.cli.parts.embedded import run  # noqa: PLC0415
+
+    with explained():
+        run(settings, host, port, lambda disagg: _announce(settings, disagg, host, port))
+
+
+def _workers(engine: EngineChoice, whole: int | None, prefill: int | None, decode: int | None) -> Workers:
+    """How many of each there are; what makes no sense ends the command."""
+    if engine.settings.role != "aggregated":
+        role = engine.settings.role
+        fail(f"--role {role} is for forebay worker; here there are --prefill-workers and --decode-workers")
+    if (prefill is None) != (decode is None):
+        fail("--prefill-workers and --decode-workers belong together: give both, --prefill-workers 0 for none")
+    if decode is not None and whole is not None:
+        fail("--workers are those that do all of a request: leave it out beside --decode-workers")
+    if prefill is not None and decode is not None:
+        workers = Workers(prefill=prefill, decode=decode)
+    else:
+        workers = Workers(whole=whole or (MOCK_WORKERS if engine.is_mock else 1))
+    count = workers.whole + workers.prefill + workers.decode
+    ranks = count * engine.settings.dp_size
+    if ranks > RANKS_MAX:
+        asked = f"{count} workers" if workers.apart else f"--workers {count}"
+        fail(f"{asked} with --dp-size {engine.settings.dp_size}: {ranks} ranks are more than {RANKS_MAX}")
+    return workers
+
+
+def _refuse_of_apart(context: typer.Context, router: RouterConfig) -> None:
+    """Refuse what would do nothing where workers do all of a request."""
+    for name in OF_APART:
+        if context.params.get(name) not in (None, False):
+            fail(f"--{name.replace('_', '-')} needs --prefill-workers and --decode-workers")
+    if router.disagg != DisaggConfig():
+        fail("disagg in the file of --router-policy-config needs --prefill-workers and --decode-workers")
+
+
+def _announce(settings: Embedded, disagg: DisaggConfig, host: str, port: int) -> None:
+    where = settings.log or "memory (nothing is kept; give --log FILE to keep it)"
+    engine = settings.engine
+    typer.echo(f"forebay: model {engine.settings.model_name}, {_fleet(settings)}, {settings.router.mode} router")
+    if "decode" in settings.roles.values():
+        typer.echo(f"forebay: prompts are computed {_where(settings, disagg)}")
+    typer.echo(f"forebay: log in {where}")
+    typer.echo(f"forebay: OpenAI API on http://{host}:{port}/v1, stop with Ctrl-C")
+    if host not in LOOPBACK:
+        typer.echo("forebay: WARNING: no authentication: everybody who reaches this address is served", err=True)
+
+
+def _fleet(settings: Embedded) -> str:
+    """The workers, in words."""
+    label, count = settings.engine.label, Counter(settings.roles.values())
+    if not count["decode"]:
+        return f"{count['aggregated']} {label} worker{'s' if count['aggregated'] > 1 else ''}"
+    return f"{label} workers: {count['prefill']} prefill, {count['decode']} decode"
+
+
+def _where(settings: Embedded, disagg: DisaggConfig) -> str:
+    """By whom prompts are computed, in words. `disagg` is what holds: an operator may have changed what is set."""
+    said = "" if disagg == settings.router.disagg else " (as an operator said; `forebay control disaggregation`)"
+    return _by_whom(settings, disagg) + said
+
+
+def _by_whom(settings: Embedded, disagg: DisaggConfig) -> str:
+    engine = settings.engine
+    if disagg.policy == "never":
+        return "by decode workers themselves"
+    if "prefill" not in settings.roles.values():
+        if not disagg.enforce:
+            return "by decode workers themselves: there are no prefill workers"
+        if disagg.policy == "always":
+            return "by nobody: there are no prefill workers, and what they cannot compute is refused"
+        return f"by decode workers where the policy {disagg.policy} says so; others are refused: no prefill workers"
+    which = "" if disagg.policy == "always" else f" where the policy {disagg.policy} says so"
+    last = "; what they cannot is refused" if disagg.enforce else ""
+    how = f", KV moves by {engine.settings.kv_transport}" if engine.is_mock else ""
+    return f"by prefill workers{which}{how}{last}"

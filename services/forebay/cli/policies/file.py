@@ -1,0 +1,60 @@
+"""The file of `--router-policy-config`: the fields of `RouterConfig` as YAML or JSON, nothing else in it."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from forebay.cli.common.plain_file import kind_of, read_plain_file
+from forebay.events.control import RouterConfig
+from forebay.ingress.errors import Unusable
+
+AT = re.compile(r"(?P<what>.*) - at `\$\.?(?P<where>.*)`", re.DOTALL)
+
+
+def read_policy_file(path: Path) -> RouterConfig:
+    """The configuration that a file describes. Raises Unusable, naming the file and the field."""
+    raw = read_plain_file(path, "policy file")
+    if not isinstance(raw, dict):
+        raise Unusable(f"{path}: must hold fields of the router's configuration, not {kind_of(raw)}")
+    unknown = next(unknown_field(raw, msgspec.inspect.type_info(RouterConfig)), None)
+    if unknown is not None:
+        where, fields = unknown
+        raise Unusable(f"{path}: unknown field {where}; there are {', '.join(fields)}")
+    try:
+        return msgspec.convert(raw, RouterConfig)
+    except msgspec.ValidationError as error:
+        found = AT.fullmatch(str(error))
+        text = f"{found['where']}: {found['what']}" if found else str(error)
+        raise Unusable(f"{path}: {text}") from None
+
+
+def named_fields(path: Path, prefix: str) -> Iterator[str]:
+    """The paths of the fields that a file names, after `prefix`. Call it after `read_policy_file`; raises Unusable."""
+    parts = [(prefix, read_plain_file(path, "policy file"))]
+    for where, part in parts:
+        for key, value in part.items():
+            if isinstance(value, dict):
+                parts.append((f"{where}{key}.", value))
+            else:
+                yield f"{where}{key}"
+
+
+def unknown_field(raw: Any, info: msgspec.inspect.Type, where: str = "") -> Iterator[tuple[str, list[str]]]:
+    """Keys in plain data that no field has, with the fields that there are; `where` is the path of the data.
+
+    The wire ignores them; a person mistyped them.
+    """
+    match info:
+        case msgspec.inspect.StructType(fields=fields) if isinstance(raw, dict):
+            known = {field.encode_name: field.type for field in fields}
+            for key, value in raw.items():
+                if key not in known:
+                    yield f"{where}{key}", list(known)
+                else:
+                    yield from unknown_field(value, known[key], f"{where}{key}.")
+        case msgspec.inspect.VarTupleType(item_type=item) if isinstance(raw, list):
+            for at, value in enumerate(raw):
+                yield from unknown_field(value, item, f"{where.removesuffix('.')}[{at}].")

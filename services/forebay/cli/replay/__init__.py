@@ -1,0 +1,1 @@
+"""Decisions of a log: derived again, explained, compared, looked at in time."""

@@ -1,0 +1,273 @@
+"""A moment of a recorded group as tables for a terminal: what does not fit is counted, what changed stands out."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from forebay.cli.common.terminal import printable
+from forebay.events.control import QueueConfig
+from forebay.events.decisions import JournalRecord, RequestRouted
+from forebay.replay.moment import LossFacts, Moment, PoolFacts, RankFacts, RequestFacts
+from forebay.transport.recording import utc
+
+CHANGED = "bold yellow"
+SUMMARY_CHARS_MAX = 160
+# What says nothing to who looks at one record, or is shown beside it.
+_LEFT_OUT = {"owner_epoch", "seq", "consumed", "worker_epoch", "slot", "at_us", "reply_slot", "table_digest"}
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """A table: rows of cells by a key that finds the same row in the next moment; `more` rows are left out."""
+
+    name: str
+    columns: tuple[str, ...]
+    rows: dict[str, tuple[str, ...]]
+    more: int = 0
+    empty: str = ""  # said in place of a table without rows
+    texts: frozenset[str] = field(default_factory=frozenset)  # columns that are no numbers
+
+
+def span(us: int) -> str:
+    """A length of time for people, rounded."""
+    sign, us = ("-", -us) if us < 0 else ("", us)
+    if us < 1_000:
+        return f"{sign}{us} us"
+    if us < 1_000_000:
+        return f"{sign}{us / 1_000:.1f} ms"
+    if us < 120_000_000:
+        return f"{sign}{us / 1_000_000:.1f} s"
+    return f"{sign}{us // 60_000_000} min {us // 1_000_000 % 60} s"
+
+
+def facts_sheet(moment: Moment, *, pools: bool = True) -> Sheet:
+    """Where the moment is, what names its state, and how its pools are configured."""
+    place = f"{moment.offset}, derived from the state at {moment.start}"
+    waiting = sum(len(kind.waiting) for kind in moment.queues)
+    rows = {
+        "journal": place,
+        "clock": f"{utc(moment.now_us)} ({moment.now_us})" if moment.now_us else "no event was applied yet",
+        "owner": f"{moment.owner_id or 'whose claim is gone'}, epoch {moment.owner_epoch}",
+        "digest": moment.digest,
+        "requests": f"{len(moment.requests)} under way, {waiting} of them in the queue; {moment.sessions} sessions",
+    }
+    for pool in moment.pools if pools else ():
+        rows[f"pool {pool.pool}"] = _pool(pool)
+    columns = ("what", "value")
+    return Sheet("", columns, {key: (key, value) for key, value in rows.items()}, texts=frozenset(columns))
+
+
+def workers_sheet(moment: Moment, rows_max: int) -> Sheet:
+    """The fleet."""
+    found = {
+        f"{worker.worker_id} {worker.worker_epoch}": (
+            worker.worker_id,
+            str(worker.worker_epoch),
+            worker.phase,
+            worker.pool,
+            worker.role,
+            str(worker.slot),
+            _numbers(worker.ranks),
+            ", ".join(worker.taints),
+            ", ".join(worker.loras),
+        )
+        for worker in moment.workers
+    }
+    columns = ("worker", "epoch", "phase", "pool", "role", "slot", "ranks", "taints", "LoRAs")
+    texts = frozenset({"worker", "phase", "pool", "role", "ranks", "taints", "LoRAs"})
+    return _sheet("fleet", columns, found, rows_max, texts, "nobody has joined")
+
+
+def ranks_sheet(moment: Moment, rows_max: int) -> Sheet:
+    """Load and cache of every rank; tiers and guesses that nobody has are no columns."""
+    return _ranks_sheet("load and cache, by rank", moment.ranks, rows_max)
+
+
+def lost_sheet(loss: LossFacts, rows_max: int) -> Sheet:
+    """What a lost worker held."""
+    when = utc(loss.lost_us if loss.lost_us is not None else loss.at_us)
+    name = f"lost: {loss.worker_id}, epoch {loss.worker_epoch}, at {when}: {loss.reason or 'no reason given'}"
+    if loss.ranks is None:
+        text = "before the state that this moment is derived from: `--time` right before shows what it held"
+        return Sheet(name, (), {}, empty=text)
+    sheet = _ranks_sheet(name, loss.ranks, rows_max)
+    requests = loss.requests or []
+    shown = ", ".join(requests[:rows_max]) + (f" and {len(requests) - rows_max} more" * (len(requests) > rows_max))
+    return Sheet(f"{name}; requests there: {shown or 'none'}", sheet.columns, sheet.rows, sheet.more, "", sheet.texts)
+
+
+def queue_sheet(moment: Moment, rows_max: int) -> Sheet:
+    """Who waits in the router, by class, first to last."""
+    found = {
+        held.request_id: (
+            kind.pool,
+            f"{kind.name} >={kind.uncached_tokens_min}" if kind.uncached_tokens_min else kind.name,
+            str(at),
+            held.request_id,
+            span(held.waited_us),
+            str(held.uncached_tokens),
+            str(held.priority),
+            str(held.strict_priority),
+        )
+        for kind in moment.queues
+        for at, held in enumerate(kind.waiting)
+    }
+    columns = ("pool", "class", "ahead", "request", "waited", "uncached", "priority", "strict")
+    return _sheet("queue", columns, found, rows_max, frozenset({"pool", "class", "request"}), "nobody waits")
+
+
+def _worker(request: RequestFacts) -> str:
+    places = [f"{request.worker_id}/{request.rank}"] if request.worker_id else []
+    places += [f"KV at {request.kept_by}"] if request.kept_by else []
+    return ", ".join(places)
+
+
+def requests_sheet(moment: Moment, rows_max: int) -> Sheet:
+    """The requests under way, oldest first."""
+    found = {
+        request.request_id: (
+            request.request_id,
+            request.phase,
+            _worker(request),
+            str(request.attempt),
+            "?" if request.age_us is None else span(request.age_us),
+            span(request.due_in_us),
+            str(request.prompt_tokens),
+        )
+        for request in moment.requests
+    }
+    columns = ("request", "phase", "worker", "attempt", "age", "due in", "prompt")
+    return _sheet("requests", columns, found, rows_max, frozenset({"request", "phase", "worker"}), "none under way")
+
+
+def drawn(sheet: Sheet, before: Sheet | None = None) -> Group | Table | Text:
+    """A sheet as a table; what is not as it was `before` stands out."""
+    title = Text(printable(sheet.name), style="bold")
+    if not sheet.rows:
+        return Text.assemble(title, f": {sheet.empty}")
+    table = Table(box=None, pad_edge=False, show_header=bool(sheet.name))
+    for column in sheet.columns:
+        table.add_column(column, justify="left" if column in sheet.texts else "right", overflow="fold")
+    for key, cells in sheet.rows.items():
+        known = None if before is None else _as_before(sheet, before, key)
+        styles = [
+            "" if known is None or cell == old else CHANGED for cell, old in zip(cells, known or cells, strict=True)
+        ]
+        table.add_row(*(Text(printable(cell), style=style) for cell, style in zip(cells, styles, strict=True)))
+    parts: list[Table | Text] = [title] if sheet.name else []
+    parts.append(table)
+    if sheet.more:
+        parts.append(Text(f"and {sheet.more} more", style="dim"))
+    return Group(*parts)
+
+
+def summary(record: JournalRecord) -> str:
+    """A journal record in one line."""
+    tag = str(type(record).__struct_config__.tag)
+    told = _routed(record) if isinstance(record, RequestRouted) else " ".join(_fields(record))
+    line = printable(f"{tag} {told}")
+    return line if len(line) <= SUMMARY_CHARS_MAX else line[: SUMMARY_CHARS_MAX - 1] + "…"
+
+
+def _routed(event: RequestRouted) -> str:
+    terms = event.terms
+    line = f"{event.request_id} to {event.worker_id}/{event.rank}: attempt {event.attempt}, cost {terms.cost:g}"
+    line += f", {terms.device_overlap} blocks cached, {event.candidates} candidates"
+    if event.ties > 1:
+        line += f", {event.ties} ties"
+    if event.runner_up is not None:
+        other = event.runner_up
+        line += f"; next {other.worker_id}/{other.rank} {other.terms.cost:g}"
+    return line
+
+
+def _fields(event: msgspec.Struct) -> Iterable[str]:
+    for info in msgspec.structs.fields(event):
+        value = getattr(event, info.name)
+        if info.name in _LEFT_OUT or value == info.default:
+            continue
+        yield f"{info.name}={_short(value)}"
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, msgspec.Struct):
+        return "(" + " ".join(_fields(value)) + ")"
+    return str(value)
+
+
+def _pool(pool: PoolFacts) -> str:
+    router = pool.router
+    changed = " ".join(
+        f"{name}={getattr(router, name)}"
+        for name, default in ((info.name, info.default) for info in msgspec.structs.fields(router))
+        if name not in {"mode", "busy", "queue", "disagg"} and getattr(router, name) != default
+    )
+    role = "" if pool.role == "aggregated" else f", for {pool.role}"
+    parts = [f"{pool.model}{role}, blocks of {pool.block_size} tokens, {pool.routed} routed by {router.mode}"]
+    parts += [changed] if changed else []
+    parts += [f"busy above {' '.join(_fields(pool.busy))}"] if list(_fields(pool.busy)) else []
+    if pool.disagg is not None:
+        parts.append(f"prompts computed remotely: {' '.join([pool.disagg.policy, *_fields(pool.disagg)])}")
+    if router.queue.threshold is not None:
+        parts.append(f"waits above {_queue(router.queue)}")
+    return "; ".join(parts)
+
+
+def _queue(queue: QueueConfig) -> str:
+    return f"{queue.threshold:g} steps of prefill, {queue.policy}, {len(queue.classes)} classes"
+
+
+def _ranks_sheet(name: str, ranks: list[RankFacts], rows_max: int) -> Sheet:
+    tiers = [
+        tier for tier in (ranks[0].blocks if ranks else ()) if tier == "device" or any(r.blocks[tier] for r in ranks)
+    ]
+    guesses = [
+        (title, attribute)
+        for title, attribute in (("approx.", "approximate_blocks"), ("predicted", "predicted_blocks"))
+        if any(getattr(rank, attribute) for rank in ranks)
+    ]
+    found: dict[str, tuple[str, ...]] = {}
+    for rank in ranks:
+        said = rank.reported
+        found[f"{rank.worker_id}/{rank.rank}"] = (
+            f"{rank.worker_id}/{rank.rank}",
+            str(rank.prefill_tokens),
+            f"{rank.decode_blocks:.6g}",
+            str(rank.active_requests),
+            "" if said is None else f"{said.running}+{said.waiting}",
+            "" if said is None else f"{said.kv_blocks_used}/{said.kv_blocks_total}",
+            str(rank.computed_tokens),
+            *(str(rank.blocks[tier]) for tier in tiers),
+            *(str(getattr(rank, attribute)) for _, attribute in guesses),
+            f"{rank.last_seq}{' resync' * rank.resync}",
+        )
+    columns = ("rank", "prefill", "decode", "active", "run+wait", "kv used", "computed")
+    titles = (*columns, *tiers, *(title for title, _ in guesses), "seq")
+    return _sheet(name, titles, found, rows_max, frozenset({"rank"}), "no ranks")
+
+
+def _sheet(
+    name: str,
+    columns: tuple[str, ...],
+    rows: Mapping[str, tuple[str, ...]],
+    rows_max: int,
+    texts: frozenset[str],
+    empty: str,
+) -> Sheet:
+    shown = dict(list(rows.items())[:rows_max])
+    return Sheet(name, columns, shown, len(rows) - len(shown), empty, texts)
+
+
+def _as_before(sheet: Sheet, before: Sheet, key: str) -> tuple[str, ...]:
+    """The cells of a row as they were, by column; a new row was empty."""
+    old = dict(zip(before.columns, before.rows.get(key, ()), strict=False))
+    return tuple(old.get(column, "") for column in sheet.columns)
+
+
+def _numbers(ranks: list[int]) -> str:
+    return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"

@@ -1,0 +1,78 @@
+"""What an exported topic looks like to DuckDB: a view with every column that its events may have, seen or not."""
+
+from typing import Any
+
+from msgspec import inspect
+
+from forebay.cli.common.readable import HEX_FIELDS
+from forebay.events.requests import RequestSubmitted
+from forebay.events.topics import DECISIONS, INPUTS, Topic
+
+_PLACE = {"log_offset": "BIGINT", "log_partition": "BIGINT", "log_at_us": "BIGINT", "log_key": "VARCHAR"}
+_INPUT_NAMES = {topic.name for topic in INPUTS}
+_PLAIN: dict[type[inspect.Type], str] = {
+    inspect.IntType: "BIGINT",
+    inspect.FloatType: "DOUBLE",
+    inspect.StrType: "VARCHAR",
+    inspect.BoolType: "BOOLEAN",
+    inspect.LiteralType: "VARCHAR",
+    inspect.BytesType: "VARCHAR[]",
+}
+
+
+def view_of(name: str, topic: Topic | None, *, token_ids: bool) -> str:
+    """The statement that makes a view of an exported file, to be run in its directory."""
+    columns = ", ".join(f"{_quoted(column)}: {_quoted(kind)}" for column, kind in _columns(topic, token_ids).items())
+    view = name.replace("-", "_").replace(".", "_")
+    options = f"format = 'newline_delimited', columns = {{{columns}}}"
+    return f'CREATE OR REPLACE VIEW "{view}" AS FROM read_json({_quoted(name + ".ndjson")}, {options});\n'
+
+
+def _columns(topic: Topic | None, token_ids: bool) -> dict[str, str]:
+    columns = {**_PLACE, "log_headers": "JSON"}
+    if topic is None or topic.events is None:
+        return {**columns, "value": "VARCHAR"}
+    if topic.name in _INPUT_NAMES:
+        columns |= {"applied_us": "BIGINT", "applied_by": "BIGINT"}
+    if topic.name == DECISIONS.name:
+        columns["void"] = "BOOLEAN"
+    columns |= {"undecodable": "VARCHAR", "value": "VARCHAR", "type": "VARCHAR"}
+    told = inspect.type_info(topic.events)
+    for event in told.types if isinstance(told, inspect.UnionType) else (told,):
+        assert isinstance(event, inspect.StructType)
+        if event.cls is RequestSubmitted:
+            columns["prompt_tokens"] = "BIGINT"
+        columns |= _fields(event, token_ids)
+    return columns
+
+
+def _fields(struct: inspect.StructType, token_ids: bool) -> dict[str, str]:
+    columns = {}
+    for field in struct.fields:
+        if field.name == "token_ids":
+            columns["token_ids" if token_ids else "token_count"] = "BIGINT[]" if token_ids else "BIGINT"
+        elif field.name in HEX_FIELDS:
+            columns[field.name] = "VARCHAR"
+        else:
+            columns[field.name] = _kind(field.type, token_ids)
+    return columns
+
+
+def _kind(told: inspect.Type, token_ids: bool) -> str:
+    match told:
+        case inspect.Metadata():
+            return _kind(told.type, token_ids)
+        case inspect.UnionType():
+            (some, *others) = [one for one in told.types if not isinstance(one, inspect.NoneType)]
+            return "JSON" if others else _kind(some, token_ids)
+        case inspect.VarTupleType():
+            return f"{_kind(told.item_type, token_ids)}[]"
+        case inspect.StructType():
+            fields = _fields(told, token_ids)
+            return "STRUCT(" + ", ".join(f'"{name}" {kind}' for name, kind in fields.items()) + ")"
+        case _:
+            return _PLAIN[type(told)]
+
+
+def _quoted(text: Any) -> str:
+    return "'" + str(text).replace("'", "''") + "'"

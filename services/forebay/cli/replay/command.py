@@ -1,0 +1,73 @@
+"""`forebay replay`: questions to a recorded log."""
+
+import asyncio
+from collections.abc import Set
+from typing import Annotated
+
+import msgspec
+import typer
+
+from forebay.cli.common.cluster import NAMESPACE, KafkaSource, NamespaceOption, PropertiesOption
+from forebay.cli.common.errors import complain, explained, fail
+from forebay.cli.common.recording import GroupOption, LogArgument, Recording
+from forebay.cli.common.terminal import own_stdout
+from forebay.cli.common.unverified import DIVERGED, allow_option, allowed_of, complaint, exit_code
+from forebay.cli.policies.recorded import require_policies
+from forebay.cli.replay import at as replay_at
+from forebay.cli.replay import export as replay_export
+from forebay.cli.replay.diff import diff_command
+from forebay.cli.replay.explain import explain_command
+from forebay.cli.replay.verify import show, shown_progress
+from forebay.events.topics import DECISIONS
+from forebay.replay.verify import UNVERIFIED, OnProgress, Report, verify
+from forebay.transport.recorded_groups import groups_of
+from forebay.transport.sqlite_log import SqliteLog
+
+app = typer.Typer(help="Derive recorded decisions again.", no_args_is_help=True)
+app.command("explain")(explain_command)
+app.command("at")(replay_at.at)
+app.command("export")(replay_export.export)
+app.command("diff")(diff_command)
+
+
+@app.callback()
+def _root() -> None:
+    """Derive recorded decisions again."""
+
+
+@app.command("verify")
+def verify_command(
+    log: LogArgument = None,
+    kafka: KafkaSource = None,
+    namespace: NamespaceOption = NAMESPACE,
+    kafka_config: PropertiesOption = None,
+    group: GroupOption = "",
+    allow: Annotated[list[str] | None, allow_option(UNVERIFIED)] = None,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """Derive every routing decision again; exit 1 at the first that the events do not lead to."""
+    recording = Recording(log, kafka, namespace, kafka_config, group)
+    recording.require_one_source()
+    allowed = allowed_of(allow, UNVERIFIED)
+    with explained(), shown_progress() as on_progress, own_stdout():
+        report = asyncio.run(_verify(recording, on_progress, allowed))
+    if json:
+        typer.echo(msgspec.json.encode(report).decode())
+    else:
+        show(report)
+    if report.divergence is not None:
+        raise typer.Exit(DIVERGED)
+    if report.failed:
+        complain(complaint(report.failed, report.unknown_event))
+        raise typer.Exit(exit_code(report.failed))
+
+
+async def _verify(recording: Recording, on_progress: OnProgress, allowed: Set[str]) -> Report:
+    async with recording.opened() as (log, partition):
+        if isinstance(log, SqliteLog):
+            log.check()
+        await require_policies(log, partition)
+        ends = [await of(DECISIONS.name, partition) for of in (log.begin, log.end)]
+        if ends[0] == ends[1] and "" not in await groups_of(log):
+            fail(f"nothing to verify: the journal in control partition {partition} of {recording.name} is empty")
+        return await verify(log, partition, on_progress, allowed)

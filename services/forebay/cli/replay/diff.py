@@ -1,0 +1,138 @@
+"""`forebay replay diff`: the recorded history beside another configuration or policy."""
+
+import asyncio
+from collections.abc import Set
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.progress import TaskID
+
+from forebay.cli.common.cluster import NAMESPACE, KafkaSource, NamespaceOption, PropertiesOption
+from forebay.cli.common.errors import complain, explained, fail
+from forebay.cli.common.page_file import require_writable, write
+from forebay.cli.common.recording import GroupOption, LogArgument, Recording
+from forebay.cli.common.terminal import bar, own_stdout
+from forebay.cli.common.unverified import DIVERGED, allow_option, allowed_of, complaint, exit_code
+from forebay.cli.policies.alternative import (
+    Alternative,
+    PolicyConfigOption,
+    PolicyOption,
+    SetOption,
+    alternative,
+)
+from forebay.cli.policies.recorded import require_policies
+from forebay.cli.replay.closed_loop import ClosedLoop, closed_loop
+from forebay.cli.replay.diff_view import show
+from forebay.cli.replay.verify import shown_progress
+from forebay.replay.diff import diff
+from forebay.replay.diff_report import Report
+from forebay.replay.handover import Handover
+from forebay.replay.verify import OnProgress
+from forebay.replay.walk import FOREIGN_RECORDS, UNKNOWN_EVENTS, UNREAD_FIELDS
+from forebay.transport.recorded_groups import pools_of
+from forebay.transport.sqlite_log import SqliteLog
+
+PAGE_TITLE = "forebay replay diff"
+ALLOWED = (FOREIGN_RECORDS, UNREAD_FIELDS, UNKNOWN_EVENTS)
+
+
+def diff_command(
+    log: LogArgument = None,
+    sets: SetOption = None,
+    policy: PolicyOption = None,
+    policy_config: PolicyConfigOption = None,
+    kafka: KafkaSource = None,
+    namespace: NamespaceOption = NAMESPACE,
+    kafka_config: PropertiesOption = None,
+    group: GroupOption = "",
+    html: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="Write a page with plots, which needs nothing else.")
+    ] = None,
+    allow: Annotated[list[str] | None, allow_option(ALLOWED)] = None,
+    closed: Annotated[
+        bool,
+        typer.Option("--closed-loop", help="Also simulate both, with caches of their own, from the fork on."),
+    ] = False,
+    speedup: Annotated[
+        float,
+        typer.Option(min=1e-6, max=1e6, help="With --closed-loop: how much faster than the modelled GPU engines are."),
+    ] = 1.0,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """Try a recorded history under another configuration: who would have gone elsewhere, and what of it.
+
+    Open loop: the alternative gets the recorded events, KV events included. Exit 1 when history itself cannot be
+    verified.
+    """
+    recording = Recording(log, kafka, namespace, kafka_config, group)
+    recording.require_one_source()
+    if html is not None:
+        require_writable("--html", html, PAGE_TITLE)
+    if speedup != 1.0 and not closed:
+        fail("--speedup is of the simulated engines: give it with --closed-loop")
+    allowed = allowed_of(allow, ALLOWED)
+    handover = Handover() if closed else None
+    with explained(), own_stdout():
+        other = alternative(sets, policy, policy_config)
+        with shown_progress() as on_progress:
+            report = asyncio.run(_diff(recording, other, on_progress, handover))
+        simulated = None if handover is None else _simulated(report, handover, speedup)
+    if json:
+        told = msgspec.to_builtins(report)
+        typer.echo(msgspec.json.encode({**told, "closed_loop": simulated} if closed else told).decode())
+    elif report.divergence is None:
+        show(report, simulated)
+        if closed and simulated is None:
+            typer.echo("closed loop   nothing to simulate: there is no fork")
+    if html is not None and report.divergence is None:
+        _write(html, report, simulated, recording.name)
+    _complain(report, allowed, recording)
+
+
+def _simulated(report: Report, handover: Handover, speedup: float) -> ClosedLoop | None:
+    """What comes of it closed loop; None when there is nothing to simulate. Raises Unusable."""
+    if report.divergence is not None or report.fork is None:
+        return None
+    with bar() as progress:
+        tasks: dict[str, TaskID] = {}
+
+        def on_run(name: str, done: int, total: int) -> None:
+            if name not in tasks:
+                tasks[name] = progress.add_task(name, total=total)
+            progress.update(tasks[name], completed=done)
+
+        ended_us = report.fork.at_us + round((report.span_s - report.fork.after_s) * 1e6)
+        return closed_loop(handover, ended_us, speedup, on_run)
+
+
+def _write(path: Path, report: Report, simulated: ClosedLoop | None, source: str) -> None:
+    from forebay.cli.replay.diff_page import page  # noqa: PLC0415 - plotly takes a second, which only pages are worth
+
+    write("--html", path, lambda: page(report, simulated, source))
+
+
+async def _diff(recording: Recording, other: Alternative, on_progress: OnProgress, handover: Handover | None) -> Report:
+    async with recording.opened() as (log, partition):
+        if isinstance(log, SqliteLog):
+            log.check()
+        await require_policies(log, partition)
+        pools = await pools_of(log, partition)
+        other.require_pools(pools)
+        report = await diff(log, partition, other.of, on_progress, handover, other.named)
+        report.alternative, report.idle = str(other), other.idle(pools, report.undone)
+        return report
+
+
+def _complain(report: Report, allowed: Set[str], recording: Recording) -> None:
+    """End the command with the exit code of a verification that failed."""
+    if report.divergence is not None:
+        told = report.divergence
+        where = f"{recording.name}: history diverges at journal offset {told.offset}: {told.reason}"
+        complain(f"{where}; `forebay replay verify` tells more")
+        raise typer.Exit(DIVERGED)
+    failed = {name: count for name, count in report.unverified.items() if name not in allowed}
+    if failed:
+        complain(complaint(failed))
+        raise typer.Exit(exit_code(failed))

@@ -1,0 +1,222 @@
+"""An explanation as a timeline for a terminal: each choice with its candidates, the rest in a line each."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import msgspec
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from forebay.cli.common.terminal import printable, results
+from forebay.cli.replay.at_view import span
+from forebay.core.first_token import Part
+from forebay.events.control import RouterConfig
+from forebay.replay.explanation import Candidate, Explanation, LeftOut, Moment, Routing, Submission
+from forebay.transport.recording import utc
+
+CANDIDATES_SHOWN = 10  # the cheapest; --all has the others
+LEFT_OUT_SHOWN = 5  # lines of those that were no candidates
+NAMES_SHOWN = 6  # of ranks that one reason kept out
+INDENT = 14  # of what belongs to a line of the timeline
+TABLE_INDENT = 4
+PARTS: dict[Part, str] = {
+    "queue": "in the queue",
+    "encode": "encode",
+    "prefill": "prefill",
+    "wait": "waiting for a worker",
+    "transfer": "KV transfer",
+    "decode": "hop and first step of who answers",
+}
+
+
+def show(explanation: Explanation, *, everything: bool) -> None:
+    """The whole of it on stdout; `everything` cuts no list of candidates."""
+    console, tables = results(), results(wide=True)
+    routings = {one.offset: one for one in explanation.routings}
+    for line in _head(explanation):
+        _say(console, line, 2)
+    console.print()
+    for moment in explanation.timeline:
+        _show_moment(console, explanation, moment)
+        routing = routings.get(moment.offset) if moment.what in ("routed", "answered") else None
+        if routing is not None:
+            _show_routing(console, tables, routing, everything=everything)
+    if explanation.ending is not None:
+        _show_left_out(console, explanation.ending.left_out, everything=everything)
+    console.print()
+    for line in _foot(explanation):
+        _say(console, line, 2)
+
+
+def _head(explanation: Explanation) -> Iterator[str]:
+    asked = explanation.submitted
+    yield f"{explanation.kind} {explanation.request_id}: {_outcome(explanation)}"
+    if asked is not None:
+        yield ", ".join(_asked(asked))
+        if asked.hints:
+            yield "hints: " + ", ".join(f"{name} {_value(value)}" for name, value in asked.hints.items())
+        if asked.now_us is not None:
+            yield f"submitted at {utc(asked.now_us)} by the owner's clock, requests offset {asked.offset}"
+    if explanation.earlier_uses:
+        times = "once" if explanation.earlier_uses == 1 else f"{explanation.earlier_uses} times"
+        yield f"the id was used {times} before: this is its last use"
+
+
+def _outcome(explanation: Explanation) -> str:
+    ending = explanation.ending
+    if ending is None:
+        return "not known" if explanation.state == "unknown" else explanation.state
+    reason = f" ({ending.reason})" if ending.reason else ""
+    tokens = "" if ending.output_tokens is None else f", {ending.output_tokens:,} tokens"
+    length = "" if not ending.duration_us else f" after {_seconds(ending.duration_us)}"
+    return f"{ending.state}{reason}{length}{tokens}"
+
+
+def _asked(asked: Submission) -> Iterator[str]:
+    yield f"model {asked.model}"
+    if asked.lora_name:
+        yield f"adapter {asked.lora_name}"
+    yield f"{asked.prompt_tokens:,} prompt tokens in {asked.full_blocks:,} full blocks"
+    if asked.max_tokens is not None:
+        yield f"at most {asked.max_tokens:,} tokens"
+    if asked.timeout_us is not None:
+        yield f"deadline after {asked.timeout_us / 1e6:g} s"
+    yield f"tie seed {asked.tie_seed}"
+    if asked.anonymised:
+        yield "anonymised"
+
+
+def _foot(explanation: Explanation) -> Iterator[str]:
+    told = explanation.divergence
+    if told is not None:
+        where = "in its life" if explanation.timeline else "before it"
+        yield f"DIVERGENCE at journal offset {told.offset}, {where}: {told.reason}"
+        for name, values in told.differs.items():
+            yield f"  {name}: recorded {_value(values['recorded'])}, derived {_value(values['derived'])}"
+        yield "what came after that cannot be explained; `forebay replay verify` tells more of it"
+        return
+    first = explanation.first_token
+    if first is not None and first.ttft_us is not None:
+        wall = "" if first.wall_ttft_us is None else f" ({_seconds(first.wall_ttft_us)} by those of ingress and worker)"
+        yield f"time to first token {_seconds(first.ttft_us)} by the owner's clock{wall}"
+    elif first is not None and first.wall_ttft_us is not None:
+        yield f"time to first token {_seconds(first.wall_ttft_us)} by the clocks of ingress and worker"
+    parts = {} if first is None or first.parts_us is None else first.parts_us
+    if len(parts) > 1:
+        yield "of that: " + ", ".join(f"{PARTS[part]} {span(us)}" for part, us in parts.items())
+    if explanation.derived_to > explanation.derived_from:
+        offsets = f"journal offsets {explanation.derived_from} to {explanation.derived_to - 1}"
+        yield f"derived again from {offsets}, every record equal to the recorded one"
+
+
+def _show_moment(console: Console, explanation: Explanation, moment: Moment) -> None:
+    when = "" if moment.after_us is None else f"+{moment.after_us / 1e6:.3f} s"
+    text = moment.text
+    if moment.now_us is None and explanation.state != "submitted":
+        text += " (on the log, and not journalled yet)"
+    if not moment.counted:
+        text += " (without effect)"
+    _say(console, f"{when:>{INDENT - 2}}  {text}", INDENT)
+
+
+def _show_routing(console: Console, tables: Console, routing: Routing, *, everything: bool) -> None:
+    settings = _settings(routing)
+    if settings:
+        _say(console, f"{'':{INDENT}}{routing.mode}: {settings}", INDENT + 2)
+    order = sorted(range(len(routing.candidates)), key=lambda at: (routing.candidates[at].cost, at))
+    shown = order if everything else order[:CANDIDATES_SHOWN]
+    if routing.winner not in shown:
+        shown = [*shown[:-1], routing.winner]
+    tables.print(Padding(_table(routing, shown), (0, 0, 0, TABLE_INDENT), expand=False))
+    if len(shown) < len(order):
+        most = routing.candidates[order[-1]].cost
+        more = f"{len(order) - len(shown)} more candidates, with costs up to {most:,.2f}; --all shows them"
+        _say(console, f"{'':{INDENT}}{more}", INDENT)
+    _show_left_out(console, routing.left_out, everything=everything)
+
+
+def _settings(routing: Routing) -> str:
+    """What is not as it comes, or was changed by the request."""
+    usual = RouterConfig()
+    found = []
+    for name, value in routing.config.items():
+        if name in routing.overridden:
+            found.append(f"{name} {_value(value)} by the request")
+        elif value != getattr(usual, name, None):
+            found.append(f"{name} {_value(value)}")
+    return ", ".join(found)
+
+
+def _table(routing: Routing, shown: Sequence[int]) -> Table:
+    columns = list(_columns(routing))
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column("")
+    table.add_column("candidate", no_wrap=True)
+    for name, _ in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    several = any(one.seen.rank for one in routing.candidates)
+    for at in shown:
+        one = routing.candidates[at]
+        mark = "*" if at == routing.winner else ""
+        name = f"{one.seen.worker_id}/{one.seen.rank}" if several else one.seen.worker_id
+        cells = [Text(mark), Text(printable(name)), *(Text(cell(one)) for _, cell in columns)]
+        table.add_row(*cells, style="bold" if mark else None)
+    return table
+
+
+def _columns(routing: Routing) -> Iterator[tuple[str, Callable[[Candidate], str]]]:
+    """Names and cells; terms that say nothing for anybody are left out."""
+    candidates = routing.candidates
+    yield "cost", lambda one: f"{one.cost:,.2f}"
+    if any(one.probability is not None for one in candidates):
+        yield "chance", lambda one: f"{100 * (one.probability or 0):.1f} %"
+    yield "prefill", lambda one: f"{one.prefill_blocks:,.2f}"
+    yield "credit", lambda one: f"{one.overlap_credit:,.2f}"
+    yield "decode", lambda one: f"{one.decode_blocks:,.2f}"
+    yield "active", lambda one: f"{one.active_requests:,}"
+    if any(one.taint_factor != 1.0 for one in candidates):
+        yield "taints", lambda one: f"x{one.taint_factor:.3f}"
+    yield "cached", lambda one: f"{one.seen.device_overlap:,}"
+    if any(one.seen.assumed_overlap for one in candidates):
+        yield "assumed", lambda one: f"{one.seen.assumed_overlap:,}"
+    if any(one.seen.host_overlap for one in candidates):
+        yield "on host", lambda one: f"{one.seen.host_overlap:,}"
+    if any(one.seen.disk_overlap for one in candidates):
+        yield "on disk", lambda one: f"{one.seen.disk_overlap:,}"
+    yield "of all", lambda one: f"{one.seen.device_blocks + one.seen.host_blocks + one.seen.disk_blocks:,}"
+    yield "waiting", lambda one: f"{one.seen.waiting_tokens:,}"
+    if routing.reason in ("tie_computed_tokens", "tie_seed"):
+        yield "computed", lambda one: f"{one.seen.computed_tokens:,}"
+
+
+def _show_left_out(console: Console, left_out: Sequence[LeftOut], *, everything: bool) -> None:
+    by_text: dict[str, list[LeftOut]] = {}
+    for one in left_out:
+        by_text.setdefault(one.text, []).append(one)
+    lines = []
+    for text, alike in by_text.items():
+        names = [f"{one.seen.worker_id}/{one.seen.rank}" for one in alike]
+        listed = names if everything else names[:NAMES_SHOWN]
+        more = f" and {len(names) - len(listed)} more" if len(listed) < len(names) else ""
+        lines.append(f"left out {', '.join(listed)}{more}: {text}")
+    shown = lines if everything else lines[:LEFT_OUT_SHOWN]
+    for line in shown:
+        _say(console, f"{'':{INDENT}}{line}", INDENT + 2)
+    if len(shown) < len(lines):
+        _say(console, f"{'':{INDENT}}and {len(lines) - len(shown)} more reasons; --all shows them", INDENT)
+
+
+def _say(console: Console, line: str, hang: int) -> None:
+    """A line whose continuation hangs under its text."""
+    text = Text(printable(line))
+    for at, part in enumerate(text.wrap(console, max(console.width - hang, 20))):
+        console.print(Text(" " * hang if at else "").append_text(part), soft_wrap=True)
+
+
+def _seconds(us: int) -> str:
+    return f"{us / 1e6:.3f} s"
+
+
+def _value(value: object) -> str:
+    return value if isinstance(value, str) else msgspec.json.encode(value).decode()

@@ -1,0 +1,151 @@
+"""`forebay replay export`: every topic of a recording as newline-delimited JSON, for DuckDB and others."""
+
+import asyncio
+import base64
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from forebay.cli.common.errors import explained, fail
+from forebay.cli.common.readable import plain
+from forebay.cli.common.terminal import bar
+from forebay.cli.replay.columns import view_of
+from forebay.events.codec import DecodeError, decode
+from forebay.events.requests import RequestSubmitted
+from forebay.events.topics import DECISIONS, INPUTS, Topic, topic_named
+from forebay.replay.applied import applied
+from forebay.transport.base import Record
+from forebay.transport.recorded import Validity, validity_from
+from forebay.transport.sqlite_log import SqliteLog
+
+VIEWS = "views.sql"
+PAGE_RECORDS = 500
+INPUT_NAMES = frozenset(topic.name for topic in INPUTS)
+
+
+class Exported(msgspec.Struct, kw_only=True):
+    """What was written of one topic."""
+
+    records: int = 0
+    undecodable: int = 0
+
+
+def export(
+    log: Annotated[
+        Path, typer.Argument(metavar="LOG", help="A log file of `forebay up`, which may be in use, or a recording.")
+    ],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new or empty directory.")],
+    token_ids: Annotated[bool, typer.Option("--token-ids", help="With the tokens of prompts and answers.")] = False,
+) -> None:
+    """Write every topic as newline-delimited JSON, one file a topic, and views of them for DuckDB."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with explained():
+        recording = SqliteLog.open(log, readonly=True)
+        try:
+            _require_empty(folder)
+            with bar(*columns) as progress:
+                exported = asyncio.run(_export(recording, folder, progress, token_ids=token_ids))
+        except OSError as error:
+            fail(f"{folder}: cannot be written ({error.strerror}); choose another directory")
+        finally:
+            recording.close()
+    for name, done in exported.items():
+        undecodable = f", {done.undecodable} of them do not decode" if done.undecodable else ""
+        typer.echo(f"{folder / name}.ndjson  {done.records} records{undecodable}")
+    typer.echo(f"{folder / VIEWS}")
+
+
+def _require_empty(folder: Path) -> None:
+    if folder.exists() and not folder.is_dir():
+        fail(f"{folder}: is a file; choose another directory")
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.iterdir()):
+        fail(f"{folder}: is not empty; choose another directory")
+
+
+async def _export(log: SqliteLog, folder: Path, progress: Progress, *, token_ids: bool) -> dict[str, Exported]:
+    partitions: dict[str, list[int]] = {topic.name: [] for topic in (*INPUTS, DECISIONS)}  # there if only empty
+    for name, partition, _ in log.topics():
+        partitions.setdefault(name, []).append(partition)
+    exported = {}
+    for name, numbers in partitions.items():
+        total = sum([await log.end(name, number) - await log.begin(name, number) for number in numbers])
+        task = progress.add_task(name, total=total)
+        done = exported[name] = Exported()
+        part = folder / f"{name}.ndjson.part"
+        with part.open("wb") as file:
+            for number in numbers:
+                async for line, decoded in _lines(log, name, number, token_ids=token_ids):
+                    file.write(msgspec.json.encode(line) + b"\n")
+                    done.records += 1
+                    done.undecodable += not decoded
+                    if done.records % PAGE_RECORDS == 0:
+                        progress.update(task, completed=done.records)
+        part.rename(folder / f"{name}.ndjson")
+    (folder / VIEWS).write_text("".join(view_of(name, _topic(name), token_ids=token_ids) for name in exported))
+    return exported
+
+
+async def _lines(
+    log: SqliteLog, name: str, partition: int, *, token_ids: bool
+) -> AsyncIterator[tuple[dict[str, Any], bool]]:
+    """Each record as one flat object, and whether it decoded."""
+    topic = _topic(name)
+    orders = applied(log, partition, name) if name in INPUT_NAMES else None
+    validity = await validity_from(log, partition) if name == DECISIONS.name else None
+    offset = await log.begin(name, partition)
+    while records := await log.read(name, partition, offset, PAGE_RECORDS):
+        for record in records:
+            line = _place(record)
+            if orders is not None:
+                when = await anext(orders, None)
+                line |= {"applied_us": when and when.now_us, "applied_by": when and when.journal_offset}
+            decoded = _add_event(line, topic, record, validity, token_ids=token_ids)
+            yield line, decoded
+        offset = records[-1].offset + 1
+
+
+def _place(record: Record) -> dict[str, Any]:
+    line: dict[str, Any] = {
+        "log_offset": record.offset,
+        "log_partition": record.partition,
+        "log_at_us": record.at_us,
+    }
+    if record.key is not None:
+        line["log_key"] = record.key.decode(errors="backslashreplace")
+    if record.headers:
+        line["log_headers"] = dict(record.headers)
+    return line
+
+
+def _add_event(
+    line: dict[str, Any], topic: Topic | None, record: Record, validity: Validity | None, *, token_ids: bool
+) -> bool:
+    """Put an event's fields beside its place; what does not decode goes as it came, with the reason."""
+    if topic is None or topic.events is None:
+        line["value"] = record.value.decode(errors="backslashreplace")
+        return True
+    try:
+        event = decode(topic, record.value)
+    except DecodeError as error:
+        event, line["undecodable"], line["value"] = None, str(error), base64.b64encode(record.value).decode()
+    if validity is not None:
+        line["void"] = event is not None and not validity.admits(event, record.offset)
+    if event is None:
+        return False
+    if isinstance(event, RequestSubmitted):
+        line["prompt_tokens"] = event.prompt_tokens
+    line |= plain(event, token_ids=token_ids)
+    return True
+
+
+def _topic(name: str) -> Topic | None:
+    """None for a topic that this version does not know: its records go as they came."""
+    try:
+        return topic_named(name)
+    except KeyError:
+        return None

@@ -1,0 +1,180 @@
+"""What a report measures of a run: its times in order, how many kept which limits, and curves over the run."""
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from forebay.cli.simulate.simulations import Run
+from forebay.simulate.goodput import Slo
+from forebay.simulate.outcome import Outcome
+
+# Round limits, 35 to a decade: somebody who looks for 500 ms finds it.
+MANTISSAS = (*range(100, 200, 10), *range(200, 500, 20), *range(500, 1_000, 50))
+DECADE_MIN, DECADE_MAX = -3, 9  # of limits in ms: a microsecond to eleven days
+US_PER_MS = 1e3
+US_PER_S = 1e6
+
+T = TypeVar("T", int, float)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One run as the page shows it.
+
+    Attributes:
+        group: the name of its place, `r0` and up, by which the page finds what it drew of a run.
+        label: the run's name, with its fleet where other runs have the same name; unique.
+        colour: the name of its colour in the page's style.
+        ttft_ms, itl_ms, e2e_ms: in ascending order, of requests that were answered; `itl_ms` of those with two tokens.
+        span_s: from the first arrival to the last answer.
+    """
+
+    run: Run
+    group: str
+    label: str
+    colour: str
+    ttft_ms: list[float]
+    itl_ms: list[float]
+    e2e_ms: list[float]
+    requests: int
+    failed: int
+    span_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How many answered requests kept which limits.
+
+    Attributes:
+        ttft_ms, itl_ms: limits in ascending order; the last ones hold for every request of every run.
+        kept: for each run, how many requests need the i-th limit of TTFT and the j-th of ITL, and no lower ones.
+    """
+
+    ttft_ms: list[float]
+    itl_ms: list[float]
+    kept: list[dict[tuple[int, int], int]]
+
+
+def measured(runs: Sequence[Run], colours: int) -> list[Measured]:
+    """All runs, their colours `p0` and up, `colours` of them in turn."""
+    labels = _labels(runs)
+    return [
+        _measured(run, f"r{at}", label, f"p{at % colours}")
+        for at, (run, label) in enumerate(zip(runs, labels, strict=True))
+    ]
+
+
+def times_of(outcome: Outcome) -> Iterable[tuple[int, float, float, float]]:
+    """Of each request that was answered its place, and in ms TTFT, ITL (0 for one token) and E2E."""
+    requests = outcome.requests
+    columns = (requests.column(name) for name in ("arrived_us", "first_us", "last_us", "output_tokens"))
+    failures = requests.failures
+    for place, (arrived_us, first_us, last_us, tokens) in enumerate(zip(*columns, strict=True)):
+        if place not in failures:
+            itl_ms = (last_us - first_us) / US_PER_MS / (tokens - 1) if tokens > 1 else 0.0
+            yield place, (first_us - arrived_us) / US_PER_MS, itl_ms, (last_us - arrived_us) / US_PER_MS
+
+
+def limits(runs: Sequence[Measured], slo: Slo | None) -> Limits:
+    """Count what kept which limits; those of `slo` are among them, and who does not keep its E2E keeps none."""
+    slo = slo or Slo()
+    ttft_ms = _round_limits([one.ttft_ms for one in runs], slo.ttft_ms)
+    itl_ms = _round_limits([one.itl_ms for one in runs], slo.itl_ms)
+    kept = [
+        dict(
+            Counter(
+                (bisect_left(ttft_ms, ttft), bisect_left(itl_ms, itl))
+                for _, ttft, itl, e2e in times_of(one.run.outcome)
+                if slo.e2e_ms is None or e2e <= slo.e2e_ms
+            )
+        )
+        for one in runs
+    ]
+    return Limits(ttft_ms, itl_ms, kept)
+
+
+def quantile(ordered: Sequence[float], share: float) -> float:
+    """Of values in order, at least one, interpolated between ranks."""
+    at = share * (len(ordered) - 1)
+    low = int(at)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
+
+
+def shares(ordered: Sequence[float], limits_ms: Sequence[float], of: int, free: int) -> list[float]:
+    """For each limit, how many of the values in order keep it, and of `free` ones, which keep any; of `of`."""
+    found, at = [], 0
+    for limit in limits_ms:
+        while at < len(ordered) and ordered[at] <= limit:
+            at += 1
+        found.append(round((at + free) / of, 5) if of else 0.0)
+    return found
+
+
+def ratios(parts: Sequence[int], wholes: Sequence[int], size: int) -> list[float | None]:
+    """Of every `size` values the sum of the parts, of that of the wholes; None where there is no whole."""
+    sums = zip(_chunks(parts, size), _chunks(wholes, size), strict=True)
+    return [round(sum(part) / sum(whole), 4) if sum(whole) else None for part, whole in sums]
+
+
+def most(values: Sequence[int], size: int) -> list[int]:
+    """Of every `size` values the largest."""
+    return [max(some) for some in _chunks(values, size)]
+
+
+def group_size(count: int, at_most: int) -> int:
+    """How many to put together, so that there are no more than `at_most`."""
+    return max(1, -(-count // at_most))
+
+
+def _measured(run: Run, group: str, label: str, colour: str) -> Measured:
+    outcome = run.outcome
+    times = list(times_of(outcome))
+    tokens = outcome.requests.column("output_tokens")
+    first_us = min(outcome.requests.column("arrived_us"), default=0)
+    last_us = max(outcome.requests.column("last_us"), default=0)
+    return Measured(
+        run=run,
+        group=group,
+        label=label,
+        colour=colour,
+        ttft_ms=sorted(ttft for _, ttft, _, _ in times),
+        itl_ms=sorted(itl for place, _, itl, _ in times if tokens[place] > 1),
+        e2e_ms=sorted(e2e for _, _, _, e2e in times),
+        requests=len(outcome.requests),
+        failed=len(outcome.requests.failures),
+        span_s=max(0, last_us - first_us) / US_PER_S,
+    )
+
+
+def _labels(runs: Sequence[Run]) -> list[str]:
+    names = [run.name for run in runs]
+    if len(set(names)) < len(names):
+        names = [f"{run.name}, {run.settings.workers} workers" for run in runs]
+    seen: Counter[str] = Counter()
+    found = []
+    for name in names:
+        seen[name] += 1
+        found.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
+    return found
+
+
+def _round_limits(values: Iterable[Sequence[float]], given_ms: float | None) -> list[float]:
+    """Round numbers from below the least of all values to not less than the largest, and the given one."""
+    ends = [(some[0], some[-1]) for some in values if some]
+    if not ends:
+        return [1.0] if given_ms is None else [given_ms]
+    low, high = min(one for one, _ in ends), max(one for _, one in ends)
+    every = [float(f"{mantissa}e{decade - 2}") for decade in range(DECADE_MIN, DECADE_MAX) for mantissa in MANTISSAS]
+    first = max(0, bisect_left(every, low) - 1)
+    last = min(len(every) - 1, bisect_left(every, high))
+    found = set(every[first : last + 1])
+    if given_ms is not None:
+        found.add(given_ms)
+    return sorted(found)
+
+
+def _chunks(values: Sequence[T], size: int) -> list[Sequence[T]]:
+    return [values[at : at + size] for at in range(0, len(values), size)]

@@ -1,0 +1,115 @@
+"""The page of `forebay simulate --report`: words, charts, and the data that its scripts look things up in."""
+
+import zlib
+from base64 import b64encode
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from forebay.cli.common.page import render
+from forebay.cli.simulate.report.charts import charts
+from forebay.cli.simulate.report.heat import KINDS, Heat, heat_of
+from forebay.cli.simulate.report.measures import Limits, Measured, limits, measured, quantile
+from forebay.cli.simulate.report.rows import explored
+from forebay.cli.simulate.report.words import (
+    cards,
+    duration,
+    findings,
+    headline,
+    notes,
+    settings_shown,
+    slo_text,
+    table,
+)
+from forebay.cli.simulate.simulations import Run
+from forebay.simulate.goodput import Slo
+from forebay.simulate.outcome import EXPLAINED_MAX
+
+RUNS_MAX = 12  # on one page; more lines on a chart nobody tells apart
+COLOURS = 8
+
+
+def page(runs: Sequence[Run], *, workload: str, slo: Slo | None, digest: str, said: Sequence[str] = ()) -> str:
+    """The whole page of at least one run; of too many the first are shown, and it says so."""
+    shown = measured(runs[:RUNS_MAX], COLOURS)
+    kept = limits(shown, slo)
+    heats = [heat_of(one.run.outcome) for one in shown]
+    rows = explored(shown)
+    told = [*said, *findings(shown)]
+    if len(runs) > RUNS_MAX:
+        told.append(f"The first {RUNS_MAX} of {len(runs)} runs are shown.")
+    return render(
+        "simulate/report/report.html",
+        charts(shown, kept, heats),
+        headline=headline(shown, slo),
+        findings=told,
+        subject=_subject(shown, workload),
+        cards=cards(shown, slo),
+        notes=notes(shown),
+        table=table(shown),
+        slo=slo_text(slo) if slo else "",
+        settings=msgspec.json.format(msgspec.json.encode(settings_shown(shown)), indent=2).decode().splitlines(),
+        digest=digest,
+        kinds=KINDS,
+        rows=len(rows["rows"]),
+        requests=rows["of"],
+        data=_packed(_data(shown, slo, kept, heats, rows)),
+    )
+
+
+def _data(
+    runs: Sequence[Measured], slo: Slo | None, kept: Limits, heats: Sequence[Heat], rows: dict[str, Any]
+) -> dict[str, Any]:
+    slo = slo or Slo()
+    return {
+        "labels": [one.label for one in runs],
+        "colours": [one.colour for one in runs],
+        "limits": {
+            "ttft": kept.ttft_ms,
+            "itl": kept.itl_ms,
+            "kept": [[[*key, count] for key, count in sorted(of_run.items())] for of_run in kept.kept],
+            "requests": [one.requests for one in runs],
+            "span_s": [one.span_s for one in runs],
+            "ttft_at": _nearest(kept.ttft_ms, slo.ttft_ms, [one.ttft_ms for one in runs]),
+            "itl_at": _nearest(kept.itl_ms, slo.itl_ms, [one.itl_ms for one in runs]),
+            "e2e": "" if slo.e2e_ms is None else duration(slo.e2e_ms),
+        },
+        "heat": [{kind: heat.values[kind] for kind in KINDS} for heat in heats if heat.rows],
+        "explained": EXPLAINED_MAX,
+        "explorer": rows,
+    }
+
+
+def _nearest(limits_ms: Sequence[float], given_ms: float | None, values: Sequence[Sequence[float]]) -> int:
+    """The place of the given limit, or of one that nine of ten requests of the best run keep."""
+    wanted_ms = given_ms or min((quantile(some, 0.9) for some in values if some), default=0.0)
+    return next((at for at, limit in enumerate(limits_ms) if limit >= wanted_ms), len(limits_ms) - 1)
+
+
+def _subject(runs: Sequence[Measured], workload: str) -> str:
+    """What was simulated, in one line."""
+    counts = sorted({one.requests for one in runs})
+    fleets = list(dict.fromkeys(_fleet(one) for one in runs))
+    span = duration(max(one.span_s for one in runs) * 1e3)
+    requests = f"{counts[0]:,}" if len(counts) == 1 else f"{counts[0]:,} to {counts[-1]:,}"
+    fleet = fleets[0] if len(fleets) == 1 else "fleets of different sizes"
+    return f"{workload}: {requests} requests in {span} of simulated time, {fleet}"
+
+
+def _fleet(one: Measured) -> str:
+    kinds: Counter[tuple[str, str]] = Counter()
+    for pool in one.run.settings.pools:
+        for group in pool.groups:
+            engine = group.engine
+            role = "" if pool.role == "aggregated" else f"{pool.role} "
+            kinds[role, f"{group.profile}, {engine.kv_blocks_total:,} blocks of {engine.block_size} tokens"] += (
+                group.count
+            )
+    return " and ".join(f"{count} {role}worker{'s' * (count > 1)} ({kind})" for (role, kind), count in kinds.items())
+
+
+def _packed(data: dict[str, Any]) -> str:
+    """A tenth of its size; browsers unpack it themselves."""
+    return b64encode(zlib.compress(msgspec.json.encode(data), 9)).decode()

@@ -1,0 +1,148 @@
+"""The requests of a report's explorer: columns of numbers, few enough for a page."""
+
+from array import array
+from collections.abc import Iterable, Sequence
+from heapq import nlargest
+from itertools import zip_longest
+from typing import Any
+
+from forebay.cli.simulate.report.measures import Measured, times_of
+from forebay.events.decisions import RequestRouted
+from forebay.simulate.outcome import Outcome, worker_names
+
+ROWS_MAX = 20_000  # requests on a page
+CELLS_MAX = 120_000  # of all runs together
+UNKNOWN = -1
+REASONS_MAX = 1_000  # texts of failures, each once
+DECISION = ("mode", "candidates", "ties", "waited_us")
+TERMS = ("cost", "prefill_blocks", "overlap_credit", "decode_blocks", "active_requests", "device_overlap")
+
+
+def explored(runs: Sequence[Measured]) -> dict[str, Any]:
+    """What the explorer gets. A request is the same under every policy if it is the same turn of the workload.
+
+    Returns:
+        `rows`: the turns that are shown, in order, `of` how many; `prompt` and `output` tokens of each. `runs`: of each
+        run the columns of `_run`, -1 for what is not known.
+    """
+    places = [_places(one.run.outcome) for one in runs]
+    of = [any(some) for some in zip_longest(*([place != UNKNOWN for place in some] for some in places))]
+    rows = _chosen(runs, [number for number, came in enumerate(of) if came])
+    tokens: dict[str, list[int]] = {"prompt": [], "output": []}
+    for number in rows:
+        one, place = next(
+            (one, some[number])
+            for one, some in zip(runs, places, strict=True)
+            if number < len(some) and some[number] != UNKNOWN
+        )
+        for name, column in tokens.items():
+            column.append(one.run.outcome.requests.column(f"{name}_tokens")[place])
+    shown = [_run(one, _taken(some, rows)) for one, some in zip(runs, places, strict=True)]
+    return {"rows": rows, "of": sum(of), **tokens, "runs": shown}
+
+
+def _places(outcome: Outcome) -> "array[int]":
+    """By turn of the workload, where a request stands in the order of arrival."""
+    numbers = outcome.requests.column("number")
+    found = array("q", [UNKNOWN]) * (max(numbers, default=UNKNOWN) + 1)
+    for place, number in enumerate(numbers):
+        found[number] = place
+    return found
+
+
+def _chosen(runs: Sequence[Measured], numbers: Sequence[int]) -> list[int]:
+    """All, or of too many: of the failed up to a quarter, the slowest of each run a quarter, the others evenly."""
+    room = min(ROWS_MAX, CELLS_MAX // max(1, len(runs)))
+    if len(numbers) <= room:
+        return list(numbers)
+    kept: set[int] = set()
+    each = room // 4 // len(runs)
+    for one in runs:
+        requests = one.run.outcome.requests
+        number_of = requests.column("number")
+        kept.update(number_of[place] for place in sorted(requests.failures)[:each])
+        slowest = nlargest(each, times_of(one.run.outcome), key=lambda times: (times[1], -times[0]))
+        kept.update(number_of[place] for place, *_ in slowest)
+    others = [number for number in numbers if number not in kept]
+    left = room - len(kept)
+    kept.update(others[at * len(others) // left] for at in range(left))
+    return sorted(kept)
+
+
+def _run(one: Measured, known: Sequence[int]) -> dict[str, Any]:
+    """The columns of a run, by row; `known` are the places of the rows, -1 of those that never came.
+
+    Times in microseconds, `first` and `last` since arrival; `worker`, `prefiller`, `other` (the runner-up) are places
+    in `workers`; `failures` by row are places in `reasons`; the terms of a cost begin with `my_` or `other_`.
+    """
+    outcome = one.run.outcome
+    requests = outcome.requests
+    columns = {
+        name: _taken(requests.column(name), known)
+        for name in ("worker", "prefiller", "cached_tokens", "attempts", "arrived_us")
+    }
+    for name in ("first", "last"):
+        times = _taken(requests.column(f"{name}_us"), known)
+        columns[name] = [
+            time - arrived if place != UNKNOWN and place not in requests.failures else UNKNOWN
+            for time, arrived, place in zip(times, columns["arrived_us"], known, strict=True)
+        ]
+    reasons = sorted({requests.failures[place] for place in known if place in requests.failures})[:REASONS_MAX]
+    numbers = {reason: number for number, reason in enumerate(reasons)}
+    return {
+        **columns,
+        **_decisions(outcome, known),
+        "workers": worker_names(outcome) or _numbered(outcome),
+        "reasons": reasons,
+        "failures": {
+            str(row): numbers.get(requests.failures[place], UNKNOWN)
+            for row, place in enumerate(known)
+            if place in requests.failures
+        },
+    }
+
+
+def _decisions(outcome: Outcome, places: Sequence[int]) -> dict[str, Any]:
+    numbers = {worker: number for number, worker in enumerate(outcome.workers)}
+    modes: dict[str, int] = {}
+    columns: dict[str, list[Any]] = {name: [] for name in (*DECISION, "other", *_named("my"), *_named("other"))}
+    for place in places:
+        routed = outcome.routed.get(place)
+        for name, value in _told(routed, numbers, modes).items():
+            columns[name].append(value)
+    return {**columns, "modes": list(modes)}
+
+
+def _told(routed: RequestRouted | None, numbers: dict[str, int], modes: dict[str, int]) -> dict[str, Any]:
+    if routed is None:
+        return dict.fromkeys((*DECISION, "other", *_named("my"), *_named("other")), UNKNOWN)
+    runner_up = routed.runner_up
+    mine = [_short(getattr(routed.terms, name)) for name in TERMS]
+    theirs = [UNKNOWN] * len(TERMS) if runner_up is None else [_short(getattr(runner_up.terms, name)) for name in TERMS]
+    return {
+        "mode": modes.setdefault(routed.mode, len(modes)),
+        "candidates": routed.candidates,
+        "ties": routed.ties,
+        "waited_us": routed.waited_us,
+        "other": UNKNOWN if runner_up is None else numbers.get(runner_up.worker_id, UNKNOWN),
+        **dict(zip(_named("my"), mine, strict=True)),
+        **dict(zip(_named("other"), theirs, strict=True)),
+    }
+
+
+def _named(whose: str) -> list[str]:
+    return [f"{whose}_{name}" for name in TERMS]
+
+
+def _short(value: float) -> float:
+    """Two decimals, and an integer where that is all."""
+    rounded = round(value, 2)
+    return int(rounded) if rounded == int(rounded) else rounded
+
+
+def _taken(column: Sequence[int], places: Iterable[int]) -> list[int]:
+    return [UNKNOWN if place == UNKNOWN or place >= len(column) else column[place] for place in places]
+
+
+def _numbered(outcome: Outcome) -> list[str]:
+    return [f"worker {number}" for number in range(max(outcome.requests.column("worker"), default=UNKNOWN) + 1)]

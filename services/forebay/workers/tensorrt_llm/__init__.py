@@ -1,0 +1,1 @@
+"""TensorRT-LLM as an engine, by its own Python interface."""

@@ -1,0 +1,1 @@
+"""A small engine of our own on transformers' models: what others are held against."""

@@ -1,0 +1,16 @@
+"""KV that a request leaves behind at a prefill worker without its being fetched."""
+
+from dataclasses import dataclass
+
+from forebay.events.decisions import KvReleaseReason
+
+
+@dataclass(frozen=True, slots=True)
+class Unwanted:
+    """KV that nobody will fetch, kept by an epoch of a worker since an attempt to compute the prompt."""
+
+    request_id: str
+    attempt: int
+    worker_id: str
+    worker_epoch: int
+    reason: KvReleaseReason

@@ -1,0 +1,170 @@
+"""`forebay simulate --against` a recording of prefill and decode workers: both stages, and how KV moved."""
+
+import asyncio
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from typer.testing import CliRunner
+
+from forebay.cli.app import app
+from forebay.cli.simulate.fidelity import AS_RECORDED, OF, PLACED, STAGE_TIMES, TIMES
+from forebay.cli.simulate.fidelity_stages import stages
+from forebay.events.control import DisaggConfig, DisaggPolicy, RouterConfig
+from forebay.simulate.outcome import Served
+from forebay.simulate.settings import Transfer
+from forebay.simulate.transfer_fit import FITTED_MIN
+from tests.cli.test_up import running
+from tests.replay.recorded import write
+from tests.replay.simulated import played
+from tests.replay.test_diff_disagg import COUNT, history
+from tests.simulate.traces import conversations
+
+TRANSFER = Transfer(kv_bytes_per_token=100_000, kv_transfer_bandwidth=2.0, kv_transfer_latency_us=700)
+LINK = ("--kv-transfer-bandwidth", "2.0", "--kv-transfer-latency-us", "700")
+STAGES = ["place", "prefill", "decode", "aggregated"]
+
+pytestmark = pytest.mark.timeout(180)
+
+
+def recording(path: Path, policy: DisaggPolicy = "isl_bounding", transfer: Transfer = TRANSFER) -> Path:
+    """A run of two prefill and two decode workers, whose engines and links are the simulator's own."""
+    rule = DisaggConfig(policy=policy, eff_isl_threshold=3_000, eff_isl_ratio_threshold=0.95)
+    rows = conversations(sessions=11, turns=6, every_ms=1_000)
+    run = played(rows, RouterConfig(disagg=rule), 4, 1_024, prefill=2, transfer=transfer)
+    asyncio.run(write(run.log, path))
+    return path
+
+
+@pytest.fixture(scope="module")
+def apart(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return recording(tmp_path_factory.mktemp("apart") / "run.db")
+
+
+def served(worker: int, prefiller: int | None) -> Served:
+    return Served(0, 1, 1, worker=worker, prefiller=prefiller)
+
+
+def test_disagg_decisions_are_compared_where_what_went_before_is_equal() -> None:
+    lived = [served(0, 2), served(0, 2), served(1, 3), served(0, None), served(1, None), served(1, None)]
+    other = [served(0, 2), served(1, 3), served(1, None), served(0, 2), served(1, None), served(0, None)]
+    agreed = stages(list(zip(lived, other, strict=True)))
+    assert {name: (one.compared, one.equal, one.by_chance) for name, one in agreed.items()} == {
+        "place": (6, 4 / 6, 0.5),
+        "prefill": (2, 0.5, 0.5),
+        "decode": (2, 0.5, 0.5),
+        "aggregated": (2, 0.5, 0.5),
+    }
+
+
+def told(*arguments: Any, code: int = 0) -> str:
+    run = CliRunner().invoke(app, ["simulate", "--against", *map(str, arguments)])
+    assert run.exit_code == code, run.stderr
+    return run.stdout + run.stderr
+
+
+def found(*arguments: Any) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads(told(*arguments, "--json"))
+    return result
+
+
+def test_disagg_engines_and_links_of_the_simulators_own_are_simulated_without_any_error(apart: Path) -> None:
+    report = found(apart, *LINK)
+    assert (report["requests"], report["workers"], report["left_out"]) == (66, 4, {})
+    assert [one["name"] for one in report["simulated"]] == [AS_RECORDED, PLACED]
+    for one in report["simulated"]:
+        assert (one["compared"], one["failed"]) == (66, 0)
+        for time in (*TIMES, *STAGE_TIMES):
+            for of in OF:
+                figure = one["times"][time][of]
+                assert figure["lived"] == figure["simulated"] > 0, (time, of)
+        assert one["prefix_reuse"]["error"] == one["load_max_over_mean"]["error"] == 0
+        assert one["prefix_reuse"]["lived"] > 0.2
+        assert {stage: agreed["equal"] for stage, agreed in one["stages"].items()} == dict.fromkeys(STAGES, 1)
+        assert one["prefilled_remotely"]["lived"] == one["prefilled_remotely"]["simulated"]
+        assert one["stages"]["prefill"]["compared"] == one["prefilled_remotely"]["lived"]
+        assert one["stages"]["aggregated"]["compared"] == 66 - one["prefilled_remotely"]["lived"] > 0
+        assert one["transferred_bytes"]["lived"] == one["transferred_bytes"]["simulated"] > 0
+
+
+def test_disagg_links_are_fitted_to_what_was_recorded(apart: Path, tmp_path: Path) -> None:
+    few = found(apart)["transfer"]
+    assert (few["seen"], few["fitted"], few["transfer"]["kv_bytes_per_token"]) == (13, 13, 100_000)
+    assert "too few to fit" in few["note"]
+    link = Transfer(kv_bytes_per_token=1_000, kv_transfer_bandwidth=0.5, kv_transfer_latency_us=3_000)
+    report = found(recording(tmp_path / "run.db", "always", link))
+    fit = report["transfer"]
+    assert (fit["seen"], fit["transfer"]["kv_bytes_per_token"]) == (66, 1_000)
+    assert FITTED_MIN <= fit["fitted"] < 66, "some shared a link"
+    assert fit["transfer"]["kv_transfer_bandwidth"] == pytest.approx(0.5, rel=0.05)
+    assert fit["transfer"]["kv_transfer_latency_us"] == pytest.approx(3_000, rel=0.05)
+    placed = report["simulated"][1]
+    for time in (*TIMES, *STAGE_TIMES):
+        assert abs(placed["times"][time]["p50"]["error"]) < 5
+
+
+def test_disagg_a_table_says_who_was_where_and_what_moved(apart: Path) -> None:
+    text = " ".join(told(apart, *LINK).split())
+    assert "100.0% of 66 prompts were computed in the same pool both times" in text
+    assert "100.0% of 13 computed by the prefill pool both times were so by the same worker" in text
+    assert "transfers 700 us and 2 GB/s, 100,000 bytes a token; from 13 of 13 transfers, off by 0.0 % p50" in text
+    for row in ("transfer p99, ms", "prefill mean, ms", "prefilled remotely 13 13 +0.00 %", "KV moved, MB"):
+        assert row in text
+
+
+def test_disagg_another_policy_wins_over_what_an_operator_set(tmp_path: Path) -> None:
+    path = tmp_path / "run.db"
+    asyncio.run(history("always", by_hand="never").log(path)).close()
+    runs = {one["name"]: one for one in found(path, "--policy", "kv:disagg.policy=always")["simulated"]}
+    assert {name: one["prefilled_remotely"]["simulated"] for name, one in runs.items()} == {
+        AS_RECORDED: 0,
+        PLACED: 0,
+        "kv:disagg.policy=always": COUNT,
+    }
+    # Nothing was moved in history, so nothing has a size in percent.
+    moved = runs["kv:disagg.policy=always"]["transferred_bytes"]
+    assert (moved["lived"], moved["error"]) == (0, None)
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (LINK, "no KV moves between the workers of this recording: leave the options of its transfer out"),
+        (
+            ("--policy", "kv:disagg.policy=never"),
+            "kv:disagg.policy=never: disagg is of prefill and decode workers, and the recording has none",
+        ),
+    ],
+)
+def test_disagg_what_would_do_nothing_is_refused(tmp_path: Path, given: tuple[str, ...], reason: str) -> None:
+    run = played(conversations(sessions=2, turns=2), RouterConfig(), 2)
+    asyncio.run(write(run.log, tmp_path / "run.db"))
+    assert told(tmp_path / "run.db", *given, code=2) == f"forebay: {reason}\n"
+
+
+def test_disagg_a_live_fleet_is_simulated_as_it_decided(tmp_path: Path) -> None:
+    rule = {"policy": "classic", "max_local_prefill_length": 100}
+    fleet = ("--prefill-workers", "2", "--decode-workers", "2", "--block-size", "16", "--speedup", "20")
+    conditional = ("--router-conditional-disagg", "--router-conditional-disagg-config", json.dumps(rule))
+    log = tmp_path / "run.db"
+    with running(*fleet, *conditional, "--router-mode", "round-robin", "--log", str(log)) as up:
+        for number in range(40):  # each waits for the one before, so that nothing is a matter of time
+            token_ids = [(number * 7_919 + place) % 1_000 for place in range(40 + 20 * (number % 9))]
+            body = {"model": "forebay-default", "prompt": token_ids, "max_tokens": 4, "ignore_eos": True}
+            assert httpx.post(f"{up.url}/v1/completions", json=body, timeout=60).status_code == httpx.codes.OK
+        assert up.end(signal.SIGTERM) == 0
+    report = found(log, "--speedup", 20)
+    assert (report["requests"], report["left_out"]) == (40, {})
+    fit = report["transfer"]
+    assert fit["transfer"]["kv_bytes_per_token"] == 256
+    assert fit["seen"] == report["simulated"][0]["prefilled_remotely"]["lived"]
+    for one in report["simulated"]:
+        assert one["compared"] == 40
+        assert {stage: agreed["equal"] for stage, agreed in one["stages"].items()} == dict.fromkeys(STAGES, 1)
+        assert one["prefilled_remotely"]["lived"] == one["prefilled_remotely"]["simulated"] == 20
+        assert one["transferred_bytes"]["lived"] == one["transferred_bytes"]["simulated"] > 0
+        assert one["prefix_reuse"]["error"] == 0
+        assert one["times"]["transfer_ms"]["p50"]["lived"] > 0

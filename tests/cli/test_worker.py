@@ -1,0 +1,54 @@
+"""A worker that nobody admits says so, once, in its terminal."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from forebay.cli.parts.worker import LOOKS, say_if_not_admitted
+from forebay.workers.life import State
+from forebay.workers.probes import Probes
+from forebay.workers.worker import Worker
+from tests.system import until
+
+
+class Looked:
+    """A worker's life as it is at each look; the looks after the last find it as at that."""
+
+    def __init__(self, *states: State) -> None:
+        self.states = list(states)
+        self.looks = 0
+
+    @property
+    def state(self) -> State:
+        self.looks += 1
+        return self.states[min(self.looks, len(self.states)) - 1]
+
+
+def watched(*states: State) -> tuple[Probes, Looked]:
+    probes, life = Probes(), Looked(*states)
+    probes.worker = cast("Worker", cast(Any, SimpleNamespace(life=life)))
+    return probes, life
+
+
+@pytest.mark.asyncio
+async def test_a_worker_that_nobody_admits_says_so(capfd: pytest.CaptureFixture[str]) -> None:
+    said = "forebay: worker w is not admitted, and goes on asking: either no router is there, or one turned it away"
+    await say_if_not_admitted(Probes(), "w", look_s=0.0)  # no router has placed its model
+    starts, joins = [State.CREATED] * 9, [State.REGISTERED] * LOOKS
+    probes, life = watched(*starts, *joins[1:], State.RUNNING, State.HEALTHY, *joins)
+    await say_if_not_admitted(probes, "w", look_s=0.0)
+    assert life.looks == len(life.states), "not for an engine that starts, and not for one that waited a moment"
+    told = capfd.readouterr().err.splitlines()
+    assert [line.startswith(said) for line in told] == [True, True]
+
+
+@pytest.mark.asyncio
+async def test_a_member_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    probes, life = watched(State.REGISTERED, State.HEALTHY)
+    watching = asyncio.create_task(say_if_not_admitted(probes, "w", look_s=0.0))
+    await until(lambda: life.looks > 10 * LOOKS)
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+    assert capfd.readouterr() == ("", "")

@@ -1,0 +1,250 @@
+"""KV of real bytes that nobody will fetch: its owner has it given back at once, whatever became of its reader."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import pytest
+
+from forebay.core import lifecycle
+from forebay.core.engine_model import EngineConfig
+from forebay.events.codec import encode
+from forebay.events.decisions import KvReleased, RequestAborted, RequestRouted
+from forebay.events.fleet import WorkerLease, WorkerSpec
+from forebay.events.progress import (
+    AnyProgressEvent,
+    FirstTokenEmitted,
+    PrefillFinished,
+    RequestFailed,
+    RequestFinished,
+    TransferFailed,
+)
+from forebay.events.requests import RoutingHints
+from forebay.events.topics import PROGRESS, work_topic
+from forebay.events.work import ReleaseKv
+from forebay.live import standby
+from forebay.live.owner import Owner
+from forebay.transport.base import Draft
+from forebay.transport.sqlite_log import SqliteLog
+from forebay.workers.mock.engine import MockEngine
+from forebay.workers.mock.kv import KvSettings
+from forebay.workers.worker import Worker
+from tests.live.shared import proven
+from tests.system import BLOCK, MODEL, SPEEDUP, System, settings, submitted, until
+
+PROMPT = list(range(34))
+BLOCKS = 9
+SIZES: dict[str, Any] = {
+    "block_size": BLOCK, "kv_blocks_total": 256, "max_num_seqs": 16, "max_num_batched_tokens": 256,
+}  # fmt: skip
+
+
+class Apart(System):
+    """One prefill worker with a mock engine, which keeps KV for an hour, and decode workers that a test speaks for."""
+
+    def __init__(self, log: SqliteLog) -> None:
+        super().__init__(log)
+        config = EngineConfig(**SIZES, vocabulary=(7,))
+        self.engine = MockEngine(config, speedup=SPEEDUP, kv=KvSettings(transport="tcp", lease_s=3600.0))
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        async with self.started(0):
+            assert self._group is not None
+            spec = self._spec("p", "prefill")
+            worker = Worker(self.log, self.keeper, spec, self.engine, token="p-1", group=MODEL)
+            self._tasks["p"] = self._group.create_task(worker.run())
+            for name in ("d", "e"):
+                payload = msgspec.msgpack.encode(WorkerLease(spec=self._spec(name, "decode")))
+                self.leases.acquire(MODEL, name, f"{name}-1", payload, 60_000)
+            yield
+
+    async def owner(self) -> tuple[Owner, "asyncio.Task[None]"]:
+        """One that goes on until the test ends it."""
+        owner = Owner(self.log, self.leases, settings(pool=None))
+        await owner.start()
+        running = asyncio.create_task(owner.run())
+        await until(lambda: len(owner.world.fleet) == 3)
+        return owner, running
+
+    def _spec(self, name: str, role: str) -> WorkerSpec:
+        fields = {"worker_id": name, "model": MODEL, "pool": role, "role": role, **SIZES}
+        return msgspec.convert(fields, WorkerSpec)
+
+    def leave(self, name: str) -> None:
+        self.leases.release(MODEL, name, f"{name}-1")
+
+    async def decoding(self, attempt: int) -> RequestRouted:
+        """The prompt is computed, and the KV of it kept for this worker."""
+
+        def found() -> list[RequestRouted]:
+            routed = self.decisions(RequestRouted)
+            return [one for one in routed if (one.stage, one.attempt) == ("decode", attempt)]
+
+        await until(found)
+        stats = self.engine.kv_stats()
+        assert (stats.held_offers, stats.held_blocks) == (1, BLOCKS)
+        return found()[0]
+
+    def decoders(self) -> list[tuple[str, str]]:
+        """Requests and the decode workers that they were sent to, in order."""
+        return [(one.request_id, one.worker_id) for one in self.decisions(RequestRouted) if one.stage == "decode"]
+
+    def tell(self, routed: RequestRouted, kind: type[AnyProgressEvent], **fields: Any) -> None:
+        names = ("request_id", "attempt", "worker_id", "worker_epoch", "owner_epoch")
+        event = kind(**{name: getattr(routed, name) for name in names}, **fields)
+        self.log.append_soon([Draft(PROGRESS.name, 0, encode(PROGRESS, event))])
+
+    async def given_back(self, released: int) -> None:
+        """So many were, by no lease; nothing is held any more."""
+        await until(lambda: self.engine.kv_stats().given_back.get("released") == released)
+        stats = self.engine.kv_stats()
+        assert stats.given_back == {"released": released} | {
+            reason: 0 for reason in stats.given_back if reason != "released"
+        }
+        assert (stats.held_offers, stats.held_blocks, self.engine.kept()) == (0, 0, 0)
+        await until(lambda: not self.engine._ranks[0].model.pool.used)
+
+
+Way = Callable[[Apart, RequestRouted], Awaitable[None]]
+
+
+async def lost(system: Apart, routed: RequestRouted) -> None:
+    system.leave(routed.worker_id)
+
+
+async def not_fetched(system: Apart, routed: RequestRouted) -> None:
+    system.tell(routed, TransferFailed, error="the network is gone")
+
+
+async def failed(system: Apart, routed: RequestRouted) -> None:
+    system.tell(routed, RequestFailed, error="out of memory")
+
+
+async def finished(system: Apart, routed: RequestRouted) -> None:
+    system.tell(routed, RequestFinished, finish_reason="stop")
+
+
+async def went_on_alone(system: Apart, routed: RequestRouted) -> None:
+    system.tell(routed, FirstTokenEmitted, unfetched=True)
+
+
+async def cancelled(system: Apart, routed: RequestRouted) -> None:
+    system.cancel(routed.request_id)
+
+
+ENDING: tuple[tuple[Way, str], ...] = (
+    (failed, "request_ended"),
+    (finished, "request_ended"),
+    (went_on_alone, "not_needed"),
+    (cancelled, ""),
+)
+TRYING_AGAIN: tuple[tuple[Way, str], ...] = ((lost, "worker_lost"), (not_fetched, "not_fetched"))
+
+
+@pytest.mark.parametrize(("way", "reason"), ENDING)
+async def test_disagg_kv_of_an_answer_that_is_over_is_given_back_without_its_lease(
+    log: SqliteLog, way: Way, reason: str
+) -> None:
+    system = Apart(log)
+    async with system.serving(), system.owned(pool=None) as owner:
+        await until(lambda: len(owner.world.fleet) == 3)
+        system.send(submitted("r", PROMPT))
+        await way(system, await system.decoding(1))
+        await system.given_back(1)
+    assert [one.reason for one in system.decisions(KvReleased)] == [reason] * bool(reason)
+    assert bool(system.decisions(RequestAborted)) == (way is cancelled)
+    await proven(log)
+
+
+@pytest.mark.parametrize(("way", "reason"), TRYING_AGAIN)
+async def test_disagg_kv_of_one_attempt_is_given_back_and_that_of_the_next_is_not(
+    log: SqliteLog, way: Way, reason: str
+) -> None:
+    system = Apart(log)
+    async with system.serving():
+        owner, running = await system.owner()
+        system.send(submitted("r", PROMPT))
+        first = await system.decoding(1)
+        await way(system, first)
+        second = await system.decoding(2)
+        assert system.engine.kv_stats().given_back["released"] == 1
+        assert second.worker_id != first.worker_id
+        (released,) = system.decisions(KvReleased)
+        async with taken_over(system, owner, running):
+            told = system.events(work_topic("prefill"), ReleaseKv, released.holder.slot)
+            assert [(one.attempt, one.worker_epoch) for one in told] == [(1, released.holder.worker_epoch)] * 2
+            assert system.engine.kv_stats().held_offers == 2, "that of the second attempt is still there"
+            for name in ("r", "beside"):
+                system.cancel(name)
+            await system.given_back(3)
+    assert released.reason == reason
+    await proven(log)
+
+
+@asynccontextmanager
+async def taken_over(system: Apart, owner: Owner, running: "asyncio.Task[None]") -> AsyncIterator[None]:
+    """The owner dies; the next one, which cannot know what it had said, has said that, and more."""
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    owner.drop()
+    async with system.owned(pool=None):
+        system.send(submitted("beside", list(range(100, 110))))
+        await until(lambda: [one for one in system.events(PROGRESS, PrefillFinished) if one.request_id == "beside"])
+        yield
+
+
+async def test_disagg_all_that_one_event_has_given_back_is_said_again(
+    log: SqliteLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(standby, "UNSURE_MAX", 1)  # what is said now and then; a lost worker is told of thousands
+    system = Apart(log)
+    async with system.serving():
+        owner, running = await system.owner()
+        for name in "mnopq":
+            system.send(submitted(name, PROMPT))
+        await until(lambda: len(system.decoders()) == 5)
+        lost = sorted(name for name, worker_id in system.decoders() if worker_id == "d")
+        assert len(lost) > 1
+        system.leave("d")
+        await until(lambda: system.engine.kv_stats().given_back.get("released") == len(lost))
+        async with taken_over(system, owner, running):
+            told = system.events(work_topic("prefill"), ReleaseKv, system.decisions(KvReleased)[0].holder.slot)
+            assert sorted(one.request_id for one in told) == sorted(lost * 2)
+    await proven(log)
+
+
+async def test_disagg_what_was_given_back_of_an_earlier_request_of_that_id_is_not_said_again(
+    log: SqliteLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lifecycle, "REMEMBER_US", 0)  # an id may be used again at once
+    system = Apart(log)
+    async with system.serving():
+        owner, running = await system.owner()
+        system.send(submitted("r", PROMPT))
+        await failed(system, await system.decoding(1))
+        await system.given_back(1)
+        system.send(submitted("r", list(range(200, 234)), reply_from=100))
+        await until(lambda: len(system.decoders()) == 2)
+        async with taken_over(system, owner, running):
+            told = system.events(work_topic("prefill"), ReleaseKv, system.decisions(KvReleased)[0].holder.slot)
+            assert [one.request_id for one in told] == ["r"]
+            assert system.engine.kv_stats().held_offers == 2, "both are still there"
+    await proven(log)
+
+
+async def test_disagg_a_request_for_a_lost_decode_worker_alone_ends_and_its_kv_is_given_back(log: SqliteLog) -> None:
+    system = Apart(log)
+    async with system.serving(), system.owned(pool=None) as owner:
+        await until(lambda: len(owner.world.fleet) == 3)
+        system.send(submitted("r", PROMPT, routing=RoutingHints(worker_id="d")))
+        await lost(system, await system.decoding(1))
+        await system.given_back(1)
+        await until(lambda: "r" in system.ends())
+    (ended,) = system.ends()["r"]
+    assert ended.error is not None
+    assert (ended.error.status, ended.error.code) == (503, "pinned_worker_lost")
+    assert ended.error.message == "worker d is lost, and the request is for it alone"
+    await proven(log)

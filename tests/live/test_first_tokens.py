@@ -1,0 +1,240 @@
+"""Where the time to first token went of prompts that are computed elsewhere, as a scrape of their owner shows it."""
+
+from collections.abc import Callable
+from typing import Any, get_args
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from forebay.core.first_token import Part
+from forebay.events.codec import encode
+from forebay.events.control import QueueConfig, RouterConfig
+from forebay.events.decisions import RequestRouted
+from forebay.events.fleet import WorkerLost
+from forebay.events.progress import (
+    EncodeFinished,
+    FirstTokenEmitted,
+    PrefillFailed,
+    PrefillFinished,
+    RequestFailed,
+    TransferFailed,
+)
+from forebay.events.topics import FLEET
+from forebay.live.first_tokens import Times
+from forebay.live.metrics import OwnerMetrics
+from forebay.live.owner import Owner
+from forebay.transport.base import Draft
+from forebay.transport.sqlite_log import SqliteLog
+from tests.core.worlds import ENCODED, MEDIA
+from tests.live.shared import proven
+from tests.live.test_disagg_effects import PROMPT, Idle, kept_by, logged
+from tests.system import MODEL, settings, submitted
+
+QUEUED = RouterConfig(queue=QueueConfig(threshold=0.5))  # one prompt of 34 tokens is above half a step of 64
+SINCE = "forebay_router_prefill_to_first_token_seconds"
+PART = "forebay_router_time_to_first_token_part_seconds"
+
+
+class Turned(Idle):
+    """An owner that takes a turn when a test says so, at the time that it says."""
+
+    def __init__(self, log: SqliteLog) -> None:
+        super().__init__(log)
+        self.now_us = 1_000_000
+        self.owner: Owner
+
+    async def own(self, router: RouterConfig | None = None) -> None:
+        router = router or RouterConfig()
+        self.owner = Owner(self.log, self.leases, settings(pool=None, router=router), lambda: self.now_us)
+        await self.owner.start()
+        await self.joined()
+
+    async def joined(self, *roles: str) -> None:
+        """Workers named after these roles come, or those that are there."""
+        for role in roles:
+            self.join(role, role)
+        owner = self.owner
+        assert owner.admission is not None
+        for _ in range(2):  # pools come first, then their workers
+            await owner.admission.update(self.leases.poll(MODEL), owner.world.pools, owner.world.view["fleet"])
+            await owner.turn()
+
+    async def turn(self, passed_ms: int, say: Callable[..., None], *said: Any, **fields: Any) -> None:
+        """So much later somebody says something, and the owner takes a turn."""
+        self.now_us += passed_ms * 1_000
+        say(*said, **fields)
+        await logged(self.log)
+        await self.owner.turn()
+
+    async def progress(self, passed_ms: int, name: str, kind: Any, **fields: Any) -> None:
+        """So much later the worker of a request's last routing says something."""
+        routed = [one for one in self.decisions(RequestRouted) if one.request_id == name][-1]
+        if kind is PrefillFinished:
+            fields = {"prefilled": kept_by(routed, bytes=1_000)}
+        await self.turn(passed_ms, self.tell, routed, kind, **fields)
+
+    def lose(self, name: str) -> None:
+        worker = self.owner.world.fleet.get(name)
+        assert worker is not None
+        self.leases.release(MODEL, name, f"{name}-1")
+        epoch = self.owner.journal.epoch
+        lost = WorkerLost(owner_epoch=epoch, worker_id=name, worker_epoch=worker.worker_epoch)
+        self.log.append_soon([Draft(FLEET.name, 0, encode(FLEET, lost))])
+
+    def scraped(self) -> dict[tuple[str, ...], float]:
+        """As Prometheus' own parser reads it: the name and the labels but the model, in their order."""
+        registry = CollectorRegistry()
+        registry.register(OwnerMetrics(self.owner, MODEL))
+        families = text_string_to_metric_families(generate_latest(registry).decode())
+        samples = (sample for family in families for sample in family.samples)
+        return {(one.name, *(v for k, v in one.labels.items() if k != "model")): one.value for one in samples}
+
+    def milliseconds(self) -> dict[str, float]:
+        """The sums of the parts that there are."""
+        shown = self.scraped()
+        parts = {part: shown[f"{PART}_sum", part] for part in get_args(Part)}
+        return {part: round(1_000 * sum_s, 6) for part, sum_s in parts.items() if sum_s}
+
+
+@pytest.fixture
+async def system(log: SqliteLog) -> Turned:
+    made = Turned(log)
+    for role in ("prefill", "decode"):
+        made.join(role, role)
+    return made
+
+
+def test_disagg_a_time_as_long_as_a_bucket_is_in_it() -> None:
+    times = Times()
+    for us in (1_000, 1_001, 60_000_000, 60_000_001):
+        times.add(us)
+    assert (times.buckets[:2], times.buckets[-2:], times.sum_us) == ([1, 1], [1, 1], 120_002_002)
+
+
+async def test_disagg_each_part_is_shown_and_all_add_up(system: Turned) -> None:
+    await system.own(QUEUED)
+    await system.turn(0, system.send, submitted("a", PROMPT))
+    await system.turn(0, system.send, submitted("b", PROMPT))
+    await system.progress(20, "a", PrefillFinished)  # now `b` leaves the queue
+    await system.progress(30, "b", PrefillFinished)
+    await system.progress(7, "a", FirstTokenEmitted, transferred_bytes=1_000, transfer_us=2_000)
+    shown = system.scraped()
+    assert system.milliseconds() == {"prefill": 20, "transfer": 2, "decode": 35}
+    assert shown[f"{SINCE}_count",] == 1
+    assert shown[f"{SINCE}_sum",] == pytest.approx(0.037)
+    assert (shown[f"{SINCE}_bucket", "0.025"], shown[f"{SINCE}_bucket", "0.05"]) == (0, 1)
+    assert (shown[f"{PART}_bucket", "0.001", "queue"], shown[f"{PART}_bucket", "0.01", "prefill"]) == (1, 0)
+    await system.progress(5, "b", TransferFailed, error="gone")
+    await system.progress(10, "b", PrefillFinished)
+    await system.progress(8, "b", FirstTokenEmitted, transferred_bytes=250, transfer_us=3_000)
+    await system.progress(9, "b", FirstTokenEmitted, transferred_bytes=250, transfer_us=3_000)  # said again
+    shown = system.scraped()
+    b = {"queue": 20, "prefill": 30 + 10, "transfer": 3, "decode": 7 + 5 + 8 - 3}
+    assert system.milliseconds() == {"queue": 20, "prefill": 60, "transfer": 5, "decode": 35 + 17}
+    assert sum(b.values()) == 20 + 30 + 7 + 5 + 10 + 8, "the time to its first token"
+    assert shown[f"{SINCE}_sum",] == pytest.approx(0.037 + 0.008)
+    assert (shown["forebay_router_kv_kept_bytes_total",], shown["forebay_router_kv_fetched_bytes_total",]) == (
+        2_000,
+        1_250,
+    )
+    assert len(system.owner.first_tokens) == 0
+    await system.owner.close()
+    await proven(system.log)
+
+
+async def test_disagg_a_request_whose_worker_is_lost_waits_for_another(system: Turned) -> None:
+    await system.own()
+    await system.turn(0, system.send, submitted("r", PROMPT))
+    await system.progress(20, "r", PrefillFinished)
+    await system.turn(10, system.lose, "decode")
+    system.now_us += 40_000
+    system.join("another", "decode")
+    await system.joined()
+    await system.progress(20, "r", PrefillFinished)
+    await system.progress(5, "r", FirstTokenEmitted)
+    assert system.milliseconds() == {"prefill": 40, "wait": 40, "decode": 15}
+    shown = system.scraped()
+    assert shown[f"{SINCE}_sum",] == pytest.approx(0.005), "from the last prefill on"
+    assert shown["forebay_router_kv_kept_bytes_total",] == 0, "nobody says how much of it was fetched"
+    await system.owner.close()
+
+
+async def test_disagg_images_are_encoded_first(system: Turned) -> None:
+    system.join("encode", "encode")
+    await system.own()
+    await system.turn(0, system.send, submitted("r", PROMPT, media=(MEDIA,)))
+    await system.progress(4, "r", EncodeFinished, encoded=ENCODED)
+    await system.progress(6, "r", PrefillFinished)
+    await system.progress(2, "r", FirstTokenEmitted)
+    assert system.milliseconds() == {"encode": 4, "prefill": 6, "decode": 2}
+    await system.owner.close()
+
+
+async def test_disagg_what_ends_before_its_first_token_is_followed_no_more(system: Turned) -> None:
+    await system.own()
+    for name in ("cancelled", "failed", "late"):
+        timeout_us = 50_000 if name == "late" else 60_000_000
+        await system.turn(0, system.send, submitted(name, PROMPT, timeout_us=timeout_us))
+        await system.progress(0, name, PrefillFinished)
+    assert len(system.owner.first_tokens) == 3
+    await system.turn(0, system.cancel, "cancelled")
+    await system.progress(0, "failed", RequestFailed, error="out of memory")
+    assert len(system.owner.first_tokens) == 1
+    system.now_us += 60_000
+    await system.owner.turn()
+    assert len(system.owner.first_tokens) == 0
+    assert system.scraped()[f"{SINCE}_count",] == 0
+    await system.owner.close()
+
+
+async def test_disagg_only_answers_that_fetched_are_counted(system: Turned) -> None:
+    """A prompt that was computed where it is answered in the end, and those of which an earlier owner knows more."""
+    await system.own()
+    await system.turn(0, system.send, submitted("r", PROMPT))
+    for _ in range(3):
+        await system.progress(5, "r", PrefillFailed, error="no room")
+    await system.progress(5, "r", FirstTokenEmitted)
+    assert (system.scraped()[f"{SINCE}_count",], len(system.owner.first_tokens)) == (0, 0)
+    await system.joined("encode")
+    for name in "stu":
+        await system.turn(0, system.send, submitted(name, PROMPT, media=(MEDIA,) if name == "u" else ()))
+    await system.progress(5, "t", PrefillFinished)
+    await system.owner.close()
+    await system.own()
+    await system.progress(5, "s", PrefillFailed, error="no room")
+    await system.progress(5, "u", EncodeFinished, encoded=ENCODED)
+    for name in "su":
+        await system.progress(5, name, PrefillFinished)
+    for name in "stu":
+        await system.progress(5, name, FirstTokenEmitted)
+    assert (system.scraped()[f"{SINCE}_count",], len(system.owner.first_tokens)) == (0, 0)
+    await system.owner.close()
+    await proven(system.log)
+
+
+async def test_disagg_a_prompt_that_was_first_computed_where_it_is_answered_is_not_counted(log: SqliteLog) -> None:
+    """Else its time to first token would begin when that worker was lost."""
+    system = Turned(log)
+    system.join("decode", "decode")
+    await system.own()
+    await system.turn(0, system.send, submitted("r", PROMPT))
+    await system.joined("prefill")
+    await system.turn(70, system.lose, "decode")
+    system.join("another", "decode")
+    await system.joined()
+    assert [one.stage for one in system.decisions(RequestRouted)] == ["aggregated", "prefill"]
+    await system.progress(20, "r", PrefillFinished)
+    await system.progress(5, "r", FirstTokenEmitted)
+    assert (system.scraped()[f"{SINCE}_count",], len(system.owner.first_tokens)) == (0, 0)
+    await system.owner.close()
+
+
+async def test_disagg_without_a_decode_pool_there_are_no_such_series(log: SqliteLog) -> None:
+    system = Turned(log)
+    system.join("w", "aggregated")
+    await system.own()
+    await system.turn(0, system.send, submitted("r", PROMPT))
+    await system.progress(5, "r", FirstTokenEmitted)
+    assert not [name for name in system.scraped() if name[0].startswith((SINCE, PART))]
+    await system.owner.close()

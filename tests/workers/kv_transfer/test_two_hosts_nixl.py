@@ -1,0 +1,172 @@
+"""KV blocks from host to host, over a cable: what arrives, and what becomes of it when host or cable fails.
+
+The hosts are namespaces of this machine, which share nothing but the cable. Where they cannot be made it is skipped.
+"""
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("numpy", reason="numpy is not installed")
+pytest.importorskip("nixl_cu12", reason="NIXL (nixl-cu12) is not installed")
+
+from forebay.workers.kv_transfer.api import Kind
+from infra.hosts import DEVICE, Host, private_networks, two_hosts
+from infra.local import Missing
+from tests.workers.kv_transfer.conftest import PATIENCE_S, QUIET, Other, other, words
+from tests.workers.kv_transfer.peer import packed
+
+BLOCK_BYTES = 1 << 20
+BLOCKS = 64
+ALL = range(BLOCKS)
+PART = 8 * BLOCK_BYTES  # what has crossed the cable when it is cut
+FETCH_S = 2.0
+# A host that is silent is taken for dead after some 3 s, not 16.
+IMPATIENT = {**QUIET, "UCX_TCP_KEEPIDLE": "1s", "UCX_TCP_KEEPINTVL": "1s", "UCX_TCP_KEEPCNT": "2"}
+SIZES: dict[str, Any] = {"block_bytes": BLOCK_BYTES, "blocks": BLOCKS}
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture
+def hosts() -> Iterator[tuple[Host, Host]]:
+    try:
+        with two_hosts() as made:
+            yield made
+    except Missing as missing:
+        pytest.skip(str(missing))
+
+
+def at(kind: Kind, host: Host) -> str:
+    """Where a transport on a host is told to be: NIXL finds its way."""
+    return host.address if kind == "tcp" else ""
+
+
+async def crossed(host: Host, size: int, began: int) -> None:
+    """Wait until so many bytes have left a host."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while host.sent_bytes() < began + size:
+        assert time.monotonic() < deadline_s, "nothing crosses the cable"
+
+
+async def kept_apart(reader: Other) -> int:
+    return (await reader.stats())[0].quarantined_blocks
+
+
+async def none_kept_apart(reader: Other) -> None:
+    deadline_s = time.monotonic() + PATIENCE_S
+    while await kept_apart(reader):
+        assert time.monotonic() < deadline_s, "slots are kept for ever"
+
+
+async def cut_in_the_middle(holder: Other, reader: Other, one: Host) -> str:
+    """Cut the cable while blocks cross it, for the second time: how the fetch ends."""
+    assert await reader.fetch(await holder.offer("before", ALL), ALL) == "done"
+    offer, began = await holder.offer("a", ALL), one.sent_bytes()
+    assert await reader.ask(f"begin {packed(offer)} {words(ALL)}") == "done"
+    await crossed(one, PART, began)
+    one.cut()
+    return await reader.ask("end")
+
+
+async def test_nixl_hosts_blocks_cross_the_cable(kind: Kind, hosts: tuple[Host, Host]) -> None:
+    one, two = hosts
+    async with (
+        other(kind, "p@1", on=one, at=at(kind, one), **SIZES) as holder,
+        other(kind, "d@1", on=two, at=at(kind, two), **SIZES) as reader,
+    ):
+        blocks, into = range(0, BLOCKS, 2), range(BLOCKS // 2, BLOCKS)
+        offer, began = await holder.offer("a", blocks, checksum=True), one.sent_bytes()
+        assert await reader.fetch(offer, into) == "done"
+        assert await reader.has(into, blocks)
+        assert one.sent_bytes() - began > len(blocks) * BLOCK_BYTES, "they came by another way"
+        await holder.gave_back("fetched", 1)
+        stats, _ = await reader.stats()
+        assert (stats.blocks, stats.retries, stats.corrupt, stats.failed) == (len(blocks), 0, 0, {})
+
+
+async def test_nixl_hosts_plain_sockets_have_addresses_of_either_kind(hosts: tuple[Host, Host]) -> None:
+    one, two = hosts
+    async with (
+        other("tcp", "p@1", on=one, at=one.address_6, **SIZES) as holder,
+        other("tcp", "d@1", on=two, at=two.address_6, **SIZES) as reader,
+    ):
+        assert await reader.fetch(await holder.offer("a", ALL), ALL) == "done"
+        assert await reader.has(ALL, ALL)
+
+
+async def test_nixl_hosts_a_holder_that_is_killed_is_gone(kind: Kind, hosts: tuple[Host, Host]) -> None:
+    one, two = hosts
+    async with (
+        other(kind, "p@1", on=one, at=at(kind, one), **SIZES) as holder,
+        other(kind, "d@1", on=two, at=at(kind, two), fetch_s=PATIENCE_S, **SIZES) as reader,
+    ):
+        assert await reader.fetch(await holder.offer("before", ALL), ALL) == "done"
+        offer, began = await holder.offer("a", ALL), one.sent_bytes()
+        assert await reader.ask(f"begin {packed(offer)} {words(ALL)}") == "done"
+        await crossed(one, PART, began)
+        await holder.kill()
+        assert await reader.ask("end") == "gone"
+        assert await reader.fetch(offer, ALL) == "gone", "nor later"
+        assert await kept_apart(reader) == 0, "the dead write to nothing"
+        async with other(kind, "q@1", on=one, at=at(kind, one), **SIZES) as successor:
+            assert await reader.fetch(await successor.offer("b", ALL), ALL) == "done"
+            assert await reader.has(ALL, ALL)
+
+
+async def test_nixl_hosts_a_cable_that_is_cut_for_a_while(kind: Kind, hosts: tuple[Host, Host]) -> None:
+    one, two = hosts
+    async with (
+        other(kind, "p@1", on=one, at=at(kind, one), **SIZES) as holder,
+        other(kind, "d@1", on=two, at=at(kind, two), fetch_s=FETCH_S, **SIZES) as reader,
+    ):
+        assert await cut_in_the_middle(holder, reader, one) == "deadline"
+        assert await kept_apart(reader) == (BLOCKS if kind == "nixl" else 0), "they may be written to yet"
+        assert await reader.ask(f"write {words(ALL)} 85") == "done"
+        one.mend()
+        await none_kept_apart(reader)
+        assert await reader.ask(f"still {words(ALL)} 85") == "yes", "what came late was written to blocks in use"
+        assert await reader.fetch(await holder.offer("b", ALL), ALL) == "done"
+        assert await reader.has(ALL, ALL)
+
+
+async def test_nixl_hosts_a_cable_that_is_cut_for_good(kind: Kind, hosts: tuple[Host, Host]) -> None:
+    one, two = hosts
+    async with (
+        other(kind, "p@1", on=one, at=at(kind, one), lease_s=FETCH_S, environment=IMPATIENT, **SIZES) as holder,
+        other(kind, "d@1", on=two, at=at(kind, two), fetch_s=FETCH_S, environment=IMPATIENT, **SIZES) as reader,
+        other(kind, "p@2", on=two, at=at(kind, two), **SIZES) as near,
+    ):
+        assert await cut_in_the_middle(holder, reader, one) == "deadline"
+        await holder.gave_back("expired", 1)
+        await none_kept_apart(reader)
+        assert await reader.fetch(await near.offer("b", ALL), ALL) == "done"
+        assert await reader.has(ALL, ALL)
+
+
+async def test_nixl_hosts_one_that_is_off_holds_up_no_other(kind: Kind, hosts: tuple[Host, Host]) -> None:
+    one, two = hosts
+    async with (
+        other(kind, "p@1", on=one, at=at(kind, one), **SIZES) as far,
+        other(kind, "p@2", on=two, at=at(kind, two), **SIZES) as near,
+        other(kind, "d@1", on=two, at=at(kind, two), fetch_s=FETCH_S, **SIZES) as reader,
+    ):
+        offer = await far.offer("a", [0])
+        one.cut()
+        assert await reader.ask(f"begin {packed(offer)} 0") == "done"
+        assert await reader.fetch(await near.offer("b", [7]), [1]) == "done", "it waited for the one that is off"
+        assert await reader.has([1], [7])
+        assert await reader.ask("end") in ("deadline", "gone")
+
+
+async def test_nixl_hosts_with_networks_of_their_own_name_the_one_they_share(hosts: tuple[Host, Host]) -> None:
+    one, two = hosts
+    private_networks(hosts)
+    async with (
+        other("nixl", "p@1", on=one, at=DEVICE, **SIZES) as holder,
+        other("nixl", "d@1", on=two, at=DEVICE, fetch_s=FETCH_S, **SIZES) as reader,
+    ):
+        assert await reader.fetch(await holder.offer("a", ALL), ALL) == "done"
+        assert await reader.has(ALL, ALL)
