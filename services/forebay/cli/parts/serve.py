@@ -12,6 +12,7 @@ import socket
 import sys
 from asyncio.subprocess import Process
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
@@ -102,7 +103,9 @@ async def _run(shares: Sequence[Share], options: Sequence[str]) -> int:
 
     def tell(process: Process) -> None:
         if process.returncode is None:
-            process.send_signal(SIGNALS[min(asked, len(SIGNALS)) - 1])
+            # Not `send_signal`: it looks whether the process is there, and takes the exit code from who waits for it.
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, SIGNALS[min(asked, len(SIGNALS)) - 1])
 
     def stop() -> None:
         nonlocal asked
