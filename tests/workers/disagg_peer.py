@@ -2,11 +2,9 @@
 
 import asyncio
 import base64
-import os
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import msgspec
 
@@ -16,23 +14,11 @@ from forebay.workers.engine import EngineBatch
 from forebay.workers.mock.engine import MockEngine
 from tests.workers.conftest import Scene, engine_config
 from tests.workers.disagg import kv_settings
-
-PATIENCE_S = 30.0
-ROOT = Path(__file__).resolve().parents[2]
+from tests.workers.other_process import OtherProcess, running
 
 
-class Peer:
+class Peer(OtherProcess):
     """The other process, seen from the test."""
-
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process = process
-
-    async def ask(self, line: str) -> str:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(line.encode() + b"\n")
-        async with asyncio.timeout(PATIENCE_S):
-            return (await self._process.stdout.readline()).decode().strip()
 
     async def compute(self, item: WorkItem) -> Prefilled:
         """Have it compute a prompt."""
@@ -43,29 +29,15 @@ class Peer:
         """Of how many requests it keeps KV."""
         return int(await self.ask("kept"))
 
-    def signal(self, number: int) -> None:
-        os.kill(self._process.pid, number)
-
     async def gone(self) -> None:
-        await self._process.wait()
+        await self.process.wait()
 
 
 @asynccontextmanager
 async def peer(kind: str, name: str) -> AsyncIterator[Peer]:
     """A process whose worker is called so."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "tests.workers.disagg_peer", kind, name),
-        cwd=ROOT,
-        env={**os.environ, "NIXL_LOG_LEVEL": "ERROR"},
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-    )
-    try:
+    async with running("tests.workers.disagg_peer", kind, name) as process:
         yield Peer(process)
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
 
 
 async def main(kind: str, name: str) -> None:

@@ -4,10 +4,8 @@ import asyncio
 import base64
 import os
 import signal
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -21,47 +19,20 @@ from forebay.workers.nixl_agent import TransferError, agent_name  # noqa: E402
 from forebay.workers.nixl_read import Offers, Reader  # noqa: E402
 from tests.workers.conftest import until  # noqa: E402
 from tests.workers.nixl_peer import array  # noqa: E402
-
-PATIENCE_S = 30.0
-ROOT = Path(__file__).resolve().parents[2]
+from tests.workers.other_process import PATIENCE_S, OtherProcess, running  # noqa: E402
 
 
-class Peer:
+class Peer(OtherProcess):
     """The other process."""
-
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self.process = process
-
-    async def ask(self, line: str) -> str:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(line.encode() + b"\n")
-        async with asyncio.timeout(PATIENCE_S):
-            return (await self.process.stdout.readline()).decode().strip()
 
     async def offer(self, seed: int, rows: int) -> Encoded:
         return msgspec.msgpack.decode(base64.b64decode(await self.ask(f"offer {seed} {rows}")), type=Encoded)
 
-    def signal(self, number: int) -> None:
-        os.kill(self.process.pid, number)
-
 
 @asynccontextmanager
 async def peer(name: str) -> AsyncIterator[Peer]:
-    environment = {**os.environ, "NIXL_LOG_LEVEL": "ERROR"}
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "tests.workers.nixl_peer", name),
-        cwd=ROOT,
-        env=environment,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-    )
-    try:
+    async with running("tests.workers.nixl_peer", name) as process:
         yield Peer(process)
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
 
 
 async def reader_of(read_s: float = PATIENCE_S) -> Reader:

@@ -6,7 +6,6 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,9 +15,8 @@ from forebay.workers.kv_transfer.api import Kind, KvTransport, Stats
 from forebay.workers.kv_transfer.transport import open_transport
 from infra.hosts import Host
 from tests.workers.kv_transfer.peer import fill, have, packed, unpacked
+from tests.workers.other_process import PATIENCE_S, ROOT, OtherProcess
 
-PATIENCE_S = 30.0
-ROOT = Path(__file__).resolve().parents[3]
 BLOCK_BYTES = 4096
 BLOCKS = 64
 QUIET = {"NIXL_LOG_LEVEL": "ERROR", "UCX_LOG_LEVEL": "FATAL"}  # UCX logs to where answers are read
@@ -31,18 +29,8 @@ def words(numbers: Sequence[int]) -> str:
     return ",".join(map(str, numbers))
 
 
-class Other:
+class Other(OtherProcess):
     """A process with a transport."""
-
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self.process = process
-
-    async def ask(self, line: str) -> str:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(line.encode() + b"\n")
-        async with asyncio.timeout(PATIENCE_S):
-            return (await self.process.stdout.readline()).decode().strip()
 
     async def offer(self, request_id: str, blocks: Sequence[int], *, checksum: bool = False) -> Prefilled:
         line = f"offer {request_id} {words(blocks)} {'sums' if checksum else '-'}"

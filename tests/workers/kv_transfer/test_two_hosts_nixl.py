@@ -15,8 +15,9 @@ pytest.importorskip("nixl_cu12", reason="NIXL (nixl-cu12) is not installed")
 from forebay.workers.kv_transfer.api import Kind
 from infra.hosts import DEVICE, Host, private_networks, two_hosts
 from infra.local import Missing
-from tests.workers.kv_transfer.conftest import PATIENCE_S, QUIET, Other, other, words
+from tests.workers.kv_transfer.conftest import QUIET, Other, other, words
 from tests.workers.kv_transfer.peer import packed
+from tests.workers.other_process import PATIENCE_S
 
 BLOCK_BYTES = 1 << 20
 BLOCKS = 64
