@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from forebay.core.router import Choice
 
 NO_DISAGG = f", disagg={DisaggConfig()!r}"
-CORE_VERSION = 4  # raised when the same events lead to other decisions
+CORE_VERSION = 5  # raised when the same events lead to other decisions
 
 
 class Stamp(TypedDict):
