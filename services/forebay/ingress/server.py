@@ -1,8 +1,9 @@
 """uvicorn as an ingress runs it: on the caller's event loop, without its signal handlers or access log."""
 
+import asyncio
 import contextlib
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import uvicorn
 from fastapi import FastAPI
@@ -20,8 +21,42 @@ class PortTaken(Unusable):
     """The address cannot be listened on."""
 
 
+class NotListening(Unusable):
+    """The address is no longer listened on."""
+
+
 class Server(uvicorn.Server):
-    """Signals belong to the process, not to one of its parts."""
+    """Signals belong to the process, not to one of its parts. `on_started` is called once requests are accepted.
+
+    uvloop reports no error of a listening socket: it closes the socket and logs. So `serve` looks at its sockets, and
+    raises PortTaken or NotListening, because a process that accepts no connections must not look alive.
+    """
+
+    def __init__(self, config: uvicorn.Config, on_started: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_started = on_started
+        self._listeners: tuple[socket.socket, ...] = ()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept connections, then call `on_started`. Raises PortTaken."""
+        self._listeners = tuple(sockets or ())
+        try:
+            await super().startup(sockets)
+            await asyncio.sleep(0)  # uvloop closes a socket that cannot listen in its next iteration
+        except OSError as error:
+            raise PortTaken(f"cannot serve HTTP ({error.strerror or error}); choose another --port") from error
+        if self._has_closed_listener():
+            raise PortTaken("cannot serve HTTP (the listening socket was closed); choose another --port")
+        self._on_started()
+
+    async def on_tick(self, counter: int) -> bool:
+        """Return whether to stop, asked ten times a second. Raises NotListening."""
+        if not self.should_exit and self._has_closed_listener():
+            raise NotListening("HTTP is no longer served: the listening socket failed; start the process again")
+        return await super().on_tick(counter)
+
+    def _has_closed_listener(self) -> bool:
+        return any(listener.fileno() < 0 for listener in self._listeners)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -30,19 +65,26 @@ class Server(uvicorn.Server):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A bound socket. Raises PortTaken with what to do."""
+    """Return a socket that listens already, so that a second process fails here and not after its announcement.
+
+    Clients that connect before the server accepts connections wait in the backlog.
+
+    Raises:
+        PortTaken: with what to do.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
+        listener.listen(BACKLOG)  # with SO_REUSEADDR, bind alone succeeds for any number of processes
     except OSError as error:
         listener.close()
         raise PortTaken(f"cannot listen on {host}:{port} ({error.strerror}); choose another --port") from error
     return listener
 
 
-def build_server(app: FastAPI) -> Server:
+def build_server(app: FastAPI, on_started: Callable[[], None] = lambda: None) -> Server:
     """A server for `app`; run it with `serve(sockets=[listener])`."""
     config = uvicorn.Config(
         app,
@@ -58,4 +100,4 @@ def build_server(app: FastAPI) -> Server:
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=SHUTDOWN_S,
     )
-    return Server(config)
+    return Server(config, on_started)

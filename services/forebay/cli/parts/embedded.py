@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import uvloop
+from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
@@ -33,7 +34,7 @@ from forebay.ingress.explainer import Explainer
 from forebay.ingress.ingress import NO_PREFILL_WORKER, NO_WORKER, Ingress, IngressSettings
 from forebay.ingress.metrics import IngressMetrics
 from forebay.ingress.model import Model
-from forebay.ingress.server import Server, build_server, listen
+from forebay.ingress.server import build_server, listen
 from forebay.live.metrics import OwnerMetrics
 from forebay.live.owner import GroupSettings, Owner
 from forebay.transport.redis_leases import embedded_leases
@@ -54,7 +55,7 @@ Engines = Sequence[tuple[Engine, WorkerSpec]]
 @dataclass(frozen=True, slots=True)
 class _System:
     ingress: Ingress
-    server: Server
+    app: FastAPI
     explainer: Explainer
     disagg: DisaggConfig  # as it holds: an operator's word of an earlier process stands
 
@@ -108,12 +109,12 @@ def _on_signals(loop: asyncio.AbstractEventLoop, act: Callable[[], None]) -> Non
 
 async def _serve_until(stop: asyncio.Event, system: _System, listener: socket.socket, on_ready: OnReady) -> None:
     loop = asyncio.get_running_loop()
-    on_ready(system.disagg)
-    serving = loop.create_task(system.server.serve(sockets=[listener]), name="http")
+    server = build_server(system.app, lambda: on_ready(system.disagg))
+    serving = loop.create_task(server.serve(sockets=[listener]), name="http")
     stopping = loop.create_task(stop.wait(), name="signal")
     await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
-    system.server.should_exit = True
+    server.should_exit = True
     await system.explainer.close()
     await serving
     system.ingress.replies.interrupt_all("the server is stopping")
@@ -154,7 +155,7 @@ async def _running(settings: Embedded, engines: Engines, model: Model) -> AsyncI
         explainer = Explainer(None if settings.log is None else Source(path=str(settings.log.absolute())))
         stack.push_async_callback(explainer.close)
         disagg = _disagg(owner.world, settings)
-        yield _System(ingress, build_server(build_app(ingress, registry, explainer)), explainer, disagg)
+        yield _System(ingress, build_app(ingress, registry, explainer), explainer, disagg)
 
 
 class _KvMetrics(Collector):

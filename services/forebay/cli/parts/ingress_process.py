@@ -120,9 +120,9 @@ async def _run(cluster: Cluster, model: Model, settings: IngressSettings, listen
         ready.enforced = partial(_enforced, ingress)
         ingress.why_not_ready = ready.why_not
         explainer = Explainer(Source(kafka=cluster.kafka))
-        server = build_server(build_app(ingress, registry, explainer))
         address, port = listener.getsockname()[:2]
-        typer.echo(f"forebay: ingress {settings.ingress_id} serves {settings.model_name} on http://{address}:{port}/v1")
+        text = f"forebay: ingress {settings.ingress_id} serves {settings.model_name} on http://{address}:{port}/v1"
+        server = build_server(build_app(ingress, registry, explainer), partial(typer.echo, text))
 
         async def stop() -> None:
             server.should_exit = True

@@ -1,0 +1,98 @@
+"""The HTTP server: one process listens on a port; a server that cannot listen fails and announces nothing."""
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import uvloop
+from fastapi import FastAPI
+
+from forebay.ingress.server import NotListening, PortTaken, build_server, listen
+from infra.local import free_ports
+
+FOREBAY = str(Path(sys.executable).with_name("forebay"))
+PATIENCE_S = 120.0
+ROUNDS = 2
+LOOPS = [asyncio.new_event_loop, uvloop.new_event_loop]
+
+
+def bound(port: int) -> socket.socket:
+    """A socket that has the address and does not listen, as several can at the same time."""
+    made = socket.socket()
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    made.bind(("127.0.0.1", port))
+    return made
+
+
+def test_a_second_listener_is_refused_although_nothing_was_served_yet() -> None:
+    port = free_ports(1)
+    with listen("127.0.0.1", port), pytest.raises(PortTaken, match=f"127.0.0.1:{port} .*choose another --port"):
+        listen("127.0.0.1", port)
+    listen("127.0.0.1", port).close()
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_server_whose_socket_cannot_listen_announces_nothing(loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
+    port = free_ports(1)
+    announced: list[bool] = []
+
+    async def serve() -> None:
+        server = build_server(FastAPI(), lambda: announced.append(True))
+        await server.serve(sockets=[late])
+
+    with bound(port) as late, bound(port) as first, asyncio.Runner(loop_factory=loop) as runner:
+        first.listen()
+        with pytest.raises(PortTaken, match="cannot serve HTTP"):
+            runner.run(serve())
+    assert announced == []
+
+
+def test_a_server_ends_when_its_listening_socket_fails() -> None:
+    async def serve() -> None:
+        def fail() -> None:
+            os.close(listener.detach())  # uvloop, too, closes a listening socket that failed
+
+        await build_server(FastAPI(), fail).serve(sockets=[listener])
+
+    listener = listen("127.0.0.1", free_ports(1))
+    with (
+        asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner,
+        pytest.raises(NotListening, match="no longer served"),
+    ):
+        runner.run(serve())
+
+
+@pytest.mark.timeout(300)
+def test_of_two_services_started_at_once_on_one_port_one_serves_and_one_ends() -> None:
+    for _ in range(ROUNDS):
+        port = free_ports(1)
+        command = [FOREBAY, "up", "--port", str(port), "--workers", "1"]
+        pair = [
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1)
+            for _ in range(2)
+        ]
+        try:
+            # Each ends its output: the loser by its exit, the winner by the last line of its announcement.
+            ends = [last_line(process) for process in pair]
+            assert sorted(line != "" for line in ends) == [False, True], ends
+            loser = pair[ends.index("")]
+            assert loser.wait(PATIENCE_S) == 2
+            assert loser.stderr is not None
+            said = loser.stderr.read().splitlines()
+            assert len(said) == 1
+            assert said[0].startswith(f"forebay: cannot listen on 127.0.0.1:{port} ")
+        finally:
+            for process in pair:
+                process.kill()
+                process.communicate()
+
+
+def last_line(process: "subprocess.Popen[str]") -> str:
+    """The announcement of a service, empty if its process ended without one."""
+    assert process.stdout is not None
+    return next((line for line in process.stdout if "stop with Ctrl-C" in line), "")
