@@ -43,12 +43,13 @@ class Words:
     def wrong(self, asked: Sequence[Any], said: Sequence[Any]) -> list[str]:
         """Requests of the topic `requests` whose answers, as the reply slots have them, are not what they must be.
 
-        All must have asked for a fixed number of tokens, and none for a seed.
+        All must have asked one model for a fixed number of tokens, and none for a seed.
         """
         requests = {one.request_id: one for one in asked if isinstance(one, RequestSubmitted)}
         begins, replies = begins_of(said), {request_id: Reply() for request_id in requests}
-        for event in said:
-            apply(replies, event)
+        for group in {one.model for one in requests.values()}:
+            for event in said:
+                apply(replies, event, group)
         found = []
         for request_id, one in requests.items():
             reply, count = replies[request_id], one.sampling.max_tokens

@@ -24,6 +24,7 @@ from forebay.events.tokens import (
 )
 
 NAME = "a"
+GROUP = "model"
 LENGTH = 20
 WHO = 1_000  # a token says who said it, and at which index
 
@@ -31,23 +32,25 @@ WHO = 1_000  # a token says who said it, and at which index
 def emitted(first: int, tokens: list[int], *, attempt: int = 1, owner: int = 1, name: str = NAME) -> TokensEmitted:
     chunk = TokenChunk(request_id=name, attempt=attempt, first_index=first, token_ids=pack_u32(tokens))
     return TokensEmitted(
-        worker_id=f"w{attempt}", worker_epoch=attempt, owner_epoch=owner, chunks=(chunk,), rank=attempt
+        worker_id=f"w{attempt}", worker_epoch=attempt, owner_epoch=owner, chunks=(chunk,), rank=attempt, group=GROUP
     )
 
 
 def started(attempt: int, owner: int = 1, name: str = NAME) -> AttemptStarted:
-    return AttemptStarted(request_id=name, attempt=attempt, owner_epoch=owner, worker_id=f"w{attempt}")
+    return AttemptStarted(request_id=name, attempt=attempt, owner_epoch=owner, worker_id=f"w{attempt}", group=GROUP)
 
 
 def ended(attempt: int = 1, owner: int = 1, name: str = NAME) -> ResponseEnded:
     usage = Usage(prompt_tokens=1, output_tokens=LENGTH)
-    return ResponseEnded(request_id=name, attempt=attempt, owner_epoch=owner, finish_reason="length", usage=usage)
+    return ResponseEnded(
+        request_id=name, attempt=attempt, owner_epoch=owner, finish_reason="length", usage=usage, group=GROUP
+    )
 
 
 def folded(*slot: TokenEvent) -> Reply:
     reply = Reply()
     for said in slot:
-        apply({NAME: reply}, said)
+        apply({NAME: reply}, said, GROUP)
     return reply
 
 
@@ -75,7 +78,7 @@ def test_who_repeats_what_is_known_does_not_count_as_who_said_it() -> None:
 def test_tokens_taken_away_stay_counted() -> None:
     reply = folded(emitted(0, [10, 11]))
     reply.tokens.clear()
-    assert apply({NAME: reply}, emitted(1, [11, 12])) == [reply]
+    assert apply({NAME: reply}, emitted(1, [11, 12]), GROUP) == [reply]
     assert (reply.tokens, reply.next_index) == ([12], 3)
 
 
@@ -113,15 +116,15 @@ def test_nothing_counts_after_the_end() -> None:
 
 
 def test_where_a_request_would_go_is_no_part_of_an_answer() -> None:
-    told = RouteTold(request_id=NAME, owner_epoch=9, pool="default", mode="kv")
+    told = RouteTold(request_id=NAME, owner_epoch=9, pool="default", mode="kv", group=GROUP)
     reply = folded(emitted(0, [10]), told, emitted(1, [11]))
     assert (reply.tokens, reply.ended, reply.attempt) == ([10, 11], None, 1)
-    assert apply({NAME: reply}, told) == []
+    assert apply({NAME: reply}, told, GROUP) == []
 
 
 def test_an_error_is_an_end() -> None:
     error = AnswerError(status=503, code="no_workers", message="none")
-    refused = ResponseEnded(request_id=NAME, attempt=0, owner_epoch=0, finish_reason="error", error=error)
+    refused = ResponseEnded(request_id=NAME, attempt=0, owner_epoch=0, finish_reason="error", error=error, group=GROUP)
     assert folded(refused, emitted(0, [10])).ended is refused
 
 
@@ -136,16 +139,16 @@ def test_a_gap_is_no_answer_whatever_follows() -> None:
 def test_only_the_replies_that_changed_are_named() -> None:
     replies = {"a": Reply(), "b": Reply()}
     chunks = [TokenChunk(request_id=name, attempt=1, first_index=0, token_ids=pack_u32([1])) for name in "axb"]
-    both = TokensEmitted(worker_id="w1", worker_epoch=1, owner_epoch=1, chunks=tuple(chunks))
-    assert apply(replies, both) == [replies["a"], replies["b"]]
-    assert apply(replies, both) == []
-    assert apply(replies, emitted(2, [3], name="b")) == [replies["b"]]
+    both = TokensEmitted(worker_id="w1", worker_epoch=1, owner_epoch=1, chunks=tuple(chunks), group=GROUP)
+    assert apply(replies, both, GROUP) == [replies["a"], replies["b"]]
+    assert apply(replies, both, GROUP) == []
+    assert apply(replies, emitted(2, [3], name="b"), GROUP) == [replies["b"]]
     assert replies["b"].gap
     for foreign in (started(2, name="x"), ended(name="x"), started(2)):
-        assert apply(replies, foreign) == []
-    assert apply(replies, ended(1)) == []
-    assert apply(replies, ended(2)) == [replies["a"]]
-    assert apply(replies, ended(2)) == []
+        assert apply(replies, foreign, GROUP) == []
+    assert apply(replies, ended(1), GROUP) == []
+    assert apply(replies, ended(2), GROUP) == [replies["a"]]
+    assert apply(replies, ended(2), GROUP) == []
 
 
 @dataclass
@@ -209,7 +212,7 @@ def test_each_token_once_in_order_and_nothing_after_the_end(story: Story) -> Non
     highest = 0
     end_at = None
     for position, said in enumerate(story.slot):
-        changed = apply({NAME: reply}, said)
+        changed = apply({NAME: reply}, said, GROUP)
         new, reply.tokens = reply.tokens, []
         if isinstance(said, AttemptStarted):
             highest = max(highest, said.attempt)
@@ -237,22 +240,23 @@ def embedded(number: float, *, attempt: int = 1, name: str = NAME) -> Embedded:
         worker_id=f"w{attempt}",
         vector=struct.pack("<f", number),
         rank=attempt,
+        group=GROUP,
     )
 
 
 def test_a_vector_counts_as_tokens_do() -> None:
     reply = Reply()
     replies = {NAME: reply}
-    assert apply(replies, embedded(0.5, name="b")) == []
-    assert apply(replies, embedded(0.5)) == [reply]
+    assert apply(replies, embedded(0.5, name="b"), GROUP) == []
+    assert apply(replies, embedded(0.5), GROUP) == [reply]
     assert (reply.vector, reply.worker_id, reply.rank) == (struct.pack("<f", 0.5), "w1", 1)
-    apply(replies, started(2))
-    assert apply(replies, embedded(1.5)) == [], "attempt 1 is void"
-    assert apply(replies, embedded(2.5, attempt=2)) == [reply]
-    assert apply(replies, ended(2)) == [reply]
-    assert apply(replies, embedded(3.5, attempt=2)) == [], "it is over"
+    apply(replies, started(2), GROUP)
+    assert apply(replies, embedded(1.5), GROUP) == [], "attempt 1 is void"
+    assert apply(replies, embedded(2.5, attempt=2), GROUP) == [reply]
+    assert apply(replies, ended(2), GROUP) == [reply]
+    assert apply(replies, embedded(3.5, attempt=2), GROUP) == [], "it is over"
     assert (reply.vector, reply.worker_id, reply.rank) == (struct.pack("<f", 2.5), "w2", 2)
 
 
 def test_what_became_of_a_command_is_no_answer() -> None:
-    assert apply({NAME: Reply()}, CommandTold(command_id=NAME, owner_epoch=1)) == []
+    assert apply({NAME: Reply()}, CommandTold(command_id=NAME, owner_epoch=1, group=GROUP), GROUP) == []

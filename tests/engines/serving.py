@@ -150,7 +150,7 @@ class Serving:
             while position < end:
                 for record in await self._log.read(TOKENS.name, slot, position, READ_MAX):
                     position = record.offset + 1
-                    apply({request_id: reply}, decode(TOKENS, record.value))
+                    apply({request_id: reply}, decode(TOKENS, record.value), MODEL)
         return reply
 
     async def metric(self, worker: str, name: str) -> float:

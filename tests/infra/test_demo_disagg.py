@@ -92,20 +92,20 @@ def asked() -> RequestSubmitted:
 
 def emitted(attempt: int, first: int, tokens: list[int]) -> TokensEmitted:
     chunk = TokenChunk(request_id="r", attempt=attempt, first_index=first, token_ids=pack_u32(tokens))
-    return TokensEmitted(worker_id="w", worker_epoch=0, owner_epoch=1, chunks=(chunk,))
+    return TokensEmitted(worker_id="w", worker_epoch=0, owner_epoch=1, chunks=(chunk,), group="m")
 
 
 def test_disagg_right_answers_are_told_from_wrong_ones() -> None:
     words = Words()
     whole = engine_says(PROMPT, COUNT)
-    end = ResponseEnded(request_id="r", attempt=1, owner_epoch=1, finish_reason="length")
+    end = ResponseEnded(request_id="r", attempt=1, owner_epoch=1, finish_reason="length", group="m")
     assert words.wrong([asked()], [emitted(1, 0, whole), end]) == []
     assert words.wrong([asked()], [emitted(1, 0, whole)]) != [], "it has no end"
     assert words.wrong([asked()], [emitted(1, 0, whole[:-1]), end]) != []
     assert words.wrong([asked()], [emitted(1, 0, [*whole[:-1], whole[0] + 1]), end]) != []
     rest = engine_says(PROMPT + whole[:4], COUNT - 4)
-    begins = AttemptStarted(request_id="r", attempt=2, owner_epoch=1, worker_id="v")
-    late = ResponseEnded(request_id="r", attempt=2, owner_epoch=1, finish_reason="length")
+    begins = AttemptStarted(request_id="r", attempt=2, owner_epoch=1, worker_id="v", group="m")
+    late = ResponseEnded(request_id="r", attempt=2, owner_epoch=1, finish_reason="length", group="m")
     moved = [emitted(1, 0, whole[:4]), begins, emitted(1, 4, whole[4:]), emitted(2, 4, rest), late]
     assert words.wrong([asked()], moved) == [], "what the first one said after the second began is void"
     assert words.wrong([asked()], [emitted(1, 0, whole[:4]), begins, emitted(2, 4, whole[4:]), late]) != []

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
@@ -20,6 +21,7 @@ from forebay.events.tokens import (
     PrefilledBy,
     ResponseEnded,
     TokenChunk,
+    TokenEvent,
     TokenLogprob,
     TokensEmitted,
     Usage,
@@ -76,8 +78,10 @@ class Scene:
         """Put an event on `control`."""
         self.log.append_soon([Draft(CONTROL.name, 0, encode(CONTROL, event))])
 
-    def send(self, event: Event) -> None:
-        """Put an event on the reply slot."""
+    def send(self, event: TokenEvent) -> None:
+        """Put an event on the reply slot, from the group of the ingress unless it names another."""
+        if not event.group:
+            event = msgspec.structs.replace(event, group=NAME)
         self.log.append_soon([Draft(TOKENS.name, SLOT, encode(TOKENS, event))])
 
     def say(self, name: str, text: str, *, first: int = 0, attempt: int = 1, worker: str = "w1") -> int:

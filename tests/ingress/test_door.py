@@ -169,7 +169,7 @@ class Fold:
         await self.scene.log.append([Draft(TOKENS.name, SLOT + 1, b"what was sent before this is there")])
         for one in self.scene.log.records(TOKENS.name, SLOT, 0, 1000):
             for _ in range(times):
-                for changed in apply({self.answer.request_id: self.answer}, decode(TOKENS, one.value)):
+                for changed in apply({self.answer.request_id: self.answer}, decode(TOKENS, one.value), NAME):
                     self.pieces += changed.pieces()
         return self.pieces
 

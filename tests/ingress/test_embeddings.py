@@ -186,14 +186,14 @@ def folded(records: list[TokenEvent], inputs: int) -> list[Piece]:
     body = parse(EmbeddingBody, msgspec.json.encode({"model": NAME, "input": ["a"] * inputs}))
     shared, place = Embeddings(body), Place(Entry(0, 0), Address("e", ""), "embeddings")
     parts = {f"e-{at}": DoorEmbedding(f"e-{at}", place, 2, shared) for at in range(inputs)}
-    return [piece for event in records for part in apply(parts, event) for piece in part.pieces()]
+    return [piece for event in records for part in apply(parts, event, NAME) for piece in part.pieces()]
 
 
 @given(order=st.permutations(range(5)), failing=st.sets(st.integers(0, 4), max_size=2), often=st.integers(1, 3))
 def test_the_door_says_one_piece_whatever_the_order(order: list[int], failing: set[int], often: int) -> None:
     records: list[TokenEvent] = []
     for at in order:
-        end: dict[str, Any] = {"request_id": f"e-{at}", "attempt": 1, "owner_epoch": 1}
+        end: dict[str, Any] = {"request_id": f"e-{at}", "attempt": 1, "owner_epoch": 1, "group": NAME}
         if at in failing:
             error = AnswerError(status=503, code="busy", message=str(at))
             records += [ResponseEnded(**end, finish_reason="error", error=error)] * often

@@ -3,18 +3,30 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
+import msgspec
 import pytest
 
 from forebay.events.base import Event, pack_u32
 from forebay.events.codec import encode
-from forebay.events.tokens import TokenChunk, TokensEmitted
+from forebay.events.tokens import (
+    AttemptStarted,
+    CommandTold,
+    Embedded,
+    ResponseEnded,
+    RouteTold,
+    TokenChunk,
+    TokenEvent,
+    TokensEmitted,
+)
 from forebay.events.topics import TOKENS
 from forebay.ingress.streams import READ_MAX, TOKENS_MISSING, ReplyReader
 from forebay.transport.base import Draft, LogError
 from forebay.transport.sqlite_log import SqliteLog
 from tests.system import until
 
+GROUP = "model"
 SLOT = 2
 
 
@@ -27,7 +39,7 @@ async def log() -> AsyncIterator[SqliteLog]:
 
 @asynccontextmanager
 async def reading(log: SqliteLog, offset: int) -> AsyncIterator[ReplyReader]:
-    reader = ReplyReader(log, SLOT, offset, lambda: None)
+    reader = ReplyReader(log, GROUP, SLOT, offset, lambda: None)
     running = asyncio.create_task(reader.run())
     try:
         yield reader
@@ -38,7 +50,33 @@ async def reading(log: SqliteLog, offset: int) -> AsyncIterator[ReplyReader]:
 
 def said(name: str, first: int, *tokens: int) -> TokensEmitted:
     chunk = TokenChunk(request_id=name, attempt=1, first_index=first, token_ids=pack_u32(tokens))
-    return TokensEmitted(worker_id="w1", worker_epoch=1, owner_epoch=1, chunks=(chunk,))
+    return TokensEmitted(worker_id="w1", worker_epoch=1, owner_epoch=1, chunks=(chunk,), group=GROUP)
+
+
+async def test_answers_of_another_group_that_shares_the_slot_are_left_alone(log: SqliteLog) -> None:
+    ids: dict[str, Any] = {"request_id": "a", "owner_epoch": 9}
+    strangers: list[TokenEvent] = [
+        msgspec.structs.replace(said("a", 0, 90, 91), owner_epoch=9),
+        AttemptStarted(**ids, attempt=2, worker_id="w"),
+        Embedded(**ids, attempt=2, worker_id="w", vector=b""),
+        ResponseEnded(**ids, attempt=2, finish_reason="stop"),
+        RouteTold(request_id="q", owner_epoch=9),
+        CommandTold(command_id="c", owner_epoch=9),
+    ]
+    own = [
+        said("a", 0, 7, 8),
+        ResponseEnded(request_id="a", owner_epoch=1, attempt=1, finish_reason="stop", group=GROUP),
+        RouteTold(request_id="q", owner_epoch=1, group=GROUP),
+        CommandTold(command_id="c", owner_epoch=1, group=GROUP),
+    ]
+    async with reading(log, 0) as reader:
+        stream, query, command = reader.open("a"), reader.open_query("q"), reader.open_command("c")
+        for group in ("other-model", ""):
+            await append(log, *[msgspec.structs.replace(event, group=group) for event in strangers])
+        await append(log, *own)
+        await until(lambda: stream.ended is not None and query.done() and command.done())
+    assert (stream.tokens, stream.attempt, stream.ended) == ([7, 8], 1, own[1])
+    assert (query.result(), command.result()) == (own[2], own[3])
 
 
 async def append(log: SqliteLog, *events: Event) -> None:
@@ -68,7 +106,7 @@ async def test_a_gap_interrupts_whoever_waits(log: SqliteLog) -> None:
 
 async def test_a_log_that_fails_interrupts_all(log: SqliteLog) -> None:
     await append(log, said("a", 0, 7))
-    reader = ReplyReader(log, SLOT, 0, lambda: None)
+    reader = ReplyReader(log, GROUP, SLOT, 0, lambda: None)
     streams = [reader.open(name) for name in "ab"]
     log._db.execute(f"UPDATE {TOKENS.name} SET value = x'00'")
     with pytest.raises(LogError):

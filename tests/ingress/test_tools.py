@@ -257,7 +257,7 @@ async def test_the_door_says_the_same(tools: Scene, stream: bool) -> None:
     )
     pieces = []
     for record in tools.log.records(TOKENS.name, SLOT, 0, 1000):
-        for changed in apply({"same": answer}, decode(TOKENS, record.value)):
+        for changed in apply({"same": answer}, decode(TOKENS, record.value), NAME):
             pieces += changed.pieces()
     events = [line.removeprefix("data: ") for line in given.split("\n\n") if line not in ("", "data: [DONE]")]
     assert deltas([piece.value.decode() for piece in pieces]) == deltas(events)

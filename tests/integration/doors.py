@@ -15,10 +15,10 @@ import msgspec
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from prometheus_client import CollectorRegistry
 
-from forebay.events.base import Event, pack_u32
+from forebay.events.base import pack_u32
 from forebay.events.codec import decode, encode
 from forebay.events.requests import RequestCancelled, RequestSubmitted
-from forebay.events.tokens import ResponseEnded, TokenChunk, TokensEmitted, Usage
+from forebay.events.tokens import ResponseEnded, TokenChunk, TokenEvent, TokensEmitted, Usage
 from forebay.events.topics import OPENAI_REQUESTS, OPENAI_RESPONSES, REQUESTS, TOKENS
 from forebay.ingress.door import Door
 from forebay.ingress.door_metrics import DoorMetrics
@@ -170,7 +170,8 @@ class Backstage:
             if not tail:
                 await wake.wait()
 
-    async def _send(self, request: RequestSubmitted, event: Event) -> None:
+    async def _send(self, request: RequestSubmitted, event: TokenEvent) -> None:
+        event = msgspec.structs.replace(event, group=request.model)
         await self.log.append([Draft(TOKENS.name, request.reply_slot, encode(TOKENS, event))])
 
 

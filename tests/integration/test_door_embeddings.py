@@ -52,7 +52,7 @@ async def submitted(backstage: Backstage, name: str, count: int = 1) -> RequestS
 
 
 async def embed(backstage: Backstage, request: RequestSubmitted, number: float) -> None:
-    said: dict[str, Any] = {"request_id": request.request_id, "attempt": 1, "owner_epoch": 1}
+    said: dict[str, Any] = {"request_id": request.request_id, "attempt": 1, "owner_epoch": 1, "group": NAME}
     usage = Usage(prompt_tokens=request.prompt_tokens, output_tokens=0)
     events = [
         Embedded(**said, worker_id="w1", vector=array("f", [number]).tobytes()),
@@ -83,7 +83,9 @@ async def test_one_that_fails_fails_all_and_cancels_the_others(
         await submitted(backstage, "e-0")
         failing = await submitted(backstage, "e-1")
         error = AnswerError(status=503, code="busy", message="all are")
-        ended = ResponseEnded(request_id="e-1", attempt=1, owner_epoch=1, finish_reason="error", error=error)
+        ended = ResponseEnded(
+            request_id="e-1", attempt=1, owner_epoch=1, finish_reason="error", error=error, group=NAME
+        )
         await backstage.log.append([Draft(TOKENS.name, failing.reply_slot, encode(TOKENS, ended))])
         (record,) = await client.whole("e")
         async with asyncio.timeout(20):

@@ -242,10 +242,28 @@ async def test_without_a_free_slot_a_worker_waits(log: SqliteLog, caplog: pytest
     for _ in range(3):
         await poll(polled, log, three)
     assert polled.refused == {"slots": 1}
-    assert caplog.text.count("all 2 slots of the pool default are taken") == 1
+    assert caplog.text.count("all 2 slots that its model has in the pool default are taken") == 1
     await poll(polled, log, three[1:])
     slots = {fact.spec.worker_id: fact.slot for fact in facts(log) if isinstance(fact, WorkerJoined)}
     assert slots == {"a": 0, "b": 1, "c": 0}
+
+
+async def test_owners_of_several_groups_assign_disjoint_slots_of_one_pool(
+    log: SqliteLog, caplog: pytest.LogCaptureFixture
+) -> None:
+    groups, slots_max = 3, 8
+    names = "abcd"  # one more than any group has slots
+    assigned: dict[int, list[int]] = {}
+    for partition in range(groups):
+        polled = Admission(log, partition, 7, Fleet(), slots_max=slots_max, groups=groups)
+        leases = [lease(name=name, spec=msgspec.structs.replace(SPEC, worker_id=name)) for name in names]
+        await polled.update(leases, POOLS, log.next_offset(FLEET.name, partition))
+        found = [decode(FLEET, record.value) for record in log.records(FLEET.name, partition, 0, 100)]
+        assigned[partition] = [fact.slot for fact in found if isinstance(fact, WorkerJoined)]
+        assert polled.refused == {"slots": len(names) - len(assigned[partition])}
+    assert assigned == {0: [0, 3, 6], 1: [1, 4, 7], 2: [2, 5]}
+    assert "worker c is refused: all 2 slots that its model has in the pool default are taken" in caplog.text
+    assert "3 control partitions share the 8 partitions of work.default" in caplog.text
 
 
 async def test_the_first_lease_of_a_pool_configures_it(log: SqliteLog, caplog: pytest.LogCaptureFixture) -> None:

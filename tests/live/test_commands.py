@@ -83,11 +83,11 @@ def outcomes(told: CommandTold) -> dict[str, tuple[str, tuple[str, ...]]]:
 @pytest.mark.parametrize("reason", get_args(CommandRefusal))
 def test_every_refusal_is_told_with_a_status(reason: CommandRefusal) -> None:
     refused = CommandSent(command_id="c", reply_slot=SLOT, action="sleep", reason=reason, message="no")
-    (draft,) = answers(refused)
+    (draft,) = answers(MODEL, refused)
     told = msgspec.msgpack.decode(draft.value)
     assert draft.partition == SLOT
     assert (told["error"]["message"], 400 <= told["error"]["status"] < 600) == ("no", True)
-    assert answers(CommandSent(command_id="c", reply_slot=SLOT, action="sleep")) == []
+    assert answers(MODEL, CommandSent(command_id="c", reply_slot=SLOT, action="sleep")) == []
 
 
 async def test_an_adapter_is_loaded_used_and_unloaded(log: SqliteLog, tmp_path: Path) -> None:

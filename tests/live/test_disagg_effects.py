@@ -149,14 +149,14 @@ def test_disagg_a_refusal_of_a_prefill_worker_is_the_clients_answer() -> None:
     holder = CommandTarget(worker_id="p", worker_epoch=9, pool="prefill", slot=5)
     fields: dict[str, Any] = {"request_id": "r", "reply_slot": SLOT, "message": "no", "attempt": 2, "pool": "decode"}
     refused = RequestAborted(owner_epoch=3, reason="prefill_refused", status=422, code="too_long", **fields)
-    (draft,) = answers(refused)
+    (draft,) = answers(MODEL, refused)
     error = decode(TOKENS, draft.value).error
     assert (error.status, error.code, error.message) == (422, "too_long", "no")
     given_up = RequestAborted(owner_epoch=3, reason="prefill_failed", holder=holder, **fields)
-    at_holder, answer = answers(given_up)
+    at_holder, answer = answers(MODEL, given_up)
     assert (at_holder.topic, at_holder.partition) == (work_topic("prefill").name, 5)
     assert decode(work_topic("prefill"), at_holder.value) == WorkCancelled(
-        request_id="r", attempt=2, owner_epoch=3, worker_epoch=9
+        request_id="r", attempt=2, owner_epoch=3, worker_epoch=9, group=MODEL, worker_id="p"
     )
     assert decode(TOKENS, answer.value).error.code == "prefill_failed"
 

@@ -76,10 +76,10 @@ def said(drafts: list[Draft], topic: Topic) -> list[Any]:
 @pytest.mark.parametrize("reason", get_args(RejectReason))
 def test_a_refusal_has_its_status_asked_or_only_queried(reason: RejectReason) -> None:
     refused = RequestRejected(owner_epoch=3, request_id="r", reply_slot=SLOT, reason=reason, message="no")
-    (draft,) = answers(refused)
+    (draft,) = answers(MODEL, refused)
     (ended,) = said([draft], TOKENS)
     queried = RouteAnswered(owner_epoch=3, request_id="q", reply_slot=SLOT, reason=reason, message="no")
-    (told,) = said(answers(queried), TOKENS)
+    (told,) = said(answers(MODEL, queried), TOKENS)
     for error in (ended.error, told.error):
         assert (error.status, error.code, error.message) == (*STATUSES[reason], "no")
     assert (draft.partition, ended.request_id, ended.owner_epoch, told.request_id) == (SLOT, "r", 3, "q")
@@ -90,18 +90,20 @@ def test_what_is_given_up_has_its_status_and_no_worker_goes_on(reason: AbortReas
     aborted = RequestAborted(
         owner_epoch=3, request_id="r", reply_slot=SLOT, reason=reason, message="no", attempt=1, pool="default"
     )
-    (ended,) = said(answers(aborted), TOKENS)
+    (ended,) = said(answers(MODEL, aborted), TOKENS)
     assert (ended.error.status, ended.error.code) == STATUSES[reason]
-    drafts = answers(msgspec.structs.replace(aborted, worker_id="w", worker_epoch=7, slot=2))
+    drafts = answers(MODEL, msgspec.structs.replace(aborted, worker_id="w", worker_epoch=7, slot=2))
     (cancelled,) = said(drafts, WORK)
-    assert cancelled == WorkCancelled(request_id="r", attempt=1, owner_epoch=3, worker_epoch=7)
+    assert cancelled == WorkCancelled(
+        request_id="r", attempt=1, owner_epoch=3, worker_epoch=7, group=MODEL, worker_id="w"
+    )
 
 
 def test_who_keeps_disagg_kv_is_told_on_the_partition_of_its_slot() -> None:
     holder = CommandTarget(worker_id="p", worker_epoch=7, pool="default", slot=2)
     released = KvReleased(owner_epoch=3, request_id="r", attempt=2, holder=holder, reason="not_fetched")
-    told = ReleaseKv(request_id="r", attempt=2, owner_epoch=3, worker_epoch=7)
-    assert answers(released) == [Draft(WORK.name, 2, encode(WORK, told))]
+    told = ReleaseKv(request_id="r", attempt=2, owner_epoch=3, worker_epoch=7, group=MODEL, worker_id="p")
+    assert answers(MODEL, released) == [Draft(WORK.name, 2, encode(WORK, told))]
 
 
 def test_a_queried_route_is_told_and_a_held_request_waits() -> None:
@@ -119,7 +121,7 @@ def test_a_queried_route_is_told_and_a_held_request_waits() -> None:
         candidates=candidates,
         would_wait=True,
     )
-    (draft,) = answers(answered)
+    (draft,) = answers(MODEL, answered)
     assert (draft.topic, draft.partition) == (TOKENS.name, SLOT)
     assert said([draft], TOKENS) == [
         RouteTold(
@@ -130,10 +132,11 @@ def test_a_queried_route_is_told_and_a_held_request_waits() -> None:
             choice=candidates[1],
             candidates=candidates,
             would_wait=True,
+            group=MODEL,
         )
     ]
     held = RequestHeld(request_id="r", pool="default", queue_class="default", uncached_tokens=5, ahead=0)
-    assert answers(held) == []
+    assert answers(MODEL, held) == []
 
 
 @pytest.mark.parametrize("tracked", [False, True])
@@ -200,7 +203,9 @@ async def test_a_cache_with_a_gap_is_asked_for_anew_until_it_is_said(log: Sqlite
     async with system.owned():
         pass
     wanted = [
-        ReannounceCache(owner_epoch=epoch, worker_epoch=cache.epoch, rank=0, above_seq=above_seq)
+        ReannounceCache(
+            owner_epoch=epoch, worker_epoch=cache.epoch, rank=0, above_seq=above_seq, group=MODEL, worker_id="w0"
+        )
         for epoch, above_seq in zip(epochs, (4, 6), strict=True)
     ]
     assert system.events(WORK, ReannounceCache) == wanted

@@ -16,7 +16,7 @@ from forebay.events.media import Encoded
 from forebay.events.topics import CONTROL, work_topic
 from forebay.events.work import WorkItem
 from forebay.live.admission import Admission, PoolsByLease
-from forebay.live.effects import work_again, work_item
+from forebay.live.effects import Address, work_again, work_item
 from forebay.transport.base import Lease
 from forebay.transport.sqlite_log import SqliteLog
 from tests.core.test_encoding import ask, encoded, staged
@@ -31,7 +31,7 @@ ENCODES = msgspec.structs.replace(ANSWERS, worker_id="e", pool="encoders", role=
 def work_of(decided: RequestRouted, lies: Encoded | None) -> WorkItem:
     asked = request("r", PROMPTS[0], media=(MEDIA,))
     one = replace(under_way(asked, "default", 0, 0), encoded=lies)
-    draft = work_item(decided, asked, one, report_output=False)
+    draft = work_item(ANSWERS.model, decided, asked, one, report_output=False)
     assert (draft.topic, draft.partition) == (work_topic(decided.pool).name, decided.slot)
     item: WorkItem = decode(work_topic(decided.pool), draft.value)
     return item
@@ -60,7 +60,8 @@ def test_a_new_owner_sends_the_stage_again_that_is_unanswered() -> None:
         assert one is not None
         worker = drive.world.fleet.get(one.worker_id)
         assert worker is not None
-        draft = work_again(one, worker.spec.pool, worker.slot, 9, asked, report_output=False)
+        to = Address(ANSWERS.model, worker.spec.pool, worker.slot, one.worker_id, one.worker_epoch)
+        draft = work_again(to, one, 9, asked, report_output=False)
         item: WorkItem = decode(work_topic(worker.spec.pool), draft.value)
         assert draft.topic == work_topic(worker.spec.pool).name
         return item

@@ -43,7 +43,7 @@ class Client:
 async def listening(log: SqliteLog, name: str) -> AsyncIterator[Client]:
     """A client that takes its tokens as an ingress hands them over."""
     client = Client()
-    reader = ReplyReader(log, SLOT, 0, lambda: None)
+    reader = ReplyReader(log, MODEL, SLOT, 0, lambda: None)
     stream = reader.open(name)
 
     async def take() -> None:

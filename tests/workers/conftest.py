@@ -15,7 +15,7 @@ from forebay.events.codec import decode, encode
 from forebay.events.fleet import WorkerJoined, WorkerSpec
 from forebay.events.requests import Sampling
 from forebay.events.topics import DEAD_LETTERS, FLEET, KV_EVENTS, METRICS, PROGRESS, TOKENS, Topic, work_topic
-from forebay.events.work import WorkItem
+from forebay.events.work import AnyWorkEvent, WorkItem
 from forebay.transport.base import Draft, Lease, Leases, Log, Record
 from forebay.transport.redis_leases import embedded_leases
 from forebay.transport.sqlite_log import SqliteLog
@@ -58,6 +58,8 @@ def work_item(name: str, prompt: list[int], max_tokens: int, **changes: Any) -> 
         sequence_hashes=sequence_hashes(packed, 4, salt),
         reply_slot=3,
         sampling=Sampling(max_tokens=max_tokens),
+        group=GROUP,
+        worker_id="w1",
     )
     return msgspec.structs.replace(item, **changes)
 
@@ -69,6 +71,7 @@ class Scene:
         self.log = log
         self.leases = leases
         self.keeper = keeper
+        self._members: dict[int, str] = {}
 
     def spec(self, dp_size: int = 1, name: str = "w1", **changes: Any) -> WorkerSpec:
         config = engine_config()
@@ -126,14 +129,19 @@ class Scene:
             owner_epoch=owner_epoch,
         )
         epoch = await self.append(FLEET, PARTITION, joined)
+        self._members[epoch] = worker.spec.worker_id
         await until(lambda: worker.worker_epoch == epoch)
         return epoch
 
     async def append(self, topic: Topic, partition: int, event: Event) -> int:
+        if topic is TOKENS:
+            event = msgspec.structs.replace(event, group=GROUP)
         return (await self.log.append([Draft(topic.name, partition, encode(topic, event))]))[0]
 
-    async def send(self, event: Event, slot: int = WORK_SLOT) -> None:
-        await self.append(WORK, slot, event)
+    async def send(self, event: AnyWorkEvent, slot: int = WORK_SLOT) -> None:
+        """Append an event to a slot, addressed to the worker that was admitted in its epoch."""
+        worker_id = self._members.get(event.worker_epoch, "w1")
+        await self.append(WORK, slot, msgspec.structs.replace(event, group=GROUP, worker_id=worker_id))
 
     def records(self, topic: Topic, partition: int = PARTITION) -> list[Record]:
         return self.log.records(topic.name, partition, 0, READ_MAX)

@@ -25,7 +25,7 @@ from forebay.transport.faults import FaultyLog
 from forebay.transport.sqlite_log import SqliteLog
 from forebay.workers.resume import PAGE_RECORDS, continued
 from forebay.workers.worker import Worker
-from tests.workers.conftest import PARTITION, VOCABULARY, WORK, WORK_SLOT, Scene, until, work_item
+from tests.workers.conftest import GROUP, PARTITION, VOCABULARY, WORK, WORK_SLOT, Scene, until, work_item
 
 SLOT = 3
 PROMPT = [1, 2, 3, 4, 5, 6]
@@ -55,7 +55,7 @@ class GatedLog(FaultyLog):
 
 def emitted(name: str, first: int, tokens: list[int], *, attempt: int = 1) -> TokensEmitted:
     chunk = TokenChunk(request_id=name, attempt=attempt, first_index=first, token_ids=pack_u32(tokens))
-    return TokensEmitted(worker_id="w0", worker_epoch=0, owner_epoch=0, chunks=(chunk,))
+    return TokensEmitted(worker_id="w0", worker_epoch=0, owner_epoch=0, chunks=(chunk,), group=GROUP)
 
 
 def later(name: str, epoch: int, max_tokens: int = 10, **changes: Any) -> WorkItem:
@@ -71,7 +71,7 @@ def heard(scene: Scene, name: str) -> Reply:
     """The answer as a client has it."""
     reply = Reply()
     for event in scene.tokens():
-        apply({name: reply}, event)
+        apply({name: reply}, event, GROUP)
     return reply
 
 
@@ -113,7 +113,7 @@ async def test_an_answer_goes_on_elsewhere_while_the_old_worker_speaks_on(scene:
     begin = next(at for at, event in enumerate(events) if isinstance(event, AttemptStarted))
     before = Reply()
     for event in events[:begin]:
-        apply({"a": before}, event)
+        apply({"a": before}, event, GROUP)
     said = before.tokens
     assert 0 < len(said) < 150
     assert [event.chunks[0].attempt for event in events[begin:] if isinstance(event, TokensEmitted)].count(1) > 0
@@ -211,7 +211,7 @@ async def test_after_a_valid_end_only_the_owner_is_told(scene: Scene) -> None:
 
 async def test_an_end_with_an_error_is_reported_as_a_failure(scene: Scene) -> None:
     error = AnswerError(status=400, code="context_length_exceeded", message="too long")
-    ended = ResponseEnded(request_id="a", attempt=1, owner_epoch=0, finish_reason="error", error=error)
+    ended = ResponseEnded(request_id="a", attempt=1, owner_epoch=0, finish_reason="error", error=error, group=GROUP)
     async with scene.serving(scene.worker()) as epoch:
         await scene.append(TOKENS, SLOT, ended)
         await scene.send(later("a", epoch))

@@ -3,12 +3,16 @@
 import asyncio
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import msgspec
 import pytest
+from prometheus_client import CollectorRegistry
 
 from forebay.core.blocks import hash_seed, sequence_hashes
 from forebay.events.base import pack_u32, unpack_u32, unpack_u64
+from forebay.events.codec import encode
+from forebay.events.control import Command
 from forebay.events.fleet import (
     OwnershipAnnounced,
     WorkerDraining,
@@ -18,11 +22,12 @@ from forebay.events.fleet import (
     WorkerSuspect,
 )
 from forebay.events.kv import BlocksRemoved, BlocksStored
-from forebay.events.progress import FirstTokenEmitted, OutputGrown, RequestFailed, RequestFinished
+from forebay.events.progress import CommandDone, FirstTokenEmitted, OutputGrown, RequestFailed, RequestFinished
 from forebay.events.tokens import AttemptStarted, ResponseEnded, TokensEmitted, Usage
 from forebay.events.topics import FLEET
-from forebay.events.work import WorkCancelled
+from forebay.events.work import ReannounceCache, ReleaseKv, WorkCancelled, WorkerCommand, WorkItem
 from forebay.transport.base import Draft
+from forebay.workers.metrics import WorkerMetrics
 from forebay.workers.mock.engine import MockEngine
 from forebay.workers.worker import READ_MAX, Worker, WorkerReplaced
 from tests.workers.conftest import GROUP, PARTITION, WORK, WORK_SLOT, Scene, engine_config, until, work_item
@@ -60,6 +65,7 @@ async def test_an_answer_is_on_the_log_in_order(scene: Scene) -> None:
         owner_epoch=4,
         finish_reason="length",
         usage=Usage(prompt_tokens=9, output_tokens=10),
+        group=GROUP,
     )
     first, end = scene.progress()
     assert (type(first), first.cached_tokens, first.worker_epoch) == (FirstTokenEmitted, 0, epoch)
@@ -68,6 +74,54 @@ async def test_an_answer_is_on_the_log_in_order(scene: Scene) -> None:
     assert [event.seq for event in stored] == list(range(1, len(stored) + 1))
     assert sum(len(unpack_u64(event.sequence_hashes)) for event in stored) == (9 + 10 - 1) // 4
     assert scene.loads()[-1].running == 0
+
+
+WorkEvents = list[WorkItem | WorkCancelled | ReleaseKv | ReannounceCache | WorkerCommand]
+
+
+def work_of_every_kind(**to: Any) -> WorkEvents:
+    """Return one event of each type that a work topic carries, addressed as told."""
+    pause = WorkerCommand(command_id="c", command=Command(action="pause"), owner_epoch=0, timeout_us=60_000_000, **to)
+    return [
+        msgspec.structs.replace(work_item("mine", [1], 2), **to),
+        WorkCancelled(request_id="under-way", attempt=1, owner_epoch=0, **to),
+        ReleaseKv(request_id="under-way", attempt=1, owner_epoch=0, **to),
+        ReannounceCache(owner_epoch=0, rank=0, **to),
+        pause,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("reason", "to"),
+    [
+        ("other_group", {"group": "other-model", "worker_id": "w1"}),
+        ("other_group", {"group": "", "worker_id": ""}),  # written before events were addressed
+        ("other_worker", {"group": GROUP, "worker_id": "w2"}),
+        ("other_worker", {"group": GROUP, "worker_id": ""}),
+        ("other_epoch", {"group": GROUP, "worker_id": "w1", "worker_epoch": 1}),
+    ],
+)
+async def test_only_events_for_the_own_group_name_and_epoch_are_run(
+    scene: Scene, caplog: pytest.LogCaptureFixture, reason: str, to: dict[str, Any]
+) -> None:
+    """The epoch is the worker's own in most cases: epochs of two groups can be equal."""
+    worker = scene.worker()
+    registry = CollectorRegistry()
+    registry.register(WorkerMetrics(worker))
+    async with scene.serving(worker) as epoch:
+        await scene.send(work_item("under-way", [1], 200, worker_epoch=epoch))
+        await until(lambda: "under-way" in worker.under_way)
+        strangers = work_of_every_kind(**{"worker_epoch": epoch, **to})
+        await scene.log.append([Draft(WORK.name, WORK_SLOT, encode(WORK, event)) for event in strangers])
+        await scene.send(work_item("last", [1], 1, worker_epoch=epoch))
+        await until(lambda: over(scene, "under-way", "last"))
+        labels = {"worker_id": "w1", "reason": reason}
+        assert registry.get_sample_value("forebay_worker_items_skipped_total", labels) == len(strangers)
+    assert answer(scene, "mine") == []
+    assert len(answer(scene, "under-way")) == 200
+    assert (worker.counters.reannounced, scene.progress(CommandDone)) == (0, [])
+    told = [record for record in caplog.records if "is addressed to worker" in record.getMessage()]
+    assert len(told) == (reason != "other_epoch"), "the first is logged, further ones are counted"
 
 
 async def test_slots_get_one_record_a_batch_each(scene: Scene) -> None:

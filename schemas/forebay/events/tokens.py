@@ -1,4 +1,8 @@
-"""Topic `tokens`: all that a client needs, in one partition (its reply slot), in order."""
+"""Topic `tokens`: all that a client needs, in one partition (its reply slot), in order.
+
+Groups share the reply slots, and two groups may use one request id. Every event names the `group` that it is from: its
+readers take only those of their own group, because attempts and owner epochs are ordered within one group only.
+"""
 
 from typing import Literal
 
@@ -75,6 +79,7 @@ class TokensEmitted(Event, tag="tokens.emitted", frozen=True, kw_only=True):
     chunks: tuple[TokenChunk, ...]
     rank: Count = 0
     at_us: int = 0
+    group: str = ""
 
 
 class Embedded(Event, tag="tokens.embedded", frozen=True, kw_only=True):
@@ -86,6 +91,7 @@ class Embedded(Event, tag="tokens.embedded", frozen=True, kw_only=True):
     worker_id: Name
     vector: bytes
     rank: Count = 0
+    group: str = ""
 
     def __post_init__(self) -> None:
         require_packed("vector", self.vector, U32_BYTES)
@@ -98,6 +104,7 @@ class AttemptStarted(Event, tag="tokens.attempt_started", frozen=True, kw_only=T
     attempt: Count
     owner_epoch: Count
     worker_id: Name
+    group: str = ""
 
 
 class ResponseEnded(Event, tag="tokens.response_ended", frozen=True, kw_only=True):
@@ -109,6 +116,7 @@ class ResponseEnded(Event, tag="tokens.response_ended", frozen=True, kw_only=Tru
     finish_reason: Literal["stop", "length", "cancelled", "error"]
     usage: Usage | None = None
     error: AnswerError | None = None
+    group: str = ""
 
 
 class RouteTold(Event, tag="tokens.route_told", frozen=True, kw_only=True):
@@ -124,6 +132,7 @@ class RouteTold(Event, tag="tokens.route_told", frozen=True, kw_only=True):
     error: AnswerError | None = None
     stage: Stage = "aggregated"
     prefill: PrefillPlace | None = None
+    group: str = ""
 
 
 class CommandTold(Event, tag="tokens.command_told", frozen=True, kw_only=True):
@@ -133,6 +142,7 @@ class CommandTold(Event, tag="tokens.command_told", frozen=True, kw_only=True):
     owner_epoch: Count
     outcomes: tuple[CommandOutcome, ...] = ()
     error: AnswerError | None = None
+    group: str = ""
 
 
 TokenEvent = TokensEmitted | Embedded | AttemptStarted | ResponseEnded | RouteTold | CommandTold

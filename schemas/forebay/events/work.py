@@ -1,4 +1,9 @@
-"""Topic `work.<pool>`: effects of decisions; the partition is the worker's slot. Holds prompts."""
+"""Topic `work.<pool>`: effects of decisions; the partition is the worker's slot. Holds prompts.
+
+All groups of a namespace share the topic of a pool. Every event names the group and the worker that it is addressed
+to, besides the epoch: epochs are offsets of one group's `fleet`, so equal epochs of two groups mean nothing. An event
+without these names, from before they existed, is addressed to no worker.
+"""
 
 from forebay.events.base import U32_BYTES, U64_BYTES, Count, Event, Name, require_packed
 from forebay.events.control import Command
@@ -9,12 +14,14 @@ from forebay.events.transfer import Prefilled
 
 
 class WorkEvent(Event, frozen=True, kw_only=True):
-    """Idempotent by (request, stage, attempt); a worker obeys only its own `worker_epoch`."""
+    """Idempotent by (request, stage, attempt). A worker runs only what names its group, its id and its epoch."""
 
     request_id: Name
     attempt: Count
     owner_epoch: Count
     worker_epoch: Count
+    group: str = ""
+    worker_id: str = ""
 
 
 class WorkItem(WorkEvent, tag="work.item", frozen=True, kw_only=True):
@@ -68,6 +75,8 @@ class ReannounceCache(Event, tag="work.reannounce_cache", frozen=True, kw_only=T
     worker_epoch: Count
     rank: Count
     above_seq: Count = 0
+    group: str = ""
+    worker_id: str = ""
 
 
 class WorkerCommand(Event, tag="work.command", frozen=True, kw_only=True):
@@ -82,6 +91,8 @@ class WorkerCommand(Event, tag="work.command", frozen=True, kw_only=True):
     worker_epoch: Count
     timeout_us: Count
     nonce: Count = 0
+    group: str = ""
+    worker_id: str = ""
 
 
 AnyWorkEvent = WorkItem | WorkCancelled | ReleaseKv | ReannounceCache | WorkerCommand

@@ -53,7 +53,10 @@ def create(
     kafka_config: PropertiesOption = None,
     pool: Annotated[list[str] | None, typer.Option(help="A pool that gets a work topic; may be repeated.")] = None,
     groups: Annotated[int, typer.Option(min=1, help="Most models served: partitions of control topics.")] = 4,
-    slots: Annotated[int, typer.Option(min=1, help="Most workers of a pool: partitions of its work topic.")] = 64,
+    slots: Annotated[
+        int,
+        typer.Option(min=1, help="Partitions of a work topic: each model can have SLOTS / GROUPS workers in a pool."),
+    ] = 256,
     replies: Annotated[int, typer.Option(min=1, help="Partitions of `tokens`.")] = 16,
     door: Annotated[int, typer.Option(min=1, help="Partitions of `openai-requests` and `openai-responses`.")] = 8,
     replication: Annotated[int, typer.Option(min=1, help="Copies of every partition.")] = 1,

@@ -378,7 +378,7 @@ class Lane:
             self._shared.ingress.metrics.undecodable.inc()
             logger.warning("a record of the reply slot does not decode: %s", error)
             return
-        for waiting in apply(self._answers, event):
+        for waiting in apply(self._answers, event, self._shared.ingress.settings.model_name):
             pieces = waiting.pieces()
             if waiting.over and waiting.submission is not None:
                 self._shared.metrics.repeated.inc()

@@ -156,7 +156,7 @@ class Ingress:
         self.why_not_ready: Callable[[], str] = lambda: NO_WORKER
         self.told_ready: dict[str, str] = {}
         self.place = place
-        self.replies = ReplyReader(log, settings.reply_slot, reply_from, metrics.undecodable.inc)
+        self.replies = ReplyReader(log, settings.model_name, settings.reply_slot, reply_from, metrics.undecodable.inc)
         self.thresholds = Thresholds(log, place, metrics.undecodable.inc)
         self.commands = Commands(log, self.replies, settings.model_name, settings.reply_slot, self.require_place)
         self.adapters = Adapters(log, self.commands, settings.model_name, settings.loras, place)

@@ -60,14 +60,15 @@ class Stream(Reply):
 
 
 class ReplyReader:
-    """Follows one reply slot from `offset` on.
+    """Follows one reply slot from `offset` on, and takes what is from `group`: other groups share the slot.
 
     Attributes:
         position: the offset of the first record that was not dispatched yet.
     """
 
-    def __init__(self, log: Log, reply_slot: int, offset: int, on_undecodable: Callable[[], None]) -> None:
+    def __init__(self, log: Log, group: str, reply_slot: int, offset: int, on_undecodable: Callable[[], None]) -> None:
         self.position = offset
+        self._group = group
         self._wake = asyncio.Event()
         self._tail = log.tail(TOKENS.name, reply_slot, offset, self._wake)
         self._streams: dict[str, Stream] = {}
@@ -152,6 +153,8 @@ class ReplyReader:
             self._on_undecodable()
             logger.warning("a record of the reply slot does not decode: %s", error)
             return
+        if event.group != self._group:
+            return
         if isinstance(event, RouteTold):
             answer = self._queries.get(event.request_id)
             if answer is not None and not answer.done():
@@ -162,7 +165,7 @@ class ReplyReader:
             if outcome is not None and not outcome.done():
                 outcome.set_result(event)
             return
-        for stream in apply(self._streams, event):
+        for stream in apply(self._streams, event, self._group):
             stream.notify()
 
 

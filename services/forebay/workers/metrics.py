@@ -35,6 +35,8 @@ class WorkerMetrics(Collector):
         reasons = {
             "dead_letter": counters.dead_letters,
             "other_epoch": counters.other_epoch,
+            "other_group": counters.other_group,
+            "other_worker": counters.other_worker,
             "repeated": counters.repeated,
             "superseded": counters.superseded,
             "unknown_rank": counters.unknown_rank,

@@ -38,6 +38,8 @@ class WorkerCounters:
 
     dead_letters: int = 0
     other_epoch: int = 0
+    other_group: int = 0  # addressed to a worker of another group
+    other_worker: int = 0  # addressed to another worker of the group
     repeated: int = 0
     superseded: int = 0  # a later attempt, elsewhere, began before this worker's
     unknown_rank: int = 0  # a cache that was to be announced, of a rank that is not here
@@ -58,11 +60,15 @@ class _Kept:
 
 
 class Orders:
-    """What a worker of `spec` obeys in one epoch; `feed` is its engine. `settled` is told of what ends without that."""
+    """What a worker of `spec` in `group` obeys in one epoch; `feed` is its engine.
+
+    `settled` is told of what ends without the engine.
+    """
 
     def __init__(
         self,
         log: Log,
+        group: str,
         spec: WorkerSpec,
         outbox: Outbox,
         feed: MediaFeed,
@@ -77,7 +83,7 @@ class Orders:
         self._feed = feed
         self._counters = counters
         self._settled = settled
-        self._resumer = Resumer(log, outbox, counters.reading, spawn, self._go_on)
+        self._resumer = Resumer(log, group, outbox, counters.reading, spawn, self._go_on)
         self._seen: OrderedDict[tuple[str, int, int, str, int], None] = OrderedDict()
         self._kept: OrderedDict[str, _Kept] = OrderedDict()
         self._prompts: OrderedDict[str, int] = OrderedDict()  # the last attempt at each that was begun here

@@ -82,9 +82,10 @@ class Active:
 
 
 class Outbox:
-    """Makes the records of one epoch of one worker. `partition` is that of the worker's group."""
+    """Makes the records of one epoch of one worker. `partition` is that of the worker's `group`."""
 
-    def __init__(self, spec: WorkerSpec, worker_epoch: int, partition: int) -> None:
+    def __init__(self, spec: WorkerSpec, worker_epoch: int, group: str, partition: int) -> None:
+        self._group = group
         self._worker_id = spec.worker_id
         self._worker_epoch = worker_epoch
         self._partition = partition
@@ -116,6 +117,7 @@ class Outbox:
             attempt=active.attempt,
             owner_epoch=active.owner_epoch,
             worker_id=self._worker_id,
+            group=self._group,
         )
         return _draft(TOKENS, active.reply_slot, event)
 
@@ -137,6 +139,7 @@ class Outbox:
             owner_epoch=active.owner_epoch,
             finish_reason="error",
             error=error,
+            group=self._group,
         )
         return [_draft(TOKENS, active.reply_slot, ended), self._failed(active, error.message)]
 
@@ -240,6 +243,7 @@ class Outbox:
             owner_epoch=active.owner_epoch,
             finish_reason=reason,
             usage=usage,
+            group=self._group,
         )
         return _draft(TOKENS, active.reply_slot, event)
 
@@ -337,6 +341,7 @@ class Outbox:
                     chunks=tuple(of_slot),
                     rank=batch.rank,
                     at_us=at_us,
+                    group=self._group,
                 ),
             )
             for (reply_slot, owner_epoch), of_slot in chunks.items()
@@ -355,6 +360,7 @@ class Outbox:
                 worker_id=self._worker_id,
                 vector=vector.packed,
                 rank=batch.rank,
+                group=self._group,
             )
             drafts.append(_draft(TOKENS, one.reply_slot, event))
         return drafts

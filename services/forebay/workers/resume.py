@@ -51,8 +51,11 @@ class SlotReading:
 class Resumer:
     """Announces later attempts of one epoch and finds what was said before them; `found` is told of each."""
 
-    def __init__(self, log: Log, outbox: Outbox, reading: SlotReading, spawn: Spawn, found: OnFound) -> None:
+    def __init__(
+        self, log: Log, group: str, outbox: Outbox, reading: SlotReading, spawn: Spawn, found: OnFound
+    ) -> None:
         self._log = log
+        self._group = group
         self._outbox = outbox
         self._reading = reading
         self._spawn = spawn
@@ -125,7 +128,7 @@ class Resumer:
             self._reading.undecodable += 1
             logger.warning("record %s of reply slot %s does not decode: %s", record.offset, record.partition, error)
             return
-        apply(replies, event)
+        apply(replies, event, self._group)
 
 
 def continued(item: WorkItem, said: list[int], block_size: int) -> WorkItem:

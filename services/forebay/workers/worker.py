@@ -289,8 +289,8 @@ class Worker:
             self._leave()
             self.life.move(Move.LOSE)
         work = self._log.tail(self._work_topic.name, event.slot, event.from_offset, self._wake)
-        outbox = Outbox(self.spec, worker_epoch, self._partition)
-        orders = Orders(self._log, self.spec, outbox, self.media, self.counters, spawn, self._settled)
+        outbox = Outbox(self.spec, worker_epoch, self._group, self._partition)
+        orders = Orders(self._log, self._group, self.spec, outbox, self.media, self.counters, spawn, self._settled)
         self._epoch = _Epoch(worker_epoch, work, outbox, orders)
         self.commands.join(outbox)
         held = [draft for rank in self.spec.ranks for draft in outbox.cache.announcement(rank, self._engine.held(rank))]
@@ -318,8 +318,7 @@ class Worker:
         except DecodeError as error:
             self._bury(record, str(error))
             return
-        if event.worker_epoch != epoch.number:
-            self.counters.other_epoch += 1
+        if not self._is_addressed(event, epoch):
             return
         match event:
             case WorkItem():
@@ -336,6 +335,32 @@ class Worker:
                 self.commands.add(event)
             case _:
                 assert_never(event)
+
+    def _is_addressed(self, event: AnyWorkEvent, epoch: _Epoch) -> bool:
+        """Whether an event is for this worker in this epoch. Anything else on its slot is counted and not run."""
+        counters = self.counters
+        if event.group != self._group:
+            counters.other_group += 1
+            first = counters.other_group == 1
+        elif event.worker_id != self.spec.worker_id:
+            counters.other_worker += 1
+            first = counters.other_worker == 1
+        else:
+            # An epoch before: what was sent before the worker was lost and joined again.
+            counters.other_epoch += event.worker_epoch != epoch.number
+            return event.worker_epoch == epoch.number
+        if first:
+            logger.error(
+                "%s is addressed to worker %r of group %r, but arrived at worker %r of group %r, which does not run "
+                "it: two workers share a slot of %s; forebay_worker_items_skipped_total counts further ones",
+                type(event).__struct_config__.tag,
+                event.worker_id,
+                event.group,
+                self.spec.worker_id,
+                self._group,
+                self._work_topic.name,
+            )
+        return False
 
     def _reannounce(self, asked: ReannounceCache, epoch: _Epoch) -> None:
         if asked.rank not in self.spec.ranks:

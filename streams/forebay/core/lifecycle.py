@@ -7,7 +7,7 @@ without effect. When a request ends only hashes of its id and content are kept, 
 
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from typing import Any, assert_never
 
@@ -62,7 +62,8 @@ class Request:
     to `encoder_id`; they lie where `encoded` says. `stage` is that of its last routing. `prefills` is the last attempt
     to compute its prompt elsewhere, sent to `prefiller_id`; its KV lies where `prefilled` says, until
     `prefilled_due_us`; `decoder_id` was to fetch it last. `begun` is whether tokens of the answer were said, of a
-    decode pool's requests.
+    decode pool's requests. `sent` has attempt, worker and epoch of each routing since the request was submitted or
+    restored: no state, it only tells late progress from progress of a worker that never had the request.
     """
 
     request_id: str
@@ -99,6 +100,7 @@ class Request:
     prefilled_due_us: int = 0
     begun: bool = False
     decoder_id: str = ""
+    sent: list[tuple[int, str, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         hints = b"" if self.hints == NO_HINTS else encode(self.hints)
@@ -188,6 +190,7 @@ class Requests:
                 assert_never(stage)
         request.stage = stage
         request.worker_id, request.worker_epoch, request.rank = worker_id, worker_epoch, rank
+        request.sent.append((request.stage_attempt, worker_id, worker_epoch))
         self._sum_up(request)
 
     def hold(self, request: Request, queue_class: str, uncached_tokens: int, now_us: int) -> None:

@@ -117,8 +117,13 @@ class Reply:
 R = TypeVar("R", bound=Reply)
 
 
-def apply(replies: Mapping[str, R], event: TokenEvent) -> list[R]:
-    """Give an event of the slot to the replies, by request id, that it is about; those that changed."""
+def apply(replies: Mapping[str, R], event: TokenEvent, group: str) -> list[R]:
+    """Give an event of the slot to the replies, by request id, that it is about; those that changed.
+
+    Groups share the slot, and two may use one request id: only what is from `group` is about these replies.
+    """
+    if event.group != group:
+        return []
     match event:
         case TokensEmitted():
             changed = []

@@ -9,6 +9,7 @@ records. A record that did not decode is applied as None: it takes its place in 
 from typing import assert_never
 
 from forebay.core.dispatch import Decided, abort, drain, lose, query, release, reroute, submit
+from forebay.core.foreign import is_foreign
 from forebay.core.lifecycle import Request
 from forebay.core.machine import IllegalTransition
 from forebay.core.operate import answered, command, end_commands
@@ -172,6 +173,7 @@ def _progress(world: World, event: RequestProgress) -> list[Decided]:
         request = world.requests.progress(event, world.now_us)
     except IllegalTransition:
         world.counts["outdated_progress"] += 1
+        world.counts["foreign_progress"] += is_foreign(world, event)
         return []
     match event:
         case FirstTokenEmitted():

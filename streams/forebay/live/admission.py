@@ -5,6 +5,9 @@ time makes its worker suspect; a worker whose lease says so is draining from the
 or vanished, when another incarnation takes its name, or when its pool was changed and would refuse it now. A lease
 is forgotten only once the owner applied what it wrote: an owner that was paused finds that another took over before
 it drops leases which are long renewed.
+
+All groups of a namespace share the work topic of a pool. The owner of control partition p of n assigns only the slots
+whose number leaves p when divided by n, so no two owners assign one slot, and none has to know the other's workers.
 """
 
 import logging
@@ -62,6 +65,7 @@ class Admission:
     """The members as they stand on `fleet`, applied or not.
 
     `refused` counts leases that were turned away; the reason is logged once for each incarnation.
+    `groups` is the number of control partitions, which share the `slots_max` slots of every pool.
     """
 
     def __init__(
@@ -73,11 +77,13 @@ class Admission:
         *,
         slots_max: int,
         by_lease: PoolsByLease | None = None,
+        groups: int = 1,
     ) -> None:
         self._log = log
+        assert partition < groups, "every control partition has its share of the slots"
         self._partition = partition
         self._owner_epoch = owner_epoch
-        self._slots_max = slots_max
+        self._slots = range(partition, slots_max, groups)
         self._by_lease = by_lease
         self._written_end = 0
         self._configured: set[str] = set()
@@ -199,9 +205,9 @@ class Admission:
             self._refuse(lease, unfit.reason, str(unfit))
             return
         taken = {member.slot for member in self._members.values() if member.spec.pool == spec.pool}
-        slot = next((slot for slot in range(self._slots_max) if slot not in taken), None)
+        slot = next((slot for slot in self._slots if slot not in taken), None)
         if slot is None:
-            self._refuse(lease, "slots", f"all {self._slots_max} slots of the pool {spec.pool} are taken")
+            self._refuse(lease, "slots", self._no_slot(spec.pool))
             return
         if lease.token in self._nowhere:
             return
@@ -246,6 +252,14 @@ class Admission:
 
     def _refuse(self, lease: Lease, reason: str, problem: str) -> None:
         if self._refused.get(lease.worker_id) != lease.token:
+    def _no_slot(self, pool: str) -> str:
+        slots, topic = self._slots, work_topic(pool).name
+        return (
+            f"all {len(slots)} slots that its model has in the pool {pool} are taken: {slots.step} control partitions "
+            f"share the {slots.stop} partitions of {topic}. Stop a worker, start this one in another pool, or add "
+            f"partitions to {topic} and restart the routers"
+        )
+
             self._refused[lease.worker_id] = lease.token
             self.refused[reason] += 1
             logger.error("worker %s is refused: %s", lease.worker_id, problem)

@@ -1,7 +1,7 @@
 """What a journalled decision makes happen: work and commands for workers, and answers that no worker will give."""
 
 from collections.abc import Iterator
-from typing import NamedTuple, assert_never
+from typing import Any, NamedTuple, assert_never
 
 import msgspec
 from msgspec.structs import replace
@@ -29,7 +29,7 @@ from forebay.events.decisions import (
 from forebay.events.requests import RequestSubmitted
 from forebay.events.tokens import AnswerError, CommandTold, ResponseEnded, RouteTold
 from forebay.events.topics import TOKENS, work_topic
-from forebay.events.work import ReannounceCache, ReleaseKv, WorkCancelled, WorkerCommand, WorkItem
+from forebay.events.work import AnyWorkEvent, ReannounceCache, ReleaseKv, WorkCancelled, WorkerCommand, WorkItem
 from forebay.transport.base import Draft
 
 REJECTED: dict[RejectReason, tuple[int, str]] = {
@@ -65,47 +65,68 @@ UNSENDABLE: dict[CommandRefusal, tuple[int, str]] = {
 }
 
 
-def work_item(decided: RequestRouted, submitted: RequestSubmitted, request: Request, *, report_output: bool) -> Draft:
+class Address(NamedTuple):
+    """The worker that an effect is for: its group, the place of its slot, its id and its epoch."""
+
+    group: str
+    pool: str
+    slot: int
+    worker_id: str
+    worker_epoch: int
+
+    @property
+    def names(self) -> dict[str, Any]:
+        """The fields by which a worker recognises what is addressed to it."""
+        return {"group": self.group, "worker_id": self.worker_id, "worker_epoch": self.worker_epoch}
+
+    def draft(self, event: AnyWorkEvent) -> Draft:
+        """Return the record for the slot of the worker."""
+        topic = work_topic(self.pool)
+        return Draft(topic.name, self.slot, encode(topic, event))
+
+
+def work_item(
+    group: str, decided: RequestRouted, submitted: RequestSubmitted, request: Request, *, report_output: bool
+) -> Draft:
     """The work of a routed request, on the partition of its worker's slot; `request` says where its parts lie."""
-    order = decided.worker_epoch, decided.owner_epoch, decided.stage, decided.attempt
-    who = _Assignee(decided.pool, decided.slot, decided.rank, *order)
-    return _work(submitted, who, request, report_output=report_output)
+    to = Address(group, decided.pool, decided.slot, decided.worker_id, decided.worker_epoch)
+    order = _Order(decided.rank, decided.owner_epoch, decided.stage, decided.attempt)
+    return _work(to, submitted, order, request, report_output=report_output)
 
 
 def work_again(
-    request: Request, pool: str, slot: int, owner_epoch: int, submitted: RequestSubmitted, *, report_output: bool
+    to: Address, request: Request, owner_epoch: int, submitted: RequestSubmitted, *, report_output: bool
 ) -> Draft:
     """The work of a request that an earlier owner routed; a worker that has it already ignores it."""
-    who = _Assignee(pool, slot, request.rank, request.worker_epoch, owner_epoch, request.stage, request.stage_attempt)
-    return _work(submitted, who, request, report_output=report_output)
+    order = _Order(request.rank, owner_epoch, request.stage, request.stage_attempt)
+    return _work(to, submitted, order, request, report_output=report_output)
 
 
-def reannounce(pool: str, slot: int, owner_epoch: int, worker_epoch: int, rank: int, above_seq: int) -> Draft:
+def reannounce(to: Address, owner_epoch: int, rank: int, above_seq: int) -> Draft:
     """Have a worker say anew what one of its ranks has cached; saying it twice is harmless."""
-    topic = work_topic(pool)
-    asked = ReannounceCache(owner_epoch=owner_epoch, worker_epoch=worker_epoch, rank=rank, above_seq=above_seq)
-    return Draft(topic.name, slot, encode(topic, asked))
+    return to.draft(ReannounceCache(owner_epoch=owner_epoch, rank=rank, above_seq=above_seq, **to.names))
 
 
-def worker_commands(pending: Pending, fleet: Fleet, owner_epoch: int, now_us: int) -> Iterator[Draft]:
+def worker_commands(group: str, pending: Pending, fleet: Fleet, owner_epoch: int, now_us: int) -> Iterator[Draft]:
     """A command to every worker that has it pending; one that has it already answers once, and again if it did."""
     for outcome in pending.outcomes.values():
         worker = fleet.get(outcome.worker_id)
         if outcome.status != "pending" or worker is None:
             continue
-        topic = work_topic(outcome.pool)
+        to = Address(group, outcome.pool, worker.slot, outcome.worker_id, outcome.worker_epoch)
         sent = WorkerCommand(
             command_id=pending.command_id,
             command=pending.command,
             owner_epoch=owner_epoch,
-            worker_epoch=outcome.worker_epoch,
             timeout_us=max(0, pending.due_us - now_us),
             nonce=pending.nonce,
+            **to.names,
         )
-        yield Draft(topic.name, worker.slot, encode(topic, sent))
+        yield to.draft(sent)
 
 
 def answers(
+    group: str,
     decided: RequestHeld
     | RequestRejected
     | RequestAborted
@@ -115,63 +136,66 @@ def answers(
     | CommandSent
     | CommandEnded,
 ) -> list[Draft]:
-    """What a decision that gives no work makes happen, for its client and for a worker that is concerned."""
+    """What a decision of a group that gives no work makes happen, for its client and for a worker that is concerned."""
     match decided:
         case RequestHeld():
             return []
         case CacheResyncRequested():
-            where = decided.pool, decided.slot, decided.owner_epoch, decided.worker_epoch, decided.rank
-            return [reannounce(*where, decided.found_seq)]
+            to = Address(group, decided.pool, decided.slot, decided.worker_id, decided.worker_epoch)
+            return [reannounce(to, decided.owner_epoch, decided.rank, decided.found_seq)]
         case RouteAnswered():
-            return [_route_told(decided)]
+            return [_route_told(group, decided)]
         case CommandSent():
-            return [] if decided.reason is None else [_command_told(decided)]
+            return [] if decided.reason is None else [_command_told(group, decided)]
         case CommandEnded():
-            return [_command_told(decided)]
+            return [_command_told(group, decided)]
         case RequestRejected():
             status, code = REJECTED[decided.reason]
-            return [_error_answer(decided, 0, status, code)]
+            return [_error_answer(group, decided, 0, status, code)]
         case RequestAborted():
             drafts = []
             if decided.worker_id:
-                drafts.append(_cancelled(decided, decided.pool, decided.slot, decided.worker_epoch))
-            if (holder := decided.holder) is not None:
-                drafts.append(_cancelled(decided, holder.pool, holder.slot, holder.worker_epoch))
+                to = Address(group, decided.pool, decided.slot, decided.worker_id, decided.worker_epoch)
+                drafts.append(_cancelled(to, decided))
+            if decided.holder is not None:
+                drafts.append(_cancelled(_at(group, decided.holder), decided))
             status, code = ABORTED[decided.reason]
-            drafts.append(_error_answer(decided, decided.attempt, decided.status or status, decided.code or code))
+            drafts.append(
+                _error_answer(group, decided, decided.attempt, decided.status or status, decided.code or code)
+            )
             return drafts
         case KvReleased():
-            return [_released(decided, decided.holder)]
+            return [_released(_at(group, decided.holder), decided)]
         case _:
             assert_never(decided)
 
 
-class _Assignee(NamedTuple):
-    """Who has a request, for what."""
+class _Order(NamedTuple):
+    """What a worker is to do with a request, on the order of which owner."""
 
-    pool: str
-    slot: int
     rank: int
-    worker_epoch: int
     owner_epoch: int
     stage: Stage
     attempt: int
 
 
-def _work(submitted: RequestSubmitted, who: _Assignee, request: Request, *, report_output: bool) -> Draft:
+def _at(group: str, target: CommandTarget) -> Address:
+    return Address(group, target.pool, target.slot, target.worker_id, target.worker_epoch)
+
+
+def _work(to: Address, submitted: RequestSubmitted, order: _Order, request: Request, *, report_output: bool) -> Draft:
     # Who encodes sees no prompt; who decodes has all but the last position computed, so its media are only for later:
     # it computes them by itself if it must.
-    encodes = who.stage == "encode"
-    encoded = request.encoded if who.stage in ("aggregated", "prefill") else None
+    encodes = order.stage == "encode"
+    encoded = request.encoded if order.stage in ("aggregated", "prefill") else None
     media = submitted.media
     if encoded is not None:
         media = tuple([replace(one, content=b"") for one in media])
     item = WorkItem(
         request_id=submitted.request_id,
-        attempt=who.attempt,
-        owner_epoch=who.owner_epoch,
-        worker_epoch=who.worker_epoch,
-        rank=who.rank,
+        attempt=order.attempt,
+        owner_epoch=order.owner_epoch,
+        rank=order.rank,
         token_ids=b"" if encodes else submitted.token_ids,
         sequence_hashes=b"" if encodes else submitted.sequence_hashes,
         reply_slot=submitted.reply_slot,
@@ -182,39 +206,31 @@ def _work(submitted: RequestSubmitted, who: _Assignee, request: Request, *, repo
         priority=submitted.routing.priority,
         report_output=report_output,
         task=submitted.task,
-        stage=who.stage,
+        stage=order.stage,
         media=media,
         encoded=encoded,
-        prefilled=request.prefilled if who.stage == "decode" else None,
+        prefilled=request.prefilled if order.stage == "decode" else None,
+        **to.names,
     )
-    topic = work_topic(who.pool)
-    return Draft(topic.name, who.slot, encode(topic, item))
+    return to.draft(item)
 
 
-def _cancelled(decided: RequestAborted, pool: str, slot: int, worker_epoch: int) -> Draft:
+def _cancelled(to: Address, decided: RequestAborted) -> Draft:
     """No worker goes on with what was given up, or keeps anything for it."""
-    topic = work_topic(pool)
     cancelled = WorkCancelled(
-        request_id=decided.request_id,
-        attempt=decided.attempt,
-        owner_epoch=decided.owner_epoch,
-        worker_epoch=worker_epoch,
+        request_id=decided.request_id, attempt=decided.attempt, owner_epoch=decided.owner_epoch, **to.names
     )
-    return Draft(topic.name, slot, encode(topic, cancelled))
+    return to.draft(cancelled)
 
 
-def _released(decided: KvReleased, holder: CommandTarget) -> Draft:
-    topic = work_topic(holder.pool)
+def _released(to: Address, decided: KvReleased) -> Draft:
     released = ReleaseKv(
-        request_id=decided.request_id,
-        attempt=decided.attempt,
-        owner_epoch=decided.owner_epoch,
-        worker_epoch=holder.worker_epoch,
+        request_id=decided.request_id, attempt=decided.attempt, owner_epoch=decided.owner_epoch, **to.names
     )
-    return Draft(topic.name, holder.slot, encode(topic, released))
+    return to.draft(released)
 
 
-def _route_told(decided: RouteAnswered) -> Draft:
+def _route_told(group: str, decided: RouteAnswered) -> Draft:
     error = None
     if decided.reason is not None:
         status, code = REJECTED[decided.reason]
@@ -230,12 +246,13 @@ def _route_told(decided: RouteAnswered) -> Draft:
         stage=decided.stage,
         prefill=decided.prefill,
         error=error,
+        group=group,
     )
     return Draft(TOKENS.name, decided.reply_slot, encode(TOKENS, told))
 
 
-def _command_told(decided: CommandSent | CommandEnded) -> Draft:
-    told = CommandTold(command_id=decided.command_id, owner_epoch=decided.owner_epoch)
+def _command_told(group: str, decided: CommandSent | CommandEnded) -> Draft:
+    told = CommandTold(command_id=decided.command_id, owner_epoch=decided.owner_epoch, group=group)
     if isinstance(decided, CommandEnded):
         told = msgspec.structs.replace(told, outcomes=decided.outcomes)
     elif decided.reason is not None:
@@ -245,12 +262,13 @@ def _command_told(decided: CommandSent | CommandEnded) -> Draft:
     return Draft(TOKENS.name, decided.reply_slot, encode(TOKENS, told))
 
 
-def _error_answer(decided: RequestRejected | RequestAborted, attempt: int, status: int, code: str) -> Draft:
+def _error_answer(group: str, decided: RequestRejected | RequestAborted, attempt: int, status: int, code: str) -> Draft:
     ended = ResponseEnded(
         request_id=decided.request_id,
         attempt=attempt,
         owner_epoch=decided.owner_epoch,
         finish_reason="cancelled" if code == "cancelled" else "error",
         error=AnswerError(status=status, code=code, message=decided.message),
+        group=group,
     )
     return Draft(TOKENS.name, decided.reply_slot, encode(TOKENS, ended))

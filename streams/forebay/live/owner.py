@@ -37,7 +37,7 @@ from forebay.events.topics import CONTROL, DEAD_LETTERS, FLEET, INPUTS, REQUESTS
 from forebay.live.admission import Admission, PoolsByLease
 from forebay.live.asked import AskedReader
 from forebay.live.clock import RunClock, steady_clock
-from forebay.live.effects import answers, reannounce, work_again, work_item, worker_commands
+from forebay.live.effects import Address, answers, reannounce, work_again, work_item, worker_commands
 from forebay.live.first_tokens import FirstTokens
 from forebay.live.journal import Journal, OwnershipLost
 from forebay.live.recovery import recover
@@ -66,7 +66,8 @@ class GroupSettings:
         pools: all pools that get workers, each appended to `control` when it differs from what the log says. Without
             them the first lease of a pool configures that.
         router: how pools route that come by leases; appended to `control` where the log says otherwise.
-        slots_max: partitions of a work topic, so the workers that a pool can have.
+        slots_max: partitions of a work topic. All groups share them.
+        groups: control partitions, so how many groups share the slots; a pool can have slots_max / groups workers.
         snapshot_every: journal records between two snapshots.
         snapshot_age_s: between two snapshots, if anything was journalled.
         poll_s: between two looks at the leases.
@@ -78,6 +79,7 @@ class GroupSettings:
     pools: tuple[PoolConfigured, ...] = ()
     router: RouterConfig = field(default_factory=RouterConfig)
     slots_max: int = 1_024
+    groups: int = 1
     snapshot_every: int = 5_000
     snapshot_age_s: float = 300.0
     poll_s: float = 0.5
@@ -153,7 +155,13 @@ class Owner:
         # The fleet is applied beyond this owner's announcement: no fact of an earlier owner can follow.
         by_lease = None if settings.pools else PoolsByLease(settings.group, settings.router)
         self.admission = Admission(
-            self._log, settings.partition, epoch, self.world.fleet, slots_max=settings.slots_max, by_lease=by_lease
+            self._log,
+            settings.partition,
+            epoch,
+            self.world.fleet,
+            slots_max=settings.slots_max,
+            groups=settings.groups,
+            by_lease=by_lease,
         )
 
     async def run(self) -> None:
@@ -299,9 +307,9 @@ class Owner:
                 # By offset: another submission with the same id, which was refused, may stand in the same turn.
                 asked = submitted.get(request.offset) or await self._asked.at(request.offset)
                 report_output = self._reports_output(decision.pool)
-                drafts.append(work_item(decision, asked, request, report_output=report_output))
+                drafts.append(work_item(self._settings.group, decision, asked, request, report_output=report_output))
                 continue
-            drafts += answers(decision)
+            drafts += answers(self._settings.group, decision)
             if isinstance(decision, CommandSent):
                 drafts += self._commands(decision.command_id)
         self._asked.forget()
@@ -335,11 +343,12 @@ class Owner:
         pending: list[JournalRecord] = list(recovered.followed.pending)
         if pending:
             await self._journal(pending)
+        group = self._settings.group
         again = [*recovered.unsure, *(decided for decided in pending if isinstance(decided, Unsure))]
         drafts = []
         for decided in again:
             if not self._of_an_earlier_life(decided):
-                drafts += answers(decided)
+                drafts += answers(group, decided)
         drafts += self._resyncs()
         for given in self.world.commands.pending():
             drafts += self._commands(given.command_id)
@@ -349,8 +358,8 @@ class Owner:
             if request.on_worker and worker is not None:
                 asked = await self._asked.at(request.offset)
                 report_output = self._reports_output(request.pool)
-                where = worker.spec.pool, worker.slot, owner_epoch
-                drafts.append(work_again(request, *where, asked, report_output=report_output))
+                to = Address(group, worker.spec.pool, worker.slot, request.worker_id, request.worker_epoch)
+                drafts.append(work_again(to, request, owner_epoch, asked, report_output=report_output))
         self._asked.forget()
         self._send(drafts)
 
@@ -367,14 +376,16 @@ class Owner:
     def _commands(self, command_id: str) -> Iterator[Draft]:
         pending = self.world.commands.get(command_id)
         if pending is not None:
-            yield from worker_commands(pending, self.world.fleet, self.world.owner_epoch, self.world.now_us)
+            world = self.world
+            yield from worker_commands(self._settings.group, pending, world.fleet, world.owner_epoch, world.now_us)
 
     def _resyncs(self) -> Iterator[Draft]:
         for cursor in self.world.index.resyncing():
             worker = self.world.fleet.get(cursor.worker_id)
             assert worker is not None, "the index has members of the fleet only"
-            where = worker.spec.pool, worker.slot, self.world.owner_epoch, cursor.worker_epoch, cursor.rank
-            yield reannounce(*where, cursor.last_seq)
+            group = self._settings.group
+            to = Address(group, worker.spec.pool, worker.slot, cursor.worker_id, cursor.worker_epoch)
+            yield reannounce(to, self.world.owner_epoch, cursor.rank, cursor.last_seq)
 
     def _start_clock(self) -> None:
         self._clock.take_over(self.world.now_us)

@@ -31,7 +31,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         router_id: for people.
         partitions: control partitions, so the most groups.
-        slots_max: partitions of a work topic, so the most workers of a pool.
+        slots_max: partitions of a work topic, which the groups share.
         config: the routing rule of pools.
         snapshot_every: journal records between two snapshots.
         snapshot_age_s: between two snapshots, if anything was journalled.
@@ -147,6 +147,7 @@ class Router:
                 owner_id=settings.router_id,
                 router=settings.config,
                 slots_max=settings.slots_max,
+                groups=settings.partitions,
                 snapshot_every=settings.snapshot_every,
                 snapshot_age_s=settings.snapshot_age_s,
                 poll_s=settings.poll_s,

@@ -15,18 +15,20 @@ from forebay.events.base import hex_digest
 from forebay.events.decisions import OwnerClaimed, SnapshotTaken
 from forebay.events.topics import INPUTS
 from forebay.replay.divergence import Told, Trail
+from forebay.replay.foreign_progress import Foreign, ForeignProgress
 from forebay.replay.walk import FOREIGN_RECORDS, UNKNOWN_EVENTS, UNREAD_FIELDS, Walk, walk_all
 from forebay.transport.base import Log
 from forebay.transport.recorded import MissingChunk, OtherState, check_snapshot
 
 PROGRESS_EVERY = 1_000  # journal records between two reports of progress
 
-MISSING_SNAPSHOTS = "missing-snapshots"
+MISSING_SNAPSHOTS, FOREIGN_PROGRESS = "missing-snapshots", "foreign-progress"
 UNVERIFIED = {
     FOREIGN_RECORDS: "records in the journal that no owner wrote",
     UNREAD_FIELDS: "records in the journal that say more than this version reads, or not as it writes it",
     UNKNOWN_EVENTS: "events of kinds that this version does not know",
     MISSING_SNAPSHOTS: "snapshots that the journal names and whose chunks are not there",
+    FOREIGN_PROGRESS: "progress events from workers that were not selected; they had no effect here",
 }
 
 OnProgress = Callable[[int, int, int], None]
@@ -49,6 +51,7 @@ class Report(msgspec.Struct, kw_only=True):
         unverified: by a name of `UNVERIFIED`, how much could not be verified.
         allowed: those names that do not fail the verification.
         unknown_event: the first of the unknown events: where it is, and its tag.
+        foreign_progress: the first progress events from workers that were not selected.
         digest: 64 bits over every verified journal record in order.
         state: digest of the world at the end.
         divergence: the first record that the events do not lead to; None when there is none.
@@ -68,6 +71,7 @@ class Report(msgspec.Struct, kw_only=True):
     unverified: dict[str, int] = {}
     allowed: list[str] = []
     unknown_event: str = ""
+    foreign_progress: list[Foreign] = []
     digest: str = ""
     state: str = ""
     divergence: Told | None = None
@@ -92,6 +96,7 @@ async def verify(
     """
     walk = await walk_all(log, partition)
     trail = Trail(walk)
+    foreign = ForeignProgress(walk)
     report = Report(start=walk.start, allowed=sorted(allow))
     hasher = xxh3_64()
     async for step in walk:
@@ -114,6 +119,9 @@ async def verify(
             progress(step.offset + 1, walk.end, report.verified)
     report.digest = hex_digest(hasher.intdigest())
     await _account(log, partition, walk, report)
+    if foreign.count:
+        report.unverified[FOREIGN_PROGRESS] = foreign.count
+        report.foreign_progress = foreign.first
     return report
 
 

@@ -57,14 +57,14 @@ class TopicPlan(msgspec.Struct, frozen=True):
 
     Attributes:
         groups: of every control topic, so the most models that are served.
-        slots: of a work topic, so the most workers of a pool.
+        slots: of a work topic. The control partitions share them: a model has slots / groups workers of a pool.
         replies: of `tokens`, so over how many partitions answers spread.
         door: of `openai-requests` and `openai-responses`.
         replication: copies of every partition.
     """
 
     groups: int = 4
-    slots: int = 64
+    slots: int = 256
     replies: int = 16
     door: int = 8
     replication: int = 1

@@ -67,6 +67,8 @@ def show(report: Report) -> None:
         allowed = " (allowed)" if name in report.allowed else ""
         first = f" (the first: {report.unknown_event})" if name == UNKNOWN_EVENTS else ""
         say("UNVERIFIED", f"{count} {name}: {UNVERIFIED[name]}{first}{allowed}")
+    for foreign in report.foreign_progress:
+        say("foreign", foreign.text())
     if report.divergence is not None:
         _show_divergence(console, report.divergence)
 

@@ -1,0 +1,113 @@
+"""Two models that share the default pool, the reply slot, request ids and a worker name: each runs its own requests."""
+
+import contextlib
+import json
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+
+import pytest
+import pytest_asyncio
+
+from forebay.events.progress import CommandDone, CommandRefused
+from forebay.events.tokens import TokensEmitted
+from forebay.events.topics import PROGRESS
+from forebay.transport.kafka_topics import TopicPlan
+from infra.cluster import GROUP, Cluster
+from tests.integration.conftest import RUN
+from tests.integration.listeners import Heard, listeners, problems, prompt
+
+OTHER = "org/other-model:chat"
+REQUESTS = 1_000  # per model
+IN_FLIGHT = 100  # per model: as many as the ingresses and a busy machine take without a queue
+TOKENS = 4
+FAST = ("--speedup", "1000")
+SHARED_WORKER = "w"
+WORKERS = {GROUP: ("a1", SHARED_WORKER), OTHER: ("b1", SHARED_WORKER)}
+INGRESSES = {GROUP: "i1", OTHER: "i2"}
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster(kafka: str, redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
+    """Two models with two workers and an ingress each; one reply slot, so that both ingresses read all answers."""
+    folder = tmp_path_factory.mktemp("two-models")
+    plan = TopicPlan(groups=2, slots=4, replies=1, door=2)
+    async with Cluster(kafka, redis_url, f"{RUN}-two-models", folder, plan) as running:
+        running.router("r1")
+        for model, workers in WORKERS.items():
+            running.ingress(INGRESSES[model], "--model-name", model)
+            for worker in workers:
+                process = f"{worker}-{INGRESSES[model]}"
+                running.worker(process, *FAST, "--model-name", model, "--worker-id", worker)
+        for model, workers in WORKERS.items():
+            await running.until_serving(len(workers), model)
+        yield running
+
+
+async def answers(cluster: Cluster, prefix: str, models: Sequence[str], count: int) -> dict[str, list[Heard]]:
+    """Ask `count` requests of each model, with the same request ids for every model; return the answers by model."""
+    async with contextlib.AsyncExitStack() as stack:
+        clients = {
+            model: await stack.enter_async_context(listeners([cluster.urls[INGRESSES[model]]], prefix))
+            for model in models
+        }
+        for first in range(0, count, IN_FLIGHT):
+            for number in range(first, min(first + IN_FLIGHT, count)):
+                for model in models:
+                    clients[model].ask(prompt(number), TOKENS, model)
+            for model in models:
+                await clients[model].all()
+        return {model: clients[model].heard for model in models}
+
+
+async def executions(cluster: Cluster, prefix: str) -> Counter[str]:
+    """Return how often a worker emitted the first token of each request id, over all workers of both models."""
+    first_tokens = (
+        chunk.request_id
+        for event in await cluster.said()
+        if isinstance(event, TokensEmitted)
+        for chunk in event.chunks
+        if chunk.first_index == 0 and chunk.request_id.startswith(prefix)
+    )
+    return Counter(first_tokens)
+
+
+@pytest.mark.timeout(600)
+async def test_each_model_runs_its_own_requests_exactly_once(cluster: Cluster) -> None:
+    heard = await answers(cluster, "same", [GROUP, OTHER], REQUESTS)
+    for model in (GROUP, OTHER):
+        assert problems(heard[model], TOKENS) == []
+        answered_by = Counter(one.worker for one in heard[model])
+        assert set(answered_by) <= set(WORKERS[model]), answered_by
+        assert {one.attempts for one in heard[model]} == {1}
+    # Each id was used for one request per model, so it has two first tokens.
+    assert Counter((await executions(cluster, "same")).values()) == {2: REQUESTS}
+    for model in (GROUP, OTHER):
+        code, out = await cluster.command("verify", *verify_arguments(cluster, model), within_s=300)
+        report = json.loads(out)
+        assert (code, report["decisions"], report["verified"]) == (0, REQUESTS, REQUESTS)
+        assert (report["divergence"], report["unverified"]) == (None, {})
+
+
+@pytest.mark.timeout(600)
+async def test_a_command_for_one_model_leaves_the_other_alone(cluster: Cluster) -> None:
+    at_first = ["--url", cluster.urls[INGRESSES[GROUP]], "--json"]
+    code, out = await cluster.command("control", "control", "pause", *at_first, within_s=60)
+    assert (code, {one["worker_id"] for one in json.loads(out)["outcomes"]}) == (0, set(WORKERS[GROUP]))
+    heard = await answers(cluster, "meanwhile", [OTHER], IN_FLIGHT)
+    assert problems(heard[OTHER], TOKENS) == []
+    assert {one.worker for one in heard[OTHER]} <= set(WORKERS[OTHER])
+    code, _ = await cluster.command("control", "control", "resume", *at_first, within_s=60)
+    assert code == 0
+    heard = await answers(cluster, "after", [GROUP], IN_FLIGHT)
+    assert problems(heard[GROUP], TOKENS) == []
+    answered = [event for event in await cluster.events(PROGRESS, OTHER) if isinstance(event, CommandDone)]
+    refused = [event for event in await cluster.events(PROGRESS, OTHER) if isinstance(event, CommandRefused)]
+    assert (answered, refused) == ([], [])
+
+
+def verify_arguments(cluster: Cluster, model: str) -> list[str]:
+    """Return the command line that verifies one model."""
+    where = ["--kafka", cluster.settings.bootstrap, "--namespace", cluster.namespace]
+    return ["replay", "verify", *where, "--group", model, "--json"]
