@@ -1,6 +1,7 @@
 """What leases become on the topic `fleet`, poll by poll."""
 
 from collections.abc import AsyncIterator
+from typing import Any
 
 import msgspec
 import pytest
@@ -264,6 +265,33 @@ async def test_owners_of_several_groups_assign_disjoint_slots_of_one_pool(
     assert assigned == {0: [0, 3, 6], 1: [1, 4, 7], 2: [2, 5]}
     assert "worker c is refused: all 2 slots that its model has in the pool default are taken" in caplog.text
     assert "3 control partitions share the 8 partitions of work.default" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"worker_id": "a\nb"},
+        {"worker_id": "a b"},
+        {"model": "../m"},
+        {"pool": "a/b"},
+        {"pool": "a\0b"},
+        {"pool": "p" * 250},
+        {"loras": ("sql", "m")},
+        {"loras": ("../x",)},
+    ],
+)
+async def test_a_lease_with_a_name_that_cannot_be_used_is_refused(
+    log: SqliteLog, caplog: pytest.LogCaptureFixture, changes: dict[str, Any]
+) -> None:
+    spec = msgspec.structs.replace(SPEC, **changes)
+    polled = admission(log, by_lease=PoolsByLease("m", RouterConfig()))
+    for _ in range(2):
+        await poll(polled, log, [lease(name=spec.worker_id, spec=spec)], {})
+    assert (facts(log), log.records(CONTROL.name, 0, 0, 10)) == ([], [])
+    assert polled.refused == {"name": 1}
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "cannot be used: " in line
+    assert line.isprintable()
 
 
 async def test_the_first_lease_of_a_pool_configures_it(log: SqliteLog, caplog: pytest.LogCaptureFixture) -> None:

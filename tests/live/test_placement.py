@@ -76,6 +76,22 @@ async def test_without_a_free_partition_a_group_is_refused_and_told_once(
     assert metrics["forebay_placements_ignored"].samples[0].labels == {"reason": "partition_taken"}
 
 
+async def test_a_name_that_no_model_can_have_gets_no_partition(
+    log: SqliteLog, directory: Directory, caplog: pytest.LogCaptureFixture
+) -> None:
+    leases = embedded_leases()
+    placement = Placement(log, leases, directory, 4)
+    bad = ("../x", "a\nb", "a\0b", " a", "a" * 257)
+    lease(leases, *bad, "org/model:tag")
+    for _ in range(2):
+        await placement.update()
+    assert placements(log) == [(b"org/model:tag", "org/model:tag", 0)]
+    assert placement.refused == len(bad)
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == len(bad)
+    assert all(line.isprintable() for line in told)
+
+
 async def test_two_that_place_at_once_agree_in_the_end(log: SqliteLog, directory: Directory) -> None:
     """The second does not see what the first placed: readers follow the log, and nobody shares a partition."""
     leases = embedded_leases()

@@ -62,6 +62,20 @@ def answers(scene: Scene) -> list[tuple[str, str | None]]:
     return [(event.command_id, getattr(event, "error", None)) for event in said]
 
 
+@pytest.mark.parametrize("name", [GROUP, "../x", "a\0b", "a\nb", ""])
+async def test_an_adapter_is_refused_by_its_name_whoever_commands_it(scene: Scene, tmp_path: Path, name: str) -> None:
+    """A command may come from any producer on `control`, not only from an ingress that validates it."""
+    worker, engine = obedient(scene)
+    async with scene.serving(worker) as epoch:
+        await scene.send(command("load", epoch, "load_lora", lora_name=name, lora_path=str(tmp_path)))
+        await until(lambda: answers(scene))
+    ((_, error),) = answers(scene)
+    assert error is not None
+    assert "the adapter name " in error
+    assert error.isprintable()
+    assert engine.told == []
+
+
 async def test_commands_are_done_one_after_another_and_answered(scene: Scene, tmp_path: Path) -> None:
     worker, engine = obedient(scene)
     engine.gate.clear()

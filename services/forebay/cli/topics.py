@@ -21,6 +21,7 @@ from forebay.cli.common.cluster import (
 )
 from forebay.cli.common.errors import explained, fail
 from forebay.cli.common.readable import readable
+from forebay.cli.parts.options import named
 from forebay.cli.shadow import SHADOW_GROUP
 from forebay.transport.base import Log, Record
 from forebay.transport.kafka_log import KafkaLog
@@ -65,11 +66,12 @@ def create(
     plan = TopicPlan(groups=groups, slots=slots, replies=replies, door=door, replication=replication)
 
     async def run(settings: KafkaSettings) -> list[str]:
-        created = await create_topics(settings, plan, pool or ["default"])
+        created = await create_topics(settings, plan, pools)
         await count_topics(settings)
         return created
 
     with explained():
+        pools = [named("--pool", "pool", name) for name in pool or ["default"]]
         for name in asyncio.run(run(kafka_settings(kafka, namespace, kafka_config))):
             typer.echo(f"created {name}")
 

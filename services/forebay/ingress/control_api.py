@@ -15,6 +15,7 @@ from pydantic import Field, model_validator
 
 from forebay.events.control import LORA_CHANGES, Action, Command
 from forebay.events.decisions import CommandOutcome
+from forebay.events.names import NameInvalid, require_adapter
 from forebay.ingress.errors import ApiError, invalid
 from forebay.ingress.fields import NONE_NEUTRAL, Body, Neutral, parse, refuse_extra
 from forebay.ingress.http_body import read_body, request_id_of
@@ -170,6 +171,8 @@ def add_commands(app: FastAPI, ingress: Ingress) -> None:
 async def _run(request: Request, ingress: Ingress, body: CommandBody, command: Command) -> Response:
     status = "error"
     try:
+        if command.action == "load_lora":  # one that is loaded can be unloaded, whatever its name
+            _require_adapter(command.lora_name, ingress.settings.model_name)
         command_id = request_id_of(request, "command-")
         told = await ingress.commands.run(
             command,
@@ -198,6 +201,13 @@ async def _run(request: Request, ingress: Ingress, body: CommandBody, command: C
         {"x-request-id": command_id},
         "application/json",
     )
+
+
+def _require_adapter(name: str, model: str) -> None:
+    try:
+        require_adapter(name, model)
+    except NameInvalid as error:
+        raise invalid(str(error), "lora_name", "invalid_lora_name") from error
 
 
 async def _body(kind: type[BodyT], request: Request, path: Mapping[str, Any] | None = None) -> BodyT:

@@ -18,6 +18,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from forebay.events.names import NameInvalid, require_name
 from forebay.ingress.errors import ApiError, Unusable, invalid
 from forebay.ingress.media_tokens import media_tokens_of
 from forebay.ingress.token_bytes import TokenBytes
@@ -161,8 +162,11 @@ class Decoder:
 
 
 def model_name_of(directory: Path | None, name: str) -> str:
-    """What a model is called in the API: its given name, else that of its directory."""
-    return name or (DEFAULT_NAME if directory is None else directory.resolve().name)
+    """What a model is called in the API: its given name, else that of its directory. Raises Unusable."""
+    try:
+        return require_name("model", name or (DEFAULT_NAME if directory is None else directory.resolve().name))
+    except NameInvalid as error:
+        raise Unusable(f"{error}; --model-name gives it another") from error
 
 
 def speaking_vocabulary(tokenizer: Tokenizer) -> tuple[int, ...]:

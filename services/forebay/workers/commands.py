@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from forebay.events.control import LORA_CHANGES, Command
+from forebay.events.names import NameInvalid, require_adapter
 from forebay.events.work import WorkerCommand
 from forebay.transport.base import Draft
 from forebay.workers.engine import Engine, EngineRefused
@@ -40,15 +41,16 @@ class Given:
 
 
 class CommandRunner:
-    """Has `engine` do what is commanded, and says what came of it through `send`.
+    """Has `engine`, which serves `model`, do what is commanded, and says what came of it through `send`.
 
     Attributes:
         loras: the adapters that are loaded now.
         repeated: commands that came again.
     """
 
-    def __init__(self, engine: Engine, send: Callable[[Sequence[Draft]], object]) -> None:
+    def __init__(self, engine: Engine, model: str, send: Callable[[Sequence[Draft]], object]) -> None:
         self._engine = engine
+        self._model = model
         self._send = send
         self._outbox: Outbox | None = None
         self._joined = asyncio.Event()
@@ -117,8 +119,10 @@ class CommandRunner:
             return "its time was over before the commands before it were done"
         action = given.command.action
         try:
+            if action == "load_lora":
+                require_adapter(given.command.lora_name, self._model)
             given.loras = await self._engine.command(given.command)
-        except EngineRefused as refusal:
+        except (EngineRefused, NameInvalid) as refusal:
             logger.warning("the engine does not %s: %s", action, refusal)
             return str(refusal)[:ERROR_CHARS_MAX] or f"the engine does not {action}"
         if action in LORA_CHANGES:

@@ -101,7 +101,7 @@ class Worker:
         self._epoch: _Epoch | None = None
         self._load_timer: asyncio.TimerHandle | None = None
         self.media = MediaFeed(engine, spec.worker_id, self._on_media_failed)
-        self.commands = CommandRunner(engine, self._answer)
+        self.commands = CommandRunner(engine, spec.model, self._answer)
 
     @property
     def worker_epoch(self) -> int | None:

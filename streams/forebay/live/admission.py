@@ -30,6 +30,7 @@ from forebay.events.fleet import (
     WorkerSpec,
     WorkerSuspect,
 )
+from forebay.events.names import NameInvalid, printable, require_adapter, require_name
 from forebay.events.topics import CONTROL, FLEET, work_topic
 from forebay.live.kv_blocks import foreign_blocks
 from forebay.transport.base import Draft, Lease, Log, LogError
@@ -64,8 +65,8 @@ class _Member:
 class Admission:
     """The members as they stand on `fleet`, applied or not.
 
-    `refused` counts leases that were turned away; the reason is logged once for each incarnation.
     `groups` is the number of control partitions, which share the `slots_max` slots of every pool.
+    `refused` counts leases that were turned away; the reason is logged once for each incarnation.
     """
 
     def __init__(
@@ -76,11 +77,11 @@ class Admission:
         fleet: Fleet,
         *,
         slots_max: int,
-        by_lease: PoolsByLease | None = None,
         groups: int = 1,
+        by_lease: PoolsByLease | None = None,
     ) -> None:
-        self._log = log
         assert partition < groups, "every control partition has its share of the slots"
+        self._log = log
         self._partition = partition
         self._owner_epoch = owner_epoch
         self._slots = range(partition, slots_max, groups)
@@ -191,6 +192,7 @@ class Admission:
             if said.draining:
                 return
             spec = said.spec
+            _require_names(spec)
             others = [one.spec for _, one in sorted(self._members.items()) if not one.draining]
             _require_alike(spec, others)
             if self._by_lease is not None and spec.pool not in pools:
@@ -250,8 +252,6 @@ class Admission:
             "the pool %s has blocks of %d tokens, as its worker %s says", pool.pool, pool.block_size, spec.worker_id
         )
 
-    def _refuse(self, lease: Lease, reason: str, problem: str) -> None:
-        if self._refused.get(lease.worker_id) != lease.token:
     def _no_slot(self, pool: str) -> str:
         slots, topic = self._slots, work_topic(pool).name
         return (
@@ -260,9 +260,11 @@ class Admission:
             f"partitions to {topic} and restart the routers"
         )
 
+    def _refuse(self, lease: Lease, reason: str, problem: str) -> None:
+        if self._refused.get(lease.worker_id) != lease.token:
             self._refused[lease.worker_id] = lease.token
             self.refused[reason] += 1
-            logger.error("worker %s is refused: %s", lease.worker_id, problem)
+            logger.error("worker %s is refused: %s", printable(lease.worker_id), problem)
 
     async def _write(self, event: FleetEvent) -> int:
         (offset,) = await self._log.append([Draft(FLEET.name, self._partition, encode(FLEET, event))])
@@ -284,8 +286,20 @@ def _said(lease: Lease) -> WorkerLease:
     except msgspec.MsgspecError as error:
         raise _Unfit(f"its lease holds no worker description: {error}") from error
     if said.spec.worker_id != lease.worker_id:
-        raise _Unfit(f"it describes itself as {said.spec.worker_id}")
+        raise _Unfit(f"it describes itself as {printable(said.spec.worker_id)}")
     return said
+
+
+def _require_names(spec: WorkerSpec) -> None:
+    """A worker may call itself, its model, pool and adapters so. Raises _Unfit."""
+    try:
+        require_name("worker", spec.worker_id)
+        require_name("model", spec.model)
+        require_name("pool", spec.pool)
+        for lora in spec.loras:
+            require_adapter(lora, spec.model)
+    except NameInvalid as error:
+        raise _Unfit(str(error), "name") from error
 
 
 def _says_draining(lease: Lease) -> bool:

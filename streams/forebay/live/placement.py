@@ -10,6 +10,7 @@ import time
 
 from forebay.events.codec import encode
 from forebay.events.groups import GroupPlaced
+from forebay.events.names import NameInvalid, require_name
 from forebay.events.topics import GROUPS
 from forebay.transport.base import Draft, LeaseError, Leases, Log
 from forebay.transport.directory import PARTITION, Directory
@@ -20,7 +21,8 @@ logger = logging.getLogger(__name__)
 class Placement:
     """Places groups in control partitions 0 to `partitions` - 1, one group in each.
 
-    `refused` counts the groups that found no free partition; each is named once in the log of this process.
+    `refused` counts the groups that found no free partition or have a name that cannot be used; each is named once in
+    the log of this process.
     """
 
     def __init__(self, log: Log, leases: Leases, directory: Directory, partitions: int) -> None:
@@ -45,9 +47,16 @@ class Placement:
         for group in groups:
             if self._directory.partition_of(group) is not None:
                 continue
+            try:
+                # Once placed, a group has its partition for ever.
+                require_name("model", group)
+            except NameInvalid as error:
+                self._refuse(group, f"a lease asks for a group without a place: {error}")
+                continue
             partition = self._directory.groups.lowest_free(self._partitions)
             if partition is None:
-                self._refuse(group)
+                taken = f"{self._partitions} control partitions have a group each; raise the partition count"
+                self._refuse(group, f"the group {group} finds no place: {taken}")
                 continue
             placed = GroupPlaced(group=group, partition=partition, at_us=time.time_ns() // 1000)
             draft = Draft(GROUPS.name, PARTITION, encode(GROUPS, placed), group.encode())
@@ -55,12 +64,8 @@ class Placement:
             await self._directory.reach(offset + 1)
             logger.info("the group %s lives in partition %s", group, self._directory.partition_of(group))
 
-    def _refuse(self, group: str) -> None:
+    def _refuse(self, group: str, why: str) -> None:
         if group not in self._told:
             self._told.add(group)
             self.refused += 1
-            logger.error(
-                "the group %s finds no place: %d control partitions have a group each; raise the partition count",
-                group,
-                self._partitions,
-            )
+            logger.error("%s", why)

@@ -19,10 +19,11 @@ from redis.retry import Retry
 
 from forebay.cli.common.errors import cause_of, explained, fail
 from forebay.cli.common.metrics_server import Probe, metrics_served
+from forebay.events.names import NameInvalid, require_name
 from forebay.transport.base import LeaseError, LogError
 from forebay.transport.kafka_log import KafkaLog
 from forebay.transport.kafka_metrics import KafkaMetrics
-from forebay.transport.kafka_settings import KafkaSettings, read_properties
+from forebay.transport.kafka_settings import KafkaSettings, KafkaUnusable, read_properties
 from forebay.transport.redis_leases import RedisLeases
 from forebay.workers.engine import EngineError
 from forebay.workers.worker import WorkerReplaced
@@ -62,6 +63,10 @@ class Cluster:
 
 def kafka_settings(bootstrap: str, namespace: str, properties: Path | None) -> KafkaSettings:
     """The settings that the options name. Raises KafkaUnusable."""
+    try:
+        require_name("namespace", namespace)
+    except NameInvalid as error:
+        raise KafkaUnusable(f"--namespace: {error}") from error
     return KafkaSettings(bootstrap, namespace, read_properties(properties) if properties else {})
 
 

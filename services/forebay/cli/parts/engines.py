@@ -26,6 +26,8 @@ from forebay.cli.parts.options import (
     KvLeaseOption,
     KvTransportOption,
     LorasOption,
+    adapters,
+    named,
     names,
 )
 from forebay.core.engine_model import EngineConfig
@@ -148,11 +150,13 @@ def engine_choice(
         profile = load_profile(engine_profile or MOCKER)
     except ProfileUnusable as error:
         raise Unusable(f"--engine-profile: {error}") from None
+    called = model_name_of(model, model_name)
     loras = names("--lora", lora)
     directories = {} if engine == MOCK else _directories(loras)
+    loras = adapters(tuple(directories) or loras, called)
     settings = EngineSettings(
         model=model or DEFAULT_MODEL,
-        model_name=model_name_of(model, model_name),
+        model_name=called,
         role=cast(Role, role),
         block_size=block_size,
         kv_blocks=kv_blocks,
@@ -166,7 +170,7 @@ def engine_choice(
     return EngineChoice(
         engine=engine,
         settings=settings,
-        loras=tuple(directories) or loras,
+        loras=loras,
         speedup=speedup or 1.0,
         profile=profile,
     )
@@ -263,9 +267,9 @@ def built(
     """
     settings = choice.settings
     spec = WorkerSpec(
-        worker_id=worker_id,
+        worker_id=named("--worker-id", "worker", worker_id),
         model=settings.model_name,
-        pool=pool or pool_of(settings.role),
+        pool=named("--pool", "pool", pool or pool_of(settings.role)),
         engine=choice.label,
         block_size=settings.block_size or NOT_KNOWN,
         kv_blocks_total=settings.kv_blocks or NOT_KNOWN,

@@ -30,6 +30,8 @@ from forebay.cli.parts.options import (
     ReasoningParserOption,
     RoutingHintsOption,
     ToolCallParserOption,
+    adapters,
+    named,
     names,
 )
 
@@ -67,13 +69,14 @@ def ingress(
 
     with explained():
         cluster = Cluster(kafka_settings(kafka, namespace, kafka_config), redis, host, None)
+        called = model_name_of(model, model_name)
         settings = IngressSettings(
-            model_name=model_name_of(model, model_name),
+            model_name=called,
             block_size=block_size,
-            ingress_id=ingress_id or f"{socket.gethostname()}-{os.getpid()}",
+            ingress_id=named("--ingress-id", "ingress", ingress_id or f"{socket.gethostname()}-{os.getpid()}"),
             timeout_s=timeout_s,
             routing_hints=routing_hints,
-            loras=names("--lora", lora),
+            loras=adapters(names("--lora", lora), called),
             admin_api=admin_api,
             tool_call_parser=tool_call_parser,
             reasoning_parser=reasoning_parser,

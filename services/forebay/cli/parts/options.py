@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from forebay.events.names import Kind, NameInvalid, require_adapter, require_name
 from forebay.ingress.errors import Unusable
 
 NAME_CHARS_MAX = 256  # of a name on the wire
@@ -87,6 +88,22 @@ def names(flag: str, given: Sequence[str] | None) -> tuple[str, ...]:
     if len(values) < len(given or ()):
         raise Unusable(f"{flag}: a name is given twice")
     return values
+
+
+def named(flag: str, kind: Kind, name: str) -> str:
+    """The name that an option gives. Raises Unusable."""
+    try:
+        return require_name(kind, name)
+    except NameInvalid as error:
+        raise Unusable(f"{flag}: {error}") from error
+
+
+def adapters(loras: Sequence[str], model: str) -> tuple[str, ...]:
+    """The names of adapters of a model. Raises Unusable."""
+    try:
+        return tuple(require_adapter(name, model) for name in loras)
+    except NameInvalid as error:
+        raise Unusable(f"--lora: {error}") from error
 
 
 def placed_taints(given: Sequence[str], workers: Sequence[str]) -> dict[str, tuple[str, ...]]:

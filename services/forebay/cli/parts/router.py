@@ -24,7 +24,7 @@ from forebay.cli.common.cluster import (
     start_logging,
 )
 from forebay.cli.common.errors import explained
-from forebay.cli.parts.options import SnapshotAgeOption, SnapshotEveryOption
+from forebay.cli.parts.options import SnapshotAgeOption, SnapshotEveryOption, named
 from forebay.cli.policies.router_options import router_options
 from forebay.events.control import RouterConfig
 
@@ -47,7 +47,7 @@ def router(
     start_logging(verbose=verbose)
     with explained():
         settings = kafka_settings(kafka, namespace, kafka_config)
-    name = router_id or f"{socket.gethostname()}-{os.getpid()}"
+        name = named("--router-id", "router", router_id or f"{socket.gethostname()}-{os.getpid()}")
     # Imported here, because no other command should wait for Faust to load.
     from forebay.cli.parts.router_process import serve  # noqa: PLC0415
 

@@ -1,0 +1,73 @@
+"""Which names models, adapters, pools, workers, services and namespaces may have: the one place that decides it.
+
+Names travel: the namespace and the pool are parts of Kafka topics, a model is a Redis key and a path segment of URLs,
+and all are labels of metrics and words in logs. What enters forebay from outside is checked here: options, leases, and
+adapters that are loaded while it runs. Records of a log are not: a name that was accepted once stays readable.
+"""
+
+import re
+from typing import Literal
+
+Kind = Literal["model", "adapter", "pool", "worker", "router", "ingress", "namespace"]
+
+NAME_CHARS_MAX = 256  # what every event takes for a name
+NAMESPACE_CHARS_MAX, POOL_CHARS_MAX = 120, 120  # Kafka takes 249 characters: `<namespace>.work.<pool>`
+SHOWN_CHARS_MAX = 64  # of a refused name in a message
+TOPIC_PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+WORK = "work"  # `<namespace>.work.<pool>` would also be a topic of the namespace `<namespace>.work`
+
+
+class NameInvalid(ValueError):
+    """A name that cannot be used. The text shows the name, escaped, and the rule that it breaks."""
+
+
+def require_name(kind: Kind, name: str) -> str:
+    """Return the name if it can be one of this kind. Raises NameInvalid."""
+    problem = _topic_problem(kind, name) if kind in ("pool", "namespace") else _text_problem(kind, name)
+    if problem is not None:
+        raise NameInvalid(f"the {kind} name {_shown(name)} cannot be used: {problem}")
+    return name
+
+
+def require_adapter(name: str, model: str) -> str:
+    """Return the name if it can be that of an adapter of `model`. Raises NameInvalid."""
+    if name == model:
+        problem = "it is the name of the base model; requests could not tell them apart"
+        raise NameInvalid(f"the adapter name {_shown(name)} cannot be used: {problem}")
+    return require_name("adapter", name)
+
+
+def printable(name: str) -> str:
+    """Return a name for a message, with what cannot be printed escaped."""
+    return name if name.isprintable() else ascii(name)[1:-1]
+
+
+def _topic_problem(kind: Kind, name: str) -> str | None:
+    chars_max = POOL_CHARS_MAX if kind == "pool" else NAMESPACE_CHARS_MAX
+    if not 1 <= len(name) <= chars_max:
+        return f"it has {len(name)} characters, and 1 to {chars_max} are allowed"
+    if TOPIC_PART.fullmatch(name) is None:
+        return "it is part of Kafka topics, so it takes A-Z, a-z, 0-9, '.', '_' and '-', the first a letter or a digit"
+    if kind == "namespace" and WORK in name.split("."):
+        return f"a part between dots must not be {WORK!r}: its topics would be work topics of another namespace"
+    return None
+
+
+def _text_problem(kind: Kind, name: str) -> str | None:
+    if not 1 <= len(name) <= NAME_CHARS_MAX:
+        return f"it has {len(name)} characters, and 1 to {NAME_CHARS_MAX} are allowed"
+    if not name.isprintable():
+        return "it has characters that cannot be printed, such as a newline or NUL"
+    if name != name.strip():
+        return "it begins or ends with a space"
+    if kind not in ("model", "adapter"):
+        return "it has a space" if " " in name else None
+    if "\\" in name:
+        return "it has a backslash"
+    if any(part in ("", ".", "..") for part in name.split("/")):
+        return "a part between slashes must not be empty, '.' or '..'"
+    return None
+
+
+def _shown(name: str) -> str:
+    return ascii(name) if len(name) <= SHOWN_CHARS_MAX else f"{name[:SHOWN_CHARS_MAX]!a}..."
