@@ -19,6 +19,7 @@ from redis.retry import Retry
 
 from forebay.cli.common.errors import cause_of, explained, fail
 from forebay.cli.common.metrics_server import Probe, metrics_served
+from forebay.cli.common.repeats import CountingHandler
 from forebay.events.names import NameInvalid, require_name
 from forebay.transport.base import LeaseError, LogError
 from forebay.transport.kafka_log import KafkaLog
@@ -71,9 +72,9 @@ def kafka_settings(bootstrap: str, namespace: str, properties: Path | None) -> K
 
 
 def start_logging(*, verbose: bool) -> None:
-    """Log to stderr, the chatter of client libraries only when asked for."""
+    """Log to stderr, the chatter of client libraries only when asked for, and repeated problems once."""
     logging.basicConfig(
-        stream=sys.stderr,
+        handlers=[CountingHandler(sys.stderr)],
         level=logging.INFO if verbose else logging.WARNING,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )

@@ -1,0 +1,71 @@
+"""Repeated problems are shown once and then counted, so that an outage does not bury what matters."""
+
+import io
+import logging
+
+from forebay.cli.common.repeats import KINDS_MAX, SUMMARY_S, CountingHandler
+
+
+class Scene:
+    """A handler on a clock that the test moves; `lines` is what it wrote."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.stream = io.StringIO()
+        self.handler = CountingHandler(self.stream, lambda: self.now_s)
+
+    def log(self, text: str, name: str = "aiokafka", level: int = logging.ERROR) -> None:
+        """Log one record."""
+        self.handler.handle(logging.LogRecord(name, level, "", 0, "%s", (text,), None))
+
+    @property
+    def lines(self) -> list[str]:
+        """Return the lines written so far."""
+        return self.stream.getvalue().splitlines()
+
+
+def test_an_outage_of_five_minutes_is_a_few_lines() -> None:
+    scene = Scene()
+    for number in range(68_000):
+        scene.now_s = number * 300 / 68_000
+        scene.log(f"Unable connect to node with id {number % 3}: [Errno 111]")
+    scene.handler.close()
+    assert scene.lines[0] == "Unable connect to node with id 0: [Errno 111]"
+    assert len(scene.lines) <= 2 + 300 / SUMMARY_S
+    assert sum(int(line.split("repeated ")[1].split()[0]) for line in scene.lines[1:]) == 68_000 - 1
+
+
+def test_our_own_records_are_repetitions_only_if_they_are_equal() -> None:
+    scene = Scene()
+    for worker in (1, 2, 2):
+        scene.log(f"worker w{worker} is lost", "forebay.live.admission", logging.WARNING)
+    assert scene.lines == ["worker w1 is lost", "worker w2 is lost"]
+
+
+def test_information_is_never_held_back() -> None:
+    scene = Scene()
+    for _ in range(3):
+        scene.log("assigned the control partitions [0]", "forebay.live.router", logging.INFO)
+    assert len(scene.lines) == 3
+
+
+def test_a_problem_that_went_away_is_summarised_with_the_next_record_and_shown_when_it_comes_again() -> None:
+    scene = Scene()
+    scene.log("no answer")
+    scene.log("no answer")
+    scene.now_s = SUMMARY_S
+    scene.log("all is well", level=logging.INFO)
+    assert scene.lines == ["no answer", "no answer (repeated 1 times in 30 s)", "all is well"]
+    scene.now_s = 2 * SUMMARY_S
+    scene.log("all is well", level=logging.INFO)
+    scene.log("no answer")
+    assert scene.lines[3:] == ["all is well", "no answer"]
+
+
+def test_problems_that_are_all_different_need_bounded_memory_and_lose_no_count() -> None:
+    scene = Scene()
+    for number in range(3 * KINDS_MAX):
+        for _ in range(2):
+            scene.log(f"record {number} is damaged", "forebay.live.owner")
+    scene.handler.close()
+    assert len(scene.lines) == 6 * KINDS_MAX
