@@ -17,7 +17,8 @@ import pytest
 from infra.kafka.kafka import Broker
 from infra.local import Missing, local_redis
 from infra.local import local_kafka as local_kafka_of
-from tests.integration import parts
+from tests.integration import idle_standby, parts
+from tests.integration.idle_standby import IdleCluster
 
 FOLDER = Path(__file__).parent
 TIMEOUT_S = 180  # of one test; starting the parts is in the first one's
@@ -30,7 +31,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if FOLDER in item.path.parents:
             item.add_marker(pytest.mark.integration)
-            item.add_marker(pytest.mark.timeout(TIMEOUT_S))
+            if item.get_closest_marker(idle_standby.MARK) is None:
+                item.add_marker(pytest.mark.timeout(TIMEOUT_S))
+    items.sort(key=lambda item: item.get_closest_marker(idle_standby.MARK) is not None)  # stable: the others stay
 
 
 @contextlib.contextmanager
@@ -78,6 +81,24 @@ def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         part = local_redis(tmp_path_factory.mktemp("redis"))
     with had_or_skipped(part) as url:
         yield url
+
+
+@pytest.fixture(scope="session")
+def idle_cluster(kafka: str, redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[IdleCluster]:
+    """Two routers that are left alone from the beginning of the run on."""
+    folder = tmp_path_factory.mktemp("idle")
+    cluster = idle_standby.start(kafka, redis_url, f"{RUN}-idle", folder)
+    try:
+        yield cluster
+    finally:
+        cluster.processes.end_all()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _idle_from_the_beginning(request: pytest.FixtureRequest) -> None:
+    """Start what `idle_standby` tests check at the end, if any of them was selected."""
+    if any(item.get_closest_marker(idle_standby.MARK) for item in request.session.items):
+        request.getfixturevalue("idle_cluster")
 
 
 @pytest.fixture

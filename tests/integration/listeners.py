@@ -114,14 +114,27 @@ class Listeners:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
+        give_up_s = asyncio.get_running_loop().time() + TIMEOUT_S
+        while (after_s := await self._hear_once(heard, url, body)) is not None:
+            if asyncio.get_running_loop().time() > give_up_s:
+                heard.problem = f"no owner for {TIMEOUT_S:g} s"
+                return
+            await asyncio.sleep(after_s)
+
+    async def _hear_once(self, heard: Heard, url: str, body: dict[str, Any]) -> float | None:
+        """Ask once; when to ask again if no owner decides at the moment, as while one is replaced."""
         headers = {"x-request-id": heard.request_id}
         async with self._client.stream("POST", f"{url}/v1/completions", json=body, headers=headers) as response:
             if response.status_code != httpx.codes.OK:
-                heard.problem = f"{response.status_code} {(await response.aread()).decode()}"
-                return
+                text = (await response.aread()).decode()
+                if '"no_owner"' in text:
+                    return float(response.headers["retry-after"])
+                heard.problem = f"{response.status_code} {text}"
+                return None
             async for line in response.aiter_lines():
                 if line.startswith("data: "):
                     _note(heard, line.removeprefix("data: "))
+        return None
 
 
 def _note(heard: Heard, data: str) -> None:
@@ -137,6 +150,16 @@ def _note(heard: Heard, data: str) -> None:
         heard.text += choice["text"]
     heard.usage = chunk.get("usage") or heard.usage
     heard.served = chunk.get("forebay") or heard.served
+
+
+async def post(client: httpx.AsyncClient, url: str, **content: Any) -> httpx.Response:
+    """Post, again for as long as no owner decides, as while one is replaced."""
+    give_up_s = asyncio.get_running_loop().time() + TIMEOUT_S
+    while True:
+        response = await client.post(url, **content)
+        if '"no_owner"' not in response.text or asyncio.get_running_loop().time() > give_up_s:
+            return response
+        await asyncio.sleep(float(response.headers["retry-after"]))
 
 
 @asynccontextmanager

@@ -13,7 +13,7 @@ from forebay.events.fleet import WorkerLost
 from forebay.events.topics import FLEET
 from infra.cluster import GROUP, Cluster, Ownership
 from tests.integration.conftest import RUN
-from tests.integration.listeners import BLOCK, Heard, Listeners, listeners, problems, prompt
+from tests.integration.listeners import BLOCK, Heard, Listeners, listeners, post, problems, prompt
 
 WORKERS = ("w1", "w2", "w3")
 SLOW = ("--speedup", "0.1")  # a token takes about 57 ms: streams last longer than a take-over
@@ -172,7 +172,7 @@ async def idle(cluster: Cluster) -> bool:
     """Whether the owner has no request at any worker, as a route that is only asked for tells."""
     async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
         url = next(iter(cluster.urls.values()))
-        told = (await client.post(f"{url}/v1/route", json={"model": GROUP, "prompt": "?"})).raise_for_status().json()
+        told = (await post(client, f"{url}/v1/route", json={"model": GROUP, "prompt": "?"})).raise_for_status().json()
     return len(told["candidates"]) == len(WORKERS) and not any(one["active_requests"] for one in told["candidates"])
 
 

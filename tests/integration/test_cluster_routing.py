@@ -21,7 +21,7 @@ from forebay.transport.kafka_settings import KafkaSettings
 from infra.cluster import GROUP, Cluster
 from tests.integration import doors
 from tests.integration.conftest import RUN
-from tests.integration.listeners import BLOCK, TIMEOUT_S, prompt
+from tests.integration.listeners import BLOCK, TIMEOUT_S, post, prompt
 
 WORKERS = ("w1", "w2")
 SPEEDUP = 0.05  # of the modelled GPU: a token takes about 115 ms, and 400 blocks to prefill 13 s
@@ -80,7 +80,7 @@ class Asking:
 
     async def post(self, path: str, ingress: str = "i1", **body: Any) -> httpx.Response:
         """Post a body about the group's model."""
-        return await self._client.post(f"{self._urls[ingress]}{path}", json={"model": GROUP, **body})
+        return await post(self._client, f"{self._urls[ingress]}{path}", json={"model": GROUP, **body})
 
     async def get(self, path: str, ingress: str = "i1") -> httpx.Response:
         """Get what an ingress has there."""
@@ -90,7 +90,7 @@ class Asking:
         """Ask for one token after a short prompt."""
         body = {"model": GROUP, "prompt": prompt(number), "max_tokens": 1, "nvext": nvext}
         headers = {SESSION: session} if session else {}
-        return await self._client.post(f"{self._urls[ingress]}/v1/completions", json=body, headers=headers)
+        return await post(self._client, f"{self._urls[ingress]}/v1/completions", json=body, headers=headers)
 
     async def overlaps(self, number: int) -> dict[str, int]:
         """Blocks of a short prompt that each worker has on its device, for the router."""

@@ -1,28 +1,57 @@
 """A router's seats: own what is assigned, follow what is not, take up a lost group only when it is assigned anew."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from prometheus_client import CollectorRegistry
 
+from forebay.events.codec import decode
 from forebay.events.control import RouterConfig
+from forebay.events.heartbeats import RouterHeartbeat
+from forebay.events.topics import DECISIONS, HEARTBEATS
 from forebay.live.owner import Owner
 from forebay.live.router import Router, RouterSettings
+from forebay.transport.base import Draft, Log, LogError, Record
 from forebay.transport.directory import Directory
 from forebay.transport.sqlite_log import SqliteLog
-from tests.live.shared import proven
+from tests.live.shared import SharedLog, proven
 from tests.system import System, settings, submitted, until, until_ended
 
 PREFIX = list(range(12))
 
 
+class FailingLog(SharedLog):
+    """A log that fails every read of the journal and every append to it while `is_away`, as a broker does."""
+
+    is_away = False
+    refused = 0
+
+    async def append(self, drafts: Sequence[Draft]) -> list[int]:
+        self._require(drafts[0].topic)
+        return await super().append(drafts)
+
+    async def read(self, topic: str, partition: int, offset: int, limit: int) -> list[Record]:
+        self._require(topic)
+        return await super().read(topic, partition, offset, limit)
+
+    async def end(self, topic: str, partition: int) -> int:
+        self._require(topic)
+        return await super().end(topic, partition)
+
+    def _require(self, topic: str) -> None:
+        if self.is_away and topic == DECISIONS.name:
+            self.refused += 1
+            raise LogError("the broker is away")
+
+
 @asynccontextmanager
-async def routing(system: System, name: str) -> AsyncIterator[Router]:
-    directory = Directory(system.log)
+async def routing(system: System, name: str, log: Log | None = None) -> AsyncIterator[Router]:
+    log = log or system.log
+    directory = Directory(log)
     await directory.start()
-    told = RouterSettings(router_id=name, partitions=1, slots_max=16, config=RouterConfig(), poll_s=0.005)
-    router = Router(system.log, system.leases, directory, told, CollectorRegistry())
+    told = RouterSettings(router_id=name, partitions=1, slots_max=16, config=RouterConfig(), poll_s=0.005, retry_s=0.01)
+    router = Router(log, system.leases, directory, told, CollectorRegistry())
     running = asyncio.create_task(router.run())
     try:
         yield router
@@ -77,3 +106,40 @@ async def test_an_assignment_that_comes_before_the_loss_is_noticed_counts(log: S
         system.send(submitted("again", PREFIX))
         await until_ended(system, "again")
     assert (await proven(log)).claims == 3
+
+
+async def test_an_owner_that_the_log_failed_owns_again_without_another_assignment(log: SqliteLog) -> None:
+    failing = FailingLog(log)
+    async with System(log).started(workers=1) as system, routing(system, "a", failing) as router:
+        router.assign({0})
+        await until(lambda: 0 in router.owners and len(router.owners[0].world.fleet) == 1)
+        failing.is_away = True
+        system.send(submitted("first", PREFIX))
+        await until(lambda: 0 not in router.owners)
+        failing.is_away = False
+        await until_ended(system, "first")
+        assert 0 in router.owners
+    assert (await proven(log)).claims == 2
+
+
+async def test_a_standby_that_the_log_failed_follows_again(log: SqliteLog) -> None:
+    failing = FailingLog(log)
+    failing.is_away = True
+    async with (
+        System(log).started(workers=1) as system,
+        routing(system, "a") as owner,
+        routing(system, "b", failing) as router,
+    ):
+        owner.assign({0})
+        system.send(submitted("first", PREFIX))
+        await until_ended(system, "first")
+        await until(lambda: failing.refused > 2)
+        failing.is_away = False
+        await until(lambda: any(beat.position for beat in standbys(log)))
+        assert router.owners == {}
+
+
+def standbys(log: SqliteLog) -> list[RouterHeartbeat]:
+    """Return the heartbeats of standbys."""
+    found = [decode(HEARTBEATS, record.value) for record in log.records(HEARTBEATS.name, 0, 0, 10_000)]
+    return [beat for beat in found if beat.role == "standby"]

@@ -9,6 +9,7 @@ from forebay.events import (
     decisions,
     fleet,
     groups,
+    heartbeats,
     kv,
     metrics,
     progress,
@@ -50,6 +51,9 @@ DECISIONS = Topic("decisions", "json", decisions.JournalRecord, "group", "the ow
 TOKENS = Topic("tokens", "msgpack", tokens.TokenEvent, "reply slot", "answers, token by token")
 SNAPSHOTS = Topic("snapshots", "msgpack", snapshots.SnapshotEvent, "group", "the owner's state, in chunks")
 SHADOW = Topic("shadow", "json", shadow.ShadowEvent, "group", "what other policies would have decided")
+HEARTBEATS = Topic(
+    "heartbeats", "json", heartbeats.HeartbeatEvent, "group", "which routers own a group or stand by for it"
+)
 DEAD_LETTERS = Topic("dead-letters", "raw", None, "group", "records that did not decode or were refused, as they came")
 
 
@@ -64,7 +68,7 @@ def work_topic(pool: str) -> Topic:
 
 FIXED_TOPICS = (
     OPENAI_REQUESTS, OPENAI_RESPONSES, GROUPS, REQUESTS, KV_EVENTS, METRICS, PROGRESS, FLEET, CONTROL, DECISIONS,
-    TOKENS, SNAPSHOTS, SHADOW, DEAD_LETTERS,
+    TOKENS, SNAPSHOTS, SHADOW, HEARTBEATS, DEAD_LETTERS,
 )  # fmt: skip
 
 

@@ -23,7 +23,10 @@ from forebay.cli.common.errors import explained, fail
 from forebay.cli.common.readable import readable
 from forebay.cli.parts.options import named
 from forebay.cli.shadow import SHADOW_GROUP
+from forebay.events.topics import DECISIONS
 from forebay.transport.base import Log, Record
+from forebay.transport.directory import Directory
+from forebay.transport.heartbeats import RouterHeartbeats
 from forebay.transport.kafka_log import KafkaLog
 from forebay.transport.kafka_settings import KafkaSettings
 from forebay.transport.kafka_topics import TopicPlan, count_topics, create_topics, partitions_of
@@ -34,6 +37,7 @@ app = typer.Typer(help="What a log holds, readable; and the topics of a broker."
 
 FOLLOW_S = 0.2
 PAGE = 500
+HEARD_S = 3.0  # standbys write every second; two may be late
 READ_BY = ("router", "door")  # consumer groups, after the namespace; and one for each shadow
 
 LogArgument = Annotated[
@@ -135,14 +139,19 @@ def lag(
     namespace: NamespaceOption = NAMESPACE,
     kafka_config: PropertiesOption = None,
 ) -> None:
-    """How far consumers are behind: the groups by their commits, the owners by what their journals say."""
+    """How far consumers are behind: the groups by their commits, the owners by what their journals say.
+
+    Then a line for each placed group: which router owns it, and which routers stand by.
+    """
     with explained():
         settings = kafka_settings(kafka, namespace, kafka_config)
-        found = asyncio.run(_lags(settings))
+        found, groups = asyncio.run(_lags(settings))
     table = Table("reader", "topic", "at", "end", "lag", box=None)
     for reader, topic, position, end in found:
         table.add_row(reader, topic, str(position), str(end), str(end - position))
     Console().print(table)
+    for line in groups:
+        typer.echo(line)
 
 
 async def _ends(settings: KafkaSettings) -> list[tuple[str, int, int]]:
@@ -193,7 +202,8 @@ async def _print_from(log: Log, topic: str, partition: int, offset: int) -> int:
     return offset
 
 
-async def _lags(settings: KafkaSettings) -> list[tuple[str, str, int, int]]:
+async def _lags(settings: KafkaSettings) -> tuple[list[tuple[str, str, int, int]], list[str]]:
+    """Return reader, topic, position and end of each reader, and a line about each placed group."""
     counts = await count_topics(settings)
     log = await KafkaLog.open(settings)
     admin = AIOKafkaAdminClient(**settings.client_options())
@@ -214,7 +224,31 @@ async def _lags(settings: KafkaSettings) -> list[tuple[str, str, int, int]]:
             for topic, position in sorted((await recorded_view(log, partition)).items()):
                 end = await log.end(topic, partition)
                 found.append((f"owner of {partition}", f"{topic}/{partition}", position, end))
+        groups, standbys = await _groups(log)
     finally:
         await admin.close()
         await log.close()
-    return found
+    return found + standbys, groups
+
+
+async def _groups(log: Log) -> tuple[list[str], list[tuple[str, str, int, int]]]:
+    """Return a line about each placed group, and how far each standby is in the journal."""
+    directory = Directory(log)
+    await directory.start()
+    lines, standbys = [], []
+    for group, partition in sorted(directory.groups.partitions.items()):
+        heartbeats = RouterHeartbeats(log, group)
+        following = asyncio.create_task(heartbeats.follow(partition))
+        await asyncio.wait([following], timeout=HEARD_S)
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+        owner = heartbeats.owner.router_id if heartbeats.owner is not None else "none"
+        names = [beat.router_id for beat in heartbeats.standbys()]
+        lines.append(f"{group}, partition {partition}: owner {owner}, {len(names)} standbys {' '.join(names)}".rstrip())
+        end = await log.end(DECISIONS.name, partition)
+        standbys += [
+            (f"standby {beat.router_id}", f"{DECISIONS.name}/{partition}", beat.position, max(end, beat.position))
+            for beat in heartbeats.standbys()
+        ]
+    directory.close()
+    return lines, standbys

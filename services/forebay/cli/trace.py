@@ -28,6 +28,7 @@ from forebay.simulate.workloads.prompts import prompt
 UNDER_WAY_MAX = 4_000  # a system that falls behind holds the trace up here, instead of running out of sockets
 TIMEOUT_S = 900.0
 URL = "http://127.0.0.1:8000"
+AGAIN_S = 60.0  # a request that no owner decides is put again for this long; a take-over takes seconds
 WORKING = ("aggregated", "prefill", "decode")
 
 
@@ -150,25 +151,46 @@ def _body(model: str, turn: Turn, block_tokens: int) -> bytes:
     )
 
 
+class _NoOwner(Exception):
+    """No router decides at the moment; the request may be put again after `after_s`."""
+
+    def __init__(self, response: httpx.Response) -> None:
+        super().__init__(f"{response.status_code} {response.content[:200]!r}")
+        self.after_s = float(response.headers["retry-after"])
+
+
 async def _ask(client: httpx.AsyncClient, asked: _Asked, body: bytes, outcome: Outcome) -> None:
-    try:
-        problem = await _listen(client, body, asked, outcome)
-    except httpx.HTTPError as error:
-        problem = repr(error)
+    began_s = time.perf_counter()
+    while True:
+        try:
+            problem = await _listen(client, body, asked, outcome, began_s)
+        except _NoOwner as refused:
+            if time.perf_counter() < began_s + AGAIN_S:
+                await asyncio.sleep(refused.after_s)
+                continue
+            problem = str(refused)
+        except httpx.HTTPError as error:
+            problem = repr(error)
+        break
     if problem:
         outcome.failures[problem] = outcome.failures.get(problem, 0) + 1
 
 
-async def _listen(client: httpx.AsyncClient, body: bytes, asked: _Asked, outcome: Outcome) -> str:
-    """Ask, follow the stream and note how it went; what went wrong, empty for nothing."""
-    sent_s = time.perf_counter()
+async def _listen(client: httpx.AsyncClient, body: bytes, asked: _Asked, outcome: Outcome, sent_s: float) -> str:
+    """Ask, follow the stream and note how it went; what went wrong, empty for nothing. Raises _NoOwner.
+
+    Times count from `sent_s`, when the request was put first.
+    """
     first_s = last_s = 0.0
     usage: dict[str, Any] | None = None
     done = False
     headers = {"content-type": "application/json", "x-request-id": asked.request_id}
     async with client.stream("POST", f"{asked.url}/v1/completions", content=body, headers=headers) as response:
         if response.status_code != httpx.codes.OK:
-            return f"{response.status_code} {(await response.aread())[:200]!r}"
+            content = await response.aread()
+            if b'"no_owner"' in content and "retry-after" in response.headers:
+                raise _NoOwner(response)
+            return f"{response.status_code} {content[:200]!r}"
         worker = computed_by = response.headers.get("x-forebay-worker", "")
         async for line in response.aiter_lines():
             if not line.startswith("data: "):

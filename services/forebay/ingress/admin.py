@@ -78,6 +78,7 @@ def add_admin(app: FastAPI, ingress: Ingress, explainer: Explainer) -> None:
     @app.post("/v1/route")
     async def route(request: Request) -> Response:
         """Where a chat or a completion would go. The body is theirs; nothing is generated."""
+        ingress.require_owner()
         raw = await read_body(request, ingress.settings.body_bytes_max)
         return await answer_route(request, ingress, parse(kind_of(raw), raw))
 

@@ -50,6 +50,7 @@ def _add_completions(app: FastAPI, ingress: Ingress) -> None:
 
 async def _complete(request: Request, ingress: Ingress, kind: type[ChatBody] | type[TextBody]) -> Response:
     began_s = time.perf_counter()
+    ingress.require_owner()
     body = parse(kind, await read_body(request, ingress.settings.body_bytes_max))
     if body.queries_route:
         return await answer_route(request, ingress, body)
@@ -75,6 +76,7 @@ def _add_embeddings(app: FastAPI, ingress: Ingress) -> None:
     @app.post("/v1/embeddings", openapi_extra=_body_schema(EmbeddingBody))
     async def embeddings(request: Request) -> Response:
         """Turn texts into vectors."""
+        ingress.require_owner()
         body = parse(EmbeddingBody, await read_body(request, ingress.settings.body_bytes_max))
         request_id = request_id_of(request, "embd-")
         return EmbeddingAnswer(

@@ -46,7 +46,7 @@ WINDOW_MAX = 8_192  # records from the oldest unanswered one on: what a take-ove
 PROMISE = 1_024  # records that may be submitted before the next commit
 QUEUE_BYTES_MAX = 4 << 20  # fetched and not handled; beyond it the partition is paused
 QUEUE_RECORDS_MAX = 1_000
-PLACE_S = 0.1  # between two looks whether a router has placed the model's group
+PLACE_S = 0.1  # between two looks whether a router has placed the model's group and owns it
 READ_MAX = 256  # records between two chances for others to run
 NOTE = re.compile(r"(\d{1,9}):(\d{1,19}):(\d{1,19})")
 
@@ -77,10 +77,10 @@ class Shared:
         self._room.set()
 
     async def room(self) -> None:
-        """Wait until another request may be submitted: there is room for it, and a group that serves the model."""
+        """Wait until another request may be submitted: there is room for it, and an owner that would decide it."""
         while self._in_flight >= IN_FLIGHT_MAX:
             await self._room.wait()
-        while self.ingress.place() is None:  # noqa: ASYNC110 - a placement sets no event
+        while self.ingress.place() is None or not self.ingress.has_owner():  # noqa: ASYNC110 - they set no event
             await asyncio.sleep(PLACE_S)
 
     def count(self, change: int) -> None:

@@ -44,12 +44,13 @@ from forebay.ingress.routing import refuse_hints, routing_headers, routing_of
 from forebay.ingress.sampling import sampling_of
 from forebay.ingress.streams import ReplyReader, Stream
 from forebay.ingress.thresholds import Thresholds
-from forebay.transport.base import Draft, Log, LogError
+from forebay.transport.base import Draft, Log, LogError, LogFull
 
 logger = logging.getLogger(__name__)
 
 INLINE_CHARS_MAX = 8_000  # longer texts are tokenised in a thread: milliseconds that other requests do not wait
 TOKENISER_THREADS = 2
+ACKNOWLEDGED_S = 5.0  # a broker that is well takes milliseconds; beyond it the client may as well ask again
 GRACE_S = 5.0  # the owner's deadline comes first; this one catches an owner that is gone
 QUERY_S = 10.0  # where a request would go: longer than a take-over, and later nobody wants to know
 ADAPTER_CHARS_MAX = 256  # what an event takes for a name
@@ -127,6 +128,7 @@ class Prepared:
     task: Task = "generate"
 
 
+NO_OWNER = "no router decides at the moment: its owner is being replaced, or Kafka does not answer; try again soon"
 NO_WORKER = "no worker is ready"
 NO_PREFILL_WORKER = "no worker that computes prompts is ready, and prompts must not be computed by who answers"
 
@@ -135,7 +137,8 @@ class Ingress:
     """Submits requests and listens for their answers on one reply slot, from the offset `reply_from` on.
 
     `place` gives the partition of the model's control topics, None while no router has placed it. `told_ready` is what
-    readiness says beside that it is so, `why_not_ready` what it says when it is not.
+    readiness says beside that it is so, `why_not_ready` what it says when it is not. `has_owner` returns whether an
+    owner decides now; in the embedded system it is a task of this process, which ends with it.
     """
 
     def __init__(
@@ -155,10 +158,11 @@ class Ingress:
         self.ready = ready
         self.why_not_ready: Callable[[], str] = lambda: NO_WORKER
         self.told_ready: dict[str, str] = {}
+        self.has_owner: Callable[[], bool] = lambda: True
         self.place = place
         self.replies = ReplyReader(log, settings.model_name, settings.reply_slot, reply_from, metrics.undecodable.inc)
         self.thresholds = Thresholds(log, place, metrics.undecodable.inc)
-        self.commands = Commands(log, self.replies, settings.model_name, settings.reply_slot, self.require_place)
+        self.commands = Commands(log, self.replies, settings.model_name, settings.reply_slot, self.require_owner)
         self.adapters = Adapters(log, self.commands, settings.model_name, settings.loras, place)
         self._log = log
         self._threads = ThreadPoolExecutor(TOKENISER_THREADS, "tokenise")
@@ -297,6 +301,13 @@ class Ingress:
             raise ApiError(503, "no_group", f"no router serves {self.settings.model_name} yet: has it any worker?")
         return partition
 
+    def require_owner(self) -> int:
+        """Return the partition of the model's control topics. Raises ApiError while nobody would decide a request."""
+        partition = self.require_place()
+        if not self.has_owner():
+            raise ApiError(503, "no_owner", NO_OWNER)
+        return partition
+
     def _require_free(self, request_id: str) -> int:
         """As `require_place`. Raises ApiError also when the id is under way."""
         partition = self.require_place()
@@ -306,7 +317,14 @@ class Ingress:
 
     async def _put(self, partition: int, request_id: str, event: Event) -> None:
         try:
-            await self._log.append([_draft(partition, request_id, event)])
+            async with asyncio.timeout(ACKNOWLEDGED_S):
+                await self._log.append([_draft(partition, request_id, event)])
+        except TimeoutError as error:
+            self.cancel(request_id, "log_unavailable")  # the log may take the request later, when nobody waits for it
+            text = f"Kafka did not acknowledge the request within {ACKNOWLEDGED_S:g} s; try again soon"
+            raise ApiError(503, "log_unavailable", text) from error
+        except LogFull as error:
+            raise ApiError(503, "log_unavailable", f"{error}; try again soon") from error
         except LogError as error:
             # A log that failed stays failed: the others would wait for their deadline in vain.
             self.replies.interrupt_all(str(error))

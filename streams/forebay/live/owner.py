@@ -39,6 +39,7 @@ from forebay.live.asked import AskedReader
 from forebay.live.clock import RunClock, steady_clock
 from forebay.live.effects import Address, answers, reannounce, work_again, work_item, worker_commands
 from forebay.live.first_tokens import FirstTokens
+from forebay.live.heartbeats import HeartbeatWriter
 from forebay.live.journal import Journal, OwnershipLost
 from forebay.live.recovery import recover
 from forebay.live.snapshots import Snapshots
@@ -71,6 +72,7 @@ class GroupSettings:
         snapshot_every: journal records between two snapshots.
         snapshot_age_s: between two snapshots, if anything was journalled.
         poll_s: between two looks at the leases.
+        heartbeats: whether the deciding loop writes to `heartbeats`, for ingresses in other processes.
     """
 
     group: str
@@ -83,6 +85,7 @@ class GroupSettings:
     snapshot_every: int = 5_000
     snapshot_age_s: float = 300.0
     poll_s: float = 0.5
+    heartbeats: bool = False
 
 
 class Owner:
@@ -114,6 +117,9 @@ class Owner:
             wake=self._wake,
         )
         self.admission: Admission | None = None
+        self._heartbeats: HeartbeatWriter | None = None
+        if settings.heartbeats:
+            self._heartbeats = HeartbeatWriter(log, settings.partition, settings.group, settings.owner_id)
         self.letters = 0
         self.unsent = 0
         self.stages: Counter[str] = Counter()
@@ -170,6 +176,8 @@ class Owner:
         try:
             while not self._stopping:
                 await self.turn()
+                if self._heartbeats is not None:
+                    self._heartbeats.beat_as_owner(self.world, self.journal.end)
                 if polling.done():
                     await polling
                 if self._any_ready():
@@ -196,6 +204,8 @@ class Owner:
     def drop(self) -> None:
         """Stop following the inputs, and write nothing: the end of an owner that failed or lost the group."""
         self.snapshots.drop()
+        if self._heartbeats is not None:
+            self._heartbeats.close()
         for tail in self._tails.values():
             tail.close()
 
@@ -445,6 +455,8 @@ class Owner:
     async def _sleep(self) -> None:
         due_us = self.world.next_due_us()
         wait_s = self._settings.poll_s
+        if self._heartbeats is not None:
+            wait_s = min(wait_s, self._heartbeats.due_in_s())
         if due_us is not None:
             wait_s = min(wait_s, max(0.0, (due_us - self._clock.now_us()) / 1e6))
         try:

@@ -2,7 +2,8 @@
 
 Theory of operation. Every partition has a seat. An assignment makes the seat an owner, which claims the group;
 without one it follows as a standby, so that a later claim starts warm. Losing the claim to another router ends the
-owner, not the process: the seat follows until it is assigned anew.
+owner, not the process: the seat follows until it is assigned anew. If the log fails a read or an append, which a broker
+that restarts does to everybody, the seat tries again after a pause, as owner or standby.
 """
 
 import asyncio
@@ -14,15 +15,19 @@ import msgspec
 from prometheus_client import CollectorRegistry
 
 from forebay.events.control import RouterConfig
+from forebay.live.heartbeats import HeartbeatWriter
 from forebay.live.journal import OwnershipLost
 from forebay.live.metrics import OwnerMetrics, PlacementMetrics
 from forebay.live.owner import GroupSettings, Owner
 from forebay.live.placement import Placement
-from forebay.live.standby import Standby
+from forebay.live.standby import RecoveryDiverged, Standby
 from forebay.transport.base import Leases, Log, LogError
 from forebay.transport.directory import Directory
+from forebay.transport.recorded import OtherRules
 
 logger = logging.getLogger(__name__)
+
+RETRY_S, RETRY_MAX_S = 1.0, 30.0  # pauses after a failed log double: each new claim adds a record to the journal
 
 
 class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,6 +41,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
         snapshot_every: journal records between two snapshots.
         snapshot_age_s: between two snapshots, if anything was journalled.
         poll_s: between two looks at the leases.
+        retry_s: pause before a group is claimed or followed again after the log failed; doubles up to `RETRY_MAX_S`.
     """
 
     router_id: str
@@ -45,10 +51,15 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     snapshot_every: int = 5_000
     snapshot_age_s: float = 300.0
     poll_s: float = 0.5
+    retry_s: float = RETRY_S
 
 
 class Router:
-    """Runs until stopped. `assign` says which partitions' groups should be owned here."""
+    """Runs until stopped. `assign` says which partitions' groups should be owned here.
+
+    `is_member` returns whether this router would be assigned a group if its owner ended: only then it counts as a
+    standby.
+    """
 
     def __init__(
         self,
@@ -58,7 +69,9 @@ class Router:
         settings: RouterSettings,
         registry: CollectorRegistry,
         on_owned: Callable[[str, int], None] = lambda _group, _epoch: None,
+        is_member: Callable[[], bool] = lambda: True,
     ) -> None:
+        self._is_member = is_member
         self._log = log
         self._leases = leases
         self._directory = directory
@@ -68,7 +81,7 @@ class Router:
         self._assigned: set[int] = set()
         self._generation = 0
         self._changed = {partition: asyncio.Event() for partition in range(settings.partitions)}
-        self._stopping = False
+        self._stopped = asyncio.Event()
         self.owners: dict[int, Owner] = {}
         directory.on_change = self._notify
 
@@ -90,8 +103,12 @@ class Router:
 
     async def stop(self) -> None:
         """Seal what is owned, so that the next owner starts at once, and end `run`."""
-        self._stopping = True
+        self._stopped.set()
         self._notify()
+
+    @property
+    def _stopping(self) -> bool:
+        return self._stopped.is_set()
 
     def _notify(self) -> None:
         for event in self._changed.values():
@@ -110,33 +127,59 @@ class Router:
         standby: Standby | None = None
         changed = self._changed[partition]
         lost_in = -1  # a claim that was lost is taken up again when there is a newer assignment, and not before
+        retry_s = self._settings.retry_s
         while not self._stopping:
             changed.clear()
             group = self._directory.group_in(partition)
             if group is None:
                 await changed.wait()
-            elif partition in self._assigned and self._generation > lost_in:
-                generation = self._generation
-                if await self._own(group, partition, standby):
-                    lost_in = generation
+                continue
+            try:
+                if partition in self._assigned and self._generation > lost_in:
+                    generation = self._generation
+                    followed, standby = standby, None
+                    if await self._own(group, partition, followed):
+                        lost_in = generation
+                else:
+                    standby = standby or Standby(self._log, partition)
+                    await self._follow(group, partition, standby, changed)
+                    if standby.failed is not None:
+                        standby = None
+                        await changed.wait()
+                retry_s = self._settings.retry_s
+            except LogError as error:
                 standby = None
-            else:
-                standby = standby or Standby(self._log, partition)
-                await self._follow(standby, changed)
-                if standby.failed is not None:
-                    standby = None
-                    await changed.wait()
+                logger.warning("the log failed the group %s, which is tried again in %g s: %s", group, retry_s, error)
+                await self._pause(retry_s)
+                retry_s = min(2 * retry_s, RETRY_MAX_S)
 
-    async def _follow(self, standby: Standby, changed: asyncio.Event) -> None:
+    async def _pause(self, seconds: float) -> None:
+        """Wait, at most until the router stops."""
+        stopped = asyncio.create_task(self._stopped.wait())
+        await asyncio.wait([stopped], timeout=seconds)
+        stopped.cancel()
+
+    async def _follow(self, group: str, partition: int, standby: Standby, changed: asyncio.Event) -> None:
+        """Follow until something changed, or the journal cannot be derived. Raises LogError when the log fails."""
         following = asyncio.create_task(standby.run(), name="standby")
         waiting = asyncio.create_task(changed.wait())
-        await asyncio.wait((following, waiting), return_when=asyncio.FIRST_COMPLETED)
-        for task in (following, waiting):
-            task.cancel()
-        await asyncio.gather(following, waiting, return_exceptions=True)
+        writer = HeartbeatWriter(self._log, partition, group, self._settings.router_id)
+        beating = asyncio.create_task(writer.beat_as_standby(standby, self._is_member), name="standby heartbeats")
+        try:
+            await asyncio.wait((following, waiting), return_when=asyncio.FIRST_COMPLETED)
+            if following.done():
+                following.result()
+        finally:
+            writer.close()
+            for task in (following, waiting, beating):
+                task.cancel()
+            await asyncio.gather(following, waiting, beating, return_exceptions=True)
 
     async def _own(self, group: str, partition: int, standby: Standby | None) -> bool:
-        """Own the group until it is given to another router, or lost to one: whether it was lost."""
+        """Own the group until it is given to another router, or lost to one: whether it was lost.
+
+        Raises LogError when the log fails.
+        """
         settings = self._settings
         owner = Owner(
             self._log,
@@ -151,6 +194,7 @@ class Router:
                 snapshot_every=settings.snapshot_every,
                 snapshot_age_s=settings.snapshot_age_s,
                 poll_s=settings.poll_s,
+                heartbeats=True,
             ),
         )
         metrics = OwnerMetrics(owner, group)
@@ -164,7 +208,7 @@ class Router:
         except OwnershipLost as error:
             logger.warning("no longer the owner of %s: %s", group, error)
             return True
-        except LogError as error:
+        except (RecoveryDiverged, OtherRules) as error:
             # Other groups go on; this one needs somebody to look, or another router.
             logger.error("the group %s cannot be owned: %s", group, error)  # noqa: TRY400
             return True

@@ -26,6 +26,7 @@ from forebay.events.topics import DECISIONS
 from forebay.transport.base import Log, LogError, Record
 from forebay.transport.recorded import (
     PAGE_RECORDS,
+    OtherRules,
     RecordedOrder,
     Validity,
     decode_journal,
@@ -125,7 +126,10 @@ class Standby:
             raise
 
     async def run(self) -> None:
-        """Follow until cancelled, or until something cannot be followed: then `failed` says what."""
+        """Follow until cancelled, or until a record cannot be derived: then `failed` says which.
+
+        Raises LogError when the log fails; another standby may follow it later.
+        """
         try:
             end = await self._log.end(DECISIONS.name, self._partition)
             await self.catch_up(end)
@@ -140,9 +144,12 @@ class Standby:
                     await asyncio.sleep(GATHER_S)
             finally:
                 tail.close()
-        except LogError as error:
+        except (RecoveryDiverged, OtherRules) as error:
             self.failed = str(error)
             logger.error("the standby of partition %d cannot follow any more: %s", self._partition, error)  # noqa: TRY400
+        except LogError as error:
+            self.failed = str(error)
+            raise
 
     async def _begin(self, end: int) -> RecordedOrder:
         taken = await newest_snapshot(self._log, self._partition, end)

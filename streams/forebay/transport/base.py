@@ -15,6 +15,10 @@ class LogError(Exception):
     """The log cannot go on; the text says what to do. After a failed append the log stays failed."""
 
 
+class LogFull(LogError):
+    """Too much waits for the log already. Nothing of this append was taken, and a later one may be."""
+
+
 class LeaseError(Exception):
     """The leases did not answer; the text says what to check. Trying again later is right."""
 

@@ -6,7 +6,6 @@ with it. Rebalances are eager: every partition is revoked, then assigned anew.
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Protocol, TypeVar
 
@@ -28,7 +27,6 @@ Answer = TypeVar("Answer")
 SESSION_MS = 10_000  # a member that is silent for this long is gone
 POLL_MS = 100  # `take` comes back by itself, so that its caller sees positions move past what is no record
 HEARTBEAT_MS = 1_000  # also how soon a member hears of a rebalance, during which nobody reads
-PATIENCE_S = 30.0  # a broker may elect a leader or restart meanwhile
 COMMIT_S = 5.0  # the last commit of a member that leaves is not worth more
 
 
@@ -191,15 +189,17 @@ class KafkaGroup:
 
 
 async def patiently(ask: Callable[[], Awaitable[Answer]], trouble: str) -> Answer:
-    """Ask Kafka, again while what goes wrong may pass. Raises LogError, which begins with `trouble`."""
-    give_up_s = time.monotonic() + PATIENCE_S
+    """Ask Kafka, again while what goes wrong may pass, as when the broker is away. Raises LogError for what does not.
+
+    The error begins with `trouble`. Whoever asks is cancelled when it leaves the group, or when its process ends.
+    """
     while True:
         try:
             return await ask()
         except (KafkaError, OSError) as error:
-            passes = isinstance(error, OSError) or error.retriable
-            if not passes or time.monotonic() > give_up_s:
+            if not (isinstance(error, OSError) or error.retriable):
                 raise LogError(f"{trouble}: {explain(error)}") from error
+            logger.warning("%s, trying again: %s", trouble, explain(error))
             await asyncio.sleep(RETRY_S)
 
 

@@ -1,8 +1,8 @@
 """`Log` on Kafka or Redpanda: a producer, one for journals, a consumer for all tails, one for reads.
 
 Delivery is at least once and in order within a partition; the producer is idempotent, so a retry of the
-client does not write twice. A batch that could not be delivered in `DELIVERY_MS` ends the log: whoever wrote
-it must recover from what the broker has.
+client does not write twice. While the broker is away, records wait: an idempotent producer tries again until the
+broker takes them or refuses them. A refusal ends the log: whoever wrote must recover from what the broker has.
 """
 
 import asyncio
@@ -18,13 +18,22 @@ from forebay.transport.base import Draft, LogError, Record, Wake
 from forebay.transport.kafka_reader import KafkaReader
 from forebay.transport.kafka_settings import KafkaSettings
 from forebay.transport.kafka_start import start_whole
-from forebay.transport.kafka_tail import KafkaTail, KafkaTails
+from forebay.transport.kafka_tail import RETRY_S, KafkaTail, KafkaTails
 from forebay.transport.kafka_topics import unreachable
-from forebay.transport.kafka_writer import BATCH_BYTES_MAX, HEADROOM_BYTES, RECORD_BYTES_MAX, KafkaWriter, Waiter
+from forebay.transport.kafka_writer import (
+    BATCH_BYTES_MAX,
+    HEADROOM_BYTES,
+    RECORD_BYTES_MAX,
+    KafkaWriter,
+    Waiter,
+    explain,
+)
 
 logger = logging.getLogger(__name__)
 
-DELIVERY_MS = 30_000  # a broker may elect a leader or restart meanwhile; an owner is replaced sooner
+DELIVERY_MS = 30_000  # of one attempt; a broker may elect a leader or restart meanwhile
+FLUSH_S = 10.0  # a log that is closed waits this long for acknowledgements
+DISCONNECT_S = 3.0
 METADATA_MS = 30_000  # topics grow: this is how soon a client hears of it
 
 
@@ -96,25 +105,36 @@ class KafkaLog:
         return self._writer.refused
 
     async def close(self) -> None:
-        """Write what is in line, and disconnect."""
+        """Write what is in line, and disconnect; without an answer of the broker, give up after a bounded time."""
         if self._closed:
             return
         self._closed = True
         if self.failure is None:
-            await self._writer.flush()
+            try:
+                async with asyncio.timeout(FLUSH_S):
+                    await self._writer.flush()
+            except TimeoutError:
+                unwritten = self._writer.unacknowledged_bytes
+                logger.warning("%d bytes of records are not written: Kafka did not acknowledge them", unwritten)
         await self._writer.cancel()
-        await self._tails.close()
-        await self._reader.close()
-        for producer in self._producers:
-            await producer.stop()
+        stops = [self._tails.close(), self._reader.close(), *(producer.stop() for producer in self._producers)]
+        stopping = [asyncio.ensure_future(stop) for stop in stops]
+        _, hanging = await asyncio.wait(stopping, timeout=DISCONNECT_S)
+        for task in hanging:
+            task.cancel()
+        await asyncio.gather(*stopping, return_exceptions=True)
 
     async def _producer_of(self, topic: str) -> AIOKafkaProducer:
         """A producer has one request in flight; journals have their own, so that no decision waits behind work."""
         if topic != DECISIONS.name:
             return self._producers[0]
         async with self._starting:
-            if len(self._producers) == 1:
-                self._producers.append(await _started(self.settings))
+            while len(self._producers) == 1:
+                try:
+                    self._producers.append(await _started(self.settings))
+                except (KafkaError, OSError) as error:  # the broker answered before, so it is away and comes back
+                    logger.warning("no producer for %s, trying again: %s", topic, explain(error))
+                    await asyncio.sleep(RETRY_S)
             return self._producers[1]
 
     def _require_open(self) -> None:

@@ -144,13 +144,7 @@ class KafkaTails:
 
     async def _run(self) -> None:
         try:
-            consumer = AIOKafkaConsumer(
-                **self._settings.client_options(),
-                fetch_max_wait_ms=FETCH_WAIT_MS,
-                auto_offset_reset="none",
-                enable_auto_commit=False,
-            )
-            await start_whole(consumer.start, consumer.stop)
+            consumer = await self._started()
             self._consumer = consumer  # not before: one that is still starting cannot seek
             self._assign()
             while True:
@@ -158,6 +152,24 @@ class KafkaTails:
         except Exception as error:  # whatever ends the pump, a reader must not wait for ever
             self.fail(LogError(f"Kafka cannot be read: {explain(error)}"))
             raise
+
+    async def _started(self) -> AIOKafkaConsumer:
+        """Start a consumer, again while the broker is away. Raises KafkaError."""
+        while True:
+            consumer = AIOKafkaConsumer(
+                **self._settings.client_options(),
+                fetch_max_wait_ms=FETCH_WAIT_MS,
+                auto_offset_reset="none",
+                enable_auto_commit=False,
+            )
+            try:
+                await start_whole(consumer.start, consumer.stop)
+            except KafkaError as error:
+                if not error.retriable:
+                    raise
+                await asyncio.sleep(RETRY_S)
+            else:
+                return consumer
 
     async def _fetch(self, consumer: AIOKafkaConsumer) -> None:
         if not self._tails:

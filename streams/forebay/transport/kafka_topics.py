@@ -16,6 +16,7 @@ from forebay.events.topics import (
     FIXED_TOPICS,
     FLEET,
     GROUPS,
+    HEARTBEATS,
     KV_EVENTS,
     METRICS,
     OPENAI_REQUESTS,
@@ -35,10 +36,13 @@ from forebay.transport.kafka_writer import HEADROOM_BYTES, RECORD_BYTES_MAX, exp
 logger = logging.getLogger(__name__)
 
 KNOWN_POLL_S = 0.05
-HOUR_MS = 3_600_000
+MINUTE_MS = 60_000
+HOUR_MS = 60 * MINUTE_MS
 DAY_MS = 24 * HOUR_MS
 # Of one partition number each: a group's facts and decisions lie side by side.
-CONTROL_TOPICS = (REQUESTS, KV_EVENTS, METRICS, PROGRESS, FLEET, CONTROL, DECISIONS, SNAPSHOTS, SHADOW, DEAD_LETTERS)
+CONTROL_TOPICS = (
+    REQUESTS, KV_EVENTS, METRICS, PROGRESS, FLEET, CONTROL, DECISIONS, SNAPSHOTS, SHADOW, HEARTBEATS, DEAD_LETTERS,
+)  # fmt: skip
 RETENTION_MS = {
     # The first placement of a group stands, so it must stay; compaction would keep the last one.
     GROUPS.name: -1,
@@ -47,6 +51,8 @@ RETENTION_MS = {
     # What a snapshot stands for may go; the snapshots outlive it, so that a slice can still be replayed.
     SNAPSHOTS.name: 8 * DAY_MS,
     TOKENS.name: DAY_MS,
+    # Readers need seconds of them; the minutes are for people who look after an incident.
+    HEARTBEATS.name: 10 * MINUTE_MS,
 }
 RETENTION_DEFAULT_MS = 7 * DAY_MS
 WORK_RETENTION_MS = DAY_MS
@@ -204,4 +210,7 @@ def _config(topic: Topic) -> dict[str, str]:
     retention = WORK_RETENTION_MS if topic.name.startswith(work_topic("").name) else RETENTION_DEFAULT_MS
     config["cleanup.policy"] = "delete"
     config["retention.ms"] = RETENTION_MS.get(topic.name, retention)
+    # Kafka removes closed segments only, and closes one after a week unless told otherwise.
+    if 0 < config["retention.ms"] < DAY_MS:
+        config["segment.ms"] = config["retention.ms"]
     return {name: str(value) for name, value in config.items()}

@@ -16,7 +16,7 @@ from aiokafka import AIOKafkaProducer
 from aiokafka.errors import KafkaError
 
 from forebay.events.topics import KV_EVENTS, METRICS, PROGRESS
-from forebay.transport.base import Draft, LogError
+from forebay.transport.base import Draft, LogError, LogFull
 
 logger = logging.getLogger(__name__)
 
@@ -86,10 +86,10 @@ class KafkaWriter:
         return size
 
     def write(self, drafts: Sequence[Draft], waiter: Waiter | None) -> None:
-        """Put drafts in line. Raises ValueError as `check`, LogError when too much waits for the broker."""
+        """Put drafts in line. Raises ValueError as `check`, LogFull when too much waits for the broker."""
         sizes = [self.check(draft) for draft in drafts]
         if self._buffered + sum(sizes) > BUFFER_BYTES_MAX:
-            raise LogError(f"Kafka has not taken {self._buffered >> 20} MiB that wait for it")
+            raise LogFull(f"Kafka has not taken {self._buffered >> 20} MiB that wait for it")
         self._buffered += sum(sizes)
         at_ms = time.time_ns() // 1_000_000
         if waiter is not None:
@@ -117,6 +117,11 @@ class KafkaWriter:
         """Wait until everything in line is written, or failed."""
         while self._tasks:
             await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    @property
+    def unacknowledged_bytes(self) -> int:
+        """Bytes of records in line, sent or not."""
+        return self._buffered
 
     async def cancel(self) -> None:
         """Write nothing more."""

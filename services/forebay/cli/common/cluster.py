@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -20,16 +19,16 @@ from redis.retry import Retry
 from forebay.cli.common.errors import cause_of, explained, fail
 from forebay.cli.common.metrics_server import Probe, metrics_served
 from forebay.cli.common.repeats import CountingHandler
+from forebay.cli.common.shutdown import CLOSE_S, SIGNALS, STOP_S, end_within, ending_within, on_second_signal
 from forebay.events.names import NameInvalid, require_name
 from forebay.transport.base import LeaseError, LogError
-from forebay.transport.kafka_log import KafkaLog
+from forebay.transport.kafka_log import FLUSH_S, KafkaLog
 from forebay.transport.kafka_metrics import KafkaMetrics
 from forebay.transport.kafka_settings import KafkaSettings, KafkaUnusable, read_properties
 from forebay.transport.redis_leases import RedisLeases
 from forebay.workers.engine import EngineError
 from forebay.workers.worker import WorkerReplaced
 
-STOP_S = 15.0  # what is under way at a planned stop
 REDIS_TIMEOUT_S = 1.0  # a renewal that hangs is tried again long before the lease runs out
 
 KafkaOption = Annotated[str, typer.Option("--kafka", help="Kafka or Redpanda: host:port, several with commas.")]
@@ -130,7 +129,8 @@ async def connected(
         raise log.failure from None
     finally:
         log.on_failure = None
-        await log.close()
+        with ending_within(FLUSH_S + CLOSE_S, "its work ended, because the broker does not answer"):
+            await log.close()
 
 
 async def until_signal(
@@ -138,18 +138,24 @@ async def until_signal(
 ) -> None:
     """Run the parts until SIGINT or SIGTERM, or until one ends; its error is raised.
 
-    `stop` tells one to end, for which it has `stop_s`; a second signal ends all at once.
+    `stop` tells one to end, for which it has `stop_s`; a second signal ends all at once. After the first signal the
+    process ends within `stop_s + CLOSE_S`, after the second within `AT_ONCE_S`, whatever hangs.
     """
     signalled = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in SIGNALS:
         loop.add_signal_handler(number, signalled.set)
     tasks = [asyncio.ensure_future(part) for part in parts]
     waiting = asyncio.create_task(signalled.wait())
     try:
         await _first(tasks, waiting, None)
+        for number in SIGNALS:
+            loop.remove_signal_handler(number)
+        if signalled.is_set():
+            end_within((0.0 if stop is None else stop_s) + CLOSE_S, "a signal")
+        signalled.clear()
+        on_second_signal(lambda: loop.call_soon_threadsafe(signalled.set))
         if stop is not None:
-            signalled.clear()
             if waiting.done():
                 waiting = asyncio.create_task(signalled.wait())
             await stop()

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
-from forebay.cli.common.cluster import KAFKA, LOOPBACK, NAMESPACE, REDIS, STOP_S, Cluster, connected, kafka_settings
+from forebay.cli.common.cluster import KAFKA, LOOPBACK, NAMESPACE, REDIS, Cluster, connected, kafka_settings
+from forebay.cli.common.shutdown import STOP_S
 from forebay.cli.parts.router_process import start_router
 from forebay.cli.policies.router_options import router_config_of
 from forebay.live.faust_app import Assignments, RouterApp
@@ -52,7 +53,7 @@ async def route() -> None:
         config=config,
     )
     async with connected(cluster, registry) as log:
-        router = await start_router(cluster, log, feed, settings, registry)
+        router = await start_router(cluster, log, feed, settings, registry, lambda: app.is_member)
         assignments.hear(router.assign)
         running = asyncio.create_task(router.run())
         try:

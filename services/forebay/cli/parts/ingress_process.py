@@ -1,20 +1,18 @@
 """The process of `forebay ingress`: HTTP and the topic door on one event loop."""
 
 import asyncio
+import contextlib
 import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import msgspec
 import typer
 from prometheus_client import CollectorRegistry
 from xxhash import xxh3_64_intdigest
 
-from forebay.cli.common.cluster import Cluster, connected, leases_at, run_service, until_signal
-from forebay.events.control import Role
-from forebay.events.fleet import WorkerLease
+from forebay.cli.common.cluster import Cluster, connected, run_service, until_signal
 from forebay.events.topics import TOKENS
 from forebay.ingress.app import build_app
 from forebay.ingress.door import Door
@@ -22,15 +20,15 @@ from forebay.ingress.door_metrics import DoorMetrics
 from forebay.ingress.errors import ApiError
 from forebay.ingress.explain_worker import Source
 from forebay.ingress.explainer import Explainer
-from forebay.ingress.ingress import NO_PREFILL_WORKER, NO_WORKER, Ingress, IngressSettings
+from forebay.ingress.ingress import NO_OWNER, NO_PREFILL_WORKER, NO_WORKER, Ingress, IngressSettings
 from forebay.ingress.metrics import IngressMetrics
 from forebay.ingress.model import DEFAULT_MODEL, Model
 from forebay.ingress.server import build_server, listen
-from forebay.transport.base import Lease, LeaseError, Leases
 from forebay.transport.directory import Directory
+from forebay.transport.heartbeats import HeartbeatMetrics, RouterHeartbeats
 from forebay.transport.kafka_topics import count_topics
 
-POLL_S = 1.0
+POLL_S = 1.0  # between two looks whether prompts must be computed by prefill workers
 
 
 def serve(cluster: Cluster, address: tuple[str, int], model: Path | None, settings: IngressSettings) -> None:
@@ -41,60 +39,55 @@ def serve(cluster: Cluster, address: tuple[str, int], model: Path | None, settin
 
 
 class Readiness:
-    """Whether requests would be served: the group is placed, and a worker that answers is alive. Polls the leases.
+    """Whether requests would be served: the group is placed, has an owner, and its fleet a ready worker that answers.
 
-    Where prompts must be computed by prefill workers (`enforced` asks for that), one of them has to be alive, too.
+    The owner's heartbeats carry how many workers of each role are ready, as of the events on `fleet` that it applied.
+    Where prompts must be computed by prefill workers (`enforced` returns that), one of them has to be ready, too.
     """
 
-    def __init__(self, leases: Leases, group: str, directory: Directory) -> None:
-        self._leases = leases
-        self._group = group
+    def __init__(self, heartbeats: RouterHeartbeats, directory: Directory) -> None:
+        self._heartbeats = heartbeats
         self._directory = directory
-        self._alive = False
-        self._why_not = NO_WORKER
+        self._is_enforced = False
         self.enforced: Callable[[], Awaitable[bool]] | None = None
 
     def __call__(self) -> bool:
-        """As of the last poll."""
-        return self._alive and self.partition() is not None
+        """Return whether a request would be served now."""
+        return self._problem() is None
 
     def why_not(self) -> str:
-        """Why no request would be served, as of the last poll."""
-        return self._why_not
+        """Return why no request would be served."""
+        return self._problem() or NO_WORKER
 
     def partition(self) -> int | None:
-        """The control partition of the group, None while no router placed it."""
-        return self._directory.partition_of(self._group)
+        """Return the control partition of the group, None while no router placed it."""
+        return self._directory.partition_of(self._heartbeats.group)
 
     async def run(self) -> None:
-        """Poll until cancelled; leases that cannot be read change nothing."""
+        """Follow the group's heartbeats until cancelled. Raises LogError."""
+        partition = await self._directory.placed(self._heartbeats.group)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._heartbeats.follow(partition))
+            tasks.create_task(self._look())
+
+    async def _look(self) -> None:
         while True:
-            try:
-                leases = await asyncio.to_thread(self._leases.poll, self._group)
-                self._alive = await self._would_serve({_role(lease) for lease in leases})
-            except (LeaseError, ApiError):
-                pass
+            if self.enforced is not None:
+                with contextlib.suppress(ApiError):  # what cannot be read stays as it was
+                    self._is_enforced = await self.enforced()
             await asyncio.sleep(POLL_S)
 
-    async def _would_serve(self, roles: set[Role | None]) -> bool:
-        if "aggregated" in roles or {"decode", "prefill"} <= roles:
-            self._why_not = NO_WORKER  # if any: the group is not placed
-            return True
-        if "decode" not in roles:
-            self._why_not = NO_WORKER
-            return False
-        self._why_not = NO_PREFILL_WORKER
-        return not (self.enforced is not None and await self.enforced())
-
-
-def _role(lease: Lease) -> Role | None:
-    """What the holder of a lease does, if it is alive."""
-    if lease.expires_in_ms <= 0:
-        return None
-    try:
-        return msgspec.msgpack.decode(lease.payload, type=WorkerLease).spec.role
-    except msgspec.MsgspecError:
-        return None  # no owner will admit it
+    def _problem(self) -> str | None:
+        owner = self._heartbeats.owner
+        if self.partition() is None:
+            return NO_WORKER
+        if owner is None or not self._heartbeats.has_owner:
+            return NO_OWNER
+        if owner.ready_aggregated:
+            return None
+        if not owner.ready_decode:
+            return NO_WORKER
+        return NO_PREFILL_WORKER if self._is_enforced and not owner.ready_prefill else None
 
 
 async def _enforced(ingress: Ingress) -> bool:
@@ -112,13 +105,15 @@ async def _run(cluster: Cluster, model: Model, settings: IngressSettings, listen
     async with connected(cluster, registry) as log:
         directory = Directory(log)
         await directory.start()
-        leases = leases_at(cluster.redis_url, cluster.kafka.namespace)
-        ready = Readiness(leases, settings.model_name, directory)
+        heartbeats = RouterHeartbeats(log, settings.model_name)
+        registry.register(HeartbeatMetrics(heartbeats))
+        ready = Readiness(heartbeats, directory)
         metrics = IngressMetrics(registry, settings.model_name)
         reply_from = await log.end(TOKENS.name, slot)
         ingress = Ingress(log, model, settings, metrics, ready, reply_from, ready.partition)
         ready.enforced = partial(_enforced, ingress)
         ingress.why_not_ready = ready.why_not
+        ingress.has_owner = lambda: heartbeats.has_owner
         explainer = Explainer(Source(kafka=cluster.kafka))
         address, port = listener.getsockname()[:2]
         text = f"forebay: ingress {settings.ingress_id} serves {settings.model_name} on http://{address}:{port}/v1"

@@ -1,0 +1,117 @@
+"""The heartbeats of one group, followed on a log: whether the group has an owner, and how many standbys.
+
+Ages are measured by this process's monotonic clock from the arrival of a heartbeat, so clocks need not agree.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterator
+
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from forebay.events.codec import DecodeError, decode
+from forebay.events.heartbeats import RouterHeartbeat
+from forebay.events.topics import HEARTBEATS
+from forebay.transport.base import Log, Record
+
+logger = logging.getLogger(__name__)
+
+OWNER_SILENT_S = 2.0  # four missed heartbeats: a busy owner misses one or two
+STANDBY_SILENT_S = 10.0  # a standby that follows a long journal must not come and go
+STANDBYS_MAX = 64  # routers of one group that are remembered
+READ_MAX = 256
+
+
+class RouterHeartbeats:
+    """What heartbeats say about one group, from those that arrive after `follow` began.
+
+    Attributes:
+        owner: the newest heartbeat of the newest owner; None before the first one.
+        undecodable: records of the topic that are no heartbeats.
+    """
+
+    def __init__(self, log: Log, group: str, clock_s: Callable[[], float] = time.monotonic) -> None:
+        self.group = group
+        self.owner: RouterHeartbeat | None = None
+        self.undecodable = 0
+        self._log = log
+        self._clock_s = clock_s
+        self._owner_arrived_s = 0.0
+        self._standbys: dict[str, tuple[float, RouterHeartbeat]] = {}
+
+    @property
+    def owner_age_s(self) -> float | None:
+        """Seconds since the owner's newest heartbeat arrived; None before the first one."""
+        return None if self.owner is None else self._clock_s() - self._owner_arrived_s
+
+    @property
+    def has_owner(self) -> bool:
+        """Whether an owner decides: its newest heartbeat is younger than `OWNER_SILENT_S`."""
+        age_s = self.owner_age_s
+        return age_s is not None and age_s < OWNER_SILENT_S
+
+    def standbys(self) -> list[RouterHeartbeat]:
+        """Return the newest heartbeat of each standby that was heard within `STANDBY_SILENT_S`, by router id."""
+        since_s = self._clock_s() - STANDBY_SILENT_S
+        return [beat for _, (at_s, beat) in sorted(self._standbys.items()) if at_s >= since_s]
+
+    async def follow(self, partition: int) -> None:
+        """Read heartbeats until cancelled. Raises LogError."""
+        wake = asyncio.Event()
+        # Heartbeats that are on the topic already may be minutes old, and would look new on arrival.
+        tail = self._log.tail(HEARTBEATS.name, partition, await self._log.end(HEARTBEATS.name, partition), wake)
+        try:
+            while True:
+                wake.clear()
+                while records := tail.take(READ_MAX):
+                    for record in records:
+                        self._apply(record)
+                await wake.wait()
+        finally:
+            tail.close()
+
+    def _apply(self, record: Record) -> None:
+        try:
+            beat: RouterHeartbeat = decode(HEARTBEATS, record.value)
+        except DecodeError as error:
+            self.undecodable += 1
+            logger.warning("record %d of %s is no heartbeat: %s", record.offset, HEARTBEATS.name, error)
+            return
+        if beat.group != self.group:
+            return
+        if beat.role == "owner":
+            self._standbys.pop(beat.router_id, None)
+            if self.owner is None or beat.owner_epoch >= self.owner.owner_epoch:
+                self.owner, self._owner_arrived_s = beat, self._clock_s()
+        elif beat.router_id in self._standbys or len(self._standbys) < STANDBYS_MAX:
+            self._standbys[beat.router_id] = self._clock_s(), beat
+        else:
+            self._forget_silent_standbys()
+
+    def _forget_silent_standbys(self) -> None:
+        since_s = self._clock_s() - STANDBY_SILENT_S
+        self._standbys = {name: kept for name, kept in self._standbys.items() if kept[0] >= since_s}
+
+
+class HeartbeatMetrics(Collector):
+    """Prometheus metrics of the heartbeats of one group."""
+
+    def __init__(self, heartbeats: RouterHeartbeats) -> None:
+        self._heartbeats = heartbeats
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metrics as they are now."""
+        heartbeats = self._heartbeats
+        standbys = GaugeMetricFamily(
+            "forebay_group_standbys", "routers that stand by to own the group", labels=["group"]
+        )
+        standbys.add_metric([heartbeats.group], len(heartbeats.standbys()))
+        yield standbys
+        age = GaugeMetricFamily(
+            "forebay_owner_heartbeat_age_seconds", "time since the owner's last heartbeat arrived", labels=["group"]
+        )
+        if heartbeats.owner_age_s is not None:
+            age.add_metric([heartbeats.group], heartbeats.owner_age_s)
+        yield age

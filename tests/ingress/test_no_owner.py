@@ -1,0 +1,80 @@
+"""Without an owner nobody would decide a request: it is refused at once, and the client is told to come back."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from forebay.events.requests import RequestCancelled, RequestSubmitted
+from forebay.ingress import ingress as ingress_module
+from forebay.transport.base import Draft, LogFull
+from tests.ingress.conftest import NAME, Scene
+from tests.system import until
+
+REQUESTS: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/chat/completions", {"model": NAME, "messages": [{"role": "user", "content": "Hello"}]}),
+    ("/v1/completions", {"model": NAME, "prompt": "Hello"}),
+    ("/v1/embeddings", {"model": NAME, "input": "Hello"}),
+    ("/v1/route", {"model": NAME, "prompt": "Hello"}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), REQUESTS)
+async def test_without_an_owner_a_request_is_refused_at_once(scene: Scene, path: str, body: dict[str, Any]) -> None:
+    def tokenised(*_: object, **__: object) -> list[int]:
+        raise AssertionError("the text was tokenised before the request was refused")
+
+    scene.ingress.model.encode = tokenised  # type: ignore[method-assign]
+    scene.ingress.has_owner = lambda: False
+    answer = await scene.client.post(path, json=body)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_owner")
+    assert int(answer.headers["retry-after"]) >= 1
+    assert scene.requests() == []
+
+
+async def test_a_request_that_was_submitted_before_goes_on_without_an_owner(scene: Scene) -> None:
+    asking = asyncio.create_task(scene.client.post("/v1/completions", json={"model": NAME, "prompt": "Hello"}))
+    request = await scene.next_request()
+    scene.ingress.has_owner = lambda: False
+    said = scene.say(request.request_id, "Hi")
+    scene.end(request.request_id, said=said)
+    assert (await asking).status_code == 200
+
+
+async def test_a_request_that_the_log_does_not_acknowledge_is_given_up_and_cancelled(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ingress_module, "ACKNOWLEDGED_S", 0.05)
+    append, is_back, late = scene.log.append, asyncio.Event(), []
+
+    async def away(drafts: Sequence[Draft]) -> list[int]:
+        late.append(asyncio.create_task(append(drafts)))
+        await is_back.wait()
+        return await late[-1]
+
+    monkeypatch.setattr(scene.log, "append", away)
+    answer = await scene.client.post("/v1/completions", json={"model": NAME, "prompt": "Hello"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "log_unavailable")
+    assert "retry-after" in answer.headers
+    await until(lambda: scene.requests(RequestCancelled))
+    (request,), (cancelled,) = scene.requests(RequestSubmitted), scene.requests(RequestCancelled)
+    assert cancelled.request_id == request.request_id
+    await asyncio.gather(*late)
+
+
+async def test_a_log_that_is_full_refuses_one_request_and_ends_no_other(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asking = asyncio.create_task(scene.client.post("/v1/completions", json={"model": NAME, "prompt": "Hello"}))
+    request = await scene.next_request()
+
+    async def full(_: Sequence[Draft]) -> list[int]:
+        raise LogFull("256 MiB wait")
+
+    monkeypatch.setattr(scene.log, "append", full)
+    answer = await scene.client.post("/v1/completions", json={"model": NAME, "prompt": "Hello"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "log_unavailable")
+    said = scene.say(request.request_id, "Hi")
+    scene.end(request.request_id, said=said)
+    assert (await asking).status_code == 200

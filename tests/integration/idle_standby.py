@@ -1,0 +1,48 @@
+"""Two routers that start with the run and are left alone for longer than a consumer may go without a poll.
+
+Their processes start first and are checked last, beside the other tests, so they cost no time of their own.
+"""
+
+import asyncio
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from forebay.transport.kafka_settings import KafkaSettings
+from forebay.transport.kafka_topics import create_topics
+from infra.cluster import FOREBAY, PLAN, POOL
+from infra.kafka.kafka import HOST
+from infra.local import free_ports
+from infra.processes import Processes
+
+IDLE_S = 360.0  # aiokafka's members leave after 300 s without a poll, some seconds after they joined
+MARK = "idle_standby"  # the tests that need these processes; conftest.py runs them last
+
+
+@dataclass(slots=True)
+class IdleCluster:
+    """The processes, where they meet, and when the routers were started, by the monotonic clock."""
+
+    processes: Processes
+    settings: KafkaSettings
+    url: str
+    began_s: float
+
+    def where(self) -> list[str]:
+        """Return the options that name Kafka and the namespace."""
+        return ["--kafka", self.settings.bootstrap, "--namespace", self.settings.namespace]
+
+
+def start(kafka: str, redis_url: str, namespace: str, folder: Path) -> IdleCluster:
+    """Start two routers, a worker and an ingress."""
+    settings = KafkaSettings(kafka, namespace)
+    asyncio.run(create_topics(settings, PLAN, [POOL]))
+    processes = Processes(folder)
+    port = free_ports(1)
+    cluster = IdleCluster(processes, settings, f"http://{HOST}:{port}", time.monotonic())
+    where = [*cluster.where(), "--redis", redis_url]
+    for name in ("r1", "r2"):
+        processes.start(name, [FOREBAY, "router", *where, "--router-id", name, "--verbose"])
+    processes.start("w1", [FOREBAY, "worker", *where, "--worker-id", "w1"])
+    processes.start("i1", [FOREBAY, "ingress", *where, "--ingress-id", "i1", "--port", str(port)])
+    return cluster

@@ -1,0 +1,75 @@
+"""Routers as members of their consumer group: one that has nothing to do stays a member, for days."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from forebay.live.faust_app import RouterApp
+from forebay.live.faust_feed import Feed
+from forebay.transport.base import LogError
+from forebay.transport.kafka_settings import KafkaSettings
+from forebay.transport.kafka_topics import TopicPlan, create_topics
+
+PLAN = TopicPlan(groups=1, slots=2, replies=2, door=2)
+POLL_INTERVAL_MS = 3_000  # in place of five minutes
+PATIENCE_S = 90.0
+
+
+class Member:
+    """One router's Faust app, and the control partitions that it was assigned last."""
+
+    def __init__(self, settings: KafkaSettings) -> None:
+        self.partitions: set[int] | None = None
+        self.app = RouterApp(settings, Feed(), self._assign, POLL_INTERVAL_MS)
+
+    def _assign(self, partitions: set[int]) -> None:
+        self.partitions = partitions
+
+
+@asynccontextmanager
+async def member(settings: KafkaSettings) -> AsyncIterator[Member]:
+    """A member of the group of routers."""
+    joined = Member(settings)
+    joined.app.finalize()
+    await joined.app.start()
+    try:
+        yield joined
+    finally:
+        await joined.app.stop()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait until the condition holds."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():  # noqa: ASYNC110 - Faust's callbacks set no event
+            await asyncio.sleep(0.05)
+
+
+async def test_an_idle_member_stays_beyond_the_poll_interval_and_takes_over(kafka: str, namespace: str) -> None:
+    settings = KafkaSettings(kafka, namespace)
+    await create_topics(settings, PLAN, ["default"])
+    async with member(settings) as one, member(settings) as other:
+        await until(lambda: {0} in (one.partitions, other.partitions) and set() in (one.partitions, other.partitions))
+        busy, idle = (one, other) if one.partitions else (other, one)
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + 4 * POLL_INTERVAL_MS / 1000
+        while loop.time() < until_s:
+            assert idle.app.is_member, "the idle member left the group"
+            await asyncio.sleep(0.1)
+        await busy.app.stop()
+        await until(lambda: idle.partitions == {0})
+        assert idle.app.is_member
+
+
+async def test_an_app_that_crashed_is_reported(kafka: str, namespace: str) -> None:
+    settings = KafkaSettings(kafka, namespace)
+    await create_topics(settings, PLAN, ["default"])
+    async with member(settings) as joined:
+        await until(lambda: joined.app.is_member)
+        watching = asyncio.create_task(joined.app.until_broken())
+        await joined.app.crash(RuntimeError("out of luck"))
+        with pytest.raises(LogError, match="out of luck"):
+            await asyncio.wait_for(watching, PATIENCE_S)
+        assert not joined.app.is_member

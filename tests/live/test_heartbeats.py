@@ -1,0 +1,160 @@
+"""Heartbeats: an owner's deciding loop and each standby write them, and readers learn who is alive."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+
+from forebay.events.codec import decode, encode
+from forebay.events.decisions import OwnerClaimed
+from forebay.events.heartbeats import RouterHeartbeat
+from forebay.events.topics import DECISIONS, HEARTBEATS
+from forebay.transport.base import Draft
+from forebay.transport.heartbeats import OWNER_SILENT_S, STANDBY_SILENT_S, HeartbeatMetrics, RouterHeartbeats
+from forebay.transport.sqlite_log import SqliteLog
+from tests.live.shared import SharedLog
+from tests.live.test_router import routing
+from tests.system import MODEL, System, settings, submitted, until
+
+READ_MAX = 10_000
+
+
+class Clock:
+    """A clock that a test moves."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def written(log: SqliteLog) -> list[RouterHeartbeat]:
+    """Return every heartbeat on the log."""
+    return [decode(HEARTBEATS, record.value) for record in log.records(HEARTBEATS.name, 0, 0, READ_MAX)]
+
+
+def of_role(log: SqliteLog, role: str) -> list[RouterHeartbeat]:
+    """Return the heartbeats of owners, or of standbys."""
+    return [beat for beat in written(log) if beat.role == role]
+
+
+@asynccontextmanager
+async def following(log: SqliteLog, clock: Clock) -> AsyncIterator[RouterHeartbeats]:
+    """Follow the heartbeats of the test's group."""
+    heartbeats = RouterHeartbeats(log, MODEL, clock)
+    task = asyncio.create_task(heartbeats.follow(0))
+    await asyncio.sleep(0)
+    try:
+        yield heartbeats
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def beat(log: SqliteLog, **fields: Any) -> None:
+    """Write one heartbeat."""
+    event = RouterHeartbeat(**{"group": MODEL, "router_id": "a", "role": "owner", "owner_epoch": 7, **fields})
+    await log.append([Draft(HEARTBEATS.name, 0, encode(HEARTBEATS, event))])
+
+
+async def test_owner_and_standby_write_heartbeats(log: SqliteLog) -> None:
+    async with System(log).started(workers=2) as system, routing(system, "a") as owner, routing(system, "b"):
+        owner.assign({0})
+        await until(lambda: any(one.ready_aggregated == 2 for one in of_role(log, "owner")))
+        await until(lambda: any(one.position for one in of_role(log, "standby")))
+    claims = [
+        (record.offset, event)
+        for record in log.records(DECISIONS.name, 0, 0, READ_MAX)
+        if isinstance(event := decode(DECISIONS, record.value), OwnerClaimed)
+    ]
+    assert [event.owner_id for _, event in claims] == ["a"]
+    assert {(one.router_id, one.owner_epoch) for one in of_role(log, "owner")} == {("a", claims[0][0])}
+    assert {one.group for one in written(log)} == {MODEL}
+    assert {one.router_id for one in of_role(log, "standby") if one.position} == {"b"}
+
+
+async def test_an_embedded_owner_writes_none(log: SqliteLog) -> None:
+    async with System(log).started(workers=1) as system, system.owned() as owner:
+        await until(lambda: len(owner.world.fleet) == 1)
+    assert not settings().heartbeats
+    assert written(log) == []
+
+
+async def test_an_owner_whose_loop_is_stuck_writes_no_heartbeats(log: SqliteLog) -> None:
+    is_stuck, go_on = asyncio.Event(), asyncio.Event()
+
+    async def hook(draft: Draft | None) -> None:
+        if draft is not None and draft.topic == DECISIONS.name and draft.value.startswith(b'{"type":"request.routed"'):
+            is_stuck.set()
+            await go_on.wait()
+
+    async with (
+        System(log).started(workers=1) as system,
+        routing(system, "a", SharedLog(log, hook)) as router,
+        routing(system, "b"),
+    ):
+        router.assign({0})
+        await until(lambda: any(one.ready_aggregated for one in of_role(log, "owner")))
+        system.send(submitted("one", [1, 2, 3, 4]))
+        await is_stuck.wait()
+        standbys = len(of_role(log, "standby"))
+        # One heartbeat may have been on its way when the loop got stuck.
+        await until(lambda: len(of_role(log, "standby")) > standbys)
+        before = len(of_role(log, "owner"))
+        await until(lambda: len(of_role(log, "standby")) > standbys + 2)
+        assert len(of_role(log, "owner")) == before
+        go_on.set()
+        await until(lambda: len(of_role(log, "owner")) > before)
+
+
+async def test_the_newest_owner_counts_and_silence_is_noticed(log: SqliteLog) -> None:
+    clock = Clock()
+    await beat(log, owner_epoch=3)
+    async with following(log, clock) as heartbeats:
+        await beat(log, group="another", owner_epoch=50)
+        await beat(log, owner_epoch=7)
+        await until(lambda: heartbeats.has_owner)
+        assert heartbeats.owner is not None
+        clock.now_s += OWNER_SILENT_S
+        assert not heartbeats.has_owner
+        await beat(log, router_id="old", owner_epoch=6)
+        await beat(log, router_id="s", role="standby")
+        await until(heartbeats.standbys)
+        assert not heartbeats.has_owner
+        assert heartbeats.owner.router_id == "a"
+        await beat(log, router_id="new", owner_epoch=9)
+        await until(lambda: heartbeats.has_owner)
+        assert heartbeats.owner.owner_epoch == 9
+
+
+async def test_heartbeats_from_before_and_foreign_records_count_for_nothing(log: SqliteLog) -> None:
+    await beat(log, owner_epoch=99)
+    async with following(log, Clock()) as heartbeats:
+        await log.append([Draft(HEARTBEATS.name, 0, b"{"), Draft(HEARTBEATS.name, 0, b"")])
+        await until(lambda: heartbeats.undecodable == 2)
+        assert not heartbeats.has_owner
+        assert heartbeats.owner_age_s is None
+
+
+async def test_standbys_are_counted_while_they_are_heard(log: SqliteLog) -> None:
+    clock, registry = Clock(), CollectorRegistry()
+    async with following(log, clock) as heartbeats:
+        registry.register(HeartbeatMetrics(heartbeats))
+        for name in ("b", "c", "b"):
+            await beat(log, router_id=name, role="standby", position=5)
+        await beat(log)
+        await until(lambda: heartbeats.has_owner)
+        assert [one.router_id for one in heartbeats.standbys()] == ["b", "c"]
+        text = generate_latest(registry).decode()
+        assert f'forebay_group_standbys{{group="{MODEL}"}} 2.0' in text
+        assert f'forebay_owner_heartbeat_age_seconds{{group="{MODEL}"}} 0.0' in text
+        clock.now_s += STANDBY_SILENT_S + 1
+        assert heartbeats.standbys() == []
+        await beat(log, router_id="c", role="standby")
+        await until(heartbeats.standbys)
+        await beat(log, router_id="c", owner_epoch=8)
+        await until(lambda: heartbeats.owner is not None and heartbeats.owner.owner_epoch == 8)
+        assert heartbeats.standbys() == []
