@@ -26,6 +26,7 @@ from forebay.transport.directory import Directory
 from forebay.transport.kafka_log import KafkaLog
 from forebay.transport.kafka_settings import KafkaSettings
 from forebay.transport.kafka_topics import TopicPlan, create_topics, partitions_of
+from forebay.transport.recorded import decode_journal
 from infra.hosts import Host
 from infra.kafka.kafka import HOST, tail
 from infra.local import free_ports
@@ -78,8 +79,10 @@ class _Journal:
     def apply(self, record: Record) -> None:
         if record.offset < self.position:
             return  # two that wait for something read side by side
-        event = decode(DECISIONS, record.value)
+        event = decode_journal(record)
         self.position = record.offset + 1
+        if event is None:
+            return  # a foreign producer's
         if isinstance(event, OwnerClaimed):
             self.owners[record.offset] = Ownership(event.owner_id, record.offset, record.at_us)
             return

@@ -120,7 +120,7 @@ async def test_a_record_that_does_not_decode_goes_to_dead_letters(log: SqliteLog
         assert (letter.value, letter.key) == (b"\xffno event", b"key")
         assert letter.headers is not None
         assert letter.headers["from"] == "elsewhere"
-        assert letter.headers["topic"] == "requests"
+        assert letter.headers["source-topic"] == "requests"
         assert "requests" in letter.headers["reason"]
     await proven(log)
 

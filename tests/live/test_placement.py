@@ -70,7 +70,7 @@ async def test_without_a_free_partition_a_group_is_refused_and_told_once(
     assert caplog.text.count("finds no place") == 2
     await place(log, "b", 0)
     await directory.reach(2)
-    metrics = {metric.name: metric for metric in PlacementMetrics(placement, directory.groups).collect()}
+    metrics = {metric.name: metric for metric in PlacementMetrics(placement, directory).collect()}
     assert metrics["forebay_groups"].samples[0].value == 1
     assert metrics["forebay_groups_refused"].samples[0].value == 2
     assert metrics["forebay_placements_ignored"].samples[0].labels == {"reason": "partition_taken"}

@@ -23,8 +23,10 @@ def encode(topic: Topic, event: Event) -> bytes:
     raise TypeError(f"the topic {topic.name} carries no events")
 
 
-def decode(topic: Topic, value: bytes) -> Any:
-    """The event in a record of `topic`. Raises DecodeError for anything else."""
+def decode(topic: Topic, value: bytes | None) -> Any:
+    """The event in a record of `topic`. Raises DecodeError for anything else, null included."""
+    if value is None:
+        raise DecodeError(f"{topic.name}: its value is null")
     try:
         return _decoder(topic.codec, topic.events).decode(value)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:  # the last: deep nesting

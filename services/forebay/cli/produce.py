@@ -14,7 +14,7 @@ from typing import Annotated, Any, BinaryIO
 import msgspec
 import typer
 import uvloop
-from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, ConsumerRecord, TopicPartition
+from aiokafka import AIOKafkaProducer, ConsumerRecord, TopicPartition
 from aiokafka.errors import KafkaError
 from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -34,8 +34,10 @@ from forebay.ingress.door_request import CHAT_PATH, TEXT_PATH
 from forebay.ingress.errors import Unusable
 from forebay.ingress.openai import REQUEST_ID
 from forebay.transport.base import LogError
+from forebay.transport.kafka_consumer import DenseConsumer
 from forebay.transport.kafka_settings import KafkaSettings
 from forebay.transport.kafka_start import start_whole
+from forebay.transport.kafka_tail import headers_of
 from forebay.transport.kafka_topics import count_topics
 from forebay.transport.kafka_writer import RECORD_BYTES_MAX, explain
 
@@ -204,7 +206,7 @@ async def _collecting(
     settings: KafkaSettings, partitions: Collection[int], run: Run, show: Show
 ) -> AsyncIterator[None]:
     """Read answers, from where their topic ends now."""
-    consumer = AIOKafkaConsumer(**settings.client_options(), enable_auto_commit=False)
+    consumer = DenseConsumer(**settings.client_options(), enable_auto_commit=False)
     await start_whole(consumer.start, consumer.stop)
     try:
         places = [TopicPartition(settings.topic(OPENAI_RESPONSES.name), number) for number in sorted(partitions)]
@@ -221,7 +223,7 @@ async def _collecting(
         await consumer.stop()
 
 
-async def _collect(consumer: AIOKafkaConsumer, run: Run, show: Show) -> None:
+async def _collect(consumer: DenseConsumer, run: Run, show: Show) -> None:
     try:
         async for message in consumer:
             _take(message, run)
@@ -232,7 +234,7 @@ async def _collect(consumer: AIOKafkaConsumer, run: Run, show: Show) -> None:
 
 
 def _take(message: ConsumerRecord, run: Run) -> None:
-    headers = {name: value.decode(errors="replace") for name, value in message.headers}
+    headers = headers_of(message.headers) or {}
     answer = run.take(headers.get("request-id", ""), headers, message.value or b"")
     if answer is None:
         return

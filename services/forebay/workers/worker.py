@@ -17,7 +17,7 @@ from typing import assert_never
 
 import msgspec
 
-from forebay.events.codec import DecodeError, decode
+from forebay.events.codec import DecodeError
 from forebay.events.fleet import (
     AnyFleetEvent,
     OwnershipAnnounced,
@@ -30,9 +30,11 @@ from forebay.events.fleet import (
     WorkerSuspect,
 )
 from forebay.events.tokens import AnswerError
-from forebay.events.topics import DEAD_LETTERS, FLEET, work_topic
+from forebay.events.topics import FLEET, work_topic
 from forebay.events.work import AnyWorkEvent, ReannounceCache, ReleaseKv, WorkCancelled, WorkerCommand, WorkItem
 from forebay.transport.base import Draft, Log, LogError, Record, Tail
+from forebay.transport.dead_letters import dead_letter
+from forebay.transport.decoding import event_of
 from forebay.workers.commands import CommandRunner
 from forebay.workers.engine import Engine, EngineBatch, EngineError
 from forebay.workers.health import HealthWatch, tell_failure
@@ -47,7 +49,6 @@ from forebay.workers.resume import Spawn
 logger = logging.getLogger(__name__)
 
 READ_MAX = 256  # records taken before the event loop is given back
-REASON_CHARS_MAX = 500  # a dead letter's header stays short
 ENGINE_STOP_S = 30.0
 KEPT_S = 0.1  # who drains looks this often whether what it keeps was fetched: no engine has to tell
 
@@ -254,7 +255,7 @@ class Worker:
 
     def _on_fleet(self, record: Record, spawn: Spawn) -> None:
         try:
-            event: AnyFleetEvent = decode(FLEET, record.value)
+            event: AnyFleetEvent = event_of(FLEET, record)
         except DecodeError as error:
             self.counters.fleet_undecodable += 1
             logger.warning("fleet record %s not understood: %s", record.offset, error)
@@ -314,7 +315,7 @@ class Worker:
 
     def _on_work(self, record: Record, epoch: _Epoch) -> None:
         try:
-            event: AnyWorkEvent = decode(self._work_topic, record.value)
+            event: AnyWorkEvent = event_of(self._work_topic, record)
         except DecodeError as error:
             self._bury(record, str(error))
             return
@@ -392,14 +393,7 @@ class Worker:
     def _bury(self, record: Record, reason: str) -> None:
         self.counters.dead_letters += 1
         logger.warning("dead letter: %s at offset %s: %s", record.topic, record.offset, reason)
-        headers = {
-            "reason": reason[:REASON_CHARS_MAX],
-            "source-topic": record.topic,
-            "source-partition": str(record.partition),
-            "source-offset": str(record.offset),
-        }
-        draft = Draft(DEAD_LETTERS.name, self._partition, record.value, record.key, headers)
-        self._log.append_soon([draft])
+        self._log.append_soon([dead_letter(record, self._partition, reason)])
 
     def _publish(self, batch: EngineBatch) -> None:
         if self._epoch is None:

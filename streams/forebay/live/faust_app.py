@@ -16,14 +16,15 @@ from collections.abc import Callable
 from typing import Any
 
 import faust
-from aiokafka import AIOKafkaConsumer
 from faust.auth import SASLCredentials, SSLCredentials
 from faust.transport.drivers.aiokafka import AIOKafkaConsumerThread, Consumer, Transport
 
 from forebay.events.topics import CONTROL, FLEET, KV_EVENTS, METRICS
 from forebay.live.faust_feed import Feed
 from forebay.transport.base import LogError, Record
+from forebay.transport.kafka_consumer import DenseConsumer
 from forebay.transport.kafka_settings import KafkaSettings, KafkaUnusable
+from forebay.transport.kafka_tail import headers_of
 from forebay.transport.kafka_topics import partitions_of
 
 STATE_TOPICS = (KV_EVENTS, METRICS, FLEET, CONTROL)
@@ -61,9 +62,9 @@ class Assignments:
 class _ConsumerThread(AIOKafkaConsumerThread):  # type: ignore[misc]  # Faust ships no types
     """Faust's consumer with the waits and the security properties that forebay needs."""
 
-    def _create_worker_consumer(self, transport: Any) -> AIOKafkaConsumer:
+    def _create_worker_consumer(self, transport: Any) -> DenseConsumer:
         self._assignor = self.app.assignor
-        return AIOKafkaConsumer(
+        return DenseConsumer(
             **self.app.kafka.client_options(),
             group_id=self.app.conf.id,
             partition_assignment_strategy=[self._assignor],
@@ -169,8 +170,13 @@ class RouterApp(faust.App):  # type: ignore[misc]
         async def consume(stream: Any) -> None:
             async for event in stream.events():
                 message = event.message
-                at_us = round(message.timestamp * 1e6)
-                feed.give(Record(name, message.partition, message.offset, at_us, message.value, message.key))
+                if message.value is None:
+                    # It has no value or cannot be read; the log says which.
+                    feed.announce(name, message.partition, message.offset)
+                    continue
+                at_us = max(0, round(message.timestamp * 1e6))
+                headers = headers_of(message.headers)
+                feed.give(Record(name, message.partition, message.offset, at_us, message.value, message.key, headers))
 
         self.agent(topic, name=f"forebay.{name}")(consume)
 

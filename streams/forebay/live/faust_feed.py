@@ -58,12 +58,18 @@ class FedTail:
 
     def give(self, record: Record) -> None:
         """Faust has a record: taken at once when it is the next, read from the log later when it is not."""
-        self._known_end = max(self._known_end, record.offset + 1)
         if record.offset == self.position and self._filling is None and len(self._buffer) < BUFFER_RECORDS_MAX:
+            self._known_end = max(self._known_end, record.offset + 1)
             self._buffer.append(record)
             self.position += 1
             self._wake.set()
-        elif self.position < self._known_end and len(self._buffer) < BUFFER_RECORDS_MAX:
+        else:
+            self.announce(record.offset)
+
+    def announce(self, offset: int) -> None:
+        """The partition reaches to `offset`: read up to it from the log."""
+        self._known_end = max(self._known_end, offset + 1)
+        if self.position < self._known_end and len(self._buffer) < BUFFER_RECORDS_MAX:
             self._fill()
 
     def _fill(self) -> None:
@@ -156,6 +162,11 @@ class Feed:
         """A record that Faust consumed."""
         for tail in self._tails.get((record.topic, record.partition), ()):
             tail.give(record)
+
+    def announce(self, topic: str, partition: int, offset: int) -> None:
+        """Faust consumed something at `offset` that it cannot deliver."""
+        for tail in self._tails.get((topic, partition), ()):
+            tail.announce(offset)
 
     def leave(self, place: tuple[str, int], tail: FedTail) -> None:
         """A tail is closed."""

@@ -15,13 +15,13 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from forebay.core.groups import Groups
 from forebay.core.phases import Phase
 from forebay.core.prefix_index import APPLIED
 from forebay.events.decisions import PrefillReason, Stage
 from forebay.live.first_tokens import BUCKETS_S, Times
 from forebay.live.owner import Owner
 from forebay.live.placement import Placement
+from forebay.transport.directory import Directory
 
 # Counts of the world with series of their own; all others are of events that changed nothing.
 OUTCOMES = ("rejected_", "aborted_", "kv_released_", "command_", "non_max_overlap_selections", "overlap_blocks_lost")
@@ -213,16 +213,17 @@ def _of(counts: Mapping[str, int], prefix: str) -> dict[str, int]:
 class PlacementMetrics(Collector):
     """The directory of groups, as the owner of control partition 0 sees it."""
 
-    def __init__(self, placement: Placement, groups: Groups) -> None:
+    def __init__(self, placement: Placement, directory: Directory) -> None:
         self._placement = placement
-        self._groups = groups
+        self._directory = directory
 
     def collect(self) -> Iterator[Metric]:
         """The metrics as they are now."""
-        yield GaugeMetricFamily("forebay_groups", "groups that have a partition", value=len(self._groups.partitions))
+        groups = self._directory.groups
+        yield GaugeMetricFamily("forebay_groups", "groups that have a partition", value=len(groups.partitions))
         refused = self._placement.refused
         yield CounterMetricFamily("forebay_groups_refused", "groups that found no free partition", value=refused)
         ignored = CounterMetricFamily("forebay_placements_ignored", "placements without effect", labels=["reason"])
-        for reason, count in sorted(self._groups.ignored.items()):
+        for reason, count in sorted({**groups.ignored, "undecodable": self._directory.undecodable}.items()):
             ignored.add_metric([reason], count)
         yield ignored

@@ -20,7 +20,7 @@ from forebay.core.phases import Phase
 from forebay.core.step import CONSUMED_RUNS_MAX, Decided, InputEvent, advance, open_run, step
 from forebay.core.world import CORE_VERSION, World
 from forebay.events.base import Event
-from forebay.events.codec import DecodeError, decode, encode
+from forebay.events.codec import DecodeError, encode
 from forebay.events.control import PoolConfigured, RouterConfig
 from forebay.events.decisions import (
     CommandSent,
@@ -45,6 +45,8 @@ from forebay.live.recovery import recover
 from forebay.live.snapshots import Snapshots
 from forebay.live.standby import Standby, Unsure
 from forebay.transport.base import Draft, Lease, LeaseError, Leases, Log, LogError, Record, Tail
+from forebay.transport.dead_letters import dead_letter
+from forebay.transport.decoding import event_of
 
 __all__ = ["GroupSettings", "Owner", "OwnershipLost"]
 
@@ -284,7 +286,7 @@ class Owner:
 
     def _decode(self, topic: Topic, record: Record, letters: list[Draft]) -> InputEvent | None:
         try:
-            event: InputEvent = decode(topic, record.value)
+            event: InputEvent = event_of(topic, record)
         except DecodeError as error:
             logger.warning("a record does not decode and goes to %s: %s", DEAD_LETTERS.name, error)
             letters.append(self._letter(record, str(error)))
@@ -296,9 +298,7 @@ class Owner:
 
     def _letter(self, record: Record, reason: str) -> Draft:
         self.letters += 1
-        source = {"topic": record.topic, "partition": str(record.partition), "offset": str(record.offset)}
-        headers = {**(record.headers or {}), "reason": reason, **source}
-        return Draft(DEAD_LETTERS.name, self._settings.partition, record.value, record.key, headers)
+        return dead_letter(record, self._settings.partition, reason)
 
     async def _journal(self, records: Sequence[JournalRecord]) -> None:
         await self.journal.append(records)

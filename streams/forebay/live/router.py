@@ -117,7 +117,7 @@ class Router:
     async def _place(self) -> None:
         """The owner of partition 0 says where groups live."""
         placement = Placement(self._log, self._leases, self._directory, self._settings.partitions)
-        self._registry.register(PlacementMetrics(placement, self._directory.groups))
+        self._registry.register(PlacementMetrics(placement, self._directory))
         while True:
             if 0 in self._assigned:
                 await placement.update()

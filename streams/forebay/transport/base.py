@@ -34,7 +34,14 @@ class Draft(msgspec.Struct, frozen=True):
 
 
 class Record(msgspec.Struct, frozen=True):
-    """A record as it stands in the log. `at_us` is the wall clock of the append, for people only."""
+    """A record as it stands in the log.
+
+    Attributes:
+        at_us: the wall clock of the append in microseconds, for people only; 0 when its producer did not set it.
+        value: empty for a record without a value, which decodes as no event of any topic.
+        headers: by name; of several with one name the last.
+        fault: why there is no value to decode; None when there is one.
+    """
 
     topic: str
     partition: int
@@ -43,6 +50,7 @@ class Record(msgspec.Struct, frozen=True):
     value: bytes
     key: bytes | None = None
     headers: Mapping[str, str] | None = None
+    fault: str | None = None
 
 
 class Tail(Protocol):

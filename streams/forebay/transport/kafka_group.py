@@ -10,11 +10,12 @@ from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Protocol, TypeVar
 
 import msgspec
-from aiokafka import AIOKafkaConsumer, ConsumerRebalanceListener, TopicPartition
+from aiokafka import ConsumerRebalanceListener, ConsumerRecord, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.errors import CommitFailedError, CoordinatorNotAvailableError, IllegalStateError, KafkaError
 
 from forebay.transport.base import LogError, Record
+from forebay.transport.kafka_consumer import AbsentRecord, DenseConsumer
 from forebay.transport.kafka_settings import KafkaSettings
 from forebay.transport.kafka_start import start_whole
 from forebay.transport.kafka_tail import FETCH_WAIT_MS, RETRY_S, record_of
@@ -55,13 +56,13 @@ class KafkaGroup:
         self._topic = topic
         self._full = settings.topic(topic)
         self._name = settings.topic(name)
-        self._consumer: AIOKafkaConsumer | None = None
+        self._consumer: DenseConsumer | None = None
         self._admin: AIOKafkaAdminClient | None = None
 
     async def start(self, members: Members) -> None:
         """Join. Raises KafkaUnusable when there is no broker or it does not let us in."""
         self._admin = AIOKafkaAdminClient(**self._settings.client_options())
-        self._consumer = AIOKafkaConsumer(
+        self._consumer = DenseConsumer(
             **self._settings.client_options(),
             group_id=self._name,
             fetch_max_wait_ms=FETCH_WAIT_MS,
@@ -87,7 +88,10 @@ class KafkaGroup:
             await self._admin.close()
 
     async def take(self) -> dict[int, list[Record]]:
-        """What came, by partition; waits up to `POLL_MS` for it. Raises LogError."""
+        """What came, by partition; waits up to `POLL_MS` for it. Raises LogError.
+
+        Offsets that hold no producer's record, as those of a transaction's marker, show in `position` alone.
+        """
         try:
             fetched = await self._member.getmany(timeout_ms=POLL_MS)
         except KafkaError as error:
@@ -96,9 +100,8 @@ class KafkaGroup:
             await asyncio.sleep(RETRY_S)
             return {}
         return {
-            place.partition: [record_of(self._topic, message) for message in messages]
+            place.partition: [record_of(self._topic, message) for message in messages if not _is_gap(message)]
             for place, messages in fetched.items()
-            if messages
         }
 
     def pause(self, partition: int) -> None:
@@ -173,7 +176,7 @@ class KafkaGroup:
             logger.warning("the last commit of the group %s failed: %s", self._name, error)
 
     @property
-    def _member(self) -> AIOKafkaConsumer:
+    def _member(self) -> DenseConsumer:
         assert self._consumer is not None, "the group is started first"
         return self._consumer
 
@@ -201,6 +204,10 @@ async def patiently(ask: Callable[[], Awaitable[Answer]], trouble: str) -> Answe
                 raise LogError(f"{trouble}: {explain(error)}") from error
             logger.warning("%s, trying again: %s", trouble, explain(error))
             await asyncio.sleep(RETRY_S)
+
+
+def _is_gap(message: ConsumerRecord) -> bool:
+    return isinstance(message, AbsentRecord) and message.is_gap
 
 
 class _Listener(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka ships no types for it

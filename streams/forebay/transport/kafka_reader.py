@@ -6,10 +6,11 @@ page by page through several partitions does not fetch anything twice.
 
 import asyncio
 
-from aiokafka import AIOKafkaConsumer, TopicPartition
+from aiokafka import TopicPartition
 from aiokafka.errors import KafkaError, OffsetOutOfRangeError
 
 from forebay.transport.base import LogError, Record
+from forebay.transport.kafka_consumer import DenseConsumer
 from forebay.transport.kafka_settings import REQUEST_MS, KafkaSettings
 from forebay.transport.kafka_start import start_whole
 from forebay.transport.kafka_tail import record_of
@@ -27,7 +28,7 @@ class KafkaReader:
         self._settings = settings
         self._turn = asyncio.Lock()
         self._starting = asyncio.Lock()
-        self._consumer: AIOKafkaConsumer | None = None
+        self._consumer: DenseConsumer | None = None
         self._closed = False
         self._positions: dict[TopicPartition, int] = {}
         self._ends: dict[TopicPartition, int] = {}
@@ -78,12 +79,12 @@ class KafkaReader:
             if self._consumer is not None:
                 await self._consumer.stop()
 
-    async def _started(self) -> AIOKafkaConsumer:
+    async def _started(self) -> DenseConsumer:
         async with self._starting:
             if self._closed:
                 raise LogError("the log is closed")
             if self._consumer is None:
-                consumer = AIOKafkaConsumer(
+                consumer = DenseConsumer(
                     **self._settings.client_options(),
                     max_partition_fetch_bytes=FETCH_BYTES,
                     auto_offset_reset="none",
@@ -94,7 +95,7 @@ class KafkaReader:
             return self._consumer
 
     async def _fetch(
-        self, consumer: AIOKafkaConsumer, place: TopicPartition, topic: str, offset: int, limit: int
+        self, consumer: DenseConsumer, place: TopicPartition, topic: str, offset: int, limit: int
     ) -> list[Record]:
         if place not in consumer.assignment():
             consumer.assign([*consumer.assignment(), place])

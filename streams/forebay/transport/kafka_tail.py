@@ -7,12 +7,13 @@ is moved into the tails' own buffers at once; a buffer that is full pauses its p
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
+from aiokafka import ConsumerRecord, TopicPartition
 from aiokafka.errors import KafkaError, OffsetOutOfRangeError
 
 from forebay.transport.base import LogError, Record, Wake
+from forebay.transport.kafka_consumer import AbsentRecord, DenseConsumer
 from forebay.transport.kafka_settings import KafkaSettings
 from forebay.transport.kafka_start import start_whole
 from forebay.transport.kafka_writer import explain
@@ -21,6 +22,8 @@ FETCH_WAIT_MS = 20  # how long a fetch may sleep over quiet partitions, and so t
 POLL_MS = 1_000  # the pump wakes by itself, to see that it should end
 BUFFER_RECORDS_MAX = 20_000
 RETRY_S = 0.2  # after an error of the broker that passes
+AT_MS_MAX = 253_402_300_799_999  # the end of the year 9999, the last that dates of Python can show
+NULL_VALUE = "its value is null"
 
 
 class KafkaTail:
@@ -77,7 +80,7 @@ class KafkaTails:
         self.failure: LogError | None = None
         self._settings = settings
         self._on_hop = on_hop
-        self._consumer: AIOKafkaConsumer | None = None
+        self._consumer: DenseConsumer | None = None
         self._tails: dict[TopicPartition, list[KafkaTail]] = {}
         self._names: dict[TopicPartition, str] = {}
         self._pump: asyncio.Task[None] | None = None
@@ -153,10 +156,10 @@ class KafkaTails:
             self.fail(LogError(f"Kafka cannot be read: {explain(error)}"))
             raise
 
-    async def _started(self) -> AIOKafkaConsumer:
+    async def _started(self) -> DenseConsumer:
         """Start a consumer, again while the broker is away. Raises KafkaError."""
         while True:
-            consumer = AIOKafkaConsumer(
+            consumer = DenseConsumer(
                 **self._settings.client_options(),
                 fetch_max_wait_ms=FETCH_WAIT_MS,
                 auto_offset_reset="none",
@@ -171,12 +174,12 @@ class KafkaTails:
             else:
                 return consumer
 
-    async def _fetch(self, consumer: AIOKafkaConsumer) -> None:
+    async def _fetch(self, consumer: DenseConsumer) -> None:
         if not self._tails:
             self._changed.clear()
             await self._changed.wait()
         try:
-            fetched = await consumer.getmany(timeout_ms=POLL_MS)
+            fetched = await consumer.getmany(timeout_ms=POLL_MS, max_records=BUFFER_RECORDS_MAX)
         except OffsetOutOfRangeError as error:
             places = ", ".join(f"{self._names.get(place, place)}@{offset}" for place, offset in error.args[0].items())
             reason = "removed by retention before they were read, or lost by the broker"
@@ -196,11 +199,25 @@ class KafkaTails:
                 tail.push(messages)
                 if tail.full:
                     consumer.pause(place)
-            self._on_hop(self._names[place], now_s - messages[-1].timestamp / 1000)
+            if 0 < messages[-1].timestamp <= AT_MS_MAX:
+                self._on_hop(self._names[place], now_s - messages[-1].timestamp / 1000)
 
 
 def record_of(topic: str, message: ConsumerRecord) -> Record:
-    """A fetched message as the port has it."""
-    headers = {name: value.decode(errors="replace") for name, value in message.headers} if message.headers else None
-    value = message.value if message.value is not None else b""
-    return Record(topic, message.partition, message.offset, message.timestamp * 1000, value, message.key, headers)
+    """Return a fetched message as the port has it, whatever its producer wrote; it never raises."""
+    fault, value = None, message.value
+    if isinstance(message, AbsentRecord):
+        fault = message.reason
+    elif value is None:
+        fault = NULL_VALUE
+    at_us = min(max(message.timestamp, 0), AT_MS_MAX) * 1000
+    return Record(
+        topic, message.partition, message.offset, at_us, value or b"", message.key, headers_of(message.headers), fault
+    )
+
+
+def headers_of(headers: Sequence[tuple[str, bytes | None]]) -> dict[str, str] | None:
+    """Return headers as text: a null value is empty, bytes that are not UTF-8 are escaped, the last of a name wins."""
+    if not headers:
+        return None
+    return {name: (value or b"").decode(errors="backslashreplace") for name, value in headers}

@@ -79,8 +79,7 @@ class KafkaWriter:
 
     def check(self, draft: Draft) -> int:
         """The size of a record. Raises ValueError for one that no topic takes."""
-        size = len(draft.value) + len(draft.key or b"")
-        size += sum(len(name) + len(value) for name, value in (draft.headers or {}).items())
+        size = size_of(draft)
         if size > RECORD_BYTES_MAX:
             raise ValueError(f"{draft.topic}: a record of {size} bytes; the limit is {RECORD_BYTES_MAX}")
         return size
@@ -186,6 +185,12 @@ async def _grown(producer: AIOKafkaProducer, topic: str, partition: int) -> bool
     """Ask the broker again whether a partition is there: topics grow."""
     await producer.client.force_metadata_update()
     return partition in await producer.partitions_for(topic)
+
+
+def size_of(draft: Draft) -> int:
+    """Return the bytes of a record's value, key and headers."""
+    size = len(draft.value) + len(draft.key or b"")
+    return size + sum(len(name.encode()) + len(value.encode()) for name, value in (draft.headers or {}).items())
 
 
 def explain(error: Exception) -> str:

@@ -453,16 +453,21 @@ async def _version_claimed(log: Log, partition: int, owner_epoch: int) -> int:
 async def _chunks(log: Log, partition: int, taken: SnapshotTaken) -> AsyncIterator[tuple[int, SnapshotChunk]]:
     """The chunks of a snapshot with their offsets; those of an owner that was not told yet may stand between them."""
     number, offset = 0, taken.first_offset
+    damaged: DecodeError | None = None
     while number < taken.chunks:
         records = await log.read(SNAPSHOTS.name, partition, offset, min(CHUNKS_READ, taken.chunks - number))
         if not records:
-            raise MissingChunk(f"chunk {number} of the snapshot at offset {taken.first_offset} is missing")
+            name = f"chunk {number} of the snapshot at offset {taken.first_offset}"
+            if damaged is not None:
+                raise LogError(f"{name} is damaged or missing: {damaged}") from damaged
+            raise MissingChunk(f"{name} is missing")
         for record in records:
             try:
                 chunk: SnapshotChunk = decode(SNAPSHOTS, record.value)
             except DecodeError as error:
-                raise LogError(f"chunk {number} of the snapshot at offset {taken.first_offset}: {error}") from error
+                damaged = error  # or written by somebody else, and then the chunk follows
+                continue
             if (chunk.owner_epoch, chunk.number) == (taken.owner_epoch, number):
                 yield record.offset, chunk
-                number += 1
+                number, damaged = number + 1, None
         offset = records[-1].offset + 1

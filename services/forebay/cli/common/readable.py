@@ -26,8 +26,10 @@ def readable(record: Record) -> dict[str, Any]:
             line["event"] = plain(decode(topic, record.value))
             return line
         line["value"] = msgspec.json.decode(record.value)
-    except (DecodeError, KeyError, msgspec.DecodeError, UnicodeDecodeError):
+    except (DecodeError, KeyError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         line["value"] = record.value.decode(errors="backslashreplace")
+    if record.fault is not None:
+        line["fault"] = record.fault
     return line
 
 

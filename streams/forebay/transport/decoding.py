@@ -1,0 +1,14 @@
+"""From records to events: the one step at which a reader learns that a record is none."""
+
+from typing import Any
+
+from forebay.events.codec import DecodeError, decode
+from forebay.events.topics import Topic
+from forebay.transport.base import Record
+
+
+def event_of(topic: Topic, record: Record) -> Any:
+    """Return the event in a record of `topic`. Raises DecodeError for anything else, and nothing but that."""
+    if record.fault is not None:
+        raise DecodeError(f"{topic.name}: {record.fault}")
+    return decode(topic, record.value)

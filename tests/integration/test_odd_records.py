@@ -1,0 +1,318 @@
+"""Odd records on every topic of a running cluster: nobody stops, each record is accounted for, a fresh start works.
+
+Records are drawn by Hypothesis from FOREBAY_FUZZ_SEED, a new seed for each run without it; a failure prints the seed.
+"""
+
+import asyncio
+import os
+import random
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
+from operator import le
+from typing import TypeVar
+
+import httpx
+import msgspec
+import pytest
+import pytest_asyncio
+from aiokafka.errors import KafkaError
+from confluent_kafka import Producer
+from hypothesis import Phase, given, seed, settings
+from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
+
+from forebay.events.base import Event
+from forebay.events.codec import DecodeError, encode
+from forebay.events.topics import (
+    CONTROL,
+    DEAD_LETTERS,
+    FIXED_TOPICS,
+    FLEET,
+    INPUTS,
+    OPENAI_REQUESTS,
+    OPENAI_RESPONSES,
+    REQUESTS,
+    Topic,
+    work_topic,
+)
+from forebay.transport.base import Record
+from forebay.transport.decoding import event_of
+from forebay.transport.kafka_batches import DECOMPRESSED_BYTES_MAX
+from forebay.transport.kafka_log import KafkaLog
+from forebay.transport.kafka_topics import TopicPlan
+from infra.cluster import GROUP, INGRESSES_MAX, POOL, Cluster
+from infra.local import free_ports
+from infra.samples import samples
+from tests.cli.in_process import forebay
+from tests.integration.conftest import RUN
+from tests.raw_batches import CODECS, LOG_APPEND_TIME, ZSTD, RawBatch, RawProducer, RawRecord
+
+SEED = int(os.environ.get("FOREBAY_FUZZ_SEED") or random.SystemRandom().getrandbits(32))
+DRAWN = 8  # batches for each partition, of up to four records
+PATIENCE_S = 60.0
+TIMEOUT_S = 600  # 40 s on an idle machine; this is for one that eight others use
+ASKED = 10
+PAGE = 1_000
+PLAN = TopicPlan(groups=1, slots=2, replies=2, door=2)
+WORK = work_topic(POOL)
+PARTITIONS = dict.fromkeys(FIXED_TOPICS, 1) | {
+    WORK: PLAN.slots,
+    OPENAI_REQUESTS: PLAN.door,
+    OPENAI_RESPONSES: PLAN.door,
+}
+PARTITIONS |= {topic: PLAN.replies for topic in FIXED_TOPICS if topic.name == "tokens"}
+BURIED = (*INPUTS, WORK)  # whoever reads these writes what is none of theirs to `dead-letters`
+HEAVY = (OPENAI_REQUESTS, REQUESTS, FLEET, CONTROL)  # one for each kind of reader: these records cost seconds
+COUNTED = {
+    "decisions": "forebay_owner_foreign_records_total",
+    "groups": "forebay_placements_ignored_total",
+    "tokens": "forebay_ingress_undecodable_total",
+}
+ROUTERS = ("r1", "r2")
+METRICS: dict[str, str] = {}  # where routers show them, once they run
+BODY = {"model": GROUP, "prompt": "what is on the log?", "max_tokens": 3}
+Found = TypeVar("Found")
+Produced = dict[tuple[str, int], list[int]]
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+def cut_short(topic: Topic) -> list[bytes]:
+    """Events of the topic without their last byte."""
+    return [encode(topic, event)[:-1] for _, of, event, _ in samples() if of == topic and isinstance(event, Event)]
+
+
+def drawn(topic: Topic, number: int) -> list[RawBatch]:
+    """Batches that any producer may write; the same for the same seed."""
+    found: list[RawBatch] = []
+    garbage = st.none() | st.binary(max_size=50) | st.sampled_from([b"{}", b"null", b"[" * 10_000, b"\x91" * 10_000])
+    if events := cut_short(topic):
+        garbage |= st.sampled_from(events)
+    few = st.none() | st.binary(max_size=20)
+    headers = st.lists(st.tuples(st.sampled_from([b"path", b"x", b"\xff\xfe", b""]) | st.binary(max_size=5), few))
+    records = st.lists(st.builds(RawRecord, value=garbage, key=few, headers=headers), min_size=1, max_size=4)
+    times = st.sampled_from([-1, 0, 1, 2**40]) | st.integers(-(2**50), 2**41)
+    batches = st.builds(RawBatch, records=records, timestamp_ms=times, codec=st.sampled_from(CODECS))
+
+    @seed(SEED + number)
+    @settings(max_examples=DRAWN, database=None, phases=[Phase.generate], deadline=None)
+    @given(batch=batches)
+    def collect(batch: RawBatch) -> None:
+        found.append(batch)
+
+    collect()
+    return found
+
+
+def certain() -> list[RawBatch]:
+    """What the drawn ones may miss."""
+    late_ms = int(time.time() * 1000) + 10**11
+    same = [(b"y", b"one"), (b"y", b"two"), (b"x", b"\xff"), (b"x", None)]
+    return [
+        RawBatch([RawRecord(None)]),
+        RawBatch([RawRecord(b"{}", headers=[(b"reply-topic", None)])]),
+        RawBatch([RawRecord(b"{}", headers=[(b"\xff", b"1")])]),
+        RawBatch([RawRecord(b"{}", key=b"", headers=same)], timestamp_ms=-1),
+        RawBatch([RawRecord(b"{}")], timestamp_ms=late_ms),
+        RawBatch([RawRecord(b"{}")], attributes=LOG_APPEND_TIME),
+    ]
+
+
+def large() -> list[tuple[str, bytes]]:
+    """Batches of a few kilobytes that are large once decompressed: over the limit of a record, and of a batch."""
+    sizes = {"large": 20 << 20, "bomb": DECOMPRESSED_BYTES_MAX}
+    return [(name, RawBatch([RawRecord(bytes(size))], codec=ZSTD).encoded()) for name, size in sizes.items()]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster(kafka: str, redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
+    async with Cluster(kafka, redis_url, f"{RUN}-odd", tmp_path_factory.mktemp("odd"), PLAN) as cluster:
+        # Behind those that the cluster keeps for ingresses.
+        first = free_ports(INGRESSES_MAX + len(ROUTERS)) + INGRESSES_MAX
+        for port, name in enumerate(ROUTERS, first):
+            cluster.router(name, "--metrics-port", str(port))
+            METRICS[name] = f"http://127.0.0.1:{port}"
+        cluster.worker("w1")
+        cluster.worker("w2")
+        cluster.ingress("i1")
+        await cluster.until_serving(2)
+        yield cluster
+
+
+@pytest.mark.timeout(TIMEOUT_S)
+async def test_odd_records_stop_nobody(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    with capsys.disabled():
+        print(f"\n  FOREBAY_FUZZ_SEED={SEED}")
+    log = await KafkaLog.open(cluster.settings)
+    try:
+        await answered(cluster, log, "before")
+        produced = await produce_all(cluster)
+        await asyncio.to_thread(transactions, cluster)
+        await answered(cluster, log, "after")
+        await accounted(cluster, log, produced)
+        await cluster.stop(str(await cluster.owner()))
+        cluster.kill("i1")
+        cluster.router("r3")
+        cluster.ingress("i2")
+        await cluster.until_serving(2)
+        await answered(cluster, log, "fresh")
+    finally:
+        await log.close()
+    report = await cluster.verify()
+    assert (report["divergence"], report["verified"]) == (None, report["decisions"])
+    assert report["decisions"] >= 3 * ASKED
+    await asyncio.to_thread(tails, cluster)
+    cluster.processes.check()
+
+
+async def produce_all(cluster: Cluster) -> Produced:
+    """Write odd records to every partition: the offsets that they got."""
+    produced: Produced = {}
+    accepted: Counter[str] = Counter()
+    heavy = large()
+    async with RawProducer(cluster.settings.bootstrap) as producer:
+
+        async def send(topic: Topic, partition: int, name: str, batch: bytes, count: int) -> None:
+            try:
+                offset = await producer.send(cluster.settings.topic(topic.name), partition, batch)
+            except KafkaError as error:  # what a broker does not take harms nobody
+                accepted[f"{name}: {type(error).__name__}"] += 1
+                return
+            accepted[name] += count
+            produced.setdefault((topic.name, partition), []).extend(range(offset, offset + count))
+
+        for number, (topic, partitions) in enumerate(PARTITIONS.items()):
+            for partition in range(partitions):
+                for batch in (*certain(), *drawn(topic, 100 * number + partition)):
+                    await send(topic, partition, "small", batch.encoded(), len(batch.records))
+            for name, batch_bytes in heavy if topic in HEAVY else ():
+                await send(topic, 0, name, batch_bytes, 1)
+    assert accepted["small"] > len(produced) * DRAWN, accepted
+    assert accepted["bomb"] > 0, accepted
+    return produced
+
+
+def transactions(cluster: Cluster) -> None:
+    """Write to every topic in a transaction that is committed, and in one that is aborted."""
+    producer = Producer(
+        {"bootstrap.servers": cluster.settings.bootstrap, "transactional.id": f"{cluster.namespace}-odd"}
+    )
+    producer.init_transactions(PATIENCE_S)
+    for end in (producer.commit_transaction, producer.abort_transaction):
+        producer.begin_transaction()
+        for topic in PARTITIONS:
+            producer.produce(cluster.settings.topic(topic.name), b"{}", partition=0, headers=[("x", None)])
+        producer.flush(PATIENCE_S)
+        end(PATIENCE_S)
+
+
+async def answered(cluster: Cluster, log: KafkaLog, name: str) -> None:
+    """Requests over HTTP and by the Kafka API get their answers."""
+    cluster.processes.check()
+    ids = [f"{name}-{number}" for number in range(ASKED)]
+    headers = [[(b"request-id", one.encode()), (b"path", b"/v1/completions")] for one in ids]
+    async with RawProducer(cluster.settings.bootstrap) as producer:
+        for number, told in enumerate(headers):
+            batch = RawBatch([RawRecord(msgspec.json.encode(BODY), headers=told)])
+            await producer.send(cluster.settings.topic(OPENAI_REQUESTS.name), number % PLAN.door, batch.encoded())
+    async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
+        urls = [url for url in cluster.urls.values() for _ in range(ASKED)]
+        responses = await asyncio.gather(*(client.post(f"{url}/v1/completions", json=BODY) for url in urls))
+    assert [response.status_code for response in responses] == [200] * len(urls)
+    await until(lambda: statuses(log), lambda found: {one: found.get(one) for one in ids} == dict.fromkeys(ids, "200"))
+
+
+async def statuses(log: KafkaLog) -> dict[str, str]:
+    """The status of every answered request of the Kafka API, by its id."""
+    found: dict[str, str] = {}
+    for partition in range(PLAN.door):
+        for record in await everything(log, OPENAI_RESPONSES.name, partition):
+            headers = record.headers or {}
+            if headers.get("last") == "1":
+                found[headers["request-id"]] = headers["status"]
+    return found
+
+
+async def accounted(cluster: Cluster, log: KafkaLog, produced: Produced) -> None:
+    """Each record is a dead letter, an error response, or counted."""
+    wanted = {
+        (topic.name, partition, record.offset)
+        for topic in BURIED
+        for partition in range(PARTITIONS[topic])
+        for record in await everything(log, topic.name, partition)
+        if not is_event(topic, record)
+    }
+    for topic in BURIED:
+        for partition in range(PARTITIONS[topic]):
+            assert wanted >= {(topic.name, partition, offset) for offset in produced[topic.name, partition]}
+    await until(lambda: letters(log), lambda found: found >= wanted)
+    asked = {f"door-{at}-{offset}" for at in range(PLAN.door) for offset in produced[OPENAI_REQUESTS.name, at]}
+    refused = await until(lambda: statuses(log), lambda found: found.keys() >= asked)
+    assert {refused[one][0] for one in asked} == {"4"}
+    for name, metric in COUNTED.items():
+        # An ingress reads one reply slot beside those of its Kafka API.
+        least = min(len(offsets) for (topic_name, _), offsets in produced.items() if topic_name == name)
+        await until(partial(counted, cluster, metric), partial(le, least))
+
+
+def is_event(topic: Topic, record: Record) -> bool:
+    """Whether readers of the topic can use a record."""
+    try:
+        event_of(topic, record)
+    except DecodeError:
+        return False
+    return True
+
+
+async def letters(log: KafkaLog) -> set[tuple[str, int, int]]:
+    """Topic, partition and offset of each record that lies in `dead-letters`."""
+    found = set()
+    for record in await everything(log, DEAD_LETTERS.name, 0):
+        headers = record.headers or {}
+        if "source-topic" in headers:
+            assert headers["reason"]
+            found.add((headers["source-topic"], int(headers["source-partition"]), int(headers["source-offset"])))
+    return found
+
+
+async def counted(cluster: Cluster, metric: str) -> float:
+    """A metric, added up over processes and labels."""
+    total = 0.0
+    async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
+        for url in (*cluster.urls.values(), *METRICS.values()):
+            text = (await client.get(f"{url}/metrics")).text
+            for family in text_string_to_metric_families(text):
+                total += sum(sample.value for sample in family.samples if sample.name == metric)
+    return total
+
+
+def tails(cluster: Cluster) -> None:
+    """`forebay topics tail` shows every record of every partition."""
+    where = ["--kafka", cluster.settings.bootstrap, "--namespace", cluster.namespace]
+    for topic, partitions in PARTITIONS.items():
+        for partition in range(partitions):
+            run = forebay("topics", "tail", topic.name, *where, "-p", str(partition), "--from", "0")
+            lines = [msgspec.json.decode(line) for line in run.stdout.splitlines()]
+            assert run.returncode == 0
+            assert [line["offset"] for line in lines] == list(range(len(lines)))
+            assert len(lines) > DRAWN
+
+
+async def everything(log: KafkaLog, topic: str, partition: int) -> list[Record]:
+    """Every record of a partition."""
+    found: list[Record] = []
+    end = await log.end(topic, partition)
+    while len(found) < end:
+        found += await log.read(topic, partition, len(found), PAGE)
+    return found
+
+
+async def until(ask: Callable[[], Awaitable[Found]], condition: Callable[[Found], bool]) -> Found:
+    """Ask again until the condition holds: what was found then."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition(found := await ask()):
+        assert time.monotonic() < deadline, found
+        await asyncio.sleep(0.1)
+    return found

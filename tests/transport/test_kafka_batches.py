@@ -1,0 +1,205 @@
+"""Reading what a broker returns: a record for every offset, and no bytes that raise."""
+
+import gzip
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any
+
+import cramjam
+import pytest
+from aiokafka import TopicPartition
+from aiokafka.codec import lz4_encode, snappy_encode, zstd_encode
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forebay.events.codec import DecodeError
+from forebay.events.schema import TOPICS
+from forebay.transport.base import Record
+from forebay.transport.dead_letters import CONTENT_BYTES_MAX, HEADERS_BYTES_MAX, dead_letter
+from forebay.transport.decoding import event_of
+from forebay.transport.kafka_batches import DECOMPRESSED_BYTES_MAX
+from forebay.transport.kafka_consumer import Batches, DenseRecords
+from forebay.transport.kafka_tail import AT_MS_MAX, record_of
+from forebay.transport.kafka_writer import RECORD_BYTES_MAX, size_of
+from tests.raw_batches import (
+    CODECS,
+    CONTROL,
+    GZIP,
+    LOG_APPEND_TIME,
+    LZ4,
+    SNAPPY,
+    TRANSACTIONAL,
+    ZSTD,
+    RawBatch,
+    RawRecord,
+)
+
+PLACE = TopicPartition("forebay.requests", 3)
+READ_UNCOMMITTED, READ_COMMITTED = 0, 1
+PRODUCER = 7
+
+texts = st.none() | st.binary(max_size=40)
+raw_records = st.builds(
+    RawRecord,
+    value=texts,
+    key=texts,
+    headers=st.lists(st.tuples(st.binary(max_size=9), texts), max_size=3),
+    delay_ms=st.integers(-(2**61), 2**61),
+)
+raw_batches = st.builds(
+    RawBatch,
+    records=st.lists(raw_records, min_size=1, max_size=4),
+    timestamp_ms=st.integers(-(2**61), 2**61),
+    codec=st.sampled_from(CODECS),
+    attributes=st.sampled_from([0, LOG_APPEND_TIME, TRANSACTIONAL]),
+)
+
+
+def fetched(
+    data: bytes, *, offset: int = 0, isolation: int = READ_UNCOMMITTED, aborted: Sequence[tuple[int, int]] = ()
+) -> list[Any]:
+    """What a consumer delivers of these bytes, from an offset on."""
+    return list(DenseRecords(PLACE, Batches(data), aborted, offset, None, None, True, isolation))
+
+
+def read(data: bytes, **how: Any) -> list[Record]:
+    return [record_of("requests", message) for message in fetched(data, **how)]
+
+
+def flipped(data: bytes, at: int) -> bytes:
+    return data[:at] + bytes([data[at] ^ 0xFF]) + data[at + 1 :]
+
+
+@given(batch=raw_batches)
+def test_every_field_of_a_record_comes_as_it_was_produced(batch: RawBatch) -> None:
+    records = read(batch.encoded())
+    assert [record.offset for record in records] == list(range(len(batch.records)))
+    for raw, record in zip(batch.records, records, strict=True):
+        assert (record.value, record.key) == (raw.value or b"", raw.key)
+        assert (record.fault is None) == (raw.value is not None)
+        assert 0 <= record.at_us <= AT_MS_MAX * 1000
+        names = {name.decode(errors="backslashreplace") for name, _ in raw.headers}
+        assert set(record.headers or {}) == names
+
+
+@given(data=st.data(), batches=st.lists(raw_batches, min_size=1, max_size=3))
+def test_damaged_batches_keep_their_places(data: st.DataObject, batches: list[RawBatch]) -> None:
+    wire, offset = b"", 0
+    for batch in batches:
+        object.__setattr__(batch, "offset", offset)
+        offset += len(batch.records)
+        encoded = batch.encoded()
+        if data.draw(st.booleans()):  # behind the frame: a broker keeps that
+            encoded = flipped(encoded, data.draw(st.integers(61, len(encoded) - 1)))
+        wire += encoded
+    start = data.draw(st.integers(0, offset - 1))
+    assert [record.offset for record in read(wire, offset=start)] == list(range(start, offset))
+
+
+@given(data=st.binary(max_size=200), offset=st.integers(0, 2**40))
+def test_bytes_of_any_kind_raise_nothing(data: bytes, offset: int) -> None:
+    records = DenseRecords(PLACE, Batches(data), (), offset, None, None, True, READ_UNCOMMITTED)
+    offsets = [message.offset for message in islice(records, 100)]
+    assert offsets == sorted({*offsets})
+    assert all(found >= offset for found in offsets)
+
+
+@pytest.mark.parametrize(
+    ("codec", "payload"),
+    [
+        (GZIP, gzip.compress(bytes(DECOMPRESSED_BYTES_MAX + 1), 1)),
+        (SNAPPY, b"\x81\x80\x80\x10" + bytes(20)),  # says that it has so many
+        (LZ4, bytes(cramjam.lz4.compress(bytes(DECOMPRESSED_BYTES_MAX + 1)))),
+        (ZSTD, bytes(cramjam.zstd.compress(bytes(DECOMPRESSED_BYTES_MAX + 1)))),
+        (5, b"nobody knows this codec"),
+        (GZIP, gzip.compress(b"cut short")[:-9]),
+        (ZSTD, b"no zstd"),
+    ],
+    ids=["gzip-bomb", "snappy-bomb", "lz4-bomb", "zstd-bomb", "unknown-codec", "cut-gzip", "garbage"],
+)
+def test_what_cannot_be_decompressed_is_delivered_as_absent(codec: int, payload: bytes) -> None:
+    three = RawBatch([RawRecord(b"x")] * 3, codec=codec, offset=5)
+    records = read(three.encoded(payload=payload) + RawBatch([RawRecord(b"next")], offset=8).encoded(), offset=5)
+    assert [record.offset for record in records] == [5, 6, 7, 8]
+    assert [record.value for record in records] == [b"", b"", b"", b"next"]
+    assert all(record.fault and "batch" in record.fault for record in records[:3])
+
+
+@pytest.mark.parametrize("encode", [gzip.compress, snappy_encode, lz4_encode, zstd_encode])
+def test_what_other_clients_compress_is_read(encode: Any) -> None:
+    codec = {gzip.compress: GZIP, snappy_encode: SNAPPY, lz4_encode: LZ4, zstd_encode: ZSTD}[encode]
+    plain = RawBatch([RawRecord(b"word " * 20_000), RawRecord(b"two")])
+    records = read(RawBatch(plain.records, codec=codec).encoded(payload=encode(plain.payload)))
+    assert [record.value for record in records] == [b"word " * 20_000, b"two"]
+
+
+def test_a_wrong_checksum_is_a_fault_of_every_record_of_the_batch() -> None:
+    wire = RawBatch([RawRecord(b"one"), RawRecord(b"two")]).encoded()
+    records = read(flipped(wire, len(wire) - 1))
+    assert [record.fault for record in records] == ["the checksum of its batch is wrong"] * 2
+
+
+def test_records_before_a_broken_one_are_kept() -> None:
+    good = RawRecord(b"good", headers=[(b"\xff", b"1")])  # of no use to aiokafka's own parser
+    plain = RawBatch([good, good])
+    payload = plain.payload[: len(plain.payload) // 2] + b"\x7e broken"
+    first, second = read(plain.encoded(payload=payload))
+    assert (first.value, first.headers, first.fault) == (b"good", {"\\xff": "1"}, None)
+    assert second.fault is not None
+    assert "damaged" in second.fault
+
+
+def test_offsets_without_a_record_are_gaps_and_not_faults_of_a_producer() -> None:
+    wire = RawBatch([RawRecord(b"a")]).encoded()
+    wire += RawBatch([RawRecord(b"\0" * 6, b"\0" * 4)], offset=1, attributes=CONTROL | TRANSACTIONAL).encoded()
+    wire += RawBatch([RawRecord(b"b")], offset=4).encoded()  # 2 and 3 were compacted
+    messages = fetched(wire)
+    assert [message.offset for message in messages] == [0, 1, 2, 3, 4]
+    assert [getattr(message, "is_gap", None) for message in messages] == [None, True, True, True, None]
+
+
+def test_an_aborted_transaction_is_a_gap_for_who_reads_committed_records() -> None:
+    aborted = RawBatch([RawRecord(b"a")], attributes=TRANSACTIONAL, producer_id=PRODUCER).encoded()
+    marker = RawRecord(b"\0" * 6, b"\0\0\0\0")
+    wire = aborted + RawBatch([marker], offset=1, attributes=CONTROL | TRANSACTIONAL, producer_id=PRODUCER).encoded()
+    wire += RawBatch([RawRecord(b"b")], offset=2, attributes=TRANSACTIONAL, producer_id=PRODUCER).encoded()
+    committed = fetched(wire, isolation=READ_COMMITTED, aborted=[(PRODUCER, 0)])
+    assert [getattr(message, "reason", message.value) for message in committed] == [
+        "its transaction was aborted",
+        "it is a marker of a transaction",
+        b"b",
+    ]
+    assert [message.value for message in fetched(wire)] == [b"a", None, b"b"]
+
+
+@pytest.mark.parametrize("topic", TOPICS, ids=lambda topic: topic.name)
+@settings(max_examples=25)
+@given(batch=raw_batches)
+def test_any_record_is_an_event_or_refused_by_name(topic: Any, batch: RawBatch) -> None:
+    for record in read(batch.encoded()):
+        try:
+            event_of(topic, record)
+        except DecodeError as error:
+            assert str(error)
+
+
+@given(batch=raw_batches)
+def test_every_record_fits_a_dead_letter(batch: RawBatch) -> None:
+    for record in read(batch.encoded()):
+        letter = dead_letter(record, 2, "because")
+        assert (letter.value, letter.key) == (record.value, record.key)
+        headers = letter.headers or {}
+        assert (headers["reason"], headers["source-topic"], headers["source-partition"]) == ("because", "requests", "3")
+        assert headers.items() >= {
+            name: text for name, text in (record.headers or {}).items() if name not in ("reason", "omitted")
+        }.items() - {item for item in (record.headers or {}).items() if item[0].startswith("source-")}
+
+
+def test_what_is_too_large_for_a_dead_letter_is_left_out_and_said() -> None:
+    record = Record("requests", 0, 9, 0, bytes(CONTENT_BYTES_MAX + 1), b"key", {"x": "\ufffd" * HEADERS_BYTES_MAX})
+    letter = dead_letter(record, 0, "x" * 10_000)
+    assert size_of(letter) < RECORD_BYTES_MAX
+    assert letter.headers is not None
+    assert "3145729 bytes of headers" in letter.headers["omitted"]
+    assert str(CONTENT_BYTES_MAX + 1) in letter.headers["omitted"]
+    assert letter.headers["source-offset"] == "9"
