@@ -13,7 +13,9 @@ from forebay.events.topics import FIXED_TOPICS, OPENAI_RESPONSES, TOKENS
 from forebay.ingress.composer import Composer
 from forebay.ingress.door_answer import DoorAnswer, Entry, Piece, Place
 from forebay.ingress.door_request import Address, address, body_of, nonce_of, slot_of
-from forebay.ingress.errors import ApiError
+from forebay.ingress.door_topics import ReplyTopics
+from forebay.ingress.errors import ApiError, Unusable
+from forebay.ingress.ingress import IngressSettings
 from forebay.ingress.openai import ChatBody, TextBody
 from forebay.ingress.render import Shape
 from forebay.ingress.streams import was_rejected
@@ -23,6 +25,7 @@ from tests.ingress.conftest import NAME, SLOT, Scene, make_scene
 
 CHAT: dict[str, Any] = {"model": NAME, "messages": [{"role": "user", "content": "Hello"}]}
 NAMESPACE = "shop"
+ALLOWED = ReplyTopics(NAMESPACE)
 PLACE = Place(Entry(0, 0), Address("a", ""), "chat_completions")
 
 
@@ -39,18 +42,18 @@ def refused(asked: Record, *, bytes_max: int = 1000) -> ApiError:
 
 
 def test_a_record_without_headers_is_named_by_its_place() -> None:
-    where = address(record(), NAMESPACE)
+    where = address(record(), ALLOWED)
     assert (where.request_id, where.reply_topic, where.problem) == ("door-3-41", "", None)
 
 
 def test_headers_name_the_request_and_where_its_answer_goes() -> None:
-    where = address(record(request_id="a.b-c_1", reply_topic="my.answers"), NAMESPACE)
-    assert (where.request_id, where.reply_topic, where.problem) == ("a.b-c_1", "my.answers", None)
+    where = address(record(request_id="a.b-c_1", reply_topic="shop.replies.mine"), ALLOWED)
+    assert (where.request_id, where.reply_topic, where.problem) == ("a.b-c_1", "shop.replies.mine", None)
 
 
 @pytest.mark.parametrize("given", ["", "two words", "x" * 129, "\u00e9t\u00e9", "a\n"])
 def test_an_id_of_no_use_is_told_under_the_derived_one(given: str) -> None:
-    where = address(record(request_id=given), NAMESPACE)
+    where = address(record(request_id=given), ALLOWED)
     assert where.request_id == "door-3-41"
     assert where.problem is not None
     assert (where.problem.status, where.problem.param) == (400, "request-id")
@@ -58,7 +61,7 @@ def test_an_id_of_no_use_is_told_under_the_derived_one(given: str) -> None:
 
 @pytest.mark.parametrize("topic", [f"{NAMESPACE}.{one.name}" for one in FIXED_TOPICS if one is not OPENAI_RESPONSES])
 def test_no_answer_goes_to_a_topic_of_forebay(topic: str) -> None:
-    where = address(record(reply_topic=topic), NAMESPACE)
+    where = address(record(reply_topic=topic), ALLOWED)
     assert where.reply_topic == ""
     assert where.problem is not None
     assert where.problem.code == "invalid_reply_topic"
@@ -66,18 +69,42 @@ def test_no_answer_goes_to_a_topic_of_forebay(topic: str) -> None:
 
 @pytest.mark.parametrize("topic", [f"{NAMESPACE}.work.default", "__consumer_offsets", "no topic", "x" * 250])
 def test_nor_to_work_or_to_what_kafka_keeps_for_itself_or_cannot_have(topic: str) -> None:
-    assert address(record(reply_topic=topic), NAMESPACE).problem is not None
+    assert address(record(reply_topic=topic), ALLOWED).problem is not None
 
 
 @pytest.mark.parametrize("topic", [f"{NAMESPACE}.openai-responses", ""])
 def test_the_own_topic_may_be_named(topic: str) -> None:
-    where = address(record(reply_topic=topic), NAMESPACE)
+    where = address(record(reply_topic=topic), ALLOWED)
     assert (where.reply_topic, where.problem) == ("", None)
 
 
-@pytest.mark.parametrize("topic", ["requests", f"{NAMESPACE}.answers", f"{NAMESPACE}2.requests"])
-def test_topics_of_others_may_be_named_like_ours(topic: str) -> None:
-    assert address(record(reply_topic=topic), NAMESPACE).reply_topic == topic
+@pytest.mark.parametrize(
+    "topic", ["requests", f"{NAMESPACE}.answers", f"{NAMESPACE}2.requests", f"{NAMESPACE}2.replies.a", "replies.a"]
+)
+def test_a_topic_that_matches_no_pattern_is_refused(topic: str) -> None:
+    where = address(record(reply_topic=topic), ALLOWED)
+    assert (where.reply_topic, where.problem and where.problem.code) == ("", "invalid_reply_topic")
+
+
+def test_patterns_replace_the_default_one() -> None:
+    allowed = ReplyTopics(NAMESPACE, ["team-?.answers", "lab.*"])
+    for topic in ("team-a.answers", "lab.x", "lab.y.z"):
+        assert address(record(reply_topic=topic), allowed).reply_topic == topic
+    for topic in ("team-ab.answers", "Lab.x", f"{NAMESPACE}.replies.a"):
+        assert address(record(reply_topic=topic), allowed).problem is not None
+
+
+@pytest.mark.parametrize("name", [*(topic.name for topic in FIXED_TOPICS), "work.default"])
+@pytest.mark.parametrize("namespace", [NAMESPACE, "other", "a.b"])
+def test_no_pattern_allows_a_topic_of_forebay_in_any_namespace(name: str, namespace: str) -> None:
+    where = address(record(reply_topic=f"{namespace}.{name}"), ReplyTopics(NAMESPACE, ["*"]))
+    assert where.reply_topic == ""
+
+
+@pytest.mark.parametrize("pattern", ["", "a b", "[ab]", "x" * 250])
+def test_a_pattern_that_matches_no_topic_is_refused_at_the_start(pattern: str) -> None:
+    with pytest.raises(Unusable, match="--reply-topic"):
+        IngressSettings(model_name="m", ingress_id="i", reply_topics=(pattern,))
 
 
 def test_the_path_decides_what_the_body_is() -> None:

@@ -18,6 +18,7 @@ from forebay.cli.produce import produce
 from forebay.events.topics import OPENAI_REQUESTS, REQUESTS
 from forebay.ingress.model import DEFAULT_MODEL, Model
 from forebay.transport.kafka_settings import KafkaSettings
+from forebay.transport.kafka_topics import partitions_of
 from tests.integration.doors import (
     DOOR_PARTITIONS,
     NAME,
@@ -123,14 +124,14 @@ async def test_a_malformed_record_is_told_and_holds_nothing_up(
 async def test_answers_go_to_the_reply_topic_if_there_is_one(
     kafka: str, settings: KafkaSettings, model: Model, backstage: Backstage, namespace: str
 ) -> None:
-    mine = f"{namespace}-mine"
+    mine = f"{namespace}.replies.mine"
     admin = AIOKafkaAdminClient(bootstrap_servers=kafka)
     await admin.start()
     await admin.create_topics([NewTopic(mine, 1, 1)])
     await admin.close()
     async with Client(settings).running(mine) as client, door(settings, model):
         await client.ask(CHAT, request_id="a", reply_topic=mine)
-        await client.ask(CHAT, request_id="b", reply_topic=f"{namespace}-nobodys")
+        await client.ask(CHAT, request_id="b", reply_topic=f"{namespace}.replies.nobodys")
         await client.ask(CHAT, request_id="c", reply_topic=settings.topic(REQUESTS.name))
         (request,) = await backstage.submissions("a")
         await backstage.answer(request, "yes")
@@ -141,6 +142,23 @@ async def test_answers_go_to_the_reply_topic_if_there_is_one(
     assert answer.status == 200
     assert missing.body["error"]["code"] == "unknown_reply_topic"
     assert refused.body["error"]["code"] == "invalid_reply_topic"
+
+
+async def test_no_response_goes_to_another_namespace(
+    kafka: str, settings: KafkaSettings, model: Model, backstage: Backstage, client: Client
+) -> None:
+    other = await prepare(kafka, f"{settings.namespace}-other")
+    names = sorted(await partitions_of(other))
+    assert {"decisions", "control", "openai-requests", "work.default"} <= set(names)
+    async with door(settings, model) as registry:
+        for name in names:
+            await client.ask(CHAT, request_id=name, reply_topic=other.topic(name))
+        answers = [record for name in names for record in await client.whole(name)]
+        assert metric(registry, "malformed_total", reason="invalid_reply_topic") == len(names)
+    assert {(one.status, one.body["error"]["code"]) for one in answers} == {(400, "invalid_reply_topic")}
+    async with opened(other) as log:
+        assert [await log.end(name, 0) for name in names] == [0] * len(names)
+    assert await backstage.events() == []
 
 
 async def test_an_owner_that_is_gone_is_a_deadline(

@@ -28,6 +28,7 @@ from forebay.ingress.door_answer import (
 )
 from forebay.ingress.door_metrics import DoorMetrics
 from forebay.ingress.door_request import Address, address, body_of, nonce_of, slot_of
+from forebay.ingress.door_topics import ReplyTopics
 from forebay.ingress.embeddings import EmbeddingBody, part_id
 from forebay.ingress.errors import ApiError, internal_error, invalid, retry_headers
 from forebay.ingress.ingress import GRACE_S, Ingress, Prepared
@@ -69,6 +70,7 @@ class Shared:
         self.replies = replies
         self.metrics = metrics
         self.reply_slots = reply_slots
+        self.reply_topics = ReplyTopics(log.settings.namespace, ingress.settings.reply_topics)
         self.ids: set[str] = set()
         self.commit_soon = asyncio.Event()
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -268,7 +270,7 @@ class Lane:
         entry = Entry(record.offset, self._position)
         self._window.append(entry)
         self._next_offset = record.offset + 1
-        where = address(record, self._shared.log.settings.namespace)
+        where = address(record, self._shared.reply_topics)
         try:
             if where.problem is not None:
                 raise where.problem

@@ -1,11 +1,10 @@
 """A record of `openai-requests`: who asks, where the answer goes, and what is asked. No I/O here."""
 
-import re
 from dataclasses import dataclass
 
 from xxhash import xxh3_64_intdigest
 
-from forebay.events.topics import OPENAI_RESPONSES, topic_named
+from forebay.ingress.door_topics import ReplyTopics
 from forebay.ingress.embeddings import EmbeddingBody
 from forebay.ingress.errors import ApiError, invalid
 from forebay.ingress.fields import parse
@@ -20,7 +19,6 @@ KINDS: dict[str, type[ChatBody | TextBody | EmbeddingBody]] = {
     TEXT_PATH: TextBody,
     EMBEDDING_PATH: EmbeddingBody,
 }
-TOPIC = re.compile(r"[A-Za-z0-9._-]{1,249}")  # what Kafka takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +36,7 @@ class Address:
     problem: ApiError | None = None
 
 
-def address(record: Record, namespace: str) -> Address:
+def address(record: Record, allowed: ReplyTopics) -> Address:
     """Where the answer to a record goes. A header that is of no use is left out and told."""
     headers = record.headers or {}
     request_id = headers.get("request-id")
@@ -49,17 +47,20 @@ def address(record: Record, namespace: str) -> Address:
             text = "request-id takes 1 to 128 letters, digits, dots, dashes and underscores"
             problem = invalid(text, "request-id", "invalid_request_id")
         request_id = f"door-{record.partition}-{record.offset}"
-    if reply_topic == f"{namespace}.{OPENAI_RESPONSES.name}":
+    if reply_topic == allowed.default:
         reply_topic = ""
-    elif reply_topic and not _may_answer_to(reply_topic, namespace):
-        problem = problem or invalid(f"answers cannot go to {reply_topic!r}", "reply-topic", "invalid_reply_topic")
+    elif reply_topic and reply_topic not in allowed:
+        text = f"responses may not go to {reply_topic!r}, only to topics that match: {allowed}"
+        problem = problem or invalid(text, "reply-topic", "invalid_reply_topic")
         reply_topic = ""
     return Address(request_id, reply_topic, problem)
 
 
 def body_of(record: Record, body_bytes_max: int) -> ChatBody | TextBody | EmbeddingBody:
     """What a record asks for. Raises ApiError with the first thing that is wrong."""
-    path = (record.headers or {}).get("path", CHAT_PATH)
+    if record.fault is not None:
+        raise invalid(f"the record cannot be read: {record.fault}", code="unreadable_record")
+    path = (record.headers or {}).get("path") or CHAT_PATH
     kind = KINDS.get(path)
     if kind is None:
         raise ApiError(404, "not_found", f"there is no {path}")
@@ -81,17 +82,3 @@ def nonce_of(record: Record) -> int:
 def slot_of(partition: int, reply_slots: int) -> int:
     """The reply slot of a partition of the door, whoever reads it."""
     return xxh3_64_intdigest(b"door-%d" % partition) % reply_slots
-
-
-def _may_answer_to(topic: str, namespace: str) -> bool:
-    """Whether a topic can be somebody's for answers: no topic of forebay's and none of Kafka's own."""
-    if not TOPIC.fullmatch(topic) or topic.startswith("__"):
-        return False
-    name = topic.removeprefix(f"{namespace}.")
-    if name == topic:
-        return True
-    try:
-        topic_named(name)
-    except KeyError:
-        return True
-    return False

@@ -30,6 +30,7 @@ from forebay.events.topics import REQUESTS
 from forebay.ingress.adapters import Adapters
 from forebay.ingress.commands import Commands
 from forebay.ingress.composer import Plan
+from forebay.ingress.door_topics import require_patterns
 from forebay.ingress.embeddings import EmbeddingBody
 from forebay.ingress.errors import ApiError, Unusable, invalid
 from forebay.ingress.media import MediaFetcher
@@ -75,6 +76,7 @@ class IngressSettings:
         tool_call_parser: finds tool calls in answers: `auto` (by the chat template), `none`, or its name.
         reasoning_parser: likewise finds reasoning.
         media: from where images and videos may be fetched.
+        reply_topics: patterns of full topic names that the Kafka API responds to; `<namespace>.replies.*` when empty.
     """
 
     model_name: str
@@ -90,8 +92,10 @@ class IngressSettings:
     tool_call_parser: str = AUTO
     reasoning_parser: str = AUTO
     media: MediaSettings = PUBLIC_ONLY
+    reply_topics: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        require_patterns(self.reply_topics)
         names = (self.model_name, *self.loras)
         if len(set(names)) < len(names) or not all(0 < len(name) <= ADAPTER_CHARS_MAX for name in names):
             text = f"each needs a name of its own, of 1 to {ADAPTER_CHARS_MAX} characters"

@@ -57,6 +57,13 @@ def ingress(
     media_allow_host: MediaAllowHostOption = None,
     media_allow_private: MediaAllowPrivateOption = False,
     timeout_s: Annotated[float, typer.Option(min=0.001, max=86_400, help="For a whole request.")] = 600.0,
+    reply_topic: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Topics that Kafka clients may name in reply-topic, * for any characters; repeatable. "
+            "NAMESPACE.replies.* when left out."
+        ),
+    ] = None,
     verbose: VerboseOption = False,
 ) -> None:
     """Serve the OpenAI API of a distributed system, and its topic door."""
@@ -81,5 +88,6 @@ def ingress(
             tool_call_parser=tool_call_parser,
             reasoning_parser=reasoning_parser,
             media=MediaSettings(names("--media-allow-host", media_allow_host), media_allow_private),
+            reply_topics=tuple(reply_topic or ()),
         )
         serve(cluster, (host, port), model, settings)
