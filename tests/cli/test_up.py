@@ -1,13 +1,15 @@
 """`forebay up` as a user runs it: a process of its own, the official client, kill -9 and restart."""
 
+import asyncio
 import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import httpx
@@ -15,6 +17,7 @@ import openai
 import pytest
 
 from infra.local import free_ports
+from tests.benchmarks.recordings import Shape, write_recording
 from tests.cli import in_process
 
 FOREBAY = str(Path(sys.executable).with_name("forebay"))
@@ -256,6 +259,9 @@ def test_labels_adapters_ranks_and_hints_are_what_the_flags_say(tmp_path: Path) 
         (["--router-temperature", "nan"], "--router-temperature must be a number"),
         (["--model", "/nowhere"], "no such model directory"),
         (["--log", "/nowhere/log.db"], "nowhere"),
+        (["--log-max-size", "10"], "--log-max-size 10: not a size; give a number with kB, MB, GB or TB"),
+        (["--log-max-size", "9MB"], "--log-max-size 9MB: too small; the minimum is 10MB"),
+        (["--log-max-age", "0d"], "--log-max-age 0d"),
         (["--speedup", "0"], "--speedup must be a positive number"),
     ],
 )
@@ -277,6 +283,22 @@ def test_a_taken_port_and_a_locked_or_foreign_log(tmp_path: Path) -> None:
     refused = forebay("replay", "verify", str(foreign))
     assert (refused.returncode, "foreign.db" in refused.stderr) == (2, True)
     assert forebay("up", "--port", str(free_ports(1)), "--log", str(foreign)).returncode == 2
+
+
+@pytest.mark.parametrize("change", ['DELETE FROM requests WHERE "offset" > 40', "UPDATE snapshots SET checksum = 5"])
+def test_a_log_whose_trusted_part_is_damaged_is_refused_in_one_line_and_not_touched(
+    tmp_path: Path, change: str
+) -> None:
+    log = tmp_path / "log.db"
+    asyncio.run(write_recording(log, Shape(workers=1, decisions=60, cached_blocks=32, snapshot_every=20)))
+    with closing(sqlite3.connect(log)) as db, db:
+        db.execute(change)
+    damaged = log.read_bytes()
+    refused = forebay("up", "--port", str(free_ports(1)), "--log", str(log))
+    assert (refused.returncode, len(refused.stderr.splitlines())) == (2, 1)
+    assert "restore a copy" in refused.stderr
+    assert f"forebay replay verify {log}" in refused.stderr
+    assert log.read_bytes() == damaged
 
 
 def test_a_trace_is_played_through_http(tmp_path: Path) -> None:

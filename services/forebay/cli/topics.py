@@ -19,7 +19,7 @@ from forebay.cli.common.cluster import (
     PropertiesOption,
     kafka_settings,
 )
-from forebay.cli.common.errors import explained, fail
+from forebay.cli.common.errors import complain, explained, fail
 from forebay.cli.common.readable import readable
 from forebay.cli.parts.options import named
 from forebay.cli.shadow import SHADOW_GROUP
@@ -87,21 +87,23 @@ def list_topics(
     namespace: NamespaceOption = NAMESPACE,
     kafka_config: PropertiesOption = None,
 ) -> None:
-    """Every topic partition that has records, with its end offset."""
+    """Every topic partition that has records, with its end offset, and its first one if retention moved it."""
+    starts: dict[tuple[str, int], int] = {}
     with explained():
         if (log is None) == (kafka is None):
             fail("give a log file or --kafka")
         if log is not None:
             opened = SqliteLog.open(log, readonly=True)
             try:
-                ends = opened.topics()
+                ends, starts = opened.topics(), opened.starts()
             finally:
                 opened.close()
         else:
             assert kafka is not None
             ends = asyncio.run(_ends(kafka_settings(kafka, namespace, kafka_config)))
     for topic, partition, end in ends:
-        typer.echo(f"{topic}/{partition}\t{end}")
+        first = starts.get((topic, partition), 0)
+        typer.echo(f"{topic}/{partition}\t{end}" + (f"\tfrom {first}" if first else ""))
 
 
 @app.command("tail")
@@ -182,6 +184,8 @@ async def _tail_kafka(
 
 async def _tail(log: Log, topic: str, partition: int, count: int, start: int, *, follow: bool) -> None:
     begin = await log.begin(topic, partition)
+    if 0 <= start < begin:
+        complain(f"{topic}/{partition} begins at offset {begin}: the records before it are not there any more")
     offset = max(begin, start if start >= 0 else await log.end(topic, partition) - count)
     while True:
         offset = await _print_from(log, topic, partition, offset)

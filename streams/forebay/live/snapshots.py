@@ -54,6 +54,7 @@ class Snapshots:
         self._age_s = age_s
         self._wake = wake
         self._current: _Snapshot | None = None
+        self._requested = False
         self._sealed_s = time.monotonic()
         self._since_seal = 0
         self._since_digest = 0
@@ -79,7 +80,14 @@ class Snapshots:
     def begin(self, world: World) -> None:
         """Begin a snapshot now, unless one is on its way."""
         if self._current is None:
+            self._requested = False
             self._current = _Snapshot(self._log, self._partition, world, self._wake)
+
+    def request(self) -> None:
+        """Have the next turn begin a snapshot, unless one is on its way."""
+        if self._current is None:
+            self._requested = True
+            self._wake.set()
 
     def work(self, world: World) -> None:
         """One slice of the snapshot on its way; begins one when it is due. Raises LogError."""
@@ -140,7 +148,8 @@ class Snapshots:
             self._current.drop()
 
     def _is_due(self) -> bool:
-        return self._since_seal >= self._every or (self._since_seal > 0 and self.age_s >= self._age_s)
+        is_old = self._since_seal > 0 and self.age_s >= self._age_s
+        return self._requested or self._since_seal >= self._every or is_old
 
 
 class _Snapshot:

@@ -125,6 +125,12 @@ class Standby:
             self.failed = str(error)
             raise
 
+    def continue_on(self, log: Log) -> None:
+        """Follow the same records on another connection to the log, as when a reader becomes the writer."""
+        assert self._order is not None, "it has followed nothing yet"
+        self._log = log
+        self._order = RecordedOrder(log, self._partition, self.world.view)
+
     async def run(self) -> None:
         """Follow until cancelled, or until a record cannot be derived: then `failed` says which.
 

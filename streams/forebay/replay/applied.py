@@ -5,24 +5,29 @@ from typing import NamedTuple
 
 from forebay.events.topics import DECISIONS
 from forebay.transport.base import Log
-from forebay.transport.recorded import journal, validity_from
+from forebay.transport.recorded import Validity, journal
+from forebay.transport.recorded_start import oldest_state
 
 
 class Applied(NamedTuple):
-    """The journal record that consumed an event, and the owner's clock at which it was applied."""
+    """The offset of an event, the journal record that consumed it, and the owner's clock at which it was applied."""
 
+    offset: int
     journal_offset: int
     now_us: int
 
 
 async def applied(log: Log, partition: int, topic: str) -> AsyncIterator[Applied]:
-    """One for each record of an input topic, from its first in a log that holds all of it, or a recording, on.
+    """Yield one for each record of an input topic that the journal says was applied, in order.
 
-    Events that no valid journal record consumed, at the end of the topic, have none. Raises LogError.
+    A log that retention has trimmed begins with its oldest usable snapshot; the records applied before it have none.
+    Raises LogError.
     """
-    begin, end = await log.begin(DECISIONS.name, partition), await log.end(DECISIONS.name, partition)
-    async for offset, record in journal(log, partition, begin, end, await validity_from(log, partition)):
+    start, end = await oldest_state(log, partition), await log.end(DECISIONS.name, partition)
+    event = start.view.get(topic, 0)
+    async for offset, record in journal(log, partition, start.offset, end, Validity(start.owner_epoch)):
         for run in record.consumed:
             if run.topic == topic:
                 for _ in range(run.count):
-                    yield Applied(offset, run.now_us)
+                    yield Applied(event, offset, run.now_us)
+                    event += 1

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from forebay.core.step import Decided
-from forebay.core.world import CORE_VERSION
 from forebay.events.decisions import OwnerClaimed, SnapshotTaken
 from forebay.events.topics import DECISIONS, GROUPS, INPUTS, SNAPSHOTS
 from forebay.transport.base import Log, LogError, Record
@@ -25,8 +24,8 @@ from forebay.transport.recorded import (
     journal_records,
     newest_snapshot,
     snapshots_taken,
-    state_of,
 )
+from forebay.transport.recorded_start import EMPTY_STATE, StoredState, begins_of, usable_state
 from forebay.transport.recording import Contents, Extent, RecordedGroup, utc
 from forebay.transport.recording_writer import RecordingWriter
 
@@ -56,15 +55,6 @@ class Slice(NamedTuple):
     to_us: int
 
 
-class _Start(NamedTuple):
-    """A state that can be rebuilt, right before the journal record at `offset`."""
-
-    offset: int
-    view: Mapping[str, int]
-    owner_epoch: int
-    core_version: int
-
-
 async def slice_of(log: Log, name: str, partition: int, window: Window) -> Slice:
     """What a recording of one group's window holds.
 
@@ -75,7 +65,7 @@ async def slice_of(log: Log, name: str, partition: int, window: Window) -> Slice
     begin, end = await log.begin(DECISIONS.name, partition), await log.end(DECISIONS.name, partition)
     if begin == end:
         raise NothingDecided(f"the journal of group {name or partition} is empty")
-    begins = {topic.name: await log.begin(topic.name, partition) for topic in (*INPUTS, DECISIONS, SNAPSHOTS)}
+    begins = await begins_of(log, partition)
     last = end if window.to_us is None else await offset_at(log, partition, window.to_us, before=True)
     if window.from_us is not None:
         first = await offset_at(log, partition, window.from_us)
@@ -84,7 +74,7 @@ async def slice_of(log: Log, name: str, partition: int, window: Window) -> Slice
         if cut_off or start.offset > first:
             raise await _too_early(log, partition, start.offset, begins)
     else:
-        start = _BEGINNING if not any(begins.values()) else await _earliest(log, partition, last, begins)
+        start = EMPTY_STATE if not any(begins.values()) else await _earliest(log, partition, last, begins)
         first = start.offset
     view = Counter(start.view)
     decisions, version = 0, start.core_version
@@ -195,9 +185,6 @@ def _is_decision(record: Record) -> bool:
     return isinstance(decode_journal(record), Decided)
 
 
-_BEGINNING = _Start(0, {}, -1, CORE_VERSION)
-
-
 async def _at_us(log: Log, partition: int, offset: int) -> int:
     (record,) = await log.read(DECISIONS.name, partition, offset, 1)
     if not 0 <= record.at_us < AT_US_END:
@@ -205,24 +192,24 @@ async def _at_us(log: Log, partition: int, offset: int) -> int:
     return record.at_us
 
 
-async def _start_before(log: Log, partition: int, first: int, last: int, begins: Mapping[str, int]) -> _Start:
+async def _start_before(log: Log, partition: int, first: int, last: int, begins: Mapping[str, int]) -> StoredState:
     """The newest state at or before journal offset `first` after which all is there, else the oldest.
 
     Raises LogError when there is none.
     """
     taken = await newest_snapshot(log, partition, min(first + 1, last))
-    start = None if taken is None else await _usable(log, partition, taken, begins)
+    start = None if taken is None else await usable_state(log, partition, taken, begins)
     if start is not None:
         return start
     if not any(begins.values()):
-        return _BEGINNING
+        return EMPTY_STATE
     return await _earliest(log, partition, last, begins)
 
 
-async def _earliest(log: Log, partition: int, end: int, begins: Mapping[str, int]) -> _Start:
+async def _earliest(log: Log, partition: int, end: int, begins: Mapping[str, int]) -> StoredState:
     """The oldest snapshot that can be used. Raises LogError when there is none."""
     async for _, taken in snapshots_taken(log, partition, begins[DECISIONS.name], end):
-        start = await _usable(log, partition, taken, begins)
+        start = await usable_state(log, partition, taken, begins)
         if start is not None:
             return start
     raise LogError(
@@ -241,14 +228,3 @@ async def _too_early(log: Log, partition: int, offset: int, begins: Mapping[str,
 
 def _heads(begins: Mapping[str, int]) -> str:
     return ", no ".join(f"{topic} before offset {begin}" for topic, begin in sorted(begins.items()) if begin)
-
-
-async def _usable(log: Log, partition: int, taken: SnapshotTaken, begins: Mapping[str, int]) -> _Start | None:
-    """A snapshot as a start; None when its chunks, or what came after it, are gone. Raises LogError."""
-    if taken.journal_offset < begins[DECISIONS.name] or taken.first_offset < begins[SNAPSHOTS.name]:
-        return None
-    state = await state_of(log, partition, taken)
-    view = {run.topic: run.count for run in state.view}
-    if any(view.get(topic.name, 0) < begins[topic.name] for topic in INPUTS):
-        return None
-    return _Start(taken.journal_offset, view, state.owner_epoch, taken.core_version)

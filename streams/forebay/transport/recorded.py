@@ -4,6 +4,7 @@ Readers of a journal skip void records: those of an owner epoch that a later cla
 state while it waits, so whoever follows a live journal may be cancelled at any time and go on later.
 """
 
+import asyncio
 import logging
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -253,16 +254,6 @@ class Validity:
             raise OtherRules(offset, self._rules)
 
 
-async def validity_from(log: Log, partition: int) -> Validity:
-    """What tells void records from valid ones where the journal of a recording begins. Raises LogError."""
-    begin, end = await log.begin(DECISIONS.name, partition), await log.end(DECISIONS.name, partition)
-    if begin:
-        async for _, taken in snapshots_taken(log, partition, begin, end):
-            if taken.journal_offset == begin:
-                return Validity(taken.owner_epoch)
-    return Validity(-1)
-
-
 async def journal(
     log: Log, partition: int, start: int, end: int, validity: Validity
 ) -> AsyncIterator[tuple[int, JournalRecord]]:
@@ -387,6 +378,25 @@ async def check_snapshot(log: Log, partition: int, taken: SnapshotTaken) -> None
     _require_sealed(taken, digest)
 
 
+async def check_snapshot_beside(log: Log, partition: int, taken: SnapshotTaken) -> WorldState:
+    """As `check_snapshot`, beside other tasks of a live event loop; return what the snapshot says beside its machines.
+
+    Chunks are read one at a time, and a thread computes the digest: a large index takes some tenths of a second.
+    """
+    parts: list[Chunk] = []
+    async for _, chunk in _chunks(log, partition, taken, at_once=1):
+        parts += chunk.parts
+        await asyncio.sleep(0)
+    await _require_of_seal(log, partition, taken, parts)
+
+    def digest() -> int:
+        with _of_state(taken):
+            return digest_of_snapshot(parts)
+
+    _require_sealed(taken, await asyncio.to_thread(digest))
+    return next(part for part in parts if isinstance(part, WorldState))
+
+
 async def _parts(log: Log, partition: int, taken: SnapshotTaken) -> list[Chunk]:
     version = taken.core_version or await _version_claimed(log, partition, taken.owner_epoch)
     if version not in (0, CORE_VERSION):
@@ -450,12 +460,14 @@ async def _version_claimed(log: Log, partition: int, owner_epoch: int) -> int:
     return 0
 
 
-async def _chunks(log: Log, partition: int, taken: SnapshotTaken) -> AsyncIterator[tuple[int, SnapshotChunk]]:
+async def _chunks(
+    log: Log, partition: int, taken: SnapshotTaken, at_once: int = CHUNKS_READ
+) -> AsyncIterator[tuple[int, SnapshotChunk]]:
     """The chunks of a snapshot with their offsets; those of an owner that was not told yet may stand between them."""
     number, offset = 0, taken.first_offset
     damaged: DecodeError | None = None
     while number < taken.chunks:
-        records = await log.read(SNAPSHOTS.name, partition, offset, min(CHUNKS_READ, taken.chunks - number))
+        records = await log.read(SNAPSHOTS.name, partition, offset, min(at_once, taken.chunks - number))
         if not records:
             name = f"chunk {number} of the snapshot at offset {taken.first_offset}"
             if damaged is not None:

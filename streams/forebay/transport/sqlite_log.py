@@ -9,7 +9,6 @@ getting it back under load takes up to the 5 ms switch interval, where the row i
 import asyncio
 import contextlib
 import logging
-import os
 import sqlite3
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,14 +17,16 @@ from typing import Self
 
 from forebay.transport import sqlite_schema as schema
 from forebay.transport.base import Draft, LogError, Record, Wake
-from forebay.transport.recording import Contents, Extent, is_recording, read_contents, require_sealed
+from forebay.transport.recording import Contents, Extent, require_sealed
 from forebay.transport.sqlite_checkpoint import Checkpointer, fold
-from forebay.transport.sqlite_schema import CorruptRecord, LogUnusable, MissingRecords
+from forebay.transport.sqlite_open import open_file
+from forebay.transport.sqlite_schema import CorruptRecord, LogUnusable, MissingRecords, TrimmedRecords
 from forebay.transport.sqlite_tail import TAIL_BYTES_MAX, Partition, SqliteTail
 
-__all__ = ["CorruptRecord", "LogUnusable", "MissingRecords", "SqliteLog", "SqliteTail"]
+__all__ = ["CorruptRecord", "LogUnusable", "MissingRecords", "SqliteLog", "SqliteTail", "TrimmedRecords"]
 
 RECORD_BYTES_MAX = 16 << 20  # what the topics of a broker are configured to take
+TRIM_PAGES = 4  # that a deletion changes at least: the table's first leaf, the list of free pages, the starts
 
 logger = logging.getLogger(__name__)
 
@@ -62,29 +63,40 @@ class SqliteLog:
         extents = () if recording is None else recording.extents
         self._extents = {(extent.topic, extent.partition): extent for extent in extents}
         self._tables = set(schema.table_names(db))
+        self._starts = schema.read_starts(db)
         self._pending: list[Pending] = []
         self._waiters: list[Waiter] = []
         self._scheduled: asyncio.AbstractEventLoop | None = None
         self._checkpointer = None if path is None or self._readonly else Checkpointer(path)
 
     @classmethod
-    def open(cls, path: Path | str | None, *, namespace: str = "forebay", readonly: bool = False) -> Self:
+    def open(
+        cls,
+        path: Path | str | None,
+        *,
+        namespace: str = "forebay",
+        readonly: bool = False,
+        lock: schema.WriterLock | None = None,
+    ) -> Self:
         """Open or create the log at `path`; None keeps it in memory.
 
         A read-only log takes no lock, works beside a live writer, and has the namespace of the file. A recording
-        opens only so.
+        opens only so. A writer takes the lock of the file unless the caller passes the `lock` that it already holds;
+        the log releases the lock when it closes, or when it cannot be opened.
         Raises LogUnusable with a one-line reason.
         """
         if path is None:
             assert not readonly, "a log in memory has one user, and it writes"
             db = schema.connect(None, readonly=False)
             schema.initialise(db, namespace)
+            db.execute(schema.SECURE_DELETE)
             return cls(db, None, None, namespace)
         path = Path(path)
-        schema.check_place(path, readonly=readonly)
-        lock = None if readonly else schema.WriterLock(path)
         try:
-            db, namespace, recording = _open_file(path, namespace, readonly=readonly)
+            schema.check_place(path, readonly=readonly)
+            if lock is None and not readonly:
+                lock = schema.WriterLock(path)
+            db, namespace, recording = open_file(path, namespace, readonly=readonly)
             return cls(db, path, lock, namespace, recording)
         except BaseException:
             if lock is not None:
@@ -129,9 +141,12 @@ class SqliteLog:
         return self._fetch(self._partition(topic, partition), offset, limit, TAIL_BYTES_MAX)
 
     async def begin(self, topic: str, partition: int) -> int:
-        """A log keeps everything; a recording begins where it says. Raises LogError for what it does not hold."""
+        """The offset of the oldest record that `trim` has left; a recording begins where it says.
+
+        Raises LogError for a partition that a recording does not hold.
+        """
         extent = self._extent(topic, partition)
-        return 0 if extent is None else extent.first
+        return self._start_of(topic, partition) if extent is None else extent.first
 
     async def end(self, topic: str, partition: int) -> int:
         """As `next_offset`."""
@@ -174,6 +189,51 @@ class SqliteLog:
                 for partition, end in schema.partition_ends(self._db, topic)
             ]
 
+    def trim(self, topic: str, partition: int, before: int, count_max: int) -> int:
+        """Delete the oldest records of a partition, those before offset `before`; return how many were deleted.
+
+        At most `count_max` records, in one transaction, so that a crash leaves a log that begins either before or
+        after them. Records that a tail of this process has not taken stay, and all while commits wait for a checkpoint.
+        Reads below the new start raise TrimmedRecords; later appends use the free pages. Raises LogError.
+        """
+        self._require_open()
+        if self._failure is not None:
+            raise LogError(str(self._failure))
+        assert not self._readonly, "a reader deletes nothing"
+        place = self._partition(topic, partition)
+        first = self._start_of(topic, partition)
+        unread = min((tail.position for tail in place.tails), default=place.committed)
+        end = min(before, unread, place.committed, first + count_max)
+        if end <= first or (self._checkpointer is not None and self._checkpointer.holding):
+            return 0
+        if self._pending:
+            self._commit()
+        try:
+            schema.trim(self._db, topic, partition, first, end)
+        except sqlite3.Error as error:
+            self._fail(error)
+            raise LogError(str(self._failure)) from error
+        self._starts[topic, partition] = end
+        if self._checkpointer is not None:
+            self._checkpointer.grew(0, TRIM_PAGES)
+        return end - first
+
+    def starts(self) -> dict[tuple[str, int], int]:
+        """Return the first offset of each partition that was trimmed, by topic and partition."""
+        self._require_open()
+        if self._readonly and self.recording is None:
+            with self._reading():
+                self._starts = schema.read_starts(self._db)
+        return dict(self._starts)
+
+    def bytes_used(self) -> tuple[int, int]:
+        """Bytes that records take, and bytes of the file with its free pages; both without the write-ahead log."""
+        self._require_open()
+        (pages,), (free,), (size,) = (
+            self._db.execute(f"PRAGMA {name}").fetchone() for name in ("page_count", "freelist_count", "page_size")
+        )
+        return (pages - free) * size, pages * size
+
     def check(self) -> None:
         """Refuse a file that is not as it was written (LogError); reads all of it.
 
@@ -189,6 +249,18 @@ class SqliteLog:
             (found,) = self._db.execute("PRAGMA quick_check(1)").fetchone()
         if found != "ok":
             raise LogError(f"{self._name}: is damaged ({' '.join(found.split())}); restore a copy")
+
+    def check_ends(self) -> None:
+        """Refuse a log that appends would damage further (LogError): its structure, and the end of each partition.
+
+        Reads one record per partition, however long the log is.
+        """
+        with self._reading():
+            schema.check_structure(self._db)
+        for topic, partition, end in self.topics():
+            first = self._start_of(topic, partition)
+            if first < end:
+                self._fetch(self._partition(topic, partition), end - 1, 1, None)
 
     def refresh(self) -> bool:
         """Look for what another process appended and wake every tail that has records; whether any has."""
@@ -260,7 +332,12 @@ class SqliteLog:
             return extent.end
         with self._reading():
             end = schema.partition_end(self._db, topic, partition) if self._has_table(topic) else 0
-        return end if extent is None else max(extent.first, end)
+        return max(self._start_of(topic, partition) if extent is None else extent.first, end)
+
+    def _start_of(self, topic: str, partition: int) -> int:
+        """Where a partition of a log begins; a reader looks for what the writer has trimmed."""
+        starts = self.starts() if self._readonly else self._starts
+        return starts.get((topic, partition), 0)
 
     def _extent(self, topic: str, partition: int) -> Extent | None:
         """Where a recording holds a partition; None for a log. Raises LogError."""
@@ -302,15 +379,24 @@ class SqliteLog:
                     record = schema.decode_row(topic, number, row)
                     expected = offset + len(records)
                     if record.offset != expected:
+                        self._require_untrimmed(topic, number, expected)
                         raise MissingRecords(topic, number, expected, record.offset - 1)
                     records.append(record)
                     size += len(record.value)
                     if bytes_max is not None and size >= bytes_max:
                         return records
         past = offset + len(records)
+        if not records:
+            self._require_untrimmed(topic, number, offset)
         if len(records) < limit and past < place.committed:
             raise MissingRecords(topic, number, past, place.committed - 1)
         return records
+
+    def _require_untrimmed(self, topic: str, number: int, offset: int) -> None:
+        """Raise TrimmedRecords for an offset before the start, also if the writer moved it after the read began."""
+        first = 0 if self.recording is not None else self._start_of(topic, number)
+        if offset < first:
+            raise TrimmedRecords(topic, number, offset, first)
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:
@@ -410,41 +496,3 @@ class SqliteLog:
                 committed.set_exception(LogError(str(self._failure)))
         if self.on_failure is not None:
             self.on_failure(self._failure)
-
-
-def _open_file(path: Path, namespace: str, *, readonly: bool) -> tuple[sqlite3.Connection, str, Contents | None]:
-    try:
-        db = schema.connect(path, readonly=readonly)
-    except sqlite3.Error as error:
-        raise LogUnusable(f"{path}: cannot be opened ({error}); choose another path") from error
-    try:
-        known = schema.check_format(db, path)
-        if readonly and not known:
-            raise LogUnusable(f"{path}: is empty; a writer has to create the log first")
-        recording = None
-        if known == schema.RECORDING_VERSION:
-            recording = read_contents(db, path)
-            if not readonly:
-                raise LogUnusable(f"{path}: is a recording, which takes no more records; choose another path")
-        elif known and is_recording(db):
-            raise LogUnusable(f"{path}: has the format of a log and the tables of a recording; restore a copy")
-        if not readonly:
-            (mode,) = db.execute("PRAGMA journal_mode = WAL").fetchone()
-            if mode != "wal":
-                raise LogUnusable(f"{path}: the file system cannot share memory; choose a local disk")
-            db.execute("PRAGMA synchronous = NORMAL")
-            db.execute("PRAGMA wal_autocheckpoint = 0")
-            if not known:
-                schema.initialise(db, namespace)
-        stored = schema.read_meta(db)["namespace"]
-        if not readonly and stored != namespace:
-            raise LogUnusable(f"{path}: belongs to namespace {stored!r}, not {namespace!r}; choose another path")
-        if not readonly:
-            db.execute("INSERT OR REPLACE INTO forebay_meta VALUES ('writer_pid', ?)", (str(os.getpid()),))
-    except schema.UNREADABLE as error:
-        db.close()
-        raise LogUnusable(f"{path}: cannot be opened ({error}); choose another path") from error
-    except LogUnusable:
-        db.close()
-        raise
-    return db, stored, recording

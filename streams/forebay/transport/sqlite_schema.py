@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import xxhash
 
+from forebay.events.topics import topic_named
 from forebay.transport.base import LogError, Record
 
 APPLICATION_ID = 0x46424159  # "FBAY", so that file(1) and other programs can tell
@@ -29,6 +30,9 @@ BUSY_TIMEOUT_S = 2.0  # another SQLite client in the middle of a write; longer w
 # What a damaged file may raise: of a damaged schema SQLite says something that is no UTF-8 itself.
 UNREADABLE = (sqlite3.Error, UnicodeDecodeError)
 
+# Some builds of SQLite write zeros over every page that a deletion frees, which would cost as much as the append did.
+SECURE_DELETE = "PRAGMA secure_delete = FAST"
+
 _TOPIC_NAME = re.compile(r"[a-z0-9.-]{1,200}")
 _FRAME = struct.Struct("<IQqIii")
 _DECODER = msgspec.json.Decoder(dict[str, str])
@@ -38,6 +42,10 @@ Row = tuple[int, int, bytes | None, str | None, bytes, int]
 
 class LogUnusable(LogError):
     """The file cannot be opened as a log; the text names the file, the reason and a way out."""
+
+
+class LogEmpty(LogUnusable):
+    """The file holds no log yet."""
 
 
 class CorruptRecord(LogError):
@@ -65,6 +73,19 @@ class MissingRecords(LogError):
         self.partition = partition
         self.first = first
         self.last = last
+
+
+class TrimmedRecords(LogError):
+    """Retention removed the records that a reader asked for; the partition begins at `first`."""
+
+    def __init__(self, topic: str, partition: int, offset: int, first: int) -> None:
+        super().__init__(
+            f"{topic}/{partition} no longer holds offset {offset}: retention removed the records before {first}"
+        )
+        self.topic = topic
+        self.partition = partition
+        self.offset = offset
+        self.first = first
 
 
 def require_topic(name: str) -> None:
@@ -178,6 +199,56 @@ def partition_ends(db: sqlite3.Connection, topic: str) -> list[tuple[int, int]]:
         if partition == PARTITIONS_MAX:
             break
     return ends
+
+
+def check_structure(db: sqlite3.Connection) -> None:
+    """Refuse changed tables and a damaged list of free pages (LogError); reads no records.
+
+    Later appends overwrite free pages, so a page that is listed as free by mistake would be lost.
+    """
+    rows = db.execute("SELECT name, sql FROM sqlite_master WHERE type = 'table' ORDER BY name").fetchall()
+    for topic, statement in rows:
+        if _is_forebay_topic(topic) and statement != create_table(topic):
+            raise LogError(f"the table of topic {topic} is not as forebay created it")
+    (found,) = db.execute("PRAGMA quick_check(sqlite_master)").fetchone()
+    if found != "ok":
+        raise LogError(f"the file is damaged ({' '.join(found.split())})")
+
+
+def _is_forebay_topic(name: str) -> bool:
+    """Whether a table is one of ours: users may keep tables of their own in the file."""
+    try:
+        topic_named(name)
+    except KeyError:
+        return False
+    return True
+
+
+def read_starts(db: sqlite3.Connection) -> dict[tuple[str, int], int]:
+    """The first offset of each partition that was trimmed, by topic and partition."""
+    query = "SELECT count(*) FROM sqlite_master WHERE type = 'table' AND name = 'forebay_starts'"
+    if db.execute(query).fetchone() == (0,):
+        return {}
+    rows = db.execute("SELECT topic, number, first FROM forebay_starts")
+    return {(topic, number): first for topic, number, first in rows}
+
+
+def trim(db: sqlite3.Connection, topic: str, partition: int, first: int, before: int) -> None:
+    """Delete the records at offsets `first` to `before`, not included, and store the new start: one transaction."""
+    base = partition << OFFSET_BITS
+    db.execute("BEGIN IMMEDIATE")
+    try:
+        db.execute(
+            "CREATE TABLE IF NOT EXISTS forebay_starts"
+            " (topic TEXT, number INTEGER, first INTEGER NOT NULL, PRIMARY KEY (topic, number)) WITHOUT ROWID"
+        )
+        delete = f'DELETE FROM "{topic}" WHERE id >= ? AND id < ?'  # noqa: S608 - a checked name
+        db.execute(delete, (base + first, base + before))
+        db.execute("INSERT OR REPLACE INTO forebay_starts VALUES (?, ?, ?)", (topic, partition, before))
+        db.execute("COMMIT")
+    except BaseException:
+        db.rollback()
+        raise
 
 
 class WriterLock:

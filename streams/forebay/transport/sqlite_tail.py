@@ -48,6 +48,11 @@ class SqliteTail:
             return len(self._buffer)
         return max(0, self._partition.committed - self._position)
 
+    @property
+    def position(self) -> int:
+        """The offset of the next record to take."""
+        return self._position
+
     def take(self, limit: int) -> list[Record]:
         """Up to `limit` next records, at once; fewer when they are large.
 

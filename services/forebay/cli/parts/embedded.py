@@ -37,6 +37,9 @@ from forebay.ingress.model import Model
 from forebay.ingress.server import build_server, listen
 from forebay.live.metrics import OwnerMetrics
 from forebay.live.owner import GroupSettings, Owner
+from forebay.live.retention import Retention
+from forebay.live.retention_metrics import RetentionMetrics
+from forebay.live.start_check import open_checked
 from forebay.transport.redis_leases import embedded_leases
 from forebay.transport.sqlite_log import SqliteLog
 from forebay.workers.engine import Engine
@@ -46,6 +49,8 @@ from forebay.workers.mock.engine import MockEngine
 from forebay.workers.worker import Worker
 
 logger = logging.getLogger(__name__)
+
+PARTITION = 0  # of the control topics: one process serves one group
 
 OnReady = Callable[[DisaggConfig], None]  # told who computes prompts
 Caches = dict[tuple[str, int], list[int]]
@@ -124,7 +129,7 @@ async def _serve_until(stop: asyncio.Event, system: _System, listener: socket.so
 async def _running(settings: Embedded, engines: Engines, model: Model) -> AsyncIterator[_System]:
     """Start every part but the HTTP listener, wait until requests can be served, and stop them in turn."""
     async with AsyncExitStack() as stack:
-        log = SqliteLog.open(settings.log)
+        log, standby = await open_checked(settings.log, PARTITION)
         stack.callback(log.close)
         leases = embedded_leases()
         keeper = LeaseKeeper(leases, ttl_s=settings.lease_ttl_s)
@@ -143,9 +148,12 @@ async def _running(settings: Embedded, engines: Engines, model: Model) -> AsyncI
         registry = CollectorRegistry()
         registry.register(OwnerMetrics(owner, settings.engine.settings.model_name))
         registry.register(_KvMetrics(workers))
-        await owner.start()
+        await owner.start(standby)
         caches = _warmed(owner, engines)
         parts.own(owner)
+        retention = Retention(log, owner, PARTITION, settings.log_limits)
+        registry.register(RetentionMetrics(log, retention))
+        parts.run(retention.run(), "retention")
         ingress = await _ingress(settings, block_size, log, model, owner, registry)
         layout = next((worker.spec.kv_layout for worker in workers if worker.spec.kv_layout is not None), None)
         if layout is not None:  # all have the same, or would not be admitted
@@ -307,7 +315,7 @@ def _group(settings: Embedded, block_size: int) -> GroupSettings:
     name = settings.engine.settings.model_name
     return GroupSettings(
         group=name,
-        partition=0,
+        partition=PARTITION,
         owner_id=f"embedded-{os.getpid()}",
         pools=tuple(
             PoolConfigured(pool=pool_of(role), model=name, block_size=block_size, router=settings.router, role=role)

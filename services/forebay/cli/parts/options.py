@@ -77,6 +77,16 @@ SnapshotEveryOption = Annotated[int, typer.Option(min=1, help="Journal records b
 SnapshotAgeOption = Annotated[
     int, typer.Option(min=1, max=86_400, help="Seconds between snapshots, when fewer records come.")
 ]
+LogMaxSizeOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Remove the oldest records, up to a snapshot, when they take more, as 500MB or 10GB; default 10GB for a"
+        " file, 1GB in memory."
+    ),
+]
+LogMaxAgeOption = Annotated[
+    str | None, typer.Option(help="Remove records that are older, as 12h or 7d; kept at any age when left out.")
+]
 
 
 def names(flag: str, given: Sequence[str] | None) -> tuple[str, ...]:

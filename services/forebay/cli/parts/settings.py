@@ -6,6 +6,7 @@ from pathlib import Path
 from forebay.cli.parts.engines import EngineChoice
 from forebay.events.control import Role, RouterConfig
 from forebay.ingress.media_refs import MediaSettings
+from forebay.live.retention import Limits
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,7 @@ class Embedded:
         timeout_s: for a whole request.
         snapshot_every: journal records between snapshots.
         snapshot_age_s: between snapshots, when fewer records come.
+        log_limits: the size and age of the log, beyond which old records are removed.
     """
 
     log: Path | None
@@ -66,3 +68,4 @@ class Embedded:
     timeout_s: float
     snapshot_every: int
     snapshot_age_s: float
+    log_limits: Limits

@@ -9,10 +9,14 @@ from typing import Annotated
 import typer
 
 from forebay.cli.common.errors import explained, fail
+from forebay.cli.common.sizes import size
+from forebay.cli.common.times import span_us
 from forebay.cli.parts.engines import EngineChoice, engine_options
 from forebay.cli.parts.options import (
     AdminApiOption,
     KvEventsOption,
+    LogMaxAgeOption,
+    LogMaxSizeOption,
     MediaAllowHostOption,
     MediaAllowPrivateOption,
     PlacedTaintsOption,
@@ -28,6 +32,7 @@ from forebay.cli.parts.settings import Embedded, Workers
 from forebay.cli.policies.router_options import router_options
 from forebay.events.control import DisaggConfig, RouterConfig
 from forebay.ingress.media_refs import MediaSettings
+from forebay.live.retention import Limits
 
 RANKS_MAX = 4_096  # each is an engine of this process, and a candidate of every decision
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -39,6 +44,9 @@ OF_APART = (
     "kv_checksum",
     "kv_lease_s",
 )
+LOG_SIZE = "10GB"  # a million requests or so
+LOG_SIZE_IN_MEMORY = "1GB"  # which the process holds beside its engines
+LOG_BYTES_MIN = 10_000_000  # of a snapshot and the records after it; the write-ahead log alone is larger
 MOCK_WORKERS = 4  # there is something to route; a real engine takes the machine for itself
 
 
@@ -61,6 +69,8 @@ def up(
         int | None, typer.Option(min=1, max=1024, help="Workers that answer, and may have prompts computed elsewhere.")
     ] = None,
     log: Annotated[Path | None, typer.Option(help="Log file; kept in memory when left out.")] = None,
+    log_max_size: LogMaxSizeOption = None,
+    log_max_age: LogMaxAgeOption = None,
     taint: PlacedTaintsOption = None,
     kv_events: KvEventsOption = True,
     routing_hints: RoutingHintsOption = False,
@@ -104,6 +114,7 @@ def up(
         timeout_s=timeout_s,
         snapshot_every=snapshot_every,
         snapshot_age_s=snapshot_age_s,
+        log_limits=_log_limits(log, log_max_size, log_max_age),
     )
     # Imported here, because no other command should wait for an HTTP server and its models to load.
     from forebay.cli.parts.embedded import run  # noqa: PLC0415
@@ -131,6 +142,12 @@ def _workers(engine: EngineChoice, whole: int | None, prefill: int | None, decod
         asked = f"{count} workers" if workers.apart else f"--workers {count}"
         fail(f"{asked} with --dp-size {engine.settings.dp_size}: {ranks} ranks are more than {RANKS_MAX}")
     return workers
+
+
+def _log_limits(log: Path | None, max_size: str | None, max_age: str | None) -> Limits:
+    text = max_size or (LOG_SIZE_IN_MEMORY if log is None else LOG_SIZE)
+    age_s = None if max_age is None else span_us("--log-max-age", max_age) / 1e6
+    return Limits(size("--log-max-size", text, LOG_BYTES_MIN), age_s)
 
 
 def _refuse_of_apart(context: typer.Context, router: RouterConfig) -> None:

@@ -19,7 +19,8 @@ from forebay.events.requests import RequestSubmitted
 from forebay.events.topics import DECISIONS, INPUTS, Topic, topic_named
 from forebay.replay.applied import applied
 from forebay.transport.base import Record
-from forebay.transport.recorded import Validity, validity_from
+from forebay.transport.recorded import Validity
+from forebay.transport.recorded_start import oldest_state
 from forebay.transport.sqlite_log import SqliteLog
 
 VIEWS = "views.sql"
@@ -96,15 +97,19 @@ async def _lines(
     """Each record as one flat object, and whether it decoded."""
     topic = _topic(name)
     orders = applied(log, partition, name) if name in INPUT_NAMES else None
-    validity = await validity_from(log, partition) if name == DECISIONS.name else None
+    when = None if orders is None else await anext(orders, None)
+    start = await oldest_state(log, partition) if name == DECISIONS.name else None
+    validity = None if start is None else Validity(start.owner_epoch)
     offset = await log.begin(name, partition)
     while records := await log.read(name, partition, offset, PAGE_RECORDS):
         for record in records:
             line = _place(record)
             if orders is not None:
-                when = await anext(orders, None)
-                line |= {"applied_us": when and when.now_us, "applied_by": when and when.journal_offset}
-            decoded = _add_event(line, topic, record, validity, token_ids=token_ids)
+                known = when if when is not None and when.offset == record.offset else None
+                line |= {"applied_us": known and known.now_us, "applied_by": known and known.journal_offset}
+                when = when if known is None else await anext(orders, None)
+            is_before = start is not None and record.offset < start.offset  # nothing says any more which are void
+            decoded = _add_event(line, topic, record, None if is_before else validity, token_ids=token_ids)
             yield line, decoded
         offset = records[-1].offset + 1
 

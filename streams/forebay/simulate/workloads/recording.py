@@ -18,12 +18,13 @@ from forebay.events.base import unpack_u64
 from forebay.events.decisions import JournalRecord, RequestHeld, RequestRejected, RequestRouted
 from forebay.events.progress import RequestFinished
 from forebay.events.requests import NO_HINTS, RequestSubmitted
-from forebay.events.topics import DECISIONS, INPUTS, PROGRESS, REQUESTS
+from forebay.events.topics import DECISIONS, PROGRESS, REQUESTS
 from forebay.simulate.workload import Turn, WorkloadUnusable
 from forebay.simulate.workloads.source import Faults
 from forebay.transport.base import Log, LogError
-from forebay.transport.recorded import RecordedOrder, journal, validity_from
+from forebay.transport.recorded import RecordedOrder, Validity, journal
 from forebay.transport.recorded_groups import groups_of, pools_of
+from forebay.transport.recorded_start import oldest_state
 from forebay.transport.sqlite_log import SqliteLog
 
 READ = (REQUESTS.name, PROGRESS.name)
@@ -133,10 +134,9 @@ def _story(log: SqliteLog, partition: int) -> Iterator[tuple[int, RequestSubmitt
 
 
 async def _applied(log: Log, partition: int) -> AsyncIterator[tuple[int, RequestSubmitted | RequestFinished]]:
-    begin, end = await log.begin(DECISIONS.name, partition), await log.end(DECISIONS.name, partition)
-    view = {topic.name: await log.begin(topic.name, partition) for topic in INPUTS}
-    order = RecordedOrder(log, partition, view)
-    async for _, record in journal(log, partition, begin, end, await validity_from(log, partition)):
+    start, end = await oldest_state(log, partition), await log.end(DECISIONS.name, partition)
+    order = RecordedOrder(log, partition, start.view)
+    async for _, record in journal(log, partition, start.offset, end, Validity(start.owner_epoch)):
         runs = [run for run in record.consumed if run.topic in READ]
         events = {topic: iter(found) for topic, found in (await order.events_of(tuple(runs))).items()}
         event = None

@@ -1,0 +1,227 @@
+"""An embedded log is kept within its limits behind a verified snapshot; whatever is still needed stays."""
+
+import asyncio
+import shutil
+import sqlite3
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from forebay.events.codec import encode
+from forebay.events.decisions import RequestRouted
+from forebay.events.tokens import TokenChunk, TokensEmitted
+from forebay.events.topics import CONTROL, DECISIONS, FLEET, GROUPS, REQUESTS, SNAPSHOTS, TOKENS
+from forebay.live.owner import GroupSettings, Owner
+from forebay.live.retention import Limits, Retention
+from forebay.live.retention_metrics import RetentionMetrics
+from forebay.live.standby import Standby
+from forebay.live.start_check import open_checked
+from forebay.replay.applied import applied
+from forebay.replay.verify import Report, verify
+from forebay.transport import recorded
+from forebay.transport.base import Draft
+from forebay.transport.recorded import Validity, journal, newest_snapshot
+from forebay.transport.recorded_start import oldest_state
+from forebay.transport.redis_leases import embedded_leases
+from forebay.transport.sqlite_log import SqliteLog
+from tests.benchmarks.recordings import Shape, write_recording
+from tests.system import SLOT, System, submitted, until
+
+SMALL = Limits(size_bytes=1)
+HOURS = Limits(size_bytes=1 << 40, age_s=3_600.0)
+
+
+@pytest.fixture(scope="module")
+def history(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A log with several snapshots, requests in flight, and the tokens of an answer per request."""
+    path = tmp_path_factory.mktemp("history") / "log.db"
+
+    async def make() -> None:
+        await write_recording(path, Shape(workers=2, decisions=300, cached_blocks=64, snapshot_every=60))
+        log = SqliteLog.open(path)
+        await log.append([Draft(TOKENS.name, 0, encode(TOKENS, _tokens(number))) for number in range(300)])
+        await log.append([Draft(DECISIONS.name, 1, b"of nobody"), Draft("dead-letters", 0, b"letter")])
+        log.close()
+
+    asyncio.run(make())
+    return path
+
+
+def _tokens(number: int) -> TokensEmitted:
+    chunk = TokenChunk(request_id=f"request-{number}", attempt=1, first_index=0, token_ids=bytes(40))
+    return TokensEmitted(worker_id="worker", worker_epoch=0, owner_epoch=0, chunks=(chunk,))
+
+
+@pytest.fixture
+def path(history: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copy(history, tmp_path / "log.db"))
+
+
+@asynccontextmanager
+async def owned(path: Path) -> AsyncIterator[tuple[SqliteLog, Owner]]:
+    """The log of a process that has just started."""
+    log, standby = await open_checked(path, 0)
+    owner = Owner(
+        log, embedded_leases(), GroupSettings(group="bench", partition=0, owner_id="next"), clock_us=lambda: 0
+    )
+    await owner.start(standby)
+    yield log, owner
+    owner.drop()
+    log.close()
+
+
+async def verified(path: Path) -> Report:
+    with closing(SqliteLog.open(path, readonly=True)) as log:
+        log.check()
+        report = await verify(log)
+        assert (report.divergence, report.failed) == (None, {})
+        assert report.decisions == report.verified
+        return report
+
+
+async def test_history_behind_a_verified_snapshot_goes_and_the_rest_verifies(path: Path) -> None:
+    whole = await verified(path)
+    async with owned(path) as (log, owner):
+        ends = log.topics()
+        taken = await newest_snapshot(log, 0, log.next_offset(DECISIONS.name, 0))
+        assert taken is not None
+        retention = Retention(log, owner, 0, SMALL)
+        await retention.look()
+        assert [(topic, partition, end) for topic, partition, end in log.topics()] == ends, "no offset changes"
+        assert await log.begin(DECISIONS.name, 0) == taken.journal_offset
+        assert await log.begin(SNAPSHOTS.name, 0) == taken.first_offset
+        assert await log.begin(FLEET.name, 0) > 0
+        assert [await log.begin(name, 0) for name in (CONTROL.name, GROUPS.name)] == [0, 0]
+        assert await log.begin(DECISIONS.name, 1) == 0, "another partition is not this group's"
+        assert retention.trimmed[DECISIONS.name] == taken.journal_offset
+        oldest = owner.world.requests.under_way()[0]
+        assert await log.begin(REQUESTS.name, 0) <= oldest.offset
+        cold = Standby(log, 0)
+        await cold.catch_up(log.next_offset(DECISIONS.name, 0))
+    after = await verified(path)
+    assert after.start == taken.journal_offset
+    assert 0 < after.decisions < whole.decisions
+    async with owned(path) as (log, _):
+        assert await log.begin(DECISIONS.name, 0) == taken.journal_offset
+
+
+async def test_of_several_snapshots_the_oldest_that_suffices_becomes_the_beginning(path: Path) -> None:
+    async with owned(path) as (log, owner):
+        used, _ = log.bytes_used()
+        retention = Retention(log, owner, 0, Limits(size_bytes=used * 3 // 4))
+        await retention.look()
+        newest = await newest_snapshot(log, 0, log.next_offset(DECISIONS.name, 0))
+        assert newest is not None
+        assert 0 < await log.begin(DECISIONS.name, 0) < newest.journal_offset
+        assert used // 2 < log.bytes_used()[0] <= used * 3 // 4
+    await verified(path)
+
+
+async def test_a_damaged_snapshot_is_no_reason_to_delete_anything(path: Path) -> None:
+    async with owned(path) as (log, owner):
+        with closing(sqlite3.connect(path)) as db, db:
+            db.execute("UPDATE snapshots SET checksum = 5")
+        retention = Retention(log, owner, 0, SMALL)
+        await retention.look()
+        assert log.starts() == {}
+        assert retention.refused > 1
+        assert not retention.trimmed
+
+
+async def test_damaged_history_does_not_keep_a_log_growing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorded, "PAGE_RECORDS", 32)  # of a search for the newest snapshot from the journal's end
+    async with owned(path) as (log, owner):
+        with closing(sqlite3.connect(path)) as db, db:
+            db.execute('UPDATE decisions SET checksum = 5 WHERE "offset" = 3')
+        await Retention(log, owner, 0, SMALL).look()
+        assert await log.begin(DECISIONS.name, 0) > 3
+    await verified(path)
+
+
+async def test_only_what_is_older_than_the_age_goes(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with owned(path) as (log, owner):
+        await Retention(log, owner, 0, HOURS).look()
+        assert log.starts() == {}
+        now_ns = time.time_ns()
+        monkeypatch.setattr(time, "time_ns", lambda: now_ns + 3_700 * 10**9)
+        retention = Retention(log, owner, 0, HOURS)
+        await retention.look()
+        assert await log.begin(DECISIONS.name, 0) > 0
+        first = dict(log.starts())
+        await retention.look()
+        assert log.starts() == first, "the age is looked at now and then"
+    await verified(path)
+
+
+async def test_the_answers_of_requests_in_flight_are_kept(path: Path) -> None:
+    """Their submissions say where an answer may begin: at the slot's first record here."""
+    async with owned(path) as (log, owner):
+        assert len(owner.world.requests)
+        await Retention(log, owner, 0, SMALL).look()
+        assert await log.begin(TOKENS.name, 0) == 0
+
+
+async def test_a_log_over_its_size_has_a_snapshot_taken_and_not_again_while_it_hardly_grows(path: Path) -> None:
+    async with owned(path) as (log, owner):
+        await Retention(log, owner, 0, SMALL).look()
+        begin = await log.begin(DECISIONS.name, 0)
+        retention = Retention(log, owner, 0, SMALL)
+        for _ in range(3):
+            await retention.look()
+            for _ in range(20):
+                await owner.turn(())
+                await owner.snapshots.settle()
+            assert owner.snapshots.taken == 1
+        assert await log.begin(DECISIONS.name, 0) > begin
+    await verified(path)
+
+
+async def test_tools_read_a_trimmed_log_from_where_it_begins(path: Path) -> None:
+    async with owned(path) as (log, owner):
+        await Retention(log, owner, 0, SMALL).look()
+    with closing(SqliteLog.open(path, readonly=True)) as log:
+        start = await oldest_state(log, 0)
+        assert start.offset == await log.begin(DECISIONS.name, 0)
+        known = {one.offset: one.journal_offset async for one in applied(log, 0, REQUESTS.name)}
+        end = log.next_offset(DECISIONS.name, 0)
+        async for offset, record in journal(log, 0, start.offset, end, Validity(start.owner_epoch)):
+            if isinstance(record, RequestRouted):
+                (request,) = await log.read(REQUESTS.name, 0, int(record.request_id.removeprefix("request-")), 1)
+                assert known[request.offset] == offset, "events belong to the records that consumed them"
+
+
+async def test_decisions_go_on_while_history_is_deleted(tmp_path: Path) -> None:
+    """A system answers request after request; its log stays within the limit and verifies."""
+    path = tmp_path / "log.db"
+    log = SqliteLog.open(path)
+    registry = CollectorRegistry()
+    async with System(log).started(workers=2) as system, system.owned(log, snapshot_every=1_000) as owner:
+        await until(lambda: len(owner.world.fleet) == 2)
+        retention = Retention(log, owner, 0, Limits(size_bytes=500_000))
+        registry.register(RetentionMetrics(log, retention))
+        largest = written = 0
+        for batch in range(40):
+            for number in range(25):
+                system.send(submitted(f"r{batch}-{number}", [batch] * 500))
+                written += 2_000
+            await until(
+                lambda: (
+                    not len(owner.world.requests)
+                    and log.next_offset(REQUESTS.name, 0) == owner.world.view.get(REQUESTS.name)
+                )
+            )
+            await retention.look()
+            await asyncio.sleep(0)
+            largest = max(largest, log.bytes_used()[1])
+        assert owner.snapshots.taken, "the size asked for snapshots, nothing else did"
+        first = registry.get_sample_value("forebay_log_first_offset", {"topic": "requests", "partition": "0"})
+        removed = registry.get_sample_value("forebay_log_trimmed_records_total", {"topic": "requests"})
+        assert first == removed == await log.begin(REQUESTS.name, 0) > 0
+        assert await log.begin(TOKENS.name, SLOT) > 0
+    assert largest < 1_500_000 < written
+    log.close()
+    await verified(path)

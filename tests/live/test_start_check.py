@@ -1,0 +1,215 @@
+"""What a start trusts is intact, or the start is refused and the file is as it was: bytes flipped at seeded places."""
+
+import asyncio
+import random
+import shutil
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from forebay.events.codec import encode
+from forebay.events.decisions import SnapshotTaken
+from forebay.events.tokens import TokenChunk, TokensEmitted
+from forebay.events.topics import CONTROL, DECISIONS, GROUPS, INPUTS, REQUESTS, SNAPSHOTS, TOKENS
+from forebay.live.owner import GroupSettings, Owner
+from forebay.live.standby import Standby
+from forebay.live.start_check import open_checked
+from forebay.replay.verify import Report, verify
+from forebay.transport.base import Draft, LogError, Record
+from forebay.transport.recorded import load_snapshot, newest_snapshot
+from forebay.transport.redis_leases import embedded_leases
+from forebay.transport.sqlite_log import LogUnusable, SqliteLog
+from forebay.transport.sqlite_schema import WriterLock
+from tests.benchmarks.recordings import Shape, write_recording
+
+PLACES = 150
+READ_MAX = 100_000
+
+
+@pytest.fixture(scope="module")
+def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A log with snapshots, a journal after the newest, requests in flight and the beginnings of their answers."""
+    path = tmp_path_factory.mktemp("intact") / "log.db"
+
+    async def make() -> None:
+        await write_recording(path, Shape(workers=2, decisions=134, cached_blocks=64, snapshot_every=60))
+        log = SqliteLog.open(path)
+        await log.append([Draft(TOKENS.name, 0, encode(TOKENS, said)) for said in map(_said, range(20))])
+        log.close()
+
+    asyncio.run(make())
+    return path
+
+
+@pytest.fixture
+def log(intact: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    return Path(shutil.copy(intact, tmp_path / "log.db"))
+
+
+def _said(number: int) -> TokensEmitted:
+    chunk = TokenChunk(request_id=f"request-{number}", attempt=1, first_index=0, token_ids=bytes(400))
+    return TokensEmitted(worker_id="worker", worker_epoch=0, owner_epoch=0, chunks=(chunk,))
+
+
+async def in_flight(path: Path) -> list[int]:
+    """The offsets of the requests that the journal leaves in flight."""
+    with closing(SqliteLog.open(path, readonly=True)) as log:
+        cold = Standby(log, 0)
+        await cold.catch_up(log.next_offset(DECISIONS.name, 0))
+        return [request.offset for request in cold.world.requests.under_way()]
+
+
+async def trusted(log: SqliteLog, asked: list[int]) -> list[Record]:
+    """What the start of an owner goes by, the requests `asked` among it; read without the check."""
+    end = log.next_offset(DECISIONS.name, 0)
+    taken = await newest_snapshot(log, 0, end)
+    assert isinstance(taken, SnapshotTaken)
+    world = await load_snapshot(log, 0, taken)
+    places = [(topic.name, world.view[topic.name]) for topic in INPUTS if topic.name in world.view]
+    places += [(DECISIONS.name, taken.journal_offset), (SNAPSHOTS.name, taken.first_offset)]
+    places += [(GROUPS.name, 0), (CONTROL.name, 0), (TOKENS.name, 0)]
+    found = [record for name, offset in places for record in log.records(name, 0, offset, READ_MAX)]
+    for offset in asked:
+        found += log.records(REQUESTS.name, 0, offset, 1)
+    return found
+
+
+def flip(path: Path, chance: random.Random) -> None:
+    """Change one to four bytes, or cut the file off."""
+    content = bytearray(path.read_bytes())
+    if chance.random() < 0.05:
+        path.write_bytes(content[: chance.randrange(len(content))])
+        return
+    first = chance.randrange(len(content))
+    for place in range(first, min(len(content), first + chance.randint(1, 4))):
+        content[place] ^= chance.randint(1, 255)
+    path.write_bytes(content)
+
+
+def content_of(path: Path) -> bytes:
+    return path.read_bytes()
+
+
+async def start(path: Path) -> str:
+    """Why a start is refused; empty when it is not."""
+    try:
+        opened, standby = await open_checked(path, 0)
+    except LogError as error:
+        return str(error)
+    opened.close()
+    assert standby is not None
+    return ""
+
+
+async def test_a_start_that_is_not_refused_trusts_only_what_was_written(intact: Path, tmp_path: Path) -> None:
+    chance = random.Random(20261122)
+    asked = await in_flight(intact)
+    with closing(SqliteLog.open(intact, readonly=True)) as whole:
+        before = await trusted(whole, asked)
+    refused = 0
+    for number in range(PLACES):
+        path = Path(shutil.copy(intact, tmp_path / f"{number}.db"))
+        flip(path, chance)
+        damaged = content_of(path)
+        why = await start(path)
+        if why:
+            refused += 1
+            assert "\n" not in why
+            assert str(path) in why
+            assert content_of(path) == damaged, "a file that is refused is not touched"
+            continue
+        with closing(SqliteLog.open(path, readonly=True)) as log:
+            assert await trusted(log, asked) == before
+    assert PLACES / 10 < refused < PLACES, "some places are trusted, and history is not read"
+
+
+CASES = [
+    ("snapshots", 'UPDATE snapshots SET value = zeroblob(9) WHERE "offset" = {last}', "snapshots/0: .*offset {last} "),
+    ("snapshots", 'DELETE FROM snapshots WHERE "offset" = {last}', "chunk . of the snapshot"),
+    ("decisions", 'UPDATE decisions SET at_us = 5 WHERE "offset" = {last}', "decisions/0: .*offset {last} "),
+    ("decisions", 'DELETE FROM decisions WHERE "offset" = {last} - 3', "decisions/0: .*missing"),
+    ("requests", 'DELETE FROM requests WHERE "offset" = {last}', "requests/0 ends at offset {last}, but"),
+    ("requests", 'DELETE FROM requests WHERE "offset" > 9', "requests/0 ends at offset"),
+    ("control", "UPDATE control SET value = zeroblob(9)", "control/0: .*offset 0 "),
+    ("control", "DELETE FROM control", "control/0 ends at offset 0, but 1 "),
+    ("fleet", "DELETE FROM fleet", "fleet/0 ends at offset 0, but "),
+    ("tokens", 'UPDATE tokens SET value = zeroblob(9) WHERE "offset" = 3', "tokens/0: .*offset 3 "),
+    ("kv-events", 'UPDATE "kv-events" SET checksum = 5 WHERE "offset" = {last}', "kv-events/0: .*offset {last} "),
+    ("metrics", "ALTER TABLE metrics RENAME COLUMN value TO worth", "the table of topic metrics is not as"),
+]
+
+
+@pytest.mark.parametrize(("topic", "change", "says"), CASES)
+async def test_a_refusal_names_the_place_and_the_ways_out(log: Path, topic: str, change: str, says: str) -> None:
+    with closing(SqliteLog.open(log, readonly=True)) as reader:
+        last = reader.next_offset(topic, 0) - 1
+    with closing(sqlite3.connect(log)) as db, db:
+        db.execute(change.format(last=last))
+    damaged = content_of(log)
+    with pytest.raises(LogUnusable, match=says.format(last=last)) as caught:
+        await open_checked(log, 0)
+    text = str(caught.value)
+    assert "restore a copy" in text
+    assert "--log a new one" in text
+    assert f"forebay replay verify {log}" in text
+    assert content_of(log) == damaged
+    WriterLock(log).close()  # which is free again
+
+
+async def test_the_prompts_of_requests_in_flight_are_trusted_however_old(log: Path) -> None:
+    with closing(SqliteLog.open(log, readonly=True)) as reader:
+        taken = await newest_snapshot(reader, 0, reader.next_offset(DECISIONS.name, 0))
+        assert taken is not None
+        world = await load_snapshot(reader, 0, taken)
+        (oldest, *_) = await in_flight(log)
+        assert oldest < world.view[REQUESTS.name], "it was submitted before the snapshot"
+    with closing(sqlite3.connect(log)) as db, db:
+        db.execute('UPDATE requests SET value = zeroblob(9) WHERE "offset" = ?', (oldest,))
+    assert f"requests/0: the record at offset {oldest} " in await start(log)
+
+
+async def test_history_before_the_snapshot_is_not_read(log: Path) -> None:
+    with closing(sqlite3.connect(log)) as db, db:
+        db.execute('UPDATE "kv-events" SET checksum = 5 WHERE "offset" = 0')
+        db.execute('DELETE FROM snapshots WHERE "offset" = 0')
+    assert not await start(log)
+
+
+async def test_an_owner_goes_on_from_what_the_check_followed(log: Path) -> None:
+    opened, standby = await open_checked(log, 0)
+    assert standby is not None
+    assert standby.position == opened.next_offset(DECISIONS.name, 0)
+    owner = Owner(opened, embedded_leases(), GroupSettings(group="bench", partition=0, owner_id="next"))
+    await owner.start(standby)
+    assert owner.world is standby.world, "nothing is recovered twice"
+    owner.drop()
+    opened.close()
+    assert (await verified(log)).divergence is None
+
+
+async def verified(path: Path) -> Report:
+    with closing(SqliteLog.open(path, readonly=True)) as log:
+        return await verify(log)
+
+
+@pytest.mark.parametrize("content", [b"", None])
+async def test_a_new_log_has_nothing_to_check(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "new.db"
+    if content is not None:
+        path.write_bytes(content)
+    log, standby = await open_checked(path, 0)
+    assert standby is None
+    log.close()
+    log, standby = await open_checked(path, 0)  # made, and never written to
+    assert standby is not None
+    log.close()
+
+
+async def test_a_log_in_use_is_refused_before_it_is_checked(log: Path) -> None:
+    opened, _ = await open_checked(log, 0)
+    with pytest.raises(LogUnusable, match="another process"):
+        await open_checked(log, 0)
+    opened.close()
