@@ -7,7 +7,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-PATIENCE_S = 30.0
+# Only a hang lasts so long: on a busy machine the start of a process alone, with its imports, has taken 40 s.
+PATIENCE_S = 150.0
+TIMEOUT_S = 400  # of a test that starts some processes, one after another
 ROOT = Path(__file__).resolve().parents[2]
 
 

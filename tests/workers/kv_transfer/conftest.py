@@ -12,7 +12,7 @@ import pytest
 
 from forebay.events.transfer import Prefilled
 from forebay.workers.kv_transfer.api import Kind, KvTransport, Stats
-from forebay.workers.kv_transfer.transport import open_transport
+from forebay.workers.kv_transfer.transport import Transport, open_transport
 from infra.hosts import Host
 from tests.workers.kv_transfer.peer import fill, have, packed, unpacked
 from tests.workers.other_process import PATIENCE_S, ROOT, OtherProcess
@@ -21,7 +21,7 @@ BLOCK_BYTES = 4096
 BLOCKS = 64
 QUIET = {"NIXL_LOG_LEVEL": "ERROR", "UCX_LOG_LEVEL": "FATAL"}  # UCX logs to where answers are read
 
-__all__ = ["BLOCKS", "BLOCK_BYTES", "Other", "have", "other", "transport"]
+__all__ = ["BLOCKS", "BLOCK_BYTES", "Other", "have", "held_for", "other", "transport", "within"]
 
 
 def words(numbers: Sequence[int]) -> str:
@@ -96,6 +96,18 @@ async def transport(kind: Kind, name: str, **changes: Any) -> AsyncIterator[tupl
         yield one, given_back
     finally:
         await one.close()
+
+
+def within(one: KvTransport, fetch_s: float) -> None:
+    """Give later fetches another deadline: only those that are to miss it may have a short one."""
+    assert isinstance(one, Transport)
+    one._fetch_s = fetch_s
+
+
+def held_for(one: KvTransport, lease_s: float) -> None:
+    """Hold later offers for another time: only those that are to expire may have a short lease."""
+    assert isinstance(one, Transport)
+    one._offers._lease_s = lease_s
 
 
 @pytest.fixture(params=["nixl", "tcp"])

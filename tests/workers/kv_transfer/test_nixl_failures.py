@@ -18,10 +18,14 @@ from forebay.workers.kv_transfer.api import Kind
 from forebay.workers.kv_transfer.transport import Transport
 from forebay.workers.nixl_agent import TransferError
 from tests.workers.conftest import until
-from tests.workers.kv_transfer.conftest import BLOCK_BYTES, have, other, transport
+from tests.workers.kv_transfer.conftest import BLOCK_BYTES, have, held_for, other, transport, within
 from tests.workers.kv_transfer.peer import prefilled, unpacked
+from tests.workers.other_process import PATIENCE_S, TIMEOUT_S
 
 LARGE = 1 << 20  # of a block: more than the kernel keeps for a socket
+HANG_S = 4.0  # until a holder that was stopped is given up; the read from it has begun by then
+
+pytestmark = pytest.mark.timeout(TIMEOUT_S)
 
 
 @pytest.fixture
@@ -80,15 +84,17 @@ async def test_nixl_a_holder_that_dies_meanwhile_is_an_error_long_before_the_dea
 
 async def test_nixl_a_holder_that_hangs_is_given_up_and_what_it_owes_is_kept_apart(by_socket: Kind) -> None:
     async with (
-        transport(by_socket, "d@5", block_bytes=LARGE, fetch_s=2.0) as (reader, _),
+        transport(by_socket, "d@5", block_bytes=LARGE) as (reader, _),
         other(by_socket, "p@5", block_bytes=LARGE) as hung,
         other(by_socket, "q@5", block_bytes=LARGE) as well,
     ):
         await reader.fetch(await hung.offer("a", [1]), 0, [0])
         offers = [await hung.offer(name, range(32)) for name in ("b", "c")]
         hung.signal(signal.SIGSTOP)
-        with pytest.raises(TransferError, match="the blocks of p@5 did not come in 2 s") as caught:
+        within(reader, HANG_S)
+        with pytest.raises(TransferError, match=f"the blocks of p@5 did not come in {HANG_S:g} s") as caught:
             await reader.fetch(offers[0], 0, range(32))
+        within(reader, PATIENCE_S)
         assert caught.value.reason == "deadline"
         owed = reader.stats.quarantined_blocks
         assert owed == (32 if by_socket == "nixl" else 0), "a socket that was closed writes nothing more"
@@ -110,12 +116,14 @@ async def test_nixl_a_holder_whose_readers_wait_too_long_for_their_turn_is_not_t
     kind: Kind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gate.Gate.__init__, "__kwdefaults__", {"fetches_max": 0, "bytes_max": 0})
-    async with transport(kind, "p@13") as (holder, _), transport(kind, "d@13", fetch_s=0.2) as (reader, _):
+    async with transport(kind, "p@13") as (holder, _), transport(kind, "d@13") as (reader, _):
         assert isinstance(reader, Transport)
         await reader.fetch(prefilled(holder, "a", [1]), 0, [0])
         await reader._gate.enter(1)
+        within(reader, 0.2)
         with pytest.raises(TransferError, match="the blocks of p@13 did not come in"):
             await reader.fetch(prefilled(holder, "b", [2]), 0, [0])
+        within(reader, PATIENCE_S)
         reader._gate.leave(1)
         assert (reader.stats.quarantined_blocks, reader.stats.waiting) == (0, 0)
         await reader.fetch(prefilled(holder, "c", [3]), 0, [0])
@@ -155,12 +163,14 @@ async def test_nixl_what_nobody_fetches_is_given_back_when_its_lease_ends(kind: 
 
 
 async def test_nixl_a_reader_that_dies_leaves_its_blocks_to_the_lease(kind: Kind) -> None:
-    async with transport(kind, "p@8", lease_s=1.0) as (holder, given_back), transport(kind, "d@8") as (reader, _):
+    async with transport(kind, "p@8") as (holder, given_back), transport(kind, "d@8") as (reader, _):
         async with other(kind, "e@8") as far:
             assert await far.fetch(prefilled(holder, "a", [1]), [0]) == "done"
             await until(lambda: given_back == [("a", "fetched")])
+            held_for(holder, 0.2)
             holder.offer("b", [2])
             await far.kill()
+        held_for(holder, PATIENCE_S)
         await reader.fetch(prefilled(holder, "c", [3]), 0, [0])
         assert have(reader, [0], [3], seed=2), "others are served"
         await until(lambda: ("b", "expired") in given_back)
@@ -220,15 +230,17 @@ async def test_nixl_a_lease_that_ends_between_the_data_and_the_word_is_seen(monk
 async def test_nixl_spare_slots_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_TLS", "tcp")
     async with (
-        transport("nixl", "d@11", block_bytes=LARGE, blocks=32, fetch_s=1.0) as (reader, _),
+        transport("nixl", "d@11", block_bytes=LARGE, blocks=32) as (reader, _),
         other("nixl", "p@11", block_bytes=LARGE) as hung,
         other("nixl", "q@11", block_bytes=LARGE) as well,
     ):
         await reader.fetch(await hung.offer("a", [1]), 0, [0])
         offer = await hung.offer("b", range(24))
         hung.signal(signal.SIGSTOP)
+        within(reader, HANG_S)
         with pytest.raises(TransferError, match="did not come"):
             await reader.fetch(offer, 0, range(24))
+        within(reader, PATIENCE_S)
         fits, too_many = await well.offer("c", range(8)), await well.offer("d", range(9))
         with pytest.raises(TransferError, match="24 blocks are kept for transfers that do not end") as caught:
             await reader.fetch(too_many, 0, range(9))
@@ -277,6 +289,6 @@ asyncio.run(opened())
 def test_nixl_is_left_before_the_interpreter_goes_away() -> None:
     """A thread that is within NIXL by then aborts the process: "terminate called without an active exception"."""
     run = subprocess.run(
-        [sys.executable, "-c", OPEN_AT_ITS_END], capture_output=True, text=True, check=False, timeout=50
+        [sys.executable, "-c", OPEN_AT_ITS_END], capture_output=True, text=True, check=False, timeout=PATIENCE_S
     )
     assert (run.returncode, run.stdout) == (0, "['nixl w@1']\n[]\n"), run.stderr

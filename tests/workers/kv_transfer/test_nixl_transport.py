@@ -17,6 +17,9 @@ from forebay.workers.nixl_agent import TransferError
 from tests.workers.conftest import until
 from tests.workers.kv_transfer.conftest import BLOCK_BYTES, BLOCKS, have, other, transport
 from tests.workers.kv_transfer.peer import prefilled
+from tests.workers.other_process import TIMEOUT_S
+
+pytestmark = pytest.mark.timeout(TIMEOUT_S)
 
 
 async def test_nixl_scattered_blocks_arrive_and_are_given_back(kind: Kind) -> None:
