@@ -203,28 +203,6 @@ async def test_refused_by_name(scene: Scene, path: str, body: Any, param: str | 
         assert all(name in error["message"] for name in EVERY)
 
 
-@pytest.mark.parametrize(
-    "name", [NAME, "../x", "a/../b", "/etc/passwd", "a\0b", "a\nb", " sql", "sql ", "\x1b[2J", "x" * 257]
-)
-@pytest.mark.parametrize("path", ["/v1/loras", "/v1/load_lora_adapter", "/v1/commands"])
-async def test_an_adapter_cannot_be_loaded_under_a_name_that_is_no_model_name(
-    scene: Scene, path: str, name: str
-) -> None:
-    body = {**LORA, "lora_name": name, **({"action": "load_lora"} if path == "/v1/commands" else {})}
-    response = await scene.client.post(path, json=body)
-    error = response.json()["error"]
-    assert (response.status_code, error["param"]) == (400, "lora_name")
-    assert error["message"].isprintable()
-    assert given(scene.log) == []
-
-
-async def test_an_adapter_may_be_called_as_models_are(scene: Scene) -> None:
-    for count, name in enumerate(("org/sql:v2", "meta-llama/Llama-3.1-8B-sql"), 1):
-        asked = scene.client.post("/v1/loras", json={**LORA, "lora_name": name})
-        response, command = await answered(scene, asked, outcome(), count=count)
-        assert (response.status_code, command.command.lora_name) == (200, name)
-
-
 async def test_nobody_waits_for_a_router_for_ever(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("forebay.ingress.commands.GRACE_S", 0.0)
     response = await scene.client.post("/pause", json={"timeout_s": 0.01})

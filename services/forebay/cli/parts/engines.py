@@ -153,7 +153,6 @@ def engine_choice(
     called = model_name_of(model, model_name)
     loras = names("--lora", lora)
     directories = {} if engine == MOCK else _directories(loras)
-    loras = adapters(tuple(directories) or loras, called)
     settings = EngineSettings(
         model=model or DEFAULT_MODEL,
         model_name=called,
@@ -170,7 +169,7 @@ def engine_choice(
     return EngineChoice(
         engine=engine,
         settings=settings,
-        loras=loras,
+        loras=adapters(tuple(directories) or loras, called),
         speedup=speedup or 1.0,
         profile=profile,
     )
