@@ -31,7 +31,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if FOLDER in item.path.parents:
             item.add_marker(pytest.mark.integration)
-            if item.get_closest_marker(idle_standby.MARK) is None:
+            if item.get_closest_marker("timeout") is None:
                 item.add_marker(pytest.mark.timeout(TIMEOUT_S))
     items.sort(key=lambda item: item.get_closest_marker(idle_standby.MARK) is not None)  # stable: the others stay
 
