@@ -12,13 +12,21 @@ from forebay.core.rederive import Rederivation
 from forebay.core.step import advance
 from forebay.core.world import World
 from forebay.events.base import pack_u32, pack_u64
-from forebay.events.control import PoolConfigured
-from forebay.events.decisions import OwnerClaimed, RequestAborted, RequestRejected, RequestRouted, Run, SnapshotTaken
+from forebay.events.control import BusyThresholds, PoolConfigured, QueueClass, QueueConfig
+from forebay.events.decisions import (
+    OwnerClaimed,
+    RequestAborted,
+    RequestHeld,
+    RequestRejected,
+    RequestRouted,
+    Run,
+    SnapshotTaken,
+)
 from forebay.events.fleet import OwnershipAnnounced, WorkerDraining, WorkerLost, WorkerRecovered, WorkerSuspect
 from forebay.events.kv import BlocksStored
 from forebay.events.metrics import LoadReported
 from forebay.events.progress import EngineFailed, FirstTokenEmitted, RequestFinished
-from forebay.events.requests import RequestCancelled
+from forebay.events.requests import RequestCancelled, RoutingHints
 from tests.core.worlds import BLOCK, PROMPTS, Driver, joined, request
 
 
@@ -57,9 +65,52 @@ def test_only_ready_workers_get_requests(fact: Any) -> None:
         (routed,) = drive("requests", request(f"r{number}", PROMPTS[0]))
         assert isinstance(routed, RequestRouted)
         assert (routed.worker_id, routed.candidates) == ("b", 1)
-    drive("fleet", fact(**about(drive, "b")))
+    drive("fleet", WorkerDraining(**about(drive, "b")))
+    if fact is WorkerSuspect:
+        drive("fleet", WorkerLost(**about(drive, "a")))
     (rejected,) = drive("requests", request("late"))
     assert isinstance(rejected, RequestRejected)
+    assert rejected.reason == "no_workers"
+
+
+def test_a_request_that_only_suspect_workers_may_take_is_held_until_one_is_back() -> None:
+    drive = Driver().fleet("a", "b")
+    for name in ("a", "b"):
+        drive("fleet", WorkerSuspect(**about(drive, name)))
+    held = [drive("requests", request(f"r{number}", PROMPTS[0])) for number in range(3)]
+    assert [type(one) for (one,) in held] == [RequestHeld] * 3
+    routed = drive("fleet", WorkerRecovered(**about(drive, "b")))
+    assert [(one.request_id, one.worker_id) for one in routed] == [(f"r{number}", "b") for number in range(3)]
+
+
+def test_a_request_for_a_suspect_worker_alone_is_held_while_others_are_ready() -> None:
+    drive = Driver().fleet("a", "b")
+    drive("fleet", WorkerSuspect(**about(drive, "a")))
+    hints = RoutingHints(worker_id="a")
+    (held,) = drive("requests", request("r", PROMPTS[0], routing=hints))
+    assert isinstance(held, RequestHeld)
+    (routed,) = drive("fleet", WorkerRecovered(**about(drive, "a")))
+    assert (routed.request_id, routed.worker_id) == ("r", "a")
+
+
+def test_suspect_workers_hold_no_more_than_their_share_of_the_queue() -> None:
+    queue = QueueConfig(classes=(QueueClass(requests_per_worker_max=2),))
+    drive = Driver().fleet("a", queue=queue)
+    drive("fleet", WorkerSuspect(**about(drive, "a")))
+    made = [drive("requests", request(f"r{number}"))[0] for number in range(3)]
+    assert [type(one) for one in made] == [RequestHeld, RequestHeld, RequestRejected]
+    assert made[-1].reason == "queue_full"
+
+
+@pytest.mark.parametrize("reason", ["busy", "unknown_worker"])
+def test_what_no_suspect_worker_could_take_is_refused_at_once(reason: str) -> None:
+    drive = Driver().fleet("a", busy=BusyThresholds(active_prefill_tokens_threshold=0))
+    hints = RoutingHints(worker_id="x") if reason == "unknown_worker" else RoutingHints()
+    drive("requests", request("first", PROMPTS[0]))
+    (rejected,) = drive("requests", request("r", routing=hints))
+    assert rejected.reason == reason
+    drive("fleet", WorkerSuspect(**about(drive, "a")))
+    (rejected,) = drive("requests", request("s", routing=RoutingHints(required_taints=("none has it",))))
     assert rejected.reason == "no_workers"
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from forebay.events.control import BusyThresholds, BusyThresholdsSet, QueueConfig
 from forebay.events.decisions import RequestHeld, RequestRejected, RequestRouted
-from forebay.events.fleet import WorkerDraining, WorkerLost, WorkerSuspect
+from forebay.events.fleet import WorkerDraining, WorkerLost
 from forebay.events.metrics import LoadReported
 from forebay.events.progress import FirstTokenEmitted, RequestFinished
 from forebay.events.requests import RoutingHints
@@ -81,7 +81,7 @@ def test_a_pinned_worker_of_another_pool_or_that_is_not_ready() -> None:
     drive = fleet()
     drive("fleet", joined("x", 0, pool="other"))
     assert ask(drive, worker_id="x").reason == "unknown_worker"
-    drive("fleet", WorkerSuspect(owner_epoch=0, worker_id="a", worker_epoch=drive.epoch("a")))
+    drive("fleet", WorkerDraining(owner_epoch=0, worker_id="a", worker_epoch=drive.epoch("a")))
     refused = ask(drive, worker_id="a")
     assert (refused.reason, refused.message) == ("no_eligible_worker", "no ready worker of the pool default is a")
 

@@ -24,6 +24,7 @@ from tests.transport.test_redis_leases import (  # noqa: F401
     test_a_lease_is_seen_as_it_was_taken,
     test_a_lease_that_ran_out_may_be_renewed_until_then,
     test_a_lease_that_ran_out_stays_until_it_is_forgotten,
+    test_a_released_lease_says_so_until_it_is_forgotten,
     test_a_server_that_lost_its_scripts_gets_them_again,
     test_another_incarnation_takes_over_and_the_first_is_told,
     test_deadlines_without_a_lease_are_swept,
@@ -33,7 +34,6 @@ from tests.transport.test_redis_leases import (  # noqa: F401
     test_renewing_extends_and_tells_its_ttl,
     test_threads_renew_while_another_polls,
     test_what_redis_refuses_is_a_lease_error,
-    test_what_was_given_up_is_gone,
 )
 
 MIB = 1 << 20

@@ -25,6 +25,8 @@ from forebay.live.admission import Admission, PoolsByLease
 from forebay.transport.base import Lease, LogError
 from forebay.transport.sqlite_log import SqliteLog
 
+TTL_MS = 30_000
+HALF_MS = TTL_MS // 2  # a loss takes two polls, each of which counts for at most so much
 POOLS = {"default": PoolConfigured(pool="default", model="m", block_size=64)}
 SPEC = WorkerSpec(worker_id="w", model="m", block_size=64, kv_blocks_total=8, max_num_seqs=4, max_num_batched_tokens=64)
 
@@ -37,10 +39,31 @@ async def log() -> AsyncIterator[SqliteLog]:
 
 
 def lease(
-    left_ms: int = 30_000, token: str = "t1", spec: WorkerSpec = SPEC, name: str = "w", *, draining: bool = False
+    left_ms: int = 30_000,
+    token: str = "t1",
+    spec: WorkerSpec = SPEC,
+    name: str = "w",
+    *,
+    draining: bool = False,
+    renewed: int = 0,
+    released: bool = False,
 ) -> Lease:
+    """A lease that was renewed so often."""
     payload = msgspec.msgpack.encode(WorkerLease(spec=spec, draining=draining))
-    return Lease(worker_id=name, token=token, payload=payload, expires_in_ms=left_ms, ttl_ms=30_000)
+    return Lease(
+        worker_id=name,
+        token=token,
+        payload=payload,
+        expires_in_ms=left_ms,
+        ttl_ms=TTL_MS,
+        deadline_ms=TTL_MS + renewed,
+        released=released,
+    )
+
+
+def others(*names: str, renewed: int = 0) -> list[Lease]:
+    """Leases of other workers, which see to it that one that goes alone is no fault of the store."""
+    return [lease(name=name, spec=msgspec.structs.replace(SPEC, worker_id=name), renewed=renewed) for name in names]
 
 
 def facts(log: SqliteLog) -> list[AnyFleetEvent]:
@@ -52,25 +75,73 @@ def admission(log: SqliteLog, slots_max: int = 16, by_lease: PoolsByLease | None
 
 
 async def poll(
-    polled: Admission, log: SqliteLog, leases: list[Lease], pools: dict[str, PoolConfigured] = POOLS
+    polled: Admission,
+    log: SqliteLog,
+    leases: list[Lease],
+    pools: dict[str, PoolConfigured] = POOLS,
+    *,
+    observed_ms: int = 0,
 ) -> list[Lease]:
     """One look at the leases by an owner that applied all of `fleet`."""
-    return await polled.update(leases, pools, log.next_offset(FLEET.name, 0))
+    return await polled.update(leases, pools, log.next_offset(FLEET.name, 0), observed_ms)
 
 
 async def test_a_lease_joins_becomes_suspect_recovers_and_is_lost(log: SqliteLog) -> None:
     polled = admission(log)
-    for left_ms in (30_000, 21_000, 14_000, 13_000, 29_000):
-        assert await poll(polled, log, [lease(left_ms)]) == []
-    assert await poll(polled, log, [lease(0)]) == []
-    assert await poll(polled, log, [lease(0)]) == [lease(0)]
+    for left_ms in (30_000, 21_000):
+        assert await poll(polled, log, [lease(left_ms)], observed_ms=9_000) == []
+    assert await poll(polled, log, [lease(14_000)], observed_ms=7_000) == []
+    assert await poll(polled, log, [lease(29_000, renewed=1)], observed_ms=9_000) == []
+    assert await poll(polled, log, [lease(14_000, renewed=1)], observed_ms=HALF_MS) == []
+    assert await poll(polled, log, [lease(0, renewed=1)], observed_ms=HALF_MS) == []
+    assert await poll(polled, log, [lease(0, renewed=1)]) == [lease(0, renewed=1)]
     assert await poll(polled, log, []) == []
-    assert [type(fact) for fact in facts(log)] == [WorkerJoined, WorkerSuspect, WorkerRecovered, WorkerLost]
+    kinds = [WorkerJoined, WorkerSuspect, WorkerRecovered, WorkerSuspect, WorkerLost]
+    assert [type(fact) for fact in facts(log)] == kinds
     assert {fact.owner_epoch for fact in facts(log)} == {7}
     joined, *later = facts(log)
     assert isinstance(joined, WorkerJoined)
-    assert (joined.spec, joined.lease, joined.slot) == (SPEC, "t1", 0)
+    assert (joined.spec, joined.lease, joined.slot, joined.lease_ttl_ms) == (SPEC, "t1", 0, TTL_MS)
     assert {msgspec.to_builtins(fact).get("worker_epoch", 0) for fact in later} == {0}
+
+
+async def test_a_vanished_lease_makes_suspect_and_is_taken_again(log: SqliteLog) -> None:
+    polled, rest = admission(log), others("x", "y")
+    await poll(polled, log, [lease(), *rest])
+    await poll(polled, log, rest, observed_ms=500)
+    await poll(polled, log, rest, observed_ms=500)
+    await poll(polled, log, [lease(renewed=1), *rest], observed_ms=500)
+    assert [type(fact) for fact in facts(log)][3:] == [WorkerSuspect, WorkerRecovered]
+
+
+async def test_leases_that_vanish_together_change_nothing(log: SqliteLog, caplog: pytest.LogCaptureFixture) -> None:
+    polled = admission(log)
+    await poll(polled, log, [lease(), *others("x", "y")])
+    await poll(polled, log, [], observed_ms=500)
+    await poll(polled, log, [lease(renewed=1), *others("x", "y", renewed=1)], observed_ms=500)
+    assert [type(fact) for fact in facts(log)] == [WorkerJoined] * 3
+    assert polled.sensor_faults == 1
+    assert caplog.text.count("3 of 3 leases failed together") == 1
+
+
+async def test_a_new_owner_of_a_flushed_group_doubts_and_loses_nobody_that_comes_back(log: SqliteLog) -> None:
+    await poll(admission(log), log, [lease(), *others("x")])
+    fleet = Fleet()
+    for offset, fact in enumerate(facts(log)):
+        fleet.apply(fact, offset)
+    second = Admission(log, 0, 8, fleet, slots_max=16)
+    await poll(second, log, [])
+    await poll(second, log, [], observed_ms=HALF_MS)
+    await poll(second, log, [lease(renewed=1), *others("x", renewed=1)], observed_ms=500)
+    assert [type(fact) for fact in facts(log)][2:] == [WorkerSuspect] * 2 + [WorkerRecovered] * 2
+
+
+async def test_a_member_whose_lease_ran_out_by_a_jump_of_the_clock_stays(log: SqliteLog) -> None:
+    polled = admission(log)
+    await poll(polled, log, [lease()])
+    assert await poll(polled, log, [lease(-3_600_000)], observed_ms=500) == []
+    assert await poll(polled, log, [lease(renewed=1)], observed_ms=500) == []
+    assert [type(fact) for fact in facts(log)] == [WorkerJoined]
 
 
 async def test_a_worker_that_its_pool_no_longer_fits_is_lost_and_refused_by_name(
@@ -92,7 +163,9 @@ async def test_a_given_up_lease_and_another_incarnation_lose_the_old_epoch(log: 
     polled = admission(log)
     await poll(polled, log, [lease()])
     await poll(polled, log, [lease(token="t2")])
-    await poll(polled, log, [])
+    released = lease(0, token="t2", released=True)
+    assert await poll(polled, log, [released]) == []
+    assert await poll(polled, log, [released]) == [released]
     kinds = [type(fact) for fact in facts(log)]
     assert kinds == [WorkerJoined, WorkerLost, WorkerJoined, WorkerLost]
     epochs = [fact.worker_epoch for fact in facts(log) if isinstance(fact, WorkerLost)]
@@ -102,9 +175,9 @@ async def test_a_given_up_lease_and_another_incarnation_lose_the_old_epoch(log: 
 async def test_a_lease_that_says_so_is_draining_once_and_until_it_is_lost(log: SqliteLog) -> None:
     polled = admission(log)
     await poll(polled, log, [lease()])
-    for left_ms in (13_000, 29_000, 13_000):  # suspect or not: nothing is sent there anyway
-        await poll(polled, log, [lease(left_ms, draining=True)])
-    await poll(polled, log, [])
+    for renewed in (1, 1, 2, 2):  # suspect or not: nothing is sent there anyway
+        await poll(polled, log, [lease(draining=True, renewed=renewed)], observed_ms=HALF_MS)
+    await poll(polled, log, [lease(0, released=True)])
     assert [type(fact) for fact in facts(log)] == [WorkerJoined, WorkerDraining, WorkerLost]
     draining = facts(log)[1]
     assert isinstance(draining, WorkerDraining)
@@ -114,8 +187,8 @@ async def test_a_lease_that_says_so_is_draining_once_and_until_it_is_lost(log: S
 async def test_a_suspect_worker_may_drain(log: SqliteLog) -> None:
     polled = admission(log)
     await poll(polled, log, [lease()])
-    await poll(polled, log, [lease(13_000)])
-    await poll(polled, log, [lease(draining=True)])
+    await poll(polled, log, [lease(13_000)], observed_ms=HALF_MS)
+    await poll(polled, log, [lease(draining=True, renewed=1)])
     assert [type(fact) for fact in facts(log)] == [WorkerJoined, WorkerSuspect, WorkerDraining]
 
 
@@ -160,7 +233,8 @@ async def test_slots_are_the_lowest_free_ones(log: SqliteLog) -> None:
         return [lease(name=name, spec=msgspec.structs.replace(SPEC, worker_id=name)) for name in names]
 
     await poll(polled, log, leases("a", "b", "c"))
-    await poll(polled, log, leases("b", "c"))
+    released = lease(0, name="a", spec=msgspec.structs.replace(SPEC, worker_id="a"), released=True)
+    await poll(polled, log, [released, *leases("b", "c")])
     await poll(polled, log, leases("b", "c", "d", "e"))
     slots = {fact.spec.worker_id: fact.slot for fact in facts(log) if isinstance(fact, WorkerJoined)}
     assert slots == {"a": 0, "b": 1, "c": 2, "d": 0, "e": 3}
@@ -220,10 +294,11 @@ async def test_a_lease_that_holds_no_description_is_refused(log: SqliteLog) -> N
 async def test_a_lost_lease_that_is_renewed_late_is_forgotten_all_the_same(log: SqliteLog) -> None:
     polled = admission(log)
     await poll(polled, log, [lease()])
-    assert await poll(polled, log, [lease(0)]) == []
-    renewed = lease(30_000)
+    await poll(polled, log, [lease(14_000)], observed_ms=HALF_MS)
+    assert await poll(polled, log, [lease(0)], observed_ms=HALF_MS) == []
+    renewed = lease(30_000, renewed=1)
     assert await poll(polled, log, [renewed]) == [renewed]
-    assert [type(fact) for fact in facts(log)] == [WorkerJoined, WorkerLost]
+    assert [type(fact) for fact in facts(log)] == [WorkerJoined, WorkerSuspect, WorkerLost]
     await poll(polled, log, [lease(token="t2")])
     assert isinstance(facts(log)[-1], WorkerJoined)
 
@@ -231,10 +306,10 @@ async def test_a_lost_lease_that_is_renewed_late_is_forgotten_all_the_same(log: 
 async def test_a_lease_is_not_forgotten_before_the_owner_applied_its_fact(log: SqliteLog) -> None:
     polled = admission(log)
     await poll(polled, log, [lease()])
-    await poll(polled, log, [lease(0)])
+    await poll(polled, log, [released := lease(0, released=True)])
     applied_before_the_loss = 1
-    assert await polled.update([lease(0)], POOLS, applied_before_the_loss) == []
-    assert await polled.update([lease(0)], POOLS, 2) == [lease(0)]
+    assert await polled.update([released], POOLS, applied_before_the_loss, 0) == []
+    assert await polled.update([released], POOLS, 2, 0) == [released]
 
 
 async def test_without_a_free_slot_a_worker_waits(log: SqliteLog, caplog: pytest.LogCaptureFixture) -> None:
@@ -244,7 +319,8 @@ async def test_without_a_free_slot_a_worker_waits(log: SqliteLog, caplog: pytest
         await poll(polled, log, three)
     assert polled.refused == {"slots": 1}
     assert caplog.text.count("all 2 slots that its model has in the pool default are taken") == 1
-    await poll(polled, log, three[1:])
+    gone = lease(0, name="a", spec=msgspec.structs.replace(SPEC, worker_id="a"), released=True)
+    await poll(polled, log, [gone, *three[1:]])
     slots = {fact.spec.worker_id: fact.slot for fact in facts(log) if isinstance(fact, WorkerJoined)}
     assert slots == {"a": 0, "b": 1, "c": 0}
 

@@ -99,7 +99,7 @@ async def test_disagg_workers_whose_blocks_do_not_fit_are_refused_naming_both(
     assert says in caplog.text
     assert polled.joined() == ["prefill-0"]
     assert polled.admission.refused == {"kv_layout": 1}, "once for each incarnation"
-    await polled.poll(held[1])
+    await polled.poll(msgspec.structs.replace(held[0], released=True), held[1])
     assert polled.joined() == ["prefill-0", "decode-0"], "once the other is gone there is nothing that it does not fit"
 
 

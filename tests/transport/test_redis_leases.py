@@ -23,6 +23,10 @@ def tokens(leases: RedisLeases, group: str = GROUP) -> dict[str, str]:
     return {lease.worker_id: lease.token for lease in leases.poll(group)}
 
 
+def released(leases: RedisLeases) -> dict[str, bool]:
+    return {lease.worker_id: lease.released for lease in leases.poll(GROUP)}
+
+
 async def run_out(leases: RedisLeases, worker_id: str) -> None:
     """Wait until the lease of a worker ran out and is still seen."""
     await until(lambda: [x for x in leases.poll(GROUP) if x.worker_id == worker_id and x.expires_in_ms < 0])
@@ -67,14 +71,42 @@ def test_renewing_extends_and_tells_its_ttl(leases: RedisLeases) -> None:
     assert lease.payload == b"p"
 
 
-def test_what_was_given_up_is_gone(leases: RedisLeases) -> None:
+def test_a_released_lease_says_so_until_it_is_forgotten(leases: RedisLeases) -> None:
     assert not leases.renew(GROUP, "w", "t", LONG_MS)
     leases.release(GROUP, "w", "t")
     for name in ("w", "v"):
         leases.acquire(GROUP, name, "t", b"", LONG_MS)
     leases.release(GROUP, "w", "t")
-    assert tokens(leases) == {"v": "t"}
+    assert released(leases) == {"v": False, "w": True}
     assert not leases.renew(GROUP, "w", "t", LONG_MS)
+    assert [lease.expires_in_ms <= 0 for lease in leases.poll(GROUP)] == [False, True]
+    leases.forget(GROUP, "w", "t")
+    assert tokens(leases) == {"v": "t"}
+
+
+def test_a_released_lease_may_be_taken_again(leases: RedisLeases) -> None:
+    for token in ("t", "t", "t2"):
+        leases.acquire(GROUP, "w", token, b"", LONG_MS)
+        assert leases.renew(GROUP, "w", token, LONG_MS)
+        assert released(leases) == {"w": False}
+        leases.release(GROUP, "w", token)
+        assert released(leases) == {"w": True}
+    leases.release(GROUP, "w", "t")
+    assert leases.groups() == []
+
+
+async def test_every_renewal_changes_the_deadline(leases: RedisLeases) -> None:
+    leases.acquire(GROUP, "w", "t", b"", LONG_MS)
+    seen: set[int] = set()
+
+    def renewed() -> bool:
+        assert leases.renew(GROUP, "w", "t", LONG_MS)
+        seen.update(lease.deadline_ms for lease in leases.poll(GROUP))
+        return len(seen) > 3
+
+    await until(renewed)
+    (lease,) = leases.poll(GROUP)
+    assert {one.deadline_ms for one in leases.poll(GROUP)} == {lease.deadline_ms}
 
 
 async def test_a_lease_that_ran_out_stays_until_it_is_forgotten(leases: RedisLeases) -> None:
@@ -121,6 +153,9 @@ async def test_groups_are_those_with_a_lease_that_runs(leases: RedisLeases, clie
     assert leases.groups() == ["a", "a:b", "b", "short"]
     for group in ("a", "a:b", "b"):
         leases.release(group, "w", "t")
+    assert leases.groups() == ["short"]
+    for group in ("a", "a:b", "b"):
+        leases.forget(group, "w", "t")
     assert leases.groups() == ["short"]
     assert client.smembers("test:groups") == {b"short"}
     client.delete("test:groups")

@@ -114,10 +114,14 @@ class Scene:
             await asyncio.gather(task, return_exceptions=True)
 
     def lease(self) -> Lease | None:
-        return next(iter(self.leases.poll(GROUP)), None)
+        return next((lease for lease in self.leases.poll(GROUP) if not lease.released), None)
+
+    def released(self) -> list[str]:
+        """The tokens of released leases."""
+        return [lease.token for lease in self.leases.poll(GROUP) if lease.released]
 
     def holds(self, token: str) -> bool:
-        return any(lease.token == token for lease in self.leases.poll(GROUP))
+        return any(lease.token == token and not lease.released for lease in self.leases.poll(GROUP))
 
     async def admit(self, worker: Worker, token: str, *, owner_epoch: int = 0, slot: int = WORK_SLOT) -> int:
         await until(lambda: self.holds(token))

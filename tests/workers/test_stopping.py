@@ -1,7 +1,7 @@
 """How a worker ends: drained, at once, or because its engine is broken; never with a lease left over."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import msgspec
@@ -14,6 +14,7 @@ from forebay.events.progress import CommandDone, EngineFailed
 from forebay.events.tokens import ResponseEnded, TokensEmitted
 from forebay.events.topics import FLEET
 from forebay.events.work import WorkCancelled, WorkerCommand
+from forebay.transport.base import Draft
 from forebay.workers import health, life
 from forebay.workers import worker as worker_module
 from forebay.workers.engine import EngineError, Publish
@@ -57,11 +58,11 @@ async def admitted(scene: Scene, worker: Worker) -> AsyncIterator[tuple["asyncio
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def gone(scene: Scene, worker: Worker) -> None:
-    """Nothing of the worker is left."""
+async def gone(scene: Scene, worker: Worker, *, held: bool = True) -> None:
+    """Nothing of the worker is left but a lease that says so."""
     assert worker.life.state is State.DEREGISTERED
     assert worker.worker_epoch is None
-    await until(lambda: scene.lease() is None)
+    await until(lambda: scene.lease() is None and (scene.released() or not held))
 
 
 def shown(worker: Worker, name: str, **labels: str) -> float | None:
@@ -241,7 +242,7 @@ async def test_a_worker_that_is_to_stop_while_its_engine_starts_registers_nothin
     await task
     assert engine.calls == ["start", "stop"]
     assert not worker.started
-    await gone(scene, worker)
+    await gone(scene, worker, held=False)
 
 
 def failures(scene: Scene) -> list[EngineFailed]:
@@ -259,10 +260,38 @@ async def test_an_engine_that_dies_at_start_registers_nothing(scene: Scene) -> N
         await worker.run()
     assert engine.calls == ["stop"]
     assert scene.lease() is None
-    await gone(scene, worker)
+    await gone(scene, worker, held=False)
     (failed,) = failures(scene)
     assert (failed.worker_id, failed.worker_epoch) == (worker.spec.worker_id, None)
     assert failed.error == "no weights in this directory"
+
+
+async def test_the_lease_of_a_broken_engine_is_released_while_the_log_is_away(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    back = asyncio.Event()
+
+    class Dies(Fragile):
+        async def run(self, publish: Publish) -> None:
+            await back.wait()
+            raise EngineError("out of memory")
+
+    append = scene.log.append
+
+    async def away(drafts: Sequence[Draft]) -> list[int]:
+        await asyncio.Event().wait()
+        return await append(drafts)
+
+    worker = scene.worker(engine=Dies())
+    task = asyncio.create_task(worker.run())
+    await scene.admit(worker, "t1")
+    monkeypatch.setattr(scene.log, "append", away)
+    back.set()
+    await until(scene.released)
+    assert not task.done()
+    assert worker.life.state is not State.DEREGISTERED
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 @pytest.mark.parametrize("how", ["sick", "hangs", "ends"])
@@ -297,7 +326,7 @@ async def test_a_broken_engine_ends_the_worker_and_gives_its_requests_back(
     assert (failed.worker_epoch is None) == (how == "ends"), "the log says in which epoch it was"
     assert engine.calls == ["start", "stop"]
     assert scene.tokens(ResponseEnded) == []
-    await gone(scene, worker)
+    await gone(scene, worker, held=how != "ends")
 
 
 async def test_an_engine_that_does_not_stop_is_given_up(

@@ -68,6 +68,7 @@ class WorkerJoined(FleetEvent, tag="fleet.worker_joined", frozen=True, kw_only=T
     lease: Name  # the incarnation: a new process of the same worker id has another
     slot: Count
     from_offset: Count
+    lease_ttl_ms: Count = 0  # for a later owner that does not find the lease; 0 for unknown
 
 
 class WorkerFact(FleetEvent, frozen=True, kw_only=True):
@@ -79,11 +80,11 @@ class WorkerFact(FleetEvent, frozen=True, kw_only=True):
 
 
 class WorkerSuspect(WorkerFact, tag="fleet.worker_suspect", frozen=True, kw_only=True):
-    """A lease renewal was missed: nothing new is sent there for now."""
+    """Lease renewals were missed, or the lease vanished: the worker keeps its requests and gets no new ones for now."""
 
 
 class WorkerRecovered(WorkerFact, tag="fleet.worker_recovered", frozen=True, kw_only=True):
-    """A suspect worker renewed its lease."""
+    """A suspect worker renewed its lease, or the fault lies with the leases of the whole group."""
 
 
 class WorkerDraining(WorkerFact, tag="fleet.worker_draining", frozen=True, kw_only=True):
@@ -91,7 +92,7 @@ class WorkerDraining(WorkerFact, tag="fleet.worker_draining", frozen=True, kw_on
 
 
 class WorkerLost(WorkerFact, tag="fleet.worker_lost", frozen=True, kw_only=True):
-    """The lease ran out or was given up: the worker's cache and requests are gone."""
+    """The lease was released, ran out or was not taken again: the worker's cache and requests are gone."""
 
 
 class OwnershipAnnounced(FleetEvent, tag="fleet.owner_claimed", frozen=True, kw_only=True):

@@ -69,6 +69,7 @@ class WorkerState(Part, tag_field="type", tag="worker_state", frozen=True, kw_on
     worker_epoch: Count
     from_offset: Count
     phase: str
+    lease_ttl_ms: Count = 0
 
 
 class RequestState(Part, tag_field="type", tag="request_state", frozen=True, kw_only=True):

@@ -15,8 +15,9 @@ from forebay.transport.base import LeaseError, Leases
 
 logger = logging.getLogger(__name__)
 
-TTL_S = 30.0
+TTL_S = 3.0
 RENEWALS_PER_TTL = 3  # two renewals may be missed before the lease runs out
+RENEW_S_MAX = 1.0  # a lease that vanished is taken again this soon, however long its TTL is
 RETRY_S_MAX = 1.0  # after an error, long before the next renewal would be
 
 
@@ -45,7 +46,7 @@ class LeaseKeeper:
         assert ttl_s > 0
         self._leases = leases
         self._ttl_ms = max(1, round(ttl_s * 1000))
-        self._period_s = ttl_s / RENEWALS_PER_TTL
+        self._period_s = min(ttl_s / RENEWALS_PER_TTL, RENEW_S_MAX)
         self._lock = threading.Lock()
         self._holds: dict[tuple[str, str], _Hold] = {}
         self._released: list[_Hold] = []

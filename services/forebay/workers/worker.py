@@ -135,6 +135,8 @@ class Worker:
                     for task in others:
                         task.cancel()
         except (EngineError, BaseExceptionGroup) as error:
+            # Before anything that waits for the log: the owner moves the requests as soon as it sees the release.
+            self._keeper.release(self._group, self.spec.worker_id)
             await tell_failure(self._log, self._partition, self.spec, self.worker_epoch, error)
             raise
         finally:

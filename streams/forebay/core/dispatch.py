@@ -24,7 +24,16 @@ from forebay.core.lifecycle import UNDER_WAY_MAX, Request, content_hash, queried
 from forebay.core.phases import Phase
 from forebay.core.queueing import Held, class_of
 from forebay.core.roster import Roster, Seat
-from forebay.core.router import NO_BLOCKS, Choice, choose, find, find_again, must_wait, uncached_tokens
+from forebay.core.router import (
+    NO_BLOCKS,
+    Choice,
+    choose,
+    find,
+    find_again,
+    find_doubted,
+    must_wait,
+    uncached_tokens,
+)
 from forebay.core.world import World, held_of
 from forebay.events.base import hex_digest
 from forebay.events.control import PoolConfigured
@@ -77,7 +86,10 @@ def submit(world: World, event: RequestSubmitted, offset: int) -> list[Decided]:
         if len(requests) >= UNDER_WAY_MAX:
             raise Ineligible("overloaded", f"{len(requests)} requests are under way")
         request = submitted(event, pool.pool, offset, world.now_us)
-        roster = find(world, pool, request)
+        try:
+            roster = find(world, pool, request)
+        except Ineligible as ineligible:
+            return [_hold(world, pool, request, find_doubted(world, pool, request, ineligible))]
         prefill = _placed(world, pool, request, roster)
         if must_wait(*computed_by(pool, roster, prefill)):
             return [_hold(world, pool, request, roster)]
@@ -428,7 +440,8 @@ def _hold(world: World, pool: PoolConfigured, request: Request, roster: Roster) 
     if wanted and chosen.name != wanted:
         world.counts["unknown_queue_class"] += 1
     ahead = world.queues.length(pool.pool, chosen)
-    workers = len({seat.worker.spec.worker_id: None for seat in world.roster(pool.pool).seats})
+    seats = world.roster(pool.pool).seats or roster.seats
+    workers = len({seat.worker.spec.worker_id: None for seat in seats})
     if ahead >= chosen.requests_per_worker_max * workers:
         raise Ineligible("queue_full", f"{ahead} requests of the class {chosen.name} wait already")
     world.requests.add(request)

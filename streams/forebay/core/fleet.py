@@ -67,6 +67,7 @@ class Worker:
     worker_epoch: int
     from_offset: int
     phase: WorkerPhase = WorkerPhase.READY
+    lease_ttl_ms: int = 0  # decides nothing here, so it is not in the digest
 
 
 class Fleet:
@@ -137,6 +138,7 @@ class Fleet:
                 worker_epoch=worker.worker_epoch,
                 from_offset=worker.from_offset,
                 phase=worker.phase,
+                lease_ttl_ms=worker.lease_ttl_ms,
             )
 
     def restore(self, chunk: WorkerState) -> Worker:
@@ -148,6 +150,7 @@ class Fleet:
             chunk.worker_epoch,
             chunk.from_offset,
             WorkerPhase(chunk.phase),
+            chunk.lease_ttl_ms,
         )
         self._workers[chunk.spec.worker_id] = worker
         self._sum += _term(worker)
@@ -166,7 +169,7 @@ class Fleet:
         worker_id = event.spec.worker_id
         if worker_id in self._workers:
             raise IllegalTransition(f"{worker_id} is a member already")
-        worker = Worker(event.spec, event.lease, event.slot, offset, event.from_offset)
+        worker = Worker(event.spec, event.lease, event.slot, offset, event.from_offset, lease_ttl_ms=event.lease_ttl_ms)
         self._workers[worker_id] = worker
         self._sum += _term(worker)
         return worker

@@ -66,11 +66,20 @@ class Roster:
 
 def roster_of(pool: str, fleet: Fleet, load: Load) -> Roster:
     """Every rank of every ready worker of a pool."""
+    return _roster_of(pool, fleet, load, WorkerPhase.READY)
+
+
+def doubted_roster_of(pool: str, fleet: Fleet, load: Load) -> Roster:
+    """Every rank of the suspect workers of a pool: they get requests again once their leases are renewed."""
+    return _roster_of(pool, fleet, load, WorkerPhase.SUSPECT)
+
+
+def _roster_of(pool: str, fleet: Fleet, load: Load, phase: WorkerPhase) -> Roster:
     return Roster(
         [
             Seat(worker, rank, load.rank_load(worker.spec.worker_id, rank), (worker.spec.worker_id, rank))
             for worker in fleet.workers()
-            if worker.phase is WorkerPhase.READY and worker.spec.pool == pool
+            if worker.phase is phase and worker.spec.pool == pool
             for rank in worker.spec.ranks
         ]
     )

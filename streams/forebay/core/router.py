@@ -16,13 +16,14 @@ from forebay.core.holder_bits import HolderKey
 from forebay.core.lifecycle import Request
 from forebay.core.policies import Candidate, PolicyUnusable, RoutingRequest, RoutingWorld, policy_class
 from forebay.core.prefix_index import NO_OVERLAP, Overlap
-from forebay.core.roster import Roster, of_session
+from forebay.core.roster import Roster, doubted_roster_of, of_session
 from forebay.core.world import World
 from forebay.events import decisions
 from forebay.events.control import BusyThresholds, PoolConfigured, RouterConfig
 from forebay.events.requests import RouterOverride
 
 NO_BLOCKS: Sequence[int] = ()
+NOBODY_READY = frozenset(("no_workers", "no_eligible_worker"))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,6 +68,17 @@ def find(world: World, pool: PoolConfigured, request: Request, busy: BusyThresho
     if mine is None or (threshold is not None and all_over(mine, threshold)):
         return others
     return mine
+
+
+def find_doubted(world: World, pool: PoolConfigured, request: Request, refusal: Ineligible) -> Roster:
+    """Return the suspect workers that could take a request if their leases were renewed. Raises `refusal`."""
+    if refusal.reason not in NOBODY_READY:
+        raise refusal
+    roster = doubted_roster_of(pool.pool, world.fleet, world.load)
+    try:
+        return eligible(roster, world.fleet, pool, request.hints, request.lora_name, request.task)
+    except Ineligible:
+        raise refusal from None
 
 
 def find_again(world: World, pool: PoolConfigured, request: Request) -> Roster:

@@ -1,10 +1,10 @@
 """From leases to facts: polls who is alive and writes what changed to the topic `fleet`.
 
-Only the owner runs this; what an earlier owner still writes is void on `fleet`. A lease that was not renewed in
-time makes its worker suspect; a worker whose lease says so is draining from then on. It is lost when its lease ran out
-or vanished, when another incarnation takes its name, or when its pool was changed and would refuse it now. A lease
-is forgotten only once the owner applied what it wrote: an owner that was paused finds that another took over before
-it drops leases which are long renewed.
+Only the owner runs this; what an earlier owner still writes is void on `fleet`. A worker whose lease is late or
+vanished is suspect, and lost when it does not come back (see `forebay.live.lease_judgement`). It is lost at once when
+it released its lease, when another incarnation takes its name, or when its pool was changed and would refuse it now. A
+worker whose lease says so is draining from then on. A lease is forgotten only once the owner applied what it wrote: an
+owner that was paused finds that another took over before it drops leases which are long renewed.
 
 All groups of a namespace share the work topic of a pool. The owner of control partition p of n assigns only the slots
 whose number leaves p when divided by n, so no two owners assign one slot, and none has to know the other's workers.
@@ -33,12 +33,12 @@ from forebay.events.fleet import (
 from forebay.events.names import NameInvalid, printable, require_adapter, require_name
 from forebay.events.topics import CONTROL, FLEET, work_topic
 from forebay.live.kv_blocks import foreign_blocks
+from forebay.live.lease_judgement import DOUBTED, LeaseJudge, Standing, Verdict
 from forebay.transport.base import Draft, Lease, Log, LogError
 
 logger = logging.getLogger(__name__)
 
 NOWHERE_S = 60.0  # a slot that cannot be looked at takes 10 s of everybody's polls, so it is asked for again only then
-SUSPECT_BELOW = 0.5  # of the TTL left: leases are renewed each third of it, so one renewal was missed
 ANSWERING = {"aggregated", "decode"}  # one of them answers the requests of a model
 APART = ("prefill", "decode")  # their KV blocks go from one to the other
 
@@ -100,63 +100,83 @@ class Admission:
             )
             for worker in fleet.workers()
         }
+        self._judge = LeaseJudge()
+        for worker in fleet.workers():
+            self._judge.add(worker.spec.worker_id, worker.lease, worker.lease_ttl_ms)
         self._refused: dict[str, str] = {}
         self._nowhere: dict[str, float] = {}
         self.refused: Counter[str] = Counter()
 
-    async def update(self, leases: list[Lease], pools: dict[str, PoolConfigured], applied: int) -> list[Lease]:
+    @property
+    def sensor_faults(self) -> int:
+        """How often the leases failed together."""
+        return self._judge.faults
+
+    async def update(
+        self, leases: list[Lease], pools: dict[str, PoolConfigured], applied: int, observed_ms: int = 0
+    ) -> list[Lease]:
         """Write what changed since the last poll; the leases that ended and may be forgotten.
 
-        `applied` is the offset up to which the owner applied `fleet` when the leases were read.
+        `applied` is the offset up to which the owner applied `fleet` when the leases were read, `observed_ms` the time
+        since the previous poll in which they could be read.
         """
         held = {lease.worker_id: lease for lease in leases}
+        verdicts = self._verdicts(held, observed_ms)
         self._ended = {name: token for name, token in self._ended.items() if name in held}
         self._refused = {name: token for name, token in self._refused.items() if name in held}
         self._nowhere = {token: until_s for token, until_s in self._nowhere.items() if until_s > time.monotonic()}
         for worker_id, member in list(self._members.items()):
-            lease = held.get(worker_id)
-            if lease is None:
-                await self._lose(worker_id, member, "its lease is gone")
-            elif lease.token != member.token:
-                await self._lose(worker_id, member, "another incarnation took its name")
-            elif lease.expires_in_ms <= 0:
-                self._ended[worker_id] = lease.token
-                await self._lose(worker_id, member, f"its lease of {lease.ttl_ms} ms ran out")
+            lease, verdict = held.get(worker_id), verdicts[worker_id]
+            if verdict.standing is Standing.LOST:
+                if lease is not None and lease.token == member.token:
+                    self._ended[worker_id] = lease.token
+                await self._lose(worker_id, member, verdict.reason)
             elif (problem := _misfit(member.spec, pools)) is not None:
                 await self._lose(worker_id, member, problem)
             else:
-                await self._judge(worker_id, member, lease)
-        ended = [lease for lease in leases if self._has_ended(lease)]
-        for lease in leases:
-            if lease.worker_id not in self._members and not self._has_ended(lease):
+                await self._mark(worker_id, member, lease, verdict)
+        others = [lease for lease in leases if lease.worker_id not in self._members]
+        ended = [lease for lease in others if self._has_ended(lease)]
+        for lease in others:
+            if not self._has_ended(lease):
                 await self._admit(lease, pools)
         return ended if applied >= self._written_end else []
 
+    def _verdicts(self, held: dict[str, Lease], observed_ms: int) -> dict[str, Verdict]:
+        faults = self._judge.faults
+        verdicts = self._judge.poll(held, observed_ms)
+        if self._judge.faults > faults:
+            logger.warning(
+                "%d of %d leases failed together, which is a fault of Redis: their workers have one TTL more",
+                sum(verdict.standing is not Standing.ALIVE for verdict in verdicts.values()),
+                len(verdicts),
+            )
+        return verdicts
+
     def _has_ended(self, lease: Lease) -> bool:
         # A renewal after the fact does not bring it back: its holder must hear that it is gone.
-        return lease.expires_in_ms <= 0 or self._ended.get(lease.worker_id) == lease.token
+        return lease.released or lease.expires_in_ms <= 0 or self._ended.get(lease.worker_id) == lease.token
 
-    async def _judge(self, worker_id: str, member: _Member, lease: Lease) -> None:
+    async def _mark(self, worker_id: str, member: _Member, lease: Lease | None, verdict: Verdict) -> None:
         if member.draining:
             return
-        if lease.payload != member.payload:
+        if lease is not None and lease.payload != member.payload:
             member.payload = lease.payload
             if _says_draining(lease):
                 await self._drain(worker_id, member)
                 return
-        late = lease.expires_in_ms < SUSPECT_BELOW * lease.ttl_ms
-        if late == member.suspect:
+        doubted = verdict.standing in DOUBTED
+        if doubted == member.suspect:
             return
-        member.suspect = late
-        kind = WorkerSuspect if late else WorkerRecovered
-        reason = f"{lease.expires_in_ms} ms of {lease.ttl_ms} ms are left of its lease"
+        member.suspect = doubted
+        kind = WorkerSuspect if doubted else WorkerRecovered
         await self._write(
             kind(
                 owner_epoch=self._owner_epoch,
                 at_us=_now_us(),
                 worker_id=worker_id,
                 worker_epoch=member.worker_epoch,
-                reason=reason,
+                reason=verdict.reason,
             )
         )
 
@@ -176,6 +196,7 @@ class Admission:
     async def _lose(self, worker_id: str, member: _Member, reason: str) -> None:
         logger.warning("worker %s is lost: %s", worker_id, reason)
         del self._members[worker_id]
+        self._judge.remove(worker_id)
         await self._write(
             WorkerLost(
                 owner_epoch=self._owner_epoch,
@@ -227,9 +248,11 @@ class Admission:
             lease=lease.token,
             slot=slot,
             from_offset=from_offset,
+            lease_ttl_ms=lease.ttl_ms,
         )
         offset = await self._write(joined)
         self._members[lease.worker_id] = _Member(lease.token, offset, slot, spec, payload=lease.payload)
+        self._judge.add(lease.worker_id, lease.token, lease.ttl_ms, lease)
         logger.info("worker %s joined the pool %s in slot %d", lease.worker_id, spec.pool, slot)
 
     async def _configure(self, spec: WorkerSpec, by_lease: PoolsByLease) -> None:

@@ -62,6 +62,8 @@ class OwnerMetrics(Collector):
         yield self._gauge("forebay_owner_snapshot_age_seconds", age, snapshots.age_s)
         admission = owner.admission
         refused = admission.refused if admission is not None else {}
+        faults = 0 if admission is None else admission.sensor_faults
+        yield self._counter("forebay_owner_lease_faults", "times that the leases of the group failed together", faults)
         yield self._counts("forebay_owner_workers_refused", "workers turned away", refused)
 
     def _routed(self) -> Iterator[Metric]:

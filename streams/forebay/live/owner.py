@@ -41,6 +41,7 @@ from forebay.live.effects import Address, answers, reannounce, work_again, work_
 from forebay.live.first_tokens import FirstTokens
 from forebay.live.heartbeats import HeartbeatWriter
 from forebay.live.journal import Journal, OwnershipLost
+from forebay.live.lease_judgement import ObservedTime
 from forebay.live.recovery import recover
 from forebay.live.snapshots import Snapshots
 from forebay.live.standby import Standby, Unsure
@@ -434,16 +435,19 @@ class Owner:
         group = self._settings.group
         assert self.admission is not None
         readable = True
+        observed = ObservedTime()
         while True:
             try:
                 leases = await asyncio.to_thread(self._leases.poll, group)
+                observed_ms = observed.read(time.monotonic())
                 applied = self.world.view.get(FLEET.name, 0)
-                ended: list[Lease] = await self.admission.update(leases, self.world.pools, applied)
+                ended: list[Lease] = await self.admission.update(leases, self.world.pools, applied, observed_ms)
                 for lease in ended:
                     await asyncio.to_thread(self._leases.forget, group, lease.worker_id, lease.token)
                 readable = True
             except LeaseError as error:
                 # Who cannot be asked about is not lost: the fleet stays as it is.
+                observed.failed()
                 if readable:
                     logger.warning("the leases cannot be read, trying again: %s", error)
                 readable = False

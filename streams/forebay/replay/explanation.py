@@ -109,6 +109,7 @@ class Waiting(Told, frozen=True, kw_only=True):
         least: the rank that was nearest to taking it.
         least_prefill_tokens: what that rank had to prefill.
         least_limit_tokens: above so many it takes no more.
+        suspects: The suspect workers that it waits for, if no other worker may take it; then the last four are empty.
     """
 
     offset: int
@@ -121,6 +122,7 @@ class Waiting(Told, frozen=True, kw_only=True):
     least: str
     least_prefill_tokens: int
     least_limit_tokens: float
+    suspects: tuple[str, ...] = ()
 
 
 class Seen(Told, frozen=True, kw_only=True):

@@ -5,7 +5,8 @@ import msgspec
 from forebay.core.disaggregation import as_prefilled, computed_by, place_prefill
 from forebay.core.eligibility import Ineligible
 from forebay.core.lifecycle import Request, queried, submitted
-from forebay.core.router import find
+from forebay.core.roster import Roster
+from forebay.core.router import find, find_doubted
 from forebay.core.world import World
 from forebay.events.base import U64_BYTES, hex_digest
 from forebay.events.decisions import KvReleased, PrefillPlace, RejectReason, RequestHeld
@@ -66,7 +67,11 @@ def waiting_of(world: World, offset: int, now_us: int, record: RequestHeld) -> W
     request = world.requests.get(record.request_id)
     pool = world.pools[record.pool]
     assert request is not None, "who is held is under way"
-    roster = find(world, pool, request)
+    try:
+        roster = find(world, pool, request)
+    except Ineligible as ineligible:
+        suspects = find_doubted(world, pool, request, ineligible)
+        return _waiting_for_suspects(suspects, offset, now_us, record)
     prefill = place_prefill(world, pool, request, roster) if pool.role == "decode" else None
     computing, among = computed_by(pool, roster, prefill)
     threshold = computing.router.queue.threshold
@@ -83,6 +88,23 @@ def waiting_of(world: World, offset: int, now_us: int, record: RequestHeld) -> W
         least=f"{least.worker.spec.worker_id}/{least.rank}",
         least_prefill_tokens=least.load.prefill_tokens,
         least_limit_tokens=threshold * least.worker.spec.max_num_batched_tokens,
+    )
+
+
+def _waiting_for_suspects(suspects: Roster, offset: int, now_us: int, record: RequestHeld) -> Waiting:
+    """Explain a request that only suspect workers may take."""
+    return Waiting(
+        offset=offset,
+        now_us=now_us,
+        pool=record.pool,
+        queue_class=record.queue_class,
+        ahead=record.ahead,
+        uncached_tokens=record.uncached_tokens,
+        threshold=0.0,
+        least="",
+        least_prefill_tokens=0,
+        least_limit_tokens=0.0,
+        suspects=tuple(dict.fromkeys(seat.worker.spec.worker_id for seat in suspects.seats)),
     )
 
 
@@ -106,6 +128,9 @@ def kept_out(world: World, event: Asked | None, reason: RejectReason) -> tuple[L
 
 def held_text(held: Waiting) -> str:
     """That it waits, and what for."""
+    if held.suspects:
+        text = f"held in the queue of class {held.queue_class}, behind {held.ahead}: only suspect workers may take it"
+        return f"{text}: {', '.join(held.suspects)}"
     load = f"{held.least_prefill_tokens:,} tokens to prefill, more than {held.least_limit_tokens:,.0f}"
     text = f"held in the queue of class {held.queue_class}, behind {held.ahead}: even {held.least} has {load}"
     return f"{text}; {held.uncached_tokens:,} tokens of the prompt are cached nowhere"

@@ -103,13 +103,21 @@ class Wake(Protocol):
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker's lease as the owner sees it. `expires_in_ms` is negative once it ran out."""
+    """A lease as the owner sees it: a worker's, or with the id of an ingress as `worker_id` that of an ingress.
+
+    Attributes:
+        expires_in_ms: Negative once it ran out.
+        deadline_ms: Changes with every renewal. On the store's clock, which may jump.
+        released: Whether its holder gave it up.
+    """
 
     worker_id: str
     token: str
     payload: bytes
     expires_in_ms: int
     ttl_ms: Annotated[int, msgspec.Meta(ge=1)]
+    deadline_ms: int = 0
+    released: bool = False
 
 
 class Leases(Protocol):
@@ -122,10 +130,10 @@ class Leases(Protocol):
         """Extend the lease. False when another incarnation holds it or it is gone."""
 
     def release(self, group: str, worker_id: str, token: str) -> None:
-        """Give the lease up, if this incarnation holds it."""
+        """Mark the lease as released, if this incarnation holds it. Polls show that until it is forgotten."""
 
     def poll(self, group: str) -> list[Lease]:
-        """Every lease of the group in worker order, run-out ones too."""
+        """Every lease of the group in worker order, run-out and released ones too."""
 
     def forget(self, group: str, worker_id: str, token: str) -> None:
         """Drop a run-out lease after the owner wrote its fact."""

@@ -1,7 +1,7 @@
 """Leases on Redis, by Lua scripts on the server's clock; `embedded_leases` runs the same in process.
 
 Never uses keyspace events (late, and lost while disconnected): owners poll deadlines. Keys outlive
-their deadline by far, so that an owner sees a lease that ran out and writes the fact.
+their deadline by far, so that an owner sees a lease that ran out or was released, and writes the fact.
 """
 
 import contextlib
@@ -29,15 +29,24 @@ end
 _ACQUIRE = f"""
 {_NOW}
 local ttl = tonumber(ARGV[4])
-redis.call('HSET', KEYS[1], 'token', ARGV[3], 'ttl_ms', ARGV[4], 'payload', ARGV[5])
+redis.call('HSET', KEYS[1], 'token', ARGV[3], 'ttl_ms', ARGV[4], 'payload', ARGV[5], 'released', '0')
 {_EXTEND}
 """
 _RENEW = f"""
 {_NOW}
-if redis.call('HGET', KEYS[1], 'token') ~= ARGV[3] then return 0 end
+local held = redis.call('HMGET', KEYS[1], 'token', 'released')
+if held[1] ~= ARGV[3] or held[2] == '1' then return 0 end
 local ttl = tonumber(ARGV[4])
 redis.call('HSET', KEYS[1], 'ttl_ms', ARGV[4])
 {_EXTEND}
+return 1
+"""
+# The keys stay as they would after a lease that ran out, so that the owner sees that this one was released.
+_RELEASE = f"""
+{_NOW}
+if redis.call('HGET', KEYS[1], 'token') ~= ARGV[2] then return 0 end
+redis.call('HSET', KEYS[1], 'released', '1')
+redis.call('ZADD', KEYS[2], now - 1, ARGV[1])
 return 1
 """
 _DROP = """
@@ -53,9 +62,10 @@ local found = {{}}
 local deadlines = redis.call('ZRANGE', KEYS[1], 0, -1, 'WITHSCORES')
 for i = 1, #deadlines, 2 do
   local worker = deadlines[i]
-  local lease = redis.call('HMGET', ARGV[1] .. worker, 'token', 'payload', 'ttl_ms')
+  local lease = redis.call('HMGET', ARGV[1] .. worker, 'token', 'payload', 'ttl_ms', 'released')
   if lease[1] then
-    found[#found + 1] = {{worker, lease[1], lease[2], deadlines[i + 1] - now, tonumber(lease[3])}}
+    local deadline = tonumber(deadlines[i + 1])
+    found[#found + 1] = {{worker, lease[1], lease[2], deadline - now, tonumber(lease[3]), deadline, lease[4] or '0'}}
   elseif worker ~= '' or tonumber(deadlines[i + 1]) <= now then
     redis.call('ZREM', KEYS[1], worker)
   end
@@ -101,6 +111,7 @@ class RedisLeases:
         self._namespace = _part(namespace)
         self._acquire = client.register_script(_ACQUIRE)
         self._renew = client.register_script(_RENEW)
+        self._release = client.register_script(_RELEASE)
         self._drop = client.register_script(_DROP)
         self._poll = client.register_script(_POLL)
         self._groups = client.register_script(_GROUPS)
@@ -123,11 +134,15 @@ class RedisLeases:
             return bool(self._renew(keys=self._keys(group, worker_id), args=args))
 
     def release(self, group: str, worker_id: str, token: str) -> None:
-        """Give the lease up, if this incarnation holds it. Raises LeaseError."""
-        self.forget(group, worker_id, token)
+        """Mark the lease as released, if this incarnation holds it: the owner tells that from a lease that vanished.
+
+        Raises LeaseError.
+        """
+        with _speaking():
+            self._release(keys=self._keys(group, worker_id), args=[_part(worker_id), token])
 
     def poll(self, group: str) -> list[Lease]:
-        """Every lease of the group in worker order, run-out ones too. Raises LeaseError."""
+        """Every lease of the group in worker order, run-out and released ones too. Raises LeaseError."""
         with _speaking():
             found = self._poll(keys=[self._deadlines_key(group)], args=[self._lease_key(group, "")])
         leases = [
@@ -137,8 +152,10 @@ class RedisLeases:
                 payload=payload,
                 expires_in_ms=expires_in_ms,
                 ttl_ms=ttl_ms,
+                deadline_ms=deadline_ms,
+                released=released == b"1",
             )
-            for worker, token, payload, expires_in_ms, ttl_ms in found
+            for worker, token, payload, expires_in_ms, ttl_ms, deadline_ms, released in found
         ]
         return sorted(leases, key=lambda lease: lease.worker_id)
 

@@ -79,7 +79,9 @@ def up(
     reasoning_parser: ReasoningParserOption = "auto",
     media_allow_host: MediaAllowHostOption = None,
     media_allow_private: MediaAllowPrivateOption = False,
-    lease_ttl_s: Annotated[float, typer.Option(min=0.1, help="A worker silent for this long is lost.")] = 30.0,
+    lease_ttl_s: Annotated[
+        float, typer.Option(min=0.1, help="A worker is lost after this long without a renewal of its lease.")
+    ] = 3.0,
     timeout_s: Annotated[float, typer.Option(min=0.001, max=86_400, help="For a whole request.")] = 600.0,
     snapshot_every: SnapshotEveryOption = 5_000,
     snapshot_age_s: SnapshotAgeOption = 300,

@@ -39,7 +39,7 @@ from forebay.transport.base import LeaseError, Leases
 from forebay.transport.directory import Directory
 from forebay.transport.kafka_topics import TopicPlan, count_topics, create_topics
 from forebay.workers.engine import Engine
-from forebay.workers.lease_keeper import LeaseKeeper
+from forebay.workers.lease_keeper import TTL_S, LeaseKeeper
 from forebay.workers.life import State
 from forebay.workers.metrics import WorkerMetrics
 from forebay.workers.probes import Probes
@@ -70,7 +70,9 @@ def worker(
     drain_s: Annotated[
         float, typer.Option(min=0.0, max=86_400.0, help="At SIGTERM, time to finish what is under way.")
     ] = 30.0,
-    lease_ttl_s: Annotated[float, typer.Option(min=0.1, help="Silent for this long, it is lost.")] = 30.0,
+    lease_ttl_s: Annotated[
+        float, typer.Option(min=0.1, help="The worker is lost after this long without a renewal of its lease.")
+    ] = TTL_S,
     metrics_port: MetricsPortOption = None,
     metrics_host: MetricsHostOption = LOOPBACK,
     verbose: VerboseOption = False,

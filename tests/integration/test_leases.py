@@ -1,0 +1,90 @@
+"""A cluster whose Redis is emptied, stopped and started again, and whose workers are killed: nobody else is lost."""
+
+import uuid
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+import pytest_asyncio
+import redis
+
+from forebay.events.fleet import WorkerLost
+from forebay.events.topics import FLEET
+from infra.cluster import Cluster
+from infra.local import local_redis
+from tests.integration.conftest import RUN, had_or_skipped
+from tests.integration.listeners import Listeners, listeners, problems, prompt
+
+WORKERS = ("w1", "w2", "w3")
+TOKENS = 60
+ROUNDS, PER_ROUND = 3, 20
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest.fixture(scope="module")
+def own_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A Redis of this module alone: its tests empty it."""
+    with had_or_skipped(local_redis(tmp_path_factory.mktemp("own-redis"))) as url:
+        yield url
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster(kafka: str, own_redis: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
+    folder = tmp_path_factory.mktemp("leases")
+    async with Cluster(kafka, own_redis, f"{RUN}-leases", folder) as running:
+        for name in WORKERS:
+            running.worker(name)
+        running.router("r1")
+        running.ingress("i1")
+        await running.until_serving(len(WORKERS))
+        yield running
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def clients(cluster: Cluster) -> AsyncIterator[Listeners]:
+    async with listeners(list(cluster.urls.values()), uuid.uuid4().hex[:8]) as speaking:
+        yield speaking
+
+
+async def lost(cluster: Cluster) -> list[WorkerLost]:
+    return [fact for fact in await cluster.events(FLEET) if isinstance(fact, WorkerLost)]
+
+
+async def test_emptying_redis_under_load_loses_no_request(cluster: Cluster, clients: Listeners, own_redis: str) -> None:
+    with redis.Redis.from_url(own_redis) as client:
+        for number in range(ROUNDS):
+            asked = [clients.ask(prompt(number * 1_000 + one), TOKENS) for one in range(PER_ROUND)]
+            for _ in range(2):
+                client.flushall()
+                await cluster.processes.until("leases are taken again", lambda: all_back(client, cluster))
+            await clients.all()
+            assert problems(asked, TOKENS) == []
+    assert await lost(cluster) == []
+    report = await cluster.verify()
+    assert report["verified"] == report["decisions"] == await cluster.decided()
+
+
+async def all_back(client: redis.Redis, cluster: Cluster) -> bool:
+    return len(list(client.scan_iter(match=f"{cluster.namespace}:lease:*"))) == len(WORKERS)
+
+
+async def test_a_killed_worker_is_lost_after_the_default_ttl_and_its_streams_go_on(
+    cluster: Cluster, clients: Listeners
+) -> None:
+    cluster.worker("w4", "--speedup", "0.1")
+    await cluster.until_serving(len(WORKERS) + 1)
+    streams = [clients.ask(prompt(9_000 + number), TOKENS) for number in range(12)]
+
+    async def begun() -> bool:
+        return all(one.text for one in streams)
+
+    await cluster.processes.until("every stream has begun", begun)
+    cluster.kill("w4")
+
+    async def gone() -> list[WorkerLost]:
+        return await lost(cluster)
+
+    (fact,) = await cluster.processes.until("w4 is lost", gone)
+    assert (fact.worker_id, fact.reason) == ("w4", "its lease of 3000 ms ran out")
+    await clients.all()
+    assert problems(streams, TOKENS) == []
