@@ -16,7 +16,7 @@ from forebay.ingress.errors import ApiError
 from forebay.ingress.ingress import GRACE_S, Ingress
 from forebay.ingress.render import Served, Shape
 from forebay.ingress.said import Said, joined
-from forebay.ingress.streams import TOKENS_MISSING, Stream, was_rejected
+from forebay.ingress.streams import TOKENS_MISSING, Stream, interruption, was_rejected
 
 DISCONNECTED = "client disconnected"
 TIMED_OUT = "deadline"
@@ -144,7 +144,7 @@ class Answer(Response):
             raise ApiError(504, "deadline_exceeded", f"no answer within {self._ingress.settings.timeout_s:g} s")
         if stream.broken == TOKENS_MISSING:
             raise ApiError(502, "tokens_missing", f"the answer has a gap after {stream.next_index} tokens")
-        raise ApiError(503, "log_unavailable", stream.broken or "the log is unavailable")
+        raise interruption(stream.broken)
 
     def _finish(self, ended: ResponseEnded) -> Said:
         if ended.error is not None:

@@ -12,6 +12,7 @@ from starlette.requests import ClientDisconnect
 
 from forebay.ingress.admin import add_admin, answer_route
 from forebay.ingress.answer import Answer, Asked
+from forebay.ingress.drain import DrainGate
 from forebay.ingress.embedding_answer import EmbeddingAnswer
 from forebay.ingress.embeddings import EmbeddingBody
 from forebay.ingress.errors import ApiError, internal_error
@@ -26,6 +27,9 @@ from forebay.ingress.render import Shape
 def build_app(ingress: Ingress, registry: CollectorRegistry, explainer: Explainer | None = None) -> FastAPI:
     """The application of one ingress; /metrics shows `registry`, without an `explainer` nothing is explained."""
     app = FastAPI(title="forebay", summary="OpenAI-compatible ingress", docs_url="/docs", redoc_url=None)
+    app.add_middleware(
+        DrainGate, drain=ingress.drain, refused=lambda error: ingress.metrics.refused.labels(error.code).inc()
+    )
     _add_errors(app, ingress)
     _add_completions(app, ingress)
     _add_embeddings(app, ingress)

@@ -10,7 +10,7 @@ from forebay.ingress.answer import DISCONNECTED, TIMED_OUT, send_error
 from forebay.ingress.embeddings import EmbeddingBody, embeddings, part_id, vector_of
 from forebay.ingress.errors import ApiError
 from forebay.ingress.ingress import GRACE_S, Ingress, Prepared
-from forebay.ingress.streams import was_rejected
+from forebay.ingress.streams import interruption, was_rejected
 
 ENDPOINT = "embeddings"
 AT_ONCE = 64  # parts of one request under way: the others' requests come between them
@@ -89,7 +89,8 @@ class EmbeddingAnswer(Response):
                     await stream.ready()
                     stream.take()  # an embedding says no tokens; those of a wrong engine are not waited for
                 if stream.ended is None:
-                    raise ApiError(503, "log_unavailable", stream.broken or "the log is unavailable")
+                    self._reason = stream.broken or self._reason
+                    raise interruption(stream.broken)
                 if was_rejected(stream):
                     ingress.metrics.rejected(ENDPOINT)
                 return vector_of(stream)

@@ -31,6 +31,7 @@ from forebay.ingress.adapters import Adapters
 from forebay.ingress.commands import Commands
 from forebay.ingress.composer import Plan
 from forebay.ingress.door_topics import require_patterns
+from forebay.ingress.drain import Drain
 from forebay.ingress.embeddings import EmbeddingBody
 from forebay.ingress.errors import ApiError, Unusable, invalid
 from forebay.ingress.media import MediaFetcher
@@ -43,7 +44,7 @@ from forebay.ingress.openai import ChatBody, CompletionBody, TextBody
 from forebay.ingress.parsing import AUTO, Parsing, Splitting
 from forebay.ingress.routing import refuse_hints, routing_headers, routing_of
 from forebay.ingress.sampling import sampling_of
-from forebay.ingress.streams import ReplyReader, Stream
+from forebay.ingress.streams import ReplyReader, Stream, interruption
 from forebay.ingress.thresholds import Thresholds
 from forebay.transport.base import Draft, Log, LogError, LogFull
 
@@ -163,6 +164,7 @@ class Ingress:
         self.why_not_ready: Callable[[], str] = lambda: NO_WORKER
         self.told_ready: dict[str, str] = {}
         self.has_owner: Callable[[], bool] = lambda: True
+        self.drain = Drain()
         self.place = place
         self.replies = ReplyReader(log, settings.model_name, settings.reply_slot, reply_from, metrics.undecodable.inc)
         self.thresholds = Thresholds(log, place, metrics.undecodable.inc)
@@ -285,7 +287,7 @@ class Ingress:
         finally:
             self.replies.close_query(request_id)
         if isinstance(told, str):
-            raise ApiError(503, "log_unavailable", told)
+            raise interruption(told)
         if told.error is not None:
             raise ApiError(told.error.status, told.error.code, told.error.message)
         return told

@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterator
 import uvicorn
 from fastapi import FastAPI
 
+from forebay.ingress.drain import AT_ONCE_S, Drain
 from forebay.ingress.errors import Unusable
 
 BACKLOG = 2048
 # Longer than clients keep an idle connection (httpx and with it openai: 5 s): who closes first must not be us, or a
 # request that is on its way is lost.
 KEEP_ALIVE_S = 75
-SHUTDOWN_S = 10  # streams that are still under way when the server is told to stop
+CUT_S = 1  # for the last bytes, after a drain
 
 
 class PortTaken(Unusable):
@@ -98,6 +99,31 @@ def build_server(app: FastAPI, on_started: Callable[[], None] = lambda: None) ->
         date_header=False,
         backlog=BACKLOG,
         timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=SHUTDOWN_S,
+        timeout_graceful_shutdown=CUT_S,
     )
     return Server(config, on_started)
+
+
+async def serve_until_drained(
+    server: Server, listener: socket.socket, drain: Drain, interrupt: Callable[[str], None], drain_s: float
+) -> None:
+    """Serve until the drain is over: `drain_s` for what is in flight, then `interrupt` is called.
+
+    When cancelled, requests in flight are interrupted at once.
+    """
+    serving = asyncio.create_task(server.serve(sockets=[listener]), name="http")
+    draining = asyncio.create_task(drain.run(interrupt, drain_s), name="drain")
+    try:
+        await asyncio.wait((serving, draining), return_when=asyncio.FIRST_COMPLETED)
+        if draining.done():
+            draining.result()
+        server.should_exit = True
+        await serving
+    except asyncio.CancelledError:
+        await drain.cut(interrupt, AT_ONCE_S)
+        raise
+    finally:
+        for task in (serving, draining):
+            task.cancel()
+        await asyncio.gather(serving, draining, return_exceptions=True)
+        listener.close()

@@ -11,7 +11,8 @@ from forebay.core.replies import Reply, apply
 from forebay.events.codec import DecodeError, decode
 from forebay.events.tokens import CommandTold, RouteTold, TokenEvent, TokenLogprob
 from forebay.events.topics import TOKENS
-from forebay.ingress.errors import RETRY_STATUSES
+from forebay.ingress.drain import SHUTTING_DOWN
+from forebay.ingress.errors import RETRY_STATUSES, ApiError
 from forebay.transport.base import Log, LogError
 
 logger = logging.getLogger(__name__)
@@ -173,3 +174,10 @@ def was_rejected(reply: Reply) -> bool:
     """Whether no worker could take the request for now."""
     error = None if reply.ended is None else reply.ended.error
     return error is not None and error.status in RETRY_STATUSES and not reply.next_index
+
+
+def interruption(reason: str | None) -> ApiError:
+    """Return the error for a client whose response was interrupted for this reason."""
+    if reason == SHUTTING_DOWN:
+        return ApiError(503, "shutting_down", SHUTTING_DOWN)
+    return ApiError(503, "log_unavailable", reason or "the log is unavailable")

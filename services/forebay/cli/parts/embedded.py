@@ -11,6 +11,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import typer
 import uvloop
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
@@ -34,7 +35,7 @@ from forebay.ingress.explainer import Explainer
 from forebay.ingress.ingress import NO_PREFILL_WORKER, NO_WORKER, Ingress, IngressSettings
 from forebay.ingress.metrics import IngressMetrics
 from forebay.ingress.model import Model
-from forebay.ingress.server import build_server, listen
+from forebay.ingress.server import build_server, listen, serve_until_drained
 from forebay.live.metrics import OwnerMetrics
 from forebay.live.owner import GroupSettings, Owner
 from forebay.live.retention import Retention
@@ -51,6 +52,7 @@ from forebay.workers.worker import Worker
 logger = logging.getLogger(__name__)
 
 PARTITION = 0  # of the control topics: one process serves one group
+DRAIN_S = 7.0  # with CLOSE_S, CUT_S and no more than 10 s in all: Ctrl-C must not seem to do nothing
 
 OnReady = Callable[[DisaggConfig], None]  # told who computes prompts
 Caches = dict[tuple[str, int], list[int]]
@@ -115,14 +117,25 @@ def _on_signals(loop: asyncio.AbstractEventLoop, act: Callable[[], None]) -> Non
 async def _serve_until(stop: asyncio.Event, system: _System, listener: socket.socket, on_ready: OnReady) -> None:
     loop = asyncio.get_running_loop()
     server = build_server(system.app, lambda: on_ready(system.disagg))
-    serving = loop.create_task(server.serve(sockets=[listener]), name="http")
-    stopping = loop.create_task(stop.wait(), name="signal")
-    await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
-    stopping.cancel()
-    server.should_exit = True
+    ingress, drain = system.ingress, system.ingress.drain
+    serving = serve_until_drained(server, listener, drain, ingress.replies.interrupt_all, DRAIN_S)
+
+    async def drain_at_signal() -> None:
+        await stop.wait()
+        _on_signals(loop, drain.hurry)
+        if drain.in_flight:
+            typer.echo(
+                f"forebay: waits up to {DRAIN_S:g} s for {drain.in_flight} requests in flight; "
+                "a second signal ends them at once"
+            )
+        drain.begin()
+
+    stopping = loop.create_task(drain_at_signal(), name="signal")
+    try:
+        await serving
+    finally:
+        stopping.cancel()
     await system.explainer.close()
-    await serving
-    system.ingress.replies.interrupt_all("the server is stopping")
 
 
 @asynccontextmanager

@@ -64,6 +64,10 @@ def ingress(
             "NAMESPACE.replies.* when left out."
         ),
     ] = None,
+    drain_s: Annotated[
+        float,
+        typer.Option(min=0.0, max=86_400.0, help="At SIGTERM, refuse new requests and wait this long for the others."),
+    ] = 60.0,
     verbose: VerboseOption = False,
 ) -> None:
     """Serve the OpenAI API of a distributed system, and its topic door."""
@@ -90,4 +94,4 @@ def ingress(
             media=MediaSettings(names("--media-allow-host", media_allow_host), media_allow_private),
             reply_topics=tuple(reply_topic or ()),
         )
-        serve(cluster, (host, port), model, settings)
+        serve(cluster, (host, port), model, settings, drain_s)

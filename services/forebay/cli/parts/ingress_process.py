@@ -13,17 +13,19 @@ from prometheus_client import CollectorRegistry
 from xxhash import xxh3_64_intdigest
 
 from forebay.cli.common.cluster import Cluster, connected, run_service, until_signal
+from forebay.cli.common.shutdown import STOP_S
 from forebay.events.topics import TOKENS
 from forebay.ingress.app import build_app
 from forebay.ingress.door import Door
 from forebay.ingress.door_metrics import DoorMetrics
+from forebay.ingress.drain import Drain
 from forebay.ingress.errors import ApiError
 from forebay.ingress.explain_worker import Source
 from forebay.ingress.explainer import Explainer
 from forebay.ingress.ingress import NO_OWNER, NO_PREFILL_WORKER, NO_WORKER, Ingress, IngressSettings
 from forebay.ingress.metrics import IngressMetrics
 from forebay.ingress.model import DEFAULT_MODEL, Model
-from forebay.ingress.server import build_server, listen
+from forebay.ingress.server import build_server, listen, serve_until_drained
 from forebay.transport.directory import Directory
 from forebay.transport.heartbeats import HeartbeatMetrics, RouterHeartbeats
 from forebay.transport.kafka_topics import count_topics
@@ -31,11 +33,13 @@ from forebay.transport.kafka_topics import count_topics
 POLL_S = 1.0  # between two looks whether prompts must be computed by prefill workers
 
 
-def serve(cluster: Cluster, address: tuple[str, int], model: Path | None, settings: IngressSettings) -> None:
+def serve(
+    cluster: Cluster, address: tuple[str, int], model: Path | None, settings: IngressSettings, drain_s: float
+) -> None:
     """Serve until SIGINT or SIGTERM. Raises Unusable for what cannot be started with, LogError when the log fails."""
     loaded = Model(model or DEFAULT_MODEL)
     listener = listen(*address)
-    run_service(_run(cluster, loaded, settings, listener))
+    run_service(_run(cluster, loaded, settings, listener, drain_s))
 
 
 class Readiness:
@@ -97,7 +101,29 @@ async def _enforced(ingress: Ingress) -> bool:
     return any(disagg.enforce and disagg.policy == "always" for _, served, disagg in pools if served == model)
 
 
-async def _run(cluster: Cluster, model: Model, settings: IngressSettings, listener: socket.socket) -> None:
+async def _until_draining(part: Awaitable[None], drain: Drain) -> None:
+    """Run a part until the drain begins, and wait on. Its requests are handed over to other ingresses."""
+    running = asyncio.ensure_future(part)
+    beginning = asyncio.create_task(drain.wait_begun())
+    try:
+        await asyncio.wait((running, beginning), return_when=asyncio.FIRST_COMPLETED)
+        if running.done():
+            await running
+            return
+        running.cancel()
+        await asyncio.wait((running,))
+        if not running.cancelled():
+            running.result()
+        await asyncio.Event().wait()
+    finally:
+        for task in (running, beginning):
+            task.cancel()
+        await asyncio.gather(running, beginning, return_exceptions=True)
+
+
+async def _run(
+    cluster: Cluster, model: Model, settings: IngressSettings, listener: socket.socket, drain_s: float
+) -> None:
     registry = CollectorRegistry()
     counts = await count_topics(cluster.kafka)
     slot = xxh3_64_intdigest(settings.ingress_id.encode()) % counts.replies
@@ -119,13 +145,19 @@ async def _run(cluster: Cluster, model: Model, settings: IngressSettings, listen
         text = f"forebay: ingress {settings.ingress_id} serves {settings.model_name} on http://{address}:{port}/v1"
         server = build_server(build_app(ingress, registry, explainer), partial(typer.echo, text))
 
+        drain = ingress.drain
+
         async def stop() -> None:
-            server.should_exit = True
-            await explainer.close()
+            typer.echo(
+                f"forebay: ingress {settings.ingress_id} refuses new requests and waits up to {drain_s:g} s for "
+                f"{drain.in_flight} in flight; a second signal ends it at once"
+            )
+            drain.begin()
 
         door = Door(log, ingress, DoorMetrics(registry), counts.replies)
-        serving = server.serve(sockets=[listener])
+        serving = serve_until_drained(server, listener, drain, ingress.replies.interrupt_all, drain_s)
+        parts = serving, ingress.run(), _until_draining(door.run(), drain), ready.run(), directory.run()
         try:
-            await until_signal(serving, ingress.run(), door.run(), ready.run(), directory.run(), stop=stop)
+            await until_signal(*parts, stop=stop, stop_s=drain_s + STOP_S)
         finally:
             await explainer.close()
