@@ -15,7 +15,7 @@ from forebay.events.requests import RequestCancelled, RequestSubmitted, Sampling
 from forebay.events.tokens import ResponseEnded, TokensEmitted
 from forebay.events.topics import DECISIONS, REQUESTS, TOKENS, Topic
 from forebay.live.owner import GroupSettings, Owner
-from forebay.transport.base import Draft, Log
+from forebay.transport.base import Draft, Leases, Log
 from forebay.transport.redis_leases import embedded_leases
 from forebay.transport.sqlite_log import SqliteLog
 from forebay.workers.lease_keeper import LeaseKeeper
@@ -123,9 +123,11 @@ class System:
         await asyncio.gather(task, return_exceptions=True)
 
     @asynccontextmanager
-    async def owned(self, log: Log | None = None, **changes: Any) -> AsyncIterator[Owner]:
+    async def owned(
+        self, log: Log | None = None, ingress_leases: Leases | None = None, **changes: Any
+    ) -> AsyncIterator[Owner]:
         """Run an owner, on `log` in place of the system's when given."""
-        owner = Owner(log or self.log, self.leases, settings(**changes))
+        owner = Owner(log or self.log, self.leases, settings(**changes), ingress_leases=ingress_leases)
         await owner.start()
         running = asyncio.create_task(owner.run())
         try:

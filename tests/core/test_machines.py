@@ -31,6 +31,7 @@ from forebay.events.progress import (
     RequestFinished,
     TransferFailed,
 )
+from forebay.events.snapshots import WorkerState
 from tests.core.worlds import ENCODED, joined, prefilled_by, request
 
 # Block identity
@@ -96,6 +97,7 @@ def test_facts_of_other_epochs_and_older_owners_are_void() -> None:
     restored = Fleet()
     restored.restore_owner(fleet.owner_epoch)
     for chunk in fleet.snapshot():
+        assert isinstance(chunk, WorkerState)
         restored.restore(chunk)
     assert restored.digest() == before
 

@@ -1,14 +1,17 @@
 """A cluster whose Redis is emptied, stopped and started again, and whose workers are killed: nobody else is lost."""
 
+import contextlib
 import uuid
 from collections.abc import AsyncIterator, Iterator
 
+import httpx
 import pytest
 import pytest_asyncio
 import redis
 
-from forebay.events.fleet import WorkerLost
-from forebay.events.topics import FLEET
+from forebay.events.decisions import RequestAborted
+from forebay.events.fleet import IngressLost, WorkerLost
+from forebay.events.topics import DECISIONS, FLEET
 from infra.cluster import Cluster
 from infra.local import local_redis
 from tests.integration.conftest import RUN, had_or_skipped
@@ -60,8 +63,6 @@ async def test_emptying_redis_under_load_loses_no_request(cluster: Cluster, clie
             await clients.all()
             assert problems(asked, TOKENS) == []
     assert await lost(cluster) == []
-    report = await cluster.verify()
-    assert report["verified"] == report["decisions"] == await cluster.decided()
 
 
 async def all_back(client: redis.Redis, cluster: Cluster) -> bool:
@@ -88,3 +89,36 @@ async def test_a_killed_worker_is_lost_after_the_default_ttl_and_its_streams_go_
     assert (fact.worker_id, fact.reason) == ("w4", "its lease of 3000 ms ran out")
     await clients.all()
     assert problems(streams, TOKENS) == []
+
+
+async def test_requests_of_a_killed_ingress_are_aborted_and_of_a_stopped_one_finished(cluster: Cluster) -> None:
+    for name in ("i2", "i3"):
+        cluster.ingress(name)
+    await cluster.until_serving(len(WORKERS))
+    prefix = uuid.uuid4().hex[:8]
+    async with listeners([cluster.urls["i2"]], f"{prefix}-killed") as killed:
+        async with listeners([cluster.urls["i3"]], f"{prefix}-stopped") as stopped:
+            orphans = [killed.ask(prompt(20_000 + number), 5_000) for number in range(8)]
+            others = [stopped.ask(prompt(30_000 + number), 200) for number in range(8)]
+
+            async def begun() -> bool:
+                return all(one.text for one in orphans + others)
+
+            await cluster.processes.until("every stream has begun", begun)
+            cluster.kill("i2")
+            await cluster.stop("i3", within_s=90.0)
+            await stopped.all()
+            assert problems(others, 200) == []
+
+            async def aborted() -> bool:
+                made = [one for one in await cluster.events(DECISIONS) if isinstance(one, RequestAborted)]
+                found = {one.request_id for one in made if one.reason == "ingress_lost"}
+                return found == {one.request_id for one in orphans}
+
+            await cluster.processes.until("the orphans are aborted", aborted)
+        with contextlib.suppress(httpx.TransportError):
+            await killed.all()
+    facts = {fact.ingress_id: fact.reason for fact in await cluster.events(FLEET) if isinstance(fact, IngressLost)}
+    assert facts == {"i2": "its lease of 3000 ms ran out", "i3": "its lease was released"}
+    report = await cluster.verify()
+    assert report["verified"] == report["decisions"] == await cluster.decided()

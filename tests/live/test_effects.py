@@ -59,6 +59,7 @@ STATUSES = {
     "prefill_failed": (502, "prefill_failed"),
     "prefill_refused": (400, "prefill_refused"),
     "pinned_worker_lost": (503, "pinned_worker_lost"),
+    "ingress_lost": (503, "ingress_lost"),
 }
 
 

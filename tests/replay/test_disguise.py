@@ -48,7 +48,14 @@ KEPT = {
     ("PoolConfigured", "model"),
     ("ClassDeficit", "name"),
 }
-FREE_TEXTS = ("WorkerSuspect", "WorkerRecovered", "WorkerDraining", "WorkerLost", "RequestCancelled")  # as `reason`
+FREE_TEXTS = (  # as `reason`
+    "WorkerSuspect",
+    "WorkerRecovered",
+    "WorkerDraining",
+    "WorkerLost",
+    "IngressLost",
+    "RequestCancelled",
+)
 HASHES = {"parent_hash", "tie_seed", "nonce", "content", "seed"}
 TOKENS = {"token_id", "stop_token_ids"}  # of which a client chose to speak
 WITHHELD = {"token_ids", "content", "descriptor"}  # packed, and not as long as they were

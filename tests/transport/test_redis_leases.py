@@ -192,6 +192,14 @@ def test_namespaces_do_not_meet(client: redis.Redis) -> None:
     assert (tokens(one), tokens(other)) == ({"w": "t1"}, {"w": "t2"})
 
 
+def test_leases_of_ingresses_and_workers_do_not_meet(client: redis.Redis) -> None:
+    workers, ingresses = RedisLeases(client, "ns"), RedisLeases(client, "ns", "ingress")
+    ingresses.acquire(GROUP, "w", "t1", b"", LONG_MS)
+    assert workers.groups() == [], "an ingress alone places no group"
+    workers.acquire(GROUP, "w", "t2", b"", LONG_MS)
+    assert (tokens(workers), tokens(ingresses)) == ({"w": "t2"}, {"w": "t1"})
+
+
 def test_a_server_that_lost_its_scripts_gets_them_again(leases: RedisLeases, client: redis.Redis) -> None:
     leases.acquire(GROUP, "w", "t", b"", LONG_MS)
     client.script_flush()

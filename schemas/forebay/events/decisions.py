@@ -160,6 +160,7 @@ AbortReason = Literal[
     "prefill_failed",
     "prefill_refused",
     "pinned_worker_lost",
+    "ingress_lost",
 ]
 
 

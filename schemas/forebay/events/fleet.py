@@ -95,8 +95,36 @@ class WorkerLost(WorkerFact, tag="fleet.worker_lost", frozen=True, kw_only=True)
     """The lease was released, ran out or was not taken again: the worker's cache and requests are gone."""
 
 
+class IngressFact(FleetEvent, frozen=True, kw_only=True):
+    """A fact about one incarnation of an ingress: a new process of the same ingress id has another."""
+
+    ingress_id: Name
+    incarnation: Name
+
+
+class IngressJoined(IngressFact, tag="fleet.ingress_joined", frozen=True, kw_only=True):
+    """An ingress took a lease. Only then can it be lost."""
+
+    lease_ttl_ms: Count = 0  # for a later owner that does not find the lease; 0 for unknown
+
+
+class IngressLost(IngressFact, tag="fleet.ingress_lost", frozen=True, kw_only=True):
+    """The lease of an ingress was released, ran out or was not taken again: its HTTP requests are aborted."""
+
+    reason: str = ""
+
+
 class OwnershipAnnounced(FleetEvent, tag="fleet.owner_claimed", frozen=True, kw_only=True):
     """The owner of `owner_epoch` speaks from here on; fleet facts of lower epochs are void."""
 
 
-AnyFleetEvent = WorkerJoined | WorkerSuspect | WorkerRecovered | WorkerDraining | WorkerLost | OwnershipAnnounced
+AnyFleetEvent = (
+    WorkerJoined
+    | WorkerSuspect
+    | WorkerRecovered
+    | WorkerDraining
+    | WorkerLost
+    | IngressJoined
+    | IngressLost
+    | OwnershipAnnounced
+)

@@ -72,6 +72,14 @@ class WorkerState(Part, tag_field="type", tag="worker_state", frozen=True, kw_on
     lease_ttl_ms: Count = 0
 
 
+class IngressState(Part, tag_field="type", tag="ingress_state", frozen=True, kw_only=True):
+    """One ingress that has a lease."""
+
+    ingress_id: Name
+    incarnation: Name
+    lease_ttl_ms: Count = 0
+
+
 class RequestState(Part, tag_field="type", tag="request_state", frozen=True, kw_only=True):
     """One request under way; `offset` is that of its `RequestSubmitted`, which holds the prompt.
 
@@ -111,6 +119,7 @@ class RequestState(Part, tag_field="type", tag="request_state", frozen=True, kw_
     prefilled_due_us: int = 0
     begun: bool = False
     decoder_id: str = ""
+    ingress: str = ""
 
     def __post_init__(self) -> None:
         require_packed("sequence_hashes", self.sequence_hashes, U64_BYTES)
@@ -256,6 +265,7 @@ Chunk = (
     | IndexCursor
     | RoutedBlocks
     | WorkerState
+    | IngressState
     | RequestState
     | Remembered
     | Booking

@@ -65,6 +65,7 @@ class IngressSettings:
     Attributes:
         model_name: the one model it serves.
         ingress_id: names this process.
+        incarnation: Of its lease, which tells it from an earlier process of the same id; empty if it takes none.
         block_size: tokens a KV block, as the pool has it; None reads that off the log.
         reply_slot: the partition of `tokens` that it reads.
         body_bytes_max: larger bodies are refused with 413.
@@ -94,6 +95,7 @@ class IngressSettings:
     reasoning_parser: str = AUTO
     media: MediaSettings = PUBLIC_ONLY
     reply_topics: tuple[str, ...] = ()
+    incarnation: str = ""
 
     def __post_init__(self) -> None:
         require_patterns(self.reply_topics)
@@ -217,9 +219,16 @@ class Ingress:
         return self.settings.block_size or await self.thresholds.block_size(self.settings.model_name)
 
     def submission(
-        self, request_id: str, prepared: Prepared, *, reply_slot: int, reply_from: int, nonce: int
+        self,
+        request_id: str,
+        prepared: Prepared,
+        *,
+        reply_slot: int,
+        reply_from: int,
+        nonce: int,
+        incarnation: str = "",
     ) -> RequestSubmitted:
-        """A request as it goes on the log; the last three are as in `RequestSubmitted`."""
+        """A request as it goes on the log; the last four are as in `RequestSubmitted`."""
         settings, prompt = self.settings, prepared.prompt
         return RequestSubmitted(
             request_id=request_id,
@@ -239,6 +248,7 @@ class Ingress:
             routing=prepared.routing,
             task=prepared.task,
             media=prompt.media,
+            ingress_incarnation=incarnation,
         )
 
     async def submit(self, request_id: str, prepared: Prepared) -> Stream:
@@ -250,6 +260,7 @@ class Ingress:
             reply_slot=self.settings.reply_slot,
             reply_from=self.replies.position,
             nonce=int.from_bytes(os.urandom(8), "little"),
+            incarnation=self.settings.incarnation,
         )
         stream = self.replies.open(request_id)
         submitted = False

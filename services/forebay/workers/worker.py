@@ -20,6 +20,8 @@ import msgspec
 from forebay.events.codec import DecodeError
 from forebay.events.fleet import (
     AnyFleetEvent,
+    IngressJoined,
+    IngressLost,
     OwnershipAnnounced,
     WorkerDraining,
     WorkerJoined,
@@ -280,8 +282,8 @@ class Worker:
             case WorkerDraining():
                 if self._drain is not None and event.worker_epoch == self.worker_epoch:
                     self._drain.announced |= event.worker_id == self.spec.worker_id
-            case WorkerSuspect() | WorkerRecovered():
-                pass  # the owner's business: it sends nothing new meanwhile
+            case WorkerSuspect() | WorkerRecovered() | IngressJoined() | IngressLost():
+                pass  # the owner's business: it sends nothing new meanwhile, or cancels work
             case _:
                 assert_never(event)
 

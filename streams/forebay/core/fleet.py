@@ -20,6 +20,8 @@ from forebay.core.machine import IllegalTransition
 from forebay.events.base import U64_MASK
 from forebay.events.fleet import (
     AnyFleetEvent,
+    IngressJoined,
+    IngressLost,
     OwnershipAnnounced,
     WorkerDraining,
     WorkerFact,
@@ -29,7 +31,7 @@ from forebay.events.fleet import (
     WorkerSpec,
     WorkerSuspect,
 )
-from forebay.events.snapshots import WorkerState
+from forebay.events.snapshots import IngressState, WorkerState
 
 
 class WorkerPhase(StrEnum):
@@ -70,11 +72,21 @@ class Worker:
     lease_ttl_ms: int = 0  # decides nothing here, so it is not in the digest
 
 
+@dataclass(frozen=True, slots=True)
+class Ingress:
+    """An ingress that has a lease, in one incarnation."""
+
+    ingress_id: str
+    incarnation: str
+    lease_ttl_ms: int = 0
+
+
 class Fleet:
-    """The members, by worker id."""
+    """The members, by worker id, and the ingresses that have leases."""
 
     def __init__(self) -> None:
         self._workers: dict[str, Worker] = {}
+        self._ingresses: dict[str, Ingress] = {}
         self._owner_epoch = -1
         self._sum = 0
 
@@ -88,6 +100,10 @@ class Fleet:
     def workers(self) -> list[Worker]:
         """All members in order of worker id."""
         return [self._workers[worker_id] for worker_id in sorted(self._workers)]
+
+    def ingresses(self) -> list[Ingress]:
+        """Return the ingresses that have leases, in order of ingress id."""
+        return [self._ingresses[ingress_id] for ingress_id in sorted(self._ingresses)]
 
     def apply(self, event: AnyFleetEvent, offset: int) -> Worker | None:
         """Fold the event at `offset` of the topic; the worker that it is about, None for none.
@@ -105,6 +121,12 @@ class Fleet:
                 return self._join(event, offset)
             case WorkerSuspect() | WorkerRecovered() | WorkerDraining() | WorkerLost():
                 return self._move(event)
+            case IngressJoined():
+                self._join_ingress(event)
+                return None
+            case IngressLost():
+                self._lose_ingress(event)
+                return None
             case _:
                 assert_never(event)
 
@@ -128,8 +150,8 @@ class Fleet:
         """64 bits over all members and the newest owner epoch."""
         return (self._sum + self._owner_epoch) & U64_MASK
 
-    def snapshot(self) -> Iterator[WorkerState]:
-        """One fact for each member."""
+    def snapshot(self) -> Iterator[WorkerState | IngressState]:
+        """One fact for each member, then one for each ingress."""
         for worker in self.workers():
             yield WorkerState(
                 spec=worker.spec,
@@ -140,6 +162,8 @@ class Fleet:
                 phase=worker.phase,
                 lease_ttl_ms=worker.lease_ttl_ms,
             )
+        for one in self.ingresses():
+            yield IngressState(ingress_id=one.ingress_id, incarnation=one.incarnation, lease_ttl_ms=one.lease_ttl_ms)
 
     def restore(self, chunk: WorkerState) -> Worker:
         """Take in one member of a snapshot."""
@@ -155,6 +179,10 @@ class Fleet:
         self._workers[chunk.spec.worker_id] = worker
         self._sum += _term(worker)
         return worker
+
+    def restore_ingress(self, chunk: IngressState) -> None:
+        """Take in one ingress of a snapshot."""
+        self._add_ingress(Ingress(chunk.ingress_id, chunk.incarnation, chunk.lease_ttl_ms))
 
     def restore_owner(self, owner_epoch: int) -> None:
         """Take in the newest owner epoch of a snapshot."""
@@ -173,6 +201,22 @@ class Fleet:
         self._workers[worker_id] = worker
         self._sum += _term(worker)
         return worker
+
+    def _join_ingress(self, event: IngressJoined) -> None:
+        if event.ingress_id in self._ingresses:
+            raise IllegalTransition(f"the ingress {event.ingress_id} is a member already")
+        self._add_ingress(Ingress(event.ingress_id, event.incarnation, event.lease_ttl_ms))
+
+    def _add_ingress(self, ingress: Ingress) -> None:
+        self._ingresses[ingress.ingress_id] = ingress
+        self._sum += _ingress_term(ingress)
+
+    def _lose_ingress(self, event: IngressLost) -> None:
+        ingress = self._ingresses.get(event.ingress_id)
+        if ingress is None or ingress.incarnation != event.incarnation:
+            raise IllegalTransition(f"the ingress {event.ingress_id} is no member as {event.incarnation}")
+        del self._ingresses[event.ingress_id]
+        self._sum -= _ingress_term(ingress)
 
     def _move(self, event: WorkerSuspect | WorkerRecovered | WorkerDraining | WorkerLost) -> Worker:
         worker = self._workers.get(event.worker_id)
@@ -194,3 +238,7 @@ def _term(worker: Worker) -> int:
     text = f"{worker.lease}\0{worker.slot}\0{worker.worker_epoch}\0{worker.from_offset}\0{worker.phase}\0"
     # As a map, not as a struct: how long the head of one is depends on how many fields there could be.
     return xxh3_64_intdigest(text.encode() + encode(msgspec.to_builtins(worker.spec)))
+
+
+def _ingress_term(ingress: Ingress) -> int:
+    return xxh3_64_intdigest(f"ingress\0{ingress.ingress_id}\0{ingress.incarnation}".encode())

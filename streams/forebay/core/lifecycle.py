@@ -62,7 +62,8 @@ class Request:
     to `encoder_id`; they lie where `encoded` says. `stage` is that of its last routing. `prefills` is the last attempt
     to compute its prompt elsewhere, sent to `prefiller_id`; its KV lies where `prefilled` says, until
     `prefilled_due_us`; `decoder_id` was to fetch it last. `begun` is whether tokens of the answer were said, of a
-    decode pool's requests. `sent` has attempt, worker and epoch of each routing since the request was submitted or
+    decode pool's requests. `ingress` is the incarnation of the ingress whose HTTP client waits; empty if none does.
+    `sent` has attempt, worker and epoch of each routing since the request was submitted or
     restored: no state, it only tells late progress from progress of a worker that never had the request.
     """
 
@@ -100,6 +101,7 @@ class Request:
     prefilled_due_us: int = 0
     begun: bool = False
     decoder_id: str = ""
+    ingress: str = ""
     sent: list[tuple[int, str, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -110,7 +112,8 @@ class Request:
         )
         # What has no media is told as it was before there were any.
         media = b"\0%d" % self.media_tokens if self.media_tokens else b""
-        self.asked = xxh3_64_intdigest(text.encode() + hints + media, self.content)
+        ingress = f"\0ingress\0{self.ingress}".encode() if self.ingress else b""
+        self.asked = xxh3_64_intdigest(text.encode() + hints + media + ingress, self.content)
 
     @property
     def on_worker(self) -> bool:
@@ -440,6 +443,7 @@ def submitted(event: RequestSubmitted, pool: str, offset: int, now_us: int) -> R
         lora_name=event.lora_name,
         task=event.task,
         media_tokens=sum(one.tokens for one in event.media),
+        ingress=event.ingress_incarnation,
     )
 
 

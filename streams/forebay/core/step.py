@@ -13,6 +13,7 @@ from forebay.core.foreign import is_foreign
 from forebay.core.lifecycle import Request
 from forebay.core.machine import IllegalTransition
 from forebay.core.operate import answered, command, end_commands
+from forebay.core.orphans import abort_orphans
 from forebay.core.phases import Phase
 from forebay.core.world import World
 from forebay.events.base import hex_digest
@@ -26,6 +27,8 @@ from forebay.events.control import (
 from forebay.events.decisions import Advanced, CacheResyncRequested
 from forebay.events.fleet import (
     AnyFleetEvent,
+    IngressJoined,
+    IngressLost,
     OwnershipAnnounced,
     WorkerDraining,
     WorkerJoined,
@@ -121,7 +124,7 @@ def _decide(world: World, event: InputEvent | None, offset: int) -> list[Decided
             return [query(world, event)]
         case WorkerJoined() | WorkerSuspect() | WorkerRecovered() | WorkerDraining() | WorkerLost():
             return _fleet(world, event, offset)
-        case OwnershipAnnounced():
+        case OwnershipAnnounced() | IngressJoined() | IngressLost():
             return _fleet(world, event, offset)
         case PoolConfigured():
             world.configure(event)
@@ -257,6 +260,8 @@ def _fleet(world: World, event: AnyFleetEvent, offset: int) -> list[Decided]:
                 world.on_loss(event, worker)
             decided = lose(world, worker)
             decided += end_commands(world, world.commands.leave(worker.spec.worker_id, worker.worker_epoch))
+        case IngressLost():
+            decided = abort_orphans(world, event)
         case _:
             pass
     # A worker that goes sets free who waited for it alone, by its session.

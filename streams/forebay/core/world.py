@@ -33,6 +33,7 @@ from forebay.events.snapshots import (
     IndexBlocks,
     IndexChanges,
     IndexCursor,
+    IngressState,
     PoolBusy,
     PoolDisagg,
     PoolTurns,
@@ -338,6 +339,8 @@ def _restore(world: World, index: PrefixIndex | IndexTally, chunks: Iterable[Chu
                     world.load.add_rank(worker.spec.worker_id, rank, worker.spec.block_size)
                     world.routed.add_holder(worker.spec.worker_id, rank)
                     world.predicted.add_holder(worker.spec.worker_id, rank)
+            case IngressState():
+                world.fleet.restore_ingress(chunk)
             case IndexBlocks():
                 blocks.append(chunk)
             case IndexChanges():

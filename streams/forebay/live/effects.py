@@ -53,6 +53,7 @@ ABORTED: dict[AbortReason, tuple[int, str]] = {
     "prefill_failed": (502, "prefill_failed"),
     "prefill_refused": (400, "prefill_refused"),
     "pinned_worker_lost": (503, "pinned_worker_lost"),
+    "ingress_lost": (503, "ingress_lost"),
 }
 UNSENDABLE: dict[CommandRefusal, tuple[int, str]] = {
     "unknown_model": (404, "model_not_found"),

@@ -63,6 +63,8 @@ class OwnerMetrics(Collector):
         admission = owner.admission
         refused = admission.refused if admission is not None else {}
         faults = 0 if admission is None else admission.sensor_faults
+        ingresses = len(owner.world.fleet.ingresses())
+        yield self._gauge("forebay_owner_ingresses", "ingresses that have leases", ingresses)
         yield self._counter("forebay_owner_lease_faults", "times that the leases of the group failed together", faults)
         yield self._counts("forebay_owner_workers_refused", "workers turned away", refused)
 

@@ -40,6 +40,7 @@ from forebay.live.clock import RunClock, steady_clock
 from forebay.live.effects import Address, answers, reannounce, work_again, work_item, worker_commands
 from forebay.live.first_tokens import FirstTokens
 from forebay.live.heartbeats import HeartbeatWriter
+from forebay.live.ingress_presence import IngressPresence
 from forebay.live.journal import Journal, OwnershipLost
 from forebay.live.lease_judgement import ObservedTime
 from forebay.live.recovery import recover
@@ -100,10 +101,16 @@ class Owner:
     """
 
     def __init__(
-        self, log: Log, leases: Leases, settings: GroupSettings, clock_us: Callable[[], int] | None = None
+        self,
+        log: Log,
+        leases: Leases,
+        settings: GroupSettings,
+        clock_us: Callable[[], int] | None = None,
+        ingress_leases: Leases | None = None,
     ) -> None:
         self._log = log
         self._leases = leases
+        self._ingress_leases = ingress_leases
         self._settings = settings
         self._clock = RunClock(clock_us or steady_clock())
         self._asked = AskedReader(log, settings.partition)
@@ -123,6 +130,7 @@ class Owner:
         self._heartbeats: HeartbeatWriter | None = None
         if settings.heartbeats:
             self._heartbeats = HeartbeatWriter(log, settings.partition, settings.group, settings.owner_id)
+        self.ingresses: IngressPresence | None = None
         self.letters = 0
         self.unsent = 0
         self.stages: Counter[str] = Counter()
@@ -172,6 +180,7 @@ class Owner:
             groups=settings.groups,
             by_lease=by_lease,
         )
+        self.ingresses = IngressPresence(self._log, settings.partition, epoch, self.world.fleet)
 
     async def run(self) -> None:
         """Decide until stopped. Raises LogError when the log fails or another owner took over."""
@@ -432,26 +441,37 @@ class Owner:
             await self._catch_up([CONTROL])
 
     async def _poll_leases(self) -> None:
-        group = self._settings.group
         assert self.admission is not None
+        assert self.ingresses is not None
         readable = True
-        observed = ObservedTime()
+        workers, ingresses = ObservedTime(), ObservedTime()
         while True:
             try:
-                leases = await asyncio.to_thread(self._leases.poll, group)
-                observed_ms = observed.read(time.monotonic())
-                applied = self.world.view.get(FLEET.name, 0)
-                ended: list[Lease] = await self.admission.update(leases, self.world.pools, applied, observed_ms)
-                for lease in ended:
-                    await asyncio.to_thread(self._leases.forget, group, lease.worker_id, lease.token)
+                leases, observed_ms, applied = await self._read_leases(self._leases, workers)
+                ended = await self.admission.update(leases, self.world.pools, applied, observed_ms)
+                await self._forget_leases(self._leases, ended)
+                if self._ingress_leases is not None:
+                    leases, observed_ms, applied = await self._read_leases(self._ingress_leases, ingresses)
+                    ended = await self.ingresses.update(leases, applied, observed_ms)
+                    await self._forget_leases(self._ingress_leases, ended)
                 readable = True
             except LeaseError as error:
                 # Who cannot be asked about is not lost: the fleet stays as it is.
-                observed.failed()
+                workers.failed()
+                ingresses.failed()
                 if readable:
                     logger.warning("the leases cannot be read, trying again: %s", error)
                 readable = False
             await asyncio.sleep(self._settings.poll_s)
+
+    async def _read_leases(self, leases: Leases, observed: ObservedTime) -> tuple[list[Lease], int, int]:
+        """Return the leases of the group, the time observed since the last poll, and how far `fleet` is applied."""
+        found = await asyncio.to_thread(leases.poll, self._settings.group)
+        return found, observed.read(time.monotonic()), self.world.view.get(FLEET.name, 0)
+
+    async def _forget_leases(self, leases: Leases, ended: Sequence[Lease]) -> None:
+        for lease in ended:
+            await asyncio.to_thread(leases.forget, self._settings.group, lease.worker_id, lease.token)
 
     def _any_ready(self, topics: Sequence[Topic] = INPUTS) -> bool:
         return any(len(self._tails[topic.name]) for topic in topics)

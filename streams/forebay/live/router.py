@@ -70,10 +70,12 @@ class Router:
         registry: CollectorRegistry,
         on_owned: Callable[[str, int], None] = lambda _group, _epoch: None,
         is_member: Callable[[], bool] = lambda: True,
+        ingress_leases: Leases | None = None,
     ) -> None:
         self._is_member = is_member
         self._log = log
         self._leases = leases
+        self._ingress_leases = ingress_leases
         self._directory = directory
         self._settings = settings
         self._registry = registry
@@ -196,6 +198,7 @@ class Router:
                 poll_s=settings.poll_s,
                 heartbeats=True,
             ),
+            ingress_leases=self._ingress_leases,
         )
         metrics = OwnerMetrics(owner, group)
         try:

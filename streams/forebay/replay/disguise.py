@@ -37,6 +37,8 @@ from forebay.events.decisions import (
     SnapshotTaken,
 )
 from forebay.events.fleet import (
+    IngressJoined,
+    IngressLost,
     OwnershipAnnounced,
     WorkerDraining,
     WorkerJoined,
@@ -78,6 +80,7 @@ from forebay.events.snapshots import (
     IndexBlocks,
     IndexChanges,
     IndexCursor,
+    IngressState,
     QueueTurns,
     Remembered,
     Reported,
@@ -200,6 +203,19 @@ class Disguise:
                 return replace(event, spec=self._spec(event.spec), lease=self.masks.name("lease", event.lease))
             case WorkerSuspect() | WorkerRecovered() | WorkerDraining() | WorkerLost():
                 return replace(event, reason="")
+            case IngressJoined():
+                return replace(
+                    event,
+                    ingress_id=self.masks.name("ingress", event.ingress_id),
+                    incarnation=self.masks.name("ingress", event.incarnation),
+                )
+            case IngressLost():
+                return replace(
+                    event,
+                    ingress_id=self.masks.name("ingress", event.ingress_id),
+                    incarnation=self.masks.name("ingress", event.incarnation),
+                    reason="",
+                )
             case BusyThresholdsSet() | DisaggregationSet():
                 return replace(event, model=self._model(event.model))
             case LoadReported() | OwnershipAnnounced() | PoolConfigured():
@@ -227,6 +243,7 @@ class Disguise:
             task=event.task,
             withheld_tokens=event.prompt_tokens,
             media=tuple(map(self._media, event.media)),
+            ingress_incarnation=self.masks.name("ingress", event.ingress_incarnation),
         )
 
     def hints(self, hints: RoutingHints) -> RoutingHints:
@@ -279,6 +296,12 @@ class Disguise:
                 return replace(part, events=tuple(map(self._cache, part.events)))
             case WorkerState():
                 return replace(part, spec=self._spec(part.spec), lease=self.masks.name("lease", part.lease))
+            case IngressState():
+                return replace(
+                    part,
+                    ingress_id=self.masks.name("ingress", part.ingress_id),
+                    incarnation=self.masks.name("ingress", part.incarnation),
+                )
             case RequestState():
                 return self._state(part)
             case CommandState():
@@ -357,6 +380,7 @@ class Disguise:
             routing=self.hints(state.routing),
             encoded=None if state.encoded is None else _withheld(state.encoded),
             prefilled=None if state.prefilled is None else _unnamed(state.prefilled),
+            ingress=self.masks.name("ingress", state.ingress),
         )
 
     def _cache(self, event: AnyKvEvent) -> AnyKvEvent:

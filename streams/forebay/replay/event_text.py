@@ -16,6 +16,8 @@ from forebay.events.control import (
     WorkerCommanded,
 )
 from forebay.events.fleet import (
+    IngressJoined,
+    IngressLost,
     OwnershipAnnounced,
     WorkerDraining,
     WorkerJoined,
@@ -94,6 +96,10 @@ def text_of(event: InputEvent | None) -> str:
         case WorkerSuspect() | WorkerRecovered() | WorkerDraining() | WorkerLost():
             reason = f": {event.reason}" if event.reason else ""
             return f"{event.worker_id} of epoch {event.worker_epoch}{reason}"
+        case IngressJoined():
+            return f"the ingress {event.ingress_id} joins as {event.incarnation}"
+        case IngressLost():
+            return f"the ingress {event.ingress_id} ({event.incarnation}) is lost: {event.reason}"
         case OwnershipAnnounced():
             return f"the owner of epoch {event.owner_epoch}"
         case PoolConfigured():

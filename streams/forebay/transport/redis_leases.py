@@ -6,12 +6,14 @@ their deadline by far, so that an owner sees a lease that ran out or was release
 
 import contextlib
 from collections.abc import Iterator
+from typing import Literal
 
 import fakeredis
 import redis
 
 from forebay.transport.base import Lease, LeaseError
 
+LeaseKind = Literal["worker", "ingress"]
 # How long a lease that ran out stays visible to an owner that comes late.
 KEPT_TTLS = 10
 KEPT_MS = 60_000
@@ -103,12 +105,14 @@ class RedisLeases:
 
     Layout: a hash `<namespace>:lease:<group>:<worker>` of token, payload and ttl_ms, a sorted set
     `<namespace>:leases:<group>` of deadlines in the server's milliseconds, and a set `<namespace>:groups`;
-    colons inside names are escaped. May be used from several threads.
+    colons inside names are escaped. Leases of the kind `ingress` have the same keys with `ingress-` before the second
+    part. May be used from several threads.
     """
 
-    def __init__(self, client: redis.Redis, namespace: str = "forebay") -> None:
+    def __init__(self, client: redis.Redis, namespace: str = "forebay", kind: LeaseKind = "worker") -> None:
         assert not client.get_encoder().decode_responses, "payloads are bytes"
-        self._namespace = _part(namespace)
+        # Ingresses have key spaces of their own: an ingress alone does not place a group.
+        self._prefix = _part(namespace) + (":" if kind == "worker" else f":{kind}-")
         self._acquire = client.register_script(_ACQUIRE)
         self._renew = client.register_script(_RENEW)
         self._release = client.register_script(_RELEASE)
@@ -187,13 +191,13 @@ class RedisLeases:
 
     @property
     def _groups_key(self) -> str:
-        return f"{self._namespace}:groups"
+        return f"{self._prefix}groups"
 
     def _deadlines_key(self, group: str) -> str:
-        return f"{self._namespace}:leases:{_part(group)}"
+        return f"{self._prefix}leases:{_part(group)}"
 
     def _lease_key(self, group: str, worker_id: str) -> str:
-        return f"{self._namespace}:lease:{_part(group)}:{_part(worker_id)}"
+        return f"{self._prefix}lease:{_part(group)}:{_part(worker_id)}"
 
 
 def embedded_leases(namespace: str = "forebay") -> RedisLeases:

@@ -25,11 +25,11 @@ from forebay.transport.base import LeaseError, LogError
 from forebay.transport.kafka_log import FLUSH_S, KafkaLog
 from forebay.transport.kafka_metrics import KafkaMetrics
 from forebay.transport.kafka_settings import KafkaSettings, KafkaUnusable, read_properties
-from forebay.transport.redis_leases import RedisLeases
+from forebay.transport.redis_leases import LeaseKind, RedisLeases
 from forebay.workers.engine import EngineError
 from forebay.workers.worker import WorkerReplaced
 
-REDIS_TIMEOUT_S = 1.0  # a renewal that hangs is tried again long before the lease runs out
+REDIS_TIMEOUT_S = 0.5  # a renewal that hangs is tried again long before the lease runs out
 
 KafkaOption = Annotated[str, typer.Option("--kafka", help="Kafka or Redpanda: host:port, several with commas.")]
 KafkaSource = Annotated[str | None, typer.Option("--kafka", help="Read from this broker, host:port.")]
@@ -80,7 +80,7 @@ def start_logging(*, verbose: bool) -> None:
     logging.getLogger("aiokafka").setLevel(logging.INFO if verbose else logging.ERROR)
 
 
-def leases_at(url: str, namespace: str) -> RedisLeases:
+def leases_at(url: str, namespace: str, kind: LeaseKind = "worker") -> RedisLeases:
     """Leases on the Redis of this URL; it need not answer yet."""
     try:
         client = redis.Redis.from_url(
@@ -91,7 +91,7 @@ def leases_at(url: str, namespace: str) -> RedisLeases:
         )
     except ValueError as error:
         fail(f"--redis {url}: {error}")
-    return RedisLeases(client, namespace)
+    return RedisLeases(client, namespace, kind)
 
 
 def run_service(main: Coroutine[Any, Any, None]) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import socket
+import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
@@ -12,14 +13,14 @@ import typer
 from prometheus_client import CollectorRegistry
 from xxhash import xxh3_64_intdigest
 
-from forebay.cli.common.cluster import Cluster, connected, run_service, until_signal
+from forebay.cli.common.cluster import Cluster, connected, leases_at, run_service, until_signal
 from forebay.cli.common.shutdown import STOP_S
 from forebay.events.topics import TOKENS
 from forebay.ingress.app import build_app
 from forebay.ingress.door import Door
 from forebay.ingress.door_metrics import DoorMetrics
 from forebay.ingress.drain import Drain
-from forebay.ingress.errors import ApiError
+from forebay.ingress.errors import ApiError, Unusable
 from forebay.ingress.explain_worker import Source
 from forebay.ingress.explainer import Explainer
 from forebay.ingress.ingress import NO_OWNER, NO_PREFILL_WORKER, NO_WORKER, Ingress, IngressSettings
@@ -29,6 +30,7 @@ from forebay.ingress.server import build_server, listen, serve_until_drained
 from forebay.transport.directory import Directory
 from forebay.transport.heartbeats import HeartbeatMetrics, RouterHeartbeats
 from forebay.transport.kafka_topics import count_topics
+from forebay.workers.lease_keeper import LeaseKeeper
 
 POLL_S = 1.0  # between two looks whether prompts must be computed by prefill workers
 
@@ -101,6 +103,19 @@ async def _enforced(ingress: Ingress) -> bool:
     return any(disagg.enforce and disagg.policy == "always" for _, served, disagg in pools if served == model)
 
 
+def _hold_lease(keeper: LeaseKeeper, settings: IngressSettings) -> "asyncio.Future[None]":
+    """Take the lease of the ingress. The future fails with Unusable when another ingress takes it over."""
+    replaced: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def on_replaced(_: str) -> None:
+        if not replaced.done():
+            text = f"another ingress with the id {settings.ingress_id} runs; give each its own --ingress-id"
+            replaced.set_exception(Unusable(text))
+
+    keeper.hold(settings.model_name, settings.ingress_id, settings.incarnation, b"", on_replaced)
+    return replaced
+
+
 async def _until_draining(part: Awaitable[None], drain: Drain) -> None:
     """Run a part until the drain begins, and wait on. Its requests are handed over to other ingresses."""
     running = asyncio.ensure_future(part)
@@ -127,7 +142,7 @@ async def _run(
     registry = CollectorRegistry()
     counts = await count_topics(cluster.kafka)
     slot = xxh3_64_intdigest(settings.ingress_id.encode()) % counts.replies
-    settings = replace(settings, reply_slot=slot)
+    settings = replace(settings, reply_slot=slot, incarnation=uuid.uuid4().hex)
     async with connected(cluster, registry) as log:
         directory = Directory(log)
         await directory.start()
@@ -156,8 +171,12 @@ async def _run(
 
         door = Door(log, ingress, DoorMetrics(registry), counts.replies)
         serving = serve_until_drained(server, listener, drain, ingress.replies.interrupt_all, drain_s)
-        parts = serving, ingress.run(), _until_draining(door.run(), drain), ready.run(), directory.run()
+        keeper = LeaseKeeper(leases_at(cluster.redis_url, cluster.kafka.namespace, "ingress"))
+        keeper.start()
+        replaced = _hold_lease(keeper, settings)
+        parts = replaced, serving, ingress.run(), _until_draining(door.run(), drain), ready.run(), directory.run()
         try:
             await until_signal(*parts, stop=stop, stop_s=drain_s + STOP_S)
         finally:
+            await keeper.stop()
             await explainer.close()

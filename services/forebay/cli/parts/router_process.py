@@ -65,4 +65,5 @@ async def start_router(
         typer.echo(f"forebay: router {settings.router_id} owns {group} since offset {epoch}")
 
     leases = leases_at(cluster.redis_url, cluster.kafka.namespace)
-    return Router(log, leases, directory, settings, registry, on_owned, is_member)
+    ingress_leases = leases_at(cluster.redis_url, cluster.kafka.namespace, "ingress")
+    return Router(log, leases, directory, settings, registry, on_owned, is_member, ingress_leases)

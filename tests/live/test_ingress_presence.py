@@ -1,0 +1,119 @@
+"""Leases of ingresses as facts on `fleet`, and an owner that cancels what a lost ingress left behind."""
+
+from forebay.core.fleet import Fleet
+from forebay.events.codec import decode
+from forebay.events.decisions import RequestAborted
+from forebay.events.fleet import AnyFleetEvent, IngressJoined, IngressLost
+from forebay.events.topics import FLEET, work_topic
+from forebay.events.work import WorkCancelled
+from forebay.live.ingress_presence import IngressPresence
+from forebay.transport.base import Lease
+from forebay.transport.redis_leases import embedded_leases
+from forebay.transport.sqlite_log import SqliteLog
+from tests.live.shared import proven
+from tests.system import MODEL, System, submitted, until, until_ended
+
+TTL_MS = 3_000
+HALF_MS = TTL_MS // 2
+
+
+def lease(
+    name: str = "i1", token: str = "t", *, renewed: int = 0, left_ms: int = TTL_MS, released: bool = False
+) -> Lease:
+    return Lease(
+        worker_id=name,
+        token=token,
+        payload=b"",
+        expires_in_ms=left_ms,
+        ttl_ms=TTL_MS,
+        deadline_ms=TTL_MS + renewed,
+        released=released,
+    )
+
+
+class Polled:
+    """An owner's view of ingresses that applied all of `fleet`."""
+
+    def __init__(self, log: SqliteLog, fleet: Fleet | None = None) -> None:
+        self.log = log
+        self.presence = IngressPresence(log, 0, 7, Fleet() if fleet is None else fleet)
+
+    async def poll(self, *leases: Lease, observed_ms: int = 500) -> list[Lease]:
+        return await self.presence.update(list(leases), self.log.next_offset(FLEET.name, 0), observed_ms)
+
+    def facts(self) -> list[AnyFleetEvent]:
+        return [decode(FLEET, record.value) for record in self.log.records(FLEET.name, 0, 0, 100)]
+
+    def kinds(self) -> list[tuple[type, str, str]]:
+        return [
+            (type(fact), fact.ingress_id, fact.incarnation)
+            for fact in self.facts()
+            if isinstance(fact, IngressJoined | IngressLost)
+        ]
+
+
+async def test_an_ingress_joins_by_its_lease_and_is_lost_without(log: SqliteLog) -> None:
+    polled = Polled(log)
+    await polled.poll(lease())
+    await polled.poll(lease(renewed=1))
+    await polled.poll(lease(renewed=1), observed_ms=HALF_MS)
+    dead = lease(renewed=1, left_ms=-1)
+    await polled.poll(dead, observed_ms=HALF_MS)
+    assert await polled.poll(dead) == [dead]
+    assert polled.kinds() == [(IngressJoined, "i1", "t"), (IngressLost, "i1", "t")]
+
+
+async def test_a_restart_and_a_release_are_losses_at_once(log: SqliteLog) -> None:
+    polled = Polled(log)
+    await polled.poll(lease())
+    await polled.poll(lease(token="t2"))
+    await polled.poll(lease(token="t2", released=True))
+    assert polled.kinds() == [
+        (IngressJoined, "i1", "t"),
+        (IngressLost, "i1", "t"),
+        (IngressJoined, "i1", "t2"),
+        (IngressLost, "i1", "t2"),
+    ]
+
+
+async def test_an_emptied_store_loses_no_ingress_also_not_for_a_new_owner(log: SqliteLog) -> None:
+    polled = Polled(log)
+    await polled.poll(lease(), lease("i2"))
+    for renewed in range(1, 10):
+        await polled.poll()
+        await polled.poll(lease(renewed=renewed), lease("i2", renewed=renewed))
+    fleet = Fleet()
+    for offset, fact in enumerate(polled.facts()):
+        fleet.apply(fact, offset)
+    successor = Polled(log, fleet)
+    await successor.poll()
+    await successor.poll(lease(renewed=11), lease("i2", renewed=11))
+    assert [kind for kind, *_ in successor.kinds()] == [IngressJoined] * 2
+
+
+async def test_names_that_no_event_takes_are_refused_once(log: SqliteLog) -> None:
+    polled = Polled(log)
+    for _ in range(3):
+        await polled.poll(lease("x" * 257))
+    assert polled.kinds() == []
+    assert polled.presence.refused == {"name": 1}
+
+
+async def test_an_owner_cancels_what_a_killed_ingress_left_behind(log: SqliteLog) -> None:
+    leases = embedded_leases()
+    async with System(log).started(workers=0) as system, system.owned(ingress_leases=leases) as owner:
+        system.start_worker("w0", speedup=3.0)
+        leases.acquire(MODEL, "i1", "mine", b"", 60_000)
+        await until(lambda: owner.world.fleet.ingresses() and len(owner.world.fleet))
+        for name, incarnation in (("http", "mine"), ("other", "another"), ("kafka", "")):
+            system.send(submitted(name, [1, 2, 3], max_tokens=150, ingress_incarnation=incarnation))
+        await until(lambda: len(owner.world.requests) == 3)
+        leases.acquire(MODEL, "i1", "after a restart", b"", 60_000)
+        for name in ("http", "other", "kafka"):
+            await until_ended(system, name)
+        await until(lambda: not len(owner.world.requests))
+    aborted = [(one.request_id, one.reason, one.message) for one in system.decisions(RequestAborted)]
+    assert aborted == [("http", "ingress_lost", "its ingress i1 is lost: another incarnation took its name")]
+    cancelled = system.events(work_topic("default"), WorkCancelled)
+    assert [one.request_id for one in cancelled] == ["http"]
+    await proven(log)
