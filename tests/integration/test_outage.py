@@ -57,6 +57,12 @@ class Away:
         """Kill it: connections are refused."""
         os.kill(self.pid(), signal.SIGKILL)
 
+    def end(self) -> None:
+        """End what was started again."""
+        for process in self._restarted:
+            process.kill()
+            process.wait()
+
     async def restart(self) -> None:
         """Start it again on its data, once nothing is left of the killed one."""
         while pid_of(self.broker.data) is not None:  # noqa: ASYNC110 - no event tells
@@ -112,7 +118,9 @@ async def away(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Away]:
     """A broker of these tests alone."""
     folder: Path = tmp_path_factory.mktemp("outage-kafka")
     with had_or_skipped(local_kafka(folder)) as broker:
-        yield Away(broker)
+        given = Away(broker)
+        yield given
+        given.end()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
