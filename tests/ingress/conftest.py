@@ -29,10 +29,11 @@ from forebay.events.tokens import (
 from forebay.events.topics import CONTROL, REQUESTS, TOKENS
 from forebay.ingress.app import build_app
 from forebay.ingress.errors import Unusable
+from forebay.ingress.http_protocol import ConnectionLimits
 from forebay.ingress.ingress import Ingress, IngressSettings
 from forebay.ingress.metrics import IngressMetrics
 from forebay.ingress.model import DEFAULT_MODEL, Model
-from forebay.ingress.server import listen
+from forebay.ingress.server import Server, build_server, listen
 from forebay.transport.base import Draft
 from forebay.transport.sqlite_log import SqliteLog
 from tests.system import until
@@ -144,6 +145,21 @@ class Scene:
                 return listen("127.0.0.1", port), port
         raise AssertionError("no port is free")
 
+    @asynccontextmanager
+    async def served(self, **limits: Any) -> AsyncIterator[tuple[int, Server]]:
+        """Serve over TCP with these limits of connections; the port, and the server."""
+        listener, port = self.listen()
+        server = build_server(self.app, limits=ConnectionLimits(self.ingress.metrics.reject, **limits))
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        await until(lambda: server.started)
+        try:
+            yield port, server
+        finally:
+            server.should_exit = True
+            for connection in list(server.server_state.connections):
+                connection.transport.abort()
+            await serving
+
     def metric(self, line: str) -> bool:
         """Whether /metrics holds a line that begins so."""
         return any(found.startswith(line) for found in generate_latest(self.registry).decode().splitlines())
@@ -153,7 +169,10 @@ SceneMaker = Callable[..., Any]
 
 
 @asynccontextmanager
-async def make_scene(model: Model | None = None, **changes: Any) -> AsyncIterator[Scene]:
+async def make_scene(
+    model: Model | None = None, *, wrap: Callable[[SqliteLog], Any] = lambda log: log, **changes: Any
+) -> AsyncIterator[Scene]:
+    """A scene with these settings; the ingress is given what `wrap` makes of the log."""
     log = SqliteLog.open(None)
     registry = CollectorRegistry()
     fields: dict[str, Any] = {
@@ -166,7 +185,12 @@ async def make_scene(model: Model | None = None, **changes: Any) -> AsyncIterato
     settings = IngressSettings(ingress_id="i1", **{**fields, **changes})
     scenes: list[Scene] = []
     ingress = Ingress(
-        log, model or Model(DEFAULT_MODEL), settings, IngressMetrics(registry, NAME), lambda: scenes[0].is_ready, 0
+        wrap(log),
+        model or Model(DEFAULT_MODEL),
+        settings,
+        IngressMetrics(registry, NAME),
+        lambda: scenes[0].is_ready,
+        0,
     )
     scenes.append(Scene(log, ingress, registry))
     running = asyncio.create_task(ingress.run())

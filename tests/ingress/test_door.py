@@ -10,6 +10,7 @@ from forebay.core.replies import apply
 from forebay.events.codec import decode
 from forebay.events.requests import RoutingHints
 from forebay.events.topics import FIXED_TOPICS, OPENAI_RESPONSES, TOKENS
+from forebay.ingress.body_limits import BodyLimits
 from forebay.ingress.composer import Composer
 from forebay.ingress.door_answer import DoorAnswer, Entry, Piece, Place
 from forebay.ingress.door_request import Address, address, body_of, nonce_of, slot_of
@@ -26,6 +27,7 @@ from tests.ingress.conftest import NAME, SLOT, Scene, make_scene
 CHAT: dict[str, Any] = {"model": NAME, "messages": [{"role": "user", "content": "Hello"}]}
 NAMESPACE = "shop"
 ALLOWED = ReplyTopics(NAMESPACE)
+BOUNDS = BodyLimits(text_bytes_max=1_000)
 PLACE = Place(Entry(0, 0), Address("a", ""), "chat_completions")
 
 
@@ -35,9 +37,9 @@ def record(body: Any = CHAT, partition: int = 3, offset: int = 41, **headers: st
     return Record("openai-requests", partition, offset, 1_700_000_000_000_000, value, None, told or None)
 
 
-def refused(asked: Record, *, bytes_max: int = 1000) -> ApiError:
+def refused(asked: Record) -> ApiError:
     with pytest.raises(ApiError) as caught:
-        body_of(asked, bytes_max)
+        body_of(asked, BOUNDS)
     return caught.value
 
 
@@ -108,10 +110,10 @@ def test_a_pattern_that_matches_no_topic_is_refused_at_the_start(pattern: str) -
 
 
 def test_the_path_decides_what_the_body_is() -> None:
-    assert isinstance(body_of(record(), 1000), ChatBody)
-    assert isinstance(body_of(record(path="/v1/chat/completions"), 1000), ChatBody)
+    assert isinstance(body_of(record(), BOUNDS), ChatBody)
+    assert isinstance(body_of(record(path="/v1/chat/completions"), BOUNDS), ChatBody)
     text = {"model": NAME, "prompt": "once"}
-    assert isinstance(body_of(record(text, path="/v1/completions"), 1000), TextBody)
+    assert isinstance(body_of(record(text, path="/v1/completions"), BOUNDS), TextBody)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +137,7 @@ def test_what_is_no_request_is_refused_as_over_http(asked: Record, status: int, 
 
 
 def chat_of(body: dict[str, Any]) -> ChatBody:
-    found = body_of(record(body), 1000)
+    found = body_of(record(body), BOUNDS)
     assert isinstance(found, ChatBody)
     return found
 
@@ -153,7 +155,7 @@ async def test_the_headers_of_a_record_are_routing_hints() -> None:
     async with make_scene(routing_hints=True) as scene:
         headers = {"X-Dynamo-Worker-Instance-ID": "w1", "x-dynamo-dp-rank": "2"}
         asked = msgspec.structs.replace(record(), headers=headers)
-        body = body_of(asked, 1000)
+        body = body_of(asked, BOUNDS)
         assert isinstance(body, ChatBody)
         prepared = await scene.ingress.prepare(body, headers.items())
         submission = scene.ingress.submission("a", prepared, reply_slot=1, reply_from=2, nonce=3)

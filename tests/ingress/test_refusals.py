@@ -113,7 +113,7 @@ def chat(**changes: Any) -> dict[str, Any]:
         (TEXT, {"model": NAME, "prompt": ["a", "b"]}, 400, "invalid_value", "prompt"),
         (TEXT, {"model": NAME, "prompt": "a", "suffix": "b"}, 400, "unsupported_parameter", "suffix"),
         (TEXT, {"model": NAME, "prompt": "a", "echo": True}, 400, "unsupported_parameter", "echo"),
-        (CHAT, b"x" * (BODY_MAX + 1), 413, "body_too_large", str(BODY_MAX)),
+        (CHAT, b"x" * (BODY_MAX + 1), 413, "body_too_large", f"{BODY_MAX:,}"),
         ("/v1/nothing", {}, 404, "not_found", "/v1/nothing"),
         ("/v1/models", {}, 405, "method_not_allowed", "POST"),
     ],

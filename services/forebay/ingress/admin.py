@@ -8,7 +8,7 @@ from fastapi.responses import Response
 from pydantic import Field, model_validator
 
 from forebay.events.control import BusyThresholds, DisaggConfig, DisaggPolicy
-from forebay.ingress.control_api import add_commands
+from forebay.ingress.control_api import BODY_BYTES_MAX, add_commands
 from forebay.ingress.errors import invalid
 from forebay.ingress.explainer import Explainer
 from forebay.ingress.fields import NONE_NEUTRAL, Body, parse, refuse_extra
@@ -79,8 +79,9 @@ def add_admin(app: FastAPI, ingress: Ingress, explainer: Explainer) -> None:
     async def route(request: Request) -> Response:
         """Where a chat or a completion would go. The body is theirs; nothing is generated."""
         ingress.require_owner()
-        raw = await read_body(request, ingress.settings.body_bytes_max)
-        return await answer_route(request, ingress, parse(kind_of(raw), raw))
+        with ingress.bodies.one() as held:
+            raw = await held.read(request)
+            return await answer_route(request, ingress, parse(kind_of(raw), raw))
 
     @app.get("/v1/requests/{request_id:path}/explain", response_class=Response)
     async def explain(request_id: str) -> Response:
@@ -102,7 +103,7 @@ def add_admin(app: FastAPI, ingress: Ingress, explainer: Explainer) -> None:
     @app.post("/busy_threshold")
     async def set_thresholds(request: Request) -> dict[str, Any]:
         """Change when the workers of a model are busy, or only say when they are."""
-        body = parse(BusyThresholdBody, await read_body(request, ingress.settings.body_bytes_max))
+        body = parse(BusyThresholdBody, await read_body(request, BODY_BYTES_MAX))
         adapter_of(body.model, ingress.settings.model_name, ())
         changes = body.changes()
         busy = await (thresholds.change(body.model, changes) if changes else thresholds.of(body.model))
@@ -117,7 +118,7 @@ def add_admin(app: FastAPI, ingress: Ingress, explainer: Explainer) -> None:
     @app.post("/disaggregation")
     async def set_disaggregation(request: Request) -> dict[str, Any]:
         """Change which prompts of a model are computed by prefill workers, or only say which."""
-        body = parse(DisaggregationBody, await read_body(request, ingress.settings.body_bytes_max))
+        body = parse(DisaggregationBody, await read_body(request, BODY_BYTES_MAX))
         adapter_of(body.model, ingress.settings.model_name, ())
         changes = body.changes()
         pool, disagg = await (

@@ -18,7 +18,7 @@ from forebay.ingress.embeddings import EmbeddingBody
 from forebay.ingress.errors import ApiError, internal_error
 from forebay.ingress.explainer import Explainer
 from forebay.ingress.fields import Body, parse
-from forebay.ingress.http_body import read_body, request_id_of
+from forebay.ingress.http_body import request_id_of
 from forebay.ingress.ingress import Ingress
 from forebay.ingress.openai import ChatBody, TextBody
 from forebay.ingress.render import Shape
@@ -55,12 +55,13 @@ def _add_completions(app: FastAPI, ingress: Ingress) -> None:
 async def _complete(request: Request, ingress: Ingress, kind: type[ChatBody] | type[TextBody]) -> Response:
     began_s = time.perf_counter()
     ingress.require_owner()
-    body = parse(kind, await read_body(request, ingress.settings.body_bytes_max))
-    if body.queries_route:
-        return await answer_route(request, ingress, body)
-    chat = isinstance(body, ChatBody)
-    request_id = request_id_of(request, "chatcmpl-" if chat else "cmpl-")
-    prepared = await ingress.prepare(body, request.headers.items())
+    with ingress.bodies.one() as held:
+        body = parse(kind, await held.read(request))
+        if body.queries_route:
+            return await answer_route(request, ingress, body)
+        chat = isinstance(body, ChatBody)
+        request_id = request_id_of(request, "chatcmpl-" if chat else "cmpl-")
+        prepared = await ingress.prepare(body, request.headers.items())
     asked = Asked(
         endpoint="chat_completions" if chat else "completions",
         request_id=request_id,
@@ -81,11 +82,11 @@ def _add_embeddings(app: FastAPI, ingress: Ingress) -> None:
     async def embeddings(request: Request) -> Response:
         """Turn texts into vectors."""
         ingress.require_owner()
-        body = parse(EmbeddingBody, await read_body(request, ingress.settings.body_bytes_max))
-        request_id = request_id_of(request, "embd-")
-        return EmbeddingAnswer(
-            ingress, request_id, body, await ingress.prepare_embedding(body, request.headers.items())
-        )
+        with ingress.bodies.one() as held:
+            body = parse(EmbeddingBody, await held.read(request))
+            request_id = request_id_of(request, "embd-")
+            parts = await ingress.prepare_embedding(body, request.headers.items())
+        return EmbeddingAnswer(ingress, request_id, body, parts)
 
 
 def _add_models(app: FastAPI, ingress: Ingress) -> None:

@@ -296,18 +296,18 @@ class Lane:
 
     async def _open(self, record: Record, place: Place) -> list[DoorReply]:
         ingress = self._shared.ingress
-        body = body_of(record, ingress.settings.body_bytes_max)
+        body = body_of(record, ingress.bodies.limits)
         headers = (record.headers or {}).items()
         request_id = place.where.request_id
         opened: list[tuple[DoorReply, Prepared]] = []
         if isinstance(body, EmbeddingBody):
             shared = Embeddings(body)
             place = replace(place, endpoint="embeddings")
-            for index, part in enumerate(await ingress.prepare_embedding(body, headers)):
+            for index, part in enumerate(await ingress.prepare_embedding(body, headers, is_patient=True)):
                 reply = DoorEmbedding(part_id(request_id, index), place, part.prompt.tokens, shared)
                 opened.append((reply, part))
         else:
-            prepared = await ingress.prepare(body, headers)
+            prepared = await ingress.prepare(body, headers, is_patient=True)
             opened.append((self._answer(body, prepared, place, record.at_us // 1_000_000), prepared))
         for waiting, _ in opened:
             if waiting.request_id in self._shared.ids:

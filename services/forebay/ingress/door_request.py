@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from xxhash import xxh3_64_intdigest
 
+from forebay.ingress.body_limits import BodyLimits
 from forebay.ingress.door_topics import ReplyTopics
 from forebay.ingress.embeddings import EmbeddingBody
 from forebay.ingress.errors import ApiError, invalid
@@ -56,7 +57,7 @@ def address(record: Record, allowed: ReplyTopics) -> Address:
     return Address(request_id, reply_topic, problem)
 
 
-def body_of(record: Record, body_bytes_max: int) -> ChatBody | TextBody | EmbeddingBody:
+def body_of(record: Record, limits: BodyLimits) -> ChatBody | TextBody | EmbeddingBody:
     """What a record asks for. Raises ApiError with the first thing that is wrong."""
     if record.fault is not None:
         raise invalid(f"the record cannot be read: {record.fault}", code="unreadable_record")
@@ -64,8 +65,7 @@ def body_of(record: Record, body_bytes_max: int) -> ChatBody | TextBody | Embedd
     kind = KINDS.get(path)
     if kind is None:
         raise ApiError(404, "not_found", f"there is no {path}")
-    if len(record.value) > body_bytes_max:
-        raise ApiError(413, "body_too_large", f"the body is larger than {body_bytes_max} bytes")
+    limits.require(record.value)
     body = parse(kind, record.value)
     if body.queries_route:
         # An answer that is given again after a take-over must be the same, and where a request would go changes.

@@ -6,7 +6,7 @@ A field that is not served is taken all the same while its value asks for nothin
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, PrivateAttr, ValidationError
 
 from forebay.ingress.errors import invalid
 
@@ -18,6 +18,13 @@ class Body(BaseModel):
     """The base of every body and part of one. Other fields are kept, for `refuse_extra`."""
 
     model_config = ConfigDict(strict=True, extra="allow", frozen=True)
+
+    _size_bytes: int = PrivateAttr(0)
+
+    @property
+    def size_bytes(self) -> int:
+        """The bytes that it was parsed from, 0 for a part of a body."""
+        return self._size_bytes
 
 
 BodyT = TypeVar("BodyT", bound=Body)
@@ -55,7 +62,9 @@ def at_most(count: int) -> BeforeValidator:
 def parse(kind: type[BodyT], raw: bytes) -> BodyT:
     """A request body. Raises ApiError naming the first thing that is wrong with it."""
     try:
-        return kind.model_validate_json(raw)
+        body = kind.model_validate_json(raw)
+        body._size_bytes = len(raw)
+        return body
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         if first["type"] == "json_invalid":

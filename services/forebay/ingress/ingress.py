@@ -4,8 +4,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -28,17 +27,19 @@ from forebay.events.requests import (
 from forebay.events.tokens import RouteTold
 from forebay.events.topics import REQUESTS
 from forebay.ingress.adapters import Adapters
+from forebay.ingress.body_limits import MEDIA_BYTES_MAX, TEXT_BYTES_MAX, VALUES_MAX, BodyLimits
 from forebay.ingress.commands import Commands
 from forebay.ingress.composer import Plan
 from forebay.ingress.door_topics import require_patterns
 from forebay.ingress.drain import Drain
 from forebay.ingress.embeddings import EmbeddingBody
 from forebay.ingress.errors import ApiError, Unusable, invalid
+from forebay.ingress.http_body import HeldBodies
 from forebay.ingress.media import MediaFetcher
 from forebay.ingress.media_refs import PUBLIC_ONLY, MediaRef, MediaSettings
 from forebay.ingress.media_tokens import Expanded
 from forebay.ingress.metrics import IngressMetrics
-from forebay.ingress.model import Model
+from forebay.ingress.model import RENDERED_CHARS_MAX, Model
 from forebay.ingress.nvext import Nvext
 from forebay.ingress.openai import ChatBody, CompletionBody, TextBody
 from forebay.ingress.parsing import AUTO, Parsing, Splitting
@@ -46,12 +47,11 @@ from forebay.ingress.routing import refuse_hints, routing_headers, routing_of
 from forebay.ingress.sampling import sampling_of
 from forebay.ingress.streams import ReplyReader, Stream, interruption
 from forebay.ingress.thresholds import Thresholds
+from forebay.ingress.tokeniser import Tokeniser
 from forebay.transport.base import Draft, Log, LogError, LogFull
 
 logger = logging.getLogger(__name__)
 
-INLINE_CHARS_MAX = 8_000  # longer texts are tokenised in a thread: milliseconds that other requests do not wait
-TOKENISER_THREADS = 2
 ACKNOWLEDGED_S = 5.0  # a broker that is well takes milliseconds; beyond it the client may as well ask again
 GRACE_S = 5.0  # the owner's deadline comes first; this one catches an owner that is gone
 QUERY_S = 10.0  # where a request would go: longer than a take-over, and later nobody wants to know
@@ -68,7 +68,8 @@ class IngressSettings:
         incarnation: Of its lease, which tells it from an earlier process of the same id; empty if it takes none.
         block_size: tokens a KV block, as the pool has it; None reads that off the log.
         reply_slot: the partition of `tokens` that it reads.
-        body_bytes_max: larger bodies are refused with 413.
+        body_bytes_max: bytes of a request body beside images and videos; larger bodies get 413.
+        media_body_bytes_max: bytes of a whole request body, if the model takes images or videos.
         timeout_s: for a whole request.
         max_tokens_default: for requests that do not say.
         routing_hints: whether clients may say which worker, priority, session or policy class; else such headers are
@@ -85,7 +86,8 @@ class IngressSettings:
     ingress_id: str
     block_size: int | None = None
     reply_slot: int = 0
-    body_bytes_max: int = 48 << 20
+    body_bytes_max: int = TEXT_BYTES_MAX
+    media_body_bytes_max: int = MEDIA_BYTES_MAX
     timeout_s: float = 600.0
     max_tokens_default: int = 256
     routing_hints: bool = False
@@ -173,7 +175,14 @@ class Ingress:
         self.commands = Commands(log, self.replies, settings.model_name, settings.reply_slot, self.require_owner)
         self.adapters = Adapters(log, self.commands, settings.model_name, settings.loras, place)
         self._log = log
-        self._threads = ThreadPoolExecutor(TOKENISER_THREADS, "tokenise")
+        limits = BodyLimits(
+            text_bytes_max=settings.body_bytes_max,
+            media_bytes_max=settings.media_body_bytes_max,
+            takes_media=bool(model.media.ids),
+            values_max=VALUES_MAX + model.context_tokens,
+        )
+        self.bodies = HeldBodies(limits)
+        self.tokeniser = Tokeniser(model)
         self._fetcher = MediaFetcher(settings.media)
 
     async def run(self) -> None:
@@ -183,13 +192,15 @@ class Ingress:
         finally:
             self.adapters.close()
             await self._fetcher.close()
-            self._threads.shutdown(wait=False, cancel_futures=True)
+            self.tokeniser.close()
 
-    async def prepare(self, body: ChatBody | TextBody, headers: Iterable[tuple[str, str]]) -> Prepared:
-        """Tokenise, hash and check a request. Raises ApiError."""
+    async def prepare(
+        self, body: ChatBody | TextBody, headers: Iterable[tuple[str, str]], *, is_patient: bool = False
+    ) -> Prepared:
+        """Tokenise, hash and check a request. Raises ApiError, 503 for a full tokenizer queue unless `is_patient`."""
         lora_name = await self.adapters.of(body.model)
         routing = self._routing(body.nvext, headers)
-        asked, splitting = await self._asked(body)
+        asked, splitting = await self._asked(body, is_patient=is_patient)
         wanted = self._wanted(body, len(asked.token_ids))
         prompt = self._prompt(asked, await self._block_size(), lora_name, body.cache_namespace)
         sampling = sampling_of(body, wanted, self.model.vocabulary_size)
@@ -198,22 +209,33 @@ class Ingress:
         plan = Plan(body.stop_strings, splitting, sampling.logprobs, special=not body.skip_special_tokens)
         return Prepared(prompt, sampling, routing, plan)
 
-    async def prepare_embedding(self, body: EmbeddingBody, headers: Iterable[tuple[str, str]]) -> list[Prepared]:
+    async def prepare_embedding(
+        self, body: EmbeddingBody, headers: Iterable[tuple[str, str]], *, is_patient: bool = False
+    ) -> list[Prepared]:
         """As `prepare`, for each input of an embedding request."""
         lora_name = await self.adapters.of(body.model)
         body.require_dimensions(self.model)
         routing = self._routing(body.nvext, headers)
         context, block_size = self.model.context_tokens, await self._block_size()
+        inputs = body.inputs
+        chars = sum(len(given) for given in inputs if isinstance(given, str))
         parts = []
-        for index, given in enumerate(body.inputs):
+        found = await self.tokeniser.run(partial(self._input_tokens, inputs), chars, is_patient=is_patient)
+        for index, token_ids in enumerate(found):
             await asyncio.sleep(0)  # thousands of inputs must not hold up others
-            token_ids = given if isinstance(given, list) else await self._encode(given, special=True)
             if len(token_ids) > context:
                 text = f"input[{index}] has {len(token_ids)} tokens, but the context holds {context}"
                 raise invalid(text, "input", "context_length_exceeded")
             prompt = self._prompt(Expanded(token_ids), block_size, lora_name, body.cache_namespace, "input")
             parts.append(Prepared(prompt, EMBEDDING, routing, task="embed"))
         return parts
+
+    def _input_tokens(self, inputs: Sequence[str | list[int]]) -> list[list[int]]:
+        """The token ids of each input of an embedding request. Raises ApiError for the first that is too long."""
+        return [
+            given if isinstance(given, list) else self.tokeniser.encode(given, f"input[{index}]", "input", special=True)
+            for index, given in enumerate(inputs)
+        ]
 
     async def _block_size(self) -> int:
         return self.settings.block_size or await self.thresholds.block_size(self.settings.model_name)
@@ -263,13 +285,13 @@ class Ingress:
             incarnation=self.settings.incarnation,
         )
         stream = self.replies.open(request_id)
-        submitted = False
         try:
             await self._put(partition, request_id, event)
-            submitted = True
-        finally:
-            if not submitted:
-                self.replies.close(request_id)
+        except BaseException as error:
+            self.replies.close(request_id)
+            if isinstance(error, asyncio.CancelledError):  # the append goes on, and nobody waits for its response
+                self.cancel(request_id, "the server is stopping")
+            raise
         return stream
 
     async def query(self, request_id: str, prepared: Prepared) -> RouteTold:
@@ -358,22 +380,26 @@ class Ingress:
         refuse_hints(nvext)
         return NO_HINTS
 
-    async def _asked(self, body: ChatBody | TextBody) -> tuple[Expanded, Splitting | None]:
+    async def _asked(self, body: ChatBody | TextBody, *, is_patient: bool) -> tuple[Expanded, Splitting | None]:
         """The tokens of the prompt, and what is looked for in the answer. Raises ApiError."""
         refs: list[MediaRef] = []
         splitting = None
         if isinstance(body, ChatBody):
             refs = body.media()
             self.model.media.require(refs)
-            text = self._render(body)
+            chars = body.size_bytes - sum(len(ref.url) for ref in refs)
+            text = await self.tokeniser.run(partial(self._render, body), chars, is_patient=is_patient)
             self.parsing.require(body.choice)
-            token_ids = await self._encode(text)
+            encode = partial(self.tokeniser.encode, text, "prompt", "messages")
+            token_ids = await self.tokeniser.run(encode, len(text), is_patient=is_patient)
             splitting = Splitting(body.choice, self.parsing.is_open(text), prompt_ids=token_ids)
         elif isinstance(body.prompt, str):
-            token_ids = await self._encode(body.prompt, special=body.add_special_tokens)
+            encode = partial(self.tokeniser.encode, body.prompt, "prompt", "prompt", special=body.add_special_tokens)
+            token_ids = await self.tokeniser.run(encode, len(body.prompt), is_patient=is_patient)
         else:
             token_ids = body.prompt
-        if not self.model.media.ids:
+        # Looking for placeholders in more tokens would take time and lead to the same end.
+        if not self.model.media.ids or len(token_ids) > self.model.context_tokens:
             return Expanded(token_ids), splitting
         # What is wrong with the text is said before others are asked for anything.
         return self.model.media.expand(token_ids, refs, await self._fetcher.fetch(refs)), splitting
@@ -386,14 +412,8 @@ class Ingress:
                 text = "reasoning_effort is not supported: the chat template of this model has no use for it"
                 raise invalid(text, "reasoning_effort", "unsupported_parameter")
             arguments["reasoning_effort"] = body.reasoning_effort
-        return self.model.render(body.chat(self.model.media), body.choice.plain(), arguments)
-
-    async def _encode(self, text: str, *, special: bool = False) -> list[int]:
-        # Long texts do not hold up others.
-        if len(text) <= INLINE_CHARS_MAX:
-            return self.model.encode(text, special=special)
-        encode = partial(self.model.encode, text, special=special)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, encode)
+        chars_max = max(RENDERED_CHARS_MAX, 4 * self.settings.body_bytes_max)
+        return self.model.render(body.chat(self.model.media), body.choice.plain(), arguments, chars_max)
 
     def _prompt(
         self, asked: Expanded, block_size: int, lora_name: str, cache_namespace: str, where: str = "prompt"

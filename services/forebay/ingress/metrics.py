@@ -44,6 +44,10 @@ class IngressMetrics:
         self._model = model
         self._ended: dict[tuple[str, bool, str], Counter] = {}
 
+    def reject(self, code: str) -> None:
+        """Count an error by its code."""
+        self.refused.labels(code).inc()
+
     def ended(self, endpoint: str, *, stream: bool, status: str) -> None:
         """Count the end of a request."""
         key = (endpoint, stream, status)

@@ -21,7 +21,7 @@ from tokenizers.decoders import DecodeStream
 from forebay.events.names import NameInvalid, require_name
 from forebay.ingress.errors import ApiError, Unusable, invalid
 from forebay.ingress.media_tokens import media_tokens_of
-from forebay.ingress.token_bytes import TokenBytes
+from forebay.ingress.token_bytes import TokenBytes, text_chars_max
 
 CONTEXT_TOKENS_DEFAULT = 131_072
 DEFAULT_MODEL = Path(__file__).with_name("default_model")
@@ -37,6 +37,7 @@ TEMPLATE_ERRORS = (
     RecursionError,
 )
 NO_TEXT = "\ufffd"  # stands for bytes that are no character
+RENDERED_CHARS_MAX = 16 << 20  # of a chat: four times the text of a body, for roles, and for tools shown twice
 
 
 class ModelUnusable(Unusable):
@@ -66,6 +67,7 @@ class Model:
             for name in ("bos_token", "eos_token", "pad_token", "unk_token")
         }
         self.token_bytes = TokenBytes(self.tokenizer)
+        self.text_chars_max = text_chars_max(self.tokenizer, self.context_tokens)
         self.end_ids = _end_ids(directory, config, self.tokenizer, self._special["eos_token"])
         self.dimensions = _dimensions(config)
         sources = _template_sources(directory, tokenizer_config)
@@ -81,8 +83,12 @@ class Model:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] = (),
         arguments: Mapping[str, Any] | None = None,
+        chars_max: int = RENDERED_CHARS_MAX,
     ) -> str:
-        """The prompt of a chat; `arguments` are the template's own. Raises ApiError when it refuses them."""
+        """The prompt of a chat; `arguments` are the template's own. Raises ApiError when it refuses them.
+
+        A template may repeat what it is given, so it is stopped when the prompt exceeds `chars_max`.
+        """
         template = self._templates.get("tool_use" if tools else "default", self._templates.get("default"))
         if template is None:
             raise invalid("this model has no chat template; use /v1/completions", "messages", "no_chat_template")
@@ -94,9 +100,14 @@ class Model:
                 text = f"chat_template_kwargs.{name} is what the chat itself says"
                 raise invalid(text, f"chat_template_kwargs.{name}")
         try:
-            text = template.render(**known, **self._special, **(arguments or {}))
-            assert isinstance(text, str)
-            return text
+            pieces, chars = [], 0
+            for piece in template.generate(**known, **self._special, **(arguments or {})):
+                chars += len(piece)
+                if chars > chars_max:
+                    text = f"the chat template makes a prompt of more than {chars_max:,} characters of these messages"
+                    raise invalid(text, "messages", "context_length_exceeded")
+                pieces.append(piece)
+            return "".join(pieces)
         except TEMPLATE_ERRORS as error:
             raise invalid(f"the chat template refuses these messages: {error}", "messages") from error
 
@@ -118,6 +129,10 @@ class Model:
         # The batch call with `fast` leaves out the offsets of every token, which nobody asks for here.
         ids: list[int] = self.tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
         return ids
+
+    def count(self, text: str) -> int:
+        """Return the number of tokens of a piece of text, without those that surround a prompt."""
+        return len(self.tokenizer.encode_batch_fast([text], add_special_tokens=False)[0])
 
     def decoder(self, shown: Collection[str] | None = ()) -> "Decoder":
         """A decoder for one answer. Special tokens are left out but for those `shown`; None shows all but an end."""

@@ -23,6 +23,7 @@ REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 STOP_STRINGS_MAX = 4
 STOP_CHARS_MAX = 1_024  # each piece of an answer is compared with its beginnings
 MESSAGES_MAX = 10_000
+PARTS_MAX = 10_000  # content parts and tool calls of all messages together: each takes microseconds
 LOGPROBS_MAX = 20  # OpenAI's for chats, and what engines allow by default
 TEMPLATE_ARGUMENTS_MAX = 64
 
@@ -200,6 +201,9 @@ class ChatBody(CompletionBody):
     def _check_chat(self) -> "ChatBody":
         if self.top_logprobs and not self.logprobs:
             raise invalid("top_logprobs is only allowed when logprobs is true", "top_logprobs")
+        parts = sum(map(_parts_count, self.messages))
+        if parts > PARTS_MAX:
+            raise invalid(f"messages have {parts:,} parts and tool calls; the limit is {PARTS_MAX:,}", "messages")
         self._choice = choice_of(self.tools, self.tool_choice, self.parallel_tool_calls)
         return self
 
@@ -261,6 +265,10 @@ def adapter_of(name: str, served: str, adapters: Sequence[str]) -> str:
         return name
     known = ", ".join(repr(one) for one in (served, *adapters))
     raise ApiError(404, "model_not_found", f"the model {name!r} is not served; served: {known}", "model")
+
+
+def _parts_count(message: Message) -> int:
+    return (len(message.content) if isinstance(message.content, list) else 0) + len(message.tool_calls or ())
 
 
 def _role(role: str) -> str:

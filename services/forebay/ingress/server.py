@@ -6,12 +6,14 @@ import socket
 from collections.abc import Callable, Iterator
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from forebay.ingress.drain import AT_ONCE_S, Drain
 from forebay.ingress.errors import Unusable
+from forebay.ingress.http_protocol import ConnectionLimits, bounded
 
 BACKLOG = 2048
+DEFAULT_LIMITS = ConnectionLimits()
 # Longer than clients keep an idle connection (httpx and with it openai: 5 s): who closes first must not be us, or a
 # request that is on its way is lost.
 KEEP_ALIVE_S = 75
@@ -85,11 +87,16 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def build_server(app: FastAPI, on_started: Callable[[], None] = lambda: None) -> Server:
-    """A server for `app`; run it with `serve(sockets=[listener])`."""
+def build_server(
+    app: ASGIApp, on_started: Callable[[], None] = lambda: None, limits: ConnectionLimits = DEFAULT_LIMITS
+) -> Server:
+    """Return a server for `app`; run it with `serve(sockets=[listener])`.
+
+    Each error that the server sends in place of the application is counted by `limits.on_rejected`, too.
+    """
     config = uvicorn.Config(
         app,
-        http="httptools",
+        http=bounded(limits),
         loop="none",
         ws="none",
         lifespan="off",

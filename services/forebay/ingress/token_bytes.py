@@ -4,11 +4,18 @@ Vocabularies write bytes in two ways: byte-level ones have a printable character
 others write `▁` for a space and `<0x0A>` for a byte that is no character of its own.
 """
 
+import json
 import re
+from typing import Any
 
 from tokenizers import Tokenizer
 
 BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+BYTES = 256
+NFC_SHRINK = 4  # characters to one composed character: at most 3 (Hangul), and at most 3 bytes to 1 (Kelvin sign)
+# Pre-tokenizers that only cut, or write each byte as a character. Others may drop text.
+CUTTING = frozenset({"ByteLevel", "Digits", "Metaspace", "UnicodeScripts"})
+CUTTING_UNLESS_REMOVED = frozenset({"Punctuation", "Split"})
 
 
 def _byte_of() -> dict[str, int]:
@@ -41,3 +48,67 @@ class TokenBytes:
             return bytes([BYTE_OF[char] for char in token]) if BYTE_OF.keys() >= set(token) else token.encode()
         found = BYTE.fullmatch(token)
         return bytes([int(found[1], 16)]) if found else token.replace("▁", " ").encode()
+
+
+def text_chars_max(tokenizer: Tokenizer, tokens: int) -> int | None:
+    """Return a number of characters that no text of so many tokens exceeds, None for a tokenizer without such a bound.
+
+    A token stands for at most as many bytes as the longest one has, and a character for at least one byte, if every
+    byte of the text ends up in a token. That holds if each of the 256 bytes has a token, no normalizer or
+    pre-tokenizer drops text, no added token swallows the white space around it, and nothing is truncated. A
+    normalizer that composes characters is allowed for by a factor. Everything else gives no bound.
+    """
+    vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
+    byte_level = BYTE_OF.keys() <= vocabulary.keys()
+    fallback = tokenizer.model.byte_fallback if hasattr(tokenizer.model, "byte_fallback") else False
+    fallback = fallback and all(f"<0x{byte:02X}>" in vocabulary for byte in range(BYTES))
+    normalizers = _flat(tokenizer.normalizer, "normalizers")
+    cutters = _flat(tokenizer.pre_tokenizer, "pretokenizers")
+    shrink = 1
+    for one in normalizers:
+        factor = _shrink(one)
+        if factor is None:
+            return None
+        shrink *= factor
+    writes_bytes = any(one["type"] == "ByteLevel" for one in (*normalizers, *cutters))
+    added = tokenizer.get_added_tokens_decoder().values()
+    if (
+        not (fallback or (byte_level and writes_bytes))
+        or not all(map(_keeps_text, cutters))
+        or any(token.lstrip or token.rstrip for token in added)
+        or tokenizer.truncation is not None
+    ):
+        return None
+    return tokens * shrink * max(len(token.encode()) for token in vocabulary)
+
+
+def _flat(part: Any, members: str) -> list[dict[str, Any]]:
+    """Return the settings of a normalizer or pre-tokenizer, or of each in a sequence."""
+    if part is None:
+        return []
+    settings = json.loads(part.__getstate__())
+    found: list[dict[str, Any]] = []
+    waiting = [settings]
+    while waiting:
+        one = waiting.pop()
+        if one["type"] == "Sequence":
+            waiting += one[members]
+        else:
+            found.append(one)
+    return found
+
+
+def _shrink(normalizer: dict[str, Any]) -> int | None:
+    """Return the factor by which a normalizer may shorten a text, None when it is not known."""
+    kind = normalizer["type"]
+    if kind in ("ByteLevel", "Prepend"):
+        return 1
+    if kind == "Replace":
+        old = normalizer["pattern"].get("String")
+        return 1 if old and len(normalizer["content"].encode()) >= len(old.encode()) else None
+    return NFC_SHRINK if kind == "NFC" else None
+
+
+def _keeps_text(cutter: dict[str, Any]) -> bool:
+    kind = cutter["type"]
+    return kind in CUTTING or (kind in CUTTING_UNLESS_REMOVED and cutter.get("behavior") != "Removed")

@@ -32,6 +32,7 @@ from forebay.ingress.app import build_app
 from forebay.ingress.errors import Unusable
 from forebay.ingress.explain_worker import Source
 from forebay.ingress.explainer import Explainer
+from forebay.ingress.http_protocol import ConnectionLimits, connections_allowed
 from forebay.ingress.ingress import NO_PREFILL_WORKER, NO_WORKER, Ingress, IngressSettings
 from forebay.ingress.metrics import IngressMetrics
 from forebay.ingress.model import Model
@@ -116,7 +117,8 @@ def _on_signals(loop: asyncio.AbstractEventLoop, act: Callable[[], None]) -> Non
 
 async def _serve_until(stop: asyncio.Event, system: _System, listener: socket.socket, on_ready: OnReady) -> None:
     loop = asyncio.get_running_loop()
-    server = build_server(system.app, lambda: on_ready(system.disagg))
+    limits = ConnectionLimits(system.ingress.metrics.reject, connections_allowed())
+    server = build_server(system.app, lambda: on_ready(system.disagg), limits)
     ingress, drain = system.ingress, system.ingress.drain
     serving = serve_until_drained(server, listener, drain, ingress.replies.interrupt_all, DRAIN_S)
 
@@ -355,6 +357,8 @@ async def _ingress(
         tool_call_parser=settings.tool_call_parser,
         reasoning_parser=settings.reasoning_parser,
         media=settings.media,
+        body_bytes_max=settings.body_bytes_max,
+        media_body_bytes_max=settings.media_body_bytes_max,
     )
     metrics = IngressMetrics(registry, ingress_settings.model_name)
     reply_from = await log.end(TOKENS.name, ingress_settings.reply_slot)

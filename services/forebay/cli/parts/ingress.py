@@ -24,9 +24,11 @@ from forebay.cli.common.cluster import (
 from forebay.cli.common.errors import explained
 from forebay.cli.parts.options import (
     AdminApiOption,
+    BodyBytesMaxOption,
     LorasOption,
     MediaAllowHostOption,
     MediaAllowPrivateOption,
+    MediaBodyBytesMaxOption,
     ReasoningParserOption,
     RoutingHintsOption,
     ToolCallParserOption,
@@ -34,6 +36,7 @@ from forebay.cli.parts.options import (
     named,
     names,
 )
+from forebay.ingress.body_limits import MEDIA_BYTES_MAX, TEXT_BYTES_MAX
 
 
 def ingress(
@@ -56,6 +59,8 @@ def ingress(
     reasoning_parser: ReasoningParserOption = "auto",
     media_allow_host: MediaAllowHostOption = None,
     media_allow_private: MediaAllowPrivateOption = False,
+    body_bytes_max: BodyBytesMaxOption = TEXT_BYTES_MAX,
+    media_body_bytes_max: MediaBodyBytesMaxOption = MEDIA_BYTES_MAX,
     timeout_s: Annotated[float, typer.Option(min=0.001, max=86_400, help="For a whole request.")] = 600.0,
     reply_topic: Annotated[
         list[str] | None,
@@ -93,5 +98,7 @@ def ingress(
             reasoning_parser=reasoning_parser,
             media=MediaSettings(names("--media-allow-host", media_allow_host), media_allow_private),
             reply_topics=tuple(reply_topic or ()),
+            body_bytes_max=body_bytes_max,
+            media_body_bytes_max=media_body_bytes_max,
         )
         serve(cluster, (host, port), model, settings, drain_s)

@@ -23,6 +23,7 @@ from forebay.ingress.drain import Drain
 from forebay.ingress.errors import ApiError, Unusable
 from forebay.ingress.explain_worker import Source
 from forebay.ingress.explainer import Explainer
+from forebay.ingress.http_protocol import ConnectionLimits, connections_allowed
 from forebay.ingress.ingress import NO_OWNER, NO_PREFILL_WORKER, NO_WORKER, Ingress, IngressSettings
 from forebay.ingress.metrics import IngressMetrics
 from forebay.ingress.model import DEFAULT_MODEL, Model
@@ -158,7 +159,8 @@ async def _run(
         explainer = Explainer(Source(kafka=cluster.kafka))
         address, port = listener.getsockname()[:2]
         text = f"forebay: ingress {settings.ingress_id} serves {settings.model_name} on http://{address}:{port}/v1"
-        server = build_server(build_app(ingress, registry, explainer), partial(typer.echo, text))
+        limits = ConnectionLimits(ingress.metrics.reject, connections_allowed())
+        server = build_server(build_app(ingress, registry, explainer), partial(typer.echo, text), limits)
 
         drain = ingress.drain
 

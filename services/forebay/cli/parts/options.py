@@ -72,6 +72,21 @@ MediaAllowHostOption = Annotated[
 MediaAllowPrivateOption = Annotated[
     bool, typer.Option("--media-allow-private", help="Fetch images from private addresses, too: for tests and labs.")
 ]
+BodyBytesMaxOption = Annotated[
+    int,
+    typer.Option(
+        "--body-bytes-max", min=1_024, max=1 << 30, help="Bytes of a request body beside images and videos; else 413."
+    ),
+]
+MediaBodyBytesMaxOption = Annotated[
+    int,
+    typer.Option(
+        "--media-body-bytes-max",
+        min=1_024,
+        max=1 << 30,
+        help="Bytes of a whole request body, if the model takes images or videos; else 413.",
+    ),
+]
 
 SnapshotEveryOption = Annotated[int, typer.Option(min=1, help="Journal records between snapshots.")]
 SnapshotAgeOption = Annotated[

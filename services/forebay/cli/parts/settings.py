@@ -45,6 +45,8 @@ class Embedded:
         routing_hints: whether clients may say where their requests go.
         admin_api: whether thresholds can be set, routes queried and requests explained.
         media: from where images and videos may be fetched.
+        body_bytes_max: bytes of a request body beside images and videos.
+        media_body_bytes_max: bytes of a whole request body, if the model takes images or videos.
         tool_call_parser: finds tool calls in answers; `reasoning_parser` likewise reasoning.
         lease_ttl_s: a worker silent for this long is lost.
         timeout_s: for a whole request.
@@ -64,6 +66,8 @@ class Embedded:
     tool_call_parser: str
     reasoning_parser: str
     media: MediaSettings
+    body_bytes_max: int
+    media_body_bytes_max: int
     lease_ttl_s: float
     timeout_s: float
     snapshot_every: int

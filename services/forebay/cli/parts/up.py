@@ -14,11 +14,13 @@ from forebay.cli.common.times import span_us
 from forebay.cli.parts.engines import EngineChoice, engine_options
 from forebay.cli.parts.options import (
     AdminApiOption,
+    BodyBytesMaxOption,
     KvEventsOption,
     LogMaxAgeOption,
     LogMaxSizeOption,
     MediaAllowHostOption,
     MediaAllowPrivateOption,
+    MediaBodyBytesMaxOption,
     PlacedTaintsOption,
     ReasoningParserOption,
     RoutingHintsOption,
@@ -31,6 +33,7 @@ from forebay.cli.parts.options import (
 from forebay.cli.parts.settings import Embedded, Workers
 from forebay.cli.policies.router_options import router_options
 from forebay.events.control import DisaggConfig, RouterConfig
+from forebay.ingress.body_limits import MEDIA_BYTES_MAX, TEXT_BYTES_MAX
 from forebay.ingress.media_refs import MediaSettings
 from forebay.live.retention import Limits
 
@@ -79,6 +82,8 @@ def up(
     reasoning_parser: ReasoningParserOption = "auto",
     media_allow_host: MediaAllowHostOption = None,
     media_allow_private: MediaAllowPrivateOption = False,
+    body_bytes_max: BodyBytesMaxOption = TEXT_BYTES_MAX,
+    media_body_bytes_max: MediaBodyBytesMaxOption = MEDIA_BYTES_MAX,
     lease_ttl_s: Annotated[
         float, typer.Option(min=0.1, help="A worker is lost after this long without a renewal of its lease.")
     ] = 3.0,
@@ -112,6 +117,8 @@ def up(
         tool_call_parser=tool_call_parser,
         reasoning_parser=reasoning_parser,
         media=media,
+        body_bytes_max=body_bytes_max,
+        media_body_bytes_max=media_body_bytes_max,
         lease_ttl_s=lease_ttl_s,
         timeout_s=timeout_s,
         snapshot_every=snapshot_every,

@@ -1,0 +1,288 @@
+"""uvicorn's HTTP/1.1 protocol with limits on headers, time and connections, and with errors in OpenAI's shape.
+
+uvicorn has no option for any of these limits when it parses with httptools. Each limit closes a way to hold memory or
+a connection without sending a request:
+
+- `HEAD_BYTES_MAX` and `HEADERS_MAX` bound the request line and headers, also while a header is still incomplete.
+- `HEAD_S` bounds the time until the headers are complete, on a new connection and from the first byte of each later
+  request. Between two requests uvicorn's keep-alive timeout applies.
+- `BODY_S` and `BODY_BYTES_PER_S` bound the time until the body is complete, by a minimum rate.
+- `LINGER_S` bounds how long the rest of a body is discarded after the response was sent.
+- `connections_max` bounds the connections of the process. One above the limit is answered with 503.
+"""
+
+import asyncio
+import resource
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, ClassVar, NoReturn
+
+from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from forebay.ingress.errors import ApiError
+
+HEAD_BYTES_MAX = 64 << 10  # Envoy's default is 60 KiB, nginx's 40 KiB; a trace context or token takes under 8 KiB
+HEADERS_MAX = 100  # the limit of Apache, Envoy and gunicorn
+STEP_BYTES = 16 << 10  # fed to the parser at a time, so that the limits are checked at least this often
+PIPELINED_MAX = 16  # requests queued behind the current one; each holds its scope in memory
+HEAD_S = 20.0  # Apache's default; longer than an event loop or a network stalls
+BODY_S = 20.0  # before the minimum rate applies, likewise
+BODY_BYTES_PER_S = 128 << 10  # 1 Mbit/s: 4 MiB take up to 52 s, 48 MiB up to 404 s
+LINGER_S = 5.0  # a client that is still sending can read the response; nginx waits as long
+CONNECTIONS_MAX = 8_192  # about 20 kB each, and more than the requests that one process has in flight
+FILES_RESERVED = 256  # file descriptors for the log, Kafka, Redis, workers and fetched media
+REFUSED_MAX = 512  # connections above the limit that get a response; later ones are closed unanswered
+PROBES = frozenset({"/live", "/ready", "/health", "/metrics"})  # answered on a connection above the limit, too
+
+OnRejected = Callable[[str], None]  # called with the error code
+
+
+def _ignore(_: str) -> None:
+    """Count nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """The limits of each connection of a server.
+
+    Attributes:
+        on_rejected: called with the error code of each request that never reaches the application.
+        connections_max: open connections of the server.
+        head_s: time until the headers are complete.
+        body_s: time until the body is complete, and a second more per `BODY_BYTES_PER_S` bytes.
+        linger_s: time to discard the rest of a body in after the response.
+    """
+
+    on_rejected: OnRejected = _ignore
+    connections_max: int = CONNECTIONS_MAX
+    head_s: float = HEAD_S
+    body_s: float = BODY_S
+    linger_s: float = LINGER_S
+
+
+class _Phase(Enum):
+    HEAD = "head"
+    BODY = "body"
+    IDLE = "idle"  # the request is complete, or none has begun
+
+
+class _Violation(Exception):
+    """The request exceeds a limit. Raised through the parser, which replaces it with an exception of its own."""
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """One connection. Create a subclass with `bounded`, which sets the limits."""
+
+    limits: ClassVar[ConnectionLimits] = ConnectionLimits()
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._phase = _Phase.HEAD
+        self._phase_s = self.loop.time()
+        self._timer: asyncio.TimerHandle | None = None
+        self._head_bytes = 0
+        self._header_count = 0
+        self._unparsed = 0  # bytes since the parser last made progress: an incomplete header, or chunk framing
+        self._body_bytes = 0
+        self._violation: ApiError | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Answer with 503 above the limit of connections, or close at once far above it."""
+        super().connection_made(transport)
+        count = len(self.connections)
+        limits = self.limits
+        if count > limits.connections_max + REFUSED_MAX:
+            limits.on_rejected("connections_exhausted")
+            transport.abort()
+            return
+        if count > limits.connections_max:
+            self.app = _refusing(self.app, limits)
+        self._phase_s = self.loop.time()
+        self._timer = self.loop.call_later(limits.head_s, self._on_timer)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop the timer."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Feed the parser in steps, so that no limit is exceeded by more than one step."""
+        if self._phase is _Phase.IDLE and (self.cycle is None or self.cycle.response_complete):
+            self._phase, self._phase_s = _Phase.HEAD, self.loop.time()
+        for at in range(0, len(data), STEP_BYTES):
+            step = data if len(data) <= STEP_BYTES else data[at : at + STEP_BYTES]
+            self._unparsed += len(step)
+            super().data_received(step)
+            if self.transport.is_closing():
+                return
+            if self._unparsed > HEAD_BYTES_MAX + STEP_BYTES:
+                self._reject(_head_too_large(f"more than {HEAD_BYTES_MAX:,} bytes"))
+                return
+        self._watch()
+
+    def send_400_response(self, msg: str) -> None:
+        """Reject what the parser or a callback refused."""
+        self._reject(self._violation or ApiError(400, "invalid_http", "the request is not valid HTTP/1.1"))
+
+    def on_message_begin(self) -> None:
+        """Start counting."""
+        super().on_message_begin()
+        self._phase, self._phase_s = _Phase.HEAD, self.loop.time()
+        self._head_bytes = self._header_count = self._unparsed = self._body_bytes = 0
+
+    def on_url(self, url: bytes) -> None:
+        """Count the request line."""
+        self._count_head(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Count headers, and trailers of a chunked body."""
+        self._header_count += 1
+        if self._header_count > HEADERS_MAX:
+            self._refuse(_head_too_large(f"more than {HEADERS_MAX} headers"))
+        self._count_head(len(name) + len(value))
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """Start the time of the body."""
+        self._phase, self._phase_s = _Phase.BODY, self.loop.time()
+        if len(self.pipeline) >= PIPELINED_MAX:
+            text = f"more than {PIPELINED_MAX} requests were sent ahead of their responses; wait for responses"
+            self._refuse(ApiError(400, "too_many_pipelined", text))
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """Count the body."""
+        self._unparsed = 0
+        self._body_bytes += len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """Stop the time of the request."""
+        self._phase, self._unparsed = _Phase.IDLE, 0
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """Discard the rest of the body for a limited time only."""
+        super().on_response_complete()
+        if self._phase is _Phase.BODY:
+            self._arm(self.limits.linger_s)
+
+    def _count_head(self, size: int) -> None:
+        self._head_bytes += size
+        if self._head_bytes > HEAD_BYTES_MAX:
+            self._refuse(_head_too_large(f"more than {HEAD_BYTES_MAX:,} bytes"))
+
+    def _refuse(self, error: ApiError) -> NoReturn:
+        """Stop the parser, which then calls `send_400_response`."""
+        self._violation = error
+        raise _Violation
+
+    def _watch(self) -> None:
+        """Keep the timer while a request is incomplete."""
+        if self._phase is _Phase.IDLE:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+        elif self._timer is None:
+            self._arm(self.limits.head_s if self._phase is _Phase.HEAD else self.limits.body_s)
+
+    def _arm(self, delay_s: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self.loop.call_later(delay_s, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        if self.transport.is_closing() or self._phase is _Phase.IDLE:
+            return
+        discarding = self._phase is _Phase.BODY and self.cycle.response_complete
+        if discarding:
+            self.transport.close()
+            return
+        if self.flow.read_paused:  # the application has not taken what came: not the client's delay
+            self._phase_s = self.loop.time()
+        in_head = self._phase is _Phase.HEAD
+        allowed_s = self.limits.head_s if in_head else self.limits.body_s + self._body_bytes / BODY_BYTES_PER_S
+        left_s = self._phase_s + allowed_s - self.loop.time()
+        if left_s > 0:
+            self._arm(left_s)
+        elif in_head and not self._unparsed and not self._head_bytes:
+            self.transport.close()  # a connection opened in advance, as browsers do: nothing to answer
+        else:
+            part = "headers" if in_head else "body"
+            text = f"the {part} of the request did not arrive within {allowed_s:.3g} s; send it faster"
+            self._reject(ApiError(408, "request_timeout", text))
+
+    def _reject(self, error: ApiError) -> None:
+        """Answer for the connection and close it. During a response only close: the answer would be taken for it."""
+        self.limits.on_rejected(error.code)
+        if not self._is_responding():
+            self.transport.write(_encoded(error))
+        self.transport.close()
+
+    def _is_responding(self) -> bool:
+        """Whether an earlier request still waits for its response, or the current one is being answered."""
+        if self.cycle is None or self.cycle.response_complete:
+            return False
+        return self._phase is not _Phase.BODY or self.cycle.response_started or bool(self.pipeline)
+
+
+def bounded(limits: ConnectionLimits) -> type[BoundedProtocol]:
+    """Return the protocol of a server with these limits."""
+    return type("BoundedProtocol", (BoundedProtocol,), {"limits": limits})
+
+
+def connections_allowed() -> int:
+    """Raise the limit of file descriptors as far as needed, and return how many connections fit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = CONNECTIONS_MAX + REFUSED_MAX + FILES_RESERVED
+    unlimited = resource.RLIM_INFINITY
+    if soft != unlimited and soft < wanted:
+        soft = wanted if hard == unlimited else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if soft == unlimited:
+        return CONNECTIONS_MAX
+    return max(1, min(CONNECTIONS_MAX, soft - REFUSED_MAX - FILES_RESERVED))
+
+
+def _refusing(app: Any, limits: ConnectionLimits) -> Any:
+    """Return an application that serves probes, and refuses all other requests."""
+    text = f"this ingress has {limits.connections_max:,} open connections, its limit; close idle connections"
+    error = ApiError(503, "connections_exhausted", text)
+
+    async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] in PROBES:
+            await app(scope, receive, send)
+            return
+        limits.on_rejected(error.code)
+        body = error.encoded()
+        await send({"type": "http.response.start", "status": error.status, "headers": _headers(error, body)})
+        await send({"type": "http.response.body", "body": body})
+
+    return refuse
+
+
+def _head_too_large(limit: str) -> ApiError:
+    return ApiError(431, "headers_too_large", f"the request line and headers have {limit}, the limit; send less")
+
+
+def _headers(error: ApiError, body: bytes) -> list[tuple[bytes, bytes]]:
+    headers = {
+        "content-type": "application/json",
+        "content-length": str(len(body)),
+        "connection": "close",
+        **error.headers(),
+    }
+    return [(name.encode(), value.encode()) for name, value in headers.items()]
+
+
+def _encoded(error: ApiError) -> bytes:
+    """Return a whole HTTP response."""
+    body = error.encoded()
+    head = [name + b": " + value + b"\r\n" for name, value in _headers(error, body)]
+    return b"".join([STATUS_LINE[error.status], *head, b"\r\n", body])
