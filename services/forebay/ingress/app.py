@@ -22,6 +22,7 @@ from forebay.ingress.http_body import request_id_of
 from forebay.ingress.ingress import Ingress
 from forebay.ingress.openai import ChatBody, TextBody
 from forebay.ingress.render import Shape
+from forebay.transport.base import LogError
 
 
 def build_app(ingress: Ingress, registry: CollectorRegistry, explainer: Explainer | None = None) -> FastAPI:
@@ -150,6 +151,10 @@ def _add_errors(app: FastAPI, ingress: Ingress) -> None:
         if error.status_code == 405:
             return respond(ApiError(405, "method_not_allowed", f"{path} does not take {request.method}"))
         return respond(ApiError(error.status_code, "http_error", str(error.detail)))
+
+    @app.exception_handler(LogError)
+    async def log_failed(_: Request, error: LogError) -> Response:
+        return respond(ApiError(503, "log_unavailable", str(error)))
 
     @app.exception_handler(ClientDisconnect)
     async def disconnected(_: Request, __: ClientDisconnect) -> Response:

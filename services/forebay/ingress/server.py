@@ -9,6 +9,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from forebay.ingress.drain import AT_ONCE_S, Drain
+from forebay.ingress.error_guard import ErrorGuard
 from forebay.ingress.errors import Unusable
 from forebay.ingress.http_protocol import ConnectionLimits, bounded
 
@@ -95,7 +96,7 @@ def build_server(
     Each error that the server sends in place of the application is counted by `limits.on_rejected`, too.
     """
     config = uvicorn.Config(
-        app,
+        ErrorGuard(app, limits.on_rejected),
         http=bounded(limits),
         loop="none",
         ws="none",

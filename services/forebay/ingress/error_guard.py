@@ -1,0 +1,91 @@
+"""The outermost ASGI layer: whatever the application raises becomes an error in OpenAI's shape.
+
+Starlette's handlers see subclasses of `Exception` only, and only before a response has started. A request that is
+cancelled when the process ends, or a stream that fails, would otherwise reach uvicorn, which answers 500 in plain text.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from forebay.ingress.errors import ApiError, internal_error
+
+logger = logging.getLogger(__name__)
+
+ANSWER_S = 2.0  # a process that ends does not wait longer for a client that does not read its error
+
+
+class ErrorGuard:
+    """Wraps an application.
+
+    Args:
+        app: the application.
+        on_rejected: called with the code of each error that is sent.
+    """
+
+    def __init__(self, app: ASGIApp, on_rejected: Callable[[str], None]) -> None:
+        self._app = app
+        self._on_rejected = on_rejected
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the application. Raises only what leaves a response incomplete, so that uvicorn closes the connection."""
+        response = _Response(send)
+        try:
+            await self._app(scope, receive, response.send)
+        except asyncio.CancelledError:
+            text = "the server is stopping; send the request again, to another server if there is one"
+            if not await self._answer(response, ApiError(503, "server_stopping", text)):
+                raise
+        except Exception:
+            logger.exception("%s %s failed", scope["method"], scope["path"])
+            if not await self._answer(response, internal_error()):
+                raise
+
+    async def _answer(self, response: "_Response", error: ApiError) -> bool:
+        """Send an error as far as the response allows, and return whether the response is complete."""
+        if response.is_complete:
+            return True
+        if response.is_started and not response.is_event_stream:
+            return False
+        self._on_rejected(error.code)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(ANSWER_S):
+                await response.fail(error)
+        return response.is_complete
+
+
+class _Response:
+    """How far a response got."""
+
+    __slots__ = ("_send", "is_complete", "is_event_stream", "is_started")
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.is_started = False
+        self.is_complete = False
+        self.is_event_stream = False
+
+    async def send(self, message: Message) -> None:
+        """Pass a message on."""
+        if message["type"] == "http.response.start":
+            self.is_started = True
+            self.is_event_stream = any(
+                name == b"content-type" and value.startswith(b"text/event-stream") for name, value in message["headers"]
+            )
+        await self._send(message)
+        if message["type"] == "http.response.body" and not message.get("more_body"):
+            self.is_complete = True
+
+    async def fail(self, error: ApiError) -> None:
+        """Send an error: as the last event of a stream that has started, else as the response."""
+        body = error.encoded()
+        if self.is_started:
+            await self.send({"type": "http.response.body", "body": b"data: " + body + b"\n\n"})
+            return
+        headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers()}
+        encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
+        await self.send({"type": "http.response.start", "status": error.status, "headers": encoded})
+        await self.send({"type": "http.response.body", "body": body})
