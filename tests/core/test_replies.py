@@ -264,6 +264,6 @@ def test_what_became_of_a_command_is_no_answer() -> None:
 
 def test_what_another_group_says_of_an_equal_request_id_is_left_alone() -> None:
     reply = folded(emitted(0, [10]))
-    for event in (emitted(1, [11], attempt=2, owner=9), started(2, owner=9), ended(2, owner=9)):
-        assert apply({NAME: reply}, event, "other-model") == []
+    for said in (emitted(1, [11], attempt=2, owner=9), started(2, owner=9), ended(2, owner=9)):
+        assert apply({NAME: reply}, said, "other-model") == []
     assert (reply.tokens, reply.attempt, reply.ended) == ([10], 1, None)
