@@ -7,6 +7,7 @@ import contextlib
 import functools
 import json
 import re
+import secrets
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -100,12 +101,17 @@ class _Journal:
 class Cluster:
     """Services on one Kafka and one Redis, under one namespace: use it as an async context manager.
 
-    Logs of the processes are in `folder`. Whatever ends the body, every process that was started is ended.
+    Logs of the processes and the token of the admin API are in `folder`. Whatever ends the body, every process that was
+    started is ended.
     """
 
     def __init__(self, kafka: str, redis_url: str, namespace: str, folder: Path, plan: TopicPlan = PLAN) -> None:
         self.namespace = namespace
         self.processes = Processes(folder)
+        self.admin_token = secrets.token_hex(16)
+        token_file = folder / "admin-token"
+        token_file.write_text(self.admin_token)
+        self.admin_options = ("--admin-token-file", str(token_file))  # of an ingress and of `forebay control`
         self.urls: dict[str, str] = {}
         self.settings = KafkaSettings(kafka, namespace)
         self._redis_url = redis_url
@@ -146,9 +152,15 @@ class Cluster:
     def ingress(self, name: str, *options: str) -> str:
         """Start an ingress: its URL, also in `urls`."""
         port = next(self._ports)
-        self._service("ingress", name, "--ingress-id", name, "--port", str(port), "--verbose", *options)
+        admin = ("--admin-api", *self.admin_options)
+        self._service("ingress", name, "--ingress-id", name, "--port", str(port), "--verbose", *admin, *options)
         url = self.urls[name] = f"http://{HOST}:{port}"
         return url
+
+    @property
+    def admin_headers(self) -> dict[str, str]:
+        """What requests of the admin API send."""
+        return {"authorization": f"Bearer {self.admin_token}"}
 
     def kill(self, name: str, *, alone: bool = False) -> int:
         """Kill -9, or a process `alone` and none of its children: the wall clock in microseconds when that was done."""

@@ -51,6 +51,18 @@ def test_its_forebay_commands_can_be_read(service: str) -> None:
     assert parse(SERVICES[service]["command"])["kafka"] == "redpanda:9092"
 
 
+@pytest.mark.parametrize("service", ["ingress-1", "ingress-2"])
+def test_an_ingress_knows_its_names_and_has_an_admin_api_only_with_a_token(
+    service: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment = SERVICES[service]["environment"]
+    assert environment["FOREBAY_ADMIN_API"] == "${FOREBAY_ADMIN_TOKEN:+true}"
+    for value, is_on in (("", False), ("true", True)):
+        monkeypatch.setenv("FOREBAY_ADMIN_API", value)
+        options = parse(SERVICES[service]["command"])
+        assert (options["admin_api"], service in options["allow_host"]) == (is_on, True)
+
+
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_disagg_workers_are_a_profile_and_move_kv_by_nixl_to_whoever_reaches_them(role: str) -> None:
     service = SERVICES[f"{role}-worker"]

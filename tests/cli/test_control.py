@@ -13,16 +13,22 @@ import pytest
 from forebay.events.control import Action
 from infra.local import free_ports
 from tests.cli.in_process import forebay
-from tests.cli.test_up import Up, running, verified
+from tests.cli.test_up import ADMIN, ADMIN_TOKEN, Up, running, verified
 from tests.cli.test_up import forebay as process
 
 pytestmark = pytest.mark.timeout(180)
 
 
+@pytest.fixture(autouse=True)
+def token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Send the token that `Up` demands."""
+    monkeypatch.setenv("FOREBAY_ADMIN_TOKEN", ADMIN_TOKEN)
+
+
 @pytest.fixture(scope="module")
 def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Up, Path]]:
     log = tmp_path_factory.mktemp("control") / "log.db"
-    with running("--log", str(log), "--workers", "2") as up:
+    with running("--log", str(log), "--workers", "2", "--admin-api") as up:
         yield up, log
 
 
@@ -112,7 +118,7 @@ def test_there_is_no_disaggregation_where_workers_do_all_of_a_request(system: tu
 
 
 def test_disagg_is_shown_and_changed_and_what_is_wrong_changes_nothing() -> None:
-    with running("--prefill-workers", "1", "--decode-workers", "1") as up:
+    with running("--prefill-workers", "1", "--decode-workers", "1", "--admin-api") as up:
         code, out, _ = control(up, "disaggregation")
         assert (code, out.splitlines()[0]) == (0, "model forebay-default, pool decode")
         shown = settings(out)
@@ -141,7 +147,9 @@ def test_disagg_is_shown_and_changed_and_what_is_wrong_changes_nothing() -> None
         told = json.loads(out)
         assert (told["before"]["policy"], told["before"]["enforce"]) == ("classic", True), "nothing else changed it"
         assert told["now"] == {**told["before"], "enforce": False}
-        assert httpx.get(f"{up.url}/disaggregation", timeout=30).json() == {"disaggregation": [told["now"]]}
+        assert httpx.get(f"{up.url}/disaggregation", headers=ADMIN, timeout=30).json() == {
+            "disaggregation": [told["now"]]
+        }
 
 
 def test_the_log_of_commands_verifies(system: tuple[Up, Path], tmp_path: Path) -> None:
@@ -156,11 +164,51 @@ def test_the_log_of_commands_verifies(system: tuple[Up, Path], tmp_path: Path) -
     assert verified(log)["decisions"]
 
 
-def test_without_the_admin_api_an_ingress_takes_no_commands() -> None:
-    with running("--no-admin-api", "--workers", "1") as up:
+def test_by_default_an_ingress_takes_no_commands() -> None:
+    with running("--workers", "1") as up:
         answers = [control(up, name) for name in ("pause", "disaggregation", "busy_threshold")]
-    said = "forebay: the ingress takes no commands: it was started with --no-admin-api\n"
+    said = "forebay: the ingress takes no commands: start it with --admin-api and a token\n"
     assert [(code, err) for code, _, err in answers] == [(1, said)] * 3
+
+
+def test_commands_need_the_token_of_the_ingress(
+    system: tuple[Up, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    up, _ = system
+    monkeypatch.setenv("FOREBAY_ADMIN_TOKEN", "another")
+    code, _, err = control(up, "pause")
+    assert (code, err) == (
+        1,
+        "forebay: the token of the admin API is another one (FOREBAY_ADMIN_TOKEN or --admin-token-file names it)\n",
+    )
+    monkeypatch.delenv("FOREBAY_ADMIN_TOKEN")
+    assert control(up, "busy_threshold")[::2][0] == 1
+    token = tmp_path / "token"
+    token.write_text(f"{ADMIN_TOKEN}\n")
+    assert control(up, "list_loras", "--admin-token-file", str(token))[0] == 0
+    token.write_text("two words")
+    code, _, err = control(up, "list_loras", "--admin-token-file", str(token))
+    assert (code, "visible ASCII" in err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--admin-api",), "--admin-api needs a token: set FOREBAY_ADMIN_TOKEN, or give --admin-token-file FILE"),
+        (("--admin-token-file", "x"), "--admin-token-file needs --admin-api"),
+        (("--admin-api", "--admin-token-file", "/none"), "--admin-token-file /none cannot be read"),
+        (("--admin-api", "--admin-token-file", "/dev/null"), "--admin-token-file /dev/null is empty"),
+        (("--allow-host", "http://name:80"), "--allow-host 'http://name:80': give a host name"),
+    ],
+)
+@pytest.mark.parametrize("command", ["up", "ingress"])
+def test_an_ingress_does_not_start_without_what_it_needs(
+    command: str, options: tuple[str, ...], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("FOREBAY_ADMIN_TOKEN")
+    run = forebay(command, "--port", str(free_ports(1)), *options)
+    assert (run.returncode, len(run.stderr.splitlines())) == (2, 1)
+    assert run.stderr.startswith(f"forebay: {says}")
 
 
 def test_who_does_not_answer_is_named() -> None:

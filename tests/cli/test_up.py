@@ -22,6 +22,8 @@ from tests.cli import in_process
 
 FOREBAY = str(Path(sys.executable).with_name("forebay"))
 PATIENCE_S = 60.0
+ADMIN_TOKEN = "token-of-tests"
+ADMIN = {"authorization": f"Bearer {ADMIN_TOKEN}"}
 LONG_PREFIX = "The log is the truth, and every decision on it can be derived again. " * 40
 
 pytestmark = pytest.mark.timeout(180)
@@ -35,7 +37,10 @@ class Up:
         self.url = f"http://127.0.0.1:{self.port}"
         speed = [] if "--engine" in options else ["--speedup", "50"]
         command = [*program, "up", "--port", str(self.port), *speed, *options]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        environment = {**os.environ, "FOREBAY_ADMIN_TOKEN": ADMIN_TOKEN}
+        self.process = subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
 
     def wait_ready(self) -> None:
         ends_s = time.monotonic() + PATIENCE_S
@@ -226,7 +231,7 @@ def test_labels_adapters_ranks_and_hints_are_what_the_flags_say(tmp_path: Path) 
         return str(answer.model_extra["forebay"]["worker"])
 
     pinned: dict[str, object] = {"backend_instance_id": "mock-2", "dp_rank": 1}
-    with running("--log", str(log), *flags) as up, up.client() as client:
+    with running("--log", str(log), *flags, "--admin-api") as up, up.client() as client:
         models = [model.id for model in client.models.list().data]
         assert models == ["forebay-default", "legal"]
         assert routed(client, {"routing_constraints": {"required_taints": ["fast", "zone-b"]}}) == "mock-1"
@@ -234,14 +239,14 @@ def test_labels_adapters_ranks_and_hints_are_what_the_flags_say(tmp_path: Path) 
         assert routed(client, pinned) == "mock-2"
         with pytest.raises(openai.APIStatusError, match="zone-c"):
             routed(client, {"routing_constraints": {"required_taints": ["zone-c"]}})
-        assert httpx.get(f"{up.url}/busy_threshold").status_code == httpx.codes.OK
+        assert httpx.get(f"{up.url}/busy_threshold", headers=ADMIN).status_code == httpx.codes.OK
         assert up.end(signal.SIGTERM) == 0
     # The second rank's cache outlives the process as well.
-    with running("--log", str(log), *flags, "--no-admin-api") as up, up.client() as client:
+    with running("--log", str(log), *flags) as up, up.client() as client:
         assert routed(client, pinned) == "mock-2"
         tail = forebay("topics", "tail", str(log), "decisions", "-n", "1")
         assert json.loads(tail.stdout)["event"]["terms"]["device_overlap"] > 0
-        assert httpx.get(f"{up.url}/busy_threshold").status_code == httpx.codes.NOT_FOUND
+        assert httpx.get(f"{up.url}/busy_threshold", headers=ADMIN).status_code == httpx.codes.NOT_FOUND
         assert up.end(signal.SIGTERM) == 0
     with running("--log", str(log), "--no-kv-events") as up:
         assert {ask(up.client(), "again")[0] for _ in range(3)} <= {"mock-0", "mock-1", "mock-2", "mock-3"}

@@ -17,11 +17,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from forebay.ingress.ingress import NO_PREFILL_WORKER
 from tests import dashboard
 from tests.cli.in_process import forebay
-from tests.cli.test_up import Up, running, verified
+from tests.cli.test_up import ADMIN, Up, running, verified
 
 pytestmark = pytest.mark.timeout(180)
 
-APART = ("--prefill-workers", "2", "--decode-workers", "2")
+APART = ("--prefill-workers", "2", "--decode-workers", "2", "--admin-api")
 ALIKE = ("--block-size", "16", "--kv-blocks", "512", "--kv-checksum")
 BODIES: list[dict[str, Any]] = [
     {"prompt": f"request {number}, " + "the log is the truth " * (5 * number), "max_tokens": 8 + number}
@@ -69,7 +69,9 @@ def unseen(up: Up) -> set[str]:
 
 
 def set_to(up: Up, **changes: Any) -> dict[str, Any]:
-    response = httpx.post(f"{up.url}/disaggregation", json={"model": "forebay-default", **changes}, timeout=10)
+    response = httpx.post(
+        f"{up.url}/disaggregation", json={"model": "forebay-default", **changes}, headers=ADMIN, timeout=10
+    )
     assert response.status_code == httpx.codes.OK, response.text
     answer: dict[str, Any] = response.json()
     return answer
@@ -151,7 +153,7 @@ def test_disagg_by_the_plain_path_when_told_so(whole: list[tuple[str, str]]) -> 
 def test_disagg_without_prefill_workers_decode_workers_do_it_unless_that_is_enforced(
     whole: list[tuple[str, str]],
 ) -> None:
-    with running("--prefill-workers", "0", "--decode-workers", "2", *ALIKE[:4]) as up:
+    with running("--prefill-workers", "0", "--decode-workers", "2", "--admin-api", *ALIKE[:4]) as up:
         assert texts(all_asked(up)) == whole
         set_to(up, enforce=True)
         body = {"model": "forebay-default", "prompt": "x", "max_tokens": 1}

@@ -223,5 +223,5 @@ def _note(heard: Answer, data: str) -> None:
 @asynccontextmanager
 async def served(cluster: Cluster, log: KafkaLog, ports: dict[str, Ports]) -> AsyncIterator[Serving]:
     """Clients of a cluster that serves."""
-    async with httpx.AsyncClient(timeout=TIMEOUT_S) as client:
+    async with httpx.AsyncClient(timeout=TIMEOUT_S, headers=cluster.admin_headers) as client:
         yield Serving(cluster, log, client, ports)

@@ -158,9 +158,8 @@ async def test_a_lora_is_loaded_used_and_unloaded_over_http(
     assert (await serving.said("lora")).tokens == expected
     await serving.complete("base", prompt, TOKENS)
     assert (await serving.said("base")).tokens == oracle.greedy(prompt, TOKENS)
-    code, out = await serving.cluster.command(
-        "control", "control", "list_loras", "--url", serving.url, "--json", within_s=COMMAND_WITHIN_S
-    )
+    options = ("--url", serving.url, "--json", *serving.cluster.admin_options)
+    code, out = await serving.cluster.command("control", "control", "list_loras", *options, within_s=COMMAND_WITHIN_S)
     told = {one["worker_id"]: one["loras"] for one in json.loads(out)["outcomes"]}
     assert (code, told) == (0, {name: [LORA] for name in WORKERS})
     unloaded = await serving.request("DELETE", f"/v1/loras/{LORA}")

@@ -41,6 +41,8 @@ from tests.system import until
 NAME = "test-model"
 SLOT = 4
 BODY_MAX = 200_000
+ADMIN_TOKEN = "token-of-tests"
+HEADERS = {"authorization": f"Bearer {ADMIN_TOKEN}", "content-type": "application/json"}
 
 
 class Scene:
@@ -54,7 +56,7 @@ class Scene:
         self.is_ready = True
         self.app = build_app(ingress, registry)
         transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
-        self.client = httpx.AsyncClient(transport=transport, base_url="http://test", timeout=20)
+        self.client = httpx.AsyncClient(transport=transport, base_url="http://test", timeout=20, headers=HEADERS)
         self._answered = 0
 
     def requests(self, kind: type | None = None) -> list[Any]:
@@ -181,6 +183,7 @@ async def make_scene(
         "reply_slot": SLOT,
         "body_bytes_max": BODY_MAX,
         "timeout_s": 30.0,
+        "admin_token": ADMIN_TOKEN,
     }
     settings = IngressSettings(ingress_id="i1", **{**fields, **changes})
     scenes: list[Scene] = []

@@ -237,7 +237,7 @@ async def test_a_log_that_fails_is_told(scene: Scene, monkeypatch: pytest.Monkey
 
 
 async def test_without_the_admin_api_nobody_commands() -> None:
-    async with make_scene(admin_api=False) as scene:
+    async with make_scene(admin_token="") as scene:
         for path in ("/v1/commands", "/v1/loras", "/sleep"):
             assert (await scene.client.post(path, json=LORA)).status_code == 404
         assert given(scene.log) == []

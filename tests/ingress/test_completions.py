@@ -372,7 +372,8 @@ class TestOverTcp:
         server, serving, port = await self.serve(scene)
         _, writer = await asyncio.open_connection("127.0.0.1", port)
         body = json.dumps(chat(stream=stream)).encode()
-        writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        writer.write(head + b"content-length: %d\r\n\r\n" % len(body) + body)
         request = await scene.next_request()
         writer.close()
         assert (await scene.cancelled()).request_id == request.request_id

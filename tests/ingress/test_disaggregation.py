@@ -121,5 +121,5 @@ async def test_disagg_a_log_that_cannot_be_written_is_a_503(scene: Scene) -> Non
 
 
 async def test_disagg_without_the_admin_api_there_is_no_such_path() -> None:
-    async with make_scene(admin_api=False) as scene:
+    async with make_scene(admin_token="") as scene:
         assert (await scene.client.get(PATH)).status_code == 404

@@ -108,7 +108,7 @@ async def test_nor_where_no_router_has_placed_it() -> None:
 
 
 async def test_without_the_admin_api_there_is_no_such_path() -> None:
-    async with make_scene(admin_api=False) as scene:
+    async with make_scene(admin_token="") as scene:
         for response in (await scene.client.get(PATH), await scene.client.post(PATH, json={"model": NAME})):
             assert (response.status_code, response.json()["error"]["code"]) == (404, "not_found")
 

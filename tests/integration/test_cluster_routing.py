@@ -118,7 +118,7 @@ class Asking:
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def asking(cluster: Cluster) -> AsyncIterator[Asking]:
-    async with httpx.AsyncClient(timeout=TIMEOUT_S) as client:
+    async with httpx.AsyncClient(timeout=TIMEOUT_S, headers=cluster.admin_headers) as client:
         yield Asking(client, cluster)
 
 

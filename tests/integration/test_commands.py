@@ -37,16 +37,15 @@ async def cluster(kafka: str, redis_url: str, tmp_path_factory: pytest.TempPathF
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def client() -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(timeout=TIMEOUT_S) as opened:
+async def client(cluster: Cluster) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(timeout=TIMEOUT_S, headers=cluster.admin_headers) as opened:
         yield opened
 
 
 async def control(cluster: Cluster, *arguments: str) -> tuple[int, dict[str, str]]:
     """`forebay control` at the first ingress: exit code, and status by worker."""
-    code, out = await cluster.command(
-        "control", "control", *arguments, "--url", cluster.urls["i1"], "--json", within_s=60
-    )
+    options = ("--url", cluster.urls["i1"], "--json", *cluster.admin_options)
+    code, out = await cluster.command("control", "control", *arguments, *options, within_s=60)
     return code, {one["worker_id"]: one["status"] for one in json.loads(out)["outcomes"]}
 
 

@@ -114,7 +114,7 @@ async def test_disagg_with_no_prefill_worker_decode_workers_do_it_themselves(
 
 async def test_disagg_what_is_enforced_shows_in_readiness(cluster: Cluster) -> None:
     (url,) = cluster.urls.values()
-    async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
+    async with httpx.AsyncClient(timeout=PATIENCE_S, headers=cluster.admin_headers) as client:
 
         async def ready(status: int) -> bool:
             return (await client.get(f"{url}/ready")).status_code == status

@@ -92,7 +92,7 @@ async def test_each_model_runs_its_own_requests_exactly_once(cluster: Cluster) -
 
 @pytest.mark.timeout(600)
 async def test_a_command_for_one_model_leaves_the_other_alone(cluster: Cluster) -> None:
-    at_first = ["--url", cluster.urls[INGRESSES[GROUP]], "--json"]
+    at_first = ["--url", cluster.urls[INGRESSES[GROUP]], "--json", *cluster.admin_options]
     code, out = await cluster.command("control", "control", "pause", *at_first, within_s=60)
     assert (code, {one["worker_id"] for one in json.loads(out)["outcomes"]}) == (0, set(WORKERS[GROUP]))
     heard = await answers(cluster, "meanwhile", [OTHER], IN_FLIGHT)

@@ -1,22 +1,25 @@
-"""What operators ask of an ingress: where a request would go, why one went there, what pools go by."""
+"""The admin API: routes that change something for every client, and those that show what can be changed.
 
+Each demands the token of the ingress. Without a token there is no admin API.
+"""
+
+import hmac
+from collections.abc import Awaitable, Callable
 from typing import Annotated, Any
 
 import msgspec
-from fastapi import FastAPI, Request
-from fastapi.responses import Response
+from fastapi import Depends, FastAPI, Request
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from pydantic import Field, model_validator
 
 from forebay.events.control import BusyThresholds, DisaggConfig, DisaggPolicy
 from forebay.ingress.control_api import BODY_BYTES_MAX, add_commands
-from forebay.ingress.errors import invalid
-from forebay.ingress.explainer import Explainer
+from forebay.ingress.errors import ApiError
 from forebay.ingress.fields import NONE_NEUTRAL, Body, parse, refuse_extra
-from forebay.ingress.http_body import read_body, request_id_of
+from forebay.ingress.http_body import read_body
 from forebay.ingress.ingress import Ingress
 from forebay.ingress.nvext import WEIGHT_MAX
-from forebay.ingress.openai import ChatBody, TextBody, adapter_of
-from forebay.ingress.render import route_of
+from forebay.ingress.openai import adapter_of
 from forebay.ingress.thresholds import FIELDS
 
 TOKENS_MAX = (1 << 63) - 1
@@ -65,42 +68,19 @@ class DisaggregationBody(Body):
         return {name: getattr(self, name) for name in DisaggConfig.__struct_fields__ if name in self.model_fields_set}
 
 
-class _Kind(msgspec.Struct):
-    messages: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-    prompt: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-
-
-def add_admin(app: FastAPI, ingress: Ingress, explainer: Explainer) -> None:
+def add_admin(app: FastAPI, ingress: Ingress) -> None:
     """Add the routes for operators."""
-    add_commands(app, ingress)
+    demand = [Depends(_demanded(ingress.settings.admin_token))]
+    add_commands(app, ingress, demand)
     thresholds = ingress.thresholds
 
-    @app.post("/v1/route")
-    async def route(request: Request) -> Response:
-        """Where a chat or a completion would go. The body is theirs; nothing is generated."""
-        ingress.require_owner()
-        with ingress.bodies.one() as held:
-            raw = await held.read(request)
-            return await answer_route(request, ingress, parse(kind_of(raw), raw))
-
-    @app.get("/v1/requests/{request_id:path}/explain", response_class=Response)
-    async def explain(request_id: str) -> Response:
-        """Why a request went where it did, and what became of it. Its id is that of its answer, or `x-request-id`."""
-        status = "error"
-        try:
-            told = await explainer.explain(request_id, ingress.require_place())
-            status = "success"
-        finally:
-            ingress.metrics.ended("explain", stream=False, status=status)
-        return Response(told, media_type="application/json")
-
-    @app.get("/busy_threshold")
+    @app.get("/busy_threshold", dependencies=demand)
     async def list_thresholds() -> dict[str, Any]:
         """When the workers of each pool are busy."""
         pools = await thresholds.pools()
         return {"thresholds": [{**_plain(model, busy), "pool": pool} for pool, model, busy in pools]}
 
-    @app.post("/busy_threshold")
+    @app.post("/busy_threshold", dependencies=demand)
     async def set_thresholds(request: Request) -> dict[str, Any]:
         """Change when the workers of a model are busy, or only say when they are."""
         body = parse(BusyThresholdBody, await read_body(request, BODY_BYTES_MAX))
@@ -109,13 +89,13 @@ def add_admin(app: FastAPI, ingress: Ingress, explainer: Explainer) -> None:
         busy = await (thresholds.change(body.model, changes) if changes else thresholds.of(body.model))
         return _plain(body.model, busy)
 
-    @app.get("/disaggregation")
+    @app.get("/disaggregation", dependencies=demand)
     async def list_disaggregation() -> dict[str, Any]:
         """Which prompts of each decode pool are computed by prefill workers."""
         pools = await thresholds.decode_pools()
         return {"disaggregation": [{**_plain(model, disagg), "pool": pool} for pool, model, disagg in pools]}
 
-    @app.post("/disaggregation")
+    @app.post("/disaggregation", dependencies=demand)
     async def set_disaggregation(request: Request) -> dict[str, Any]:
         """Change which prompts of a model are computed by prefill workers, or only say which."""
         body = parse(DisaggregationBody, await read_body(request, BODY_BYTES_MAX))
@@ -127,33 +107,19 @@ def add_admin(app: FastAPI, ingress: Ingress, explainer: Explainer) -> None:
         return {**_plain(body.model, disagg), "pool": pool}
 
 
-async def answer_route(request: Request, ingress: Ingress, body: ChatBody | TextBody) -> Response:
-    """Where a request would go, as JSON. Raises ApiError."""
-    if not ingress.settings.admin_api:
-        raise invalid("routes are not queried at this ingress", "nvext.annotations", "unsupported_parameter")
-    request_id = request_id_of(request, "route-")
-    status = "error"
-    try:
-        prepared = await ingress.prepare(body, request.headers.items())
-        told = await ingress.query(request_id, prepared)
-        status = "success"
-    finally:
-        ingress.metrics.ended("route", stream=False, status=status)
-    content = msgspec.json.encode(route_of(told, body.model, prepared.prompt.tokens))
-    return Response(content, headers={"x-request-id": request_id}, media_type="application/json")
+def _demanded(token: str) -> Callable[..., Awaitable[None]]:
+    """Return a dependency that raises ApiError for a request without this token."""
+    expected = token.encode()
+    bearer = HTTPBearer(auto_error=False, description="The token of --admin-token-file or FOREBAY_ADMIN_TOKEN.")
 
+    async def demand(given: Annotated[HTTPAuthorizationCredentials | None, Depends(bearer)]) -> None:
+        if given is None:
+            text = "the admin API needs a token: send the header 'Authorization: Bearer TOKEN'"
+            raise ApiError(401, "admin_token_missing", text)
+        if not hmac.compare_digest(given.credentials.encode("latin-1"), expected):
+            raise ApiError(403, "admin_token_wrong", "the token of the admin API is another one")
 
-def kind_of(raw: bytes) -> type[ChatBody] | type[TextBody]:
-    """What a body is. Raises ApiError for one with neither messages nor a prompt."""
-    try:
-        found = msgspec.json.decode(raw, type=_Kind)
-    except (msgspec.MsgspecError, RecursionError):
-        return ChatBody  # whose decoder says what is wrong
-    if found.messages is not msgspec.UNSET:
-        return ChatBody
-    if found.prompt is msgspec.UNSET:
-        raise invalid("the body has neither messages nor a prompt", "messages")
-    return TextBody
+    return demand
 
 
 def _plain(model: str, settings: BusyThresholds | DisaggConfig) -> dict[str, Any]:

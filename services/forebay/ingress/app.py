@@ -10,7 +10,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from forebay.ingress.admin import add_admin, answer_route
+from forebay.ingress.admin import add_admin
 from forebay.ingress.answer import Answer, Asked
 from forebay.ingress.drain import DrainGate
 from forebay.ingress.embedding_answer import EmbeddingAnswer
@@ -18,26 +18,38 @@ from forebay.ingress.embeddings import EmbeddingBody
 from forebay.ingress.errors import ApiError, internal_error
 from forebay.ingress.explainer import Explainer
 from forebay.ingress.fields import Body, parse
+from forebay.ingress.guard import Guard
 from forebay.ingress.http_body import request_id_of
 from forebay.ingress.ingress import Ingress
 from forebay.ingress.openai import ChatBody, TextBody
+from forebay.ingress.queries import add_queries, answer_route
 from forebay.ingress.render import Shape
 from forebay.transport.base import LogError
 
 
-def build_app(ingress: Ingress, registry: CollectorRegistry, explainer: Explainer | None = None) -> FastAPI:
-    """The application of one ingress; /metrics shows `registry`, without an `explainer` nothing is explained."""
+def build_app(
+    ingress: Ingress,
+    registry: CollectorRegistry,
+    explainer: Explainer | None = None,
+    hosts: frozenset[str] | None = None,
+) -> FastAPI:
+    """The application of one ingress; /metrics shows `registry`, without an `explainer` nothing is explained.
+
+    `hosts` are the names that the header `Host` may have, None for any.
+    """
     app = FastAPI(title="forebay", summary="OpenAI-compatible ingress", docs_url="/docs", redoc_url=None)
     app.add_middleware(
         DrainGate, drain=ingress.drain, refused=lambda error: ingress.metrics.refused.labels(error.code).inc()
     )
+    app.add_middleware(Guard, hosts=hosts, on_refused=lambda code: ingress.metrics.refused.labels(code).inc())
     _add_errors(app, ingress)
     _add_completions(app, ingress)
     _add_embeddings(app, ingress)
     _add_models(app, ingress)
     _add_health(app, ingress, registry)
-    if ingress.settings.admin_api:
-        add_admin(app, ingress, explainer or Explainer(None))
+    add_queries(app, ingress, explainer or Explainer(None))
+    if ingress.settings.admin_token:
+        add_admin(app, ingress)
     return app
 
 

@@ -10,6 +10,7 @@ from urllib.parse import unquote, urlsplit
 
 import msgspec
 from fastapi import FastAPI, Request
+from fastapi.params import Depends
 from fastapi.responses import Response
 from pydantic import Field, model_validator
 
@@ -130,29 +131,29 @@ class AnyCommandBody(LoraBody):
 BodyT = TypeVar("BodyT", bound=CommandBody)
 
 
-def add_commands(app: FastAPI, ingress: Ingress) -> None:
-    """Add the routes."""
+def add_commands(app: FastAPI, ingress: Ingress, demand: Sequence[Depends]) -> None:
+    """Add the routes, each with the dependencies `demand`."""
 
-    @app.post("/v1/commands")
+    @app.post("/v1/commands", dependencies=demand)
     async def any_command(request: Request) -> Response:
         """Any command: `action` and what belongs to it."""
         body = await _body(AnyCommandBody, request)
         return await _run(request, ingress, body, body.named())
 
-    @app.get("/v1/loras")
+    @app.get("/v1/loras", dependencies=demand)
     async def list_loras(request: Request) -> Response:
         """The adapters that workers have loaded, by name and by worker."""
         body = await _body(CommandBody, request)
         return await _run(request, ingress, body, body.command("list_loras"))
 
-    @app.delete("/v1/loras/{lora_name:path}")
+    @app.delete("/v1/loras/{lora_name:path}", dependencies=demand)
     async def delete_lora(request: Request, lora_name: str) -> Response:
         """Unload an adapter."""
         body = await _body(LoraBody, request, {"lora_name": lora_name})
         return await _run(request, ingress, body, body.command("unload_lora"))
 
     def add(path: str, action: Action, kind: type[CommandBody], text: str) -> None:
-        @app.post(path, name=action, description=text)
+        @app.post(path, name=action, description=text, dependencies=demand)
         async def route(request: Request) -> Response:
             body = await _body(kind, request)
             return await _run(request, ingress, body, body.command(action))

@@ -26,7 +26,7 @@ class ApiError(Exception):
 
     def headers(self) -> dict[str, str]:
         """The headers that go with it, in lower case."""
-        return retry_headers(self.status)
+        return {"www-authenticate": "Bearer"} if self.status == 401 else retry_headers(self.status)
 
     def body(self) -> dict[str, Any]:
         """OpenAI's error object."""

@@ -5,7 +5,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -75,7 +75,7 @@ class IngressSettings:
         routing_hints: whether clients may say which worker, priority, session or policy class; else such headers are
             ignored and counted, and such fields refused.
         loras: the adapters that are served as models of their own, whatever workers say; others when one has them.
-        admin_api: whether workers are commanded, thresholds set, routes queried and requests explained.
+        admin_token: what clients of the admin API send; empty without an admin API.
         tool_call_parser: finds tool calls in answers: `auto` (by the chat template), `none`, or its name.
         reasoning_parser: likewise finds reasoning.
         media: from where images and videos may be fetched.
@@ -92,7 +92,7 @@ class IngressSettings:
     max_tokens_default: int = 256
     routing_hints: bool = False
     loras: tuple[str, ...] = ()
-    admin_api: bool = True
+    admin_token: str = field(default="", repr=False)
     tool_call_parser: str = AUTO
     reasoning_parser: str = AUTO
     media: MediaSettings = PUBLIC_ONLY

@@ -9,9 +9,10 @@ import typer
 from rich.table import Table
 from typer.core import TyperGroup
 
+from forebay.cli.common.admin_token import AdminTokenFileOption
 from forebay.cli.common.errors import fail
 from forebay.cli.common.terminal import in_markup, results
-from forebay.cli.control.client import URL, UrlOption, answer_of, ask, end_unless_ok
+from forebay.cli.control.client import URL, UrlOption, answer_of, end_unless_ok, service_at
 from forebay.cli.control.settings import busy_threshold, disaggregation
 from forebay.events.control import Action
 
@@ -57,6 +58,7 @@ def _doing(action: Action) -> Callable[..., None]:
         ] = 1,
         timeout_s: Annotated[float, typer.Option(min=0.001, max=3_600, help="How long workers have.")] = 60.0,
         url: UrlOption = URL,
+        admin_token_file: AdminTokenFileOption = None,
         json: Annotated[bool, typer.Option("--json", help="The outcomes as one JSON object on stdout.")] = False,
     ) -> None:
         asked: dict[str, Any] = {
@@ -68,7 +70,7 @@ def _doing(action: Action) -> Callable[..., None]:
             "level": level,
             "timeout_s": timeout_s,
         }
-        response = ask(url, "/v1/commands", asked, timeout_s=timeout_s)
+        response = service_at(url, admin_token_file).ask("/v1/commands", asked, timeout_s=timeout_s)
         answer = answer_of(url, response, "outcomes")
         if json:
             typer.echo(jsonlib.dumps(answer))

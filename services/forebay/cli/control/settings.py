@@ -9,9 +9,10 @@ from typing import Annotated, Any, get_args
 import typer
 from rich.table import Table
 
+from forebay.cli.common.admin_token import AdminTokenFileOption
 from forebay.cli.common.errors import fail
 from forebay.cli.common.terminal import in_markup, results
-from forebay.cli.control.client import URL, UrlOption, answer_of, ask, end_unless_ok
+from forebay.cli.control.client import URL, Service, UrlOption, answer_of, end_unless_ok, service_at
 from forebay.events.control import DisaggPolicy
 
 NONE = "none"  # of a threshold: it is never reached
@@ -30,6 +31,7 @@ def disaggregation(
         bool | None, typer.Option("--enforce/--no-enforce", help="Refuse what cannot be computed remotely.")
     ] = None,
     url: UrlOption = URL,
+    admin_token_file: AdminTokenFileOption = None,
     json: JsonOption = False,
 ) -> None:
     """Show or change who computes prompts."""
@@ -43,7 +45,7 @@ def disaggregation(
         "decode_busy_threshold": decode_busy_threshold,
         "enforce": enforce,
     }
-    _change(url, "/disaggregation", changes, json=json)
+    _change(service_at(url, admin_token_file), "/disaggregation", changes, json=json)
 
 
 def busy_threshold(
@@ -55,6 +57,7 @@ def busy_threshold(
         str | None, typer.Option(help="In multiples of max_num_batched_tokens, or none.")
     ] = None,
     url: UrlOption = URL,
+    admin_token_file: AdminTokenFileOption = None,
     json: JsonOption = False,
 ) -> None:
     """Show or change when workers are busy."""
@@ -63,14 +66,14 @@ def busy_threshold(
         "active_prefill_tokens_threshold": active_prefill_tokens_threshold,
         "active_prefill_tokens_threshold_frac": active_prefill_tokens_threshold_frac,
     }
-    _change(url, "/busy_threshold", changes, json=json)
+    _change(service_at(url, admin_token_file), "/busy_threshold", changes, json=json)
 
 
-def _change(url: str, path: str, changes: dict[str, Any], *, json: bool) -> None:
+def _change(service: Service, path: str, changes: dict[str, Any], *, json: bool) -> None:
     given = {name: _value(value) for name, value in changes.items() if value is not None}
-    model = _model(url)
-    before = _settings(url, path, {"model": model})
-    now = _settings(url, path, {"model": model, **given}) if given else before
+    model = _model(service)
+    before = _settings(service, path, {"model": model})
+    now = _settings(service, path, {"model": model, **given}) if given else before
     if json:
         typer.echo(jsonlib.dumps({"before": before, "now": now}))
         return
@@ -86,20 +89,20 @@ def _change(url: str, path: str, changes: dict[str, Any], *, json: bool) -> None
     console.print(table)
 
 
-def _model(url: str) -> str:
+def _model(service: Service) -> str:
     """What the ingress serves."""
-    response = ask(url, "/v1/models")
-    answer = answer_of(url, response, "data")
+    response = service.ask("/v1/models")
+    answer = answer_of(service.url, response, "data")
     end_unless_ok(answer, response)
     try:
         return str(answer["data"][0]["id"])
     except (LookupError, TypeError):
-        fail(f"{url} serves no model")
+        fail(f"{service.url} serves no model")
 
 
-def _settings(url: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    response = ask(url, path, body)
-    answer = answer_of(url, response, "model")
+def _settings(service: Service, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    response = service.ask(path, body)
+    answer = answer_of(service.url, response, "model")
     end_unless_ok(answer, response)
     return answer
 

@@ -32,6 +32,7 @@ from forebay.ingress.app import build_app
 from forebay.ingress.errors import Unusable
 from forebay.ingress.explain_worker import Source
 from forebay.ingress.explainer import Explainer
+from forebay.ingress.guard import allowed_hosts
 from forebay.ingress.http_protocol import ConnectionLimits, connections_allowed
 from forebay.ingress.ingress import NO_PREFILL_WORKER, NO_WORKER, Ingress, IngressSettings
 from forebay.ingress.metrics import IngressMetrics
@@ -58,6 +59,7 @@ DRAIN_S = 7.0  # with CLOSE_S, CUT_S and no more than 10 s in all: Ctrl-C must n
 OnReady = Callable[[DisaggConfig], None]  # told who computes prompts
 Caches = dict[tuple[str, int], list[int]]
 Engines = Sequence[tuple[Engine, WorkerSpec]]
+Hosts = frozenset[str] | None  # as `allowed_hosts` returns them
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,8 @@ def run(settings: Embedded, host: str, port: int, on_ready: OnReady) -> None:
         for name, role in settings.roles.items()
     ]
     with listen(host, port) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(settings, engines, model, listener, on_ready))
+        hosts = allowed_hosts(host, listener.getsockname()[0], settings.allow_hosts)
+        runner.run(_serve(settings, engines, model, listener, hosts, on_ready))
 
 
 async def _serve(
@@ -87,6 +90,7 @@ async def _serve(
     engines: Engines,
     model: Model,
     listener: socket.socket,
+    hosts: Hosts,
     on_ready: OnReady,
 ) -> None:
     stop = asyncio.Event()
@@ -101,7 +105,7 @@ async def _serve(
     # Until requests can be served there is nothing to finish; a large log or fleet takes its time.
     _on_signals(loop, leave_at_once)
     try:
-        async with _running(settings, engines, model) as system:
+        async with _running(settings, engines, model, hosts) as system:
             _on_signals(loop, stop.set)
             await _serve_until(stop, system, listener, on_ready)
     except asyncio.CancelledError:
@@ -141,7 +145,7 @@ async def _serve_until(stop: asyncio.Event, system: _System, listener: socket.so
 
 
 @asynccontextmanager
-async def _running(settings: Embedded, engines: Engines, model: Model) -> AsyncIterator[_System]:
+async def _running(settings: Embedded, engines: Engines, model: Model, hosts: Hosts) -> AsyncIterator[_System]:
     """Start every part but the HTTP listener, wait until requests can be served, and stop them in turn."""
     async with AsyncExitStack() as stack:
         log, standby = await open_checked(settings.log, PARTITION)
@@ -178,7 +182,7 @@ async def _running(settings: Embedded, engines: Engines, model: Model) -> AsyncI
         explainer = Explainer(None if settings.log is None else Source(path=str(settings.log.absolute())))
         stack.push_async_callback(explainer.close)
         disagg = _disagg(owner.world, settings)
-        yield _System(ingress, build_app(ingress, registry, explainer), explainer, disagg)
+        yield _System(ingress, build_app(ingress, registry, explainer, hosts), explainer, disagg)
 
 
 class _KvMetrics(Collector):
@@ -353,7 +357,7 @@ async def _ingress(
         timeout_s=settings.timeout_s,
         routing_hints=settings.routing_hints,
         loras=settings.engine.loras,
-        admin_api=settings.admin_api,
+        admin_token=settings.admin_token,
         tool_call_parser=settings.tool_call_parser,
         reasoning_parser=settings.reasoning_parser,
         media=settings.media,

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from forebay.cli.common.admin_token import AdminTokenFileOption, required_token
 from forebay.cli.common.cluster import (
     KAFKA,
     LOOPBACK,
@@ -24,6 +25,7 @@ from forebay.cli.common.cluster import (
 from forebay.cli.common.errors import explained
 from forebay.cli.parts.options import (
     AdminApiOption,
+    AllowHostOption,
     BodyBytesMaxOption,
     LorasOption,
     MediaAllowHostOption,
@@ -54,7 +56,9 @@ def ingress(
     ] = None,
     lora: LorasOption = None,
     routing_hints: RoutingHintsOption = False,
-    admin_api: AdminApiOption = True,
+    admin_api: AdminApiOption = False,
+    admin_token_file: AdminTokenFileOption = None,
+    allow_host: AllowHostOption = None,
     tool_call_parser: ToolCallParserOption = "auto",
     reasoning_parser: ReasoningParserOption = "auto",
     media_allow_host: MediaAllowHostOption = None,
@@ -93,7 +97,7 @@ def ingress(
             timeout_s=timeout_s,
             routing_hints=routing_hints,
             loras=adapters(names("--lora", lora), called),
-            admin_api=admin_api,
+            admin_token=required_token(admin_token_file, admin_api=admin_api),
             tool_call_parser=tool_call_parser,
             reasoning_parser=reasoning_parser,
             media=MediaSettings(names("--media-allow-host", media_allow_host), media_allow_private),
@@ -101,4 +105,4 @@ def ingress(
             body_bytes_max=body_bytes_max,
             media_body_bytes_max=media_body_bytes_max,
         )
-        serve(cluster, (host, port), model, settings, drain_s)
+        serve(cluster, (host, port), model, settings, drain_s, allow_host or ())

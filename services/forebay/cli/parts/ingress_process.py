@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import socket
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from forebay.ingress.drain import Drain
 from forebay.ingress.errors import ApiError, Unusable
 from forebay.ingress.explain_worker import Source
 from forebay.ingress.explainer import Explainer
+from forebay.ingress.guard import allowed_hosts
 from forebay.ingress.http_protocol import ConnectionLimits, connections_allowed
 from forebay.ingress.ingress import NO_OWNER, NO_PREFILL_WORKER, NO_WORKER, Ingress, IngressSettings
 from forebay.ingress.metrics import IngressMetrics
@@ -37,12 +38,18 @@ POLL_S = 1.0  # between two looks whether prompts must be computed by prefill wo
 
 
 def serve(
-    cluster: Cluster, address: tuple[str, int], model: Path | None, settings: IngressSettings, drain_s: float
+    cluster: Cluster,
+    address: tuple[str, int],
+    model: Path | None,
+    settings: IngressSettings,
+    drain_s: float,
+    allow_hosts: Sequence[str],
 ) -> None:
     """Serve until SIGINT or SIGTERM. Raises Unusable for what cannot be started with, LogError when the log fails."""
     loaded = Model(model or DEFAULT_MODEL)
-    listener = listen(*address)
-    run_service(_run(cluster, loaded, settings, listener, drain_s))
+    with listen(*address) as listener:
+        hosts = allowed_hosts(address[0], listener.getsockname()[0], allow_hosts)
+        run_service(_run(cluster, loaded, settings, listener, drain_s, hosts))
 
 
 class Readiness:
@@ -138,7 +145,12 @@ async def _until_draining(part: Awaitable[None], drain: Drain) -> None:
 
 
 async def _run(
-    cluster: Cluster, model: Model, settings: IngressSettings, listener: socket.socket, drain_s: float
+    cluster: Cluster,
+    model: Model,
+    settings: IngressSettings,
+    listener: socket.socket,
+    drain_s: float,
+    hosts: frozenset[str] | None,
 ) -> None:
     registry = CollectorRegistry()
     counts = await count_topics(cluster.kafka)
@@ -160,7 +172,7 @@ async def _run(
         address, port = listener.getsockname()[:2]
         text = f"forebay: ingress {settings.ingress_id} serves {settings.model_name} on http://{address}:{port}/v1"
         limits = ConnectionLimits(ingress.metrics.reject, connections_allowed())
-        server = build_server(build_app(ingress, registry, explainer), partial(typer.echo, text), limits)
+        server = build_server(build_app(ingress, registry, explainer, hosts), partial(typer.echo, text), limits)
 
         drain = ingress.drain
 

@@ -57,7 +57,18 @@ RoutingHintsOption = Annotated[
     bool, typer.Option("--routing-hints", help="Let clients choose worker, priority, session and policy class.")
 ]
 AdminApiOption = Annotated[
-    bool, typer.Option("--admin-api/--no-admin-api", help="Serve commands, thresholds, route queries and explanations.")
+    bool,
+    typer.Option(
+        "--admin-api/--no-admin-api",
+        envvar="FOREBAY_ADMIN_API",
+        help="Serve commands, thresholds and disaggregation to clients that have the admin token.",
+    ),
+]
+AllowHostOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allow-host", help="Name in the Host header of requests, beside localhost and the address; repeatable."
+    ),
 ]
 ToolCallParserOption = Annotated[
     str, typer.Option(help="Finds tool calls in answers: auto (by the chat template), none, or its name.")

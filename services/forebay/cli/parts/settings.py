@@ -1,6 +1,6 @@
 """What `forebay up` is told, apart from the code that does it: other commands start without an HTTP server."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from forebay.cli.parts.engines import EngineChoice
@@ -43,7 +43,8 @@ class Embedded:
         taints: the labels of each worker, by its name.
         kv_events: whether workers tell what they have cached.
         routing_hints: whether clients may say where their requests go.
-        admin_api: whether thresholds can be set, routes queried and requests explained.
+        admin_token: what clients of the admin API send; empty without an admin API.
+        allow_hosts: names that the header `Host` of a request may have beside those of the loopback address.
         media: from where images and videos may be fetched.
         body_bytes_max: bytes of a request body beside images and videos.
         media_body_bytes_max: bytes of a whole request body, if the model takes images or videos.
@@ -62,7 +63,8 @@ class Embedded:
     taints: dict[str, tuple[str, ...]]
     kv_events: bool
     routing_hints: bool
-    admin_api: bool
+    admin_token: str = field(repr=False)
+    allow_hosts: tuple[str, ...]
     tool_call_parser: str
     reasoning_parser: str
     media: MediaSettings

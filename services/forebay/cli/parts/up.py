@@ -8,12 +8,14 @@ from typing import Annotated
 
 import typer
 
+from forebay.cli.common.admin_token import AdminTokenFileOption, required_token
 from forebay.cli.common.errors import explained, fail
 from forebay.cli.common.sizes import size
 from forebay.cli.common.times import span_us
 from forebay.cli.parts.engines import EngineChoice, engine_options
 from forebay.cli.parts.options import (
     AdminApiOption,
+    AllowHostOption,
     BodyBytesMaxOption,
     KvEventsOption,
     LogMaxAgeOption,
@@ -77,7 +79,9 @@ def up(
     taint: PlacedTaintsOption = None,
     kv_events: KvEventsOption = True,
     routing_hints: RoutingHintsOption = False,
-    admin_api: AdminApiOption = True,
+    admin_api: AdminApiOption = False,
+    admin_token_file: AdminTokenFileOption = None,
+    allow_host: AllowHostOption = None,
     tool_call_parser: ToolCallParserOption = "auto",
     reasoning_parser: ReasoningParserOption = "auto",
     media_allow_host: MediaAllowHostOption = None,
@@ -103,6 +107,7 @@ def up(
         _refuse_of_apart(context, router)
     roles = counts.roles(engine)
     with explained():
+        token = required_token(admin_token_file, admin_api=admin_api)
         taints = placed_taints(names("--taint", taint), list(roles))
         media = MediaSettings(names("--media-allow-host", media_allow_host), media_allow_private)
     settings = Embedded(
@@ -113,7 +118,8 @@ def up(
         taints=taints,
         kv_events=kv_events,
         routing_hints=routing_hints,
-        admin_api=admin_api,
+        admin_token=token,
+        allow_hosts=tuple(allow_host or ()),
         tool_call_parser=tool_call_parser,
         reasoning_parser=reasoning_parser,
         media=media,

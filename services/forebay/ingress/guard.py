@@ -1,0 +1,157 @@
+"""Refuses requests that a web page of another origin has a browser send, before any route sees them.
+
+Theory of operation. A page cannot read what another origin answers, but a browser sends its requests all the same, to
+127.0.0.1 too. Three checks stop that. None of them affects a client that is no browser.
+
+- `Origin` and `Sec-Fetch-Site`, which a page cannot change, name who asks.
+- A body must be declared as `application/json`, which a browser sends to another origin only after it asked for
+  permission (a preflight), and permission is never given.
+- `Host` must be a known name, because a page can have its own name resolve to 127.0.0.1 (DNS rebinding) and is then of
+  the same origin as this service.
+
+The checks hold for every path but `UNCHECKED`, so a new route is guarded unless it is named there.
+"""
+
+import ipaddress
+from collections.abc import Callable, Sequence
+from urllib.parse import urlsplit
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from forebay.ingress.errors import ApiError, Unusable
+
+UNCHECKED = frozenset({"/live", "/ready", "/health", "/metrics"})  # supervisors ask by address, and nothing is run
+PAGES = frozenset({"/docs", "/openapi.json"})  # may be linked from anywhere: they only describe
+LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
+READING = ("GET", "HEAD")
+JSON = "application/json"
+DEFAULT_PORTS = {"http": 80, "https": 443}
+SHOWN_CHARS_MAX = 256  # of a header that is quoted in an error
+
+Address = tuple[str, str, int | None]  # scheme, host, port
+
+
+def allowed_hosts(host: str, address: str, names: Sequence[str]) -> frozenset[str] | None:
+    """Return the names that the header `Host` may have, None for any: not on loopback, and no name is given.
+
+    Args:
+        host: what `--host` says.
+        address: IP address of the listening socket.
+        names: further names, of `--allow-host`.
+
+    Raises:
+        Unusable: for a name that has a scheme, a port or a path.
+    """
+    extra = [_plain(name) for name in names]
+    for name, plain in zip(names, extra, strict=True):
+        if not plain or set(plain) & set("/@?#*, ") or (":" in plain and not _is_ip(plain)):
+            raise Unusable(f"--allow-host {name!r}: give a host name or an IP address without scheme and port")
+    if not extra and not _is_loopback(address):
+        return None
+    return frozenset((*LOOPBACK_NAMES, _plain(host), _plain(address), *extra))
+
+
+class Guard:
+    """ASGI middleware that runs `app` for requests that pass; `on_refused` counts the others by their error code."""
+
+    def __init__(self, app: ASGIApp, hosts: frozenset[str] | None, on_refused: Callable[[str], None]) -> None:
+        self._app = app
+        self._hosts = hosts
+        self._on_refused = on_refused
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the application, or send an error."""
+        if scope["type"] == "http" and scope["path"] not in UNCHECKED and (error := self._refusal(scope)) is not None:
+            self._on_refused(error.code)
+            await _send(send, error)
+        else:
+            await self._app(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> ApiError | None:
+        """Return why a request is refused, None if it is not."""
+        headers: dict[bytes, list[str]] = {}
+        for name, value in scope["headers"]:
+            headers.setdefault(name, []).append(value.decode("latin-1"))
+        hosts = headers.get(b"host", [""])
+        if self._hosts is not None and (error := _foreign_host(hosts, self._hosts)) is not None:
+            return error
+        reads = scope["method"] in READING
+        if reads and scope["path"] in PAGES:
+            return None
+        own = {_address(scope.get("scheme", "http"), host) for host in hosts}
+        for origin in headers.get(b"origin", ()):
+            scheme, _, host = origin.partition("://")
+            address = _address(scheme, host)
+            if address is None or own != {address}:
+                return _foreign(f"the origin {origin[:SHOWN_CHARS_MAX]!r}")
+        if any(site in {"cross-site", "same-site"} for site in headers.get(b"sec-fetch-site", ())):
+            return _foreign("a page of another site")
+        return None if reads else _not_json(headers)
+
+
+def _foreign_host(hosts: list[str], allowed: frozenset[str]) -> ApiError | None:
+    for host in hosts:
+        address = _address("http", host)
+        if address is None or address[1] not in allowed:
+            shown = host[:SHOWN_CHARS_MAX]
+            text = f"this service is not known as {shown!r}: the Host of a request must be one of "
+            return ApiError(403, "host_not_allowed", f"{text}{', '.join(sorted(allowed))}; --allow-host adds a name")
+    return None
+
+
+def _foreign(who: str) -> ApiError:
+    text = (
+        f"{who} may not use this service: requests of web pages must come from the service's own scheme, host and port"
+    )
+    return ApiError(403, "foreign_origin", text)
+
+
+def _not_json(headers: dict[bytes, list[str]]) -> ApiError | None:
+    kinds = headers.get(b"content-type", [])
+    has_body = b"transfer-encoding" in headers or any(length != "0" for length in headers.get(b"content-length", ()))
+    if not kinds and not has_body:
+        return None
+    found = {kind.partition(";")[0].strip().lower() for kind in kinds}
+    if found == {JSON}:
+        return None
+    shown = ", ".join(kinds)[:SHOWN_CHARS_MAX] or "nothing"
+    text = f"the body must be declared as {JSON}, got {shown}; send the header 'Content-Type: {JSON}'"
+    return ApiError(415, "unsupported_media_type", text)
+
+
+def _address(scheme: str, host: str) -> Address | None:
+    """Return the parts of an origin or of a `Host`, None for one that is no address."""
+    try:
+        parts = urlsplit(f"//{host}")
+        port = parts.port
+    except ValueError:
+        return None
+    if not parts.hostname or parts.netloc != host or parts.username is not None:
+        return None
+    return scheme.lower(), _plain(parts.hostname), DEFAULT_PORTS.get(scheme.lower()) if port is None else port
+
+
+def _plain(host: str) -> str:
+    """Return a name as `_address` compares it: in lower case, an IPv6 address without brackets."""
+    return host.lower().removesuffix(".").removeprefix("[").removesuffix("]")
+
+
+def _is_ip(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_loopback(address: str) -> bool:
+    ip = ipaddress.ip_address(address)
+    mapped = ip.ipv4_mapped if isinstance(ip, ipaddress.IPv6Address) else None
+    return (mapped or ip).is_loopback
+
+
+async def _send(send: Send, error: ApiError) -> None:
+    body = error.encoded()
+    headers = [(b"content-type", JSON.encode()), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
