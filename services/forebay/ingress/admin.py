@@ -13,13 +13,14 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from pydantic import Field, model_validator
 
 from forebay.events.control import BusyThresholds, DisaggConfig, DisaggPolicy
-from forebay.ingress.control_api import BODY_BYTES_MAX, add_commands
+from forebay.ingress.control_api import BODY_BYTES_MAX, COMMAND_BODIES, add_commands
 from forebay.ingress.errors import ApiError
-from forebay.ingress.fields import NONE_NEUTRAL, Body, parse, refuse_extra
+from forebay.ingress.fields import Body, parse, refuse_extra
 from forebay.ingress.http_body import read_body
 from forebay.ingress.ingress import Ingress
 from forebay.ingress.nvext import WEIGHT_MAX
 from forebay.ingress.openai import adapter_of
+from forebay.ingress.openapi import SETTINGS, body_of, errors
 from forebay.ingress.thresholds import FIELDS
 
 TOKENS_MAX = (1 << 63) - 1
@@ -37,7 +38,7 @@ class BusyThresholdBody(Body):
 
     @model_validator(mode="after")
     def _check(self) -> "BusyThresholdBody":
-        refuse_extra(self, "", NONE_NEUTRAL)
+        refuse_extra(self, "")
         return self
 
     def changes(self) -> dict[str, float | None]:
@@ -60,12 +61,15 @@ class DisaggregationBody(Body):
 
     @model_validator(mode="after")
     def _check(self) -> "DisaggregationBody":
-        refuse_extra(self, "", NONE_NEUTRAL)
+        refuse_extra(self, "")
         return self
 
     def changes(self) -> dict[str, Any]:
         """What the body names."""
         return {name: getattr(self, name) for name in DisaggConfig.__struct_fields__ if name in self.model_fields_set}
+
+
+BODIES = (*COMMAND_BODIES, BusyThresholdBody, DisaggregationBody)
 
 
 def add_admin(app: FastAPI, ingress: Ingress) -> None:
@@ -74,13 +78,15 @@ def add_admin(app: FastAPI, ingress: Ingress) -> None:
     add_commands(app, ingress, demand)
     thresholds = ingress.thresholds
 
-    @app.get("/busy_threshold", dependencies=demand)
+    @app.get("/busy_threshold", dependencies=demand, responses=errors(401))
     async def list_thresholds() -> dict[str, Any]:
         """When the workers of each pool are busy."""
         pools = await thresholds.pools()
         return {"thresholds": [{**_plain(model, busy), "pool": pool} for pool, model, busy in pools]}
 
-    @app.post("/busy_threshold", dependencies=demand)
+    @app.post(
+        "/busy_threshold", dependencies=demand, openapi_extra=body_of(BusyThresholdBody), responses=errors(*SETTINGS)
+    )
     async def set_thresholds(request: Request) -> dict[str, Any]:
         """Change when the workers of a model are busy, or only say when they are."""
         body = parse(BusyThresholdBody, await read_body(request, BODY_BYTES_MAX))
@@ -89,13 +95,15 @@ def add_admin(app: FastAPI, ingress: Ingress) -> None:
         busy = await (thresholds.change(body.model, changes) if changes else thresholds.of(body.model))
         return _plain(body.model, busy)
 
-    @app.get("/disaggregation", dependencies=demand)
+    @app.get("/disaggregation", dependencies=demand, responses=errors(401))
     async def list_disaggregation() -> dict[str, Any]:
         """Which prompts of each decode pool are computed by prefill workers."""
         pools = await thresholds.decode_pools()
         return {"disaggregation": [{**_plain(model, disagg), "pool": pool} for pool, model, disagg in pools]}
 
-    @app.post("/disaggregation", dependencies=demand)
+    @app.post(
+        "/disaggregation", dependencies=demand, openapi_extra=body_of(DisaggregationBody), responses=errors(*SETTINGS)
+    )
     async def set_disaggregation(request: Request) -> dict[str, Any]:
         """Change which prompts of a model are computed by prefill workers, or only say which."""
         body = parse(DisaggregationBody, await read_body(request, BODY_BYTES_MAX))

@@ -1,6 +1,5 @@
 """The HTTP routes of an ingress."""
 
-import functools
 import time
 from typing import Any
 
@@ -9,7 +8,9 @@ from fastapi.responses import Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.routing import Match, Route
 
+from forebay.ingress.admin import BODIES as ADMIN_BODIES
 from forebay.ingress.admin import add_admin
 from forebay.ingress.answer import Answer, Asked
 from forebay.ingress.drain import DrainGate
@@ -17,11 +18,12 @@ from forebay.ingress.embedding_answer import EmbeddingAnswer
 from forebay.ingress.embeddings import EmbeddingBody
 from forebay.ingress.errors import ApiError, internal_error
 from forebay.ingress.explainer import Explainer
-from forebay.ingress.fields import Body, parse
+from forebay.ingress.fields import parse
 from forebay.ingress.guard import Guard
 from forebay.ingress.http_body import request_id_of
 from forebay.ingress.ingress import Ingress
 from forebay.ingress.openai import ChatBody, TextBody
+from forebay.ingress.openapi import RUNS, body_of, describe, errors, streamed, text
 from forebay.ingress.queries import add_queries, answer_route
 from forebay.ingress.render import Shape
 from forebay.transport.base import LogError
@@ -50,16 +52,17 @@ def build_app(
     add_queries(app, ingress, explainer or Explainer(None))
     if ingress.settings.admin_token:
         add_admin(app, ingress)
+    describe(app, (ChatBody, TextBody, EmbeddingBody, *(ADMIN_BODIES if ingress.settings.admin_token else ())))
     return app
 
 
 def _add_completions(app: FastAPI, ingress: Ingress) -> None:
-    @app.post("/v1/chat/completions", openapi_extra=_body_schema(ChatBody))
+    @app.post("/v1/chat/completions", openapi_extra=body_of(ChatBody), responses={**streamed(), **errors(*RUNS)})
     async def chat_completions(request: Request) -> Response:
         """Answer a chat."""
         return await _complete(request, ingress, ChatBody)
 
-    @app.post("/v1/completions", openapi_extra=_body_schema(TextBody))
+    @app.post("/v1/completions", openapi_extra=body_of(TextBody), responses={**streamed(), **errors(*RUNS)})
     async def completions(request: Request) -> Response:
         """Continue a text or a list of token ids."""
         return await _complete(request, ingress, TextBody)
@@ -91,7 +94,7 @@ async def _complete(request: Request, ingress: Ingress, kind: type[ChatBody] | t
 
 
 def _add_embeddings(app: FastAPI, ingress: Ingress) -> None:
-    @app.post("/v1/embeddings", openapi_extra=_body_schema(EmbeddingBody))
+    @app.post("/v1/embeddings", openapi_extra=body_of(EmbeddingBody), responses=errors(*RUNS))
     async def embeddings(request: Request) -> Response:
         """Turn texts into vectors."""
         ingress.require_owner()
@@ -115,32 +118,32 @@ def _add_models(app: FastAPI, ingress: Ingress) -> None:
     def card_of(adapter: str) -> dict[str, Any]:
         return {**card, "id": adapter, "parent": settings.model_name} if adapter else card
 
-    @app.get("/v1/models")
+    @app.get("/v1/models", responses=errors())
     async def models() -> dict[str, Any]:
         """The model that is served, and its adapters."""
         return {"object": "list", "data": [card, *map(card_of, await ingress.adapters.names())]}
 
-    @app.get("/v1/models/{name:path}")
+    @app.get("/v1/models/{name:path}", responses=errors(404))
     async def model(name: str) -> dict[str, Any]:
         """One model."""
         return card_of(await ingress.adapters.of(name))
 
 
 def _add_health(app: FastAPI, ingress: Ingress, registry: CollectorRegistry) -> None:
-    @app.get("/live")
+    @app.get("/live", responses=errors())
     async def live() -> dict[str, str]:
         """Whether the process answers."""
         return {"status": "live"}
 
-    @app.get("/health")
-    @app.get("/ready")
+    @app.get("/health", responses=errors())
+    @app.get("/ready", responses=errors())
     async def ready() -> dict[str, str]:
         """Whether requests would be served."""
         if not ingress.ready():
             raise ApiError(503, "not_ready", ingress.why_not_ready())
         return {"status": "ready", **ingress.told_ready}
 
-    @app.get("/metrics", response_class=Response)
+    @app.get("/metrics", response_class=Response, responses={**text("Metrics in the text format."), **errors()})
     async def metrics() -> Response:
         """Prometheus metrics."""
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
@@ -161,7 +164,9 @@ def _add_errors(app: FastAPI, ingress: Ingress) -> None:
         if error.status_code == 404:
             return respond(ApiError(404, "not_found", f"there is no {path}"))
         if error.status_code == 405:
-            return respond(ApiError(405, "method_not_allowed", f"{path} does not take {request.method}"))
+            response = respond(ApiError(405, "method_not_allowed", f"{path} does not take {request.method}"))
+            response.headers["allow"] = ", ".join(sorted(_methods_of(app, request)))
+            return response
         return respond(ApiError(error.status_code, "http_error", str(error.detail)))
 
     @app.exception_handler(LogError)
@@ -177,7 +182,10 @@ def _add_errors(app: FastAPI, ingress: Ingress) -> None:
         return respond(internal_error())
 
 
-@functools.cache  # most of the time that an ingress takes to start, and the same for each of a process
-def _body_schema(kind: type[Body]) -> dict[str, Any]:
-    schema = kind.model_json_schema(ref_template=f"#/components/schemas/{kind.__name__}/$defs/{{model}}")
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+def _methods_of(app: FastAPI, request: Request) -> set[str]:
+    """Return the methods that routes of this path take."""
+    found: set[str] = set()
+    for route in app.routes:
+        if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE:
+            found |= route.methods or set()
+    return found

@@ -18,9 +18,10 @@ from forebay.events.control import LORA_CHANGES, Action, Command
 from forebay.events.decisions import CommandOutcome
 from forebay.events.names import NameInvalid, require_adapter
 from forebay.ingress.errors import ApiError, invalid
-from forebay.ingress.fields import NONE_NEUTRAL, Body, Neutral, parse, refuse_extra
+from forebay.ingress.fields import Body, Neutral, parse, refuse_extra
 from forebay.ingress.http_body import read_body, request_id_of
 from forebay.ingress.ingress import Ingress
+from forebay.ingress.openapi import COMMANDS, body_of, errors
 
 ACTIONS: tuple[Action, ...] = get_args(Action)
 TIMEOUT_S = 60.0  # an adapter is read from a disk
@@ -40,6 +41,18 @@ STATUSES: tuple[tuple[Literal["timed_out", "left", "refused"], int, str], ...] =
 )
 
 
+LORA_NEUTRAL: Neutral = {"load_inplace": (None, False)}  # vLLM can load one in the place of another of the same name
+LORA_IGNORED = frozenset({"lora_int_id"})  # vLLM numbers its adapters
+
+# Parts of JSON schemas: an adapter has a name, and a directory in one of two ways.
+NAMED = {"required": ["lora_name"], "properties": {"lora_name": {"minLength": 1}}}
+IN_PATH = {
+    "required": ["lora_path"],
+    "properties": {"lora_path": {"minLength": 1}, "source": {"type": "null"}},
+}
+IN_SOURCE = {"required": ["source"], "properties": {"source": {"type": "object"}}}
+
+
 class CommandBody(Body):
     """Whom a command is for, all workers by default, and how long they have."""
 
@@ -49,16 +62,8 @@ class CommandBody(Body):
 
     @model_validator(mode="after")
     def _check(self) -> "CommandBody":
-        refuse_extra(self, "", self.neutral(), self.ignored())
+        refuse_extra(self, "")
         return self
-
-    def neutral(self) -> Neutral:
-        """Fields of others' APIs that are not served, with the values that ask for nothing."""
-        return NONE_NEUTRAL
-
-    def ignored(self) -> frozenset[str]:
-        """Fields of others' APIs that change nothing."""
-        return frozenset()
 
     def command(self, action: Action) -> Command:
         """What to do. Raises ApiError."""
@@ -78,28 +83,24 @@ class SleepBody(CommandBody):
 class Source(Body):
     """Where an adapter is, as Dynamo's API says it."""
 
-    uri: str
+    uri: Annotated[str, Field(json_schema_extra={"pattern": "^file:///"})]
 
     @model_validator(mode="after")
     def _check(self) -> "Source":
-        refuse_extra(self, "source.", NONE_NEUTRAL)
+        refuse_extra(self, "source.")
+        _path_of(self)
         return self
 
 
 class LoraBody(CommandBody):
     """An adapter, and the directory that it is in, as workers see it: vLLM's `lora_path` or Dynamo's `source.uri`."""
 
+    neutral = LORA_NEUTRAL
+    ignored = LORA_IGNORED
+
     lora_name: Annotated[str, Field(max_length=256)] = ""
     lora_path: Annotated[str, Field(max_length=4_096)] = ""
     source: Source | None = None
-
-    def neutral(self) -> Neutral:
-        """VLLM can load an adapter in the place of one of the same name."""
-        return {"load_inplace": (None, False)}
-
-    def ignored(self) -> frozenset[str]:
-        """VLLM numbers its adapters."""
-        return frozenset({"lora_int_id"})
 
     def command(self, action: Action) -> Command:
         """Load or unload it. Raises ApiError."""
@@ -113,11 +114,37 @@ class LoraBody(CommandBody):
         return Command(action=action, lora_name=self.lora_name, lora_path=path)
 
 
+class LoadBody(LoraBody):
+    """An adapter to load."""
+
+    @classmethod
+    def describe(cls, schema: dict[str, Any]) -> None:
+        """Add that name and directory must be given."""
+        schema["allOf"] = [NAMED, {"anyOf": [IN_PATH, IN_SOURCE]}]
+
+
+class UnloadBody(LoraBody):
+    """An adapter to unload."""
+
+    @classmethod
+    def describe(cls, schema: dict[str, Any]) -> None:
+        """Add that the name must be given."""
+        schema["allOf"] = [NAMED]
+
+
 class AnyCommandBody(LoraBody):
     """Any command, by its name."""
 
     action: str
     level: Level = 1
+
+    @classmethod
+    def describe(cls, schema: dict[str, Any]) -> None:
+        """Add the actions, and what each needs."""
+        others = [action for action in ACTIONS if action not in LORA_CHANGES]
+        loads = {"allOf": [{"properties": {"action": {"const": "load_lora"}}}, NAMED, {"anyOf": [IN_PATH, IN_SOURCE]}]}
+        unloads = {"allOf": [{"properties": {"action": {"const": "unload_lora"}}}, NAMED]}
+        schema["anyOf"] = [{"properties": {"action": {"enum": others}}}, loads, unloads]
 
     def named(self) -> Command:
         """The command. Raises ApiError."""
@@ -128,39 +155,53 @@ class AnyCommandBody(LoraBody):
         return self.command(action) if action in LORA_CHANGES else Command(action=action, level=self.level)
 
 
+COMMAND_BODIES = (AnyCommandBody, CommandBody, LoadBody, SleepBody, UnloadBody)
+
 BodyT = TypeVar("BodyT", bound=CommandBody)
 
 
 def add_commands(app: FastAPI, ingress: Ingress, demand: Sequence[Depends]) -> None:
     """Add the routes, each with the dependencies `demand`."""
 
-    @app.post("/v1/commands", dependencies=demand)
+    @app.post("/v1/commands", dependencies=demand, openapi_extra=body_of(AnyCommandBody), responses=errors(*COMMANDS))
     async def any_command(request: Request) -> Response:
         """Any command: `action` and what belongs to it."""
         body = await _body(AnyCommandBody, request)
         return await _run(request, ingress, body, body.named())
 
-    @app.get("/v1/loras", dependencies=demand)
+    @app.get("/v1/loras", dependencies=demand, responses=errors(*COMMANDS))
     async def list_loras(request: Request) -> Response:
         """The adapters that workers have loaded, by name and by worker."""
         body = await _body(CommandBody, request)
         return await _run(request, ingress, body, body.command("list_loras"))
 
-    @app.delete("/v1/loras/{lora_name:path}", dependencies=demand)
+    @app.delete(
+        "/v1/loras/{lora_name:path}",
+        dependencies=demand,
+        openapi_extra=body_of(CommandBody, required=False),
+        responses=errors(*COMMANDS),
+    )
     async def delete_lora(request: Request, lora_name: str) -> Response:
         """Unload an adapter."""
         body = await _body(LoraBody, request, {"lora_name": lora_name})
         return await _run(request, ingress, body, body.command("unload_lora"))
 
     def add(path: str, action: Action, kind: type[CommandBody], text: str) -> None:
-        @app.post(path, name=action, description=text, dependencies=demand)
+        @app.post(
+            path,
+            name=action,
+            description=text,
+            dependencies=demand,
+            openapi_extra=body_of(kind, required=issubclass(kind, LoraBody)),
+            responses=errors(*COMMANDS),
+        )
         async def route(request: Request) -> Response:
             body = await _body(kind, request)
             return await _run(request, ingress, body, body.command(action))
 
-    add("/v1/loras", "load_lora", LoraBody, "Load an adapter.")
-    add("/v1/load_lora_adapter", "load_lora", LoraBody, "Load an adapter.")
-    add("/v1/unload_lora_adapter", "unload_lora", LoraBody, "Unload an adapter.")
+    add("/v1/loras", "load_lora", LoadBody, "Load an adapter.")
+    add("/v1/load_lora_adapter", "load_lora", LoadBody, "Load an adapter.")
+    add("/v1/unload_lora_adapter", "unload_lora", UnloadBody, "Unload an adapter.")
     add("/clear_kv_blocks", "clear_kv_blocks", CommandBody, "Empty the KV caches.")
     add("/reset_prefix_cache", "clear_kv_blocks", CommandBody, "Empty the KV caches.")
     add("/sleep", "sleep", SleepBody, "Free the memory of engines until they wake up.")

@@ -36,6 +36,9 @@ Tokens = Annotated[TokenIds, Field(min_length=1)]
 class EmbeddingBody(Body):
     """What is to be embedded: a text, token ids, or a list of either."""
 
+    neutral = NEUTRAL
+    ignored = IGNORED
+
     model: str
     input: (
         str
@@ -48,9 +51,15 @@ class EmbeddingBody(Body):
     cache_salt: Annotated[str, Field(max_length=NAME_CHARS_MAX)] | None = None
     nvext: Nvext | None = None
 
+    @classmethod
+    def describe(cls, schema: dict[str, Any]) -> None:
+        """Add that `nvext` has no annotations and no extra fields here."""
+        neither: dict[str, Any] = {"enum": [None, []]}
+        schema["properties"]["nvext"]["properties"] = {"annotations": neither, "extra_fields": neither}
+
     @model_validator(mode="after")
     def _check(self) -> "EmbeddingBody":
-        refuse_extra(self, "", NEUTRAL, IGNORED)
+        refuse_extra(self, "")
         if self.nvext is not None and (self.nvext.annotations or self.nvext.extra_fields):
             raise invalid("nvext: embeddings have no annotations and no extra fields", "nvext", "unsupported_parameter")
         return self

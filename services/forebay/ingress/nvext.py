@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field, model_validator
 
 from forebay.events.control import RouterMode
 from forebay.ingress.errors import invalid
-from forebay.ingress.fields import NONE_NEUTRAL, Body, Neutral, at_most, refuse_extra
+from forebay.ingress.fields import Body, Neutral, at_most, refuse_extra
 
 QUERY = "query_instance_id"
 WORKER_ID = "worker_id"
@@ -51,35 +51,42 @@ ROUTER_NEUTRAL: Neutral = {"itl_target": (None,), "shared_cache_multiplier": (No
 class AgentHints(Body):
     """What a caller knows about its request."""
 
+    neutral = AGENT_HINTS_NEUTRAL
+
     priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
     strict_priority: Annotated[int, Field(ge=0, lt=U32)] | None = None
     osl: Annotated[int, Field(ge=0, lt=U32)] | None = None
 
     @model_validator(mode="after")
     def _check(self) -> "AgentHints":
-        refuse_extra(self, "nvext.agent_hints.", AGENT_HINTS_NEUTRAL)
+        refuse_extra(self, "nvext.agent_hints.")
         return self
 
 
 class SessionControl(Body):
     """Which session a request belongs to."""
 
+    neutral = SESSION_NEUTRAL
+
     session_id: Text
 
     @model_validator(mode="after")
     def _check(self) -> "SessionControl":
-        refuse_extra(self, "nvext.session_control.", SESSION_NEUTRAL)
+        refuse_extra(self, "nvext.session_control.")
         return self
 
 
 class AgentContext(Body):
     """Who asks, for traces; the session id is used when `session_control` names none."""
 
+    neutral = CONTEXT_NEUTRAL
+    ignored = CONTEXT_IGNORED
+
     session_id: Text | None = None
 
     @model_validator(mode="after")
     def _check(self) -> "AgentContext":
-        refuse_extra(self, "nvext.agent_context.", CONTEXT_NEUTRAL, CONTEXT_IGNORED)
+        refuse_extra(self, "nvext.agent_context.")
         return self
 
 
@@ -93,12 +100,14 @@ class RoutingConstraints(Body):
 
     @model_validator(mode="after")
     def _check(self) -> "RoutingConstraints":
-        refuse_extra(self, "nvext.routing_constraints.", NONE_NEUTRAL)
+        refuse_extra(self, "nvext.routing_constraints.")
         return self
 
 
 class RouterFields(Body):
     """What one request changes of how its pool routes."""
+
+    neutral = ROUTER_NEUTRAL
 
     mode: RouterMode | None = None
     overlap_score_credit: Weight | None = None
@@ -109,12 +118,15 @@ class RouterFields(Body):
 
     @model_validator(mode="after")
     def _check(self) -> "RouterFields":
-        refuse_extra(self, "nvext.router.", ROUTER_NEUTRAL)
+        refuse_extra(self, "nvext.router.")
         return self
 
 
 class Nvext(Body):
     """The extension of one request."""
+
+    neutral = NVEXT_NEUTRAL
+    ignored = NVEXT_IGNORED
 
     annotations: Annotated[list[str], Field(max_length=STRINGS_MAX)] | None = None
     extra_fields: Annotated[list[str], Field(max_length=STRINGS_MAX)] | None = None
@@ -129,9 +141,17 @@ class Nvext(Body):
     routing_constraints: RoutingConstraints | None = None
     router: RouterFields | None = None
 
+    @classmethod
+    def describe(cls, schema: dict[str, Any]) -> None:
+        """Add the annotations and extra fields that there are."""
+        query = {"anyOf": [{"const": QUERY}, {"type": "string", "pattern": f"^{QUERY}:"}]}
+        for name, items in (("annotations", query), ("extra_fields", {"const": WORKER_ID})):
+            listed = {"type": "array", "items": items, "maxItems": STRINGS_MAX}
+            schema["properties"][name] = {"anyOf": [listed, {"type": "null"}]}
+
     @model_validator(mode="after")
     def _check(self) -> "Nvext":
-        refuse_extra(self, "nvext.", NVEXT_NEUTRAL, NVEXT_IGNORED)
+        refuse_extra(self, "nvext.")
         for name in self.annotations or ():
             if not _is_query(name):
                 raise invalid(f"the annotation {name!r} is not supported", "nvext.annotations", "unsupported_parameter")

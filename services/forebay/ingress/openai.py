@@ -5,13 +5,13 @@ Source: OpenAI API reference, chat completions and completions; `cache_salt` and
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from forebay.events.requests import StructuredOutput
 from forebay.ingress.errors import ApiError, invalid
-from forebay.ingress.fields import NONE_NEUTRAL, Body, Neutral, refuse_extra
+from forebay.ingress.fields import Body, Neutral, refuse_extra
 from forebay.ingress.media_refs import MediaRef
 from forebay.ingress.media_tokens import MediaTokens
 from forebay.ingress.nvext import NAME_CHARS_MAX, WORKER_ID, Nvext
@@ -99,6 +99,8 @@ class StreamOptions(Body):
 class MediaUrl(Body):
     """Where an image or a video is: http, https or data."""
 
+    neutral = MEDIA_URL_NEUTRAL
+
     url: str | None = None
 
 
@@ -114,6 +116,9 @@ class ContentPart(Body):
 class Message(Body):
     """One turn of a chat."""
 
+    neutral = MESSAGE_NEUTRAL
+    ignored = MESSAGE_IGNORED
+
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
     name: str | None = None
@@ -126,7 +131,8 @@ class Message(Body):
 class CompletionBody(SamplingFields):
     """What both endpoints share."""
 
-    neutral: ClassVar[Neutral] = NEUTRAL
+    neutral = NEUTRAL
+    ignored = IGNORED
 
     model: str
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -136,15 +142,30 @@ class CompletionBody(SamplingFields):
     cache_salt: Annotated[str, Field(max_length=NAME_CHARS_MAX)] | None = None
     nvext: Nvext | None = None
 
+    @classmethod
+    def describe(cls, schema: dict[str, Any]) -> None:
+        """Add the bounds of `stop`, and what `stream_options` goes with."""
+        stop = {"type": "string", "minLength": 1, "maxLength": STOP_CHARS_MAX}
+        stops = {"type": "array", "items": stop, "maxItems": STOP_STRINGS_MAX}
+        schema["properties"]["stop"] = {"anyOf": [stop, stops, {"type": "null"}]}
+        schema["allOf"] = [
+            {
+                "anyOf": [
+                    {"properties": {"stream": {"const": True}}, "required": ["stream"]},
+                    {"properties": {"stream_options": {"type": "null"}}},
+                ]
+            }
+        ]
+
     @model_validator(mode="after")
     def _check(self) -> "CompletionBody":
-        refuse_extra(self, "", self.neutral, IGNORED)
+        refuse_extra(self, "")
         if len(self.stop_strings) > STOP_STRINGS_MAX or "" in self.stop_strings:
             raise invalid(f"stop takes up to {STOP_STRINGS_MAX} strings, none of them empty", "stop")
         if any(len(stop) > STOP_CHARS_MAX for stop in self.stop_strings):
             raise invalid(f"stop takes strings of up to {STOP_CHARS_MAX} characters", "stop")
         if self.stream_options is not None:
-            refuse_extra(self.stream_options, "stream_options.", NONE_NEUTRAL)
+            refuse_extra(self.stream_options, "stream_options.")
             if not self.stream:
                 raise invalid("stream_options is only allowed when stream is true", "stream_options")
         return self
@@ -197,6 +218,25 @@ class ChatBody(CompletionBody):
 
     _choice: Choice = NO_TOOLS
 
+    @classmethod
+    def describe(cls, schema: dict[str, Any]) -> None:
+        """Add what `top_logprobs` and `tool_choice` go with."""
+        super().describe(schema)
+        schema["allOf"] += [
+            {
+                "anyOf": [
+                    {"properties": {"logprobs": {"const": True}}, "required": ["logprobs"]},
+                    {"properties": {"top_logprobs": {"enum": [None, 0]}}},
+                ]
+            },
+            {
+                "anyOf": [
+                    {"properties": {"tools": {"type": "array", "minItems": 1}}, "required": ["tools"]},
+                    {"properties": {"tool_choice": {"enum": [None, "none", "auto"]}}},
+                ]
+            },
+        ]
+
     @model_validator(mode="after")
     def _check_chat(self) -> "ChatBody":
         if self.top_logprobs and not self.logprobs:
@@ -231,7 +271,7 @@ class ChatBody(CompletionBody):
         """The messages as chat templates take them. Raises ApiError for parts that are not served."""
         turns = []
         for at, message in enumerate(self.messages):
-            refuse_extra(message, f"messages[{at}].", MESSAGE_NEUTRAL, MESSAGE_IGNORED)
+            refuse_extra(message, f"messages[{at}].")
             content = tokens.content(list(_parts(message, at)))
             turns.append({"role": _role(message.role), "content": content, **_of_tools(message, at)})
         return turns
@@ -314,7 +354,7 @@ def _parts(message: Message, at: int) -> Iterator[str | MediaRef]:
 def _part(part: ContentPart, where: str) -> str | MediaRef:
     if part.type not in PART_FIELDS:
         raise invalid(f"{where}: parts of type {part.type} are not supported", where, "unsupported_parameter")
-    refuse_extra(part, f"{where}.", NONE_NEUTRAL)
+    refuse_extra(part, f"{where}.")
     for name in PART_FIELDS:
         if name != part.type and getattr(part, name) is not None:
             raise invalid(f"{where}.{name} does not go with the type {part.type}", f"{where}.{name}")
@@ -323,7 +363,7 @@ def _part(part: ContentPart, where: str) -> str | MediaRef:
         raise invalid(f"{where}.{part.type} is missing", f"{where}.{part.type}")
     if isinstance(value, str):
         return value
-    refuse_extra(value, f"{where}.{part.type}.", MEDIA_URL_NEUTRAL)
+    refuse_extra(value, f"{where}.{part.type}.")
     if value.url is None:
         raise invalid(f"{where}.{part.type}.url is missing", f"{where}.{part.type}.url")
     return MediaRef("image" if part.type == "image_url" else "video", value.url, f"{where}.{part.type}.url")

@@ -10,6 +10,7 @@ from forebay.ingress.fields import parse
 from forebay.ingress.http_body import request_id_of
 from forebay.ingress.ingress import Ingress
 from forebay.ingress.openai import ChatBody, TextBody
+from forebay.ingress.openapi import QUERIES, body_of, errors
 from forebay.ingress.render import route_of
 
 
@@ -21,7 +22,7 @@ class _Kind(msgspec.Struct):
 def add_queries(app: FastAPI, ingress: Ingress, explainer: Explainer) -> None:
     """Add the routes."""
 
-    @app.post("/v1/route")
+    @app.post("/v1/route", openapi_extra=body_of(ChatBody, TextBody), responses=errors(*QUERIES))
     async def route(request: Request) -> Response:
         """Where a chat or a completion would go. The body is theirs; nothing is generated."""
         ingress.require_owner()
@@ -29,7 +30,7 @@ def add_queries(app: FastAPI, ingress: Ingress, explainer: Explainer) -> None:
             raw = await held.read(request)
             return await answer_route(request, ingress, parse(kind_of(raw), raw))
 
-    @app.get("/v1/requests/{request_id:path}/explain", response_class=Response)
+    @app.get("/v1/requests/{request_id:path}/explain", responses=errors(404, 501, 504))
     async def explain(request_id: str) -> Response:
         """Why a request went where it did, and what became of it. Its id is that of its answer, or `x-request-id`."""
         status = "error"

@@ -11,7 +11,7 @@ from pydantic import Field, JsonValue
 
 from forebay.events.requests import Sampling, StructuredOutput, TokenBias
 from forebay.ingress.errors import ApiError, invalid
-from forebay.ingress.fields import NONE_NEUTRAL, Body, Neutral, at_most, refuse_extra
+from forebay.ingress.fields import Body, Neutral, at_most, refuse_extra
 
 SEED_MAX = (1 << 63) - 1
 TOKENS_MAX = (1 << 31) - 1
@@ -54,6 +54,8 @@ class ResponseFormat(Body):
 
 class StructuredOutputs(Body):
     """vLLM's: one of them."""
+
+    neutral = STRUCTURED_NEUTRAL
 
     json_: Annotated[str | JsonObject | None, Field(alias="json")] = None
     json_object: bool | None = None
@@ -152,7 +154,7 @@ def _structured(body: SamplingFields) -> StructuredOutput | None:
     if body.response_format is not None and (asked := _response_format(body.response_format)) is not None:
         found["response_format"] = asked
     if body.structured_outputs is not None:
-        refuse_extra(body.structured_outputs, "structured_outputs.", STRUCTURED_NEUTRAL)
+        refuse_extra(body.structured_outputs, "structured_outputs.")
         of = body.structured_outputs
         if of.json_object:
             found["structured_outputs.json_object"] = StructuredOutput(kind="json_object")
@@ -167,12 +169,12 @@ def _structured(body: SamplingFields) -> StructuredOutput | None:
 
 
 def _response_format(asked: ResponseFormat) -> StructuredOutput | None:
-    refuse_extra(asked, "response_format.", NONE_NEUTRAL)
+    refuse_extra(asked, "response_format.")
     if asked.type == "json_schema":
         schema = asked.json_schema
         if schema is None or schema.schema_ is None:
             raise invalid("response_format.json_schema.schema is missing", "response_format.json_schema")
-        refuse_extra(schema, "response_format.json_schema.", NONE_NEUTRAL)
+        refuse_extra(schema, "response_format.json_schema.")
         return StructuredOutput(
             kind="json_schema", text=encoded_schema(schema.schema_, "response_format.json_schema.schema")
         )

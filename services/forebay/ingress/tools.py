@@ -12,7 +12,7 @@ from pydantic import Field
 
 from forebay.events.requests import StructuredOutput
 from forebay.ingress.errors import ApiError, invalid
-from forebay.ingress.fields import NONE_NEUTRAL, Body, Neutral, refuse_extra
+from forebay.ingress.fields import Body, Neutral, refuse_extra
 from forebay.ingress.sampling import JsonObject, encoded_schema
 
 TOOLS_MAX = 128  # OpenAI's
@@ -29,6 +29,8 @@ CallId = Annotated[str, Field(min_length=1, max_length=ID_CHARS_MAX)]
 
 class Function(Body):
     """What a tool does."""
+
+    neutral = FUNCTION_NEUTRAL
 
     name: FunctionName
     description: str | None = None
@@ -58,6 +60,8 @@ class NamedTool(Body):
 class CalledFunction(Body):
     """What the model called, its arguments as JSON text."""
 
+    ignored = CALLED_IGNORED
+
     name: FunctionName
     arguments: str
 
@@ -65,14 +69,16 @@ class CalledFunction(Body):
 class ToolCall(Body):
     """A call of an earlier turn."""
 
+    ignored = CALL_IGNORED
+
     id: CallId
     type: Literal["function"] = "function"
     function: CalledFunction
 
     def plain(self, where: str) -> dict[str, Any]:
         """As chat templates take it: arguments are an object. Raises ApiError when they are none."""
-        refuse_extra(self, f"{where}.", NONE_NEUTRAL, CALL_IGNORED)
-        refuse_extra(self.function, f"{where}.function.", NONE_NEUTRAL, CALLED_IGNORED)
+        refuse_extra(self, f"{where}.")
+        refuse_extra(self.function, f"{where}.function.")
         try:
             arguments = msgspec.json.decode(self.function.arguments or "{}", type=dict[str, Any])
         except (msgspec.MsgspecError, RecursionError) as error:
@@ -121,14 +127,14 @@ NO_TOOLS = Choice((), None, parallel=True)
 def choice_of(tools: list[Tool] | None, choice: ToolChoice | None, parallel: bool | None) -> Choice:
     """What is wanted. Raises ApiError for a choice without tools, or of one that is not there."""
     for at, tool in enumerate(tools or ()):
-        refuse_extra(tool, f"tools[{at}].", NONE_NEUTRAL)
-        refuse_extra(tool.function, f"tools[{at}].function.", FUNCTION_NEUTRAL)
+        refuse_extra(tool, f"tools[{at}].")
+        refuse_extra(tool.function, f"tools[{at}].function.")
     names = [tool.function.name for tool in tools or ()]
     if len(set(names)) < len(names):
         raise invalid("tools: two functions have the same name", "tools")
     if isinstance(choice, NamedTool):
-        refuse_extra(choice, "tool_choice.", NONE_NEUTRAL)
-        refuse_extra(choice.function, "tool_choice.function.", NONE_NEUTRAL)
+        refuse_extra(choice, "tool_choice.")
+        refuse_extra(choice.function, "tool_choice.function.")
         name = choice.function.name
         if name not in names:
             raise invalid(f"tool_choice: there is no function {name!r} among the tools", "tool_choice")

@@ -1,0 +1,63 @@
+"""Requests made from /openapi.json, valid and invalid ones, against a running `forebay up`."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.test_up import ADMIN_TOKEN, running
+
+SCHEMATHESIS = str(Path(sys.executable).with_name("schemathesis"))
+SEED = 15
+# CI spends a minute: every boundary value of every field, then random bodies. `make test` spends some seconds.
+PHASES, EXAMPLES, CASES_MIN = ("coverage,fuzzing", 20, 500) if os.environ.get("CI") else ("fuzzing", 5, 20)
+WITHIN_S = 540.0  # on a busy machine
+CONFIG = """
+[checks.not_a_server_error]
+# A timeout of a microsecond, and a log in memory that is to be explained, are no faults of the server.
+expected-statuses = ["2xx", "3xx", "4xx", "501", "502", "503", "504"]
+"""
+CHECKS = (
+    "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance,"
+    "negative_data_rejection,unsupported_method,ignored_auth"
+)
+# Which characters can be printed in the name of an adapter is a rule of Unicode that no JSON schema expresses.
+ADAPTERS = "lora|commands"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--exclude-path-regex", ADAPTERS, "--checks", f"{CHECKS},positive_data_acceptance"),
+        ("--include-path-regex", ADAPTERS, "--checks", CHECKS),
+    ],
+    ids=["all-but-adapters", "adapters"],
+)
+@pytest.mark.timeout(600)
+def test_the_service_does_what_its_openapi_document_says(tmp_path: Path, options: tuple[str, ...]) -> None:
+    with running("--admin-api", "--workers", "2", "--timeout-s", "10") as up:
+        config = tmp_path / "schemathesis.toml"
+        config.write_text(CONFIG)
+        command = [
+            *(
+                SCHEMATHESIS,
+                "--config-file",
+                str(config),
+                "run",
+                f"{up.url}/openapi.json",
+                "--header",
+                f"Authorization: Bearer {ADMIN_TOKEN}",
+            ),
+            *("--seed", str(SEED), "--max-examples", str(EXAMPLES), "--phases", PHASES),
+            *options,
+            *("--continue-on-failure", "--no-color"),
+            *("--generation-database", "none", "--suppress-health-check", "all", "--request-timeout", "60"),
+        ]
+        run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=WITHIN_S)
+    assert run.returncode == 0, run.stdout[-20_000:] + run.stderr[-2_000:]
+    cases = re.search(r"(\d+) generated", run.stdout)
+    assert cases is not None, run.stdout
+    assert int(cases[1]) >= CASES_MIN, run.stdout

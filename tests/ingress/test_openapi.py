@@ -1,0 +1,161 @@
+"""/openapi.json: references resolve, and what it says of methods, statuses and bodies is what the service does."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from forebay.ingress.guard import UNCHECKED
+from tests.ingress.conftest import NAME, Scene, make_scene
+
+METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "TRACE")
+ERROR = {"$ref": "#/components/schemas/Error"}
+
+
+async def document(scene: Scene) -> dict[str, Any]:
+    response = await scene.client.get("/openapi.json")
+    found: dict[str, Any] = response.raise_for_status().json()
+    return found
+
+
+def references(value: Any) -> Iterator[str]:
+    """Every `$ref` in a document."""
+    if isinstance(value, dict):
+        if isinstance(value.get("$ref"), str):
+            yield value["$ref"]
+        for part in value.values():
+            yield from references(part)
+    elif isinstance(value, list):
+        for part in value:
+            yield from references(part)
+
+
+def resolved(whole: dict[str, Any], reference: str) -> Any:
+    found: Any = whole
+    assert reference.startswith("#/"), reference
+    for step in reference[2:].split("/"):
+        found = found[step]
+    return found
+
+
+@pytest.mark.parametrize("token", ["", "token-of-tests"])
+async def test_every_reference_resolves(token: str) -> None:
+    async with make_scene(admin_token=token) as scene:
+        whole = await document(scene)
+    assert len(set(references(whole))) > 10
+    for reference in references(whole):
+        Draft202012Validator.check_schema(resolved(whole, reference))
+    assert ("/v1/commands" in whole["paths"]) is bool(token)
+
+
+async def test_every_error_has_its_shape(scene: Scene) -> None:
+    whole = await document(scene)
+    for path, operations in whole["paths"].items():
+        for method, operation in operations.items():
+            responses = operation["responses"]
+            assert "422" not in responses, path
+            assert {"200", "403", "405", "431", "503"} <= responses.keys(), path
+            if "requestBody" in operation:
+                assert {"400", "413", "415"} <= responses.keys(), path
+            if "security" in operation:
+                assert "401" in responses, path
+            assert ("security" in operation) is (path in ADMIN), (method, path)
+            for status, response in responses.items():
+                if status != "200":
+                    assert response["content"] == {"application/json": {"schema": ERROR}}, (path, status)
+    for path in ("/v1/chat/completions", "/v1/completions"):
+        content = whole["paths"][path]["post"]["responses"]["200"]["content"]
+        assert content.keys() == {"application/json", "text/event-stream"}
+
+
+ADMIN = {
+    "/busy_threshold",
+    "/clear_kv_blocks",
+    "/disaggregation",
+    "/pause",
+    "/reset_prefix_cache",
+    "/resume",
+    "/sleep",
+    "/v1/commands",
+    "/v1/load_lora_adapter",
+    "/v1/loras",
+    "/v1/loras/{lora_name}",
+    "/v1/unload_lora_adapter",
+    "/wake_up",
+}
+
+
+async def test_a_method_that_a_path_does_not_take_is_answered_with_those_that_it_takes(scene: Scene) -> None:
+    whole = await document(scene)
+    for path, operations in whole["paths"].items():
+        taken = {method.upper() for method in operations}
+        for method in (method for method in METHODS if method not in taken):
+            response = await scene.client.request(method, path.replace("{", "").replace("}", ""))
+            assert response.status_code == 405, (method, path)
+            assert set(response.headers["allow"].split(", ")) == taken, (method, path)
+            if method != "HEAD":
+                Draft202012Validator(whole["components"]["schemas"]["Error"]).validate(response.json())
+    assert whole["paths"].keys() >= UNCHECKED
+
+
+HELLO = [{"role": "user", "content": "hi"}]
+
+
+@pytest.mark.parametrize(
+    ("name", "body", "is_valid"),
+    [
+        (
+            "ChatBody",
+            {"model": NAME, "messages": HELLO, "n": 1, "user": "u", "stop": ["a"], "modalities": ["text"]},
+            True,
+        ),
+        ("ChatBody", {"model": NAME, "messages": HELLO, "n": 2}, False),
+        ("ChatBody", {"model": NAME, "messages": HELLO, "magic": 1}, False),
+        ("ChatBody", {"model": NAME, "messages": HELLO, "stop": ""}, False),
+        ("ChatBody", {"model": NAME, "messages": HELLO, "stop": ["a"] * 5}, False),
+        ("ChatBody", {"model": NAME, "messages": HELLO, "stream": True, "stream_options": {}}, True),
+        ("ChatBody", {"model": NAME, "messages": HELLO, "stream_options": {}}, False),
+        ("ChatBody", {"model": NAME, "messages": HELLO, "top_logprobs": 2}, False),
+        ("ChatBody", {"model": NAME, "messages": HELLO, "tool_choice": "required"}, False),
+        ("ChatBody", {"model": NAME, "messages": HELLO, "nvext": {"annotations": ["query_instance_id:x"]}}, True),
+        ("ChatBody", {"model": NAME, "messages": HELLO, "nvext": {"annotations": ["x"]}}, False),
+        ("TextBody", {"model": NAME, "prompt": [1, 2], "suffix": None}, True),
+        ("TextBody", {"model": "other", "prompt": [1.0, 2], "max_tokens": 5.0}, True),
+        ("TextBody", {"model": NAME, "prompt": "a", "echo": True}, False),
+        ("EmbeddingBody", {"model": NAME, "input": ["a"], "user": "u"}, True),
+        ("EmbeddingBody", {"model": NAME, "input": "a", "nvext": {"extra_fields": ["worker_id"]}}, False),
+        ("AnyCommandBody", {"action": "pause", "timeout_s": 1}, True),
+        ("AnyCommandBody", {"action": "dream"}, False),
+        ("AnyCommandBody", {"action": "load_lora", "lora_name": "x"}, False),
+        ("LoadBody", {"lora_name": "x", "source": {"uri": "file:///x"}, "lora_int_id": 3}, True),
+        ("LoadBody", {"lora_name": "x", "source": {"uri": "s3://x"}}, False),
+        ("UnloadBody", {}, False),
+        ("DisaggregationBody", {"model": NAME, "policy": "never"}, True),
+        ("DisaggregationBody", {"model": NAME, "policy": "other"}, False),
+    ],
+)
+async def test_schemas_admit_what_the_service_accepts(
+    scene: Scene, name: str, body: dict[str, Any], is_valid: bool
+) -> None:
+    whole = await document(scene)
+    schema = {"$ref": f"#/components/schemas/{name}", "components": whole["components"]}
+    assert Draft202012Validator(schema).is_valid(body) is is_valid
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        ({"prompt": [1.0, 2], "max_tokens": 5.0}, 404),
+        ({"prompt": [1.5, 2]}, 400),
+        ({"prompt": "a", "max_tokens": 1e400}, 400),
+        ({"prompt": "a", "max_tokens": True}, 400),
+        ({"prompt": "a", "max_tokens": "5"}, 400),
+    ],
+)
+async def test_an_integer_may_be_written_with_a_fraction_of_zero(
+    scene: Scene, body: dict[str, Any], status: int
+) -> None:
+    response = await scene.client.post("/v1/completions", content=json.dumps({"model": "other", **body}))
+    assert response.status_code == status, response.text
