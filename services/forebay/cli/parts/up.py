@@ -88,9 +88,7 @@ def up(
     media_allow_private: MediaAllowPrivateOption = False,
     body_bytes_max: BodyBytesMaxOption = TEXT_BYTES_MAX,
     media_body_bytes_max: MediaBodyBytesMaxOption = MEDIA_BYTES_MAX,
-    lease_ttl_s: Annotated[
-        float, typer.Option(min=0.1, help="A worker is lost after this long without a renewal of its lease.")
-    ] = 3.0,
+    lease_ttl_s: Annotated[float, typer.Option(min=0.1, help="A worker without a renewal this long is lost.")] = 3.0,
     timeout_s: Annotated[float, typer.Option(min=0.001, max=86_400, help="For a whole request.")] = 600.0,
     snapshot_every: SnapshotEveryOption = 5_000,
     snapshot_age_s: SnapshotAgeOption = 300,
