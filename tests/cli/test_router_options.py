@@ -17,6 +17,9 @@ from forebay.ingress.errors import Unusable
 USAGE = 2
 
 
+SERVING = RouterConfig(queue=QueueConfig(run_ahead=0.25, depth=4.0, timeout_s=10.0))
+
+
 def told(*arguments: str) -> tuple[int, RouterConfig | None, str]:
     """A command with the router's options: its exit code, what it got, and stderr."""
     got: list[RouterConfig] = []
@@ -46,7 +49,7 @@ def refused(*arguments: str) -> str:
 
 
 def test_without_flags_the_defaults_hold() -> None:
-    assert config() == RouterConfig() == config("--workers", "2")
+    assert config() == SERVING == config("--workers", "2")
 
 
 def test_every_flag_arrives_in_its_field() -> None:
@@ -62,6 +65,9 @@ def test_every_flag_arrives_in_its_field() -> None:
         "--router-predicted-ttl-secs": "5",
         "--router-session-affinity-ttl-secs": "30",
         "--router-queue-threshold": "1.5",
+        "--router-queue-run-ahead": "0.5",
+        "--router-queue-depth": "7",
+        "--router-queue-timeout-secs": "2.5",
         "--active-decode-blocks-threshold": "0.9",
         "--active-prefill-tokens-threshold": "10000",
         "--active-prefill-tokens-threshold-frac": "1.25",
@@ -105,7 +111,7 @@ def test_every_flag_arrives_in_its_field() -> None:
             active_prefill_tokens_threshold=10_000,
             active_prefill_tokens_threshold_frac=1.25,
         ),
-        queue=QueueConfig(threshold=1.5, policy="wspt"),
+        queue=QueueConfig(threshold=1.5, policy="wspt", run_ahead=0.5, depth=7.0, timeout_s=2.5),
         disagg=DisaggConfig(enforce=True),
     )
     named = {*weights, *choices, *(flag.replace("--no-", "--") for flag in switches)}
@@ -136,13 +142,13 @@ def test_a_mode_that_is_none_is_refused_with_those_there_are(mode: str) -> None:
 
 def test_the_old_name_of_the_prefill_weight() -> None:
     code, got, err = told("--router-kv-overlap-score-weight", "2")
-    assert (code, got) == (0, RouterConfig(prefill_load_scale=2.0))
+    assert (code, got) == (0, msgspec.structs.replace(SERVING, prefill_load_scale=2.0))
     assert err == "forebay: --router-kv-overlap-score-weight is the old name of --router-prefill-load-scale\n"
     assert "give one of them" in refused("--router-kv-overlap-score-weight", "2", "--router-prefill-load-scale", "2")
 
 
 def test_load_aware_routes_by_load_alone() -> None:
-    alone = RouterConfig(overlap_score_credit=0.0, use_kv_events=False)
+    alone = msgspec.structs.replace(SERVING, overlap_score_credit=0.0, use_kv_events=False)
     assert config("--load-aware") == config("--load-aware", "--router-mode", "kv") == alone
     weighted = config("--load-aware", "--router-decode-active-request-weight", "2")
     assert weighted == msgspec.structs.replace(alone, decode_active_request_weight=2.0)
@@ -197,13 +203,17 @@ def test_a_file_is_the_configuration_and_flags_win(tmp_path: Path) -> None:
         "busy": {"active_decode_blocks_threshold": 0.8},
         "queue": {
             "threshold": 2,
+            "timeout_s": 0,
+            "run_ahead": None,
             "classes": [{"name": "default"}, {"name": "batch", "quantum": 1024, "policy": "lcfs"}],
         },
     }
     meant = RouterConfig(
         temperature=0.3,
         busy=BusyThresholds(active_decode_blocks_threshold=0.8),
-        queue=QueueConfig(threshold=2.0, classes=(QueueClass(), QueueClass(name="batch", quantum=1024, policy="lcfs"))),
+        queue=QueueConfig(
+            threshold=2.0, depth=4.0, classes=(QueueClass(), QueueClass(name="batch", quantum=1024, policy="lcfs"))
+        ),
     )
     as_json, as_yaml = tmp_path / "policy.json", tmp_path / "policy.yaml"
     as_json.write_text(json.dumps(told))
@@ -280,8 +290,9 @@ def test_variables_say_the_same_as_flags(tmp_path: Path) -> None:
         "FOREBAY_ROUTER_POLICY_CONFIG": str(path),
         "HOME": "elsewhere",
     }
-    assert router_config_of({}) == RouterConfig()
+    assert router_config_of({}) == SERVING
     assert router_config_of(environment) == RouterConfig(
+        queue=SERVING.queue,
         mode="random",
         temperature=0.5,
         use_kv_events=False,

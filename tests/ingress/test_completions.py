@@ -209,7 +209,7 @@ async def test_a_gap_is_an_error_and_never_a_short_answer(scene: Scene, stream: 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize(
     ("status", "code"),
-    [(503, "no_workers"), (503, "busy"), (503, "no_eligible_worker"), (529, "queue_full"), (404, "unknown_worker")],
+    [(503, "no_workers"), (503, "busy"), (503, "no_eligible_worker"), (429, "queue_full"), (404, "unknown_worker")],
 )
 async def test_a_refusal_is_a_real_status(scene: Scene, status: int, code: str, stream: bool) -> None:
     asking = ask(scene, chat(stream=stream))

@@ -280,7 +280,7 @@ async def test_a_refusal_is_one_piece_with_its_status(scene: Scene) -> None:
     assert msgspec.json.decode(piece.value)["error"]["code"] == "no_workers"
 
 
-@pytest.mark.parametrize(("status", "rejected"), [(503, True), (529, True), (400, False)])
+@pytest.mark.parametrize(("status", "rejected"), [(503, True), (429, True), (400, False)])
 async def test_only_what_no_worker_could_take_is_a_rejection(scene: Scene, status: int, rejected: bool) -> None:
     scene.refuse("a", status, "because")
     fold = Fold(scene, "a", stream=True)

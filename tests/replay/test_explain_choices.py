@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 
 from forebay.events.base import pack_u64
-from forebay.events.control import BusyThresholds
+from forebay.events.control import BusyThresholds, QueueConfig
 from forebay.events.fleet import WorkerLost
 from forebay.events.kv import BlocksRemoved
+from forebay.events.metrics import LoadReported
 from forebay.events.progress import FirstTokenEmitted, RequestFinished
 from forebay.events.requests import NO_HINTS, RouterOverride, RoutingHints, TaintWeight
 from tests.core.worlds import PROMPTS, joined, pool, request
@@ -255,3 +256,36 @@ async def test_chances_of_a_draw_add_up() -> None:
     assert sum(chances) == pytest.approx(1.0)
     assert chances[0] > chances[1] == chances[2]
     assert routing.config["predicted_ttl_s"] == 1.0
+
+
+async def test_ranks_without_room_are_told_with_their_numbers_and_the_end_of_a_wait() -> None:
+    made = fleet("a", "b", queue=QueueConfig(run_ahead=0.0, timeout_s=0.5))
+    for at in range(15):
+        made("requests", request(f"x{at}", SHORT))
+    free = next(name for name in "ab" if made.world.load.rank_load(name, 0).active_requests < 8)
+    full = "b" if free == "a" else "a"
+    made("requests", request("r", SHORT))
+    made("requests", request("late", SHORT))
+    made.wait(500_000)
+    told = await made.explain("r")
+    assert told.routings[0].config["queue_run_ahead"] == 0.0
+    held = (await made.explain("late")).held
+    assert held is not None
+    assert (held.threshold, held.least_requests) == (None, 8)
+    assert [(one.seen.worker_id, one.reasons) for one in told.routings[0].left_out] == [(full, ("full",))]
+    assert told.routings[0].left_out[0].text == "it is full: 8 requests are there, and 8 may be"
+    late = await made.explain("late")
+    assert late.ending is not None
+    assert (late.state, late.ending.reason) == ("aborted", "queue_timeout")
+
+
+async def test_a_rank_whose_engine_lets_requests_wait_is_told_as_full() -> None:
+    made = fleet("a", "b", queue=QueueConfig(run_ahead=0.0))
+    for at in range(6):
+        made("requests", request(f"x{at}", SHORT, routing=RoutingHints(worker_id="a")))
+    epoch = made.epoch("a")
+    report = LoadReported(worker_id="a", worker_epoch=epoch, running=4, waiting=2, kv_blocks_used=1, kv_blocks_total=64)
+    made("metrics", report)
+    made("requests", request("r", SHORT))
+    told = await made.explain("r")
+    assert [one.text for one in told.routings[0].left_out] == ["it is full: 2 requests wait in its engine, more than 0"]

@@ -86,18 +86,28 @@ class QueueClass(Part, frozen=True, kw_only=True):
 
 
 class QueueConfig(Part, frozen=True, kw_only=True):
-    """When requests wait in the router, and in which order.
+    """When requests wait in the router, how many, how long, and in which order.
 
-    They wait while every eligible rank has more than `threshold` times its `max_num_batched_tokens` to prefill;
-    None never waits. `policy` orders a class that has none of its own.
+    Attributes:
+        threshold: requests wait while every eligible rank has more than this multiple of its `max_num_batched_tokens`
+            to prefill; None sets no such limit.
+        policy: the order of a class that has none of its own.
+        classes: the classes of the queue.
+        run_ahead: a rank is sent at most this share of its `max_num_seqs` beyond these; further requests wait. None
+            sends any number.
+        depth: at most this multiple of the `max_num_seqs` of all ranks of the pool waits; None sets no such limit.
+        timeout_s: a request that has waited this long is given up; 0 sets no such limit.
     """
 
     threshold: Weight | None = None
     policy: QueuePolicy = "fcfs"
     classes: tuple[QueueClass, ...] = (QueueClass(),)
+    run_ahead: Weight | None = None
+    depth: Weight | None = None
+    timeout_s: Seconds = 0.0
 
     def __post_init__(self) -> None:
-        require_numbers(self, {"threshold": 1e6})
+        require_numbers(self, {"threshold": 1e6, "run_ahead": 1e6, "depth": 1e6, "timeout_s": 31_536_000.0})
         if len(self.classes) > CLASSES_MAX:
             raise ValueError(f"{len(self.classes)} queue classes are more than {CLASSES_MAX}")
         kinds = [(one.name, one.uncached_tokens_min) for one in self.classes]

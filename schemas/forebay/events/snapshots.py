@@ -85,7 +85,7 @@ class RequestState(Part, tag_field="type", tag="request_state", frozen=True, kw_
 
     Of its media it has how many tokens they are, how often and by whom they were last encoded, and where they lie. Of
     its prompt, how often it was sent to be prefilled, where its KV lies and until when, who was to fetch
-    it last, and whether the answer `begun`.
+    it last, and whether the answer `begun`. Of its time in the queue, since when and until when it may wait there.
     """
 
     request_id: Name
@@ -120,6 +120,7 @@ class RequestState(Part, tag_field="type", tag="request_state", frozen=True, kw_
     begun: bool = False
     decoder_id: str = ""
     ingress: str = ""
+    queue_due_us: int = 0
 
     def __post_init__(self) -> None:
         require_packed("sequence_hashes", self.sequence_hashes, U64_BYTES)

@@ -79,7 +79,7 @@ class Answer(Response):
                 await (self._send_stream(send) if self._asked.stream else self._send_whole(send))
             except ApiError as error:
                 self._metrics.refused.labels(error.code).inc()
-                await send_error(send, error, self._asked.request_id)
+                await error.send(send, self._asked.request_id)
                 return "error"
             finally:
                 deadline.cancel()
@@ -150,7 +150,7 @@ class Answer(Response):
         if ended.error is not None:
             if was_rejected(self._stream):
                 self._metrics.rejected(self._asked.endpoint)
-            raise ApiError(ended.error.status, ended.error.code, ended.error.message)
+            raise self._ingress.error_of(ended.error)
         assert ended.usage is not None, "a response ends with its usage or an error"
         self._cached_tokens = ended.usage.cached_tokens
         said = self._text.finish()
@@ -207,16 +207,3 @@ async def _until_disconnect(receive: Receive, stream: Stream) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
     stream.interrupt(DISCONNECTED)
-
-
-async def send_error(send: Send, error: ApiError, request_id: str) -> None:
-    """Send an error as the whole answer."""
-    body = error.encoded()
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(body)).encode()),
-        (b"x-request-id", request_id.encode()),
-    ]
-    headers += [(name.encode(), value.encode()) for name, value in error.headers().items()]
-    await send({"type": "http.response.start", "status": error.status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})

@@ -12,6 +12,7 @@ from starlette.routing import Match, Route
 
 from forebay.ingress.admin import BODIES as ADMIN_BODIES
 from forebay.ingress.admin import add_admin
+from forebay.ingress.admission import Gate
 from forebay.ingress.answer import Answer, Asked
 from forebay.ingress.drain import DrainGate
 from forebay.ingress.embedding_answer import EmbeddingAnswer
@@ -40,6 +41,7 @@ def build_app(
     `hosts` are the names that the header `Host` may have, None for any.
     """
     app = FastAPI(title="forebay", summary="OpenAI-compatible ingress", docs_url="/docs", redoc_url=None)
+    app.add_middleware(Gate, admission=ingress.admission, metrics=ingress.metrics)
     app.add_middleware(
         DrainGate, drain=ingress.drain, refused=lambda error: ingress.metrics.refused.labels(error.code).inc()
     )
@@ -72,7 +74,9 @@ async def _complete(request: Request, ingress: Ingress, kind: type[ChatBody] | t
     began_s = time.perf_counter()
     ingress.require_owner()
     with ingress.bodies.one() as held:
-        body = parse(kind, await held.read(request))
+        raw = await held.read(request)
+        await ingress.admission.turn()
+        body = parse(kind, raw)
         if body.queries_route:
             return await answer_route(request, ingress, body)
         chat = isinstance(body, ChatBody)
@@ -99,7 +103,9 @@ def _add_embeddings(app: FastAPI, ingress: Ingress) -> None:
         """Turn texts into vectors."""
         ingress.require_owner()
         with ingress.bodies.one() as held:
-            body = parse(EmbeddingBody, await held.read(request))
+            raw = await held.read(request)
+            await ingress.admission.turn()
+            body = parse(EmbeddingBody, raw)
             request_id = request_id_of(request, "embd-")
             parts = await ingress.prepare_embedding(body, request.headers.items())
         return EmbeddingAnswer(ingress, request_id, body, parts)

@@ -6,7 +6,7 @@ import time
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from forebay.ingress.answer import DISCONNECTED, TIMED_OUT, send_error
+from forebay.ingress.answer import DISCONNECTED, TIMED_OUT
 from forebay.ingress.embeddings import EmbeddingBody, embeddings, part_id, vector_of
 from forebay.ingress.errors import ApiError
 from forebay.ingress.ingress import GRACE_S, Ingress, Prepared
@@ -47,7 +47,7 @@ class EmbeddingAnswer(Response):
             metrics.input_tokens.observe(prompt_tokens)
         except ApiError as error:
             metrics.refused.labels(error.code).inc()
-            await send_error(send, error, self._request_id)
+            await error.send(send, self._request_id)
         finally:
             metrics.inflight.dec()
             metrics.ended(ENDPOINT, stream=False, status=status)
@@ -93,6 +93,8 @@ class EmbeddingAnswer(Response):
                     raise interruption(stream.broken)
                 if was_rejected(stream):
                     ingress.metrics.rejected(ENDPOINT)
+                if stream.ended.error is not None:
+                    raise ingress.error_of(stream.ended.error)
                 return vector_of(stream)
             finally:
                 ingress.replies.close(request_id)

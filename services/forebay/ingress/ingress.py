@@ -24,16 +24,17 @@ from forebay.events.requests import (
     Sampling,
     Task,
 )
-from forebay.events.tokens import RouteTold
+from forebay.events.tokens import AnswerError, RouteTold
 from forebay.events.topics import REQUESTS
 from forebay.ingress.adapters import Adapters
+from forebay.ingress.admission import POOL_FULL, Admission
 from forebay.ingress.body_limits import MEDIA_BYTES_MAX, TEXT_BYTES_MAX, VALUES_MAX, BodyLimits
 from forebay.ingress.commands import Commands
 from forebay.ingress.composer import Plan
 from forebay.ingress.door_topics import require_patterns
 from forebay.ingress.drain import Drain
 from forebay.ingress.embeddings import EmbeddingBody
-from forebay.ingress.errors import ApiError, Unusable, invalid
+from forebay.ingress.errors import RETRY_AFTER_S, ApiError, Unusable, invalid
 from forebay.ingress.http_body import HeldBodies
 from forebay.ingress.media import MediaFetcher
 from forebay.ingress.media_refs import PUBLIC_ONLY, MediaRef, MediaSettings
@@ -138,6 +139,7 @@ class Prepared:
 
 
 NO_OWNER = "no router decides at the moment: its owner is being replaced, or Kafka does not answer; try again soon"
+QUEUE_CODES = frozenset({POOL_FULL, "queue_full", "queue_timeout"})
 NO_WORKER = "no worker is ready"
 NO_PREFILL_WORKER = "no worker that computes prompts is ready, and prompts must not be computed by who answers"
 
@@ -170,6 +172,7 @@ class Ingress:
         self.has_owner: Callable[[], bool] = lambda: True
         self.drain = Drain()
         self.place = place
+        self.admission = Admission(metrics)
         self.replies = ReplyReader(log, settings.model_name, settings.reply_slot, reply_from, metrics.undecodable.inc)
         self.thresholds = Thresholds(log, place, metrics.undecodable.inc)
         self.commands = Commands(log, self.replies, settings.model_name, settings.reply_slot, self.require_owner)
@@ -324,6 +327,15 @@ class Ingress:
         if told.error is not None:
             raise ApiError(told.error.status, told.error.code, told.error.message)
         return told
+
+    def error_of(self, error: AnswerError) -> ApiError:
+        """What a client is told of an error on the reply slot; admission learns from it whether the queue is full."""
+        after_s = RETRY_AFTER_S
+        if error.code == POOL_FULL:
+            self.admission.queue_full()
+        if error.code in QUEUE_CODES:
+            after_s = self.admission.retry_after_s
+        return ApiError(error.status, error.code, error.message, retry_after_s=after_s)
 
     def cancel(self, request_id: str, reason: str) -> None:
         """Nobody wants the answer any more."""

@@ -34,6 +34,9 @@ class IngressMetrics:
             registry=registry,
         )
         self.inflight = _gauge(registry, f"{name}_inflight_requests", "requests under way", model)
+        self.admitted = Gauge(
+            "forebay_ingress_requests_in_flight", "admitted requests that have not ended", registry=registry
+        )
         self.disconnected = _gauge(registry, f"{name}_disconnected_clients", "clients that left before the end", model)
         self.ttft = _histogram(registry, f"{name}_time_to_first_token_seconds", "to the first token", model, SECONDS)
         self.itl = _histogram(registry, f"{name}_inter_token_latency_seconds", "between tokens", model, SECONDS)

@@ -15,7 +15,6 @@ from forebay.core.disaggregation import (
     is_kept,
     not_prefilled,
     on_its_own,
-    place_prefill,
 )
 from forebay.core.eligibility import Ineligible
 from forebay.core.encoding import choose_encoder, encoders, not_encoded
@@ -23,17 +22,9 @@ from forebay.core.fleet import Worker
 from forebay.core.lifecycle import UNDER_WAY_MAX, Request, content_hash, queried, submitted
 from forebay.core.phases import Phase
 from forebay.core.queueing import Held, class_of
+from forebay.core.room import place, placed, queue_bound, with_room
 from forebay.core.roster import Roster, Seat
-from forebay.core.router import (
-    NO_BLOCKS,
-    Choice,
-    choose,
-    find,
-    find_again,
-    find_doubted,
-    must_wait,
-    uncached_tokens,
-)
+from forebay.core.router import NO_BLOCKS, Choice, choose, find_again, find_doubted, uncached_tokens
 from forebay.core.world import World, held_of
 from forebay.events.base import hex_digest
 from forebay.events.control import PoolConfigured
@@ -87,13 +78,12 @@ def submit(world: World, event: RequestSubmitted, offset: int) -> list[Decided]:
             raise Ineligible("overloaded", f"{len(requests)} requests are under way")
         request = submitted(event, pool.pool, offset, world.now_us)
         try:
-            roster = find(world, pool, request)
+            placement = place(world, pool, request)
         except Ineligible as ineligible:
             return [_hold(world, pool, request, find_doubted(world, pool, request, ineligible))]
-        prefill = _placed(world, pool, request, roster)
-        if must_wait(*computed_by(pool, roster, prefill)):
-            return [_hold(world, pool, request, roster)]
-        send = _next_stage(world, pool, request, roster, prefill)
+        if placement.waits:
+            return [_hold(world, pool, request, placement.roster)]
+        send = _next_stage(world, pool, request, placement.roster, placement.prefill)
     except Ineligible as ineligible:
         return [_reject(world, event.request_id, event.reply_slot, ineligible)]
     requests.add(request)
@@ -105,9 +95,9 @@ def query(world: World, event: RouteQueried) -> RouteAnswered:
     try:
         pool = _pool_of(world, event.model)
         request = queried(event, pool.pool)
-        roster = find(world, pool, request)
-        prefill = _placed(world, pool, request, roster)
-        computing, among = computed_by(pool, roster, prefill)
+        placement = place(world, pool, request)
+        prefill = placement.prefill
+        computing, among = computed_by(pool, placement.roster, prefill)
         choice = choose(world, computing, request if prefill is None else prefill.asked, among)
     except Ineligible as ineligible:
         return RouteAnswered(
@@ -128,7 +118,7 @@ def query(world: World, event: RouteQueried) -> RouteAnswered:
         candidates=tuple(table.candidate(at) for at in range(len(table.costs))),
         table_digest=hex_digest(table.digest()),
         ties=choice.ties,
-        would_wait=must_wait(computing, among),
+        would_wait=placement.waits,
         stage="prefill" if prefill is not None and prefill.place.remote else "aggregated",
         prefill=None if prefill is None else prefill.place,
     )
@@ -166,7 +156,7 @@ def reroute(world: World, requests: list[Request], cause: str | None = None) -> 
         try:
             fetches = is_kept(request, world.now_us)
             roster = decoders(world, pool, request) if fetches else find_again(world, pool, request)
-            send = _next_stage(world, pool, request, roster)
+            send = _next_stage(world, pool, request, with_room(pool, roster) or roster)
         except Ineligible:
             continue  # somebody who may take it may yet come: it has a deadline
         decided.append(send())
@@ -270,15 +260,6 @@ def _keeper(world: World, worker_id: str, worker_epoch: int) -> CommandTarget | 
     return CommandTarget(worker_id=spec.worker_id, worker_epoch=worker.worker_epoch, pool=spec.pool, slot=worker.slot)
 
 
-def _placed(world: World, pool: PoolConfigured, request: Request, roster: Roster) -> Prefill | None:
-    """Who computes the prompt of a request that `roster` may answer; None where they always do. Raises Ineligible.
-
-    To embed a prompt is to compute it: there is nothing to be decoded elsewhere.
-    """
-    apart = pool.role == "decode" and request.task == "generate"
-    return place_prefill(world, pool, request, roster) if apart else None
-
-
 def _pool_of(world: World, model: str) -> PoolConfigured:
     if not world.pools:
         raise Ineligible("no_workers", "no worker has joined yet")
@@ -297,7 +278,7 @@ def _next_stage(
     """
     if is_kept(request, world.now_us):
         return partial(_decode, world, pool, request, choose(world, pool, as_decoded(request), roster))
-    prefill = prefill or _placed(world, pool, request, roster)
+    prefill = prefill or placed(world, pool, request, roster)
     encode = None if on_its_own(world, pool, request) else encoders(world, pool, request)
     if encode is not None:
         encode_pool, encode_roster = encode
@@ -440,12 +421,17 @@ def _hold(world: World, pool: PoolConfigured, request: Request, roster: Roster) 
     if wanted and chosen.name != wanted:
         world.counts["unknown_queue_class"] += 1
     ahead = world.queues.length(pool.pool, chosen)
-    seats = world.roster(pool.pool).seats or roster.seats
-    workers = len({seat.worker.spec.worker_id: None for seat in seats})
+    ready = world.roster(pool.pool)
+    serving = ready if ready.seats else roster  # without a ready rank, suspect ones may serve it later
+    workers = len({seat.worker.spec.worker_id: None for seat in serving.seats})
     if ahead >= chosen.requests_per_worker_max * workers:
         raise Ineligible("queue_full", f"{ahead} requests of the class {chosen.name} wait already")
+    bound, waiting = queue_bound(pool, serving), world.queues.waiting(pool.pool)
+    if bound is not None and waiting >= bound:
+        text = f"every worker is full, and {waiting} requests wait already, as many as may"
+        raise Ineligible("pool_full", text if bound else "every worker is full, and requests may not wait")
     world.requests.add(request)
-    world.requests.hold(request, chosen.name, tokens, world.now_us)
+    world.requests.hold(request, chosen.name, tokens, world.now_us, round(queue.timeout_s * 1e6))
     world.queues.push(pool.pool, held_of(request, pool))
     return RequestHeld(
         **world.stamp(),
@@ -462,8 +448,7 @@ def _may_go(world: World, held: Held) -> bool:
     request = _waiting(world, held)
     pool = world.pools[request.pool]
     try:
-        roster = find(world, pool, request)
-        return not must_wait(*computed_by(pool, roster, _placed(world, pool, request, roster)))
+        return not place(world, pool, request).waits
     except Ineligible:
         return False
 
@@ -472,7 +457,8 @@ def _serve(world: World, held: Held) -> RequestRouted | RequestRejected:
     request = _waiting(world, held)
     pool = world.pools[request.pool]
     try:
-        send = _next_stage(world, pool, request, find(world, pool, request))
+        placement = place(world, pool, request)
+        send = _next_stage(world, pool, request, placement.roster, placement.prefill)
     except Ineligible as ineligible:
         world.requests.end(request, world.now_us)
         return _reject(world, request.request_id, request.reply_slot, ineligible)

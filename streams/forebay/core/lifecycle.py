@@ -6,16 +6,17 @@ without effect. When a request ends only hashes of its id and content are kept, 
 """
 
 from array import array
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from heapq import heapify, heappop, heappush
 from typing import Any, assert_never
 
 from msgspec.msgpack import encode
 from xxhash import xxh3_64_intdigest
 
+from forebay.core.deadlines import Deadline, Deadlines
 from forebay.core.machine import IllegalTransition
-from forebay.core.phases import ON_WORKER, TRANSITIONS, Move, Phase
+from forebay.core.phases import BEFORE_ANSWER, ON_WORKER, TRANSITIONS, Move, Phase
 from forebay.core.remembered import RememberedIds
 from forebay.core.unwanted import Unwanted
 from forebay.events.base import U64_MASK, array_u64
@@ -63,8 +64,9 @@ class Request:
     to compute its prompt elsewhere, sent to `prefiller_id`; its KV lies where `prefilled` says, until
     `prefilled_due_us`; `decoder_id` was to fetch it last. `begun` is whether tokens of the answer were said, of a
     decode pool's requests. `ingress` is the incarnation of the ingress whose HTTP client waits; empty if none does.
-    `sent` has attempt, worker and epoch of each routing since the request was submitted or
-    restored: no state, it only tells late progress from progress of a worker that never had the request.
+    `queue_due_us` is until when it may wait in the queue, 0 for its deadline. `sent` has attempt, worker and epoch of
+    each routing since the request was submitted or restored: no state, it only tells late progress from progress of a
+    worker that never had the request.
     """
 
     request_id: str
@@ -102,6 +104,7 @@ class Request:
     begun: bool = False
     decoder_id: str = ""
     ingress: str = ""
+    queue_due_us: int = 0
     sent: list[tuple[int, str, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -147,7 +150,9 @@ class Requests:
     def __init__(self) -> None:
         self.unwanted: list[Unwanted] = []
         self._under_way: dict[str, Request] = {}
-        self._deadlines: list[tuple[int, str, int]] = []
+        self._deadlines = Deadlines(self._is_under_way)
+        self._queue_deadlines = Deadlines(self._is_queued)
+        self._promised: Counter[str] = Counter()
         self._remembered = RememberedIds()
         self._sum = 0
 
@@ -170,8 +175,9 @@ class Requests:
         """A new request is under way; its id must be new."""
         assert self.content_known(request.request_id) is None
         self._under_way[request.request_id] = request
-        heappush(self._deadlines, _deadline(request))
-        self._tidy_deadlines()
+        self._deadlines.add((request.due_us, request.request_id, request.offset), len(self._under_way))
+        self._await_turn(request)
+        self._promised[request.pool] += request.phase in BEFORE_ANSWER
         self._sum_up(request)
 
     def route(self, request: Request, stage: Stage, worker_id: str, worker_epoch: int, rank: int) -> None:
@@ -196,11 +202,17 @@ class Requests:
         request.sent.append((request.stage_attempt, worker_id, worker_epoch))
         self._sum_up(request)
 
-    def hold(self, request: Request, queue_class: str, uncached_tokens: int, now_us: int) -> None:
-        """It waits in the router's queue from now on."""
+    def hold(self, request: Request, queue_class: str, uncached_tokens: int, now_us: int, timeout_us: int = 0) -> None:
+        """It waits in the router's queue from now on, for at most `timeout_us` if that is not 0."""
         self._move(request, Move.HELD)
         request.queue_class, request.uncached_tokens, request.queued_at_us = queue_class, uncached_tokens, now_us
+        request.queue_due_us = now_us + timeout_us if timeout_us else 0
+        self._await_turn(request)
         self._sum_up(request)
+
+    def promised(self, pool: str) -> int:
+        """How many requests of a pool were accepted, and are not yet with the worker that is to answer them."""
+        return self._promised[pool]
 
     def pinned_to(self, worker_id: str) -> list[Request]:
         """The requests that nobody but this worker may answer, in the order of their submission."""
@@ -339,27 +351,17 @@ class Requests:
         return self._in_order(iter(self._under_way.values()))
 
     def next_due_us(self) -> int | None:
-        """When something happens by time alone: a deadline, or an id to forget."""
-        forgotten_us = self._remembered.next_due_us()
-        deadlines = self._deadlines
-        # Asked with every event: whose the first deadline is only matters if it comes first.
-        if forgotten_us is not None and (not deadlines or forgotten_us <= deadlines[0][0]):
-            return forgotten_us
-        self._drop_ended_deadlines()
-        if not deadlines:
-            return forgotten_us
-        due_us = deadlines[0][0]
-        return due_us if forgotten_us is None or due_us < forgotten_us else forgotten_us
+        """When something happens by time alone: a deadline, the end of a wait, or an id to forget."""
+        return self._queue_deadlines.sooner(self._deadlines.sooner(self._remembered.next_due_us()))
 
     def expired(self, now_us: int) -> list[Request]:
         """Forget ids whose time has come; the requests under way whose deadline has passed, to be ended."""
         self._remembered.forget(now_us)
-        found = []
-        self._drop_ended_deadlines()
-        while self._deadlines and self._deadlines[0][0] <= now_us:
-            found.append(self._under_way[heappop(self._deadlines)[1]])
-            self._drop_ended_deadlines()
-        return found
+        return [self._under_way[request_id] for request_id in self._deadlines.take(now_us)]
+
+    def expired_in_queue(self, now_us: int) -> list[Request]:
+        """The requests that have waited in the queue as long as they may, to be ended."""
+        return [self._under_way[request_id] for request_id in self._queue_deadlines.take(now_us)]
 
     def digest(self) -> int:
         """64 bits over the requests under way and the ids remembered."""
@@ -389,7 +391,9 @@ class Requests:
         table = TRANSITIONS[request.phase]
         if move not in table:
             raise IllegalTransition(f"{request.request_id} is in {request.phase}: {move} does not apply")
-        request.phase = table[move] or request.phase
+        after = table[move]
+        self._promised[request.pool] += (after in BEFORE_ANSWER) - (request.phase in BEFORE_ANSWER)
+        request.phase = after or request.phase
 
     def _leave_prefilled(self, request: Request, reason: KvReleaseReason) -> None:
         """Nobody will fetch its KV, if any is kept."""
@@ -404,22 +408,17 @@ class Requests:
         self._sum += term - request.term
         request.term = term
 
-    def _drop_ended_deadlines(self) -> None:
-        deadlines = self._deadlines
-        while deadlines and not self._is_under_way(*deadlines[0][1:]):
-            heappop(deadlines)
+    def _await_turn(self, request: Request) -> None:
+        if request.queue_due_us and request.phase is Phase.QUEUED:
+            self._queue_deadlines.add((request.queue_due_us, request.request_id, request.offset), len(self._under_way))
 
-    def _tidy_deadlines(self) -> None:
-        # An ended request leaves its deadline behind: taking it out of the middle of a heap costs a walk.
-        deadlines = self._deadlines
-        if len(deadlines) > 2 * len(self._under_way) + 64:
-            deadlines[:] = map(_deadline, self._under_way.values())
-            heapify(deadlines)
-
-    def _is_under_way(self, request_id: str, offset: int) -> bool:
+    def _is_under_way(self, deadline: Deadline) -> bool:
         # By offset: a forgotten id may be used again while the deadline of its first use still lies here.
-        request = self._under_way.get(request_id)
-        return request is not None and request.offset == offset
+        request = self._under_way.get(deadline[1])
+        return request is not None and request.offset == deadline[2]
+
+    def _is_queued(self, deadline: Deadline) -> bool:
+        return self._is_under_way(deadline) and self._under_way[deadline[1]].phase is Phase.QUEUED
 
     @staticmethod
     def _in_order(requests: Iterator[Request]) -> list[Request]:
@@ -474,10 +473,6 @@ def content_hash(event: RequestSubmitted) -> int:
     return xxh3_64_intdigest(event.token_ids, xxh3_64_intdigest(text + encode(event.sampling) + media))
 
 
-def _deadline(request: Request) -> tuple[int, str, int]:
-    return request.due_us, request.request_id, request.offset
-
-
 def id_hash(request_id: str) -> int:
     """What an id is remembered by after its request ended."""
     return xxh3_64_intdigest(request_id.encode())
@@ -494,6 +489,8 @@ def _term(request: Request) -> int:
     prefill = request.prefills, request.prefiller_id, request.prefilled_due_us, request.begun, request.decoder_id
     if prefill != NOT_PREFILLED:
         text += f"\0{prefill}"
+    if request.queue_due_us:
+        text += f"\0until {request.queue_due_us}"
     lies = b"" if request.encoded is None else encode(request.encoded)
     if request.prefilled is not None:
         lies += encode(request.prefilled)

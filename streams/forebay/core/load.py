@@ -54,6 +54,11 @@ class RankLoad:
     units: int = 0  # `decode_blocks`, exactly
     salt: int = field(init=False)  # makes the sums of different ranks different
 
+    @property
+    def waiting(self) -> int:
+        """Requests that wait in the rank's engine: as it last reported, but no more than it has now."""
+        return 0 if self.reported is None else min(self.reported.waiting, self.active_requests)
+
     def __post_init__(self) -> None:
         self.salt = xxh3_64_intdigest(f"{self.worker_id}\0{self.rank}".encode()) | 1
 

@@ -79,3 +79,4 @@ TRANSITIONS: dict[Phase, dict[Move, Phase | None]] = {
     Phase.WAITING: {Move.TO_BE_DECODED: Phase.TRANSFER, **_SENT},
 }
 ON_WORKER = frozenset((Phase.ENCODE, Phase.REMOTE_PREFILL, Phase.TRANSFER, Phase.PREFILL, Phase.DECODE))
+BEFORE_ANSWER = frozenset((Phase.ENCODE, Phase.REMOTE_PREFILL, Phase.WAITING))

@@ -6,6 +6,7 @@ Made from the fleet and the load, and made anew when the fleet changes: no state
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import ceil
 from struct import pack
 
 from xxhash import xxh3_64_intdigest
@@ -33,6 +34,7 @@ class Roster:
 
     seats: Sequence[Seat]
     loads: list[RankLoad] = field(init=False)
+    _limits: tuple[float, list[tuple[int, int]]] = field(init=False, default=(-1.0, []))
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "loads", [seat.load for seat in self.seats])
@@ -59,9 +61,22 @@ class Roster:
         names = [seat.worker.spec.worker_id.encode() + pack("<xI", seat.rank) for seat in self.seats]
         return xxh3_64_intdigest(b"".join(names))
 
+    def limits(self, run_ahead: float) -> list[tuple[int, int]]:
+        """Of each rank: how many requests it is sent at most, and how many of these may wait in its engine."""
+        key, found = self._limits
+        if key != run_ahead:
+            found = [_limit(seat.worker.spec.max_num_seqs, run_ahead) for seat in self.seats]
+            object.__setattr__(self, "_limits", (run_ahead, found))
+        return found
+
     def only(self, positions: list[int]) -> "Roster":
         """The seats at these positions, rising."""
         return self if len(positions) == len(self.seats) else Roster([self.seats[at] for at in positions])
+
+
+def _limit(seqs: int, run_ahead: float) -> tuple[int, int]:
+    more = ceil(run_ahead * seqs)
+    return seqs + more, more
 
 
 def roster_of(pool: str, fleet: Fleet, load: Load) -> Roster:

@@ -71,7 +71,7 @@ def claim(world: World, offset: int) -> None:
 
 
 def open_run(world: World, now_us: int) -> list[Decided]:
-    """Let time pass up to `now_us`: requests and commands past their deadline are given up."""
+    """Let time pass up to `now_us`: what is past its deadline, or its time in the queue, is given up."""
     due_us = world.next_due_us()
     if due_us is None or due_us > now_us:
         return []
@@ -85,6 +85,10 @@ def open_run(world: World, now_us: int) -> list[Decided]:
             decided.append(abort(world, request, "queue_deadline", message))
         else:
             decided.append(abort(world, request, "deadline", "the deadline passed"))
+    for request in world.requests.expired_in_queue(now_us):
+        limit_s = (request.queue_due_us - request.queued_at_us) / 1e6
+        message = f"no worker had room for the request within {limit_s:g} s, as long as the router's queue holds one"
+        decided.append(abort(world, request, "queue_timeout", message))
     decided += end_commands(world, world.commands.expired(now_us))
     return decided + drain(world)
 
@@ -236,8 +240,10 @@ def _report(world: World, event: LoadReported) -> list[Decided]:
         return []
     before = world.load.rank_load(event.worker_id, event.rank).reported
     world.load.report(event)
-    # Only blocks that were given back let somebody go who waits; reports come a thousand times a second.
-    given_back = before is not None and event.kv_blocks_used < before.kv_blocks_used
+    if before is None:
+        return []
+    # Only what was given back lets somebody go who waits; reports come a thousand times a second.
+    given_back = event.kv_blocks_used < before.kv_blocks_used or event.waiting < before.waiting
     return drain(world) if given_back else []
 
 

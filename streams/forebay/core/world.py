@@ -50,6 +50,7 @@ from forebay.events.snapshots import (
 if TYPE_CHECKING:
     from forebay.core.router import Choice
 
+NO_QUEUE_LIMITS = ", run_ahead=None, depth=None, timeout_s=0.0"
 NO_DISAGG = f", disagg={DisaggConfig()!r}"
 CORE_VERSION = 5  # raised when the same events lead to other decisions
 
@@ -390,8 +391,8 @@ def held_of(request: Request, pool: PoolConfigured) -> Held:
 
 
 def _pool_text(pool: PoolConfigured, busy: BusyThresholds | None) -> str:
-    # The role and disaggregation are new: who has the usual ones is told as it was before there were others.
-    text = repr(pool).replace(", role='aggregated')", ")").replace(NO_DISAGG, "")
+    # These fields are new: who has the usual ones is told as it was before there were others.
+    text = repr(pool).replace(", role='aggregated')", ")").replace(NO_DISAGG, "").replace(NO_QUEUE_LIMITS, "")
     return f"({text}, {busy})"
 
 

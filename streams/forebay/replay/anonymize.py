@@ -272,5 +272,5 @@ async def _learn_choices(log: Log, disguise: Disguise, progress: OnProgress | No
 
 
 def _note_overdue(record: JournalRecord, overdue: set[str]) -> None:
-    if isinstance(record, RequestAborted) and record.reason in ("deadline", "queue_deadline"):
+    if isinstance(record, RequestAborted) and record.reason in ("deadline", "queue_deadline", "queue_timeout"):
         overdue.add(record.request_id)

@@ -16,7 +16,7 @@ from forebay.core.holder_bits import HolderKey
 from forebay.core.lifecycle import Request
 from forebay.core.policies import BUILT_IN
 from forebay.core.prefix_index import NO_OVERLAP
-from forebay.core.roster import Seat
+from forebay.core.roster import Roster, Seat
 from forebay.core.router import Choice, overlaps
 from forebay.core.selection import softmax_weights
 from forebay.core.world import World
@@ -97,7 +97,7 @@ def left_out(
                 if not reasons and (pool.role == "encode" or worker.spec.worker_id == last):
                     reasons = {"had_it_last": "it had the request last, and there is another"}
                 elif not reasons:
-                    reasons = _passed_over(ready[key], busy, session, hard=hard)
+                    reasons = _passed_over(ready[key], busy, session, hard=hard) or _full(pool, ready[key])
                 text = "; ".join(reasons.values())
                 found.append(LeftOut(seen=around.seen(worker, rank), reasons=tuple(reasons), text=text))
     return tuple(found)
@@ -173,6 +173,8 @@ def _settings(world: World, pool: PoolConfigured, request: Request, choice: Choi
         found["busy"] = msgspec.to_builtins(busy)
     if config.queue.threshold is not None:
         found["queue_threshold"] = config.queue.threshold
+    if config.queue.run_ahead is not None:
+        found["queue_run_ahead"] = config.queue.run_ahead
     if config.mode not in BUILT_IN:
         found["policy"] = config.mode
     return found
@@ -204,6 +206,20 @@ def _passed_over(seat: Seat, busy: BusyThresholds, session: Binding | None, *, h
         return {"busy": f"it is busy: {', '.join(_exceeded(seat, busy))}"}
     if session is not None and elsewhere:
         return {"other_session": f"the session is on {session.worker_id}, rank {session.rank}"}
+    return {}
+
+
+def _full(pool: PoolConfigured, seat: Seat) -> dict[Absence, str]:
+    """Why a rank has no room for another request; as `forebay.core.room.with_room` looks at it."""
+    run_ahead = pool.router.queue.run_ahead
+    if run_ahead is None:
+        return {}
+    ((most, waiting),) = Roster([seat]).limits(run_ahead)
+    load = seat.load
+    if load.active_requests >= most:
+        return {"full": f"it is full: {load.active_requests} requests are there, and {most} may be"}
+    if load.waiting > waiting:
+        return {"full": f"it is full: {load.waiting} requests wait in its engine, more than {waiting}"}
     return {}
 
 

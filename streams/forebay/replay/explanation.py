@@ -52,6 +52,7 @@ Absence = Literal[
     "missing_taint",
     "missing_adapter",
     "busy",
+    "full",
     "other_session",
     "had_it_last",  # of an encode or prefill worker
 ]
@@ -105,11 +106,13 @@ class Waiting(Told, frozen=True, kw_only=True):
         queue_class: its class there.
         ahead: requests of that class before it.
         uncached_tokens: prompt tokens that even the rank with the most of them cached has to compute.
-        threshold: requests wait while every rank that may take them has more than so many engine steps to prefill.
+        threshold: requests wait while every rank that may take them has more than so many engine steps to prefill; None
+            if the ranks were full.
         least: the rank that was nearest to taking it.
         least_prefill_tokens: what that rank had to prefill.
         least_limit_tokens: above so many it takes no more.
         suspects: The suspect workers that it waits for, if no other worker may take it; then the last four are empty.
+        least_requests: the requests that rank had.
     """
 
     offset: int
@@ -118,11 +121,12 @@ class Waiting(Told, frozen=True, kw_only=True):
     queue_class: str
     ahead: int
     uncached_tokens: int
-    threshold: float
+    threshold: float | None
     least: str
     least_prefill_tokens: int
     least_limit_tokens: float
     suspects: tuple[str, ...] = ()
+    least_requests: int = 0
 
 
 class Seen(Told, frozen=True, kw_only=True):

@@ -2,11 +2,12 @@
 
 import msgspec
 
-from forebay.core.disaggregation import as_prefilled, computed_by, place_prefill
+from forebay.core.disaggregation import as_prefilled, computed_by
 from forebay.core.eligibility import Ineligible
 from forebay.core.lifecycle import Request, queried, submitted
+from forebay.core.room import place
 from forebay.core.roster import Roster
-from forebay.core.router import find, find_doubted
+from forebay.core.router import find, find_doubted, must_wait
 from forebay.core.world import World
 from forebay.events.base import U64_BYTES, hex_digest
 from forebay.events.decisions import KvReleased, PrefillPlace, RejectReason, RequestHeld
@@ -68,15 +69,17 @@ def waiting_of(world: World, offset: int, now_us: int, record: RequestHeld) -> W
     pool = world.pools[record.pool]
     assert request is not None, "who is held is under way"
     try:
-        roster = find(world, pool, request)
+        placement = place(world, pool, request)
     except Ineligible as ineligible:
         suspects = find_doubted(world, pool, request, ineligible)
         return _waiting_for_suspects(suspects, offset, now_us, record)
-    prefill = place_prefill(world, pool, request, roster) if pool.role == "decode" else None
-    computing, among = computed_by(pool, roster, prefill)
+    computing, among = computed_by(pool, placement.roster, placement.prefill)
     threshold = computing.router.queue.threshold
-    assert threshold is not None, "without a threshold nobody is held"
-    least = min(among.seats, key=lambda seat: seat.load.prefill_tokens / seat.worker.spec.max_num_batched_tokens)
+    if threshold is not None and must_wait(computing, among):
+        least = min(among.seats, key=lambda seat: seat.load.prefill_tokens / seat.worker.spec.max_num_batched_tokens)
+    else:
+        threshold = None
+        least = min(among.seats, key=lambda seat: seat.load.active_requests)
     return Waiting(
         offset=offset,
         now_us=now_us,
@@ -87,7 +90,8 @@ def waiting_of(world: World, offset: int, now_us: int, record: RequestHeld) -> W
         threshold=threshold,
         least=f"{least.worker.spec.worker_id}/{least.rank}",
         least_prefill_tokens=least.load.prefill_tokens,
-        least_limit_tokens=threshold * least.worker.spec.max_num_batched_tokens,
+        least_limit_tokens=(threshold or 0.0) * least.worker.spec.max_num_batched_tokens,
+        least_requests=least.load.active_requests,
     )
 
 
@@ -100,7 +104,7 @@ def _waiting_for_suspects(suspects: Roster, offset: int, now_us: int, record: Re
         queue_class=record.queue_class,
         ahead=record.ahead,
         uncached_tokens=record.uncached_tokens,
-        threshold=0.0,
+        threshold=None,
         least="",
         least_prefill_tokens=0,
         least_limit_tokens=0.0,
@@ -131,8 +135,11 @@ def held_text(held: Waiting) -> str:
     if held.suspects:
         text = f"held in the queue of class {held.queue_class}, behind {held.ahead}: only suspect workers may take it"
         return f"{text}: {', '.join(held.suspects)}"
-    load = f"{held.least_prefill_tokens:,} tokens to prefill, more than {held.least_limit_tokens:,.0f}"
-    text = f"held in the queue of class {held.queue_class}, behind {held.ahead}: even {held.least} has {load}"
+    if held.threshold is None:
+        load = f"is full, with {held.least_requests:,} requests"
+    else:
+        load = f"has {held.least_prefill_tokens:,} tokens to prefill, more than {held.least_limit_tokens:,.0f}"
+    text = f"held in the queue of class {held.queue_class}, behind {held.ahead}: even {held.least} {load}"
     return f"{text}; {held.uncached_tokens:,} tokens of the prompt are cached nowhere"
 
 

@@ -5,7 +5,7 @@ Names are Dynamo's. What is not given comes from the policy file (`--router-poli
 """
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from functools import wraps
 from inspect import Parameter, signature
@@ -17,7 +17,7 @@ import typer
 
 from forebay.cli.common.errors import explained
 from forebay.cli.policies.check import look_in_current_directory, require_policy
-from forebay.cli.policies.file import read_policy_file
+from forebay.cli.policies.file import named_fields, read_policy_file
 from forebay.events.control import DisaggConfig, QueuePolicy, RouterConfig, RouterMode
 from forebay.ingress.errors import Unusable
 from forebay.simulate.field_words import allowed, refused
@@ -35,13 +35,18 @@ LOAD_ONLY = {"mode": "kv", "overlap_score_credit": 0.0, "use_kv_events": False}
 
 @dataclass(frozen=True, slots=True)
 class RouterOption:
-    """A flag. `field` is where its value goes in `RouterConfig`, parts joined by a dot; empty for none."""
+    """A flag. `field` is where its value goes in `RouterConfig`, parts joined by a dot; empty for none.
+
+    `serving` is the default of a router that serves, where that of `RouterConfig`, which old logs and simulations have,
+    sets no limit.
+    """
 
     flag: str
     field: str
     kind: Any
     help: str
     hidden: bool = False
+    serving: float | None = None
 
     @property
     def parameter(self) -> str:
@@ -58,6 +63,8 @@ class RouterOption:
         """What holds when it is not given, for people."""
         if not self.field:
             return ""
+        if self.serving is not None:
+            return f"{self.serving:g}"
         value: Any = RouterConfig()
         for part in self.field.split("."):
             value = getattr(value, part)
@@ -125,6 +132,27 @@ OPTIONS = (
         "Hold requests while every worker has more than this many engine steps of prefill.",
     ),
     RouterOption("--router-queue-policy", "queue.policy", QueuePolicy, "The order of held requests."),
+    RouterOption(
+        "--router-queue-run-ahead",
+        "queue.run_ahead",
+        float,
+        "A worker rank is sent at most this share of its max_num_seqs beyond these; further requests are held.",
+        serving=0.25,  # measured: see docs/performance.md
+    ),
+    RouterOption(
+        "--router-queue-depth",
+        "queue.depth",
+        float,
+        "Hold at most this multiple of the max_num_seqs of all ranks, 64 per rank at least; refuse others with 429.",
+        serving=4.0,  # a full queue drains in four times the duration of a request: longer waits end by the timeout
+    ),
+    RouterOption(
+        "--router-queue-timeout-secs",
+        "queue.timeout_s",
+        float,
+        "A request held for longer is given up with 503; 0 is off.",
+        serving=10.0,  # longer than a burst takes, and shorter than most clients' patience
+    ),
     RouterOption(
         "--router-session-affinity-ttl-secs",
         "session_ttl_s",
@@ -206,6 +234,7 @@ def router_config(given: Mapping[RouterOption, Any], named: Named = lambda optio
         raise Unusable(f"{named(_option(OLD_SCALE))} is the old name of {named(_option(SCALE))}: give one of them")
     path = by_flag.get(POLICY_CONFIG)
     config = RouterConfig() if path is None else read_policy_file(path)
+    config = _serving(config, set() if path is None else set(named_fields(path, "")))
     if by_flag.get(LOAD_AWARE):
         if by_flag.get(MODE, "kv") != "kv":
             raise Unusable(f"{named(_option(LOAD_AWARE))} is the kv mode, not {by_flag[MODE]}: leave one of them out")
@@ -242,6 +271,14 @@ def router_config_of(environment: Mapping[str, str]) -> RouterConfig:
             meant = allowed(msgspec.inspect.type_info(option.kind))
             raise Unusable(f"{option.variable} is {text}: must be {meant}") from None
     return router_config(given, lambda option: option.variable)
+
+
+def _serving(config: RouterConfig, named: Container[str]) -> RouterConfig:
+    """The configuration with the defaults of a router that serves, where a file has not `named` the field."""
+    for option in OPTIONS:
+        if option.serving is not None and option.field not in named:
+            config = _changed(config, option, option.serving, option.flag)
+    return config
 
 
 def _conditional(disagg: DisaggConfig, text: str | None, name: str) -> DisaggConfig:

@@ -215,6 +215,8 @@ def _pool(pool: PoolFacts) -> str:
         parts.append(f"prompts computed remotely: {' '.join([pool.disagg.policy, *_fields(pool.disagg)])}")
     if router.queue.threshold is not None:
         parts.append(f"waits above {_queue(router.queue)}")
+    if router.queue.run_ahead is not None:
+        parts.append(f"ranks run ahead by {router.queue.run_ahead:g} of max_num_seqs")
     return "; ".join(parts)
 
 
