@@ -18,6 +18,7 @@ NAMES = (
     "disagg",
     "kv-transfer",
     "kv-hosts",
+    "overload",
 )
 BENCHMARKS = {name: f"tests.benchmarks.bench_{name.replace('-', '_')}" for name in NAMES}
 

@@ -119,6 +119,17 @@ def test_the_queue_of_a_pool_is_bounded_by_what_its_ranks_run_and_a_small_one_ta
     assert [type(submit(deep, f"r{at}")) for at in range(8 + 80 + 1)][8:] == [RequestHeld] * 80 + [RequestRejected]
 
 
+def test_what_a_topic_holds_is_neither_refused_nor_timed_out() -> None:
+    drive = Driver().fleet("a", queue=QueueConfig(run_ahead=0.0, depth=0.0, timeout_s=0.5))
+    for at in range(8):
+        submit(drive, f"r{at}")
+    assert isinstance(submit(drive, "from a topic", patient=True), RequestHeld)
+    assert isinstance(submit(drive, "from a client"), RequestRejected)
+    assert drive.wait(10 * TIMEOUT_US) == []
+    (sent,) = finish(drive, "r0")
+    assert sent.request_id == "from a topic"
+
+
 def test_with_no_depth_nobody_waits() -> None:
     drive = Driver().fleet("a", queue=QueueConfig(run_ahead=0.0, depth=0.0))
     made = [submit(drive, f"r{at}") for at in range(9)]

@@ -106,7 +106,7 @@ def test_many_connections_are_accepted_in_one_iteration_of_the_loop() -> None:
 
 async def _iterations() -> int:
     listener = _free()
-    server = build_server(_nothing)  # type: ignore[arg-type]
+    server = build_server(_nothing)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     async with asyncio.timeout(PATIENCE_S):
         while not server.started:  # noqa: ASYNC110 - uvicorn sets no event

@@ -85,6 +85,7 @@ async def test_a_record_that_breaks_its_ingress_is_answered_and_the_next_is_serv
         await door.ask(CHAT)
         await until(lambda: scene.requests(RequestSubmitted) or serving.done())
         assert scene.requests(RequestSubmitted)[0].request_id == "door-3-1"
+        assert scene.requests(RequestSubmitted)[0].patient, "the topic holds it anyway"
     finally:
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)

@@ -144,6 +144,7 @@ class RequestSubmitted(Event, tag="request.submitted", frozen=True, kw_only=True
     withheld_tokens: Count = 0  # of the prompt: an anonymised recording has none of them in `token_ids`
     media: tuple[Media, ...] = ()  # in the order in which they stand in the prompt
     ingress_incarnation: str = ""  # of the ingress whose HTTP client waits; empty if the request outlives its ingress
+    patient: bool = False  # no bound or time limit of the router's queue applies: it waits until its deadline
 
     def __post_init__(self) -> None:
         require_packed("token_ids", self.token_ids, U32_BYTES)

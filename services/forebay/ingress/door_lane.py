@@ -319,6 +319,7 @@ class Lane:
                 reply_slot=self._slot,
                 reply_from=place.entry.slot_from,
                 nonce=nonce_of(record),
+                patient=True,  # refused, its client would write it again, and the topic holds it anyway
             )
             self._answers[waiting.request_id] = waiting
             self._shared.ids.add(waiting.request_id)

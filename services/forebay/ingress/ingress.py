@@ -252,6 +252,7 @@ class Ingress:
         reply_from: int,
         nonce: int,
         incarnation: str = "",
+        patient: bool = False,
     ) -> RequestSubmitted:
         """A request as it goes on the log; the last four are as in `RequestSubmitted`."""
         settings, prompt = self.settings, prepared.prompt
@@ -274,6 +275,7 @@ class Ingress:
             task=prepared.task,
             media=prompt.media,
             ingress_incarnation=incarnation,
+            patient=patient,
         )
 
     async def submit(self, request_id: str, prepared: Prepared) -> Stream:

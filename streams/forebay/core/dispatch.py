@@ -427,11 +427,13 @@ def _hold(world: World, pool: PoolConfigured, request: Request, roster: Roster) 
     if ahead >= chosen.requests_per_worker_max * workers:
         raise Ineligible("queue_full", f"{ahead} requests of the class {chosen.name} wait already")
     bound, waiting = queue_bound(pool, serving), world.queues.waiting(pool.pool)
-    if bound is not None and waiting >= bound:
+    if bound is not None and waiting >= bound and not request.patient:
         text = f"every worker is full, and {waiting} requests wait already, as many as may"
         raise Ineligible("pool_full", text if bound else "every worker is full, and requests may not wait")
     world.requests.add(request)
-    world.requests.hold(request, chosen.name, tokens, world.now_us, round(queue.timeout_s * 1e6))
+    world.requests.hold(
+        request, chosen.name, tokens, world.now_us, 0 if request.patient else round(queue.timeout_s * 1e6)
+    )
     world.queues.push(pool.pool, held_of(request, pool))
     return RequestHeld(
         **world.stamp(),

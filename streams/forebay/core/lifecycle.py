@@ -105,6 +105,7 @@ class Request:
     decoder_id: str = ""
     ingress: str = ""
     queue_due_us: int = 0
+    patient: bool = False  # no part of its state: it matters only when the request is submitted
     sent: list[tuple[int, str, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -443,6 +444,7 @@ def submitted(event: RequestSubmitted, pool: str, offset: int, now_us: int) -> R
         task=event.task,
         media_tokens=sum(one.tokens for one in event.media),
         ingress=event.ingress_incarnation,
+        patient=event.patient,
     )
 
 
