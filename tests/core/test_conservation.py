@@ -30,6 +30,7 @@ from forebay.events.decisions import (
     RouteAnswered,
     Run,
 )
+from forebay.events.fleet import IngressJoined
 from forebay.events.kv import BlocksRemoved, BlocksStored
 from forebay.events.metrics import LoadReported
 from forebay.events.progress import FirstTokenEmitted, OutputGrown, PrefillFinished, RequestFailed, RequestFinished
@@ -250,6 +251,7 @@ def eventful_world() -> World:
     drive("control", pool(predicted_ttl_s=10.0, session_ttl_s=10.0, queue=QUEUE, track_output_blocks=True))
     drive("fleet", joined("a", 0))
     drive("fleet", joined("b", 1, kv_events=False))
+    drive("fleet", IngressJoined(owner_epoch=0, ingress_id="i", incarnation="one", lease_ttl_ms=3_000))
     for seq, tier in ((1, "device"), (2, "host"), (4, "disk")):
         fields: dict[str, Any] = {"worker_id": "a", "worker_epoch": drive.epoch("a"), "seq": seq, "tier": tier}
         drive("kv-events", BlocksStored(**fields, sequence_hashes=pack_u64(PROMPTS[seq % 3])))

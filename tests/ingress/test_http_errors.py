@@ -13,7 +13,7 @@ from forebay.events.control import PoolConfigured, RouterConfig
 from forebay.ingress.composer import Composer
 from forebay.transport.base import LogError
 from forebay.transport.sqlite_log import SqliteLog
-from tests.ingress.conftest import NAME, Scene, make_scene
+from tests.ingress.conftest import HEADERS, NAME, Scene, make_scene
 from tests.system import until
 
 TEXT = "/v1/completions"
@@ -57,7 +57,10 @@ class FailingLog:
 
 @asynccontextmanager
 async def client_of(scene: Scene) -> AsyncIterator[tuple[httpx.AsyncClient, Any]]:
-    async with scene.served() as (port, server), httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+    async with (
+        scene.served() as (port, server),
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", headers=HEADERS) as client,
+    ):
         yield client, server
 
 
@@ -185,7 +188,8 @@ async def test_a_head_request_that_fails_has_no_body(scene: Scene) -> None:
 async def test_a_client_that_leaves_within_its_body_is_counted(scene: Scene) -> None:
     async with scene.served() as (port, _):
         _, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100\r\n"
+        writer.write(head + b"\r\n{")
         await writer.drain()
         writer.close()
         await until(lambda: scene.metric('forebay_ingress_refused_total{code="client_disconnected"} 1.0'))

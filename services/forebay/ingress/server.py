@@ -19,8 +19,6 @@ DEFAULT_LIMITS = ConnectionLimits()
 # request that is on its way is lost.
 KEEP_ALIVE_S = 75
 CUT_S = 1  # for the last bytes, after a drain
-
-
 # uvloop accepts one connection per listening socket and iteration of its loop. An iteration takes up to some 50 ms
 # under load: with one socket, more than 20 new connections per second then wait in the backlog until they are reset.
 ACCEPTED_PER_ITERATION = 32  # a refusal costs 0.3 ms: together as much as the requests that are served meanwhile
@@ -48,6 +46,13 @@ class Server(uvicorn.Server):
         self._listeners: tuple[socket.socket, ...] = ()
         self._duplicates: list[socket.socket] = []
 
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve until told to stop. Raises PortTaken and NotListening."""
+        try:
+            await super().serve(sockets)
+        finally:
+            self._close_duplicates()  # `shutdown` is not reached when this is cancelled or fails
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept connections, then call `on_started`. Raises PortTaken."""
         given = sockets or []
@@ -57,17 +62,14 @@ class Server(uvicorn.Server):
             await super().startup([*self._listeners])
             await asyncio.sleep(0)  # uvloop closes a socket that cannot listen in its next iteration
         except OSError as error:
-            self._close_duplicates()
             raise PortTaken(f"cannot serve HTTP ({error.strerror or error}); choose another --port") from error
         if self._has_closed_listener():
-            self._close_duplicates()
             raise PortTaken("cannot serve HTTP (the listening socket was closed); choose another --port")
         self._on_started()
 
     async def on_tick(self, counter: int) -> bool:
         """Return whether to stop, asked ten times a second. Raises NotListening."""
         if not self.should_exit and self._has_closed_listener():
-            self._close_duplicates()
             raise NotListening("HTTP is no longer served: the listening socket failed; start the process again")
         return await super().on_tick(counter)
 

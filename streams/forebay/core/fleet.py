@@ -69,7 +69,7 @@ class Worker:
     worker_epoch: int
     from_offset: int
     phase: WorkerPhase = WorkerPhase.READY
-    lease_ttl_ms: int = 0  # decides nothing here, so it is not in the digest
+    lease_ttl_ms: int = 0  # the next owner counts on it while it does not find the lease
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,10 +235,11 @@ class Fleet:
 
 
 def _term(worker: Worker) -> int:
-    text = f"{worker.lease}\0{worker.slot}\0{worker.worker_epoch}\0{worker.from_offset}\0{worker.phase}\0"
+    place = f"{worker.lease}\0{worker.slot}\0{worker.worker_epoch}\0{worker.from_offset}"
+    text = f"{place}\0{worker.phase}\0{worker.lease_ttl_ms}\0"
     # As a map, not as a struct: how long the head of one is depends on how many fields there could be.
     return xxh3_64_intdigest(text.encode() + encode(msgspec.to_builtins(worker.spec)))
 
 
 def _ingress_term(ingress: Ingress) -> int:
-    return xxh3_64_intdigest(f"ingress\0{ingress.ingress_id}\0{ingress.incarnation}".encode())
+    return xxh3_64_intdigest(f"ingress\0{ingress.ingress_id}\0{ingress.incarnation}\0{ingress.lease_ttl_ms}".encode())

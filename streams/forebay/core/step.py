@@ -180,7 +180,8 @@ def _progress(world: World, event: RequestProgress) -> list[Decided]:
         request = world.requests.progress(event, world.now_us)
     except IllegalTransition:
         world.counts["outdated_progress"] += 1
-        world.counts["foreign_progress"] += is_foreign(world, event)
+        if is_foreign(world, event):
+            world.counts["foreign_progress"] += 1
         return []
     match event:
         case FirstTokenEmitted():
