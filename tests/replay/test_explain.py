@@ -148,7 +148,7 @@ async def test_nobody_is_left_to_take_it_until_its_attempts_are_used_up() -> Non
 def no_workers() -> Recorder:
     made = fleet("a", "b")
     made("fleet", WorkerDraining(owner_epoch=0, worker_id="a", worker_epoch=made.epoch("a")))
-    made("fleet", WorkerSuspect(owner_epoch=0, worker_id="b", worker_epoch=made.epoch("b")))
+    made("fleet", WorkerDraining(owner_epoch=0, worker_id="b", worker_epoch=made.epoch("b")))
     return made
 
 
@@ -173,7 +173,7 @@ def full() -> Recorder:
     ("make", "changes", "reason", "kept_out"),
     [
         (Recorder, {}, "no_workers", []),
-        (no_workers, {}, "no_workers", [("draining",), ("suspect",)]),
+        (no_workers, {}, "no_workers", [("draining",), ("draining",)]),
         (fleet, {"model": "other"}, "wrong_model", []),
         (
             busy,

@@ -115,10 +115,12 @@ def test_requests_go_to_a_dead_worker_until_half_of_its_lease_is_over() -> None:
 
 def test_a_dead_worker_computes_nothing_and_who_waits_for_it_is_given_up_in_time() -> None:
     life = Life(faults=(Fault(worker="mock-0", at_us=S),), lease_ttl_s=10.0)
-    found = served(fleet(1, life, timeout_s=4.0), turn(0, 64, at_us=2 * S), turn(1, 64, at_us=8 * S))
+    turns = [turn(number, 64, at_us=at_s * S) for number, at_s in enumerate((2, 8, 13))]
+    found = served(fleet(1, life, timeout_s=4.0), *turns)
     assert found[0].failure == "the deadline passed"
     assert found[0].first_us == 0
-    assert found[1].failure == "no worker of the pool default is ready"
+    assert found[1].failure == "the deadline passed after 4.0 s in the router's queue", "a suspect may come back"
+    assert found[2].failure == "no worker of the pool default is ready", "it is lost by now"
 
 
 def test_whoever_lost_its_worker_waits_for_another_until_its_deadline() -> None:

@@ -244,6 +244,7 @@ class Disguise:
             withheld_tokens=event.prompt_tokens,
             media=tuple(map(self._media, event.media)),
             ingress_incarnation=self.masks.name("ingress", event.ingress_incarnation),
+            patient=event.patient,
         )
 
     def hints(self, hints: RoutingHints) -> RoutingHints:
