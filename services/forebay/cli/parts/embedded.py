@@ -8,7 +8,7 @@ import socket
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import typer
@@ -34,7 +34,7 @@ from forebay.ingress.explain_worker import Source
 from forebay.ingress.explainer import Explainer
 from forebay.ingress.guard import allowed_hosts
 from forebay.ingress.http_protocol import ConnectionLimits, connections_allowed
-from forebay.ingress.ingress import NO_PREFILL_WORKER, NO_WORKER, Ingress, IngressSettings
+from forebay.ingress.ingress import NO_PREFILL_WORKER, NO_WORKER, Ingress
 from forebay.ingress.metrics import IngressMetrics
 from forebay.ingress.model import Model
 from forebay.ingress.server import build_server, listen, serve_until_drained
@@ -349,21 +349,8 @@ def _group(settings: Embedded, block_size: int) -> GroupSettings:
 async def _ingress(
     settings: Embedded, block_size: int, log: SqliteLog, model: Model, owner: Owner, registry: CollectorRegistry
 ) -> Ingress:
-    name = settings.engine.settings.model_name
-    ingress_settings = IngressSettings(
-        model_name=name,
-        block_size=block_size,
-        ingress_id=f"embedded-{os.getpid()}",
-        timeout_s=settings.timeout_s,
-        routing_hints=settings.routing_hints,
-        loras=settings.engine.loras,
-        admin_token=settings.admin_token,
-        tool_call_parser=settings.tool_call_parser,
-        reasoning_parser=settings.reasoning_parser,
-        media=settings.media,
-        body_bytes_max=settings.body_bytes_max,
-        media_body_bytes_max=settings.media_body_bytes_max,
-    )
+    name = settings.ingress.model_name
+    ingress_settings = replace(settings.ingress, block_size=block_size)
     metrics = IngressMetrics(registry, ingress_settings.model_name)
     reply_from = await log.end(TOKENS.name, ingress_settings.reply_slot)
     ingress = Ingress(

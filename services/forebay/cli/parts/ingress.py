@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from forebay.cli.common.admin_token import AdminTokenFileOption, required_token
 from forebay.cli.common.cluster import (
     KAFKA,
     LOOPBACK,
@@ -23,24 +22,12 @@ from forebay.cli.common.cluster import (
     start_logging,
 )
 from forebay.cli.common.errors import explained
-from forebay.cli.parts.options import (
-    AdminApiOption,
-    AllowHostOption,
-    BodyBytesMaxOption,
-    LorasOption,
-    MediaAllowHostOption,
-    MediaAllowPrivateOption,
-    MediaBodyBytesMaxOption,
-    ReasoningParserOption,
-    RoutingHintsOption,
-    ToolCallParserOption,
-    adapters,
-    named,
-    names,
-)
-from forebay.ingress.body_limits import MEDIA_BYTES_MAX, TEXT_BYTES_MAX
+from forebay.cli.common.option_groups import spread
+from forebay.cli.parts.http_options import HttpOptions
+from forebay.cli.parts.options import LorasOption, adapters, named, names
 
 
+@spread
 def ingress(
     kafka: KafkaOption = KAFKA,
     redis: RedisOption = REDIS,
@@ -55,17 +42,6 @@ def ingress(
         int | None, typer.Option(min=1, help="Tokens a KV block; what the model's pool has when left out.")
     ] = None,
     lora: LorasOption = None,
-    routing_hints: RoutingHintsOption = False,
-    admin_api: AdminApiOption = False,
-    admin_token_file: AdminTokenFileOption = None,
-    allow_host: AllowHostOption = None,
-    tool_call_parser: ToolCallParserOption = "auto",
-    reasoning_parser: ReasoningParserOption = "auto",
-    media_allow_host: MediaAllowHostOption = None,
-    media_allow_private: MediaAllowPrivateOption = False,
-    body_bytes_max: BodyBytesMaxOption = TEXT_BYTES_MAX,
-    media_body_bytes_max: MediaBodyBytesMaxOption = MEDIA_BYTES_MAX,
-    timeout_s: Annotated[float, typer.Option(min=0.001, max=86_400, help="For a whole request.")] = 600.0,
     reply_topic: Annotated[
         list[str] | None,
         typer.Option(
@@ -78,31 +54,23 @@ def ingress(
         typer.Option(min=0.0, max=86_400.0, help="At SIGTERM, refuse new requests and wait this long for the others."),
     ] = 60.0,
     verbose: VerboseOption = False,
+    *,
+    http: HttpOptions,
 ) -> None:
     """Serve the OpenAI API of a distributed system, and its topic door."""
     start_logging(verbose=verbose)
     # Imported here, because no other command should wait for an HTTP server to load.
     from forebay.cli.parts.ingress_process import serve  # noqa: PLC0415
-    from forebay.ingress.ingress import IngressSettings  # noqa: PLC0415
-    from forebay.ingress.media_refs import MediaSettings  # noqa: PLC0415
     from forebay.ingress.model import model_name_of  # noqa: PLC0415
 
     with explained():
         cluster = Cluster(kafka_settings(kafka, namespace, kafka_config), redis, host, None)
         called = model_name_of(model, model_name)
-        settings = IngressSettings(
+        settings = http.settings(
             model_name=called,
             block_size=block_size,
             ingress_id=named("--ingress-id", "ingress", ingress_id or f"{socket.gethostname()}-{os.getpid()}"),
-            timeout_s=timeout_s,
-            routing_hints=routing_hints,
             loras=adapters(names("--lora", lora), called),
-            admin_token=required_token(admin_token_file, admin_api=admin_api),
-            tool_call_parser=tool_call_parser,
-            reasoning_parser=reasoning_parser,
-            media=MediaSettings(names("--media-allow-host", media_allow_host), media_allow_private),
             reply_topics=tuple(reply_topic or ()),
-            body_bytes_max=body_bytes_max,
-            media_body_bytes_max=media_body_bytes_max,
         )
-        serve(cluster, (host, port), model, settings, drain_s, allow_host or ())
+        serve(cluster, (host, port), model, settings, drain_s, http.allow_host or ())

@@ -1,6 +1,7 @@
 """`forebay up`: everything in one process, on the embedded log."""
 
 import logging
+import os
 import sys
 from collections import Counter
 from pathlib import Path
@@ -8,35 +9,25 @@ from typing import Annotated
 
 import typer
 
-from forebay.cli.common.admin_token import AdminTokenFileOption, required_token
 from forebay.cli.common.errors import explained, fail
+from forebay.cli.common.option_groups import spread
 from forebay.cli.common.sizes import size
 from forebay.cli.common.times import span_us
 from forebay.cli.parts.engines import EngineChoice, engine_options
+from forebay.cli.parts.http_options import HttpOptions
 from forebay.cli.parts.options import (
-    AdminApiOption,
-    AllowHostOption,
-    BodyBytesMaxOption,
     KvEventsOption,
     LogMaxAgeOption,
     LogMaxSizeOption,
-    MediaAllowHostOption,
-    MediaAllowPrivateOption,
-    MediaBodyBytesMaxOption,
     PlacedTaintsOption,
-    ReasoningParserOption,
-    RoutingHintsOption,
     SnapshotAgeOption,
     SnapshotEveryOption,
-    ToolCallParserOption,
     names,
     placed_taints,
 )
 from forebay.cli.parts.settings import Embedded, Workers
 from forebay.cli.policies.router_options import router_options
 from forebay.events.control import DisaggConfig, RouterConfig
-from forebay.ingress.body_limits import MEDIA_BYTES_MAX, TEXT_BYTES_MAX
-from forebay.ingress.media_refs import MediaSettings
 from forebay.live.retention import Limits
 
 RANKS_MAX = 4_096  # each is an engine of this process, and a candidate of every decision
@@ -55,12 +46,14 @@ LOG_BYTES_MIN = 10_000_000  # of a snapshot and the records after it; the write-
 MOCK_WORKERS = 4  # there is something to route; a real engine takes the machine for itself
 
 
+@spread
 @router_options
 @engine_options
 def up(
     context: typer.Context,
     router: RouterConfig,
     engine: EngineChoice,
+    http: HttpOptions,
     port: Annotated[int, typer.Option(min=1, max=65535, help="HTTP port.")] = 8000,
     host: Annotated[str, typer.Option(help="Address to listen on. There is no authentication.")] = "127.0.0.1",
     workers: Annotated[
@@ -78,18 +71,7 @@ def up(
     log_max_age: LogMaxAgeOption = None,
     taint: PlacedTaintsOption = None,
     kv_events: KvEventsOption = True,
-    routing_hints: RoutingHintsOption = False,
-    admin_api: AdminApiOption = False,
-    admin_token_file: AdminTokenFileOption = None,
-    allow_host: AllowHostOption = None,
-    tool_call_parser: ToolCallParserOption = "auto",
-    reasoning_parser: ReasoningParserOption = "auto",
-    media_allow_host: MediaAllowHostOption = None,
-    media_allow_private: MediaAllowPrivateOption = False,
-    body_bytes_max: BodyBytesMaxOption = TEXT_BYTES_MAX,
-    media_body_bytes_max: MediaBodyBytesMaxOption = MEDIA_BYTES_MAX,
     lease_ttl_s: Annotated[float, typer.Option(min=0.1, help="A worker without a renewal this long is lost.")] = 3.0,
-    timeout_s: Annotated[float, typer.Option(min=0.001, max=86_400, help="For a whole request.")] = 600.0,
     snapshot_every: SnapshotEveryOption = 5_000,
     snapshot_age_s: SnapshotAgeOption = 300,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what the parts do.")] = False,
@@ -105,9 +87,10 @@ def up(
         _refuse_of_apart(context, router)
     roles = counts.roles(engine)
     with explained():
-        token = required_token(admin_token_file, admin_api=admin_api)
         taints = placed_taints(names("--taint", taint), list(roles))
-        media = MediaSettings(names("--media-allow-host", media_allow_host), media_allow_private)
+        ingress = http.settings(
+            model_name=engine.settings.model_name, ingress_id=f"embedded-{os.getpid()}", loras=engine.loras
+        )
     settings = Embedded(
         log=log,
         engine=engine,
@@ -115,16 +98,9 @@ def up(
         roles=roles,
         taints=taints,
         kv_events=kv_events,
-        routing_hints=routing_hints,
-        admin_token=token,
-        allow_hosts=tuple(allow_host or ()),
-        tool_call_parser=tool_call_parser,
-        reasoning_parser=reasoning_parser,
-        media=media,
-        body_bytes_max=body_bytes_max,
-        media_body_bytes_max=media_body_bytes_max,
+        ingress=ingress,
+        allow_hosts=tuple(http.allow_host or ()),
         lease_ttl_s=lease_ttl_s,
-        timeout_s=timeout_s,
         snapshot_every=snapshot_every,
         snapshot_age_s=snapshot_age_s,
         log_limits=_log_limits(log, log_max_size, log_max_age),

@@ -16,9 +16,9 @@ from rich.console import Console
 from rich.table import Table
 
 from forebay.cli.common.errors import BROKEN, complain, fail
+from forebay.cli.common.option_groups import spread
 from forebay.cli.common.terminal import in_markup, printable, results
 from forebay.cli.simulate.against_options import AgainstOptions
-from forebay.cli.simulate.option_groups import spread
 from forebay.cli.simulate.options import (
     US_PER_S,
     AttainOption,

@@ -13,8 +13,8 @@ import typer
 from rich.console import Console
 
 from forebay.cli.common.errors import complain, fail
+from forebay.cli.common.option_groups import spread
 from forebay.cli.simulate.command import tell_survey
-from forebay.cli.simulate.option_groups import spread
 from forebay.cli.simulate.options import (
     AttainOption,
     FleetOptions,

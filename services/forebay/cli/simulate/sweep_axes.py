@@ -14,7 +14,7 @@ from typing import Any, get_args
 
 import msgspec
 
-from forebay.cli.simulate.option_groups import options_of
+from forebay.cli.common.option_groups import options_of
 from forebay.cli.simulate.options import AS_CONFIGURED, FleetOptions, ShapeOptions, router_of, settings_of
 from forebay.core.policies import BUILT_IN
 from forebay.events.control import RouterConfig

@@ -13,9 +13,9 @@ from rich.progress import MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from forebay.cli.common.errors import fail
+from forebay.cli.common.option_groups import spread
 from forebay.cli.common.terminal import bar, in_markup, results
 from forebay.cli.simulate.command import tell_survey
-from forebay.cli.simulate.option_groups import spread
 from forebay.cli.simulate.options import INT_MAX, JsonOption, ShapeOptions, workload_options
 from forebay.simulate.reading import open_workload
 from forebay.simulate.workload import Survey, Turn, Workload, WorkloadOptions, WorkloadUnusable
