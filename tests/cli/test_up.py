@@ -260,7 +260,7 @@ def test_labels_adapters_ranks_and_hints_are_what_the_flags_say(tmp_path: Path) 
         (["--taint", "mock-1:"], "a label has at least one character"),
         (["--taint", "a", "--taint", "a"], "--taint: a name is given twice"),
         (["--lora", ""], "--lora '': a name has 1 to 256 characters, not 0"),
-        (["--lora", "forebay-default"], "each needs a name of its own"),
+        (["--lora", "forebay-default"], "it is the name of the base model"),
         (["--router-temperature", "nan"], "--router-temperature must be a number"),
         (["--model", "/nowhere"], "no such model directory"),
         (["--log", "/nowhere/log.db"], "nowhere"),

@@ -52,7 +52,7 @@ from tests.raw_batches import CODECS, LOG_APPEND_TIME, ZSTD, RawBatch, RawProduc
 SEED = int(os.environ.get("FOREBAY_FUZZ_SEED") or random.SystemRandom().getrandbits(32))
 DRAWN = 8  # batches for each partition, of up to four records
 PATIENCE_S = 60.0
-TIMEOUT_S = 600  # 40 s on an idle machine; this is for one that eight others use
+TIMEOUT_S = 600  # 100 s on an idle machine; this is for one that eight others use
 ASKED = 10
 PAGE = 1_000
 PLAN = TopicPlan(groups=1, slots=2, replies=2, door=2)
@@ -294,10 +294,12 @@ def tails(cluster: Cluster) -> None:
     for topic, partitions in PARTITIONS.items():
         for partition in range(partitions):
             run = forebay("topics", "tail", topic.name, *where, "-p", str(partition), "--from", "0")
-            lines = [msgspec.json.decode(line) for line in run.stdout.splitlines()]
+            lines = [msgspec.json.decode(line) for line in run.stdout.split("\n") if line]
             assert run.returncode == 0
-            assert [line["offset"] for line in lines] == list(range(len(lines)))
-            assert len(lines) > DRAWN
+            offsets = [line["offset"] for line in lines]
+            # The broker removes old segments by the timestamps of their records, and some were drawn as ancient.
+            assert offsets == list(range(offsets[0], offsets[0] + len(offsets)))
+            assert offsets[-1] >= DRAWN
 
 
 async def everything(log: KafkaLog, topic: str, partition: int) -> list[Record]:

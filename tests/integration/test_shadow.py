@@ -14,7 +14,7 @@ from aiokafka.admin import AIOKafkaAdminClient
 from forebay.events.codec import DecodeError, decode
 from forebay.events.decisions import RequestRouted
 from forebay.events.shadow import DecisionShadowed, ShadowStarted
-from forebay.events.topics import SHADOW
+from forebay.events.topics import HEARTBEATS, SHADOW
 from forebay.transport.base import Draft
 from forebay.transport.kafka_log import KafkaLog
 from forebay.transport.kafka_settings import KafkaSettings
@@ -102,10 +102,13 @@ async def spoken_of_all(log: KafkaLog, name: str) -> bool:
     return bool(spoken) and spoken[-1].decision_offset == (await routed(log))[-1][0]
 
 
+BESIDE = {SHADOW.name, HEARTBEATS.name}  # they grow while nothing else happens
+
+
 async def ends(kafka: str, log: KafkaLog) -> dict[str, int]:
-    """Where every partition of the namespace ends, but the shadows'."""
+    """Where every partition of the namespace ends, except those of shadows and heartbeats."""
     partitions = await partitions_of(KafkaSettings(kafka, NAMESPACE))
-    places = [(topic, number) for topic in partitions if topic != SHADOW.name for number in range(partitions[topic])]
+    places = [(topic, number) for topic in partitions if topic not in BESIDE for number in range(partitions[topic])]
     return {f"{topic}/{number}": await log.end(topic, number) for topic, number in places}
 
 
