@@ -73,6 +73,12 @@ def test_random_bytes_are_refused_by_name(topic: Topic, value: bytes) -> None:
         decode(topic, value)
 
 
+@pytest.mark.parametrize("topic", CARRYING, ids=lambda topic: topic.name)
+def test_a_null_value_is_refused_by_name(topic: Topic) -> None:
+    with pytest.raises(DecodeError, match=f"{topic.name}: its value is null"):
+        decode(topic, None)
+
+
 @pytest.mark.parametrize("name", SAMPLES)
 @settings(max_examples=100)
 @given(data=st.data())
