@@ -51,7 +51,7 @@ from tests.raw_batches import CODECS, LOG_APPEND_TIME, ZSTD, RawBatch, RawProduc
 
 SEED = int(os.environ.get("FOREBAY_FUZZ_SEED") or random.SystemRandom().getrandbits(32))
 DRAWN = 8  # batches for each partition, of up to four records
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 TIMEOUT_S = 600  # 100 s on an idle machine; this is for one that eight others use
 ASKED = 10
 PAGE = 1_000
