@@ -22,7 +22,8 @@ MODULE_DOCSTRING_LINES_MAX = 12  # five lines, and a theory of operation where t
 # The patterns are put together from pieces, so that this file does not find itself.
 MACHINE_PATHS = re.compile(r"(?<![\w.@:/-])/(?:" + "work|root|home|Users" + r")/[\w.-]+")
 REGISTRY_HOSTS = re.compile(
-    r"--(?:extra-)?index-url[ =]+\S+|files\.pythonhosted\.org|https?://[^\s)\"'>]*/simple\b"
+    r"--(?:extra-)?index-url[ =]+\S+|files\.python"
+    r"hosted\.org|https?://[^\s)\"'>]*/simple\b"
     r"|https?://[^\s)\"'>]*\b(?:artifactory|nexus|pypi)\b[^\s)\"'>]*"
     r"|https?://(?:\d{1,3}\.){3}\d{1,3}:\d+/\S*/(?:pypi|maven|npm)\b",
     re.IGNORECASE,
