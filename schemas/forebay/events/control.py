@@ -96,7 +96,7 @@ class QueueConfig(Part, frozen=True, kw_only=True):
         run_ahead: a rank is sent at most this share of its `max_num_seqs` beyond these; further requests wait. None
             sends any number.
         depth: at most this multiple of the `max_num_seqs` of all ranks of the pool waits; None sets no such limit.
-        timeout_s: a request that has waited this long is given up; 0 sets no such limit.
+        timeout_s: a request that has waited this long is aborted; 0 sets no such limit.
     """
 
     threshold: Weight | None = None
