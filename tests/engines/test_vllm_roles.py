@@ -93,7 +93,7 @@ def load(one: Driven) -> Load:
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def pair(model: Path, lora: Path) -> AsyncIterator[Pair]:
     async with contextlib.AsyncExitStack() as stack:
-        # Through shared memory a stopped process can still be read, so a test that stops one could not make a read wait.
+        # Through shared memory a stopped process can still be read: stopping one would not make a read wait.
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setenv("UCX_TLS", "tcp")
         prefill = await stack.enter_async_context(driven(engine(model, "prefill", lora), named("p")))
