@@ -53,10 +53,10 @@ kafka-stop: $(READY) ## stop what `make kafka` started
 	@$(BIN)/python infra/kafka/kafka.py stop $(ARGS)
 
 demo-kafka: $(READY) ## a distributed system loses its owner under load; Kafka as in `kafka`; options in ARGS="..."
-	@$(BIN)/python -m infra.demo_kafka $(ARGS)
+	@$(BIN)/python -m tests.harness.demo_kafka $(ARGS)
 
 demo-disagg: $(READY) ## prefill and decode workers, scaled and killed under load; Kafka as in `kafka`; options in ARGS="..."
-	@$(BIN)/python -m infra.demo_disagg $(ARGS)
+	@$(BIN)/python -m tests.harness.demo_disagg $(ARGS)
 
 lint: $(READY) ## check style, layers and spelling
 	@$(BIN)/ruff check --quiet --output-format concise
@@ -80,26 +80,26 @@ bench: $(READY) ## measure; results are printed, never asserted
 	@$(BIN)/python -m tests.benchmarks $(ARGS)
 
 schemas: $(READY) ## regenerate the schema registry and docs/events.md, add missing wire samples
-	@$(BIN)/python -m infra.schemas
-	@$(BIN)/python -m infra.samples
+	@$(BIN)/python -m tests.harness.schemas
+	@$(BIN)/python -m tests.harness.samples
 	@git status --short -- schemas docs/events.md tests/events/samples
 
 golden: $(READY) ## write the recordings of tests/logs anew, for other rules; names in ARGS="..."
 	@$(BIN)/python -m tests.logs.record $(ARGS)
 
 report-picture: $(READY) ## make the README's picture of a report anew, of the trace in ARGS="..." (Chromium)
-	@$(BIN)/python -m infra.report_picture $(ARGS)
+	@$(BIN)/python -m tests.harness.report_picture $(ARGS)
 
 cookbook: $(READY) ## run the commands of docs/cookbook.md and write down what they print
 	@$(BIN)/python -m tests.cli.cookbook
 
 lock: $(READY) lock-engines ## resolve all requirements anew, with hashes
-	@$(UV) $(COMPILE) --group dev pyproject.toml -o requirements.txt
-	@$(UV) $(COMPILE) infra/engines/nixl.in --override infra/engines/nixl_overrides.txt -o requirements-nixl.txt
+	@$(UV) $(COMPILE) --group dev pyproject.toml -o requirements/base.txt
+	@$(UV) $(COMPILE) requirements/nixl.in --override requirements/nixl-overrides.txt -o requirements/nixl.txt
 
 lock-engines: $(READY) ## resolve the requirements of .venv-engines anew, with hashes
-	@$(UV) $(COMPILE) --group build --group test pyproject.toml infra/engines/requirements.in \
-	    --override infra/engines/overrides.txt -o requirements-engines.txt
+	@$(UV) $(COMPILE) --group build --group test pyproject.toml requirements/engines.in \
+	    --override requirements/engines-overrides.txt -o requirements/engines.txt
 
 ci: ## what CI runs
 	@.ci/run
@@ -108,7 +108,7 @@ clean: ## remove everything that was built
 	@rm -rf $(VENV) $(VENV_ENGINES) .tools .kafka/lib .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .coverage htmlcov dist
 	@find $(SOURCES) infra tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(READY): requirements.txt requirements-nixl.txt pyproject.toml
+$(READY): requirements/base.txt requirements/nixl.txt pyproject.toml
 	@python=; for candidate in $(PYTHONS); do \
 	    if $$candidate -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
 	        python=$$(command -v $$candidate); break; fi; done; \
@@ -125,14 +125,14 @@ $(READY): requirements.txt requirements-nixl.txt pyproject.toml
 	fi; \
 	echo 'setup: building $(VENV), once'; \
 	[ -x $(BIN)/python ] || $$uv venv --quiet --python "$$python" $(VENV); \
-	$$uv pip sync --quiet --require-hashes --python $(BIN)/python requirements.txt requirements-nixl.txt; \
+	$$uv pip sync --quiet --require-hashes --python $(BIN)/python requirements/base.txt requirements/nixl.txt; \
 	$$uv pip install --quiet --no-build-isolation --no-deps --python $(BIN)/python --editable .; \
 	touch $@
 
-$(READY_ENGINES): $(READY) requirements-engines.txt pyproject.toml infra/engines/free_disk.py
-	@$(BIN)/python infra/engines/free_disk.py . "$$($(UV) cache dir)"
+$(READY_ENGINES): $(READY) requirements/engines.txt pyproject.toml tests/harness/free_disk.py
+	@$(BIN)/python tests/harness/free_disk.py . "$$($(UV) cache dir)"
 	@echo 'setup-engines: building $(VENV_ENGINES), once'
 	@[ -x $(VENV_ENGINES)/bin/python ] || $(UV) venv --quiet --python $(BIN)/python $(VENV_ENGINES)
-	@$(UV) pip sync --quiet --require-hashes --compile-bytecode --python $(VENV_ENGINES)/bin/python requirements-engines.txt
+	@$(UV) pip sync --quiet --require-hashes --compile-bytecode --python $(VENV_ENGINES)/bin/python requirements/engines.txt
 	@$(UV) pip install --quiet --no-build-isolation --no-deps --python $(VENV_ENGINES)/bin/python --editable .
 	@touch $@

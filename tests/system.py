@@ -5,8 +5,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from forebay.core.blocks import sequence_hashes
-from forebay.core.engine_model import EngineConfig
+from forebay.core.block_hashes import sequence_hashes
+from forebay.engine_model.model import EngineConfig
 from forebay.events.base import Event, pack_u32, unpack_u32
 from forebay.events.codec import decode, encode
 from forebay.events.control import PoolConfigured, RouterConfig
@@ -14,13 +14,13 @@ from forebay.events.fleet import WorkerSpec
 from forebay.events.requests import RequestCancelled, RequestSubmitted, Sampling
 from forebay.events.tokens import ResponseEnded, TokensEmitted
 from forebay.events.topics import DECISIONS, REQUESTS, TOKENS, Topic
-from forebay.live.owner import GroupSettings, Owner
+from forebay.live.owner.owner import GroupSettings, Owner
 from forebay.transport.base import Draft, Leases, Log
-from forebay.transport.redis_leases import embedded_leases
-from forebay.transport.sqlite_log import SqliteLog
-from forebay.workers.lease_keeper import LeaseKeeper
-from forebay.workers.mock.engine import MockEngine
-from forebay.workers.worker import Worker
+from forebay.transport.redis.leases import embedded_leases
+from forebay.transport.sqlite.log import SqliteLog
+from forebay.workers.engines.mock.engine import MockEngine
+from forebay.workers.runtime.lease_keeper import LeaseKeeper
+from forebay.workers.runtime.worker import Worker
 
 MODEL = "model"
 BLOCK = 4

@@ -21,10 +21,10 @@ from forebay.events.progress import EncodeFailed, EncodeFinished, TransferFailed
 from forebay.events.topics import CONTROL, PROGRESS  # noqa: E402
 from forebay.ingress.model import Model  # noqa: E402
 from forebay.transport.base import Draft  # noqa: E402
-from forebay.workers.encode_engine import EncodeEngine  # noqa: E402
-from forebay.workers.nixl_read import Reader  # noqa: E402
-from forebay.workers.standin_encoder import StandInEncoder  # noqa: E402
-from forebay.workers.worker import Worker  # noqa: E402
+from forebay.workers.engines.encode import EncodeEngine  # noqa: E402
+from forebay.workers.engines.standin_encoder import StandInEncoder  # noqa: E402
+from forebay.workers.kv_transfer.embeddings import Reader  # noqa: E402
+from forebay.workers.runtime.worker import Worker  # noqa: E402
 from tests.ingress import media_model  # noqa: E402
 from tests.ingress.conftest import Scene, make_scene  # noqa: E402
 from tests.system import BLOCK, MODEL, System, until  # noqa: E402

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from forebay.transport.faults import Crashed, FaultyLog
-from forebay.transport.sqlite_log import SqliteLog
+from forebay.transport.sqlite.log import SqliteLog
 from tests.system import System
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from forebay.events.schema import TOPICS
-from infra.samples import SAMPLES, samples
+from tests.harness.samples import SAMPLES, samples
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE_ROOTS = ("schemas", "streams", "services")
@@ -211,7 +211,7 @@ def test_every_make_target_is_explained() -> None:
     check([line for line in targets if not re.search(r"## \w", line)], "Makefile targets without a `##` help")
 
 
-@pytest.mark.parametrize("name", ["requirements.txt", "requirements-engines.txt", "requirements-nixl.txt"])
+@pytest.mark.parametrize("name", ["requirements/base.txt", "requirements/engines.txt", "requirements/nixl.txt"])
 def test_requirements_are_hashed(name: str) -> None:
     text = (ROOT / name).read_text()
     blocks = re.split(r"\n(?=[a-z])", "\n" + text, flags=re.IGNORECASE)[1:]

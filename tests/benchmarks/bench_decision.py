@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from forebay.core.blocks import extend_chain
+from forebay.core.block_hashes import extend_chain
 from forebay.core.step import Decided, InputEvent, claim, open_run, step
 from forebay.core.world import World
 from forebay.events.base import pack_u32, pack_u64

@@ -29,7 +29,7 @@ from forebay.events.codec import decode
 from forebay.events.decisions import RequestRouted
 from forebay.events.progress import FirstTokenEmitted, PrefillFinished
 from forebay.events.topics import DECISIONS, PROGRESS, Topic
-from forebay.transport.sqlite_log import SqliteLog
+from forebay.transport.sqlite.log import SqliteLog
 from tests.benchmarks.bench_http import wait_ready
 
 PORT = 18_160

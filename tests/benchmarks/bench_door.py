@@ -18,8 +18,8 @@ from typing import Any
 from aiokafka import AIOKafkaConsumer, TopicPartition
 
 from forebay.events.topics import OPENAI_RESPONSES
-from forebay.transport.kafka_settings import KafkaSettings
-from infra.cluster import GROUP, Cluster
+from forebay.transport.kafka.settings import KafkaSettings
+from tests.harness.cluster import GROUP, Cluster
 
 WITHIN_S = 3_600.0
 KILL_AT = 0.4  # of the requests are routed

@@ -23,8 +23,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
-from forebay.core.blocks import extend_chain
-from forebay.core.prefix_index import PrefixIndex
+from forebay.core.block_hashes import extend_chain
+from forebay.core.state.prefix_index import PrefixIndex
 from forebay.events import topics
 from forebay.events.base import array_u64, pack_u64
 from forebay.events.codec import decode, encode

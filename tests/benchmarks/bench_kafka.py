@@ -22,16 +22,16 @@ from typing import Any
 
 from forebay.events.topics import KV_EVENTS, METRICS, TOKENS
 from forebay.transport.base import LogError
-from forebay.transport.kafka_log import KafkaLog
-from forebay.transport.kafka_settings import KafkaSettings
-from forebay.transport.kafka_topics import TopicPlan, create_topics
-from infra.cluster import Cluster, remove_topics
-from infra.processes import ProcessError
+from forebay.transport.kafka.log import KafkaLog
+from forebay.transport.kafka.settings import KafkaSettings
+from forebay.transport.kafka.topics import TopicPlan, create_topics
 from tests.benchmarks import bench_http, hops
 from tests.benchmarks.bench_http import PEER_PORT, WORKERS, dynamo, figures, load
 from tests.benchmarks.flood import POOL as FLOOD_POOL
 from tests.benchmarks.flood import WORKERS as FLOOD_WORKERS
 from tests.benchmarks.flood import flood, leases_held
+from tests.harness.cluster import Cluster, remove_topics
+from tests.harness.processes import ProcessError
 
 MODEL = "tiny"
 METRICS_PORT = 18_120  # and those after it: one a worker

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from forebay.workers.kv_transfer.api import Kind
-from infra.hosts import Host, two_hosts
-from infra.local import Missing
+from tests.harness.hosts import Host, two_hosts
+from tests.harness.local import Missing
 from tests.workers.kv_transfer.conftest import Other, other
 
 CASES = ((16 << 10, 1000), (64 << 10, 256), (1 << 20, 16), (16 << 10, 16))

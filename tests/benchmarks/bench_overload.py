@@ -20,8 +20,8 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from infra.cluster import GROUP, Cluster, remove_topics
 from tests.benchmarks.bench_http import wait_ready
+from tests.harness.cluster import GROUP, Cluster, remove_topics
 
 PORT = 18_130
 WORKERS = 4

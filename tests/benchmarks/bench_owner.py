@@ -24,8 +24,8 @@ from typing import Any
 import msgspec
 import uvloop
 
-from forebay.core.blocks import sequence_hashes
-from forebay.core.fleet import WorkerPhase
+from forebay.core.block_hashes import sequence_hashes
+from forebay.core.state.fleet import WorkerPhase
 from forebay.events.base import Event, pack_u32, pack_u64, unpack_u64
 from forebay.events.codec import decode, encode
 from forebay.events.control import PoolConfigured
@@ -36,14 +36,14 @@ from forebay.events.progress import FirstTokenEmitted, RequestFinished
 from forebay.events.requests import RequestSubmitted, Sampling
 from forebay.events.topics import DECISIONS, KV_EVENTS, PROGRESS, REQUESTS, Topic, work_topic
 from forebay.events.work import WorkCancelled
-from forebay.live.owner import GroupSettings, Owner
+from forebay.live.owner.owner import GroupSettings, Owner
 from forebay.transport.base import Draft, LogError
-from forebay.transport.kafka_log import KafkaLog
-from forebay.transport.kafka_settings import KafkaSettings
-from forebay.transport.kafka_topics import TopicPlan, create_topics
-from forebay.transport.redis_leases import embedded_leases
-from infra.cluster import remove_topics
+from forebay.transport.kafka.log import KafkaLog
+from forebay.transport.kafka.settings import KafkaSettings
+from forebay.transport.kafka.topics import TopicPlan, create_topics
+from forebay.transport.redis.leases import embedded_leases
 from tests.benchmarks.sampling import Sampler
+from tests.harness.cluster import remove_topics
 
 MODEL, POOL = "bench", "default"
 BLOCK_SIZE = 64

@@ -15,8 +15,8 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from forebay.replay.verify import verify
-from forebay.transport.sqlite_log import SqliteLog
+from forebay.replay.verify.verify import verify
+from forebay.transport.sqlite.log import SqliteLog
 from tests.benchmarks.bench_index import in_fresh_process
 from tests.benchmarks.recordings import SEED, Shape, Written, write_recording
 

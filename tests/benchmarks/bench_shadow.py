@@ -11,13 +11,13 @@ from typing import Any
 
 import msgspec
 
-from forebay.core.counterfactual import Alternative
+from forebay.core.routing.counterfactual import Alternative
 from forebay.events.control import PoolConfigured
 from forebay.events.shadow import DecisionShadowed, ShadowEvent
 from forebay.events.topics import DECISIONS
-from forebay.live.shadow import Shadow, ShadowSettings
-from forebay.live.standby import Standby
-from forebay.transport.sqlite_log import SqliteLog
+from forebay.live.router.standby import Standby
+from forebay.live.shadow.shadow import Shadow, ShadowSettings
+from forebay.transport.sqlite.log import SqliteLog
 from tests.benchmarks.recordings import Shape, write_recording
 
 LOOK_S = 0.001

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import uvloop
 
-from forebay.core.blocks import extend_chain
+from forebay.core.block_hashes import extend_chain
 from forebay.events.base import Event, pack_u64
 from forebay.events.codec import decode, encode
 from forebay.events.control import PoolConfigured
@@ -29,10 +29,10 @@ from forebay.events.kv import BlocksStored
 from forebay.events.progress import FirstTokenEmitted, RequestFinished
 from forebay.events.requests import RequestSubmitted, Sampling
 from forebay.events.topics import DECISIONS, KV_EVENTS, PROGRESS, REQUESTS, SNAPSHOTS, Topic
-from forebay.live.owner import GroupSettings, Owner
+from forebay.live.owner.owner import GroupSettings, Owner
 from forebay.transport.base import Draft
-from forebay.transport.redis_leases import embedded_leases
-from forebay.transport.sqlite_log import SqliteLog
+from forebay.transport.redis.leases import embedded_leases
+from forebay.transport.sqlite.log import SqliteLog
 
 MODEL = "bench"
 BLOCK_SIZE = 16

@@ -21,9 +21,9 @@ from forebay.events.kv import BlocksStored
 from forebay.events.metrics import LoadReported
 from forebay.events.topics import KV_EVENTS, METRICS
 from forebay.transport.base import Draft
-from forebay.transport.kafka_log import KafkaLog
-from forebay.transport.kafka_settings import KafkaSettings
-from forebay.transport.redis_leases import RedisLeases
+from forebay.transport.kafka.log import KafkaLog
+from forebay.transport.kafka.settings import KafkaSettings
+from forebay.transport.redis.leases import RedisLeases
 
 WORKERS = [f"flood-{number}" for number in range(8)]
 POOL = "flood"  # after `default`: requests go to the first pool, by name, that serves their model

@@ -20,8 +20,8 @@ from forebay.events.tokens import TokensEmitted
 from forebay.events.topics import DECISIONS, PROGRESS, REQUESTS, TOKENS, Topic, work_topic
 from forebay.events.work import WorkItem
 from forebay.transport.base import Record
-from forebay.transport.kafka_log import KafkaLog
-from forebay.transport.recorded import recorded_view
+from forebay.transport.history.reader import recorded_view
+from forebay.transport.kafka.log import KafkaLog
 
 READ_MAX = 500
 WORK = work_topic("default")

@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
-from forebay.core.blocks import block_hashes, extend_chain
-from forebay.core.index_walk import Walk
+from forebay.core.block_hashes import block_hashes, extend_chain
+from forebay.core.state.index_walk import Walk
 from forebay.core.step import CONSUMED_RUNS_MAX, InputEvent, advance, claim, open_run, step
 from forebay.core.world import CORE_VERSION, World
 from forebay.events.base import U32_BYTES, Event, pack_u64
@@ -29,7 +29,7 @@ from forebay.events.requests import RequestSubmitted, Sampling
 from forebay.events.snapshots import Chunk, SnapshotChunk
 from forebay.events.topics import CONTROL, DECISIONS, FLEET, KV_EVENTS, METRICS, PROGRESS, REQUESTS, SNAPSHOTS, Topic
 from forebay.transport.base import Draft
-from forebay.transport.sqlite_log import SqliteLog
+from forebay.transport.sqlite.log import SqliteLog
 
 MODEL, POOL = "bench", "default"
 BLOCK_SIZE = 64

@@ -2,11 +2,11 @@
 
 import msgspec
 
-from forebay.core.engine_model import EngineConfig
+from forebay.engine_model.model import EngineConfig
 from forebay.events.fleet import WorkerSpec
 from forebay.workers.engine import EngineError, Publish
-from forebay.workers.engine_settings import EngineSettings
-from forebay.workers.mock.engine import MockEngine
+from forebay.workers.engines.mock.engine import MockEngine
+from forebay.workers.engines.settings import EngineSettings
 
 CALLS: list[str] = []
 VOCABULARY = (100, 101, 102)

@@ -14,7 +14,7 @@ import httpx
 import openai
 import pytest
 
-from infra.local import free_ports
+from tests.harness.local import free_ports
 
 README = Path(__file__).parents[2] / "README.md"
 FOREBAY = [sys.executable, "-m", "forebay.cli"]

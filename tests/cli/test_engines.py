@@ -9,17 +9,17 @@ import pytest
 from typer.testing import CliRunner
 
 from forebay.cli.app import app
-from forebay.cli.parts import engines
-from forebay.cli.parts.engines import Adapter, EngineChoice, built, engine_choice, playing, ranked_from
-from forebay.core.engine_model import EngineConfig
-from forebay.core.engine_timing import LinearTiming
+from forebay.cli.processes import engines
+from forebay.cli.processes.engines import Adapter, EngineChoice, built, engine_choice, playing, ranked_from
+from forebay.engine_model.model import EngineConfig
+from forebay.engine_model.timing import LinearTiming
 from forebay.events.fleet import WorkerSpec
 from forebay.ingress.errors import Unusable
 from forebay.ingress.model import DEFAULT_MODEL
-from forebay.workers.mock.engine import MockEngine
-from infra.local import free_ports
+from forebay.workers.engines.mock.engine import MockEngine
 from tests.cli.fake_engine import CALLS, FakeEngine
 from tests.cli.test_up import Up, forebay
+from tests.harness.local import free_ports
 
 ROOT = Path(__file__).parents[2]
 FAKE = Adapter("tests.cli.fake_engine", "FakeEngine", ())
@@ -154,7 +154,7 @@ def test_a_system_has_the_block_size_that_its_engine_says(tmp_path: Path) -> Non
     program.write_text(
         "import sys\n"
         f"sys.path.append({str(ROOT)!r})\n"
-        "from forebay.cli.parts import engines\n"
+        "from forebay.cli.processes import engines\n"
         "from forebay.cli.app import main\n"
         "engines.ADAPTERS['vllm'] = engines.Adapter('tests.cli.fake_engine', 'FakeEngine', ())\n"
         "main()\n"

@@ -22,7 +22,7 @@ from forebay.events.fleet import WorkerLost
 from forebay.events.progress import FirstTokenEmitted, RequestFinished
 from forebay.events.requests import RequestCancelled
 from forebay.events.topics import DECISIONS
-from forebay.transport.sqlite_log import SqliteLog
+from forebay.transport.sqlite.log import SqliteLog
 from tests.cli.test_record import at, made
 from tests.core.worlds import PROMPTS, request
 from tests.replay.mutations import replaced

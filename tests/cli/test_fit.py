@@ -9,7 +9,7 @@ from typer.testing import CliRunner, Result
 
 from forebay.cli.app import app
 from forebay.cli.simulate import fit as fit_command
-from forebay.core.engine_timing import LinearTiming
+from forebay.engine_model.timing import LinearTiming
 from forebay.events.control import RouterConfig
 from forebay.simulate.mooncake import Row
 from forebay.simulate.profiles.profile import Sizes, load_profile

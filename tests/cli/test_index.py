@@ -7,14 +7,14 @@ from typing import get_args
 import msgspec
 import pytest
 
-from forebay.core.blocks import sequence_hashes
-from forebay.core.prefix_index import PrefixIndex
+from forebay.core.block_hashes import sequence_hashes
+from forebay.core.state.prefix_index import PrefixIndex
 from forebay.events.base import pack_u32, pack_u64, unpack_u64
 from forebay.events.codec import decode, encode
 from forebay.events.kv import AnyKvEvent, BlocksStored, Tier
 from forebay.events.topics import KV_EVENTS
 from forebay.transport.base import Draft
-from forebay.transport.sqlite_log import SqliteLog
+from forebay.transport.sqlite.log import SqliteLog
 from tests.cli.in_process import forebay
 from tests.cli.test_up import forebay as process
 from tests.system import BLOCK, System, submitted, until, until_ended

@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 
-from forebay.cli.parts import engines
-from forebay.cli.parts.engines import EngineChoice, built, engine_choice, reached_at
+from forebay.cli.processes import engines
+from forebay.cli.processes.engines import EngineChoice, built, engine_choice, reached_at
 from forebay.ingress.errors import Unusable
 from forebay.ingress.model import DEFAULT_MODEL
+from forebay.workers.engines.mock.engine import MockEngine
+from forebay.workers.engines.mock.kv import KvSettings
+from forebay.workers.kv_transfer.own_address import address_towards, interface_of, own_address
 from forebay.workers.kv_transfer.transport import open_transport
-from forebay.workers.mock.engine import MockEngine
-from forebay.workers.mock.kv import KvSettings
-from forebay.workers.own_address import address_towards, interface_of, own_address
 from tests.cli.test_engines import FAKE
 from tests.cli.test_up import forebay
 

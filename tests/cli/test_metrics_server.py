@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Gauge
 
 from forebay.cli.common.metrics_server import metrics_served
 from forebay.ingress.errors import Unusable
-from infra.local import free_ports
+from tests.harness.local import free_ports
 
 
 def registry() -> CollectorRegistry:

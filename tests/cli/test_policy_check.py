@@ -53,7 +53,10 @@ FINE = [
         "import heapq\nreturn heapq.nsmallest(1, range(len(world.costs)), world.costs.__getitem__)[0]",
     ),
     ("import time\nimport random\nimport socket\nimport asyncio\nfrom datetime import datetime", CHEAPEST),
-    ("from forebay.core.selection import lowest", "print('hello')\nreturn 0 * len(str(lowest(world.costs, 1)))"),
+    (
+        "from forebay.core.routing.selection import lowest",
+        "print('hello')\nreturn 0 * len(str(lowest(world.costs, 1)))",
+    ),
     ("import helper", "return helper.first(world)"),
 ]
 CALLS = [
@@ -238,7 +241,7 @@ def test_a_command_does_not_start_with_a_policy_that_is_refused(here: Path, comm
 def test_the_router_under_fausts_own_command_line_takes_variables(here: Path, mode: str, code: int, says: str) -> None:
     write(here, CHEAPEST)
     run = subprocess.run(
-        [sys.executable, "-P", "-c", "from forebay.cli.parts.faust_router import config; print(config.mode)"],
+        [sys.executable, "-P", "-c", "from forebay.cli.processes.faust_router import config; print(config.mode)"],
         env={**os.environ, "FOREBAY_ROUTER_MODE": mode},
         capture_output=True,
         text=True,

@@ -9,7 +9,7 @@ import typer
 from typer.testing import CliRunner
 
 from forebay.cli.produce import LineUnusable, Run, produce
-from forebay.ingress.door_request import CHAT_PATH, TEXT_PATH
+from forebay.ingress.kafka_api.request import CHAT_PATH, TEXT_PATH
 
 app = typer.Typer()
 app.command()(produce)

@@ -8,7 +8,7 @@ import pytest
 
 from forebay.cli.common.readable import readable
 from forebay.transport.base import Record
-from infra.samples import SAMPLES
+from tests.harness.samples import SAMPLES
 
 FULL = sorted(path for path in SAMPLES.glob("*/full.*"))
 

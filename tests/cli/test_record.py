@@ -20,12 +20,12 @@ from forebay.core.step import Decided
 from forebay.events.codec import decode
 from forebay.events.control import PoolConfigured, RouterConfig
 from forebay.events.topics import CONTROL, DECISIONS
-from forebay.live.owner import Owner
-from forebay.replay import record
-from forebay.transport.recording import utc
-from forebay.transport.recording_writer import part_of
-from forebay.transport.sqlite_log import SqliteLog
-from forebay.transport.sqlite_schema import checksum
+from forebay.live.owner.owner import Owner
+from forebay.replay.record import slice as record
+from forebay.transport.recording.manifest import utc
+from forebay.transport.recording.writer import part_of
+from forebay.transport.sqlite.log import SqliteLog
+from forebay.transport.sqlite.schema import checksum
 from tests.cli.test_up import forebay, verified
 from tests.replay.slices import OTHER, join, journal_of, rows, run
 from tests.system import BLOCK, MODEL, System, submitted, until, until_ended

@@ -11,7 +11,7 @@ from forebay.cli.app import app
 from forebay.events.codec import decode
 from forebay.events.requests import RequestSubmitted
 from forebay.events.topics import REQUESTS
-from forebay.transport.sqlite_log import SqliteLog
+from forebay.transport.sqlite.log import SqliteLog
 from tests.replay.slices import OTHER, join, run
 from tests.system import MODEL
 

@@ -38,14 +38,14 @@ def test_an_outage_of_five_minutes_is_a_few_lines() -> None:
 def test_our_own_records_are_repetitions_only_if_they_are_equal() -> None:
     scene = Scene()
     for worker in (1, 2, 2):
-        scene.log(f"worker w{worker} is lost", "forebay.live.admission", logging.WARNING)
+        scene.log(f"worker w{worker} is lost", "forebay.live.owner.admission", logging.WARNING)
     assert scene.lines == ["worker w1 is lost", "worker w2 is lost"]
 
 
 def test_information_is_never_held_back() -> None:
     scene = Scene()
     for _ in range(3):
-        scene.log("assigned the control partitions [0]", "forebay.live.router", logging.INFO)
+        scene.log("assigned the control partitions [0]", "forebay.live.router.router", logging.INFO)
     assert len(scene.lines) == 3
 
 
@@ -66,6 +66,6 @@ def test_problems_that_are_all_different_need_bounded_memory_and_lose_no_count()
     scene = Scene()
     for number in range(3 * KINDS_MAX):
         for _ in range(2):
-            scene.log(f"record {number} is damaged", "forebay.live.owner")
+            scene.log(f"record {number} is damaged", "forebay.live.owner.owner")
     scene.handler.close()
     assert len(scene.lines) == 6 * KINDS_MAX

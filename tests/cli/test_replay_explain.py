@@ -11,15 +11,15 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from forebay.cli.app import app
-from forebay.core.blocks import extend_chain
+from forebay.core.block_hashes import extend_chain
 from forebay.events.codec import encode
 from forebay.events.control import QueueConfig
 from forebay.events.decisions import RequestRouted
 from forebay.events.progress import FirstTokenEmitted, RequestFinished
 from forebay.events.requests import RequestCancelled, RoutingHints
 from forebay.events.topics import DECISIONS
-from forebay.replay.explain import Explanation
-from forebay.transport.sqlite_schema import checksum
+from forebay.replay.explain.explain import Explanation
+from forebay.transport.sqlite.schema import checksum
 from tests.core.worlds import PROMPTS, query, request
 from tests.replay.recorder import Recorder, said
 

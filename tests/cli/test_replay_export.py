@@ -16,7 +16,7 @@ from forebay.events.codec import decode
 from forebay.events.kv import BlocksStored
 from forebay.events.topics import DECISIONS, KV_EVENTS
 from forebay.transport.base import Draft
-from forebay.transport.sqlite_log import SqliteLog
+from forebay.transport.sqlite.log import SqliteLog
 from tests.replay import incident
 from tests.replay.duck import ask
 

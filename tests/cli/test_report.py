@@ -26,9 +26,9 @@ from forebay.cli.simulate.report.rows import ROWS_MAX
 from forebay.cli.simulate.report.words import duration
 from forebay.cli.simulate.simulations import Run
 from forebay.events.control import RouterConfig
-from forebay.simulate.goodput import Slo, goodput
 from forebay.simulate.outcome import Outcome, Requests, Served, summary
 from forebay.simulate.settings import engine_config, one_pool
+from forebay.simulate.slo import Slo, goodput
 from tests.cli.outcomes import run
 from tests.simulate.traces import conversations, write
 

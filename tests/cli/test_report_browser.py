@@ -20,11 +20,11 @@ from typer.testing import CliRunner
 from forebay.cli.app import app
 from forebay.cli.simulate.report.file import write_report
 from forebay.events.control import RouterConfig
-from forebay.simulate.goodput import Slo
-from infra.browser import Opened, chromium, opened
-from infra.local import Missing
+from forebay.simulate.slo import Slo
 from tests.cli.outcomes import run
 from tests.cli.test_report import HOSTILE, Page
+from tests.harness.browser import Opened, chromium, opened
+from tests.harness.local import Missing
 from tests.replay.recorded import write as write_log
 from tests.replay.simulated import played
 from tests.simulate.traces import conversations, write

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from forebay.cli.parts.serve import Share, _run, devices, shares
+from forebay.cli.processes.serve import Share, _run, devices, shares
 from forebay.ingress.errors import Unusable
 from forebay.workers.service import Request, Service, endpoint, service, service_of
-from infra.local import free_ports
+from tests.harness.local import free_ports
 
 FOREBAY = [sys.executable, "-m", "forebay.cli"]
 PATIENCE_S = 60.0
@@ -156,7 +156,7 @@ async def test_a_process_that_was_being_started_when_the_signal_came_is_ended(mo
         # Several turns of the event loop, in the first of which it gets the signal.
         return await asyncio.create_subprocess_exec(sys.executable, "-c", "import time; time.sleep(999)")
 
-    monkeypatch.setattr("forebay.cli.parts.serve._start", start)
+    monkeypatch.setattr("forebay.cli.processes.serve._start", start)
     async with asyncio.timeout(PATIENCE_S):
         assert await _run([Share("w-0", (), {}), Share("w-1", (), {})], []) == 0
 

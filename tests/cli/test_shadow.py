@@ -15,13 +15,13 @@ from forebay.events.codec import encode
 from forebay.events.decisions import RequestRouted
 from forebay.events.shadow import DecisionShadowed, ShadowEvent, ShadowStarted
 from forebay.events.topics import DECISIONS
-from forebay.transport.sqlite_log import SqliteLog
-from infra.cluster import FOREBAY
+from forebay.transport.sqlite.log import SqliteLog
 from infra.kafka.kafka import HOST
-from infra.local import free_ports
-from infra.processes import Processes
 from tests.cli.in_process import forebay
 from tests.cli.test_up import forebay as process
+from tests.harness.cluster import FOREBAY
+from tests.harness.local import free_ports
+from tests.harness.processes import Processes
 from tests.live.shared import valid
 from tests.replay.test_verify import find, rewrite
 from tests.system import System, submitted, until, until_ended

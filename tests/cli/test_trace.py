@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
-from infra.local import free_ports
 from tests.cli.in_process import forebay
 from tests.cli.test_up import Up, running
+from tests.harness.local import free_ports
 
 REQUESTS = 20
 

@@ -16,9 +16,9 @@ import httpx
 import openai
 import pytest
 
-from infra.local import free_ports
 from tests.benchmarks.recordings import Shape, write_recording
 from tests.cli import in_process
+from tests.harness.local import free_ports
 
 FOREBAY = str(Path(sys.executable).with_name("forebay"))
 PATIENCE_S = 60.0

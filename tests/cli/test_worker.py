@@ -6,10 +6,10 @@ from typing import Any, cast
 
 import pytest
 
-from forebay.cli.parts.worker import LOOKS, say_if_not_admitted
-from forebay.workers.life import State
-from forebay.workers.probes import Probes
-from forebay.workers.worker import Worker
+from forebay.cli.processes.worker import LOOKS, say_if_not_admitted
+from forebay.workers.runtime.life_cycle import State
+from forebay.workers.runtime.probes import Probes
+from forebay.workers.runtime.worker import Worker
 from tests.system import until
 
 

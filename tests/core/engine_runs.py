@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from forebay.core.blocks import HASH_SEED, sequence_hashes
-from forebay.core.engine_model import (
+from forebay.core.block_hashes import HASH_SEED, sequence_hashes
+from forebay.engine_model.model import (
     EngineConfig,
     EngineModel,
     EngineRequest,

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.core.affinity import CHUNK_SESSIONS, Affinity, Binding
+from forebay.core.state.sessions import CHUNK_SESSIONS, Affinity, Binding
 
 A = Binding("a", 1, 0)
 B = Binding("b", 2, 1)

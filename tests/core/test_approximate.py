@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay.core import approximate, holder_bits
-from forebay.core.approximate import RoutedIndex
+from forebay.core.state import holder_bits
+from forebay.core.state import predicted_cache as approximate
+from forebay.core.state.predicted_cache import RoutedIndex
 from forebay.events.base import array_u64, pack_u64
 from forebay.events.snapshots import RoutedBlocks
 

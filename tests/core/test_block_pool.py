@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.core.block_pool import BlockPool
+from forebay.engine_model.block_pool import BlockPool
 
 
 def counts(pool: BlockPool) -> tuple[int, int, int]:

@@ -6,7 +6,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay.core.block_sets import RUN_BLOCKS_MAX, BlockSets, bits_of
+from forebay.core.state.block_sets import RUN_BLOCKS_MAX, BlockSets, bits_of
 
 
 @st.composite

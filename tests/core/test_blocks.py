@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
-from forebay.core.blocks import block_hashes, extend_chain, hash_seed, mm_hash, mm_hashes, sequence_hashes
+from forebay.core.block_hashes import block_hashes, extend_chain, hash_seed, mm_hash, mm_hashes, sequence_hashes
 from forebay.events.base import pack_u32, unpack_u64
 from forebay.events.media import Media
 

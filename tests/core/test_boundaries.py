@@ -5,10 +5,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from forebay.core.fleet import Fleet
-from forebay.core.lifecycle import REMEMBER_US
-from forebay.core.prefix_index import PrefixIndex
 from forebay.core.rederive import Rederivation
+from forebay.core.state.fleet import Fleet
+from forebay.core.state.prefix_index import PrefixIndex
+from forebay.core.state.requests import REMEMBER_US
 from forebay.core.step import advance
 from forebay.core.world import World
 from forebay.events.base import pack_u32, pack_u64

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay.core.block_pool import BlockPool
-from forebay.core.chain_pool import ChainPool, Found, Run
+from forebay.engine_model.block_pool import BlockPool
+from forebay.engine_model.chain_pool import ChainPool, Found, Run
 
 NOTHING = Found(0, [])
 

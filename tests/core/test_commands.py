@@ -7,8 +7,8 @@ import msgspec
 import pytest
 from hypothesis import given
 
-from forebay.core.commands import PENDING_MAX, TEXT_CHARS_MAX, TOO_LONG
-from forebay.core.lifecycle import REMEMBER_US
+from forebay.core.state.commands import PENDING_MAX, TEXT_CHARS_MAX, TOO_LONG
+from forebay.core.state.requests import REMEMBER_US
 from forebay.core.step import claim
 from forebay.core.world import restore
 from forebay.events.control import PoolConfigured, WorkerCommanded

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from forebay.core.blocks import block_hashes, hash_seed, sequence_hashes
-from forebay.core.load import Load
-from forebay.core.prefix_index import Overlap
-from forebay.core.selection import lowest, softmax_weights
+from forebay.core.block_hashes import block_hashes, hash_seed, sequence_hashes
+from forebay.core.routing.selection import lowest, softmax_weights
+from forebay.core.state.load import Load
+from forebay.core.state.prefix_index import Overlap
 from forebay.events.base import pack_u32, pack_u64, unpack_u64
 from forebay.events.control import BusyThresholds, BusyThresholdsSet
 from forebay.events.decisions import CacheResyncRequested, RequestRejected, RequestRouted

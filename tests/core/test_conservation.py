@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.core.disaggregation import computed_by, place_prefill
-from forebay.core.eligibility import Ineligible
-from forebay.core.lifecycle import Request
 from forebay.core.rederive import Rederivation
-from forebay.core.router import find, must_wait
-from forebay.core.selection import WEIGHT_ONE, softmax_weights
+from forebay.core.routing.disaggregation import computed_by, place_prefill
+from forebay.core.routing.eligibility import Ineligible
+from forebay.core.routing.router import find, must_wait
+from forebay.core.routing.selection import WEIGHT_ONE, softmax_weights
+from forebay.core.state.requests import Request
 from forebay.core.step import CLOCK, InputEvent, advance
 from forebay.core.world import World, restore
 from forebay.events.base import pack_u64

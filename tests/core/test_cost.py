@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.core.cost import CostTable, Demand, cost_table, taint_factor
-from forebay.core.fleet import Worker
-from forebay.core.load import Load
-from forebay.core.prefix_index import NO_OVERLAP, Overlap
-from forebay.core.roster import Roster, Seat
+from forebay.core.routing.cost import CostTable, Demand, cost_table, taint_factor
+from forebay.core.state.fleet import Worker
+from forebay.core.state.load import Load
+from forebay.core.state.prefix_index import NO_OVERLAP, Overlap
+from forebay.core.state.roster import Roster, Seat
 from forebay.events.control import RouterConfig
 from forebay.events.requests import TaintWeight
 from tests.core.worlds import spec

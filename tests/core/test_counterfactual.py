@@ -6,9 +6,15 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay.core.counterfactual import Alternative, Counterfactual, booked_by_history, changed_by_hand, counterfactual
-from forebay.core.lifecycle import Request
-from forebay.core.router import Choice
+from forebay.core.routing.counterfactual import (
+    Alternative,
+    Counterfactual,
+    booked_by_history,
+    changed_by_hand,
+    counterfactual,
+)
+from forebay.core.routing.router import Choice
+from forebay.core.state.requests import Request
 from forebay.core.world import World
 from forebay.events.base import pack_u64
 from forebay.events.control import BusyThresholds, BusyThresholdsSet, PoolConfigured, QueueConfig

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.core.disaggregation import as_decoded, as_prefilled
-from forebay.core.lifecycle import submitted
 from forebay.core.phases import Phase
+from forebay.core.routing.disaggregation import as_decoded, as_prefilled
+from forebay.core.state.requests import submitted
 from forebay.core.world import restore
 from forebay.events.base import pack_u64
 from forebay.events.control import (

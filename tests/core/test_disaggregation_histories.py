@@ -11,11 +11,11 @@ import msgspec
 from hypothesis import given, note
 from hypothesis import strategies as st
 
-from forebay.core.disaggregation import as_prefilled, computed_by, enforced, is_kept, place_prefill
-from forebay.core.eligibility import Ineligible
-from forebay.core.lifecycle import Request
 from forebay.core.phases import Phase
-from forebay.core.router import find, find_again, must_wait
+from forebay.core.routing.disaggregation import as_prefilled, computed_by, enforced, is_kept, place_prefill
+from forebay.core.routing.eligibility import Ineligible
+from forebay.core.routing.router import find, find_again, must_wait
+from forebay.core.state.requests import Request
 from forebay.core.step import Decided, InputEvent
 from forebay.core.world import restore
 from forebay.events.control import BusyThresholds, BusyThresholdsSet, DisaggregationSet, QueueConfig

@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from forebay.core.counterfactual import Counterfactual, counterfactual
+from forebay.core.routing.counterfactual import Counterfactual, counterfactual
 from forebay.events.control import PoolConfigured, RouterConfig
 from forebay.events.progress import TransferFailed
 from tests.core.test_disaggregation import prefilled, said

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from forebay.core.dispatch import DRAIN_MAX
-from forebay.core.queueing import LOOK_PAST_MAX
+from forebay.core.state.queue import LOOK_PAST_MAX
 from forebay.core.world import World, restore
 from forebay.events.base import pack_u64
 from forebay.events.control import BusyThresholds, BusyThresholdsSet, QueueClass, QueueConfig

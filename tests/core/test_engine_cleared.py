@@ -3,8 +3,8 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay.core.engine_model import EngineModel
-from forebay.core.engine_sequence import speech
+from forebay.engine_model.model import EngineModel
+from forebay.engine_model.sequence import speech
 from tests.core.engine_runs import VOCABULARY, answers, config, finished, replay_cache, request, run
 
 

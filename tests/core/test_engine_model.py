@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay.core import engine_model
-from forebay.core.blocks import HASH_SEED, hash_seed, sequence_hashes
-from forebay.core.engine_model import (
+from forebay.core.block_hashes import HASH_SEED, hash_seed, sequence_hashes
+from forebay.engine_model import model as engine_model
+from forebay.engine_model.model import (
     EngineConfig,
     EngineModel,
     EngineRequest,
@@ -19,8 +19,8 @@ from forebay.core.engine_model import (
     Step,
     Stored,
 )
-from forebay.core.engine_sequence import speech
-from forebay.core.engine_timing import decode_us, prefill_us
+from forebay.engine_model.sequence import speech
+from forebay.engine_model.timing import decode_us, prefill_us
 from forebay.events.base import pack_u32, unpack_u32, unpack_u64
 from tests.core.engine_runs import BLOCK, VOCABULARY, Told, answers, config, finished, replay_cache, request, run
 

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from forebay.core.blocks import sequence_hashes
-from forebay.core.engine_model import Computed, EngineModel, EngineStage, Fetch, FirstToken, RequestTooLarge, Stored
-from forebay.core.engine_sequence import speech
-from forebay.core.engine_steps import Step
-from forebay.core.engine_timing import decode_us, prefill_us
+from forebay.core.block_hashes import sequence_hashes
+from forebay.engine_model.model import Computed, EngineModel, EngineStage, Fetch, FirstToken, RequestTooLarge, Stored
+from forebay.engine_model.sequence import speech
+from forebay.engine_model.steps import Step
+from forebay.engine_model.timing import decode_us, prefill_us
 from forebay.events.base import pack_u32, unpack_u64
 from tests.core.engine_runs import BLOCK, VOCABULARY, Told, answers, config, finished, replay_cache, request, run
 

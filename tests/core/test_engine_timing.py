@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.core.engine_timing import LinearTiming, MockerTiming, RooflineTiming, decode_us, prefill_us
+from forebay.engine_model.timing import LinearTiming, MockerTiming, RooflineTiming, decode_us, prefill_us
 
 NOTHING = {"prefill_tokens": 0, "prefill_attended": 0, "decode_sequences": 0, "decode_tokens": 0, "cache_tokens": 6400}
 LINEAR = LinearTiming(

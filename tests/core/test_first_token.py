@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.core.first_token import PARTS, TimeByPart
 from forebay.core.phases import Phase
+from forebay.core.ttft_parts import PARTS, TimeByPart
 
 STEPS = st.lists(st.tuples(st.sampled_from(Phase), st.integers(0, 1_000)), max_size=12)
 

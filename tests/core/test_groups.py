@@ -1,6 +1,6 @@
 """The fold of placements."""
 
-from forebay.core.groups import Groups
+from forebay.core.state.groups import Groups
 from forebay.events.groups import GroupPlaced
 
 

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay.core import holder_bits, index_walk
-from forebay.core.holder_bits import RETIRED_BITS_MAX
-from forebay.core.index_tally import IndexTally
-from forebay.core.index_walk import WALK_CHUNK_HASHES, Walk
-from forebay.core.prefix_index import TIERS, PrefixIndex
+from forebay.core.state import holder_bits, index_walk
+from forebay.core.state.holder_bits import RETIRED_BITS_MAX
+from forebay.core.state.index_digest import IndexTally
+from forebay.core.state.index_walk import WALK_CHUNK_HASHES, Walk
+from forebay.core.state.prefix_index import TIERS, PrefixIndex
 from forebay.events.base import pack_u64, unpack_u64
 from forebay.events.kv import BlocksRemoved, BlocksStored, CacheCleared
 from forebay.events.snapshots import IndexBlocks, IndexChanges, IndexCursor, SnapshotChunk

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.core.blocks import extend_chain
-from forebay.core.holder_bits import HolderKey
-from forebay.core.load import BLOCK_UNITS, Load
+from forebay.core.block_hashes import extend_chain
+from forebay.core.state.holder_bits import HolderKey
+from forebay.core.state.load import BLOCK_UNITS, Load
 from forebay.events.metrics import LoadReported
 
 BLOCK = 4

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from forebay.core.blocks import block_hashes, extend_chain
-from forebay.core.fleet import TRANSITIONS as FLEET_TABLE
-from forebay.core.fleet import Fleet, WorkerPhase
-from forebay.core.lifecycle import Request, Requests, submitted
-from forebay.core.machine import IllegalTransition
+from forebay.core.block_hashes import block_hashes, extend_chain
 from forebay.core.phases import TRANSITIONS, Move, Phase
+from forebay.core.state.fleet import TRANSITIONS as FLEET_TABLE
+from forebay.core.state.fleet import Fleet, WorkerPhase
+from forebay.core.state.requests import Request, Requests, submitted
+from forebay.core.state_machine import IllegalTransition
 from forebay.events.base import pack_u32
 from forebay.events.decisions import Stage
 from forebay.events.fleet import (

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from forebay.core.fleet import Fleet
-from forebay.core.machine import IllegalTransition
+from forebay.core.state.fleet import Fleet
+from forebay.core.state_machine import IllegalTransition
 from forebay.core.world import restore
 from forebay.events.control import QueueConfig
 from forebay.events.decisions import RequestAborted, RequestRouted

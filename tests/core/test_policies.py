@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.core.policies import (
+from forebay.core.routing.policies import (
     BUILT_IN,
     FAULT_CHARS_MAX,
     Candidate,
@@ -18,7 +18,7 @@ from forebay.core.policies import (
     RoutingWorld,
     policy_class,
 )
-from forebay.core.selection import draw, lowest, mix64, scaled, softmax_weights
+from forebay.core.routing.selection import draw, lowest, mix64, scaled, softmax_weights
 from forebay.events.control import RouterConfig
 from forebay.events.decisions import RequestRejected, RequestRouted
 from forebay.events.requests import RouterOverride, RoutingHints

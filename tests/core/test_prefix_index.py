@@ -6,9 +6,9 @@ from typing import Any
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from forebay.core.holder_bits import RETIRED_BITS_MAX
-from forebay.core.index_walk import WALK_CHUNK_HASHES
-from forebay.core.prefix_index import TIERS, Gap, Overlap, PrefixIndex
+from forebay.core.state.holder_bits import RETIRED_BITS_MAX
+from forebay.core.state.index_walk import WALK_CHUNK_HASHES
+from forebay.core.state.prefix_index import TIERS, Gap, Overlap, PrefixIndex
 from forebay.events.base import pack_u64
 from forebay.events.kv import BlocksRemoved, BlocksStored, CacheCleared, KvEvent
 from forebay.events.snapshots import IndexBlocks, IndexCursor

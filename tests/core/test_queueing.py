@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.core.queueing import LOOK_PAST_MAX, Held, Queues, class_of
+from forebay.core.state.queue import LOOK_PAST_MAX, Held, Queues, class_of
 from forebay.events.control import QueueClass, QueueConfig, QueuePolicy
 
 POLICIES: list[QueuePolicy] = ["fcfs", "wspt", "lcfs"]

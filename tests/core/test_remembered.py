@@ -4,8 +4,8 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.core import remembered
-from forebay.core.remembered import RememberedIds
+from forebay.core.state import recent_ids as remembered
+from forebay.core.state.recent_ids import RememberedIds
 from forebay.events.snapshots import Remembered
 
 U64 = st.integers(0, (1 << 64) - 1)

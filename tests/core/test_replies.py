@@ -7,7 +7,7 @@ import msgspec
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from forebay.core.replies import Reply, apply
+from forebay.core.state.reply_slot import Reply, apply
 from forebay.events.base import pack_u32
 from forebay.events.tokens import (
     AnswerError,

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.core import dispatch, rederive
-from forebay.core.fleet import Worker
 from forebay.core.phases import Phase
 from forebay.core.rederive import Rederivation
+from forebay.core.state.fleet import Worker
 from forebay.core.step import CLOCK, Decided, InputEvent, advance, claim, open_run
 from forebay.core.world import World, digest_of_snapshot, restore
 from forebay.events.base import hex_digest, pack_u64

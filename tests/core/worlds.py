@@ -6,9 +6,9 @@ from typing import Any, Self
 import msgspec
 from hypothesis import strategies as st
 
-from forebay.core.blocks import extend_chain
-from forebay.core.lifecycle import Request
-from forebay.core.prefix_index import TIERS
+from forebay.core.block_hashes import extend_chain
+from forebay.core.state.prefix_index import TIERS
+from forebay.core.state.requests import Request
 from forebay.core.step import Decided, InputEvent, claim, open_run, step
 from forebay.core.world import World
 from forebay.events.base import pack_u32, pack_u64

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay.core.blocks import block_hashes, extend_chain, hash_seed, sequence_hashes
-from forebay.core.prefix_index import PrefixIndex
+from forebay.core.block_hashes import block_hashes, extend_chain, hash_seed, sequence_hashes
+from forebay.core.state.prefix_index import PrefixIndex
 from forebay.events.base import pack_u32, pack_u64, unpack_u64
 from forebay.events.decisions import RequestRouted, RouteAnswered
 from forebay.events.kv import BlocksRemoved, BlocksStored, CacheCleared

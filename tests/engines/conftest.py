@@ -57,7 +57,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory of the tiny Llama."""
-    from infra.models import make_tiny_model  # noqa: PLC0415 - imports torch
+    from tests.harness.models import make_tiny_model  # noqa: PLC0415 - imports torch
 
     directory = tmp_path_factory.mktemp("model") / "tiny"
     make_tiny_model.write_model(directory)
@@ -67,7 +67,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def lora(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory of a LoRA for the tiny Llama."""
-    from infra.models import make_tiny_model  # noqa: PLC0415 - imports torch
+    from tests.harness.models import make_tiny_model  # noqa: PLC0415 - imports torch
 
     directory = tmp_path_factory.mktemp("lora") / "tiny-lora"
     make_tiny_model.write_lora(directory)

@@ -10,8 +10,8 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from forebay.core.blocks import hash_seed, sequence_hashes
-from forebay.core.engine_model import Finished, Stored
+from forebay.core.block_hashes import hash_seed, sequence_hashes
+from forebay.engine_model.model import Finished, Stored
 from forebay.events.base import pack_u32, unpack_u32, unpack_u64
 from forebay.events.decisions import Stage
 from forebay.events.fleet import WorkerSpec

@@ -11,8 +11,8 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from forebay.core.blocks import block_hashes, extend_chain, hash_seed
-from forebay.core.prefix_index import PrefixIndex
+from forebay.core.block_hashes import block_hashes, extend_chain, hash_seed
+from forebay.core.state.prefix_index import PrefixIndex
 from forebay.events.base import pack_u32, pack_u64
 from forebay.events.kv import BlocksStored
 

@@ -11,15 +11,15 @@ import httpx
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
-from forebay.core.replies import Reply, apply
+from forebay.core.state.reply_slot import Reply, apply
 from forebay.events.base import unpack_u64
 from forebay.events.codec import decode
 from forebay.events.kv import BlocksStored
 from forebay.events.topics import TOKENS
-from forebay.transport.kafka_log import KafkaLog
-from infra.cluster import INGRESSES_MAX, PLAN, Cluster
+from forebay.transport.kafka.log import KafkaLog
 from infra.kafka.kafka import HOST
-from infra.local import free_ports
+from tests.harness.cluster import INGRESSES_MAX, PLAN, Cluster
+from tests.harness.local import free_ports
 
 MODEL = "tiny"
 BLOCK = 32  # tokens; vLLM on a CPU wants a multiple of 32

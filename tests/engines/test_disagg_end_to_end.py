@@ -20,11 +20,11 @@ from forebay.events.fleet import WorkerLost
 from forebay.events.progress import FirstTokenEmitted, PrefillFinished, ProgressEvent
 from forebay.events.topics import DECISIONS, FLEET, PROGRESS
 from forebay.ingress.model import Model
-from infra.cluster import Cluster
-from infra.processes import still_running
 from tests.engines.oracle import GREEDY, Transformers
 from tests.engines.serving import BLOCK, MODEL, Serving, ports_of, served, vllm_options
 from tests.engines.test_end_to_end import STARTED_WITHIN_S
+from tests.harness.cluster import Cluster
+from tests.harness.processes import still_running
 from tests.integration import doors
 from tests.integration.conftest import RUN
 

@@ -14,18 +14,18 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from forebay.core.blocks import sequence_hashes
+from forebay.core.block_hashes import sequence_hashes
 from forebay.events.base import pack_u32, unpack_u64
 from forebay.events.fleet import WorkerLost
 from forebay.events.kv import BlocksRemoved, BlocksStored, CacheCleared
 from forebay.events.topics import FLEET, KV_EVENTS
 from forebay.ingress.model import Model
-from infra.cluster import Cluster
-from infra.models import make_tiny_model
-from infra.processes import still_running
 from tests.engines.oracle import Transformers
 from tests.engines.replayed import canonical, digest_of, replayed
 from tests.engines.serving import BLOCK, BLOCKS, LORA_RANK_MAX, MODEL, Answer, Serving, ports_of, served, vllm_options
+from tests.harness.cluster import Cluster
+from tests.harness.models import make_tiny_model
+from tests.harness.processes import still_running
 from tests.integration import doors
 from tests.integration.conftest import RUN
 

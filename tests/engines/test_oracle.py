@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def sha256_lines(*arguments: str) -> list[str]:
-    command = [sys.executable, "-m", "infra.models.make_tiny_model", *arguments]
+    command = [sys.executable, "-m", "tests.harness.models.make_tiny_model", *arguments]
     return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines()
 
 

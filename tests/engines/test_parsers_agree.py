@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from forebay.ingress.model import DEFAULT_MODEL, Model
-from forebay.ingress.parsing import Parsing, Splitting
-from forebay.ingress.said import Said, joined
-from forebay.ingress.tools import Choice, Function, Tool
+from forebay.ingress.openai.tools import Choice, Function, Tool
+from forebay.ingress.parsers.deltas import Said, joined
+from forebay.ingress.parsers.selection import Parsing, Splitting
 
 pytest.importorskip("vllm", reason="vLLM is not installed here")
 

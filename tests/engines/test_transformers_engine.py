@@ -12,16 +12,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from forebay.core.blocks import sequence_hashes
-from forebay.core.engine_model import Removed, Stored
+from forebay.core.block_hashes import sequence_hashes
+from forebay.engine_model.model import Removed, Stored
 from forebay.events.base import pack_u32, unpack_u32, unpack_u64
 from forebay.events.control import Command
 from forebay.events.fleet import WorkerSpec
 from forebay.events.requests import Sampling, TokenBias
 from forebay.events.work import WorkItem
 from forebay.workers.engine import EngineBatch, EngineError
-from forebay.workers.engine_settings import EngineSettings
-from forebay.workers.transformers.engine import TransformersEngine
+from forebay.workers.engines.settings import EngineSettings
+from forebay.workers.engines.transformers.engine import TransformersEngine
 from tests.engines.oracle import GREEDY, Transformers
 
 BLOCK = 16

@@ -23,7 +23,7 @@ def logits(shares: list[float] | None = None) -> Any:
 def sampler(stops: frozenset[int] = frozenset(), **sampling: Any) -> Any:
     import torch  # noqa: PLC0415 - as above
 
-    from forebay.workers.transformers.sampling import TokenSampler  # noqa: PLC0415 - imports torch
+    from forebay.workers.engines.transformers.sampling import TokenSampler  # noqa: PLC0415 - imports torch
 
     return TokenSampler(Sampling(max_tokens=9, **sampling), len(PROMPT), stops, torch.device("cpu"))
 

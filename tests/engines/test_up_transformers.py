@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from infra.local import free_ports
 from tests.engines.oracle import Transformers
+from tests.harness.local import free_ports
 
 FOREBAY = str(Path(sys.executable).with_name("forebay"))
 PATIENCE_S = 120.0

@@ -11,14 +11,14 @@ import pytest
 import pytest_asyncio
 from prometheus_client import CollectorRegistry, generate_latest
 
-from forebay.core.engine_model import Load
+from forebay.engine_model.model import Load
 from forebay.events.control import Command
 from forebay.events.fleet import WorkerSpec
 from forebay.events.requests import StructuredOutput, TokenBias
-from forebay.workers import async_engine
 from forebay.workers.engine import EngineError, EngineRefused
-from forebay.workers.engine_settings import EngineSettings
-from forebay.workers.vllm.engine import VllmEngine
+from forebay.workers.engines import async_engine
+from forebay.workers.engines.settings import EngineSettings
+from forebay.workers.engines.vllm.engine import VllmEngine
 from tests.engines.driven import Driven, driven
 from tests.engines.oracle import GREEDY
 
@@ -247,7 +247,7 @@ async def test_an_adapter_is_loaded_used_and_unloaded(vllm: Driven, lora: Path, 
 
 
 async def test_adapters_that_do_not_fit_are_refused(vllm: Driven, tmp_path: Path) -> None:
-    from infra.models import make_tiny_model  # noqa: PLC0415 - imports torch
+    from tests.harness.models import make_tiny_model  # noqa: PLC0415 - imports torch
 
     make_tiny_model.write_lora(tmp_path / "big", rank=16)
     reasons = {str(tmp_path / "none"): "no adapter_config.json", str(tmp_path / "big"): "max_lora_rank"}

@@ -16,13 +16,13 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from forebay.core.blocks import hash_seed, mm_hashes, sequence_hashes
+from forebay.core.block_hashes import hash_seed, mm_hashes, sequence_hashes
 from forebay.events.base import pack_u32, unpack_u64
 from forebay.events.work import WorkItem
-from forebay.ingress.media_refs import Fetched, MediaRef
-from forebay.ingress.media_tokens import MediaTokens, media_tokens_of
-from forebay.workers.media_feed import MediaEngine
-from forebay.workers.vllm.engine import VllmEngine
+from forebay.ingress.media.refs import Fetched, MediaRef
+from forebay.ingress.media.tokens import MediaTokens, media_tokens_of
+from forebay.workers.engines.vllm.engine import VllmEngine
+from forebay.workers.runtime.media_feed import MediaEngine
 from tests.engines.driven import Answer, Driven, driven
 from tests.engines.test_vllm_engine import BLOCK, SPEC, settings
 
@@ -60,7 +60,7 @@ class Llava:
     """What the requests need: the ingress's prompts, and the oracle's embeddings and answers."""
 
     def __init__(self, directory: Path) -> None:
-        from infra.models import make_tiny_llava  # noqa: PLC0415 - imports torch
+        from tests.harness.models import make_tiny_llava  # noqa: PLC0415 - imports torch
 
         self.directory = directory
         self._model = make_tiny_llava.write_model(directory).float().eval()

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from forebay.workers.engine import EngineError
-from forebay.workers.vllm.engine import VllmEngine
+from forebay.workers.engines.vllm.engine import VllmEngine
 from tests.engines.driven import driven
 from tests.engines.test_vllm_engine import ARGUMENTS, SPEC, settings
 
@@ -130,7 +130,7 @@ import asyncio, sys
 from pathlib import Path
 from tests.engines.driven import driven
 from tests.engines.test_vllm_engine import SPEC, settings
-from forebay.workers.vllm.engine import VllmEngine
+from forebay.workers.engines.vllm.engine import VllmEngine
 
 async def main():
     engine = VllmEngine(settings(Path(sys.argv[1])))

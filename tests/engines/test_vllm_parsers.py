@@ -7,12 +7,12 @@ import pytest
 
 from forebay.ingress.errors import ApiError, Unusable
 from forebay.ingress.model import DEFAULT_MODEL, Model
-from forebay.ingress.parsers import call_ids
-from forebay.ingress.parsing import Parsing, Splitting
-from forebay.ingress.said import Said, joined
-from forebay.ingress.sampling import JsonObject
-from forebay.ingress.tools import Choice, Function, Tool
-from forebay.ingress.vllm_parsers import VllmParser
+from forebay.ingress.openai.sampling import JsonObject
+from forebay.ingress.openai.tools import Choice, Function, Tool
+from forebay.ingress.parsers.deltas import Said, joined
+from forebay.ingress.parsers.parsers import call_ids
+from forebay.ingress.parsers.selection import Parsing, Splitting
+from forebay.ingress.parsers.vllm_parsers import VllmParser
 
 pytest.importorskip("vllm", reason="vLLM is not installed here")
 

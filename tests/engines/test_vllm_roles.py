@@ -18,17 +18,17 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from forebay.core.engine_model import Load
+from forebay.engine_model.model import Load
 from forebay.events.control import Role
 from forebay.events.transfer import KvLayout, Prefilled
-from forebay.workers import async_engine
 from forebay.workers.engine import KvEngine
-from forebay.workers.vllm.engine import VllmEngine
-from forebay.workers.vllm.transfer import CONNECTOR, UNREAD_S
-from infra.local import free_ports
+from forebay.workers.engines import async_engine
+from forebay.workers.engines.vllm.engine import VllmEngine
+from forebay.workers.engines.vllm.transfer import CONNECTOR, UNREAD_S
 from tests.engines.driven import Answer, Driven, driven
 from tests.engines.oracle import GREEDY, Transformers
 from tests.engines.test_vllm_engine import ARGUMENTS, BLOCK, KV_BLOCKS, SPEC, settings
+from tests.harness.local import free_ports
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),

@@ -23,8 +23,8 @@ from forebay.events.topics import (
     topic_named,
     work_topic,
 )
-from infra.samples import event_types, samples, tag_of
 from tests.events.strategies import instances
+from tests.harness.samples import event_types, samples, tag_of
 
 CARRYING = [topic for topic in TOPICS if topic.events is not None]
 EVENTS = [pytest.param(topic, cls, id=tag_of(cls)) for topic in CARRYING for cls in event_types(topic)]

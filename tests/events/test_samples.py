@@ -8,7 +8,7 @@ import pytest
 
 from forebay.events.codec import decode
 from forebay.events.schema import TOPICS
-from infra.samples import SAMPLES, readable, samples
+from tests.harness.samples import SAMPLES, readable, samples
 
 BY_NAME = {topic.name: topic for topic in TOPICS}
 FOLDERS = sorted(SAMPLES.iterdir()) if SAMPLES.exists() else []

@@ -7,8 +7,8 @@ import pytest
 
 from forebay.events.schema import TOPICS, document, registry
 from forebay.events.topics import Topic
-from infra import schemas
-from infra.samples import event_types, tag_of
+from tests.harness import schemas
+from tests.harness.samples import event_types, tag_of
 
 STALE = "stale: run `make schemas` and commit what it writes"
 

@@ -5,16 +5,16 @@ from typing import Any
 
 import pytest
 
-from forebay.core.engine_model import EngineConfig
+from forebay.engine_model.model import EngineConfig
 from forebay.events.base import pack_u32, unpack_u32
 from forebay.events.requests import RequestSubmitted, Sampling
 from forebay.events.tokens import AttemptStarted, ResponseEnded, TokenChunk, TokensEmitted
 from forebay.events.work import WorkItem
 from forebay.ingress.model import DEFAULT_MODEL, Model, speaking_vocabulary
 from forebay.workers.engine import EngineBatch
-from forebay.workers.mock.engine import MockEngine
-from infra.demo_disagg import Result
-from infra.mock_words import Words
+from forebay.workers.engines.mock.engine import MockEngine
+from tests.harness.demo_disagg import Result
+from tests.harness.mock_words import Words
 
 PROMPT = list(range(300, 330))
 COUNT = 9

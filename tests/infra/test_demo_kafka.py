@@ -7,7 +7,7 @@ import pytest
 
 from forebay.simulate.reading import open_workload
 from forebay.simulate.workload import WorkloadOptions
-from infra.demo_kafka import SECONDS, SEED, SESSIONS, TURNS, Result, invent
+from tests.harness.demo_kafka import SECONDS, SEED, SESSIONS, TURNS, Result, invent
 
 
 def test_the_invented_trace_is_the_same_each_time_and_has_much_in_common(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from infra.engines import free_disk
+from tests.harness import free_disk
 
 SCRIPT = Path(free_disk.__file__)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.processes import ProcessError, Processes, still_running
+from tests.harness.processes import ProcessError, Processes, still_running
 
 SLEEPS = [sys.executable, "-c", "import time; print('ready', flush=True); time.sleep(600)"]
 IGNORES = "import signal, time; signal.signal(15, signal.SIG_IGN); print('ready', flush=True); time.sleep(600)"
@@ -103,7 +103,7 @@ async def test_a_name_is_used_again_and_its_log_goes_on(processes: Processes) ->
 async def test_everything_ends_also_what_is_paused_or_does_not_listen(
     processes: Processes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("infra.processes.STOP_S", 0.5)
+    monkeypatch.setattr("tests.harness.processes.STOP_S", 0.5)
     started = [
         processes.start("polite", SLEEPS),
         processes.start("paused", SLEEPS),

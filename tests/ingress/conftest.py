@@ -27,15 +27,15 @@ from forebay.events.tokens import (
     Usage,
 )
 from forebay.events.topics import CONTROL, REQUESTS, TOKENS
-from forebay.ingress.app import build_app
 from forebay.ingress.errors import Unusable
-from forebay.ingress.http_protocol import ConnectionLimits
+from forebay.ingress.http.app import build_app
+from forebay.ingress.http.protocol import ConnectionLimits
+from forebay.ingress.http.server import Server, build_server, listen
 from forebay.ingress.ingress import Ingress, IngressSettings
 from forebay.ingress.metrics import IngressMetrics
 from forebay.ingress.model import DEFAULT_MODEL, Model
-from forebay.ingress.server import Server, build_server, listen
 from forebay.transport.base import Draft
-from forebay.transport.sqlite_log import SqliteLog
+from forebay.transport.sqlite.log import SqliteLog
 from tests.system import until
 
 NAME = "test-model"

@@ -11,8 +11,8 @@ from prometheus_client import CollectorRegistry
 from forebay.events.requests import RequestSubmitted
 from forebay.ingress.admission import BURST_S, POOL_FULL, RETRY_AFTER_S_MAX, Admission
 from forebay.ingress.errors import ApiError
+from forebay.ingress.http.server import build_server, listen
 from forebay.ingress.metrics import IngressMetrics
-from forebay.ingress.server import build_server, listen
 from tests.ingress.conftest import NAME, Scene
 from tests.system import PATIENCE_S
 

@@ -17,7 +17,7 @@ from forebay.events.tokens import AnswerError, CommandTold
 from forebay.events.topics import CONTROL, FLEET
 from forebay.ingress import adapters
 from forebay.transport.base import Draft, LogError
-from forebay.transport.sqlite_log import SqliteLog
+from forebay.transport.sqlite.log import SqliteLog
 from tests.ingress.conftest import NAME, SLOT, Scene, make_scene
 from tests.system import until
 

@@ -8,9 +8,9 @@ import httpx
 import openai
 import pytest
 
-from forebay.core.blocks import sequence_hashes
+from forebay.core.block_hashes import sequence_hashes
 from forebay.events.base import unpack_u32
-from forebay.ingress.server import build_server
+from forebay.ingress.http.server import build_server
 from forebay.transport.base import Draft
 from tests.ingress.conftest import NAME, Scene, make_scene
 from tests.system import until
@@ -306,7 +306,7 @@ async def test_a_commit_that_fails_is_a_503_for_all_who_wait(scene: Scene) -> No
 
 
 async def test_a_client_that_reads_nothing_is_let_go_after_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forebay.ingress.answer.GRACE_S", 0.01)
+    monkeypatch.setattr("forebay.ingress.http.response.GRACE_S", 0.01)
     async with make_scene(timeout_s=0.01) as scene:
         body = json.dumps(chat(stream=True)).encode()
 

@@ -6,21 +6,21 @@ from typing import Any
 import msgspec
 import pytest
 
-from forebay.core.replies import apply
+from forebay.core.state.reply_slot import apply
 from forebay.events.codec import decode
 from forebay.events.requests import RoutingHints
 from forebay.events.topics import FIXED_TOPICS, OPENAI_RESPONSES, TOKENS
-from forebay.ingress.body_limits import BodyLimits
-from forebay.ingress.composer import Composer
-from forebay.ingress.door_answer import DoorAnswer, Entry, Piece, Place
-from forebay.ingress.door_request import Address, address, body_of, nonce_of, slot_of
-from forebay.ingress.door_topics import ReplyTopics
 from forebay.ingress.errors import ApiError, Unusable
+from forebay.ingress.http.body_limits import BodyLimits
 from forebay.ingress.ingress import IngressSettings
-from forebay.ingress.openai import ChatBody, TextBody
-from forebay.ingress.render import Shape
+from forebay.ingress.kafka_api.request import Address, address, body_of, nonce_of, slot_of
+from forebay.ingress.kafka_api.response import DoorAnswer, Entry, Piece, Place
+from forebay.ingress.kafka_api.topics import ReplyTopics
+from forebay.ingress.openai.render import Shape
+from forebay.ingress.openai.requests import ChatBody, TextBody
+from forebay.ingress.parsers.composer import Composer
+from forebay.ingress.parsers.text import TextAssembler
 from forebay.ingress.streams import was_rejected
-from forebay.ingress.text import TextAssembler
 from forebay.transport.base import Draft, Record
 from tests.ingress.conftest import NAME, SLOT, Scene, make_scene
 

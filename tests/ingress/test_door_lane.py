@@ -9,11 +9,11 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from forebay.events.requests import RequestSubmitted
-from forebay.ingress import door_lane
-from forebay.ingress.door_lane import Lane, Shared
-from forebay.ingress.door_metrics import DoorMetrics
 from forebay.ingress.errors import ApiError
-from forebay.ingress.said import Said
+from forebay.ingress.kafka_api import partition as door_lane
+from forebay.ingress.kafka_api.metrics import DoorMetrics
+from forebay.ingress.kafka_api.partition import Lane, Shared
+from forebay.ingress.parsers.deltas import Said
 from forebay.transport.base import Record
 from tests.ingress.conftest import NAME, SLOT, Scene
 from tests.system import until

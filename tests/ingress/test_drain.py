@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from forebay.events.requests import RequestCancelled
-from forebay.ingress.server import build_server, serve_until_drained
+from forebay.ingress.http.server import build_server, serve_until_drained
 from tests.ingress.conftest import NAME, Scene
 from tests.system import until
 
@@ -133,7 +133,7 @@ async def test_a_second_signal_ends_streams_at_once_and_says_so(scene: Scene) ->
 async def test_a_client_that_reads_nothing_holds_up_no_shutdown(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("forebay.ingress.drain.CLOSE_S", 0.01)
+    monkeypatch.setattr("forebay.ingress.http.drain.CLOSE_S", 0.01)
     async with served(scene, 0.0) as one:
         streaming = one.ask()
         request = await scene.next_request()

@@ -11,15 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.core.replies import apply
+from forebay.core.state.reply_slot import apply
 from forebay.events.base import unpack_u32
 from forebay.events.requests import RequestCancelled, RequestSubmitted
 from forebay.events.tokens import AnswerError, Embedded, ResponseEnded, TokenEvent, Usage
-from forebay.ingress.door_answer import DoorEmbedding, Embeddings, Entry, Piece, Place
-from forebay.ingress.door_request import Address
-from forebay.ingress.embeddings import INPUTS_MAX, EmbeddingBody
-from forebay.ingress.fields import parse
-from forebay.ingress.server import build_server
+from forebay.ingress.http.server import build_server
+from forebay.ingress.kafka_api.request import Address
+from forebay.ingress.kafka_api.response import DoorEmbedding, Embeddings, Entry, Piece, Place
+from forebay.ingress.openai.embeddings import INPUTS_MAX, EmbeddingBody
+from forebay.ingress.openai.fields import parse
 from tests.ingress.conftest import NAME, Scene, make_scene
 from tests.system import until
 

@@ -15,12 +15,12 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from forebay.events.progress import FirstTokenEmitted
-from forebay.ingress.app import build_app
 from forebay.ingress.explain_worker import Source
 from forebay.ingress.explainer import ASKERS_MAX, Explainer
-from forebay.replay.explain import Explanation, explain
-from forebay.transport.kafka_settings import KafkaSettings
-from forebay.transport.sqlite_log import SqliteLog
+from forebay.ingress.http.app import build_app
+from forebay.replay.explain.explain import Explanation, explain
+from forebay.transport.kafka.settings import KafkaSettings
+from forebay.transport.sqlite.log import SqliteLog
 from tests.core.worlds import PROMPTS, request
 from tests.ingress.conftest import Scene, make_scene
 from tests.replay.recorder import Recorder, said

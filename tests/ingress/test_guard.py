@@ -10,10 +10,10 @@ import pytest
 from starlette.routing import Route
 
 from forebay.events.topics import CONTROL, REQUESTS
-from forebay.ingress.app import build_app
 from forebay.ingress.errors import Unusable
-from forebay.ingress.guard import PAGES, UNCHECKED, allowed_hosts
-from forebay.ingress.server import build_server
+from forebay.ingress.http.app import build_app
+from forebay.ingress.http.origin_guard import PAGES, UNCHECKED, allowed_hosts
+from forebay.ingress.http.server import build_server
 from tests.ingress.conftest import ADMIN_TOKEN, HEADERS, NAME, Scene, make_scene
 from tests.system import until
 

@@ -10,9 +10,9 @@ import httpx
 import pytest
 
 from forebay.events.control import PoolConfigured, RouterConfig
-from forebay.ingress.composer import Composer
+from forebay.ingress.parsers.composer import Composer
 from forebay.transport.base import LogError
-from forebay.transport.sqlite_log import SqliteLog
+from forebay.transport.sqlite.log import SqliteLog
 from tests.ingress.conftest import HEADERS, NAME, Scene, make_scene
 from tests.system import until
 

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from forebay.ingress.http_protocol import HEAD_BYTES_MAX, HEADERS_MAX, PIPELINED_MAX
+from forebay.ingress.http.protocol import HEAD_BYTES_MAX, HEADERS_MAX, PIPELINED_MAX
 from tests.ingress.conftest import BODY_MAX, NAME, Scene, make_scene
 from tests.system import PATIENCE_S
 

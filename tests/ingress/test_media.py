@@ -11,16 +11,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from forebay.core.blocks import mm_hashes, sequence_hashes
+from forebay.core.block_hashes import mm_hashes, sequence_hashes
 from forebay.events.base import unpack_u32
 from forebay.events.media import MEDIA_BYTES_MAX
-from forebay.ingress import media as media_module
 from forebay.ingress.errors import ApiError
-from forebay.ingress.fields import parse
 from forebay.ingress.ingress import Prepared
-from forebay.ingress.media_tokens import media_tokens_of
+from forebay.ingress.media import fetch as media_module
+from forebay.ingress.media.tokens import media_tokens_of
 from forebay.ingress.model import DEFAULT_MODEL, Model
-from forebay.ingress.openai import ChatBody
+from forebay.ingress.openai.fields import parse
+from forebay.ingress.openai.requests import ChatBody
 from tests.ingress import media_model
 from tests.ingress.conftest import NAME, Scene, make_scene
 from tests.ingress.media_model import IMAGE_TOKENS, VIDEO_TOKENS

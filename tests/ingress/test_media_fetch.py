@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from forebay.events.media import MEDIA_BYTES_MAX
-from forebay.ingress import media
 from forebay.ingress.errors import ApiError
-from forebay.ingress.media import MediaFetcher, is_public
-from forebay.ingress.media_refs import Fetched, MediaRef, MediaSettings
+from forebay.ingress.media import fetch as media
+from forebay.ingress.media.fetch import MediaFetcher, is_public
+from forebay.ingress.media.refs import Fetched, MediaRef, MediaSettings
 from tests.system import until
 
 MP4 = b"\x00\x00\x00\x18ftypmp42" + bytes(20)

@@ -11,8 +11,8 @@ from tokenizers import Tokenizer, decoders, models
 
 from forebay.ingress.errors import ApiError
 from forebay.ingress.model import DEFAULT_MODEL, Decoder, Model, ModelUnusable, speaking_vocabulary
-from forebay.ingress.text import TextAssembler
-from infra.models.make_default_model import files
+from forebay.ingress.parsers.text import TextAssembler
+from tests.harness.models.make_default_model import files
 
 MODEL = Model(DEFAULT_MODEL)
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
-from forebay.ingress.guard import UNCHECKED
+from forebay.ingress.http.origin_guard import UNCHECKED
 from tests.ingress.conftest import NAME, Scene, make_scene
 
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "TRACE")

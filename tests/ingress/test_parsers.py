@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from forebay.ingress.errors import ApiError, Unusable
 from forebay.ingress.model import DEFAULT_MODEL, Model
-from forebay.ingress.parsers import call_ids
-from forebay.ingress.parsing import Parsing, Splitting
-from forebay.ingress.said import Said, joined
-from forebay.ingress.tools import NO_TOOLS, Choice, Function, Tool
+from forebay.ingress.openai.tools import NO_TOOLS, Choice, Function, Tool
+from forebay.ingress.parsers.deltas import Said, joined
+from forebay.ingress.parsers.parsers import call_ids
+from forebay.ingress.parsers.selection import Parsing, Splitting
 
 MODEL = Model(DEFAULT_MODEL)
 CITY = {"city": "Paris"}

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from forebay.events.base import unpack_u32
-from forebay.ingress.embeddings import EmbeddingBody
 from forebay.ingress.errors import ApiError
-from forebay.ingress.fields import Body
 from forebay.ingress.ingress import Prepared
 from forebay.ingress.model import Model
-from forebay.ingress.openai import ChatBody, TextBody
+from forebay.ingress.openai.embeddings import EmbeddingBody
+from forebay.ingress.openai.fields import Body
+from forebay.ingress.openai.requests import ChatBody, TextBody
 from forebay.ingress.streams import Stream
 from tests.ingress import media_model
 from tests.ingress.conftest import BODY_MAX, NAME, Scene, make_scene

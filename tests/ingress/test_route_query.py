@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from forebay.core.blocks import hash_seed, sequence_hashes
+from forebay.core.block_hashes import hash_seed, sequence_hashes
 from forebay.events.base import pack_u32, unpack_u64
 from forebay.events.decisions import Candidate, CostTerms, PrefillPlace
 from forebay.events.requests import RouteQueried

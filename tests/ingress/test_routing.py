@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay.core.blocks import hash_seed, sequence_hashes
+from forebay.core.block_hashes import hash_seed, sequence_hashes
 from forebay.events.codec import decode, encode
 from forebay.events.requests import RequestSubmitted, RouterOverride, RoutingHints, TaintWeight
 from forebay.events.topics import REQUESTS
 from forebay.ingress.errors import ApiError, Unusable
-from forebay.ingress.fields import parse
 from forebay.ingress.ingress import IngressSettings
-from forebay.ingress.nvext import Nvext
-from forebay.ingress.openai import TextBody
-from forebay.ingress.routing import ROUTING_HEADERS, routing_headers, routing_of
+from forebay.ingress.openai.fields import parse
+from forebay.ingress.openai.nvext import Nvext
+from forebay.ingress.openai.requests import TextBody
+from forebay.ingress.openai.routing_hints import ROUTING_HEADERS, routing_headers, routing_of
 from tests.ingress.conftest import NAME, Scene, make_scene
 from tests.system import submitted
 

@@ -156,7 +156,7 @@ async def test_refused_by_name(scene: Scene, changes: dict[str, Any], says: str)
 
 
 async def test_a_structure_is_bounded(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forebay.ingress.sampling.STRUCTURE_BYTES_MAX", 100)
+    monkeypatch.setattr("forebay.ingress.openai.sampling.STRUCTURE_BYTES_MAX", 100)
     response = await scene.client.post(CHAT, json=chat(guided_regex="a" * 101))
     assert response.json()["error"]["code"] == "structure_too_large"
 

@@ -12,8 +12,8 @@ import pytest
 import uvloop
 from fastapi import FastAPI
 
-from forebay.ingress.server import NotListening, PortTaken, build_server, listen
-from infra.local import free_ports
+from forebay.ingress.http.server import NotListening, PortTaken, build_server, listen
+from tests.harness.local import free_ports
 
 FOREBAY = str(Path(sys.executable).with_name("forebay"))
 PATIENCE_S = 120.0

@@ -23,7 +23,7 @@ from forebay.events.tokens import (
 from forebay.events.topics import TOKENS
 from forebay.ingress.streams import READ_MAX, TOKENS_MISSING, ReplyReader
 from forebay.transport.base import Draft, LogError
-from forebay.transport.sqlite_log import SqliteLog
+from forebay.transport.sqlite.log import SqliteLog
 from tests.system import until
 
 GROUP = "model"

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from forebay.events.base import unpack_u32
-from forebay.ingress.body_limits import SMALL_BYTES, BodyLimits
-from forebay.ingress.door_request import body_of
 from forebay.ingress.errors import ApiError
-from forebay.ingress.http_body import HeldBodies
+from forebay.ingress.http.body import HeldBodies
+from forebay.ingress.http.body_limits import SMALL_BYTES, BodyLimits
+from forebay.ingress.kafka_api.request import body_of
 from forebay.ingress.model import DEFAULT_MODEL, Model
 from forebay.ingress.token_bytes import BYTE_OF, text_chars_max
-from forebay.ingress.tokeniser import CHARS_PER_TOKEN, INLINE_CHARS_MAX, PIECE_CHARS, QUEUE_CHARS_MAX, Tokeniser
+from forebay.ingress.tokenizer import CHARS_PER_TOKEN, INLINE_CHARS_MAX, PIECE_CHARS, QUEUE_CHARS_MAX, Tokeniser
 from forebay.transport.base import Record
 from tests.ingress import media_model
 from tests.ingress.conftest import BODY_MAX, NAME, Scene, make_scene

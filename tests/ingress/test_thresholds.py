@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay.core.blocks import sequence_hashes
+from forebay.core.block_hashes import sequence_hashes
 from forebay.events.base import pack_u32
 from forebay.events.codec import decode, encode
 from forebay.events.control import BusyThresholds, BusyThresholdsSet, ControlEvent, PoolConfigured, RouterConfig
 from forebay.events.topics import CONTROL
-from forebay.ingress.thresholds import FIELDS, Thresholds
+from forebay.ingress.http.pool_settings import FIELDS, Thresholds
 from forebay.transport.base import Draft
-from forebay.transport.sqlite_log import SqliteLog
+from forebay.transport.sqlite.log import SqliteLog
 from tests.ingress.conftest import NAME, Scene, make_scene
 
 PATH = "/busy_threshold"

@@ -10,18 +10,18 @@ import msgspec
 import openai
 import pytest
 
-from forebay.core.replies import apply
+from forebay.core.state.reply_slot import apply
 from forebay.events.base import unpack_u32
 from forebay.events.codec import decode
 from forebay.events.requests import RequestSubmitted
 from forebay.events.topics import TOKENS
-from forebay.ingress.door_answer import DoorAnswer, Entry, Place
-from forebay.ingress.door_request import Address
-from forebay.ingress.fields import parse
+from forebay.ingress.http.server import build_server
+from forebay.ingress.kafka_api.request import Address
+from forebay.ingress.kafka_api.response import DoorAnswer, Entry, Place
 from forebay.ingress.model import DEFAULT_MODEL, Model
-from forebay.ingress.openai import ChatBody
-from forebay.ingress.render import Shape
-from forebay.ingress.server import build_server
+from forebay.ingress.openai.fields import parse
+from forebay.ingress.openai.render import Shape
+from forebay.ingress.openai.requests import ChatBody
 from tests.ingress.conftest import NAME, SLOT, Scene, make_scene
 from tests.system import until
 

@@ -15,8 +15,8 @@ from typing import TypeVar
 import pytest
 
 from infra.kafka.kafka import Broker
-from infra.local import Missing, local_redis
-from infra.local import local_kafka as local_kafka_of
+from tests.harness.local import Missing, local_redis
+from tests.harness.local import local_kafka as local_kafka_of
 from tests.integration import idle_standby, parts
 from tests.integration.idle_standby import IdleCluster
 

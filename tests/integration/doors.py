@@ -20,15 +20,15 @@ from forebay.events.codec import decode, encode
 from forebay.events.requests import RequestCancelled, RequestSubmitted
 from forebay.events.tokens import ResponseEnded, TokenChunk, TokenEvent, TokensEmitted, Usage
 from forebay.events.topics import OPENAI_REQUESTS, OPENAI_RESPONSES, REQUESTS, TOKENS
-from forebay.ingress.door import Door
-from forebay.ingress.door_metrics import DoorMetrics
 from forebay.ingress.ingress import Ingress, IngressSettings
+from forebay.ingress.kafka_api.api import Door
+from forebay.ingress.kafka_api.metrics import DoorMetrics
 from forebay.ingress.metrics import IngressMetrics
 from forebay.ingress.model import DEFAULT_MODEL, Model
 from forebay.transport.base import Draft
-from forebay.transport.kafka_log import KafkaLog
-from forebay.transport.kafka_settings import KafkaSettings
-from forebay.transport.kafka_topics import TopicPlan, create_topics
+from forebay.transport.kafka.log import KafkaLog
+from forebay.transport.kafka.settings import KafkaSettings
+from forebay.transport.kafka.topics import TopicPlan, create_topics
 
 NAME = "test-model"
 DOOR_PARTITIONS = 2

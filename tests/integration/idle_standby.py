@@ -8,12 +8,12 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from forebay.transport.kafka_settings import KafkaSettings
-from forebay.transport.kafka_topics import create_topics
-from infra.cluster import FOREBAY, PLAN, POOL
+from forebay.transport.kafka.settings import KafkaSettings
+from forebay.transport.kafka.topics import create_topics
 from infra.kafka.kafka import HOST
-from infra.local import free_ports
-from infra.processes import Processes
+from tests.harness.cluster import FOREBAY, PLAN, POOL
+from tests.harness.local import free_ports
+from tests.harness.processes import Processes
 
 IDLE_S = 360.0  # aiokafka's members leave after 300 s without a poll, some seconds after they joined
 MARK = "idle_standby"  # the tests that need these processes; conftest.py runs them last

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from infra.cluster import GROUP
+from tests.harness.cluster import GROUP
 
 TIMEOUT_S = 120.0
 BLOCK = 64  # tokens of a KV block, as workers have it by default

@@ -19,7 +19,7 @@ from testcontainers.community.kafka import RedpandaContainer
 from testcontainers.community.redis import RedisContainer
 
 from infra.kafka.kafka import HERE
-from infra.local import Missing
+from tests.harness.local import Missing
 
 REDPANDA_IMAGE = "docker.redpanda.com/redpandadata/redpanda:v26.1.14"
 REDIS_IMAGE = "redis:7.4-alpine"

@@ -8,10 +8,10 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from forebay.core.fleet import Worker
+from forebay.core.state.fleet import Worker
 from forebay.events.fleet import WorkerLost
 from forebay.events.topics import FLEET
-from infra.cluster import GROUP, Cluster, Ownership
+from tests.harness.cluster import GROUP, Cluster, Ownership
 from tests.integration.conftest import RUN
 from tests.integration.listeners import BLOCK, Heard, Listeners, listeners, post, problems, prompt
 

@@ -6,8 +6,8 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from forebay.transport.kafka_topics import TopicPlan
-from infra.cluster import GROUP, Cluster
+from forebay.transport.kafka.topics import TopicPlan
+from tests.harness.cluster import GROUP, Cluster
 from tests.integration.conftest import RUN
 from tests.integration.listeners import listeners, problems, prompt
 

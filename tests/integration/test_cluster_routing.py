@@ -9,16 +9,16 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from forebay.core.blocks import sequence_hashes
+from forebay.core.block_hashes import sequence_hashes
 from forebay.events.base import pack_u32
 from forebay.events.codec import encode
 from forebay.events.decisions import CacheResyncRequested, RequestAborted, RequestHeld, RequestRouted
 from forebay.events.kv import BlocksStored, CacheCleared
 from forebay.events.topics import DECISIONS, KV_EVENTS
 from forebay.transport.base import Draft
-from forebay.transport.kafka_log import KafkaLog
-from forebay.transport.kafka_settings import KafkaSettings
-from infra.cluster import GROUP, Cluster
+from forebay.transport.kafka.log import KafkaLog
+from forebay.transport.kafka.settings import KafkaSettings
+from tests.harness.cluster import GROUP, Cluster
 from tests.integration import doors
 from tests.integration.conftest import RUN
 from tests.integration.listeners import BLOCK, TIMEOUT_S, post, prompt

@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 
 from forebay.events.topics import DECISIONS
-from infra.cluster import GROUP, Cluster
+from tests.harness.cluster import GROUP, Cluster
 from tests.integration.conftest import RUN
 from tests.integration.listeners import TIMEOUT_S, prompt
 

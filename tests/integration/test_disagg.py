@@ -18,8 +18,8 @@ import pytest_asyncio
 
 from forebay.events.decisions import RequestRouted
 from forebay.events.topics import DECISIONS, REQUESTS
-from infra.cluster import GROUP, Cluster
-from infra.mock_words import Words, begins_of
+from tests.harness.cluster import GROUP, Cluster
+from tests.harness.mock_words import Words, begins_of
 from tests.integration.conftest import RUN
 from tests.integration.listeners import Heard, Listeners, listeners, problems, prompt
 

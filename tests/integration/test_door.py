@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 from forebay.cli.produce import produce
 from forebay.events.topics import OPENAI_REQUESTS, REQUESTS
 from forebay.ingress.model import DEFAULT_MODEL, Model
-from forebay.transport.kafka_settings import KafkaSettings
-from forebay.transport.kafka_topics import partitions_of
+from forebay.transport.kafka.settings import KafkaSettings
+from forebay.transport.kafka.topics import partitions_of
 from tests.integration.doors import (
     DOOR_PARTITIONS,
     NAME,
@@ -164,7 +164,7 @@ async def test_no_response_goes_to_another_namespace(
 async def test_an_owner_that_is_gone_is_a_deadline(
     settings: KafkaSettings, model: Model, backstage: Backstage, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("forebay.ingress.door_lane.GRACE_S", 0.1)
+    monkeypatch.setattr("forebay.ingress.kafka_api.partition.GRACE_S", 0.1)
     async with door(settings, model, timeout_s=0.2):
         await client.ask(CHAT, request_id="late")
         (record,) = await client.whole("late")

@@ -13,7 +13,7 @@ from forebay.events.tokens import AnswerError, Embedded, ResponseEnded, Usage
 from forebay.events.topics import TOKENS
 from forebay.ingress.model import DEFAULT_MODEL, Model
 from forebay.transport.base import Draft
-from forebay.transport.kafka_settings import KafkaSettings
+from forebay.transport.kafka.settings import KafkaSettings
 from tests.integration.doors import NAME, Backstage, Client, door, opened, prepare, until
 
 PATH = "/v1/embeddings"
@@ -100,7 +100,7 @@ async def test_batches_that_have_no_room_together_are_all_answered(
     settings: KafkaSettings, model: Model, backstage: Backstage, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What has its vector makes room, though its record is not answered yet."""
-    monkeypatch.setattr("forebay.ingress.door_lane.IN_FLIGHT_MAX", 2)
+    monkeypatch.setattr("forebay.ingress.kafka_api.partition.IN_FLIGHT_MAX", 2)
     async with door(settings, model):
         for partition, name in enumerate("xy"):
             await client.ask(body("a", "b", "c"), partition=partition, request_id=name, path=PATH)

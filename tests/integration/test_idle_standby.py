@@ -7,7 +7,7 @@ import time
 import httpx
 import pytest
 
-from infra.cluster import FOREBAY, GROUP
+from tests.harness.cluster import FOREBAY, GROUP
 from tests.integration.idle_standby import IDLE_S, MARK, IdleCluster
 
 PATIENCE_S = 120.0

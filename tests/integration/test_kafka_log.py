@@ -12,11 +12,11 @@ from confluent_kafka.admin import AdminClient, ConfigResource, ResourceType
 
 from forebay.events.topics import CONTROL, DECISIONS, FLEET, GROUPS, REQUESTS, TOKENS
 from forebay.transport.base import Draft, LogError, Record
-from forebay.transport.kafka_log import KafkaLog
-from forebay.transport.kafka_settings import KafkaSettings, KafkaUnusable
-from forebay.transport.kafka_tail import KafkaTail
-from forebay.transport.kafka_topics import TopicPlan, count_topics, create_topics, partitions_of
-from forebay.transport.kafka_writer import BATCH_BYTES_MAX, RECORD_BYTES_MAX
+from forebay.transport.kafka.log import KafkaLog
+from forebay.transport.kafka.settings import KafkaSettings, KafkaUnusable
+from forebay.transport.kafka.tail import KafkaTail
+from forebay.transport.kafka.topics import TopicPlan, count_topics, create_topics, partitions_of
+from forebay.transport.kafka.writer import BATCH_BYTES_MAX, RECORD_BYTES_MAX
 from infra.kafka.kafka import Broker
 from tests.integration.parts import SASL
 
@@ -179,7 +179,7 @@ async def test_no_reader_waits_for_tails_that_broke(log: KafkaLog) -> None:
 
 
 async def test_a_tail_that_is_not_read_holds_up_no_other(log: KafkaLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forebay.transport.kafka_tail.BUFFER_RECORDS_MAX", 100)
+    monkeypatch.setattr("forebay.transport.kafka.tail.BUFFER_RECORDS_MAX", 100)
     slow, quick = Reader(log, TOPIC), Reader(log, FLEET.name)
     for start in range(0, 500, 50):
         await log.append(drafts(50, first=start))

@@ -12,8 +12,8 @@ import redis
 from forebay.events.decisions import RequestAborted
 from forebay.events.fleet import IngressLost, WorkerLost
 from forebay.events.topics import DECISIONS, FLEET
-from infra.cluster import Cluster
-from infra.local import local_redis
+from tests.harness.cluster import Cluster
+from tests.harness.local import local_redis
 from tests.integration.conftest import RUN, had_or_skipped
 from tests.integration.listeners import Listeners, listeners, problems, prompt
 

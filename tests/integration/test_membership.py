@@ -6,11 +6,11 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from forebay.live.faust_app import RouterApp
-from forebay.live.faust_feed import Feed
+from forebay.live.router.faust_app import RouterApp
+from forebay.live.router.faust_feed import Feed
 from forebay.transport.base import LogError
-from forebay.transport.kafka_settings import KafkaSettings
-from forebay.transport.kafka_topics import TopicPlan, create_topics
+from forebay.transport.kafka.settings import KafkaSettings
+from forebay.transport.kafka.topics import TopicPlan, create_topics
 
 PLAN = TopicPlan(groups=1, slots=2, replies=2, door=2)
 POLL_INTERVAL_MS = 3_000  # in place of five minutes

@@ -39,13 +39,13 @@ from forebay.events.topics import (
 )
 from forebay.transport.base import Record
 from forebay.transport.decoding import event_of
-from forebay.transport.kafka_batches import DECOMPRESSED_BYTES_MAX
-from forebay.transport.kafka_log import KafkaLog
-from forebay.transport.kafka_topics import TopicPlan
-from infra.cluster import GROUP, INGRESSES_MAX, POOL, Cluster
-from infra.local import free_ports
-from infra.samples import samples
+from forebay.transport.kafka.batches import DECOMPRESSED_BYTES_MAX
+from forebay.transport.kafka.log import KafkaLog
+from forebay.transport.kafka.topics import TopicPlan
 from tests.cli.in_process import forebay
+from tests.harness.cluster import GROUP, INGRESSES_MAX, POOL, Cluster
+from tests.harness.local import free_ports
+from tests.harness.samples import samples
 from tests.integration.conftest import RUN
 from tests.raw_batches import CODECS, LOG_APPEND_TIME, ZSTD, RawBatch, RawProducer, RawRecord
 

@@ -13,9 +13,9 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from infra.cluster import GROUP, Cluster
 from infra.kafka.kafka import Broker, BrokerError, pid_of, start
-from infra.local import local_kafka
+from tests.harness.cluster import GROUP, Cluster
+from tests.harness.local import local_kafka
 from tests.integration.conftest import RUN, had_or_skipped
 from tests.integration.listeners import post
 

@@ -13,9 +13,9 @@ from confluent_kafka import Consumer, KafkaError, Producer
 from confluent_kafka import TopicPartition as Assignment
 from redis.connection import parse_url
 
-from forebay.transport.redis_leases import RedisLeases
+from forebay.transport.redis.leases import RedisLeases
 from infra.kafka.kafka import Broker, BrokerError, answers, pid_of, start, stop
-from infra.local import free_ports
+from tests.harness.local import free_ports
 from tests.integration import parts
 
 # The contract is written for any Redis; here its `client` is the shared one.

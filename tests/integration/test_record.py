@@ -17,7 +17,7 @@ from confluent_kafka.admin import AdminClient
 
 from forebay.events.fleet import WorkerLost
 from forebay.events.topics import FLEET, METRICS
-from infra.cluster import FOREBAY, GROUP, Cluster
+from tests.harness.cluster import FOREBAY, GROUP, Cluster
 from tests.integration.conftest import RUN
 from tests.integration.listeners import Listeners, listeners, problems
 

@@ -16,11 +16,11 @@ from forebay.events.decisions import RequestRouted
 from forebay.events.shadow import DecisionShadowed, ShadowStarted
 from forebay.events.topics import HEARTBEATS, SHADOW
 from forebay.transport.base import Draft
-from forebay.transport.kafka_log import KafkaLog
-from forebay.transport.kafka_settings import KafkaSettings
-from forebay.transport.kafka_topics import TopicPlan, create_topics, partitions_of
-from forebay.transport.recorded import Validity, journal
-from infra.cluster import GROUP, Cluster
+from forebay.transport.history.reader import Validity, journal
+from forebay.transport.kafka.log import KafkaLog
+from forebay.transport.kafka.settings import KafkaSettings
+from forebay.transport.kafka.topics import TopicPlan, create_topics, partitions_of
+from tests.harness.cluster import GROUP, Cluster
 from tests.integration import doors
 from tests.integration.conftest import RUN
 from tests.integration.listeners import Listeners, listeners, problems, prompt

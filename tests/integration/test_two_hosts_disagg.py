@@ -17,10 +17,10 @@ pytest.importorskip("nixl_cu12", reason="NIXL (nixl-cu12) is not installed")
 
 from forebay.events.progress import FirstTokenEmitted
 from forebay.events.topics import PROGRESS
-from infra.cluster import Cluster
-from infra.hosts import Host, two_hosts
-from infra.local import Missing, local_kafka, local_redis
-from infra.mock_words import Words
+from tests.harness.cluster import Cluster
+from tests.harness.hosts import Host, two_hosts
+from tests.harness.local import Missing, local_kafka, local_redis
+from tests.harness.mock_words import Words
 from tests.integration.conftest import had_or_skipped
 from tests.integration.listeners import Listeners, listeners
 from tests.integration.test_disagg import LONG, SHORT, SIZES, STREAMS, ask, at_work, members, right, routings

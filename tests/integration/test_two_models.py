@@ -11,8 +11,8 @@ import pytest_asyncio
 from forebay.events.progress import CommandDone, CommandRefused
 from forebay.events.tokens import TokensEmitted
 from forebay.events.topics import PROGRESS
-from forebay.transport.kafka_topics import TopicPlan
-from infra.cluster import GROUP, Cluster
+from forebay.transport.kafka.topics import TopicPlan
+from tests.harness.cluster import GROUP, Cluster
 from tests.integration.conftest import RUN
 from tests.integration.listeners import Heard, listeners, problems, prompt
 

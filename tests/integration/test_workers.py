@@ -15,8 +15,8 @@ import pytest_asyncio
 
 from forebay.events.fleet import WorkerDraining, WorkerFact, WorkerLost
 from forebay.events.topics import FLEET
-from infra.cluster import FOREBAY, GROUP, Cluster
-from infra.local import free_ports
+from tests.harness.cluster import FOREBAY, GROUP, Cluster
+from tests.harness.local import free_ports
 from tests.integration.conftest import RUN
 from tests.integration.listeners import Heard, Listeners, listeners, problems, prompt
 

@@ -6,10 +6,10 @@ from typing import TypeVar
 
 from forebay.events.decisions import JournalRecord
 from forebay.events.topics import DECISIONS
-from forebay.replay.verify import Report, verify
+from forebay.replay.verify.verify import Report, verify
 from forebay.transport.base import Draft, Log, Record, Tail, Wake
-from forebay.transport.recorded import Validity, journal
-from forebay.transport.sqlite_log import SqliteLog
+from forebay.transport.history.reader import Validity, journal
+from forebay.transport.sqlite.log import SqliteLog
 from tests.system import System, until
 
 Kind = TypeVar("Kind", bound=JournalRecord)

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from forebay.core.fleet import Fleet
+from forebay.core.state.fleet import Fleet
 from forebay.events.codec import decode
 from forebay.events.control import PoolConfigured, RouterConfig
 from forebay.events.fleet import (
@@ -20,10 +20,10 @@ from forebay.events.fleet import (
     WorkerSuspect,
 )
 from forebay.events.topics import CONTROL, FLEET, work_topic
-from forebay.live import admission as admission_module
-from forebay.live.admission import Admission, PoolsByLease
+from forebay.live.owner import admission as admission_module
+from forebay.live.owner.admission import Admission, PoolsByLease
 from forebay.transport.base import Lease, LogError
-from forebay.transport.sqlite_log import SqliteLog
+from forebay.transport.sqlite.log import SqliteLog
 
 TTL_MS = 30_000
 HALF_MS = TTL_MS // 2  # a loss takes two polls, each of which counts for at most so much

@@ -6,10 +6,10 @@ import time
 import pytest
 
 from forebay.events.decisions import RequestAborted
-from forebay.live.clock import RunClock, steady_clock
-from forebay.live.metrics import OwnerMetrics
-from forebay.live.owner import Owner
-from forebay.transport.sqlite_log import SqliteLog
+from forebay.live.owner.clock import RunClock, steady_clock
+from forebay.live.owner.metrics import OwnerMetrics
+from forebay.live.owner.owner import Owner
+from forebay.transport.sqlite.log import SqliteLog
 from tests.live.shared import proven
 from tests.system import System, settings, submitted, until
 

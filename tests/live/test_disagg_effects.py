@@ -13,11 +13,11 @@ from forebay.events.progress import AnyProgressEvent, EncodeFinished, PrefillFai
 from forebay.events.topics import FLEET, PROGRESS, TOKENS, work_topic
 from forebay.events.transfer import Prefilled
 from forebay.events.work import WorkCancelled, WorkItem
-from forebay.live.effects import answers
-from forebay.live.metrics import OwnerMetrics
-from forebay.live.owner import Owner
+from forebay.live.owner.effects import answers
+from forebay.live.owner.metrics import OwnerMetrics
+from forebay.live.owner.owner import Owner
 from forebay.transport.base import Draft
-from forebay.transport.sqlite_log import SqliteLog
+from forebay.transport.sqlite.log import SqliteLog
 from tests.core.worlds import ENCODED, MEDIA
 from tests.live.shared import proven
 from tests.system import BLOCK, MODEL, SLOT, System, settings, submitted, until, until_ended

@@ -5,16 +5,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from forebay.core.fleet import Fleet
+from forebay.core.state.fleet import Fleet
 from forebay.events.codec import decode
 from forebay.events.control import PoolConfigured, RouterConfig
 from forebay.events.decisions import RequestRouted
 from forebay.events.fleet import AnyFleetEvent, WorkerJoined, WorkerLease, WorkerSpec
 from forebay.events.topics import CONTROL, FLEET
 from forebay.events.transfer import KvLayout
-from forebay.live.admission import Admission, PoolsByLease
+from forebay.live.owner.admission import Admission, PoolsByLease
 from forebay.transport.base import Lease
-from forebay.transport.sqlite_log import SqliteLog
+from forebay.transport.sqlite.log import SqliteLog
 from tests.live.shared import proven
 from tests.live.test_disagg_effects import PROMPT, Idle
 from tests.system import submitted, until

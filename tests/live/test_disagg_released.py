@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from forebay.core import lifecycle
-from forebay.core.engine_model import EngineConfig
+from forebay.core.state import requests as lifecycle
+from forebay.engine_model.model import EngineConfig
 from forebay.events.codec import encode
 from forebay.events.decisions import KvReleased, RequestAborted, RequestRouted
 from forebay.events.fleet import WorkerLease, WorkerSpec
@@ -24,13 +24,13 @@ from forebay.events.progress import (
 from forebay.events.requests import RoutingHints
 from forebay.events.topics import PROGRESS, work_topic
 from forebay.events.work import ReleaseKv
-from forebay.live import standby
-from forebay.live.owner import Owner
+from forebay.live.owner.owner import Owner
+from forebay.live.router import standby
 from forebay.transport.base import Draft
-from forebay.transport.sqlite_log import SqliteLog
-from forebay.workers.mock.engine import MockEngine
-from forebay.workers.mock.kv import KvSettings
-from forebay.workers.worker import Worker
+from forebay.transport.sqlite.log import SqliteLog
+from forebay.workers.engines.mock.engine import MockEngine
+from forebay.workers.engines.mock.kv import KvSettings
+from forebay.workers.runtime.worker import Worker
 from tests.live.shared import proven
 from tests.system import BLOCK, MODEL, SPEEDUP, System, settings, submitted, until
 

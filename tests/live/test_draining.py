@@ -1,13 +1,13 @@
 """A worker drains while an owner decides: nothing new comes, nothing is lost, and what is left goes on elsewhere."""
 
-from forebay.core.fleet import WorkerPhase
+from forebay.core.state.fleet import WorkerPhase
 from forebay.events.control import Command
 from forebay.events.decisions import RequestRouted
 from forebay.events.fleet import WorkerDraining, WorkerLost
 from forebay.events.tokens import ResponseEnded
 from forebay.events.topics import FLEET, TOKENS
-from forebay.transport.sqlite_log import SqliteLog
-from forebay.workers.life import State
+from forebay.transport.sqlite.log import SqliteLog
+from forebay.workers.runtime.life_cycle import State
 from tests.live.shared import proven
 from tests.system import MODEL, SLOT, System, submitted, until, until_ended
 

@@ -28,11 +28,11 @@ from forebay.events.requests import RoutingHints
 from forebay.events.tokens import RouteTold
 from forebay.events.topics import FLEET, KV_EVENTS, TOKENS, Topic, work_topic
 from forebay.events.work import ReannounceCache, ReleaseKv, WorkCancelled, WorkItem
-from forebay.live.effects import answers
-from forebay.live.metrics import OwnerMetrics
-from forebay.live.owner import Owner
+from forebay.live.owner.effects import answers
+from forebay.live.owner.metrics import OwnerMetrics
+from forebay.live.owner.owner import Owner
 from forebay.transport.base import Draft
-from forebay.transport.sqlite_log import SqliteLog
+from forebay.transport.sqlite.log import SqliteLog
 from tests.live.shared import proven
 from tests.system import BLOCK, MODEL, SLOT, System, settings, submitted, until
 

@@ -6,8 +6,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from forebay.core.fleet import Fleet
-from forebay.core.lifecycle import submitted as under_way
+from forebay.core.state.fleet import Fleet
+from forebay.core.state.requests import submitted as under_way
 from forebay.events.codec import decode
 from forebay.events.control import PoolConfigured, RouterConfig
 from forebay.events.decisions import RequestRouted
@@ -15,10 +15,10 @@ from forebay.events.fleet import WorkerLease, WorkerSpec
 from forebay.events.media import Encoded
 from forebay.events.topics import CONTROL, work_topic
 from forebay.events.work import WorkItem
-from forebay.live.admission import Admission, PoolsByLease
-from forebay.live.effects import Address, work_again, work_item
+from forebay.live.owner.admission import Admission, PoolsByLease
+from forebay.live.owner.effects import Address, work_again, work_item
 from forebay.transport.base import Lease
-from forebay.transport.sqlite_log import SqliteLog
+from forebay.transport.sqlite.log import SqliteLog
 from tests.core.test_encoding import ask, encoded, staged
 from tests.core.worlds import ENCODED, MEDIA, PROMPTS, request
 

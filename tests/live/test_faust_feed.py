@@ -6,11 +6,11 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from forebay.live import faust_feed
-from forebay.live.faust_feed import FaustLog, FedTail, Feed
+from forebay.live.router import faust_feed
+from forebay.live.router.faust_feed import FaustLog, FedTail, Feed
 from forebay.transport.base import Draft, LogError, Record
 from forebay.transport.faults import Crashed
-from forebay.transport.sqlite_log import SqliteLog
+from forebay.transport.sqlite.log import SqliteLog
 from tests.system import until
 
 FED, PLAIN = "kv-events", "requests"

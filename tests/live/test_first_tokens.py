@@ -7,7 +7,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from forebay.core.first_token import Part
+from forebay.core.ttft_parts import Part
 from forebay.events.codec import encode
 from forebay.events.control import QueueConfig, RouterConfig
 from forebay.events.decisions import RequestRouted
@@ -21,11 +21,11 @@ from forebay.events.progress import (
     TransferFailed,
 )
 from forebay.events.topics import FLEET
-from forebay.live.first_tokens import Times
-from forebay.live.metrics import OwnerMetrics
-from forebay.live.owner import Owner
+from forebay.live.owner.metrics import OwnerMetrics
+from forebay.live.owner.owner import Owner
+from forebay.live.owner.ttft_metrics import Times
 from forebay.transport.base import Draft
-from forebay.transport.sqlite_log import SqliteLog
+from forebay.transport.sqlite.log import SqliteLog
 from tests.core.worlds import ENCODED, MEDIA
 from tests.live.shared import proven
 from tests.live.test_disagg_effects import PROMPT, Idle, kept_by, logged

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from xxhash import xxh3_64_intdigest
 
-from forebay.core.engine_model import EngineConfig
-from forebay.core.engine_sequence import speech
+from forebay.engine_model.model import EngineConfig
+from forebay.engine_model.sequence import speech
 from forebay.events.base import pack_u32
 from forebay.events.decisions import RequestRouted
 from forebay.events.fleet import WorkerSpec
@@ -19,9 +19,9 @@ from forebay.events.topics import FLEET, PROGRESS, TOKENS
 from forebay.ingress.streams import ReplyReader
 from forebay.transport.base import Record, Tail, Wake
 from forebay.transport.faults import FaultyLog
-from forebay.transport.sqlite_log import SqliteLog
-from forebay.workers.mock.engine import MockEngine
-from forebay.workers.worker import Worker
+from forebay.transport.sqlite.log import SqliteLog
+from forebay.workers.engines.mock.engine import MockEngine
+from forebay.workers.runtime.worker import Worker
 from tests.live.shared import proven
 from tests.system import BLOCK, MODEL, SLOT, System, submitted, until
 

@@ -13,7 +13,7 @@ from forebay.events.heartbeats import RouterHeartbeat
 from forebay.events.topics import DECISIONS, HEARTBEATS
 from forebay.transport.base import Draft
 from forebay.transport.heartbeats import OWNER_SILENT_S, STANDBY_SILENT_S, HeartbeatMetrics, RouterHeartbeats
-from forebay.transport.sqlite_log import SqliteLog
+from forebay.transport.sqlite.log import SqliteLog
 from tests.live.shared import SharedLog
 from tests.live.test_router import routing
 from tests.system import MODEL, System, settings, submitted, until

@@ -1,15 +1,15 @@
 """Leases of ingresses as facts on `fleet`, and an owner that cancels what a lost ingress left behind."""
 
-from forebay.core.fleet import Fleet
+from forebay.core.state.fleet import Fleet
 from forebay.events.codec import decode
 from forebay.events.decisions import RequestAborted
 from forebay.events.fleet import AnyFleetEvent, IngressJoined, IngressLost
 from forebay.events.topics import FLEET, work_topic
 from forebay.events.work import WorkCancelled
-from forebay.live.ingress_presence import IngressPresence
+from forebay.live.owner.ingress_presence import IngressPresence
 from forebay.transport.base import Lease
-from forebay.transport.redis_leases import embedded_leases
-from forebay.transport.sqlite_log import SqliteLog
+from forebay.transport.redis.leases import embedded_leases
+from forebay.transport.sqlite.log import SqliteLog
 from tests.live.shared import proven
 from tests.system import MODEL, System, submitted, until, until_ended
 

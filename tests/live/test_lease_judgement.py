@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.live.lease_judgement import TTL_UNKNOWN_MS, LeaseJudge, ObservedTime, Standing
+from forebay.live.owner.lease_judgement import TTL_UNKNOWN_MS, LeaseJudge, ObservedTime, Standing
 from forebay.transport.base import Lease
 
 TTL_MS = 3_000

@@ -8,8 +8,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from forebay.ingress.metrics import IngressMetrics
-from forebay.live.metrics import OwnerMetrics
-from forebay.transport.sqlite_log import SqliteLog
+from forebay.live.owner.metrics import OwnerMetrics
+from forebay.transport.sqlite.log import SqliteLog
 from tests.system import MODEL, System, submitted, until
 
 pytestmark = pytest.mark.asyncio

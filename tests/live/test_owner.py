@@ -15,10 +15,10 @@ from forebay.events.decisions import (
     SnapshotTaken,
 )
 from forebay.events.topics import DEAD_LETTERS, REQUESTS, work_topic
-from forebay.live.owner import Owner
+from forebay.live.owner.owner import Owner
 from forebay.transport.base import Draft
 from forebay.transport.faults import Crashed, FaultyLog
-from forebay.transport.sqlite_log import SqliteLog
+from forebay.transport.sqlite.log import SqliteLog
 from tests.live.shared import admit, proven
 from tests.system import System, settings, submitted, until, until_ended
 

@@ -9,12 +9,12 @@ import pytest
 from forebay.events.codec import decode, encode
 from forebay.events.groups import GroupPlaced
 from forebay.events.topics import GROUPS
-from forebay.live.metrics import PlacementMetrics
-from forebay.live.placement import Placement
+from forebay.live.owner.metrics import PlacementMetrics
+from forebay.live.router.placement import Placement
 from forebay.transport.base import Draft
 from forebay.transport.directory import Directory
-from forebay.transport.redis_leases import RedisLeases, embedded_leases
-from forebay.transport.sqlite_log import SqliteLog
+from forebay.transport.redis.leases import RedisLeases, embedded_leases
+from forebay.transport.sqlite.log import SqliteLog
 from tests.live.shared import SharedLog
 
 LONG_MS = 60_000

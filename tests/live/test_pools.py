@@ -3,7 +3,7 @@
 from forebay.events.control import PoolConfigured, RouterConfig
 from forebay.events.decisions import RequestRouted
 from forebay.events.topics import CONTROL
-from forebay.transport.sqlite_log import SqliteLog
+from forebay.transport.sqlite.log import SqliteLog
 from tests.live.shared import SharedLog, proven
 from tests.system import BLOCK, MODEL, System, submitted, until
 

@@ -15,19 +15,19 @@ from forebay.events.codec import encode
 from forebay.events.decisions import RequestRouted
 from forebay.events.tokens import TokenChunk, TokensEmitted
 from forebay.events.topics import CONTROL, DECISIONS, FLEET, GROUPS, REQUESTS, SNAPSHOTS, TOKENS
-from forebay.live.owner import GroupSettings, Owner
-from forebay.live.retention import Limits, Retention
-from forebay.live.retention_metrics import RetentionMetrics
-from forebay.live.standby import Standby
-from forebay.live.start_check import open_checked
+from forebay.live.owner.owner import GroupSettings, Owner
+from forebay.live.owner.retention import Limits, Retention
+from forebay.live.owner.retention_metrics import RetentionMetrics
+from forebay.live.owner.start_check import open_checked
+from forebay.live.router.standby import Standby
 from forebay.replay.applied import applied
-from forebay.replay.verify import Report, verify
-from forebay.transport import recorded
+from forebay.replay.verify.verify import Report, verify
 from forebay.transport.base import Draft
-from forebay.transport.recorded import Validity, journal, newest_snapshot
-from forebay.transport.recorded_start import oldest_state
-from forebay.transport.redis_leases import embedded_leases
-from forebay.transport.sqlite_log import SqliteLog
+from forebay.transport.history import reader as recorded
+from forebay.transport.history.reader import Validity, journal, newest_snapshot
+from forebay.transport.history.start import oldest_state
+from forebay.transport.redis.leases import embedded_leases
+from forebay.transport.sqlite.log import SqliteLog
 from tests.benchmarks.recordings import Shape, write_recording
 from tests.system import SLOT, System, submitted, until
 

@@ -10,11 +10,11 @@ from forebay.events.codec import decode
 from forebay.events.control import RouterConfig
 from forebay.events.heartbeats import RouterHeartbeat
 from forebay.events.topics import DECISIONS, HEARTBEATS
-from forebay.live.owner import Owner
-from forebay.live.router import Router, RouterSettings
+from forebay.live.owner.owner import Owner
+from forebay.live.router.router import Router, RouterSettings
 from forebay.transport.base import Draft, Log, LogError, Record
 from forebay.transport.directory import Directory
-from forebay.transport.sqlite_log import SqliteLog
+from forebay.transport.sqlite.log import SqliteLog
 from tests.live.shared import SharedLog, proven
 from tests.system import System, settings, submitted, until, until_ended
 

@@ -8,14 +8,14 @@ import pytest
 from forebay.core.world import CORE_VERSION
 from forebay.events.decisions import OwnerClaimed
 from forebay.events.topics import DECISIONS
-from forebay.live import owner as owner_module
-from forebay.live import snapshots
-from forebay.live.owner import Owner
-from forebay.live.standby import Standby
-from forebay.replay.verify import verify
-from forebay.transport import recorded
-from forebay.transport.recorded import OtherRules
-from forebay.transport.sqlite_log import SqliteLog
+from forebay.live.owner import owner as owner_module
+from forebay.live.owner import snapshots
+from forebay.live.owner.owner import Owner
+from forebay.live.router.standby import Standby
+from forebay.replay.verify.verify import verify
+from forebay.transport.history import reader as recorded
+from forebay.transport.history.reader import OtherRules
+from forebay.transport.sqlite.log import SqliteLog
 from tests.cli.test_up import forebay
 from tests.live.shared import proven
 from tests.system import System, settings, submitted, until, until_ended

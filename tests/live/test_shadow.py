@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import settings as examples
 from prometheus_client import CollectorRegistry
 
-from forebay.core.counterfactual import Alternative, Counterfactual, counterfactual
-from forebay.core.lifecycle import Request
-from forebay.core.router import Choice
+from forebay.core.routing.counterfactual import Alternative, Counterfactual, counterfactual
+from forebay.core.routing.router import Choice
+from forebay.core.state.requests import Request
 from forebay.core.world import CORE_VERSION
 from forebay.events.codec import encode
 from forebay.events.control import BusyThresholds, PoolConfigured
@@ -22,15 +22,15 @@ from forebay.events.decisions import JournalRecord, OwnerClaimed, RequestRouted
 from forebay.events.fleet import WorkerLost
 from forebay.events.shadow import DecisionShadowed, ShadowEvent, ShadowStarted
 from forebay.events.topics import DECISIONS, SHADOW, topic_named
-from forebay.live import shadow as shadow_module
-from forebay.live import shadow_topic
-from forebay.live.shadow import Shadow, ShadowSettings
-from forebay.live.shadow_metrics import ShadowMetrics
-from forebay.live.shadow_topic import TopicSink
-from forebay.live.standby import RecoveryDiverged
+from forebay.live.router.standby import RecoveryDiverged
+from forebay.live.shadow import shadow as shadow_module
+from forebay.live.shadow import topic as shadow_topic
+from forebay.live.shadow.metrics import ShadowMetrics
+from forebay.live.shadow.shadow import Shadow, ShadowSettings
+from forebay.live.shadow.topic import TopicSink
 from forebay.transport.base import Draft, LogError, Record
-from forebay.transport.recorded import OtherRules
-from forebay.transport.sqlite_log import SqliteLog
+from forebay.transport.history.reader import OtherRules
+from forebay.transport.sqlite.log import SqliteLog
 from tests.core.worlds import PROMPTS, Driver, histories, perform_all, request
 from tests.live.shared import SharedLog, valid
 from tests.live.test_standby import LyingLog, serve, serve_unsealed
@@ -335,7 +335,7 @@ async def test_a_journal_that_cannot_be_derived_again(log: SqliteLog) -> None:
 async def test_other_rules(log: SqliteLog, monkeypatch: pytest.MonkeyPatch) -> None:
     async with System(log).started(workers=2) as system, system.owned() as owner:
         await serve(system, owner, "a")
-    monkeypatch.setattr("forebay.transport.recorded.CORE_VERSION", CORE_VERSION + 1)
+    monkeypatch.setattr("forebay.transport.history.reader.CORE_VERSION", CORE_VERSION + 1)
     with pytest.raises(OtherRules):
         await shadow_of(log).start()
 

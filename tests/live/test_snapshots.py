@@ -13,13 +13,13 @@ from forebay.events.kv import BlocksStored
 from forebay.events.requests import RequestSubmitted
 from forebay.events.snapshots import IndexBlocks, IndexChanges, SnapshotChunk
 from forebay.events.topics import DECISIONS, KV_EVENTS, REQUESTS, SNAPSHOTS
-from forebay.live import snapshots
-from forebay.live.owner import Owner
-from forebay.live.standby import Standby
-from forebay.replay.verify import verify
+from forebay.live.owner import snapshots
+from forebay.live.owner.owner import Owner
+from forebay.live.router.standby import Standby
+from forebay.replay.verify.verify import verify
 from forebay.transport.base import Draft, Record
-from forebay.transport.recorded import load_snapshot
-from forebay.transport.sqlite_log import SqliteLog
+from forebay.transport.history.reader import load_snapshot
+from forebay.transport.sqlite.log import SqliteLog
 from tests.live.shared import SharedLog, admit, proven
 from tests.live.test_owner import all_ended as all_of_scenario_ended
 from tests.live.test_owner import live_and_die, scenario

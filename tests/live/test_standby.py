@@ -11,12 +11,12 @@ from forebay.core.rederive import Rederivation
 from forebay.events.codec import decode, encode
 from forebay.events.decisions import RequestRouted
 from forebay.events.topics import DECISIONS
-from forebay.live import standby as standby_module
-from forebay.live.owner import Owner
-from forebay.live.standby import RecoveryDiverged, Standby
-from forebay.transport import recorded
+from forebay.live.owner.owner import Owner
+from forebay.live.router import standby as standby_module
+from forebay.live.router.standby import RecoveryDiverged, Standby
 from forebay.transport.base import LogError, Record
-from forebay.transport.sqlite_log import SqliteLog
+from forebay.transport.history import reader as recorded
+from forebay.transport.sqlite.log import SqliteLog
 from tests.live.shared import SharedLog, proven
 from tests.system import System, settings, submitted, until, until_ended
 

@@ -13,15 +13,15 @@ from forebay.events.codec import encode
 from forebay.events.decisions import SnapshotTaken
 from forebay.events.tokens import TokenChunk, TokensEmitted
 from forebay.events.topics import CONTROL, DECISIONS, GROUPS, INPUTS, REQUESTS, SNAPSHOTS, TOKENS
-from forebay.live.owner import GroupSettings, Owner
-from forebay.live.standby import Standby
-from forebay.live.start_check import open_checked
-from forebay.replay.verify import Report, verify
+from forebay.live.owner.owner import GroupSettings, Owner
+from forebay.live.owner.start_check import open_checked
+from forebay.live.router.standby import Standby
+from forebay.replay.verify.verify import Report, verify
 from forebay.transport.base import Draft, LogError, Record
-from forebay.transport.recorded import load_snapshot, newest_snapshot
-from forebay.transport.redis_leases import embedded_leases
-from forebay.transport.sqlite_log import LogUnusable, SqliteLog
-from forebay.transport.sqlite_schema import WriterLock
+from forebay.transport.history.reader import load_snapshot, newest_snapshot
+from forebay.transport.redis.leases import embedded_leases
+from forebay.transport.sqlite.log import LogUnusable, SqliteLog
+from forebay.transport.sqlite.schema import WriterLock
 from tests.benchmarks.recordings import Shape, write_recording
 
 PLACES = 150

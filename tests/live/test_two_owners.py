@@ -12,15 +12,15 @@ from forebay.events.snapshots import SnapshotChunk
 from forebay.events.tokens import TokensEmitted
 from forebay.events.topics import DEAD_LETTERS, DECISIONS, FLEET, SNAPSHOTS, TOKENS, work_topic
 from forebay.events.work import WorkItem
-from forebay.live import snapshots
-from forebay.live.metrics import OwnerMetrics
-from forebay.live.owner import Owner, OwnershipLost
-from forebay.live.standby import Standby
-from forebay.transport import sqlite_log
+from forebay.live.owner import snapshots
+from forebay.live.owner.metrics import OwnerMetrics
+from forebay.live.owner.owner import Owner, OwnershipLost
+from forebay.live.router.standby import Standby
 from forebay.transport.base import Draft
 from forebay.transport.faults import Crashed, FaultyLog
-from forebay.transport.recorded import newest_snapshot, recorded_view
-from forebay.transport.sqlite_log import SqliteLog
+from forebay.transport.history.reader import newest_snapshot, recorded_view
+from forebay.transport.sqlite import log as sqlite_log
+from forebay.transport.sqlite.log import SqliteLog
 from tests.live.shared import SharedLog, admit, proven, valid
 from tests.system import SLOT, System, settings, submitted, until, until_ended
 

@@ -7,7 +7,7 @@ from forebay.events.control import BusyThresholds, QueueClass, QueueConfig
 from forebay.events.fleet import WorkerDraining, WorkerLost, WorkerRecovered, WorkerSuspect
 from forebay.events.requests import RoutingHints, Sampling
 from forebay.events.topics import CONTROL, DECISIONS, REQUESTS
-from forebay.live.owner import OwnershipLost
+from forebay.live.owner.owner import OwnershipLost
 from forebay.transport.base import Draft
 from tests.logs.playing import FLEET, mixed, scenario
 from tests.logs.stage import Stage, prompt

@@ -1,6 +1,6 @@
 """A policy as a user would write one, for the recording `own-policy`."""
 
-from forebay.core.policies import RoutingRequest, RoutingWorld
+from forebay.core.routing.policies import RoutingRequest, RoutingWorld
 
 
 class CheapestTwo:

@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 from forebay.events.topics import DECISIONS
-from forebay.replay.anonymize import record_anonymized
-from forebay.replay.record import Window, contents_of, slice_of
-from forebay.transport.recorded import snapshots_taken
-from forebay.transport.sqlite_log import SqliteLog
+from forebay.replay.anonymize.anonymize import record_anonymized
+from forebay.replay.record.slice import Window, contents_of, slice_of
+from forebay.transport.history.reader import snapshots_taken
+from forebay.transport.sqlite.log import SqliteLog
 from tests.logs import disaggregation, encoding, incidents, routing  # noqa: F401 - they put their scenarios into the list
 from tests.logs.playing import SCENARIOS
 from tests.logs.stage import MODEL, stopped_time

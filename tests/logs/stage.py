@@ -12,9 +12,9 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from forebay.core.blocks import hash_seed, sequence_hashes
-from forebay.core.engine_model import EngineConfig, EngineModel, EngineRequest, Stored
-from forebay.core.lifecycle import id_hash
+from forebay.core.block_hashes import hash_seed, sequence_hashes
+from forebay.core.state.requests import id_hash
+from forebay.engine_model.model import EngineConfig, EngineModel, EngineRequest, Stored
 from forebay.events.base import Event, pack_u32, pack_u64, unpack_u32, unpack_u64
 from forebay.events.codec import decode, encode
 from forebay.events.control import Action, Command, PoolConfigured, Role, RouterConfig, WorkerCommanded
@@ -49,11 +49,11 @@ from forebay.events.topics import (
 )
 from forebay.events.transfer import Prefilled
 from forebay.events.work import AnyWorkEvent, ReannounceCache, WorkCancelled, WorkerCommand, WorkItem
-from forebay.live import owner, snapshots
-from forebay.live.owner import GroupSettings, Owner
+from forebay.live.owner import owner, snapshots
+from forebay.live.owner.owner import GroupSettings, Owner
 from forebay.transport.base import Draft, Log
-from forebay.transport.redis_leases import embedded_leases
-from forebay.transport.sqlite_log import SqliteLog
+from forebay.transport.redis.leases import embedded_leases
+from forebay.transport.sqlite.log import SqliteLog
 
 MODEL = "model"
 POOL = "default"

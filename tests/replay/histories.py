@@ -11,10 +11,10 @@ from forebay.events.codec import DecodeError, decode, encode
 from forebay.events.decisions import Advanced, JournalRecord, OwnerClaimed, SnapshotTaken
 from forebay.events.snapshots import SnapshotChunk
 from forebay.events.topics import DECISIONS, INPUTS, SNAPSHOTS, topic_named
-from forebay.replay.verify import Report, verify
+from forebay.replay.verify.verify import Report, verify
 from forebay.transport.base import Draft
-from forebay.transport.recorded import decode_or_none
-from forebay.transport.sqlite_log import SqliteLog
+from forebay.transport.history.reader import decode_or_none
+from forebay.transport.sqlite.log import SqliteLog
 from tests.core.worlds import Driver, perform
 
 GARBAGE = b"\xc1 no event"

@@ -10,8 +10,8 @@ from pathlib import Path
 from forebay.events.control import PoolConfigured, QueueConfig, RouterConfig
 from forebay.events.decisions import RequestHeld, RequestRejected, RequestRouted
 from forebay.events.requests import RoutingHints
-from forebay.live.owner import Owner
-from forebay.transport.sqlite_log import SqliteLog
+from forebay.live.owner.owner import Owner
+from forebay.transport.sqlite.log import SqliteLog
 from tests.system import BLOCK, MODEL, System, submitted, until, until_ended
 
 POOL = PoolConfigured(

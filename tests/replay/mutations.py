@@ -7,8 +7,8 @@ from typing import Any
 
 from forebay.events.codec import decode
 from forebay.events.topics import Topic
-from forebay.transport.sqlite_log import SqliteLog
-from forebay.transport.sqlite_schema import checksum
+from forebay.transport.sqlite.log import SqliteLog
+from forebay.transport.sqlite.schema import checksum
 
 Values = list[bytes]
 

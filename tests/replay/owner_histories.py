@@ -14,7 +14,7 @@ from forebay.events.decisions import JournalRecord, OwnerClaimed, SnapshotTaken
 from forebay.events.snapshots import SnapshotChunk
 from forebay.events.topics import DECISIONS, SNAPSHOTS, topic_named
 from forebay.transport.base import Draft
-from forebay.transport.sqlite_log import SqliteLog
+from forebay.transport.sqlite.log import SqliteLog
 from tests.core.worlds import Driver, actions, perform
 
 GARBAGE = b"\xc1 nobody reads this"

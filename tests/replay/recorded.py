@@ -9,7 +9,7 @@ from forebay.events.decisions import JournalRecord, OwnerClaimed
 from forebay.events.topics import DECISIONS, topic_named
 from forebay.replay.read_only import ReadOnlyLog
 from forebay.transport.base import Draft, Record
-from forebay.transport.sqlite_log import SqliteLog
+from forebay.transport.sqlite.log import SqliteLog
 from tests.core.worlds import Driver
 
 GARBAGE = b"\xc1"

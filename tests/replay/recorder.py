@@ -12,9 +12,9 @@ from forebay.events.decisions import JournalRecord, OwnerClaimed, SnapshotTaken
 from forebay.events.kv import BlocksStored, Tier
 from forebay.events.snapshots import SnapshotChunk
 from forebay.events.topics import DECISIONS, SNAPSHOTS, topic_named
-from forebay.replay.explain import Explanation, explain
+from forebay.replay.explain.explain import Explanation, explain
 from forebay.transport.base import Draft
-from forebay.transport.sqlite_log import SqliteLog
+from forebay.transport.sqlite.log import SqliteLog
 from tests.core.worlds import Driver
 
 

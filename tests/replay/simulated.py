@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
 from typing import Any
 
-from forebay.core.engine_model import EngineConfig, EngineModel
-from forebay.core.engine_timing import EngineTiming, MockerTiming
 from forebay.core.step import Decided, InputEvent, claim
 from forebay.core.world import CORE_VERSION, World
+from forebay.engine_model.model import EngineConfig, EngineModel
+from forebay.engine_model.timing import EngineTiming, MockerTiming
 from forebay.events.codec import encode
 from forebay.events.control import PoolConfigured, RouterConfig
 from forebay.events.decisions import JournalRecord, OwnerClaimed

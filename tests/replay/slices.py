@@ -10,14 +10,14 @@ import msgspec
 from forebay.events.codec import encode
 from forebay.events.groups import GroupPlaced
 from forebay.events.topics import DECISIONS, GROUPS, INPUTS, SNAPSHOTS
-from forebay.replay.record import OnProgress, Window, contents_of, copy, slice_of
-from forebay.replay.verify import Report, verify
-from forebay.transport import sqlite_schema as schema
+from forebay.replay.record.slice import OnProgress, Window, contents_of, copy, slice_of
+from forebay.replay.verify.verify import Report, verify
 from forebay.transport.base import Draft, Log, Record
-from forebay.transport.recorded_groups import groups_of
-from forebay.transport.recording import Contents
-from forebay.transport.recording_writer import RecordingWriter
-from forebay.transport.sqlite_log import SqliteLog
+from forebay.transport.history.groups import groups_of
+from forebay.transport.recording.manifest import Contents
+from forebay.transport.recording.writer import RecordingWriter
+from forebay.transport.sqlite import schema
+from forebay.transport.sqlite.log import SqliteLog
 from tests.system import MODEL, System, submitted, until, until_ended
 
 PREFIX = list(range(16))

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from xxhash import xxh3_64_intdigest
 
-from forebay.core.lifecycle import id_hash
-from forebay.core.policies import RoutingRequest, RoutingWorld
+from forebay.core.routing.policies import RoutingRequest, RoutingWorld
+from forebay.core.state.requests import id_hash
 from forebay.events.base import unpack_u64
 from forebay.events.codec import DecodeError, decode, encode
 from forebay.events.decisions import RequestAborted, RequestRejected, RequestRouted
@@ -22,16 +22,16 @@ from forebay.events.fleet import WorkerLost
 from forebay.events.requests import RequestSubmitted, RoutingHints
 from forebay.events.snapshots import SnapshotChunk
 from forebay.events.topics import DECISIONS, INPUTS, REQUESTS, SNAPSHOTS, Topic
-from forebay.replay import tie_seeds
-from forebay.replay.anonymize import Anonymized, AnonymousLog, record_anonymized
-from forebay.replay.masks import NotAnonymizable, Permutation
+from forebay.replay.anonymize import tie_seeds
+from forebay.replay.anonymize.anonymize import Anonymized, AnonymousLog, record_anonymized
+from forebay.replay.anonymize.masks import NotAnonymizable, Permutation
 from forebay.replay.read_only import SliceLog
-from forebay.replay.record import Window, contents_of, slice_of
-from forebay.replay.verify import Report, verify
+from forebay.replay.record.slice import Window, contents_of, slice_of
+from forebay.replay.verify.verify import Report, verify
 from forebay.transport.base import Draft, Log, LogError
-from forebay.transport.recording import Extent
-from forebay.transport.recording_writer import part_of
-from forebay.transport.sqlite_log import LogUnusable, SqliteLog
+from forebay.transport.recording.manifest import Extent
+from forebay.transport.recording.writer import part_of
+from forebay.transport.sqlite.log import LogUnusable, SqliteLog
 from tests.core.worlds import PROMPTS, joined, request, said_of
 from tests.replay.owner_histories import GARBAGE, WrittenDriver, dense_history, on_a_log, owner_histories, played
 
@@ -315,8 +315,8 @@ async def test_nothing_of_the_clients_is_in_the_file(tmp_path: Path) -> None:
 KILLED = """
 import asyncio, os, signal, sys
 from pathlib import Path
-from forebay.transport.recording_writer import RecordingWriter
-from forebay.transport.sqlite_log import SqliteLog
+from forebay.transport.recording.writer import RecordingWriter
+from forebay.transport.sqlite.log import SqliteLog
 from tests.replay.test_anonymize import written
 
 RecordingWriter.finish = lambda writer: os.kill(os.getpid(), signal.SIGKILL)
@@ -360,7 +360,7 @@ async def test_what_another_process_is_about_to_name_is_left_to_it(
     def die(part: Path) -> None:
         kept.append(part.read_bytes())
 
-    monkeypatch.setattr("forebay.transport.recording.seal", die)
+    monkeypatch.setattr("forebay.transport.recording.manifest.seal", die)
     await written(log, out)
     monkeypatch.undo()
     out.rename(part_of(out))

@@ -18,9 +18,9 @@ from forebay.events.topics import DECISIONS, FLEET
 from forebay.replay.at import Diverged, NotThere, arrive, embark, offset_at
 from forebay.replay.moment import Moment
 from forebay.transport.base import Draft, LogError
-from forebay.transport.recorded import decode_journal
-from forebay.transport.recording import utc
-from forebay.transport.sqlite_log import SqliteLog
+from forebay.transport.history.reader import decode_journal
+from forebay.transport.recording.manifest import utc
+from forebay.transport.sqlite.log import SqliteLog
 from tests.replay import incident
 from tests.replay.recorder import fleet
 from tests.replay.test_verify import rewrite

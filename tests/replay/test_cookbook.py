@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from forebay.cli.app import app
-from infra.recordings import META_SAYS
+from tests.harness.recordings import META_SAYS
 from tests.replay import incident
 from tests.replay.duck import ask
 

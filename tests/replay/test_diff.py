@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.core.counterfactual import Alternative
+from forebay.core.routing.counterfactual import Alternative
 from forebay.core.world import restore
 from forebay.events.base import pack_u64
 from forebay.events.control import BusyThresholds, BusyThresholdsSet, PoolConfigured, QueueConfig
@@ -17,9 +17,9 @@ from forebay.events.fleet import WorkerLost
 from forebay.events.kv import BlocksStored
 from forebay.events.progress import FirstTokenEmitted, RequestFinished, RequestProgress
 from forebay.events.requests import NO_HINTS, RoutingHints
-from forebay.replay.diff import AboutRequest, Comparison, diff
-from forebay.replay.diff_report import Report
-from forebay.replay.handover import Handover
+from forebay.replay.diff.diff import AboutRequest, Comparison, diff
+from forebay.replay.diff.handover import Handover
+from forebay.replay.diff.report import Report
 from forebay.replay.walk import Start, Walk
 from tests.core.worlds import CONFIGS, PROMPTS, Driver, actions, perform_all, pool, query, request
 from tests.replay.recorded import MemoryLog, log_of

@@ -5,13 +5,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from forebay.core.counterfactual import Alternative
+from forebay.core.routing.counterfactual import Alternative
 from forebay.events.control import DisaggConfig, DisaggPolicy, DisaggregationSet
 from forebay.events.progress import FirstTokenEmitted, RequestFinished, TransferFailed
-from forebay.replay.diff import diff
-from forebay.replay.diff_report import Report
-from forebay.replay.handover import Handover
-from forebay.replay.lived import lived
+from forebay.replay.diff.diff import diff
+from forebay.replay.diff.handover import Handover
+from forebay.replay.diff.report import Report
+from forebay.replay.observed import lived
 from tests.core.test_disaggregation import prefilled, said
 from tests.core.worlds import PROMPTS, request
 from tests.replay.recorder import Recorder, stored

@@ -3,8 +3,8 @@
 import pytest
 
 from forebay.events.decisions import CostTerms
-from forebay.replay.diff_report import MovedRequest
-from forebay.replay.diff_tally import (
+from forebay.replay.diff.report import MovedRequest
+from forebay.replay.diff.tally import (
     INTERVAL_FIRST_US,
     INTERVALS_MAX,
     MOST,

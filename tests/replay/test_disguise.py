@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from msgspec import inspect
 
-from forebay.core.lifecycle import content_hash
+from forebay.core.state.requests import content_hash
 from forebay.events.base import pack_u64
 from forebay.events.control import PoolConfigured, QueueConfig
 from forebay.events.decisions import JournalRecord
@@ -15,8 +15,8 @@ from forebay.events.fleet import WorkerJoined, WorkerSpec
 from forebay.events.requests import RequestSubmitted, RoutingHints, Sampling, TaintWeight, Task
 from forebay.events.snapshots import Chunk
 from forebay.events.topics import INPUTS
-from forebay.replay.disguise import Disguise
-from forebay.replay.masks import KEY_BYTES, Masks
+from forebay.replay.anonymize.events import Disguise
+from forebay.replay.anonymize.masks import KEY_BYTES, Masks
 
 KEY = bytes(range(KEY_BYTES))
 INPUT_EVENTS = [kind for topic in INPUTS for kind in get_args(topic.events)]

@@ -11,7 +11,7 @@ from forebay.events.control import BusyThresholds, BusyThresholdsSet, QueueClass
 from forebay.events.fleet import OwnershipAnnounced, WorkerDraining, WorkerLost, WorkerSuspect
 from forebay.events.progress import FirstTokenEmitted, OutputGrown, RequestFailed, RequestFinished
 from forebay.events.requests import RequestCancelled, RouterOverride, RoutingHints
-from forebay.replay.explain import UnknownRequest
+from forebay.replay.explain.explain import UnknownRequest
 from tests.core.worlds import PROMPTS, joined, pool, query, request
 from tests.replay.recorder import Recorder, fleet, said, stored, words
 
@@ -272,7 +272,7 @@ async def test_what_nobody_may_say_any_more_has_no_effect() -> None:
 
 
 async def test_a_search_that_saw_only_its_end_goes_back_to_its_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forebay.replay.find.PAGE_RECORDS", 1)
+    monkeypatch.setattr("forebay.replay.explain.find.PAGE_RECORDS", 1)
     made = fleet("a", queue=QueueConfig(threshold=0.25))
     made("requests", request("x", LONG))
     made("requests", request("r", SHORT))

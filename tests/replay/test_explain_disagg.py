@@ -16,8 +16,8 @@ from forebay.events.progress import (
     RequestFinished,
     TransferFailed,
 )
-from forebay.replay.life import Life
-from forebay.replay.life_parts import place_text
+from forebay.replay.explain.timeline import Life
+from forebay.replay.explain.timeline_parts import place_text
 from forebay.replay.moment import pools_of, requests_of
 from tests.core.worlds import LEASE_US, PROMPTS, joined, prefill_pool, prefilled_by, query, request
 from tests.replay.recorder import Recorder, stored, words

@@ -20,13 +20,13 @@ from forebay.events.control import RouterConfig
 from forebay.events.decisions import OwnerClaimed, RequestAborted, RequestRejected, RequestRouted, RouteAnswered
 from forebay.events.progress import FirstTokenEmitted, RequestFinished
 from forebay.events.topics import DECISIONS, KV_EVENTS, REQUESTS
-from forebay.replay.explain import Explanation, explain
-from forebay.replay.explanation import Candidate, Routing
-from forebay.replay.find import OfRequest
+from forebay.replay.explain.explain import Explanation, explain
+from forebay.replay.explain.explanation import Candidate, Routing
+from forebay.replay.explain.find import OfRequest
 from forebay.transport.base import Draft, LogError
-from forebay.transport.recorded import decode_journal, journal_records
-from forebay.transport.recorded_groups import groups_of
-from forebay.transport.sqlite_log import SqliteLog
+from forebay.transport.history.groups import groups_of
+from forebay.transport.history.reader import decode_journal, journal_records
+from forebay.transport.sqlite.log import SqliteLog
 from tests.core.worlds import PROMPTS, histories, perform, request
 from tests.replay.recorder import Recorder, fleet, said, stored, words
 from tests.system import System, submitted, until, until_ended
@@ -39,7 +39,7 @@ EVERY = 5  # requests of a golden recording
 
 
 def cost_of(one: Candidate, config: RouterConfig) -> float:
-    """The formula of `forebay.core.cost`, by the terms as they are told."""
+    """The formula of `forebay.core.routing.cost`, by the terms as they are told."""
     left = max(one.prefill_blocks - one.overlap_credit, 0.0)
     if config.selection_policy == "lmetric":
         cost = left * (one.decode_blocks + 1.0)

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from forebay.core.fleet import Worker
+from forebay.core.state.fleet import Worker
 from forebay.events.base import Event
 from forebay.events.codec import encode
 from forebay.events.control import Command, WorkerCommanded
@@ -16,9 +16,9 @@ from forebay.events.decisions import CommandSent, RequestRouted
 from forebay.events.fleet import WorkerLease, WorkerSpec
 from forebay.events.progress import CommandDone, FirstTokenEmitted, RequestFinished
 from forebay.events.topics import CONTROL, PROGRESS, Topic
-from forebay.live.owner import Owner
+from forebay.live.owner.owner import Owner
 from forebay.transport.base import Draft
-from forebay.transport.sqlite_log import SqliteLog
+from forebay.transport.sqlite.log import SqliteLog
 from tests.cli.in_process import forebay
 from tests.system import BLOCK, MODEL, SLOT, System, submitted, until
 

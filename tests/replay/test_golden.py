@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from forebay.core.policies import policy_class
+from forebay.core.routing.policies import policy_class
 from forebay.core.world import CORE_VERSION
 from forebay.events.base import Event, hex_digest
 from forebay.events.codec import decode, encode
@@ -40,13 +40,13 @@ from forebay.events.progress import (
 )
 from forebay.events.requests import RequestCancelled, RequestSubmitted
 from forebay.events.topics import DECISIONS, INPUTS
-from forebay.replay.golden import check_recording
-from forebay.replay.record import copy
-from forebay.replay.verify import Report
+from forebay.replay.record.slice import copy
+from forebay.replay.verify.golden import check_recording
+from forebay.replay.verify.verify import Report
 from forebay.transport.base import LogError, Record
-from forebay.transport.recorded import OtherRules, decode_or_none
-from forebay.transport.recording_writer import RecordingWriter
-from forebay.transport.sqlite_log import SqliteLog
+from forebay.transport.history.reader import OtherRules, decode_or_none
+from forebay.transport.recording.writer import RecordingWriter
+from forebay.transport.sqlite.log import SqliteLog
 from tests.logs.encoding import DIGESTS
 from tests.logs.record import FOLDER, SCENARIOS, SUFFIX, record
 

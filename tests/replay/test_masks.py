@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.core.lifecycle import id_hash
+from forebay.core.state.requests import id_hash
 from forebay.events.base import pack_u64, unpack_u64
 from forebay.events.codec import DecodeError, decode, unknown_tag
 from forebay.events.topics import FLEET, REQUESTS, Topic
-from forebay.replay.masks import KEY_BYTES, ROUNDS, Masks, Pairs, Permutation
+from forebay.replay.anonymize.masks import KEY_BYTES, ROUNDS, Masks, Pairs, Permutation
 
 KEY = bytes(range(KEY_BYTES))
 U64 = st.integers(0, 2**64 - 1)

@@ -17,16 +17,16 @@ from forebay.core.world import World
 from forebay.events.codec import decode, encode
 from forebay.events.decisions import Advanced, SnapshotTaken
 from forebay.events.topics import DECISIONS, PROGRESS
-from forebay.replay import record
-from forebay.replay.record import NothingDecided, Window, offset_at, slice_of
+from forebay.replay.record import slice as record
+from forebay.replay.record.slice import NothingDecided, Window, offset_at, slice_of
 from forebay.replay.walk import Start, Walk
-from forebay.transport import recording
 from forebay.transport.base import Draft, Log, LogError, Record
-from forebay.transport.recorded import newest_snapshot, snapshots_taken
-from forebay.transport.recorded_groups import groups_of, pools_of
-from forebay.transport.recording import utc
-from forebay.transport.recording_writer import RecordingWriter, part_of
-from forebay.transport.sqlite_log import LogUnusable, SqliteLog
+from forebay.transport.history.groups import groups_of, pools_of
+from forebay.transport.history.reader import newest_snapshot, snapshots_taken
+from forebay.transport.recording import manifest as recording
+from forebay.transport.recording.manifest import utc
+from forebay.transport.recording.writer import RecordingWriter, part_of
+from forebay.transport.sqlite.log import LogUnusable, SqliteLog
 from tests.replay.slices import (
     ASKED,
     OTHER,
@@ -52,8 +52,8 @@ COPIER = """
 import asyncio, os, signal, sys
 from pathlib import Path
 from forebay.replay import record
-from forebay.transport.recording_writer import RecordingWriter
-from forebay.transport.sqlite_log import SqliteLog
+from forebay.transport.recording.writer import RecordingWriter
+from forebay.transport.sqlite.log import SqliteLog
 from tests.replay.slices import ASKED, contents, written
 
 record.PAGE_RECORDS = int(sys.argv[4])
@@ -355,7 +355,7 @@ def test_kill_9_at_any_moment(source: Path, tmp_path: Path) -> None:
 ENV = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])}
 
 
-@pytest.mark.parametrize("step", ["forebay.transport.recording.seal", "pathlib.Path.rename"])
+@pytest.mark.parametrize("step", ["forebay.transport.recording.manifest.seal", "pathlib.Path.rename"])
 def test_a_writer_that_ends_before_its_recording_has_its_name(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
@@ -390,7 +390,7 @@ def test_another_command_does_not_go_on_with_it(source: Path, tmp_path: Path) ->
 
 
 def test_two_do_not_write_one_recording(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forebay.transport.sqlite_schema.BUSY_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("forebay.transport.sqlite.schema.BUSY_TIMEOUT_S", 0.01)
     out = tmp_path / "out"
     with opened(source) as log:
         writer = RecordingWriter.create(out, asyncio.run(contents(log)))

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from forebay.replay.verify import verify
-from forebay.transport.sqlite_log import SqliteLog
+from forebay.replay.verify.verify import verify
+from forebay.transport.sqlite.log import SqliteLog
 from tests.core.worlds import PROMPTS, request
 from tests.replay.owner_histories import WrittenDriver, on_a_log
 from tests.replay.slices import sliced

@@ -12,11 +12,11 @@ import pytest
 from forebay.events.codec import decode
 from forebay.events.decisions import RequestRouted
 from forebay.events.topics import DECISIONS
-from forebay.replay.record import Window
-from forebay.transport import sqlite_schema as schema
+from forebay.replay.record.slice import Window
 from forebay.transport.base import Draft, LogError
-from forebay.transport.recording import require_sealed, seal
-from forebay.transport.sqlite_log import CorruptRecord, LogUnusable, MissingRecords, SqliteLog
+from forebay.transport.recording.manifest import require_sealed, seal
+from forebay.transport.sqlite import schema
+from forebay.transport.sqlite.log import CorruptRecord, LogUnusable, MissingRecords, SqliteLog
 from tests.replay.slices import journal_of, opened, report_of, run, sliced
 
 SEED = 42

@@ -16,10 +16,10 @@ from forebay.events.codec import decode, encode
 from forebay.events.decisions import RequestRouted
 from forebay.events.kv import BlocksStored
 from forebay.events.topics import DECISIONS, KV_EVENTS, Topic
-from forebay.replay.verify import Report, verify
+from forebay.replay.verify.verify import Report, verify
 from forebay.transport.base import LogError
-from forebay.transport.sqlite_log import SqliteLog
-from forebay.transport.sqlite_schema import checksum
+from forebay.transport.sqlite.log import SqliteLog
+from forebay.transport.sqlite.schema import checksum
 from tests.system import System, submitted, until, until_ended
 
 PREFIX = list(range(16))

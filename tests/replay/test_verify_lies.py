@@ -16,10 +16,10 @@ from forebay.events.decisions import Advanced, JournalRecord, OwnerClaimed, Requ
 from forebay.events.groups import GroupPlaced
 from forebay.events.snapshots import SnapshotChunk, WorldState
 from forebay.events.topics import DECISIONS, FLEET, GROUPS, SNAPSHOTS
-from forebay.replay.record import Window
+from forebay.replay.record.slice import Window
 from forebay.transport.base import Draft, LogError
-from forebay.transport.recording_writer import RecordingWriter
-from forebay.transport.sqlite_log import SqliteLog
+from forebay.transport.recording.writer import RecordingWriter
+from forebay.transport.sqlite.log import SqliteLog
 from tests.cli.test_up import forebay as process
 from tests.replay.mutations import find, replaced, rewritten
 from tests.replay.slices import contents, journal_of, opened, report_of, run

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay.events.topics import SNAPSHOTS
-from forebay.replay.verify import FOREIGN_PROGRESS
+from forebay.replay.verify.verify import FOREIGN_PROGRESS
 from forebay.transport.base import LogError
 from tests.core.worlds import actions
 from tests.replay.histories import Topics, follows, verified, written

@@ -11,9 +11,9 @@ import pytest
 from forebay.events.codec import decode
 from forebay.events.decisions import RequestRouted, SnapshotTaken
 from forebay.events.topics import DECISIONS, KV_EVENTS, METRICS, PROGRESS, SNAPSHOTS, Topic
-from forebay.replay.verify import UNVERIFIED, verify
+from forebay.replay.verify.verify import UNVERIFIED, verify
 from forebay.transport.base import Log, LogError
-from forebay.transport.sqlite_log import SqliteLog
+from forebay.transport.sqlite.log import SqliteLog
 from tests.benchmarks.recordings import Shape, write_recording
 from tests.replay.mutations import find, replaced, rewritten
 from tests.replay.test_verify_divergence import verify as command

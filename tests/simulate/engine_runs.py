@@ -3,8 +3,8 @@
 import random
 from typing import Any
 
-from forebay.core.engine_model import EngineConfig
-from forebay.core.engine_timing import EngineTiming, LinearTiming
+from forebay.engine_model.model import EngineConfig
+from forebay.engine_model.timing import EngineTiming, LinearTiming
 from forebay.events.base import pack_u64
 from forebay.simulate.profiles.observed import EngineRun, ModelledRun, Observed
 

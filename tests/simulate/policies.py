@@ -1,6 +1,6 @@
 """A user's policy, for the simulator's tests."""
 
-from forebay.core.policies import RoutingRequest, RoutingWorld
+from forebay.core.routing.policies import RoutingRequest, RoutingWorld
 
 
 class LeastUsed:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from forebay.core.engine_timing import decode_us, prefill_us
+from forebay.engine_model.timing import decode_us, prefill_us
 from forebay.simulate.outcome import Served
 from forebay.simulate.settings import Delay, Delays, Settings, policy
 from forebay.simulate.simulation import Simulation

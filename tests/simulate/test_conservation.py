@@ -13,7 +13,7 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from forebay.core.policies import BUILT_IN
+from forebay.core.routing.policies import BUILT_IN
 from forebay.simulate import cluster
 from forebay.simulate.outcome import Outcome, summary
 from forebay.simulate.settings import (

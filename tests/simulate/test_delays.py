@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.core.engine_timing import decode_us, prefill_us
+from forebay.engine_model.timing import decode_us, prefill_us
 from forebay.simulate.delays import Draws, Hop, exponential
 from forebay.simulate.outcome import Outcome
 from forebay.simulate.settings import DELAYS, Delay, Delays, policy

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from forebay.core.engine_timing import decode_us, prefill_us
+from forebay.engine_model.timing import decode_us, prefill_us
 from forebay.simulate.outcome import Outcome, Served, summary
 from forebay.simulate.settings import (
     Delay,

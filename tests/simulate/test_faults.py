@@ -2,7 +2,7 @@
 
 import pytest
 
-from forebay.core.engine_timing import decode_us, prefill_us
+from forebay.engine_model.timing import decode_us, prefill_us
 from forebay.simulate import cluster
 from forebay.simulate.delays import Draws
 from forebay.simulate.outcome import Outcome, Served, summary

@@ -2,8 +2,8 @@
 
 import pytest
 
-from forebay.simulate.goodput import Slo, SloUnusable, goodput, requests_per_s, service_levels
 from forebay.simulate.outcome import Outcome, Requests, Served
+from forebay.simulate.slo import Slo, SloUnusable, goodput, requests_per_s, service_levels
 
 
 def served(ttft_ms: float, itl_ms: float, output_tokens: int = 11, arrived_us: int = 0) -> Served:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from forebay.core.engine_timing import decode_us, prefill_us
+from forebay.engine_model.timing import decode_us, prefill_us
 from forebay.simulate.settings import policy
 from forebay.simulate.simulation import Simulation
 from forebay.simulate.workload import Turn

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, event, example, given, settings
 from hypothesis import strategies as st
 
-from forebay.core.engine_timing import decode_us, prefill_us
+from forebay.engine_model.timing import decode_us, prefill_us
 from forebay.simulate.settings import Transfer, policy
 from forebay.simulate.simulation import Simulation
 from forebay.simulate.transfers import LEASE_US

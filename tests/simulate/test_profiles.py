@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.core.engine_timing import LinearTiming, MockerTiming, RooflineTiming
+from forebay.engine_model.timing import LinearTiming, MockerTiming, RooflineTiming
 from forebay.simulate.profiles.profile import Profile, Sizes, load_profile, write_linear
 from forebay.simulate.profiles.sheets import ProfileUnusable, gpu_sheet, read_transformer
 

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from forebay.cli.app import app
-from forebay.core.engine_timing import LinearTiming
+from forebay.engine_model.timing import LinearTiming
 from forebay.simulate.profiles.profile import Sizes, load_profile
 
 COSTS = LinearTiming(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from forebay.core.engine_model import EngineConfig
+from forebay.engine_model.model import EngineConfig
 from forebay.simulate.profiles import fitting
 from forebay.simulate.profiles.fitting import REQUESTS_MIN, Fit, FitImpossible, fit
 from forebay.simulate.profiles.observed import EngineRun, ModelledRun, Observed

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from forebay.core.engine_model import EngineConfig
+from forebay.engine_model.model import EngineConfig
 from forebay.simulate.profiles.observed import EngineRun, Observed
 from forebay.simulate.profiles.timeline import COSTS, amounts
 

@@ -5,8 +5,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from forebay.core.engine_timing import LinearTiming, decode_us
 from forebay.core.world import World
+from forebay.engine_model.timing import LinearTiming, decode_us
 from forebay.events.base import pack_u64
 from forebay.events.control import BusyThresholds, QueueConfig, RouterConfig
 from forebay.events.fleet import WorkerJoined, WorkerLost

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from forebay.core.engine_timing import decode_us, prefill_us
-from forebay.core.policies import BUILT_IN
+from forebay.core.routing.policies import BUILT_IN
+from forebay.engine_model.timing import decode_us, prefill_us
 from forebay.events.base import unpack_u64
 from forebay.events.control import QueueClass, QueueConfig, RouterConfig
 from forebay.simulate.mooncake import BLOCK_TOKENS, Row

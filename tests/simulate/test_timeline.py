@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay.core.engine_model import EngineModel, Load
+from forebay.engine_model.model import EngineModel, Load
 from forebay.simulate.outcome import Timeline
 from forebay.simulate.rank import EngineRank
 from forebay.simulate.settings import engine_config, policy

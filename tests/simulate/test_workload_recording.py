@@ -8,8 +8,8 @@ import pytest
 from forebay.events.base import unpack_u64
 from forebay.events.progress import FirstTokenEmitted, RequestFinished
 from forebay.events.requests import RequestCancelled, RequestSubmitted, RoutingHints
-from forebay.replay.lived import lived
-from forebay.replay.record import Window
+from forebay.replay.observed import lived
+from forebay.replay.record.slice import Window
 from forebay.simulate.reading import open_workload
 from forebay.simulate.workload import Turn, Workload, WorkloadOptions, WorkloadUnusable, sequence_hashes
 from tests.core.worlds import BLOCK, PROMPTS, request

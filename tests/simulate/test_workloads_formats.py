@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from forebay.simulate.reading import FORMATS, open_workload, told_format
 from forebay.simulate.workload import Turn, WorkloadOptions, WorkloadUnusable
-from forebay.simulate.workloads import played
-from forebay.simulate.workloads.figures import figures
+from forebay.simulate.workloads import prepare as played
 from forebay.simulate.workloads.rows import Header, LinkedRow
+from forebay.simulate.workloads.statistics import figures
 from forebay.simulate.workloads.synthetic import Recipe
 from forebay.simulate.workloads.writing import written
 

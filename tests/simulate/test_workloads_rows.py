@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.core.blocks import sequence_hashes as hashes_of_tokens
+from forebay.core.block_hashes import sequence_hashes as hashes_of_tokens
 from forebay.events.base import pack_u32, unpack_u64
 from forebay.simulate.reading import open_workload
 from forebay.simulate.workload import Turn, WorkloadOptions, WorkloadUnusable, sequence_hashes

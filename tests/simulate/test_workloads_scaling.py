@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from forebay.simulate.reading import open_workload
 from forebay.simulate.workload import Turn, WorkloadOptions, WorkloadUnusable
 from forebay.simulate.workloads import scaling
-from forebay.simulate.workloads.figures import figures
+from forebay.simulate.workloads.statistics import figures
 
 SIZE = 512
 Rows = list[dict[str, Any]]

@@ -13,8 +13,8 @@ import pytest
 from forebay.simulate.reading import open_workload
 from forebay.simulate.workload import Turn, WorkloadOptions, WorkloadUnusable
 from forebay.simulate.workloads.draws import Lengths, bursty, diurnal, exp, exponential, normal, poisson, wave
-from forebay.simulate.workloads.figures import figures
 from forebay.simulate.workloads.source import Faults
+from forebay.simulate.workloads.statistics import figures
 from forebay.simulate.workloads.synthetic import Synthetic
 
 SEED = 5

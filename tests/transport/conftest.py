@@ -12,8 +12,8 @@ import pytest
 import redis
 
 from forebay.transport.base import Draft, Record, Tail
-from forebay.transport.redis_leases import RedisLeases
-from forebay.transport.sqlite_log import SqliteLog
+from forebay.transport.redis.leases import RedisLeases
+from forebay.transport.sqlite.log import SqliteLog
 
 PATIENCE_S = 20.0
 READ_MAX = 100_000

@@ -6,7 +6,7 @@ import pytest
 
 from forebay.transport.base import Log
 from forebay.transport.faults import Crashed, FaultyLog
-from forebay.transport.sqlite_log import SqliteLog
+from forebay.transport.sqlite.log import SqliteLog
 from tests.transport.conftest import Wakes, drafts, numbers, stored
 
 

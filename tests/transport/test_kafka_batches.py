@@ -17,10 +17,10 @@ from forebay.events.schema import TOPICS
 from forebay.transport.base import Record
 from forebay.transport.dead_letters import CONTENT_BYTES_MAX, HEADERS_BYTES_MAX, dead_letter
 from forebay.transport.decoding import event_of
-from forebay.transport.kafka_batches import DECOMPRESSED_BYTES_MAX
-from forebay.transport.kafka_consumer import Batches, DenseRecords
-from forebay.transport.kafka_tail import AT_MS_MAX, record_of
-from forebay.transport.kafka_writer import RECORD_BYTES_MAX, size_of
+from forebay.transport.kafka.batches import DECOMPRESSED_BYTES_MAX
+from forebay.transport.kafka.consumer import Batches, DenseRecords
+from forebay.transport.kafka.tail import AT_MS_MAX, record_of
+from forebay.transport.kafka.writer import RECORD_BYTES_MAX, size_of
 from tests.raw_batches import (
     CODECS,
     CONTROL,

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from forebay.transport.kafka_start import start_whole
+from forebay.transport.kafka.start import start_whole
 
 
 class Client:
@@ -53,7 +53,7 @@ async def test_a_start_that_is_cancelled_ends_by_itself_before_the_client_is_sto
 
 
 async def test_a_start_that_hangs_does_not_hold_up_its_cancellation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forebay.transport.kafka_start.CANCEL_GRACE_S", 0.01)
+    monkeypatch.setattr("forebay.transport.kafka.start.CANCEL_GRACE_S", 0.01)
     client = Client()
     starting = await cancelled_midway(client)
     with pytest.raises(asyncio.CancelledError):

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay.transport import sqlite_tail
 from forebay.transport.base import Draft, Record, Tail
-from forebay.transport.sqlite_log import RECORD_BYTES_MAX, SqliteLog
+from forebay.transport.sqlite import tail as sqlite_tail
+from forebay.transport.sqlite.log import RECORD_BYTES_MAX, SqliteLog
 from tests.transport.conftest import Wakes, drafts, drain, numbers, stored
 
 PLACES = [("a", 0), ("a", 1), ("b.with-dots-0", 0), ("b.with-dots-0", (1 << 23) - 1)]

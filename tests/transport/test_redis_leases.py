@@ -12,7 +12,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from forebay.transport.base import LeaseError
-from forebay.transport.redis_leases import KEPT_TTLS, RedisLeases, embedded_leases
+from forebay.transport.redis.leases import KEPT_TTLS, RedisLeases, embedded_leases
 from tests.transport.conftest import until
 
 GROUP = "model"

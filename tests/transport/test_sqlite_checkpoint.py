@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from forebay.transport import sqlite_checkpoint
-from forebay.transport import sqlite_schema as schema
 from forebay.transport.base import Draft, LogError
-from forebay.transport.sqlite_checkpoint import PAGE_BYTES, Checkpointer
-from forebay.transport.sqlite_log import SqliteLog
+from forebay.transport.sqlite import checkpoint as sqlite_checkpoint
+from forebay.transport.sqlite import schema
+from forebay.transport.sqlite.checkpoint import PAGE_BYTES, Checkpointer
+from forebay.transport.sqlite.log import SqliteLog
 from tests.transport.conftest import drafts
 
 LARGE = 2 << 20

@@ -12,17 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from forebay.transport import sqlite_checkpoint
-from forebay.transport import sqlite_schema as schema
 from forebay.transport.base import Draft, LogError
-from forebay.transport.sqlite_log import CorruptRecord, LogUnusable, MissingRecords, SqliteLog
+from forebay.transport.sqlite import checkpoint as sqlite_checkpoint
+from forebay.transport.sqlite import schema
+from forebay.transport.sqlite.log import CorruptRecord, LogUnusable, MissingRecords, SqliteLog
 from tests.transport.conftest import Wakes, drafts, drain, numbers, stored
 
 # Appends for ever, several calls under way at once, and prints each offset once it is acknowledged.
 WRITER = """
 import asyncio, sys
 from forebay.transport.base import Draft
-from forebay.transport.sqlite_log import SqliteLog
+from forebay.transport.sqlite.log import SqliteLog
 
 async def write(log, partition):
     while True:

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.transport.sqlite_schema import checksum, decode_headers, encode_headers
+from forebay.transport.sqlite.schema import checksum, decode_headers, encode_headers
 
 FIELDS = st.tuples(
     st.from_regex(r"[a-z0-9.-]{1,8}", fullmatch=True),

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from forebay.transport.base import Draft
-from forebay.transport.sqlite_log import MissingRecords, SqliteLog, TrimmedRecords
+from forebay.transport.sqlite.log import MissingRecords, SqliteLog, TrimmedRecords
 from tests.transport.conftest import Wakes, drafts, drain, numbers, stored
 
 PLACES = [("topic", 0), ("topic", 1), ("other", 0)]
@@ -26,7 +26,7 @@ RECORD_BYTES = 20_000
 TRIMMER = """
 import asyncio, sys
 from forebay.transport.base import Draft
-from forebay.transport.sqlite_log import SqliteLog
+from forebay.transport.sqlite.log import SqliteLog
 
 async def main():
     log = SqliteLog.open(sys.argv[1])

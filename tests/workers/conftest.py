@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from forebay.core.blocks import hash_seed, sequence_hashes
-from forebay.core.engine_model import EngineConfig
+from forebay.core.block_hashes import hash_seed, sequence_hashes
+from forebay.engine_model.model import EngineConfig
 from forebay.events.base import Event, pack_u32
 from forebay.events.codec import decode, encode
 from forebay.events.fleet import WorkerJoined, WorkerSpec
@@ -17,12 +17,12 @@ from forebay.events.requests import Sampling
 from forebay.events.topics import DEAD_LETTERS, FLEET, KV_EVENTS, METRICS, PROGRESS, TOKENS, Topic, work_topic
 from forebay.events.work import AnyWorkEvent, WorkItem
 from forebay.transport.base import Draft, Lease, Leases, Log, Record
-from forebay.transport.redis_leases import embedded_leases
-from forebay.transport.sqlite_log import SqliteLog
+from forebay.transport.redis.leases import embedded_leases
+from forebay.transport.sqlite.log import SqliteLog
 from forebay.workers.engine import Engine
-from forebay.workers.lease_keeper import LeaseKeeper
-from forebay.workers.mock.engine import MockEngine
-from forebay.workers.worker import Worker
+from forebay.workers.engines.mock.engine import MockEngine
+from forebay.workers.runtime.lease_keeper import LeaseKeeper
+from forebay.workers.runtime.worker import Worker
 
 VOCABULARY = tuple(range(1000, 1100))
 GROUP = "model"

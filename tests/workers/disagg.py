@@ -13,10 +13,10 @@ from forebay.events.progress import PrefillFailed, PrefillFinished, RequestFinis
 from forebay.events.tokens import ResponseEnded, TokensEmitted
 from forebay.events.transfer import Prefilled
 from forebay.events.work import WorkCancelled, WorkItem
-from forebay.workers.mock.engine import MockEngine
-from forebay.workers.mock.kv import KvSettings, MockKv
-from forebay.workers.mock.rank import Rank
-from forebay.workers.worker import Worker
+from forebay.workers.engines.mock.engine import MockEngine
+from forebay.workers.engines.mock.kv import KvSettings, MockKv
+from forebay.workers.engines.mock.rank import Rank
+from forebay.workers.runtime.worker import Worker
 from tests.workers.conftest import GROUP, PARTITION, Scene, engine_config, until, work_item
 
 BLOCK_BYTES = 32

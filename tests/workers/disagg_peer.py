@@ -11,7 +11,7 @@ import msgspec
 from forebay.events.transfer import Prefilled
 from forebay.events.work import WorkItem
 from forebay.workers.engine import EngineBatch
-from forebay.workers.mock.engine import MockEngine
+from forebay.workers.engines.mock.engine import MockEngine
 from tests.workers.conftest import Scene, engine_config
 from tests.workers.disagg import kv_settings
 from tests.workers.other_process import OtherProcess, running

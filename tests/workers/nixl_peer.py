@@ -7,7 +7,7 @@ import sys
 import msgspec
 import numpy as np
 
-from forebay.workers.nixl_read import Offers
+from forebay.workers.kv_transfer.embeddings import Offers
 
 ARENA = 64 << 20
 

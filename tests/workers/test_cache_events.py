@@ -6,15 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.core.engine_model import Removed, Stored
+from forebay.engine_model.model import Removed, Stored
 from forebay.events.base import unpack_u64
 from forebay.events.codec import decode
 from forebay.events.fleet import WorkerSpec
 from forebay.events.kv import AnyKvEvent, BlocksRemoved, BlocksStored, CacheCleared
 from forebay.events.topics import KV_EVENTS
 from forebay.transport.base import Draft
-from forebay.workers import cache_events
-from forebay.workers.cache_events import CacheEvents, chains
+from forebay.workers.runtime import cache_events
+from forebay.workers.runtime.cache_events import CacheEvents, chains
 
 EPOCH = 7
 

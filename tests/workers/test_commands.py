@@ -13,10 +13,10 @@ from forebay.events.kv import BlocksStored, CacheCleared
 from forebay.events.progress import CommandDone, CommandRefused, RequestFailed, RequestFinished
 from forebay.events.topics import FLEET
 from forebay.events.work import WorkerCommand, WorkItem
-from forebay.workers.commands import ERROR_CHARS_MAX, WAITING_MAX
 from forebay.workers.engine import EngineError, EngineRefused
-from forebay.workers.mock.engine import MockEngine
-from forebay.workers.worker import Worker
+from forebay.workers.engines.mock.engine import MockEngine
+from forebay.workers.runtime.commands import ERROR_CHARS_MAX, WAITING_MAX
+from forebay.workers.runtime.worker import Worker
 from tests.workers.conftest import GROUP, PARTITION, Scene, engine_config, until, work_item
 
 

@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
-from forebay.core.engine_sequence import speech
+from forebay.engine_model.sequence import speech
 from forebay.events.base import unpack_u32
 from forebay.events.control import Command, Role
 from forebay.events.fleet import WorkerSpec
 from forebay.events.transfer import Prefilled
 from forebay.events.work import WorkItem
 from forebay.workers.engine import EngineBatch
-from forebay.workers.mock.engine import MockEngine
+from forebay.workers.engines.mock.engine import MockEngine
 from tests.workers.conftest import VOCABULARY, engine_config, until, work_item
 from tests.workers.disagg import kv_settings
 

@@ -13,8 +13,8 @@ from forebay.events.progress import PrefillFinished
 from forebay.events.tokens import ResponseEnded
 from forebay.events.topics import FLEET
 from forebay.events.work import ReleaseKv
+from forebay.workers.engines.mock import kv as mock_kv
 from forebay.workers.kv_transfer.transport import open_transport
-from forebay.workers.mock import kv as mock_kv
 from tests.workers.conftest import PARTITION, Scene, until, work_item
 from tests.workers.disagg import PROMPT, Pair, aggregated, kv_settings, pair_of, said_by, serving, side
 from tests.workers.disagg_peer import peer

@@ -9,21 +9,21 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
-from forebay.core.blocks import mm_hashes, sequence_hashes
+from forebay.core.block_hashes import mm_hashes, sequence_hashes
 from forebay.events.base import pack_u32
 from forebay.events.control import Command
 from forebay.events.kv import BlocksStored
 from forebay.events.media import Media
 from forebay.events.progress import FirstTokenEmitted
 from forebay.workers.engine import EngineError
+from forebay.workers.engines.mock import kv as mock_kv
+from forebay.workers.engines.mock.engine import MockEngine
+from forebay.workers.engines.standin_encoder import StandInEncoder
 from forebay.workers.kv_transfer.api import REASONS
+from forebay.workers.kv_transfer.nixl_agent import TransferError
 from forebay.workers.kv_transfer.transport import open_transport
-from forebay.workers.metrics import WorkerMetrics
-from forebay.workers.mock import kv as mock_kv
-from forebay.workers.mock.engine import MockEngine
-from forebay.workers.nixl_agent import TransferError
-from forebay.workers.probes import Probes
-from forebay.workers.standin_encoder import StandInEncoder
+from forebay.workers.runtime.metrics import WorkerMetrics
+from forebay.workers.runtime.probes import Probes
 from tests.workers.conftest import Scene, engine_config, until, work_item
 from tests.workers.disagg import BLOCK_BYTES, PROMPT, Pair, aggregated, kv_settings, pair_of, said_by, serving, side
 from tests.workers.test_media import Memory
@@ -240,7 +240,7 @@ async def test_a_disagg_worker_without_nixl_says_so_when_it_starts(
     one = side(scene, role, kv_settings())
     with pytest.raises(EngineError, match="KV blocks travel by NIXL, which cannot be imported"):
         await one.worker.run()
-    monkeypatch.setattr("forebay.workers.mock.engine.find_spec", lambda _: None)
+    monkeypatch.setattr("forebay.workers.engines.mock.engine.find_spec", lambda _: None)
     with pytest.raises(EngineError, match="numpy, which is not installed"):
         await side(scene, role, kv_settings(transport="tcp")).engine.start(one.worker.spec)
 

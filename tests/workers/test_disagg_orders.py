@@ -8,8 +8,8 @@ import msgspec
 import pytest
 from prometheus_client.registry import Collector
 
-from forebay.core.blocks import sequence_hashes
-from forebay.core.engine_model import Emitted, Finished, FirstToken, Load
+from forebay.core.block_hashes import sequence_hashes
+from forebay.engine_model.model import Emitted, Finished, FirstToken, Load
 from forebay.events.base import pack_u32, unpack_u32
 from forebay.events.control import Command
 from forebay.events.fleet import WorkerDraining, WorkerLost, WorkerSpec
@@ -34,7 +34,7 @@ from forebay.workers.engine import (
     PromptPrefilled,
     Publish,
 )
-from forebay.workers.worker import Worker
+from forebay.workers.runtime.worker import Worker
 from tests.workers.conftest import GROUP, PARTITION, Scene, until, work_item
 
 PROMPT = [1, 2, 3, 4, 5, 6]

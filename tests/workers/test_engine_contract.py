@@ -9,14 +9,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from forebay.core.engine_model import EngineConfig, Stored
+from forebay.engine_model.model import EngineConfig, Stored
 from forebay.events.control import Command
 from forebay.events.fleet import WorkerSpec
 from forebay.workers.engine import Engine, EngineRefused
-from forebay.workers.engine_settings import EngineSettings
-from forebay.workers.mock.engine import MockEngine
-from forebay.workers.sglang.engine import SglangEngine
-from forebay.workers.tensorrt_llm.engine import TensorRtLlmEngine
+from forebay.workers.engines.mock.engine import MockEngine
+from forebay.workers.engines.settings import EngineSettings
+from forebay.workers.engines.sglang.engine import SglangEngine
+from forebay.workers.engines.tensorrt_llm.engine import TensorRtLlmEngine
 from tests.engines.driven import Driven, driven
 from tests.workers.standins import sglang_standin, tensorrt_llm_standin
 

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable
 
 from forebay.transport.base import Lease, LeaseError, Leases
-from forebay.workers.lease_keeper import LeaseKeeper
+from forebay.workers.runtime.lease_keeper import LeaseKeeper
 from tests.workers.conftest import until
 
 GROUP = "model"

@@ -4,8 +4,8 @@ from itertools import product
 
 import pytest
 
-from forebay.core.machine import IllegalTransition
-from forebay.workers.life import TRANSITIONS, Life, Move, State
+from forebay.core.state_machine import IllegalTransition
+from forebay.workers.runtime.life_cycle import TRANSITIONS, Life, Move, State
 
 LEGAL: dict[tuple[State, Move], State] = {
     (State.CREATED, Move.REGISTER): State.REGISTERED,

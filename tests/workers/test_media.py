@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from forebay.core.blocks import block_hashes, mm_hash, mm_hashes, sequence_hashes
+from forebay.core.block_hashes import block_hashes, mm_hash, mm_hashes, sequence_hashes
 from forebay.events.base import pack_u32, unpack_u32, unpack_u64
 from forebay.events.control import Command
 from forebay.events.fleet import WorkerSpec
@@ -20,14 +20,15 @@ from forebay.events.media import Encoded, Media
 from forebay.events.progress import EncodeFailed, EncodeFinished, RequestFailed, RequestFinished, TransferFailed
 from forebay.events.tokens import ResponseEnded, TokensEmitted
 from forebay.events.work import WorkCancelled
-from forebay.workers import media_feed, nixl_agent
-from forebay.workers.encode_engine import EncodeEngine
 from forebay.workers.engine import EngineBatch, EngineError, EngineRefused
-from forebay.workers.mock.engine import MockEngine
-from forebay.workers.nixl_agent import TransferError
-from forebay.workers.resume import continued
-from forebay.workers.standin_encoder import WIDTH, MediaUnusable, StandInEncoder
-from forebay.workers.worker import Worker
+from forebay.workers.engines.encode import EncodeEngine
+from forebay.workers.engines.mock.engine import MockEngine
+from forebay.workers.engines.standin_encoder import WIDTH, MediaUnusable, StandInEncoder
+from forebay.workers.kv_transfer import nixl_agent
+from forebay.workers.kv_transfer.nixl_agent import TransferError
+from forebay.workers.runtime import media_feed
+from forebay.workers.runtime.resume import continued
+from forebay.workers.runtime.worker import Worker
 from tests.workers.conftest import GROUP, PARTITION, Scene, until, work_item
 
 np = pytest.importorskip("numpy", reason="numpy is not installed")
@@ -97,8 +98,8 @@ class MemoryReader:
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
     memory = Memory()
-    monkeypatch.setattr("forebay.workers.encode_engine.Offers", memory.offers)
-    monkeypatch.setattr("forebay.workers.encode_engine.load_nixl", lambda: None)
+    monkeypatch.setattr("forebay.workers.engines.encode.Offers", memory.offers)
+    monkeypatch.setattr("forebay.workers.engines.encode.load_nixl", lambda: None)
     monkeypatch.setattr(media_feed.MediaFeed.__init__, "__defaults__", (memory.reader,))
     return memory
 
@@ -450,7 +451,7 @@ def test_the_stand_in_refuses_what_is_no_image(monkeypatch: pytest.MonkeyPatch) 
     for content in (b"", b"GIF89a", png()[:40]):
         with pytest.raises(MediaUnusable, match="cannot be decoded"):
             StandInEncoder().encode(media(content))
-    monkeypatch.setattr("forebay.workers.standin_encoder.IMAGE_PIXELS_MAX", 100)
+    monkeypatch.setattr("forebay.workers.engines.standin_encoder.IMAGE_PIXELS_MAX", 100)
     with pytest.raises(MediaUnusable, match="16 x 16 pixels is too large"):
         StandInEncoder().encode(media(png()))
 

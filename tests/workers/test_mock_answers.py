@@ -7,14 +7,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from forebay.core.blocks import sequence_hashes
-from forebay.core.engine_model import EngineConfig, Stored
+from forebay.core.block_hashes import sequence_hashes
+from forebay.engine_model.model import EngineConfig, Stored
 from forebay.events.base import pack_u32, unpack_u32
 from forebay.events.requests import Sampling
 from forebay.events.work import WorkItem
 from forebay.workers.engine import EngineBatch
-from forebay.workers.mock.answers import DIMENSIONS
-from forebay.workers.mock.engine import MockEngine
+from forebay.workers.engines.mock.engine import MockEngine
+from forebay.workers.engines.mock.outputs import DIMENSIONS
 
 CONFIG = EngineConfig(vocabulary=tuple(range(100, 140)), block_size=4, kv_blocks_total=64, max_num_seqs=8)
 

@@ -6,12 +6,12 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from forebay.core.engine_sequence import speech
+from forebay.engine_model.sequence import speech
 from forebay.events.base import pack_u64, unpack_u32
 from forebay.events.fleet import WorkerSpec
 from forebay.events.requests import Sampling
 from forebay.workers.engine import EngineBatch
-from forebay.workers.mock.engine import MockEngine
+from forebay.workers.engines.mock.engine import MockEngine
 from tests.workers.conftest import VOCABULARY, engine_config, until, work_item
 
 SPEC = WorkerSpec(

@@ -15,8 +15,8 @@ np = pytest.importorskip("numpy", reason="numpy is not installed")
 pytest.importorskip("nixl_cu12", reason="NIXL (nixl-cu12) is not installed")
 
 from forebay.events.media import Encoded  # noqa: E402 - NIXL first
-from forebay.workers.nixl_agent import TransferError, agent_name  # noqa: E402
-from forebay.workers.nixl_read import Offers, Reader  # noqa: E402
+from forebay.workers.kv_transfer.embeddings import Offers, Reader  # noqa: E402
+from forebay.workers.kv_transfer.nixl_agent import TransferError, agent_name  # noqa: E402
 from tests.workers.conftest import until  # noqa: E402
 from tests.workers.nixl_peer import array  # noqa: E402
 from tests.workers.other_process import PATIENCE_S, TIMEOUT_S, OtherProcess, running  # noqa: E402

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.events.requests import Sampling
+from forebay.workers.engines.service.request import Refused, Request
 from forebay.workers.pipeline import Generate, Log, Pipeline, Retry, StopSequences, TokenLimit
-from forebay.workers.service_request import Refused, Request
 
 ASKED = Request(request_id="r", token_ids=(1, 2, 3), sampling=Sampling(max_tokens=100))
 

@@ -15,8 +15,8 @@ from forebay.events.topics import KV_EVENTS
 from forebay.events.work import ReannounceCache
 from forebay.transport.base import Draft, LogError
 from forebay.transport.faults import FaultyLog
-from forebay.transport.sqlite_log import SqliteLog
-from forebay.workers.worker import Worker
+from forebay.transport.sqlite.log import SqliteLog
+from forebay.workers.runtime.worker import Worker
 from tests.workers.conftest import Scene, until, work_item
 
 

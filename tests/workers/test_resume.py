@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from xxhash import xxh3_64_intdigest
 
-from forebay.core.blocks import hash_seed, sequence_hashes
-from forebay.core.engine_sequence import speech
-from forebay.core.replies import Reply, apply
+from forebay.core.block_hashes import hash_seed, sequence_hashes
+from forebay.core.state.reply_slot import Reply, apply
+from forebay.engine_model.sequence import speech
 from forebay.events.base import pack_u32, unpack_u64
 from forebay.events.codec import decode, encode
 from forebay.events.fleet import WorkerLost
@@ -22,9 +22,9 @@ from forebay.events.topics import FLEET, TOKENS
 from forebay.events.work import WorkCancelled, WorkItem
 from forebay.transport.base import Draft, LogError, Record
 from forebay.transport.faults import FaultyLog
-from forebay.transport.sqlite_log import SqliteLog
-from forebay.workers.resume import PAGE_RECORDS, continued
-from forebay.workers.worker import Worker
+from forebay.transport.sqlite.log import SqliteLog
+from forebay.workers.runtime.resume import PAGE_RECORDS, continued
+from forebay.workers.runtime.worker import Worker
 from tests.workers.conftest import GROUP, PARTITION, VOCABULARY, WORK, WORK_SLOT, Scene, until, work_item
 
 SLOT = 3

@@ -18,14 +18,14 @@ from forebay.events.requests import Sampling
 from forebay.events.tokens import Embedded, ResponseEnded, TokensEmitted
 from forebay.events.work import WorkCancelled, WorkItem
 from forebay.ingress.model import DEFAULT_MODEL, Model
-from forebay.workers import service_engine
 from forebay.workers.engine import EngineError, EngineRefused
-from forebay.workers.engine_settings import EngineSettings
-from forebay.workers.metrics import WorkerMetrics
+from forebay.workers.engines.service import engine as service_engine
+from forebay.workers.engines.service.engine import ServiceEngine
+from forebay.workers.engines.settings import EngineSettings
 from forebay.workers.pipeline import Generate, TokenLimit
+from forebay.workers.runtime.metrics import WorkerMetrics
+from forebay.workers.runtime.worker import Worker
 from forebay.workers.service import Cache, Refused, Request, endpoint, service, service_of
-from forebay.workers.service_engine import ServiceEngine
-from forebay.workers.worker import Worker
 from tests.workers.conftest import Scene, until, work_item
 
 NOWHERE = Path("no-model-directory")

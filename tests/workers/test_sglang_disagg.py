@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from forebay.events.decisions import Stage
 from forebay.events.transfer import Prefilled
 from forebay.workers.engine import KvEngine
-from forebay.workers.engine_settings import EngineSettings
-from forebay.workers.kv_descriptor import Unfetchable
-from forebay.workers.sglang import core as sglang_core
-from forebay.workers.sglang import engine as sglang_engine
-from forebay.workers.sglang.core import bootstrap_host
-from forebay.workers.sglang.engine import SglangEngine
-from forebay.workers.sglang.transfer import CONNECTOR, LEASE_S, new_room, rendezvous
+from forebay.workers.engines.kv_descriptor import Unfetchable
+from forebay.workers.engines.settings import EngineSettings
+from forebay.workers.engines.sglang import core as sglang_core
+from forebay.workers.engines.sglang import engine as sglang_engine
+from forebay.workers.engines.sglang.core import bootstrap_host
+from forebay.workers.engines.sglang.engine import SglangEngine
+from forebay.workers.engines.sglang.transfer import CONNECTOR, LEASE_S, new_room, rendezvous
 from tests.engines.driven import Answer, Driven, driven
 from tests.workers.conftest import until
 from tests.workers.standins import sglang_standin

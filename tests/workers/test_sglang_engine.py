@@ -17,12 +17,12 @@ from prometheus_client import REGISTRY, Counter
 from forebay.events.control import Command
 from forebay.events.requests import Sampling, StructuredOutput, TokenBias
 from forebay.events.tokens import TopLogprob
-from forebay.workers import async_engine
 from forebay.workers.engine import Cleared, EngineError, EngineRefused
-from forebay.workers.engine_settings import EngineSettings
-from forebay.workers.sglang.core import engine_arguments, kv_sources
-from forebay.workers.sglang.engine import SglangEngine
-from forebay.workers.sglang.requests import sampling_arguments
+from forebay.workers.engines import async_engine
+from forebay.workers.engines.settings import EngineSettings
+from forebay.workers.engines.sglang.core import engine_arguments, kv_sources
+from forebay.workers.engines.sglang.engine import SglangEngine
+from forebay.workers.engines.sglang.requests import sampling_arguments
 from tests.engines.driven import Driven, driven
 from tests.workers.conftest import until
 from tests.workers.standins import sglang_standin

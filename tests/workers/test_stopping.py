@@ -15,14 +15,15 @@ from forebay.events.tokens import ResponseEnded, TokensEmitted
 from forebay.events.topics import FLEET
 from forebay.events.work import WorkCancelled, WorkerCommand
 from forebay.transport.base import Draft
-from forebay.workers import health, life
-from forebay.workers import worker as worker_module
 from forebay.workers.engine import EngineError, Publish
-from forebay.workers.life import State
-from forebay.workers.metrics import WorkerMetrics
-from forebay.workers.mock.engine import MockEngine
-from forebay.workers.probes import LIVE_S, Probes
-from forebay.workers.worker import Worker
+from forebay.workers.engines.mock.engine import MockEngine
+from forebay.workers.runtime import health
+from forebay.workers.runtime import life_cycle as life
+from forebay.workers.runtime import worker as worker_module
+from forebay.workers.runtime.life_cycle import State
+from forebay.workers.runtime.metrics import WorkerMetrics
+from forebay.workers.runtime.probes import LIVE_S, Probes
+from forebay.workers.runtime.worker import Worker
 from tests.workers.conftest import PARTITION, Scene, engine_config, until, work_item
 
 LONG_S = 3600.0

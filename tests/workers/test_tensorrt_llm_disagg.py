@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from forebay.events.transfer import Prefilled
 from forebay.workers.engine import KvEngine
-from forebay.workers.engine_settings import EngineSettings
-from forebay.workers.kv_descriptor import Unfetchable
-from forebay.workers.tensorrt_llm import engine as tensorrt_llm_engine
-from forebay.workers.tensorrt_llm.engine import TensorRtLlmEngine
-from forebay.workers.tensorrt_llm.transfer import CONNECTOR, descriptor, transfer_fields
+from forebay.workers.engines.kv_descriptor import Unfetchable
+from forebay.workers.engines.settings import EngineSettings
+from forebay.workers.engines.tensorrt_llm import engine as tensorrt_llm_engine
+from forebay.workers.engines.tensorrt_llm.engine import TensorRtLlmEngine
+from forebay.workers.engines.tensorrt_llm.transfer import CONNECTOR, descriptor, transfer_fields
 from tests.engines.driven import Answer, Driven, driven
 from tests.workers.standins import tensorrt_llm_standin
 from tests.workers.standins.little import answer_of

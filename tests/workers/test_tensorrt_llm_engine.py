@@ -14,11 +14,16 @@ from hypothesis import strategies as st
 from forebay.events.control import Action, Command
 from forebay.events.requests import Sampling, StructuredOutput, TokenBias
 from forebay.events.tokens import TopLogprob
-from forebay.workers import async_engine
 from forebay.workers.engine import Cleared, EngineError, EngineRefused
-from forebay.workers.engine_settings import EngineSettings
-from forebay.workers.tensorrt_llm.engine import TensorRtLlmEngine
-from forebay.workers.tensorrt_llm.requests import engine_arguments, engine_priority, sampling_arguments, step_stats
+from forebay.workers.engines import async_engine
+from forebay.workers.engines.settings import EngineSettings
+from forebay.workers.engines.tensorrt_llm.engine import TensorRtLlmEngine
+from forebay.workers.engines.tensorrt_llm.requests import (
+    engine_arguments,
+    engine_priority,
+    sampling_arguments,
+    step_stats,
+)
 from tests.engines.driven import Driven, driven
 from tests.workers.conftest import until
 from tests.workers.standins import tensorrt_llm_standin

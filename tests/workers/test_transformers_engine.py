@@ -12,15 +12,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from forebay.core.engine_model import Stored
+from forebay.engine_model.model import Stored
 from forebay.events.base import unpack_u32
 from forebay.events.control import Command
 from forebay.events.fleet import WorkerSpec
 from forebay.events.requests import Sampling
 from forebay.workers.engine import Cleared, EngineBatch, EngineError, EngineRefused
-from forebay.workers.engine_settings import EngineSettings
-from forebay.workers.transformers.engine import BEHIND_MAX, TransformersEngine
-from forebay.workers.transformers.scheduler import Row
+from forebay.workers.engines.settings import EngineSettings
+from forebay.workers.engines.transformers.engine import BEHIND_MAX, TransformersEngine
+from forebay.workers.engines.transformers.scheduler import Row
 from tests.workers.conftest import until, work_item
 from tests.workers.test_transformers_scheduler import FakeRunner, answer
 
@@ -64,7 +64,7 @@ class FakeModel(FakeRunner):
 
 @pytest.fixture(autouse=True)
 def model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    module = ModuleType("forebay.workers.transformers.model")
+    module = ModuleType("forebay.workers.engines.transformers.model")
     module.__dict__["TransformersModel"] = FakeModel
     monkeypatch.setitem(sys.modules, module.__name__, module)
     FakeModel.passes = threading.Semaphore(0)

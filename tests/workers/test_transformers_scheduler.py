@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
-from forebay.core.blocks import hash_seed, sequence_hashes
-from forebay.core.engine_model import EngineConfig, Removed, Stored
+from forebay.core.block_hashes import hash_seed, sequence_hashes
+from forebay.engine_model.model import EngineConfig, Removed, Stored
 from forebay.events.base import pack_u32, unpack_u32, unpack_u64
 from forebay.events.requests import Sampling, StructuredOutput, TokenBias
 from forebay.events.tokens import TokenLogprob
 from forebay.events.work import WorkItem
 from forebay.workers.engine import Cleared, EngineBatch
-from forebay.workers.transformers.scheduler import WAITING_MAX, Row, Scheduler
+from forebay.workers.engines.transformers.scheduler import WAITING_MAX, Row, Scheduler
 from tests.workers.conftest import work_item
 
 VOCABULARY = 50

@@ -23,15 +23,15 @@ from forebay.events.tokens import AnswerError
 from forebay.events.transfer import DESCRIPTOR_BYTES_MAX, KvLayout, Prefilled
 from forebay.events.work import WorkItem
 from forebay.workers.engine import EngineBatch, EngineError, KvEngine
-from forebay.workers.engine_settings import EngineSettings
-from forebay.workers.kv_descriptor import Unfetchable
-from forebay.workers.vllm import core as vllm_core
-from forebay.workers.vllm import engine as vllm_engine
-from forebay.workers.vllm import transfer as vllm_transfer
-from forebay.workers.vllm.core import VllmCore, require_nixl
-from forebay.workers.vllm.engine import VllmEngine
-from forebay.workers.vllm.extension import KvLeases
-from forebay.workers.vllm.transfer import CONNECTOR, EXPIRES, transfer_params
+from forebay.workers.engines.kv_descriptor import Unfetchable
+from forebay.workers.engines.settings import EngineSettings
+from forebay.workers.engines.vllm import core as vllm_core
+from forebay.workers.engines.vllm import engine as vllm_engine
+from forebay.workers.engines.vllm import transfer as vllm_transfer
+from forebay.workers.engines.vllm.core import VllmCore, require_nixl
+from forebay.workers.engines.vllm.engine import VllmEngine
+from forebay.workers.engines.vllm.extension import KvLeases
+from forebay.workers.engines.vllm.transfer import CONNECTOR, EXPIRES, transfer_params
 
 SPEC = WorkerSpec(worker_id="w", model="m", block_size=1, kv_blocks_total=1, max_num_seqs=1, max_num_batched_tokens=1)
 BLOCK = 32
@@ -202,7 +202,7 @@ async def running(llm: Llm, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Ru
     monkeypatch.setattr(VllmCore, "start", start)
     monkeypatch.setattr(vllm_engine, "check_model", lambda _: None)
     monkeypatch.setattr(vllm_core, "find_spec", lambda name: name)
-    monkeypatch.setitem(sys.modules, "forebay.workers.vllm.calls", calls)
+    monkeypatch.setitem(sys.modules, "forebay.workers.engines.vllm.calls", calls)
     engine = VllmEngine(EngineSettings(model=Path("/m"), model_name="m", role="prefill"))
     one = Running(engine, llm, await engine.start(SPEC))
     task = asyncio.create_task(engine.run(one.publish))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from forebay.workers.vllm import transfer as vllm_transfer
+from forebay.workers.engines.vllm import transfer as vllm_transfer
 from tests.workers.test_vllm_disagg import Llm, item, kept, output, running
 
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.events.media import Media
-from forebay.workers.standin_encoder import MediaUnusable
-from forebay.workers.vllm.media import MediaRefused, collapsed, embedded_prompt, engine_prompt, raw_prompt
+from forebay.workers.engines.standin_encoder import MediaUnusable
+from forebay.workers.engines.vllm.media import MediaRefused, collapsed, embedded_prompt, engine_prompt, raw_prompt
 from tests.workers.conftest import work_item
 
 np = pytest.importorskip("numpy", reason="numpy is not installed")

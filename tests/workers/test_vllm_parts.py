@@ -12,26 +12,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 
-from forebay.core.engine_model import Finished, FirstToken, Load, Removed, Stored
+from forebay.engine_model.model import Finished, FirstToken, Load, Removed, Stored
 from forebay.events.requests import Sampling, StructuredOutput, TokenBias
 from forebay.events.tokens import AnswerError, TokenLogprob, TopLogprob
 from forebay.events.work import WorkItem
-from forebay.workers import engine_metrics
 from forebay.workers.engine import CacheChange, Cleared, EngineError, EngineRefused, Failed
-from forebay.workers.engine_metrics import PrefixedMetrics
-from forebay.workers.engine_settings import EngineSettings
-from forebay.workers.loras import Adapter, Loras
-from forebay.workers.model_directory import check_model
-from forebay.workers.rank_buffer import RankBuffer
-from forebay.workers.vllm.core import engine_arguments
-from forebay.workers.vllm.metrics import PREFIXES, StepStats
-from forebay.workers.vllm.requests import (
+from forebay.workers.engines import metrics as engine_metrics
+from forebay.workers.engines.loras import Adapter, Loras
+from forebay.workers.engines.metrics import PrefixedMetrics
+from forebay.workers.engines.model_directory import check_model
+from forebay.workers.engines.settings import EngineSettings
+from forebay.workers.engines.vllm.core import engine_arguments
+from forebay.workers.engines.vllm.metrics import PREFIXES, StepStats
+from forebay.workers.engines.vllm.requests import (
     engine_priority,
     prompt_of,
     sampling_arguments,
     structured_arguments,
     token_logprobs,
 )
+from forebay.workers.runtime.rank_buffer import RankBuffer
 
 SETTINGS = EngineSettings(model=Path("/models/tiny"), model_name="tiny", block_size=32, kv_blocks=23)
 
@@ -145,7 +145,7 @@ def test_arguments_are_settings_and_own_ones_win() -> None:
             "kv_load_failure_policy": "fail",
             "kv_connector_extra_config": {"kv_lease_duration": 60},
         },
-        "worker_extension_cls": "forebay.workers.vllm.extension.KvLeases",
+        "worker_extension_cls": "forebay.workers.engines.vllm.extension.KvLeases",
         "dtype": "float32",
     }
     ranked = engine_arguments(own, kv_events=True, sockets=Path("/private"))["kv_events_config"]

@@ -12,7 +12,7 @@ import pytest
 # it has come to what it is to do: unpickling its arguments does.
 SCRIPT = """
 import multiprocessing, os, sys, threading
-from forebay.workers.vllm.processes import owning
+from forebay.workers.engines.vllm.processes import owning
 
 def say():
     os.write(1, f"{os.getpid()} {os.getpgid(0)}\\n".encode())

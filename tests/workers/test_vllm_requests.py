@@ -15,10 +15,10 @@ from forebay.events.requests import Sampling
 from forebay.events.tokens import AnswerError
 from forebay.events.work import WorkItem
 from forebay.workers.engine import EngineBatch
-from forebay.workers.engine_settings import EngineSettings
-from forebay.workers.vllm import engine as vllm_engine
-from forebay.workers.vllm.core import VllmCore
-from forebay.workers.vllm.engine import VllmEngine
+from forebay.workers.engines.settings import EngineSettings
+from forebay.workers.engines.vllm import engine as vllm_engine
+from forebay.workers.engines.vllm.core import VllmCore
+from forebay.workers.engines.vllm.engine import VllmEngine
 
 SPEC = WorkerSpec(
     worker_id="w",
@@ -79,7 +79,7 @@ async def test_a_request_that_fails_oddly_fails_alone(monkeypatch: pytest.Monkey
     )
     monkeypatch.setattr(VllmCore, "start", start)
     monkeypatch.setattr(vllm_engine, "check_model", lambda _: None)
-    monkeypatch.setitem(sys.modules, "forebay.workers.vllm.calls", calls)
+    monkeypatch.setitem(sys.modules, "forebay.workers.engines.vllm.calls", calls)
     engine = VllmEngine(EngineSettings(model=Path("/models/m"), model_name="m"))
     await engine.start(SPEC)
     batches: list[EngineBatch] = []

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from forebay.events.control import Role
-from forebay.workers import free_ports
 from forebay.workers.engine import EngineError
-from forebay.workers.engine_settings import EngineSettings
-from forebay.workers.vllm.core import HOST, PORT, side_channel
+from forebay.workers.engines import free_ports
+from forebay.workers.engines.settings import EngineSettings
+from forebay.workers.engines.vllm.core import HOST, PORT, side_channel
 
 
 def told(role: Role, **options: Any) -> EngineSettings:

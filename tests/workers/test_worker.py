@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
-from forebay.core.blocks import hash_seed, sequence_hashes
+from forebay.core.block_hashes import hash_seed, sequence_hashes
 from forebay.events.base import pack_u32, unpack_u32, unpack_u64
 from forebay.events.codec import encode
 from forebay.events.control import Command
@@ -27,9 +27,9 @@ from forebay.events.tokens import AttemptStarted, ResponseEnded, TokensEmitted, 
 from forebay.events.topics import FLEET
 from forebay.events.work import ReannounceCache, ReleaseKv, WorkCancelled, WorkerCommand, WorkItem
 from forebay.transport.base import Draft
-from forebay.workers.metrics import WorkerMetrics
-from forebay.workers.mock.engine import MockEngine
-from forebay.workers.worker import READ_MAX, Worker, WorkerReplaced
+from forebay.workers.engines.mock.engine import MockEngine
+from forebay.workers.runtime.metrics import WorkerMetrics
+from forebay.workers.runtime.worker import READ_MAX, Worker, WorkerReplaced
 from tests.workers.conftest import GROUP, PARTITION, WORK, WORK_SLOT, Scene, engine_config, until, work_item
 
 

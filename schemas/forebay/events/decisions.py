@@ -102,7 +102,7 @@ class PrefillPlace(Part, frozen=True, kw_only=True):
 
 
 class RequestRouted(Decision, tag="request.routed", frozen=True, kw_only=True):
-    """A request goes to one worker rank; `table_digest` seals the cost table, see `forebay.core.cost`.
+    """A request goes to one worker rank; `table_digest` seals the cost table, see `forebay.core.routing.cost`.
 
     Attempts are counted for each stage (`aggregated` and `decode` are one, the answer), `earlier_attempts` are those of
     the others; an encoding has no lower number than an answer before it. In the stage `encode` only its images and

@@ -1,6 +1,6 @@
 """Topic `kv-events`: which KV blocks each worker's cache gained and lost.
 
-Canonical hashes are `forebay.core.blocks` sequence hashes; an engine's own hashes are opaque, and
+Canonical hashes are `forebay.core.block_hashes` sequence hashes; an engine's own hashes are opaque, and
 left out where they are the same. `seq` is dense per (worker, rank) and orders redeliveries.
 """
 

@@ -119,7 +119,7 @@ NO_HINTS = RoutingHints()
 class RequestSubmitted(Event, tag="request.submitted", frozen=True, kw_only=True):
     """A valid request, ready to be routed.
 
-    `sequence_hashes` has one u64 for each full block of `token_ids`, chained as in `forebay.core.blocks` and
+    `sequence_hashes` has one u64 for each full block of `token_ids`, chained as in `forebay.core.block_hashes` and
     salted by `lora_name` and `cache_namespace`; blocks in which `media` stand name them. `timeout_us` counts from the
     owner's clock when it applies this event. `tie_seed` decides between equal candidates; it is xxh3_64 of the request
     id unless the recording was anonymised.

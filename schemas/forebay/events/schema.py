@@ -1,6 +1,6 @@
 """The topics as JSON Schema and as a page for people, derived from the event types alone.
 
-Only builds values; `infra/schemas.py` writes them to files.
+Only builds values; `tests/harness/schemas.py` writes them to files.
 """
 
 import inspect

@@ -28,17 +28,19 @@ class Command(NamedTuple):
 # As their functions say themselves: a test holds the two together.
 COMMANDS = {
     "up": Command(
-        "parts.up", "up", "Serve an OpenAI-compatible API with a KV-aware router and workers, in one process."
+        "processes.up", "up", "Serve an OpenAI-compatible API with a KV-aware router and workers, in one process."
     ),
-    "ingress": Command("parts.ingress", "ingress", "Serve the OpenAI API of a distributed system, and its topic door."),
+    "ingress": Command(
+        "processes.ingress", "ingress", "Serve the OpenAI API of a distributed system, and its topic door."
+    ),
     "router": Command(
-        "parts.router",
+        "processes.router",
         "router",
         "Run one router of a distributed system: the first owns, others stand by or share the groups.",
     ),
-    "worker": Command("parts.worker", "worker", "Run one worker of a distributed system."),
+    "worker": Command("processes.worker", "worker", "Run one worker of a distributed system."),
     "serve": Command(
-        "parts.serve",
+        "processes.serve",
         "serve",
         "Run the workers of a service, each in a process of its own.",
         {"allow_extra_args": True, "ignore_unknown_options": True},

@@ -13,12 +13,12 @@ from forebay.cli.common.cluster import NAMESPACE, KafkaSource, NamespaceOption, 
 from forebay.cli.common.errors import explained, fail
 from forebay.cli.common.recording import LogArgument, Recording
 from forebay.cli.common.terminal import bar
-from forebay.core.prefix_index import PrefixIndex
+from forebay.core.state.prefix_index import PrefixIndex
 from forebay.events.base import U64_BYTES
 from forebay.events.kv import BlocksStored, Tier
 from forebay.events.snapshots import IndexBlocks
 from forebay.events.topics import DECISIONS
-from forebay.live.standby import Standby
+from forebay.live.router.standby import Standby
 
 app = typer.Typer(help="What workers have cached, as the log says.", no_args_is_help=True)
 

@@ -30,16 +30,16 @@ from forebay.cli.common.cluster import (
 from forebay.cli.common.errors import explained
 from forebay.cli.common.terminal import bar
 from forebay.events.topics import OPENAI_REQUESTS, OPENAI_RESPONSES
-from forebay.ingress.door_request import CHAT_PATH, TEXT_PATH
 from forebay.ingress.errors import Unusable
-from forebay.ingress.openai import REQUEST_ID
+from forebay.ingress.kafka_api.request import CHAT_PATH, TEXT_PATH
+from forebay.ingress.openai.requests import REQUEST_ID
 from forebay.transport.base import LogError
-from forebay.transport.kafka_consumer import DenseConsumer
-from forebay.transport.kafka_settings import KafkaSettings
-from forebay.transport.kafka_start import start_whole
-from forebay.transport.kafka_tail import headers_of
-from forebay.transport.kafka_topics import count_topics
-from forebay.transport.kafka_writer import RECORD_BYTES_MAX, explain
+from forebay.transport.kafka.consumer import DenseConsumer
+from forebay.transport.kafka.settings import KafkaSettings
+from forebay.transport.kafka.start import start_whole
+from forebay.transport.kafka.tail import headers_of
+from forebay.transport.kafka.topics import count_topics
+from forebay.transport.kafka.writer import RECORD_BYTES_MAX, explain
 
 LINGER_MS = 5  # a file goes out in batches; nobody waits for its first line alone
 FILE_LINES = 500  # read at once; a pipe gives line by line

@@ -17,15 +17,15 @@ from forebay.cli.common.terminal import bar, own_stdout, printable
 from forebay.cli.common.times import TIMES_HELP, span_us, time_us
 from forebay.cli.common.unverified import DIVERGED, complaint
 from forebay.cli.policies.recorded import require_policies
-from forebay.replay.anonymize import Anonymized, record_anonymized
-from forebay.replay.record import NothingDecided, Slice, Window, contents_of, copy, newest_us, slice_of
-from forebay.replay.verify import Report, verify
+from forebay.replay.anonymize.anonymize import Anonymized, record_anonymized
+from forebay.replay.record.slice import NothingDecided, Slice, Window, contents_of, copy, newest_us, slice_of
+from forebay.replay.verify.verify import Report, verify
 from forebay.transport.base import Log
-from forebay.transport.kafka_log import KafkaLog
-from forebay.transport.recorded_groups import groups_of, pools_of
-from forebay.transport.recording import Contents, utc
-from forebay.transport.recording_writer import RecordingWriter, require_free
-from forebay.transport.sqlite_log import SqliteLog
+from forebay.transport.history.groups import groups_of, pools_of
+from forebay.transport.kafka.log import KafkaLog
+from forebay.transport.recording.manifest import Contents, utc
+from forebay.transport.recording.writer import RecordingWriter, require_free
+from forebay.transport.sqlite.log import SqliteLog
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):

@@ -38,13 +38,13 @@ from forebay.cli.policies.recorded import require_policies
 from forebay.cli.shadow_lines import Printing, file_sink
 from forebay.events.base import hex_digest
 from forebay.events.topics import DECISIONS
-from forebay.live.shadow import Shadow, ShadowSettings
-from forebay.live.shadow_metrics import ShadowMetrics
-from forebay.live.shadow_topic import TopicSink
-from forebay.live.standby import RecoveryDiverged
-from forebay.transport.kafka_position import KafkaPosition
-from forebay.transport.kafka_topics import count_topics
-from forebay.transport.sqlite_log import SqliteLog
+from forebay.live.router.standby import RecoveryDiverged
+from forebay.live.shadow.metrics import ShadowMetrics
+from forebay.live.shadow.shadow import Shadow, ShadowSettings
+from forebay.live.shadow.topic import TopicSink
+from forebay.transport.kafka.position import KafkaPosition
+from forebay.transport.kafka.topics import count_topics
+from forebay.transport.sqlite.log import SqliteLog
 
 NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 SHADOW_GROUP = "shadow-"  # and the name of the shadow: the consumer group that its position is committed for

@@ -21,17 +21,17 @@ from forebay.cli.common.cluster import (
 )
 from forebay.cli.common.errors import complain, explained, fail
 from forebay.cli.common.readable import readable
-from forebay.cli.parts.options import named
+from forebay.cli.processes.options import named
 from forebay.cli.shadow import SHADOW_GROUP
 from forebay.events.topics import DECISIONS
 from forebay.transport.base import Log, Record
 from forebay.transport.directory import Directory
 from forebay.transport.heartbeats import RouterHeartbeats
-from forebay.transport.kafka_log import KafkaLog
-from forebay.transport.kafka_settings import KafkaSettings
-from forebay.transport.kafka_topics import TopicPlan, count_topics, create_topics, partitions_of
-from forebay.transport.recorded import recorded_view
-from forebay.transport.sqlite_log import SqliteLog
+from forebay.transport.history.reader import recorded_view
+from forebay.transport.kafka.log import KafkaLog
+from forebay.transport.kafka.settings import KafkaSettings
+from forebay.transport.kafka.topics import TopicPlan, count_topics, create_topics, partitions_of
+from forebay.transport.sqlite.log import SqliteLog
 
 app = typer.Typer(help="What a log holds, readable; and the topics of a broker.", no_args_is_help=True)
 

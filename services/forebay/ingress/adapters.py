@@ -17,7 +17,7 @@ from forebay.events.fleet import WorkerJoined, WorkerLost, WorkerRecovered
 from forebay.events.topics import CONTROL, FLEET, Topic
 from forebay.ingress.commands import Commands
 from forebay.ingress.errors import ApiError
-from forebay.ingress.openai import adapter_of
+from forebay.ingress.openai.requests import adapter_of
 from forebay.transport.base import Log, LogError, Tail
 
 logger = logging.getLogger(__name__)

@@ -14,13 +14,13 @@ from typing import BinaryIO
 
 import msgspec
 
-from forebay.core.policies import PolicyUnusable, policy_class
-from forebay.replay.explain import UnknownRequest, explain
+from forebay.core.routing.policies import PolicyUnusable, policy_class
+from forebay.replay.explain.explain import UnknownRequest, explain
 from forebay.transport.base import Log, LogError
-from forebay.transport.kafka_log import KafkaLog
-from forebay.transport.kafka_settings import KafkaSettings
-from forebay.transport.recorded_groups import pools_of
-from forebay.transport.sqlite_log import SqliteLog
+from forebay.transport.history.groups import pools_of
+from forebay.transport.kafka.log import KafkaLog
+from forebay.transport.kafka.settings import KafkaSettings
+from forebay.transport.sqlite.log import SqliteLog
 
 NICENESS = 10  # those who decide and serve come first
 LENGTH_BYTES = 8

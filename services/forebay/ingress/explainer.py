@@ -31,7 +31,7 @@ class Explainer:
         self._closed = False
 
     async def explain(self, request_id: str, partition: int) -> bytes:
-        """The explanation of a request as JSON, as `forebay.replay.explanation` says. Raises ApiError."""
+        """The explanation of a request as JSON, as `forebay.replay.explain.explanation` says. Raises ApiError."""
         if self._source is None:
             text = (
                 "the log is in memory, where no other process can read it: start with --log FILE to have it explained"

@@ -11,7 +11,7 @@ from typing import Any
 
 from xxhash import xxh3_64_intdigest
 
-from forebay.core.blocks import hash_seed, mm_hashes, sequence_hashes
+from forebay.core.block_hashes import hash_seed, mm_hashes, sequence_hashes
 from forebay.events.base import Event, pack_u32
 from forebay.events.codec import encode
 from forebay.events.media import Media
@@ -28,27 +28,27 @@ from forebay.events.tokens import AnswerError, RouteTold
 from forebay.events.topics import REQUESTS
 from forebay.ingress.adapters import Adapters
 from forebay.ingress.admission import POOL_FULL, Admission
-from forebay.ingress.body_limits import MEDIA_BYTES_MAX, TEXT_BYTES_MAX, VALUES_MAX, BodyLimits
 from forebay.ingress.commands import Commands
-from forebay.ingress.composer import Plan
-from forebay.ingress.door_topics import require_patterns
-from forebay.ingress.drain import Drain
-from forebay.ingress.embeddings import EmbeddingBody
 from forebay.ingress.errors import RETRY_AFTER_S, ApiError, Unusable, invalid
-from forebay.ingress.http_body import HeldBodies
-from forebay.ingress.media import MediaFetcher
-from forebay.ingress.media_refs import PUBLIC_ONLY, MediaRef, MediaSettings
-from forebay.ingress.media_tokens import Expanded
+from forebay.ingress.http.body import HeldBodies
+from forebay.ingress.http.body_limits import MEDIA_BYTES_MAX, TEXT_BYTES_MAX, VALUES_MAX, BodyLimits
+from forebay.ingress.http.drain import Drain
+from forebay.ingress.http.pool_settings import Thresholds
+from forebay.ingress.kafka_api.topics import require_patterns
+from forebay.ingress.media.fetch import MediaFetcher
+from forebay.ingress.media.refs import PUBLIC_ONLY, MediaRef, MediaSettings
+from forebay.ingress.media.tokens import Expanded
 from forebay.ingress.metrics import IngressMetrics
 from forebay.ingress.model import RENDERED_CHARS_MAX, Model
-from forebay.ingress.nvext import Nvext
-from forebay.ingress.openai import ChatBody, CompletionBody, TextBody
-from forebay.ingress.parsing import AUTO, Parsing, Splitting
-from forebay.ingress.routing import refuse_hints, routing_headers, routing_of
-from forebay.ingress.sampling import sampling_of
+from forebay.ingress.openai.embeddings import EmbeddingBody
+from forebay.ingress.openai.nvext import Nvext
+from forebay.ingress.openai.requests import ChatBody, CompletionBody, TextBody
+from forebay.ingress.openai.routing_hints import refuse_hints, routing_headers, routing_of
+from forebay.ingress.openai.sampling import sampling_of
+from forebay.ingress.parsers.composer import Plan
+from forebay.ingress.parsers.selection import AUTO, Parsing, Splitting
 from forebay.ingress.streams import ReplyReader, Stream, interruption
-from forebay.ingress.thresholds import Thresholds
-from forebay.ingress.tokeniser import Tokeniser
+from forebay.ingress.tokenizer import Tokeniser
 from forebay.transport.base import Draft, Log, LogError, LogFull
 
 logger = logging.getLogger(__name__)

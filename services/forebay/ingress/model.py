@@ -20,7 +20,7 @@ from tokenizers.decoders import DecodeStream
 
 from forebay.events.names import NameInvalid, require_name
 from forebay.ingress.errors import ApiError, Unusable, invalid
-from forebay.ingress.media_tokens import media_tokens_of
+from forebay.ingress.media.tokens import media_tokens_of
 from forebay.ingress.token_bytes import TokenBytes, text_chars_max
 
 CONTEXT_TOKENS_DEFAULT = 131_072

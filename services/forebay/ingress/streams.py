@@ -7,12 +7,12 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from forebay.core.replies import Reply, apply
+from forebay.core.state.reply_slot import Reply, apply
 from forebay.events.codec import DecodeError, decode
 from forebay.events.tokens import CommandTold, RouteTold, TokenEvent, TokenLogprob
 from forebay.events.topics import TOKENS
-from forebay.ingress.drain import SHUTTING_DOWN
 from forebay.ingress.errors import RETRY_STATUSES, ApiError
+from forebay.ingress.http.drain import SHUTTING_DOWN
 from forebay.transport.base import Log, LogError
 
 logger = logging.getLogger(__name__)

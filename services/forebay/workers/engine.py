@@ -6,7 +6,7 @@ from typing import Protocol, runtime_checkable
 import msgspec
 from prometheus_client.registry import Collector
 
-from forebay.core.engine_model import Emitted, Finished, FirstToken, Load, Removed, Stored
+from forebay.engine_model.model import Emitted, Finished, FirstToken, Load, Removed, Stored
 from forebay.events.control import Command
 from forebay.events.fleet import WorkerSpec
 from forebay.events.media import Encoded

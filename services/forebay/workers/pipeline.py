@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import Protocol
 
-from forebay.workers.service_request import Refused, Request
+from forebay.workers.engines.service.request import Refused, Request
 
 Tokens = AsyncIterator[int]
 Generate = Callable[[Request], Tokens]

@@ -1,7 +1,7 @@
 """Bring your own engine: `@service` on a class, `@endpoint()` on its coroutines.
 
 A service has a name `namespace.component`, each endpoint `namespace.component.endpoint`: in logs, metrics and errors.
-What is wrong with it is said where it is written. `forebay.workers.service_engine` runs it as an `Engine`.
+What is wrong with it is said where it is written. `forebay.workers.engines.service.engine` runs it as an `Engine`.
 """
 
 import importlib.util
@@ -19,10 +19,10 @@ from xxhash import xxh3_64_hexdigest
 from forebay.events.control import Command
 from forebay.events.requests import Task
 from forebay.workers.engine import Engine, EngineError
-from forebay.workers.engine_settings import EngineSettings
+from forebay.workers.engines.service.cache import Cache
+from forebay.workers.engines.service.request import Refused, Request
+from forebay.workers.engines.settings import EngineSettings
 from forebay.workers.pipeline import Operator
-from forebay.workers.service_cache import Cache
-from forebay.workers.service_request import Refused, Request
 
 __all__ = [
     "Cache",
@@ -103,7 +103,7 @@ class Service:
 
     def engine(self, settings: EngineSettings) -> Engine:
         """One instance of it, not started."""
-        from forebay.workers.service_engine import ServiceEngine  # noqa: PLC0415 - what runs services knows them
+        from forebay.workers.engines.service.engine import ServiceEngine  # noqa: PLC0415 - what runs services knows them
 
         return ServiceEngine(self, settings)
 

@@ -6,7 +6,9 @@ A decision is booked here at once, and comes back as the journal record that say
 from collections.abc import Callable
 from functools import partial
 
-from forebay.core.disaggregation import (
+from forebay.core.phases import Phase
+from forebay.core.routing.capacity import place, placed, queue_bound, with_room
+from forebay.core.routing.disaggregation import (
     Prefill,
     as_decoded,
     computed_by,
@@ -16,15 +18,13 @@ from forebay.core.disaggregation import (
     not_prefilled,
     on_its_own,
 )
-from forebay.core.eligibility import Ineligible
-from forebay.core.encoding import choose_encoder, encoders, not_encoded
-from forebay.core.fleet import Worker
-from forebay.core.lifecycle import UNDER_WAY_MAX, Request, content_hash, queried, submitted
-from forebay.core.phases import Phase
-from forebay.core.queueing import Held, class_of
-from forebay.core.room import place, placed, queue_bound, with_room
-from forebay.core.roster import Roster, Seat
-from forebay.core.router import NO_BLOCKS, Choice, choose, find_again, find_doubted, uncached_tokens
+from forebay.core.routing.eligibility import Ineligible
+from forebay.core.routing.encoding import choose_encoder, encoders, not_encoded
+from forebay.core.routing.router import NO_BLOCKS, Choice, choose, find_again, find_doubted, uncached_tokens
+from forebay.core.state.fleet import Worker
+from forebay.core.state.queue import Held, class_of
+from forebay.core.state.requests import UNDER_WAY_MAX, Request, content_hash, queried, submitted
+from forebay.core.state.roster import Roster, Seat
 from forebay.core.world import World, held_of
 from forebay.events.base import hex_digest
 from forebay.events.control import PoolConfigured

@@ -9,12 +9,12 @@ records. A record that did not decode is applied as None: it takes its place in 
 from typing import assert_never
 
 from forebay.core.dispatch import Decided, abort, drain, lose, query, release, reroute, submit
-from forebay.core.foreign import is_foreign
-from forebay.core.lifecycle import Request
-from forebay.core.machine import IllegalTransition
-from forebay.core.operate import answered, command, end_commands
-from forebay.core.orphans import abort_orphans
+from forebay.core.foreign_progress import is_foreign
+from forebay.core.orphaned_requests import abort_orphans
 from forebay.core.phases import Phase
+from forebay.core.state.requests import Request
+from forebay.core.state_machine import IllegalTransition
+from forebay.core.worker_commands import answered, command, end_commands
 from forebay.core.world import World
 from forebay.events.base import hex_digest
 from forebay.events.control import (

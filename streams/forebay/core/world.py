@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, TypedDict, assert_never
 
 from xxhash import xxh3_64_intdigest
 
-from forebay.core.affinity import Affinity, Binding
-from forebay.core.approximate import RoutedIndex
-from forebay.core.commands import Commands
-from forebay.core.eligibility import demand
-from forebay.core.fleet import Fleet, Worker
-from forebay.core.index_tally import IndexTally
-from forebay.core.lifecycle import Request, Requests
-from forebay.core.load import Load
-from forebay.core.machine import Digested
-from forebay.core.prefix_index import PrefixIndex
-from forebay.core.queueing import Held, Queues
-from forebay.core.roster import Roster, Seat, of_session, roster_of
+from forebay.core.routing.eligibility import demand
+from forebay.core.state.commands import Commands
+from forebay.core.state.fleet import Fleet, Worker
+from forebay.core.state.index_digest import IndexTally
+from forebay.core.state.load import Load
+from forebay.core.state.predicted_cache import RoutedIndex
+from forebay.core.state.prefix_index import PrefixIndex
+from forebay.core.state.queue import Held, Queues
+from forebay.core.state.requests import Request, Requests
+from forebay.core.state.roster import Roster, Seat, of_session, roster_of
+from forebay.core.state.sessions import Affinity, Binding
+from forebay.core.state_machine import Digested
 from forebay.events.control import BusyThresholds, DisaggConfig, PoolConfigured, RouterConfig
 from forebay.events.decisions import Run
 from forebay.events.fleet import WorkerLost
@@ -48,7 +48,7 @@ from forebay.events.snapshots import (
 )
 
 if TYPE_CHECKING:
-    from forebay.core.router import Choice
+    from forebay.core.routing.router import Choice
 
 NO_QUEUE_LIMITS = ", run_ahead=None, depth=None, timeout_s=0.0"
 NO_DISAGG = f", disagg={DisaggConfig()!r}"

@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 from forebay.events.topics import DECISIONS
 from forebay.transport.base import Log
-from forebay.transport.recorded import Validity, journal
-from forebay.transport.recorded_start import oldest_state
+from forebay.transport.history.reader import Validity, journal
+from forebay.transport.history.start import oldest_state
 
 
 class Applied(NamedTuple):

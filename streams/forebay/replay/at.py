@@ -8,8 +8,8 @@ from collections import deque
 
 import msgspec
 
-from forebay.core.fleet import Worker
 from forebay.core.rederive import Divergence
+from forebay.core.state.fleet import Worker
 from forebay.events.decisions import OwnerClaimed
 from forebay.events.fleet import OwnershipAnnounced, WorkerLost
 from forebay.events.requests import RequestSubmitted
@@ -17,8 +17,8 @@ from forebay.events.topics import DECISIONS, FLEET, REQUESTS
 from forebay.replay.moment import LossFacts, Moment, loss_of, moment_of
 from forebay.replay.walk import Start, Step, Walk, before, oldest
 from forebay.transport.base import Log, LogError
-from forebay.transport.recorded import Validity, decode_journal, decode_or_none, journal, journal_records
-from forebay.transport.recording import utc
+from forebay.transport.history.reader import Validity, decode_journal, decode_or_none, journal, journal_records
+from forebay.transport.recording.manifest import utc
 
 LOST_MAX = 1_024  # of the workers that are gone, the last ones are told
 PAGE_RECORDS = 512

@@ -4,11 +4,11 @@ from typing import Any
 
 import msgspec
 
-from forebay.core.disaggregation import is_kept
-from forebay.core.fleet import Worker
-from forebay.core.holder_bits import HolderKey
-from forebay.core.lifecycle import Request
-from forebay.core.prefix_index import TIERS
+from forebay.core.routing.disaggregation import is_kept
+from forebay.core.state.fleet import Worker
+from forebay.core.state.holder_bits import HolderKey
+from forebay.core.state.prefix_index import TIERS
+from forebay.core.state.requests import Request
 from forebay.core.world import World
 from forebay.events.base import hex_digest
 from forebay.events.control import BusyThresholds, DisaggConfig, QueuePolicy, RouterConfig

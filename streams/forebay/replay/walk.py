@@ -16,7 +16,7 @@ from forebay.events.codec import encode
 from forebay.events.decisions import JournalRecord, OwnerClaimed, SnapshotTaken
 from forebay.events.topics import DECISIONS, INPUTS, SNAPSHOTS
 from forebay.transport.base import Log, LogError
-from forebay.transport.recorded import (
+from forebay.transport.history.reader import (
     RecordedOrder,
     Validity,
     decode_journal,

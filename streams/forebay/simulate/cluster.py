@@ -16,10 +16,10 @@ from heapq import heappop
 
 from msgspec import structs
 
-from forebay.core.engine_model import Computed, FirstToken, QueueFull, RequestRefused
-from forebay.core.holder_bits import HolderKey
+from forebay.core.state.holder_bits import HolderKey
 from forebay.core.step import CONSUMED_RUNS_MAX, Decided, InputEvent, advance, open_run, step
 from forebay.core.world import World
+from forebay.engine_model.model import Computed, FirstToken, QueueFull, RequestRefused
 from forebay.events.codec import encode
 from forebay.events.decisions import (
     CommandTarget,
@@ -34,13 +34,13 @@ from forebay.events.topics import DECISIONS, KV_EVENTS, METRICS, PROGRESS, REQUE
 from forebay.events.transfer import Prefilled
 from forebay.simulate.arrivals import FOREVER_US, Arrival, Arrivals
 from forebay.simulate.delays import NO_HOPS, Hop, Hops
-from forebay.simulate.happenings import Happenings
 from forebay.simulate.outcome import EXPLAINED_MAX, Requests, Timeline
 from forebay.simulate.rank import LOAD_INTERVAL_US, EngineRank
+from forebay.simulate.requests import UnderWay
+from forebay.simulate.scheduled_events import Happenings
 from forebay.simulate.settings import Transfer
 from forebay.simulate.timeline import Recorder
 from forebay.simulate.transfers import LEASE_US, Kept, Transferred, Transfers
-from forebay.simulate.under_way import UnderWay
 
 OnArrived = Callable[[int], object]
 NO_TRANSFER = Transfer()

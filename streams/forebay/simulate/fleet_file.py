@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from forebay.core.policies import BUILT_IN
+from forebay.core.routing.policies import BUILT_IN
 from forebay.events.control import QueueClass, RouterConfig
 from forebay.simulate.profiles.profile import MOCKER, Gpus, Profile, Size, load_profile
 from forebay.simulate.profiles.sheets import ProfileUnusable, read_file

@@ -2,8 +2,8 @@
 
 import msgspec
 
-from forebay.core.engine_model import CacheChange, Computed, EngineModel, Finished, FirstToken, Load, Step, Stored
-from forebay.core.policies import BUILT_IN
+from forebay.core.routing.policies import BUILT_IN
+from forebay.engine_model.model import CacheChange, Computed, EngineModel, Finished, FirstToken, Load, Step, Stored
 from forebay.events.base import pack_u64
 from forebay.events.control import RouterConfig
 from forebay.events.decisions import RequestRouted

@@ -12,7 +12,7 @@ from forebay.simulate.mooncake import Row
 from forebay.simulate.workload import Workload, WorkloadOptions, WorkloadUnusable
 from forebay.simulate.workloads.azure import AzureFile
 from forebay.simulate.workloads.lines import BOM, lines
-from forebay.simulate.workloads.played import Played
+from forebay.simulate.workloads.prepare import Played
 from forebay.simulate.workloads.recording import RecordingFile
 from forebay.simulate.workloads.rows import RowFile
 from forebay.simulate.workloads.runs import RUN_FORMATS, Runs

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import msgspec
 
-from forebay.core.engine_model import EngineConfig, EngineModel
-from forebay.core.engine_timing import EngineTiming, MockerTiming
-from forebay.core.holder_bits import HolderKey
+from forebay.core.state.holder_bits import HolderKey
 from forebay.core.step import claim
 from forebay.core.world import World, restore
+from forebay.engine_model.model import EngineConfig, EngineModel
+from forebay.engine_model.timing import EngineTiming, MockerTiming
 from forebay.events.base import U64_BYTES, unpack_u64
 from forebay.events.control import PoolConfigured
 from forebay.events.fleet import WorkerFact, WorkerJoined, WorkerLost, WorkerSpec

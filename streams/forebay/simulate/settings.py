@@ -7,10 +7,10 @@ from typing import Annotated, Literal, get_args
 
 import msgspec
 
-from forebay.core.engine_model import EngineConfig
+from forebay.engine_model.model import EngineConfig
 from forebay.events.control import BusyThresholds, DisaggConfig, QueueConfig, RouterConfig, RouterMode
 from forebay.events.requests import TIMEOUT_US_MAX
-from forebay.simulate.field_words import refused
+from forebay.simulate.field_descriptions import refused
 
 WORKERS_MAX = 4_096  # each is a candidate of every decision
 TIME_US_MAX = 3_155_760_000_000_000  # a century: sums of some stay far below 64 bits

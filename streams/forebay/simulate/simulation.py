@@ -18,10 +18,10 @@ from forebay.events.topics import CONTROL
 from forebay.simulate.arrivals import Turns
 from forebay.simulate.cluster import Cluster, OnArrived
 from forebay.simulate.delays import ROUTER, Hops
-from forebay.simulate.life import US_PER_S, Lives
 from forebay.simulate.outcome import Outcome
 from forebay.simulate.rank import needs_reports
 from forebay.simulate.settings import PoolRole, PoolSettings, Settings, WorkerGroup, require_sense, worker_id
+from forebay.simulate.worker_processes import US_PER_S, Lives
 from forebay.simulate.workload import Turn, Workload, sequence_hashes
 
 OWNER_EPOCH = 0

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from forebay.core.engine_model import Load
+from forebay.engine_model.model import Load
 from forebay.simulate.outcome import Timeline
 from forebay.simulate.rank import EngineRank
 

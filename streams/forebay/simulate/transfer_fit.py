@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import msgspec
 
-from forebay.core.holder_bits import HolderKey
+from forebay.core.state.holder_bits import HolderKey
 from forebay.simulate.settings import BANDWIDTH_MAX, BYTES_PER_US, Transfer
 
 FITTED_MIN = 20  # of fewer the medians of a few groups are draws

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from forebay.core.engine_model import Fetch
+from forebay.engine_model.model import Fetch
 from forebay.events.transfer import Prefilled
 from forebay.simulate.rank import EngineRank
 from forebay.simulate.settings import Transfer

@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from forebay.core.groups import Groups
+from forebay.core.state.groups import Groups
 from forebay.events.codec import DecodeError, decode
 from forebay.events.topics import GROUPS
 from forebay.transport.base import Log, Record, Tail

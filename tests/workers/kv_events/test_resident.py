@@ -8,15 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
-from forebay.core.blocks import block_hashes, extend_chain, mm_hash
-from forebay.core.engine_model import Removed, Stored
-from forebay.core.prefix_index import PrefixIndex
+from forebay.core.block_hashes import block_hashes, extend_chain, mm_hash
+from forebay.core.state.prefix_index import PrefixIndex
+from forebay.engine_model.model import Removed, Stored
 from forebay.events.base import pack_u32
 from forebay.events.codec import decode
 from forebay.events.fleet import WorkerSpec
 from forebay.events.kv import Tier
 from forebay.events.topics import KV_EVENTS
-from forebay.workers.cache_events import CacheEvents
 from forebay.workers.engine import CacheChange, Cleared
 from forebay.workers.kv_events.engine_events import (
     Batch,
@@ -29,6 +28,7 @@ from forebay.workers.kv_events.resident import ResidentBlocks
 from forebay.workers.kv_events.sglang_wire import decode_sglang
 from forebay.workers.kv_events.tracker import CONTRADICTIONS_MAX, KvTracker, Outcome
 from forebay.workers.kv_events.vllm_wire import VllmDecoder
+from forebay.workers.runtime.cache_events import CacheEvents
 from tests.workers.kv_events.captured import (
     A_HASHES,
     BRANCH,

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.core.blocks import mm_hash
-from forebay.core.engine_model import Removed, Stored
+from forebay.core.block_hashes import mm_hash
+from forebay.engine_model.model import Removed, Stored
 from forebay.events.base import U64_MASK, unpack_u32
 from forebay.workers.kv_events.engine_events import KvEventError, RemovedBlocks, StoredBlocks
 from forebay.workers.kv_events.resident import ResidentBlocks

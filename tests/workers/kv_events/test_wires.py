@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from forebay.core.blocks import mm_hash
+from forebay.core.block_hashes import mm_hash
 from forebay.events.base import U64_MASK, unpack_u32
 from forebay.workers.kv_events.engine_events import (
     Batch,

@@ -12,7 +12,7 @@ import zmq
 import zmq.asyncio
 from prometheus_client import CollectorRegistry
 
-from forebay.core.engine_model import Removed, Stored
+from forebay.engine_model.model import Removed, Stored
 from forebay.workers.engine import CacheChange, Cleared, EngineError
 from forebay.workers.kv_events.metrics import KvEventMetrics
 from forebay.workers.kv_events.resident import ResidentBlocks

@@ -13,7 +13,7 @@ import pytest
 from forebay.events.transfer import Prefilled
 from forebay.workers.kv_transfer.api import Kind, KvTransport, Stats
 from forebay.workers.kv_transfer.transport import Transport, open_transport
-from infra.hosts import Host
+from tests.harness.hosts import Host
 from tests.workers.kv_transfer.peer import fill, have, packed, unpacked
 from tests.workers.other_process import PATIENCE_S, ROOT, OtherProcess
 

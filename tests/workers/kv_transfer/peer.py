@@ -12,8 +12,8 @@ import numpy as np
 
 from forebay.events.transfer import Prefilled
 from forebay.workers.kv_transfer.api import KvTransport
+from forebay.workers.kv_transfer.nixl_agent import TransferError
 from forebay.workers.kv_transfer.transport import open_transport
-from forebay.workers.nixl_agent import TransferError
 
 
 def fill(transport: KvTransport, seed: int) -> None:

@@ -15,10 +15,10 @@ from forebay.events.base import hex_digest, pack_u32, pack_u64
 from forebay.events.transfer import Prefilled
 from forebay.workers.kv_transfer import nixl_peers
 from forebay.workers.kv_transfer.api import Kind
+from forebay.workers.kv_transfer.descriptor import Place, encode_place, place_of, slots_of
+from forebay.workers.kv_transfer.nixl_agent import TransferError
 from forebay.workers.kv_transfer.nixl_carrier import NixlCarrier
-from forebay.workers.kv_transfer.place import Place, encode_place, place_of, slots_of
 from forebay.workers.kv_transfer.transport import Transport
-from forebay.workers.nixl_agent import TransferError
 from tests.workers.conftest import until
 from tests.workers.kv_transfer.conftest import BLOCK_BYTES, have, transport
 from tests.workers.kv_transfer.peer import prefilled

@@ -15,8 +15,8 @@ pytest.importorskip("nixl_cu12", reason="NIXL (nixl-cu12) is not installed")
 from forebay.events.transfer import Prefilled
 from forebay.workers.kv_transfer import gate, nixl_reads
 from forebay.workers.kv_transfer.api import Kind
+from forebay.workers.kv_transfer.nixl_agent import TransferError
 from forebay.workers.kv_transfer.transport import Transport
-from forebay.workers.nixl_agent import TransferError
 from tests.workers.conftest import until
 from tests.workers.kv_transfer.conftest import BLOCK_BYTES, have, held_for, other, transport, within
 from tests.workers.kv_transfer.peer import prefilled, unpacked

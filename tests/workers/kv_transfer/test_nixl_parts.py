@@ -17,8 +17,8 @@ from forebay.workers.kv_transfer import gate, nixl_thread, offers  # noqa: E402
 from forebay.workers.kv_transfer.api import GivenBack, Stats  # noqa: E402
 from forebay.workers.kv_transfer.gate import Gate  # noqa: E402
 from forebay.workers.kv_transfer.memory import Arena, words_offset  # noqa: E402
+from forebay.workers.kv_transfer.nixl_agent import TransferError  # noqa: E402
 from forebay.workers.kv_transfer.transport import open_transport  # noqa: E402
-from forebay.workers.nixl_agent import TransferError  # noqa: E402
 
 FETCHES, BYTES = 3, 100
 

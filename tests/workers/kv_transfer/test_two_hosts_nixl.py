@@ -13,8 +13,8 @@ pytest.importorskip("numpy", reason="numpy is not installed")
 pytest.importorskip("nixl_cu12", reason="NIXL (nixl-cu12) is not installed")
 
 from forebay.workers.kv_transfer.api import Kind
-from infra.hosts import DEVICE, Host, private_networks, two_hosts
-from infra.local import Missing
+from tests.harness.hosts import DEVICE, Host, private_networks, two_hosts
+from tests.harness.local import Missing
 from tests.workers.kv_transfer.conftest import QUIET, Other, other, words
 from tests.workers.kv_transfer.peer import packed
 from tests.workers.other_process import PATIENCE_S, TIMEOUT_S

@@ -22,12 +22,12 @@ from forebay.cli.common.repeats import CountingHandler
 from forebay.cli.common.shutdown import CLOSE_S, SIGNALS, STOP_S, end_within, ending_within, on_second_signal
 from forebay.events.names import NameInvalid, require_name
 from forebay.transport.base import LeaseError, LogError
-from forebay.transport.kafka_log import FLUSH_S, KafkaLog
-from forebay.transport.kafka_metrics import KafkaMetrics
-from forebay.transport.kafka_settings import KafkaSettings, KafkaUnusable, read_properties
-from forebay.transport.redis_leases import LeaseKind, RedisLeases
+from forebay.transport.kafka.log import FLUSH_S, KafkaLog
+from forebay.transport.kafka.metrics import KafkaMetrics
+from forebay.transport.kafka.settings import KafkaSettings, KafkaUnusable, read_properties
+from forebay.transport.redis.leases import LeaseKind, RedisLeases
 from forebay.workers.engine import EngineError
-from forebay.workers.worker import WorkerReplaced
+from forebay.workers.runtime.worker import WorkerReplaced
 
 REDIS_TIMEOUT_S = 0.5  # a renewal that hangs is tried again long before the lease runs out
 

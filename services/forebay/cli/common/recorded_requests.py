@@ -5,14 +5,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
-from forebay.core.holder_bits import HolderKey
+from forebay.core.state.holder_bits import HolderKey
 from forebay.events.control import DisaggConfig, DisaggregationSet
 from forebay.events.fleet import FleetEvent, WorkerSpec
 from forebay.events.requests import RequestCancelled, RequestSubmitted, Sampling
 from forebay.events.topics import CONTROL, FLEET, REQUESTS
 from forebay.ingress.errors import Unusable
-from forebay.replay.handover import Asked
-from forebay.replay.lived import External
+from forebay.replay.diff.handover import Asked
+from forebay.replay.observed import External
 from forebay.simulate.arrivals import Arrival
 from forebay.simulate.outcome import Served
 from forebay.simulate.settings import KV_BYTES_MAX, Transfer

@@ -12,10 +12,10 @@ from forebay.cli.common.cluster import kafka_settings
 from forebay.cli.common.errors import fail
 from forebay.events.topics import DECISIONS, GROUPS, INPUTS, SNAPSHOTS
 from forebay.transport.base import Log
-from forebay.transport.kafka_log import KafkaLog
-from forebay.transport.kafka_topics import partitions_of
-from forebay.transport.recorded_groups import groups_of
-from forebay.transport.sqlite_log import SqliteLog
+from forebay.transport.history.groups import groups_of
+from forebay.transport.kafka.log import KafkaLog
+from forebay.transport.kafka.topics import partitions_of
+from forebay.transport.sqlite.log import SqliteLog
 
 LogArgument = Annotated[
     Path | None,

@@ -6,7 +6,7 @@ from typing import Any
 import typer
 
 from forebay.cli.common.errors import USAGE, complain, fail
-from forebay.replay.verify import UNVERIFIED
+from forebay.replay.verify.verify import UNVERIFIED
 from forebay.replay.walk import UNKNOWN_EVENTS
 
 DIVERGED = 1  # the exit code where the events do not lead to what the journal says, too

@@ -19,7 +19,7 @@ from forebay.cli.policies.file import named_fields, read_policy_file, unknown_fi
 from forebay.cli.policies.router_options import POLICY_CONFIG
 from forebay.events.control import PoolConfigured, RouterConfig
 from forebay.ingress.errors import Unusable
-from forebay.simulate.field_words import allowed
+from forebay.simulate.field_descriptions import allowed
 
 SET = "--set"
 POLICY = "--policy"

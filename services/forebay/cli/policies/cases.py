@@ -7,9 +7,9 @@ seed by the core's own mixer, so that no case depends on Python's generator.
 from collections.abc import Iterable, Iterator, Sequence
 from typing import overload
 
-from forebay.core.policies import Candidate, RoutingRequest, RoutingWorld
-from forebay.core.prefix_index import Overlap
-from forebay.core.selection import mix64
+from forebay.core.routing.policies import Candidate, RoutingRequest, RoutingWorld
+from forebay.core.routing.selection import mix64
+from forebay.core.state.prefix_index import Overlap
 from forebay.events.control import RouterConfig
 from forebay.events.requests import RoutingHints
 

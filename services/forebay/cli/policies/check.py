@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from forebay.cli.policies.trial import Trial
-from forebay.core.policies import BUILT_IN
+from forebay.core.routing.policies import BUILT_IN
 from forebay.ingress.errors import Unusable
 
 HASH_SEEDS = (1, 2)

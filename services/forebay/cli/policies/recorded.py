@@ -4,7 +4,7 @@ import asyncio
 
 from forebay.cli.policies.check import require_policy
 from forebay.transport.base import Log
-from forebay.transport.recorded_groups import pools_of
+from forebay.transport.history.groups import pools_of
 
 
 async def require_policies(log: Log, partition: int) -> None:

@@ -20,7 +20,7 @@ from forebay.cli.policies.check import look_in_current_directory, require_policy
 from forebay.cli.policies.file import named_fields, read_policy_file
 from forebay.events.control import DisaggConfig, QueuePolicy, RouterConfig, RouterMode
 from forebay.ingress.errors import Unusable
-from forebay.simulate.field_words import allowed, refused
+from forebay.simulate.field_descriptions import allowed, refused
 
 PANEL = "Router"
 MODE = "--router-mode"

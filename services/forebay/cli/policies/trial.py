@@ -13,7 +13,7 @@ import msgspec
 
 from forebay.cli.policies.cases import CASES, case
 from forebay.cli.policies.guard import Forbidden, Guard
-from forebay.core.policies import Policy, PolicyUnusable, policy_class
+from forebay.core.routing.policies import Policy, PolicyUnusable, policy_class
 
 FAULT_CHARS_MAX = 500  # a policy's own words may be of any length, and several lines
 MADE_ANEW = "it is made anew for every decision, and what it may know is in its world and its request"

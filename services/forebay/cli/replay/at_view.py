@@ -13,7 +13,7 @@ from forebay.cli.common.terminal import printable
 from forebay.events.control import QueueConfig
 from forebay.events.decisions import JournalRecord, RequestRouted
 from forebay.replay.moment import LossFacts, Moment, PoolFacts, RankFacts, RequestFacts
-from forebay.transport.recording import utc
+from forebay.transport.recording.manifest import utc
 
 CHANGED = "bold yellow"
 SUMMARY_CHARS_MAX = 160

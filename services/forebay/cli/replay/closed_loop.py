@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 
 from forebay.cli.common.recorded_requests import RecordedRequests, answered, transfers_of
-from forebay.core.holder_bits import HolderKey
+from forebay.core.state.holder_bits import HolderKey
 from forebay.events.snapshots import WorkerState
 from forebay.ingress.errors import Unusable
-from forebay.replay.handover import Asked, Handover
+from forebay.replay.diff.handover import Asked, Handover
 from forebay.simulate.outcome import Outcome, Requests, summary
 from forebay.simulate.resumed import NotSimulable, rank_keys, resume
 from forebay.simulate.settings import Transfer

@@ -19,9 +19,9 @@ from forebay.cli.replay.diff import diff_command
 from forebay.cli.replay.explain import explain_command
 from forebay.cli.replay.verify import show, shown_progress
 from forebay.events.topics import DECISIONS
-from forebay.replay.verify import UNVERIFIED, OnProgress, Report, verify
-from forebay.transport.recorded_groups import groups_of
-from forebay.transport.sqlite_log import SqliteLog
+from forebay.replay.verify.verify import UNVERIFIED, OnProgress, Report, verify
+from forebay.transport.history.groups import groups_of
+from forebay.transport.sqlite.log import SqliteLog
 
 app = typer.Typer(help="Derive recorded decisions again.", no_args_is_help=True)
 app.command("explain")(explain_command)

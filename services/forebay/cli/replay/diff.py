@@ -26,13 +26,13 @@ from forebay.cli.policies.recorded import require_policies
 from forebay.cli.replay.closed_loop import ClosedLoop, closed_loop
 from forebay.cli.replay.diff_view import show
 from forebay.cli.replay.verify import shown_progress
-from forebay.replay.diff import diff
-from forebay.replay.diff_report import Report
-from forebay.replay.handover import Handover
-from forebay.replay.verify import OnProgress
+from forebay.replay.diff.diff import diff
+from forebay.replay.diff.handover import Handover
+from forebay.replay.diff.report import Report
+from forebay.replay.verify.verify import OnProgress
 from forebay.replay.walk import FOREIGN_RECORDS, UNKNOWN_EVENTS, UNREAD_FIELDS
-from forebay.transport.recorded_groups import pools_of
-from forebay.transport.sqlite_log import SqliteLog
+from forebay.transport.history.groups import pools_of
+from forebay.transport.sqlite.log import SqliteLog
 
 PAGE_TITLE = "forebay replay diff"
 ALLOWED = (FOREIGN_RECORDS, UNREAD_FIELDS, UNKNOWN_EVENTS)

@@ -16,8 +16,8 @@ from forebay.cli.common.terminal import bar, own_stdout
 from forebay.cli.common.unverified import DIVERGED, tell_unverified
 from forebay.cli.policies.recorded import require_policies
 from forebay.cli.replay.explain_view import show
-from forebay.replay.explain import Explanation, UnknownRequest, explain
-from forebay.replay.find import OnProgress
+from forebay.replay.explain.explain import Explanation, UnknownRequest, explain
+from forebay.replay.explain.find import OnProgress
 
 
 def explain_command(

@@ -10,10 +10,10 @@ from rich.text import Text
 
 from forebay.cli.common.terminal import printable, results
 from forebay.cli.replay.at_view import span
-from forebay.core.first_token import Part
+from forebay.core.ttft_parts import Part
 from forebay.events.control import RouterConfig
-from forebay.replay.explanation import Candidate, Explanation, LeftOut, Moment, Routing, Submission
-from forebay.transport.recording import utc
+from forebay.replay.explain.explanation import Candidate, Explanation, LeftOut, Moment, Routing, Submission
+from forebay.transport.recording.manifest import utc
 
 CANDIDATES_SHOWN = 10  # the cheapest; --all has the others
 LEFT_OUT_SHOWN = 5  # lines of those that were no candidates

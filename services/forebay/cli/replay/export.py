@@ -19,9 +19,9 @@ from forebay.events.requests import RequestSubmitted
 from forebay.events.topics import DECISIONS, INPUTS, Topic, topic_named
 from forebay.replay.applied import applied
 from forebay.transport.base import Record
-from forebay.transport.recorded import Validity
-from forebay.transport.recorded_start import oldest_state
-from forebay.transport.sqlite_log import SqliteLog
+from forebay.transport.history.reader import Validity
+from forebay.transport.history.start import oldest_state
+from forebay.transport.sqlite.log import SqliteLog
 
 VIEWS = "views.sql"
 PAGE_RECORDS = 500

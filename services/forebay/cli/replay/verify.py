@@ -12,10 +12,10 @@ from rich.table import Table as Grid
 
 from forebay.cli.common.terminal import bar, in_markup, results
 from forebay.events.decisions import CostTerms
-from forebay.replay.divergence import Told
-from forebay.replay.event_text import EventTold
-from forebay.replay.tables import Row, Table
-from forebay.replay.verify import UNVERIFIED, OnProgress, Report
+from forebay.replay.explain.event_text import EventTold
+from forebay.replay.verify.cost_tables import Row, Table
+from forebay.replay.verify.divergence import Told
+from forebay.replay.verify.verify import UNVERIFIED, OnProgress, Report
 from forebay.replay.walk import UNKNOWN_EVENTS
 
 ROWS_SHOWN = 32  # of a cost table: those with a place or a difference come first; --json has all

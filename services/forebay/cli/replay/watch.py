@@ -29,11 +29,11 @@ from forebay.events.base import U64_BYTES
 from forebay.events.kv import BlocksRemoved, BlocksStored
 from forebay.events.topics import KV_EVENTS
 from forebay.replay.at import Diverged, Position, arrive, offset_at
-from forebay.replay.event_text import tag_of, text_of
+from forebay.replay.explain.event_text import tag_of, text_of
 from forebay.replay.moment import Moment
 from forebay.replay.walk import Step
 from forebay.transport.base import Log, LogError
-from forebay.transport.recording import utc
+from forebay.transport.recording.manifest import utc
 
 LOOK_EVERY = 256  # steps between two looks for a key
 WIDE_COLUMNS = 160  # from here on the record has its place beside the state, else below it

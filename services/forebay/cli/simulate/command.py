@@ -43,9 +43,9 @@ from forebay.cli.simulate.report.file import ReportOption, require_report, write
 from forebay.cli.simulate.simulations import Job, Run, Work, reason, run_all, run_of
 from forebay.events.control import RouterConfig
 from forebay.ingress.errors import Unusable
-from forebay.simulate.goodput import Slo
 from forebay.simulate.reading import open_workload
 from forebay.simulate.settings import Settings
+from forebay.simulate.slo import Slo
 from forebay.simulate.workload import Survey, WorkloadOptions, WorkloadUnusable
 
 SHOWN = ("mean", "p50", "p99")

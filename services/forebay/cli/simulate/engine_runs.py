@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from forebay.core.engine_model import EngineConfig
 from forebay.core.step import Decided, InputEvent
 from forebay.core.world import World
+from forebay.engine_model.model import EngineConfig
 from forebay.events.base import unpack_u64
 from forebay.events.decisions import RequestAborted, RequestRouted
 from forebay.events.fleet import WorkerLost, WorkerSpec
@@ -13,7 +13,7 @@ from forebay.events.progress import FirstTokenEmitted, RequestFailed, RequestFin
 from forebay.events.requests import RequestSubmitted
 from forebay.events.snapshots import IndexBlocks
 from forebay.ingress.errors import Unusable
-from forebay.replay.verify import OnProgress
+from forebay.replay.verify.verify import OnProgress
 from forebay.replay.walk import Walk, walk_all
 from forebay.simulate.profiles.observed import EngineRun, Observed
 from forebay.transport.base import Log

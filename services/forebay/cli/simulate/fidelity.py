@@ -16,13 +16,13 @@ from xxhash import xxh3_64_intdigest
 from forebay.cli.common.recorded_requests import RecordedRequests, answered, transfers_of
 from forebay.cli.simulate.fidelity_stages import Placement, agreement, placeable, specs, stages
 from forebay.cli.simulate.simulations import OnDone, Work, run_all
-from forebay.core.engine_timing import EngineTiming
-from forebay.core.holder_bits import HolderKey
+from forebay.core.state.holder_bits import HolderKey
+from forebay.engine_model.timing import EngineTiming
 from forebay.events.control import DisaggregationSet, PoolConfigured, RouterConfig
 from forebay.events.fleet import WorkerJoined, WorkerLost
 from forebay.events.snapshots import Chunk, WorldState
 from forebay.ingress.errors import Unusable
-from forebay.replay.lived import External, Lived
+from forebay.replay.observed import External, Lived
 from forebay.simulate.outcome import Outcome, Requests, Served, percentiles, summary
 from forebay.simulate.resumed import MOCKER, NO_DELAYS, NotSimulable, rank_keys, resume
 from forebay.simulate.settings import Delays, Transfer

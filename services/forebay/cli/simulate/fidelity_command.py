@@ -19,10 +19,10 @@ from forebay.cli.simulate.fidelity import Playing, fidelity
 from forebay.cli.simulate.fidelity_view import show
 from forebay.cli.simulate.options import FleetOptions, ShapeOptions, require_routers, settings_of
 from forebay.ingress.errors import Unusable
-from forebay.replay.lived import Lived, lived
-from forebay.replay.verify import OnProgress
+from forebay.replay.observed import Lived, lived
+from forebay.replay.verify.verify import OnProgress
 from forebay.simulate.settings import policy
-from forebay.transport.sqlite_log import SqliteLog
+from forebay.transport.sqlite.log import SqliteLog
 
 LINK = ("kv_transfer_bandwidth", "kv_transfer_latency_us")  # what is fitted to the recording unless it is given
 OWN = ("engine", "delays", *LINK)  # of a fleet's options, what no recording says

@@ -9,7 +9,7 @@ import msgspec
 from forebay.cli.common.recorded_requests import placed_at
 from forebay.events.fleet import WorkerJoined, WorkerSpec
 from forebay.events.snapshots import Chunk, WorkerState
-from forebay.replay.lived import External, Lived
+from forebay.replay.observed import External, Lived
 from forebay.simulate.outcome import Served
 
 T = TypeVar("T", WorkerState, WorkerJoined)

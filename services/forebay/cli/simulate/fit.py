@@ -15,9 +15,9 @@ from forebay.cli.common.terminal import bar
 from forebay.cli.replay.verify import shown_progress
 from forebay.cli.simulate.engine_runs import EngineRuns, engine_runs
 from forebay.ingress.errors import Unusable
-from forebay.replay.verify import OnProgress
+from forebay.replay.verify.verify import OnProgress
 from forebay.simulate.profiles.profile import Profile, Sizes, write_linear
-from forebay.transport.sqlite_log import SqliteLog
+from forebay.transport.sqlite.log import SqliteLog
 
 if TYPE_CHECKING:
     from forebay.simulate.profiles.fitting import Error, Fit

@@ -12,7 +12,6 @@ import typer
 from forebay.cli.policies.check import require_policy
 from forebay.events.control import DisaggConfig, RouterConfig
 from forebay.simulate.fleet_file import Fleet, load_fleet, worker_group
-from forebay.simulate.goodput import Slo, service_levels
 from forebay.simulate.profiles.profile import MOCKER, SIZE_MAX, load_profile
 from forebay.simulate.settings import (
     BANDWIDTH_MAX,
@@ -34,6 +33,7 @@ from forebay.simulate.settings import (
     policy,
     require_sense,
 )
+from forebay.simulate.slo import Slo, service_levels
 from forebay.simulate.workload import Workload, WorkloadOptions
 
 POLICIES = ("kv", "round-robin")

@@ -17,11 +17,11 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from forebay.cli.common.terminal import bar, in_markup, own_stdout
 from forebay.events.control import RouterConfig
-from forebay.simulate.goodput import Slo, goodput
 from forebay.simulate.outcome import Outcome, summary
 from forebay.simulate.reading import open_workload
 from forebay.simulate.settings import Settings
 from forebay.simulate.simulation import Simulation
+from forebay.simulate.slo import Slo, goodput
 from forebay.simulate.workload import WorkloadOptions
 
 LOOK_EVERY_S = 0.2

@@ -38,9 +38,9 @@ from forebay.cli.simulate.sweep_axes import Combination, axes_of, combinations
 from forebay.cli.simulate.sweep_view import as_csv, keeping, show
 from forebay.ingress.errors import Unusable
 from forebay.simulate.capacity import Step, search
-from forebay.simulate.goodput import Slo, requests_per_s
 from forebay.simulate.pareto import OBJECTIVES, costs, optimal
 from forebay.simulate.reading import open_workload
+from forebay.simulate.slo import Slo, requests_per_s
 from forebay.simulate.workload import Survey, Workload, WorkloadOptions, WorkloadUnusable
 
 STEPS_EXPECTED = 10  # of a search, for progress

@@ -16,7 +16,7 @@ import msgspec
 
 from forebay.cli.common.option_groups import options_of
 from forebay.cli.simulate.options import AS_CONFIGURED, FleetOptions, ShapeOptions, router_of, settings_of
-from forebay.core.policies import BUILT_IN
+from forebay.core.routing.policies import BUILT_IN
 from forebay.events.control import RouterConfig
 from forebay.simulate.settings import ROUTER_SETTINGS, PolicyUnusable, Settings, WorkerGroup, require_sense
 

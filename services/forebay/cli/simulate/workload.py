@@ -19,8 +19,8 @@ from forebay.cli.simulate.command import tell_survey
 from forebay.cli.simulate.options import INT_MAX, JsonOption, ShapeOptions, workload_options
 from forebay.simulate.reading import open_workload
 from forebay.simulate.workload import Survey, Turn, Workload, WorkloadOptions, WorkloadUnusable
-from forebay.simulate.workloads.figures import Figures, figures
 from forebay.simulate.workloads.rows import Header
+from forebay.simulate.workloads.statistics import Figures, figures
 from forebay.simulate.workloads.writing import written
 
 SPREADS = ("prompt_tokens", "output_tokens", "delay_s")

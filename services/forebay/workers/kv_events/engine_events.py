@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
-from forebay.core.blocks import NO_MM_HASHES
+from forebay.core.block_hashes import NO_MM_HASHES
 from forebay.events.base import U64_BYTES, U64_MASK, pack_u32
 from forebay.events.kv import Tier
 
@@ -34,8 +34,8 @@ class StoredBlocks(msgspec.Struct, frozen=True, kw_only=True):
     """A chain of full blocks entered a tier; it continues `parent`, or starts a sequence when that is None.
 
     `token_ids` is packed u32, `block_size` tokens a block. `lora_name` and `cache_salt` are of the whole sequence; a
-    salt is only asked for where the sequence starts. `mm_hashes` holds `forebay.core.blocks.mm_hash` by block of this
-    event.
+    salt is only asked for where the sequence starts. `mm_hashes` holds `forebay.core.block_hashes.mm_hash` per block
+    of this event.
     """
 
     hashes: tuple[int, ...]

@@ -9,8 +9,8 @@ for what is one block to us: it is gone when its last copy is.
 from collections import Counter
 from typing import get_args
 
-from forebay.core.blocks import block_hashes, extend_chain, hash_seed
-from forebay.core.engine_model import Removed, Stored
+from forebay.core.block_hashes import block_hashes, extend_chain, hash_seed
+from forebay.engine_model.model import Removed, Stored
 from forebay.events.kv import Tier
 from forebay.workers.engine import CacheChange, Cleared
 from forebay.workers.kv_events.engine_events import ClearedBlocks, EngineEvent, RemovedBlocks, StoredBlocks

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from forebay.core.blocks import mm_hash
+from forebay.core.block_hashes import mm_hash
 from forebay.workers.kv_events.engine_events import (
     Batch,
     EngineEvent,

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from forebay.core.blocks import DIGEST_CHARS, HEX_DIGITS, mm_hash
+from forebay.core.block_hashes import DIGEST_CHARS, HEX_DIGITS, mm_hash
 from forebay.events.base import U64_BYTES
 from forebay.workers.kv_events.batch_wire import BatchDecoder
 from forebay.workers.kv_events.engine_events import (

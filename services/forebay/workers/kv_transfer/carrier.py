@@ -2,11 +2,11 @@
 
 from typing import TYPE_CHECKING, Protocol
 
-from forebay.workers.kv_transfer.place import Place
+from forebay.workers.kv_transfer.descriptor import Place
 
 if TYPE_CHECKING:
     from forebay.workers.kv_transfer.api import Numbers
-    from forebay.workers.kv_transfer.place import Slots
+    from forebay.workers.kv_transfer.descriptor import Slots
 
 
 class Carrier(Protocol):

@@ -4,7 +4,7 @@ import asyncio
 from collections import deque
 
 from forebay.workers.kv_transfer.api import Stats
-from forebay.workers.nixl_agent import TransferError
+from forebay.workers.kv_transfer.nixl_agent import TransferError
 
 FETCHES_MAX = 16  # more of them share one thread and one memory bus, and each ends later
 BYTES_MAX = 1 << 30  # a larger one goes alone

@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from forebay.workers.engine import EngineError
-from forebay.workers.kv_transfer.place import OFFERS_MAX, SLOTS_MAX
-from forebay.workers.nixl_agent import TransferError
+from forebay.workers.kv_transfer.descriptor import OFFERS_MAX, SLOTS_MAX
+from forebay.workers.kv_transfer.nixl_agent import TransferError
 
 if TYPE_CHECKING:
     import numpy as np
 
     from forebay.workers.kv_transfer.api import Array, Numbers
-    from forebay.workers.kv_transfer.place import Slots
+    from forebay.workers.kv_transfer.descriptor import Slots
 
 WORD_BYTES = 8
 READS_MAX = 256  # at once, those that were given up included

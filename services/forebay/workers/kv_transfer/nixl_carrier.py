@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 
 from forebay.workers.engine import EngineError
 from forebay.workers.kv_transfer.api import GivenBack, Stats
+from forebay.workers.kv_transfer.descriptor import Place
 from forebay.workers.kv_transfer.memory import Arena
+from forebay.workers.kv_transfer.nixl_agent import TransferError, load_nixl
 from forebay.workers.kv_transfer.nixl_reads import DROPPED, FETCHED, Read
 from forebay.workers.kv_transfer.nixl_thread import NixlThread
-from forebay.workers.kv_transfer.place import Place
-from forebay.workers.nixl_agent import TransferError, load_nixl
 
 if TYPE_CHECKING:
     from forebay.workers.kv_transfer.api import Numbers
-    from forebay.workers.kv_transfer.place import Slots
+    from forebay.workers.kv_transfer.descriptor import Slots
 
 _WHYS: dict[str, GivenBack] = {FETCHED.decode(): "fetched", DROPPED.decode(): "released"}
 _NOTE_CHARS_MAX = 20  # a letter and 63 bits

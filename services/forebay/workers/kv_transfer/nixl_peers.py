@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
+from forebay.workers.kv_transfer.descriptor import OFFERS_MAX, Place
 from forebay.workers.kv_transfer.memory import WORD_BYTES, words_offset
-from forebay.workers.kv_transfer.place import OFFERS_MAX, Place
-from forebay.workers.nixl_agent import TransferError, said_name
+from forebay.workers.kv_transfer.nixl_agent import TransferError, said_name
 
 PEERS_MAX = 256  # known at once; the one not asked for longest is forgotten
 

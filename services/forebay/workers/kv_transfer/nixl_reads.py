@@ -3,13 +3,13 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from forebay.workers.kv_transfer.descriptor import Place
 from forebay.workers.kv_transfer.memory import READS_MAX, WORD_BYTES, Arena
+from forebay.workers.kv_transfer.nixl_agent import LOCAL, TransferError
 from forebay.workers.kv_transfer.nixl_peers import Peer, Peers, prepare, told
-from forebay.workers.kv_transfer.place import Place
-from forebay.workers.nixl_agent import LOCAL, TransferError
 
 if TYPE_CHECKING:
-    from forebay.workers.kv_transfer.place import Slots
+    from forebay.workers.kv_transfer.descriptor import Slots
 
 # Through shared memory a post copies all of its list before it returns: 32 MiB are some 4 ms, in which the thread
 # serves nobody else.

@@ -15,11 +15,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+from forebay.workers.kv_transfer.descriptor import Place
 from forebay.workers.kv_transfer.memory import Arena
+from forebay.workers.kv_transfer.nixl_agent import TransferError, open_agent
 from forebay.workers.kv_transfer.nixl_peers import Peers
 from forebay.workers.kv_transfer.nixl_reads import FETCHED, Here, Read, tell
-from forebay.workers.kv_transfer.place import Place
-from forebay.workers.nixl_agent import TransferError, open_agent
 
 LOG = logging.getLogger(__name__)
 

@@ -15,12 +15,12 @@ from xxhash import xxh3_64_intdigest
 
 from forebay.events.base import hex_digest, pack_u64
 from forebay.workers.kv_transfer.api import GivenBack, Offer, OnGivenBack, Stats
+from forebay.workers.kv_transfer.descriptor import OFFERS_MAX, Place, encode_place, pack_slots
 from forebay.workers.kv_transfer.memory import Arena
-from forebay.workers.kv_transfer.place import OFFERS_MAX, Place, encode_place, pack_slots
-from forebay.workers.nixl_agent import TransferError
+from forebay.workers.kv_transfer.nixl_agent import TransferError
 
 if TYPE_CHECKING:
-    from forebay.workers.kv_transfer.place import Slots
+    from forebay.workers.kv_transfer.descriptor import Slots
 
 _COUNTER_BITS = 31
 _RANDOM_BITS = 32

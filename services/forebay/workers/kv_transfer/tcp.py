@@ -16,14 +16,14 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from forebay.events.base import pack_u32
+from forebay.workers.kv_transfer.descriptor import Place
 from forebay.workers.kv_transfer.memory import Arena
+from forebay.workers.kv_transfer.nixl_agent import TransferError
 from forebay.workers.kv_transfer.offers import Held, Offers
-from forebay.workers.kv_transfer.place import Place
-from forebay.workers.nixl_agent import TransferError
 
 if TYPE_CHECKING:
     from forebay.workers.kv_transfer.api import Numbers
-    from forebay.workers.kv_transfer.place import Slots
+    from forebay.workers.kv_transfer.descriptor import Slots
 
 LOG = logging.getLogger(__name__)
 

@@ -17,17 +17,17 @@ from forebay.events.base import unpack_u64
 from forebay.events.transfer import Prefilled
 from forebay.workers.kv_transfer.api import BUCKETS_S, Fetched, GivenBack, Kind, KvTransport, Offer, OnGivenBack, Stats
 from forebay.workers.kv_transfer.carrier import Carrier
+from forebay.workers.kv_transfer.descriptor import Place, place_of, slots_of
 from forebay.workers.kv_transfer.gate import Gate
 from forebay.workers.kv_transfer.memory import Arena
+from forebay.workers.kv_transfer.nixl_agent import TransferError
 from forebay.workers.kv_transfer.nixl_carrier import NixlCarrier
 from forebay.workers.kv_transfer.offers import Offers
-from forebay.workers.kv_transfer.place import Place, place_of, slots_of
 from forebay.workers.kv_transfer.tcp import TcpCarrier
-from forebay.workers.nixl_agent import TransferError
 
 if TYPE_CHECKING:
     from forebay.workers.kv_transfer.api import Numbers
-    from forebay.workers.kv_transfer.place import Slots
+    from forebay.workers.kv_transfer.descriptor import Slots
 
 LEASE_S = 30.0  # a reader comes within a second or was lost; blocks held for nobody are missing in the cache
 FETCH_S = 10.0  # a transfer takes milliseconds, its first one a connection

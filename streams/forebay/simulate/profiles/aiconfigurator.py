@@ -11,7 +11,7 @@ import numpy as np
 from aiconfigurator_core.sdk.engine import EngineHandle
 from numpy.typing import NDArray
 
-from forebay.core.engine_timing import LinearTiming
+from forebay.engine_model.timing import LinearTiming
 from forebay.simulate.profiles.regression import regression
 from forebay.simulate.profiles.sheets import ProfileUnusable
 

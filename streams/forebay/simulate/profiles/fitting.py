@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
-from forebay.core.engine_timing import LinearTiming
+from forebay.engine_model.timing import LinearTiming
 from forebay.simulate.profiles.observed import EngineRun, ModelledRun, take_out_refused
 from forebay.simulate.profiles.regression import OUTLIER, SHRINK, Vector, regression
 from forebay.simulate.profiles.timeline import COSTS, amounts

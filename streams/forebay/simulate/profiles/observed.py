@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from msgspec import structs
 
-from forebay.core.engine_model import EngineConfig, EngineModel, EngineRequest, RequestRefused, Step
-from forebay.core.engine_timing import EngineTiming
+from forebay.engine_model.model import EngineConfig, EngineModel, EngineRequest, RequestRefused, Step
+from forebay.engine_model.timing import EngineTiming
 from forebay.events.base import U32_BYTES
 
 FOREVER_US = 1 << 62  # nothing comes any more: an engine may run until it has something to say

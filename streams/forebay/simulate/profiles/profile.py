@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from forebay.core.engine_timing import EngineTiming, LinearTiming, MockerTiming
+from forebay.engine_model.timing import EngineTiming, LinearTiming, MockerTiming
 from forebay.simulate.profiles.roofline import Assumed, Numbers, kv_blocks, roofline
 from forebay.simulate.profiles.sheets import Gpu, ProfileUnusable, gpu_sheet, gpus_like, read_file, read_transformer
 

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from forebay.core.engine_timing import RooflineTiming
+from forebay.engine_model.timing import RooflineTiming
 from forebay.simulate.profiles.sheets import Gpu, ProfileUnusable, Transformer
 
 GIB = 1 << 30

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from forebay.core.engine_timing import LinearTiming
+from forebay.engine_model.timing import LinearTiming
 from forebay.simulate.profiles.observed import EngineRun, Observed
 
 COSTS = LinearTiming.__struct_fields__

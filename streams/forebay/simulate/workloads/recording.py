@@ -22,10 +22,10 @@ from forebay.events.topics import DECISIONS, PROGRESS, REQUESTS
 from forebay.simulate.workload import Turn, WorkloadUnusable
 from forebay.simulate.workloads.source import Faults
 from forebay.transport.base import Log, LogError
-from forebay.transport.recorded import RecordedOrder, Validity, journal
-from forebay.transport.recorded_groups import groups_of, pools_of
-from forebay.transport.recorded_start import oldest_state
-from forebay.transport.sqlite_log import SqliteLog
+from forebay.transport.history.groups import groups_of, pools_of
+from forebay.transport.history.reader import RecordedOrder, Validity, journal
+from forebay.transport.history.start import oldest_state
+from forebay.transport.sqlite.log import SqliteLog
 
 READ = (REQUESTS.name, PROGRESS.name)
 UNFINISHED = -1  # a length that the recording does not hold

@@ -10,7 +10,7 @@ from rich.progress import SpinnerColumn, TextColumn
 from forebay.cli.common.page_file import require_writable, write
 from forebay.cli.common.terminal import bar
 from forebay.cli.simulate.simulations import Run
-from forebay.simulate.goodput import Slo
+from forebay.simulate.slo import Slo
 
 OPTION = "--report"
 TITLE = "forebay simulate"

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from forebay.cli.simulate.simulations import Run
-from forebay.simulate.goodput import Slo
 from forebay.simulate.outcome import Outcome
+from forebay.simulate.slo import Slo
 
 # Round limits, 35 to a decade: somebody who looks for 500 ms finds it.
 MANTISSAS = (*range(100, 200, 10), *range(200, 500, 20), *range(500, 1_000, 50))

@@ -24,8 +24,8 @@ from forebay.cli.simulate.report.words import (
     table,
 )
 from forebay.cli.simulate.simulations import Run
-from forebay.simulate.goodput import Slo
 from forebay.simulate.outcome import EXPLAINED_MAX
+from forebay.simulate.slo import Slo
 
 RUNS_MAX = 12  # on one page; more lines on a chart nobody tells apart
 COLOURS = 8

@@ -8,7 +8,7 @@ import msgspec
 
 from forebay.cli.simulate.options import in_full
 from forebay.cli.simulate.report.measures import Measured
-from forebay.simulate.goodput import Slo, goodput
+from forebay.simulate.slo import Slo, goodput
 
 TIE = 0.01  # figures that differ by less are level: other seeds move them as far
 NAMED = 3  # of runs that are level, by name

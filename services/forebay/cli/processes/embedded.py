@@ -1,0 +1,360 @@
+"""The whole system in one process: log, leases, owner, workers and ingress on one event loop."""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import uuid
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import typer
+import uvloop
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from forebay.cli.common.errors import cause_of
+from forebay.cli.processes.engines import built, playing, pool_of
+from forebay.cli.processes.settings import Embedded
+from forebay.core.state.fleet import WorkerPhase
+from forebay.core.world import World
+from forebay.events.base import unpack_u64
+from forebay.events.control import DisaggConfig, PoolConfigured
+from forebay.events.fleet import WorkerSpec
+from forebay.events.snapshots import IndexBlocks
+from forebay.events.topics import TOKENS
+from forebay.ingress.errors import Unusable
+from forebay.ingress.explain_worker import Source
+from forebay.ingress.explainer import Explainer
+from forebay.ingress.http.app import build_app
+from forebay.ingress.http.origin_guard import allowed_hosts
+from forebay.ingress.http.protocol import ConnectionLimits, connections_allowed
+from forebay.ingress.http.server import build_server, listen, serve_until_drained
+from forebay.ingress.ingress import NO_PREFILL_WORKER, NO_WORKER, Ingress
+from forebay.ingress.metrics import IngressMetrics
+from forebay.ingress.model import Model
+from forebay.live.owner.metrics import OwnerMetrics
+from forebay.live.owner.owner import GroupSettings, Owner
+from forebay.live.owner.retention import Retention
+from forebay.live.owner.retention_metrics import RetentionMetrics
+from forebay.live.owner.start_check import open_checked
+from forebay.transport.redis.leases import embedded_leases
+from forebay.transport.sqlite.log import SqliteLog
+from forebay.workers.engine import Engine
+from forebay.workers.engines.mock.engine import MockEngine
+from forebay.workers.runtime.kv_metrics import kv_metrics, kv_path
+from forebay.workers.runtime.lease_keeper import LeaseKeeper
+from forebay.workers.runtime.worker import Worker
+
+logger = logging.getLogger(__name__)
+
+PARTITION = 0  # of the control topics: one process serves one group
+DRAIN_S = 7.0  # with CLOSE_S, CUT_S and no more than 10 s in all: Ctrl-C must not seem to do nothing
+
+OnReady = Callable[[DisaggConfig], None]  # told who computes prompts
+Caches = dict[tuple[str, int], list[int]]
+Engines = Sequence[tuple[Engine, WorkerSpec]]
+Hosts = frozenset[str] | None  # as `allowed_hosts` returns them
+
+
+@dataclass(frozen=True, slots=True)
+class _System:
+    ingress: Ingress
+    app: FastAPI
+    explainer: Explainer
+    disagg: DisaggConfig  # as it holds: an operator's word of an earlier process stands
+
+
+def run(settings: Embedded, host: str, port: int, on_ready: OnReady) -> None:
+    """Serve until SIGINT or SIGTERM.
+
+    Raises Unusable for what cannot be started with, EngineError when an engine fails, LogError when the log does.
+    """
+    model = Model(settings.engine.settings.model)
+    engines = [
+        built(playing(settings.engine, role), name, pool="", taints=settings.taints[name], kv_events=settings.kv_events)
+        for name, role in settings.roles.items()
+    ]
+    with listen(host, port) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        hosts = allowed_hosts(host, listener.getsockname()[0], settings.allow_hosts)
+        runner.run(_serve(settings, engines, model, listener, hosts, on_ready))
+
+
+async def _serve(
+    settings: Embedded,
+    engines: Engines,
+    model: Model,
+    listener: socket.socket,
+    hosts: Hosts,
+    on_ready: OnReady,
+) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    whole = asyncio.current_task()
+    assert whole is not None
+
+    def leave_at_once() -> None:
+        stop.set()
+        whole.cancel()
+
+    # Until requests can be served there is nothing to finish; a large log or fleet takes its time.
+    _on_signals(loop, leave_at_once)
+    try:
+        async with _running(settings, engines, model, hosts) as system:
+            _on_signals(loop, stop.set)
+            await _serve_until(stop, system, listener, on_ready)
+    except asyncio.CancelledError:
+        if not stop.is_set():
+            raise
+        whole.uncancel()
+
+
+def _on_signals(loop: asyncio.AbstractEventLoop, act: Callable[[], None]) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, act)
+
+
+async def _serve_until(stop: asyncio.Event, system: _System, listener: socket.socket, on_ready: OnReady) -> None:
+    loop = asyncio.get_running_loop()
+    limits = ConnectionLimits(system.ingress.metrics.reject, connections_allowed())
+    server = build_server(system.app, lambda: on_ready(system.disagg), limits)
+    ingress, drain = system.ingress, system.ingress.drain
+    serving = serve_until_drained(server, listener, drain, ingress.replies.interrupt_all, DRAIN_S)
+
+    async def drain_at_signal() -> None:
+        await stop.wait()
+        _on_signals(loop, drain.hurry)
+        if drain.in_flight:
+            typer.echo(
+                f"forebay: waits up to {DRAIN_S:g} s for {drain.in_flight} requests in flight; "
+                "a second signal ends them at once"
+            )
+        drain.begin()
+
+    stopping = loop.create_task(drain_at_signal(), name="signal")
+    try:
+        await serving
+    finally:
+        stopping.cancel()
+    await system.explainer.close()
+
+
+@asynccontextmanager
+async def _running(settings: Embedded, engines: Engines, model: Model, hosts: Hosts) -> AsyncIterator[_System]:
+    """Start every part but the HTTP listener, wait until requests can be served, and stop them in turn."""
+    async with AsyncExitStack() as stack:
+        log, standby = await open_checked(settings.log, PARTITION)
+        stack.callback(log.close)
+        leases = embedded_leases()
+        keeper = LeaseKeeper(leases, ttl_s=settings.lease_ttl_s)
+        keeper.start()
+        stack.push_async_callback(keeper.stop)
+        parts = await stack.enter_async_context(_parts())
+        workers = [
+            Worker(log, keeper, spec, engine, token=uuid.uuid4().hex, group=spec.model) for engine, spec in engines
+        ]
+        for worker in workers:
+            parts.run(worker.run(), worker.spec.worker_id)
+        # Real engines say their sizes when they have started, and the pool has those.
+        await parts.until(lambda: all(worker.started for worker in workers))
+        block_size = _block_size(workers)
+        owner = Owner(log, leases, _group(settings, block_size))
+        registry = CollectorRegistry()
+        registry.register(OwnerMetrics(owner, settings.engine.settings.model_name))
+        registry.register(_KvMetrics(workers))
+        await owner.start(standby)
+        caches = _warmed(owner, engines)
+        parts.own(owner)
+        retention = Retention(log, owner, PARTITION, settings.log_limits)
+        registry.register(RetentionMetrics(log, retention))
+        parts.run(retention.run(), "retention")
+        ingress = await _ingress(settings, block_size, log, model, owner, registry)
+        layout = next((worker.spec.kv_layout for worker in workers if worker.spec.kv_layout is not None), None)
+        if layout is not None:  # all have the same, or would not be admitted
+            ingress.told_ready["kv_transport"] = kv_path(layout)
+        parts.run(ingress.run(), "ingress")
+        await parts.until(lambda: all(_admitted(owner, worker, caches) for worker in workers))
+        explainer = Explainer(None if settings.log is None else Source(path=str(settings.log.absolute())))
+        stack.push_async_callback(explainer.close)
+        disagg = _disagg(owner.world, settings)
+        yield _System(ingress, build_app(ingress, registry, explainer, hosts), explainer, disagg)
+
+
+class _KvMetrics(Collector):
+    """What all workers of this process show of KV that travels, each metric once."""
+
+    def __init__(self, workers: Sequence[Worker]) -> None:
+        self._workers = workers
+
+    def collect(self) -> Iterator[Metric]:
+        """The metrics as they are now."""
+        found: dict[str, Metric] = {}
+        for worker in self._workers:
+            for metric in kv_metrics(worker):
+                if metric.name in found:
+                    found[metric.name].samples += metric.samples
+                else:
+                    found[metric.name] = metric
+        yield from found.values()
+
+
+class _Parts:
+    """The tasks of the system; when one breaks the whole is cancelled and its error raised."""
+
+    def __init__(self, whole: "asyncio.Task[Any]") -> None:
+        self.broken: BaseException | None = None
+        self._whole = whole
+        self._others: list[asyncio.Task[None]] = []
+        self._owner: tuple[Owner, asyncio.Task[None]] | None = None
+
+    def run(self, part: Coroutine[Any, Any, None], name: str) -> None:
+        """Run one until the end."""
+        self._others.append(self._task(part, name))
+
+    def own(self, owner: Owner) -> None:
+        """Run the owner, which ends after all others."""
+        self._owner = owner, self._task(owner.run(), "owner")
+
+    async def until(self, reached: Callable[[], bool]) -> None:
+        """Wait for a state of the parts."""
+        while not reached():  # noqa: ASYNC110 - their states set no event
+            await asyncio.sleep(0.01)
+
+    async def stop(self) -> None:
+        """End them all; a real engine takes its time, and by then the owner must not take its worker for lost."""
+        for other in self._others:
+            other.cancel()
+        if self._owner is not None:
+            owner, task = self._owner
+            await owner.stop()
+            await task
+            await owner.close()
+        await asyncio.gather(
+            *self._others, return_exceptions=True
+        )  # cancelled again they would leave engines half ended
+
+    async def abandon(self) -> None:
+        """End what is left of them at once."""
+        await _ended([*self._others, *([] if self._owner is None else [self._owner[1]])])
+
+    def _task(self, part: Coroutine[Any, Any, None], name: str) -> "asyncio.Task[None]":
+        task = asyncio.create_task(part, name=name)
+        task.add_done_callback(self._on_done)
+        return task
+
+    def _on_done(self, task: "asyncio.Task[None]") -> None:
+        if not task.cancelled() and self.broken is None and (error := task.exception()) is not None:
+            self.broken = error
+            self._whole.cancel()
+
+
+@asynccontextmanager
+async def _parts() -> AsyncIterator[_Parts]:
+    whole = asyncio.current_task()
+    assert whole is not None
+    parts = _Parts(whole)
+    try:
+        yield parts
+        await parts.stop()
+    except asyncio.CancelledError:
+        if parts.broken is None:
+            raise
+        raise cause_of(parts.broken) from None
+    finally:
+        await parts.abandon()
+
+
+async def _ended(tasks: "Sequence[asyncio.Task[None]]") -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _block_size(workers: Sequence[Worker]) -> int:
+    """That of every worker. Raises Unusable when they differ."""
+    sizes = sorted({worker.spec.block_size for worker in workers})
+    if len(sizes) > 1:
+        raise Unusable(f"the workers have KV blocks of {' and '.join(map(str, sizes))} tokens, but share one pool")
+    return sizes[0]
+
+
+def _warmed(owner: Owner, engines: Engines) -> Caches:
+    """Give mock engines the caches that those of an earlier process had: by worker and rank.
+
+    A mock engine's cache is bookkeeping without bytes, and its log holds all of it. So it outlives the process
+    as an engine process of its own would outlive a restart of what is around it.
+    """
+    caches: Caches = {}
+    mocks = {spec.worker_id: engine for engine, spec in engines if isinstance(engine, MockEngine)}
+    for chunk in owner.world.index.snapshot():
+        if isinstance(chunk, IndexBlocks) and chunk.tier == "device" and chunk.worker_id in mocks:
+            caches.setdefault((chunk.worker_id, chunk.rank), []).extend(unpack_u64(chunk.sequence_hashes))
+    for engine, spec in engines:
+        if isinstance(engine, MockEngine):
+            for rank in spec.ranks:
+                engine.warm(caches.get((spec.worker_id, rank), ()), rank)
+    return caches
+
+
+def _admitted(owner: Owner, worker: Worker, caches: Caches) -> bool:
+    """Whether a worker of this process, not its namesake of an earlier one, may get requests and is known warm."""
+    spec = worker.spec
+    member = owner.world.fleet.get(spec.worker_id)
+    if member is None or member.worker_epoch != worker.worker_epoch or member.phase is not WorkerPhase.READY:
+        return False
+    return not spec.kv_events or all(
+        owner.world.index.blocks_held(spec.worker_id, rank, "device")
+        >= min(len(caches.get((spec.worker_id, rank), ())), spec.kv_blocks_total)
+        for rank in spec.ranks
+    )
+
+
+def why_not_ready(world: World, model: str) -> str | None:
+    """Why no request of a model would be served now; None if at least some would."""
+    pool = world.pool_of(model)
+    if pool is None or not world.roster(pool.pool).seats:
+        return NO_WORKER
+    disagg = world.disagg.get(pool.pool, pool.router.disagg)
+    needs_prefill = pool.role == "decode" and disagg.enforce and disagg.policy == "always"
+    return NO_PREFILL_WORKER if needs_prefill and world.prefillers_of(pool) is None else None
+
+
+def _disagg(world: World, settings: Embedded) -> DisaggConfig:
+    pool = world.pool_of(settings.engine.settings.model_name)
+    configured = settings.router.disagg
+    return configured if pool is None else world.disagg.get(pool.pool, configured)
+
+
+def _group(settings: Embedded, block_size: int) -> GroupSettings:
+    name = settings.engine.settings.model_name
+    return GroupSettings(
+        group=name,
+        partition=PARTITION,
+        owner_id=f"embedded-{os.getpid()}",
+        pools=tuple(
+            PoolConfigured(pool=pool_of(role), model=name, block_size=block_size, router=settings.router, role=role)
+            for role in dict.fromkeys(settings.roles.values())
+        ),
+        snapshot_every=settings.snapshot_every,
+        snapshot_age_s=settings.snapshot_age_s,
+        poll_s=min(0.5, settings.lease_ttl_s / 6),
+    )
+
+
+async def _ingress(
+    settings: Embedded, block_size: int, log: SqliteLog, model: Model, owner: Owner, registry: CollectorRegistry
+) -> Ingress:
+    name = settings.ingress.model_name
+    ingress_settings = replace(settings.ingress, block_size=block_size)
+    metrics = IngressMetrics(registry, ingress_settings.model_name)
+    reply_from = await log.end(TOKENS.name, ingress_settings.reply_slot)
+    ingress = Ingress(
+        log, model, ingress_settings, metrics, lambda: why_not_ready(owner.world, name) is None, reply_from
+    )
+    ingress.why_not_ready = lambda: why_not_ready(owner.world, name) or NO_WORKER
+    return ingress

@@ -1,0 +1,65 @@
+"""The router as a plain Faust app, for those who run it with Faust's own command line.
+
+    export FOREBAY_KAFKA=host:9092 FOREBAY_REDIS=redis://host:6379
+    faust -A forebay.cli.processes.faust_router worker -l warning
+
+Also read: FOREBAY_NAMESPACE, FOREBAY_KAFKA_CONFIG, FOREBAY_ROUTER_ID, and a variable for each option of the router:
+FOREBAY_ROUTER_MODE for `--router-mode`, FOREBAY_ROUTER_KV_EVENTS=false for `--no-router-kv-events`. Importing this
+module makes the app and nothing else; the router runs as a task of it.
+"""
+
+import asyncio
+import os
+import socket
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry
+
+from forebay.cli.common.cluster import KAFKA, LOOPBACK, NAMESPACE, REDIS, Cluster, connected, kafka_settings
+from forebay.cli.common.shutdown import STOP_S
+from forebay.cli.policies.router_options import router_config_of
+from forebay.cli.processes.router_process import start_router
+from forebay.live.router.faust_app import Assignments, RouterApp
+from forebay.live.router.faust_feed import Feed
+from forebay.live.router.router import RouterSettings
+from forebay.transport.kafka.topics import count_topics
+
+
+def _cluster() -> Cluster:
+    properties = os.environ.get("FOREBAY_KAFKA_CONFIG")
+    kafka = kafka_settings(
+        os.environ.get("FOREBAY_KAFKA", KAFKA),
+        os.environ.get("FOREBAY_NAMESPACE", NAMESPACE),
+        Path(properties) if properties else None,
+    )
+    return Cluster(kafka, os.environ.get("FOREBAY_REDIS", REDIS), LOOPBACK, None)
+
+
+cluster = _cluster()
+config = router_config_of(os.environ)
+assignments = Assignments()
+feed = Feed()
+app = RouterApp(cluster.kafka, feed, assignments.tell)
+
+
+@app.task  # type: ignore[untyped-decorator]  # Faust ships no types
+async def route() -> None:
+    """Run the router until the app stops it; what it owns is sealed first."""
+    registry = CollectorRegistry()
+    counts = await count_topics(cluster.kafka)
+    settings = RouterSettings(
+        router_id=os.environ.get("FOREBAY_ROUTER_ID", f"{socket.gethostname()}-{os.getpid()}"),
+        partitions=counts.groups,
+        slots_max=min(counts.pools.values(), default=0),
+        config=config,
+    )
+    async with connected(cluster, registry) as log:
+        router = await start_router(cluster, log, feed, settings, registry, lambda: app.is_member)
+        assignments.hear(router.assign)
+        running = asyncio.create_task(router.run())
+        try:
+            await asyncio.shield(running)
+        except asyncio.CancelledError:
+            await router.stop()
+            await asyncio.wait([running], timeout=STOP_S)
+            raise

@@ -1,0 +1,76 @@
+"""`forebay ingress`: the OpenAI HTTP API and the topic door, as a process of its own."""
+
+import os
+import socket
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from forebay.cli.common.cluster import (
+    KAFKA,
+    LOOPBACK,
+    NAMESPACE,
+    REDIS,
+    Cluster,
+    KafkaOption,
+    NamespaceOption,
+    PropertiesOption,
+    RedisOption,
+    VerboseOption,
+    kafka_settings,
+    start_logging,
+)
+from forebay.cli.common.errors import explained
+from forebay.cli.common.option_groups import spread
+from forebay.cli.processes.http_options import HttpOptions
+from forebay.cli.processes.options import LorasOption, adapters, named, names
+
+
+@spread
+def ingress(
+    kafka: KafkaOption = KAFKA,
+    redis: RedisOption = REDIS,
+    namespace: NamespaceOption = NAMESPACE,
+    kafka_config: PropertiesOption = None,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="HTTP port.")] = 8000,
+    host: Annotated[str, typer.Option(help="Address to listen on. There is no authentication.")] = LOOPBACK,
+    ingress_id: Annotated[str, typer.Option(help="Unique; host and process when empty.")] = "",
+    model: Annotated[Path | None, typer.Option(help="Model directory; the default model when left out.")] = None,
+    model_name: Annotated[str, typer.Option(help="Name in the API; the directory's name when empty.")] = "",
+    block_size: Annotated[
+        int | None, typer.Option(min=1, help="Tokens a KV block; what the model's pool has when left out.")
+    ] = None,
+    lora: LorasOption = None,
+    reply_topic: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Topics that Kafka clients may name in reply-topic, * for any characters; repeatable. "
+            "NAMESPACE.replies.* when left out."
+        ),
+    ] = None,
+    drain_s: Annotated[
+        float,
+        typer.Option(min=0.0, max=86_400.0, help="At SIGTERM, refuse new requests and wait this long for the others."),
+    ] = 60.0,
+    verbose: VerboseOption = False,
+    *,
+    http: HttpOptions,
+) -> None:
+    """Serve the OpenAI API of a distributed system, and its topic door."""
+    start_logging(verbose=verbose)
+    # Imported here, because no other command should wait for an HTTP server to load.
+    from forebay.cli.processes.ingress_process import serve  # noqa: PLC0415
+    from forebay.ingress.model import model_name_of  # noqa: PLC0415
+
+    with explained():
+        cluster = Cluster(kafka_settings(kafka, namespace, kafka_config), redis, host, None)
+        called = model_name_of(model, model_name)
+        settings = http.settings(
+            model_name=called,
+            block_size=block_size,
+            ingress_id=named("--ingress-id", "ingress", ingress_id or f"{socket.gethostname()}-{os.getpid()}"),
+            loras=adapters(names("--lora", lora), called),
+            reply_topics=tuple(reply_topic or ()),
+        )
+        serve(cluster, (host, port), model, settings, drain_s, http.allow_host or ())

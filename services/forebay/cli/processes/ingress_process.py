@@ -1,0 +1,196 @@
+"""The process of `forebay ingress`: HTTP and the topic door on one event loop."""
+
+import asyncio
+import contextlib
+import socket
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import typer
+from prometheus_client import CollectorRegistry
+from xxhash import xxh3_64_intdigest
+
+from forebay.cli.common.cluster import Cluster, connected, leases_at, run_service, until_signal
+from forebay.cli.common.shutdown import STOP_S
+from forebay.events.topics import TOKENS
+from forebay.ingress.errors import ApiError, Unusable
+from forebay.ingress.explain_worker import Source
+from forebay.ingress.explainer import Explainer
+from forebay.ingress.http.app import build_app
+from forebay.ingress.http.drain import Drain
+from forebay.ingress.http.origin_guard import allowed_hosts
+from forebay.ingress.http.protocol import ConnectionLimits, connections_allowed
+from forebay.ingress.http.server import build_server, listen, serve_until_drained
+from forebay.ingress.ingress import NO_OWNER, NO_PREFILL_WORKER, NO_WORKER, Ingress, IngressSettings
+from forebay.ingress.kafka_api.api import Door
+from forebay.ingress.kafka_api.metrics import DoorMetrics
+from forebay.ingress.metrics import IngressMetrics
+from forebay.ingress.model import DEFAULT_MODEL, Model
+from forebay.transport.directory import Directory
+from forebay.transport.heartbeats import HeartbeatMetrics, RouterHeartbeats
+from forebay.transport.kafka.topics import count_topics
+from forebay.workers.runtime.lease_keeper import LeaseKeeper
+
+POLL_S = 1.0  # between two looks whether prompts must be computed by prefill workers
+
+
+def serve(
+    cluster: Cluster,
+    address: tuple[str, int],
+    model: Path | None,
+    settings: IngressSettings,
+    drain_s: float,
+    allow_hosts: Sequence[str],
+) -> None:
+    """Serve until SIGINT or SIGTERM. Raises Unusable for what cannot be started with, LogError when the log fails."""
+    loaded = Model(model or DEFAULT_MODEL)
+    with listen(*address) as listener:
+        hosts = allowed_hosts(address[0], listener.getsockname()[0], allow_hosts)
+        run_service(_run(cluster, loaded, settings, listener, drain_s, hosts))
+
+
+class Readiness:
+    """Whether requests would be served: the group is placed, has an owner, and its fleet a ready worker that answers.
+
+    The owner's heartbeats carry how many workers of each role are ready, as of the events on `fleet` that it applied.
+    Where prompts must be computed by prefill workers (`enforced` returns that), one of them has to be ready, too.
+    """
+
+    def __init__(self, heartbeats: RouterHeartbeats, directory: Directory) -> None:
+        self._heartbeats = heartbeats
+        self._directory = directory
+        self._is_enforced = False
+        self.enforced: Callable[[], Awaitable[bool]] | None = None
+
+    def __call__(self) -> bool:
+        """Return whether a request would be served now."""
+        return self._problem() is None
+
+    def why_not(self) -> str:
+        """Return why no request would be served."""
+        return self._problem() or NO_WORKER
+
+    def partition(self) -> int | None:
+        """Return the control partition of the group, None while no router placed it."""
+        return self._directory.partition_of(self._heartbeats.group)
+
+    async def run(self) -> None:
+        """Follow the group's heartbeats until cancelled. Raises LogError."""
+        partition = await self._directory.placed(self._heartbeats.group)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._heartbeats.follow(partition))
+            tasks.create_task(self._look())
+
+    async def _look(self) -> None:
+        while True:
+            if self.enforced is not None:
+                with contextlib.suppress(ApiError):  # what cannot be read stays as it was
+                    self._is_enforced = await self.enforced()
+            await asyncio.sleep(POLL_S)
+
+    def _problem(self) -> str | None:
+        owner = self._heartbeats.owner
+        if self.partition() is None:
+            return NO_WORKER
+        if owner is None or not self._heartbeats.has_owner:
+            return NO_OWNER
+        if owner.ready_aggregated:
+            return None
+        if not owner.ready_decode:
+            return NO_WORKER
+        return NO_PREFILL_WORKER if self._is_enforced and not owner.ready_prefill else None
+
+
+async def _enforced(ingress: Ingress) -> bool:
+    """Whether every request is refused while there is no prefill worker."""
+    model = ingress.settings.model_name
+    pools = await ingress.thresholds.decode_pools()
+    return any(disagg.enforce and disagg.policy == "always" for _, served, disagg in pools if served == model)
+
+
+def _hold_lease(keeper: LeaseKeeper, settings: IngressSettings) -> "asyncio.Future[None]":
+    """Take the lease of the ingress. The future fails with Unusable when another ingress takes it over."""
+    replaced: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def on_replaced(_: str) -> None:
+        if not replaced.done():
+            text = f"another ingress with the id {settings.ingress_id} runs; give each its own --ingress-id"
+            replaced.set_exception(Unusable(text))
+
+    keeper.hold(settings.model_name, settings.ingress_id, settings.incarnation, b"", on_replaced)
+    return replaced
+
+
+async def _until_draining(part: Awaitable[None], drain: Drain) -> None:
+    """Run a part until the drain begins, and wait on. Its requests are handed over to other ingresses."""
+    running = asyncio.ensure_future(part)
+    beginning = asyncio.create_task(drain.wait_begun())
+    try:
+        await asyncio.wait((running, beginning), return_when=asyncio.FIRST_COMPLETED)
+        if running.done():
+            await running
+            return
+        running.cancel()
+        await asyncio.wait((running,))
+        if not running.cancelled():
+            running.result()
+        await asyncio.Event().wait()
+    finally:
+        for task in (running, beginning):
+            task.cancel()
+        await asyncio.gather(running, beginning, return_exceptions=True)
+
+
+async def _run(
+    cluster: Cluster,
+    model: Model,
+    settings: IngressSettings,
+    listener: socket.socket,
+    drain_s: float,
+    hosts: frozenset[str] | None,
+) -> None:
+    registry = CollectorRegistry()
+    counts = await count_topics(cluster.kafka)
+    slot = xxh3_64_intdigest(settings.ingress_id.encode()) % counts.replies
+    settings = replace(settings, reply_slot=slot, incarnation=uuid.uuid4().hex)
+    async with connected(cluster, registry) as log:
+        directory = Directory(log)
+        await directory.start()
+        heartbeats = RouterHeartbeats(log, settings.model_name)
+        registry.register(HeartbeatMetrics(heartbeats))
+        ready = Readiness(heartbeats, directory)
+        metrics = IngressMetrics(registry, settings.model_name)
+        reply_from = await log.end(TOKENS.name, slot)
+        ingress = Ingress(log, model, settings, metrics, ready, reply_from, ready.partition)
+        ready.enforced = partial(_enforced, ingress)
+        ingress.why_not_ready = ready.why_not
+        ingress.has_owner = lambda: heartbeats.has_owner
+        explainer = Explainer(Source(kafka=cluster.kafka))
+        address, port = listener.getsockname()[:2]
+        text = f"forebay: ingress {settings.ingress_id} serves {settings.model_name} on http://{address}:{port}/v1"
+        limits = ConnectionLimits(ingress.metrics.reject, connections_allowed())
+        server = build_server(build_app(ingress, registry, explainer, hosts), partial(typer.echo, text), limits)
+
+        drain = ingress.drain
+
+        async def stop() -> None:
+            typer.echo(
+                f"forebay: ingress {settings.ingress_id} refuses new requests and waits up to {drain_s:g} s for "
+                f"{drain.in_flight} in flight; a second signal ends it at once"
+            )
+            drain.begin()
+
+        door = Door(log, ingress, DoorMetrics(registry), counts.replies)
+        serving = serve_until_drained(server, listener, drain, ingress.replies.interrupt_all, drain_s)
+        keeper = LeaseKeeper(leases_at(cluster.redis_url, cluster.kafka.namespace, "ingress"))
+        keeper.start()
+        replaced = _hold_lease(keeper, settings)
+        parts = replaced, serving, ingress.run(), _until_draining(door.run(), drain), ready.run(), directory.run()
+        try:
+            await until_signal(*parts, stop=stop, stop_s=drain_s + STOP_S)
+        finally:
+            await keeper.stop()
+            await explainer.close()

@@ -1,0 +1,69 @@
+"""The process of `forebay router`: a Faust app and a router on one event loop."""
+
+from collections.abc import Callable
+
+import typer
+from prometheus_client import CollectorRegistry
+
+from forebay.cli.common.cluster import Cluster, connected, leases_at, until_signal
+from forebay.cli.common.shutdown import CLOSE_S, ending_within
+from forebay.events.control import RouterConfig
+from forebay.live.router.faust_app import STATE_TOPICS, Assignments, RouterApp
+from forebay.live.router.faust_feed import FaustLog, Feed
+from forebay.live.router.router import Router, RouterSettings
+from forebay.transport.directory import Directory
+from forebay.transport.kafka.log import KafkaLog
+from forebay.transport.kafka.topics import count_topics
+
+LEAVE_S = 10.0  # Faust's consumer commits and leaves within a second if the broker answers
+
+
+async def serve(
+    cluster: Cluster, router_id: str, config: RouterConfig, snapshot_every: int, snapshot_age_s: float
+) -> None:
+    """Own groups, or stand by, until SIGINT or SIGTERM. Raises LogError when the log fails."""
+    counts = await count_topics(cluster.kafka)
+    settings = RouterSettings(
+        router_id=router_id,
+        partitions=counts.groups,
+        slots_max=min(counts.pools.values(), default=0),
+        config=config,
+        snapshot_every=snapshot_every,
+        snapshot_age_s=snapshot_age_s,
+    )
+    registry = CollectorRegistry()
+    assignments = Assignments()
+    feed = Feed()
+    app = RouterApp(cluster.kafka, feed, assignments.tell)
+    async with connected(cluster, registry) as log:
+        router = await start_router(cluster, log, feed, settings, registry, lambda: app.is_member)
+        assignments.hear(router.assign)
+        app.finalize()
+        await app.start()
+        typer.echo(f"forebay: router {router_id} is a member of {app.conf.id}")
+        try:
+            await until_signal(router.run(), app.until_broken(), stop=router.stop)
+        finally:
+            with ending_within(LEAVE_S + CLOSE_S, "its work ended, because it cannot leave the group of routers"):
+                await app.stop()
+
+
+async def start_router(
+    cluster: Cluster,
+    kafka_log: KafkaLog,
+    feed: Feed,
+    settings: RouterSettings,
+    registry: CollectorRegistry,
+    is_member: Callable[[], bool],
+) -> Router:
+    """A router that reads its state topics from `feed`, and knows where groups live."""
+    log = FaustLog(kafka_log, feed, [topic.name for topic in STATE_TOPICS])
+    directory = Directory(log)
+    await directory.start()
+
+    def on_owned(group: str, epoch: int) -> None:
+        typer.echo(f"forebay: router {settings.router_id} owns {group} since offset {epoch}")
+
+    leases = leases_at(cluster.redis_url, cluster.kafka.namespace)
+    ingress_leases = leases_at(cluster.redis_url, cluster.kafka.namespace, "ingress")
+    return Router(log, leases, directory, settings, registry, on_owned, is_member, ingress_leases)

@@ -1,0 +1,151 @@
+"""`forebay worker`: one engine, as a process of its own."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import uuid
+from typing import Annotated
+
+import typer
+from prometheus_client import CollectorRegistry
+
+from forebay.cli.common.cluster import (
+    KAFKA,
+    LOOPBACK,
+    NAMESPACE,
+    REDIS,
+    Cluster,
+    KafkaOption,
+    MetricsHostOption,
+    MetricsPortOption,
+    NamespaceOption,
+    PropertiesOption,
+    RedisOption,
+    VerboseOption,
+    connected,
+    kafka_settings,
+    leases_at,
+    run_service,
+    start_logging,
+    until_signal,
+)
+from forebay.cli.common.errors import explained
+from forebay.cli.processes.engines import EngineChoice, built, engine_options, ranked_from, reached_at
+from forebay.cli.processes.options import DpStartRankOption, KvEventsOption, KvHostOption, TaintsOption, names
+from forebay.events.fleet import WorkerSpec
+from forebay.transport.base import LeaseError, Leases
+from forebay.transport.directory import Directory
+from forebay.transport.kafka.topics import TopicPlan, count_topics, create_topics
+from forebay.workers.engine import Engine
+from forebay.workers.runtime.lease_keeper import TTL_S, LeaseKeeper
+from forebay.workers.runtime.life_cycle import State
+from forebay.workers.runtime.metrics import WorkerMetrics
+from forebay.workers.runtime.probes import Probes
+from forebay.workers.runtime.worker import ENGINE_STOP_S, Worker
+
+logger = logging.getLogger(__name__)
+
+ASK_TTL_MS = 6_000
+LOOK_S = 5.0
+LOOKS = 3  # a take-over takes six seconds, and an owner looks at the leases twice a second
+
+
+@engine_options
+def worker(
+    engine: EngineChoice,
+    kafka: KafkaOption = KAFKA,
+    redis: RedisOption = REDIS,
+    namespace: NamespaceOption = NAMESPACE,
+    kafka_config: PropertiesOption = None,
+    worker_id: Annotated[str, typer.Option(help="Unique in its group; host and process when empty.")] = "",
+    pool: Annotated[
+        str, typer.Option(help="The pool that it joins; a service's own, its role, or default, when empty.")
+    ] = "",
+    dp_start_rank: DpStartRankOption = 0,
+    taint: TaintsOption = None,
+    kv_events: KvEventsOption = True,
+    kv_host: KvHostOption = None,
+    drain_s: Annotated[
+        float, typer.Option(min=0.0, max=86_400.0, help="At SIGTERM, time to finish what is under way.")
+    ] = 30.0,
+    lease_ttl_s: Annotated[
+        float, typer.Option(min=0.1, help="The worker is lost after this long without a renewal of its lease.")
+    ] = TTL_S,
+    metrics_port: MetricsPortOption = None,
+    metrics_host: MetricsHostOption = LOOPBACK,
+    verbose: VerboseOption = False,
+) -> None:
+    """Run one worker of a distributed system."""
+    start_logging(verbose=verbose)
+    with explained():
+        settings = kafka_settings(kafka, namespace, kafka_config)
+        running, spec = built(
+            reached_at(ranked_from(engine, dp_start_rank), kv_host, kafka),
+            worker_id or f"{socket.gethostname()}-{os.getpid()}",
+            pool=pool,
+            taints=names("--taint", taint),
+            kv_events=kv_events,
+        )
+    cluster = Cluster(settings, redis, metrics_host, metrics_port)
+    run_service(_run(cluster, spec, running, lease_ttl_s=lease_ttl_s, drain_s=drain_s))
+
+
+async def _run(cluster: Cluster, spec: WorkerSpec, engine: Engine, *, lease_ttl_s: float, drain_s: float) -> None:
+    registry = CollectorRegistry()
+    counts = await count_topics(cluster.kafka)
+    if spec.pool not in counts.pools:
+        await create_topics(cluster.kafka, TopicPlan(slots=max(counts.pools.values())), [spec.pool])
+    leases = leases_at(cluster.redis_url, cluster.kafka.namespace)
+    probes = Probes()
+    async with connected(cluster, registry, {"/ready": probes.ready, "/live": probes.live}) as log:
+        directory = Directory(log)
+        await directory.start()
+        typer.echo(f"forebay: worker {spec.worker_id} asks to join {spec.model}, pool {spec.pool}")
+        waiting = asyncio.create_task(say_if_not_admitted(probes, spec.worker_id))
+        partition = await _placed(directory, leases, spec.model)
+        directory.close()
+        keeper = LeaseKeeper(leases, ttl_s=lease_ttl_s)
+        keeper.start()
+        token = uuid.uuid4().hex
+        worker = Worker(log, keeper, spec, engine, token=token, group=spec.model, partition=partition)
+        probes.worker = worker
+        registry.register(WorkerMetrics(worker))
+
+        async def stop() -> None:
+            typer.echo(f"forebay: worker {spec.worker_id} finishes what is under way; a second signal stops it at once")
+            worker.drain(drain_s)
+
+        try:
+            await until_signal(worker.run(), stop=stop, stop_s=drain_s + ENGINE_STOP_S)
+        finally:
+            waiting.cancel()
+            await keeper.stop()
+
+
+async def say_if_not_admitted(probes: Probes, name: str, *, look_s: float = LOOK_S) -> None:
+    """Say so when three looks in a row find a worker, while its engine does not start, outside of the fleet."""
+    looks = 0
+    while looks < LOOKS:
+        await asyncio.sleep(look_s)
+        alone = probes.worker is None or probes.worker.life.state is State.REGISTERED
+        looks = looks + 1 if alone else 0
+    why = "either no router is there, or one turned it away and says why in its log"
+    typer.echo(f"forebay: worker {name} is not admitted, and goes on asking: {why}", err=True)
+
+
+async def _placed(directory: Directory, leases: Leases, group: str) -> int:
+    """The partition of the group, asked for until a router has given it one."""
+    asked = True
+    while (partition := directory.partition_of(group)) is None:
+        try:
+            await asyncio.to_thread(leases.ask, group, ASK_TTL_MS)
+        except LeaseError as error:
+            if asked:
+                logger.warning("the group %s cannot be asked for, trying again: %s", group, error)
+            asked = False
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(ASK_TTL_MS / 3000):
+                await directory.placed(group)
+    return partition

@@ -1,0 +1,1 @@
+"""The OpenAI-compatible HTTP API: server, routes, limits, admin API and responses."""

@@ -1,0 +1,197 @@
+"""The HTTP routes of an ingress."""
+
+import time
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.routing import Match, Route
+
+from forebay.ingress.admission import Gate
+from forebay.ingress.errors import ApiError, internal_error
+from forebay.ingress.explainer import Explainer
+from forebay.ingress.http.admin import BODIES as ADMIN_BODIES
+from forebay.ingress.http.admin import add_admin
+from forebay.ingress.http.body import request_id_of
+from forebay.ingress.http.drain import DrainGate
+from forebay.ingress.http.embedding_response import EmbeddingAnswer
+from forebay.ingress.http.openapi import RUNS, body_of, describe, errors, streamed, text
+from forebay.ingress.http.origin_guard import Guard
+from forebay.ingress.http.queries import add_queries, answer_route
+from forebay.ingress.http.response import Answer, Asked
+from forebay.ingress.ingress import Ingress
+from forebay.ingress.openai.embeddings import EmbeddingBody
+from forebay.ingress.openai.fields import parse
+from forebay.ingress.openai.render import Shape
+from forebay.ingress.openai.requests import ChatBody, TextBody
+from forebay.transport.base import LogError
+
+
+def build_app(
+    ingress: Ingress,
+    registry: CollectorRegistry,
+    explainer: Explainer | None = None,
+    hosts: frozenset[str] | None = None,
+) -> FastAPI:
+    """The application of one ingress; /metrics shows `registry`, without an `explainer` nothing is explained.
+
+    `hosts` are the names that the header `Host` may have, None for any.
+    """
+    app = FastAPI(title="forebay", summary="OpenAI-compatible ingress", docs_url="/docs", redoc_url=None)
+    app.add_middleware(Gate, admission=ingress.admission, metrics=ingress.metrics)
+    app.add_middleware(
+        DrainGate, drain=ingress.drain, refused=lambda error: ingress.metrics.refused.labels(error.code).inc()
+    )
+    app.add_middleware(Guard, hosts=hosts, on_refused=lambda code: ingress.metrics.refused.labels(code).inc())
+    _add_errors(app, ingress)
+    _add_completions(app, ingress)
+    _add_embeddings(app, ingress)
+    _add_models(app, ingress)
+    _add_health(app, ingress, registry)
+    add_queries(app, ingress, explainer or Explainer(None))
+    if ingress.settings.admin_token:
+        add_admin(app, ingress)
+    describe(app, (ChatBody, TextBody, EmbeddingBody, *(ADMIN_BODIES if ingress.settings.admin_token else ())))
+    return app
+
+
+def _add_completions(app: FastAPI, ingress: Ingress) -> None:
+    @app.post("/v1/chat/completions", openapi_extra=body_of(ChatBody), responses={**streamed(), **errors(*RUNS)})
+    async def chat_completions(request: Request) -> Response:
+        """Answer a chat."""
+        return await _complete(request, ingress, ChatBody)
+
+    @app.post("/v1/completions", openapi_extra=body_of(TextBody), responses={**streamed(), **errors(*RUNS)})
+    async def completions(request: Request) -> Response:
+        """Continue a text or a list of token ids."""
+        return await _complete(request, ingress, TextBody)
+
+
+async def _complete(request: Request, ingress: Ingress, kind: type[ChatBody] | type[TextBody]) -> Response:
+    began_s = time.perf_counter()
+    ingress.require_owner()
+    with ingress.bodies.one() as held:
+        raw = await held.read(request)
+        await ingress.admission.turn()
+        body = parse(kind, raw)
+        if body.queries_route:
+            return await answer_route(request, ingress, body)
+        chat = isinstance(body, ChatBody)
+        request_id = request_id_of(request, "chatcmpl-" if chat else "cmpl-")
+        prepared = await ingress.prepare(body, request.headers.items())
+    asked = Asked(
+        endpoint="chat_completions" if chat else "completions",
+        request_id=request_id,
+        prompt_tokens=prepared.prompt.tokens,
+        stream=bool(body.stream),
+        usage_chunk=body.includes_usage,
+        began_s=began_s,
+    )
+    text = prepared.plan.composer(ingress.model, ingress.parsing, request_id)
+    shape = Shape(
+        chat=chat, response_id=request_id, model=body.model, created=int(time.time()), names_worker=body.names_worker
+    )
+    return Answer(ingress, asked, await ingress.submit(request_id, prepared), shape, text)
+
+
+def _add_embeddings(app: FastAPI, ingress: Ingress) -> None:
+    @app.post("/v1/embeddings", openapi_extra=body_of(EmbeddingBody), responses=errors(*RUNS))
+    async def embeddings(request: Request) -> Response:
+        """Turn texts into vectors."""
+        ingress.require_owner()
+        with ingress.bodies.one() as held:
+            raw = await held.read(request)
+            await ingress.admission.turn()
+            body = parse(EmbeddingBody, raw)
+            request_id = request_id_of(request, "embd-")
+            parts = await ingress.prepare_embedding(body, request.headers.items())
+        return EmbeddingAnswer(ingress, request_id, body, parts)
+
+
+def _add_models(app: FastAPI, ingress: Ingress) -> None:
+    settings = ingress.settings
+    card = {
+        "id": settings.model_name,
+        "object": "model",
+        "created": int(time.time()),
+        "owned_by": "forebay",
+        "max_model_len": ingress.model.context_tokens,
+    }
+
+    def card_of(adapter: str) -> dict[str, Any]:
+        return {**card, "id": adapter, "parent": settings.model_name} if adapter else card
+
+    @app.get("/v1/models", responses=errors())
+    async def models() -> dict[str, Any]:
+        """The model that is served, and its adapters."""
+        return {"object": "list", "data": [card, *map(card_of, await ingress.adapters.names())]}
+
+    @app.get("/v1/models/{name:path}", responses=errors(404))
+    async def model(name: str) -> dict[str, Any]:
+        """One model."""
+        return card_of(await ingress.adapters.of(name))
+
+
+def _add_health(app: FastAPI, ingress: Ingress, registry: CollectorRegistry) -> None:
+    @app.get("/live", responses=errors())
+    async def live() -> dict[str, str]:
+        """Whether the process answers."""
+        return {"status": "live"}
+
+    @app.get("/health", responses=errors())
+    @app.get("/ready", responses=errors())
+    async def ready() -> dict[str, str]:
+        """Whether requests would be served."""
+        if not ingress.ready():
+            raise ApiError(503, "not_ready", ingress.why_not_ready())
+        return {"status": "ready", **ingress.told_ready}
+
+    @app.get("/metrics", response_class=Response, responses={**text("Metrics in the text format."), **errors()})
+    async def metrics() -> Response:
+        """Prometheus metrics."""
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+
+def _add_errors(app: FastAPI, ingress: Ingress) -> None:
+    def respond(error: ApiError) -> Response:
+        ingress.metrics.refused.labels(error.code).inc()
+        return Response(error.encoded(), error.status, error.headers(), "application/json")
+
+    @app.exception_handler(ApiError)
+    async def api_error(_: Request, error: ApiError) -> Response:
+        return respond(error)
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        path = request.url.path
+        if error.status_code == 404:
+            return respond(ApiError(404, "not_found", f"there is no {path}"))
+        if error.status_code == 405:
+            response = respond(ApiError(405, "method_not_allowed", f"{path} does not take {request.method}"))
+            response.headers["allow"] = ", ".join(sorted(_methods_of(app, request)))
+            return response
+        return respond(ApiError(error.status_code, "http_error", str(error.detail)))
+
+    @app.exception_handler(LogError)
+    async def log_failed(_: Request, error: LogError) -> Response:
+        return respond(ApiError(503, "log_unavailable", str(error)))
+
+    @app.exception_handler(ClientDisconnect)
+    async def disconnected(_: Request, __: ClientDisconnect) -> Response:
+        return respond(ApiError(499, "client_disconnected", "the client left before its request was whole"))
+
+    @app.exception_handler(Exception)
+    async def broken(_: Request, __: Exception) -> Response:
+        return respond(internal_error())
+
+
+def _methods_of(app: FastAPI, request: Request) -> set[str]:
+    """Return the methods that routes of this path take."""
+    found: set[str] = set()
+    for route in app.routes:
+        if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE:
+            found |= route.methods or set()
+    return found

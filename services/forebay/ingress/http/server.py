@@ -1,0 +1,159 @@
+"""uvicorn as an ingress runs it: on the caller's event loop, without its signal handlers or access log."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable, Iterator
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from forebay.ingress.errors import Unusable
+from forebay.ingress.http.drain import AT_ONCE_S, Drain
+from forebay.ingress.http.error_guard import ErrorGuard
+from forebay.ingress.http.protocol import ConnectionLimits, bounded
+
+BACKLOG = 2048
+DEFAULT_LIMITS = ConnectionLimits()
+# Longer than clients keep an idle connection (httpx and with it openai: 5 s): who closes first must not be us, or a
+# request that is on its way is lost.
+KEEP_ALIVE_S = 75
+CUT_S = 1  # for the last bytes, after a drain
+# uvloop accepts one connection per listening socket and iteration of its loop. An iteration takes up to some 50 ms
+# under load: with one socket, more than 20 new connections per second then wait in the backlog until they are reset.
+ACCEPTED_PER_ITERATION = 32  # a refusal costs 0.3 ms: together as much as the requests that are served meanwhile
+
+
+class PortTaken(Unusable):
+    """The address cannot be listened on."""
+
+
+class NotListening(Unusable):
+    """The address is no longer listened on."""
+
+
+class Server(uvicorn.Server):
+    """Signals belong to the process, not to one of its parts. `on_started` is called once requests are accepted.
+
+    Each socket is listened on several times at once.
+    uvloop reports no error of a listening socket: it closes the socket and logs. So `serve` looks at its sockets, and
+    raises PortTaken or NotListening, because a process that accepts no connections must not look alive.
+    """
+
+    def __init__(self, config: uvicorn.Config, on_started: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_started = on_started
+        self._listeners: tuple[socket.socket, ...] = ()
+        self._duplicates: list[socket.socket] = []
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve until told to stop. Raises PortTaken and NotListening."""
+        try:
+            await super().serve(sockets)
+        finally:
+            self._close_duplicates()  # `shutdown` is not reached when this is cancelled or fails
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept connections, then call `on_started`. Raises PortTaken."""
+        given = sockets or []
+        self._duplicates = [one.dup() for one in given for _ in range(ACCEPTED_PER_ITERATION - 1)]
+        self._listeners = (*given, *self._duplicates)
+        try:
+            await super().startup([*self._listeners])
+            await asyncio.sleep(0)  # uvloop closes a socket that cannot listen in its next iteration
+        except OSError as error:
+            raise PortTaken(f"cannot serve HTTP ({error.strerror or error}); choose another --port") from error
+        if self._has_closed_listener():
+            raise PortTaken("cannot serve HTTP (the listening socket was closed); choose another --port")
+        self._on_started()
+
+    async def on_tick(self, counter: int) -> bool:
+        """Return whether to stop, asked ten times a second. Raises NotListening."""
+        if not self.should_exit and self._has_closed_listener():
+            raise NotListening("HTTP is no longer served: the listening socket failed; start the process again")
+        return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop listening, and wait for the answers under way."""
+        await super().shutdown([*(sockets or []), *self._duplicates])
+
+    def _has_closed_listener(self) -> bool:
+        return any(listener.fileno() < 0 for listener in self._listeners)
+
+    def _close_duplicates(self) -> None:
+        for duplicate in self._duplicates:
+            duplicate.close()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave the handlers as they are."""
+        yield
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens already, so that a second process fails here and not after its announcement.
+
+    Clients that connect before the server accepts connections wait in the backlog.
+
+    Raises:
+        PortTaken: with what to do.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(BACKLOG)  # with SO_REUSEADDR, bind alone succeeds for any number of processes
+    except OSError as error:
+        listener.close()
+        raise PortTaken(f"cannot listen on {host}:{port} ({error.strerror}); choose another --port") from error
+    return listener
+
+
+def build_server(
+    app: ASGIApp, on_started: Callable[[], None] = lambda: None, limits: ConnectionLimits = DEFAULT_LIMITS
+) -> Server:
+    """Return a server for `app`; run it with `serve(sockets=[listener])`.
+
+    Each error that the server sends in place of the application is counted by `limits.on_rejected`, too.
+    """
+    config = uvicorn.Config(
+        ErrorGuard(app, limits.on_rejected),
+        http=bounded(limits),
+        loop="none",
+        ws="none",
+        lifespan="off",
+        access_log=False,
+        log_config=None,
+        server_header=False,
+        date_header=False,
+        backlog=BACKLOG,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=CUT_S,
+    )
+    return Server(config, on_started)
+
+
+async def serve_until_drained(
+    server: Server, listener: socket.socket, drain: Drain, interrupt: Callable[[str], None], drain_s: float
+) -> None:
+    """Serve until the drain is over: `drain_s` for what is in flight, then `interrupt` is called.
+
+    When cancelled, requests in flight are interrupted at once.
+    """
+    serving = asyncio.create_task(server.serve(sockets=[listener]), name="http")
+    draining = asyncio.create_task(drain.run(interrupt, drain_s), name="drain")
+    try:
+        await asyncio.wait((serving, draining), return_when=asyncio.FIRST_COMPLETED)
+        if draining.done():
+            draining.result()
+        server.should_exit = True
+        await serving
+    except asyncio.CancelledError:
+        await drain.cut(interrupt, AT_ONCE_S)
+        raise
+    finally:
+        for task in (serving, draining):
+            task.cancel()
+        await asyncio.gather(serving, draining, return_exceptions=True)
+        listener.close()

@@ -1,0 +1,1 @@
+"""The Kafka API: requests from `openai-requests`, responses to `openai-responses`."""

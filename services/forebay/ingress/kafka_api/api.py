@@ -1,0 +1,117 @@
+"""The topic door: any Kafka client asks on `openai-requests` and is answered on `openai-responses`.
+
+Ingresses share the partitions of the door as one consumer group. Delivery is at least once: after a crash or a
+rebalance an answer may be given again, the same record by record.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Collection
+
+from forebay.events.topics import OPENAI_REQUESTS, OPENAI_RESPONSES
+from forebay.ingress.ingress import Ingress
+from forebay.ingress.kafka_api.metrics import DoorMetrics
+from forebay.ingress.kafka_api.partition import Lane, Shared
+from forebay.transport.kafka.group import KafkaGroup
+from forebay.transport.kafka.log import KafkaLog
+from forebay.transport.kafka.replies import KafkaReplies
+
+logger = logging.getLogger(__name__)
+
+GROUP = "door"
+COMMIT_S = 0.5
+
+
+class Door:
+    """One ingress's share of the door. `reply_slots` is the number of partitions of `tokens`."""
+
+    def __init__(self, log: KafkaLog, ingress: Ingress, metrics: DoorMetrics, reply_slots: int) -> None:
+        self._metrics = metrics
+        self._group = KafkaGroup(log.settings, OPENAI_REQUESTS.name, GROUP)
+        self._replies = KafkaReplies(log.settings, OPENAI_RESPONSES.name)
+        self._shared = Shared(log, ingress, self._group, self._replies, metrics, reply_slots)
+        self._lanes: dict[int, Lane] = {}
+        self._serving: dict[int, asyncio.Task[None]] = {}
+        self._tasks: asyncio.TaskGroup | None = None
+
+    async def run(self) -> None:
+        """Serve until cancelled. Raises LogError when Kafka cannot be worked with."""
+        try:
+            await self._replies.start()
+            async with asyncio.TaskGroup() as tasks:
+                self._tasks = tasks
+                await self._group.start(self)
+                tasks.create_task(self._poll(), name="door")
+                tasks.create_task(self._commit(), name="door commits")
+                await self._shared.failure
+        except BaseExceptionGroup as error:
+            raise _first(error) from None
+        finally:
+            self._tasks = None
+            await self._leave()
+
+    def assigned(self, partitions: Collection[int]) -> None:
+        """These partitions are ours from now on."""
+        if self._tasks is None:
+            return
+        for partition in partitions:
+            lane = self._lanes[partition] = Lane(self._shared, partition)
+            self._serving[partition] = self._tasks.create_task(lane.run(), name=f"door {partition}")
+        self._metrics.partitions.set(len(self._lanes))
+        logger.info("the door serves %s", ", ".join(map(str, partitions)) or "no partition")
+
+    async def revoked(self, partitions: Collection[int]) -> None:
+        """These partitions are no longer ours: their answers are another ingress's."""
+        offsets = await self._stop_lanes(partitions)
+        await self._group.commit_last({number: lane.progress() for number, lane in offsets.items()})
+
+    async def _poll(self) -> None:
+        while True:
+            for partition, records in (await self._group.take()).items():
+                lane = self._lanes.get(partition)
+                if lane is not None:
+                    lane.push(records)
+            for partition, lane in list(self._lanes.items()):
+                if lane.started:
+                    lane.reached(await self._group.position(partition))
+
+    async def _commit(self) -> None:
+        soon = self._shared.commit_soon
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(COMMIT_S):
+                    await soon.wait()
+            soon.clear()
+            lanes = {number: lane for number, lane in self._lanes.items() if lane.started}
+            offsets = {number: lane.progress() for number, lane in lanes.items()}
+            changed = {number: offset for number, offset in offsets.items() if lanes[number].committed != offset}
+            if await self._group.commit(changed):
+                for number, offset in changed.items():
+                    lanes[number].noted(offset)
+            for lane in lanes.values():
+                lane.tick()
+
+    async def _stop_lanes(self, partitions: Collection[int]) -> dict[int, Lane]:
+        """End these; those that had begun."""
+        stopped = {number: lane for number in partitions if (lane := self._lanes.pop(number, None)) is not None}
+        serving = [task for number in partitions if (task := self._serving.pop(number, None)) is not None]
+        for task in serving:
+            task.cancel()
+        await asyncio.gather(*serving, return_exceptions=True)
+        self._metrics.partitions.set(len(self._lanes))
+        return {number: lane for number, lane in stopped.items() if lane.started}
+
+    async def _leave(self) -> None:
+        """Wait for the answers on their way, commit, and leave the group."""
+        lanes = await self._stop_lanes(list(self._lanes))
+        await self._replies.stop()
+        await self._group.commit_last({number: lane.progress() for number, lane in lanes.items()})
+        await self._group.stop()
+
+
+def _first(error: BaseException) -> BaseException:
+    """What broke first; the others were cancelled for it."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -1,0 +1,1 @@
+"""Images and videos of requests: references, download limits, and their placeholder tokens."""

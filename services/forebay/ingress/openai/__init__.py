@@ -1,0 +1,1 @@
+"""OpenAI request bodies and response objects, and the extensions that forebay serves."""

@@ -1,0 +1,192 @@
+"""Dynamo's request extension `nvext`, as far as forebay serves it; the rest is refused by name.
+
+Source: Dynamo's frontend reference and `protocols/openai/nvext`. Ours are `policy_class`, `router` (Dynamo has the
+same overrides in its Python API) and `routing_constraints.allowed_worker_ids`.
+"""
+
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field, model_validator
+
+from forebay.events.control import RouterMode
+from forebay.ingress.errors import invalid
+from forebay.ingress.openai.fields import Body, Neutral, at_most, refuse_extra
+
+QUERY = "query_instance_id"
+WORKER_ID = "worker_id"
+
+NAME_CHARS_MAX = 256  # what an event takes for a name
+TAINTS_MAX = 64  # of one request: each is looked for at every worker
+WORKERS_MAX = 1_024  # that a request may name: more is a pool, not a choice
+STRINGS_MAX = 16  # annotations and extra fields; fewer exist
+WEIGHT_MAX = 1e6  # keeps every cost finite
+U32 = 1 << 32
+U64 = 1 << 64
+
+Text = Annotated[str, Field(min_length=1, max_length=NAME_CHARS_MAX)]
+WorkerId = Text | Annotated[int, Field(ge=0, lt=U64)]  # a number in Dynamo, a name here
+Weight = Annotated[float, Field(ge=0.0, le=WEIGHT_MAX, allow_inf_nan=False)]
+SignedWeight = Annotated[float, Field(ge=-WEIGHT_MAX, le=WEIGHT_MAX, allow_inf_nan=False)]
+
+NVEXT_NEUTRAL: Neutral = {
+    "greed_sampling": (None, False),
+    "max_thinking_tokens": (None,),
+    "metadata_upload": (None,),
+    "prefill_dp_rank": (None,),
+    "prefill_worker_id": (None,),
+    "token_data": (None,),
+    "use_raw_prompt": (None, False),
+}
+NVEXT_IGNORED = frozenset({"request_timestamp_ms"})  # for traces; time here is the owner's
+AGENT_HINTS_NEUTRAL: Neutral = {"latency_sensitivity": (None,), "speculative_prefill": (None, False)}
+# A session opens by being used, and how long it is kept is the pool's `session_ttl_s`; 300 s is what clients send
+# that were told nothing.
+SESSION_NEUTRAL: Neutral = {"action": (None, "open"), "timeout": (None, 300)}
+CONTEXT_NEUTRAL: Neutral = {"kv_hints": (None,), "session_final": (None, False)}
+CONTEXT_IGNORED = frozenset({"parent_session_id", "parent_trajectory_id", "session_type_id", "trajectory_id"})
+ROUTER_NEUTRAL: Neutral = {"itl_target": (None,), "shared_cache_multiplier": (None, 0), "ttft_target": (None,)}
+
+
+class AgentHints(Body):
+    """What a caller knows about its request."""
+
+    neutral = AGENT_HINTS_NEUTRAL
+
+    priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
+    strict_priority: Annotated[int, Field(ge=0, lt=U32)] | None = None
+    osl: Annotated[int, Field(ge=0, lt=U32)] | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> "AgentHints":
+        refuse_extra(self, "nvext.agent_hints.")
+        return self
+
+
+class SessionControl(Body):
+    """Which session a request belongs to."""
+
+    neutral = SESSION_NEUTRAL
+
+    session_id: Text
+
+    @model_validator(mode="after")
+    def _check(self) -> "SessionControl":
+        refuse_extra(self, "nvext.session_control.")
+        return self
+
+
+class AgentContext(Body):
+    """Who asks, for traces; the session id is used when `session_control` names none."""
+
+    neutral = CONTEXT_NEUTRAL
+    ignored = CONTEXT_IGNORED
+
+    session_id: Text | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> "AgentContext":
+        refuse_extra(self, "nvext.agent_context.")
+        return self
+
+
+class RoutingConstraints(Body):
+    """Which workers may take a request, and which should."""
+
+    # An empty list would allow nobody; in events it stands for anybody.
+    allowed_worker_ids: Annotated[list[WorkerId], Field(min_length=1, max_length=WORKERS_MAX)] | None = None
+    required_taints: Annotated[list[Text], Field(max_length=TAINTS_MAX)] | None = None
+    preferred_taints: Annotated[dict[Text, SignedWeight], at_most(TAINTS_MAX)] | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> "RoutingConstraints":
+        refuse_extra(self, "nvext.routing_constraints.")
+        return self
+
+
+class RouterFields(Body):
+    """What one request changes of how its pool routes."""
+
+    neutral = ROUTER_NEUTRAL
+
+    mode: RouterMode | None = None
+    overlap_score_credit: Weight | None = None
+    prefill_load_scale: Weight | None = None
+    router_temperature: Weight | None = None
+    assume_kv_reuse: bool | None = None
+    track_prefill_tokens: bool | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> "RouterFields":
+        refuse_extra(self, "nvext.router.")
+        return self
+
+
+class Nvext(Body):
+    """The extension of one request."""
+
+    neutral = NVEXT_NEUTRAL
+    ignored = NVEXT_IGNORED
+
+    annotations: Annotated[list[str], Field(max_length=STRINGS_MAX)] | None = None
+    extra_fields: Annotated[list[str], Field(max_length=STRINGS_MAX)] | None = None
+    cache_salt: Annotated[str, Field(max_length=NAME_CHARS_MAX)] | None = None
+    backend_instance_id: WorkerId | None = None
+    decode_worker_id: WorkerId | None = None
+    dp_rank: Annotated[int, Field(ge=0, lt=U32)] | None = None
+    policy_class: Text | None = None
+    agent_hints: AgentHints | None = None
+    session_control: SessionControl | None = None
+    agent_context: AgentContext | None = None
+    routing_constraints: RoutingConstraints | None = None
+    router: RouterFields | None = None
+
+    @classmethod
+    def describe(cls, schema: dict[str, Any]) -> None:
+        """Add the annotations and extra fields that there are."""
+        query = {"anyOf": [{"const": QUERY}, {"type": "string", "pattern": f"^{QUERY}:"}]}
+        for name, items in (("annotations", query), ("extra_fields", {"const": WORKER_ID})):
+            listed = {"type": "array", "items": items, "maxItems": STRINGS_MAX}
+            schema["properties"][name] = {"anyOf": [listed, {"type": "null"}]}
+
+    @model_validator(mode="after")
+    def _check(self) -> "Nvext":
+        refuse_extra(self, "nvext.")
+        for name in self.annotations or ():
+            if not _is_query(name):
+                raise invalid(f"the annotation {name!r} is not supported", "nvext.annotations", "unsupported_parameter")
+        for name in self.extra_fields or ():
+            if name != WORKER_ID:
+                text = f"the extra field {name!r} is not supported"
+                raise invalid(text, "nvext.extra_fields", "unsupported_parameter")
+        return self
+
+    @property
+    def queries_route(self) -> bool:
+        """Whether nothing is to be generated: the client asks where its request would go."""
+        return bool(self.annotations)
+
+    @property
+    def session_id(self) -> str:
+        """The session, empty for none."""
+        if self.session_control is not None:
+            return self.session_control.session_id
+        return (self.agent_context and self.agent_context.session_id) or ""
+
+    def hints(self) -> Iterator[str]:
+        """The names of the routing hints that are given."""
+        for name in HINTS:
+            value: Any = getattr(self, name)
+            if isinstance(value, BaseModel):
+                for part in type(value).model_fields:
+                    if getattr(value, part) is not None:
+                        yield f"nvext.{name}.{part}"
+            elif value is not None:
+                yield f"nvext.{name}"
+
+
+HINTS = tuple(name for name in Nvext.model_fields if name not in ("annotations", "extra_fields", "cache_salt"))
+
+
+def _is_query(annotation: str) -> bool:
+    return annotation == QUERY or annotation.startswith(f"{QUERY}:")

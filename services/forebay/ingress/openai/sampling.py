@@ -1,0 +1,223 @@
+"""How a client wants its answer to be sampled and shaped, by OpenAI's and vLLM's names, as `Sampling` has it.
+
+Source: OpenAI API reference (penalties, `logit_bias`, `response_format`); vLLM's OpenAI server (the rest, with
+`structured_outputs` and the older `guided_*`, which are Dynamo's names too).
+"""
+
+from typing import Annotated, Any
+
+import msgspec
+from pydantic import Field, JsonValue
+
+from forebay.events.requests import Sampling, StructuredOutput, TokenBias
+from forebay.ingress.errors import ApiError, invalid
+from forebay.ingress.openai.fields import Body, Neutral, at_most, refuse_extra
+
+SEED_MAX = (1 << 63) - 1
+TOKENS_MAX = (1 << 31) - 1
+PROMPT_TOKENS_MAX = 1 << 22  # a record of 16 MiB holds no more
+BIASES_MAX = 1_024  # each is looked up at every step of the engine
+STOP_TOKENS_MAX = 64
+STRUCTURE_BYTES_MAX = 256 << 10  # a grammar is compiled by the engine before the first token: larger ones stall it
+CHOICES_MAX = 1_024
+
+TokenId = Annotated[int, Field(ge=0, lt=1 << 32)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True, max_length=PROMPT_TOKENS_MAX)]
+Penalty = Annotated[float, Field(ge=-2.0, le=2.0, allow_inf_nan=False)]
+Bias = Annotated[float, Field(ge=-100.0, le=100.0, allow_inf_nan=False)]
+JsonObject = dict[str, JsonValue]
+
+STRUCTURED_NEUTRAL: Neutral = {
+    "disable_additional_properties": (None, False),
+    "disable_any_whitespace": (None, False),
+    "disable_fallback": (None, False),
+    "structural_tag": (None,),
+    "whitespace_pattern": (None,),
+}
+
+
+class JsonSchema(Body):
+    """`response_format.json_schema`. `strict` changes nothing: the answer is always held to the schema."""
+
+    name: str
+    schema_: Annotated[JsonObject | None, Field(alias="schema")] = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """What the text of an answer must be."""
+
+    type: str
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(Body):
+    """vLLM's: one of them."""
+
+    neutral = STRUCTURED_NEUTRAL
+
+    json_: Annotated[str | JsonObject | None, Field(alias="json")] = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Annotated[list[str], Field(min_length=1, max_length=CHOICES_MAX)] | None = None
+    grammar: str | None = None
+
+
+class SamplingFields(Body):
+    """What chats and completions have in common."""
+
+    temperature: Annotated[float, Field(ge=0.0, le=2.0, allow_inf_nan=False)] | None = None
+    top_p: Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=TOKENS_MAX)] | None = None
+    min_p: Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)] | None = None
+    seed: Annotated[int, Field(ge=-SEED_MAX, le=SEED_MAX)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Field(gt=0.0, le=100.0, allow_inf_nan=False)] | None = None
+    logit_bias: Annotated[dict[str, Bias], at_most(BIASES_MAX)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=TOKENS_MAX)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=STOP_TOKENS_MAX)] | None = None
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | JsonObject | None = None
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str], Field(min_length=1, max_length=CHOICES_MAX)] | None = None
+    guided_grammar: str | None = None
+
+    @property
+    def logprobs_wanted(self) -> int | None:
+        """How many alternatives to each token are to be told with their probabilities; None for not even its own."""
+        return None
+
+    @property
+    def forced(self) -> StructuredOutput | None:
+        """What other parameters demand of the answer's text, as a forced tool call does."""
+        return None
+
+
+def sampling_of(body: SamplingFields, max_tokens: int, vocabulary_size: int) -> Sampling:
+    """How to generate at most `max_tokens`. Raises ApiError."""
+    if (body.min_tokens or 0) > max_tokens:
+        raise invalid(f"min_tokens is {body.min_tokens}, but at most {max_tokens} are generated", "min_tokens")
+    stop_token_ids = tuple(body.stop_token_ids or ())
+    _require_known("stop_token_ids", stop_token_ids, vocabulary_size)
+    return Sampling(
+        max_tokens=max_tokens,
+        temperature=_given(body.temperature, 1.0),
+        top_p=_given(body.top_p, 1.0),
+        seed=body.seed,
+        presence_penalty=_given(body.presence_penalty, 0.0),
+        frequency_penalty=_given(body.frequency_penalty, 0.0),
+        logit_bias=_biases(body, vocabulary_size),
+        logprobs=body.logprobs_wanted,
+        structured=_structured(body),
+        ignore_eos=body.ignore_eos,
+        top_k=max(0, body.top_k or 0),  # vLLM's -1 is off, too
+        min_p=_given(body.min_p, 0.0),
+        repetition_penalty=_given(body.repetition_penalty, 1.0),
+        min_tokens=body.min_tokens or 0,
+        stop_token_ids=stop_token_ids,
+    )
+
+
+def encoded_schema(schema: JsonValue, where: str) -> str:
+    """A schema as text. Raises ApiError for one that is too large."""
+    return _bounded(msgspec.json.encode(schema).decode(), where)
+
+
+def _given(value: float | None, otherwise: float) -> float:
+    return otherwise if value is None else value
+
+
+def _biases(body: SamplingFields, vocabulary_size: int) -> tuple[TokenBias, ...]:
+    given = body.logit_bias or {}
+    if not all(name.isascii() and name.isdecimal() and len(name) <= len(str(1 << 32)) for name in given):
+        raise invalid("the keys of logit_bias are token ids", "logit_bias")
+    biases = {int(name): bias for name, bias in given.items()}
+    _require_known("logit_bias", tuple(biases), vocabulary_size)
+    return tuple(TokenBias(token_id=token, bias=biases[token]) for token in sorted(biases))
+
+
+def _require_known(name: str, token_ids: tuple[int, ...], vocabulary_size: int) -> None:
+    if token_ids and max(token_ids) >= vocabulary_size:
+        raise invalid(f"{name}: token ids lie below {vocabulary_size} in this model", name)
+
+
+def _structured(body: SamplingFields) -> StructuredOutput | None:
+    """The one demand on the answer's text. Raises ApiError for several, and for one that is none."""
+    found: dict[str, StructuredOutput] = {}
+    if (forced := body.forced) is not None:
+        found["tool_choice"] = forced
+    if body.response_format is not None and (asked := _response_format(body.response_format)) is not None:
+        found["response_format"] = asked
+    if body.structured_outputs is not None:
+        refuse_extra(body.structured_outputs, "structured_outputs.")
+        of = body.structured_outputs
+        if of.json_object:
+            found["structured_outputs.json_object"] = StructuredOutput(kind="json_object")
+        found |= _plain("structured_outputs.", of.json_, of.regex, of.choice, of.grammar)
+    found |= _plain("guided_", body.guided_json, body.guided_regex, body.guided_choice, body.guided_grammar)
+    if len(found) > 1:
+        names = " and ".join(found)
+        raise invalid(f"the answer cannot obey {names} at once: ask for one of them", next(iter(found)))
+    if not found and body.structured_outputs is not None:
+        raise invalid("structured_outputs: one of json, json_object, regex, choice, grammar", "structured_outputs")
+    return next(iter(found.values()), None)
+
+
+def _response_format(asked: ResponseFormat) -> StructuredOutput | None:
+    refuse_extra(asked, "response_format.")
+    if asked.type == "json_schema":
+        schema = asked.json_schema
+        if schema is None or schema.schema_ is None:
+            raise invalid("response_format.json_schema.schema is missing", "response_format.json_schema")
+        refuse_extra(schema, "response_format.json_schema.")
+        return StructuredOutput(
+            kind="json_schema", text=encoded_schema(schema.schema_, "response_format.json_schema.schema")
+        )
+    if asked.json_schema is not None:
+        raise invalid(f"response_format.json_schema does not go with the type {asked.type!r}", "response_format")
+    if asked.type == "text":
+        return None
+    if asked.type == "json_object":
+        return StructuredOutput(kind="json_object")
+    text = f"response_format.type takes text, json_object or json_schema, not {asked.type[:32]!r}"
+    raise invalid(text, "response_format.type", "unsupported_parameter")
+
+
+def _plain(
+    prefix: str, schema: str | JsonObject | None, regex: str | None, choice: list[str] | None, grammar: str | None
+) -> dict[str, StructuredOutput]:
+    found = {}
+    if schema is not None:
+        where = f"{prefix}json"
+        text = _schema_text(schema, where) if isinstance(schema, str) else encoded_schema(schema, where)
+        found[where] = StructuredOutput(kind="json_schema", text=text)
+    if regex is not None:
+        found[f"{prefix}regex"] = StructuredOutput(kind="regex", text=_bounded(regex, f"{prefix}regex"))
+    if choice is not None:
+        found[f"{prefix}choice"] = StructuredOutput(kind="choice", text=encoded_schema([*choice], f"{prefix}choice"))
+    if grammar is not None:
+        found[f"{prefix}grammar"] = StructuredOutput(kind="grammar", text=_bounded(grammar, f"{prefix}grammar"))
+    return found
+
+
+def _schema_text(text: str, where: str) -> str:
+    try:
+        schema: Any = msgspec.json.decode(_bounded(text, where))
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise invalid(f"{where} is no JSON: {error}", where) from error
+    if not isinstance(schema, dict):
+        raise invalid(f"{where} must be a JSON object", where)
+    return text
+
+
+def _bounded(text: str, where: str) -> str:
+    if not text:
+        raise invalid(f"{where} is empty", where)
+    if len(text.encode()) > STRUCTURE_BYTES_MAX:
+        raise ApiError(400, "structure_too_large", f"{where} is larger than {STRUCTURE_BYTES_MAX} bytes", where)
+    return text

@@ -1,0 +1,178 @@
+"""Tools as a chat offers them: what the template gets, and which calls are forced.
+
+A forced call is a structured output, as in vLLM: of a named tool the arguments alone, else a list of calls.
+Source: OpenAI API reference, function calling.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import msgspec
+from pydantic import Field
+
+from forebay.events.requests import StructuredOutput
+from forebay.ingress.errors import ApiError, invalid
+from forebay.ingress.openai.fields import Body, Neutral, refuse_extra
+from forebay.ingress.openai.sampling import JsonObject, encoded_schema
+
+TOOLS_MAX = 128  # OpenAI's
+CALLS_MAX = 128  # of one turn
+ID_CHARS_MAX = 256
+FUNCTION_NAME = r"^[a-zA-Z0-9_.-]{1,128}$"
+FUNCTION_NEUTRAL: Neutral = {"strict": (None, False, True)}  # a forced call always obeys its schema
+CALL_IGNORED = frozenset({"index"})  # of a stream's pieces, which clients put together
+CALLED_IGNORED = frozenset({"parsed_arguments"})  # the arguments again, as OpenAI's client took them apart
+
+FunctionName = Annotated[str, Field(pattern=FUNCTION_NAME)]
+CallId = Annotated[str, Field(min_length=1, max_length=ID_CHARS_MAX)]
+
+
+class Function(Body):
+    """What a tool does."""
+
+    neutral = FUNCTION_NEUTRAL
+
+    name: FunctionName
+    description: str | None = None
+    parameters: JsonObject | None = None
+
+
+class Tool(Body):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Body):
+    """The function of a named tool choice."""
+
+    name: FunctionName
+
+
+class NamedTool(Body):
+    """The tool that must be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class CalledFunction(Body):
+    """What the model called, its arguments as JSON text."""
+
+    ignored = CALLED_IGNORED
+
+    name: FunctionName
+    arguments: str
+
+
+class ToolCall(Body):
+    """A call of an earlier turn."""
+
+    ignored = CALL_IGNORED
+
+    id: CallId
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    def plain(self, where: str) -> dict[str, Any]:
+        """As chat templates take it: arguments are an object. Raises ApiError when they are none."""
+        refuse_extra(self, f"{where}.")
+        refuse_extra(self.function, f"{where}.function.")
+        try:
+            arguments = msgspec.json.decode(self.function.arguments or "{}", type=dict[str, Any])
+        except (msgspec.MsgspecError, RecursionError) as error:
+            raise invalid(f"{where}.function.arguments is no JSON object: {error}", where) from error
+        return {
+            "id": self.id,
+            "type": "function",
+            "function": {"name": self.function.name, "arguments": arguments},
+        }
+
+
+Tools = Annotated[list[Tool], Field(max_length=TOOLS_MAX)]
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """What a chat wants of its tools.
+
+    `tools` are what the template gets; `forced` names the one that must be called, is empty when any must be, and
+    None when the model decides. `parallel` is whether there may be several calls.
+    """
+
+    tools: tuple[Tool, ...]
+    forced: str | None
+    parallel: bool
+
+    def plain(self) -> list[dict[str, Any]]:
+        """The tools as chat templates take them."""
+        return [tool.model_dump(exclude_none=True) for tool in self.tools]
+
+    def structure(self) -> StructuredOutput | None:
+        """What a forced call demands of the answer's text. Raises ApiError."""
+        if self.forced is None:
+            return None
+        if self.forced:
+            named = next(tool.function for tool in self.tools if tool.function.name == self.forced)
+            schema = _parameters(named)
+        else:
+            schema = _any_call(self.tools, parallel=self.parallel)
+        return StructuredOutput(kind="json_schema", text=encoded_schema(schema, "tools"))
+
+
+NO_TOOLS = Choice((), None, parallel=True)
+
+
+def choice_of(tools: list[Tool] | None, choice: ToolChoice | None, parallel: bool | None) -> Choice:
+    """What is wanted. Raises ApiError for a choice without tools, or of one that is not there."""
+    for at, tool in enumerate(tools or ()):
+        refuse_extra(tool, f"tools[{at}].")
+        refuse_extra(tool.function, f"tools[{at}].function.")
+    names = [tool.function.name for tool in tools or ()]
+    if len(set(names)) < len(names):
+        raise invalid("tools: two functions have the same name", "tools")
+    if isinstance(choice, NamedTool):
+        refuse_extra(choice, "tool_choice.")
+        refuse_extra(choice.function, "tool_choice.function.")
+        name = choice.function.name
+        if name not in names:
+            raise invalid(f"tool_choice: there is no function {name!r} among the tools", "tool_choice")
+        return Choice(tuple(tools or ()), name, parallel=False)
+    if choice == "required" and not names:
+        raise invalid("tool_choice is required, but there are no tools", "tool_choice")
+    if not names or choice == "none":
+        return NO_TOOLS
+    return Choice(tuple(tools or ()), "" if choice == "required" else None, parallel=parallel is not False)
+
+
+def _parameters(function: Function) -> JsonObject:
+    return function.parameters or {"type": "object", "properties": {}}
+
+
+def _any_call(tools: tuple[Tool, ...], *, parallel: bool) -> JsonObject:
+    """A list of calls of any of the tools. References in a schema are from its root, so definitions move there."""
+    definitions: dict[str, Any] = {}
+    calls: list[Any] = []
+    for tool in tools:
+        schema: dict[str, Any] = dict(_parameters(tool.function))
+        _hoist(definitions, schema.pop("$defs", None), tool.function.name)
+        properties = {"name": {"type": "string", "enum": [tool.function.name]}, "parameters": schema}
+        calls.append({"type": "object", "properties": properties, "required": ["name", "parameters"]})
+    whole: JsonObject = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
+    if not parallel:
+        whole["maxItems"] = 1
+    if definitions:
+        whole["$defs"] = definitions
+    return whole
+
+
+def _hoist(definitions: dict[str, Any], own: Any, name: str) -> None:
+    if own is None:
+        return
+    if not isinstance(own, Mapping):
+        raise invalid(f"tools: $defs in the parameters of {name} is no object", "tools")
+    for key, schema in own.items():
+        if definitions.setdefault(key, schema) != schema:
+            text = f"tools: {key!r} is defined in two ways by the parameters of tools; a required call needs one"
+            raise ApiError(400, "invalid_value", text, "tools")

@@ -1,0 +1,1 @@
+"""From generated text to reasoning, content and tool calls."""

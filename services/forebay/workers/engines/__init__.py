@@ -1,0 +1,1 @@
+"""Engine adapters, one package per engine, and what they share."""

@@ -1,0 +1,212 @@
+"""The engine of an encode worker: images and videos in, embeddings kept in its memory for whoever answers the request.
+
+Theory of operation. An encoder runs in its own thread, one request at a time, because it may need the whole device. Its
+embeddings are offered through NIXL (`forebay.workers.kv_transfer.embeddings`) under the worker epoch of the work event.
+This engine polls open offers itself. An offer that nobody fetches is released when its lease expires.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+from prometheus_client.registry import Collector
+
+from forebay.engine_model.model import Load
+from forebay.events.control import Command
+from forebay.events.fleet import WorkerSpec
+from forebay.events.media import Encoded, Media
+from forebay.events.tokens import AnswerError
+from forebay.events.work import WorkItem
+from forebay.workers.engine import EngineBatch, EngineRefused, Failed, MediaEncoded, Publish
+from forebay.workers.engines.standin_encoder import MediaUnusable
+from forebay.workers.kv_transfer.embeddings import ARENA_BYTES, LEASE_S, Offers
+from forebay.workers.kv_transfer.nixl_agent import TransferError, agent_name, load_nixl
+
+if TYPE_CHECKING:
+    from forebay.workers.kv_transfer.embeddings import Array
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.001  # while offers wait; a reader over TCP is served only by a poll
+WAITING_MAX = 4_096  # more are refused, and tried elsewhere
+
+
+class Encoder(Protocol):
+    """What computes embeddings. Called in a thread, one call at a time."""
+
+    def load(self) -> None:
+        """Load the weights. Raises EngineError."""
+
+    def encode_all(self, media: Sequence[Media]) -> "Array":
+        """The embeddings of all, [placeholders, width], in order. Raises MediaUnusable for what nobody can encode."""
+
+
+class EncodeEngine:
+    """Encodes for the requests of one worker; `encoder` does the work."""
+
+    def __init__(self, encoder: Encoder, *, arena_bytes: int = ARENA_BYTES, lease_s: float = LEASE_S) -> None:
+        self._encoder = encoder
+        self._arena_bytes = arena_bytes
+        self._lease_s = lease_s
+        self._thread = ThreadPoolExecutor(1, "encode")
+        self._wake = asyncio.Event()
+        self._wake_poll = asyncio.Event()
+        self._waiting: deque[WorkItem] = deque()
+        self._running: WorkItem | None = None
+        self._offers: Offers | None = None
+        self._refused: list[tuple[int, Failed]] = []
+        self._worker_id = ""
+        self._life = 0  # counts resets: what was begun in an earlier life is not published
+
+    async def start(self, spec: WorkerSpec) -> WorkerSpec:
+        """Load the encoder. It has no KV cache, so sizes of one are nominal. Raises EngineError."""
+        load_nixl()
+        self._worker_id = spec.worker_id
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._encoder.load)
+        return msgspec.structs.replace(
+            spec,
+            role="encode",
+            tasks=(),
+            kv_events=False,
+            block_size=1,
+            kv_blocks_total=1,
+            max_num_seqs=1,
+            max_num_batched_tokens=1,
+        )
+
+    async def run(self, publish: Publish) -> None:
+        """Encode what comes, one request after the other."""
+        polling = asyncio.create_task(self._poll())
+        try:
+            while True:
+                self._wake.clear()
+                self._say_refused(publish)
+                if not self._waiting:
+                    await self._wake.wait()
+                    continue
+                item = self._running = self._waiting.popleft()
+                publish(EngineBatch(rank=item.rank, load=self._load()))
+                life, batch = self._life, await self._encode(item)
+                cancelled, self._running = self._running is None, None
+                if life == self._life and not cancelled:
+                    publish(msgspec.structs.replace(batch, load=self._load()))
+        finally:
+            polling.cancel()
+            await asyncio.gather(polling, return_exceptions=True)
+
+    async def stop(self) -> None:
+        """Take back what is offered."""
+        self._forget()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def held(self, rank: int) -> Sequence[int]:
+        """It has no KV cache."""
+        return ()
+
+    def submit(self, item: WorkItem) -> None:
+        """Queue a request to be encoded."""
+        error = None
+        if item.stage != "encode" or not item.media:
+            error = AnswerError(status=500, code="encode_only", message="this worker encodes images and videos only")
+        elif len(self._waiting) >= WAITING_MAX:
+            message = f"{WAITING_MAX} requests wait to be encoded here"
+            error = AnswerError(status=503, code="engine_overloaded", message=message)
+        if error is None:
+            self._waiting.append(item)
+        else:
+            self._refused.append((item.rank, Failed(item.request_id, item.attempt, error)))
+        self._wake.set()
+
+    def cancel(self, request_id: str) -> None:
+        """Drop a request; one that is being encoded is so in vain."""
+        self._waiting = deque(item for item in self._waiting if item.request_id != request_id)
+        if self._running is not None and self._running.request_id == request_id:
+            self._running = None
+
+    async def command(self, command: Command) -> tuple[str, ...]:
+        """There is nothing to command."""
+        raise EngineRefused(f"an encode worker does not {command.action}")
+
+    async def check(self) -> None:
+        """It lives as long as its process."""
+
+    def collectors(self) -> Sequence[Collector]:
+        """It has no metrics of its own."""
+        return ()
+
+    def reset(self) -> None:
+        """Drop every request, and take back what is offered."""
+        self._life += 1
+        self._waiting.clear()
+        self._refused.clear()
+        self._running = None
+        self._forget()
+
+    def _load(self) -> Load:
+        return Load(int(self._running is not None), len(self._waiting), 0, 1)
+
+    def _say_refused(self, publish: Publish) -> None:
+        refused, self._refused = self._refused, []
+        for rank, failed in refused:
+            publish(EngineBatch(rank=rank, load=self._load(), failed=[failed]))
+
+    async def _encode(self, item: WorkItem) -> EngineBatch:
+        """What came of it. A reset meanwhile makes it void, and the caller drops it."""
+        failed: list[Failed] = []
+        encoded: list[MediaEncoded] = []
+        try:
+            encoded.append(MediaEncoded(item.request_id, item.attempt, await self._encoded(item)))
+        except MediaUnusable as error:
+            refused = AnswerError(status=400, code="media_not_encoded", message=str(error))
+            failed.append(Failed(item.request_id, item.attempt, refused))
+        except Exception as error:  # an encoder may fail in any way: the request goes elsewhere
+            logger.warning("%s is not encoded", item.request_id, exc_info=not isinstance(error, TransferError))
+            text = str(error) if isinstance(error, TransferError) else f"{type(error).__name__}: {error}"
+            broken = AnswerError(status=500, code="encode_failed", message=text)
+            failed.append(Failed(item.request_id, item.attempt, broken))
+        return EngineBatch(rank=item.rank, load=self._load(), failed=failed, encoded=encoded)
+
+    async def _encoded(self, item: WorkItem) -> Encoded:
+        life, loop = self._life, asyncio.get_running_loop()
+        if self._offers is None:
+            name = agent_name(self._worker_id, item.worker_epoch)
+            made = await loop.run_in_executor(self._thread, self._make_offers, name)
+            if life != self._life:
+                made.close()
+                raise TransferError("it was dropped")
+            self._offers = made
+        array = await loop.run_in_executor(self._thread, self._encoder.encode_all, item.media)
+        if life != self._life:
+            raise TransferError("it was dropped")
+        encoded = self._offer(item, array)
+        self._wake_poll.set()
+        return encoded
+
+    def _make_offers(self, name: str) -> Offers:
+        return Offers(name, arena_bytes=self._arena_bytes, lease_s=self._lease_s)
+
+    def _offer(self, item: WorkItem, array: "Array") -> Encoded:
+        assert self._offers is not None
+        rows = sum(one.tokens for one in item.media)
+        if array.ndim != 2 or len(array) != rows:
+            shape = " x ".join(map(str, array.shape))
+            raise TransferError(f"the encoder made {shape} numbers for {rows} placeholders")
+        return self._offers.offer(array)
+
+    async def _poll(self) -> None:
+        while True:
+            if self._offers is None or not self._offers.waiting:
+                await self._wake_poll.wait()
+                self._wake_poll.clear()
+                continue
+            self._offers.poll()
+            await asyncio.sleep(POLL_S)
+
+    def _forget(self) -> None:
+        if self._offers is not None:
+            self._offers.close()
+            self._offers = None

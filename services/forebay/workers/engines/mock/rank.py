@@ -1,0 +1,335 @@
+"""One rank of a mock engine: its model in real time, and the KV that it keeps for others or fetches from them.
+
+Theory of operation. Virtual time runs against one deadline that is moved by each step's scaled duration, so that what
+one sleep is late the next one makes good. Steps far shorter than a timer's resolution are published together. A prompt
+computed for another is offered when its batch is due. KV is fetched in real time, while others go on.
+"""
+
+import asyncio
+import logging
+import time
+
+import msgspec
+from xxhash import xxh3_64_intdigest
+
+from forebay.core.block_hashes import hash_seed, mm_hashes, sequence_hashes
+from forebay.engine_model.model import (
+    Computed,
+    Emitted,
+    EngineConfig,
+    EngineModel,
+    EngineRequest,
+    EngineStage,
+    Fetch,
+    Finished,
+    FirstToken,
+    QueueFull,
+    RequestMalformed,
+    RequestRefused,
+    RequestTooLarge,
+    Step,
+)
+from forebay.events.base import U32_BYTES, U64_MASK
+from forebay.events.tokens import AnswerError
+from forebay.events.work import WorkItem
+from forebay.workers.engine import (
+    CacheChange,
+    Cleared,
+    EngineBatch,
+    Failed,
+    NotFetched,
+    PromptPrefilled,
+    Publish,
+)
+from forebay.workers.engines.mock.kv import MockKv
+from forebay.workers.engines.mock.outputs import MockAnswers
+from forebay.workers.kv_transfer.api import Fetched
+from forebay.workers.kv_transfer.nixl_agent import TransferError
+
+US_PER_S = 1_000_000
+QUANTUM_US = 1_000  # real time that a batch should cover: the resolution of an event loop's timers
+BATCH_TOKENS_MAX = 4_096  # at any speedup the event loop is given back after some milliseconds
+LAG_S_MAX = 0.1  # a machine that cannot keep up is late, and does not run faster later to make up for more
+
+
+logger = logging.getLogger(__name__)
+
+
+class Rank:
+    """`speedup` times as fast as `config` says. `kv` is set once KV can travel, and None while it cannot."""
+
+    def __init__(self, number: int, config: EngineConfig, speedup: float) -> None:
+        self.model = EngineModel(config)
+        self.kv: MockKv | None = None
+        self._number = number
+        self._speedup = speedup
+        self._span_us = max(1, round(QUANTUM_US * speedup))
+        self._wake = asyncio.Event()
+        self._failed: list[Failed] = []
+        self._not_fetched: list[NotFetched] = []
+        self._answers = MockAnswers(config.vocabulary or ())
+        self._published = self.model.load()
+        self._life = 0  # counts resets: a batch of an earlier life is not published
+        self._changes: list[CacheChange] = []
+        self._paused = self._asleep = False
+        self._prompts: dict[str, tuple[WorkItem, int]] = {}  # to be computed for others
+        self._kept: set[str] = set()
+        self._to_fetch: dict[str, WorkItem] = {}  # until it was
+        self._fetching: dict[str, asyncio.Task[None]] = {}
+        self._fetched: dict[str, Fetched] = {}  # until the first token
+
+    def submit(self, item: WorkItem, seen: int = 0) -> None:
+        """`seen` is a checksum of what it is shown beside the text; KV that is fetched brings it along."""
+        block_size = self.model.config.block_size
+        last = len(item.token_ids) // U32_BYTES // block_size
+        media = mm_hashes(item.media, block_size)
+        seed = hash_seed(item.lora_name, item.cache_namespace)
+        stage: EngineStage = item.stage if item.stage in ("prefill", "decode") else "aggregated"
+        request = EngineRequest(
+            request_id=item.request_id,
+            attempt=item.attempt,
+            token_ids=item.token_ids,
+            sequence_hashes=item.sequence_hashes,
+            token_seed=_token_seed(item, seen),
+            max_tokens=1 if item.task == "embed" else item.sampling.max_tokens,
+            hash_seed=seed,
+            tail_mm_hashes=tuple(media.get(last, ())),
+            stage=stage,
+        )
+        if stage == "decode" and item.prefilled is None:
+            message = "its KV is to be fetched, but nobody says from where"
+            self.refuse(item, AnswerError(status=500, code="nothing_to_fetch", message=message))
+            return
+        try:
+            # The model's pool takes them for chains; whoever writes to the log can say anything.
+            if item.sequence_hashes != sequence_hashes(item.token_ids, block_size, seed, media):
+                raise RequestMalformed("the block hashes are not those of the prompt")
+            self.model.submit(request)
+        except RequestRefused as refusal:
+            self.refuse(item, _answer(refusal))
+            return
+        if stage == "prefill":
+            self._prompts[item.request_id] = item, seen
+        else:
+            self._answers.begin(item)
+        if stage == "decode":
+            self._to_fetch[item.request_id] = item
+        self._wake.set()
+
+    def refuse(self, item: WorkItem, error: AnswerError) -> None:
+        """The item is not taken."""
+        self._failed.append(Failed(item.request_id, item.attempt, error))
+        self._wake.set()
+
+    def lose(self, item: WorkItem, error: str) -> None:
+        """Its KV cannot be had."""
+        self._not_fetched.append(NotFetched(item.request_id, item.attempt, error))
+        self._wake.set()
+
+    def hold(self, *, paused: bool | None = None, asleep: bool | None = None) -> None:
+        """Whether nothing is computed; what is None stays as it is."""
+        self._paused = self._paused if paused is None else paused
+        self._asleep = self._asleep if asleep is None else asleep
+        self._wake.set()
+
+    def clear(self) -> None:
+        """Empty the cache. What runs has to be computed again; what was to be fetched into it, elsewhere."""
+        for request_id in list(self._fetching):
+            item = self._to_fetch[request_id]
+            self.cancel(request_id)
+            self.lose(item, "the cache was cleared meanwhile")
+        self.model.clear_cache()
+        for request_id in list(self._kept):
+            self._release(request_id)
+        self._changes.append(Cleared())
+        self._wake.set()
+
+    def cancel(self, request_id: str) -> None:
+        """Drop a request, and what is kept for it."""
+        self._release(request_id)
+        self._forget(request_id)
+        task = self._fetching.pop(request_id, None)
+        if task is not None:
+            task.cancel()
+        if self.model.cancel(request_id):
+            self._wake.set()
+
+    def given_back(self, request_id: str) -> None:
+        """What was kept for a request is not any longer."""
+        self._kept.discard(request_id)
+        if self.model.release(request_id):
+            self._wake.set()
+
+    def reset(self) -> list[asyncio.Task[None]]:
+        """Drop everything; what is being fetched may still take a moment to end."""
+        self._life += 1
+        fetching = list(self._fetching.values())
+        for task in fetching:
+            task.cancel()
+        self.kv = None
+        self.model.reset()
+        for kept in (self._prompts, self._to_fetch, self._fetching, self._fetched):
+            kept.clear()
+        self._kept.clear()
+        self._answers.clear()
+        self._failed.clear()
+        self._not_fetched.clear()
+        self._changes.clear()
+        self._published = self.model.load()
+        return fetching
+
+    async def run(self, publish: Publish) -> None:
+        """Compute what is there to be computed, until cancelled."""
+        due = time.monotonic()
+        while True:
+            life = self._life
+            batch, computed, span_us = self._collect()
+            if batch is None:
+                self._wake.clear()
+                await self._wake.wait()
+                due = time.monotonic()
+                continue
+            now = time.monotonic()
+            due = max(due, now - LAG_S_MAX) + span_us / (self._speedup * US_PER_S)
+            await asyncio.sleep(max(0.0, due - now))
+            if life == self._life:
+                self._published = batch.load
+                publish(self._with_kept(batch, computed) if computed else batch)
+
+    def _collect(self) -> tuple[EngineBatch | None, list[Computed], int]:
+        """Steps for about a quantum, prompts computed for others, and their time; None when there is nothing to say."""
+        steps: list[Step] = []
+        span_us = tokens = 0
+        cache_changes, self._changes = self._changes, []
+        held = self._paused or self._asleep
+        while not held and span_us < self._span_us and tokens < BATCH_TOKENS_MAX:
+            if self.kv is not None:
+                self._fetch_all(self.model.fetches())
+            step = self.model.step(self._span_us - span_us)
+            if step is None:
+                break
+            steps.append(step)
+            span_us += step.duration_us
+            tokens += len(step.emitted) * step.iterations
+        failed, self._failed = self._failed, []
+        not_fetched, self._not_fetched = self._not_fetched, []
+        load = self.model.load()
+        if not (steps or failed or not_fetched or cache_changes) and load == self._published:
+            return None, [], 0
+        batch = EngineBatch(
+            rank=self._number, load=load, cache_changes=cache_changes, failed=failed, not_fetched=not_fetched
+        )
+        return self._answers.worded(self._told(batch, steps)), [one for step in steps for one in step.computed], span_us
+
+    def _told(self, batch: EngineBatch, steps: list[Step]) -> EngineBatch:
+        """The batch with what was said in the steps."""
+        if not steps:
+            return batch
+        cache_changes = list(batch.cache_changes)
+        first_tokens: list[FirstToken] = []
+        finished: list[Finished] = []
+        for step in steps:
+            cache_changes += step.cache_changes
+            first_tokens += step.first_tokens
+            finished += step.finished
+        return msgspec.structs.replace(
+            batch,
+            cache_changes=cache_changes,
+            emitted=steps[0].emitted if len(steps) == 1 else _merge(steps),
+            first_tokens=[self._with_transfer(first) for first in first_tokens] if self._fetched else first_tokens,
+            finished=finished,
+        )
+
+    def _with_transfer(self, first: FirstToken) -> FirstToken:
+        fetched = self._fetched.pop(first.request_id, None)
+        if fetched is None:
+            return first
+        return msgspec.structs.replace(first, transferred_bytes=fetched.bytes, transfer_us=fetched.us)
+
+    def _with_kept(self, batch: EngineBatch, computed: list[Computed]) -> EngineBatch:
+        """The batch with the prompts that were computed for others; what cannot be kept failed."""
+        prefilled: list[PromptPrefilled] = []
+        failed = list(batch.failed)
+        for one in computed:
+            item, seen = self._prompts.get(one.request_id, (None, 0))
+            if item is None or item.attempt != one.attempt or self.kv is None:
+                continue  # it was cancelled meanwhile
+            del self._prompts[one.request_id]
+            try:
+                kept = self.kv.offer(item, seen)
+            except TransferError as error:
+                self.model.release(one.request_id)
+                refused = AnswerError(status=503, code="kv_not_kept", message=f"its KV cannot be kept: {error}")
+                failed.append(Failed(one.request_id, one.attempt, refused))
+                continue
+            self._kept.add(one.request_id)
+            prefilled.append(PromptPrefilled(one.request_id, one.attempt, kept, one.cached_tokens))
+        return msgspec.structs.replace(batch, prefilled=prefilled, failed=failed)
+
+    def _fetch_all(self, asked: list[Fetch]) -> None:
+        assert self.kv is not None
+        for fetch in asked:
+            item = self._to_fetch[fetch.request_id]
+            fetching = self._fetch(self.kv, item, fetch.first_block)
+            self._fetching[fetch.request_id] = asyncio.get_running_loop().create_task(fetching)
+
+    async def _fetch(self, kv: MockKv, item: WorkItem, first: int) -> None:
+        request_id = item.request_id
+        try:
+            seen, fetched = await kv.fetch(item, first)
+        except Exception as error:
+            # Whatever it is: nobody awaits this task, so a request whose end it does not tell would never end.
+            known = isinstance(error, TransferError)
+            logger.warning("the KV of %s is not fetched: %s", request_id, error, exc_info=not known)
+            del self._fetching[request_id]
+            self.cancel(request_id)
+            self.lose(item, str(error) or type(error).__name__)
+            return
+        del self._fetching[request_id], self._to_fetch[request_id]
+        self._fetched[request_id] = fetched
+        self.model.fetched(request_id, _token_seed(item, seen))
+        self._wake.set()
+
+    def _release(self, request_id: str) -> None:
+        if request_id in self._kept and self.kv is not None:
+            self.kv.release(request_id)
+
+    def _forget(self, request_id: str) -> None:
+        self._prompts.pop(request_id, None)
+        self._to_fetch.pop(request_id, None)
+        self._fetched.pop(request_id, None)
+        self._answers.end(request_id)
+
+
+def _token_seed(item: WorkItem, seen: int) -> int:
+    """What an answer is made from."""
+    return xxh3_64_intdigest(item.token_ids, ((item.sampling.seed or 0) + seen) & U64_MASK)
+
+
+def _merge(steps: list[Step]) -> list[Emitted]:
+    """One chunk for each request, in the order in which they first spoke."""
+    chunks: dict[str, list[Emitted]] = {}
+    for step in steps:
+        for chunk in step.emitted:
+            chunks.setdefault(chunk.request_id, []).append(chunk)
+    return [
+        Emitted(
+            parts[0].request_id,
+            parts[0].attempt,
+            parts[0].first_index,
+            b"".join([part.token_ids for part in parts]),
+        )
+        for parts in chunks.values()
+    ]
+
+
+def _answer(refusal: RequestRefused) -> AnswerError:
+    match refusal:
+        case RequestTooLarge():
+            return AnswerError(status=400, code="context_length_exceeded", message=str(refusal))
+        case RequestMalformed():
+            return AnswerError(status=400, code="invalid_request", message=str(refusal))
+        case QueueFull():
+            return AnswerError(status=503, code="engine_overloaded", message=str(refusal))
+        case _:
+            raise AssertionError(f"a new kind of refusal: {refusal!r}")

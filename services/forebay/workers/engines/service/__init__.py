@@ -1,0 +1,1 @@
+"""Engines written by users: classes with `@service`, run as any other engine."""

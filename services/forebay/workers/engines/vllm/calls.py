@@ -1,0 +1,51 @@
+"""What vLLM is called with, in its own types. Imports vLLM: only to be imported where one runs."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllm import PoolingParams, SamplingParams
+from vllm.exceptions import GracefulHTTPError, VLLMClientError, VLLMError
+from vllm.lora.request import LoRARequest
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from forebay.events.requests import Sampling
+from forebay.events.tokens import AnswerError
+from forebay.workers.engines.loras import Adapter
+from forebay.workers.engines.model_directory import one_line
+from forebay.workers.engines.vllm.media import MediaRefused
+from forebay.workers.engines.vllm.requests import sampling_arguments, structured_arguments
+
+__all__ = ["EngineDeadError", "VLLMError", "answer_error", "lora_request", "pooling_params", "sampling_params"]
+
+
+def sampling_params(sampling: Sampling, transfer: Mapping[str, Any] | None = None) -> SamplingParams:
+    """How to generate, in pieces as they come. Raises ValueError or VLLMError for what vLLM does not take."""
+    arguments = sampling_arguments(sampling)
+    if transfer is not None:
+        arguments["extra_args"] = {"kv_transfer_params": dict(transfer)}
+    if sampling.structured is not None:
+        arguments["structured_outputs"] = StructuredOutputsParams(**structured_arguments(sampling.structured))
+    return SamplingParams(output_kind=RequestOutputKind.DELTA, **arguments)
+
+
+def pooling_params() -> PoolingParams:
+    """One vector of the whole prompt."""
+    return PoolingParams(task="embed")
+
+
+def lora_request(adapter: Adapter) -> LoRARequest:
+    """The adapter of a request."""
+    return LoRARequest(adapter.name, adapter.number, adapter.directory)
+
+
+def answer_error(error: Exception) -> AnswerError:
+    """What a request is told that vLLM refused, or did not bring to an end."""
+    if isinstance(error, GracefulHTTPError):
+        return AnswerError(status=int(error.http_status), code="engine_overloaded", message=one_line(error))
+    if isinstance(error, MediaRefused):
+        return error.answer
+    cause = error.__cause__ or error
+    if isinstance(error, VLLMClientError) or isinstance(cause, ValueError | VLLMClientError):
+        return AnswerError(status=400, code="invalid_request", message=one_line(cause))
+    return AnswerError(status=500, code="engine_error", message=f"vLLM failed: {one_line(cause)}")

@@ -1,0 +1,1 @@
+"""The worker process: request life cycle, outbox, lease, commands, health and metrics."""

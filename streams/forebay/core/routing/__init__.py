@@ -1,0 +1,1 @@
+"""Select a worker rank for a request: eligibility, cost, policy, and the plan of its stages."""

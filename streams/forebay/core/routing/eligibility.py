@@ -1,0 +1,132 @@
+"""Who may take a request at all, before anybody's cost is looked at.
+
+Theory of operation. What the client demands comes first: one worker, some workers, taints, an adapter. Then busy
+workers are left out: a rank is busy above any threshold, a worker when all its ranks are. Each step that leaves
+nobody ends with a reason in the client's terms. Source: Dynamo's router filtering and request rejection; its errors
+NoEndpoints, AllEligibleWorkersOverloaded and PinnedWorkerOverloaded are `no_eligible_worker` and `busy` here.
+"""
+
+from forebay.core.state.fleet import Fleet
+from forebay.core.state.roster import Roster, Seat
+from forebay.events.control import BusyThresholds, PoolConfigured
+from forebay.events.decisions import RejectReason
+from forebay.events.requests import RoutingHints, Task
+
+NO_THRESHOLDS = BusyThresholds()
+NAMES_SHOWN = 4  # of a list that a client sent, in an error
+
+
+class Ineligible(Exception):
+    """Nobody may take the request; the text is fit for the client."""
+
+    def __init__(self, reason: RejectReason, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+def eligible(
+    roster: Roster, fleet: Fleet, pool: PoolConfigured, hints: RoutingHints, lora_name: str, task: Task
+) -> Roster:
+    """The seats that meet the demands of a request. Raises Ineligible when there are none."""
+    _require_sense(hints, pool, fleet)
+    if not roster.seats:
+        raise Ineligible("no_workers", f"no worker of the pool {pool.pool} is ready")
+    if task in roster.tasks and not (hints.worker_id or hints.allowed_workers or hints.required_taints or lora_name):
+        return roster
+    found = [at for at, seat in enumerate(roster.seats) if _meets(seat, hints, lora_name, task)]
+    if not found:
+        wanted = _wanted(hints, lora_name, task)
+        raise Ineligible("no_eligible_worker", f"no ready worker of the pool {pool.pool} {wanted}")
+    return roster.only(found)
+
+
+def demand(hints: RoutingHints, lora_name: str, task: Task) -> tuple[object, ...]:
+    """All of a request that decides who may take it."""
+    mode = None if hints.override is None else hints.override.mode
+    who = hints.worker_id, hints.rank, hints.allowed_workers, hints.session_id
+    return (*who, hints.required_taints, lora_name, task, mode)
+
+
+def not_busy(roster: Roster, thresholds: BusyThresholds, pool: str) -> Roster:
+    """The seats of workers that are not busy. Raises Ineligible when all are."""
+    if thresholds == NO_THRESHOLDS:
+        return roster
+    idle = {seat.worker.spec.worker_id: None for seat in roster.seats if not is_busy(seat, thresholds)}
+    if not idle:
+        raise Ineligible("busy", f"every worker of the pool {pool} that may take the request is busy")
+    return roster.only([at for at, seat in enumerate(roster.seats) if seat.worker.spec.worker_id in idle])
+
+
+def is_busy(seat: Seat, thresholds: BusyThresholds) -> bool:
+    """Whether a rank is above any of the thresholds, by what was routed there or by what it reports."""
+    spec, load = seat.worker.spec, seat.load
+    share = thresholds.active_decode_blocks_threshold
+    if share is not None:
+        reported = load.reported
+        used = load.decode_blocks if reported is None else max(load.decode_blocks, reported.kv_blocks_used)
+        if used > share * spec.kv_blocks_total:
+            return True
+    tokens = thresholds.active_prefill_tokens_threshold
+    if tokens is not None and load.prefill_tokens > tokens:
+        return True
+    multiple = thresholds.active_prefill_tokens_threshold_frac
+    return multiple is not None and load.prefill_tokens > multiple * spec.max_num_batched_tokens
+
+
+def all_over(roster: Roster, threshold: float) -> bool:
+    """Whether every rank has more than `threshold` engine steps of prefill before it."""
+    # A plain loop: while requests wait it goes through all ranks, at every event.
+    for load, tokens in zip(roster.loads, roster.step_tokens, strict=True):
+        if load.prefill_tokens <= threshold * tokens:
+            return False
+    return True
+
+
+def _require_sense(hints: RoutingHints, pool: PoolConfigured, fleet: Fleet) -> None:
+    """Refuse what no fleet could meet, or names who is not there."""
+    name = hints.worker_id
+    if not name:
+        if hints.rank is not None:
+            raise Ineligible("contradictory_routing", f"rank {hints.rank} is asked for, but no worker")
+        mode = pool.router.mode if hints.override is None or hints.override.mode is None else hints.override.mode
+        if mode == "direct":
+            raise Ineligible("unknown_worker", "the router mode is direct: the request must name a worker")
+        return
+    if hints.allowed_workers and name not in hints.allowed_workers:
+        raise Ineligible("contradictory_routing", f"worker {name} is asked for, but is not one of the allowed workers")
+    worker = fleet.get(name)
+    if worker is None or worker.spec.pool != pool.pool:
+        raise Ineligible("unknown_worker", f"the pool {pool.pool} has no worker {name}")
+    if hints.rank is not None and hints.rank not in worker.spec.ranks:
+        ranks = worker.spec.ranks
+        raise Ineligible("unknown_worker", f"worker {name} has the ranks {ranks[0]} to {ranks[-1]}, not {hints.rank}")
+
+
+def _meets(seat: Seat, hints: RoutingHints, lora_name: str, task: Task) -> bool:
+    spec = seat.worker.spec
+    if task not in spec.tasks:
+        return False
+    if hints.worker_id and (spec.worker_id != hints.worker_id or hints.rank not in (None, seat.rank)):
+        return False
+    if hints.allowed_workers and spec.worker_id not in hints.allowed_workers:
+        return False
+    if any(taint not in spec.taints for taint in hints.required_taints):
+        return False
+    return not lora_name or lora_name in spec.loras
+
+
+def _wanted(hints: RoutingHints, lora_name: str, task: Task) -> str:
+    wants = [] if task == "generate" else [f"can {task}"]
+    if hints.worker_id:
+        wants.append(f"is {hints.worker_id}")
+    elif hints.allowed_workers:
+        wants.append("is one of " + _listed(hints.allowed_workers))
+    if hints.required_taints:
+        wants.append("has the taints " + _listed(hints.required_taints))
+    if lora_name:
+        wants.append(f"has the adapter {lora_name}")
+    return " and ".join(wants)
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    return ", ".join(names[:NAMES_SHOWN]) + (", …" if len(names) > NAMES_SHOWN else "")

@@ -1,0 +1,68 @@
+"""Which encode worker gets the images and videos of a request, before a worker of its pool gets the rest.
+
+Only looks at the world; `forebay.core.dispatch` changes it. An encode worker has no KV cache to route by, so the one
+with the fewest requests under way gets them, whatever the pool's mode is.
+"""
+
+from array import array
+from dataclasses import replace
+
+import msgspec
+
+from forebay.core.routing.router import Choice, choose, effective
+from forebay.core.state.requests import Request
+from forebay.core.state.roster import Roster
+from forebay.core.world import World
+from forebay.events.control import PoolConfigured
+from forebay.events.requests import NO_HINTS, RouterOverride
+
+LEAST_LOADED = RouterOverride(mode="least-loaded")
+CAUSE_CHARS_MAX = 500  # of what a worker says, in a journal record
+
+
+def encoders(world: World, pool: PoolConfigured, request: Request) -> tuple[PoolConfigured, Roster] | None:
+    """The encode pool for a request, and who of it may be asked; None when its worker is to encode by itself.
+
+    Who had it last is asked again only if there is nobody else.
+    """
+    if not request.media_tokens or request.encoded is not None:
+        return None
+    found = world.encoders_of(pool.model)
+    if found is None:
+        return None
+    encode_pool, roster = found
+    others = [at for at, seat in enumerate(roster.seats) if seat.worker.spec.worker_id != request.encoder_id]
+    return encode_pool, roster.only(others or list(range(len(roster.seats))))
+
+
+def choose_encoder(world: World, pool: PoolConfigured, request: Request, roster: Roster) -> Choice:
+    """Pick one of the seats of an encode pool (at least one), and tell who looks on. Raises Ineligible as `choose`."""
+    by_load = msgspec.structs.replace(pool, router=effective(pool.router, LEAST_LOADED))
+    return choose(world, by_load, as_encoded(request, pool.pool), roster)
+
+
+def as_encoded(request: Request, pool: str) -> Request:
+    """A request as an encode worker sees it: its media alone, with no blocks and no wishes."""
+    return replace(
+        request,
+        pool=pool,
+        prompt_tokens=request.media_tokens,
+        blocks=array("Q"),
+        packed=b"",
+        hints=NO_HINTS,
+        lora_name="",
+        attempt=request.encodings,
+        stage="encode",
+    )
+
+
+def not_encoded(request: Request, cause: str | None) -> str:
+    """Why a request is given up whose media nobody could encode or fetch."""
+    attempts = max(request.attempt, request.encodings)
+    why = "encode workers were lost" if cause is None else shortened(cause)
+    return f"its images or videos could not be encoded and fetched in {attempts} attempts: {why}"
+
+
+def shortened(cause: str) -> str:
+    """What a worker says, as it stands in a journal record."""
+    return cause[:CAUSE_CHARS_MAX] or "no reason is told"

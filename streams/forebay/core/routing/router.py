@@ -1,0 +1,243 @@
+"""Which candidate gets a request: who is eligible, what each would cost, what the policy says.
+
+Everything here only looks at the world; `forebay.core.dispatch` changes it.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import overload
+
+import msgspec
+
+from forebay.core.routing.cost import CostTable, Demand, cost_table
+from forebay.core.routing.eligibility import Ineligible, all_over, eligible, not_busy
+from forebay.core.routing.policies import Candidate, PolicyUnusable, RoutingRequest, RoutingWorld, policy_class
+from forebay.core.state.holder_bits import HolderKey
+from forebay.core.state.prefix_index import NO_OVERLAP, Overlap
+from forebay.core.state.requests import Request
+from forebay.core.state.roster import Roster, doubted_roster_of, of_session
+from forebay.core.world import World
+from forebay.events import decisions
+from forebay.events.control import BusyThresholds, PoolConfigured, RouterConfig
+from forebay.events.requests import RouterOverride
+
+NO_BLOCKS: Sequence[int] = ()
+NOBODY_READY = frozenset(("no_workers", "no_eligible_worker"))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Choice:
+    """A decision and what explains it: the position of the chosen candidate in the table."""
+
+    config: RouterConfig
+    table: CostTable
+    at: int
+
+    @property
+    def ties(self) -> int:
+        """How many candidates have the lowest cost, where that was what decided; else 1."""
+        if self.config.mode != "kv" or self.config.temperature > 0.0:
+            return 1
+        return self.table.costs.count(self.table.costs[self.at])
+
+    def runner_up(self) -> decisions.Candidate | None:
+        """The cheapest of the others."""
+        others = self.table.costs[: self.at] + self.table.costs[self.at + 1 :]
+        if not others:
+            return None
+        best = others.index(min(others))
+        return self.table.candidate(best + (best >= self.at))
+
+
+def find(world: World, pool: PoolConfigured, request: Request, busy: BusyThresholds | None = None) -> Roster:
+    """Who may take a new request; `busy` stands for the thresholds in force. Raises Ineligible."""
+    hints = request.hints
+    roster = eligible(world.roster(pool.pool), world.fleet, pool, hints, request.lora_name, request.task)
+    sticky = hints.session_id and pool.router.session_ttl_s
+    bound = world.sessions.find(pool.pool, hints.session_id) if sticky else None
+    mine = None if bound is None or hints.worker_id else of_session(roster, bound)
+    thresholds = busy or world.busy.get(pool.pool, pool.router.busy)
+    if mine is None:
+        return not_busy(roster, thresholds, pool.pool)
+    if pool.router.session_mode == "hard":
+        return not_busy(mine, thresholds, pool.pool)
+    others = not_busy(roster, thresholds, pool.pool)
+    threshold = pool.router.queue.threshold
+    mine = of_session(others, bound) if bound is not None else None
+    if mine is None or (threshold is not None and all_over(mine, threshold)):
+        return others
+    return mine
+
+
+def find_doubted(world: World, pool: PoolConfigured, request: Request, refusal: Ineligible) -> Roster:
+    """Return the suspect workers that could take a request if their leases were renewed. Raises `refusal`."""
+    if refusal.reason not in NOBODY_READY:
+        raise refusal
+    roster = doubted_roster_of(pool.pool, world.fleet, world.load)
+    try:
+        return eligible(roster, world.fleet, pool, request.hints, request.lora_name, request.task)
+    except Ineligible:
+        raise refusal from None
+
+
+def find_again(world: World, pool: PoolConfigured, request: Request) -> Roster:
+    """Who may take a request that was accepted before: busy or not, in its session or not. Raises Ineligible."""
+    return eligible(world.roster(pool.pool), world.fleet, pool, request.hints, request.lora_name, request.task)
+
+
+def must_wait(pool: PoolConfigured, roster: Roster) -> bool:
+    """Whether everybody has too much to prefill to be sent another request."""
+    threshold = pool.router.queue.threshold
+    return threshold is not None and all_over(roster, threshold)
+
+
+def choose(world: World, pool: PoolConfigured, request: Request, roster: Roster) -> Choice:
+    """Pick one of the seats (at least one), and tell who looks on. Raises Ineligible when the policy fails."""
+    choice = consider(world, pool, request, roster)
+    if world.on_choice is not None:
+        world.on_choice(pool, request, choice)
+    return choice
+
+
+def consider(world: World, pool: PoolConfigured, request: Request, roster: Roster) -> Choice:
+    """The seat that would be picked; nobody is told. Raises Ineligible when the policy fails."""
+    override = request.hints.override
+    config = pool.router if override is None else effective(pool.router, override)
+    blocks = request.blocks if config.track_active_blocks else NO_BLOCKS
+    demand = Demand(
+        prompt_tokens=request.prompt_tokens,
+        blocks=len(blocks),
+        active=world.load.active_depths(blocks) if config.assume_kv_reuse else {},
+        overlaps=overlaps(world, pool, request.blocks),
+        preferred_taints=request.hints.preferred_taints,
+    )
+    table = cost_table(config, pool.block_size, roster, demand)
+    return Choice(config, table, answer(*question(world, pool, request, config, table)))
+
+
+def overlaps(world: World, pool: PoolConfigured, blocks: Sequence[int]) -> dict[HolderKey, Overlap]:
+    """What each rank has of a prompt: by its KV events, or by what was routed there, whichever is more."""
+    found = world.index.overlaps(blocks) if pool.router.use_kv_events else {}
+    for routed in (world.routed, world.predicted):
+        if len(routed):
+            for key, depth in routed.depths(blocks).items():
+                found[key] = _at_least(found.get(key, NO_OVERLAP), depth)
+    return found
+
+
+def uncached_tokens(world: World, pool: PoolConfigured, request: Request, roster: Roster) -> int:
+    """Prompt tokens that even the candidate with the most of them on its device has to compute."""
+    positions = roster.positions
+    known = overlaps(world, pool, request.blocks)
+    best = max((overlap.device for key, overlap in known.items() if key in positions), default=0)
+    return max(0, request.prompt_tokens - best * pool.block_size)
+
+
+@lru_cache(maxsize=256)
+def effective(config: RouterConfig, override: RouterOverride) -> RouterConfig:
+    """The pool's configuration with what a request changes of it."""
+    changes = {name: getattr(override, name) for name in override.__struct_fields__}
+    return msgspec.structs.replace(config, **{name: value for name, value in changes.items() if value is not None})
+
+
+def _at_least(overlap: Overlap, device: int) -> Overlap:
+    """An overlap of which the first `device` blocks are on the device."""
+    if device <= overlap.device:
+        return overlap
+    on_host = max(device, overlap.device + overlap.host)
+    on_disk = max(on_host, overlap.device + overlap.host + overlap.disk)
+    return Overlap(device, on_host - device, on_disk - on_host)
+
+
+def question(
+    world: World, pool: PoolConfigured, request: Request, config: RouterConfig, table: CostTable
+) -> tuple[RoutingWorld, RoutingRequest]:
+    """What a policy is asked. Its candidates are looked up when they are looked at: take a copy to keep them."""
+    seen = RoutingWorld(
+        _Candidates(table),
+        tuple(table.costs),
+        tuple([load.computed_tokens for load in table.roster.loads]),
+        config,
+        pool.block_size,
+        world.turns.get(pool.pool, 0),
+        world.now_us,
+    )
+    asked = RoutingRequest(
+        request.request_id,
+        request.prompt_tokens,
+        request.blocks,
+        request.tie_seed,
+        request.attempt + 1,
+        request.hints,
+        request.lora_name,
+    )
+    return seen, asked
+
+
+def answer(seen: RoutingWorld, asked: RoutingRequest) -> int:
+    """The position that the configured policy chooses. Raises Ineligible when it fails."""
+    mode = seen.config.mode
+    try:
+        at = policy_class(mode)().decide(seen, asked)
+    except PolicyUnusable as unusable:
+        raise Ineligible("policy_failed", str(unusable)) from unusable
+    except (Exception, SystemExit) as error:  # a user's policy may fail in any way
+        raise Ineligible("policy_failed", f"the policy {mode} failed: {_fault(error)}") from error
+    count = len(seen.costs)
+    if type(at) is not int:
+        raise Ineligible("policy_failed", f"the policy {mode} chose no position: {type(at).__name__}")
+    if not 0 <= at < count:
+        raise Ineligible("policy_failed", f"the policy {mode} chose a position outside of its {count} candidates")
+    return at
+
+
+def _fault(error: BaseException) -> str:
+    """What was raised, and where. Its text is left out: it goes on the log, and may hold an object's address."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    assert frame is not None, "it was raised"
+    file = frame.tb_frame.f_code.co_filename.replace("\\", "/").rpartition("/")[2]
+    return f"{type(error).__name__} ({file}:{frame.tb_lineno})"
+
+
+class _Candidates(Sequence[Candidate]):
+    """The candidates of a table, made when a policy looks at them: most do not."""
+
+    def __init__(self, table: CostTable) -> None:
+        self._table = table
+
+    def __len__(self) -> int:
+        return len(self._table.costs)
+
+    @overload
+    def __getitem__(self, at: int) -> Candidate: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> list[Candidate]: ...
+
+    def __getitem__(self, at: int | slice) -> Candidate | list[Candidate]:
+        if isinstance(at, slice):
+            return [self._make(one) for one in range(*at.indices(len(self)))]
+        return self._make(range(len(self))[at])
+
+    def __iter__(self) -> Iterator[Candidate]:
+        return map(self._make, range(len(self)))
+
+    def _make(self, at: int) -> Candidate:
+        table = self._table
+        seat = table.roster.seats[at]
+        spec, load = seat.worker.spec, seat.load
+        return Candidate(
+            worker_id=spec.worker_id,
+            rank=seat.rank,
+            overlap=table.overlap(at),
+            prefill_tokens=load.prefill_tokens,
+            decode_blocks=table.decode_blocks[at],
+            active_requests=load.active_requests,
+            kv_blocks_total=spec.kv_blocks_total,
+            kv_blocks_used=None if load.reported is None else load.reported.kv_blocks_used,
+            max_num_batched_tokens=spec.max_num_batched_tokens,
+            taints=spec.taints,
+        )

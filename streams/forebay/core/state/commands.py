@@ -1,0 +1,219 @@
+"""Commands to workers, from an operator's word to the last outcome.
+
+Theory of operation. A command is pending at each of its workers until that one answers, leaves, or the time is over;
+what comes later changes nothing. It ends when nobody has it pending any more, and is remembered for a while, so that
+a redelivery is no second command.
+
+    pending --done, refused--> (outcome)     pending --worker lost--> left     pending --deadline--> timed_out
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, assert_never
+
+import msgspec
+from msgspec.msgpack import encode
+from xxhash import xxh3_64_intdigest
+
+from forebay.core.state.recent_ids import RememberedIds
+from forebay.core.state.requests import REMEMBER_US, id_hash
+from forebay.core.state_machine import IllegalTransition
+from forebay.events.base import U64_MASK
+from forebay.events.control import Command
+from forebay.events.decisions import CommandOutcome
+from forebay.events.progress import CommandDone, CommandRefused
+from forebay.events.snapshots import CommandState, Remembered
+
+PENDING_MAX = 64  # commands of one group at once: operators give them, each looks at all of them
+TEXT_CHARS_MAX = 256 << 10  # of the outcomes of one command: they stand in one journal record
+LEFT = "it left before it answered"
+LATE = "it did not answer in time"
+TOO_LONG = "what it answered is left out: the answers to this command are too long"
+
+
+@dataclass(slots=True)
+class Pending:
+    """A command under way; `offset` is that of its `WorkerCommanded`, `due_us` its deadline.
+
+    `outcomes` are by worker id, `open` is how many of them are pending, `chars` how long their texts are; `term` is
+    what does not change of it in the digest.
+    """
+
+    command_id: str
+    nonce: int
+    offset: int
+    command: Command
+    reply_slot: int
+    due_us: int
+    outcomes: dict[str, CommandOutcome]
+    open: int = 0
+    chars: int = 0
+    term: int = 0
+
+    def __post_init__(self) -> None:
+        self.open = sum(one.status == "pending" for one in self.outcomes.values())
+        self.chars = sum(map(_chars, self.outcomes.values()))
+        text = f"{self.command_id}\0{self.nonce}\0{self.offset}\0{self.reply_slot}\0{self.due_us}\0"
+        self.term = xxh3_64_intdigest(text.encode() + encode(self.command))
+
+    def digest(self) -> int:
+        """What it adds to the digest now."""
+        return self.term + sum(self.term_of(one) for one in self.outcomes.values())
+
+    def term_of(self, outcome: CommandOutcome) -> int:
+        """What one outcome adds to the digest."""
+        return xxh3_64_intdigest(encode(outcome), self.term)
+
+
+class Commands:
+    """Commands under way by id, and hashes of the ids of those that ended lately."""
+
+    def __init__(self) -> None:
+        self._pending: dict[str, Pending] = {}
+        self._remembered = RememberedIds()
+        self._sum = 0
+
+    def __len__(self) -> int:
+        """Commands under way."""
+        return len(self._pending)
+
+    def get(self, command_id: str) -> Pending | None:
+        """The command of this id, if it is under way."""
+        return self._pending.get(command_id)
+
+    def pending(self) -> list[Pending]:
+        """All commands under way, in the order in which they were given."""
+        return sorted(self._pending.values(), key=lambda one: one.offset)
+
+    def nonce_known(self, command_id: str) -> int | None:
+        """The nonce under which this id was seen before, None for a new id."""
+        pending = self._pending.get(command_id)
+        return self._remembered.get(id_hash(command_id)) if pending is None else pending.nonce
+
+    def add(self, pending: Pending) -> None:
+        """A new command is under way; its id must be new, and somebody must have it pending."""
+        assert self.nonce_known(pending.command_id) is None
+        assert pending.open
+        self._pending[pending.command_id] = pending
+        self._sum += pending.digest()
+
+    def remember(self, command_id: str, nonce: int, now_us: int) -> None:
+        """A new id is used, and its command is over."""
+        self._remembered.add(id_hash(command_id), nonce, now_us + REMEMBER_US)
+
+    def answer(self, event: CommandDone | CommandRefused) -> Pending:
+        """Fold what a worker answered; the command that it is about.
+
+        Raises:
+            IllegalTransition: the command is not under way, or not pending at this worker in this epoch.
+        """
+        pending = self._pending.get(event.command_id)
+        outcome = None if pending is None else pending.outcomes.get(event.worker_id)
+        if pending is None or outcome is None or outcome.worker_epoch != event.worker_epoch:
+            raise IllegalTransition(f"{event.command_id} is not under way at {event.worker_id}")
+        if outcome.status != "pending":
+            raise IllegalTransition(f"{event.command_id} is {outcome.status} at {event.worker_id} already")
+        match event:
+            case CommandDone():
+                self._settle(pending, msgspec.structs.replace(outcome, status="done", loras=event.loras))
+            case CommandRefused():
+                self._settle(pending, msgspec.structs.replace(outcome, status="refused", message=event.error))
+            case _:
+                assert_never(event)
+        return pending
+
+    def leave(self, worker_id: str, worker_epoch: int) -> list[Pending]:
+        """A worker is lost: what it has pending is given up there. The commands that it had, in order."""
+        left = []
+        for pending in self.pending():
+            outcome = pending.outcomes.get(worker_id)
+            if outcome is not None and outcome.worker_epoch == worker_epoch and outcome.status == "pending":
+                self._give_up(pending, outcome, "left", LEFT)
+                left.append(pending)
+        return left
+
+    def expired(self, now_us: int) -> list[Pending]:
+        """Give up what is pending beyond its deadline; the commands, to be ended."""
+        due = sorted((one for one in self._pending.values() if one.due_us <= now_us), key=_deadline)
+        for pending in due:
+            for outcome in list(pending.outcomes.values()):
+                if outcome.status == "pending":
+                    self._give_up(pending, outcome, "timed_out", LATE)
+        return due
+
+    def end(self, pending: Pending, now_us: int) -> None:
+        """Nobody has it pending any more: it is over, and its id is remembered for a while."""
+        assert not pending.open
+        del self._pending[pending.command_id]
+        self._sum -= pending.digest()
+        self.remember(pending.command_id, pending.nonce, now_us)
+
+    def next_due_us(self) -> int | None:
+        """The next deadline."""
+        return min([one.due_us for one in self._pending.values()]) if self._pending else None
+
+    def expire(self, now_us: int) -> None:
+        """Forget the ids whose time has come."""
+        self._remembered.forget(now_us)
+
+    def digest(self) -> int:
+        """64 bits over the commands under way and the ids remembered; 0 for none."""
+        return (self._sum + self._remembered.digest()) & U64_MASK
+
+    def snapshot(self) -> Iterator[CommandState | Remembered]:
+        """One fact for each command under way, then what is remembered, oldest first."""
+        for one in self.pending():
+            yield CommandState(
+                command_id=one.command_id,
+                nonce=one.nonce,
+                offset=one.offset,
+                command=one.command,
+                reply_slot=one.reply_slot,
+                due_us=one.due_us,
+                outcomes=tuple(one.outcomes.values()),
+            )
+        for chunk in self._remembered.snapshot():
+            yield msgspec.structs.replace(chunk, commands=True)
+
+    def restore(self, chunk: CommandState | Remembered) -> None:
+        """Take in one chunk of a snapshot, in the order of `snapshot`."""
+        match chunk:
+            case CommandState():
+                self.add(
+                    Pending(
+                        command_id=chunk.command_id,
+                        nonce=chunk.nonce,
+                        offset=chunk.offset,
+                        command=chunk.command,
+                        reply_slot=chunk.reply_slot,
+                        due_us=chunk.due_us,
+                        outcomes={one.worker_id: one for one in chunk.outcomes},
+                    )
+                )
+            case Remembered():
+                self._remembered.restore(chunk)
+            case _:
+                assert_never(chunk)
+
+    def _give_up(
+        self, pending: Pending, outcome: CommandOutcome, status: Literal["left", "timed_out"], message: str
+    ) -> None:
+        self._settle(pending, msgspec.structs.replace(outcome, status=status, message=message))
+
+    def _settle(self, pending: Pending, outcome: CommandOutcome) -> None:
+        """One worker has its outcome."""
+        if pending.chars + _chars(outcome) > TEXT_CHARS_MAX:
+            outcome = msgspec.structs.replace(outcome, loras=(), message=TOO_LONG)
+        before = pending.outcomes[outcome.worker_id]
+        self._sum += pending.term_of(outcome) - pending.term_of(before)
+        pending.outcomes[outcome.worker_id] = outcome
+        pending.chars += _chars(outcome)
+        pending.open -= 1
+
+
+def _chars(outcome: CommandOutcome) -> int:
+    return len(outcome.message) + sum(map(len, outcome.loras))
+
+
+def _deadline(pending: Pending) -> tuple[int, int]:
+    return pending.due_us, pending.offset

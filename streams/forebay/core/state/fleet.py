@@ -1,0 +1,245 @@
+"""Who takes part: a fold over the topic `fleet`, and over what workers say of their adapters.
+
+Theory of operation. A worker's phase moves by the table below and by nothing else; an event that the
+table does not list raises and changes nothing. A worker's epoch is the offset of its `WorkerJoined`;
+facts about another epoch, or from an owner older than the last one announced, are void.
+
+    ready --suspect--> suspect --recovered--> ready        any --draining--> draining        any --lost--> (gone)
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import assert_never
+
+import msgspec
+from msgspec.msgpack import encode
+from xxhash import xxh3_64_intdigest
+
+from forebay.core.state_machine import IllegalTransition
+from forebay.events.base import U64_MASK
+from forebay.events.fleet import (
+    AnyFleetEvent,
+    IngressJoined,
+    IngressLost,
+    OwnershipAnnounced,
+    WorkerDraining,
+    WorkerFact,
+    WorkerJoined,
+    WorkerLost,
+    WorkerRecovered,
+    WorkerSpec,
+    WorkerSuspect,
+)
+from forebay.events.snapshots import IngressState, WorkerState
+
+
+class WorkerPhase(StrEnum):
+    """What may be sent to a worker: only a ready one gets new requests."""
+
+    READY = "ready"
+    SUSPECT = "suspect"
+    DRAINING = "draining"
+    LOST = "lost"
+
+
+TRANSITIONS: dict[WorkerPhase, dict[type[WorkerFact], WorkerPhase]] = {
+    WorkerPhase.READY: {
+        WorkerSuspect: WorkerPhase.SUSPECT,
+        WorkerDraining: WorkerPhase.DRAINING,
+        WorkerLost: WorkerPhase.LOST,
+    },
+    WorkerPhase.SUSPECT: {
+        WorkerRecovered: WorkerPhase.READY,
+        WorkerDraining: WorkerPhase.DRAINING,
+        WorkerLost: WorkerPhase.LOST,
+    },
+    WorkerPhase.DRAINING: {WorkerLost: WorkerPhase.LOST},
+    WorkerPhase.LOST: {},
+}
+
+
+@dataclass(slots=True)
+class Worker:
+    """A member of the fleet."""
+
+    spec: WorkerSpec
+    lease: str
+    slot: int
+    worker_epoch: int
+    from_offset: int
+    phase: WorkerPhase = WorkerPhase.READY
+    lease_ttl_ms: int = 0  # the next owner counts on it while it does not find the lease
+
+
+@dataclass(frozen=True, slots=True)
+class Ingress:
+    """An ingress that has a lease, in one incarnation."""
+
+    ingress_id: str
+    incarnation: str
+    lease_ttl_ms: int = 0
+
+
+class Fleet:
+    """The members, by worker id, and the ingresses that have leases."""
+
+    def __init__(self) -> None:
+        self._workers: dict[str, Worker] = {}
+        self._ingresses: dict[str, Ingress] = {}
+        self._owner_epoch = -1
+        self._sum = 0
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+    def get(self, worker_id: str) -> Worker | None:
+        """The worker of this id, if it is a member."""
+        return self._workers.get(worker_id)
+
+    def workers(self) -> list[Worker]:
+        """All members in order of worker id."""
+        return [self._workers[worker_id] for worker_id in sorted(self._workers)]
+
+    def ingresses(self) -> list[Ingress]:
+        """Return the ingresses that have leases, in order of ingress id."""
+        return [self._ingresses[ingress_id] for ingress_id in sorted(self._ingresses)]
+
+    def apply(self, event: AnyFleetEvent, offset: int) -> Worker | None:
+        """Fold the event at `offset` of the topic; the worker that it is about, None for none.
+
+        Raises:
+            IllegalTransition: a void fact, a fact about another epoch, or one that the table does not list.
+        """
+        if event.owner_epoch < self._owner_epoch:
+            raise IllegalTransition(f"void: owner epoch {event.owner_epoch} ended with {self._owner_epoch}")
+        match event:
+            case OwnershipAnnounced():
+                self._owner_epoch = event.owner_epoch
+                return None
+            case WorkerJoined():
+                return self._join(event, offset)
+            case WorkerSuspect() | WorkerRecovered() | WorkerDraining() | WorkerLost():
+                return self._move(event)
+            case IngressJoined():
+                self._join_ingress(event)
+                return None
+            case IngressLost():
+                self._lose_ingress(event)
+                return None
+            case _:
+                assert_never(event)
+
+    def load(self, worker_id: str, worker_epoch: int, loras: tuple[str, ...]) -> bool:
+        """A worker has these adapters from now on; whether it had others before.
+
+        Raises:
+            IllegalTransition: it is no member in this epoch.
+        """
+        worker = self._workers.get(worker_id)
+        if worker is None or worker.worker_epoch != worker_epoch:
+            raise IllegalTransition(f"{worker_id} is no member in epoch {worker_epoch}")
+        if worker.spec.loras == loras:
+            return False
+        self._sum -= _term(worker)
+        worker.spec = msgspec.structs.replace(worker.spec, loras=loras)
+        self._sum += _term(worker)
+        return True
+
+    def digest(self) -> int:
+        """64 bits over all members and the newest owner epoch."""
+        return (self._sum + self._owner_epoch) & U64_MASK
+
+    def snapshot(self) -> Iterator[WorkerState | IngressState]:
+        """One fact for each member, then one for each ingress."""
+        for worker in self.workers():
+            yield WorkerState(
+                spec=worker.spec,
+                lease=worker.lease,
+                slot=worker.slot,
+                worker_epoch=worker.worker_epoch,
+                from_offset=worker.from_offset,
+                phase=worker.phase,
+                lease_ttl_ms=worker.lease_ttl_ms,
+            )
+        for one in self.ingresses():
+            yield IngressState(ingress_id=one.ingress_id, incarnation=one.incarnation, lease_ttl_ms=one.lease_ttl_ms)
+
+    def restore(self, chunk: WorkerState) -> Worker:
+        """Take in one member of a snapshot."""
+        worker = Worker(
+            chunk.spec,
+            chunk.lease,
+            chunk.slot,
+            chunk.worker_epoch,
+            chunk.from_offset,
+            WorkerPhase(chunk.phase),
+            chunk.lease_ttl_ms,
+        )
+        self._workers[chunk.spec.worker_id] = worker
+        self._sum += _term(worker)
+        return worker
+
+    def restore_ingress(self, chunk: IngressState) -> None:
+        """Take in one ingress of a snapshot."""
+        self._add_ingress(Ingress(chunk.ingress_id, chunk.incarnation, chunk.lease_ttl_ms))
+
+    def restore_owner(self, owner_epoch: int) -> None:
+        """Take in the newest owner epoch of a snapshot."""
+        self._owner_epoch = owner_epoch
+
+    @property
+    def owner_epoch(self) -> int:
+        """The newest owner epoch announced; -1 for none."""
+        return self._owner_epoch
+
+    def _join(self, event: WorkerJoined, offset: int) -> Worker:
+        worker_id = event.spec.worker_id
+        if worker_id in self._workers:
+            raise IllegalTransition(f"{worker_id} is a member already")
+        worker = Worker(event.spec, event.lease, event.slot, offset, event.from_offset, lease_ttl_ms=event.lease_ttl_ms)
+        self._workers[worker_id] = worker
+        self._sum += _term(worker)
+        return worker
+
+    def _join_ingress(self, event: IngressJoined) -> None:
+        if event.ingress_id in self._ingresses:
+            raise IllegalTransition(f"the ingress {event.ingress_id} is a member already")
+        self._add_ingress(Ingress(event.ingress_id, event.incarnation, event.lease_ttl_ms))
+
+    def _add_ingress(self, ingress: Ingress) -> None:
+        self._ingresses[ingress.ingress_id] = ingress
+        self._sum += _ingress_term(ingress)
+
+    def _lose_ingress(self, event: IngressLost) -> None:
+        ingress = self._ingresses.get(event.ingress_id)
+        if ingress is None or ingress.incarnation != event.incarnation:
+            raise IllegalTransition(f"the ingress {event.ingress_id} is no member as {event.incarnation}")
+        del self._ingresses[event.ingress_id]
+        self._sum -= _ingress_term(ingress)
+
+    def _move(self, event: WorkerSuspect | WorkerRecovered | WorkerDraining | WorkerLost) -> Worker:
+        worker = self._workers.get(event.worker_id)
+        if worker is None or worker.worker_epoch != event.worker_epoch:
+            raise IllegalTransition(f"{event.worker_id} is no member in epoch {event.worker_epoch}")
+        phase = TRANSITIONS[worker.phase].get(type(event))
+        if phase is None:
+            raise IllegalTransition(f"{event.worker_id} is {worker.phase}: {type(event).__name__} does not apply")
+        self._sum -= _term(worker)
+        worker.phase = phase
+        if phase is WorkerPhase.LOST:
+            del self._workers[event.worker_id]
+        else:
+            self._sum += _term(worker)
+        return worker
+
+
+def _term(worker: Worker) -> int:
+    place = f"{worker.lease}\0{worker.slot}\0{worker.worker_epoch}\0{worker.from_offset}"
+    text = f"{place}\0{worker.phase}\0{worker.lease_ttl_ms}\0"
+    # As a map, not as a struct: how long the head of one is depends on how many fields there could be.
+    return xxh3_64_intdigest(text.encode() + encode(msgspec.to_builtins(worker.spec)))
+
+
+def _ingress_term(ingress: Ingress) -> int:
+    return xxh3_64_intdigest(f"ingress\0{ingress.ingress_id}\0{ingress.incarnation}\0{ingress.lease_ttl_ms}".encode())

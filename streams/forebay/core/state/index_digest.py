@@ -1,0 +1,73 @@
+"""What the digest of a prefix index would be after a snapshot is restored, without building the index.
+
+A digest knows of each holder and tier how many blocks there are, and their sum. So a set for one of them at a time is
+enough to check a snapshot: an order of magnitude quicker than the index, and next to nothing is held in memory beside
+the chunks.
+"""
+
+from typing import assert_never
+
+from forebay.core.state.holder_bits import HolderKey
+from forebay.core.state.prefix_index import TIERS, holder_text, index_digest
+from forebay.events.base import U64_MASK, array_u64
+from forebay.events.kv import AnyKvEvent, BlocksRemoved, BlocksStored, CacheCleared, Tier
+from forebay.events.snapshots import IndexBlocks, IndexChanges, IndexCursor
+
+
+class IndexTally:
+    """Takes the chunks that `PrefixIndex.restore` takes, in the same order, and has the digest it would have."""
+
+    def __init__(self) -> None:
+        self._cursors: dict[HolderKey, IndexCursor] = {}
+        self._blocks: dict[tuple[HolderKey, Tier], list[bytes]] = {}
+        self._changes: dict[HolderKey, list[AnyKvEvent]] = {}
+
+    def restore(self, chunk: IndexCursor | IndexBlocks | IndexChanges) -> None:
+        """Take in one chunk: first all cursors, then the blocks, then the changes in order."""
+        match chunk:
+            case IndexCursor():
+                self._cursors[chunk.worker_id, chunk.rank] = chunk
+            case IndexBlocks():
+                if self._is_of_cursor(chunk):
+                    place = (chunk.worker_id, chunk.rank), chunk.tier
+                    self._blocks.setdefault(place, []).append(chunk.sequence_hashes)
+            case IndexChanges():
+                for event in filter(self._is_of_cursor, chunk.events):
+                    self._changes.setdefault((event.worker_id, event.rank), []).append(event)
+            case _:
+                assert_never(chunk)
+
+    def digest(self) -> int:
+        """As `PrefixIndex.digest`."""
+        return index_digest(
+            holder_text(
+                key,
+                cursor.worker_epoch,
+                cursor.last_seq,
+                cursor.resync,
+                [self._sum_of(key, tier) for tier in TIERS],
+            )
+            for key, cursor in sorted(self._cursors.items(), key=lambda item: item[0])
+        )
+
+    def _is_of_cursor(self, chunk: IndexBlocks | AnyKvEvent) -> bool:
+        cursor = self._cursors.get((chunk.worker_id, chunk.rank))
+        return cursor is not None and cursor.worker_epoch == chunk.worker_epoch
+
+    def _sum_of(self, key: HolderKey, tier: Tier) -> tuple[int, int]:
+        held: set[int] = set()
+        for packed in self._blocks.get((key, tier), ()):
+            held.update(array_u64(packed))
+        for event in self._changes.get(key, ()):
+            match event:
+                case BlocksStored():
+                    if event.tier == tier:
+                        held.update(array_u64(event.sequence_hashes))
+                case BlocksRemoved():
+                    if event.tier == tier:
+                        held.difference_update(array_u64(event.sequence_hashes))
+                case CacheCleared():
+                    held.clear()
+                case _:
+                    assert_never(event)
+        return len(held), sum(held) & U64_MASK

@@ -1,0 +1,163 @@
+"""A prefix index written down while it goes on changing: no call takes long, and the sum of it is exact.
+
+Theory of operation. A walk goes through the blocks, a bounded piece at a time. Every KV event that is applied
+meanwhile is kept. Whoever takes in what the walk saw and then the kept events, in order, has the state at the
+end: a block that no event touched is as the walk saw it, and for the others the last event decides.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+import msgspec
+
+from forebay.core.state.block_sets import RUN_BLOCKS_MAX, BlockSets, Cursor, bits_of
+from forebay.events.base import U64_BYTES, pack_u64
+from forebay.events.kv import AnyKvEvent, CacheCleared, Tier
+from forebay.events.snapshots import IndexBlocks, IndexChanges
+
+WALK_CHUNK_HASHES = 16_384  # 128 KiB: a chunk is copied, encoded and written in one go
+PIECE_BYTES = WALK_CHUNK_HASHES * U64_BYTES  # of one event in `IndexChanges`; larger ones are cut
+EVENT_BYTES = 256  # more than an event takes besides its hashes and the name of its worker
+REMEMBERED_MASKS_MAX = 1_024  # more than there are holders; a few megabytes at most
+NAME_BYTES = 4  # of one character at most
+
+
+class HolderEpoch(NamedTuple):
+    """One admission of a rank."""
+
+    worker_id: str
+    worker_epoch: int
+    rank: int
+
+
+class _Chunk(NamedTuple):
+    holder: HolderEpoch
+    tier: Tier
+    hashes: bytearray
+
+
+class Walk:
+    """One walk through all blocks of an index."""
+
+    def __init__(
+        self, tiers: Mapping[Tier, BlockSets], live: Callable[[], int], holder_of: Callable[[int], HolderEpoch]
+    ) -> None:
+        self._tiers = tuple(tiers)
+        self._live = live
+        self._holder_of = holder_of
+        self._ahead = deque((tier, sets, sets.cursor()) for tier, sets in tiers.items())
+        self._open: dict[tuple[Tier, int], bytearray] = {}  # by the number of a bit
+        self._full: deque[_Chunk] = deque()
+        self._numbers: dict[int, list[int]] = {}
+
+    @property
+    def done(self) -> bool:
+        """All blocks were seen, and their chunks returned."""
+        return not (self._ahead or self._open or self._full)
+
+    def advance(self, blocks_max: int) -> list[IndexBlocks]:
+        """Go on for about `blocks_max` blocks (of one holder), seen or returned; the chunks that got full."""
+        chunks: list[IndexBlocks] = []
+        left = blocks_max
+        while left > 0:
+            if self._full:
+                holder, tier, hashes = self._full.popleft()
+                left -= max(RUN_BLOCKS_MAX, len(hashes) // U64_BYTES)
+                chunks.append(
+                    IndexBlocks(
+                        worker_id=holder.worker_id,
+                        rank=holder.rank,
+                        tier=tier,
+                        sequence_hashes=bytes(hashes),
+                        worker_epoch=holder.worker_epoch,
+                    )
+                )
+            elif self._ahead:
+                left -= self._see(*self._ahead[0])
+            elif self._open:
+                self._fill(*self._open.popitem())
+            else:
+                break
+        return chunks
+
+    def forget(self, bit: int) -> None:
+        """The bit is retired: it may come to stand for another holder, and what it had is of no use."""
+        number = bit.bit_length() - 1
+        for tier in self._tiers:
+            self._open.pop((tier, number), None)
+
+    def _see(self, tier: Tier, sets: BlockSets, cursor: Cursor) -> int:
+        """Take down one run for all its holders; what it cost, in blocks."""
+        run = sets.next_run(cursor)
+        if run is None:
+            sets.release(cursor)
+            self._ahead.popleft()
+            return RUN_BLOCKS_MAX
+        written = pack_u64(run.blocks)
+        cost = RUN_BLOCKS_MAX
+        for number in self._numbers_of(run.mask & self._live()):
+            key = tier, number
+            hashes = self._open.get(key)
+            if hashes is None:
+                self._open[key] = bytearray(written)
+            else:
+                hashes += written
+                if len(hashes) > (WALK_CHUNK_HASHES - RUN_BLOCKS_MAX) * U64_BYTES:
+                    self._fill(key, self._open.pop(key))
+            cost += RUN_BLOCKS_MAX
+        return cost
+
+    def _numbers_of(self, mask: int) -> list[int]:
+        """Which bits a mask has; the same few masks come again and again."""
+        numbers = self._numbers.get(mask)
+        if numbers is None:
+            if len(self._numbers) == REMEMBERED_MASKS_MAX:
+                self._numbers.clear()
+            numbers = self._numbers[mask] = [bit.bit_length() - 1 for bit in bits_of(mask)]
+        return numbers
+
+    def _fill(self, key: tuple[Tier, int], hashes: bytearray) -> None:
+        tier, number = key
+        self._full.append(_Chunk(self._holder_of(1 << number), tier, hashes))
+
+
+class Changes:
+    """KV events that were applied while a walk was on, in chunks."""
+
+    def __init__(self) -> None:
+        self._chunks: list[IndexChanges] = []
+        self._events: list[AnyKvEvent] = []
+        self._bytes = 0
+
+    def add(self, event: AnyKvEvent) -> None:
+        """Keep one event: what the index needs of it."""
+        for piece in _pieces(event):
+            if not isinstance(piece, CacheCleared):
+                self._bytes += len(piece.sequence_hashes)
+            self._bytes += EVENT_BYTES + NAME_BYTES * len(event.worker_id)
+            self._events.append(piece)
+            if self._bytes >= PIECE_BYTES:
+                self._close()
+
+    def chunks(self) -> list[IndexChanges]:
+        """All of them; nothing can be added any more."""
+        if self._events:
+            self._close()
+        return self._chunks
+
+    def _close(self) -> None:
+        self._chunks.append(IndexChanges(events=tuple(self._events)))
+        self._events = []
+        self._bytes = 0
+
+
+def _pieces(event: AnyKvEvent) -> Iterator[AnyKvEvent]:
+    """An event without the engine's own hashes, cut to what fits into a chunk."""
+    if isinstance(event, CacheCleared) or (not event.engine_hashes and len(event.sequence_hashes) <= PIECE_BYTES):
+        yield event
+        return
+    hashes = event.sequence_hashes
+    for start in range(0, len(hashes), PIECE_BYTES):
+        piece = hashes[start : start + PIECE_BYTES]
+        yield msgspec.structs.replace(event, sequence_hashes=piece, engine_hashes=b"")

@@ -1,0 +1,429 @@
+"""What each worker rank has to do: the load that routed requests put on it, and what it reports itself.
+
+Theory of operation. A routed request is booked at once: its uncached prompt tokens until its first token, its
+blocks and its place until it ends (Dynamo's active sequences). A sequence hash names a whole prefix, so the
+prompts under way are one tree: a node is a stretch of blocks that the same requests hold. It counts its requests
+by rank, so a rank's blocks that several of them share count once. Booking and freeing touch the nodes of one
+path, never single blocks, and the tree depends only on who is booked, not on the order.
+
+A request that has given most of the tokens that it is expected to give will soon be gone: what it alone has on its
+rank then counts for the share that is still to come, in whole units of 1/65536 block, whose sums have no order.
+"""
+
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import compress, count
+from operator import ne
+from typing import assert_never
+
+from xxhash import xxh3_64_intdigest
+
+from forebay.core.state.block_sets import packed
+from forebay.core.state.holder_bits import HolderKey
+from forebay.events.base import U64_BYTES, U64_MASK, pack_u64, unpack_u64
+from forebay.events.metrics import LoadReported
+from forebay.events.snapshots import Booking, ComputedTokens, Reported
+
+BLOCK_UNITS = 1 << 16  # finer than any difference that could matter to a cost
+_ONE = 1 << 64  # one request in a node's count; below it stands the sum of the requests' tickets
+
+
+@dataclass(slots=True, eq=False)
+class RankLoad:
+    """What one rank has to do now. Only `Load` writes it; a router may keep it and read it at any time.
+
+    Attributes:
+        block_size: tokens of a KV block.
+        prefill_tokens: prompt tokens that wait for their first token and are not in the rank's cache.
+        active_requests: requests booked.
+        decode_blocks: blocks of requests under way, those that several share counted once.
+        computed_tokens: prompt tokens sent there, ever, that were not in its cache; it began with the fewest of any.
+        reported: what the rank last said of itself.
+    """
+
+    worker_id: str
+    rank: int
+    block_size: int
+    prefill_tokens: int = 0
+    active_requests: int = 0
+    decode_blocks: float = 0.0
+    computed_tokens: int = 0
+    reported: Reported | None = None
+    reported_term: int = 0  # what that adds to the digest
+    units: int = 0  # `decode_blocks`, exactly
+    salt: int = field(init=False)  # makes the sums of different ranks different
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait in the rank's engine: as it last reported, but no more than it has now."""
+        return 0 if self.reported is None else min(self.reported.waiting, self.active_requests)
+
+    def __post_init__(self) -> None:
+        self.salt = xxh3_64_intdigest(f"{self.worker_id}\0{self.rank}".encode()) | 1
+
+
+@dataclass(slots=True, eq=False)
+class _Node:
+    """Blocks that follow each other and are held by the same requests.
+
+    `references` says by rank how many requests those are, with the sum of their tickets: of a single one the
+    ticket itself.
+    """
+
+    blocks: "array[int]"
+    parent: "_Node | None" = None
+    children: "dict[int, _Node]" = field(default_factory=dict)
+    references: dict[HolderKey, int] = field(default_factory=dict)
+    requests: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Booked:
+    """A request on a rank. `own` blocks are those that no other request of the rank has, `weight` is in units."""
+
+    request_id: str
+    key: HolderKey
+    rank: RankLoad
+    ticket: int
+    prefill_tokens: int
+    packed: bytes  # its blocks, as a snapshot takes them
+    prompt_tokens: int
+    reuse: bool
+    expected_output_tokens: int
+    leaf: _Node
+    output_tokens: int = 0
+    own: int = 0
+    weight: int = BLOCK_UNITS
+    term: int = 0  # what it adds to the digest now
+
+
+class Load:
+    """Booked and reported load of every admitted rank.
+
+    Every booking ends with its request, which ends at its deadline at the latest: nothing expires by itself.
+    """
+
+    def __init__(self) -> None:
+        self._ranks: dict[HolderKey, RankLoad] = {}
+        self._booked: dict[str, _Booked] = {}
+        self._tickets: dict[int, _Booked] = {}
+        self._last_ticket = 0
+        self._root = _Node(array("Q"))
+        self._sum = 0
+
+    def add_rank(self, worker_id: str, rank: int, block_size: int) -> RankLoad:
+        """Admit a rank with nothing to do; `block_size` in tokens."""
+        key = (worker_id, rank)
+        assert key not in self._ranks
+        # A newcomer that began with none would be the choice of every tie until it had caught up with years.
+        fewest = min((other.computed_tokens for other in self._ranks.values()), default=0)
+        load = RankLoad(worker_id, rank, block_size)
+        self._compute(load, fewest)
+        self._ranks = dict(sorted([*self._ranks.items(), (key, load)], key=lambda item: item[0]))
+        return load
+
+    def drop_rank(self, worker_id: str, rank: int) -> None:
+        """A rank is gone; its requests must have been freed before."""
+        gone = self._ranks[worker_id, rank]
+        assert not gone.active_requests, "free the requests of a rank first"
+        del self._ranks[worker_id, rank]
+        self._sum -= gone.reported_term
+        self._compute(gone, -gone.computed_tokens)
+
+    def rank_load(self, worker_id: str, rank: int) -> RankLoad:
+        """The load of a rank. Raises KeyError for an unknown one."""
+        return self._ranks[worker_id, rank]
+
+    def ranks(self) -> list[RankLoad]:
+        """The load of every rank, in order of (worker id, rank)."""
+        return list(self._ranks.values())
+
+    def book(
+        self,
+        request_id: str,
+        key: HolderKey,
+        *,
+        prefill_tokens: int,
+        blocks: Sequence[int],
+        prompt_tokens: int = 0,
+        reuse: bool = True,
+        expected_output_tokens: int = 0,
+    ) -> None:
+        """Put a routed request on a rank.
+
+        Args:
+            request_id: has no booking yet.
+            key: worker id and rank, admitted before.
+            prefill_tokens: the prompt tokens that are not in the rank's cache.
+            blocks: the prompt's sequence hashes from the first on; none where active blocks are no load.
+            prompt_tokens: the length of the prompt, for the blocks that output takes after it.
+            reuse: whether requests of the rank share blocks; otherwise they all count, and `active_depths` does
+                not find them.
+            expected_output_tokens: the length of the answer, 0 for unknown.
+        """
+        assert request_id not in self._booked, "a request has one booking"
+        rank = self._ranks[key]
+        self._last_ticket += 1
+        booked = _Booked(
+            request_id,
+            key,
+            rank,
+            self._last_ticket,
+            prefill_tokens,
+            pack_u64(blocks),
+            prompt_tokens,
+            reuse,
+            expected_output_tokens,
+            self._root,
+        )
+        self._booked[request_id] = booked
+        self._tickets[booked.ticket] = booked
+        rank.prefill_tokens += prefill_tokens
+        rank.active_requests += 1
+        self._compute(rank, prefill_tokens)
+        if reuse:
+            self._hold(booked, packed(blocks))
+        else:
+            booked.own = len(blocks)
+        _weigh(rank, booked.own * BLOCK_UNITS)
+        self._sum_up(booked)
+
+    def prefill_done(self, request_id: str) -> None:
+        """The first token is out: the prompt is no load any more."""
+        booked = self._booked[request_id]
+        booked.rank.prefill_tokens -= booked.prefill_tokens
+        booked.prefill_tokens = 0
+        self._sum_up(booked)
+
+    def grow(self, request_id: str, output_tokens: int) -> None:
+        """The answer has `output_tokens` by now; a number that is not higher than the last changes nothing.
+
+        They take ceil((prompt + output) / block size) - ceil(prompt / block size) blocks, which no other shares.
+        Whatever the request alone has on its rank counts max(0, 1 - output / expected tokens) from now on, where
+        an expectation was given. Source: Dynamo's sequence tracking (output blocks, fractional blocks).
+        """
+        booked = self._booked[request_id]
+        if output_tokens <= booked.output_tokens:
+            return
+        before = booked.own * booked.weight
+        size, prompt = booked.rank.block_size, booked.prompt_tokens
+        booked.own += -(-(prompt + output_tokens) // size) + -(prompt + booked.output_tokens) // size
+        booked.output_tokens = output_tokens
+        expected = booked.expected_output_tokens
+        if expected:
+            booked.weight = BLOCK_UNITS * max(0, expected - output_tokens) // expected
+        _weigh(booked.rank, booked.own * booked.weight - before)
+        self._sum_up(booked)
+
+    def free(self, request_id: str) -> None:
+        """The request ended or left its rank."""
+        booked = self._booked.pop(request_id)
+        self._sum -= booked.term
+        rank = booked.rank
+        rank.prefill_tokens -= booked.prefill_tokens
+        rank.active_requests -= 1
+        _weigh(rank, -booked.own * booked.weight)
+        self._release(booked)
+        del self._tickets[booked.ticket]
+
+    def report(self, event: LoadReported) -> None:
+        """The newest report of a rank replaces the one before. Unknown ranks are left out by the world."""
+        self._take_report(
+            Reported(
+                worker_id=event.worker_id,
+                rank=event.rank,
+                running=event.running,
+                waiting=event.waiting,
+                kv_blocks_used=event.kv_blocks_used,
+                kv_blocks_total=event.kv_blocks_total,
+            )
+        )
+
+    def active_depths(self, query: Sequence[int]) -> dict[HolderKey, int]:
+        """How many leading blocks of `query` requests of each rank hold; ranks that hold none are left out.
+
+        Arrays ("Q") are the fastest queries.
+        """
+        wanted = packed(query)
+        depths: dict[HolderKey, int] = {}
+        node, at = self._root, 0
+        while at < len(wanted):
+            child = node.children.get(wanted[at])
+            if child is None:
+                break
+            if len(child.references) < len(node.references):
+                depths.update(dict.fromkeys(node.references, at))
+            same = _common(child.blocks, wanted, at)
+            node = child
+            at += same
+            if same < len(child.blocks):
+                break
+        depths.update(dict.fromkeys(node.references, at))
+        return depths
+
+    def digest(self) -> int:
+        """64 bits over all bookings and reports."""
+        return self._sum & U64_MASK
+
+    def snapshot(self) -> Iterator[Booking | ComputedTokens | Reported]:
+        """Reports by rank, bookings in the order in which they were made, then the sums that these add to."""
+        for rank in self._ranks.values():
+            if rank.reported is not None:
+                yield rank.reported
+        for booked in self._booked.values():
+            worker_id, number = booked.key
+            yield Booking(
+                request_id=booked.request_id,
+                worker_id=worker_id,
+                rank=number,
+                prefill_tokens=booked.prefill_tokens,
+                sequence_hashes=booked.packed,
+                prompt_tokens=booked.prompt_tokens,
+                reuse=booked.reuse,
+                output_tokens=booked.output_tokens,
+                expected_output_tokens=booked.expected_output_tokens,
+            )
+        for rank in self._ranks.values():
+            yield ComputedTokens(worker_id=rank.worker_id, rank=rank.rank, tokens=rank.computed_tokens)
+
+    def restore(self, chunk: Booking | ComputedTokens | Reported) -> None:
+        """Take in one chunk of a snapshot; the ranks were admitted before."""
+        match chunk:
+            case Booking():
+                self.book(
+                    chunk.request_id,
+                    (chunk.worker_id, chunk.rank),
+                    prefill_tokens=chunk.prefill_tokens,
+                    blocks=unpack_u64(chunk.sequence_hashes),
+                    prompt_tokens=chunk.prompt_tokens,
+                    reuse=chunk.reuse,
+                    expected_output_tokens=chunk.expected_output_tokens,
+                )
+                self.grow(chunk.request_id, chunk.output_tokens)
+            case Reported():
+                self._take_report(chunk)
+            case ComputedTokens():
+                rank = self._ranks[chunk.worker_id, chunk.rank]
+                self._compute(rank, chunk.tokens - rank.computed_tokens)
+            case _:
+                assert_never(chunk)
+
+    def _compute(self, rank: RankLoad, tokens: int) -> None:
+        rank.computed_tokens += tokens
+        self._sum += rank.salt * tokens
+
+    def _take_report(self, reported: Reported) -> None:
+        rank = self._ranks[reported.worker_id, reported.rank]
+        term = _reported_term(reported)
+        self._sum += term - rank.reported_term
+        rank.reported, rank.reported_term = reported, term
+
+    def _sum_up(self, booked: _Booked) -> None:
+        """The booking is another than before."""
+        term = _booking_term(booked)
+        self._sum += term - booked.term
+        booked.term = term
+
+    def _hold(self, booked: _Booked, blocks: "array[int]") -> None:
+        """Add a request to the nodes of its prompt, cutting the one that it leaves midway."""
+        node, at = self._root, 0
+        while at < len(blocks):
+            child = node.children.get(blocks[at])
+            if child is None:
+                child = _Node(blocks[at:], node)
+                node.children[blocks[at]] = child
+            else:
+                same = _common(child.blocks, blocks, at)
+                if same < len(child.blocks):
+                    child = _split(child, same)
+            self._refer(child, booked)
+            at += len(child.blocks)
+            node = child
+        booked.leaf = node
+
+    def _refer(self, node: _Node, booked: _Booked) -> None:
+        count_before = node.references.get(booked.key, 0)
+        size = len(node.blocks)
+        if not count_before:
+            booked.own += size
+        elif count_before < 2 * _ONE:
+            # Its only request so far shares it from now on: it counts in full.
+            owner = self._tickets[count_before - _ONE]
+            owner.own -= size
+            _weigh(booked.rank, size * (BLOCK_UNITS - owner.weight))
+        node.references[booked.key] = count_before + _ONE + booked.ticket
+        node.requests += 1
+
+    def _unrefer(self, node: _Node, booked: _Booked) -> None:
+        count_left = node.references[booked.key] - _ONE - booked.ticket
+        node.requests -= 1
+        if not count_left:
+            del node.references[booked.key]
+            return
+        node.references[booked.key] = count_left
+        if count_left < 2 * _ONE:
+            owner = self._tickets[count_left - _ONE]
+            owner.own += len(node.blocks)
+            _weigh(booked.rank, len(node.blocks) * (owner.weight - BLOCK_UNITS))
+
+    def _release(self, booked: _Booked) -> None:
+        """Take a request out of the nodes of its prompt, joining those that only it kept apart."""
+        node = booked.leaf
+        while node.parent is not None:
+            parent = node.parent
+            self._unrefer(node, booked)
+            if not node.requests:
+                del parent.children[node.blocks[0]]
+            elif len(node.children) == 1:
+                _join(node)
+            node = parent
+
+
+def _common(edge: "array[int]", query: "array[int]", at: int) -> int:
+    """How many blocks of `edge` the query has from `at` on."""
+    part = query[at : at + len(edge)]
+    if part == edge:
+        return len(edge)
+    return next(compress(count(), map(ne, edge, part)), len(part))
+
+
+def _split(node: _Node, size: int) -> _Node:
+    """Cut a node after `size` blocks; returns the upper part."""
+    upper = _Node(node.blocks[:size], node.parent, references=dict(node.references), requests=node.requests)
+    assert node.parent is not None
+    node.parent.children[upper.blocks[0]] = upper
+    node.blocks = node.blocks[size:]
+    node.parent = upper
+    upper.children[node.blocks[0]] = node
+    return upper
+
+
+def _join(node: _Node) -> None:
+    """Make a node one with its only child if the same requests hold both."""
+    (child,) = node.children.values()
+    if child.requests < node.requests:
+        return
+    # The child stays, since requests that end there point to it; none ends at `node`.
+    assert node.parent is not None
+    child.blocks = node.blocks + child.blocks
+    child.parent = node.parent
+    node.parent.children[child.blocks[0]] = child
+
+
+def _weigh(rank: RankLoad, units: int) -> None:
+    rank.units += units
+    rank.decode_blocks = rank.units / BLOCK_UNITS
+
+
+def _booking_term(booked: _Booked) -> int:
+    worker_id, rank = booked.key
+    text = (
+        f"{booked.request_id}\0{worker_id}\0{rank}\0{booked.prefill_tokens}\0{len(booked.packed)}"
+        f"\0{booked.prompt_tokens}\0{booked.reuse}\0{booked.output_tokens}\0{booked.expected_output_tokens}"
+    )
+    return xxh3_64_intdigest(text.encode(), int.from_bytes(booked.packed[-U64_BYTES:], "little"))
+
+
+def _reported_term(reported: Reported) -> int:
+    return xxh3_64_intdigest(repr(reported).encode())

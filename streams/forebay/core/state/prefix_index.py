@@ -1,0 +1,296 @@
+"""Which worker ranks hold which prompt prefixes, by tier: a fold over the topic `kv-events`.
+
+Theory of operation. Every admitted (worker, rank) is a holder with a bit. Clearing or losing a holder
+retires its bit at once and in constant time. Each holder's events carry a dense sequence number: lower ones
+are redeliveries and change nothing; a missing one means that the cache is not known any more, and its worker
+is asked to say it anew: it answers with `CacheCleared` and what it has.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, assert_never, get_args
+
+from xxhash import xxh3_64_intdigest
+
+from forebay.core.state.block_sets import BlockSets, packed
+from forebay.core.state.holder_bits import HolderBits, HolderKey
+from forebay.core.state.index_walk import Changes, HolderEpoch, Walk
+from forebay.events.base import array_u64
+from forebay.events.kv import AnyKvEvent, BlocksRemoved, BlocksStored, CacheCleared, KvEvent, Tier
+from forebay.events.snapshots import IndexBlocks, IndexChanges, IndexCursor
+
+TIERS: tuple[Tier, ...] = get_args(Tier)
+
+
+class Overlap(NamedTuple):
+    """Blocks of a query found at one holder: a prefix on the device, then on the host, then on disk."""
+
+    device: int = 0
+    host: int = 0
+    disk: int = 0
+
+
+NO_OVERLAP = Overlap()
+APPLIED: dict[type[KvEvent], str] = {BlocksStored: "stored", BlocksRemoved: "removed", CacheCleared: "cleared"}
+
+
+class Gap(NamedTuple):
+    """KV events of a rank are missing: `expected_seq` was next, `found_seq` came."""
+
+    worker_id: str
+    worker_epoch: int
+    rank: int
+    expected_seq: int
+    found_seq: int
+
+
+@dataclass(slots=True)
+class _Holder:
+    bit: int
+    worker_epoch: int
+    last_seq: int = 0
+    resync: bool = False
+
+
+class PrefixIndex:
+    """The index. `applied` events by kind, and `counts` of what was odd, are diagnostics and no part of the state."""
+
+    def __init__(self) -> None:
+        self.applied: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
+        self._holders: dict[HolderKey, _Holder] = {}
+        self._ranks: Counter[str] = Counter()  # of each worker
+        self._tiers: dict[Tier, BlockSets] = {tier: BlockSets() for tier in TIERS}
+        self._bits = HolderBits(list(self._tiers.values()))
+        self._walk: Walk | None = None
+        self._changes: Changes | None = None
+
+    def add_holder(self, worker_id: str, rank: int, worker_epoch: int) -> None:
+        """Admit a rank with an empty cache, in place of any earlier epoch of it. No epoch comes twice."""
+        self.drop_holder(worker_id, rank)
+        self._holders[worker_id, rank] = _Holder(self._bits.take((worker_id, rank)), worker_epoch)
+        self._ranks[worker_id] += 1
+
+    def drop_holder(self, worker_id: str, rank: int) -> None:
+        """A rank is gone, and all it held with it. Unknown ranks are none to drop."""
+        holder = self._holders.pop((worker_id, rank), None)
+        if holder is not None:
+            self._ranks[worker_id] -= 1
+            if not self._ranks[worker_id]:
+                del self._ranks[worker_id]
+            self._retire(holder)
+
+    def is_news(self, event: AnyKvEvent) -> bool:
+        """Whether the event is of an admitted rank, in its epoch, and was not applied before."""
+        holder = self._holders.get((event.worker_id, event.rank))
+        return holder is not None and event.worker_epoch == holder.worker_epoch and event.seq > holder.last_seq
+
+    def apply(self, event: AnyKvEvent) -> Gap | None:
+        """Fold one event. Redelivered, foreign and outdated ones are counted and change nothing.
+
+        Returns the gap before it, if that is news: from then on the holder waits for its worker to say all anew.
+        """
+        holder = self._holders.get((event.worker_id, event.rank))
+        if holder is None:
+            self.counts["unknown_rank" if self._ranks[event.worker_id] else "unknown_worker"] += 1
+            return None
+        if event.worker_epoch != holder.worker_epoch:
+            self.counts["stale_epoch"] += 1
+            return None
+        expected = holder.last_seq + 1
+        seq = event.seq
+        if seq < expected:
+            self.counts["duplicate"] += 1
+            return None
+        holder.last_seq = seq
+        self.applied[APPLIED[type(event)]] += 1
+        if self._changes is not None:
+            self._changes.add(event)
+        if isinstance(event, BlocksStored):
+            parent = event.parent_hash
+            if parent is not None and not (
+                self._tiers[event.tier].has(holder.bit, parent) or self._has(holder.bit, parent)
+            ):
+                # Kept all the same: a sequence hash names its whole prefix, so the block counts as soon as
+                # the blocks before it are there.
+                self.counts["unknown_parent"] += 1
+        if missing := self._fold(holder, event):
+            self.counts["unknown_block"] += missing
+        if self._bits.sweeping:
+            self._bits.sweep()
+        return self._gap(holder, event, expected) if seq != expected or holder.resync else None
+
+    def resyncing(self) -> list[IndexCursor]:
+        """The ranks whose workers were asked to say anew what they have, in order."""
+        return [cursor for cursor in self.cursors() if cursor.resync]
+
+    def overlaps(self, query: Sequence[int]) -> dict[HolderKey, Overlap]:
+        """What each holder has of a prompt's blocks; holders with nothing are left out.
+
+        Arrays ("Q") are the fastest queries.
+        """
+        device, host, disk = self._tiers.values()
+        asked = packed(query)
+        if not (host or disk):
+            return self._only_on_device(device.drops(asked, self._bits.live))
+        found: dict[HolderKey, Overlap] = {}
+        for on_device, at_device in device.drops(asked, self._bits.live):
+            for on_host, at_host in host.drops(asked, at_device, on_device):
+                for on_disk, at_disk in disk.drops(asked, at_host, on_host):
+                    if on_disk:
+                        overlap = Overlap(on_device, on_host - on_device, on_disk - on_host)
+                        found.update(dict.fromkeys(self._bits.keys_of(at_disk), overlap))
+        return found
+
+    def blocks_held(self, worker_id: str, rank: int, tier: Tier) -> int:
+        """How many blocks a rank holds in a tier. Raises KeyError for an unknown rank."""
+        return self._tiers[tier].counts.get(self._holders[worker_id, rank].bit, 0)
+
+    def holders(self) -> list[HolderKey]:
+        """Every admitted rank, in order."""
+        return sorted(self._holders)
+
+    def digest(self) -> int:
+        """64 bits over every holder's epoch, cursor, block counts and block sums."""
+        return index_digest(
+            holder_text(
+                key,
+                holder.worker_epoch,
+                holder.last_seq,
+                holder.resync,
+                [(sets.counts.get(holder.bit, 0), sets.sums.get(holder.bit, 0)) for sets in self._tiers.values()],
+            )
+            for key, holder in sorted(self._holders.items(), key=_by_key)
+        )
+
+    def cursors(self) -> Iterator[IndexCursor]:
+        """Every holder and the last event applied for it, in order."""
+        for (worker_id, rank), holder in sorted(self._holders.items(), key=_by_key):
+            yield IndexCursor(
+                worker_id=worker_id,
+                rank=rank,
+                last_seq=holder.last_seq,
+                worker_epoch=holder.worker_epoch,
+                resync=holder.resync,
+            )
+
+    def begin_walk(self) -> Walk:
+        """Begin to write down all blocks; one walk at a time. From here on applied events are kept for `end_walk`."""
+        assert self._walk is None, "one walk at a time"
+        self._walk = self._new_walk()
+        self._changes = Changes()
+        return self._walk
+
+    def end_walk(self) -> list[IndexChanges]:
+        """The events since `begin_walk`, for after what the walk saw. It must be done."""
+        assert self._walk is not None, "a walk is on"
+        assert self._changes is not None, "its changes are kept"
+        assert self._walk.done, "it saw everything"
+        changes = self._changes.chunks()
+        self._walk = self._changes = None
+        return changes
+
+    def snapshot(self) -> Iterator[IndexCursor | IndexBlocks]:
+        """All at once: a cursor for each holder, then the blocks, to the last. Nothing may be applied meanwhile."""
+        yield from self.cursors()
+        walk = self._new_walk()
+        while not walk.done:
+            yield from walk.advance(1)
+
+    def restore(self, chunk: IndexCursor | IndexBlocks | IndexChanges) -> None:
+        """Take in one chunk of a snapshot: first all cursors, then the blocks, then the changes in order.
+
+        Blocks and changes of holders without a cursor, or with one of another epoch, are left out.
+        """
+        match chunk:
+            case IndexCursor():
+                self.add_holder(chunk.worker_id, chunk.rank, chunk.worker_epoch)
+                holder = self._holders[chunk.worker_id, chunk.rank]
+                holder.last_seq, holder.resync = chunk.last_seq, chunk.resync
+            case IndexBlocks():
+                known = self._holders.get((chunk.worker_id, chunk.rank))
+                if known is not None and known.worker_epoch == chunk.worker_epoch:
+                    self._tiers[chunk.tier].add(known.bit, array_u64(chunk.sequence_hashes))
+            case IndexChanges():
+                for event in chunk.events:
+                    known = self._holders.get((event.worker_id, event.rank))
+                    if known is not None and known.worker_epoch == event.worker_epoch:
+                        self._fold(known, event)
+            case _:
+                assert_never(chunk)
+
+    def _fold(self, holder: _Holder, event: AnyKvEvent) -> int:
+        """Apply an event, whatever its number; how many blocks were to be removed and not there."""
+        if isinstance(event, BlocksStored):
+            self._tiers[event.tier].add(holder.bit, array_u64(event.sequence_hashes), event.parent_hash)
+        elif isinstance(event, BlocksRemoved):
+            blocks = array_u64(event.sequence_hashes)
+            return len(blocks) - self._tiers[event.tier].remove(holder.bit, blocks)
+        else:
+            self._retire(holder)
+            holder.bit = self._bits.take((event.worker_id, event.rank))
+        return 0
+
+    def _retire(self, holder: _Holder) -> None:
+        self._bits.retire(holder.bit)
+        if self._walk is not None:
+            self._walk.forget(holder.bit)
+
+    def _new_walk(self) -> Walk:
+        return Walk(self._tiers, lambda: self._bits.live, self._epoch_of)
+
+    def _epoch_of(self, bit: int) -> HolderEpoch:
+        worker_id, rank = self._bits.key_of(bit)
+        return HolderEpoch(worker_id, self._holders[worker_id, rank].worker_epoch, rank)
+
+    def _gap(self, holder: _Holder, event: AnyKvEvent, expected: int) -> Gap | None:
+        missed = event.seq != expected
+        if missed:
+            self.counts["gap"] += 1
+        if isinstance(event, CacheCleared):
+            holder.resync = False  # whatever was missed: nothing is left of it
+        elif missed and not holder.resync:
+            holder.resync = True
+            return Gap(event.worker_id, event.worker_epoch, event.rank, expected, event.seq)
+        return None
+
+    def _has(self, bit: int, block: int) -> bool:
+        return any(sets.has(bit, block) for sets in self._tiers.values())
+
+    def _only_on_device(self, drops: list[tuple[int, int]]) -> dict[HolderKey, Overlap]:
+        """Many holders usually share the first blocks, and few of them the rest.
+
+        So all are noted with what they share, and the few again: the many are the same from query to query.
+        """
+        bits = self._bits
+        found: dict[HolderKey, Overlap] = {}
+        for depth, mask in drops:
+            if not depth:
+                continue
+            overlap = Overlap(depth)
+            if not found:
+                everybody = 0
+                for at, holders in drops:
+                    if at:
+                        everybody |= holders
+                found = dict.fromkeys(bits.keys_of(everybody), overlap)
+            elif mask & (mask - 1):
+                found.update(dict.fromkeys(bits.keys_of(mask), overlap))
+            else:
+                found[bits.key_of(mask)] = overlap
+        return found
+
+
+def holder_text(key: HolderKey, worker_epoch: int, last_seq: int, resync: bool, sums: list[tuple[int, int]]) -> str:
+    """What the digest takes of one holder; `sums` are the counts and sums of its blocks, by tier."""
+    return f"{key[0]}\0{key[1]}\0{worker_epoch}\0{last_seq}\0{resync}\0{sums}"
+
+
+def index_digest(holders: Iterable[str]) -> int:
+    """64 bits over the texts of all holders, in order."""
+    return xxh3_64_intdigest("\n".join(holders).encode())
+
+
+def _by_key(item: tuple[HolderKey, _Holder]) -> HolderKey:
+    return item[0]

@@ -1,0 +1,108 @@
+"""The ranks of a pool that may get requests, in the order in which every decision sees them.
+
+Made from the fleet and the load, and made anew when the fleet changes: no state of its own.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import ceil
+from struct import pack
+
+from xxhash import xxh3_64_intdigest
+
+from forebay.core.state.fleet import Fleet, Worker, WorkerPhase
+from forebay.core.state.holder_bits import HolderKey
+from forebay.core.state.load import Load, RankLoad
+from forebay.core.state.sessions import Binding
+from forebay.events.requests import Task
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Seat:
+    """One rank of a ready worker. `load` is live: it changes as requests come and go."""
+
+    worker: Worker
+    rank: int
+    load: RankLoad
+    key: HolderKey
+
+
+@dataclass(frozen=True, eq=False)
+class Roster:
+    """Seats in order of (worker id, rank), with what follows from their order alone."""
+
+    seats: Sequence[Seat]
+    loads: list[RankLoad] = field(init=False)
+    _limits: tuple[float, list[tuple[int, int]]] = field(init=False, default=(-1.0, []))
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "loads", [seat.load for seat in self.seats])
+
+    @cached_property
+    def positions(self) -> dict[HolderKey, int]:
+        """Where each rank is."""
+        return {seat.key: at for at, seat in enumerate(self.seats)}
+
+    @cached_property
+    def step_tokens(self) -> list[int]:
+        """How many tokens each rank takes in one engine step."""
+        return [seat.worker.spec.max_num_batched_tokens for seat in self.seats]
+
+    @cached_property
+    def tasks(self) -> frozenset[Task]:
+        """What every one of them can do."""
+        first = self.seats[0].worker.spec.tasks if self.seats else ()
+        return frozenset(first).intersection(*(seat.worker.spec.tasks for seat in self.seats))
+
+    @cached_property
+    def names_hash(self) -> int:
+        """64 bits over the names of all seats, in order."""
+        names = [seat.worker.spec.worker_id.encode() + pack("<xI", seat.rank) for seat in self.seats]
+        return xxh3_64_intdigest(b"".join(names))
+
+    def limits(self, run_ahead: float) -> list[tuple[int, int]]:
+        """Of each rank: how many requests it is sent at most, and how many of these may wait in its engine."""
+        key, found = self._limits
+        if key != run_ahead:
+            found = [_limit(seat.worker.spec.max_num_seqs, run_ahead) for seat in self.seats]
+            object.__setattr__(self, "_limits", (run_ahead, found))
+        return found
+
+    def only(self, positions: list[int]) -> "Roster":
+        """The seats at these positions, rising."""
+        return self if len(positions) == len(self.seats) else Roster([self.seats[at] for at in positions])
+
+
+def _limit(seqs: int, run_ahead: float) -> tuple[int, int]:
+    more = ceil(run_ahead * seqs)
+    return seqs + more, more
+
+
+def roster_of(pool: str, fleet: Fleet, load: Load) -> Roster:
+    """Every rank of every ready worker of a pool."""
+    return _roster_of(pool, fleet, load, WorkerPhase.READY)
+
+
+def doubted_roster_of(pool: str, fleet: Fleet, load: Load) -> Roster:
+    """Every rank of the suspect workers of a pool: they get requests again once their leases are renewed."""
+    return _roster_of(pool, fleet, load, WorkerPhase.SUSPECT)
+
+
+def _roster_of(pool: str, fleet: Fleet, load: Load, phase: WorkerPhase) -> Roster:
+    return Roster(
+        [
+            Seat(worker, rank, load.rank_load(worker.spec.worker_id, rank), (worker.spec.worker_id, rank))
+            for worker in fleet.workers()
+            if worker.phase is phase and worker.spec.pool == pool
+            for rank in worker.spec.ranks
+        ]
+    )
+
+
+def of_session(roster: Roster, bound: Binding) -> Roster | None:
+    """Only the seat of a session, if it is among these."""
+    at = roster.positions.get((bound.worker_id, bound.rank))
+    if at is None or roster.seats[at].worker.worker_epoch != bound.worker_epoch:
+        return None
+    return roster.only([at])

@@ -1,0 +1,148 @@
+"""What operators command: sent to workers, refused, answered, given up.
+
+A decision is booked here at once, and comes back as the journal record that says it.
+"""
+
+from forebay.core.state.commands import PENDING_MAX, Pending
+from forebay.core.state.fleet import Worker, WorkerPhase
+from forebay.core.state_machine import IllegalTransition
+from forebay.core.world import World
+from forebay.events.control import LORA_CHANGES, WorkerCommanded
+from forebay.events.decisions import CommandEnded, CommandOutcome, CommandRefusal, CommandSent, CommandTarget
+from forebay.events.progress import CommandDone, CommandRefused
+
+
+class _Unsendable(Exception):
+    """Why a command goes nowhere; the text is fit for the operator."""
+
+    def __init__(self, reason: CommandRefusal, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+def command(world: World, event: WorkerCommanded, offset: int) -> list[CommandSent]:
+    """A command, whose event stands at `offset`: it goes to its workers, or is refused."""
+    commands = world.commands
+    known = commands.nonce_known(event.command_id)
+    if known is not None:
+        if known == event.nonce:
+            world.counts["duplicate_command"] += 1
+            return []
+        return [_refuse(world, event, "duplicate_id", f"the id {event.command_id} was used for another command")]
+    try:
+        workers = _workers(world, event)
+    except _Unsendable as unsendable:
+        commands.remember(event.command_id, event.nonce, world.now_us)
+        return [_refuse(world, event, unsendable.reason, str(unsendable))]
+    outcomes = {
+        worker.spec.worker_id: CommandOutcome(
+            worker_id=worker.spec.worker_id, worker_epoch=worker.worker_epoch, pool=worker.spec.pool
+        )
+        for worker in workers
+    }
+    commands.add(
+        Pending(
+            command_id=event.command_id,
+            nonce=event.nonce,
+            offset=offset,
+            command=event.command,
+            reply_slot=event.reply_slot,
+            due_us=world.now_us + event.timeout_us,
+            outcomes=outcomes,
+        )
+    )
+    return [
+        CommandSent(
+            **world.stamp(),
+            command_id=event.command_id,
+            reply_slot=event.reply_slot,
+            action=event.command.action,
+            targets=tuple(map(_target, workers)),
+        )
+    ]
+
+
+def answered(world: World, event: CommandDone | CommandRefused) -> tuple[list[CommandEnded], bool]:
+    """A worker answered: what ends by it, and whether other adapters are loaded there now than before."""
+    changed = False
+    if isinstance(event, CommandDone) and event.action in LORA_CHANGES:
+        # Also when it comes too late for its command: it is so all the same.
+        try:
+            changed = world.fleet.load(event.worker_id, event.worker_epoch, event.loras)
+        except IllegalTransition:
+            world.counts["foreign_adapters"] += 1
+    try:
+        pending = world.commands.answer(event)
+    except IllegalTransition:
+        world.counts["outdated_answer"] += 1
+        return [], changed
+    return end_commands(world, [pending]), changed
+
+
+def end_commands(world: World, commands: list[Pending]) -> list[CommandEnded]:
+    """End those that nobody has pending any more."""
+    ended = []
+    for pending in commands:
+        if pending.open:
+            continue
+        world.commands.end(pending, world.now_us)
+        world.counts.update(f"command_{outcome.status}" for outcome in pending.outcomes.values())
+        ended.append(
+            CommandEnded(
+                **world.stamp(),
+                command_id=pending.command_id,
+                reply_slot=pending.reply_slot,
+                action=pending.command.action,
+                outcomes=tuple(pending.outcomes.values()),
+            )
+        )
+    return ended
+
+
+def _workers(world: World, event: WorkerCommanded) -> list[Worker]:
+    """Who is to obey, in order of worker id. Raises _Unsendable."""
+    if len(world.commands) >= PENDING_MAX:
+        raise _Unsendable("too_many_commands", f"{len(world.commands)} commands are under way")
+    if not world.pools:
+        raise _Unsendable("no_workers", "no worker has joined yet")
+    pools = {name for name, pool in world.pools.items() if pool.model == event.model}
+    if not pools:
+        raise _Unsendable("unknown_model", f"no pool serves the model {event.model}")
+    if event.pool:
+        if event.pool not in pools:
+            raise _Unsendable("unknown_pool", f"the model {event.model} has no pool {event.pool}")
+        pools = {event.pool}
+    if event.worker_ids:
+        return [_named(world, name, pools) for name in sorted(set(event.worker_ids))]
+    members = [worker for worker in world.fleet.workers() if worker.spec.pool in pools]
+    ready = [worker for worker in members if worker.phase is WorkerPhase.READY]
+    if not ready:
+        where = f"of the pool {event.pool}" if event.pool else f"of {event.model}"
+        raise _Unsendable("no_workers", f"no worker {where} is ready")
+    return ready
+
+
+def _named(world: World, name: str, pools: set[str]) -> Worker:
+    worker = world.fleet.get(name)
+    if worker is None or worker.spec.pool not in pools:
+        raise _Unsendable("unknown_worker", f"there is no worker {name}")
+    if worker.phase is not WorkerPhase.READY:
+        raise _Unsendable("worker_not_ready", f"worker {name} is {worker.phase}")
+    return worker
+
+
+def _target(worker: Worker) -> CommandTarget:
+    spec = worker.spec
+    return CommandTarget(worker_id=spec.worker_id, worker_epoch=worker.worker_epoch, pool=spec.pool, slot=worker.slot)
+
+
+def _refuse(world: World, event: WorkerCommanded, reason: CommandRefusal, message: str) -> CommandSent:
+    world.counts[f"command_{reason}"] += 1
+    return CommandSent(
+        **world.stamp(),
+        command_id=event.command_id,
+        reply_slot=event.reply_slot,
+        action=event.command.action,
+        reason=reason,
+        message=message,
+    )

@@ -1,0 +1,99 @@
+"""From leases of ingresses to facts on the topic `fleet`: who joined and who is lost.
+
+Only the owner runs this. Ingresses are judged as workers are (see `forebay.live.owner.lease_judgement`). An ingress
+that never had a lease is no member, so it cannot be lost and none of its requests is aborted.
+"""
+
+import logging
+import time
+from collections import Counter
+
+from forebay.core.state.fleet import Fleet
+from forebay.events.codec import encode
+from forebay.events.fleet import FleetEvent, IngressJoined, IngressLost
+from forebay.events.topics import FLEET
+from forebay.live.owner.lease_judgement import LeaseJudge, Standing
+from forebay.transport.base import Draft, Lease, Log
+
+logger = logging.getLogger(__name__)
+
+NAME_CHARS_MAX = 256  # as events take names
+
+
+class IngressPresence:
+    """The ingresses that are members of the group, and their incarnations.
+
+    `refused` counts leases whose holder has no valid name.
+    """
+
+    def __init__(self, log: Log, partition: int, owner_epoch: int, fleet: Fleet) -> None:
+        self._log = log
+        self._partition = partition
+        self._owner_epoch = owner_epoch
+        self._judge = LeaseJudge()
+        self._members: dict[str, str] = {}
+        self._written_end = 0
+        self._refused: set[str] = set()
+        self.refused: Counter[str] = Counter()
+        for ingress in fleet.ingresses():
+            self._members[ingress.ingress_id] = ingress.incarnation
+            self._judge.add(ingress.ingress_id, ingress.incarnation, ingress.lease_ttl_ms)
+
+    async def update(self, leases: list[Lease], applied: int, observed_ms: int = 0) -> list[Lease]:
+        """Write what changed since the last poll; the leases that ended and may be forgotten.
+
+        `applied` and `observed_ms` are as for `Admission.update`.
+        """
+        held = {lease.worker_id: lease for lease in leases}
+        for name, verdict in self._judge.poll(held, observed_ms).items():
+            if verdict.standing is Standing.LOST:
+                await self._lose(name, verdict.reason)
+        others = [lease for lease in leases if lease.worker_id not in self._members]
+        ended = [lease for lease in others if lease.released or lease.expires_in_ms <= 0]
+        for lease in others:
+            if lease not in ended:
+                await self._join(lease)
+        return ended if applied >= self._written_end else []
+
+    async def _join(self, lease: Lease) -> None:
+        name, token = lease.worker_id, lease.token
+        if not (0 < len(name) <= NAME_CHARS_MAX and 0 < len(token) <= NAME_CHARS_MAX):
+            if token not in self._refused:
+                self._refused = {token}
+                self.refused["name"] += 1
+                logger.error("an ingress is refused: its id or token is empty or over %d characters", NAME_CHARS_MAX)
+            return
+        await self._write(
+            IngressJoined(
+                owner_epoch=self._owner_epoch,
+                at_us=_now_us(),
+                ingress_id=name,
+                incarnation=token,
+                lease_ttl_ms=lease.ttl_ms,
+            )
+        )
+        self._members[name] = token
+        self._judge.add(name, token, lease.ttl_ms, lease)
+        logger.info("ingress %s joined", name)
+
+    async def _lose(self, name: str, reason: str) -> None:
+        logger.warning("ingress %s is lost: %s", name, reason)
+        incarnation = self._members.pop(name)
+        self._judge.remove(name)
+        await self._write(
+            IngressLost(
+                owner_epoch=self._owner_epoch,
+                at_us=_now_us(),
+                ingress_id=name,
+                incarnation=incarnation,
+                reason=reason,
+            )
+        )
+
+    async def _write(self, event: FleetEvent) -> None:
+        (offset,) = await self._log.append([Draft(FLEET.name, self._partition, encode(FLEET, event))])
+        self._written_end = offset + 1
+
+
+def _now_us() -> int:
+    return time.time_ns() // 1000

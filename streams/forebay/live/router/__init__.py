@@ -1,0 +1,1 @@
+"""A router process: owns groups or stands by for them, as Faust assigns their partitions."""

@@ -1,0 +1,198 @@
+"""The Faust app of a router: who owns which partition, and the state topics; nothing per request.
+
+Theory of operation. All routers are members of one consumer group on the state topics, which have equal partition
+counts, so Faust gives a partition of all of them to one member. That assignment says who should own the groups
+of the partition; who does own them is said by the claim in the journal. An assignment that changes for others leaves
+an owner at work: only what it lost it gives up.
+
+aiokafka makes a member leave the group when the time since its last poll exceeds `POLL_INTERVAL_MS`. Faust polls only
+while it has partitions, so a standby would leave after that time. `_Consumer` therefore polls for an idle member,
+from the event loop of the router: only a loop that is stuck makes the member leave.
+"""
+
+import asyncio
+import ssl
+from collections.abc import Callable
+from typing import Any
+
+import faust
+from faust.auth import SASLCredentials, SSLCredentials
+from faust.transport.drivers.aiokafka import AIOKafkaConsumerThread, Consumer, Transport
+
+from forebay.events.topics import CONTROL, FLEET, KV_EVENTS, METRICS
+from forebay.live.router.faust_feed import Feed
+from forebay.transport.base import LogError, Record
+from forebay.transport.kafka.consumer import DenseConsumer
+from forebay.transport.kafka.settings import KafkaSettings, KafkaUnusable
+from forebay.transport.kafka.tail import headers_of
+from forebay.transport.kafka.topics import partitions_of
+
+STATE_TOPICS = (KV_EVENTS, METRICS, FLEET, CONTROL)
+FETCH_WAIT_MS = 20  # Faust's own 1,500 ms would hold a busy partition up behind quiet ones
+SESSION_MS = 6_000  # a router that died is replaced after this
+HEARTBEAT_MS = 500  # how soon members hear of a rebalance
+REBALANCE_MS = 10_000
+POLL_INTERVAL_MS = 300_000  # a router that does not poll for this long is stuck, and leaves the group
+LOOK_S = 1.0  # between two looks whether this router is a member
+ALONE_S = 60.0  # joining takes as long as the slowest member, at most `REBALANCE_MS`, and may be repeated
+
+OnAssigned = Callable[[set[int]], None]
+
+
+class Assignments:
+    """Hands assignments on, also those that came before anybody listened."""
+
+    def __init__(self) -> None:
+        self._last: set[int] | None = None
+        self._hear: OnAssigned | None = None
+
+    def tell(self, partitions: set[int]) -> None:
+        """There is a new assignment."""
+        self._last = partitions
+        if self._hear is not None:
+            self._hear(partitions)
+
+    def hear(self, listener: OnAssigned) -> None:
+        """Listen from now on, the newest assignment included."""
+        self._hear = listener
+        if self._last is not None:
+            listener(self._last)
+
+
+class _ConsumerThread(AIOKafkaConsumerThread):  # type: ignore[misc]  # Faust ships no types
+    """Faust's consumer with the waits and the security properties that forebay needs."""
+
+    def _create_worker_consumer(self, transport: Any) -> DenseConsumer:
+        self._assignor = self.app.assignor
+        return DenseConsumer(
+            **self.app.kafka.client_options(),
+            group_id=self.app.conf.id,
+            partition_assignment_strategy=[self._assignor],
+            enable_auto_commit=False,
+            auto_offset_reset="latest",
+            fetch_max_wait_ms=FETCH_WAIT_MS,
+            max_poll_records=self.app.conf.broker_max_poll_records,
+            max_poll_interval_ms=self.app.poll_interval_ms,
+            session_timeout_ms=SESSION_MS,
+            rebalance_timeout_ms=REBALANCE_MS,
+            heartbeat_interval_ms=HEARTBEAT_MS,
+        )
+
+    async def poll_idle(self) -> None:
+        """Poll for a member without partitions. Raises KafkaError when aiokafka gave the group up."""
+        consumer = self._ensure_consumer()
+        # `getmany` does the same, and would wait for a rebalance that needs this thread to end.
+        with consumer._subscription.fetch_context():
+            consumer._coordinator.check_errors()
+
+    def is_member(self) -> bool:
+        """Return whether the broker counts this consumer as a member of the group."""
+        consumer = self._consumer
+        return consumer is not None and consumer._coordinator.generation > 0
+
+
+class _Consumer(Consumer):  # type: ignore[misc]
+    consumer_thread_class = _ConsumerThread
+
+    def _new_consumer_thread(self) -> Any:
+        return _ConsumerThread(self, loop=self.loop, beacon=self.beacon)
+
+    async def _wait_next_records(self, timeout: float) -> Any:  # noqa: ASYNC109 - Faust's
+        if self.flow_active and not self._get_active_partitions():
+            await self._thread.call_thread(self._thread.poll_idle)
+        return await super()._wait_next_records(timeout)
+
+
+class _Transport(Transport):  # type: ignore[misc]
+    Consumer = _Consumer
+
+
+class RouterApp(faust.App):  # type: ignore[misc]
+    """A Faust app that feeds `feed` and tells `on_assigned` the control partitions of this member."""
+
+    def __init__(
+        self, kafka: KafkaSettings, feed: Feed, on_assigned: OnAssigned, poll_interval_ms: int = POLL_INTERVAL_MS
+    ) -> None:
+        self.kafka = kafka
+        self.poll_interval_ms = poll_interval_ms
+        super().__init__(
+            kafka.topic("router"),
+            broker=[f"kafka://{server.strip()}" for server in kafka.bootstrap.split(",")],
+            broker_credentials=_credentials(kafka),
+            broker_session_timeout=SESSION_MS / 1000,
+            broker_heartbeat_interval=HEARTBEAT_MS / 1000,
+            broker_rebalance_timeout=REBALANCE_MS / 1000,
+            store="memory://",
+            topic_allow_declare=False,
+            topic_disable_leader=True,
+            web_enabled=False,
+            autodiscover=False,
+        )
+        self._tell = on_assigned
+        self.on_partitions_assigned.connect(self._assigned)
+        for topic in STATE_TOPICS:
+            self._consume(topic.name, feed)
+
+    @property
+    def is_member(self) -> bool:
+        """Whether the broker counts this router as a member of the group of routers."""
+        consumer = self.consumer if self.started else None
+        return consumer is not None and not self.should_stop and consumer._thread.is_member()
+
+    async def until_broken(self) -> None:
+        """Wait until this app cannot take part any more. Raises LogError: a router must not idle outside of the group.
+
+        aiokafka joins again by itself after a lost session; `ALONE_S` bounds how long that may take while the broker
+        answers. An app that crashed is not started again, because its consumer's thread may still be a member.
+        """
+        alone_s = 0.0
+        while not self.should_stop:
+            await asyncio.sleep(LOOK_S)
+            alone_s = 0.0 if self.is_member else alone_s + LOOK_S
+            if alone_s >= ALONE_S and await self._broker_answers():
+                raise LogError(f"this router is no member of {self.conf.id} for {ALONE_S:g} s: start it again")
+        reason = self.crash_reason or "it stopped"
+        raise LogError(f"this router cannot take part in {self.conf.id} any more ({reason}): start it again")
+
+    async def _broker_answers(self) -> bool:
+        try:
+            await partitions_of(self.kafka)
+        except KafkaUnusable:
+            return False
+        return True
+
+    def _new_transport(self) -> Any:
+        return _Transport(self.conf.broker_consumer, self)
+
+    def _consume(self, name: str, feed: Feed) -> None:
+        topic = self.topic(self.kafka.topic(name), key_serializer="raw", value_serializer="raw")
+
+        async def consume(stream: Any) -> None:
+            async for event in stream.events():
+                message = event.message
+                if message.value is None:
+                    # It has no value or cannot be read; the log says which.
+                    feed.announce(name, message.partition, message.offset)
+                    continue
+                at_us = max(0, round(message.timestamp * 1e6))
+                headers = headers_of(message.headers)
+                feed.give(Record(name, message.partition, message.offset, at_us, message.value, message.key, headers))
+
+        self.agent(topic, name=f"forebay.{name}")(consume)
+
+    async def _assigned(self, _app: Any, assigned: set[Any], **_: Any) -> None:
+        # One topic speaks for all: they are assigned together.
+        self._tell({place.partition for place in assigned if place.topic == self.kafka.topic(FLEET.name)})
+
+
+def _credentials(kafka: KafkaSettings) -> Any:
+    options = kafka.client_options()
+    context: ssl.SSLContext | None = options.get("ssl_context")
+    if "sasl_mechanism" in options:
+        return SASLCredentials(
+            username=options.get("sasl_plain_username"),
+            password=options.get("sasl_plain_password"),
+            mechanism=options["sasl_mechanism"],
+            ssl_context=context,
+        )
+    return SSLCredentials(context) if context is not None else None

@@ -1,0 +1,98 @@
+"""Heartbeats of a router for one group, so that ingresses and operators see its owner and its standbys."""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable
+
+from forebay.core.state.fleet import WorkerPhase
+from forebay.core.world import World
+from forebay.events.codec import encode
+from forebay.events.heartbeats import RouterHeartbeat
+from forebay.events.topics import FLEET, HEARTBEATS
+from forebay.live.router.standby import Standby
+from forebay.transport.base import Draft, Log, LogError
+
+OWNER_EVERY_S = 0.5  # a quarter of the silence after which an ingress refuses requests
+STANDBY_EVERY_S = 1.0  # standbys are counted over ten seconds
+
+
+class HeartbeatWriter:
+    """Append the heartbeats of one router for the group in `partition`.
+
+    At most one heartbeat is unacknowledged, so nothing piles up while the broker is away.
+    """
+
+    def __init__(self, log: Log, partition: int, group: str, router_id: str) -> None:
+        self._log = log
+        self._partition = partition
+        self._group = group
+        self._router_id = router_id
+        self._appending: asyncio.Task[None] | None = None
+        self._due_s = 0.0
+        self._fleet_read = -1
+
+    def due_in_s(self) -> float:
+        """Return the seconds until the next heartbeat."""
+        return max(0.0, self._due_s - time.monotonic())
+
+    def beat_as_owner(self, world: World, position: int) -> None:
+        """Append a heartbeat if one is due, or if the fleet changed. Call after every turn of the deciding loop."""
+        fleet_read = world.view.get(FLEET.name, 0)
+        if self.due_in_s() and fleet_read == self._fleet_read:
+            return
+        if self._is_appending():
+            self._due_s = time.monotonic() + OWNER_EVERY_S  # the loop sleeps until then
+            return
+        self._fleet_read = fleet_read
+        ready = Counter(worker.spec.role for worker in world.fleet.workers() if worker.phase is WorkerPhase.READY)
+        self._append(
+            RouterHeartbeat(
+                group=self._group,
+                router_id=self._router_id,
+                role="owner",
+                owner_epoch=world.owner_epoch,
+                position=position,
+                ready_aggregated=ready["aggregated"],
+                ready_prefill=ready["prefill"],
+                ready_decode=ready["decode"],
+                at_us=time.time_ns() // 1000,
+            ),
+            OWNER_EVERY_S,
+        )
+
+    async def beat_as_standby(self, standby: Standby, is_member: Callable[[], bool]) -> None:
+        """Append heartbeats of a standby until cancelled, while `is_member` and nothing stops it from following."""
+        while True:
+            if is_member() and standby.failed is None and not self._is_appending():
+                self._append(
+                    RouterHeartbeat(
+                        group=self._group,
+                        router_id=self._router_id,
+                        role="standby",
+                        owner_epoch=standby.world.owner_epoch,
+                        position=standby.position,
+                        at_us=time.time_ns() // 1000,
+                    ),
+                    STANDBY_EVERY_S,
+                )
+            await asyncio.sleep(self.due_in_s() or STANDBY_EVERY_S)
+
+    def close(self) -> None:
+        """Forget the heartbeat that is not acknowledged yet."""
+        if self._appending is not None:
+            self._appending.cancel()
+
+    def _is_appending(self) -> bool:
+        return self._appending is not None and not self._appending.done()
+
+    def _append(self, heartbeat: RouterHeartbeat, every_s: float) -> None:
+        self._due_s = time.monotonic() + every_s
+        draft = Draft(HEARTBEATS.name, self._partition, encode(HEARTBEATS, heartbeat), self._router_id.encode())
+        self._appending = asyncio.create_task(self._appended(draft), name="heartbeat")
+
+    async def _appended(self, draft: Draft) -> None:
+        try:
+            await self._log.append([draft])
+        except LogError:
+            return  # the router notices a failed log by its journal; the missing heartbeat says the rest

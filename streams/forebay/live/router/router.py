@@ -1,0 +1,241 @@
+"""A router process: for each control partition that has a group, its owner here or a warm standby of it.
+
+Theory of operation. Every partition has a seat. An assignment makes the seat an owner, which claims the group;
+without one it follows as a standby, so that a later claim starts warm. Losing the claim to another router ends the
+owner, not the process: the seat follows until it is assigned anew. If the log fails a read or an append, which a broker
+that restarts does to everybody, the seat tries again after a pause, as owner or standby.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+
+import msgspec
+from prometheus_client import CollectorRegistry
+
+from forebay.events.control import RouterConfig
+from forebay.live.owner.journal import OwnershipLost
+from forebay.live.owner.metrics import OwnerMetrics, PlacementMetrics
+from forebay.live.owner.owner import GroupSettings, Owner
+from forebay.live.router.heartbeats import HeartbeatWriter
+from forebay.live.router.placement import Placement
+from forebay.live.router.standby import RecoveryDiverged, Standby
+from forebay.transport.base import Leases, Log, LogError
+from forebay.transport.directory import Directory
+from forebay.transport.history.reader import OtherRules
+
+logger = logging.getLogger(__name__)
+
+RETRY_S, RETRY_MAX_S = 1.0, 30.0  # pauses after a failed log double: each new claim adds a record to the journal
+
+
+class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What a router is told.
+
+    Attributes:
+        router_id: for people.
+        partitions: control partitions, so the most groups.
+        slots_max: partitions of a work topic, which the groups share.
+        config: the routing rule of pools.
+        snapshot_every: journal records between two snapshots.
+        snapshot_age_s: between two snapshots, if anything was journalled.
+        poll_s: between two looks at the leases.
+        retry_s: pause before a group is claimed or followed again after the log failed; doubles up to `RETRY_MAX_S`.
+    """
+
+    router_id: str
+    partitions: int
+    slots_max: int
+    config: RouterConfig
+    snapshot_every: int = 5_000
+    snapshot_age_s: float = 300.0
+    poll_s: float = 0.5
+    retry_s: float = RETRY_S
+
+
+class Router:
+    """Runs until stopped. `assign` says which partitions' groups should be owned here.
+
+    `is_member` returns whether this router would be assigned a group if its owner ended: only then it counts as a
+    standby.
+    """
+
+    def __init__(
+        self,
+        log: Log,
+        leases: Leases,
+        directory: Directory,
+        settings: RouterSettings,
+        registry: CollectorRegistry,
+        on_owned: Callable[[str, int], None] = lambda _group, _epoch: None,
+        is_member: Callable[[], bool] = lambda: True,
+        ingress_leases: Leases | None = None,
+    ) -> None:
+        self._is_member = is_member
+        self._log = log
+        self._leases = leases
+        self._ingress_leases = ingress_leases
+        self._directory = directory
+        self._settings = settings
+        self._registry = registry
+        self._on_owned = on_owned
+        self._assigned: set[int] = set()
+        self._generation = 0
+        self._changed = {partition: asyncio.Event() for partition in range(settings.partitions)}
+        self._stopped = asyncio.Event()
+        self.owners: dict[int, Owner] = {}
+        directory.on_change = self._notify
+
+    def assign(self, partitions: set[int]) -> None:
+        """The partitions whose groups are to be owned here from now on."""
+        logger.info("assigned the control partitions %s", sorted(partitions))
+        self._assigned = partitions
+        self._generation += 1
+        self._notify()
+
+    async def run(self) -> None:
+        """Serve every seat until `stop`. Raises LogError when the log fails."""
+        async with asyncio.TaskGroup() as tasks:
+            helping = [tasks.create_task(self._directory.run()), tasks.create_task(self._place())]
+            seats = [tasks.create_task(self._serve(partition)) for partition in self._changed]
+            await asyncio.wait(seats)
+            for task in helping:
+                task.cancel()
+
+    async def stop(self) -> None:
+        """Seal what is owned, so that the next owner starts at once, and end `run`."""
+        self._stopped.set()
+        self._notify()
+
+    @property
+    def _stopping(self) -> bool:
+        return self._stopped.is_set()
+
+    def _notify(self) -> None:
+        for event in self._changed.values():
+            event.set()
+
+    async def _place(self) -> None:
+        """The owner of partition 0 says where groups live."""
+        placement = Placement(self._log, self._leases, self._directory, self._settings.partitions)
+        self._registry.register(PlacementMetrics(placement, self._directory))
+        while True:
+            if 0 in self._assigned:
+                await placement.update()
+            await asyncio.sleep(self._settings.poll_s)
+
+    async def _serve(self, partition: int) -> None:
+        standby: Standby | None = None
+        changed = self._changed[partition]
+        lost_in = -1  # a claim that was lost is taken up again when there is a newer assignment, and not before
+        retry_s = self._settings.retry_s
+        while not self._stopping:
+            changed.clear()
+            group = self._directory.group_in(partition)
+            if group is None:
+                await changed.wait()
+                continue
+            try:
+                if partition in self._assigned and self._generation > lost_in:
+                    generation = self._generation
+                    followed, standby = standby, None
+                    if await self._own(group, partition, followed):
+                        lost_in = generation
+                else:
+                    standby = standby or Standby(self._log, partition)
+                    await self._follow(group, partition, standby, changed)
+                    if standby.failed is not None:
+                        standby = None
+                        await changed.wait()
+                retry_s = self._settings.retry_s
+            except LogError as error:
+                standby = None
+                logger.warning("the log failed the group %s, which is tried again in %g s: %s", group, retry_s, error)
+                await self._pause(retry_s)
+                retry_s = min(2 * retry_s, RETRY_MAX_S)
+
+    async def _pause(self, seconds: float) -> None:
+        """Wait, at most until the router stops."""
+        stopped = asyncio.create_task(self._stopped.wait())
+        await asyncio.wait([stopped], timeout=seconds)
+        stopped.cancel()
+
+    async def _follow(self, group: str, partition: int, standby: Standby, changed: asyncio.Event) -> None:
+        """Follow until something changed, or the journal cannot be derived. Raises LogError when the log fails."""
+        following = asyncio.create_task(standby.run(), name="standby")
+        waiting = asyncio.create_task(changed.wait())
+        writer = HeartbeatWriter(self._log, partition, group, self._settings.router_id)
+        beating = asyncio.create_task(writer.beat_as_standby(standby, self._is_member), name="standby heartbeats")
+        try:
+            await asyncio.wait((following, waiting), return_when=asyncio.FIRST_COMPLETED)
+            if following.done():
+                following.result()
+        finally:
+            writer.close()
+            for task in (following, waiting, beating):
+                task.cancel()
+            await asyncio.gather(following, waiting, beating, return_exceptions=True)
+
+    async def _own(self, group: str, partition: int, standby: Standby | None) -> bool:
+        """Own the group until it is given to another router, or lost to one: whether it was lost.
+
+        Raises LogError when the log fails.
+        """
+        settings = self._settings
+        owner = Owner(
+            self._log,
+            self._leases,
+            GroupSettings(
+                group=group,
+                partition=partition,
+                owner_id=settings.router_id,
+                router=settings.config,
+                slots_max=settings.slots_max,
+                groups=settings.partitions,
+                snapshot_every=settings.snapshot_every,
+                snapshot_age_s=settings.snapshot_age_s,
+                poll_s=settings.poll_s,
+                heartbeats=True,
+            ),
+            ingress_leases=self._ingress_leases,
+        )
+        metrics = OwnerMetrics(owner, group)
+        try:
+            await owner.start(standby)
+            self.owners[partition] = owner
+            self._registry.register(metrics)
+            self._on_owned(group, owner.world.owner_epoch)
+            await self._until_unassigned(owner, partition)
+            return False
+        except OwnershipLost as error:
+            logger.warning("no longer the owner of %s: %s", group, error)
+            return True
+        except (RecoveryDiverged, OtherRules) as error:
+            # Other groups go on; this one needs somebody to look, or another router.
+            logger.error("the group %s cannot be owned: %s", group, error)  # noqa: TRY400
+            return True
+        finally:
+            owner.drop()
+            if self.owners.pop(partition, None) is not None:
+                self._registry.unregister(metrics)
+
+    async def _until_unassigned(self, owner: Owner, partition: int) -> None:
+        running = asyncio.create_task(owner.run(), name=f"owner of {partition}")
+        changed = self._changed[partition]
+        try:
+            while partition in self._assigned and not self._stopping:
+                changed.clear()
+                waiting = asyncio.create_task(changed.wait())
+                await asyncio.wait((running, waiting), return_when=asyncio.FIRST_COMPLETED)
+                waiting.cancel()
+                if running.done():
+                    await running
+                    return
+            await owner.stop()
+            await running
+            await owner.close()
+        finally:
+            running.cancel()
+            with contextlib.suppress(asyncio.CancelledError, LogError):
+                await running

@@ -1,0 +1,449 @@
+"""Events as an anonymised recording says them: lengths, times, structure and the names of what serves stay.
+
+Theory of operation. Every event type is told apart here, so that a new one cannot be forgotten. What is said of
+clients goes: prompts, texts and sampling seeds are dropped; request ids, sessions, adapters, cache namespaces and
+sequence hashes are masked (`forebay.replay.anonymize.masks`). A worker, taint, model or queue class that a client names
+stays when the system has one of that name, and is masked when it is only what somebody typed.
+
+Snapshots know requests and sessions by hashes. What stands for those is computed, or looked up in tables of what
+the recording itself says of them, so that a snapshot and the events after it still speak of the same.
+"""
+
+from dataclasses import dataclass, field
+from typing import assert_never
+
+import msgspec
+
+from forebay.core.routing.policies import RoutingRequest
+from forebay.core.state.commands import LATE, LEFT, TOO_LONG
+from forebay.core.state.requests import content_hash, id_hash
+from forebay.core.step import InputEvent
+from forebay.events.base import array_u64, hex_digest, pack_u64, unpack_u64
+from forebay.events.control import BusyThresholdsSet, Command, DisaggregationSet, PoolConfigured, WorkerCommanded
+from forebay.events.decisions import (
+    Advanced,
+    CacheResyncRequested,
+    CommandEnded,
+    CommandOutcome,
+    CommandSent,
+    JournalRecord,
+    KvReleased,
+    OwnerClaimed,
+    RequestAborted,
+    RequestHeld,
+    RequestRejected,
+    RequestRouted,
+    RouteAnswered,
+    SnapshotTaken,
+)
+from forebay.events.fleet import (
+    IngressJoined,
+    IngressLost,
+    OwnershipAnnounced,
+    WorkerDraining,
+    WorkerJoined,
+    WorkerLost,
+    WorkerRecovered,
+    WorkerSpec,
+    WorkerSuspect,
+)
+from forebay.events.kv import AnyKvEvent, BlocksRemoved, BlocksStored, CacheCleared
+from forebay.events.media import Encoded, Media
+from forebay.events.metrics import LoadReported
+from forebay.events.progress import (
+    CommandDone,
+    CommandRefused,
+    EncodeFailed,
+    EncodeFinished,
+    EngineFailed,
+    FirstTokenEmitted,
+    OutputGrown,
+    PrefillFailed,
+    PrefillFinished,
+    RequestFailed,
+    RequestFinished,
+    TransferFailed,
+)
+from forebay.events.requests import (
+    NO_HINTS,
+    RequestCancelled,
+    RequestSubmitted,
+    RouteQueried,
+    RoutingHints,
+    Sampling,
+)
+from forebay.events.snapshots import (
+    Booking,
+    Chunk,
+    CommandState,
+    ComputedTokens,
+    IndexBlocks,
+    IndexChanges,
+    IndexCursor,
+    IngressState,
+    QueueTurns,
+    Remembered,
+    Reported,
+    RequestState,
+    RoutedBlocks,
+    Sessions,
+    SnapshotChunk,
+    WorkerState,
+    WorldState,
+)
+from forebay.events.transfer import Prefilled
+from forebay.replay.anonymize.masks import Masks, Pairs
+from forebay.replay.anonymize.tie_seeds import SeedNumbers
+from forebay.transport.base import Record
+
+replace = msgspec.structs.replace
+
+
+@dataclass(slots=True)
+class Names:
+    """What the system itself calls its parts."""
+
+    workers: set[str] = field(default_factory=set)
+    taints: set[str] = field(default_factory=set)
+    models: set[str] = field(default_factory=set)
+    pools: set[str] = field(default_factory=set)
+    classes: set[str] = field(default_factory=set)
+
+    def learn_worker(self, spec: WorkerSpec) -> None:
+        """A worker that was there."""
+        self.workers.add(spec.worker_id)
+        self.taints.update(spec.taints)
+
+    def learn_pool(self, pool: PoolConfigured) -> None:
+        """A pool that was configured."""
+        self.models.add(pool.model)
+        self.pools.add(pool.pool)
+        self.classes.update(one.name for one in pool.router.queue.classes)
+
+
+class Disguise:
+    """Tells the events of one group anew.
+
+    Attributes:
+        partition: its control partition.
+        names: what stays although clients say it, too.
+        contents: what stands for content hashes of requests of the recording.
+        sessions: what stands for session keys of the recording.
+        ordered_ids: request ids that are masked otherwise, to keep an order among them.
+        seeds: which of its tie seeds each request gets.
+    """
+
+    def __init__(self, masks: Masks, partition: int) -> None:
+        self.masks = masks
+        self.partition = partition
+        self.names = Names()
+        self.contents = Pairs()
+        self.sessions = Pairs()
+        self.ordered_ids: dict[str, str] = {}
+        self.seeds = SeedNumbers()
+        self._ordered_hashes: dict[int, str] = {}
+
+    def keep_order(self, request_ids: set[str]) -> None:
+        """Mask these so that they sort as they did: who has one deadline is given up in the order of ids."""
+        masked = sorted(map(self.masks.request_id, request_ids))
+        self.ordered_ids = dict(zip(sorted(request_ids), masked, strict=True))
+        self._ordered_hashes = {id_hash(name): stand_in for name, stand_in in self.ordered_ids.items()}
+
+    def request_id(self, request_id: str) -> str:
+        """What a request is called."""
+        return self.ordered_ids.get(request_id) or self.masks.request_id(request_id)
+
+    def tie_seed(self, offset: int, own: int) -> int:
+        """The seed of the request at an offset of `requests`."""
+        number = self.seeds.get(offset)
+        return own if number < 0 else self.masks.tie_seed(self.partition, offset, number)
+
+    def asked(self, asked: RoutingRequest) -> RoutingRequest:
+        """What a policy is asked of a request, but for its seed."""
+        return RoutingRequest(
+            self.request_id(asked.request_id),
+            asked.prompt_tokens,
+            array_u64(self.masks.blocks.packed(pack_u64(asked.blocks))),
+            asked.tie_seed,
+            asked.attempt,
+            self.hints(asked.hints),
+            self.masks.name("lora", asked.lora_name),
+        )
+
+    def event(self, event: InputEvent, offset: int) -> InputEvent:
+        """An input event; `offset` is its place on its topic."""
+        match event:
+            case RequestSubmitted():
+                return self.submitted(event, offset)
+            case RouteQueried():
+                return self._queried(event, offset)
+            case RequestCancelled():
+                return replace(event, request_id=self.request_id(event.request_id), reason="")
+            case BlocksStored() | BlocksRemoved() | CacheCleared():
+                return self._cache(event)
+            case FirstTokenEmitted() | OutputGrown() | RequestFinished():
+                return replace(event, request_id=self.request_id(event.request_id))
+            case EncodeFinished():
+                return replace(event, request_id=self.request_id(event.request_id), encoded=_withheld(event.encoded))
+            case PrefillFinished():
+                return replace(event, request_id=self.request_id(event.request_id), prefilled=_unnamed(event.prefilled))
+            case PrefillFailed():
+                return replace(event, request_id=self.request_id(event.request_id), error="", code="")
+            case RequestFailed() | EncodeFailed() | TransferFailed():
+                return replace(event, request_id=self.request_id(event.request_id), error="")
+            case CommandDone():
+                return replace(event, command_id=self.request_id(event.command_id), loras=self._loras(event.loras))
+            case CommandRefused():
+                return replace(event, command_id=self.request_id(event.command_id), error="")
+            case EngineFailed():
+                return replace(event, error="")
+            case WorkerCommanded():
+                return self._commanded(event)
+            case WorkerJoined():
+                return replace(event, spec=self._spec(event.spec), lease=self.masks.name("lease", event.lease))
+            case WorkerSuspect() | WorkerRecovered() | WorkerDraining() | WorkerLost():
+                return replace(event, reason="")
+            case IngressJoined():
+                return replace(
+                    event,
+                    ingress_id=self.masks.name("ingress", event.ingress_id),
+                    incarnation=self.masks.name("ingress", event.incarnation),
+                )
+            case IngressLost():
+                return replace(
+                    event,
+                    ingress_id=self.masks.name("ingress", event.ingress_id),
+                    incarnation=self.masks.name("ingress", event.incarnation),
+                    reason="",
+                )
+            case BusyThresholdsSet() | DisaggregationSet():
+                return replace(event, model=self._model(event.model))
+            case LoadReported() | OwnershipAnnounced() | PoolConfigured():
+                return event
+            case _:
+                assert_never(event)
+
+    def submitted(self, event: RequestSubmitted, offset: int) -> RequestSubmitted:
+        """A request. Its nonce stands for what it asked for: the same again is still the same."""
+        return RequestSubmitted(
+            request_id=self.request_id(event.request_id),
+            model=self._model(event.model),
+            token_ids=b"",
+            sequence_hashes=self.masks.blocks.packed(event.sequence_hashes),
+            reply_slot=event.reply_slot,
+            timeout_us=event.timeout_us,
+            tie_seed=self.tie_seed(offset, event.tie_seed),
+            sampling=_sampling(event.sampling),
+            nonce=self.masks.contents.of(content_hash(event)),
+            reply_from=event.reply_from,
+            at_us=event.at_us,
+            lora_name=self.masks.name("lora", event.lora_name),
+            cache_namespace=self.masks.name("namespace", event.cache_namespace),
+            routing=self.hints(event.routing),
+            task=event.task,
+            withheld_tokens=event.prompt_tokens,
+            media=tuple(map(self._media, event.media)),
+            ingress_incarnation=self.masks.name("ingress", event.ingress_incarnation),
+            patient=event.patient,
+        )
+
+    def hints(self, hints: RoutingHints) -> RoutingHints:
+        """What a client wants of the router."""
+        if hints == NO_HINTS:
+            return hints
+        return replace(
+            hints,
+            worker_id=self._worker(hints.worker_id),
+            allowed_workers=tuple(map(self._worker, hints.allowed_workers)),
+            required_taints=tuple(map(self._taint, hints.required_taints)),
+            preferred_taints=tuple(replace(wish, taint=self._taint(wish.taint)) for wish in hints.preferred_taints),
+            session_id=self.masks.name("session", hints.session_id),
+            policy_class=self._named("class", hints.policy_class, self.names.classes),
+        )
+
+    def record(self, record: JournalRecord) -> JournalRecord:
+        """A journal record as far as it can be told without deriving it: messages are left out, digests masked."""
+        match record:
+            case OwnerClaimed():
+                return replace(record, owner_id=self.masks.name("owner", record.owner_id))
+            case RequestRouted() | RequestHeld() | KvReleased():
+                return replace(record, request_id=self.request_id(record.request_id))
+            case RequestAborted():
+                return replace(record, request_id=self.request_id(record.request_id), message="", code="")
+            case RequestRejected() | RouteAnswered():
+                return replace(record, request_id=self.request_id(record.request_id), message="")
+            case CommandSent():
+                return replace(record, command_id=self.request_id(record.command_id), message="")
+            case CommandEnded():
+                outcomes = tuple(map(self._outcome, record.outcomes))
+                return replace(record, command_id=self.request_id(record.command_id), outcomes=outcomes)
+            case CacheResyncRequested():
+                return record
+            case SnapshotTaken() | Advanced():
+                return replace(record, digest=hex_digest(self.masks.digests.of(int(record.digest, 16))))
+            case _:
+                assert_never(record)
+
+    def chunk(self, chunk: SnapshotChunk) -> SnapshotChunk:
+        """A piece of a snapshot."""
+        return replace(chunk, parts=tuple(map(self.part, chunk.parts)))
+
+    def part(self, part: Chunk) -> Chunk:
+        """A fact of a snapshot."""
+        match part:
+            case IndexBlocks() | RoutedBlocks():
+                return replace(part, sequence_hashes=self.masks.blocks.packed(part.sequence_hashes))
+            case IndexChanges():
+                return replace(part, events=tuple(map(self._cache, part.events)))
+            case WorkerState():
+                return replace(part, spec=self._spec(part.spec), lease=self.masks.name("lease", part.lease))
+            case IngressState():
+                return replace(
+                    part,
+                    ingress_id=self.masks.name("ingress", part.ingress_id),
+                    incarnation=self.masks.name("ingress", part.incarnation),
+                )
+            case RequestState():
+                return self._state(part)
+            case CommandState():
+                outcomes = tuple(map(self._outcome, part.outcomes))
+                return replace(
+                    part,
+                    command_id=self.request_id(part.command_id),
+                    nonce=self._nonce(part.nonce),
+                    command=self._command(part.command),
+                    outcomes=outcomes,
+                )
+            case Remembered():
+                ids = pack_u64(map(self._id_hash, unpack_u64(part.ids)))
+                content = self._nonce if part.commands else self._content
+                return replace(part, ids=ids, contents=pack_u64(map(content, unpack_u64(part.contents))))
+            case Booking():
+                blocks = self.masks.blocks.packed(part.sequence_hashes)
+                return replace(part, request_id=self.request_id(part.request_id), sequence_hashes=blocks)
+            case Sessions():
+                return replace(part, keys=pack_u64(map(self._session, unpack_u64(part.keys))))
+            case IndexCursor() | Reported() | ComputedTokens() | QueueTurns() | WorldState():
+                return part
+            case _:
+                assert_never(part)
+
+    def _queried(self, event: RouteQueried, offset: int) -> RouteQueried:
+        return replace(
+            event,
+            request_id=self.request_id(event.request_id),
+            model=self._model(event.model),
+            sequence_hashes=self.masks.blocks.packed(event.sequence_hashes),
+            tie_seed=self.tie_seed(offset, event.tie_seed),
+            lora_name=self.masks.name("lora", event.lora_name),
+            routing=self.hints(event.routing),
+        )
+
+    def _commanded(self, event: WorkerCommanded) -> WorkerCommanded:
+        return replace(
+            event,
+            command_id=self.request_id(event.command_id),
+            model=self._model(event.model),
+            command=self._command(event.command),
+            pool=self._named("pool", event.pool, self.names.pools),
+            worker_ids=tuple(map(self._worker, event.worker_ids)),
+            nonce=self._nonce(event.nonce),
+        )
+
+    def _nonce(self, nonce: int) -> int:
+        """Of a command; it has 63 bits."""
+        return self.masks.contents.of(nonce) >> 1
+
+    def _command(self, command: Command) -> Command:
+        name, path = self.masks.name("lora", command.lora_name), self.masks.name("path", command.lora_path)
+        return replace(command, lora_name=name, lora_path=path)
+
+    def _outcome(self, outcome: CommandOutcome) -> CommandOutcome:
+        """What an engine said goes; what the owner said stays."""
+        message = outcome.message if outcome.message in (LEFT, LATE, TOO_LONG) else ""
+        return replace(outcome, loras=self._loras(outcome.loras), message=message)
+
+    def _loras(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(self.masks.name("lora", name) for name in names)
+
+    def _media(self, media: Media) -> Media:
+        """That something stands there: its bytes go, and its name, which everybody can compute who has them."""
+        return replace(media, digest=self.masks.sha256(media.digest), mime=f"{media.kind}/*", content=b"")
+
+    def _state(self, state: RequestState) -> RequestState:
+        return replace(
+            state,
+            request_id=self.request_id(state.request_id),
+            content=self._content(state.content),
+            tie_seed=self.tie_seed(state.offset, state.tie_seed),
+            sequence_hashes=self.masks.blocks.packed(state.sequence_hashes),
+            lora_name=self.masks.name("lora", state.lora_name),
+            routing=self.hints(state.routing),
+            encoded=None if state.encoded is None else _withheld(state.encoded),
+            prefilled=None if state.prefilled is None else _unnamed(state.prefilled),
+            ingress=self.masks.name("ingress", state.ingress),
+        )
+
+    def _cache(self, event: AnyKvEvent) -> AnyKvEvent:
+        if isinstance(event, CacheCleared):
+            return event
+        packed = self.masks.blocks.packed
+        told = replace(event, sequence_hashes=packed(event.sequence_hashes), engine_hashes=packed(event.engine_hashes))
+        if isinstance(told, BlocksStored) and told.parent_hash is not None:
+            # One that is no u64 names no block, and goes on to do so.
+            known = 0 <= told.parent_hash < 1 << 64
+            return replace(told, parent_hash=self.masks.blocks.of(told.parent_hash) if known else -1)
+        return told
+
+    def _spec(self, spec: WorkerSpec) -> WorkerSpec:
+        return replace(spec, loras=self._loras(spec.loras))
+
+    def _worker(self, name: str) -> str:
+        return self._named("worker", name, self.names.workers)
+
+    def _taint(self, name: str) -> str:
+        return self._named("taint", name, self.names.taints)
+
+    def _model(self, name: str) -> str:
+        return self._named("model", name, self.names.models)
+
+    def _named(self, kind: str, name: str, known: set[str]) -> str:
+        return name if name in known else self.masks.name(kind, name)
+
+    def _id_hash(self, hashed: int) -> int:
+        return id_hash(self._ordered_hashes.get(hashed) or self.masks.request_id_of(hashed))
+
+    def _content(self, content: int) -> int:
+        known = self.contents.get(content)
+        return self.masks.contents.of(content) if known is None else known
+
+    def _session(self, key: int) -> int:
+        known = self.sessions.get(key)
+        return self.masks.sessions.of(key) if known is None else known
+
+
+def _sampling(sampling: Sampling) -> Sampling:
+    """Neither its seed nor what its answer must look like, nor which tokens it must or must not have."""
+    structured = None if sampling.structured is None else replace(sampling.structured, text="")
+    return replace(
+        sampling,
+        seed=None,
+        structured=structured,
+        logit_bias=tuple(replace(one, token_id=0) for one in sampling.logit_bias),
+        stop_token_ids=(0,) * len(sampling.stop_token_ids),
+    )
+
+
+def _withheld(encoded: Encoded) -> Encoded:
+    """Embeddings as large as they were: their checksum names what a client sent."""
+    return replace(encoded, descriptor=b"", checksum=hex_digest(0))
+
+
+def _unnamed(prefilled: Prefilled) -> Prefilled:
+    """KV as large as it was: its checksum names what a client sent, and its descriptor may hold anything."""
+    return replace(prefilled, descriptor=b"", checksum=None if prefilled.checksum is None else hex_digest(0))
+
+
+def told(record: Record, value: bytes) -> Record:
+    """A record with another value, and nothing beside it."""
+    return Record(record.topic, record.partition, record.offset, record.at_us, value)

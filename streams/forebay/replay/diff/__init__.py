@@ -1,0 +1,1 @@
+"""Compare the recorded history with another policy or configuration."""

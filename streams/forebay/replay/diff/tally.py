@@ -1,0 +1,263 @@
+"""The sums of a comparison: of each world, of each stretch of time, and of requests that both decided on.
+
+Everything here is bounded by the fleet, by the resolution of a chart, or by the requests under way; only how long
+requests waited is kept one by one, eight bytes each.
+"""
+
+from array import array
+from collections import Counter
+from dataclasses import dataclass, field
+from heapq import heappush, heappushpop
+
+from forebay.core.state.holder_bits import HolderKey
+from forebay.events.decisions import CostTerms
+from forebay.replay.diff.report import (
+    Interval,
+    MovedRequest,
+    Overlap,
+    OverlapPair,
+    Rank,
+    RankLoad,
+    Side,
+    Tiers,
+    Waited,
+)
+
+INTERVALS_MAX = 120  # points of a chart that can be told apart
+INTERVAL_FIRST_US = 10_000
+PAIRS_MAX = 2_048  # marks of a scatter plot
+MOST = 20  # moved requests that are shown
+
+
+@dataclass(slots=True)
+class WorldTally:
+    """What one world did."""
+
+    decisions: int = 0
+    routed: int = 0
+    sent: int = 0
+    unsent: int = 0
+    held: int = 0
+    rejected: Counter[str] = field(default_factory=Counter)
+    aborted: Counter[str] = field(default_factory=Counter)
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    device: int = 0
+    host: int = 0
+    disk: int = 0
+    waits_us: "array[int]" = field(default_factory=lambda: array("q"))
+    ranks: dict[HolderKey, RankLoad] = field(default_factory=dict)
+
+    def route(self, key: HolderKey, terms: CostTerms, prompt_tokens: int, cached_tokens: int) -> None:
+        """An attempt is sent to a rank."""
+        self.routed += 1
+        self.prompt_tokens += prompt_tokens
+        self.cached_tokens += cached_tokens
+        self.device += terms.device_overlap
+        self.host += terms.host_overlap
+        self.disk += terms.disk_overlap
+        load = self.ranks.setdefault(key, RankLoad())
+        load.requests += 1
+        load.prompt_tokens += prompt_tokens
+        load.computed_tokens += prompt_tokens - cached_tokens
+
+    def fetch(self) -> None:
+        """An attempt is sent to a rank that computes nothing of its prompt."""
+        self.routed += 1
+
+    def side(self, keys: list[HolderKey], still_held: int, landed: float | None) -> Side:
+        """The figures, with the ranks of `keys` as all that there were."""
+        return Side(
+            decisions=self.decisions,
+            routed=self.routed,
+            sent=self.sent,
+            unsent=self.unsent,
+            held=self.held,
+            still_held=still_held,
+            rejected=dict(sorted(self.rejected.items())),
+            aborted=dict(sorted(self.aborted.items())),
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
+            reuse=self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0,
+            overlap=Tiers(device=self.device, host=self.host, disk=self.disk),
+            max_over_mean=max_over_mean([self.ranks[key].computed_tokens if key in self.ranks else 0 for key in keys])
+            or 0.0,
+            wait_ms=_distribution(self.waits_us),
+            waits=_bins(self.waits_us),
+            landed=landed,
+        )
+
+
+@dataclass(slots=True)
+class _Stretch:
+    compared: int = 0
+    moved: int = 0
+    held: list[int] = field(default_factory=lambda: [0, 0])
+    prompt_tokens: list[int] = field(default_factory=lambda: [0, 0])
+    cached_tokens: list[int] = field(default_factory=lambda: [0, 0])
+    computed: tuple[Counter[HolderKey], Counter[HolderKey]] = field(default_factory=lambda: (Counter(), Counter()))
+
+    def add(self, other: "_Stretch") -> None:
+        self.compared += other.compared
+        self.moved += other.moved
+        for world in (0, 1):
+            self.held[world] += other.held[world]
+            self.prompt_tokens[world] += other.prompt_tokens[world]
+            self.cached_tokens[world] += other.cached_tokens[world]
+            self.computed[world].update(other.computed[world])
+
+
+class Series:
+    """Sums by time; stretches double in length when there are too many. Worlds are 0, history, and 1."""
+
+    def __init__(self, start_us: int) -> None:
+        self.start_us = start_us
+        self.width_us = INTERVAL_FIRST_US
+        self._stretches: list[_Stretch] = []
+
+    def compare(self, at_us: int, *, moved: bool) -> None:
+        """A request that was first decided on at `at_us` is compared."""
+        stretch = self._at(at_us)
+        stretch.compared += 1
+        stretch.moved += moved
+
+    def hold(self, world: int, at_us: int) -> None:
+        """A world holds a request."""
+        self._at(at_us).held[world] += 1
+
+    def route(self, world: int, at_us: int, key: HolderKey, prompt_tokens: int, cached_tokens: int) -> None:
+        """A world sends an attempt to a rank."""
+        stretch = self._at(at_us)
+        stretch.prompt_tokens[world] += prompt_tokens
+        stretch.cached_tokens[world] += cached_tokens
+        stretch.computed[world][key] += prompt_tokens - cached_tokens
+
+    def intervals(self, keys: list[HolderKey]) -> list[Interval]:
+        """One for each stretch, with the ranks of `keys` as all that there were."""
+        return [
+            Interval(
+                after_s=number * self.width_us / 1e6,
+                compared=one.compared,
+                moved=one.moved,
+                reuse=_share(one.cached_tokens[0], one.prompt_tokens[0]),
+                other_reuse=_share(one.cached_tokens[1], one.prompt_tokens[1]),
+                max_over_mean=max_over_mean([one.computed[0][key] for key in keys]),
+                other_max_over_mean=max_over_mean([one.computed[1][key] for key in keys]),
+                held=one.held[0],
+                other_held=one.held[1],
+            )
+            for number, one in enumerate(self._stretches)
+        ]
+
+    def _at(self, at_us: int) -> _Stretch:
+        while (number := (at_us - self.start_us) // self.width_us) >= INTERVALS_MAX:
+            self.width_us *= 2
+            pairs = zip(self._stretches[::2], [*self._stretches[1::2], _Stretch()], strict=False)
+            joined = []
+            for one, other in pairs:
+                one.add(other)
+                joined.append(one)
+            self._stretches = joined
+        while len(self._stretches) <= number:
+            self._stretches.append(_Stretch())
+        return self._stretches[number]
+
+
+class PairTally:
+    """Compared requests: blocks found in both worlds, and those that moved with most of them won or lost."""
+
+    def __init__(self) -> None:
+        self.won = Tiers()
+        self.lost = Tiers()
+        self.later = 0
+        self.later_won = 0
+        self.bin_blocks = 1
+        self._pairs: Counter[tuple[int, int]] = Counter()
+        self._most: list[tuple[int, int, MovedRequest]] = []
+        self._seen = 0
+
+    def add(self, history: CostTerms, other: CostTerms, *, later: bool) -> None:
+        """A request that both worlds sent somewhere, the alternative `later`."""
+        if later:
+            self.later += 1
+            self.later_won += max(0, blocks_of(other) - blocks_of(history))
+        for tier in ("device", "host", "disk"):
+            gain = getattr(other, f"{tier}_overlap") - getattr(history, f"{tier}_overlap")
+            into = self.won if gain > 0 else self.lost
+            setattr(into, tier, getattr(into, tier) + abs(gain))
+        self._pairs[blocks_of(history) // self.bin_blocks, blocks_of(other) // self.bin_blocks] += 1
+        while len(self._pairs) > PAIRS_MAX:
+            self.bin_blocks *= 2
+            wider: Counter[tuple[int, int]] = Counter()
+            for (x, y), count in self._pairs.items():
+                wider[x // 2, y // 2] += count
+            self._pairs = wider
+
+    def move(self, moved: MovedRequest) -> None:
+        """One of them that moved."""
+        self._seen += 1
+        ranked = (abs(moved.gain), -self._seen, moved)
+        if len(self._most) < MOST:
+            heappush(self._most, ranked)
+        else:
+            heappushpop(self._most, ranked)
+
+    def overlap(self) -> Overlap:
+        """What was won and lost in all."""
+        return Overlap(won=self.won, lost=self.lost, later=self.later, later_won=self.later_won)
+
+    def pairs(self) -> list[OverlapPair]:
+        """How many requests there are of each kind, in bins of `bin_blocks`."""
+        wide = self.bin_blocks
+        return [
+            OverlapPair(history=x * wide, alternative=y * wide, requests=count)
+            for (x, y), count in sorted(self._pairs.items())
+        ]
+
+    def most(self) -> list[MovedRequest]:
+        """Those that won or lost most, first of all; of equal ones the earlier."""
+        return [moved for _, _, moved in sorted(self._most, key=lambda one: one[:2], reverse=True)]
+
+
+def ranks(keys: list[HolderKey], history: WorldTally, other: WorldTally) -> list[Rank]:
+    """The load of every rank in both worlds."""
+    return [
+        Rank(
+            worker_id=worker_id,
+            rank=rank,
+            history=history.ranks.get((worker_id, rank), RankLoad()),
+            alternative=other.ranks.get((worker_id, rank), RankLoad()),
+        )
+        for worker_id, rank in keys
+    ]
+
+
+def blocks_of(terms: CostTerms) -> int:
+    """Leading blocks of a prompt that were known to be there, in any tier."""
+    return terms.device_overlap + terms.host_overlap + terms.disk_overlap
+
+
+def max_over_mean(loads: list[int]) -> float | None:
+    """The highest over the mean; None when nobody has any."""
+    total = sum(loads)
+    return max(loads) * len(loads) / total if total else None
+
+
+def _share(part: int, whole: int) -> float | None:
+    return part / whole if whole else None
+
+
+def _distribution(waits_us: "array[int]") -> dict[str, float]:
+    """In milliseconds; empty for none."""
+    if not waits_us:
+        return {}
+    ordered = sorted(waits_us)
+    last = len(ordered) - 1
+    shares = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
+    found = {name: ordered[round(last * share)] / 1e3 for name, share in shares.items()}
+    return {"mean": sum(ordered) / len(ordered) / 1e3, **found}
+
+
+def _bins(waits_us: "array[int]") -> list[Waited]:
+    counts = Counter((-(-waited_us // 1_000) - 1).bit_length() if waited_us > 1_000 else 0 for waited_us in waits_us)
+    return [Waited(below_ms=1 << power, requests=count) for power, count in sorted(counts.items())]

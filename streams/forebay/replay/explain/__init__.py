@@ -1,0 +1,1 @@
+"""The timeline of one request, and the reason for each of its decisions."""

@@ -1,0 +1,239 @@
+"""A choice as it was made: every candidate with every term, and what kept the other ranks of the pool out.
+
+Looks at the world right before the choice is booked, and changes nothing.
+"""
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from forebay.core.routing.cost import CostTable
+from forebay.core.routing.eligibility import is_busy
+from forebay.core.routing.policies import BUILT_IN
+from forebay.core.routing.router import Choice, overlaps
+from forebay.core.routing.selection import softmax_weights
+from forebay.core.state.fleet import Worker, WorkerPhase
+from forebay.core.state.holder_bits import HolderKey
+from forebay.core.state.prefix_index import NO_OVERLAP
+from forebay.core.state.requests import Request
+from forebay.core.state.roster import Roster, Seat
+from forebay.core.state.sessions import Binding
+from forebay.core.world import World
+from forebay.events.base import hex_digest
+from forebay.events.control import BusyThresholds, PoolConfigured
+from forebay.replay.explain.explanation import Absence, Candidate, LeftOut, Routing, Seen
+from forebay.replay.explain.reasons import limiting_session, number, why
+
+COST_SETTINGS = (
+    "selection_policy",
+    "overlap_score_credit",
+    "overlap_score_credit_decay",
+    "prefill_load_scale",
+    "host_cache_hit_weight",
+    "disk_cache_hit_weight",
+    "decode_active_request_weight",
+    "track_prefill_tokens",
+    "track_active_blocks",
+    "track_output_blocks",
+    "assume_kv_reuse",
+    "use_kv_events",
+    "temperature",
+)
+BY_LOAD_OR_TURN = frozenset({"round-robin", "random", "power-of-two", "least-loaded"})  # whatever it costs
+
+
+def routing_of(world: World, pool: PoolConfigured, request: Request, choice: Choice) -> Routing:
+    """All about a choice but where its record stands in the journal, for what, and when its request came."""
+    table, at, hints = choice.table, choice.at, request.hints
+    costs = table.costs
+    around = _Around(world, pool, request.blocks)
+    chances = _chances(choice)
+    own = world.requests.get(request.request_id)  # what the stage `decode` changes is not the request's
+    override = hints.override if own is None else own.hints.override
+    changed = () if override is None else override.__struct_fields__
+    reason, text = why(world, pool, request, choice)
+    others = [other for other in range(len(costs)) if other != at]
+    return Routing(
+        offset=-1,
+        now_us=world.now_us,
+        after_us=0,
+        attempt=request.attempt + 1,
+        waited_us=0,
+        pool=pool.pool,
+        block_size=pool.block_size,
+        mode=choice.config.mode,
+        config=_settings(world, pool, request, choice),
+        overridden=tuple(name for name in changed if getattr(override, name) is not None),
+        winner=at,
+        runner_up=min(others, key=lambda other: (costs[other], other), default=None),
+        ties=choice.ties,
+        reason=reason,
+        why=text,
+        candidates=tuple(_candidate(around, table, position, chances) for position in range(len(costs))),
+        left_out=left_out(world, pool, request, table.roster.positions),
+        table_digest=hex_digest(table.digest()),
+    )
+
+
+def left_out(
+    world: World, pool: PoolConfigured, request: Request, candidates: Collection[HolderKey]
+) -> tuple[LeftOut, ...]:
+    """Every rank of the pool that is not among the candidates, and why, in order."""
+    around = _Around(world, pool, request.blocks)
+    ready = {seat.key: seat for seat in world.roster(pool.pool).seats}
+    session = limiting_session(world, pool, request, candidates)
+    busy = world.busy.get(pool.pool, pool.router.busy)
+    hard = pool.router.session_mode == "hard"
+    found = []
+    for worker in world.fleet.workers():
+        if worker.spec.pool != pool.pool:
+            continue
+        for rank in worker.spec.ranks:
+            key = worker.spec.worker_id, rank
+            if key not in candidates:
+                reasons = dict(_unmet(worker, rank, request))
+                last = {"prefill": request.prefiller_id, "decode": request.decoder_id}.get(pool.role)
+                if not reasons and (pool.role == "encode" or worker.spec.worker_id == last):
+                    reasons = {"had_it_last": "it had the request last, and there is another"}
+                elif not reasons:
+                    reasons = _passed_over(ready[key], busy, session, hard=hard) or _full(pool, ready[key])
+                text = "; ".join(reasons.values())
+                found.append(LeftOut(seen=around.seen(worker, rank), reasons=tuple(reasons), text=text))
+    return tuple(found)
+
+
+class _Around:
+    """What the index and the load hold of each rank, as far as one prompt goes."""
+
+    def __init__(self, world: World, pool: PoolConfigured, blocks: Sequence[int]) -> None:
+        self._world = world
+        self._known = overlaps(world, pool, blocks)
+        self._said = world.index.overlaps(blocks) if pool.router.use_kv_events else {}
+
+    def seen(self, worker: Worker, rank: int) -> Seen:
+        worker_id = worker.spec.worker_id
+        overlap = self._known.get((worker_id, rank), NO_OVERLAP)
+        load = self._world.load.rank_load(worker_id, rank)
+        index = self._world.index
+        return Seen(
+            worker_id=worker_id,
+            rank=rank,
+            device_overlap=overlap.device,
+            host_overlap=overlap.host,
+            disk_overlap=overlap.disk,
+            assumed_overlap=overlap.device - self._said.get((worker_id, rank), NO_OVERLAP).device,
+            device_blocks=index.blocks_held(worker_id, rank, "device"),
+            host_blocks=index.blocks_held(worker_id, rank, "host"),
+            disk_blocks=index.blocks_held(worker_id, rank, "disk"),
+            kv_blocks_total=worker.spec.kv_blocks_total,
+            waiting_tokens=load.prefill_tokens,
+            computed_tokens=load.computed_tokens,
+        )
+
+
+def _candidate(around: _Around, table: CostTable, at: int, chances: Sequence[float] | None) -> Candidate:
+    seat, terms = table.roster.seats[at], table.terms(at)
+    return Candidate(
+        seen=around.seen(seat.worker, seat.rank),
+        cost=terms.cost,
+        prefill_blocks=terms.prefill_blocks,
+        overlap_credit=terms.overlap_credit,
+        decode_blocks=terms.decode_blocks,
+        active_requests=terms.active_requests,
+        taint_factor=terms.taint_factor,
+        probability=None if chances is None else chances[at],
+    )
+
+
+def _chances(choice: Choice) -> list[float] | None:
+    """How likely each candidate was, where the choice was drawn by cost."""
+    if choice.config.mode != "kv" or not choice.config.temperature:
+        return None
+    weights = softmax_weights(choice.table.costs, choice.config.temperature)
+    whole = sum(weights)
+    return [weight / whole for weight in weights]
+
+
+def _settings(world: World, pool: PoolConfigured, request: Request, choice: Choice) -> dict[str, Any]:
+    """What the choice went by."""
+    config = choice.config
+    found: dict[str, Any] = {}
+    if config.mode not in BY_LOAD_OR_TURN:
+        drawn = config.mode != "direct"
+        found = {name: getattr(config, name) for name in COST_SETTINGS if drawn or name != "temperature"}
+    if not config.use_kv_events:
+        found["ttl_s"] = config.ttl_s
+    elif config.predicted_ttl_s:
+        found["predicted_ttl_s"] = config.predicted_ttl_s
+    if request.hints.session_id:
+        found |= {"session_ttl_s": config.session_ttl_s, "session_mode": config.session_mode}
+    busy = world.busy.get(pool.pool, config.busy)
+    if busy != BusyThresholds():
+        found["busy"] = msgspec.to_builtins(busy)
+    if config.queue.threshold is not None:
+        found["queue_threshold"] = config.queue.threshold
+    if config.queue.run_ahead is not None:
+        found["queue_run_ahead"] = config.queue.run_ahead
+    if config.mode not in BUILT_IN:
+        found["policy"] = config.mode
+    return found
+
+
+def _unmet(worker: Worker, rank: int, request: Request) -> Iterator[tuple[Absence, str]]:
+    """What a rank lacks to take a request at all; as `forebay.core.routing.eligibility.eligible` asks for it."""
+    spec, hints = worker.spec, request.hints
+    if worker.phase is WorkerPhase.SUSPECT:
+        yield "suspect", "its worker missed a renewal of its lease"
+    elif worker.phase is WorkerPhase.DRAINING:
+        yield "draining", "its worker finishes what it has, and takes nothing new"
+    if hints.worker_id and (spec.worker_id != hints.worker_id or hints.rank not in (None, rank)):
+        wanted = hints.worker_id if hints.rank is None else f"rank {hints.rank} of {hints.worker_id}"
+        yield "not_pinned", f"the request names {wanted}"
+    if hints.allowed_workers and spec.worker_id not in hints.allowed_workers:
+        yield "not_allowed", "it is not among the allowed workers"
+    missing = [taint for taint in hints.required_taints if taint not in spec.taints]
+    if missing:
+        yield "missing_taint", f"it lacks {', '.join(missing)}"
+    if request.lora_name and request.lora_name not in spec.loras:
+        yield "missing_adapter", f"it has not the adapter {request.lora_name}"
+
+
+def _passed_over(seat: Seat, busy: BusyThresholds, session: Binding | None, *, hard: bool) -> dict[Absence, str]:
+    """Why a rank that may take a request was not asked; as `forebay.core.routing.router.find` goes on."""
+    elsewhere = session is not None and seat.key != (session.worker_id, session.rank)
+    if is_busy(seat, busy) and not (elsewhere and hard):
+        return {"busy": f"it is busy: {', '.join(_exceeded(seat, busy))}"}
+    if session is not None and elsewhere:
+        return {"other_session": f"the session is on {session.worker_id}, rank {session.rank}"}
+    return {}
+
+
+def _full(pool: PoolConfigured, seat: Seat) -> dict[Absence, str]:
+    """Why a rank has no room for another request; as `forebay.core.routing.capacity.with_room` looks at it."""
+    run_ahead = pool.router.queue.run_ahead
+    if run_ahead is None:
+        return {}
+    ((most, waiting),) = Roster([seat]).limits(run_ahead)
+    load = seat.load
+    if load.active_requests >= most:
+        return {"full": f"it is full: {load.active_requests} requests are there, and {most} may be"}
+    if load.waiting > waiting:
+        return {"full": f"it is full: {load.waiting} requests wait in its engine, more than {waiting}"}
+    return {}
+
+
+def _exceeded(seat: Seat, busy: BusyThresholds) -> Iterator[str]:
+    """The thresholds that a rank is above, with the numbers; as `is_busy` looks at them."""
+    spec, load = seat.worker.spec, seat.load
+    share = busy.active_decode_blocks_threshold
+    if share is not None:
+        used = max(load.decode_blocks, 0 if load.reported is None else load.reported.kv_blocks_used)
+        limit = share * spec.kv_blocks_total
+        if used > limit:
+            yield f"{number(used)} decode blocks are more than {number(limit)}"
+    tokens, multiple = busy.active_prefill_tokens_threshold, busy.active_prefill_tokens_threshold_frac
+    limits = (tokens, None if multiple is None else multiple * spec.max_num_batched_tokens)
+    for most in limits:
+        if most is not None and load.prefill_tokens > most:
+            yield f"{number(load.prefill_tokens)} tokens to prefill are more than {number(most)}"

@@ -1,0 +1,202 @@
+"""Why a choice fell as it did, in a word and in a sentence that a person understands."""
+
+from collections.abc import Collection, Iterator
+
+from forebay.core.routing.cost import CostTable
+from forebay.core.routing.eligibility import Ineligible, eligible
+from forebay.core.routing.policies.power_of_two import drawn
+from forebay.core.routing.router import Choice
+from forebay.core.routing.selection import softmax_weights
+from forebay.core.state.holder_bits import HolderKey
+from forebay.core.state.requests import Request
+from forebay.core.state.roster import of_session
+from forebay.core.state.sessions import Binding
+from forebay.core.world import World
+from forebay.events.control import PoolConfigured, RouterConfig
+from forebay.replay.explain.explanation import Reason
+
+
+def why(world: World, pool: PoolConfigured, request: Request, choice: Choice) -> tuple[Reason, str]:
+    """What decided between the candidates; call it before the choice is booked."""
+    table, at = choice.table, choice.at
+    count = len(table.costs)
+    hints = request.hints
+    if count == 1:
+        return _only(world, pool, request, choice)
+    among = f"of the {count} ranks of {hints.worker_id}, which the request names, " if hints.worker_id else ""
+    match choice.config.mode:
+        case "kv" if choice.config.temperature:
+            reason, text = _drawn(choice)
+        case "kv" if choice.ties > 1:
+            reason, text = _tie(request, choice)
+        case "direct" if table.costs.count(table.costs[at]) > 1:
+            tied = table.costs.count(table.costs[at])
+            reason, text = "tie_seed", f"{tied} have the lowest cost; the request's tie seed picked this one"
+        case "kv" | "direct":
+            reason, text = "lowest_cost", _lowest(choice)
+        case "round-robin":
+            turn = world.turns.get(pool.pool, 0)
+            reason, text = "round_robin", f"its turn: {turn:,} requests were routed before, and {count} take turns"
+        case "random":
+            reason, text = "random", f"drawn by the request's tie seed, each of {count} being as likely"
+        case "power-of-two":
+            reason, text = "power_of_two", _of_two(request, choice)
+        case "least-loaded":
+            reason, text = "least_loaded", _least_loaded(request, choice)
+        case mode:
+            reason, text = "policy", _policy(mode, choice)
+    return reason, among + text
+
+
+def limiting_session(
+    world: World, pool: PoolConfigured, request: Request, candidates: Collection[HolderKey]
+) -> Binding | None:
+    """Return the session binding that left exactly one of several ranks, as `router.find` applies it, or None."""
+    hints = request.hints
+    if not hints.session_id or not pool.router.session_ttl_s or hints.worker_id:
+        return None
+    bound = world.sessions.find(pool.pool, hints.session_id)
+    if bound is None or any(key != (bound.worker_id, bound.rank) for key in candidates):
+        return None
+    try:
+        roster = eligible(world.roster(pool.pool), world.fleet, pool, hints, request.lora_name, request.task)
+    except Ineligible:
+        return None
+    return bound if len(roster.seats) > 1 and of_session(roster, bound) is not None else None
+
+
+def name_of(table: CostTable, at: int) -> str:
+    """A candidate, by its worker alone where no worker of the table has another rank."""
+    seat = table.roster.seats[at]
+    worker_id = seat.worker.spec.worker_id
+    return f"{worker_id}/{seat.rank}" if any(other.rank for other in table.roster.seats) else worker_id
+
+
+def number(value: float) -> str:
+    """A count, or blocks to two digits; small ones to two that are not zero."""
+    if value and abs(value) < 0.01:
+        return f"{value:.2g}"
+    return f"{value:,.2f}".rstrip("0").rstrip(".")
+
+
+def _only(world: World, pool: PoolConfigured, request: Request, choice: Choice) -> tuple[Reason, str]:
+    table, hints = choice.table, request.hints
+    if hints.worker_id:
+        return "pinned", "the request names it"
+    session = limiting_session(world, pool, request, table.roster.positions)
+    if session is not None:
+        return "session", f"its session {hints.session_id} is there ({pool.router.session_mode})"
+    return "only_candidate", "the only one that could take it"
+
+
+def _lowest(choice: Choice) -> str:
+    table, at = choice.table, choice.at
+    costs = table.costs
+    other = min((one for one in range(len(costs)) if one != at), key=lambda one: (costs[one], one))
+    theirs = name_of(table, other)
+    less = costs[other] - costs[at]
+    text = f"the lowest cost of {len(costs)}: {number(costs[at])}, {number(less)} less than {theirs}"
+    details = "; ".join(_differences(choice.config, table, at, other))
+    return f"{text} ({details})" if details else text
+
+
+def _differences(config: RouterConfig, table: CostTable, at: int, other: int) -> Iterator[str]:
+    """The parts of two costs that differ, the largest difference first."""
+    if config.selection_policy == "lmetric":
+        left = [max(table.prefill_blocks[one] - table.credit_blocks[one], 0.0) for one in (at, other)]
+        yield (
+            f"{number(left[0])} blocks to prefill times {number(table.decode_blocks[at] + 1)}, "
+            f"against {number(left[1])} times {number(table.decode_blocks[other] + 1)}"
+        )
+    else:
+        mine, theirs = _parts(config, table, at), _parts(config, table, other)
+        parts = sorted(mine, key=lambda part: (-abs(theirs[part] - mine[part]), part))
+        for part in parts:
+            if difference := theirs[part] - mine[part]:
+                yield f"{number(abs(difference))} {'less' if difference > 0 else 'more'} {part}"
+    if table.overlap(at) != table.overlap(other):
+        yield f"{_cached(table, at, 'blocks of the prompt are cached ')}, {_cached(table, other)}"
+    if table.taint_factors is not None and table.taint_factors[at] != table.taint_factors[other]:
+        yield f"multiplied by {table.taint_factors[at]:.3f} for its taints, against {table.taint_factors[other]:.3f}"
+
+
+def _cached(table: CostTable, at: int, what: str = "") -> str:
+    """Blocks of the prompt on a candidate; those behind them in its host memory and on its disk are worth less."""
+    overlap = table.overlap(at)
+    lower = ((overlap.host, "in its host memory"), (overlap.disk, "on its disk"))
+    more = "".join(f" and {count} {where}" for count, where in lower if count)
+    return f"{overlap.device} {what}on {name_of(table, at)}{more}"
+
+
+def _parts(config: RouterConfig, table: CostTable, at: int) -> dict[str, float]:
+    """What a cost is the sum of, as `forebay.core.routing.cost` adds it up."""
+    factor = 1.0 if table.taint_factors is None else table.taint_factors[at]
+    credit, decode = table.credit_blocks[at], table.decode_blocks[at]
+    if config.track_prefill_tokens or not config.overlap_score_credit:
+        prefill = config.prefill_load_scale * max(table.prefill_blocks[at] - credit, 0.0)
+        parts = {"to prefill": factor * prefill, "of decode blocks": factor * decode}
+    else:
+        parts = {"of decode blocks that are not cached": factor * max(decode - credit, 0.0)}
+    if config.decode_active_request_weight:
+        parts["for requests under way"] = factor * config.decode_active_request_weight * table.active_requests[at]
+    return parts
+
+
+def _tie(request: Request, choice: Choice) -> tuple[Reason, str]:
+    table, at = choice.table, choice.at
+    costs = table.costs
+    tied = [one for one, cost in enumerate(costs) if cost == costs[at]]
+    computed = [table.roster.loads[one].computed_tokens for one in tied]
+    mine = table.roster.loads[at].computed_tokens
+    text = f"{len(tied)} of {len(costs)} have the lowest cost, {number(costs[at])}"
+    equal = computed.count(mine)
+    if equal == 1:
+        others = min(one for one in computed if one != mine)
+        least = "this one was sent the fewest tokens to compute so far"
+        return "tie_computed_tokens", f"{text}; {least}: {number(mine)}, the next {number(others)}"
+    seed = "the request's tie seed picked this one"
+    if equal == len(tied):
+        so_far = ", and were sent equally many tokens to compute so far" if mine else ""  # decode workers mostly none
+        return "tie_seed", f"{text}{so_far}; {seed}"
+    return "tie_seed", f"{text}; {equal} of them were sent the fewest tokens to compute, and {seed}"
+
+
+def _drawn(choice: Choice) -> tuple[Reason, str]:
+    table, at, temperature = choice.table, choice.at, choice.config.temperature
+    weights = softmax_weights(table.costs, temperature)
+    cheaper = sum(cost < table.costs[at] for cost in table.costs)
+    rank = "has the lowest cost" if not cheaper else f"costs more than {cheaper} of {len(table.costs)}"
+    chance = 100.0 * weights[at] / sum(weights)
+    return "drawn", f"drawn at temperature {temperature:g}, with a chance of {chance:.1f} %; it {rank}"
+
+
+def _of_two(request: Request, choice: Choice) -> str:
+    table = choice.table
+    first, second = drawn(request.tie_seed, len(table.costs))
+    counts = table.active_requests
+    drew = f"the request's tie seed drew {name_of(table, first)} and {name_of(table, second)}"
+    under_way = f"{counts[first]} and {counts[second]} requests under way"
+    if counts[first] == counts[second]:
+        return f"{drew}, with {under_way}: the first of equals"
+    return f"{drew}, with {under_way}: the fewer"
+
+
+def _least_loaded(request: Request, choice: Choice) -> str:
+    counts = choice.table.active_requests
+    least = counts[choice.at]
+    tied = counts.count(least)
+    if tied == 1:
+        return f"the fewest requests under way: {least}"
+    return f"{tied} have the fewest requests under way, {least}; the request's tie seed picked this one"
+
+
+def _policy(mode: str, choice: Choice) -> str:
+    table, at = choice.table, choice.at
+    costs = table.costs
+    best = costs.index(min(costs))
+    cheaper = sum(cost < costs[at] for cost in costs)
+    text = f"the policy {mode} chose it"
+    if not cheaper:
+        return f"{text}, which also has the lowest cost, {number(costs[at])}"
+    lowest = f"{number(costs[best])} of {name_of(table, best)}"
+    return f"{text}, though {cheaper} cost less: {number(costs[at])} against {lowest}"

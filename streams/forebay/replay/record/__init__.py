@@ -1,0 +1,1 @@
+"""Select and copy the slice of a log that a recording needs."""

@@ -1,0 +1,230 @@
+"""A slice of a log for a recording: which records it takes to derive the decisions of a window, and copying them.
+
+Theory of operation. The decisions of a window follow from a state before it and all that was applied since: the newest
+snapshot that was taken before the window, or the log's beginning; from there on the journal up to the window's end;
+and of each input topic just what that part of the journal says was applied. All offsets are fixed before the first
+record is copied, so the log may be written meanwhile, and a copy that ended early goes on as if it had not.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from forebay.core.step import Decided
+from forebay.events.decisions import OwnerClaimed, SnapshotTaken
+from forebay.events.topics import DECISIONS, GROUPS, INPUTS, SNAPSHOTS
+from forebay.transport.base import Log, LogError, Record
+from forebay.transport.directory import PARTITION
+from forebay.transport.history.reader import (
+    PAGE_RECORDS,
+    Validity,
+    chunks_end,
+    decode_journal,
+    journal,
+    journal_records,
+    newest_snapshot,
+    snapshots_taken,
+)
+from forebay.transport.history.start import EMPTY_STATE, StoredState, begins_of, usable_state
+from forebay.transport.recording.manifest import Contents, Extent, RecordedGroup, utc
+from forebay.transport.recording.writer import RecordingWriter
+
+AT_US_END = 253_402_300_800_000_000  # the year 10000, which no time of Python's reaches
+
+Rewrite = Callable[[Record], Record]
+OnProgress = Callable[[int, int], None]
+
+
+class NothingDecided(LogError):
+    """The window holds no decision."""
+
+
+class Window(NamedTuple):
+    """Journal records appended at `from_us` or later, and before `to_us`; None is as far as the log goes."""
+
+    from_us: int | None = None
+    to_us: int | None = None
+
+
+class Slice(NamedTuple):
+    """What it takes to derive one group's decisions of a window; times are of the window's first and last record."""
+
+    group: RecordedGroup
+    extents: tuple[Extent, ...]
+    from_us: int
+    to_us: int
+
+
+async def slice_of(log: Log, name: str, partition: int, window: Window) -> Slice:
+    """What a recording of one group's window holds.
+
+    Raises:
+        NothingDecided: the window holds no decision.
+        LogError: the log no longer holds what the window needs, or is damaged.
+    """
+    begin, end = await log.begin(DECISIONS.name, partition), await log.end(DECISIONS.name, partition)
+    if begin == end:
+        raise NothingDecided(f"the journal of group {name or partition} is empty")
+    begins = await begins_of(log, partition)
+    last = end if window.to_us is None else await offset_at(log, partition, window.to_us, before=True)
+    if window.from_us is not None:
+        first = await offset_at(log, partition, window.from_us)
+        start = await _start_before(log, partition, first, last, begins)
+        cut_off = first == begin > 0 and await _at_us(log, partition, first) > window.from_us
+        if cut_off or start.offset > first:
+            raise await _too_early(log, partition, start.offset, begins)
+    else:
+        start = EMPTY_STATE if not any(begins.values()) else await _earliest(log, partition, last, begins)
+        first = start.offset
+    view = Counter(start.view)
+    decisions, version = 0, start.core_version
+    oldest: SnapshotTaken | None = None
+    newest: SnapshotTaken | None = None
+    async for offset, record in journal(log, partition, start.offset, last, Validity(start.owner_epoch)):
+        for run in record.consumed:
+            view[run.topic] += run.count
+        decisions += offset >= first and isinstance(record, Decided)
+        if isinstance(record, SnapshotTaken):
+            oldest, newest = oldest or record, record
+        elif isinstance(record, OwnerClaimed):
+            version = record.core_version
+    if not decisions:
+        told = f"{utc(await _at_us(log, partition, begin))} to {utc(await _at_us(log, partition, end - 1))}"
+        raise NothingDecided(f"group {name or partition} decided nothing in the window; its journal goes from {told}")
+    extents = [Extent(topic.name, partition, start.view.get(topic.name, 0), view[topic.name]) for topic in INPUTS]
+    extents.append(Extent(DECISIONS.name, partition, start.offset, last))
+    first_chunk = oldest.first_offset if oldest is not None and start.offset else 0
+    last_chunk = 0 if newest is None else await chunks_end(log, partition, newest)
+    extents.append(Extent(SNAPSHOTS.name, partition, first_chunk, last_chunk))
+    group = RecordedGroup(name, partition, start.offset, first, last, decisions, version)
+    ends = await _at_us(log, partition, first), await _at_us(log, partition, last - 1)
+    return Slice(group, tuple(extents), *ends)
+
+
+async def contents_of(  # noqa: D417 - the rest are fields of `Contents`
+    log: Log, slices: list[Slice], *, namespace: str, source: str, asked: Mapping[str, str], anonymized: bool = False
+) -> Contents:
+    """What one recording of these slices holds: them, and the directory of groups whole. Raises LogError.
+
+    Args:
+        log: that they are of.
+        slices: at least one.
+    """
+    directory = Extent(
+        GROUPS.name, PARTITION, await log.begin(GROUPS.name, PARTITION), await log.end(GROUPS.name, PARTITION)
+    )
+    extents = [directory, *(extent for one in slices for extent in one.extents)]
+    return Contents(
+        namespace=namespace,
+        source=source,
+        from_us=min(one.from_us for one in slices),
+        to_us=max(one.to_us for one in slices),
+        groups=tuple(sorted(one.group for one in slices)),
+        extents=tuple(sorted(extents)),
+        asked=asked,
+        anonymized=anonymized,
+    )
+
+
+async def copy(
+    log: Log, writer: RecordingWriter, progress: OnProgress | None = None, rewrite: Rewrite | None = None
+) -> None:
+    """Copy what a recording lacks, page by page; `rewrite` may give a record another value, key and headers.
+
+    `progress` is called with the records done and their total.
+
+    Raises LogError: retention removed a record meanwhile, one is damaged, or the disk is full.
+    """
+    for extent in writer.contents.extents:
+        while (offset := writer.position(extent)) < extent.end:
+            limit = min(PAGE_RECORDS, extent.end - offset)
+            records = await log.read(extent.topic, extent.partition, offset, limit)
+            if not records:
+                where = f"{extent.topic}/{extent.partition} ends at offset {offset}"
+                raise LogError(f"{where}, but is to be recorded up to {extent.end}: another log than before?")
+            writer.write(records if rewrite is None else [rewrite(record) for record in records])
+            if progress is not None:
+                progress(writer.done, writer.total)
+
+
+async def offset_at(log: Log, partition: int, at_us: int, *, before: bool = False) -> int:
+    """The first journal offset at that time or later; `before`: the one after the last record before it.
+
+    A journal's times may step back a little where an owner follows one whose clock was ahead: within a page of the
+    place found, whatever lies on the wanted side of the time is on the wanted side of the offset. Raises LogError.
+    """
+    begin, end = await log.begin(DECISIONS.name, partition), await log.end(DECISIONS.name, partition)
+    low, high = begin, end
+    while low < high:
+        middle = (low + high) // 2
+        if await _at_us(log, partition, middle) < at_us:
+            low = middle + 1
+        else:
+            high = middle
+    if before:
+        near = await log.read(DECISIONS.name, partition, low, PAGE_RECORDS) if low < end else []
+        return max([low, *(record.offset + 1 for record in near if record.at_us < at_us)])
+    start = max(begin, low - PAGE_RECORDS)
+    near = await log.read(DECISIONS.name, partition, start, low - start) if start < low else []
+    return min([low, *(record.offset for record in near if record.at_us >= at_us)])
+
+
+async def newest_us(log: Log, partition: int) -> int | None:
+    """When the newest decision was appended; None for a journal without any. Raises LogError."""
+    begin, end = await log.begin(DECISIONS.name, partition), await log.end(DECISIONS.name, partition)
+    while end > begin:
+        start = max(begin, end - PAGE_RECORDS)
+        times = [one.at_us async for one in journal_records(log, partition, start, end) if _is_decision(one)]
+        if times:
+            return times[-1]
+        end = start
+    return None
+
+
+def _is_decision(record: Record) -> bool:
+    return isinstance(decode_journal(record), Decided)
+
+
+async def _at_us(log: Log, partition: int, offset: int) -> int:
+    (record,) = await log.read(DECISIONS.name, partition, offset, 1)
+    if not 0 <= record.at_us < AT_US_END:
+        raise LogError(f"journal record {offset} was appended {record.at_us} us after 1970, which is no time")
+    return record.at_us
+
+
+async def _start_before(log: Log, partition: int, first: int, last: int, begins: Mapping[str, int]) -> StoredState:
+    """The newest state at or before journal offset `first` after which all is there, else the oldest.
+
+    Raises LogError when there is none.
+    """
+    taken = await newest_snapshot(log, partition, min(first + 1, last))
+    start = None if taken is None else await usable_state(log, partition, taken, begins)
+    if start is not None:
+        return start
+    if not any(begins.values()):
+        return EMPTY_STATE
+    return await _earliest(log, partition, last, begins)
+
+
+async def _earliest(log: Log, partition: int, end: int, begins: Mapping[str, int]) -> StoredState:
+    """The oldest snapshot that can be used. Raises LogError when there is none."""
+    async for _, taken in snapshots_taken(log, partition, begins[DECISIONS.name], end):
+        start = await usable_state(log, partition, taken, begins)
+        if start is not None:
+            return start
+    raise LogError(
+        f"nothing up to there can be recorded: control partition {partition} holds no {_heads(begins)}, nor a snapshot"
+        " with all that came after it"
+    )
+
+
+async def _too_early(log: Log, partition: int, offset: int, begins: Mapping[str, int]) -> LogError:
+    earliest = utc(await _at_us(log, partition, offset))
+    return LogError(
+        f"the window begins before what can be recorded, which is from {earliest} on: control partition {partition}"
+        f" holds no {_heads(begins)}"
+    )
+
+
+def _heads(begins: Mapping[str, int]) -> str:
+    return ", no ".join(f"{topic} before offset {begin}" for topic, begin in sorted(begins.items()) if begin)

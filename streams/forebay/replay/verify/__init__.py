@@ -1,0 +1,1 @@
+"""Derive every recorded decision again and report where the result differs."""

@@ -1,0 +1,134 @@
+"""Which events may have made a divergence: those of the kind that the differing terms come from.
+
+A digest of the state that held brackets the cause, so only what was applied after it is looked at, newest first and
+no more than a bound.
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import msgspec
+
+from forebay.core.step import InputEvent
+from forebay.events.base import array_u64
+from forebay.events.decisions import Advanced, JournalRecord
+from forebay.events.kv import BlocksRemoved, BlocksStored
+from forebay.events.topics import CONTROL, FLEET, KV_EVENTS, PROGRESS, Topic
+from forebay.replay.explain.event_text import EventTold, tag_of, text_of
+from forebay.replay.verify.cost_tables import Row, Table
+from forebay.transport.base import Log
+from forebay.transport.history.reader import decode_or_none
+
+LIKELY_SHOWN, SHOWN = 15, 20  # the last of those about the prompt's blocks, and with the last of the others
+SCANNED_MAX = 100_000  # records of a topic: digests come every thousand decisions, an idle owner's more often
+READ_MAX = 512
+OVERLAP_TERMS = frozenset({"device_overlap", "host_overlap", "disk_overlap"})
+LOAD_TERMS = frozenset({"prefill_blocks", "decode_blocks", "active_requests"})
+
+
+class Suspicion(msgspec.Struct, kw_only=True):
+    """Events that may be the cause: why these, the last of them, and how many more there are.
+
+    `likely` are about blocks of the prompt; one that should have been, and was changed, is among the `others`.
+    """
+
+    why: str
+    likely: list[EventTold]
+    others: list[EventTold]
+    more: int
+
+
+class _Wanted(NamedTuple):
+    why: str
+    topics: tuple[Topic, ...]
+    admits: Callable[[InputEvent | None], bool]
+
+
+async def suspicion_of(
+    log: Log,
+    partition: int,
+    records: tuple[JournalRecord, JournalRecord | None],
+    table: Table | None,
+    blocks: frozenset[int],
+    since: Mapping[str, tuple[int, int]],
+) -> Suspicion | None:
+    """Who is suspected when these recorded and derived records differ; None when it may be anything.
+
+    `blocks` are those of the prompt, `since` the offsets to look at, by topic. Raises LogError.
+    """
+    wanted = _wanted(records, table, blocks)
+    if wanted is None:
+        return None
+    likely: deque[EventTold] = deque(maxlen=LIKELY_SHOWN)
+    others: deque[EventTold] = deque(maxlen=SHOWN)
+    count = 0
+    for topic in wanted.topics:
+        first, end = since.get(topic.name, (0, 0))
+        offset = max(first, end - SCANNED_MAX)
+        while offset < end and (read := await log.read(topic.name, partition, offset, min(READ_MAX, end - offset))):
+            for record in read:
+                event = decode_or_none(topic, record.value)
+                if wanted.admits(event):
+                    count += 1
+                    of_prompt = _of_prompt(event, blocks)
+                    text = text_of(event) + (f"; {of_prompt} of this prompt" if of_prompt else "")
+                    told = EventTold(topic=topic.name, offset=record.offset, type=tag_of(event), text=text)
+                    (likely if of_prompt else others).append(told)
+            offset = read[-1].offset + 1
+    shown = list(others)[-(SHOWN - len(likely)) :]
+    return Suspicion(why=wanted.why, likely=list(likely), others=shown, more=count - len(likely) - len(shown))
+
+
+def _wanted(
+    records: tuple[JournalRecord, JournalRecord | None], table: Table | None, blocks: frozenset[int]
+) -> _Wanted | None:
+    recorded, derived = records
+    if isinstance(recorded, Advanced) or isinstance(derived, Advanced):
+        return None
+    if table is None or not table.comparable:
+        return _Wanted("another kind of decision, or another request", (CONTROL, FLEET), _any)
+    differing = [row for row in table.rows if row.differs]
+    overlaps = [row for row in differing if OVERLAP_TERMS.intersection(row.differs)]
+    loads = [row for row in differing if LOAD_TERMS.intersection(row.differs)]
+    if overlaps:
+        names = ", ".join(_overlap_text(row) for row in overlaps)
+        ranks = {(row.worker_id, row.rank) for row in overlaps}
+        return _Wanted(f"overlap: {names}", (KV_EVENTS,), lambda event: _rank_of(event) in ranks)
+    if loads:
+        workers = {row.worker_id for row in loads}
+        why = f"load of {', '.join(sorted(workers))}"
+        return _Wanted(why, (PROGRESS, FLEET), lambda event: getattr(event, "worker_id", None) in workers)
+    if differing:
+        return _Wanted("weights", (CONTROL,), _any)
+    if table.recorded_candidates != sum(row.derived is not None for row in table.rows):
+        return _Wanted("who may take a request", (FLEET, CONTROL), _any)
+    if table.digest != table.recorded_digest:
+        why = "terms of a candidate that the journal holds only in its digest"
+        return _Wanted(why, (KV_EVENTS,), lambda event: bool(_of_prompt(event, blocks)))
+    return None
+
+
+def _any(_: InputEvent | None) -> bool:
+    return True
+
+
+def _overlap_text(row: Row) -> str:
+    assert row.derived is not None, "terms differ where there are two"
+    assert row.recorded is not None, "terms differ where there are two"
+    derived, recorded = (
+        f"{terms.device_overlap}+{terms.host_overlap}+{terms.disk_overlap}" for terms in (row.derived, row.recorded)
+    )
+    return f"{row.worker_id}/{row.rank} has {derived} blocks (device+host+disk) as derived, {recorded} as recorded"
+
+
+def _rank_of(event: InputEvent | None) -> tuple[str, int] | None:
+    worker_id, rank = getattr(event, "worker_id", None), getattr(event, "rank", None)
+    return None if worker_id is None or rank is None else (worker_id, rank)
+
+
+def _of_prompt(event: InputEvent | None, blocks: frozenset[int]) -> int:
+    """How many blocks of the prompt a KV event is about."""
+    if not isinstance(event, BlocksStored | BlocksRemoved):
+        return 0
+    return len(blocks.intersection(array_u64(event.sequence_hashes)))

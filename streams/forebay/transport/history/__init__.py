@@ -1,0 +1,1 @@
+"""Read recorded journals, the events that they consumed, and snapshots back from a log."""

@@ -1,0 +1,58 @@
+"""Which groups a log holds, and how their pools were configured: what one asks before asking anything else."""
+
+from forebay.core.state.groups import Groups
+from forebay.core.step import InputEvent
+from forebay.events.codec import DecodeError, decode
+from forebay.events.control import PoolConfigured
+from forebay.events.topics import CONTROL, DECISIONS, GROUPS, SNAPSHOTS
+from forebay.transport.base import Log
+from forebay.transport.directory import PARTITION
+from forebay.transport.history.reader import decode_or_none, snapshots_taken, state_of
+from forebay.transport.sqlite.log import SqliteLog
+
+READ_MAX = 1_000
+
+
+async def groups_of(log: Log) -> dict[str, int]:
+    """The control partition of each group that `log` holds, by name.
+
+    The one group of an embedded log is nowhere placed: its name is its model, or empty when nothing says that yet.
+    Raises LogError.
+    """
+    recording = log.recording if isinstance(log, SqliteLog) else None
+    if recording is not None:
+        return {group.name: group.partition for group in recording.groups}
+    placed = Groups()
+    offset = await log.begin(GROUPS.name, PARTITION)
+    while records := await log.read(GROUPS.name, PARTITION, offset, READ_MAX):
+        for record in records:
+            try:
+                placed.apply(decode(GROUPS, record.value))
+            except DecodeError:  # of somebody else: the directory of a live system passes over it, too
+                continue
+        offset = records[-1].offset + 1
+    if placed.partitions or not isinstance(log, SqliteLog):
+        return dict(sorted(placed.partitions.items()))
+    pools = await pools_of(log, 0)
+    return {pools[0].model if pools else "": 0}
+
+
+async def pools_of(log: Log, partition: int) -> list[PoolConfigured]:
+    """Every configuration of a pool that a group had, as far as the log goes back, the oldest first.
+
+    What was said before the oldest record of `control` stands in the oldest snapshot. Raises LogError.
+    """
+    found: list[PoolConfigured] = []
+    offset = await log.begin(CONTROL.name, partition)
+    if offset:
+        begin, end = await log.begin(DECISIONS.name, partition), await log.end(DECISIONS.name, partition)
+        oldest_chunk = await log.begin(SNAPSHOTS.name, partition)
+        async for _, taken in snapshots_taken(log, partition, begin, end):
+            if taken.first_offset >= oldest_chunk:
+                found += (await state_of(log, partition, taken)).pools
+                break
+    while records := await log.read(CONTROL.name, partition, offset, READ_MAX):
+        events: list[InputEvent | None] = [decode_or_none(CONTROL, record.value) for record in records]
+        found += [event for event in events if isinstance(event, PoolConfigured)]
+        offset = records[-1].offset + 1
+    return found

@@ -1,0 +1,66 @@
+"""The oldest state that a log still holds whole: where readers begin once retention removed the log's beginning."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from forebay.core.world import CORE_VERSION
+from forebay.events.decisions import SnapshotTaken
+from forebay.events.topics import DECISIONS, INPUTS, SNAPSHOTS
+from forebay.transport.base import Log, LogError
+from forebay.transport.history.reader import snapshots_taken, state_of
+
+
+class StoredState(NamedTuple):
+    """A state that can be rebuilt.
+
+    Attributes:
+        offset: the journal offset of the first record after the state.
+        view: the offset up to which each input topic was applied; 0 for topics that are not in it.
+        owner_epoch: the epoch of the owner that sealed the state; -1 before the first claim.
+        core_version: the version of the rules of that owner.
+    """
+
+    offset: int
+    view: Mapping[str, int]
+    owner_epoch: int
+    core_version: int
+
+
+EMPTY_STATE = StoredState(0, {}, -1, CORE_VERSION)
+
+
+async def begins_of(log: Log, partition: int) -> dict[str, int]:
+    """Return the first offset of each topic that a replay needs. Raises LogError."""
+    return {topic.name: await log.begin(topic.name, partition) for topic in (*INPUTS, DECISIONS, SNAPSHOTS)}
+
+
+async def usable_state(log: Log, partition: int, taken: SnapshotTaken, begins: Mapping[str, int]) -> StoredState | None:
+    """Return the state of a snapshot; None if its chunks, or records that were applied after it, are gone.
+
+    Raises LogError.
+    """
+    if taken.journal_offset < begins[DECISIONS.name] or taken.first_offset < begins[SNAPSHOTS.name]:
+        return None
+    state = await state_of(log, partition, taken)
+    view = {run.topic: run.count for run in state.view}
+    if any(view.get(topic.name, 0) < begins[topic.name] for topic in INPUTS):
+        return None
+    return StoredState(taken.journal_offset, view, state.owner_epoch, taken.core_version)
+
+
+async def oldest_state(log: Log, partition: int) -> StoredState:
+    """Return the state that a reader of the whole log begins with: the empty one, or the oldest usable snapshot.
+
+    Raises LogError when the log does not begin at offset 0 and holds no usable snapshot.
+    """
+    begins = await begins_of(log, partition)
+    if not any(begins.values()):
+        return EMPTY_STATE
+    end = await log.end(DECISIONS.name, partition)
+    async for _, taken in snapshots_taken(log, partition, begins[DECISIONS.name], end):
+        state = await usable_state(log, partition, taken, begins)
+        if state is not None:
+            return state
+    raise LogError(
+        f"control partition {partition} no longer holds its beginning, nor a snapshot with all records after it"
+    )

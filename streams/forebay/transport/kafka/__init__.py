@@ -1,0 +1,1 @@
+"""The port `Log` on Apache Kafka and Redpanda."""

@@ -1,0 +1,118 @@
+"""Reads of Kafka at any offset, for recovery and replay: one consumer, one partition at a time.
+
+All partitions but the one that is read are paused; what was fetched ahead stays, so a reader that goes
+page by page through several partitions does not fetch anything twice.
+"""
+
+import asyncio
+
+from aiokafka import TopicPartition
+from aiokafka.errors import KafkaError, OffsetOutOfRangeError
+
+from forebay.transport.base import LogError, Record
+from forebay.transport.kafka.consumer import DenseConsumer
+from forebay.transport.kafka.settings import REQUEST_MS, KafkaSettings
+from forebay.transport.kafka.start import start_whole
+from forebay.transport.kafka.tail import record_of
+from forebay.transport.kafka.writer import explain
+
+POLL_MS = 100  # between two looks whether the rest of the partition was compacted away
+FETCH_BYTES = 4 << 20
+TRIES_MAX = REQUEST_MS // POLL_MS
+
+
+class KafkaReader:
+    """Random reads. Calls from several tasks take turns."""
+
+    def __init__(self, settings: KafkaSettings) -> None:
+        self._settings = settings
+        self._turn = asyncio.Lock()
+        self._starting = asyncio.Lock()
+        self._consumer: DenseConsumer | None = None
+        self._closed = False
+        self._positions: dict[TopicPartition, int] = {}
+        self._ends: dict[TopicPartition, int] = {}
+
+    async def read(self, topic: str, partition: int, offset: int, limit: int) -> list[Record]:
+        """Up to `limit` records from `offset` on, none at the end. Raises LogError."""
+        place = TopicPartition(self._settings.topic(topic), partition)
+        if limit <= 0:
+            return []
+        async with self._turn:
+            try:
+                consumer = await self._started()
+                if offset >= self._ends.get(place, 0):
+                    self._ends[place] = (await consumer.end_offsets([place]))[place]
+                if offset >= self._ends[place]:
+                    return []
+                return await self._fetch(consumer, place, topic, offset, limit)
+            except OffsetOutOfRangeError as error:
+                text = f"{topic}/{partition} no longer holds offset {offset}: see the retention of the topic"
+                raise LogError(text) from error
+            except (KafkaError, OSError) as error:
+                raise LogError(f"{topic}/{partition} cannot be read from Kafka: {explain(error)}") from error
+
+    async def end(self, topic: str, partition: int) -> int:
+        """The offset that the next record will get. Raises LogError."""
+        place = TopicPartition(self._settings.topic(topic), partition)
+        try:
+            consumer = await self._started()
+            end: int = (await consumer.end_offsets([place]))[place]
+        except (KafkaError, OSError) as error:
+            raise LogError(f"the end of {topic}/{partition} cannot be asked of Kafka: {explain(error)}") from error
+        return end
+
+    async def begin(self, topic: str, partition: int) -> int:
+        """The oldest offset that is still there. Raises LogError."""
+        place = TopicPartition(self._settings.topic(topic), partition)
+        try:
+            consumer = await self._started()
+            begin: int = (await consumer.beginning_offsets([place]))[place]
+        except (KafkaError, OSError) as error:
+            raise LogError(f"the start of {topic}/{partition} cannot be asked of Kafka: {explain(error)}") from error
+        return begin
+
+    async def close(self) -> None:
+        """Close the connections."""
+        self._closed = True
+        async with self._starting:
+            if self._consumer is not None:
+                await self._consumer.stop()
+
+    async def _started(self) -> DenseConsumer:
+        async with self._starting:
+            if self._closed:
+                raise LogError("the log is closed")
+            if self._consumer is None:
+                consumer = DenseConsumer(
+                    **self._settings.client_options(),
+                    max_partition_fetch_bytes=FETCH_BYTES,
+                    auto_offset_reset="none",
+                    enable_auto_commit=False,
+                )
+                await start_whole(consumer.start, consumer.stop)
+                self._consumer = consumer
+            return self._consumer
+
+    async def _fetch(
+        self, consumer: DenseConsumer, place: TopicPartition, topic: str, offset: int, limit: int
+    ) -> list[Record]:
+        if place not in consumer.assignment():
+            consumer.assign([*consumer.assignment(), place])
+            consumer.pause(*consumer.assignment())
+            self._positions.clear()
+        if self._positions.get(place) != offset:
+            consumer.seek(place, offset)
+        consumer.resume(place)
+        try:
+            for _ in range(TRIES_MAX):
+                fetched = await consumer.getmany(place, timeout_ms=POLL_MS, max_records=limit)
+                messages = fetched.get(place, [])
+                if messages:
+                    self._positions[place] = messages[-1].offset + 1
+                    return [record_of(topic, message) for message in messages]
+                if await consumer.position(place) >= self._ends[place]:
+                    return []  # a compacted topic may end in records that are no longer there
+        finally:
+            consumer.pause(place)
+        raise LogError(f"{topic}/{place.partition} gives nothing at offset {offset} for {REQUEST_MS} ms")

@@ -1,0 +1,216 @@
+"""The topics on the broker: created with what each needs, and checked before anything relies on them."""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+from aiokafka.errors import KafkaError, TopicAlreadyExistsError, for_code
+
+from forebay.events.topics import (
+    CONTROL,
+    DEAD_LETTERS,
+    DECISIONS,
+    FIXED_TOPICS,
+    FLEET,
+    GROUPS,
+    HEARTBEATS,
+    KV_EVENTS,
+    METRICS,
+    OPENAI_REQUESTS,
+    OPENAI_RESPONSES,
+    PROGRESS,
+    REQUESTS,
+    SHADOW,
+    SNAPSHOTS,
+    TOKENS,
+    Topic,
+    work_topic,
+)
+from forebay.transport.kafka.settings import REQUEST_MS, KafkaSettings, KafkaUnusable
+from forebay.transport.kafka.start import start_whole
+from forebay.transport.kafka.writer import HEADROOM_BYTES, RECORD_BYTES_MAX, explain
+
+logger = logging.getLogger(__name__)
+
+KNOWN_POLL_S = 0.05
+MINUTE_MS = 60_000
+HOUR_MS = 60 * MINUTE_MS
+DAY_MS = 24 * HOUR_MS
+# Of one partition number each: a group's facts and decisions lie side by side.
+CONTROL_TOPICS = (
+    REQUESTS, KV_EVENTS, METRICS, PROGRESS, FLEET, CONTROL, DECISIONS, SNAPSHOTS, SHADOW, HEARTBEATS, DEAD_LETTERS,
+)  # fmt: skip
+RETENTION_MS = {
+    # The first placement of a group stands, so it must stay; compaction would keep the last one.
+    GROUPS.name: -1,
+    # Whoever asks how pools are configured reads it from its beginning; it holds a few records a start.
+    CONTROL.name: -1,
+    # What a snapshot stands for may go; the snapshots outlive it, so that a slice can still be replayed.
+    SNAPSHOTS.name: 8 * DAY_MS,
+    TOKENS.name: DAY_MS,
+    # Readers need seconds of them; the minutes are for people who look after an incident.
+    HEARTBEATS.name: 10 * MINUTE_MS,
+}
+RETENTION_DEFAULT_MS = 7 * DAY_MS
+WORK_RETENTION_MS = DAY_MS
+
+
+class TopicPlan(msgspec.Struct, frozen=True):
+    """How many partitions topics are created with; those that exist keep theirs.
+
+    Attributes:
+        groups: of every control topic, so the most models that are served.
+        slots: of a work topic. The control partitions share them: a model has slots / groups workers of a pool.
+        replies: of `tokens`, so over how many partitions answers spread.
+        door: of `openai-requests` and `openai-responses`.
+        replication: copies of every partition.
+    """
+
+    groups: int = 4
+    slots: int = 256
+    replies: int = 16
+    door: int = 8
+    replication: int = 1
+
+
+class TopicCounts(msgspec.Struct, frozen=True):
+    """What the broker has: partitions by kind of topic. `pools` maps a pool to its slots."""
+
+    groups: int
+    replies: int
+    door: int
+    pools: dict[str, int]
+
+
+def planned(plan: TopicPlan, pools: Sequence[str]) -> list[tuple[Topic, int, dict[str, str]]]:
+    """Every topic with its partitions and configuration on the broker."""
+    counts = {GROUPS.name: 1, TOKENS.name: plan.replies}
+    counts |= dict.fromkeys((OPENAI_REQUESTS.name, OPENAI_RESPONSES.name), plan.door)
+    counts |= dict.fromkeys((topic.name for topic in CONTROL_TOPICS), plan.groups)
+    found = [(topic, counts[topic.name], _config(topic)) for topic in FIXED_TOPICS]
+    return found + [(work_topic(pool), plan.slots, _config(work_topic(pool))) for pool in pools]
+
+
+async def create_topics(settings: KafkaSettings, plan: TopicPlan, pools: Sequence[str]) -> list[str]:
+    """Create what is missing, and wait until the broker knows it; the names that are new.
+
+    Raises KafkaUnusable when the broker refuses.
+    """
+    admin = await _admin(settings)
+    try:
+        created = await _create(admin, settings, plan, pools)
+        await _until_known(admin, created)
+    except (KafkaError, OSError) as error:
+        raise KafkaUnusable(f"the topics cannot be created on {settings.bootstrap}: {explain(error)}") from error
+    finally:
+        await admin.close()
+    return created
+
+
+async def partitions_of(settings: KafkaSettings) -> dict[str, int]:
+    """Every topic of the namespace with its number of partitions. Raises KafkaUnusable."""
+    admin = await _admin(settings)
+    try:
+        described = await admin.describe_topics()
+    except (KafkaError, OSError) as error:
+        raise KafkaUnusable(f"{settings.bootstrap} does not tell its topics: {explain(error)}") from error
+    finally:
+        await admin.close()
+    prefix = settings.topic("")
+    return {
+        one["topic"].removeprefix(prefix): len(one["partitions"])
+        for one in described
+        if one["topic"].startswith(prefix) and not one["error_code"]
+    }
+
+
+async def count_topics(settings: KafkaSettings) -> TopicCounts:
+    """What is there. Raises KafkaUnusable for topics that are missing or do not fit together."""
+    partitions = await partitions_of(settings)
+    missing = [topic.name for topic in FIXED_TOPICS if topic.name not in partitions]
+    if missing:
+        names = ", ".join(settings.topic(name) for name in missing)
+        raise KafkaUnusable(f"{settings.bootstrap} has no topic {names}; run `forebay topics create` once")
+    _require_equal(settings, partitions, [topic.name for topic in CONTROL_TOPICS])
+    if partitions[GROUPS.name] != 1:
+        raise KafkaUnusable(f"{settings.topic(GROUPS.name)} has {partitions[GROUPS.name]} partitions; it must have 1")
+    work = work_topic("").name
+    return TopicCounts(
+        groups=partitions[REQUESTS.name],
+        replies=partitions[TOKENS.name],
+        door=partitions[OPENAI_REQUESTS.name],
+        pools={name.removeprefix(work): count for name, count in partitions.items() if name.startswith(work)},
+    )
+
+
+def _require_equal(settings: KafkaSettings, partitions: dict[str, int], names: list[str]) -> None:
+    counts = {partitions[name] for name in names}
+    if len(counts) > 1:
+        told = ", ".join(f"{settings.topic(name)} {partitions[name]}" for name in names)
+        raise KafkaUnusable(f"the control topics must have equally many partitions, but have: {told}")
+
+
+async def _create(
+    admin: AIOKafkaAdminClient, settings: KafkaSettings, plan: TopicPlan, pools: Sequence[str]
+) -> list[str]:
+    existing = set(await admin.list_topics())
+    wanted = [
+        NewTopic(
+            settings.topic(topic.name),
+            num_partitions=partitions,
+            replication_factor=plan.replication,
+            topic_configs=config,
+        )
+        for topic, partitions, config in planned(plan, pools)
+        if settings.topic(topic.name) not in existing
+    ]
+    if not wanted:
+        return []
+    response = await admin.create_topics(wanted)
+    created = []
+    for name, code, *text in response.topic_errors:
+        kind = for_code(code)
+        if code == 0:
+            created.append(name)
+        elif kind is not TopicAlreadyExistsError:  # another service was first
+            raise KafkaUnusable(f"the topic {name} cannot be created: {text[0] if text and text[0] else kind.__name__}")
+    return created
+
+
+async def _until_known(admin: AIOKafkaAdminClient, names: list[str]) -> None:
+    """A broker answers before it has spread the word, and would deny for a moment what it just made."""
+    async with asyncio.timeout(REQUEST_MS / 1000):
+        while not set(names) <= set(await admin.list_topics()):  # noqa: ASYNC110 - nothing else tells
+            await asyncio.sleep(KNOWN_POLL_S)
+
+
+async def _admin(settings: KafkaSettings) -> AIOKafkaAdminClient:
+    admin = AIOKafkaAdminClient(**settings.client_options())
+    try:
+        await start_whole(admin.start, admin.close)
+    except (KafkaError, OSError) as error:
+        raise unreachable(settings, error) from error
+    return admin
+
+
+def unreachable(settings: KafkaSettings, error: Exception) -> KafkaUnusable:
+    """Why no connection came about, in a sentence."""
+    told = explain(error)
+    hint = "check that it runs and its address"
+    if "sasl_mechanism" in settings.client_options():
+        hint += ", and the user name and password"
+    return KafkaUnusable(f"Kafka at {settings.bootstrap} cannot be used ({told}); {hint}")
+
+
+def _config(topic: Topic) -> dict[str, str]:
+    config: dict[str, Any] = {"max.message.bytes": RECORD_BYTES_MAX + HEADROOM_BYTES}
+    retention = WORK_RETENTION_MS if topic.name.startswith(work_topic("").name) else RETENTION_DEFAULT_MS
+    config["cleanup.policy"] = "delete"
+    config["retention.ms"] = RETENTION_MS.get(topic.name, retention)
+    # Kafka removes closed segments only, and closes one after a week unless told otherwise.
+    if 0 < config["retention.ms"] < DAY_MS:
+        config["segment.ms"] = config["retention.ms"]
+    return {name: str(value) for name, value in config.items()}

@@ -1,0 +1,1 @@
+"""The file format of recordings: manifest, checksums, and the writer."""

@@ -1,0 +1,276 @@
+"""What a recording says that it holds, and the proof that it is as it was written.
+
+Theory of operation. A recording is a slice of a log in one SQLite file: the topic tables of a log, with the partition
+numbers and offsets that the records had, and tables of its own. `forebay_extents` says from where to where each
+partition is held, so that what is missing has a name, with a checksum over its records; `forebay_groups` which groups;
+`forebay_meta` the rest, with a digest over all that. `forebay_seal` holds a digest over the whole file but for its own
+32 digits, so that no byte can change unseen, whatever SQLite thinks of it.
+"""
+
+import sqlite3
+import struct
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import closing
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import msgspec
+from xxhash import xxh3_64, xxh3_128
+
+from forebay.transport.sqlite import schema
+from forebay.transport.sqlite.schema import LogUnusable, MissingRecords
+
+PART = ".part"  # added to the name of a recording that is being written
+UNSEALED = "0" * 32
+_READ_BYTES = 1 << 20  # a multiple of every page size that SQLite has
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_CHECKSUM = struct.Struct("<q")
+
+TABLES = (
+    'CREATE TABLE forebay_extents (topic TEXT NOT NULL, "partition" INTEGER NOT NULL, "first" INTEGER NOT NULL,'
+    ' "end" INTEGER NOT NULL, checksum INTEGER, PRIMARY KEY (topic, "partition")) WITHOUT ROWID',
+    "CREATE TABLE forebay_groups (name TEXT PRIMARY KEY,"
+    ' "partition" INTEGER NOT NULL, "start" INTEGER NOT NULL, "first" INTEGER NOT NULL, "end" INTEGER NOT NULL,'
+    " decisions INTEGER NOT NULL, core_version INTEGER NOT NULL) WITHOUT ROWID",
+    "CREATE TABLE forebay_seal (digest TEXT NOT NULL)",
+)
+
+
+class Extent(msgspec.Struct, frozen=True, order=True):
+    """The records of one partition with offsets from `first` to `end`, that one not included."""
+
+    topic: str
+    partition: int
+    first: int
+    end: int
+
+    @property
+    def count(self) -> int:
+        """How many records."""
+        return self.end - self.first
+
+
+class RecordedGroup(msgspec.Struct, frozen=True, order=True):
+    """One group of a recording.
+
+    Attributes:
+        name: of the group.
+        partition: its control partition.
+        start: the journal offset from which it is derived: 0, or where the snapshot before the window stands.
+        first: the journal offset at which the window begins.
+        end: the journal offset at which the window ends, not included.
+        decisions: of the window.
+        core_version: of the rules that decided; 0 where no record says it.
+    """
+
+    name: str
+    partition: int
+    start: int
+    first: int
+    end: int
+    decisions: int
+    core_version: int
+
+
+class Contents(msgspec.Struct, frozen=True, kw_only=True):
+    """What a recording holds, and what was asked for.
+
+    Attributes:
+        namespace: of the log it is of.
+        source: what that was: `log`, `kafka` or `recording`.
+        from_us: when the first journal record of the window was appended, microseconds since 1970.
+        to_us: when the last one was.
+        groups: sorted.
+        extents: sorted, one for each partition held; some may be empty.
+        asked: what the command said that made it, by option.
+        anonymized: whether what people wrote was left out.
+        content: digest of all that and of every record; empty while the recording is being written.
+    """
+
+    namespace: str
+    source: str
+    from_us: int
+    to_us: int
+    groups: tuple[RecordedGroup, ...]
+    extents: tuple[Extent, ...]
+    asked: Mapping[str, str] = {}
+    anonymized: bool = False
+    content: str = ""
+
+
+def utc(at_us: int) -> str:
+    """A time as ISO 8601 with microseconds, in UTC."""
+    return (_EPOCH + timedelta(microseconds=at_us)).isoformat(timespec="microseconds")
+
+
+def microseconds(text: str) -> int:
+    """The inverse of `utc`. Raises ValueError."""
+    return (datetime.fromisoformat(text) - _EPOCH) // timedelta(microseconds=1)
+
+
+def content_digest(contents: Contents, checksums: Mapping[Extent, int]) -> str:
+    """XXH3-128 over what a recording holds. Two recordings of the same records have the same, when and however made."""
+    told = (
+        contents.namespace,
+        contents.source,
+        contents.from_us,
+        contents.to_us,
+        contents.anonymized,
+        contents.groups,
+        [(extent, checksums[extent]) for extent in contents.extents],
+    )
+    return xxh3_128(msgspec.json.encode(told)).hexdigest()
+
+
+def is_recording(db: sqlite3.Connection) -> bool:
+    """Whether there are tables of a recording."""
+    query = "SELECT count(*) FROM sqlite_master WHERE name IN ('forebay_extents', 'forebay_groups', 'forebay_seal')"
+    (found,) = db.execute(query).fetchone()
+    return bool(found)
+
+
+def read_contents(db: sqlite3.Connection, path: Path) -> Contents:
+    """What a finished recording says of itself, held against its digest. Raises LogUnusable."""
+    (size,) = db.execute("SELECT page_count * page_size FROM pragma_page_count, pragma_page_size").fetchone()
+    if path.stat().st_size != size:
+        raise LogUnusable(f"{path}: is damaged or cut off (it should have {size} bytes); restore a copy")
+    contents, complete, checksums = read_tables(db, path)
+    if not complete:
+        raise LogUnusable(
+            f"{path}: is a recording that was not finished; run the `forebay record` command that began it again"
+        )
+    if None in checksums.values() or content_digest(contents, _known(checksums)) != contents.content:
+        raise LogUnusable(f"{path}: what it says of itself was damaged or edited; restore a copy")
+    return contents
+
+
+def read_tables(db: sqlite3.Connection, path: Path) -> tuple[Contents, bool, dict[Extent, int | None]]:
+    """What a recording says of itself, whether it is complete, and the checksums of its extents.
+
+    Raises LogUnusable for tables that say nothing of the kind.
+    """
+    try:
+        meta = schema.read_meta(db)
+        extents = db.execute('SELECT topic, "partition", "first", "end", checksum FROM forebay_extents').fetchall()
+        groups = db.execute(
+            'SELECT name, "partition", "start", "first", "end", decisions, core_version FROM forebay_groups'
+        ).fetchall()
+        checksums = {
+            Extent(*msgspec.convert(row[:4], tuple[str, int, int, int])): msgspec.convert(row[4], int | None)
+            for row in extents
+        }
+        contents = Contents(
+            namespace=meta["namespace"],
+            source=meta["source"],
+            from_us=microseconds(meta["from"]),
+            to_us=microseconds(meta["to"]),
+            groups=tuple(
+                sorted(RecordedGroup(*msgspec.convert(row, tuple[str, int, int, int, int, int, int])) for row in groups)
+            ),
+            extents=tuple(sorted(checksums)),
+            asked=msgspec.json.decode(meta["asked"], type=dict[str, str]),
+            anonymized=_FLAGS[meta["anonymized"]],
+            content=meta["content"],
+        )
+        complete = _FLAGS[meta["complete"]]
+    except (sqlite3.Error, KeyError, ValueError, OverflowError, msgspec.MsgspecError) as error:
+        raise LogUnusable(f"{path}: what it says of itself cannot be read ({error}); restore a copy") from error
+    return contents, complete, checksums
+
+
+_FLAGS = {"yes": True, "no": False}
+
+
+def extent_checksum(db: sqlite3.Connection, extent: Extent) -> int:
+    """XXH3-64 over the checksums of an extent's records, signed, each of them held against its record first.
+
+    Raises CorruptRecord or MissingRecords.
+    """
+    base = extent.partition << schema.OFFSET_BITS
+    hasher = xxh3_64()
+    expected = extent.first
+    span = (base + extent.first, base + extent.end - 1, extent.count)
+    with closing(db.execute(schema.select_rows(extent.topic), span)) as rows:
+        for row in rows:
+            record = schema.decode_row(extent.topic, extent.partition, row)
+            if record.offset != expected:
+                raise MissingRecords(extent.topic, extent.partition, expected, record.offset - 1)
+            hasher.update(_CHECKSUM.pack(row[5]))
+            expected += 1
+    if expected < extent.end:
+        raise MissingRecords(extent.topic, extent.partition, expected, extent.end - 1)
+    return schema.signed(hasher.intdigest())
+
+
+def require_sealed(db: sqlite3.Connection, path: Path) -> None:
+    """Refuse a recording of which any byte is not as it was written (LogError), naming what changed if it can be."""
+    try:
+        digest, hole = _seal_of(db, path)
+        if digest != UNSEALED and file_digest(path, hole, len(digest)) == digest:
+            return
+        _name_damage(db, path)
+    except schema.UNREADABLE as error:
+        raise LogUnusable(f"{path}: is damaged ({error}); restore a copy") from error
+    except OSError as error:
+        raise LogUnusable(f"{path}: cannot be read ({error.strerror}); restore a copy") from error
+    raise LogUnusable(f"{path}: was changed after it was written, though its records are as they were; restore a copy")
+
+
+def seal(path: Path) -> None:
+    """Write the digest of a file into it; no connection may be open. Raises LogUnusable, sqlite3.Error or OSError."""
+    with closing(schema.connect(path, readonly=True)) as db:
+        digest, hole = _seal_of(db, path)
+    found = file_digest(path, hole, len(digest))
+    with path.open("r+b") as file:
+        file.seek(hole)
+        file.write(found.encode())
+
+
+def file_digest(path: Path, hole: int, length: int) -> str:
+    """XXH3-128 of a file, as if the `length` bytes at `hole`, within one page of it, were zeros. Raises OSError."""
+    hasher = xxh3_128()
+    position = 0
+    with path.open("rb") as file:
+        while chunk := file.read(_READ_BYTES):
+            start = hole - position
+            if 0 <= start < len(chunk):
+                chunk = chunk[:start] + bytes(length) + chunk[start + length :]
+            hasher.update(chunk)
+            position += len(chunk)
+    return hasher.hexdigest()
+
+
+def _seal_of(db: sqlite3.Connection, path: Path) -> tuple[str, int]:
+    """The digest that a file holds, and where in the file. It stands in a page of its table alone."""
+    found = db.execute("SELECT digest FROM forebay_seal").fetchall()
+    roots = db.execute("SELECT rootpage FROM sqlite_master WHERE name = 'forebay_seal'").fetchall()
+    (page_bytes,) = db.execute("PRAGMA page_size").fetchone()
+    if len(found) != 1 or len(roots) != 1 or not isinstance(found[0][0], str) or not found[0][0]:
+        raise LogUnusable(f"{path}: its seal is damaged; restore a copy")
+    digest = found[0][0]
+    start = (roots[0][0] - 1) * page_bytes
+    with path.open("rb") as file:
+        file.seek(start)
+        page = file.read(page_bytes)
+    if page.count(digest.encode()) != 1:
+        raise LogUnusable(f"{path}: its seal is damaged; restore a copy")
+    return digest, start + page.index(digest.encode())
+
+
+def _name_damage(db: sqlite3.Connection, path: Path) -> None:
+    """Raise what can be said of a recording that is not as it was written, if anything can."""
+    _, _, checksums = read_tables(db, path)
+    held: Counter[str] = Counter()
+    for extent, checksum in checksums.items():
+        held[extent.topic] += extent.count
+        if extent_checksum(db, extent) != checksum:
+            raise LogUnusable(f"{path}: records of {extent.topic}/{extent.partition} were replaced; restore a copy")
+    for topic, count in held.items():
+        (rows,) = db.execute(f'SELECT count(*) FROM "{topic}"').fetchone()  # noqa: S608 - a name just read from
+        if rows != count:
+            raise LogUnusable(f"{path}: {topic} has {rows} records where {count} were written; restore a copy")
+
+
+def _known(checksums: Mapping[Extent, int | None]) -> dict[Extent, int]:
+    return {extent: checksum for extent, checksum in checksums.items() if checksum is not None}

@@ -1,0 +1,258 @@
+"""Writes a recording: as OUT.part, page by page, so that what ended early goes on where it was; renamed to OUT.
+
+Each page is a transaction that survives kill -9, but not a power loss: fsync comes at the end, after every record has
+been read again and held against its checksum. An exclusive lock of SQLite keeps other processes out of OUT.part.
+"""
+
+import os
+import sqlite3
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from importlib.metadata import version
+from pathlib import Path
+from typing import Self
+
+import msgspec
+
+from forebay.transport.base import LogError, Record
+from forebay.transport.recording import manifest as recording
+from forebay.transport.recording.manifest import PART, UNSEALED, Contents, Extent
+from forebay.transport.sqlite import schema
+from forebay.transport.sqlite.log import LogUnusable, MissingRecords, SqliteLog
+
+
+class RecordingWriter:
+    """One recording on its way. Used from one thread; `close` it whatever happens, it can be resumed.
+
+    Attributes:
+        contents: what it will hold.
+        complete: all of it is written and checked; somebody may be sealing it, without a lock.
+        log: what was written so far, to be read; its partitions end where writing stands.
+    """
+
+    def __init__(self, db: sqlite3.Connection, out: Path, contents: Contents, *, complete: bool = False) -> None:
+        self.contents = contents
+        self.complete = complete
+        self.log = SqliteLog(db, part_of(out), None, contents.namespace, contents)
+        self._db = db
+        self._out = out
+        self._extents = {(extent.topic, extent.partition): extent for extent in contents.extents}
+        self._positions = {
+            place: max(extent.first, schema.partition_end(db, *place)) for place, extent in self._extents.items()
+        }
+
+    @classmethod
+    def create(cls, out: Path, contents: Contents) -> Self:
+        """Begin a recording at `out`. Raises LogUnusable when it exists, or somebody writes it."""
+        require_free(out)
+        part = part_of(out)
+        with _explained(part):
+            db = _locked(part)
+            try:
+                if schema.check_format(db, part):
+                    raise LogUnusable(f"{part}: exists already; remove it or choose another path")
+                _initialise(db, contents)
+                return cls(db, out, contents)
+            except BaseException:
+                db.close()
+                raise
+
+    @classmethod
+    def resume(cls, out: Path, asked: Mapping[str, str]) -> Self | None:
+        """Go on with a recording that was begun by the same command; None when none was begun.
+
+        Raises LogUnusable for one that another command began, and what `create` raises.
+        """
+        require_free(out)
+        part = part_of(out)
+        if not part.exists():
+            return None
+        with _explained(part):
+            db = _locked(part)
+            try:
+                require_free(out)  # whoever held the lock may have finished meanwhile
+                if not schema.check_format(db, part):  # it ended before its first transaction
+                    db.close()
+                    return None
+                if not recording.is_recording(db):
+                    raise LogUnusable(f"{part}: is a log, no recording on its way; remove it or choose another path")
+                contents, complete, _ = recording.read_tables(db, part)
+                _require_same(part, contents.asked, asked)
+                return cls(db, out, contents, complete=complete)
+            except BaseException:
+                db.close()
+                raise
+
+    @property
+    def total(self) -> int:
+        """How many records it will hold."""
+        return sum(extent.count for extent in self.contents.extents)
+
+    @property
+    def done(self) -> int:
+        """How many of them are written."""
+        return sum(self._positions[place] - extent.first for place, extent in self._extents.items())
+
+    def position(self, extent: Extent) -> int:
+        """The offset of the next record of an extent."""
+        return self._positions[extent.topic, extent.partition]
+
+    def write(self, records: Sequence[Record]) -> None:
+        """Write records, of each extent the next ones, in one transaction.
+
+        Raises MissingRecords when one is left out, LogError when the disk is full.
+        """
+        positions = dict(self._positions)
+        rows: dict[str, list[schema.Row]] = {}
+        for record in records:
+            place = record.topic, record.partition
+            if record.offset != positions[place]:
+                raise MissingRecords(*place, positions[place], record.offset - 1)
+            assert record.offset < self._extents[place].end, "records are written up to the end of their extent"
+            positions[place] += 1
+            rows.setdefault(record.topic, []).append(_row(record))
+        with _explained(part_of(self._out)):
+            self._db.execute("BEGIN")
+            for topic, topic_rows in rows.items():
+                self._db.executemany(schema.insert_row(topic), topic_rows)
+            self._db.execute("COMMIT")
+        self._positions = positions
+
+    def finish(self) -> Contents:
+        """Check and seal what was written, and give it its name; what it holds. Closes the writer.
+
+        Raises CorruptRecord or MissingRecords when the disk did not keep it, LogError when it fails.
+        """
+        assert self.done == self.total, "all is written"
+        part = part_of(self._out)
+        with _explained(part):
+            checksums = {extent: recording.extent_checksum(self._db, extent) for extent in self.contents.extents}
+            self.contents = msgspec.structs.replace(
+                self.contents, content=recording.content_digest(self.contents, checksums)
+            )
+            if not self.complete:
+                self._say_complete(checksums)
+            self.close()
+            recording.seal(part)
+            _sync(part)
+            require_free(self._out)
+            part.rename(self._out)
+            with suppress(OSError):  # some file systems sync no folders
+                _sync(self._out.parent)
+        return self.contents
+
+    def _say_complete(self, checksums: Mapping[Extent, int]) -> None:
+        self._db.execute("BEGIN")
+        self._db.executemany(
+            'UPDATE forebay_extents SET checksum = ? WHERE topic = ? AND "partition" = ?',
+            [(checksum, extent.topic, extent.partition) for extent, checksum in checksums.items()],
+        )
+        told = {"content": self.contents.content, "complete": "yes"}
+        self._db.executemany("UPDATE forebay_meta SET value = ? WHERE key = ?", [(v, k) for k, v in told.items()])
+        self._db.execute("COMMIT")
+
+    def close(self) -> None:
+        """Let others at the file; closing twice is fine."""
+        self.log.close()
+
+
+def part_of(out: Path) -> Path:
+    """Where a recording is while it is being written."""
+    return out.with_name(out.name + PART)
+
+
+def require_free(out: Path) -> None:
+    """Refuse a path where a recording cannot be made (LogUnusable): nothing is ever overwritten."""
+    for path in (out, part_of(out)):
+        schema.check_place(path, readonly=False)
+    if os.path.lexists(out):
+        raise LogUnusable(f"{out}: exists already; remove it or choose another path")
+
+
+def _row(record: Record) -> schema.Row:
+    headers = schema.encode_headers(record.headers)
+    place = record.topic, record.partition, record.offset
+    return (
+        (record.partition << schema.OFFSET_BITS) | record.offset,
+        record.at_us,
+        record.key,
+        None if headers is None else headers.decode(),
+        record.value,
+        schema.checksum(*place, record.at_us, record.key, headers, record.value),
+    )
+
+
+def _initialise(db: sqlite3.Connection, contents: Contents) -> None:
+    """Everything but the records, in one transaction: from here on it can be resumed."""
+    db.execute("BEGIN")
+    for statement in recording.TABLES:
+        db.execute(statement)
+    for topic in sorted({extent.topic for extent in contents.extents}):
+        db.execute(schema.create_table(topic))
+    db.executemany(
+        "INSERT INTO forebay_extents VALUES (?, ?, ?, ?, NULL)",
+        [msgspec.structs.astuple(extent) for extent in contents.extents],
+    )
+    db.executemany(
+        "INSERT INTO forebay_groups VALUES (?, ?, ?, ?, ?, ?, ?)",
+        [msgspec.structs.astuple(group) for group in contents.groups],
+    )
+    db.execute("INSERT INTO forebay_seal VALUES (?)", (UNSEALED,))
+    meta = {
+        "namespace": contents.namespace,
+        "source": contents.source,
+        "forebay": version("forebay"),
+        "from": recording.utc(contents.from_us),
+        "to": recording.utc(contents.to_us),
+        "asked": msgspec.json.encode(contents.asked).decode(),
+        "anonymized": "yes" if contents.anonymized else "no",
+        "complete": "no",
+        "content": "",
+    }
+    schema.create_meta(db, schema.RECORDING_VERSION, meta)
+    db.execute("COMMIT")
+
+
+def _locked(part: Path) -> sqlite3.Connection:
+    """The database of a recording on its way, for this process alone. Raises sqlite3.Error."""
+    db = schema.connect(part, readonly=False)
+    try:
+        db.execute("PRAGMA locking_mode = EXCLUSIVE")
+        db.execute("PRAGMA synchronous = OFF")
+        db.execute("BEGIN EXCLUSIVE")
+        db.execute("COMMIT")
+    except BaseException:
+        db.close()
+        raise
+    return db
+
+
+def _require_same(part: Path, begun: Mapping[str, str], asked: Mapping[str, str]) -> None:
+    for name in sorted({*begun, *asked}):
+        before, now = begun.get(name), asked.get(name)
+        if before != now:
+            told = f"{name} {before or 'not given'}, now {now or 'not given'}"
+            raise LogUnusable(f"{part}: was begun by another command ({told}); repeat that one, or remove the file")
+
+
+@contextmanager
+def _explained(part: Path) -> Iterator[None]:
+    """What the disk or another process refuses, said so that it can be mended."""
+    try:
+        yield
+    except sqlite3.OperationalError as error:
+        if schema.code_of(error) == sqlite3.SQLITE_BUSY:
+            raise LogUnusable(f"{part}: another process writes it; wait for that one") from error
+        raise LogError(f"{part}: cannot be written ({error}); free disk space, then run the command again") from error
+    except schema.UNREADABLE as error:
+        raise LogUnusable(f"{part}: cannot be read ({error}); remove it, then run the command again") from error
+    except OSError as error:
+        raise LogError(f"{part}: cannot be written ({error.strerror}); check the disk, then run again") from error
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

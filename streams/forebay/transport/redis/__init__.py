@@ -1,0 +1,1 @@
+"""The port `Leases` on Redis, and its embedded twin."""

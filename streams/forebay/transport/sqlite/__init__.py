@@ -1,0 +1,1 @@
+"""The port `Log` on one SQLite file: the embedded log."""

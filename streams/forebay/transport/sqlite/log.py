@@ -1,0 +1,498 @@
+"""The embedded log: one SQLite file (or memory) that is also the recording; any SQLite client opens it.
+
+It survives kill -9, not power loss: commits reach the operating system, fsync comes with checkpoints.
+The writer is the event-loop thread, with group commit: what one loop iteration appends is one
+transaction. A writer thread would be slower: CPython's sqlite3 lets go of the GIL at every row, and
+getting it back under load takes up to the 5 ms switch interval, where the row itself takes 5 us.
+"""
+
+import asyncio
+import contextlib
+import logging
+import sqlite3
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Self
+
+from forebay.transport.base import Draft, LogError, Record, Wake
+from forebay.transport.recording.manifest import Contents, Extent, require_sealed
+from forebay.transport.sqlite import schema
+from forebay.transport.sqlite.checkpoint import Checkpointer, fold
+from forebay.transport.sqlite.open import open_file
+from forebay.transport.sqlite.schema import CorruptRecord, LogUnusable, MissingRecords, TrimmedRecords
+from forebay.transport.sqlite.tail import TAIL_BYTES_MAX, Partition, SqliteTail
+
+__all__ = ["CorruptRecord", "LogUnusable", "MissingRecords", "SqliteLog", "SqliteTail", "TrimmedRecords"]
+
+RECORD_BYTES_MAX = 16 << 20  # what the topics of a broker are configured to take
+TRIM_PAGES = 4  # that a deletion changes at least: the table's first leaf, the list of free pages, the starts
+
+logger = logging.getLogger(__name__)
+
+Pending = tuple[Partition, int, Draft, bytes | None]
+Waiter = tuple[asyncio.Future[list[int]], list[int]]
+
+
+class SqliteLog:
+    """`Log` on SQLite. Used from the thread that opened it; appends need a running event loop.
+
+    Attributes:
+        recording: what the file holds when it is a recording; None for a log that began at offset 0.
+    """
+
+    def __init__(
+        self,
+        db: sqlite3.Connection,
+        path: Path | None,
+        lock: schema.WriterLock | None,
+        namespace: str,
+        recording: Contents | None = None,
+    ) -> None:
+        self.namespace = namespace
+        self.recording = recording
+        self.on_failure: Callable[[LogError], None] | None = None
+        self._name = "the log in memory" if path is None else str(path)
+        self._path = path
+        self._db = db
+        self._lock = lock
+        self._readonly = path is not None and lock is None
+        self._failure: LogError | None = None
+        self._closed = False
+        self._partitions: dict[tuple[str, int], Partition] = {}
+        extents = () if recording is None else recording.extents
+        self._extents = {(extent.topic, extent.partition): extent for extent in extents}
+        self._tables = set(schema.table_names(db))
+        self._starts = schema.read_starts(db)
+        self._pending: list[Pending] = []
+        self._waiters: list[Waiter] = []
+        self._scheduled: asyncio.AbstractEventLoop | None = None
+        self._checkpointer = None if path is None or self._readonly else Checkpointer(path)
+
+    @classmethod
+    def open(
+        cls,
+        path: Path | str | None,
+        *,
+        namespace: str = "forebay",
+        readonly: bool = False,
+        lock: schema.WriterLock | None = None,
+    ) -> Self:
+        """Open or create the log at `path`; None keeps it in memory.
+
+        A read-only log takes no lock, works beside a live writer, and has the namespace of the file. A recording
+        opens only so. A writer takes the lock of the file unless the caller passes the `lock` that it already holds;
+        the log releases the lock when it closes, or when it cannot be opened.
+        Raises LogUnusable with a one-line reason.
+        """
+        if path is None:
+            assert not readonly, "a log in memory has one user, and it writes"
+            db = schema.connect(None, readonly=False)
+            schema.initialise(db, namespace)
+            db.execute(schema.SECURE_DELETE)
+            return cls(db, None, None, namespace)
+        path = Path(path)
+        try:
+            schema.check_place(path, readonly=readonly)
+            if lock is None and not readonly:
+                lock = schema.WriterLock(path)
+            db, namespace, recording = open_file(path, namespace, readonly=readonly)
+            return cls(db, path, lock, namespace, recording)
+        except BaseException:
+            if lock is not None:
+                lock.close()
+            raise
+
+    @property
+    def failure(self) -> LogError | None:
+        """Why the log takes no more records; None while it does."""
+        return self._failure
+
+    async def append(self, drafts: Sequence[Draft]) -> list[int]:
+        """Append all or none, in order, in one transaction; the offsets once they are committed.
+
+        Offsets are given in the order of calls. A caller that is cancelled has still appended.
+        Raises LogError when the commit failed, and on every later call; ValueError for a draft
+        that no log takes (topic name, partition, size), and then nothing is appended.
+        """
+        loop = asyncio.get_running_loop()
+        offsets = self._enqueue(drafts, loop)
+        if not offsets:
+            return offsets
+        committed: asyncio.Future[list[int]] = loop.create_future()
+        self._waiters.append((committed, offsets))
+        return await committed
+
+    def append_soon(self, drafts: Sequence[Draft]) -> None:
+        """Append without waiting; as `append` otherwise. A later failure shows in `failure`."""
+        self._enqueue(drafts, asyncio.get_running_loop())
+
+    def tail(self, topic: str, partition: int, offset: int, wake: Wake) -> SqliteTail:
+        """Follow a partition from `offset`, which may lie in the past or the future."""
+        self._require_open()
+        place = self._partition(topic, partition)
+        tail = SqliteTail(place, offset, wake, self._fetch, pushed=not self._readonly)
+        if len(tail):
+            wake.set()
+        return tail
+
+    async def read(self, topic: str, partition: int, offset: int, limit: int) -> list[Record]:
+        """As `records`, but fewer when they are large: the file is at hand, so nothing is awaited."""
+        return self._fetch(self._partition(topic, partition), offset, limit, TAIL_BYTES_MAX)
+
+    async def begin(self, topic: str, partition: int) -> int:
+        """The offset of the oldest record that `trim` has left; a recording begins where it says.
+
+        Raises LogError for a partition that a recording does not hold.
+        """
+        extent = self._extent(topic, partition)
+        return self._start_of(topic, partition) if extent is None else extent.first
+
+    async def end(self, topic: str, partition: int) -> int:
+        """As `next_offset`."""
+        return self.next_offset(topic, partition)
+
+    def records(self, topic: str, partition: int, offset: int, limit: int) -> list[Record]:
+        """Up to `limit` committed records from `offset` on; empty at the end.
+
+        Raises CorruptRecord or MissingRecords when any of them is not as it was written, and LogError for what a
+        recording does not hold.
+        """
+        return self._fetch(self._partition(topic, partition), offset, limit, None)
+
+    def next_offset(self, topic: str, partition: int) -> int:
+        """The offset that the next record will get; everything before it can be read.
+
+        Commits what is pending: a reader that loops up to the end must not wait for the event loop.
+        """
+        place = self._partition(topic, partition)
+        self._require_open()
+        if self._readonly:
+            self._look(place)
+        elif self._pending:
+            self._commit()
+        if self._failure is not None:
+            return place.committed
+        return place.next_offset
+
+    def topics(self) -> list[tuple[str, int, int]]:
+        """Every (topic, partition, end) that has records, sorted."""
+        self._require_open()
+        if self.recording is not None:
+            return [(extent.topic, extent.partition, extent.end) for extent in self.recording.extents if extent.count]
+        if self._pending:
+            self._commit()
+        with self._reading():
+            return [
+                (topic, partition, end)
+                for topic in schema.table_names(self._db)
+                for partition, end in schema.partition_ends(self._db, topic)
+            ]
+
+    def trim(self, topic: str, partition: int, before: int, count_max: int) -> int:
+        """Delete the oldest records of a partition, those before offset `before`; return how many were deleted.
+
+        At most `count_max` records, in one transaction, so that a crash leaves a log that begins either before or
+        after them. Records that a tail of this process has not taken stay, and all while commits wait for a checkpoint.
+        Reads below the new start raise TrimmedRecords; later appends use the free pages. Raises LogError.
+        """
+        self._require_open()
+        if self._failure is not None:
+            raise LogError(str(self._failure))
+        assert not self._readonly, "a reader deletes nothing"
+        place = self._partition(topic, partition)
+        first = self._start_of(topic, partition)
+        unread = min((tail.position for tail in place.tails), default=place.committed)
+        end = min(before, unread, place.committed, first + count_max)
+        if end <= first or (self._checkpointer is not None and self._checkpointer.holding):
+            return 0
+        if self._pending:
+            self._commit()
+        try:
+            schema.trim(self._db, topic, partition, first, end)
+        except sqlite3.Error as error:
+            self._fail(error)
+            raise LogError(str(self._failure)) from error
+        self._starts[topic, partition] = end
+        if self._checkpointer is not None:
+            self._checkpointer.grew(0, TRIM_PAGES)
+        return end - first
+
+    def starts(self) -> dict[tuple[str, int], int]:
+        """Return the first offset of each partition that was trimmed, by topic and partition."""
+        self._require_open()
+        if self._readonly and self.recording is None:
+            with self._reading():
+                self._starts = schema.read_starts(self._db)
+        return dict(self._starts)
+
+    def bytes_used(self) -> tuple[int, int]:
+        """Bytes that records take, and bytes of the file with its free pages; both without the write-ahead log."""
+        self._require_open()
+        (pages,), (free,), (size,) = (
+            self._db.execute(f"PRAGMA {name}").fetchone() for name in ("page_count", "freelist_count", "page_size")
+        )
+        return (pages - free) * size, pages * size
+
+    def check(self) -> None:
+        """Refuse a file that is not as it was written (LogError); reads all of it.
+
+        Of a recording any changed byte is found, of a log what SQLite finds; its records are checked when read.
+        """
+        self._require_open()
+        if self._path is None:
+            return
+        if self.recording is not None:
+            require_sealed(self._db, self._path)
+            return
+        with self._reading():
+            (found,) = self._db.execute("PRAGMA quick_check(1)").fetchone()
+        if found != "ok":
+            raise LogError(f"{self._name}: is damaged ({' '.join(found.split())}); restore a copy")
+
+    def check_ends(self) -> None:
+        """Refuse a log that appends would damage further (LogError): its structure, and the end of each partition.
+
+        Reads one record per partition, however long the log is.
+        """
+        with self._reading():
+            schema.check_structure(self._db)
+        for topic, partition, end in self.topics():
+            first = self._start_of(topic, partition)
+            if first < end:
+                self._fetch(self._partition(topic, partition), end - 1, 1, None)
+
+    def refresh(self) -> bool:
+        """Look for what another process appended and wake every tail that has records; whether any has."""
+        self._require_open()
+        wakes: dict[int, Wake] = {}
+        for place in self._partitions.values():
+            if place.tails:
+                self._look(place)
+                wakes.update((id(tail.wake), tail.wake) for tail in place.tails if len(tail))
+        for wake in wakes.values():
+            wake.set()
+        return bool(wakes)
+
+    def close(self) -> None:
+        """Commit what is pending, fold the WAL into the file and let the next writer in."""
+        if self._closed:
+            return
+        if self._checkpointer is not None:
+            self._checkpointer.close()
+        if self._pending:
+            self._commit()
+        self._closed = True
+        if self._checkpointer is not None and self._failure is None:
+            fold(self._db)
+        self._db.close()
+        if self._lock is not None:
+            self._lock.close()
+
+    def _enqueue(self, drafts: Sequence[Draft], loop: asyncio.AbstractEventLoop) -> list[int]:
+        if self._failure is not None:
+            raise LogError(str(self._failure))
+        self._require_open()
+        if self._readonly:
+            raise LogError(f"{self._name}: was opened read-only")
+        checked = [self._check(draft) for draft in drafts]
+        offsets: list[int] = []
+        for place, draft, headers in checked:
+            offset = place.next_offset
+            place.next_offset = offset + 1
+            offsets.append(offset)
+            self._pending.append((place, offset, draft, headers))
+        if self._scheduled is not loop:
+            self._scheduled = loop
+            loop.call_soon(self._flush)
+        return offsets
+
+    def _check(self, draft: Draft) -> tuple[Partition, Draft, bytes | None]:
+        place = self._partition(draft.topic, draft.partition)
+        headers = schema.encode_headers(draft.headers)
+        size = len(draft.value) + len(draft.key or b"") + len(headers or b"")
+        if size > RECORD_BYTES_MAX:
+            raise ValueError(f"{draft.topic}: a record of {size} bytes; the limit is {RECORD_BYTES_MAX}")
+        return place, draft, headers
+
+    def _partition(self, topic: str, partition: int) -> Partition:
+        place = self._partitions.get((topic, partition))
+        if place is None:
+            schema.require_topic(topic)
+            if not 0 <= partition < schema.PARTITIONS_MAX:
+                raise ValueError(f"{topic}: partition {partition} is not in 0 to {schema.PARTITIONS_MAX - 1}")
+            self._require_open()
+            end = self._stored_end(topic, partition)
+            place = self._partitions[topic, partition] = Partition(topic, partition, end)
+        return place
+
+    def _stored_end(self, topic: str, partition: int) -> int:
+        extent = self._extent(topic, partition)
+        if extent is not None and self.recording is not None and self.recording.content:
+            return extent.end
+        with self._reading():
+            end = schema.partition_end(self._db, topic, partition) if self._has_table(topic) else 0
+        return max(self._start_of(topic, partition) if extent is None else extent.first, end)
+
+    def _start_of(self, topic: str, partition: int) -> int:
+        """Where a partition of a log begins; a reader looks for what the writer has trimmed."""
+        starts = self.starts() if self._readonly else self._starts
+        return starts.get((topic, partition), 0)
+
+    def _extent(self, topic: str, partition: int) -> Extent | None:
+        """Where a recording holds a partition; None for a log. Raises LogError."""
+        if self.recording is None:
+            return None
+        extent = self._extents.get((topic, partition))
+        if extent is None:
+            raise LogError(f"{self._name}: {topic}/{partition} was not recorded")
+        return extent
+
+    def _has_table(self, topic: str) -> bool:
+        if self._readonly and topic not in self._tables:
+            self._tables.update(schema.table_names(self._db))
+        return topic in self._tables
+
+    def _look(self, place: Partition) -> None:
+        """Read-only: find the end that the writer has reached."""
+        if self._readonly:
+            place.committed = place.next_offset = self._stored_end(place.topic, place.number)
+
+    def _fetch(self, place: Partition, offset: int, limit: int, bytes_max: int | None) -> list[Record]:
+        assert offset >= 0
+        self._require_open()
+        topic, number = place.topic, place.number
+        extent = self._extent(topic, number)
+        if extent is not None and offset < extent.first:
+            raise LogError(f"{self._name}: {topic}/{number} begins at offset {extent.first}; {offset} was not recorded")
+        base = number << schema.OFFSET_BITS
+        end = schema.OFFSETS_MAX if extent is None else extent.end
+        span = (base + offset, base + end - 1, max(0, limit))
+        records: list[Record] = []
+        size = 0
+        with self._reading():
+            if not self._has_table(topic):
+                return []
+            # An unfinished statement would keep the WAL from starting over, hence the closing.
+            with contextlib.closing(self._db.execute(schema.select_rows(topic), span)) as rows:
+                for row in rows:
+                    record = schema.decode_row(topic, number, row)
+                    expected = offset + len(records)
+                    if record.offset != expected:
+                        self._require_untrimmed(topic, number, expected)
+                        raise MissingRecords(topic, number, expected, record.offset - 1)
+                    records.append(record)
+                    size += len(record.value)
+                    if bytes_max is not None and size >= bytes_max:
+                        return records
+        past = offset + len(records)
+        if not records:
+            self._require_untrimmed(topic, number, offset)
+        if len(records) < limit and past < place.committed:
+            raise MissingRecords(topic, number, past, place.committed - 1)
+        return records
+
+    def _require_untrimmed(self, topic: str, number: int, offset: int) -> None:
+        """Raise TrimmedRecords for an offset before the start, also if the writer moved it after the read began."""
+        first = 0 if self.recording is not None else self._start_of(topic, number)
+        if offset < first:
+            raise TrimmedRecords(topic, number, offset, first)
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        try:
+            yield
+        except schema.UNREADABLE as error:
+            raise LogError(f"{self._name}: cannot be read ({error}); restore a copy") from error
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise LogError(f"{self._name}: is closed")
+
+    def _flush(self) -> None:
+        self._scheduled = None
+        if self._closed or self._failure is not None:
+            return
+        checkpointer = self._checkpointer
+        if self._pending and (checkpointer is None or not checkpointer.holding):
+            self._commit()
+        if checkpointer is not None and self._failure is None:
+            try:
+                checkpointer.step(asyncio.get_running_loop(), self._flush)
+            except sqlite3.Error as error:
+                self._fail(error)
+                return
+            if self._pending and not checkpointer.holding:
+                self._commit()
+
+    def _commit(self) -> None:
+        pending, self._pending = self._pending, []
+        waiters, self._waiters = self._waiters, []
+        at_us = time.time_ns() // 1000
+        size = 0
+        rows: dict[str, list[schema.Row]] = {}
+        for place, offset, draft, headers in pending:
+            topic = place.topic
+            row = (
+                (place.number << schema.OFFSET_BITS) | offset,
+                at_us,
+                draft.key,
+                None if headers is None else headers.decode(),
+                draft.value,
+                schema.checksum(topic, place.number, offset, at_us, draft.key, headers, draft.value),
+            )
+            if topic in rows:
+                rows[topic].append(row)
+            else:
+                rows[topic] = [row]
+            size += len(draft.value)
+        try:
+            self._write(rows)
+        except sqlite3.Error as error:
+            self._waiters = waiters
+            self._fail(error)
+            return
+        if self._checkpointer is not None:
+            self._checkpointer.grew(size, len(rows))
+        for committed, offsets in waiters:
+            if not committed.done():
+                committed.set_result(offsets)
+        self._publish(pending, at_us)
+
+    def _write(self, rows: dict[str, list[schema.Row]]) -> None:
+        self._db.execute("BEGIN IMMEDIATE")
+        for topic, topic_rows in rows.items():
+            if topic not in self._tables:
+                self._db.execute(schema.create_table(topic))
+            self._db.executemany(schema.insert_row(topic), topic_rows)
+        self._db.execute("COMMIT")
+        self._tables.update(rows)
+
+    def _publish(self, pending: list[Pending], at_us: int) -> None:
+        wakes: dict[int, Wake] = {}
+        for place, offset, draft, headers in pending:
+            place.committed = offset + 1
+            if place.tails:
+                named = schema.decode_headers(headers)
+                record = Record(place.topic, place.number, offset, at_us, draft.value, draft.key, named)
+                for tail in place.tails:
+                    if tail.push(record):
+                        wakes[id(tail.wake)] = tail.wake
+        for wake in wakes.values():
+            wake.set()
+
+    def _fail(self, error: sqlite3.Error) -> None:
+        with contextlib.suppress(sqlite3.Error):  # what is broken may refuse this too; closing does it then
+            self._db.rollback()
+        self._failure = LogError(
+            f"{self._name}: cannot be written any more ({error}); free disk space or check the disk, then"
+            " start again: every acknowledged record is kept"
+        )
+        logger.error("%s", self._failure)
+        self._pending.clear()
+        waiters, self._waiters = self._waiters, []
+        for committed, _ in waiters:
+            if not committed.done():
+                committed.set_exception(LogError(str(self._failure)))
+        if self.on_failure is not None:
+            self.on_failure(self._failure)

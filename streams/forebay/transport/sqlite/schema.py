@@ -1,0 +1,380 @@
+"""What a log file looks like: tables, checksums, and the checks made when one is opened.
+
+Knows nothing of event loops or readers that follow; every problem of opening is one `LogUnusable`.
+"""
+
+import fcntl
+import os
+import re
+import sqlite3
+import stat
+import struct
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import xxhash
+
+from forebay.events.topics import topic_named
+from forebay.transport.base import LogError, Record
+
+APPLICATION_ID = 0x46424159  # "FBAY", so that file(1) and other programs can tell
+FORMAT_VERSION = 1
+RECORDING_VERSION = (
+    2  # the tables of a log and those of `forebay.transport.recording.manifest`; nothing can be appended
+)
+OFFSET_BITS = 40
+OFFSETS_MAX = 1 << OFFSET_BITS
+PARTITIONS_MAX = 1 << (63 - OFFSET_BITS)  # ids are signed 64-bit
+BUSY_TIMEOUT_S = 2.0  # another SQLite client in the middle of a write; longer would stall the event loop
+# What a damaged file may raise: of a damaged schema SQLite says something that is no UTF-8 itself.
+UNREADABLE = (sqlite3.Error, UnicodeDecodeError)
+
+# Some builds of SQLite write zeros over every page that a deletion frees, which would cost as much as the append did.
+SECURE_DELETE = "PRAGMA secure_delete = FAST"
+
+_TOPIC_NAME = re.compile(r"[a-z0-9.-]{1,200}")
+_FRAME = struct.Struct("<IQqIii")
+_DECODER = msgspec.json.Decoder(dict[str, str])
+
+Row = tuple[int, int, bytes | None, str | None, bytes, int]
+
+
+class LogUnusable(LogError):
+    """The file cannot be opened as a log; the text names the file, the reason and a way out."""
+
+
+class LogEmpty(LogUnusable):
+    """The file holds no log yet."""
+
+
+class CorruptRecord(LogError):
+    """A stored record does not match its checksum."""
+
+    def __init__(self, topic: str, partition: int, offset: int) -> None:
+        super().__init__(
+            f"{topic}/{partition}: the record at offset {offset} does not match its checksum;"
+            " the file was damaged or edited: restore a copy"
+        )
+        self.topic = topic
+        self.partition = partition
+        self.offset = offset
+
+
+class MissingRecords(LogError):
+    """Records that must be there are not: offsets `first` to `last`, both included."""
+
+    def __init__(self, topic: str, partition: int, first: int, last: int) -> None:
+        super().__init__(
+            f"{topic}/{partition}: the records at offsets {first} to {last} are missing;"
+            " the file was damaged or edited: restore a copy"
+        )
+        self.topic = topic
+        self.partition = partition
+        self.first = first
+        self.last = last
+
+
+class TrimmedRecords(LogError):
+    """Retention removed the records that a reader asked for; the partition begins at `first`."""
+
+    def __init__(self, topic: str, partition: int, offset: int, first: int) -> None:
+        super().__init__(
+            f"{topic}/{partition} no longer holds offset {offset}: retention removed the records before {first}"
+        )
+        self.topic = topic
+        self.partition = partition
+        self.offset = offset
+        self.first = first
+
+
+def require_topic(name: str) -> None:
+    """Refuse a topic name that is not 1 to 200 of `a-z`, `0-9`, dot and hyphen (ValueError)."""
+    if not _TOPIC_NAME.fullmatch(name):
+        raise ValueError(f"topic {name!r}: names are 1 to 200 of a-z, 0-9, '.' and '-'")
+
+
+def create_table(topic: str) -> str:
+    """The statement that makes a topic's table. The id is the only index, so a row is written once."""
+    return (
+        f'CREATE TABLE "{topic}" (id INTEGER PRIMARY KEY, at_us INTEGER NOT NULL, key BLOB, headers TEXT,'
+        " value BLOB NOT NULL, checksum INTEGER NOT NULL,"
+        f' "partition" INTEGER GENERATED ALWAYS AS (id >> {OFFSET_BITS}) VIRTUAL,'
+        f' "offset" INTEGER GENERATED ALWAYS AS (id & {OFFSETS_MAX - 1}) VIRTUAL)'
+    )
+
+
+def insert_row(topic: str) -> str:
+    """The statement that takes a `Row`."""
+    return (
+        f'INSERT INTO "{topic}" (id, at_us, key, headers, value, checksum)'  # noqa: S608 - a checked name
+        " VALUES (?, ?, ?, ?, ?, ?)"
+    )
+
+
+def select_rows(topic: str) -> str:
+    """The statement that reads rows of ids first to last, both included, in order, up to a limit.
+
+    Headers come as bytes: damaged text must reach the checksum instead of failing to decode.
+    """
+    return (
+        "SELECT id, at_us, key, CAST(headers AS BLOB), value, checksum"  # noqa: S608 - a checked name
+        f' FROM "{topic}" WHERE id >= ? AND id <= ? ORDER BY id LIMIT ?'
+    )
+
+
+def encode_headers(headers: Mapping[str, str] | None) -> bytes | None:
+    """Headers as they are stored and checksummed: a JSON object, or None."""
+    return None if headers is None else msgspec.json.encode(headers)
+
+
+def decode_headers(headers: bytes | None) -> dict[str, str] | None:
+    """The inverse of `encode_headers`. Raises msgspec.MsgspecError."""
+    return None if headers is None else _DECODER.decode(headers)
+
+
+def checksum(
+    topic: str,
+    partition: int,
+    offset: int,
+    at_us: int,
+    key: bytes | None,
+    headers: bytes | None,
+    value: bytes,
+) -> int:
+    """XXH3-64 of a whole record as SQLite stores integers: signed. Absent and empty fields differ."""
+    name = topic.encode()
+    frame = _FRAME.pack(
+        partition,
+        offset,
+        at_us,
+        len(name),
+        -1 if key is None else len(key),
+        -1 if headers is None else len(headers),
+    )
+    return signed(xxhash.xxh3_64_intdigest(b"".join((frame, name, key or b"", headers or b"", value))))
+
+
+def signed(digest: int) -> int:
+    """64 bits as SQLite stores an integer."""
+    return digest - (1 << 64) if digest >> 63 else digest
+
+
+def decode_row(topic: str, partition: int, row: tuple[Any, ...]) -> Record:
+    """A row of `select_rows` as a record. Raises CorruptRecord."""
+    row_id, at_us, key, headers, value, stored = row
+    offset = row_id & (OFFSETS_MAX - 1)
+    try:
+        if checksum(topic, partition, offset, at_us, key, headers, value) != stored:
+            raise CorruptRecord(topic, partition, offset)
+        named = decode_headers(headers)
+    except (TypeError, struct.error, msgspec.MsgspecError) as error:  # a column of another type
+        raise CorruptRecord(topic, partition, offset) from error
+    return Record(topic, partition, offset, at_us, value, key, named)
+
+
+def table_names(db: sqlite3.Connection) -> list[str]:
+    """The topics that have a table, sorted."""
+    rows = db.execute("SELECT name FROM sqlite_master WHERE type = 'table' ORDER BY name")
+    return [name for (name,) in rows if _TOPIC_NAME.fullmatch(name)]
+
+
+def partition_end(db: sqlite3.Connection, topic: str, partition: int) -> int:
+    """One past the last offset in the table of a topic."""
+    first = partition << OFFSET_BITS
+    query = f'SELECT max(id) FROM "{topic}" WHERE id >= ? AND id <= ?'  # noqa: S608 - a checked name
+    (last,) = db.execute(query, (first, first + OFFSETS_MAX - 1)).fetchone()
+    return 0 if last is None else last - first + 1
+
+
+def partition_ends(db: sqlite3.Connection, topic: str) -> list[tuple[int, int]]:
+    """Every partition of a topic that has records, with its end; two look-ups each, however long it is."""
+    query = f'SELECT id FROM "{topic}" WHERE id >= ? ORDER BY id LIMIT 1'  # noqa: S608 - a checked name
+    ends: list[tuple[int, int]] = []
+    partition = 0
+    while row := db.execute(query, (partition << OFFSET_BITS,)).fetchone():
+        partition = row[0] >> OFFSET_BITS
+        ends.append((partition, partition_end(db, topic, partition)))
+        partition += 1
+        if partition == PARTITIONS_MAX:
+            break
+    return ends
+
+
+def check_structure(db: sqlite3.Connection) -> None:
+    """Refuse changed tables and a damaged list of free pages (LogError); reads no records.
+
+    Later appends overwrite free pages, so a page that is listed as free by mistake would be lost.
+    """
+    rows = db.execute("SELECT name, sql FROM sqlite_master WHERE type = 'table' ORDER BY name").fetchall()
+    for topic, statement in rows:
+        if _is_forebay_topic(topic) and statement != create_table(topic):
+            raise LogError(f"the table of topic {topic} is not as forebay created it")
+    (found,) = db.execute("PRAGMA quick_check(sqlite_master)").fetchone()
+    if found != "ok":
+        raise LogError(f"the file is damaged ({' '.join(found.split())})")
+
+
+def _is_forebay_topic(name: str) -> bool:
+    """Whether a table is one of ours: users may keep tables of their own in the file."""
+    try:
+        topic_named(name)
+    except KeyError:
+        return False
+    return True
+
+
+def read_starts(db: sqlite3.Connection) -> dict[tuple[str, int], int]:
+    """The first offset of each partition that was trimmed, by topic and partition."""
+    query = "SELECT count(*) FROM sqlite_master WHERE type = 'table' AND name = 'forebay_starts'"
+    if db.execute(query).fetchone() == (0,):
+        return {}
+    rows = db.execute("SELECT topic, number, first FROM forebay_starts")
+    return {(topic, number): first for topic, number, first in rows}
+
+
+def trim(db: sqlite3.Connection, topic: str, partition: int, first: int, before: int) -> None:
+    """Delete the records at offsets `first` to `before`, not included, and store the new start: one transaction."""
+    base = partition << OFFSET_BITS
+    db.execute("BEGIN IMMEDIATE")
+    try:
+        db.execute(
+            "CREATE TABLE IF NOT EXISTS forebay_starts"
+            " (topic TEXT, number INTEGER, first INTEGER NOT NULL, PRIMARY KEY (topic, number)) WITHOUT ROWID"
+        )
+        delete = f'DELETE FROM "{topic}" WHERE id >= ? AND id < ?'  # noqa: S608 - a checked name
+        db.execute(delete, (base + first, base + before))
+        db.execute("INSERT OR REPLACE INTO forebay_starts VALUES (?, ?, ?)", (topic, partition, before))
+        db.execute("COMMIT")
+    except BaseException:
+        db.rollback()
+        raise
+
+
+class WriterLock:
+    """One writer a file, by flock on a file beside it; the lock dies with its process.
+
+    Not on the database itself: closing any descriptor of that would drop SQLite's own POSIX locks.
+    """
+
+    def __init__(self, path: Path) -> None:
+        beside = path.with_name(path.name + ".lock")
+        try:
+            self._descriptor = os.open(beside, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            reason = error.strerror
+            raise LogUnusable(f"{beside}: cannot be written ({reason}); choose another path") from error
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = os.pread(self._descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
+            os.close(self._descriptor)
+            raise LogUnusable(
+                f"{path}: another process (pid {holder}) writes this log; stop it or choose another path"
+            ) from error
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)
+
+    def close(self) -> None:
+        """Let the next writer in; the empty file stays, because removing it would race with that one."""
+        os.ftruncate(self._descriptor, 0)
+        os.close(self._descriptor)
+
+
+def check_place(path: Path, *, readonly: bool) -> None:
+    """Refuse a path where no log can be, before SQLite sees it (LogUnusable)."""
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        mode = 0
+    except (OSError, ValueError) as error:  # a name that is too long, a circle of links, a folder that is closed
+        reason = getattr(error, "strerror", None) or error
+        raise LogUnusable(f"{path}: cannot be looked at ({reason}); choose another path") from error
+    if not path.parent.is_dir():
+        raise LogUnusable(f"{path}: there is no directory {path.parent}; create it or choose another path")
+    if stat.S_ISDIR(mode):
+        raise LogUnusable(f"{path}: is a directory; name a file in it")
+    if mode and not stat.S_ISREG(mode):  # to open a pipe would wait for whoever writes it
+        raise LogUnusable(f"{path}: is no plain file; choose another path")
+    if readonly and not mode:
+        raise LogUnusable(f"{path}: there is no such log")
+    if readonly and not os.access(path, os.R_OK):
+        raise LogUnusable(f"{path}: no permission to read it")
+    if not readonly and not os.access(path.parent, os.W_OK):
+        raise LogUnusable(f"{path}: no permission to write in {path.parent}; choose another path")
+    if not readonly and mode and not os.access(path, os.W_OK):
+        raise LogUnusable(f"{path}: no permission to write it; choose another path")
+
+
+def connect(path: Path | None, *, readonly: bool) -> sqlite3.Connection:
+    """A connection in autocommit mode: the log says BEGIN and COMMIT itself."""
+    if path is None:
+        return sqlite3.connect(":memory:", isolation_level=None)
+    mode = "ro" if readonly else "rwc"
+    uri = f"{path.absolute().as_uri()}?mode={mode}"
+    return sqlite3.connect(uri, uri=True, isolation_level=None, timeout=BUSY_TIMEOUT_S)
+
+
+def check_format(db: sqlite3.Connection, path: Path | None) -> int:
+    """The format of the database, `FORMAT_VERSION` or `RECORDING_VERSION`; 0 for an empty one.
+
+    Refuses others (LogUnusable).
+    """
+    try:
+        (application,) = db.execute("PRAGMA application_id").fetchone()
+        (version,) = db.execute("PRAGMA user_version").fetchone()
+        (tables,) = db.execute("SELECT count(*) FROM sqlite_master").fetchone()
+    except UNREADABLE as error:
+        match code_of(error):
+            case sqlite3.SQLITE_NOTADB:
+                raise LogUnusable(f"{path}: is not a forebay log ({error}); choose another path") from error
+            case sqlite3.SQLITE_BUSY:
+                raise LogUnusable(f"{path}: another process writes it; wait for that one") from error
+            case sqlite3.SQLITE_CORRUPT:
+                raise LogUnusable(f"{path}: is damaged or cut off ({error}); restore a copy") from error
+            case _:
+                raise LogUnusable(f"{path}: cannot be read ({error}); restore a copy") from error
+    if application == 0 and version == 0 and tables == 0:
+        return 0
+    if application != APPLICATION_ID:
+        raise LogUnusable(f"{path}: is a database of another program; choose another path")
+    if version > RECORDING_VERSION:
+        raise LogUnusable(
+            f"{path}: has format {version}, this forebay reads up to {RECORDING_VERSION}; use a newer forebay"
+        )
+    if version < FORMAT_VERSION:
+        raise LogUnusable(f"{path}: has format {version}, which no forebay wrote; restore a copy")
+    return int(version)
+
+
+def initialise(db: sqlite3.Connection, namespace: str) -> None:
+    """Make an empty database a log."""
+    db.execute("BEGIN IMMEDIATE")
+    create_meta(db, FORMAT_VERSION, {"namespace": namespace})
+    db.execute("COMMIT")
+
+
+def code_of(error: Exception) -> int:
+    """SQLite's primary result code of one of `UNREADABLE`."""
+    return getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF  # the other bytes say where
+
+
+def create_meta(db: sqlite3.Connection, version: int, meta: Mapping[str, str]) -> None:
+    """Say what an empty database is, in a transaction of the caller's.
+
+    The meta table's name can be no topic: it has an underscore.
+    """
+    db.execute("CREATE TABLE forebay_meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID")
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    db.executemany(
+        "INSERT INTO forebay_meta VALUES (?, ?)", {"format": str(version), "created": created, **meta}.items()
+    )
+    db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+    db.execute(f"PRAGMA user_version = {version}")
+
+
+def read_meta(db: sqlite3.Connection) -> dict[str, str]:
+    """What the log says about itself: format, namespace, created, writer pid."""
+    return dict(db.execute("SELECT key, value FROM forebay_meta").fetchall())

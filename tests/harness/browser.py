@@ -1,0 +1,63 @@
+"""A headless Chromium that is installed here, for pages of ours: without a network, its errors and requests listed."""
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from playwright.sync_api import Page, sync_playwright
+
+from tests.harness.local import Missing
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+PATIENCE_MS = 30_000
+
+
+@dataclass
+class Opened:
+    """A page, what went wrong on it, and what it asked for beside itself."""
+
+    page: Page
+    errors: list[str] = field(default_factory=list)
+    requests: list[str] = field(default_factory=list)
+
+
+def chromium() -> str:
+    """The browser to run: FOREBAY_CHROMIUM, else the one on PATH. Raises Missing."""
+    if given := os.environ.get("FOREBAY_CHROMIUM"):
+        return given
+    found = next((path for name in NAMES if (path := shutil.which(name))), None)
+    if found is None:
+        raise Missing(f"no browser: none of {', '.join(NAMES)} is on PATH, and FOREBAY_CHROMIUM names none")
+    return found
+
+
+@contextlib.contextmanager
+def opened(
+    path: Path, *, scheme: Literal["light", "dark"] = "light", width: int = 1_280, height: int = 900, scale: float = 1
+) -> Iterator[Opened]:
+    """The page of a file, in a browser of its own that ends with the body. Raises Missing."""
+    arguments = ["--no-sandbox"] if os.geteuid() == 0 else []  # its sandbox refuses root
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium(), args=arguments)
+        try:
+            context = browser.new_context(
+                offline=True,
+                color_scheme=scheme,
+                viewport={"width": width, "height": height},
+                device_scale_factor=scale,
+                accept_downloads=True,
+            )
+            context.set_default_timeout(PATIENCE_MS)
+            found = Opened(context.new_page())
+            found.page.on("pageerror", lambda error: found.errors.append(str(error)))
+            found.page.on("console", lambda said: found.errors.append(said.text) if said.type != "log" else None)
+            found.page.on("request", lambda request: found.requests.append(request.url))
+            found.page.goto(path.resolve().as_uri())
+            found.requests.remove(path.resolve().as_uri())
+            yield found
+        finally:
+            browser.close()

@@ -1,0 +1,146 @@
+"""Two hosts on this machine, with a cable between them: Linux namespaces of their own, for what crosses a network.
+
+Theory of operation. A host is an `unshare`d process: network, hostname, IPC, process numbers and mounts, with a
+/dev/shm and a /sys of its own, so that nothing is shared with the other host but the cable, a pair of virtual Ethernet
+devices. All that runs on a host ends with that process, and that process with whoever made it: nothing is left behind.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.harness.local import Missing
+
+DEVICE = "eth0"  # of each host: its end of the cable
+ADDRESSES = ("203.0.113.1", "203.0.113.2")  # of documentation's own network: they are nobody's
+ADDRESSES_6 = ("fd00:f0::1", "fd00:f0::2")
+PRIVATE = ("198.51.100.1", "198.51.100.2")
+APART = ("--net", "--uts", "--ipc", "--pid", "--mount")
+INIT = (
+    "mount -t tmpfs none /dev/shm && mount -t sysfs none /sys && echo {name} > /proc/sys/kernel/hostname"
+    " && echo up && exec cat > /dev/null"
+)
+CLONE_NEWNET = 0x40000000
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """One of the two.
+
+    Attributes:
+        name: its hostname.
+        pid: of its first process.
+        address: the IPv4 address of its end of the cable; `address_6` the other.
+    """
+
+    name: str
+    pid: int
+    address: str
+    address_6: str
+
+    def command(self, *command: str) -> list[str]:
+        """What runs a command on this host. It is a child of what is started: kill the process group."""
+        return ["nsenter", "--target", str(self.pid), "--all", f"--wdns={Path.cwd()}", *command]
+
+    def run(self, *command: str) -> str:
+        """Run a command on this host to its end: what it says. Raises Missing with what it complains of."""
+        return _said(*self.command(*command))
+
+    @contextlib.contextmanager
+    def network(self) -> Iterator[None]:
+        """Be in this host's network meanwhile: the main thread, and whatever it starts."""
+        assert threading.current_thread() is threading.main_thread()
+        with Path("/proc/self/ns/net").open() as own, Path(f"/proc/{self.pid}/ns/net").open() as its:
+            _enter(its.fileno())
+            try:
+                yield
+            finally:
+                _enter(own.fileno())
+
+    def sent_bytes(self) -> int:
+        """What has left by the cable so far."""
+        (device,) = json.loads(self.run("ip", "-json", "-statistics", "link", "show", "dev", DEVICE))
+        return int(device["stats64"]["tx"]["bytes"])
+
+    def cut(self) -> None:
+        """Cut the cable at this end: what is sent there is lost, and nobody is told."""
+        self.run("ip", "link", "set", DEVICE, "down")
+
+    def mend(self) -> None:
+        """Put it together again."""
+        self.run("ip", "link", "set", DEVICE, "up")
+
+
+@contextlib.contextmanager
+def two_hosts(prefix: str = "host") -> Iterator[tuple[Host, Host]]:
+    """Two hosts that reach each other. Raises Missing where this machine or user may not make them."""
+    if sys.platform != "linux":
+        raise Missing("hosts are Linux namespaces")
+    if missing := [tool for tool in ("unshare", "nsenter", "ip", "mount") if shutil.which(tool) is None]:
+        raise Missing(f"no {', '.join(missing)} on PATH, to make hosts with")
+    if os.geteuid():
+        raise Missing("only root may make hosts")
+    with contextlib.ExitStack() as stack:
+        hosts = [
+            stack.enter_context(_host(f"{prefix}-{end}", *addresses))
+            for end, addresses in zip("ab", zip(ADDRESSES, ADDRESSES_6, strict=True), strict=True)
+        ]
+        _cable(DEVICE, hosts)
+        for host in hosts:
+            host.run("ip", "addr", "add", f"{host.address}/24", "dev", DEVICE)
+            host.run("ip", "addr", "add", f"{host.address_6}/64", "dev", DEVICE, "nodad")
+        yield hosts[0], hosts[1]
+
+
+def private_networks(hosts: tuple[Host, Host]) -> None:
+    """Give each host a second network, that the other is not in, though by its addresses it might be."""
+    for host, address in zip(hosts, PRIVATE, strict=True):
+        _cable("eth1", [host, host], "eth1-end")
+        host.run("ip", "addr", "add", f"{address}/24", "dev", "eth1")
+
+
+def _cable(device: str, ends: list[Host], other: str = "") -> None:
+    one, two = ends
+    peer = ["type", "veth", "peer", "name", other or device, "netns", str(two.pid)]
+    _said("ip", "link", "add", device, "netns", str(one.pid), *peer)
+    one.run("ip", "link", "set", device, "up")
+    two.run("ip", "link", "set", other or device, "up")
+
+
+@contextlib.contextmanager
+def _host(name: str, address: str, address_6: str) -> Iterator[Host]:
+    command = ["unshare", *APART, "--fork", "--kill-child", "--mount-proc", "sh", "-c", INIT.format(name=name)]
+    # It ends with its input: when this process does, however that comes.
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as keeper:
+        try:
+            assert keeper.stdout is not None
+            assert keeper.stderr is not None
+            if keeper.stdout.readline() != b"up\n":
+                raise Missing(f"a host cannot be made here: {keeper.stderr.read().decode().strip()}")
+            children = Path(f"/proc/{keeper.pid}/task/{keeper.pid}/children").read_text().split()
+            host = Host(name, int(children[0]), address, address_6)
+            host.run("ip", "link", "set", "lo", "up")
+            yield host
+        finally:
+            keeper.kill()
+
+
+def _said(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise Missing(f"{' '.join(command)}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def _enter(namespace: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.setns(namespace, CLONE_NEWNET):
+        raise OSError(ctypes.get_errno(), "the network of a host cannot be entered")
