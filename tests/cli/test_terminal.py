@@ -86,7 +86,6 @@ def test_ids_are_shown_and_never_obeyed(tmp_path: Path) -> None:
         ("explain", path, HOSTILE[:8]),
         ("explain", path, HOSTILE + "?"),
         ("at", path),
-        ("at", path, "--watch"),
         ("diff", path, "--set", "router.busy.active_prefill_tokens_threshold=1"),
     ):
         run = forebay("replay", *command)
@@ -109,11 +108,10 @@ def test_a_divergence_shows_ids_and_never_obeys_them(tmp_path: Path) -> None:
 def test_at_ends_like_the_others_where_the_journal_diverges(tmp_path: Path) -> None:
     path = tmp_path / "log.db"
     at = diverging(path)
-    for options in (("--offset", at), (), ("--json",), ("--watch",)):
+    for options in (("--offset", at), (), ("--json",)):
         run = forebay("replay", "at", path, *options)
         assert run.exit_code == 1, run.output
         assert f"log.db: journal record {at} is not what the events lead to (differs in worker_id)" in run.stderr
-        assert ("owner.claimed" in run.stdout) == ("--watch" in options)
     assert forebay("replay", "at", path, "--offset", at - 1).exit_code == 0
 
 
@@ -129,7 +127,6 @@ def test_at_says_what_it_passed_over(tmp_path: Path) -> None:
     assert run.exit_code == 2
     assert json.loads(run.stdout)["unverified"] == {"unknown-events": 1}
     assert run.stderr == "forebay: not verified: 1 events of kinds that this version does not know\n"
-    assert forebay("replay", "at", newer, "--watch").exit_code == 2
     assert forebay("replay", "at", newer, "--offset", "1").exit_code == 0  # nothing was passed over before that
     log.topics["kv-events"] = [GARBAGE]
     log.topics[DECISIONS.name].insert(2, b"{}")

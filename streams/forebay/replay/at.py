@@ -47,14 +47,12 @@ class Position:
         world: the state right after `step`, or where the walk begins while that is None.
         step: the last record applied, with the events that it consumed.
         start: the journal offset of the state from which this one was derived.
-        end: where the journal ended when the walk began.
     """
 
     def __init__(self, log: Log, partition: int, start: Start, end: int) -> None:
         self.world = start.world
         self.step: Step | None = None
         self.start = start.offset
-        self.end = end
         self._log = log
         self._partition = partition
         self._walk = Walk(log, partition, start, end)
@@ -171,14 +169,6 @@ async def arrive(log: Log, partition: int, offset: int | None = None) -> Positio
     position = Position(log, partition, start, end)
     while position.offset < last and await position.forward():
         pass
-    return position
-
-
-async def embark(log: Log, partition: int) -> Position:
-    """The position at the first valid record after the earliest state that the recording holds. Raises LogError."""
-    _, end = await _extent(log, partition)
-    position = Position(log, partition, await oldest(log, partition, end), end)
-    await position.forward()
     return position
 
 

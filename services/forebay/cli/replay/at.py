@@ -1,4 +1,4 @@
-"""`forebay replay at`: the world of a recorded group at one moment, or step by step."""
+"""`forebay replay at`: the world of a recorded group at one moment."""
 
 import asyncio
 from typing import Annotated
@@ -24,8 +24,7 @@ from forebay.cli.replay.at_view import (
     summary,
     workers_sheet,
 )
-from forebay.cli.replay.watch import watch as watch_from
-from forebay.replay.at import Diverged, Position, arrive, embark, last_clock, offset_at
+from forebay.replay.at import Diverged, Position, arrive, last_clock, offset_at
 from forebay.replay.moment import Moment
 from forebay.transport.base import Log
 
@@ -47,21 +46,15 @@ def at(
         ),
     ] = "",
     offset: Annotated[int | None, typer.Option(min=0, help="A record of the journal `decisions`.")] = None,
-    watch: Annotated[bool, typer.Option("--watch", help="Step on from there, record by record.")] = False,
     json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout, with everything.")] = False,
 ) -> None:
     """Show the world as its owner knew it when it wrote a journal record, the last one by default."""
     if time and offset is not None:
         fail("give --time or --offset, not both")
-    if watch and json:
-        fail("give --watch or --json, not both")
     recording = Recording(log, kafka, namespace, kafka_config, group)
     recording.require_one_source()
     with explained():
         try:
-            if watch:
-                asyncio.run(_watch(recording, time, offset))
-                return
             with own_stdout():
                 position, moment = asyncio.run(_look(recording, time, offset))
         except Diverged as diverged:
@@ -78,14 +71,6 @@ async def _look(recording: Recording, time: str, offset: int | None) -> tuple[Po
     async with recording.opened() as (log, partition):
         position = await arrive(log, partition, await _wanted(log, partition, time, offset))
         return position, await position.moment()
-
-
-async def _watch(recording: Recording, time: str, offset: int | None) -> None:
-    async with recording.opened() as (log, partition):
-        wanted = await _wanted(log, partition, time, offset)
-        position = await (embark(log, partition) if wanted is None else arrive(log, partition, wanted))
-        await watch_from(log, partition, position)
-        tell_unverified((await position.moment()).unverified)
 
 
 async def _wanted(log: Log, partition: int, time: str, offset: int | None) -> int | None:

@@ -1,4 +1,4 @@
-"""A moment of a recorded group as tables for a terminal: what does not fit is counted, what changed stands out."""
+"""A moment of a recorded group as tables for a terminal: what does not fit is counted."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -15,7 +15,6 @@ from forebay.events.decisions import JournalRecord, RequestRouted
 from forebay.replay.moment import LossFacts, Moment, PoolFacts, RankFacts, RequestFacts
 from forebay.transport.recording.manifest import utc
 
-CHANGED = "bold yellow"
 SUMMARY_CHARS_MAX = 160
 # What says nothing to who looks at one record, or is shown beside it.
 _LEFT_OUT = {"owner_epoch", "seq", "consumed", "worker_epoch", "slot", "at_us", "reply_slot", "table_digest"}
@@ -45,7 +44,7 @@ def span(us: int) -> str:
     return f"{sign}{us // 60_000_000} min {us // 1_000_000 % 60} s"
 
 
-def facts_sheet(moment: Moment, *, pools: bool = True) -> Sheet:
+def facts_sheet(moment: Moment) -> Sheet:
     """Where the moment is, what names its state, and how its pools are configured."""
     place = f"{moment.offset}, derived from the state at {moment.start}"
     waiting = sum(len(kind.waiting) for kind in moment.queues)
@@ -56,7 +55,7 @@ def facts_sheet(moment: Moment, *, pools: bool = True) -> Sheet:
         "digest": moment.digest,
         "requests": f"{len(moment.requests)} under way, {waiting} of them in the queue; {moment.sessions} sessions",
     }
-    for pool in moment.pools if pools else ():
+    for pool in moment.pools:
         rows[f"pool {pool.pool}"] = _pool(pool)
     columns = ("what", "value")
     return Sheet("", columns, {key: (key, value) for key, value in rows.items()}, texts=frozenset(columns))
@@ -145,20 +144,16 @@ def requests_sheet(moment: Moment, rows_max: int) -> Sheet:
     return _sheet("requests", columns, found, rows_max, frozenset({"request", "phase", "worker"}), "none under way")
 
 
-def drawn(sheet: Sheet, before: Sheet | None = None) -> Group | Table | Text:
-    """A sheet as a table; what is not as it was `before` stands out."""
+def drawn(sheet: Sheet) -> Group | Table | Text:
+    """A sheet as a table."""
     title = Text(printable(sheet.name), style="bold")
     if not sheet.rows:
         return Text.assemble(title, f": {sheet.empty}")
     table = Table(box=None, pad_edge=False, show_header=bool(sheet.name))
     for column in sheet.columns:
         table.add_column(column, justify="left" if column in sheet.texts else "right", overflow="fold")
-    for key, cells in sheet.rows.items():
-        known = None if before is None else _as_before(sheet, before, key)
-        styles = [
-            "" if known is None or cell == old else CHANGED for cell, old in zip(cells, known or cells, strict=True)
-        ]
-        table.add_row(*(Text(printable(cell), style=style) for cell, style in zip(cells, styles, strict=True)))
+    for cells in sheet.rows.values():
+        table.add_row(*(Text(printable(cell)) for cell in cells))
     parts: list[Table | Text] = [title] if sheet.name else []
     parts.append(table)
     if sheet.more:
@@ -263,12 +258,6 @@ def _sheet(
 ) -> Sheet:
     shown = dict(list(rows.items())[:rows_max])
     return Sheet(name, columns, shown, len(rows) - len(shown), empty, texts)
-
-
-def _as_before(sheet: Sheet, before: Sheet, key: str) -> tuple[str, ...]:
-    """The cells of a row as they were, by column; a new row was empty."""
-    old = dict(zip(before.columns, before.rows.get(key, ()), strict=False))
-    return tuple(old.get(column, "") for column in sheet.columns)
 
 
 def _numbers(ranks: list[int]) -> str:
