@@ -10,7 +10,7 @@ NAMES = (
     "http",
     "owner",
     "kafka",
-    "door",
+    "kafka-api",
     "shadow",
     "replay",
     "simulate",

@@ -39,7 +39,7 @@ ONE, MANY, LONG_ANSWERS = "short, 1 connection", "short, 64 connections", "short
 CASES = {name: bench_http.CASES[name] for name in (ONE, MANY, LONG_ANSWERS)}
 HOP_CASES = (ONE, MANY)
 WARM_UP = 50  # requests before the measured ones, as the load client has it
-PLAN = TopicPlan(groups=1, slots=16, replies=1, door=1)
+PLAN = TopicPlan(groups=1, slots=16, replies=1, kafka_api=1)
 
 
 @dataclass(slots=True)

@@ -357,7 +357,7 @@ def _draft(topic: Topic, event: Event) -> Draft:
 async def measure(bootstrap: str, workers: int, requests: int, *, profile: bool) -> Figures:
     """One run on topics of its own, which are removed afterwards."""
     namespace = f"bench-{uuid.uuid4().hex[:8]}"
-    plan = TopicPlan(groups=1, slots=workers, replies=1, door=1)
+    plan = TopicPlan(groups=1, slots=workers, replies=1, kafka_api=1)
     settings = KafkaSettings(bootstrap, namespace)
     try:
         await create_topics(settings, plan, [POOL])

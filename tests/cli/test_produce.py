@@ -38,7 +38,7 @@ def test_a_line_may_name_its_request() -> None:
 
 
 @pytest.mark.parametrize("line", [b"{no json", b"[1]", b'"request_id"', b"\xff", b"[" * 100_000])
-def test_the_door_says_what_is_wrong_with_a_line(line: bytes) -> None:
+def test_an_invalid_line_gets_an_error_response(line: bytes) -> None:
     asked = Run("run").ask(1, line)
     assert (asked.request_id, asked.body) == ("run-1", line)
 

@@ -1,4 +1,4 @@
-"""`forebay trace` against more than one door."""
+"""`forebay trace` against more than one server."""
 
 import json
 import threading
@@ -83,7 +83,7 @@ def test_disagg_workers_are_told_with_their_roles(trace: Path) -> None:
     assert f"prefill-0 (prefill): {REQUESTS} requests, " in shown
 
 
-class Door(ThreadingHTTPServer):
+class RecordingServer(ThreadingHTTPServer):
     """Answers any completion, and remembers when each prompt came and when somebody first looked what is here."""
 
     daemon_threads = True
@@ -95,7 +95,7 @@ class Door(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
-    server: Door
+    server: RecordingServer
 
     def do_GET(self) -> None:
         self.server.looked_s = self.server.looked_s or time.monotonic()
@@ -120,18 +120,18 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def door() -> Iterator[Door]:
-    with Door() as door:
-        thread = threading.Thread(target=door.serve_forever)
+def server() -> Iterator[RecordingServer]:
+    with RecordingServer() as server:
+        thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
-            yield door
+            yield server
         finally:
-            door.shutdown()
+            server.shutdown()
             thread.join()
 
 
-def test_who_follows_on_answers_waits_for_them_and_thinks(tmp_path: Path, door: Door) -> None:
+def test_who_follows_on_answers_waits_for_them_and_thinks(tmp_path: Path, server: RecordingServer) -> None:
     common = {"output_length": 1, "hash_ids": [1]}
     rows: list[dict[str, Any]] = [
         {"format": "forebay.workload", "version": 1, "block_tokens": 64},
@@ -143,10 +143,10 @@ def test_who_follows_on_answers_waits_for_them_and_thinks(tmp_path: Path, door: 
     ]
     path = tmp_path / "sessions.jsonl"
     path.write_text("".join(json.dumps(row if "format" in row else {**common, **row}) + "\n" for row in rows))
-    run = forebay("trace", str(path), "--url", f"http://127.0.0.1:{door.server_port}", "--json")
+    run = forebay("trace", str(path), "--url", f"http://127.0.0.1:{server.server_port}", "--json")
     assert run.returncode == 0, run.stderr
     assert json.loads(run.stdout)["requests"] == 5
-    came_s = door.came_s
+    came_s = server.came_s
     assert came_s[12] >= max(came_s[10], came_s[11]) + 0.4
-    assert came_s[13] >= max(came_s[12], door.looked_s + 0.7), "not before its own time either"
+    assert came_s[13] >= max(came_s[12], server.looked_s + 0.7), "not before its own time either"
     assert came_s[14] < came_s[12], "who waits for nobody is not held up"

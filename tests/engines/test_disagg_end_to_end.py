@@ -25,7 +25,7 @@ from tests.engines.serving import BLOCK, MODEL, Serving, ports_of, served, vllm_
 from tests.engines.test_end_to_end import STARTED_WITHIN_S
 from tests.harness.cluster import Cluster
 from tests.harness.processes import still_running
-from tests.integration import doors
+from tests.integration import kafka_api
 from tests.integration.conftest import RUN
 
 ROLES = {"p1": "prefill", "d1": "decode"}
@@ -58,7 +58,7 @@ async def serving(
 
         await cluster.processes.until("both vLLM are members", joined, within_s=STARTED_WITHIN_S)
         await cluster.until_serving(len(ROLES), MODEL)
-        async with doors.opened(cluster.settings) as log, served(cluster, log, ports) as serving:
+        async with kafka_api.opened(cluster.settings) as log, served(cluster, log, ports) as serving:
             yield serving
 
 

@@ -26,7 +26,7 @@ from tests.engines.serving import BLOCK, BLOCKS, LORA_RANK_MAX, MODEL, Answer, S
 from tests.harness.cluster import Cluster
 from tests.harness.models import make_tiny_model
 from tests.harness.processes import still_running
-from tests.integration import doors
+from tests.integration import kafka_api
 from tests.integration.conftest import RUN
 
 WORKERS = ("v1", "v2")
@@ -63,7 +63,7 @@ async def serving(
 
         await cluster.processes.until("both vLLM are members", joined, within_s=STARTED_WITHIN_S)
         await cluster.until_serving(len(WORKERS), MODEL)
-        async with doors.opened(cluster.settings) as log, served(cluster, log, ports) as serving:
+        async with kafka_api.opened(cluster.settings) as log, served(cluster, log, ports) as serving:
             yield serving
 
 

@@ -38,7 +38,7 @@ __all__ = ["GROUP", "Cluster", "Ownership", "ProcessError", "remove_topics"]
 FOREBAY = str(Path(sys.executable).with_name("forebay"))
 GROUP = "forebay-default"  # the name of the default model
 POOL = "default"
-PLAN = TopicPlan(groups=1, slots=16, replies=4, door=2)  # one group: one router owns it and the others stand by
+PLAN = TopicPlan(groups=1, slots=16, replies=4, kafka_api=2)  # one group: one router owns it and the others stand by
 READ_MAX = 500
 INGRESSES_MAX = 8  # of one cluster, also those that ended
 VERIFIED_WITHIN_S = 300.0

@@ -1,4 +1,4 @@
-"""Embeddings: one request an input on the log, vectors gathered in order, through HTTP and as the door folds them."""
+"""Embeddings: one request an input on the log, vectors gathered in order, through HTTP and through the Kafka API."""
 
 import asyncio
 import base64
@@ -17,7 +17,7 @@ from forebay.events.requests import RequestCancelled, RequestSubmitted
 from forebay.events.tokens import AnswerError, Embedded, ResponseEnded, TokenEvent, Usage
 from forebay.ingress.http.server import build_server
 from forebay.ingress.kafka_api.request import Address
-from forebay.ingress.kafka_api.response import DoorEmbedding, Embeddings, Entry, Piece, Place
+from forebay.ingress.kafka_api.response import Embeddings, Entry, PendingEmbedding, Piece, Place
 from forebay.ingress.openai.embeddings import INPUTS_MAX, EmbeddingBody
 from forebay.ingress.openai.fields import parse
 from tests.ingress.conftest import NAME, Scene, make_scene
@@ -182,15 +182,15 @@ async def test_the_official_client_gets_vectors_and_a_leaver_cancels(scene: Scen
 
 
 def folded(records: list[TokenEvent], inputs: int) -> list[Piece]:
-    """What the door says of these records, for a request of so many inputs."""
+    """Return the Kafka API response to these records, for a request with this many inputs."""
     body = parse(EmbeddingBody, msgspec.json.encode({"model": NAME, "input": ["a"] * inputs}))
     shared, place = Embeddings(body), Place(Entry(0, 0), Address("e", ""), "embeddings")
-    parts = {f"e-{at}": DoorEmbedding(f"e-{at}", place, 2, shared) for at in range(inputs)}
+    parts = {f"e-{at}": PendingEmbedding(f"e-{at}", place, 2, shared) for at in range(inputs)}
     return [piece for event in records for part in apply(parts, event, NAME) for piece in part.pieces()]
 
 
 @given(order=st.permutations(range(5)), failing=st.sets(st.integers(0, 4), max_size=2), often=st.integers(1, 3))
-def test_the_door_says_one_piece_whatever_the_order(order: list[int], failing: set[int], often: int) -> None:
+def test_the_kafka_api_sends_one_response_whatever_the_order(order: list[int], failing: set[int], often: int) -> None:
     records: list[TokenEvent] = []
     for at in order:
         end: dict[str, Any] = {"request_id": f"e-{at}", "attempt": 1, "owner_epoch": 1, "group": NAME}

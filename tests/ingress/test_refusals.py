@@ -261,7 +261,7 @@ def test_a_body_that_is_wrong_in_every_place_is_refused_at_the_first(kind: type[
 
 @pytest.mark.parametrize("template", ["{{ 1 // n }}", "{{ [1][n + 1] + 1 }}", "{{ range(9 ** 9 + n) }}"])
 async def test_arguments_that_a_template_breaks_at_are_refused(template: str, tmp_path: Path) -> None:
-    """Whatever breaks: at the topic door it would be read again and again."""
+    """Whatever breaks: at the Kafka API it would be read again and again."""
     model = Model(media_model.make(tmp_path, template))
     async with make_scene(model) as scene:
         answer = await scene.client.post(CHAT, json=chat(chat_template_kwargs={"n": 0}))

@@ -17,7 +17,7 @@ from forebay.events.requests import RequestSubmitted
 from forebay.events.topics import TOKENS
 from forebay.ingress.http.server import build_server
 from forebay.ingress.kafka_api.request import Address
-from forebay.ingress.kafka_api.response import DoorAnswer, Entry, Place
+from forebay.ingress.kafka_api.response import Entry, PendingCompletion, Place
 from forebay.ingress.model import DEFAULT_MODEL, Model
 from forebay.ingress.openai.fields import parse
 from forebay.ingress.openai.render import Shape
@@ -238,7 +238,7 @@ async def test_the_official_client_streams_reasoning_and_calls(tools: Scene) -> 
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_the_door_says_the_same(tools: Scene, stream: bool) -> None:
+async def test_the_kafka_api_sends_the_same(tools: Scene, stream: bool) -> None:
     body = chat(tools=[WEATHER], stream=stream)
     post = tools.client.post(CHAT, json=body, headers={"x-request-id": "same"})
     asking = asyncio.ensure_future(post)
@@ -246,7 +246,7 @@ async def test_the_door_says_the_same(tools: Scene, stream: bool) -> None:
     say(tools, request, f"<think>a</think>b{CALL}")
     given = (await asking).text
     prepared = await tools.ingress.prepare(parse(ChatBody, msgspec.json.encode(body)), ())
-    answer = DoorAnswer(
+    answer = PendingCompletion(
         "same",
         Place(Entry(0, 0), Address("same", ""), "chat_completions"),
         request.prompt_tokens,

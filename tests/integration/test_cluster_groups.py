@@ -22,7 +22,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 async def cluster(kafka: str, redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
     """Two models with a worker and an ingress each; a third model has an ingress only."""
     folder = tmp_path_factory.mktemp("groups")
-    plan = TopicPlan(groups=2, slots=4, replies=2, door=2)
+    plan = TopicPlan(groups=2, slots=4, replies=2, kafka_api=2)
     async with Cluster(kafka, redis_url, f"{RUN}-groups", folder, plan) as running:
         running.router("r1")
         running.worker("w1", "--speedup", "100")

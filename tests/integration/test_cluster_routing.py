@@ -19,7 +19,7 @@ from forebay.transport.base import Draft
 from forebay.transport.kafka.log import KafkaLog
 from forebay.transport.kafka.settings import KafkaSettings
 from tests.harness.cluster import GROUP, Cluster
-from tests.integration import doors
+from tests.integration import kafka_api
 from tests.integration.conftest import RUN
 from tests.integration.listeners import BLOCK, TIMEOUT_S, post, prompt
 
@@ -66,7 +66,7 @@ async def cluster(kafka: str, redis_url: str, tmp_path_factory: pytest.TempPathF
 @pytest_asyncio.fixture(loop_scope="module")
 async def log(kafka: str, cluster: Cluster) -> AsyncIterator[KafkaLog]:
     """The cluster's log, for who is no part of it."""
-    async with doors.opened(KafkaSettings(kafka, NAMESPACE)) as opened:
+    async with kafka_api.opened(KafkaSettings(kafka, NAMESPACE)) as opened:
         yield opened
 
 

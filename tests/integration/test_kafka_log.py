@@ -20,7 +20,7 @@ from forebay.transport.kafka.writer import BATCH_BYTES_MAX, RECORD_BYTES_MAX
 from infra.kafka.kafka import Broker
 from tests.integration.parts import SASL
 
-PLAN = TopicPlan(groups=2, slots=2, replies=2, door=2)
+PLAN = TopicPlan(groups=2, slots=2, replies=2, kafka_api=2)
 TOPIC = REQUESTS.name
 PATIENCE_S = 60.0
 
@@ -263,7 +263,7 @@ async def test_topics_are_created_once_and_checked(kafka: str, namespace: str) -
     created = await asyncio.gather(*(create_topics(settings, PLAN, ["default"]) for _ in range(3)))
     assert len({name for names in created for name in names}) == sum(len(names) for names in created)
     counts = await count_topics(settings)
-    assert (counts.groups, counts.replies, counts.door, counts.pools) == (2, 2, 2, {"default": 2})
+    assert (counts.groups, counts.replies, counts.kafka_api, counts.pools) == (2, 2, 2, {"default": 2})
     assert await create_topics(settings, TopicPlan(slots=3), ["default", "other"]) == [settings.topic("work.other")]
     assert (await count_topics(settings)).pools == {"default": 2, "other": 3}
 

@@ -12,7 +12,7 @@ from forebay.transport.base import LogError
 from forebay.transport.kafka.settings import KafkaSettings
 from forebay.transport.kafka.topics import TopicPlan, create_topics
 
-PLAN = TopicPlan(groups=1, slots=2, replies=2, door=2)
+PLAN = TopicPlan(groups=1, slots=2, replies=2, kafka_api=2)
 POLL_INTERVAL_MS = 3_000  # in place of five minutes
 PATIENCE_S = 90.0
 

@@ -55,12 +55,12 @@ PATIENCE_S = 60.0
 TIMEOUT_S = 600  # 100 s on an idle machine; this is for one that eight others use
 ASKED = 10
 PAGE = 1_000
-PLAN = TopicPlan(groups=1, slots=2, replies=2, door=2)
+PLAN = TopicPlan(groups=1, slots=2, replies=2, kafka_api=2)
 WORK = work_topic(POOL)
 PARTITIONS = dict.fromkeys(FIXED_TOPICS, 1) | {
     WORK: PLAN.slots,
-    OPENAI_REQUESTS: PLAN.door,
-    OPENAI_RESPONSES: PLAN.door,
+    OPENAI_REQUESTS: PLAN.kafka_api,
+    OPENAI_RESPONSES: PLAN.kafka_api,
 }
 PARTITIONS |= {topic: PLAN.replies for topic in FIXED_TOPICS if topic.name == "tokens"}
 BURIED = (*INPUTS, WORK)  # whoever reads these writes what is none of theirs to `dead-letters`
@@ -218,7 +218,7 @@ async def answered(cluster: Cluster, log: KafkaLog, name: str) -> None:
             record = RawRecord(msgspec.json.encode(BODY), headers=told)
             # Without a timestamp the broker's retention takes them for old, and may remove them unread.
             batch = RawBatch([record], timestamp_ms=time.time_ns() // 1_000_000)
-            await producer.send(cluster.settings.topic(OPENAI_REQUESTS.name), number % PLAN.door, batch.encoded())
+            await producer.send(cluster.settings.topic(OPENAI_REQUESTS.name), number % PLAN.kafka_api, batch.encoded())
     async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
         urls = [url for url in cluster.urls.values() for _ in range(ASKED)]
         responses = await asyncio.gather(*(client.post(f"{url}/v1/completions", json=BODY) for url in urls))
@@ -234,7 +234,7 @@ async def answered(cluster: Cluster, log: KafkaLog, name: str) -> None:
 async def statuses(log: KafkaLog) -> dict[str, str]:
     """The status of every answered request of the Kafka API, by its id."""
     found: dict[str, str] = {}
-    for partition in range(PLAN.door):
+    for partition in range(PLAN.kafka_api):
         for record in await everything(log, OPENAI_RESPONSES.name, partition):
             headers = record.headers or {}
             if headers.get("last") == "1":
@@ -255,7 +255,9 @@ async def accounted(cluster: Cluster, log: KafkaLog, produced: Produced) -> None
         for partition in range(PARTITIONS[topic]):
             assert wanted >= {(topic.name, partition, offset) for offset in produced[topic.name, partition]}
     await until(lambda: letters(log), lambda found: found >= wanted)
-    asked = {f"door-{at}-{offset}" for at in range(PLAN.door) for offset in produced[OPENAI_REQUESTS.name, at]}
+    asked = {
+        f"kafka-api-{at}-{offset}" for at in range(PLAN.kafka_api) for offset in produced[OPENAI_REQUESTS.name, at]
+    }
     refused = await until(lambda: statuses(log), lambda found: found.keys() >= asked)
     assert {refused[one][0] for one in asked} == {"4"}
     for name, metric in COUNTED.items():

@@ -21,7 +21,7 @@ from forebay.transport.kafka.log import KafkaLog
 from forebay.transport.kafka.settings import KafkaSettings
 from forebay.transport.kafka.topics import TopicPlan, create_topics, partitions_of
 from tests.harness.cluster import GROUP, Cluster
-from tests.integration import doors
+from tests.integration import kafka_api
 from tests.integration.conftest import RUN
 from tests.integration.listeners import Listeners, listeners, problems, prompt
 
@@ -51,7 +51,7 @@ async def cluster(kafka: str, redis_url: str, tmp_path_factory: pytest.TempPathF
 @pytest_asyncio.fixture(loop_scope="module")
 async def log(kafka: str, cluster: Cluster) -> AsyncIterator[KafkaLog]:
     """The cluster's log, for who is no part of it."""
-    async with doors.opened(KafkaSettings(kafka, NAMESPACE)) as opened:
+    async with kafka_api.opened(KafkaSettings(kafka, NAMESPACE)) as opened:
         yield opened
 
 
@@ -181,7 +181,7 @@ async def test_other_records_of_the_topic_do_not_matter(cluster: Cluster, kafka:
 
 async def test_a_cluster_that_is_older_than_the_topic(kafka: str, cluster: Cluster) -> None:
     settings = KafkaSettings(kafka, f"{NAMESPACE}-old")
-    await create_topics(settings, TopicPlan(groups=1, slots=1, replies=1, door=1), ["default"])
+    await create_topics(settings, TopicPlan(groups=1, slots=1, replies=1, kafka_api=1), ["default"])
     admin = AIOKafkaAdminClient(**settings.client_options())
     await admin.start()
     try:

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 async def cluster(kafka: str, redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
     """Two models with two workers and an ingress each; one reply slot, so that both ingresses read all answers."""
     folder = tmp_path_factory.mktemp("two-models")
-    plan = TopicPlan(groups=2, slots=4, replies=1, door=2)
+    plan = TopicPlan(groups=2, slots=4, replies=1, kafka_api=2)
     async with Cluster(kafka, redis_url, f"{RUN}-two-models", folder, plan) as running:
         running.router("r1")
         for model, workers in WORKERS.items():

@@ -35,7 +35,7 @@ class Topic:
 
 
 OPENAI_REQUESTS = Topic(
-    "openai-requests", "raw", None, "any", "the door for any Kafka client: bodies of the OpenAI API, as JSON"
+    "openai-requests", "raw", None, "any", "requests through the Kafka API: bodies of the OpenAI API, as JSON"
 )
 OPENAI_RESPONSES = Topic(
     "openai-responses", "raw", None, "request id", "answers to `openai-requests`, as the OpenAI API gives them"

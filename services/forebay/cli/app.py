@@ -31,7 +31,7 @@ COMMANDS = {
         "processes.up", "up", "Serve an OpenAI-compatible API with a KV-aware router and workers, in one process."
     ),
     "ingress": Command(
-        "processes.ingress", "ingress", "Serve the OpenAI API of a distributed system, and its topic door."
+        "processes.ingress", "ingress", "Serve the OpenAI API of a distributed system, and its Kafka API."
     ),
     "router": Command(
         "processes.router",
@@ -53,7 +53,7 @@ COMMANDS = {
     "produce": Command(
         "produce",
         "produce",
-        "Send requests through the topic door; with --wait exit 1 unless every one was answered well.",
+        "Send requests through the Kafka API; with --wait exit 1 unless every one was answered well.",
     ),
     "trace": Command(
         "trace",

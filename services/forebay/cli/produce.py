@@ -1,4 +1,4 @@
-"""`forebay produce`: request bodies from a file into the topic door, and their answers out of it."""
+"""`forebay produce`: request bodies from a file into the Kafka API, and their answers out of it."""
 
 import asyncio
 import contextlib
@@ -78,7 +78,7 @@ class Run:
         try:
             content: Any = msgspec.json.decode(line)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            content = None  # the door says what is wrong with it
+            content = None  # the ingress responds with the error
         if isinstance(content, dict):
             path = TEXT_PATH if "prompt" in content else CHAT_PATH
             if "request_id" in content:
@@ -118,7 +118,7 @@ def produce(
     wait: Annotated[bool, typer.Option("--wait", help="Print each answer as a JSON line.")] = False,
     timeout_s: Annotated[float, typer.Option(min=0.001, help="How long to wait after the last request.")] = 600.0,
 ) -> None:
-    """Send requests through the topic door; with --wait exit 1 unless every one was answered well."""
+    """Send requests through the Kafka API; with --wait exit 1 unless every one was answered well."""
     start_logging(verbose=False)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with explained(), _opened(file) as source, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -38,7 +38,7 @@ app = typer.Typer(help="What a log holds, readable; and the topics of a broker."
 FOLLOW_S = 0.2
 PAGE = 500
 HEARD_S = 3.0  # standbys write every second; two may be late
-READ_BY = ("router", "door")  # consumer groups, after the namespace; and one for each shadow
+READ_BY = ("router", "kafka-api")  # consumer groups, after the namespace; and one for each shadow
 
 LogArgument = Annotated[
     Path | None,
@@ -63,11 +63,15 @@ def create(
         typer.Option(min=1, help="Partitions of a work topic: each model can have SLOTS / GROUPS workers in a pool."),
     ] = 256,
     replies: Annotated[int, typer.Option(min=1, help="Partitions of `tokens`.")] = 16,
-    door: Annotated[int, typer.Option(min=1, help="Partitions of `openai-requests` and `openai-responses`.")] = 8,
+    kafka_api_partitions: Annotated[
+        int, typer.Option(min=1, help="Partitions of `openai-requests` and `openai-responses`.")
+    ] = 8,
     replication: Annotated[int, typer.Option(min=1, help="Copies of every partition.")] = 1,
 ) -> None:
     """Create the topics that are missing, and check those that are there."""
-    plan = TopicPlan(groups=groups, slots=slots, replies=replies, door=door, replication=replication)
+    plan = TopicPlan(
+        groups=groups, slots=slots, replies=replies, kafka_api=kafka_api_partitions, replication=replication
+    )
 
     async def run(settings: KafkaSettings) -> list[str]:
         created = await create_topics(settings, plan, pools)

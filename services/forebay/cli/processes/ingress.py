@@ -1,4 +1,4 @@
-"""`forebay ingress`: the OpenAI HTTP API and the topic door, as a process of its own."""
+"""`forebay ingress`: the OpenAI HTTP API and the Kafka API, as a process of its own."""
 
 import os
 import socket
@@ -57,7 +57,7 @@ def ingress(
     *,
     http: HttpOptions,
 ) -> None:
-    """Serve the OpenAI API of a distributed system, and its topic door."""
+    """Serve the OpenAI API of a distributed system, and its Kafka API."""
     start_logging(verbose=verbose)
     # Imported here, because no other command should wait for an HTTP server to load.
     from forebay.cli.processes.ingress_process import serve  # noqa: PLC0415

@@ -1,4 +1,4 @@
-"""The process of `forebay ingress`: HTTP and the topic door on one event loop."""
+"""The process of `forebay ingress`: HTTP and the Kafka API on one event loop."""
 
 import asyncio
 import contextlib
@@ -25,8 +25,8 @@ from forebay.ingress.http.origin_guard import allowed_hosts
 from forebay.ingress.http.protocol import ConnectionLimits, connections_allowed
 from forebay.ingress.http.server import build_server, listen, serve_until_drained
 from forebay.ingress.ingress import NO_OWNER, NO_PREFILL_WORKER, NO_WORKER, Ingress, IngressSettings
-from forebay.ingress.kafka_api.api import Door
-from forebay.ingress.kafka_api.metrics import DoorMetrics
+from forebay.ingress.kafka_api.api import KafkaApi
+from forebay.ingress.kafka_api.metrics import KafkaApiMetrics
 from forebay.ingress.metrics import IngressMetrics
 from forebay.ingress.model import DEFAULT_MODEL, Model
 from forebay.transport.directory import Directory
@@ -183,12 +183,12 @@ async def _run(
             )
             drain.begin()
 
-        door = Door(log, ingress, DoorMetrics(registry), counts.replies)
+        api = KafkaApi(log, ingress, KafkaApiMetrics(registry), counts.replies)
         serving = serve_until_drained(server, listener, drain, ingress.replies.interrupt_all, drain_s)
         keeper = LeaseKeeper(leases_at(cluster.redis_url, cluster.kafka.namespace, "ingress"))
         keeper.start()
         replaced = _hold_lease(keeper, settings)
-        parts = replaced, serving, ingress.run(), _until_draining(door.run(), drain), ready.run(), directory.run()
+        parts = replaced, serving, ingress.run(), _until_draining(api.run(), drain), ready.run(), directory.run()
         try:
             await until_signal(*parts, stop=stop, stop_s=drain_s + STOP_S)
         finally:

@@ -1,6 +1,6 @@
-"""The topic door: any Kafka client asks on `openai-requests` and is answered on `openai-responses`.
+"""The Kafka API: any Kafka client asks on `openai-requests` and is answered on `openai-responses`.
 
-Ingresses share the partitions of the door as one consumer group. Delivery is at least once: after a crash or a
+Ingresses share the partitions of `openai-requests` as one consumer group. Delivery is at least once: after a crash or a
 rebalance an answer may be given again, the same record by record.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Collection
 
 from forebay.events.topics import OPENAI_REQUESTS, OPENAI_RESPONSES
 from forebay.ingress.ingress import Ingress
-from forebay.ingress.kafka_api.metrics import DoorMetrics
+from forebay.ingress.kafka_api.metrics import KafkaApiMetrics
 from forebay.ingress.kafka_api.partition import Lane, Shared
 from forebay.transport.kafka.group import KafkaGroup
 from forebay.transport.kafka.log import KafkaLog
@@ -19,14 +19,14 @@ from forebay.transport.kafka.replies import KafkaReplies
 
 logger = logging.getLogger(__name__)
 
-GROUP = "door"
+GROUP = "kafka-api"
 COMMIT_S = 0.5
 
 
-class Door:
-    """One ingress's share of the door. `reply_slots` is the number of partitions of `tokens`."""
+class KafkaApi:
+    """One ingress's share of the Kafka API. `reply_slots` is the number of partitions of `tokens`."""
 
-    def __init__(self, log: KafkaLog, ingress: Ingress, metrics: DoorMetrics, reply_slots: int) -> None:
+    def __init__(self, log: KafkaLog, ingress: Ingress, metrics: KafkaApiMetrics, reply_slots: int) -> None:
         self._metrics = metrics
         self._group = KafkaGroup(log.settings, OPENAI_REQUESTS.name, GROUP)
         self._replies = KafkaReplies(log.settings, OPENAI_RESPONSES.name)
@@ -42,8 +42,8 @@ class Door:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
                 await self._group.start(self)
-                tasks.create_task(self._poll(), name="door")
-                tasks.create_task(self._commit(), name="door commits")
+                tasks.create_task(self._poll(), name="Kafka API")
+                tasks.create_task(self._commit(), name="Kafka API commits")
                 await self._shared.failure
         except BaseExceptionGroup as error:
             raise _first(error) from None
@@ -57,9 +57,9 @@ class Door:
             return
         for partition in partitions:
             lane = self._lanes[partition] = Lane(self._shared, partition)
-            self._serving[partition] = self._tasks.create_task(lane.run(), name=f"door {partition}")
+            self._serving[partition] = self._tasks.create_task(lane.run(), name=f"Kafka API partition {partition}")
         self._metrics.partitions.set(len(self._lanes))
-        logger.info("the door serves %s", ", ".join(map(str, partitions)) or "no partition")
+        logger.info("the Kafka API serves partitions: %s", ", ".join(map(str, partitions)) or "none")
 
     async def revoked(self, partitions: Collection[int]) -> None:
         """These partitions are no longer ours: their answers are another ingress's."""

@@ -1,4 +1,4 @@
-"""One partition of the topic door: requests in, answers out, and how far it got.
+"""One partition of the Kafka API: requests in, answers out, and how far it got.
 
 Theory of operation. Answers come from one reply slot, read by `_follow` alone; requests are taken by `_serve`.
 What is committed for the partition says all that another ingress needs to go on: the oldest unanswered request,
@@ -19,14 +19,14 @@ from forebay.events.tokens import TokenEvent
 from forebay.events.topics import REQUESTS, TOKENS
 from forebay.ingress.errors import ApiError, internal_error, invalid, retry_headers
 from forebay.ingress.ingress import GRACE_S, Ingress, Prepared
-from forebay.ingress.kafka_api.metrics import DoorMetrics
+from forebay.ingress.kafka_api.metrics import KafkaApiMetrics
 from forebay.ingress.kafka_api.request import Address, address, body_of, nonce_of, slot_of
 from forebay.ingress.kafka_api.response import (
-    DoorAnswer,
-    DoorEmbedding,
-    DoorReply,
     Embeddings,
     Entry,
+    PendingCompletion,
+    PendingEmbedding,
+    PendingResponse,
     Piece,
     Place,
 )
@@ -53,7 +53,7 @@ NOTE = re.compile(r"(\d{1,9}):(\d{1,19}):(\d{1,19})")
 
 
 class Shared:
-    """What the partitions of one door have in common."""
+    """What the partitions of one ingress have in common."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Shared:
         ingress: Ingress,
         group: KafkaGroup,
         replies: KafkaReplies,
-        metrics: DoorMetrics,
+        metrics: KafkaApiMetrics,
         reply_slots: int,
     ) -> None:
         self.log = log
@@ -95,7 +95,7 @@ class Shared:
             self._room.clear()
 
     def fail(self, error: LogError) -> None:
-        """The broker does not take answers: the door ends."""
+        """The broker does not take answers: the Kafka API ends."""
         if not self.failure.done():
             self.failure.set_exception(error)
 
@@ -127,7 +127,7 @@ class Lane:
         self._promised = 0
         self._window_end = 0
         self._window: deque[Entry] = deque()
-        self._answers: dict[str, DoorReply] = {}
+        self._answers: dict[str, PendingResponse] = {}
         self._deadlines: deque[tuple[float, str, Entry]] = deque()  # all wait equally long: the oldest is due first
         self._strays: deque[tuple[Entry, Address, TopicUnusable]] = deque()
 
@@ -196,7 +196,7 @@ class Lane:
             self._slot = note[0]
         offset = begin if committed is None else committed.offset
         if not begin <= offset <= end:
-            logger.warning("partition %d of the door no longer holds offset %d", self.partition, offset)
+            logger.warning("partition %d of openai-requests no longer holds offset %d", self.partition, offset)
             offset = begin
         slot_end = await shared.log.end(TOKENS.name, self._slot)
         slot_begin = await shared.log.begin(TOKENS.name, self._slot)
@@ -265,7 +265,7 @@ class Lane:
         self._queued_bytes -= len(record.value)
         return record if record.offset >= self._next_offset else None
 
-    async def _take(self, record: Record) -> list[DoorReply]:
+    async def _take(self, record: Record) -> list[PendingResponse]:
         """Open what a record asks for, or refuse it. It stands in the window from here on."""
         entry = Entry(record.offset, self._position)
         self._window.append(entry)
@@ -284,7 +284,7 @@ class Lane:
         except LogError:
             raise
         except Exception:  # whoever took the partition over would break at the same record
-            logger.exception("record %d of partition %d of the door", record.offset, self.partition)
+            logger.exception("record %d of partition %d of openai-requests", record.offset, self.partition)
             await self._refuse(entry, where, internal_error())
         return []
 
@@ -294,17 +294,17 @@ class Lane:
         self._shared.metrics.requests.labels("malformed" if malformed else "error").inc()
         await self._send(entry, where, Piece(0, error.status, True, error.encoded()))
 
-    async def _open(self, record: Record, place: Place) -> list[DoorReply]:
+    async def _open(self, record: Record, place: Place) -> list[PendingResponse]:
         ingress = self._shared.ingress
         body = body_of(record, ingress.bodies.limits)
         headers = (record.headers or {}).items()
         request_id = place.where.request_id
-        opened: list[tuple[DoorReply, Prepared]] = []
+        opened: list[tuple[PendingResponse, Prepared]] = []
         if isinstance(body, EmbeddingBody):
             shared = Embeddings(body)
             place = replace(place, endpoint="embeddings")
             for index, part in enumerate(await ingress.prepare_embedding(body, headers, is_patient=True)):
-                reply = DoorEmbedding(part_id(request_id, index), place, part.prompt.tokens, shared)
+                reply = PendingEmbedding(part_id(request_id, index), place, part.prompt.tokens, shared)
                 opened.append((reply, part))
         else:
             prepared = await ingress.prepare(body, headers, is_patient=True)
@@ -325,13 +325,13 @@ class Lane:
             self._shared.ids.add(waiting.request_id)
         return [waiting for waiting, _ in opened]
 
-    def _answer(self, body: ChatBody | TextBody, prepared: Prepared, place: Place, created: int) -> DoorAnswer:
+    def _answer(self, body: ChatBody | TextBody, prepared: Prepared, place: Place, created: int) -> PendingCompletion:
         ingress, request_id = self._shared.ingress, place.where.request_id
         chat = isinstance(body, ChatBody)
         shape = Shape(
             chat=chat, response_id=request_id, model=body.model, created=created, names_worker=body.names_worker
         )
-        return DoorAnswer(
+        return PendingCompletion(
             request_id,
             replace(place, endpoint="chat_completions" if chat else "completions"),
             prepared.prompt.tokens,
@@ -341,7 +341,7 @@ class Lane:
             usage_chunk=body.includes_usage,
         )
 
-    async def _submit(self, waiting: DoorReply) -> None:
+    async def _submit(self, waiting: PendingResponse) -> None:
         """Put a request on the log, unless it is over already."""
         if waiting.over or waiting.submission is None:
             return
@@ -407,18 +407,18 @@ class Lane:
                 self._close(diverted)
             await self._send(entry, Address(where.request_id, ""), Piece(0, error.status, True, error.encoded()))
 
-    def _awaited(self, request_id: str, entry: Entry) -> DoorReply | None:
+    def _awaited(self, request_id: str, entry: Entry) -> PendingResponse | None:
         """The request of this record, while it is not over."""
         waiting = self._answers.get(request_id)
         return waiting if waiting is not None and waiting.place.entry is entry else None
 
-    async def _deliver(self, waiting: DoorReply, pieces: list[Piece]) -> None:
+    async def _deliver(self, waiting: PendingResponse, pieces: list[Piece]) -> None:
         if waiting.over:
             self._close(waiting)
         for piece in pieces:
             await self._send(waiting.place.entry, waiting.place.where, piece)
 
-    def _close(self, waiting: DoorReply) -> None:
+    def _close(self, waiting: PendingResponse) -> None:
         """Its answer is complete: nothing of it is awaited any more."""
         shared, error = self._shared, waiting.error
         dropped = [self._drop(part) for part in waiting.parts]
@@ -430,7 +430,7 @@ class Lane:
             shared.ingress.metrics.rejected(waiting.place.endpoint)
         shared.ingress.metrics.ended(waiting.place.endpoint, stream=waiting.stream, status=status)
 
-    def _drop(self, waiting: DoorReply) -> bool:
+    def _drop(self, waiting: PendingResponse) -> bool:
         """It is not listened for any more; whether it was."""
         shared, error = self._shared, waiting.error
         if self._answers.pop(waiting.request_id, None) is None:

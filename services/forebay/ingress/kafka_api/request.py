@@ -47,7 +47,7 @@ def address(record: Record, allowed: ReplyTopics) -> Address:
         if request_id is not None:
             text = "request-id takes 1 to 128 letters, digits, dots, dashes and underscores"
             problem = invalid(text, "request-id", "invalid_request_id")
-        request_id = f"door-{record.partition}-{record.offset}"
+        request_id = f"kafka-api-{record.partition}-{record.offset}"
     if reply_topic == allowed.default:
         reply_topic = ""
     elif reply_topic and reply_topic not in allowed:
@@ -80,5 +80,5 @@ def nonce_of(record: Record) -> int:
 
 
 def slot_of(partition: int, reply_slots: int) -> int:
-    """The reply slot of a partition of the door, whoever reads it."""
-    return xxh3_64_intdigest(b"door-%d" % partition) % reply_slots
+    """The reply slot of a partition of `openai-requests`, whoever reads it."""
+    return xxh3_64_intdigest(b"kafka-api-%d" % partition) % reply_slots

@@ -50,7 +50,7 @@ class Place:
     endpoint: str
 
 
-class DoorReply(Reply):
+class PendingResponse(Reply):
     """A request on the log and its answer so far; some records need several.
 
     Attributes:
@@ -73,7 +73,7 @@ class DoorReply(Reply):
         self.submission: RequestSubmitted | None = None
 
     @property
-    def parts(self) -> Sequence["DoorReply"]:
+    def parts(self) -> Sequence["PendingResponse"]:
         """All that the answer of its record needs, this one too."""
         return (self,)
 
@@ -86,7 +86,7 @@ class DoorReply(Reply):
         raise NotImplementedError
 
 
-class DoorAnswer(DoorReply):
+class PendingCompletion(PendingResponse):
     """A chat or a completion."""
 
     __slots__ = ("_index", "_prompt_tokens", "_said", "_shape", "_text", "_usage_chunk")
@@ -111,7 +111,7 @@ class DoorAnswer(DoorReply):
         self._index = 0
 
     def pieces(self) -> list[Piece]:
-        """As `DoorReply` has it."""
+        """As `PendingResponse` has it."""
         if self.over:
             return []
         try:
@@ -139,7 +139,7 @@ class DoorAnswer(DoorReply):
         return self._close(joined([said, self._text.finish()]), ended.finish_reason, cached_tokens)
 
     def fail(self, error: ApiError) -> Piece:
-        """As `DoorReply` has it."""
+        """As `PendingResponse` has it."""
         self.over, self.error = True, error
         return self._piece(error.encoded(), last=True, status=error.status)
 
@@ -176,7 +176,7 @@ class Embeddings:
 
     def __init__(self, body: EmbeddingBody) -> None:
         self.body = body
-        self.parts: list[DoorEmbedding] = []
+        self.parts: list[PendingEmbedding] = []
 
     def end(self, error: ApiError | None = None) -> None:
         """Every part is over."""
@@ -193,7 +193,7 @@ class Embeddings:
         return Piece(0, OK, True, value)
 
 
-class DoorEmbedding(DoorReply):
+class PendingEmbedding(PendingResponse):
     """One input of an embedding request; the part that is ready last gives the answer of all."""
 
     __slots__ = ("_shared", "packed", "prompt_tokens")
@@ -206,12 +206,12 @@ class DoorEmbedding(DoorReply):
         shared.parts.append(self)
 
     @property
-    def parts(self) -> Sequence[DoorReply]:
-        """As `DoorReply` has it."""
+    def parts(self) -> Sequence[PendingResponse]:
+        """As `PendingResponse` has it."""
         return self._shared.parts
 
     def pieces(self) -> list[Piece]:
-        """As `DoorReply` has it."""
+        """As `PendingResponse` has it."""
         if self.over or self.ended is None:
             return []
         try:
@@ -222,7 +222,7 @@ class DoorEmbedding(DoorReply):
         return [] if whole is None else [whole]
 
     def fail(self, error: ApiError) -> Piece:
-        """As `DoorReply` has it: one input that fails fails all."""
+        """As `PendingResponse` has it: one input that fails fails all."""
         self._shared.end(error)
         return Piece(0, error.status, True, error.encoded())
 

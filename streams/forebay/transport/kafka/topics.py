@@ -65,14 +65,14 @@ class TopicPlan(msgspec.Struct, frozen=True):
         groups: of every control topic, so the most models that are served.
         slots: of a work topic. The control partitions share them: a model has slots / groups workers of a pool.
         replies: of `tokens`, so over how many partitions answers spread.
-        door: of `openai-requests` and `openai-responses`.
+        kafka_api: of `openai-requests` and `openai-responses`.
         replication: copies of every partition.
     """
 
     groups: int = 4
     slots: int = 256
     replies: int = 16
-    door: int = 8
+    kafka_api: int = 8
     replication: int = 1
 
 
@@ -81,14 +81,14 @@ class TopicCounts(msgspec.Struct, frozen=True):
 
     groups: int
     replies: int
-    door: int
+    kafka_api: int
     pools: dict[str, int]
 
 
 def planned(plan: TopicPlan, pools: Sequence[str]) -> list[tuple[Topic, int, dict[str, str]]]:
     """Every topic with its partitions and configuration on the broker."""
     counts = {GROUPS.name: 1, TOKENS.name: plan.replies}
-    counts |= dict.fromkeys((OPENAI_REQUESTS.name, OPENAI_RESPONSES.name), plan.door)
+    counts |= dict.fromkeys((OPENAI_REQUESTS.name, OPENAI_RESPONSES.name), plan.kafka_api)
     counts |= dict.fromkeys((topic.name for topic in CONTROL_TOPICS), plan.groups)
     found = [(topic, counts[topic.name], _config(topic)) for topic in FIXED_TOPICS]
     return found + [(work_topic(pool), plan.slots, _config(work_topic(pool))) for pool in pools]
@@ -141,7 +141,7 @@ async def count_topics(settings: KafkaSettings) -> TopicCounts:
     return TopicCounts(
         groups=partitions[REQUESTS.name],
         replies=partitions[TOKENS.name],
-        door=partitions[OPENAI_REQUESTS.name],
+        kafka_api=partitions[OPENAI_REQUESTS.name],
         pools={name.removeprefix(work): count for name, count in partitions.items() if name.startswith(work)},
     )
 

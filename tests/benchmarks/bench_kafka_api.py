@@ -1,4 +1,4 @@
-"""The topic door under many requests: each answered once, counted by id; with `--kill`, an ingress dies on the way.
+"""The Kafka API under many requests: each answered once, counted by id; with `--kill`, an ingress dies on the way.
 
 Two ingresses, two routers and some mock workers as processes; requests are produced by `forebay produce`, answers are
 read back from the topic afterwards, all of them. A repeated answer must be identical.
@@ -67,7 +67,7 @@ def judged(found: dict[str, list[tuple[int, str, bool, bytes]]], wanted: list[st
 
 
 async def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    namespace = f"door-{uuid.uuid4().hex[:8]}"
+    namespace = f"kafka-api-{uuid.uuid4().hex[:8]}"
     settings = KafkaSettings(options.kafka, namespace)
     file = folder / "requests.jsonl"
     wanted = [f"q{number}" for number in range(options.requests)]

@@ -1,4 +1,4 @@
-"""The topic door on a real Kafka; the test plays router and worker behind it, except in the last test."""
+"""The Kafka API on a real Kafka; the test plays router and worker behind it, except in the last test."""
 
 import asyncio
 import sys
@@ -19,12 +19,12 @@ from forebay.events.topics import OPENAI_REQUESTS, REQUESTS
 from forebay.ingress.model import DEFAULT_MODEL, Model
 from forebay.transport.kafka.settings import KafkaSettings
 from forebay.transport.kafka.topics import partitions_of
-from tests.integration.doors import (
-    DOOR_PARTITIONS,
+from tests.integration.kafka_api import (
+    KAFKA_API_PARTITIONS,
     NAME,
     Backstage,
     Client,
-    door,
+    kafka_api_server,
     opened,
     prepare,
     until,
@@ -58,13 +58,13 @@ async def client(settings: KafkaSettings) -> AsyncIterator[Client]:
 
 
 def metric(registry: CollectorRegistry, name: str, **labels: str) -> float:
-    return registry.get_sample_value(f"forebay_door_{name}", labels) or 0.0
+    return registry.get_sample_value(f"forebay_kafka_api_{name}", labels) or 0.0
 
 
 async def test_a_whole_answer_comes_under_the_id_of_the_header(
     settings: KafkaSettings, model: Model, backstage: Backstage, client: Client
 ) -> None:
-    async with door(settings, model) as registry:
+    async with kafka_api_server(settings, model) as registry:
         await client.ask(CHAT, request_id="r-1")
         (request,) = await backstage.submissions("r-1")
         await backstage.answer(request, "one two", " three")
@@ -80,7 +80,7 @@ async def test_a_whole_answer_comes_under_the_id_of_the_header(
 async def test_a_stream_is_a_record_for_each_event_and_says_which_is_last(
     settings: KafkaSettings, model: Model, backstage: Backstage, client: Client
 ) -> None:
-    async with door(settings, model):
+    async with kafka_api_server(settings, model):
         await client.ask(STREAM, request_id="s-1")
         (request,) = await backstage.submissions("s-1")
         await backstage.answer(request, "one", " two")
@@ -94,11 +94,11 @@ async def test_a_stream_is_a_record_for_each_event_and_says_which_is_last(
 async def test_a_body_without_headers_gets_an_id_of_its_place(
     settings: KafkaSettings, model: Model, backstage: Backstage, client: Client
 ) -> None:
-    async with door(settings, model):
+    async with kafka_api_server(settings, model):
         await client.ask({"model": NAME, "prompt": "a b", "max_tokens": 2}, partition=1, path="/v1/completions")
-        (request,) = await backstage.submissions("door-1-0")
+        (request,) = await backstage.submissions("kafka-api-1-0")
         await backstage.answer(request, " c d")
-        (record,) = await client.whole("door-1-0")
+        (record,) = await client.whole("kafka-api-1-0")
     assert record.body["object"] == "text_completion"
     assert record.body["choices"][0]["text"] == " c d"
 
@@ -106,7 +106,7 @@ async def test_a_body_without_headers_gets_an_id_of_its_place(
 async def test_a_malformed_record_is_told_and_holds_nothing_up(
     settings: KafkaSettings, model: Model, backstage: Backstage, client: Client
 ) -> None:
-    async with door(settings, model) as registry:
+    async with kafka_api_server(settings, model) as registry:
         await client.ask(b"{no json", request_id="bad")
         await client.ask(CHAT, request_id="what is this?")
         await client.ask(CHAT, request_id="good")
@@ -114,7 +114,7 @@ async def test_a_malformed_record_is_told_and_holds_nothing_up(
         await backstage.answer(request, "fine")
         (good,) = await client.whole("good")
         (bad,) = await client.whole("bad")
-        (unnamed,) = await client.whole("door-0-1")
+        (unnamed,) = await client.whole("kafka-api-0-1")
         assert metric(registry, "malformed_total", reason="invalid_json") == 1
     assert good.status == 200
     assert (bad.status, bad.body["error"]["code"]) == (400, "invalid_json")
@@ -129,7 +129,7 @@ async def test_answers_go_to_the_reply_topic_if_there_is_one(
     await admin.start()
     await admin.create_topics([NewTopic(mine, 1, 1)])
     await admin.close()
-    async with Client(settings).running(mine) as client, door(settings, model):
+    async with Client(settings).running(mine) as client, kafka_api_server(settings, model):
         await client.ask(CHAT, request_id="a", reply_topic=mine)
         await client.ask(CHAT, request_id="b", reply_topic=f"{namespace}.replies.nobodys")
         await client.ask(CHAT, request_id="c", reply_topic=settings.topic(REQUESTS.name))
@@ -150,7 +150,7 @@ async def test_no_response_goes_to_another_namespace(
     other = await prepare(kafka, f"{settings.namespace}-other")
     names = sorted(await partitions_of(other))
     assert {"decisions", "control", "openai-requests", "work.default"} <= set(names)
-    async with door(settings, model) as registry:
+    async with kafka_api_server(settings, model) as registry:
         for name in names:
             await client.ask(CHAT, request_id=name, reply_topic=other.topic(name))
         answers = [record for name in names for record in await client.whole(name)]
@@ -165,7 +165,7 @@ async def test_an_owner_that_is_gone_is_a_deadline(
     settings: KafkaSettings, model: Model, backstage: Backstage, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("forebay.ingress.kafka_api.partition.GRACE_S", 0.1)
-    async with door(settings, model, timeout_s=0.2):
+    async with kafka_api_server(settings, model, timeout_s=0.2):
         await client.ask(CHAT, request_id="late")
         (record,) = await client.whole("late")
         assert (record.status, record.body["error"]["code"]) == (504, "deadline_exceeded")
@@ -177,7 +177,7 @@ async def test_an_owner_that_is_gone_is_a_deadline(
 async def test_a_stop_string_ends_the_answer_and_the_work(
     settings: KafkaSettings, model: Model, backstage: Backstage, client: Client
 ) -> None:
-    async with door(settings, model):
+    async with kafka_api_server(settings, model):
         await client.ask({**CHAT, "stop": "three"}, request_id="stop")
         (request,) = await backstage.submissions("stop")
         await backstage.emit(request, "one two three four")
@@ -192,7 +192,7 @@ async def test_a_stop_string_ends_the_answer_and_the_work(
 async def test_a_successor_gives_the_same_answer_again_from_its_first_record(
     settings: KafkaSettings, model: Model, backstage: Backstage, client: Client
 ) -> None:
-    async with door(settings, model, "i1"):
+    async with kafka_api_server(settings, model, "i1"):
         await client.ask(STREAM, request_id="slow")
         await client.ask(CHAT, request_id="done")
         (request,) = await backstage.submissions("slow")
@@ -200,7 +200,7 @@ async def test_a_successor_gives_the_same_answer_again_from_its_first_record(
         await backstage.answer((await backstage.submissions("done"))[0], "quick")
         await client.whole("done")
         await until(lambda: client.of("slow"))
-    async with door(settings, model, "i2") as registry:
+    async with kafka_api_server(settings, model, "i2") as registry:
         _, again = await backstage.submissions("slow", count=2)
         said = await backstage.emit(request, " two", first=said)
         await backstage.end(request, said)
@@ -218,11 +218,11 @@ async def test_a_successor_gives_the_same_answer_again_from_its_first_record(
 async def test_answered_requests_are_not_read_again(
     settings: KafkaSettings, model: Model, backstage: Backstage, client: Client
 ) -> None:
-    async with door(settings, model, "i1"):
+    async with kafka_api_server(settings, model, "i1"):
         await client.ask(CHAT, request_id="one")
         await backstage.answer((await backstage.submissions("one"))[0], "yes")
         await client.whole("one")
-    async with door(settings, model, "i2"):
+    async with kafka_api_server(settings, model, "i2"):
         await client.ask(CHAT, request_id="two")
         await backstage.answer((await backstage.submissions("two"))[0], "yes")
         await client.whole("two")
@@ -233,11 +233,11 @@ async def test_answered_requests_are_not_read_again(
 async def test_ingresses_share_the_partitions(
     settings: KafkaSettings, model: Model, backstage: Backstage, client: Client
 ) -> None:
-    async with door(settings, model, "i1") as first, door(settings, model, "i2") as second:
+    async with kafka_api_server(settings, model, "i1") as first, kafka_api_server(settings, model, "i2") as second:
         await until(lambda: metric(first, "partitions") == metric(second, "partitions") == 1)
-        for partition in range(DOOR_PARTITIONS):
+        for partition in range(KAFKA_API_PARTITIONS):
             await client.ask(CHAT, partition=partition, request_id=f"p{partition}")
-        for partition in range(DOOR_PARTITIONS):
+        for partition in range(KAFKA_API_PARTITIONS):
             (request,) = await backstage.submissions(f"p{partition}")
             await backstage.answer(request, "yes")
             await client.whole(f"p{partition}")
@@ -251,20 +251,20 @@ async def test_every_request_is_answered_while_ingresses_come_and_go(
 
     async def ask() -> None:
         for number, name in enumerate(names):
-            await client.ask(STREAM if number % 2 else CHAT, partition=number % DOOR_PARTITIONS, request_id=name)
+            await client.ask(STREAM if number % 2 else CHAT, partition=number % KAFKA_API_PARTITIONS, request_id=name)
 
     async def some(count: int) -> None:
         await until(lambda: len({one.request_id for one in client.records}) >= count)
 
     asking = asyncio.create_task(ask())
     async with AsyncExitStack() as last:
-        async with door(settings, model, "i1"):
+        async with kafka_api_server(settings, model, "i1"):
             await some(50)
-            async with door(settings, model, "i2") as second:
+            async with kafka_api_server(settings, model, "i2") as second:
                 await until(lambda: metric(second, "partitions") == 1)
                 await some(100)
             await some(150)
-        await last.enter_async_context(door(settings, model, "i3"))
+        await last.enter_async_context(kafka_api_server(settings, model, "i3"))
         await asking
         for name in names:
             await client.whole(name)
@@ -281,16 +281,16 @@ async def test_every_request_is_answered_while_ingresses_come_and_go(
 async def test_a_killed_ingress_is_replaced(
     kafka: str, settings: KafkaSettings, model: Model, backstage: Backstage, client: Client
 ) -> None:
-    arguments = (sys.executable, "-m", "tests.integration.doors", kafka, settings.namespace, "victim")
+    arguments = (sys.executable, "-m", "tests.integration.kafka_api", kafka, settings.namespace, "victim")
     victim = await asyncio.create_subprocess_exec(*arguments)
     try:
-        for partition in range(DOOR_PARTITIONS):
+        for partition in range(KAFKA_API_PARTITIONS):
             await client.ask(STREAM, partition=partition, request_id=f"k{partition}")
-        requests = [(await backstage.submissions(f"k{partition}"))[0] for partition in range(DOOR_PARTITIONS)]
+        requests = [(await backstage.submissions(f"k{partition}"))[0] for partition in range(KAFKA_API_PARTITIONS)]
         said = [await backstage.emit(request, "before") for request in requests]
-        await until(lambda: len(client.records) == DOOR_PARTITIONS)
+        await until(lambda: len(client.records) == KAFKA_API_PARTITIONS)
         victim.kill()
-        async with door(settings, model, "heir"):
+        async with kafka_api_server(settings, model, "heir"):
             for request, position in zip(requests, said, strict=True):
                 await backstage.end(request, await backstage.emit(request, " after", first=position))
                 records = await client.whole(request.request_id)
@@ -313,26 +313,28 @@ async def test_what_a_transaction_takes_back_is_not_served(
     await producer.send_and_wait(topic, b"{not served}", partition=0)
     await producer.abort_transaction()
     await producer.stop()
-    async with door(settings, model, "i1"):
+    async with kafka_api_server(settings, model, "i1"):
         await client.ask(CHAT, request_id="after")
         await backstage.answer((await backstage.submissions("after"))[0], "yes")
         await client.whole("after")
-    async with door(settings, model, "i2"):
+    async with kafka_api_server(settings, model, "i2"):
         await client.ask(CHAT, request_id="again")
         await backstage.answer((await backstage.submissions("again"))[0], "yes")
         await client.whole("again")
     assert {record.request_id for record in client.records} == {"after", "again"}
 
 
-async def test_the_whole_system_answers_through_the_door(settings: KafkaSettings, model: Model, client: Client) -> None:
+async def test_the_whole_system_answers_through_the_kafka_api(
+    settings: KafkaSettings, model: Model, client: Client
+) -> None:
     async with opened(settings) as log:
         system = System(log)  # type: ignore[arg-type]  # what is used of it takes any log
-        async with system.started(2), system.owned() as owner, door(settings, model, model_name=MODEL):
+        async with system.started(2), system.owned() as owner, kafka_api_server(settings, model, model_name=MODEL):
             await until(lambda: len(owner.world.fleet.workers()) == 2)
             names = [f"q{number}" for number in range(40)]
             for number, name in enumerate(names):
                 body = {**CHAT, "model": MODEL, "ignore_eos": True, "stream": bool(number % 2)}
-                await client.ask(body, partition=number % DOOR_PARTITIONS, request_id=name)
+                await client.ask(body, partition=number % KAFKA_API_PARTITIONS, request_id=name)
             for number, name in enumerate(names):
                 records = await client.whole(name)
                 assert {record.status for record in records} == {200}
@@ -350,7 +352,7 @@ async def test_produce_prints_an_answer_for_each_line(
     app = typer.Typer()
     app.command()(produce)
     arguments = [str(lines), "--wait", "--kafka", kafka, "--namespace", settings.namespace, "--timeout-s", "40"]
-    async with door(settings, model):
+    async with kafka_api_server(settings, model):
         running = asyncio.create_task(asyncio.to_thread(CliRunner().invoke, app, arguments))
         for name in ("whole", "stream"):
             await backstage.answer((await backstage.submissions(name))[0], "yes", " no")

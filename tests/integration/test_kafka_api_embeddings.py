@@ -1,4 +1,4 @@
-"""Embeddings through the topic door on a real Kafka; the test plays router and worker behind it."""
+"""Embeddings through the Kafka API on a real Kafka; the test plays router and worker behind it."""
 
 import asyncio
 from array import array
@@ -14,7 +14,7 @@ from forebay.events.topics import TOKENS
 from forebay.ingress.model import DEFAULT_MODEL, Model
 from forebay.transport.base import Draft
 from forebay.transport.kafka.settings import KafkaSettings
-from tests.integration.doors import NAME, Backstage, Client, door, opened, prepare, until
+from tests.integration.kafka_api import NAME, Backstage, Client, kafka_api_server, opened, prepare, until
 
 PATH = "/v1/embeddings"
 
@@ -64,13 +64,13 @@ async def embed(backstage: Backstage, request: RequestSubmitted, number: float) 
 async def test_a_record_with_several_inputs_gets_one_answer(
     settings: KafkaSettings, model: Model, backstage: Backstage, client: Client
 ) -> None:
-    async with door(settings, model) as registry:
+    async with kafka_api_server(settings, model) as registry:
         await client.ask(body("a", "b", "c"), request_id="e", path=PATH)
         for at in (2, 0, 1):
             await embed(backstage, await submitted(backstage, f"e-{at}"), float(at))
         (record,) = await client.whole("e")
-        await until(lambda: registry.get_sample_value("forebay_door_in_flight") == 0)
-        assert registry.get_sample_value("forebay_door_requests_total", {"outcome": "answered"}) == 1
+        await until(lambda: registry.get_sample_value("forebay_kafka_api_in_flight") == 0)
+        assert registry.get_sample_value("forebay_kafka_api_requests_total", {"outcome": "answered"}) == 1
     assert (record.index, record.status) == (0, 200)
     assert [one["embedding"] for one in record.body["data"]] == [[0.0], [1.0], [2.0]]
 
@@ -78,7 +78,7 @@ async def test_a_record_with_several_inputs_gets_one_answer(
 async def test_one_that_fails_fails_all_and_cancels_the_others(
     settings: KafkaSettings, model: Model, backstage: Backstage, client: Client
 ) -> None:
-    async with door(settings, model) as registry:
+    async with kafka_api_server(settings, model) as registry:
         await client.ask(body("a", "b"), request_id="e", path=PATH)
         await submitted(backstage, "e-0")
         failing = await submitted(backstage, "e-1")
@@ -91,7 +91,7 @@ async def test_one_that_fails_fails_all_and_cancels_the_others(
         async with asyncio.timeout(20):
             while not await backstage.cancelled("e-0"):
                 pass
-        assert registry.get_sample_value("forebay_door_in_flight") == 0
+        assert registry.get_sample_value("forebay_kafka_api_in_flight") == 0
     assert (record.status, record.body["error"]["code"]) == (503, "busy")
     assert not await backstage.cancelled("e-1")
 
@@ -101,7 +101,7 @@ async def test_batches_that_have_no_room_together_are_all_answered(
 ) -> None:
     """What has its vector makes room, though its record is not answered yet."""
     monkeypatch.setattr("forebay.ingress.kafka_api.partition.IN_FLIGHT_MAX", 2)
-    async with door(settings, model):
+    async with kafka_api_server(settings, model):
         for partition, name in enumerate("xy"):
             await client.ask(body("a", "b", "c"), partition=partition, request_id=name, path=PATH)
         known: set[str] = set()
@@ -119,11 +119,11 @@ async def test_batches_that_have_no_room_together_are_all_answered(
 async def test_a_successor_takes_up_what_stands_on_the_slot_and_asks_for_the_rest(
     settings: KafkaSettings, model: Model, backstage: Backstage, client: Client
 ) -> None:
-    async with door(settings, model, "i1"):
+    async with kafka_api_server(settings, model, "i1"):
         await client.ask(body("a", "b"), request_id="e", path=PATH)
         await embed(backstage, await submitted(backstage, "e-0"), 0.0)
         first = await submitted(backstage, "e-1")
-    async with door(settings, model, "i2"):
+    async with kafka_api_server(settings, model, "i2"):
         again = await submitted(backstage, "e-1", count=2)
         await embed(backstage, again, 1.0)
         (record,) = await client.whole("e")

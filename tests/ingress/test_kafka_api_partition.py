@@ -1,4 +1,4 @@
-"""One partition of the topic door without a broker: what must not stop it."""
+"""One partition of the Kafka API without a broker: what must not stop it."""
 
 import asyncio
 from types import SimpleNamespace
@@ -10,8 +10,8 @@ from prometheus_client import CollectorRegistry
 
 from forebay.events.requests import RequestSubmitted
 from forebay.ingress.errors import ApiError
-from forebay.ingress.kafka_api import partition as door_lane
-from forebay.ingress.kafka_api.metrics import DoorMetrics
+from forebay.ingress.kafka_api import partition as partition_module
+from forebay.ingress.kafka_api.metrics import KafkaApiMetrics
 from forebay.ingress.kafka_api.partition import Lane, Shared
 from forebay.ingress.parsers.deltas import Said
 from forebay.transport.base import Record
@@ -21,11 +21,11 @@ from tests.system import until
 CHAT: dict[str, Any] = {"model": NAME, "messages": [{"role": "user", "content": "Hello"}]}
 
 
-class Door:
+class FakeKafka:
     """Broker and group of one lane: its records, and the answers that it gave."""
 
     def __init__(self, scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(door_lane, "slot_of", lambda partition, slots: SLOT)
+        monkeypatch.setattr(partition_module, "slot_of", lambda partition, slots: SLOT)
         log = cast(Any, scene.log)
         shared = SimpleNamespace(
             begin=log.begin,
@@ -34,7 +34,7 @@ class Door:
             append_soon=log.append_soon,
             settings=SimpleNamespace(namespace="shop"),
         )
-        metrics = DoorMetrics(CollectorRegistry())
+        metrics = KafkaApiMetrics(CollectorRegistry())
         self.answers: list[Any] = []
         self.lane = Lane(Shared(cast(Any, shared), scene.ingress, cast(Any, self), cast(Any, self), metrics, 16), 3)
         self.records = 0
@@ -71,20 +71,20 @@ class Door:
 async def test_a_record_that_breaks_its_ingress_is_answered_and_the_next_is_served(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    door = Door(scene, monkeypatch)
-    serving = asyncio.create_task(door.lane.run())
+    fake = FakeKafka(scene, monkeypatch)
+    serving = asyncio.create_task(fake.lane.run())
     try:
         with monkeypatch.context() as broken:
             broken.setattr(scene.model, "render", lambda *_: 1 // 0)
-            await door.ask(CHAT)
-            await until(lambda: door.answers or serving.done())
-        (answer,) = door.answers
+            await fake.ask(CHAT)
+            await until(lambda: fake.answers or serving.done())
+        (answer,) = fake.answers
         assert (answer.headers["status"], answer.headers["last"]) == ("500", "1")
         assert msgspec.json.decode(answer.value)["error"]["code"] == "internal_error"
         assert "record 0 of partition 3" in caplog.text
-        await door.ask(CHAT)
+        await fake.ask(CHAT)
         await until(lambda: scene.requests(RequestSubmitted) or serving.done())
-        assert scene.requests(RequestSubmitted)[0].request_id == "door-3-1"
+        assert scene.requests(RequestSubmitted)[0].request_id == "kafka-api-3-1"
         assert scene.requests(RequestSubmitted)[0].patient, "the topic holds it anyway"
     finally:
         serving.cancel()
@@ -101,14 +101,14 @@ async def test_an_answer_that_its_parser_breaks_at_ends_with_the_error(
         finish = push
 
     monkeypatch.setattr(scene.ingress.parsing, "parser", lambda how, request_id: Broken())
-    door = Door(scene, monkeypatch)
-    serving = asyncio.create_task(door.lane.run())
+    fake = FakeKafka(scene, monkeypatch)
+    serving = asyncio.create_task(fake.lane.run())
     try:
-        await door.ask({**CHAT, "stream": True})
+        await fake.ask({**CHAT, "stream": True})
         asked = await scene.next_request()
         scene.say(asked.request_id, "one")
-        await until(lambda: door.answers or serving.done())
-        (answer,) = door.answers
+        await until(lambda: fake.answers or serving.done())
+        (answer,) = fake.answers
         assert (answer.headers["status"], answer.headers["last"]) == ("502", "1")
         assert (await scene.cancelled()).reason == "parser_failed"
     finally:

@@ -1,4 +1,4 @@
-"""The topic door without a broker: what a record asks, where its answer goes, and the answer as a fold."""
+"""The Kafka API without a broker: what a record asks, where its answer goes, and the answer as a fold."""
 
 import asyncio
 from typing import Any
@@ -14,7 +14,7 @@ from forebay.ingress.errors import ApiError, Unusable
 from forebay.ingress.http.body_limits import BodyLimits
 from forebay.ingress.ingress import IngressSettings
 from forebay.ingress.kafka_api.request import Address, address, body_of, nonce_of, slot_of
-from forebay.ingress.kafka_api.response import DoorAnswer, Entry, Piece, Place
+from forebay.ingress.kafka_api.response import Entry, PendingCompletion, Piece, Place
 from forebay.ingress.kafka_api.topics import ReplyTopics
 from forebay.ingress.openai.render import Shape
 from forebay.ingress.openai.requests import ChatBody, TextBody
@@ -45,7 +45,7 @@ def refused(asked: Record) -> ApiError:
 
 def test_a_record_without_headers_is_named_by_its_place() -> None:
     where = address(record(), ALLOWED)
-    assert (where.request_id, where.reply_topic, where.problem) == ("door-3-41", "", None)
+    assert (where.request_id, where.reply_topic, where.problem) == ("kafka-api-3-41", "", None)
 
 
 def test_headers_name_the_request_and_where_its_answer_goes() -> None:
@@ -56,7 +56,7 @@ def test_headers_name_the_request_and_where_its_answer_goes() -> None:
 @pytest.mark.parametrize("given", ["", "two words", "x" * 129, "\u00e9t\u00e9", "a\n"])
 def test_an_id_of_no_use_is_told_under_the_derived_one(given: str) -> None:
     where = address(record(request_id=given), ALLOWED)
-    assert where.request_id == "door-3-41"
+    assert where.request_id == "kafka-api-3-41"
     assert where.problem is not None
     assert (where.problem.status, where.problem.param) == (400, "request-id")
 
@@ -175,7 +175,7 @@ def test_a_partition_has_one_reply_slot_whoever_reads_it() -> None:
 
 
 class Fold:
-    """A door's answer, fed from the reply slot of a scene."""
+    """A response of the Kafka API, fed from the reply slot of a scene."""
 
     def __init__(
         self,
@@ -190,7 +190,7 @@ class Fold:
         shape = Shape(chat=True, response_id=request_id, model=NAME, created=7)
         text = Composer(TextAssembler(scene.model.decoder(), [stop] if stop else []))
         self.scene = scene
-        self.answer = DoorAnswer(request_id, PLACE, prompt_tokens, shape, text, stream=stream, usage_chunk=usage)
+        self.answer = PendingCompletion(request_id, PLACE, prompt_tokens, shape, text, stream=stream, usage_chunk=usage)
         self.pieces: list[Piece] = []
 
     async def read(self, times: int = 1) -> list[Piece]:

@@ -1,6 +1,6 @@
-"""Doors of ingresses on a real Kafka, and a Kafka client on the other side of them.
+"""Ingresses that serve the Kafka API on a real Kafka, and a Kafka client.
 
-As a program it runs one ingress with a door until it is killed: `doors.py BOOTSTRAP NAMESPACE NAME`.
+As a program it runs one ingress until it is killed: `kafka_api.py BOOTSTRAP NAMESPACE NAME`.
 """
 
 import asyncio
@@ -21,8 +21,8 @@ from forebay.events.requests import RequestCancelled, RequestSubmitted
 from forebay.events.tokens import ResponseEnded, TokenChunk, TokenEvent, TokensEmitted, Usage
 from forebay.events.topics import OPENAI_REQUESTS, OPENAI_RESPONSES, REQUESTS, TOKENS
 from forebay.ingress.ingress import Ingress, IngressSettings
-from forebay.ingress.kafka_api.api import Door
-from forebay.ingress.kafka_api.metrics import DoorMetrics
+from forebay.ingress.kafka_api.api import KafkaApi
+from forebay.ingress.kafka_api.metrics import KafkaApiMetrics
 from forebay.ingress.metrics import IngressMetrics
 from forebay.ingress.model import DEFAULT_MODEL, Model
 from forebay.transport.base import Draft
@@ -31,10 +31,10 @@ from forebay.transport.kafka.settings import KafkaSettings
 from forebay.transport.kafka.topics import TopicPlan, create_topics
 
 NAME = "test-model"
-DOOR_PARTITIONS = 2
+KAFKA_API_PARTITIONS = 2
 REPLY_SLOTS = 3
 PATIENCE_S = 40.0
-PLAN = TopicPlan(groups=1, slots=4, replies=REPLY_SLOTS, door=DOOR_PARTITIONS)
+PLAN = TopicPlan(groups=1, slots=4, replies=REPLY_SLOTS, kafka_api=KAFKA_API_PARTITIONS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Client:
         await self._producer.start()
         await self._consumer.start()
         own = self._settings.topic(OPENAI_RESPONSES.name)
-        places = [TopicPartition(own, partition) for partition in range(DOOR_PARTITIONS)]
+        places = [TopicPartition(own, partition) for partition in range(KAFKA_API_PARTITIONS)]
         places += [TopicPartition(topic, 0) for topic in topics]
         self._consumer.assign(places)
         await self._consumer.seek_to_beginning(*places)
@@ -116,7 +116,7 @@ class Backstage:
         self.model = model
 
     async def events(self, kind: type | None = None) -> list[Any]:
-        """What doors put on `requests`."""
+        """Return the events that ingresses appended to `requests`."""
         found = [decode(REQUESTS, record.value) for record in await self.log.read(REQUESTS.name, 0, 0, 10_000)]
         return [event for event in found if kind is None or isinstance(event, kind)]
 
@@ -193,10 +193,10 @@ async def opened(settings: KafkaSettings) -> AsyncIterator[KafkaLog]:
 
 
 @asynccontextmanager
-async def door(
+async def kafka_api_server(
     settings: KafkaSettings, model: Model, name: str = "i1", *, model_name: str = NAME, timeout_s: float = 60.0
 ) -> AsyncIterator[CollectorRegistry]:
-    """An ingress with a door; its metrics."""
+    """Run an ingress that serves the Kafka API; yield its metrics."""
     registry = CollectorRegistry()
     async with opened(settings) as log:
         ingress_settings = IngressSettings(
@@ -207,7 +207,7 @@ async def door(
         ingress = Ingress(log, model, ingress_settings, metrics, lambda: True, reply_from)
         tasks = [
             asyncio.create_task(ingress.run()),
-            asyncio.create_task(Door(log, ingress, DoorMetrics(registry), REPLY_SLOTS).run()),
+            asyncio.create_task(KafkaApi(log, ingress, KafkaApiMetrics(registry), REPLY_SLOTS).run()),
         ]
         try:
             yield registry
@@ -228,7 +228,7 @@ async def prepare(bootstrap: str, namespace: str) -> KafkaSettings:
 
 
 async def _forever(bootstrap: str, namespace: str, name: str) -> None:
-    async with door(KafkaSettings(bootstrap, namespace), Model(DEFAULT_MODEL), name):
+    async with kafka_api_server(KafkaSettings(bootstrap, namespace), Model(DEFAULT_MODEL), name):
         await asyncio.Event().wait()
 
 
