@@ -1,4 +1,4 @@
-"""The pool of runs against the plain block pool: what callers with chains see is the same, to the order of eviction."""
+"""`ChainPool` against the plain `BlockPool`: both behave alike, including the order of eviction."""
 
 from array import array
 
@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay.engine_model.block_pool import BlockPool
 from forebay.engine_model.chain_pool import ChainPool, Found, Run
+from tests.core.block_pool import BlockPool
 
 NOTHING = Found(0, [])
 

@@ -1,4 +1,4 @@
-"""The transformers engine on real models: what it says is what transformers says, however it is scheduled."""
+"""The transformers engine on real models generates the tokens of a plain greedy loop over the library."""
 
 import asyncio
 import json
@@ -13,9 +13,7 @@ import msgspec
 import pytest
 
 from forebay.core.block_hashes import sequence_hashes
-from forebay.engine_model.model import Removed, Stored
-from forebay.events.base import pack_u32, unpack_u32, unpack_u64
-from forebay.events.control import Command
+from forebay.events.base import pack_u32, unpack_u32
 from forebay.events.fleet import WorkerSpec
 from forebay.events.requests import Sampling, TokenBias
 from forebay.events.work import WorkItem
@@ -30,14 +28,14 @@ SPEC = WorkerSpec(worker_id="w", model="m", block_size=1, kv_blocks_total=1, max
 
 
 class Running:
-    """An engine that runs, and what its batches said."""
+    """A running engine and its published batches."""
 
     def __init__(self, engine: TransformersEngine, spec: WorkerSpec) -> None:
         self.engine = engine
         self.spec = spec
         self.batches: list[EngineBatch] = []
 
-    def ask(self, name: str, prompt: list[int], max_tokens: int = 8, **sampling: Any) -> None:
+    def generate(self, name: str, prompt: list[int], max_tokens: int = 8, **sampling: Any) -> None:
         self.send(name, prompt, Sampling(max_tokens=max_tokens, **{"temperature": 0.0, "ignore_eos": True} | sampling))
 
     def send(self, name: str, prompt: list[int], sampling: Sampling, **changes: Any) -> None:
@@ -55,12 +53,9 @@ class Running:
         )
         self.engine.submit(msgspec.structs.replace(item, **changes))
 
-    def said(self, name: str) -> list[int]:
+    def output(self, name: str) -> list[int]:
         chunks = [chunk for batch in self.batches for chunk in batch.emitted if chunk.request_id == name]
         return [token for chunk in chunks for token in unpack_u32(chunk.token_ids)]
-
-    def cached(self, name: str) -> int:
-        return next(end.cached_tokens for batch in self.batches for end in batch.finished if end.request_id == name)
 
     def ended(self) -> set[str]:
         finished = {end.request_id for batch in self.batches for end in batch.finished}
@@ -71,15 +66,15 @@ class Running:
             while not condition():  # noqa: ASYNC110 - batches set no event
                 await asyncio.sleep(0.005)
 
-    async def answers(self, *names: str) -> list[list[int]]:
+    async def outputs(self, *names: str) -> list[list[int]]:
         await self.until(lambda: self.ended().issuperset(names))
-        return [self.said(name) for name in names]
+        return [self.output(name) for name in names]
 
 
 @asynccontextmanager
 async def running(model: Path, **changes: Any) -> AsyncIterator[Running]:
-    told: dict[str, Any] = {"model": model, "model_name": "m", "block_size": BLOCK, "kv_blocks": 64}
-    engine = TransformersEngine(EngineSettings(**{**told, **changes}))
+    fields: dict[str, Any] = {"model": model, "model_name": "m", "block_size": BLOCK}
+    engine = TransformersEngine(EngineSettings(**{**fields, **changes}))
     one = Running(engine, await engine.start(SPEC))
     task = asyncio.create_task(engine.run(one.batches.append))
     try:
@@ -91,109 +86,83 @@ async def running(model: Path, **changes: Any) -> AsyncIterator[Running]:
         await engine.stop()
 
 
-async def test_greedy_tokens_are_those_of_transformers_with_and_without_a_cached_prefix(
-    model: Path, oracle: Transformers
-) -> None:
-    async with running(model, max_num_batched_tokens=24) as one:
-        assert one.spec.tasks == ("generate", "embed")
-        prompts = [prompt for prompt, _ in GREEDY] + [list(range(200, 330)), list(range(100, 180))[:64]]
-        expected = [oracle.greedy(prompt, 16) for prompt in prompts]
-        for (_, listed), tokens in zip(GREEDY, expected, strict=False):
-            assert tokens[: len(listed)] == listed
-        cold = [f"cold {number}" for number in range(len(prompts))]
-        warm = [f"warm {number}" for number in range(len(prompts))]
-        for names in (cold, warm):
-            for name, prompt in zip(names, prompts, strict=True):
-                one.ask(name, prompt, 16)
-            assert await one.answers(*names) == expected
-        assert [one.cached(name) for name in warm] == [(len(prompt) - 1) // BLOCK * BLOCK for prompt in prompts]
-        together = max(len(batch.emitted) for batch in one.batches)
-        assert together > 3, "requests did not interleave"
-        assert max(batch.load.running for batch in one.batches) > 3
-        # It was announced under the names that an ingress gives.
-        changes = [change for batch in one.batches for change in batch.cache_changes]
-        announced = {block for change in changes if isinstance(change, Stored) for block in change.hashes}
-        for prompt in prompts:
-            assert announced.issuperset(unpack_u64(sequence_hashes(pack_u32(prompt), BLOCK)))
-
-
-async def test_a_small_cache_forgets_the_oldest_and_says_so(model: Path, oracle: Transformers) -> None:
-    async with running(model, kv_blocks=8) as one:
-        prompts = {f"{number}": [10 + number, *range(100, 195)] for number in range(4)}
-        for name, prompt in prompts.items():
-            one.ask(name, prompt, 4)
-        answers = await one.answers(*prompts)
-        assert answers == [oracle.greedy(prompt, 4) for prompt in prompts.values()]
-        held: set[int] = set()
-        for batch in one.batches:
-            assert batch.load.kv_blocks_used <= batch.load.kv_blocks_total == 8
-            for change in batch.cache_changes:
-                match change:
-                    case Stored(hashes=hashes):
-                        held.update(hashes)
-                    case Removed(hashes=hashes):
-                        held.difference_update(hashes)
-            assert len(held) <= 8
-        assert set(one.engine.held(0)) == held
-        assert held.issuperset(unpack_u64(sequence_hashes(pack_u32(prompts["3"]), BLOCK)))
-        assert held.isdisjoint(unpack_u64(sequence_hashes(pack_u32(prompts["0"]), BLOCK)))
-        await one.engine.command(Command(action="clear_kv_blocks"))
-        assert one.engine.held(0) == []
-        one.ask("again", prompts["3"], 4)
-        assert await one.answers("again") == [answers[3]]
-        assert one.cached("again") == 0
-
-
-async def test_a_cancelled_request_says_no_more(model: Path) -> None:
+async def test_greedy_tokens_equal_those_of_the_oracle(model: Path, oracle: Transformers) -> None:
     async with running(model) as one:
-        one.ask("gone", list(range(100, 120)), 900)
-        one.ask("stays", list(range(100, 130)), 40)
-        await one.until(lambda: len(one.said("gone")) > 2)
-        one.engine.cancel("gone")
-        await one.answers("stays")
-        assert len(one.said("gone")) < 100
-        assert one.batches[-1].load.kv_blocks_used == 0
-        assert "gone" not in one.ended()
+        assert (one.spec.tasks, one.spec.kv_events) == (("generate", "embed"), False)
+        for number, (prompt, expected) in enumerate(GREEDY):
+            one.generate(f"{number}", prompt, len(expected))
+        assert await one.outputs(*map(str, range(len(GREEDY)))) == [expected for _, expected in GREEDY]
+        one.generate("long", list(range(200, 330)), 16)
+        assert await one.outputs("long") == [oracle.greedy(list(range(200, 330)), 16)]
 
 
-async def test_draws_depend_on_the_seed_and_the_position_alone(model: Path) -> None:
+async def test_a_cancelled_request_emits_no_more_tokens(model: Path) -> None:
+    async with running(model) as one:
+        one.generate("cancelled", list(range(100, 120)), 900)
+        one.generate("next", list(range(100, 130)), 5)
+        await one.until(lambda: len(one.output("cancelled")) > 2)
+        one.engine.cancel("cancelled")
+        await one.outputs("next")
+        assert len(one.output("cancelled")) < 900
+        assert "cancelled" not in one.ended()
+
+
+async def test_sampled_tokens_depend_on_the_seed(model: Path) -> None:
     prompt = list(range(100, 140))
-    drawn: dict[str, Any] = {"temperature": 1.0, "top_p": 0.95, "top_k": 100, "min_p": 0.001}
+    sampling: dict[str, Any] = {"temperature": 1.0, "top_p": 0.95, "top_k": 100, "min_p": 0.001}
     async with running(model) as one:
-        one.ask("first", prompt, 24, seed=7, **drawn)
-        (first,) = await one.answers("first")
-        one.ask("same", prompt, 24, seed=7, **drawn)
-        one.ask("other", prompt, 24, seed=8, **drawn)
-        one.ask("none", prompt, 24, **drawn)
-        one.ask("none too", prompt, 24, **drawn)
-        one.ask("rest", prompt + first[:10], 14, seed=7, **drawn)
-        one.ask("one", prompt, 12, seed=7, temperature=1.0, top_k=1)
-        same, other, none, none_too, rest, likeliest = await one.answers(
-            "same", "other", "none", "none too", "rest", "one"
+        for name, seed in (
+            ("first", 7),
+            ("same", 7),
+            ("other", 8),
+            ("negative", -8),
+            ("none", None),
+            ("none too", None),
+        ):
+            one.generate(name, prompt, 24, seed=seed, **sampling)
+        one.generate("likeliest", prompt, 12, seed=7, temperature=1.0, top_k=1)
+        first, same, other, negative, none, none_too, likeliest = await one.outputs(
+            "first", "same", "other", "negative", "none", "none too", "likeliest"
         )
     assert first == same
-    assert rest == first[10:], "another worker would go on otherwise"
-    assert len({tuple(one) for one in (first, other, none, none_too)}) == 4
+    assert len({tuple(tokens) for tokens in (first, other, negative, none, none_too)}) == 5
     assert likeliest == GREEDY[1][1]
 
 
-async def test_it_stops_where_it_should(model: Path, tmp_path: Path) -> None:
+async def test_stop_tokens_and_limits_end_the_generation(model: Path, tmp_path: Path) -> None:
     prompt, tokens = GREEDY[0]
     ends = tmp_path / "ends"
     shutil.copytree(model, ends)
     settings = json.loads((ends / "generation_config.json").read_text())
-    (ends / "generation_config.json").write_text(json.dumps({**settings, "eos_token_id": [1, tokens[3]]}))
+    changes = {"eos_token_id": [1, tokens[3]], "temperature": 9.0, "do_sample": True, "repetition_penalty": 5.0}
+    (ends / "generation_config.json").write_text(json.dumps({**settings, **changes}))
     async with running(ends) as one:
-        one.ask("eos", prompt, 8, ignore_eos=False)
-        one.ask("own", prompt, 8, stop_token_ids=(tokens[1],))
-        one.ask("later", prompt, 8, ignore_eos=False, min_tokens=5)
-        one.ask("biased", prompt, 3, logit_bias=(TokenBias(token_id=42, bias=100.0),))
-        eos, own, later, biased = await one.answers("eos", "own", "later", "biased")
+        one.generate("eos", prompt, 8, ignore_eos=False)
+        one.generate("stop token", prompt, 8, stop_token_ids=(tokens[1],))
+        one.generate("minimum", prompt, 8, ignore_eos=False, min_tokens=5)
+        one.generate("biased", prompt, 3, logit_bias=(TokenBias(token_id=42, bias=100.0),))
+        one.generate("penalty", prompt, 3, logit_bias=(TokenBias(token_id=42, bias=9.0),), repetition_penalty=1e9)
+        eos, stop, minimum, biased, penalty = await one.outputs("eos", "stop token", "minimum", "biased", "penalty")
         reasons = {end.request_id: end.reason for batch in one.batches for end in batch.finished}
-    assert (eos, own, biased) == (tokens[:4], tokens[:2], [42, 42, 42])
-    assert later[:3] == tokens[:3]
-    assert tokens[3] not in later[:5]
-    assert reasons == {"eos": "stop", "own": "stop", "later": "length", "biased": "length"}
+    assert (eos, stop, biased) == (tokens[:4], tokens[:2], [42, 42, 42])
+    assert minimum[:3] == tokens[:3]
+    assert tokens[3] not in minimum[:5]
+    assert penalty.count(42) <= 1
+    assert reasons == {
+        "eos": "stop",
+        "stop token": "stop",
+        "minimum": "length",
+        "biased": "length",
+        "penalty": "length",
+    }
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": -1.0}, {"temperature": 1.0, "min_p": 2.0}])
+async def test_an_invalid_sampling_parameter_fails_its_request(model: Path, sampling: dict[str, Any]) -> None:
+    async with running(model) as one:
+        one.generate("invalid", [5, 6, 7], 4, **sampling)
+        await one.outputs("invalid")
+        assert [failed.error.status for batch in one.batches for failed in batch.failed] == [400]
 
 
 async def test_an_embedding_is_the_mean_of_the_last_hidden_states(model: Path) -> None:
@@ -202,13 +171,11 @@ async def test_an_embedding_is_the_mean_of_the_last_hidden_states(model: Path) -
 
     plain = AutoModel.from_pretrained(model, dtype=torch.float32)
     prompts = {"short": [5], "long": list(range(100, 200))}
-    async with running(model, max_num_batched_tokens=32) as one:
-        one.ask("before", prompts["long"], 1)
+    async with running(model) as one:
         for name, prompt in prompts.items():
             one.send(name, prompt, Sampling(max_tokens=1), task="embed")
-        await one.answers("before", *prompts)
+        await one.outputs(*prompts)
         vectors = {vector.request_id: vector.packed for batch in one.batches for vector in batch.vectors}
-        assert one.batches[-1].load.kv_blocks_used == 0
     for name, prompt in prompts.items():
         with torch.inference_mode():
             mean = plain(torch.tensor([prompt])).last_hidden_state[0].mean(dim=0)
@@ -239,12 +206,25 @@ def config_of(kind: str) -> Any:
             return transformers.GPT2Config(vocab_size=300, n_embd=32, n_layer=2, n_head=4, n_positions=256)
         case "bloom":  # positions by a slope on the mask
             return transformers.BloomConfig(vocab_size=300, hidden_size=32, n_layer=2, n_head=4)
-        case "mamba":
+        case "mamba":  # a state instead of a KV cache
             return transformers.MambaConfig(vocab_size=300, hidden_size=32, num_hidden_layers=2)
     raise AssertionError(kind)
 
 
-def made(kind: str, directory: Path) -> Path:
+def greedy(directory: Path, prompt: list[int], max_tokens: int) -> list[int]:
+    """The most likely continuation, computed without any cache."""
+    import torch  # noqa: PLC0415 - tests are collected without it, too
+    import transformers  # noqa: PLC0415
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    tokens = list(prompt)
+    with torch.inference_mode():
+        for _ in range(max_tokens):
+            tokens.append(int(model(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+def save_model(kind: str, directory: Path) -> Path:
     import torch  # noqa: PLC0415 - tests are collected without it, too
     import transformers  # noqa: PLC0415
 
@@ -253,31 +233,24 @@ def made(kind: str, directory: Path) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("kind", ["mistral", "gemma3", "gpt2", "bloom"])
-async def test_other_kinds_of_models_say_what_transformers_says(kind: str, model: Path, tmp_path: Path) -> None:
-    directory = made(kind, tmp_path)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(model / name, directory)
-    oracle = Transformers(directory)
-    prompts = {f"{length}": [(length * at + 3) % 290 for at in range(length)] for length in (70, 7, 33)}
-    async with running(directory, max_num_batched_tokens=24) as one:
-        for again in ("", "again "):
-            for name, prompt in prompts.items():
-                one.ask(again + name, prompt, 30)
-            answers = await one.answers(*[again + name for name in prompts])
-            assert answers == [oracle.greedy(prompt, 30) for prompt in prompts.values()]
-        assert one.cached("again 70") == 64
+@pytest.mark.parametrize("kind", ["mistral", "gemma3", "gpt2", "bloom", "mamba"])
+async def test_models_of_other_architectures_generate_the_tokens_of_the_oracle(kind: str, tmp_path: Path) -> None:
+    directory = save_model(kind, tmp_path)
+    prompts = {f"{length}": [(length * at + 3) % 290 for at in range(length)] for length in (70, 7)}
+    async with running(directory) as one:
+        for name, prompt in prompts.items():
+            one.generate(name, prompt, 20)
+        outputs = await one.outputs(*prompts)
+    assert outputs == [greedy(directory, prompt, 20) for prompt in prompts.values()]
 
 
-def spoilt(directory: Path, how: str) -> Path:
+def damaged(directory: Path, how: str) -> Path:
     match how:
         case "missing":
             return directory / "nowhere"
         case "empty":
             (directory / "empty").mkdir()
             return directory / "empty"
-        case "mamba":
-            return made("mamba", directory / "mamba")
     weights = directory / "model.safetensors"
     match how:
         case "no weights":
@@ -297,50 +270,49 @@ def spoilt(directory: Path, how: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("how", "says"),
+    ("how", "message"),
     [
         ("missing", "no such model directory"),
-        ("empty", "transformers cannot load it: "),
-        ("no weights", "transformers cannot load it: "),
-        ("truncated", "transformers cannot load it: "),
-        ("unknown", "transformers cannot load it: "),
+        ("empty", "transformers cannot load the model: "),
+        ("no weights", "transformers cannot load the model: "),
+        ("truncated", "transformers cannot load the model: "),
+        ("unknown", "transformers cannot load the model: "),
         ("incomplete", "1 weights are missing, the first is model.layers.1.mlp.up_proj.weight"),
-        ("mamba", "MambaForCausalLM keeps a state that is no KV cache"),
     ],
 )
-async def test_a_broken_model_directory_is_a_clear_line(model: Path, tmp_path: Path, how: str, says: str) -> None:
+async def test_start_reports_a_damaged_model_directory_in_one_line(
+    model: Path, tmp_path: Path, how: str, message: str
+) -> None:
     shutil.copytree(model, tmp_path / "model")
-    engine = TransformersEngine(EngineSettings(model=spoilt(tmp_path / "model", how), model_name="m"))
+    engine = TransformersEngine(EngineSettings(model=damaged(tmp_path / "model", how), model_name="m"))
     with pytest.raises(EngineError) as failed:
         await engine.start(SPEC)
     await engine.stop()
-    assert says in str(failed.value)
+    assert message in str(failed.value)
     assert len(str(failed.value).splitlines()) == 1
-    assert len(str(failed.value)) < 500
+    assert len(str(failed.value)) < 700
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "message"),
     [
         ({"arguments": {"no_such_argument": 1}}, "no_such_argument"),
-        ({"arguments": {"threads": 0}}, "cannot load it"),
-        ({"kv_blocks": 1}, "at least 2 KV blocks"),
-        ({"max_num_seqs": 9, "max_num_batched_tokens": 8}, "must be at least max_num_seqs"),
-        ({"kv_blocks": 1 << 40}, "does not run on"),
+        ({"arguments": {"threads": 0}}, "cannot load the model"),
+        ({"max_num_seqs": 9}, "got max_num_seqs 9"),
     ],
 )
-async def test_arguments_that_do_not_fit_are_a_clear_line(model: Path, changes: dict[str, Any], says: str) -> None:
+async def test_start_reports_invalid_arguments_in_one_line(model: Path, changes: dict[str, Any], message: str) -> None:
     engine = TransformersEngine(EngineSettings(**{"model": model, "model_name": "m", **changes}))
     with pytest.raises(EngineError) as failed:
         await engine.start(SPEC)
     await engine.stop()
-    assert says in str(failed.value)
+    assert message in str(failed.value)
     assert len(str(failed.value).splitlines()) == 1
 
 
-async def test_bfloat16_and_eager_attention_are_arguments_away(model: Path) -> None:
+async def test_engine_arguments_select_bfloat16_and_eager_attention(model: Path) -> None:
     arguments = {"dtype": "bfloat16", "attn_implementation": "eager", "threads": 1}
     async with running(model, arguments=arguments) as one:
-        one.ask("a", GREEDY[0][0], 8)
-        one.ask("b", GREEDY[2][0], 6)
-        assert await one.answers("a", "b") == [GREEDY[0][1], GREEDY[2][1][:6]]
+        one.generate("a", GREEDY[0][0], 8)
+        one.generate("b", GREEDY[2][0], 6)
+        assert await one.outputs("a", "b") == [GREEDY[0][1], GREEDY[2][1][:6]]

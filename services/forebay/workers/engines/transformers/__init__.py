@@ -1,1 +1,1 @@
-"""A small engine of our own on transformers' models: what others are held against."""
+"""Simple reference engine on the transformers library."""

@@ -1,274 +1,169 @@
-"""Real text without a GPU: a model directory run by transformers and torch, for `forebay up --engine transformers`.
+"""Simple reference engine: one `generate` call of the transformers library per request.
 
-Theory of operation. One thread loads the model and steps the scheduler; the event loop only tells it what to do and
-hands its batches on. What is told is done between two steps, in order. A reset begins another life: batches of an
-earlier one that are still on their way are dropped, and the thread empties its cache before it does anything else.
+It serves real text on a CPU and is not for production. Requests run one after another on one thread, without
+batching. Nothing is cached between requests, so there are no KV events.
 """
 
 import asyncio
-import logging
 import threading
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
+from typing import Any
 
 import msgspec
 from prometheus_client.registry import Collector
 
-from forebay.engine_model.model import EngineConfig, Removed, Stored
 from forebay.events.control import Command
 from forebay.events.fleet import WorkerSpec
+from forebay.events.requests import Sampling
+from forebay.events.tokens import AnswerError
 from forebay.events.work import WorkItem
-from forebay.workers.engine import Cleared, EngineBatch, EngineError, EngineRefused, Publish
+from forebay.workers.engine import EngineError, EngineRefused
+from forebay.workers.engines.async_engine import AsyncEngine
+from forebay.workers.engines.model_directory import one_line
 from forebay.workers.engines.settings import EngineSettings
-from forebay.workers.engines.transformers.scheduler import Runner, Scheduler
-
-logger = logging.getLogger(__name__)
+from forebay.workers.runtime.rank_buffer import RankBuffer
 
 BLOCK_SIZE = 32
-KV_BYTES = 1 << 30  # of the KV blocks that nobody asked for: a laptop has as much
 KV_BLOCKS_MAX = 16_384
-MAX_NUM_SEQS = 16
-MAX_NUM_BATCHED_TOKENS = 256  # a prompt's chunk, for which the others wait
-BEHIND_MAX = 64  # batches that the event loop may be late; the model waits for it then
-STOP_S = 10.0  # a step, or the rest of a model that is being loaded
-
-Act = Callable[[Scheduler], None]
+UNSUPPORTED = ("structured", "logprobs", "presence_penalty", "frequency_penalty")  # sampling parameters
+DEFAULTS = Sampling(max_tokens=1)
+CANARY_SAMPLING = Sampling(max_tokens=1, temperature=0.0)
 
 
-class TransformersEngine:
-    """One rank, greedy and sampled text and mean-pooled embeddings; first come, first served, whatever the priority."""
+class TransformersEngine(AsyncEngine):
+    """Text generation and mean-pooled embeddings on one rank, first come, first served."""
+
+    NAME = "transformers"
 
     def __init__(self, settings: EngineSettings) -> None:
-        self._settings = settings
-        self._told: deque[Act] = deque()
-        self._turn = threading.Condition()  # guards `_told`, `_behind` and `_stopping`
-        self._behind = 0
-        self._stopping = False
-        self._thread: threading.Thread | None = None
-        self._ended: asyncio.Future[None] | None = None
-        self._life = 0
-        self._thread_life = 0
-        self._publish: Publish | None = None
-        self._held: dict[int, None] = {}
+        super().__init__(settings)
+        self._thread = ThreadPoolExecutor(1, "transformers")
+        self._model: Any = None  # a `TransformersModel`, whose module needs torch
 
     async def start(self, spec: WorkerSpec) -> WorkerSpec:
-        """Load the model and try it. Raises EngineError."""
-        _require_possible(self._settings)
+        """Load the model and generate one token. Raises EngineError."""
+        _check_settings(self._settings)
         loop = asyncio.get_running_loop()
-        loaded: asyncio.Future[EngineConfig] = loop.create_future()
-        self._ended = loop.create_future()
-        self._ended.add_done_callback(_seen)
-        rank = spec.dp_start_rank
-        # No daemon: torch does not survive an interpreter that goes away under its threads.
-        self._thread = threading.Thread(target=self._work, args=(loop, rank, loaded, self._ended), name="transformers")
-        self._thread.start()
-        await asyncio.wait((loaded, self._ended), return_when=asyncio.FIRST_COMPLETED)
-        if not loaded.done():
-            self._ended.result()
-        config = loaded.result()
+        self._model = await loop.run_in_executor(self._thread, self._load)
+        self._context_tokens = self._model.context_tokens
+        self._tasks = ("generate", "embed")
+        block_size = self._settings.block_size or BLOCK_SIZE
+        kv_blocks = self._settings.kv_blocks or min(KV_BLOCKS_MAX, -(-self._context_tokens // block_size))
+        self._ranks = {rank: RankBuffer(rank, kv_blocks) for rank in spec.ranks}
+        await self._warm_up()
         return msgspec.structs.replace(
             spec,
-            block_size=config.block_size,
-            kv_blocks_total=config.kv_blocks_total,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            tasks=("generate", "embed"),
+            block_size=block_size,
+            kv_blocks_total=kv_blocks,
+            max_num_seqs=1,
+            max_num_batched_tokens=self._settings.max_num_batched_tokens or self._context_tokens,
+            tasks=self._tasks,
+            kv_events=False,
         )
-
-    async def run(self, publish: Publish) -> None:
-        """Hand batches over until cancelled. Raises EngineError."""
-        assert self._ended is not None
-        self._publish = publish
-        try:
-            await asyncio.shield(self._ended)
-        finally:
-            self._publish = None
 
     async def stop(self) -> None:
-        """End the thread, after the step that it is in."""
-        with self._turn:
-            self._stopping = True
-            self._turn.notify()
-        if self._thread is not None:
-            await asyncio.to_thread(self._thread.join, STOP_S)
-            if self._thread.is_alive():
-                logger.warning("the transformers engine is still busy %g s after it was stopped: waiting", STOP_S)
+        """Cancel every request and wait until the thread has finished its current token."""
+        await self._end_tasks()
+        await asyncio.to_thread(self._thread.shutdown, cancel_futures=True)
 
     def held(self, rank: int) -> Sequence[int]:
-        """The blocks of the batches that were handed over."""
-        return list(self._held)
-
-    def submit(self, item: WorkItem) -> None:
-        """Queue a request."""
-        self._tell(lambda scheduler: scheduler.submit(item))
-
-    def cancel(self, request_id: str) -> None:
-        """Drop a request before the next step."""
-        self._tell(lambda scheduler: scheduler.cancel(request_id))
+        """Return no blocks: nothing is cached between requests."""
+        return ()
 
     async def command(self, command: Command) -> tuple[str, ...]:
-        """Empties its cache; there are no adapters and there is no sleep. Raises EngineRefused."""
-        if command.action == "clear_kv_blocks":
-            loop = asyncio.get_running_loop()
-            done: asyncio.Future[None] = loop.create_future()
-
-            def clear(scheduler: Scheduler) -> None:
-                scheduler.clear()
-                # Behind the batch that tells of it.
-                self._tell(lambda _: self._call(loop, _settle, done))
-
-            self._tell(clear)
-            assert self._ended is not None
-            await asyncio.wait((done, self._ended), return_when=asyncio.FIRST_COMPLETED)
-            if not done.done():
-                raise EngineRefused("the transformers engine has ended")
-        elif command.action != "list_loras":
-            raise EngineRefused(f"the transformers engine does not {command.action}")
+        """Accept `list_loras` and `clear_kv_blocks`, which have nothing to do. Raises EngineRefused otherwise."""
+        if command.action not in ("list_loras", "clear_kv_blocks"):
+            raise EngineRefused(f"the transformers engine does not support {command.action}")
         return ()
-
-    async def check(self) -> None:
-        """Raises EngineError when its thread has ended."""
-        if self._ended is None or self._ended.done():
-            raise EngineError("the transformers engine has ended")
 
     def collectors(self) -> Sequence[Collector]:
-        """It has no metrics of its own."""
+        """Return no collectors: the library has no metrics."""
         return ()
 
-    def reset(self) -> None:
-        """Drop every request and the cache."""
-        self._life = life = self._life + 1
-        self._held.clear()
+    def _load(self) -> Any:
+        # The import takes seconds and up to a gigabyte of memory, so it runs on the thread, only with this engine.
+        module = import_module("forebay.workers.engines.transformers.model")
+        return module.TransformersModel(self._settings.model, self._settings.arguments)
 
-        def reset(scheduler: Scheduler) -> None:
-            self._thread_life = life
-            scheduler.reset()
+    def _is_dead(self) -> bool:
+        return False
 
-        self._tell(reset)
+    def _followers(self) -> Sequence[Coroutine[Any, Any, None]]:
+        return ()
 
-    def _tell(self, act: Act) -> None:
-        with self._turn:
-            self._told.append(act)
-            self._turn.notify()
+    def _drop_cache(self) -> None:
+        for rank in self._ranks.values():
+            rank.reset(clears=False)
 
-    def _hand_over(self, life: int, batch: EngineBatch) -> None:
-        """On the event loop: a batch of this life is remembered and published."""
-        with self._turn:
-            self._behind -= 1
-            self._turn.notify()
-        if life != self._life:
+    async def _ask_canary(self, rank: int) -> None:
+        generate, cancelled = self._model.generate, threading.Event()
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._thread, generate, [0], CANARY_SAMPLING, lambda *_: None, cancelled)
+
+    def _answer_error(self, error: Exception) -> AnswerError:
+        if isinstance(error, ValueError):
+            return AnswerError(status=400, code="invalid_request", message=one_line(error))
+        return AnswerError(status=500, code="engine_error", message=f"transformers failed: {one_line(error)}")
+
+    def _refusal(self, item: WorkItem, prompt_tokens: int) -> AnswerError | None:
+        sampling, room = item.sampling, self._context_tokens
+        if not prompt_tokens:
+            return AnswerError(status=400, code="invalid_request", message="the prompt is empty")
+        if unsupported := [name for name in UNSUPPORTED if getattr(sampling, name) != getattr(DEFAULTS, name)]:
+            message = f"the transformers engine does not support {', '.join(unsupported)}"
+            return AnswerError(status=400, code="unsupported", message=message)
+        if item.task == "generate" and prompt_tokens + sampling.max_tokens > room:
+            message = f"{prompt_tokens} prompt tokens and max_tokens {sampling.max_tokens} exceed the context of {room}"
+            return AnswerError(status=400, code="context_length_exceeded", message=message)
+        return super()._refusal(item, prompt_tokens)
+
+    async def _answer(self, item: WorkItem, prompt: list[int], rank: RankBuffer) -> None:
+        self._report_load(rank)
+        highest = max(*prompt, *(bias.token_id for bias in item.sampling.logit_bias), 0)
+        if highest > (last := self._model.vocabulary_size - 1):
+            raise ValueError(f"token id {highest} is out of range: the model has ids 0 to {last}")
+        loop = asyncio.get_running_loop()
+        if item.task == "embed":
+            rank.embedded(item, await loop.run_in_executor(self._thread, self._model.embed, prompt))
+            self._finish(item, rank, "stop", (len(prompt), 0, 0))
             return
-        for change in batch.cache_changes:
-            match change:
-                case Stored(hashes=hashes):
-                    self._held.update(dict.fromkeys(hashes))
-                case Removed(hashes=hashes):
-                    for block in hashes:
-                        self._held.pop(block, None)
-                case Cleared():
-                    self._held.clear()
-        if self._publish is not None:
-            self._publish(batch)
+        tokens: asyncio.Queue[int | None] = asyncio.Queue()
+        cancelled = threading.Event()
 
-    def _work(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        rank: int,
-        loaded: "asyncio.Future[EngineConfig]",
-        ended: "asyncio.Future[None]",
-    ) -> None:
-        """On the thread: load the model, then step until told to stop."""
+        def emit(token: int) -> None:
+            loop.call_soon_threadsafe(tokens.put_nowait, token)
+
+        job = loop.run_in_executor(self._thread, self._model.generate, prompt, item.sampling, emit, cancelled)
+        job.add_done_callback(lambda _: tokens.put_nowait(None))
+        count = 0
         try:
-            runner, config = _load(self._settings, self._require_wanted)
-            self._call(loop, _settle, loaded, config)
-            scheduler = Scheduler(runner, config, rank)
-            while (acts := self._next_acts(busy=scheduler.busy)) is not None:
-                for act in acts:
-                    act(scheduler)
-                batch = scheduler.step()
-                if batch is not None:
-                    with self._turn:
-                        self._behind += 1
-                    self._call(loop, self._hand_over, self._thread_life, batch)
-        except EngineError as error:
-            self._call(loop, _fail, ended, error)
-        except Exception as error:  # whatever it is, the worker must hear of it
-            logger.exception("the transformers engine broke")
-            self._call(loop, _fail, ended, EngineError(f"the transformers engine broke: {error!r}"))
-        else:
-            self._call(loop, _settle, ended)
+            while (token := await tokens.get()) is not None:
+                if not count:
+                    rank.began(item, cached_tokens=0)
+                    self._report_load(rank)
+                rank.said(item, count, [token])
+                count += 1
+                self._wake.set()
+            self._finish(item, rank, "stop" if job.result() else "length", (len(prompt), count, 0))
+        finally:
+            cancelled.set()
+            job.cancel()
 
-    def _require_wanted(self) -> None:
-        if self._stopping:
-            raise EngineError("the transformers engine was stopped before it had started")
-
-    def _next_acts(self, *, busy: bool) -> list[Act] | None:
-        """What is to be done before the next step, which waits while there is nothing to do; None to stop."""
-        with self._turn:
-            while not self._stopping and (self._behind >= BEHIND_MAX or not (busy or self._told)):
-                self._turn.wait()
-            if self._stopping:
-                return None
-            acts = list(self._told)
-            self._told.clear()
-            return acts
-
-    @staticmethod
-    def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: object) -> None:
-        try:
-            loop.call_soon_threadsafe(function, *arguments)
-        except RuntimeError:  # the loop is closed: nobody listens any more
-            logger.info("the event loop ended before the transformers engine")
+    def _report_load(self, rank: RankBuffer) -> None:
+        active = len(self._requests)
+        rank.report(running=min(active, 1), waiting=max(0, active - 1), usage=0.0)
 
 
-def _require_possible(settings: EngineSettings) -> None:
+def _check_settings(settings: EngineSettings) -> None:
     if settings.dp_size != 1:
-        raise EngineError(f"the transformers engine has one rank, not {settings.dp_size}: start more workers instead")
+        raise EngineError(f"the transformers engine has one rank, got dp_size {settings.dp_size}: start more workers")
+    if (settings.max_num_seqs or 1) != 1:
+        raise EngineError(f"the transformers engine runs 1 request at a time, got max_num_seqs {settings.max_num_seqs}")
     if settings.role != "aggregated":
-        raise EngineError(f"the transformers engine answers whole requests: it is no {settings.role} worker")
+        raise EngineError(f"the transformers engine does not support role {settings.role}; use aggregated")
     if settings.loras:
-        raise EngineError("the transformers engine has no LoRA adapters: the vllm engine has")
+        raise EngineError("the transformers engine does not support LoRA adapters; use vllm")
     if not settings.model.is_dir():
         raise EngineError(f"{settings.model}: no such model directory")
-
-
-def _load(settings: EngineSettings, require_wanted: Callable[[], None]) -> tuple[Runner, EngineConfig]:
-    """Raises EngineError, also between two parts that take long when it is not wanted any more."""
-    # Seconds and a gigabyte of imports, which only this engine needs.
-    module = import_module("forebay.workers.engines.transformers.model")
-    require_wanted()
-    model = module.TransformersModel(settings.model, settings.arguments)
-    require_wanted()
-    block_size = settings.block_size or BLOCK_SIZE
-    fitting = max(1, KV_BYTES // (model.probe() * block_size))
-    max_num_seqs = settings.max_num_seqs or min(MAX_NUM_SEQS, settings.max_num_batched_tokens or MAX_NUM_SEQS)
-    try:
-        config = EngineConfig(
-            vocabulary=None,
-            block_size=block_size,
-            kv_blocks_total=settings.kv_blocks or min(KV_BLOCKS_MAX, fitting),
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=settings.max_num_batched_tokens or max(MAX_NUM_BATCHED_TOKENS, max_num_seqs),
-        )
-    except ValueError as error:
-        raise EngineError(str(error)) from None
-    model.allocate(config.block_size, config.kv_blocks_total)
-    runner: Runner = model
-    return runner, config
-
-
-def _settle(future: "asyncio.Future[object]", result: object = None) -> None:
-    if not future.done():
-        future.set_result(result)
-
-
-def _fail(future: "asyncio.Future[object]", error: EngineError) -> None:
-    if not future.done():
-        future.set_exception(error)
-
-
-def _seen(future: "asyncio.Future[None]") -> None:
-    """Its error is told by `start` or `run`, if they are still there."""
-    if not future.cancelled():
-        future.exception()

@@ -1,9 +1,9 @@
-"""The KV blocks of one rank with prefix caching: who uses them, and what stays cached behind.
+"""Block pool that counts single blocks: the oracle of `ChainPool` in tests.
 
-Theory of operation. A block is used (referenced, hashed or anonymous), cached (hashed, nobody uses it) or
-free. A full block is known by its sequence hash and shared by reference count; one still being written is
-anonymous. Cached blocks are evicted oldest first, and a chain's tail is older than its head, since without
-its head a tail is never found. The pool never drops a block that is in use.
+A block is used (referenced), cached (hashed, unreferenced) or free. A full block is identified by its sequence hash and
+shared by reference count. A block that is still being written is anonymous. Cached blocks are evicted oldest first; the
+tail of a chain counts as older than its head, because a tail cannot be found without its head. Used blocks are never
+evicted.
 """
 
 from collections import OrderedDict
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 
 class BlockPool:
-    """`total` blocks, none more. Callers hold references; the pool only counts them."""
+    """Pool of `total` blocks. The callers hold the references; the pool counts them."""
 
     def __init__(self, total: int) -> None:
         assert total > 0
@@ -23,32 +23,32 @@ class BlockPool:
 
     @property
     def used(self) -> int:
-        """Blocks that somebody references."""
+        """Number of referenced blocks."""
         return len(self._references) + self._anonymous
 
     @property
     def cached(self) -> int:
-        """Blocks that nobody references but whose content can still be found."""
+        """Number of unreferenced blocks whose content can still be found."""
         return len(self._cached)
 
     @property
     def free(self) -> int:
-        """Blocks without content."""
+        """Number of blocks without content."""
         return self._free
 
     def content(self) -> frozenset[int]:
-        """The sequence hashes that can be found, in use or cached."""
+        """Return the sequence hashes of all used and cached blocks."""
         return frozenset(self._references) | frozenset(self._cached)
 
     def warm(self, hashes: Sequence[int]) -> None:
-        """Start with cached content, the first oldest; what does not fit is left out. The pool must be empty."""
+        """Fill an empty pool with cached blocks, oldest first; blocks beyond `total` are dropped."""
         assert self._free == self.total, "only an empty pool is warmed"
         self._cached.update(dict.fromkeys(hashes[: self.total]))
         self._free -= len(self._cached)
         self._check()
 
     def cached_prefix(self, hashes: Sequence[int], blocks_max: int) -> int:
-        """How many leading hashes can be found, at most `blocks_max`."""
+        """Return the number of leading hashes that are used or cached, at most `blocks_max`."""
         references = self._references
         cached = self._cached
         found = 0
@@ -59,9 +59,10 @@ class BlockPool:
         return found
 
     def take(self, prefix: Sequence[int], anonymous: int) -> list[int] | None:
-        """Reference every block of `prefix`, all of which can be found, and `anonymous` new ones.
+        """Reference every block of `prefix`, all of which must be present, and `anonymous` new blocks.
 
-        Returns the hashes evicted for that, in order, or None and takes nothing when there is no room.
+        Returns:
+            The evicted hashes, in order of eviction; None, without any change, if there is no room.
         """
         references = self._references
         cached = self._cached
@@ -80,9 +81,10 @@ class BlockPool:
         return evicted
 
     def fill(self, block: int) -> bool:
-        """One anonymous block is full and known as `block` from now on; its reference goes with it.
+        """Name one full anonymous block `block`; its reference moves to that hash.
 
-        True when that content is new; False when it was there already and the two became one.
+        Returns:
+            Whether the content is new; False if it was present and the two blocks were merged.
         """
         assert self._anonymous > 0
         self._anonymous -= 1
@@ -97,20 +99,10 @@ class BlockPool:
         self._check()
         return count == 0
 
-    def fill_new(self, blocks: Sequence[int]) -> bool:
-        """As `fill` with each of different blocks, if all their content is new; otherwise nothing is done."""
-        if not (self._references.keys().isdisjoint(blocks) and self._cached.keys().isdisjoint(blocks)):
-            return False
-        assert len(blocks) <= self._anonymous
-        self._references.update(dict.fromkeys(blocks, 1))
-        self._anonymous -= len(blocks)
-        self._check()
-        return True
-
     def release(self, hashes: Sequence[int], anonymous: int) -> None:
-        """Give back one reference of each of a chain's blocks, head first, and anonymous ones.
+        """Release one reference of each block of a chain, given head first, and `anonymous` anonymous blocks.
 
-        Hashed blocks that nobody else uses stay cached; anonymous ones become free.
+        Hashed blocks without references stay cached; anonymous blocks become free.
         """
         assert 0 <= anonymous <= self._anonymous
         references = self._references
@@ -126,7 +118,7 @@ class BlockPool:
         self._check()
 
     def clear(self) -> None:
-        """Forget everything, references too."""
+        """Drop all blocks and references."""
         self._references.clear()
         self._cached.clear()
         self._anonymous = 0
