@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from forebay.ingress.model import DEFAULT_MODEL, Model
-from forebay.ingress.openai.tools import Choice, Function, Tool
-from forebay.ingress.parsers.deltas import Said, joined
-from forebay.ingress.parsers.selection import Parsing, Splitting
+from forebay.ingress.openai.tools import Function, Tool, ToolSelection
+from forebay.ingress.parsers.deltas import OutputDelta, merge_deltas
+from forebay.ingress.parsers.selection import ParseOptions, ParserFactory
 
 pytest.importorskip("vllm", reason="vLLM is not installed here")
 
@@ -37,15 +37,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return Model(directory)
 
 
-def said(model: Model, parsing: Parsing, text: str) -> Said:
-    how = Splitting(Choice(TOOLS, None, parallel=True), prompt_ids=model.encode("hi"))
+def said(model: Model, parsing: ParserFactory, text: str) -> OutputDelta:
+    how = ParseOptions(ToolSelection(TOOLS, None, parallel=True), prompt_ids=model.encode("hi"))
     parser, decoder = parsing.parser(how, "r"), model.decoder(parsing.shown(how))
     assert parser is not None
     pieces = [parser.push(decoder.push([token]), [token]) for token in model.encode(text)]
-    return joined([*pieces, parser.finish()])
+    return merge_deltas([*pieces, parser.finish()])
 
 
-def found(one: Said) -> Any:
+def found(one: OutputDelta) -> Any:
     calls = [(call.name, json.loads(call.arguments)) for call in one.calls]
     return calls, one.content.strip(), one.reasoning.strip()
 
@@ -70,5 +70,5 @@ def found(one: Said) -> Any:
 )
 def test_ours_find_what_vllms_find(model: Model, tool: str, reasoning: str, text: str) -> None:
     theirs = [name if name == "none" else f"vllm:{name}" for name in (tool, reasoning)]
-    ours = found(said(model, Parsing(model, tool, reasoning), text))
-    assert ours == found(said(model, Parsing(model, *theirs), text))
+    ours = found(said(model, ParserFactory(model, tool, reasoning), text))
+    assert ours == found(said(model, ParserFactory(model, *theirs), text))

@@ -19,7 +19,7 @@ import pytest_asyncio
 from forebay.core.block_hashes import hash_seed, mm_hashes, sequence_hashes
 from forebay.events.base import pack_u32, unpack_u64
 from forebay.events.work import WorkItem
-from forebay.ingress.media.refs import Fetched, MediaRef
+from forebay.ingress.media.refs import FetchedMedia, MediaRef
 from forebay.ingress.media.tokens import MediaTokens, media_tokens_of
 from forebay.workers.engines.vllm.engine import VllmEngine
 from forebay.workers.runtime.media_feed import MediaEngine
@@ -101,7 +101,7 @@ class Llava:
         """A request with images, tokens and hashes as the ingress makes them."""
         token_id = self.tokens.ids["image"]
         refs = [MediaRef("image", "data:", "messages[0]") for _ in contents]
-        found = [Fetched("image", "image/png", one, sha256(one).hexdigest()) for one in contents]
+        found = [FetchedMedia("image", "image/png", one, sha256(one).hexdigest()) for one in contents]
         short = [1, *BEFORE]
         for _ in contents:
             short += [token_id, *text]

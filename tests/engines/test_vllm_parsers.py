@@ -8,10 +8,10 @@ import pytest
 from forebay.ingress.errors import ApiError, Unusable
 from forebay.ingress.model import DEFAULT_MODEL, Model
 from forebay.ingress.openai.sampling import JsonObject
-from forebay.ingress.openai.tools import Choice, Function, Tool
-from forebay.ingress.parsers.deltas import Said, joined
+from forebay.ingress.openai.tools import Function, Tool, ToolSelection
+from forebay.ingress.parsers.deltas import OutputDelta, merge_deltas
 from forebay.ingress.parsers.parsers import call_ids
-from forebay.ingress.parsers.selection import Parsing, Splitting
+from forebay.ingress.parsers.selection import ParseOptions, ParserFactory
 from forebay.ingress.parsers.vllm_parsers import VllmParser
 
 pytest.importorskip("vllm", reason="vLLM is not installed here")
@@ -41,9 +41,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return Model(Path(directory))
 
 
-def said(model: Model, parsing: Parsing, text: str, step: int) -> Said:
+def said(model: Model, parsing: ParserFactory, text: str, step: int) -> OutputDelta:
     """The answer, so many tokens at a time."""
-    how = Splitting(Choice(TOOLS, None, parallel=True), prompt_ids=model.encode("hi"))
+    how = ParseOptions(ToolSelection(TOOLS, None, parallel=True), prompt_ids=model.encode("hi"))
     parser, decoder = parsing.parser(how, "r"), model.decoder(parsing.shown(how))
     assert parser is not None
     token_ids = model.encode(text)
@@ -51,12 +51,12 @@ def said(model: Model, parsing: Parsing, text: str, step: int) -> Said:
     for at in range(0, len(token_ids), step):
         some = token_ids[at : at + step]
         pieces.append(parser.push(decoder.push(some), some))
-    return joined([*pieces, parser.finish()])
+    return merge_deltas([*pieces, parser.finish()])
 
 
 @pytest.mark.parametrize(("name", "call"), [("hermes", JSON), ("qwen3_coder", XML)])
 def test_a_call_however_the_tokens_come(model: Model, name: str, call: str) -> None:
-    parsing = Parsing(model, f"vllm:{name}", "none")
+    parsing = ParserFactory(model, f"vllm:{name}", "none")
     for step in (1, 3, 1000):
         found = said(model, parsing, f"Look.\n{call}", step)
         (piece,) = found.calls
@@ -66,7 +66,7 @@ def test_a_call_however_the_tokens_come(model: Model, name: str, call: str) -> N
 
 
 def test_reasoning_before_a_call(model: Model) -> None:
-    parsing = Parsing(model, "vllm:hermes", "vllm:deepseek_r1")
+    parsing = ParserFactory(model, "vllm:hermes", "vllm:deepseek_r1")
     found = said(model, parsing, f"<think>Hm.</think>{JSON}", 1)
     assert found.reasoning == "Hm."
     assert [call.name for call in found.calls] == ["weather"]
@@ -74,14 +74,14 @@ def test_reasoning_before_a_call(model: Model) -> None:
 
 def test_what_is_not_there_is_told(model: Model) -> None:
     with pytest.raises(Unusable, match="--tool-call-parser vllm:hermez"):
-        Parsing(model, "vllm:hermez")
+        ParserFactory(model, "vllm:hermez")
     with pytest.raises(Unusable, match="both of vLLM's, or none"):
-        Parsing(model, "vllm:hermes", "qwen3")
+        ParserFactory(model, "vllm:hermes", "qwen3")
 
 
 def test_a_parser_that_breaks_ends_its_answer_with_an_error(model: Model) -> None:
-    parsing = Parsing(model, "vllm:hermes", "none")
-    parser = parsing.parser(Splitting(Choice(TOOLS, None, parallel=True)), "r")
+    parsing = ParserFactory(model, "vllm:hermes", "none")
+    parser = parsing.parser(ParseOptions(ToolSelection(TOOLS, None, parallel=True)), "r")
     assert isinstance(parser, VllmParser)
     parser._parser = None
     with pytest.raises(ApiError, match="of vLLM broke at this answer: AttributeError"):

@@ -9,7 +9,7 @@ import uvloop
 from prometheus_client import CollectorRegistry
 
 from forebay.events.requests import RequestSubmitted
-from forebay.ingress.admission import BURST_S, POOL_FULL, RETRY_AFTER_S_MAX, Admission
+from forebay.ingress.admission import BURST_S, POOL_FULL, RETRY_AFTER_S_MAX, IngressAdmission
 from forebay.ingress.errors import ApiError
 from forebay.ingress.http.server import build_server, listen
 from forebay.ingress.metrics import IngressMetrics
@@ -66,7 +66,7 @@ async def test_other_routes_are_answered_while_requests_are_refused(scene: Scene
 
 async def test_requests_that_would_wait_too_long_for_their_preparation_are_refused() -> None:
     now_s = 0.0
-    admission = Admission(IngressMetrics(CollectorRegistry(), NAME), lambda: now_s)
+    admission = IngressAdmission(IngressMetrics(CollectorRegistry(), NAME), lambda: now_s)
     turns = []
     for _ in range(50):
         admission.enter()
@@ -88,7 +88,7 @@ async def test_requests_that_would_wait_too_long_for_their_preparation_are_refus
 
 async def test_retry_after_follows_the_pace_at_which_requests_end() -> None:
     now_s = 0.0
-    admission = Admission(IngressMetrics(CollectorRegistry(), NAME), lambda: now_s)
+    admission = IngressAdmission(IngressMetrics(CollectorRegistry(), NAME), lambda: now_s)
     for _ in range(40):
         admission.enter()
     assert admission.retry_after_s == 1, "nobody knows yet"

@@ -1,4 +1,4 @@
-"""Embeddings: one request an input on the log, vectors gathered in order, through HTTP and through the Kafka API."""
+"""Embeddings: one request per input on the log, vectors gathered in order, through HTTP and through the Kafka API."""
 
 import asyncio
 import base64
@@ -16,8 +16,14 @@ from forebay.events.base import unpack_u32
 from forebay.events.requests import RequestCancelled, RequestSubmitted
 from forebay.events.tokens import AnswerError, Embedded, ResponseEnded, TokenEvent, Usage
 from forebay.ingress.http.server import build_server
-from forebay.ingress.kafka_api.request import Address
-from forebay.ingress.kafka_api.response import Embeddings, Entry, PendingEmbedding, Piece, Place
+from forebay.ingress.kafka_api.request import ReplyAddress
+from forebay.ingress.kafka_api.response import (
+    EmbeddingBatch,
+    PendingEmbedding,
+    RequestOrigin,
+    ResponseRecord,
+    WindowEntry,
+)
 from forebay.ingress.openai.embeddings import INPUTS_MAX, EmbeddingBody
 from forebay.ingress.openai.fields import parse
 from tests.ingress.conftest import NAME, Scene, make_scene
@@ -181,10 +187,10 @@ async def test_the_official_client_gets_vectors_and_a_leaver_cancels(scene: Scen
     await serving
 
 
-def folded(records: list[TokenEvent], inputs: int) -> list[Piece]:
+def folded(records: list[TokenEvent], inputs: int) -> list[ResponseRecord]:
     """Return the Kafka API response to these records, for a request with this many inputs."""
     body = parse(EmbeddingBody, msgspec.json.encode({"model": NAME, "input": ["a"] * inputs}))
-    shared, place = Embeddings(body), Place(Entry(0, 0), Address("e", ""), "embeddings")
+    shared, place = EmbeddingBatch(body), RequestOrigin(WindowEntry(0, 0), ReplyAddress("e", ""), "embeddings")
     parts = {f"e-{at}": PendingEmbedding(f"e-{at}", place, 2, shared) for at in range(inputs)}
     return [piece for event in records for part in apply(parts, event, NAME) for piece in part.pieces()]
 

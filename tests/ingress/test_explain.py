@@ -15,7 +15,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from forebay.events.progress import FirstTokenEmitted
-from forebay.ingress.explain_worker import Source
+from forebay.ingress.explain_worker import LogSource
 from forebay.ingress.explainer import ASKERS_MAX, Explainer
 from forebay.ingress.http.app import build_app
 from forebay.replay.explain.explain import Explanation, explain
@@ -44,17 +44,17 @@ async def written(path: Path, **router: Any) -> Path:
 
 
 @pytest.fixture
-def silence() -> Iterator[Source]:
+def silence() -> Iterator[LogSource]:
     """A broker that takes connections and never answers."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         port = listener.getsockname()[1]
-        yield Source(kafka=KafkaSettings(f"127.0.0.1:{port}"))
+        yield LogSource(kafka=KafkaSettings(f"127.0.0.1:{port}"))
 
 
 @asynccontextmanager
-async def asking(scene: Scene, source: Source | None, **options: Any) -> AsyncIterator[tuple[Explainer, Any]]:
+async def asking(scene: Scene, source: LogSource | None, **options: Any) -> AsyncIterator[tuple[Explainer, Any]]:
     """An explainer, and a function that asks through HTTP."""
     explainer = Explainer(source, **options)
     app = build_app(scene.ingress, CollectorRegistry(), explainer)
@@ -79,7 +79,7 @@ async def test_the_same_as_explained_here_and_one_process_for_all(scene: Scene, 
     opened = SqliteLog.open(log, readonly=True)
     here = await explain(opened, 0, "r", thorough=False)
     opened.close()
-    async with asking(scene, Source(path=str(log))) as (explainer, ask):
+    async with asking(scene, LogSource(path=str(log))) as (explainer, ask):
         answers = await asyncio.gather(*(ask("r") for _ in range(3)))
         assert [answer.status_code for answer in answers] == [200] * 3
         assert explainer._process is not None
@@ -93,7 +93,7 @@ async def test_the_same_as_explained_here_and_one_process_for_all(scene: Scene, 
 
 
 async def test_an_id_that_is_not_there_is_a_404(scene: Scene, log: Path) -> None:
-    async with asking(scene, Source(path=str(log))) as (_, ask):
+    async with asking(scene, LogSource(path=str(log))) as (_, ask):
         missing = await ask("q")
         assert code(missing) == (404, "request_not_found")
         assert missing.json()["error"]["message"] == "there is no request q"
@@ -111,12 +111,12 @@ async def test_a_log_in_memory_says_what_to_do(scene: Scene) -> None:
 
 
 async def test_a_log_that_cannot_be_read_and_a_policy_of_a_users_own(scene: Scene, tmp_path: Path) -> None:
-    async with asking(scene, Source(path=str(tmp_path / "none.db"))) as (_, ask):
+    async with asking(scene, LogSource(path=str(tmp_path / "none.db"))) as (_, ask):
         refused = await ask("r")
         assert code(refused) == (503, "log_unavailable")
         assert "none.db" in refused.json()["error"]["message"]
     log = await written(tmp_path / "log.db", mode=f"{__name__}.Here")
-    async with asking(scene, Source(path=str(log))) as (_, ask):
+    async with asking(scene, LogSource(path=str(log))) as (_, ask):
         assert (await ask("r")).json()["routings"][0]["reason"] == "policy"
 
 
@@ -127,7 +127,7 @@ async def test_a_policy_that_is_not_here_is_no_divergence(
     with monkeypatch.context() as patched:
         patched.syspath_prepend(str(tmp_path))
         log = await written(tmp_path / "log.db", mode="gone_by_now.Last")
-    async with asking(scene, Source(path=str(log))) as (_, ask):
+    async with asking(scene, LogSource(path=str(log))) as (_, ask):
         refused = await ask("r")
         assert code(refused) == (501, "policy_not_here")
         assert "gone_by_now.Last cannot be imported" in refused.json()["error"]["message"]
@@ -141,7 +141,7 @@ class Here:
         return 0
 
 
-async def test_what_takes_too_long_is_given_up_and_those_behind_it_are_told(scene: Scene, silence: Source) -> None:
+async def test_what_takes_too_long_is_given_up_and_those_behind_it_are_told(scene: Scene, silence: LogSource) -> None:
     async with asking(scene, silence, limit_s=LIMIT_S) as (explainer, ask):
         asked = [asyncio.create_task(ask("r")) for _ in range(ASKERS_MAX)]
         await until(lambda: explainer._askers == ASKERS_MAX)
@@ -156,7 +156,7 @@ async def test_what_takes_too_long_is_given_up_and_those_behind_it_are_told(scen
 
 
 async def test_a_process_that_dies_is_replaced(scene: Scene, log: Path) -> None:
-    async with asking(scene, Source(path=str(log))) as (explainer, ask):
+    async with asking(scene, LogSource(path=str(log))) as (explainer, ask):
         assert (await ask("r")).status_code == 200
         process = explainer._process
         assert process is not None
@@ -166,7 +166,7 @@ async def test_a_process_that_dies_is_replaced(scene: Scene, log: Path) -> None:
 
 
 async def test_one_that_dies_over_a_question_says_so_and_none_is_started_after_the_end(
-    scene: Scene, silence: Source
+    scene: Scene, silence: LogSource
 ) -> None:
     async with asking(scene, silence) as (explainer, ask):
         asked = asyncio.create_task(ask("r"))

@@ -13,10 +13,10 @@ from forebay.events.topics import FIXED_TOPICS, OPENAI_RESPONSES, TOKENS
 from forebay.ingress.errors import ApiError, Unusable
 from forebay.ingress.http.body_limits import BodyLimits
 from forebay.ingress.ingress import IngressSettings
-from forebay.ingress.kafka_api.request import Address, address, body_of, nonce_of, slot_of
-from forebay.ingress.kafka_api.response import Entry, PendingCompletion, Piece, Place
+from forebay.ingress.kafka_api.request import ReplyAddress, address, body_of, nonce_of, slot_of
+from forebay.ingress.kafka_api.response import PendingCompletion, RequestOrigin, ResponseRecord, WindowEntry
 from forebay.ingress.kafka_api.topics import ReplyTopics
-from forebay.ingress.openai.render import Shape
+from forebay.ingress.openai.render import ResponseFormatter
 from forebay.ingress.openai.requests import ChatBody, TextBody
 from forebay.ingress.parsers.composer import Composer
 from forebay.ingress.parsers.text import TextAssembler
@@ -28,7 +28,7 @@ CHAT: dict[str, Any] = {"model": NAME, "messages": [{"role": "user", "content": 
 NAMESPACE = "shop"
 ALLOWED = ReplyTopics(NAMESPACE)
 BOUNDS = BodyLimits(text_bytes_max=1_000)
-PLACE = Place(Entry(0, 0), Address("a", ""), "chat_completions")
+PLACE = RequestOrigin(WindowEntry(0, 0), ReplyAddress("a", ""), "chat_completions")
 
 
 def record(body: Any = CHAT, partition: int = 3, offset: int = 41, **headers: str) -> Record:
@@ -187,13 +187,13 @@ class Fold:
         stop: str = "",
         prompt_tokens: int = 5,
     ) -> None:
-        shape = Shape(chat=True, response_id=request_id, model=NAME, created=7)
+        shape = ResponseFormatter(chat=True, response_id=request_id, model=NAME, created=7)
         text = Composer(TextAssembler(scene.model.decoder(), [stop] if stop else []))
         self.scene = scene
         self.answer = PendingCompletion(request_id, PLACE, prompt_tokens, shape, text, stream=stream, usage_chunk=usage)
-        self.pieces: list[Piece] = []
+        self.pieces: list[ResponseRecord] = []
 
-    async def read(self, times: int = 1) -> list[Piece]:
+    async def read(self, times: int = 1) -> list[ResponseRecord]:
         """Fold the whole slot, each record `times` times, as a slot with repetitions has it."""
         await self.scene.log.append([Draft(TOKENS.name, SLOT + 1, b"what was sent before this is there")])
         for one in self.scene.log.records(TOKENS.name, SLOT, 0, 1000):

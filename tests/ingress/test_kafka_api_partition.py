@@ -12,8 +12,8 @@ from forebay.events.requests import RequestSubmitted
 from forebay.ingress.errors import ApiError
 from forebay.ingress.kafka_api import partition as partition_module
 from forebay.ingress.kafka_api.metrics import KafkaApiMetrics
-from forebay.ingress.kafka_api.partition import Lane, Shared
-from forebay.ingress.parsers.deltas import Said
+from forebay.ingress.kafka_api.partition import PartitionServer, SharedState
+from forebay.ingress.parsers.deltas import OutputDelta
 from forebay.transport.base import Record
 from tests.ingress.conftest import NAME, SLOT, Scene
 from tests.system import until
@@ -36,7 +36,9 @@ class FakeKafka:
         )
         metrics = KafkaApiMetrics(CollectorRegistry())
         self.answers: list[Any] = []
-        self.lane = Lane(Shared(cast(Any, shared), scene.ingress, cast(Any, self), cast(Any, self), metrics, 16), 3)
+        self.lane = PartitionServer(
+            SharedState(cast(Any, shared), scene.ingress, cast(Any, self), cast(Any, self), metrics, 16), 3
+        )
         self.records = 0
 
     async def ask(self, body: Any) -> None:
@@ -95,7 +97,7 @@ async def test_an_answer_that_its_parser_breaks_at_ends_with_the_error(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Broken:
-        def push(self, text: str, token_ids: list[int]) -> Said:
+        def push(self, text: str, token_ids: list[int]) -> OutputDelta:
             raise ApiError(502, "parser_failed", "it broke")
 
         finish = push

@@ -15,7 +15,7 @@ from forebay.core.block_hashes import mm_hashes, sequence_hashes
 from forebay.events.base import unpack_u32
 from forebay.events.media import MEDIA_BYTES_MAX
 from forebay.ingress.errors import ApiError
-from forebay.ingress.ingress import Prepared
+from forebay.ingress.ingress import PreparedRequest
 from forebay.ingress.media import fetch as media_module
 from forebay.ingress.media.tokens import media_tokens_of
 from forebay.ingress.model import DEFAULT_MODEL, Model
@@ -58,7 +58,7 @@ def body(*parts: dict[str, Any], **changes: Any) -> dict[str, Any]:
     return {"model": NAME, "messages": [{"role": "user", "content": list(parts)}], "max_tokens": 3, **changes}
 
 
-async def prepare(scene: Scene, *parts: dict[str, Any], **changes: Any) -> Prepared:
+async def prepare(scene: Scene, *parts: dict[str, Any], **changes: Any) -> PreparedRequest:
     return await scene.ingress.prepare(parse(ChatBody, msgspec.json.encode(body(*parts, **changes))), [])
 
 

@@ -17,7 +17,7 @@ from forebay.events.media import MEDIA_BYTES_MAX
 from forebay.ingress.errors import ApiError
 from forebay.ingress.media import fetch as media
 from forebay.ingress.media.fetch import MediaFetcher, is_public
-from forebay.ingress.media.refs import Fetched, MediaRef, MediaSettings
+from forebay.ingress.media.refs import FetchedMedia, MediaRef, MediaSettings
 from tests.system import until
 
 MP4 = b"\x00\x00\x00\x18ftypmp42" + bytes(20)
@@ -88,10 +88,10 @@ async def site(tls: ssl.SSLContext | None = None) -> AsyncIterator[Site]:
 
 
 @asynccontextmanager
-async def fetcher(settings: MediaSettings = OPEN) -> AsyncIterator[Callable[..., Awaitable[list[Fetched]]]]:
+async def fetcher(settings: MediaSettings = OPEN) -> AsyncIterator[Callable[..., Awaitable[list[FetchedMedia]]]]:
     one = MediaFetcher(settings)
 
-    async def fetch(*urls: str) -> list[Fetched]:
+    async def fetch(*urls: str) -> list[FetchedMedia]:
         return await one.fetch([MediaRef("video", url, f"part[{at}]") for at, url in enumerate(urls)])
 
     yield fetch

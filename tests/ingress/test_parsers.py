@@ -13,31 +13,31 @@ from hypothesis import strategies as st
 
 from forebay.ingress.errors import ApiError, Unusable
 from forebay.ingress.model import DEFAULT_MODEL, Model
-from forebay.ingress.openai.tools import NO_TOOLS, Choice, Function, Tool
-from forebay.ingress.parsers.deltas import Said, joined
+from forebay.ingress.openai.tools import NO_TOOLS, Function, Tool, ToolSelection
+from forebay.ingress.parsers.deltas import OutputDelta, merge_deltas
 from forebay.ingress.parsers.parsers import call_ids
-from forebay.ingress.parsers.selection import Parsing, Splitting
+from forebay.ingress.parsers.selection import ParseOptions, ParserFactory
 
 MODEL = Model(DEFAULT_MODEL)
 CITY = {"city": "Paris"}
 TOOLS = tuple(Tool(type="function", function=Function(name=name)) for name in ("weather", "time"))
-AUTO = Choice(TOOLS, None, parallel=True)
+AUTO = ToolSelection(TOOLS, None, parallel=True)
 FORMATS = ("hermes", "llama3_json", "mistral")
 
 
 def parse(
-    pieces: Sequence[str], tool: str = "none", reasoning: str = "none", how: Splitting | None = None
-) -> list[Said]:
-    parser = Parsing(MODEL, tool, reasoning).parser(how or Splitting(AUTO), "r")
+    pieces: Sequence[str], tool: str = "none", reasoning: str = "none", how: ParseOptions | None = None
+) -> list[OutputDelta]:
+    parser = ParserFactory(MODEL, tool, reasoning).parser(how or ParseOptions(AUTO), "r")
     assert parser is not None
     return [*(parser.push(piece, []) for piece in pieces), parser.finish()]
 
 
-def whole(text: str, tool: str = "none", reasoning: str = "none", how: Splitting | None = None) -> Said:
-    return joined(parse([text], tool, reasoning, how))
+def whole(text: str, tool: str = "none", reasoning: str = "none", how: ParseOptions | None = None) -> OutputDelta:
+    return merge_deltas(parse([text], tool, reasoning, how))
 
 
-def calls(said: Said) -> list[tuple[str, Any]]:
+def calls(said: OutputDelta) -> list[tuple[str, Any]]:
     return [(call.name, json.loads(call.arguments)) for call in said.calls]
 
 
@@ -132,14 +132,16 @@ def test_ids_belong_to_an_answer_and_mistral_has_its_own_length() -> None:
 
 def test_without_parallel_calls_only_the_first_counts() -> None:
     text = '<tool_call>{"name": "time"}</tool_call>' * 3
-    assert calls(whole(text, "hermes", how=Splitting(Choice(TOOLS, None, parallel=False)))) == [("time", {})]
+    assert calls(whole(text, "hermes", how=ParseOptions(ToolSelection(TOOLS, None, parallel=False)))) == [("time", {})]
 
 
 def test_a_named_call_is_all_arguments_and_a_required_one_a_list() -> None:
-    named = whole('{"city": "Paris"}', how=Splitting(Choice(TOOLS, "weather", parallel=False), structured=True))
+    named = whole(
+        '{"city": "Paris"}', how=ParseOptions(ToolSelection(TOOLS, "weather", parallel=False), structured=True)
+    )
     assert calls(named) == ONE
     text = '[{"name": "weather", "parameters": {"city": "Paris"}}, {"name": "time", "parameters": {"zone": 1}}]'
-    required = Splitting(Choice(TOOLS, "", parallel=True), structured=True)
+    required = ParseOptions(ToolSelection(TOOLS, "", parallel=True), structured=True)
     assert calls(whole(text, how=required)) == TWO
     assert whole("words from an engine that obeys nothing", how=required).content.startswith("words")
 
@@ -161,7 +163,7 @@ def test_a_named_call_is_all_arguments_and_a_required_one_a_list() -> None:
     ],
 )
 def test_reasoning(name: str, is_open: bool, text: str, reasoning: str, content: str) -> None:
-    said = whole(text, reasoning=name, how=Splitting(NO_TOOLS, is_open))
+    said = whole(text, reasoning=name, how=ParseOptions(NO_TOOLS, is_open))
     assert (said.reasoning, said.content) == (reasoning, content)
 
 
@@ -172,7 +174,7 @@ def test_calls_are_looked_for_behind_the_reasoning_alone() -> None:
 
 
 def test_an_answer_with_a_structure_has_no_reasoning_unless_it_says_so() -> None:
-    how = Splitting(NO_TOOLS, is_open=True, structured=True)
+    how = ParseOptions(NO_TOOLS, is_open=True, structured=True)
     assert whole('{"a": 1}', reasoning="deepseek_r1", how=how).content == '{"a": 1}'
     assert whole("<think>hm</think>1", reasoning="deepseek_r1", how=how).reasoning == "hm"
 
@@ -193,9 +195,14 @@ CALL = st.builds(
 BITS = st.sampled_from([*TAGS, " ", "\n", ";", ",", "[", "]", "{", "}", '"', "\\", "name", "weather", "<", "a word "])
 TEXTS = st.lists(CALL | BITS | st.text(max_size=6), max_size=14).map("".join)
 HOW = st.builds(
-    Splitting,
+    ParseOptions,
     st.sampled_from(
-        [AUTO, Choice(TOOLS, None, parallel=False), Choice(TOOLS, "", parallel=True), Choice(TOOLS, "time", False)]
+        [
+            AUTO,
+            ToolSelection(TOOLS, None, parallel=False),
+            ToolSelection(TOOLS, "", parallel=True),
+            ToolSelection(TOOLS, "time", False),
+        ]
     ),
     st.booleans(),
     st.booleans(),
@@ -210,18 +217,20 @@ def cut(draw: st.DrawFn) -> tuple[str, list[str]]:
 
 
 @given(cut(), st.sampled_from(FORMATS), st.sampled_from(["none", "qwen3", "deepseek_r1"]), HOW)
-@example(("[TOOL_CALLS]time{}", ["[TOOL_", "CALLS]ti", "me{", "}"]), "mistral", "none", Splitting(AUTO))
-def test_no_cut_changes_what_is_found(text: tuple[str, list[str]], tool: str, reasoning: str, how: Splitting) -> None:
+@example(("[TOOL_CALLS]time{}", ["[TOOL_", "CALLS]ti", "me{", "}"]), "mistral", "none", ParseOptions(AUTO))
+def test_no_cut_changes_what_is_found(
+    text: tuple[str, list[str]], tool: str, reasoning: str, how: ParseOptions
+) -> None:
     uncut, pieces = text
     expected = whole(uncut, tool, reasoning, how)
-    assert joined(parse(pieces, tool, reasoning, how)) == expected
-    assert joined(parse(list(uncut), tool, reasoning, how)) == expected
+    assert merge_deltas(parse(pieces, tool, reasoning, how)) == expected
+    assert merge_deltas(parse(list(uncut), tool, reasoning, how)) == expected
     assert [call.index for call in expected.calls] == list(range(len(expected.calls)))
 
 
 @given(cut(), st.sampled_from(FORMATS))
 def test_what_is_no_call_is_text(text: tuple[str, list[str]], tool: str) -> None:
-    said = joined(parse(text[1], tool))
+    said = merge_deltas(parse(text[1], tool))
     if not said.calls:
         assert said.content == text[0]
 
@@ -260,27 +269,27 @@ class TestChoosing:
         ],
     )
     def test_by_the_template(self, tmp_path: Path, template: str, tool: str, reasoning: str) -> None:
-        parsing = Parsing(self.model(tmp_path, template))
+        parsing = ParserFactory(self.model(tmp_path, template))
         assert (parsing.tool, parsing.reasoning) == (tool, reasoning)
 
     def test_a_name_that_nobody_knows_is_told_with_those_that_are(self) -> None:
         with pytest.raises(Unusable, match="--tool-call-parser hermez: there is none of this name, only auto, none, h"):
-            Parsing(MODEL, "hermez")
+            ParserFactory(MODEL, "hermez")
         with pytest.raises(Unusable, match="--reasoning-parser r1"):
-            Parsing(MODEL, "none", "r1")
+            ParserFactory(MODEL, "none", "r1")
 
     def test_parsers_of_vllm_need_vllm(self) -> None:
         if importlib.util.find_spec("vllm") is None:
             with pytest.raises(Unusable, match="--tool-call-parser vllm:kimi_k2: needs vLLM"):
-                Parsing(MODEL, "vllm:kimi_k2")
+                ParserFactory(MODEL, "vllm:kimi_k2")
         with pytest.raises(Unusable, match="both of vLLM's, or none"):
-            Parsing(MODEL, "vllm:kimi_k2", "qwen3")
+            ParserFactory(MODEL, "vllm:kimi_k2", "qwen3")
 
     def test_tools_that_nobody_would_see_called_are_refused(self) -> None:
         with pytest.raises(ApiError, match="--tool-call-parser"):
-            Parsing(MODEL, "none").require(AUTO)
-        Parsing(MODEL, "none").require(Choice(TOOLS, "", parallel=True))
+            ParserFactory(MODEL, "none").require(AUTO)
+        ParserFactory(MODEL, "none").require(ToolSelection(TOOLS, "", parallel=True))
 
     def test_nothing_is_parsed_where_there_is_nothing_to_find(self) -> None:
-        assert Parsing(MODEL, "hermes").parser(Splitting(), "r") is None
+        assert ParserFactory(MODEL, "hermes").parser(ParseOptions(), "r") is None
         assert msgspec.to_builtins(whole("a", reasoning="qwen3"))["content"] == "a"

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from forebay.events.base import unpack_u32
 from forebay.ingress.errors import ApiError
-from forebay.ingress.ingress import Prepared
+from forebay.ingress.ingress import PreparedRequest
 from forebay.ingress.model import Model
 from forebay.ingress.openai.embeddings import EmbeddingBody
 from forebay.ingress.openai.fields import Body
@@ -216,7 +216,7 @@ async def test_no_bytes_break_the_server(raw: bytes) -> None:
         assert 400 <= response.status_code < 500, response.text
 
 
-async def _refuse_all(request_id: str, prepared: Prepared) -> Stream:
+async def _refuse_all(request_id: str, prepared: PreparedRequest) -> Stream:
     raise ApiError(418, "valid", "the body was valid")
 
 

@@ -14,12 +14,12 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from forebay.events.base import unpack_u32
 from forebay.ingress.errors import ApiError
-from forebay.ingress.http.body import HeldBodies
+from forebay.ingress.http.body import BodyMemory
 from forebay.ingress.http.body_limits import SMALL_BYTES, BodyLimits
 from forebay.ingress.kafka_api.request import body_of
 from forebay.ingress.model import DEFAULT_MODEL, Model
 from forebay.ingress.token_bytes import BYTE_OF, text_chars_max
-from forebay.ingress.tokenizer import CHARS_PER_TOKEN, INLINE_CHARS_MAX, PIECE_CHARS, QUEUE_CHARS_MAX, Tokeniser
+from forebay.ingress.tokenizer import CHARS_PER_TOKEN, INLINE_CHARS_MAX, PIECE_CHARS, QUEUE_CHARS_MAX, TokenizerPool
 from forebay.transport.base import Record
 from tests.ingress import media_model
 from tests.ingress.conftest import BODY_MAX, NAME, Scene, make_scene
@@ -89,7 +89,7 @@ def test_only_texts_beyond_the_context_are_refused(parts: list[tuple[str, int]],
     """Whatever is refused before it is tokenised has more tokens than the context, and the tokens are the model's."""
     text = "".join(part * often for part, often in parts)
     COUNTED.context_tokens, COUNTED.text_chars_max = context, None
-    tokeniser = Tokeniser(COUNTED)
+    tokeniser = TokenizerPool(COUNTED)
     whole = COUNTED.encode(text)
     try:
         assert tokeniser.encode(text, "prompt", "prompt") == whole
@@ -176,7 +176,7 @@ def test_separators_within_strings_are_no_values() -> None:
 
 async def test_all_bodies_together_are_bounded(scene: Scene) -> None:
     """A second large body is refused while the first is read; small ones are not, and the room comes back."""
-    scene.ingress.bodies = HeldBodies(BodyLimits(text_bytes_max=BODY_MAX), BODY_MAX)
+    scene.ingress.bodies = BodyMemory(BodyLimits(text_bytes_max=BODY_MAX), BODY_MAX)
     large = {"model": NAME, "prompt": "x", "metadata": {"a": "x" * (BODY_MAX // 2)}}
     more = asyncio.Event()
 

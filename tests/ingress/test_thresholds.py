@@ -14,7 +14,7 @@ from forebay.events.base import pack_u32
 from forebay.events.codec import decode, encode
 from forebay.events.control import BusyThresholds, BusyThresholdsSet, ControlEvent, PoolConfigured, RouterConfig
 from forebay.events.topics import CONTROL
-from forebay.ingress.http.pool_settings import FIELDS, Thresholds
+from forebay.ingress.http.pool_settings import FIELDS, PoolConfigurator
 from forebay.transport.base import Draft
 from forebay.transport.sqlite.log import SqliteLog
 from tests.ingress.conftest import NAME, Scene, make_scene
@@ -151,7 +151,7 @@ EVENTS = st.one_of(
 @given(steps=st.lists(st.tuples(EVENTS, st.booleans()), max_size=12))
 async def test_whenever_it_is_asked_it_says_what_the_log_says(steps: list[tuple[ControlEvent, bool]]) -> None:
     log = SqliteLog.open(None)
-    thresholds = Thresholds(log, lambda: 0, lambda: None)
+    thresholds = PoolConfigurator(log, lambda: 0, lambda: None)
     written: list[ControlEvent] = []
     for event, asked in steps:
         log.append_soon([Draft(CONTROL.name, 0, encode(CONTROL, event))])

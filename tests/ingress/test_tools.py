@@ -16,11 +16,11 @@ from forebay.events.codec import decode
 from forebay.events.requests import RequestSubmitted
 from forebay.events.topics import TOKENS
 from forebay.ingress.http.server import build_server
-from forebay.ingress.kafka_api.request import Address
-from forebay.ingress.kafka_api.response import Entry, PendingCompletion, Place
+from forebay.ingress.kafka_api.request import ReplyAddress
+from forebay.ingress.kafka_api.response import PendingCompletion, RequestOrigin, WindowEntry
 from forebay.ingress.model import DEFAULT_MODEL, Model
 from forebay.ingress.openai.fields import parse
-from forebay.ingress.openai.render import Shape
+from forebay.ingress.openai.render import ResponseFormatter
 from forebay.ingress.openai.requests import ChatBody
 from tests.ingress.conftest import NAME, SLOT, Scene, make_scene
 from tests.system import until
@@ -248,9 +248,9 @@ async def test_the_kafka_api_sends_the_same(tools: Scene, stream: bool) -> None:
     prepared = await tools.ingress.prepare(parse(ChatBody, msgspec.json.encode(body)), ())
     answer = PendingCompletion(
         "same",
-        Place(Entry(0, 0), Address("same", ""), "chat_completions"),
+        RequestOrigin(WindowEntry(0, 0), ReplyAddress("same", ""), "chat_completions"),
         request.prompt_tokens,
-        Shape(chat=True, response_id="same", model=NAME, created=0),
+        ResponseFormatter(chat=True, response_id="same", model=NAME, created=0),
         prepared.plan.composer(tools.model, tools.ingress.parsing, "same"),
         stream=stream,
         usage_chunk=False,

@@ -15,7 +15,7 @@ from forebay.events.codec import DecodeError, decode
 from forebay.events.control import LORA_CHANGES, Command, WorkerCommanded
 from forebay.events.fleet import WorkerJoined, WorkerLost, WorkerRecovered
 from forebay.events.topics import CONTROL, FLEET, Topic
-from forebay.ingress.commands import Commands
+from forebay.ingress.commands import CommandClient
 from forebay.ingress.errors import ApiError
 from forebay.ingress.openai.requests import adapter_of
 from forebay.transport.base import Log, LogError, Tail
@@ -32,7 +32,7 @@ class Adapters:
     """The adapters of `model`, of which `static` are there from the start; `place` is as for `Ingress`."""
 
     def __init__(
-        self, log: Log, commands: Commands, model: str, static: Sequence[str], place: Callable[[], int | None]
+        self, log: Log, commands: CommandClient, model: str, static: Sequence[str], place: Callable[[], int | None]
     ) -> None:
         self._log = log
         self._commands = commands

@@ -35,7 +35,7 @@ GATED = {
 }
 
 
-class Admission:
+class IngressAdmission:
     """Counts the requests in flight, paces their preparation, and refuses those that cannot be served in time."""
 
     def __init__(self, metrics: IngressMetrics, now_s: Callable[[], float] = time.monotonic) -> None:
@@ -126,10 +126,10 @@ class Admission:
                 turn.set_result(None)
 
 
-class Gate:
+class AdmissionMiddleware:
     """ASGI middleware that admits the requests which are work for the router, or answers them at once."""
 
-    def __init__(self, app: ASGIApp, admission: Admission, metrics: IngressMetrics) -> None:
+    def __init__(self, app: ASGIApp, admission: IngressAdmission, metrics: IngressMetrics) -> None:
         self._app = app
         self._admission = admission
         self._metrics = metrics

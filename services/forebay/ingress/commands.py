@@ -1,4 +1,4 @@
-"""Commands to workers, put on the log; what became of them, back off it. Knows nothing of HTTP."""
+"""Client for commands to workers: appends a command to the log and waits for the outcomes. Independent of HTTP."""
 
 import asyncio
 import os
@@ -18,7 +18,7 @@ GRACE_S = 5.0  # the owner's deadline comes first; this one catches an owner tha
 NONCE_BYTES = 7  # JSON readers of other languages have no more than 63 bits
 
 
-class Commands:
+class CommandClient:
     """Gives the commands of one ingress, which reads its answers on `reply_slot`; `place` is as for `Ingress`."""
 
     def __init__(

@@ -26,21 +26,21 @@ NICENESS = 10  # those who decide and serve come first
 LENGTH_BYTES = 8
 
 
-class Source(msgspec.Struct, frozen=True):
+class LogSource(msgspec.Struct, frozen=True):
     """Where the log is: the file of an embedded one, or Kafka."""
 
     path: str | None = None
     kafka: KafkaSettings | None = None
 
 
-class Question(msgspec.Struct, frozen=True):
+class ExplainRequest(msgspec.Struct, frozen=True):
     """Which request of the group in which control partition."""
 
     request_id: str
     partition: int
 
 
-class Reply(msgspec.Struct, frozen=True):
+class ExplainResponse(msgspec.Struct, frozen=True):
     """An explanation as JSON; or none, and what is wrong, as an HTTP status, a code and a message."""
 
     explanation: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
@@ -55,11 +55,11 @@ def main() -> None:
     # What a user's policy prints must not come between the answers.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    source = msgspec.json.decode(sys.stdin.buffer.readline(), type=Source)
+    source = msgspec.json.decode(sys.stdin.buffer.readline(), type=LogSource)
     asyncio.run(_answer_all(source, answers))
 
 
-async def _answer_all(source: Source, answers: BinaryIO) -> None:
+async def _answer_all(source: LogSource, answers: BinaryIO) -> None:
     questions: asyncio.Queue[bytes] = asyncio.Queue()
     loop = asyncio.get_running_loop()
 
@@ -70,13 +70,13 @@ async def _answer_all(source: Source, answers: BinaryIO) -> None:
 
     threading.Thread(target=listen, name="stdin", daemon=True).start()
     while True:
-        question = msgspec.json.decode(await questions.get(), type=Question)
+        question = msgspec.json.decode(await questions.get(), type=ExplainRequest)
         encoded = msgspec.json.encode(await _answer(source, question))
         answers.write(len(encoded).to_bytes(LENGTH_BYTES, "big") + encoded)
         answers.flush()
 
 
-async def _answer(source: Source, question: Question) -> Reply:
+async def _answer(source: LogSource, question: ExplainRequest) -> ExplainResponse:
     try:
         async with _opened(source) as log:
             told = await explain(log, question.partition, question.request_id, thorough=False)
@@ -84,16 +84,16 @@ async def _answer(source: Source, question: Question) -> Reply:
                 for pool in await pools_of(log, question.partition):
                     policy_class(pool.router.mode)
     except UnknownRequest as unknown:
-        return Reply(status=404, code="request_not_found", message=str(unknown))
+        return ExplainResponse(status=404, code="request_not_found", message=str(unknown))
     except PolicyUnusable as unusable:
-        return Reply(status=501, code="policy_not_here", message=f"{unusable}; start the ingress where it is")
+        return ExplainResponse(status=501, code="policy_not_here", message=f"{unusable}; start the ingress where it is")
     except LogError as error:
-        return Reply(status=503, code="log_unavailable", message=str(error))
-    return Reply(explanation=msgspec.Raw(msgspec.json.encode(told)))
+        return ExplainResponse(status=503, code="log_unavailable", message=str(error))
+    return ExplainResponse(explanation=msgspec.Raw(msgspec.json.encode(told)))
 
 
 @asynccontextmanager
-async def _opened(source: Source) -> AsyncIterator[Log]:
+async def _opened(source: LogSource) -> AsyncIterator[Log]:
     if source.kafka is not None:
         kafka = await KafkaLog.open(source.kafka)
         try:

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from forebay.ingress.errors import ApiError
-from forebay.ingress.explain_worker import LENGTH_BYTES, Question, Reply, Source
+from forebay.ingress.explain_worker import LENGTH_BYTES, ExplainRequest, ExplainResponse, LogSource
 
 LIMIT_S = 30.0  # from a snapshot on some ten thousand decisions; who asks for more has a shell
 ASKERS_MAX = 8  # at once, the one whose turn it is among them
@@ -22,7 +22,7 @@ ENDS_S = 5.0  # a process that was killed
 class Explainer:
     """Explains the requests on one log; None is a log that lies in this process's memory."""
 
-    def __init__(self, source: Source | None, limit_s: float = LIMIT_S) -> None:
+    def __init__(self, source: LogSource | None, limit_s: float = LIMIT_S) -> None:
         self._source = source
         self._limit_s = limit_s
         self._process: asyncio.subprocess.Process | None = None
@@ -41,7 +41,7 @@ class Explainer:
             raise ApiError(503, "explain_busy", f"{ASKERS_MAX} requests are being explained already")
         self._askers += 1
         try:
-            reply = await self._in_turn(self._source, Question(request_id, partition))
+            reply = await self._in_turn(self._source, ExplainRequest(request_id, partition))
         finally:
             self._askers -= 1
         if reply.explanation is msgspec.UNSET:
@@ -59,7 +59,7 @@ class Explainer:
             process.kill()
             await asyncio.wait_for(process.wait(), ENDS_S)
 
-    async def _in_turn(self, source: Source, question: Question) -> Reply:
+    async def _in_turn(self, source: LogSource, question: ExplainRequest) -> ExplainResponse:
         asked = False
         try:
             async with asyncio.timeout(self._limit_s), self._turn:
@@ -77,7 +77,7 @@ class Explainer:
                 503, "explain_failed", "the process that explains ended; the server's log says why"
             ) from error
 
-    async def _ask(self, source: Source, question: Question) -> Reply:
+    async def _ask(self, source: LogSource, question: ExplainRequest) -> ExplainResponse:
         """One question and its answer. Raises OSError or EOFError when the process is gone."""
         answered = False
         try:
@@ -89,7 +89,7 @@ class Explainer:
             stdin.write(msgspec.json.encode(question) + b"\n")
             await stdin.drain()
             length = int.from_bytes(await stdout.readexactly(LENGTH_BYTES), "big")
-            reply = msgspec.json.decode(await stdout.readexactly(length), type=Reply)
+            reply = msgspec.json.decode(await stdout.readexactly(length), type=ExplainResponse)
             answered = True
         finally:
             if not answered:  # what it may still say would be taken for the next answer
@@ -97,7 +97,7 @@ class Explainer:
         return reply
 
 
-async def _started(source: Source) -> asyncio.subprocess.Process:
+async def _started(source: LogSource) -> asyncio.subprocess.Process:
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-P",

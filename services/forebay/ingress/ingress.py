@@ -27,17 +27,17 @@ from forebay.events.requests import (
 from forebay.events.tokens import AnswerError, RouteTold
 from forebay.events.topics import REQUESTS
 from forebay.ingress.adapters import Adapters
-from forebay.ingress.admission import POOL_FULL, Admission
-from forebay.ingress.commands import Commands
+from forebay.ingress.admission import POOL_FULL, IngressAdmission
+from forebay.ingress.commands import CommandClient
 from forebay.ingress.errors import RETRY_AFTER_S, ApiError, Unusable, invalid
-from forebay.ingress.http.body import HeldBodies
+from forebay.ingress.http.body import BodyMemory
 from forebay.ingress.http.body_limits import MEDIA_BYTES_MAX, TEXT_BYTES_MAX, VALUES_MAX, BodyLimits
-from forebay.ingress.http.drain import Drain
-from forebay.ingress.http.pool_settings import Thresholds
+from forebay.ingress.http.drain import IngressDrain
+from forebay.ingress.http.pool_settings import PoolConfigurator
 from forebay.ingress.kafka_api.topics import require_patterns
 from forebay.ingress.media.fetch import MediaFetcher
 from forebay.ingress.media.refs import PUBLIC_ONLY, MediaRef, MediaSettings
-from forebay.ingress.media.tokens import Expanded
+from forebay.ingress.media.tokens import ExpandedPrompt
 from forebay.ingress.metrics import IngressMetrics
 from forebay.ingress.model import RENDERED_CHARS_MAX, Model
 from forebay.ingress.openai.embeddings import EmbeddingBody
@@ -45,10 +45,10 @@ from forebay.ingress.openai.nvext import Nvext
 from forebay.ingress.openai.requests import ChatBody, CompletionBody, TextBody
 from forebay.ingress.openai.routing_hints import refuse_hints, routing_headers, routing_of
 from forebay.ingress.openai.sampling import sampling_of
-from forebay.ingress.parsers.composer import Plan
-from forebay.ingress.parsers.selection import AUTO, Parsing, Splitting
+from forebay.ingress.parsers.composer import OutputPlan
+from forebay.ingress.parsers.selection import AUTO, ParseOptions, ParserFactory
 from forebay.ingress.streams import ReplyReader, Stream, interruption
-from forebay.ingress.tokenizer import Tokeniser
+from forebay.ingress.tokenizer import TokenizerPool
 from forebay.transport.base import Draft, Log, LogError, LogFull
 
 logger = logging.getLogger(__name__)
@@ -120,12 +120,12 @@ class Prompt:
     media: tuple[Media, ...] = ()
 
 
-PLAIN = Plan()
+PLAIN = OutputPlan()
 EMBEDDING = Sampling(max_tokens=1, temperature=0.0)  # nothing is generated, so one embedding is like another
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedRequest:
     """A valid request: all that goes on the log, but for its name and where its answer goes.
 
     `plan` is how its answer is put into words.
@@ -134,7 +134,7 @@ class Prepared:
     prompt: Prompt
     sampling: Sampling
     routing: RoutingHints
-    plan: Plan = PLAIN
+    plan: OutputPlan = PLAIN
     task: Task = "generate"
 
 
@@ -164,18 +164,18 @@ class Ingress:
     ) -> None:
         self.model = model
         self.settings = settings
-        self.parsing = Parsing(model, settings.tool_call_parser, settings.reasoning_parser)
+        self.parsing = ParserFactory(model, settings.tool_call_parser, settings.reasoning_parser)
         self.metrics = metrics
         self.ready = ready
         self.why_not_ready: Callable[[], str] = lambda: NO_WORKER
         self.told_ready: dict[str, str] = {}
         self.has_owner: Callable[[], bool] = lambda: True
-        self.drain = Drain()
+        self.drain = IngressDrain()
         self.place = place
-        self.admission = Admission(metrics)
+        self.admission = IngressAdmission(metrics)
         self.replies = ReplyReader(log, settings.model_name, settings.reply_slot, reply_from, metrics.undecodable.inc)
-        self.thresholds = Thresholds(log, place, metrics.undecodable.inc)
-        self.commands = Commands(log, self.replies, settings.model_name, settings.reply_slot, self.require_owner)
+        self.thresholds = PoolConfigurator(log, place, metrics.undecodable.inc)
+        self.commands = CommandClient(log, self.replies, settings.model_name, settings.reply_slot, self.require_owner)
         self.adapters = Adapters(log, self.commands, settings.model_name, settings.loras, place)
         self._log = log
         limits = BodyLimits(
@@ -184,8 +184,8 @@ class Ingress:
             takes_media=bool(model.media.ids),
             values_max=VALUES_MAX + model.context_tokens,
         )
-        self.bodies = HeldBodies(limits)
-        self.tokeniser = Tokeniser(model)
+        self.bodies = BodyMemory(limits)
+        self.tokeniser = TokenizerPool(model)
         self._fetcher = MediaFetcher(settings.media)
 
     async def run(self) -> None:
@@ -199,7 +199,7 @@ class Ingress:
 
     async def prepare(
         self, body: ChatBody | TextBody, headers: Iterable[tuple[str, str]], *, is_patient: bool = False
-    ) -> Prepared:
+    ) -> PreparedRequest:
         """Tokenise, hash and check a request. Raises ApiError, 503 for a full tokenizer queue unless `is_patient`."""
         lora_name = await self.adapters.of(body.model)
         routing = self._routing(body.nvext, headers)
@@ -209,12 +209,12 @@ class Ingress:
         sampling = sampling_of(body, wanted, self.model.vocabulary_size)
         if splitting is not None and sampling.structured is not None:
             splitting = replace(splitting, structured=True)
-        plan = Plan(body.stop_strings, splitting, sampling.logprobs, special=not body.skip_special_tokens)
-        return Prepared(prompt, sampling, routing, plan)
+        plan = OutputPlan(body.stop_strings, splitting, sampling.logprobs, special=not body.skip_special_tokens)
+        return PreparedRequest(prompt, sampling, routing, plan)
 
     async def prepare_embedding(
         self, body: EmbeddingBody, headers: Iterable[tuple[str, str]], *, is_patient: bool = False
-    ) -> list[Prepared]:
+    ) -> list[PreparedRequest]:
         """As `prepare`, for each input of an embedding request."""
         lora_name = await self.adapters.of(body.model)
         body.require_dimensions(self.model)
@@ -229,8 +229,8 @@ class Ingress:
             if len(token_ids) > context:
                 text = f"input[{index}] has {len(token_ids)} tokens, but the context holds {context}"
                 raise invalid(text, "input", "context_length_exceeded")
-            prompt = self._prompt(Expanded(token_ids), block_size, lora_name, body.cache_namespace, "input")
-            parts.append(Prepared(prompt, EMBEDDING, routing, task="embed"))
+            prompt = self._prompt(ExpandedPrompt(token_ids), block_size, lora_name, body.cache_namespace, "input")
+            parts.append(PreparedRequest(prompt, EMBEDDING, routing, task="embed"))
         return parts
 
     def _input_tokens(self, inputs: Sequence[str | list[int]]) -> list[list[int]]:
@@ -246,7 +246,7 @@ class Ingress:
     def submission(
         self,
         request_id: str,
-        prepared: Prepared,
+        prepared: PreparedRequest,
         *,
         reply_slot: int,
         reply_from: int,
@@ -278,7 +278,7 @@ class Ingress:
             patient=patient,
         )
 
-    async def submit(self, request_id: str, prepared: Prepared) -> Stream:
+    async def submit(self, request_id: str, prepared: PreparedRequest) -> Stream:
         """Put a request on the log and listen for its answer. Raises ApiError."""
         partition = self._require_free(request_id)
         event = self.submission(
@@ -299,7 +299,7 @@ class Ingress:
             raise
         return stream
 
-    async def query(self, request_id: str, prepared: Prepared) -> RouteTold:
+    async def query(self, request_id: str, prepared: PreparedRequest) -> RouteTold:
         """Ask where a request would go. Raises ApiError, also for the router's refusal."""
         partition = self._require_free(request_id)
         prompt = prepared.prompt
@@ -394,7 +394,9 @@ class Ingress:
         refuse_hints(nvext)
         return NO_HINTS
 
-    async def _asked(self, body: ChatBody | TextBody, *, is_patient: bool) -> tuple[Expanded, Splitting | None]:
+    async def _asked(
+        self, body: ChatBody | TextBody, *, is_patient: bool
+    ) -> tuple[ExpandedPrompt, ParseOptions | None]:
         """The tokens of the prompt, and what is looked for in the answer. Raises ApiError."""
         refs: list[MediaRef] = []
         splitting = None
@@ -406,7 +408,7 @@ class Ingress:
             self.parsing.require(body.choice)
             encode = partial(self.tokeniser.encode, text, "prompt", "messages")
             token_ids = await self.tokeniser.run(encode, len(text), is_patient=is_patient)
-            splitting = Splitting(body.choice, self.parsing.is_open(text), prompt_ids=token_ids)
+            splitting = ParseOptions(body.choice, self.parsing.is_open(text), prompt_ids=token_ids)
         elif isinstance(body.prompt, str):
             encode = partial(self.tokeniser.encode, body.prompt, "prompt", "prompt", special=body.add_special_tokens)
             token_ids = await self.tokeniser.run(encode, len(body.prompt), is_patient=is_patient)
@@ -414,7 +416,7 @@ class Ingress:
             token_ids = body.prompt
         # Looking for placeholders in more tokens would take time and lead to the same end.
         if not self.model.media.ids or len(token_ids) > self.model.context_tokens:
-            return Expanded(token_ids), splitting
+            return ExpandedPrompt(token_ids), splitting
         # What is wrong with the text is said before others are asked for anything.
         return self.model.media.expand(token_ids, refs, await self._fetcher.fetch(refs)), splitting
 
@@ -430,7 +432,7 @@ class Ingress:
         return self.model.render(body.chat(self.model.media), body.choice.plain(), arguments, chars_max)
 
     def _prompt(
-        self, asked: Expanded, block_size: int, lora_name: str, cache_namespace: str, where: str = "prompt"
+        self, asked: ExpandedPrompt, block_size: int, lora_name: str, cache_namespace: str, where: str = "prompt"
     ) -> Prompt:
         """Pack and hash a prompt. Raises ApiError for an empty one and for ids outside of the vocabulary."""
         token_ids = asked.token_ids

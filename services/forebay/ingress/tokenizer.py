@@ -30,7 +30,7 @@ CUT_TOKENS = 64
 T = TypeVar("T")
 
 
-class Tokeniser:
+class TokenizerPool:
     """The tokeniser threads of one ingress. `chars_queued` is the work that they have not finished."""
 
     def __init__(self, model: Model) -> None:

@@ -17,7 +17,7 @@ PATIENCE_S = 10.0  # an ingress answers by itself, or its log does, long before
 
 
 @dataclass(frozen=True, slots=True)
-class Service:
+class IngressClient:
     """An ingress of the running system, and the token that its admin API demands; empty for none."""
 
     url: str
@@ -34,10 +34,10 @@ class Service:
             fail(f"{self.url} does not answer ({error!r}); start a system with `forebay up`")
 
 
-def service_at(url: str, token_file: Path | None) -> Service:
+def service_at(url: str, token_file: Path | None) -> IngressClient:
     """Return the ingress at this URL, with the token of a file or of the environment."""
     with explained():
-        return Service(url, admin_token(token_file))
+        return IngressClient(url, admin_token(token_file))
 
 
 def answer_of(url: str, response: httpx.Response, key: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from rich.table import Table
 from forebay.cli.common.admin_token import AdminTokenFileOption
 from forebay.cli.common.errors import fail
 from forebay.cli.common.terminal import in_markup, results
-from forebay.cli.control.client import URL, Service, UrlOption, answer_of, end_unless_ok, service_at
+from forebay.cli.control.client import URL, IngressClient, UrlOption, answer_of, end_unless_ok, service_at
 from forebay.events.control import DisaggPolicy
 
 NONE = "none"  # of a threshold: it is never reached
@@ -69,7 +69,7 @@ def busy_threshold(
     _change(service_at(url, admin_token_file), "/busy_threshold", changes, json=json)
 
 
-def _change(service: Service, path: str, changes: dict[str, Any], *, json: bool) -> None:
+def _change(service: IngressClient, path: str, changes: dict[str, Any], *, json: bool) -> None:
     given = {name: _value(value) for name, value in changes.items() if value is not None}
     model = _model(service)
     before = _settings(service, path, {"model": model})
@@ -89,7 +89,7 @@ def _change(service: Service, path: str, changes: dict[str, Any], *, json: bool)
     console.print(table)
 
 
-def _model(service: Service) -> str:
+def _model(service: IngressClient) -> str:
     """What the ingress serves."""
     response = service.ask("/v1/models")
     answer = answer_of(service.url, response, "data")
@@ -100,7 +100,7 @@ def _model(service: Service) -> str:
         fail(f"{service.url} serves no model")
 
 
-def _settings(service: Service, path: str, body: dict[str, Any]) -> dict[str, Any]:
+def _settings(service: IngressClient, path: str, body: dict[str, Any]) -> dict[str, Any]:
     response = service.ask(path, body)
     answer = answer_of(service.url, response, "model")
     end_unless_ok(answer, response)

@@ -29,7 +29,7 @@ from forebay.events.fleet import WorkerSpec
 from forebay.events.snapshots import IndexBlocks
 from forebay.events.topics import TOKENS
 from forebay.ingress.errors import Unusable
-from forebay.ingress.explain_worker import Source
+from forebay.ingress.explain_worker import LogSource
 from forebay.ingress.explainer import Explainer
 from forebay.ingress.http.app import build_app
 from forebay.ingress.http.origin_guard import allowed_hosts
@@ -179,7 +179,7 @@ async def _running(settings: Embedded, engines: Engines, model: Model, hosts: Ho
             ingress.told_ready["kv_transport"] = kv_path(layout)
         parts.run(ingress.run(), "ingress")
         await parts.until(lambda: all(_admitted(owner, worker, caches) for worker in workers))
-        explainer = Explainer(None if settings.log is None else Source(path=str(settings.log.absolute())))
+        explainer = Explainer(None if settings.log is None else LogSource(path=str(settings.log.absolute())))
         stack.push_async_callback(explainer.close)
         disagg = _disagg(owner.world, settings)
         yield _System(ingress, build_app(ingress, registry, explainer, hosts), explainer, disagg)

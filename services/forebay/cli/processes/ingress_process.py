@@ -17,10 +17,10 @@ from forebay.cli.common.cluster import Cluster, connected, leases_at, run_servic
 from forebay.cli.common.shutdown import STOP_S
 from forebay.events.topics import TOKENS
 from forebay.ingress.errors import ApiError, Unusable
-from forebay.ingress.explain_worker import Source
+from forebay.ingress.explain_worker import LogSource
 from forebay.ingress.explainer import Explainer
 from forebay.ingress.http.app import build_app
-from forebay.ingress.http.drain import Drain
+from forebay.ingress.http.drain import IngressDrain
 from forebay.ingress.http.origin_guard import allowed_hosts
 from forebay.ingress.http.protocol import ConnectionLimits, connections_allowed
 from forebay.ingress.http.server import build_server, listen, serve_until_drained
@@ -124,7 +124,7 @@ def _hold_lease(keeper: LeaseKeeper, settings: IngressSettings) -> "asyncio.Futu
     return replaced
 
 
-async def _until_draining(part: Awaitable[None], drain: Drain) -> None:
+async def _until_draining(part: Awaitable[None], drain: IngressDrain) -> None:
     """Run a part until the drain begins, and wait on. Its requests are handed over to other ingresses."""
     running = asyncio.ensure_future(part)
     beginning = asyncio.create_task(drain.wait_begun())
@@ -168,7 +168,7 @@ async def _run(
         ready.enforced = partial(_enforced, ingress)
         ingress.why_not_ready = ready.why_not
         ingress.has_owner = lambda: heartbeats.has_owner
-        explainer = Explainer(Source(kafka=cluster.kafka))
+        explainer = Explainer(LogSource(kafka=cluster.kafka))
         address, port = listener.getsockname()[:2]
         text = f"forebay: ingress {settings.ingress_id} serves {settings.model_name} on http://{address}:{port}/v1"
         limits = ConnectionLimits(ingress.metrics.reject, connections_allowed())

@@ -10,22 +10,22 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.routing import Match, Route
 
-from forebay.ingress.admission import Gate
+from forebay.ingress.admission import AdmissionMiddleware
 from forebay.ingress.errors import ApiError, internal_error
 from forebay.ingress.explainer import Explainer
 from forebay.ingress.http.admin import BODIES as ADMIN_BODIES
 from forebay.ingress.http.admin import add_admin
 from forebay.ingress.http.body import request_id_of
-from forebay.ingress.http.drain import DrainGate
-from forebay.ingress.http.embedding_response import EmbeddingAnswer
+from forebay.ingress.http.drain import DrainMiddleware
+from forebay.ingress.http.embedding_response import EmbeddingResponse
 from forebay.ingress.http.openapi import RUNS, body_of, describe, errors, streamed, text
-from forebay.ingress.http.origin_guard import Guard
+from forebay.ingress.http.origin_guard import OriginGuard
 from forebay.ingress.http.queries import add_queries, answer_route
-from forebay.ingress.http.response import Answer, Asked
+from forebay.ingress.http.response import CompletionResponse, ResponseContext
 from forebay.ingress.ingress import Ingress
 from forebay.ingress.openai.embeddings import EmbeddingBody
 from forebay.ingress.openai.fields import parse
-from forebay.ingress.openai.render import Shape
+from forebay.ingress.openai.render import ResponseFormatter
 from forebay.ingress.openai.requests import ChatBody, TextBody
 from forebay.transport.base import LogError
 
@@ -41,11 +41,11 @@ def build_app(
     `hosts` are the names that the header `Host` may have, None for any.
     """
     app = FastAPI(title="forebay", summary="OpenAI-compatible ingress", docs_url="/docs", redoc_url=None)
-    app.add_middleware(Gate, admission=ingress.admission, metrics=ingress.metrics)
+    app.add_middleware(AdmissionMiddleware, admission=ingress.admission, metrics=ingress.metrics)
     app.add_middleware(
-        DrainGate, drain=ingress.drain, refused=lambda error: ingress.metrics.refused.labels(error.code).inc()
+        DrainMiddleware, drain=ingress.drain, refused=lambda error: ingress.metrics.refused.labels(error.code).inc()
     )
-    app.add_middleware(Guard, hosts=hosts, on_refused=lambda code: ingress.metrics.refused.labels(code).inc())
+    app.add_middleware(OriginGuard, hosts=hosts, on_refused=lambda code: ingress.metrics.refused.labels(code).inc())
     _add_errors(app, ingress)
     _add_completions(app, ingress)
     _add_embeddings(app, ingress)
@@ -61,7 +61,7 @@ def build_app(
 def _add_completions(app: FastAPI, ingress: Ingress) -> None:
     @app.post("/v1/chat/completions", openapi_extra=body_of(ChatBody), responses={**streamed(), **errors(*RUNS)})
     async def chat_completions(request: Request) -> Response:
-        """Answer a chat."""
+        """Create a chat completion."""
         return await _complete(request, ingress, ChatBody)
 
     @app.post("/v1/completions", openapi_extra=body_of(TextBody), responses={**streamed(), **errors(*RUNS)})
@@ -82,7 +82,7 @@ async def _complete(request: Request, ingress: Ingress, kind: type[ChatBody] | t
         chat = isinstance(body, ChatBody)
         request_id = request_id_of(request, "chatcmpl-" if chat else "cmpl-")
         prepared = await ingress.prepare(body, request.headers.items())
-    asked = Asked(
+    asked = ResponseContext(
         endpoint="chat_completions" if chat else "completions",
         request_id=request_id,
         prompt_tokens=prepared.prompt.tokens,
@@ -91,10 +91,10 @@ async def _complete(request: Request, ingress: Ingress, kind: type[ChatBody] | t
         began_s=began_s,
     )
     text = prepared.plan.composer(ingress.model, ingress.parsing, request_id)
-    shape = Shape(
+    shape = ResponseFormatter(
         chat=chat, response_id=request_id, model=body.model, created=int(time.time()), names_worker=body.names_worker
     )
-    return Answer(ingress, asked, await ingress.submit(request_id, prepared), shape, text)
+    return CompletionResponse(ingress, asked, await ingress.submit(request_id, prepared), shape, text)
 
 
 def _add_embeddings(app: FastAPI, ingress: Ingress) -> None:
@@ -108,7 +108,7 @@ def _add_embeddings(app: FastAPI, ingress: Ingress) -> None:
             body = parse(EmbeddingBody, raw)
             request_id = request_id_of(request, "embd-")
             parts = await ingress.prepare_embedding(body, request.headers.items())
-        return EmbeddingAnswer(ingress, request_id, body, parts)
+        return EmbeddingResponse(ingress, request_id, body, parts)
 
 
 def _add_models(app: FastAPI, ingress: Ingress) -> None:

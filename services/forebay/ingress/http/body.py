@@ -13,7 +13,7 @@ HELD_BYTES_MAX = 256 << 20  # bodies of one process that are read, decoded or to
 LENGTH_DIGITS_MAX = 19  # of a 64-bit content-length
 
 
-class HeldBodies:
+class BodyMemory:
     """The bodies that one process holds at a time."""
 
     def __init__(self, limits: BodyLimits, bytes_max: int = HELD_BYTES_MAX) -> None:
@@ -21,21 +21,21 @@ class HeldBodies:
         self.bytes_max = max(bytes_max, limits.bytes_max)
         self.held = 0
 
-    def one(self) -> "HeldBody":
+    def one(self) -> "BodyReader":
         """Return a body to be read; it counts until its `with` block ends."""
-        return HeldBody(self)
+        return BodyReader(self)
 
 
-class HeldBody:
+class BodyReader:
     """One body, counted while its `with` block runs."""
 
     __slots__ = ("_all", "_held")
 
-    def __init__(self, bodies: HeldBodies) -> None:
+    def __init__(self, bodies: BodyMemory) -> None:
         self._all = bodies
         self._held = 0
 
-    def __enter__(self) -> "HeldBody":
+    def __enter__(self) -> "BodyReader":
         return self
 
     def __exit__(self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None) -> None:

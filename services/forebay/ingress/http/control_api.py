@@ -80,13 +80,13 @@ class SleepBody(CommandBody):
         return Command(action=action, level=self.level)
 
 
-class Source(Body):
+class LoraSource(Body):
     """Where an adapter is, as Dynamo's API says it."""
 
     uri: Annotated[str, Field(json_schema_extra={"pattern": "^file:///"})]
 
     @model_validator(mode="after")
-    def _check(self) -> "Source":
+    def _check(self) -> "LoraSource":
         refuse_extra(self, "source.")
         _path_of(self)
         return self
@@ -100,7 +100,7 @@ class LoraBody(CommandBody):
 
     lora_name: Annotated[str, Field(max_length=256)] = ""
     lora_path: Annotated[str, Field(max_length=4_096)] = ""
-    source: Source | None = None
+    source: LoraSource | None = None
 
     def command(self, action: Action) -> Command:
         """Load or unload it. Raises ApiError."""
@@ -283,7 +283,7 @@ def _query(request: Request) -> dict[str, Any]:
     return fields
 
 
-def _path_of(source: Source) -> str:
+def _path_of(source: LoraSource) -> str:
     """The directory that a `file:` URI names. Raises ApiError for others: workers fetch nothing."""
     try:
         parts = urlsplit(source.uri)

@@ -14,7 +14,7 @@ AT_ONCE_S = 0.5  # likewise, when the server is told to end at once
 ALWAYS_SERVED = frozenset(("/live", "/metrics"))
 
 
-class Drain:
+class IngressDrain:
     """Tracks the HTTP requests in flight of one ingress, from `begin` on until the last has ended."""
 
     def __init__(self) -> None:
@@ -73,10 +73,10 @@ class Drain:
             self._idle.set()
 
 
-class DrainGate:
+class DrainMiddleware:
     """ASGI middleware: counts requests in flight, and refuses new ones once the drain began."""
 
-    def __init__(self, app: ASGIApp, drain: Drain, refused: Callable[[ApiError], None]) -> None:
+    def __init__(self, app: ASGIApp, drain: IngressDrain, refused: Callable[[ApiError], None]) -> None:
         self._app = app
         self._drain = drain
         self._refused = refused

@@ -8,7 +8,7 @@ from starlette.types import Receive, Scope, Send
 
 from forebay.ingress.errors import ApiError
 from forebay.ingress.http.response import DISCONNECTED, TIMED_OUT
-from forebay.ingress.ingress import GRACE_S, Ingress, Prepared
+from forebay.ingress.ingress import GRACE_S, Ingress, PreparedRequest
 from forebay.ingress.openai.embeddings import EmbeddingBody, embeddings, part_id, vector_of
 from forebay.ingress.streams import interruption, was_rejected
 
@@ -16,10 +16,10 @@ ENDPOINT = "embeddings"
 AT_ONCE = 64  # parts of one request under way: the others' requests come between them
 
 
-class EmbeddingAnswer(Response):
+class EmbeddingResponse(Response):
     """Sends one list of vectors."""
 
-    def __init__(self, ingress: Ingress, request_id: str, body: EmbeddingBody, parts: list[Prepared]) -> None:
+    def __init__(self, ingress: Ingress, request_id: str, body: EmbeddingBody, parts: list[PreparedRequest]) -> None:
         self.status_code = 200
         self.background = None
         self._ingress = ingress

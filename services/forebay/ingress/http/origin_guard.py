@@ -28,7 +28,7 @@ JSON = "application/json"
 DEFAULT_PORTS = {"http": 80, "https": 443}
 SHOWN_CHARS_MAX = 256  # of a header that is quoted in an error
 
-Address = tuple[str, str, int | None]  # scheme, host, port
+HostAddress = tuple[str, str, int | None]  # scheme, host, port
 
 
 def allowed_hosts(host: str, address: str, names: Sequence[str]) -> frozenset[str] | None:
@@ -51,7 +51,7 @@ def allowed_hosts(host: str, address: str, names: Sequence[str]) -> frozenset[st
     return frozenset((*LOOPBACK_NAMES, _plain(host), _plain(address), *extra))
 
 
-class Guard:
+class OriginGuard:
     """ASGI middleware that runs `app` for requests that pass; `on_refused` counts the others by their error code."""
 
     def __init__(self, app: ASGIApp, hosts: frozenset[str] | None, on_refused: Callable[[str], None]) -> None:
@@ -119,7 +119,7 @@ def _not_json(headers: dict[bytes, list[str]]) -> ApiError | None:
     return ApiError(415, "unsupported_media_type", text)
 
 
-def _address(scheme: str, host: str) -> Address | None:
+def _address(scheme: str, host: str) -> HostAddress | None:
     """Return the parts of an origin or of a `Host`, None for one that is no address."""
     try:
         parts = urlsplit(f"//{host}")

@@ -32,7 +32,7 @@ LOOK_S = 5.0  # a pool keeps its block size until all its workers are replaced
 FIELDS = BusyThresholds.__struct_fields__
 
 
-class Thresholds:
+class PoolConfigurator:
     """What operators set of the pools in one partition of `control`; `place` gives it, once there is one.
 
     When workers are busy, and which prompts of decode pools are computed by prefill workers.

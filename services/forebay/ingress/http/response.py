@@ -13,9 +13,9 @@ from starlette.types import Receive, Scope, Send
 from forebay.events.tokens import ResponseEnded, Usage
 from forebay.ingress.errors import ApiError
 from forebay.ingress.ingress import GRACE_S, Ingress
-from forebay.ingress.openai.render import Served, Shape
+from forebay.ingress.openai.render import ResponseFormatter, ServingInfo
 from forebay.ingress.parsers.composer import Composer
-from forebay.ingress.parsers.deltas import Said, joined
+from forebay.ingress.parsers.deltas import OutputDelta, merge_deltas
 from forebay.ingress.streams import TOKENS_MISSING, Stream, interruption, was_rejected
 
 DISCONNECTED = "client disconnected"
@@ -24,7 +24,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ResponseContext:
     """What a client asked for, as far as its answer depends on it."""
 
     endpoint: str
@@ -35,10 +35,12 @@ class Asked:
     began_s: float
 
 
-class Answer(Response):
+class CompletionResponse(Response):
     """Sends one answer. A Response of its own, because Starlette's streaming one costs a task group each."""
 
-    def __init__(self, ingress: Ingress, asked: Asked, stream: Stream, shape: Shape, text: Composer) -> None:
+    def __init__(
+        self, ingress: Ingress, asked: ResponseContext, stream: Stream, shape: ResponseFormatter, text: Composer
+    ) -> None:
         self.status_code = 200
         self.background = None
         self._ingress = ingress
@@ -115,11 +117,11 @@ class Answer(Response):
         pieces = []
         while self._reason is None:
             pieces.append(await self._next())
-        body = self._shape.whole(joined(pieces), self._reason, self._usage(), self._served())
+        body = self._shape.whole(merge_deltas(pieces), self._reason, self._usage(), self._served())
         await send(self._start(b"application/json", len(body)))
         await send({"type": "http.response.body", "body": body})
 
-    async def _next(self) -> Said:
+    async def _next(self) -> OutputDelta:
         """What is said next, perhaps nothing; sets the finish reason with the last. Raises ApiError or _Gone."""
         stream = self._stream
         await stream.ready()
@@ -135,7 +137,7 @@ class Answer(Response):
             if stream.ended is None or stream.ended.error is not None:
                 return piece
             end = self._finish(stream.ended)
-            return joined([piece, end]) if end else piece
+            return merge_deltas([piece, end]) if end else piece
         if stream.ended is not None:
             return self._finish(stream.ended)
         if stream.broken == DISCONNECTED:
@@ -146,7 +148,7 @@ class Answer(Response):
             raise ApiError(502, "tokens_missing", f"the answer has a gap after {stream.next_index} tokens")
         raise interruption(stream.broken)
 
-    def _finish(self, ended: ResponseEnded) -> Said:
+    def _finish(self, ended: ResponseEnded) -> OutputDelta:
         if ended.error is not None:
             if was_rejected(self._stream):
                 self._metrics.rejected(self._asked.endpoint)
@@ -169,9 +171,9 @@ class Answer(Response):
             cached_tokens=self._cached_tokens,
         )
 
-    def _served(self) -> Served:
+    def _served(self) -> ServingInfo:
         stream = self._stream
-        return Served(self._asked.request_id, stream.worker_id, stream.rank, stream.attempt, stream.prefilled)
+        return ServingInfo(self._asked.request_id, stream.worker_id, stream.rank, stream.attempt, stream.prefilled)
 
     def _start(self, content_type: bytes, length: int | None = None) -> dict[str, object]:
         headers = [

@@ -9,7 +9,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from forebay.ingress.errors import Unusable
-from forebay.ingress.http.drain import AT_ONCE_S, Drain
+from forebay.ingress.http.drain import AT_ONCE_S, IngressDrain
 from forebay.ingress.http.error_guard import ErrorGuard
 from forebay.ingress.http.protocol import ConnectionLimits, bounded
 
@@ -135,7 +135,7 @@ def build_server(
 
 
 async def serve_until_drained(
-    server: Server, listener: socket.socket, drain: Drain, interrupt: Callable[[str], None], drain_s: float
+    server: Server, listener: socket.socket, drain: IngressDrain, interrupt: Callable[[str], None], drain_s: float
 ) -> None:
     """Serve until the drain is over: `drain_s` for what is in flight, then `interrupt` is called.
 

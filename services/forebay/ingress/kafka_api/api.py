@@ -12,7 +12,7 @@ from collections.abc import Collection
 from forebay.events.topics import OPENAI_REQUESTS, OPENAI_RESPONSES
 from forebay.ingress.ingress import Ingress
 from forebay.ingress.kafka_api.metrics import KafkaApiMetrics
-from forebay.ingress.kafka_api.partition import Lane, Shared
+from forebay.ingress.kafka_api.partition import PartitionServer, SharedState
 from forebay.transport.kafka.group import KafkaGroup
 from forebay.transport.kafka.log import KafkaLog
 from forebay.transport.kafka.replies import KafkaReplies
@@ -30,8 +30,8 @@ class KafkaApi:
         self._metrics = metrics
         self._group = KafkaGroup(log.settings, OPENAI_REQUESTS.name, GROUP)
         self._replies = KafkaReplies(log.settings, OPENAI_RESPONSES.name)
-        self._shared = Shared(log, ingress, self._group, self._replies, metrics, reply_slots)
-        self._lanes: dict[int, Lane] = {}
+        self._shared = SharedState(log, ingress, self._group, self._replies, metrics, reply_slots)
+        self._lanes: dict[int, PartitionServer] = {}
         self._serving: dict[int, asyncio.Task[None]] = {}
         self._tasks: asyncio.TaskGroup | None = None
 
@@ -56,7 +56,7 @@ class KafkaApi:
         if self._tasks is None:
             return
         for partition in partitions:
-            lane = self._lanes[partition] = Lane(self._shared, partition)
+            lane = self._lanes[partition] = PartitionServer(self._shared, partition)
             self._serving[partition] = self._tasks.create_task(lane.run(), name=f"Kafka API partition {partition}")
         self._metrics.partitions.set(len(self._lanes))
         logger.info("the Kafka API serves partitions: %s", ", ".join(map(str, partitions)) or "none")
@@ -92,7 +92,7 @@ class KafkaApi:
             for lane in lanes.values():
                 lane.tick()
 
-    async def _stop_lanes(self, partitions: Collection[int]) -> dict[int, Lane]:
+    async def _stop_lanes(self, partitions: Collection[int]) -> dict[int, PartitionServer]:
         """End these; those that had begun."""
         stopped = {number: lane for number in partitions if (lane := self._lanes.pop(number, None)) is not None}
         serving = [task for number in partitions if (task := self._serving.pop(number, None)) is not None]

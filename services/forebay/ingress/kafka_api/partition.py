@@ -18,21 +18,21 @@ from forebay.events.codec import DecodeError, decode, encode
 from forebay.events.tokens import TokenEvent
 from forebay.events.topics import REQUESTS, TOKENS
 from forebay.ingress.errors import ApiError, internal_error, invalid, retry_headers
-from forebay.ingress.ingress import GRACE_S, Ingress, Prepared
+from forebay.ingress.ingress import GRACE_S, Ingress, PreparedRequest
 from forebay.ingress.kafka_api.metrics import KafkaApiMetrics
-from forebay.ingress.kafka_api.request import Address, address, body_of, nonce_of, slot_of
+from forebay.ingress.kafka_api.request import ReplyAddress, address, body_of, nonce_of, slot_of
 from forebay.ingress.kafka_api.response import (
-    Embeddings,
-    Entry,
+    EmbeddingBatch,
     PendingCompletion,
     PendingEmbedding,
     PendingResponse,
-    Piece,
-    Place,
+    RequestOrigin,
+    ResponseRecord,
+    WindowEntry,
 )
 from forebay.ingress.kafka_api.topics import ReplyTopics
 from forebay.ingress.openai.embeddings import EmbeddingBody, part_id
-from forebay.ingress.openai.render import Shape
+from forebay.ingress.openai.render import ResponseFormatter
 from forebay.ingress.openai.requests import ChatBody, TextBody
 from forebay.ingress.streams import was_rejected
 from forebay.transport.base import Draft, LogError, Record, Tail
@@ -52,7 +52,7 @@ READ_MAX = 256  # records between two chances for others to run
 NOTE = re.compile(r"(\d{1,9}):(\d{1,19}):(\d{1,19})")
 
 
-class Shared:
+class SharedState:
     """What the partitions of one ingress have in common."""
 
     def __init__(
@@ -100,7 +100,7 @@ class Shared:
             self.failure.set_exception(error)
 
 
-class Lane:
+class PartitionServer:
     """Serves one partition until cancelled.
 
     Attributes:
@@ -108,7 +108,7 @@ class Lane:
         committed: what was committed last.
     """
 
-    def __init__(self, shared: Shared, partition: int) -> None:
+    def __init__(self, shared: SharedState, partition: int) -> None:
         self.partition = partition
         self.started = False
         self.committed: Committed | None = None
@@ -126,10 +126,12 @@ class Lane:
         self._next_offset = 0  # in the partition: what was taken in
         self._promised = 0
         self._window_end = 0
-        self._window: deque[Entry] = deque()
+        self._window: deque[WindowEntry] = deque()
         self._answers: dict[str, PendingResponse] = {}
-        self._deadlines: deque[tuple[float, str, Entry]] = deque()  # all wait equally long: the oldest is due first
-        self._strays: deque[tuple[Entry, Address, TopicUnusable]] = deque()
+        self._deadlines: deque[tuple[float, str, WindowEntry]] = (
+            deque()
+        )  # all wait equally long: the oldest is due first
+        self._strays: deque[tuple[WindowEntry, ReplyAddress, TopicUnusable]] = deque()
 
     async def run(self) -> None:
         """Take over, then serve. Raises LogError."""
@@ -267,7 +269,7 @@ class Lane:
 
     async def _take(self, record: Record) -> list[PendingResponse]:
         """Open what a record asks for, or refuse it. It stands in the window from here on."""
-        entry = Entry(record.offset, self._position)
+        entry = WindowEntry(record.offset, self._position)
         self._window.append(entry)
         self._next_offset = record.offset + 1
         where = address(record, self._shared.reply_topics)
@@ -276,9 +278,9 @@ class Lane:
                 raise where.problem
             if where.reply_topic and not await self._shared.replies.exists(where.reply_topic):
                 text = f"there is no topic {where.reply_topic}"
-                where = Address(where.request_id, "")
+                where = ReplyAddress(where.request_id, "")
                 raise invalid(text, "reply-topic", "unknown_reply_topic")
-            return await self._open(record, Place(entry, where, ""))
+            return await self._open(record, RequestOrigin(entry, where, ""))
         except ApiError as error:
             await self._refuse(entry, where, error)
         except LogError:
@@ -288,20 +290,20 @@ class Lane:
             await self._refuse(entry, where, internal_error())
         return []
 
-    async def _refuse(self, entry: Entry, where: Address, error: ApiError) -> None:
+    async def _refuse(self, entry: WindowEntry, where: ReplyAddress, error: ApiError) -> None:
         if malformed := error.status < 500:  # else it is no fault of the record: no pool serves the model yet
             self._shared.metrics.malformed.labels(error.code).inc()
         self._shared.metrics.requests.labels("malformed" if malformed else "error").inc()
-        await self._send(entry, where, Piece(0, error.status, True, error.encoded()))
+        await self._send(entry, where, ResponseRecord(0, error.status, True, error.encoded()))
 
-    async def _open(self, record: Record, place: Place) -> list[PendingResponse]:
+    async def _open(self, record: Record, place: RequestOrigin) -> list[PendingResponse]:
         ingress = self._shared.ingress
         body = body_of(record, ingress.bodies.limits)
         headers = (record.headers or {}).items()
         request_id = place.where.request_id
-        opened: list[tuple[PendingResponse, Prepared]] = []
+        opened: list[tuple[PendingResponse, PreparedRequest]] = []
         if isinstance(body, EmbeddingBody):
-            shared = Embeddings(body)
+            shared = EmbeddingBatch(body)
             place = replace(place, endpoint="embeddings")
             for index, part in enumerate(await ingress.prepare_embedding(body, headers, is_patient=True)):
                 reply = PendingEmbedding(part_id(request_id, index), place, part.prompt.tokens, shared)
@@ -325,10 +327,12 @@ class Lane:
             self._shared.ids.add(waiting.request_id)
         return [waiting for waiting, _ in opened]
 
-    def _answer(self, body: ChatBody | TextBody, prepared: Prepared, place: Place, created: int) -> PendingCompletion:
+    def _answer(
+        self, body: ChatBody | TextBody, prepared: PreparedRequest, place: RequestOrigin, created: int
+    ) -> PendingCompletion:
         ingress, request_id = self._shared.ingress, place.where.request_id
         chat = isinstance(body, ChatBody)
-        shape = Shape(
+        shape = ResponseFormatter(
             chat=chat, response_id=request_id, model=body.model, created=created, names_worker=body.names_worker
         )
         return PendingCompletion(
@@ -405,14 +409,16 @@ class Lane:
             if diverted is not None:
                 diverted.fail(error)
                 self._close(diverted)
-            await self._send(entry, Address(where.request_id, ""), Piece(0, error.status, True, error.encoded()))
+            await self._send(
+                entry, ReplyAddress(where.request_id, ""), ResponseRecord(0, error.status, True, error.encoded())
+            )
 
-    def _awaited(self, request_id: str, entry: Entry) -> PendingResponse | None:
+    def _awaited(self, request_id: str, entry: WindowEntry) -> PendingResponse | None:
         """The request of this record, while it is not over."""
         waiting = self._answers.get(request_id)
         return waiting if waiting is not None and waiting.place.entry is entry else None
 
-    async def _deliver(self, waiting: PendingResponse, pieces: list[Piece]) -> None:
+    async def _deliver(self, waiting: PendingResponse, pieces: list[ResponseRecord]) -> None:
         if waiting.over:
             self._close(waiting)
         for piece in pieces:
@@ -442,7 +448,7 @@ class Lane:
                 shared.ingress.cancel(waiting.request_id, "stop" if error is None else error.code)
         return True
 
-    async def _send(self, entry: Entry, where: Address, piece: Piece) -> None:
+    async def _send(self, entry: WindowEntry, where: ReplyAddress, piece: ResponseRecord) -> None:
         """Send a record of an answer; the last one answers its request once the broker has it."""
 
         def on_done(trouble: LogError | TopicUnusable | None) -> None:

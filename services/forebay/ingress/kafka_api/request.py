@@ -23,7 +23,7 @@ KINDS: dict[str, type[ChatBody | TextBody | EmbeddingBody]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Address:
+class ReplyAddress:
     """Where an answer goes, even one that says what is wrong with the record.
 
     Attributes:
@@ -37,7 +37,7 @@ class Address:
     problem: ApiError | None = None
 
 
-def address(record: Record, allowed: ReplyTopics) -> Address:
+def address(record: Record, allowed: ReplyTopics) -> ReplyAddress:
     """Where the answer to a record goes. A header that is of no use is left out and told."""
     headers = record.headers or {}
     request_id = headers.get("request-id")
@@ -54,7 +54,7 @@ def address(record: Record, allowed: ReplyTopics) -> Address:
         text = f"responses may not go to {reply_topic!r}, only to topics that match: {allowed}"
         problem = problem or invalid(text, "reply-topic", "invalid_reply_topic")
         reply_topic = ""
-    return Address(request_id, reply_topic, problem)
+    return ReplyAddress(request_id, reply_topic, problem)
 
 
 def body_of(record: Record, limits: BodyLimits) -> ChatBody | TextBody | EmbeddingBody:

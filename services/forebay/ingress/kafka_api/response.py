@@ -11,18 +11,18 @@ from forebay.core.state.reply_slot import Reply
 from forebay.events.requests import RequestSubmitted
 from forebay.events.tokens import Usage
 from forebay.ingress.errors import ApiError
-from forebay.ingress.kafka_api.request import Address
+from forebay.ingress.kafka_api.request import ReplyAddress
 from forebay.ingress.openai.embeddings import EmbeddingBody, embeddings, vector_of
-from forebay.ingress.openai.render import Served, Shape
+from forebay.ingress.openai.render import ResponseFormatter, ServingInfo
 from forebay.ingress.parsers.composer import Composer
-from forebay.ingress.parsers.deltas import NOTHING, Said, joined
+from forebay.ingress.parsers.deltas import EMPTY_DELTA, OutputDelta, merge_deltas
 
 EVENT_PREFIX, EVENT_SUFFIX = b"data: ", b"\n\n"
 OK = 200
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ResponseRecord:
     """A record of an answer. `index` counts them from 0; `last` marks the end."""
 
     index: int
@@ -32,7 +32,7 @@ class Piece:
 
 
 @dataclass(slots=True)
-class Entry:
+class WindowEntry:
     """A record of the partition: answered, or where in the slot its answer can begin."""
 
     offset: int
@@ -42,11 +42,11 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RequestOrigin:
     """Which record asks, where its answer goes, and what it is counted as."""
 
-    entry: Entry
-    where: Address
+    entry: WindowEntry
+    where: ReplyAddress
     endpoint: str
 
 
@@ -62,7 +62,7 @@ class PendingResponse(Reply):
 
     __slots__ = ("error", "over", "place", "request_id", "stopped", "stream", "submission")
 
-    def __init__(self, request_id: str, place: Place, *, stream: bool) -> None:
+    def __init__(self, request_id: str, place: RequestOrigin, *, stream: bool) -> None:
         super().__init__()
         self.request_id = request_id
         self.place = place
@@ -77,11 +77,11 @@ class PendingResponse(Reply):
         """All that the answer of its record needs, this one too."""
         return (self,)
 
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[ResponseRecord]:
         """What can be said now, after the reply changed."""
         raise NotImplementedError
 
-    def fail(self, error: ApiError) -> Piece:
+    def fail(self, error: ApiError) -> ResponseRecord:
         """The last piece: an error, in OpenAI's shape."""
         raise NotImplementedError
 
@@ -94,9 +94,9 @@ class PendingCompletion(PendingResponse):
     def __init__(
         self,
         request_id: str,
-        place: Place,
+        place: RequestOrigin,
         prompt_tokens: int,
-        shape: Shape,
+        shape: ResponseFormatter,
         text: Composer,
         *,
         stream: bool,
@@ -107,10 +107,10 @@ class PendingCompletion(PendingResponse):
         self._shape = shape
         self._text = text
         self._usage_chunk = usage_chunk
-        self._said: list[Said] = []
+        self._said: list[OutputDelta] = []
         self._index = 0
 
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[ResponseRecord]:
         """As `PendingResponse` has it."""
         if self.over:
             return []
@@ -119,8 +119,8 @@ class PendingCompletion(PendingResponse):
         except ApiError as error:  # of a parser
             return [self.fail(error)]
 
-    def _fold(self) -> list[Piece]:
-        said = NOTHING
+    def _fold(self) -> list[ResponseRecord]:
+        said = EMPTY_DELTA
         if self.tokens:
             token_ids, logprobs = self.tokens, self.logprobs
             self.tokens, self.logprobs = [], []
@@ -136,14 +136,14 @@ class PendingCompletion(PendingResponse):
         if ended.error is not None:
             return [self.fail(ApiError(ended.error.status, ended.error.code, ended.error.message))]
         cached_tokens = 0 if ended.usage is None else ended.usage.cached_tokens
-        return self._close(joined([said, self._text.finish()]), ended.finish_reason, cached_tokens)
+        return self._close(merge_deltas([said, self._text.finish()]), ended.finish_reason, cached_tokens)
 
-    def fail(self, error: ApiError) -> Piece:
+    def fail(self, error: ApiError) -> ResponseRecord:
         """As `PendingResponse` has it."""
         self.over, self.error = True, error
         return self._piece(error.encoded(), last=True, status=error.status)
 
-    def _open(self, said: Said) -> list[Piece]:
+    def _open(self, said: OutputDelta) -> list[ResponseRecord]:
         if not self.stream:
             self._said.append(said)
             return []
@@ -151,13 +151,13 @@ class PendingCompletion(PendingResponse):
             return []
         return [self._piece(_json_of(self._shape.piece(said, first=not self._index)))]
 
-    def _close(self, said: Said, reason: str, cached_tokens: int) -> list[Piece]:
+    def _close(self, said: OutputDelta, reason: str, cached_tokens: int) -> list[ResponseRecord]:
         self.over = True
         reason = self._text.reason(reason)
         usage = Usage(prompt_tokens=self._prompt_tokens, output_tokens=self.next_index, cached_tokens=cached_tokens)
-        served = Served(self.request_id, self.worker_id, self.rank, self.attempt, self.prefilled)
+        served = ServingInfo(self.request_id, self.worker_id, self.rank, self.attempt, self.prefilled)
         if not self.stream:
-            whole = joined([*self._said, said])
+            whole = merge_deltas([*self._said, said])
             return [self._piece(self._shape.whole(whole, reason, usage, served), last=True)]
         pieces = self._open(said)
         pieces.append(self._piece(_json_of(self._shape.last(reason, served)), last=not self._usage_chunk))
@@ -165,13 +165,13 @@ class PendingCompletion(PendingResponse):
             pieces.append(self._piece(_json_of(self._shape.usage(usage)), last=True))
         return pieces
 
-    def _piece(self, value: bytes, *, last: bool = False, status: int = OK) -> Piece:
-        piece = Piece(self._index, status, last, value)
+    def _piece(self, value: bytes, *, last: bool = False, status: int = OK) -> ResponseRecord:
+        piece = ResponseRecord(self._index, status, last, value)
         self._index += 1
         return piece
 
 
-class Embeddings:
+class EmbeddingBatch:
     """What the inputs of one record have in common."""
 
     def __init__(self, body: EmbeddingBody) -> None:
@@ -183,14 +183,14 @@ class Embeddings:
         for part in self.parts:
             part.over, part.error = True, error
 
-    def whole(self) -> Piece | None:
+    def whole(self) -> ResponseRecord | None:
         """The answer, once every part has its vector."""
         if not all(part.packed for part in self.parts):
             return None
         prompt_tokens = sum(part.prompt_tokens for part in self.parts)
         value = embeddings(self.body, [part.packed for part in self.parts], prompt_tokens)
         self.end()
-        return Piece(0, OK, True, value)
+        return ResponseRecord(0, OK, True, value)
 
 
 class PendingEmbedding(PendingResponse):
@@ -198,7 +198,7 @@ class PendingEmbedding(PendingResponse):
 
     __slots__ = ("_shared", "packed", "prompt_tokens")
 
-    def __init__(self, request_id: str, place: Place, prompt_tokens: int, shared: Embeddings) -> None:
+    def __init__(self, request_id: str, place: RequestOrigin, prompt_tokens: int, shared: EmbeddingBatch) -> None:
         super().__init__(request_id, place, stream=False)
         self.packed = b""
         self.prompt_tokens = prompt_tokens
@@ -210,7 +210,7 @@ class PendingEmbedding(PendingResponse):
         """As `PendingResponse` has it."""
         return self._shared.parts
 
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[ResponseRecord]:
         """As `PendingResponse` has it."""
         if self.over or self.ended is None:
             return []
@@ -221,10 +221,10 @@ class PendingEmbedding(PendingResponse):
             return [self.fail(error)]
         return [] if whole is None else [whole]
 
-    def fail(self, error: ApiError) -> Piece:
+    def fail(self, error: ApiError) -> ResponseRecord:
         """As `PendingResponse` has it: one input that fails fails all."""
         self._shared.end(error)
-        return Piece(0, error.status, True, error.encoded())
+        return ResponseRecord(0, error.status, True, error.encoded())
 
 
 def _json_of(event: bytes) -> bytes:

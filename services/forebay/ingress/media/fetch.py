@@ -24,7 +24,7 @@ import httpx
 
 from forebay.events.media import MEDIA_BYTES_MAX
 from forebay.ingress.errors import ApiError, invalid
-from forebay.ingress.media.refs import Fetched, MediaRef, MediaSettings
+from forebay.ingress.media.refs import FetchedMedia, MediaRef, MediaSettings
 
 IMAGE_FORMATS = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp", "GIF": "image/gif"}
 IMAGE_PIXELS_MAX = 40_000_000  # an 8K frame has 33 million; unpacked this is 120 MB
@@ -50,7 +50,7 @@ class MediaFetcher:
         self._free = asyncio.Semaphore(FETCHES_MAX)
         self._client: httpx.AsyncClient | None = None
 
-    async def fetch(self, refs: Sequence[MediaRef]) -> list[Fetched]:
+    async def fetch(self, refs: Sequence[MediaRef]) -> list[FetchedMedia]:
         """What references lead to, in their order. Raises ApiError naming the first that cannot be had."""
         if len(refs) > COUNT_MAX:
             text = f"{refs[COUNT_MAX].where}: a request takes up to {COUNT_MAX} images and videos"
@@ -76,14 +76,14 @@ class MediaFetcher:
         if self._client is not None:
             await self._client.aclose()
 
-    async def _one(self, ref: MediaRef, budget: "_Budget") -> Fetched:
+    async def _one(self, ref: MediaRef, budget: "_Budget") -> FetchedMedia:
         if ref.url[:5].lower() == "data:":
             content = _data(ref, budget)
         else:
             async with self._free:
                 content = await self._download(ref, budget)
         look = asyncio.get_running_loop().run_in_executor(self._looking, _mime_of, ref, content)
-        return Fetched(ref.kind, await look, content, sha256(content).hexdigest())
+        return FetchedMedia(ref.kind, await look, content, sha256(content).hexdigest())
 
     async def _download(self, ref: MediaRef, budget: "_Budget") -> bytes:
         url = _url_of(ref, ref.url)

@@ -28,7 +28,7 @@ class MediaRef:
 
 
 @dataclass(frozen=True, slots=True)
-class Fetched:
+class FetchedMedia:
     """What a reference led to; `digest` is the SHA-256 of its bytes, in hex."""
 
     kind: MediaKind

@@ -12,7 +12,7 @@ from typing import Any
 
 from forebay.events.media import Media, MediaKind
 from forebay.ingress.errors import ApiError, invalid
-from forebay.ingress.media.refs import Fetched, MediaRef
+from forebay.ingress.media.refs import FetchedMedia, MediaRef
 
 TOKEN_NAMES: dict[MediaKind, tuple[str, ...]] = {
     "image": ("image_token_id", "image_token_index"),
@@ -59,7 +59,7 @@ class MediaTokens:
                 text = f"{ref.where}: how many tokens an {ref.kind} is depends on its size in this model: not supported"
                 raise ApiError(501, "unsupported_parameter", text, ref.where)
 
-    def expand(self, token_ids: list[int], refs: Sequence[MediaRef], found: Sequence[Fetched]) -> "Expanded":
+    def expand(self, token_ids: list[int], refs: Sequence[MediaRef], found: Sequence[FetchedMedia]) -> "ExpandedPrompt":
         """The prompt with all placeholders, and what stands where, in order. Raises ApiError unless each has one."""
         kinds = {token_id: kind for kind, token_id in self.ids.items()}
         waiting = {kind: [one for one in found if one.kind == kind] for kind in self.ids}
@@ -87,11 +87,11 @@ class MediaTokens:
                 f"the chat template left out {left} of {len(found)} images and videos: the model takes them elsewhere"
             )
             raise invalid(text, refs[0].where, "media_mismatch")
-        return Expanded(expanded, tuple(media))
+        return ExpandedPrompt(expanded, tuple(media))
 
 
 @dataclass(frozen=True, slots=True)
-class Expanded:
+class ExpandedPrompt:
     """A prompt as the engine will have it."""
 
     token_ids: list[int]

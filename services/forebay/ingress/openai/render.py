@@ -7,13 +7,13 @@ import msgspec
 
 from forebay.events.decisions import Candidate
 from forebay.events.tokens import PrefilledBy, RouteTold, Usage
-from forebay.ingress.parsers.deltas import CallPiece, Said, Told
+from forebay.ingress.parsers.deltas import DecodedLogprob, OutputDelta, ToolCallDelta
 
 _encode = msgspec.json.encode
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServingInfo:
     """Who served a request; goes out as the `forebay` extension. `prefilled` is None where one worker did it all."""
 
     request_id: str
@@ -50,7 +50,7 @@ class Served:
         return plain
 
 
-class Shape:
+class ResponseFormatter:
     """How one endpoint words its answers. `names_worker` puts the worker into `nvext`, too."""
 
     def __init__(self, *, chat: bool, response_id: str, model: str, created: int, names_worker: bool = False) -> None:
@@ -66,7 +66,7 @@ class Shape:
         self._chunk_head = chunk_head
         self._offset = 0  # of the next token in the text, as completions tell it
 
-    def piece(self, said: Said, *, first: bool) -> bytes:
+    def piece(self, said: OutputDelta, *, first: bool) -> bytes:
         """A chunk with what is new."""
         if not (said.reasoning or said.calls or said.logprobs):
             return (self._first if first else self._open) + _encode(said.content) + self._shut
@@ -81,7 +81,7 @@ class Shape:
         choice = {"index": 0, **content, "logprobs": self._logprobs(said), "finish_reason": None}
         return b"data: " + _encode({**self._chunk_head, "choices": [choice]}) + b"\n\n"
 
-    def last(self, reason: str, served: Served) -> bytes:
+    def last(self, reason: str, served: ServingInfo) -> bytes:
         """The chunk that says why the answer ended and who gave it."""
         content: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
         choice = {"index": 0, **content, "logprobs": None, "finish_reason": reason}
@@ -91,7 +91,7 @@ class Shape:
         """The chunk that `stream_options.include_usage` asks for."""
         return b"data: " + _encode({**self._chunk_head, "choices": [], "usage": usage_of(usage)}) + b"\n\n"
 
-    def whole(self, said: Said, reason: str, usage: Usage, served: Served) -> bytes:
+    def whole(self, said: OutputDelta, reason: str, usage: Usage, served: ServingInfo) -> bytes:
         """The answer to a request that does not stream."""
         content: dict[str, Any] = {"text": said.content}
         if self._chat:
@@ -103,7 +103,7 @@ class Shape:
         choice = {"index": 0, **content, "logprobs": self._logprobs(said), "finish_reason": reason}
         return _encode({**self._head, "choices": [choice], "usage": usage_of(usage), **self._extensions(served)})
 
-    def _logprobs(self, said: Said) -> dict[str, Any] | None:
+    def _logprobs(self, said: OutputDelta) -> dict[str, Any] | None:
         """The probabilities of tokens, where they were told."""
         if not said.logprobs:
             return None
@@ -120,32 +120,32 @@ class Shape:
             "top_logprobs": [{top.text: top.logprob for top in one.top} for one in said.logprobs],
         }
 
-    def _extensions(self, served: Served) -> dict[str, Any]:
+    def _extensions(self, served: ServingInfo) -> dict[str, Any]:
         nvext = {"nvext": {"worker_id": served.worker_id()}} if self._names_worker else {}
         return {"forebay": served.plain(), **nvext}
 
 
-def _reasoning(said: Said) -> dict[str, str]:
+def _reasoning(said: OutputDelta) -> dict[str, str]:
     """Under both names that clients know."""
     return {"reasoning_content": said.reasoning, "reasoning": said.reasoning} if said.reasoning else {}
 
 
-def _call(call: CallPiece) -> dict[str, Any]:
+def _call(call: ToolCallDelta) -> dict[str, Any]:
     return {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
-def _call_delta(call: CallPiece) -> dict[str, Any]:
+def _call_delta(call: ToolCallDelta) -> dict[str, Any]:
     if call.name:
         return {"index": call.index, **_call(call)}
     return {"index": call.index, "function": {"arguments": call.arguments}}
 
 
-def _told(one: Told) -> dict[str, Any]:
+def _told(one: DecodedLogprob) -> dict[str, Any]:
     told = {"token": one.text, "logprob": one.logprob, "bytes": [*one.token]}
     return {**told, "top_logprobs": [_alternative(top) for top in one.top]}
 
 
-def _alternative(one: Told) -> dict[str, Any]:
+def _alternative(one: DecodedLogprob) -> dict[str, Any]:
     return {"token": one.text, "logprob": one.logprob, "bytes": [*one.token]}
 
 

@@ -16,7 +16,16 @@ from forebay.ingress.media.tokens import MediaTokens
 from forebay.ingress.openai.fields import Body, Neutral, refuse_extra
 from forebay.ingress.openai.nvext import NAME_CHARS_MAX, WORKER_ID, Nvext
 from forebay.ingress.openai.sampling import JsonObject, SamplingFields, TokenIds
-from forebay.ingress.openai.tools import CALLS_MAX, NO_TOOLS, CallId, Choice, ToolCall, ToolChoice, Tools, choice_of
+from forebay.ingress.openai.tools import (
+    CALLS_MAX,
+    NO_TOOLS,
+    CallId,
+    ToolCall,
+    ToolChoice,
+    Tools,
+    ToolSelection,
+    choice_of,
+)
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
@@ -216,7 +225,7 @@ class ChatBody(CompletionBody):
     reasoning_effort: Annotated[str, Field(min_length=1, max_length=NAME_CHARS_MAX)] | None = None
     chat_template_kwargs: Annotated[JsonObject, Field(max_length=TEMPLATE_ARGUMENTS_MAX)] | None = None
 
-    _choice: Choice = NO_TOOLS
+    _choice: ToolSelection = NO_TOOLS
 
     @classmethod
     def describe(cls, schema: dict[str, Any]) -> None:
@@ -258,7 +267,7 @@ class ChatBody(CompletionBody):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
-    def choice(self) -> Choice:
+    def choice(self) -> ToolSelection:
         """What it wants of its tools."""
         return self._choice
 

@@ -94,7 +94,7 @@ Tools = Annotated[list[Tool], Field(max_length=TOOLS_MAX)]
 ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 
-class Choice(msgspec.Struct, frozen=True):
+class ToolSelection(msgspec.Struct, frozen=True):
     """What a chat wants of its tools.
 
     `tools` are what the template gets; `forced` names the one that must be called, is empty when any must be, and
@@ -121,10 +121,10 @@ class Choice(msgspec.Struct, frozen=True):
         return StructuredOutput(kind="json_schema", text=encoded_schema(schema, "tools"))
 
 
-NO_TOOLS = Choice((), None, parallel=True)
+NO_TOOLS = ToolSelection((), None, parallel=True)
 
 
-def choice_of(tools: list[Tool] | None, choice: ToolChoice | None, parallel: bool | None) -> Choice:
+def choice_of(tools: list[Tool] | None, choice: ToolChoice | None, parallel: bool | None) -> ToolSelection:
     """What is wanted. Raises ApiError for a choice without tools, or of one that is not there."""
     for at, tool in enumerate(tools or ()):
         refuse_extra(tool, f"tools[{at}].")
@@ -138,12 +138,12 @@ def choice_of(tools: list[Tool] | None, choice: ToolChoice | None, parallel: boo
         name = choice.function.name
         if name not in names:
             raise invalid(f"tool_choice: there is no function {name!r} among the tools", "tool_choice")
-        return Choice(tuple(tools or ()), name, parallel=False)
+        return ToolSelection(tuple(tools or ()), name, parallel=False)
     if choice == "required" and not names:
         raise invalid("tool_choice is required, but there are no tools", "tool_choice")
     if not names or choice == "none":
         return NO_TOOLS
-    return Choice(tuple(tools or ()), "" if choice == "required" else None, parallel=parallel is not False)
+    return ToolSelection(tuple(tools or ()), "" if choice == "required" else None, parallel=parallel is not False)
 
 
 def _parameters(function: Function) -> JsonObject:

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from forebay.events.tokens import TokenLogprob
 from forebay.ingress.model import Model
-from forebay.ingress.parsers.deltas import NOTHING, Parser, Said, Told, joined
-from forebay.ingress.parsers.selection import Parsing, Splitting
+from forebay.ingress.parsers.deltas import EMPTY_DELTA, DecodedLogprob, OutputDelta, Parser, merge_deltas
+from forebay.ingress.parsers.selection import ParseOptions, ParserFactory
 from forebay.ingress.parsers.text import TextAssembler
 from forebay.ingress.token_bytes import TokenBytes
 
@@ -14,7 +14,7 @@ LOGPROB_MIN = -9999.0  # OpenAI's for what is all but impossible; of an engine's
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class OutputPlan:
     """How an answer is put into words.
 
     Attributes:
@@ -25,11 +25,11 @@ class Plan:
     """
 
     stops: Sequence[str] = ()
-    splitting: Splitting | None = None
+    splitting: ParseOptions | None = None
     logprobs: int | None = None
     special: bool = False
 
-    def composer(self, model: Model, parsing: Parsing, request_id: str) -> "Composer":
+    def composer(self, model: Model, parsing: ParserFactory, request_id: str) -> "Composer":
         """For one answer."""
         how = self.splitting
         shown = None if self.special else () if how is None else parsing.shown(how)
@@ -56,46 +56,46 @@ class Composer:
         self._called = False
         self.stopped = False
 
-    def push(self, token_ids: list[int], logprobs: Sequence[TokenLogprob] = ()) -> Said:
+    def push(self, token_ids: list[int], logprobs: Sequence[TokenLogprob] = ()) -> OutputDelta:
         """What these tokens add."""
-        told: tuple[Told, ...] = ()
+        told: tuple[DecodedLogprob, ...] = ()
         if self._telling is None or len(logprobs) < len(token_ids):
             text = self._text.push(token_ids)
         else:
             text, told = self._tell(token_ids, logprobs)
         self.stopped = self._text.stopped
         if self._parser is None:
-            return Said(text, logprobs=told)
+            return OutputDelta(text, logprobs=told)
         said = self._parser.push(text, token_ids)
         if self.stopped:
-            said = joined([said, self._parser.finish()])
+            said = merge_deltas([said, self._parser.finish()])
         return self._noted(said, told)
 
-    def finish(self) -> Said:
+    def finish(self) -> OutputDelta:
         """What was held back, now that nothing follows."""
         text = self._text.finish()
         if self._parser is None:
-            return Said(text) if text else NOTHING
-        return self._noted(joined([self._parser.push(text, []), self._parser.finish()]))
+            return OutputDelta(text) if text else EMPTY_DELTA
+        return self._noted(merge_deltas([self._parser.push(text, []), self._parser.finish()]))
 
     def reason(self, reason: str) -> str:
         """Why the answer ended, as clients know it."""
         return "tool_calls" if self._called and reason == "stop" else reason
 
-    def _noted(self, said: Said, told: tuple[Told, ...] = ()) -> Said:
+    def _noted(self, said: OutputDelta, told: tuple[DecodedLogprob, ...] = ()) -> OutputDelta:
         self._called = self._called or bool(said.calls)
-        return Said(said.content, said.reasoning, said.calls, told) if told else said
+        return OutputDelta(said.content, said.reasoning, said.calls, told) if told else said
 
-    def _tell(self, token_ids: list[int], logprobs: Sequence[TokenLogprob]) -> tuple[str, tuple[Told, ...]]:
+    def _tell(self, token_ids: list[int], logprobs: Sequence[TokenLogprob]) -> tuple[str, tuple[DecodedLogprob, ...]]:
         """One by one: what stands behind a stop string is not told."""
         assert self._telling is not None
         names, count = self._telling
         texts: list[str] = []
-        told: list[Told] = []
+        told: list[DecodedLogprob] = []
         for token_id, known in zip(token_ids, logprobs, strict=False):
             texts.append(self._text.push([token_id]))
-            top = tuple(Told(names[one.token_id], max(one.logprob, LOGPROB_MIN)) for one in known.top[:count])
-            told.append(Told(names[token_id], max(known.logprob, LOGPROB_MIN), top))
+            top = tuple(DecodedLogprob(names[one.token_id], max(one.logprob, LOGPROB_MIN)) for one in known.top[:count])
+            told.append(DecodedLogprob(names[token_id], max(known.logprob, LOGPROB_MIN), top))
             if self._text.stopped:
                 break
         return "".join(texts), tuple(told)

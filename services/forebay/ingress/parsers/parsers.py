@@ -12,7 +12,7 @@ from enum import Enum, auto
 from xxhash import xxh3_128_hexdigest
 
 from forebay.ingress.parsers.call_scanner import NAME, SPACE, CallScanner, Status, ValueScanner
-from forebay.ingress.parsers.deltas import CallPiece, Said, joined
+from forebay.ingress.parsers.deltas import OutputDelta, ToolCallDelta, merge_deltas
 from forebay.ingress.parsers.text import split_at_overlap
 
 THINK, END_THINK = "<think>", "</think>"
@@ -28,7 +28,7 @@ def call_ids(request_id: str, *, chars: int = 24, prefix: str = "call_") -> IdOf
     return lambda index: prefix + xxh3_128_hexdigest(f"{request_id}/{index}".encode())[:chars]
 
 
-class Sink:
+class DeltaCollector:
     """What a chain of parsers found in one push."""
 
     def __init__(self, id_of: IdOf, *, parallel: bool = True) -> None:
@@ -36,7 +36,7 @@ class Sink:
         self._parallel = parallel
         self._content: list[str] = []
         self._reasoning: list[str] = []
-        self._calls: list[CallPiece] = []
+        self._calls: list[ToolCallDelta] = []
         self._spaces = ""  # at the end of the content: they count once more text follows
         self._begun = 0
 
@@ -57,30 +57,30 @@ class Sink:
         self._begun += 1
         if self._wanted:
             index = self._begun - 1
-            self._calls.append(CallPiece(index, name, self._id_of(index)))
+            self._calls.append(ToolCallDelta(index, name, self._id_of(index)))
 
     def arguments(self, text: str) -> None:
         """More arguments of the call that began last."""
         if text and self._wanted:
-            self._calls.append(CallPiece(self._begun - 1, arguments=text))
+            self._calls.append(ToolCallDelta(self._begun - 1, arguments=text))
 
     @property
     def _wanted(self) -> bool:
         return self._parallel or self._begun == 1
 
-    def take(self, *, last: bool = False) -> Said:
+    def take(self, *, last: bool = False) -> OutputDelta:
         """What came since the last time."""
         if last and not self._begun:
             self._content.append(self._spaces)
-        said = joined([Said("".join(self._content), "".join(self._reasoning), tuple(self._calls))])
+        said = merge_deltas([OutputDelta("".join(self._content), "".join(self._reasoning), tuple(self._calls))])
         self._content, self._reasoning, self._calls = [], [], []
         return said
 
 
-class Link:
+class ParserStage:
     """A part of the chain. `push` and `finish` write to the sink."""
 
-    def __init__(self, sink: Sink) -> None:
+    def __init__(self, sink: DeltaCollector) -> None:
         self._sink = sink
 
     def push(self, text: str) -> None:
@@ -91,29 +91,29 @@ class Link:
         """Give out what was held back."""
 
 
-class Chain:
+class ParserChain:
     """The parser of one answer."""
 
-    def __init__(self, sink: Sink, first: Link) -> None:
+    def __init__(self, sink: DeltaCollector, first: ParserStage) -> None:
         self._sink = sink
         self._first = first
 
-    def push(self, text: str, token_ids: list[int]) -> Said:
+    def push(self, text: str, token_ids: list[int]) -> OutputDelta:
         """As `Parser` has it."""
         self._first.push(text)
         return self._sink.take()
 
-    def finish(self) -> Said:
+    def finish(self) -> OutputDelta:
         """As `Parser` has it."""
         self._first.finish()
         return self._sink.take(last=True)
 
 
-class Plain(Link):
+class PlainText(ParserStage):
     """All is content."""
 
     def push(self, text: str) -> None:
-        """As `Link` has it."""
+        """As `ParserStage` has it."""
         self._sink.content(text)
 
 
@@ -125,13 +125,13 @@ class _Think(Enum):
     BEHIND = auto()
 
 
-class Reasoning(Link):
+class ReasoningParser(ParserStage):
     """Reasoning up to `</think>`. With `is_open` the answer begins inside, else only if it begins with the tag.
 
     Newlines behind a tag belong to it.
     """
 
-    def __init__(self, sink: Sink, rest: Link, *, is_open: bool) -> None:
+    def __init__(self, sink: DeltaCollector, rest: ParserStage, *, is_open: bool) -> None:
         super().__init__(sink)
         self._rest = rest
         self._is_open = is_open
@@ -139,13 +139,13 @@ class Reasoning(Link):
         self._held = ""
 
     def push(self, text: str) -> None:
-        """As `Link` has it."""
+        """As `ParserStage` has it."""
         text, self._held = self._held + text, ""
         while text:
             text = self._step(text)
 
     def finish(self) -> None:
-        """As `Link` has it."""
+        """As `ParserStage` has it."""
         if self._at is _Think.INSIDE or (self._at is _Think.BEFORE and self._is_open):
             self._sink.reasoning(self._held)
         else:
@@ -192,10 +192,10 @@ class _Calling(Enum):
     VALUE = auto()
 
 
-class Calls(Link):
+class ToolCallParser(ParserStage):
     """What formats of tool calls have in common: text, and calls as JSON objects in it."""
 
-    def __init__(self, sink: Sink, at: _Calling) -> None:
+    def __init__(self, sink: DeltaCollector, at: _Calling) -> None:
         super().__init__(sink)
         self._at = at
         self._held = ""
@@ -204,13 +204,13 @@ class Calls(Link):
         self._begun = False  # the scanner's call was given out
 
     def push(self, text: str) -> None:
-        """As `Link` has it."""
+        """As `ParserStage` has it."""
         text, self._held = self._held + text, ""
         while text:
             text = self._scan(text) if self._at is _Calling.CALL else self._step(text)
 
     def finish(self) -> None:
-        """As `Link` has it. A call that was given out stays as it is; half of what ends one is none of the text."""
+        """As `ParserStage` has it. A call that was given out stays as it is; half of what ends one is none of the text."""
         if self._at is _Calling.CALL and not self._begun:
             self._sink.content(self._lead + self._scanner.raw)
         elif self._at is not _Calling.CALL and (self._at is not _Calling.CLOSE or self._lead):
@@ -252,10 +252,10 @@ class Calls(Link):
         return behind
 
 
-class Hermes(Calls):
+class HermesParser(ToolCallParser):
     """`<tool_call>{…}</tool_call>`, with text around: Hermes, Qwen 2.5 and 3."""
 
-    def __init__(self, sink: Sink) -> None:
+    def __init__(self, sink: DeltaCollector) -> None:
         super().__init__(sink, _Calling.TEXT)
 
     def _step(self, text: str) -> str:
@@ -275,10 +275,10 @@ class Hermes(Calls):
         return bare.removeprefix(END_TOOL_CALL)
 
 
-class LlamaJson(Calls):
+class LlamaJsonParser(ToolCallParser):
     """The whole answer is `{"name": …, "parameters": {…}}`, several with `;` between: Llama 3."""
 
-    def __init__(self, sink: Sink, names: Container[str]) -> None:
+    def __init__(self, sink: DeltaCollector, names: Container[str]) -> None:
         super().__init__(sink, _Calling.OPEN)
         self._names = names
 
@@ -300,13 +300,13 @@ class LlamaJson(Calls):
         return ""
 
 
-class Mistral(Calls):
+class MistralParser(ToolCallParser):
     """`[TOOL_CALLS]` before a list of calls, or before each call as `name{…}` or `name[ARGS]{…}`."""
 
     HEAD = re.compile(r"[{\n]")
     HEAD_CHARS_MAX = 256  # a name, an id and their tags
 
-    def __init__(self, sink: Sink) -> None:
+    def __init__(self, sink: DeltaCollector) -> None:
         super().__init__(sink, _Calling.TEXT)
         self._value = ValueScanner()
         self._listed = False
@@ -375,10 +375,10 @@ class Mistral(Calls):
         return text[len(head) :]
 
 
-class Required(Mistral):
+class RequiredCallParser(MistralParser):
     """A list of calls and nothing else, as the structure of an answer that must call demands."""
 
-    def __init__(self, sink: Sink) -> None:
+    def __init__(self, sink: DeltaCollector) -> None:
         super().__init__(sink)
         self._at = _Calling.OPEN
 
@@ -391,15 +391,15 @@ class Required(Mistral):
         return super()._step(text)
 
 
-class Named(Link):
+class NamedCallParser(ParserStage):
     """The arguments of one function and nothing else, as the structure of an answer that must call it demands."""
 
-    def __init__(self, sink: Sink, name: str) -> None:
+    def __init__(self, sink: DeltaCollector, name: str) -> None:
         super().__init__(sink)
         self._name = name
 
     def push(self, text: str) -> None:
-        """As `Link` has it."""
+        """As `ParserStage` has it."""
         if self._name and text:
             self._sink.call(self._name)
             self._name = ""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from forebay.ingress.errors import Unusable, invalid
 from forebay.ingress.model import Model
-from forebay.ingress.openai.tools import NO_TOOLS, Choice
+from forebay.ingress.openai.tools import NO_TOOLS, ToolSelection
 from forebay.ingress.parsers.deltas import Parser
 from forebay.ingress.parsers.parsers import (
     ARGS,
@@ -16,16 +16,16 @@ from forebay.ingress.parsers.parsers import (
     THINK,
     TOOL_CALL,
     TOOL_CALLS,
-    Chain,
-    Hermes,
-    Link,
-    LlamaJson,
-    Mistral,
-    Named,
-    Plain,
-    Reasoning,
-    Required,
-    Sink,
+    DeltaCollector,
+    HermesParser,
+    LlamaJsonParser,
+    MistralParser,
+    NamedCallParser,
+    ParserChain,
+    ParserStage,
+    PlainText,
+    ReasoningParser,
+    RequiredCallParser,
     call_ids,
 )
 from forebay.ingress.parsers.vllm_parsers import PREFIX, VllmParsers
@@ -41,7 +41,7 @@ REASONING_NAMES = ("deepseek_r1", "qwen3")  # the first takes all for reasoning 
 
 
 @dataclass(frozen=True, slots=True)
-class Splitting:
+class ParseOptions:
     """How the answer to one chat is to be taken apart.
 
     Attributes:
@@ -51,13 +51,13 @@ class Splitting:
         prompt_ids: the tokens of its prompt, which vLLM's parsers look at.
     """
 
-    choice: Choice = NO_TOOLS
+    choice: ToolSelection = NO_TOOLS
     is_open: bool = False
     structured: bool = False
     prompt_ids: Sequence[int] = ()
 
 
-class Parsing:
+class ParserFactory:
     """The parsers of one ingress; empty names are none. Raises Unusable for names that nobody knows."""
 
     def __init__(self, model: Model, tool: str = AUTO, reasoning: str = AUTO) -> None:
@@ -76,14 +76,14 @@ class Parsing:
             _reasoning_of(template) if reasoning == AUTO else _known("reasoning", reasoning, REASONING_NAMES)
         )
 
-    def shown(self, how: Splitting) -> tuple[str, ...] | None:
+    def shown(self, how: ParseOptions) -> tuple[str, ...] | None:
         """The special tokens that must stay in the text for the parser to see them; None for all."""
         if self._vllm is not None:
             return None
         tags = REASONING_TAGS if self.reasoning else ()
         return tags + (TOOL_TAGS[self.tool] if self.tool and how.choice.tools else ())
 
-    def require(self, choice: Choice) -> None:
+    def require(self, choice: ToolSelection) -> None:
         """Raise ApiError when the model may call tools and nobody would see it."""
         if choice.tools and choice.forced is None and not self.tool:
             text = "tool_choice auto needs a parser: start the ingress with --tool-call-parser"
@@ -93,7 +93,7 @@ class Parsing:
         """Whether an answer to this prompt begins within reasoning."""
         return prompt.rstrip().endswith(THINK)
 
-    def parser(self, how: Splitting, request_id: str) -> Parser | None:
+    def parser(self, how: ParseOptions, request_id: str) -> Parser | None:
         """The parser of one answer, None when there is nothing to find."""
         choice = how.choice
         if not choice.tools and not self.reasoning:
@@ -101,24 +101,24 @@ class Parsing:
         ids = call_ids(request_id, chars=9, prefix="") if self.tool == "mistral" else call_ids(request_id)
         if self._vllm is not None and choice.forced is None:
             return self._vllm.parser(choice, [*how.prompt_ids], ids)
-        sink = Sink(ids, parallel=choice.parallel)
+        sink = DeltaCollector(ids, parallel=choice.parallel)
         link = self._calls(sink, choice)
         if self.reasoning and self._vllm is None:
             # The engine holds an answer with a structure to it from its first token on: then nothing is thought.
             begun = (how.is_open or self.reasoning == "deepseek_r1") and not how.structured
-            link = Reasoning(sink, link, is_open=begun)
-        return Chain(sink, link)
+            link = ReasoningParser(sink, link, is_open=begun)
+        return ParserChain(sink, link)
 
-    def _calls(self, sink: Sink, choice: Choice) -> Link:
+    def _calls(self, sink: DeltaCollector, choice: ToolSelection) -> ParserStage:
         if not choice.tools:
-            return Plain(sink)
+            return PlainText(sink)
         if choice.forced is not None:
-            return Named(sink, choice.forced) if choice.forced else Required(sink)
+            return NamedCallParser(sink, choice.forced) if choice.forced else RequiredCallParser(sink)
         if self.tool == "hermes":
-            return Hermes(sink)
+            return HermesParser(sink)
         if self.tool == "mistral":
-            return Mistral(sink)
-        return LlamaJson(sink, frozenset(tool.function.name for tool in choice.tools))
+            return MistralParser(sink)
+        return LlamaJsonParser(sink, frozenset(tool.function.name for tool in choice.tools))
 
 
 def _known(kind: str, name: str, names: tuple[str, ...]) -> str:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from forebay.ingress.errors import ApiError, Unusable, invalid
-from forebay.ingress.openai.tools import Choice
-from forebay.ingress.parsers.deltas import NOTHING, CallPiece, Said, joined
+from forebay.ingress.openai.tools import ToolSelection
+from forebay.ingress.parsers.deltas import EMPTY_DELTA, OutputDelta, ToolCallDelta, merge_deltas
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class VllmParsers:
         except (TypeError, KeyError, ValueError) as error:
             raise Unusable(f"{flags}: {error}") from error
 
-    def parser(self, choice: Choice, prompt_ids: list[int], id_of: Any) -> "VllmParser":
+    def parser(self, choice: ToolSelection, prompt_ids: list[int], id_of: Any) -> "VllmParser":
         """The parser of one answer to this prompt. Raises ApiError."""
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest  # noqa: PLC0415
 
@@ -65,15 +65,15 @@ class VllmParser:
         self._id_of = id_of
         self._begun: set[int] = set()
 
-    def push(self, text: str, token_ids: list[int]) -> Said:
+    def push(self, text: str, token_ids: list[int]) -> OutputDelta:
         """As `Parser` has it."""
-        return self._parse(text, token_ids, finished=False) if text or token_ids else NOTHING
+        return self._parse(text, token_ids, finished=False) if text or token_ids else EMPTY_DELTA
 
-    def finish(self) -> Said:
+    def finish(self) -> OutputDelta:
         """As `Parser` has it."""
         return self._parse("", [], finished=True)
 
-    def _parse(self, text: str, token_ids: list[int], *, finished: bool) -> Said:
+    def _parse(self, text: str, token_ids: list[int], *, finished: bool) -> OutputDelta:
         try:
             delta = self._parser.parse_delta(text, token_ids, self._request, self._prompt_ids, finished=finished)
         except Exception as error:
@@ -81,11 +81,11 @@ class VllmParser:
             text = f"{type(self._parser).__name__} of vLLM broke at this answer: {type(error).__name__}"
             raise ApiError(502, "parser_failed", text) from error
         if delta is None:
-            return NOTHING
+            return EMPTY_DELTA
         calls = tuple(self._piece(call) for call in delta.tool_calls or ())
-        return joined([Said(delta.content or "", delta.reasoning or "", calls)])
+        return merge_deltas([OutputDelta(delta.content or "", delta.reasoning or "", calls)])
 
-    def _piece(self, call: Any) -> CallPiece:
+    def _piece(self, call: Any) -> ToolCallDelta:
         function = call.function
         name = (function and function.name) or ""
         first = bool(name) and call.index not in self._begun
@@ -93,5 +93,5 @@ class VllmParser:
             self._begun.add(call.index)
         arguments = (function and function.arguments) or ""
         if not first:
-            return CallPiece(call.index, arguments=arguments)
-        return CallPiece(call.index, name, self._id_of(call.index), arguments)
+            return ToolCallDelta(call.index, arguments=arguments)
+        return ToolCallDelta(call.index, name, self._id_of(call.index), arguments)
