@@ -138,7 +138,7 @@ def test_a_parser_that_nobody_knows_is_told() -> None:
     up = Up("--tool-call-parser", "hermez")
     told = up.process.communicate(timeout=PATIENCE_S)[0]
     assert up.process.returncode == 2
-    assert "--tool-call-parser hermez: there is none of this name" in told
+    assert "unknown --tool-call-parser 'hermez'" in told
 
 
 def test_the_official_client_streams_and_the_prefix_is_found_on_the_same_worker(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 def said(model: Model, parsing: ParserFactory, text: str) -> OutputDelta:
     how = ParseOptions(ToolSelection(TOOLS, None, parallel=True), prompt_ids=model.encode("hi"))
-    parser, decoder = parsing.parser(how, "r"), model.decoder(parsing.shown(how))
+    parser, decoder = parsing.parser(how, "r"), model.decoder(parsing.visible_tokens(how))
     assert parser is not None
     pieces = [parser.push(decoder.push([token]), [token]) for token in model.encode(text)]
     return merge_deltas([*pieces, parser.finish()])

@@ -44,7 +44,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
 def said(model: Model, parsing: ParserFactory, text: str, step: int) -> OutputDelta:
     """The answer, so many tokens at a time."""
     how = ParseOptions(ToolSelection(TOOLS, None, parallel=True), prompt_ids=model.encode("hi"))
-    parser, decoder = parsing.parser(how, "r"), model.decoder(parsing.shown(how))
+    parser, decoder = parsing.parser(how, "r"), model.decoder(parsing.visible_tokens(how))
     assert parser is not None
     token_ids = model.encode(text)
     pieces = []
@@ -75,7 +75,7 @@ def test_reasoning_before_a_call(model: Model) -> None:
 def test_what_is_not_there_is_told(model: Model) -> None:
     with pytest.raises(Unusable, match="--tool-call-parser vllm:hermez"):
         ParserFactory(model, "vllm:hermez")
-    with pytest.raises(Unusable, match="both of vLLM's, or none"):
+    with pytest.raises(Unusable, match="use vLLM for both or for neither"):
         ParserFactory(model, "vllm:hermes", "qwen3")
 
 
@@ -84,5 +84,5 @@ def test_a_parser_that_breaks_ends_its_answer_with_an_error(model: Model) -> Non
     parser = parsing.parser(ParseOptions(ToolSelection(TOOLS, None, parallel=True)), "r")
     assert isinstance(parser, VllmParser)
     parser._parser = None
-    with pytest.raises(ApiError, match="of vLLM broke at this answer: AttributeError"):
+    with pytest.raises(ApiError, match="of vLLM failed on this response: AttributeError"):
         parser.push("text", [1])

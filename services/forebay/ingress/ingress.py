@@ -203,13 +203,13 @@ class Ingress:
         """Tokenise, hash and check a request. Raises ApiError, 503 for a full tokenizer queue unless `is_patient`."""
         lora_name = await self.adapters.of(body.model)
         routing = self._routing(body.nvext, headers)
-        asked, splitting = await self._asked(body, is_patient=is_patient)
+        asked, parsing = await self._asked(body, is_patient=is_patient)
         wanted = self._wanted(body, len(asked.token_ids))
         prompt = self._prompt(asked, await self._block_size(), lora_name, body.cache_namespace)
         sampling = sampling_of(body, wanted, self.model.vocabulary_size)
-        if splitting is not None and sampling.structured is not None:
-            splitting = replace(splitting, structured=True)
-        plan = OutputPlan(body.stop_strings, splitting, sampling.logprobs, special=not body.skip_special_tokens)
+        if parsing is not None and sampling.structured is not None:
+            parsing = replace(parsing, structured=True)
+        plan = OutputPlan(body.stop_strings, parsing, sampling.logprobs, special=not body.skip_special_tokens)
         return PreparedRequest(prompt, sampling, routing, plan)
 
     async def prepare_embedding(
@@ -399,7 +399,7 @@ class Ingress:
     ) -> tuple[ExpandedPrompt, ParseOptions | None]:
         """The tokens of the prompt, and what is looked for in the answer. Raises ApiError."""
         refs: list[MediaRef] = []
-        splitting = None
+        parsing = None
         if isinstance(body, ChatBody):
             refs = body.media()
             self.model.media.require(refs)
@@ -408,7 +408,7 @@ class Ingress:
             self.parsing.require(body.choice)
             encode = partial(self.tokeniser.encode, text, "prompt", "messages")
             token_ids = await self.tokeniser.run(encode, len(text), is_patient=is_patient)
-            splitting = ParseOptions(body.choice, self.parsing.is_open(text), prompt_ids=token_ids)
+            parsing = ParseOptions(body.choice, self.parsing.is_open(text), prompt_ids=token_ids)
         elif isinstance(body.prompt, str):
             encode = partial(self.tokeniser.encode, body.prompt, "prompt", "prompt", special=body.add_special_tokens)
             token_ids = await self.tokeniser.run(encode, len(body.prompt), is_patient=is_patient)
@@ -416,9 +416,9 @@ class Ingress:
             token_ids = body.prompt
         # Looking for placeholders in more tokens would take time and lead to the same end.
         if not self.model.media.ids or len(token_ids) > self.model.context_tokens:
-            return ExpandedPrompt(token_ids), splitting
+            return ExpandedPrompt(token_ids), parsing
         # What is wrong with the text is said before others are asked for anything.
-        return self.model.media.expand(token_ids, refs, await self._fetcher.fetch(refs)), splitting
+        return self.model.media.expand(token_ids, refs, await self._fetcher.fetch(refs)), parsing
 
     def _render(self, body: ChatBody) -> str:
         """The prompt of a chat. Raises ApiError for what its template does not take."""

@@ -1,1 +1,1 @@
-"""From generated text to reasoning, content and tool calls."""
+"""Split generated text into reasoning, content and tool calls."""

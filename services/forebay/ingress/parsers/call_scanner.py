@@ -1,8 +1,9 @@
-"""A tool call in JSON, read as it comes: its name, then its arguments as the text that they are.
+"""Incremental scanner of one tool call in JSON: the function name, and the arguments as raw text.
 
-Theory of operation. Only what decides is looked at: where keys and values begin and end, that is quotes, escapes and
-brackets. Arguments are handed on as the model wrote them, so their pieces are the same however the text was cut, and
-a client gets them before they are complete. Who is called may stand behind the arguments: then they wait for it.
+Theory of operation. The scanner looks only at quotes, escapes and brackets, which mark where keys and values begin and
+end. Arguments are passed on exactly as the model wrote them, so a client receives them before they are complete. The
+result does not depend on how the text was split. If the name follows the arguments, the arguments are buffered until
+the name is known.
 """
 
 import re
@@ -14,14 +15,14 @@ import msgspec
 NAME_KEY = "name"
 ARGUMENT_KEYS = ("arguments", "parameters")
 NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
-DECIDES = re.compile(r'["{}\[\]]')
+STRUCTURAL = re.compile(r'["{}\[\]]')
 IN_STRING = re.compile(r'["\\]')
 SCALAR_END = re.compile(r"[,}\]\s]")
 SPACE = " \t\r\n"
 
 
 class Status(Enum):
-    """How far a scanner is."""
+    """State of a scanner."""
 
     RUNNING = auto()
     DONE = auto()
@@ -29,7 +30,7 @@ class Status(Enum):
 
 
 class ValueScanner:
-    """Finds the end of one JSON value that begins with its first character. Looks at brackets and strings alone."""
+    """Finds the end of the JSON value that begins with the first character. Looks only at brackets and strings."""
 
     __slots__ = ("_depth", "_escaped", "_in_string", "_kind", "done")
 
@@ -41,7 +42,7 @@ class ValueScanner:
         self._escaped = False
 
     def take(self, text: str, at: int) -> int:
-        """The position behind what belongs to the value, from `at` on."""
+        """Return the position after the text that belongs to the value, beginning at `at`."""
         if not self._kind:
             first = text[at]
             self._kind = "string" if first == '"' else "nested" if first in "{[" else "scalar"
@@ -54,16 +55,16 @@ class ValueScanner:
                 self._escaped = False
                 at += 1
                 continue
-            found = (IN_STRING if self._in_string else DECIDES).search(text, at)
+            found = (IN_STRING if self._in_string else STRUCTURAL).search(text, at)
             if found is None:
                 return len(text)
             at = found.end()
-            self._see(found.group())
+            self._apply(found.group())
             if self.done:
                 return at
         return at
 
-    def _see(self, char: str) -> None:
+    def _apply(self, char: str) -> None:
         if char == "\\":
             self._escaped = True
         elif char == '"':
@@ -75,7 +76,7 @@ class ValueScanner:
 
 
 class _At(Enum):
-    """What comes next in the object, spaces aside."""
+    """The next token that the object expects, apart from white space."""
 
     OPEN = auto()
     KEY = auto()
@@ -85,17 +86,17 @@ class _At(Enum):
 
 
 class CallScanner:
-    """One object `{"name": …, "arguments": {…}}`; other keys are passed over, `parameters` is the same.
+    """Scanner of one object `{"name": …, "arguments": {…}}`. `parameters` is an alias; other keys are ignored.
 
     Attributes:
-        status: whether it is over. A failed one is no call, and `raw` is all of its text.
-        name: of the function, empty until it and its arguments are known.
-        arguments: the text of them that was not taken away yet.
+        status: state of the scanner. If it is `FAILED`, the text is not a tool call.
+        name: name of the function, empty until the name and the beginning of the arguments are known.
+        arguments: text of the arguments that `take` has not returned yet.
+        raw: the scanned text as long as `name` is empty.
     """
 
     __slots__ = (
         "_at",
-        "_bare",
         "_held",
         "_key",
         "_name",
@@ -110,7 +111,7 @@ class CallScanner:
     )
 
     def __init__(self, names: Container[str] | None = None) -> None:
-        """With `names` only a call of one of them, with arguments, is one."""
+        """Accept calls of any function, or with `names` only calls of these functions that have arguments."""
         self.status = Status.RUNNING
         self.name = ""
         self.arguments = ""
@@ -119,13 +120,13 @@ class CallScanner:
         self._at = _At.OPEN
         self._key = ""
         self._name = ""
-        self._held: list[str] = []  # of the key or value that is being read
+        self._held: list[str] = []  # text of the key or value that is being read
         self._reading = False
-        self._passing = False  # what is being read are arguments, given out as they come
+        self._passing = False  # whether the current value is streamed as arguments
         self._value = ValueScanner()
 
     def push(self, text: str) -> int:
-        """Read on; how many characters belong to the call."""
+        """Scan more text and return how many of its characters belong to the call."""
         at = 0
         while at < len(text) and self.status is Status.RUNNING:
             if self._reading:
@@ -139,14 +140,14 @@ class CallScanner:
         return at
 
     def take(self) -> str:
-        """The arguments since the last time, none before the name is known."""
+        """Return the arguments scanned since the previous call, empty before the name is known."""
         if not self.name:
             return ""
         taken, self.arguments = self.arguments, ""
         return taken
 
     def _begin(self, text: str, at: int) -> int:
-        """What the next character that is no space begins; the position from which on to read."""
+        """Handle the next character that is not white space, and return the position to continue at."""
         char = text[at]
         match self._at:
             case _At.OPEN if char == "{":
@@ -165,7 +166,7 @@ class CallScanner:
             case _At.NEXT | _At.KEY if char == "}":
                 self._end()
             case _:
-                # Behind a name that was given out there is a call, if a broken one; before it there is none.
+                # Once the name was emitted, invalid JSON ends the call; before that, the text is not a call.
                 self.status = Status.DONE if self.name else Status.FAILED
                 return at
         return at + 1

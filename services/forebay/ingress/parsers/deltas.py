@@ -1,4 +1,4 @@
-"""Pieces of an answer, as parsers find them in its text and as clients get them."""
+"""Deltas of a response, as parsers produce them and clients receive them."""
 
 from typing import Protocol
 
@@ -6,7 +6,14 @@ import msgspec
 
 
 class ToolCallDelta(msgspec.Struct, frozen=True, gc=False):
-    """A part of a tool call; `name` and `call_id` come with the first of its pieces, `arguments` is JSON text."""
+    """A part of a tool call.
+
+    Attributes:
+        index: position of the call in the response, from 0.
+        name: name of the function, only in the first delta of a call.
+        call_id: id of the call, only in its first delta.
+        arguments: the next part of the arguments, as JSON text.
+    """
 
     index: int
     name: str = ""
@@ -15,7 +22,13 @@ class ToolCallDelta(msgspec.Struct, frozen=True, gc=False):
 
 
 class DecodedLogprob(msgspec.Struct, frozen=True):
-    """A token with the logarithm of its probability. `top` are the likeliest in its place."""
+    """An output token with its log probability.
+
+    Attributes:
+        token: bytes of the token, possibly a part of a UTF-8 character.
+        logprob: natural logarithm of its probability.
+        top: the most likely alternatives at this position, most likely first.
+    """
 
     token: bytes
     logprob: float
@@ -23,12 +36,12 @@ class DecodedLogprob(msgspec.Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        """The token as text; what is no whole character is shown as the replacement character."""
+        """Return the token as text; incomplete UTF-8 becomes the replacement character."""
         return self.token.decode(errors="replace")
 
 
 class OutputDelta(msgspec.Struct, frozen=True):
-    """What an answer says from one moment to another; an empty one is false."""
+    """Text, tool calls and log probabilities between two events. Falsy when empty."""
 
     content: str = ""
     reasoning: str = ""
@@ -43,26 +56,26 @@ EMPTY_DELTA = OutputDelta()
 
 
 class Parser(Protocol):
-    """Finds reasoning and tool calls in one answer. However the text is cut, the pieces make the same whole."""
+    """Finds reasoning and tool calls in one response. How the text is split must not change the merged result."""
 
     def push(self, text: str, token_ids: list[int]) -> OutputDelta:
-        """What more text gives; `token_ids` are those that it came from, special ones too."""
+        """Return the delta of more text; `token_ids` are its tokens, including special tokens."""
 
     def finish(self) -> OutputDelta:
-        """What was held back, now that nothing follows."""
+        """Return the delta that was buffered until the end of the response."""
 
 
-def merge_deltas(pieces: list[OutputDelta]) -> OutputDelta:
-    """All pieces as one, the calls whole and in order."""
+def merge_deltas(deltas: list[OutputDelta]) -> OutputDelta:
+    """Return all deltas as one, with one entry per tool call, ordered by index."""
     calls: dict[int, ToolCallDelta] = {}
-    for call in (call for piece in pieces for call in piece.calls):
+    for call in (call for delta in deltas for call in delta.calls):
         known = calls.get(call.index)
         calls[call.index] = (
             call if known is None else msgspec.structs.replace(known, arguments=known.arguments + call.arguments)
         )
     return OutputDelta(
-        content="".join([piece.content for piece in pieces]),
-        reasoning="".join([piece.reasoning for piece in pieces]),
+        content="".join([delta.content for delta in deltas]),
+        reasoning="".join([delta.reasoning for delta in deltas]),
         calls=tuple(calls[index] for index in sorted(calls)),
-        logprobs=tuple(told for piece in pieces for told in piece.logprobs),
+        logprobs=tuple(one for delta in deltas for one in delta.logprobs),
     )

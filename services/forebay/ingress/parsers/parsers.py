@@ -1,8 +1,9 @@
-"""Parsers of answers: reasoning in tags, and the common formats of tool calls.
+"""Incremental parsers of generated text: reasoning in tags, and the common formats of tool calls.
 
-Theory of operation. Text goes through a chain: reasoning is split off first, tool calls are looked for in the rest.
-Each link keeps back what could be the beginning of a tag. Everything follows from the text alone, so however it is cut
-the pieces make the same whole; and what begins like a call but is none is given out as the text that it is.
+Theory of operation. Generated text passes through a chain of stages. The first stage splits off reasoning, the next one
+extracts tool calls from the remaining text. Each stage buffers text that could be the beginning of a tag. The result
+depends on the text alone and not on how the text was split into deltas. Text that begins like a tool call but turns
+out not to be one is emitted as content.
 """
 
 import re
@@ -20,170 +21,180 @@ TOOL_CALL, END_TOOL_CALL = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
 TOOL_CALLS, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 
-IdOf = Callable[[int], str]  # the id of an answer's call, by its index: the same whoever parses the answer
+CallIdOf = Callable[[int], str]  # maps the index of a tool call to its id; the same in every ingress
 
 
-def call_ids(request_id: str, *, chars: int = 24, prefix: str = "call_") -> IdOf:
-    """Ids of the calls of one answer."""
+def call_ids(request_id: str, *, chars: int = 24, prefix: str = "call_") -> CallIdOf:
+    """Return a function that maps the index of a tool call in one response to its id."""
     return lambda index: prefix + xxh3_128_hexdigest(f"{request_id}/{index}".encode())[:chars]
 
 
 class DeltaCollector:
-    """What a chain of parsers found in one push."""
+    """Collects the deltas that a chain of parsers emits between two calls of `take`.
 
-    def __init__(self, id_of: IdOf, *, parallel: bool = True) -> None:
+    Args:
+        id_of: returns the id of a tool call by its index.
+        parallel: whether a response may have several tool calls; otherwise all but the first are dropped.
+    """
+
+    def __init__(self, id_of: CallIdOf, *, parallel: bool = True) -> None:
         self._id_of = id_of
         self._parallel = parallel
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[ToolCallDelta] = []
-        self._spaces = ""  # at the end of the content: they count once more text follows
+        self._spaces = ""  # trailing white space of the content; emitted once more text follows
         self._begun = 0
 
     def content(self, text: str) -> None:
-        """Text for the reader. Spaces before a tool call are left out."""
+        """Add content. White space before a tool call is dropped."""
         text = self._spaces + text
         kept = text.rstrip()
         self._spaces = text[len(kept) :]
         self._content.append(kept)
 
     def reasoning(self, text: str) -> None:
-        """How the answer was thought out."""
+        """Add reasoning text."""
         self._reasoning.append(text)
 
     def call(self, name: str) -> None:
-        """A call begins."""
+        """Begin a tool call of the function `name`."""
         self._spaces = ""
         self._begun += 1
-        if self._wanted:
+        if self._is_kept:
             index = self._begun - 1
             self._calls.append(ToolCallDelta(index, name, self._id_of(index)))
 
     def arguments(self, text: str) -> None:
-        """More arguments of the call that began last."""
-        if text and self._wanted:
+        """Add arguments to the most recent tool call, as JSON text."""
+        if text and self._is_kept:
             self._calls.append(ToolCallDelta(self._begun - 1, arguments=text))
 
     @property
-    def _wanted(self) -> bool:
+    def _is_kept(self) -> bool:
         return self._parallel or self._begun == 1
 
     def take(self, *, last: bool = False) -> OutputDelta:
-        """What came since the last time."""
+        """Return the deltas added since the previous call. `last` also emits trailing white space."""
         if last and not self._begun:
             self._content.append(self._spaces)
-        said = merge_deltas([OutputDelta("".join(self._content), "".join(self._reasoning), tuple(self._calls))])
+        delta = merge_deltas([OutputDelta("".join(self._content), "".join(self._reasoning), tuple(self._calls))])
         self._content, self._reasoning, self._calls = [], [], []
-        return said
+        return delta
 
 
 class ParserStage:
-    """A part of the chain. `push` and `finish` write to the sink."""
+    """A stage of the chain. `push` and `finish` write to the collector."""
 
     def __init__(self, sink: DeltaCollector) -> None:
         self._sink = sink
 
     def push(self, text: str) -> None:
-        """Take in more text."""
+        """Process more text."""
         raise NotImplementedError
 
     def finish(self) -> None:
-        """Give out what was held back."""
+        """Emit the buffered text at the end of the response."""
 
 
 class ParserChain:
-    """The parser of one answer."""
+    """Parser of one response: a chain of stages that begins with `first`."""
 
     def __init__(self, sink: DeltaCollector, first: ParserStage) -> None:
         self._sink = sink
         self._first = first
 
     def push(self, text: str, token_ids: list[int]) -> OutputDelta:
-        """As `Parser` has it."""
+        """Return the deltas that this text completes."""
         self._first.push(text)
         return self._sink.take()
 
     def finish(self) -> OutputDelta:
-        """As `Parser` has it."""
+        """Return the deltas that were buffered until the end of the response."""
         self._first.finish()
         return self._sink.take(last=True)
 
 
 class PlainText(ParserStage):
-    """All is content."""
+    """Stage that emits all text as content."""
 
     def push(self, text: str) -> None:
-        """As `ParserStage` has it."""
+        """Emit the text as content."""
         self._sink.content(text)
 
 
-class _Think(Enum):
+class _ReasoningState(Enum):
     BEFORE = auto()
     OPENED = auto()
     INSIDE = auto()
     CLOSED = auto()
-    BEHIND = auto()
+    AFTER = auto()
 
 
 class ReasoningParser(ParserStage):
-    """Reasoning up to `</think>`. With `is_open` the answer begins inside, else only if it begins with the tag.
+    """Stage that splits off reasoning, which ends with `</think>`, and passes on the remaining text.
 
-    Newlines behind a tag belong to it.
+    Newlines after a tag belong to the tag.
+
+    Args:
+        sink: receives the deltas.
+        rest: the next stage.
+        is_open: whether the response begins inside reasoning; otherwise it must begin with `<think>`.
     """
 
     def __init__(self, sink: DeltaCollector, rest: ParserStage, *, is_open: bool) -> None:
         super().__init__(sink)
         self._rest = rest
         self._is_open = is_open
-        self._at = _Think.BEFORE
+        self._at = _ReasoningState.BEFORE
         self._held = ""
 
     def push(self, text: str) -> None:
-        """As `ParserStage` has it."""
+        """Emit reasoning, and pass on the text after it."""
         text, self._held = self._held + text, ""
         while text:
             text = self._step(text)
 
     def finish(self) -> None:
-        """As `ParserStage` has it."""
-        if self._at is _Think.INSIDE or (self._at is _Think.BEFORE and self._is_open):
+        """Emit the buffered text as reasoning or content, whichever is open."""
+        if self._at is _ReasoningState.INSIDE or (self._at is _ReasoningState.BEFORE and self._is_open):
             self._sink.reasoning(self._held)
         else:
             self._rest.push(self._held)
         self._rest.finish()
 
     def _step(self, text: str) -> str:
-        """Deal with the beginning of the text; the rest of it."""
+        """Consume the beginning of the text and return the remaining text."""
         match self._at:
-            case _Think.BEFORE:
+            case _ReasoningState.BEFORE:
                 bare = text.lstrip()
                 if len(bare) < len(THINK) and THINK.startswith(bare):
                     self._held = text
                     return ""
-                if bare.startswith(THINK):  # though a prompt opened it, some models say it again
-                    self._at = _Think.OPENED
+                if bare.startswith(THINK):  # some models repeat the tag that the prompt already opened
+                    self._at = _ReasoningState.OPENED
                     return bare.removeprefix(THINK)
-                self._at = _Think.OPENED if self._is_open else _Think.BEHIND
+                self._at = _ReasoningState.OPENED if self._is_open else _ReasoningState.AFTER
                 return text
-            case _Think.OPENED | _Think.CLOSED:
+            case _ReasoningState.OPENED | _ReasoningState.CLOSED:
                 bare = text.lstrip("\n")
                 if bare:
-                    self._at = _Think.INSIDE if self._at is _Think.OPENED else _Think.BEHIND
+                    self._at = _ReasoningState.INSIDE if self._at is _ReasoningState.OPENED else _ReasoningState.AFTER
                 return bare
-            case _Think.INSIDE:
-                thought, tag, behind = text.partition(END_THINK)
+            case _ReasoningState.INSIDE:
+                reasoning, tag, after = text.partition(END_THINK)
                 if tag:
-                    self._at = _Think.CLOSED
+                    self._at = _ReasoningState.CLOSED
                 else:
-                    thought, self._held = split_at_overlap(text, END_THINK)
-                self._sink.reasoning(thought)
-                return behind
+                    reasoning, self._held = split_at_overlap(text, END_THINK)
+                self._sink.reasoning(reasoning)
+                return after
             case _:
                 self._rest.push(text)
                 return ""
 
 
-class _Calling(Enum):
+class _CallState(Enum):
     TEXT = auto()
     OPEN = auto()
     CALL = auto()
@@ -193,31 +204,31 @@ class _Calling(Enum):
 
 
 class ToolCallParser(ParserStage):
-    """What formats of tool calls have in common: text, and calls as JSON objects in it."""
+    """Base of the stages for tool call formats: content that contains calls as JSON objects."""
 
-    def __init__(self, sink: DeltaCollector, at: _Calling) -> None:
+    def __init__(self, sink: DeltaCollector, at: _CallState) -> None:
         super().__init__(sink)
         self._at = at
         self._held = ""
-        self._lead = ""  # the tag before a call: text after all, when none follows
+        self._lead = ""  # the tag before a call; emitted as content if no call follows
         self._scanner = CallScanner()
-        self._begun = False  # the scanner's call was given out
+        self._begun = False  # whether the scanner's call was emitted
 
     def push(self, text: str) -> None:
-        """As `ParserStage` has it."""
+        """Emit content and tool calls."""
         text, self._held = self._held + text, ""
         while text:
-            text = self._scan(text) if self._at is _Calling.CALL else self._step(text)
+            text = self._scan(text) if self._at is _CallState.CALL else self._step(text)
 
     def finish(self) -> None:
-        """As `ParserStage` has it. A call that was given out stays as it is; half of what ends one is none of the text."""
-        if self._at is _Calling.CALL and not self._begun:
+        """Emit buffered text as content. A call that was begun stays incomplete; part of an end tag is dropped."""
+        if self._at is _CallState.CALL and not self._begun:
             self._sink.content(self._lead + self._scanner.raw)
-        elif self._at is not _Calling.CALL and (self._at is not _Calling.CLOSE or self._lead):
+        elif self._at is not _CallState.CALL and (self._at is not _CallState.CLOSE or self._lead):
             self._sink.content(self._lead + self._held)
 
     def _step(self, text: str) -> str:
-        """Deal with the beginning of the text; the rest of it, or none when more has to come."""
+        """Consume the beginning of the text and return the remaining text, empty if more text is needed."""
         raise NotImplementedError
 
     def _scan(self, text: str) -> str:
@@ -228,41 +239,41 @@ class ToolCallParser(ParserStage):
             self._sink.call(scanner.name)
         self._sink.arguments(scanner.take())
         if scanner.status is Status.DONE:
-            self._at, self._lead = _Calling.CLOSE, ""
+            self._at, self._lead = _CallState.CLOSE, ""
         elif scanner.status is Status.FAILED:
-            self._give_up(scanner.raw)
+            self._reject_call(scanner.raw)
         return text[end:]
 
     def _start(self, names: Container[str] | None = None) -> None:
-        self._at, self._scanner, self._begun = _Calling.CALL, CallScanner(names), False
+        self._at, self._scanner, self._begun = _CallState.CALL, CallScanner(names), False
 
-    def _give_up(self, text: str) -> None:
-        """It is no call."""
+    def _reject_call(self, text: str) -> None:
+        """Emit the tag and the text as content: they are not a tool call."""
         self._sink.content(self._lead + text)
-        self._at, self._lead = _Calling.TEXT, ""
+        self._at, self._lead = _CallState.TEXT, ""
 
     def _find(self, text: str, tag: str) -> str:
-        """Text up to a tag is content; what stands behind the tag."""
-        before, found, behind = text.partition(tag)
+        """Emit the text before a tag as content and return the text after the tag."""
+        before, found, after = text.partition(tag)
         if found:
-            self._at, self._lead = _Calling.OPEN, tag
+            self._at, self._lead = _CallState.OPEN, tag
         else:
             before, self._held = split_at_overlap(text, tag)
         self._sink.content(before)
-        return behind
+        return after
 
 
 class HermesParser(ToolCallParser):
-    """`<tool_call>{…}</tool_call>`, with text around: Hermes, Qwen 2.5 and 3."""
+    """Format of Hermes, Qwen 2.5 and 3: `<tool_call>{…}</tool_call>` within content."""
 
     def __init__(self, sink: DeltaCollector) -> None:
-        super().__init__(sink, _Calling.TEXT)
+        super().__init__(sink, _CallState.TEXT)
 
     def _step(self, text: str) -> str:
-        if self._at is _Calling.TEXT:
+        if self._at is _CallState.TEXT:
             return self._find(text, TOOL_CALL)
         bare = text.lstrip(SPACE)
-        if self._at is _Calling.OPEN:
+        if self._at is _CallState.OPEN:
             self._start()
             return text
         if len(bare) < len(END_TOOL_CALL) and END_TOOL_CALL.startswith(bare):
@@ -271,22 +282,22 @@ class HermesParser(ToolCallParser):
         if bare.startswith("{"):
             self._start()
             return bare
-        self._at = _Calling.TEXT
+        self._at = _CallState.TEXT
         return bare.removeprefix(END_TOOL_CALL)
 
 
 class LlamaJsonParser(ToolCallParser):
-    """The whole answer is `{"name": …, "parameters": {…}}`, several with `;` between: Llama 3."""
+    """Format of Llama 3: the whole response is `{"name": …, "parameters": {…}}`, or several separated by `;`."""
 
     def __init__(self, sink: DeltaCollector, names: Container[str]) -> None:
-        super().__init__(sink, _Calling.OPEN)
+        super().__init__(sink, _CallState.OPEN)
         self._names = names
 
     def _step(self, text: str) -> str:
-        if self._at is _Calling.TEXT:
+        if self._at is _CallState.TEXT:
             self._sink.content(text)
             return ""
-        bare = text.lstrip(SPACE + ";" if self._at is _Calling.CLOSE else SPACE)
+        bare = text.lstrip(SPACE + ";" if self._at is _CallState.CLOSE else SPACE)
         if len(bare) < len(PYTHON_TAG) and PYTHON_TAG.startswith(bare):
             self._held = text
             return ""
@@ -296,36 +307,36 @@ class LlamaJsonParser(ToolCallParser):
         if bare.startswith("{"):
             self._start(self._names)
             return bare
-        self._give_up(bare if self._at is _Calling.CLOSE else text)
+        self._reject_call(bare if self._at is _CallState.CLOSE else text)
         return ""
 
 
 class MistralParser(ToolCallParser):
-    """`[TOOL_CALLS]` before a list of calls, or before each call as `name{…}` or `name[ARGS]{…}`."""
+    """Format of Mistral: `[TOOL_CALLS]` before a list of calls, or before each call `name{…}` or `name[ARGS]{…}`."""
 
     HEAD = re.compile(r"[{\n]")
     HEAD_CHARS_MAX = 256  # a name, an id and their tags
 
     def __init__(self, sink: DeltaCollector) -> None:
-        super().__init__(sink, _Calling.TEXT)
+        super().__init__(sink, _CallState.TEXT)
         self._value = ValueScanner()
         self._listed = False
 
     def _step(self, text: str) -> str:
         match self._at:
-            case _Calling.TEXT:
+            case _CallState.TEXT:
                 return self._find(text, TOOL_CALLS)
-            case _Calling.OPEN:
+            case _CallState.OPEN:
                 return self._open(text)
-            case _Calling.CLOSE:
+            case _CallState.CLOSE:
                 return self._next(text)
-            case _Calling.NAMED:
-                return self._named(text)
+            case _CallState.NAMED:
+                return self._parse_name(text)
             case _:
                 end = self._value.take(text, 0)
                 self._sink.arguments(text[:end])
                 if self._value.done:
-                    self._at = _Calling.TEXT
+                    self._at = _CallState.TEXT
                 return text[end:]
 
     def _open(self, text: str) -> str:
@@ -334,32 +345,32 @@ class MistralParser(ToolCallParser):
         if not bare:
             self._held = text
         elif self._listed:
-            self._at = _Calling.CLOSE
+            self._at = _CallState.CLOSE
             self._lead += text[: len(text) - len(bare) + 1]
             return bare[1:]
         elif bare.startswith("{"):
             self._start()
         else:
-            self._at = _Calling.NAMED
+            self._at = _CallState.NAMED
             return text
         return bare
 
     def _next(self, text: str) -> str:
-        """Behind a call, or before the first one of a list."""
+        """Consume the text after a call, or before the first call of a list."""
         bare = text.lstrip(SPACE + "," if self._listed else "")
         if not bare:
             self._held = text
         elif self._listed and bare.startswith("{"):
             self._start()
         elif self._lead:
-            self._give_up("")
+            self._reject_call("")
             return text
         else:
             bare = bare[1:] if self._listed and bare.startswith("]") else bare
-            self._at = _Calling.TEXT
+            self._at = _CallState.TEXT
         return bare
 
-    def _named(self, text: str) -> str:
+    def _parse_name(self, text: str) -> str:
         begin = len(text) - len(text.lstrip(SPACE))
         found = self.HEAD.search(text, begin, self.HEAD_CHARS_MAX)
         if found is None and len(text) < self.HEAD_CHARS_MAX:
@@ -368,38 +379,38 @@ class MistralParser(ToolCallParser):
         head = "" if found is None or found.group() != "{" else text[: found.start()]
         name = head.partition(CALL_ID)[0].partition(ARGS)[0].strip()
         if not NAME.fullmatch(name):
-            self._give_up("")
+            self._reject_call("")
             return text
         self._sink.call(name)
-        self._lead, self._at, self._value = "", _Calling.VALUE, ValueScanner()
+        self._lead, self._at, self._value = "", _CallState.VALUE, ValueScanner()
         return text[len(head) :]
 
 
 class RequiredCallParser(MistralParser):
-    """A list of calls and nothing else, as the structure of an answer that must call demands."""
+    """Format of a response with `tool_choice: required`: a list of calls and nothing else."""
 
     def __init__(self, sink: DeltaCollector) -> None:
         super().__init__(sink)
-        self._at = _Calling.OPEN
+        self._at = _CallState.OPEN
 
     def _step(self, text: str) -> str:
-        if self._at is _Calling.NAMED:
-            self._give_up("")
-        if self._at is _Calling.TEXT:
+        if self._at is _CallState.NAMED:
+            self._reject_call("")
+        if self._at is _CallState.TEXT:
             self._sink.content(text)
             return ""
         return super()._step(text)
 
 
 class NamedCallParser(ParserStage):
-    """The arguments of one function and nothing else, as the structure of an answer that must call it demands."""
+    """Format of a response with a named tool choice: the arguments of that function and nothing else."""
 
     def __init__(self, sink: DeltaCollector, name: str) -> None:
         super().__init__(sink)
         self._name = name
 
     def push(self, text: str) -> None:
-        """As `ParserStage` has it."""
+        """Emit the text as arguments of the function."""
         if self._name and text:
             self._sink.call(self._name)
             self._name = ""

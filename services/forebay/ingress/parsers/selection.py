@@ -1,4 +1,4 @@
-"""Which parsers an ingress uses, by name or by what the model's chat template shows, and the one for each answer."""
+"""Select the parsers of an ingress by name or by the model's chat template, and create one per response."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,18 +37,18 @@ TOOL_TAGS = {
     "mistral": (TOOL_CALLS, ARGS, CALL_ID),
 }
 REASONING_TAGS = (THINK, END_THINK)
-REASONING_NAMES = ("deepseek_r1", "qwen3")  # the first takes all for reasoning until its end tag
+REASONING_NAMES = ("deepseek_r1", "qwen3")  # the first treats all text before the end tag as reasoning
 
 
 @dataclass(frozen=True, slots=True)
 class ParseOptions:
-    """How the answer to one chat is to be taken apart.
+    """Options for parsing the response to one chat request.
 
     Attributes:
-        choice: what it wants of its tools.
-        is_open: its prompt ends within reasoning.
-        structured: the engine holds it to a structure.
-        prompt_ids: the tokens of its prompt, which vLLM's parsers look at.
+        choice: the selected tools.
+        is_open: whether the prompt ends inside reasoning.
+        structured: whether the engine constrains the output to a structure.
+        prompt_ids: token ids of the prompt, which vLLM's parsers need.
     """
 
     choice: ToolSelection = NO_TOOLS
@@ -58,14 +58,25 @@ class ParseOptions:
 
 
 class ParserFactory:
-    """The parsers of one ingress; empty names are none. Raises Unusable for names that nobody knows."""
+    """Creates the parsers of one ingress.
+
+    Args:
+        model: supplies the chat template for `auto`, and the directory for vLLM's parsers.
+        tool: name of the tool call parser, `auto` or `none`.
+        reasoning: name of the reasoning parser, `auto` or `none`.
+
+    Raises:
+        Unusable: an unknown name.
+    """
 
     def __init__(self, model: Model, tool: str = AUTO, reasoning: str = AUTO) -> None:
         self._vllm: VllmParsers | None = None
         given = (tool, reasoning)
         if any(name.startswith(PREFIX) for name in given):
             if any(name not in (AUTO, NONE) and not name.startswith(PREFIX) for name in given):
-                raise Unusable(f"--tool-call-parser {tool}, --reasoning-parser {reasoning}: both of vLLM's, or none")
+                raise Unusable(
+                    f"--tool-call-parser {tool}, --reasoning-parser {reasoning}: use vLLM for both or for neither"
+                )
             tool, reasoning = (name.removeprefix(PREFIX) if name.startswith(PREFIX) else "" for name in given)
             self._vllm = VllmParsers(model.directory, tool, reasoning)
             self.tool, self.reasoning = tool, reasoning
@@ -76,37 +87,37 @@ class ParserFactory:
             _reasoning_of(template) if reasoning == AUTO else _known("reasoning", reasoning, REASONING_NAMES)
         )
 
-    def shown(self, how: ParseOptions) -> tuple[str, ...] | None:
-        """The special tokens that must stay in the text for the parser to see them; None for all."""
+    def visible_tokens(self, options: ParseOptions) -> tuple[str, ...] | None:
+        """Return the special tokens that the parser needs in the text; None for all."""
         if self._vllm is not None:
             return None
         tags = REASONING_TAGS if self.reasoning else ()
-        return tags + (TOOL_TAGS[self.tool] if self.tool and how.choice.tools else ())
+        return tags + (TOOL_TAGS[self.tool] if self.tool and options.choice.tools else ())
 
     def require(self, choice: ToolSelection) -> None:
-        """Raise ApiError when the model may call tools and nobody would see it."""
+        """Raise ApiError if the model may call tools but no parser would detect the calls."""
         if choice.tools and choice.forced is None and not self.tool:
             text = "tool_choice auto needs a parser: start the ingress with --tool-call-parser"
             raise invalid(text, "tools", "unsupported_parameter")
 
     def is_open(self, prompt: str) -> bool:
-        """Whether an answer to this prompt begins within reasoning."""
+        """Return whether the response to this prompt begins inside reasoning."""
         return prompt.rstrip().endswith(THINK)
 
-    def parser(self, how: ParseOptions, request_id: str) -> Parser | None:
-        """The parser of one answer, None when there is nothing to find."""
-        choice = how.choice
+    def parser(self, options: ParseOptions, request_id: str) -> Parser | None:
+        """Return the parser of one response, None if there is nothing to parse."""
+        choice = options.choice
         if not choice.tools and not self.reasoning:
             return None
         ids = call_ids(request_id, chars=9, prefix="") if self.tool == "mistral" else call_ids(request_id)
         if self._vllm is not None and choice.forced is None:
-            return self._vllm.parser(choice, [*how.prompt_ids], ids)
+            return self._vllm.parser(choice, [*options.prompt_ids], ids)
         sink = DeltaCollector(ids, parallel=choice.parallel)
         link = self._calls(sink, choice)
         if self.reasoning and self._vllm is None:
-            # The engine holds an answer with a structure to it from its first token on: then nothing is thought.
-            begun = (how.is_open or self.reasoning == "deepseek_r1") and not how.structured
-            link = ReasoningParser(sink, link, is_open=begun)
+            # The engine enforces a structure from the first output token on, so there is no reasoning.
+            is_open = (options.is_open or self.reasoning == "deepseek_r1") and not options.structured
+            link = ReasoningParser(sink, link, is_open=is_open)
         return ParserChain(sink, link)
 
     def _calls(self, sink: DeltaCollector, choice: ToolSelection) -> ParserStage:
@@ -126,16 +137,16 @@ def _known(kind: str, name: str, names: tuple[str, ...]) -> str:
         return ""
     if name not in names:
         raise Unusable(
-            f"--{kind}-parser {name}: there is none of this name, only {', '.join((AUTO, NONE, *names))}, {PREFIX}NAME"
+            f"unknown --{kind}-parser {name!r}; parsers are: {', '.join((AUTO, NONE, *names))}, {PREFIX}NAME"
         )
     return name
 
 
 def _tool_of(template: str) -> str:
-    """The format that a chat template shows to its model."""
+    """Return the tool call format that a chat template instructs its model to use, empty for none."""
     if TOOL_CALLS in template:
         return "mistral"
-    # Qwen 3 Coder and GLM have XML inside the same tag.
+    # Qwen 3 Coder and GLM put XML inside the same tag.
     if TOOL_CALL in template and "<function=" not in template and "<arg_key>" not in template:
         return "hermes"
     return "llama3_json" if PYTHON_TAG in template else ""

@@ -1,4 +1,4 @@
-"""An answer's text as its tokens come: decoded piece by piece, cut at the first stop string."""
+"""Incremental detokenisation that ends at the first stop string."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,11 @@ from forebay.ingress.model import Decoder
 
 
 class TextAssembler:
-    """Gives out text that is certain: what could be the beginning of a stop string is held back."""
+    """Detokenises one response. Text that could be the beginning of a stop string is buffered.
+
+    Attributes:
+        stopped: whether a stop string was found; no text follows.
+    """
 
     __slots__ = ("_decoder", "_held", "_stops", "stopped")
 
@@ -17,7 +21,7 @@ class TextAssembler:
         self.stopped = False
 
     def push(self, token_ids: list[int]) -> str:
-        """The text that may go out now. Nothing follows once `stopped`."""
+        """Return the text that can be emitted after these tokens."""
         text = self._decoder.push(token_ids)
         if not self._stops:
             return text
@@ -32,19 +36,19 @@ class TextAssembler:
         return text[: len(text) - keep]
 
     def finish(self) -> str:
-        """What was held back, now that nothing follows."""
+        """Return the text that was buffered until the end of the response."""
         held, self._held = self._held, ""
         return held
 
 
 def split_at_overlap(text: str, tag: str) -> tuple[str, str]:
-    """What is certain not to begin `tag`, and the end that may."""
+    """Split the text before the longest suffix that could be the beginning of `tag`."""
     keep = _overlap(text, tag)
     return text[: len(text) - keep], text[len(text) - keep :]
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The length of the longest end of `text` that a stop string begins with."""
+    """Return the length of the longest suffix of `text` that is a prefix of `stop`."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):
             return length

@@ -1,7 +1,7 @@
-"""vLLM's own parsers, where vLLM is installed beside the ingress: `--tool-call-parser vllm:NAME`.
+"""Adapter of vLLM's parsers, if vLLM is installed beside the ingress: `--tool-call-parser vllm:NAME`.
 
-They cover the formats of many models that ours do not. They load the model's tokenizer with transformers once, and
-what they say is theirs; only the ids of calls are ours, so that an answer that is given again is the same.
+vLLM's parsers cover the formats of many more models. They load the model's tokenizer with transformers once. Only the
+ids of tool calls are forebay's: they are derived from the request id, so a response that is sent twice is identical.
 """
 
 import logging
@@ -18,7 +18,16 @@ PREFIX = "vllm:"
 
 
 class VllmParsers:
-    """vLLM's parsers of these names, empty for none. Raises Unusable when they are not to be had."""
+    """Creates parsers of vLLM.
+
+    Args:
+        directory: model directory.
+        tool: name of the tool call parser, empty for none.
+        reasoning: name of the reasoning parser, empty for none.
+
+    Raises:
+        Unusable: vLLM is not installed, or has no parser of this name.
+    """
 
     def __init__(self, directory: Path, tool: str, reasoning: str) -> None:
         flags = " and ".join(
@@ -41,7 +50,7 @@ class VllmParsers:
             raise Unusable(f"{flags}: {error}") from error
 
     def parser(self, choice: ToolSelection, prompt_ids: list[int], id_of: Any) -> "VllmParser":
-        """The parser of one answer to this prompt. Raises ApiError."""
+        """Return the parser of one response to this prompt. Raises ApiError if vLLM rejects the tools."""
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest  # noqa: PLC0415
 
         try:
@@ -51,12 +60,12 @@ class VllmParsers:
                 tool_choice="auto" if choice.tools else "none",
             )
         except ValueError as error:
-            raise invalid(f"tools: vLLM's parser does not take them: {error}", "tools") from error
+            raise invalid(f"tools: vLLM's parser rejects them: {error}", "tools") from error
         return VllmParser(self._kind(self._tokenizer, request.tools), request, prompt_ids, id_of)
 
 
 class VllmParser:
-    """One of vLLM's parsers, as a `Parser`."""
+    """Adapter from a parser of vLLM to `Parser`."""
 
     def __init__(self, parser: Any, request: Any, prompt_ids: list[int], id_of: Any) -> None:
         self._parser = parser
@@ -66,26 +75,26 @@ class VllmParser:
         self._begun: set[int] = set()
 
     def push(self, text: str, token_ids: list[int]) -> OutputDelta:
-        """As `Parser` has it."""
+        """Return the delta of more text."""
         return self._parse(text, token_ids, finished=False) if text or token_ids else EMPTY_DELTA
 
     def finish(self) -> OutputDelta:
-        """As `Parser` has it."""
+        """Return the delta that was buffered until the end of the response."""
         return self._parse("", [], finished=True)
 
     def _parse(self, text: str, token_ids: list[int], *, finished: bool) -> OutputDelta:
         try:
             delta = self._parser.parse_delta(text, token_ids, self._request, self._prompt_ids, finished=finished)
         except Exception as error:
-            logger.warning("a parser of vLLM broke at an answer", exc_info=True)
-            text = f"{type(self._parser).__name__} of vLLM broke at this answer: {type(error).__name__}"
+            logger.warning("a parser of vLLM failed on a response", exc_info=True)
+            text = f"{type(self._parser).__name__} of vLLM failed on this response: {type(error).__name__}"
             raise ApiError(502, "parser_failed", text) from error
         if delta is None:
             return EMPTY_DELTA
-        calls = tuple(self._piece(call) for call in delta.tool_calls or ())
+        calls = tuple(self._delta(call) for call in delta.tool_calls or ())
         return merge_deltas([OutputDelta(delta.content or "", delta.reasoning or "", calls)])
 
-    def _piece(self, call: Any) -> ToolCallDelta:
+    def _delta(self, call: Any) -> ToolCallDelta:
         function = call.function
         name = (function and function.name) or ""
         first = bool(name) and call.index not in self._begun
