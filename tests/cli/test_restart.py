@@ -1,12 +1,15 @@
 """Forty of forty: what was warm before `kill -9` is warm for the router that comes after, at the first request."""
 
 import asyncio
+import contextlib
+import json
 import signal
 from pathlib import Path
 
 import httpx
 import pytest
 
+from tests.cli.in_process import forebay
 from tests.cli.test_up import PATIENCE_S, Up, running, verified
 
 WORKERS, PREFIXES = 8, 40
@@ -71,3 +74,41 @@ def test_40_of_40_after_kill_9_and_each_decision_is_derived_again(tmp_path: Path
     report = verified(log)
     assert (report["decisions"], report["claims"]) == (2 * PREFIXES, 2)
     assert verified(log, 12345) == report
+
+
+def test_requests_in_flight_survive_a_restart_of_all_workers(tmp_path: Path) -> None:
+    """Every worker of the old process is lost at once: that costs a request one attempt, not one per worker."""
+    log = tmp_path / "log.db"
+    options = ("--log", str(log), "--workers", "4")
+
+    async def begun(client: httpx.AsyncClient, number: int, chunks: asyncio.Queue[str]) -> None:
+        body = {"model": "forebay-default", "prompt": prompt(number), "max_tokens": 500, "stream": True}
+        with contextlib.suppress(httpx.HTTPError):  # the server is killed
+            async with client.stream("POST", "/v1/completions", json=body) as response:
+                async for line in response.aiter_lines():
+                    if line.startswith("data: "):
+                        chunks.put_nowait(json.loads(line.removeprefix("data: "))["id"])
+
+    async def killed_in_flight(up: Up) -> set[str]:
+        chunks: asyncio.Queue[str] = asyncio.Queue()
+        async with httpx.AsyncClient(base_url=up.url, timeout=PATIENCE_S) as client, asyncio.TaskGroup() as clients:
+            for number in range(8):
+                clients.create_task(begun(client, number, chunks))
+            request_ids: set[str] = set()
+            while len(request_ids) < 8:
+                request_ids.add(await chunks.get())
+            up.end(signal.SIGKILL)
+        return request_ids
+
+    async def finished(up: Up) -> None:
+        async with httpx.AsyncClient(base_url=up.url, timeout=PATIENCE_S) as client:
+            await answered(client, 9)
+            await idle(client)
+
+    with running(*options) as up:
+        request_ids = asyncio.run(killed_in_flight(up))
+    with running(*options) as up:
+        asyncio.run(finished(up))
+        up.end(signal.SIGTERM)
+    found = [json.loads(forebay("replay", "explain", str(log), name, "--json").stdout) for name in request_ids]
+    assert [(one["state"], len(one["routings"])) for one in found] == [("finished", 2)] * 8

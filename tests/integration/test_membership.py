@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 
@@ -40,11 +41,26 @@ async def member(settings: KafkaSettings) -> AsyncIterator[Member]:
         await joined.app.stop()
 
 
+def _names(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir()]
+
+
 async def until(condition: Callable[[], bool]) -> None:
     """Wait until the condition holds."""
     async with asyncio.timeout(PATIENCE_S):
         while not condition():  # noqa: ASYNC110 - Faust's callbacks set no event
             await asyncio.sleep(0.05)
+
+
+async def test_a_member_writes_nothing_to_the_working_directory(
+    kafka: str, namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = KafkaSettings(kafka, namespace)
+    await create_topics(settings, PLAN, ["default"])
+    monkeypatch.chdir(tmp_path)
+    async with member(settings) as joined:
+        await until(lambda: joined.partitions == {0})
+    assert _names(tmp_path) == []
 
 
 async def test_an_idle_member_stays_beyond_the_poll_interval_and_takes_over(kafka: str, namespace: str) -> None:

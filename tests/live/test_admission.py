@@ -172,6 +172,18 @@ async def test_a_given_up_lease_and_another_incarnation_lose_the_old_epoch(log: 
     assert epochs == [0, 2]
 
 
+async def test_workers_lost_in_one_poll_are_all_suspect_before_the_first_is_lost(log: SqliteLog) -> None:
+    polled, names = admission(log), ("x", "y", "z")
+    await poll(polled, log, others(*names))
+    joined = len(facts(log))
+    restarted = [msgspec.structs.replace(one, token="t2") for one in others(*names)]
+    await poll(polled, log, restarted)
+    losses = [fact for fact in facts(log)[joined:] if isinstance(fact, WorkerSuspect | WorkerLost)]
+    assert [(type(fact), fact.worker_id) for fact in losses] == [
+        (kind, name) for kind in (WorkerSuspect, WorkerLost) for name in names
+    ]
+
+
 async def test_a_lease_that_says_so_is_draining_once_and_until_it_is_lost(log: SqliteLog) -> None:
     polled = admission(log)
     await poll(polled, log, [lease()])

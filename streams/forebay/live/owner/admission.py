@@ -125,16 +125,18 @@ class Admission:
         self._ended = {name: token for name, token in self._ended.items() if name in held}
         self._refused = {name: token for name, token in self._refused.items() if name in held}
         self._nowhere = {token: until_s for token, until_s in self._nowhere.items() if until_s > time.monotonic()}
-        for worker_id, member in list(self._members.items()):
+        losses: dict[str, str] = {}
+        for worker_id, member in self._members.items():
             lease, verdict = held.get(worker_id), verdicts[worker_id]
             if verdict.standing is Standing.LOST:
                 if lease is not None and lease.token == member.token:
                     self._ended[worker_id] = lease.token
-                await self._lose(worker_id, member, verdict.reason)
+                losses[worker_id] = verdict.reason
             elif (problem := _misfit(member.spec, pools)) is not None:
-                await self._lose(worker_id, member, problem)
+                losses[worker_id] = problem
             else:
                 await self._mark(worker_id, member, lease, verdict)
+        await self._lose_all(losses)
         others = [lease for lease in leases if lease.worker_id not in self._members]
         ended = [lease for lease in others if self._has_ended(lease)]
         for lease in others:
@@ -168,10 +170,12 @@ class Admission:
         doubted = verdict.standing in DOUBTED
         if doubted == member.suspect:
             return
-        member.suspect = doubted
-        kind = WorkerSuspect if doubted else WorkerRecovered
+        if doubted:
+            await self._suspect(worker_id, member, verdict.reason)
+            return
+        member.suspect = False
         await self._write(
-            kind(
+            WorkerRecovered(
                 owner_epoch=self._owner_epoch,
                 at_us=_now_us(),
                 worker_id=worker_id,
@@ -193,9 +197,35 @@ class Admission:
             )
         )
 
-    async def _lose(self, worker_id: str, member: _Member, reason: str) -> None:
+    async def _lose_all(self, losses: dict[str, str]) -> None:
+        """Record lost workers, each with its reason.
+
+        Several workers lost in one poll are all suspect first. Otherwise a request of the first would be routed to
+        the second, which is lost as well, and so on until its attempts are exhausted.
+        """
+        if len(losses) > 1:
+            for worker_id, reason in losses.items():
+                member = self._members[worker_id]
+                if not (member.draining or member.suspect):
+                    await self._suspect(worker_id, member, reason)
+        for worker_id, reason in losses.items():
+            await self._lose(worker_id, reason)
+
+    async def _suspect(self, worker_id: str, member: _Member, reason: str) -> None:
+        member.suspect = True
+        await self._write(
+            WorkerSuspect(
+                owner_epoch=self._owner_epoch,
+                at_us=_now_us(),
+                worker_id=worker_id,
+                worker_epoch=member.worker_epoch,
+                reason=reason,
+            )
+        )
+
+    async def _lose(self, worker_id: str, reason: str) -> None:
         logger.warning("worker %s is lost: %s", worker_id, reason)
-        del self._members[worker_id]
+        member = self._members.pop(worker_id)
         self._judge.remove(worker_id)
         await self._write(
             WorkerLost(

@@ -11,8 +11,11 @@ from the event loop of the router: only a loop that is stuck makes the member le
 """
 
 import asyncio
+import os
 import ssl
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import faust
@@ -123,6 +126,8 @@ class RouterApp(faust.App):  # type: ignore[misc]
             broker_heartbeat_interval=HEARTBEAT_MS / 1000,
             broker_rebalance_timeout=REBALANCE_MS / 1000,
             store="memory://",
+            # Faust makes this folder for tables, of which a router has none: its default is the working directory.
+            datadir=Path(tempfile.gettempdir()) / f"forebay-faust-{os.getuid()}",
             topic_allow_declare=False,
             topic_disable_leader=True,
             web_enabled=False,
