@@ -5,11 +5,12 @@ import contextlib
 import socket
 
 import httpx
+import pytest
 import uvloop
 from prometheus_client import CollectorRegistry
 
 from forebay.events.requests import RequestSubmitted
-from forebay.ingress.admission import BURST_S, POOL_FULL, RETRY_AFTER_S_MAX, IngressAdmission
+from forebay.ingress.admission import BURST_S, POOL_FULL, RETRY_AFTER_S_MAX, STARTED_PER_ITERATION, IngressAdmission
 from forebay.ingress.errors import ApiError
 from forebay.ingress.http.server import build_server, listen
 from forebay.ingress.metrics import IngressMetrics
@@ -84,6 +85,19 @@ async def test_requests_that_would_wait_too_long_for_their_preparation_are_refus
     await asyncio.gather(*turns, return_exceptions=True)
     admission.enter()
     assert admission.in_flight == 52
+
+
+async def test_a_cancelled_turn_is_skipped(caplog: pytest.LogCaptureFixture) -> None:
+    admission = IngressAdmission(IngressMetrics(CollectorRegistry(), NAME))
+    turns = [asyncio.ensure_future(admission.turn()) for _ in range(8 * STARTED_PER_ITERATION)]
+    await asyncio.sleep(0)  # some begin at once, the others wait
+    left = turns[4 * STARTED_PER_ITERATION]
+    assert not left.done()
+    left.cancel()
+    async with asyncio.timeout(PATIENCE_S):
+        await asyncio.gather(*turns, return_exceptions=True)
+    assert [turn for turn in turns if turn.cancelled()] == [left]
+    assert caplog.text == "", "the event loop logs what a callback raises"
 
 
 async def test_retry_after_follows_the_pace_at_which_requests_end() -> None:

@@ -139,6 +139,14 @@ def test_nobody_renewing_is_a_fault_of_the_store_first_and_death_in_the_end() ->
     assert group.judge.faults == 1
 
 
+def test_a_holder_is_excused_once_for_its_silence_and_its_absence_together() -> None:
+    group = Group("abc")
+    assert group.poll(times=3) == "excused excused excused"
+    assert group.poll("bc", 6) == "late alive alive"
+    group.flush()
+    assert group.poll() == "vanished excused excused"
+
+
 def test_the_only_holder_is_not_excused_for_its_silence() -> None:
     group = Group("a")
     assert group.poll(times=3) == "late"
@@ -169,6 +177,14 @@ def test_an_owner_that_was_paused_needs_two_polls_for_a_loss() -> None:
     assert group.poll("bc", observed_ms=60_000) == "late alive alive"
     assert group.poll("abc", observed_ms=60_000) == "alive alive alive"
     assert group.poll("bc", 2, observed_ms=60_000) == "lost alive alive"
+
+
+def test_a_vanished_lease_has_its_time_though_the_owner_was_paused() -> None:
+    group = Group("abc")
+    del group.leases["a"]
+    assert group.poll("bc") == "vanished alive alive"
+    assert group.poll("bc", observed_ms=60_000) == "vanished alive alive"
+    assert group.poll("bc", observed_ms=60_000) == "lost alive alive"
 
 
 def test_a_new_owner_doubts_absent_holders_and_gives_them_their_time() -> None:

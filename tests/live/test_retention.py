@@ -8,11 +8,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
 
+import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
-from forebay.events.codec import encode
+from forebay.events.codec import decode, encode
 from forebay.events.decisions import RequestRouted
+from forebay.events.snapshots import IndexCursor, SnapshotChunk
 from forebay.events.tokens import TokenChunk, TokensEmitted
 from forebay.events.topics import CONTROL, DECISIONS, FLEET, GROUPS, REQUESTS, SNAPSHOTS, TOKENS
 from forebay.live.owner.owner import GroupSettings, Owner
@@ -29,6 +31,7 @@ from forebay.transport.history.start import oldest_state
 from forebay.transport.redis.leases import embedded_leases
 from forebay.transport.sqlite.log import SqliteLog
 from tests.benchmarks.recordings import Shape, write_recording
+from tests.replay.mutations import rewritten
 from tests.system import SLOT, System, submitted, until
 
 SMALL = Limits(size_bytes=1)
@@ -132,6 +135,25 @@ async def test_a_damaged_snapshot_is_no_reason_to_delete_anything(path: Path) ->
         assert not retention.trimmed
 
 
+def of_another_state(value: bytes) -> bytes:
+    """A part of a snapshot that says that one more KV event was applied for each rank."""
+    chunk: SnapshotChunk = decode(SNAPSHOTS, value)
+    parts = [
+        msgspec.structs.replace(part, last_seq=part.last_seq + 1) if isinstance(part, IndexCursor) else part
+        for part in chunk.parts
+    ]
+    return encode(SNAPSHOTS, msgspec.structs.replace(chunk, parts=tuple(parts)))
+
+
+async def test_a_snapshot_of_another_state_than_was_sealed_is_no_reason_to_delete_anything(path: Path) -> None:
+    async with owned(path) as (log, owner):
+        rewritten(path, SNAPSHOTS, lambda values: [*map(of_another_state, values)])
+        retention = Retention(log, owner, 0, SMALL)
+        await retention.look()
+        assert log.starts() == {}
+        assert retention.refused > 1
+
+
 async def test_damaged_history_does_not_keep_a_log_growing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorded, "PAGE_RECORDS", 32)  # of a search for the newest snapshot from the journal's end
     async with owned(path) as (log, owner):
@@ -163,6 +185,24 @@ async def test_the_answers_of_requests_in_flight_are_kept(path: Path) -> None:
         assert len(owner.world.requests)
         await Retention(log, owner, 0, SMALL).look()
         assert await log.begin(TOKENS.name, 0) == 0
+
+
+async def test_what_a_snapshot_stands_for_is_kept_as_far_as_requests_in_flight_need_it(path: Path) -> None:
+    """Also whole topics that nothing is deleted of, though all their records are older than the snapshot."""
+    async with owned(path) as (log, owner):
+        await log.append([Draft(GROUPS.name, 0, b"placed")])
+        oldest, end = owner.world.requests.under_way()[0], log.next_offset(DECISIONS.name, 0)
+        owner.snapshots.request()
+        while not owner.snapshots.taken:
+            await owner.turn(())
+            await owner.snapshots.settle()
+        assert owner.world.view[REQUESTS.name] > oldest.offset
+        await Retention(log, owner, 0, SMALL).look()
+        assert await log.begin(DECISIONS.name, 0) >= end
+        assert 0 < await log.begin(REQUESTS.name, 0) <= oldest.offset
+        assert await log.begin(TOKENS.name, 0) == 0, "their answers may begin there"
+        assert [await log.begin(name, 0) for name in (CONTROL.name, GROUPS.name)] == [0, 0]
+    await verified(path)
 
 
 async def test_a_log_over_its_size_has_a_snapshot_taken_and_not_again_while_it_hardly_grows(path: Path) -> None:

@@ -171,6 +171,31 @@ async def test_the_prompts_of_requests_in_flight_are_trusted_however_old(log: Pa
     assert f"requests/0: the record at offset {oldest} " in await start(log)
 
 
+async def write(path: Path, topic: str) -> int:
+    """Append two records that no decision has consumed; return the offset of the first."""
+    with closing(SqliteLog.open(path)) as log:
+        first, _ = await log.append([Draft(topic, 0, b"one"), Draft(topic, 0, b"two")])
+    return first
+
+
+def damage(path: Path, topic: str, offset: int) -> None:
+    with closing(sqlite3.connect(path)) as db, db:
+        db.execute(f'UPDATE "{topic}" SET value = zeroblob(9) WHERE "offset" = ?', (offset,))
+
+
+@pytest.mark.parametrize("topic", [topic.name for topic in INPUTS])
+async def test_inputs_that_no_decision_has_consumed_are_trusted(log: Path, topic: str) -> None:
+    damage(log, topic, offset := await write(log, topic))
+    assert f"{topic}/0: the record at offset {offset} " in await start(log)
+
+
+@pytest.mark.parametrize("topic", [GROUPS.name, CONTROL.name])
+async def test_groups_and_control_are_trusted_from_their_first_record_on(log: Path, topic: str) -> None:
+    await write(log, topic)
+    damage(log, topic, 0)
+    assert f"{topic}/0: the record at offset 0 " in await start(log)
+
+
 async def test_history_before_the_snapshot_is_not_read(log: Path) -> None:
     with closing(sqlite3.connect(log)) as db, db:
         db.execute('UPDATE "kv-events" SET checksum = 5 WHERE "offset" = 0')

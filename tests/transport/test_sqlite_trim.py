@@ -15,7 +15,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from forebay.transport.base import Draft
+from forebay.transport.base import Draft, LogError
 from forebay.transport.sqlite.log import MissingRecords, SqliteLog, TrimmedRecords
 from tests.transport.conftest import Wakes, drafts, drain, numbers, stored
 
@@ -25,7 +25,7 @@ RECORD_BYTES = 20_000
 # Appends and trims for ever; prints the first and the last offset of what is there after each.
 TRIMMER = """
 import asyncio, sys
-from forebay.transport.base import Draft
+from forebay.transport.base import Draft, LogError
 from forebay.transport.sqlite.log import SqliteLog
 
 async def main():
@@ -132,6 +132,22 @@ async def test_the_file_stops_growing_and_free_pages_are_used_again(path: Path) 
         largest = max(largest, file)
     log.close()
     assert size(path) <= largest <= 140 * (RECORD_BYTES + 5_000), "of 1,200 records there are 100"
+
+
+async def test_a_deletion_that_fails_half_way_deletes_nothing(path: Path) -> None:
+    log = SqliteLog.open(path)
+    await log.append(drafts(9))
+    log.trim("topic", 0, 2, 9)
+    with closing(sqlite3.connect(path)) as db, db:
+        db.execute("CREATE TRIGGER t BEFORE INSERT ON forebay_starts BEGIN SELECT RAISE(ABORT, 'no room'); END")
+    with pytest.raises(LogError, match="no room"):
+        log.trim("topic", 0, 5, 9)
+    log.close()
+    with closing(sqlite3.connect(path)) as db, db:
+        db.execute("DROP TRIGGER t")
+    with closing(SqliteLog.open(path)) as log:
+        assert await log.begin("topic", 0) == 2
+        assert numbers(stored(log, offset=2)) == [2, 3, 4, 5, 6, 7, 8]
 
 
 def test_kill_9_in_the_middle_of_trimming_leaves_a_whole_log(path: Path) -> None:
