@@ -1,12 +1,14 @@
-"""Which ranks have room for another request, so that what engines cannot run yet waits in the router's queue.
+"""Find the worker ranks that have room for another request.
 
-Theory of operation. An engine queues what it cannot run, without bound and in the order in which it came. A request in
-the router's queue can still go to any rank, be given up in time, or be refused. So a rank is sent its `max_num_seqs`
-and a share of that beyond, the run-ahead: what its engine takes up while the owner learns that a sequence has ended.
-Where KV blocks or prompts are what an engine is short of, it runs fewer sequences, and reports how many wait; then no
-more than the run-ahead may wait there.
+An engine queues every request that it cannot run yet, without a bound and in arrival order. A request in the router's
+queue can still go to any rank, be aborted in time, or be rejected. So the router sends a rank at most `max_num_seqs`
+requests plus a share of that number, the run-ahead. The run-ahead keeps the engine busy while the owner learns that a
+sequence has ended.
 
-Only looks at the world; `forebay.core.dispatch` changes it.
+An engine that is short of KV blocks or busy with prompts runs fewer sequences and reports how many requests wait. In
+that case at most the run-ahead may wait in the engine.
+
+This module only reads the world. `forebay.core.dispatch` changes it.
 """
 
 from dataclasses import dataclass, replace
@@ -18,17 +20,18 @@ from forebay.core.state.roster import Roster
 from forebay.core.world import World
 from forebay.events.control import PoolConfigured
 
-QUEUED_PER_RANK_MIN = 64  # a rank that runs few requests at once ends them quickly: a burst must not be refused
+# A rank with a small max_num_seqs finishes its requests quickly, so a burst must not be rejected.
+QUEUED_PER_RANK_MIN = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a new request may go now.
+    """Candidates for a new request at this moment.
 
     Attributes:
-        roster: ranks that may answer it; all of those where it has to wait.
-        prefill: who computes its prompt; None where whoever answers always does.
-        waits: whether none of them has room.
+        roster: ranks that may generate the response. If the request must be queued, all eligible ranks.
+        prefill: where the prompt is computed; None if the rank that generates the response always computes it.
+        waits: whether the request must be queued, because no candidate has room.
     """
 
     roster: Roster
@@ -37,7 +40,11 @@ class Placement:
 
 
 def place(world: World, pool: PoolConfigured, request: Request) -> Placement:
-    """Find who may take a new request, and whether it has to wait for them. Raises Ineligible."""
+    """Return the candidates for a new request, and whether the request must be queued.
+
+    Raises:
+        Ineligible: no worker may take the request.
+    """
     everybody = find(world, pool, request)
     roster = with_room(pool, everybody)
     if roster is None or _all_promised(world, pool):
@@ -52,16 +59,21 @@ def place(world: World, pool: PoolConfigured, request: Request) -> Placement:
 
 
 def placed(world: World, pool: PoolConfigured, request: Request, roster: Roster) -> Prefill | None:
-    """Who computes the prompt of a request that `roster` may answer; None where they always do. Raises Ineligible.
+    """Decide where the prompt of a request is computed that `roster` may respond to.
 
-    To embed a prompt is to compute it: there is nothing to be decoded elsewhere.
+    Returns:
+        None if the responding rank always computes the prompt. That is so for embedding requests: they have no decode
+        stage.
+
+    Raises:
+        Ineligible: the prompt must be computed by a prefill worker, and none is eligible.
     """
     apart = pool.role == "decode" and request.task == "generate"
     return place_prefill(world, pool, request, roster) if apart else None
 
 
 def with_room(pool: PoolConfigured, roster: Roster) -> Roster | None:
-    """The ranks that have room for another request; None if none has."""
+    """Return the ranks that have room for another request, or None if no rank has."""
     run_ahead = pool.router.queue.run_ahead
     if run_ahead is None:
         return roster
@@ -75,7 +87,7 @@ def with_room(pool: PoolConfigured, roster: Roster) -> Roster | None:
 
 
 def queue_bound(pool: PoolConfigured, roster: Roster) -> int | None:
-    """How many requests may wait in a pool with these ranks; None for any number."""
+    """Return how many requests may be queued in a pool with these ranks; None means no limit."""
     depth = pool.router.queue.depth
     if depth is None:
         return None
@@ -85,7 +97,7 @@ def queue_bound(pool: PoolConfigured, roster: Roster) -> int | None:
 
 
 def _all_promised(world: World, pool: PoolConfigured) -> bool:
-    """Whether requests that are encoded or prefilled elsewhere will take all the room that a pool has."""
+    """Return whether requests that are now encoded or prefilled elsewhere will need all the room of a pool."""
     promised = world.requests.promised(pool.pool)
     run_ahead = pool.router.queue.run_ahead
     if not promised or run_ahead is None:

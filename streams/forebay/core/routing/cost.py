@@ -1,13 +1,13 @@
-"""What it would cost to send a request to each candidate, in KV blocks; lowest wins.
+"""Compute the cost of sending a request to each candidate, in KV blocks; the lowest cost wins.
 
     cost = (prefill_load_scale * max(prefill_blocks - credit, 0) + decode_blocks
             + decode_active_request_weight * active_requests) * taint factor
     prefill_blocks = (active prefill tokens + prompt tokens) / block size
     credit = overlap_score_credit / (1 + decay * excess) * device + host weight * host + disk weight * disk
 
-Source: Dynamo's KV router (router design, default selector). Only scalar + - * / in this written order, and
-decimal arithmetic where a curve is needed, so a cost is the same bit pattern everywhere. The table is kept in
-columns, one list a term: a decision reads all of them for hundreds of candidates.
+Source: Dynamo's KV router (router design, default selector). Costs use only + - * / in the order written here, and
+decimal arithmetic for curves, so every machine computes the same bit pattern. The table is stored as columns, one list
+per term, because a decision reads every term of hundreds of candidates.
 """
 
 from array import array
@@ -32,9 +32,17 @@ _DECIMAL = Context(prec=30)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CostTable:
-    """The terms of every candidate's cost, in the order of the roster. Overlaps are by position, others are none.
+    """Cost terms of every candidate, in roster order.
 
-    `decode_blocks` are the active blocks of the rank and those that the request would add.
+    Attributes:
+        roster: the candidates.
+        costs: cost per candidate, in KV blocks.
+        prefill_blocks: prompt blocks to compute per candidate, including those of this request.
+        credit_blocks: credit per candidate for cached blocks, in KV blocks.
+        decode_blocks: active blocks of each rank plus the blocks that this request would add.
+        active_requests: requests in flight per candidate.
+        overlaps: cached blocks by position; a position without an entry has no overlap.
+        taint_factors: factor per candidate from preferred taints; None if the request prefers none.
     """
 
     roster: Roster
@@ -47,11 +55,11 @@ class CostTable:
     taint_factors: list[float] | None
 
     def overlap(self, at: int) -> Overlap:
-        """What the candidate at this position has of the prompt."""
+        """Return the blocks of the prompt that the candidate at position `at` has cached."""
         return self.overlaps.get(at, NO_OVERLAP)
 
     def digest(self) -> int:
-        """64 bits over every candidate and every term."""
+        """Return a 64-bit digest over every candidate and every term."""
         state = xxh3_64(seed=self.roster.names_hash)
         for column in (
             self.costs,
@@ -68,7 +76,7 @@ class CostTable:
         return state.intdigest()
 
     def terms(self, at: int) -> CostTerms:
-        """The terms of one candidate as they stand in the journal."""
+        """Return the cost terms of the candidate at position `at`, in the form of the journal."""
         overlap = self.overlap(at)
         return CostTerms(
             cost=self.costs[at],
@@ -83,21 +91,21 @@ class CostTable:
         )
 
     def candidate(self, at: int) -> Candidate:
-        """One candidate as it stands in the journal."""
+        """Return the candidate at position `at`, in the form of the journal."""
         seat = self.roster.seats[at]
         return Candidate(worker_id=seat.worker.spec.worker_id, rank=seat.rank, terms=self.terms(at))
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What a request asks of whoever takes it.
+    """Load that a request would put on a rank, and what ranks have cached of its prompt.
 
     Attributes:
-        prompt_tokens: the length of the prompt.
-        blocks: how many blocks of the prompt count as decode load.
-        active: of those, how many leading ones are active on a rank already; others have none.
-        overlaps: what each rank has of the prompt in its cache; others have nothing.
-        preferred_taints: which workers it would rather have, or not.
+        prompt_tokens: length of the prompt, in tokens.
+        blocks: prompt blocks that count as decode load.
+        active: number of leading blocks that are already active, by rank; ranks without an entry have none.
+        overlaps: cached blocks of the prompt, by rank; ranks without an entry have none.
+        preferred_taints: taints that raise or lower the cost of a worker.
     """
 
     prompt_tokens: int
@@ -108,10 +116,11 @@ class Demand:
 
 
 def cost_table(config: RouterConfig, block_size: int, roster: Roster, demand: Demand) -> CostTable:
-    """The costs of all candidates (at least one); `block_size` in tokens.
+    """Return the costs of all candidates of `roster`, which has at least one; `block_size` is in tokens.
 
-    The selection policy `lmetric` multiplies: max(prefill_blocks - credit, 0) * (decode_blocks + 1). Where prefill is
-    not tracked the credit is for decode blocks, max(decode_blocks - credit, 0): so Dynamo's decode routers choose.
+    The selection policy `lmetric` multiplies its terms: max(prefill_blocks - credit, 0) * (decode_blocks + 1). If
+    prefill is not tracked, the credit reduces decode blocks instead: max(decode_blocks - credit, 0). Dynamo's decode
+    routers select in this way.
     """
     loads, positions = roster.loads, roster.positions
     prompt_tokens, blocks = demand.prompt_tokens, demand.blocks
@@ -134,7 +143,7 @@ def cost_table(config: RouterConfig, block_size: int, roster: Roster, demand: De
     for at, overlap in overlaps.items():
         if decay is not None:
             saved = credit / decay[at] * overlap.device + host * overlap.host + disk * overlap.disk
-        elif overlap is not same:  # many ranks have just as much, as one object
+        elif overlap is not same:  # many ranks share one overlap object
             same, saved = overlap, credit * overlap.device + host * overlap.host + disk * overlap.disk
         saved_blocks[at] = saved
     costs = _costs(config, prefill, saved_blocks, overlaps, decode, requests)
@@ -152,7 +161,7 @@ def _costs(
     decode: list[float],
     requests: list[int],
 ) -> list[float]:
-    """`saved` are the positions at which `saved_blocks` may be other than 0."""
+    """Combine the terms into costs; `saved` holds the positions where `saved_blocks` may differ from 0."""
     left = prefill.copy()
     for at in saved:
         left[at] = max(prefill[at] - saved_blocks[at], 0.0)
@@ -160,7 +169,7 @@ def _costs(
         return [rest * (blocks + 1.0) for rest, blocks in zip(left, decode, strict=True)]
     scale, weight = config.prefill_load_scale, config.decode_active_request_weight
     if config.track_prefill_tokens or not config.overlap_score_credit:
-        # As it usually is, where a multiplication by 1 would change no bit: hundreds of candidates, in C.
+        # The usual case. A factor of 1 changes no bit, so skip it: `map` adds hundreds of candidates in C.
         costs = list(map(add, left if scale == 1.0 else [scale * rest for rest in left], decode))
     else:
         costs = [blocks - less if blocks > less else 0.0 for blocks, less in zip(decode, saved_blocks, strict=True)]
@@ -170,16 +179,17 @@ def _costs(
 
 
 def _decay(config: RouterConfig, block_size: int, roster: Roster, prompt_tokens: int) -> list[float] | None:
-    """What divides the credit of each candidate: 1 for the one with the least to prefill, 2 for one prompt more.
+    """Return the divisor of each candidate's credit, or None if no decay applies.
 
-    A partial block of the prompt counts as one, as in Dynamo.
+    The candidate with the fewest prefill tokens has divisor 1. One more prompt of the same length to prefill adds
+    `overlap_score_credit_decay`. A partial block of the prompt counts as one block, as in Dynamo.
     """
     decay = config.overlap_score_credit_decay
     if not decay or not config.track_prefill_tokens:
         return None
     waiting = [load.prefill_tokens for load in roster.loads]
     least = min(waiting)
-    prompt_blocks = max(1, -(-prompt_tokens // block_size))  # a client of the log may ask for nothing at all
+    prompt_blocks = max(1, -(-prompt_tokens // block_size))  # a producer may submit an empty prompt
     return [1.0 + decay * ((tokens - least) / block_size) / prompt_blocks for tokens in waiting]
 
 
@@ -199,8 +209,8 @@ def _taint_factors(roster: Roster, preferred: Sequence[TaintWeight]) -> list[flo
 
 @lru_cache(maxsize=4096)
 def taint_factor(weight: float) -> float:
-    """exp(-tanh(weight)), in [1/e, e]: decimal arithmetic rounds it the same on every machine."""
-    if abs(weight) > 40.0:  # tanh is 1 to thirty digits from here on
+    """Return exp(-tanh(weight)), in [1/e, e]; decimal arithmetic rounds it the same on every machine."""
+    if abs(weight) > 40.0:  # above 40, tanh is 1 to thirty digits
         tanh = Decimal(1 if weight > 0.0 else -1)
     else:
         square = _DECIMAL.exp(_DECIMAL.multiply(Decimal(weight), Decimal(2)))

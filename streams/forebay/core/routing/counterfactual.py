@@ -1,8 +1,9 @@
-"""What another configuration would have chosen, in the very state in which history chose.
+"""Evaluate another router configuration in the recorded state of each decision (open loop).
 
-Theory of operation. `World.on_choice` tells of a choice before anything is booked by it; there the same eligibility,
-costs and policy are asked again under an alternative. Only looking: the world stays history's, so that the next
-question is asked in history's state, too, and nothing drifts. What history's rule booked stays booked by it.
+`World.on_selection` reports each selection before it is booked. At that moment this module applies the same
+eligibility, costs and policy under an alternative configuration. It only reads the world. The world keeps following the
+recorded decisions, so the next evaluation also starts from the recorded state and errors do not accumulate. Bookings
+always follow the recorded configuration.
 """
 
 from collections.abc import Callable
@@ -19,7 +20,8 @@ from forebay.core.state.roster import Roster, Seat
 from forebay.core.world import World
 from forebay.events.control import BusyThresholds, DisaggConfig, PoolConfigured
 
-# What these decide was booked by history's rule before: a choice in history's state cannot show all they change.
+# These fields change what is booked. Bookings follow the recorded configuration, so a comparison of single decisions
+# shows only a part of their effect.
 BOOKED_FIELDS = (
     "track_prefill_tokens",
     "track_active_blocks",
@@ -33,19 +35,19 @@ BOOKED_FIELDS = (
 )
 
 ByHand = TypeVar("ByHand", BusyThresholds, DisaggConfig)
-Alternative = Callable[[PoolConfigured], PoolConfigured]  # from history's configuration to another
+Alternative = Callable[[PoolConfigured], PoolConfigured]  # maps the recorded configuration to another
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Counterfactual:
-    """A choice of an alternative beside history's.
+    """Selection under an alternative configuration, beside the recorded one.
 
     Attributes:
-        history: what history chose, by its own table.
-        choice: what the alternative would have chosen; None when it would have refused.
-        refusal: why it would have refused.
-        would_hold: whether the alternative would have let the request wait in its queue; `choice` is who would have
-            got it otherwise.
+        history: recorded selection, with its own cost table.
+        choice: selection under the alternative; None if the alternative would have rejected the request.
+        refusal: reason for that rejection.
+        would_hold: whether the alternative would have queued the request. `choice` is then the selection it would have
+            made without queueing.
     """
 
     history: Choice
@@ -55,15 +57,15 @@ class Counterfactual:
 
     @property
     def agrees(self) -> bool:
-        """Whether both chose the same rank."""
+        """Whether both selected the same rank."""
         return self.choice is not None and seat_of(self.choice).key == seat_of(self.history).key
 
     @property
     def regret_blocks(self) -> float | None:
-        """What history's rank costs more than the alternative's, in blocks, by the alternative's own table.
+        """Cost of the recorded rank minus cost of the alternative's rank, in blocks, by the alternative's cost table.
 
-        Below zero where the alternative does not take the cheapest. None when it has no choice, or when history's rank
-        is none of its candidates.
+        Negative if the alternative does not select the lowest cost. None if it selected no rank, or if the recorded
+        rank is not one of its candidates.
         """
         if self.choice is None:
             return None
@@ -73,23 +75,30 @@ class Counterfactual:
 
     @property
     def overlap_blocks(self) -> int:
-        """Leading blocks of the prompt on the device of the rank that the alternative chose; 0 without a choice."""
+        """Leading prompt blocks on the device of the rank that the alternative selected; 0 without a selection."""
         return 0 if self.choice is None else self.choice.table.overlap(self.choice.at).device
 
     @property
     def history_overlap_blocks(self) -> int:
-        """The same of the rank that history chose."""
+        """Leading prompt blocks on the device of the rank that was recorded."""
         return self.history.table.overlap(self.history.at).device
 
 
 def counterfactual(world: World, pool: PoolConfigured, request: Request, history: Choice) -> Counterfactual:
-    """What would be chosen if `pool` were configured so; `world` is as it was when history chose.
+    """Return the selection that `pool`, an alternative configuration, would lead to.
 
-    Where a prompt is computed stays history's: only who of that pool gets it is asked.
+    The stage is not reconsidered: if the prompt was sent to a prefill pool, only the rank in that pool is selected
+    again.
+
+    Args:
+        world: state in which the recorded selection was made.
+        pool: alternative configuration of the pool that made the selection.
+        request: request as that pool saw it.
+        history: recorded selection.
     """
-    if pool.role == "encode":  # no configuration changes who encodes
+    if pool.role == "encode":  # no configuration changes the selection of an encode worker
         return Counterfactual(history, history, None, would_hold=False)
-    # What a prefill worker sees of a request has another count of attempts.
+    # A prefill worker's view of a request counts prefill attempts only, so look at the request itself.
     again = was_sent(world.requests.get(request.request_id) or request)
     try:
         pool, roster = _candidates(world, pool, request, again=again)
@@ -100,7 +109,7 @@ def counterfactual(world: World, pool: PoolConfigured, request: Request, history
 
 
 def _candidates(world: World, pool: PoolConfigured, request: Request, *, again: bool) -> tuple[PoolConfigured, Roster]:
-    """The pool as it chooses, and who of it may be asked, as `forebay.core.dispatch` does. Raises Ineligible."""
+    """Return the effective pool and its candidates, as `forebay.core.dispatch` does. Raises Ineligible."""
     busy = _busy(world, pool)
     if pool.role == "prefill":
         return prefilling(pool), prefillers(world, pool, request, busy, again=again)
@@ -110,14 +119,14 @@ def _candidates(world: World, pool: PoolConfigured, request: Request, *, again: 
 
 
 def seat_of(choice: Choice) -> Seat:
-    """The rank that was chosen."""
+    """Return the selected rank."""
     return choice.table.roster.seats[choice.at]
 
 
 def changed_by_hand(alternative: ByHand, recorded: ByHand, by_hand: ByHand) -> ByHand:
-    """What was set by hand where the alternative, and no longer `recorded`, is what is configured.
+    """Return the settings an operator changed at run time, for a comparison with `alternative`.
 
-    What the alternative changes is not undone by it.
+    Fields that the alternative changes against `recorded` keep the alternative's value. All others keep the operator's.
     """
     names = by_hand.__struct_fields__
     changed = {name: value for name in names if (value := getattr(alternative, name)) != getattr(recorded, name)}
@@ -125,7 +134,7 @@ def changed_by_hand(alternative: ByHand, recorded: ByHand, by_hand: ByHand) -> B
 
 
 def booked_by_history(pool: PoolConfigured, alternative: PoolConfigured) -> list[str]:
-    """The changed fields whose bookings are history's own: what they change shows in a choice only in part."""
+    """Return the changed fields of `BOOKED_FIELDS`: a comparison shows their effect only in part."""
     ours, others = pool.router, alternative.router
     return [name for name in BOOKED_FIELDS if getattr(ours, name) != getattr(others, name)]
 

@@ -1,9 +1,11 @@
-"""Who computes the prompt of a request that a decode pool answers: its model's prefill pool, or who answers.
+"""Decide where the prompt of a decode pool's request is computed: in the prefill pool, or on the decode worker.
 
-Only looks at the world; `forebay.core.dispatch` changes it. Both pools choose as they are configured, with what Dynamo
-changes of it: prefill workers have no active blocks; a decode worker that fetches the KV is chosen by its load alone,
-counts every block of its own, and has nothing to prefill. Source: Dynamo's disaggregated serving and conditional
-disaggregation (isl_bounding, prefill_load, isl_or_load; classic: its decision in the first releases).
+This module only reads the world. `forebay.core.dispatch` changes it. Both pools select by their own configuration, with
+Dynamo's changes. A prefill worker has no active blocks. A decode worker that fetches KV is selected by load alone,
+counts every block as its own, and has nothing to prefill.
+
+Source: Dynamo's disaggregated serving and conditional disaggregation (isl_bounding, prefill_load, isl_or_load; classic:
+the rule of its first releases).
 """
 
 from dataclasses import dataclass, replace
@@ -21,14 +23,19 @@ from forebay.events.control import BusyThresholds, DisaggConfig, PoolConfigured
 from forebay.events.decisions import PrefillPlace, PrefillReason
 from forebay.events.requests import NO_HINTS, RouterOverride, RoutingHints
 
-_Elsewhere = tuple[PoolConfigured, Roster, Request]  # a prefill pool, who of it, and the request as they see it
+# A prefill pool, its candidates, and the request as prefill workers see it.
+_Elsewhere = tuple[PoolConfigured, Roster, Request]
 
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """Where a prompt is computed, and why: by one of `roster` of `pool`, which is who answers if it is not remote.
+    """Where a prompt is computed, and why.
 
-    `asked` is the request as they see it.
+    Attributes:
+        place: decision and reason.
+        pool: pool that computes the prompt; the decode pool itself if the decision is local.
+        roster: candidates of that pool.
+        asked: request as that pool sees it.
     """
 
     place: PrefillPlace
@@ -38,9 +45,10 @@ class Prefill:
 
 
 def place_prefill(world: World, pool: PoolConfigured, request: Request, roster: Roster) -> Prefill:
-    """Decide by the policy in force, for a request that one of `roster` of the decode pool would answer.
+    """Apply the disaggregation policy to a request that `roster` of the decode pool `pool` may respond to.
 
-    Raises Ineligible where its prompt must be computed elsewhere and nobody can.
+    Raises:
+        Ineligible: the policy enforces remote prefill, and no prefill worker is eligible.
     """
     config = world.disagg.get(pool.pool, pool.router.disagg)
     if request.begun:
@@ -66,26 +74,26 @@ def place_prefill(world: World, pool: PoolConfigured, request: Request, roster: 
 
 
 def computed_by(pool: PoolConfigured, roster: Roster, prefill: Prefill | None) -> tuple[PoolConfigured, Roster]:
-    """The pool that computes a prompt which `roster` of `pool` would answer, and who of it may."""
+    """Return the pool that computes the prompt, and its candidates; `roster` of `pool` generates the response."""
     return (pool, roster) if prefill is None else (prefill.pool, prefill.roster)
 
 
 def not_prefilled(request: Request, cause: str | None) -> str:
-    """Why a request is given up whose prompt nobody could compute elsewhere, or fetch from there."""
+    """Return the abort message for a prompt that could not be computed remotely, or not fetched."""
     why = "prefill workers were lost, or nobody came in time" if cause is None else shortened(cause)
     return f"its prompt could not be computed and fetched in {max(request.attempt, request.prefills)} attempts: {why}"
 
 
 def enforced(world: World, pool: PoolConfigured, request: Request) -> bool:
-    """Whether nobody else may compute a prompt that the prefill pool of a decode pool could not."""
+    """Return whether only the prefill pool may compute the prompt of this request."""
     config = world.disagg.get(pool.pool, pool.router.disagg)
     return pool.role == "decode" and config.enforce and config.policy != "never" and not request.begun
 
 
 def on_its_own(world: World, pool: PoolConfigured, request: Request) -> bool:
-    """Whether whoever answers next computes all of it, as it was tried often enough elsewhere.
+    """Return whether the next worker computes the whole prompt itself, because remote attempts failed too often.
 
-    The last attempt at an answer depends on nobody else, unless `enforce` says so.
+    The last attempt depends on no other worker, unless `enforce` is set.
     """
     if pool.role != "decode" or enforced(world, pool, request):
         return False
@@ -93,7 +101,7 @@ def on_its_own(world: World, pool: PoolConfigured, request: Request) -> bool:
 
 
 def as_prefilled(request: Request, pool: str) -> Request:
-    """A request as a prefill worker sees it: whoever may answer it, it has the prompt, its session and its adapter."""
+    """Return the request as prefill workers see it: same prompt, session and adapter, but no choice of worker."""
     hints = request.hints
     if hints is not NO_HINTS:
         override = hints.override
@@ -104,33 +112,51 @@ def as_prefilled(request: Request, pool: str) -> Request:
 
 
 def as_decoded(request: Request) -> Request:
-    """A request as a decode worker sees it that fetches the KV of the whole prompt."""
+    """Return the request as a decode worker sees it that fetches the KV of the whole prompt."""
     return replace(request, hints=_decode_hints(request.hints), stage="decode")
 
 
 @lru_cache(maxsize=256)
 def prefilling(pool: PoolConfigured) -> PoolConfigured:
-    """A prefill pool as it chooses: its workers have nothing to decode."""
+    """Return a prefill pool with the settings it selects by: its workers have no active blocks."""
     return msgspec.structs.replace(pool, router=msgspec.structs.replace(pool.router, track_active_blocks=False))
 
 
 def prefillers(
     world: World, pool: PoolConfigured, asked: Request, busy: BusyThresholds | None = None, *, again: bool
 ) -> Roster:
-    """Who of a prefill pool may be asked. Raises Ineligible.
+    """Return the candidates of a prefill pool for a request.
 
-    Who had it last is asked once more only if there is nobody else. A request that was accepted before goes `again`,
-    whoever is busy; else `busy` stands for the thresholds in force.
+    The worker of the last attempt is a candidate only if there is no other.
+
+    Args:
+        world: current state.
+        pool: prefill pool.
+        asked: request as prefill workers see it.
+        busy: busy thresholds to apply instead of those in force; None applies those in force.
+        again: whether the request was sent to a worker before. Then busy workers are candidates, too.
+
+    Raises:
+        Ineligible: no worker may take the request.
     """
     roster = find_again(world, pool, asked) if again else find(world, pool, asked, busy)
     return _others(roster, asked.prefiller_id)
 
 
 def decoders(world: World, pool: PoolConfigured, request: Request, busy: BusyThresholds | None = None) -> Roster:
-    """Who may fetch the KV of a prompt and answer: first those whom a new request might get, then anybody.
+    """Return the ranks that may fetch the KV of a prompt and generate the response.
 
-    Who was to fetch it last is asked once more only if there is nobody else. Raises Ineligible. `busy` is as for
-    `forebay.core.routing.router.find`.
+    On the first attempt these are the ranks a new request could get; if there are none, and on later attempts, every
+    eligible rank. The worker of the last attempt is a candidate only if there is no other.
+
+    Args:
+        world: current state.
+        pool: decode pool.
+        request: request whose KV is kept by a prefill worker.
+        busy: busy thresholds to apply instead of those in force; None applies those in force.
+
+    Raises:
+        Ineligible: no worker may take the request.
     """
     if not request.attempt:
         try:
@@ -141,12 +167,12 @@ def decoders(world: World, pool: PoolConfigured, request: Request, busy: BusyThr
 
 
 def is_kept(request: Request, now_us: int) -> bool:
-    """Whether somebody keeps the KV of its prompt, as far as the owner knows."""
+    """Return whether a worker still keeps the KV of the prompt, as far as the owner knows."""
     return request.prefilled is not None and now_us < request.prefilled_due_us
 
 
 def was_sent(request: Request) -> bool:
-    """Whether anybody had it before, at any stage."""
+    """Return whether the request was ever sent to a worker, at any stage."""
     return request.attempt > 0 or request.encodings > 0 or request.prefills > 0
 
 
@@ -159,7 +185,7 @@ def _decode_hints(hints: RoutingHints) -> RoutingHints:
 
 
 def _others(roster: Roster, had_it_last: str) -> Roster:
-    """All but one worker, if there are others."""
+    """Return `roster` without one worker, or all of it if there is no other worker."""
     if not had_it_last:
         return roster
     others = [at for at, seat in enumerate(roster.seats) if seat.worker.spec.worker_id != had_it_last]
@@ -171,7 +197,7 @@ def _local(pool: PoolConfigured, roster: Roster, request: Request, reason: Prefi
 
 
 def _prefillers(world: World, pool: PoolConfigured, request: Request) -> _Elsewhere | Ineligible:
-    """The prefill pool of a decode pool, who of it may be asked, and what they are asked; or why nobody."""
+    """Return the prefill pool of a decode pool with its candidates, or the reason why there are none."""
     found = world.prefillers_of(pool)
     if found is None:
         return Ineligible("no_workers", f"no worker that computes prompts for the pool {pool.pool} is ready")
@@ -189,7 +215,7 @@ def _by_length_and_queue(
     decode: tuple[PoolConfigured, Request, Roster],
     prefill: _Elsewhere | None,
 ) -> PrefillPlace:
-    """The rule `classic`."""
+    """Apply the policy `classic`."""
     uncached, _ = _uncached(world, *decode)
     loads = [] if prefill is None else prefill[1].loads
     waiting = sum([max(0, load.active_requests - 1) for load in loads])
@@ -208,7 +234,7 @@ def _by_length_and_load(
     decode: tuple[PoolConfigured, Request, Roster],
     prefill: _Elsewhere | None,
 ) -> PrefillPlace:
-    """The rules `isl_bounding`, `prefill_load` and `isl_or_load`, and the gate at the decode worker."""
+    """Apply the policies `isl_bounding`, `prefill_load` and `isl_or_load`, then the busy check of the decode worker."""
     request = decode[1]
     uncached, choice = _uncached(world, *decode)
     busy = None
@@ -231,14 +257,14 @@ def _by_length_and_load(
 
 
 def _uncached(world: World, pool: PoolConfigured, request: Request, roster: Roster) -> tuple[int, Choice]:
-    """Prompt tokens that the decode worker would compute which would be chosen to compute them; and that choice."""
+    """Return the prompt tokens that the selected decode worker would have to compute, and that selection."""
     choice = consider(world, pool, request, roster)
     cached = choice.table.overlap(choice.at).device * pool.block_size
     return max(0, request.prompt_tokens - cached), choice
 
 
 def _of_its_length(config: DisaggConfig, uncached: int, prompt_tokens: int) -> PrefillReason:
-    """Short is what is small both by itself and as a share of the prompt."""
+    """Classify a prompt: it is short if its uncached part is small in tokens and as a share of the prompt."""
     if uncached >= config.eff_isl_threshold:
         return "long_prompt"
     ratio = uncached / max(1, prompt_tokens)

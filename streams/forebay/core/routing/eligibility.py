@@ -1,9 +1,11 @@
-"""Who may take a request at all, before anybody's cost is looked at.
+"""Filter the ranks that may take a request, before any cost is computed.
 
-Theory of operation. What the client demands comes first: one worker, some workers, taints, an adapter. Then busy
-workers are left out: a rank is busy above any threshold, a worker when all its ranks are. Each step that leaves
-nobody ends with a reason in the client's terms. Source: Dynamo's router filtering and request rejection; its errors
-NoEndpoints, AllEligibleWorkersOverloaded and PinnedWorkerOverloaded are `no_eligible_worker` and `busy` here.
+The client's requirements come first: one worker, a list of workers, taints, an adapter. Then busy workers are removed.
+A rank is busy above any threshold; a worker is busy if all its ranks are. A step that removes the last rank fails with
+a reason in the client's terms.
+
+Source: Dynamo's router filtering and request rejection. Its errors NoEndpoints, AllEligibleWorkersOverloaded and
+PinnedWorkerOverloaded are `no_eligible_worker` and `busy` here.
 """
 
 from forebay.core.state.fleet import Fleet
@@ -13,11 +15,11 @@ from forebay.events.decisions import RejectReason
 from forebay.events.requests import RoutingHints, Task
 
 NO_THRESHOLDS = BusyThresholds()
-NAMES_SHOWN = 4  # of a list that a client sent, in an error
+NAMES_SHOWN = 4  # names of a client's list that an error message shows
 
 
 class Ineligible(Exception):
-    """Nobody may take the request; the text is fit for the client."""
+    """No worker may take the request; the text is fit for the client."""
 
     def __init__(self, reason: RejectReason, message: str) -> None:
         super().__init__(message)
@@ -27,7 +29,7 @@ class Ineligible(Exception):
 def eligible(
     roster: Roster, fleet: Fleet, pool: PoolConfigured, hints: RoutingHints, lora_name: str, task: Task
 ) -> Roster:
-    """The seats that meet the demands of a request. Raises Ineligible when there are none."""
+    """Return the ranks of `roster` that meet the requirements of a request. Raises Ineligible if there are none."""
     _require_sense(hints, pool, fleet)
     if not roster.seats:
         raise Ineligible("no_workers", f"no worker of the pool {pool.pool} is ready")
@@ -41,14 +43,14 @@ def eligible(
 
 
 def demand(hints: RoutingHints, lora_name: str, task: Task) -> tuple[object, ...]:
-    """All of a request that decides who may take it."""
+    """Return a key over the fields that decide which ranks may take a request; equal keys have equal candidates."""
     mode = None if hints.override is None else hints.override.mode
     who = hints.worker_id, hints.rank, hints.allowed_workers, hints.session_id
     return (*who, hints.required_taints, lora_name, task, mode)
 
 
 def not_busy(roster: Roster, thresholds: BusyThresholds, pool: str) -> Roster:
-    """The seats of workers that are not busy. Raises Ineligible when all are."""
+    """Return the ranks whose workers are not busy. Raises Ineligible if every worker is busy."""
     if thresholds == NO_THRESHOLDS:
         return roster
     idle = {seat.worker.spec.worker_id: None for seat in roster.seats if not is_busy(seat, thresholds)}
@@ -58,7 +60,7 @@ def not_busy(roster: Roster, thresholds: BusyThresholds, pool: str) -> Roster:
 
 
 def is_busy(seat: Seat, thresholds: BusyThresholds) -> bool:
-    """Whether a rank is above any of the thresholds, by what was routed there or by what it reports."""
+    """Return whether a rank is above any threshold, by booked load or by its own load report."""
     spec, load = seat.worker.spec, seat.load
     share = thresholds.active_decode_blocks_threshold
     if share is not None:
@@ -74,8 +76,8 @@ def is_busy(seat: Seat, thresholds: BusyThresholds) -> bool:
 
 
 def all_over(roster: Roster, threshold: float) -> bool:
-    """Whether every rank has more than `threshold` engine steps of prefill before it."""
-    # A plain loop: while requests wait it goes through all ranks, at every event.
+    """Return whether every rank has more prefill tokens booked than `threshold` engine steps can compute."""
+    # A plain loop: while requests are queued, this runs over all ranks at every event.
     for load, tokens in zip(roster.loads, roster.step_tokens, strict=True):
         if load.prefill_tokens <= threshold * tokens:
             return False
@@ -83,7 +85,7 @@ def all_over(roster: Roster, threshold: float) -> bool:
 
 
 def _require_sense(hints: RoutingHints, pool: PoolConfigured, fleet: Fleet) -> None:
-    """Refuse what no fleet could meet, or names who is not there."""
+    """Reject hints that contradict each other or name an unknown worker or rank."""
     name = hints.worker_id
     if not name:
         if hints.rank is not None:

@@ -1,7 +1,7 @@
-"""Which encode worker gets the images and videos of a request, before a worker of its pool gets the rest.
+"""Select the encode worker for the images and videos of a request, before the request goes to its pool.
 
-Only looks at the world; `forebay.core.dispatch` changes it. An encode worker has no KV cache to route by, so the one
-with the fewest requests under way gets them, whatever the pool's mode is.
+This module only reads the world. `forebay.core.dispatch` changes it. An encode worker has no KV cache to route by, so
+the one with the fewest requests in flight is selected, regardless of the pool's mode.
 """
 
 from array import array
@@ -17,13 +17,13 @@ from forebay.events.control import PoolConfigured
 from forebay.events.requests import NO_HINTS, RouterOverride
 
 LEAST_LOADED = RouterOverride(mode="least-loaded")
-CAUSE_CHARS_MAX = 500  # of what a worker says, in a journal record
+CAUSE_CHARS_MAX = 500  # of a worker's error text in a journal record
 
 
 def encoders(world: World, pool: PoolConfigured, request: Request) -> tuple[PoolConfigured, Roster] | None:
-    """The encode pool for a request, and who of it may be asked; None when its worker is to encode by itself.
+    """Return the encode pool for a request and its candidates, or None if the serving worker encodes the media itself.
 
-    Who had it last is asked again only if there is nobody else.
+    The worker of the last attempt is a candidate only if there is no other.
     """
     if not request.media_tokens or request.encoded is not None:
         return None
@@ -36,13 +36,13 @@ def encoders(world: World, pool: PoolConfigured, request: Request) -> tuple[Pool
 
 
 def choose_encoder(world: World, pool: PoolConfigured, request: Request, roster: Roster) -> Choice:
-    """Pick one of the seats of an encode pool (at least one), and tell who looks on. Raises Ineligible as `choose`."""
+    """Select one of the ranks of an encode pool, at least one, and report it to `on_selection`. Raises Ineligible."""
     by_load = msgspec.structs.replace(pool, router=effective(pool.router, LEAST_LOADED))
     return choose(world, by_load, as_encoded(request, pool.pool), roster)
 
 
 def as_encoded(request: Request, pool: str) -> Request:
-    """A request as an encode worker sees it: its media alone, with no blocks and no wishes."""
+    """Return the request as an encode worker sees it: its media alone, without blocks or routing hints."""
     return replace(
         request,
         pool=pool,
@@ -57,12 +57,12 @@ def as_encoded(request: Request, pool: str) -> Request:
 
 
 def not_encoded(request: Request, cause: str | None) -> str:
-    """Why a request is given up whose media nobody could encode or fetch."""
+    """Return the abort message for media that could not be encoded or fetched."""
     attempts = max(request.attempt, request.encodings)
     why = "encode workers were lost" if cause is None else shortened(cause)
     return f"its images or videos could not be encoded and fetched in {attempts} attempts: {why}"
 
 
 def shortened(cause: str) -> str:
-    """What a worker says, as it stands in a journal record."""
+    """Return a worker's error text, shortened for a journal record."""
     return cause[:CAUSE_CHARS_MAX] or "no reason is told"

@@ -1,6 +1,6 @@
-"""Which candidate gets a request: who is eligible, what each would cost, what the policy says.
+"""Select a candidate for a request: filter by eligibility, compute costs, apply the policy.
 
-Everything here only looks at the world; `forebay.core.dispatch` changes it.
+This module only reads the world. `forebay.core.dispatch` changes it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,7 +28,13 @@ NOBODY_READY = frozenset(("no_workers", "no_eligible_worker"))
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Choice:
-    """A decision and what explains it: the position of the chosen candidate in the table."""
+    """Selected candidate and the data that explains it.
+
+    Attributes:
+        config: router configuration in effect, including the request's override.
+        table: cost table over all candidates.
+        at: position of the selected candidate in the table.
+    """
 
     config: RouterConfig
     table: CostTable
@@ -36,13 +42,13 @@ class Choice:
 
     @property
     def ties(self) -> int:
-        """How many candidates have the lowest cost, where that was what decided; else 1."""
+        """How many candidates share the lowest cost; 1 if the lowest cost did not decide."""
         if self.config.mode != "kv" or self.config.temperature > 0.0:
             return 1
         return self.table.costs.count(self.table.costs[self.at])
 
     def runner_up(self) -> decisions.Candidate | None:
-        """The cheapest of the others."""
+        """Return the candidate with the lowest cost among the others, or None if there is no other."""
         others = self.table.costs[: self.at] + self.table.costs[self.at + 1 :]
         if not others:
             return None
@@ -51,7 +57,17 @@ class Choice:
 
 
 def find(world: World, pool: PoolConfigured, request: Request, busy: BusyThresholds | None = None) -> Roster:
-    """Who may take a new request; `busy` stands for the thresholds in force. Raises Ineligible."""
+    """Return the ranks that may take a new request: eligible, in the request's session, and not busy.
+
+    Args:
+        world: current state.
+        pool: pool that serves the request.
+        request: new request.
+        busy: busy thresholds to apply instead of those in force; None applies those in force.
+
+    Raises:
+        Ineligible: no worker may take the request.
+    """
     hints = request.hints
     roster = eligible(world.roster(pool.pool), world.fleet, pool, hints, request.lora_name, request.task)
     sticky = hints.session_id and pool.router.session_ttl_s
@@ -71,7 +87,11 @@ def find(world: World, pool: PoolConfigured, request: Request, busy: BusyThresho
 
 
 def find_doubted(world: World, pool: PoolConfigured, request: Request, refusal: Ineligible) -> Roster:
-    """Return the suspect workers that could take a request if their leases were renewed. Raises `refusal`."""
+    """Return the ranks of suspect workers that could take a request once they renew their leases.
+
+    Raises:
+        Ineligible: `refusal`, if there is no such rank or if it has another reason than missing workers.
+    """
     if refusal.reason not in NOBODY_READY:
         raise refusal
     roster = doubted_roster_of(pool.pool, world.fleet, world.load)
@@ -82,18 +102,18 @@ def find_doubted(world: World, pool: PoolConfigured, request: Request, refusal: 
 
 
 def find_again(world: World, pool: PoolConfigured, request: Request) -> Roster:
-    """Who may take a request that was accepted before: busy or not, in its session or not. Raises Ineligible."""
+    """Return the ranks that may take an accepted request again, regardless of load and session. Raises Ineligible."""
     return eligible(world.roster(pool.pool), world.fleet, pool, request.hints, request.lora_name, request.task)
 
 
 def must_wait(pool: PoolConfigured, roster: Roster) -> bool:
-    """Whether everybody has too much to prefill to be sent another request."""
+    """Return whether every rank has too many prefill tokens to be sent another request."""
     threshold = pool.router.queue.threshold
     return threshold is not None and all_over(roster, threshold)
 
 
 def choose(world: World, pool: PoolConfigured, request: Request, roster: Roster) -> Choice:
-    """Pick one of the seats (at least one), and tell who looks on. Raises Ineligible when the policy fails."""
+    """Select one of the ranks, at least one, and report it to `on_selection`. Raises Ineligible if the policy fails."""
     choice = consider(world, pool, request, roster)
     if world.on_choice is not None:
         world.on_choice(pool, request, choice)
@@ -101,7 +121,7 @@ def choose(world: World, pool: PoolConfigured, request: Request, roster: Roster)
 
 
 def consider(world: World, pool: PoolConfigured, request: Request, roster: Roster) -> Choice:
-    """The seat that would be picked; nobody is told. Raises Ineligible when the policy fails."""
+    """Return the selection without reporting it. Raises Ineligible if the policy fails."""
     override = request.hints.override
     config = pool.router if override is None else effective(pool.router, override)
     blocks = request.blocks if config.track_active_blocks else NO_BLOCKS
@@ -117,7 +137,7 @@ def consider(world: World, pool: PoolConfigured, request: Request, roster: Roste
 
 
 def overlaps(world: World, pool: PoolConfigured, blocks: Sequence[int]) -> dict[HolderKey, Overlap]:
-    """What each rank has of a prompt: by its KV events, or by what was routed there, whichever is more."""
+    """Return the cached blocks of a prompt by rank: the larger of KV events and of what was routed there."""
     found = world.index.overlaps(blocks) if pool.router.use_kv_events else {}
     for routed in (world.routed, world.predicted):
         if len(routed):
@@ -127,7 +147,7 @@ def overlaps(world: World, pool: PoolConfigured, blocks: Sequence[int]) -> dict[
 
 
 def uncached_tokens(world: World, pool: PoolConfigured, request: Request, roster: Roster) -> int:
-    """Prompt tokens that even the candidate with the most of them on its device has to compute."""
+    """Return the prompt tokens that even the candidate with the largest device overlap must compute."""
     positions = roster.positions
     known = overlaps(world, pool, request.blocks)
     best = max((overlap.device for key, overlap in known.items() if key in positions), default=0)
@@ -136,13 +156,13 @@ def uncached_tokens(world: World, pool: PoolConfigured, request: Request, roster
 
 @lru_cache(maxsize=256)
 def effective(config: RouterConfig, override: RouterOverride) -> RouterConfig:
-    """The pool's configuration with what a request changes of it."""
+    """Return the pool's configuration with the fields that a request overrides."""
     changes = {name: getattr(override, name) for name in override.__struct_fields__}
     return msgspec.structs.replace(config, **{name: value for name, value in changes.items() if value is not None})
 
 
 def _at_least(overlap: Overlap, device: int) -> Overlap:
-    """An overlap of which the first `device` blocks are on the device."""
+    """Return `overlap` with at least the first `device` blocks counted as on the device."""
     if device <= overlap.device:
         return overlap
     on_host = max(device, overlap.device + overlap.host)
@@ -153,7 +173,7 @@ def _at_least(overlap: Overlap, device: int) -> Overlap:
 def question(
     world: World, pool: PoolConfigured, request: Request, config: RouterConfig, table: CostTable
 ) -> tuple[RoutingWorld, RoutingRequest]:
-    """What a policy is asked. Its candidates are looked up when they are looked at: take a copy to keep them."""
+    """Return the input of a policy. Candidates are built on access from live load; copy them to keep them."""
     seen = RoutingWorld(
         _Candidates(table),
         tuple(table.costs),
@@ -176,13 +196,13 @@ def question(
 
 
 def answer(seen: RoutingWorld, asked: RoutingRequest) -> int:
-    """The position that the configured policy chooses. Raises Ineligible when it fails."""
+    """Return the position that the configured policy selects. Raises Ineligible if the policy fails."""
     mode = seen.config.mode
     try:
         at = policy_class(mode)().decide(seen, asked)
     except PolicyUnusable as unusable:
         raise Ineligible("policy_failed", str(unusable)) from unusable
-    except (Exception, SystemExit) as error:  # a user's policy may fail in any way
+    except (Exception, SystemExit) as error:  # a custom policy may fail in any way
         raise Ineligible("policy_failed", f"the policy {mode} failed: {_fault(error)}") from error
     count = len(seen.costs)
     if type(at) is not int:
@@ -193,17 +213,20 @@ def answer(seen: RoutingWorld, asked: RoutingRequest) -> int:
 
 
 def _fault(error: BaseException) -> str:
-    """What was raised, and where. Its text is left out: it goes on the log, and may hold an object's address."""
+    """Return the type and line of an error.
+
+    The text of the error is omitted: it would be stored on the log, and may contain object addresses.
+    """
     frame = error.__traceback__
     while frame is not None and frame.tb_next is not None:
         frame = frame.tb_next
-    assert frame is not None, "it was raised"
+    assert frame is not None, "a raised error has a traceback"
     file = frame.tb_frame.f_code.co_filename.replace("\\", "/").rpartition("/")[2]
     return f"{type(error).__name__} ({file}:{frame.tb_lineno})"
 
 
 class _Candidates(Sequence[Candidate]):
-    """The candidates of a table, made when a policy looks at them: most do not."""
+    """Candidates of a cost table, built on access because most policies never look at them."""
 
     def __init__(self, table: CostTable) -> None:
         self._table = table

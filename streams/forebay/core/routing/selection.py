@@ -1,7 +1,7 @@
-"""From costs to a choice: the lowest, or a draw weighted by cost. Chance comes in as a seed.
+"""Select a candidate by cost: the lowest, or a random draw weighted by cost. A seed is the only source of randomness.
 
-At temperature 0 equal lowest costs are decided by a second column, where given, then by the seed. Above it, costs are
-scaled to [0, 1] over their range and weighted exp(-cost / temperature), as Dynamo's selector does; the weights are
+At temperature 0, a tie for the lowest cost is broken by a second column, if given, then by the seed. Above 0, costs are
+scaled to [0, 1] over their range and weighted by exp(-cost / temperature), as in Dynamo's selector. Weights are
 integers from decimal arithmetic, because libm's exp may differ in its last bit between machines.
 """
 
@@ -12,12 +12,12 @@ from itertools import accumulate
 
 from forebay.events.base import U64_MASK
 
-WEIGHT_ONE = 1 << 53  # the weight of the lowest cost: as fine as a double's mantissa
+WEIGHT_ONE = 1 << 53  # weight of the lowest cost: the resolution of a double's mantissa
 _DECIMAL = Context(prec=30)
 
 
 def lowest(values: Sequence[float], seed: int, then: Sequence[int] = ()) -> int:
-    """The position of the lowest value, of equal ones the lowest in `then`, where given, and then by `seed`."""
+    """Return the position of the lowest value; break ties by the lowest in `then`, if given, then by `seed`."""
     least = min(values)
     if values.count(least) == 1:
         return values.index(least)
@@ -29,7 +29,7 @@ def lowest(values: Sequence[float], seed: int, then: Sequence[int] = ()) -> int:
 
 
 def softmax_weights(costs: Sequence[float], temperature: float) -> list[int]:
-    """Integer weights in [0, WEIGHT_ONE], the lowest cost having WEIGHT_ONE; equal costs weigh the same."""
+    """Return integer weights in [0, WEIGHT_ONE]; the lowest cost gets WEIGHT_ONE, equal costs get equal weights."""
     assert temperature > 0.0
     least, most = min(costs), max(costs)
     if least == most:
@@ -43,18 +43,18 @@ def softmax_weights(costs: Sequence[float], temperature: float) -> list[int]:
 
 
 def draw(weights: Sequence[int], seed: int) -> int:
-    """A position, drawn in proportion to the weights by the 64-bit `seed`."""
+    """Draw a position in proportion to the weights, using the 64-bit `seed`."""
     ends = list(accumulate(weights))
     return bisect_right(ends, scaled(seed, ends[-1]))
 
 
 def scaled(seed: int, end: int) -> int:
-    """An integer in [0, end), drawn by the 64-bit `seed`; all are as likely, but for one part in 2**64 / end."""
+    """Draw an integer in [0, end) using the 64-bit `seed`; uniform to within one part in 2**64 / end."""
     return (mix64(seed) * end) >> 64
 
 
 def mix64(value: int) -> int:
-    """A 64-bit integer with all bits stirred (the finaliser of splitmix64)."""
+    """Mix all bits of a 64-bit integer (the finaliser of splitmix64)."""
     value = (value + 0x9E3779B97F4A7C15) & U64_MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & U64_MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & U64_MASK

@@ -1,7 +1,7 @@
-"""How a pool chooses among candidates: one module for each policy, and the way to a user's own.
+"""Routing policies: how a pool selects among candidates. One module per built-in policy, and a loader for custom ones.
 
-A policy is a plain class without arguments. It is made anew for every decision, so it keeps nothing between
-them: what it may know is in `RoutingWorld` and `RoutingRequest`, and all of that is on the log.
+A policy is a plain class without constructor arguments. An instance is created for every decision, so a policy keeps no
+state. `RoutingWorld` and `RoutingRequest` hold all its input, and all of that is on the log.
 """
 
 from functools import lru_cache
@@ -20,7 +20,7 @@ __all__ = [
     "policy_class",
 ]
 
-FAULT_CHARS_MAX = 500  # of an error's text, which anybody may have written
+FAULT_CHARS_MAX = 500  # of an import error's text, which is not under forebay's control
 
 BUILT_IN = {
     "kv": "forebay.core.routing.policies.kv.Kv",
@@ -34,7 +34,14 @@ BUILT_IN = {
 
 @lru_cache(maxsize=64)
 def policy_class(mode: str) -> type[Policy]:
-    """The class of a mode: a built-in name, or a dotted path `package.module.Class`. Raises PolicyUnusable."""
+    """Return the policy class of a mode.
+
+    Args:
+        mode: built-in name, or a dotted path `package.module.Class`.
+
+    Raises:
+        PolicyUnusable: the class cannot be imported, or has no method `decide`.
+    """
     path = BUILT_IN.get(mode, mode)
     module_name, _, class_name = path.rpartition(".")
     if not module_name:
@@ -42,7 +49,7 @@ def policy_class(mode: str) -> type[Policy]:
         raise PolicyUnusable(f"{mode} is no router mode ({names}) and no dotted path of a class")
     try:
         module = import_module(module_name)
-    except (Exception, SystemExit) as error:  # a user's module may fail in any way
+    except (Exception, SystemExit) as error:  # a custom module may fail in any way
         raise PolicyUnusable(f"the policy {path} cannot be imported: {error!r}"[:FAULT_CHARS_MAX]) from error
     found = getattr(module, class_name, None)
     if not isinstance(found, type) or not callable(getattr(found, "decide", None)):

@@ -1,4 +1,4 @@
-"""What a policy is given, and what it gives back.
+"""Input and interface of a routing policy. This is a complete custom policy:
 
 class Mine:
     def decide(self, world, request):
@@ -15,23 +15,23 @@ from forebay.events.requests import NO_HINTS, RoutingHints
 
 
 class PolicyUnusable(Exception):
-    """A policy that cannot be found, or does not do what a policy must; the text says which and why."""
+    """A policy cannot be loaded or violates the policy interface; the text names the policy and the problem."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A worker rank that may take the request.
+    """Worker rank that may take the request.
 
     Attributes:
-        worker_id: of the worker; candidates come in order of (worker id, rank).
-        rank: of the worker's engine.
-        overlap: blocks of the prompt in its cache: a prefix on the device, then on the host, then on disk.
-        prefill_tokens: prompt tokens routed there that are not computed yet.
-        decode_blocks: KV blocks of requests under way there, and those that this request would add.
-        active_requests: requests under way there.
+        worker_id: id of the worker; candidates are sorted by (worker id, rank).
+        rank: data-parallel rank of the worker's engine.
+        overlap: cached blocks of the prompt: a prefix on the device, then on the host, then on disk.
+        prefill_tokens: prompt tokens routed to the rank and not computed yet.
+        decode_blocks: KV blocks of requests in flight on the rank plus those that this request would add.
+        active_requests: requests in flight on the rank.
         kv_blocks_total: KV blocks of the rank.
-        kv_blocks_used: as its engine reported last; None before the first report.
-        max_num_batched_tokens: of one engine step.
+        kv_blocks_used: KV blocks in use by the engine's last load report; None before the first report.
+        max_num_batched_tokens: token budget of one engine step.
         taints: labels of the worker.
     """
 
@@ -49,16 +49,16 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class RoutingRequest:
-    """A request, as far as routing may depend on it.
+    """Request, reduced to what routing may depend on.
 
     Attributes:
-        request_id: of the request.
-        prompt_tokens: length of the prompt.
-        blocks: sequence hashes of its full blocks.
-        tie_seed: 64 bits that differ from request to request: the only source of chance.
-        attempt: 1 for a new request, more when workers were lost.
-        hints: what the client asked for.
-        lora_name: the adapter, empty for none.
+        request_id: id of the request.
+        prompt_tokens: length of the prompt, in tokens.
+        blocks: sequence hashes of the full blocks of the prompt.
+        tie_seed: 64 bits derived from the request; the only source of randomness.
+        attempt: 1 for a new request; higher after workers were lost.
+        hints: routing hints of the client.
+        lora_name: adapter; empty for none.
     """
 
     request_id: str
@@ -72,16 +72,16 @@ class RoutingRequest:
 
 @dataclass(frozen=True, slots=True)
 class RoutingWorld:
-    """What is known at the decision.
+    """State of the pool at the decision.
 
     Attributes:
-        candidates: who may take the request, at least one.
-        costs: of each candidate by the configured formula, in KV blocks; see `forebay.core.routing.cost`.
-        computed_tokens: prompt tokens that each was sent to compute so far.
-        config: the pool's, with what the request changes of it.
-        block_size: tokens of a KV block.
-        turn: decisions of the pool before this one.
-        now_us: the owner's clock.
+        candidates: ranks that may take the request; at least one.
+        costs: cost per candidate by the configured formula, in KV blocks; see `forebay.core.routing.cost`.
+        computed_tokens: prompt tokens that each candidate was sent to compute so far.
+        config: the pool's configuration with the request's overrides.
+        block_size: tokens per KV block.
+        turn: number of earlier decisions of the pool.
+        now_us: the owner's clock, in microseconds.
     """
 
     candidates: Sequence[Candidate]
@@ -94,7 +94,7 @@ class RoutingWorld:
 
 
 class Policy(Protocol):
-    """Chooses; pure: the same world and request give the same choice, in any process."""
+    """Interface of a policy. It must be pure: the same world and request give the same selection in any process."""
 
     def decide(self, world: RoutingWorld, request: RoutingRequest) -> int:
-        """The position of the chosen candidate in `world.candidates`."""
+        """Return the position of the selected candidate in `world.candidates`."""

@@ -1,12 +1,12 @@
-"""The worker that the request names: somebody before the router has decided."""
+"""Policy `direct`: use the worker that the request names, because a component before the router selected it."""
 
 from forebay.core.routing.policies.base import RoutingRequest, RoutingWorld
 from forebay.core.routing.selection import lowest
 
 
 class Direct:
-    """Only ranks of the named worker are candidates; where no rank is named the one of the lowest cost."""
+    """Lowest cost among the ranks of the named worker; only these ranks are candidates."""
 
     def decide(self, world: RoutingWorld, request: RoutingRequest) -> int:
-        """A rank of the named worker."""
+        """Return the position of the rank with the lowest cost."""
         return lowest(world.costs, request.tie_seed)

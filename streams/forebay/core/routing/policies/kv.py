@@ -1,17 +1,18 @@
-"""The candidate of the lowest cost: what is cached there, against what waits there."""
+"""Policy `kv`: the lowest cost, which weighs cached blocks against load."""
 
 from forebay.core.routing.policies.base import RoutingRequest, RoutingWorld
 from forebay.core.routing.selection import draw, lowest, softmax_weights
 
 
 class Kv:
-    """At temperature 0 the lowest cost, of equal ones who computed least so far; above it a draw by cost.
+    """Lowest cost at temperature 0, a random draw weighted by cost above it.
 
-    Costs know what ranks have to do now, and idle ones are all alike: only what they did before tells them apart.
+    A tie for the lowest cost goes to the rank that has computed the fewest tokens so far. Idle ranks have equal costs,
+    so without this rule the seed alone would decide between them.
     """
 
     def decide(self, world: RoutingWorld, request: RoutingRequest) -> int:
-        """As in `forebay.core.routing.selection`."""
+        """Return the position of the selected candidate; see `forebay.core.routing.selection`."""
         temperature = world.config.temperature
         if temperature > 0.0:
             return draw(softmax_weights(world.costs, temperature), request.tie_seed)

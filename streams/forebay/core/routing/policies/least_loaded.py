@@ -1,12 +1,12 @@
-"""The candidate with the fewest requests under way."""
+"""Policy `least-loaded`: the candidate with the fewest requests in flight."""
 
 from forebay.core.routing.policies.base import RoutingRequest, RoutingWorld
 from forebay.core.routing.selection import lowest
 
 
 class LeastLoaded:
-    """Equal ones are decided by the request's seed."""
+    """Fewest requests in flight; ties are broken by the request's seed."""
 
     def decide(self, world: RoutingWorld, request: RoutingRequest) -> int:
-        """The least loaded."""
+        """Return the position of the least loaded candidate."""
         return lowest([candidate.active_requests for candidate in world.candidates], request.tie_seed)

@@ -1,12 +1,12 @@
-"""Any candidate, all as likely."""
+"""Policy `random`: any candidate with equal probability."""
 
 from forebay.core.routing.policies.base import RoutingRequest, RoutingWorld
 from forebay.core.routing.selection import scaled
 
 
 class RandomChoice:
-    """Draws by the request's seed: the same request is sent to the same place again, when it is replayed."""
+    """Uniform draw by the request's seed, so that a replay selects the same candidate."""
 
     def decide(self, world: RoutingWorld, request: RoutingRequest) -> int:
-        """A draw."""
+        """Return a random position."""
         return scaled(request.tie_seed, len(world.candidates))

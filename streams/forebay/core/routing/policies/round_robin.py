@@ -1,11 +1,11 @@
-"""Each candidate in turn."""
+"""Policy `round-robin`: each candidate in turn."""
 
 from forebay.core.routing.policies.base import RoutingRequest, RoutingWorld
 
 
 class RoundRobin:
-    """Counts the decisions of the pool, so turns go on after a restart."""
+    """Next candidate by the pool's decision count, which survives restarts."""
 
     def decide(self, world: RoutingWorld, request: RoutingRequest) -> int:
-        """The next in turn."""
+        """Return the position whose turn it is."""
         return world.turn % len(world.candidates)
