@@ -1,1 +1,1 @@
-"""What a group's owner knows, one fold per module: prefix index, load, fleet, queue, sessions, requests."""
+"""State of a group's owner, one fold per module: prefix index, load, fleet, queue, sessions, requests."""

@@ -1,11 +1,14 @@
-"""Which holders have which blocks, and how deep each holder's share of a prompt goes.
+"""Sets of KV blocks per holder, and how many leading blocks of a prompt each holder has.
 
-Theory of operation. A holder is a bit. A query is a list of sequence hashes, a prompt's blocks from the
-first on; a holder's depth is how many of them it has without a hole. Blocks are kept in runs: a few blocks
-that arrived one after the other and have the same holders, found through a dict from block to run. Where a
-query goes on as a run does, one comparison answers for the whole run. A run says nothing about which blocks
-imply which, so the walk is exact on any history; a history without order only makes the runs short.
-All runs stand in one ring, so that a cursor can go through them, bit by bit, while they change.
+A holder is one bit of a mask. A query is a list of sequence hashes: the blocks of a prompt from the first on. The match
+length of a holder is how many leading blocks of the query it has without a gap.
+
+Blocks are stored in runs. A run is a few blocks that arrived one after the other and have the same holders. A dict maps
+each block to its run. If the query continues as the run does, one comparison covers the whole run. A run makes no
+statement about which block implies which, so the lookup is exact for any history. A history in random order only makes
+the runs short.
+
+All runs are linked in one ring, so a cursor can traverse them in small steps while they change.
 """
 
 from array import array
@@ -14,11 +17,11 @@ from itertools import repeat
 
 from forebay.events.base import U64_MASK
 
-RUN_BLOCKS_MAX = 32  # bounds the work of splitting a run; longer ones would hardly speed up the walk
+RUN_BLOCKS_MAX = 32  # bounds the work of splitting a run; longer runs would hardly speed up lookups
 
 
 class Run:
-    """Blocks that follow each other and have the same holders; every block is in one run."""
+    """Consecutive blocks with the same holders; every block is in exactly one run."""
 
     __slots__ = ("after", "before", "blocks", "mask")
     before: "Run"
@@ -30,7 +33,7 @@ class Run:
 
 
 class Cursor:
-    """A place in the ring of runs, kept right by `BlockSets` whatever becomes of the runs."""
+    """Position in the ring of runs; `BlockSets` updates it when runs are split, joined or removed."""
 
     __slots__ = ("run",)
 
@@ -39,7 +42,12 @@ class Cursor:
 
 
 class BlockSets:
-    """Sets of blocks, one per bit. `counts` and `sums` are per bit: how many blocks, and their sum mod 2**64."""
+    """Sets of blocks, one per holder bit.
+
+    Attributes:
+        counts: number of blocks per bit.
+        sums: sum of the block hashes per bit, modulo 2**64.
+    """
 
     __slots__ = ("_cursors", "_root", "_runs", "_sweep", "counts", "sums")
 
@@ -53,13 +61,19 @@ class BlockSets:
         self.sums: dict[int, int] = {}
 
     def __len__(self) -> int:
-        """Distinct blocks that somebody has, or had when it was retired since the last sweep."""
+        """Return how many distinct blocks are stored, including those of retired bits that were not swept yet."""
         return len(self._runs)
 
     def add(self, bit: int, blocks: Iterable[int], parent: int | None = None) -> int:
-        """Give `blocks` to the holder `bit`; how many it did not have yet. Arrays ("Q") are the fastest.
+        """Add blocks to the holder `bit`; arrays of type "Q" are the fastest input.
 
-        `parent` is the block before them, where it is known: it only helps to keep runs long.
+        Args:
+            bit: mask bit of the holder.
+            blocks: sequence hashes.
+            parent: sequence hash of the block before `blocks`, if known. It only helps to keep runs long.
+
+        Returns:
+            How many of the blocks the holder did not have before.
         """
         rest = packed(blocks)
         get = self._runs.get
@@ -69,7 +83,7 @@ class BlockSets:
             block = rest[at]
             run = get(block)
             if run is None and end == 1:
-                # A rank that decodes says it block by block: most events are of one.
+                # A rank that decodes announces block by block, so most events hold one block.
                 self._append(bit, block, parent)
                 added, total = 1, block
                 break
@@ -89,7 +103,7 @@ class BlockSets:
         return added
 
     def remove(self, bit: int, blocks: Iterable[int]) -> int:
-        """Take `blocks` from the holder `bit`; how many it had. Arrays ("Q") are the fastest."""
+        """Remove blocks from the holder `bit` and return how many it had; arrays of type "Q" are the fastest input."""
         rest = packed(blocks)
         get = self._runs.get
         at, end = 0, len(rest)
@@ -101,7 +115,7 @@ class BlockSets:
                 at += 1
                 continue
             theirs = run.blocks
-            if theirs[-1] == block:  # caches let go of the last block first
+            if theirs[-1] == block:  # caches evict the last block of a sequence first
                 count = _ending(rest, at, theirs)
                 begin = len(theirs) - count
             else:
@@ -114,14 +128,20 @@ class BlockSets:
         return removed
 
     def has(self, bit: int, block: int) -> bool:
-        """Whether the holder has this one block."""
+        """Return whether the holder has this block."""
         run = self._runs.get(block)
         return run is not None and bool(run.mask & bit)
 
     def drops(self, query: Sequence[int], among: int, start: int = 0) -> list[tuple[int, int]]:
-        """Where the holders in `among` leave the query, walked from `start` on.
+        """Return at which depth each holder stops matching the query.
 
-        Returns (depth, mask) pairs, depths rising, every holder once. Arrays ("Q") are the fastest queries.
+        Args:
+            query: sequence hashes from the first block on; arrays of type "Q" are the fastest input.
+            among: mask of the holders to look up.
+            start: depth at which the lookup starts.
+
+        Returns:
+            (depth, mask) pairs with rising depths; every holder of `among` is in exactly one mask.
         """
         get = self._runs.get
         found: list[tuple[int, int]] = []
@@ -141,22 +161,23 @@ class BlockSets:
             if after == at + 1 or asked[at:after] == blocks:
                 at = after
                 continue
-            at += _stretch(asked, at, blocks)[1]  # the query enters the run late or leaves it early
+            at += _stretch(asked, at, blocks)[1]  # the query enters the run after its start or leaves before its end
         if alive:
             found.append((at, alive))
         return found
 
     def cursor(self) -> Cursor:
-        """A cursor before the first run. What nobody touches while it goes, it sees at least once.
+        """Return a cursor before the first run.
 
-        Give it back with `release`: each one makes changes a little slower.
+        A block that does not change during the traversal is visited at least once. Every open cursor slows down changes
+        a little, so call `release` when done.
         """
         cursor = Cursor(self._root.after)
         self._cursors.append(cursor)
         return cursor
 
     def next_run(self, cursor: Cursor) -> Run | None:
-        """The run at the cursor, which moves on; None at the end. Not to be changed."""
+        """Return the run at the cursor and advance the cursor; None at the end. The caller must not change the run."""
         run = cursor.run
         if run is self._root:
             return None
@@ -164,23 +185,28 @@ class BlockSets:
         return run
 
     def release(self, cursor: Cursor) -> None:
-        """The cursor is not used any more."""
+        """Close a cursor."""
         self._cursors.remove(cursor)
 
     def retire(self, bit: int) -> None:
-        """Forget the holder's counts; its bit stays in the masks until `sweep` and must not be asked for."""
+        """Drop the counts of a holder. Its bit stays in the masks until `sweep`, and must not be queried until then."""
         self.counts.pop(bit, None)
         self.sums.pop(bit, None)
 
     def begin_sweep(self) -> None:
-        """From here on `sweep` goes through all runs once."""
+        """Start a sweep over all runs; `sweep` continues it."""
         assert self._sweep is None, "one sweep at a time"
         self._sweep = self.cursor()
 
     def sweep(self, bits: int, steps: int) -> int:
-        """Go on taking retired bits out of the masks; a run is a step, and so is each block that goes.
+        """Continue the sweep: clear retired bits from the masks.
 
-        Returns the steps left over, 0 if it did not come to the end. The bits must be the same from begin to end.
+        Args:
+            bits: retired bits; the same in every call of one sweep.
+            steps: work limit. A run counts as one step, and so does each block that is removed.
+
+        Returns:
+            Steps left over; 0 if the sweep is not finished.
         """
         cursor = self._sweep
         if cursor is None:
@@ -200,14 +226,17 @@ class BlockSets:
         return 0
 
     def _add_new(self, bit: int, blocks: "array[int]", parent: int | None) -> tuple[list[int], int]:
-        """Add blocks of which nobody has the first, a run at most; those added, and how many that answers for."""
+        """Add up to one run of blocks whose first block is unknown.
+
+        Return the blocks added and the input length covered.
+        """
         runs = self._runs
         listed = blocks.tolist()
         count = len(listed)
         joined = self._joinable(parent, bit, count)
         run = joined or Run(blocks, bit)
         known = len(runs)
-        # One look at the dict both finds and places a block. Mostly all of them are new, and different.
+        # `setdefault` looks up and stores each block in one operation. Usually all blocks are new and distinct.
         owners = list(map(runs.setdefault, listed, repeat(run)))
         if len(runs) - known != count:
             for block, owner in zip(listed, owners, strict=True):
@@ -224,7 +253,7 @@ class BlockSets:
         return listed, count
 
     def _append(self, bit: int, block: int, parent: int | None) -> None:
-        """Add one block, which nobody has."""
+        """Add one block that no holder has."""
         run = self._joinable(parent, bit, 1)
         if run is None:
             run = Run(array("Q", (block,)), bit)
@@ -234,14 +263,14 @@ class BlockSets:
         self._runs[block] = run
 
     def _give(self, run: Run, begin: int, count: int, bit: int, parent: int | None) -> list[int]:
-        """Give a stretch of a run to another holder; returns its blocks."""
+        """Add a holder to a part of a run; return the blocks of that part."""
         if count < len(run.blocks):
             run = self._cut(run, begin, count)
         run.mask |= bit
         blocks = run.blocks
         joined = self._joinable(parent, run.mask, count)
         if joined is not None and joined is not run:
-            # The others' blocks may be new to a cursor that has seen the joined run.
+            # A cursor that has passed the joined run may not have seen these blocks yet.
             if self._cursors:
                 self._unlink(joined)
                 self._link(joined, self._root.before)
@@ -251,7 +280,7 @@ class BlockSets:
         return blocks.tolist()
 
     def _take(self, run: Run, begin: int, count: int, bit: int) -> int:
-        """Take a stretch of a run from one of its holders; returns the sum of its blocks."""
+        """Remove one of the holders from a part of a run; return the sum of the blocks of that part."""
         if run.mask == bit:
             return self._forget(run, begin, begin + count)
         cut = count < len(run.blocks)
@@ -262,14 +291,14 @@ class BlockSets:
         run.mask ^= bit
         after = run.after
         if cut and after.mask == run.mask and len(after.blocks) + count <= RUN_BLOCKS_MAX:
-            # One holder lets go of a run from its end on: the others keep what it left in one piece.
+            # The holder evicts a run from its end on. Keep what the other holders have in one run.
             after.blocks = blocks + after.blocks
             self._runs.update(dict.fromkeys(listed, after))
             self._unlink(run)
         return sum(listed)
 
     def _forget(self, run: Run, begin: int, end: int) -> int:
-        """Nobody has these blocks of a run any more; returns their sum."""
+        """Remove blocks of a run that no holder has any more; return their sum."""
         runs, blocks = self._runs, run.blocks
         listed = blocks[begin:end].tolist()
         for block in listed:
@@ -284,7 +313,7 @@ class BlockSets:
         return sum(listed)
 
     def _cut(self, run: Run, begin: int, count: int) -> Run:
-        """A run of its own for a part of a run, next to what is left of that in the ring."""
+        """Split a part off a run, and link it next to the remainder."""
         blocks = run.blocks
         after = begin + count
         cut = Run(blocks[begin:after], run.mask)
@@ -302,7 +331,7 @@ class BlockSets:
         return cut
 
     def _joinable(self, parent: int | None, mask: int, count: int) -> Run | None:
-        """The parent's run, if `count` blocks with these holders may go on with it."""
+        """Return the parent's run, if `count` blocks with these holders can be appended to it."""
         run = None if parent is None else self._runs.get(parent)
         if run is None or run.mask != mask or len(run.blocks) + count > RUN_BLOCKS_MAX or run.blocks[-1] != parent:
             return None
@@ -313,7 +342,7 @@ class BlockSets:
         self._runs.update(dict.fromkeys(run.blocks, run))
 
     def _link_new(self, run: Run) -> None:
-        # Nobody had the blocks before: cursors need not see them, and come to an end although more is stored.
+        # The blocks are new, so cursors may skip them. Link them behind open cursors, or a traversal might never end.
         self._link(run, self._root if self._cursors else self._root.before)
 
     def _link(self, run: Run, before: Run) -> None:
@@ -330,7 +359,7 @@ class BlockSets:
 
 
 def _stretch(asked: "array[int]", at: int, blocks: "array[int]") -> tuple[int, int]:
-    """Where in `blocks` is `asked[at]`, and for how many blocks both go on alike."""
+    """Return where the block `asked[at]` is in `blocks`, and for how many blocks both sequences agree from there."""
     begin = 0 if blocks[0] == asked[at] else blocks.index(asked[at])
     theirs = asked[at : at + len(blocks) - begin]
     ours = blocks[begin : begin + len(theirs)]
@@ -340,7 +369,7 @@ def _stretch(asked: "array[int]", at: int, blocks: "array[int]") -> tuple[int, i
 
 
 def _ending(asked: "array[int]", at: int, blocks: "array[int]") -> int:
-    """How many of the last of `blocks`, the last first, are asked for from `at` on; one at least."""
+    """Return how many blocks from the end of `blocks`, in reverse order, the query has from `at` on; at least one."""
     theirs = asked[at : at + len(blocks)]
     count = len(theirs)
     if count > 1:
@@ -352,12 +381,15 @@ def _ending(asked: "array[int]", at: int, blocks: "array[int]") -> int:
 
 
 def packed(blocks: Iterable[int]) -> "array[int]":
-    """Blocks as an array ("Q"): itself, if it is one. Raises OverflowError for what is no u64."""
+    """Return blocks as an array of type "Q", the same object if it is one.
+
+    Raises OverflowError for values beyond u64.
+    """
     return blocks if type(blocks) is array else array("Q", blocks)
 
 
 def bits_of(mask: int) -> list[int]:
-    """The single bits of a mask, lowest first."""
+    """Return the single bits of a mask, lowest first."""
     bits = []
     while mask:
         low = mask & -mask

@@ -1,8 +1,8 @@
-"""Commands to workers, from an operator's word to the last outcome.
+"""Commands to workers, from the operator's request to the last outcome.
 
-Theory of operation. A command is pending at each of its workers until that one answers, leaves, or the time is over;
-what comes later changes nothing. It ends when nobody has it pending any more, and is remembered for a while, so that
-a redelivery is no second command.
+A command is pending at each of its workers until the worker responds, is lost, or the command times out. Later
+responses have no effect. The command ends when it is pending at no worker. Its id is remembered for a while, so a
+redelivered event does not run the command twice.
 
     pending --done, refused--> (outcome)     pending --worker lost--> left     pending --deadline--> timed_out
 """
@@ -24,8 +24,8 @@ from forebay.events.decisions import CommandOutcome
 from forebay.events.progress import CommandDone, CommandRefused
 from forebay.events.snapshots import CommandState, Remembered
 
-PENDING_MAX = 64  # commands of one group at once: operators give them, each looks at all of them
-TEXT_CHARS_MAX = 256 << 10  # of the outcomes of one command: they stand in one journal record
+PENDING_MAX = 64  # commands in flight per group: operators send few, and each event may scan all of them
+TEXT_CHARS_MAX = 256 << 10  # of all outcomes of one command, because one journal record holds them
 LEFT = "it left before it answered"
 LATE = "it did not answer in time"
 TOO_LONG = "what it answered is left out: the answers to this command are too long"
@@ -33,10 +33,19 @@ TOO_LONG = "what it answered is left out: the answers to this command are too lo
 
 @dataclass(slots=True)
 class Pending:
-    """A command under way; `offset` is that of its `WorkerCommanded`, `due_us` its deadline.
+    """Command in flight.
 
-    `outcomes` are by worker id, `open` is how many of them are pending, `chars` how long their texts are; `term` is
-    what does not change of it in the digest.
+    Attributes:
+        command_id: id of the command.
+        nonce: distinguishes commands that use the same id.
+        offset: offset of its `WorkerCommanded` on the control topic.
+        command: what the workers are to do.
+        reply_slot: partition of the topic `tokens` that gets the outcomes.
+        due_us: deadline on the owner's clock, in microseconds.
+        outcomes: outcome per worker, by worker id.
+        open: number of outcomes that are pending.
+        chars: total text length of the outcomes.
+        term: contribution of the fields that never change to the digest.
     """
 
     command_id: str
@@ -57,16 +66,16 @@ class Pending:
         self.term = xxh3_64_intdigest(text.encode() + encode(self.command))
 
     def digest(self) -> int:
-        """What it adds to the digest now."""
+        """Return the command's current contribution to the digest."""
         return self.term + sum(self.term_of(one) for one in self.outcomes.values())
 
     def term_of(self, outcome: CommandOutcome) -> int:
-        """What one outcome adds to the digest."""
+        """Return the contribution of one outcome to the digest."""
         return xxh3_64_intdigest(encode(outcome), self.term)
 
 
 class Commands:
-    """Commands under way by id, and hashes of the ids of those that ended lately."""
+    """Commands in flight by id, and hashes of the ids of recently ended commands."""
 
     def __init__(self) -> None:
         self._pending: dict[str, Pending] = {}
@@ -74,38 +83,38 @@ class Commands:
         self._sum = 0
 
     def __len__(self) -> int:
-        """Commands under way."""
+        """Return the number of commands in flight."""
         return len(self._pending)
 
     def get(self, command_id: str) -> Pending | None:
-        """The command of this id, if it is under way."""
+        """Return the command with this id if it is in flight."""
         return self._pending.get(command_id)
 
     def pending(self) -> list[Pending]:
-        """All commands under way, in the order in which they were given."""
+        """Return all commands in flight, in log order."""
         return sorted(self._pending.values(), key=lambda one: one.offset)
 
     def nonce_known(self, command_id: str) -> int | None:
-        """The nonce under which this id was seen before, None for a new id."""
+        """Return the nonce this id was used with before, or None for a new id."""
         pending = self._pending.get(command_id)
         return self._remembered.get(id_hash(command_id)) if pending is None else pending.nonce
 
     def add(self, pending: Pending) -> None:
-        """A new command is under way; its id must be new, and somebody must have it pending."""
+        """Add a new command; its id must be new, and at least one worker must have it pending."""
         assert self.nonce_known(pending.command_id) is None
         assert pending.open
         self._pending[pending.command_id] = pending
         self._sum += pending.digest()
 
     def remember(self, command_id: str, nonce: int, now_us: int) -> None:
-        """A new id is used, and its command is over."""
+        """Remember the id of a command that ended at once."""
         self._remembered.add(id_hash(command_id), nonce, now_us + REMEMBER_US)
 
     def answer(self, event: CommandDone | CommandRefused) -> Pending:
-        """Fold what a worker answered; the command that it is about.
+        """Apply a worker's response to a command, and return the command.
 
         Raises:
-            IllegalTransition: the command is not under way, or not pending at this worker in this epoch.
+            IllegalTransition: the command is not in flight, or not pending at this worker in this epoch.
         """
         pending = self._pending.get(event.command_id)
         outcome = None if pending is None else pending.outcomes.get(event.worker_id)
@@ -123,7 +132,10 @@ class Commands:
         return pending
 
     def leave(self, worker_id: str, worker_epoch: int) -> list[Pending]:
-        """A worker is lost: what it has pending is given up there. The commands that it had, in order."""
+        """Set the outcome of everything a lost worker has pending to `left`.
+
+        Return the commands affected, in log order.
+        """
         left = []
         for pending in self.pending():
             outcome = pending.outcomes.get(worker_id)
@@ -133,7 +145,10 @@ class Commands:
         return left
 
     def expired(self, now_us: int) -> list[Pending]:
-        """Give up what is pending beyond its deadline; the commands, to be ended."""
+        """Set outcomes that are pending past their deadline to `timed_out`.
+
+        Return these commands, for the caller to end.
+        """
         due = sorted((one for one in self._pending.values() if one.due_us <= now_us), key=_deadline)
         for pending in due:
             for outcome in list(pending.outcomes.values()):
@@ -142,26 +157,26 @@ class Commands:
         return due
 
     def end(self, pending: Pending, now_us: int) -> None:
-        """Nobody has it pending any more: it is over, and its id is remembered for a while."""
+        """Remove a command that is pending nowhere, and remember its id for a while."""
         assert not pending.open
         del self._pending[pending.command_id]
         self._sum -= pending.digest()
         self.remember(pending.command_id, pending.nonce, now_us)
 
     def next_due_us(self) -> int | None:
-        """The next deadline."""
+        """Return the earliest deadline in microseconds, or None without a command in flight."""
         return min([one.due_us for one in self._pending.values()]) if self._pending else None
 
     def expire(self, now_us: int) -> None:
-        """Forget the ids whose time has come."""
+        """Forget ids whose retention has ended."""
         self._remembered.forget(now_us)
 
     def digest(self) -> int:
-        """64 bits over the commands under way and the ids remembered; 0 for none."""
+        """Return a 64-bit digest over commands in flight and remembered ids; 0 if there are none."""
         return (self._sum + self._remembered.digest()) & U64_MASK
 
     def snapshot(self) -> Iterator[CommandState | Remembered]:
-        """One fact for each command under way, then what is remembered, oldest first."""
+        """Yield one fact per command in flight, then the remembered ids, oldest first."""
         for one in self.pending():
             yield CommandState(
                 command_id=one.command_id,
@@ -176,7 +191,7 @@ class Commands:
             yield msgspec.structs.replace(chunk, commands=True)
 
     def restore(self, chunk: CommandState | Remembered) -> None:
-        """Take in one chunk of a snapshot, in the order of `snapshot`."""
+        """Apply one chunk of a snapshot, in the order of `snapshot`."""
         match chunk:
             case CommandState():
                 self.add(
@@ -201,7 +216,7 @@ class Commands:
         self._settle(pending, msgspec.structs.replace(outcome, status=status, message=message))
 
     def _settle(self, pending: Pending, outcome: CommandOutcome) -> None:
-        """One worker has its outcome."""
+        """Record the outcome of one worker."""
         if pending.chars + _chars(outcome) > TEXT_CHARS_MAX:
             outcome = msgspec.structs.replace(outcome, loras=(), message=TOO_LONG)
         before = pending.outcomes[outcome.worker_id]

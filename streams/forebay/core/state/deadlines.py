@@ -1,16 +1,16 @@
-"""When requests are due: a heap from which deadlines that no longer hold are dropped late."""
+"""Deadlines of requests: a heap that drops stale entries lazily."""
 
 from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 
-Deadline = tuple[int, str, int]  # when, the request's id, the offset of its submission
-SPARE = 64  # deadlines that no longer hold and may stay, however few requests there are
+Deadline = tuple[int, str, int]  # time in microseconds, request id, offset of the submission
+SPARE = 64  # stale entries that may remain, however few requests there are
 
 
 class Deadlines:
-    """Deadlines of requests; `holds` says whether one still does.
+    """Heap of request deadlines. `holds` returns whether an entry is still valid.
 
-    Taking a deadline out of the middle of a heap costs a walk, so a request that ends leaves its deadline behind.
+    Removing an entry from the middle of a heap takes linear time, so a request that ends leaves its entry behind.
     """
 
     def __init__(self, holds: Callable[[Deadline], bool]) -> None:
@@ -18,7 +18,7 @@ class Deadlines:
         self._heap: list[Deadline] = []
 
     def add(self, deadline: Deadline, under_way: int) -> None:
-        """Add a deadline; the heap stays bounded by twice the number of requests `under_way`."""
+        """Add a deadline. The heap has at most twice as many entries as there are active requests, `under_way`."""
         heap = self._heap
         heappush(heap, deadline)
         if len(heap) > 2 * under_way + SPARE:
@@ -26,9 +26,9 @@ class Deadlines:
             heapify(heap)
 
     def sooner(self, due_us: int | None) -> int | None:
-        """Return the first deadline if it comes before `due_us`, else `due_us`."""
+        """Return the earliest deadline if it is before `due_us`, else `due_us`."""
         heap = self._heap
-        # Asked with every event: whose the first deadline is only matters if it comes first.
+        # Called for every event. Check for stale entries only if the first entry would change the result.
         if not heap or (due_us is not None and due_us <= heap[0][0]):
             return due_us
         self._drop()
@@ -37,7 +37,7 @@ class Deadlines:
         return due_us
 
     def take(self, now_us: int) -> list[str]:
-        """Take out the deadlines that have passed; the ids of their requests, the first due first."""
+        """Remove the deadlines that have passed; return the ids of their requests, earliest first."""
         found = []
         self._drop()
         while self._heap and self._heap[0][0] <= now_us:

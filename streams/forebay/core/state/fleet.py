@@ -1,8 +1,8 @@
-"""Who takes part: a fold over the topic `fleet`, and over what workers say of their adapters.
+"""Fleet membership: a fold over the topic `fleet`, and over the adapters that workers report.
 
-Theory of operation. A worker's phase moves by the table below and by nothing else; an event that the
-table does not list raises and changes nothing. A worker's epoch is the offset of its `WorkerJoined`;
-facts about another epoch, or from an owner older than the last one announced, are void.
+The table below lists every transition of a worker. An event that the table does not list raises and changes nothing.
+The epoch of a worker is the offset of its `WorkerJoined`. Events about another epoch are stale, and so are events of an
+owner before the newest announced one.
 
     ready --suspect--> suspect --recovered--> ready        any --draining--> draining        any --lost--> (gone)
 """
@@ -35,7 +35,7 @@ from forebay.events.snapshots import IngressState, WorkerState
 
 
 class WorkerPhase(StrEnum):
-    """What may be sent to a worker: only a ready one gets new requests."""
+    """State of a worker; only a ready worker gets new requests."""
 
     READY = "ready"
     SUSPECT = "suspect"
@@ -61,7 +61,17 @@ TRANSITIONS: dict[WorkerPhase, dict[type[WorkerFact], WorkerPhase]] = {
 
 @dataclass(slots=True)
 class Worker:
-    """A member of the fleet."""
+    """Worker in the fleet.
+
+    Attributes:
+        spec: what the worker offers.
+        lease: incarnation: a new process with the same worker id has another one.
+        slot: partition of the pool's work topic that the worker reads.
+        worker_epoch: offset of its `WorkerJoined`.
+        from_offset: first offset it reads on that partition.
+        phase: current state.
+        lease_ttl_ms: lease duration, used by a new owner that does not find the lease; 0 if unknown.
+    """
 
     spec: WorkerSpec
     lease: str
@@ -69,12 +79,12 @@ class Worker:
     worker_epoch: int
     from_offset: int
     phase: WorkerPhase = WorkerPhase.READY
-    lease_ttl_ms: int = 0  # the next owner counts on it while it does not find the lease
+    lease_ttl_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Ingress:
-    """An ingress that has a lease, in one incarnation."""
+    """Ingress with a lease, in one incarnation."""
 
     ingress_id: str
     incarnation: str
@@ -82,7 +92,7 @@ class Ingress:
 
 
 class Fleet:
-    """The members, by worker id, and the ingresses that have leases."""
+    """Workers by id, and the ingresses that hold leases."""
 
     def __init__(self) -> None:
         self._workers: dict[str, Worker] = {}
@@ -94,11 +104,11 @@ class Fleet:
         return len(self._workers)
 
     def get(self, worker_id: str) -> Worker | None:
-        """The worker of this id, if it is a member."""
+        """Return the worker with this id if it is in the fleet."""
         return self._workers.get(worker_id)
 
     def workers(self) -> list[Worker]:
-        """All members in order of worker id."""
+        """Return all workers in order of worker id."""
         return [self._workers[worker_id] for worker_id in sorted(self._workers)]
 
     def ingresses(self) -> list[Ingress]:
@@ -106,13 +116,13 @@ class Fleet:
         return [self._ingresses[ingress_id] for ingress_id in sorted(self._ingresses)]
 
     def apply(self, event: AnyFleetEvent, offset: int) -> Worker | None:
-        """Fold the event at `offset` of the topic; the worker that it is about, None for none.
+        """Apply the event at `offset` of the topic, and return the worker it is about, if any.
 
         Raises:
-            IllegalTransition: a void fact, a fact about another epoch, or one that the table does not list.
+            IllegalTransition: the event is stale, is about another epoch, or is not in the transition table.
         """
         if event.owner_epoch < self._owner_epoch:
-            raise IllegalTransition(f"void: owner epoch {event.owner_epoch} ended with {self._owner_epoch}")
+            raise IllegalTransition(f"stale event: owner epoch {event.owner_epoch} was replaced by {self._owner_epoch}")
         match event:
             case OwnershipAnnounced():
                 self._owner_epoch = event.owner_epoch
@@ -131,14 +141,14 @@ class Fleet:
                 assert_never(event)
 
     def load(self, worker_id: str, worker_epoch: int, loras: tuple[str, ...]) -> bool:
-        """A worker has these adapters from now on; whether it had others before.
+        """Set the adapters a worker has loaded, and return whether they changed.
 
         Raises:
-            IllegalTransition: it is no member in this epoch.
+            IllegalTransition: the worker is not in the fleet in this epoch.
         """
         worker = self._workers.get(worker_id)
         if worker is None or worker.worker_epoch != worker_epoch:
-            raise IllegalTransition(f"{worker_id} is no member in epoch {worker_epoch}")
+            raise IllegalTransition(f"worker {worker_id} is not in the fleet in epoch {worker_epoch}")
         if worker.spec.loras == loras:
             return False
         self._sum -= _term(worker)
@@ -147,11 +157,11 @@ class Fleet:
         return True
 
     def digest(self) -> int:
-        """64 bits over all members and the newest owner epoch."""
+        """Return a 64-bit digest over all members and the newest owner epoch."""
         return (self._sum + self._owner_epoch) & U64_MASK
 
     def snapshot(self) -> Iterator[WorkerState | IngressState]:
-        """One fact for each member, then one for each ingress."""
+        """Yield one fact per worker, then one per ingress."""
         for worker in self.workers():
             yield WorkerState(
                 spec=worker.spec,
@@ -166,7 +176,7 @@ class Fleet:
             yield IngressState(ingress_id=one.ingress_id, incarnation=one.incarnation, lease_ttl_ms=one.lease_ttl_ms)
 
     def restore(self, chunk: WorkerState) -> Worker:
-        """Take in one member of a snapshot."""
+        """Add one worker of a snapshot."""
         worker = Worker(
             chunk.spec,
             chunk.lease,
@@ -181,22 +191,22 @@ class Fleet:
         return worker
 
     def restore_ingress(self, chunk: IngressState) -> None:
-        """Take in one ingress of a snapshot."""
+        """Add one ingress of a snapshot."""
         self._add_ingress(Ingress(chunk.ingress_id, chunk.incarnation, chunk.lease_ttl_ms))
 
     def restore_owner(self, owner_epoch: int) -> None:
-        """Take in the newest owner epoch of a snapshot."""
+        """Set the newest owner epoch from a snapshot."""
         self._owner_epoch = owner_epoch
 
     @property
     def owner_epoch(self) -> int:
-        """The newest owner epoch announced; -1 for none."""
+        """Newest owner epoch that was announced; -1 before the first."""
         return self._owner_epoch
 
     def _join(self, event: WorkerJoined, offset: int) -> Worker:
         worker_id = event.spec.worker_id
         if worker_id in self._workers:
-            raise IllegalTransition(f"{worker_id} is a member already")
+            raise IllegalTransition(f"worker {worker_id} is already in the fleet")
         worker = Worker(event.spec, event.lease, event.slot, offset, event.from_offset, lease_ttl_ms=event.lease_ttl_ms)
         self._workers[worker_id] = worker
         self._sum += _term(worker)
@@ -204,7 +214,7 @@ class Fleet:
 
     def _join_ingress(self, event: IngressJoined) -> None:
         if event.ingress_id in self._ingresses:
-            raise IllegalTransition(f"the ingress {event.ingress_id} is a member already")
+            raise IllegalTransition(f"ingress {event.ingress_id} is already in the fleet")
         self._add_ingress(Ingress(event.ingress_id, event.incarnation, event.lease_ttl_ms))
 
     def _add_ingress(self, ingress: Ingress) -> None:
@@ -214,17 +224,21 @@ class Fleet:
     def _lose_ingress(self, event: IngressLost) -> None:
         ingress = self._ingresses.get(event.ingress_id)
         if ingress is None or ingress.incarnation != event.incarnation:
-            raise IllegalTransition(f"the ingress {event.ingress_id} is no member as {event.incarnation}")
+            raise IllegalTransition(
+                f"ingress {event.ingress_id} is not in the fleet with incarnation {event.incarnation}"
+            )
         del self._ingresses[event.ingress_id]
         self._sum -= _ingress_term(ingress)
 
     def _move(self, event: WorkerSuspect | WorkerRecovered | WorkerDraining | WorkerLost) -> Worker:
         worker = self._workers.get(event.worker_id)
         if worker is None or worker.worker_epoch != event.worker_epoch:
-            raise IllegalTransition(f"{event.worker_id} is no member in epoch {event.worker_epoch}")
+            raise IllegalTransition(f"worker {event.worker_id} is not in the fleet in epoch {event.worker_epoch}")
         phase = TRANSITIONS[worker.phase].get(type(event))
         if phase is None:
-            raise IllegalTransition(f"{event.worker_id} is {worker.phase}: {type(event).__name__} does not apply")
+            raise IllegalTransition(
+                f"worker {event.worker_id} is {worker.phase}: {type(event).__name__} does not apply"
+            )
         self._sum -= _term(worker)
         worker.phase = phase
         if phase is WorkerPhase.LOST:
@@ -237,7 +251,7 @@ class Fleet:
 def _term(worker: Worker) -> int:
     place = f"{worker.lease}\0{worker.slot}\0{worker.worker_epoch}\0{worker.from_offset}"
     text = f"{place}\0{worker.phase}\0{worker.lease_ttl_ms}\0"
-    # As a map, not as a struct: how long the head of one is depends on how many fields there could be.
+    # Encode a map, not a struct: the header of an encoded struct depends on how many fields the type has.
     return xxh3_64_intdigest(text.encode() + encode(msgspec.to_builtins(worker.spec)))
 
 

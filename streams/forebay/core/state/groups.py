@@ -1,7 +1,7 @@
-"""Where each group lives: a fold over the topic `groups`, for whoever has to name a partition.
+"""Control partition of each group: a fold over the topic `groups`, used to address partitions.
 
-The first placement of a group stands, and the first group of a partition keeps it. So two writers, one of
-which does not know yet that it was replaced, can contradict each other without any reader being misled.
+The first placement of a group wins, and a partition keeps its first group. So if a replaced writer and its successor
+contradict each other, every reader still gets the same result.
 """
 
 from collections import Counter
@@ -10,14 +10,19 @@ from forebay.events.groups import GroupPlaced
 
 
 class Groups:
-    """The partition of each group. `ignored` counts placements without effect, by reason."""
+    """Partition of each group.
+
+    Attributes:
+        partitions: control partition by group.
+        ignored: number of placements without effect, by reason.
+    """
 
     def __init__(self) -> None:
         self.partitions: dict[str, int] = {}
         self.ignored: Counter[str] = Counter()
 
     def apply(self, event: GroupPlaced) -> None:
-        """Fold the next placement."""
+        """Apply the next placement."""
         if event.group in self.partitions:
             if self.partitions[event.group] != event.partition:
                 self.ignored["placed_elsewhere"] += 1
@@ -27,10 +32,10 @@ class Groups:
             self.partitions[event.group] = event.partition
 
     def group_in(self, partition: int) -> str | None:
-        """The group that lives in a partition; None for none."""
+        """Return the group in a partition, or None."""
         return next((group for group, taken in self.partitions.items() if taken == partition), None)
 
     def lowest_free(self, partitions: int) -> int | None:
-        """The lowest partition below `partitions` that no group has; None when there is none."""
+        """Return the lowest partition below `partitions` without a group, or None if all are taken."""
         taken = set(self.partitions.values())
         return next((number for number in range(partitions) if number not in taken), None)

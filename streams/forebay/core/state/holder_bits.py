@@ -1,8 +1,8 @@
-"""Which holder each bit of a mask stands for.
+"""Assignment of mask bits to holders.
 
-Theory of operation. Letting go of all that a holder has takes constant time: its bit is retired, which leaves
-it in the masks but in no question. When enough bits are retired, a sweep takes them out of the masks, a bounded
-piece with each change, and only then they are given out again.
+Removing everything a holder has takes constant time, because only its bit is retired. A retired bit stays in the masks
+but is no longer queried. When enough bits are retired, a sweep clears them from the masks. Each change does a bounded
+part of the sweep. After the sweep the bits can be assigned again.
 """
 
 from collections.abc import Sequence
@@ -12,20 +12,20 @@ from forebay.core.state.block_sets import BlockSets
 
 HolderKey = tuple[str, int]
 
-RETIRED_BITS_MAX = 64  # a sweep goes through every run, so it must be rare; the masks grow by what is retired
-SWEEP_STEPS = 256  # of one change: tens of microseconds, and a sweep of 10**6 blocks ends within thousands of changes
-REMEMBERED_KEYS_MAX = 65_536  # a few megabytes; the masks of what is popular now are far fewer
+RETIRED_BITS_MAX = 64  # a sweep visits every run, so it must be rare; masks grow by the number of retired bits
+SWEEP_STEPS = 256  # per change: tens of microseconds; a sweep of 10**6 blocks ends within thousands of changes
+REMEMBERED_KEYS_MAX = 65_536  # a few megabytes; the masks in current use need far fewer
 DIGIT_VALUES = bytes.maketrans(b"01", b"\0\1")
 
 
 class HolderBits:
-    """Bits of the holders of some `BlockSets`, which they are asked with. `live`: all bits that are given out."""
+    """Bits of the holders of some `BlockSets`. `live` is the mask of all assigned bits."""
 
     __slots__ = ("_keys", "_remembered", "_remembered_keys", "_retired", "_sets", "live", "sweeping")
 
     def __init__(self, sets: Sequence[BlockSets]) -> None:
         self._sets = sets
-        self._keys: list[HolderKey] = []  # by bit, lowest first; what a retired bit was stays until it is taken
+        self._keys: list[HolderKey] = []  # by bit, lowest first; a retired bit keeps its key until it is reassigned
         self._retired = 0
         self._remembered: dict[int, dict[HolderKey, None]] = {}
         self._remembered_keys = 0
@@ -33,7 +33,7 @@ class HolderBits:
         self.sweeping = 0
 
     def take(self, key: HolderKey) -> int:
-        """A bit that nobody has."""
+        """Assign a free bit to a holder."""
         taken = self.live | self._retired
         bit = ~taken & (taken + 1)
         at = bit.bit_length() - 1
@@ -44,7 +44,7 @@ class HolderBits:
         return bit
 
     def retire(self, bit: int) -> None:
-        """The holder has nothing any more, and another bit or none."""
+        """Retire a bit, because its holder is gone or its cache was cleared."""
         for sets in self._sets:
             sets.retire(bit)
         self.live ^= bit
@@ -55,7 +55,7 @@ class HolderBits:
                 sets.begin_sweep()
 
     def sweep(self) -> None:
-        """A bounded piece of a sweep that is on (`sweeping`)."""
+        """Continue the current sweep by a bounded number of steps."""
         steps = SWEEP_STEPS
         for sets in self._sets:
             steps = sets.sweep(self.sweeping, steps)
@@ -65,11 +65,11 @@ class HolderBits:
         self.sweeping = 0
 
     def key_of(self, bit: int) -> HolderKey:
-        """The holder of one bit."""
+        """Return the holder of one bit."""
         return self._keys[bit.bit_length() - 1]
 
     def keys_of(self, mask: int) -> dict[HolderKey, None]:
-        """The holders of a mask's bits, lowest first. Not to be changed: popular masks are remembered."""
+        """Return the holders of a mask's bits, lowest first. Do not change the result: frequent masks are cached."""
         keys = self._remembered.get(mask)
         if keys is None:
             digits = f"{mask:b}"[::-1]

@@ -1,8 +1,7 @@
-"""What the digest of a prefix index would be after a snapshot is restored, without building the index.
+"""Compute the digest that a prefix index would have after a snapshot is restored, without building the index.
 
-A digest knows of each holder and tier how many blocks there are, and their sum. So a set for one of them at a time is
-enough to check a snapshot: an order of magnitude quicker than the index, and next to nothing is held in memory beside
-the chunks.
+The digest contains the block count and the block sum of each holder and tier. One set at a time is enough to compute
+them, which is ten times faster than the index and needs little memory beside the chunks.
 """
 
 from typing import assert_never
@@ -15,7 +14,7 @@ from forebay.events.snapshots import IndexBlocks, IndexChanges, IndexCursor
 
 
 class IndexTally:
-    """Takes the chunks that `PrefixIndex.restore` takes, in the same order, and has the digest it would have."""
+    """Collector of index chunks, in the order of `PrefixIndex.restore`, that computes the digest of the index."""
 
     def __init__(self) -> None:
         self._cursors: dict[HolderKey, IndexCursor] = {}
@@ -23,7 +22,7 @@ class IndexTally:
         self._changes: dict[HolderKey, list[AnyKvEvent]] = {}
 
     def restore(self, chunk: IndexCursor | IndexBlocks | IndexChanges) -> None:
-        """Take in one chunk: first all cursors, then the blocks, then the changes in order."""
+        """Add one chunk: first all cursors, then blocks, then changes in order."""
         match chunk:
             case IndexCursor():
                 self._cursors[chunk.worker_id, chunk.rank] = chunk
@@ -38,7 +37,7 @@ class IndexTally:
                 assert_never(chunk)
 
     def digest(self) -> int:
-        """As `PrefixIndex.digest`."""
+        """Return the digest `PrefixIndex.digest` would return."""
         return index_digest(
             holder_text(
                 key,

@@ -1,8 +1,8 @@
-"""A prefix index written down while it goes on changing: no call takes long, and the sum of it is exact.
+"""Write a prefix index to a snapshot while it keeps changing. No call takes long, and the result is exact.
 
-Theory of operation. A walk goes through the blocks, a bounded piece at a time. Every KV event that is applied
-meanwhile is kept. Whoever takes in what the walk saw and then the kept events, in order, has the state at the
-end: a block that no event touched is as the walk saw it, and for the others the last event decides.
+A scan visits all blocks, a bounded number per call. Every KV event that is applied meanwhile is recorded. To restore,
+apply what the scan saw and then the recorded events, in order. The result is the state at the end of the scan: a block
+without an event is as the scan saw it, and for all others the last event decides.
 """
 
 from collections import deque
@@ -16,15 +16,15 @@ from forebay.events.base import U64_BYTES, pack_u64
 from forebay.events.kv import AnyKvEvent, CacheCleared, Tier
 from forebay.events.snapshots import IndexBlocks, IndexChanges
 
-WALK_CHUNK_HASHES = 16_384  # 128 KiB: a chunk is copied, encoded and written in one go
-PIECE_BYTES = WALK_CHUNK_HASHES * U64_BYTES  # of one event in `IndexChanges`; larger ones are cut
-EVENT_BYTES = 256  # more than an event takes besides its hashes and the name of its worker
+WALK_CHUNK_HASHES = 16_384  # 128 KiB: a chunk is copied, encoded and written in one call
+PIECE_BYTES = WALK_CHUNK_HASHES * U64_BYTES  # of one event in `IndexChanges`; larger events are split
+EVENT_BYTES = 256  # upper bound of an event's size beside its hashes and its worker id
 REMEMBERED_MASKS_MAX = 1_024  # more than there are holders; a few megabytes at most
-NAME_BYTES = 4  # of one character at most
+NAME_BYTES = 4  # maximum per character in UTF-8
 
 
 class HolderEpoch(NamedTuple):
-    """One admission of a rank."""
+    """Rank of a worker in one worker epoch."""
 
     worker_id: str
     worker_epoch: int
@@ -38,7 +38,7 @@ class _Chunk(NamedTuple):
 
 
 class Walk:
-    """One walk through all blocks of an index."""
+    """Scan over all blocks of an index."""
 
     def __init__(
         self, tiers: Mapping[Tier, BlockSets], live: Callable[[], int], holder_of: Callable[[int], HolderEpoch]
@@ -53,11 +53,14 @@ class Walk:
 
     @property
     def done(self) -> bool:
-        """All blocks were seen, and their chunks returned."""
+        """Whether all blocks were visited and their chunks returned."""
         return not (self._ahead or self._open or self._full)
 
     def advance(self, blocks_max: int) -> list[IndexBlocks]:
-        """Go on for about `blocks_max` blocks (of one holder), seen or returned; the chunks that got full."""
+        """Continue for about `blocks_max` (block, holder) pairs, visited or returned.
+
+        Return the chunks that are complete.
+        """
         chunks: list[IndexBlocks] = []
         left = blocks_max
         while left > 0:
@@ -82,13 +85,13 @@ class Walk:
         return chunks
 
     def forget(self, bit: int) -> None:
-        """The bit is retired: it may come to stand for another holder, and what it had is of no use."""
+        """Drop what was collected for a retired bit: the bit may be assigned to another holder."""
         number = bit.bit_length() - 1
         for tier in self._tiers:
             self._open.pop((tier, number), None)
 
     def _see(self, tier: Tier, sets: BlockSets, cursor: Cursor) -> int:
-        """Take down one run for all its holders; what it cost, in blocks."""
+        """Add one run to the chunks of all its holders; return the cost in blocks."""
         run = sets.next_run(cursor)
         if run is None:
             sets.release(cursor)
@@ -109,7 +112,7 @@ class Walk:
         return cost
 
     def _numbers_of(self, mask: int) -> list[int]:
-        """Which bits a mask has; the same few masks come again and again."""
+        """Return the numbers of a mask's bits; results are cached because the same few masks recur."""
         numbers = self._numbers.get(mask)
         if numbers is None:
             if len(self._numbers) == REMEMBERED_MASKS_MAX:
@@ -123,7 +126,7 @@ class Walk:
 
 
 class Changes:
-    """KV events that were applied while a walk was on, in chunks."""
+    """KV events that were applied during a scan, in chunks."""
 
     def __init__(self) -> None:
         self._chunks: list[IndexChanges] = []
@@ -131,7 +134,7 @@ class Changes:
         self._bytes = 0
 
     def add(self, event: AnyKvEvent) -> None:
-        """Keep one event: what the index needs of it."""
+        """Record one event, without the fields that the index does not need."""
         for piece in _pieces(event):
             if not isinstance(piece, CacheCleared):
                 self._bytes += len(piece.sequence_hashes)
@@ -141,7 +144,7 @@ class Changes:
                 self._close()
 
     def chunks(self) -> list[IndexChanges]:
-        """All of them; nothing can be added any more."""
+        """Return all chunks; no event can be added afterwards."""
         if self._events:
             self._close()
         return self._chunks
@@ -153,7 +156,7 @@ class Changes:
 
 
 def _pieces(event: AnyKvEvent) -> Iterator[AnyKvEvent]:
-    """An event without the engine's own hashes, cut to what fits into a chunk."""
+    """Yield an event without the engine's own hashes, split into pieces that fit into a chunk."""
     if isinstance(event, CacheCleared) or (not event.engine_hashes and len(event.sequence_hashes) <= PIECE_BYTES):
         yield event
         return

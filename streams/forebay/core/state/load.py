@@ -1,13 +1,14 @@
-"""What each worker rank has to do: the load that routed requests put on it, and what it reports itself.
+"""Load of each worker rank: what routed requests put on it, and what it reports itself.
 
-Theory of operation. A routed request is booked at once: its uncached prompt tokens until its first token, its
-blocks and its place until it ends (Dynamo's active sequences). A sequence hash names a whole prefix, so the
-prompts under way are one tree: a node is a stretch of blocks that the same requests hold. It counts its requests
-by rank, so a rank's blocks that several of them share count once. Booking and freeing touch the nodes of one
-path, never single blocks, and the tree depends only on who is booked, not on the order.
+A routed request is booked at once: its uncached prompt tokens until its first token, its blocks and its slot until it
+ends (Dynamo's active sequences). A sequence hash identifies a whole prefix, so the prompts in flight form one tree. A
+node is a sequence of blocks that the same requests hold. Each node counts its requests per rank, so blocks that several
+requests of a rank share count once. Booking and freeing touch the nodes of one path, never single blocks. The tree
+depends only on the set of bookings, not on their order.
 
-A request that has given most of the tokens that it is expected to give will soon be gone: what it alone has on its
-rank then counts for the share that is still to come, in whole units of 1/65536 block, whose sums have no order.
+A request that has generated most of its expected output will end soon. The blocks that it alone holds on its rank count
+only for the share of output still to come. These weights are whole units of 1/65536 block, so their sums do not depend
+on the order of additions.
 """
 
 from array import array
@@ -25,21 +26,27 @@ from forebay.events.base import U64_BYTES, U64_MASK, pack_u64, unpack_u64
 from forebay.events.metrics import LoadReported
 from forebay.events.snapshots import Booking, ComputedTokens, Reported
 
-BLOCK_UNITS = 1 << 16  # finer than any difference that could matter to a cost
-_ONE = 1 << 64  # one request in a node's count; below it stands the sum of the requests' tickets
+BLOCK_UNITS = 1 << 16  # finer than any difference that matters to a cost
+_ONE = 1 << 64  # one request in a node's counter; the bits below hold the sum of the requests' tickets
 
 
 @dataclass(slots=True, eq=False)
 class RankLoad:
-    """What one rank has to do now. Only `Load` writes it; a router may keep it and read it at any time.
+    """Current load of one rank. Only `FleetLoad` writes it; a router may keep the object and read it at any time.
 
     Attributes:
-        block_size: tokens of a KV block.
-        prefill_tokens: prompt tokens that wait for their first token and are not in the rank's cache.
-        active_requests: requests booked.
-        decode_blocks: blocks of requests under way, those that several share counted once.
-        computed_tokens: prompt tokens sent there, ever, that were not in its cache; it began with the fewest of any.
-        reported: what the rank last said of itself.
+        worker_id: id of the worker.
+        rank: data-parallel rank of the worker's engine.
+        block_size: tokens per KV block.
+        prefill_tokens: uncached prompt tokens of requests without a first token.
+        active_requests: booked requests.
+        decode_blocks: blocks of requests in flight; blocks that several requests share count once.
+        computed_tokens: uncached prompt tokens sent to the rank since it joined, plus the lowest total of any rank
+            then.
+        reported: last load report of the rank; None before the first.
+        reported_term: contribution of that report to the digest.
+        units: `decode_blocks` as an exact integer, in units of 1/65536 block.
+        salt: factor that makes the sums of different ranks different.
     """
 
     worker_id: str
@@ -50,13 +57,13 @@ class RankLoad:
     decode_blocks: float = 0.0
     computed_tokens: int = 0
     reported: Reported | None = None
-    reported_term: int = 0  # what that adds to the digest
-    units: int = 0  # `decode_blocks`, exactly
-    salt: int = field(init=False)  # makes the sums of different ranks different
+    reported_term: int = 0
+    units: int = 0
+    salt: int = field(init=False)
 
     @property
     def waiting(self) -> int:
-        """Requests that wait in the rank's engine: as it last reported, but no more than it has now."""
+        """Requests queued in the rank's engine by its last report, at most as many as are booked now."""
         return 0 if self.reported is None else min(self.reported.waiting, self.active_requests)
 
     def __post_init__(self) -> None:
@@ -65,10 +72,10 @@ class RankLoad:
 
 @dataclass(slots=True, eq=False)
 class _Node:
-    """Blocks that follow each other and are held by the same requests.
+    """Consecutive blocks that the same requests hold.
 
-    `references` says by rank how many requests those are, with the sum of their tickets: of a single one the
-    ticket itself.
+    `references` counts these requests per rank, and adds the sum of their tickets. A count of one therefore identifies
+    the request.
     """
 
     blocks: "array[int]"
@@ -80,14 +87,17 @@ class _Node:
 
 @dataclass(slots=True, eq=False)
 class _Booked:
-    """A request on a rank. `own` blocks are those that no other request of the rank has, `weight` is in units."""
+    """Booking of one request on a rank.
+
+    `own` is the number of blocks that no other request of the rank holds, `weight` their weight in 1/65536.
+    """
 
     request_id: str
     key: HolderKey
     rank: RankLoad
     ticket: int
     prefill_tokens: int
-    packed: bytes  # its blocks, as a snapshot takes them
+    packed: bytes  # its blocks, packed for snapshots
     prompt_tokens: int
     reuse: bool
     expected_output_tokens: int
@@ -95,13 +105,13 @@ class _Booked:
     output_tokens: int = 0
     own: int = 0
     weight: int = BLOCK_UNITS
-    term: int = 0  # what it adds to the digest now
+    term: int = 0  # its current contribution to the digest
 
 
 class Load:
-    """Booked and reported load of every admitted rank.
+    """Booked and reported load of every rank in the fleet.
 
-    Every booking ends with its request, which ends at its deadline at the latest: nothing expires by itself.
+    A booking ends with its request, at the request's deadline at the latest. Bookings have no expiry of their own.
     """
 
     def __init__(self) -> None:
@@ -113,10 +123,10 @@ class Load:
         self._sum = 0
 
     def add_rank(self, worker_id: str, rank: int, block_size: int) -> RankLoad:
-        """Admit a rank with nothing to do; `block_size` in tokens."""
+        """Add an idle rank; `block_size` is in tokens."""
         key = (worker_id, rank)
         assert key not in self._ranks
-        # A newcomer that began with none would be the choice of every tie until it had caught up with years.
+        # Starting at zero, a new rank would win every tie until its total caught up with the others.
         fewest = min((other.computed_tokens for other in self._ranks.values()), default=0)
         load = RankLoad(worker_id, rank, block_size)
         self._compute(load, fewest)
@@ -124,7 +134,7 @@ class Load:
         return load
 
     def drop_rank(self, worker_id: str, rank: int) -> None:
-        """A rank is gone; its requests must have been freed before."""
+        """Remove a rank whose requests were freed before."""
         gone = self._ranks[worker_id, rank]
         assert not gone.active_requests, "free the requests of a rank first"
         del self._ranks[worker_id, rank]
@@ -132,11 +142,11 @@ class Load:
         self._compute(gone, -gone.computed_tokens)
 
     def rank_load(self, worker_id: str, rank: int) -> RankLoad:
-        """The load of a rank. Raises KeyError for an unknown one."""
+        """Return the load of a rank. Raises KeyError for an unknown rank."""
         return self._ranks[worker_id, rank]
 
     def ranks(self) -> list[RankLoad]:
-        """The load of every rank, in order of (worker id, rank)."""
+        """Return the load of every rank, in order of (worker id, rank)."""
         return list(self._ranks.values())
 
     def book(
@@ -150,17 +160,17 @@ class Load:
         reuse: bool = True,
         expected_output_tokens: int = 0,
     ) -> None:
-        """Put a routed request on a rank.
+        """Book a routed request on a rank.
 
         Args:
-            request_id: has no booking yet.
-            key: worker id and rank, admitted before.
-            prefill_tokens: the prompt tokens that are not in the rank's cache.
-            blocks: the prompt's sequence hashes from the first on; none where active blocks are no load.
-            prompt_tokens: the length of the prompt, for the blocks that output takes after it.
-            reuse: whether requests of the rank share blocks; otherwise they all count, and `active_depths` does
-                not find them.
-            expected_output_tokens: the length of the answer, 0 for unknown.
+            request_id: id of a request without a booking.
+            key: worker id and rank, which was added before.
+            prefill_tokens: prompt tokens that are not in the rank's cache.
+            blocks: sequence hashes of the prompt from the first on; empty if active blocks are not tracked.
+            prompt_tokens: length of the prompt, to compute the blocks that output takes.
+            reuse: whether requests of the rank share blocks. Otherwise every block counts, and `active_depths` does not
+                find the blocks.
+            expected_output_tokens: expected length of the response; 0 if unknown.
         """
         assert request_id not in self._booked, "a request has one booking"
         rank = self._ranks[key]
@@ -190,18 +200,18 @@ class Load:
         self._sum_up(booked)
 
     def prefill_done(self, request_id: str) -> None:
-        """The first token is out: the prompt is no load any more."""
+        """Remove the prompt from the load of its rank, because the first token was generated."""
         booked = self._booked[request_id]
         booked.rank.prefill_tokens -= booked.prefill_tokens
         booked.prefill_tokens = 0
         self._sum_up(booked)
 
     def grow(self, request_id: str, output_tokens: int) -> None:
-        """The answer has `output_tokens` by now; a number that is not higher than the last changes nothing.
+        """Set how many output tokens a request has; a number that is not higher than the last one has no effect.
 
-        They take ceil((prompt + output) / block size) - ceil(prompt / block size) blocks, which no other shares.
-        Whatever the request alone has on its rank counts max(0, 1 - output / expected tokens) from now on, where
-        an expectation was given. Source: Dynamo's sequence tracking (output blocks, fractional blocks).
+        Output takes ceil((prompt + output) / block size) - ceil(prompt / block size) blocks that no other request
+        shares. If the request has an expected length, all blocks that it alone holds on its rank are weighted by max(0,
+        1 - output / expected). Source: Dynamo's sequence tracking (output blocks, fractional blocks).
         """
         booked = self._booked[request_id]
         if output_tokens <= booked.output_tokens:
@@ -217,7 +227,7 @@ class Load:
         self._sum_up(booked)
 
     def free(self, request_id: str) -> None:
-        """The request ended or left its rank."""
+        """Remove the booking of a request that ended or left its rank."""
         booked = self._booked.pop(request_id)
         self._sum -= booked.term
         rank = booked.rank
@@ -228,7 +238,7 @@ class Load:
         del self._tickets[booked.ticket]
 
     def report(self, event: LoadReported) -> None:
-        """The newest report of a rank replaces the one before. Unknown ranks are left out by the world."""
+        """Replace the load report of a rank by a newer one. The caller filters out unknown ranks."""
         self._take_report(
             Reported(
                 worker_id=event.worker_id,
@@ -241,9 +251,9 @@ class Load:
         )
 
     def active_depths(self, query: Sequence[int]) -> dict[HolderKey, int]:
-        """How many leading blocks of `query` requests of each rank hold; ranks that hold none are left out.
+        """Return how many leading blocks of `query` the requests of each rank hold; ranks without any are omitted.
 
-        Arrays ("Q") are the fastest queries.
+        Arrays of type "Q" are the fastest input.
         """
         wanted = packed(query)
         depths: dict[HolderKey, int] = {}
@@ -263,11 +273,11 @@ class Load:
         return depths
 
     def digest(self) -> int:
-        """64 bits over all bookings and reports."""
+        """Return a 64-bit digest over all bookings and reports."""
         return self._sum & U64_MASK
 
     def snapshot(self) -> Iterator[Booking | ComputedTokens | Reported]:
-        """Reports by rank, bookings in the order in which they were made, then the sums that these add to."""
+        """Yield reports by rank, bookings in the order in which they were made, then computed tokens by rank."""
         for rank in self._ranks.values():
             if rank.reported is not None:
                 yield rank.reported
@@ -288,7 +298,7 @@ class Load:
             yield ComputedTokens(worker_id=rank.worker_id, rank=rank.rank, tokens=rank.computed_tokens)
 
     def restore(self, chunk: Booking | ComputedTokens | Reported) -> None:
-        """Take in one chunk of a snapshot; the ranks were admitted before."""
+        """Apply one chunk of a snapshot; its ranks were added before."""
         match chunk:
             case Booking():
                 self.book(
@@ -320,13 +330,13 @@ class Load:
         rank.reported, rank.reported_term = reported, term
 
     def _sum_up(self, booked: _Booked) -> None:
-        """The booking is another than before."""
+        """Update the digest for a booking that changed."""
         term = _booking_term(booked)
         self._sum += term - booked.term
         booked.term = term
 
     def _hold(self, booked: _Booked, blocks: "array[int]") -> None:
-        """Add a request to the nodes of its prompt, cutting the one that it leaves midway."""
+        """Add a request to the nodes of its prompt, splitting the node that it matches partly."""
         node, at = self._root, 0
         while at < len(blocks):
             child = node.children.get(blocks[at])
@@ -348,7 +358,7 @@ class Load:
         if not count_before:
             booked.own += size
         elif count_before < 2 * _ONE:
-            # Its only request so far shares it from now on: it counts in full.
+            # The only request of the node shares it now, so its blocks count in full.
             owner = self._tickets[count_before - _ONE]
             owner.own -= size
             _weigh(booked.rank, size * (BLOCK_UNITS - owner.weight))
@@ -368,7 +378,7 @@ class Load:
             _weigh(booked.rank, len(node.blocks) * (owner.weight - BLOCK_UNITS))
 
     def _release(self, booked: _Booked) -> None:
-        """Take a request out of the nodes of its prompt, joining those that only it kept apart."""
+        """Remove a request from the nodes of its prompt, joining nodes that only it kept separate."""
         node = booked.leaf
         while node.parent is not None:
             parent = node.parent
@@ -381,7 +391,7 @@ class Load:
 
 
 def _common(edge: "array[int]", query: "array[int]", at: int) -> int:
-    """How many blocks of `edge` the query has from `at` on."""
+    """Return how many blocks of `edge` the query has from `at` on."""
     part = query[at : at + len(edge)]
     if part == edge:
         return len(edge)
@@ -389,7 +399,7 @@ def _common(edge: "array[int]", query: "array[int]", at: int) -> int:
 
 
 def _split(node: _Node, size: int) -> _Node:
-    """Cut a node after `size` blocks; returns the upper part."""
+    """Split a node after `size` blocks; return the upper part."""
     upper = _Node(node.blocks[:size], node.parent, references=dict(node.references), requests=node.requests)
     assert node.parent is not None
     node.parent.children[upper.blocks[0]] = upper
@@ -400,11 +410,11 @@ def _split(node: _Node, size: int) -> _Node:
 
 
 def _join(node: _Node) -> None:
-    """Make a node one with its only child if the same requests hold both."""
+    """Merge a node with its only child if the same requests hold both."""
     (child,) = node.children.values()
     if child.requests < node.requests:
         return
-    # The child stays, since requests that end there point to it; none ends at `node`.
+    # Keep the child object: requests that end at the child refer to it, and no request ends at `node`.
     assert node.parent is not None
     child.blocks = node.blocks + child.blocks
     child.parent = node.parent

@@ -1,8 +1,9 @@
-"""What was routed is taken for cached, until a due time: for workers that tell nothing, or have not told yet.
+"""Assumed cache contents: a routed prompt counts as cached until its due time.
 
-Theory of operation. What one prompt adds is a batch: blocks of one holder with one due time, in the order of the
-prompt. Every (holder, block) is in one batch, the one with the latest due time. A later prompt with the same first
-blocks takes them over, so what an earlier batch loses are its first blocks. Batches wait in a heap by due time.
+Used for workers without KV events, and for the time until KV events arrive. The blocks that one prompt adds are a
+batch: blocks of one holder with one due time, in prompt order. Every (holder, block) pair is in one batch, the one with
+the latest due time. A later prompt with the same first blocks moves them to its own batch, so a batch loses blocks from
+its start. Batches are ordered by due time in a heap.
 """
 
 from array import array
@@ -17,11 +18,11 @@ from forebay.core.state.holder_bits import HolderBits, HolderKey
 from forebay.events.base import U64_MASK, array_u64, pack_u64
 from forebay.events.snapshots import CHUNK_HASHES_MAX, RoutedBlocks
 
-EMPTY_BATCHES_MAX = 4_096  # they wait in the heap for their time; beyond this, and as many as the others, they go
+EMPTY_BATCHES_MAX = 4_096  # empty batches may stay in the heap; it is compacted when they exceed this and the others
 
 
 class _Holder:
-    """`bit` is 0 when the holder is gone."""
+    """Holder of assumed blocks; `bit` is 0 once the holder is removed."""
 
     __slots__ = ("batches", "bit", "key", "live", "sum")
 
@@ -29,7 +30,7 @@ class _Holder:
         self.key = key
         self.bit = bit
         self.batches: dict[int, _Batch] = {}  # by block
-        self.live = 0  # batches with blocks
+        self.live = 0  # batches that have blocks
         self.sum = 0
 
 
@@ -45,15 +46,15 @@ class _Batch:
 
 
 class RoutedIndex:
-    """Blocks taken for cached at each holder. Its length counts (holder, block) pairs."""
+    """Blocks assumed to be cached per holder. Its length is the number of (holder, block) pairs."""
 
     def __init__(self) -> None:
         self._sets = BlockSets()
         self._bits = HolderBits([self._sets])
         self._holders: dict[HolderKey, _Holder] = {}
         self._heap: list[tuple[int, int, _Batch]] = []
-        self._number = 0  # of batches ever: who came first is due first at one time
-        self._live = 0  # batches with blocks
+        self._number = 0  # of batches ever; orders batches with equal due times
+        self._live = 0  # batches that have blocks
         self._pairs = 0
         self._sum = 0
 
@@ -61,13 +62,13 @@ class RoutedIndex:
         return self._pairs
 
     def add_holder(self, worker_id: str, rank: int) -> None:
-        """Admit a rank to which nothing was routed, in place of any before."""
+        """Add a rank without assumed blocks, replacing an earlier one of the same name."""
         self.drop_holder(worker_id, rank)
         key = worker_id, rank
         self._holders[key] = _Holder(key, self._bits.take(key))
 
     def drop_holder(self, worker_id: str, rank: int) -> None:
-        """A rank is gone, and what was routed there with it. Unknown ranks are none to drop."""
+        """Remove a rank and its assumed blocks. Unknown ranks are ignored."""
         holder = self._holders.pop((worker_id, rank), None)
         if holder is None:
             return
@@ -80,11 +81,14 @@ class RoutedIndex:
         self._tidy()
 
     def add(self, worker_id: str, rank: int, blocks: Sequence[int], due_us: int, blocks_max: int) -> None:
-        """A prompt was routed to a rank: its blocks count as cached there until `due_us`, or longer if they did so.
+        """Assume that the blocks of a routed prompt are cached at a rank until `due_us`, or later if they already were.
 
-        Beyond `blocks_max` (holder, block) pairs those due soonest go, of one prompt the last blocks first: as many as
-        are too many and no more, for nobody should wait while room is made in advance. Raises KeyError for an unknown
-        rank.
+        If there are more than `blocks_max` (holder, block) pairs, exactly the excess is removed. Blocks with the
+        earliest due time are removed first, and the last blocks of a prompt before its first. Nothing is removed in
+        advance, because that would delay a request.
+
+        Raises:
+            KeyError: the rank is unknown.
         """
         self._add(self._holders[worker_id, rank], blocks, due_us)
         while self._pairs > blocks_max:
@@ -95,7 +99,7 @@ class RoutedIndex:
                 heappop(self._heap)
 
     def expire(self, now_us: int) -> None:
-        """What is due by now is not taken for cached any more. Costs next to nothing when that is nothing."""
+        """Remove blocks that are due at `now_us`. Cheap if there are none."""
         heap = self._heap
         while heap and heap[0][0] <= now_us:
             batch = heappop(heap)[2]
@@ -105,9 +109,9 @@ class RoutedIndex:
             self._bits.sweep()
 
     def depths(self, query: Sequence[int]) -> dict[HolderKey, int]:
-        """How many of a prompt's first blocks count as cached at each holder; holders with none are left out.
+        """Return how many leading blocks of a prompt are assumed to be cached per holder.
 
-        Arrays ("Q") are the fastest queries.
+        Holders without any are omitted. Arrays of type "Q" are the fastest input.
         """
         found: dict[HolderKey, int] = {}
         for depth, mask in self._sets.drops(query, self._bits.live):
@@ -116,19 +120,19 @@ class RoutedIndex:
         return found
 
     def blocks_held(self, worker_id: str, rank: int) -> int:
-        """How many blocks count as cached at a rank. Raises KeyError for an unknown one."""
+        """Return how many blocks are assumed to be cached at a rank. Raises KeyError for an unknown rank."""
         return len(self._holders[worker_id, rank].batches)
 
     def digest(self) -> int:
-        """64 bits over every (holder, block) and its due time."""
+        """Return a 64-bit digest over every (holder, block) pair and its due time."""
         return (self._sum + self._pairs) & U64_MASK
 
     def snapshot(self, predicted: bool) -> Iterator[RoutedBlocks]:
-        """All blocks, those due soonest first. Nothing may change meanwhile."""
+        """Yield all blocks, earliest due time first. The index must not change meanwhile."""
         for due_us, _, batch in sorted(self._heap):
             if batch.holder.bit:
                 worker_id, rank = batch.holder.key
-                # The last blocks go first when some must go, so they come first.
+                # Yield the last blocks of a prompt first, because they are evicted first.
                 for start in reversed(range(0, len(batch.blocks), CHUNK_HASHES_MAX)):
                     yield RoutedBlocks(
                         worker_id=worker_id,
@@ -139,7 +143,7 @@ class RoutedIndex:
                     )
 
     def restore(self, chunk: RoutedBlocks) -> None:
-        """Take in one chunk of a snapshot, in the order of `snapshot`. Raises KeyError for an unknown rank."""
+        """Apply one chunk of a snapshot, in the order of `snapshot`. Raises KeyError for an unknown rank."""
         self._add(self._holders[chunk.worker_id, chunk.rank], array_u64(chunk.sequence_hashes), chunk.due_us)
 
     def _add(self, holder: _Holder, blocks: Sequence[int], due_us: int) -> None:
@@ -174,7 +178,7 @@ class RoutedIndex:
         self._tidy()
 
     def _leave(self, batch: _Batch, members: "array[int]") -> None:
-        """Blocks that are the batch's go into another one."""
+        """Remove blocks from a batch that move to another one."""
         count = len(members)
         if batch.blocks[:count] == members:
             del batch.blocks[:count]
@@ -184,7 +188,7 @@ class RoutedIndex:
         self._count(batch, -sum(members))
 
     def _remove(self, batch: _Batch, start: int) -> None:
-        """Blocks of a batch, from `start` on, do not count as cached any more."""
+        """Remove the blocks of a batch from `start` on."""
         gone = batch.blocks[start:]
         del batch.blocks[start:]
         batches = batch.holder.batches
@@ -195,7 +199,7 @@ class RoutedIndex:
         self._count(batch, -sum(gone))
 
     def _count(self, batch: _Batch, blocks_sum: int) -> None:
-        """Blocks with this sum came into a batch or, if it is negative, left it."""
+        """Update the sums of a batch for blocks with the sum `blocks_sum`, negative if they were removed."""
         term = batch.factor * blocks_sum & U64_MASK
         self._sum = (self._sum + term) & U64_MASK
         batch.holder.sum = (batch.holder.sum + term) & U64_MASK

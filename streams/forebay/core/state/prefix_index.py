@@ -1,9 +1,9 @@
-"""Which worker ranks hold which prompt prefixes, by tier: a fold over the topic `kv-events`.
+"""Prefix index: which worker ranks cache which prompt prefixes, per tier. A fold over the topic `kv-events`.
 
-Theory of operation. Every admitted (worker, rank) is a holder with a bit. Clearing or losing a holder
-retires its bit at once and in constant time. Each holder's events carry a dense sequence number: lower ones
-are redeliveries and change nothing; a missing one means that the cache is not known any more, and its worker
-is asked to say it anew: it answers with `CacheCleared` and what it has.
+Every (worker, rank) in the fleet is a holder with a bit. Clearing or losing a holder retires its bit in constant time.
+The events of each holder have consecutive sequence numbers. Lower numbers are redeliveries and have no effect. A
+missing number means that the content of the cache is no longer known. The worker is then asked to re-announce its
+cache: it sends `CacheCleared` and the blocks it has.
 """
 
 from collections import Counter
@@ -24,7 +24,7 @@ TIERS: tuple[Tier, ...] = get_args(Tier)
 
 
 class Overlap(NamedTuple):
-    """Blocks of a query found at one holder: a prefix on the device, then on the host, then on disk."""
+    """Blocks of a query that one holder has: a prefix on the device, then on the host, then on disk."""
 
     device: int = 0
     host: int = 0
@@ -36,7 +36,7 @@ APPLIED: dict[type[KvEvent], str] = {BlocksStored: "stored", BlocksRemoved: "rem
 
 
 class Gap(NamedTuple):
-    """KV events of a rank are missing: `expected_seq` was next, `found_seq` came."""
+    """Missing KV events of a rank: `expected_seq` was next, `found_seq` arrived."""
 
     worker_id: str
     worker_epoch: int
@@ -54,26 +54,31 @@ class _Holder:
 
 
 class PrefixIndex:
-    """The index. `applied` events by kind, and `counts` of what was odd, are diagnostics and no part of the state."""
+    """Prefix index over all holders.
+
+    Attributes:
+        applied: number of applied events by kind; for diagnostics, not part of the state.
+        counts: number of anomalies by kind; for diagnostics, not part of the state.
+    """
 
     def __init__(self) -> None:
         self.applied: Counter[str] = Counter()
         self.counts: Counter[str] = Counter()
         self._holders: dict[HolderKey, _Holder] = {}
-        self._ranks: Counter[str] = Counter()  # of each worker
+        self._ranks: Counter[str] = Counter()  # number of ranks by worker
         self._tiers: dict[Tier, BlockSets] = {tier: BlockSets() for tier in TIERS}
         self._bits = HolderBits(list(self._tiers.values()))
         self._walk: Walk | None = None
         self._changes: Changes | None = None
 
     def add_holder(self, worker_id: str, rank: int, worker_epoch: int) -> None:
-        """Admit a rank with an empty cache, in place of any earlier epoch of it. No epoch comes twice."""
+        """Add a rank with an empty cache, replacing an earlier epoch of it. An epoch must not be added twice."""
         self.drop_holder(worker_id, rank)
         self._holders[worker_id, rank] = _Holder(self._bits.take((worker_id, rank)), worker_epoch)
         self._ranks[worker_id] += 1
 
     def drop_holder(self, worker_id: str, rank: int) -> None:
-        """A rank is gone, and all it held with it. Unknown ranks are none to drop."""
+        """Remove a rank and all its blocks. Unknown ranks are ignored."""
         holder = self._holders.pop((worker_id, rank), None)
         if holder is not None:
             self._ranks[worker_id] -= 1
@@ -82,14 +87,18 @@ class PrefixIndex:
             self._retire(holder)
 
     def is_news(self, event: AnyKvEvent) -> bool:
-        """Whether the event is of an admitted rank, in its epoch, and was not applied before."""
+        """Return whether the event is from a known rank in its current epoch and was not applied before."""
         holder = self._holders.get((event.worker_id, event.rank))
         return holder is not None and event.worker_epoch == holder.worker_epoch and event.seq > holder.last_seq
 
     def apply(self, event: AnyKvEvent) -> Gap | None:
-        """Fold one event. Redelivered, foreign and outdated ones are counted and change nothing.
+        """Apply one event.
 
-        Returns the gap before it, if that is news: from then on the holder waits for its worker to say all anew.
+        Redelivered events and events of unknown ranks or stale epochs are counted and have no effect.
+
+        Returns:
+            The gap before the event, if it is the first one. From then on the holder waits until its worker
+            re-announces its cache.
         """
         holder = self._holders.get((event.worker_id, event.rank))
         if holder is None:
@@ -112,8 +121,8 @@ class PrefixIndex:
             if parent is not None and not (
                 self._tiers[event.tier].has(holder.bit, parent) or self._has(holder.bit, parent)
             ):
-                # Kept all the same: a sequence hash names its whole prefix, so the block counts as soon as
-                # the blocks before it are there.
+                # Store the block nevertheless: a sequence hash identifies its whole prefix, so the block counts as
+                # soon as the blocks before it are stored.
                 self.counts["unknown_parent"] += 1
         if missing := self._fold(holder, event):
             self.counts["unknown_block"] += missing
@@ -122,13 +131,13 @@ class PrefixIndex:
         return self._gap(holder, event, expected) if seq != expected or holder.resync else None
 
     def resyncing(self) -> list[IndexCursor]:
-        """The ranks whose workers were asked to say anew what they have, in order."""
+        """Return the ranks whose workers were asked to re-announce their cache, in order."""
         return [cursor for cursor in self.cursors() if cursor.resync]
 
     def overlaps(self, query: Sequence[int]) -> dict[HolderKey, Overlap]:
-        """What each holder has of a prompt's blocks; holders with nothing are left out.
+        """Return the blocks of a prompt that each holder has; holders without any are omitted.
 
-        Arrays ("Q") are the fastest queries.
+        Arrays of type "Q" are the fastest input.
         """
         device, host, disk = self._tiers.values()
         asked = packed(query)
@@ -144,15 +153,15 @@ class PrefixIndex:
         return found
 
     def blocks_held(self, worker_id: str, rank: int, tier: Tier) -> int:
-        """How many blocks a rank holds in a tier. Raises KeyError for an unknown rank."""
+        """Return how many blocks a rank has in a tier. Raises KeyError for an unknown rank."""
         return self._tiers[tier].counts.get(self._holders[worker_id, rank].bit, 0)
 
     def holders(self) -> list[HolderKey]:
-        """Every admitted rank, in order."""
+        """Return every rank in the index, in order."""
         return sorted(self._holders)
 
     def digest(self) -> int:
-        """64 bits over every holder's epoch, cursor, block counts and block sums."""
+        """Return a 64-bit digest over every holder's epoch, cursor, block counts and block sums."""
         return index_digest(
             holder_text(
                 key,
@@ -165,7 +174,7 @@ class PrefixIndex:
         )
 
     def cursors(self) -> Iterator[IndexCursor]:
-        """Every holder and the last event applied for it, in order."""
+        """Yield the last event applied per holder, in order."""
         for (worker_id, rank), holder in sorted(self._holders.items(), key=_by_key):
             yield IndexCursor(
                 worker_id=worker_id,
@@ -176,14 +185,17 @@ class PrefixIndex:
             )
 
     def begin_walk(self) -> Walk:
-        """Begin to write down all blocks; one walk at a time. From here on applied events are kept for `end_walk`."""
+        """Start a scan of all blocks.
+
+        Only one can be active. Events applied from now on are recorded for `end_scan`.
+        """
         assert self._walk is None, "one walk at a time"
         self._walk = self._new_walk()
         self._changes = Changes()
         return self._walk
 
     def end_walk(self) -> list[IndexChanges]:
-        """The events since `begin_walk`, for after what the walk saw. It must be done."""
+        """End a completed scan, and return the events since `begin_scan`, to be restored after what the scan saw."""
         assert self._walk is not None, "a walk is on"
         assert self._changes is not None, "its changes are kept"
         assert self._walk.done, "it saw everything"
@@ -192,16 +204,16 @@ class PrefixIndex:
         return changes
 
     def snapshot(self) -> Iterator[IndexCursor | IndexBlocks]:
-        """All at once: a cursor for each holder, then the blocks, to the last. Nothing may be applied meanwhile."""
+        """Yield a cursor per holder, then all blocks. No event may be applied meanwhile."""
         yield from self.cursors()
         walk = self._new_walk()
         while not walk.done:
             yield from walk.advance(1)
 
     def restore(self, chunk: IndexCursor | IndexBlocks | IndexChanges) -> None:
-        """Take in one chunk of a snapshot: first all cursors, then the blocks, then the changes in order.
+        """Apply one chunk of a snapshot: first all cursors, then blocks, then changes in order.
 
-        Blocks and changes of holders without a cursor, or with one of another epoch, are left out.
+        Blocks and changes of holders without a cursor, or with a cursor of another epoch, are ignored.
         """
         match chunk:
             case IndexCursor():
@@ -221,7 +233,7 @@ class PrefixIndex:
                 assert_never(chunk)
 
     def _fold(self, holder: _Holder, event: AnyKvEvent) -> int:
-        """Apply an event, whatever its number; how many blocks were to be removed and not there."""
+        """Apply an event regardless of its sequence number; return how many blocks to remove were not there."""
         if isinstance(event, BlocksStored):
             self._tiers[event.tier].add(holder.bit, array_u64(event.sequence_hashes), event.parent_hash)
         elif isinstance(event, BlocksRemoved):
@@ -249,7 +261,7 @@ class PrefixIndex:
         if missed:
             self.counts["gap"] += 1
         if isinstance(event, CacheCleared):
-            holder.resync = False  # whatever was missed: nothing is left of it
+            holder.resync = False  # the cache is empty, so missed events no longer matter
         elif missed and not holder.resync:
             holder.resync = True
             return Gap(event.worker_id, event.worker_epoch, event.rank, expected, event.seq)
@@ -259,9 +271,10 @@ class PrefixIndex:
         return any(sets.has(bit, block) for sets in self._tiers.values())
 
     def _only_on_device(self, drops: list[tuple[int, int]]) -> dict[HolderKey, Overlap]:
-        """Many holders usually share the first blocks, and few of them the rest.
+        """Return the overlaps of holders that have blocks on the device only.
 
-        So all are noted with what they share, and the few again: the many are the same from query to query.
+        Usually many holders share the first blocks, and few have more. So first set all holders to the shared depth,
+        then overwrite the few: the mask of all holders is the same for many queries, so its keys are cached.
         """
         bits = self._bits
         found: dict[HolderKey, Overlap] = {}
@@ -283,12 +296,12 @@ class PrefixIndex:
 
 
 def holder_text(key: HolderKey, worker_epoch: int, last_seq: int, resync: bool, sums: list[tuple[int, int]]) -> str:
-    """What the digest takes of one holder; `sums` are the counts and sums of its blocks, by tier."""
+    """Return the digest input of one holder; `sums` has the count and the sum of its blocks per tier."""
     return f"{key[0]}\0{key[1]}\0{worker_epoch}\0{last_seq}\0{resync}\0{sums}"
 
 
 def index_digest(holders: Iterable[str]) -> int:
-    """64 bits over the texts of all holders, in order."""
+    """Return a 64-bit digest over the texts of all holders, in order."""
     return xxh3_64_intdigest("\n".join(holders).encode())
 
 

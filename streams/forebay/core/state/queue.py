@@ -1,12 +1,13 @@
-"""Requests that wait in the router because every rank that may take them has too much to prefill.
+"""Router queue: requests that wait because every rank that may take them has too much to prefill or no room.
 
-Theory of operation. A pool's queue has one line for each of its classes, in order of priorities and the class's
-policy. Lines take turns by deficit round robin: a turn adds the class's quantum to what the line may spend, a
-request costs its uncached tokens, and a line that is served goes on until it cannot pay for its next request.
-The first of a line may have nowhere to go while others have, but those with the same demands go nowhere either: a
-line offers the first that may go of those that are the first with their demands, and one that offers nothing takes no
-part in the round. Where a request stands follows from who waits, whose turn it is and what lines may spend, never
-from what happened before.
+A pool has one line per queue class, ordered by priorities and the policy of the class. Lines take turns by deficit
+round robin. A turn adds the quantum of the class to the line's deficit counter. A request costs its uncached tokens. A
+line is served until its deficit does not cover its next request.
+
+The first request of a line may have no rank while others have one. Requests with equal routing requirements have the
+same candidates. So a line offers the first dispatchable request among the first ones of each requirement. A line
+without an offer does not take part in the round. The order follows from the queued requests, the turn and the deficits
+alone, never from earlier events.
 
 Source: Dynamo's policy-class queues; Shreedhar and Varghese, "Efficient Fair Queuing Using Deficit Round Robin".
 """
@@ -22,24 +23,25 @@ from forebay.events.base import U64_MASK
 from forebay.events.control import DEFAULT_CLASS, QueueClass, QueueConfig, QueuePolicy
 from forebay.events.snapshots import ClassDeficit, QueueTurns
 
-LOOK_PAST_MAX = 16  # demands of a line that are tried before it waits: each try looks at every rank
+LOOK_PAST_MAX = 16  # requirements per line that are tried before the line waits; each try looks at every rank
 _US = 1_000_000
-# Fractions whose denominators are below 2**63 differ by more than 2**-126: scaled so, whole numbers order them.
+# Fractions with denominators below 2**63 differ by more than 2**-126. Scaled by 2**128, integers keep their order.
 _SCALE_BITS = 128
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A request that waits.
+    """Queued request.
 
     Attributes:
-        offset: of its submission; no two have the same.
-        policy_class: as its client named it, so that it finds its class again when classes change.
-        uncached_tokens: prompt tokens that the best rank has not in its cache, when it came.
-        priority: seconds by which it goes before its time; may be negative.
-        strict_priority: higher ones go first.
-        arrival_us: when it came.
-        demand: what decides where it may go; who has the same may go to the same ranks.
+        request_id: id of the request.
+        offset: offset of its submission, which is unique.
+        policy_class: queue class named by the client; kept because a reconfiguration may add or remove classes.
+        uncached_tokens: prompt tokens that the best rank did not have cached on arrival.
+        priority: seconds by which the request is moved ahead; may be negative.
+        strict_priority: requests with a higher value go first.
+        arrival_us: arrival time on the owner's clock, in microseconds.
+        demand: routing requirements; requests with equal values have the same candidates.
     """
 
     request_id: str
@@ -53,7 +55,7 @@ class Held:
 
     @property
     def cost(self) -> int:
-        """What serving it takes from its line, in tokens."""
+        """Tokens that serving the request takes from the deficit of its line."""
         return max(1, self.uncached_tokens)
 
 
@@ -62,7 +64,7 @@ _Entry = tuple[int, int, int, Held]
 
 @dataclass(slots=True)
 class _Line:
-    """`waiting` holds by demand who waits, in order; `heads` the first of each demand, in order."""
+    """Queued requests of one class. `waiting` has them by requirement, `heads` the first one of each, both in order."""
 
     kind: QueueClass
     policy: QueuePolicy
@@ -93,7 +95,7 @@ class _Line:
             else:
                 del self.waiting[held.demand]
         if not self.size:
-            self.deficit = 0  # who had nothing to send saves nothing up
+            self.deficit = 0  # an empty line does not save up credit
 
     def all(self) -> Iterator[Held]:
         return (one[-1] for alike in self.waiting.values() for one in alike)
@@ -106,8 +108,9 @@ class _Line:
         return next(filter(may_go, first), None)
 
     def earn(self, held: Held) -> bool:
-        """It is the line's turn: whether it can pay for this request then."""
-        # Only who cannot pay earns, so that a line that often has nothing to offer does not save up without end.
+        """Give the line its turn; return whether its deficit covers this request then."""
+        # Add the quantum only if the deficit is too low. Otherwise a line that often has no offer would save up credit
+        # without bound.
         if held.cost > self.deficit:
             self.deficit += self.kind.quantum
         return held.cost <= self.deficit
@@ -115,7 +118,10 @@ class _Line:
 
 @dataclass(slots=True)
 class _Pool:
-    """`turn` is the line that was served last: it goes on while it can pay."""
+    """Lines of one pool.
+
+    `turn` is the index of the line that was served last; it continues while its deficit lasts.
+    """
 
     config: QueueConfig
     lines: list[_Line]
@@ -123,7 +129,7 @@ class _Pool:
 
 
 class Queues:
-    """The queues of all pools."""
+    """Queues of all pools."""
 
     def __init__(self) -> None:
         self._pools: dict[str, _Pool] = {}
@@ -131,14 +137,14 @@ class Queues:
         self._sum = 0
 
     def __len__(self) -> int:
-        """Requests that wait, in all pools."""
+        """Return the number of queued requests in all pools."""
         return len(self._held)
 
     def configure(self, pool: str, config: QueueConfig) -> None:
-        """A pool queues by this from now on.
+        """Set the queue configuration of a pool.
 
-        Whoever waits there enters its line anew, that of the default class where its own is gone. Classes that stay
-        keep what they may spend; if the class whose turn it was is gone, the first is next.
+        Queued requests enter their lines again, or that of the default class if their class was removed. Remaining
+        classes keep their deficits. If the class whose turn it was is removed, the first class is next.
         """
         old = self._pools.get(pool)
         if old is not None and old.config == config:
@@ -159,14 +165,14 @@ class Queues:
                 new.turn = at
 
     def push(self, pool: str, held: Held) -> None:
-        """A request waits from now on; its pool was configured before."""
+        """Add a request to the queue of a pool, which was configured before."""
         assert held.request_id not in self._held, "a request waits once"
         self._line(self._pools[pool], held).push(held)
         self._held[held.request_id] = (pool, held)
         self._sum += _term(pool, held)
 
     def remove(self, request_id: str) -> bool:
-        """A request waits no longer: cancelled, or past its deadline. False if it did not wait."""
+        """Remove a cancelled or expired request. Returns False if it was not queued."""
         if request_id not in self._held:
             return False
         pool, held = self._held[request_id]
@@ -174,10 +180,10 @@ class Queues:
         return True
 
     def serve(self, pool: str, may_go: Callable[[Held], bool]) -> Held | None:
-        """Take out the request that is next of those that may go now; None, and nothing changes, if none may.
+        """Remove and return the next request that can be dispatched; return None and change nothing if there is none.
 
-        `may_go` says whether a rank would take a request, which depends on its demand alone. It is asked for at most
-        `LOOK_PAST_MAX` of each line, in serving order, and for no demand of a line twice.
+        `may_go` returns whether a rank would take a request, which depends on its requirements alone. It is called at
+        most `LOOK_PAST_MAX` times per line, in serving order, and never twice for the same requirements of a line.
         """
         state = self._pools[pool]
         found = _next(state, may_go)
@@ -190,24 +196,27 @@ class Queues:
         return held
 
     def waiting(self, pool: str) -> int:
-        """How many requests wait in a pool."""
+        """Return how many requests are queued in a pool."""
         return sum(line.size for line in self._pools[pool].lines)
 
     def in_order(self, pool: str) -> list[tuple[QueueClass, list[Held]]]:
-        """Who waits in a pool: its classes as they are configured, each from its first request to its last."""
+        """Return the queue classes of a pool in configured order, each with its requests from first to last."""
         return [(line.kind, line.in_order()) for line in self._pools[pool].lines]
 
     def length(self, pool: str, kind: QueueClass) -> int:
-        """How many requests wait in one class of a pool, as it is configured now."""
+        """Return how many requests are queued in one class of a pool, in its current configuration."""
         return next(line.size for line in self._pools[pool].lines if _key(line.kind) == _key(kind))
 
     def digest(self) -> int:
-        """64 bits over who waits, the turns and the deficits; costs a look at every class."""
+        """Return a 64-bit digest over queued requests, turns and deficits.
+
+        Takes time linear in the number of classes.
+        """
         turns = "".join(map(repr, self.snapshot()))
         return (self._sum + xxh3_64_intdigest(turns.encode())) & U64_MASK
 
     def snapshot(self) -> Iterator[QueueTurns]:
-        """Turns and deficits of every pool, by name; who waits is told with the requests."""
+        """Yield turns and deficits of every pool, by name. Queued requests are in the snapshot of the requests."""
         for pool, state in sorted(self._pools.items()):
             classes = (
                 ClassDeficit(
@@ -218,7 +227,7 @@ class Queues:
             yield QueueTurns(pool=pool, turn=state.turn, classes=tuple(classes))
 
     def restore(self, chunk: QueueTurns) -> None:
-        """Take in one chunk of a snapshot; the pool was configured before."""
+        """Apply one chunk of a snapshot; the pool was configured before."""
         state = self._pools[chunk.pool]
         kinds = [(one.name, one.uncached_tokens_min) for one in chunk.classes]
         assert kinds == [_key(line.kind) for line in state.lines], "turns are those of the pool's classes"
@@ -238,7 +247,11 @@ class Queues:
 
 
 def class_of(config: QueueConfig, policy_class: str, uncached_tokens: int) -> QueueClass:
-    """The class that a request waits in: of those with its name, or the default one, the highest that it reaches."""
+    """Return the class a request is queued in.
+
+    Among the classes with its name, or the default ones, it is the class with the highest minimum that the request
+    reaches.
+    """
     reached = [kind for kind in config.classes if kind.uncached_tokens_min <= uncached_tokens]
     named = [kind for kind in reached if kind.name == policy_class]
     return max(
@@ -248,7 +261,7 @@ def class_of(config: QueueConfig, policy_class: str, uncached_tokens: int) -> Qu
 
 
 def _next(state: _Pool, may_go: Callable[[Held], bool]) -> tuple[int, Held] | None:
-    """The next line to be served and what it offers, after the rounds that it takes until a line can pay."""
+    """Return the next line to serve and its offer, after as many rounds as a line needs to cover its request."""
     lines, turn = state.lines, state.turn
     going_on = lines[turn].offer(may_go)
     if going_on is not None and going_on.cost <= lines[turn].deficit:
@@ -262,7 +275,7 @@ def _next(state: _Pool, may_go: Callable[[Held], bool]) -> tuple[int, Held] | No
             offers.append((at, held))
     if not offers:
         return None
-    # All rounds at once but the one in which somebody can pay: a request may cost many quanta.
+    # A request may cost many quanta. Apply all rounds at once, except the last one.
     missing = ((lines[at].kind.quantum, held.cost - lines[at].deficit) for at, held in offers)
     rounds = min(-(-tokens // quantum) for quantum, tokens in missing) - 1
     for at, _ in offers:
@@ -275,10 +288,10 @@ def _key(kind: QueueClass) -> tuple[str, int]:
 
 
 def _order(policy: QueuePolicy, held: Held) -> tuple[int, int, int]:
-    """Where a request stands in its line, lowest first: strict priority, policy key, submission.
+    """Return the sort key of a request in its line, lowest first: strict priority, policy key, submission.
 
-    The keys, highest first, are Dynamo's, here as whole numbers so that the order is the same everywhere:
-    fcfs `priority - arrival` and lcfs `priority + arrival` in seconds, wspt `(1 + priority) / max(1, uncached)`.
+    Policy keys are Dynamo's, highest first, as integers so that the order is the same on every machine. fcfs is
+    `priority - arrival` and lcfs is `priority + arrival`, both in seconds; wspt is `(1 + priority) / max(1, uncached)`.
     """
     if policy == "wspt":
         key = ((1 + held.priority) << _SCALE_BITS) // held.cost

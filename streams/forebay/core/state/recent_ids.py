@@ -1,7 +1,7 @@
-"""Ids of requests that ended lately, with what they asked for: a producer that sends one again is recognised.
+"""Ids of recently ended requests with a hash of their content, to recognise a redelivered or reused id.
 
-Kept as hashes in the order in which they are forgotten, packed: a thousand requests a second leave 120,000 behind,
-and a snapshot has to write them down at one moment.
+Ids are hashes in packed arrays, ordered by expiry. At 1,000 requests per second 120,000 ids are retained, and a
+snapshot must write them at one moment.
 """
 
 from array import array
@@ -13,11 +13,11 @@ from forebay.events.base import U64_MASK, array_u64, pack_u64
 from forebay.events.snapshots import CHUNK_HASHES_MAX, Remembered
 
 CHUNK_IDS = CHUNK_HASHES_MAX // 3
-FORGOTTEN_MAX = 4_096  # that are still in memory, or half of all: taking out the first of many moves the rest
+FORGOTTEN_MAX = 4_096  # expired entries that stay in memory, or half of all: removing from the front moves the rest
 
 
 class RememberedIds:
-    """Hashes of ids and contents, each until its time; the times never fall."""
+    """Hashes of ids and contents, each with an expiry; ids are added in order of expiry."""
 
     def __init__(self) -> None:
         self._known: dict[int, int] = {}
@@ -28,17 +28,17 @@ class RememberedIds:
         self._sum = 0
 
     def __len__(self) -> int:
-        """Ids that are remembered."""
+        """Return the number of remembered ids."""
         return len(self._known)
 
     def get(self, id_hash: int) -> int | None:
-        """The content hash of an id; None for one that is not remembered."""
+        """Return the content hash of an id, or None if it is not remembered."""
         return self._known.get(id_hash)
 
     def add(self, id_hash: int, content: int, due_us: int) -> None:
-        """Remember a new id until `due_us`, which is at least that of the id before."""
+        """Remember a new id until `due_us`, which must not be lower than that of the previous id."""
         assert id_hash not in self._known, "an id is used once while it is remembered"
-        assert not self._due_us or due_us >= self._due_us[-1], "the first to come is the first to go"
+        assert not self._due_us or due_us >= self._due_us[-1], "ids are added in order of expiry"
         self._known[id_hash] = content
         self._ids.append(id_hash)
         self._contents.append(content)
@@ -46,11 +46,11 @@ class RememberedIds:
         self._sum += _term(id_hash, content, due_us)
 
     def next_due_us(self) -> int | None:
-        """When the next id is forgotten."""
+        """Return when the next id expires, or None if there is none."""
         return self._due_us[self._forgotten] if self._known else None
 
     def forget(self, now_us: int) -> None:
-        """Forget the ids whose time has come. Costs next to nothing when there are none."""
+        """Remove expired ids. Cheap if there are none."""
         if not self._known or self._due_us[self._forgotten] > now_us:
             return
         while self._known and self._due_us[self._forgotten] <= now_us:
@@ -64,11 +64,11 @@ class RememberedIds:
             self._forgotten = 0
 
     def digest(self) -> int:
-        """64 bits over all of them."""
+        """Return a 64-bit digest over all remembered ids."""
         return self._sum & U64_MASK
 
     def snapshot(self) -> Iterator[Remembered]:
-        """All of them, the first to be forgotten first."""
+        """Yield all remembered ids, in order of expiry."""
         for start in range(self._forgotten, len(self._ids), CHUNK_IDS):
             part = slice(start, start + CHUNK_IDS)
             yield Remembered(
@@ -78,7 +78,7 @@ class RememberedIds:
             )
 
     def restore(self, chunk: Remembered) -> None:
-        """Take in one chunk of a snapshot, in the order of `snapshot`."""
+        """Apply one chunk of a snapshot, in the order of `snapshot`."""
         packed = (array_u64(part) for part in (chunk.ids, chunk.contents, chunk.due_us))
         for id_hash, content, due_us in zip(*packed, strict=True):
             self.add(id_hash, content, due_us)

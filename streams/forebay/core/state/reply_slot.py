@@ -1,9 +1,9 @@
-"""An answer as it stands on its reply slot: which of the tokens said are valid, and where it ends.
+"""State of a response as read from its reply slot: which tokens are valid, and where it ends.
 
-Theory of operation. Several workers may speak for one request, because one that is lost may not know it.
-Their records are ordered by (attempt, owner epoch): `AttemptStarted` voids what is lower after it, and only after
-it. So what is valid never changes once it was read; whoever reads the slot from the same record on, ingress or
-worker, has the same answer.
+Several workers may write output of one request, because a lost worker may not know that it was replaced. Records are
+ordered by (attempt, owner epoch). `AttemptStarted` makes lower records stale, but only those after it. So a token that
+was valid when read stays valid. Every reader of the slot, ingress or worker, that starts at the same record gets the
+same response.
 """
 
 from collections.abc import Mapping
@@ -25,18 +25,19 @@ from forebay.events.tokens import (
 
 
 class Reply:
-    """The answer to one request so far.
+    """Response to one request so far.
 
     Attributes:
-        tokens: the valid ones, in order; a reader may take them away.
-        logprobs: of `tokens`, where the request asked for them; a reader takes both away.
-        vector: of a prompt that was to be embedded, packed f32.
-        next_index: how many valid tokens were said, taken away or not.
-        attempt: the highest that began.
-        worker_id: who said the last valid token; `rank` likewise.
-        prefilled: who computed the prompt that the first valid token followed, where that is another.
-        ended: the valid end; nothing counts after it.
-        gap: tokens are missing after `next_index`: nothing more can be taken in.
+        tokens: valid output tokens, in order; the reader may take them away.
+        logprobs: log probabilities of `tokens`, if the request asked for them; taken away together with `tokens`.
+        vector: embedding of the prompt as packed f32; empty for generated responses.
+        next_index: number of valid tokens received, including those taken away.
+        attempt: highest attempt that started.
+        worker_id: worker that generated the last valid token.
+        rank: rank that generated the last valid token.
+        prefilled: worker that computed the prompt of the first valid token; None if it is the same worker.
+        ended: valid end of the response; no record counts after it.
+        gap: whether tokens after `next_index` are missing; no record can be applied then.
     """
 
     __slots__ = (
@@ -67,18 +68,18 @@ class Reply:
         self._valid_from = (0, -1)
 
     def is_void(self, attempt: int, owner_epoch: int) -> bool:
-        """Whether what is said in this attempt, on this owner's order, counts no longer."""
+        """Return whether records of this attempt and owner epoch are stale."""
         return (attempt, owner_epoch) < self._valid_from
 
     def start(self, attempt: int, owner_epoch: int) -> None:
-        """A later attempt, or one under a later owner, begins: what is lower is void from here on."""
+        """Start a later attempt, or one under a later owner; lower records are stale from here on."""
         if self.ended is not None:
             return
         self._valid_from = max(self._valid_from, (attempt, owner_epoch))
         self.attempt = self._valid_from[0]
 
     def push(self, event: TokensEmitted, chunk: TokenChunk) -> bool:
-        """Take in the tokens of a chunk of `event` that are not known yet; whether the answer changed."""
+        """Add the new tokens of a chunk of `event`; return whether the response changed."""
         attempt = chunk.attempt
         if self.gap or self.ended is not None or (attempt, event.owner_epoch) < self._valid_from:
             return False
@@ -100,14 +101,14 @@ class Reply:
         return True
 
     def embed(self, event: Embedded) -> bool:
-        """Take in the vector of the prompt; whether it counts."""
+        """Set the embedding of the prompt; return whether the record is valid."""
         if self.ended is not None or self.is_void(event.attempt, event.owner_epoch):
             return False
         self.worker_id, self.rank, self.vector = event.worker_id, event.rank, event.vector
         return True
 
     def end(self, event: ResponseEnded) -> bool:
-        """Take in the end of the answer; whether it counts."""
+        """Set the end of the response; return whether the record is valid."""
         if self.gap or self.ended is not None or self.is_void(event.attempt, event.owner_epoch):
             return False
         self.ended = event
@@ -118,9 +119,14 @@ R = TypeVar("R", bound=Reply)
 
 
 def apply(replies: Mapping[str, R], event: TokenEvent, group: str) -> list[R]:
-    """Give an event of the slot to the replies, by request id, that it is about; those that changed.
+    """Apply an event of the reply slot to the responses it is about, and return those that changed.
 
-    Groups share the slot, and two may use one request id: only what is from `group` is about these replies.
+    Groups share a slot, and two groups may use the same request id. Events of groups other than `group` are ignored.
+
+    Args:
+        replies: responses by request id.
+        event: next event of the slot.
+        group: group of these responses.
     """
     if event.group != group:
         return []
@@ -144,6 +150,6 @@ def apply(replies: Mapping[str, R], event: TokenEvent, group: str) -> list[R]:
                 reply.start(event.attempt, event.owner_epoch)
             return []
         case RouteTold() | CommandTold():
-            return []  # answers a question or a command, and is no part of an answer
+            return []  # these complete a query or a command, not a request
         case _:
             assert_never(event)

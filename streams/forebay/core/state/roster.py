@@ -1,6 +1,6 @@
-"""The ranks of a pool that may get requests, in the order in which every decision sees them.
+"""Ranks of a pool that may get requests, in the order that every decision uses.
 
-Made from the fleet and the load, and made anew when the fleet changes: no state of its own.
+A roster is derived from the fleet and the load, and rebuilt when the fleet changes. It has no state of its own.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from forebay.events.requests import Task
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Seat:
-    """One rank of a ready worker. `load` is live: it changes as requests come and go."""
+    """Rank of a worker that may get requests. `load` is live: it changes as requests start and end."""
 
     worker: Worker
     rank: int
@@ -30,7 +30,7 @@ class Seat:
 
 @dataclass(frozen=True, eq=False)
 class Roster:
-    """Seats in order of (worker id, rank), with what follows from their order alone."""
+    """Candidate ranks in order of (worker id, rank), with derived data that depends on that order alone."""
 
     seats: Sequence[Seat]
     loads: list[RankLoad] = field(init=False)
@@ -41,28 +41,28 @@ class Roster:
 
     @cached_property
     def positions(self) -> dict[HolderKey, int]:
-        """Where each rank is."""
+        """Position of each rank."""
         return {seat.key: at for at, seat in enumerate(self.seats)}
 
     @cached_property
     def step_tokens(self) -> list[int]:
-        """How many tokens each rank takes in one engine step."""
+        """Token budget of one engine step, per rank."""
         return [seat.worker.spec.max_num_batched_tokens for seat in self.seats]
 
     @cached_property
     def tasks(self) -> frozenset[Task]:
-        """What every one of them can do."""
+        """Tasks that every rank supports."""
         first = self.seats[0].worker.spec.tasks if self.seats else ()
         return frozenset(first).intersection(*(seat.worker.spec.tasks for seat in self.seats))
 
     @cached_property
     def names_hash(self) -> int:
-        """64 bits over the names of all seats, in order."""
+        """64-bit hash over the names of all ranks, in order."""
         names = [seat.worker.spec.worker_id.encode() + pack("<xI", seat.rank) for seat in self.seats]
         return xxh3_64_intdigest(b"".join(names))
 
     def limits(self, run_ahead: float) -> list[tuple[int, int]]:
-        """Of each rank: how many requests it is sent at most, and how many of these may wait in its engine."""
+        """Return per rank how many requests it is sent at most, and how many of them may be queued in its engine."""
         key, found = self._limits
         if key != run_ahead:
             found = [_limit(seat.worker.spec.max_num_seqs, run_ahead) for seat in self.seats]
@@ -70,7 +70,7 @@ class Roster:
         return found
 
     def only(self, positions: list[int]) -> "Roster":
-        """The seats at these positions, rising."""
+        """Return a roster of the ranks at these positions, which must be ascending."""
         return self if len(positions) == len(self.seats) else Roster([self.seats[at] for at in positions])
 
 
@@ -80,12 +80,12 @@ def _limit(seqs: int, run_ahead: float) -> tuple[int, int]:
 
 
 def roster_of(pool: str, fleet: Fleet, load: Load) -> Roster:
-    """Every rank of every ready worker of a pool."""
+    """Return every rank of every ready worker of a pool."""
     return _roster_of(pool, fleet, load, WorkerPhase.READY)
 
 
 def doubted_roster_of(pool: str, fleet: Fleet, load: Load) -> Roster:
-    """Every rank of the suspect workers of a pool: they get requests again once their leases are renewed."""
+    """Return every rank of the suspect workers of a pool, which get requests again once they renew their leases."""
     return _roster_of(pool, fleet, load, WorkerPhase.SUSPECT)
 
 
@@ -101,7 +101,7 @@ def _roster_of(pool: str, fleet: Fleet, load: Load, phase: WorkerPhase) -> Roste
 
 
 def of_session(roster: Roster, bound: Binding) -> Roster | None:
-    """Only the seat of a session, if it is among these."""
+    """Return a roster of the session's rank alone, or None if the session's rank is not in `roster` in its epoch."""
     at = roster.positions.get((bound.worker_id, bound.rank))
     if at is None or roster.seats[at].worker.worker_epoch != bound.worker_epoch:
         return None

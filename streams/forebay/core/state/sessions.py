@@ -1,12 +1,12 @@
-"""Which worker rank each session stays on.
+"""Session affinity: which worker rank each session stays on.
 
-Theory of operation. A session is bound where its first request was routed, and stays bound until some time after
-its last one, or until its worker is lost. The state is a set of (session, rank, end), whatever the order of events:
-sessions are known by a hash of pool and session id, and if there are too many the one that would end first goes,
-which is the least lately used one as long as all keep their workers for the same time.
+A session is bound to the rank of its first request. The binding lasts until some time after the last request, or until
+the worker is lost. The state is a set of (session, rank, expiry), independent of event order. Sessions are identified
+by a hash of pool and session id. If there are too many, the session with the earliest expiry is removed. That is the
+least recently used session, as long as all sessions have the same lifetime.
 
-Most uses of a session only move its end. The heap of ends is therefore put right when it is looked at: every session
-has an entry there that is no later than its end.
+Most uses of a session only extend its expiry. The heap is therefore corrected on access: every session has an entry in
+it that is not later than its expiry.
 """
 
 from collections.abc import Iterator
@@ -20,13 +20,13 @@ from xxhash import xxh3_64_intdigest
 from forebay.events.base import U64_MASK, pack_u64, unpack_u64
 from forebay.events.snapshots import CHUNK_HASHES_MAX, Sessions
 
-SESSIONS_MAX = 1 << 20  # bounds memory: a session takes some 300 bytes
+SESSIONS_MAX = 1 << 20  # bounds memory: a session takes about 300 bytes
 CHUNK_SESSIONS = CHUNK_HASHES_MAX // 2
 NEVER_US = 1 << 63
 
 
 class Binding(NamedTuple):
-    """Where a session is."""
+    """Worker rank, in one worker epoch, that a session is bound to."""
 
     worker_id: str
     worker_epoch: int
@@ -35,7 +35,7 @@ class Binding(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Place:
-    """The sessions of one pool on one rank."""
+    """Sessions of one pool that are bound to one rank."""
 
     pool: str
     binding: Binding
@@ -44,7 +44,7 @@ class _Place:
 
 
 class Affinity:
-    """The sessions of all pools."""
+    """Sessions of all pools."""
 
     def __init__(self, sessions_max: int = SESSIONS_MAX) -> None:
         self._max = sessions_max
@@ -55,14 +55,14 @@ class Affinity:
         self._sum = 0
 
     def __len__(self) -> int:
-        """Sessions that are bound."""
+        """Return the number of bound sessions."""
         return len(self._bound)
 
     def bind(self, pool: str, session_id: str, binding: Binding, due_us: int) -> bool:
-        """A request of a session was routed: the session is there until `due_us`, and nowhere else.
+        """Bind a session to a rank until `due_us`, replacing an earlier binding.
 
         Returns:
-            Whether another session had to go, because there are too many.
+            Whether another session was removed to stay within the limit.
         """
         key = session_key(pool, session_id)
         full = key not in self._bound and len(self._bound) >= self._max
@@ -72,12 +72,12 @@ class Affinity:
         return full
 
     def find(self, pool: str, session_id: str) -> Binding | None:
-        """Where a session is; None if it is new or has ended. Call `expire` first."""
+        """Return the rank a session is bound to, or None if it is new or expired. Call `expire` first."""
         found = self._bound.get(session_key(pool, session_id))
         return None if found is None else found[0].binding
 
     def expire(self, now_us: int) -> None:
-        """Time has come to `now_us`: sessions that end then or before are forgotten."""
+        """Remove sessions that expire at or before `now_us`."""
         if now_us < self._next_us:
             return
         while self._bound:
@@ -89,7 +89,7 @@ class Affinity:
         self._next_us = NEVER_US
 
     def drop_worker(self, worker_id: str) -> None:
-        """A worker is lost: its sessions are free to go elsewhere."""
+        """Remove the sessions of a lost worker, so that they can be bound elsewhere."""
         for name, place in list(self._places.items()):
             if place.binding.worker_id == worker_id:
                 for key in list(place.keys):
@@ -97,11 +97,11 @@ class Affinity:
                 del self._places[name]
 
     def digest(self) -> int:
-        """64 bits over all sessions."""
+        """Return a 64-bit digest over all sessions."""
         return self._sum & U64_MASK
 
     def snapshot(self) -> Iterator[Sessions]:
-        """Sessions by pool and rank; of one rank those first that end first."""
+        """Yield sessions by pool and rank, per rank in order of expiry."""
         for (pool, binding), place in sorted(self._places.items(), key=lambda item: item[0]):
             ends = sorted((self._bound[key][1], key) for key in place.keys)
             for start in range(0, len(ends), CHUNK_SESSIONS):
@@ -116,7 +116,7 @@ class Affinity:
                 )
 
     def restore(self, chunk: Sessions) -> None:
-        """Take in one chunk of a snapshot."""
+        """Apply one chunk of a snapshot."""
         place = self._place(chunk.pool, Binding(chunk.worker_id, chunk.worker_epoch, chunk.rank))
         for key, due_us in zip(unpack_u64(chunk.keys), unpack_u64(chunk.due_us), strict=True):
             self._put(key, place, due_us)
@@ -147,7 +147,7 @@ class Affinity:
         self._sum -= _term(key, place, due_us)
 
     def _earliest(self) -> tuple[int, int]:
-        """The end and the key of the session that ends first; there is one."""
+        """Return the expiry and the key of the session that expires first; there must be one."""
         while True:
             due_us, key = self._ends[0]
             _, end_us = self._bound.get(key, (None, -1))
@@ -159,14 +159,14 @@ class Affinity:
                 heapreplace(self._ends, (end_us, key))
 
     def _tidy(self) -> None:
-        # Sessions that went early leave their ends behind: taking one out of the middle of a heap costs a walk.
+        # Removed sessions leave heap entries behind, because removing from the middle of a heap takes linear time.
         if len(self._ends) > 2 * len(self._bound) + 64:
             self._ends = [(due_us, key) for key, (_, due_us) in self._bound.items()]
             heapify(self._ends)
 
 
 def session_key(pool: str, session_id: str) -> int:
-    """What a session is known by."""
+    """Return the hash that identifies a session."""
     return xxh3_64_intdigest(f"{pool}\0{session_id}".encode())
 
 

@@ -1,4 +1,4 @@
-"""KV that a request leaves behind at a prefill worker without its being fetched."""
+"""KV that a request leaves behind at a prefill worker without being fetched."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from forebay.events.decisions import KvReleaseReason
 
 @dataclass(frozen=True, slots=True)
 class Unwanted:
-    """KV that nobody will fetch, kept by an epoch of a worker since an attempt to compute the prompt."""
+    """KV that no worker will fetch, kept by one epoch of a worker since an attempt to compute the prompt."""
 
     request_id: str
     attempt: int

@@ -1,4 +1,6 @@
-"""Input and interface of a routing policy. This is a complete custom policy:
+"""Input and interface of a routing policy.
+
+This is a complete custom policy:
 
 class Mine:
     def decide(self, world, request):
