@@ -1,1 +1,1 @@
-"""What it means: pure state machines over events. No I/O, no clock, no randomness, no globals."""
+"""Pure state machines over events: no I/O, no clock, no randomness, no global state."""

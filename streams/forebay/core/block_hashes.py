@@ -1,8 +1,8 @@
-"""Tokens to block identities: Dynamo's scheme, so that recordings and engines interoperate.
+"""Hash tokens to block identities by Dynamo's scheme, so that recordings and engines interoperate.
 
-Only full blocks have an identity. A block hash names the tokens of one block, and the images and sounds that
-stand in it; a sequence hash names the block and everything before it. What else tells caches apart, an adapter
-or a tenant, is in the seed. Source: Dynamo `compute_block_hash_for_seq`, `hash_mm_identifier` and lib/tokens.
+Only full blocks have an identity. A block hash identifies the tokens of one block and the images and audio in it. A
+sequence hash identifies the block and everything before it. The seed separates caches by adapter and tenant. Source:
+Dynamo `compute_block_hash_for_seq`, `hash_mm_identifier` and lib/tokens.
 """
 
 import string
@@ -14,14 +14,14 @@ from forebay.events.base import U32_BYTES, U64_BYTES, U64_MASK, pack_u64
 from forebay.events.media import Media
 
 HASH_SEED = 1337
-DIGEST_CHARS = 64  # a SHA-256 in hex: how vLLM names images and sounds
-DIGEST_CHARS_USED = 16  # of which 64 bits are enough
+DIGEST_CHARS = 64  # SHA-256 in hex: vLLM's identifier of images and audio
+DIGEST_CHARS_USED = 16  # 64 bits of the digest
 HEX_DIGITS = frozenset(string.hexdigits)
 NO_MM_HASHES: Mapping[int, Iterable[int]] = {}
 
 
 def hash_seed(lora_name: str = "", cache_namespace: str = "") -> int:
-    """The seed of block hashes; adapters and tenants get their own, empty names count as absent."""
+    """Return the seed of block hashes for an adapter and a tenant; empty names count as absent."""
     seed = HASH_SEED
     if lora_name:
         seed += xxh3_64_intdigest(lora_name.encode(), 0)
@@ -31,7 +31,7 @@ def hash_seed(lora_name: str = "", cache_namespace: str = "") -> int:
 
 
 def mm_hash(identifier: str) -> int:
-    """The u64 of an image, video or sound by its name: the head of a hex digest, a hash of any other name."""
+    """Return the u64 of an image, video or sound: the head of a hex digest, or a hash of any other identifier."""
     assert identifier
     if len(identifier) == DIGEST_CHARS and HEX_DIGITS.issuperset(identifier):
         return int(identifier[:DIGEST_CHARS_USED], 16)
@@ -39,9 +39,9 @@ def mm_hash(identifier: str) -> int:
 
 
 def mm_hashes(media: Iterable[Media], block_size: int) -> Mapping[int, Iterable[int]]:
-    """The `mm_hash` of images and videos by each block, counted from 0, in which placeholders of theirs stand.
+    """Return the `mm_hash` values of images and videos by block index, for each block with placeholders of theirs.
 
-    `block_size` is in tokens. As Dynamo and vLLM have it: a block names all of which it holds any part.
+    `block_size` is in tokens. As in Dynamo and vLLM, a block includes every object of which it holds any part.
     """
     found: dict[int, list[int]] = {}
     for one in media:
@@ -57,9 +57,13 @@ def block_hashes(
     seed: int = HASH_SEED,
     mm_hashes: Mapping[int, Iterable[int]] = NO_MM_HASHES,
 ) -> list[int]:
-    """One hash per full block of packed u32 token ids; `block_size` is in tokens.
+    """Return one hash per full block of packed u32 token ids.
 
-    `mm_hashes` holds by block, counted from 0, the `mm_hash` of all that stands in it, in any order.
+    Args:
+        token_ids: packed u32.
+        block_size: tokens per block.
+        seed: result of `hash_seed`.
+        mm_hashes: `mm_hash` values of the objects in each block, by block index from 0, in any order.
     """
     assert block_size > 0
     width = block_size * U32_BYTES
@@ -73,7 +77,7 @@ def block_hashes(
 
 
 def extend_chain(parent: int | None, blocks: Iterable[int]) -> list[int]:
-    """Sequence hashes of blocks that follow `parent`, or start a sequence when it is None."""
+    """Return the sequence hashes of blocks that follow `parent`, or that start a sequence if it is None."""
     chain: list[int] = []
     for block in blocks:
         if parent is None:
@@ -91,5 +95,5 @@ def sequence_hashes(
     seed: int = HASH_SEED,
     mm_hashes: Mapping[int, Iterable[int]] = NO_MM_HASHES,
 ) -> bytes:
-    """The packed u64 sequence hashes of a prompt, one per full block; arguments as of `block_hashes`."""
+    """Return the packed u64 sequence hashes of a prompt, one per full block; arguments as of `block_hashes`."""
     return pack_u64(extend_chain(None, block_hashes(token_ids, block_size, seed, mm_hashes)))

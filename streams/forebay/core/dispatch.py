@@ -1,6 +1,6 @@
-"""What happens to requests: sent to a worker, held in the queue, refused, given up, sent elsewhere.
+"""Decide about requests: route, queue, reject, abort, or move them to another worker.
 
-A decision is booked here at once, and comes back as the journal record that says it.
+A decision is booked in the world at once. The owner writes it as a journal record and reads that record back.
 """
 
 from collections.abc import Callable
@@ -46,7 +46,7 @@ from forebay.events.decisions import (
 )
 from forebay.events.requests import RequestSubmitted, RouteQueried
 
-# Of one pool, by one event: some ten milliseconds. Each goes on to a worker, whose progress lets the next ones go.
+# Per pool and event: about ten milliseconds. Progress of the requests sent lets the next ones go.
 DRAIN_MAX = 64
 
 Decided = (
@@ -63,7 +63,7 @@ Decided = (
 
 
 def submit(world: World, event: RequestSubmitted, offset: int) -> list[Decided]:
-    """A new request, whose event stands at `offset`: it is routed, held or refused."""
+    """Route, queue or reject a new request whose event is at `offset`."""
     requests = world.requests
     known = requests.content_known(event.request_id)
     if known is not None:
@@ -91,7 +91,7 @@ def submit(world: World, event: RequestSubmitted, offset: int) -> list[Decided]:
 
 
 def query(world: World, event: RouteQueried) -> RouteAnswered:
-    """Where such a request would go now. Only the journal remembers the question."""
+    """Return where a request would be routed now. Nothing is booked; only the journal records the query."""
     try:
         pool = _pool_of(world, event.model)
         request = queried(event, pool.pool)
@@ -125,9 +125,9 @@ def query(world: World, event: RouteQueried) -> RouteAnswered:
 
 
 def drain(world: World) -> list[Decided]:
-    """Send on whoever waits in a queue and need not any longer, in the order of the queues."""
+    """Route queued requests that no longer have to wait, in queue order."""
     decided: list[Decided] = []
-    if not len(world.queues):  # most of the time, and it is asked with most events
+    if not len(world.queues):  # the usual case, checked for most events
         return decided
     for name in sorted(world.pools):
         for _ in range(min(DRAIN_MAX, world.queues.waiting(name))):
@@ -139,10 +139,12 @@ def drain(world: World) -> list[Decided]:
 
 
 def reroute(world: World, requests: list[Request], cause: str | None = None) -> list[Decided]:
-    """Send requests that have no worker to their next, as far as there is one; they have waited long enough.
+    """Route requests that have no worker to their next stage, as far as a worker is available.
 
-    `cause` is why their images and videos are not encoded, or their prompts not computed elsewhere or not fetched from
-    there, where somebody said so; None when nobody failed.
+    Args:
+        world: state to change.
+        requests: requests without a worker. The queue limits do not apply to them again.
+        cause: error of the worker that failed to encode media, compute a prompt or fetch KV; None if no worker failed.
     """
     for request in requests:
         if request.prefilled is not None and not is_kept(request, world.now_us):
@@ -158,7 +160,7 @@ def reroute(world: World, requests: list[Request], cause: str | None = None) -> 
             roster = decoders(world, pool, request) if fetches else find_again(world, pool, request)
             send = _next_stage(world, pool, request, with_room(pool, roster) or roster)
         except Ineligible:
-            continue  # somebody who may take it may yet come: it has a deadline
+            continue  # an eligible worker may still join before the deadline
         decided.append(send())
     return decided
 
@@ -180,7 +182,7 @@ def _give_up(world: World, pool: PoolConfigured, request: Request, cause: str | 
 
 
 def release(world: World) -> list[KvReleased]:
-    """Tell who keeps KV that nobody will fetch, as long as it lives."""
+    """Tell each worker that is still alive to release KV that no worker will fetch."""
     unwanted = world.requests.unwanted
     released: list[KvReleased] = []
     for kept in unwanted:
@@ -201,9 +203,9 @@ def release(world: World) -> list[KvReleased]:
 
 
 def lose(world: World, worker: Worker) -> list[Decided]:
-    """Free what a lost worker had, then find each request another one, in the order of submission.
+    """Free the requests of a lost worker, then find another worker for each, in order of submission.
 
-    Requests that name it as theirs are given up: nobody else may take them.
+    Requests that are pinned to this worker are aborted, because no other worker may take them.
     """
     stranded = world.requests.of_worker(worker.spec.worker_id, worker.worker_epoch)
     for request in stranded:
@@ -222,7 +224,7 @@ def lose(world: World, worker: Worker) -> list[Decided]:
 def abort(
     world: World, request: Request, reason: AbortReason, message: str, status: int = 0, code: str = ""
 ) -> RequestAborted:
-    """Give up a request that was accepted; `status` and `code` are those of a worker that refused it."""
+    """Abort an accepted request; `status` and `code` are those of a worker that rejected it."""
     world.counts[f"aborted_{reason}"] += 1
     worker = world.fleet.get(request.worker_id) if request.on_worker else None
     if worker is not None:
@@ -230,7 +232,7 @@ def abort(
     kept = request.prefilled
     holder = None if kept is None else _keeper(world, kept.worker_id, kept.worker_epoch)
     if kept is not None:
-        world.requests.forget_prefilled(request)  # the record itself says who gives it back
+        world.requests.forget_prefilled(request)  # the record itself names the worker that releases the KV
     world.queues.remove(request.request_id)
     world.requests.end(request, world.now_us)
     return RequestAborted(
@@ -239,7 +241,8 @@ def abort(
         reply_slot=request.reply_slot,
         reason=reason,
         message=message,
-        # Of any stage: no answer of an earlier attempt may stand after this, and who has it or keeps it stops.
+        # The highest attempt of any stage: no output of an earlier attempt may follow this record, and both the
+        # worker that has the request and the one that keeps its KV must stop.
         attempt=max(request.attempt, request.stage_attempt, 0 if holder is None else request.prefills),
         pool=request.pool if worker is None else worker.spec.pool,
         worker_id=request.worker_id if worker is not None else "",
@@ -252,7 +255,7 @@ def abort(
 
 
 def _keeper(world: World, worker_id: str, worker_epoch: int) -> CommandTarget | None:
-    """An epoch of a worker that keeps KV, as long as it lives."""
+    """Return an epoch of a worker that keeps KV, or None if that epoch is no longer in the fleet."""
     worker = world.fleet.get(worker_id)
     if worker is None or worker.worker_epoch != worker_epoch:
         return None
@@ -272,9 +275,17 @@ def _pool_of(world: World, model: str) -> PoolConfigured:
 def _next_stage(
     world: World, pool: PoolConfigured, request: Request, roster: Roster, prefill: Prefill | None = None
 ) -> Callable[[], RequestRouted]:
-    """Choose who gets a request that may go to `roster` next; call what comes back to send it. Raises Ineligible.
+    """Select the worker for the next stage of a request, and return a function that sends the request to it.
 
-    `prefill` is where its prompt is computed, if that is decided.
+    Args:
+        world: current state; changed only by the returned function.
+        pool: pool that generates the response.
+        request: request without a worker.
+        roster: candidates of `pool`.
+        prefill: where the prompt is computed, if that is decided.
+
+    Raises:
+        Ineligible: no worker may take the request.
     """
     if is_kept(request, world.now_us):
         return partial(_decode, world, pool, request, choose(world, pool, as_decoded(request), roster))
@@ -290,7 +301,7 @@ def _next_stage(
 
 
 def _prefill(world: World, prefill: Prefill, request: Request, choice: Choice) -> RequestRouted:
-    """Its prompt goes to a prefill worker first."""
+    """Send a request's prompt to a prefill worker."""
     pool = prefill.pool
     decided = _routed(world, pool, request, choice, "prefill", prefill.place)
     seat = choice.table.roster.seats[choice.at]
@@ -309,7 +320,7 @@ def _prefill(world: World, prefill: Prefill, request: Request, choice: Choice) -
 
 
 def _decode(world: World, pool: PoolConfigured, request: Request, choice: Choice) -> RequestRouted:
-    """Its KV is to be fetched by who answers it. All of its blocks are the answerer's own, and nothing is computed."""
+    """Send a request to a decode worker that fetches its KV; all its blocks count there, and nothing is computed."""
     decided = _routed(world, pool, request, choice, "decode")
     seat = choice.table.roster.seats[choice.at]
     _send(world, request, "decode", seat)
@@ -331,7 +342,7 @@ def _send(world: World, request: Request, stage: Stage, seat: Seat) -> None:
 
 
 def _encode(world: World, pool: PoolConfigured, request: Request, choice: Choice) -> RequestRouted:
-    """Its media go to an encode worker first."""
+    """Send a request's media to an encode worker."""
     decided = _routed(world, pool, request, choice, "encode")
     seat = choice.table.roster.seats[choice.at]
     _send(world, request, "encode", seat)
@@ -404,7 +415,7 @@ def _route(
 
 
 def _reused(world: World, pool: PoolConfigured, request: Request, choice: Choice) -> int:
-    """Prompt tokens that the chosen rank has on its device; others that have more are counted."""
+    """Return the prompt tokens on the selected rank's device, and count selections below the best overlap."""
     device = choice.table.overlap(choice.at).device
     most = max((overlap.device for overlap in choice.table.overlaps.values()), default=0)
     if device < most:
@@ -422,7 +433,7 @@ def _hold(world: World, pool: PoolConfigured, request: Request, roster: Roster) 
         world.counts["unknown_queue_class"] += 1
     ahead = world.queues.length(pool.pool, chosen)
     ready = world.roster(pool.pool)
-    serving = ready if ready.seats else roster  # without a ready rank, suspect ones may serve it later
+    serving = ready if ready.seats else roster  # without a ready rank, suspect ranks may serve the request later
     workers = len({seat.worker.spec.worker_id: None for seat in serving.seats})
     if ahead >= chosen.requests_per_worker_max * workers:
         raise Ineligible("queue_full", f"{ahead} requests of the class {chosen.name} wait already")
@@ -446,7 +457,7 @@ def _hold(world: World, pool: PoolConfigured, request: Request, roster: Roster) 
 
 
 def _may_go(world: World, held: Held) -> bool:
-    """Whether somebody may take one that waits; if not, somebody may yet come, or get less to do: it has a deadline."""
+    """Return whether a rank may take a queued request now. If not, it waits for a change, or for its deadline."""
     request = _waiting(world, held)
     pool = world.pools[request.pool]
     try:
@@ -469,7 +480,7 @@ def _serve(world: World, held: Held) -> RequestRouted | RequestRejected:
 
 def _waiting(world: World, held: Held) -> Request:
     request = world.requests.get(held.request_id)
-    assert request is not None, "who waits is under way"
+    assert request is not None, "a queued request is active"
     return request
 
 

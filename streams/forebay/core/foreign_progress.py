@@ -1,8 +1,9 @@
-"""Progress from a worker that a request was not sent to.
+"""Detect progress events from a worker that a request was not sent to.
 
-Progress counts only for the worker and the attempt that a request is on; everything else is outdated and has no effect.
-Late progress is usual: a worker that was lost does not know it at once. Progress from a worker that never had the
-request is a fault: two workers read one slot of a work topic, or a worker ran what was addressed to another.
+Progress counts only for the worker and the attempt that a request is on. All other progress is stale and has no effect.
+Late progress is normal, because a lost worker does not notice at once. Progress from a worker that never had the
+request is a fault: two workers read one slot of a work topic, or a worker ran an item that was addressed to another
+worker.
 """
 
 from forebay.core.world import World
@@ -12,9 +13,9 @@ from forebay.events.progress import RequestProgress
 def is_foreign(world: World, event: RequestProgress) -> bool:
     """Return whether a worker reports on a request that was not sent to it.
 
-    What cannot be known is not called foreign: attempts from before the snapshot that a request was restored from, and
-    requests that ended. A request that the group does not know is foreign if its reporter is a member of the fleet;
-    who is no member any more may report on a request whose id was forgotten meanwhile.
+    Unknown cases are not reported as foreign. These are attempts from before the snapshot that a request was restored
+    from, and requests that ended. Progress of a request that the group does not know is foreign if the worker is in the
+    fleet. A worker that left the fleet may report on a request whose id was forgotten meanwhile.
     """
     request = world.requests.get(event.request_id)
     if request is not None:

@@ -1,4 +1,4 @@
-"""Requests whose ingress is lost: nobody reads their responses any more."""
+"""Abort requests whose ingress is lost, because no process reads their responses any more."""
 
 from forebay.core.dispatch import Decided, abort
 from forebay.core.world import World

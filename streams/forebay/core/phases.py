@@ -1,4 +1,4 @@
-"""Where a request under way is, and what may happen to it there: the transition table.
+"""Phases of an active request, and the transition table between them.
 
 submitted --routed--> prefill --first token--> decode --finished--> (ended); submitted --held--> queued --routed-->
 prefill, decode --worker lost, not transferred--> waiting --routed--> prefill   any --failed, aborted--> (ended)
@@ -11,7 +11,7 @@ from enum import StrEnum
 
 
 class Phase(StrEnum):
-    """Where a request under way is."""
+    """Phase of an active request."""
 
     SUBMITTED = "submitted"
     QUEUED = "queued"
@@ -24,7 +24,7 @@ class Phase(StrEnum):
 
 
 class Move(StrEnum):
-    """What happens to a request under way."""
+    """Transition of an active request."""
 
     HELD = "held"
     ROUTED = "routed"

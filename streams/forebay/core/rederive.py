@@ -1,7 +1,7 @@
-"""Decisions derived again from the recorded order, and held against the recorded ones.
+"""Derive decisions again from the recorded order of events, and compare them with the recorded ones.
 
-Recovery, replay and standby all go through here: the same events, applied in the same order at the same
-clock readings, must give the same journal records, field by field.
+Recovery, replay and standby all use this module. The same events, applied in the same order at the same clock readings,
+must give the same journal records, field by field.
 """
 
 from collections import deque
@@ -29,8 +29,8 @@ from forebay.events.decisions import (
     SnapshotTaken,
 )
 
-CLOCK_US_MAX = 1 << 57  # the year 6536: what is due later is still a date, and fits in 64 bits
-SEALS_MAX = 1_024  # remembered: those of a minute or more, in which an owner writes a snapshot of any size
+CLOCK_US_MAX = 1 << 57  # the year 6536: later due times are still valid dates and fit in 64 bits
+SEALS_MAX = 1_024  # remembered seals: a minute or more, in which an owner writes a snapshot of any size
 
 RecordedEvents = Mapping[str, Sequence[InputEvent | None]]
 OnApplied = Callable[[str, InputEvent | None, int, Sequence[Decided]], None]
@@ -38,7 +38,10 @@ OnApplied = Callable[[str, InputEvent | None, int, Sequence[Decided]], None]
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """The first record that the events do not lead to. `derived` is what they lead to, None for nothing."""
+    """First record that the events do not lead to.
+
+    `derived` is the record they lead to, or None if they lead to none.
+    """
 
     offset: int
     reason: str
@@ -47,13 +50,14 @@ class Divergence:
 
 
 class Rederivation:
-    """A world that follows a journal.
+    """World that follows a journal.
 
-    `pending` holds what was derived and is not in the journal yet: the writer died between two records of
-    one event. The next owner writes exactly these first.
-
-    `on_applied` is told of every run when it opens (the topic `CLOCK`, no event), and of every event after it was
-    applied: topic, event, the clock reading, and what was decided. It may look at the world, and must change nothing.
+    Attributes:
+        world: state after the last record.
+        pending: decisions that were derived but are not in the journal yet, because the writer died between two records
+            of one event. The next owner writes exactly these first.
+        on_applied: called when a run opens (topic `CLOCK`, no event) and after every event: topic, event, clock
+            reading, decisions. It may read the world and must not change it.
     """
 
     def __init__(self, world: World) -> None:
@@ -61,23 +65,23 @@ class Rederivation:
         self.pending: deque[Decided] = deque()
         self.on_applied: OnApplied | None = None
         self._seals: dict[int, str] = {}
-        self._seals_from: int | None = None  # what was sealed up to there is not known
+        self._seals_from: int | None = None  # seals up to this offset are unknown
 
     def apply(self, offset: int, record: JournalRecord, events: RecordedEvents) -> Divergence | None:
-        """Follow the record at `offset`; `events` holds, by topic, just what its `consumed` counts."""
+        """Apply the record at `offset`; `events` has, by topic, exactly the events that its `consumed` counts."""
         if self._seals_from is None:
             self._seals_from = offset
         if isinstance(record, OwnerClaimed):
             if record.consumed:
-                return Divergence(offset, "a claim applies nothing", record, None)
+                return Divergence(offset, "an ownership claim must not consume events", record, None)
             claim(self.world, offset)
             self.pending = deque(msgspec.structs.replace(decided, owner_epoch=offset) for decided in self.pending)
             return None
         times = [self.world.now_us, *(run.now_us for run in record.consumed)]
         if times != sorted(times):
-            return Divergence(offset, "its clock runs backwards", record, None)
+            return Divergence(offset, "the clock runs backwards", record, None)
         if times[-1] > CLOCK_US_MAX:
-            return Divergence(offset, "its clock is no clock", record, None)
+            return Divergence(offset, f"the clock reading is above {CLOCK_US_MAX}", record, None)
         self._consume(record, events)
         match record:
             case (
@@ -99,13 +103,13 @@ class Rederivation:
                 assert_never(record)
 
     def is_next(self, record: JournalRecord) -> bool:
-        """Whether the number of a record is the next one; a claim has none."""
+        """Return whether a record has the next sequence number; an ownership claim has none."""
         number = self.pending[0].seq if self.pending else self.world.seq
         return isinstance(record, OwnerClaimed) or record.seq == number
 
     def _follow_seal(self, offset: int, record: Advanced | SnapshotTaken) -> Divergence | None:
         if self.pending:
-            return Divergence(offset, "a decision is missing", record, self.pending[0])
+            return Divergence(offset, "a decision is missing before this record", record, self.pending[0])
         sealed = advance(self.world)
         if isinstance(record, Advanced):
             self._seals[offset + 1] = sealed.digest
@@ -114,14 +118,14 @@ class Rederivation:
                 del self._seals[self._seals_from]
             return self._compare(offset, record, sealed)
         if not self._may_be_sealed(record):
-            return Divergence(offset, "the snapshot is not of the state sealed where it says", record, sealed)
+            return Divergence(offset, "the snapshot does not match the seal it names", record, sealed)
         expected = msgspec.structs.replace(
             record, owner_epoch=sealed.owner_epoch, seq=sealed.seq, consumed=sealed.consumed
         )
         return self._compare(offset, record, expected)
 
     def _may_be_sealed(self, record: SnapshotTaken) -> bool:
-        """Whether the seal that a snapshot names is the one that stands there, or too old to be known."""
+        """Return whether the seal that a snapshot names is in the journal at that offset, or too old to be known."""
         assert self._seals_from is not None
         if record.journal_offset <= self._seals_from:
             return True
@@ -152,6 +156,6 @@ class Rederivation:
         if derived is None:
             return Divergence(offset, "the events lead to no decision here", recorded, None)
         if type(recorded) is not type(derived):
-            return Divergence(offset, "another kind of decision", recorded, derived)
+            return Divergence(offset, "the events lead to another kind of decision", recorded, derived)
         fields = [field for field in recorded.__struct_fields__ if getattr(recorded, field) != getattr(derived, field)]
-        return Divergence(offset, "differs in " + ", ".join(fields), recorded, derived)
+        return Divergence(offset, "the fields differ: " + ", ".join(fields), recorded, derived)

@@ -1,4 +1,4 @@
-"""What every state machine of the core offers, and how a refused transition is named."""
+"""Interfaces that every state machine of the core implements."""
 
 from collections.abc import Iterator
 from typing import Protocol
@@ -7,23 +7,22 @@ from forebay.events.snapshots import Chunk
 
 
 class IllegalTransition(Exception):
-    """An event that the state does not allow. The state is unchanged."""
+    """Event that the current state does not allow; the state is unchanged."""
 
 
 class Digested(Protocol):
-    """State with a name."""
+    """State with a digest."""
 
     def digest(self) -> int:
-        """64 bits that name the state."""
+        """Return a 64-bit digest of the state."""
 
 
 class Machine(Digested, Protocol):
-    """State that is a fold over the log, and nothing else.
+    """State that is a fold over the log and nothing else.
 
-    `digest` is kept incrementally: sums that do not depend on the order of their terms, so reading it
-    costs no walk over blocks or requests. `snapshot` yields plain facts; a machine that restored them has
-    the same digest.
+    The digest is maintained incrementally as a sum whose terms have no order, so reading it visits no blocks or
+    requests. `snapshot` yields plain facts. A machine restored from them has the same digest.
     """
 
     def snapshot(self) -> Iterator[Chunk]:
-        """The state as facts, each below 1 MiB encoded."""
+        """Yield the state as facts, each below 1 MiB when encoded."""

@@ -1,9 +1,9 @@
-"""The one loop body: live, embedded, replay and simulation all apply events by these functions.
+"""The one loop body: live, embedded, replay and simulation all apply events with these functions.
 
-Theory of operation. An owner opens a run by `open_run` with one reading of its clock, then applies the
-run's events one by one by `step`, at that reading. Whatever they decide comes back as journal records that
-carry the exact order of what was applied since the record before; applying that order again gives the same
-records. A record that did not decode is applied as None: it takes its place in the order and does nothing.
+An owner opens a run with `open_run` and one reading of its clock. It then applies the run's events one by one with
+`step`, at that reading. The decisions come back as journal records. Each record carries the exact order of what was
+applied since the previous record, so applying that order again gives the same records. A record that does not decode is
+applied as None: it takes its place in the order and has no other effect.
 """
 
 from typing import assert_never
@@ -58,20 +58,20 @@ from forebay.events.requests import RequestCancelled, RequestEvent, RequestSubmi
 
 __all__ = ["CLOCK", "CONSUMED_RUNS_MAX", "Decided", "InputEvent", "advance", "claim", "open_run", "step"]
 
-CLOCK = "clock"  # the topic of a run in which nothing but time passed
-SERVER_ERROR = 500  # from here on an HTTP status says that nothing is wrong with the request
-CONSUMED_RUNS_MAX = 256  # an `Advanced` keeps the consumed part of a record below some 20 kB
+CLOCK = "clock"  # pseudo topic of a run without events, in which only time passes
+SERVER_ERROR = 500  # HTTP statuses from here on do not blame the request
+CONSUMED_RUNS_MAX = 256  # keeps the `consumed` part of an `Advanced` below about 20 kB
 
 InputEvent = RequestEvent | AnyKvEvent | MetricEvent | AnyProgressEvent | AnyFleetEvent | ControlEvent
 
 
 def claim(world: World, offset: int) -> None:
-    """An `OwnerClaimed` stands at `offset` of the journal: what follows is decided in its name."""
+    """Start the ownership claimed by the `OwnerClaimed` at `offset` of the journal."""
     world.owner_epoch = offset
 
 
 def open_run(world: World, now_us: int) -> list[Decided]:
-    """Let time pass up to `now_us`: what is past its deadline, or its time in the queue, is given up."""
+    """Advance the clock to `now_us`, and abort the requests whose deadline or queue timeout has passed."""
     due_us = world.next_due_us()
     if due_us is None or due_us > now_us:
         return []
@@ -94,7 +94,7 @@ def open_run(world: World, now_us: int) -> list[Decided]:
 
 
 def step(world: World, topic: str, event: InputEvent | None, now_us: int) -> list[Decided]:
-    """Apply the next record of `topic`, None for one that did not decode; what was decided."""
+    """Apply the next record of `topic`, or None for one that did not decode; return the decisions."""
     offset = world.view.get(topic, 0)
     world.note(topic, 1, now_us)
     world.expire()
@@ -149,7 +149,7 @@ def _decide(world: World, event: InputEvent | None, offset: int) -> list[Decided
 
 
 def advance(world: World) -> Advanced:
-    """A journal record that seals the state as it is, whatever was decided."""
+    """Return a journal record that seals the current state, independent of decisions."""
     return Advanced(**world.stamp(), digest=hex_digest(world.digest()))
 
 
@@ -160,7 +160,7 @@ def _cache(world: World, event: AnyKvEvent) -> list[Decided]:
     if gap is None:
         return []
     worker = world.fleet.get(gap.worker_id)
-    assert worker is not None, "the index holds admitted workers only"
+    assert worker is not None, "the index has ranks of fleet members only"
     return [
         CacheResyncRequested(
             **world.stamp(),
@@ -192,7 +192,7 @@ def _progress(world: World, event: RequestProgress) -> list[Decided]:
             if world.pools[request.pool].router.track_output_blocks:
                 world.load.grow(event.request_id, event.output_tokens)
         case RequestFinished() | RequestFailed():
-            # A worker that was taken for lost may have finished all the same: nothing is booked there any more.
+            # A worker that was declared lost may still have finished the request. Its booking is already gone then.
             if request.on_worker:
                 world.load.free(event.request_id)
         case EncodeFinished():
@@ -216,7 +216,7 @@ def _progress(world: World, event: RequestProgress) -> list[Decided]:
 
 
 def _unusable(world: World, request: Request, event: PrefillFinished) -> str | None:
-    """Why what a prefill worker kept is of no use; it is forgotten then. None if it is."""
+    """Return why the KV descriptor of a prefill worker is unusable, and drop it; None if it is usable."""
     said, model = event.prefilled, world.pools[request.pool].model
     if (said.worker_id, said.worker_epoch, said.model) == (event.worker_id, event.worker_epoch, model):
         return None
@@ -230,7 +230,7 @@ def _answered(world: World, event: CommandDone | CommandRefused) -> list[Decided
     ended, loaded = answered(world, event)
     if not loaded:
         return [*ended]
-    # Somebody who waits may have waited for this adapter.
+    # Waiting requests may need the adapter that was loaded.
     return [*ended, *reroute(world, world.requests.waiting()), *drain(world)]
 
 
@@ -243,7 +243,7 @@ def _report(world: World, event: LoadReported) -> list[Decided]:
     world.load.report(event)
     if before is None:
         return []
-    # Only what was given back lets somebody go who waits; reports come a thousand times a second.
+    # Only freed blocks or a shorter engine queue can let a queued request go. Reports arrive a thousand times a second.
     given_back = event.kv_blocks_used < before.kv_blocks_used or event.waiting < before.waiting
     return drain(world) if given_back else []
 
@@ -271,5 +271,5 @@ def _fleet(world: World, event: AnyFleetEvent, offset: int) -> list[Decided]:
             decided = abort_orphans(world, event)
         case _:
             pass
-    # A worker that goes sets free who waited for it alone, by its session.
+    # The loss of a worker also frees queued requests that were bound to it by their session.
     return decided + drain(world)

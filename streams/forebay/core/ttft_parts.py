@@ -1,4 +1,4 @@
-"""Where the time to a request's first token went, by the phases that it was in (`forebay.core.phases`)."""
+"""Split the time to first token into parts, by the phases the request was in (`forebay.core.phases`)."""
 
 from typing import Literal
 
@@ -18,13 +18,15 @@ PARTS: dict[str, Part] = {
 
 
 class TimeByPart:
-    """Adds up a request's phases, in microseconds of the owner's clock; what is tried again counts again.
+    """Time per part of one request, in microseconds of the owner's clock; retried phases add up.
 
-    `queue` is the router's queue, `wait` that nobody was there for the next stage. `prefill` and `decode` are what
-    passed from the decision to what its worker said, hops over the log and the worker's own queue included; `transfer`
-    is taken out of `decode`: what the worker says that fetching took. A fetch that failed stays in `decode`.
+    `queue` is the time in the router's queue, `wait` the time without a worker for the next stage. `prefill` and
+    `decode` last from the decision to the worker's event, including log hops and the worker's own queue. `transfer` is
+    what the worker reports for fetching KV, and is subtracted from `decode`. A failed fetch counts as `decode`.
 
-    `prefilled_us` is when the last attempt to compute the prompt elsewhere ended, None when there was none.
+    Attributes:
+        phase: current phase.
+        prefilled_us: when the last remote prefill ended; None if there was none.
     """
 
     def __init__(self, now_us: int) -> None:
@@ -35,7 +37,7 @@ class TimeByPart:
         self._spent: dict[Part, int] = {}
 
     def enter(self, phase: Phase, now_us: int) -> None:
-        """The request is in this phase from now on, if it was not before."""
+        """Switch to a phase; no effect if the request is in it already."""
         if phase is not self.phase:
             self._spent = self.until(now_us)
             if self.phase is Phase.REMOTE_PREFILL:
@@ -43,7 +45,10 @@ class TimeByPart:
             self.phase, self._since_us = phase, now_us
 
     def until(self, now_us: int, transfer_us: int = 0) -> dict[Part, int]:
-        """The parts up to now; they add up to what passed. `transfer_us` is what the worker says, of the last phase."""
+        """Return the parts up to `now_us`.
+
+        They sum to the elapsed time. `transfer_us` is the reported time of the fetch.
+        """
         spent, last = dict(self._spent), max(0, now_us - self._since_us)
         part = PARTS[self.phase]
         spent[part] = spent.get(part, 0) + last

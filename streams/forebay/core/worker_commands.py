@@ -1,6 +1,6 @@
-"""What operators command: sent to workers, refused, answered, given up.
+"""Decide about operator commands: send them to workers, reject them, and collect the outcomes.
 
-A decision is booked here at once, and comes back as the journal record that says it.
+A decision is booked in the world at once. The owner writes it as a journal record and reads that record back.
 """
 
 from forebay.core.state.commands import PENDING_MAX, Pending
@@ -13,7 +13,7 @@ from forebay.events.progress import CommandDone, CommandRefused
 
 
 class _Unsendable(Exception):
-    """Why a command goes nowhere; the text is fit for the operator."""
+    """The command cannot be sent; the text is fit for the operator."""
 
     def __init__(self, reason: CommandRefusal, message: str) -> None:
         super().__init__(message)
@@ -21,7 +21,7 @@ class _Unsendable(Exception):
 
 
 def command(world: World, event: WorkerCommanded, offset: int) -> list[CommandSent]:
-    """A command, whose event stands at `offset`: it goes to its workers, or is refused."""
+    """Send a command whose event is at `offset` to its workers, or reject it."""
     commands = world.commands
     known = commands.nonce_known(event.command_id)
     if known is not None:
@@ -63,10 +63,10 @@ def command(world: World, event: WorkerCommanded, offset: int) -> list[CommandSe
 
 
 def answered(world: World, event: CommandDone | CommandRefused) -> tuple[list[CommandEnded], bool]:
-    """A worker answered: what ends by it, and whether other adapters are loaded there now than before."""
+    """Apply a worker's response; return the commands that ended, and whether its loaded adapters changed."""
     changed = False
     if isinstance(event, CommandDone) and event.action in LORA_CHANGES:
-        # Also when it comes too late for its command: it is so all the same.
+        # Apply the adapters even if the response is too late for its command: they are loaded all the same.
         try:
             changed = world.fleet.load(event.worker_id, event.worker_epoch, event.loras)
         except IllegalTransition:
@@ -80,7 +80,7 @@ def answered(world: World, event: CommandDone | CommandRefused) -> tuple[list[Co
 
 
 def end_commands(world: World, commands: list[Pending]) -> list[CommandEnded]:
-    """End those that nobody has pending any more."""
+    """End the commands that are pending at no worker."""
     ended = []
     for pending in commands:
         if pending.open:
@@ -100,7 +100,7 @@ def end_commands(world: World, commands: list[Pending]) -> list[CommandEnded]:
 
 
 def _workers(world: World, event: WorkerCommanded) -> list[Worker]:
-    """Who is to obey, in order of worker id. Raises _Unsendable."""
+    """Return the workers that a command addresses, in order of worker id. Raises _Unsendable."""
     if len(world.commands) >= PENDING_MAX:
         raise _Unsendable("too_many_commands", f"{len(world.commands)} commands are under way")
     if not world.pools:

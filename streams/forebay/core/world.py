@@ -1,7 +1,7 @@
-"""Everything that the owner of a group knows: its machines, pools, clock, and its place in every topic.
+"""World: the complete state of a group's owner. State machines, pools, clock, and its offset in every topic.
 
-A world changes only through `forebay.core.step`. Its digest names the whole state; a world restored from a
-snapshot has the same digest and decides the same from there on.
+Only `forebay.core.step` changes a world. Its digest covers the whole state. A world restored from a snapshot has the
+same digest, and makes the same decisions from there on.
 """
 
 from collections import Counter
@@ -52,11 +52,11 @@ if TYPE_CHECKING:
 
 NO_QUEUE_LIMITS = ", run_ahead=None, depth=None, timeout_s=0.0"
 NO_DISAGG = f", disagg={DisaggConfig()!r}"
-CORE_VERSION = 5  # raised when the same events lead to other decisions
+CORE_VERSION = 5  # raised whenever the same events lead to different decisions
 
 
 class Stamp(TypedDict):
-    """What every journal record carries."""
+    """Fields that every journal record carries."""
 
     owner_epoch: int
     seq: int
@@ -64,15 +64,32 @@ class Stamp(TypedDict):
 
 
 class World:
-    """The state of one group.
+    """State of one group.
 
     Attributes:
-        view: the next offset of every topic, as applied.
-        consumed: the runs applied since the last decision; they travel with the next one.
-        counts: diagnostics, no part of the state.
-        on_choice: is told of every choice before anything is booked by it, and may look at the world as it was made.
-            No part of the state; it must change nothing.
-        on_loss: is told of every worker that is lost, while what it held is still there; otherwise as `on_choice`.
+        fleet: workers and ingresses.
+        index: prefix index.
+        load: load of every rank.
+        requests: active requests.
+        queues: router queues of all pools.
+        sessions: session affinity.
+        routed: assumed cache contents of ranks without KV events.
+        predicted: assumed cache contents until KV events arrive.
+        commands: commands in flight.
+        pools: configuration by pool.
+        busy: busy thresholds set at run time, by pool.
+        disagg: disaggregation settings set at run time, by pool.
+        view: next offset per topic.
+        consumed: runs applied since the last decision; the next decision carries them.
+        now_us: the owner's clock, in microseconds.
+        turns: number of routings per pool.
+        owner_epoch: offset of the owner's claim; -1 before the first.
+        seq: sequence number of the next decision.
+        counts: counters for diagnostics; not part of the state.
+        on_choice: called with every selection before it is booked. It may read the world and must not change it. Not
+            part of the state.
+        on_loss: called with every lost worker while its requests and cache are still in the state; otherwise as the
+            selection callback.
     """
 
     def __init__(self) -> None:
@@ -100,8 +117,8 @@ class World:
         self._rosters: dict[str, Roster] = {}
 
     def note(self, topic: str, count: int, now_us: int) -> None:
-        """`count` records of `topic` are applied at `now_us`, a clock that never runs backwards."""
-        assert now_us >= self.now_us, "time never runs backwards"
+        """Advance the clock to `now_us`, and the view of `topic` by `count` records."""
+        assert now_us >= self.now_us, "the clock never runs backwards"
         self.now_us = now_us
         self.view[topic] = self.view.get(topic, 0) + count
         consumed = self.consumed
@@ -113,20 +130,21 @@ class World:
         consumed.append(Run(topic=topic, count=count, now_us=now_us))
 
     def take_consumed(self) -> tuple[Run, ...]:
-        """The runs since the last decision, which are that decision's from now on."""
+        """Return and clear the runs since the last decision."""
         runs = tuple(self.consumed)
         self.consumed.clear()
         return runs
 
     def stamp(self) -> Stamp:
-        """What the next journal record says beside what it decides."""
+        """Return the fields of the next journal record that do not depend on the decision."""
         self.seq += 1
         return {"owner_epoch": self.owner_epoch, "seq": self.seq - 1, "consumed": self.take_consumed()}
 
     def pool_of(self, model: str) -> PoolConfigured | None:
-        """The first pool, by name, that answers requests for `model`.
+        """Return the first pool, by name, that generates responses for `model`.
 
-        Where some do all of a request and others decode, one kind replaces the other: that which has somebody ready.
+        If a model has both aggregated and decode pools, one kind replaces the other: pools with a ready worker take
+        precedence.
         """
         pools = [pool for pool in self._pools(model) if pool.role in ("aggregated", "decode")]
         if len({pool.role for pool in pools}) > 1:
@@ -134,16 +152,16 @@ class World:
         return pools[0] if pools else None
 
     def encoders_of(self, model: str) -> tuple[PoolConfigured, Roster] | None:
-        """The first pool, by name, that encodes images and videos for `model` and has somebody ready; and who."""
+        """Return the first encode pool for `model`, by name, that has a ready worker, and its candidates."""
         for pool in self._pools(model):
             if pool.role == "encode" and (roster := self.roster(pool.pool)).seats:
                 return pool, roster
         return None
 
     def prefillers_of(self, decoders: PoolConfigured) -> PoolConfigured | None:
-        """The first pool, by name, that computes prompts for this decode pool and has somebody ready.
+        """Return the first prefill pool, by name, for this decode pool that has a ready worker.
 
-        Its blocks must be of the same size: the hashes of a prompt are those of the pool that answers.
+        Both pools must have the same block size, because the hashes of a prompt are those of the decode pool.
         """
         for pool in self._pools(decoders.model):
             if pool.role == "prefill" and pool.block_size == decoders.block_size and self.roster(pool.pool).seats:
@@ -154,7 +172,7 @@ class World:
         return (self.pools[name] for name in sorted(self.pools) if self.pools[name].model == model)
 
     def configure(self, event: PoolConfigured) -> None:
-        """A pool routes by this from now on; what was set by hand before is gone."""
+        """Replace the configuration of a pool; settings that an operator made at run time are reset."""
         known = self.pools.get(event.pool)
         self.pools[event.pool] = event
         self.queues.configure(event.pool, event.router.queue)
@@ -167,32 +185,32 @@ class World:
                     self.queues.push(event.pool, held_of(request, event))
 
     def set_busy(self, model: str, thresholds: BusyThresholds) -> None:
-        """Every pool of a model has these thresholds from now on."""
+        """Set the busy thresholds of every pool of a model."""
         for name, pool in self.pools.items():
             if pool.model == model:
                 self.busy[name] = thresholds
         self.counts["unknown_model"] += self.pool_of(model) is None
 
     def set_disagg(self, model: str, disagg: DisaggConfig) -> None:
-        """Every decode pool of a model goes by this from now on."""
+        """Set the disaggregation settings of every decode pool of a model."""
         for name, pool in self.pools.items():
             if pool.model == model and pool.role == "decode":
                 self.disagg[name] = disagg
         self.counts["unknown_model"] += self.pool_of(model) is None
 
     def roster(self, pool: str) -> Roster:
-        """Who may get requests of a pool."""
+        """Return the ranks of ready workers of a pool."""
         roster = self._rosters.get(pool)
         if roster is None:
             roster = self._rosters[pool] = roster_of(pool, self.fleet, self.load)
         return roster
 
     def forget_rosters(self) -> None:
-        """The fleet changed."""
+        """Drop the cached rosters, because the fleet changed."""
         self._rosters.clear()
 
     def admit(self, worker: Worker) -> None:
-        """A worker joined the fleet: its ranks are empty and idle."""
+        """Add the ranks of a worker that joined, empty and idle."""
         worker_id = worker.spec.worker_id
         for rank in worker.spec.ranks:
             self.index.add_holder(worker_id, rank, worker.worker_epoch)
@@ -201,7 +219,7 @@ class World:
             self.predicted.add_holder(worker_id, rank)
 
     def dismiss(self, worker: Worker) -> None:
-        """A worker is lost; its requests were freed before."""
+        """Remove the ranks of a lost worker whose requests were freed before."""
         worker_id = worker.spec.worker_id
         for rank in worker.spec.ranks:
             self.index.drop_holder(worker_id, rank)
@@ -211,13 +229,13 @@ class World:
         self.sessions.drop_worker(worker_id)
 
     def forget_routed(self, worker_id: str, rank: int) -> None:
-        """The cache of an admitted rank is empty: nothing that was routed there is taken for cached."""
+        """Drop all assumed blocks of a rank whose cache was cleared."""
         for routed in (self.routed, self.predicted):
             routed.drop_holder(worker_id, rank)
             routed.add_holder(worker_id, rank)
 
     def remember_routed(self, router: RouterConfig, seat: Seat, request: Request) -> None:
-        """What follows from sending a request to a seat: its prompt will be cached there, its session goes on there."""
+        """Book the consequences of a routing: the prompt will be cached at the rank, and its session stays there."""
         worker_id, rank = seat.key
         if not (router.use_kv_events and seat.worker.spec.kv_events):
             due_us = self.now_us + round(router.ttl_s * 1e6)
@@ -234,21 +252,21 @@ class World:
             self.counts["sessions_evicted"] += self.sessions.bind(request.pool, session_id, bound, due_us)
 
     def next_due_us(self) -> int | None:
-        """When something happens by time alone."""
+        """Return when the state next changes by time alone, or None."""
         due_us, command_us = self.requests.next_due_us(), self.commands.next_due_us()
         if command_us is None:
             return due_us
         return command_us if due_us is None else min(due_us, command_us)
 
     def expire(self) -> None:
-        """Forget what is due by now. Called with every event and deadline only: the log has no other times."""
+        """Remove everything that is due. Called only with events and deadlines, because the log has no other times."""
         self.routed.expire(self.now_us)
         self.predicted.expire(self.now_us)
         self.sessions.expire(self.now_us)
         self.commands.expire(self.now_us)
 
     def machines(self) -> tuple[Digested, ...]:
-        """All that has a digest of its own, in order."""
+        """Return all state machines, in digest order."""
         return (
             self.fleet,
             self.index,
@@ -262,14 +280,14 @@ class World:
         )
 
     def digest(self) -> int:
-        """64 bits over the machines, the pools, the clock and the view."""
+        """Return a 64-bit digest over the machines, the pools, the clock and the view."""
         return self.digest_with(self.index)
 
     def digest_with(self, index: Digested) -> int:
-        """As `digest`, with `index` in place of the own one."""
+        """Return the digest that the world would have with `index` in place of its own index."""
         digests = [(index if machine is self.index else machine).digest() for machine in self.machines()]
         if not digests[-1]:
-            digests.pop()  # where nobody ever gave a command the digest is that of logs from before there were any
+            digests.pop()  # without commands the digest equals that of logs from before commands existed
         text = "\n".join(
             (
                 str(digests),
@@ -282,15 +300,15 @@ class World:
         return xxh3_64_intdigest(text.encode())
 
     def snapshot(self) -> Iterator[Chunk]:
-        """The state as facts. `consumed` must be empty."""
+        """Yield the state as facts. `consumed` must be empty."""
         return self._facts(self.index.snapshot())
 
     def snapshot_small(self) -> Iterator[Chunk]:
-        """All but the blocks of the index, which may be millions and are walked bit by bit."""
+        """Yield all facts except the blocks of the index, which may be millions and are scanned incrementally."""
         return self._facts(self.index.cursors())
 
     def _facts(self, index: Iterable[Chunk]) -> Iterator[Chunk]:
-        assert not self.consumed, "a snapshot stands between journal records"
+        assert not self.consumed, "a snapshot is taken between journal records"
         yield WorldState(
             now_us=self.now_us,
             view=tuple(Run(topic=topic, count=count, now_us=0) for topic, count in sorted(self.view.items())),
@@ -314,14 +332,14 @@ class World:
 
 
 def restore(chunks: Iterable[Chunk]) -> World:
-    """The world of a snapshot, whose blocks may have been written before the rest; its digest is the one sealed."""
+    """Return the world of a snapshot, whose blocks may come before the other facts; its digest is the sealed one."""
     world = World()
     _restore(world, world.index, chunks)
     return world
 
 
 def digest_of_snapshot(chunks: Iterable[Chunk]) -> int:
-    """The digest that the world of a snapshot would have: without its index, which is most of the work."""
+    """Return the digest of a snapshot's world without building the index, which is most of the work."""
     world, tally = World(), IndexTally()
     _restore(world, tally, chunks)
     return world.digest_with(tally)
@@ -373,10 +391,10 @@ def _restore(world: World, index: PrefixIndex | IndexTally, chunks: Iterable[Chu
 
 
 def held_of(request: Request, pool: PoolConfigured) -> Held:
-    """A request as the queue of its pool sees it."""
+    """Return a request in the form of its pool's queue."""
     wanted = demand(request.hints, request.lora_name, request.task)
     if pool.role == "decode":
-        # Whom it waits for depends on its length, too: short ones must not stand behind long ones.
+        # Candidates also depend on the prompt length. Short requests must not wait behind long ones.
         wanted = (*wanted, request.uncached_tokens.bit_length())
     return Held(
         request_id=request.request_id,
@@ -391,7 +409,7 @@ def held_of(request: Request, pool: PoolConfigured) -> Held:
 
 
 def _pool_text(pool: PoolConfigured, busy: BusyThresholds | None) -> str:
-    # These fields are new: who has the usual ones is told as it was before there were others.
+    # Fields that were added later are left out at their defaults, so digests of older logs do not change.
     text = repr(pool).replace(", role='aggregated')", ")").replace(NO_DISAGG, "").replace(NO_QUEUE_LIMITS, "")
     return f"({text}, {busy})"
 
