@@ -214,7 +214,7 @@ def test_a_snapshot_stands_right_after_its_seal() -> None:
     elsewhere = SnapshotTaken(owner_epoch=0, seq=1, first_offset=0, chunks=1, digest=sealed.digest, journal_offset=3)
     divergence = followed.apply(2, elsewhere, {})
     assert divergence is not None
-    assert "not of the state" in divergence.reason
+    assert "does not match the seal" in divergence.reason
 
 
 def test_a_claim_applies_nothing() -> None:
@@ -222,4 +222,4 @@ def test_a_claim_applies_nothing() -> None:
     claimed = OwnerClaimed(owner_id="o", core_version=1, consumed=(Run(topic="fleet", count=1, now_us=0),))
     divergence = Rederivation(World()).apply(0, claimed, {"fleet": [None]})
     assert divergence is not None
-    assert (divergence.reason, divergence.derived) == ("a claim applies nothing", None)
+    assert (divergence.reason, divergence.derived) == ("an ownership claim must not consume events", None)

@@ -359,7 +359,7 @@ def test_a_recorded_clock_that_runs_backwards_is_a_divergence() -> None:
     lie = msgspec.structs.replace(routed, consumed=(*routed.consumed, early))
     divergence = Rederivation(World()).apply(1, lie, {})
     assert divergence is not None
-    assert (divergence.reason, divergence.derived) == ("its clock runs backwards", None)
+    assert (divergence.reason, divergence.derived) == ("the clock runs backwards", None)
 
 
 def test_the_weights_of_the_worked_example_are_these_integers() -> None:

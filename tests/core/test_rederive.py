@@ -2,7 +2,7 @@
 
 import msgspec
 
-from forebay.core.rederive import Rederivation
+from forebay.core.rederive import CLOCK_US_MAX, Rederivation
 from forebay.core.world import World
 from forebay.events.base import hex_digest
 from forebay.events.decisions import OwnerClaimed, RequestRouted, Run
@@ -33,7 +33,7 @@ def test_a_clock_reading_that_is_none() -> None:
     late = msgspec.structs.replace(decided, consumed=(*runs, Run(topic=last.topic, count=1, now_us=1 << 63)))
     found = Rederivation(World()).apply(1, late, Recorded(drive.applied).events_of(late))
     assert found is not None
-    assert (found.reason, found.derived) == ("its clock is no clock", None)
+    assert (found.reason, found.derived) == (f"the clock reading is above {CLOCK_US_MAX}", None)
 
 
 def test_who_looks_on_is_told_of_every_choice_before_it_is_booked() -> None:

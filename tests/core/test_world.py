@@ -355,14 +355,18 @@ def test_a_changed_field_another_kind_a_missing_and_an_invented_decision() -> No
         message="",
     )
     found = follow(drive, [records[0], rejected])
-    assert (found.reason, found.recorded, found.derived) == ("another kind of decision", rejected, records[1])
+    assert (found.reason, found.recorded, found.derived) == (
+        "the events lead to another kind of decision",
+        rejected,
+        records[1],
+    )
     invented = msgspec.structs.replace(records[0], consumed=())
     found = follow(drive, [*records, invented])
     assert (found.offset, found.reason, found.derived) == (4, "the events lead to no decision here", None)
     sealed = advance(drive.world)
     skipped = msgspec.structs.replace(sealed, seq=2, consumed=records[2].consumed)
     found = follow(drive, [*records[:2], skipped])
-    assert (found.reason, found.derived) == ("a decision is missing", records[2])
+    assert (found.reason, found.derived) == ("a decision is missing before this record", records[2])
 
 
 def test_a_snapshot_record_belongs_to_the_state_sealed_before_it() -> None:
@@ -373,11 +377,11 @@ def test_a_snapshot_record_belongs_to_the_state_sealed_before_it() -> None:
     )
     assert follow(drive, [*records, sealed, taken]) is None
     other = msgspec.structs.replace(taken, digest=hex_digest(1))
-    assert "not of the state" in follow(drive, [*records, sealed, other]).reason
+    assert "does not match the seal" in follow(drive, [*records, sealed, other]).reason
     late = msgspec.structs.replace(taken, seq=9)
     assert follow(drive, [*records, sealed, late]).reason == "differs in seq"
     unsealed = msgspec.structs.replace(taken, seq=3)
-    assert "not of the state" in follow(drive, [*records, unsealed]).reason
+    assert "does not match the seal" in follow(drive, [*records, unsealed]).reason
 
 
 def test_decisions_and_seals_may_stand_between_a_seal_and_its_snapshot() -> None:
@@ -388,7 +392,7 @@ def test_decisions_and_seals_may_stand_between_a_seal_and_its_snapshot() -> None
     taken = SnapshotTaken(owner_epoch=0, seq=6, first_offset=0, chunks=1, digest=sealed.digest, journal_offset=5)
     assert follow(drive, [*records, taken]) is None
     for lie in ({"digest": hex_digest(1)}, {"journal_offset": 6}, {"journal_offset": 7}):
-        assert "not of the state" in follow(drive, [*records, msgspec.structs.replace(taken, **lie)]).reason
+        assert "does not match the seal" in follow(drive, [*records, msgspec.structs.replace(taken, **lie)]).reason
 
 
 def test_a_snapshot_may_be_of_a_state_sealed_before_following_began() -> None:
@@ -407,7 +411,7 @@ def test_of_many_seals_the_newest_are_known(monkeypatch: pytest.MonkeyPatch) -> 
     drive, records = history_of_three()
     seals = [advance(drive.world) for _ in range(4)]
     known = SnapshotTaken(owner_epoch=0, seq=7, first_offset=0, chunks=1, digest=hex_digest(1), journal_offset=7)
-    assert "not of the state" in follow(drive, [*records, *seals, known]).reason
+    assert "does not match the seal" in follow(drive, [*records, *seals, known]).reason
     assert follow(drive, [*records, *seals, msgspec.structs.replace(known, journal_offset=6)]) is None
 
 

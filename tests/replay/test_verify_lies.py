@@ -77,7 +77,7 @@ def test_a_claim_that_consumes_events(recording: Path) -> None:
     lie(recording, 0, lambda claim: replace(claim, consumed=runs))
     divergence = report_of(recording).divergence
     assert divergence is not None
-    assert (divergence.offset, divergence.reason) == (0, "a claim applies nothing")
+    assert (divergence.offset, divergence.reason) == (0, "an ownership claim must not consume events")
 
 
 def test_a_claim_of_other_rules(recording: Path) -> None:

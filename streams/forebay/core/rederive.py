@@ -158,4 +158,4 @@ class Rederivation:
         if type(recorded) is not type(derived):
             return Divergence(offset, "the events lead to another kind of decision", recorded, derived)
         fields = [field for field in recorded.__struct_fields__ if getattr(recorded, field) != getattr(derived, field)]
-        return Divergence(offset, "the fields differ: " + ", ".join(fields), recorded, derived)
+        return Divergence(offset, "differs in " + ", ".join(fields), recorded, derived)

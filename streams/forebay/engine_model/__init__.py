@@ -1,1 +1,1 @@
-"""A deterministic model of an LLM engine in virtual time. The mock worker and the simulator run it."""
+"""Deterministic model of an LLM engine in virtual time, used by the mock worker and the simulator."""

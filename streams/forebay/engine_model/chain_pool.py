@@ -1,9 +1,10 @@
-"""The KV blocks of one rank as `BlockPool` keeps them, for callers whose hashes are chains: at a cost for each run.
+"""KV blocks of one rank, as in `BlockPool`, for callers whose hashes form chains; the cost is per run, not per block.
 
-Theory of operation. A sequence hash names its block and all before it, so who has a block has the blocks before it,
-and blocks that follow each other mostly come, stay and go together. They are kept in runs: blocks that the same
-callers reference, found by the first of them. Referencing a part of a run cuts it. Of a run that nobody references
-the last block is the oldest, and runs become idle from a chain's end on: the order of eviction is that of `BlockPool`.
+A sequence hash identifies its block and all blocks before it. So a caller that has a block has all blocks before it,
+and consecutive blocks are mostly added, kept and removed together. They are stored in runs: consecutive blocks with the
+same references, found by their first block. Referencing a part of a run splits it. In a run without references the last
+block is the oldest, and runs lose their references from the end of a chain on. The eviction order is therefore that of
+`BlockPool`.
 """
 
 from array import array
@@ -15,7 +16,7 @@ from typing import NamedTuple
 
 
 class Run:
-    """Blocks that follow each other and have the same references; `Run`s are compared by what they are."""
+    """Consecutive blocks with the same references; compared by identity."""
 
     __slots__ = ("blocks", "references")
 
@@ -25,20 +26,28 @@ class Run:
 
 
 class Found(NamedTuple):
-    """Leading blocks of a chain: how many, and of which runs how many each. Good until the pool changes."""
+    """Leading blocks of a chain that are in the pool; valid until the pool changes.
+
+    Attributes:
+        blocks: number of blocks.
+        path: runs that contain them, each with the number of blocks from its start.
+    """
 
     blocks: int
     path: list[tuple[Run, int]]
 
 
 class ChainPool:
-    """`total` blocks, none more. Chains are arrays ("Q") of sequence hashes; the pool keeps none of them."""
+    """Pool of exactly `total` blocks.
+
+    Chains are arrays of type "Q" of sequence hashes; the pool keeps no caller's array.
+    """
 
     def __init__(self, total: int) -> None:
         assert total > 0
         self.total = total
-        self._runs: dict[int, Run] = {}  # by their first blocks
-        self._idle: OrderedDict[Run, None] = OrderedDict()  # those that nobody references, oldest first
+        self._runs: dict[int, Run] = {}  # by first block
+        self._idle: OrderedDict[Run, None] = OrderedDict()  # runs without references, oldest first
         self._referenced = 0
         self._cached = 0
         self._anonymous = 0
@@ -46,25 +55,25 @@ class ChainPool:
 
     @property
     def used(self) -> int:
-        """Blocks that somebody references."""
+        """Number of blocks that are referenced."""
         return self._referenced + self._anonymous
 
     @property
     def cached(self) -> int:
-        """Blocks that nobody references but whose content can still be found."""
+        """Number of blocks that are not referenced but whose content can still be found."""
         return self._cached
 
     @property
     def free(self) -> int:
-        """Blocks without content."""
+        """Number of blocks without content."""
         return self._free
 
     def content(self) -> frozenset[int]:
-        """The sequence hashes that can be found, in use or cached."""
+        """Return the sequence hashes that can be found, used or cached."""
         return frozenset(block for run in self._runs.values() for block in run.blocks)
 
     def warm(self, hashes: Sequence[int]) -> None:
-        """Start with cached content, the first oldest; what does not fit is left out. The pool must be empty."""
+        """Fill an empty pool with cached content, oldest first; content that does not fit is dropped."""
         assert self._free == self.total, "only an empty pool is warmed"
         for block in dict.fromkeys(hashes[: self.total]):
             run = self._runs[block] = Run(array("Q", (block,)), 0)
@@ -73,7 +82,7 @@ class ChainPool:
         self._free -= self._cached
 
     def find(self, hashes: "array[int]", blocks_max: int) -> Found:
-        """The leading blocks of a chain that can be found, at most `blocks_max`."""
+        """Return the leading blocks of a chain that are in the pool, at most `blocks_max`."""
         path: list[tuple[Run, int]] = []
         at, end = 0, min(blocks_max, len(hashes))
         while at < end:
@@ -86,9 +95,10 @@ class ChainPool:
         return Found(at, path)
 
     def take(self, found: Found, anonymous: int) -> "array[int] | None":
-        """Reference blocks as `find` just found them, and `anonymous` new ones.
+        """Reference blocks that `find` just returned, and `anonymous` new blocks.
 
-        Returns the hashes evicted for that, in order, or None and takes nothing when there is no room.
+        Returns:
+            The hashes evicted to make room, in order. None without any change if there is no room.
         """
         revived = sum([size for run, size in found.path if not run.references]) if found.path else 0
         shortage = anonymous - self._free
@@ -103,19 +113,26 @@ class ChainPool:
         return evicted
 
     def fill(self, hashes: "array[int]", begin: int, end: int, tail: Run | None) -> tuple[list[tuple[int, int]], Run]:
-        """Anonymous blocks of a chain whose first `begin` blocks the caller references are full: its next, up to `end`.
+        """Give identities to anonymous blocks of a chain that are now full; their references are kept.
 
-        Their references go with them; where content was there already, two blocks become one. `tail` is the run that
-        the caller has referenced last, which may grow. Returns the stretches of `hashes` that are new, and the last
-        run.
+        Where content was in the pool already, two blocks become one.
+
+        Args:
+            hashes: sequence hashes of the chain.
+            begin: number of leading blocks that the caller references already.
+            end: number of leading blocks that are full.
+            tail: run that the caller referenced last; it may be extended.
+
+        Returns:
+            The ranges of `hashes` whose content is new, and the last run.
         """
-        assert begin < end, "something is full"
+        assert begin < end, "at least one block is full"
         runs = self._runs
         self._anonymous -= end - begin
         new: list[tuple[int, int]] = []
         at = begin
         rest = hashes[begin:end]
-        # Whoever has a block has those before it: one that is there already is the first of a run.
+        # A caller that has a block has all blocks before it, so a block that is in the pool starts a run.
         if not runs.keys().isdisjoint(rest):
             while at < end:
                 run = runs.get(hashes[at])
@@ -133,14 +150,14 @@ class ChainPool:
         if rest:
             tail = self._store(rest, tail)
             new.append((begin, end))
-        assert tail is not None, "something was full"
+        assert tail is not None, "at least one block was full"
         self._check()
         return new, tail
 
     def release(self, hashes: "array[int]", held: int, anonymous: int) -> None:
-        """Give back one reference of each of a chain's first `held` blocks, and anonymous ones.
+        """Return one reference of each of the first `held` blocks of a chain, and `anonymous` anonymous blocks.
 
-        Hashed blocks that nobody else uses stay cached; anonymous ones become free.
+        Hashed blocks without another reference stay cached; anonymous blocks become free.
         """
         path = []
         at = idle = 0
@@ -161,16 +178,16 @@ class ChainPool:
         self._check()
 
     def clear(self) -> None:
-        """Forget everything, references too."""
+        """Drop all content and all references."""
         self._runs.clear()
         self._idle.clear()
         self._referenced = self._cached = self._anonymous = 0
         self._free = self.total
 
     def _refer(self, run: Run, size: int) -> Run:
-        """Reference the first `size` blocks of a run; the run that they are."""
+        """Reference the first `size` blocks of a run; return the run that consists of them."""
         if size < len(run.blocks):
-            # The part behind stays the run: whoever referenced that last still does, and it may be idle in its place.
+            # The second part keeps the run object, because its referrers and its place in the idle order stay valid.
             upper = Run(run.blocks[:size], run.references)
             del run.blocks[:size]
             self._runs[upper.blocks[0]] = upper
@@ -185,7 +202,7 @@ class ChainPool:
         return run
 
     def _store(self, blocks: "array[int]", tail: Run | None) -> Run:
-        """Blocks that nobody had follow `tail`, which goes on with them if nobody else references it."""
+        """Store new blocks after `tail`, extending `tail` if nothing else references it."""
         self._referenced += len(blocks)
         if tail is not None and tail.references == 1:
             tail.blocks += blocks
@@ -194,7 +211,7 @@ class ChainPool:
         return run
 
     def _evict(self, blocks: int) -> "array[int]":
-        """Let go of the oldest blocks that nobody references, so many of them; returns them, oldest first."""
+        """Evict the `blocks` oldest blocks without references; return them, oldest first."""
         evicted = array("Q")
         self._cached -= blocks
         while blocks:
@@ -218,7 +235,7 @@ class ChainPool:
 
 
 def _common(blocks: "array[int]", hashes: "array[int]", at: int) -> int:
-    """How many of `blocks` the chain has from `at` on."""
+    """Return how many of `blocks` the chain has from `at` on."""
     part = hashes[at : at + len(blocks)]
     if part == blocks:
         return len(blocks)

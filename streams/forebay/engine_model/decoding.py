@@ -1,4 +1,4 @@
-"""The sequences of the engine model that decode, and at which iteration each has to be looked at again."""
+"""Sequences of the engine model that decode, with the iteration at which each must be checked again."""
 
 from heapq import heappop, heappush
 from typing import NamedTuple
@@ -7,7 +7,7 @@ from forebay.engine_model.sequence import EngineSequence
 
 
 class Joining(NamedTuple):
-    """Sequences whose KV was fetched, and which begin to decode; and the blocks that they hold."""
+    """Sequences whose KV was fetched and that start to decode, and the number of blocks they hold."""
 
     sequences: int
     blocks: int
@@ -17,11 +17,11 @@ NOBODY_JOINS = Joining(0, 0)
 
 
 class Decoding:
-    """Who decodes.
+    """Decoding sequences.
 
     Attributes:
-        by_turn: all of them, oldest first.
-        blocks: what they hold together; a block that several share counts for each.
+        by_turn: all sequences, oldest first.
+        blocks: number of blocks they hold; a shared block counts once per sequence.
     """
 
     def __init__(self) -> None:
@@ -29,17 +29,17 @@ class Decoding:
         self.blocks = 0
         self._turns = 0
         self._due: dict[int, dict[int, EngineSequence]] = {}  # by iteration, then by turn
-        self._iterations: list[int] = []  # a heap of those at which somebody is due, or was to be
+        self._iterations: list[int] = []  # heap of iterations in `_due`, possibly with stale ones
 
     def add(self, sequence: EngineSequence) -> None:
-        """One more decodes, the newest."""
+        """Add a sequence as the newest."""
         sequence.turn = self._turns
         self._turns += 1
         self.by_turn[sequence.turn] = sequence
         self.blocks += sequence.blocks
 
     def remove(self, sequence: EngineSequence) -> None:
-        """One decodes no longer, and holds its blocks still."""
+        """Remove a sequence that stops decoding; it still holds its blocks."""
         del self.by_turn[sequence.turn]
         self.blocks -= sequence.blocks
         others = self._due.get(sequence.due)
@@ -47,11 +47,11 @@ class Decoding:
             del self._due[sequence.due]
 
     def newest(self) -> EngineSequence:
-        """Who began last; there is somebody."""
+        """Return the newest sequence; there must be one."""
         return self.by_turn[next(reversed(self.by_turn))]
 
     def look_at(self, sequence: EngineSequence, iteration: int) -> None:
-        """One of them is due at this iteration, later than that of now."""
+        """Schedule the next check of a sequence at a later iteration."""
         sequence.due = iteration
         others = self._due.get(iteration)
         if others is None:
@@ -61,20 +61,20 @@ class Decoding:
             others[sequence.turn] = sequence
 
     def next_due(self) -> int:
-        """The first iteration at which somebody is due; there is one."""
+        """Return the first iteration with a scheduled check; there must be one."""
         while self._iterations[0] not in self._due:
             heappop(self._iterations)
         return self._iterations[0]
 
     def take_due(self, iteration: int) -> list[EngineSequence]:
-        """Who is due at this iteration, oldest first; iterations never go back, and none is left out."""
+        """Remove and return the sequences due at this iteration, oldest first; no iteration with one may be skipped."""
         while self._iterations and self._iterations[0] <= iteration:
             heappop(self._iterations)
         due = self._due.pop(iteration, None)
         return [due[turn] for turn in sorted(due)] if due else []
 
     def clear(self) -> None:
-        """Nobody decodes."""
+        """Remove all sequences."""
         self.by_turn.clear()
         self.blocks = 0
         self._due.clear()

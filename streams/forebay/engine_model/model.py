@@ -1,12 +1,11 @@
-"""A deterministic engine: vLLM's v1 scheduler in small, with prefix caching, in virtual time.
+"""Deterministic engine in virtual time: a small version of vLLM's v1 scheduler with prefix caching.
 
-Theory of operation. Running sequences decode one token per iteration; at most one, the newest, is still
-prefilling, because a prompt is only cut when the token budget of the iteration is spent. Waiting ones are
-admitted first come, first served. When blocks run out the newest running sequence is preempted and later
-computed again. Between two block boundaries or ends nothing can change, so iterations there are made at once, and
-what a sequence has generated follows from the number of iterations: a step touches only those at a boundary, and those
-that speak. A step says how long it takes, the caller lets that time go by. Of prefill and decode apart, as with vLLM's
-KV connectors, one engine keeps the blocks of a computed prompt; another takes blocks for it and waits until they came.
+Running sequences decode one token per iteration. At most one sequence, the newest, is still prefilling, because a
+prompt is only split when the token budget of the iteration is spent. Waiting sequences are admitted first come, first
+served. When blocks run out, the newest running sequence is preempted. Between two block boundaries or ends of sequences
+nothing can change, so these iterations are computed at once. A step only touches sequences at a boundary and those that
+emit tokens. It returns its duration; the caller advances the time. Disaggregated prefill and decode work as with vLLM's
+KV connectors: one engine keeps the blocks of a prompt, another allocates blocks and waits until they were fetched.
 """
 
 from collections import deque
@@ -44,13 +43,13 @@ __all__ = [
     "Step", "Stored",
 ]  # fmt: skip
 
-WAITING_MAX = 65_536  # beyond any router's queue bound; more means that nobody limits the callers
+WAITING_MAX = 65_536  # above any bound of the router's queue; more means that callers are not limited
 NOTHING_FOUND = Found(0, [])
 NOBODY: list[EngineSequence] = []
 
 
 class EngineModel:
-    """One rank of an engine. `submit`, then `step` until it returns None."""
+    """One rank of an engine. Call `submit`, then `step` until it returns None."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
@@ -59,30 +58,30 @@ class EngineModel:
         self._waiting: deque[EngineSequence] = deque()
         self._prefilling: EngineSequence | None = None
         self._decoding = Decoding()  # the one prefilling is newer than all of these
-        self._iteration = 0  # of those in which something decoded
-        self._full: list[EngineSequence] = []  # those that need a block before they go on, oldest first
-        self._calm = True  # nobody was preempted since the last step
+        self._iteration = 0  # counts iterations in which a sequence decoded
+        self._full: list[EngineSequence] = []  # sequences that need a block to continue, oldest first
+        self._calm = True  # no sequence was preempted since the last step
         self._fetching: dict[str, EngineSequence] = {}
-        self._asked: list[Fetch] = []  # of those, what the caller was not told yet
-        self._joining = NOBODY_JOINS  # in the iteration that is made
-        self._kept: dict[str, EngineSequence] = {}  # computed for another engine
+        self._asked: list[Fetch] = []  # fetches that the caller has not received yet
+        self._joining = NOBODY_JOINS  # sequences that start to decode in the current iteration
+        self._kept: dict[str, EngineSequence] = {}  # computed prompts, kept for another engine
         self._changes: list[CacheChange] = []
 
     def load(self) -> Load:
-        """How busy the engine is now."""
+        """Return the engine's current load."""
         running = len(self._decoding.by_turn) + (self._prefilling is not None)
         return Load(running, len(self._waiting) + len(self._fetching), self.pool.used, self.pool.total)
 
     def warm(self, hashes: Sequence[int]) -> None:
-        """Start with these blocks in the cache, as an engine that outlived a restart of its surroundings."""
+        """Fill the cache with these blocks, like an engine whose cache survived a restart of its worker."""
         self.pool.warm(hashes)
 
     def held(self) -> list[int]:
-        """The sequence hashes in the cache, ascending."""
+        """Return the sequence hashes in the cache, ascending."""
         return sorted(self.pool.content())
 
     def generated(self, undone: int = 0) -> dict[str, int]:
-        """Output tokens of every request under way, without those of the last `undone` iterations."""
+        """Return the output tokens of every request in flight, without those of the last `undone` iterations."""
         now = self._iteration - undone
         return {
             name: now - one.since if one.turn in self._decoding.by_turn else one.generated
@@ -90,7 +89,7 @@ class EngineModel:
         }
 
     def submit(self, request: EngineRequest) -> None:
-        """Queue a request whose id is not under way. Raises RequestRefused for one that cannot be served."""
+        """Queue a request whose id is not in flight. Raises RequestRefused if it cannot be served."""
         assert request.request_id not in self._sequences
         block_size = self.config.block_size
         prompt_tokens = len(request.token_ids) // U32_BYTES
@@ -111,9 +110,9 @@ class EngineModel:
             )
         hashes = array_u64(request.sequence_hashes)
         if len(set(hashes)) != full:
-            raise RequestMalformed("a block hash comes twice, but it names its block and all before it")
+            raise RequestMalformed("duplicate block hash: every sequence hash of a prompt must be different")
         if len(self._waiting) >= WAITING_MAX:
-            raise QueueFull(f"{WAITING_MAX} requests are waiting already")
+            raise QueueFull(f"the engine's queue is full: {WAITING_MAX} requests are waiting")
         sequence = EngineSequence(
             request.request_id,
             request.attempt,
@@ -130,7 +129,7 @@ class EngineModel:
         self._waiting.append(sequence)
 
     def cancel(self, request_id: str) -> bool:
-        """Drop a request and free its blocks, also those that are kept or fetched. False when it is not under way."""
+        """Drop a request and free its blocks, including kept or fetched ones. Returns False if it is not in flight."""
         sequence = self._sequences.pop(request_id, None)
         if sequence is None:
             return False
@@ -146,16 +145,12 @@ class EngineModel:
         return True
 
     def fetches(self) -> list[Fetch]:
-        """What is to be fetched now, each said once; to be asked before each step. It takes no time.
-
-        Requests of the stage `decode` get their blocks first come, first served with the others, which a step admits;
-        say `fetched` when the KV of one is there, or `cancel` it.
-        """
+        """Return the fetches that are due now, each only once, for `fetched` or `cancel`. Call it before every step."""
         waiting = self._waiting
         at = self._ready()
         running = len(self._decoding.by_turn) + (self._prefilling is not None) + at
         if at < len(waiting) and waiting[at].stage == "decode" and running < self.config.max_num_seqs:
-            # Who runs takes its blocks first, as in a step.
+            # Running sequences take their blocks first, as in a step.
             self._calm &= self._make_room()
             at = self._ready()
             may_admit = self._calm or not self._decoding.by_turn
@@ -165,21 +160,21 @@ class EngineModel:
         return asked
 
     def fetched(self, request_id: str, token_seed: int | None = None) -> bool:
-        """The KV of a prompt is there: a next step computes its last token. False when nobody fetches it.
+        """Record that the KV of a prompt has arrived; a later step computes its last token.
 
-        `token_seed` is what the answer is made from where that came with the KV; None if it is as submitted.
+        `token_seed` replaces the submitted seed unless it is None. Returns False if no such fetch is in flight.
         """
         sequence = self._fetching.pop(request_id, None)
         if sequence is None:
             return False
-        sequence.stage = "aggregated"  # preempted, it is computed here
+        sequence.stage = "aggregated"  # after a preemption it is computed here
         sequence.token_seed = sequence.token_seed if token_seed is None else token_seed
         self._fill(sequence, sequence.prompt_tokens)
         self._waiting.insert(self._ready(), sequence)
         return True
 
     def release(self, request_id: str) -> bool:
-        """Nobody will fetch what is kept for a request. False when nothing is."""
+        """Free the blocks kept for a request that will not be fetched. Returns False if there are none."""
         sequence = self._kept.pop(request_id, None)
         if sequence is None:
             return False
@@ -188,7 +183,7 @@ class EngineModel:
         return True
 
     def reset(self) -> None:
-        """Drop every request and the cache."""
+        """Drop every request and clear the cache."""
         self.pool.clear()
         self._prefilling = None
         self._decoding.clear()
@@ -198,10 +193,7 @@ class EngineModel:
             others.clear()
 
     def clear_cache(self) -> None:
-        """Empty the cache; what runs goes back to the head of the queue, to be computed again.
-
-        So does what is being fetched, and is computed here; what is kept is kept no longer.
-        """
+        """Clear the cache; running and fetching sequences are queued and computed again, kept prompts dropped."""
         while self._decoding.by_turn or self._prefilling is not None:
             self._preempt()
         self._full.clear()
@@ -218,20 +210,20 @@ class EngineModel:
         self.pool.clear()
 
     def step(self, until_us: int = 0) -> Step | None:
-        """The next scheduler iteration; None when there is nothing to do until something is fetched or released.
+        """Run the next scheduler iteration; return None if there is no work until a fetch or a release.
 
-        Iterations that only decode are repeated in one step, while nothing but time changes, until they
-        took `until_us`: the same as single steps, but cheaper.
+        Iterations that only decode are repeated in one step while nothing but time changes, until they took `until_us`
+        microseconds. The result equals that of single steps.
         """
         if not self._sequences and not self._changes:
             return None
         calm = self._make_room() and self._calm
         self._calm = True
-        # What was evicted for that is told when the step ends: at the end of this iteration, not of later ones.
+        # Evictions that made this room are reported at the end of the iteration, so do not repeat it.
         steady = calm and self._prefilling is None and not self._changes
         prefill_tokens, attended, completed = 0, 0, NOBODY
         if self._waiting or self._prefilling is not None:
-            # If nobody is left it was for what is kept or fetched that somebody was preempted: others may go on.
+            # Without a running sequence, the preemption made room for kept or fetched blocks, so others may start.
             prefill_tokens, attended, completed = self._prefill(may_admit=calm or not self._decoding.by_turn)
         decoding, self._joining = self._joining, NOBODY_JOINS
         if not prefill_tokens and not self._decoding.by_turn and not decoding.sequences:
@@ -240,7 +232,7 @@ class EngineModel:
         finished: list[Finished] = []
         iterations = 1
         config = self.config
-        # Each reads its own context: a shared block counts for each, one of a prompt not yet computed for none.
+        # Every sequence reads its own context: a shared block counts once per sequence.
         duration_us = config.timing.step_us(
             prefill_tokens=prefill_tokens,
             prefill_attended=attended,
@@ -260,7 +252,7 @@ class EngineModel:
         return Step(duration_us, iterations, emitted, first_tokens, finished, changes, self.load(), computed)
 
     def _stand_still(self) -> Step | None:
-        """Nobody runs, and nobody can be admitted."""
+        """Return a step that only reports cache changes, or None; no sequence runs and none can be admitted."""
         changes, self._changes = self._changes, []
         return Step(0, 0, [], [], [], changes, self.load()) if changes else None
 
@@ -268,7 +260,7 @@ class EngineModel:
         return -(-tokens // self.config.block_size)
 
     def _make_room(self) -> bool:
-        """A block for every decoding sequence whose last one is full. False when any had to be preempted."""
+        """Allocate a block for every decoding sequence whose last block is full; return False if any was preempted."""
         calm = True
         for sequence in self._full:
             while sequence.blocks and not self._take(sequence, 1):
@@ -282,7 +274,7 @@ class EngineModel:
         return calm
 
     def _take(self, sequence: EngineSequence, blocks: int) -> bool:
-        """Anonymous blocks for a running sequence, if there is room."""
+        """Allocate anonymous blocks for a running sequence; return False if there is no room."""
         evicted = self.pool.take(NOTHING_FOUND, blocks)
         if evicted is None:
             return False
@@ -292,7 +284,7 @@ class EngineModel:
         return True
 
     def _preempt(self) -> None:
-        """The newest running sequence goes back to the head of the queue, to be computed again."""
+        """Return the newest running sequence to the head of the queue, to be computed again."""
         if self._prefilling is None:
             victim = self._decoding.newest()
             self._stop_decoding(victim)
@@ -303,11 +295,11 @@ class EngineModel:
         self._waiting.insert(self._ready(), victim)
 
     def _ready(self) -> int:
-        """How many are fetched and wait. They stand first: they need no room, and others may wait for theirs."""
+        """Return how many fetched sequences wait. They are first in the queue, because they need no more blocks."""
         return next((at for at, sequence in enumerate(self._waiting) if not sequence.blocks), len(self._waiting))
 
     def _reserve(self, sequence: EngineSequence, found: Found, blocks: int) -> bool:
-        """So many blocks for a sequence that has none, with those that were found, if there is room."""
+        """Allocate blocks for a sequence without blocks, reusing those found; return False if there is no room."""
         evicted = self.pool.take(found, blocks - found.blocks)
         if evicted is None:
             return False
@@ -317,12 +309,12 @@ class EngineModel:
         return True
 
     def _fetch(self, sequence: EngineSequence) -> bool:
-        """Blocks for a prompt that another engine computed, if there is room; its last block is always fetched."""
+        """Allocate blocks for a prompt to fetch, whose last block is always fetched; return False without room."""
         found = self.pool.find(sequence.hashes, (sequence.prompt_tokens - 1) // self.config.block_size)
         blocks = self._blocks_for(sequence.prompt_tokens)
         if not self._reserve(sequence, found, blocks):
             return False
-        # The first token is made from the last one of the prompt, which is computed once more.
+        # The first output token needs the last prompt token, which is computed once more.
         sequence.computed = sequence.cached_tokens = sequence.prompt_tokens - 1
         self._fetching[sequence.request_id] = sequence
         self._asked.append(Fetch(sequence.request_id, sequence.attempt, found.blocks, blocks))
@@ -334,7 +326,10 @@ class EngineModel:
         sequence.tail = None
 
     def _prefill(self, *, may_admit: bool) -> tuple[int, int, list[EngineSequence]]:
-        """Spend the token budget on prompts: tokens computed, pairs attended, and sequences done with theirs."""
+        """Spend the token budget on prompts.
+
+        Return computed tokens, attended pairs, and sequences whose prompt is done.
+        """
         decoding = len(self._decoding.by_turn)
         budget = budget_all = self.config.max_num_batched_tokens - decoding
         attended = 0
@@ -352,7 +347,7 @@ class EngineModel:
                     self._waiting.popleft()
                     continue
                 if sequence.blocks:
-                    # The one token that is left to be computed costs what those of answers do, not what prompts do.
+                    # The one remaining token costs what a decoded token costs, not what a prompt token costs.
                     self._joining = Joining(self._joining.sequences + 1, self._joining.blocks + sequence.blocks)
                     self._waiting.popleft()
                     budget, budget_all = budget - 1, budget_all - 1
@@ -380,9 +375,12 @@ class EngineModel:
         return budget_all - budget, attended, completed
 
     def _admit(self, sequence: EngineSequence, budget: int) -> int:
-        """Blocks for the first chunk of a waiting sequence: the tokens to compute, 0 for no room."""
+        """Allocate blocks for the first chunk of a waiting sequence.
+
+        Return the tokens to compute, 0 if there is no room.
+        """
         known = sequence.prompt_tokens + sequence.generated
-        # The last token is always computed: it is what the next one is made from.
+        # The last token is always computed, because the next token is sampled from it.
         found = self.pool.find(sequence.hashes, (known - 1) // self.config.block_size)
         cached_tokens = found.blocks * self.config.block_size
         chunk = min(budget, known - cached_tokens)
@@ -395,7 +393,7 @@ class EngineModel:
         return chunk
 
     def _continue(self, sequence: EngineSequence, budget: int) -> int:
-        """Blocks for the next chunk of a prompt: the tokens to compute, 0 when it had to be preempted."""
+        """Allocate blocks for the next chunk of a prompt; return the tokens to compute, 0 if it was preempted."""
         chunk = min(budget, sequence.prompt_tokens + sequence.generated - sequence.computed)
         if not self._take(sequence, self._blocks_for(sequence.computed + chunk) - sequence.blocks):
             self._preempt()
@@ -403,7 +401,7 @@ class EngineModel:
         return chunk
 
     def _fill(self, sequence: EngineSequence, computed: int) -> None:
-        """Blocks that `computed` tokens make full get their names; new content is reported in chains."""
+        """Give identities to the blocks that `computed` tokens fill, and report new content in chains."""
         full = computed // self.config.block_size
         hashes = sequence.hashes
         if len(hashes) < full:
@@ -417,7 +415,7 @@ class EngineModel:
         sequence.held = full
 
     def _decode(self, iterations: int, emitted: list[Emitted], finished: list[Finished]) -> None:
-        """`iterations` tokens of every decoding sequence; none reaches a boundary before the last."""
+        """Generate `iterations` tokens per decoding sequence; no sequence reaches a boundary before the last one."""
         now = self._iteration
         self._iteration = now + iterations
         if self.config.vocabulary is not None:
@@ -443,7 +441,7 @@ class EngineModel:
         finished: list[Finished],
         computed: list[Computed],
     ) -> list[FirstToken]:
-        """The token that a computed prompt yields in the same iteration; from the next on it decodes."""
+        """Emit the first token of each computed prompt; the sequence decodes from the next iteration on."""
         vocabulary = self.config.vocabulary
         first_tokens: list[FirstToken] = []
         for sequence in completed:
@@ -473,7 +471,7 @@ class EngineModel:
         return first_tokens
 
     def _go_on(self, sequence: EngineSequence, done: int, more: int) -> None:
-        """Nothing but `more` tokens will come of a decoding sequence, which has `done`, until it is looked at again."""
+        """Let a sequence with `done` output tokens generate `more` tokens before it is checked again."""
         self._decoding.look_at(sequence, self._iteration + more)
         if self.config.vocabulary is not None:
             block_size = self.config.block_size

@@ -1,4 +1,4 @@
-"""The engine model's size, what it is asked, and why it refuses."""
+"""Engine model configuration, requests, and the errors of `submit`."""
 
 from typing import Literal
 
@@ -7,16 +7,24 @@ import msgspec
 from forebay.core.block_hashes import HASH_SEED
 from forebay.engine_model.timing import EngineTiming, MockerTiming
 
-VOCABULARY_MAX = 65_536  # a token is drawn from 16 bits
+VOCABULARY_MAX = 65_536  # a token is sampled from 16 bits
 
 EngineStage = Literal["aggregated", "prefill", "decode"]
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The engine's size and pace. Defaults are Dynamo's mocker's; `vocabulary` is the token ids to speak with.
+    """Size and timing of the engine; the defaults are those of Dynamo's mocker.
 
-    Without a vocabulary the engine is silent: prompts count by their length, no tokens are emitted, and output blocks
-    are named after `token_seed`, so that requests of different seeds share none. All else is the same, and faster.
+    Without a vocabulary the engine emits no tokens. Prompts count by length, and output blocks are hashed from
+    `token_seed`, so requests with different seeds share no output blocks. Everything else is the same, and faster.
+
+    Attributes:
+        vocabulary: token ids to sample output from; None emits no tokens.
+        block_size: tokens per KV block.
+        kv_blocks_total: KV blocks of the rank.
+        max_num_seqs: maximum number of running sequences.
+        max_num_batched_tokens: token budget of one step.
+        timing: duration of a step.
     """
 
     vocabulary: tuple[int, ...] | None
@@ -39,11 +47,19 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One attempt to answer a prompt: packed u32 tokens, packed u64 hashes of its full blocks.
+    """One attempt to respond to a prompt.
 
-    `hash_seed` is the one that the hashes were made with: output blocks are named with it, too. `tail_mm_hashes` are of
-    what stands in the prompt's last block, if that is not full. In the stage `prefill` the prompt is computed and kept
-    for another engine; in the stage `decode` another computed it, and it is to be fetched.
+    Attributes:
+        request_id: id of the request.
+        attempt: number of the attempt.
+        token_ids: prompt tokens as packed u32.
+        sequence_hashes: packed u64 hashes of the full prompt blocks.
+        token_seed: seed of the output tokens.
+        max_tokens: output tokens to generate.
+        hash_seed: seed that `sequence_hashes` were computed with; also used for output blocks.
+        tail_mm_hashes: `mm_hash` values of the objects in the last prompt block, if that block is not full.
+        stage: `prefill` computes the prompt and keeps it for another engine; `decode` fetches the KV of a prompt that
+            another engine computed.
     """
 
     request_id: str
@@ -58,16 +74,16 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestRefused(Exception):
-    """The engine does not take the request; nothing changed. The text is fit for the caller."""
+    """The engine rejects the request without any change; the text is fit for the caller."""
 
 
 class RequestTooLarge(RequestRefused):
-    """Prompt and answer together can never fit into the cache."""
+    """Prompt and output together exceed the cache."""
 
 
 class RequestMalformed(RequestRefused):
-    """An empty prompt, no token wanted, or hashes that do not belong to the prompt's blocks."""
+    """The prompt is empty, no output is requested, or the hashes do not match the prompt's blocks."""
 
 
 class QueueFull(RequestRefused):
-    """As many requests wait as ever may."""
+    """The engine's queue is full."""

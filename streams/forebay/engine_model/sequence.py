@@ -1,4 +1,4 @@
-"""One request inside the engine model: its blocks, and what it says."""
+"""State of one request inside the engine model: its blocks and its output text."""
 
 from array import array
 
@@ -9,13 +9,13 @@ from forebay.core.block_hashes import block_hashes, extend_chain
 from forebay.engine_model.chain_pool import Run
 from forebay.events.base import U32_BYTES, U64_BYTES, U64_MASK, pack_u32
 
-TOKENS_PER_DRAW = 4  # 64 bits of a draw over 16 bits of a token
+TOKENS_PER_DRAW = 4  # a draw has 64 bits, a token uses 16
 
 
 class EngineSequence(msgspec.Struct):
-    """A request under way. Blocks `[:held]` of `hashes` are referenced, `blocks - held` are anonymous.
+    """Request in flight. Blocks `[:held]` of `hashes` are referenced, `blocks - held` more are anonymous.
 
-    While it decodes, `generated` stands still: iteration `now` finds `now - since` tokens generated.
+    While it decodes, `generated` is not updated: in iteration `now` it has generated `now - since` tokens.
     """
 
     request_id: str
@@ -25,29 +25,29 @@ class EngineSequence(msgspec.Struct):
     prompt_tokens: int
     max_tokens: int
     hashes: "array[int]"
-    text: bytes  # packed tokens from the first block without a hash on, perhaps beyond what was said
-    mm_hashes: tuple[int, ...] = ()  # of what stands in that first block, beside text
-    stage: str = "aggregated"  # "decode" until its KV is there
+    text: bytes  # packed tokens from the first block without a hash on, possibly beyond what was emitted
+    mm_hashes: tuple[int, ...] = ()  # of the objects in that first block
+    stage: str = "aggregated"  # "decode" until its KV has arrived
     generated: int = 0
-    computed: int = 0  # tokens in the cache; not kept while decoding
+    computed: int = 0  # tokens in the cache; not updated while decoding
     blocks: int = 0
     held: int = 0
-    tail: Run | None = None  # of the pool: it ends with the last block that is held, if that was filled
+    tail: Run | None = None  # run of the pool that ends with the last held block, if this sequence filled it
     since: int = 0
-    spoken: int = 0  # iteration `now` says what is in `text` from token `now - spoken` on
-    turn: int = -1  # its place among those that decode
-    due: int = 0  # the iteration after which its block is full or it ends
+    spoken: int = 0  # iteration `now` emits the token at position `now - spoken` of `text`
+    turn: int = -1  # position among the decoding sequences
+    due: int = 0  # iteration after which its block is full or it ends
     cached_tokens: int = -1  # unknown before the first admission
 
     def think(self, tokens: int, block_size: int, vocabulary: tuple[int, ...]) -> None:
-        """Extend the text up to so many output tokens: drawing them one by one is slower."""
+        """Extend the text to `tokens` output tokens; sampling tokens one by one would be slower."""
         said = (self.prompt_tokens - len(self.hashes) * block_size) * U32_BYTES
         first = (len(self.text) - said) // U32_BYTES
         if first < tokens:
             self.text += pack_u32(speech(self.token_seed, first, tokens - first, vocabulary))
 
     def name_block(self, block_size: int, *, silent: bool) -> None:
-        """The hash of the first block that came without one; it holds output tokens, unless nothing is said."""
+        """Append the hash of the first block without one, made of output tokens or, if `silent`, of the seed alone."""
         hashes = self.hashes
         if silent:
             block = silent_block(self.token_seed, self.hash_seed)
@@ -61,12 +61,12 @@ class EngineSequence(msgspec.Struct):
 
 
 def silent_block(token_seed: int, hash_seed: int) -> int:
-    """What stands for the tokens of a block of output where nothing is said."""
+    """Return the block hash that stands for a block of output when no tokens are emitted."""
     return xxh3_64_intdigest(token_seed.to_bytes(U64_BYTES, "little"), hash_seed)
 
 
 def speech(seed: int, first: int, count: int, vocabulary: tuple[int, ...]) -> list[int]:
-    """Output tokens `first` to `first + count - 1` of who speaks with `seed`: splitmix64 of the index."""
+    """Return the output tokens `first` to `first + count - 1` for a seed: splitmix64 of the index."""
     size = len(vocabulary)
     draw_first = first // TOKENS_PER_DRAW
     tokens: list[int] = []

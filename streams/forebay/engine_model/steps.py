@@ -1,4 +1,4 @@
-"""What the engine model says it did, and what it asks for."""
+"""Results of a step of the engine model, and the fetches it requests."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -10,7 +10,7 @@ from forebay.events.tokens import TokenLogprob
 
 
 class Emitted(msgspec.Struct, frozen=True, gc=False):
-    """New output tokens of a request, packed u32; `first_index` counts its output tokens from 0."""
+    """New output tokens of a request, packed u32; `first_index` is the position of the first one, from 0."""
 
     request_id: str
     attempt: int
@@ -20,9 +20,14 @@ class Emitted(msgspec.Struct, frozen=True, gc=False):
 
 
 class FirstToken(msgspec.Struct, frozen=True, gc=False):
-    """A prompt is there; `cached_tokens` of it were not computed: they were in the cache, or fetched.
+    """First token of a request, after which its prompt is no longer load.
 
-    Of these, `transferred_bytes` came from another engine in `transfer_us`: whoever fetched them fills that in.
+    Attributes:
+        request_id: id of the request.
+        attempt: number of the attempt.
+        cached_tokens: prompt tokens that were not computed, because they were cached or fetched.
+        transferred_bytes: bytes of KV fetched from another engine; set by the caller that fetched them.
+        transfer_us: duration of the fetch in microseconds; set by the same caller.
     """
 
     request_id: str
@@ -33,7 +38,7 @@ class FirstToken(msgspec.Struct, frozen=True, gc=False):
 
 
 class Computed(msgspec.Struct, frozen=True, gc=False):
-    """A prompt was computed for another engine, `cached_tokens` of it were in the cache; its blocks are kept."""
+    """Prompt computed for another engine, which keeps its blocks; `cached_tokens` of it were in the cache."""
 
     request_id: str
     attempt: int
@@ -41,7 +46,10 @@ class Computed(msgspec.Struct, frozen=True, gc=False):
 
 
 class Fetch(msgspec.Struct, frozen=True, gc=False):
-    """Blocks `[first_block, blocks)` of a prompt are to be fetched, the last may be partial; those before are here."""
+    """Request to fetch blocks `[first_block, blocks)` of a prompt.
+
+    Earlier blocks are cached here, the last may be partial.
+    """
 
     request_id: str
     attempt: int
@@ -50,7 +58,7 @@ class Fetch(msgspec.Struct, frozen=True, gc=False):
 
 
 class Finished(msgspec.Struct, frozen=True, gc=False):
-    """A request got its last token."""
+    """End of a request after its last token."""
 
     request_id: str
     attempt: int
@@ -61,10 +69,10 @@ class Finished(msgspec.Struct, frozen=True, gc=False):
 
 
 class Stored(msgspec.Struct, frozen=True, gc=False):
-    """Blocks entered one tier: a chain that continues `parent`, or starts a sequence when it is None.
+    """Blocks that entered one tier. They continue `parent`, or start a sequence if it is None.
 
-    `hashes` may be an array ("Q"), which is packed at once. `engine_hashes` are the engine's own names of them, where
-    it has others.
+    `hashes` may be an array of type "Q", which is packed without conversion. `engine_hashes` are the engine's own
+    hashes of the blocks, if they differ.
     """
 
     parent: int | None
@@ -74,7 +82,7 @@ class Stored(msgspec.Struct, frozen=True, gc=False):
 
 
 class Removed(msgspec.Struct, frozen=True, gc=False):
-    """Blocks left one tier; `hashes` and `engine_hashes` as in `Stored`."""
+    """Blocks that left one tier; `hashes` and `engine_hashes` as in `Stored`."""
 
     hashes: Sequence[int]
     tier: Tier = "device"
@@ -85,7 +93,7 @@ CacheChange = Stored | Removed
 
 
 class Load(msgspec.Struct, frozen=True, gc=False):
-    """How busy the engine is."""
+    """Load of the engine."""
 
     running: int
     waiting: int
@@ -94,9 +102,9 @@ class Load(msgspec.Struct, frozen=True, gc=False):
 
 
 class Step(msgspec.Struct, frozen=True, gc=False):
-    """What one scheduler iteration did, or `iterations` of them in which the same sequences decoded.
+    """Result of one scheduler iteration, or of `iterations` of them that decode the same sequences.
 
-    With none of them, and no time, it only says what happened to the cache meanwhile.
+    A step with 0 iterations takes no time and only reports cache changes.
     """
 
     duration_us: int

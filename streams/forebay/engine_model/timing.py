@@ -1,8 +1,8 @@
-"""How long an engine step takes, in integer microseconds. Only + - * / : every machine agrees.
+"""Duration of an engine step in integer microseconds. Only + - * / are used, so every machine gets the same result.
 
-`MockerTiming` are the polynomials of Dynamo's mocker (lib/mocker `perf_model.rs`; measured there, not here),
-`LinearTiming` is what measurements are fitted to, `RooflineTiming` follows from a model and a GPU. Each has the same
-view of a step: prompt tokens, the (query, key) pairs that they attend, and one token of each decoding sequence.
+`MockerTiming` uses the polynomials of Dynamo's mocker (lib/mocker `perf_model.rs`; measured by Dynamo, not here).
+`LinearTiming` is fitted to measurements. `RooflineTiming` is derived from a model and a GPU. Each sees a step in the
+same way: prompt tokens, the (query, key) pairs they attend to, and one token per decoding sequence.
 """
 
 from typing import Protocol
@@ -13,7 +13,7 @@ US_PER_MS = 1000
 
 
 class EngineTiming(Protocol):
-    """The time of one scheduler iteration."""
+    """Duration of one scheduler iteration."""
 
     def step_us(
         self,
@@ -24,20 +24,20 @@ class EngineTiming(Protocol):
         decode_tokens: int,
         cache_tokens: int,
     ) -> int:
-        """At least 1 where anything is computed; the same for the same work.
+        """Return the duration in microseconds: at least 1 if anything is computed, and equal for equal work.
 
         Args:
-            prefill_tokens: prompt tokens that are computed.
-            prefill_attended: (token, token before it or itself) pairs of these, cached ones before it included.
-            decode_sequences: sequences of which one token each is computed.
-            decode_tokens: room of the KV blocks that these sequences hold together; a shared block counts for each.
-            cache_tokens: room of all KV blocks of the engine.
+            prefill_tokens: prompt tokens to compute.
+            prefill_attended: (query, key) pairs of these tokens, including cached keys.
+            decode_sequences: sequences that decode one token each.
+            decode_tokens: capacity in tokens of the KV blocks these sequences hold; a shared block counts per sequence.
+            cache_tokens: capacity in tokens of all KV blocks of the engine.
         """
         ...
 
 
 def prefill_us(new_tokens: int) -> int:
-    """Time to compute `new_tokens` prompt tokens in one step; nothing to compute takes no time."""
+    """Return the time to compute `new_tokens` prompt tokens in one step; 0 for no tokens."""
     assert new_tokens >= 0
     if new_tokens == 0:
         return 0
@@ -45,7 +45,7 @@ def prefill_us(new_tokens: int) -> int:
 
 
 def decode_us(active: int, total: int) -> int:
-    """Time to decode one token of sequences whose contexts are `active` together, of `total`; both blocks or tokens."""
+    """Return the time to decode a token per sequence; `active` is the sum of their contexts, in the unit of `total`."""
     assert active >= 0
     assert total > 0
     usage = min(active / total, 1.0)
@@ -53,7 +53,7 @@ def decode_us(active: int, total: int) -> int:
 
 
 class MockerTiming(msgspec.Struct, frozen=True):
-    """Dynamo's polynomials: of the prompt tokens of a step, and of the share of the cache that is decoded from."""
+    """Dynamo's polynomials: of a step's prompt tokens, and of the share of the cache that decoding reads."""
 
     def step_us(
         self,
@@ -64,13 +64,13 @@ class MockerTiming(msgspec.Struct, frozen=True):
         decode_tokens: int,
         cache_tokens: int,
     ) -> int:
-        """Prefill and decode, one after the other."""
+        """Return the sum of prefill time and decode time."""
         took_us = prefill_us(prefill_tokens)
         return took_us + decode_us(decode_tokens, cache_tokens) if decode_sequences else took_us
 
 
 class LinearTiming(msgspec.Struct, frozen=True, kw_only=True):
-    """A sum of what a step does, each with its cost in microseconds; none below 0, nor all of them 0."""
+    """Weighted sum of a step's work, in microseconds. No cost may be negative, and one must be above 0."""
 
     step: float = 0.0
     prefill_token: float = 0.0
@@ -82,7 +82,7 @@ class LinearTiming(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         _require_costs(self)
         if not any(getattr(self, name) for name in self.__struct_fields__):
-            raise ValueError("nothing takes any time: at least one cost must be above 0")
+            raise ValueError("all costs are 0: at least one cost must be above 0")
 
     def step_us(
         self,
@@ -93,7 +93,7 @@ class LinearTiming(msgspec.Struct, frozen=True, kw_only=True):
         decode_tokens: int,
         cache_tokens: int,
     ) -> int:
-        """The sum, rounded, at least 1."""
+        """Return the sum, rounded, at least 1."""
         us = self.step + self.prefill_token * prefill_tokens + self.attended_pair * prefill_attended
         if decode_sequences:
             us += self.decode_step + self.decode_sequence * decode_sequences + self.context_token * decode_tokens
@@ -103,18 +103,22 @@ class LinearTiming(msgspec.Struct, frozen=True, kw_only=True):
 class RooflineTiming(msgspec.Struct, frozen=True, kw_only=True):
     """max(compute, memory) + all-reduce + overhead (roofline model: Williams, Waterman, Patterson, CACM 2009).
 
-    One GPU's share of the work where several work together.
+    All numbers are per GPU, if several GPUs share the work.
 
     Attributes:
-        flops_token: of the layers' matrices, for one token (2 a weight: Kaplan et al. 2020, table 1).
-        flops_sampled: of the output matrix, for one token that is sampled.
-        flops_pair: of attention, for one (query, key) pair.
-        bytes_weights: read in every step, whatever is in it.
-        bytes_experts: of all experts of all layers; `experts` a layer, of which a token goes to `experts_active`.
-        bytes_kv_token: one token's keys and values.
-        flops_us: what the GPU computes in a microsecond; `bytes_us` what it reads.
-        reduce_us: the all-reduces of a step, in microseconds, and `reduce_us_token` more for each token.
-        overhead_us: what a step takes beside all that.
+        flops_token: operations of the layers' matrices per token (2 per weight: Kaplan et al. 2020, table 1).
+        flops_sampled: operations of the output matrix per sampled token.
+        flops_pair: operations of attention per (query, key) pair.
+        bytes_weights: bytes read in every step, regardless of its work.
+        bytes_kv_token: bytes of keys and values per token.
+        flops_us: operations per microsecond.
+        bytes_us: bytes read per microsecond.
+        bytes_experts: bytes of all experts of all layers.
+        experts: experts per layer.
+        experts_active: experts per layer that a token uses.
+        reduce_us: all-reduce time per step, in microseconds.
+        reduce_us_token: additional all-reduce time per token, in microseconds.
+        overhead_us: remaining time per step, in microseconds.
     """
 
     flops_token: float
@@ -147,7 +151,7 @@ class RooflineTiming(msgspec.Struct, frozen=True, kw_only=True):
         decode_tokens: int,
         cache_tokens: int,
     ) -> int:
-        """As the class says, rounded, at least 1."""
+        """Return the duration by the class's formula, rounded, at least 1."""
         tokens = prefill_tokens + decode_sequences
         flops = (
             self.flops_token * tokens
@@ -162,7 +166,7 @@ class RooflineTiming(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _power(base: float, exponent: int) -> float:
-    """`base` ** `exponent` by squaring: libm's differs between machines in the last bit."""
+    """Return `base` ** `exponent` by squaring: the last bit of libm's result differs between machines."""
     result = 1.0
     while exponent:
         if exponent & 1:
@@ -173,7 +177,7 @@ def _power(base: float, exponent: int) -> float:
 
 
 def _require_costs(timing: msgspec.Struct) -> None:
-    """Raises ValueError for a number that is negative or none."""
+    """Raise ValueError for a cost that is negative or not finite."""
     for name in timing.__struct_fields__:
         value = getattr(timing, name)
         if not 0.0 <= value < float("inf"):
