@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from forebay.core.block_hashes import extend_chain
-from forebay.core.step import Decided, InputEvent, claim, open_run, step
+from forebay.core.step import AnyDecision, InputEvent, claim, open_run, step
 from forebay.core.world import World
 from forebay.events.base import pack_u32, pack_u64
 from forebay.events.codec import encode
@@ -136,7 +136,7 @@ class Group:
         self._apply(PROGRESS, FirstTokenEmitted(**about, attempt=1, owner_epoch=0))
         self._apply(PROGRESS, RequestFinished(**about, attempt=1, owner_epoch=0, finish_reason="length"))
 
-    def _apply(self, topic: Topic, event: InputEvent) -> list[Decided]:
+    def _apply(self, topic: Topic, event: InputEvent) -> list[AnyDecision]:
         open_run(self.world, self._now_us)
         decided = step(self.world, topic.name, event, self._now_us)
         self.world.consumed.clear()  # a decision's record says what was applied since the one before it

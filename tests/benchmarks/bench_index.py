@@ -222,12 +222,12 @@ def check(index: PrefixIndex) -> None:
 def walk(index: PrefixIndex) -> Line:
     """Time the pieces in which the blocks are written down for a snapshot."""
     took_us = []
-    pieces = index.begin_walk()
+    pieces = index.begin_scan()
     while not pieces.done:
         started = time.perf_counter()
         pieces.advance(WALKED_BLOCKS)
         took_us.append((time.perf_counter() - started) * 1e6)
-    index.end_walk()
+    index.end_scan()
     return {"what": WALK, "max_us": round(max(took_us)), "sum_us": round(sum(took_us)), "pieces": len(took_us)}
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from forebay.core.block_hashes import block_hashes, extend_chain
-from forebay.core.state.index_walk import Walk
+from forebay.core.state.index_walk import IndexScan
 from forebay.core.step import CONSUMED_RUNS_MAX, InputEvent, advance, claim, open_run, step
 from forebay.core.world import CORE_VERSION, World
 from forebay.events.base import U32_BYTES, Event, pack_u64
@@ -162,7 +162,7 @@ class _Group:
         self._chunks_end = 0
         self._since_digest = self._since_snapshot = 0
         self._parts: list[Chunk] = []
-        self._walk: Walk | None = None
+        self._walk: IndexScan | None = None
         self._said: deque[tuple[Topic, InputEvent]] = deque()
         self._under_way: deque[RequestRouted] = deque()
         self._asked: dict[str, list[int]] = {}
@@ -267,7 +267,7 @@ class _Group:
     def _seal(self) -> None:
         """What an owner journals beside its decisions: digests, and snapshots that it walks on the way."""
         if self._walk is None and self._since_snapshot >= self._shape.snapshot_every:
-            self._walk = self._world.index.begin_walk()
+            self._walk = self._world.index.begin_scan()
             self._parts = []
         if self._walk is not None and not self._walk.done:
             self._parts += self._walk.advance(WALK_BLOCKS)
@@ -275,7 +275,7 @@ class _Group:
             self._walk = None
             sealed = advance(self._world)
             self._journal(sealed)
-            self._parts += [*self._world.index.end_walk(), *self._world.snapshot_small()]
+            self._parts += [*self._world.index.end_scan(), *self._world.snapshot_small()]
             self._snapshot(sealed)
         elif self._since_digest >= DIGEST_EVERY:
             self._journal(advance(self._world))

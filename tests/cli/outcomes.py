@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from forebay.cli.simulate.simulations import Run
 from forebay.events.control import RouterConfig
-from forebay.events.decisions import Candidate, CostTerms, RequestRouted
+from forebay.events.decisions import CostTerms, RequestRouted, ScoredCandidate
 from forebay.simulate.outcome import EXPLAINED_MAX, Outcome, Requests, Served, Timeline, summary
 from forebay.simulate.settings import engine_config, one_pool
 
@@ -92,7 +92,7 @@ def _routed(one: Served, number: int, names: list[str], mode: str, held: bool) -
         candidates=len(names),
         table_digest="0" * 16,
         terms=mine,
-        runner_up=Candidate(worker_id=other, rank=0, terms=theirs) if mode == "kv" and len(names) > 1 else None,
+        runner_up=ScoredCandidate(worker_id=other, rank=0, terms=theirs) if mode == "kv" and len(names) > 1 else None,
         waited_us=20_000 if held and number % 5 == 0 else 0,
     )
 

@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from forebay.cli.app import app
-from forebay.core.step import Decided
+from forebay.core.step import AnyDecision
 from forebay.events.codec import decode
 from forebay.events.control import PoolConfigured, RouterConfig
 from forebay.events.topics import CONTROL, DECISIONS
@@ -103,7 +103,7 @@ def test_windows(source: Path, tmp_path: Path) -> None:
     assert (by_time["from"], by_time["source"], by_time["anonymized"]) == (utc(first.at_us), "log", False)
     assert by_time["groups"][0]["start"] > 0
     assert by_time["groups"][0]["end"] == next(one.offset for one in journal if one.at_us == last.at_us)
-    newest_us = max(one.at_us for one in journal if isinstance(decode(DECISIONS, one.value), Decided))
+    newest_us = max(one.at_us for one in journal if isinstance(decode(DECISIONS, one.value), AnyDecision))
     span_s = (newest_us - first.at_us) / US
     by_span = made("--last", f"{span_s:.6f}s", source, tmp_path / "b")
     inside = [one for one in journal if one.at_us > newest_us - round(span_s * US)]
@@ -125,7 +125,7 @@ def test_the_last_of_a_log_is_counted_from_its_newest_decision(
     """An owner without requests goes on to write digests and snapshots."""
     monkeypatch.setattr(record, "PAGE_RECORDS", 2)
     idle = Path(shutil.copy(source, tmp_path / "idle.db"))
-    offsets = [one.offset for one in journal_of(idle) if isinstance(decode(DECISIONS, one.value), Decided)]
+    offsets = [one.offset for one in journal_of(idle) if isinstance(decode(DECISIONS, one.value), AnyDecision)]
     later(idle, offsets[-1] + 1, 3_600 * US)
     told = made("--last", "30s", idle, tmp_path / "rec")
     assert told["groups"][0]["decisions"] == len(offsets)
@@ -342,7 +342,7 @@ def test_policies_of_users_are_found_in_the_snapshot_when_control_no_longer_name
         log.close()
 
     asyncio.run(scenario())
-    last = next(one for one in reversed(journal_of(path)) if isinstance(decode(DECISIONS, one.value), Decided))
+    last = next(one for one in reversed(journal_of(path)) if isinstance(decode(DECISIONS, one.value), AnyDecision))
     result = invoke("record", "--no-verify", "--from", at(last.at_us), path, tmp_path / "rec")
     assert result.exit_code == 0, result.output
     with_control = SqliteLog.open(tmp_path / "rec", readonly=True)
@@ -359,7 +359,7 @@ def has_worker(owner: Owner) -> bool:
 
 
 def has_decided(system: System, count: int) -> bool:
-    return sum(isinstance(event, Decided) for event in system.decisions()) == count
+    return sum(isinstance(event, AnyDecision) for event in system.decisions()) == count
 
 
 def test_a_log_that_another_process_writes(tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ from forebay.engine_model.model import (
     EngineModel,
     EngineRequest,
     EngineStage,
+    EngineStep,
     Finished,
     Removed,
-    Step,
     Stored,
 )
 from forebay.events.base import pack_u32, unpack_u32
@@ -59,14 +59,14 @@ class Told:
         return 10
 
 
-def run(model: EngineModel, until_us: int = 0) -> list[Step]:
+def run(model: EngineModel, until_us: int = 0) -> list[EngineStep]:
     steps = []
     while (step := model.step(until_us)) is not None:
         steps.append(step)
     return steps
 
 
-def answers(steps: list[Step]) -> dict[str, list[int]]:
+def answers(steps: list[EngineStep]) -> dict[str, list[int]]:
     """Tokens by request; fails when an index is missing, repeated or out of order."""
     said: dict[str, list[int]] = {}
     for step in steps:
@@ -77,7 +77,7 @@ def answers(steps: list[Step]) -> dict[str, list[int]]:
     return said
 
 
-def replay_cache(steps: list[Step]) -> set[int]:
+def replay_cache(steps: list[EngineStep]) -> set[int]:
     content: set[int] = set()
     for step in steps:
         for change in step.cache_changes:
@@ -92,5 +92,5 @@ def replay_cache(steps: list[Step]) -> set[int]:
     return content
 
 
-def finished(steps: list[Step]) -> list[Finished]:
+def finished(steps: list[EngineStep]) -> list[Finished]:
     return [end for step in steps for end in step.finished]

@@ -3,21 +3,21 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.core.state.sessions import CHUNK_SESSIONS, Affinity, Binding
+from forebay.core.state.sessions import CHUNK_SESSIONS, Binding, SessionAffinity
 
 A = Binding("a", 1, 0)
 B = Binding("b", 2, 1)
 
 
-def restored(affinity: Affinity, sessions_max: int = 1 << 20) -> Affinity:
-    copy = Affinity(sessions_max)
+def restored(affinity: SessionAffinity, sessions_max: int = 1 << 20) -> SessionAffinity:
+    copy = SessionAffinity(sessions_max)
     for chunk in affinity.snapshot():
         copy.restore(chunk)
     return copy
 
 
 def test_a_session_stays_until_it_ends() -> None:
-    affinity = Affinity()
+    affinity = SessionAffinity()
     assert not affinity.bind("p", "s", A, 100)
     affinity.expire(99)
     assert affinity.find("p", "s") == A
@@ -32,7 +32,7 @@ def test_a_session_stays_until_it_ends() -> None:
 
 
 def test_an_end_may_come_nearer() -> None:
-    affinity = Affinity()
+    affinity = SessionAffinity()
     affinity.bind("p", "s", A, 100)
     affinity.bind("p", "s", A, 50)
     affinity.expire(50)
@@ -43,7 +43,7 @@ def test_an_end_may_come_nearer() -> None:
 
 
 def test_a_session_moves() -> None:
-    affinity = Affinity()
+    affinity = SessionAffinity()
     affinity.bind("p", "s", A, 100)
     affinity.bind("p", "s", B, 100)
     assert affinity.find("p", "s") == B
@@ -55,7 +55,7 @@ def test_a_session_moves() -> None:
 
 
 def test_too_many_sessions_push_out_the_least_lately_used() -> None:
-    affinity = Affinity(sessions_max=2)
+    affinity = SessionAffinity(sessions_max=2)
     affinity.bind("p", "s", A, 100)
     affinity.bind("p", "t", A, 101)
     assert not affinity.bind("p", "s", A, 102)
@@ -64,7 +64,7 @@ def test_too_many_sessions_push_out_the_least_lately_used() -> None:
 
 
 def test_a_rank_with_very_many_sessions_takes_several_chunks() -> None:
-    affinity = Affinity()
+    affinity = SessionAffinity()
     for number in range(CHUNK_SESSIONS + 1):
         affinity.bind("p", f"s{number}", A, number + 1)
     assert [len(chunk.keys) // 8 for chunk in affinity.snapshot()] == [CHUNK_SESSIONS, 1]
@@ -84,7 +84,7 @@ def test_the_digest_sees_all_of_a_session() -> None:
         ("p", "s", A._replace(rank=2), 1),
         ("p", "s", A, 2),
     ]:
-        affinity = Affinity()
+        affinity = SessionAffinity()
         affinity.bind(pool, name, binding, due_us)
         digests.add(affinity.digest())
     assert len(digests) == 7
@@ -101,7 +101,7 @@ operations = st.tuples(
 
 @given(st.lists(operations, max_size=80))
 def test_sessions_equal_a_plain_dict(history: list[tuple[str, int, Binding, int]]) -> None:
-    affinity, plain = Affinity(MAX), dict[tuple[str, str], tuple[Binding, int]]()
+    affinity, plain = SessionAffinity(MAX), dict[tuple[str, str], tuple[Binding, int]]()
     now_us = 0
     for number, (kind, name, binding, us) in enumerate(history):
         if number == len(history) // 2:
@@ -132,7 +132,7 @@ def test_sessions_equal_a_plain_dict(history: list[tuple[str, int, Binding, int]
 
 
 def test_what_went_early_does_not_come_back() -> None:
-    affinity = Affinity()
+    affinity = SessionAffinity()
     affinity.bind("p", "old", B, 10_000)
     for number in range(500):
         affinity.bind("p", f"s{number}", A, 1_000 + number)

@@ -6,7 +6,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay.core.state.block_sets import RUN_BLOCKS_MAX, BlockSets, bits_of
+from forebay.core.state.block_sets import RUN_BLOCKS_MAX, BlockSets, split_bits
 
 
 @st.composite
@@ -52,7 +52,7 @@ def test_block_sets_equal_plain_sets(operations: list[Any], query: list[int]) ->
         assert all(sets.has(1 << holder, block) == (block in held) for block in range(1, 301))
     assert len(sets) == len(set().union(*plain))
     for asked in (query, list(range(1, 301))):
-        depths = {bit: depth for depth, mask in sets.drops(asked, 0b11111) for bit in bits_of(mask)}
+        depths = {bit: depth for depth, mask in sets.match_depths(asked, 0b11111) for bit in split_bits(mask)}
         for holder, held in enumerate(plain):
             expected = next((at for at, block in enumerate(asked) if block not in held), len(asked))
             assert depths[1 << holder] == expected
@@ -93,8 +93,8 @@ def test_a_stranger_to_the_order_of_a_run_cuts_it_where_they_part() -> None:
     sets.add(1, range(1, 11))
     sets.add(2, [4, 5, 99])
     assert runs_of(sets) == [[1, 2, 3], [4, 5], [6, 7, 8, 9, 10], [99]]
-    assert sets.drops(array("Q", [4, 5, 6]), 0b11) == [(2, 2), (3, 1)]
-    assert sets.drops(range(1, 6), 0b11) == [(0, 2), (5, 1)]
+    assert sets.match_depths(array("Q", [4, 5, 6]), 0b11) == [(2, 2), (3, 1)]
+    assert sets.match_depths(range(1, 6), 0b11) == [(0, 2), (5, 1)]
 
 
 def test_a_run_that_would_go_on_with_a_block_of_its_own_keeps_that() -> None:

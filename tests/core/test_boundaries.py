@@ -14,12 +14,12 @@ from forebay.core.world import World
 from forebay.events.base import pack_u32, pack_u64
 from forebay.events.control import BusyThresholds, PoolConfigured, QueueClass, QueueConfig
 from forebay.events.decisions import (
+    ConsumedRun,
     OwnerClaimed,
     RequestAborted,
     RequestHeld,
     RequestRejected,
     RequestRouted,
-    Run,
     SnapshotTaken,
 )
 from forebay.events.fleet import OwnershipAnnounced, WorkerDraining, WorkerLost, WorkerRecovered, WorkerSuspect
@@ -118,7 +118,7 @@ def test_a_draining_worker_finishes_what_it_has() -> None:
     drive = Driver().fleet("a")
     (routed,) = drive("requests", request("r", PROMPTS[0]))
     assert drive("fleet", WorkerDraining(**about(drive, "a"))) == []
-    assert drive.world.requests.under_way()[0].on_worker
+    assert drive.world.requests.active()[0].on_worker
     drive("progress", RequestFinished(request_id="r", attempt=1, finish_reason="stop", **about(drive, "a")))
     assert not len(drive.world.requests)
     assert isinstance(routed, RequestRouted)
@@ -219,7 +219,7 @@ def test_a_snapshot_stands_right_after_its_seal() -> None:
 
 def test_a_claim_applies_nothing() -> None:
     """What it consumed would be applied by nobody."""
-    claimed = OwnerClaimed(owner_id="o", core_version=1, consumed=(Run(topic="fleet", count=1, now_us=0),))
+    claimed = OwnerClaimed(owner_id="o", core_version=1, consumed=(ConsumedRun(topic="fleet", count=1, now_us=0),))
     divergence = Rederivation(World()).apply(0, claimed, {"fleet": [None]})
     assert divergence is not None
     assert (divergence.reason, divergence.derived) == ("an ownership claim must not consume events", None)

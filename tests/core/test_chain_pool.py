@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay.engine_model.chain_pool import ChainPool, Found, Run
+from forebay.engine_model.chain_pool import ChainPool, ChainRun, PrefixMatch
 from tests.core.block_pool import BlockPool
 
-NOTHING = Found(0, [])
+NOTHING = PrefixMatch(0, [])
 
 
 def chain(*blocks: int) -> "array[int]":
@@ -55,7 +55,7 @@ def test_a_part_of_a_chain_that_is_used_leaves_the_rest_in_its_place() -> None:
 def test_what_another_filled_meanwhile_becomes_one() -> None:
     pool = ChainPool(12)
     mine, theirs = chain(1, 2, 3, 4, 5, 6), chain(1, 2, 3, 9)
-    tail: Run | None = None
+    tail: ChainRun | None = None
     for length in (1, 6):
         found = pool.find(mine, 0)
         if length == 1:
@@ -99,7 +99,7 @@ class Holder:
         self.hashes = hashes
         self.anonymous = anonymous
         self.held = 0
-        self.tail: Run | None = None
+        self.tail: ChainRun | None = None
 
 
 # A tree of chains: what branches at a depth has other blocks from there on.

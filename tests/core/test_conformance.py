@@ -11,7 +11,7 @@ import pytest
 
 from forebay.core.block_hashes import block_hashes, hash_seed, sequence_hashes
 from forebay.core.routing.selection import lowest, softmax_weights
-from forebay.core.state.load import Load
+from forebay.core.state.load import FleetLoad
 from forebay.core.state.prefix_index import Overlap
 from forebay.events.base import pack_u32, pack_u64, unpack_u64
 from forebay.events.control import BusyThresholds, BusyThresholdsSet
@@ -130,13 +130,13 @@ def test_event_ids_that_were_seen_are_ignored_and_a_gap_is_asked_for() -> None:
 # Active sequences: Dynamo lib/kv-router, tests of `ActiveSequences`
 
 
-def busy_rank() -> Load:
-    load = Load()
+def busy_rank() -> FleetLoad:
+    load = FleetLoad()
     load.add_rank(*KEY, 4)
     return load
 
 
-def now(load: Load) -> tuple[int, float, int]:
+def now(load: FleetLoad) -> tuple[int, float, int]:
     rank = load.rank_load(*KEY)
     return rank.prefill_tokens, rank.decode_blocks, rank.active_requests
 
@@ -155,7 +155,7 @@ def test_shared_blocks_count_once_until_the_last_request_is_gone() -> None:
     assert now(load) == (0, 0.0, 0)
     assert load.active_depths([1]) == {}
     load.drop_rank(*KEY)
-    assert load.digest() == Load().digest()
+    assert load.digest() == FleetLoad().digest()
 
 
 def test_the_first_token_ends_the_prefill_load_and_so_does_the_end() -> None:

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.core.rederive import Rederivation
-from forebay.core.routing.disaggregation import computed_by, place_prefill
+from forebay.core.routing.disaggregation import decide_prefill, prefill_candidates
 from forebay.core.routing.eligibility import Ineligible
-from forebay.core.routing.router import find, must_wait
+from forebay.core.routing.router import find_candidates, must_queue
 from forebay.core.routing.selection import WEIGHT_ONE, softmax_weights
-from forebay.core.state.requests import Request
+from forebay.core.state.active_request import ActiveRequest
 from forebay.core.step import CLOCK, InputEvent, advance
 from forebay.core.world import World, restore
 from forebay.events.base import pack_u64
@@ -23,12 +23,12 @@ from forebay.events.codec import decode, encode
 from forebay.events.control import BusyThresholds, BusyThresholdsSet, Command, DisaggConfig, DisaggregationSet
 from forebay.events.decisions import (
     CommandSent,
+    ConsumedRun,
     RequestAborted,
     RequestHeld,
     RequestRejected,
     RequestRouted,
     RouteAnswered,
-    Run,
 )
 from forebay.events.fleet import IngressJoined
 from forebay.events.kv import BlocksRemoved, BlocksStored
@@ -100,7 +100,7 @@ def state(world: World) -> tuple[Any, ...]:
     return [machine.digest() for machine in world.machines()], dict(world.pools), dict(world.busy), dict(world.turns)
 
 
-def expanded(runs: Iterator[Run]) -> Iterator[tuple[str, int]]:
+def expanded(runs: Iterator[ConsumedRun]) -> Iterator[tuple[str, int]]:
     for run in runs:
         yield from [(run.topic, run.now_us)] * (run.count or 1)
 
@@ -129,7 +129,7 @@ def test_submitted_is_under_way_and_ended_and_rejected(history: list[Any]) -> No
         elif isinstance(one, RequestRouted) and one.request_id not in held | set(began):
             began.append(one.request_id)
     aborted = [one.request_id for one in drive.decided if isinstance(one, RequestAborted)]
-    under_way = [one.request_id for one in drive.world.requests.under_way()]
+    under_way = [one.request_id for one in drive.world.requests.active()]
     assert not Counter(aborted + under_way) - Counter(began)
     assert len(began) == len(aborted) + len(under_way) + drive.finished
     for name in under_way:
@@ -158,17 +158,17 @@ def test_the_winner_is_never_dearer_than_the_runner_up(history: list[Any]) -> No
             assert (routed.worker_id, routed.rank) != (routed.runner_up.worker_id, routed.runner_up.rank)
 
 
-def may_go(world: World, request: Request) -> bool:
+def may_go(world: World, request: ActiveRequest) -> bool:
     config = world.pools[request.pool]
     try:
-        roster = find(world, config, request)
-        prefill = place_prefill(world, config, request, roster) if config.role == "decode" else None
-        return not must_wait(*computed_by(config, roster, prefill))
+        roster = find_candidates(world, config, request)
+        prefill = decide_prefill(world, config, request, roster) if config.role == "decode" else None
+        return not must_queue(*prefill_candidates(config, roster, prefill))
     except Ineligible:
         return False
 
 
-def policy_of(world: World, request: Request) -> str:
+def policy_of(world: World, request: ActiveRequest) -> str:
     return world.disagg.get(request.pool, world.pools[request.pool].router.disagg).policy
 
 
@@ -218,7 +218,7 @@ def test_a_snapshot_written_while_the_index_changes_is_of_the_state_at_its_end()
     for seq in range(1, 4):
         fields: dict[str, Any] = {"worker_id": "a", "worker_epoch": drive.epoch("a"), "seq": seq}
         drive("kv-events", BlocksStored(**fields, sequence_hashes=pack_u64(PROMPTS[seq - 1])))
-    walk = drive.world.index.begin_walk()
+    walk = drive.world.index.begin_scan()
     chunks: list[Chunk] = list(walk.advance(4))
     stored: dict[str, Any] = {"worker_id": "b", "worker_epoch": drive.epoch("b"), "seq": 1}
     drive("kv-events", BlocksStored(**stored, sequence_hashes=pack_u64(PROMPTS[0])))
@@ -227,7 +227,7 @@ def test_a_snapshot_written_while_the_index_changes_is_of_the_state_at_its_end()
     while not walk.done:
         chunks += walk.advance(4)
     drive.world.take_consumed()
-    whole = restore([*chunks, *drive.world.index.end_walk(), *drive.world.snapshot_small()])
+    whole = restore([*chunks, *drive.world.index.end_scan(), *drive.world.snapshot_small()])
     assert whole.digest() == drive.world.digest()
     assert whole.index.overlaps(PROMPTS[0]) == drive.world.index.overlaps(PROMPTS[0])
 
@@ -355,7 +355,7 @@ def test_an_id_that_comes_back_with_the_deadline_of_its_first_use_is_ended_once(
 def test_a_recorded_clock_that_runs_backwards_is_a_divergence() -> None:
     drive = Driver().fleet("a")
     (routed,) = drive("requests", request("r", PROMPTS[0]))
-    early = Run(topic="requests", count=1, now_us=drive.now_us - 1)
+    early = ConsumedRun(topic="requests", count=1, now_us=drive.now_us - 1)
     lie = msgspec.structs.replace(routed, consumed=(*routed.consumed, early))
     divergence = Rederivation(World()).apply(1, lie, {})
     assert divergence is not None

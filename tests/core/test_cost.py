@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.core.routing.cost import CostTable, Demand, cost_table, taint_factor
-from forebay.core.state.fleet import Worker
-from forebay.core.state.load import Load
+from forebay.core.state.fleet import FleetWorker
+from forebay.core.state.load import FleetLoad
 from forebay.core.state.prefix_index import NO_OVERLAP, Overlap
-from forebay.core.state.roster import Roster, Seat
+from forebay.core.state.roster import CandidateRank, Roster
 from forebay.events.control import RouterConfig
 from forebay.events.requests import TaintWeight
 from tests.core.worlds import spec
@@ -22,10 +22,10 @@ BLOCK_SIZE = 64
 
 def roster(**loads: tuple[int, int, int]) -> Roster:
     """Seats by worker id, each with (prefill tokens, decode blocks, active requests)."""
-    load = Load()
+    load = FleetLoad()
     seats = []
     for name, (prefill_tokens, decode_blocks, active_requests) in loads.items():
-        worker = Worker(spec(name, taints=tuple(name.split("_")[1:])), "l", 0, 1, 0)
+        worker = FleetWorker(spec(name, taints=tuple(name.split("_")[1:])), "l", 0, 1, 0)
         rank = load.add_rank(name, 0, BLOCK_SIZE)
         for number in range(active_requests):
             first = number == 0
@@ -35,7 +35,7 @@ def roster(**loads: tuple[int, int, int]) -> Roster:
                 prefill_tokens=prefill_tokens if first else 0,
                 blocks=range(decode_blocks) if first else [],
             )
-        seats.append(Seat(worker, 0, rank, (name, 0)))
+        seats.append(CandidateRank(worker, 0, rank, (name, 0)))
     return Roster(seats)
 
 

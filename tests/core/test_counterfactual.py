@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from forebay.core.routing.counterfactual import (
     Alternative,
     Counterfactual,
-    booked_by_history,
-    changed_by_hand,
+    changed_booking_fields,
     counterfactual,
+    merge_runtime_settings,
 )
-from forebay.core.routing.router import Choice
-from forebay.core.state.requests import Request
+from forebay.core.routing.router import Selection
+from forebay.core.state.active_request import ActiveRequest
 from forebay.core.world import World
 from forebay.events.base import pack_u64
 from forebay.events.control import BusyThresholds, BusyThresholdsSet, PoolConfigured, QueueConfig
@@ -25,7 +25,7 @@ from forebay.events.requests import RouterOverride, RoutingHints
 from tests.core.worlds import PROMPTS, Driver, histories, perform_all, pool, query, request
 
 ONE_TOKEN = BusyThresholds(active_prefill_tokens_threshold=1)
-Seen = tuple[Request, Counterfactual]
+Seen = tuple[ActiveRequest, Counterfactual]
 
 
 def same(one: PoolConfigured) -> PoolConfigured:
@@ -37,10 +37,10 @@ def looking(driver: Driver, alternative: Alternative) -> list[Seen]:
     seen: list[Seen] = []
     world: World = driver.world
 
-    def on_choice(pool: PoolConfigured, request: Request, choice: Choice) -> None:
+    def on_selection(pool: PoolConfigured, request: ActiveRequest, choice: Selection) -> None:
         seen.append((request, counterfactual(world, alternative(pool), request, choice)))
 
-    world.on_choice = on_choice
+    world.on_selection = on_selection
     return seen
 
 
@@ -183,8 +183,8 @@ def test_a_request_that_lost_its_worker_is_asked_about_as_it_is_routed_again() -
 
 def test_what_history_booked_by_its_own_rule_is_named() -> None:
     ours = pool()
-    assert booked_by_history(ours, changed(temperature=1.0, mode="random")(ours)) == []
-    booked = booked_by_history(ours, changed(use_kv_events=False, session_ttl_s=5.0)(ours))
+    assert changed_booking_fields(ours, changed(temperature=1.0, mode="random")(ours)) == []
+    booked = changed_booking_fields(ours, changed(use_kv_events=False, session_ttl_s=5.0)(ours))
     assert booked == ["use_kv_events", "session_ttl_s"]
 
 
@@ -202,8 +202,8 @@ def test_thresholds_set_by_hand_do_not_undo_those_of_the_alternative() -> None:
 def test_only_what_the_alternative_changes_wins_over_thresholds_set_by_hand() -> None:
     recorded = BusyThresholds(active_decode_blocks_threshold=0.9)
     by_hand = BusyThresholds(active_decode_blocks_threshold=0.5, active_prefill_tokens_threshold=7)
-    assert changed_by_hand(recorded, recorded, by_hand) == by_hand
+    assert merge_runtime_settings(recorded, recorded, by_hand) == by_hand
     other = BusyThresholds(active_decode_blocks_threshold=0.9, active_prefill_tokens_threshold=1)
     stricter = BusyThresholds(active_decode_blocks_threshold=0.5, active_prefill_tokens_threshold=1)
-    assert changed_by_hand(other, recorded, by_hand) == stricter
-    assert changed_by_hand(BusyThresholds(), recorded, by_hand).active_decode_blocks_threshold is None
+    assert merge_runtime_settings(other, recorded, by_hand) == stricter
+    assert merge_runtime_settings(BusyThresholds(), recorded, by_hand).active_decode_blocks_threshold is None

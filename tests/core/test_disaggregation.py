@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.core.phases import Phase
-from forebay.core.routing.disaggregation import as_decoded, as_prefilled
-from forebay.core.state.requests import submitted
+from forebay.core.routing.disaggregation import as_decode_request, as_prefill_request
+from forebay.core.state.active_request import request_from_event
 from forebay.core.world import restore
 from forebay.events.base import pack_u64
 from forebay.events.control import (
@@ -179,14 +179,14 @@ def test_decode_workers_are_chosen_by_their_load_alone_and_share_nothing() -> No
 def test_what_a_request_overrides_holds_where_prompts_are_computed() -> None:
     override = RouterOverride(overlap_score_credit=0.5, temperature=0.0, mode="direct")
     hints = RoutingHints(override=override, worker_id="d", allowed_workers=("d",), rank=0, session_id="s")
-    one = submitted(request("r", PROMPTS[0], routing=hints), "default", 3, 5)
-    asked = as_prefilled(one, "prefillers").hints
+    one = request_from_event(request("r", PROMPTS[0], routing=hints), "default", 3, 5)
+    asked = as_prefill_request(one, "prefillers").hints
     assert (asked.worker_id, asked.allowed_workers, asked.rank, asked.session_id) == ("", (), None, "s")
     assert asked.override == RouterOverride(overlap_score_credit=0.5, temperature=0.0)
-    assert as_decoded(one).hints.override == RouterOverride(
+    assert as_decode_request(one).hints.override == RouterOverride(
         overlap_score_credit=0.0, assume_kv_reuse=False, track_prefill_tokens=False, temperature=0.0, mode="direct"
     )
-    assert as_decoded(one).hints.worker_id == "d"
+    assert as_decode_request(one).hints.worker_id == "d"
 
 
 def test_prefill_workers_have_no_active_blocks() -> None:

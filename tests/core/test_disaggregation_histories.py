@@ -12,11 +12,17 @@ from hypothesis import given, note
 from hypothesis import strategies as st
 
 from forebay.core.phases import Phase
-from forebay.core.routing.disaggregation import as_prefilled, computed_by, enforced, is_kept, place_prefill
+from forebay.core.routing.disaggregation import (
+    as_prefill_request,
+    decide_prefill,
+    has_kept_kv,
+    prefill_candidates,
+    requires_remote_prefill,
+)
 from forebay.core.routing.eligibility import Ineligible
-from forebay.core.routing.router import find, find_again, must_wait
-from forebay.core.state.requests import Request
-from forebay.core.step import Decided, InputEvent
+from forebay.core.routing.router import find_candidates, find_retry_candidates, must_queue
+from forebay.core.state.active_request import ActiveRequest
+from forebay.core.step import AnyDecision, InputEvent
 from forebay.core.world import restore
 from forebay.events.control import BusyThresholds, BusyThresholdsSet, DisaggregationSet, QueueConfig
 from forebay.events.decisions import KvReleased, RequestAborted, RequestHeld, RequestRejected, RequestRouted
@@ -72,7 +78,7 @@ class Books(Driver):
         self.released: Counter[str] = Counter()
 
     def __call__(self, topic: str, event: InputEvent | None, after_us: int = 10) -> list[Any]:
-        under_way = {one.request_id for one in self.world.requests.under_way()}
+        under_way = {one.request_id for one in self.world.requests.active()}
         outdated = self.world.counts["outdated_progress"]
         made = super().__call__(topic, event, after_us)
         if self.world.counts["outdated_progress"] == outdated:
@@ -100,7 +106,7 @@ class Books(Driver):
             case _:
                 pass
 
-    def _look(self, made: list[Decided]) -> None:
+    def _look(self, made: list[AnyDecision]) -> None:
         for one in made:
             match one:
                 case KvReleased(holder=holder):
@@ -127,7 +133,7 @@ class Books(Driver):
         self._look_at_load()
         wanted = {
             (one.request_id, one.prefills, one.prefilled.worker_id, one.prefilled.worker_epoch)
-            for one in self.world.requests.under_way()
+            for one in self.world.requests.active()
             if one.prefilled is not None
         }
         assert {offer for offer in wanted if self.epoch(offer[2]) == offer[3]} == self.offers, "nobody else keeps any"
@@ -149,7 +155,7 @@ class Books(Driver):
             assert routed.prefill.remote or not config.enforce or routed.prefill.reason in LOCAL_BY_RULE
 
     def _look_at_requests(self) -> None:
-        for one in self.world.requests.under_way():
+        for one in self.world.requests.active():
             assert max(one.attempt, one.prefills, one.encodings) <= ATTEMPTS_MAX
             if one.on_worker:
                 worker = self.world.fleet.get(one.worker_id)
@@ -172,30 +178,30 @@ class Books(Driver):
             "never",
         )
 
-    def _may_go(self, one: Request) -> bool:
+    def _may_go(self, one: ActiveRequest) -> bool:
         world, config = self.world, self.world.pools[one.pool]
         try:
-            roster = find(world, config, one)
-            return not must_wait(*computed_by(config, roster, place_prefill(world, config, one, roster)))
+            roster = find_candidates(world, config, one)
+            return not must_queue(*prefill_candidates(config, roster, decide_prefill(world, config, one, roster)))
         except Ineligible:
             return False
 
-    def _may_be_sent(self, one: Request) -> bool:
+    def _may_be_sent(self, one: ActiveRequest) -> bool:
         world, config = self.world, self.world.pools[one.pool]
         try:
-            find_again(world, config, one)
-            if is_kept(one, world.now_us) or not enforced(world, config, one):
+            find_retry_candidates(world, config, one)
+            if has_kept_kv(one, world.now_us) or not requires_remote_prefill(world, config, one):
                 return True
             found = world.prefillers_of(config)
             if found is not None:
-                find_again(world, found, as_prefilled(one, found.pool))
+                find_retry_candidates(world, found, as_prefill_request(one, found.pool))
             return found is not None
         except Ineligible:
             return False
 
     def _look_at_load(self) -> None:
         booked = {part.request_id: part for part in self.world.load.snapshot() if isinstance(part, Booking)}
-        on_worker = {one.request_id: one for one in self.world.requests.under_way() if one.on_worker}
+        on_worker = {one.request_id: one for one in self.world.requests.active() if one.on_worker}
         assert booked.keys() == on_worker.keys()
         assert all(booked[name].worker_id == one.worker_id for name, one in on_worker.items())
 
@@ -232,7 +238,7 @@ STEPS = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 9), st.integer
 
 
 def perform(drive: Books, number: int, kind: str, first: int, depth: int, past: list[Any]) -> None:
-    under_way = drive.world.requests.under_way()
+    under_way = drive.world.requests.active()
     one = under_way[first % len(under_way)] if under_way else None
     name = tuple(FLEET)[first % len(FLEET)]
     fact: dict[str, Any] = {"owner_epoch": 0, "worker_id": name, "worker_epoch": drive.epoch(name)}

@@ -159,7 +159,7 @@ def test_kv_whose_lease_is_over_is_kept_by_nobody() -> None:
 def test_a_policy_is_told_which_attempt_at_a_prompt_it_chooses_for() -> None:
     drive = Driver().disagg(["p"], ["d", "e"])
     attempts: list[tuple[str, int]] = []
-    drive.world.on_choice = lambda _, asked, __: attempts.append((asked.stage, asked.attempt))
+    drive.world.on_selection = lambda _, asked, __: attempts.append((asked.stage, asked.attempt))
     (then,) = prefilled(drive, ask(drive))
     _, again = drive("progress", TransferFailed(**said(then), error="gone"))
     (again,) = drive("progress", PrefillFailed(**said(again), error="no room"))

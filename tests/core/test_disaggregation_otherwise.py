@@ -20,7 +20,7 @@ def test_history_agrees_with_itself_at_every_stage() -> None:
         ours, theirs = (counterfactual(drive.world, one, asked, choice) for one in (pool, other))
         found.append((asked.stage, ours, theirs))
 
-    drive.world.on_choice = look
+    drive.world.on_selection = look
     for number in range(4):
         (first,) = drive("requests", request(f"r{number}", PROMPTS[0]))
         (then,) = prefilled(drive, first)
@@ -37,7 +37,7 @@ def test_a_prefill_worker_has_no_active_blocks_under_another_configuration_eithe
     drive = Driver().disagg(("p",), ("d",))
     drive("requests", request("r0", PROMPTS[0]))
     asked: list[Counterfactual] = []
-    drive.world.on_choice = lambda pool, one, choice: asked.append(
+    drive.world.on_selection = lambda pool, one, choice: asked.append(
         counterfactual(drive.world, msgspec.structs.replace(pool, router=RouterConfig()), one, choice)
     )
     drive("requests", request("r1", PROMPTS[1]))

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from forebay.core.dispatch import DRAIN_MAX
-from forebay.core.state.queue import LOOK_PAST_MAX
+from forebay.core.state.queue import OFFERS_PER_LINE_MAX
 from forebay.core.world import World, restore
 from forebay.events.base import pack_u64
 from forebay.events.control import BusyThresholds, BusyThresholdsSet, QueueClass, QueueConfig
@@ -189,7 +189,7 @@ def test_a_lost_worker_ends_the_requests_that_are_for_it_alone() -> None:
     assert [(one.request_id, one.attempt, one.reason, one.message, one.worker_id) for one in made] == [
         ("r1", 1, *told), ("r2", 1, *told), ("r3", 0, *told),
     ]  # fmt: skip
-    assert [one.request_id for one in drive.world.requests.under_way()] == ["r4"], "b is still there"
+    assert [one.request_id for one in drive.world.requests.active()] == ["r4"], "b is still there"
     assert [load.active_requests for load in drive.world.load.ranks()] == [1]
     assert elsewhere.worker_id == "b"
     assert not drive.world.queues.waiting("default")
@@ -226,7 +226,7 @@ def test_any_number_of_requests_for_one_worker_hold_up_nobody_else() -> None:
     drive = Driver().fleet("a", "b", queue=ONE_STEP)
     big(drive, "ra", worker_id="a")
     on_b = big(drive, "rb", worker_id="b")
-    for number in range(2 * LOOK_PAST_MAX):
+    for number in range(2 * OFFERS_PER_LINE_MAX):
         big(drive, f"pinned{number}", worker_id="a")
     assert isinstance(big(drive, "free"), RequestHeld)
     assert first_token(drive, on_b) == ["free"]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from forebay.core.phases import Phase
 from forebay.core.routing.counterfactual import Counterfactual, counterfactual
-from forebay.core.state.requests import content_hash
+from forebay.core.state.active_request import content_hash
 from forebay.core.world import restore
 from forebay.events.control import QueueConfig, RouterConfig
 from forebay.events.decisions import RequestAborted, RequestHeld, RequestRouted
@@ -239,7 +239,7 @@ def test_another_configuration_changes_no_encoder() -> None:
     drive = staged("e", "f")
     found: list[Counterfactual] = []
     world = drive.world
-    world.on_choice = lambda of, request, choice: found.append(
+    world.on_selection = lambda of, request, choice: found.append(
         counterfactual(world, msgspec.structs.replace(of, router=RouterConfig(mode="direct")), request, choice)
     )
     encoded(drive, ask(drive))
@@ -319,4 +319,4 @@ def test_whatever_happens_a_request_ends_or_waits_for_somebody(steps: list[str])
     one = drive.world.requests.get("r")
     assert len(booked) == (one is not None and one.on_worker)
     if one is not None and one.phase is Phase.WAITING:
-        assert not drive.world.roster("default").seats
+        assert not drive.world.roster("default").ranks

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay.engine_model.model import EngineModel
-from forebay.engine_model.sequence import speech
+from forebay.engine_model.sequence import generate_tokens
 from tests.core.engine_runs import VOCABULARY, answers, config, finished, replay_cache, request, run
 
 
@@ -25,5 +25,5 @@ def test_a_cleared_cache_is_empty_and_nothing_is_lost(prompts: list[int], before
     assert replay_cache(after) == model.pool.content()
     assert model.pool.used == 0
     said = answers(steps + after)
-    assert said == {f"r{number}": speech(number, 0, 9, VOCABULARY) for number in range(len(prompts))}
+    assert said == {f"r{number}": generate_tokens(number, 0, 9, VOCABULARY) for number in range(len(prompts))}
     assert sorted(end.request_id for end in finished(steps + after)) == sorted(said)

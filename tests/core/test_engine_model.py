@@ -12,14 +12,14 @@ from forebay.engine_model.model import (
     EngineConfig,
     EngineModel,
     EngineRequest,
+    EngineStep,
     Finished,
     QueueFull,
     RequestMalformed,
     RequestTooLarge,
-    Step,
     Stored,
 )
-from forebay.engine_model.sequence import speech
+from forebay.engine_model.sequence import generate_tokens
 from forebay.engine_model.timing import decode_us, prefill_us
 from forebay.events.base import pack_u32, unpack_u32, unpack_u64
 from tests.core.engine_runs import BLOCK, VOCABULARY, Told, answers, config, finished, replay_cache, request, run
@@ -31,7 +31,7 @@ def test_one_request_from_prompt_to_end() -> None:
     assert model.load().waiting == 1
     steps = run(model)
     assert [step.duration_us for step in steps] == [prefill_us(6), decode_us(2, 32), decode_us(2, 32)]
-    assert answers(steps) == {"a": speech(7, 0, 3, VOCABULARY)}
+    assert answers(steps) == {"a": generate_tokens(7, 0, 3, VOCABULARY)}
     assert [first.request_id for first in steps[0].first_tokens] == ["a"]
     assert finished(steps) == [Finished("a", 1, "length", 6, 3, 0)]
     assert (steps[-1].load.running, steps[-1].load.kv_blocks_used) == (0, 0)
@@ -86,10 +86,10 @@ def test_a_one_token_answer_ends_in_its_prefill_step() -> None:
 
 
 def test_speech_depends_on_seed_and_index_alone() -> None:
-    whole = speech(5, 0, 100, VOCABULARY)
-    assert [speech(5, index, 1, VOCABULARY)[0] for index in range(100)] == whole
-    assert speech(5, 13, 30, VOCABULARY) == whole[13:43]
-    assert speech(6, 0, 100, VOCABULARY) != whole
+    whole = generate_tokens(5, 0, 100, VOCABULARY)
+    assert [generate_tokens(5, index, 1, VOCABULARY)[0] for index in range(100)] == whole
+    assert generate_tokens(5, 13, 30, VOCABULARY) == whole[13:43]
+    assert generate_tokens(6, 0, 100, VOCABULARY) != whole
     assert set(whole) <= set(VOCABULARY)
     assert len(set(whole)) > 50
 
@@ -129,7 +129,7 @@ def test_a_block_that_another_fills_meanwhile_is_stored_once() -> None:
         model.step()
     # The first leaves two tokens of the budget to the second, which computes what "a" is about to say.
     model.submit(request("c", [9] * 13, 1))
-    turn = [0, 1, 2, 3, *speech(7, 0, 8, VOCABULARY), 5, 5, 5, 5]
+    turn = [0, 1, 2, 3, *generate_tokens(7, 0, 8, VOCABULARY), 5, 5, 5, 5]
     model.submit(request("b", turn, 1))
     hashes = unpack_u64(sequence_hashes(pack_u32(turn), BLOCK))
     meanwhile, rest, *_ = run(model)
@@ -203,7 +203,7 @@ def test_the_newest_is_preempted_and_says_nothing_twice() -> None:
     steps = run(model)
     assert max(step.load.waiting for step in steps) == 1
     assert [end.request_id for end in finished(steps)] == ["a", "b"]
-    assert answers(steps) == {"a": speech(7, 0, 20, VOCABULARY), "b": speech(8, 0, 20, VOCABULARY)}
+    assert answers(steps) == {"a": generate_tokens(7, 0, 20, VOCABULARY), "b": generate_tokens(8, 0, 20, VOCABULARY)}
     assert [first.request_id for step in steps for first in step.first_tokens] == ["a", "b"]
     assert replay_cache(steps) == model.pool.content()
 
@@ -213,7 +213,7 @@ def test_a_prompt_in_chunks_is_preempted_by_those_that_decode() -> None:
     model.submit(request("a", [1, 2, 3, 4], 16))
     model.submit(request("b", list(range(50, 78)), 4))
     steps = run(model)
-    assert answers(steps) == {"a": speech(7, 0, 16, VOCABULARY), "b": speech(7, 0, 4, VOCABULARY)}
+    assert answers(steps) == {"a": generate_tokens(7, 0, 16, VOCABULARY), "b": generate_tokens(7, 0, 4, VOCABULARY)}
     assert [end.request_id for end in finished(steps)] == ["a", "b"]
     assert replay_cache(steps) == model.pool.content()
 
@@ -306,9 +306,9 @@ sizes = st.fixed_dictionaries(
 
 def drive(
     model: EngineModel, arrivals: list[tuple[str, list[int], int]]
-) -> tuple[list[Step], dict[str, int], set[str]]:
+) -> tuple[list[EngineStep], dict[str, int], set[str]]:
     """Apply a history and run to the end: the steps, tokens wanted by request, requests cancelled."""
-    steps: list[Step] = []
+    steps: list[EngineStep] = []
     wanted: dict[str, int] = {}
     cancelled: set[str] = set()
     for action, prompt, number in arrivals:
@@ -335,7 +335,7 @@ def test_any_history_conserves_requests_tokens_and_blocks(
     assert sorted([end.request_id for end in ends] + list(cancelled)) == sorted(wanted)
     said = answers(steps)
     for end in ends:
-        assert said[end.request_id] == speech(wanted[end.request_id], 0, wanted[end.request_id], VOCABULARY)
+        assert said[end.request_id] == generate_tokens(wanted[end.request_id], 0, wanted[end.request_id], VOCABULARY)
         assert end.output_tokens == wanted[end.request_id]
         assert 0 <= end.cached_tokens < end.prompt_tokens
     assert replay_cache(steps) == model.pool.content()
@@ -375,7 +375,7 @@ def test_iterations_made_at_once_are_the_same_as_single_ones(
     assert position == len(single)
 
 
-def answers_from(steps: list[Step]) -> dict[tuple[str, int], list[int]]:
+def answers_from(steps: list[EngineStep]) -> dict[tuple[str, int], list[int]]:
     said: dict[str, tuple[int, list[int]]] = {}
     for step in steps:
         for chunk in step.emitted:
@@ -397,7 +397,7 @@ def test_a_silent_engine_does_all_but_speak(sizes: dict[str, int], actions: list
     # Tokens are many, so that no two answers begin alike by chance.
     for vocabulary in (tuple(range(1, 65_537)), None):
         model = EngineModel(config(vocabulary=vocabulary, **sizes))
-        steps: list[Step] = []
+        steps: list[EngineStep] = []
         for at, (action, size, number) in enumerate(actions):
             if action == "whole":  # full blocks, which others may have
                 model.submit(request(f"r{at}", [number % 2] * (size // BLOCK + 1) * BLOCK, number, seed=at))

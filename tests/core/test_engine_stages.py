@@ -7,9 +7,17 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from forebay.core.block_hashes import sequence_hashes
-from forebay.engine_model.model import Computed, EngineModel, EngineStage, Fetch, FirstToken, RequestTooLarge, Stored
-from forebay.engine_model.sequence import speech
-from forebay.engine_model.steps import Step
+from forebay.engine_model.model import (
+    Computed,
+    EngineModel,
+    EngineStage,
+    Fetch,
+    FirstTokenStep,
+    RequestTooLarge,
+    Stored,
+)
+from forebay.engine_model.sequence import generate_tokens
+from forebay.engine_model.steps import EngineStep
 from forebay.engine_model.timing import decode_us, prefill_us
 from forebay.events.base import pack_u32, unpack_u64
 from tests.core.engine_runs import BLOCK, VOCABULARY, Told, answers, config, finished, replay_cache, request, run
@@ -19,9 +27,9 @@ def hashes(prompt: list[int]) -> list[int]:
     return list(unpack_u64(sequence_hashes(pack_u32(prompt), BLOCK)))
 
 
-def fetch_all(model: EngineModel, until_us: int = 0) -> list[Step]:
+def fetch_all(model: EngineModel, until_us: int = 0) -> list[EngineStep]:
     """Run to the end; what is to be fetched is there at once."""
-    steps: list[Step] = []
+    steps: list[EngineStep] = []
     while True:
         for fetch in model.fetches():
             assert model.fetched(fetch.request_id)
@@ -83,9 +91,9 @@ def test_what_was_computed_elsewhere_is_fetched_and_its_last_token_computed() ->
     steps = run(model)
     assert [step.duration_us for step in steps] == [decode_us(3, 32)] * 3
     assert steps[0].cache_changes == [Stored(None, array("Q", hashes(prompt)))]
-    assert steps[0].first_tokens == [FirstToken("a", 1, 9)]
+    assert steps[0].first_tokens == [FirstTokenStep("a", 1, 9)]
     assert finished(steps)[0].cached_tokens == 9
-    assert answers(steps) == {"a": speech(7, 0, 3, VOCABULARY)}
+    assert answers(steps) == {"a": generate_tokens(7, 0, 3, VOCABULARY)}
     assert model.pool.used == 0
 
 
@@ -99,8 +107,8 @@ def test_what_the_own_cache_has_is_not_fetched_but_for_the_last_block(own: int, 
     assert model.fetches() == [Fetch("a", 1, first, 3)]
     assert model.fetched("a")
     steps = run(model)
-    assert steps[0].first_tokens == [FirstToken("a", 1, 11)]
-    assert answers(steps) == {"a": speech(7, 0, 2, VOCABULARY)}
+    assert steps[0].first_tokens == [FirstTokenStep("a", 1, 11)]
+    assert answers(steps) == {"a": generate_tokens(7, 0, 2, VOCABULARY)}
     assert set(hashes(prompt)) <= model.pool.content()
 
 
@@ -170,7 +178,7 @@ def test_preempted_after_its_kv_came_it_is_computed_here() -> None:
     steps = fetch_all(model)
     assert max(step.load.waiting for step in steps) == 1
     assert [first.request_id for step in steps for first in step.first_tokens] == ["a", "b"]
-    assert answers(steps) == {"a": speech(7, 0, 20, VOCABULARY), "b": speech(8, 0, 20, VOCABULARY)}
+    assert answers(steps) == {"a": generate_tokens(7, 0, 20, VOCABULARY), "b": generate_tokens(8, 0, 20, VOCABULARY)}
     assert replay_cache(steps) == model.pool.content()
 
 
@@ -186,7 +194,7 @@ def test_who_is_preempted_for_what_is_fetched_goes_on_when_that_has_gone() -> No
     assert model.fetches() == []
     assert model.cancel("a")
     steps += fetch_all(model)
-    assert answers(steps)["decoding"] == speech(7, 0, 20, VOCABULARY)
+    assert answers(steps)["decoding"] == generate_tokens(7, 0, 20, VOCABULARY)
     assert sorted(end.request_id for end in finished(steps)) == ["b", "decoding"]
 
 
@@ -266,7 +274,7 @@ def test_a_fetched_prompt_is_answered_as_one_that_is_in_the_cache(
         ]
         if stage == "aggregated":
             model.warm([block for prompt in prompts for block in hashes(prompt)])
-        steps: list[Step] = []
+        steps: list[EngineStep] = []
         for number, (_, max_tokens) in enumerate(lengths):
             model.submit(request(f"r{number}", prompts[number], max_tokens, seed=number, stage=stage))
             for _ in range(before):
@@ -286,7 +294,7 @@ class Drive:
 
     def __init__(self, changes: dict[str, int]) -> None:
         self.model = EngineModel(config(**changes))
-        self.steps: list[Step] = []
+        self.steps: list[EngineStep] = []
         self.fetching: list[str] = []
         self.kept: list[str] = []
         self.wanted: dict[str, tuple[EngineStage, int]] = {}
@@ -370,7 +378,7 @@ def test_any_history_conserves_requests_tokens_and_blocks(
     for end in ends:
         stage, number = drive.wanted[end.request_id]
         assert stage != "prefill"
-        assert said[end.request_id] == speech(number, 0, number, VOCABULARY)
+        assert said[end.request_id] == generate_tokens(number, 0, number, VOCABULARY)
     assert not said.keys() & set(computed)
     assert all(one.load.running <= sizes["max_num_seqs"] for one in drive.steps)
     assert replay_cache(drive.steps) == drive.model.pool.content()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from forebay.core.state import holder_bits, index_walk
 from forebay.core.state.holder_bits import RETIRED_BITS_MAX
 from forebay.core.state.index_digest import IndexTally
-from forebay.core.state.index_walk import WALK_CHUNK_HASHES, Walk
+from forebay.core.state.index_walk import SCAN_CHUNK_HASHES, IndexScan
 from forebay.core.state.prefix_index import TIERS, PrefixIndex
 from forebay.events.base import pack_u64, unpack_u64
 from forebay.events.kv import BlocksRemoved, BlocksStored, CacheCleared
@@ -113,12 +113,12 @@ def test_a_walk_and_its_changes_are_the_state_at_the_end(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(holder_bits, "RETIRED_BITS_MAX", 2)  # so that bits are swept and given out again meanwhile
         patch.setattr(holder_bits, "SWEEP_STEPS", 3)
-        patch.setattr(index_walk, "WALK_CHUNK_HASHES", 40)
+        patch.setattr(index_walk, "SCAN_CHUNK_HASHES", 40)
         patch.setattr(index_walk, "REMEMBERED_MASKS_MAX", 2)
         fleet = Fleet()
         for change in before:
             fleet.change(*change)
-        walk = fleet.index.begin_walk()
+        walk = fleet.index.begin_scan()
         seen: list[IndexBlocks] = []
         for step in during:
             if isinstance(step, int):
@@ -127,7 +127,7 @@ def test_a_walk_and_its_changes_are_the_state_at_the_end(
                 fleet.change(*step)
         while not walk.done:
             seen += walk.advance(50)
-        kept = fleet.index.end_walk()
+        kept = fleet.index.end_scan()
         restored = taken_in(fleet.index, seen, kept)
         assert restored.digest() == fleet.index.digest()
         assert tallied(fleet.index, seen, kept) == fleet.index.digest()
@@ -149,16 +149,16 @@ def filled(workers: int, blocks: int) -> PrefixIndex:
 
 def test_an_index_of_nobody_is_walked_at_once() -> None:
     index = PrefixIndex()
-    walk = index.begin_walk()
+    walk = index.begin_scan()
     assert not walk.done
     assert walk.advance(1_000_000) == []
     assert walk.done
-    assert index.end_walk() == []
+    assert index.end_scan() == []
 
 
 def test_a_piece_of_a_walk_costs_no_more_than_was_asked_for() -> None:
     index = filled(workers=4, blocks=5_000)
-    walk = index.begin_walk()
+    walk = index.begin_scan()
     most = [sum(len(chunk.sequence_hashes) // 8 for chunk in walk.advance(1_000)) for _ in range(60)]
     assert walk.done
     assert max(most) == 5_000
@@ -166,26 +166,26 @@ def test_a_piece_of_a_walk_costs_no_more_than_was_asked_for() -> None:
 
 
 def test_chunks_stay_small() -> None:
-    index = filled(workers=2, blocks=3 * WALK_CHUNK_HASHES)
-    walk = index.begin_walk()
+    index = filled(workers=2, blocks=3 * SCAN_CHUNK_HASHES)
+    walk = index.begin_scan()
     chunks: list[IndexBlocks] = []
     while not walk.done:
         chunks += walk.advance(10_000)
-    assert sum(len(chunk.sequence_hashes) for chunk in chunks) == 2 * 3 * WALK_CHUNK_HASHES * 8
-    assert max(len(chunk.sequence_hashes) for chunk in chunks) <= WALK_CHUNK_HASHES * 8
+    assert sum(len(chunk.sequence_hashes) for chunk in chunks) == 2 * 3 * SCAN_CHUNK_HASHES * 8
+    assert max(len(chunk.sequence_hashes) for chunk in chunks) <= SCAN_CHUNK_HASHES * 8
 
 
 def test_changes_stay_below_the_size_of_a_record_and_leave_out_the_engines_own_hashes() -> None:
     index = PrefixIndex()
     index.add_holder("w" * 256, 0, 1)
-    index.begin_walk().advance(1_000)
+    index.begin_scan().advance(1_000)
     fields: dict[str, Any] = {"worker_id": "w" * 256, "worker_epoch": 1}
     hashes = pack_u64(range(1 << 63, (1 << 63) + 150_000))
     index.apply(BlocksStored(**fields, seq=1, sequence_hashes=hashes, engine_hashes=hashes, parent_hash=1 << 63))
     for seq in range(2, 2_000):
         index.apply(BlocksRemoved(**fields, seq=seq, sequence_hashes=hashes[seq * 8 : seq * 8 + 8]))
     index.apply(BlocksRemoved(**fields, seq=2_000, sequence_hashes=hashes[:-800], engine_hashes=hashes))
-    kept = index.end_walk()
+    kept = index.end_scan()
     records = [msgspec.msgpack.encode(SnapshotChunk(owner_epoch=1, number=1, parts=(chunk,))) for chunk in kept]
     assert max(map(len, records)) < RECORD_BYTES_MAX
     assert sum(map(len, records)) < 4_000_000
@@ -196,27 +196,27 @@ def test_changes_stay_below_the_size_of_a_record_and_leave_out_the_engines_own_h
 
 def test_one_walk_at_a_time() -> None:
     index = filled(workers=1, blocks=100)
-    walk = index.begin_walk()
+    walk = index.begin_scan()
     with pytest.raises(AssertionError, match="one walk at a time"):
-        index.begin_walk()
+        index.begin_scan()
     with pytest.raises(AssertionError, match="saw everything"):
-        index.end_walk()
+        index.end_scan()
     while not walk.done:
         walk.advance(1)
-    index.end_walk()
+    index.end_scan()
     with pytest.raises(AssertionError, match="a walk is on"):
-        index.end_walk()
+        index.end_scan()
     index.apply(BlocksStored(worker_id="w0", worker_epoch=1, seq=2, sequence_hashes=pack_u64(range(101, 201))))
-    again = index.begin_walk()
+    again = index.begin_scan()
     (chunk,) = again.advance(100_000)
     assert unpack_u64(chunk.sequence_hashes) == list(range(1, 201))  # in order: nothing is left of the first walk
-    assert index.end_walk() == []
+    assert index.end_scan() == []
 
 
 def test_what_is_stored_during_a_walk_does_not_prolong_it() -> None:
     def calls(growing: bool) -> int:
         index = filled(workers=1, blocks=2_000)
-        walk: Walk = index.begin_walk()
+        walk: IndexScan = index.begin_scan()
         made = 0
         while not walk.done:
             walk.advance(200)
@@ -226,7 +226,7 @@ def test_what_is_stored_during_a_walk_does_not_prolong_it() -> None:
                 index.apply(
                     BlocksStored(worker_id="w0", worker_epoch=1, seq=made + 1, sequence_hashes=pack_u64(blocks))
                 )
-        index.end_walk()
+        index.end_scan()
         return made
 
     assert calls(growing=True) == calls(growing=False)
@@ -264,7 +264,7 @@ def test_what_popular_masks_stand_for_is_forgotten_in_time(monkeypatch: pytest.M
 def test_a_bit_that_is_given_out_again_takes_nothing_of_its_last_holder_along(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(holder_bits, "RETIRED_BITS_MAX", 0)
     index = filled(workers=2, blocks=100)
-    walk = index.begin_walk()
+    walk = index.begin_scan()
     seen = walk.advance(1)
     index.drop_holder("w0", 0)
     for seq in range(2, 5):
@@ -272,7 +272,7 @@ def test_a_bit_that_is_given_out_again_takes_nothing_of_its_last_holder_along(mo
     index.add_holder("new", 0, 1)
     while not walk.done:
         seen += walk.advance(100)
-    restored = taken_in(index, seen, index.end_walk())
+    restored = taken_in(index, seen, index.end_scan())
     assert contents(restored) == contents(index)
     assert not restored.blocks_held("new", 0, "device")
 

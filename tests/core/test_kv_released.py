@@ -116,7 +116,7 @@ FAULTS = (
 
 
 def perform(drive: Books, number: int, fault: str) -> None:
-    under_way = drive.world.requests.under_way()
+    under_way = drive.world.requests.active()
     if fault == "request" or not under_way:
         drive("requests", request(f"r{number}", PROMPTS[number % 3], nonce=number, timeout_us=10_000_000))
         return

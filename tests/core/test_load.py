@@ -10,21 +10,21 @@ from hypothesis import strategies as st
 
 from forebay.core.block_hashes import extend_chain
 from forebay.core.state.holder_bits import HolderKey
-from forebay.core.state.load import BLOCK_UNITS, Load
+from forebay.core.state.load import BLOCK_UNITS, FleetLoad
 from forebay.events.metrics import LoadReported
 
 BLOCK = 4
 RANKS: list[HolderKey] = [("v", 0), ("w", 0), ("w", 1)]
 
 
-def loaded(*ranks: HolderKey) -> Load:
-    load = Load()
+def loaded(*ranks: HolderKey) -> FleetLoad:
+    load = FleetLoad()
     for worker_id, rank in ranks or RANKS:
         load.add_rank(worker_id, rank, BLOCK)
     return load
 
 
-def now(load: Load, key: HolderKey = ("w", 0)) -> tuple[int, float, int]:
+def now(load: FleetLoad, key: HolderKey = ("w", 0)) -> tuple[int, float, int]:
     rank = load.rank_load(*key)
     return rank.prefill_tokens, rank.decode_blocks, rank.active_requests
 
@@ -112,7 +112,7 @@ def test_a_rank_with_requests_does_not_go() -> None:
 
 
 def test_computed_tokens_add_up_and_who_joins_begins_with_the_fewest() -> None:
-    load = Load()
+    load = FleetLoad()
     load.add_rank("v", 0, 4)
     load.add_rank("w", 0, 4)
     empty = load.digest()
@@ -122,7 +122,7 @@ def test_computed_tokens_add_up_and_who_joins_begins_with_the_fewest() -> None:
     assert load.digest() != empty
     assert load.add_rank("x", 0, 4).computed_tokens == 7
     assert [rank.computed_tokens for rank in load.ranks()] == [7, 9, 7]
-    copy = Load()
+    copy = FleetLoad()
     for rank in load.ranks():
         copy.add_rank(rank.worker_id, rank.rank, 4)
     for chunk in load.snapshot():
@@ -131,7 +131,7 @@ def test_computed_tokens_add_up_and_who_joins_begins_with_the_fewest() -> None:
     assert [rank.computed_tokens for rank in copy.ranks()] == [7, 9, 7]
     for rank in load.ranks():
         load.drop_rank(rank.worker_id, rank.rank)
-    assert load.digest() == Load().digest()
+    assert load.digest() == FleetLoad().digest()
 
 
 def test_the_newest_report_counts() -> None:
@@ -207,7 +207,7 @@ def depth_of(key: HolderKey, query: list[int], requests: list[Model]) -> int:
     return depth
 
 
-def restored(load: Load) -> Load:
+def restored(load: FleetLoad) -> FleetLoad:
     copy = loaded(*((rank.worker_id, rank.rank) for rank in load.ranks()))
     for chunk in load.snapshot():
         copy.restore(chunk)
@@ -266,7 +266,7 @@ def test_load_equals_a_count_of_every_block(
     assert all(now(one, key) == (0, 0.0, 0) for one in (load, copy) for key in RANKS)
 
 
-def stretches(load: Load) -> int:
+def stretches(load: FleetLoad) -> int:
     """Nodes of the tree, which bound its memory and the work of a query: at most two for each request."""
     found, todo = 0, [load._root]
     while todo:

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from forebay.core.block_hashes import block_hashes, extend_chain
-from forebay.core.phases import TRANSITIONS, Move, Phase
+from forebay.core.phases import TRANSITIONS, Phase, RequestTransition
+from forebay.core.state.active_request import ActiveRequest, request_from_event
 from forebay.core.state.fleet import TRANSITIONS as FLEET_TABLE
 from forebay.core.state.fleet import Fleet, WorkerPhase
-from forebay.core.state.requests import Request, Requests, submitted
+from forebay.core.state.requests import ActiveRequests
 from forebay.core.state_machine import IllegalTransition
 from forebay.events.base import pack_u32
 from forebay.events.decisions import Stage
@@ -114,12 +115,12 @@ STAGES: dict[Phase, Stage] = {
 }
 
 
-def life_in(phase: Phase, *, encoded: bool = False) -> tuple[Requests, Request]:
-    requests = Requests()
-    one = submitted(request("r", [1, 2]), "default", 0, 1_000)
+def life_in(phase: Phase, *, encoded: bool = False) -> tuple[ActiveRequests, ActiveRequest]:
+    requests = ActiveRequests()
+    one = request_from_event(request("r", [1, 2]), "default", 0, 1_000)
     requests.add(one)
     if phase is Phase.QUEUED:
-        requests.hold(one, "default", 10, 1_500)
+        requests.enqueue(one, "default", 10, 1_500)
     elif phase is not Phase.SUBMITTED:
         if encoded:
             requests.route(one, "encode", "e", 2, 0)
@@ -135,7 +136,7 @@ def life_in(phase: Phase, *, encoded: bool = False) -> tuple[Requests, Request]:
     return requests, one
 
 
-def said(kind: type[Any], one: Request, **fields: Any) -> Any:
+def said(kind: type[Any], one: ActiveRequest, **fields: Any) -> Any:
     return kind(
         request_id="r",
         attempt=one.stage_attempt,
@@ -146,29 +147,33 @@ def said(kind: type[Any], one: Request, **fields: Any) -> Any:
     )
 
 
-def first_token(one: Request) -> FirstTokenEmitted:
+def first_token(one: ActiveRequest) -> FirstTokenEmitted:
     event: FirstTokenEmitted = said(FirstTokenEmitted, one)
     return event
 
 
-@pytest.mark.parametrize(("phase", "move"), list(product(Phase, Move)))
-def test_the_table_of_a_life(phase: Phase, move: Move) -> None:
+@pytest.mark.parametrize(("phase", "move"), list(product(Phase, RequestTransition)))
+def test_the_table_of_a_life(phase: Phase, move: RequestTransition) -> None:
     requests, one = life_in(phase, encoded=phase in (Phase.PREFILL, Phase.REMOTE_PREFILL))
     before = requests.digest(), list(requests.snapshot())
-    moves: dict[Move, Callable[[], object]] = {
-        Move.HELD: lambda: requests.hold(one, "default", 10, 2_500),
-        Move.ROUTED: lambda: requests.route(one, "aggregated", "w2", 4, 1),
-        Move.TO_BE_ENCODED: lambda: requests.route(one, "encode", "e", 4, 1),
-        Move.TO_BE_PREFILLED: lambda: requests.route(one, "prefill", "p", 4, 1),
-        Move.TO_BE_DECODED: lambda: requests.route(one, "decode", "d", 4, 1),
-        Move.PREFILLED: lambda: requests.progress(said(PrefillFinished, one, prefilled=prefilled_by("w", 3)), 3_000),
-        Move.NOT_PREFILLED: lambda: requests.progress(said(PrefillFailed, one, error="out of blocks"), 3_000),
-        Move.ENCODED: lambda: requests.progress(said(EncodeFinished, one, encoded=ENCODED), 3_000),
-        Move.NOT_ENCODED: lambda: requests.progress(said(EncodeFailed, one, error="too large"), 3_000),
-        Move.NOT_TRANSFERRED: lambda: requests.progress(said(TransferFailed, one, error="gone"), 3_000),
-        Move.FIRST_TOKEN: lambda: requests.progress(first_token(one), 3_000),
-        Move.WORKER_LOST: lambda: requests.lose_worker(one),
-        Move.ENDED: lambda: requests.end(one, 3_000),
+    moves: dict[RequestTransition, Callable[[], object]] = {
+        RequestTransition.HELD: lambda: requests.enqueue(one, "default", 10, 2_500),
+        RequestTransition.ROUTED: lambda: requests.route(one, "aggregated", "w2", 4, 1),
+        RequestTransition.TO_BE_ENCODED: lambda: requests.route(one, "encode", "e", 4, 1),
+        RequestTransition.TO_BE_PREFILLED: lambda: requests.route(one, "prefill", "p", 4, 1),
+        RequestTransition.TO_BE_DECODED: lambda: requests.route(one, "decode", "d", 4, 1),
+        RequestTransition.PREFILLED: lambda: requests.progress(
+            said(PrefillFinished, one, prefilled=prefilled_by("w", 3)), 3_000
+        ),
+        RequestTransition.NOT_PREFILLED: lambda: requests.progress(
+            said(PrefillFailed, one, error="out of blocks"), 3_000
+        ),
+        RequestTransition.ENCODED: lambda: requests.progress(said(EncodeFinished, one, encoded=ENCODED), 3_000),
+        RequestTransition.NOT_ENCODED: lambda: requests.progress(said(EncodeFailed, one, error="too large"), 3_000),
+        RequestTransition.NOT_TRANSFERRED: lambda: requests.progress(said(TransferFailed, one, error="gone"), 3_000),
+        RequestTransition.FIRST_TOKEN: lambda: requests.progress(first_token(one), 3_000),
+        RequestTransition.WORKER_LOST: lambda: requests.lose_worker(one),
+        RequestTransition.ENDED: lambda: requests.end(one, 3_000),
     }
     perform = moves[move]
     if move not in TRANSITIONS[phase]:
@@ -178,8 +183,8 @@ def test_the_table_of_a_life(phase: Phase, move: Move) -> None:
         return
     perform()
     assert requests.digest() != before[0]
-    assert (requests.get("r") is None) == (move is Move.ENDED)
-    restored = Requests()
+    assert (requests.get("r") is None) == (move is RequestTransition.ENDED)
+    restored = ActiveRequests()
     for chunk in requests.snapshot():
         restored.restore(chunk)
     assert restored.digest() == requests.digest()
@@ -198,9 +203,9 @@ def test_progress_of_nobody_and_of_another_attempt_is_refused() -> None:
 
 
 def test_ended_requests_leave_no_deadline_behind() -> None:
-    requests = Requests()
+    requests = ActiveRequests()
     for number in range(500):
-        one = submitted(request(f"r{number}", timeout_us=10_000 + number), "default", number, 0)
+        one = request_from_event(request(f"r{number}", timeout_us=10_000 + number), "default", number, 0)
         requests.add(one)
         requests.route(one, "aggregated", "w", 3, 0)
         if number % 100:
@@ -209,9 +214,9 @@ def test_ended_requests_leave_no_deadline_behind() -> None:
     assert [one.request_id for one in requests.expired(10_250)] == ["r0", "r100", "r200"]
     assert requests.next_due_us() == 10_300
     # An id that comes back with another deadline is not ended by the old one.
-    again = submitted(request("again", timeout_us=50), "default", 900, 0)
+    again = request_from_event(request("again", timeout_us=50), "default", 900, 0)
     requests.add(again)
     requests.end(again, 10)
     requests.expired(200_000_000)
-    requests.add(submitted(request("again", timeout_us=10**9), "default", 901, 200_000_000))
+    requests.add(request_from_event(request("again", timeout_us=10**9), "default", 901, 200_000_000))
     assert requests.expired(200_000_001) == []

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from forebay.core.routing.policies import (
     BUILT_IN,
-    FAULT_CHARS_MAX,
+    ERROR_CHARS_MAX,
     Candidate,
     PolicyUnusable,
     RoutingRequest,
     RoutingWorld,
     policy_class,
 )
-from forebay.core.routing.selection import draw, lowest, mix64, scaled, softmax_weights
+from forebay.core.routing.selection import draw, lowest, mix64, scale_draw, softmax_weights
 from forebay.events.control import RouterConfig
 from forebay.events.decisions import RequestRejected, RequestRouted
 from forebay.events.requests import RouterOverride, RoutingHints
@@ -58,7 +58,7 @@ def test_a_choice_is_always_one_of_the_options(costs: list[float], seed: int, te
     weights = softmax_weights(costs, temperature)
     assert max(weights) == weights[costs.index(min(costs))]
     assert 0 <= draw(weights, seed) < len(costs)
-    assert 0 <= scaled(seed, len(costs)) < len(costs)
+    assert 0 <= scale_draw(seed, len(costs)) < len(costs)
     assert costs[lowest(costs, seed)] == min(costs)
 
 
@@ -250,7 +250,7 @@ def test_a_policy_that_cannot_be_imported_is_named(mine: str) -> None:
         policy_class(f"broken_{mine}.Any")
     with pytest.raises(PolicyUnusable, match="SystemExit") as left:
         policy_class(f"leaving_{mine}.Any")
-    assert len(str(left.value)) <= FAULT_CHARS_MAX
+    assert len(str(left.value)) <= ERROR_CHARS_MAX
     with pytest.raises(PolicyUnusable, match="No module named 'nowhere'"):
         policy_class("nowhere.Any")
     with pytest.raises(PolicyUnusable, match="no router mode \\(kv, round-robin"):

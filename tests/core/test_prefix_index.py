@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from forebay.core.state.holder_bits import RETIRED_BITS_MAX
-from forebay.core.state.index_walk import WALK_CHUNK_HASHES
+from forebay.core.state.index_walk import SCAN_CHUNK_HASHES
 from forebay.core.state.prefix_index import TIERS, Gap, Overlap, PrefixIndex
 from forebay.events.base import pack_u64
 from forebay.events.kv import BlocksRemoved, BlocksStored, CacheCleared, KvEvent
@@ -244,10 +244,10 @@ def test_a_wait_for_a_resync_is_part_of_the_digest() -> None:
 def test_a_cache_of_more_than_a_chunk_is_snapshotted_in_several() -> None:
     index = PrefixIndex()
     index.add_holder("a", 0, 5)
-    index.apply(stored(1, *range(1, WALK_CHUNK_HASHES + 10)))
+    index.apply(stored(1, *range(1, SCAN_CHUNK_HASHES + 10)))
     chunks = [chunk for chunk in index.snapshot() if isinstance(chunk, IndexBlocks)]
-    assert sum(len(chunk.sequence_hashes) // 8 for chunk in chunks) == WALK_CHUNK_HASHES + 9
-    assert [len(chunk.sequence_hashes) // 8 <= WALK_CHUNK_HASHES for chunk in chunks] == [True, True]
+    assert sum(len(chunk.sequence_hashes) // 8 for chunk in chunks) == SCAN_CHUNK_HASHES + 9
+    assert [len(chunk.sequence_hashes) // 8 <= SCAN_CHUNK_HASHES for chunk in chunks] == [True, True]
     restored = PrefixIndex()
     for chunk in index.snapshot():
         restored.restore(chunk)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.core.state.queue import LOOK_PAST_MAX, Held, Queues, class_of
+from forebay.core.state.queue import OFFERS_PER_LINE_MAX, QueuedRequest, Queues, class_of
 from forebay.events.control import QueueClass, QueueConfig, QueuePolicy
 
 POLICIES: list[QueuePolicy] = ["fcfs", "wspt", "lcfs"]
@@ -18,7 +18,7 @@ LONG = QueueClass(name="batch", quantum=5, uncached_tokens_min=100, policy="wspt
 CLASSES = QueueConfig(threshold=1.0, classes=(DEFAULT, BATCH, LONG))
 
 
-def held(offset: int, **changes: Any) -> Held:
+def held(offset: int, **changes: Any) -> QueuedRequest:
     fields = {
         "request_id": f"r{offset}",
         "policy_class": "",
@@ -28,14 +28,14 @@ def held(offset: int, **changes: Any) -> Held:
         "arrival_us": offset,
         "demand": (offset,),
     }
-    return Held(offset=offset, **{**fields, **changes})
+    return QueuedRequest(offset=offset, **{**fields, **changes})
 
 
-def anyone(_: Held) -> bool:
+def anyone(_: QueuedRequest) -> bool:
     return True
 
 
-def queue(*waiting: Held, config: QueueConfig = CLASSES) -> Queues:
+def queue(*waiting: QueuedRequest, config: QueueConfig = CLASSES) -> Queues:
     queues = Queues()
     queues.configure("p", config)
     for one in waiting:
@@ -43,9 +43,9 @@ def queue(*waiting: Held, config: QueueConfig = CLASSES) -> Queues:
     return queues
 
 
-def drained(queues: Queues, may_go: Callable[[Held], bool] = anyone) -> list[int]:
+def drained(queues: Queues, is_dispatchable: Callable[[QueuedRequest], bool] = anyone) -> list[int]:
     served = []
-    while (one := queues.serve("p", may_go)) is not None:
+    while (one := queues.serve("p", is_dispatchable)) is not None:
         served.append(one.offset)
     return served
 
@@ -96,7 +96,7 @@ def test_a_class_may_have_a_policy_of_its_own() -> None:
     assert drained(queue(*waiting)) == [3, 2, 1, 0]
 
 
-def naive_key(policy: QueuePolicy, one: Held) -> Fraction:
+def naive_key(policy: QueuePolicy, one: QueuedRequest) -> Fraction:
     priority = Fraction(one.priority)
     if policy == "wspt":
         return (1 + priority) / max(1, one.uncached_tokens)
@@ -104,7 +104,7 @@ def naive_key(policy: QueuePolicy, one: Held) -> Fraction:
     return priority - arrival if policy == "fcfs" else priority + arrival
 
 
-def naive_order(policy: QueuePolicy, waiting: list[Held]) -> list[Held]:
+def naive_order(policy: QueuePolicy, waiting: list[QueuedRequest]) -> list[QueuedRequest]:
     return sorted(waiting, key=lambda one: (-one.strict_priority, -naive_key(policy, one), one.offset))
 
 
@@ -124,7 +124,7 @@ waiting_ones = st.lists(
 
 
 @given(st.sampled_from(POLICIES), waiting_ones)
-def test_one_class_is_served_as_a_plain_sort_says(policy: QueuePolicy, waiting: list[Held]) -> None:
+def test_one_class_is_served_as_a_plain_sort_says(policy: QueuePolicy, waiting: list[QueuedRequest]) -> None:
     expected = [one.offset for one in naive_order(policy, waiting)]
     assert drained(queue(*waiting, config=one_class(policy))) == expected
 
@@ -217,26 +217,26 @@ def test_who_cannot_go_is_looked_past_and_keeps_the_place() -> None:
 
 
 def test_looking_past_has_an_end() -> None:
-    waiting = [held(at) for at in range(LOOK_PAST_MAX + 1)]
+    waiting = [held(at) for at in range(OFFERS_PER_LINE_MAX + 1)]
     asked: list[int] = []
 
-    def last_only(one: Held) -> bool:
+    def last_only(one: QueuedRequest) -> bool:
         asked.append(one.offset)
-        return one.offset == LOOK_PAST_MAX
+        return one.offset == OFFERS_PER_LINE_MAX
 
     queues = queue(*waiting)
     assert queues.serve("p", last_only) is None
-    assert asked == list(range(LOOK_PAST_MAX))
+    assert asked == list(range(OFFERS_PER_LINE_MAX))
     assert queues.remove("r0")
-    assert queues.serve("p", last_only) == held(LOOK_PAST_MAX)
+    assert queues.serve("p", last_only) == held(OFFERS_PER_LINE_MAX)
 
 
 def test_those_with_the_same_demands_are_tried_once() -> None:
-    stuck = [held(at, demand=("stuck",), strict_priority=at % 3) for at in range(3 * LOOK_PAST_MAX)]
+    stuck = [held(at, demand=("stuck",), strict_priority=at % 3) for at in range(3 * OFFERS_PER_LINE_MAX)]
     queues = queue(*stuck, held(100))
     asked: list[int] = []
 
-    def not_stuck(one: Held) -> bool:
+    def not_stuck(one: QueuedRequest) -> bool:
         asked.append(one.offset)
         return one.demand != ("stuck",)
 
@@ -317,29 +317,29 @@ class Model:
 
     def __init__(self, config: QueueConfig) -> None:
         self.config = config
-        self.waiting: list[Held] = []
+        self.waiting: list[QueuedRequest] = []
         self.deficits: dict[QueueClass, int] = dict.fromkeys(config.classes, 0)
         self.turn = config.classes[-1]
 
-    def line(self, kind: QueueClass) -> list[Held]:
+    def line(self, kind: QueueClass) -> list[QueuedRequest]:
         mine = [one for one in self.waiting if class_of(self.config, one.policy_class, one.uncached_tokens) is kind]
         return naive_order(kind.policy or self.config.policy, mine)
 
-    def heads(self, kind: QueueClass) -> list[Held]:
-        first: dict[tuple[object, ...], Held] = {}
+    def heads(self, kind: QueueClass) -> list[QueuedRequest]:
+        first: dict[tuple[object, ...], QueuedRequest] = {}
         for one in self.line(kind):
             first.setdefault(one.demand, one)
         return list(first.values())
 
-    def remove(self, one: Held) -> None:
+    def remove(self, one: QueuedRequest) -> None:
         self.waiting.remove(one)
         for kind in self.config.classes:
             if not self.line(kind):
                 self.deficits[kind] = 0
 
-    def serve(self, may_go: Callable[[Held], bool]) -> Held | None:
+    def serve(self, is_dispatchable: Callable[[QueuedRequest], bool]) -> QueuedRequest | None:
         offers = {
-            kind: next((one for one in self.heads(kind)[:LOOK_PAST_MAX] if may_go(one)), None)
+            kind: next((one for one in self.heads(kind)[:OFFERS_PER_LINE_MAX] if is_dispatchable(one)), None)
             for kind in self.config.classes
         }
         if not any(offers.values()):
@@ -359,7 +359,7 @@ class Model:
                 if one.cost <= self.deficits[kind]:
                     return self._serve(kind, one)
 
-    def _serve(self, kind: QueueClass, one: Held) -> Held:
+    def _serve(self, kind: QueueClass, one: QueuedRequest) -> QueuedRequest:
         self.turn = kind
         self.deficits[kind] -= one.cost
         self.remove(one)
@@ -382,7 +382,7 @@ def test_the_queue_does_what_the_plain_model_does(
     pushed: list[int] = []
     gone: list[int] = []
 
-    def may_go(one: Held) -> bool:
+    def is_dispatchable(one: QueuedRequest) -> bool:
         return one.demand in [(number,) for number in range(blocked)]
 
     for at, (kind, number, name, strict) in enumerate(history):
@@ -399,8 +399,8 @@ def test_the_queue_does_what_the_plain_model_does(
             model.waiting.append(one)
             pushed.append(at)
         elif kind == "serve":
-            served = queues.serve("p", may_go)
-            assert served == model.serve(may_go)
+            served = queues.serve("p", is_dispatchable)
+            assert served == model.serve(is_dispatchable)
             gone += [served.offset] if served else []
         elif model.waiting:
             one = model.waiting[number % len(model.waiting)]
@@ -416,7 +416,7 @@ def test_the_queue_does_what_the_plain_model_does(
     assert sorted(gone + rest) == pushed
 
 
-def restored(queues: Queues, config: QueueConfig, waiting: list[Held]) -> Queues:
+def restored(queues: Queues, config: QueueConfig, waiting: list[QueuedRequest]) -> Queues:
     copy = queue(*waiting, config=config)
     for chunk in queues.snapshot():
         copy.restore(chunk)

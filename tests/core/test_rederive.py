@@ -5,7 +5,7 @@ import msgspec
 from forebay.core.rederive import CLOCK_US_MAX, Rederivation
 from forebay.core.world import World
 from forebay.events.base import hex_digest
-from forebay.events.decisions import OwnerClaimed, RequestRouted, Run
+from forebay.events.decisions import ConsumedRun, OwnerClaimed, RequestRouted
 from forebay.events.fleet import WorkerLost
 from tests.core.worlds import PROMPTS, Driver, Recorded, joined, request
 
@@ -30,7 +30,7 @@ def test_a_clock_reading_that_is_none() -> None:
     drive("requests", request("r1", PROMPTS[0]))
     [decided] = drive.decided
     *runs, last = decided.consumed
-    late = msgspec.structs.replace(decided, consumed=(*runs, Run(topic=last.topic, count=1, now_us=1 << 63)))
+    late = msgspec.structs.replace(decided, consumed=(*runs, ConsumedRun(topic=last.topic, count=1, now_us=1 << 63)))
     found = Rederivation(World()).apply(1, late, Recorded(drive.applied).events_of(late))
     assert found is not None
     assert (found.reason, found.derived) == (f"the clock reading is above {CLOCK_US_MAX}", None)
@@ -39,7 +39,7 @@ def test_a_clock_reading_that_is_none() -> None:
 def test_who_looks_on_is_told_of_every_choice_before_it_is_booked() -> None:
     drive = Driver().fleet("a", "b")
     seen: list[tuple[str, str, int]] = []
-    drive.world.on_choice = lambda pool, request, choice: seen.append(
+    drive.world.on_selection = lambda pool, request, choice: seen.append(
         (request.request_id, hex_digest(choice.table.digest()), len(drive.world.requests))
     )
     for name in ("r1", "r2"):

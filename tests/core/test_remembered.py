@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.core.state import recent_ids as remembered
-from forebay.core.state.recent_ids import RememberedIds
+from forebay.core.state.recent_ids import RecentIds
 from forebay.events.snapshots import Remembered
 
 U64 = st.integers(0, (1 << 64) - 1)
@@ -13,7 +13,7 @@ U64 = st.integers(0, (1 << 64) - 1)
 
 @given(st.lists(st.one_of(st.tuples(U64, U64, st.integers(0, 5)), st.integers(0, 20)), max_size=60))
 def test_any_history_is_that_of_a_dict_and_restores(history: list[tuple[int, int, int] | int]) -> None:
-    ids, plain = RememberedIds(), dict[int, tuple[int, int]]()
+    ids, plain = RecentIds(), dict[int, tuple[int, int]]()
     due_us = now_us = 0
     for one in history:
         if isinstance(one, tuple):
@@ -28,7 +28,7 @@ def test_any_history_is_that_of_a_dict_and_restores(history: list[tuple[int, int
             plain = {known: what for known, what in plain.items() if what[1] > now_us}
         assert {known: ids.get(known) for known in plain} == {known: content for known, (content, _) in plain.items()}
         assert (len(ids), ids.next_due_us()) == (len(plain), min((due for _, due in plain.values()), default=None))
-    copy, fresh = RememberedIds(), RememberedIds()
+    copy, fresh = RecentIds(), RecentIds()
     for chunk in ids.snapshot():
         copy.restore(msgspec.msgpack.decode(msgspec.msgpack.encode(chunk), type=Remembered))
     for known, (content, when_us) in plain.items():
@@ -41,7 +41,7 @@ def test_any_history_is_that_of_a_dict_and_restores(history: list[tuple[int, int
 
 def test_many_come_and_go() -> None:
     """Memory is given back, and a snapshot has several chunks."""
-    ids = RememberedIds()
+    ids = RecentIds()
     for number in range(3 * remembered.FORGOTTEN_MAX):
         ids.add(number, 7, number)
         ids.forget(number - remembered.FORGOTTEN_MAX)

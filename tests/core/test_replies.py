@@ -7,16 +7,16 @@ import msgspec
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from forebay.core.state.reply_slot import Reply, apply
+from forebay.core.state.reply_slot import ResponseState, apply
 from forebay.events.base import pack_u32
 from forebay.events.tokens import (
-    AnswerError,
     AttemptStarted,
-    CommandTold,
+    CommandResponse,
     Embedded,
     PrefilledBy,
     ResponseEnded,
-    RouteTold,
+    ResponseError,
+    RouteResponse,
     TokenChunk,
     TokenEvent,
     TokensEmitted,
@@ -47,8 +47,8 @@ def ended(attempt: int = 1, owner: int = 1, name: str = NAME) -> ResponseEnded:
     )
 
 
-def folded(*slot: TokenEvent) -> Reply:
-    reply = Reply()
+def folded(*slot: TokenEvent) -> ResponseState:
+    reply = ResponseState()
     for said in slot:
         apply({NAME: reply}, said, GROUP)
     return reply
@@ -86,8 +86,8 @@ def test_a_later_attempt_voids_what_is_lower_after_it_and_nothing_before() -> No
     reply = folded(emitted(0, [10]), started(2), emitted(1, [99]), ended(1), emitted(1, [11], attempt=2))
     assert reply.tokens == [10, 11]
     assert reply.ended is None
-    assert reply.is_void(1, 9)
-    assert not reply.is_void(2, 1)
+    assert reply.is_stale(1, 9)
+    assert not reply.is_stale(2, 1)
 
 
 def test_a_later_owner_voids_an_earlier_one_in_the_same_attempt() -> None:
@@ -116,14 +116,14 @@ def test_nothing_counts_after_the_end() -> None:
 
 
 def test_where_a_request_would_go_is_no_part_of_an_answer() -> None:
-    told = RouteTold(request_id=NAME, owner_epoch=9, pool="default", mode="kv", group=GROUP)
+    told = RouteResponse(request_id=NAME, owner_epoch=9, pool="default", mode="kv", group=GROUP)
     reply = folded(emitted(0, [10]), told, emitted(1, [11]))
     assert (reply.tokens, reply.ended, reply.attempt) == ([10, 11], None, 1)
     assert apply({NAME: reply}, told, GROUP) == []
 
 
 def test_an_error_is_an_end() -> None:
-    error = AnswerError(status=503, code="no_workers", message="none")
+    error = ResponseError(status=503, code="no_workers", message="none")
     refused = ResponseEnded(request_id=NAME, attempt=0, owner_epoch=0, finish_reason="error", error=error, group=GROUP)
     assert folded(refused, emitted(0, [10])).ended is refused
 
@@ -137,7 +137,7 @@ def test_a_gap_is_no_answer_whatever_follows() -> None:
 
 
 def test_only_the_replies_that_changed_are_named() -> None:
-    replies = {"a": Reply(), "b": Reply()}
+    replies = {"a": ResponseState(), "b": ResponseState()}
     chunks = [TokenChunk(request_id=name, attempt=1, first_index=0, token_ids=pack_u32([1])) for name in "axb"]
     both = TokensEmitted(worker_id="w1", worker_epoch=1, owner_epoch=1, chunks=tuple(chunks), group=GROUP)
     assert apply(replies, both, GROUP) == [replies["a"], replies["b"]]
@@ -207,7 +207,7 @@ def stories(draw: st.DrawFn) -> Story:
 @given(stories())
 def test_each_token_once_in_order_and_nothing_after_the_end(story: Story) -> None:
     """However attempts, owners and zombies interleave; and what was read once is never taken back."""
-    reply = Reply()
+    reply = ResponseState()
     heard: list[int] = []
     highest = 0
     end_at = None
@@ -245,7 +245,7 @@ def embedded(number: float, *, attempt: int = 1, name: str = NAME) -> Embedded:
 
 
 def test_a_vector_counts_as_tokens_do() -> None:
-    reply = Reply()
+    reply = ResponseState()
     replies = {NAME: reply}
     assert apply(replies, embedded(0.5, name="b"), GROUP) == []
     assert apply(replies, embedded(0.5), GROUP) == [reply]
@@ -259,7 +259,7 @@ def test_a_vector_counts_as_tokens_do() -> None:
 
 
 def test_what_became_of_a_command_is_no_answer() -> None:
-    assert apply({NAME: Reply()}, CommandTold(command_id=NAME, owner_epoch=1, group=GROUP), GROUP) == []
+    assert apply({NAME: ResponseState()}, CommandResponse(command_id=NAME, owner_epoch=1, group=GROUP), GROUP) == []
 
 
 def test_what_another_group_says_of_an_equal_request_id_is_left_alone() -> None:

@@ -211,11 +211,11 @@ def test_what_is_prefilled_has_its_room_at_the_worker_that_decodes() -> None:
         prefilled(drive, f"r{at}")
     assert (active(drive, "p"), active(drive, "d")) == (4, 6)
     assert isinstance(submit(drive, "too"), RequestHeld), "four are promised the rest of the decode worker"
-    assert drive.world.requests.promised("default") == 4
+    assert drive.world.requests.count_before_response("default") == 4
     drive("progress", FirstTokenEmitted(**progress(drive, "r0")))
     (sent,) = finish(drive, "r0")
     assert (sent.request_id, sent.stage) == ("held", "prefill")
-    assert drive.world.requests.promised("default") == 5
+    assert drive.world.requests.count_before_response("default") == 5
 
 
 def test_prefill_workers_that_are_full_hold_requests_though_decode_workers_have_room() -> None:
@@ -240,7 +240,7 @@ configs = st.builds(
 
 
 def move(drive: Driver, kind: str, number: int, at: int) -> list[Any]:
-    under_way = drive.world.requests.under_way()
+    under_way = drive.world.requests.active()
     one = under_way[number % len(under_way)].request_id if under_way else "nobody"
     sent = [each.request_id for each in under_way if each.on_worker]
     match kind:
@@ -269,18 +269,18 @@ def test_bounds_hold_nothing_is_lost_and_nobody_waits_past_the_limit(
     told: set[str] = set()
     lost = False
     for at, (kind, number) in enumerate(history):
-        ended = {one.request_id for one in drive.world.requests.under_way()}
+        ended = {one.request_id for one in drive.world.requests.active()}
         made = move(drive, kind, number, at)
         asked |= {f"r{at}"} if kind == "submit" else set()
         told |= {one.request_id for one in made if isinstance(one, RequestRejected | RequestAborted)}
-        under_way = {one.request_id: one for one in drive.world.requests.under_way()}
+        under_way = {one.request_id: one for one in drive.world.requests.active()}
         if kind == "finish":
             told |= ended - set(under_way)
         assert asked == set(under_way) | told, "each request is under way or was told its end"
         lost = lost or kind == "lose"
         assert_bounds(drive, config, moved=lost)
-    while drive.world.requests.under_way():
-        sent = [one.request_id for one in drive.world.requests.under_way() if one.on_worker]
+    while drive.world.requests.active():
+        sent = [one.request_id for one in drive.world.requests.active() if one.on_worker]
         if sent:
             finish(drive, sent[0])
         else:

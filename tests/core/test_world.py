@@ -16,19 +16,19 @@ from hypothesis import strategies as st
 from forebay.core import dispatch, rederive
 from forebay.core.phases import Phase
 from forebay.core.rederive import Rederivation
-from forebay.core.state.fleet import Worker
-from forebay.core.step import CLOCK, Decided, InputEvent, advance, claim, open_run
+from forebay.core.state.fleet import FleetWorker
+from forebay.core.step import CLOCK, AnyDecision, InputEvent, advance, claim, open_run
 from forebay.core.world import World, digest_of_snapshot, restore
 from forebay.events.base import hex_digest, pack_u64
 from forebay.events.control import PoolConfigured
 from forebay.events.decisions import (
+    ConsumedRun,
     JournalRecord,
     OwnerClaimed,
     RequestAborted,
     RequestHeld,
     RequestRejected,
     RequestRouted,
-    Run,
     SnapshotTaken,
 )
 from forebay.events.fleet import WorkerLost
@@ -172,7 +172,7 @@ def test_who_looks_on_is_told_of_a_loss_while_everything_is_still_there() -> Non
     drive("requests", request("r", PROMPTS[0]))
     world = drive.world
 
-    def look(event: WorkerLost, worker: Worker) -> None:
+    def look(event: WorkerLost, worker: FleetWorker) -> None:
         held = world.index.blocks_held("a", 0, "device"), world.load.rank_load("a", 0).active_requests
         on_it = [one.request_id for one in world.requests.of_worker("a", worker.worker_epoch)]
         seen.append((event.reason, worker.spec.worker_id, held, on_it))
@@ -230,7 +230,7 @@ def test_every_request_ends_once_or_is_under_way(history: list[Any]) -> None:
     taken |= {one.request_id for one in drive.decided if isinstance(one, RequestHeld)}
     rejected = {one.request_id for one in drive.decided if isinstance(one, RequestRejected)}
     assert ids == rejected | taken
-    under_way = drive.world.requests.under_way()
+    under_way = drive.world.requests.active()
     assert {one.request_id for one in under_way} <= taken
     assert sum(rank.active_requests for rank in drive.world.load.ranks()) == sum(one.on_worker for one in under_way)
     queued = [one for one in under_way if one.phase is Phase.QUEUED]
@@ -291,10 +291,10 @@ def test_who_looks_on_sees_every_event_in_its_order_with_what_it_led_to() -> Non
     drive("requests", None)
     drive.wait(10_000)
     seen: list[tuple[str, InputEvent | None, int]] = []
-    decided: list[Decided] = []
+    decided: list[AnyDecision] = []
     followed = Rederivation(World())
 
-    def look_on(topic: str, event: InputEvent | None, now_us: int, led_to: Sequence[Decided]) -> None:
+    def look_on(topic: str, event: InputEvent | None, now_us: int, led_to: Sequence[AnyDecision]) -> None:
         seen.append((topic, event, now_us))
         decided.extend(led_to)
         assert followed.world.now_us <= now_us
@@ -469,8 +469,8 @@ def test_runs_of_one_topic_at_one_time_are_one_run() -> None:
         world.note("requests", 1, 50)
     world.note("requests", 1, 60)
     assert world.take_consumed() == (
-        Run(topic="requests", count=3, now_us=50),
-        Run(topic="requests", count=1, now_us=60),
+        ConsumedRun(topic="requests", count=3, now_us=50),
+        ConsumedRun(topic="requests", count=1, now_us=60),
     )
     assert world.view == {"requests": 4}
     assert open_run(world, 100) == []

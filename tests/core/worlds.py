@@ -7,9 +7,9 @@ import msgspec
 from hypothesis import strategies as st
 
 from forebay.core.block_hashes import extend_chain
+from forebay.core.state.active_request import ActiveRequest
 from forebay.core.state.prefix_index import TIERS
-from forebay.core.state.requests import Request
-from forebay.core.step import Decided, InputEvent, claim, open_run, step
+from forebay.core.step import AnyDecision, InputEvent, claim, open_run, step
 from forebay.core.world import World
 from forebay.events.base import pack_u32, pack_u64
 from forebay.events.control import (
@@ -24,7 +24,7 @@ from forebay.events.control import (
     RouterConfig,
     WorkerCommanded,
 )
-from forebay.events.decisions import JournalRecord, Run
+from forebay.events.decisions import ConsumedRun, JournalRecord
 from forebay.events.fleet import (
     OwnershipAnnounced,
     WorkerDraining,
@@ -233,7 +233,7 @@ class Driver:
         self.world = world or World()
         self.now_us = self.world.now_us
         self.applied: list[Applied] = []
-        self.decided: list[Decided] = []
+        self.decided: list[AnyDecision] = []
         if world is None:
             claim(self.world, 0)
 
@@ -301,7 +301,7 @@ class Recorded:
         return taken
 
 
-def flat(consumed: Iterable[Run]) -> list[tuple[str, int]]:
+def flat(consumed: Iterable[ConsumedRun]) -> list[tuple[str, int]]:
     return [(run.topic, run.now_us) for run in consumed for _ in range(run.count)]
 
 
@@ -339,7 +339,7 @@ def actions(draw: st.DrawFn) -> tuple[str, Any]:
 histories = st.lists(actions(), max_size=120)
 
 
-def said_of(one: Request, kind: str, number: int) -> InputEvent:
+def said_of(one: ActiveRequest, kind: str, number: int) -> InputEvent:
     fields: dict[str, Any] = {
         "request_id": one.request_id,
         "attempt": one.stage_attempt,
@@ -375,7 +375,7 @@ def perform(drive: Driver, number: int, action: tuple[str, Any]) -> None:
     kind, (first, depth, third) = action
     worker = WORKERS[third]
     epoch = drive.epoch(worker)
-    under_way = drive.world.requests.under_way()
+    under_way = drive.world.requests.active()
     one = under_way[first % len(under_way)] if under_way else None
     blocks = PROMPTS[third][:depth]
     match kind:

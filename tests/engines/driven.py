@@ -16,7 +16,7 @@ from forebay.events.base import pack_u32, unpack_u32, unpack_u64
 from forebay.events.decisions import Stage
 from forebay.events.fleet import WorkerSpec
 from forebay.events.requests import Sampling, Task
-from forebay.events.tokens import AnswerError, TokenLogprob
+from forebay.events.tokens import ResponseError, TokenLogprob
 from forebay.events.transfer import Prefilled
 from forebay.events.work import WorkItem
 from forebay.workers.engine import Cleared, Engine, EngineBatch
@@ -36,7 +36,7 @@ class Answer:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     cached: int | None = None  # as told with the first token
     finished: Finished | None = None
-    error: AnswerError | None = None
+    error: ResponseError | None = None
     vector: tuple[float, ...] = ()
     prefilled: Prefilled | None = None
     not_fetched: str | None = None

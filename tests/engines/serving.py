@@ -11,7 +11,7 @@ import httpx
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
-from forebay.core.state.reply_slot import Reply, apply
+from forebay.core.state.reply_slot import ResponseState, apply
 from forebay.events.base import unpack_u64
 from forebay.events.codec import decode
 from forebay.events.kv import BlocksStored
@@ -142,9 +142,9 @@ class Serving:
         """Ask the ingress for something else."""
         return await self._client.request(method, f"{self.url}{path}", json=body or None)
 
-    async def said(self, request_id: str) -> Reply:
+    async def said(self, request_id: str) -> ResponseState:
         """An answer as it stands on the log."""
-        reply = Reply()
+        reply = ResponseState()
         for slot in range(PLAN.replies):
             position, end = 0, await self._log.end(TOKENS.name, slot)
             while position < end:

@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 from prometheus_client import CollectorRegistry, generate_latest
 
-from forebay.engine_model.model import Load
+from forebay.engine_model.model import EngineLoad
 from forebay.events.control import Command
 from forebay.events.fleet import WorkerSpec
 from forebay.events.requests import StructuredOutput, TokenBias
@@ -186,11 +186,11 @@ async def test_what_is_cancelled_ends(vllm: Driven) -> None:
 
 
 async def test_load_is_told(vllm: Driven) -> None:
-    assert vllm.batches[0].load == Load(0, 0, 0, KV_BLOCKS)
+    assert vllm.batches[0].load == EngineLoad(0, 0, 0, KV_BLOCKS)
     before = len(vllm.batches)
     answers = [vllm.submit(vllm.item([28, start] * 50, 20)) for start in range(10)]
     await vllm.until(lambda: all(one.over for one in answers))
-    await vllm.until(lambda: vllm.batches[-1].load == Load(0, 0, 0, KV_BLOCKS))
+    await vllm.until(lambda: vllm.batches[-1].load == EngineLoad(0, 0, 0, KV_BLOCKS))
     loads = [batch.load for batch in vllm.batches[before:]]
     assert max(load.running for load in loads) == 8  # max_num_seqs
     assert max(load.waiting for load in loads) >= 1

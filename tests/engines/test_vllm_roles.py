@@ -18,7 +18,7 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from forebay.engine_model.model import Load
+from forebay.engine_model.model import EngineLoad
 from forebay.events.control import Role
 from forebay.events.transfer import KvLayout, Prefilled
 from forebay.workers.engine import KvEngine
@@ -86,7 +86,7 @@ def holds(one: Driven, prompt: list[int]) -> bool:
     return one.blocks(prompt) <= one.held[0]
 
 
-def load(one: Driven) -> Load:
+def load(one: Driven) -> EngineLoad:
     return one.batches[-1].load
 
 

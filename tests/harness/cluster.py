@@ -16,9 +16,9 @@ from typing import Any, Self
 import httpx
 from aiokafka.admin import AIOKafkaAdminClient
 
-from forebay.core.state.fleet import Fleet, Worker
+from forebay.core.state.fleet import Fleet, FleetWorker
 from forebay.core.state_machine import IllegalTransition
-from forebay.core.step import Decided
+from forebay.core.step import AnyDecision
 from forebay.events.codec import DecodeError, decode
 from forebay.events.decisions import OwnerClaimed, RequestRouted
 from forebay.events.topics import DECISIONS, FLEET, TOKENS, Topic
@@ -91,7 +91,7 @@ class _Journal:
         if event.owner_epoch != max(self.owners):
             owner.void += 1
             return
-        owner.decided += isinstance(event, Decided)
+        owner.decided += isinstance(event, AnyDecision)
         if isinstance(event, RequestRouted):
             owner.routed += 1
             owner.first_routed_us = owner.first_routed_us or record.at_us
@@ -261,7 +261,7 @@ class Cluster:
         """The control partition of a group; None while it has none."""
         return self._directory.partition_of(group)
 
-    async def members(self, group: str = GROUP) -> dict[str, Worker]:
+    async def members(self, group: str = GROUP) -> dict[str, FleetWorker]:
         """The workers that are admitted now, by worker id."""
         partition = self._directory.partition_of(group)
         fleet = Fleet()

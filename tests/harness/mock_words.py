@@ -9,8 +9,8 @@ from typing import Any
 
 from xxhash import xxh3_64_intdigest
 
-from forebay.core.state.reply_slot import Reply, apply
-from forebay.engine_model.sequence import speech
+from forebay.core.state.reply_slot import ResponseState, apply
+from forebay.engine_model.sequence import generate_tokens
 from forebay.events.base import pack_u32, unpack_u32
 from forebay.events.requests import RequestSubmitted
 from forebay.events.tokens import TokensEmitted
@@ -32,7 +32,7 @@ class Words:
         for _, first in sorted({1: 0, **begins}.items()):
             del said[first:]
             seed = xxh3_64_intdigest(pack_u32(prompt + said), 0)
-            said += speech(seed, 0, count - len(said), self._vocabulary)
+            said += generate_tokens(seed, 0, count - len(said), self._vocabulary)
         return said
 
     def text(self, prompt: list[int], count: int, begins: dict[int, int]) -> str:
@@ -46,7 +46,7 @@ class Words:
         All must have asked one model for a fixed number of tokens, and none for a seed.
         """
         requests = {one.request_id: one for one in asked if isinstance(one, RequestSubmitted)}
-        begins, replies = begins_of(said), {request_id: Reply() for request_id in requests}
+        begins, replies = begins_of(said), {request_id: ResponseState() for request_id in requests}
         for group in {one.model for one in requests.values()}:
             for event in said:
                 apply(replies, event, group)

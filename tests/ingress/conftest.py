@@ -16,10 +16,10 @@ from forebay.events.base import Event, pack_u32
 from forebay.events.codec import decode, encode
 from forebay.events.requests import RequestCancelled, RequestSubmitted, RouteQueried
 from forebay.events.tokens import (
-    AnswerError,
     AttemptStarted,
     PrefilledBy,
     ResponseEnded,
+    ResponseError,
     TokenChunk,
     TokenEvent,
     TokenLogprob,
@@ -127,7 +127,7 @@ class Scene:
 
     def refuse(self, name: str, status: int, code: str, *, attempt: int = 0) -> None:
         """End an answer with an error."""
-        error = AnswerError(status=status, code=code, message=f"because of {code}")
+        error = ResponseError(status=status, code=code, message=f"because of {code}")
         self.send(ResponseEnded(request_id=name, attempt=attempt, owner_epoch=1, finish_reason="error", error=error))
 
     def start_attempt(self, name: str, attempt: int, *, owner: int = 1) -> None:

@@ -13,7 +13,7 @@ from forebay.events.codec import decode, encode
 from forebay.events.control import Command, WorkerCommanded
 from forebay.events.decisions import CommandOutcome
 from forebay.events.fleet import WorkerJoined, WorkerLost, WorkerRecovered, WorkerSpec
-from forebay.events.tokens import AnswerError, CommandTold
+from forebay.events.tokens import CommandResponse, ResponseError
 from forebay.events.topics import CONTROL, FLEET
 from forebay.ingress import adapters
 from forebay.transport.base import Draft, LogError
@@ -45,7 +45,7 @@ async def answered(
     """A request that gives a command, and what a router would tell."""
     asking = asyncio.ensure_future(asked)
     command = await next_command(scene, count)
-    scene.send(CommandTold(command_id=command.command_id, owner_epoch=1, outcomes=outcomes, error=error))
+    scene.send(CommandResponse(command_id=command.command_id, owner_epoch=1, outcomes=outcomes, error=error))
     return await asking, command
 
 
@@ -160,7 +160,7 @@ async def test_what_some_did_not_do_has_a_status_and_every_outcome(
 
 
 async def test_what_goes_nowhere_is_told_as_the_router_says_it(scene: Scene) -> None:
-    error = AnswerError(status=404, code="unknown_worker", message="there is no worker x")
+    error = ResponseError(status=404, code="unknown_worker", message="there is no worker x")
     response, _ = await answered(scene, scene.client.post("/pause"), error=error)
     assert (response.status_code, response.json()["error"]["code"]) == (404, "unknown_worker")
 
@@ -216,8 +216,8 @@ async def test_an_id_is_used_by_one_command_at_a_time(scene: Scene) -> None:
     await next_command(scene)
     second = await scene.client.post("/pause", headers=headers)
     assert (second.status_code, second.json()["error"]["code"]) == (409, "duplicate_command_id")
-    scene.send(CommandTold(command_id="mine", owner_epoch=1, outcomes=(outcome(),)))
-    scene.send(CommandTold(command_id="mine", owner_epoch=2, outcomes=(outcome(),)))
+    scene.send(CommandResponse(command_id="mine", owner_epoch=1, outcomes=(outcome(),)))
+    scene.send(CommandResponse(command_id="mine", owner_epoch=2, outcomes=(outcome(),)))
     assert (await first).status_code == 200
 
 
@@ -253,7 +253,7 @@ class Workers:
         self.scene = scene
         self.loras: dict[str, tuple[str, ...]] = {"w1": ()}
         self.late: set[str] = set()
-        self.error: AnswerError | None = None
+        self.error: ResponseError | None = None
         self.listed = 0
 
     def commanded(self, action: Any, name: str = "sql") -> None:
@@ -279,7 +279,7 @@ class Workers:
                 outcome(name, status="timed_out", message="late") if name in self.late else outcome(name, loras=loras)
                 for name, loras in self.loras.items()
             )
-            told = CommandTold(command_id=event.command_id, owner_epoch=1, outcomes=outcomes, error=self.error)
+            told = CommandResponse(command_id=event.command_id, owner_epoch=1, outcomes=outcomes, error=self.error)
             self.scene.send(told)
 
 
@@ -436,7 +436,7 @@ async def test_what_a_busy_worker_has_is_asked_again() -> None:
 
 async def test_while_no_worker_is_there_the_last_list_stands() -> None:
     async with workers() as played:
-        played.error = AnswerError(status=503, code="no_workers", message="no worker is ready")
+        played.error = ResponseError(status=503, code="no_workers", message="no worker is ready")
         played.commanded("load_lora")
         assert await served(played.scene) == [NAME]
         played.error = None

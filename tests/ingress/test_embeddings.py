@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from forebay.core.state.reply_slot import apply
 from forebay.events.base import unpack_u32
 from forebay.events.requests import RequestCancelled, RequestSubmitted
-from forebay.events.tokens import AnswerError, Embedded, ResponseEnded, TokenEvent, Usage
+from forebay.events.tokens import Embedded, ResponseEnded, ResponseError, TokenEvent, Usage
 from forebay.ingress.http.server import build_server
 from forebay.ingress.kafka_api.request import ReplyAddress
 from forebay.ingress.kafka_api.response import (
@@ -201,7 +201,7 @@ def test_the_kafka_api_sends_one_response_whatever_the_order(order: list[int], f
     for at in order:
         end: dict[str, Any] = {"request_id": f"e-{at}", "attempt": 1, "owner_epoch": 1, "group": NAME}
         if at in failing:
-            error = AnswerError(status=503, code="busy", message=str(at))
+            error = ResponseError(status=503, code="busy", message=str(at))
             records += [ResponseEnded(**end, finish_reason="error", error=error)] * often
             continue
         vector = array("f", [float(at)]).tobytes()

@@ -7,9 +7,9 @@ import pytest
 
 from forebay.core.block_hashes import hash_seed, sequence_hashes
 from forebay.events.base import pack_u32, unpack_u64
-from forebay.events.decisions import Candidate, CostTerms, PrefillPlace
+from forebay.events.decisions import CostTerms, PrefillPlace, ScoredCandidate
 from forebay.events.requests import RouteQueried
-from forebay.events.tokens import AnswerError, RouteTold
+from forebay.events.tokens import ResponseError, RouteResponse
 from tests.ingress.conftest import NAME, Scene, make_scene
 from tests.system import until
 
@@ -20,17 +20,17 @@ HELLO = [{"role": "user", "content": "Hello there"}]
 QUERY = {"annotations": ["query_instance_id"]}
 
 
-def candidate(worker: str, cost: float, overlap: int) -> Candidate:
+def candidate(worker: str, cost: float, overlap: int) -> ScoredCandidate:
     terms = CostTerms(
         cost=cost, prefill_blocks=9.5, overlap_credit=1.0, decode_blocks=2.0, active_requests=3, device_overlap=overlap
     )
-    return Candidate(worker_id=worker, rank=1, terms=terms)
+    return ScoredCandidate(worker_id=worker, rank=1, terms=terms)
 
 
-def told(query: RouteQueried, **changes: Any) -> RouteTold:
+def told(query: RouteQueried, **changes: Any) -> RouteResponse:
     best = candidate("w1", 7.25, 4)
     fields: dict[str, Any] = {"pool": "default", "mode": "kv", "choice": best, **changes}
-    return RouteTold(request_id=query.request_id, owner_epoch=1, candidates=(best, candidate("w2", 9, 0)), **fields)
+    return RouteResponse(request_id=query.request_id, owner_epoch=1, candidates=(best, candidate("w2", 9, 0)), **fields)
 
 
 @pytest.mark.parametrize(
@@ -93,8 +93,8 @@ async def test_a_query_says_what_the_request_would() -> None:
 async def test_the_routers_refusal_is_an_http_error(scene: Scene) -> None:
     asking = asyncio.create_task(scene.client.post(ROUTE, json={"model": NAME, "prompt": "a"}))
     query = await scene.next_query()
-    error = AnswerError(status=503, code="busy", message="all are busy")
-    scene.send(RouteTold(request_id=query.request_id, owner_epoch=1, error=error))
+    error = ResponseError(status=503, code="busy", message="all are busy")
+    scene.send(RouteResponse(request_id=query.request_id, owner_epoch=1, error=error))
     response = await asking
     assert (response.status_code, response.json()["error"]["code"]) == (503, "busy")
     assert response.headers["retry-after"] == "1"

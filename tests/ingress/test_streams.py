@@ -12,10 +12,10 @@ from forebay.events.base import Event, pack_u32
 from forebay.events.codec import encode
 from forebay.events.tokens import (
     AttemptStarted,
-    CommandTold,
+    CommandResponse,
     Embedded,
     ResponseEnded,
-    RouteTold,
+    RouteResponse,
     TokenChunk,
     TokenEvent,
     TokensEmitted,
@@ -60,14 +60,14 @@ async def test_answers_of_another_group_that_shares_the_slot_are_left_alone(log:
         AttemptStarted(**ids, attempt=2, worker_id="w"),
         Embedded(**ids, attempt=2, worker_id="w", vector=b""),
         ResponseEnded(**ids, attempt=2, finish_reason="stop"),
-        RouteTold(request_id="q", owner_epoch=9),
-        CommandTold(command_id="c", owner_epoch=9),
+        RouteResponse(request_id="q", owner_epoch=9),
+        CommandResponse(command_id="c", owner_epoch=9),
     ]
     own = [
         said("a", 0, 7, 8),
         ResponseEnded(request_id="a", owner_epoch=1, attempt=1, finish_reason="stop", group=GROUP),
-        RouteTold(request_id="q", owner_epoch=1, group=GROUP),
-        CommandTold(command_id="c", owner_epoch=1, group=GROUP),
+        RouteResponse(request_id="q", owner_epoch=1, group=GROUP),
+        CommandResponse(command_id="c", owner_epoch=1, group=GROUP),
     ]
     async with reading(log, 0) as reader:
         stream, query, command = reader.open("a"), reader.open_query("q"), reader.open_command("c")

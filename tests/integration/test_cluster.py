@@ -8,7 +8,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from forebay.core.state.fleet import Worker
+from forebay.core.state.fleet import FleetWorker
 from forebay.events.fleet import WorkerLost
 from forebay.events.topics import FLEET
 from tests.harness.cluster import GROUP, Cluster, Ownership
@@ -203,7 +203,7 @@ def resumed_after(owner: Ownership, since_us: int) -> float:
     return (owner.first_routed_us - since_us) / 1e6
 
 
-async def lost(cluster: Cluster, worker: Worker) -> bool:
+async def lost(cluster: Cluster, worker: FleetWorker) -> bool:
     """Whether the fleet says that this incarnation is lost."""
     facts = [event for event in await cluster.events(FLEET) if isinstance(event, WorkerLost)]
     return any(fact.worker_epoch == worker.worker_epoch for fact in facts)

@@ -9,7 +9,7 @@ import pytest
 
 from forebay.events.codec import encode
 from forebay.events.requests import RequestSubmitted
-from forebay.events.tokens import AnswerError, Embedded, ResponseEnded, Usage
+from forebay.events.tokens import Embedded, ResponseEnded, ResponseError, Usage
 from forebay.events.topics import TOKENS
 from forebay.ingress.model import DEFAULT_MODEL, Model
 from forebay.transport.base import Draft
@@ -82,7 +82,7 @@ async def test_one_that_fails_fails_all_and_cancels_the_others(
         await client.ask(body("a", "b"), request_id="e", path=PATH)
         await submitted(backstage, "e-0")
         failing = await submitted(backstage, "e-1")
-        error = AnswerError(status=503, code="busy", message="all are")
+        error = ResponseError(status=503, code="busy", message="all are")
         ended = ResponseEnded(
             request_id="e-1", attempt=1, owner_epoch=1, finish_reason="error", error=error, group=NAME
         )

@@ -14,7 +14,7 @@ from forebay.events.control import Command, WorkerCommanded
 from forebay.events.decisions import CommandEnded, CommandRefusal, CommandSent
 from forebay.events.fleet import WorkerLease, WorkerLost, WorkerSpec
 from forebay.events.progress import CommandDone, CommandRefused
-from forebay.events.tokens import CommandTold
+from forebay.events.tokens import CommandResponse
 from forebay.events.topics import CONTROL, DEAD_LETTERS, FLEET, PROGRESS, TOKENS, Topic, work_topic
 from forebay.events.work import WorkerCommand, WorkItem
 from forebay.live.owner.effects import answers
@@ -66,8 +66,8 @@ class Operated(System):
         )
         self.put(PROGRESS, done)
 
-    def told(self, name: str) -> list[CommandTold]:
-        return [event for event in self.events(TOKENS, CommandTold, SLOT) if event.command_id == name]
+    def told(self, name: str) -> list[CommandResponse]:
+        return [event for event in self.events(TOKENS, CommandResponse, SLOT) if event.command_id == name]
 
 
 def slot_of(owner: Owner, worker_id: str) -> int:
@@ -76,7 +76,7 @@ def slot_of(owner: Owner, worker_id: str) -> int:
     return worker.slot
 
 
-def outcomes(told: CommandTold) -> dict[str, tuple[str, tuple[str, ...]]]:
+def outcomes(told: CommandResponse) -> dict[str, tuple[str, tuple[str, ...]]]:
     return {one.worker_id: (one.status, one.loras) for one in told.outcomes}
 
 

@@ -11,7 +11,6 @@ from forebay.events.control import PoolConfigured, RouterConfig
 from forebay.events.decisions import (
     AbortReason,
     CacheResyncRequested,
-    Candidate,
     CommandTarget,
     CostTerms,
     KvReleased,
@@ -21,11 +20,12 @@ from forebay.events.decisions import (
     RequestRejected,
     RequestRouted,
     RouteAnswered,
+    ScoredCandidate,
 )
 from forebay.events.fleet import WorkerLease, WorkerLost, WorkerSpec
 from forebay.events.kv import AnyKvEvent, BlocksStored, CacheCleared
 from forebay.events.requests import RoutingHints
-from forebay.events.tokens import RouteTold
+from forebay.events.tokens import RouteResponse
 from forebay.events.topics import FLEET, KV_EVENTS, TOKENS, Topic, work_topic
 from forebay.events.work import ReannounceCache, ReleaseKv, WorkCancelled, WorkItem
 from forebay.live.owner.effects import answers
@@ -113,7 +113,10 @@ def test_a_queried_route_is_told_and_a_held_request_waits() -> None:
     terms = CostTerms(
         cost=1.0, prefill_blocks=1.0, overlap_credit=0.0, decode_blocks=0.0, active_requests=0, device_overlap=0
     )
-    candidates = (Candidate(worker_id="a", rank=0, terms=terms), Candidate(worker_id="b", rank=1, terms=terms))
+    candidates = (
+        ScoredCandidate(worker_id="a", rank=0, terms=terms),
+        ScoredCandidate(worker_id="b", rank=1, terms=terms),
+    )
     answered = RouteAnswered(
         owner_epoch=3,
         request_id="q",
@@ -127,7 +130,7 @@ def test_a_queried_route_is_told_and_a_held_request_waits() -> None:
     (draft,) = answers(MODEL, answered)
     assert (draft.topic, draft.partition) == (TOKENS.name, SLOT)
     assert said([draft], TOKENS) == [
-        RouteTold(
+        RouteResponse(
             request_id="q",
             owner_epoch=3,
             pool="default",

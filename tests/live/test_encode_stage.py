@@ -6,8 +6,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from forebay.core.state.active_request import request_from_event as under_way
 from forebay.core.state.fleet import Fleet
-from forebay.core.state.requests import submitted as under_way
 from forebay.events.codec import decode
 from forebay.events.control import PoolConfigured, RouterConfig
 from forebay.events.decisions import RequestRouted

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from xxhash import xxh3_64_intdigest
 
 from forebay.engine_model.model import EngineConfig
-from forebay.engine_model.sequence import speech
+from forebay.engine_model.sequence import generate_tokens
 from forebay.events.base import pack_u32
 from forebay.events.decisions import RequestRouted
 from forebay.events.fleet import WorkerSpec
@@ -65,7 +65,7 @@ async def listening(log: SqliteLog, name: str) -> AsyncIterator[Client]:
 
 def spoken(text: list[int], count: int) -> list[int]:
     """What a mock engine says to a prompt."""
-    return speech(xxh3_64_intdigest(pack_u32(text), 0), 0, count, VOCABULARY)
+    return generate_tokens(xxh3_64_intdigest(pack_u32(text), 0), 0, count, VOCABULARY)
 
 
 def went_on(system: System, client: Client) -> list[int]:

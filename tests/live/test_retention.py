@@ -101,7 +101,7 @@ async def test_history_behind_a_verified_snapshot_goes_and_the_rest_verifies(pat
         assert [await log.begin(name, 0) for name in (CONTROL.name, GROUPS.name)] == [0, 0]
         assert await log.begin(DECISIONS.name, 1) == 0, "another partition is not this group's"
         assert retention.trimmed[DECISIONS.name] == taken.journal_offset
-        oldest = owner.world.requests.under_way()[0]
+        oldest = owner.world.requests.active()[0]
         assert await log.begin(REQUESTS.name, 0) <= oldest.offset
         cold = Standby(log, 0)
         await cold.catch_up(log.next_offset(DECISIONS.name, 0))
@@ -191,7 +191,7 @@ async def test_what_a_snapshot_stands_for_is_kept_as_far_as_requests_in_flight_n
     """Also whole topics that nothing is deleted of, though all their records are older than the snapshot."""
     async with owned(path) as (log, owner):
         await log.append([Draft(GROUPS.name, 0, b"placed")])
-        oldest, end = owner.world.requests.under_way()[0], log.next_offset(DECISIONS.name, 0)
+        oldest, end = owner.world.requests.active()[0], log.next_offset(DECISIONS.name, 0)
         owner.snapshots.request()
         while not owner.snapshots.taken:
             await owner.turn(())

@@ -13,8 +13,8 @@ from hypothesis import settings as examples
 from prometheus_client import CollectorRegistry
 
 from forebay.core.routing.counterfactual import Alternative, Counterfactual, counterfactual
-from forebay.core.routing.router import Choice
-from forebay.core.state.requests import Request
+from forebay.core.routing.router import Selection
+from forebay.core.state.active_request import ActiveRequest
 from forebay.core.world import CORE_VERSION
 from forebay.events.codec import encode
 from forebay.events.control import BusyThresholds, PoolConfigured
@@ -130,11 +130,11 @@ def test_another_policy_says_what_a_plain_evaluation_says(history: list[tuple[st
     drive = Driver().fleet("a", "b")
     found: dict[tuple[str, int], Counterfactual] = {}
 
-    def on_choice(pool: PoolConfigured, request: Request, choice: Choice) -> None:
+    def on_selection(pool: PoolConfigured, request: ActiveRequest, choice: Selection) -> None:
         key = request.request_id, request.attempt + 1
         found[key] = counterfactual(drive.world, alternative(pool), request, choice)
 
-    drive.world.on_choice = on_choice
+    drive.world.on_selection = on_selection
     perform_all(drive, history)
 
     async def run() -> None:
@@ -146,8 +146,8 @@ def test_another_policy_says_what_a_plain_evaluation_says(history: list[tuple[st
             assert one.shadow_overlap_blocks == plain.overlap_blocks
             assert bool(one.failure) == (plain.choice is None)
             if plain.choice is not None:
-                seat = plain.choice.table.roster.seats[plain.choice.at]
-                assert (one.shadow_worker_id, one.shadow_rank) == (seat.worker.spec.worker_id, seat.rank)
+                candidate = plain.choice.table.roster.ranks[plain.choice.at]
+                assert (one.shadow_worker_id, one.shadow_rank) == (candidate.worker.spec.worker_id, candidate.rank)
         await spoken_of_each(log)
         log.close()
 

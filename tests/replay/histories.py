@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from forebay.core.step import Decided, advance, claim, open_run, step
+from forebay.core.step import AnyDecision, advance, claim, open_run, step
 from forebay.core.world import CORE_VERSION, World
 from forebay.events.codec import DecodeError, decode, encode
 from forebay.events.decisions import Advanced, JournalRecord, OwnerClaimed, SnapshotTaken
@@ -106,7 +106,7 @@ def follows(topics: Mapping[str, Sequence[bytes]]) -> bool:
     """Whether the journal is what the events lead to, in the order that it says: a plain loop beside ours."""
     world = World()
     ahead = {topic.name: deque(topics.get(topic.name, ())) for topic in INPUTS}
-    expected: deque[Decided] = deque()
+    expected: deque[AnyDecision] = deque()
     for offset, value in enumerate(topics[DECISIONS.name]):
         try:
             record = decode(DECISIONS, value)

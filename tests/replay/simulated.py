@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
 from typing import Any
 
-from forebay.core.step import Decided, InputEvent, claim
+from forebay.core.step import AnyDecision, InputEvent, claim
 from forebay.core.world import CORE_VERSION, World
 from forebay.engine_model.model import EngineConfig, EngineModel
 from forebay.engine_model.timing import EngineTiming, MockerTiming
@@ -95,7 +95,7 @@ class RecordedRun(Cluster):
     def _write(self, topic: Topic, event: InputEvent) -> None:
         self.log.topics.setdefault(topic.name, []).append(encode(topic, event))
 
-    def _seal(self, record: JournalRecord | Decided) -> None:
+    def _seal(self, record: JournalRecord | AnyDecision) -> None:
         super()._seal(record)
         self._journal(record)
 

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from forebay.core.state.fleet import Worker
+from forebay.core.state.fleet import FleetWorker
 from forebay.events.base import Event
 from forebay.events.codec import encode
 from forebay.events.control import Command, WorkerCommanded
@@ -40,7 +40,7 @@ class Played(System):
         (offset,) = await self.log.append([Draft(topic.name, 0, encode(topic, event))])
         return offset
 
-    async def reported(self, owner: Owner, kind: type, about: str, worker: Worker, **fields: Any) -> int:
+    async def reported(self, owner: Owner, kind: type, about: str, worker: FleetWorker, **fields: Any) -> int:
         """Append progress and wait until the owner applied it; return its offset."""
         event = kind(
             request_id=about,
@@ -54,7 +54,7 @@ class Played(System):
         await until(lambda: owner.world.view.get(PROGRESS.name, 0) > offset)
         return offset
 
-    async def route(self, owner: Owner, name: str, attempt: int = 1) -> tuple[Worker, Worker]:
+    async def route(self, owner: Owner, name: str, attempt: int = 1) -> tuple[FleetWorker, FleetWorker]:
         """Wait until a request is routed; return its worker and another."""
 
         def found() -> list[RequestRouted]:
@@ -100,7 +100,7 @@ async def record(path: Path, *, foreign: bool) -> list[int]:
     return offsets
 
 
-async def command(system: Played, owner: Owner, member: Worker, *, foreign: bool, offsets: list[int]) -> None:
+async def command(system: Played, owner: Owner, member: FleetWorker, *, foreign: bool, offsets: list[int]) -> None:
     pause = Command(action="pause")
     commanded = WorkerCommanded(command_id="c", model=MODEL, command=pause, reply_slot=SLOT, timeout_us=60_000_000)
     await system.append(CONTROL, commanded)

@@ -15,7 +15,7 @@ import pytest
 from forebay.events.base import U64_BYTES
 from forebay.events.codec import encode
 from forebay.events.control import PoolConfigured
-from forebay.events.decisions import Advanced, RequestRouted, Run
+from forebay.events.decisions import Advanced, ConsumedRun, RequestRouted
 from forebay.events.kv import BlocksStored
 from forebay.events.topics import CONTROL, DECISIONS, KV_EVENTS, Topic
 from tests.benchmarks.recordings import Shape, write_recording
@@ -168,7 +168,7 @@ def test_a_clock_reading(recording: Path) -> None:
     """Nothing was decided otherwise, but deadlines are others: the next digest tells."""
     offset, event = routed(recording)
     *runs, last = event.consumed
-    later = Run(topic=last.topic, count=last.count, now_us=last.now_us + 1)
+    later = ConsumedRun(topic=last.topic, count=last.count, now_us=last.now_us + 1)
     edit(recording, DECISIONS, offset, event, consumed=(*runs, later))
     told = divergence(recording)
     assert told["offset"] > offset

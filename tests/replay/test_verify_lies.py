@@ -9,10 +9,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from forebay.core.step import Decided
+from forebay.core.step import AnyDecision
 from forebay.core.world import CORE_VERSION
 from forebay.events.codec import decode, encode
-from forebay.events.decisions import Advanced, JournalRecord, OwnerClaimed, RequestRouted, Run, SnapshotTaken
+from forebay.events.decisions import Advanced, ConsumedRun, JournalRecord, OwnerClaimed, RequestRouted, SnapshotTaken
 from forebay.events.groups import GroupPlaced
 from forebay.events.snapshots import SnapshotChunk, WorldState
 from forebay.events.topics import DECISIONS, FLEET, GROUPS, SNAPSHOTS
@@ -73,7 +73,7 @@ def test_a_decision_that_says_more_than_was_derived(recording: Path, change: Cal
 
 def test_a_claim_that_consumes_events(recording: Path) -> None:
     """Nobody would apply them."""
-    runs = (Run(topic=FLEET.name, count=1, now_us=0),)
+    runs = (ConsumedRun(topic=FLEET.name, count=1, now_us=0),)
     lie(recording, 0, lambda claim: replace(claim, consumed=runs))
     divergence = report_of(recording).divergence
     assert divergence is not None
@@ -135,7 +135,7 @@ def test_a_slice_that_begins_in_the_time_of_an_owner_who_never_was(original: Pat
     """All that follows would be void, and nothing would be left to verify."""
     journal = journal_of(original)
     last_claim = max(one.offset for one in journal if isinstance(decode(DECISIONS, one.value), OwnerClaimed))
-    newest_us = max(one.at_us for one in journal if isinstance(decode(DECISIONS, one.value), Decided))
+    newest_us = max(one.at_us for one in journal if isinstance(decode(DECISIONS, one.value), AnyDecision))
     out = tmp_path / "out.rec"
     with opened(original) as log:
         held = asyncio.run(contents(log, Window(newest_us, None)))

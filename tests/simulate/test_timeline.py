@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay.engine_model.model import EngineModel, Load
+from forebay.engine_model.model import EngineLoad, EngineModel
 from forebay.simulate.outcome import Timeline
 from forebay.simulate.rank import EngineRank
 from forebay.simulate.settings import engine_config, policy
@@ -33,7 +33,7 @@ def test_bins_say_what_a_list_of_all_events_says(gaps: list[int]) -> None:
         recorder.finished += number % 2
         recorder.count_prompt(0, number + 10, number)
         events.append(now_us)
-        rank.load = Load(len(events), 0, 0, 1)
+        rank.load = EngineLoad(len(events), 0, 0, 1)
     found: Timeline = recorder.end(len(events), 1, {0: rank})
     width = found.bin_us
     assert width % FIRST_BIN_US == 0

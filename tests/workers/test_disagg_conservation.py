@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
-from forebay.engine_model.sequence import speech
+from forebay.engine_model.sequence import generate_tokens
 from forebay.events.base import unpack_u32
 from forebay.events.control import Command, Role
 from forebay.events.fleet import WorkerSpec
@@ -106,7 +106,7 @@ class Run:
         for name in ended:
             self.ends[name] += half.under_way.pop(name, None) is not None
         for end in batch.finished:
-            right = speech(xxh3_64_intdigest(self.token_ids(end.request_id), 0), 0, MAX_TOKENS, VOCABULARY)
+            right = generate_tokens(xxh3_64_intdigest(self.token_ids(end.request_id), 0), 0, MAX_TOKENS, VOCABULARY)
             if end.request_id in self.expected:
                 assert self.said[end.request_id] == right
 

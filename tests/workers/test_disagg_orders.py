@@ -9,7 +9,7 @@ import pytest
 from prometheus_client.registry import Collector
 
 from forebay.core.block_hashes import sequence_hashes
-from forebay.engine_model.model import Emitted, Finished, FirstToken, Load
+from forebay.engine_model.model import Emitted, EngineLoad, Finished, FirstTokenStep
 from forebay.events.base import pack_u32, unpack_u32
 from forebay.events.control import Command
 from forebay.events.fleet import WorkerDraining, WorkerLost, WorkerSpec
@@ -22,7 +22,7 @@ from forebay.events.progress import (
     RequestFinished,
     TransferFailed,
 )
-from forebay.events.tokens import AnswerError, AttemptStarted, PrefilledBy, ResponseEnded, TokenChunk, TokensEmitted
+from forebay.events.tokens import AttemptStarted, PrefilledBy, ResponseEnded, ResponseError, TokenChunk, TokensEmitted
 from forebay.events.topics import FLEET, TOKENS
 from forebay.events.transfer import Prefilled
 from forebay.events.work import ReleaseKv, WorkCancelled, WorkItem
@@ -38,7 +38,7 @@ from forebay.workers.runtime.worker import Worker
 from tests.workers.conftest import GROUP, PARTITION, Scene, until, work_item
 
 PROMPT = [1, 2, 3, 4, 5, 6]
-IDLE = Load(0, 0, 0, 8)
+IDLE = EngineLoad(0, 0, 0, 8)
 
 
 class Engine:
@@ -156,7 +156,7 @@ async def test_what_a_prefill_fails_of_is_said_to_the_owner_alone(scene: Scene, 
     async with scene.serving(worker_of(scene, engine)) as epoch:
         await scene.send(item_of("r", "prefill", epoch))
         await until(lambda: engine.items)
-        engine.say(failed=[Failed("r", 1, AnswerError(status=status, code="c" * 300, message="m" * 900))])
+        engine.say(failed=[Failed("r", 1, ResponseError(status=status, code="c" * 300, message="m" * 900))])
         await until(scene.progress)
     (said,) = scene.progress(PrefillFailed)
     assert (said.status, said.code, said.error) == (told, "c" * 256, "m" * 500)
@@ -202,7 +202,7 @@ async def test_what_came_by_a_disagg_transfer_is_said_with_the_first_token(scene
         await until(lambda: engine.items == [item])
         engine.say(
             emitted=[Emitted("r", 1, 0, pack_u32([9, 9, 9, 9]))],
-            first_tokens=[FirstToken("r", 1, 5, transferred_bytes=32, transfer_us=11)],
+            first_tokens=[FirstTokenStep("r", 1, 5, transferred_bytes=32, transfer_us=11)],
             finished=[Finished("r", 1, "length", 6, 4, 5)],
         )
         await until(lambda: scene.progress(RequestFinished))
@@ -223,7 +223,7 @@ async def test_only_the_first_disagg_token_of_an_answer_says_whose_kv_it_follows
         await until(lambda: len(engine.items) == 2)
         engine.say(
             emitted=[Emitted(name, 1, 0, pack_u32([9])) for name in "sr"],
-            first_tokens=[FirstToken(name, 1, 5, transferred_bytes=size) for name, size in (("r", 8), ("s", 16))],
+            first_tokens=[FirstTokenStep(name, 1, 5, transferred_bytes=size) for name, size in (("r", 8), ("s", 16))],
         )
         engine.say(emitted=[Emitted(name, 1, 1, pack_u32([9])) for name in "sr"])
         await until(lambda: sum(len(event.chunks) for event in scene.tokens(TokensEmitted)) == 4)
@@ -249,14 +249,14 @@ async def test_disagg_kv_that_cannot_be_fetched_goes_back_to_the_owner(scene: Sc
 
 async def test_a_disagg_answer_that_fails_before_it_begins_gives_back_what_is_kept_for_it(scene: Scene) -> None:
     engine = KvEngine()
-    refused = AnswerError(status=404, code="adapter_not_loaded", message="it is not loaded")
+    refused = ResponseError(status=404, code="adapter_not_loaded", message="it is not loaded")
     async with scene.serving(worker_of(scene, engine)) as epoch:
         for name in ("refused", "begun", "stale"):
             await scene.send(item_of(name, "decode", epoch, attempt=1))
         await scene.send(item_of("whole", "aggregated", epoch))
         await until(lambda: len(engine.items) == 4)
         engine.say(failed=[Failed("stale", 2, refused), Failed("whole", 1, refused), Failed("nobody", 1, refused)])
-        engine.say(first_tokens=[FirstToken("begun", 1, 5)])
+        engine.say(first_tokens=[FirstTokenStep("begun", 1, 5)])
         engine.say(failed=[Failed("begun", 1, refused)])
         await until(lambda: len(scene.progress(RequestFailed)) == 2)
         assert not engine.dropped, "it was fetched, or is somebody else's"
@@ -273,7 +273,7 @@ async def said_before(scene: Scene, tokens: list[int], ended: bool = False) -> N
         event = TokensEmitted(worker_id="w0", worker_epoch=0, owner_epoch=0, chunks=(chunk,))
         await scene.append(TOKENS, 3, event)
     if ended:
-        error = AnswerError(status=500, code="x", message="it broke")
+        error = ResponseError(status=500, code="x", message="it broke")
         event = ResponseEnded(request_id="r", attempt=1, owner_epoch=0, finish_reason="error", error=error)
         await scene.append(TOKENS, 3, event)
 
@@ -294,8 +294,8 @@ async def test_a_later_disagg_attempt_of_which_something_was_said_goes_on_locall
     async with scene.serving(worker_of(scene, engine)) as epoch:
         await scene.send(item_of("r", "decode", epoch, attempt=2))
         await until(lambda: engine.items)
-        engine.say(first_tokens=[FirstToken("r", 2, 0)], emitted=[Emitted("r", 2, 0, pack_u32([72]))])
-        engine.say(failed=[Failed("r", 2, AnswerError(status=503, code="full", message="no room"))])
+        engine.say(first_tokens=[FirstTokenStep("r", 2, 0)], emitted=[Emitted("r", 2, 0, pack_u32([72]))])
+        engine.say(failed=[Failed("r", 2, ResponseError(status=503, code="full", message="no room"))])
         await until(lambda: scene.tokens(ResponseEnded))
     chunks = [chunk for event in scene.tokens(TokensEmitted) for chunk in event.chunks]
     assert [chunk.prefilled for chunk in chunks if chunk.attempt == 2] == [None], "nobody else computed it"

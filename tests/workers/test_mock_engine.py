@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from forebay.engine_model.sequence import speech
+from forebay.engine_model.sequence import generate_tokens
 from forebay.events.base import pack_u64, unpack_u32
 from forebay.events.fleet import WorkerSpec
 from forebay.events.requests import Sampling
@@ -150,4 +150,4 @@ def test_a_speedup_is_a_positive_number(speedup: float) -> None:
 
 
 def test_speech_is_what_the_vocabulary_allows() -> None:
-    assert set(speech(1, 0, 64, VOCABULARY)) <= set(VOCABULARY)
+    assert set(generate_tokens(1, 0, 64, VOCABULARY)) <= set(VOCABULARY)

@@ -10,14 +10,14 @@ import pytest
 from xxhash import xxh3_64_intdigest
 
 from forebay.core.block_hashes import hash_seed, sequence_hashes
-from forebay.core.state.reply_slot import Reply, apply
-from forebay.engine_model.sequence import speech
+from forebay.core.state.reply_slot import ResponseState, apply
+from forebay.engine_model.sequence import generate_tokens
 from forebay.events.base import pack_u32, unpack_u64
 from forebay.events.codec import decode, encode
 from forebay.events.fleet import WorkerLost
 from forebay.events.progress import FirstTokenEmitted, OutputGrown, RequestFailed, RequestFinished
 from forebay.events.requests import Sampling, StructuredOutput
-from forebay.events.tokens import AnswerError, AttemptStarted, ResponseEnded, TokenChunk, TokensEmitted, Usage
+from forebay.events.tokens import AttemptStarted, ResponseEnded, ResponseError, TokenChunk, TokensEmitted, Usage
 from forebay.events.topics import FLEET, TOKENS
 from forebay.events.work import WorkCancelled, WorkItem
 from forebay.transport.base import Draft, LogError, Record
@@ -64,12 +64,12 @@ def later(name: str, epoch: int, max_tokens: int = 10, **changes: Any) -> WorkIt
 
 def spoken(text: list[int], count: int) -> list[int]:
     """What a mock engine says to a prompt: it depends on nothing but the prompt and the position after it."""
-    return speech(xxh3_64_intdigest(pack_u32(text), 0), 0, count, VOCABULARY)
+    return generate_tokens(xxh3_64_intdigest(pack_u32(text), 0), 0, count, VOCABULARY)
 
 
-def heard(scene: Scene, name: str) -> Reply:
+def heard(scene: Scene, name: str) -> ResponseState:
     """The answer as a client has it."""
-    reply = Reply()
+    reply = ResponseState()
     for event in scene.tokens():
         apply({name: reply}, event, GROUP)
     return reply
@@ -111,7 +111,7 @@ async def test_an_answer_goes_on_elsewhere_while_the_old_worker_speaks_on(scene:
         await until(lambda: finished(scene, "a", 2) and finished(scene, "a", 1))
     events = scene.tokens()
     begin = next(at for at, event in enumerate(events) if isinstance(event, AttemptStarted))
-    before = Reply()
+    before = ResponseState()
     for event in events[:begin]:
         apply({"a": before}, event, GROUP)
     said = before.tokens
@@ -210,7 +210,7 @@ async def test_after_a_valid_end_only_the_owner_is_told(scene: Scene) -> None:
 
 
 async def test_an_end_with_an_error_is_reported_as_a_failure(scene: Scene) -> None:
-    error = AnswerError(status=400, code="context_length_exceeded", message="too long")
+    error = ResponseError(status=400, code="context_length_exceeded", message="too long")
     ended = ResponseEnded(request_id="a", attempt=1, owner_epoch=0, finish_reason="error", error=error, group=GROUP)
     async with scene.serving(scene.worker()) as epoch:
         await scene.append(TOKENS, SLOT, ended)
@@ -239,7 +239,9 @@ async def test_an_answer_with_a_gap_fails(scene: Scene) -> None:
         await scene.send(later("a", epoch))
         await until(lambda: scene.progress(RequestFailed))
     (ended,) = scene.tokens(ResponseEnded)
-    assert ended.error == AnswerError(status=502, code="tokens_missing", message="the answer has a gap after 1 tokens")
+    assert ended.error == ResponseError(
+        status=502, code="tokens_missing", message="the answer has a gap after 1 tokens"
+    )
 
 
 async def test_who_comes_after_a_later_attempt_says_nothing(scene: Scene) -> None:

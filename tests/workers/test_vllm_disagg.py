@@ -19,7 +19,7 @@ from forebay.events.base import pack_u32
 from forebay.events.decisions import Stage
 from forebay.events.fleet import WorkerSpec
 from forebay.events.requests import Sampling
-from forebay.events.tokens import AnswerError
+from forebay.events.tokens import ResponseError
 from forebay.events.transfer import DESCRIPTOR_BYTES_MAX, KvLayout, Prefilled
 from forebay.events.work import WorkItem
 from forebay.workers.engine import EngineBatch, EngineError, KvEngine
@@ -196,7 +196,7 @@ async def running(llm: Llm, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Ru
     calls = SimpleNamespace(
         EngineDeadError=type("EngineDeadError", (Exception,), {}),
         VLLMError=VLLMError,
-        answer_error=lambda error: AnswerError(status=500, code="engine_error", message=str(error)),
+        answer_error=lambda error: ResponseError(status=500, code="engine_error", message=str(error)),
         sampling_params=lambda sampling, transfer=None: (sampling, transfer),
     )
     monkeypatch.setattr(VllmCore, "start", start)

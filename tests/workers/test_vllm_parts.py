@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 
-from forebay.engine_model.model import Finished, FirstToken, Load, Removed, Stored
+from forebay.engine_model.model import EngineLoad, Finished, FirstTokenStep, Removed, Stored
 from forebay.events.requests import Sampling, StructuredOutput, TokenBias
-from forebay.events.tokens import AnswerError, TokenLogprob, TopLogprob
+from forebay.events.tokens import ResponseError, TokenLogprob, TopLogprob
 from forebay.events.work import WorkItem
 from forebay.workers.engine import CacheChange, Cleared, EngineError, EngineRefused, Failed
 from forebay.workers.engines import metrics as engine_metrics
@@ -184,10 +184,10 @@ def test_a_rank_says_everything_once() -> None:
     rank = RankBuffer(3, 10)
     first = rank.take()
     assert first is not None
-    assert (first.rank, first.load) == (3, Load(0, 0, 0, 10))
+    assert (first.rank, first.load) == (3, EngineLoad(0, 0, 0, 10))
     assert rank.take() is None
     stored = Stored(None, (1, 2))
-    error = AnswerError(status=500, code="engine_error", message="no")
+    error = ResponseError(status=500, code="engine_error", message="no")
     rank.changed([stored])
     rank.began(item(), 32)
     rank.said(item(), 4, [7])
@@ -205,11 +205,11 @@ def test_a_rank_says_everything_once() -> None:
         ("r2", 2, 0, struct.pack("<I", 1)),
     ]
     assert batch.emitted[0].logprobs == (TokenLogprob(logprob=-1.0),)
-    assert batch.first_tokens == [FirstToken("r1", 2, 32)]
+    assert batch.first_tokens == [FirstTokenStep("r1", 2, 32)]
     assert batch.finished == [Finished("r1", 2, "stop", 3, 7, 32)]
     assert batch.failed == [Failed("r2", 2, error)]
     assert batch.vectors[0].packed == b"\0\0\x80?"
-    assert batch.load == Load(1, 2, 5, 10)
+    assert batch.load == EngineLoad(1, 2, 5, 10)
     assert rank.take() is None
 
 
@@ -243,7 +243,7 @@ def test_a_reset_drops_what_was_not_told() -> None:
     rank.changed([Stored(None, (2,))])
     batch = rank.take()
     assert batch is not None
-    assert (batch.emitted, batch.cache_changes, batch.load) == ([], [], Load(0, 0, 0, 10))
+    assert (batch.emitted, batch.cache_changes, batch.load) == ([], [], EngineLoad(0, 0, 0, 10))
     rank.changed([Cleared(), Stored(None, (3,))])
     batch = rank.take()
     assert batch is not None

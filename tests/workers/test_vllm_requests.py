@@ -12,7 +12,7 @@ import pytest
 from forebay.events.base import pack_u32
 from forebay.events.fleet import WorkerSpec
 from forebay.events.requests import Sampling
-from forebay.events.tokens import AnswerError
+from forebay.events.tokens import ResponseError
 from forebay.events.work import WorkItem
 from forebay.workers.engine import EngineBatch
 from forebay.workers.engines.settings import EngineSettings
@@ -75,7 +75,7 @@ async def test_a_request_that_fails_oddly_fails_alone(monkeypatch: pytest.Monkey
         EngineDeadError=EOFError,
         VLLMError=OverflowError,
         sampling_params=lambda *_: None,
-        answer_error=lambda error: AnswerError(status=500, code="engine_error", message=str(error)),
+        answer_error=lambda error: ResponseError(status=500, code="engine_error", message=str(error)),
     )
     monkeypatch.setattr(VllmCore, "start", start)
     monkeypatch.setattr(vllm_engine, "check_model", lambda _: None)

@@ -12,7 +12,7 @@ from forebay.events.base import Count, Digest, Event, Name, Part
 from forebay.events.control import Action
 
 
-class Run(Part, frozen=True, kw_only=True):
+class ConsumedRun(Part, frozen=True, kw_only=True):
     """`count` records of one topic, applied one by one at the clock reading `now_us`."""
 
     topic: Name
@@ -25,7 +25,7 @@ class Decision(Event, frozen=True, kw_only=True):
 
     owner_epoch: int = -1  # the offset of the claim; the claim itself cannot know it
     seq: Count = 0
-    consumed: tuple[Run, ...] = ()
+    consumed: tuple[ConsumedRun, ...] = ()
 
 
 class OwnerClaimed(Decision, tag="owner.claimed", frozen=True, kw_only=True):
@@ -53,7 +53,7 @@ class CostTerms(Part, frozen=True, kw_only=True):
     taint_factor: float = 1.0
 
 
-class Candidate(Part, frozen=True, kw_only=True):
+class ScoredCandidate(Part, frozen=True, kw_only=True):
     """A worker rank that could have taken the request."""
 
     worker_id: Name
@@ -122,7 +122,7 @@ class RequestRouted(Decision, tag="request.routed", frozen=True, kw_only=True):
     table_digest: Digest
     terms: CostTerms
     ties: Count = 1
-    runner_up: Candidate | None = None
+    runner_up: ScoredCandidate | None = None
     stage: Stage = "aggregated"
     waited_us: Count = 0  # in the router's queue
     earlier_attempts: Count = 0
@@ -178,8 +178,8 @@ class RouteAnswered(Decision, tag="route.answered", frozen=True, kw_only=True):
     message: str = ""
     pool: str = ""
     mode: str = ""
-    choice: Candidate | None = None
-    candidates: tuple[Candidate, ...] = ()
+    choice: ScoredCandidate | None = None
+    candidates: tuple[ScoredCandidate, ...] = ()
     table_digest: Digest | None = None
     ties: Count = 0
     would_wait: bool = False  # in the router's queue

@@ -92,7 +92,7 @@ class TransferFailed(ProgressEvent, tag="progress.transfer_failed", frozen=True,
     error: str
 
 
-class CommandAnswer(Event, frozen=True, kw_only=True):
+class CommandReport(Event, frozen=True, kw_only=True):
     """Which command was for whom, on whose order."""
 
     command_id: Name
@@ -103,13 +103,13 @@ class CommandAnswer(Event, frozen=True, kw_only=True):
     at_us: int = 0
 
 
-class CommandDone(CommandAnswer, tag="progress.command_done", frozen=True, kw_only=True):
+class CommandDone(CommandReport, tag="progress.command_done", frozen=True, kw_only=True):
     """The engine did what it was told; `loras` are the adapters that it has loaded now."""
 
     loras: Annotated[tuple[Name, ...], msgspec.Meta(max_length=1_024)] = ()
 
 
-class CommandRefused(CommandAnswer, tag="progress.command_refused", frozen=True, kw_only=True):
+class CommandRefused(CommandReport, tag="progress.command_refused", frozen=True, kw_only=True):
     """The engine did not do it, and nothing changed."""
 
     error: Annotated[str, msgspec.Meta(max_length=2_000)]

@@ -5,7 +5,7 @@ Valid only once the journal holds the matching `SnapshotTaken`.
 
 from forebay.events.base import U64, U64_BYTES, Count, Event, Name, Part, require_packed
 from forebay.events.control import BusyThresholds, Command, DisaggConfig, PoolConfigured
-from forebay.events.decisions import CommandOutcome, Run, Stage
+from forebay.events.decisions import CommandOutcome, ConsumedRun, Stage
 from forebay.events.fleet import WorkerSpec
 from forebay.events.kv import AnyKvEvent, Tier
 from forebay.events.media import Encoded
@@ -250,7 +250,7 @@ class WorldState(Part, tag_field="type", tag="world_state", frozen=True, kw_only
     """What the world holds beside its machines. `view` has one run per topic: count is the next offset."""
 
     now_us: int
-    view: tuple[Run, ...]
+    view: tuple[ConsumedRun, ...]
     pools: tuple[PoolConfigured, ...]
     turns: tuple[PoolTurns, ...]
     owner_epoch: int

@@ -7,7 +7,7 @@ readers take only those of their own group, because attempts and owner epochs ar
 from typing import Literal
 
 from forebay.events.base import U32_BYTES, Count, Event, Name, Part, require_packed
-from forebay.events.decisions import Candidate, CommandOutcome, PrefillPlace, Stage
+from forebay.events.decisions import CommandOutcome, PrefillPlace, ScoredCandidate, Stage
 
 
 class Usage(Part, frozen=True, kw_only=True):
@@ -18,7 +18,7 @@ class Usage(Part, frozen=True, kw_only=True):
     cached_tokens: Count = 0
 
 
-class AnswerError(Part, frozen=True, kw_only=True):
+class ResponseError(Part, frozen=True, kw_only=True):
     """Why there is no (whole) answer: an HTTP status, OpenAI's error code, a sentence for the caller."""
 
     status: Count
@@ -115,34 +115,34 @@ class ResponseEnded(Event, tag="tokens.response_ended", frozen=True, kw_only=Tru
     owner_epoch: Count
     finish_reason: Literal["stop", "length", "cancelled", "error"]
     usage: Usage | None = None
-    error: AnswerError | None = None
+    error: ResponseError | None = None
     group: str = ""
 
 
-class RouteTold(Event, tag="tokens.route_told", frozen=True, kw_only=True):
+class RouteResponse(Event, tag="tokens.route_told", frozen=True, kw_only=True):
     """The answer to a `RouteQueried`: the decision in the journal, or the error."""
 
     request_id: Name
     owner_epoch: Count
     pool: str = ""
     mode: str = ""
-    choice: Candidate | None = None
-    candidates: tuple[Candidate, ...] = ()
+    choice: ScoredCandidate | None = None
+    candidates: tuple[ScoredCandidate, ...] = ()
     would_wait: bool = False
-    error: AnswerError | None = None
+    error: ResponseError | None = None
     stage: Stage = "aggregated"
     prefill: PrefillPlace | None = None
     group: str = ""
 
 
-class CommandTold(Event, tag="tokens.command_told", frozen=True, kw_only=True):
+class CommandResponse(Event, tag="tokens.command_told", frozen=True, kw_only=True):
     """The answer to a `WorkerCommanded`: what became of it at every worker, or why it went nowhere."""
 
     command_id: Name
     owner_epoch: Count
     outcomes: tuple[CommandOutcome, ...] = ()
-    error: AnswerError | None = None
+    error: ResponseError | None = None
     group: str = ""
 
 
-TokenEvent = TokensEmitted | Embedded | AttemptStarted | ResponseEnded | RouteTold | CommandTold
+TokenEvent = TokensEmitted | Embedded | AttemptStarted | ResponseEnded | RouteResponse | CommandResponse

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from forebay.events.codec import encode
 from forebay.events.control import Command, WorkerCommanded
-from forebay.events.tokens import CommandTold
+from forebay.events.tokens import CommandResponse
 from forebay.events.topics import CONTROL
 from forebay.ingress.errors import ApiError
 from forebay.ingress.streams import ReplyReader
@@ -38,7 +38,7 @@ class CommandClient:
         command_id: str = "",
         pool: str = "",
         worker_ids: tuple[str, ...] = (),
-    ) -> CommandTold:
+    ) -> CommandResponse:
         """Command workers, by default all of the model, and wait for every outcome. Raises ApiError for none."""
         partition = self._require_place()
         command_id = command_id or f"command-{uuid.uuid4().hex}"

@@ -24,7 +24,7 @@ from forebay.events.requests import (
     Sampling,
     Task,
 )
-from forebay.events.tokens import AnswerError, RouteTold
+from forebay.events.tokens import ResponseError, RouteResponse
 from forebay.events.topics import REQUESTS
 from forebay.ingress.adapters import Adapters
 from forebay.ingress.admission import POOL_FULL, IngressAdmission
@@ -299,7 +299,7 @@ class Ingress:
             raise
         return stream
 
-    async def query(self, request_id: str, prepared: PreparedRequest) -> RouteTold:
+    async def query(self, request_id: str, prepared: PreparedRequest) -> RouteResponse:
         """Ask where a request would go. Raises ApiError, also for the router's refusal."""
         partition = self._require_free(request_id)
         prompt = prepared.prompt
@@ -330,7 +330,7 @@ class Ingress:
             raise ApiError(told.error.status, told.error.code, told.error.message)
         return told
 
-    def error_of(self, error: AnswerError) -> ApiError:
+    def error_of(self, error: ResponseError) -> ApiError:
         """What a client is told of an error on the reply slot; admission learns from it whether the queue is full."""
         after_s = RETRY_AFTER_S
         if error.code == POOL_FULL:

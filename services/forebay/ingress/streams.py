@@ -7,9 +7,9 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from forebay.core.state.reply_slot import Reply, apply
+from forebay.core.state.reply_slot import ResponseState, apply
 from forebay.events.codec import DecodeError, decode
-from forebay.events.tokens import CommandTold, RouteTold, TokenEvent, TokenLogprob
+from forebay.events.tokens import CommandResponse, RouteResponse, TokenEvent, TokenLogprob
 from forebay.events.topics import TOKENS
 from forebay.ingress.errors import RETRY_STATUSES, ApiError
 from forebay.ingress.http.drain import SHUTTING_DOWN
@@ -21,7 +21,7 @@ READ_MAX = 256  # records between two chances for others to run
 TOKENS_MISSING = "tokens are missing"
 
 
-class Stream(Reply):
+class Stream(ResponseState):
     """What has come for one request and was not taken yet. One reader."""
 
     __slots__ = ("_waiter", "broken")
@@ -73,8 +73,8 @@ class ReplyReader:
         self._wake = asyncio.Event()
         self._tail = log.tail(TOKENS.name, reply_slot, offset, self._wake)
         self._streams: dict[str, Stream] = {}
-        self._queries: dict[str, asyncio.Future[RouteTold | str]] = {}
-        self._commands: dict[str, asyncio.Future[CommandTold | str]] = {}
+        self._queries: dict[str, asyncio.Future[RouteResponse | str]] = {}
+        self._commands: dict[str, asyncio.Future[CommandResponse | str]] = {}
         self._on_undecodable = on_undecodable
 
     def __contains__(self, request_id: str) -> bool:
@@ -93,7 +93,7 @@ class ReplyReader:
         """Stop listening for a request."""
         self._streams.pop(request_id, None)
 
-    def open_query(self, request_id: str) -> "asyncio.Future[RouteTold | str]":
+    def open_query(self, request_id: str) -> "asyncio.Future[RouteResponse | str]":
         """Listen for where a request would go, or the reason why nothing more comes."""
         assert request_id not in self
         answer = self._queries[request_id] = asyncio.get_running_loop().create_future()
@@ -103,7 +103,7 @@ class ReplyReader:
         """Stop listening for the answer to a query."""
         self._queries.pop(request_id).cancel()
 
-    def open_command(self, command_id: str) -> "asyncio.Future[CommandTold | str]":
+    def open_command(self, command_id: str) -> "asyncio.Future[CommandResponse | str]":
         """Listen for what becomes of a command, or the reason why nothing more comes."""
         assert command_id not in self._commands
         answer = self._commands[command_id] = asyncio.get_running_loop().create_future()
@@ -156,12 +156,12 @@ class ReplyReader:
             return
         if event.group != self._group:
             return
-        if isinstance(event, RouteTold):
+        if isinstance(event, RouteResponse):
             answer = self._queries.get(event.request_id)
             if answer is not None and not answer.done():
                 answer.set_result(event)
             return
-        if isinstance(event, CommandTold):
+        if isinstance(event, CommandResponse):
             outcome = self._commands.get(event.command_id)
             if outcome is not None and not outcome.done():
                 outcome.set_result(event)
@@ -170,7 +170,7 @@ class ReplyReader:
             stream.notify()
 
 
-def was_rejected(reply: Reply) -> bool:
+def was_rejected(reply: ResponseState) -> bool:
     """Whether no worker could take the request for now."""
     error = None if reply.ended is None else reply.ended.error
     return error is not None and error.status in RETRY_STATUSES and not reply.next_index

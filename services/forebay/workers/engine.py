@@ -6,11 +6,11 @@ from typing import Protocol, runtime_checkable
 import msgspec
 from prometheus_client.registry import Collector
 
-from forebay.engine_model.model import Emitted, Finished, FirstToken, Load, Removed, Stored
+from forebay.engine_model.model import Emitted, EngineLoad, Finished, FirstTokenStep, Removed, Stored
 from forebay.events.control import Command
 from forebay.events.fleet import WorkerSpec
 from forebay.events.media import Encoded
-from forebay.events.tokens import AnswerError
+from forebay.events.tokens import ResponseError
 from forebay.events.transfer import Prefilled
 from forebay.events.work import WorkItem
 from forebay.workers.kv_transfer.api import Stats
@@ -21,7 +21,7 @@ class Failed(msgspec.Struct, frozen=True):
 
     request_id: str
     attempt: int
-    error: AnswerError
+    error: ResponseError
 
 
 class EngineError(Exception):
@@ -76,11 +76,11 @@ class EngineBatch(msgspec.Struct, frozen=True, kw_only=True):
     """What happened on one rank since its last batch. Cache changes are in order; a request has one chunk."""
 
     rank: int
-    load: Load
+    load: EngineLoad
     cache_changes: Sequence[CacheChange] = ()
     emitted: Sequence[Emitted] = ()
     vectors: Sequence[Vector] = ()
-    first_tokens: Sequence[FirstToken] = ()
+    first_tokens: Sequence[FirstTokenStep] = ()
     finished: Sequence[Finished] = ()
     failed: Sequence[Failed] = ()
     encoded: Sequence[MediaEncoded] = ()

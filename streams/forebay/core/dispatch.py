@@ -7,25 +7,33 @@ from collections.abc import Callable
 from functools import partial
 
 from forebay.core.phases import Phase
-from forebay.core.routing.capacity import place, placed, queue_bound, with_room
+from forebay.core.routing.capacity import find_options, plan_prefill, queue_capacity, ranks_with_room
 from forebay.core.routing.disaggregation import (
-    Prefill,
-    as_decoded,
-    computed_by,
-    decoders,
-    enforced,
-    is_kept,
-    not_prefilled,
-    on_its_own,
+    PrefillPlan,
+    as_decode_request,
+    find_decode_candidates,
+    has_kept_kv,
+    must_compute_locally,
+    prefill_candidates,
+    prefill_failure_message,
+    requires_remote_prefill,
 )
 from forebay.core.routing.eligibility import Ineligible
-from forebay.core.routing.encoding import choose_encoder, encoders, not_encoded
-from forebay.core.routing.router import NO_BLOCKS, Choice, choose, find_again, find_doubted, uncached_tokens
-from forebay.core.state.fleet import Worker
-from forebay.core.state.queue import Held, class_of
-from forebay.core.state.requests import UNDER_WAY_MAX, Request, content_hash, queried, submitted
-from forebay.core.state.roster import Roster, Seat
-from forebay.core.world import World, held_of
+from forebay.core.routing.encoding import encode_failure_message, find_encode_candidates, select_encoder
+from forebay.core.routing.router import (
+    NO_BLOCKS,
+    Selection,
+    count_uncached_tokens,
+    find_retry_candidates,
+    find_suspect_candidates,
+    select,
+)
+from forebay.core.state.active_request import ActiveRequest, content_hash, request_from_event, request_from_query
+from forebay.core.state.fleet import FleetWorker
+from forebay.core.state.queue import QueuedRequest, class_of
+from forebay.core.state.requests import ACTIVE_REQUESTS_MAX
+from forebay.core.state.roster import CandidateRank, Roster
+from forebay.core.world import World, queued_request
 from forebay.events.base import hex_digest
 from forebay.events.control import PoolConfigured
 from forebay.events.decisions import (
@@ -49,7 +57,7 @@ from forebay.events.requests import RequestSubmitted, RouteQueried
 # Per pool and event: about ten milliseconds. Progress of the requests sent lets the next ones go.
 DRAIN_MAX = 64
 
-Decided = (
+AnyDecision = (
     RequestRouted
     | RequestHeld
     | RequestRejected
@@ -62,10 +70,10 @@ Decided = (
 )
 
 
-def submit(world: World, event: RequestSubmitted, offset: int) -> list[Decided]:
+def submit(world: World, event: RequestSubmitted, offset: int) -> list[AnyDecision]:
     """Route, queue or reject a new request whose event is at `offset`."""
     requests = world.requests
-    known = requests.content_known(event.request_id)
+    known = requests.known_content(event.request_id)
     if known is not None:
         if known == content_hash(event):
             world.counts["duplicate_request"] += 1
@@ -74,15 +82,15 @@ def submit(world: World, event: RequestSubmitted, offset: int) -> list[Decided]:
         return [_reject(world, event.request_id, event.reply_slot, Ineligible("duplicate_id", message))]
     try:
         pool = _pool_of(world, event.model)
-        if len(requests) >= UNDER_WAY_MAX:
+        if len(requests) >= ACTIVE_REQUESTS_MAX:
             raise Ineligible("overloaded", f"{len(requests)} requests are under way")
-        request = submitted(event, pool.pool, offset, world.now_us)
+        request = request_from_event(event, pool.pool, offset, world.now_us)
         try:
-            placement = place(world, pool, request)
+            placement = find_options(world, pool, request)
         except Ineligible as ineligible:
-            return [_hold(world, pool, request, find_doubted(world, pool, request, ineligible))]
-        if placement.waits:
-            return [_hold(world, pool, request, placement.roster)]
+            return [_enqueue(world, pool, request, find_suspect_candidates(world, pool, request, ineligible))]
+        if placement.should_queue:
+            return [_enqueue(world, pool, request, placement.roster)]
         send = _next_stage(world, pool, request, placement.roster, placement.prefill)
     except Ineligible as ineligible:
         return [_reject(world, event.request_id, event.reply_slot, ineligible)]
@@ -94,11 +102,11 @@ def query(world: World, event: RouteQueried) -> RouteAnswered:
     """Return where a request would be routed now. Nothing is booked; only the journal records the query."""
     try:
         pool = _pool_of(world, event.model)
-        request = queried(event, pool.pool)
-        placement = place(world, pool, request)
+        request = request_from_query(event, pool.pool)
+        placement = find_options(world, pool, request)
         prefill = placement.prefill
-        computing, among = computed_by(pool, placement.roster, prefill)
-        choice = choose(world, computing, request if prefill is None else prefill.asked, among)
+        computing, among = prefill_candidates(pool, placement.roster, prefill)
+        selection = select(world, computing, request if prefill is None else prefill.request, among)
     except Ineligible as ineligible:
         return RouteAnswered(
             **world.stamp(),
@@ -107,85 +115,86 @@ def query(world: World, event: RouteQueried) -> RouteAnswered:
             reason=ineligible.reason,
             message=str(ineligible),
         )
-    table = choice.table
+    table = selection.table
     return RouteAnswered(
         **world.stamp(),
         request_id=event.request_id,
         reply_slot=event.reply_slot,
         pool=computing.pool,
-        mode=choice.config.mode,
-        choice=table.candidate(choice.at),
+        mode=selection.config.mode,
+        choice=table.candidate(selection.at),
         candidates=tuple(table.candidate(at) for at in range(len(table.costs))),
         table_digest=hex_digest(table.digest()),
-        ties=choice.ties,
-        would_wait=placement.waits,
+        ties=selection.ties,
+        would_wait=placement.should_queue,
         stage="prefill" if prefill is not None and prefill.place.remote else "aggregated",
         prefill=None if prefill is None else prefill.place,
     )
 
 
-def drain(world: World) -> list[Decided]:
+def drain_queues(world: World) -> list[AnyDecision]:
     """Route queued requests that no longer have to wait, in queue order."""
-    decided: list[Decided] = []
+    decided: list[AnyDecision] = []
     if not len(world.queues):  # the usual case, checked for most events
         return decided
     for name in sorted(world.pools):
         for _ in range(min(DRAIN_MAX, world.queues.waiting(name))):
-            held = world.queues.serve(name, lambda held: _may_go(world, held))
-            if held is None:
+            queued = world.queues.serve(name, lambda queued: _is_dispatchable(world, queued))
+            if queued is None:
                 break
-            decided.append(_serve(world, held))
+            decided.append(_serve(world, queued))
     return decided
 
 
-def reroute(world: World, requests: list[Request], cause: str | None = None) -> list[Decided]:
-    """Route requests that have no worker to their next stage, as far as a worker is available.
+def reroute(world: World, requests: list[ActiveRequest], cause: str | None = None) -> list[AnyDecision]:
+    """Route requests without a worker to their next stage if a worker is available; queue limits do not apply again.
 
-    Args:
-        world: state to change.
-        requests: requests without a worker. The queue limits do not apply to them again.
-        cause: error of the worker that failed to encode media, compute a prompt or fetch KV; None if no worker failed.
+    `cause` is the error of the worker that failed to encode, compute or fetch; None if no worker failed.
     """
     for request in requests:
-        if request.prefilled is not None and not is_kept(request, world.now_us):
+        if request.prefilled is not None and not has_kept_kv(request, world.now_us):
             world.requests.expire_prefilled(request)
-    decided: list[Decided] = [*release(world)]
+    decided: list[AnyDecision] = [*release_kv(world)]
     for request in requests:
         pool = world.pools[request.pool]
-        if (given_up := _give_up(world, pool, request, cause)) is not None:
+        if (given_up := _abort_if_exhausted(world, pool, request, cause)) is not None:
             decided.append(given_up)
             continue
         try:
-            fetches = is_kept(request, world.now_us)
-            roster = decoders(world, pool, request) if fetches else find_again(world, pool, request)
-            send = _next_stage(world, pool, request, with_room(pool, roster) or roster)
+            fetches = has_kept_kv(request, world.now_us)
+            roster = (
+                find_decode_candidates(world, pool, request) if fetches else find_retry_candidates(world, pool, request)
+            )
+            send = _next_stage(world, pool, request, ranks_with_room(pool, roster) or roster)
         except Ineligible:
             continue  # an eligible worker may still join before the deadline
         decided.append(send())
     return decided
 
 
-def _give_up(world: World, pool: PoolConfigured, request: Request, cause: str | None) -> RequestAborted | None:
+def _abort_if_exhausted(
+    world: World, pool: PoolConfigured, request: ActiveRequest, cause: str | None
+) -> RequestAborted | None:
     most = pool.attempts_max
     if request.attempt >= most and cause is None:
         message = f"{request.attempt} workers were lost one after another"
         return abort(world, request, "attempts_exhausted", message)
-    not_elsewhere = request.prefills >= most and enforced(world, pool, request)
+    not_elsewhere = request.prefills >= most and requires_remote_prefill(world, pool, request)
     if request.attempt < most:
-        if is_kept(request, world.now_us) or on_its_own(world, pool, request):
+        if has_kept_kv(request, world.now_us) or must_compute_locally(world, pool, request):
             return None
-        if not not_elsewhere and (request.encodings < most or encoders(world, pool, request) is None):
+        if not not_elsewhere and (request.encodings < most or find_encode_candidates(world, pool, request) is None):
             return None
     if not_elsewhere or request.stage in ("prefill", "decode"):
-        return abort(world, request, "prefill_failed", not_prefilled(request, cause))
-    return abort(world, request, "encode_failed", not_encoded(request, cause))
+        return abort(world, request, "prefill_failed", prefill_failure_message(request, cause))
+    return abort(world, request, "encode_failed", encode_failure_message(request, cause))
 
 
-def release(world: World) -> list[KvReleased]:
+def release_kv(world: World) -> list[KvReleased]:
     """Tell each worker that is still alive to release KV that no worker will fetch."""
-    unwanted = world.requests.unwanted
+    unfetched = world.requests.unfetched
     released: list[KvReleased] = []
-    for kept in unwanted:
+    for kept in unfetched:
         holder = _keeper(world, kept.worker_id, kept.worker_epoch)
         if holder is not None:
             world.counts[f"kv_released_{kept.reason}"] += 1
@@ -198,11 +207,11 @@ def release(world: World) -> list[KvReleased]:
                     reason=kept.reason,
                 )
             )
-    unwanted.clear()
+    unfetched.clear()
     return released
 
 
-def lose(world: World, worker: Worker) -> list[Decided]:
+def handle_worker_loss(world: World, worker: FleetWorker) -> list[AnyDecision]:
     """Free the requests of a lost worker, then find another worker for each, in order of submission.
 
     Requests that are pinned to this worker are aborted, because no other worker may take them.
@@ -211,10 +220,10 @@ def lose(world: World, worker: Worker) -> list[Decided]:
     for request in stranded:
         world.requests.lose_worker(request)
         world.load.free(request.request_id)
-    for request in world.requests.kept_by(worker.spec.worker_id, worker.worker_epoch):
+    for request in world.requests.waiting_with_kv_of(worker.spec.worker_id, worker.worker_epoch):
         world.requests.forget_prefilled(request)
     world.dismiss(worker)
-    given_up: list[Decided] = []
+    given_up: list[AnyDecision] = []
     for request in world.requests.pinned_to(worker.spec.worker_id):
         message = f"worker {worker.spec.worker_id} is lost, and the request is for it alone"
         given_up.append(abort(world, request, "pinned_worker_lost", message))
@@ -222,7 +231,7 @@ def lose(world: World, worker: Worker) -> list[Decided]:
 
 
 def abort(
-    world: World, request: Request, reason: AbortReason, message: str, status: int = 0, code: str = ""
+    world: World, request: ActiveRequest, reason: AbortReason, message: str, status: int = 0, code: str = ""
 ) -> RequestAborted:
     """Abort an accepted request; `status` and `code` are those of a worker that rejected it."""
     world.counts[f"aborted_{reason}"] += 1
@@ -273,82 +282,75 @@ def _pool_of(world: World, model: str) -> PoolConfigured:
 
 
 def _next_stage(
-    world: World, pool: PoolConfigured, request: Request, roster: Roster, prefill: Prefill | None = None
+    world: World, pool: PoolConfigured, request: ActiveRequest, roster: Roster, prefill: PrefillPlan | None = None
 ) -> Callable[[], RequestRouted]:
     """Select the worker for the next stage of a request, and return a function that sends the request to it.
 
-    Args:
-        world: current state; changed only by the returned function.
-        pool: pool that generates the response.
-        request: request without a worker.
-        roster: candidates of `pool`.
-        prefill: where the prompt is computed, if that is decided.
-
-    Raises:
-        Ineligible: no worker may take the request.
+    `roster` has the candidates of `pool`. `prefill` is where the prompt is computed, if that is decided. Only the
+    returned function changes the world. Raises Ineligible if no worker may take the request.
     """
-    if is_kept(request, world.now_us):
-        return partial(_decode, world, pool, request, choose(world, pool, as_decoded(request), roster))
-    prefill = prefill or placed(world, pool, request, roster)
-    encode = None if on_its_own(world, pool, request) else encoders(world, pool, request)
+    if has_kept_kv(request, world.now_us):
+        return partial(_decode, world, pool, request, select(world, pool, as_decode_request(request), roster))
+    prefill = prefill or plan_prefill(world, pool, request, roster)
+    encode = None if must_compute_locally(world, pool, request) else find_encode_candidates(world, pool, request)
     if encode is not None:
         encode_pool, encode_roster = encode
-        return partial(_encode, world, encode_pool, request, choose_encoder(world, encode_pool, request, encode_roster))
+        return partial(_encode, world, encode_pool, request, select_encoder(world, encode_pool, request, encode_roster))
     if prefill is None or not prefill.place.remote:
         place = None if prefill is None else prefill.place
-        return partial(_route, world, pool, request, choose(world, pool, request, roster), place)
-    return partial(_prefill, world, prefill, request, choose(world, prefill.pool, prefill.asked, prefill.roster))
+        return partial(_route, world, pool, request, select(world, pool, request, roster), place)
+    return partial(_prefill, world, prefill, request, select(world, prefill.pool, prefill.request, prefill.roster))
 
 
-def _prefill(world: World, prefill: Prefill, request: Request, choice: Choice) -> RequestRouted:
+def _prefill(world: World, prefill: PrefillPlan, request: ActiveRequest, selection: Selection) -> RequestRouted:
     """Send a request's prompt to a prefill worker."""
     pool = prefill.pool
-    decided = _routed(world, pool, request, choice, "prefill", prefill.place)
-    seat = choice.table.roster.seats[choice.at]
-    cached_tokens = _reused(world, pool, request, choice)
-    _send(world, request, "prefill", seat)
+    decided = _routed(world, pool, request, selection, "prefill", prefill.place)
+    candidate = selection.table.roster.ranks[selection.at]
+    cached_tokens = _count_reused(world, pool, request, selection)
+    _send(world, request, "prefill", candidate)
     world.load.book(
         request.request_id,
-        seat.key,
-        prefill_tokens=request.prompt_tokens - cached_tokens if choice.config.track_prefill_tokens else 0,
+        candidate.key,
+        prefill_tokens=request.prompt_tokens - cached_tokens if selection.config.track_prefill_tokens else 0,
         blocks=NO_BLOCKS,
         prompt_tokens=request.prompt_tokens,
         reuse=False,
     )
-    world.remember_routed(pool.router, seat, prefill.asked)
+    world.book_routing(pool.router, candidate, prefill.request)
     return decided
 
 
-def _decode(world: World, pool: PoolConfigured, request: Request, choice: Choice) -> RequestRouted:
+def _decode(world: World, pool: PoolConfigured, request: ActiveRequest, selection: Selection) -> RequestRouted:
     """Send a request to a decode worker that fetches its KV; all its blocks count there, and nothing is computed."""
-    decided = _routed(world, pool, request, choice, "decode")
-    seat = choice.table.roster.seats[choice.at]
-    _send(world, request, "decode", seat)
+    decided = _routed(world, pool, request, selection, "decode")
+    candidate = selection.table.roster.ranks[selection.at]
+    _send(world, request, "decode", candidate)
     world.load.book(
         request.request_id,
-        seat.key,
+        candidate.key,
         prefill_tokens=0,
-        blocks=request.blocks if choice.config.track_active_blocks else NO_BLOCKS,
+        blocks=request.blocks if selection.config.track_active_blocks else NO_BLOCKS,
         prompt_tokens=request.prompt_tokens,
-        reuse=choice.config.assume_kv_reuse,
+        reuse=selection.config.assume_kv_reuse,
         expected_output_tokens=request.hints.expected_output_tokens,
     )
-    world.remember_routed(pool.router, seat, request)
+    world.book_routing(pool.router, candidate, request)
     return decided
 
 
-def _send(world: World, request: Request, stage: Stage, seat: Seat) -> None:
-    world.requests.route(request, stage, seat.worker.spec.worker_id, seat.worker.worker_epoch, seat.rank)
+def _send(world: World, request: ActiveRequest, stage: Stage, candidate: CandidateRank) -> None:
+    world.requests.route(request, stage, candidate.worker.spec.worker_id, candidate.worker.worker_epoch, candidate.rank)
 
 
-def _encode(world: World, pool: PoolConfigured, request: Request, choice: Choice) -> RequestRouted:
+def _encode(world: World, pool: PoolConfigured, request: ActiveRequest, selection: Selection) -> RequestRouted:
     """Send a request's media to an encode worker."""
-    decided = _routed(world, pool, request, choice, "encode")
-    seat = choice.table.roster.seats[choice.at]
-    _send(world, request, "encode", seat)
+    decided = _routed(world, pool, request, selection, "encode")
+    candidate = selection.table.roster.ranks[selection.at]
+    _send(world, request, "encode", candidate)
     world.load.book(
         request.request_id,
-        seat.key,
+        candidate.key,
         prefill_tokens=request.media_tokens,
         blocks=NO_BLOCKS,
         prompt_tokens=request.media_tokens,
@@ -360,14 +362,14 @@ def _encode(world: World, pool: PoolConfigured, request: Request, choice: Choice
 def _routed(
     world: World,
     pool: PoolConfigured,
-    request: Request,
-    choice: Choice,
+    request: ActiveRequest,
+    selection: Selection,
     stage: Stage,
     place: PrefillPlace | None = None,
 ) -> RequestRouted:
-    config, table, at = choice.config, choice.table, choice.at
-    seat = table.roster.seats[at]
-    spec = seat.worker.spec
+    config, table, at = selection.config, selection.table, selection.at
+    candidate = table.roster.ranks[at]
+    spec = candidate.worker.spec
     sent = request.attempt + request.encodings + request.prefills
     waited_us = world.now_us - request.queued_at_us if request.queue_class and not sent else 0
     world.turns[pool.pool] = world.turns.get(pool.pool, 0) + 1
@@ -377,15 +379,15 @@ def _routed(
         attempt=request.next_encoding if stage == "encode" else request.attempts(stage) + 1,
         pool=pool.pool,
         worker_id=spec.worker_id,
-        worker_epoch=seat.worker.worker_epoch,
-        slot=seat.worker.slot,
-        rank=seat.rank,
+        worker_epoch=candidate.worker.worker_epoch,
+        slot=candidate.worker.slot,
+        rank=candidate.rank,
         mode=config.mode,
         candidates=len(table.costs),
         table_digest=hex_digest(table.digest()),
         terms=table.terms(at),
-        ties=choice.ties,
-        runner_up=choice.runner_up(),
+        ties=selection.ties,
+        runner_up=selection.runner_up(),
         stage=stage,
         waited_us=waited_us,
         earlier_attempts=sent - request.attempts(stage),
@@ -394,58 +396,58 @@ def _routed(
 
 
 def _route(
-    world: World, pool: PoolConfigured, request: Request, choice: Choice, place: PrefillPlace | None
+    world: World, pool: PoolConfigured, request: ActiveRequest, selection: Selection, place: PrefillPlace | None
 ) -> RequestRouted:
-    decided = _routed(world, pool, request, choice, "aggregated", place)
-    config = choice.config
-    seat = choice.table.roster.seats[choice.at]
-    cached_tokens = _reused(world, pool, request, choice)
-    _send(world, request, "aggregated", seat)
+    decided = _routed(world, pool, request, selection, "aggregated", place)
+    config = selection.config
+    candidate = selection.table.roster.ranks[selection.at]
+    cached_tokens = _count_reused(world, pool, request, selection)
+    _send(world, request, "aggregated", candidate)
     world.load.book(
         request.request_id,
-        seat.key,
+        candidate.key,
         prefill_tokens=request.prompt_tokens - cached_tokens if config.track_prefill_tokens else 0,
         blocks=request.blocks if config.track_active_blocks else NO_BLOCKS,
         prompt_tokens=request.prompt_tokens,
         reuse=config.assume_kv_reuse,
         expected_output_tokens=request.hints.expected_output_tokens,
     )
-    world.remember_routed(pool.router, seat, request)
+    world.book_routing(pool.router, candidate, request)
     return decided
 
 
-def _reused(world: World, pool: PoolConfigured, request: Request, choice: Choice) -> int:
+def _count_reused(world: World, pool: PoolConfigured, request: ActiveRequest, selection: Selection) -> int:
     """Return the prompt tokens on the selected rank's device, and count selections below the best overlap."""
-    device = choice.table.overlap(choice.at).device
-    most = max((overlap.device for overlap in choice.table.overlaps.values()), default=0)
+    device = selection.table.overlap(selection.at).device
+    most = max((overlap.device for overlap in selection.table.overlaps.values()), default=0)
     if device < most:
         world.counts["non_max_overlap_selections"] += 1
         world.counts["overlap_blocks_lost"] += most - device
     return min(device * pool.block_size, request.prompt_tokens)
 
 
-def _hold(world: World, pool: PoolConfigured, request: Request, roster: Roster) -> RequestHeld:
+def _enqueue(world: World, pool: PoolConfigured, request: ActiveRequest, roster: Roster) -> RequestHeld:
     queue = pool.router.queue
-    tokens = uncached_tokens(world, pool, request, roster)
+    tokens = count_uncached_tokens(world, pool, request, roster)
     wanted = request.hints.policy_class
     chosen = class_of(queue, wanted, tokens)
     if wanted and chosen.name != wanted:
         world.counts["unknown_queue_class"] += 1
     ahead = world.queues.length(pool.pool, chosen)
     ready = world.roster(pool.pool)
-    serving = ready if ready.seats else roster  # without a ready rank, suspect ranks may serve the request later
-    workers = len({seat.worker.spec.worker_id: None for seat in serving.seats})
+    serving = ready if ready.ranks else roster  # without a ready rank, suspect ranks may serve the request later
+    workers = len({candidate.worker.spec.worker_id: None for candidate in serving.ranks})
     if ahead >= chosen.requests_per_worker_max * workers:
         raise Ineligible("queue_full", f"{ahead} requests of the class {chosen.name} wait already")
-    bound, waiting = queue_bound(pool, serving), world.queues.waiting(pool.pool)
+    bound, waiting = queue_capacity(pool, serving), world.queues.waiting(pool.pool)
     if bound is not None and waiting >= bound and not request.patient:
         text = f"every worker is full, and {waiting} requests wait already, as many as may"
         raise Ineligible("pool_full", text if bound else "every worker is full, and requests may not wait")
     world.requests.add(request)
-    world.requests.hold(
+    world.requests.enqueue(
         request, chosen.name, tokens, world.now_us, 0 if request.patient else round(queue.timeout_s * 1e6)
     )
-    world.queues.push(pool.pool, held_of(request, pool))
+    world.queues.push(pool.pool, queued_request(request, pool))
     return RequestHeld(
         **world.stamp(),
         request_id=request.request_id,
@@ -456,21 +458,21 @@ def _hold(world: World, pool: PoolConfigured, request: Request, roster: Roster) 
     )
 
 
-def _may_go(world: World, held: Held) -> bool:
+def _is_dispatchable(world: World, queued: QueuedRequest) -> bool:
     """Return whether a rank may take a queued request now. If not, it waits for a change, or for its deadline."""
-    request = _waiting(world, held)
+    request = _queued_request(world, queued)
     pool = world.pools[request.pool]
     try:
-        return not place(world, pool, request).waits
+        return not find_options(world, pool, request).should_queue
     except Ineligible:
         return False
 
 
-def _serve(world: World, held: Held) -> RequestRouted | RequestRejected:
-    request = _waiting(world, held)
+def _serve(world: World, queued: QueuedRequest) -> RequestRouted | RequestRejected:
+    request = _queued_request(world, queued)
     pool = world.pools[request.pool]
     try:
-        placement = place(world, pool, request)
+        placement = find_options(world, pool, request)
         send = _next_stage(world, pool, request, placement.roster, placement.prefill)
     except Ineligible as ineligible:
         world.requests.end(request, world.now_us)
@@ -478,8 +480,8 @@ def _serve(world: World, held: Held) -> RequestRouted | RequestRejected:
     return send()
 
 
-def _waiting(world: World, held: Held) -> Request:
-    request = world.requests.get(held.request_id)
+def _queued_request(world: World, queued: QueuedRequest) -> ActiveRequest:
+    request = world.requests.get(queued.request_id)
     assert request is not None, "a queued request is active"
     return request
 

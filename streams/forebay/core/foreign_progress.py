@@ -22,7 +22,7 @@ def is_foreign(world: World, event: RequestProgress) -> bool:
         if len(request.sent) < request.attempt + request.encodings + request.prefills:
             return False
         return (event.attempt, event.worker_id, event.worker_epoch) not in request.sent
-    if world.requests.content_known(event.request_id) is not None:
+    if world.requests.known_content(event.request_id) is not None:
         return False
     return is_member(world, event.worker_id, event.worker_epoch)
 

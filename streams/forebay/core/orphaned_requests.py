@@ -1,12 +1,12 @@
 """Abort requests whose ingress is lost, because no process reads their responses any more."""
 
-from forebay.core.dispatch import Decided, abort
+from forebay.core.dispatch import AnyDecision, abort
 from forebay.core.world import World
 from forebay.events.fleet import IngressLost
 
 
-def abort_orphans(world: World, lost: IngressLost) -> list[Decided]:
+def abort_orphans(world: World, lost: IngressLost) -> list[AnyDecision]:
     """Abort the HTTP requests of a lost ingress, in the order of their submission."""
     message = f"its ingress {lost.ingress_id} is lost: {lost.reason}"
-    orphans = [request for request in world.requests.under_way() if request.ingress == lost.incarnation]
+    orphans = [request for request in world.requests.active() if request.ingress == lost.incarnation]
     return [abort(world, request, "ingress_lost", message) for request in orphans]

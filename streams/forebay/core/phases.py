@@ -23,7 +23,7 @@ class Phase(StrEnum):
     WAITING = "waiting"
 
 
-class Move(StrEnum):
+class RequestTransition(StrEnum):
     """Transition of an active request."""
 
     HELD = "held"
@@ -41,42 +41,42 @@ class Move(StrEnum):
     ENDED = "ended"
 
 
-_SENT: dict[Move, Phase | None] = {
-    Move.ROUTED: Phase.PREFILL,
-    Move.TO_BE_ENCODED: Phase.ENCODE,
-    Move.TO_BE_PREFILLED: Phase.REMOTE_PREFILL,
-    Move.ENDED: None,
+_SENT: dict[RequestTransition, Phase | None] = {
+    RequestTransition.ROUTED: Phase.PREFILL,
+    RequestTransition.TO_BE_ENCODED: Phase.ENCODE,
+    RequestTransition.TO_BE_PREFILLED: Phase.REMOTE_PREFILL,
+    RequestTransition.ENDED: None,
 }
-TRANSITIONS: dict[Phase, dict[Move, Phase | None]] = {
-    Phase.SUBMITTED: {Move.HELD: Phase.QUEUED, **_SENT},
+TRANSITIONS: dict[Phase, dict[RequestTransition, Phase | None]] = {
+    Phase.SUBMITTED: {RequestTransition.HELD: Phase.QUEUED, **_SENT},
     Phase.QUEUED: _SENT,
     Phase.ENCODE: {
-        Move.ENCODED: Phase.WAITING,
-        Move.NOT_ENCODED: Phase.WAITING,
-        Move.WORKER_LOST: Phase.WAITING,
-        Move.ENDED: None,
+        RequestTransition.ENCODED: Phase.WAITING,
+        RequestTransition.NOT_ENCODED: Phase.WAITING,
+        RequestTransition.WORKER_LOST: Phase.WAITING,
+        RequestTransition.ENDED: None,
     },
     Phase.REMOTE_PREFILL: {
-        Move.PREFILLED: Phase.WAITING,
-        Move.NOT_PREFILLED: Phase.WAITING,
-        Move.NOT_TRANSFERRED: Phase.WAITING,
-        Move.WORKER_LOST: Phase.WAITING,
-        Move.ENDED: None,
+        RequestTransition.PREFILLED: Phase.WAITING,
+        RequestTransition.NOT_PREFILLED: Phase.WAITING,
+        RequestTransition.NOT_TRANSFERRED: Phase.WAITING,
+        RequestTransition.WORKER_LOST: Phase.WAITING,
+        RequestTransition.ENDED: None,
     },
     Phase.TRANSFER: {
-        Move.FIRST_TOKEN: Phase.DECODE,
-        Move.NOT_TRANSFERRED: Phase.WAITING,
-        Move.WORKER_LOST: Phase.WAITING,
-        Move.ENDED: None,
+        RequestTransition.FIRST_TOKEN: Phase.DECODE,
+        RequestTransition.NOT_TRANSFERRED: Phase.WAITING,
+        RequestTransition.WORKER_LOST: Phase.WAITING,
+        RequestTransition.ENDED: None,
     },
     Phase.PREFILL: {
-        Move.FIRST_TOKEN: Phase.DECODE,
-        Move.NOT_TRANSFERRED: Phase.WAITING,
-        Move.WORKER_LOST: Phase.WAITING,
-        Move.ENDED: None,
+        RequestTransition.FIRST_TOKEN: Phase.DECODE,
+        RequestTransition.NOT_TRANSFERRED: Phase.WAITING,
+        RequestTransition.WORKER_LOST: Phase.WAITING,
+        RequestTransition.ENDED: None,
     },
-    Phase.DECODE: {Move.WORKER_LOST: Phase.WAITING, Move.ENDED: None},
-    Phase.WAITING: {Move.TO_BE_DECODED: Phase.TRANSFER, **_SENT},
+    Phase.DECODE: {RequestTransition.WORKER_LOST: Phase.WAITING, RequestTransition.ENDED: None},
+    Phase.WAITING: {RequestTransition.TO_BE_DECODED: Phase.TRANSFER, **_SENT},
 }
 ON_WORKER = frozenset((Phase.ENCODE, Phase.REMOTE_PREFILL, Phase.TRANSFER, Phase.PREFILL, Phase.DECODE))
-BEFORE_ANSWER = frozenset((Phase.ENCODE, Phase.REMOTE_PREFILL, Phase.WAITING))
+BEFORE_RESPONSE = frozenset((Phase.ENCODE, Phase.REMOTE_PREFILL, Phase.WAITING))

@@ -11,7 +11,7 @@ from typing import assert_never
 
 import msgspec
 
-from forebay.core.step import CLOCK, Decided, InputEvent, advance, claim, open_run, step
+from forebay.core.step import CLOCK, AnyDecision, InputEvent, advance, claim, open_run, step
 from forebay.core.world import World
 from forebay.events.decisions import (
     Advanced,
@@ -33,7 +33,7 @@ CLOCK_US_MAX = 1 << 57  # the year 6536: later due times are still valid dates a
 SEALS_MAX = 1_024  # remembered seals: a minute or more, in which an owner writes a snapshot of any size
 
 RecordedEvents = Mapping[str, Sequence[InputEvent | None]]
-OnApplied = Callable[[str, InputEvent | None, int, Sequence[Decided]], None]
+OnApplied = Callable[[str, InputEvent | None, int, Sequence[AnyDecision]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Rederivation:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.pending: deque[Decided] = deque()
+        self.pending: deque[AnyDecision] = deque()
         self.on_applied: OnApplied | None = None
         self._seals: dict[int, str] = {}
         self._seals_from: int | None = None  # seals up to this offset are unknown
@@ -133,12 +133,12 @@ class Rederivation:
 
     def _consume(self, record: JournalRecord, events: RecordedEvents) -> None:
         cursors: dict[str, int] = {}
-        told = self.on_applied
+        on_applied = self.on_applied
         for run in record.consumed:
             decided = open_run(self.world, run.now_us)
             self.pending.extend(decided)
-            if told is not None:
-                told(CLOCK, None, run.now_us, decided)
+            if on_applied is not None:
+                on_applied(CLOCK, None, run.now_us, decided)
             if run.topic == CLOCK:
                 continue
             start = cursors.get(run.topic, 0)
@@ -146,8 +146,8 @@ class Rederivation:
             for event in events[run.topic][start : start + run.count]:
                 decided = step(self.world, run.topic, event, run.now_us)
                 self.pending.extend(decided)
-                if told is not None:
-                    told(run.topic, event, run.now_us, decided)
+                if on_applied is not None:
+                    on_applied(run.topic, event, run.now_us, decided)
 
     @staticmethod
     def _compare(offset: int, recorded: JournalRecord, derived: JournalRecord | None) -> Divergence | None:

@@ -8,13 +8,22 @@ applied as None: it takes its place in the order and has no other effect.
 
 from typing import assert_never
 
-from forebay.core.dispatch import Decided, abort, drain, lose, query, release, reroute, submit
+from forebay.core.dispatch import (
+    AnyDecision,
+    abort,
+    drain_queues,
+    handle_worker_loss,
+    query,
+    release_kv,
+    reroute,
+    submit,
+)
 from forebay.core.foreign_progress import is_foreign
 from forebay.core.orphaned_requests import abort_orphans
 from forebay.core.phases import Phase
-from forebay.core.state.requests import Request
+from forebay.core.state.active_request import ActiveRequest
 from forebay.core.state_machine import IllegalTransition
-from forebay.core.worker_commands import answered, command, end_commands
+from forebay.core.worker_commands import apply_command_response, end_commands, submit_command
 from forebay.core.world import World
 from forebay.events.base import hex_digest
 from forebay.events.control import (
@@ -56,7 +65,7 @@ from forebay.events.progress import (
 )
 from forebay.events.requests import RequestCancelled, RequestEvent, RequestSubmitted, RouteQueried
 
-__all__ = ["CLOCK", "CONSUMED_RUNS_MAX", "Decided", "InputEvent", "advance", "claim", "open_run", "step"]
+__all__ = ["CLOCK", "CONSUMED_RUNS_MAX", "AnyDecision", "InputEvent", "advance", "claim", "open_run", "step"]
 
 CLOCK = "clock"  # pseudo topic of a run without events, in which only time passes
 SERVER_ERROR = 500  # HTTP statuses from here on do not blame the request
@@ -70,14 +79,14 @@ def claim(world: World, offset: int) -> None:
     world.owner_epoch = offset
 
 
-def open_run(world: World, now_us: int) -> list[Decided]:
+def open_run(world: World, now_us: int) -> list[AnyDecision]:
     """Advance the clock to `now_us`, and abort the requests whose deadline or queue timeout has passed."""
     due_us = world.next_due_us()
     if due_us is None or due_us > now_us:
         return []
     world.note(CLOCK, 0, now_us)
     world.expire()
-    decided: list[Decided] = []
+    decided: list[AnyDecision] = []
     for request in world.requests.expired(now_us):
         if request.phase is Phase.QUEUED:
             waited_s = (now_us - request.queued_at_us) / 1e6
@@ -90,21 +99,21 @@ def open_run(world: World, now_us: int) -> list[Decided]:
         message = f"no worker had room for the request within {limit_s:g} s, as long as the router's queue holds one"
         decided.append(abort(world, request, "queue_timeout", message))
     decided += end_commands(world, world.commands.expired(now_us))
-    return decided + drain(world)
+    return decided + drain_queues(world)
 
 
-def step(world: World, topic: str, event: InputEvent | None, now_us: int) -> list[Decided]:
+def step(world: World, topic: str, event: InputEvent | None, now_us: int) -> list[AnyDecision]:
     """Apply the next record of `topic`, or None for one that did not decode; return the decisions."""
     offset = world.view.get(topic, 0)
     world.note(topic, 1, now_us)
     world.expire()
     decided = _decide(world, event, offset)
-    if world.requests.unwanted:
-        decided += release(world)
+    if world.requests.unfetched:
+        decided += release_kv(world)
     return decided
 
 
-def _decide(world: World, event: InputEvent | None, offset: int) -> list[Decided]:
+def _decide(world: World, event: InputEvent | None, offset: int) -> list[AnyDecision]:
     match event:
         case RequestSubmitted():
             return submit(world, event, offset)
@@ -115,7 +124,7 @@ def _decide(world: World, event: InputEvent | None, offset: int) -> list[Decided
         case EncodeFinished() | EncodeFailed() | PrefillFinished() | PrefillFailed() | TransferFailed():
             return _progress(world, event)
         case CommandDone() | CommandRefused():
-            return _answered(world, event)
+            return _command_response(world, event)
         case EngineFailed():
             world.counts["engine_failed"] += 1
         case LoadReported():
@@ -123,7 +132,7 @@ def _decide(world: World, event: InputEvent | None, offset: int) -> list[Decided
         case RequestCancelled():
             request = world.requests.get(event.request_id)
             if request is not None:
-                return [abort(world, request, "cancelled", event.reason), *drain(world)]
+                return [abort(world, request, "cancelled", event.reason), *drain_queues(world)]
         case RouteQueried():
             return [query(world, event)]
         case WorkerJoined() | WorkerSuspect() | WorkerRecovered() | WorkerDraining() | WorkerLost():
@@ -132,15 +141,15 @@ def _decide(world: World, event: InputEvent | None, offset: int) -> list[Decided
             return _fleet(world, event, offset)
         case PoolConfigured():
             world.configure(event)
-            return reroute(world, world.requests.waiting()) + drain(world)
+            return reroute(world, world.requests.waiting()) + drain_queues(world)
         case BusyThresholdsSet():
             world.set_busy(event.model, event.thresholds)
-            return drain(world)
+            return drain_queues(world)
         case DisaggregationSet():
             world.set_disagg(event.model, event.disagg)
-            return reroute(world, world.requests.waiting()) + drain(world)
+            return reroute(world, world.requests.waiting()) + drain_queues(world)
         case WorkerCommanded():
-            return [*command(world, event, offset)]
+            return [*submit_command(world, event, offset)]
         case None:
             world.counts["undecodable"] += 1
         case _:
@@ -153,8 +162,8 @@ def advance(world: World) -> Advanced:
     return Advanced(**world.stamp(), digest=hex_digest(world.digest()))
 
 
-def _cache(world: World, event: AnyKvEvent) -> list[Decided]:
-    if isinstance(event, CacheCleared) and world.index.is_news(event):
+def _cache(world: World, event: AnyKvEvent) -> list[AnyDecision]:
+    if isinstance(event, CacheCleared) and world.index.is_new(event):
         world.forget_routed(event.worker_id, event.rank)
     gap = world.index.apply(event)
     if gap is None:
@@ -175,7 +184,7 @@ def _cache(world: World, event: AnyKvEvent) -> list[Decided]:
     ]
 
 
-def _progress(world: World, event: RequestProgress) -> list[Decided]:
+def _progress(world: World, event: RequestProgress) -> list[AnyDecision]:
     try:
         request = world.requests.progress(event, world.now_us)
     except IllegalTransition:
@@ -197,44 +206,44 @@ def _progress(world: World, event: RequestProgress) -> list[Decided]:
                 world.load.free(event.request_id)
         case EncodeFinished():
             world.load.free(event.request_id)
-            return reroute(world, [request]) + drain(world)
+            return reroute(world, [request]) + drain_queues(world)
         case EncodeFailed() | TransferFailed():
             world.load.free(event.request_id)
-            return reroute(world, [request], event.error) + drain(world)
+            return reroute(world, [request], event.error) + drain_queues(world)
         case PrefillFinished():
             world.load.free(event.request_id)
-            return reroute(world, [request], _unusable(world, request, event)) + drain(world)
+            return reroute(world, [request], _descriptor_fault(world, request, event)) + drain_queues(world)
         case PrefillFailed():
             world.load.free(event.request_id)
             if event.status < SERVER_ERROR:
                 refused = abort(world, request, "prefill_refused", event.error, event.status, event.code)
-                return [refused, *drain(world)]
-            return reroute(world, [request], event.error) + drain(world)
+                return [refused, *drain_queues(world)]
+            return reroute(world, [request], event.error) + drain_queues(world)
         case _:
             assert_never(event)
-    return drain(world)
+    return drain_queues(world)
 
 
-def _unusable(world: World, request: Request, event: PrefillFinished) -> str | None:
+def _descriptor_fault(world: World, request: ActiveRequest, event: PrefillFinished) -> str | None:
     """Return why the KV descriptor of a prefill worker is unusable, and drop it; None if it is usable."""
-    said, model = event.prefilled, world.pools[request.pool].model
-    if (said.worker_id, said.worker_epoch, said.model) == (event.worker_id, event.worker_epoch, model):
+    prefilled, model = event.prefilled, world.pools[request.pool].model
+    if (prefilled.worker_id, prefilled.worker_epoch, prefilled.model) == (event.worker_id, event.worker_epoch, model):
         return None
-    world.requests.refuse_prefilled(request)
+    world.requests.drop_unusable_prefilled(request)
     world.counts["foreign_descriptor"] += 1
-    whose = f"{said.worker_id} in epoch {said.worker_epoch}, for {said.model}"
+    whose = f"{prefilled.worker_id} in epoch {prefilled.worker_epoch}, for {prefilled.model}"
     return f"the KV that {event.worker_id} in epoch {event.worker_epoch} keeps for {model} is told to be {whose}"
 
 
-def _answered(world: World, event: CommandDone | CommandRefused) -> list[Decided]:
-    ended, loaded = answered(world, event)
+def _command_response(world: World, event: CommandDone | CommandRefused) -> list[AnyDecision]:
+    ended, loaded = apply_command_response(world, event)
     if not loaded:
         return [*ended]
     # Waiting requests may need the adapter that was loaded.
-    return [*ended, *reroute(world, world.requests.waiting()), *drain(world)]
+    return [*ended, *reroute(world, world.requests.waiting()), *drain_queues(world)]
 
 
-def _report(world: World, event: LoadReported) -> list[Decided]:
+def _report(world: World, event: LoadReported) -> list[AnyDecision]:
     worker = world.fleet.get(event.worker_id)
     if worker is None or worker.worker_epoch != event.worker_epoch or event.rank not in worker.spec.ranks:
         world.counts["foreign_load_report"] += 1
@@ -245,17 +254,17 @@ def _report(world: World, event: LoadReported) -> list[Decided]:
         return []
     # Only freed blocks or a shorter engine queue can let a queued request go. Reports arrive a thousand times a second.
     given_back = event.kv_blocks_used < before.kv_blocks_used or event.waiting < before.waiting
-    return drain(world) if given_back else []
+    return drain_queues(world) if given_back else []
 
 
-def _fleet(world: World, event: AnyFleetEvent, offset: int) -> list[Decided]:
+def _fleet(world: World, event: AnyFleetEvent, offset: int) -> list[AnyDecision]:
     try:
         worker = world.fleet.apply(event, offset)
     except IllegalTransition:
         world.counts["void_fleet_fact"] += 1
         return []
     world.forget_rosters()
-    decided: list[Decided] = []
+    decided: list[AnyDecision] = []
     match event:
         case WorkerJoined() if worker is not None:
             world.admit(worker)
@@ -265,11 +274,11 @@ def _fleet(world: World, event: AnyFleetEvent, offset: int) -> list[Decided]:
         case WorkerLost() if worker is not None:
             if world.on_loss is not None:
                 world.on_loss(event, worker)
-            decided = lose(world, worker)
-            decided += end_commands(world, world.commands.leave(worker.spec.worker_id, worker.worker_epoch))
+            decided = handle_worker_loss(world, worker)
+            decided += end_commands(world, world.commands.drop_worker(worker.spec.worker_id, worker.worker_epoch))
         case IngressLost():
             decided = abort_orphans(world, event)
         case _:
             pass
     # The loss of a worker also frees queued requests that were bound to it by their session.
-    return decided + drain(world)
+    return decided + drain_queues(world)

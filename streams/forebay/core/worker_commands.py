@@ -3,8 +3,8 @@
 A decision is booked in the world at once. The owner writes it as a journal record and reads that record back.
 """
 
-from forebay.core.state.commands import PENDING_MAX, Pending
-from forebay.core.state.fleet import Worker, WorkerPhase
+from forebay.core.state.commands import PENDING_MAX, PendingCommand
+from forebay.core.state.fleet import FleetWorker, WorkerPhase
 from forebay.core.state_machine import IllegalTransition
 from forebay.core.world import World
 from forebay.events.control import LORA_CHANGES, WorkerCommanded
@@ -12,7 +12,7 @@ from forebay.events.decisions import CommandEnded, CommandOutcome, CommandRefusa
 from forebay.events.progress import CommandDone, CommandRefused
 
 
-class _Unsendable(Exception):
+class _CommandRejected(Exception):
     """The command cannot be sent; the text is fit for the operator."""
 
     def __init__(self, reason: CommandRefusal, message: str) -> None:
@@ -20,10 +20,10 @@ class _Unsendable(Exception):
         self.reason = reason
 
 
-def command(world: World, event: WorkerCommanded, offset: int) -> list[CommandSent]:
+def submit_command(world: World, event: WorkerCommanded, offset: int) -> list[CommandSent]:
     """Send a command whose event is at `offset` to its workers, or reject it."""
     commands = world.commands
-    known = commands.nonce_known(event.command_id)
+    known = commands.known_nonce(event.command_id)
     if known is not None:
         if known == event.nonce:
             world.counts["duplicate_command"] += 1
@@ -31,7 +31,7 @@ def command(world: World, event: WorkerCommanded, offset: int) -> list[CommandSe
         return [_refuse(world, event, "duplicate_id", f"the id {event.command_id} was used for another command")]
     try:
         workers = _workers(world, event)
-    except _Unsendable as unsendable:
+    except _CommandRejected as unsendable:
         commands.remember(event.command_id, event.nonce, world.now_us)
         return [_refuse(world, event, unsendable.reason, str(unsendable))]
     outcomes = {
@@ -41,7 +41,7 @@ def command(world: World, event: WorkerCommanded, offset: int) -> list[CommandSe
         for worker in workers
     }
     commands.add(
-        Pending(
+        PendingCommand(
             command_id=event.command_id,
             nonce=event.nonce,
             offset=offset,
@@ -62,24 +62,24 @@ def command(world: World, event: WorkerCommanded, offset: int) -> list[CommandSe
     ]
 
 
-def answered(world: World, event: CommandDone | CommandRefused) -> tuple[list[CommandEnded], bool]:
+def apply_command_response(world: World, event: CommandDone | CommandRefused) -> tuple[list[CommandEnded], bool]:
     """Apply a worker's response; return the commands that ended, and whether its loaded adapters changed."""
     changed = False
     if isinstance(event, CommandDone) and event.action in LORA_CHANGES:
         # Apply the adapters even if the response is too late for its command: they are loaded all the same.
         try:
-            changed = world.fleet.load(event.worker_id, event.worker_epoch, event.loras)
+            changed = world.fleet.set_loras(event.worker_id, event.worker_epoch, event.loras)
         except IllegalTransition:
             world.counts["foreign_adapters"] += 1
     try:
-        pending = world.commands.answer(event)
+        pending = world.commands.apply_response(event)
     except IllegalTransition:
         world.counts["outdated_answer"] += 1
         return [], changed
     return end_commands(world, [pending]), changed
 
 
-def end_commands(world: World, commands: list[Pending]) -> list[CommandEnded]:
+def end_commands(world: World, commands: list[PendingCommand]) -> list[CommandEnded]:
     """End the commands that are pending at no worker."""
     ended = []
     for pending in commands:
@@ -99,39 +99,39 @@ def end_commands(world: World, commands: list[Pending]) -> list[CommandEnded]:
     return ended
 
 
-def _workers(world: World, event: WorkerCommanded) -> list[Worker]:
+def _workers(world: World, event: WorkerCommanded) -> list[FleetWorker]:
     """Return the workers that a command addresses, in order of worker id. Raises _Unsendable."""
     if len(world.commands) >= PENDING_MAX:
-        raise _Unsendable("too_many_commands", f"{len(world.commands)} commands are under way")
+        raise _CommandRejected("too_many_commands", f"{len(world.commands)} commands are under way")
     if not world.pools:
-        raise _Unsendable("no_workers", "no worker has joined yet")
+        raise _CommandRejected("no_workers", "no worker has joined yet")
     pools = {name for name, pool in world.pools.items() if pool.model == event.model}
     if not pools:
-        raise _Unsendable("unknown_model", f"no pool serves the model {event.model}")
+        raise _CommandRejected("unknown_model", f"no pool serves the model {event.model}")
     if event.pool:
         if event.pool not in pools:
-            raise _Unsendable("unknown_pool", f"the model {event.model} has no pool {event.pool}")
+            raise _CommandRejected("unknown_pool", f"the model {event.model} has no pool {event.pool}")
         pools = {event.pool}
     if event.worker_ids:
-        return [_named(world, name, pools) for name in sorted(set(event.worker_ids))]
+        return [_ready_worker(world, name, pools) for name in sorted(set(event.worker_ids))]
     members = [worker for worker in world.fleet.workers() if worker.spec.pool in pools]
     ready = [worker for worker in members if worker.phase is WorkerPhase.READY]
     if not ready:
         where = f"of the pool {event.pool}" if event.pool else f"of {event.model}"
-        raise _Unsendable("no_workers", f"no worker {where} is ready")
+        raise _CommandRejected("no_workers", f"no worker {where} is ready")
     return ready
 
 
-def _named(world: World, name: str, pools: set[str]) -> Worker:
+def _ready_worker(world: World, name: str, pools: set[str]) -> FleetWorker:
     worker = world.fleet.get(name)
     if worker is None or worker.spec.pool not in pools:
-        raise _Unsendable("unknown_worker", f"there is no worker {name}")
+        raise _CommandRejected("unknown_worker", f"there is no worker {name}")
     if worker.phase is not WorkerPhase.READY:
-        raise _Unsendable("worker_not_ready", f"worker {name} is {worker.phase}")
+        raise _CommandRejected("worker_not_ready", f"worker {name} is {worker.phase}")
     return worker
 
 
-def _target(worker: Worker) -> CommandTarget:
+def _target(worker: FleetWorker) -> CommandTarget:
     spec = worker.spec
     return CommandTarget(worker_id=spec.worker_id, worker_epoch=worker.worker_epoch, pool=spec.pool, slot=worker.slot)
 

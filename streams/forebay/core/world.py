@@ -10,20 +10,21 @@ from typing import TYPE_CHECKING, TypedDict, assert_never
 
 from xxhash import xxh3_64_intdigest
 
-from forebay.core.routing.eligibility import demand
-from forebay.core.state.commands import Commands
-from forebay.core.state.fleet import Fleet, Worker
+from forebay.core.routing.eligibility import requirements_key
+from forebay.core.state.active_request import ActiveRequest
+from forebay.core.state.commands import PendingCommands
+from forebay.core.state.fleet import Fleet, FleetWorker
 from forebay.core.state.index_digest import IndexTally
-from forebay.core.state.load import Load
+from forebay.core.state.load import FleetLoad
 from forebay.core.state.predicted_cache import RoutedIndex
 from forebay.core.state.prefix_index import PrefixIndex
-from forebay.core.state.queue import Held, Queues
-from forebay.core.state.requests import Request, Requests
-from forebay.core.state.roster import Roster, Seat, of_session, roster_of
-from forebay.core.state.sessions import Affinity, Binding
+from forebay.core.state.queue import QueuedRequest, Queues
+from forebay.core.state.requests import ActiveRequests
+from forebay.core.state.roster import CandidateRank, Roster, roster_of, session_roster
+from forebay.core.state.sessions import Binding, SessionAffinity
 from forebay.core.state_machine import Digested
 from forebay.events.control import BusyThresholds, DisaggConfig, PoolConfigured, RouterConfig
-from forebay.events.decisions import Run
+from forebay.events.decisions import ConsumedRun
 from forebay.events.fleet import WorkerLost
 from forebay.events.snapshots import (
     Booking,
@@ -48,7 +49,7 @@ from forebay.events.snapshots import (
 )
 
 if TYPE_CHECKING:
-    from forebay.core.routing.router import Choice
+    from forebay.core.routing.router import Selection
 
 NO_QUEUE_LIMITS = ", run_ahead=None, depth=None, timeout_s=0.0"
 NO_DISAGG = f", disagg={DisaggConfig()!r}"
@@ -60,7 +61,7 @@ class Stamp(TypedDict):
 
     owner_epoch: int
     seq: int
-    consumed: tuple[Run, ...]
+    consumed: tuple[ConsumedRun, ...]
 
 
 class World:
@@ -86,7 +87,7 @@ class World:
         owner_epoch: offset of the owner's claim; -1 before the first.
         seq: sequence number of the next decision.
         counts: counters for diagnostics; not part of the state.
-        on_choice: called with every selection before it is booked. It may read the world and must not change it. Not
+        on_selection: called with every selection before it is booked. It may read the world and must not change it. Not
             part of the state.
         on_loss: called with every lost worker while its requests and cache are still in the state; otherwise as the
             selection callback.
@@ -95,25 +96,25 @@ class World:
     def __init__(self) -> None:
         self.fleet = Fleet()
         self.index = PrefixIndex()
-        self.load = Load()
-        self.requests = Requests()
+        self.load = FleetLoad()
+        self.requests = ActiveRequests()
         self.queues = Queues()
-        self.sessions = Affinity()
+        self.sessions = SessionAffinity()
         self.routed = RoutedIndex()
         self.predicted = RoutedIndex()
-        self.commands = Commands()
+        self.commands = PendingCommands()
         self.pools: dict[str, PoolConfigured] = {}
         self.busy: dict[str, BusyThresholds] = {}
         self.disagg: dict[str, DisaggConfig] = {}
         self.view: dict[str, int] = {}
-        self.consumed: list[Run] = []
+        self.consumed: list[ConsumedRun] = []
         self.now_us = 0
         self.turns: dict[str, int] = {}
         self.owner_epoch = -1
         self.seq = 0
         self.counts: Counter[str] = Counter()
-        self.on_choice: Callable[[PoolConfigured, Request, Choice], None] | None = None
-        self.on_loss: Callable[[WorkerLost, Worker], None] | None = None
+        self.on_selection: Callable[[PoolConfigured, ActiveRequest, Selection], None] | None = None
+        self.on_loss: Callable[[WorkerLost, FleetWorker], None] | None = None
         self._rosters: dict[str, Roster] = {}
 
     def note(self, topic: str, count: int, now_us: int) -> None:
@@ -125,11 +126,11 @@ class World:
         if consumed:
             last = consumed[-1]
             if last.topic == topic and last.now_us == now_us:
-                consumed[-1] = Run(topic=topic, count=last.count + count, now_us=now_us)
+                consumed[-1] = ConsumedRun(topic=topic, count=last.count + count, now_us=now_us)
                 return
-        consumed.append(Run(topic=topic, count=count, now_us=now_us))
+        consumed.append(ConsumedRun(topic=topic, count=count, now_us=now_us))
 
-    def take_consumed(self) -> tuple[Run, ...]:
+    def take_consumed(self) -> tuple[ConsumedRun, ...]:
         """Return and clear the runs since the last decision."""
         runs = tuple(self.consumed)
         self.consumed.clear()
@@ -148,13 +149,13 @@ class World:
         """
         pools = [pool for pool in self._pools(model) if pool.role in ("aggregated", "decode")]
         if len({pool.role for pool in pools}) > 1:
-            pools = [pool for pool in pools if self.roster(pool.pool).seats] or pools
+            pools = [pool for pool in pools if self.roster(pool.pool).ranks] or pools
         return pools[0] if pools else None
 
     def encoders_of(self, model: str) -> tuple[PoolConfigured, Roster] | None:
         """Return the first encode pool for `model`, by name, that has a ready worker, and its candidates."""
         for pool in self._pools(model):
-            if pool.role == "encode" and (roster := self.roster(pool.pool)).seats:
+            if pool.role == "encode" and (roster := self.roster(pool.pool)).ranks:
                 return pool, roster
         return None
 
@@ -164,7 +165,7 @@ class World:
         Both pools must have the same block size, because the hashes of a prompt are those of the decode pool.
         """
         for pool in self._pools(decoders.model):
-            if pool.role == "prefill" and pool.block_size == decoders.block_size and self.roster(pool.pool).seats:
+            if pool.role == "prefill" and pool.block_size == decoders.block_size and self.roster(pool.pool).ranks:
                 return pool
         return None
 
@@ -182,7 +183,7 @@ class World:
             for request in self.requests.queued():
                 if request.pool == event.pool:
                     self.queues.remove(request.request_id)
-                    self.queues.push(event.pool, held_of(request, event))
+                    self.queues.push(event.pool, queued_request(request, event))
 
     def set_busy(self, model: str, thresholds: BusyThresholds) -> None:
         """Set the busy thresholds of every pool of a model."""
@@ -209,7 +210,7 @@ class World:
         """Drop the cached rosters, because the fleet changed."""
         self._rosters.clear()
 
-    def admit(self, worker: Worker) -> None:
+    def admit(self, worker: FleetWorker) -> None:
         """Add the ranks of a worker that joined, empty and idle."""
         worker_id = worker.spec.worker_id
         for rank in worker.spec.ranks:
@@ -218,7 +219,7 @@ class World:
             self.routed.add_holder(worker_id, rank)
             self.predicted.add_holder(worker_id, rank)
 
-    def dismiss(self, worker: Worker) -> None:
+    def dismiss(self, worker: FleetWorker) -> None:
         """Remove the ranks of a lost worker whose requests were freed before."""
         worker_id = worker.spec.worker_id
         for rank in worker.spec.ranks:
@@ -234,10 +235,10 @@ class World:
             routed.drop_holder(worker_id, rank)
             routed.add_holder(worker_id, rank)
 
-    def remember_routed(self, router: RouterConfig, seat: Seat, request: Request) -> None:
+    def book_routing(self, router: RouterConfig, candidate: CandidateRank, request: ActiveRequest) -> None:
         """Book the consequences of a routing: the prompt will be cached at the rank, and its session stays there."""
-        worker_id, rank = seat.key
-        if not (router.use_kv_events and seat.worker.spec.kv_events):
+        worker_id, rank = candidate.key
+        if not (router.use_kv_events and candidate.worker.spec.kv_events):
             due_us = self.now_us + round(router.ttl_s * 1e6)
             self.routed.add(worker_id, rank, request.blocks, due_us, router.approximate_blocks_max)
         elif router.predicted_ttl_s:
@@ -247,8 +248,8 @@ class World:
         if session_id and router.session_ttl_s:
             due_us = self.now_us + round(router.session_ttl_s * 1e6)
             bound = self.sessions.find(request.pool, session_id)
-            if bound is None or request.hints.worker_id or of_session(self.roster(request.pool), bound) is None:
-                bound = Binding(worker_id, seat.worker.worker_epoch, rank)
+            if bound is None or request.hints.worker_id or session_roster(self.roster(request.pool), bound) is None:
+                bound = Binding(worker_id, candidate.worker.worker_epoch, rank)
             self.counts["sessions_evicted"] += self.sessions.bind(request.pool, session_id, bound, due_us)
 
     def next_due_us(self) -> int | None:
@@ -311,7 +312,7 @@ class World:
         assert not self.consumed, "a snapshot is taken between journal records"
         yield WorldState(
             now_us=self.now_us,
-            view=tuple(Run(topic=topic, count=count, now_us=0) for topic, count in sorted(self.view.items())),
+            view=tuple(ConsumedRun(topic=topic, count=count, now_us=0) for topic, count in sorted(self.view.items())),
             pools=tuple(self.pools[name] for name in sorted(self.pools)),
             turns=tuple(PoolTurns(pool=pool, turns=turns) for pool, turns in sorted(self.turns.items())),
             busy=tuple(PoolBusy(pool=pool, thresholds=busy) for pool, busy in sorted(self.busy.items())),
@@ -387,16 +388,16 @@ def _restore(world: World, index: PrefixIndex | IndexTally, chunks: Iterable[Chu
     for change in changes:
         index.restore(change)
     for request in world.requests.queued():
-        world.queues.push(request.pool, held_of(request, world.pools[request.pool]))
+        world.queues.push(request.pool, queued_request(request, world.pools[request.pool]))
 
 
-def held_of(request: Request, pool: PoolConfigured) -> Held:
+def queued_request(request: ActiveRequest, pool: PoolConfigured) -> QueuedRequest:
     """Return a request in the form of its pool's queue."""
-    wanted = demand(request.hints, request.lora_name, request.task)
+    wanted = requirements_key(request.hints, request.lora_name, request.task)
     if pool.role == "decode":
         # Candidates also depend on the prompt length. Short requests must not wait behind long ones.
         wanted = (*wanted, request.uncached_tokens.bit_length())
-    return Held(
+    return QueuedRequest(
         request_id=request.request_id,
         offset=request.offset,
         policy_class=request.hints.policy_class,

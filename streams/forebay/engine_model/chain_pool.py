@@ -15,7 +15,7 @@ from operator import ne
 from typing import NamedTuple
 
 
-class Run:
+class ChainRun:
     """Consecutive blocks with the same references; compared by identity."""
 
     __slots__ = ("blocks", "references")
@@ -25,7 +25,7 @@ class Run:
         self.references = references
 
 
-class Found(NamedTuple):
+class PrefixMatch(NamedTuple):
     """Leading blocks of a chain that are in the pool; valid until the pool changes.
 
     Attributes:
@@ -34,7 +34,7 @@ class Found(NamedTuple):
     """
 
     blocks: int
-    path: list[tuple[Run, int]]
+    path: list[tuple[ChainRun, int]]
 
 
 class ChainPool:
@@ -46,8 +46,8 @@ class ChainPool:
     def __init__(self, total: int) -> None:
         assert total > 0
         self.total = total
-        self._runs: dict[int, Run] = {}  # by first block
-        self._idle: OrderedDict[Run, None] = OrderedDict()  # runs without references, oldest first
+        self._runs: dict[int, ChainRun] = {}  # by first block
+        self._idle: OrderedDict[ChainRun, None] = OrderedDict()  # runs without references, oldest first
         self._referenced = 0
         self._cached = 0
         self._anonymous = 0
@@ -76,14 +76,14 @@ class ChainPool:
         """Fill an empty pool with cached content, oldest first; content that does not fit is dropped."""
         assert self._free == self.total, "only an empty pool is warmed"
         for block in dict.fromkeys(hashes[: self.total]):
-            run = self._runs[block] = Run(array("Q", (block,)), 0)
+            run = self._runs[block] = ChainRun(array("Q", (block,)), 0)
             self._idle[run] = None
         self._cached = len(self._runs)
         self._free -= self._cached
 
-    def find(self, hashes: "array[int]", blocks_max: int) -> Found:
+    def find(self, hashes: "array[int]", blocks_max: int) -> PrefixMatch:
         """Return the leading blocks of a chain that are in the pool, at most `blocks_max`."""
-        path: list[tuple[Run, int]] = []
+        path: list[tuple[ChainRun, int]] = []
         at, end = 0, min(blocks_max, len(hashes))
         while at < end:
             run = self._runs.get(hashes[at])
@@ -92,9 +92,9 @@ class ChainPool:
             size = min(_common(run.blocks, hashes, at), end - at)
             path.append((run, size))
             at += size
-        return Found(at, path)
+        return PrefixMatch(at, path)
 
-    def take(self, found: Found, anonymous: int) -> "array[int] | None":
+    def take(self, found: PrefixMatch, anonymous: int) -> "array[int] | None":
         """Reference blocks that `find` just returned, and `anonymous` new blocks.
 
         Returns:
@@ -112,7 +112,9 @@ class ChainPool:
         self._check()
         return evicted
 
-    def fill(self, hashes: "array[int]", begin: int, end: int, tail: Run | None) -> tuple[list[tuple[int, int]], Run]:
+    def fill(
+        self, hashes: "array[int]", begin: int, end: int, tail: ChainRun | None
+    ) -> tuple[list[tuple[int, int]], ChainRun]:
         """Give identities to anonymous blocks of a chain that are now full; their references are kept.
 
         Where content was in the pool already, two blocks become one.
@@ -184,11 +186,11 @@ class ChainPool:
         self._referenced = self._cached = self._anonymous = 0
         self._free = self.total
 
-    def _refer(self, run: Run, size: int) -> Run:
+    def _refer(self, run: ChainRun, size: int) -> ChainRun:
         """Reference the first `size` blocks of a run; return the run that consists of them."""
         if size < len(run.blocks):
             # The second part keeps the run object, because its referrers and its place in the idle order stay valid.
-            upper = Run(run.blocks[:size], run.references)
+            upper = ChainRun(run.blocks[:size], run.references)
             del run.blocks[:size]
             self._runs[upper.blocks[0]] = upper
             self._runs[run.blocks[0]] = run
@@ -201,13 +203,13 @@ class ChainPool:
         run.references += 1
         return run
 
-    def _store(self, blocks: "array[int]", tail: Run | None) -> Run:
+    def _store(self, blocks: "array[int]", tail: ChainRun | None) -> ChainRun:
         """Store new blocks after `tail`, extending `tail` if nothing else references it."""
         self._referenced += len(blocks)
         if tail is not None and tail.references == 1:
             tail.blocks += blocks
             return tail
-        run = self._runs[blocks[0]] = Run(blocks, 1)
+        run = self._runs[blocks[0]] = ChainRun(blocks, 1)
         return run
 
     def _evict(self, blocks: int) -> "array[int]":

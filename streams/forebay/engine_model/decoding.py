@@ -6,17 +6,17 @@ from typing import NamedTuple
 from forebay.engine_model.sequence import EngineSequence
 
 
-class Joining(NamedTuple):
+class JoiningSequences(NamedTuple):
     """Sequences whose KV was fetched and that start to decode, and the number of blocks they hold."""
 
     sequences: int
     blocks: int
 
 
-NOBODY_JOINS = Joining(0, 0)
+NONE_JOINING = JoiningSequences(0, 0)
 
 
-class Decoding:
+class DecodingBatch:
     """Decoding sequences.
 
     Attributes:

@@ -11,8 +11,8 @@ KV connectors: one engine keeps the blocks of a prompt, another allocates blocks
 from collections import deque
 from collections.abc import Sequence
 
-from forebay.engine_model.chain_pool import ChainPool, Found
-from forebay.engine_model.decoding import NOBODY_JOINS, Decoding, Joining
+from forebay.engine_model.chain_pool import ChainPool, PrefixMatch
+from forebay.engine_model.decoding import NONE_JOINING, DecodingBatch, JoiningSequences
 from forebay.engine_model.requests import (
     EngineConfig,
     EngineRequest,
@@ -27,25 +27,25 @@ from forebay.engine_model.steps import (
     CacheChange,
     Computed,
     Emitted,
+    EngineLoad,
+    EngineStep,
     Fetch,
     Finished,
-    FirstToken,
-    Load,
+    FirstTokenStep,
     Removed,
-    Step,
     Stored,
 )
 from forebay.events.base import U32_BYTES, U64_BYTES, array_u64
 
 __all__ = [
-    "CacheChange", "Computed", "Emitted", "EngineConfig", "EngineModel", "EngineRequest", "EngineStage", "Fetch",
-    "Finished", "FirstToken", "Load", "QueueFull", "Removed", "RequestMalformed", "RequestRefused", "RequestTooLarge",
-    "Step", "Stored",
+    "CacheChange", "Computed", "Emitted", "EngineConfig", "EngineLoad", "EngineModel", "EngineRequest", "EngineStage",
+    "EngineStep", "Fetch", "Finished", "FirstTokenStep", "QueueFull", "Removed", "RequestMalformed", "RequestRefused",
+    "RequestTooLarge", "Stored",
 ]  # fmt: skip
 
 WAITING_MAX = 65_536  # above any bound of the router's queue; more means that callers are not limited
-NOTHING_FOUND = Found(0, [])
-NOBODY: list[EngineSequence] = []
+NO_MATCH = PrefixMatch(0, [])
+NO_SEQUENCES: list[EngineSequence] = []
 
 
 class EngineModel:
@@ -57,20 +57,20 @@ class EngineModel:
         self._sequences: dict[str, EngineSequence] = {}
         self._waiting: deque[EngineSequence] = deque()
         self._prefilling: EngineSequence | None = None
-        self._decoding = Decoding()  # the one prefilling is newer than all of these
+        self._decoding = DecodingBatch()  # the one prefilling is newer than all of these
         self._iteration = 0  # counts iterations in which a sequence decoded
         self._full: list[EngineSequence] = []  # sequences that need a block to continue, oldest first
         self._calm = True  # no sequence was preempted since the last step
         self._fetching: dict[str, EngineSequence] = {}
-        self._asked: list[Fetch] = []  # fetches that the caller has not received yet
-        self._joining = NOBODY_JOINS  # sequences that start to decode in the current iteration
+        self._new_fetches: list[Fetch] = []  # fetches that the caller has not received yet
+        self._joining = NONE_JOINING  # sequences that start to decode in the current iteration
         self._kept: dict[str, EngineSequence] = {}  # computed prompts, kept for another engine
         self._changes: list[CacheChange] = []
 
-    def load(self) -> Load:
+    def load(self) -> EngineLoad:
         """Return the engine's current load."""
         running = len(self._decoding.by_turn) + (self._prefilling is not None)
-        return Load(running, len(self._waiting) + len(self._fetching), self.pool.used, self.pool.total)
+        return EngineLoad(running, len(self._waiting) + len(self._fetching), self.pool.used, self.pool.total)
 
     def warm(self, hashes: Sequence[int]) -> None:
         """Fill the cache with these blocks, like an engine whose cache survived a restart of its worker."""
@@ -138,7 +138,7 @@ class EngineModel:
         elif sequence.turn in self._decoding.by_turn:
             self._stop_decoding(sequence)
         elif self._fetching.pop(request_id, None) is not None:
-            self._asked = [fetch for fetch in self._asked if fetch.request_id != request_id]
+            self._new_fetches = [fetch for fetch in self._new_fetches if fetch.request_id != request_id]
         elif self._kept.pop(request_id, None) is None:
             self._waiting.remove(sequence)
         self._release(sequence)
@@ -156,8 +156,8 @@ class EngineModel:
             may_admit = self._calm or not self._decoding.by_turn
             while may_admit and at < len(waiting) and waiting[at].stage == "decode" and self._fetch(waiting[at]):
                 del waiting[at]
-        asked, self._asked = self._asked, []
-        return asked
+        fetches, self._new_fetches = self._new_fetches, []
+        return fetches
 
     def fetched(self, request_id: str, token_seed: int | None = None) -> bool:
         """Record that the KV of a prompt has arrived; a later step computes its last token.
@@ -189,7 +189,7 @@ class EngineModel:
         self._decoding.clear()
         for some in (self._sequences, self._fetching, self._kept):
             some.clear()
-        for others in (self._waiting, self._full, self._asked, self._changes):
+        for others in (self._waiting, self._full, self._new_fetches, self._changes):
             others.clear()
 
     def clear_cache(self) -> None:
@@ -201,7 +201,7 @@ class EngineModel:
             self.release(request_id)
         self._waiting.extendleft(reversed(self._fetching.values()))
         self._fetching.clear()
-        self._asked.clear()
+        self._new_fetches.clear()
         for sequence in self._waiting:
             if sequence.blocks:
                 self._release(sequence)
@@ -209,7 +209,7 @@ class EngineModel:
         self._changes.clear()
         self.pool.clear()
 
-    def step(self, until_us: int = 0) -> Step | None:
+    def step(self, until_us: int = 0) -> EngineStep | None:
         """Run the next scheduler iteration; return None if there is no work until a fetch or a release.
 
         Iterations that only decode are repeated in one step while nothing but time changes, until they took `until_us`
@@ -221,11 +221,11 @@ class EngineModel:
         self._calm = True
         # Evictions that made this room are reported at the end of the iteration, so do not repeat it.
         steady = calm and self._prefilling is None and not self._changes
-        prefill_tokens, attended, completed = 0, 0, NOBODY
+        prefill_tokens, attended, completed = 0, 0, NO_SEQUENCES
         if self._waiting or self._prefilling is not None:
             # Without a running sequence, the preemption made room for kept or fetched blocks, so others may start.
             prefill_tokens, attended, completed = self._prefill(may_admit=calm or not self._decoding.by_turn)
-        decoding, self._joining = self._joining, NOBODY_JOINS
+        decoding, self._joining = self._joining, NONE_JOINING
         if not prefill_tokens and not self._decoding.by_turn and not decoding.sequences:
             return self._stand_still()
         emitted: list[Emitted] = []
@@ -249,12 +249,12 @@ class EngineModel:
         first_tokens = self._begin(completed, emitted, finished, computed) if completed else []
         assert duration_us > 0
         changes, self._changes = self._changes, []
-        return Step(duration_us, iterations, emitted, first_tokens, finished, changes, self.load(), computed)
+        return EngineStep(duration_us, iterations, emitted, first_tokens, finished, changes, self.load(), computed)
 
-    def _stand_still(self) -> Step | None:
+    def _stand_still(self) -> EngineStep | None:
         """Return a step that only reports cache changes, or None; no sequence runs and none can be admitted."""
         changes, self._changes = self._changes, []
-        return Step(0, 0, [], [], [], changes, self.load()) if changes else None
+        return EngineStep(0, 0, [], [], [], changes, self.load()) if changes else None
 
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.config.block_size)
@@ -275,7 +275,7 @@ class EngineModel:
 
     def _take(self, sequence: EngineSequence, blocks: int) -> bool:
         """Allocate anonymous blocks for a running sequence; return False if there is no room."""
-        evicted = self.pool.take(NOTHING_FOUND, blocks)
+        evicted = self.pool.take(NO_MATCH, blocks)
         if evicted is None:
             return False
         if evicted:
@@ -298,7 +298,7 @@ class EngineModel:
         """Return how many fetched sequences wait. They are first in the queue, because they need no more blocks."""
         return next((at for at, sequence in enumerate(self._waiting) if not sequence.blocks), len(self._waiting))
 
-    def _reserve(self, sequence: EngineSequence, found: Found, blocks: int) -> bool:
+    def _reserve(self, sequence: EngineSequence, found: PrefixMatch, blocks: int) -> bool:
         """Allocate blocks for a sequence without blocks, reusing those found; return False if there is no room."""
         evicted = self.pool.take(found, blocks - found.blocks)
         if evicted is None:
@@ -317,7 +317,7 @@ class EngineModel:
         # The first output token needs the last prompt token, which is computed once more.
         sequence.computed = sequence.cached_tokens = sequence.prompt_tokens - 1
         self._fetching[sequence.request_id] = sequence
-        self._asked.append(Fetch(sequence.request_id, sequence.attempt, found.blocks, blocks))
+        self._new_fetches.append(Fetch(sequence.request_id, sequence.attempt, found.blocks, blocks))
         return True
 
     def _release(self, sequence: EngineSequence) -> None:
@@ -348,7 +348,9 @@ class EngineModel:
                     continue
                 if sequence.blocks:
                     # The one remaining token costs what a decoded token costs, not what a prompt token costs.
-                    self._joining = Joining(self._joining.sequences + 1, self._joining.blocks + sequence.blocks)
+                    self._joining = JoiningSequences(
+                        self._joining.sequences + 1, self._joining.blocks + sequence.blocks
+                    )
                     self._waiting.popleft()
                     budget, budget_all = budget - 1, budget_all - 1
                     sequence.computed += 1
@@ -405,7 +407,7 @@ class EngineModel:
         full = computed // self.config.block_size
         hashes = sequence.hashes
         if len(hashes) < full:
-            sequence.name_block(self.config.block_size, silent=self.config.vocabulary is None)
+            sequence.name_block(self.config.block_size, no_tokens=self.config.vocabulary is None)
         begin = sequence.held
         if begin == full:
             return
@@ -421,7 +423,7 @@ class EngineModel:
         if self.config.vocabulary is not None:
             span = iterations * U32_BYTES
             for sequence in self._decoding.by_turn.values():
-                at = (now - sequence.spoken) * U32_BYTES
+                at = (now - sequence.text_origin) * U32_BYTES
                 token_ids = sequence.text[at : at + span]
                 emitted.append(Emitted(sequence.request_id, sequence.attempt, now - sequence.since, token_ids))
         for sequence in self._decoding.take_due(self._iteration):
@@ -440,10 +442,10 @@ class EngineModel:
         emitted: list[Emitted],
         finished: list[Finished],
         computed: list[Computed],
-    ) -> list[FirstToken]:
+    ) -> list[FirstTokenStep]:
         """Emit the first token of each computed prompt; the sequence decodes from the next iteration on."""
         vocabulary = self.config.vocabulary
-        first_tokens: list[FirstToken] = []
+        first_tokens: list[FirstTokenStep] = []
         for sequence in completed:
             request_id, attempt, generated = sequence.request_id, sequence.attempt, sequence.generated
             if sequence.stage == "prefill":
@@ -451,11 +453,11 @@ class EngineModel:
                 computed.append(Computed(request_id, attempt, sequence.cached_tokens))
                 continue
             if vocabulary is not None:
-                sequence.think(generated + 1, self.config.block_size, vocabulary)
+                sequence.extend_text(generated + 1, self.config.block_size, vocabulary)
                 at = (sequence.computed - len(sequence.hashes) * self.config.block_size) * U32_BYTES
                 emitted.append(Emitted(request_id, attempt, generated, sequence.text[at : at + U32_BYTES]))
             if not generated:
-                first_tokens.append(FirstToken(request_id, attempt, sequence.cached_tokens))
+                first_tokens.append(FirstTokenStep(request_id, attempt, sequence.cached_tokens))
             sequence.generated = done = generated + 1
             left = sequence.max_tokens - done
             if not left:
@@ -475,9 +477,9 @@ class EngineModel:
         self._decoding.look_at(sequence, self._iteration + more)
         if self.config.vocabulary is not None:
             block_size = self.config.block_size
-            sequence.think(done + more, block_size, self.config.vocabulary)
+            sequence.extend_text(done + more, block_size, self.config.vocabulary)
             known = sequence.prompt_tokens + done - len(sequence.hashes) * block_size
-            sequence.spoken = self._iteration - known
+            sequence.text_origin = self._iteration - known
 
     def _stop_decoding(self, sequence: EngineSequence) -> None:
         self._decoding.remove(sequence)

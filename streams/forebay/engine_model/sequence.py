@@ -6,7 +6,7 @@ import msgspec
 from xxhash import xxh3_64_intdigest
 
 from forebay.core.block_hashes import block_hashes, extend_chain
-from forebay.engine_model.chain_pool import Run
+from forebay.engine_model.chain_pool import ChainRun
 from forebay.events.base import U32_BYTES, U64_BYTES, U64_MASK, pack_u32
 
 TOKENS_PER_DRAW = 4  # a draw has 64 bits, a token uses 16
@@ -32,25 +32,25 @@ class EngineSequence(msgspec.Struct):
     computed: int = 0  # tokens in the cache; not updated while decoding
     blocks: int = 0
     held: int = 0
-    tail: Run | None = None  # run of the pool that ends with the last held block, if this sequence filled it
+    tail: ChainRun | None = None  # run of the pool that ends with the last held block, if this sequence filled it
     since: int = 0
-    spoken: int = 0  # iteration `now` emits the token at position `now - spoken` of `text`
+    text_origin: int = 0  # iteration `now` emits the token at position `now - text_origin` of `text`
     turn: int = -1  # position among the decoding sequences
     due: int = 0  # iteration after which its block is full or it ends
     cached_tokens: int = -1  # unknown before the first admission
 
-    def think(self, tokens: int, block_size: int, vocabulary: tuple[int, ...]) -> None:
+    def extend_text(self, tokens: int, block_size: int, vocabulary: tuple[int, ...]) -> None:
         """Extend the text to `tokens` output tokens; sampling tokens one by one would be slower."""
-        said = (self.prompt_tokens - len(self.hashes) * block_size) * U32_BYTES
-        first = (len(self.text) - said) // U32_BYTES
+        prompt_bytes = (self.prompt_tokens - len(self.hashes) * block_size) * U32_BYTES
+        first = (len(self.text) - prompt_bytes) // U32_BYTES
         if first < tokens:
-            self.text += pack_u32(speech(self.token_seed, first, tokens - first, vocabulary))
+            self.text += pack_u32(generate_tokens(self.token_seed, first, tokens - first, vocabulary))
 
-    def name_block(self, block_size: int, *, silent: bool) -> None:
-        """Append the hash of the first block without one, made of output tokens or, if `silent`, of the seed alone."""
+    def name_block(self, block_size: int, *, no_tokens: bool) -> None:
+        """Append the hash of the first block without one; with `no_tokens` it is made of the seed alone."""
         hashes = self.hashes
-        if silent:
-            block = silent_block(self.token_seed, self.hash_seed)
+        if no_tokens:
+            block = seed_block(self.token_seed, self.hash_seed)
         else:
             width = block_size * U32_BYTES
             assert len(self.text) >= width
@@ -60,12 +60,12 @@ class EngineSequence(msgspec.Struct):
         hashes.extend(extend_chain(hashes[-1] if hashes else None, (block,)))
 
 
-def silent_block(token_seed: int, hash_seed: int) -> int:
+def seed_block(token_seed: int, hash_seed: int) -> int:
     """Return the block hash that stands for a block of output when no tokens are emitted."""
     return xxh3_64_intdigest(token_seed.to_bytes(U64_BYTES, "little"), hash_seed)
 
 
-def speech(seed: int, first: int, count: int, vocabulary: tuple[int, ...]) -> list[int]:
+def generate_tokens(seed: int, first: int, count: int, vocabulary: tuple[int, ...]) -> list[int]:
     """Return the output tokens `first` to `first + count - 1` for a seed: splitmix64 of the index."""
     size = len(vocabulary)
     draw_first = first // TOKENS_PER_DRAW

@@ -19,7 +19,7 @@ class Emitted(msgspec.Struct, frozen=True, gc=False):
     logprobs: tuple[TokenLogprob, ...] = ()
 
 
-class FirstToken(msgspec.Struct, frozen=True, gc=False):
+class FirstTokenStep(msgspec.Struct, frozen=True, gc=False):
     """First token of a request, after which its prompt is no longer load.
 
     Attributes:
@@ -92,7 +92,7 @@ class Removed(msgspec.Struct, frozen=True, gc=False):
 CacheChange = Stored | Removed
 
 
-class Load(msgspec.Struct, frozen=True, gc=False):
+class EngineLoad(msgspec.Struct, frozen=True, gc=False):
     """Load of the engine."""
 
     running: int
@@ -101,7 +101,7 @@ class Load(msgspec.Struct, frozen=True, gc=False):
     kv_blocks_total: int
 
 
-class Step(msgspec.Struct, frozen=True, gc=False):
+class EngineStep(msgspec.Struct, frozen=True, gc=False):
     """Result of one scheduler iteration, or of `iterations` of them that decode the same sequences.
 
     A step with 0 iterations takes no time and only reports cache changes.
@@ -110,8 +110,8 @@ class Step(msgspec.Struct, frozen=True, gc=False):
     duration_us: int
     iterations: int
     emitted: list[Emitted]
-    first_tokens: list[FirstToken]
+    first_tokens: list[FirstTokenStep]
     finished: list[Finished]
     cache_changes: list[CacheChange]
-    load: Load
+    load: EngineLoad
     computed: list[Computed] = []

@@ -9,7 +9,7 @@ from collections import deque
 import msgspec
 
 from forebay.core.rederive import Divergence
-from forebay.core.state.fleet import Worker
+from forebay.core.state.fleet import FleetWorker
 from forebay.events.decisions import OwnerClaimed
 from forebay.events.fleet import OwnershipAnnounced, WorkerLost
 from forebay.events.requests import RequestSubmitted
@@ -97,7 +97,7 @@ class Position:
             unverified=self._walk.unverified,
         )
 
-    def _note_loss(self, event: WorkerLost, worker: Worker) -> None:
+    def _note_loss(self, event: WorkerLost, worker: FleetWorker) -> None:
         self._lost.append(loss_of(self.world, event, worker))
 
     async def _owner_id(self) -> str:
@@ -134,7 +134,7 @@ class Position:
 
     async def _read_timeouts(self) -> dict[int, int]:
         """The timeouts of the requests under way, by the offset of their submission, where that is still there."""
-        offsets = [request.offset for request in self.world.requests.under_way()]
+        offsets = [request.offset for request in self.world.requests.active()]
         known = {offset: self._timeouts_us[offset] for offset in offsets if offset in self._timeouts_us}
         begin = await self._log.begin(REQUESTS.name, self._partition)
         for offset in offsets:

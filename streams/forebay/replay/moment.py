@@ -4,11 +4,11 @@ from typing import Any
 
 import msgspec
 
-from forebay.core.routing.disaggregation import is_kept
-from forebay.core.state.fleet import Worker
+from forebay.core.routing.disaggregation import has_kept_kv
+from forebay.core.state.active_request import ActiveRequest
+from forebay.core.state.fleet import FleetWorker
 from forebay.core.state.holder_bits import HolderKey
 from forebay.core.state.prefix_index import TIERS
-from forebay.core.state.requests import Request
 from forebay.core.world import World
 from forebay.events.base import hex_digest
 from forebay.events.control import BusyThresholds, DisaggConfig, QueuePolicy, RouterConfig
@@ -224,7 +224,7 @@ def ranks_of(world: World) -> list[RankFacts]:
     return [_rank(world, cursor) for cursor in world.index.cursors()]
 
 
-def loss_of(world: World, event: WorkerLost, worker: Worker) -> LossFacts:
+def loss_of(world: World, event: WorkerLost, worker: FleetWorker) -> LossFacts:
     """A worker that is being lost, while everything is still there: for `World.on_loss`."""
     keys: set[HolderKey] = {(event.worker_id, rank) for rank in worker.spec.ranks}
     stranded = world.requests.of_worker(event.worker_id, event.worker_epoch)
@@ -272,7 +272,7 @@ def queues_of(world: World) -> list[ClassFacts]:
 
 def requests_of(world: World, timeouts_us: dict[int, int]) -> list[RequestFacts]:
     """Every request under way, oldest first; `timeouts_us` by the offset of its submission, as far as known."""
-    return [_request(world, request, timeouts_us.get(request.offset)) for request in world.requests.under_way()]
+    return [_request(world, request, timeouts_us.get(request.offset)) for request in world.requests.active()]
 
 
 def _rank(world: World, cursor: IndexCursor) -> RankFacts:
@@ -302,9 +302,9 @@ def _rank(world: World, cursor: IndexCursor) -> RankFacts:
     )
 
 
-def _request(world: World, request: Request, timeout_us: int | None) -> RequestFacts:
+def _request(world: World, request: ActiveRequest, timeout_us: int | None) -> RequestFacts:
     due_in_us = request.due_us - world.now_us
-    kept = request.prefilled if is_kept(request, world.now_us) else None
+    kept = request.prefilled if has_kept_kv(request, world.now_us) else None
     return RequestFacts(
         request_id=request.request_id,
         phase=request.phase.value,

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from forebay.core.rederive import Divergence
-from forebay.core.step import Decided, InputEvent
+from forebay.core.step import AnyDecision, InputEvent
 from forebay.events.control import BusyThresholdsSet, DisaggregationSet, PoolConfigured, WorkerCommanded
 from forebay.events.fleet import WorkerDraining, WorkerJoined, WorkerLost, WorkerRecovered, WorkerSuspect
 from forebay.events.snapshots import Chunk
@@ -54,7 +54,7 @@ class _Looking:
         self._requests.begin(world, None, world.now_us)
         walk.followed.on_applied = self._on_applied
 
-    def _on_applied(self, _: str, event: InputEvent | None, now_us: int, decided: Sequence[Decided]) -> None:
+    def _on_applied(self, _: str, event: InputEvent | None, now_us: int, decided: Sequence[AnyDecision]) -> None:
         found = self.found
         void = self._voids()
         heard, self._void = void == self._void, void
@@ -91,7 +91,7 @@ async def lived(log: Log, partition: int, progress: OnProgress | None = None) ->
     verified = 0
     async for step in walk:
         found.divergence = step.divergence
-        verified += isinstance(step.record, Decided)
+        verified += isinstance(step.record, AnyDecision)
         if progress is not None and (step.offset + 1 - walk.start) % PROGRESS_EVERY == 0:
             progress(step.offset + 1, walk.end, verified)
     found.unverified = walk.unverified

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from forebay.core.rederive import Divergence, RecordedEvents, Rederivation
-from forebay.core.step import CLOCK, Decided
+from forebay.core.step import CLOCK, AnyDecision
 from forebay.core.world import World
 from forebay.events.codec import encode
 from forebay.events.decisions import JournalRecord, OwnerClaimed, SnapshotTaken
@@ -51,7 +51,7 @@ class Walk:
     """The steps from a start up to a journal offset, not included. Use once.
 
     Attributes:
-        world: as it is after the step that came last; `world.on_choice` may be set before the first.
+        world: as it is after the step that came last; `world.on_selection` may be set before the first.
         followed: what derives the decisions; its `on_applied` may be set before the first step.
         start: the journal offset of the first step.
         end: where the walk ends, for progress.
@@ -74,7 +74,7 @@ class Walk:
         self.followed = Rederivation(start.world)
 
     @property
-    def unwritten(self) -> Iterable[Decided]:
+    def unwritten(self) -> Iterable[AnyDecision]:
         """The decisions that the events lead to, and that the journal does not have up to here."""
         return self.followed.pending
 

@@ -17,9 +17,9 @@ from heapq import heappop
 from msgspec import structs
 
 from forebay.core.state.holder_bits import HolderKey
-from forebay.core.step import CONSUMED_RUNS_MAX, Decided, InputEvent, advance, open_run, step
+from forebay.core.step import CONSUMED_RUNS_MAX, AnyDecision, InputEvent, advance, open_run, step
 from forebay.core.world import World
-from forebay.engine_model.model import Computed, FirstToken, QueueFull, RequestRefused
+from forebay.engine_model.model import Computed, FirstTokenStep, QueueFull, RequestRefused
 from forebay.events.codec import encode
 from forebay.events.decisions import (
     CommandTarget,
@@ -214,14 +214,14 @@ class Cluster:
             decided += step(self.world, topic.name, event, self.now_us)
             self._carry_out(decided)
 
-    def _open(self) -> list[Decided]:
+    def _open(self) -> list[AnyDecision]:
         """Let time pass; once at each time is enough, as every deadline is later than what sets it."""
         if self._opened_us == self.now_us:
             return []
         self._opened_us = self.now_us
         return open_run(self.world, self.now_us)
 
-    def _carry_out(self, decided: list[Decided]) -> None:
+    def _carry_out(self, decided: list[AnyDecision]) -> None:
         """As an owner applied it; then what was decided happens."""
         for decision in decided:
             self._seal(decision)
@@ -233,7 +233,7 @@ class Cluster:
     def _seal(self, record: JournalRecord) -> None:
         self._digest.update(encode(DECISIONS, record) + b"\n")
 
-    def _act(self, decision: Decided) -> None:
+    def _act(self, decision: AnyDecision) -> None:
         """Let a decision happen."""
         match decision:
             case RequestRouted():
@@ -437,7 +437,7 @@ class Cluster:
             else:
                 self._report(rank)
 
-    def _began(self, rank: EngineRank, first: FirstToken, at_us: int) -> FirstToken:
+    def _began(self, rank: EngineRank, first: FirstTokenStep, at_us: int) -> FirstTokenStep:
         """A prompt is there, and its first token said; with what there is to tell of its KV, if that was fetched."""
         request = self._under_way.get(first.request_id)
         if request is None:

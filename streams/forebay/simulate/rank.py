@@ -3,7 +3,16 @@
 import msgspec
 
 from forebay.core.routing.policies import BUILT_IN
-from forebay.engine_model.model import CacheChange, Computed, EngineModel, Finished, FirstToken, Load, Step, Stored
+from forebay.engine_model.model import (
+    CacheChange,
+    Computed,
+    EngineLoad,
+    EngineModel,
+    EngineStep,
+    Finished,
+    FirstTokenStep,
+    Stored,
+)
 from forebay.events.base import pack_u64
 from forebay.events.control import RouterConfig
 from forebay.events.decisions import RequestRouted
@@ -55,7 +64,7 @@ class EngineRank:
         self.worker_epoch = worker_epoch
         self.engine = engine
         self.hops = hops
-        self.step: Step | None = None
+        self.step: EngineStep | None = None
         self.began_us = self.ends_us = 0
         self.dead = False
         self.load = engine.load()
@@ -91,7 +100,7 @@ class EngineRank:
         said = self.engine.generated(undone)
         if step is not None:
             said.update((end.request_id, end.output_tokens - undone) for end in step.finished)
-        self.load = Load(0, 0, 0, self.load.kv_blocks_total)
+        self.load = EngineLoad(0, 0, 0, self.load.kv_blocks_total)
         return said
 
     def cache_change(self, change: CacheChange) -> BlocksStored | BlocksRemoved:
@@ -115,7 +124,7 @@ class EngineRank:
             sequence_hashes=hashes,
         )
 
-    def began(self, first: FirstToken, owner_epoch: int) -> FirstTokenEmitted:
+    def began(self, first: FirstTokenStep, owner_epoch: int) -> FirstTokenEmitted:
         """The first token of an answer is there."""
         return FirstTokenEmitted(
             request_id=first.request_id,

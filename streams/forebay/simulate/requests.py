@@ -7,7 +7,7 @@ from xxhash import xxh3_64_intdigest
 
 from forebay.core.block_hashes import HASH_SEED, extend_chain
 from forebay.engine_model.model import EngineRequest, EngineStage
-from forebay.engine_model.sequence import silent_block
+from forebay.engine_model.sequence import seed_block
 from forebay.events.base import U32_BYTES, U64_BYTES, pack_u64
 from forebay.events.requests import RequestSubmitted
 from forebay.simulate.outcome import Served
@@ -56,7 +56,7 @@ class UnderWay:
         more = tokens // block_size - len(hashes) // U64_BYTES if self.said else 0
         if more:
             last = int.from_bytes(hashes[-U64_BYTES:], "little") if hashes else None
-            hashes += pack_u64(extend_chain(last, repeat(silent_block(token_seed, HASH_SEED), more)))
+            hashes += pack_u64(extend_chain(last, repeat(seed_block(token_seed, HASH_SEED), more)))
         return EngineRequest(
             request_id=request_id,
             attempt=attempt,

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from forebay.engine_model.model import Load
+from forebay.engine_model.model import EngineLoad
 from forebay.simulate.outcome import Timeline
 from forebay.simulate.rank import EngineRank
 
@@ -13,7 +13,7 @@ SUMS = ("arrived", "finished", "prompt_tokens", "cached_tokens")
 STATES = ("queued", "workers")
 SUMS_OF_WORKERS = ("computed",)
 STATES_OF_WORKERS = ("running", "waiting", "blocks_used")
-NO_LOAD = Load(0, 0, 0, 0)  # of a worker that has not joined, while one that was started after it has
+NO_LOAD = EngineLoad(0, 0, 0, 0)  # of a worker that has not joined, while one that was started after it has
 
 
 class Recorder:

@@ -317,7 +317,7 @@ def _admitted(owner: Owner, worker: Worker, caches: Caches) -> bool:
 def why_not_ready(world: World, model: str) -> str | None:
     """Why no request of a model would be served now; None if at least some would."""
     pool = world.pool_of(model)
-    if pool is None or not world.roster(pool.pool).seats:
+    if pool is None or not world.roster(pool.pool).ranks:
         return NO_WORKER
     disagg = world.disagg.get(pool.pool, pool.router.disagg)
     needs_prefill = pool.role == "decode" and disagg.enforce and disagg.policy == "always"

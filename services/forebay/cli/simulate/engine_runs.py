@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from forebay.core.step import Decided, InputEvent
+from forebay.core.step import AnyDecision, InputEvent
 from forebay.core.world import World
 from forebay.engine_model.model import EngineConfig
 from forebay.events.base import unpack_u64
@@ -117,7 +117,7 @@ class _Reader:
             runs[one.rank].requests.append(_settled(one, clocks_differ=clocks_differ))
         return EngineRuns(kinds[0][1], list(runs.values()), self._lost, clocks_differ)
 
-    def _on_applied(self, topic: str, event: InputEvent | None, now_us: int, decided: Sequence[Decided]) -> None:
+    def _on_applied(self, topic: str, event: InputEvent | None, now_us: int, decided: Sequence[AnyDecision]) -> None:
         match event:
             case RequestSubmitted():
                 self._tokens[event.request_id] = event.sampling.max_tokens

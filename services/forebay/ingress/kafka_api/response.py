@@ -7,7 +7,7 @@ after it took the partition over, is the same record by record.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from forebay.core.state.reply_slot import Reply
+from forebay.core.state.reply_slot import ResponseState
 from forebay.events.requests import RequestSubmitted
 from forebay.events.tokens import Usage
 from forebay.ingress.errors import ApiError
@@ -50,7 +50,7 @@ class RequestOrigin:
     endpoint: str
 
 
-class PendingResponse(Reply):
+class PendingResponse(ResponseState):
     """A request on the log and its answer so far; some records need several.
 
     Attributes:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import Field, model_validator
 
-from forebay.core.state.reply_slot import Reply
+from forebay.core.state.reply_slot import ResponseState
 from forebay.events.base import U32_BYTES
 from forebay.ingress.errors import ApiError, invalid
 from forebay.ingress.model import Model
@@ -100,7 +100,7 @@ def part_id(request_id: str, index: int) -> str:
     return f"{request_id}-{index}"
 
 
-def vector_of(reply: Reply) -> bytes:
+def vector_of(reply: ResponseState) -> bytes:
     """The vector of a reply that ended. Raises ApiError when it has none."""
     assert reply.ended is not None
     error = reply.ended.error

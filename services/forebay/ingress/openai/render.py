@@ -5,8 +5,8 @@ from typing import Any
 
 import msgspec
 
-from forebay.events.decisions import Candidate
-from forebay.events.tokens import PrefilledBy, RouteTold, Usage
+from forebay.events.decisions import ScoredCandidate
+from forebay.events.tokens import PrefilledBy, RouteResponse, Usage
 from forebay.ingress.parsers.deltas import DecodedLogprob, OutputDelta, ToolCallDelta
 
 _encode = msgspec.json.encode
@@ -159,7 +159,7 @@ def usage_of(usage: Usage) -> dict[str, Any]:
     }
 
 
-def route_of(told: RouteTold, model: str, prompt_tokens: int) -> dict[str, Any]:
+def route_of(told: RouteResponse, model: str, prompt_tokens: int) -> dict[str, Any]:
     """Where a request would go, and what every candidate would cost; all `None` when it would go nowhere yet."""
     choice = told.choice
     return {
@@ -178,5 +178,5 @@ def route_of(told: RouteTold, model: str, prompt_tokens: int) -> dict[str, Any]:
     }
 
 
-def _candidate(one: Candidate) -> dict[str, Any]:
+def _candidate(one: ScoredCandidate) -> dict[str, Any]:
     return {"worker_id": one.worker_id, "dp_rank": one.rank, **msgspec.structs.asdict(one.terms)}

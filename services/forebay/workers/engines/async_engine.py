@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 from forebay.engine_model.model import Finished
 from forebay.events.base import unpack_u32
 from forebay.events.requests import Task
-from forebay.events.tokens import AnswerError
+from forebay.events.tokens import ResponseError
 from forebay.events.work import WorkItem
 from forebay.workers.engine import CacheChange, EngineError, Publish
 from forebay.workers.engines.loras import Loras
@@ -69,7 +69,7 @@ class AsyncEngine(ABC):
         """Ask the engine, and note what it says. Cancelled, it takes the request back."""
 
     @abstractmethod
-    def _answer_error(self, error: Exception) -> AnswerError | None:
+    def _answer_error(self, error: Exception) -> ResponseError | None:
         """What a request is told whose answer failed so; None when the engine is dead, and others go on with it."""
 
     @abstractmethod
@@ -191,21 +191,21 @@ class AsyncEngine(ABC):
         self._answered_s = time.monotonic()
         self._wake.set()
 
-    def _refusal(self, item: WorkItem, prompt_tokens: int) -> AnswerError | None:
+    def _refusal(self, item: WorkItem, prompt_tokens: int) -> ResponseError | None:
         """What the engine need not be asked."""
         if item.task not in self._tasks:
             does = ", ".join(self._tasks)
-            return AnswerError(status=400, code="invalid_request", message=f"the model does {does}, not {item.task}")
+            return ResponseError(status=400, code="invalid_request", message=f"the model does {does}, not {item.task}")
         if item.media and not self.TAKES_MEDIA:
             message = f"the {self.NAME} adapter takes text only"
-            return AnswerError(status=400, code="invalid_request", message=message)
+            return ResponseError(status=400, code="invalid_request", message=message)
         if item.lora_name and item.lora_name not in self._loras.loaded:
             message = f"the adapter {item.lora_name} is not loaded here"
-            return AnswerError(status=404, code="model_not_found", message=message)
+            return ResponseError(status=404, code="model_not_found", message=message)
         room = self._context_tokens - (item.task == "generate")
         if prompt_tokens > room:
             message = f"the prompt has {prompt_tokens} tokens: at most {room} fit into the model's context"
-            return AnswerError(status=400, code="context_length_exceeded", message=message)
+            return ResponseError(status=400, code="context_length_exceeded", message=message)
         return None
 
     def _index(self, rank: int) -> int:
@@ -217,7 +217,7 @@ class AsyncEngine(ABC):
             rank.finished(Finished(item.request_id, item.attempt, reason, *tokens))
         else:
             rank.failed(
-                item, AnswerError(status=500, code="engine_error", message=f"{self.NAME} ended the answer: {why}")
+                item, ResponseError(status=500, code="engine_error", message=f"{self.NAME} ended the answer: {why}")
             )
 
     async def _warm_up(self) -> None:

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 from prometheus_client.registry import Collector
 
-from forebay.engine_model.model import Load
+from forebay.engine_model.model import EngineLoad
 from forebay.events.control import Command
 from forebay.events.fleet import WorkerSpec
 from forebay.events.media import Encoded, Media
-from forebay.events.tokens import AnswerError
+from forebay.events.tokens import ResponseError
 from forebay.events.work import WorkItem
 from forebay.workers.engine import EngineBatch, EngineRefused, Failed, MediaEncoded, Publish
 from forebay.workers.engines.standin_encoder import MediaUnusable
@@ -111,10 +111,10 @@ class EncodeEngine:
         """Queue a request to be encoded."""
         error = None
         if item.stage != "encode" or not item.media:
-            error = AnswerError(status=500, code="encode_only", message="this worker encodes images and videos only")
+            error = ResponseError(status=500, code="encode_only", message="this worker encodes images and videos only")
         elif len(self._waiting) >= WAITING_MAX:
             message = f"{WAITING_MAX} requests wait to be encoded here"
-            error = AnswerError(status=503, code="engine_overloaded", message=message)
+            error = ResponseError(status=503, code="engine_overloaded", message=message)
         if error is None:
             self._waiting.append(item)
         else:
@@ -146,8 +146,8 @@ class EncodeEngine:
         self._running = None
         self._forget()
 
-    def _load(self) -> Load:
-        return Load(int(self._running is not None), len(self._waiting), 0, 1)
+    def _load(self) -> EngineLoad:
+        return EngineLoad(int(self._running is not None), len(self._waiting), 0, 1)
 
     def _say_refused(self, publish: Publish) -> None:
         refused, self._refused = self._refused, []
@@ -161,12 +161,12 @@ class EncodeEngine:
         try:
             encoded.append(MediaEncoded(item.request_id, item.attempt, await self._encoded(item)))
         except MediaUnusable as error:
-            refused = AnswerError(status=400, code="media_not_encoded", message=str(error))
+            refused = ResponseError(status=400, code="media_not_encoded", message=str(error))
             failed.append(Failed(item.request_id, item.attempt, refused))
         except Exception as error:  # an encoder may fail in any way: the request goes elsewhere
             logger.warning("%s is not encoded", item.request_id, exc_info=not isinstance(error, TransferError))
             text = str(error) if isinstance(error, TransferError) else f"{type(error).__name__}: {error}"
-            broken = AnswerError(status=500, code="encode_failed", message=text)
+            broken = ResponseError(status=500, code="encode_failed", message=text)
             failed.append(Failed(item.request_id, item.attempt, broken))
         return EngineBatch(rank=item.rank, load=self._load(), failed=failed, encoded=encoded)
 

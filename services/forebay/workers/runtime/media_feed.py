@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from forebay.events.base import U32_BYTES
-from forebay.events.tokens import AnswerError
+from forebay.events.tokens import ResponseError
 from forebay.events.transfer import Prefilled
 from forebay.events.work import WorkItem
 from forebay.workers.engine import Engine, EngineError, KvEngine
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MakeReader = Callable[[str], Reader]
-OnFailed = Callable[[WorkItem, AnswerError | TransferError], None]
+OnFailed = Callable[[WorkItem, ResponseError | TransferError], None]
 
 
 @runtime_checkable
@@ -58,7 +58,7 @@ class MediaFeed:
         if item.stage in ("prefill", "decode") and self._kv is None:
             name = type(self._engine).__name__
             message = f"this worker's engine ({name}) neither computes prompts for others nor fetches their KV"
-            self._on_failed(item, AnswerError(status=501, code="stage_not_supported", message=message))
+            self._on_failed(item, ResponseError(status=501, code="stage_not_supported", message=message))
         elif not item.media or item.stage == "encode":
             self._engine.submit(item)
         elif (problem := _problem(self._engine, item)) is not None:
@@ -123,16 +123,16 @@ class MediaFeed:
         del self._fetching[item.request_id]
 
 
-def _problem(engine: Engine, item: WorkItem) -> AnswerError | None:
+def _problem(engine: Engine, item: WorkItem) -> ResponseError | None:
     """Why this engine cannot take an item with media."""
     if not isinstance(engine, MediaEngine):
         name = type(engine).__name__
         message = f"this worker's engine ({name}) takes no images or videos"
-        return AnswerError(status=501, code="media_not_supported", message=message)
+        return ResponseError(status=501, code="media_not_supported", message=message)
     end = len(item.token_ids) // U32_BYTES
     for number, one in enumerate(reversed(item.media)):
         if one.first_token + one.tokens > end:
             message = f"placeholders of {one.kind} {len(item.media) - number} do not lie in the prompt, or overlap"
-            return AnswerError(status=400, code="invalid_request", message=message)
+            return ResponseError(status=400, code="invalid_request", message=message)
         end = one.first_token
     return None

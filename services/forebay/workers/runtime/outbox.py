@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from forebay.engine_model.model import Emitted, Finished, FirstToken, Load
+from forebay.engine_model.model import Emitted, EngineLoad, Finished, FirstTokenStep
 from forebay.events.base import U32_BYTES, Event
 from forebay.events.codec import encode
 from forebay.events.control import Command
@@ -34,11 +34,11 @@ from forebay.events.progress import (
     TransferFailed,
 )
 from forebay.events.tokens import (
-    AnswerError,
     AttemptStarted,
     Embedded,
     PrefilledBy,
     ResponseEnded,
+    ResponseError,
     TokenChunk,
     TokensEmitted,
     Usage,
@@ -92,7 +92,7 @@ class Outbox:
         self._block_size = spec.block_size
         self.cache = CacheEvents(spec, worker_epoch, partition)
         self._load_at_s = dict.fromkeys(spec.ranks, 0.0)
-        self._held: dict[int, Load] = {}
+        self._held: dict[int, EngineLoad] = {}
 
     def active(self, item: WorkItem) -> Active:
         """A request that begins."""
@@ -121,7 +121,7 @@ class Outbox:
         )
         return _draft(TOKENS, active.reply_slot, event)
 
-    def failure(self, active: Active, error: AnswerError) -> list[Draft]:
+    def failure(self, active: Active, error: ResponseError) -> list[Draft]:
         """The end of a request that did not go well: to the client, then to the owner.
 
         Why its prompt is not computed here is for the owner alone; likewise that it could not be encoded here, with
@@ -247,7 +247,7 @@ class Outbox:
         )
         return _draft(TOKENS, active.reply_slot, event)
 
-    def _began(self, active: Active, first: FirstToken, at_us: int) -> Draft:
+    def _began(self, active: Active, first: FirstTokenStep, at_us: int) -> Draft:
         event = FirstTokenEmitted(
             request_id=active.request_id,
             attempt=active.attempt,
@@ -376,14 +376,14 @@ class Outbox:
         at_us = _now_us()
         return [draft for rank, load in held.items() for draft in self._report(rank, load, at_us)]
 
-    def _load(self, rank: int, load: Load, at_us: int) -> list[Draft]:
+    def _load(self, rank: int, load: EngineLoad, at_us: int) -> list[Draft]:
         if time.monotonic() - self._load_at_s[rank] < LOAD_INTERVAL_S:
             self._held[rank] = load
             return []
         self._held.pop(rank, None)
         return self._report(rank, load, at_us)
 
-    def _report(self, rank: int, load: Load, at_us: int) -> list[Draft]:
+    def _report(self, rank: int, load: EngineLoad, at_us: int) -> list[Draft]:
         self._load_at_s[rank] = time.monotonic()
         event = LoadReported(
             worker_id=self._worker_id,

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from forebay.engine_model.model import Emitted, Finished, FirstToken, Load
+from forebay.engine_model.model import Emitted, EngineLoad, Finished, FirstTokenStep
 from forebay.events.base import pack_u32
-from forebay.events.tokens import AnswerError, TokenLogprob
+from forebay.events.tokens import ResponseError, TokenLogprob
 from forebay.events.transfer import Prefilled
 from forebay.events.work import WorkItem
 from forebay.workers.engine import CacheChange, Cleared, EngineBatch, Failed, NotFetched, PromptPrefilled, Vector
@@ -24,16 +24,16 @@ class RankBuffer:
 
     def __init__(self, rank: int, kv_blocks_total: int) -> None:
         self.rank = rank
-        self.load = self._idle = Load(0, 0, 0, kv_blocks_total)
+        self.load = self._idle = EngineLoad(0, 0, 0, kv_blocks_total)
         self.clears = 0  # how often the engine said that its cache is empty
-        self._told: Load | None = None
+        self._told: EngineLoad | None = None
         self._muted = False  # until the engine says that its cache is empty, which the index knows by then
         self._forget()
 
     def _forget(self) -> None:
         self._changes: list[CacheChange] = []
         self._chunks: dict[tuple[str, int], _Chunk] = {}
-        self._first_tokens: list[FirstToken] = []
+        self._first_tokens: list[FirstTokenStep] = []
         self._finished: list[Finished] = []
         self._failed: list[Failed] = []
         self._vectors: list[Vector] = []
@@ -59,7 +59,7 @@ class RankBuffer:
     def report(self, running: int, waiting: int, usage: float) -> None:
         """The statistics of a step; `usage` is the share of KV blocks in use."""
         total = self._idle.kv_blocks_total
-        self.load = Load(running, waiting, round(usage * total), total)
+        self.load = EngineLoad(running, waiting, round(usage * total), total)
 
     def changed(self, changes: Sequence[CacheChange]) -> None:
         """Changes of the cache, in order."""
@@ -95,7 +95,7 @@ class RankBuffer:
 
     def began(self, item: WorkItem, cached_tokens: int) -> None:
         """The prompt was computed."""
-        self._first_tokens.append(FirstToken(item.request_id, item.attempt, cached_tokens))
+        self._first_tokens.append(FirstTokenStep(item.request_id, item.attempt, cached_tokens))
 
     def embedded(self, item: WorkItem, packed: bytes) -> None:
         """The prompt's vector, packed f32."""
@@ -105,7 +105,7 @@ class RankBuffer:
         """A request got its last token."""
         self._finished.append(end)
 
-    def failed(self, item: WorkItem, error: AnswerError) -> None:
+    def failed(self, item: WorkItem, error: ResponseError) -> None:
         """A request has no, or no whole, answer."""
         self._failed.append(Failed(item.request_id, item.attempt, error))
 

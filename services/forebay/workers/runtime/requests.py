@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from forebay.core.state.reply_slot import Reply
+from forebay.core.state.reply_slot import ResponseState
 from forebay.events.fleet import WorkerSpec
-from forebay.events.tokens import AnswerError
+from forebay.events.tokens import ResponseError
 from forebay.events.work import ReleaseKv, WorkCancelled, WorkItem
 from forebay.transport.base import Draft, Log
 from forebay.workers.engine import EngineBatch, PromptPrefilled
@@ -162,12 +162,12 @@ class Orders:
                 self._feed.drop(active.fetched)  # it may never have been asked for
         return self._outbox.batch(batch, self.active)
 
-    def not_submitted(self, item: WorkItem, error: AnswerError | TransferError) -> None:
+    def not_submitted(self, item: WorkItem, error: ResponseError | TransferError) -> None:
         """The engine never gets an item: for good, or because its embeddings cannot be fetched."""
         active = self.active.get(item.request_id)
         if active is None or active.attempt != item.attempt:
             return
-        if isinstance(error, AnswerError):
+        if isinstance(error, ResponseError):
             self._drop(item)
             self._settle(active, self._outbox.failure(active, error))
         else:
@@ -191,7 +191,7 @@ class Orders:
         if item.prefilled is not None:
             self._feed.drop(item.prefilled)
 
-    def _go_on(self, later: Later, reply: Reply) -> None:
+    def _go_on(self, later: Later, reply: ResponseState) -> None:
         """What earlier attempts said is known: say the rest, if there is any and it is still wanted."""
         item, active = later.item, later.active
         if self.active.get(item.request_id) is not active:
@@ -210,23 +210,23 @@ class Orders:
         else:
             self._submit(item, active)
 
-    def _over(self, item: WorkItem, active: Active, reply: Reply) -> list[Draft] | None:
+    def _over(self, item: WorkItem, active: Active, reply: ResponseState) -> list[Draft] | None:
         """How a later attempt ends where there is nothing to go on with; None if it goes on."""
         outbox = self._outbox
         if reply.ended is not None:
             return outbox.ended_before(active, reply.ended)
-        if reply.is_void(active.attempt, active.owner_epoch):
+        if reply.is_stale(active.attempt, active.owner_epoch):
             self._counters.superseded += 1
             return []
         if reply.gap:
             message = f"the answer has a gap after {active.said} tokens"
-            return outbox.failure(active, AnswerError(status=502, code="tokens_missing", message=message))
+            return outbox.failure(active, ResponseError(status=502, code="tokens_missing", message=message))
         if active.said >= item.sampling.max_tokens:
             return outbox.complete(active)
         if active.said and item.sampling.structured is not None:
             # An engine holds what it generates to the structure from the first token on, not from the middle.
             message = f"its worker was lost after {active.said} tokens, and an answer with a structure cannot go on"
-            return outbox.failure(active, AnswerError(status=503, code="structure_interrupted", message=message))
+            return outbox.failure(active, ResponseError(status=503, code="structure_interrupted", message=message))
         return None
 
     def _submit(self, item: WorkItem, active: Active) -> None:
@@ -234,7 +234,7 @@ class Orders:
             self._feed.submit(item)
             return
         self._drop(item)
-        error = AnswerError(status=500, code="no_such_rank", message=no_such_rank(self._spec, item.rank))
+        error = ResponseError(status=500, code="no_such_rank", message=no_such_rank(self._spec, item.rank))
         self._settle(active, self._outbox.failure(active, error))
 
     def _settle(self, active: Active, drafts: list[Draft]) -> None:

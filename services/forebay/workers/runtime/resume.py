@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import msgspec
 
 from forebay.core.block_hashes import hash_seed, mm_hashes, sequence_hashes
-from forebay.core.state.reply_slot import Reply, apply
+from forebay.core.state.reply_slot import ResponseState, apply
 from forebay.events.base import pack_u32
 from forebay.events.codec import DecodeError, decode
 from forebay.events.tokens import TokenEvent
@@ -28,7 +28,7 @@ PAGE_RECORDS = 512  # each page is a round trip to a broker, and some millisecon
 SLICE_BYTES = 256 << 10  # some milliseconds of decoding between two chances for others to run
 
 Spawn = Callable[[Coroutine[None, None, None]], asyncio.Task[None]]
-OnFound = Callable[["Later", Reply], None]
+OnFound = Callable[["Later", ResponseState], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,14 +87,14 @@ class Resumer:
                 self._found(later, replies[later.item.request_id])
         del self._waiting[slot]
 
-    async def _read(self, slot: int, asked: list[Later]) -> dict[str, Reply]:
+    async def _read(self, slot: int, asked: list[Later]) -> dict[str, ResponseState]:
         """The answers as they stand once the attempts began, by request id."""
         offsets = await self._log.append([self._outbox.attempt_started(later.active) for later in asked])
         # Only from its own start on is a request's: the same id may have been used before.
         coming = sorted((later.item.reply_from, later.item.request_id) for later in asked)
         coming.reverse()
-        replies = {later.item.request_id: Reply() for later in asked}
-        begun: dict[str, Reply] = {}
+        replies = {later.item.request_id: ResponseState() for later in asked}
+        begun: dict[str, ResponseState] = {}
         begin, end = await self._log.begin(TOKENS.name, slot), offsets[-1] + 1
         for later in asked:
             # Retention took what may have been the start of its answer: that is a gap like any other.
@@ -119,7 +119,7 @@ class Resumer:
             await asyncio.sleep(0)
         return replies
 
-    def _apply(self, replies: dict[str, Reply], record: Record) -> None:
+    def _apply(self, replies: dict[str, ResponseState], record: Record) -> None:
         self._reading.bytes_read += len(record.value)
         try:
             event: TokenEvent = decode(TOKENS, record.value)

@@ -31,7 +31,7 @@ from forebay.events.fleet import (
     WorkerSpec,
     WorkerSuspect,
 )
-from forebay.events.tokens import AnswerError
+from forebay.events.tokens import ResponseError
 from forebay.events.topics import FLEET, work_topic
 from forebay.events.work import AnyWorkEvent, ReannounceCache, ReleaseKv, WorkCancelled, WorkerCommand, WorkItem
 from forebay.transport.base import Draft, Log, LogError, Record, Tail
@@ -376,7 +376,7 @@ class Worker:
         if drafts := epoch.outbox.cache.reannouncement(asked.rank, asked.above_seq):
             self._log.append_soon(drafts)
 
-    def _on_media_failed(self, item: WorkItem, error: AnswerError | TransferError) -> None:
+    def _on_media_failed(self, item: WorkItem, error: ResponseError | TransferError) -> None:
         if self._epoch is not None:
             self._epoch.orders.not_submitted(item, error)
 

@@ -1,9 +1,9 @@
 """Find the worker ranks that have room for another request.
 
 An engine queues every request that it cannot run yet, without a bound and in arrival order. A request in the router's
-queue can still go to any rank, be aborted in time, or be rejected. So the router sends a rank at most `max_num_seqs`
-requests plus a share of that number, the run-ahead. The run-ahead keeps the engine busy while the owner learns that a
-sequence has ended.
+queue can still go to any rank, be aborted in time, or be rejected. So the router sends a rank at most
+`max_num_seqs` requests plus a share of that number, the run-ahead. The run-ahead keeps the engine busy while the owner
+learns that a sequence has ended.
 
 An engine that is short of KV blocks or busy with prompts runs fewer sequences and reports how many requests wait. In
 that case at most the run-ahead may wait in the engine.
@@ -13,9 +13,9 @@ This module only reads the world. `forebay.core.dispatch` changes it.
 
 from dataclasses import dataclass, replace
 
-from forebay.core.routing.disaggregation import Prefill, computed_by, place_prefill
-from forebay.core.routing.router import find, must_wait
-from forebay.core.state.requests import Request
+from forebay.core.routing.disaggregation import PrefillPlan, decide_prefill, prefill_candidates
+from forebay.core.routing.router import find_candidates, must_queue
+from forebay.core.state.active_request import ActiveRequest
 from forebay.core.state.roster import Roster
 from forebay.core.world import World
 from forebay.events.control import PoolConfigured
@@ -25,40 +25,40 @@ QUEUED_PER_RANK_MIN = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class RoutingOptions:
     """Candidates for a new request at this moment.
 
     Attributes:
         roster: ranks that may generate the response. If the request must be queued, all eligible ranks.
         prefill: where the prompt is computed; None if the rank that generates the response always computes it.
-        waits: whether the request must be queued, because no candidate has room.
+        should_queue: whether the request must be queued, because no candidate has room.
     """
 
     roster: Roster
-    prefill: Prefill | None
-    waits: bool
+    prefill: PrefillPlan | None
+    should_queue: bool
 
 
-def place(world: World, pool: PoolConfigured, request: Request) -> Placement:
+def find_options(world: World, pool: PoolConfigured, request: ActiveRequest) -> RoutingOptions:
     """Return the candidates for a new request, and whether the request must be queued.
 
     Raises:
         Ineligible: no worker may take the request.
     """
-    everybody = find(world, pool, request)
-    roster = with_room(pool, everybody)
-    if roster is None or _all_promised(world, pool):
-        return Placement(everybody, placed(world, pool, request, everybody), waits=True)
-    prefill = placed(world, pool, request, roster)
-    waits = must_wait(*computed_by(pool, roster, prefill))
+    eligible = find_candidates(world, pool, request)
+    roster = ranks_with_room(pool, eligible)
+    if roster is None or _is_room_reserved(world, pool):
+        return RoutingOptions(eligible, plan_prefill(world, pool, request, eligible), should_queue=True)
+    prefill = plan_prefill(world, pool, request, roster)
+    should_queue = must_queue(*prefill_candidates(pool, roster, prefill))
     if prefill is not None and prefill.place.remote:
-        computing = with_room(prefill.pool, prefill.roster)
-        waits = waits or computing is None
+        computing = ranks_with_room(prefill.pool, prefill.roster)
+        should_queue = should_queue or computing is None
         prefill = replace(prefill, roster=computing or prefill.roster)
-    return Placement(roster, prefill, waits)
+    return RoutingOptions(roster, prefill, should_queue)
 
 
-def placed(world: World, pool: PoolConfigured, request: Request, roster: Roster) -> Prefill | None:
+def plan_prefill(world: World, pool: PoolConfigured, request: ActiveRequest, roster: Roster) -> PrefillPlan | None:
     """Decide where the prompt of a request is computed that `roster` may respond to.
 
     Returns:
@@ -68,11 +68,11 @@ def placed(world: World, pool: PoolConfigured, request: Request, roster: Roster)
     Raises:
         Ineligible: the prompt must be computed by a prefill worker, and none is eligible.
     """
-    apart = pool.role == "decode" and request.task == "generate"
-    return place_prefill(world, pool, request, roster) if apart else None
+    is_disaggregated = pool.role == "decode" and request.task == "generate"
+    return decide_prefill(world, pool, request, roster) if is_disaggregated else None
 
 
-def with_room(pool: PoolConfigured, roster: Roster) -> Roster | None:
+def ranks_with_room(pool: PoolConfigured, roster: Roster) -> Roster | None:
     """Return the ranks that have room for another request, or None if no rank has."""
     run_ahead = pool.router.queue.run_ahead
     if run_ahead is None:
@@ -80,29 +80,31 @@ def with_room(pool: PoolConfigured, roster: Roster) -> Roster | None:
     limits = roster.limits(run_ahead)
     found = [
         at
-        for at, (load, (most, waiting)) in enumerate(zip(roster.loads, limits, strict=True))
-        if load.active_requests < most and load.waiting <= waiting
+        for at, (load, (active_max, waiting_max)) in enumerate(zip(roster.loads, limits, strict=True))
+        if load.active_requests < active_max and load.waiting <= waiting_max
     ]
     return roster.only(found) if found else None
 
 
-def queue_bound(pool: PoolConfigured, roster: Roster) -> int | None:
+def queue_capacity(pool: PoolConfigured, roster: Roster) -> int | None:
     """Return how many requests may be queued in a pool with these ranks; None means no limit."""
     depth = pool.router.queue.depth
     if depth is None:
         return None
     if not depth:
         return 0
-    return sum(max(QUEUED_PER_RANK_MIN, int(depth * seat.worker.spec.max_num_seqs)) for seat in roster.seats)
+    return sum(max(QUEUED_PER_RANK_MIN, int(depth * candidate.worker.spec.max_num_seqs)) for candidate in roster.ranks)
 
 
-def _all_promised(world: World, pool: PoolConfigured) -> bool:
+def _is_room_reserved(world: World, pool: PoolConfigured) -> bool:
     """Return whether requests that are now encoded or prefilled elsewhere will need all the room of a pool."""
-    promised = world.requests.promised(pool.pool)
+    reserved = world.requests.count_before_response(pool.pool)
     run_ahead = pool.router.queue.run_ahead
-    if not promised or run_ahead is None:
+    if not reserved or run_ahead is None:
         return False
     roster = world.roster(pool.pool)
     limits = roster.limits(run_ahead)
-    room = sum(max(0, most - load.active_requests) for load, (most, _) in zip(roster.loads, limits, strict=True))
-    return promised >= room
+    room = sum(
+        max(0, active_max - load.active_requests) for load, (active_max, _) in zip(roster.loads, limits, strict=True)
+    )
+    return reserved >= room

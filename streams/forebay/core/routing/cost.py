@@ -24,7 +24,7 @@ from forebay.core.state.holder_bits import HolderKey
 from forebay.core.state.prefix_index import NO_OVERLAP, Overlap
 from forebay.core.state.roster import Roster
 from forebay.events.control import RouterConfig
-from forebay.events.decisions import Candidate, CostTerms
+from forebay.events.decisions import CostTerms, ScoredCandidate
 from forebay.events.requests import TaintWeight
 
 _DECIMAL = Context(prec=30)
@@ -90,10 +90,10 @@ class CostTable:
             taint_factor=1.0 if self.taint_factors is None else self.taint_factors[at],
         )
 
-    def candidate(self, at: int) -> Candidate:
+    def candidate(self, at: int) -> ScoredCandidate:
         """Return the candidate at position `at`, in the form of the journal."""
-        seat = self.roster.seats[at]
-        return Candidate(worker_id=seat.worker.spec.worker_id, rank=seat.rank, terms=self.terms(at))
+        candidate = self.roster.ranks[at]
+        return ScoredCandidate(worker_id=candidate.worker.spec.worker_id, rank=candidate.rank, terms=self.terms(at))
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,8 +197,8 @@ def _taint_factors(roster: Roster, preferred: Sequence[TaintWeight]) -> list[flo
     if not preferred:
         return None
     factors = []
-    for seat in roster.seats:
-        taints = seat.worker.spec.taints
+    for candidate in roster.ranks:
+        taints = candidate.worker.spec.taints
         weight = 0.0
         for wish in preferred:
             if wish.taint in taints:

@@ -12,11 +12,17 @@ from typing import TypeVar
 
 import msgspec
 
-from forebay.core.routing.disaggregation import decoders, is_kept, prefillers, prefilling, was_sent
+from forebay.core.routing.disaggregation import (
+    as_prefill_pool,
+    find_decode_candidates,
+    find_prefill_candidates,
+    has_kept_kv,
+    was_dispatched,
+)
 from forebay.core.routing.eligibility import Ineligible
-from forebay.core.routing.router import Choice, consider, find, find_again, must_wait
-from forebay.core.state.requests import Request
-from forebay.core.state.roster import Roster, Seat
+from forebay.core.routing.router import Selection, evaluate, find_candidates, find_retry_candidates, must_queue
+from forebay.core.state.active_request import ActiveRequest
+from forebay.core.state.roster import CandidateRank, Roster
 from forebay.core.world import World
 from forebay.events.control import BusyThresholds, DisaggConfig, PoolConfigured
 
@@ -34,7 +40,7 @@ BOOKED_FIELDS = (
     "session_ttl_s",
 )
 
-ByHand = TypeVar("ByHand", BusyThresholds, DisaggConfig)
+RuntimeSettings = TypeVar("RuntimeSettings", BusyThresholds, DisaggConfig)
 Alternative = Callable[[PoolConfigured], PoolConfigured]  # maps the recorded configuration to another
 
 
@@ -50,15 +56,15 @@ class Counterfactual:
             made without queueing.
     """
 
-    history: Choice
-    choice: Choice | None
+    history: Selection
+    choice: Selection | None
     refusal: Ineligible | None
     would_hold: bool
 
     @property
     def agrees(self) -> bool:
         """Whether both selected the same rank."""
-        return self.choice is not None and seat_of(self.choice).key == seat_of(self.history).key
+        return self.choice is not None and selected_rank(self.choice).key == selected_rank(self.history).key
 
     @property
     def regret_blocks(self) -> float | None:
@@ -70,7 +76,7 @@ class Counterfactual:
         if self.choice is None:
             return None
         table = self.choice.table
-        at = table.roster.positions.get(seat_of(self.history).key)
+        at = table.roster.positions.get(selected_rank(self.history).key)
         return None if at is None else table.costs[at] - table.costs[self.choice.at]
 
     @property
@@ -84,7 +90,7 @@ class Counterfactual:
         return self.history.table.overlap(self.history.at).device
 
 
-def counterfactual(world: World, pool: PoolConfigured, request: Request, history: Choice) -> Counterfactual:
+def counterfactual(world: World, pool: PoolConfigured, request: ActiveRequest, history: Selection) -> Counterfactual:
     """Return the selection that `pool`, an alternative configuration, would lead to.
 
     The stage is not reconsidered: if the prompt was sent to a prefill pool, only the rank in that pool is selected
@@ -99,31 +105,35 @@ def counterfactual(world: World, pool: PoolConfigured, request: Request, history
     if pool.role == "encode":  # no configuration changes the selection of an encode worker
         return Counterfactual(history, history, None, would_hold=False)
     # A prefill worker's view of a request counts prefill attempts only, so look at the request itself.
-    again = was_sent(world.requests.get(request.request_id) or request)
+    again = was_dispatched(world.requests.get(request.request_id) or request)
     try:
         pool, roster = _candidates(world, pool, request, again=again)
-        choice = consider(world, pool, request, roster)
+        choice = evaluate(world, pool, request, roster)
     except Ineligible as ineligible:
         return Counterfactual(history, None, ineligible, would_hold=False)
-    return Counterfactual(history, choice, None, would_hold=not again and must_wait(pool, roster))
+    return Counterfactual(history, choice, None, would_hold=not again and must_queue(pool, roster))
 
 
-def _candidates(world: World, pool: PoolConfigured, request: Request, *, again: bool) -> tuple[PoolConfigured, Roster]:
+def _candidates(
+    world: World, pool: PoolConfigured, request: ActiveRequest, *, again: bool
+) -> tuple[PoolConfigured, Roster]:
     """Return the effective pool and its candidates, as `forebay.core.dispatch` does. Raises Ineligible."""
     busy = _busy(world, pool)
     if pool.role == "prefill":
-        return prefilling(pool), prefillers(world, pool, request, busy, again=again)
-    if pool.role == "decode" and request.stage == "decode" and is_kept(request, world.now_us):
-        return pool, decoders(world, pool, request, busy)
-    return pool, find_again(world, pool, request) if again else find(world, pool, request, busy)
+        return as_prefill_pool(pool), find_prefill_candidates(world, pool, request, busy, again=again)
+    if pool.role == "decode" and request.stage == "decode" and has_kept_kv(request, world.now_us):
+        return pool, find_decode_candidates(world, pool, request, busy)
+    return pool, find_retry_candidates(world, pool, request) if again else find_candidates(world, pool, request, busy)
 
 
-def seat_of(choice: Choice) -> Seat:
+def selected_rank(choice: Selection) -> CandidateRank:
     """Return the selected rank."""
-    return choice.table.roster.seats[choice.at]
+    return choice.table.roster.ranks[choice.at]
 
 
-def changed_by_hand(alternative: ByHand, recorded: ByHand, by_hand: ByHand) -> ByHand:
+def merge_runtime_settings(
+    alternative: RuntimeSettings, recorded: RuntimeSettings, by_hand: RuntimeSettings
+) -> RuntimeSettings:
     """Return the settings an operator changed at run time, for a comparison with `alternative`.
 
     Fields that the alternative changes against `recorded` keep the alternative's value. All others keep the operator's.
@@ -133,7 +143,7 @@ def changed_by_hand(alternative: ByHand, recorded: ByHand, by_hand: ByHand) -> B
     return msgspec.structs.replace(by_hand, **changed)
 
 
-def booked_by_history(pool: PoolConfigured, alternative: PoolConfigured) -> list[str]:
+def changed_booking_fields(pool: PoolConfigured, alternative: PoolConfigured) -> list[str]:
     """Return the changed fields of `BOOKED_FIELDS`: a comparison shows their effect only in part."""
     ours, others = pool.router, alternative.router
     return [name for name in BOOKED_FIELDS if getattr(ours, name) != getattr(others, name)]
@@ -141,4 +151,4 @@ def booked_by_history(pool: PoolConfigured, alternative: PoolConfigured) -> list
 
 def _busy(world: World, pool: PoolConfigured) -> BusyThresholds | None:
     by_hand = world.busy.get(pool.pool)
-    return by_hand and changed_by_hand(pool.router.busy, world.pools[pool.pool].router.busy, by_hand)
+    return by_hand and merge_runtime_settings(pool.router.busy, world.pools[pool.pool].router.busy, by_hand)

@@ -14,9 +14,9 @@ from functools import lru_cache
 import msgspec
 
 from forebay.core.routing.eligibility import Ineligible
-from forebay.core.routing.encoding import shortened
-from forebay.core.routing.router import Choice, consider, find, find_again
-from forebay.core.state.requests import Request
+from forebay.core.routing.encoding import shorten_cause
+from forebay.core.routing.router import Selection, evaluate, find_candidates, find_retry_candidates
+from forebay.core.state.active_request import ActiveRequest
 from forebay.core.state.roster import Roster
 from forebay.core.world import World
 from forebay.events.control import BusyThresholds, DisaggConfig, PoolConfigured
@@ -24,27 +24,27 @@ from forebay.events.decisions import PrefillPlace, PrefillReason
 from forebay.events.requests import NO_HINTS, RouterOverride, RoutingHints
 
 # A prefill pool, its candidates, and the request as prefill workers see it.
-_Elsewhere = tuple[PoolConfigured, Roster, Request]
+_RemotePrefill = tuple[PoolConfigured, Roster, ActiveRequest]
 
 
 @dataclass(frozen=True, slots=True)
-class Prefill:
+class PrefillPlan:
     """Where a prompt is computed, and why.
 
     Attributes:
         place: decision and reason.
         pool: pool that computes the prompt; the decode pool itself if the decision is local.
         roster: candidates of that pool.
-        asked: request as that pool sees it.
+        request: request as that pool sees it.
     """
 
     place: PrefillPlace
     pool: PoolConfigured
     roster: Roster
-    asked: Request
+    request: ActiveRequest
 
 
-def place_prefill(world: World, pool: PoolConfigured, request: Request, roster: Roster) -> Prefill:
+def decide_prefill(world: World, pool: PoolConfigured, request: ActiveRequest, roster: Roster) -> PrefillPlan:
     """Apply the disaggregation policy to a request that `roster` of the decode pool `pool` may respond to.
 
     Raises:
@@ -52,56 +52,58 @@ def place_prefill(world: World, pool: PoolConfigured, request: Request, roster: 
     """
     config = world.disagg.get(pool.pool, pool.router.disagg)
     if request.begun:
-        return _local(pool, roster, request, "begun")
+        return _plan_local(pool, roster, request, "begun")
     if config.policy == "never":
-        return _local(pool, roster, request, "never")
-    if on_its_own(world, pool, request):
-        return _local(pool, roster, request, "failed")
-    elsewhere = _prefillers(world, pool, request)
+        return _plan_local(pool, roster, request, "never")
+    if must_compute_locally(world, pool, request):
+        return _plan_local(pool, roster, request, "failed")
+    elsewhere = _find_remote(world, pool, request)
     prefill = None if isinstance(elsewhere, Ineligible) else elsewhere
     place = PrefillPlace(remote=True, reason="always")
     if config.policy == "classic":
-        place = _by_length_and_queue(world, config, (pool, request, roster), prefill)
+        place = _apply_classic(world, config, (pool, request, roster), prefill)
     elif config.policy != "always":
-        place = _by_length_and_load(world, config, (pool, request, roster), prefill)
+        place = _apply_conditional(world, config, (pool, request, roster), prefill)
     if not place.remote:
-        return Prefill(place, pool, roster, request)
+        return PrefillPlan(place, pool, roster, request)
     if not isinstance(elsewhere, Ineligible):
-        return Prefill(place, *elsewhere)
+        return PrefillPlan(place, *elsewhere)
     if config.enforce:
         raise elsewhere
-    return _local(pool, roster, request, "prefill_busy" if elsewhere.reason == "busy" else "no_prefill_worker")
+    return _plan_local(pool, roster, request, "prefill_busy" if elsewhere.reason == "busy" else "no_prefill_worker")
 
 
-def computed_by(pool: PoolConfigured, roster: Roster, prefill: Prefill | None) -> tuple[PoolConfigured, Roster]:
+def prefill_candidates(
+    pool: PoolConfigured, roster: Roster, prefill: PrefillPlan | None
+) -> tuple[PoolConfigured, Roster]:
     """Return the pool that computes the prompt, and its candidates; `roster` of `pool` generates the response."""
     return (pool, roster) if prefill is None else (prefill.pool, prefill.roster)
 
 
-def not_prefilled(request: Request, cause: str | None) -> str:
+def prefill_failure_message(request: ActiveRequest, cause: str | None) -> str:
     """Return the abort message for a prompt that could not be computed remotely, or not fetched."""
-    why = "prefill workers were lost, or nobody came in time" if cause is None else shortened(cause)
+    why = "prefill workers were lost, or nobody came in time" if cause is None else shorten_cause(cause)
     return f"its prompt could not be computed and fetched in {max(request.attempt, request.prefills)} attempts: {why}"
 
 
-def enforced(world: World, pool: PoolConfigured, request: Request) -> bool:
+def requires_remote_prefill(world: World, pool: PoolConfigured, request: ActiveRequest) -> bool:
     """Return whether only the prefill pool may compute the prompt of this request."""
     config = world.disagg.get(pool.pool, pool.router.disagg)
     return pool.role == "decode" and config.enforce and config.policy != "never" and not request.begun
 
 
-def on_its_own(world: World, pool: PoolConfigured, request: Request) -> bool:
+def must_compute_locally(world: World, pool: PoolConfigured, request: ActiveRequest) -> bool:
     """Return whether the next worker computes the whole prompt itself, because remote attempts failed too often.
 
     The last attempt depends on no other worker, unless `enforce` is set.
     """
-    if pool.role != "decode" or enforced(world, pool, request):
+    if pool.role != "decode" or requires_remote_prefill(world, pool, request):
         return False
     return request.prefills >= pool.attempts_max or 0 < request.attempt >= pool.attempts_max - 1
 
 
-def as_prefilled(request: Request, pool: str) -> Request:
-    """Return the request as prefill workers see it: same prompt, session and adapter, but no choice of worker."""
+def as_prefill_request(request: ActiveRequest, pool: str) -> ActiveRequest:
+    """Return the request as prefill workers see it: same prompt, session and adapter, but no selection of worker."""
     hints = request.hints
     if hints is not NO_HINTS:
         override = hints.override
@@ -111,19 +113,19 @@ def as_prefilled(request: Request, pool: str) -> Request:
     return replace(request, pool=pool, hints=hints, attempt=request.prefills, stage="prefill")
 
 
-def as_decoded(request: Request) -> Request:
+def as_decode_request(request: ActiveRequest) -> ActiveRequest:
     """Return the request as a decode worker sees it that fetches the KV of the whole prompt."""
     return replace(request, hints=_decode_hints(request.hints), stage="decode")
 
 
 @lru_cache(maxsize=256)
-def prefilling(pool: PoolConfigured) -> PoolConfigured:
+def as_prefill_pool(pool: PoolConfigured) -> PoolConfigured:
     """Return a prefill pool with the settings it selects by: its workers have no active blocks."""
     return msgspec.structs.replace(pool, router=msgspec.structs.replace(pool.router, track_active_blocks=False))
 
 
-def prefillers(
-    world: World, pool: PoolConfigured, asked: Request, busy: BusyThresholds | None = None, *, again: bool
+def find_prefill_candidates(
+    world: World, pool: PoolConfigured, request: ActiveRequest, busy: BusyThresholds | None = None, *, again: bool
 ) -> Roster:
     """Return the candidates of a prefill pool for a request.
 
@@ -132,18 +134,20 @@ def prefillers(
     Args:
         world: current state.
         pool: prefill pool.
-        asked: request as prefill workers see it.
+        request: request as prefill workers see it.
         busy: busy thresholds to apply instead of those in force; None applies those in force.
         again: whether the request was sent to a worker before. Then busy workers are candidates, too.
 
     Raises:
         Ineligible: no worker may take the request.
     """
-    roster = find_again(world, pool, asked) if again else find(world, pool, asked, busy)
-    return _others(roster, asked.prefiller_id)
+    roster = find_retry_candidates(world, pool, request) if again else find_candidates(world, pool, request, busy)
+    return _without_worker(roster, request.prefiller_id)
 
 
-def decoders(world: World, pool: PoolConfigured, request: Request, busy: BusyThresholds | None = None) -> Roster:
+def find_decode_candidates(
+    world: World, pool: PoolConfigured, request: ActiveRequest, busy: BusyThresholds | None = None
+) -> Roster:
     """Return the ranks that may fetch the KV of a prompt and generate the response.
 
     On the first attempt these are the ranks a new request could get; if there are none, and on later attempts, every
@@ -160,18 +164,18 @@ def decoders(world: World, pool: PoolConfigured, request: Request, busy: BusyThr
     """
     if not request.attempt:
         try:
-            return find(world, pool, request, busy)
+            return find_candidates(world, pool, request, busy)
         except Ineligible:
             pass
-    return _others(find_again(world, pool, request), request.decoder_id)
+    return _without_worker(find_retry_candidates(world, pool, request), request.decoder_id)
 
 
-def is_kept(request: Request, now_us: int) -> bool:
+def has_kept_kv(request: ActiveRequest, now_us: int) -> bool:
     """Return whether a worker still keeps the KV of the prompt, as far as the owner knows."""
     return request.prefilled is not None and now_us < request.prefilled_due_us
 
 
-def was_sent(request: Request) -> bool:
+def was_dispatched(request: ActiveRequest) -> bool:
     """Return whether the request was ever sent to a worker, at any stage."""
     return request.attempt > 0 or request.encodings > 0 or request.prefills > 0
 
@@ -184,39 +188,39 @@ def _decode_hints(hints: RoutingHints) -> RoutingHints:
     return msgspec.structs.replace(hints, override=override)
 
 
-def _others(roster: Roster, had_it_last: str) -> Roster:
+def _without_worker(roster: Roster, had_it_last: str) -> Roster:
     """Return `roster` without one worker, or all of it if there is no other worker."""
     if not had_it_last:
         return roster
-    others = [at for at, seat in enumerate(roster.seats) if seat.worker.spec.worker_id != had_it_last]
-    return roster.only(others or list(range(len(roster.seats))))
+    others = [at for at, candidate in enumerate(roster.ranks) if candidate.worker.spec.worker_id != had_it_last]
+    return roster.only(others or list(range(len(roster.ranks))))
 
 
-def _local(pool: PoolConfigured, roster: Roster, request: Request, reason: PrefillReason) -> Prefill:
-    return Prefill(PrefillPlace(remote=False, reason=reason), pool, roster, request)
+def _plan_local(pool: PoolConfigured, roster: Roster, request: ActiveRequest, reason: PrefillReason) -> PrefillPlan:
+    return PrefillPlan(PrefillPlace(remote=False, reason=reason), pool, roster, request)
 
 
-def _prefillers(world: World, pool: PoolConfigured, request: Request) -> _Elsewhere | Ineligible:
+def _find_remote(world: World, pool: PoolConfigured, request: ActiveRequest) -> _RemotePrefill | Ineligible:
     """Return the prefill pool of a decode pool with its candidates, or the reason why there are none."""
     found = world.prefillers_of(pool)
     if found is None:
         return Ineligible("no_workers", f"no worker that computes prompts for the pool {pool.pool} is ready")
-    asked = as_prefilled(request, found.pool)
+    request = as_prefill_request(request, found.pool)
     try:
-        roster = prefillers(world, found, asked, again=was_sent(request))
+        roster = find_prefill_candidates(world, found, request, again=was_dispatched(request))
     except Ineligible as ineligible:
         return ineligible
-    return prefilling(found), roster, asked
+    return as_prefill_pool(found), roster, request
 
 
-def _by_length_and_queue(
+def _apply_classic(
     world: World,
     config: DisaggConfig,
-    decode: tuple[PoolConfigured, Request, Roster],
-    prefill: _Elsewhere | None,
+    decode: tuple[PoolConfigured, ActiveRequest, Roster],
+    prefill: _RemotePrefill | None,
 ) -> PrefillPlace:
     """Apply the policy `classic`."""
-    uncached, _ = _uncached(world, *decode)
+    uncached, _ = _count_uncached(world, *decode)
     loads = [] if prefill is None else prefill[1].loads
     waiting = sum([max(0, load.active_requests - 1) for load in loads])
     reason: PrefillReason = "long_prompt"
@@ -228,27 +232,27 @@ def _by_length_and_queue(
     return PrefillPlace(remote=remote, reason=reason, uncached_tokens=uncached, prefill_waiting=waiting)
 
 
-def _by_length_and_load(
+def _apply_conditional(
     world: World,
     config: DisaggConfig,
-    decode: tuple[PoolConfigured, Request, Roster],
-    prefill: _Elsewhere | None,
+    decode: tuple[PoolConfigured, ActiveRequest, Roster],
+    prefill: _RemotePrefill | None,
 ) -> PrefillPlace:
     """Apply the policies `isl_bounding`, `prefill_load` and `isl_or_load`, then the busy check of the decode worker."""
     request = decode[1]
-    uncached, choice = _uncached(world, *decode)
+    uncached, selection = _count_uncached(world, *decode)
     busy = None
     reason: PrefillReason = "prefill_idle"
     if config.policy != "prefill_load":
-        reason = _of_its_length(config, uncached, request.prompt_tokens)
+        reason = _classify_length(config, uncached, request.prompt_tokens)
     if reason != "short_prompt" and config.policy != "isl_bounding" and prefill is not None:
         busy = _prefill_is_busy(world, config, prefill)
         reason = "prefill_busy" if busy else reason
     remote = reason not in ("short_prompt", "prefill_busy")
     decode_busy = None
     if not remote and config.decode_busy_threshold is not None:
-        blocks = choice.table.roster.seats[choice.at].worker.spec.kv_blocks_total
-        decode_busy = choice.table.decode_blocks[choice.at] > config.decode_busy_threshold * blocks
+        blocks = selection.table.roster.ranks[selection.at].worker.spec.kv_blocks_total
+        decode_busy = selection.table.decode_blocks[selection.at] > config.decode_busy_threshold * blocks
         if decode_busy:
             remote, reason = True, "decode_busy"
     return PrefillPlace(
@@ -256,14 +260,16 @@ def _by_length_and_load(
     )
 
 
-def _uncached(world: World, pool: PoolConfigured, request: Request, roster: Roster) -> tuple[int, Choice]:
+def _count_uncached(
+    world: World, pool: PoolConfigured, request: ActiveRequest, roster: Roster
+) -> tuple[int, Selection]:
     """Return the prompt tokens that the selected decode worker would have to compute, and that selection."""
-    choice = consider(world, pool, request, roster)
-    cached = choice.table.overlap(choice.at).device * pool.block_size
-    return max(0, request.prompt_tokens - cached), choice
+    selection = evaluate(world, pool, request, roster)
+    cached = selection.table.overlap(selection.at).device * pool.block_size
+    return max(0, request.prompt_tokens - cached), selection
 
 
-def _of_its_length(config: DisaggConfig, uncached: int, prompt_tokens: int) -> PrefillReason:
+def _classify_length(config: DisaggConfig, uncached: int, prompt_tokens: int) -> PrefillReason:
     """Classify a prompt: it is short if its uncached part is small in tokens and as a share of the prompt."""
     if uncached >= config.eff_isl_threshold:
         return "long_prompt"
@@ -271,11 +277,11 @@ def _of_its_length(config: DisaggConfig, uncached: int, prompt_tokens: int) -> P
     return "short_prompt" if ratio < config.eff_isl_ratio_threshold else "uncached_prompt"
 
 
-def _prefill_is_busy(world: World, config: DisaggConfig, prefill: _Elsewhere) -> bool:
+def _prefill_is_busy(world: World, config: DisaggConfig, prefill: _RemotePrefill) -> bool:
     threshold = config.prefill_busy_threshold
     if threshold is None:
         return False
-    pool, roster, asked = prefill
-    choice = consider(world, pool, asked, roster)
-    seat = choice.table.roster.seats[choice.at]
-    return seat.load.prefill_tokens > threshold * seat.worker.spec.max_num_batched_tokens
+    pool, roster, request = prefill
+    selection = evaluate(world, pool, request, roster)
+    candidate = selection.table.roster.ranks[selection.at]
+    return candidate.load.prefill_tokens > threshold * candidate.worker.spec.max_num_batched_tokens

@@ -9,7 +9,7 @@ PinnedWorkerOverloaded are `no_eligible_worker` and `busy` here.
 """
 
 from forebay.core.state.fleet import Fleet
-from forebay.core.state.roster import Roster, Seat
+from forebay.core.state.roster import CandidateRank, Roster
 from forebay.events.control import BusyThresholds, PoolConfigured
 from forebay.events.decisions import RejectReason
 from forebay.events.requests import RoutingHints, Task
@@ -26,42 +26,42 @@ class Ineligible(Exception):
         self.reason = reason
 
 
-def eligible(
+def filter_eligible(
     roster: Roster, fleet: Fleet, pool: PoolConfigured, hints: RoutingHints, lora_name: str, task: Task
 ) -> Roster:
     """Return the ranks of `roster` that meet the requirements of a request. Raises Ineligible if there are none."""
-    _require_sense(hints, pool, fleet)
-    if not roster.seats:
+    _validate_hints(hints, pool, fleet)
+    if not roster.ranks:
         raise Ineligible("no_workers", f"no worker of the pool {pool.pool} is ready")
     if task in roster.tasks and not (hints.worker_id or hints.allowed_workers or hints.required_taints or lora_name):
         return roster
-    found = [at for at, seat in enumerate(roster.seats) if _meets(seat, hints, lora_name, task)]
+    found = [at for at, candidate in enumerate(roster.ranks) if _meets_requirements(candidate, hints, lora_name, task)]
     if not found:
-        wanted = _wanted(hints, lora_name, task)
+        wanted = _describe_requirements(hints, lora_name, task)
         raise Ineligible("no_eligible_worker", f"no ready worker of the pool {pool.pool} {wanted}")
     return roster.only(found)
 
 
-def demand(hints: RoutingHints, lora_name: str, task: Task) -> tuple[object, ...]:
+def requirements_key(hints: RoutingHints, lora_name: str, task: Task) -> tuple[object, ...]:
     """Return a key over the fields that decide which ranks may take a request; equal keys have equal candidates."""
     mode = None if hints.override is None else hints.override.mode
     who = hints.worker_id, hints.rank, hints.allowed_workers, hints.session_id
     return (*who, hints.required_taints, lora_name, task, mode)
 
 
-def not_busy(roster: Roster, thresholds: BusyThresholds, pool: str) -> Roster:
+def filter_not_busy(roster: Roster, thresholds: BusyThresholds, pool: str) -> Roster:
     """Return the ranks whose workers are not busy. Raises Ineligible if every worker is busy."""
     if thresholds == NO_THRESHOLDS:
         return roster
-    idle = {seat.worker.spec.worker_id: None for seat in roster.seats if not is_busy(seat, thresholds)}
+    idle = {candidate.worker.spec.worker_id: None for candidate in roster.ranks if not is_busy(candidate, thresholds)}
     if not idle:
         raise Ineligible("busy", f"every worker of the pool {pool} that may take the request is busy")
-    return roster.only([at for at, seat in enumerate(roster.seats) if seat.worker.spec.worker_id in idle])
+    return roster.only([at for at, candidate in enumerate(roster.ranks) if candidate.worker.spec.worker_id in idle])
 
 
-def is_busy(seat: Seat, thresholds: BusyThresholds) -> bool:
+def is_busy(candidate: CandidateRank, thresholds: BusyThresholds) -> bool:
     """Return whether a rank is above any threshold, by booked load or by its own load report."""
-    spec, load = seat.worker.spec, seat.load
+    spec, load = candidate.worker.spec, candidate.load
     share = thresholds.active_decode_blocks_threshold
     if share is not None:
         reported = load.reported
@@ -75,7 +75,7 @@ def is_busy(seat: Seat, thresholds: BusyThresholds) -> bool:
     return multiple is not None and load.prefill_tokens > multiple * spec.max_num_batched_tokens
 
 
-def all_over(roster: Roster, threshold: float) -> bool:
+def all_above_threshold(roster: Roster, threshold: float) -> bool:
     """Return whether every rank has more prefill tokens booked than `threshold` engine steps can compute."""
     # A plain loop: while requests are queued, this runs over all ranks at every event.
     for load, tokens in zip(roster.loads, roster.step_tokens, strict=True):
@@ -84,7 +84,7 @@ def all_over(roster: Roster, threshold: float) -> bool:
     return True
 
 
-def _require_sense(hints: RoutingHints, pool: PoolConfigured, fleet: Fleet) -> None:
+def _validate_hints(hints: RoutingHints, pool: PoolConfigured, fleet: Fleet) -> None:
     """Reject hints that contradict each other or name an unknown worker or rank."""
     name = hints.worker_id
     if not name:
@@ -104,11 +104,11 @@ def _require_sense(hints: RoutingHints, pool: PoolConfigured, fleet: Fleet) -> N
         raise Ineligible("unknown_worker", f"worker {name} has the ranks {ranks[0]} to {ranks[-1]}, not {hints.rank}")
 
 
-def _meets(seat: Seat, hints: RoutingHints, lora_name: str, task: Task) -> bool:
-    spec = seat.worker.spec
+def _meets_requirements(candidate: CandidateRank, hints: RoutingHints, lora_name: str, task: Task) -> bool:
+    spec = candidate.worker.spec
     if task not in spec.tasks:
         return False
-    if hints.worker_id and (spec.worker_id != hints.worker_id or hints.rank not in (None, seat.rank)):
+    if hints.worker_id and (spec.worker_id != hints.worker_id or hints.rank not in (None, candidate.rank)):
         return False
     if hints.allowed_workers and spec.worker_id not in hints.allowed_workers:
         return False
@@ -117,18 +117,18 @@ def _meets(seat: Seat, hints: RoutingHints, lora_name: str, task: Task) -> bool:
     return not lora_name or lora_name in spec.loras
 
 
-def _wanted(hints: RoutingHints, lora_name: str, task: Task) -> str:
+def _describe_requirements(hints: RoutingHints, lora_name: str, task: Task) -> str:
     wants = [] if task == "generate" else [f"can {task}"]
     if hints.worker_id:
         wants.append(f"is {hints.worker_id}")
     elif hints.allowed_workers:
-        wants.append("is one of " + _listed(hints.allowed_workers))
+        wants.append("is one of " + _format_names(hints.allowed_workers))
     if hints.required_taints:
-        wants.append("has the taints " + _listed(hints.required_taints))
+        wants.append("has the taints " + _format_names(hints.required_taints))
     if lora_name:
         wants.append(f"has the adapter {lora_name}")
     return " and ".join(wants)
 
 
-def _listed(names: tuple[str, ...]) -> str:
+def _format_names(names: tuple[str, ...]) -> str:
     return ", ".join(names[:NAMES_SHOWN]) + (", …" if len(names) > NAMES_SHOWN else "")

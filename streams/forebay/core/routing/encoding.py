@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import msgspec
 
-from forebay.core.routing.router import Choice, choose, effective
-from forebay.core.state.requests import Request
+from forebay.core.routing.router import Selection, apply_override, select
+from forebay.core.state.active_request import ActiveRequest
 from forebay.core.state.roster import Roster
 from forebay.core.world import World
 from forebay.events.control import PoolConfigured
@@ -20,7 +20,9 @@ LEAST_LOADED = RouterOverride(mode="least-loaded")
 CAUSE_CHARS_MAX = 500  # of a worker's error text in a journal record
 
 
-def encoders(world: World, pool: PoolConfigured, request: Request) -> tuple[PoolConfigured, Roster] | None:
+def find_encode_candidates(
+    world: World, pool: PoolConfigured, request: ActiveRequest
+) -> tuple[PoolConfigured, Roster] | None:
     """Return the encode pool for a request and its candidates, or None if the serving worker encodes the media itself.
 
     The worker of the last attempt is a candidate only if there is no other.
@@ -31,17 +33,17 @@ def encoders(world: World, pool: PoolConfigured, request: Request) -> tuple[Pool
     if found is None:
         return None
     encode_pool, roster = found
-    others = [at for at, seat in enumerate(roster.seats) if seat.worker.spec.worker_id != request.encoder_id]
-    return encode_pool, roster.only(others or list(range(len(roster.seats))))
+    others = [at for at, candidate in enumerate(roster.ranks) if candidate.worker.spec.worker_id != request.encoder_id]
+    return encode_pool, roster.only(others or list(range(len(roster.ranks))))
 
 
-def choose_encoder(world: World, pool: PoolConfigured, request: Request, roster: Roster) -> Choice:
+def select_encoder(world: World, pool: PoolConfigured, request: ActiveRequest, roster: Roster) -> Selection:
     """Select one of the ranks of an encode pool, at least one, and report it to `on_selection`. Raises Ineligible."""
-    by_load = msgspec.structs.replace(pool, router=effective(pool.router, LEAST_LOADED))
-    return choose(world, by_load, as_encoded(request, pool.pool), roster)
+    by_load = msgspec.structs.replace(pool, router=apply_override(pool.router, LEAST_LOADED))
+    return select(world, by_load, as_encode_request(request, pool.pool), roster)
 
 
-def as_encoded(request: Request, pool: str) -> Request:
+def as_encode_request(request: ActiveRequest, pool: str) -> ActiveRequest:
     """Return the request as an encode worker sees it: its media alone, without blocks or routing hints."""
     return replace(
         request,
@@ -56,13 +58,13 @@ def as_encoded(request: Request, pool: str) -> Request:
     )
 
 
-def not_encoded(request: Request, cause: str | None) -> str:
+def encode_failure_message(request: ActiveRequest, cause: str | None) -> str:
     """Return the abort message for media that could not be encoded or fetched."""
     attempts = max(request.attempt, request.encodings)
-    why = "encode workers were lost" if cause is None else shortened(cause)
+    why = "encode workers were lost" if cause is None else shorten_cause(cause)
     return f"its images or videos could not be encoded and fetched in {attempts} attempts: {why}"
 
 
-def shortened(cause: str) -> str:
+def shorten_cause(cause: str) -> str:
     """Return a worker's error text, shortened for a journal record."""
     return cause[:CAUSE_CHARS_MAX] or "no reason is told"

@@ -11,23 +11,23 @@ from typing import overload
 import msgspec
 
 from forebay.core.routing.cost import CostTable, Demand, cost_table
-from forebay.core.routing.eligibility import Ineligible, all_over, eligible, not_busy
+from forebay.core.routing.eligibility import Ineligible, all_above_threshold, filter_eligible, filter_not_busy
 from forebay.core.routing.policies import Candidate, PolicyUnusable, RoutingRequest, RoutingWorld, policy_class
+from forebay.core.state.active_request import ActiveRequest
 from forebay.core.state.holder_bits import HolderKey
 from forebay.core.state.prefix_index import NO_OVERLAP, Overlap
-from forebay.core.state.requests import Request
-from forebay.core.state.roster import Roster, doubted_roster_of, of_session
+from forebay.core.state.roster import Roster, session_roster, suspect_roster_of
 from forebay.core.world import World
 from forebay.events import decisions
 from forebay.events.control import BusyThresholds, PoolConfigured, RouterConfig
 from forebay.events.requests import RouterOverride
 
 NO_BLOCKS: Sequence[int] = ()
-NOBODY_READY = frozenset(("no_workers", "no_eligible_worker"))
+NO_READY_WORKER = frozenset(("no_workers", "no_eligible_worker"))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Choice:
+class Selection:
     """Selected candidate and the data that explains it.
 
     Attributes:
@@ -47,7 +47,7 @@ class Choice:
             return 1
         return self.table.costs.count(self.table.costs[self.at])
 
-    def runner_up(self) -> decisions.Candidate | None:
+    def runner_up(self) -> decisions.ScoredCandidate | None:
         """Return the candidate with the lowest cost among the others, or None if there is no other."""
         others = self.table.costs[: self.at] + self.table.costs[self.at + 1 :]
         if not others:
@@ -56,7 +56,9 @@ class Choice:
         return self.table.candidate(best + (best >= self.at))
 
 
-def find(world: World, pool: PoolConfigured, request: Request, busy: BusyThresholds | None = None) -> Roster:
+def find_candidates(
+    world: World, pool: PoolConfigured, request: ActiveRequest, busy: BusyThresholds | None = None
+) -> Roster:
     """Return the ranks that may take a new request: eligible, in the request's session, and not busy.
 
     Args:
@@ -69,99 +71,99 @@ def find(world: World, pool: PoolConfigured, request: Request, busy: BusyThresho
         Ineligible: no worker may take the request.
     """
     hints = request.hints
-    roster = eligible(world.roster(pool.pool), world.fleet, pool, hints, request.lora_name, request.task)
+    roster = filter_eligible(world.roster(pool.pool), world.fleet, pool, hints, request.lora_name, request.task)
     sticky = hints.session_id and pool.router.session_ttl_s
     bound = world.sessions.find(pool.pool, hints.session_id) if sticky else None
-    mine = None if bound is None or hints.worker_id else of_session(roster, bound)
+    mine = None if bound is None or hints.worker_id else session_roster(roster, bound)
     thresholds = busy or world.busy.get(pool.pool, pool.router.busy)
     if mine is None:
-        return not_busy(roster, thresholds, pool.pool)
+        return filter_not_busy(roster, thresholds, pool.pool)
     if pool.router.session_mode == "hard":
-        return not_busy(mine, thresholds, pool.pool)
-    others = not_busy(roster, thresholds, pool.pool)
+        return filter_not_busy(mine, thresholds, pool.pool)
+    others = filter_not_busy(roster, thresholds, pool.pool)
     threshold = pool.router.queue.threshold
-    mine = of_session(others, bound) if bound is not None else None
-    if mine is None or (threshold is not None and all_over(mine, threshold)):
+    mine = session_roster(others, bound) if bound is not None else None
+    if mine is None or (threshold is not None and all_above_threshold(mine, threshold)):
         return others
     return mine
 
 
-def find_doubted(world: World, pool: PoolConfigured, request: Request, refusal: Ineligible) -> Roster:
+def find_suspect_candidates(world: World, pool: PoolConfigured, request: ActiveRequest, refusal: Ineligible) -> Roster:
     """Return the ranks of suspect workers that could take a request once they renew their leases.
 
     Raises:
         Ineligible: `refusal`, if there is no such rank or if it has another reason than missing workers.
     """
-    if refusal.reason not in NOBODY_READY:
+    if refusal.reason not in NO_READY_WORKER:
         raise refusal
-    roster = doubted_roster_of(pool.pool, world.fleet, world.load)
+    roster = suspect_roster_of(pool.pool, world.fleet, world.load)
     try:
-        return eligible(roster, world.fleet, pool, request.hints, request.lora_name, request.task)
+        return filter_eligible(roster, world.fleet, pool, request.hints, request.lora_name, request.task)
     except Ineligible:
         raise refusal from None
 
 
-def find_again(world: World, pool: PoolConfigured, request: Request) -> Roster:
+def find_retry_candidates(world: World, pool: PoolConfigured, request: ActiveRequest) -> Roster:
     """Return the ranks that may take an accepted request again, regardless of load and session. Raises Ineligible."""
-    return eligible(world.roster(pool.pool), world.fleet, pool, request.hints, request.lora_name, request.task)
+    return filter_eligible(world.roster(pool.pool), world.fleet, pool, request.hints, request.lora_name, request.task)
 
 
-def must_wait(pool: PoolConfigured, roster: Roster) -> bool:
+def must_queue(pool: PoolConfigured, roster: Roster) -> bool:
     """Return whether every rank has too many prefill tokens to be sent another request."""
     threshold = pool.router.queue.threshold
-    return threshold is not None and all_over(roster, threshold)
+    return threshold is not None and all_above_threshold(roster, threshold)
 
 
-def choose(world: World, pool: PoolConfigured, request: Request, roster: Roster) -> Choice:
+def select(world: World, pool: PoolConfigured, request: ActiveRequest, roster: Roster) -> Selection:
     """Select one of the ranks, at least one, and report it to `on_selection`. Raises Ineligible if the policy fails."""
-    choice = consider(world, pool, request, roster)
-    if world.on_choice is not None:
-        world.on_choice(pool, request, choice)
-    return choice
+    selection = evaluate(world, pool, request, roster)
+    if world.on_selection is not None:
+        world.on_selection(pool, request, selection)
+    return selection
 
 
-def consider(world: World, pool: PoolConfigured, request: Request, roster: Roster) -> Choice:
+def evaluate(world: World, pool: PoolConfigured, request: ActiveRequest, roster: Roster) -> Selection:
     """Return the selection without reporting it. Raises Ineligible if the policy fails."""
     override = request.hints.override
-    config = pool.router if override is None else effective(pool.router, override)
+    config = pool.router if override is None else apply_override(pool.router, override)
     blocks = request.blocks if config.track_active_blocks else NO_BLOCKS
     demand = Demand(
         prompt_tokens=request.prompt_tokens,
         blocks=len(blocks),
         active=world.load.active_depths(blocks) if config.assume_kv_reuse else {},
-        overlaps=overlaps(world, pool, request.blocks),
+        overlaps=find_overlaps(world, pool, request.blocks),
         preferred_taints=request.hints.preferred_taints,
     )
     table = cost_table(config, pool.block_size, roster, demand)
-    return Choice(config, table, answer(*question(world, pool, request, config, table)))
+    return Selection(config, table, run_policy(*policy_input(world, pool, request, config, table)))
 
 
-def overlaps(world: World, pool: PoolConfigured, blocks: Sequence[int]) -> dict[HolderKey, Overlap]:
+def find_overlaps(world: World, pool: PoolConfigured, blocks: Sequence[int]) -> dict[HolderKey, Overlap]:
     """Return the cached blocks of a prompt by rank: the larger of KV events and of what was routed there."""
     found = world.index.overlaps(blocks) if pool.router.use_kv_events else {}
     for routed in (world.routed, world.predicted):
         if len(routed):
             for key, depth in routed.depths(blocks).items():
-                found[key] = _at_least(found.get(key, NO_OVERLAP), depth)
+                found[key] = _with_device_prefix(found.get(key, NO_OVERLAP), depth)
     return found
 
 
-def uncached_tokens(world: World, pool: PoolConfigured, request: Request, roster: Roster) -> int:
+def count_uncached_tokens(world: World, pool: PoolConfigured, request: ActiveRequest, roster: Roster) -> int:
     """Return the prompt tokens that even the candidate with the largest device overlap must compute."""
     positions = roster.positions
-    known = overlaps(world, pool, request.blocks)
+    known = find_overlaps(world, pool, request.blocks)
     best = max((overlap.device for key, overlap in known.items() if key in positions), default=0)
     return max(0, request.prompt_tokens - best * pool.block_size)
 
 
 @lru_cache(maxsize=256)
-def effective(config: RouterConfig, override: RouterOverride) -> RouterConfig:
+def apply_override(config: RouterConfig, override: RouterOverride) -> RouterConfig:
     """Return the pool's configuration with the fields that a request overrides."""
     changes = {name: getattr(override, name) for name in override.__struct_fields__}
     return msgspec.structs.replace(config, **{name: value for name, value in changes.items() if value is not None})
 
 
-def _at_least(overlap: Overlap, device: int) -> Overlap:
+def _with_device_prefix(overlap: Overlap, device: int) -> Overlap:
     """Return `overlap` with at least the first `device` blocks counted as on the device."""
     if device <= overlap.device:
         return overlap
@@ -170,8 +172,8 @@ def _at_least(overlap: Overlap, device: int) -> Overlap:
     return Overlap(device, on_host - device, on_disk - on_host)
 
 
-def question(
-    world: World, pool: PoolConfigured, request: Request, config: RouterConfig, table: CostTable
+def policy_input(
+    world: World, pool: PoolConfigured, request: ActiveRequest, config: RouterConfig, table: CostTable
 ) -> tuple[RoutingWorld, RoutingRequest]:
     """Return the input of a policy. Candidates are built on access from live load; copy them to keep them."""
     seen = RoutingWorld(
@@ -183,7 +185,7 @@ def question(
         world.turns.get(pool.pool, 0),
         world.now_us,
     )
-    asked = RoutingRequest(
+    routing_request = RoutingRequest(
         request.request_id,
         request.prompt_tokens,
         request.blocks,
@@ -192,18 +194,18 @@ def question(
         request.hints,
         request.lora_name,
     )
-    return seen, asked
+    return seen, routing_request
 
 
-def answer(seen: RoutingWorld, asked: RoutingRequest) -> int:
+def run_policy(seen: RoutingWorld, request: RoutingRequest) -> int:
     """Return the position that the configured policy selects. Raises Ineligible if the policy fails."""
     mode = seen.config.mode
     try:
-        at = policy_class(mode)().decide(seen, asked)
+        at = policy_class(mode)().decide(seen, request)
     except PolicyUnusable as unusable:
         raise Ineligible("policy_failed", str(unusable)) from unusable
     except (Exception, SystemExit) as error:  # a custom policy may fail in any way
-        raise Ineligible("policy_failed", f"the policy {mode} failed: {_fault(error)}") from error
+        raise Ineligible("policy_failed", f"the policy {mode} failed: {_describe_error(error)}") from error
     count = len(seen.costs)
     if type(at) is not int:
         raise Ineligible("policy_failed", f"the policy {mode} chose no position: {type(at).__name__}")
@@ -212,7 +214,7 @@ def answer(seen: RoutingWorld, asked: RoutingRequest) -> int:
     return at
 
 
-def _fault(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     """Return the type and line of an error.
 
     The text of the error is omitted: it would be stored on the log, and may contain object addresses.
@@ -250,11 +252,11 @@ class _Candidates(Sequence[Candidate]):
 
     def _make(self, at: int) -> Candidate:
         table = self._table
-        seat = table.roster.seats[at]
-        spec, load = seat.worker.spec, seat.load
+        candidate = table.roster.ranks[at]
+        spec, load = candidate.worker.spec, candidate.load
         return Candidate(
             worker_id=spec.worker_id,
-            rank=seat.rank,
+            rank=candidate.rank,
             overlap=table.overlap(at),
             prefill_tokens=load.prefill_tokens,
             decode_blocks=table.decode_blocks[at],

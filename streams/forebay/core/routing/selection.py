@@ -45,10 +45,10 @@ def softmax_weights(costs: Sequence[float], temperature: float) -> list[int]:
 def draw(weights: Sequence[int], seed: int) -> int:
     """Draw a position in proportion to the weights, using the 64-bit `seed`."""
     ends = list(accumulate(weights))
-    return bisect_right(ends, scaled(seed, ends[-1]))
+    return bisect_right(ends, scale_draw(seed, ends[-1]))
 
 
-def scaled(seed: int, end: int) -> int:
+def scale_draw(seed: int, end: int) -> int:
     """Draw an integer in [0, end) using the 64-bit `seed`; uniform to within one part in 2**64 / end."""
     return (mix64(seed) * end) >> 64
 

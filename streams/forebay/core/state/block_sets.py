@@ -20,12 +20,12 @@ from forebay.events.base import U64_MASK
 RUN_BLOCKS_MAX = 32  # bounds the work of splitting a run; longer runs would hardly speed up lookups
 
 
-class Run:
+class BlockRun:
     """Consecutive blocks with the same holders; every block is in exactly one run."""
 
     __slots__ = ("after", "before", "blocks", "mask")
-    before: "Run"
-    after: "Run"
+    before: "BlockRun"
+    after: "BlockRun"
 
     def __init__(self, blocks: "array[int]", mask: int) -> None:
         self.blocks = blocks
@@ -37,7 +37,7 @@ class Cursor:
 
     __slots__ = ("run",)
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: BlockRun) -> None:
         self.run = run
 
 
@@ -52,8 +52,8 @@ class BlockSets:
     __slots__ = ("_cursors", "_root", "_runs", "_sweep", "counts", "sums")
 
     def __init__(self) -> None:
-        self._runs: dict[int, Run] = {}
-        self._root = Run(array("Q"), 0)
+        self._runs: dict[int, BlockRun] = {}
+        self._root = BlockRun(array("Q"), 0)
         self._root.before = self._root.after = self._root
         self._cursors: list[Cursor] = []
         self._sweep: Cursor | None = None
@@ -75,7 +75,7 @@ class BlockSets:
         Returns:
             How many of the blocks the holder did not have before.
         """
-        rest = packed(blocks)
+        rest = as_block_array(blocks)
         get = self._runs.get
         at, end = 0, len(rest)
         added = total = 0
@@ -90,7 +90,7 @@ class BlockSets:
             if run is None:
                 listed, count = self._add_new(bit, rest[at : at + RUN_BLOCKS_MAX], parent)
             else:
-                begin, count = _stretch(rest, at, run.blocks)
+                begin, count = _match_run(rest, at, run.blocks)
                 listed = [] if run.mask & bit else self._give(run, begin, count, bit, parent)
             if listed:
                 added += len(listed)
@@ -104,7 +104,7 @@ class BlockSets:
 
     def remove(self, bit: int, blocks: Iterable[int]) -> int:
         """Remove blocks from the holder `bit` and return how many it had; arrays of type "Q" are the fastest input."""
-        rest = packed(blocks)
+        rest = as_block_array(blocks)
         get = self._runs.get
         at, end = 0, len(rest)
         removed = total = 0
@@ -116,10 +116,10 @@ class BlockSets:
                 continue
             theirs = run.blocks
             if theirs[-1] == block:  # caches evict the last block of a sequence first
-                count = _ending(rest, at, theirs)
+                count = _match_reversed_suffix(rest, at, theirs)
                 begin = len(theirs) - count
             else:
-                begin, count = _stretch(rest, at, theirs)
+                begin, count = _match_run(rest, at, theirs)
             removed += count
             total += self._take(run, begin, count, bit)
             at += count
@@ -132,7 +132,7 @@ class BlockSets:
         run = self._runs.get(block)
         return run is not None and bool(run.mask & bit)
 
-    def drops(self, query: Sequence[int], among: int, start: int = 0) -> list[tuple[int, int]]:
+    def match_depths(self, query: Sequence[int], among: int, start: int = 0) -> list[tuple[int, int]]:
         """Return at which depth each holder stops matching the query.
 
         Args:
@@ -145,11 +145,11 @@ class BlockSets:
         """
         get = self._runs.get
         found: list[tuple[int, int]] = []
-        asked = packed(query)
+        query = as_block_array(query)
         alive = among
-        at, end = start, len(asked)
+        at, end = start, len(query)
         while alive and at < end:
-            run = get(asked[at])
+            run = get(query[at])
             if run is None:
                 break
             kept = alive & run.mask
@@ -158,10 +158,10 @@ class BlockSets:
                 alive = kept
             blocks = run.blocks
             after = at + len(blocks)
-            if after == at + 1 or asked[at:after] == blocks:
+            if after == at + 1 or query[at:after] == blocks:
                 at = after
                 continue
-            at += _stretch(asked, at, blocks)[1]  # the query enters the run after its start or leaves before its end
+            at += _match_run(query, at, blocks)[1]  # the query enters the run after its start or leaves before its end
         if alive:
             found.append((at, alive))
         return found
@@ -176,7 +176,7 @@ class BlockSets:
         self._cursors.append(cursor)
         return cursor
 
-    def next_run(self, cursor: Cursor) -> Run | None:
+    def next_run(self, cursor: Cursor) -> BlockRun | None:
         """Return the run at the cursor and advance the cursor; None at the end. The caller must not change the run."""
         run = cursor.run
         if run is self._root:
@@ -234,7 +234,7 @@ class BlockSets:
         listed = blocks.tolist()
         count = len(listed)
         joined = self._joinable(parent, bit, count)
-        run = joined or Run(blocks, bit)
+        run = joined or BlockRun(blocks, bit)
         known = len(runs)
         # `setdefault` looks up and stores each block in one operation. Usually all blocks are new and distinct.
         owners = list(map(runs.setdefault, listed, repeat(run)))
@@ -256,13 +256,13 @@ class BlockSets:
         """Add one block that no holder has."""
         run = self._joinable(parent, bit, 1)
         if run is None:
-            run = Run(array("Q", (block,)), bit)
+            run = BlockRun(array("Q", (block,)), bit)
             self._link_new(run)
         else:
             run.blocks.append(block)
         self._runs[block] = run
 
-    def _give(self, run: Run, begin: int, count: int, bit: int, parent: int | None) -> list[int]:
+    def _give(self, run: BlockRun, begin: int, count: int, bit: int, parent: int | None) -> list[int]:
         """Add a holder to a part of a run; return the blocks of that part."""
         if count < len(run.blocks):
             run = self._cut(run, begin, count)
@@ -279,7 +279,7 @@ class BlockSets:
             self._runs.update(dict.fromkeys(blocks, joined))
         return blocks.tolist()
 
-    def _take(self, run: Run, begin: int, count: int, bit: int) -> int:
+    def _take(self, run: BlockRun, begin: int, count: int, bit: int) -> int:
         """Remove one of the holders from a part of a run; return the sum of the blocks of that part."""
         if run.mask == bit:
             return self._forget(run, begin, begin + count)
@@ -297,7 +297,7 @@ class BlockSets:
             self._unlink(run)
         return sum(listed)
 
-    def _forget(self, run: Run, begin: int, end: int) -> int:
+    def _forget(self, run: BlockRun, begin: int, end: int) -> int:
         """Remove blocks of a run that no holder has any more; return their sum."""
         runs, blocks = self._runs, run.blocks
         listed = blocks[begin:end].tolist()
@@ -307,21 +307,21 @@ class BlockSets:
             self._unlink(run)
         else:
             if begin and end < len(blocks):
-                self._place(Run(blocks[end:], run.mask), run)
+                self._place(BlockRun(blocks[end:], run.mask), run)
                 end = len(blocks)
             del blocks[begin:end]
         return sum(listed)
 
-    def _cut(self, run: Run, begin: int, count: int) -> Run:
+    def _cut(self, run: BlockRun, begin: int, count: int) -> BlockRun:
         """Split a part off a run, and link it next to the remainder."""
         blocks = run.blocks
         after = begin + count
-        cut = Run(blocks[begin:after], run.mask)
+        cut = BlockRun(blocks[begin:after], run.mask)
         if begin:
             self._place(cut, run)
             run.blocks = blocks[:begin]
             if after < len(blocks):
-                self._place(Run(blocks[after:], run.mask), cut)
+                self._place(BlockRun(blocks[after:], run.mask), cut)
         else:
             self._place(cut, run.before)
             run.blocks = blocks[after:]
@@ -330,27 +330,27 @@ class BlockSets:
                     cursor.run = cut
         return cut
 
-    def _joinable(self, parent: int | None, mask: int, count: int) -> Run | None:
+    def _joinable(self, parent: int | None, mask: int, count: int) -> BlockRun | None:
         """Return the parent's run, if `count` blocks with these holders can be appended to it."""
         run = None if parent is None else self._runs.get(parent)
         if run is None or run.mask != mask or len(run.blocks) + count > RUN_BLOCKS_MAX or run.blocks[-1] != parent:
             return None
         return run
 
-    def _place(self, run: Run, before: Run) -> None:
+    def _place(self, run: BlockRun, before: BlockRun) -> None:
         self._link(run, before)
         self._runs.update(dict.fromkeys(run.blocks, run))
 
-    def _link_new(self, run: Run) -> None:
+    def _link_new(self, run: BlockRun) -> None:
         # The blocks are new, so cursors may skip them. Link them behind open cursors, or a traversal might never end.
         self._link(run, self._root if self._cursors else self._root.before)
 
-    def _link(self, run: Run, before: Run) -> None:
+    def _link(self, run: BlockRun, before: BlockRun) -> None:
         after = before.after
         run.before, run.after = before, after
         before.after = after.before = run
 
-    def _unlink(self, run: Run) -> None:
+    def _unlink(self, run: BlockRun) -> None:
         for cursor in self._cursors:
             if cursor.run is run:
                 cursor.run = run.after
@@ -358,19 +358,19 @@ class BlockSets:
         before.after, after.before = after, before
 
 
-def _stretch(asked: "array[int]", at: int, blocks: "array[int]") -> tuple[int, int]:
-    """Return where the block `asked[at]` is in `blocks`, and for how many blocks both sequences agree from there."""
-    begin = 0 if blocks[0] == asked[at] else blocks.index(asked[at])
-    theirs = asked[at : at + len(blocks) - begin]
+def _match_run(query: "array[int]", at: int, blocks: "array[int]") -> tuple[int, int]:
+    """Return where the block `query[at]` is in `blocks`, and for how many blocks both sequences agree from there."""
+    begin = 0 if blocks[0] == query[at] else blocks.index(query[at])
+    theirs = query[at : at + len(blocks) - begin]
     ours = blocks[begin : begin + len(theirs)]
     if ours == theirs:
         return begin, len(ours)
     return begin, next(number for number, (one, other) in enumerate(zip(ours, theirs, strict=True)) if one != other)
 
 
-def _ending(asked: "array[int]", at: int, blocks: "array[int]") -> int:
+def _match_reversed_suffix(query: "array[int]", at: int, blocks: "array[int]") -> int:
     """Return how many blocks from the end of `blocks`, in reverse order, the query has from `at` on; at least one."""
-    theirs = asked[at : at + len(blocks)]
+    theirs = query[at : at + len(blocks)]
     count = len(theirs)
     if count > 1:
         theirs.reverse()
@@ -380,7 +380,7 @@ def _ending(asked: "array[int]", at: int, blocks: "array[int]") -> int:
     return count
 
 
-def packed(blocks: Iterable[int]) -> "array[int]":
+def as_block_array(blocks: Iterable[int]) -> "array[int]":
     """Return blocks as an array of type "Q", the same object if it is one.
 
     Raises OverflowError for values beyond u64.
@@ -388,7 +388,7 @@ def packed(blocks: Iterable[int]) -> "array[int]":
     return blocks if type(blocks) is array else array("Q", blocks)
 
 
-def bits_of(mask: int) -> list[int]:
+def split_bits(mask: int) -> list[int]:
     """Return the single bits of a mask, lowest first."""
     bits = []
     while mask:

@@ -15,8 +15,9 @@ import msgspec
 from msgspec.msgpack import encode
 from xxhash import xxh3_64_intdigest
 
-from forebay.core.state.recent_ids import RememberedIds
-from forebay.core.state.requests import REMEMBER_US, id_hash
+from forebay.core.state.active_request import id_hash
+from forebay.core.state.recent_ids import RecentIds
+from forebay.core.state.requests import REMEMBER_US
 from forebay.core.state_machine import IllegalTransition
 from forebay.events.base import U64_MASK
 from forebay.events.control import Command
@@ -32,7 +33,7 @@ TOO_LONG = "what it answered is left out: the answers to this command are too lo
 
 
 @dataclass(slots=True)
-class Pending:
+class PendingCommand:
     """Command in flight.
 
     Attributes:
@@ -74,34 +75,34 @@ class Pending:
         return xxh3_64_intdigest(encode(outcome), self.term)
 
 
-class Commands:
+class PendingCommands:
     """Commands in flight by id, and hashes of the ids of recently ended commands."""
 
     def __init__(self) -> None:
-        self._pending: dict[str, Pending] = {}
-        self._remembered = RememberedIds()
+        self._pending: dict[str, PendingCommand] = {}
+        self._remembered = RecentIds()
         self._sum = 0
 
     def __len__(self) -> int:
         """Return the number of commands in flight."""
         return len(self._pending)
 
-    def get(self, command_id: str) -> Pending | None:
+    def get(self, command_id: str) -> PendingCommand | None:
         """Return the command with this id if it is in flight."""
         return self._pending.get(command_id)
 
-    def pending(self) -> list[Pending]:
+    def pending(self) -> list[PendingCommand]:
         """Return all commands in flight, in log order."""
         return sorted(self._pending.values(), key=lambda one: one.offset)
 
-    def nonce_known(self, command_id: str) -> int | None:
+    def known_nonce(self, command_id: str) -> int | None:
         """Return the nonce this id was used with before, or None for a new id."""
         pending = self._pending.get(command_id)
         return self._remembered.get(id_hash(command_id)) if pending is None else pending.nonce
 
-    def add(self, pending: Pending) -> None:
+    def add(self, pending: PendingCommand) -> None:
         """Add a new command; its id must be new, and at least one worker must have it pending."""
-        assert self.nonce_known(pending.command_id) is None
+        assert self.known_nonce(pending.command_id) is None
         assert pending.open
         self._pending[pending.command_id] = pending
         self._sum += pending.digest()
@@ -110,7 +111,7 @@ class Commands:
         """Remember the id of a command that ended at once."""
         self._remembered.add(id_hash(command_id), nonce, now_us + REMEMBER_US)
 
-    def answer(self, event: CommandDone | CommandRefused) -> Pending:
+    def apply_response(self, event: CommandDone | CommandRefused) -> PendingCommand:
         """Apply a worker's response to a command, and return the command.
 
         Raises:
@@ -131,7 +132,7 @@ class Commands:
                 assert_never(event)
         return pending
 
-    def leave(self, worker_id: str, worker_epoch: int) -> list[Pending]:
+    def drop_worker(self, worker_id: str, worker_epoch: int) -> list[PendingCommand]:
         """Set the outcome of everything a lost worker has pending to `left`.
 
         Return the commands affected, in log order.
@@ -140,11 +141,11 @@ class Commands:
         for pending in self.pending():
             outcome = pending.outcomes.get(worker_id)
             if outcome is not None and outcome.worker_epoch == worker_epoch and outcome.status == "pending":
-                self._give_up(pending, outcome, "left", LEFT)
+                self._set_failed(pending, outcome, "left", LEFT)
                 left.append(pending)
         return left
 
-    def expired(self, now_us: int) -> list[Pending]:
+    def expired(self, now_us: int) -> list[PendingCommand]:
         """Set outcomes that are pending past their deadline to `timed_out`.
 
         Return these commands, for the caller to end.
@@ -153,10 +154,10 @@ class Commands:
         for pending in due:
             for outcome in list(pending.outcomes.values()):
                 if outcome.status == "pending":
-                    self._give_up(pending, outcome, "timed_out", LATE)
+                    self._set_failed(pending, outcome, "timed_out", LATE)
         return due
 
-    def end(self, pending: Pending, now_us: int) -> None:
+    def end(self, pending: PendingCommand, now_us: int) -> None:
         """Remove a command that is pending nowhere, and remember its id for a while."""
         assert not pending.open
         del self._pending[pending.command_id]
@@ -195,7 +196,7 @@ class Commands:
         match chunk:
             case CommandState():
                 self.add(
-                    Pending(
+                    PendingCommand(
                         command_id=chunk.command_id,
                         nonce=chunk.nonce,
                         offset=chunk.offset,
@@ -210,12 +211,12 @@ class Commands:
             case _:
                 assert_never(chunk)
 
-    def _give_up(
-        self, pending: Pending, outcome: CommandOutcome, status: Literal["left", "timed_out"], message: str
+    def _set_failed(
+        self, pending: PendingCommand, outcome: CommandOutcome, status: Literal["left", "timed_out"], message: str
     ) -> None:
         self._settle(pending, msgspec.structs.replace(outcome, status=status, message=message))
 
-    def _settle(self, pending: Pending, outcome: CommandOutcome) -> None:
+    def _settle(self, pending: PendingCommand, outcome: CommandOutcome) -> None:
         """Record the outcome of one worker."""
         if pending.chars + _chars(outcome) > TEXT_CHARS_MAX:
             outcome = msgspec.structs.replace(outcome, loras=(), message=TOO_LONG)
@@ -230,5 +231,5 @@ def _chars(outcome: CommandOutcome) -> int:
     return len(outcome.message) + sum(map(len, outcome.loras))
 
 
-def _deadline(pending: Pending) -> tuple[int, int]:
+def _deadline(pending: PendingCommand) -> tuple[int, int]:
     return pending.due_us, pending.offset

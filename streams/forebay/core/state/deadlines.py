@@ -17,15 +17,15 @@ class Deadlines:
         self._holds = holds
         self._heap: list[Deadline] = []
 
-    def add(self, deadline: Deadline, under_way: int) -> None:
-        """Add a deadline. The heap has at most twice as many entries as there are active requests, `under_way`."""
+    def add(self, deadline: Deadline, active_requests: int) -> None:
+        """Add a deadline. The heap stays bounded by twice the number of `active_requests`."""
         heap = self._heap
         heappush(heap, deadline)
-        if len(heap) > 2 * under_way + SPARE:
+        if len(heap) > 2 * active_requests + SPARE:
             heap[:] = filter(self._holds, heap)
             heapify(heap)
 
-    def sooner(self, due_us: int | None) -> int | None:
+    def earliest(self, due_us: int | None) -> int | None:
         """Return the earliest deadline if it is before `due_us`, else `due_us`."""
         heap = self._heap
         # Called for every event. Check for stale entries only if the first entry would change the result.

@@ -60,7 +60,7 @@ TRANSITIONS: dict[WorkerPhase, dict[type[WorkerFact], WorkerPhase]] = {
 
 
 @dataclass(slots=True)
-class Worker:
+class FleetWorker:
     """Worker in the fleet.
 
     Attributes:
@@ -83,7 +83,7 @@ class Worker:
 
 
 @dataclass(frozen=True, slots=True)
-class Ingress:
+class FleetIngress:
     """Ingress with a lease, in one incarnation."""
 
     ingress_id: str
@@ -95,27 +95,27 @@ class Fleet:
     """Workers by id, and the ingresses that hold leases."""
 
     def __init__(self) -> None:
-        self._workers: dict[str, Worker] = {}
-        self._ingresses: dict[str, Ingress] = {}
+        self._workers: dict[str, FleetWorker] = {}
+        self._ingresses: dict[str, FleetIngress] = {}
         self._owner_epoch = -1
         self._sum = 0
 
     def __len__(self) -> int:
         return len(self._workers)
 
-    def get(self, worker_id: str) -> Worker | None:
+    def get(self, worker_id: str) -> FleetWorker | None:
         """Return the worker with this id if it is in the fleet."""
         return self._workers.get(worker_id)
 
-    def workers(self) -> list[Worker]:
+    def workers(self) -> list[FleetWorker]:
         """Return all workers in order of worker id."""
         return [self._workers[worker_id] for worker_id in sorted(self._workers)]
 
-    def ingresses(self) -> list[Ingress]:
+    def ingresses(self) -> list[FleetIngress]:
         """Return the ingresses that have leases, in order of ingress id."""
         return [self._ingresses[ingress_id] for ingress_id in sorted(self._ingresses)]
 
-    def apply(self, event: AnyFleetEvent, offset: int) -> Worker | None:
+    def apply(self, event: AnyFleetEvent, offset: int) -> FleetWorker | None:
         """Apply the event at `offset` of the topic, and return the worker it is about, if any.
 
         Raises:
@@ -140,7 +140,7 @@ class Fleet:
             case _:
                 assert_never(event)
 
-    def load(self, worker_id: str, worker_epoch: int, loras: tuple[str, ...]) -> bool:
+    def set_loras(self, worker_id: str, worker_epoch: int, loras: tuple[str, ...]) -> bool:
         """Set the adapters a worker has loaded, and return whether they changed.
 
         Raises:
@@ -175,9 +175,9 @@ class Fleet:
         for one in self.ingresses():
             yield IngressState(ingress_id=one.ingress_id, incarnation=one.incarnation, lease_ttl_ms=one.lease_ttl_ms)
 
-    def restore(self, chunk: WorkerState) -> Worker:
+    def restore(self, chunk: WorkerState) -> FleetWorker:
         """Add one worker of a snapshot."""
-        worker = Worker(
+        worker = FleetWorker(
             chunk.spec,
             chunk.lease,
             chunk.slot,
@@ -192,7 +192,7 @@ class Fleet:
 
     def restore_ingress(self, chunk: IngressState) -> None:
         """Add one ingress of a snapshot."""
-        self._add_ingress(Ingress(chunk.ingress_id, chunk.incarnation, chunk.lease_ttl_ms))
+        self._add_ingress(FleetIngress(chunk.ingress_id, chunk.incarnation, chunk.lease_ttl_ms))
 
     def restore_owner(self, owner_epoch: int) -> None:
         """Set the newest owner epoch from a snapshot."""
@@ -203,11 +203,13 @@ class Fleet:
         """Newest owner epoch that was announced; -1 before the first."""
         return self._owner_epoch
 
-    def _join(self, event: WorkerJoined, offset: int) -> Worker:
+    def _join(self, event: WorkerJoined, offset: int) -> FleetWorker:
         worker_id = event.spec.worker_id
         if worker_id in self._workers:
             raise IllegalTransition(f"worker {worker_id} is already in the fleet")
-        worker = Worker(event.spec, event.lease, event.slot, offset, event.from_offset, lease_ttl_ms=event.lease_ttl_ms)
+        worker = FleetWorker(
+            event.spec, event.lease, event.slot, offset, event.from_offset, lease_ttl_ms=event.lease_ttl_ms
+        )
         self._workers[worker_id] = worker
         self._sum += _term(worker)
         return worker
@@ -215,9 +217,9 @@ class Fleet:
     def _join_ingress(self, event: IngressJoined) -> None:
         if event.ingress_id in self._ingresses:
             raise IllegalTransition(f"ingress {event.ingress_id} is already in the fleet")
-        self._add_ingress(Ingress(event.ingress_id, event.incarnation, event.lease_ttl_ms))
+        self._add_ingress(FleetIngress(event.ingress_id, event.incarnation, event.lease_ttl_ms))
 
-    def _add_ingress(self, ingress: Ingress) -> None:
+    def _add_ingress(self, ingress: FleetIngress) -> None:
         self._ingresses[ingress.ingress_id] = ingress
         self._sum += _ingress_term(ingress)
 
@@ -230,7 +232,7 @@ class Fleet:
         del self._ingresses[event.ingress_id]
         self._sum -= _ingress_term(ingress)
 
-    def _move(self, event: WorkerSuspect | WorkerRecovered | WorkerDraining | WorkerLost) -> Worker:
+    def _move(self, event: WorkerSuspect | WorkerRecovered | WorkerDraining | WorkerLost) -> FleetWorker:
         worker = self._workers.get(event.worker_id)
         if worker is None or worker.worker_epoch != event.worker_epoch:
             raise IllegalTransition(f"worker {event.worker_id} is not in the fleet in epoch {event.worker_epoch}")
@@ -248,12 +250,12 @@ class Fleet:
         return worker
 
 
-def _term(worker: Worker) -> int:
+def _term(worker: FleetWorker) -> int:
     place = f"{worker.lease}\0{worker.slot}\0{worker.worker_epoch}\0{worker.from_offset}"
     text = f"{place}\0{worker.phase}\0{worker.lease_ttl_ms}\0"
     # Encode a map, not a struct: the header of an encoded struct depends on how many fields the type has.
     return xxh3_64_intdigest(text.encode() + encode(msgspec.to_builtins(worker.spec)))
 
 
-def _ingress_term(ingress: Ingress) -> int:
+def _ingress_term(ingress: FleetIngress) -> int:
     return xxh3_64_intdigest(f"ingress\0{ingress.ingress_id}\0{ingress.incarnation}\0{ingress.lease_ttl_ms}".encode())

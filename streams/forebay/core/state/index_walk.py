@@ -11,13 +11,13 @@ from typing import NamedTuple
 
 import msgspec
 
-from forebay.core.state.block_sets import RUN_BLOCKS_MAX, BlockSets, Cursor, bits_of
+from forebay.core.state.block_sets import RUN_BLOCKS_MAX, BlockSets, Cursor, split_bits
 from forebay.events.base import U64_BYTES, pack_u64
 from forebay.events.kv import AnyKvEvent, CacheCleared, Tier
 from forebay.events.snapshots import IndexBlocks, IndexChanges
 
-WALK_CHUNK_HASHES = 16_384  # 128 KiB: a chunk is copied, encoded and written in one call
-PIECE_BYTES = WALK_CHUNK_HASHES * U64_BYTES  # of one event in `IndexChanges`; larger events are split
+SCAN_CHUNK_HASHES = 16_384  # 128 KiB: a chunk is copied, encoded and written in one call
+PIECE_BYTES = SCAN_CHUNK_HASHES * U64_BYTES  # of one event in `IndexChanges`; larger events are split
 EVENT_BYTES = 256  # upper bound of an event's size beside its hashes and its worker id
 REMEMBERED_MASKS_MAX = 1_024  # more than there are holders; a few megabytes at most
 NAME_BYTES = 4  # maximum per character in UTF-8
@@ -37,7 +37,7 @@ class _Chunk(NamedTuple):
     hashes: bytearray
 
 
-class Walk:
+class IndexScan:
     """Scan over all blocks of an index."""
 
     def __init__(
@@ -106,7 +106,7 @@ class Walk:
                 self._open[key] = bytearray(written)
             else:
                 hashes += written
-                if len(hashes) > (WALK_CHUNK_HASHES - RUN_BLOCKS_MAX) * U64_BYTES:
+                if len(hashes) > (SCAN_CHUNK_HASHES - RUN_BLOCKS_MAX) * U64_BYTES:
                     self._fill(key, self._open.pop(key))
             cost += RUN_BLOCKS_MAX
         return cost
@@ -117,7 +117,7 @@ class Walk:
         if numbers is None:
             if len(self._numbers) == REMEMBERED_MASKS_MAX:
                 self._numbers.clear()
-            numbers = self._numbers[mask] = [bit.bit_length() - 1 for bit in bits_of(mask)]
+            numbers = self._numbers[mask] = [bit.bit_length() - 1 for bit in split_bits(mask)]
         return numbers
 
     def _fill(self, key: tuple[Tier, int], hashes: bytearray) -> None:
@@ -125,7 +125,7 @@ class Walk:
         self._full.append(_Chunk(self._holder_of(1 << number), tier, hashes))
 
 
-class Changes:
+class ChangeBuffer:
     """KV events that were applied during a scan, in chunks."""
 
     def __init__(self) -> None:

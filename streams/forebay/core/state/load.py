@@ -20,7 +20,7 @@ from typing import assert_never
 
 from xxhash import xxh3_64_intdigest
 
-from forebay.core.state.block_sets import packed
+from forebay.core.state.block_sets import as_block_array
 from forebay.core.state.holder_bits import HolderKey
 from forebay.events.base import U64_BYTES, U64_MASK, pack_u64, unpack_u64
 from forebay.events.metrics import LoadReported
@@ -86,7 +86,7 @@ class _Node:
 
 
 @dataclass(slots=True, eq=False)
-class _Booked:
+class _ActiveBooking:
     """Booking of one request on a rank.
 
     `own` is the number of blocks that no other request of the rank holds, `weight` their weight in 1/65536.
@@ -108,7 +108,7 @@ class _Booked:
     term: int = 0  # its current contribution to the digest
 
 
-class Load:
+class FleetLoad:
     """Booked and reported load of every rank in the fleet.
 
     A booking ends with its request, at the request's deadline at the latest. Bookings have no expiry of their own.
@@ -116,8 +116,8 @@ class Load:
 
     def __init__(self) -> None:
         self._ranks: dict[HolderKey, RankLoad] = {}
-        self._booked: dict[str, _Booked] = {}
-        self._tickets: dict[int, _Booked] = {}
+        self._booked: dict[str, _ActiveBooking] = {}
+        self._tickets: dict[int, _ActiveBooking] = {}
         self._last_ticket = 0
         self._root = _Node(array("Q"))
         self._sum = 0
@@ -175,7 +175,7 @@ class Load:
         assert request_id not in self._booked, "a request has one booking"
         rank = self._ranks[key]
         self._last_ticket += 1
-        booked = _Booked(
+        booked = _ActiveBooking(
             request_id,
             key,
             rank,
@@ -193,7 +193,7 @@ class Load:
         rank.active_requests += 1
         self._compute(rank, prefill_tokens)
         if reuse:
-            self._hold(booked, packed(blocks))
+            self._hold(booked, as_block_array(blocks))
         else:
             booked.own = len(blocks)
         _weigh(rank, booked.own * BLOCK_UNITS)
@@ -255,7 +255,7 @@ class Load:
 
         Arrays of type "Q" are the fastest input.
         """
-        wanted = packed(query)
+        wanted = as_block_array(query)
         depths: dict[HolderKey, int] = {}
         node, at = self._root, 0
         while at < len(wanted):
@@ -329,13 +329,13 @@ class Load:
         self._sum += term - rank.reported_term
         rank.reported, rank.reported_term = reported, term
 
-    def _sum_up(self, booked: _Booked) -> None:
+    def _sum_up(self, booked: _ActiveBooking) -> None:
         """Update the digest for a booking that changed."""
         term = _booking_term(booked)
         self._sum += term - booked.term
         booked.term = term
 
-    def _hold(self, booked: _Booked, blocks: "array[int]") -> None:
+    def _hold(self, booked: _ActiveBooking, blocks: "array[int]") -> None:
         """Add a request to the nodes of its prompt, splitting the node that it matches partly."""
         node, at = self._root, 0
         while at < len(blocks):
@@ -352,7 +352,7 @@ class Load:
             node = child
         booked.leaf = node
 
-    def _refer(self, node: _Node, booked: _Booked) -> None:
+    def _refer(self, node: _Node, booked: _ActiveBooking) -> None:
         count_before = node.references.get(booked.key, 0)
         size = len(node.blocks)
         if not count_before:
@@ -365,7 +365,7 @@ class Load:
         node.references[booked.key] = count_before + _ONE + booked.ticket
         node.requests += 1
 
-    def _unrefer(self, node: _Node, booked: _Booked) -> None:
+    def _unrefer(self, node: _Node, booked: _ActiveBooking) -> None:
         count_left = node.references[booked.key] - _ONE - booked.ticket
         node.requests -= 1
         if not count_left:
@@ -377,7 +377,7 @@ class Load:
             owner.own += len(node.blocks)
             _weigh(booked.rank, len(node.blocks) * (owner.weight - BLOCK_UNITS))
 
-    def _release(self, booked: _Booked) -> None:
+    def _release(self, booked: _ActiveBooking) -> None:
         """Remove a request from the nodes of its prompt, joining nodes that only it kept separate."""
         node = booked.leaf
         while node.parent is not None:
@@ -426,7 +426,7 @@ def _weigh(rank: RankLoad, units: int) -> None:
     rank.decode_blocks = rank.units / BLOCK_UNITS
 
 
-def _booking_term(booked: _Booked) -> int:
+def _booking_term(booked: _ActiveBooking) -> int:
     worker_id, rank = booked.key
     text = (
         f"{booked.request_id}\0{worker_id}\0{rank}\0{booked.prefill_tokens}\0{len(booked.packed)}"

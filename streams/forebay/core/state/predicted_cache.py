@@ -13,7 +13,7 @@ from itertools import groupby
 
 from xxhash import xxh3_64_intdigest
 
-from forebay.core.state.block_sets import BlockSets, packed
+from forebay.core.state.block_sets import BlockSets, as_block_array
 from forebay.core.state.holder_bits import HolderBits, HolderKey
 from forebay.events.base import U64_MASK, array_u64, pack_u64
 from forebay.events.snapshots import CHUNK_HASHES_MAX, RoutedBlocks
@@ -114,7 +114,7 @@ class RoutedIndex:
         Holders without any are omitted. Arrays of type "Q" are the fastest input.
         """
         found: dict[HolderKey, int] = {}
-        for depth, mask in self._sets.drops(query, self._bits.live):
+        for depth, mask in self._sets.match_depths(query, self._bits.live):
             if depth:
                 found.update(dict.fromkeys(self._bits.keys_of(mask), depth))
         return found
@@ -147,10 +147,10 @@ class RoutedIndex:
         self._add(self._holders[chunk.worker_id, chunk.rank], array_u64(chunk.sequence_hashes), chunk.due_us)
 
     def _add(self, holder: _Holder, blocks: Sequence[int], due_us: int) -> None:
-        asked = packed(blocks)
+        query = as_block_array(blocks)
         batch = _Batch(holder, due_us)
         batches = holder.batches
-        placed = dict.fromkeys(asked, batch)
+        placed = dict.fromkeys(query, batch)
         longer = array("Q")
         for old, group in groupby(placed, batches.get):
             if old is None:
@@ -172,7 +172,7 @@ class RoutedIndex:
             holder.live += 1
             heappush(self._heap, (due_us, self._number, batch))
             self._number += 1
-            self._sets.add(holder.bit, asked)
+            self._sets.add(holder.bit, query)
         if self._bits.sweeping:
             self._bits.sweep()
         self._tidy()

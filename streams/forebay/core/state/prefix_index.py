@@ -2,7 +2,7 @@
 
 Every (worker, rank) in the fleet is a holder with a bit. Clearing or losing a holder retires its bit in constant time.
 The events of each holder have consecutive sequence numbers. Lower numbers are redeliveries and have no effect. A
-missing number means that the content of the cache is no longer known. The worker is then asked to re-announce its
+missing number means that the content of the cache is no longer known. The worker is then query to re-announce its
 cache: it sends `CacheCleared` and the blocks it has.
 """
 
@@ -13,9 +13,9 @@ from typing import NamedTuple, assert_never, get_args
 
 from xxhash import xxh3_64_intdigest
 
-from forebay.core.state.block_sets import BlockSets, packed
+from forebay.core.state.block_sets import BlockSets, as_block_array
 from forebay.core.state.holder_bits import HolderBits, HolderKey
-from forebay.core.state.index_walk import Changes, HolderEpoch, Walk
+from forebay.core.state.index_walk import ChangeBuffer, HolderEpoch, IndexScan
 from forebay.events.base import array_u64
 from forebay.events.kv import AnyKvEvent, BlocksRemoved, BlocksStored, CacheCleared, KvEvent, Tier
 from forebay.events.snapshots import IndexBlocks, IndexChanges, IndexCursor
@@ -68,8 +68,8 @@ class PrefixIndex:
         self._ranks: Counter[str] = Counter()  # number of ranks by worker
         self._tiers: dict[Tier, BlockSets] = {tier: BlockSets() for tier in TIERS}
         self._bits = HolderBits(list(self._tiers.values()))
-        self._walk: Walk | None = None
-        self._changes: Changes | None = None
+        self._scan: IndexScan | None = None
+        self._changes: ChangeBuffer | None = None
 
     def add_holder(self, worker_id: str, rank: int, worker_epoch: int) -> None:
         """Add a rank with an empty cache, replacing an earlier epoch of it. An epoch must not be added twice."""
@@ -86,7 +86,7 @@ class PrefixIndex:
                 del self._ranks[worker_id]
             self._retire(holder)
 
-    def is_news(self, event: AnyKvEvent) -> bool:
+    def is_new(self, event: AnyKvEvent) -> bool:
         """Return whether the event is from a known rank in its current epoch and was not applied before."""
         holder = self._holders.get((event.worker_id, event.rank))
         return holder is not None and event.worker_epoch == holder.worker_epoch and event.seq > holder.last_seq
@@ -131,7 +131,7 @@ class PrefixIndex:
         return self._gap(holder, event, expected) if seq != expected or holder.resync else None
 
     def resyncing(self) -> list[IndexCursor]:
-        """Return the ranks whose workers were asked to re-announce their cache, in order."""
+        """Return the ranks whose workers were query to re-announce their cache, in order."""
         return [cursor for cursor in self.cursors() if cursor.resync]
 
     def overlaps(self, query: Sequence[int]) -> dict[HolderKey, Overlap]:
@@ -140,13 +140,13 @@ class PrefixIndex:
         Arrays of type "Q" are the fastest input.
         """
         device, host, disk = self._tiers.values()
-        asked = packed(query)
+        query = as_block_array(query)
         if not (host or disk):
-            return self._only_on_device(device.drops(asked, self._bits.live))
+            return self._only_on_device(device.match_depths(query, self._bits.live))
         found: dict[HolderKey, Overlap] = {}
-        for on_device, at_device in device.drops(asked, self._bits.live):
-            for on_host, at_host in host.drops(asked, at_device, on_device):
-                for on_disk, at_disk in disk.drops(asked, at_host, on_host):
+        for on_device, at_device in device.match_depths(query, self._bits.live):
+            for on_host, at_host in host.match_depths(query, at_device, on_device):
+                for on_disk, at_disk in disk.match_depths(query, at_host, on_host):
                     if on_disk:
                         overlap = Overlap(on_device, on_host - on_device, on_disk - on_host)
                         found.update(dict.fromkeys(self._bits.keys_of(at_disk), overlap))
@@ -184,31 +184,31 @@ class PrefixIndex:
                 resync=holder.resync,
             )
 
-    def begin_walk(self) -> Walk:
+    def begin_scan(self) -> IndexScan:
         """Start a scan of all blocks.
 
         Only one can be active. Events applied from now on are recorded for `end_scan`.
         """
-        assert self._walk is None, "one walk at a time"
-        self._walk = self._new_walk()
-        self._changes = Changes()
-        return self._walk
+        assert self._scan is None, "one scan at a time"
+        self._scan = self._new_scan()
+        self._changes = ChangeBuffer()
+        return self._scan
 
-    def end_walk(self) -> list[IndexChanges]:
+    def end_scan(self) -> list[IndexChanges]:
         """End a completed scan, and return the events since `begin_scan`, to be restored after what the scan saw."""
-        assert self._walk is not None, "a walk is on"
+        assert self._scan is not None, "a scan is on"
         assert self._changes is not None, "its changes are kept"
-        assert self._walk.done, "it saw everything"
+        assert self._scan.done, "it saw everything"
         changes = self._changes.chunks()
-        self._walk = self._changes = None
+        self._scan = self._changes = None
         return changes
 
     def snapshot(self) -> Iterator[IndexCursor | IndexBlocks]:
         """Yield a cursor per holder, then all blocks. No event may be applied meanwhile."""
         yield from self.cursors()
-        walk = self._new_walk()
-        while not walk.done:
-            yield from walk.advance(1)
+        scan = self._new_scan()
+        while not scan.done:
+            yield from scan.advance(1)
 
     def restore(self, chunk: IndexCursor | IndexBlocks | IndexChanges) -> None:
         """Apply one chunk of a snapshot: first all cursors, then blocks, then changes in order.
@@ -246,11 +246,11 @@ class PrefixIndex:
 
     def _retire(self, holder: _Holder) -> None:
         self._bits.retire(holder.bit)
-        if self._walk is not None:
-            self._walk.forget(holder.bit)
+        if self._scan is not None:
+            self._scan.forget(holder.bit)
 
-    def _new_walk(self) -> Walk:
-        return Walk(self._tiers, lambda: self._bits.live, self._epoch_of)
+    def _new_scan(self) -> IndexScan:
+        return IndexScan(self._tiers, lambda: self._bits.live, self._epoch_of)
 
     def _epoch_of(self, bit: int) -> HolderEpoch:
         worker_id, rank = self._bits.key_of(bit)

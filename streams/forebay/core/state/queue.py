@@ -23,14 +23,14 @@ from forebay.events.base import U64_MASK
 from forebay.events.control import DEFAULT_CLASS, QueueClass, QueueConfig, QueuePolicy
 from forebay.events.snapshots import ClassDeficit, QueueTurns
 
-LOOK_PAST_MAX = 16  # requirements per line that are tried before the line waits; each try looks at every rank
+OFFERS_PER_LINE_MAX = 16  # requirements per line that are tried before the line waits; each try looks at every rank
 _US = 1_000_000
 # Fractions with denominators below 2**63 differ by more than 2**-126. Scaled by 2**128, integers keep their order.
 _SCALE_BITS = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class QueuedRequest:
     """Queued request.
 
     Attributes:
@@ -59,7 +59,7 @@ class Held:
         return max(1, self.uncached_tokens)
 
 
-_Entry = tuple[int, int, int, Held]
+_Entry = tuple[int, int, int, QueuedRequest]
 
 
 @dataclass(slots=True)
@@ -73,9 +73,9 @@ class _Line:
     waiting: dict[tuple[object, ...], list[_Entry]] = field(default_factory=dict)
     heads: list[_Entry] = field(default_factory=list)
 
-    def push(self, held: Held) -> None:
-        entry = (*_order(self.policy, held), held)
-        alike = self.waiting.setdefault(held.demand, [])
+    def push(self, queued: QueuedRequest) -> None:
+        entry = (*_order(self.policy, queued), queued)
+        alike = self.waiting.setdefault(queued.demand, [])
         insort(alike, entry)
         self.size += 1
         if alike[0] is entry:
@@ -83,9 +83,9 @@ class _Line:
                 del self.heads[bisect_left(self.heads, alike[1])]
             insort(self.heads, entry)
 
-    def remove(self, held: Held) -> None:
-        alike = self.waiting[held.demand]
-        at = bisect_left(alike, _order(self.policy, held))
+    def remove(self, queued: QueuedRequest) -> None:
+        alike = self.waiting[queued.demand]
+        at = bisect_left(alike, _order(self.policy, queued))
         gone = alike.pop(at)
         self.size -= 1
         if not at:
@@ -93,27 +93,27 @@ class _Line:
             if alike:
                 insort(self.heads, alike[0])
             else:
-                del self.waiting[held.demand]
+                del self.waiting[queued.demand]
         if not self.size:
             self.deficit = 0  # an empty line does not save up credit
 
-    def all(self) -> Iterator[Held]:
+    def all(self) -> Iterator[QueuedRequest]:
         return (one[-1] for alike in self.waiting.values() for one in alike)
 
-    def in_order(self) -> list[Held]:
-        return sorted(self.all(), key=lambda held: _order(self.policy, held))
+    def in_order(self) -> list[QueuedRequest]:
+        return sorted(self.all(), key=lambda queued: _order(self.policy, queued))
 
-    def offer(self, may_go: Callable[[Held], bool]) -> Held | None:
-        first = (one[-1] for one in islice(self.heads, LOOK_PAST_MAX))
-        return next(filter(may_go, first), None)
+    def offer(self, is_dispatchable: Callable[[QueuedRequest], bool]) -> QueuedRequest | None:
+        first = (one[-1] for one in islice(self.heads, OFFERS_PER_LINE_MAX))
+        return next(filter(is_dispatchable, first), None)
 
-    def earn(self, held: Held) -> bool:
+    def take_turn(self, queued: QueuedRequest) -> bool:
         """Give the line its turn; return whether its deficit covers this request then."""
         # Add the quantum only if the deficit is too low. Otherwise a line that often has no offer would save up credit
         # without bound.
-        if held.cost > self.deficit:
+        if queued.cost > self.deficit:
             self.deficit += self.kind.quantum
-        return held.cost <= self.deficit
+        return queued.cost <= self.deficit
 
 
 @dataclass(slots=True)
@@ -133,12 +133,12 @@ class Queues:
 
     def __init__(self) -> None:
         self._pools: dict[str, _Pool] = {}
-        self._held: dict[str, tuple[str, Held]] = {}
+        self._queued: dict[str, tuple[str, QueuedRequest]] = {}
         self._sum = 0
 
     def __len__(self) -> int:
         """Return the number of queued requests in all pools."""
-        return len(self._held)
+        return len(self._queued)
 
     def configure(self, pool: str, config: QueueConfig) -> None:
         """Set the queue configuration of a pool.
@@ -156,50 +156,50 @@ class Queues:
             return
         deficits = {_key(line.kind): line.deficit for line in old.lines}
         served = _key(old.lines[old.turn].kind)
-        for held in (held for line in old.lines for held in line.all()):
-            self._line(new, held).push(held)
+        for queued in (queued for line in old.lines for queued in line.all()):
+            self._line(new, queued).push(queued)
         for at, line in enumerate(lines):
             if line.size:
                 line.deficit = deficits.get(_key(line.kind), 0)
             if _key(line.kind) == served:
                 new.turn = at
 
-    def push(self, pool: str, held: Held) -> None:
+    def push(self, pool: str, queued: QueuedRequest) -> None:
         """Add a request to the queue of a pool, which was configured before."""
-        assert held.request_id not in self._held, "a request waits once"
-        self._line(self._pools[pool], held).push(held)
-        self._held[held.request_id] = (pool, held)
-        self._sum += _term(pool, held)
+        assert queued.request_id not in self._queued, "a request waits once"
+        self._line(self._pools[pool], queued).push(queued)
+        self._queued[queued.request_id] = (pool, queued)
+        self._sum += _term(pool, queued)
 
     def remove(self, request_id: str) -> bool:
         """Remove a cancelled or expired request. Returns False if it was not queued."""
-        if request_id not in self._held:
+        if request_id not in self._queued:
             return False
-        pool, held = self._held[request_id]
-        self._forget(self._line(self._pools[pool], held), pool, held)
+        pool, queued = self._queued[request_id]
+        self._forget(self._line(self._pools[pool], queued), pool, queued)
         return True
 
-    def serve(self, pool: str, may_go: Callable[[Held], bool]) -> Held | None:
+    def serve(self, pool: str, is_dispatchable: Callable[[QueuedRequest], bool]) -> QueuedRequest | None:
         """Remove and return the next request that can be dispatched; return None and change nothing if there is none.
 
-        `may_go` returns whether a rank would take a request, which depends on its requirements alone. It is called at
-        most `LOOK_PAST_MAX` times per line, in serving order, and never twice for the same requirements of a line.
+        `is_dispatchable` returns whether a rank would take a request, which depends on its requirements alone. It is
+        called at most `OFFERS_PER_LINE_MAX` times per line, in serving order, and once per requirement of a line.
         """
         state = self._pools[pool]
-        found = _next(state, may_go)
+        found = _next(state, is_dispatchable)
         if found is None:
             return None
-        at, held = found
+        at, queued = found
         state.turn = at
-        state.lines[at].deficit -= held.cost
-        self._forget(state.lines[at], pool, held)
-        return held
+        state.lines[at].deficit -= queued.cost
+        self._forget(state.lines[at], pool, queued)
+        return queued
 
     def waiting(self, pool: str) -> int:
         """Return how many requests are queued in a pool."""
         return sum(line.size for line in self._pools[pool].lines)
 
-    def in_order(self, pool: str) -> list[tuple[QueueClass, list[Held]]]:
+    def in_order(self, pool: str) -> list[tuple[QueueClass, list[QueuedRequest]]]:
         """Return the queue classes of a pool in configured order, each with its requests from first to last."""
         return [(line.kind, line.in_order()) for line in self._pools[pool].lines]
 
@@ -236,14 +236,14 @@ class Queues:
             line.deficit = one.deficit
 
     @staticmethod
-    def _line(state: _Pool, held: Held) -> _Line:
-        kind = class_of(state.config, held.policy_class, held.uncached_tokens)
+    def _line(state: _Pool, queued: QueuedRequest) -> _Line:
+        kind = class_of(state.config, queued.policy_class, queued.uncached_tokens)
         return next(line for line in state.lines if line.kind is kind)
 
-    def _forget(self, line: _Line, pool: str, held: Held) -> None:
-        line.remove(held)
-        del self._held[held.request_id]
-        self._sum -= _term(pool, held)
+    def _forget(self, line: _Line, pool: str, queued: QueuedRequest) -> None:
+        line.remove(queued)
+        del self._queued[queued.request_id]
+        self._sum -= _term(pool, queued)
 
 
 def class_of(config: QueueConfig, policy_class: str, uncached_tokens: int) -> QueueClass:
@@ -260,47 +260,54 @@ def class_of(config: QueueConfig, policy_class: str, uncached_tokens: int) -> Qu
     )
 
 
-def _next(state: _Pool, may_go: Callable[[Held], bool]) -> tuple[int, Held] | None:
+def _next(state: _Pool, is_dispatchable: Callable[[QueuedRequest], bool]) -> tuple[int, QueuedRequest] | None:
     """Return the next line to serve and its offer, after as many rounds as a line needs to cover its request."""
     lines, turn = state.lines, state.turn
-    going_on = lines[turn].offer(may_go)
+    going_on = lines[turn].offer(is_dispatchable)
     if going_on is not None and going_on.cost <= lines[turn].deficit:
         return turn, going_on
-    offers: list[tuple[int, Held]] = []
+    offers: list[tuple[int, QueuedRequest]] = []
     for at in (*range(turn + 1, len(lines)), *range(turn + 1)):
-        held = going_on if at == turn else lines[at].offer(may_go)
-        if held is not None:
-            if lines[at].earn(held):
-                return at, held
-            offers.append((at, held))
+        queued = going_on if at == turn else lines[at].offer(is_dispatchable)
+        if queued is not None:
+            if lines[at].take_turn(queued):
+                return at, queued
+            offers.append((at, queued))
     if not offers:
         return None
     # A request may cost many quanta. Apply all rounds at once, except the last one.
-    missing = ((lines[at].kind.quantum, held.cost - lines[at].deficit) for at, held in offers)
+    missing = ((lines[at].kind.quantum, queued.cost - lines[at].deficit) for at, queued in offers)
     rounds = min(-(-tokens // quantum) for quantum, tokens in missing) - 1
     for at, _ in offers:
         lines[at].deficit += rounds * lines[at].kind.quantum
-    return next((at, held) for at, held in offers if lines[at].earn(held))
+    return next((at, queued) for at, queued in offers if lines[at].take_turn(queued))
 
 
 def _key(kind: QueueClass) -> tuple[str, int]:
     return kind.name, kind.uncached_tokens_min
 
 
-def _order(policy: QueuePolicy, held: Held) -> tuple[int, int, int]:
+def _order(policy: QueuePolicy, queued: QueuedRequest) -> tuple[int, int, int]:
     """Return the sort key of a request in its line, lowest first: strict priority, policy key, submission.
 
     Policy keys are Dynamo's, highest first, as integers so that the order is the same on every machine. fcfs is
     `priority - arrival` and lcfs is `priority + arrival`, both in seconds; wspt is `(1 + priority) / max(1, uncached)`.
     """
     if policy == "wspt":
-        key = ((1 + held.priority) << _SCALE_BITS) // held.cost
+        key = ((1 + queued.priority) << _SCALE_BITS) // queued.cost
     elif policy == "fcfs":
-        key = held.priority * _US - held.arrival_us
+        key = queued.priority * _US - queued.arrival_us
     else:
-        key = held.priority * _US + held.arrival_us
-    return -held.strict_priority, -key, held.offset
+        key = queued.priority * _US + queued.arrival_us
+    return -queued.strict_priority, -key, queued.offset
 
 
-def _term(pool: str, held: Held) -> int:
-    return xxh3_64_intdigest(f"{pool}\0{held!r}".encode())
+def _term(pool: str, queued: QueuedRequest) -> int:
+    # The text is the repr of a former class: a change would change the digests of existing logs.
+    text = (
+        f"{pool}\0Held(request_id={queued.request_id!r}, offset={queued.offset!r}, "
+        f"policy_class={queued.policy_class!r}, uncached_tokens={queued.uncached_tokens!r}, "
+        f"priority={queued.priority!r}, strict_priority={queued.strict_priority!r}, "
+        f"arrival_us={queued.arrival_us!r}, demand={queued.demand!r})"
+    )
+    return xxh3_64_intdigest(text.encode())

@@ -16,7 +16,7 @@ CHUNK_IDS = CHUNK_HASHES_MAX // 3
 FORGOTTEN_MAX = 4_096  # expired entries that stay in memory, or half of all: removing from the front moves the rest
 
 
-class RememberedIds:
+class RecentIds:
     """Hashes of ids and contents, each with an expiry; ids are added in order of expiry."""
 
     def __init__(self) -> None:

@@ -12,11 +12,11 @@ from typing import TypeVar, assert_never
 from forebay.events.base import unpack_u32
 from forebay.events.tokens import (
     AttemptStarted,
-    CommandTold,
+    CommandResponse,
     Embedded,
     PrefilledBy,
     ResponseEnded,
-    RouteTold,
+    RouteResponse,
     TokenChunk,
     TokenEvent,
     TokenLogprob,
@@ -24,7 +24,7 @@ from forebay.events.tokens import (
 )
 
 
-class Reply:
+class ResponseState:
     """Response to one request so far.
 
     Attributes:
@@ -67,7 +67,7 @@ class Reply:
         self.gap = False
         self._valid_from = (0, -1)
 
-    def is_void(self, attempt: int, owner_epoch: int) -> bool:
+    def is_stale(self, attempt: int, owner_epoch: int) -> bool:
         """Return whether records of this attempt and owner epoch are stale."""
         return (attempt, owner_epoch) < self._valid_from
 
@@ -102,20 +102,20 @@ class Reply:
 
     def embed(self, event: Embedded) -> bool:
         """Set the embedding of the prompt; return whether the record is valid."""
-        if self.ended is not None or self.is_void(event.attempt, event.owner_epoch):
+        if self.ended is not None or self.is_stale(event.attempt, event.owner_epoch):
             return False
         self.worker_id, self.rank, self.vector = event.worker_id, event.rank, event.vector
         return True
 
     def end(self, event: ResponseEnded) -> bool:
         """Set the end of the response; return whether the record is valid."""
-        if self.gap or self.ended is not None or self.is_void(event.attempt, event.owner_epoch):
+        if self.gap or self.ended is not None or self.is_stale(event.attempt, event.owner_epoch):
             return False
         self.ended = event
         return True
 
 
-R = TypeVar("R", bound=Reply)
+R = TypeVar("R", bound=ResponseState)
 
 
 def apply(replies: Mapping[str, R], event: TokenEvent, group: str) -> list[R]:
@@ -149,7 +149,7 @@ def apply(replies: Mapping[str, R], event: TokenEvent, group: str) -> list[R]:
             if reply is not None:
                 reply.start(event.attempt, event.owner_epoch)
             return []
-        case RouteTold() | CommandTold():
+        case RouteResponse() | CommandResponse():
             return []  # these complete a query or a command, not a request
         case _:
             assert_never(event)

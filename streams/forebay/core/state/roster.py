@@ -11,18 +11,18 @@ from struct import pack
 
 from xxhash import xxh3_64_intdigest
 
-from forebay.core.state.fleet import Fleet, Worker, WorkerPhase
+from forebay.core.state.fleet import Fleet, FleetWorker, WorkerPhase
 from forebay.core.state.holder_bits import HolderKey
-from forebay.core.state.load import Load, RankLoad
+from forebay.core.state.load import FleetLoad, RankLoad
 from forebay.core.state.sessions import Binding
 from forebay.events.requests import Task
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Seat:
+class CandidateRank:
     """Rank of a worker that may get requests. `load` is live: it changes as requests start and end."""
 
-    worker: Worker
+    worker: FleetWorker
     rank: int
     load: RankLoad
     key: HolderKey
@@ -32,46 +32,46 @@ class Seat:
 class Roster:
     """Candidate ranks in order of (worker id, rank), with derived data that depends on that order alone."""
 
-    seats: Sequence[Seat]
+    ranks: Sequence[CandidateRank]
     loads: list[RankLoad] = field(init=False)
     _limits: tuple[float, list[tuple[int, int]]] = field(init=False, default=(-1.0, []))
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "loads", [seat.load for seat in self.seats])
+        object.__setattr__(self, "loads", [candidate.load for candidate in self.ranks])
 
     @cached_property
     def positions(self) -> dict[HolderKey, int]:
         """Position of each rank."""
-        return {seat.key: at for at, seat in enumerate(self.seats)}
+        return {candidate.key: at for at, candidate in enumerate(self.ranks)}
 
     @cached_property
     def step_tokens(self) -> list[int]:
         """Token budget of one engine step, per rank."""
-        return [seat.worker.spec.max_num_batched_tokens for seat in self.seats]
+        return [candidate.worker.spec.max_num_batched_tokens for candidate in self.ranks]
 
     @cached_property
     def tasks(self) -> frozenset[Task]:
         """Tasks that every rank supports."""
-        first = self.seats[0].worker.spec.tasks if self.seats else ()
-        return frozenset(first).intersection(*(seat.worker.spec.tasks for seat in self.seats))
+        first = self.ranks[0].worker.spec.tasks if self.ranks else ()
+        return frozenset(first).intersection(*(candidate.worker.spec.tasks for candidate in self.ranks))
 
     @cached_property
     def names_hash(self) -> int:
         """64-bit hash over the names of all ranks, in order."""
-        names = [seat.worker.spec.worker_id.encode() + pack("<xI", seat.rank) for seat in self.seats]
+        names = [candidate.worker.spec.worker_id.encode() + pack("<xI", candidate.rank) for candidate in self.ranks]
         return xxh3_64_intdigest(b"".join(names))
 
     def limits(self, run_ahead: float) -> list[tuple[int, int]]:
         """Return per rank how many requests it is sent at most, and how many of them may be queued in its engine."""
         key, found = self._limits
         if key != run_ahead:
-            found = [_limit(seat.worker.spec.max_num_seqs, run_ahead) for seat in self.seats]
+            found = [_limit(candidate.worker.spec.max_num_seqs, run_ahead) for candidate in self.ranks]
             object.__setattr__(self, "_limits", (run_ahead, found))
         return found
 
     def only(self, positions: list[int]) -> "Roster":
         """Return a roster of the ranks at these positions, which must be ascending."""
-        return self if len(positions) == len(self.seats) else Roster([self.seats[at] for at in positions])
+        return self if len(positions) == len(self.ranks) else Roster([self.ranks[at] for at in positions])
 
 
 def _limit(seqs: int, run_ahead: float) -> tuple[int, int]:
@@ -79,20 +79,20 @@ def _limit(seqs: int, run_ahead: float) -> tuple[int, int]:
     return seqs + more, more
 
 
-def roster_of(pool: str, fleet: Fleet, load: Load) -> Roster:
+def roster_of(pool: str, fleet: Fleet, load: FleetLoad) -> Roster:
     """Return every rank of every ready worker of a pool."""
     return _roster_of(pool, fleet, load, WorkerPhase.READY)
 
 
-def doubted_roster_of(pool: str, fleet: Fleet, load: Load) -> Roster:
+def suspect_roster_of(pool: str, fleet: Fleet, load: FleetLoad) -> Roster:
     """Return every rank of the suspect workers of a pool, which get requests again once they renew their leases."""
     return _roster_of(pool, fleet, load, WorkerPhase.SUSPECT)
 
 
-def _roster_of(pool: str, fleet: Fleet, load: Load, phase: WorkerPhase) -> Roster:
+def _roster_of(pool: str, fleet: Fleet, load: FleetLoad, phase: WorkerPhase) -> Roster:
     return Roster(
         [
-            Seat(worker, rank, load.rank_load(worker.spec.worker_id, rank), (worker.spec.worker_id, rank))
+            CandidateRank(worker, rank, load.rank_load(worker.spec.worker_id, rank), (worker.spec.worker_id, rank))
             for worker in fleet.workers()
             if worker.phase is phase and worker.spec.pool == pool
             for rank in worker.spec.ranks
@@ -100,9 +100,9 @@ def _roster_of(pool: str, fleet: Fleet, load: Load, phase: WorkerPhase) -> Roste
     )
 
 
-def of_session(roster: Roster, bound: Binding) -> Roster | None:
+def session_roster(roster: Roster, bound: Binding) -> Roster | None:
     """Return a roster of the session's rank alone, or None if the session's rank is not in `roster` in its epoch."""
     at = roster.positions.get((bound.worker_id, bound.rank))
-    if at is None or roster.seats[at].worker.worker_epoch != bound.worker_epoch:
+    if at is None or roster.ranks[at].worker.worker_epoch != bound.worker_epoch:
         return None
     return roster.only([at])

@@ -43,7 +43,7 @@ class _Place:
     keys: set[int] = field(default_factory=set)
 
 
-class Affinity:
+class SessionAffinity:
     """Sessions of all pools."""
 
     def __init__(self, sessions_max: int = SESSIONS_MAX) -> None:

@@ -6,7 +6,7 @@ from forebay.events.decisions import KvReleaseReason
 
 
 @dataclass(frozen=True, slots=True)
-class Unwanted:
+class UnfetchedKv:
     """KV that no worker will fetch, kept by one epoch of a worker since an attempt to compute the prompt."""
 
     request_id: str

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple, assert_never
 import msgspec
 from msgspec.structs import replace
 
-from forebay.core.state.commands import Pending
+from forebay.core.state.active_request import ActiveRequest
+from forebay.core.state.commands import PendingCommand
 from forebay.core.state.fleet import Fleet
-from forebay.core.state.requests import Request
 from forebay.events.codec import encode
 from forebay.events.decisions import (
     AbortReason,
@@ -27,7 +27,7 @@ from forebay.events.decisions import (
     Stage,
 )
 from forebay.events.requests import RequestSubmitted
-from forebay.events.tokens import AnswerError, CommandTold, ResponseEnded, RouteTold
+from forebay.events.tokens import CommandResponse, ResponseEnded, ResponseError, RouteResponse
 from forebay.events.topics import TOKENS, work_topic
 from forebay.events.work import AnyWorkEvent, ReannounceCache, ReleaseKv, WorkCancelled, WorkerCommand, WorkItem
 from forebay.transport.base import Draft
@@ -89,7 +89,7 @@ class Address(NamedTuple):
 
 
 def work_item(
-    group: str, decided: RequestRouted, submitted: RequestSubmitted, request: Request, *, report_output: bool
+    group: str, decided: RequestRouted, submitted: RequestSubmitted, request: ActiveRequest, *, report_output: bool
 ) -> Draft:
     """The work of a routed request, on the partition of its worker's slot; `request` says where its parts lie."""
     to = Address(group, decided.pool, decided.slot, decided.worker_id, decided.worker_epoch)
@@ -98,7 +98,7 @@ def work_item(
 
 
 def work_again(
-    to: Address, request: Request, owner_epoch: int, submitted: RequestSubmitted, *, report_output: bool
+    to: Address, request: ActiveRequest, owner_epoch: int, submitted: RequestSubmitted, *, report_output: bool
 ) -> Draft:
     """The work of a request that an earlier owner routed; a worker that has it already ignores it."""
     order = _Order(request.rank, owner_epoch, request.stage, request.stage_attempt)
@@ -110,7 +110,9 @@ def reannounce(to: Address, owner_epoch: int, rank: int, above_seq: int) -> Draf
     return to.draft(ReannounceCache(owner_epoch=owner_epoch, rank=rank, above_seq=above_seq, **to.names))
 
 
-def worker_commands(group: str, pending: Pending, fleet: Fleet, owner_epoch: int, now_us: int) -> Iterator[Draft]:
+def worker_commands(
+    group: str, pending: PendingCommand, fleet: Fleet, owner_epoch: int, now_us: int
+) -> Iterator[Draft]:
     """A command to every worker that has it pending; one that has it already answers once, and again if it did."""
     for outcome in pending.outcomes.values():
         worker = fleet.get(outcome.worker_id)
@@ -186,7 +188,9 @@ def _at(group: str, target: CommandTarget) -> Address:
     return Address(group, target.pool, target.slot, target.worker_id, target.worker_epoch)
 
 
-def _work(to: Address, submitted: RequestSubmitted, order: _Order, request: Request, *, report_output: bool) -> Draft:
+def _work(
+    to: Address, submitted: RequestSubmitted, order: _Order, request: ActiveRequest, *, report_output: bool
+) -> Draft:
     # Who encodes sees no prompt; who decodes has all but the last position computed, so its media are only for later:
     # it computes them by itself if it must.
     encodes = order.stage == "encode"
@@ -237,8 +241,8 @@ def _route_told(group: str, decided: RouteAnswered) -> Draft:
     error = None
     if decided.reason is not None:
         status, code = REJECTED[decided.reason]
-        error = AnswerError(status=status, code=code, message=decided.message)
-    told = RouteTold(
+        error = ResponseError(status=status, code=code, message=decided.message)
+    told = RouteResponse(
         request_id=decided.request_id,
         owner_epoch=decided.owner_epoch,
         pool=decided.pool,
@@ -255,12 +259,12 @@ def _route_told(group: str, decided: RouteAnswered) -> Draft:
 
 
 def _command_told(group: str, decided: CommandSent | CommandEnded) -> Draft:
-    told = CommandTold(command_id=decided.command_id, owner_epoch=decided.owner_epoch, group=group)
+    told = CommandResponse(command_id=decided.command_id, owner_epoch=decided.owner_epoch, group=group)
     if isinstance(decided, CommandEnded):
         told = msgspec.structs.replace(told, outcomes=decided.outcomes)
     elif decided.reason is not None:
         status, code = UNSENDABLE[decided.reason]
-        error = AnswerError(status=status, code=code, message=decided.message)
+        error = ResponseError(status=status, code=code, message=decided.message)
         told = msgspec.structs.replace(told, error=error)
     return Draft(TOKENS.name, decided.reply_slot, encode(TOKENS, told))
 
@@ -271,7 +275,7 @@ def _error_answer(group: str, decided: RequestRejected | RequestAborted, attempt
         attempt=attempt,
         owner_epoch=decided.owner_epoch,
         finish_reason="cancelled" if code == "cancelled" else "error",
-        error=AnswerError(status=status, code=code, message=decided.message),
+        error=ResponseError(status=status, code=code, message=decided.message),
         group=group,
     )
     return Draft(TOKENS.name, decided.reply_slot, encode(TOKENS, ended))

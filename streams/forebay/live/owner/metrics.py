@@ -104,7 +104,7 @@ class OwnerMetrics(Collector):
     def _parts(self) -> Iterator[Metric]:
         """What is routed and where requests are, by the parts that they are served in."""
         owner = self._owner
-        phases = Counter(str(request.phase) for request in owner.world.requests.under_way())
+        phases = Counter(str(request.phase) for request in owner.world.requests.active())
         labels = ["model", "phase"]
         under_way = GaugeMetricFamily("forebay_owner_requests", "requests under way, by phase", labels=labels)
         for phase in Phase:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from forebay.core.phases import Phase
-from forebay.core.step import CONSUMED_RUNS_MAX, Decided, InputEvent, advance, open_run, step
+from forebay.core.step import CONSUMED_RUNS_MAX, AnyDecision, InputEvent, advance, open_run, step
 from forebay.core.world import CORE_VERSION, World
 from forebay.events.base import Event
 from forebay.events.codec import DecodeError, encode
@@ -225,7 +225,7 @@ class Owner:
         """Apply what is ready of `topics`, journal what was decided, then let it happen."""
         self._wake.clear()
         submitted: dict[int, RequestSubmitted] = {}
-        decided: list[Decided] = []
+        decided: list[AnyDecision] = []
         records: list[JournalRecord] = []
         letters: list[Draft] = []
         for topic in topics:
@@ -256,7 +256,7 @@ class Owner:
         self,
         topic: Topic,
         submitted: dict[int, RequestSubmitted],
-        decided: list[Decided],
+        decided: list[AnyDecision],
         records: list[JournalRecord],
         letters: list[Draft],
     ) -> None:
@@ -284,12 +284,12 @@ class Owner:
             if time.monotonic_ns() > ends_ns:
                 return
 
-    def _apply_time(self, decided: list[Decided], records: list[JournalRecord]) -> None:
+    def _apply_time(self, decided: list[AnyDecision], records: list[JournalRecord]) -> None:
         made = self._open_run(self._clock.now_us())
         decided += made
         records += made
 
-    def _open_run(self, now_us: int) -> list[Decided]:
+    def _open_run(self, now_us: int) -> list[AnyDecision]:
         made = open_run(self.world, now_us)
         self.first_tokens.take(self.world, None, made, now_us)
         return made
@@ -314,7 +314,7 @@ class Owner:
         await self.journal.append(records)
         self.snapshots.journalled(records, self.journal.end)
 
-    async def _act(self, decided: Sequence[Decided], submitted: dict[int, RequestSubmitted]) -> None:
+    async def _act(self, decided: Sequence[AnyDecision], submitted: dict[int, RequestSubmitted]) -> None:
         drafts: list[Draft] = []
         for decision in decided:
             if isinstance(decision, RequestRouted):
@@ -373,7 +373,7 @@ class Owner:
         for given in self.world.commands.pending():
             drafts += self._commands(given.command_id)
         owner_epoch = self.world.owner_epoch
-        for request in self.world.requests.under_way():
+        for request in self.world.requests.active():
             worker = self.world.fleet.get(request.worker_id)
             if request.on_worker and worker is not None:
                 asked = await self._asked.at(request.offset)

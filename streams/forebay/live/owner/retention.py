@@ -193,7 +193,7 @@ class Retention:
     async def _needed(self) -> dict[tuple[str, int], int]:
         """Return the oldest prompt and the beginning of the oldest answers that requests in flight may need again."""
         world, partition = self._owner.world, self._partition
-        requests = world.requests.under_way()[:ASKED_MAX]
+        requests = world.requests.active()[:ASKED_MAX]
         unapplied = await self._log.read(REQUESTS.name, partition, world.view.get(REQUESTS.name, 0), ASKED_MAX)
         needed = {(REQUESTS.name, partition): requests[0].offset} if requests else {}
         asked = AskedReader(self._log, partition)

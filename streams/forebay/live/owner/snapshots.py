@@ -19,7 +19,7 @@ from typing import get_args
 
 import msgspec
 
-from forebay.core.step import Decided, advance
+from forebay.core.step import AnyDecision, advance
 from forebay.core.world import CORE_VERSION, World
 from forebay.events.codec import encode
 from forebay.events.decisions import Advanced, JournalRecord, SnapshotTaken
@@ -130,7 +130,7 @@ class Snapshots:
             elif isinstance(record, SnapshotTaken):
                 self.taken += 1
                 self._since_seal -= 1
-            elif isinstance(record, Decided):
+            elif isinstance(record, AnyDecision):
                 self._since_digest += 1
         if self._current is not None and records[-1] is self._current.sealed:
             self._current.journal_offset = end
@@ -166,7 +166,7 @@ class _Snapshot:
         self._full = False
         self._first_offset = -1
         self._chunks = 0
-        self.walk = world.index.begin_walk()
+        self.walk = world.index.begin_scan()
         self.writing: asyncio.Task[list[int]] | None = None
         self.sealed: Advanced | None = None
         self.journal_offset = -1
@@ -194,7 +194,7 @@ class _Snapshot:
     def seal(self, world: World) -> Advanced:
         """The state is final as it is now; the record that says so goes into the journal next."""
         self.sealed = advance(world)
-        self._parts.extend(world.index.end_walk())
+        self._parts.extend(world.index.end_scan())
         self._parts.extend(world.snapshot_small())
         return self.sealed
 

@@ -105,7 +105,7 @@ async def reply_starts(log: SqliteLog, partition: int, standby: Standby) -> dict
     """
     asked = AskedReader(log, partition)
     starts: dict[int, int] = {}
-    for request in standby.world.requests.under_way():
+    for request in standby.world.requests.active():
         submitted = await asked.at(request.offset)
         slot = submitted.reply_slot
         starts[slot] = min(submitted.reply_from, starts.get(slot, submitted.reply_from))

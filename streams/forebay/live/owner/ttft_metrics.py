@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import get_args
 
 from forebay.core.phases import Phase
-from forebay.core.step import Decided, InputEvent
+from forebay.core.step import AnyDecision, InputEvent
 from forebay.core.ttft_parts import Part, TimeByPart
 from forebay.core.world import World
 from forebay.events.decisions import RequestAborted, RequestRouted
@@ -62,7 +62,7 @@ class FirstTokens:
         """Requests that are followed now."""
         return len(self._under_way)
 
-    def take(self, world: World, event: InputEvent | None, decided: Sequence[Decided], now_us: int) -> None:
+    def take(self, world: World, event: InputEvent | None, decided: Sequence[AnyDecision], now_us: int) -> None:
         """The world has just applied `event`, or the time, and decided this."""
         for one in decided:
             if isinstance(one, RequestRouted):

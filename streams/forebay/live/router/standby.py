@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from forebay.core.rederive import Divergence, Rederivation
-from forebay.core.state.requests import UNDER_WAY_MAX
+from forebay.core.state.requests import ACTIVE_REQUESTS_MAX
 from forebay.core.world import World
 from forebay.events.decisions import (
     CommandEnded,
@@ -91,7 +91,7 @@ class Standby:
         self.failed: str | None = None
         self.followed = Rederivation(World())
         self._unsure: deque[Unsure] = deque(maxlen=UNSURE_MAX)
-        self._at_once: deque[AtOnce] = deque(maxlen=UNDER_WAY_MAX)
+        self._at_once: deque[AtOnce] = deque(maxlen=ACTIVE_REQUESTS_MAX)
 
     @property
     def unsure(self) -> list[Unsure]:

@@ -19,9 +19,15 @@ from typing import NamedTuple, Protocol
 import msgspec
 from xxhash import xxh3_64_intdigest
 
-from forebay.core.routing.counterfactual import Alternative, Counterfactual, booked_by_history, counterfactual, seat_of
-from forebay.core.routing.router import Choice
-from forebay.core.state.requests import Request
+from forebay.core.routing.counterfactual import (
+    Alternative,
+    Counterfactual,
+    changed_booking_fields,
+    counterfactual,
+    selected_rank,
+)
+from forebay.core.routing.router import Selection
+from forebay.core.state.active_request import ActiveRequest
 from forebay.core.world import World
 from forebay.events.base import hex_digest
 from forebay.events.control import PoolConfigured
@@ -249,7 +255,7 @@ class _Watch:
         self._world = world
         self._seen.clear()
         self._said.clear()
-        world.on_choice = self._chosen
+        world.on_selection = self._chosen
 
     def followed(self, offset: int, record: JournalRecord) -> None:
         """A choice has its place in the journal."""
@@ -266,7 +272,7 @@ class _Watch:
         said, self._said = self._said, []
         return said
 
-    def _chosen(self, pool: PoolConfigured, request: Request, choice: Choice) -> None:
+    def _chosen(self, pool: PoolConfigured, request: ActiveRequest, choice: Selection) -> None:
         world = self._world
         found = counterfactual(world, self._changed(pool), request, choice)
         self._seen.append(_Seen(request.request_id, pool.pool, world.now_us, found))
@@ -277,7 +283,7 @@ class _Watch:
             return known[1]
         changed = self._settings.alternative(pool)
         self._pools[pool.pool] = (pool, changed)
-        booked = booked_by_history(pool, changed)
+        booked = changed_booking_fields(pool, changed)
         if booked:
             text = "shadow %s: what %s of the pool %s would have booked is not there, only what history booked"
             logger.warning(text, self._settings.name, ", ".join(booked), pool.pool)
@@ -286,8 +292,8 @@ class _Watch:
 
 def _event(settings: ShadowSettings, offset: int, attempt: int, seen: _Seen) -> DecisionShadowed:
     found = seen.found
-    history = seat_of(found.history)
-    ours = None if found.choice is None else seat_of(found.choice)
+    history = selected_rank(found.history)
+    ours = None if found.choice is None else selected_rank(found.choice)
     return DecisionShadowed(
         shadow=settings.name,
         alternative_digest=settings.digest,

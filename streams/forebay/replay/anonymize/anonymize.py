@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from forebay.core.state.requests import content_hash
+from forebay.core.state.active_request import content_hash
 from forebay.core.state.sessions import session_key
 from forebay.events.codec import DecodeError, decode, encode
 from forebay.events.control import PoolConfigured
@@ -250,7 +250,7 @@ async def _learn_choices(log: Log, disguise: Disguise, progress: OnProgress | No
     search = SeedSearch(
         walk.world, disguise.seeds, lambda *place: disguise.masks.tie_seed(partition, *place), disguise.asked
     )
-    walk.world.on_choice = search.saw
+    walk.world.on_selection = search.saw
     overdue: set[str] = set()
     records = 0
     async for offset, record, _, divergence in walk:

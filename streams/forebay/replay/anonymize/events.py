@@ -15,8 +15,8 @@ from typing import assert_never
 import msgspec
 
 from forebay.core.routing.policies import RoutingRequest
+from forebay.core.state.active_request import content_hash, id_hash
 from forebay.core.state.commands import LATE, LEFT, TOO_LONG
-from forebay.core.state.requests import content_hash, id_hash
 from forebay.core.step import InputEvent
 from forebay.events.base import array_u64, hex_digest, pack_u64, unpack_u64
 from forebay.events.control import BusyThresholdsSet, Command, DisaggregationSet, PoolConfigured, WorkerCommanded

@@ -15,7 +15,7 @@ from struct import Struct
 
 import msgspec
 
-from forebay.core.state.requests import id_hash
+from forebay.core.state.active_request import id_hash
 from forebay.events.base import hex_digest, pack_u64, unpack_u64
 from forebay.events.codec import unknown_tag
 from forebay.events.topics import Topic

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from forebay.core.routing.eligibility import Ineligible
 from forebay.core.routing.policies import BUILT_IN, RoutingRequest, RoutingWorld
-from forebay.core.routing.router import Choice, answer, question
-from forebay.core.state.requests import Request
+from forebay.core.routing.router import Selection, policy_input, run_policy
+from forebay.core.state.active_request import ActiveRequest
 from forebay.core.world import World
 from forebay.events.control import PoolConfigured
 from forebay.events.topics import REQUESTS
@@ -69,7 +69,7 @@ class SeedNumbers:
 
 
 class SeedSearch:
-    """Looks on at the choices of a world, see `World.on_choice`, and finds `numbers`.
+    """Looks on at the choices of a world, see `World.on_selection`, and finds `numbers`.
 
     `seed` gives the seed of a request at an offset that is tried as number so and so. When none of `tries_max` suits,
     the request keeps its own. `asked` says what a policy of a user's will be asked instead.
@@ -91,7 +91,7 @@ class SeedSearch:
         self._seen: dict[int, list[_Seen]] = {}
         self._in_vain = 0
 
-    def saw(self, pool: PoolConfigured, request: Request, choice: Choice) -> None:
+    def saw(self, pool: PoolConfigured, request: ActiveRequest, choice: Selection) -> None:
         """A choice was made, and nothing is booked by it yet.
 
         Raises NotAnonymizable when it was made by what is masked, so that not even its own seed leads to it.
@@ -128,9 +128,9 @@ class SeedSearch:
         seed = self._seed(offset, number)
         return all(_chooses(one, seed) for one in seen)
 
-    def _keep(self, pool: PoolConfigured, request: Request, choice: Choice) -> _Seen:
+    def _keep(self, pool: PoolConfigured, request: ActiveRequest, choice: Selection) -> _Seen:
         """A choice as it can be made again later: candidates are looked up in the world, which goes on changing."""
-        world, asked = question(self._world, pool, request, choice.config, choice.table)
+        world, asked = policy_input(self._world, pool, request, choice.config, choice.table)
         mode = choice.config.mode
         if mode not in BUILT_IN:
             asked = self._asked(asked)  # a user's policy may look at all of it
@@ -139,12 +139,10 @@ class SeedSearch:
     def _tidy(self) -> None:
         requests = self._world.requests
         if len(self._seen) > 2 * len(requests) + IDLE_MAX:
-            self._seen = {
-                one.offset: self._seen[one.offset] for one in requests.under_way() if one.offset in self._seen
-            }
+            self._seen = {one.offset: self._seen[one.offset] for one in requests.active() if one.offset in self._seen}
 
 
-def _needs_no_seed(choice: Choice) -> bool:
+def _needs_no_seed(choice: Selection) -> bool:
     mode, costs = choice.config.mode, choice.table.costs
     if mode not in BUILT_IN:
         return False
@@ -154,6 +152,6 @@ def _needs_no_seed(choice: Choice) -> bool:
 
 def _chooses(seen: _Seen, seed: int) -> bool:
     try:
-        return answer(seen.world, replace(seen.asked, tie_seed=seed)) == seen.at
+        return run_policy(seen.world, replace(seen.asked, tie_seed=seed)) == seen.at
     except Ineligible:
         return False

@@ -14,13 +14,13 @@ from heapq import heappop, heappush
 
 import msgspec
 
-from forebay.core.dispatch import drain, reroute
+from forebay.core.dispatch import drain_queues, reroute
 from forebay.core.phases import Phase
-from forebay.core.routing.counterfactual import Alternative, changed_by_hand
-from forebay.core.routing.router import Choice
+from forebay.core.routing.counterfactual import Alternative, merge_runtime_settings
+from forebay.core.routing.router import Selection
+from forebay.core.state.active_request import ActiveRequest
 from forebay.core.state.prefix_index import NO_OVERLAP
-from forebay.core.state.requests import Request
-from forebay.core.step import CLOCK, Decided, InputEvent, claim, open_run, step
+from forebay.core.step import CLOCK, AnyDecision, InputEvent, claim, open_run, step
 from forebay.core.world import World, restore
 from forebay.events.control import BusyThresholds, BusyThresholdsSet, DisaggConfig, DisaggregationSet, PoolConfigured
 from forebay.events.decisions import RequestAborted, RequestRejected, RequestRouted, Stage
@@ -64,7 +64,7 @@ class OtherWorld:
         What is `named` of how prompts are computed wins over an operator, also where the alternative leaves it.
         """
         self.world = restore(start.snapshot())
-        self.choices: dict[str, tuple[Request, Choice]] = {}
+        self.choices: dict[str, tuple[ActiveRequest, Selection]] = {}
         self.counts: Counter[str] = Counter()
         self.landed = Landed()
         self.said: PoolConfigured | BusyThresholdsSet | DisaggregationSet | None = None
@@ -77,9 +77,9 @@ class OtherWorld:
         self._unsent: dict[str, deque[tuple[int, RequestProgress]]] = {}  # said of requests that wait here
         self._late: list[tuple[int, int, RequestProgress]] = []
         self._numbered = 0
-        self.world.on_choice = self._on_choice
+        self.world.on_selection = self._on_selection
 
-    def configure(self) -> list[Decided]:
+    def configure(self) -> list[AnyDecision]:
         """Change the configuration at the start; what that leads to. Call it once, before anything is applied."""
         world = self.world
         others = {name: self._alter(pool) for name, pool in sorted(world.pools.items())}
@@ -95,13 +95,15 @@ class OtherWorld:
                 world.busy[name] = self._thresholds(self._recorded[name], by_hand)
             if disagg is not None:
                 world.disagg[name] = self._disagg(self._recorded[name], disagg)
-        return self._after(reroute(world, world.requests.waiting()) + drain(world), world.now_us) if changed else []
+        return (
+            self._after(reroute(world, world.requests.waiting()) + drain_queues(world), world.now_us) if changed else []
+        )
 
     def claim(self, offset: int) -> None:
         """As in history, another owner goes on."""
         claim(self.world, offset)
 
-    def apply(self, topic: str, event: InputEvent | None, now_us: int, *, heard: bool) -> list[Decided]:
+    def apply(self, topic: str, event: InputEvent | None, now_us: int, *, heard: bool) -> list[AnyDecision]:
         """Apply what history's world has just applied; what is decided here.
 
         `heard` says whether history took a progress event, or ignored it as outdated.
@@ -132,10 +134,10 @@ class OtherWorld:
         """Progress events that are late and have not come."""
         return len(self._late) + sum(map(len, self._unsent.values()))
 
-    def _on_choice(self, _: PoolConfigured, request: Request, choice: Choice) -> None:
+    def _on_selection(self, _: PoolConfigured, request: ActiveRequest, choice: Selection) -> None:
         self.choices[request.request_id] = (request, choice)
 
-    def _progress(self, topic: str, event: RequestProgress | None, now_us: int) -> list[Decided]:
+    def _progress(self, topic: str, event: RequestProgress | None, now_us: int) -> list[AnyDecision]:
         """What a worker said, None if nobody listened: now, later, or never. It takes its place in the topic."""
         request = None if event is None else self.world.requests.get(event.request_id)
         if event is not None and request is None:
@@ -151,8 +153,8 @@ class OtherWorld:
                 return self._say(topic, request, event, now_us, "in_place" if here else "moved")
         return self._after(step(self.world, topic, None, now_us), now_us)
 
-    def _say_late(self, now_us: int) -> list[Decided]:
-        decided: list[Decided] = []
+    def _say_late(self, now_us: int) -> list[AnyDecision]:
+        decided: list[AnyDecision] = []
         while self._late and self._late[0][0] <= now_us:
             event = heappop(self._late)[2]
             request = self.world.requests.get(event.request_id)
@@ -164,10 +166,12 @@ class OtherWorld:
                 decided += self._say(LATE, request, event, now_us, "late")
         return decided
 
-    def _say(self, topic: str, request: Request, event: RequestProgress, now_us: int, how: str) -> list[Decided]:
+    def _say(
+        self, topic: str, request: ActiveRequest, event: RequestProgress, now_us: int, how: str
+    ) -> list[AnyDecision]:
         """Let whoever has the request say it."""
         world = self.world
-        decided: list[Decided] = []
+        decided: list[AnyDecision] = []
         if request.phase is Phase.REMOTE_PREFILL and isinstance(event, FirstTokenEmitted | RequestFinished):
             # History computed this prompt where it was answered: here it is computed by then, and fetched at once.
             sent_us = self._sent_us.get(request.request_id, now_us)
@@ -196,7 +200,7 @@ class OtherWorld:
         self._numbered += 1
         heappush(self._late, (due_us, self._numbered, event))
 
-    def _after(self, decided: list[Decided], now_us: int) -> list[Decided]:
+    def _after(self, decided: list[AnyDecision], now_us: int) -> list[AnyDecision]:
         """Note who was sent and who is gone."""
         self.world.take_consumed()  # nobody journals here
         for decision in decided:
@@ -232,14 +236,14 @@ class OtherWorld:
     def _disagg(self, recorded: PoolConfigured, by_hand: DisaggConfig) -> DisaggConfig:
         """What an operator set by hand is here: what the alternative changes or names is not undone by it."""
         before, after, named = recorded.router.disagg, self._alter(recorded).router.disagg, self._named(recorded)
-        here = changed_by_hand(after, before, by_hand)
+        here = merge_runtime_settings(after, before, by_hand)
         wins = {name: getattr(after, name) for name in after.__struct_fields__ if DISAGG + name in named}
         self.undone |= {DISAGG + name for name, value in wins.items() if value != getattr(here, name)}
         return msgspec.structs.replace(here, **wins)
 
     def _thresholds(self, recorded: PoolConfigured, by_hand: BusyThresholds) -> BusyThresholds:
         """What an operator's thresholds are here."""
-        return changed_by_hand(self._alter(recorded).router.busy, recorded.router.busy, by_hand)
+        return merge_runtime_settings(self._alter(recorded).router.busy, recorded.router.busy, by_hand)
 
 
 def _stage_of(event: RequestProgress) -> Stage | None:
@@ -253,7 +257,7 @@ def _stage_of(event: RequestProgress) -> Stage | None:
             return None
 
 
-def _prefilled(world: World, request: Request) -> PrefillFinished:
+def _prefilled(world: World, request: ActiveRequest) -> PrefillFinished:
     """What the prefill worker of a request says when it has computed its prompt."""
     kept = Prefilled(
         worker_id=request.worker_id,

@@ -10,11 +10,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
-from forebay.core.routing.counterfactual import Alternative, Counterfactual, booked_by_history, counterfactual
-from forebay.core.routing.router import Choice
+from forebay.core.routing.counterfactual import Alternative, Counterfactual, changed_booking_fields, counterfactual
+from forebay.core.routing.router import Selection
+from forebay.core.state.active_request import ActiveRequest
 from forebay.core.state.holder_bits import HolderKey
-from forebay.core.state.requests import Request
-from forebay.core.step import Decided, InputEvent
+from forebay.core.step import AnyDecision, InputEvent
 from forebay.events.base import hex_digest
 from forebay.events.control import PoolConfigured
 from forebay.events.decisions import (
@@ -100,7 +100,7 @@ async def diff(
             break
         trail.passed(step)
         comparison.follow(step.offset, step.record)
-        verified += isinstance(step.record, Decided)
+        verified += isinstance(step.record, AnyDecision)
         if progress is not None and report.records % PROGRESS_EVERY == 0:
             progress(step.offset + 1, walk.end, verified)
     report.unverified = walk.unverified
@@ -123,7 +123,7 @@ class Comparison:
         self._sums = PairTally()
         self._series: Series | None = None
         self._ranks: dict[HolderKey, None] = {}
-        self._chosen: dict[str, tuple[Request, Counterfactual]] = {}  # by history, at the last event
+        self._chosen: dict[str, tuple[ActiveRequest, Counterfactual]] = {}  # by history, at the last event
         self._sent: dict[str, tuple[array[int], str, int]] = {}  # history's requests that were sent since the start
         self._landed = Landed()
         self._outdated = walk.world.counts["outdated_progress"]
@@ -137,8 +137,8 @@ class Comparison:
         self._together([], self._other.configure(), walk.world.now_us)
         if handover is not None and self.report.fork is not None:
             self._hand_over(handover, None, walk.world.now_us, forked=False)
-        self._told_before = walk.world.on_choice
-        walk.world.on_choice = self._on_choice
+        self._told_before = walk.world.on_selection
+        walk.world.on_selection = self._on_selection
         walk.followed.on_applied = self._on_applied
 
     def follow(self, offset: int, record: JournalRecord) -> None:
@@ -175,19 +175,19 @@ class Comparison:
         report.notes = notes(report)
         return report
 
-    def _on_choice(self, pool: PoolConfigured, request: Request, choice: Choice) -> None:
+    def _on_selection(self, pool: PoolConfigured, request: ActiveRequest, choice: Selection) -> None:
         """History is about to book a choice: what would the alternative choose, here and now?"""
         if self._told_before is not None:
             self._told_before(pool, request, choice)
         known = self._altered.get(pool.pool)
         if known is None or known[0] is not pool:
             known = self._altered[pool.pool] = (pool, self._alter(pool))
-            self.report.booked = sorted({*self.report.booked, *booked_by_history(*known)})
+            self.report.booked = sorted({*self.report.booked, *changed_booking_fields(*known)})
             self.report.stages_kept |= known[0].router.disagg != known[1].router.disagg
         asked = counterfactual(self._worlds[HISTORY], known[1], request, choice)
         self._chosen[request.request_id] = (request, asked)
 
-    def _on_applied(self, topic: str, event: InputEvent | None, now_us: int, decided: Sequence[Decided]) -> None:
+    def _on_applied(self, topic: str, event: InputEvent | None, now_us: int, decided: Sequence[AnyDecision]) -> None:
         """History's world has applied an event: now the other one does."""
         outdated = self._worlds[HISTORY].counts["outdated_progress"]
         heard = outdated == self._outdated
@@ -214,7 +214,7 @@ class Comparison:
         elif isinstance(event, OfOperator) and self._other.said is not None:
             handover.configure((event, self._other.said), now_us)
 
-    def _together(self, decided: Sequence[Decided], others: Sequence[Decided], now_us: int) -> None:
+    def _together(self, decided: Sequence[AnyDecision], others: Sequence[AnyDecision], now_us: int) -> None:
         """What both worlds decided at one event."""
         if self._series is None and now_us:
             self._series = Series(now_us)
@@ -237,7 +237,7 @@ class Comparison:
         self._settle({one.request_id: None for one in (*decided, *others) if isinstance(one, AboutRequest)}, now_us)
         self._chosen.clear()
 
-    def _find_fork(self, decided: Sequence[Decided], others: Sequence[Decided], now_us: int) -> None:
+    def _find_fork(self, decided: Sequence[AnyDecision], others: Sequence[AnyDecision], now_us: int) -> None:
         ours = [decision for decision in decided if isinstance(decision, AboutRequest)]
         theirs = [decision for decision in others if isinstance(decision, AboutRequest)]
         for at, (one, other) in enumerate(zip_longest(ours, theirs)):
@@ -258,7 +258,7 @@ class Comparison:
             )
             return
 
-    def _answers(self, decided: Sequence[Decided], others: Sequence[Decided]) -> None:
+    def _answers(self, decided: Sequence[AnyDecision], others: Sequence[AnyDecision]) -> None:
         """Questions leave nothing behind: the same event is a question in both worlds."""
         theirs = {answer.request_id: answer for answer in others if isinstance(answer, RouteAnswered)}
         for answer in decided:
@@ -266,7 +266,7 @@ class Comparison:
                 self.report.queries += 1
                 self.report.queries_otherwise += _seat(answer) != _seat(theirs[answer.request_id])
 
-    def _count(self, number: int, decision: Decided, now_us: int) -> None:
+    def _count(self, number: int, decision: AnyDecision, now_us: int) -> None:
         tally = self._tallies[number]
         match decision:
             case RequestRouted(stage="encode"):
@@ -331,7 +331,7 @@ class Comparison:
         if number == HISTORY:
             self._ask(self._chosen[routed.request_id][1])
 
-    def _computes(self, number: int, routed: RequestRouted, request: Request, now_us: int) -> None:
+    def _computes(self, number: int, routed: RequestRouted, request: ActiveRequest, now_us: int) -> None:
         """A rank gets a prompt to compute, as far as it is not in its cache."""
         assert self._series is not None
         key, terms = (routed.worker_id, routed.rank), routed.terms
@@ -340,7 +340,7 @@ class Comparison:
         self._tallies[number].route(key, terms, request.prompt_tokens, cached_tokens)
         self._series.route(number, now_us, key, request.prompt_tokens, cached_tokens)
 
-    def _asked(self, number: int, routed: RequestRouted) -> Request:
+    def _asked(self, number: int, routed: RequestRouted) -> ActiveRequest:
         return (self._chosen if number == HISTORY else self._other.choices)[routed.request_id][0]
 
     def _ask(self, asked: Counterfactual) -> None:
@@ -408,7 +408,7 @@ class Comparison:
             )
 
 
-def _key(decision: Decided | JournalRecord | None) -> Key | None:
+def _key(decision: AnyDecision | JournalRecord | None) -> Key | None:
     """What makes a decision about a request the same as another; None for others."""
     match decision:
         case RequestRouted():
@@ -423,7 +423,7 @@ def _key(decision: Decided | JournalRecord | None) -> Key | None:
             return None
 
 
-def _outcome(decision: AboutRequest | None, beside: AboutRequest | None, choices: dict[str, Choice]) -> Outcome:
+def _outcome(decision: AboutRequest | None, beside: AboutRequest | None, choices: dict[str, Selection]) -> Outcome:
     """A decision for the report, with what its world thought of the rank that was chosen beside it."""
     match decision:
         case RequestRouted():

@@ -7,8 +7,8 @@ recording holds of prompts. Requests under way at the fork begin anew there, sin
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from forebay.core.state.requests import Request
-from forebay.core.step import Decided, InputEvent
+from forebay.core.state.active_request import ActiveRequest
+from forebay.core.step import AnyDecision, InputEvent
 from forebay.core.world import World
 from forebay.events.control import BusyThresholdsSet, DisaggregationSet, PoolConfigured
 from forebay.events.decisions import RequestHeld, RequestRejected, RequestRouted
@@ -78,11 +78,11 @@ class Requests:
     def begin(self, history: World, event: InputEvent | None, now_us: int) -> None:
         """Take in those under way, but for one that `event` has just brought."""
         new = event.request_id if isinstance(event, RequestSubmitted) else None
-        for request in history.requests.under_way():
+        for request in history.requests.active():
             if request.request_id != new:
                 self._ask(_again(request, history.pools[request.pool].model, now_us))
 
-    def look(self, event: InputEvent | None, now_us: int, decided: Sequence[Decided], *, heard: bool) -> None:
+    def look(self, event: InputEvent | None, now_us: int, decided: Sequence[AnyDecision], *, heard: bool) -> None:
         """An event of history's, and what history decided; `heard` is whether it counted as progress."""
         match event:
             case RequestSubmitted() if _is_new(event, decided):
@@ -153,7 +153,7 @@ class Handover:
         self.states = (state_of(history), state_of(other))
         self._requests.begin(history, event, now_us)
 
-    def look(self, event: InputEvent | None, now_us: int, decided: Sequence[Decided], *, heard: bool) -> None:
+    def look(self, event: InputEvent | None, now_us: int, decided: Sequence[AnyDecision], *, heard: bool) -> None:
         """An event of history's, at the fork or later, and what history decided."""
         self._requests.look(event, now_us, decided, heard=heard)
         self.joined += isinstance(event, WorkerJoined)
@@ -185,7 +185,7 @@ def _sent(asked: Asked, routed: RequestRouted) -> None:
             asked.prefiller = None
 
 
-def _is_new(event: RequestSubmitted, decided: Sequence[Decided]) -> bool:
+def _is_new(event: RequestSubmitted, decided: Sequence[AnyDecision]) -> bool:
     """Whether history took it for a request, and not for one that it knew."""
     return any(
         isinstance(one, RequestRouted | RequestHeld | RequestRejected)
@@ -211,7 +211,7 @@ def _first(event: RequestSubmitted, now_us: int) -> Asked:
     )
 
 
-def _again(request: Request, model: str, now_us: int) -> Asked:
+def _again(request: ActiveRequest, model: str, now_us: int) -> Asked:
     return Asked(
         request.request_id,
         now_us,

@@ -11,13 +11,13 @@ import msgspec
 from forebay.core.routing.cost import CostTable
 from forebay.core.routing.eligibility import is_busy
 from forebay.core.routing.policies import BUILT_IN
-from forebay.core.routing.router import Choice, overlaps
+from forebay.core.routing.router import Selection, find_overlaps
 from forebay.core.routing.selection import softmax_weights
-from forebay.core.state.fleet import Worker, WorkerPhase
+from forebay.core.state.active_request import ActiveRequest
+from forebay.core.state.fleet import FleetWorker, WorkerPhase
 from forebay.core.state.holder_bits import HolderKey
 from forebay.core.state.prefix_index import NO_OVERLAP
-from forebay.core.state.requests import Request
-from forebay.core.state.roster import Roster, Seat
+from forebay.core.state.roster import CandidateRank, Roster
 from forebay.core.state.sessions import Binding
 from forebay.core.world import World
 from forebay.events.base import hex_digest
@@ -43,7 +43,7 @@ COST_SETTINGS = (
 BY_LOAD_OR_TURN = frozenset({"round-robin", "random", "power-of-two", "least-loaded"})  # whatever it costs
 
 
-def routing_of(world: World, pool: PoolConfigured, request: Request, choice: Choice) -> Routing:
+def routing_of(world: World, pool: PoolConfigured, request: ActiveRequest, choice: Selection) -> Routing:
     """All about a choice but where its record stands in the journal, for what, and when its request came."""
     table, at, hints = choice.table, choice.at, request.hints
     costs = table.costs
@@ -77,11 +77,11 @@ def routing_of(world: World, pool: PoolConfigured, request: Request, choice: Cho
 
 
 def left_out(
-    world: World, pool: PoolConfigured, request: Request, candidates: Collection[HolderKey]
+    world: World, pool: PoolConfigured, request: ActiveRequest, candidates: Collection[HolderKey]
 ) -> tuple[LeftOut, ...]:
     """Every rank of the pool that is not among the candidates, and why, in order."""
     around = _Around(world, pool, request.blocks)
-    ready = {seat.key: seat for seat in world.roster(pool.pool).seats}
+    ready = {candidate.key: candidate for candidate in world.roster(pool.pool).ranks}
     session = limiting_session(world, pool, request, candidates)
     busy = world.busy.get(pool.pool, pool.router.busy)
     hard = pool.router.session_mode == "hard"
@@ -108,10 +108,10 @@ class _Around:
 
     def __init__(self, world: World, pool: PoolConfigured, blocks: Sequence[int]) -> None:
         self._world = world
-        self._known = overlaps(world, pool, blocks)
+        self._known = find_overlaps(world, pool, blocks)
         self._said = world.index.overlaps(blocks) if pool.router.use_kv_events else {}
 
-    def seen(self, worker: Worker, rank: int) -> Seen:
+    def seen(self, worker: FleetWorker, rank: int) -> Seen:
         worker_id = worker.spec.worker_id
         overlap = self._known.get((worker_id, rank), NO_OVERLAP)
         load = self._world.load.rank_load(worker_id, rank)
@@ -133,9 +133,9 @@ class _Around:
 
 
 def _candidate(around: _Around, table: CostTable, at: int, chances: Sequence[float] | None) -> Candidate:
-    seat, terms = table.roster.seats[at], table.terms(at)
+    candidate, terms = table.roster.ranks[at], table.terms(at)
     return Candidate(
-        seen=around.seen(seat.worker, seat.rank),
+        seen=around.seen(candidate.worker, candidate.rank),
         cost=terms.cost,
         prefill_blocks=terms.prefill_blocks,
         overlap_credit=terms.overlap_credit,
@@ -146,7 +146,7 @@ def _candidate(around: _Around, table: CostTable, at: int, chances: Sequence[flo
     )
 
 
-def _chances(choice: Choice) -> list[float] | None:
+def _chances(choice: Selection) -> list[float] | None:
     """How likely each candidate was, where the choice was drawn by cost."""
     if choice.config.mode != "kv" or not choice.config.temperature:
         return None
@@ -155,7 +155,7 @@ def _chances(choice: Choice) -> list[float] | None:
     return [weight / whole for weight in weights]
 
 
-def _settings(world: World, pool: PoolConfigured, request: Request, choice: Choice) -> dict[str, Any]:
+def _settings(world: World, pool: PoolConfigured, request: ActiveRequest, choice: Selection) -> dict[str, Any]:
     """What the choice went by."""
     config = choice.config
     found: dict[str, Any] = {}
@@ -180,7 +180,7 @@ def _settings(world: World, pool: PoolConfigured, request: Request, choice: Choi
     return found
 
 
-def _unmet(worker: Worker, rank: int, request: Request) -> Iterator[tuple[Absence, str]]:
+def _unmet(worker: FleetWorker, rank: int, request: ActiveRequest) -> Iterator[tuple[Absence, str]]:
     """What a rank lacks to take a request at all; as `forebay.core.routing.eligibility.eligible` asks for it."""
     spec, hints = worker.spec, request.hints
     if worker.phase is WorkerPhase.SUSPECT:
@@ -199,23 +199,25 @@ def _unmet(worker: Worker, rank: int, request: Request) -> Iterator[tuple[Absenc
         yield "missing_adapter", f"it has not the adapter {request.lora_name}"
 
 
-def _passed_over(seat: Seat, busy: BusyThresholds, session: Binding | None, *, hard: bool) -> dict[Absence, str]:
-    """Why a rank that may take a request was not asked; as `forebay.core.routing.router.find` goes on."""
-    elsewhere = session is not None and seat.key != (session.worker_id, session.rank)
-    if is_busy(seat, busy) and not (elsewhere and hard):
-        return {"busy": f"it is busy: {', '.join(_exceeded(seat, busy))}"}
+def _passed_over(
+    candidate: CandidateRank, busy: BusyThresholds, session: Binding | None, *, hard: bool
+) -> dict[Absence, str]:
+    """Why a rank that may take a request was not asked; as `forebay.core.routing.router.find_candidates` goes on."""
+    elsewhere = session is not None and candidate.key != (session.worker_id, session.rank)
+    if is_busy(candidate, busy) and not (elsewhere and hard):
+        return {"busy": f"it is busy: {', '.join(_exceeded(candidate, busy))}"}
     if session is not None and elsewhere:
         return {"other_session": f"the session is on {session.worker_id}, rank {session.rank}"}
     return {}
 
 
-def _full(pool: PoolConfigured, seat: Seat) -> dict[Absence, str]:
+def _full(pool: PoolConfigured, candidate: CandidateRank) -> dict[Absence, str]:
     """Why a rank has no room for another request; as `forebay.core.routing.capacity.with_room` looks at it."""
     run_ahead = pool.router.queue.run_ahead
     if run_ahead is None:
         return {}
-    ((most, waiting),) = Roster([seat]).limits(run_ahead)
-    load = seat.load
+    ((most, waiting),) = Roster([candidate]).limits(run_ahead)
+    load = candidate.load
     if load.active_requests >= most:
         return {"full": f"it is full: {load.active_requests} requests are there, and {most} may be"}
     if load.waiting > waiting:
@@ -223,9 +225,9 @@ def _full(pool: PoolConfigured, seat: Seat) -> dict[Absence, str]:
     return {}
 
 
-def _exceeded(seat: Seat, busy: BusyThresholds) -> Iterator[str]:
+def _exceeded(candidate: CandidateRank, busy: BusyThresholds) -> Iterator[str]:
     """The thresholds that a rank is above, with the numbers; as `is_busy` looks at them."""
-    spec, load = seat.worker.spec, seat.load
+    spec, load = candidate.worker.spec, candidate.load
     share = busy.active_decode_blocks_threshold
     if share is not None:
         used = max(load.decode_blocks, 0 if load.reported is None else load.reported.kv_blocks_used)

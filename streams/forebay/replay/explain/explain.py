@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from forebay.core.routing.router import Choice
-from forebay.core.state.requests import Request
+from forebay.core.routing.router import Selection
+from forebay.core.state.active_request import ActiveRequest
 from forebay.core.world import World
 from forebay.events.control import PoolConfigured
 from forebay.events.fleet import WorkerFact
@@ -29,7 +29,7 @@ from forebay.transport.history.reader import PAGE_RECORDS, decode_or_none
 
 __all__ = ["Explanation", "UnknownRequest", "explain"]
 
-OnChoice = Callable[[PoolConfigured, Request, Choice], None]
+OnChoice = Callable[[PoolConfigured, ActiveRequest, Selection], None]
 
 BREATHE_EVERY = 64  # journal records between two chances for others: a time limit, a signal
 
@@ -57,7 +57,7 @@ async def explain(
     start = await _start(log, partition, request_id, found)
     walk = Walk(log, partition, start, await log.end(DECISIONS.name, partition))
     life, trail = Life(request_id, start.world), Trail(walk)
-    _look_on(walk.world, life.on_choice)
+    _look_on(walk.world, life.on_selection)
     done, divergence = start.offset, None
     async for step in walk:
         if step.divergence is not None:
@@ -89,14 +89,14 @@ async def explain(
 
 def _look_on(world: World, also: OnChoice) -> None:
     """Tell of choices to one more, after whoever is told already."""
-    first = world.on_choice
+    first = world.on_selection
     assert first is not None, "the trail looks on"
 
-    def both(pool: PoolConfigured, request: Request, choice: Choice) -> None:
+    def both(pool: PoolConfigured, request: ActiveRequest, choice: Selection) -> None:
         first(pool, request, choice)
         also(pool, request, choice)
 
-    world.on_choice = both
+    world.on_selection = both
 
 
 async def _start(log: Log, partition: int, request_id: str, found: Found) -> Start:

@@ -3,20 +3,20 @@
 from collections.abc import Collection, Iterator
 
 from forebay.core.routing.cost import CostTable
-from forebay.core.routing.eligibility import Ineligible, eligible
-from forebay.core.routing.policies.power_of_two import drawn
-from forebay.core.routing.router import Choice
+from forebay.core.routing.eligibility import Ineligible, filter_eligible
+from forebay.core.routing.policies.power_of_two import draw_two
+from forebay.core.routing.router import Selection
 from forebay.core.routing.selection import softmax_weights
+from forebay.core.state.active_request import ActiveRequest
 from forebay.core.state.holder_bits import HolderKey
-from forebay.core.state.requests import Request
-from forebay.core.state.roster import of_session
+from forebay.core.state.roster import session_roster
 from forebay.core.state.sessions import Binding
 from forebay.core.world import World
 from forebay.events.control import PoolConfigured, RouterConfig
 from forebay.replay.explain.explanation import Reason
 
 
-def why(world: World, pool: PoolConfigured, request: Request, choice: Choice) -> tuple[Reason, str]:
+def why(world: World, pool: PoolConfigured, request: ActiveRequest, choice: Selection) -> tuple[Reason, str]:
     """What decided between the candidates; call it before the choice is booked."""
     table, at = choice.table, choice.at
     count = len(table.costs)
@@ -49,7 +49,7 @@ def why(world: World, pool: PoolConfigured, request: Request, choice: Choice) ->
 
 
 def limiting_session(
-    world: World, pool: PoolConfigured, request: Request, candidates: Collection[HolderKey]
+    world: World, pool: PoolConfigured, request: ActiveRequest, candidates: Collection[HolderKey]
 ) -> Binding | None:
     """Return the session binding that left exactly one of several ranks, as `router.find` applies it, or None."""
     hints = request.hints
@@ -59,17 +59,17 @@ def limiting_session(
     if bound is None or any(key != (bound.worker_id, bound.rank) for key in candidates):
         return None
     try:
-        roster = eligible(world.roster(pool.pool), world.fleet, pool, hints, request.lora_name, request.task)
+        roster = filter_eligible(world.roster(pool.pool), world.fleet, pool, hints, request.lora_name, request.task)
     except Ineligible:
         return None
-    return bound if len(roster.seats) > 1 and of_session(roster, bound) is not None else None
+    return bound if len(roster.ranks) > 1 and session_roster(roster, bound) is not None else None
 
 
 def name_of(table: CostTable, at: int) -> str:
     """A candidate, by its worker alone where no worker of the table has another rank."""
-    seat = table.roster.seats[at]
-    worker_id = seat.worker.spec.worker_id
-    return f"{worker_id}/{seat.rank}" if any(other.rank for other in table.roster.seats) else worker_id
+    candidate = table.roster.ranks[at]
+    worker_id = candidate.worker.spec.worker_id
+    return f"{worker_id}/{candidate.rank}" if any(other.rank for other in table.roster.ranks) else worker_id
 
 
 def number(value: float) -> str:
@@ -79,7 +79,7 @@ def number(value: float) -> str:
     return f"{value:,.2f}".rstrip("0").rstrip(".")
 
 
-def _only(world: World, pool: PoolConfigured, request: Request, choice: Choice) -> tuple[Reason, str]:
+def _only(world: World, pool: PoolConfigured, request: ActiveRequest, choice: Selection) -> tuple[Reason, str]:
     table, hints = choice.table, request.hints
     if hints.worker_id:
         return "pinned", "the request names it"
@@ -89,7 +89,7 @@ def _only(world: World, pool: PoolConfigured, request: Request, choice: Choice) 
     return "only_candidate", "the only one that could take it"
 
 
-def _lowest(choice: Choice) -> str:
+def _lowest(choice: Selection) -> str:
     table, at = choice.table, choice.at
     costs = table.costs
     other = min((one for one in range(len(costs)) if one != at), key=lambda one: (costs[one], one))
@@ -142,7 +142,7 @@ def _parts(config: RouterConfig, table: CostTable, at: int) -> dict[str, float]:
     return parts
 
 
-def _tie(request: Request, choice: Choice) -> tuple[Reason, str]:
+def _tie(request: ActiveRequest, choice: Selection) -> tuple[Reason, str]:
     table, at = choice.table, choice.at
     costs = table.costs
     tied = [one for one, cost in enumerate(costs) if cost == costs[at]]
@@ -161,7 +161,7 @@ def _tie(request: Request, choice: Choice) -> tuple[Reason, str]:
     return "tie_seed", f"{text}; {equal} of them were sent the fewest tokens to compute, and {seed}"
 
 
-def _drawn(choice: Choice) -> tuple[Reason, str]:
+def _drawn(choice: Selection) -> tuple[Reason, str]:
     table, at, temperature = choice.table, choice.at, choice.config.temperature
     weights = softmax_weights(table.costs, temperature)
     cheaper = sum(cost < table.costs[at] for cost in table.costs)
@@ -170,9 +170,9 @@ def _drawn(choice: Choice) -> tuple[Reason, str]:
     return "drawn", f"drawn at temperature {temperature:g}, with a chance of {chance:.1f} %; it {rank}"
 
 
-def _of_two(request: Request, choice: Choice) -> str:
+def _of_two(request: ActiveRequest, choice: Selection) -> str:
     table = choice.table
-    first, second = drawn(request.tie_seed, len(table.costs))
+    first, second = draw_two(request.tie_seed, len(table.costs))
     counts = table.active_requests
     drew = f"the request's tie seed drew {name_of(table, first)} and {name_of(table, second)}"
     under_way = f"{counts[first]} and {counts[second]} requests under way"
@@ -181,7 +181,7 @@ def _of_two(request: Request, choice: Choice) -> str:
     return f"{drew}, with {under_way}: the fewer"
 
 
-def _least_loaded(request: Request, choice: Choice) -> str:
+def _least_loaded(request: ActiveRequest, choice: Selection) -> str:
     counts = choice.table.active_requests
     least = counts[choice.at]
     tied = counts.count(least)
@@ -190,7 +190,7 @@ def _least_loaded(request: Request, choice: Choice) -> str:
     return f"{tied} have the fewest requests under way, {least}; the request's tie seed picked this one"
 
 
-def _policy(mode: str, choice: Choice) -> str:
+def _policy(mode: str, choice: Selection) -> str:
     table, at = choice.table, choice.at
     costs = table.costs
     best = costs.index(min(costs))

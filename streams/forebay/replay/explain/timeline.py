@@ -11,8 +11,8 @@ from typing import Any, get_args
 import msgspec
 
 from forebay.core.phases import Phase
-from forebay.core.routing.router import Choice
-from forebay.core.state.requests import Request
+from forebay.core.routing.router import Selection
+from forebay.core.state.active_request import ActiveRequest
 from forebay.core.step import CLOCK
 from forebay.core.ttft_parts import Part, TimeByPart
 from forebay.core.world import World
@@ -80,7 +80,7 @@ Heard = ProgressEvent | WorkerFact | RequestCancelled
 class Life:
     """Takes the steps of a walk, and tells of the last use of an id that they hold.
 
-    `on_choice` is for the walk's world. A request that is under way where the walk begins has no beginning here.
+    `on_selection` is for the walk's world. A request that is under way where the walk begins has no beginning here.
     """
 
     def __init__(self, request_id: str, world: World) -> None:
@@ -105,7 +105,7 @@ class Life:
         """Whether it ended."""
         return self._ending is not None
 
-    def on_choice(self, pool: PoolConfigured, request: Request, choice: Choice) -> None:
+    def on_selection(self, pool: PoolConfigured, request: ActiveRequest, choice: Selection) -> None:
         """A choice is made: kept if it is for this request."""
         if request.request_id == self.request_id:
             self._choices.append(routing_of(self._world, pool, request, choice))
@@ -181,7 +181,7 @@ class Life:
         self._embedded = False  # its images and videos are encoded, and wait to be fetched
         self._kept_by: tuple[str, int] | None = None  # its KV waits to be fetched from there
 
-    def _take_up(self, request: Request) -> None:
+    def _take_up(self, request: ActiveRequest) -> None:
         """It is under way where the walk begins."""
         self._state = _state(request.phase)
         self._stage, self._embedded = request.stage, request.encoded is not None

@@ -2,11 +2,11 @@
 
 import msgspec
 
-from forebay.core.routing.capacity import place
-from forebay.core.routing.disaggregation import as_prefilled, computed_by
+from forebay.core.routing.capacity import find_options
+from forebay.core.routing.disaggregation import as_prefill_request, prefill_candidates
 from forebay.core.routing.eligibility import Ineligible
-from forebay.core.routing.router import find, find_doubted, must_wait
-from forebay.core.state.requests import Request, queried, submitted
+from forebay.core.routing.router import find_candidates, find_suspect_candidates, must_queue
+from forebay.core.state.active_request import ActiveRequest, request_from_event, request_from_query
 from forebay.core.state.roster import Roster
 from forebay.core.world import World
 from forebay.events.base import U64_BYTES, hex_digest
@@ -44,7 +44,7 @@ def as_submission(event: Asked, offset: int, now_us: int | None) -> Submission:
     )
 
 
-def of_request(request: Request, model: str) -> Submission:
+def of_request(request: ActiveRequest, model: str) -> Submission:
     """What was asked for, as far as a state remembers it."""
     return Submission(
         offset=request.offset,
@@ -69,17 +69,20 @@ def waiting_of(world: World, offset: int, now_us: int, record: RequestHeld) -> W
     pool = world.pools[record.pool]
     assert request is not None, "who is held is under way"
     try:
-        placement = place(world, pool, request)
+        placement = find_options(world, pool, request)
     except Ineligible as ineligible:
-        suspects = find_doubted(world, pool, request, ineligible)
+        suspects = find_suspect_candidates(world, pool, request, ineligible)
         return _waiting_for_suspects(suspects, offset, now_us, record)
-    computing, among = computed_by(pool, placement.roster, placement.prefill)
+    computing, among = prefill_candidates(pool, placement.roster, placement.prefill)
     threshold = computing.router.queue.threshold
-    if threshold is not None and must_wait(computing, among):
-        least = min(among.seats, key=lambda seat: seat.load.prefill_tokens / seat.worker.spec.max_num_batched_tokens)
+    if threshold is not None and must_queue(computing, among):
+        least = min(
+            among.ranks,
+            key=lambda candidate: candidate.load.prefill_tokens / candidate.worker.spec.max_num_batched_tokens,
+        )
     else:
         threshold = None
-        least = min(among.seats, key=lambda seat: seat.load.active_requests)
+        least = min(among.ranks, key=lambda candidate: candidate.load.active_requests)
     return Waiting(
         offset=offset,
         now_us=now_us,
@@ -108,7 +111,7 @@ def _waiting_for_suspects(suspects: Roster, offset: int, now_us: int, record: Re
         least="",
         least_prefill_tokens=0,
         least_limit_tokens=0.0,
-        suspects=tuple(dict.fromkeys(seat.worker.spec.worker_id for seat in suspects.seats)),
+        suspects=tuple(dict.fromkeys(candidate.worker.spec.worker_id for candidate in suspects.ranks)),
     )
 
 
@@ -118,16 +121,16 @@ def kept_out(world: World, event: Asked | None, reason: RejectReason) -> tuple[L
     if event is None or pool is None or reason not in KEPT_OUT:
         return ()
     if isinstance(event, RequestSubmitted):
-        request = submitted(event, pool.pool, 0, world.now_us)
+        request = request_from_event(event, pool.pool, 0, world.now_us)
     else:
-        request = queried(event, pool.pool)
+        request = request_from_query(event, pool.pool)
     try:
-        find(world, pool, request)
+        find_candidates(world, pool, request)
     except Ineligible:
         return left_out(world, pool, request, ())
     # Somebody could answer it, and nobody compute its prompt.
     others = (one for _, one in sorted(world.pools.items()) if one.model == pool.model and one.role == "prefill")
-    return tuple(rank for one in others for rank in left_out(world, one, as_prefilled(request, one.pool), ()))
+    return tuple(rank for one in others for rank in left_out(world, one, as_prefill_request(request, one.pool), ()))
 
 
 def held_text(held: Waiting) -> str:

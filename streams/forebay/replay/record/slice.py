@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from forebay.core.step import Decided
+from forebay.core.step import AnyDecision
 from forebay.events.decisions import OwnerClaimed, SnapshotTaken
 from forebay.events.topics import DECISIONS, GROUPS, INPUTS, SNAPSHOTS
 from forebay.transport.base import Log, LogError, Record
@@ -83,7 +83,7 @@ async def slice_of(log: Log, name: str, partition: int, window: Window) -> Slice
     async for offset, record in journal(log, partition, start.offset, last, Validity(start.owner_epoch)):
         for run in record.consumed:
             view[run.topic] += run.count
-        decisions += offset >= first and isinstance(record, Decided)
+        decisions += offset >= first and isinstance(record, AnyDecision)
         if isinstance(record, SnapshotTaken):
             oldest, newest = oldest or record, record
         elif isinstance(record, OwnerClaimed):
@@ -182,7 +182,7 @@ async def newest_us(log: Log, partition: int) -> int | None:
 
 
 def _is_decision(record: Record) -> bool:
-    return isinstance(decode_journal(record), Decided)
+    return isinstance(decode_journal(record), AnyDecision)
 
 
 async def _at_us(log: Log, partition: int, offset: int) -> int:

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import msgspec
 
 from forebay.core.routing.cost import CostTable
-from forebay.core.routing.router import Choice
+from forebay.core.routing.router import Selection
 from forebay.events.base import hex_digest
-from forebay.events.decisions import Candidate, CostTerms, JournalRecord, RequestRouted, RouteAnswered
+from forebay.events.decisions import CostTerms, JournalRecord, RequestRouted, RouteAnswered, ScoredCandidate
 
 WINNER, RUNNER_UP = "winner", "runner-up"
 
@@ -49,7 +49,7 @@ class Table(msgspec.Struct, kw_only=True):
     recorded_candidates: int | None
 
 
-def tables(pool: str, request_id: str, choice: Choice, record: JournalRecord) -> Table:
+def tables(pool: str, request_id: str, choice: Selection, record: JournalRecord) -> Table:
     """The table of a choice beside what `record` holds."""
     derived = choice.table
     next_best = choice.runner_up()
@@ -87,10 +87,10 @@ def digest_of(table: CostTable) -> str:
     return hex_digest(table.digest())
 
 
-def _recorded(record: RequestRouted | RouteAnswered) -> Iterator[tuple[str, Candidate]]:
+def _recorded(record: RequestRouted | RouteAnswered) -> Iterator[tuple[str, ScoredCandidate]]:
     """What the journal holds of the table of a decision, with the place of each."""
     if isinstance(record, RequestRouted):
-        yield WINNER, Candidate(worker_id=record.worker_id, rank=record.rank, terms=record.terms)
+        yield WINNER, ScoredCandidate(worker_id=record.worker_id, rank=record.rank, terms=record.terms)
         if record.runner_up is not None:
             yield RUNNER_UP, record.runner_up
         return

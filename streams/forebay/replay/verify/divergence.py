@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 
 from forebay.core.rederive import Divergence
-from forebay.core.routing.router import Choice
-from forebay.core.state.requests import Request
+from forebay.core.routing.router import Selection
+from forebay.core.state.active_request import ActiveRequest
 from forebay.core.step import CLOCK, InputEvent
 from forebay.events.control import PoolConfigured
 from forebay.events.decisions import Advanced, JournalRecord, OwnerClaimed, RequestRouted, RouteAnswered
@@ -78,13 +78,13 @@ class Trail:
 
     def __init__(self, walk: Walk) -> None:
         self._walk = walk
-        self._choices: deque[tuple[PoolConfigured, Request, Choice]] = deque(maxlen=CHOICES_KEPT)
+        self._choices: deque[tuple[PoolConfigured, ActiveRequest, Selection]] = deque(maxlen=CHOICES_KEPT)
         self._previous: tuple[int, JournalRecord] | None = None
         self._consuming: Step | None = None
         self._seq = walk.world.seq - 1
         self._held, self._sealed = walk.start, False
         self._view = dict(walk.world.view)
-        walk.world.on_choice = lambda pool, request, choice: self._choices.append((pool, request, choice))
+        walk.world.on_selection = lambda pool, request, choice: self._choices.append((pool, request, choice))
 
     def passed(self, step: Step) -> None:
         """A step that holds."""
@@ -125,7 +125,7 @@ class Trail:
             suspicion=await suspicion_of(log, partition, (recorded, derived), table, blocks, since),
         )
 
-    def _choice_of(self, derived: JournalRecord | None) -> tuple[PoolConfigured, Request, Choice] | None:
+    def _choice_of(self, derived: JournalRecord | None) -> tuple[PoolConfigured, ActiveRequest, Selection] | None:
         """The choice that a derived decision says; None for one that is none."""
         if not isinstance(derived, RequestRouted | RouteAnswered):
             return None

@@ -11,7 +11,7 @@ from typing import get_args
 import msgspec
 
 from forebay.core.foreign_progress import is_member
-from forebay.core.step import Decided, InputEvent
+from forebay.core.step import AnyDecision, InputEvent
 from forebay.events.decisions import CommandSent, RequestAborted, RequestRejected, RequestRouted
 from forebay.events.progress import CommandDone, CommandRefused, RequestFailed, RequestFinished, RequestProgress
 from forebay.events.requests import RequestSubmitted
@@ -69,13 +69,13 @@ class ForeignProgress:
         self.first: list[Foreign] = []
         self._world = walk.world
         self._from_begin = walk.start == 0
-        self._before = {request.request_id for request in walk.world.requests.under_way()}
+        self._before = {request.request_id for request in walk.world.requests.active()}
         self._sent: dict[str, list[Sent]] = {}
         self._commands: dict[str, dict[str, int]] = {}
         self._ended: deque[tuple[int, str]] = deque()
         walk.followed.on_applied = self._on_applied
 
-    def _on_applied(self, topic: str, event: InputEvent | None, now_us: int, decided: Sequence[Decided]) -> None:
+    def _on_applied(self, topic: str, event: InputEvent | None, now_us: int, decided: Sequence[AnyDecision]) -> None:
         if isinstance(event, RequestSubmitted):
             if self._world.requests.get(event.request_id) is not None:  # else it was submitted before, and has ended
                 self._sent.setdefault(event.request_id, [])
@@ -105,7 +105,7 @@ class ForeignProgress:
         if request_id in self._before or (event.attempt, worker_id, epoch) in (sent or ()):
             return
         if sent is None:
-            is_known = self._world.requests.content_known(request_id) is not None
+            is_known = self._world.requests.known_content(request_id) is not None
             if is_known or not is_member(self._world, worker_id, epoch):
                 return
         sent = sent or []

@@ -10,7 +10,7 @@ import msgspec
 from xxhash import xxh3_64
 
 from forebay.core.rederive import Divergence
-from forebay.core.step import Decided
+from forebay.core.step import AnyDecision
 from forebay.events.base import hex_digest
 from forebay.events.decisions import OwnerClaimed, SnapshotTaken
 from forebay.events.topics import INPUTS
@@ -101,7 +101,7 @@ async def verify(
     hasher = xxh3_64()
     async for step in walk:
         record = step.record
-        is_decision = isinstance(record, Decided)
+        is_decision = isinstance(record, AnyDecision)
         report.decisions += is_decision
         report.events += sum(run.count for run in record.consumed)
         divergence = step.divergence

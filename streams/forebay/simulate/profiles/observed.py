@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from msgspec import structs
 
-from forebay.engine_model.model import EngineConfig, EngineModel, EngineRequest, RequestRefused, Step
+from forebay.engine_model.model import EngineConfig, EngineModel, EngineRequest, EngineStep, RequestRefused
 from forebay.engine_model.timing import EngineTiming
 from forebay.events.base import U32_BYTES
 
@@ -114,7 +114,7 @@ class ModelledRun:
             return
         self._model.submit(_request(number, one))
 
-    def _ended(self, step: Step, now_us: int) -> Iterator[tuple[Observed, Modelled]]:
+    def _ended(self, step: EngineStep, now_us: int) -> Iterator[tuple[Observed, Modelled]]:
         for first in step.first_tokens:
             self._first[first.request_id] = (now_us, first.cached_tokens)
         for end in step.finished:

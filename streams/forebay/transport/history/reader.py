@@ -18,7 +18,7 @@ from forebay.core.step import CLOCK, InputEvent
 from forebay.core.world import CORE_VERSION, World, digest_of_snapshot, restore
 from forebay.events.base import hex_digest
 from forebay.events.codec import DecodeError, decode, unknown_tag
-from forebay.events.decisions import Advanced, JournalRecord, OwnerClaimed, Run, SnapshotTaken
+from forebay.events.decisions import Advanced, ConsumedRun, JournalRecord, OwnerClaimed, SnapshotTaken
 from forebay.events.snapshots import Chunk, SnapshotChunk, WorldState
 from forebay.events.topics import DECISIONS, INPUTS, SNAPSHOTS, Topic
 from forebay.transport.base import Log, LogError, Record
@@ -146,7 +146,7 @@ class RecordedOrder:
         reader = self.readers.get(topic)
         return self._view.get(topic, 0) if reader is None else reader.offset
 
-    async def events_of(self, consumed: tuple[Run, ...]) -> RecordedEvents:
+    async def events_of(self, consumed: tuple[ConsumedRun, ...]) -> RecordedEvents:
         """The next events of each topic, as many as `consumed` counts. Raises LogError when they are missing."""
         counts: dict[str, int] = {}
         for run in consumed:

@@ -20,7 +20,7 @@ from xxhash import xxh3_64_intdigest
 from forebay.engine_model.model import EngineConfig
 from forebay.events.control import Command
 from forebay.events.fleet import WorkerSpec
-from forebay.events.tokens import AnswerError
+from forebay.events.tokens import ResponseError
 from forebay.events.transfer import Prefilled
 from forebay.events.work import WorkItem
 from forebay.workers.engine import EngineError, EngineRefused, Publish
@@ -109,13 +109,13 @@ class MockEngine:
         """Queue an item on the rank that it names, which must be one of this engine's."""
         rank, lora = self._ranks[item.rank], item.lora_name
         if lora and lora not in self._loras:
-            rank.refuse(item, AnswerError(status=404, code="adapter_not_loaded", message=_not_loaded(lora)))
+            rank.refuse(item, ResponseError(status=404, code="adapter_not_loaded", message=_not_loaded(lora)))
         elif item.media and item.stage != "decode":
             try:
                 self.submit_embedded(item, StandInEncoder().encode_all(item.media))
             except (MediaUnusable, EngineError) as error:
                 status = 400 if isinstance(error, MediaUnusable) else 500
-                rank.refuse(item, AnswerError(status=status, code="media_not_encoded", message=str(error)))
+                rank.refuse(item, ResponseError(status=status, code="media_not_encoded", message=str(error)))
         else:
             self._submit(item, 0)
 
@@ -222,7 +222,7 @@ class MockEngine:
             rank.submit(item, seen)
         elif self._spec is None or self._spec.role not in KV_ROLES:
             message = "this mock engine has neither the role prefill nor decode: its KV does not travel"
-            rank.refuse(item, AnswerError(status=501, code="stage_not_supported", message=message))
+            rank.refuse(item, ResponseError(status=501, code="stage_not_supported", message=message))
         else:
             self._held[item.request_id] = item, seen
             if not self._opening:
@@ -255,7 +255,7 @@ class MockEngine:
             elif item.stage == "decode":
                 rank.lose(item, str(broken))
             else:
-                rank.refuse(item, AnswerError(status=503, code="kv_not_kept", message=str(broken)))
+                rank.refuse(item, ResponseError(status=503, code="kv_not_kept", message=str(broken)))
 
     async def _close(self, kv: MockKv, fetching: Sequence[asyncio.Task[None]]) -> None:
         await asyncio.gather(*fetching, return_exceptions=True)

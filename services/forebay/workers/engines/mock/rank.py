@@ -20,17 +20,17 @@ from forebay.engine_model.model import (
     EngineModel,
     EngineRequest,
     EngineStage,
+    EngineStep,
     Fetch,
     Finished,
-    FirstToken,
+    FirstTokenStep,
     QueueFull,
     RequestMalformed,
     RequestRefused,
     RequestTooLarge,
-    Step,
 )
 from forebay.events.base import U32_BYTES, U64_MASK
-from forebay.events.tokens import AnswerError
+from forebay.events.tokens import ResponseError
 from forebay.events.work import WorkItem
 from forebay.workers.engine import (
     CacheChange,
@@ -98,7 +98,7 @@ class Rank:
         )
         if stage == "decode" and item.prefilled is None:
             message = "its KV is to be fetched, but nobody says from where"
-            self.refuse(item, AnswerError(status=500, code="nothing_to_fetch", message=message))
+            self.refuse(item, ResponseError(status=500, code="nothing_to_fetch", message=message))
             return
         try:
             # The model's pool takes them for chains; whoever writes to the log can say anything.
@@ -116,7 +116,7 @@ class Rank:
             self._to_fetch[item.request_id] = item
         self._wake.set()
 
-    def refuse(self, item: WorkItem, error: AnswerError) -> None:
+    def refuse(self, item: WorkItem, error: ResponseError) -> None:
         """The item is not taken."""
         self._failed.append(Failed(item.request_id, item.attempt, error))
         self._wake.set()
@@ -198,7 +198,7 @@ class Rank:
 
     def _collect(self) -> tuple[EngineBatch | None, list[Computed], int]:
         """Steps for about a quantum, prompts computed for others, and their time; None when there is nothing to say."""
-        steps: list[Step] = []
+        steps: list[EngineStep] = []
         span_us = tokens = 0
         cache_changes, self._changes = self._changes, []
         held = self._paused or self._asleep
@@ -221,12 +221,12 @@ class Rank:
         )
         return self._answers.worded(self._told(batch, steps)), [one for step in steps for one in step.computed], span_us
 
-    def _told(self, batch: EngineBatch, steps: list[Step]) -> EngineBatch:
+    def _told(self, batch: EngineBatch, steps: list[EngineStep]) -> EngineBatch:
         """The batch with what was said in the steps."""
         if not steps:
             return batch
         cache_changes = list(batch.cache_changes)
-        first_tokens: list[FirstToken] = []
+        first_tokens: list[FirstTokenStep] = []
         finished: list[Finished] = []
         for step in steps:
             cache_changes += step.cache_changes
@@ -240,7 +240,7 @@ class Rank:
             finished=finished,
         )
 
-    def _with_transfer(self, first: FirstToken) -> FirstToken:
+    def _with_transfer(self, first: FirstTokenStep) -> FirstTokenStep:
         fetched = self._fetched.pop(first.request_id, None)
         if fetched is None:
             return first
@@ -259,7 +259,7 @@ class Rank:
                 kept = self.kv.offer(item, seen)
             except TransferError as error:
                 self.model.release(one.request_id)
-                refused = AnswerError(status=503, code="kv_not_kept", message=f"its KV cannot be kept: {error}")
+                refused = ResponseError(status=503, code="kv_not_kept", message=f"its KV cannot be kept: {error}")
                 failed.append(Failed(one.request_id, one.attempt, refused))
                 continue
             self._kept.add(one.request_id)
@@ -306,7 +306,7 @@ def _token_seed(item: WorkItem, seen: int) -> int:
     return xxh3_64_intdigest(item.token_ids, ((item.sampling.seed or 0) + seen) & U64_MASK)
 
 
-def _merge(steps: list[Step]) -> list[Emitted]:
+def _merge(steps: list[EngineStep]) -> list[Emitted]:
     """One chunk for each request, in the order in which they first spoke."""
     chunks: dict[str, list[Emitted]] = {}
     for step in steps:
@@ -323,13 +323,13 @@ def _merge(steps: list[Step]) -> list[Emitted]:
     ]
 
 
-def _answer(refusal: RequestRefused) -> AnswerError:
+def _answer(refusal: RequestRefused) -> ResponseError:
     match refusal:
         case RequestTooLarge():
-            return AnswerError(status=400, code="context_length_exceeded", message=str(refusal))
+            return ResponseError(status=400, code="context_length_exceeded", message=str(refusal))
         case RequestMalformed():
-            return AnswerError(status=400, code="invalid_request", message=str(refusal))
+            return ResponseError(status=400, code="invalid_request", message=str(refusal))
         case QueueFull():
-            return AnswerError(status=503, code="engine_overloaded", message=str(refusal))
+            return ResponseError(status=503, code="engine_overloaded", message=str(refusal))
         case _:
             raise AssertionError(f"a new kind of refusal: {refusal!r}")

@@ -19,11 +19,11 @@ from prometheus_client import Counter
 from prometheus_client.registry import Collector
 from tokenizers import Tokenizer
 
-from forebay.engine_model.model import Emitted, Finished, FirstToken, Load
+from forebay.engine_model.model import Emitted, EngineLoad, Finished, FirstTokenStep
 from forebay.events.base import U32_BYTES, pack_u32, unpack_u32, unpack_u64
 from forebay.events.control import Command
 from forebay.events.fleet import WorkerSpec
-from forebay.events.tokens import AnswerError
+from forebay.events.tokens import ResponseError
 from forebay.events.work import WorkItem
 from forebay.workers.engine import EngineBatch, EngineError, EngineRefused, Failed, Publish, Vector
 from forebay.workers.engines.service.cache import Cache
@@ -92,7 +92,7 @@ class ServiceEngine:
         self._block_size = settings.block_size or BLOCK_SIZE
         self._kv_blocks = settings.kv_blocks or KV_BLOCKS
         self._rank = settings.dp_start_rank
-        self._told: Load | None = None
+        self._told: EngineLoad | None = None
         self._count = Counter(
             "forebay_endpoint_requests",
             "what endpoints were asked for, by outcome",
@@ -219,18 +219,18 @@ class ServiceEngine:
         for answer in dropped:
             self._abort(answer)
 
-    def _refusal(self, item: WorkItem) -> AnswerError | None:
+    def _refusal(self, item: WorkItem) -> ResponseError | None:
         name = self._service.name
         if item.task not in self._service.tasks:
-            return AnswerError(status=400, code="unsupported_task", message=f"{name} has no endpoint {item.task}")
+            return ResponseError(status=400, code="unsupported_task", message=f"{name} has no endpoint {item.task}")
         if item.lora_name and item.lora_name not in self._loras:
             message = f"{name} has no adapter {item.lora_name} loaded"
-            return AnswerError(status=404, code="adapter_not_loaded", message=message)
+            return ResponseError(status=404, code="adapter_not_loaded", message=message)
         if item.sampling.logprobs is not None:
-            return AnswerError(status=400, code="unsupported_parameter", message=f"{name} tells no logprobs")
+            return ResponseError(status=400, code="unsupported_parameter", message=f"{name} tells no logprobs")
         if len(self._waiting) >= WAITING_MAX:
             message = f"{name}: {WAITING_MAX} requests wait already"
-            return AnswerError(status=503, code="engine_overloaded", message=message)
+            return ResponseError(status=503, code="engine_overloaded", message=message)
         return None
 
     def _begin(self, answer: _Answer) -> None:
@@ -261,13 +261,13 @@ class ServiceEngine:
         try:
             await serve(answer)
         except Refused as error:
-            self._end_badly(answer, AnswerError(status=400, code="invalid_request", message=_told(error)), "refused")
+            self._end_badly(answer, ResponseError(status=400, code="invalid_request", message=_told(error)), "refused")
         except Exception as error:
             where = self._service.endpoint_name(answer.item.task)
             if self._under_way(answer):
                 logger.exception("%s failed on %s", where, answer.item.request_id)
             message = f"{where} failed: {_told(error)}"
-            self._end_badly(answer, AnswerError(status=500, code="engine_error", message=message), "failed")
+            self._end_badly(answer, ResponseError(status=500, code="engine_error", message=message), "failed")
 
     async def _generate(self, answer: _Answer) -> None:
         sampling, stops = answer.item.sampling, frozenset(answer.item.sampling.stop_token_ids)
@@ -337,7 +337,7 @@ class ServiceEngine:
             )
             self._counted(answer, "ok")
 
-    def _end_badly(self, answer: _Answer, error: AnswerError, outcome: Outcome) -> None:
+    def _end_badly(self, answer: _Answer, error: ResponseError, outcome: Outcome) -> None:
         if answer.task is None or self._left(answer):
             self._ends.failed.append(Failed(answer.item.request_id, answer.item.attempt, error))
             self._counted(answer, outcome)
@@ -363,14 +363,14 @@ class ServiceEngine:
     def _collect(self) -> EngineBatch | None:
         ends, self._ends = self._ends, _Ends()
         emitted: list[Emitted] = []
-        first_tokens: list[FirstToken] = []
+        first_tokens: list[FirstTokenStep] = []
         for answer in (*ends.answers, *self._running.values()):
             if answer.new:
                 item, new = answer.item, answer.new
                 answer.new = []
                 if not answer.begun:
                     answer.begun = True
-                    first_tokens.append(FirstToken(item.request_id, item.attempt, self._hit(answer)))
+                    first_tokens.append(FirstTokenStep(item.request_id, item.attempt, self._hit(answer)))
                 emitted.append(Emitted(item.request_id, item.attempt, answer.said - len(new), pack_u32(new)))
         changes, load = self._cache.take_changes(), self._load()
         if not (changes or emitted or ends.finished or ends.failed) and load == self._told:
@@ -387,12 +387,12 @@ class ServiceEngine:
             failed=ends.failed,
         )
 
-    def _load(self) -> Load:
+    def _load(self) -> EngineLoad:
         if self._service.kv_events:
             used = len(self._cache.held())
         else:
             used = sum(-(-(one.prompt_tokens + one.said) // self._block_size) for one in self._running.values())
-        return Load(
+        return EngineLoad(
             running=len(self._running),
             waiting=len(self._waiting),
             kv_blocks_used=min(used, self._kv_blocks),

@@ -23,7 +23,7 @@ from prometheus_client.registry import Collector
 
 from forebay.events.control import Command
 from forebay.events.fleet import WorkerSpec
-from forebay.events.tokens import AnswerError
+from forebay.events.tokens import ResponseError
 from forebay.events.transfer import Prefilled
 from forebay.events.work import WorkItem
 from forebay.workers.engine import EngineError, EngineRefused
@@ -255,13 +255,13 @@ class SglangEngine(AsyncEngine):
         finally:
             self._given.discard(task)
 
-    def _refusal(self, item: WorkItem, prompt_tokens: int) -> AnswerError | None:
+    def _refusal(self, item: WorkItem, prompt_tokens: int) -> ResponseError | None:
         does = self._settings.role if self._settings.role in DISAGGREGATION else "aggregated"
         if item.stage != does:
             message = f"SGLang with the role {does} does nothing else, and this asks for {item.stage}"
             if does == "decode":
                 message += ": it computes no prompts, so its pool must be told that prefill workers have to"
-            return AnswerError(status=501, code="not_supported", message=message)
+            return ResponseError(status=501, code="not_supported", message=message)
         return super()._refusal(item, prompt_tokens)
 
     async def _prefill(self, item: WorkItem, prompt: list[int], rank: RankBuffer) -> None:
@@ -381,11 +381,11 @@ class SglangEngine(AsyncEngine):
             rank.embedded(item, struct.pack(f"<{len(vector)}f", *vector))
             self._finish(item, rank, "stop", (len(prompt), 0, 0))
 
-    def _answer_error(self, error: Exception) -> AnswerError | None:
+    def _answer_error(self, error: Exception) -> ResponseError | None:
         if self._core.is_dead:
             return None
         if isinstance(error, ValueError):
-            return AnswerError(status=400, code="invalid_request", message=one_line(error))
+            return ResponseError(status=400, code="invalid_request", message=one_line(error))
         status = getattr(error, "status_code", 500)  # of an HTTP exception
         return sglang_requests.status_error(status, str(getattr(error, "detail", None) or one_line(error)))
 

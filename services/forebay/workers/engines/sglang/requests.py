@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from forebay.events.requests import Sampling, StructuredOutput
-from forebay.events.tokens import AnswerError, TokenLogprob, TopLogprob
+from forebay.events.tokens import ResponseError, TokenLogprob, TopLogprob
 
 LOGPROB_MIN = -9999.0  # what servers say for minus infinity, which JSON does not have
 ANY_OBJECT = '{"type": "object"}'
@@ -94,18 +94,18 @@ def token_logprobs(meta: Mapping[str, Any], top: int) -> tuple[TokenLogprob, ...
     return tuple(told)
 
 
-def abort_error(reason: Mapping[str, Any]) -> AnswerError:
+def abort_error(reason: Mapping[str, Any]) -> ResponseError:
     """What a request is told that SGLang ended: `finish_reason` of the type `abort`."""
     return status_error(reason.get("status_code"), reason.get("message") or "no reason is given")
 
 
-def status_error(status: Any, message: str) -> AnswerError:
+def status_error(status: Any, message: str) -> ResponseError:
     """By the HTTP status that SGLang would give; without one it dropped the request, which can be asked again."""
     number = 503 if status is None else int(status)
     if 400 <= number < 500:
-        return AnswerError(status=number, code="invalid_request", message=message)
+        return ResponseError(status=number, code="invalid_request", message=message)
     code = "engine_overloaded" if number == 503 else "engine_error"
-    return AnswerError(status=number, code=code, message=f"SGLang ended it: {message}")
+    return ResponseError(status=number, code=code, message=f"SGLang ended it: {message}")
 
 
 def engine_priority(priority: int, arguments: Mapping[str, Any]) -> int | None:

@@ -20,7 +20,7 @@ from prometheus_client.registry import Collector
 from forebay.events.control import Command
 from forebay.events.fleet import WorkerSpec
 from forebay.events.requests import Sampling
-from forebay.events.tokens import AnswerError, TokenLogprob
+from forebay.events.tokens import ResponseError, TokenLogprob
 from forebay.events.transfer import Prefilled
 from forebay.events.work import WorkItem
 from forebay.workers.engine import EngineError, EngineRefused
@@ -290,7 +290,7 @@ class TensorRtLlmEngine(AsyncEngine):
     async def _prefill(self, item: WorkItem, prompt: list[int], rank: RankBuffer) -> None:
         if self._settings.role != "prefill":
             message = f"a worker of the role {self._settings.role} keeps no KV for others"
-            rank.failed(item, AnswerError(status=501, code="not_supported", message=message))
+            rank.failed(item, ResponseError(status=501, code="not_supported", message=message))
             return
         sampling = msgspec.structs.replace(item.sampling, **PREFILL_SAMPLING)
         asked = self._types.DisaggregatedParams(request_type="context_only")
@@ -322,7 +322,7 @@ class TensorRtLlmEngine(AsyncEngine):
                 lease_s=LEASE_S,
             )
         except Unfetchable as error:
-            rank.failed(item, AnswerError(status=500, code="engine_error", message=str(error)))
+            rank.failed(item, ResponseError(status=500, code="engine_error", message=str(error)))
             return
         self._kept[item.request_id] = time.monotonic() + LEASE_S
         rank.prefilled(item, prefilled, getattr(result, "cached_tokens", 0) or 0)
@@ -379,12 +379,12 @@ class TensorRtLlmEngine(AsyncEngine):
         if self._log_request is not None and metrics:
             self._log_request(dict(metrics))
 
-    def _answer_error(self, error: Exception) -> AnswerError | None:
+    def _answer_error(self, error: Exception) -> ResponseError | None:
         if self._is_dead():
             return None
         if is_refusal(error):
-            return AnswerError(status=400, code="invalid_request", message=one_line(error))
-        return AnswerError(status=500, code="engine_error", message=f"TensorRT-LLM failed: {one_line(error)}")
+            return ResponseError(status=400, code="invalid_request", message=one_line(error))
+        return ResponseError(status=500, code="engine_error", message=f"TensorRT-LLM failed: {one_line(error)}")
 
     async def command(self, command: Command) -> tuple[str, ...]:
         """Adapters come and go with the requests that name them; TensorRT-LLM has no call for the rest."""

@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 from forebay.events.control import Command
 from forebay.events.fleet import WorkerSpec
 from forebay.events.requests import Sampling
-from forebay.events.tokens import AnswerError
+from forebay.events.tokens import ResponseError
 from forebay.events.work import WorkItem
 from forebay.workers.engine import EngineError, EngineRefused
 from forebay.workers.engines.async_engine import AsyncEngine
@@ -102,21 +102,21 @@ class TransformersEngine(AsyncEngine):
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(self._thread, generate, [0], CANARY_SAMPLING, lambda *_: None, cancelled)
 
-    def _answer_error(self, error: Exception) -> AnswerError:
+    def _answer_error(self, error: Exception) -> ResponseError:
         if isinstance(error, ValueError):
-            return AnswerError(status=400, code="invalid_request", message=one_line(error))
-        return AnswerError(status=500, code="engine_error", message=f"transformers failed: {one_line(error)}")
+            return ResponseError(status=400, code="invalid_request", message=one_line(error))
+        return ResponseError(status=500, code="engine_error", message=f"transformers failed: {one_line(error)}")
 
-    def _refusal(self, item: WorkItem, prompt_tokens: int) -> AnswerError | None:
+    def _refusal(self, item: WorkItem, prompt_tokens: int) -> ResponseError | None:
         sampling, room = item.sampling, self._context_tokens
         if not prompt_tokens:
-            return AnswerError(status=400, code="invalid_request", message="the prompt is empty")
+            return ResponseError(status=400, code="invalid_request", message="the prompt is empty")
         if unsupported := [name for name in UNSUPPORTED if getattr(sampling, name) != getattr(DEFAULTS, name)]:
             message = f"the transformers engine does not support {', '.join(unsupported)}"
-            return AnswerError(status=400, code="unsupported", message=message)
+            return ResponseError(status=400, code="unsupported", message=message)
         if item.task == "generate" and prompt_tokens + sampling.max_tokens > room:
             message = f"{prompt_tokens} prompt tokens and max_tokens {sampling.max_tokens} exceed the context of {room}"
-            return AnswerError(status=400, code="context_length_exceeded", message=message)
+            return ResponseError(status=400, code="context_length_exceeded", message=message)
         return super()._refusal(item, prompt_tokens)
 
     async def _answer(self, item: WorkItem, prompt: list[int], rank: RankBuffer) -> None:

@@ -10,7 +10,7 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from forebay.events.requests import Sampling
-from forebay.events.tokens import AnswerError
+from forebay.events.tokens import ResponseError
 from forebay.workers.engines.loras import Adapter
 from forebay.workers.engines.model_directory import one_line
 from forebay.workers.engines.vllm.media import MediaRefused
@@ -39,13 +39,13 @@ def lora_request(adapter: Adapter) -> LoRARequest:
     return LoRARequest(adapter.name, adapter.number, adapter.directory)
 
 
-def answer_error(error: Exception) -> AnswerError:
+def answer_error(error: Exception) -> ResponseError:
     """What a request is told that vLLM refused, or did not bring to an end."""
     if isinstance(error, GracefulHTTPError):
-        return AnswerError(status=int(error.http_status), code="engine_overloaded", message=one_line(error))
+        return ResponseError(status=int(error.http_status), code="engine_overloaded", message=one_line(error))
     if isinstance(error, MediaRefused):
         return error.answer
     cause = error.__cause__ or error
     if isinstance(error, VLLMClientError) or isinstance(cause, ValueError | VLLMClientError):
-        return AnswerError(status=400, code="invalid_request", message=one_line(cause))
-    return AnswerError(status=500, code="engine_error", message=f"vLLM failed: {one_line(cause)}")
+        return ResponseError(status=400, code="invalid_request", message=one_line(cause))
+    return ResponseError(status=500, code="engine_error", message=f"vLLM failed: {one_line(cause)}")

@@ -26,7 +26,7 @@ from forebay.events.base import U32_BYTES
 from forebay.events.control import Command
 from forebay.events.fleet import WorkerSpec
 from forebay.events.requests import Sampling
-from forebay.events.tokens import AnswerError, TokenLogprob
+from forebay.events.tokens import ResponseError, TokenLogprob
 from forebay.events.transfer import Prefilled
 from forebay.events.work import WorkItem
 from forebay.workers.engine import EngineError, EngineRefused
@@ -275,12 +275,12 @@ class VllmEngine(AsyncEngine):
             rank.not_fetched(item, "vLLM said nothing before the lease of the KV was over")
             self._clearing.soon()
 
-    def _answer_error(self, error: Exception) -> AnswerError | None:
+    def _answer_error(self, error: Exception) -> ResponseError | None:
         if isinstance(error, self._calls.EngineDeadError):
             return None
         if not isinstance(error, self._calls.VLLMError | ValueError):
             logger.error("vLLM failed on a request", exc_info=error)  # it would end one worker after the other
-        told: AnswerError = self._calls.answer_error(error)
+        told: ResponseError = self._calls.answer_error(error)
         return told
 
     def _answers(self, item: WorkItem, prompt: Any, params: Any) -> AsyncIterator[Any]:
@@ -302,7 +302,7 @@ class VllmEngine(AsyncEngine):
         if (told := last.kv_transfer_params) is None:
             if (why := last.outputs[0].finish_reason) in REASONS:
                 message = "vLLM keeps no KV for others: that takes the role prefill"
-                rank.failed(item, AnswerError(status=501, code="not_supported", message=message))
+                rank.failed(item, ResponseError(status=501, code="not_supported", message=message))
             else:
                 self._finish(item, rank, why, (0, 0, 0))
             return
@@ -311,7 +311,7 @@ class VllmEngine(AsyncEngine):
             computed_s = getattr(last.metrics, "last_token_ts", None) or begun_s
             prefilled = self._transfers.kept_for(item, told, time.monotonic() - computed_s)
         except Unfetchable as error:
-            rank.failed(item, AnswerError(status=500, code="engine_error", message=str(error)))
+            rank.failed(item, ResponseError(status=500, code="engine_error", message=str(error)))
         else:
             rank.prefilled(item, prefilled, last.num_cached_tokens or 0)
 
@@ -343,7 +343,7 @@ class VllmEngine(AsyncEngine):
 
     def _finish(self, item: WorkItem, rank: RankBuffer, why: str, tokens: tuple[int, int, int]) -> None:
         if why == "abort":  # it dropped the request, which can be asked again
-            rank.failed(item, AnswerError(status=503, code="engine_error", message="vLLM ended the answer: abort"))
+            rank.failed(item, ResponseError(status=503, code="engine_error", message="vLLM ended the answer: abort"))
         else:
             super()._finish(item, rank, why, tokens)
 

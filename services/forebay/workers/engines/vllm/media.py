@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from forebay.events.base import unpack_u32
 from forebay.events.media import Media
-from forebay.events.tokens import AnswerError
+from forebay.events.tokens import ResponseError
 from forebay.events.work import WorkItem
 from forebay.workers.engines.standin_encoder import MediaUnusable
 from forebay.workers.engines.vllm.requests import prompt_of
@@ -27,7 +27,7 @@ class MediaRefused(ValueError):
 
     def __init__(self, status: int, code: str, message: str) -> None:
         super().__init__(message)
-        self.answer = AnswerError(status=status, code=code, message=message)
+        self.answer = ResponseError(status=status, code=code, message=message)
 
 
 async def engine_prompt(llm: Any, item: WorkItem, embeddings: "Array | None") -> dict[str, Any]:

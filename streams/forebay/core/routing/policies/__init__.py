@@ -11,7 +11,7 @@ from forebay.core.routing.policies.base import Candidate, Policy, PolicyUnusable
 
 __all__ = [
     "BUILT_IN",
-    "FAULT_CHARS_MAX",
+    "ERROR_CHARS_MAX",
     "Candidate",
     "Policy",
     "PolicyUnusable",
@@ -20,7 +20,7 @@ __all__ = [
     "policy_class",
 ]
 
-FAULT_CHARS_MAX = 500  # of an import error's text, which is not under forebay's control
+ERROR_CHARS_MAX = 500  # of an import error's text, which is not under forebay's control
 
 BUILT_IN = {
     "kv": "forebay.core.routing.policies.kv.Kv",
@@ -50,7 +50,7 @@ def policy_class(mode: str) -> type[Policy]:
     try:
         module = import_module(module_name)
     except (Exception, SystemExit) as error:  # a custom module may fail in any way
-        raise PolicyUnusable(f"the policy {path} cannot be imported: {error!r}"[:FAULT_CHARS_MAX]) from error
+        raise PolicyUnusable(f"the policy {path} cannot be imported: {error!r}"[:ERROR_CHARS_MAX]) from error
     found = getattr(module, class_name, None)
     if not isinstance(found, type) or not callable(getattr(found, "decide", None)):
         raise PolicyUnusable(f"{path} is no class with a method `decide(world, request)`")

@@ -1,7 +1,7 @@
 """Policy `random`: any candidate with equal probability."""
 
 from forebay.core.routing.policies.base import RoutingRequest, RoutingWorld
-from forebay.core.routing.selection import scaled
+from forebay.core.routing.selection import scale_draw
 
 
 class RandomChoice:
@@ -9,4 +9,4 @@ class RandomChoice:
 
     def decide(self, world: RoutingWorld, request: RoutingRequest) -> int:
         """Return a random position."""
-        return scaled(request.tie_seed, len(world.candidates))
+        return scale_draw(request.tie_seed, len(world.candidates))
