@@ -92,7 +92,7 @@ def test_what_changes_nothing_is_named() -> None:
         ("attempts_max=0", "must be a whole number of at least 1$"),
         ("router.track_prefill_tokens=maybe", "must be true or false$"),
         ("router.selection_policy=x", "must be one of default, lmetric$"),
-        ("router.mode=kw", "kw is no router mode"),
+        ("router.mode=kw", "unknown router mode 'kw'"),
         ("router.queue.classes=3", "must be a JSON list of objects"),
         ('router.queue.classes=[{"name": "default", "size": 1}]', r"unknown field \[0\].size; there are name, "),
         ('router.queue.classes=[{"name": "default", "quantum": 0}]', r"`int` >= 1 - at `\$\[0\].quantum`"),

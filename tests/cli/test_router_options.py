@@ -247,7 +247,7 @@ def test_a_file_is_the_configuration_and_flags_win(tmp_path: Path) -> None:
         ("queue: {classes: []}", "queue: the queue class default with uncached_tokens_min 0 must be there"),
         ("queue: {classes: [{quantum: 0}]}", "queue.classes[0].quantum: Expected `int` >= 1"),
         ("queue: 7", "queue: Expected `object`, got `int`"),
-        ("mode: fastest", "fastest is no router mode (kv, "),
+        ("mode: fastest", "unknown router mode 'fastest'; expected one of kv, "),
         ("[1]", "must hold fields of the router's configuration, not a list"),
         ("", "must hold fields of the router's configuration, not nothing"),
         ("kv", "must hold fields of the router's configuration, not one value"),
@@ -304,7 +304,7 @@ def test_variables_say_the_same_as_flags(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "says"),
     [
-        ("FOREBAY_ROUTER_MODE", "fastest", "fastest is no router mode"),
+        ("FOREBAY_ROUTER_MODE", "fastest", "unknown router mode 'fastest'"),
         ("FOREBAY_ROUTER_TEMPERATURE", "warm", "is warm: must be a number"),
         ("FOREBAY_ROUTER_TEMPERATURE", "nan", "must be a number from 0 to 1e+06, not nan"),
         ("FOREBAY_ROUTER_QUEUE_POLICY", "fair", "is fair: must be one of fcfs"),

@@ -14,7 +14,7 @@ import msgspec
 import typer
 from msgspec import inspect
 
-from forebay.cli.policies.check import look_in_current_directory, require_policy
+from forebay.cli.policies.check import add_current_directory, require_policy
 from forebay.cli.policies.file import named_fields, read_policy_file, unknown_field
 from forebay.cli.policies.router_options import POLICY_CONFIG
 from forebay.events.control import PoolConfigured, RouterConfig
@@ -117,7 +117,7 @@ def alternative(sets: list[str] | None, policy: str | None, policy_config: Path 
 
     Raises Unusable, naming the option, what is wrong with it, and what there is.
     """
-    look_in_current_directory()  # a log may name policies of the user's, too
+    add_current_directory()  # a log may name policies of the user's, too
     changes = [_change(text) for text in sets or ()]
     if policy is not None:
         changes.append(Change("", MODE, policy, f"{POLICY} {policy}"))

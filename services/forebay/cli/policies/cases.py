@@ -1,7 +1,7 @@
-"""The cases on which a policy is tried: the same ones everywhere, with what tends to be decided by accident.
+"""Generated routing cases of the determinism check of policies, the same in every process.
 
-Ties, idle fleets, one candidate and many, caches on every tier, every kind of request. Numbers come from a fixed
-seed by the core's own mixer, so that no case depends on Python's generator.
+They contain ties, idle fleets, one candidate and many, caches on every tier and every kind of request. Numbers are
+drawn from a fixed seed by `mix64`, so no case depends on Python's random number generator.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,7 +20,7 @@ TAINTS = ((), ("zone-a",), ("zone-b",), ("zone-a", "spot"))
 
 
 class Candidates(Sequence[Candidate]):
-    """A sequence and nothing else, as in the router: no list or tuple, though it is written like one."""
+    """Candidates as a plain Sequence, as the router passes them, so that a policy cannot rely on a list."""
 
     def __init__(self, candidates: Iterable[Candidate]) -> None:
         self._candidates = list(candidates)
@@ -39,18 +39,24 @@ class Candidates(Sequence[Candidate]):
 
 
 class _Numbers:
-    """Integers from a seed."""
+    """Pseudorandom integers from a seed."""
 
     def __init__(self, seed: int) -> None:
         self._state = mix64(seed)
 
     def below(self, end: int) -> int:
+        """Return the next integer from 0 to `end` - 1."""
         self._state = mix64(self._state)
         return self._state % end
 
 
 def case(number: int, mode: str) -> tuple[RoutingWorld, RoutingRequest]:
-    """A case by its number, below CASES; made anew at each call, so that nobody sees what another one did to it."""
+    """Return one case as new objects, so that changes by a policy do not reach its next decision.
+
+    Args:
+        number: Case number, from 0 to CASES - 1.
+        mode: Router mode of the case's configuration.
+    """
     numbers = _Numbers(number)
     prompt_blocks = 1 + numbers.below(40)
     request = RoutingRequest(
@@ -79,12 +85,12 @@ def _candidates(numbers: _Numbers, number: int, prompt_blocks: int) -> Iterator[
     ranks = 2 if number % 5 == 0 else 1
     kind = number // len(SIZES) % 4  # idle and empty; idle with caches; all equal; all different
     for at in range(count):
-        found = [numbers.below(prompt_blocks + 1) if kind in {1, 3} else 0 for _ in range(3)]
+        cached = [numbers.below(prompt_blocks + 1) if kind in {1, 3} else 0 for _ in range(3)]
         busy = numbers.below(12) if kind == 3 else 3 * (kind == 2)
         yield Candidate(
             worker_id=f"worker-{at // ranks:02}",
             rank=at % ranks,
-            overlap=Overlap(found[0], found[1] if number % 2 else 0, found[2] if number % 7 == 0 else 0),
+            overlap=Overlap(cached[0], cached[1] if number % 2 else 0, cached[2] if number % 7 == 0 else 0),
             prefill_tokens=busy * 512,
             decode_blocks=busy * 9.5 + prompt_blocks,
             active_requests=busy,

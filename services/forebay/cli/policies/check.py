@@ -1,8 +1,9 @@
-"""A user's policy must be deterministic before anything is decided with it: replay derives its decisions again.
+"""Determinism check of a user's policy. It runs before the policy makes a decision, because replay repeats decisions.
 
-Theory of operation. Two processes with different hash seeds try it on the same cases in opposite orders (see
-`forebay.cli.policies.trial`); what they choose must be equal. That is no proof, but it finds what policies do by
-accident: clocks, chance, the outside, kept state, the order of sets, object ids.
+Theory of operation. Two processes run the policy on the same cases (see `forebay.cli.policies.trial`). The processes
+have different values of PYTHONHASHSEED, and the second one runs the cases in reverse order. Both must select the same
+candidates. The check is no proof: it often finds state, clocks, randomness and the order of sets, and it cannot find a
+file or a math function whose result differs on another machine only.
 """
 
 import os
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from forebay.cli.policies.trial import Trial
+from forebay.cli.policies.trial import RULE, Trial
 from forebay.core.routing.policies import BUILT_IN
 from forebay.ingress.errors import Unusable
 
@@ -23,45 +24,57 @@ PATH_CHARS_MAX = 256  # of a mode on the wire
 
 
 def require_policy(mode: str) -> None:
-    """Refuse what is neither a built-in mode nor a deterministic policy (Unusable, with the reason)."""
+    """Check that a router mode is built in or names a deterministic policy.
+
+    Raises:
+        Unusable: The mode is unknown, the class cannot be used, or the check failed.
+    """
     if mode in BUILT_IN:
         return
     if not all(part.isidentifier() for part in mode.split(".")) or "." not in mode:
-        raise Unusable(f"{mode} is no router mode ({', '.join(BUILT_IN)}) and no class as module.Class")
+        modes = ", ".join(BUILT_IN)
+        raise Unusable(f"unknown router mode {mode!r}; expected one of {modes}, or a policy class as module.Class")
     if len(mode) > PATH_CHARS_MAX:
-        raise Unusable(f"the path of a policy has at most {PATH_CHARS_MAX} characters, not {len(mode)}")
-    look_in_current_directory()
+        raise Unusable(f"the path of a policy class has {len(mode)} characters; maximum {PATH_CHARS_MAX}")
+    add_current_directory()
     require_deterministic(mode)
 
 
-def look_in_current_directory() -> None:
-    """Let policies be imported from where the user stands; what is installed, or on PYTHONPATH, comes first."""
-    here = str(Path.cwd())
-    if here not in sys.path and "" not in sys.path:
-        sys.path.append(here)
+def add_current_directory() -> None:
+    """Append the current directory to `sys.path`, so that it hides neither installed modules nor PYTHONPATH."""
+    current = str(Path.cwd())
+    if current not in sys.path and "" not in sys.path:
+        sys.path.append(current)
 
 
 def require_deterministic(path: str) -> None:
-    """Refuse a policy, by its dotted path, that cannot be used or is not deterministic (Unusable, with the reason)."""
+    """Check a policy in two processes.
+
+    Args:
+        path: Dotted path of the policy class.
+
+    Raises:
+        Unusable: The class cannot be used, or is not deterministic.
+    """
     with ExitStack() as running:
         trials = []
         for seed in HASH_SEEDS:
-            trials.append(running.enter_context(_started(path, seed, backwards=seed != HASH_SEEDS[0])))
+            trials.append(running.enter_context(_start(path, seed, backwards=seed != HASH_SEEDS[0])))
             running.callback(trials[-1].kill)
         one, other = (_result(path, trial) for trial in trials)
     for number, (first, second) in enumerate(zip(one.chosen, other.chosen, strict=True)):
         if first != second:
-            where = f"case {number} chose {first} with hash seed {HASH_SEEDS[0]} and {second} with {HASH_SEEDS[1]}"
-            hint = "does it go by the order of a set, or by object ids?"
-            raise Unusable(f"{path} is not deterministic: {where}; {hint}")
+            runs = f"case {number} chose {first} with PYTHONHASHSEED={HASH_SEEDS[0]}, {second} with {HASH_SEEDS[1]}"
+            raise Unusable(f"{path} is not deterministic: {runs}; {RULE}, nor the order of a set")
 
 
-def _started(path: str, hash_seed: int, *, backwards: bool) -> "subprocess.Popen[bytes]":
-    # The same modules in the same order as here; without -P the current directory would hide the standard library.
-    found_in = os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path)
-    return subprocess.Popen(  # noqa: S603 - this Python, with the policy that it is to run
+def _start(path: str, hash_seed: int, *, backwards: bool) -> "subprocess.Popen[bytes]":
+    """Start a process that tests a policy."""
+    # -P and PYTHONPATH repeat this process's search path: the current directory must not hide the standard library.
+    search_path = os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path)
+    return subprocess.Popen(  # noqa: S603 - this Python, with the policy that the user named
         [sys.executable, "-P", "-m", "forebay.cli.policies.trial", path, *(["backwards"] if backwards else [])],
-        env={**os.environ, "PYTHONHASHSEED": str(hash_seed), "PYTHONPATH": found_in},
+        env={**os.environ, "PYTHONHASHSEED": str(hash_seed), "PYTHONPATH": search_path},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -69,15 +82,20 @@ def _started(path: str, hash_seed: int, *, backwards: bool) -> "subprocess.Popen
 
 
 def _result(path: str, trial: "subprocess.Popen[bytes]") -> Trial:
+    """Wait for a test process and return its result.
+
+    Raises:
+        Unusable: The test failed, took more than TRIAL_S, or ended its process.
+    """
     try:
         out, err = trial.communicate(timeout=TRIAL_S)
     except subprocess.TimeoutExpired:
-        raise Unusable(f"{path} was not done with its trial after {TRIAL_S:g} s") from None
+        raise Unusable(f"the check of {path} did not finish within {TRIAL_S:g} s") from None
     try:
         result = msgspec.json.decode(out, type=Trial)
     except msgspec.DecodeError:
         last = err.decode(errors="replace").strip().rpartition("\n")[2]
-        raise Unusable(f"{path} ended its trial's process with exit code {trial.returncode} {last}".strip()) from None
+        raise Unusable(f"the check of {path} ended with exit code {trial.returncode} {last}".strip()) from None
     if result.fault:
         raise Unusable(result.fault)
     return result

@@ -1,4 +1,4 @@
-"""The policies of users that a recorded log names: they are code here, and must be fit to derive decisions again."""
+"""Check of the user policies that a recorded log names, before a replay imports them and repeats their decisions."""
 
 import asyncio
 
@@ -8,6 +8,11 @@ from forebay.transport.history.groups import pools_of
 
 
 async def require_policies(log: Log, partition: int) -> None:
-    """Refuse policies that cannot derive anything again. Raises Unusable, LogError."""
+    """Check the policies that the pools of a partition were ever configured with.
+
+    Raises:
+        Unusable: A policy cannot be imported, or is not deterministic.
+        LogError: The log cannot be read.
+    """
     for mode in dict.fromkeys(pool.router.mode for pool in await pools_of(log, partition)):
         await asyncio.to_thread(require_policy, mode)

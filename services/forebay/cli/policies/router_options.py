@@ -16,7 +16,7 @@ import msgspec
 import typer
 
 from forebay.cli.common.errors import explained
-from forebay.cli.policies.check import look_in_current_directory, require_policy
+from forebay.cli.policies.check import add_current_directory, require_policy
 from forebay.cli.policies.file import named_fields, read_policy_file
 from forebay.events.control import DisaggConfig, QueuePolicy, RouterConfig, RouterMode
 from forebay.ingress.errors import Unusable
@@ -228,7 +228,7 @@ def router_config(given: Mapping[RouterOption, Any], named: Named = lambda optio
 
     Raises Unusable, naming the option or the file and what is wrong with it.
     """
-    look_in_current_directory()  # also for a built-in mode: a log that is continued may name an earlier policy
+    add_current_directory()  # also for a built-in mode: a log that is continued may name an earlier policy
     by_flag = {option.flag: value for option, value in given.items()}
     if SCALE in by_flag and OLD_SCALE in by_flag:
         raise Unusable(f"{named(_option(OLD_SCALE))} is the old name of {named(_option(SCALE))}: give one of them")
