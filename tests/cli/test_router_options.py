@@ -244,7 +244,7 @@ def test_a_file_is_the_configuration_and_flags_win(tmp_path: Path) -> None:
         ("temperature: .inf", "temperature: Expected `float` <= 1000000.0"),
         ("busy: {active_decode_blocks_threshold: 1.5}", "busy.active_decode_blocks_threshold: Expected `float` <= 1.0"),
         ("1: kv", "unknown field 1; "),
-        ("queue: {classes: []}", "queue: the queue class default with uncached_tokens_min 0 must be there"),
+        ("queue: {classes: []}", "queue: missing queue class: 'default' with uncached_tokens_min 0 is required"),
         ("queue: {classes: [{quantum: 0}]}", "queue.classes[0].quantum: Expected `int` >= 1"),
         ("queue: 7", "queue: Expected `object`, got `int`"),
         ("mode: fastest", "unknown router mode 'fastest'; expected one of kv, "),

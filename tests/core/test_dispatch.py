@@ -293,9 +293,9 @@ def test_an_id_that_is_used_again_for_another_adapter_or_tenant_is_refused() -> 
 @pytest.mark.parametrize(
     ("classes", "problem"),
     [
-        ((QueueClass(name="a"),), "the queue class default with uncached_tokens_min 0 must be there"),
-        (tuple(QueueClass(uncached_tokens_min=floor) for floor in range(257)), "257 queue classes are more than 256"),
-        ((QueueClass(), QueueClass(quantum=5)), "two queue classes have the same name"),
+        ((QueueClass(name="a"),), "missing queue class: 'default'"),
+        (tuple(QueueClass(uncached_tokens_min=floor) for floor in range(257)), "257, the maximum is 256"),
+        ((QueueClass(), QueueClass(quantum=5)), "duplicate queue class"),
         ((QueueClass(), QueueClass(name="a", uncached_tokens_min=5)), "every queue class needs one of its name"),
     ],
 )

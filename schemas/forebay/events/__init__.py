@@ -1,1 +1,1 @@
-"""What was said: every fact, command and decision, and how each looks on the wire."""
+"""Events of forebay: every fact, command and decision, and its encoding on the wire."""

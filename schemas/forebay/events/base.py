@@ -1,7 +1,7 @@
-"""What every event on the wire shares: the struct base, packed number lists and digests.
+"""Base of every event: the struct classes, packed number lists and digests.
 
-Packed lists are little-endian: token ids as u32, hashes as u64. They stay `bytes` inside events,
-because most readers only pass them on; the helpers here are the one place that packs and unpacks.
+Packed lists are little-endian: token ids as u32, hashes as u64. They stay `bytes` inside events, because most readers
+only forward them. The helpers here are the only code that packs and unpacks.
 """
 
 import sys
@@ -15,30 +15,30 @@ U64_MASK = (1 << 64) - 1
 U32_BYTES = 4
 U64_BYTES = 8
 
-# JSON integers have no end of their own; beyond these, what decodes could not be encoded again.
+# JSON integers are unbounded. Without these limits, a decoded event might not be encodable again.
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
-U64 = Annotated[int, msgspec.Meta(ge=0)]  # on msgpack topics only, where the wire ends at 64 bits
+U64 = Annotated[int, msgspec.Meta(ge=0)]  # for msgpack topics only, where the wire format ends at 64 bits
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 Digest = Annotated[
     str,
     msgspec.Meta(
         pattern="^[0-9a-f]{16}$",
-        max_length=16,  # `$` alone lets a newline follow
-        description="64 bits as 16 hex digits: JSON readers round large numbers.",
+        max_length=16,  # `$` also matches before a trailing newline
+        description="64 bits as 16 hex digits, because JSON readers round large numbers.",
     ),
 ]
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", omit_defaults=True):
-    """One fact, command or decision. Subclasses give a dotted tag, which never changes its meaning.
+    """Fact, command or decision. Each subclass has a dotted tag whose meaning never changes.
 
-    Fields are only ever added, with a default; an unknown field is ignored by readers, an unknown
-    tag is a decode error (`forebay.events.codec.DecodeError`).
+    New fields always have a default. Readers ignore unknown fields. An unknown tag is a decode error
+    (`forebay.events.codec.DecodeError`).
     """
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A named group of fields inside an event."""
+    """Named group of fields inside an event."""
 
 
 def pack_u32(values: Iterable[int]) -> bytes:
@@ -47,7 +47,7 @@ def pack_u32(values: Iterable[int]) -> bytes:
 
 
 def unpack_u32(packed: bytes) -> list[int]:
-    """The inverse of `pack_u32`. Raises ValueError when the length is no multiple of four."""
+    """Unpack the result of `pack_u32`. Raises ValueError if the length is not a multiple of four."""
     return _unpack("I", packed)
 
 
@@ -57,23 +57,23 @@ def pack_u64(values: Iterable[int]) -> bytes:
 
 
 def array_u64(packed: bytes) -> "array[int]":
-    """Packed u64 as an array: compared and cut without unpacking. Raises ValueError as `unpack_u64` does."""
+    """Return packed u64 as an array, without unpacking it. Raises ValueError as `unpack_u64` does."""
     return _little_endian(array("Q", packed))
 
 
 def unpack_u64(packed: bytes) -> list[int]:
-    """The inverse of `pack_u64`. Raises ValueError when the length is no multiple of eight."""
+    """Unpack the result of `pack_u64`. Raises ValueError if the length is not a multiple of eight."""
     return _unpack("Q", packed)
 
 
 def require_packed(name: str, packed: bytes, width: int) -> None:
-    """Refuse a packed list whose length is no multiple of `width` bytes (ValueError)."""
+    """Check that the length of a packed list is a multiple of `width` bytes. Raises ValueError otherwise."""
     if len(packed) % width:
-        raise ValueError(f"{name}: {len(packed)} bytes are no whole number of {width}-byte integers")
+        raise ValueError(f"{name}: {len(packed)} bytes are not a multiple of {width}")
 
 
 def hex_digest(value: int) -> str:
-    """A 64-bit integer as `Digest`."""
+    """Return a 64-bit integer as `Digest`."""
     return f"{value & U64_MASK:016x}"
 
 

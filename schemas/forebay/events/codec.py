@@ -1,4 +1,4 @@
-"""Bytes to events and back, by topic. The only place that knows msgpack from JSON."""
+"""Encode and decode events by topic. Only this module distinguishes msgpack from JSON."""
 
 from functools import lru_cache
 from types import UnionType
@@ -11,20 +11,20 @@ from forebay.events.topics import Topic
 
 
 class DecodeError(ValueError):
-    """A record that is not an event of its topic. The text names the place and is fit for a dead letter."""
+    """The record is not an event of its topic. The text names the position and is fit for a dead letter."""
 
 
 def encode(topic: Topic, event: Event) -> bytes:
-    """The wire form of an event. Raises TypeError when the topic carries no events."""
+    """Return the wire form of an event. Raises TypeError if the topic carries no events."""
     if topic.codec == "json":
         return _JSON.encode(event)
     if topic.codec == "msgpack":
         return _MSGPACK.encode(event)
-    raise TypeError(f"the topic {topic.name} carries no events")
+    raise TypeError(f"cannot encode an event for the topic {topic.name}: it carries raw records")
 
 
 def decode(topic: Topic, value: bytes | None) -> Any:
-    """The event in a record of `topic`. Raises DecodeError for anything else, null included."""
+    """Return the event in a record of `topic`. Raises DecodeError for anything else, including null."""
     if value is None:
         raise DecodeError(f"{topic.name}: its value is null")
     try:
@@ -34,11 +34,12 @@ def decode(topic: Topic, value: bytes | None) -> Any:
 
 
 def unknown_tag(topic: Topic, value: bytes) -> str | None:
-    """The tag of a record that is well formed and of no kind that `topic` has here: a newer version may have it.
+    """Return the tag of a well-formed record whose tag is unknown here; a newer version may know it.
 
-    None for a record of a kind that is known, and for bytes that no version can read.
+    Returns:
+        None if the tag is known or if the bytes are not a tagged record.
     """
-    assert topic.events is not None, "what carries no events has no tags"
+    assert topic.events is not None, "a topic without events has no tags"
     decoder = _TAGGED_JSON if topic.codec == "json" else _TAGGED_MSGPACK
     try:
         tag = decoder.decode(value).type
@@ -60,7 +61,7 @@ _MSGPACK = msgspec.msgpack.Encoder()
 @lru_cache(maxsize=64)
 def _decoder(codec: str, events: UnionType | type | None) -> "msgspec.json.Decoder[Any] | msgspec.msgpack.Decoder[Any]":
     if events is None:
-        raise DecodeError("the topic carries no events")
+        raise DecodeError("the topic carries raw records, no events")
     return msgspec.json.Decoder(events) if codec == "json" else msgspec.msgpack.Decoder(events)
 
 

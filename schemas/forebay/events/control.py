@@ -9,37 +9,40 @@ from forebay.events.base import Count, Event, Name, Part
 RouterMode = Literal["kv", "round-robin", "random", "power-of-two", "least-loaded", "direct"]
 QueuePolicy = Literal["fcfs", "wspt", "lcfs"]
 DisaggPolicy = Literal["always", "never", "classic", "isl_bounding", "prefill_load", "isl_or_load"]
-Role = Literal["aggregated", "prefill", "decode", "encode"]  # a worker's part in a request
-Weight = Annotated[float, msgspec.Meta(ge=0.0, le=1e6)]  # finite, and so is every cost
+Role = Literal["aggregated", "prefill", "decode", "encode"]  # stage of a request that a worker computes
+Weight = Annotated[float, msgspec.Meta(ge=0.0, le=1e6)]  # finite, so that every cost is finite
 Fraction = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=31_536_000.0)]  # a year
 
 DEFAULT_CLASS = "default"
-CLASSES_MAX = 256  # every request that waits looks at each
+CLASSES_MAX = 256  # every queued request is compared with each class
 
 
 def require_numbers(part: msgspec.Struct, limits: dict[str, float]) -> None:
-    """Refuse fields that are negative, above their limit or no number (ValueError); None is no field.
+    """Check that fields are numbers from 0 to their limit; None is allowed. Raises ValueError otherwise.
 
-    The decoder checks what comes from the wire; this checks what is made in a process.
+    The decoder checks events from the wire; this function checks structs that are created in a process.
     """
     for name, most in limits.items():
         value = getattr(part, name)
-        if value is not None and not 0 <= value <= most:  # nor does a NaN lie there
+        if value is not None and not 0 <= value <= most:  # also false for NaN
             raise ValueError(f"{name} must be a number from 0 to {most:g}, not {value}")
 
 
 Action = Literal["clear_kv_blocks", "load_lora", "unload_lora", "list_loras", "sleep", "wake_up", "pause", "resume"]
-LORA_CHANGES: frozenset[Action] = frozenset(("load_lora", "unload_lora"))  # what changes which adapters are loaded
+LORA_CHANGES: frozenset[Action] = frozenset(("load_lora", "unload_lora"))  # actions that change the loaded adapters
 
-COMMAND_TIMEOUT_US_MAX = 3_600_000_000  # an hour: loading an adapter over a slow disk takes minutes
+COMMAND_TIMEOUT_US_MAX = 3_600_000_000  # one hour: loading an adapter from a slow disk takes minutes
 
 
 class Command(Part, frozen=True, kw_only=True):
-    """What an engine is to do beside its work. Names are Dynamo's and vLLM's.
+    """Administrative command to an engine. Action names are Dynamo's and vLLM's.
 
-    `lora_path` is a directory that the worker can read; `level` is how deep the engine sleeps: 1 keeps the weights in
-    host memory, 2 drops them.
+    Attributes:
+        action: what the engine does.
+        lora_name: adapter to load or unload.
+        lora_path: directory of the adapter, readable by the worker.
+        level: sleep level of the action `sleep`: 1 keeps the weights in host memory, 2 drops them.
     """
 
     action: Action
@@ -49,10 +52,13 @@ class Command(Part, frozen=True, kw_only=True):
 
 
 class BusyThresholds(Part, frozen=True, kw_only=True):
-    """Above any of these a rank is busy; a worker is when all its ranks are. Names are Dynamo's, None is off.
+    """Thresholds above which a rank counts as busy. A worker is busy if all its ranks are. Names are Dynamo's.
 
-    `active_decode_blocks_threshold` is a share of the rank's KV blocks; prefill tokens are waiting or under way,
-    absolute or as a multiple of the worker's `max_num_batched_tokens`.
+    Attributes:
+        active_decode_blocks_threshold: share of the rank's KV blocks in use; null is off.
+        active_prefill_tokens_threshold: prompt tokens queued or being computed; null is off.
+        active_prefill_tokens_threshold_frac: the same as a multiple of the worker's `max_num_batched_tokens`; null is
+            off.
     """
 
     active_decode_blocks_threshold: Fraction | None = None
@@ -71,11 +77,17 @@ class BusyThresholds(Part, frozen=True, kw_only=True):
 
 
 class QueueClass(Part, frozen=True, kw_only=True):
-    """A queue of its own for the requests of one policy class.
+    """Queue of one policy class.
 
-    Classes take turns by deficit round robin: a turn adds `quantum` tokens, a request costs its uncached tokens.
-    Of several classes with one name a request enters the one with the highest `uncached_tokens_min` that it
-    reaches. `requests_per_worker_max` bounds its length, times the pool's ready workers.
+    Classes take turns by deficit round robin: a turn adds `quantum` tokens, and a request costs its uncached tokens.
+
+    Attributes:
+        name: policy class. If several classes share a name, a request enters the one with the highest
+            `uncached_tokens_min` that it reaches.
+        quantum: tokens that a turn adds to the deficit counter of the class.
+        uncached_tokens_min: fewest uncached prompt tokens of a request in this class.
+        policy: order of requests; null uses the policy of the queue.
+        requests_per_worker_max: maximum length of the queue per ready worker of the pool.
     """
 
     name: Name = DEFAULT_CLASS
@@ -86,17 +98,18 @@ class QueueClass(Part, frozen=True, kw_only=True):
 
 
 class QueueConfig(Part, frozen=True, kw_only=True):
-    """When requests wait in the router, how many, how long, and in which order.
+    """Router queue of a pool: when requests are queued, how many, for how long, and in which order.
 
     Attributes:
-        threshold: requests wait while every eligible rank has more than this multiple of its `max_num_batched_tokens`
-            to prefill; None sets no such limit.
-        policy: the order of a class that has none of its own.
-        classes: the classes of the queue.
-        run_ahead: a rank is sent at most this share of its `max_num_seqs` beyond these; further requests wait. None
-            sends any number.
-        depth: at most this multiple of the `max_num_seqs` of all ranks of the pool waits; None sets no such limit.
-        timeout_s: a request that has waited this long is aborted; 0 sets no such limit.
+        threshold: requests are queued while every eligible rank has more than this multiple of its
+            `max_num_batched_tokens` to prefill; null sets no such limit.
+        policy: order of a class that has no policy of its own.
+        classes: classes of the queue.
+        run_ahead: a rank is sent at most this share of its `max_num_seqs` beyond `max_num_seqs`; further requests are
+            queued. Null sends any number.
+        depth: maximum number of queued requests, as a multiple of the `max_num_seqs` of all ranks of the pool; null
+            sets no such limit.
+        timeout_s: seconds after which a queued request is aborted; 0 sets no such limit.
     """
 
     threshold: Weight | None = None
@@ -109,38 +122,39 @@ class QueueConfig(Part, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         require_numbers(self, {"threshold": 1e6, "run_ahead": 1e6, "depth": 1e6, "timeout_s": 31_536_000.0})
         if len(self.classes) > CLASSES_MAX:
-            raise ValueError(f"{len(self.classes)} queue classes are more than {CLASSES_MAX}")
+            raise ValueError(f"too many queue classes: {len(self.classes)}, the maximum is {CLASSES_MAX}")
         kinds = [(one.name, one.uncached_tokens_min) for one in self.classes]
         if len(set(kinds)) < len(kinds):
-            raise ValueError("two queue classes have the same name and the same uncached_tokens_min")
+            raise ValueError("duplicate queue class: two classes have the same name and the same uncached_tokens_min")
         floors = {one.name for one in self.classes if one.uncached_tokens_min == 0}
         if DEFAULT_CLASS not in floors:
-            raise ValueError(f"the queue class {DEFAULT_CLASS} with uncached_tokens_min 0 must be there")
+            raise ValueError(f"missing queue class: {DEFAULT_CLASS!r} with uncached_tokens_min 0 is required")
         if any(one.name not in floors for one in self.classes):
             raise ValueError("every queue class needs one of its name with uncached_tokens_min 0")
 
 
 class DisaggConfig(Part, frozen=True, kw_only=True):
-    """Which prompts of a decode pool's requests its model's prefill pool computes; the others stay with who answers.
+    """Conditional disaggregation: which prompts of a decode pool the prefill pool of its model computes.
 
-    Names and meanings are Dynamo's (conditional disaggregation; `classic` is that of its first releases). Prompt
-    lengths are counted without what the decode worker that would be chosen has in its cache.
+    All other prompts are computed by the worker that generates the response. Names and meanings are Dynamo's; `classic`
+    is the rule of its first releases. Prompt lengths do not count tokens that the decode worker in question has cached.
 
     Attributes:
-        policy: `always` and `never`; `classic` computes prompts longer than `max_local_prefill_length` remotely while
-            fewer than `max_prefill_queue_size` wait; `isl_bounding` those that reach `eff_isl_threshold` or are not
-            cached to more than 1 - `eff_isl_ratio_threshold`; `prefill_load` all while the prefill worker that would
-            be chosen is not busy; `isl_or_load` what both of these compute remotely.
+        policy: `always` or `never` use the prefill pool. `classic` uses it for prompts longer than
+            `max_local_prefill_length` while fewer than `max_prefill_queue_size` requests wait there. `isl_bounding`
+            uses it for prompts that reach `eff_isl_threshold` or are cached to less than 1 - `eff_isl_ratio_threshold`.
+            `prefill_load` uses it while the prefill worker in question is not busy. `isl_or_load` uses it if both of
+            these rules would.
         max_local_prefill_length: in tokens.
-        max_prefill_queue_size: requests at prefill workers beyond one each; at least 1.
+        max_prefill_queue_size: requests at prefill workers beyond one per worker; at least 1.
         eff_isl_threshold: in tokens.
         eff_isl_ratio_threshold: share of the prompt.
-        prefill_busy_threshold: a prefill worker with more steps than this to compute is busy, in multiples of its
-            `max_num_batched_tokens`; with None none is ever busy.
-        decode_busy_threshold: a decode worker with a larger share of its KV blocks in use computes no prompt itself if
-            the policy leaves it the choice; with None none is ever busy.
-        enforce: no request is answered whose prompt was to be computed remotely and cannot be; else who answers it
-            computes it then.
+        prefill_busy_threshold: a prefill worker is busy with more prompt tokens than this multiple of its
+            `max_num_batched_tokens`; null means never.
+        decode_busy_threshold: a decode worker whose share of KV blocks in use is above this computes no prompt itself,
+            if the policy leaves the choice; null means never.
+        enforce: whether a request is aborted or rejected if its prompt cannot be computed in the prefill pool.
+            Otherwise the decode worker computes it.
     """
 
     policy: DisaggPolicy = "always"
@@ -165,32 +179,36 @@ class DisaggConfig(Part, frozen=True, kw_only=True):
             },
         )
         if self.max_prefill_queue_size < 1:
-            raise ValueError("max_prefill_queue_size must be at least 1: with 0 the rule is the policy never")
+            raise ValueError("max_prefill_queue_size must be at least 1; to disable remote prefill, use policy 'never'")
 
 
 class RouterConfig(Part, frozen=True, kw_only=True):
-    """How a pool routes. Names, defaults and meanings are Dynamo's (router configuration).
+    """Routing configuration of a pool. Names, defaults and meanings are Dynamo's (router configuration).
 
     Attributes:
-        mode: a `RouterMode`, or the dotted path of a policy class.
+        mode: router mode, or the dotted path of a custom policy class.
         selection_policy: `default` adds prefill and decode blocks, `lmetric` multiplies them.
-        overlap_score_credit: blocks of prefill saved by a block found on the device.
-        overlap_score_credit_decay: takes from the credit of ranks that have more to prefill than others.
-        prefill_load_scale: weight of prefill blocks; Dynamo's old name is `overlap_score_weight`.
-        host_cache_hit_weight: the credit of a block in host memory; disk likewise.
-        decode_active_request_weight: blocks that a request under way counts for.
-        temperature: 0 takes the lowest cost, above it a draw weighted by cost.
-        track_prefill_tokens: whether prompts that are not computed yet are load.
-        track_active_blocks: whether blocks of requests under way are load.
-        track_output_blocks: whether workers report the blocks of output, as load.
+        overlap_score_credit: prefill blocks saved per block that is cached on the device.
+        overlap_score_credit_decay: reduction of that credit for ranks with more to prefill than others.
+        prefill_load_scale: weight of prefill blocks; formerly `overlap_score_weight` in Dynamo.
+        host_cache_hit_weight: prefill blocks saved per block in host memory.
+        disk_cache_hit_weight: prefill blocks saved per block on disk.
+        decode_active_request_weight: blocks added to the cost per request in flight.
+        temperature: 0 selects the lowest cost; above 0, the selection is a random draw weighted by cost.
+        track_prefill_tokens: whether prompts that are not computed yet count as load.
+        track_active_blocks: whether blocks of requests in flight count as load.
+        track_output_blocks: whether workers report blocks of output tokens, which then count as load.
         assume_kv_reuse: whether requests that share a prefix share its blocks while they run.
-        use_kv_events: off, no worker's KV events are used: what was routed is taken for cached.
-        ttl_s: how long what was routed to a worker without KV events is taken for cached.
-        approximate_blocks_max: bounds that; beyond it those due soonest go.
-        predicted_ttl_s: how long a routed prompt is taken for cached before KV events say so; 0 is off.
-        session_ttl_s: how long a session keeps its worker after its last request; 0 is off.
-        session_mode: `hard` sends a session nowhere else while its worker lives, `soft` prefers it.
-        disagg: which prompts are computed by the model's prefill pool; of decode pools.
+        use_kv_events: whether KV events are used. If not, routed prompts are assumed to be cached.
+        ttl_s: seconds for which a prompt routed to a worker without KV events is assumed to be cached.
+        approximate_blocks_max: maximum number of assumed blocks; beyond it the blocks with the earliest due time are
+            removed.
+        predicted_ttl_s: seconds for which a routed prompt is assumed to be cached until KV events confirm it; 0 is off.
+        session_ttl_s: seconds for which a session keeps its worker after its last request; 0 is off.
+        session_mode: `hard` routes a session to no other worker while its worker lives, `soft` prefers its worker.
+        busy: thresholds above which ranks count as busy.
+        queue: router queue.
+        disagg: conditional disaggregation; for decode pools.
     """
 
     mode: Name = "kv"
@@ -231,23 +249,32 @@ class RouterConfig(Part, frozen=True, kw_only=True):
 
 
 class PoolConfigured(Event, tag="control.pool_configured", frozen=True, kw_only=True):
-    """A pool serves one model with blocks of one size; its routing rule is replaced as a whole.
+    """The configuration of a pool is set; its router configuration is replaced as a whole.
 
-    A pool of the role `encode` encodes the images and videos of requests that the model's other pool answers. One of
-    the role `prefill` computes prompts for its `decode` pool, which answers; their blocks have one size.
+    A pool of the role `encode` encodes the images and videos of requests to its model. A pool of the role `prefill`
+    computes prompts for a `decode` pool of its model with the same block size, which generates the responses.
+
+    Attributes:
+        pool: name of the pool.
+        model: model that the pool serves.
+        block_size: tokens per KV block.
+        router: routing configuration.
+        attempts_max: workers that may be lost before a request is aborted.
+        at_us: wall clock in microseconds.
+        role: stage of requests that the pool computes.
     """
 
     pool: Name
     model: Name
     block_size: Annotated[int, msgspec.Meta(ge=1, le=(1 << 31) - 1)]
     router: RouterConfig = RouterConfig()
-    attempts_max: Annotated[int, msgspec.Meta(ge=1)] = 3  # a request that loses this many workers is given up
+    attempts_max: Annotated[int, msgspec.Meta(ge=1)] = 3
     at_us: int = 0
     role: Role = "aggregated"
 
 
 class BusyThresholdsSet(Event, tag="control.busy_thresholds_set", frozen=True, kw_only=True):
-    """An operator changed when workers of a model are busy; stands until the next, or the next `PoolConfigured`."""
+    """An operator changed the busy thresholds of a model. Valid until the next change or `PoolConfigured`."""
 
     model: Name
     thresholds: BusyThresholds
@@ -255,7 +282,7 @@ class BusyThresholdsSet(Event, tag="control.busy_thresholds_set", frozen=True, k
 
 
 class DisaggregationSet(Event, tag="control.disaggregation_set", frozen=True, kw_only=True):
-    """An operator changed which prompts of a model are computed remotely; stands until the next, as thresholds do."""
+    """An operator changed the disaggregation of a model. Valid until the next change or `PoolConfigured`."""
 
     model: Name
     disagg: DisaggConfig
@@ -263,10 +290,18 @@ class DisaggregationSet(Event, tag="control.disaggregation_set", frozen=True, kw
 
 
 class WorkerCommanded(Event, tag="control.worker_commanded", frozen=True, kw_only=True):
-    """An operator commands workers of a model: those of `worker_ids`, else all of `pool`, else all.
+    """An operator sent a command to workers of a model. The outcomes are written to the reply slot.
 
-    The outcomes are told on `reply_slot`. Who has not answered `timeout_us` after the owner applied this is given up.
-    `nonce` is one for each command: a redelivery repeats it, another use of the same id does not.
+    Attributes:
+        command_id: id of the command.
+        model: model whose workers get the command.
+        command: what the workers do.
+        reply_slot: partition of the topic `tokens` for the outcomes.
+        timeout_us: microseconds on the owner's clock after which a worker without a response has timed out.
+        pool: pool whose workers get the command; empty for all pools of the model.
+        worker_ids: workers that get the command; empty for all workers of the pools.
+        nonce: distinguishes commands with the same id; a redelivered event repeats it.
+        at_us: wall clock in microseconds.
     """
 
     command_id: Name

@@ -1,7 +1,7 @@
-"""Topic `decisions`: the journal of a group's owner. One writer, dense `seq`, no prompts.
+"""Topic `decisions`: the journal of a group's owner. One writer, consecutive `seq`, no prompts.
 
-Each record says what the owner applied since its last one (`consumed`), so that replay applies the
-same events in the same order at the same clock readings, and must reach the same decisions.
+Each record carries what the owner applied since its previous record (`consumed`). Replay applies the same events in the
+same order at the same clock readings, and must reach the same decisions.
 """
 
 from typing import Annotated, Literal
@@ -13,7 +13,13 @@ from forebay.events.control import Action
 
 
 class ConsumedRun(Part, frozen=True, kw_only=True):
-    """`count` records of one topic, applied one by one at the clock reading `now_us`."""
+    """Consecutive records of one topic, applied one by one at one clock reading.
+
+    Attributes:
+        topic: name of the topic.
+        count: number of records.
+        now_us: clock reading in microseconds.
+    """
 
     topic: Name
     count: Count
@@ -21,15 +27,21 @@ class ConsumedRun(Part, frozen=True, kw_only=True):
 
 
 class Decision(Event, frozen=True, kw_only=True):
-    """What every journal record carries. A record of a lower `owner_epoch` after a claim is void."""
+    """Fields of every journal record. Records of a lower `owner_epoch` after a claim are stale."""
 
-    owner_epoch: int = -1  # the offset of the claim; the claim itself cannot know it
+    owner_epoch: int = -1  # offset of the claim; the claim itself cannot know its offset
     seq: Count = 0
     consumed: tuple[ConsumedRun, ...] = ()
 
 
 class OwnerClaimed(Decision, tag="owner.claimed", frozen=True, kw_only=True):
-    """From here on this owner decides. `core_version` names the rules it decides by."""
+    """An owner claimed the group and decides from here on.
+
+    Attributes:
+        owner_id: id of the owner.
+        core_version: version of the decision rules.
+        at_us: wall clock in microseconds.
+    """
 
     owner_id: Name
     core_version: Count
@@ -37,9 +49,18 @@ class OwnerClaimed(Decision, tag="owner.claimed", frozen=True, kw_only=True):
 
 
 class CostTerms(Part, frozen=True, kw_only=True):
-    """One candidate's cost in KV blocks, lowest wins; overlaps are blocks found in its cache.
+    """Cost of one candidate in KV blocks, term by term; the lowest cost wins.
 
-    `taint_factor` is what preferred taints multiply the cost by.
+    Attributes:
+        cost: total cost.
+        prefill_blocks: prompt blocks to compute, including those already queued at the rank.
+        overlap_credit: credit for cached blocks.
+        decode_blocks: active blocks of the rank plus those of this request.
+        active_requests: requests in flight on the rank.
+        device_overlap: leading prompt blocks cached on the device.
+        host_overlap: prompt blocks after these that are cached in host memory.
+        disk_overlap: prompt blocks after these that are cached on disk.
+        taint_factor: factor from preferred taints.
     """
 
     cost: float
@@ -54,7 +75,7 @@ class CostTerms(Part, frozen=True, kw_only=True):
 
 
 class ScoredCandidate(Part, frozen=True, kw_only=True):
-    """A worker rank that could have taken the request."""
+    """Worker rank that could have taken the request."""
 
     worker_id: Name
     rank: Count
@@ -79,18 +100,19 @@ PrefillReason = Literal[
 
 
 class PrefillPlace(Part, frozen=True, kw_only=True):
-    """Who computes the prompt of a request that a decode pool answers, and why: its prefill pool, or who answers it.
+    """Where the prompt of a decode pool's request is computed, and why.
 
     Attributes:
-        remote: by the prefill pool.
-        reason: `always` and `never` are the policy's; a prompt is long or short by the policy's limits, or short but
-            too large a share of it is not cached (`uncached_prompt`); `prefill_idle` and `decode_busy` send it away,
-            `prefill_busy` keeps it where it is answered; there is no prefill worker; what was tried before `failed`,
-            and the last attempt depends on nobody else; or the answer has begun, and only goes on.
-        uncached_tokens: of the prompt, those that the decode worker in question would compute itself.
-        prefill_waiting: requests at the prefill pool's workers beyond one each.
-        prefill_busy: whether the prefill worker in question is above the limit; None where nobody asked.
-        decode_busy: the same of the decode worker.
+        remote: whether the prefill pool computes the prompt; otherwise the decode worker does.
+        reason: `always` and `never`: set by the policy. `long_prompt`, `short_prompt`: by the policy's limits.
+            `uncached_prompt`: short, but too large a share is not cached. `prefill_idle`, `decode_busy`: load sends the
+            prompt to the prefill pool. `prefill_busy`: load keeps it local. `no_prefill_worker`: no worker is
+            available. `failed`: earlier attempts failed, and the last one depends on no other worker. `begun`: the
+            response has output tokens and is only continued.
+        uncached_tokens: prompt tokens that the decode worker in question would compute.
+        prefill_waiting: requests at the prefill pool's workers beyond one per worker.
+        prefill_busy: whether the prefill worker in question is above its limit; null if it was not checked.
+        decode_busy: whether the decode worker in question is above its limit; null if it was not checked.
     """
 
     remote: bool
@@ -102,12 +124,30 @@ class PrefillPlace(Part, frozen=True, kw_only=True):
 
 
 class RequestRouted(Decision, tag="request.routed", frozen=True, kw_only=True):
-    """A request goes to one worker rank; `table_digest` seals the cost table, see `forebay.core.routing.cost`.
+    """A request is routed to one worker rank.
 
-    Attempts are counted for each stage (`aggregated` and `decode` are one, the answer), `earlier_attempts` are those of
-    the others; an encoding has no lower number than an answer before it. In the stage `encode` only its images and
-    videos are computed, in `pool`; in the stage `prefill` only its KV; in the stage `decode` that is fetched from there
-    and the answer generated. `prefill` says why the prompt is computed where it is, of a decode pool's requests.
+    In the stage `encode` only its images and videos are computed, in `pool`. In the stage `prefill` only its KV is
+    computed. In the stage `decode` the KV is fetched and the response generated.
+
+    Attributes:
+        request_id: id of the request.
+        attempt: attempt at this stage; `aggregated` and `decode` share one count. An encoding never has a lower number
+            than an earlier attempt at the response.
+        pool: pool of the worker.
+        worker_id: id of the worker.
+        worker_epoch: epoch of the worker.
+        slot: partition of the pool's work topic that the worker reads.
+        rank: rank of the worker.
+        mode: router mode or policy class that selected the rank.
+        candidates: number of candidates.
+        table_digest: digest of the cost table, see `forebay.core.routing.cost`.
+        terms: cost of the selected rank.
+        ties: number of candidates with the lowest cost.
+        runner_up: cheapest other candidate.
+        stage: stage to compute.
+        waited_us: time in the router's queue, in microseconds.
+        earlier_attempts: attempts at other stages.
+        prefill: where the prompt of a decode pool's request is computed, and why.
     """
 
     request_id: Name
@@ -124,19 +164,27 @@ class RequestRouted(Decision, tag="request.routed", frozen=True, kw_only=True):
     ties: Count = 1
     runner_up: ScoredCandidate | None = None
     stage: Stage = "aggregated"
-    waited_us: Count = 0  # in the router's queue
+    waited_us: Count = 0
     earlier_attempts: Count = 0
     prefill: PrefillPlace | None = None
 
 
 class RequestHeld(Decision, tag="request.held", frozen=True, kw_only=True):
-    """A request waits in the router: every eligible rank has too much to prefill."""
+    """A request is queued in the router, because every eligible rank has no room or too much to prefill.
+
+    Attributes:
+        request_id: id of the request.
+        pool: pool that serves the request.
+        queue_class: class in which it is queued.
+        uncached_tokens: prompt tokens that the best rank has not cached.
+        ahead: requests in the class before it.
+    """
 
     request_id: Name
     pool: Name
     queue_class: Name
     uncached_tokens: Count
-    ahead: Count  # requests in its class before it came
+    ahead: Count
 
 
 RejectReason = Literal[
@@ -167,9 +215,22 @@ AbortReason = Literal[
 
 
 class RouteAnswered(Decision, tag="route.answered", frozen=True, kw_only=True):
-    """Where a request would go now, and what every candidate would cost; or why nowhere. Nothing is booked.
+    """Response to a route query: where a request would be routed now, or why nowhere. Nothing is booked.
 
-    `stage` and `prefill` are those of its first routing, as in `RequestRouted`.
+    Attributes:
+        request_id: id of the query.
+        reply_slot: partition of the topic `tokens` for the response.
+        reason: why no rank may take it; null if one may.
+        message: explanation of the reason.
+        pool: pool of the selected rank.
+        mode: router mode or policy class that selected the rank.
+        choice: selected rank.
+        candidates: all candidates with their costs.
+        table_digest: digest of the cost table.
+        ties: number of candidates with the lowest cost.
+        would_wait: whether the request would be queued in the router.
+        stage: first stage, as in `RequestRouted`.
+        prefill: where the prompt would be computed, as in `RequestRouted`.
     """
 
     request_id: Name
@@ -182,13 +243,23 @@ class RouteAnswered(Decision, tag="route.answered", frozen=True, kw_only=True):
     candidates: tuple[ScoredCandidate, ...] = ()
     table_digest: Digest | None = None
     ties: Count = 0
-    would_wait: bool = False  # in the router's queue
+    would_wait: bool = False
     stage: Stage = "aggregated"
     prefill: PrefillPlace | None = None
 
 
 class CacheResyncRequested(Decision, tag="cache.resync_requested", frozen=True, kw_only=True):
-    """KV events of a rank are missing: its worker is asked to say anew what it has cached."""
+    """KV events of a rank are missing, so its worker must re-announce its cache.
+
+    Attributes:
+        pool: pool of the worker.
+        worker_id: id of the worker.
+        worker_epoch: epoch of the worker.
+        slot: partition of the pool's work topic that the worker reads.
+        rank: rank whose events are missing.
+        expected_seq: sequence number that was next.
+        found_seq: sequence number that arrived.
+    """
 
     pool: Name
     worker_id: Name
@@ -200,7 +271,7 @@ class CacheResyncRequested(Decision, tag="cache.resync_requested", frozen=True, 
 
 
 class RequestRejected(Decision, tag="request.rejected", frozen=True, kw_only=True):
-    """A request is refused before any worker had it."""
+    """A request is rejected before it was sent to a worker."""
 
     request_id: Name
     reply_slot: Count
@@ -209,7 +280,7 @@ class RequestRejected(Decision, tag="request.rejected", frozen=True, kw_only=Tru
 
 
 class CommandTarget(Part, frozen=True, kw_only=True):
-    """A worker that is to obey a command."""
+    """Worker that a command or a release is addressed to."""
 
     worker_id: Name
     worker_epoch: Count
@@ -218,10 +289,21 @@ class CommandTarget(Part, frozen=True, kw_only=True):
 
 
 class RequestAborted(Decision, tag="request.aborted", frozen=True, kw_only=True):
-    """The owner gives up a request that it had accepted.
+    """The owner aborts a request that it had accepted.
 
-    `status` and `code` are a prefill worker's, where that refused it (`prefill_refused`); `holder` is who keeps its KV
-    for a decode worker that will not come.
+    Attributes:
+        request_id: id of the request.
+        reply_slot: partition of the topic `tokens` for the error.
+        reason: why the request is aborted.
+        message: explanation of the reason.
+        attempt: highest attempt so far, of any stage.
+        pool: pool of the request or of the worker that has it.
+        worker_id: worker whose work is cancelled; empty if no worker has the request.
+        worker_epoch: epoch of that worker.
+        slot: partition of the pool's work topic that the worker reads.
+        status: HTTP status of a prefill worker that rejected the request (`prefill_refused`).
+        code: error code of that worker.
+        holder: prefill worker that keeps KV for this request and must release it.
     """
 
     request_id: Name
@@ -230,7 +312,7 @@ class RequestAborted(Decision, tag="request.aborted", frozen=True, kw_only=True)
     message: str
     attempt: Count
     pool: Name
-    worker_id: str = ""  # whose work is to be cancelled; empty when no worker has it
+    worker_id: str = ""
     worker_epoch: Count = 0
     slot: Count = 0
     status: Annotated[int, msgspec.Meta(ge=0, le=599)] = 0
@@ -244,12 +326,16 @@ KvReleaseReason = Literal[
 
 
 class KvReleased(Decision, tag="request.kv_released", frozen=True, kw_only=True):
-    """Nobody will fetch the KV that `holder` keeps for a request since its `attempt` to compute the prompt: it is told.
+    """KV that no worker will fetch is released; the owner orders its prefill worker to do so.
 
     Attributes:
-        reason: the worker that was to fetch it was lost; could not; went on with what earlier attempts had said, and
-            needed none; ended the request without it; or nobody could be sent in time. Or what was told of it is of
-            another worker, epoch or model (`foreign_descriptor`), so nobody could be sent at all.
+        request_id: id of the request.
+        attempt: attempt to compute the prompt since which the KV is kept.
+        holder: worker that keeps the KV.
+        reason: `worker_lost`, `not_fetched`: the worker that was to fetch it was lost, or could not. `not_needed`: that
+            worker continued from earlier output and needed no KV. `request_ended`: the request ended without it.
+            `lease_over`: no worker could be sent in time. `foreign_descriptor`: its descriptor is of another worker,
+            epoch or model.
     """
 
     request_id: Name
@@ -270,7 +356,16 @@ CommandRefusal = Literal[
 
 
 class CommandSent(Decision, tag="command.sent", frozen=True, kw_only=True):
-    """A command goes to these workers; or it is refused as a whole, for this reason, and goes nowhere."""
+    """A command is sent to its workers, or rejected as a whole.
+
+    Attributes:
+        command_id: id of the command.
+        reply_slot: partition of the topic `tokens` for the outcomes.
+        action: what the workers do.
+        targets: workers that get the command; empty if it is rejected.
+        reason: why it is rejected; null if it is sent.
+        message: explanation of the reason.
+    """
 
     command_id: Name
     reply_slot: Count
@@ -281,10 +376,15 @@ class CommandSent(Decision, tag="command.sent", frozen=True, kw_only=True):
 
 
 class CommandOutcome(Part, frozen=True, kw_only=True):
-    """What became of a command at one worker.
+    """Outcome of a command at one worker.
 
-    Refused by its engine, given up because the worker left or the time was over: `message` says why. `loras` are the
-    adapters that it had loaded afterwards.
+    Attributes:
+        worker_id: id of the worker.
+        worker_epoch: epoch of the worker.
+        pool: pool of the worker.
+        status: `done`; `refused` by the engine; `left`: the worker was lost; `timed_out`: the command's time was over.
+        loras: adapters loaded afterwards.
+        message: why the command was not executed.
     """
 
     worker_id: Name
@@ -296,7 +396,7 @@ class CommandOutcome(Part, frozen=True, kw_only=True):
 
 
 class CommandEnded(Decision, tag="command.ended", frozen=True, kw_only=True):
-    """Every worker that a command went to has an outcome."""
+    """A command has an outcome at every worker it was sent to."""
 
     command_id: Name
     reply_slot: Count
@@ -305,20 +405,28 @@ class CommandEnded(Decision, tag="command.ended", frozen=True, kw_only=True):
 
 
 class SnapshotTaken(Decision, tag="snapshot.taken", frozen=True, kw_only=True):
-    """A state is in `snapshots`, `chunks` records from `first_offset` on.
+    """A snapshot is complete. Its digest was journaled by the `Advanced` right before `journal_offset`.
 
-    Its digest was journalled by an `Advanced` right before `journal_offset`.
+    Attributes:
+        first_offset: offset of its first chunk on the topic `snapshots`.
+        chunks: number of chunks.
+        digest: digest of the state.
+        journal_offset: the state includes the journal records before this offset.
+        core_version: version of the decision rules; 0 if the writer did not record it.
     """
 
     first_offset: Count
     chunks: Count
     digest: Digest
-    journal_offset: Count  # the state includes the journal records before this offset
-    core_version: Count = 0  # of the rules that made it, as in the claim; 0 where its owner did not say
+    journal_offset: Count
+    core_version: Count = 0
 
 
 class Advanced(Decision, tag="advanced", frozen=True, kw_only=True):
-    """No request was decided: bounds the length of `consumed`, and seals the state after it."""
+    """Journal record without a decision.
+
+    It bounds the length of `consumed`, and seals the state after it by a digest.
+    """
 
     digest: Digest
 

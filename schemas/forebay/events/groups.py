@@ -1,12 +1,12 @@
-"""Topic `groups`: where each group lives. A directory for ingresses and workers, never applied to a world."""
+"""Topic `groups`: the control partition of each group. A directory for ingresses and workers; no world applies it."""
 
 from forebay.events.base import Count, Event, Name
 
 
 class GroupPlaced(Event, tag="group.placed", frozen=True, kw_only=True):
-    """The pools of one model are decided in control partition `partition`; the record's key is the group.
+    """A group, the pools of one model, is assigned to a control partition. The record key is the group.
 
-    Written by the owner of control partition 0 alone; the first placement of a group stands.
+    Only the owner of control partition 0 writes this event. The first placement of a group wins.
     """
 
     group: Name

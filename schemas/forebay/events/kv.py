@@ -1,7 +1,7 @@
-"""Topic `kv-events`: which KV blocks each worker's cache gained and lost.
+"""Topic `kv-events`: KV blocks that workers' caches gained and lost.
 
-Canonical hashes are `forebay.core.block_hashes` sequence hashes; an engine's own hashes are opaque, and
-left out where they are the same. `seq` is dense per (worker, rank) and orders redeliveries.
+Canonical hashes are the sequence hashes of `forebay.core.block_hashes`. An engine's own hashes are opaque, and omitted
+if they are the same. `seq` is consecutive per (worker, rank) and identifies redeliveries.
 """
 
 from typing import Literal
@@ -12,7 +12,7 @@ Tier = Literal["device", "host", "disk"]
 
 
 class KvEvent(Event, frozen=True, kw_only=True):
-    """Where and when a cache changed."""
+    """Change of the cache of one (worker, rank)."""
 
     worker_id: Name
     worker_epoch: Count
@@ -21,7 +21,18 @@ class KvEvent(Event, frozen=True, kw_only=True):
 
 
 class BlocksStored(KvEvent, tag="kv.blocks_stored", frozen=True, kw_only=True):
-    """Blocks entered one tier. They continue `parent_hash`, or start a sequence when it is None."""
+    """Blocks entered one tier of a cache.
+
+    Attributes:
+        worker_id: id of the worker.
+        worker_epoch: epoch of the worker.
+        seq: sequence number, consecutive per (worker, rank).
+        rank: rank of the worker.
+        sequence_hashes: hashes of the blocks, as packed u64.
+        parent_hash: hash of the block before them; null if they start a sequence.
+        engine_hashes: the engine's own hashes, as packed u64; empty if they are the same.
+        tier: tier of the cache.
+    """
 
     sequence_hashes: bytes
     parent_hash: int | None = None
@@ -34,7 +45,7 @@ class BlocksStored(KvEvent, tag="kv.blocks_stored", frozen=True, kw_only=True):
 
 
 class BlocksRemoved(KvEvent, tag="kv.blocks_removed", frozen=True, kw_only=True):
-    """Blocks left one tier."""
+    """Blocks left one tier of a cache."""
 
     sequence_hashes: bytes
     engine_hashes: bytes = b""
@@ -46,7 +57,7 @@ class BlocksRemoved(KvEvent, tag="kv.blocks_removed", frozen=True, kw_only=True)
 
 
 class CacheCleared(KvEvent, tag="kv.cache_cleared", frozen=True, kw_only=True):
-    """Every tier of this one (worker, rank) is empty."""
+    """The cache of this (worker, rank) is empty in every tier."""
 
 
 AnyKvEvent = BlocksStored | BlocksRemoved | CacheCleared

@@ -1,4 +1,4 @@
-"""Images and videos of a prompt, and their embeddings as another worker made them. Holds what clients sent."""
+"""Images and videos of a prompt, and their embeddings by another worker. Contains data that clients sent."""
 
 from typing import Annotated, Literal
 
@@ -6,8 +6,8 @@ import msgspec
 
 from forebay.events.base import Count, Digest, Name, Part
 
-MEDIA_BYTES_MAX = 8 << 20  # of one request: a record of 16 MiB also holds the longest prompt
-MEDIA_MAX = 64  # of one request
+MEDIA_BYTES_MAX = 8 << 20  # per request; the 16 MiB record also has to hold the longest prompt
+MEDIA_MAX = 64  # per request
 DESCRIPTOR_BYTES_MAX = 64 << 10  # half a kilobyte with one network device
 
 MediaKind = Literal["image", "video"]
@@ -15,10 +15,15 @@ Sha256 = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$", max_length=64, de
 
 
 class Media(Part, frozen=True, kw_only=True):
-    """An image or a video that stands in a prompt from token `first_token` on, for `tokens` placeholders.
+    """Image or video in a prompt.
 
-    `digest` is of its bytes, and names it everywhere: in block hashes, in engines and in caches of embeddings. Without
-    `content` somebody else encoded it, or the recording was anonymised.
+    Attributes:
+        kind: image or video.
+        digest: SHA-256 of its bytes, which identifies it in block hashes, engines and embedding caches.
+        mime: media type.
+        first_token: position of its first placeholder token.
+        tokens: number of placeholder tokens.
+        content: its bytes; empty if another worker encoded it or the recording was anonymized.
     """
 
     kind: MediaKind
@@ -30,9 +35,13 @@ class Media(Part, frozen=True, kw_only=True):
 
 
 class Encoded(Part, frozen=True, kw_only=True):
-    """The embeddings of all media of a request, one row a placeholder, in the memory of the worker that made them.
+    """Embeddings of all media of a request, one row per placeholder, in the memory of the worker that encoded them.
 
-    `descriptor` says where they lie, to the transfer layer alone. `checksum` is the XXH3-64 of their bytes.
+    Attributes:
+        descriptor: location, readable by the transfer layer alone.
+        shape: dimensions of the tensor.
+        dtype: element type.
+        checksum: XXH3-64 of the bytes.
     """
 
     descriptor: Annotated[bytes, msgspec.Meta(max_length=DESCRIPTOR_BYTES_MAX)]
@@ -42,9 +51,9 @@ class Encoded(Part, frozen=True, kw_only=True):
 
 
 def require_bounded(media: tuple[Media, ...]) -> None:
-    """Refuse more media than a request may have (ValueError)."""
+    """Check the number and total size of media of a request. Raises ValueError above the limits."""
     if len(media) > MEDIA_MAX:
-        raise ValueError(f"{len(media)} images and videos are more than {MEDIA_MAX}")
+        raise ValueError(f"too many images and videos: {len(media)}, the maximum is {MEDIA_MAX}")
     total = sum(len(one.content) for one in media)
     if total > MEDIA_BYTES_MAX:
-        raise ValueError(f"{total} bytes of images and videos are more than {MEDIA_BYTES_MAX}")
+        raise ValueError(f"images and videos are too large: {total} bytes, the maximum is {MEDIA_BYTES_MAX}")

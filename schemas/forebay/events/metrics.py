@@ -1,10 +1,21 @@
-"""Topic `metrics`: what engines report of their own load. The newest of a (worker, rank) wins."""
+"""Topic `metrics`: load reports of engines. The newest report of a (worker, rank) replaces earlier ones."""
 
 from forebay.events.base import Count, Event, Name
 
 
 class LoadReported(Event, tag="load.reported", frozen=True, kw_only=True):
-    """A rank's queue and cache, at most ten times a second."""
+    """Queue and cache of a rank, reported at most ten times a second.
+
+    Attributes:
+        worker_id: id of the worker.
+        worker_epoch: epoch of the worker.
+        running: running sequences.
+        waiting: requests queued in the engine.
+        kv_blocks_used: KV blocks in use.
+        kv_blocks_total: KV blocks of the rank.
+        rank: rank of the worker.
+        at_us: wall clock in microseconds.
+    """
 
     worker_id: Name
     worker_epoch: Count

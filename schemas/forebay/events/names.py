@@ -1,8 +1,9 @@
-"""Which names models, adapters, pools, workers, services and namespaces may have: the one place that decides it.
+"""Rules for names of models, adapters, pools, workers, services and namespaces.
 
-Names travel: the namespace and the pool are parts of Kafka topics, a model is a Redis key and a path segment of URLs,
-and all are labels of metrics and words in logs. What enters forebay from outside is checked here: options, leases, and
-adapters that are loaded while it runs. Records of a log are not: a name that was accepted once stays readable.
+Names are used in many places. The namespace and the pool are parts of Kafka topics, a model is a Redis key and a URL
+path segment, and all names are metric labels and appear in logs. Names that enter forebay from outside are checked
+here: options, leases, and adapters loaded at run time. Records of a log are not checked, so a name that was accepted
+once stays readable.
 """
 
 import re
@@ -10,19 +11,19 @@ from typing import Literal
 
 Kind = Literal["model", "adapter", "pool", "worker", "router", "ingress", "namespace"]
 
-NAME_CHARS_MAX = 256  # what every event takes for a name
-NAMESPACE_CHARS_MAX, POOL_CHARS_MAX = 120, 120  # Kafka takes 249 characters: `<namespace>.work.<pool>`
-SHOWN_CHARS_MAX = 64  # of a refused name in a message
+NAME_CHARS_MAX = 256  # limit of the `Name` type of events
+NAMESPACE_CHARS_MAX, POOL_CHARS_MAX = 120, 120  # Kafka allows 249 characters: `<namespace>.work.<pool>`
+SHOWN_CHARS_MAX = 64  # of an invalid name in a message
 TOPIC_PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 WORK = "work"  # `<namespace>.work.<pool>` would also be a topic of the namespace `<namespace>.work`
 
 
 class NameInvalid(ValueError):
-    """A name that cannot be used. The text shows the name, escaped, and the rule that it breaks."""
+    """A name breaks a rule. The text shows the escaped name and the rule."""
 
 
 def require_name(kind: Kind, name: str) -> str:
-    """Return the name if it can be one of this kind. Raises NameInvalid."""
+    """Return the name if it is valid for this kind. Raises NameInvalid."""
     problem = _topic_problem(kind, name) if kind in ("pool", "namespace") else _text_problem(kind, name)
     if problem is not None:
         raise NameInvalid(f"the {kind} name {_shown(name)} cannot be used: {problem}")
@@ -30,7 +31,7 @@ def require_name(kind: Kind, name: str) -> str:
 
 
 def require_adapter(name: str, model: str) -> str:
-    """Return the name if it can be that of an adapter of `model`. Raises NameInvalid."""
+    """Return the name if it is valid for an adapter of `model`. Raises NameInvalid."""
     if name == model:
         problem = "it is the name of the base model; requests could not tell them apart"
         raise NameInvalid(f"the adapter name {_shown(name)} cannot be used: {problem}")
@@ -38,7 +39,7 @@ def require_adapter(name: str, model: str) -> str:
 
 
 def printable(name: str) -> str:
-    """Return a name for a message, with what cannot be printed escaped."""
+    """Return a name for a message, with unprintable characters escaped."""
     return name if name.isprintable() else ascii(name)[1:-1]
 
 

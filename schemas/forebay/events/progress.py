@@ -1,4 +1,4 @@
-"""Topic `progress`: what workers say of the requests they run, and of what they were commanded."""
+"""Topic `progress`: worker events about requests and commands."""
 
 from typing import Annotated, Literal
 
@@ -13,7 +13,7 @@ FinishReason = Literal["stop", "length", "cancelled"]
 
 
 class ProgressEvent(Event, frozen=True, kw_only=True):
-    """Which attempt of which request, by whom, on whose order."""
+    """Fields of every progress event: request, attempt, worker, and the owner whose decision the worker follows."""
 
     request_id: Name
     attempt: Count
@@ -24,11 +24,20 @@ class ProgressEvent(Event, frozen=True, kw_only=True):
 
 
 class FirstTokenEmitted(ProgressEvent, tag="progress.first_token_emitted", frozen=True, kw_only=True):
-    """Prefill is over. `cached_tokens` of the prompt were not computed here.
+    """The prompt is computed and the first token was generated.
 
-    Some of them may have come from a prefill worker: `transferred_bytes`, which took `transfer_us` from the first
-    byte asked for to the last one checked; 0 where the engine does not say. `unfetched`: KV was kept for this attempt
-    and is not wanted, as an earlier one had said tokens, and who goes on from there computes it all.
+    Attributes:
+        request_id: id of the request.
+        attempt: attempt of the worker.
+        worker_id: id of the worker.
+        worker_epoch: epoch of the worker.
+        owner_epoch: owner whose work item the worker follows.
+        at_us: wall clock in microseconds.
+        cached_tokens: prompt tokens that this worker did not compute.
+        transferred_bytes: bytes of KV fetched from a prefill worker; 0 if the engine does not report them.
+        transfer_us: time from the first request for KV to the last check, in microseconds; 0 if not reported.
+        unfetched: whether KV kept for this attempt was not needed, because an earlier attempt had emitted tokens and
+            this worker computes the prompt itself.
     """
 
     cached_tokens: Count = 0
@@ -38,13 +47,13 @@ class FirstTokenEmitted(ProgressEvent, tag="progress.first_token_emitted", froze
 
 
 class OutputGrown(ProgressEvent, tag="progress.output_grown", frozen=True, kw_only=True):
-    """The answer filled another KV block; said only of work that asks for it (`WorkItem.report_output`)."""
+    """The output filled another KV block. Sent only if the work item requests it (`WorkItem.report_output`)."""
 
     output_tokens: Count
 
 
 class RequestFinished(ProgressEvent, tag="progress.request_finished", frozen=True, kw_only=True):
-    """The attempt ended well; its last tokens are on the reply slot."""
+    """The attempt completed; its last tokens are on the reply slot."""
 
     finish_reason: FinishReason
     output_tokens: Count = 0
@@ -52,33 +61,44 @@ class RequestFinished(ProgressEvent, tag="progress.request_finished", frozen=Tru
 
 
 class RequestFailed(ProgressEvent, tag="progress.request_failed", frozen=True, kw_only=True):
-    """The attempt ended badly."""
+    """The attempt failed."""
 
     error: str
 
 
 class EncodeFinished(ProgressEvent, tag="progress.encode_finished", frozen=True, kw_only=True):
-    """The media of a request are encoded, and kept for whoever gets it next, for a while."""
+    """The media of a request are encoded, and kept for the next worker for a limited time."""
 
     encoded: Encoded
 
 
 class EncodeFailed(ProgressEvent, tag="progress.encode_failed", frozen=True, kw_only=True):
-    """This worker cannot encode the media; another may. The client was told nothing."""
+    """This worker cannot encode the media; another worker may. The client was not informed."""
 
     error: str
 
 
 class PrefillFinished(ProgressEvent, tag="progress.prefill_finished", frozen=True, kw_only=True):
-    """The prompt is computed, and its KV kept for whoever answers the request, for a while."""
+    """The prompt is computed, and its KV is kept for the decode worker for a limited time."""
 
     prefilled: Prefilled
 
 
 class PrefillFailed(ProgressEvent, tag="progress.prefill_failed", frozen=True, kw_only=True):
-    """This worker cannot compute the prompt; another may, unless `status` is below 500: then no worker will.
+    """This worker cannot compute the prompt; another worker may, unless `status` is below 500.
 
-    The client was told nothing. `status` and `code` are as in an answer's error.
+    The client was not informed.
+
+    Attributes:
+        request_id: id of the request.
+        attempt: attempt of the worker.
+        worker_id: id of the worker.
+        worker_epoch: epoch of the worker.
+        owner_epoch: owner whose work item the worker follows.
+        at_us: wall clock in microseconds.
+        error: what failed.
+        status: HTTP status of the error.
+        code: error code, as in an error response.
     """
 
     error: str
@@ -87,13 +107,13 @@ class PrefillFailed(ProgressEvent, tag="progress.prefill_failed", frozen=True, k
 
 
 class TransferFailed(ProgressEvent, tag="progress.transfer_failed", frozen=True, kw_only=True):
-    """What another worker made could not be fetched from it: embeddings, or KV. The client was told nothing."""
+    """Embeddings or KV of another worker could not be fetched. The client was not informed."""
 
     error: str
 
 
 class CommandReport(Event, frozen=True, kw_only=True):
-    """Which command was for whom, on whose order."""
+    """Fields of every response to a command: command, worker, and the owner whose order the worker follows."""
 
     command_id: Name
     action: Action
@@ -104,25 +124,34 @@ class CommandReport(Event, frozen=True, kw_only=True):
 
 
 class CommandDone(CommandReport, tag="progress.command_done", frozen=True, kw_only=True):
-    """The engine did what it was told; `loras` are the adapters that it has loaded now."""
+    """The engine executed the command; `loras` are the adapters that are loaded now."""
 
     loras: Annotated[tuple[Name, ...], msgspec.Meta(max_length=1_024)] = ()
 
 
 class CommandRefused(CommandReport, tag="progress.command_refused", frozen=True, kw_only=True):
-    """The engine did not do it, and nothing changed."""
+    """The engine did not execute the command; nothing changed."""
 
     error: Annotated[str, msgspec.Meta(max_length=2_000)]
 
 
 class EngineFailed(Event, tag="progress.engine_failed", frozen=True, kw_only=True):
-    """Why a worker ends: its engine could not start, or broke. That it is lost is for `fleet` to say."""
+    """The engine could not start or failed, so the worker ends. Its loss is reported separately on `fleet`.
+
+    Attributes:
+        worker_id: id of the worker.
+        pool: pool of the worker.
+        engine: name of the engine.
+        error: what failed.
+        worker_epoch: epoch of the worker; null before it joined.
+        at_us: wall clock in microseconds.
+    """
 
     worker_id: Name
     pool: Name
     engine: str
     error: Annotated[str, msgspec.Meta(max_length=2_000)]
-    worker_epoch: Count | None = None  # None before it was admitted
+    worker_epoch: Count | None = None
     at_us: int = 0
 
 

@@ -1,4 +1,4 @@
-"""Topic `requests`: what clients ask for, tokenised and hashed by an ingress. Holds prompts."""
+"""Topic `requests`: client requests, tokenized and hashed by an ingress. Contains prompts."""
 
 from math import isfinite
 from typing import Annotated, Literal
@@ -9,17 +9,19 @@ from forebay.events.base import U32_BYTES, U64, U64_BYTES, Count, Event, Name, P
 from forebay.events.control import RouterMode, Weight, require_numbers
 from forebay.events.media import Media, require_bounded
 
-TIMEOUT_US_MAX = 86_400_000_000  # a day: whoever waits longer is gone
+TIMEOUT_US_MAX = 86_400_000_000  # one day; no client waits longer
 
 
 Task = Literal["generate", "embed"]
 
 
 class StructuredOutput(Part, frozen=True, kw_only=True):
-    """What the text of an answer must be; the engine constrains its tokens to it.
+    """Format of the response text; the engine constrains its tokens to it.
 
-    `text` is by kind a JSON schema, a regular expression, a JSON list of strings, or a grammar in EBNF; empty
-    for `json_object`.
+    Attributes:
+        kind: type of constraint.
+        text: by kind a JSON schema, a regular expression, a JSON list of strings, or an EBNF grammar; empty for
+            `json_object`.
     """
 
     kind: Literal["json_object", "json_schema", "regex", "choice", "grammar"]
@@ -27,19 +29,21 @@ class StructuredOutput(Part, frozen=True, kw_only=True):
 
 
 class TokenBias(Part, frozen=True, kw_only=True):
-    """What is added to the logit of a token."""
+    """Value that is added to the logit of a token."""
 
     token_id: Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]
     bias: float
 
 
 class Sampling(Part, frozen=True, kw_only=True):
-    """How to generate; passed through to the engine. Names and meanings are OpenAI's, from `ignore_eos` on vLLM's.
+    """Sampling parameters for the engine. Names and meanings are OpenAI's; from `ignore_eos` on they are vLLM's.
 
     Attributes:
-        logprobs: how many alternatives to each token are told with their logarithmic probabilities; None tells none.
-        ignore_eos: generate exactly `max_tokens`.
-        stop_token_ids: end the answer, as the model's own end does.
+        max_tokens: maximum number of output tokens.
+        logprobs: number of alternatives per token that are returned with log probabilities; null returns none.
+        ignore_eos: whether to generate exactly `max_tokens`.
+        top_k: number of most likely tokens to sample from; 0 is off.
+        stop_token_ids: tokens that end the response, like the model's own end token.
     """
 
     max_tokens: Annotated[int, msgspec.Meta(ge=1, le=(1 << 31) - 1)]
@@ -52,7 +56,7 @@ class Sampling(Part, frozen=True, kw_only=True):
     logprobs: Count | None = None
     structured: StructuredOutput | None = None
     ignore_eos: bool = False
-    top_k: Count = 0  # 0 is off
+    top_k: Count = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     min_tokens: Count = 0
@@ -60,7 +64,7 @@ class Sampling(Part, frozen=True, kw_only=True):
 
 
 class TaintWeight(Part, frozen=True, kw_only=True):
-    """A taint that a worker should have (weight above 0) or rather not have (below)."""
+    """Preference for workers with a taint (weight above 0) or against them (below 0)."""
 
     taint: Name
     weight: Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)]
@@ -71,7 +75,7 @@ class TaintWeight(Part, frozen=True, kw_only=True):
 
 
 class RouterOverride(Part, frozen=True, kw_only=True):
-    """What one request changes of its pool's `RouterConfig`; None leaves it."""
+    """Fields of the pool's `RouterConfig` that one request overrides; null keeps the pool's value."""
 
     mode: RouterMode | None = None
     overlap_score_credit: Weight | None = None
@@ -85,19 +89,20 @@ class RouterOverride(Part, frozen=True, kw_only=True):
 
 
 class RoutingHints(Part, frozen=True, kw_only=True):
-    """What a client wants of the router. Names and meanings are Dynamo's (`nvext`, routing headers).
+    """Routing hints of a client. Names and meanings are Dynamo's (`nvext`, routing headers).
 
     Attributes:
-        worker_id: the only worker that may take it; empty for any.
-        rank: the only rank of that worker.
-        allowed_workers: the only workers that may take it; empty for any.
-        required_taints: the worker must have them all.
-        preferred_taints: multiply the cost of workers that have them by exp(-tanh(sum of weights)).
-        session_id: requests of a session stay on one worker.
-        priority: in the router's queue, seconds by which it goes before its time.
-        strict_priority: in the router's queue, higher ones go first whatever they cost.
-        policy_class: the queue class.
-        expected_output_tokens: how long the answer will be, for the load that it is; 0 for unknown.
+        worker_id: only worker that may take the request; empty for any.
+        rank: only rank of that worker; null for any.
+        allowed_workers: only workers that may take the request; empty for any.
+        required_taints: taints that the worker must have.
+        preferred_taints: taints that multiply the cost of a worker by exp(-tanh(sum of weights)).
+        session_id: session; its requests stay on one worker.
+        priority: seconds by which the request is moved ahead in the router's queue.
+        strict_priority: requests with a higher value go first in the router's queue, regardless of cost.
+        policy_class: queue class.
+        expected_output_tokens: expected length of the response, for its load; 0 if unknown.
+        override: router settings of this request.
     """
 
     worker_id: str = ""
@@ -117,12 +122,31 @@ NO_HINTS = RoutingHints()
 
 
 class RequestSubmitted(Event, tag="request.submitted", frozen=True, kw_only=True):
-    """A valid request, ready to be routed.
+    """A valid request that is ready to be routed.
 
-    `sequence_hashes` has one u64 for each full block of `token_ids`, chained as in `forebay.core.block_hashes` and
-    salted by `lora_name` and `cache_namespace`; blocks in which `media` stand name them. `timeout_us` counts from the
-    owner's clock when it applies this event. `tie_seed` decides between equal candidates; it is xxh3_64 of the request
-    id unless the recording was anonymised.
+    Attributes:
+        request_id: id of the request.
+        model: model that the request names.
+        token_ids: prompt tokens, as packed u32.
+        sequence_hashes: one u64 per full block of `token_ids`, chained as in `forebay.core.block_hashes` and salted by
+            `lora_name` and `cache_namespace`. Blocks with placeholders include the hashes of their media.
+        reply_slot: partition of the topic `tokens` for the response.
+        timeout_us: deadline in microseconds, counted from the owner's clock when it applies this event.
+        tie_seed: seed for tie-breaking and sampling: xxh3_64 of the request id, unless the recording was anonymized.
+        sampling: sampling parameters.
+        nonce: distinguishes requests with the same id; a redelivered event repeats it.
+        reply_from: no record of the reply slot before this offset belongs to the response.
+        ingress_id: id of the ingress.
+        at_us: the ingress's wall clock in microseconds, for display and latency metrics only.
+        lora_name: adapter that its worker must have loaded.
+        cache_namespace: cached blocks are shared only within one namespace.
+        routing: routing hints.
+        task: whether to generate a response or an embedding.
+        withheld_tokens: prompt tokens that an anonymized recording leaves out of `token_ids`.
+        media: images and videos, in prompt order.
+        ingress_incarnation: incarnation of the ingress whose HTTP client waits; empty if the request outlives its
+            ingress.
+        patient: whether the bound and the timeout of the router's queue do not apply, so that only its deadline does.
     """
 
     request_id: Name
@@ -133,18 +157,18 @@ class RequestSubmitted(Event, tag="request.submitted", frozen=True, kw_only=True
     timeout_us: Annotated[int, msgspec.Meta(ge=1, le=TIMEOUT_US_MAX)]
     tie_seed: U64
     sampling: Sampling
-    nonce: U64 = 0  # one for each submission: a redelivery repeats it, another use of the same id does not
-    reply_from: Count = 0  # of the reply slot: no record before this offset belongs to the answer
+    nonce: U64 = 0
+    reply_from: Count = 0
     ingress_id: str = ""
-    at_us: int = 0  # the ingress's clock: for people and latency figures only
-    lora_name: str = ""  # the adapter that must be resident on its worker
-    cache_namespace: str = ""  # caches are shared only within one
+    at_us: int = 0
+    lora_name: str = ""
+    cache_namespace: str = ""
     routing: RoutingHints = NO_HINTS
     task: Task = "generate"
-    withheld_tokens: Count = 0  # of the prompt: an anonymised recording has none of them in `token_ids`
-    media: tuple[Media, ...] = ()  # in the order in which they stand in the prompt
-    ingress_incarnation: str = ""  # of the ingress whose HTTP client waits; empty if the request outlives its ingress
-    patient: bool = False  # no bound or time limit of the router's queue applies: it waits until its deadline
+    withheld_tokens: Count = 0
+    media: tuple[Media, ...] = ()
+    ingress_incarnation: str = ""
+    patient: bool = False
 
     def __post_init__(self) -> None:
         require_packed("token_ids", self.token_ids, U32_BYTES)
@@ -153,12 +177,12 @@ class RequestSubmitted(Event, tag="request.submitted", frozen=True, kw_only=True
 
     @property
     def prompt_tokens(self) -> int:
-        """The length of the prompt."""
+        """Length of the prompt in tokens."""
         return len(self.token_ids) // U32_BYTES + self.withheld_tokens
 
 
 class RequestCancelled(Event, tag="request.cancelled", frozen=True, kw_only=True):
-    """The client no longer wants the answer."""
+    """The client no longer wants the response."""
 
     request_id: Name
     reason: str = "client disconnected"
@@ -166,7 +190,7 @@ class RequestCancelled(Event, tag="request.cancelled", frozen=True, kw_only=True
 
 
 class RouteQueried(Event, tag="request.route_queried", frozen=True, kw_only=True):
-    """Where would such a request go? Nothing is booked and nothing is sent."""
+    """Query where a request would be routed now. Nothing is booked and nothing is sent."""
 
     request_id: Name
     model: Name

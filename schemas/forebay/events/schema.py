@@ -1,10 +1,11 @@
-"""The topics as JSON Schema and as a page for people, derived from the event types alone.
+"""Derive the JSON Schema of every topic and the page `docs/events.md` from the event types.
 
-Only builds values; `tests/harness/schemas.py` writes them to files.
+This module only builds values; `tests/harness/schemas.py` writes the files.
 """
 
 import inspect
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,25 +18,57 @@ Schema = dict[str, Any]
 TOPICS = (*FIXED_TOPICS, work_topic("<pool>"))
 _REF = "#/$defs/"
 _BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+# An entry of a docstring's `Attributes` section: a name, and text whose continuation lines are indented further.
+_ATTRIBUTE = re.compile(r"^    (\w+): ((?:.*)(?:\n {5,}.*)*)", re.MULTILINE)
+# Meanings of fields that many events share, for events whose docstring does not describe them.
+_MEANINGS = {
+    "at_us": "wall clock in microseconds.",
+    "attempt": "attempt of the worker.",
+    "cached_tokens": "prompt tokens that were not computed.",
+    "command_id": "id of the command.",
+    "consumed": "what the owner applied since its previous record.",
+    "due_us": "deadline in microseconds.",
+    "engine_hashes": "the engine's own hashes, as packed u64; empty if they are the same.",
+    "error": "what failed.",
+    "group": "group of the event.",
+    "ingress_id": "id of the ingress.",
+    "incarnation": "incarnation of the ingress.",
+    "message": "explanation for the caller.",
+    "model": "name of the model.",
+    "output_tokens": "output tokens so far.",
+    "owner_epoch": "epoch of the owner.",
+    "pool": "name of the pool.",
+    "prompt_tokens": "length of the prompt.",
+    "rank": "rank of the worker.",
+    "reason": "why this happened.",
+    "reply_slot": "partition of the topic `tokens` for the response.",
+    "request_id": "id of the request.",
+    "seq": "sequence number.",
+    "sequence_hashes": "hashes of the blocks, as packed u64.",
+    "slot": "partition of the pool's work topic that the worker reads.",
+    "tier": "tier of the cache.",
+    "worker_epoch": "epoch of the worker.",
+    "worker_id": "id of the worker.",
+}
 _INTRODUCTION = """\
 # Events
 
 Generated from `schemas/forebay/events` by `make schemas`; do not edit.
 
 Topic names are prefixed by the namespace: `<namespace>.requests`. Each event is a map with its tag in
-`type`. Fields that hold their default are left out. Readers ignore unknown fields and refuse unknown
-tags. Fields are only ever added, with a default; a new meaning is a new tag. Bytes are raw in msgpack
-and base64 in JSON; packed lists are little-endian, token ids as u32 and hashes as u64.
+`type`. Fields at their default are omitted. Readers ignore unknown fields and reject unknown tags.
+New fields always have a default; a new meaning gets a new tag. Bytes are raw in msgpack and base64 in
+JSON. Packed lists are little-endian: token ids as u32, hashes as u64. Times in `_us` are microseconds.
 """
 
 
 def registry() -> dict[str, Schema]:
-    """JSON Schema (2020-12) by file stem, one for each topic that carries events; `work` serves all pools."""
+    """Return the JSON Schema (2020-12) of each topic with events, by file stem; `work` covers all pools."""
     return {topic.name.partition(".")[0]: _schema(topic) for topic in TOPICS if topic.events is not None}
 
 
 def document() -> str:
-    """All topics, events and parts as Markdown."""
+    """Return all topics, events and parts as Markdown."""
     schemas = registry()
     events: list[str] = []
     parts: dict[str, list[str]] = {}
@@ -47,7 +80,7 @@ def document() -> str:
         for name in names:
             events += _struct_lines(definitions[name], definitions)
         for name in definitions:
-            # `control.pool_configured` is part of a snapshot too, but has its place under its topic
+            # `control.pool_configured` is also part of a snapshot, but is described under its topic
             if name not in names and "." not in _heading(definitions[name]):
                 parts[name] = _struct_lines(definitions[name], definitions)
     lines = [*events, "", "## Parts", "", "Groups of fields inside events."]
@@ -64,7 +97,7 @@ def _schema(topic: Topic) -> Schema:
     }
     schema = about | msgspec.json.schema(topic.events)
     for definition in schema["$defs"].values():
-        # the compiler takes docstring indentation away since 3.13; the files must not depend on that
+        # the compiler strips docstring indentation since 3.13; the files must not depend on the version
         definition["description"] = inspect.cleandoc(definition["description"])
     return schema
 
@@ -82,14 +115,17 @@ def _topic_lines(topic: Topic) -> list[str]:
 
 
 def _struct_lines(schema: Schema, definitions: Schema) -> list[str]:
-    lines = ["", f"### `{_heading(schema)}`", "", schema["description"], ""]
+    text, _, attributes = schema["description"].partition("\n\nAttributes:\n")
+    meanings = dict(_ATTRIBUTE.findall(attributes))
+    lines = ["", f"### `{_heading(schema)}`", "", text, ""]
     required = schema.get("required", ())
-    lines += ["| field | type | default |", "|---|---|---|"]
+    lines += ["| field | type | default | meaning |", "|---|---|---|---|"]
     for name, field in schema["properties"].items():
         if name == "type":
             continue
         default = "required" if name in required else f"`{json.dumps(field['default'])}`"
-        lines.append(f"| `{name}` | {_type_text(field, definitions)} | {default} |")
+        meaning = " ".join(meanings.get(name, _MEANINGS.get(name, "")).split())
+        lines.append(f"| `{name}` | {_type_text(field, definitions)} | {default} | {meaning} |")
     return lines
 
 

@@ -1,4 +1,4 @@
-"""Topic `shadow`: what a policy that only looks on would have decided. Nobody acts on it."""
+"""Topic `shadow`: decisions of policies that run in parallel for comparison. They have no effect."""
 
 from typing import Annotated
 
@@ -8,34 +8,57 @@ from forebay.events.base import Count, Digest, Event, Name
 
 
 class ShadowStarted(Event, tag="shadow.started", frozen=True, kw_only=True):
-    """A shadow begins, or goes on after it was stopped: decisions of the journal from `from_offset` on are its.
+    """A shadow starts, or resumes after it was stopped.
 
-    If that is more than one after its last one, those between were passed over: what led to them is gone. A process
-    that meets a newer one of its own shadow ends.
+    If `from_offset` is more than one above its last decision, the decisions between were skipped, because the events
+    that led to them are gone. A process that finds a newer start of its own shadow ends.
+
+    Attributes:
+        shadow: name of the shadow.
+        alternative: description of what it changes.
+        alternative_digest: digest of what it changes.
+        from_offset: first journal offset whose decisions it covers.
+        at_us: wall clock of the process, in microseconds.
     """
 
     shadow: Name
-    alternative: str  # what it changes, for people
+    alternative: str
     alternative_digest: Digest
     from_offset: Count
-    at_us: int = 0  # the clock of the process
+    at_us: int = 0
 
 
 class DecisionShadowed(Event, tag="shadow.decision_shadowed", frozen=True, kw_only=True):
-    """A shadow's choice beside the recorded one, both made in the same state of the world.
+    """Selection of a shadow beside the recorded one, both made in the same state.
 
-    Overlaps are leading prompt blocks in the cache of the chosen rank, on its device. `regret_blocks` is how much
-    more the recorded choice costs than the shadow's, in blocks, by the shadow's own cost table: below zero where the
-    shadow does not take the cheapest, null where the recorded one is none of its candidates. A shadow that could not
-    choose says why in `failure`, and has no choice. `would_hold` says that it would have let the request wait in the
-    router's queue; its choice is then who would have got it otherwise.
+    If two processes run the same shadow for a moment, a decision may appear twice with the same content.
 
-    Should two processes run one shadow for a moment, a decision may stand here twice; both say the same.
+    Attributes:
+        shadow: name of the shadow.
+        alternative_digest: digest of what it changes, as in `shadow.started`.
+        decision_offset: journal offset of the `RequestRouted`.
+        request_id: id of the request.
+        attempt: attempt of the recorded routing.
+        pool: pool of the recorded routing.
+        worker_id: recorded worker.
+        rank: recorded rank.
+        overlap_blocks: leading prompt blocks on the device of the recorded rank.
+        shadow_worker_id: worker that the shadow selected; empty if it selected none.
+        shadow_rank: rank that the shadow selected.
+        shadow_overlap_blocks: leading prompt blocks on the device of that rank.
+        agrees: whether both selected the same rank.
+        would_hold: whether the shadow would have queued the request; its selection is then the one it would have made
+            otherwise.
+        regret_blocks: cost of the recorded rank minus cost of the shadow's rank, in blocks, by the shadow's cost table.
+            Negative if the shadow does not select the lowest cost; null if the recorded rank is not one of its
+            candidates.
+        failure: why the shadow selected no rank; empty if it did.
+        at_us: the owner's clock at the decision, in microseconds.
     """
 
     shadow: Name
-    alternative_digest: Digest  # of what it changes, as in `shadow.started`
-    decision_offset: Count  # of the `RequestRouted` in the journal
+    alternative_digest: Digest
+    decision_offset: Count
     request_id: Name
     attempt: Annotated[int, msgspec.Meta(ge=1)]
     pool: Name
@@ -49,7 +72,7 @@ class DecisionShadowed(Event, tag="shadow.decision_shadowed", frozen=True, kw_on
     would_hold: bool = False
     regret_blocks: float | None = None
     failure: str = ""
-    at_us: int = 0  # the owner's clock at the decision
+    at_us: int = 0
 
 
 ShadowEvent = ShadowStarted | DecisionShadowed

@@ -1,6 +1,6 @@
-"""Topic `snapshots`: a world's state in chunks of at most 1 MiB, each a list of plain facts.
+"""Topic `snapshots`: the state of a world in chunks of at most 1 MiB, each a list of plain facts.
 
-Valid only once the journal holds the matching `SnapshotTaken`.
+A snapshot is valid only once the journal has the matching `SnapshotTaken`.
 """
 
 from forebay.events.base import U64, U64_BYTES, Count, Event, Name, Part, require_packed
@@ -12,11 +12,11 @@ from forebay.events.media import Encoded
 from forebay.events.requests import RoutingHints, Task
 from forebay.events.transfer import Prefilled
 
-CHUNK_HASHES_MAX = 131_072 - 64  # packed hashes of one chunk stay below 1 MiB with their envelope
+CHUNK_HASHES_MAX = 131_072 - 64  # keeps the packed hashes of a chunk and their envelope below 1 MiB
 
 
 class IndexBlocks(Part, tag_field="type", tag="index_blocks", frozen=True, kw_only=True):
-    """Blocks that one (worker, rank) holds in one tier. What it is said to hold in another epoch does not count."""
+    """Blocks that one (worker, rank) has in one tier. Blocks of another worker epoch are ignored."""
 
     worker_id: Name
     rank: Count
@@ -29,13 +29,13 @@ class IndexBlocks(Part, tag_field="type", tag="index_blocks", frozen=True, kw_on
 
 
 class IndexChanges(Part, tag_field="type", tag="index_changes", frozen=True, kw_only=True):
-    """KV events that were applied while the blocks were written: applied again, in order, they make them exact."""
+    """KV events applied while the blocks were written; applying them again in order makes the blocks exact."""
 
     events: tuple[AnyKvEvent, ...]
 
 
 class IndexCursor(Part, tag_field="type", tag="index_cursor", frozen=True, kw_only=True):
-    """The last KV event applied for one (worker, rank). `resync`: its worker was asked to say all anew."""
+    """Last KV event applied for one (worker, rank). `resync`: its worker was asked to re-announce its cache."""
 
     worker_id: Name
     rank: Count
@@ -45,9 +45,14 @@ class IndexCursor(Part, tag_field="type", tag="index_cursor", frozen=True, kw_on
 
 
 class RoutedBlocks(Part, tag_field="type", tag="routed_blocks", frozen=True, kw_only=True):
-    """Blocks taken for cached until `due_us`, because a prompt with them was routed to this (worker, rank).
+    """Blocks assumed to be cached until `due_us`, because a prompt with them was routed to this (worker, rank).
 
-    `predicted`: until its KV events say so; else it has none.
+    Attributes:
+        worker_id: id of the worker.
+        rank: rank of the worker.
+        due_us: when the assumption ends, in microseconds.
+        predicted: whether KV events will confirm the blocks; otherwise the rank sends none.
+        sequence_hashes: hashes of the blocks, as packed u64.
     """
 
     worker_id: Name
@@ -61,7 +66,7 @@ class RoutedBlocks(Part, tag_field="type", tag="routed_blocks", frozen=True, kw_
 
 
 class WorkerState(Part, tag_field="type", tag="worker_state", frozen=True, kw_only=True):
-    """One member of the fleet."""
+    """One worker of the fleet."""
 
     spec: WorkerSpec
     lease: str
@@ -73,7 +78,7 @@ class WorkerState(Part, tag_field="type", tag="worker_state", frozen=True, kw_on
 
 
 class IngressState(Part, tag_field="type", tag="ingress_state", frozen=True, kw_only=True):
-    """One ingress that has a lease."""
+    """One ingress with a lease."""
 
     ingress_id: Name
     incarnation: Name
@@ -81,11 +86,34 @@ class IngressState(Part, tag_field="type", tag="ingress_state", frozen=True, kw_
 
 
 class RequestState(Part, tag_field="type", tag="request_state", frozen=True, kw_only=True):
-    """One request under way; `offset` is that of its `RequestSubmitted`, which holds the prompt.
+    """One active request; its prompt is in its `RequestSubmitted`.
 
-    Of its media it has how many tokens they are, how often and by whom they were last encoded, and where they lie. Of
-    its prompt, how often it was sent to be prefilled, where its KV lies and until when, who was to fetch
-    it last, and whether the answer `begun`. Of its time in the queue, since when and until when it may wait there.
+    Attributes:
+        request_id: id of the request.
+        phase: phase in the transition table of `forebay.core.phases`.
+        content: hash of the content.
+        due_us: deadline in microseconds.
+        offset: offset of its `RequestSubmitted`.
+        attempt: last attempt at the response.
+        worker_id: worker of the last routing.
+        worker_epoch: epoch of that worker.
+        rank: rank of that worker.
+        queue_class: class in which it is or was queued.
+        uncached_tokens: prompt tokens that the best rank had not cached when it was queued.
+        queued_at_us: when it was queued.
+        media_tokens: placeholder tokens of its media.
+        stage: stage of the last routing.
+        encodings: last attempt to encode its media.
+        encoder_id: worker of that attempt.
+        encoded: location of the embeddings.
+        prefills: last attempt to compute its prompt in a prefill pool.
+        prefiller_id: worker of that attempt.
+        prefilled: location of its KV.
+        prefilled_due_us: when the lease of that KV expires.
+        begun: whether output tokens exist.
+        decoder_id: worker that was last sent to fetch the KV.
+        ingress: incarnation of the ingress whose HTTP client waits.
+        queue_due_us: when it times out in the queue; 0 if only its deadline applies.
     """
 
     request_id: Name
@@ -127,9 +155,13 @@ class RequestState(Part, tag_field="type", tag="request_state", frozen=True, kw_
 
 
 class Remembered(Part, tag_field="type", tag="remembered", frozen=True, kw_only=True):
-    """Requests that ended, or `commands`, so that a repeated id is found.
+    """Recently ended requests, or `commands`, to recognize a repeated id.
 
-    Packed u64: hashes of id and content (of a command its nonce), and when each is forgotten.
+    Attributes:
+        ids: hashes of the ids, as packed u64.
+        contents: hashes of the contents, or nonces of commands, as packed u64.
+        due_us: when each id is forgotten, as packed u64 in microseconds.
+        commands: whether these are commands.
     """
 
     ids: bytes
@@ -144,9 +176,18 @@ class Remembered(Part, tag_field="type", tag="remembered", frozen=True, kw_only=
 
 
 class Booking(Part, tag_field="type", tag="booking", frozen=True, kw_only=True):
-    """The load that one routed request puts on one (worker, rank).
+    """Load that one routed request puts on one (worker, rank).
 
-    Its blocks are shared with others of the rank if `reuse`. Output is counted in tokens.
+    Attributes:
+        request_id: id of the request.
+        worker_id: id of the worker.
+        rank: rank of the worker.
+        prefill_tokens: uncached prompt tokens.
+        sequence_hashes: hashes of the prompt blocks, as packed u64.
+        prompt_tokens: length of the prompt.
+        reuse: whether its blocks are shared with other requests of the rank.
+        output_tokens: output tokens so far.
+        expected_output_tokens: expected length of the response; 0 if unknown.
     """
 
     request_id: Name
@@ -175,7 +216,7 @@ class Reported(Part, tag_field="type", tag="reported", frozen=True, kw_only=True
 
 
 class ComputedTokens(Part, tag_field="type", tag="computed_tokens", frozen=True, kw_only=True):
-    """Prompt tokens that one (worker, rank) was sent to compute since it joined, and a start among the others."""
+    """Prompt tokens sent to one (worker, rank) to compute, plus the lowest total of any rank when it joined."""
 
     worker_id: Name
     rank: Count
@@ -183,14 +224,14 @@ class ComputedTokens(Part, tag_field="type", tag="computed_tokens", frozen=True,
 
 
 class PoolTurns(Part, frozen=True, kw_only=True):
-    """How many requests a pool has routed: whose turn it is by round robin."""
+    """Number of requests a pool has routed, which decides whose turn it is in round robin."""
 
     pool: Name
     turns: Count
 
 
 class ClassDeficit(Part, frozen=True, kw_only=True):
-    """How far a queue class is behind its share, in tokens."""
+    """Deficit counter of one queue class, in tokens."""
 
     name: Name
     uncached_tokens_min: Count
@@ -198,7 +239,7 @@ class ClassDeficit(Part, frozen=True, kw_only=True):
 
 
 class QueueTurns(Part, tag_field="type", tag="queue_turns", frozen=True, kw_only=True):
-    """Whose turn it is in a pool's queue; who waits in it stands in `RequestState`."""
+    """Deficit round robin state of a pool's queue; queued requests are in `RequestState`."""
 
     pool: Name
     turn: Count
@@ -206,7 +247,7 @@ class QueueTurns(Part, tag_field="type", tag="queue_turns", frozen=True, kw_only
 
 
 class Sessions(Part, tag_field="type", tag="sessions", frozen=True, kw_only=True):
-    """Sessions bound to one (worker, rank), the least lately used first: packed u64 of session keys and ends."""
+    """Sessions bound to one (worker, rank), in order of expiry: packed u64 of session keys and expiry times."""
 
     pool: Name
     worker_id: Name
@@ -221,7 +262,7 @@ class Sessions(Part, tag_field="type", tag="sessions", frozen=True, kw_only=True
 
 
 class CommandState(Part, tag_field="type", tag="command_state", frozen=True, kw_only=True):
-    """A command to which not every worker has answered; `offset` is that of its `WorkerCommanded`."""
+    """Command that is pending at some worker; `offset` is that of its `WorkerCommanded`."""
 
     command_id: Name
     nonce: Count
@@ -233,28 +274,40 @@ class CommandState(Part, tag_field="type", tag="command_state", frozen=True, kw_
 
 
 class PoolBusy(Part, frozen=True, kw_only=True):
-    """Thresholds of a pool that were changed while it ran."""
+    """Busy thresholds of a pool that an operator changed."""
 
     pool: Name
     thresholds: BusyThresholds
 
 
 class PoolDisagg(Part, frozen=True, kw_only=True):
-    """Which prompts of a pool's requests are computed remotely, as an operator set it."""
+    """Disaggregation of a pool that an operator changed."""
 
     pool: Name
     disagg: DisaggConfig
 
 
 class WorldState(Part, tag_field="type", tag="world_state", frozen=True, kw_only=True):
-    """What the world holds beside its machines. `view` has one run per topic: count is the next offset."""
+    """State of the world outside its state machines.
+
+    Attributes:
+        now_us: the owner's clock in microseconds.
+        view: next offset per topic, as `count`.
+        pools: configuration of each pool.
+        turns: number of routings per pool.
+        owner_epoch: epoch of the owner.
+        fleet_epoch: newest owner epoch that was announced on `fleet`, as applied.
+        seq: sequence number of the next decision.
+        busy: busy thresholds that an operator changed.
+        disagg: disaggregation that an operator changed.
+    """
 
     now_us: int
     view: tuple[ConsumedRun, ...]
     pools: tuple[PoolConfigured, ...]
     turns: tuple[PoolTurns, ...]
     owner_epoch: int
-    fleet_epoch: int  # the newest owner epoch announced on `fleet`, as applied
+    fleet_epoch: int
     seq: Count
     busy: tuple[PoolBusy, ...] = ()
     disagg: tuple[PoolDisagg, ...] = ()

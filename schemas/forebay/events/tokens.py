@@ -1,7 +1,7 @@
-"""Topic `tokens`: all that a client needs, in one partition (its reply slot), in order.
+"""Topic `tokens`: everything that a client needs, in order, in one partition (its reply slot).
 
-Groups share the reply slots, and two groups may use one request id. Every event names the `group` that it is from: its
-readers take only those of their own group, because attempts and owner epochs are ordered within one group only.
+Groups share the reply slots, and two groups may use the same request id. Every event names its `group`. Readers take
+only the events of their own group, because attempts and owner epochs are ordered within one group only.
 """
 
 from typing import Literal
@@ -11,7 +11,7 @@ from forebay.events.decisions import CommandOutcome, PrefillPlace, ScoredCandida
 
 
 class Usage(Part, frozen=True, kw_only=True):
-    """Token counts of a whole answer."""
+    """Token counts of a complete response."""
 
     prompt_tokens: Count
     output_tokens: Count
@@ -19,7 +19,7 @@ class Usage(Part, frozen=True, kw_only=True):
 
 
 class ResponseError(Part, frozen=True, kw_only=True):
-    """Why there is no (whole) answer: an HTTP status, OpenAI's error code, a sentence for the caller."""
+    """Why a response is missing or incomplete: HTTP status, OpenAI error code, and a sentence for the caller."""
 
     status: Count
     code: Name
@@ -27,23 +27,27 @@ class ResponseError(Part, frozen=True, kw_only=True):
 
 
 class TopLogprob(Part, frozen=True, kw_only=True):
-    """A token that could have been said, and the logarithm of its probability."""
+    """Alternative token and its log probability."""
 
     token_id: Count
     logprob: float
 
 
 class TokenLogprob(Part, frozen=True, kw_only=True):
-    """The logarithm of the probability of a token that was said, and of the likeliest in its place."""
+    """Log probability of an output token, and of the most likely tokens at its position."""
 
     logprob: float
     top: tuple[TopLogprob, ...] = ()
 
 
 class PrefilledBy(Part, frozen=True, kw_only=True):
-    """The worker rank that computed the prompt of an answer for the one that gives it.
+    """Worker rank that computed the prompt for another worker, which generates the response.
 
-    `transferred_bytes` of KV came from there in `transfer_us`; 0 where the engine does not say.
+    Attributes:
+        worker_id: id of the worker.
+        rank: rank of the worker.
+        transferred_bytes: bytes of KV fetched from there; 0 if the engine does not report them.
+        transfer_us: duration of the fetch in microseconds; 0 if not reported.
     """
 
     worker_id: Name
@@ -53,10 +57,15 @@ class PrefilledBy(Part, frozen=True, kw_only=True):
 
 
 class TokenChunk(Part, frozen=True, kw_only=True):
-    """New tokens of one request; `first_index` is the position of the first among its output tokens.
+    """New output tokens of one request.
 
-    `logprobs` has one entry for each token, if the request asked for them. `prefilled` comes with the first token,
-    where somebody else computed the prompt.
+    Attributes:
+        request_id: id of the request.
+        attempt: attempt of the worker.
+        first_index: position of the first token in the output, from 0.
+        token_ids: tokens, as packed u32.
+        logprobs: one entry per token, if the request asked for them.
+        prefilled: worker that computed the prompt, with the first token, if it is another worker.
     """
 
     request_id: Name
@@ -71,7 +80,7 @@ class TokenChunk(Part, frozen=True, kw_only=True):
 
 
 class TokensEmitted(Event, tag="tokens.emitted", frozen=True, kw_only=True):
-    """What one engine step gave the requests of one slot."""
+    """Output tokens of one engine step, for the requests of one reply slot."""
 
     worker_id: Name
     worker_epoch: Count
@@ -83,7 +92,7 @@ class TokensEmitted(Event, tag="tokens.emitted", frozen=True, kw_only=True):
 
 
 class Embedded(Event, tag="tokens.embedded", frozen=True, kw_only=True):
-    """The vector of a prompt, packed little-endian f32."""
+    """Embedding of a prompt, as packed little-endian f32."""
 
     request_id: Name
     attempt: Count
@@ -98,7 +107,7 @@ class Embedded(Event, tag="tokens.embedded", frozen=True, kw_only=True):
 
 
 class AttemptStarted(Event, tag="tokens.attempt_started", frozen=True, kw_only=True):
-    """A later attempt begins: tokens of lower attempts after this are void."""
+    """A later attempt starts; tokens of lower attempts after this record are stale."""
 
     request_id: Name
     attempt: Count
@@ -108,7 +117,7 @@ class AttemptStarted(Event, tag="tokens.attempt_started", frozen=True, kw_only=T
 
 
 class ResponseEnded(Event, tag="tokens.response_ended", frozen=True, kw_only=True):
-    """Nothing of this request follows. Either `usage` or `error` is set."""
+    """Last record of a response. Either `usage` or `error` is set."""
 
     request_id: Name
     attempt: Count
@@ -120,7 +129,7 @@ class ResponseEnded(Event, tag="tokens.response_ended", frozen=True, kw_only=Tru
 
 
 class RouteResponse(Event, tag="tokens.route_told", frozen=True, kw_only=True):
-    """The answer to a `RouteQueried`: the decision in the journal, or the error."""
+    """Response to a `RouteQueried`: the decision in the journal, or an error."""
 
     request_id: Name
     owner_epoch: Count
@@ -136,7 +145,7 @@ class RouteResponse(Event, tag="tokens.route_told", frozen=True, kw_only=True):
 
 
 class CommandResponse(Event, tag="tokens.command_told", frozen=True, kw_only=True):
-    """The answer to a `WorkerCommanded`: what became of it at every worker, or why it went nowhere."""
+    """Response to a `WorkerCommanded`: the outcome at every worker, or why it was not sent."""
 
     command_id: Name
     owner_epoch: Count

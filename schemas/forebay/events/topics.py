@@ -1,4 +1,4 @@
-"""The topics, what each carries and how: the one list that codecs, tools and documents are made from."""
+"""List of all topics with their codec and events. Codecs, tools and documents are derived from it."""
 
 from dataclasses import dataclass
 from types import UnionType
@@ -25,7 +25,15 @@ CodecName = Literal["json", "msgpack", "raw"]
 
 @dataclass(frozen=True, slots=True)
 class Topic:
-    """A topic: its name without namespace, its codec and the union of its events."""
+    """Topic of the log.
+
+    Attributes:
+        name: name without the namespace.
+        codec: encoding of its records.
+        events: union of its event types; None if it carries raw records.
+        partitioned_by: what selects the partition.
+        says: description of its content.
+    """
 
     name: str
     codec: CodecName
@@ -35,34 +43,34 @@ class Topic:
 
 
 OPENAI_REQUESTS = Topic(
-    "openai-requests", "raw", None, "any", "requests through the Kafka API: bodies of the OpenAI API, as JSON"
+    "openai-requests", "raw", None, "any", "Kafka API of the ingress: request bodies of the OpenAI API, as JSON"
 )
 OPENAI_RESPONSES = Topic(
-    "openai-responses", "raw", None, "request id", "answers to `openai-requests`, as the OpenAI API gives them"
+    "openai-responses", "raw", None, "request id", "responses to `openai-requests`, as in the OpenAI API"
 )
-GROUPS = Topic("groups", "json", groups.GroupEvent, "one", "which control partition each group lives in")
-REQUESTS = Topic("requests", "msgpack", requests.RequestEvent, "group", "what clients ask for")
+GROUPS = Topic("groups", "json", groups.GroupEvent, "one", "control partition of each group")
+REQUESTS = Topic("requests", "msgpack", requests.RequestEvent, "group", "client requests")
 KV_EVENTS = Topic("kv-events", "msgpack", kv.AnyKvEvent, "group", "blocks that entered and left caches")
 METRICS = Topic("metrics", "json", metrics.MetricEvent, "group", "load reports of engines")
-PROGRESS = Topic("progress", "json", progress.AnyProgressEvent, "group", "first tokens and ends of requests")
+PROGRESS = Topic("progress", "json", progress.AnyProgressEvent, "group", "worker events about requests and commands")
 FLEET = Topic("fleet", "json", fleet.AnyFleetEvent, "group", "workers joining, failing and leaving")
 CONTROL = Topic("control", "json", control.ControlEvent, "group", "configuration and admin commands")
 DECISIONS = Topic("decisions", "json", decisions.JournalRecord, "group", "the owner's journal")
-TOKENS = Topic("tokens", "msgpack", tokens.TokenEvent, "reply slot", "answers, token by token")
+TOKENS = Topic("tokens", "msgpack", tokens.TokenEvent, "reply slot", "responses, token by token")
 SNAPSHOTS = Topic("snapshots", "msgpack", snapshots.SnapshotEvent, "group", "the owner's state, in chunks")
-SHADOW = Topic("shadow", "json", shadow.ShadowEvent, "group", "what other policies would have decided")
+SHADOW = Topic("shadow", "json", shadow.ShadowEvent, "group", "decisions of other policies, for comparison")
 HEARTBEATS = Topic(
-    "heartbeats", "json", heartbeats.HeartbeatEvent, "group", "which routers own a group or stand by for it"
+    "heartbeats", "json", heartbeats.HeartbeatEvent, "group", "routers that own a group or stand by for it"
 )
-DEAD_LETTERS = Topic("dead-letters", "raw", None, "group", "records that did not decode or were refused, as they came")
+DEAD_LETTERS = Topic("dead-letters", "raw", None, "group", "records that did not decode or were rejected, unchanged")
 
 
-# What an owner applies, in the order in which it takes what is ready.
+# Input topics of an owner, in the order in which it applies ready records.
 INPUTS = (REQUESTS, FLEET, CONTROL, PROGRESS, METRICS, KV_EVENTS)
 
 
 def work_topic(pool: str) -> Topic:
-    """The work topic of one pool; its partition is the worker's slot."""
+    """Return the work topic of one pool; its partition is the worker's slot."""
     return Topic(f"work.{pool}", "msgpack", work.AnyWorkEvent, "worker slot", f"work for the pool {pool}")
 
 
@@ -73,7 +81,7 @@ FIXED_TOPICS = (
 
 
 def topic_named(name: str) -> Topic:
-    """The topic of this name. Raises KeyError for a name that forebay does not use."""
+    """Return the topic of this name. Raises KeyError for a name that forebay does not use."""
     for topic in FIXED_TOPICS:
         if topic.name == name:
             return topic

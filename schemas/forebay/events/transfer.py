@@ -1,4 +1,4 @@
-"""KV blocks of a prompt, as the worker that computed them keeps them for another. The bytes never come on a topic."""
+"""KV blocks of a prompt that a prefill worker keeps for another worker. The bytes are never on a topic."""
 
 from typing import Annotated
 
@@ -6,15 +6,18 @@ import msgspec
 
 from forebay.events.base import Count, Digest, Name, Part
 
-DESCRIPTOR_BYTES_MAX = 256 << 10  # some 30,000 blocks by number, as JSON
-LEASE_US_MAX = 3_600_000_000  # an hour: who holds blocks for longer holds them for nobody
+DESCRIPTOR_BYTES_MAX = 256 << 10  # about 30,000 block numbers, as JSON
+LEASE_US_MAX = 3_600_000_000  # one hour; no reader comes later
 
 
 class KvLayout(Part, frozen=True, kw_only=True):
-    """How the KV blocks of a worker lie in its memory, as far as who reads them must know: equal, or no transfer.
+    """Memory layout of a worker's KV blocks. A transfer requires equal layouts.
 
-    `connector` is what moves them: `nixl` and `tcp` are forebay's own, others are an engine's. `block_bytes` are those
-    of one block over all layers and all tensor-parallel parts; `layers` is 0 where the engine does not say.
+    Attributes:
+        connector: transport: `nixl` and `tcp` are forebay's own, others are an engine's.
+        dtype: element type.
+        block_bytes: bytes of one block over all layers and all tensor-parallel parts.
+        layers: number of layers; 0 if the engine does not report it.
     """
 
     connector: Name
@@ -24,12 +27,20 @@ class KvLayout(Part, frozen=True, kw_only=True):
 
 
 class Prefilled(Part, frozen=True, kw_only=True):
-    """The KV of a prompt in the memory of one epoch of a prefill worker, kept for one reader for `lease_us`.
+    """KV of a prompt in the memory of one epoch of a prefill worker, kept for one reader.
 
-    The lease counts from the owner's clock when it applies the event that says so. `descriptor` says where the blocks
-    lie, to `connector` alone. The first `tokens` of the prompt are there, in `bytes` (0 where the engine does not say);
-    `cached_tokens` of them the `rank` that computed it had in its cache, which is what a client is told.
-    `checksum`, where one is asked for, is the XXH3-64 of the blocks' own XXH3-64s, so that parts can be checked.
+    Attributes:
+        worker_id: worker that keeps the KV.
+        worker_epoch: epoch of that worker.
+        model: model that computed the prompt.
+        connector: transport to fetch the blocks.
+        descriptor: location of the blocks, readable by `connector` alone.
+        tokens: leading prompt tokens whose KV is kept.
+        lease_us: microseconds that the KV is kept, from the owner's clock when it applies this event.
+        bytes: size of the KV; 0 if the engine does not report it.
+        cached_tokens: prompt tokens that the rank had cached, as reported to the client.
+        checksum: XXH3-64 of the blocks' own XXH3-64 values, so that parts can be checked; null if not requested.
+        rank: rank that computed the prompt.
     """
 
     worker_id: Name

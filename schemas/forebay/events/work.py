@@ -1,8 +1,8 @@
-"""Topic `work.<pool>`: effects of decisions; the partition is the worker's slot. Holds prompts.
+"""Topic `work.<pool>`: effects of decisions; the partition is the worker's slot. Contains prompts.
 
-All groups of a namespace share the topic of a pool. Every event names the group and the worker that it is addressed
-to, besides the epoch: epochs are offsets of one group's `fleet`, so equal epochs of two groups mean nothing. An event
-without these names, from before they existed, is addressed to no worker.
+All groups of a namespace share the topic of a pool. Every event names the group and the worker it is addressed to, in
+addition to the epoch. Epochs are offsets of one group's `fleet`, so equal epochs of two groups are unrelated. An event
+without these names is from an older version and is addressed to no worker.
 """
 
 from forebay.events.base import U32_BYTES, U64_BYTES, Count, Event, Name, require_packed
@@ -14,7 +14,7 @@ from forebay.events.transfer import Prefilled
 
 
 class WorkEvent(Event, frozen=True, kw_only=True):
-    """Idempotent by (request, stage, attempt). A worker runs only what names its group, its id and its epoch."""
+    """Work event, idempotent by (request, stage, attempt). A worker runs only events with its group, id and epoch."""
 
     request_id: Name
     attempt: Count
@@ -25,10 +25,33 @@ class WorkEvent(Event, frozen=True, kw_only=True):
 
 
 class WorkItem(WorkEvent, tag="work.item", frozen=True, kw_only=True):
-    """Generate for this prompt and answer on `reply_slot`; in the stage `encode`, encode its media alone.
+    """Generate a response and write it to `reply_slot`. In the stage `encode`, only encode the media.
 
-    With `encoded` the media come without content: their embeddings are to be fetched. In the stage `prefill` the KV of
-    the prompt is computed and kept for another worker; in the stage `decode` it is fetched from where `prefilled` says.
+    In the stage `prefill`, compute the KV of the prompt and keep it for another worker. In the stage `decode`, fetch
+    that KV from the location in `prefilled`.
+
+    Attributes:
+        request_id: id of the request.
+        attempt: attempt at the stage.
+        owner_epoch: epoch of the owner that sent the item.
+        worker_epoch: epoch of the addressed worker.
+        group: group of the request.
+        worker_id: addressed worker.
+        rank: rank that runs the item.
+        token_ids: prompt tokens, as packed u32.
+        sequence_hashes: hashes of the full prompt blocks, as packed u64.
+        reply_slot: partition of the topic `tokens` for the response.
+        sampling: sampling parameters.
+        reply_from: first offset of the reply slot that may hold output of an earlier attempt, as in `RequestSubmitted`.
+        lora_name: adapter.
+        cache_namespace: namespace of cached blocks.
+        priority: higher goes first, for engines that order their own queue.
+        report_output: whether to send `OutputGrown`.
+        task: whether to generate a response or an embedding.
+        stage: stage to compute.
+        media: images and videos of the prompt; without content if `encoded` is set.
+        encoded: location of the embeddings to fetch.
+        prefilled: location of the KV to fetch.
     """
 
     rank: Count
@@ -36,10 +59,10 @@ class WorkItem(WorkEvent, tag="work.item", frozen=True, kw_only=True):
     sequence_hashes: bytes
     reply_slot: Count
     sampling: Sampling
-    reply_from: Count = 0  # as in `RequestSubmitted`: where a later attempt looks for what was said
+    reply_from: Count = 0
     lora_name: str = ""
     cache_namespace: str = ""
-    priority: int = 0  # higher is sooner, for engines that order their own queue
+    priority: int = 0
     report_output: bool = False
     task: Task = "generate"
     stage: Stage = "aggregated"
@@ -54,21 +77,21 @@ class WorkItem(WorkEvent, tag="work.item", frozen=True, kw_only=True):
 
 
 class WorkCancelled(WorkEvent, tag="work.cancelled", frozen=True, kw_only=True):
-    """Stop generating and free the blocks, also those kept for another worker; nobody waits for an answer."""
+    """Stop generating and free the blocks, including those kept for another worker; no client waits any more."""
 
 
 class ReleaseKv(WorkEvent, tag="work.release_kv", frozen=True, kw_only=True):
-    """Nobody will fetch what is kept of this attempt to compute the prompt, or of an earlier one: give it back.
+    """Release the KV that is kept since this attempt to compute the prompt, or an earlier one.
 
-    A later attempt at the same worker goes on: this may come after it began, said again by a new owner.
+    A later attempt at the same worker continues. A new owner may send this event again after that attempt started.
     """
 
 
 class ReannounceCache(Event, tag="work.reannounce_cache", frozen=True, kw_only=True):
-    """Say anew all that a rank has cached: the owner missed some of its KV events.
+    """Re-announce everything that a rank has cached, because the owner missed some of its KV events.
 
-    The worker answers with `CacheCleared` and then `BlocksStored`, with the sequence numbers that are next, and above
-    `above_seq`: the owner met that one, whoever wrote it, and takes lower ones for redeliveries.
+    The worker sends `CacheCleared` and then `BlocksStored`. It uses its next sequence numbers, and only those above
+    `above_seq`: the owner has seen that one, and treats lower numbers as redeliveries.
     """
 
     owner_epoch: Count
@@ -80,9 +103,10 @@ class ReannounceCache(Event, tag="work.reannounce_cache", frozen=True, kw_only=T
 
 
 class WorkerCommand(Event, tag="work.command", frozen=True, kw_only=True):
-    """Do this and answer on `progress`; idempotent by command id and nonce, which is that of its `WorkerCommanded`.
+    """Execute a command and respond on `progress`; idempotent by command id and nonce.
 
-    Nobody waits for the answer any longer than `timeout_us`: what was not begun by then is not done.
+    A command that was not started after `timeout_us` is not executed, because no client waits any more. The nonce is
+    that of its `WorkerCommanded`.
     """
 
     command_id: Name
