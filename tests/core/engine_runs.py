@@ -48,14 +48,14 @@ def request(
     )
 
 
-class Told:
-    """A timing that keeps what it was asked."""
+class RecordingTiming:
+    """Timing that records the work of every step."""
 
     def __init__(self) -> None:
-        self.asked: list[dict[str, int]] = []
+        self.calls: list[dict[str, int]] = []
 
     def step_us(self, **work: int) -> int:
-        self.asked.append(work)
+        self.calls.append(work)
         return 10
 
 
@@ -68,13 +68,13 @@ def run(model: EngineModel, until_us: int = 0) -> list[EngineStep]:
 
 def answers(steps: list[EngineStep]) -> dict[str, list[int]]:
     """Tokens by request; fails when an index is missing, repeated or out of order."""
-    said: dict[str, list[int]] = {}
+    output: dict[str, list[int]] = {}
     for step in steps:
         for chunk in step.emitted:
-            tokens = said.setdefault(chunk.request_id, [])
+            tokens = output.setdefault(chunk.request_id, [])
             assert chunk.first_index == len(tokens)
             tokens += unpack_u32(chunk.token_ids)
-    return said
+    return output
 
 
 def replay_cache(steps: list[EngineStep]) -> set[int]:

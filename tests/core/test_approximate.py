@@ -105,12 +105,12 @@ def check(index: RoutedIndex, plain: Plain, queries: list[list[int]]) -> None:
     }
     for query in queries:
         assert index.depths(query) == plain.depths(query)
-    told = {
+    actual = {
         ((chunk.worker_id, chunk.rank), block): chunk.due_us
         for chunk in index.snapshot(predicted=False)
         for block in array_u64(chunk.sequence_hashes)
     }
-    assert told == {pair: due[0] for pair, due in plain.due.items()}
+    assert actual == {pair: due[0] for pair, due in plain.due.items()}
 
 
 @settings(max_examples=200)

@@ -51,10 +51,14 @@ def test_block_sets_equal_plain_sets(operations: list[Any], query: list[int]) ->
         assert sets.sums.get(1 << holder, 0) == sum(held)
         assert all(sets.has(1 << holder, block) == (block in held) for block in range(1, 301))
     assert len(sets) == len(set().union(*plain))
-    for asked in (query, list(range(1, 301))):
-        depths = {bit: depth for depth, mask in sets.match_depths(asked, 0b11111) for bit in split_bits(mask)}
+    for blocks_looked_up in (query, list(range(1, 301))):
+        depths = {
+            bit: depth for depth, mask in sets.match_depths(blocks_looked_up, 0b11111) for bit in split_bits(mask)
+        }
         for holder, held in enumerate(plain):
-            expected = next((at for at, block in enumerate(asked) if block not in held), len(asked))
+            expected = next(
+                (at for at, block in enumerate(blocks_looked_up) if block not in held), len(blocks_looked_up)
+            )
             assert depths[1 << holder] == expected
 
 

@@ -120,9 +120,9 @@ def test_event_ids_that_were_seen_are_ignored_and_a_gap_is_asked_for() -> None:
         worker_id="a", worker_epoch=caches.drive.epoch("a"), seq=1, sequence_hashes=pack_u64([5])
     ))  # fmt: skip
     assert (caches.count("duplicate"), caches.overlaps([5])) == (1, {})
-    (asked,) = caches.stored("a", [2], parent=1, skip=3)
-    assert isinstance(asked, CacheResyncRequested)
-    assert (asked.worker_id, asked.rank, asked.expected_seq, asked.found_seq - 1) == ("a", 0, 2, 4)
+    (resync,) = caches.stored("a", [2], parent=1, skip=3)
+    assert isinstance(resync, CacheResyncRequested)
+    assert (resync.worker_id, resync.rank, resync.expected_seq, resync.found_seq - 1) == ("a", 0, 2, 4)
     assert caches.overlaps([1, 2]) == {"a": 2}
     assert caches.drive.world.digest() != known
 

@@ -238,12 +238,12 @@ def disaggregate(drive: Driver) -> None:
         drive("control", msgspec.structs.replace(kind, model="n", pool=f"n-{kind.role}"))
         drive("fleet", joined(name, 0, model="n", pool=f"n-{kind.role}", role=kind.role))
     drive("control", DisaggregationSet(model="n", disagg=DisaggConfig(policy="prefill_load")))
-    (asked,) = drive("requests", request("r6", PROMPTS[0], model="n"))
+    (sent,) = drive("requests", request("r6", PROMPTS[0], model="n"))
     names = ("request_id", "attempt", "worker_id", "worker_epoch", "owner_epoch")
-    said: dict[str, Any] = {name: getattr(asked, name) for name in names}
+    fields: dict[str, Any] = {name: getattr(sent, name) for name in names}
     kept = prefilled_by("p", drive.epoch("p"), model="n")
-    (routed,) = drive("progress", PrefillFinished(**said, prefilled=kept))
-    assert (asked.stage, routed.stage) == ("prefill", "decode")
+    (routed,) = drive("progress", PrefillFinished(**fields, prefilled=kept))
+    assert (sent.stage, routed.stage) == ("prefill", "decode")
 
 
 def eventful_world() -> World:
@@ -262,9 +262,9 @@ def eventful_world() -> World:
         drive("requests", request(name, prompt, routing=hints if name != "r2" else NO_HINTS))
     (routed,) = (one for one in drive.decided if isinstance(one, RequestRouted) and one.request_id == "r1")
     names = ("request_id", "attempt", "worker_id", "worker_epoch", "owner_epoch")
-    said: dict[str, Any] = {name: getattr(routed, name) for name in names}
-    drive("progress", FirstTokenEmitted(**said))
-    drive("progress", OutputGrown(**said, output_tokens=5))
+    request_fields: dict[str, Any] = {name: getattr(routed, name) for name in names}
+    drive("progress", FirstTokenEmitted(**request_fields))
+    drive("progress", OutputGrown(**request_fields, output_tokens=5))
     drive("requests", RequestCancelled(request_id="r3"))
     drive("control", BusyThresholdsSet(model="m", thresholds=BusyThresholds(active_prefill_tokens_threshold=999)))
     drive("control", commanded("c1", "load_lora", lora_name="x", nonce=5))

@@ -1,4 +1,4 @@
-"""Another configuration asked in history's own state: it agrees with itself, and what it says is what it would do."""
+"""Counterfactual selections in the recorded state: a configuration agrees with itself, and matches what it would do."""
 
 from typing import Any
 

@@ -43,14 +43,14 @@ TOKENS = 8 * BLOCK + 2  # of PROMPTS[0] as `request` makes it
 STEP = 64  # tokens of an engine step of these workers
 
 
-def said(routed: RequestRouted) -> dict[str, Any]:
+def progress_fields(routed: RequestRouted) -> dict[str, Any]:
     names = ("request_id", "attempt", "worker_id", "worker_epoch", "owner_epoch")
     return {name: getattr(routed, name) for name in names}
 
 
 def prefilled(drive: Driver, routed: RequestRouted, **changes: Any) -> list[Any]:
     kept = prefilled_by(routed.worker_id, routed.worker_epoch, **changes)
-    return drive("progress", PrefillFinished(**said(routed), prefilled=kept))
+    return drive("progress", PrefillFinished(**progress_fields(routed), prefilled=kept))
 
 
 def ask(drive: Driver, name: str = "r", blocks: Any = PROMPTS[0], **changes: Any) -> Any:
@@ -95,9 +95,9 @@ def test_a_prompt_is_computed_by_one_worker_and_answered_by_another() -> None:
     one = drive.world.requests.get("r")
     assert one is not None
     assert (one.phase, one.prefilled) == (Phase.TRANSFER, prefilled_by("p", drive.epoch("p")))
-    drive("progress", FirstTokenEmitted(**said(then)))
+    drive("progress", FirstTokenEmitted(**progress_fields(then)))
     assert (one.phase, one.begun, one.prefilled) == (Phase.DECODE, True, None)
-    drive("progress", RequestFinished(**said(then), finish_reason="stop"))
+    drive("progress", RequestFinished(**progress_fields(then), finish_reason="stop"))
     assert not len(drive.world.requests)
     assert all(not load.active_requests for load in drive.world.load.ranks())
 
@@ -108,7 +108,7 @@ def test_where_nothing_is_apart_nothing_is_said_of_it() -> None:
     drive("fleet", prefiller("p"))
     routed = ask(drive)
     assert (routed.stage, routed.pool, routed.prefill) == ("aggregated", "default", None)
-    drive("progress", FirstTokenEmitted(**said(routed)))
+    drive("progress", FirstTokenEmitted(**progress_fields(routed)))
     assert not drive.world.requests.get("r").begun  # type: ignore[union-attr]
 
 
@@ -137,7 +137,7 @@ def test_what_is_to_be_embedded_is_not_computed_elsewhere(*, enforce: bool) -> N
     drive("fleet", joined("d", 1, role="decode", tasks=tasks))
     routed = ask(drive, task="embed")
     assert (routed.stage, routed.worker_id, routed.prefill) == ("aggregated", "d", None)
-    drive("progress", RequestFinished(**said(routed), finish_reason="stop", output_tokens=0))
+    drive("progress", RequestFinished(**progress_fields(routed), finish_reason="stop", output_tokens=0))
     assert not len(drive.world.requests)
     assert drive("requests", query("q"))[0].stage == "prefill"
 
@@ -180,9 +180,9 @@ def test_what_a_request_overrides_holds_where_prompts_are_computed() -> None:
     override = RouterOverride(overlap_score_credit=0.5, temperature=0.0, mode="direct")
     hints = RoutingHints(override=override, worker_id="d", allowed_workers=("d",), rank=0, session_id="s")
     one = request_from_event(request("r", PROMPTS[0], routing=hints), "default", 3, 5)
-    asked = as_prefill_request(one, "prefillers").hints
-    assert (asked.worker_id, asked.allowed_workers, asked.rank, asked.session_id) == ("", (), None, "s")
-    assert asked.override == RouterOverride(overlap_score_credit=0.5, temperature=0.0)
+    hints = as_prefill_request(one, "prefillers").hints
+    assert (hints.worker_id, hints.allowed_workers, hints.rank, hints.session_id) == ("", (), None, "s")
+    assert hints.override == RouterOverride(overlap_score_credit=0.5, temperature=0.0)
     assert as_decode_request(one).hints.override == RouterOverride(
         overlap_score_credit=0.0, assume_kv_reuse=False, track_prefill_tokens=False, temperature=0.0, mode="direct"
     )
@@ -433,7 +433,7 @@ def test_short_prompts_do_not_stand_behind_long_ones() -> None:
     assert [one.stage for one in routed] == ["prefill", "aggregated", "aggregated"]
     held = [ask(drive, "long too", PROMPTS[2]), ask(drive, "short too", PROMPTS[2][:1])]
     assert all(isinstance(one, RequestHeld) for one in held), "both workers have enough to do"
-    (then,) = drive("progress", FirstTokenEmitted(**said(routed[1])))
+    (then,) = drive("progress", FirstTokenEmitted(**progress_fields(routed[1])))
     assert (then.request_id, then.stage) == ("short too", "aggregated")
 
 

@@ -20,7 +20,7 @@ from forebay.events.progress import (
     TransferFailed,
 )
 from forebay.events.requests import RequestCancelled
-from tests.core.test_disaggregation import ask, lost, prefilled, said
+from tests.core.test_disaggregation import ask, lost, prefilled, progress_fields
 from tests.core.worlds import ENCODED, LEASE_US, MEDIA, Driver, decode_pool, joined, prefilled_by, prefiller
 
 ENFORCED = DisaggConfig(enforce=True)
@@ -28,12 +28,12 @@ LOCAL = PrefillPlace(remote=False, reason="failed")
 
 
 def failed(drive: Driver, routed: RequestRouted, error: str = "out of blocks", **fields: Any) -> list[Any]:
-    return drive("progress", PrefillFailed(**said(routed), error=error, **fields))
+    return drive("progress", PrefillFailed(**progress_fields(routed), error=error, **fields))
 
 
 def not_fetched(drive: Driver, routed: RequestRouted, error: str = "peer gone") -> list[Any]:
     """What is decided, after that its KV is given back if it was to be fetched."""
-    made = drive("progress", TransferFailed(**said(routed), error=error))
+    made = drive("progress", TransferFailed(**progress_fields(routed), error=error))
     if made and routed.stage == "decode":
         released = made.pop(0)
         assert (type(released), released.reason) == (KvReleased, "not_fetched")
@@ -135,15 +135,17 @@ def test_a_descriptor_of_another_worker_epoch_or_model_is_refused(lie: dict[str,
     drive = Driver().disagg(["p"], ["d"])
     first = ask(drive)
     fields = {"worker_id": "p", "worker_epoch": first.worker_epoch, **lie}
-    released, again = drive("progress", PrefillFinished(**said(first), prefilled=prefilled_by(**fields)))
+    released, again = drive("progress", PrefillFinished(**progress_fields(first), prefilled=prefilled_by(**fields)))
     target = CommandTarget(worker_id="p", worker_epoch=first.worker_epoch, pool="prefillers", slot=0)
-    assert (released.attempt, released.holder, released.reason) == (1, target, "foreign_descriptor"), "who said so"
+    assert (released.attempt, released.holder, released.reason) == (1, target, "foreign_descriptor"), (
+        "who progress_fields so"
+    )
     assert (again.stage, again.attempt) == ("prefill", 2)
     assert drive.world.counts["foreign_descriptor"] == 1
     assert drive.world.requests.get("r").prefilled is None  # type: ignore[union-attr]
     drive("control", DisaggregationSet(model="m", disagg=ENFORCED))
-    _, third = drive("progress", PrefillFinished(**said(again), prefilled=prefilled_by(**fields)))
-    released, given_up = drive("progress", PrefillFinished(**said(third), prefilled=prefilled_by(**fields)))
+    _, third = drive("progress", PrefillFinished(**progress_fields(again), prefilled=prefilled_by(**fields)))
+    released, given_up = drive("progress", PrefillFinished(**progress_fields(third), prefilled=prefilled_by(**fields)))
     assert (released.attempt, given_up.holder) == (3, None)
     assert "is told to be" in given_up.message
 
@@ -163,8 +165,8 @@ def test_what_could_not_be_fetched_is_computed_again_and_the_last_attempt_depend
     (last,) = not_fetched(drive, then)
     assert (last.stage, last.attempt, last.prefill) == ("aggregated", 3, LOCAL)
     assert not_fetched(drive, last) == [], "it has nothing to fetch"
-    drive("progress", FirstTokenEmitted(**said(last)))
-    drive("progress", RequestFinished(**said(last), finish_reason="stop"))
+    drive("progress", FirstTokenEmitted(**progress_fields(last)))
+    drive("progress", RequestFinished(**progress_fields(last), finish_reason="stop"))
     assert phase(drive) is None
 
 
@@ -221,8 +223,8 @@ def test_decode_workers_lost_one_after_another_are_not_replaced_for_ever() -> No
 def test_an_answer_that_has_begun_goes_on_where_it_is_decoded() -> None:
     drive = Driver().disagg(["p"], ["d", "e"], disagg=ENFORCED)
     (then,) = prefilled(drive, ask(drive))
-    drive("progress", FirstTokenEmitted(**said(then)))
-    drive("progress", OutputGrown(**said(then), output_tokens=5))
+    drive("progress", FirstTokenEmitted(**progress_fields(then)))
+    drive("progress", OutputGrown(**progress_fields(then), output_tokens=5))
     (on,) = drive("fleet", lost(drive, then.worker_id))
     assert (on.stage, on.prefill, on.attempt) == ("aggregated", PrefillPlace(remote=False, reason="begun"), 2)
     assert on.worker_id != then.worker_id
@@ -295,7 +297,7 @@ def test_a_cancelled_request_is_taken_back_from_who_has_it_and_who_keeps_it() ->
     assert aborted.holder is not None
     assert (aborted.holder.worker_id, aborted.attempt) == (again.worker_id, 2), "as high as what it keeps"
     (then,) = prefilled(drive, ask(drive, "r2"))
-    drive("progress", FirstTokenEmitted(**said(then)))
+    drive("progress", FirstTokenEmitted(**progress_fields(then)))
     (aborted,) = drive("requests", RequestCancelled(request_id="r2"))
     assert aborted.holder is None, "it was fetched"
     assert idle(drive)
@@ -321,7 +323,7 @@ def test_what_does_not_fit_the_stage_changes_nothing(kind: Any, fields: dict[str
     if (kind, fields) in WHILE_DECODED:
         (routed,) = prefilled(drive, routed)
     before = drive.world.requests.digest()
-    assert drive("progress", kind(**said(routed), **fields)) == []
+    assert drive("progress", kind(**progress_fields(routed), **fields)) == []
     assert drive.world.requests.digest() == before
     assert drive.world.counts["outdated_progress"] == 1
 
@@ -345,7 +347,7 @@ def test_what_was_said_twice_or_too_late_changes_nothing() -> None:
 
 
 def encoded(drive: Driver, routed: RequestRouted) -> list[Any]:
-    return drive("progress", EncodeFinished(**said(routed), encoded=ENCODED))
+    return drive("progress", EncodeFinished(**progress_fields(routed), encoded=ENCODED))
 
 
 def test_images_are_encoded_for_the_worker_that_computes_the_prompt_and_again_for_the_next() -> None:

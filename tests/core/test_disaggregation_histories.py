@@ -39,8 +39,8 @@ from forebay.events.snapshots import Booking
 from tests.core.worlds import (
     DISAGGS,
     MEDIA,
+    PROGRESS_KINDS,
     PROMPTS,
-    SAID,
     Driver,
     decode_pool,
     encoder,
@@ -230,7 +230,7 @@ KINDS = (
     *("request",) * 4,
     *("media", "session", "query", "cancel", "cancel", "again", "too_late", "wait", "wait"),
     *("prefilled",) * 4,
-    *(sorted(SAID - {"prefilled"})),
+    *(sorted(PROGRESS_KINDS - {"prefilled"})),
     *("lose", "lose", "join", "join", "join", "drain", "suspect", "recover"),
     *("disagg", "busy", "pool"),
 )
@@ -278,7 +278,7 @@ def perform(drive: Books, number: int, kind: str, first: int, depth: int, past: 
             drive("control", BusyThresholdsSet(model="m", thresholds=thresholds))
         case "pool":
             drive("control", prefill_pool(queue=QUEUES[first % 2]))
-        case _ if kind in SAID and one is not None:
+        case _ if kind in PROGRESS_KINDS and one is not None:
             event = said_of(one, kind, number)
             past.append(event)
             drive("progress", event)

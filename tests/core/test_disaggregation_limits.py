@@ -8,7 +8,7 @@ from forebay.events.control import BusyThresholds, DisaggConfig, DisaggregationS
 from forebay.events.decisions import PrefillPlace
 from forebay.events.progress import EncodeFinished, FirstTokenEmitted, PrefillFailed, TransferFailed
 from forebay.events.requests import RequestCancelled, RoutingHints
-from tests.core.test_disaggregation import ask, isl, lost, prefilled, said, stored
+from tests.core.test_disaggregation import ask, isl, lost, prefilled, progress_fields, stored
 from tests.core.worlds import ENCODED, LEASE_US, MEDIA, PROMPTS, Driver, encoder, joined, prefill_pool
 
 NOW = 10  # microseconds that each event comes after the one before
@@ -39,10 +39,10 @@ def test_an_answer_that_has_begun_goes_on_though_its_prompt_failed_as_often_as_i
     drive = Driver().disagg(["p"], ["d", "e"], disagg=ENFORCED)
     routed = ask(drive)
     for _ in range(2):
-        (routed,) = drive("progress", PrefillFailed(**said(routed), error="no room"))
+        (routed,) = drive("progress", PrefillFailed(**progress_fields(routed), error="no room"))
     assert routed.attempt == 3
     (then,) = prefilled(drive, routed)
-    drive("progress", FirstTokenEmitted(**said(then)))
+    drive("progress", FirstTokenEmitted(**progress_fields(then)))
     (on,) = drive("fleet", lost(drive, then.worker_id))
     assert (on.stage, on.prefill) == ("aggregated", PrefillPlace(remote=False, reason="begun"))
 
@@ -51,9 +51,9 @@ def test_nothing_is_enforced_of_prompts_that_are_to_be_computed_where_they_are_a
     drive = Driver().disagg(["p"], ["d"], disagg=ENFORCED)
     routed = ask(drive)
     for _ in range(2):
-        (routed,) = drive("progress", PrefillFailed(**said(routed), error="no room"))
+        (routed,) = drive("progress", PrefillFailed(**progress_fields(routed), error="no room"))
     drive("control", DisaggregationSet(model="m", disagg=DisaggConfig(policy="never", enforce=True)))
-    (on,) = drive("progress", PrefillFailed(**said(routed), error="no room"))
+    (on,) = drive("progress", PrefillFailed(**progress_fields(routed), error="no room"))
     assert (on.stage, on.prefill) == ("aggregated", PrefillPlace(remote=False, reason="never"))
 
 
@@ -67,7 +67,7 @@ def test_a_prompt_that_failed_goes_to_another_though_that_is_busy() -> None:
     drive = busy_prefillers("p", "q")
     first, other = ask(drive), ask(drive, "other", PROMPTS[1])
     assert {first.worker_id, other.worker_id} == {"p", "q"}
-    (again,) = drive("progress", PrefillFailed(**said(first), error="no room"))
+    (again,) = drive("progress", PrefillFailed(**progress_fields(first), error="no room"))
     assert (again.stage, again.worker_id) == ("prefill", other.worker_id)
 
 
@@ -78,7 +78,7 @@ def test_a_prompt_whose_images_were_encoded_for_it_goes_to_a_prefill_worker_thou
     first = ask(drive, media=(MEDIA,))
     assert first.stage == "encode"
     assert ask(drive, "other", PROMPTS[1]).stage == "prefill"
-    (then,) = drive("progress", EncodeFinished(**said(first), encoded=ENCODED))
+    (then,) = drive("progress", EncodeFinished(**progress_fields(first), encoded=ENCODED))
     assert then.stage == "prefill"
 
 
@@ -89,7 +89,7 @@ def test_another_attempt_at_an_answer_is_not_bound_to_its_session() -> None:
     for name in "ab":
         (beside,) = prefilled(drive, ask(drive, name, PROMPTS[1], routing=hints))
         assert beside.worker_id == then.worker_id
-    _, again = drive("progress", TransferFailed(**said(then), error="gone"))
+    _, again = drive("progress", TransferFailed(**progress_fields(then), error="gone"))
     (on,) = prefilled(drive, again)
     assert (on.stage, on.attempt) == ("decode", 2)
     assert on.worker_id != then.worker_id
@@ -121,7 +121,7 @@ def test_a_request_is_told_how_often_it_was_tried() -> None:
     drive, routed = answered_twice_by_lost_workers()
     (then,) = prefilled(drive, routed)
     assert (then.stage, then.attempt) == ("decode", 3)
-    released, aborted = drive("progress", TransferFailed(**said(then), error="gone"))
+    released, aborted = drive("progress", TransferFailed(**progress_fields(then), error="gone"))
     assert (released.attempt, aborted.holder) == (then.earlier_attempts, None)
     assert aborted.message == "its prompt could not be computed and fetched in 3 attempts: gone"
 
@@ -159,9 +159,9 @@ def test_kv_whose_lease_is_over_is_kept_by_nobody() -> None:
 def test_a_policy_is_told_which_attempt_at_a_prompt_it_chooses_for() -> None:
     drive = Driver().disagg(["p"], ["d", "e"])
     attempts: list[tuple[str, int]] = []
-    drive.world.on_selection = lambda _, asked, __: attempts.append((asked.stage, asked.attempt))
+    drive.world.on_selection = lambda _, request, __: attempts.append((request.stage, request.attempt))
     (then,) = prefilled(drive, ask(drive))
-    _, again = drive("progress", TransferFailed(**said(then), error="gone"))
-    (again,) = drive("progress", PrefillFailed(**said(again), error="no room"))
+    _, again = drive("progress", TransferFailed(**progress_fields(then), error="gone"))
+    (again,) = drive("progress", PrefillFailed(**progress_fields(again), error="no room"))
     assert (again.stage, again.attempt) == ("prefill", 3)
     assert attempts == [("prefill", 0), ("decode", 0), ("prefill", 1), ("prefill", 2)]

@@ -7,7 +7,7 @@ import msgspec
 from forebay.core.routing.counterfactual import Counterfactual, counterfactual
 from forebay.events.control import PoolConfigured, RouterConfig
 from forebay.events.progress import TransferFailed
-from tests.core.test_disaggregation import prefilled, said
+from tests.core.test_disaggregation import prefilled, progress_fields
 from tests.core.worlds import PROMPTS, Driver, request
 
 
@@ -15,16 +15,16 @@ def test_history_agrees_with_itself_at_every_stage() -> None:
     drive = Driver().disagg(("p", "q"), ("d", "e"), session_ttl_s=10.0)
     found: list[tuple[str, Counterfactual, Counterfactual]] = []
 
-    def look(pool: PoolConfigured, asked: Any, choice: Any) -> None:
+    def look(pool: PoolConfigured, request: Any, choice: Any) -> None:
         other = msgspec.structs.replace(pool, router=RouterConfig(mode="round-robin", session_ttl_s=10.0))
-        ours, theirs = (counterfactual(drive.world, one, asked, choice) for one in (pool, other))
-        found.append((asked.stage, ours, theirs))
+        ours, theirs = (counterfactual(drive.world, one, request, choice) for one in (pool, other))
+        found.append((request.stage, ours, theirs))
 
     drive.world.on_selection = look
     for number in range(4):
         (first,) = drive("requests", request(f"r{number}", PROMPTS[0]))
         (then,) = prefilled(drive, first)
-        _, again = drive("progress", TransferFailed(**said(then), error="gone"))
+        _, again = drive("progress", TransferFailed(**progress_fields(then), error="gone"))
         assert again.stage == "prefill"
         prefilled(drive, again)
     assert [stage for stage, _, _ in found].count("decode") == 8
@@ -36,11 +36,11 @@ def test_history_agrees_with_itself_at_every_stage() -> None:
 def test_a_prefill_worker_has_no_active_blocks_under_another_configuration_either() -> None:
     drive = Driver().disagg(("p",), ("d",))
     drive("requests", request("r0", PROMPTS[0]))
-    asked: list[Counterfactual] = []
-    drive.world.on_selection = lambda pool, one, choice: asked.append(
+    found: list[Counterfactual] = []
+    drive.world.on_selection = lambda pool, one, choice: found.append(
         counterfactual(drive.world, msgspec.structs.replace(pool, router=RouterConfig()), one, choice)
     )
     drive("requests", request("r1", PROMPTS[1]))
-    (one,) = asked
+    (one,) = found
     assert one.choice is not None
     assert one.choice.table.terms(0).decode_blocks == 0.0

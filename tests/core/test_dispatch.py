@@ -185,9 +185,9 @@ def test_a_lost_worker_ends_the_requests_that_are_for_it_alone() -> None:
     assert isinstance(big(drive, "r3", worker_id="a"), RequestHeld)
     elsewhere = big(drive, "r4", worker_id="b")
     made = drive("fleet", WorkerLost(owner_epoch=0, worker_id="a", worker_epoch=drive.epoch("a")))
-    told = ("pinned_worker_lost", "worker a is lost, and the request is for it alone", "")
+    reason = ("pinned_worker_lost", "worker a is lost, and the request is for it alone", "")
     assert [(one.request_id, one.attempt, one.reason, one.message, one.worker_id) for one in made] == [
-        ("r1", 1, *told), ("r2", 1, *told), ("r3", 0, *told),
+        ("r1", 1, *reason), ("r2", 1, *reason), ("r3", 0, *reason),
     ]  # fmt: skip
     assert [one.request_id for one in drive.world.requests.active()] == ["r4"], "b is still there"
     assert [load.active_requests for load in drive.world.load.ranks()] == [1]
@@ -334,17 +334,17 @@ def test_a_query_tells_what_would_be_and_changes_nothing() -> None:
     drive("kv-events", BlocksStored(**stored, sequence_hashes=pack_u64(PROMPTS[0][:5])))
     drive.world.take_consumed()
     before = machine_state(drive.world)
-    (told,) = drive("requests", query("q", PROMPTS[0]))
-    assert isinstance(told, RouteAnswered)
-    assert told.choice is not None
-    assert (told.choice.worker_id, told.choice.terms.device_overlap, told.reply_slot) == ("b", 5, 1)
-    assert [one.worker_id for one in told.candidates] == ["a", "b", "c"]
-    assert [one.terms.device_overlap for one in told.candidates] == [0, 5, 0]
-    assert (told.mode, told.pool, told.ties, told.would_wait) == ("kv", "default", 1, False)
+    (response,) = drive("requests", query("q", PROMPTS[0]))
+    assert isinstance(response, RouteAnswered)
+    assert response.choice is not None
+    assert (response.choice.worker_id, response.choice.terms.device_overlap, response.reply_slot) == ("b", 5, 1)
+    assert [one.worker_id for one in response.candidates] == ["a", "b", "c"]
+    assert [one.terms.device_overlap for one in response.candidates] == [0, 5, 0]
+    assert (response.mode, response.pool, response.ties, response.would_wait) == ("kv", "default", 1, False)
     drive.world.take_consumed()
     assert machine_state(drive.world) == before
     (routed,) = drive("requests", request("r", PROMPTS[0], tie_seed=sum(b"q")))
-    assert (routed.worker_id, routed.terms, routed.table_digest) == ("b", told.choice.terms, told.table_digest)
+    assert (routed.worker_id, routed.terms, routed.table_digest) == ("b", response.choice.terms, response.table_digest)
 
 
 def test_a_query_hears_why_not_and_that_it_would_wait() -> None:
@@ -362,8 +362,8 @@ def test_a_query_hears_why_not_and_that_it_would_wait() -> None:
 
 
 def overlap_of(drive: Driver, name: str, blocks: list[int], **hints: Any) -> dict[str, int]:
-    (told,) = drive("requests", query(name, blocks, routing=RoutingHints(**hints)))
-    return {one.worker_id: one.terms.device_overlap for one in told.candidates}
+    (response,) = drive("requests", query(name, blocks, routing=RoutingHints(**hints)))
+    return {one.worker_id: one.terms.device_overlap for one in response.candidates}
 
 
 @pytest.mark.parametrize("said_by", ["worker", "pool"])
@@ -399,8 +399,8 @@ def test_a_prediction_holds_until_the_kv_events_or_its_end_or_a_clear() -> None:
     drive("kv-events", BlocksStored(**stored, seq=3, sequence_hashes=pack_u64(PROMPTS[1])))
     assert overlap_of(drive, "q5", PROMPTS[1]) == {"a": 0, "b": 8}
     drive.now_us += 1_000
-    (told,) = drive("requests", query("q3", PROMPTS[0]))
-    assert [one.terms.host_overlap for one in told.candidates] == [0, 6]
+    (response,) = drive("requests", query("q3", PROMPTS[0]))
+    assert [one.terms.host_overlap for one in response.candidates] == [0, 6]
     big(drive, "r2", worker_id="a")
     drive("kv-events", CacheCleared(worker_id="a", worker_epoch=drive.epoch("a"), seq=1))
     assert overlap_of(drive, "q4", PROMPTS[0])["a"] == 0
@@ -418,8 +418,8 @@ def test_a_prediction_shortens_what_is_said_of_slower_tiers() -> None:
     drive("kv-events", BlocksStored(**stored, seq=2, sequence_hashes=pack_u64(PROMPTS[0][2:5]), tier="host"))
     drive("kv-events", BlocksStored(**stored, seq=3, sequence_hashes=pack_u64(PROMPTS[0][5:]), tier="disk"))
     drive("requests", request("r", PROMPTS[0][:4]))
-    (told,) = drive("requests", query("q", PROMPTS[0]))
-    terms = told.candidates[0].terms
+    (response,) = drive("requests", query("q", PROMPTS[0]))
+    terms = response.candidates[0].terms
     assert (terms.device_overlap, terms.host_overlap, terms.disk_overlap) == (4, 1, 3)
 
 
@@ -475,11 +475,11 @@ def test_a_gap_is_asked_for_once_until_the_cache_was_said_anew() -> None:
         return drive("kv-events", BlocksStored(**fields, seq=seq, sequence_hashes=pack_u64(PROMPTS[0][:seq])))
 
     assert store(1) == []
-    (asked,) = store(4)
-    assert isinstance(asked, CacheResyncRequested)
-    assert (asked.worker_id, asked.worker_epoch, asked.rank, asked.slot) == ("b", drive.epoch("b"), 0, 1)
-    assert (asked.expected_seq, asked.found_seq, asked.pool) == (2, 4, "default")
-    assert store(8) == [], "it was asked already"
+    (resync,) = store(4)
+    assert isinstance(resync, CacheResyncRequested)
+    assert (resync.worker_id, resync.worker_epoch, resync.rank, resync.slot) == ("b", drive.epoch("b"), 0, 1)
+    assert (resync.expected_seq, resync.found_seq, resync.pool) == (2, 4, "default")
+    assert store(8) == [], "the re-announcement was requested already"
     assert overlap_of(drive, "q1", PROMPTS[0])["b"] == 8, "what comes is used meanwhile"
     drive("kv-events", CacheCleared(**fields, seq=9))
     assert overlap_of(drive, "q2", PROMPTS[0])["b"] == 0

@@ -30,13 +30,13 @@ def ask(drive: Driver, name: str = "r", **changes: Any) -> Any:
     return decided
 
 
-def said(routed: RequestRouted) -> dict[str, Any]:
+def progress_fields(routed: RequestRouted) -> dict[str, Any]:
     names = ("request_id", "attempt", "worker_id", "worker_epoch", "owner_epoch")
     return {name: getattr(routed, name) for name in names}
 
 
 def encoded(drive: Driver, routed: RequestRouted) -> list[Any]:
-    return drive("progress", EncodeFinished(**said(routed), encoded=ENCODED))
+    return drive("progress", EncodeFinished(**progress_fields(routed), encoded=ENCODED))
 
 
 def lost(drive: Driver, name: str) -> list[Any]:
@@ -62,7 +62,7 @@ def test_media_are_encoded_before_a_worker_answers() -> None:
     one = drive.world.requests.get("r")
     assert one is not None
     assert one.encoded == ENCODED
-    drive("progress", RequestFinished(**said(then), finish_reason="stop"))
+    drive("progress", RequestFinished(**progress_fields(then), finish_reason="stop"))
     assert not len(drive.world.requests)
 
 
@@ -99,11 +99,11 @@ def test_one_that_failed_is_tried_elsewhere_and_given_up_with_the_reason() -> No
     drive = staged("e", "f")
     routed = [ask(drive)]
     for _ in range(2):
-        (again,) = drive("progress", EncodeFailed(**said(routed[-1]), error="out of memory"))
+        (again,) = drive("progress", EncodeFailed(**progress_fields(routed[-1]), error="out of memory"))
         assert again.worker_id != routed[-1].worker_id
         routed.append(again)
     assert [one.attempt for one in routed] == [1, 2, 3]
-    (given_up,) = drive("progress", EncodeFailed(**said(routed[-1]), error="out of memory " + "x" * 9_000))
+    (given_up,) = drive("progress", EncodeFailed(**progress_fields(routed[-1]), error="out of memory " + "x" * 9_000))
     assert isinstance(given_up, RequestAborted)
     assert (given_up.reason, given_up.worker_id) == ("encode_failed", "")
     assert given_up.message.startswith(
@@ -115,7 +115,7 @@ def test_one_that_failed_is_tried_elsewhere_and_given_up_with_the_reason() -> No
 
 def test_a_single_encoder_is_tried_again() -> None:
     drive = staged("e")
-    (again,) = drive("progress", EncodeFailed(**said(ask(drive)), error="busy"))
+    (again,) = drive("progress", EncodeFailed(**progress_fields(ask(drive)), error="busy"))
     assert (again.worker_id, again.attempt, again.stage) == ("e", 2, "encode")
 
 
@@ -146,14 +146,14 @@ def test_what_could_not_be_fetched_is_encoded_again() -> None:
     drive = staged("e", "f")
     first = ask(drive)
     (main,) = encoded(drive, first)
-    (again,) = drive("progress", TransferFailed(**said(main), error="its memory is gone"))
+    (again,) = drive("progress", TransferFailed(**progress_fields(main), error="its memory is gone"))
     assert (again.stage, again.attempt) == ("encode", 2)
     assert again.worker_id != first.worker_id
     (main,) = encoded(drive, again)
     assert (main.stage, main.attempt) == ("aggregated", 2)
-    (again,) = drive("progress", TransferFailed(**said(main), error="its memory is gone"))
+    (again,) = drive("progress", TransferFailed(**progress_fields(main), error="its memory is gone"))
     (main,) = encoded(drive, again)
-    (given_up,) = drive("progress", TransferFailed(**said(main), error="its memory is gone"))
+    (given_up,) = drive("progress", TransferFailed(**progress_fields(main), error="its memory is gone"))
     assert (given_up.reason, given_up.attempt) == ("encode_failed", 3)
     assert given_up.message.endswith("in 3 attempts: its memory is gone")
 
@@ -205,7 +205,7 @@ def test_the_queue_comes_first_and_only_once() -> None:
     drive = Driver().fleet("a", queue=QueueConfig(threshold=0.5)).encoders("e")
     (plain,) = drive("requests", request("plain", PROMPTS[0]))
     assert isinstance(ask(drive), RequestHeld)
-    made = drive("progress", RequestFinished(**said(plain), finish_reason="stop"), after_us=90)
+    made = drive("progress", RequestFinished(**progress_fields(plain), finish_reason="stop"), after_us=90)
     assert [(one.stage, one.waited_us) for one in made] == [("encode", 90)]
     drive("requests", request("more", PROMPTS[1]))
     (main,) = encoded(drive, made[0])
@@ -230,7 +230,7 @@ def test_what_does_not_fit_the_stage_changes_nothing(kind: Any, fields: dict[str
     if (kind, fields) in WHILE_ANSWERED:
         (routed,) = encoded(drive, routed)
     before = drive.world.requests.digest()
-    assert drive("progress", kind(**said(routed), **fields)) == []
+    assert drive("progress", kind(**progress_fields(routed), **fields)) == []
     assert drive.world.requests.digest() == before
     assert drive.world.counts["outdated_progress"] == 1
 
@@ -249,7 +249,7 @@ def test_another_configuration_changes_no_encoder() -> None:
 def test_a_worker_that_was_to_encode_by_itself_has_nothing_to_fetch() -> None:
     drive = Driver().fleet("a")
     routed = ask(drive)
-    assert drive("progress", TransferFailed(**said(routed), error="?")) == []
+    assert drive("progress", TransferFailed(**progress_fields(routed), error="?")) == []
     assert phase(drive) is Phase.PREFILL
 
 
@@ -297,9 +297,9 @@ def test_whatever_happens_a_request_ends_or_waits_for_somebody(steps: list[str])
             case "encoded":
                 made += encoded(drive, routed)
             case "failed":
-                made += drive("progress", EncodeFailed(**said(routed), error="?"))
+                made += drive("progress", EncodeFailed(**progress_fields(routed), error="?"))
             case "fetched":
-                made += drive("progress", TransferFailed(**said(routed), error="?"))
+                made += drive("progress", TransferFailed(**progress_fields(routed), error="?"))
             case "lost":
                 made += lost(drive, routed.worker_id)
             case "back":

@@ -24,6 +24,6 @@ def test_a_cleared_cache_is_empty_and_nothing_is_lost(prompts: list[int], before
     after = run(model)
     assert replay_cache(after) == model.pool.content()
     assert model.pool.used == 0
-    said = answers(steps + after)
-    assert said == {f"r{number}": generate_tokens(number, 0, 9, VOCABULARY) for number in range(len(prompts))}
-    assert sorted(end.request_id for end in finished(steps + after)) == sorted(said)
+    output = answers(steps + after)
+    assert output == {f"r{number}": generate_tokens(number, 0, 9, VOCABULARY) for number in range(len(prompts))}
+    assert sorted(end.request_id for end in finished(steps + after)) == sorted(output)

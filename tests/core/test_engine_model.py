@@ -22,7 +22,17 @@ from forebay.engine_model.model import (
 from forebay.engine_model.sequence import generate_tokens
 from forebay.engine_model.timing import decode_us, prefill_us
 from forebay.events.base import pack_u32, unpack_u32, unpack_u64
-from tests.core.engine_runs import BLOCK, VOCABULARY, Told, answers, config, finished, replay_cache, request, run
+from tests.core.engine_runs import (
+    BLOCK,
+    VOCABULARY,
+    RecordingTiming,
+    answers,
+    config,
+    finished,
+    replay_cache,
+    request,
+    run,
+)
 
 
 def test_one_request_from_prompt_to_end() -> None:
@@ -52,8 +62,8 @@ def test_decoding_takes_as_long_as_its_contexts_are_whoever_shares_or_prefills()
 
 
 def test_a_timing_is_told_what_a_step_computes() -> None:
-    told = Told()
-    model = EngineModel(config(max_num_batched_tokens=8, timing=told))
+    timing = RecordingTiming()
+    model = EngineModel(config(max_num_batched_tokens=8, timing=timing))
     model.submit(request("a", [1, 2, 3, 4, 5, 6, 7, 8, 9, 10], 3))
     first = model.step()
     assert first is not None
@@ -61,21 +71,21 @@ def test_a_timing_is_told_what_a_step_computes() -> None:
     model.submit(request("b", [1, 2, 3, 4, 20, 21], 1))
     assert run(model)[-1].duration_us == 10
     names = ("prefill_tokens", "prefill_attended", "decode_sequences", "decode_tokens")
-    assert [tuple(asked[name] for name in names) for asked in told.asked] == [
+    assert [tuple(call[name] for name in names) for call in timing.calls] == [
         (8, 36, 0, 0),  # a chunk of a
         (4, 9 + 10 + 5 + 6, 0, 0),  # the rest of a, which attends all before it; b has its first block from the cache
         (0, 0, 1, 12),
         (0, 0, 1, 12),
     ]
-    assert {asked["cache_tokens"] for asked in told.asked} == {32 * BLOCK}
+    assert {call["cache_tokens"] for call in timing.calls} == {32 * BLOCK}
 
 
 def test_a_timing_is_asked_once_for_steps_that_are_made_at_once() -> None:
-    told = Told()
-    model = EngineModel(config(timing=told))
+    timing = RecordingTiming()
+    model = EngineModel(config(timing=timing))
     model.submit(request("a", [1], 4))
     assert [step.duration_us for step in run(model, until_us=1_000)] == [10, 30]
-    assert len(told.asked) == 2
+    assert len(timing.calls) == 2
 
 
 def test_a_one_token_answer_ends_in_its_prefill_step() -> None:
@@ -260,7 +270,7 @@ def test_refusals_name_the_numbers_and_change_nothing(monkeypatch: pytest.Monkey
         token_seed=0,
         max_tokens=1,
     )
-    with pytest.raises(RequestMalformed, match="comes twice"):
+    with pytest.raises(RequestMalformed, match="duplicate block hash"):
         model.submit(twice)
     monkeypatch.setattr(engine_model, "WAITING_MAX", 1)
     model.submit(request("a", [1], 1))
@@ -333,9 +343,9 @@ def test_any_history_conserves_requests_tokens_and_blocks(
     steps, wanted, cancelled = drive(model, arrivals)
     ends = finished(steps)
     assert sorted([end.request_id for end in ends] + list(cancelled)) == sorted(wanted)
-    said = answers(steps)
+    output = answers(steps)
     for end in ends:
-        assert said[end.request_id] == generate_tokens(wanted[end.request_id], 0, wanted[end.request_id], VOCABULARY)
+        assert output[end.request_id] == generate_tokens(wanted[end.request_id], 0, wanted[end.request_id], VOCABULARY)
         assert end.output_tokens == wanted[end.request_id]
         assert 0 <= end.cached_tokens < end.prompt_tokens
     assert replay_cache(steps) == model.pool.content()
@@ -367,7 +377,7 @@ def test_iterations_made_at_once_are_the_same_as_single_ones(
         position += step.iterations
         assert sum(one.duration_us for one in part) == step.duration_us
         assert answers_from(part) == answers_from([step])
-        # Told at the end of the step, that is of the iteration in which it happened.
+        # Reported at the end of the step, that is of the iteration in which it happened.
         assert [one.cache_changes for one in part] == [*([[]] * (len(part) - 1)), step.cache_changes]
         assert finished(part) == step.finished
         assert part[-1].load == step.load
@@ -376,11 +386,11 @@ def test_iterations_made_at_once_are_the_same_as_single_ones(
 
 
 def answers_from(steps: list[EngineStep]) -> dict[tuple[str, int], list[int]]:
-    said: dict[str, tuple[int, list[int]]] = {}
+    output: dict[str, tuple[int, list[int]]] = {}
     for step in steps:
         for chunk in step.emitted:
-            said.setdefault(chunk.request_id, (chunk.first_index, []))[1].extend(unpack_u32(chunk.token_ids))
-    return {(name, first): tokens for name, (first, tokens) in said.items()}
+            output.setdefault(chunk.request_id, (chunk.first_index, []))[1].extend(unpack_u32(chunk.token_ids))
+    return {(name, first): tokens for name, (first, tokens) in output.items()}
 
 
 @settings(max_examples=300)
@@ -416,13 +426,13 @@ def test_a_silent_engine_does_all_but_speak(sizes: dict[str, int], actions: list
             spoken.load,
         )
         assert (silent.first_tokens, silent.finished, silent.emitted) == (spoken.first_tokens, spoken.finished, [])
-        for said, unsaid in zip(spoken.cache_changes, silent.cache_changes, strict=True):
-            assert type(said) is type(unsaid)
-            assert len(said.hashes) == len(unsaid.hashes)
-            for name, other in zip(said.hashes, unsaid.hashes, strict=True):
+        for output, unemitted in zip(spoken.cache_changes, silent.cache_changes, strict=True):
+            assert type(output) is type(unemitted)
+            assert len(output.hashes) == len(unemitted.hashes)
+            for name, other in zip(output.hashes, unemitted.hashes, strict=True):
                 assert names.setdefault(name, other) == other
-            if isinstance(said, Stored) and isinstance(unsaid, Stored) and said.parent is not None:
-                assert names[said.parent] == unsaid.parent
+            if isinstance(output, Stored) and isinstance(unemitted, Stored) and output.parent is not None:
+                assert names[output.parent] == unemitted.parent
     assert len(set(names.values())) == len(names)
 
 
@@ -452,15 +462,15 @@ def test_what_was_generated_is_known_at_any_iteration_of_a_step() -> None:
     model = EngineModel(config(kv_blocks_total=6))
     for one in (request("a", [1, 2, 3], 20), request("b", [4, 5, 6], 20, seed=8)):
         model.submit(one)
-    said = {"a": 0, "b": 0}
-    assert model.generated() == said
+    output = {"a": 0, "b": 0}
+    assert model.generated() == output
     preempted = False
     while (step := model.step(1 << 40)) is not None:
         spoke = {chunk.request_id: len(unpack_u32(chunk.token_ids)) for chunk in step.emitted}
-        said = {name: count + spoke.get(name, 0) for name, count in said.items()}
+        output = {name: count + spoke.get(name, 0) for name, count in output.items()}
         for end in step.finished:
-            assert said.pop(end.request_id) == end.output_tokens
+            assert output.pop(end.request_id) == end.output_tokens
         for undone in range(step.iterations + 1):
-            assert model.generated(undone) == {name: said[name] - undone * (name in spoke) for name in said}
-        preempted |= step.load.waiting == 1 and said["b"] > 0
+            assert model.generated(undone) == {name: output[name] - undone * (name in spoke) for name in output}
+        preempted |= step.load.waiting == 1 and output["b"] > 0
     assert preempted

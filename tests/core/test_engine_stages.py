@@ -20,7 +20,17 @@ from forebay.engine_model.sequence import generate_tokens
 from forebay.engine_model.steps import EngineStep
 from forebay.engine_model.timing import decode_us, prefill_us
 from forebay.events.base import pack_u32, unpack_u64
-from tests.core.engine_runs import BLOCK, VOCABULARY, Told, answers, config, finished, replay_cache, request, run
+from tests.core.engine_runs import (
+    BLOCK,
+    VOCABULARY,
+    RecordingTiming,
+    answers,
+    config,
+    finished,
+    replay_cache,
+    request,
+    run,
+)
 
 
 def hashes(prompt: list[int]) -> list[int]:
@@ -153,7 +163,7 @@ def test_cancelled_while_it_is_fetched_or_was_it_frees_its_blocks() -> None:
     model.submit(request("first", [1] * 5, 5))
     model.submit(request("a", list(range(10)), 3, stage="decode"))
     model.step()
-    assert model.cancel("a")  # it has its blocks, and nobody was told to fetch
+    assert model.cancel("a")  # it has its blocks, and no fetch was requested
     assert model.fetches() == []
     model.submit(request("b", list(range(10)), 3, stage="decode"))
     model.submit(request("c", list(range(50, 60)), 3, stage="decode"))
@@ -163,11 +173,11 @@ def test_cancelled_while_it_is_fetched_or_was_it_frees_its_blocks() -> None:
     assert model.fetched("c")
     assert model.cancel("c")
     assert [model.cancel("first"), model.pool.used] == [True, 0]
-    # What was stored when it came is told, though nobody runs.
-    told = model.step()
-    assert told is not None
-    assert (told.duration_us, told.iterations) == (0, 0)
-    assert replay_cache([told]) == set(hashes(list(range(50, 60)))) <= model.pool.content()
+    # What was stored when it came is reported, although no sequence runs.
+    step = model.step()
+    assert step is not None
+    assert (step.duration_us, step.iterations) == (0, 0)
+    assert replay_cache([step]) == set(hashes(list(range(50, 60)))) <= model.pool.content()
     assert model.step() is None
 
 
@@ -268,7 +278,7 @@ def test_a_fetched_prompt_is_answered_as_one_that_is_in_the_cache(
     """With room for all, and prompts of which one token more than full blocks is to be computed."""
     histories = []
     for stage in ("decode", "aggregated"):
-        model = EngineModel(config(kv_blocks_total=200, max_num_seqs=8, timing=Told()))
+        model = EngineModel(config(kv_blocks_total=200, max_num_seqs=8, timing=RecordingTiming()))
         prompts = [
             [number * 100 + at for at in range(blocks * BLOCK + 1)] for number, (blocks, _) in enumerate(lengths)
         ]
@@ -374,12 +384,12 @@ def test_any_history_conserves_requests_tokens_and_blocks(
     event(f"waited: {any(step.load.waiting for step in drive.steps)}")
     assert len(set(computed)) == len(computed)
     assert {end.request_id for end in ends} | set(computed) | drive.gone == set(drive.wanted)
-    said = answers(drive.steps)
+    output = answers(drive.steps)
     for end in ends:
         stage, number = drive.wanted[end.request_id]
         assert stage != "prefill"
-        assert said[end.request_id] == generate_tokens(number, 0, number, VOCABULARY)
-    assert not said.keys() & set(computed)
+        assert output[end.request_id] == generate_tokens(number, 0, number, VOCABULARY)
+    assert not output.keys() & set(computed)
     assert all(one.load.running <= sizes["max_num_seqs"] for one in drive.steps)
     assert replay_cache(drive.steps) == drive.model.pool.content()
     assert (drive.model.pool.used, drive.model.load().waiting) == (0, 0)

@@ -197,7 +197,7 @@ def test_changes_stay_below_the_size_of_a_record_and_leave_out_the_engines_own_h
 def test_one_walk_at_a_time() -> None:
     index = filled(workers=1, blocks=100)
     walk = index.begin_scan()
-    with pytest.raises(AssertionError, match="one walk at a time"):
+    with pytest.raises(AssertionError, match="one scan at a time"):
         index.begin_scan()
     with pytest.raises(AssertionError, match="saw everything"):
         index.end_scan()

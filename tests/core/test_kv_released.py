@@ -17,7 +17,7 @@ from forebay.events.progress import (
     TransferFailed,
 )
 from forebay.events.requests import RequestCancelled, RoutingHints
-from tests.core.test_disaggregation import ask, lost, prefilled, said
+from tests.core.test_disaggregation import ask, lost, prefilled, progress_fields
 from tests.core.test_disaggregation_histories import Books, join, system
 from tests.core.worlds import LEASE_US, PROMPTS, Driver, joined, prefilled_by, request
 
@@ -42,20 +42,20 @@ def test_a_decode_worker_that_does_not_fetch_sets_free_what_is_kept(
     drive = Driver().disagg(["p", "q"], ["d"])
     first = ask(drive)
     (then,) = prefilled(drive, first)
-    released, *_ = drive("progress", kind(**said(then), **fields))
+    released, *_ = drive("progress", kind(**progress_fields(then), **fields))
     assert isinstance(released, KvReleased)
     assert (released.request_id, released.attempt, released.holder) == ("r", 1, target(first))
     assert released.reason == reason
     assert drive.world.counts[f"kv_released_{reason}"] == 1
-    assert not drive("progress", kind(**said(then), **fields)), "once"
+    assert not drive("progress", kind(**progress_fields(then), **fields)), "once"
 
 
 def test_what_was_fetched_is_not_given_back_again() -> None:
     drive = Driver().disagg(["p"], ["d", "e"])
     (then,) = prefilled(drive, ask(drive))
-    assert drive("progress", FirstTokenEmitted(**said(then))) == []
+    assert drive("progress", FirstTokenEmitted(**progress_fields(then))) == []
     (on,) = drive("fleet", lost(drive, then.worker_id))
-    assert drive("progress", RequestFinished(**said(on), finish_reason="stop")) == []
+    assert drive("progress", RequestFinished(**progress_fields(on), finish_reason="stop")) == []
 
 
 def test_who_is_lost_is_not_told_and_a_later_epoch_of_it_keeps_nothing() -> None:
@@ -66,7 +66,7 @@ def test_who_is_lost_is_not_told_and_a_later_epoch_of_it_keeps_nothing() -> None
         drive("fleet", lost(drive, first.worker_id))
         if back:
             drive("fleet", joined(first.worker_id, 7, pool="prefillers", role="prefill"))
-        (again,) = drive("progress", TransferFailed(**said(then), error="gone"))
+        (again,) = drive("progress", TransferFailed(**progress_fields(then), error="gone"))
         assert (again.stage, again.attempt) == ("prefill", 2)
 
 
@@ -75,7 +75,7 @@ def test_each_attempt_at_a_prompt_is_given_back_by_its_number_before_the_next_is
     routed = ask(drive)
     for attempt in (1, 2):
         (then,) = prefilled(drive, routed)
-        released, routed = drive("progress", TransferFailed(**said(then), error="gone"))
+        released, routed = drive("progress", TransferFailed(**progress_fields(then), error="gone"))
         assert (released.attempt, released.holder.worker_id) == (attempt, "p")
         assert released.seq < routed.seq
     assert (routed.stage, routed.attempt) == ("aggregated", 3)
@@ -171,7 +171,7 @@ def test_once_all_is_quiet_every_offer_was_fetched_or_given_back_or_went_with_it
 def test_no_request_is_left_with_the_kv_of_an_offer_that_was_given_back() -> None:
     drive = Driver().disagg(["p"], ["d"])
     (then,) = prefilled(drive, ask(drive))
-    drive("progress", TransferFailed(**said(then), error="gone"))
+    drive("progress", TransferFailed(**progress_fields(then), error="gone"))
     one = drive.world.requests.get("r")
     assert one is not None
     assert (one.phase, one.prefilled) == (Phase.REMOTE_PREFILL, None)

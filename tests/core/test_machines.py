@@ -92,7 +92,7 @@ def test_facts_of_other_epochs_and_older_owners_are_void() -> None:
     ):
         with pytest.raises(IllegalTransition):
             fleet.apply(fact, 6)
-    with pytest.raises(IllegalTransition, match="member already"):
+    with pytest.raises(IllegalTransition, match="already in the fleet"):
         fleet_in(WorkerPhase.READY).apply(joined("w"), 8)
     assert (fleet.digest(), fleet.owner_epoch, len(fleet)) == (before, 7, 1)
     restored = Fleet()
@@ -124,10 +124,10 @@ def life_in(phase: Phase, *, encoded: bool = False) -> tuple[ActiveRequests, Act
     elif phase is not Phase.SUBMITTED:
         if encoded:
             requests.route(one, "encode", "e", 2, 0)
-            requests.progress(said(EncodeFinished, one, encoded=ENCODED), 1_500)
+            requests.progress(progress_event(EncodeFinished, one, encoded=ENCODED), 1_500)
         if phase in (Phase.TRANSFER, Phase.WAITING):
             requests.route(one, "prefill", "p", 2, 0)
-            requests.progress(said(PrefillFinished, one, prefilled=prefilled_by("p", 2)), 1_500)
+            requests.progress(progress_event(PrefillFinished, one, prefilled=prefilled_by("p", 2)), 1_500)
         if phase is not Phase.WAITING:
             requests.route(one, STAGES[phase], "w", 3, 0)
     if phase is Phase.DECODE:
@@ -136,7 +136,7 @@ def life_in(phase: Phase, *, encoded: bool = False) -> tuple[ActiveRequests, Act
     return requests, one
 
 
-def said(kind: type[Any], one: ActiveRequest, **fields: Any) -> Any:
+def progress_event(kind: type[Any], one: ActiveRequest, **fields: Any) -> Any:
     return kind(
         request_id="r",
         attempt=one.stage_attempt,
@@ -148,7 +148,7 @@ def said(kind: type[Any], one: ActiveRequest, **fields: Any) -> Any:
 
 
 def first_token(one: ActiveRequest) -> FirstTokenEmitted:
-    event: FirstTokenEmitted = said(FirstTokenEmitted, one)
+    event: FirstTokenEmitted = progress_event(FirstTokenEmitted, one)
     return event
 
 
@@ -163,14 +163,20 @@ def test_the_table_of_a_life(phase: Phase, move: RequestTransition) -> None:
         RequestTransition.TO_BE_PREFILLED: lambda: requests.route(one, "prefill", "p", 4, 1),
         RequestTransition.TO_BE_DECODED: lambda: requests.route(one, "decode", "d", 4, 1),
         RequestTransition.PREFILLED: lambda: requests.progress(
-            said(PrefillFinished, one, prefilled=prefilled_by("w", 3)), 3_000
+            progress_event(PrefillFinished, one, prefilled=prefilled_by("w", 3)), 3_000
         ),
         RequestTransition.NOT_PREFILLED: lambda: requests.progress(
-            said(PrefillFailed, one, error="out of blocks"), 3_000
+            progress_event(PrefillFailed, one, error="out of blocks"), 3_000
         ),
-        RequestTransition.ENCODED: lambda: requests.progress(said(EncodeFinished, one, encoded=ENCODED), 3_000),
-        RequestTransition.NOT_ENCODED: lambda: requests.progress(said(EncodeFailed, one, error="too large"), 3_000),
-        RequestTransition.NOT_TRANSFERRED: lambda: requests.progress(said(TransferFailed, one, error="gone"), 3_000),
+        RequestTransition.ENCODED: lambda: requests.progress(
+            progress_event(EncodeFinished, one, encoded=ENCODED), 3_000
+        ),
+        RequestTransition.NOT_ENCODED: lambda: requests.progress(
+            progress_event(EncodeFailed, one, error="too large"), 3_000
+        ),
+        RequestTransition.NOT_TRANSFERRED: lambda: requests.progress(
+            progress_event(TransferFailed, one, error="gone"), 3_000
+        ),
         RequestTransition.FIRST_TOKEN: lambda: requests.progress(first_token(one), 3_000),
         RequestTransition.WORKER_LOST: lambda: requests.lose_worker(one),
         RequestTransition.ENDED: lambda: requests.end(one, 3_000),

@@ -103,5 +103,5 @@ def test_the_digest_tells_incarnations_apart_and_forgets_them() -> None:
 def test_facts_of_an_owner_that_was_replaced_are_void() -> None:
     fleet = Fleet()
     fleet.apply(OwnershipAnnounced(owner_epoch=7), 0)
-    with pytest.raises(IllegalTransition, match="owner epoch 0 ended with 7"):
+    with pytest.raises(IllegalTransition, match="owner epoch 0 was replaced by 7"):
         fleet.apply(ingress_joined(), 1)

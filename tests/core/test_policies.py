@@ -144,9 +144,9 @@ def test_the_fields_of_a_candidate() -> None:
     Spy.seen.clear()
     drive = Driver().fleet("a", "b", mode=f"{__name__}.Spy")
     drive("requests", request("r2", PROMPTS[0][:2]))
-    ((seen, asked),) = Spy.seen
-    assert (asked.request_id, asked.prompt_tokens, asked.attempt) == ("r2", 10, 1)
-    assert list(asked.blocks) == PROMPTS[0][:2]
+    ((seen, routing_request),) = Spy.seen
+    assert (routing_request.request_id, routing_request.prompt_tokens, routing_request.attempt) == ("r2", 10, 1)
+    assert list(routing_request.blocks) == PROMPTS[0][:2]
     candidates = seen.candidates
     assert [candidate.worker_id for candidate in candidates] == ["a", "b"]
     assert list(candidates[0:1]) == [candidates[0]]

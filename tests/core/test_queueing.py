@@ -87,8 +87,8 @@ def test_who_waits_is_told_by_class_in_the_order_of_its_policy() -> None:
         held(5, policy_class="batch"),
         held(6, policy_class="batch"),
     )
-    told = [(kind, [one.offset for one in waiting]) for kind, waiting in queues.in_order("p")]
-    assert told == [(DEFAULT, [2, 1]), (BATCH, [5, 6]), (LONG, [4, 3])]
+    order = [(kind, [one.offset for one in waiting]) for kind, waiting in queues.in_order("p")]
+    assert order == [(DEFAULT, [2, 1]), (BATCH, [5, 6]), (LONG, [4, 3])]
 
 
 def test_a_class_may_have_a_policy_of_its_own() -> None:
@@ -218,15 +218,15 @@ def test_who_cannot_go_is_looked_past_and_keeps_the_place() -> None:
 
 def test_looking_past_has_an_end() -> None:
     waiting = [held(at) for at in range(OFFERS_PER_LINE_MAX + 1)]
-    asked: list[int] = []
+    offered: list[int] = []
 
     def last_only(one: QueuedRequest) -> bool:
-        asked.append(one.offset)
+        offered.append(one.offset)
         return one.offset == OFFERS_PER_LINE_MAX
 
     queues = queue(*waiting)
     assert queues.serve("p", last_only) is None
-    assert asked == list(range(OFFERS_PER_LINE_MAX))
+    assert offered == list(range(OFFERS_PER_LINE_MAX))
     assert queues.remove("r0")
     assert queues.serve("p", last_only) == held(OFFERS_PER_LINE_MAX)
 
@@ -234,14 +234,14 @@ def test_looking_past_has_an_end() -> None:
 def test_those_with_the_same_demands_are_tried_once() -> None:
     stuck = [held(at, demand=("stuck",), strict_priority=at % 3) for at in range(3 * OFFERS_PER_LINE_MAX)]
     queues = queue(*stuck, held(100))
-    asked: list[int] = []
+    offered: list[int] = []
 
     def not_stuck(one: QueuedRequest) -> bool:
-        asked.append(one.offset)
+        offered.append(one.offset)
         return one.demand != ("stuck",)
 
     assert queues.serve("p", not_stuck) == held(100)
-    assert asked == [2, 100], "the first of those that are stuck, for all of them"
+    assert offered == [2, 100], "the first of those that are stuck, for all of them"
     for gone in (2, 5):
         assert queues.remove(f"r{gone}")
         assert queues.serve("p", lambda one: False) is None

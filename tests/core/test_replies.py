@@ -49,8 +49,8 @@ def ended(attempt: int = 1, owner: int = 1, name: str = NAME) -> ResponseEnded:
 
 def folded(*slot: TokenEvent) -> ResponseState:
     reply = ResponseState()
-    for said in slot:
-        apply({NAME: reply}, said, GROUP)
+    for record in slot:
+        apply({NAME: reply}, record, GROUP)
     return reply
 
 
@@ -63,11 +63,11 @@ def test_tokens_come_in_order_and_known_ones_are_dropped() -> None:
 def test_who_computed_the_prompt_is_as_the_first_valid_token_says() -> None:
     first = emitted(0, [10])
     whose = PrefilledBy(worker_id="p", rank=2)
-    told = msgspec.structs.replace(first, chunks=(msgspec.structs.replace(first.chunks[0], prefilled=whose),))
+    response = msgspec.structs.replace(first, chunks=(msgspec.structs.replace(first.chunks[0], prefilled=whose),))
     assert folded(first).prefilled is None
-    assert folded(told, emitted(1, [11])).prefilled == whose
-    assert folded(told, started(2), emitted(1, [11], attempt=2)).prefilled == whose, "whoever goes on"
-    assert folded(started(2), told, emitted(0, [10], attempt=2)).prefilled is None, "it is void"
+    assert folded(response, emitted(1, [11])).prefilled == whose
+    assert folded(response, started(2), emitted(1, [11], attempt=2)).prefilled == whose, "whoever goes on"
+    assert folded(started(2), response, emitted(0, [10], attempt=2)).prefilled is None, "it is void"
 
 
 def test_who_repeats_what_is_known_does_not_count_as_who_said_it() -> None:
@@ -116,10 +116,10 @@ def test_nothing_counts_after_the_end() -> None:
 
 
 def test_where_a_request_would_go_is_no_part_of_an_answer() -> None:
-    told = RouteResponse(request_id=NAME, owner_epoch=9, pool="default", mode="kv", group=GROUP)
-    reply = folded(emitted(0, [10]), told, emitted(1, [11]))
+    response = RouteResponse(request_id=NAME, owner_epoch=9, pool="default", mode="kv", group=GROUP)
+    reply = folded(emitted(0, [10]), response, emitted(1, [11]))
     assert (reply.tokens, reply.ended, reply.attempt) == ([10, 11], None, 1)
-    assert apply({NAME: reply}, told, GROUP) == []
+    assert apply({NAME: reply}, response, GROUP) == []
 
 
 def test_an_error_is_an_end() -> None:
@@ -158,24 +158,24 @@ class Speaker:
     attempt: int
     owner: int
     length: int  # where it finds its end, unless more was said before
-    said: int | None = None  # None: it did not begin
+    position: int | None = None  # None: it did not begin
     done: bool = False
 
     def speak(self, slot: list[TokenEvent], size: int, back: int, owner_later: int) -> None:
         """Put its next record on the slot: chunks of any size, some of it again, under owners that follow."""
-        if self.said is None:
+        if self.position is None:
             if self.attempt > 1:
                 slot.append(started(self.attempt, self.owner))
             before = folded(*slot)
-            self.said, self.done = before.next_index, before.ended is not None
+            self.position, self.done = before.next_index, before.ended is not None
             return
         self.owner += owner_later
-        if self.said < self.length:
-            first = max(0, self.said - back)
-            last = min(self.length, self.said + size)
+        if self.position < self.length:
+            first = max(0, self.position - back)
+            last = min(self.length, self.position + size)
             tokens = [self.attempt * WHO + index for index in range(first, last)]
             slot.append(emitted(first, tokens, attempt=self.attempt, owner=self.owner))
-            self.said = last
+            self.position = last
         else:
             slot.append(ended(self.attempt, self.owner))
             self.done = True
@@ -211,11 +211,11 @@ def test_each_token_once_in_order_and_nothing_after_the_end(story: Story) -> Non
     heard: list[int] = []
     highest = 0
     end_at = None
-    for position, said in enumerate(story.slot):
-        changed = apply({NAME: reply}, said, GROUP)
+    for position, record in enumerate(story.slot):
+        changed = apply({NAME: reply}, record, GROUP)
         new, reply.tokens = reply.tokens, []
-        if isinstance(said, AttemptStarted):
-            highest = max(highest, said.attempt)
+        if isinstance(record, AttemptStarted):
+            highest = max(highest, record.attempt)
         if changed:
             assert end_at is None, "something came after the end"
             assert reply.attempt >= highest
@@ -264,6 +264,6 @@ def test_what_became_of_a_command_is_no_answer() -> None:
 
 def test_what_another_group_says_of_an_equal_request_id_is_left_alone() -> None:
     reply = folded(emitted(0, [10]))
-    for said in (emitted(1, [11], attempt=2, owner=9), started(2, owner=9), ended(2, owner=9)):
-        assert apply({NAME: reply}, said, "other-model") == []
+    for record in (emitted(1, [11], attempt=2, owner=9), started(2, owner=9), ended(2, owner=9)):
+        assert apply({NAME: reply}, record, "other-model") == []
     assert (reply.tokens, reply.attempt, reply.ended) == ([10], 1, None)

@@ -173,9 +173,9 @@ def test_where_a_request_would_wait_is_told_with_what_everybody_would_cost() -> 
     drive = Driver().fleet("a", "b", queue=LIMITED)
     for at in range(20):
         submit(drive, f"r{at}")
-    (told,) = drive("requests", query("q"))
-    assert isinstance(told, RouteAnswered)
-    assert (told.would_wait, len(told.candidates)) == (True, 2)
+    (response,) = drive("requests", query("q"))
+    assert isinstance(response, RouteAnswered)
+    assert (response.would_wait, len(response.candidates)) == (True, 2)
 
 
 def test_who_lost_a_worker_goes_to_another_that_has_room_and_does_not_queue_again() -> None:
@@ -197,9 +197,9 @@ def disagg(queue: QueueConfig) -> Driver:
 
 
 def prefilled(drive: Driver, name: str) -> list[Any]:
-    said = progress(drive, name)
-    kept = prefilled_by("p", said["worker_epoch"])
-    return drive("progress", PrefillFinished(**said, prefilled=kept))
+    fields = progress(drive, name)
+    kept = prefilled_by("p", fields["worker_epoch"])
+    return drive("progress", PrefillFinished(**fields, prefilled=kept))
 
 
 def test_what_is_prefilled_has_its_room_at_the_worker_that_decodes() -> None:
@@ -265,18 +265,18 @@ def test_bounds_hold_nothing_is_lost_and_nobody_waits_past_the_limit(
     config: QueueConfig, history: list[tuple[str, int]]
 ) -> None:
     drive = Driver().fleet("a", "b", queue=config)
-    asked: set[str] = set()
-    told: set[str] = set()
+    submitted: set[str] = set()
+    ended_requests: set[str] = set()
     lost = False
     for at, (kind, number) in enumerate(history):
         ended = {one.request_id for one in drive.world.requests.active()}
         made = move(drive, kind, number, at)
-        asked |= {f"r{at}"} if kind == "submit" else set()
-        told |= {one.request_id for one in made if isinstance(one, RequestRejected | RequestAborted)}
+        submitted |= {f"r{at}"} if kind == "submit" else set()
+        ended_requests |= {one.request_id for one in made if isinstance(one, RequestRejected | RequestAborted)}
         under_way = {one.request_id: one for one in drive.world.requests.active()}
         if kind == "finish":
-            told |= ended - set(under_way)
-        assert asked == set(under_way) | told, "each request is under way or was told its end"
+            ended_requests |= ended - set(under_way)
+        assert submitted == set(under_way) | ended_requests, "each request is under way or has ended"
         lost = lost or kind == "lose"
         assert_bounds(drive, config, moved=lost)
     while drive.world.requests.active():

@@ -116,7 +116,7 @@ def test_who_cannot_be_served_is_rejected(monkeypatch: pytest.MonkeyPatch) -> No
     assert only(drive("requests", request("r2")), RequestRejected).reason == "no_workers"
     drive("fleet", joined("a"))
     assert only(drive("requests", request("r2")), RequestRouted).attempt == 1, "a refused id may come again"
-    monkeypatch.setattr(dispatch, "UNDER_WAY_MAX", 1)
+    monkeypatch.setattr(dispatch, "ACTIVE_REQUESTS_MAX", 1)
     assert only(drive("requests", request("r3")), RequestRejected).reason == "overloaded"
 
 

@@ -66,7 +66,7 @@ LEASE_US = 500_000
 WORKERS = ("a", "b", "c")
 ENCODERS = ("e", "f")
 PREFILLERS = ("p", "q")
-SAID = frozenset(
+PROGRESS_KINDS = frozenset(
     ("first", "finish", "fail", "grow", "encoded", "not_encoded", "not_fetched", "prefilled", "not_prefilled")
 )
 MEDIA = Media(kind="image", digest="ab" * 32, mime="image/png", first_token=1, tokens=4, content=b"pixels")
@@ -188,14 +188,14 @@ def request(name: str, blocks: Iterable[int] = (), **changes: Any) -> RequestSub
 
 
 def query(name: str, blocks: Iterable[int] = (), **changes: Any) -> RouteQueried:
-    asked = request(name, blocks)
+    submitted = request(name, blocks)
     fields: dict[str, Any] = {
         "request_id": name,
         "model": "m",
-        "prompt_tokens": asked.prompt_tokens,
-        "sequence_hashes": asked.sequence_hashes,
+        "prompt_tokens": submitted.prompt_tokens,
+        "sequence_hashes": submitted.sequence_hashes,
         "reply_slot": 1,
-        "tie_seed": asked.tie_seed,
+        "tie_seed": submitted.tie_seed,
         **changes,
     }
     return RouteQueried(**fields)
@@ -393,7 +393,7 @@ def perform(drive: Driver, number: int, action: tuple[str, Any]) -> None:
             encoders(drive, kind, first, third)
         case "join_prefiller" | "lose_prefiller" | "disagg":
             disaggregate(drive, kind, first, depth, third)
-        case _ if kind in SAID and one is not None:
+        case _ if kind in PROGRESS_KINDS and one is not None:
             drive("progress", said_of(one, kind, number))
         case "stored" | "removed" | "cleared":
             drive("kv-events", cache_event(kind, (worker, epoch, number + 1), blocks, first))
@@ -426,9 +426,9 @@ def perform(drive: Driver, number: int, action: tuple[str, Any]) -> None:
             pass
 
 
-def cache_event(kind: str, said: tuple[str, int, int], blocks: list[int], first: int) -> AnyKvEvent:
+def cache_event(kind: str, position: tuple[str, int, int], blocks: list[int], first: int) -> AnyKvEvent:
     """What a worker says of its cache, in an epoch and with a number."""
-    worker, epoch, seq = said
+    worker, epoch, seq = position
     if kind == "cleared":
         return CacheCleared(worker_id=worker, worker_epoch=epoch, seq=seq)
     if kind == "removed":

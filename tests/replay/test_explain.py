@@ -221,7 +221,7 @@ async def test_thresholds_are_told_with_their_numbers() -> None:
 
 
 async def test_too_many_are_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "UNDER_WAY_MAX", 1)
+    monkeypatch.setattr(dispatch, "ACTIVE_REQUESTS_MAX", 1)
     made = fleet()
     for name in ("x", "r"):
         made("requests", request(name, SHORT))
