@@ -12,7 +12,7 @@ from forebay.replay.diff.diff import diff
 from forebay.replay.diff.handover import Handover
 from forebay.replay.diff.report import Report
 from forebay.replay.observed import lived
-from tests.core.test_disaggregation import prefilled, said
+from tests.core.test_disaggregation import prefilled, progress_fields
 from tests.core.worlds import PROMPTS, request
 from tests.replay.recorder import Recorder, stored
 
@@ -37,10 +37,10 @@ def history(policy: DisaggPolicy, *, by_hand: DisaggPolicy | None = None, cached
         if routed.stage == "prefill":
             (routed,) = prefilled(made, routed)
         if number == 3 and routed.stage == "decode":
-            _, routed = made("progress", TransferFailed(**said(routed), error="gone"))
+            _, routed = made("progress", TransferFailed(**progress_fields(routed), error="gone"))
             (routed,) = prefilled(made, routed)
-        made("progress", FirstTokenEmitted(**said(routed)))
-        made("progress", RequestFinished(**said(routed), finish_reason="stop", output_tokens=2))
+        made("progress", FirstTokenEmitted(**progress_fields(routed)))
+        made("progress", RequestFinished(**progress_fields(routed), finish_reason="stop", output_tokens=2))
     made.seal()
     return made
 
