@@ -3,10 +3,17 @@
 import random
 from collections.abc import Sequence
 
-from forebay.cli.simulate.simulations import Run
+from forebay.cli.simulate.simulations import SimulationRun
 from forebay.events.control import RouterConfig
 from forebay.events.decisions import CostTerms, RequestRouted, ScoredCandidate
-from forebay.simulate.outcome import EXPLAINED_MAX, Outcome, Requests, Served, Timeline, summary
+from forebay.simulate.outcome import (
+    EXPLAINED_MAX,
+    RequestOutcome,
+    RequestOutcomes,
+    SimulationOutcome,
+    Timeline,
+    summary,
+)
 from forebay.simulate.settings import engine_config, one_pool
 
 SEED = 20_262
@@ -25,7 +32,7 @@ def run(
     again: Sequence[int] = (),
     mode: str = "kv",
     held: bool = False,
-) -> Run:
+) -> SimulationRun:
     """A run whose times are `slower` than those of another with the same numbers of requests; same arrivals and sizes.
 
     `failed` have no answer and `again` were sent twice, by number; with `held` every fifth waited in the router.
@@ -40,8 +47,8 @@ def run(
         for number, one in enumerate(served[:EXPLAINED_MAX])
         if one.worker is not None
     }
-    outcome = Outcome(
-        requests=Requests(served),
+    outcome = SimulationOutcome(
+        requests=RequestOutcomes(served),
         digest=f"digest of {name}",
         workers=names,
         gpu_s=workers * requests * EVERY_US / 1e6,
@@ -49,22 +56,22 @@ def run(
         timeline=_timeline(served, workers, held),
         routed=routed,
     )
-    return Run(name, settings, RouterConfig(mode=mode), outcome, summary(outcome, workers))
+    return SimulationRun(name, settings, RouterConfig(mode=mode), outcome, summary(outcome, workers))
 
 
-def _served(number: int, workers: int, slower: float, reuse: float, failed: bool, attempts: int) -> Served:
+def _served(number: int, workers: int, slower: float, reuse: float, failed: bool, attempts: int) -> RequestOutcome:
     rng = random.Random(SEED + number)
     arrived_us, prompt, output = number * EVERY_US, rng.randrange(200, 9_000), rng.randrange(1, 60)
     worker = rng.randrange(workers)
     first_us = arrived_us + round(rng.lognormvariate(11.5, 1.1) * slower)
     last_us = first_us + round((output - 1) * rng.uniform(6_000, 12_000) * slower)
     if failed:
-        return Served(arrived_us, prompt, output, None, failure="too large for any worker", number=number)
+        return RequestOutcome(arrived_us, prompt, output, None, failure="too large for any worker", number=number)
     cached = round(prompt * reuse * rng.random() * 2) // 64 * 64
-    return Served(arrived_us, prompt, output, worker, cached, first_us, last_us, attempts, number=number)
+    return RequestOutcome(arrived_us, prompt, output, worker, cached, first_us, last_us, attempts, number=number)
 
 
-def _routed(one: Served, number: int, names: list[str], mode: str, held: bool) -> RequestRouted:
+def _routed(one: RequestOutcome, number: int, names: list[str], mode: str, held: bool) -> RequestRouted:
     assert one.worker is not None
     blocks, cached = one.prompt_tokens / 64, one.cached_tokens // 64
     other = names[(one.worker + 1) % len(names)]
@@ -97,7 +104,7 @@ def _routed(one: Served, number: int, names: list[str], mode: str, held: bool) -
     )
 
 
-def _timeline(served: Sequence[Served], workers: int, held: bool) -> Timeline:
+def _timeline(served: Sequence[RequestOutcome], workers: int, held: bool) -> Timeline:
     bins = max((one.last_us for one in served), default=-1) // BIN_US + 1
     line = Timeline(BIN_US)
     for name in ("arrived", "finished", "prompt_tokens", "cached_tokens", "queued", "workers"):

@@ -148,14 +148,17 @@ async def test_pools_are_chosen_where_workers_are_not_alike() -> None:
     made("fleet", joined("b", 1, kv_blocks_total=128))
     for number in range(4):
         served(made, f"s{number}", 10, 10)
-    with pytest.raises(Unusable, match=r"not all alike, choose a --pool of equal ones .*64 blocks of .*128 blocks of"):
+    with pytest.raises(
+        Unusable,
+        match=r"workers differ in engine or sizes; choose a pool of equal workers .*64 blocks of .*128 blocks of",
+    ):
         await told(made)
-    with pytest.raises(Unusable, match="no request went to a worker of the pool other; there are default"):
+    with pytest.raises(Unusable, match="no request was routed to a worker of pool 'other'; pools are: default"):
         await told(made, "other")
 
 
 async def test_nothing_to_see() -> None:
-    with pytest.raises(Unusable, match=r"^no request went to a worker$"):
+    with pytest.raises(Unusable, match=r"^no request was routed to a worker$"):
         await told(Recorder())
 
 
@@ -164,7 +167,7 @@ async def test_sizes_that_the_engine_model_cannot_have() -> None:
     made("control", pool())
     made("fleet", joined("a", 0, max_num_batched_tokens=4))
     served(made, "r", 10, 10)
-    with pytest.raises(Unusable, match="the worker a cannot be modelled: max_num_batched_tokens"):
+    with pytest.raises(Unusable, match="worker a cannot be modelled: max_num_batched_tokens"):
         await told(made)
 
 

@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from forebay.cli.app import app
-from forebay.cli.simulate.fidelity import AS_RECORDED, OF, PLACED, TIMES
+from forebay.cli.simulate.fidelity import AS_RECORDED, PLACED, STATISTICS, TIMES
 from forebay.events.codec import decode, encode
 from forebay.events.control import PoolConfigured, RouterConfig
 from forebay.events.decisions import RequestRouted, SnapshotTaken
@@ -84,9 +84,9 @@ def test_engines_of_the_simulators_own_are_simulated_without_any_error(recording
     for one in report["simulated"]:
         assert (one["compared"], one["failed"]) == (66, 0)
         for time in TIMES:
-            for of in OF:
+            for of in STATISTICS:
                 figure = one["times"][time][of]
-                assert figure["lived"] == figure["simulated"] > 0
+                assert figure["observed"] == figure["simulated"] > 0
                 assert figure["error"] == 0
             assert set(one["single"][time].values()) == {0}
         assert one["prefix_reuse"]["error"] == one["load_max_over_mean"]["error"] == 0
@@ -103,7 +103,7 @@ def test_a_live_systems_placements_and_reuse_are_found_again(tmp_path: Path) -> 
     assert (report["requests"], report["left_out"]) == (30, {})
     for one in report["simulated"]:
         assert (one["compared"], one["placement"]["equal"]) == (30, 1)
-        assert one["prefix_reuse"]["lived"] > 0.5
+        assert one["prefix_reuse"]["observed"] > 0.5
         assert one["prefix_reuse"]["error"] == one["load_max_over_mean"]["error"] == 0
     assert set(report["hops_ms"]) == {"progress"}  # no ingress said when it submitted
 
@@ -125,9 +125,9 @@ def test_workers_come_and_go_as_recorded(live: Path) -> None:
     code, text, _ = told("--against", live, "--speedup", SPEEDUP)
     assert code == 0
     assert re.search(r"60 requests in [0-9.]+ s, 3 worker ranks", text)
-    assert len(re.findall(r"lived, and simulated .*: (5\d|60) requests", text)) == 2
-    assert "3 workers joined, with empty caches, and 1 were lost" in text
-    assert "went to the same worker both times" in text
+    assert len(re.findall(r"observed, and simulated .*: (5\d|60) requests", text)) == 2
+    assert "3 workers joined with empty caches and 1 were lost" in text
+    assert "ran on the same worker in both" in text
     assert "failed" not in text
 
 
@@ -139,7 +139,7 @@ def test_a_recording_goes_on_from_its_snapshot(live: Path, tmp_path: Path) -> No
     made("--from", at(middle.at_us), live, tmp_path / "rec")
     report = found("--against", tmp_path / "rec", "--speedup", SPEEDUP)
     assert 0 < report["requests"] < 60
-    assert any("Caches begin as the index had them" in note for note in report["notes"])
+    assert any("Caches start with the blocks of the index" in note for note in report["notes"])
     # Prompts share their first blocks: who began with an empty cache would find less.
     assert report["simulated"][1]["prefix_reuse"]["simulated"] > 0.5
 
@@ -175,10 +175,12 @@ def test_requests_that_history_did_not_finish_are_played_and_not_compared(tmp_pa
     assert report["requests"] == 6
     assert report["left_out"] == {
         "cancelled by their clients": 1,
-        "not finished": 1,
-        "refused, or sent to nobody": 1,
+        "unfinished": 1,
+        "rejected or never routed": 1,
     }
-    assert "3 requests that history did not finish are simulated with answers of 7 tokens" in " ".join(report["notes"])
+    assert "3 unfinished requests are simulated with the median response length of the others, 7 tokens" in " ".join(
+        report["notes"]
+    )
     assert report["simulated"][0]["compared"] == 3
 
 
@@ -202,9 +204,9 @@ def test_a_simulation_that_is_further_off_than_it_may_be(recording: Path) -> Non
     assert found(*options, "--fail-above", "reuse=100,load=1000")["above"] == []
     code, out, err = told(*options, "--fail-above", "ttft=10,itl=10.5,reuse=100")
     assert code == 1
-    assert "lived, and simulated as recorded" in out
-    assert [line.split(" is off by ")[0] for line in err.splitlines()] == [
-        f"forebay: --fail-above: {time} {of}" for time in ("ttft_ms", "itl_ms") for of in ("p50", "p90")
+    assert "observed, and simulated as recorded" in out
+    assert [line.split(" is ")[0] for line in err.splitlines()] == [
+        f"forebay: --fail-above: error of {time} {of}" for time in ("ttft_ms", "itl_ms") for of in ("p50", "p90")
     ]
 
 
@@ -251,15 +253,15 @@ def test_a_history_that_its_log_does_not_tell_is_compared_with_nothing(recording
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ((), "give a workload, or --against a recording"),
-        (("trace.jsonl", "--repeat", 2), "--speedup, --repeat and --fail-above belong to --against"),
-        (("--against", "REC", "trace.jsonl"), "a workload with --against: fleet and requests are those of the"),
-        (("--against", "REC", "--workers", 3, "--speed", 2), "--workers and --speed with --against: fleet and"),
-        (("--against", "REC", "--slo", "ttft=1"), "--slo with --against: fleet and requests are those of the"),
-        (("--against", "REC", "--fail-above", "ttft"), "--fail-above ttft: 'ttft' is no NAME=NUMBER of ttft, itl,"),
-        (("--against", "REC", "--fail-above", "tpot=3"), "--fail-above tpot=3: 'tpot=3' is no NAME=NUMBER of ttft"),
-        (("--against", "REC", "--policy", "best"), "there is no policy 'best'"),
-        (("--against", "REC", "--engine", "none.toml"), "there is no engine profile none.toml"),
+        ((), "no workload given"),
+        (("trace.jsonl", "--repeat", 2), "--speedup, --repeat and --fail-above require --against"),
+        (("--against", "REC", "trace.jsonl"), "a workload cannot be combined with --against"),
+        (("--against", "REC", "--workers", 3, "--speed", 2), "--workers and --speed cannot be combined with --against"),
+        (("--against", "REC", "--slo", "ttft=1"), "--slo cannot be combined with --against"),
+        (("--against", "REC", "--fail-above", "ttft"), "--fail-above ttft: got 'ttft', expected NAME=NUMBER"),
+        (("--against", "REC", "--fail-above", "tpot=3"), "--fail-above tpot=3: got 'tpot=3', expected NAME=NUMBER"),
+        (("--against", "REC", "--policy", "best"), "unknown policy 'best'"),
+        (("--against", "REC", "--engine", "none.toml"), "unknown engine profile 'none.toml'"),
         (("--against", "nowhere.rec"), "nowhere.rec: there is no such log"),
         (("--against", "BROKEN"), "broken.rec: is not a forebay log"),
     ],

@@ -11,10 +11,10 @@ import pytest
 from typer.testing import CliRunner
 
 from forebay.cli.app import app
-from forebay.cli.simulate.fidelity import AS_RECORDED, OF, PLACED, STAGE_TIMES, TIMES
+from forebay.cli.simulate.fidelity import AS_RECORDED, PLACED, STAGE_TIMES, STATISTICS, TIMES
 from forebay.cli.simulate.fidelity_stages import stages
 from forebay.events.control import DisaggConfig, DisaggPolicy, RouterConfig
-from forebay.simulate.outcome import Served
+from forebay.simulate.outcome import RequestOutcome
 from forebay.simulate.settings import Transfer
 from forebay.simulate.transfer_fit import FITTED_MIN
 from tests.cli.test_up import running
@@ -44,14 +44,14 @@ def apart(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return recording(tmp_path_factory.mktemp("apart") / "run.db")
 
 
-def served(worker: int, prefiller: int | None) -> Served:
-    return Served(0, 1, 1, worker=worker, prefiller=prefiller)
+def served(worker: int, prefiller: int | None) -> RequestOutcome:
+    return RequestOutcome(0, 1, 1, worker=worker, prefiller=prefiller)
 
 
 def test_disagg_decisions_are_compared_where_what_went_before_is_equal() -> None:
-    lived = [served(0, 2), served(0, 2), served(1, 3), served(0, None), served(1, None), served(1, None)]
+    observed = [served(0, 2), served(0, 2), served(1, 3), served(0, None), served(1, None), served(1, None)]
     other = [served(0, 2), served(1, 3), served(1, None), served(0, 2), served(1, None), served(0, None)]
-    agreed = stages(list(zip(lived, other, strict=True)))
+    agreed = stages(list(zip(observed, other, strict=True)))
     assert {name: (one.compared, one.equal, one.by_chance) for name, one in agreed.items()} == {
         "place": (6, 4 / 6, 0.5),
         "prefill": (2, 0.5, 0.5),
@@ -78,22 +78,22 @@ def test_disagg_engines_and_links_of_the_simulators_own_are_simulated_without_an
     for one in report["simulated"]:
         assert (one["compared"], one["failed"]) == (66, 0)
         for time in (*TIMES, *STAGE_TIMES):
-            for of in OF:
+            for of in STATISTICS:
                 figure = one["times"][time][of]
-                assert figure["lived"] == figure["simulated"] > 0, (time, of)
+                assert figure["observed"] == figure["simulated"] > 0, (time, of)
         assert one["prefix_reuse"]["error"] == one["load_max_over_mean"]["error"] == 0
-        assert one["prefix_reuse"]["lived"] > 0.2
+        assert one["prefix_reuse"]["observed"] > 0.2
         assert {stage: agreed["equal"] for stage, agreed in one["stages"].items()} == dict.fromkeys(STAGES, 1)
-        assert one["prefilled_remotely"]["lived"] == one["prefilled_remotely"]["simulated"]
-        assert one["stages"]["prefill"]["compared"] == one["prefilled_remotely"]["lived"]
-        assert one["stages"]["aggregated"]["compared"] == 66 - one["prefilled_remotely"]["lived"] > 0
-        assert one["transferred_bytes"]["lived"] == one["transferred_bytes"]["simulated"] > 0
+        assert one["prefilled_remotely"]["observed"] == one["prefilled_remotely"]["simulated"]
+        assert one["stages"]["prefill"]["compared"] == one["prefilled_remotely"]["observed"]
+        assert one["stages"]["aggregated"]["compared"] == 66 - one["prefilled_remotely"]["observed"] > 0
+        assert one["transferred_bytes"]["observed"] == one["transferred_bytes"]["simulated"] > 0
 
 
 def test_disagg_links_are_fitted_to_what_was_recorded(apart: Path, tmp_path: Path) -> None:
     few = found(apart)["transfer"]
     assert (few["seen"], few["fitted"], few["transfer"]["kv_bytes_per_token"]) == (13, 13, 100_000)
-    assert "too few to fit" in few["note"]
+    assert "are needed for a fit" in few["note"]
     link = Transfer(kv_bytes_per_token=1_000, kv_transfer_bandwidth=0.5, kv_transfer_latency_us=3_000)
     report = found(recording(tmp_path / "run.db", "always", link))
     fit = report["transfer"]
@@ -108,10 +108,10 @@ def test_disagg_links_are_fitted_to_what_was_recorded(apart: Path, tmp_path: Pat
 
 def test_disagg_a_table_says_who_was_where_and_what_moved(apart: Path) -> None:
     text = " ".join(told(apart, *LINK).split())
-    assert "100.0% of 66 prompts were computed in the same pool both times" in text
-    assert "100.0% of 13 computed by the prefill pool both times were so by the same worker" in text
-    assert "transfers 700 us and 2 GB/s, 100,000 bytes a token; from 13 of 13 transfers, off by 0.0 % p50" in text
-    for row in ("transfer p99, ms", "prefill mean, ms", "prefilled remotely 13 13 +0.00 %", "KV moved, MB"):
+    assert "100.0% of 66 prompts were prefilled in the same pool in both" in text
+    assert "100.0% of 13 prompts prefilled remotely in both used the same prefill worker" in text
+    assert "transfers 700 us and 2 GB/s, 100,000 bytes per token; from 13 of 13 transfers, median error 0.0 %" in text
+    for row in ("transfer p99, ms", "prefill mean, ms", "prefilled remotely 13 13 +0.00 %", "KV transferred, MB"):
         assert row in text
 
 
@@ -126,16 +126,16 @@ def test_disagg_another_policy_wins_over_what_an_operator_set(tmp_path: Path) ->
     }
     # Nothing was moved in history, so nothing has a size in percent.
     moved = runs["kv:disagg.policy=always"]["transferred_bytes"]
-    assert (moved["lived"], moved["error"]) == (0, None)
+    assert (moved["observed"], moved["error"]) == (0, None)
 
 
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        (LINK, "no KV moves between the workers of this recording: leave the options of its transfer out"),
+        (LINK, "the recording has no KV transfers; omit the --kv-transfer-* options"),
         (
             ("--policy", "kv:disagg.policy=never"),
-            "kv:disagg.policy=never: disagg is of prefill and decode workers, and the recording has none",
+            "kv:disagg.policy=never: disagg settings need prefill and decode workers, but the recording has none",
         ),
     ],
 )
@@ -160,11 +160,11 @@ def test_disagg_a_live_fleet_is_simulated_as_it_decided(tmp_path: Path) -> None:
     assert (report["requests"], report["left_out"]) == (40, {})
     fit = report["transfer"]
     assert fit["transfer"]["kv_bytes_per_token"] == 256
-    assert fit["seen"] == report["simulated"][0]["prefilled_remotely"]["lived"]
+    assert fit["seen"] == report["simulated"][0]["prefilled_remotely"]["observed"]
     for one in report["simulated"]:
         assert one["compared"] == 40
         assert {stage: agreed["equal"] for stage, agreed in one["stages"].items()} == dict.fromkeys(STAGES, 1)
-        assert one["prefilled_remotely"]["lived"] == one["prefilled_remotely"]["simulated"] == 20
-        assert one["transferred_bytes"]["lived"] == one["transferred_bytes"]["simulated"] > 0
+        assert one["prefilled_remotely"]["observed"] == one["prefilled_remotely"]["simulated"] == 20
+        assert one["transferred_bytes"]["observed"] == one["transferred_bytes"]["simulated"] > 0
         assert one["prefix_reuse"]["error"] == 0
-        assert one["times"]["transfer_ms"]["p50"]["lived"] > 0
+        assert one["times"]["transfer_ms"]["p50"]["observed"] > 0

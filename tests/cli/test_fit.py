@@ -11,8 +11,8 @@ from forebay.cli.app import app
 from forebay.cli.simulate import fit as fit_command
 from forebay.engine_model.timing import LinearTiming
 from forebay.events.control import RouterConfig
-from forebay.simulate.mooncake import Row
-from forebay.simulate.profiles.profile import Sizes, load_profile
+from forebay.simulate.mooncake import MooncakeRow
+from forebay.simulate.profiles.profile import EngineSizes, load_profile
 from tests.replay.recorded import write
 from tests.replay.simulated import BLOCK, played
 from tests.simulate.traces import conversations
@@ -24,7 +24,7 @@ def invoke(*arguments: str | Path) -> Result:
     return CliRunner().invoke(app, ["fit", *map(str, arguments)])
 
 
-def recording(path: Path, rows: list[Row]) -> Path:
+def recording(path: Path, rows: list[MooncakeRow]) -> Path:
     asyncio.run(write(played(rows, RouterConfig(), 2, timing=TRUTH).log, path))
     return path
 
@@ -38,12 +38,12 @@ def test_a_recording_becomes_a_profile(tmp_path: Path) -> None:
     assert isinstance(profile.timing, LinearTiming)
     assert profile.timing.prefill_token == pytest.approx(TRUTH.prefill_token, rel=0.1)
     assert profile.timing.step + profile.timing.decode_step == pytest.approx(3500, rel=0.1)
-    assert profile.sizes == Sizes(block_size=BLOCK, blocks=16_384, max_num_seqs=256, max_num_batched_tokens=8192)
+    assert profile.sizes == EngineSizes(block_size=BLOCK, blocks=16_384, max_num_seqs=256, max_num_batched_tokens=8192)
     assert (profile.name, profile.source) == ("mock, fitted", "fitted to run.db")
-    for told in ("TTFT p50 / p90 of the", "ITL p50 / p90 of the", "on 2 ranks of mock", "(prefill_token)"):
+    for told in ("TTFT p50 / p90 of", "ITL p50 / p90 of", "on 2 ranks of mock", "(prefill_token)"):
         assert told in result.stderr
         assert told in out.read_text()
-    assert "the workers' clocks are not the owner's" in result.stderr  # nobody's: they say no times
+    assert "the workers' clocks contradict the owner's clock" in result.stderr  # nobody's: they say no times
 
 
 def test_a_profile_on_stdout_is_a_file(tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_a_profile_on_stdout_is_a_file(tmp_path: Path) -> None:
 def test_too_few_requests(tmp_path: Path) -> None:
     result = invoke(recording(tmp_path / "run.db", conversations(2, 3)))
     assert result.exit_code == 2
-    assert "forebay: 6 requests can be compared, but at least 20 are needed" in result.stderr
+    assert "forebay: only 6 requests can be compared; at least 20 are needed" in result.stderr
 
 
 def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_a_profile_does_not_take_the_place_of_its_recording(tmp_path: Path) -> N
     for out in (log, tmp_path / "same.db"):
         result = invoke(log, "-o", out)
         assert (result.exit_code, log.read_bytes() == before) == (2, True)
-        assert f"{out}: is the recording itself" in result.stderr
+        assert f"{out}: --out names the recording itself" in result.stderr
 
 
 def test_no_recording(tmp_path: Path) -> None:

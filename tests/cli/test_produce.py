@@ -8,7 +8,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from forebay.cli.produce import LineUnusable, Run, produce
+from forebay.cli.produce import LineUnusable, ProduceRun, produce
 from forebay.ingress.kafka_api.request import CHAT_PATH, TEXT_PATH
 
 app = typer.Typer()
@@ -22,68 +22,68 @@ def piece(index: int, *, last: bool = False, status: int = 200) -> dict[str, str
 
 
 def test_a_line_is_a_record_named_by_run_and_number() -> None:
-    run = Run("run")
-    asked = run.ask(7, CHAT)
+    run = ProduceRun("run")
+    asked = run.encode_request(7, CHAT)
     assert (asked.request_id, asked.path, asked.body) == ("run-7", CHAT_PATH, CHAT)
 
 
 def test_a_prompt_goes_to_the_endpoint_for_texts() -> None:
-    assert Run().ask(1, b'{"model":"m","prompt":"once"}').path == TEXT_PATH
+    assert ProduceRun().encode_request(1, b'{"model":"m","prompt":"once"}').path == TEXT_PATH
 
 
 def test_a_line_may_name_its_request() -> None:
-    asked = Run().ask(1, b'{"request_id":"mine","model":"m","prompt":"once"}')
+    asked = ProduceRun().encode_request(1, b'{"request_id":"mine","model":"m","prompt":"once"}')
     assert asked.request_id == "mine"
     assert msgspec.json.decode(asked.body) == {"model": "m", "prompt": "once"}
 
 
 @pytest.mark.parametrize("line", [b"{no json", b"[1]", b'"request_id"', b"\xff", b"[" * 100_000])
 def test_an_invalid_line_gets_an_error_response(line: bytes) -> None:
-    asked = Run("run").ask(1, line)
+    asked = ProduceRun("run").encode_request(1, line)
     assert (asked.request_id, asked.body) == ("run-1", line)
 
 
 @pytest.mark.parametrize("name", ['"two words"', "7", "null", '""'])
 def test_an_id_that_cannot_be_is_told_with_its_line(name: str) -> None:
-    with pytest.raises(LineUnusable, match="line 3: request_id takes"):
-        Run().ask(3, b'{"request_id":%s}' % name.encode())
+    with pytest.raises(LineUnusable, match="line 3: invalid request_id"):
+        ProduceRun().encode_request(3, b'{"request_id":%s}' % name.encode())
 
 
 def test_an_id_is_used_once() -> None:
-    run = Run()
-    run.ask(1, b'{"request_id":"mine"}')
-    with pytest.raises(LineUnusable, match="line 2: the request_id mine was used before"):
-        run.ask(2, b'{"request_id":"mine"}')
+    run = ProduceRun()
+    run.encode_request(1, b'{"request_id":"mine"}')
+    with pytest.raises(LineUnusable, match="line 2: duplicate request_id 'mine'"):
+        run.encode_request(2, b'{"request_id":"mine"}')
 
 
 def test_a_whole_answer_is_a_body() -> None:
-    run = Run("run")
-    run.ask(1, CHAT)
-    answer = run.take("run-1", piece(0, last=True), b'{"a":1}')
+    run = ProduceRun("run")
+    run.encode_request(1, CHAT)
+    answer = run.add_record("run-1", piece(0, last=True), b'{"a":1}')
     assert msgspec.json.encode(answer) == b'{"request_id":"run-1","status":200,"body":{"a":1}}'
     assert (run.errors, run.waiting) == (0, set())
 
 
 def test_a_stream_is_its_chunks_each_once_also_when_it_is_given_again() -> None:
-    run = Run("run")
-    run.ask(1, CHAT)
-    assert run.take("run-1", piece(0), b"0") is None
-    assert run.take("run-1", piece(1), b"1") is None
+    run = ProduceRun("run")
+    run.encode_request(1, CHAT)
+    assert run.add_record("run-1", piece(0), b"0") is None
+    assert run.add_record("run-1", piece(1), b"1") is None
     for again in (0, 1):
-        assert run.take("run-1", piece(again), b"again") is None
-    answer = run.take("run-1", piece(2, last=True), b"2")
+        assert run.add_record("run-1", piece(again), b"again") is None
+    answer = run.add_record("run-1", piece(2, last=True), b"2")
     assert msgspec.json.encode(answer) == b'{"request_id":"run-1","status":200,"chunks":[0,1,2]}'
-    assert run.take("run-1", piece(2, last=True), b"2") is None
+    assert run.add_record("run-1", piece(2, last=True), b"2") is None
 
 
 def test_answers_to_others_are_not_ours() -> None:
-    assert Run().take("theirs", piece(0, last=True), b"{}") is None
+    assert ProduceRun().add_record("theirs", piece(0, last=True), b"{}") is None
 
 
 def test_an_error_is_counted() -> None:
-    run = Run("run")
-    run.ask(1, CHAT)
-    run.take("run-1", piece(0, last=True, status=503), b"{}")
+    run = ProduceRun("run")
+    run.encode_request(1, CHAT)
+    run.add_record("run-1", piece(0, last=True, status=503), b"{}")
     assert run.errors == 1
 
 

@@ -24,9 +24,9 @@ from forebay.cli.simulate.report.measures import limits, measured
 from forebay.cli.simulate.report.page import RUNS_MAX, page
 from forebay.cli.simulate.report.rows import ROWS_MAX
 from forebay.cli.simulate.report.words import duration
-from forebay.cli.simulate.simulations import Run
+from forebay.cli.simulate.simulations import SimulationRun
 from forebay.events.control import RouterConfig
-from forebay.simulate.outcome import Outcome, Requests, Served, summary
+from forebay.simulate.outcome import RequestOutcome, RequestOutcomes, SimulationOutcome, summary
 from forebay.simulate.settings import engine_config, one_pool
 from forebay.simulate.slo import Slo, goodput
 from tests.cli.outcomes import run
@@ -71,26 +71,28 @@ class Page(HTMLParser):
         self.said.setdefault(self._open[-1] if self._open else "", []).append(data)
 
 
-def made(*runs: Run, slo: Slo | None = None, **more: Any) -> Page:
+def made(*runs: SimulationRun, slo: Slo | None = None, **more: Any) -> Page:
     return Page(page(runs, workload="a trace", slo=slo, digest="the digest", **more))
 
 
-def headline(*runs: Run, slo: Slo | None = None) -> str:
+def headline(*runs: SimulationRun, slo: Slo | None = None) -> str:
     return "".join(made(*runs, slo=slo).said["h1"])
 
 
-def timed(name: str, *times_us: tuple[int, int, int], workers: int = 2) -> Run:
+def timed(name: str, *times_us: tuple[int, int, int], workers: int = 2) -> SimulationRun:
     """A run of requests with these TTFT and E2E and so many tokens; a TTFT of 0 stands for no answer."""
     served = [
-        Served(number * 1_000, 100, tokens, None, failure="no room", number=number)
+        RequestOutcome(number * 1_000, 100, tokens, None, failure="no room", number=number)
         if not first_us
-        else Served(
+        else RequestOutcome(
             number * 1_000, 100, tokens, 0, 0, number * 1_000 + first_us, number * 1_000 + last_us, 1, number=number
         )
         for number, (first_us, last_us, tokens) in enumerate(times_us)
     ]
-    outcome = Outcome(requests=Requests(served), workers=[f"mock-{number}" for number in range(workers)])
-    return Run(name, one_pool(workers, engine_config()), RouterConfig(), outcome, summary(outcome, workers))
+    outcome = SimulationOutcome(
+        requests=RequestOutcomes(served), workers=[f"mock-{number}" for number in range(workers)]
+    )
+    return SimulationRun(name, one_pool(workers, engine_config()), RouterConfig(), outcome, summary(outcome, workers))
 
 
 def test_a_page_needs_nothing_else_and_has_all_charts() -> None:
@@ -106,13 +108,13 @@ def test_a_page_needs_nothing_else_and_has_all_charts() -> None:
         "2 rows left out",
         "the digest",
         "All percentiles",
-        "mean time to first token",
+        "mean TTFT",
         "a trace: 400 requests",
     ):
         assert text in found.text
     titles = {label["text"] for label in found.figures["time"]["layout"]["annotations"]}
-    assert {"requests that wait in the router", "workers in the fleet"} < titles
-    assert any("sent again" in title for title in titles)
+    assert {"requests queued in the router", "workers in the fleet"} < titles
+    assert any("retried" in title for title in titles)
 
 
 def test_what_users_name_is_text() -> None:
@@ -128,64 +130,66 @@ def test_what_users_name_is_text() -> None:
 
 def test_the_headline_names_who_is_first_and_who_comes_next() -> None:
     text = headline(run("slow", slower=3.0), run("fast"), run("next", slower=1.5))
-    assert text.startswith("fast gives first tokens soonest:")
+    assert text.startswith("fast has the lowest mean TTFT:")
     assert text.endswith("33.3% less than next.")
 
 
 def test_the_headline_claims_nothing_of_those_that_are_level() -> None:
-    assert "one and two are level: mean TTFT" in headline(run("one"), run("two", slower=1.005))
+    assert "one and two are equal: mean TTFT" in headline(run("one"), run("two", slower=1.005))
     assert headline(run("one"), run("two", slower=1.005), run("far", slower=2.0)).startswith(
-        "one and two are level and give first tokens soonest"
+        "one and two are equal and have the lowest mean TTFT"
     )
 
 
 def test_the_headline_says_who_is_first_at_the_end_of_the_tail() -> None:
     even, tail = [(1_000, 2_000, 2)] * 99, (9_000, 9_500, 2)
     text = headline(timed("even", *[(1_200, 2_000, 2)] * 100), timed("tailed", *even[:97], tail, tail, tail))
-    assert text.startswith("even gives first tokens soonest") or "at p99 it is even" in text
-    assert "at p99 it is even: 1.2 ms against 9 ms" in headline(
+    assert text.startswith("even has the lowest mean TTFT") or "the lowest p99 is that of even" in text
+    assert "the lowest p99 is that of even: 1.2 ms against 9 ms" in headline(
         timed("even", *[(1_200, 2_000, 2)] * 200), timed("tailed", *[(1_000, 2_000, 2)] * 197, tail, tail, tail)
     )
 
 
 def test_the_headline_goes_by_what_was_promised() -> None:
     text = headline(run("late", slower=30.0), run("kept"), slo=Slo(ttft_ms=500, itl_ms=13))
-    assert text.startswith("kept keeps TTFT ≤ 500 ms, ITL ≤ 13 ms for ")
+    assert text.startswith("kept meets TTFT ≤ 500 ms, ITL ≤ 13 ms for ")
     assert ", late for " in text
-    assert "None keeps" not in text
+    assert "No run meets" not in text
 
 
 def test_shares_of_kept_promises_are_level_by_the_rule_of_the_cards() -> None:
     """A point apart is a lot where few are kept: 106 and 115 of 1,000 are not level, 991 and 1,000 are."""
 
-    def kept(name: str, count: int) -> Run:
+    def kept(name: str, count: int) -> SimulationRun:
         return timed(name, *[(1_000, 2_000, 2)] * count, *[(9_000, 10_000, 2)] * (1_000 - count))
 
     slo = Slo(ttft_ms=5, e2e_ms=15)
     few = made(kept("less", 106), kept("more", 115), slo=slo)
     assert "".join(few.said["h1"]) == (
-        "more keeps TTFT ≤ 5 ms, E2E ≤ 15 ms for 11.5% of all requests, less for 10.6%. "
-        "None keeps all of it for most; missed most is TTFT, kept for 11.5% under more."
+        "more meets TTFT ≤ 5 ms, E2E ≤ 15 ms for 11.5% of all requests, less for 10.6%. "
+        "No run meets all objectives for most requests; TTFT is missed most often, met for 11.5% under more."
     )
     assert few.attributes["class"].count("best") > 0
     text = headline(kept("less", 106), kept("more", 115), slo=Slo(ttft_ms=5))
-    assert text.endswith(", less for 10.6%. None keeps it for most.")
+    assert text.endswith(", less for 10.6%. No run meets it for most requests.")
     assert headline(kept("one", 991), kept("two", 1_000), slo=slo).endswith(
-        "for 99.1% to 100.0% of all requests: they are level."
+        "for 99.1% to 100.0% of all requests; they differ by less than 1%."
     )
-    assert headline(kept("one", 700), kept("two", 700), slo=slo).endswith("for 70.0% of all requests: they are level.")
+    assert headline(kept("one", 700), kept("two", 700), slo=slo).endswith(
+        "for 70.0% of all requests; they differ by less than 1%."
+    )
 
 
 def test_what_was_not_answered_is_said_first() -> None:
     nobody = run("none", requests=9, failed=range(9))
-    assert headline(nobody) == "No request was answered."
-    assert headline(run("nobody", requests=0)) == "There was no request."
+    assert headline(nobody) == "No request completed."
+    assert headline(run("nobody", requests=0)) == "The workload contains no requests."
     assert headline(nobody, run("some", requests=9)).startswith(
-        "Under none no request was answered; of the others: some"
+        "No request completed under none. The other policies: some"
     )
     text = made(run("kv", failed=[4, 7])).text
-    assert "Without an answer: 2 of 400 under kv." in text
-    assert "2 of 400 without an answer; the first: too large for any worker" in text
+    assert "Failed requests: 2 of 400 under kv." in text
+    assert "2 of 400 requests failed; the first reason: too large for any worker" in text
 
 
 @pytest.mark.parametrize(
@@ -199,7 +203,7 @@ def test_what_was_not_answered_is_said_first() -> None:
         [timed("one token each", (1_000, 1_000, 1), (2_000, 2_000, 1))],
     ],
 )
-def test_runs_with_little_to_show_have_a_page(runs: list[Run]) -> None:
+def test_runs_with_little_to_show_have_a_page(runs: list[SimulationRun]) -> None:
     found = made(*runs)
     assert len(found.data["explorer"]["rows"]) == max(len(one.outcome.requests) for one in runs)
     assert ("ttft" in found.figures) is any(one.summary["requests"] for one in runs)
@@ -228,7 +232,7 @@ def test_runs_of_one_name_are_told_apart() -> None:
 def test_too_many_runs_are_not_shown_and_it_says_so() -> None:
     found = made(*(run(f"run {number}", requests=3) for number in range(RUNS_MAX + 2)))
     assert len(found.data["labels"]) == RUNS_MAX
-    assert f"The first {RUNS_MAX} of {RUNS_MAX + 2} runs are shown." in found.text
+    assert f"The report shows the first {RUNS_MAX} of {RUNS_MAX + 2} runs." in found.text
 
 
 times = st.tuples(st.integers(0, 5_000_000), st.integers(0, 9_000_000), st.integers(1, 300))

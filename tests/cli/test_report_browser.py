@@ -95,7 +95,7 @@ def test_every_chart_is_drawn_with_what_the_simulation_found(simulated: tuple[Pa
                     assert trace.get(axis) == own.get(axis), (name, axis)
         medians = [trace["x"][0] for trace in there["ttft"]["data"] if trace["mode"] == "markers"]
         assert medians == pytest.approx([result["policies"][name]["ttft_ms"]["p50"] for name in POLICIES])
-        kept = [found.page.locator(".keeps b").nth(at).inner_text() for at in range(len(POLICIES))]
+        kept = [found.page.locator(".attainment-row b").nth(at).inner_text() for at in range(len(POLICIES))]
         assert kept == [f"{100 * result['policies'][name]['attained']:.1f}%" for name in POLICIES]
         assert result["digest"] in found.page.inner_text("main")
 
@@ -120,7 +120,7 @@ def test_the_explorer_finds_sorts_and_opens_requests(simulated: tuple[Path, dict
         expect(where).to_have_text("1 to 1 of 1")
         page.locator("#requests button.open").press("Enter")
         story = page.locator(".story")
-        expect(story).to_contain_text("Under kv it went to mock-")
+        expect(story).to_contain_text("Under kv it was routed to mock-")
         expect(story).to_contain_text("Under round-robin it ")
         assert page.locator(".side h3").all_inner_texts() == list(POLICIES)
         page.locator("#requests button.open").press("Enter")
@@ -128,7 +128,7 @@ def test_the_explorer_finds_sorts_and_opens_requests(simulated: tuple[Path, dict
         page.fill("#search", "mock-2")
         assert set(cells(found, 5)) == {"mock-2"}
         page.fill("#search", "nothing is called so")
-        expect(where).to_have_text("no request is like that")
+        expect(where).to_have_text("no matching requests")
         page.fill("#search", "")
         page.select_option("#only", "elsewhere")
         moved = sum(one != other for one, other in zip(*(run["worker"] for run in explorer["runs"][:2]), strict=True))
@@ -136,7 +136,7 @@ def test_the_explorer_finds_sorts_and_opens_requests(simulated: tuple[Path, dict
         page.select_option("#run", "2")
         page.select_option("#only", "again")
         again = sum(attempts > 1 for attempts in explorer["runs"][2]["attempts"])
-        expect(where).to_contain_text(f"of {again}" if again else "no request")
+        expect(where).to_contain_text(f"of {again}" if again else "no matching")
         assert found.errors == []
 
 
@@ -149,10 +149,10 @@ def test_limits_runs_and_loads_can_be_chosen(simulated: tuple[Path, dict[str, An
         page = found.page
         page.press("#ttft-limit", "End")
         page.press("#itl-limit", "End")
-        assert page.locator(".keeps b").all_inner_texts() == ["100.0%"] * len(POLICIES)
+        assert page.locator(".attainment-row b").all_inner_texts() == ["100.0%"] * len(POLICIES)
         page.press("#ttft-limit", "Home")
         within = sum(count for ttft, _, count in limits["kept"][0] if ttft == 0)
-        assert page.locator(".keeps b").first.inner_text() == f"{100 * within / limits['requests'][0]:.1f}%"
+        assert page.locator(".attainment-row b").first.inner_text() == f"{100 * within / limits['requests'][0]:.1f}%"
         line = page.evaluate("document.getElementById('ttft-slo').layout.shapes[0].x0")
         assert line == limits["ttft"][0]
         page.get_by_role("button", name="round-robin", exact=True).click()
@@ -221,8 +221,8 @@ def test_a_report_of_nothing_answered_has_no_errors(tmp_path: Path) -> None:
     write_report(path, [run("kv", requests=4, failed=range(4))], workload="w", slo=None, digest="d")
     with opened(path) as found:
         drawn(found)
-        expect(found.page.locator("h1")).to_have_text("No request was answered.")
-        assert cells(found, 7) == ["no answer"] * 4
+        expect(found.page.locator("h1")).to_have_text("No request completed.")
+        assert cells(found, 7) == ["failed"] * 4
 
 
 def test_a_comparison_of_a_recording_is_drawn_and_saved_likewise(tmp_path: Path) -> None:

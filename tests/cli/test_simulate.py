@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from forebay.cli.app import app
-from forebay.simulate.mooncake import Row
+from forebay.simulate.mooncake import MooncakeRow
 from tests.simulate.traces import conversations, write
 
 COMMAND = (sys.executable, "-c", "from forebay.cli.app import main; main()", "simulate")
@@ -66,8 +66,8 @@ def test_the_table_names_every_policy_and_its_figures(trace: Path) -> None:
 
 
 def test_requests_that_fit_nowhere_are_named_and_end_in_exit_code_1(tmp_path: Path) -> None:
-    rows = [Row(at, 1024, 1, [2 * at, 2 * at + 1]) for at in range(7)]
-    trace = write(tmp_path / "trace.jsonl", [*rows, Row(9, 64, 1, [99])])
+    rows = [MooncakeRow(at, 1024, 1, [2 * at, 2 * at + 1]) for at in range(7)]
+    trace = write(tmp_path / "trace.jsonl", [*rows, MooncakeRow(9, 64, 1, [99])])
     run = CliRunner().invoke(app, ["simulate", str(trace), "--policy", "kv", "--blocks", "4"])
     assert run.exit_code == 1
     assert "kv: request 5 failed: 1024 prompt tokens and 1 to generate need 17 KV blocks" in run.stdout
@@ -78,32 +78,35 @@ def test_requests_that_fit_nowhere_are_named_and_end_in_exit_code_1(tmp_path: Pa
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["--policy", "kw"], "there is no policy 'kw'"),
-        (["--policy", "direct"], "the requests of a trace name no workers"),
-        (["--policy", "kv", "--policy", "random", "--policy", "kv"], "--policy kv: stands there twice"),
-        (["--policy", "kv:speed=2"], "'speed=2' is no setting=value"),
+        (["--policy", "kw"], "unknown policy 'kw'"),
+        (["--policy", "direct"], "the requests of a workload name no workers"),
+        (["--policy", "kv", "--policy", "random", "--policy", "kv"], "--policy kv: duplicate policy"),
+        (["--policy", "kv:speed=2"], "'speed=2' is not a setting=value"),
         (["--max-num-batched-tokens", "10"], "max_num_batched_tokens (10) must be at least max_num_seqs (256)"),
-        (["--duration-s", "0.001"], "holds no request"),
+        (["--duration-s", "0.001"], "contains no request"),
         (
             ["--blocks", "1"],
-            "no request of trace.jsonl can be served: the smallest, request 1, has 65 prompt and output",
+            "no request of trace.jsonl fits a worker: the smallest, request 1, has 65 prompt and output",
         ),
-        (["--engine", "h900"], "there is no engine profile h900"),
-        (["--slo", "ttft"], "--slo ttft: 'ttft' is no ttft=, itl=, e2e= with milliseconds above 0"),
-        (["--attain", "0.5"], "give that, too"),
-        (["--kill", "mock-8@1"], "--kill mock-8@1: there is no worker 'mock-8'; they are mock-0 to mock-7"),
-        (["--mtbf-s", "0.5"], "--mtbf-s: 0.5 is below 1 s"),
-        (["--delays", "carrier-pigeon"], "--delays carrier-pigeon: there is none, embedded, kafka"),
-        (["--kill", "mock-0"], "not of the form WORKER@SECONDS"),
-        (["--kill", f"mock-0@{'9' * 400}"], "more than a century"),
-        (["--kill", f"mock-0@1+{'9' * 12}"], "more than a century"),
-        (["--policy", "kv:temperature=1,temperature=2"], "temperature is given twice"),
-        (["--policy", "as configured"], "--policy as configured: not every pool has a router of its own"),
-        (["--engine", ""], "there is no engine profile "),
+        (["--engine", "h900"], "unknown engine profile 'h900'"),
+        (["--slo", "ttft"], "--slo ttft: invalid objective 'ttft'"),
+        (["--attain", "0.5"], "--attain requires --slo"),
+        (["--kill", "mock-8@1"], "--kill mock-8@1: unknown worker 'mock-8'; workers are mock-0 to mock-7"),
+        (["--mtbf-s", "0.5"], "--mtbf-s: got 0.5; must be 0 or at least 1 s"),
+        (
+            ["--delays", "carrier-pigeon"],
+            "--delays carrier-pigeon: unknown profile; profiles are: none, embedded, kafka",
+        ),
+        (["--kill", "mock-0"], "expected WORKER@SECONDS"),
+        (["--kill", f"mock-0@{'9' * 400}"], "the maximum is 100 years"),
+        (["--kill", f"mock-0@1+{'9' * 12}"], "the maximum is 100 years"),
+        (["--policy", "kv:temperature=1,temperature=2"], "duplicate setting temperature"),
+        (["--policy", "as configured"], "--policy as configured: requires that every pool has its own router"),
+        (["--engine", ""], "unknown engine profile "),
     ],
 )
 def test_what_cannot_be_simulated_is_said_in_one_line(tmp_path: Path, arguments: list[str], reason: str) -> None:
-    trace = write(tmp_path / "trace.jsonl", [Row(50, 64, 1, [1])])
+    trace = write(tmp_path / "trace.jsonl", [MooncakeRow(50, 64, 1, [1])])
     run = CliRunner().invoke(app, ["simulate", str(trace), *arguments])
     assert run.exit_code == 2
     assert reason in run.stderr
@@ -173,8 +176,8 @@ def test_a_death_that_nobody_lived_to_see_is_named(trace: Path) -> None:
     run = CliRunner().invoke(app, ["simulate", str(trace), "--policy", "kv", "--policy", "random", "--json", *kills])
     assert run.exit_code == 0
     kv, random = (json.loads(run.stdout)["policies"][name]["lasted_s"] for name in ("kv", "random"))
-    said = f"mock-1 did not die at 600000 s, for this was over before: kv after {kv:.1f} s, random after {random:.1f} s"
-    assert said in run.stderr
+    reason = f"because these runs ended earlier: kv after {kv:.1f} s, random after {random:.1f} s"
+    assert f"mock-1 did not die at 600000 s, {reason}" in run.stderr
     assert "mock-0" not in run.stderr
 
 
@@ -244,15 +247,15 @@ def test_where_every_pool_has_a_router_no_policy_is_asked_for(trace: Path) -> No
     assert configured["as configured"] == asked["random"]
     run = CliRunner().invoke(app, ["simulate", str(trace), "--pools", str(file), "--policy", "kv"])
     assert run.exit_code == 2
-    assert "--policy kv: every pool has a router of its own" in run.stderr
+    assert "--policy kv: has no effect, because every pool has its own router" in run.stderr
 
 
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["--workers", "3", "--engine", "mocker"], "says who serves: leave --workers and --engine out"),
-        (["--kill", "mock-9@1"], "--kill mock-9@1: there is no worker 'mock-9'; they are mock-0 to mock-2"),
-        (["--kill", "mock-2@0.3"], "--kill mock-2@0.3: mock-2 is started at 0.7 s"),
+        (["--workers", "3", "--engine", "mocker"], "defines the fleet; remove --workers and --engine"),
+        (["--kill", "mock-9@1"], "--kill mock-9@1: unknown worker 'mock-9'; workers are mock-0 to mock-2"),
+        (["--kill", "mock-2@0.3"], "--kill mock-2@0.3: worker mock-2 starts at 0.7 s"),
     ],
 )
 def test_what_does_not_go_with_a_fleet_is_named(trace: Path, arguments: list[str], reason: str) -> None:
@@ -282,4 +285,4 @@ def test_a_process_that_is_killed_ends_it_in_one_line(trace: Path) -> None:
     command = [*COMMAND, str(trace), "--policy", "mine.Gone", "--policy", "mine.Gone:temperature=1"]
     run = subprocess.run(command, capture_output=True, text=True, check=False, cwd=trace.parent)
     assert run.returncode == 1
-    assert run.stderr == "forebay: a process of the simulations was killed, perhaps for want of memory\n"
+    assert run.stderr == "forebay: a simulation process was killed, possibly because it ran out of memory\n"

@@ -100,7 +100,7 @@ def test_the_table_and_the_report_tell_who_does_what(trace: Path) -> None:
     assert "2 prefill workers (mocker" in text
     assert "1 decode worker (mocker" in text
     assert "mock-1 (prefill)" in text
-    assert "is of prefill workers alone" in text
+    assert "load to the prefill workers" in text
 
 
 def test_workers_of_both_pools_may_die(trace: Path) -> None:
@@ -113,14 +113,17 @@ def test_workers_of_both_pools_may_die(trace: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["--prefill-workers", "2"], "--prefill-workers 2: --decode-workers says how many answer"),
-        (["--decode-workers", "2"], "--decode-workers 2: --prefill-workers says how many compute prompts"),
-        ([*APART, "--workers", "3"], "--workers does both"),
-        ([*APART, "--kill", "mock-3@1"], "there is no worker 'mock-3'; they are mock-0 to mock-2"),
-        (["--prefill-workers", "4000", "--decode-workers", "4000"], "--decode-workers: pools: 8000 workers are more"),
+        (["--prefill-workers", "2"], "--prefill-workers 2 requires --decode-workers"),
+        (["--decode-workers", "2"], "--decode-workers 2 requires --prefill-workers"),
+        ([*APART, "--workers", "3"], "--workers cannot be combined with"),
+        ([*APART, "--kill", "mock-3@1"], "unknown worker 'mock-3'; workers are mock-0 to mock-2"),
+        (["--prefill-workers", "4000", "--decode-workers", "4000"], "--decode-workers: pools: got 8000 workers"),
         (["--policy", "kv:disagg.policy=sometimes"], "disagg.policy: must be one of always, classic"),
-        (["--policy", "kv:disagg.policy=never"], "kv:disagg.policy=never: disagg is of --prefill-workers and"),
-        (["--policy", "kv:disagg.limit=1"], "'disagg.limit=1' is no setting=value"),
+        (
+            ["--policy", "kv:disagg.policy=never"],
+            "kv:disagg.policy=never: disagg settings require --prefill-workers and",
+        ),
+        (["--policy", "kv:disagg.limit=1"], "'disagg.limit=1' is not a setting=value"),
     ],
 )
 def test_what_does_not_go_together_is_said_in_one_line(trace: Path, arguments: list[str], reason: str) -> None:
@@ -137,7 +140,7 @@ def test_a_file_of_pools_says_it_too(trace: Path) -> None:
     figures = simulated(trace, "--pools", str(file))
     assert figures["policies"] == simulated(trace, *APART, "--kv-transfer-latency-us", "7")["policies"]
     run = CliRunner().invoke(app, ["simulate", str(trace), "--pools", str(file), *APART])
-    assert "leave --prefill-workers and --decode-workers out" in run.stderr
+    assert "remove --prefill-workers and --decode-workers" in run.stderr
 
 
 def test_a_sweep_tells_how_many_of_each(trace: Path) -> None:

@@ -18,7 +18,7 @@ from forebay.cli.app import app
 from forebay.cli.simulate.options import FleetOptions, ShapeOptions
 from forebay.cli.simulate.simulations import Work, run_all
 from forebay.cli.simulate.sweep_axes import BLIND_MODES, COST_SETTINGS, OF_FLEET, OF_SHAPE, axes_of, combinations
-from forebay.simulate.mooncake import Row
+from forebay.simulate.mooncake import MooncakeRow
 from forebay.simulate.pareto import costs
 from forebay.simulate.settings import ROUTER_SETTINGS
 from tests.simulate.traces import conversations, write
@@ -123,7 +123,7 @@ def test_the_table_has_a_line_a_run_and_says_what_is_cheapest(trace: Path) -> No
     assert run.exit_code == 0
     lines = [line.split() for line in run.stdout.splitlines()]
     assert sum(line[:1] in (["kv"], ["round-robin"]) or line[1:2] in (["kv"], ["round-robin"]) for line in lines) == 6
-    assert "cheapest that keeps the promise to 99.00%: " in run.stdout
+    assert "cheapest run with SLO attainment of at least 99.00%: " in run.stdout
     assert "6 runs in" in run.stderr
 
 
@@ -154,11 +154,11 @@ def test_csv_has_a_column_for_whatever_varies_and_each_figure(trace: Path) -> No
 def test_a_promise_that_no_run_keeps_ends_in_exit_code_1(trace: Path) -> None:
     run = sweep(trace, *SIX, "--slo", "ttft=0.001", "--attain", "0.5")
     assert run.exit_code == 1
-    assert "no run keeps the promise to 50.00% of the requests" in run.stdout
+    assert "no run has an SLO attainment of at least 50.00%" in run.stdout
 
 
 def test_requests_that_fail_end_in_exit_code_1(tmp_path: Path) -> None:
-    trace = write(tmp_path / "trace.jsonl", [Row(0, 64, 1, [1]), Row(1, 512, 1, [2])])
+    trace = write(tmp_path / "trace.jsonl", [MooncakeRow(0, 64, 1, [1]), MooncakeRow(1, 512, 1, [2])])
     run = sweep(trace, "--set", "blocks=4,64", "--json", "--policy", "kv", "--objective", "ttft_ms.p90")
     assert run.exit_code == 1
     assert [(one["set"]["blocks"], one["failed"], one["pareto"]) for one in json.loads(run.stdout)["runs"]] == [
@@ -191,7 +191,7 @@ def test_it_is_said_that_speed_does_not_change_what_follows_on_answers() -> None
     workload = "synthetic:arrivals=poisson,rate=4,requests=30,turns=3"
     run = CliRunner().invoke(app, ["sweep", workload, "--policy", "kv", "--find-capacity", "--slo", "ttft=40"])
     assert run.exit_code == 0
-    assert "20 requests follow on answers" in run.stderr
+    assert "20 requests depend on responses" in run.stderr
 
 
 def test_promises_that_always_or_never_hold_are_answers_of_their_own(trace: Path) -> None:
@@ -218,7 +218,7 @@ def test_a_run_that_dies_is_named_and_ends_in_exit_code_1(trace: Path, monkeypat
     def dies(*_: object) -> None:
         raise AssertionError("two requests of one id")
 
-    monkeypatch.setattr("forebay.cli.simulate.sweep.figures_of", dies)
+    monkeypatch.setattr("forebay.cli.simulate.sweep.simulate_metrics", dies)
     run = sweep(trace, "--policy", "kv", "--set", "workers=3", "--json")
     assert run.exit_code == 1
     assert json.loads(run.stdout)["runs"] == []
@@ -245,32 +245,32 @@ def test_whatever_ends_a_sweep_ends_its_processes(trace: Path, number: signal.Si
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["--set", "workers"], "--set workers: not of the form NAME=VALUE,VALUE"),
-        (["--set", "workers=1,,2"], "not of the form NAME=VALUE,VALUE"),
-        (["--set", "workers=1,1"], "a value stands there twice"),
+        (["--set", "workers"], "--set workers: expected NAME=VALUE,VALUE"),
+        (["--set", "workers=1,,2"], "expected NAME=VALUE,VALUE"),
+        (["--set", "workers=1,1"], "duplicate value"),
         (["--set", "workers=1", "--set", "workers=2"], "workers is varied twice"),
-        (["--set", "worker=1"], "there is nothing called worker to vary; there is workers"),
-        (["--set", "workers=0"], "--set workers=0: from 1 to 4096"),
-        (["--set", "workers=two"], "--set workers=two: not of the type int; write single values with commas between"),
-        (["--set", "workers=4-8"], "--set workers=4-8: not of the type int; write 4,5,6,7,8\n"),
-        (["--set", "workers=8-4"], "write single values with commas between them, as in 4,5,6\n"),
-        (["--set", "workers=1-500"], "write single values with commas between them, as in 4,5,6\n"),
-        (["--set", "workers=1, 1"], "a value stands there twice"),
+        (["--set", "worker=1"], "unknown setting worker; did you mean workers"),
+        (["--set", "workers=0"], "--set workers=0: must be from 1 to 4096"),
+        (["--set", "workers=two"], "--set workers=two: expected type int; separate single values by commas"),
+        (["--set", "workers=4-8"], "--set workers=4-8: expected type int; write 4,5,6,7,8\n"),
+        (["--set", "workers=8-4"], "separate single values by commas, as in 4,5,6\n"),
+        (["--set", "workers=1-500"], "separate single values by commas, as in 4,5,6\n"),
+        (["--set", "workers=1, 1"], "duplicate value"),
         (["--set", "temperature=-1", "--policy", "kv"], "temperature"),
-        (["--set", "temperature=1", "--policy", "kv:temperature=2"], "temperature is both in --policy"),
-        (["--set", "pool.other.workers=1"], "there is no pool other; there are default"),
-        (["--set", "pool.default.1.workers=1"], "pool default has 1 groups of workers, counted from 0"),
-        (["--set", "pool.default.colour=1"], "can vary, not colour"),
-        (["--set", "workers:blocks=1:2,3"], "2 names need 2 values at each point"),
-        (["--set", "blocks=64,1"], "kv, blocks=1: no request of trace.jsonl can be served"),
-        (["--set", f"seed={','.join(map(str, range(501)))}"], "that makes 1002 runs, and a sweep has at most 1000"),
-        (["--policy", "kw"], "there is no policy 'kw'"),
-        (["--find-capacity"], "--find-capacity needs --slo"),
-        (["--find-capacity", "--slo", "ttft=1", "--duration-s", "0.1"], "comes at one time"),
-        (["--objective", "beauty"], "--objective beauty: there is ttft_ms.mean"),
-        (["--objective", "attained"], "--objective attained needs --slo"),
-        (["--objective", "capacity_per_s"], "--objective capacity_per_s needs --find-capacity"),
-        (["--json", "--csv"], "one of them"),
+        (["--set", "temperature=1", "--policy", "kv:temperature=2"], "temperature is in both --policy"),
+        (["--set", "pool.other.workers=1"], "unknown pool 'other'; pools are: default"),
+        (["--set", "pool.default.1.workers=1"], "pool 'default' has 1 worker groups, counted from 0"),
+        (["--set", "pool.default.colour=1"], "got colour; settings of a pool are"),
+        (["--set", "workers:blocks=1:2,3"], "2 names need 2 values per point"),
+        (["--set", "blocks=64,1"], "kv, blocks=1: no request of trace.jsonl fits a worker"),
+        (["--set", f"seed={','.join(map(str, range(501)))}"], "the sweep would have 1002 runs; the maximum is 1000"),
+        (["--policy", "kw"], "unknown policy 'kw'"),
+        (["--find-capacity"], "--find-capacity requires --slo"),
+        (["--find-capacity", "--slo", "ttft=1", "--duration-s", "0.1"], "arrive at one time"),
+        (["--objective", "beauty"], "--objective beauty: unknown metric; metrics are: ttft_ms.mean"),
+        (["--objective", "attained"], "--objective attained requires --slo"),
+        (["--objective", "capacity_per_s"], "--objective capacity_per_s requires --find-capacity"),
+        (["--json", "--csv"], "--json and --csv cannot be combined"),
     ],
 )
 def test_what_cannot_be_swept_is_said_in_one_line_before_anything_runs(
@@ -306,7 +306,7 @@ def test_pools_of_a_file_are_resized_one_by_one(tmp_path: Path) -> None:
     groups = [[pool.groups[0] for pool in one.fleet.pools] for one in found]
     assert [[group.count for group in of] for of in groups] == [[1, 3], [3, 1]]
     assert [[group.engine.kv_blocks_total for group in of] for of in groups] == [[16_384, 64]] * 2
-    with pytest.raises(ValueError, match="says who serves: leave --workers out"):
+    with pytest.raises(ValueError, match="defines the fleet; remove --workers"):
         combinations(["kv"], axes_of(["workers=1"]), FleetOptions(pools=file), ShapeOptions())
 
 

@@ -87,7 +87,7 @@ def test_nothing_takes_the_place_of_a_device(tmp_path: Path) -> None:
     os.mkfifo(pipe)
     run = workload("convert", "synthetic:requests=3", "-o", pipe)
     assert (run.exit_code, pipe.is_fifo()) == (2, True)
-    assert f"{pipe}: is no plain file" in run.stderr
+    assert f"{pipe}: is not a regular file" in run.stderr
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_nothing_takes_the_place_of_a_device(tmp_path: Path) -> None:
         (["show", "none.jsonl"], "cannot be read"),
         (["show", "synthetic:rate=x"], "rate"),
         (["show", "synthetic:", "synthetic:"], "only runs of one format"),
-        (["convert", "synthetic:requests=3", "-o", "."], "is no plain file"),
+        (["convert", "synthetic:requests=3", "-o", "."], "is not a regular file"),
         (["convert", "synthetic:requests=3", "-o", "nowhere/at/all"], "cannot be written (No such file or directory)"),
     ],
 )

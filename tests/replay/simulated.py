@@ -15,9 +15,9 @@ from forebay.events.decisions import JournalRecord, OwnerClaimed
 from forebay.events.fleet import WorkerJoined, WorkerSpec
 from forebay.events.requests import RequestSubmitted, Sampling
 from forebay.events.topics import CONTROL, DECISIONS, FLEET, REQUESTS, Topic
-from forebay.simulate.arrivals import Arrival, Listed
-from forebay.simulate.cluster import NO_TRANSFER, Cluster
-from forebay.simulate.mooncake import BLOCK_TOKENS, Row
+from forebay.simulate.arrivals import Arrival, ListedArrivals
+from forebay.simulate.cluster import NO_TRANSFER, SimulatedCluster
+from forebay.simulate.mooncake import BLOCK_TOKENS, MooncakeRow
 from forebay.simulate.rank import EngineRank
 from forebay.simulate.settings import PoolRole, Transfer
 from forebay.simulate.workload import sequence_hashes
@@ -44,7 +44,7 @@ class _Written(deque[tuple[Topic, InputEvent]]):
         return taken
 
 
-class RecordedRun(Cluster):
+class RecordedRun(SimulatedCluster):
     """A cluster that writes down what its owner applies and decides."""
 
     def __init__(
@@ -87,10 +87,10 @@ class RecordedRun(Cluster):
             self.add(EngineRank(number, spec, 0, world.view.get(FLEET.name, 0), engine))
             self.apply(FLEET, WorkerJoined(owner_epoch=0, spec=spec, lease="l", slot=number, from_offset=0))
 
-    def _take_in(self, topic: Topic, events: Sequence[InputEvent]) -> None:
+    def _apply_records(self, topic: Topic, events: Sequence[InputEvent]) -> None:
         for event in events:
             self._write(topic, event)
-            super()._take_in(topic, (event,))
+            super()._apply_records(topic, (event,))
 
     def _write(self, topic: Topic, event: InputEvent) -> None:
         self.log.topics.setdefault(topic.name, []).append(encode(topic, event))
@@ -104,7 +104,7 @@ class RecordedRun(Cluster):
 
 
 def played(
-    rows: Iterable[Row],
+    rows: Iterable[MooncakeRow],
     router: RouterConfig,
     workers: int,
     blocks: int = 16_384,
@@ -114,12 +114,14 @@ def played(
 ) -> RecordedRun:
     """A run of a trace, and its log; ids of requests begin with `name`, `apart` is as for `RecordedRun`."""
     run = RecordedRun(router, workers, blocks, timing, **apart)
-    run.play(Listed(_arrival(f"{name}{number}", number, row) for number, row in enumerate(rows)), lambda _: None)
+    run.play(
+        ListedArrivals(_arrival(f"{name}{number}", number, row) for number, row in enumerate(rows)), lambda _: None
+    )
     run.digest()
     return run
 
 
-def _arrival(request_id: str, number: int, row: Row) -> Arrival:
+def _arrival(request_id: str, number: int, row: MooncakeRow) -> Arrival:
     submitted = RequestSubmitted(
         request_id=request_id,
         model=MODEL,

@@ -6,7 +6,7 @@ from typing import Any
 from forebay.engine_model.model import EngineConfig
 from forebay.engine_model.timing import EngineTiming, LinearTiming
 from forebay.events.base import pack_u64
-from forebay.simulate.profiles.observed import EngineRun, ModelledRun, Observed
+from forebay.simulate.profiles.observed import EngineRun, ModelledRun, ObservedRequest
 
 TRUTH = LinearTiming(
     step=2000.0, prefill_token=60.0, attended_pair=0.02, decode_step=3000.0, decode_sequence=400.0, context_token=1.5
@@ -36,7 +36,7 @@ def engine_run(seed: int, requests: int = 200, every_us: int = 400_000, timing: 
         at_us += round(rng.expovariate(1 / every_us))
         tokens = rng.choice((rng.randint(20, 200), rng.randint(200, 3000)))
         hashes = pack_u64([rng.getrandbits(64) for _ in range(tokens // SIZES["block_size"])])
-        asked.append(Observed(at_us, tokens, hashes, rng.randint(2, 120)))
+        asked.append(ObservedRequest(at_us, tokens, hashes, rng.randint(2, 120)))
     return lived(EngineRun(f"w{seed}", EngineConfig(vocabulary=None, **SIZES), (), asked), timing)
 
 

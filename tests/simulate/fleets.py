@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from forebay.simulate.settings import Life, PoolRole, PoolSettings, Settings, WorkerGroup, engine_config
+from forebay.simulate.settings import LifeCycleSettings, PoolRole, PoolSettings, Settings, WorkerGroup, engine_config
 from forebay.simulate.workload import Survey, Turn
 
 
@@ -27,13 +27,19 @@ def turn(number: int, prompt: int = 64, output: int = 1, **changes: Any) -> Turn
     return Turn(number=number, prompt_tokens=prompt, output_tokens=output, **changes)
 
 
-def fleet(workers: int = 2, life: Life | None = None, sizes: dict[str, int] | None = None, **changes: Any) -> Settings:
+def fleet(
+    workers: int = 2, life: LifeCycleSettings | None = None, sizes: dict[str, int] | None = None, **changes: Any
+) -> Settings:
     group = WorkerGroup(count=workers, engine=engine_config(**(sizes or {})))
-    return Settings(pools=(PoolSettings(groups=(group,)),), life=life or Life(), **changes)
+    return Settings(pools=(PoolSettings(groups=(group,)),), life=life or LifeCycleSettings(), **changes)
 
 
 def split(
-    prefill: int, decode: int, life: Life | None = None, sizes: dict[str, int] | None = None, **changes: Any
+    prefill: int,
+    decode: int,
+    life: LifeCycleSettings | None = None,
+    sizes: dict[str, int] | None = None,
+    **changes: Any,
 ) -> Settings:
     """A prefill pool, unless it has nobody, and a decode pool of one model: mock-0 and on compute prompts."""
     engine = engine_config(**(sizes or {}))
@@ -45,4 +51,4 @@ def split(
         for role, count in roles
         if count
     ]
-    return Settings(pools=tuple(pools), life=life or Life(), **changes)
+    return Settings(pools=tuple(pools), life=life or LifeCycleSettings(), **changes)

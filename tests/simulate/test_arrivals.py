@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from forebay.engine_model.timing import decode_us, prefill_us
-from forebay.simulate.outcome import Served
+from forebay.simulate.outcome import RequestOutcome
 from forebay.simulate.settings import Delay, Delays, Settings, policy
 from forebay.simulate.simulation import Simulation
 from forebay.simulate.workload import Survey, Turn, WorkloadUnusable
@@ -14,7 +14,7 @@ from tests.simulate.fleets import Turns, fleet, turn
 S = 1_000_000
 
 
-def served(system: Settings, *turns: Turn) -> dict[int, Served]:
+def served(system: Settings, *turns: Turn) -> dict[int, RequestOutcome]:
     outcome = Simulation(system, policy("round-robin")).run(Turns(*turns), lambda _: None)
     return {one.number: one for one in outcome.requests}
 
@@ -80,7 +80,7 @@ def test_nor_when_only_one_of_those_that_wait_has_its_answer() -> None:
 
 
 def test_a_turn_that_waits_for_nobody_there_is_named() -> None:
-    with pytest.raises(WorkloadUnusable, match="request 1 follows on request 7, which does not come before it"):
+    with pytest.raises(WorkloadUnusable, match="request 1 depends on request 7, which does not come before it"):
         served(fleet(), turn(0), turn(1, after=(7,)))
 
 

@@ -4,15 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.simulate.capacity import DOUBLINGS_MAX, TOLERANCE, Capacity, Step, search
+from forebay.simulate.capacity import DOUBLINGS_MAX, TOLERANCE, Capacity, SpeedTrial, search
 
 
 def found(breaks_at: float, start: float = 1.0, tolerance: float = TOLERANCE) -> Capacity:
     """Of a service that keeps its promise at every speed up to `breaks_at`."""
 
-    def measure(speed: float) -> Step:
+    def measure(speed: float) -> SpeedTrial:
         holds = speed <= breaks_at
-        return Step(speed=speed, requests_per_s=3 * speed, attained=1.0 if holds else 0.5, holds=holds)
+        return SpeedTrial(speed=speed, requests_per_s=3 * speed, attained=1.0 if holds else 0.5, holds=holds)
 
     return search(measure, start, tolerance)
 
@@ -45,9 +45,9 @@ def test_what_holds_everywhere_may_hold_more_and_what_never_holds_holds_nothing(
 
 @pytest.mark.parametrize(("dip", "monotone"), [(0.7, True), (0.6, False)])
 def test_a_promise_that_is_better_kept_at_a_higher_speed_is_noticed(dip: float, monotone: bool) -> None:
-    def measure(speed: float) -> Step:
+    def measure(speed: float) -> SpeedTrial:
         attained = 1.0 if speed <= 1.0 else dip if speed < 1.3 else 0.65
-        return Step(speed=speed, requests_per_s=speed, attained=attained, holds=attained >= 0.9)
+        return SpeedTrial(speed=speed, requests_per_s=speed, attained=attained, holds=attained >= 0.9)
 
     capacity = search(measure, 1.0)
     assert capacity.step is not None

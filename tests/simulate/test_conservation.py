@@ -15,19 +15,19 @@ from hypothesis import strategies as st
 
 from forebay.core.routing.policies import BUILT_IN
 from forebay.simulate import cluster
-from forebay.simulate.outcome import Outcome, summary
+from forebay.simulate.outcome import SimulationOutcome, summary
 from forebay.simulate.settings import (
     DELAYS,
     Delay,
     Delays,
-    Fault,
-    Life,
+    LifeCycleSettings,
     Settings,
     SettingsUnusable,
-    Start,
     Transfer,
+    WorkerFault,
+    WorkerStart,
     policy,
-    require_sense,
+    validate_settings,
 )
 from forebay.simulate.simulation import Simulation
 from forebay.simulate.workload import Turn
@@ -81,10 +81,10 @@ TRANSFERS = st.builds(
 )
 WAYS = st.builds(Delays, submit=DELAY, work=DELAY, tokens=DELAY, kv_events=DELAY, progress=DELAY, metrics=DELAY)
 LIVES = st.builds(
-    Life,
+    LifeCycleSettings,
     faults=st.lists(
         st.builds(
-            Fault,
+            WorkerFault,
             worker=st.sampled_from(["mock-0", "mock-1", "mock-2"]),
             at_us=TIMES,
             back_us=st.one_of(st.none(), TIMES),
@@ -92,7 +92,8 @@ LIVES = st.builds(
         max_size=4,
     ).map(tuple),
     starts=st.lists(
-        st.builds(Start, at_us=TIMES, count=st.integers(1, 2), pool=st.sampled_from(["default", "prefill"])), max_size=2
+        st.builds(WorkerStart, at_us=TIMES, count=st.integers(1, 2), pool=st.sampled_from(["default", "prefill"])),
+        max_size=2,
     ).map(tuple),
     mtbf_s=st.sampled_from([0.0, 0.0, 2.0, 30.0]),
     repair_s=st.sampled_from([0.0, 1.0]),
@@ -112,17 +113,17 @@ def systems(draw: st.DrawFn) -> Settings:
     else:
         chosen = split(draw(st.integers(1, 2)), draw(st.integers(1, 2)), life, sizes, transfer=draw(TRANSFERS), **more)
     try:
-        require_sense(chosen)
+        validate_settings(chosen)
     except SettingsUnusable:
-        chosen = msgspec.structs.replace(chosen, life=Life(mtbf_s=life.mtbf_s, repair_s=life.repair_s))
+        chosen = msgspec.structs.replace(chosen, life=LifeCycleSettings(mtbf_s=life.mtbf_s, repair_s=life.repair_s))
     return chosen
 
 
-def run(system: Settings, name: str, turns: tuple[Turn, ...]) -> Outcome:
+def run(system: Settings, name: str, turns: tuple[Turn, ...]) -> SimulationOutcome:
     return Simulation(system, policy(name)).run(Turns(*turns), lambda _: None)
 
 
-def told(outcome: Outcome) -> Any:
+def told(outcome: SimulationOutcome) -> Any:
     return list(outcome.requests), outcome.digest, outcome.gpu_s, outcome.timeline, outcome.routed, outcome.workers
 
 
@@ -132,14 +133,14 @@ def test_every_request_ends_once_and_every_run_can_be_had_again(
     system: Settings, turns: tuple[Turn, ...], name: str
 ) -> None:
     ended: list[str] = []
-    end = cluster.Cluster._end
+    end = cluster.SimulatedCluster._end
 
-    def counted(self: cluster.Cluster, request_id: str, *rest: Any) -> None:
+    def counted(self: cluster.SimulatedCluster, request_id: str, *rest: Any) -> None:
         ended.append(request_id)
         end(self, request_id, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cluster.Cluster, "_end", counted)
+        patch.setattr(cluster.SimulatedCluster, "_end", counted)
         outcome = run(system, name, turns)
     assert sorted(map(int, ended)) == list(range(len(turns)))
     found = list(outcome.requests)
@@ -177,7 +178,7 @@ def test_looking_ahead_changes_no_request(system: Settings, turns: tuple[Turn, .
     # Load reports are left out: they are made when a step ends, and a policy looks at them.
     outcome = run(system, name, turns)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cluster.Cluster, "_calm_us", lambda self, *, alone: 0)
+        patch.setattr(cluster.SimulatedCluster, "_calm_us", lambda self, *, alone: 0)
         step_by_step = run(system, name, turns)
     assert list(outcome.requests) == list(step_by_step.requests)
 
@@ -197,15 +198,15 @@ def test_looking_ahead_changes_no_request_where_caches_are_full(seed: int) -> No
     system = fleet(2, sizes={"blocks": rng.choice([14, 20, 30])}, delays=delays)
     outcome = run(system, "kv", tuple(turns))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cluster.Cluster, "_calm_us", lambda self, *, alone: 0)
+        patch.setattr(cluster.SimulatedCluster, "_calm_us", lambda self, *, alone: 0)
         assert list(run(system, "kv", tuple(turns)).requests) == list(outcome.requests)
 
 
 def eventful() -> str:
     """A run in which all of it happens; its digest and a hash of what became of the requests."""
-    life = Life(
-        faults=(Fault(worker="mock-1", at_us=900 * MS, back_us=2_000 * MS),),
-        starts=(Start(at_us=1_500 * MS, pool="elsewhere"),),
+    life = LifeCycleSettings(
+        faults=(WorkerFault(worker="mock-1", at_us=900 * MS, back_us=2_000 * MS),),
+        starts=(WorkerStart(at_us=1_500 * MS, pool="elsewhere"),),
         mtbf_s=9.0,
         repair_s=1.0,
         cold_start_s=0.5,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from forebay.engine_model.timing import decode_us, prefill_us
 from forebay.simulate.delays import Draws, Hop, exponential
-from forebay.simulate.outcome import Outcome
+from forebay.simulate.outcome import SimulationOutcome
 from forebay.simulate.settings import DELAYS, Delay, Delays, policy
 from forebay.simulate.simulation import Simulation
 from forebay.simulate.workload import Turn
@@ -22,7 +22,7 @@ PROMPT = 640
 SAME = tuple(range(1, 11))
 
 
-def run(delays: Delays, *turns: Turn, router: str = "kv", workers: int = 2) -> Outcome:
+def run(delays: Delays, *turns: Turn, router: str = "kv", workers: int = 2) -> SimulationOutcome:
     return Simulation(fleet(workers, delays=delays), policy(router)).run(Turns(*turns), lambda _: None)
 
 

@@ -4,17 +4,17 @@ import msgspec
 import pytest
 
 from forebay.engine_model.timing import decode_us, prefill_us
-from forebay.simulate.outcome import Outcome, Served, summary
+from forebay.simulate.outcome import RequestOutcome, SimulationOutcome, summary
 from forebay.simulate.settings import (
     Delay,
     Delays,
-    Fault,
-    Life,
+    LifeCycleSettings,
     Settings,
     SettingsUnusable,
     Transfer,
+    WorkerFault,
     policy,
-    require_sense,
+    validate_settings,
 )
 from forebay.simulate.simulation import Simulation
 from forebay.simulate.transfers import FETCH_US_MAX, LEASE_US
@@ -30,11 +30,11 @@ PREFILL_US = prefill_us(PROMPT)
 DECODE_US = decode_us(10, BLOCKS)  # the prompt's blocks are full, and its last token is in them
 
 
-def run(system: Settings, *turns: Turn, router: str = "round-robin") -> Outcome:
+def run(system: Settings, *turns: Turn, router: str = "round-robin") -> SimulationOutcome:
     return Simulation(system, policy(router)).run(Turns(*turns), lambda _: None)
 
 
-def served(system: Settings, *turns: Turn, router: str = "round-robin") -> list[Served]:
+def served(system: Settings, *turns: Turn, router: str = "round-robin") -> list[RequestOutcome]:
     return list(run(system, *turns, router=router).requests)
 
 
@@ -118,14 +118,16 @@ def test_decoding_is_not_disturbed_by_prompts() -> None:
 
 
 def test_a_prefill_worker_that_dies_is_replaced_by_another() -> None:
-    life = Life(faults=(Fault(worker="mock-0", at_us=PREFILL_US // 2),), lease_ttl_s=1.0)
+    life = LifeCycleSettings(faults=(WorkerFault(worker="mock-0", at_us=PREFILL_US // 2),), lease_ttl_s=1.0)
     [one] = served(split(2, 1, life, transfer=TRANSFER), turn(0, PROMPT))
     assert (one.failure, one.attempts, one.prefiller) == ("", 2, 1)
     assert one.prefilled_us == PREFILL_US // 2 + S + PREFILL_US
 
 
 def test_a_worker_that_dies_while_it_sends_is_given_up_after_a_while() -> None:
-    life = Life(faults=(Fault(worker="mock-0", at_us=PREFILL_US + 300 + TRANSFER_US // 2),), lease_ttl_s=60.0)
+    life = LifeCycleSettings(
+        faults=(WorkerFault(worker="mock-0", at_us=PREFILL_US + 300 + TRANSFER_US // 2),), lease_ttl_s=60.0
+    )
     [one] = served(split(2, 1, life, transfer=TRANSFER), turn(0, PROMPT))
     assert (one.failure, one.attempts, one.prefiller) == ("", 2, 1)
     assert one.prefilled_us == PREFILL_US + FETCH_US_MAX + PREFILL_US
@@ -134,7 +136,9 @@ def test_a_worker_that_dies_while_it_sends_is_given_up_after_a_while() -> None:
 
 def test_a_worker_that_is_dead_when_it_is_asked_is_given_up_after_a_while() -> None:
     ways = Delays(work=Delay(fixed_us=S))
-    life = Life(faults=(Fault(worker="mock-0", at_us=S + PREFILL_US + 1, back_us=0),), lease_ttl_s=60.0)
+    life = LifeCycleSettings(
+        faults=(WorkerFault(worker="mock-0", at_us=S + PREFILL_US + 1, back_us=0),), lease_ttl_s=60.0
+    )
     [one] = served(split(1, 1, life, transfer=TRANSFER, delays=ways), turn(0, PROMPT))
     # It is back, under a new epoch, before the decode worker asks.
     assert (one.failure, one.attempts, one.prefiller) == ("", 2, 0)
@@ -142,25 +146,29 @@ def test_a_worker_that_is_dead_when_it_is_asked_is_given_up_after_a_while() -> N
 
 
 def test_a_decode_worker_that_dies_while_it_fetches_lets_the_prompt_be_computed_again() -> None:
-    life = Life(faults=(Fault(worker="mock-1", at_us=PREFILL_US + 300 + TRANSFER_US // 2),), lease_ttl_s=1.0)
+    life = LifeCycleSettings(
+        faults=(WorkerFault(worker="mock-1", at_us=PREFILL_US + 300 + TRANSFER_US // 2),), lease_ttl_s=1.0
+    )
     [one] = served(split(1, 2, life, transfer=TRANSFER), turn(0, PROMPT, 2))
     assert (one.failure, one.attempts, one.prefiller, one.worker) == ("", 2, 0, 2)
     assert one.prefilled_us == PREFILL_US + 300 + TRANSFER_US // 2 + S + prefill_us(64)  # its cache has the others
 
 
 def test_what_was_to_be_fetched_by_a_worker_that_died_is_given_back_at_once() -> None:
-    life = Life(faults=(Fault(worker="mock-2", at_us=PREFILL_US + 300 + TRANSFER_US // 2),), lease_ttl_s=1.0)
+    life = LifeCycleSettings(
+        faults=(WorkerFault(worker="mock-2", at_us=PREFILL_US + 300 + TRANSFER_US // 2),), lease_ttl_s=1.0
+    )
     simulation = Simulation(split(2, 2, life, transfer=TRANSFER), policy("round-robin"))
     [one] = simulation.run(Turns(turn(0, PROMPT, 2)), lambda _: None).requests
     assert (one.failure, one.attempts, one.prefiller, one.worker) == ("", 2, 1, 3)
     assert one.last_us < LEASE_US, "no lease ended anything"
     prefill, again, *_ = simulation._cluster._numbered.values()
-    assert [(rank.engine.pool.used, rank.kept) for rank in (prefill, again)] == [(0, {})] * 2
+    assert [(rank.engine.pool.used, rank.retained) for rank in (prefill, again)] == [(0, {})] * 2
 
 
 def test_what_was_begun_goes_on_where_it_is_answered() -> None:
     first_us = PREFILL_US + 300 + TRANSFER_US + DECODE_US
-    life = Life(faults=(Fault(worker="mock-1", at_us=first_us + 1),), lease_ttl_s=1.0)
+    life = LifeCycleSettings(faults=(WorkerFault(worker="mock-1", at_us=first_us + 1),), lease_ttl_s=1.0)
     [one] = served(split(1, 2, life, transfer=TRANSFER), turn(0, PROMPT, 2))
     assert (one.failure, one.attempts, one.worker, one.first_us) == ("", 2, 2, first_us)
     assert one.last_us == first_us + 1 + S + prefill_us(PROMPT + 1)
@@ -184,7 +192,7 @@ def test_who_is_given_up_leaves_nothing_behind() -> None:
     found = list(simulation.run(Turns(*turns), lambda _: None).requests)
     assert {bool(one.failure) for one in found} == {True, False}
     ranks = simulation._cluster._numbered.values()
-    assert [(rank.engine.pool.used, rank.kept) for rank in ranks] == [(0, {})] * 3
+    assert [(rank.engine.pool.used, rank.retained) for rank in ranks] == [(0, {})] * 3
 
 
 def test_a_prompt_that_fits_nowhere_fails_with_the_reason() -> None:
@@ -197,15 +205,15 @@ def test_a_prompt_that_fits_nowhere_fails_with_the_reason() -> None:
 @pytest.mark.parametrize(
     ("role", "changes", "where", "reason"),
     [
-        ("decode", {"role": "prefill", "name": "p2"}, "pools[1].model", "both compute prompts for 'simulated'"),
-        ("prefill", {"role": "decode", "name": "d2"}, "pools[1].model", "both serve 'simulated'"),
-        ("decode", {"role": "aggregated"}, "pools[0].role", "no pool of the role 'decode' answers them"),
-        ("decode", {"model": "other"}, "pools[0].role", "'prefill' computes prompts for 'simulated'"),
+        ("decode", {"role": "prefill", "name": "p2"}, "pools[1].model", "both compute prompts for model 'simulated'"),
+        ("prefill", {"role": "decode", "name": "d2"}, "pools[1].model", "both serve model 'simulated'"),
+        ("decode", {"role": "aggregated"}, "pools[0].role", "needs a pool with role 'decode' for model 'simulated'"),
+        ("decode", {"model": "other"}, "pools[0].role", "prefill pool 'prefill' needs a pool with role 'decode'"),
         (
             "decode",
             {"groups": fleet(1, sizes={"block_size": 16}).pools[0].groups},
             "pools[0].workers[0]",
-            "64 is not the 16",
+            "got 64, but decode pool 'default' has 16",
         ),
     ],
 )
@@ -220,6 +228,6 @@ def test_pools_that_do_not_go_together_are_refused(
             *(one for one in pools if one.name[-1] == "2"),
         )
     with pytest.raises(SettingsUnusable) as refused:
-        require_sense(msgspec.structs.replace(system, pools=pools))
+        validate_settings(msgspec.structs.replace(system, pools=pools))
     assert refused.value.where.startswith(where)
     assert reason in refused.value.reason

@@ -5,17 +5,17 @@ import pytest
 from forebay.engine_model.timing import decode_us, prefill_us
 from forebay.simulate import cluster
 from forebay.simulate.delays import Draws
-from forebay.simulate.outcome import Outcome, Served, summary
+from forebay.simulate.outcome import RequestOutcome, SimulationOutcome, summary
 from forebay.simulate.settings import (
     Delay,
     Delays,
-    Fault,
-    Life,
+    LifeCycleSettings,
     PoolSettings,
     Settings,
     SettingsUnusable,
-    Start,
+    WorkerFault,
     WorkerGroup,
+    WorkerStart,
     engine_config,
     policy,
 )
@@ -29,11 +29,11 @@ FIRST_US = prefill_us(PROMPT)
 DECODE_US = decode_us(11, BLOCKS)  # of one token, until the eleventh block is full
 
 
-def run(system: Settings, *turns: Turn, router: str = "round-robin") -> Outcome:
+def run(system: Settings, *turns: Turn, router: str = "round-robin") -> SimulationOutcome:
     return Simulation(system, policy(router)).run(Turns(*turns), lambda _: None)
 
 
-def served(system: Settings, *turns: Turn, router: str = "round-robin") -> list[Served]:
+def served(system: Settings, *turns: Turn, router: str = "round-robin") -> list[RequestOutcome]:
     return list(run(system, *turns, router=router).requests)
 
 
@@ -46,7 +46,7 @@ def lone_us(prompt: int, output: int) -> int:
 @pytest.mark.parametrize(("said", "output"), [(1, 100), (17, 100), (60, 100), (1, 2), (17, 20)])
 def test_an_answer_goes_on_behind_what_was_said_when_the_lease_of_its_worker_is_over(said: int, output: int) -> None:
     died_us = FIRST_US + (said - 1) * DECODE_US + DECODE_US // 2
-    life = Life(faults=(Fault(worker="mock-0", at_us=died_us),), lease_ttl_s=10.0)
+    life = LifeCycleSettings(faults=(WorkerFault(worker="mock-0", at_us=died_us),), lease_ttl_s=10.0)
     [one] = served(fleet(2, life), turn(0, PROMPT, output))
     assert (one.failure, one.attempts, one.worker, one.first_us) == ("", 2, 1, FIRST_US)
     assert one.last_us == died_us + 10 * S + lone_us(PROMPT + said, output - said)
@@ -57,7 +57,7 @@ def test_what_two_answers_said_to_one_prompt_is_not_shared_where_they_go_on() ->
     begin_us = prefill_us(PROMPT + 64)  # the second computes the last block again, to have a token to go on from
     died_us = begin_us + 64 * decode_us(22, BLOCKS) + 10 * decode_us(24, BLOCKS) + S // 1_000
     # Both are on the only worker; another comes when it is lost.
-    life = Life(faults=(Fault(worker="mock-0", at_us=died_us, back_us=S),), lease_ttl_s=5.0)
+    life = LifeCycleSettings(faults=(WorkerFault(worker="mock-0", at_us=died_us, back_us=S),), lease_ttl_s=5.0)
     said = 1 + 64 + 10
     found = served(fleet(1, life), *(turn(at, PROMPT, said + 1, **same) for at in (0, 1)))
     # One block of each answer is full; only those of the prompt are found by the other.
@@ -67,15 +67,15 @@ def test_what_two_answers_said_to_one_prompt_is_not_shared_where_they_go_on() ->
 
 def test_an_answer_of_three_workers_is_in_three_parts() -> None:
     again_us = FIRST_US + DECODE_US // 2 + S + prefill_us(PROMPT + 1) + 9 * DECODE_US + DECODE_US // 2
-    faults = Fault(worker="mock-0", at_us=FIRST_US + DECODE_US // 2), Fault(worker="mock-2", at_us=again_us)
-    [one] = served(fleet(3, Life(faults=faults, lease_ttl_s=1.0)), turn(0, PROMPT, 100))
+    faults = WorkerFault(worker="mock-0", at_us=FIRST_US + DECODE_US // 2), WorkerFault(worker="mock-2", at_us=again_us)
+    [one] = served(fleet(3, LifeCycleSettings(faults=faults, lease_ttl_s=1.0)), turn(0, PROMPT, 100))
     assert (one.attempts, one.first_us) == (3, FIRST_US)
     assert one.last_us == again_us + S + lone_us(PROMPT + 1 + 10, 100 - 1 - 10)
 
 
 def test_the_last_decision_about_a_request_is_kept_and_only_those_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster, "EXPLAINED_MAX", 2)
-    life = Life(faults=(Fault(worker="mock-0", at_us=FIRST_US),), lease_ttl_s=1.0)
+    life = LifeCycleSettings(faults=(WorkerFault(worker="mock-0", at_us=FIRST_US),), lease_ttl_s=1.0)
     found = run(fleet(2, life), turn(0, PROMPT, 9), turn(1, at_us=S // 2), turn(2, at_us=9 * S)).routed
     assert [(place, one.attempt, one.worker_id) for place, one in sorted(found.items())] == [
         (0, 2, "mock-1"),
@@ -84,26 +84,26 @@ def test_the_last_decision_about_a_request_is_kept_and_only_those_of_the_first(m
 
 
 def test_nothing_is_said_by_a_step_that_did_not_end() -> None:
-    life = Life(faults=(Fault(worker="mock-0", at_us=FIRST_US - 1),), lease_ttl_s=1.0)
+    life = LifeCycleSettings(faults=(WorkerFault(worker="mock-0", at_us=FIRST_US - 1),), lease_ttl_s=1.0)
     [one] = served(fleet(2, life), turn(0, PROMPT, 100))
     assert one.first_us == FIRST_US - 1 + S + FIRST_US
     assert one.last_us == FIRST_US - 1 + S + lone_us(PROMPT, 100)
 
 
 def test_a_worker_that_dies_when_a_step_ends_has_said_what_the_step_did() -> None:
-    life = Life(faults=(Fault(worker="mock-0", at_us=FIRST_US),), lease_ttl_s=1.0)
+    life = LifeCycleSettings(faults=(WorkerFault(worker="mock-0", at_us=FIRST_US),), lease_ttl_s=1.0)
     [one] = served(fleet(2, life), turn(0, PROMPT, 100))
     assert (one.first_us, one.last_us) == (FIRST_US, FIRST_US + S + lone_us(PROMPT + 1, 99))
 
 
 def test_an_answer_that_was_complete_stays_it() -> None:
-    life = Life(faults=(Fault(worker="mock-0", at_us=lone_us(PROMPT, 5)),))
+    life = LifeCycleSettings(faults=(WorkerFault(worker="mock-0", at_us=lone_us(PROMPT, 5)),))
     [one] = served(fleet(1, life), turn(0, PROMPT, 5))
     assert (one.failure, one.attempts, one.last_us) == ("", 1, lone_us(PROMPT, 5))
 
 
 def test_requests_go_to_a_dead_worker_until_half_of_its_lease_is_over() -> None:
-    life = Life(faults=(Fault(worker="mock-0", at_us=S),), lease_ttl_s=10.0)
+    life = LifeCycleSettings(faults=(WorkerFault(worker="mock-0", at_us=S),), lease_ttl_s=10.0)
     early = [turn(number, at_us=(2 + number) * S) for number in range(4)]
     late = [turn(number, at_us=(3 + number) * S) for number in range(4, 8)]
     found = served(fleet(2, life), *early, *late)
@@ -114,7 +114,7 @@ def test_requests_go_to_a_dead_worker_until_half_of_its_lease_is_over() -> None:
 
 
 def test_a_dead_worker_computes_nothing_and_who_waits_for_it_is_given_up_in_time() -> None:
-    life = Life(faults=(Fault(worker="mock-0", at_us=S),), lease_ttl_s=10.0)
+    life = LifeCycleSettings(faults=(WorkerFault(worker="mock-0", at_us=S),), lease_ttl_s=10.0)
     turns = [turn(number, 64, at_us=at_s * S) for number, at_s in enumerate((2, 8, 13))]
     found = served(fleet(1, life, timeout_s=4.0), *turns)
     assert found[0].failure == "the deadline passed"
@@ -124,21 +124,21 @@ def test_a_dead_worker_computes_nothing_and_who_waits_for_it_is_given_up_in_time
 
 
 def test_whoever_lost_its_worker_waits_for_another_until_its_deadline() -> None:
-    life = Life(faults=(Fault(worker="mock-0", at_us=FIRST_US + 1),), lease_ttl_s=1.0)
+    life = LifeCycleSettings(faults=(WorkerFault(worker="mock-0", at_us=FIRST_US + 1),), lease_ttl_s=1.0)
     outcome = run(fleet(1, life, timeout_s=30.0), turn(0, PROMPT, 100))
     assert [one.failure for one in outcome.requests] == ["the deadline passed"]
     assert outcome.lasted_us == 30 * S
     # A process that comes after the deadline is too late.
-    late = Fault(worker="mock-0", at_us=FIRST_US + 1, back_us=3 * 86_400 * S)
+    late = WorkerFault(worker="mock-0", at_us=FIRST_US + 1, back_us=3 * 86_400 * S)
     for faults in (life.faults, (late,)):
-        a_day = run(fleet(1, Life(faults=faults, lease_ttl_s=1.0)), turn(0, PROMPT, 100))
+        a_day = run(fleet(1, LifeCycleSettings(faults=faults, lease_ttl_s=1.0)), turn(0, PROMPT, 100))
         assert (a_day.requests[0].failure, a_day.lasted_us) == ("the deadline passed", 86_400 * S)
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_no_answer_is_complete_before_it_begins(seed: int) -> None:
     # What the second worker says may be quicker than what the first one said.
-    life = Life(faults=(Fault(worker="mock-0", at_us=FIRST_US),), lease_ttl_s=0.0)
+    life = LifeCycleSettings(faults=(WorkerFault(worker="mock-0", at_us=FIRST_US),), lease_ttl_s=0.0)
     slow = Delays(tokens=Delay(jitter_us=300_000))
     answered, late = served(fleet(2, life, delays=slow, seed=seed), turn(0, PROMPT, 2), turn(1, after=(0,)))
     assert (answered.failure, answered.attempts) == ("", 2)
@@ -159,7 +159,9 @@ def test_a_client_of_no_patience_gets_nothing() -> None:
 
 def test_a_new_process_is_empty_and_takes_what_waits() -> None:
     died_us, back_us = 2 * S, 15 * S
-    life = Life(faults=(Fault(worker="mock-0", at_us=died_us, back_us=back_us),), cold_start_s=3.0, lease_ttl_s=10.0)
+    life = LifeCycleSettings(
+        faults=(WorkerFault(worker="mock-0", at_us=died_us, back_us=back_us),), cold_start_s=3.0, lease_ttl_s=10.0
+    )
     same = {"block_ids": tuple(range(1, 11))}
     before = [turn(0, PROMPT, 1, **same), turn(1, PROMPT, 1, at_us=S, **same)]
     found = served(
@@ -171,7 +173,7 @@ def test_a_new_process_is_empty_and_takes_what_waits() -> None:
 
 
 def test_a_process_that_comes_before_the_lease_of_the_last_is_over_ends_it() -> None:
-    life = Life(faults=(Fault(worker="mock-0", at_us=2 * S, back_us=S),), lease_ttl_s=10.0)
+    life = LifeCycleSettings(faults=(WorkerFault(worker="mock-0", at_us=2 * S, back_us=S),), lease_ttl_s=10.0)
     # It stays when the half of that lease would be over, and all of it.
     found = served(
         fleet(1, life), *(turn(number, 64, at_us=at_us) for number, at_us in enumerate((2 * S + 1, 8 * S, 13 * S)))
@@ -181,21 +183,21 @@ def test_a_process_that_comes_before_the_lease_of_the_last_is_over_ends_it() -> 
 
 
 def test_a_process_may_die_before_it_joins() -> None:
-    faults = Fault(worker="mock-0", at_us=2 * S, back_us=S), Fault(worker="mock-0", at_us=4 * S, back_us=S)
-    life = Life(faults=faults, cold_start_s=3.0, lease_ttl_s=10.0)
+    faults = WorkerFault(worker="mock-0", at_us=2 * S, back_us=S), WorkerFault(worker="mock-0", at_us=4 * S, back_us=S)
+    life = LifeCycleSettings(faults=faults, cold_start_s=3.0, lease_ttl_s=10.0)
     outcome = run(fleet(1, life), turn(0, 64, at_us=2 * S + 1))
     assert [one.first_us for one in outcome.requests] == [8 * S + prefill_us(64)]
     assert outcome.gpu_s == pytest.approx(2 + 1 + (outcome.lasted_us / S - 5))
 
 
 def test_a_request_that_loses_three_workers_is_given_up() -> None:
-    faults = tuple(Fault(worker=f"mock-{number}", at_us=at_s * S) for number, at_s in ((0, 1), (2, 3), (1, 5)))
-    [one] = served(fleet(3, Life(faults=faults, lease_ttl_s=1.0)), turn(0, 100_000, 9_999))
+    faults = tuple(WorkerFault(worker=f"mock-{number}", at_us=at_s * S) for number, at_s in ((0, 1), (2, 3), (1, 5)))
+    [one] = served(fleet(3, LifeCycleSettings(faults=faults, lease_ttl_s=1.0)), turn(0, 100_000, 9_999))
     assert (one.failure, one.attempts) == ("3 workers were lost one after another", 3)
 
 
 def test_workers_are_started_later_and_cost_from_then_on() -> None:
-    life = Life(starts=(Start(at_us=2 * S, count=2),), cold_start_s=3.0)
+    life = LifeCycleSettings(starts=(WorkerStart(at_us=2 * S, count=2),), cold_start_s=3.0)
     outcome = run(fleet(1, life), *(turn(number, at_us=number * S) for number in range(10)))
     assert outcome.workers == ["mock-0", "mock-1", "mock-2"]
     # Joined at five seconds, before what comes at that time.
@@ -207,11 +209,11 @@ def test_workers_are_started_later_and_cost_from_then_on() -> None:
 
 
 def test_what_a_worker_did_is_its_own_where_the_one_before_it_never_joined_or_came_later() -> None:
-    starts = Start(at_us=2 * S), Start(at_us=4 * S)
+    starts = WorkerStart(at_us=2 * S), WorkerStart(at_us=4 * S)
     turns = [turn(number, at_us=number * S) for number in range(30)]
     for back_us in (None, 10 * S):
-        faults = (Fault(worker="mock-1", at_us=3 * S, back_us=back_us),)
-        outcome = run(fleet(1, Life(starts=starts, faults=faults, cold_start_s=3.0)), *turns)
+        faults = (WorkerFault(worker="mock-1", at_us=3 * S, back_us=back_us),)
+        outcome = run(fleet(1, LifeCycleSettings(starts=starts, faults=faults, cold_start_s=3.0)), *turns)
         computed = [0, 0, 0]
         for one in outcome.requests:
             assert one.worker is not None
@@ -222,7 +224,7 @@ def test_what_a_worker_did_is_its_own_where_the_one_before_it_never_joined_or_ca
 
 
 def test_the_dead_do_nothing_in_the_timeline() -> None:
-    life = Life(faults=(Fault(worker="mock-0", at_us=2 * S),), lease_ttl_s=1.0)
+    life = LifeCycleSettings(faults=(WorkerFault(worker="mock-0", at_us=2 * S),), lease_ttl_s=1.0)
     found = run(fleet(2, life), turn(0, PROMPT, 9_999), turn(1, at_us=20 * S)).timeline
     after = 2 * S // found.bin_us + 1
     assert found.running[0][after - 2] == 1
@@ -233,27 +235,29 @@ def test_the_chance_that_a_process_had_does_not_kill_the_one_after_it() -> None:
     draws = Draws(4, "failures mock-0")
     first_us, second_us = draws.next(100 * S), draws.next(100 * S)
     assert first_us + 20 * S < first_us // 2 + second_us, "the second outlives what the first had left"
-    faults = (Fault(worker="mock-0", at_us=first_us // 2, back_us=0),)
-    life = Life(faults=faults, mtbf_s=100.0, lease_ttl_s=5.0)
+    faults = (WorkerFault(worker="mock-0", at_us=first_us // 2, back_us=0),)
+    life = LifeCycleSettings(faults=faults, mtbf_s=100.0, lease_ttl_s=5.0)
     [one] = served(fleet(1, life, seed=4), turn(0, at_us=first_us + S))
     assert (one.attempts, one.failure) == (1, "")
 
 
 def test_who_starts_when_the_last_client_has_its_answer_costs_nothing() -> None:
-    life = Life(starts=(Start(at_us=2 * S),))
+    life = LifeCycleSettings(starts=(WorkerStart(at_us=2 * S),))
     outcome = run(fleet(1, life, delays=Delays(progress=Delay(fixed_us=5 * S))), turn(0))
     assert outcome.gpu_s == outcome.lasted_us / S == prefill_us(64) / S
 
 
 def test_a_new_process_has_delays_of_its_own() -> None:
-    life = Life(faults=(Fault(worker="mock-0", at_us=20 * S, back_us=0),))
+    life = LifeCycleSettings(faults=(WorkerFault(worker="mock-0", at_us=20 * S, back_us=0),))
     slow = Delays(tokens=Delay(jitter_us=100_000))
     found = served(fleet(1, life, delays=slow), turn(0), turn(1, at_us=30 * S))
     assert len({one.first_us - one.arrived_us for one in found}) == 2
 
 
 def test_gpu_seconds_end_with_a_death_and_begin_with_a_start() -> None:
-    life = Life(faults=(Fault(worker="mock-0", at_us=2 * S, back_us=3 * S),), cold_start_s=2.0, lease_ttl_s=1.0)
+    life = LifeCycleSettings(
+        faults=(WorkerFault(worker="mock-0", at_us=2 * S, back_us=3 * S),), cold_start_s=2.0, lease_ttl_s=1.0
+    )
     system = fleet(2, life)
     group = WorkerGroup(count=2, engine=engine_config(), gpus=4.0)
     system = Settings(pools=(PoolSettings(groups=(group,)),), life=life)
@@ -264,7 +268,10 @@ def test_gpu_seconds_end_with_a_death_and_begin_with_a_start() -> None:
 
 def test_failures_of_chance_come_with_the_seed() -> None:
     turns = [turn(number, 640, 50, at_us=number * S) for number in range(120)]
-    runs = [run(fleet(3, Life(mtbf_s=20.0, repair_s=2.0, lease_ttl_s=3.0), seed=seed), *turns) for seed in (0, 0, 1)]
+    runs = [
+        run(fleet(3, LifeCycleSettings(mtbf_s=20.0, repair_s=2.0, lease_ttl_s=3.0), seed=seed), *turns)
+        for seed in (0, 0, 1)
+    ]
     assert runs[0].digest == runs[1].digest != runs[2].digest
     assert runs[0].gpu_s < 3 * runs[0].lasted_us / S - 10
     assert any(one.attempts > 1 for one in runs[0].requests)
@@ -273,24 +280,32 @@ def test_failures_of_chance_come_with_the_seed() -> None:
 @pytest.mark.parametrize(
     ("life", "where", "reason"),
     [
-        (Life(faults=(Fault(worker="mock-2", at_us=0),)), "faults[0].worker", "no worker 'mock-2'; they are mock-0 to"),
-        (Life(starts=(Start(at_us=0, pool="x"),)), "starts[0].pool", "there is no pool 'x'"),
-        (Life(starts=(Start(at_us=0, group=1),)), "starts[0].group", "has 1 groups"),
         (
-            Life(starts=(Start(at_us=5 * S),), faults=(Fault(worker="mock-2", at_us=S),)),
+            LifeCycleSettings(faults=(WorkerFault(worker="mock-2", at_us=0),)),
+            "faults[0].worker",
+            "unknown worker 'mock-2'; workers are mock-0 to",
+        ),
+        (LifeCycleSettings(starts=(WorkerStart(at_us=0, pool="x"),)), "starts[0].pool", "unknown pool 'x'"),
+        (LifeCycleSettings(starts=(WorkerStart(at_us=0, group=1),)), "starts[0].group", "has 1 worker groups"),
+        (
+            LifeCycleSettings(starts=(WorkerStart(at_us=5 * S),), faults=(WorkerFault(worker="mock-2", at_us=S),)),
             "faults[0].at",
-            "mock-2 is started at 5 s",
+            "mock-2 starts at 5 s",
         ),
         (
-            Life(faults=(Fault(worker="mock-1", at_us=9), Fault(worker="mock-1", at_us=5))),
+            LifeCycleSettings(faults=(WorkerFault(worker="mock-1", at_us=9), WorkerFault(worker="mock-1", at_us=5))),
             "faults[0].at",
-            "mock-1 stays dead",
+            "mock-1 is not replaced",
         ),
-        (Life(mtbf_s=0.5), "life.mtbf_s", "nothing would ever run"),
-        (Life(starts=(Start(at_us=0, count=4_095),)), "pools", "4097 workers are more than 4096"),
+        (LifeCycleSettings(mtbf_s=0.5), "life.mtbf_s", "must be 0 or at least 1 s"),
+        (
+            LifeCycleSettings(starts=(WorkerStart(at_us=0, count=4_095),)),
+            "pools",
+            "got 4097 workers; the maximum is 4096",
+        ),
     ],
 )
-def test_what_cannot_happen_is_refused(life: Life, where: str, reason: str) -> None:
+def test_what_cannot_happen_is_refused(life: LifeCycleSettings, where: str, reason: str) -> None:
     with pytest.raises(SettingsUnusable) as caught:
         Simulation(fleet(2, life), policy("kv"))
     assert caught.value.where == where

@@ -5,8 +5,18 @@ from pathlib import Path
 import pytest
 
 from forebay.events.control import DisaggConfig, RouterConfig
-from forebay.simulate.fleet_file import Fleet, FleetUnusable, load_fleet
-from forebay.simulate.settings import DELAYS, Delay, Delays, Fault, Life, Settings, Start, Transfer, policy
+from forebay.simulate.fleet_file import FleetDescription, FleetUnusable, load_fleet
+from forebay.simulate.settings import (
+    DELAYS,
+    Delay,
+    Delays,
+    LifeCycleSettings,
+    Settings,
+    Transfer,
+    WorkerFault,
+    WorkerStart,
+    policy,
+)
 from forebay.simulate.simulation import Simulation
 from tests.simulate.fleets import Turns, turn
 
@@ -69,7 +79,7 @@ gpus = 2
 """
 
 
-def load(folder: Path, text: str) -> Fleet:
+def load(folder: Path, text: str) -> FleetDescription:
     (folder / "fast.toml").write_text(PROFILE)
     (folder / "fleet.toml").write_text(text)
     return load_fleet(folder / "fleet.toml")
@@ -98,11 +108,11 @@ def test_a_file_says_what_there_is_and_what_happens(tmp_path: Path) -> None:
     assert [one.profile for one in small.groups] == ["mocker", "fast"]
     assert large.groups[0].engine.block_size == 16
     assert fleet.delays == DELAYS["kafka"]
-    assert fleet.life == Life(
+    assert fleet.life == LifeCycleSettings(
         mtbf_s=3600.0,
         cold_start_s=60.5,
-        faults=(Fault(worker="mock-1", at_us=1_500_000, back_us=3_000_000),),
-        starts=(Start(at_us=2_000_000, pool="large", count=2),),
+        faults=(WorkerFault(worker="mock-1", at_us=1_500_000, back_us=3_000_000),),
+        starts=(WorkerStart(at_us=2_000_000, pool="large", count=2),),
     )
     settings = Settings(pools=fleet.pools, delays=fleet.delays, life=fleet.life)
     turns = [turn(number, 300, model="ab"[number % 2], at_us=number * 400_000) for number in range(20)]
@@ -128,60 +138,63 @@ POOL = "[[pools]]\nworkers = [{count = 3}]\n"
     ("text", "reason"),
     [
         ("pools = ", "Invalid value (at end of document)"),
-        ("", "pools: is missing"),
-        ("pools = []", "pools: there is none"),
+        ("", "pools: missing key"),
+        ("pools = []", "pools: no pool is configured"),
         ("pools = 3", "pools: expected a list, got int"),
-        ("[[pools]]\nname = 'x'", "pools[0].workers: is missing"),
-        ("[[pools]]\nworkers = []", "pools[0].workers: the pool 'default' has none"),
+        ("[[pools]]\nname = 'x'", "pools[0].workers: missing key"),
+        ("[[pools]]\nworkers = []", "pools[0].workers: pool 'default' has no workers"),
         ("[[pools]]\nworkers = [{count = 0}]", "pools[0].workers[0].count: expected int >= 1"),
-        ("[[pools]]\nworkers = [{count = 1, block = 3}]", "pools[0].workers[0].block: there is no such key"),
+        ("[[pools]]\nworkers = [{count = 1, block = 3}]", "pools[0].workers[0].block: unknown key"),
         (
             "[[pools]]\nworkers = [{count = 1, max_num_seqs = 9000}]",
             "pools[0].workers[0]: max_num_batched",
         ),
         (
             "[[pools]]\nworkers = [{count = 1, engine = 'x.toml'}]",
-            "pools[0].workers[0].engine: there is no engine",
+            "pools[0].workers[0].engine: unknown engine profile",
         ),
-        (POOL + "[pools.router]\nmodus = 'kv'", "pools[0].router.modus: there is no such key; there are mode, "),
-        (POOL + "[pools.router]\nmode = 'kw'", "pools[0].router.mode: 'kw' cannot be simulated; there are kv, "),
+        (POOL + "[pools.router]\nmodus = 'kv'", "pools[0].router.modus: unknown key; keys are: mode, "),
+        (POOL + "[pools.router]\nmode = 'kw'", "pools[0].router.mode: 'kw' cannot be simulated; use kv, "),
         (POOL + "[pools.router]\nmode = 'direct'", "pools[0].router.mode: 'direct' cannot be simulated"),
         (POOL + "[pools.router]\ntemperature = -1", "pools[0].router"),
-        (POOL + "[pools.router]\nbusy = {x = 1}", "pools[0].router.busy.x: there is no such key"),
+        (POOL + "[pools.router]\nbusy = {x = 1}", "pools[0].router.busy.x: unknown key"),
         (
             POOL + "[pools.router]\nqueue = {classes = [{x = 1}]}",
-            "pools[0].router.queue.classes[0].x: there is no",
+            "pools[0].router.queue.classes[0].x: unknown key",
         ),
         (POOL + "[pools.router]\nqueue = {classes = 4}", "pools[0].router.queue.classes: expected a list, got int"),
         (POOL + "[pools.router]\nqueue = 4", "pools[0].router.queue: expected a table, got int"),
-        (POOL + POOL, "pools[1].name: there are two pools 'default'"),
+        (POOL + POOL, "pools[1].name: duplicate pool name 'default'"),
         (
             POOL + "[[pools]]\nname = 'b'\nworkers = [{count = 1}]",
-            "pools[1].model: the pools 'default' and 'b' both serve 'simulated', but a router sends",
+            "pools[1].model: pools 'default' and 'b' both serve model 'simulated'",
         ),
         (
             "[[pools]]\nworkers = [{count = 1}, {count = 1, block_size = 16}]",
-            "pools[0].workers[1].block_size: 16 is not the 64 of the pool's first workers",
+            "pools[0].workers[1].block_size: got 16, but the first group of the pool has 64",
         ),
         ("[[pools]]\nworkers = [{count = 1, gpus = inf}]", "pools[0].workers[0].gpus: expected float <= 1000000"),
         ("pools = " + "[" * 5_000, "maximum recursion depth exceeded"),
         ("[[pools]]\nworkers = [{count = 1" + "0" * 5_000 + "}]", "Exceeds the limit"),
         (POOL.replace("[[pools]]", "[[pools]]\nrole = 'encode'"), "pools[0].role: invalid enum value 'encode'"),
-        (POOL.replace("[[pools]]", "[[pools]]\nrole = 'prefill'"), "pools[0].role: 'default' computes prompts for "),
-        (POOL + "[pools.router]\ndisagg = {x = 1}", "pools[0].router.disagg.x: there is no such key"),
+        (
+            POOL.replace("[[pools]]", "[[pools]]\nrole = 'prefill'"),
+            "pools[0].role: prefill pool 'default' needs a pool with role 'decode'",
+        ),
+        (POOL + "[pools.router]\ndisagg = {x = 1}", "pools[0].router.disagg.x: unknown key"),
         (POOL + "[transfer]\nkv_transfer_bandwidth = -1", "transfer.kv_transfer_bandwidth: expected"),
-        (POOL + "[transfer]\nbandwidth = 1", "transfer.bandwidth: there is no such key"),
-        (POOL + "[life]\nmtbf = 3", "life.mtbf: there is no such key"),
-        (POOL + "[life]\nmtbf_s = 0.1", "life.mtbf_s: 0.1 is below 1 s"),
-        (POOL + "[[faults]]\nworker = 'mock-3'\nat_s = 1", "faults[0].worker: there is no worker 'mock-3'"),
+        (POOL + "[transfer]\nbandwidth = 1", "transfer.bandwidth: unknown key"),
+        (POOL + "[life]\nmtbf = 3", "life.mtbf: unknown key"),
+        (POOL + "[life]\nmtbf_s = 0.1", "life.mtbf_s: got 0.1; must be 0 or at least 1 s"),
+        (POOL + "[[faults]]\nworker = 'mock-3'\nat_s = 1", "faults[0].worker: unknown worker 'mock-3'"),
         (POOL + "[[faults]]\nworker = 'mock-2'\nat_s = -1", "faults[0].at_s: expected float >= 0"),
         (
             POOL + "[[starts]]\nat_s = 9\n[[faults]]\nworker = 'mock-3'\nat_s = 1",
-            "faults[0].at_s: mock-3 is started at 9 s",
+            "faults[0].at_s: worker mock-3 starts at 9 s",
         ),
-        (POOL + "[[starts]]\nat_s = 9\npool = 'x'", "starts[0].pool: there is no pool 'x'"),
-        ("delays = 'slow'\n" + POOL, "delays: 'slow' is none of none, embedded, kafka"),
-        (POOL + "[delays]\nsent = {fixed_ms = 1}", "delays.sent: there is no such key"),
+        (POOL + "[[starts]]\nat_s = 9\npool = 'x'", "starts[0].pool: unknown pool 'x'"),
+        ("delays = 'slow'\n" + POOL, "delays: unknown profile 'slow'; profiles are: none, embedded, kafka"),
+        (POOL + "[delays]\nsent = {fixed_ms = 1}", "delays.sent: unknown key"),
         (POOL + "[delays]\nwork = {fixed_ms = -1}", "delays.work.fixed_ms: expected float >= 0"),
     ],
 )
@@ -195,5 +208,5 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(FleetUnusable, match=r"none\.toml: No such file"):
         load_fleet(tmp_path / "none.toml")
     (tmp_path / "x.toml").write_bytes(b"\xff")
-    with pytest.raises(FleetUnusable, match=r"x\.toml: is no text in UTF-8"):
+    with pytest.raises(FleetUnusable, match=r"x\.toml: is not UTF-8 text"):
         load_fleet(tmp_path / "x.toml")

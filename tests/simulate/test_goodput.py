@@ -2,14 +2,14 @@
 
 import pytest
 
-from forebay.simulate.outcome import Outcome, Requests, Served
-from forebay.simulate.slo import Slo, SloUnusable, goodput, requests_per_s, service_levels
+from forebay.simulate.outcome import RequestOutcome, RequestOutcomes, SimulationOutcome
+from forebay.simulate.slo import Slo, SloUnusable, goodput, parse_slo, requests_per_s
 
 
-def served(ttft_ms: float, itl_ms: float, output_tokens: int = 11, arrived_us: int = 0) -> Served:
+def served(ttft_ms: float, itl_ms: float, output_tokens: int = 11, arrived_us: int = 0) -> RequestOutcome:
     first_us = arrived_us + round(ttft_ms * 1e3)
     last_us = first_us + round(itl_ms * 1e3 * (output_tokens - 1))
-    return Served(arrived_us, 100, output_tokens, worker=0, first_us=first_us, last_us=last_us)
+    return RequestOutcome(arrived_us, 100, output_tokens, worker=0, first_us=first_us, last_us=last_us)
 
 
 def test_a_request_keeps_what_it_is_within_and_one_without_an_answer_keeps_nothing() -> None:
@@ -18,9 +18,9 @@ def test_a_request_keeps_what_it_is_within_and_one_without_an_answer_keeps_nothi
         served(101, 10),
         served(100, 11),
         served(100, 0, output_tokens=1, arrived_us=900_000),  # one token is never late
-        Served(1_000_000, 100, 5, failure="nobody was there"),
+        RequestOutcome(1_000_000, 100, 5, failure="nobody was there"),
     ]
-    found = goodput(Outcome(Requests(requests)), Slo(ttft_ms=100, itl_ms=10))
+    found = goodput(SimulationOutcome(RequestOutcomes(requests)), Slo(ttft_ms=100, itl_ms=10))
     assert found == {
         "attained": 2 / 5,
         "attained_each": {"ttft": 3 / 5, "itl": 3 / 5},
@@ -30,35 +30,40 @@ def test_a_request_keeps_what_it_is_within_and_one_without_an_answer_keeps_nothi
 
 def test_the_whole_answer_can_be_promised_alone() -> None:
     requests = [served(100, 10), served(100, 11)]
-    found = goodput(Outcome(Requests(requests)), Slo(e2e_ms=200))
+    found = goodput(SimulationOutcome(RequestOutcomes(requests)), Slo(e2e_ms=200))
     assert (found["attained"], found["attained_each"]) == (0.5, {"e2e": 0.5})
 
 
 def test_nothing_is_kept_where_nobody_came_and_nothing_a_second_where_nobody_was_answered() -> None:
-    assert goodput(Outcome(), Slo(ttft_ms=1))["attained"] == 0.0
-    refused = Outcome(Requests([Served(5_000, 1, 1, failure="no")]))
+    assert goodput(SimulationOutcome(), Slo(ttft_ms=1))["attained"] == 0.0
+    refused = SimulationOutcome(RequestOutcomes([RequestOutcome(5_000, 1, 1, failure="no")]))
     assert goodput(refused, Slo(ttft_ms=1))["goodput_per_s"] == 0.0
 
 
 def test_the_rate_is_that_of_the_times_between_arrivals() -> None:
-    assert requests_per_s(Outcome(Requests([served(1, 1, arrived_us=at) for at in (500, 1_000_500, 2_000_500)]))) == 1.0
-    assert requests_per_s(Outcome(Requests([served(1, 1), served(1, 1)]))) == 0.0
-    assert requests_per_s(Outcome()) == 0.0
+    assert (
+        requests_per_s(
+            SimulationOutcome(RequestOutcomes([served(1, 1, arrived_us=at) for at in (500, 1_000_500, 2_000_500)]))
+        )
+        == 1.0
+    )
+    assert requests_per_s(SimulationOutcome(RequestOutcomes([served(1, 1), served(1, 1)]))) == 0.0
+    assert requests_per_s(SimulationOutcome()) == 0.0
 
 
 def test_levels_are_read_as_they_are_written() -> None:
-    assert service_levels("ttft=500,itl=20.5") == Slo(ttft_ms=500.0, itl_ms=20.5)
-    assert service_levels("e2e=1e4") == Slo(e2e_ms=10_000.0)
+    assert parse_slo("ttft=500,itl=20.5") == Slo(ttft_ms=500.0, itl_ms=20.5)
+    assert parse_slo("e2e=1e4") == Slo(e2e_ms=10_000.0)
 
 
 @pytest.mark.parametrize(
     "text", ["", "ttft", "ttft=", "ttft=0", "ttft=-1", "ttft=nan", "ttft=inf", "tpot=5", "ttft=5,"]
 )
 def test_what_promises_nothing_is_refused(text: str) -> None:
-    with pytest.raises(SloUnusable, match="milliseconds above 0"):
-        service_levels(text)
+    with pytest.raises(SloUnusable, match="invalid objective"):
+        parse_slo(text)
 
 
 def test_one_thing_is_promised_once() -> None:
-    with pytest.raises(SloUnusable, match="ttft is given twice"):
-        service_levels("ttft=5,itl=3,ttft=6")
+    with pytest.raises(SloUnusable, match="duplicate objective ttft"):
+        parse_slo("ttft=5,itl=3,ttft=6")

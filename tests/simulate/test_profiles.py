@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.engine_model.timing import LinearTiming, MockerTiming, RooflineTiming
-from forebay.simulate.profiles.profile import Profile, Sizes, load_profile, write_linear
+from forebay.simulate.profiles.profile import EngineSizes, Profile, load_profile, write_linear
 from forebay.simulate.profiles.sheets import ProfileUnusable, gpu_sheet, read_transformer
 
 # As published with Llama-3.1-8B and Mixtral-8x7B.
@@ -51,19 +51,23 @@ def timing_of(profile: Profile) -> RooflineTiming:
 
 def test_the_mocker_is_built_in() -> None:
     profile = load_profile("mocker")
-    assert profile == Profile(timing=MockerTiming(), sizes=Sizes(), name="mocker")
+    assert profile == Profile(timing=MockerTiming(), sizes=EngineSizes(), name="mocker")
 
 
 def test_a_file_may_give_the_mocker_other_sizes(tmp_path: Path) -> None:
     path = profile_file(tmp_path, 'kind = "mocker"\n[sizes]\nblocks = 512\ngpus = 2')
     profile = load_profile(path)
-    assert (profile.timing, profile.sizes, profile.name) == (MockerTiming(), Sizes(blocks=512, gpus=2.0), "engine")
+    assert (profile.timing, profile.sizes, profile.name) == (
+        MockerTiming(),
+        EngineSizes(blocks=512, gpus=2.0),
+        "engine",
+    )
 
 
 def test_a_linear_profile_reads_as_it_was_written(tmp_path: Path) -> None:
     made = Profile(
         timing=LinearTiming(step=1200.5, attended_pair=1e-05, decode_sequence=3.0),
-        sizes=Sizes(block_size=16, blocks=4096, max_num_seqs=8, max_num_batched_tokens=2048),
+        sizes=EngineSizes(block_size=16, blocks=4096, max_num_seqs=8, max_num_batched_tokens=2048),
         name='eight "cores"',
         source="run.rec\\",
         work_us=750,
@@ -88,18 +92,24 @@ def test_a_linear_profile_reads_as_it_was_written(tmp_path: Path) -> None:
         ('kind = "linear"\n[costs_us]\nstop = 1', "unknown field `stop`"),
         ('kind = "mocker"\n[sizes]\nblocks = 0', "sizes.blocks: Expected `int` >= 1"),
         ('kind = "mocker"\n[sizes]\ngpus = inf', "sizes.gpus: Expected `float` <= 1000000.0"),
-        ("kind = " + "[" * 5_000, "nested deeper than any profile is"),
+        ("kind = " + "[" * 5_000, "nested too deeply"),
         ('kind = "mocker"\n[sizes]\ngpus = 0', "sizes.gpus: Expected `float` > 0.0"),
         ('kind = "roofline"\nmodel = "c.json"\ngpu = "h100-sxm"', "c.json: No such file"),
-        ('kind = "roofline"\nmodel = "config.json"\ngpu = "H100"', "no data sheet of 'H100'; there is h100-sxm"),
-        ('kind = "roofline"\nmodel = "config.json"\ngpu = "mi3"', "no data sheet of 'mi3'; there is a100-80gb, b200, "),
+        (
+            'kind = "roofline"\nmodel = "config.json"\ngpu = "H100"',
+            "unknown GPU 'H100'; built-in data sheets are: h100-sxm",
+        ),
+        (
+            'kind = "roofline"\nmodel = "config.json"\ngpu = "mi3"',
+            "unknown GPU 'mi3'; built-in data sheets are: a100-80gb, b200, ",
+        ),
         (
             'kind = "roofline"\nmodel = "config.json"\ngpu = "h100-sxm"\ntensor_parallel = 5',
-            "32 attention heads cannot be shared by 5",
+            "tensor_parallel = 5 does not divide 32 attention heads",
         ),
         (
             'kind = "roofline"\nmodel = "config.json"\ngpu = "a100-80gb"\nweights = "fp8"',
-            "this GPU does not compute in fp8",
+            "the GPU does not support fp8",
         ),
         (
             'kind = "roofline"\nmodel = "config.json"\ngpu = "h100-sxm"\n[assumed]\nmemory = 1.5',
@@ -139,10 +149,13 @@ def test_whatever_a_file_says_it_is_a_profile_or_refused(
 
 @pytest.mark.parametrize(
     ("name", "more"),
-    [("h900", ""), ("h100", '; for the GPU h100-sxm write one with kind = "roofline", .*: docs/engine-profiles.md')],
+    [
+        ("h900", ""),
+        ("h100", '. For the GPU h100-sxm write a profile with kind = "roofline" .*: see docs/engine-profiles.md'),
+    ],
 )
 def test_a_profile_that_is_not_there(name: str, more: str) -> None:
-    reason = f"there is no engine profile {name}: give mocker, which is built in, or a file{more}$"
+    reason = f"unknown engine profile '{name}'; use 'mocker' or the path of a profile file{more}$"
     with pytest.raises(ProfileUnusable, match=reason):
         load_profile(name)
 
@@ -190,15 +203,15 @@ def test_shared_experts_and_a_router_are_part_of_every_layer(tmp_path: Path) -> 
     ("changes", "reason"),
     [
         ({"kv_lora_rank": 512}, "multi-head latent attention"),
-        ({"first_k_dense_replace": 1, "num_experts": 8}, "layers with and without experts mixed"),
-        ({"hidden_size": None}, "it has no hidden_size"),
+        ({"first_k_dense_replace": 1, "num_experts": 8}, "mixed layers with and without experts"),
+        ({"hidden_size": None}, "missing key hidden_size"),
         ({"vocab_size": "many"}, "vocab_size must be a positive integer, not 'many'"),
         ({"num_hidden_layers": True}, "num_hidden_layers must be a positive integer, not True"),
         ({"num_hidden_layers": 0}, "num_hidden_layers must be a positive integer, not 0"),
-        ({"num_key_value_heads": 5}, "32 heads cannot share 5"),
-        ({"hidden_act": "sine"}, "hidden_act 'sine' is not known"),
-        ({"num_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok (5) is more than there are (4)"),
-        ({"num_experts": 4, "intermediate_size": 0}, "neither moe_intermediate_size nor intermediate_size"),
+        ({"num_key_value_heads": 5}, "num_attention_heads (32) is not a multiple of num_key_value_heads (5)"),
+        ({"hidden_act": "sine"}, "unknown hidden_act 'sine'"),
+        ({"num_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok (5) exceeds the number of experts (4)"),
+        ({"num_experts": 4, "intermediate_size": 0}, "needs moe_intermediate_size or intermediate_size"),
     ],
 )
 def test_a_model_that_is_not_described(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
@@ -243,7 +256,7 @@ def test_llama_8b_on_one_h100(tmp_path: Path) -> None:
     assert took == round(flops / (989e6 * 0.7) + 500)
     # 79 GiB, of which 90 % are taken and 2 GiB reserved, less the weights; 131,072 bytes of cache a token.
     left = 79 * 2**30 * 0.9 - 2 * 2**30 - 2 * 8_030_261_248
-    assert profile.sizes == Sizes(block_size=64, blocks=int(left // (131_072 * 64)), gpus=1.0)
+    assert profile.sizes == EngineSizes(block_size=64, blocks=int(left // (131_072 * 64)), gpus=1.0)
     assert profile.source == gpu_sheet("h100-sxm").source
 
 
@@ -287,7 +300,7 @@ def test_a_mixture_reads_the_experts_that_are_asked_and_computes_two(tmp_path: P
 
 
 def test_a_model_that_does_not_fit(tmp_path: Path) -> None:
-    with pytest.raises(ProfileUnusable, match=r"the weights take 87.0 GiB of each of 1 GPUs, which have 69.1 GiB"):
+    with pytest.raises(ProfileUnusable, match=r"the weights take 87.0 GiB on each of 1 GPUs, but 69.1 GiB"):
         roofline_of(tmp_path, config=MIXTRAL)
 
 
@@ -307,4 +320,4 @@ def test_a_sheet_and_assumptions_of_ones_own(tmp_path: Path) -> None:
     """
     profile = roofline_of(tmp_path, own.replace("[gpu]", "[gpu] # gpu ="))
     assert timing_of(profile).step_us(**DECODE_ONE, decode_tokens=0) == round(2 * (32 * LAYER + HEAD) / 1e6)
-    assert profile.sizes == Sizes(block_size=16, blocks=1000, gpus=1.0)
+    assert profile.sizes == EngineSizes(block_size=16, blocks=1000, gpus=1.0)

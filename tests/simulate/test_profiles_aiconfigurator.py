@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from forebay.cli.app import app
 from forebay.engine_model.timing import LinearTiming
-from forebay.simulate.profiles.profile import Sizes, load_profile
+from forebay.simulate.profiles.profile import EngineSizes, load_profile
 
 COSTS = LinearTiming(
     step=900.0, prefill_token=20.0, attended_pair=0.001, decode_step=700.0, decode_sequence=12.0, context_token=0.04
@@ -72,8 +72,8 @@ def test_the_costs_of_an_engine_that_is_linear_come_out(tmp_path: Path) -> None:
     profile = load_profile(str(out))
     for name in COSTS.__struct_fields__:
         assert getattr(profile.timing, name) == pytest.approx(getattr(COSTS, name), rel=0.01), name
-    assert (profile.sizes, profile.name) == (Sizes(gpus=2.0), "some/model on 2 h200_sxm, vllm")
-    assert "relative errors p50 / p90: prefill 0.0% / 0." in result.stderr
+    assert (profile.sizes, profile.name) == (EngineSizes(gpus=2.0), "some/model on 2 h200_sxm, vllm")
+    assert "against the estimates, p50 / p90: prefill 0.0% / 0." in result.stderr
 
 
 @pytest.mark.usefixtures("known")
@@ -81,7 +81,7 @@ def test_without_a_file_it_is_printed(tmp_path: Path) -> None:
     result = invoke("some/model")
     path = tmp_path / "other.toml"
     path.write_text(result.stdout)
-    assert load_profile(str(path)).sizes == Sizes(gpus=1.0)
+    assert load_profile(str(path)).sizes == EngineSizes(gpus=1.0)
     refused = invoke("some/model", "-o", tmp_path / "none" / "engine.toml")
     assert (refused.exit_code, "No such file or directory" in refused.stderr) == (2, True)
 
@@ -90,7 +90,7 @@ def test_without_a_file_it_is_printed(tmp_path: Path) -> None:
 def test_what_it_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
     result = invoke("nobody/knows")
     assert result.exit_code == 2
-    assert "AIConfigurator has no estimate of nobody/knows on h100_sxm with vllm" in result.stderr
+    assert "AIConfigurator cannot estimate nobody/knows on h100_sxm with vllm" in result.stderr
     monkeypatch.setattr(KnownEngine, "scale", 0.0)
     result = invoke("some/model")
     assert (result.exit_code, "estimates steps of no time" in result.stderr) == (2, True)
@@ -107,9 +107,9 @@ def test_without_its_extra() -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_llama_8b_on_one_h100() -> None:
     """A token of one sequence takes what reading 15 GB at 3.35 TB/s takes, and not twice as long."""
-    from forebay.simulate.profiles.aiconfigurator import estimated  # noqa: PLC0415 - imports the extra
+    from forebay.simulate.profiles.aiconfigurator import fit_estimates  # noqa: PLC0415 - imports the extra
 
-    found = estimated("meta-llama/Meta-Llama-3.1-8B", "h100_sxm", "vllm", 1)
+    found = fit_estimates("meta-llama/Meta-Llama-3.1-8B", "h100_sxm", "vllm", 1)
     one = found.timing.step_us(
         prefill_tokens=0, prefill_attended=0, decode_sequences=1, decode_tokens=1024, cache_tokens=1 << 20
     )

@@ -4,12 +4,12 @@ import pytest
 
 from forebay.engine_model.model import EngineConfig
 from forebay.simulate.profiles import fitting
-from forebay.simulate.profiles.fitting import REQUESTS_MIN, Fit, FitImpossible, fit
-from forebay.simulate.profiles.observed import EngineRun, ModelledRun, Observed
+from forebay.simulate.profiles.fitting import REQUESTS_MIN, FitImpossible, TimingFit, fit
+from forebay.simulate.profiles.observed import EngineRun, ModelledRun, ObservedRequest
 from tests.simulate.engine_runs import SIZES, TRUTH, WORK_US, Jittered, engine_run, lived
 
 
-def found_in(*runs: EngineRun) -> Fit:
+def found_in(*runs: EngineRun) -> TimingFit:
     return fit(runs, lambda _: None)
 
 
@@ -50,8 +50,8 @@ def test_a_busier_time_than_was_fitted_to() -> None:
 def test_alone_each_request_tells_only_sums() -> None:
     found = found_in(engine_run(7, requests=60, every_us=60_000_000))
     assert any("no two requests decoded together" in warning for warning in found.warnings)
-    (untold,) = [warning for warning in found.warnings if "apart" in warning and "decode_step" in warning]
-    assert "decode_sequence" in untold
+    (inseparable,) = [warning for warning in found.warnings if "only the sum" in warning and "decode_step" in warning]
+    assert "decode_sequence" in inseparable
     assert found.ttft.p90 < 0.01
     timing = found.timing
     together = timing.step + timing.decode_step + timing.decode_sequence
@@ -64,14 +64,14 @@ def test_answers_of_one_token_have_no_gaps() -> None:
         one.output_tokens = 1
     found = found_in(lived(run))
     assert found.itl is None
-    assert "nothing that was recorded depends on decode_step" in found.warnings
+    assert "no recorded time depends on decode_step" in found.warnings
     assert found.timing.prefill_token == pytest.approx(TRUTH.prefill_token, rel=0.05)
 
 
 def test_too_few_requests() -> None:
     run = engine_run(9, requests=REQUESTS_MIN)
     run.requests[3].left_out = "for a reason"
-    with pytest.raises(FitImpossible, match="19 requests can be compared, but at least 20 are needed"):
+    with pytest.raises(FitImpossible, match="only 19 requests can be compared; at least 20 are needed"):
         found_in(run)
 
 
@@ -88,10 +88,10 @@ def test_what_is_left_out_is_told_and_still_a_load() -> None:
 def test_requests_that_the_model_refuses_are_told() -> None:
     run = engine_run(11, requests=60)
     end_us = run.requests[-1].routed_us
-    run.requests.append(Observed(end_us - 1, 70_000, bytes(8 * 4375), 10, 0, end_us, end_us + 1))
+    run.requests.append(ObservedRequest(end_us - 1, 70_000, bytes(8 * 4375), 10, 0, end_us, end_us + 1))
     ((reason, count),) = found_in(run).left_out.items()
     assert count == 1
-    assert reason.startswith("the engine model refuses it: ")
+    assert reason.startswith("the engine model rejects it: ")
 
 
 def test_prefixes_that_only_the_engine_had() -> None:
@@ -99,7 +99,7 @@ def test_prefixes_that_only_the_engine_had() -> None:
     for one in run.requests[1::2]:
         one.cached_tokens = 16
     found = found_in(run)
-    assert found.left_out == {"the engine model has other prefixes in its cache": 30}
+    assert found.left_out == {"the engine model finds other cached prefixes": 30}
     assert any(warning.startswith("only 50% of the requests find") for warning in found.warnings)
     for one in run.requests:
         one.cached_tokens = 16
@@ -111,7 +111,7 @@ def test_later_prefixes_that_only_the_engine_had() -> None:
     run = engine_run(13, requests=60)
     for one in run.requests[40:]:
         one.cached_tokens = 16
-    with pytest.raises(FitImpossible, match="no request of the later part can be compared"):
+    with pytest.raises(FitImpossible, match="no test request can be compared"):
         found_in(run)
 
 
@@ -123,8 +123,8 @@ def test_long_recordings_are_fitted_to_their_beginning(monkeypatch: pytest.Monke
 
 def test_a_cancelled_request_leaves_the_engine() -> None:
     config = EngineConfig(vocabulary=None, **SIZES)
-    long = Observed(0, 100, bytes(8 * 6), 1000, stopped_us=50_000, left_out="cancelled or failed")
-    late = Observed(5_000_000, 100, bytes(8 * 6), 2)
+    long = ObservedRequest(0, 100, bytes(8 * 6), 1000, stopped_us=50_000, left_out="cancelled or failed")
+    late = ObservedRequest(5_000_000, 100, bytes(8 * 6), 2)
     long.sequence_hashes = late.sequence_hashes = b"".join(n.to_bytes(8, "little") for n in range(6))
     ((one, done),) = ModelledRun(EngineRun("w", config, (), [long, late]), TRUTH)
     assert one is late
@@ -134,7 +134,7 @@ def test_a_cancelled_request_leaves_the_engine() -> None:
 
 def test_a_cache_that_was_there_before() -> None:
     config = EngineConfig(vocabulary=None, **SIZES)
-    one = Observed(10, 64, b"".join(n.to_bytes(8, "little") for n in range(1, 5)), 1)
+    one = ObservedRequest(10, 64, b"".join(n.to_bytes(8, "little") for n in range(1, 5)), 1)
     ((_, done),) = ModelledRun(EngineRun("w", config, (1, 2), [one]), TRUTH, work_us=7)
     assert done.cached_tokens == 32
     assert done.ttft_us == 7 + 2000 + 60 * 32 + round(0.02 * (32 * 32 + 32 * 33 // 2))

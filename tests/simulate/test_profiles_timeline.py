@@ -3,18 +3,18 @@
 import numpy as np
 
 from forebay.engine_model.model import EngineConfig
-from forebay.simulate.profiles.observed import EngineRun, Observed
+from forebay.simulate.profiles.observed import EngineRun, ObservedRequest
 from forebay.simulate.profiles.timeline import COSTS, amounts
 
 STEP, TOKENS, PAIRS, DECODES, SEQUENCES, CONTEXT = range(len(COSTS))
 CONFIG = EngineConfig(vocabulary=None, block_size=16, kv_blocks_total=1000, max_num_seqs=8, max_num_batched_tokens=100)
 
 
-def request(routed: int, prompt: int, outputs: int, first: int, last: int, cached: int = 0) -> Observed:
-    return Observed(routed, prompt, b"", outputs, cached, first, last)
+def request(routed: int, prompt: int, outputs: int, first: int, last: int, cached: int = 0) -> ObservedRequest:
+    return ObservedRequest(routed, prompt, b"", outputs, cached, first, last)
 
 
-def run(*requests: Observed) -> EngineRun:
+def run(*requests: ObservedRequest) -> EngineRun:
     return EngineRun("w", CONFIG, (), list(requests))
 
 
@@ -57,13 +57,13 @@ def test_who_waits_for_a_place_waits_as_many_iterations_as_others_make() -> None
 
 
 def test_who_is_left_out_is_a_load_and_no_row() -> None:
-    stopped = Observed(0, 20, b"", 100, 0, 500, 0, 4_500, "cancelled or failed")
-    unfinished = Observed(0, 20, b"", 100, 0, 500, 0, 0, "did not finish")
+    stopped = ObservedRequest(0, 20, b"", 100, 0, 500, 0, 4_500, "cancelled or failed")
+    unfinished = ObservedRequest(0, 20, b"", 100, 0, 500, 0, 0, "did not finish")
     compared, found = amounts(run(stopped, unfinished, request(1_000, 20, 5, 2_500, 4_500)))
     assert [one.routed_us for one in compared] == [1_000]
     np.testing.assert_allclose(found[1, 0, SEQUENCES], 2, rtol=1e-6)
 
 
 def test_nothing_that_was_begun() -> None:
-    compared, found = amounts(run(Observed(0, 20, b"", 100)))
+    compared, found = amounts(run(ObservedRequest(0, 20, b"", 100)))
     assert (compared, found.shape) == ([], (2, 0, len(COSTS)))

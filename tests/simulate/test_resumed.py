@@ -15,7 +15,7 @@ from forebay.events.requests import RequestCancelled, RequestSubmitted, RoutingH
 from forebay.events.snapshots import Chunk
 from forebay.events.topics import FLEET, REQUESTS
 from forebay.simulate.arrivals import Arrival
-from forebay.simulate.resumed import NotSimulable, Resumed, rank_keys, resume
+from forebay.simulate.resumed import NotSimulable, ResumedOutcome, rank_keys, resume
 from forebay.simulate.settings import Delay, Delays, Transfer
 from tests.core.worlds import Driver, pool, spec
 
@@ -52,7 +52,7 @@ def asked(name: str, blocks: list[int], at_us: int = 1_000, output: int = 2, **c
     return Arrival(at_us, REQUESTS, submitted)
 
 
-def resumed(drive: Driver, *arrivals: Arrival, **options: Any) -> Resumed:
+def resumed(drive: Driver, *arrivals: Arrival, **options: Any) -> ResumedOutcome:
     return resume(state_of(drive.world), arrivals, lambda _: None, **options)
 
 
@@ -217,7 +217,7 @@ def test_a_prefill_worker_joins_and_one_is_lost_while_it_sends() -> None:
 
 
 def test_an_empty_fleet_and_sizes_that_do_not_go_together_are_refused() -> None:
-    with pytest.raises(NotSimulable, match="no worker is there"):
+    with pytest.raises(NotSimulable, match="the state has no worker"):
         resumed(fleet(), asked("r", CHAIN[:3]))
     with pytest.raises(NotSimulable, match="the worker a cannot be modelled: max_num_batched_tokens"):
         resumed(fleet("a", max_num_seqs=100), asked("r", CHAIN[:3]))

@@ -11,11 +11,11 @@ from forebay.core.routing.policies import BUILT_IN
 from forebay.engine_model.timing import decode_us, prefill_us
 from forebay.events.base import unpack_u64
 from forebay.events.control import QueueClass, QueueConfig, RouterConfig
-from forebay.simulate.mooncake import BLOCK_TOKENS, Row
-from forebay.simulate.outcome import FAILURES_SHOWN, Outcome, summary
+from forebay.simulate.mooncake import BLOCK_TOKENS, MooncakeRow
+from forebay.simulate.outcome import FAILURES_SHOWN, SimulationOutcome, summary
 from forebay.simulate.rank import LOAD_INTERVAL_US
 from forebay.simulate.reading import open_workload
-from forebay.simulate.settings import PolicyUnusable, engine_config, one_pool, policy
+from forebay.simulate.settings import PolicySpecUnusable, engine_config, one_pool, policy
 from forebay.simulate.simulation import Simulation
 from forebay.simulate.workload import WorkloadOptions, sequence_hashes
 from tests.simulate.traces import Rows, conversations, turn_of
@@ -24,19 +24,19 @@ TRACES = os.environ.get("FOREBAY_TRACES", "")
 
 
 def simulated(
-    trace: list[Row], policy_name: str = "kv", workers: int = 3, speed: float = 1.0, seed: int = 0, **sizes: Any
-) -> Outcome:
+    trace: list[MooncakeRow], policy_name: str = "kv", workers: int = 3, speed: float = 1.0, seed: int = 0, **sizes: Any
+) -> SimulationOutcome:
     chosen = one_pool(workers, engine_config(**sizes), seed=seed)
     return Simulation(chosen, policy(policy_name)).run(Rows(trace, speed), lambda _: None)
 
 
-def figures(trace: list[Row], policy_name: str = "kv", **settings: Any) -> dict[str, Any]:
+def figures(trace: list[MooncakeRow], policy_name: str = "kv", **settings: Any) -> dict[str, Any]:
     return summary(simulated(trace, policy_name, **settings), settings.get("workers", 3))
 
 
 def test_a_lone_request_takes_the_time_of_its_steps() -> None:
     tokens, outputs = 10_000, 3
-    [served] = simulated([Row(7.0, tokens, outputs, list(range(20)))]).requests
+    [served] = simulated([MooncakeRow(7.0, tokens, outputs, list(range(20)))]).requests
     first_us = prefill_us(8192) + prefill_us(tokens - 8192)
     assert served.arrived_us == 7_000
     assert served.first_us - served.arrived_us == first_us
@@ -44,13 +44,13 @@ def test_a_lone_request_takes_the_time_of_its_steps() -> None:
 
 
 def test_a_request_that_comes_during_a_step_waits_for_its_end() -> None:
-    early, late = simulated([Row(0, 64, 2, [1]), Row(1, 64, 1, [2])], workers=1).requests
+    early, late = simulated([MooncakeRow(0, 64, 2, [1]), MooncakeRow(1, 64, 1, [2])], workers=1).requests
     assert early.first_us == prefill_us(64)
     assert late.first_us == early.first_us + prefill_us(64) + decode_us(2, 16_384) == early.last_us
 
 
 def test_requests_of_one_time_share_a_step_and_come_in_the_order_of_the_trace() -> None:
-    trace = [Row(5, 512, 1, [number]) for number in range(4)]
+    trace = [MooncakeRow(5, 512, 1, [number]) for number in range(4)]
     outcome = simulated(trace, "round-robin", workers=2)
     assert [served.worker for served in outcome.requests] == [0, 1, 0, 1]
     assert {served.first_us for served in outcome.requests} == {5_000 + prefill_us(1024)}
@@ -58,7 +58,7 @@ def test_requests_of_one_time_share_a_step_and_come_in_the_order_of_the_trace() 
 
 def test_a_queue_of_requests_that_fit_nowhere_comes_to_an_end() -> None:
     number = 1_000
-    trace = [Row(0, 512, 1, [0]), *(Row(1, 64 * 16 + 1, 1, [at, at, at]) for at in range(number))]
+    trace = [MooncakeRow(0, 512, 1, [0]), *(MooncakeRow(1, 64 * 16 + 1, 1, [at, at, at]) for at in range(number))]
     queue = QueueConfig(threshold=0.01, classes=(QueueClass(requests_per_worker_max=number),))
     simulation = Simulation(one_pool(1, engine_config(blocks=16)), RouterConfig(queue=queue))
     outcome = simulation.run(Rows(trace), lambda _: None)
@@ -66,7 +66,7 @@ def test_a_queue_of_requests_that_fit_nowhere_comes_to_an_end() -> None:
 
 
 def test_speed_divides_the_times_of_arrival() -> None:
-    outcome = simulated([Row(0, 64, 1, [1]), Row(1000, 64, 1, [2])], speed=4.0)
+    outcome = simulated([MooncakeRow(0, 64, 1, [1]), MooncakeRow(1000, 64, 1, [2])], speed=4.0)
     assert [served.arrived_us for served in outcome.requests] == [0, 250_000]
 
 
@@ -115,7 +115,7 @@ def test_ten_runs_have_one_digest_and_another_seed_another() -> None:
 
 def test_a_request_that_fits_no_cache_fails_with_the_reason_and_disturbs_no_other() -> None:
     trace = conversations(sessions=4, turns=3)
-    giant = Row(trace[5].timestamp, 40 * 512, 9, list(range(9_000, 9_040)))
+    giant = MooncakeRow(trace[5].timestamp, 40 * 512, 9, list(range(9_000, 9_040)))
     with_giant = [*trace[:6], giant, *trace[6:]]
     outcome = simulated(with_giant, "round-robin", workers=1, blocks=300)
     alone = simulated(trace, "round-robin", workers=1, blocks=300)
@@ -127,14 +127,14 @@ def test_a_request_that_fits_no_cache_fails_with_the_reason_and_disturbs_no_othe
 
 
 def test_failures_are_counted_beyond_what_is_shown() -> None:
-    trace = [Row(at, 1024, 1, [at, at + 1]) for at in range(FAILURES_SHOWN + 5)]
+    trace = [MooncakeRow(at, 1024, 1, [at, at + 1]) for at in range(FAILURES_SHOWN + 5)]
     one = figures(trace, blocks=4)
     assert (one["requests"], one["failed"], len(one["failures"])) == (0, FAILURES_SHOWN + 5, FAILURES_SHOWN)
     assert (one["prefix_reuse"], one["load_max_over_mean"], one["ttft_ms"]) == (0.0, 0.0, {})
 
 
 def test_more_workers_than_requests() -> None:
-    one = figures([Row(0, 64, 1, [1])], workers=40)
+    one = figures([MooncakeRow(0, 64, 1, [1])], workers=40)
     assert one["load_max_over_mean"] == 40
     assert one["itl_ms"] == {}, "one token has no gap"
 
@@ -166,7 +166,7 @@ def test_every_policy_answers_everything_the_same_way_twice(name: str) -> None:
 
 
 def test_who_waits_in_the_router_is_sent_when_a_prompt_is_done() -> None:
-    trace = [Row(0, 64, 1, [number]) for number in range(3)]
+    trace = [MooncakeRow(0, 64, 1, [number]) for number in range(3)]
     together = simulated(trace, "kv", workers=1)
     assert {served.first_us for served in together.requests} == {prefill_us(3 * 64)}
     one_by_one = simulated(trace, "kv:queue.threshold=0", workers=1)
@@ -174,14 +174,18 @@ def test_who_waits_in_the_router_is_sent_when_a_prompt_is_done() -> None:
 
 
 def test_a_policy_sees_what_engines_report() -> None:
-    trace = [Row(0, 1024, 200, [1, 2]), Row(500, 64, 1, [3]), Row(9_000, 64, 1, [4])]
+    trace = [MooncakeRow(0, 1024, 200, [1, 2]), MooncakeRow(500, 64, 1, [3]), MooncakeRow(9_000, 64, 1, [4])]
     outcome = simulated(trace, "tests.simulate.policies.LeastUsed", workers=2)
     assert [served.worker for served in outcome.requests] == [0, 1, 0]
 
 
 def test_workers_that_report_many_used_blocks_are_busy_until_they_report_fewer() -> None:
     # The second and the third wait for the first prompt; the second then takes a third of the blocks.
-    trace = [Row(0, 640, 2_000, [1, 2]), Row(0, 20_000, 2, list(range(10, 50))), Row(0, 64, 1, [3])]
+    trace = [
+        MooncakeRow(0, 640, 2_000, [1, 2]),
+        MooncakeRow(0, 20_000, 2, list(range(10, 50))),
+        MooncakeRow(0, 64, 1, [3]),
+    ]
     policy_name = "kv:queue.threshold=0,busy.active_decode_blocks_threshold=0.3"
     first, second, third = simulated(trace, policy_name, workers=1, blocks=1_000).requests
     assert not first.failure + second.failure + third.failure
@@ -190,35 +194,35 @@ def test_workers_that_report_many_used_blocks_are_busy_until_they_report_fewer()
 
 
 def test_a_request_that_finds_every_worker_busy_is_refused() -> None:
-    trace = [Row(0, 6_400, 2, list(range(13))), Row(1, 64, 1, [90]), Row(60_000, 64, 1, [91])]
+    trace = [MooncakeRow(0, 6_400, 2, list(range(13))), MooncakeRow(1, 64, 1, [90]), MooncakeRow(60_000, 64, 1, [91])]
     name = "kv:busy.active_prefill_tokens_threshold=6000"
     failures = [served.failure for served in simulated(trace, name, workers=1).requests]
     assert failures == ["", "every worker of the pool default that may take the request is busy", ""]
 
 
 def test_a_long_queue_of_requests_that_fit_no_cache_fails_one_by_one() -> None:
-    giants = [Row(0, 1_024, 1, [2 * at, 2 * at + 1]) for at in range(1, 800)]
-    one = figures([Row(0, 64, 1, [0]), *giants], "kv:queue.threshold=0", workers=1, blocks=4)
+    giants = [MooncakeRow(0, 1_024, 1, [2 * at, 2 * at + 1]) for at in range(1, 800)]
+    one = figures([MooncakeRow(0, 64, 1, [0]), *giants], "kv:queue.threshold=0", workers=1, blocks=4)
     assert (one["requests"], one["failed"]) == (1, len(giants))
 
 
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("kw", "there is no policy 'kw'; there are kv, round-robin"),
-        ("direct", "direct cannot be simulated: the requests of a trace name no workers"),
-        ("kv:queue.size=1", "'queue.size=1' is no setting=value"),
+        ("kw", "unknown policy 'kw'; policies are: kv, round-robin"),
+        ("direct", "'direct' cannot be simulated: the requests of a workload name no workers"),
+        ("kv:queue.size=1", "'queue.size=1' is not a setting=value"),
         ("kv:queue.threshold=-1", "threshold"),
         ("kv:queue.classes=x", "queue.classes"),
         ("kv:busy=1", "busy"),
-        ("kv:warmth=1", "'warmth=1' is no setting=value .*; there is selection_policy, overlap_score_credit, "),
-        ("kv:temperatures=0.3", "'temperatures=0.3' is no setting=value .*; there is temperature$"),
-        ("kv:classes=1", "; there is queue.classes$"),
-        ("mine.py:Policy", "'mine.py:Policy': a class of a file is said as mine.Policy$"),
-        ("./rules/mine.py:Policy", "said as rules.mine.Policy$"),
-        ("/opt/mine.py", "said as mine.CLASS$"),
-        ("kv:temperature", "'temperature' is no setting=value"),
-        ("kv:mode=random", "'mode=random' is no setting=value"),
+        ("kv:warmth=1", "'warmth=1' is not a setting=value .*; settings are: selection_policy, overlap_score_credit, "),
+        ("kv:temperatures=0.3", "'temperatures=0.3' is not a setting=value .*; did you mean temperature[?]$"),
+        ("kv:classes=1", "; did you mean queue.classes[?]$"),
+        ("mine.py:Policy", "'mine.py:Policy': .* not as a file: mine.Policy$"),
+        ("./rules/mine.py:Policy", "not as a file: rules.mine.Policy$"),
+        ("/opt/mine.py", "not as a file: mine.CLASS$"),
+        ("kv:temperature", "'temperature' is not a setting=value"),
+        ("kv:mode=random", "'mode=random' is not a setting=value"),
         ("kv:temperature=-1", "temperature"),
         ("kv:temperature=warm", "temperature"),
         ("kv:temperature=nan", "temperature"),
@@ -228,7 +232,7 @@ def test_a_long_queue_of_requests_that_fit_no_cache_fails_one_by_one() -> None:
     ],
 )
 def test_a_policy_that_does_not_exist_is_named(name: str, reason: str) -> None:
-    with pytest.raises(PolicyUnusable, match=reason):
+    with pytest.raises(PolicySpecUnusable, match=reason):
         policy(name)
 
 

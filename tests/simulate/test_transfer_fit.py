@@ -5,17 +5,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.simulate.settings import Transfer
-from forebay.simulate.transfer_fit import FITTED_MIN, GROUPS, Moved, TransferFit, fit_transfers
+from forebay.simulate.transfer_fit import FITTED_MIN, GROUPS, ObservedTransfer, TransferFit, fit_transfers
 
 A, B, C = ("a", 0), ("b", 0), ("c", 0)
 S = 1_000_000
 
 
-def moved(at: int, size: int, took_us: int, reader: tuple[str, int] = B) -> Moved:
-    return Moved(A, reader, size, took_us, at * S + took_us)
+def moved(at: int, size: int, took_us: int, reader: tuple[str, int] = B) -> ObservedTransfer:
+    return ObservedTransfer(A, reader, size, took_us, at * S + took_us)
 
 
-def fitted(transfers: list[Moved], **given: float) -> TransferFit:
+def fitted(transfers: list[ObservedTransfer], **given: float) -> TransferFit:
     return fit_transfers(transfers, 1_000, given)
 
 
@@ -47,11 +47,11 @@ def test_a_link_is_found_again_whatever_a_few_transfers_took(
 def test_who_shared_a_worker_waited_for_others_and_is_left_out() -> None:
     alone = [moved(at, 1_000 * (at + 1), 500) for at in range(FITTED_MIN)]
     together = [
-        Moved(A, B, 5_000, 40_000, 100 * S),
-        Moved(A, C, 5_000, 90_000, 100 * S + 20_000),  # the same holder
-        Moved(("x", 0), C, 5_000, 10_000, 100 * S),  # the same reader
-        Moved(A, B, 5_000, 10, 100 * S + 20_000),  # within that
-        Moved(("y", 0), ("z", 0), 5_000, 500, 100 * S),  # neither
+        ObservedTransfer(A, B, 5_000, 40_000, 100 * S),
+        ObservedTransfer(A, C, 5_000, 90_000, 100 * S + 20_000),  # the same holder
+        ObservedTransfer(("x", 0), C, 5_000, 10_000, 100 * S),  # the same reader
+        ObservedTransfer(A, B, 5_000, 10, 100 * S + 20_000),  # within that
+        ObservedTransfer(("y", 0), ("z", 0), 5_000, 500, 100 * S),  # neither
     ]
     found = fitted([*together, *alone])
     assert (found.seen, found.fitted) == (FITTED_MIN + 5, FITTED_MIN + 1)
@@ -65,7 +65,7 @@ def test_who_shared_a_worker_waited_for_others_and_is_left_out() -> None:
 def test_too_few_are_not_fitted() -> None:
     few = fitted([moved(at, 1_000 * at, 100 * at) for at in range(1, FITTED_MIN)])
     assert few.transfer == Transfer(kv_bytes_per_token=1_000, kv_transfer_bandwidth=0.0, kv_transfer_latency_us=1_000)
-    assert "too few to fit, 20 are needed" in str(few)
+    assert "20 are needed for a fit" in str(few)
     none = fitted([])
     assert (none.fitted, none.transfer.kv_transfer_latency_us, none.off_percent) == (0, 0, 0.0)
     assert str(none) == (
@@ -90,7 +90,7 @@ def test_what_is_given_is_not_fitted() -> None:
     found = fitted(seen, kv_transfer_latency_us=100)
     assert (found.transfer.kv_transfer_latency_us, found.transfer.kv_transfer_bandwidth) == (100, 1.0)
     assert found.off_percent == pytest.approx(76.8, abs=0.5)
-    assert "kv_transfer_latency_us as given" in str(found)
+    assert "kv_transfer_latency_us given, not fitted" in str(found)
     found = fitted(seen[:3], kv_transfer_bandwidth=5.0)
     assert found.note.startswith("too few to fit"), "the latency is not given"
     assert found.note.endswith("median one; kv_transfer_bandwidth as given")

@@ -77,9 +77,9 @@ def test_what_was_not_finished_gets_the_median_and_is_said(tmp_path: Path) -> No
     found = workload(made, tmp_path / "run.db")
     assert [turn.output_tokens for turn in found.turns()] == [5, 9, 7, 7]
     assert found.survey().notes == [
-        "1 of 4 requests were not finished when they were recorded: their answers are taken to have 7 tokens, "
-        "the others' median",
-        "1 of 4 requests wanted certain workers, adapters or priorities: left out",
+        "1 of 4 requests were unfinished when the recording ended; "
+        "their responses get the median length of the others, 7 tokens",
+        "1 of 4 requests have worker, adapter or priority hints, which are ignored",
     ]
 
 
@@ -122,7 +122,7 @@ def test_what_a_walk_over_the_decisions_finds(tmp_path: Path) -> None:
 
 def test_what_is_no_workload(tmp_path: Path) -> None:
     nobody = fleet("a")
-    with pytest.raises(WorkloadUnusable, match="holds no request to play"):
+    with pytest.raises(WorkloadUnusable, match="contains no request to play"):
         workload(nobody, tmp_path / "nobody.db").survey()
     unfinished = fleet("a")
     ask(unfinished, "r", PROMPTS[0], None)

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.simulate.reading import FORMATS, open_workload, told_format
+from forebay.simulate.reading import FORMATS, detect_format, open_workload
 from forebay.simulate.workload import Turn, WorkloadOptions, WorkloadUnusable
 from forebay.simulate.workloads import prepare as played
-from forebay.simulate.workloads.rows import Header, LinkedRow
-from forebay.simulate.workloads.statistics import figures
-from forebay.simulate.workloads.synthetic import Recipe
-from forebay.simulate.workloads.writing import written
+from forebay.simulate.workloads.rows import LinkedRow, WorkloadHeader
+from forebay.simulate.workloads.statistics import workload_statistics
+from forebay.simulate.workloads.synthetic import SyntheticSettings
+from forebay.simulate.workloads.writing import encode_workload
 
 TRACES = os.environ.get("FOREBAY_TRACES", "")
 US_MAX = 3_155_760_000_000_000
@@ -60,11 +60,11 @@ def test_our_own_format_holds_every_workload_exactly(
     tmp_path_factory: pytest.TempPathFactory, wanted: list[Turn]
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "round-trip.jsonl"
-    path.write_bytes(b"".join(written(wanted, Header(block_tokens=64, name="n", source="s"))))
+    path.write_bytes(b"".join(encode_workload(wanted, WorkloadHeader(block_tokens=64, name="n", source="s"))))
     workload = open_workload(str(path), WorkloadOptions(by_model=True))
     assert (workload.name, workload.block_tokens, workload.survey().requests) == ("n", 64, len(wanted))
     assert list(workload.turns()) == wanted
-    again = list(written(workload.turns(), Header(block_tokens=64, name="n", source="s")))
+    again = list(encode_workload(workload.turns(), WorkloadHeader(block_tokens=64, name="n", source="s")))
     assert b"".join(again) == path.read_bytes()
 
 
@@ -85,7 +85,7 @@ def test_azures_rows_have_times_and_lengths(tmp_path: Path) -> None:
     assert [turn.at_us for turn in found] == [0, 4_314_579, 4_314_579, 20_653_319_410]
     assert [(turn.prompt_tokens, turn.output_tokens) for turn in found] == [(374, 44), (396, 109), (17, 1), (1, 5)]
     assert not any(turn.block_ids for turn in found)
-    assert workload.survey().notes == ["prompts have no block ids: none shares anything with another"]
+    assert workload.survey().notes == ["the trace has no block ids, so prompts share no prefixes"]
     other = tmp_path / "columns"
     other.write_text("GeneratedTokens,x,TIMESTAMP,ContextTokens\n5,y,2023-11-16T18:15:46Z,7\n")
     [one] = open_workload(f"azure:{other}", WorkloadOptions()).turns()
@@ -96,18 +96,18 @@ def test_azures_rows_have_times_and_lengths(tmp_path: Path) -> None:
     ("line", "reason"),
     [
         ("2023-11-16 18:15:51,1", "2 fields"),
-        ("yesterday,1,1", "no time and two whole numbers"),
-        ("2023-13-41 18:15:51,1,1", "no time and two whole numbers"),
-        ("2023-11-16 18:15:51,1.5,1", "no time and two whole numbers"),
-        ("2023-11-16 18:15:51,,1", "no time and two whole numbers"),
+        ("yesterday,1,1", "expected a timestamp and two integers"),
+        ("2023-13-41 18:15:51,1,1", "expected a timestamp and two integers"),
+        ("2023-11-16 18:15:51,1.5,1", "expected a timestamp and two integers"),
+        ("2023-11-16 18:15:51,,1", "expected a timestamp and two integers"),
         ("2023-11-16 18:15:51,-4,1", "a prompt of -4 tokens"),
         ("2023-11-16 18:15:51,99999999999,1", "a prompt of 99999999999 tokens"),
-        ("2023-11-16 18:15:51,1,0", "an answer of 0 tokens"),
+        ("2023-11-16 18:15:51,1,0", "a response of 0 tokens"),
         ("2023-11-15 18:15:51,1,1", "is before that of the first row"),
-        ("2023-11-16 18:15:50,1,1", "ms before that of a row before it"),
-        ('"2023', "no line of CSV"),
-        ("2023-11-16 18:15:51,\u0663,1", "no time and two whole numbers"),
-        ("2124-11-16 18:15:51,1,1", "is more than a century after that of the first row"),
+        ("2023-11-16 18:15:50,1,1", "ms before that of an earlier row"),
+        ('"2023', "is not a line of CSV"),
+        ("2023-11-16 18:15:51,\u0663,1", "expected a timestamp and two integers"),
+        ("2124-11-16 18:15:51,1,1", "is more than 100 years after that of the first row"),
     ],
 )
 def test_a_bad_row_of_azures_is_named(tmp_path: Path, line: str, reason: str) -> None:
@@ -124,7 +124,7 @@ def test_a_bad_row_of_azures_is_named(tmp_path: Path, line: str, reason: str) ->
 
 def test_other_columns_are_no_trace_of_azures(tmp_path: Path) -> None:
     (tmp_path / "x.csv").write_text("time,tokens\n1,2\n")
-    with pytest.raises(WorkloadUnusable, match=r"x.csv, line 1: the columns TIMESTAMP"):
+    with pytest.raises(WorkloadUnusable, match=r"x.csv, line 1: expected the columns TIMESTAMP"):
         open_workload(str(tmp_path / "x.csv"), WorkloadOptions()).survey()
 
 
@@ -152,7 +152,9 @@ def test_the_documentation_holds_a_file_that_plays_and_every_setting(tmp_path: P
     found = list(open_workload(str(tmp_path / "ours"), WorkloadOptions()).turns())
     # The second request of the session stands right behind the first.
     assert [(turn.prompt_tokens, turn.after) for turn in found] == [(1500, ()), (1600, (0,)), (900, ()), (2100, (2, 1))]
-    assert all(f"`{name}`" in page for name in (*Recipe.__struct_fields__, *LinkedRow.__struct_fields__, *FORMATS))
+    assert all(
+        f"`{name}`" in page for name in (*SyntheticSettings.__struct_fields__, *LinkedRow.__struct_fields__, *FORMATS)
+    )
 
 
 @pytest.mark.parametrize(
@@ -174,13 +176,13 @@ def test_the_documentation_holds_a_file_that_plays_and_every_setting(tmp_path: P
 )
 def test_a_format_is_told_by_what_the_file_holds(tmp_path: Path, name: str, text: str, form: str) -> None:
     (tmp_path / name).write_text(text)
-    assert told_format(tmp_path / name) == form
+    assert detect_format(tmp_path / name) == form
 
 
 @pytest.mark.parametrize("text", ['{"layers": 32}', '{\n  "layers": 32\n}\n', "[1]", "layers = 32", "{"])
 def test_a_file_of_another_kind_is_refused_with_the_formats_there_are(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
-    with pytest.raises(WorkloadUnusable, match=r"config.json: is in no format .* \(forebay, mooncake, .*lmcache"):
+    with pytest.raises(WorkloadUnusable, match=r"config.json: unknown format; .* \(forebay, mooncake, .*lmcache"):
         open_workload(str(tmp_path / "config.json"), WorkloadOptions())
 
 
@@ -235,7 +237,7 @@ PUBLISHED: list[tuple[str, dict[str, Any]]] = [  # as counted by another program
 def test_published_traces_have_the_figures_that_were_counted(tmp_path: Path, name: str, wanted: dict[str, Any]) -> None:
     workload = open_workload(str(Path(TRACES) / name), WorkloadOptions())
     assert workload.survey().skipped == 0
-    found = figures(workload.turns(), workload.block_tokens)
+    found = workload_statistics(workload.turns(), workload.block_tokens)
     assert found.requests == wanted["requests"]
     assert found.ideal_reuse.tokens == pytest.approx(wanted["tokens"], abs=wanted.get("within", 0.0001))
     if "blocks" in wanted:
@@ -244,5 +246,5 @@ def test_published_traces_have_the_figures_that_were_counted(tmp_path: Path, nam
         assert found.dispersion == pytest.approx(wanted["dispersion"], abs=0.06)
     assert found.sessions == wanted.get("sessions", found.sessions)
     path = tmp_path / "ours.jsonl"
-    path.write_bytes(b"".join(written(workload.turns(), Header(block_tokens=workload.block_tokens))))
+    path.write_bytes(b"".join(encode_workload(workload.turns(), WorkloadHeader(block_tokens=workload.block_tokens))))
     assert list(open_workload(str(path), WorkloadOptions()).turns()) == list(workload.turns())

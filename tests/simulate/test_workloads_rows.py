@@ -85,22 +85,22 @@ BAD_ROWS: list[tuple[str | dict[str, object], str]] = [
     ({"timestamp": 1e13}, "timestamp"),
     ('{"timestamp": NaN, "input_length": 1, "output_length": 1, "hash_ids": [1]}', "malformed"),
     ('{"timestamp": 1e999, "input_length": 1, "output_length": 1, "hash_ids": [1]}', "out of range"),
-    ({"timestamp": 4}, "1 ms before that of a row before it"),
+    ({"timestamp": 4}, "1 ms before that of an earlier row"),
     ({"input_length": 0}, "input_length"),
     ({"input_length": 10**9}, "input_length"),
     ({"input_length": 10**40}, "input_length"),
     ({"output_length": -3}, "output_length"),
     ({"output_length": 1 << 31}, "output_length"),
     ({"output_length": 2.5}, "output_length"),
-    ({"input_length": 1025}, "2 hash ids do not cover 1025 tokens"),
-    ({"input_length": 512}, "2 hash ids, where 512 tokens have 1 of 512 tokens each"),
+    ({"input_length": 1025}, "2 hash ids cover fewer than 1025 tokens"),
+    ({"input_length": 512}, "got 2 hash ids for 512 tokens; at most 1 of 512 tokens each"),
     ({"hash_ids": [1, "x"]}, "hash_ids"),
     ({"hash_ids": [1, -2]}, "hash_ids"),
-    ({"hash_ids": [1, 1 << 64]}, "the hash id 18446744073709551616 is beyond 64 bits"),
+    ({"hash_ids": [1, 1 << 64]}, "the hash id 18446744073709551616 exceeds 64 bits"),
     ('{"x": ' + "[" * 100_000, "recursion"),
-    ({"hash_ids": [2, 1]}, "hash id 2 comes first, and before it came after 1"),
-    ({"hash_ids": [1, 1]}, "hash id 1 comes after 1, and before it came first"),
-    ({"hash_ids": [7, 2]}, "hash id 2 comes after 7, and before it came after 1"),
+    ({"hash_ids": [2, 1]}, "hash id 2 comes first, but came after 1"),
+    ({"hash_ids": [1, 1]}, "hash id 1 comes after 1, but came first"),
+    ({"hash_ids": [7, 2]}, "hash id 2 comes after 7, but came after 1"),
 ]
 
 
@@ -143,12 +143,14 @@ def test_the_first_reasons_are_told_and_all_bad_rows_counted(tmp_path: Path) -> 
 def test_what_holds_nothing_to_play_is_refused(tmp_path: Path) -> None:
     for text in ("", "\n", "\n\n"):
         (tmp_path / "empty").write_text(text)
-        with pytest.raises(WorkloadUnusable, match="holds no request to play"):
+        with pytest.raises(WorkloadUnusable, match="contains no request to play"):
             turns(str(tmp_path / "empty"))
     path = write(tmp_path / "bad", ["{", "}"])
-    with pytest.raises(WorkloadUnusable, match=r"holds no request to play: 2 rows were skipped, first .* line 1"):
+    with pytest.raises(
+        WorkloadUnusable, match=r"contains no request to play; 2 rows were skipped, the first one: .* line 1"
+    ):
         turns(f"mooncake:{path}", skip_bad_rows=True)
-    with pytest.raises(WorkloadUnusable, match="holds no request to play"):
+    with pytest.raises(WorkloadUnusable, match="contains no request to play"):
         turns(write(tmp_path / "late", [GOOD]), duration_s=0.001)
 
 
@@ -156,13 +158,13 @@ def test_what_is_no_such_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(WorkloadUnusable, match="cannot be read"):
         turns(str(tmp_path / "none.jsonl"))
     (tmp_path / "binary").write_bytes(b"\x89PNG\0\0\0\n" * 10)
-    with pytest.raises(WorkloadUnusable, match="no text"):
+    with pytest.raises(WorkloadUnusable, match="is not UTF-8 text"):
         turns(str(tmp_path / "binary"))
     (tmp_path / "wide").write_text(json.dumps(GOOD), encoding="utf-16")
-    with pytest.raises(WorkloadUnusable, match="no text"):
+    with pytest.raises(WorkloadUnusable, match="is not UTF-8 text"):
         turns(str(tmp_path / "wide"))
     (tmp_path / "folder").mkdir()
-    with pytest.raises(WorkloadUnusable, match="a folder without"):
+    with pytest.raises(WorkloadUnusable, match="the folder contains no"):
         turns(str(tmp_path / "folder"))
     with pytest.raises(WorkloadUnusable, match="cannot be read"):
         turns(f"mooncake:{tmp_path / 'none'}")
@@ -206,13 +208,13 @@ def test_a_session_goes_on_after_its_answers(tmp_path: Path) -> None:
 
 
 LINKS: list[tuple[list[dict[str, Any]], int, str]] = [
-    ([{"after": [7], "timestamp": 9}], 3, "comes after 7, which is no row before it"),
-    ([{"after": [1], "timestamp": 9}], 3, "comes after 1, which is no row before it"),
-    ([{"after": [-1], "timestamp": 9}], 3, "comes after -1"),
-    ([{"after": ["x"], "timestamp": 9}], 3, "comes after 'x'"),
-    ([{"id": "x", "timestamp": 9}, {"id": "x", "timestamp": 9}], 4, "the id 'x' is that of line 3, too"),
+    ([{"after": [7], "timestamp": 9}], 3, "names 7, which is not a valid earlier row"),
+    ([{"after": [1], "timestamp": 9}], 3, "names 1, which is not a valid earlier row"),
+    ([{"after": [-1], "timestamp": 9}], 3, "names -1"),
+    ([{"after": ["x"], "timestamp": 9}], 3, "names 'x'"),
+    ([{"id": "x", "timestamp": 9}, {"id": "x", "timestamp": 9}], 4, "duplicate id 'x', first used on line 3"),
     ([{"delay": 5}], 3, "missing required field `timestamp`"),
-    ([{"delay": 5, "timestamp": 9}], 3, "a delay of 5.0 ms, and no answer before it"),
+    ([{"delay": 5, "timestamp": 9}], 3, "a delay of 5.0 ms, but there is no earlier response"),
     ([{"delay": -5, "after": [0]}], 3, "delay"),
     ([{"after": [1.5]}], 3, "after"),
 ]
@@ -250,7 +252,7 @@ def test_what_follows_on_a_row_that_is_left_out_is_left_out(tmp_path: Path) -> N
         ({**HEADER, "version": 2}, "version 2"),
         ({**HEADER, "format": "other"}, "'other'"),
         ({**HEADER, "block_tokens": 0}, "block_tokens 0"),
-        ({**HEADER, "block_tokens": "x"}, "no header"),
+        ({**HEADER, "block_tokens": "x"}, "invalid workload header"),
     ],
 )
 def test_a_header_of_another_kind_is_refused(tmp_path: Path, header: dict[str, Any], reason: str) -> None:
@@ -263,7 +265,9 @@ def test_a_model_is_asked_for_only_where_models_are_told_apart(tmp_path: Path) -
     [one] = turns(path)
     [other] = turns(path, by_model=True)
     assert (one.model, other.model) == ("", "large")
-    assert open_workload(path, WorkloadOptions()).survey().notes == ["the models that it names are played as one"]
+    assert open_workload(path, WorkloadOptions()).survey().notes == [
+        "all requests go to one model; the model names in the workload are ignored"
+    ]
     assert open_workload(path, WorkloadOptions(by_model=True)).survey().notes == []
 
 

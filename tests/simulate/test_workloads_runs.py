@@ -77,7 +77,7 @@ def test_answers_without_tokens_have_one(tmp_path: Path) -> None:
     workload = open_workload(str(write(tmp_path / "weka.json", run(request(0, [1], out=0)))), WorkloadOptions())
     [found] = workload.turns()
     assert found.output_tokens == 1
-    assert workload.survey().notes[0].startswith("answers without a token")
+    assert workload.survey().notes[0].startswith("responses without tokens")
 
 
 def test_ids_of_different_files_are_different(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_a_bad_request_of_a_run_is_named_and_the_run_goes_on_without_it(tmp_path
     workload = open_workload(str(tmp_path), WorkloadOptions(skip_bad_rows=True))
     survey = workload.survey()
     assert (survey.requests, survey.skipped) == (5, 2)
-    assert "request 3: 1 hash ids do not cover 192 tokens" in survey.reasons[1]
+    assert "request 3: 1 hash ids cover fewer than 192 tokens" in survey.reasons[1]
     # The late one stands behind nobody later: it comes after the first request and the sub-agent.
     assert [turn.after for turn in workload.turns()] == [(), (), (1,), (1, 2), (3,)]
     write(tmp_path / "b.json", run(request(9, [1]), request(3, [1])))
@@ -114,11 +114,11 @@ def test_a_bad_request_of_a_run_is_named_and_the_run_goes_on_without_it(tmp_path
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("{", "no run"),
+        ("{", "is not a Weka trace"),
         ('{"block_size": 64}', "requests"),
         ('{"block_size": 0, "requests": []}', "block_size"),
-        ('{"block_size": 32, "requests": []}', "blocks of 32 tokens, where files before it have 64"),
-        ("", "no run"),
+        ('{"block_size": 32, "requests": []}', "got blocks of 32 tokens, but earlier files have 64"),
+        ("", "is not a Weka trace"),
     ],
 )
 def test_a_file_that_is_no_run_is_named(tmp_path: Path, text: str, reason: str) -> None:
@@ -132,7 +132,7 @@ def test_agents_in_agents_have_a_bound(tmp_path: Path) -> None:
     inner = request(0, [1])
     for depth in range(40):
         inner = sub_agent(1, 1, f"a{depth}", inner)
-    with pytest.raises(WorkloadUnusable, match="is a sub-agent in 16 others"):
+    with pytest.raises(WorkloadUnusable, match="nested more than 16 levels deep"):
         turns(write(tmp_path / "a.json", run(inner)))
 
 
@@ -140,7 +140,7 @@ def test_files_of_requests_are_not_played_side_by_side(tmp_path: Path) -> None:
     row = {"timestamp": 0, "input_length": 1, "output_length": 1, "hash_ids": [1]}
     paths = [write(tmp_path / name, row) for name in ("a.jsonl", "b.jsonl")]
     for names in (paths, [tmp_path]):
-        with pytest.raises(WorkloadUnusable, match="only runs of one format can be played side by side"):
+        with pytest.raises(WorkloadUnusable, match="only runs of one format can be played from several files"):
             turns(*names)
     with pytest.raises(WorkloadUnusable, match="these are mooncake, weka"):
         turns(paths[0], write(tmp_path / "c.json", run(request(0, [1]))))
@@ -193,7 +193,7 @@ def test_text_is_counted_by_a_tokenizer(tmp_path: Path) -> None:
     assert (one.prompt_tokens, one.output_tokens) == (100, 2)
     assert one.block_ids[0] == two.block_ids[0]
     assert one.block_ids[1] != two.block_ids[1]
-    with pytest.raises(WorkloadUnusable, match="is no tokenizer"):
+    with pytest.raises(WorkloadUnusable, match=r"is not a tokenizer\.json"):
         turns(tmp_path / "runs", tokenizer=str(tmp_path / "runs" / "x.jsonl"))
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from forebay.simulate.reading import open_workload
 from forebay.simulate.workload import Turn, WorkloadOptions, WorkloadUnusable
 from forebay.simulate.workloads import scaling
-from forebay.simulate.workloads.statistics import figures
+from forebay.simulate.workloads.statistics import workload_statistics
 
 SIZE = 512
 Rows = list[dict[str, Any]]
@@ -109,7 +109,7 @@ def test_ideal_reuse_falls_as_copies_are_made(tmp_path: Path) -> None:
     path = tmp_path / "t"
     for roots in (1, 4, 16):
         found = turns(path, rows, prefix_roots=roots)
-        reuse = figures(found, SIZE).ideal_reuse.tokens
+        reuse = workload_statistics(found, SIZE).ideal_reuse.tokens
         assert len({turn.block_ids[0] for turn in found}) == roots, "with so many prompts each copy has some"
         assert reuse == pytest.approx((count - roots) * shared / (count * (shared + 1)))
 
@@ -140,5 +140,5 @@ def test_what_becomes_too_long_or_too_much_is_refused(tmp_path: Path, monkeypatc
     with pytest.raises(WorkloadUnusable, match="scaled to 51200000 tokens"):
         turns(tmp_path / "t", rows, prefix_multiplier=100.0)
     monkeypatch.setattr(scaling, "SHARED_IDS_MAX", 999)
-    with pytest.raises(WorkloadUnusable, match="more than 999 different block ids"):
+    with pytest.raises(WorkloadUnusable, match="more than 999 distinct block ids"):
         turns(tmp_path / "t", rows, prefix_multiplier=2.0)

@@ -13,8 +13,8 @@ import pytest
 from forebay.simulate.reading import open_workload
 from forebay.simulate.workload import Turn, WorkloadOptions, WorkloadUnusable
 from forebay.simulate.workloads.draws import Lengths, bursty, diurnal, exp, exponential, normal, poisson, wave
-from forebay.simulate.workloads.source import Faults
-from forebay.simulate.workloads.statistics import figures
+from forebay.simulate.workloads.source import RowErrors
+from forebay.simulate.workloads.statistics import workload_statistics
 from forebay.simulate.workloads.synthetic import Synthetic
 
 SEED = 5
@@ -118,7 +118,7 @@ def test_a_session_ends_before_its_context_is_full() -> None:
 
 def test_figures_of_an_invented_workload_are_those_asked_for() -> None:
     text = "synthetic:rate=5,requests=6000,prompt=500/3000,output=100/400,groups=3,prefix=1024"
-    found = figures(turns(text, seed=SEED), 64)
+    found = workload_statistics(turns(text, seed=SEED), 64)
     assert found.rate_per_s == pytest.approx(5, rel=0.05)
     assert found.dispersion == pytest.approx(1, abs=0.15)
     assert found.prompt_tokens["mean"] == pytest.approx(1_524, rel=0.05)
@@ -128,7 +128,7 @@ def test_figures_of_an_invented_workload_are_those_asked_for() -> None:
 
 
 def test_nothing_is_kept_of_the_sessions_that_were() -> None:
-    coming = Synthetic("requests=1000000000,turns=3,groups=10,prompt=500/3000", SEED).turns(Faults(skip=False))
+    coming = Synthetic("requests=1000000000,turns=3,groups=10,prompt=500/3000", SEED).turns(RowErrors(skip=False))
     for _ in islice(coming, 500):
         pass
     tracemalloc.start()
@@ -150,12 +150,12 @@ def test_nothing_is_kept_of_the_sessions_that_were() -> None:
         ("rate=0", "rate=0: Expected `float` > 0.0$"),
         ("rate=nan", "rate"),
         ("requests=x", "requests=x: Expected `int`, got `str`$"),
-        ("speed=2", "'speed=2' is no setting=value"),
-        ("rate", "'rate' is no setting=value"),
-        ("rate=1,rate=2", "'rate=2' is no setting=value, each told once"),
-        ("arrivals=weekly", "arrivals=weekly: there is poisson, bursty, diurnal$"),
-        ("popularity=even", "popularity=even: there is uniform, zipf$"),
-        ("prompt=100/50", "prompt=100/50: a mean, and a 99th percentile that is not below it"),
+        ("speed=2", "'speed=2' is not a setting=value"),
+        ("rate", "'rate' is not a setting=value"),
+        ("rate=1,rate=2", "'rate=2' is not a setting=value, or a duplicate"),
+        ("arrivals=weekly", "arrivals=weekly: expected one of poisson, bursty, diurnal$"),
+        ("popularity=even", "popularity=even: expected one of uniform, zipf$"),
+        ("prompt=100/50", "prompt=100/50: expected a finite mean, and a 99th percentile at or above it"),
         ("prompt=1/20", "no lognormal distribution"),
         ("prompt=-5", "prompt=-5"),
         ("output=inf", "output=inf"),
@@ -179,11 +179,11 @@ def test_what_is_behind_the_context_costs_nothing() -> None:
 
 def test_think_times_end_after_a_century() -> None:
     name = "synthetic:think_s=1e11,turns=4000,requests=4000,prompt=1,output=1"  # more than 64 bits of microseconds
-    found = figures(iter(turns(name)), 64)
+    found = workload_statistics(iter(turns(name)), 64)
     assert found.delay_s["max"] == 3_155_760_000
     assert len(turns(name, duration_s=1)) == 1
 
 
 def test_what_would_take_more_than_a_century_is_refused() -> None:
-    with pytest.raises(WorkloadUnusable, match="more than a century"):
+    with pytest.raises(WorkloadUnusable, match="more than 100 years"):
         turns("synthetic:rate=0.0000000001,requests=100")

@@ -5,26 +5,26 @@ import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from forebay.simulate.mooncake import BLOCK_TOKENS, Row
+from forebay.simulate.mooncake import BLOCK_TOKENS, MooncakeRow
 from forebay.simulate.workload import Survey, Turn
 
 SEED = 20_261
 
 
-def conversations(sessions: int, turns: int, every_ms: int = 150) -> list[Row]:
+def conversations(sessions: int, turns: int, every_ms: int = 150) -> list[MooncakeRow]:
     """Turns of all sessions in turn; each prompt holds the one before. Two rows come at each time."""
     rng = random.Random(SEED)
     last: dict[int, list[int]] = {session: [0] for session in range(sessions)}
-    rows: list[Row] = []
+    rows: list[MooncakeRow] = []
     for number in range(sessions * turns):
         ids = last[number % sessions]
         ids += [number * 10 + more for more in range(1, rng.randrange(2, 6))]
         length = len(ids) * BLOCK_TOKENS - rng.randrange(BLOCK_TOKENS)
-        rows.append(Row(number // 2 * every_ms, length, rng.randrange(1, 150), list(ids)))
+        rows.append(MooncakeRow(number // 2 * every_ms, length, rng.randrange(1, 150), list(ids)))
     return rows
 
 
-def turn_of(row: Row, number: int, speed: float = 1.0) -> Turn:
+def turn_of(row: MooncakeRow, number: int, speed: float = 1.0) -> Turn:
     return Turn(
         number=number,
         prompt_tokens=row.input_length,
@@ -40,7 +40,7 @@ class Rows:
     name = "rows"
     block_tokens = BLOCK_TOKENS
 
-    def __init__(self, rows: Sequence[Row], speed: float = 1.0) -> None:
+    def __init__(self, rows: Sequence[MooncakeRow], speed: float = 1.0) -> None:
         self._rows = rows
         self._speed = speed
 
@@ -52,7 +52,7 @@ class Rows:
             yield turn_of(row, number, self._speed)
 
 
-def write(path: Path, rows: list[Row]) -> Path:
+def write(path: Path, rows: list[MooncakeRow]) -> Path:
     path.write_text(
         "".join(json.dumps({name: getattr(row, name) for name in row.__struct_fields__}) + "\n" for row in rows)
     )

@@ -1,4 +1,4 @@
-"""`forebay produce`: request bodies from a file into the Kafka API, and their answers out of it."""
+"""`forebay produce`: send request bodies from a file to the Kafka API, and print the responses."""
 
 import asyncio
 import contextlib
@@ -41,19 +41,19 @@ from forebay.transport.kafka.tail import headers_of
 from forebay.transport.kafka.topics import count_topics
 from forebay.transport.kafka.writer import RECORD_BYTES_MAX, explain
 
-LINGER_MS = 5  # a file goes out in batches; nobody waits for its first line alone
-FILE_LINES = 500  # read at once; a pipe gives line by line
+LINGER_MS = 5  # lines of a file are sent in batches
+FILE_LINES = 500  # lines read at once; a pipe is read line by line
 ERROR_STATUS = 400
-Show = Callable[["Run"], None]
+Show = Callable[["ProduceRun"], None]
 
 
 class LineUnusable(Unusable):
-    """A line cannot be sent; the text names it."""
+    """Line that cannot be sent; the text names its number."""
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """A line as a record: its id, path and body."""
+class RequestRecord:
+    """Line of the file as a record of the Kafka API."""
 
     request_id: str
     path: str
@@ -61,8 +61,8 @@ class Asked:
 
 
 @dataclass(slots=True)
-class Run:
-    """What was sent, what came back and what went wrong."""
+class ProduceRun:
+    """State of a run: requests sent, responses received, and errors."""
 
     run_id: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
     ids: set[str] = field(default_factory=set)
@@ -72,28 +72,33 @@ class Run:
     trouble: KafkaError | None = None
     answered: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def ask(self, number: int, line: bytes) -> Asked:
-        """The record of line `number`, from 1. Raises LineUnusable for an id that cannot be or was used."""
+    def encode_request(self, number: int, line: bytes) -> RequestRecord:
+        """Return the record for line `number`, counted from 1.
+
+        Raises:
+            LineUnusable: its request_id is invalid or duplicate.
+        """
         request_id, path, body = f"{self.run_id}-{number}", CHAT_PATH, line
         try:
             content: Any = msgspec.json.decode(line)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            content = None  # the ingress responds with the error
+            content = None  # the ingress reports what is wrong with it
         if isinstance(content, dict):
             path = TEXT_PATH if "prompt" in content else CHAT_PATH
             if "request_id" in content:
                 request_id = content.pop("request_id")
                 body = msgspec.json.encode(content)
         if not isinstance(request_id, str) or not REQUEST_ID.fullmatch(request_id):
-            raise LineUnusable(f"line {number}: request_id takes 1 to 128 letters, digits, dots, dashes, underscores")
+            reason = f"invalid request_id {request_id!r}; use 1 to 128 letters, digits, dots, dashes or underscores"
+            raise LineUnusable(f"line {number}: {reason}")
         if request_id in self.ids:
-            raise LineUnusable(f"line {number}: the request_id {request_id} was used before")
+            raise LineUnusable(f"line {number}: duplicate request_id {request_id!r}")
         self.ids.add(request_id)
         self.waiting.add(request_id)
-        return Asked(request_id, path, body)
+        return RequestRecord(request_id, path, body)
 
-    def take(self, request_id: str, headers: dict[str, str], value: bytes) -> dict[str, Any] | None:
-        """A record of an answer; the whole answer with its last. Records that came before are dropped."""
+    def add_record(self, request_id: str, headers: dict[str, str], value: bytes) -> dict[str, Any] | None:
+        """Add a record of a response. Return the whole response with its last record. Repeated records are dropped."""
         if request_id not in self.waiting:
             return None
         pieces = self.pieces.setdefault(request_id, [])
@@ -106,19 +111,19 @@ class Run:
         status = int(headers["status"])
         self.errors += status >= ERROR_STATUS
         bodies = [msgspec.Raw(piece) for piece in self.pieces.pop(request_id)]
-        told = {"body": bodies[0]} if len(bodies) == 1 else {"chunks": bodies}
-        return {"request_id": request_id, "status": status, **told}
+        payload = {"body": bodies[0]} if len(bodies) == 1 else {"chunks": bodies}
+        return {"request_id": request_id, "status": status, **payload}
 
 
 def produce(
-    file: Annotated[str, typer.Argument(help="JSON lines, a request body each; - for standard input.")],
+    file: Annotated[str, typer.Argument(help="JSON lines with one request body each; - for standard input.")],
     kafka: KafkaOption = KAFKA,
     namespace: NamespaceOption = NAMESPACE,
     kafka_config: PropertiesOption = None,
-    wait: Annotated[bool, typer.Option("--wait", help="Print each answer as a JSON line.")] = False,
-    timeout_s: Annotated[float, typer.Option(min=0.001, help="How long to wait after the last request.")] = 600.0,
+    wait: Annotated[bool, typer.Option("--wait", help="Print each response as a JSON line.")] = False,
+    timeout_s: Annotated[float, typer.Option(min=0.001, help="Seconds to wait after the last request.")] = 600.0,
 ) -> None:
-    """Send requests through the Kafka API; with --wait exit 1 unless every one was answered well."""
+    """Send requests through the Kafka API. With --wait, exits 1 if a response is missing or an error."""
     start_logging(verbose=False)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with explained(), _opened(file) as source, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -126,19 +131,24 @@ def produce(
         with bar(*columns) as progress:
             task = progress.add_task("connecting")
 
-            def show(run: Run) -> None:
-                progress.update(task, description=_told(run, wait=wait))
+            def show(run: ProduceRun) -> None:
+                progress.update(task, description=_progress_text(run, wait=wait))
 
             run = runner.run(_produce(source, settings, show, wait_s=timeout_s if wait else None))
-    sys.stderr.write(f"forebay: {_told(run, wait=wait)}\n")
+    sys.stderr.write(f"forebay: {_progress_text(run, wait=wait)}\n")
     if wait and (run.errors or run.waiting):
         raise typer.Exit(1)
 
 
-async def _produce(source: BinaryIO, settings: KafkaSettings, show: Show, *, wait_s: float | None) -> Run:
-    """Send every line, and wait for the answers when `wait_s` says how long. Raises LogError, LineUnusable."""
+async def _produce(source: BinaryIO, settings: KafkaSettings, show: Show, *, wait_s: float | None) -> ProduceRun:
+    """Send every line. If `wait_s` is not None, wait that many seconds for the responses.
+
+    Raises:
+        LogError: Kafka failed.
+        LineUnusable: a line cannot be sent.
+    """
     await count_topics(settings)
-    run = Run()
+    run = ProduceRun()
     try:
         async with AsyncExitStack() as stack:
             producer = await stack.enter_async_context(_producer(settings))
@@ -149,12 +159,12 @@ async def _produce(source: BinaryIO, settings: KafkaSettings, show: Show, *, wai
             if wait_s is not None:
                 await _wait(run, wait_s)
     except (KafkaError, OSError) as error:
-        raise LogError(f"Kafka at {settings.bootstrap} does not go on: {explain(error)}") from error
+        raise LogError(f"Kafka at {settings.bootstrap} failed: {explain(error)}") from error
     return run
 
 
-async def _wait(run: Run, wait_s: float) -> None:
-    with contextlib.suppress(TimeoutError):  # what is missing then is told
+async def _wait(run: ProduceRun, wait_s: float) -> None:
+    with contextlib.suppress(TimeoutError):  # the command then reports the missing responses
         async with asyncio.timeout(wait_s):
             while run.waiting and run.trouble is None:
                 run.answered.clear()
@@ -180,7 +190,7 @@ async def _producer(settings: KafkaSettings) -> AsyncIterator[AIOKafkaProducer]:
         await producer.stop()
 
 
-async def _send(source: BinaryIO, producer: AIOKafkaProducer, topic: str, run: Run, show: Show) -> None:
+async def _send(source: BinaryIO, producer: AIOKafkaProducer, topic: str, run: ProduceRun, show: Show) -> None:
     failed: list[BaseException] = []
 
     def done(future: "asyncio.Future[Any]") -> None:
@@ -189,9 +199,9 @@ async def _send(source: BinaryIO, producer: AIOKafkaProducer, topic: str, run: R
             failed.append(error)
 
     async for number, line in _lines(source):
-        asked = run.ask(number, line)
-        headers = [("request-id", asked.request_id.encode()), ("path", asked.path.encode())]
-        sent = await producer.send(topic, asked.body, asked.request_id.encode(), headers=headers)
+        record = run.encode_request(number, line)
+        headers = [("request-id", record.request_id.encode()), ("path", record.path.encode())]
+        sent = await producer.send(topic, record.body, record.request_id.encode(), headers=headers)
         sent.add_done_callback(done)
         show(run)
         if failed:
@@ -203,9 +213,9 @@ async def _send(source: BinaryIO, producer: AIOKafkaProducer, topic: str, run: R
 
 @asynccontextmanager
 async def _collecting(
-    settings: KafkaSettings, partitions: Collection[int], run: Run, show: Show
+    settings: KafkaSettings, partitions: Collection[int], run: ProduceRun, show: Show
 ) -> AsyncIterator[None]:
-    """Read answers, from where their topic ends now."""
+    """Read responses from the current end of their topic on."""
     consumer = DenseConsumer(**settings.client_options(), enable_auto_commit=False)
     await start_whole(consumer.start, consumer.stop)
     try:
@@ -223,19 +233,19 @@ async def _collecting(
         await consumer.stop()
 
 
-async def _collect(consumer: DenseConsumer, run: Run, show: Show) -> None:
+async def _collect(consumer: DenseConsumer, run: ProduceRun, show: Show) -> None:
     try:
         async for message in consumer:
-            _take(message, run)
+            _handle_record(message, run)
             show(run)
     except KafkaError as error:
         run.trouble = error
         run.answered.set()
 
 
-def _take(message: ConsumerRecord, run: Run) -> None:
+def _handle_record(message: ConsumerRecord, run: ProduceRun) -> None:
     headers = headers_of(message.headers) or {}
-    answer = run.take(headers.get("request-id", ""), headers, message.value or b"")
+    answer = run.add_record(headers.get("request-id", ""), headers, message.value or b"")
     if answer is None:
         return
     sys.stdout.write(msgspec.json.encode(answer).decode() + "\n")
@@ -245,7 +255,7 @@ def _take(message: ConsumerRecord, run: Run) -> None:
 
 
 async def _lines(source: BinaryIO) -> AsyncIterator[tuple[int, bytes]]:
-    """Numbered lines that hold something; others go on while a pipe is silent."""
+    """Yield numbered lines that are not blank, without blocking the event loop on a silent pipe."""
     at_once = 1 if source is sys.stdin.buffer else FILE_LINES
     numbered: Iterator[tuple[int, bytes]] = enumerate(source, 1)
     while batch := await asyncio.to_thread(lambda: list(islice(numbered, at_once))):
@@ -263,7 +273,7 @@ def _opened(file: str) -> BinaryIO:
         raise Unusable(f"{file} cannot be read ({error.strerror})") from error
 
 
-def _told(run: Run, *, wait: bool) -> str:
+def _progress_text(run: ProduceRun, *, wait: bool) -> str:
     sent = f"{len(run.ids)} requests sent"
     if not wait:
         return sent

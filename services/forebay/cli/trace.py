@@ -1,4 +1,4 @@
-"""`forebay trace`: plays a recorded workload into a running system through HTTP, and says how it went."""
+"""`forebay trace`: play a workload into a running system over HTTP, and report latencies."""
 
 import asyncio
 import json as jsonlib
@@ -25,16 +25,16 @@ from forebay.simulate.reading import open_workload
 from forebay.simulate.workload import Turn, Workload, WorkloadOptions, WorkloadUnusable
 from forebay.simulate.workloads.prompts import prompt
 
-UNDER_WAY_MAX = 4_000  # a system that falls behind holds the trace up here, instead of running out of sockets
+IN_FLIGHT_MAX = 4_000  # requests in flight; a system that falls behind delays the trace instead of exhausting sockets
 TIMEOUT_S = 900.0
 URL = "http://127.0.0.1:8000"
-AGAIN_S = 60.0  # a request that no owner decides is put again for this long; a take-over takes seconds
+RETRY_S = 60.0  # retry requests without an owner for this long; a failover takes seconds
 WORKING = ("aggregated", "prefill", "decode")
 
 
 @dataclass(slots=True)
-class Outcome:
-    """What came of the requests, in milliseconds and tokens."""
+class TraceOutcome:
+    """Measured latencies in milliseconds, token counts and failures of the requests."""
 
     ttft_ms: list[float] = field(default_factory=list)
     itl_ms: list[float] = field(default_factory=list)
@@ -44,24 +44,24 @@ class Outcome:
     output_tokens: int = 0
     computed: dict[str, int] = field(default_factory=dict)
     requests: dict[str, int] = field(default_factory=dict)
-    prompts: dict[str, int] = field(default_factory=dict)  # computed for another worker
+    prompts: dict[str, int] = field(default_factory=dict)  # remote prefills by worker
     failures: dict[str, int] = field(default_factory=dict)
-    ends: dict[str, int] = field(default_factory=dict)  # of whole answers, by the request id that they name
+    ends: dict[str, int] = field(default_factory=dict)  # complete responses by request id
 
 
 def trace(
-    workload: Annotated[str, typer.Argument(help="Any file, folder or generator that docs/workloads.md tells of.")],
+    workload: Annotated[str, typer.Argument(help="File, folder or generator; see docs/workloads.md.")],
     speed: Annotated[
-        float, typer.Option(min=0.001, max=1e6, help="How much faster than recorded; think times stay.")
+        float, typer.Option(min=0.001, max=1e6, help="Divide the times between arrivals by this; think times stay.")
     ] = 1.0,
     url: Annotated[
         list[str] | None,
-        typer.Option(help="The running system; given several times, requests take turns.", show_default=URL),
+        typer.Option(help="URL of the running system; several URLs share the requests.", show_default=URL),
     ] = None,
-    duration_s: Annotated[float | None, typer.Option(min=0.001, help="Only the first seconds of the trace.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    duration_s: Annotated[float | None, typer.Option(min=0.001, help="Play only the first seconds.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
 ) -> None:
-    """Play a recorded or invented workload into a running system; exit 1 unless every request was answered."""
+    """Play a recorded or synthetic workload into a running system. Exits 1 if a request failed."""
     urls = [one.rstrip("/") for one in url or [URL]]
     try:
         todo = open_workload(workload, WorkloadOptions(speed=speed, duration_s=duration_s))
@@ -77,7 +77,7 @@ def trace(
         try:
             outcome, roles = runner.run(_play(todo, urls, lambda: progress.advance(task)))
         except (httpx.TransportError, httpx.InvalidURL) as error:
-            fail(f"{' or '.join(urls)} does not answer ({error!r}); start a system with `forebay up`")
+            fail(f"no response from {' or '.join(urls)} ({error!r}); start a system with `forebay up`")
     summary = summarise(outcome, roles)
     if json:
         typer.echo(jsonlib.dumps(summary))
@@ -87,28 +87,30 @@ def trace(
         raise typer.Exit(1)
 
 
-async def _play(workload: Workload, urls: list[str], answered: Callable[[], None]) -> tuple[Outcome, dict[str, str]]:
-    outcome = Outcome()
-    limits = httpx.Limits(max_connections=UNDER_WAY_MAX, max_keepalive_connections=256)
+async def _play(
+    workload: Workload, urls: list[str], answered: Callable[[], None]
+) -> tuple[TraceOutcome, dict[str, str]]:
+    outcome = TraceOutcome()
+    limits = httpx.Limits(max_connections=IN_FLIGHT_MAX, max_keepalive_connections=256)
     run = uuid.uuid4().hex
     async with httpx.AsyncClient(timeout=TIMEOUT_S, limits=limits) as client:
         model = (await client.get(f"{urls[0]}/v1/models")).raise_for_status().json()["data"][0]["id"]
-        room = asyncio.Semaphore(UNDER_WAY_MAX)
+        room = asyncio.Semaphore(IN_FLIGHT_MAX)
         began_s = time.monotonic()
         ended: list[asyncio.Future[None]] = []  # by number
 
         async def until(at_us: int) -> None:
             await asyncio.sleep(max(0.0, began_s + at_us / 1e6 - time.monotonic()))
 
-        async def ask(turn: Turn, body: bytes | None) -> None:
+        async def send(turn: Turn, body: bytes | None) -> None:
             if body is None:
                 await asyncio.gather(*(ended[one] for one in turn.after))
                 await asyncio.sleep(turn.delay_us / 1e6)
                 await until(turn.at_us)
                 await room.acquire()
-            asked = _Asked(urls[turn.number % len(urls)], f"trace-{run}-{turn.number}", turn)
+            request = _TracedRequest(urls[turn.number % len(urls)], f"trace-{run}-{turn.number}", turn)
             try:
-                await _ask(client, asked, body or _body(model, turn, workload.block_tokens), outcome)
+                await _send(client, request, body or _body(model, turn, workload.block_tokens), outcome)
             finally:
                 room.release()
                 ended[turn.number].set_result(None)
@@ -117,12 +119,12 @@ async def _play(workload: Workload, urls: list[str], answered: Callable[[], None
         async with asyncio.TaskGroup() as group:
             for turn in workload.turns():
                 ended.append(asyncio.get_running_loop().create_future())
-                body = None  # who waits for others is not held up here
+                body = None  # a dependent request waits in its own task, without blocking the others
                 if not turn.after:
                     body = _body(model, turn, workload.block_tokens)
                     await room.acquire()
                     await until(turn.at_us)
-                group.create_task(ask(turn, body))
+                group.create_task(send(turn, body))
         roles: dict[str, str] = {}
         for url in urls:
             roles |= _workers((await client.get(f"{url}/metrics")).text)
@@ -130,8 +132,8 @@ async def _play(workload: Workload, urls: list[str], answered: Callable[[], None
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
-    """A request, and whom it is put to."""
+class _TracedRequest:
+    """Request, and the URL that it is sent to."""
 
     url: str
     request_id: str
@@ -152,20 +154,20 @@ def _body(model: str, turn: Turn, block_tokens: int) -> bytes:
 
 
 class _NoOwner(Exception):
-    """No router decides at the moment; the request may be put again after `after_s`."""
+    """No router owns the group at the moment. Retry the request after `after_s` seconds."""
 
     def __init__(self, response: httpx.Response) -> None:
         super().__init__(f"{response.status_code} {response.content[:200]!r}")
         self.after_s = float(response.headers["retry-after"])
 
 
-async def _ask(client: httpx.AsyncClient, asked: _Asked, body: bytes, outcome: Outcome) -> None:
+async def _send(client: httpx.AsyncClient, request: _TracedRequest, body: bytes, outcome: TraceOutcome) -> None:
     began_s = time.perf_counter()
     while True:
         try:
-            problem = await _listen(client, body, asked, outcome, began_s)
+            problem = await _stream_response(client, body, request, outcome, began_s)
         except _NoOwner as refused:
-            if time.perf_counter() < began_s + AGAIN_S:
+            if time.perf_counter() < began_s + RETRY_S:
                 await asyncio.sleep(refused.after_s)
                 continue
             problem = str(refused)
@@ -176,16 +178,26 @@ async def _ask(client: httpx.AsyncClient, asked: _Asked, body: bytes, outcome: O
         outcome.failures[problem] = outcome.failures.get(problem, 0) + 1
 
 
-async def _listen(client: httpx.AsyncClient, body: bytes, asked: _Asked, outcome: Outcome, sent_s: float) -> str:
-    """Ask, follow the stream and note how it went; what went wrong, empty for nothing. Raises _NoOwner.
+async def _stream_response(
+    client: httpx.AsyncClient, body: bytes, request: _TracedRequest, outcome: TraceOutcome, sent_s: float
+) -> str:
+    """Send a request, follow its stream and record its latencies. Return the problem, or an empty text.
 
-    Times count from `sent_s`, when the request was put first.
+    Args:
+        client: HTTP client.
+        body: body of the request.
+        request: the request.
+        outcome: where to record latencies.
+        sent_s: time of the first attempt, from which latencies count.
+
+    Raises:
+        _NoOwner: no router owns the group.
     """
     first_s = last_s = 0.0
     usage: dict[str, Any] | None = None
     done = False
-    headers = {"content-type": "application/json", "x-request-id": asked.request_id}
-    async with client.stream("POST", f"{asked.url}/v1/completions", content=body, headers=headers) as response:
+    headers = {"content-type": "application/json", "x-request-id": request.request_id}
+    async with client.stream("POST", f"{request.url}/v1/completions", content=body, headers=headers) as response:
         if response.status_code != httpx.codes.OK:
             content = await response.aread()
             if b'"no_owner"' in content and "retry-after" in response.headers:
@@ -209,10 +221,10 @@ async def _listen(client: httpx.AsyncClient, body: bytes, asked: _Asked, outcome
                 served = jsonlib.loads(line.removeprefix("data: ")).get("forebay", {})
                 computed_by = served.get("prefill", {}).get("worker", worker)
     if not done or usage is None:
-        return "the stream ended early"
-    output_tokens = asked.turn.output_tokens
+        return "the stream ended before its last event"
+    output_tokens = request.turn.output_tokens
     if usage["completion_tokens"] != output_tokens:
-        return f"{usage['completion_tokens']} tokens in place of {output_tokens}"
+        return f"got {usage['completion_tokens']} output tokens, expected {output_tokens}"
     cached = usage["prompt_tokens_details"]["cached_tokens"]
     outcome.ttft_ms.append((first_s - sent_s) * 1e3)
     outcome.e2e_ms.append((last_s - sent_s) * 1e3)
@@ -229,7 +241,7 @@ async def _listen(client: httpx.AsyncClient, body: bytes, asked: _Asked, outcome
 
 
 def _workers(metrics: str) -> dict[str, str]:
-    """The role of every worker of the system, those that got nothing too: balance is a matter of all of them."""
+    """Return the role of every worker, including idle ones, because the balance refers to all workers."""
     return {
         sample.labels["worker_id"]: sample.labels.get("worker_type", "aggregated")
         for family in text_string_to_metric_families(metrics)
@@ -238,12 +250,12 @@ def _workers(metrics: str) -> dict[str, str]:
     }
 
 
-def summarise(outcome: Outcome, roles: Mapping[str, str]) -> dict[str, Any]:
-    """The figures of a run, as `--json` prints them; the balance is that of prefill workers, where there are some."""
+def summarise(outcome: TraceOutcome, roles: Mapping[str, str]) -> dict[str, Any]:
+    """Return the metrics as printed by `--json`. In a disaggregated fleet the balance is that of prefill workers."""
     workers = [worker for worker, role in roles.items() if role in WORKING]
     computed = {worker: outcome.computed.get(worker, 0) for worker in sorted({*workers, *outcome.computed})}
-    apart = "prefill" in roles.values()
-    balanced = [tokens for worker, tokens in computed.items() if not apart or roles.get(worker) == "prefill"]
+    disaggregated = "prefill" in roles.values()
+    balanced = [tokens for worker, tokens in computed.items() if not disaggregated or roles.get(worker) == "prefill"]
     mean = statistics.fmean(balanced) if balanced else 0.0
     return {
         "requests": len(outcome.e2e_ms),
@@ -270,19 +282,19 @@ def summarise(outcome: Outcome, roles: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _show(summary: dict[str, Any]) -> None:
-    table = Table(title=f"{summary['requests']} requests answered, {summary['failed']} failed")
+    table = Table(title=f"{summary['requests']} requests completed, {summary['failed']} failed")
     for column in ("", "mean", "p50", "p90", "p99"):
         table.add_column(column, justify="right")
     for name in ("ttft_ms", "itl_ms", "e2e_ms"):
-        figures = summary[name]
-        table.add_row(name, *(f"{figures.get(key, float('nan')):.2f}" for key in ("mean", "p50", "p90", "p99")))
+        times = summary[name]
+        table.add_row(name, *(f"{times.get(key, float('nan')):.2f}" for key in ("mean", "p50", "p90", "p99")))
     console = Console()
     console.print(table)
     console.print(f"prefix reuse        {summary['prefix_reuse']:.3f} of {summary['prompt_tokens']} prompt tokens")
     console.print(f"load, max over mean {summary['load_max_over_mean']:.3f} of computed prompt tokens")
-    for worker, figures in summary["workers"].items():
+    for worker, counts in summary["workers"].items():
         role = summary["roles"].get(worker, "aggregated")
         name = worker if role == "aggregated" else f"{worker} ({role})"
-        console.print(f"  {name}: {figures['requests']} requests, {figures['computed_tokens']} tokens computed")
+        console.print(f"  {name}: {counts['requests']} requests, {counts['computed_tokens']} tokens computed")
     for problem, count in summary["failures"].items():
         console.print(f"  failed {count}x: {problem}", markup=False)

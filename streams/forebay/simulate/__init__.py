@@ -1,1 +1,1 @@
-"""The core on an invented log: recorded or made-up workloads in virtual time, under any policy."""
+"""Simulation: run the routing core on recorded or synthetic workloads in virtual time, under any policy."""

@@ -1,4 +1,4 @@
-"""When requests come: at their times, or when those that they follow on have their answers."""
+"""Arrival of requests: at fixed times, or after the responses that they depend on."""
 
 from array import array
 from collections.abc import Callable, Iterable, Iterator
@@ -16,7 +16,14 @@ NOT_YET = -1
 
 
 class Arrival(NamedTuple):
-    """A record that comes from outside: requests, and what operators say. `number` is that of its turn."""
+    """Record from outside the router: a request, or an operator's change.
+
+    Attributes:
+        at_us: time at which it arrives.
+        topic: topic of the record.
+        event: the record.
+        number: number of the turn, for requests.
+    """
 
     at_us: int
     topic: Topic
@@ -25,31 +32,32 @@ class Arrival(NamedTuple):
 
 
 class Arrivals(Protocol):
-    """What comes from outside, in the order of time.
+    """Records from outside the router, in the order of time.
 
     Attributes:
-        next_us: when the next comes; `FOREVER_US` when nobody comes any more, or only after an answer.
-        think_us: whoever waits for an answer comes at least so long after it; `FOREVER_US` if nobody does.
+        next_us: time of the next arrival. `FOREVER_US` if there is none, or if the next one depends on a response.
+        think_us: lower bound of the delay between a response and the arrivals that depend on it. `FOREVER_US` if no
+            arrival depends on a response.
     """
 
     next_us: int
     think_us: int
 
     def take(self) -> Arrival:
-        """The next one. Nothing of a time before it can come any more."""
+        """Return the next arrival. No earlier arrival can follow."""
         ...
 
     def ended(self, number: int, at_us: int) -> None:
-        """The client of a request has all of its answer, or knows that there will be none."""
+        """Record that the client of request `number` has its whole response, or knows that it failed, at `at_us`."""
         ...
 
     def close(self) -> None:
-        """Everything has ended."""
+        """Check, after the end of the run, that every arrival was taken."""
         ...
 
 
-class Listed:
-    """Arrivals that are all known, none of which waits for an answer."""
+class ListedArrivals:
+    """Arrivals that are all known in advance. None depends on a response."""
 
     def __init__(self, arrivals: Iterable[Arrival]) -> None:
         self._coming = iter(arrivals)
@@ -58,34 +66,34 @@ class Listed:
         self.think_us = FOREVER_US
 
     def take(self) -> Arrival:
-        """The next one, as listed."""
+        """Return the next arrival of the list."""
         taken = self._head
-        assert taken is not None, "there is a next one"
+        assert taken is not None, "take() after the last arrival"
         self._head = next(self._coming, None)
         self.next_us = FOREVER_US if self._head is None else self._head.at_us
         return taken
 
     def ended(self, number: int, at_us: int) -> None:
-        """Nobody waits."""
+        """Do nothing: no arrival depends on a response."""
 
     def close(self) -> None:
-        """All have come."""
+        """Do nothing: every arrival was taken."""
 
 
 @dataclass(slots=True)
 class _Follower:
-    """A turn that waits for `missing` answers; the last of the others came at `last_us`."""
+    """Turn that waits for `missing` more responses. The last of the other responses came at `last_us`."""
 
     turn: Turn
     missing: int
     last_us: int
 
 
-class Turns:
-    """The turns of a workload, which is read as time goes by: one turn that comes at its time is held ahead.
+class WorkloadArrivals:
+    """Arrivals of a workload, which is read incrementally: only one turn with a fixed time is read ahead.
 
-    Those that follow on others are held from the time at which they are read. That is early enough where every turn
-    stands before all that come at their times, and later than it may come.
+    A turn that depends on others is queued when it is read. That is early enough if the workload lists it before all
+    later turns with a fixed time. Otherwise it may arrive late.
     """
 
     def __init__(self, turns: Iterator[Turn], submitted: Callable[[Turn], RequestSubmitted]) -> None:
@@ -93,7 +101,7 @@ class Turns:
         self._submitted = submitted
         self._waiting: dict[int, list[_Follower]] = {}
         self._followers = 0
-        self._ended_us = array("q")  # by number; a turn may be read long after what it follows on
+        self._ended_us = array("q")  # by number, because a turn may be read long after the turns that it depends on
         self._later: list[tuple[int, int, Turn]] = []
         self._now_us = 0
         self.next_us = FOREVER_US
@@ -102,7 +110,7 @@ class Turns:
         self._look()
 
     def take(self) -> Arrival:
-        """The next turn; of one time, the one that stands first."""
+        """Return the next turn; of several at one time, the first in the workload."""
         head, later = self._head, self._later
         self._now_us = self.next_us
         if head is None or (later and later[0][:2] < (head.at_us, head.number)):
@@ -114,7 +122,7 @@ class Turns:
         return Arrival(self._now_us, REQUESTS, self._submitted(turn), turn.number)
 
     def ended(self, number: int, at_us: int) -> None:
-        """Who waited for this answer, and for no other, comes now or later."""
+        """Schedule the turns that depended on this response and on no other that is still missing."""
         missing = number + 1 - len(self._ended_us)
         if missing > 0:
             self._ended_us.extend([NOT_YET] * missing)
@@ -130,13 +138,18 @@ class Turns:
         self._look()
 
     def close(self) -> None:
-        """Raises WorkloadUnusable if somebody waits for an answer that nobody asked for."""
+        """Check that no turn still waits for a response.
+
+        Raises:
+            WorkloadUnusable: a turn depends on a request that never arrived.
+        """
         for number in sorted(self._waiting):
             turn = self._waiting[number][0].turn
-            raise WorkloadUnusable(f"request {turn.number} follows on request {number}, which does not come before it")
+            reason = f"request {turn.number} depends on request {number}, which does not come before it"
+            raise WorkloadUnusable(reason)
 
     def _read(self) -> Turn | None:
-        """The next turn that comes at its time; those before it wait for others."""
+        """Return the next turn with a fixed time, and queue the dependent turns before it."""
         for turn in self._turns:
             if not turn.after:
                 return turn

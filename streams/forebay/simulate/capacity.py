@@ -1,7 +1,7 @@
-"""The highest speed at which a service keeps its promise: bracket, then bisect.
+"""Search for the highest speed at which a service meets its SLO: bracket, then bisect.
 
-What holds at a speed is taken to hold at every lower one. Speeds are halves and doubles, and means of two of them: no
-rounding, so every machine tries the same ones.
+The search assumes that attainment falls monotonically with speed. Speeds are halved, doubled and averaged in pairs.
+These operations do not round, so every machine tries the same speeds.
 """
 
 from collections.abc import Callable
@@ -11,17 +11,19 @@ from typing import Literal
 import msgspec
 
 TOLERANCE = 0.01
-DOUBLINGS_MAX = 10  # from the first speed, up or down: a thousand times
+DOUBLINGS_MAX = 10  # from the first speed, up or down: a factor of about 1,000
 
 Answer = Literal["found", "never", "always"]
 
 
-class Step(msgspec.Struct, frozen=True, kw_only=True):
-    """One speed that was tried.
+class SpeedTrial(msgspec.Struct, frozen=True, kw_only=True):
+    """One speed that the search tried.
 
     Attributes:
-        requests_per_s: that arrived at that speed.
-        attained: the share of requests that kept the promise; `holds` if that is enough.
+        speed: factor by which arrival times are divided.
+        requests_per_s: arrival rate at this speed.
+        attained: share of requests that met the SLO, 0 to 1.
+        holds: whether that share is high enough.
     """
 
     speed: float
@@ -31,25 +33,28 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Capacity(msgspec.Struct, frozen=True, kw_only=True):
-    """What a search found.
+    """Result of a search.
 
     Attributes:
-        answer: `found`; `never`, at no speed tried; `always`, at every speed tried, so that there may be more.
-        step: the highest that holds; None for `never`.
-        steps: all, in the order in which they were tried.
-        monotone: whether no higher speed tried kept the promise to more requests than a lower one.
+        answer: `found`, `never` (no speed that was tried holds) or `always` (every speed that was tried holds).
+        step: the highest speed that holds; None for `never`.
+        steps: all speeds, in the order in which they were tried.
+        monotone: whether attainment never rose with the speed.
     """
 
     answer: Answer
-    step: Step | None
-    steps: tuple[Step, ...]
+    step: SpeedTrial | None
+    steps: tuple[SpeedTrial, ...]
     monotone: bool
 
 
-def search(measure: Callable[[float], Step], start: float, tolerance: float = TOLERANCE) -> Capacity:
-    """Where the promise begins to break, from a first speed on.
+def search(measure: Callable[[float], SpeedTrial], start: float, tolerance: float = TOLERANCE) -> Capacity:
+    """Find the highest speed that still holds.
 
-    The highest speed that holds is below one that does not by at most `tolerance`, relative.
+    Args:
+        measure: runs the workload at a speed.
+        start: first speed to try.
+        tolerance: maximum relative gap between the returned speed and a speed that does not hold.
     """
     steps = [measure(start)]
     factor = 2.0 if steps[0].holds else 0.5
@@ -66,7 +71,7 @@ def search(measure: Callable[[float], Step], start: float, tolerance: float = TO
     return _capacity("found", steps)
 
 
-def _capacity(answer: Answer, steps: list[Step]) -> Capacity:
+def _capacity(answer: Answer, steps: list[SpeedTrial]) -> Capacity:
     by_speed = sorted(steps, key=lambda step: step.speed)
     pairs = pairwise(by_speed)
     return Capacity(

@@ -1,11 +1,15 @@
-"""An owner's world and one engine model a rank, on one clock: a discrete-event run in virtual time.
+"""Discrete-event simulation of one owner and one engine model per rank, in virtual time.
 
-Theory of operation. The clock jumps from one event to the next. What happens at one time happens in a fixed order:
-steps that end, and what workers said, as they began and said it; then what may give engines work (requests and work
-that were on their way, workers that die, join or are lost); what arrives, in its own order; then idle engines begin.
-Every event goes through `forebay.core.step` as an owner applies it, so a decision here is the decision that an owner
-would make of the same log. A step goes on beyond one iteration while nothing can come that gives engines work; steps
-of prefill workers, and what these say, may do that.
+Theory of operation. The clock jumps from one event to the next. Events of one time run in a fixed order:
+
+1. ends of steps, and the records that workers emitted, in the order in which they were emitted;
+2. events that may give work to engines: delayed requests and work items, and workers that die, join or are lost;
+3. arrivals, in their own order;
+4. idle engines with work start a step.
+
+Every event goes through `forebay.core.step`, as on a live owner, so each decision is the one that an owner would make
+from the same log. A step spans several iterations as long as no event can give work to an engine in that time. Steps
+of prefill workers, and the records that they emit, may do so.
 """
 
 from collections import deque
@@ -34,27 +38,28 @@ from forebay.events.topics import DECISIONS, KV_EVENTS, METRICS, PROGRESS, REQUE
 from forebay.events.transfer import Prefilled
 from forebay.simulate.arrivals import FOREVER_US, Arrival, Arrivals
 from forebay.simulate.delays import NO_HOPS, Hop, Hops
-from forebay.simulate.outcome import EXPLAINED_MAX, Requests, Timeline
+from forebay.simulate.outcome import EXPLAINED_MAX, RequestOutcomes, Timeline
 from forebay.simulate.rank import LOAD_INTERVAL_US, EngineRank
-from forebay.simulate.requests import UnderWay
-from forebay.simulate.scheduled_events import Happenings
+from forebay.simulate.requests import ActiveRequest
+from forebay.simulate.scheduled_events import EventQueue
 from forebay.simulate.settings import Transfer
 from forebay.simulate.timeline import Recorder
-from forebay.simulate.transfers import LEASE_US, Kept, Transferred, Transfers
+from forebay.simulate.transfers import LEASE_US, RetainedKv, TransferResult, Transfers
 
 OnArrived = Callable[[int], object]
 NO_TRANSFER = Transfer()
 BAD_REQUEST, UNAVAILABLE = 400, 503
 
 
-class Cluster:
-    """One run. Add the ranks of all workers, then play what arrives.
+class SimulatedCluster:
+    """One simulated run. Add the ranks of all workers, then play the arrivals.
 
     Attributes:
-        world: the owner's.
-        requests: what became of each, in the order of arrival.
-        routed: the last decision that sent each of the first `EXPLAINED_MAX` somewhere, by place.
-        lasted_us: when the last answer was there.
+        world: state of the owner.
+        requests: outcome of each request, in the order of arrival.
+        routed: last routing decision of each of the first `EXPLAINED_MAX` requests, by index.
+        lasted_us: time of the last response.
+        now_us: current virtual time.
     """
 
     def __init__(
@@ -66,13 +71,17 @@ class Cluster:
         hops: Hops = NO_HOPS,
         transfer: Transfer = NO_TRANSFER,
     ) -> None:
-        """`reports`: whether anybody looks at load reports, of which there are more than of all other events.
+        """Create a cluster without workers.
 
-        Engines run `speedup` times as fast as their model. `hops` are those of clients and of the router. `transfer`
-        is how KV moves, where there are prefill workers.
+        Args:
+            world: state of the owner; the cluster changes it.
+            reports: whether a policy reads load reports. They outnumber all other events, so skip them if not needed.
+            speedup: how much faster than their model the engines run.
+            hops: latencies of clients and of the router.
+            transfer: cost of moving KV; used only if there are prefill workers.
         """
         self.world = world
-        self.requests = Requests()
+        self.requests = RequestOutcomes()
         self.routed: dict[int, RequestRouted] = {}
         self.lasted_us = 0
         self._speedup = speedup
@@ -83,44 +92,52 @@ class Cluster:
         self._ranks: dict[HolderKey, EngineRank] = {}
         self._numbered: dict[int, EngineRank] = {}
         self._recorder = Recorder()
-        self._due, self._coming = Happenings(), Happenings()  # what ends or is said, and what may give an engine work
+        self._output_events, self._work_events = (
+            EventQueue(),
+            EventQueue(),
+        )  # worker output; events that may give work to engines
         self._ready: dict[int, EngineRank] = {}
-        self._blocked: set[int] = set()  # ranks of prefill workers that wait for room: who fetches gives them some
-        self._lapsed: set[str] = set()  # requests whose KV is kept no longer, until who is to fetch it knows
-        self._under_way: dict[str, UnderWay] = {}
-        self._records: deque[tuple[Topic, InputEvent]] = deque()  # written and not applied yet
+        self._blocked: set[int] = set()  # prefill ranks that wait for cache space; a fetch frees some
+        self._expired_leases: set[str] = set()  # requests whose KV lease expired before the decode worker noticed
+        self._active: dict[str, ActiveRequest] = {}
+        self._records: deque[tuple[Topic, InputEvent]] = deque()  # written, but not applied yet
         self.now_us = world.now_us
-        self._opened_us = -1  # when time was last let pass in the world
+        self._opened_us = -1  # time of the last clock reading of the world
         self._arrivals: Arrivals
         self._transfers = Transfers(transfer, self.at, self._transferred)
 
     def add(self, rank: EngineRank) -> None:
-        """A rank takes part, perhaps in place of one that died. Its worker is, or will be, a member of the fleet."""
+        """Add a rank, which may replace a dead one. Its worker is or will become a member of the fleet."""
         self._ranks[rank.spec.worker_id, rank.rank] = rank
         self._numbered[rank.number] = rank
         self._disaggregated |= rank.spec.role == "prefill"
 
     def play(self, arrivals: Arrivals, on_arrived: OnArrived) -> None:
-        """Run until everybody has an answer; `on_arrived` gets how many requests did arrive."""
+        """Run until every request has ended.
+
+        Args:
+            arrivals: the records from outside.
+            on_arrived: called with the number of requests that have arrived so far.
+        """
         self._arrivals = arrivals
-        due, coming, recorder = self._due, self._coming, self._recorder
+        output_events, work_events, recorder = self._output_events, self._work_events, self._recorder
         while True:
-            now_us = min(due[0][0], coming[0][0], arrivals.next_us)
-            if due[0][0] == FOREVER_US == arrivals.next_us:
-                if not self._under_way and not len(self.world.requests):
+            now_us = min(output_events[0][0], work_events[0][0], arrivals.next_us)
+            if output_events[0][0] == FOREVER_US == arrivals.next_us:
+                if not self._active and not len(self.world.requests):
                     break
                 deadline_us = max(self.world.next_due_us() or 0, self.now_us)
                 if len(self.world.requests) and deadline_us < now_us:
-                    # Whoever is left waits for workers that do not come, or come later than its deadline.
+                    # The remaining requests wait for workers that never come, or come after the deadline.
                     now_us = deadline_us
-                    coming.put(now_us, self.tick)
+                    work_events.put(now_us, self.tick)
             if now_us >= recorder.end_us:
                 recorder.advance(now_us, *self._state())
             self.now_us = now_us
-            while due[0][0] == now_us:
-                heappop(due)[2]()
-            while coming[0][0] == now_us:
-                heappop(coming)[2]()
+            while output_events[0][0] == now_us:
+                heappop(output_events)[2]()
+            while work_events[0][0] == now_us:
+                heappop(work_events)[2]()
             while arrivals.next_us == now_us:
                 self._arrive(arrivals.take())
                 on_arrived(len(self.requests))
@@ -129,35 +146,35 @@ class Cluster:
         arrivals.close()
 
     def apply(self, topic: Topic, event: InputEvent) -> None:
-        """One record of `topic`, and then those that it leads to at once."""
-        self._take_in(topic, (event,))
+        """Apply one record of `topic`, and then the records that it causes at once."""
+        self._apply_records(topic, (event,))
 
     def at(self, at_us: int, action: Callable[[], object]) -> None:
-        """Let something happen that may give engines work, now or later."""
-        self._coming.put(at_us, action)
+        """Schedule an action that may give work to engines, now or later."""
+        self._work_events.put(at_us, action)
 
     def tick(self) -> None:
-        """Nothing but time passed: whose deadline is over is given up."""
-        self._carry_out(self._open())
+        """Advance the clock of the world without an input, which expires requests past their deadline."""
+        self._execute(self._open())
         self._apply_all()
 
     def die(self, rank: EngineRank) -> None:
-        """A rank stops without a word. What is on its way to it is lost, what it said is not."""
-        for request_id, said in rank.die(self.now_us).items():
-            request = self._under_way.get(request_id)
+        """Kill a rank. Work on its way to it is lost; output on its way from it is not."""
+        for request_id, emitted in rank.die(self.now_us).items():
+            request = self._active.get(request_id)
             if request is not None:
-                request.said += said
-        self._lapsed.update(self._under_way.keys() & rank.kept)
+                request.emitted += emitted
+        self._expired_leases.update(self._active.keys() & rank.retained)
         self._blocked.discard(rank.number)
         self._ready.pop(rank.number, None)
 
     def digest(self) -> str:
-        """Of all decisions, in hexadecimal, and of the state in which it ended. Ask once, at the end."""
+        """Return the hash, in hexadecimal, of all decisions and of the final state. Call once, at the end."""
         self._seal(advance(self.world))
         return self._digest.hexdigest()
 
     def timeline(self) -> Timeline:
-        """How the run went. Ask once, at the end."""
+        """Return the development of the run over time. Call once, at the end."""
         return self._recorder.end(*self._state())
 
     def _state(self) -> tuple[int, int, Mapping[int, EngineRank]]:
@@ -166,13 +183,13 @@ class Cluster:
     def _arrive(self, arrival: Arrival) -> None:
         event = arrival.event
         if not isinstance(event, RequestSubmitted):
-            # What operators and leases say is known at once; what clients say takes its way.
+            # Operators and leases have no latency. Records of clients do.
             hop = self._hops.submit if arrival.topic == REQUESTS else None
-            self._tell(hop, arrival.topic, [event], self._coming)
+            self._deliver(hop, arrival.topic, [event], self._work_events)
             return
-        request = UnderWay.of(event, len(self.requests), arrival.number, self.now_us)
+        request = ActiveRequest.of(event, len(self.requests), arrival.number, self.now_us)
         self.requests.append(request.served)
-        self._under_way[event.request_id] = request
+        self._active[event.request_id] = request
         self._recorder.arrived += 1
         if self._hops.submit is None:
             self._submit(event)
@@ -180,30 +197,30 @@ class Cluster:
             self.at(self._hops.submit.arrives(self.now_us), partial(self._submit, event))
 
     def _submit(self, event: RequestSubmitted) -> None:
-        """The router gets a request."""
-        if event.timeout_us < TIMEOUT_US_MAX:  # who would wait for a day is given up when something else happens
-            self.at(self.now_us + event.timeout_us, partial(self._give_up, event.request_id))
+        """Apply a request at the router, and schedule its deadline."""
+        if event.timeout_us < TIMEOUT_US_MAX:  # at the maximum of a day, any later event expires the request
+            self.at(self.now_us + event.timeout_us, partial(self._expire, event.request_id))
         self.apply(REQUESTS, event)
 
-    def _give_up(self, request_id: str) -> None:
+    def _expire(self, request_id: str) -> None:
         if self.world.requests.get(request_id) is not None:
             self.tick()
 
-    def _tell(self, hop: Hop | None, topic: Topic, events: Sequence[InputEvent], queue: Happenings) -> None:
-        """The router gets records that were sent together."""
+    def _deliver(self, hop: Hop | None, topic: Topic, events: Sequence[InputEvent], queue: EventQueue) -> None:
+        """Deliver records that were sent together to the router, after the latency of `hop`."""
         if hop is not None:
-            queue.put(hop.arrives(self.now_us), partial(self._take_in, topic, events))
+            queue.put(hop.arrives(self.now_us), partial(self._apply_records, topic, events))
             return
-        self._take_in(topic, events)
+        self._apply_records(topic, events)
 
-    def _take_in(self, topic: Topic, events: Sequence[InputEvent]) -> None:
-        """Records of `topic`, each followed by those that it leads to at once."""
+    def _apply_records(self, topic: Topic, events: Sequence[InputEvent]) -> None:
+        """Apply records of `topic`, each followed by the records that it causes at once."""
         world, now_us, name = self.world, self.now_us, topic.name
         for event in events:
             decided = [] if self._opened_us == now_us else self._open()
             decided += step(world, name, event, now_us)
             if decided or len(world.consumed) >= CONSUMED_RUNS_MAX:
-                self._carry_out(decided)
+                self._execute(decided)
             if self._records:
                 self._apply_all()
 
@@ -212,17 +229,17 @@ class Cluster:
             topic, event = self._records.popleft()
             decided = self._open()
             decided += step(self.world, topic.name, event, self.now_us)
-            self._carry_out(decided)
+            self._execute(decided)
 
     def _open(self) -> list[AnyDecision]:
-        """Let time pass; once at each time is enough, as every deadline is later than what sets it."""
+        """Advance the clock of the world. Once per time is enough, because deadlines are always in the future."""
         if self._opened_us == self.now_us:
             return []
         self._opened_us = self.now_us
         return open_run(self.world, self.now_us)
 
-    def _carry_out(self, decided: list[AnyDecision]) -> None:
-        """As an owner applied it; then what was decided happens."""
+    def _execute(self, decided: list[AnyDecision]) -> None:
+        """Journal the decisions like an owner, then execute them."""
         for decision in decided:
             self._seal(decision)
         if len(self.world.consumed) >= CONSUMED_RUNS_MAX:
@@ -234,48 +251,48 @@ class Cluster:
         self._digest.update(encode(DECISIONS, record) + b"\n")
 
     def _act(self, decision: AnyDecision) -> None:
-        """Let a decision happen."""
+        """Execute a decision."""
         match decision:
             case RequestRouted():
                 self._route(decision)
             case RequestRejected():
                 self._fail(decision.request_id, decision.message)
             case RequestAborted():
-                request = self._under_way.get(decision.request_id)
+                request = self._active.get(decision.request_id)
                 if request is not None and request.rank is not None and decision.worker_id:
                     self._send(request.rank, partial(request.rank.drop, decision.request_id))
                 if request is not None and decision.holder is not None:
-                    self._give_back(decision.holder, decision.request_id, request.prefill_attempt)
+                    self._release_prefill(decision.holder, decision.request_id, request.prefill_attempt)
                 self._fail(decision.request_id, decision.message)
             case KvReleased():
-                self._give_back(decision.holder, decision.request_id, decision.attempt)
+                self._release_prefill(decision.holder, decision.request_id, decision.attempt)
             case _:
-                pass  # it changes nothing outside the router
+                pass  # it has no effect outside the router
 
-    def _give_back(self, target: CommandTarget, request_id: str, prefill_attempt: int) -> None:
+    def _release_prefill(self, target: CommandTarget, request_id: str, prefill_attempt: int) -> None:
         worker = self.world.fleet.get(target.worker_id)
-        assert worker is not None, "who is not there is told nothing"
+        assert worker is not None, "KV is released only at members"
         for number in worker.spec.ranks:
             holder = self._ranks[target.worker_id, number]
-            if holder.keeps(request_id, prefill_attempt):
+            if holder.retains(request_id, prefill_attempt):
                 self._send(holder, partial(self._release, holder, request_id, prefill_attempt))
 
     def _route(self, routed: RequestRouted) -> None:
         rank = self._ranks[routed.worker_id, routed.rank]
-        request = self._under_way.get(routed.request_id)
+        request = self._active.get(routed.request_id)
         if request is not None:
             request.rank = rank
-            self._note(request, rank, routed)
+            self._record_assignment(request, rank, routed)
             if request.place < EXPLAINED_MAX:
                 self.routed[request.place] = routed
         self._send(rank, partial(self._work, rank, routed))
 
-    def _note(self, request: UnderWay, rank: EngineRank, routed: RequestRouted) -> None:
-        """Who gets a request now."""
+    def _record_assignment(self, request: ActiveRequest, rank: EngineRank, routed: RequestRouted) -> None:
+        """Record the rank that a request was assigned to."""
         served = request.served
         served.attempts = max(served.attempts, routed.attempt)
-        request.kept = None
-        self._lapsed.discard(routed.request_id)
+        request.retained = None
+        self._expired_leases.discard(routed.request_id)
         if routed.stage == "prefill":
             request.computing, request.prefill_attempt = rank, routed.attempt
             return
@@ -283,11 +300,11 @@ class Cluster:
         if routed.stage == "aggregated":
             served.prefiller = None
             return
-        assert request.computing is not None, "what is to be decoded was computed"
-        request.kept = Kept(request.computing, request.prefill_attempt)
+        assert request.computing is not None, "a decode stage follows a prefill"
+        request.retained = RetainedKv(request.computing, request.prefill_attempt)
 
     def _send(self, rank: EngineRank, action: Callable[[], object]) -> None:
-        """To an engine: work, or that nobody wants it any more."""
+        """Send work or a cancellation to an engine."""
         if rank.hops.work is None:
             action()
         else:
@@ -298,81 +315,81 @@ class Cluster:
         self._apply_all()
 
     def _work(self, rank: EngineRank, routed: RequestRouted) -> None:
-        """An engine gets a request."""
+        """Submit a routed request to an engine."""
         if rank.dead:
             return
-        request = self._under_way.get(routed.request_id)
+        request = self._active.get(routed.request_id)
         if request is None:
-            # Its worker was lost before the router heard that the client has all of the answer; or it was given up.
-            self._say(rank, rank.said_before(routed))
+            # The client has its whole response, but the router did not know when its worker was lost. Or it expired.
+            self._emit_progress(rank, rank.already_finished(routed))
             return
-        assert routed.stage != "encode", "prompts have no images"
-        rank.drop(routed.request_id)  # what it keeps of an earlier attempt nobody fetched
+        assert routed.stage != "encode", "simulated prompts have no images"
+        rank.drop(routed.request_id)  # KV of an earlier attempt that was never fetched
         try:
             rank.engine.submit(request.attempt(routed.request_id, routed.attempt, rank.spec.block_size, routed.stage))
         except RequestRefused as refusal:
             status = UNAVAILABLE if isinstance(refusal, QueueFull) else BAD_REQUEST
-            if routed.stage != "prefill":  # a prefill worker says nothing to clients
+            if routed.stage != "prefill":  # a prefill worker has no connection to clients
                 self._fail(routed.request_id, str(refusal))
-            self._say(rank, rank.refused(routed, str(refusal), status))
+            self._emit_progress(rank, rank.rejected(routed, str(refusal), status))
             return
         self._ready[rank.number] = rank
 
-    def _say(self, rank: EngineRank, event: InputEvent) -> None:
-        """Progress that follows from a decision: it is applied after all that was decided with it."""
+    def _emit_progress(self, rank: EngineRank, event: InputEvent) -> None:
+        """Emit a progress event that a decision causes. It is applied after the other effects of that decision."""
         if rank.hops.progress is None:
             self._records.append((PROGRESS, event))
         else:
-            self._tell(rank.hops.progress, PROGRESS, [event], self._queue_of(rank))
+            self._deliver(rank.hops.progress, PROGRESS, [event], self._queue_of(rank))
 
-    def _queue_of(self, rank: EngineRank) -> Happenings:
-        """For its steps, and for what it says of requests."""
-        return self._coming if rank.spec.role == "prefill" else self._due
+    def _queue_of(self, rank: EngineRank) -> EventQueue:
+        """Return the queue for the steps and progress events of a rank."""
+        return self._work_events if rank.spec.role == "prefill" else self._output_events
 
     def _fail(self, request_id: str, reason: str) -> None:
-        """The client is told that there is no answer, unless it has all of it."""
-        request = self._under_way.get(request_id)
+        """Fail a request at its client, unless the client already has the whole response."""
+        request = self._active.get(request_id)
         if request is None:
             return
         request.served.failure = reason
-        self._end(request_id, request, self._arrives(self._hops))
+        self._end(request_id, request, self._arrival_us(self._hops))
 
-    def _end(self, request_id: str, request: UnderWay, at_us: int) -> None:
-        """Its client hears nothing more of it after `at_us`."""
-        del self._under_way[request_id]
-        self._lapsed.discard(request_id)
+    def _end(self, request_id: str, request: ActiveRequest, at_us: int) -> None:
+        """End a request. Its client gets nothing after `at_us`."""
+        del self._active[request_id]
+        self._expired_leases.discard(request_id)
         self.requests.put(request.place, request.served)
         self.lasted_us = max(self.lasted_us, at_us)
         self._recorder.finished += 1
         self._arrivals.ended(request.number, at_us)
 
-    def _arrives(self, hops: Hops) -> int:
-        """When its client gets what is said now."""
+    def _arrival_us(self, hops: Hops) -> int:
+        """Return when the client gets a record that is sent now."""
         return self.now_us if hops.tokens is None else hops.tokens.arrives(self.now_us)
 
     def _begin_steps(self) -> None:
-        """Idle engines that have work begin."""
+        """Start a step on every idle engine that has work."""
         ready = [rank for _, rank in sorted(self._ready.items()) if rank.step is None]
         alone = len(self._ready) == 1
         self._ready.clear()
         if self._disaggregated:
-            # What these do now decides for how long nothing can come.
+            # Start these first: their state limits how many iterations the other engines may run in one step.
             for rank in ready:
                 (self._begin_prefill if rank.spec.role == "prefill" else self._fetch)(rank)
             ready = [rank for rank in ready if rank.spec.role != "prefill"]
             for _, rank in sorted(self._ready.items()):
-                if rank.spec.role == "prefill" and rank.step is None:  # what it kept was fetched in no time
+                if rank.spec.role == "prefill" and rank.step is None:  # its KV was fetched without delay
                     self._begin_prefill(rank)
-        until_us = self._calm_us(alone=alone)
+        until_us = self._lookahead_us(alone=alone)
         for rank in ready:
             self._begin_step(rank, until_us if self._speedup == 1.0 else int(until_us * self._speedup))
 
     def _fetch(self, rank: EngineRank) -> None:
-        """What an engine has got room for is on its way."""
+        """Start the transfers for which an engine has reserved cache space."""
         for fetch in rank.engine.fetches():
-            request = self._under_way.get(fetch.request_id)
-            if request is not None and request.kept is not None:  # else it was given up: that is on its way
-                self._transfers.begin(rank, fetch, request.kept, self.now_us)
+            request = self._active.get(fetch.request_id)
+            if request is not None and request.retained is not None:  # otherwise it expired; the abort is on its way
+                self._transfers.begin(rank, fetch, request.retained, self.now_us)
 
     def _begin_prefill(self, rank: EngineRank) -> None:
         self._begin_step(rank, 0)
@@ -388,106 +405,111 @@ class Cluster:
             rank.began_us, rank.ends_us = self.now_us, self.now_us + lasts_us
             self._queue_of(rank).put(rank.ends_us, partial(self._end_step, rank))
 
-    def _calm_us(self, *, alone: bool) -> int:
-        """For how long nothing can come that gives an engine work, or takes it away; of one that begins `alone`."""
+    def _lookahead_us(self, *, alone: bool) -> int:
+        """Return for how long no event can give work to an engine or take work away.
+
+        Args:
+            alone: whether only one engine starts a step now.
+        """
         if len(self.world.queues):
-            return 0  # who waits in the router may be sent to an engine whenever another is done with something
-        until_us = min(self._arrivals.next_us, self._coming[0][0])
-        if self._blocked or self._lapsed:
-            # A decode worker that gets room fetches KV, or finds it gone: then a prompt is computed, and goes on.
-            until_us = min(until_us, self._due[0][0] if alone else self.now_us)
+            return 0  # a queued request may be dispatched as soon as another engine has capacity
+        until_us = min(self._arrivals.next_us, self._work_events[0][0])
+        if self._blocked or self._expired_leases:
+            # A decode worker with free cache space fetches KV, or finds it expired. Either way prefill goes on.
+            until_us = min(until_us, self._output_events[0][0] if alone else self.now_us)
         think_us = self._arrivals.think_us
         if think_us < FOREVER_US:
-            # The next answer of another engine: of those that begin now it may be as soon as they begin.
-            answer_us = self._due[0][0] if alone else self.now_us
+            # The next response of another engine bounds the next dependent arrival. It may come at once.
+            answer_us = self._output_events[0][0] if alone else self.now_us
             until_us = min(until_us, answer_us + think_us)
         return until_us - self.now_us
 
     def _end_step(self, rank: EngineRank) -> None:
-        """What a step did is known when it ends: to the router in the order in which a worker says it."""
+        """Emit the results of a step at its end, in the order in which a worker emits them."""
         done, rank.step = rank.step, None
         if done is None:
-            return  # it died
+            return  # the rank died during the step
         hops, owner_epoch = rank.hops, self.world.owner_epoch
         self._ready[rank.number] = rank
         if rank.spec.kv_events and done.cache_changes:
-            self._tell(hops.kv_events, KV_EVENTS, [*map(rank.cache_change, done.cache_changes)], self._due)
+            self._deliver(hops.kv_events, KV_EVENTS, [*map(rank.cache_change, done.cache_changes)], self._output_events)
         if done.first_tokens or done.finished:
-            at_us = self._arrives(hops)
-            said: list[InputEvent] = [
-                rank.began(self._began(rank, first, at_us), owner_epoch) for first in done.first_tokens
+            at_us = self._arrival_us(hops)
+            emitted: list[InputEvent] = [
+                rank.first_token_emitted(self._record_first_token(rank, first, at_us), owner_epoch)
+                for first in done.first_tokens
             ]
             for end in done.finished:
-                request = self._under_way.get(end.request_id)
+                request = self._active.get(end.request_id)
                 if request is not None:
-                    # What a worker said that is lost may be on its way still, and comes first.
+                    # Output of a lost worker may still be on its way, and comes first.
                     last_us = request.served.last_us = max(at_us, request.served.first_us)
                     self._end(end.request_id, request, last_us)
-                said.append(rank.finished(end, owner_epoch))
-            self._tell(hops.progress, PROGRESS, said, self._due)
+                emitted.append(rank.finished(end, owner_epoch))
+            self._deliver(hops.progress, PROGRESS, emitted, self._output_events)
         if done.computed:
-            said = [rank.computed(one, self._keep(rank, one), owner_epoch) for one in done.computed]
-            self._tell(hops.progress, PROGRESS, said, self._coming)
+            emitted = [rank.computed(one, self._retain(rank, one), owner_epoch) for one in done.computed]
+            self._deliver(hops.progress, PROGRESS, emitted, self._work_events)
         rank.load = done.load
         if self._reports and not rank.report_held:
             wait_us = rank.reported_us + LOAD_INTERVAL_US - self.now_us
             if wait_us > 0:
                 rank.report_held = True
-                self._due.put(self.now_us + wait_us, partial(self._report, rank))
+                self._output_events.put(self.now_us + wait_us, partial(self._report, rank))
             else:
                 self._report(rank)
 
-    def _began(self, rank: EngineRank, first: FirstTokenStep, at_us: int) -> FirstTokenStep:
-        """A prompt is there, and its first token said; with what there is to tell of its KV, if that was fetched."""
-        request = self._under_way.get(first.request_id)
+    def _record_first_token(self, rank: EngineRank, first: FirstTokenStep, at_us: int) -> FirstTokenStep:
+        """Record the first token of an attempt, and add the transfer's statistics if its KV was fetched."""
+        request = self._active.get(first.request_id)
         if request is None:
             return first
         served = request.served
-        if not request.said:
+        if not request.emitted:
             served.first_us = at_us
-        if request.kept is None:
+        if request.retained is None:
             served.cached_tokens = min(first.cached_tokens, served.prompt_tokens)
             self._recorder.count_prompt(rank.number, served.prompt_tokens, served.cached_tokens)
             return first
         moved, took_us = served.transferred_bytes, served.transfer_us
         return structs.replace(first, transferred_bytes=moved, transfer_us=took_us)
 
-    def _keep(self, rank: EngineRank, one: Computed) -> Prefilled:
-        """A prompt is computed, and kept for who answers."""
-        rank.kept[one.request_id] = one.attempt
-        self.at(self.now_us + LEASE_US, partial(self._lapse, rank, one.request_id, one.attempt))
-        request = self._under_way.get(one.request_id)
+    def _retain(self, rank: EngineRank, one: Computed) -> Prefilled:
+        """Retain prefilled KV for the decode worker until its lease expires."""
+        rank.retained[one.request_id] = one.attempt
+        self.at(self.now_us + LEASE_US, partial(self._expire_lease, rank, one.request_id, one.attempt))
+        request = self._active.get(one.request_id)
         if request is None:
             return self._transfers.prefilled(rank, 0)
         served = request.served
         served.prefiller, served.prefilled_us = rank.number, self.now_us
         served.cached_tokens = min(one.cached_tokens, served.prompt_tokens)
         self._recorder.count_prompt(rank.number, served.prompt_tokens, served.cached_tokens)
-        return self._transfers.prefilled(rank, served.prompt_tokens + request.said)
+        return self._transfers.prefilled(rank, served.prompt_tokens + request.emitted)
 
-    def _lapse(self, rank: EngineRank, request_id: str, prefill_attempt: int) -> None:
-        """Nobody fetched it in time."""
-        if rank.keeps(request_id, prefill_attempt) and request_id in self._under_way:
-            self._lapsed.add(request_id)
+    def _expire_lease(self, rank: EngineRank, request_id: str, prefill_attempt: int) -> None:
+        """Release KV whose lease expired before it was fetched."""
+        if rank.retains(request_id, prefill_attempt) and request_id in self._active:
+            self._expired_leases.add(request_id)
         self._release(rank, request_id, prefill_attempt)
 
     def _release(self, rank: EngineRank, request_id: str, prefill_attempt: int) -> None:
-        """Somebody fetched it, or nobody will: the engine has room for others."""
+        """Release prefilled KV that was fetched or is no longer needed. The engine regains that cache space."""
         if rank.release(request_id, prefill_attempt):
             self._ready[rank.number] = rank
 
-    def _transferred(self, over: Transferred) -> None:
-        """A fetch is over. The worker that asked may have died, or been told that nobody wants it any more."""
+    def _transferred(self, over: TransferResult) -> None:
+        """Handle the end of a fetch. Its decode worker may have died or dropped the request in the meantime."""
         reader, name = over.reader, over.fetch.request_id
-        request = self._under_way.get(name)
+        request = self._active.get(name)
         if reader.dead or request is None or request.rank is not reader:
             return
         if over.error:
             reader.drop(name)
-            failed = reader.not_fetched(name, over.fetch.attempt, over.error, self.world.owner_epoch)
-            self._tell(reader.hops.progress, PROGRESS, [failed], self._coming)  # its prompt is computed again
+            failed = reader.transfer_failed(name, over.fetch.attempt, over.error, self.world.owner_epoch)
+            self._deliver(reader.hops.progress, PROGRESS, [failed], self._work_events)  # its prompt is prefilled again
         elif reader.engine.fetched(name):
-            assert over.holder is not None, "somebody sent it"
+            assert over.holder is not None, "a successful fetch has a source"
             self._release(over.holder, name, request.prefill_attempt)
             request.served.transferred_bytes, request.served.transfer_us = over.bytes, over.took_us
         self._ready[reader.number] = reader
@@ -497,4 +519,4 @@ class Cluster:
             return
         rank.report_held = False
         rank.reported_us = self.now_us
-        self._tell(rank.hops.metrics, METRICS, [rank.report()], self._due)
+        self._deliver(rank.hops.metrics, METRICS, [rank.report()], self._output_events)

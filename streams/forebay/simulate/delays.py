@@ -1,7 +1,8 @@
-"""How long records are on their way, drawn the same on every machine.
+"""Latency draws that are identical on every machine.
 
-An exponential draw is -ln(u) for a uniform u. Here u is a 64-bit hash of a counter, and the logarithm is a multiple of
-ln 2 minus an entry of a table that `decimal` made, which rounds correctly everywhere: integers, and no libm.
+An exponential draw is -ln(u) for a uniform u. Here u is a 64-bit hash of a counter. Its logarithm is a multiple of
+ln 2 minus an entry of a table. The table is computed with `decimal`, which rounds correctly on every platform. The rest
+is integer arithmetic, so no libm is involved.
 """
 
 from decimal import Decimal, localcontext
@@ -13,24 +14,29 @@ from forebay.events.base import U64_BYTES, U64_MASK
 from forebay.simulate.settings import Delay, Delays
 
 _SCALE_BITS = 32
-_STEP_BITS = 10  # of a draw choose the step between two halvings, the others how many halvings there are
+_STEP_BITS = 10  # these bits of a draw select the table entry; the remaining bits select the number of halvings
 _REST_BITS = 64 - _STEP_BITS
 _DIGITS = 18
 
-ROUTER = "router"  # the owner as a producer: what it tells clients itself
+ROUTER = "router"  # producer name of the owner, for rejections that it sends to clients
 
 
 def exponential(draw: int, mean: int) -> int:
-    """A value from an exponential distribution of this mean; `draw` is 64 evenly distributed bits."""
+    """Return a value from an exponential distribution.
+
+    Args:
+        draw: 64 uniformly distributed bits.
+        mean: mean of the distribution.
+    """
     ln_2, logarithms = _tables()
-    # u is 2**-halvings * (1 + step / 1024): every halving comes with half the probability of the one before.
+    # u is 2**-halvings * (1 + step / 1024). Each further halving is half as probable.
     halvings = _REST_BITS + 1 - (draw & ((1 << _REST_BITS) - 1)).bit_length()
     return mean * (halvings * ln_2 - logarithms[draw >> _REST_BITS]) >> _SCALE_BITS
 
 
 @cache
 def _tables() -> tuple[int, list[int]]:
-    """Scaled by 2**32: ln 2, and ln(1 + f) in the middle of every step of f from 0 to 1."""
+    """Return ln 2 and ln(1 + f) for the midpoint of each step of f from 0 to 1, all scaled by 2**32."""
     steps = 1 << _STEP_BITS
     with localcontext() as context:
         context.prec = _DIGITS
@@ -40,20 +46,20 @@ def _tables() -> tuple[int, list[int]]:
 
 
 class Draws:
-    """Exponential draws of one name: no other's number or order of draws changes them."""
+    """Independent stream of exponential draws: draws under other names do not affect it."""
 
     def __init__(self, seed: int, name: str) -> None:
         self._seed = xxh3_64_intdigest(name.encode(), seed & U64_MASK)
         self._drawn = 0
 
     def next(self, mean: int) -> int:
-        """The next draw from an exponential distribution of this mean."""
+        """Return the next draw from an exponential distribution with this mean."""
         self._drawn += 1
         return exponential(xxh3_64_intdigest(self._drawn.to_bytes(U64_BYTES, "little"), self._seed), mean)
 
 
 class Hop:
-    """The way of one producer's records on one topic: they never overtake each other."""
+    """Latency of one producer's records on one topic. Records never overtake each other."""
 
     def __init__(self, delay: Delay, seed: int, name: str) -> None:
         self._delay = delay
@@ -61,7 +67,7 @@ class Hop:
         self._last_us = 0
 
     def arrives(self, now_us: int) -> int:
-        """When what is sent now, together, arrives."""
+        """Return the arrival time of records sent together at `now_us`."""
         at_us = now_us + self._delay.fixed_us
         if self._delay.jitter_us:
             at_us += self._draws.next(self._delay.jitter_us)
@@ -70,7 +76,7 @@ class Hop:
 
 
 class Hops:
-    """The ways from and to one producer, by the names of `Delays`; None for what arrives at once."""
+    """Hops from and to one producer, named as in `Delays`. None means no latency."""
 
     def __init__(self, delays: Delays, seed: int, producer: str) -> None:
         def hop(topic: str) -> Hop | None:

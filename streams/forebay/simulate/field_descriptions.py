@@ -1,4 +1,4 @@
-"""What a field of a configuration may be, in words for people who mistyped one."""
+"""Error texts for invalid configuration fields: the name of the field and the values that it allows."""
 
 from collections.abc import Mapping
 from typing import Any, get_type_hints
@@ -6,14 +6,14 @@ from typing import Any, get_type_hints
 import msgspec
 from msgspec import inspect
 
-INT_MAX = (1 << 63) - 1  # the end of the wire's integers, and no limit that says anything
+INT_MAX = (1 << 63) - 1  # the integer limit of the wire format; not worth showing to users
 
 
-def allowed(kind: inspect.Type) -> str:
-    """What a field may be."""
+def allowed_values(kind: inspect.Type) -> str:
+    """Return a description of the values that a field of this type allows."""
     match kind:
         case inspect.UnionType(types=kinds):
-            return " or ".join(allowed(one) for one in kinds)
+            return " or ".join(allowed_values(one) for one in kinds)
         case inspect.NoneType():
             return "null"
         case inspect.BoolType():
@@ -30,8 +30,15 @@ def allowed(kind: inspect.Type) -> str:
             return "a JSON list of objects, as in a policy file"
 
 
-def refused(raw: Mapping[str, Any], kind: type[msgspec.Struct], error: Exception, *, strict: bool = True) -> str:
-    """Which field of `raw` the conversion to `kind` failed at, and what it may be; else what the error says."""
+def invalid_field(raw: Mapping[str, Any], kind: type[msgspec.Struct], error: Exception, *, strict: bool = True) -> str:
+    """Return an error text that names the first field of `raw` that cannot be converted, and its allowed values.
+
+    Args:
+        raw: the fields as read.
+        kind: the struct that the fields should be converted to.
+        error: the error of the conversion; its text is used if no single field is at fault.
+        strict: whether the conversion was strict.
+    """
     for name, field in get_type_hints(kind, include_extras=True).items():
         if name not in raw:
             continue
@@ -41,9 +48,9 @@ def refused(raw: Mapping[str, Any], kind: type[msgspec.Struct], error: Exception
             if isinstance(field, type) and issubclass(field, msgspec.Struct):
                 within = raw[name]
                 if isinstance(within, Mapping):
-                    return f"{name}.{refused(within, field, inner, strict=strict)}"
-                return f"{name}: must hold fields"
-            return f"{name}: must be {allowed(inspect.type_info(field))}"
+                    return f"{name}.{invalid_field(within, field, inner, strict=strict)}"
+                return f"{name}: must be a table of fields"
+            return f"{name}: must be {allowed_values(inspect.type_info(field))}"
     return str(error).partition(" - at `$")[0]
 
 

@@ -1,6 +1,6 @@
-"""`--pools FILE`: a fleet of several pools or kinds of workers, its delays, and what happens to it, as TOML.
+"""Reader of `--pools FILE`: pools, workers, delays and life cycle of a simulated fleet, as TOML.
 
-docs/simulate.md has the format. Times are in seconds here, and delays in milliseconds.
+docs/simulate.md documents the format. Times in the file are in seconds, delays in milliseconds.
 """
 
 import re
@@ -22,20 +22,20 @@ from forebay.simulate.settings import (
     Bandwidth,
     Delay,
     Delays,
-    Fault,
     KvBytes,
-    Life,
+    LifeCycleSettings,
     PoolRole,
     PoolSettings,
     Seconds,
     Settings,
     SettingsUnusable,
-    Start,
     Time,
     Transfer,
+    WorkerFault,
     WorkerGroup,
+    WorkerStart,
     engine_config,
-    require_sense,
+    validate_settings,
 )
 
 US_PER_S = 1e6
@@ -46,15 +46,15 @@ Milliseconds = Annotated[float, msgspec.Meta(ge=0, le=TIME_S_MAX)]
 
 
 class FleetUnusable(ValueError):
-    """A file that describes no fleet; the text names the file, the key and the reason."""
+    """Invalid fleet file; the text names the file, the key and the reason."""
 
 
-class Fleet(msgspec.Struct, frozen=True, kw_only=True):
-    """What a file says. None where it says nothing, so that others may."""
+class FleetDescription(msgspec.Struct, frozen=True, kw_only=True):
+    """Contents of a fleet file. None for a table that is absent, so that command-line options apply."""
 
     pools: tuple[PoolSettings, ...]
     delays: Delays | None = None
-    life: Life | None = None
+    life: LifeCycleSettings | None = None
     transfer: Transfer | None = None
 
 
@@ -107,7 +107,7 @@ class _Start(_Table, frozen=True, kw_only=True):
     count: Count = 1
 
 
-class _Life(_Table, frozen=True, kw_only=True):
+class _LifeCycle(_Table, frozen=True, kw_only=True):
     mtbf_s: Seconds = 0.0
     repair_s: Seconds = 60.0
     cold_start_s: Seconds = 0.0
@@ -123,44 +123,55 @@ class _Transfer(_Table, frozen=True, kw_only=True):
 class _File(_Table, frozen=True, kw_only=True):
     pools: tuple[_Pool, ...]
     delays: str | _Delays | None = None
-    life: _Life | None = None
+    life: _LifeCycle | None = None
     transfer: _Transfer | None = None
     faults: tuple[_Fault, ...] = ()
     starts: tuple[_Start, ...] = ()
 
 
 class _KeyUnusable(Exception):
-    """A key, and what is wrong with it."""
+    """Invalid key, with the reason."""
 
     def __init__(self, where: str, reason: str) -> None:
         super().__init__(f"{where}: {reason}" if where else reason)
 
 
-def load_fleet(path: Path) -> Fleet:
-    """The fleet that a file describes; engine profiles are looked for from where it lies. Raises FleetUnusable."""
+def load_fleet(path: Path) -> FleetDescription:
+    """Read a fleet file. Paths of engine profiles are relative to the folder of the file.
+
+    Raises:
+        FleetUnusable: the file cannot be read or a key is invalid.
+    """
     try:
         text = read_file(path).decode()
     except ProfileUnusable as error:
         raise FleetUnusable(str(error)) from error
     except UnicodeDecodeError as error:
-        raise FleetUnusable(f"{path}: is no text in UTF-8") from error
+        raise FleetUnusable(f"{path}: is not UTF-8 text") from error
     try:
         described = msgspec.convert(tomllib.loads(text), _File)
         fleet = _fleet(described, path.parent)
-        require_sense(Settings(pools=fleet.pools, life=fleet.life or Life()))
+        validate_settings(Settings(pools=fleet.pools, life=fleet.life or LifeCycleSettings()))
     except msgspec.ValidationError as error:
         raise FleetUnusable(f"{path}: {_in_terms_of_keys(str(error))}") from error
     except SettingsUnusable as error:
         raise FleetUnusable(f"{path}: {_key_of(error.where)}: {error.reason}") from error
-    except (_KeyUnusable, ValueError, RecursionError) as error:  # no TOML, or a number of thousands of digits
+    except (_KeyUnusable, ValueError, RecursionError) as error:  # invalid TOML, or an integer with too many digits
         raise FleetUnusable(f"{path}: {error}") from error
     return fleet
 
 
 def worker_group(profile: Profile, count: int, gpus: float | None = None, **sizes: int | None) -> WorkerGroup:
-    """Equal workers of a profile; sizes that are None are the profile's, or those of `engine_config`.
+    """Return a group of workers with an engine profile.
 
-    Raises ValueError if they do not go together.
+    Args:
+        profile: the engine profile.
+        count: number of workers.
+        gpus: GPUs per worker; None uses the profile's value.
+        sizes: sizes of the engine. None uses the profile's value, or else the default of `engine_config`.
+
+    Raises:
+        ValueError: the sizes contradict each other.
     """
     known = {size: value or getattr(profile.sizes, size) for size, value in sizes.items()}
     engine = engine_config(**{size: value for size, value in known.items() if value is not None})
@@ -172,7 +183,7 @@ def worker_group(profile: Profile, count: int, gpus: float | None = None, **size
     )
 
 
-def _fleet(described: _File, folder: Path) -> Fleet:
+def _fleet(described: _File, folder: Path) -> FleetDescription:
     pools = tuple(
         PoolSettings(
             name=pool.name,
@@ -187,18 +198,18 @@ def _fleet(described: _File, folder: Path) -> Fleet:
     )
     life = None
     if described.life is not None or described.faults or described.starts:
-        life = Life(
-            **msgspec.structs.asdict(described.life or _Life()),
+        life = LifeCycleSettings(
+            **msgspec.structs.asdict(described.life or _LifeCycle()),
             faults=tuple(map(_fault, described.faults)),
             starts=tuple(
-                Start(at_us=round(one.at_s * US_PER_S), pool=one.pool, group=one.group, count=one.count)
+                WorkerStart(at_us=round(one.at_s * US_PER_S), pool=one.pool, group=one.group, count=one.count)
                 for one in described.starts
             ),
         )
     transfer = None
     if described.transfer is not None:
         transfer = Transfer(**msgspec.structs.asdict(described.transfer))
-    return Fleet(pools=pools, delays=_delays(described.delays), life=life, transfer=transfer)
+    return FleetDescription(pools=pools, delays=_delays(described.delays), life=life, transfer=transfer)
 
 
 def _group(one: _Workers, folder: Path, where: str) -> WorkerGroup:
@@ -219,7 +230,7 @@ def _group(one: _Workers, folder: Path, where: str) -> WorkerGroup:
 
 
 def _router(fields: dict[str, Any], where: str) -> RouterConfig:
-    """As `forebay.simulate.settings.policy` takes them."""
+    """Return the routing configuration of a pool, from the fields that a policy text takes as well."""
     _require_fields(fields, RouterConfig, where)
     for part, kind in PARTS.items():
         if part and isinstance(fields.get(part), dict):
@@ -234,15 +245,15 @@ def _router(fields: dict[str, Any], where: str) -> RouterConfig:
         raise _KeyUnusable("", _in_terms_of_keys(str(error), f"{where}.")) from error
     if router.mode == "direct" or ("." not in router.mode and router.mode not in BUILT_IN):
         modes = ", ".join(sorted(set(BUILT_IN) - {"direct"}))
-        raise _KeyUnusable(f"{where}.mode", f"{router.mode!r} cannot be simulated; there are {modes}, and classes")
+        raise _KeyUnusable(f"{where}.mode", f"{router.mode!r} cannot be simulated; use {modes} or a dotted class path")
     return router
 
 
 def _require_fields(table: dict[str, Any], kind: type[msgspec.Struct], where: str) -> None:
-    """Other readers of the same structs pass over what they do not know: here that is a slip."""
+    """Reject unknown keys, because msgspec ignores them in these structs."""
     for key in table:
         if key not in kind.__struct_fields__:
-            raise _KeyUnusable(f"{where}.{key}", f"there is no such key; there are {', '.join(kind.__struct_fields__)}")
+            raise _KeyUnusable(f"{where}.{key}", f"unknown key; keys are: {', '.join(kind.__struct_fields__)}")
 
 
 def _delays(described: str | _Delays | None) -> Delays | None:
@@ -250,7 +261,7 @@ def _delays(described: str | _Delays | None) -> Delays | None:
         return None
     if isinstance(described, str):
         if described not in DELAYS:
-            raise _KeyUnusable("delays", f"{described!r} is none of {', '.join(DELAYS)}")
+            raise _KeyUnusable("delays", f"unknown profile {described!r}; profiles are: {', '.join(DELAYS)}")
         return DELAYS[described]
     hops = {name: getattr(described, name) for name in described.__struct_fields__}
     return Delays(
@@ -261,24 +272,24 @@ def _delays(described: str | _Delays | None) -> Delays | None:
     )
 
 
-def _fault(one: _Fault) -> Fault:
+def _fault(one: _Fault) -> WorkerFault:
     back_us = None if one.back_s is None else round(one.back_s * US_PER_S)
-    return Fault(worker=one.worker, at_us=round(one.at_s * US_PER_S), back_us=back_us)
+    return WorkerFault(worker=one.worker, at_us=round(one.at_s * US_PER_S), back_us=back_us)
 
 
 def _key_of(where: str) -> str:
-    """A setting's name as the key of a file."""
+    """Return the key in the file for the name of a setting."""
     return re.sub(r"^(faults\[\d+\])\.at$", r"\1.at_s", where)
 
 
 def _in_terms_of_keys(error: str, above: str = "") -> str:
-    """Where and what, without JSON paths."""
-    told, _, place = error.partition(" - at `$")
+    """Translate a msgspec error into the dotted key and the reason."""
+    text, _, place = error.partition(" - at `$")
     place = above + place.rstrip("`").removeprefix(".")
-    missing = re.fullmatch(r"Object missing required field `(.*)`", told)
-    unknown = re.fullmatch(r"Object contains unknown field `(.*)`", told)
+    missing = re.fullmatch(r"Object missing required field `(.*)`", text)
+    unknown = re.fullmatch(r"Object contains unknown field `(.*)`", text)
     if found := missing or unknown:
         key = f"{place.rstrip('.')}.{found[1]}".removeprefix(".")
-        return f"{key}: {'is missing' if missing else 'there is no such key'}"
-    told = told.replace("`object`", "a table").replace("`array`", "a list").replace("`", "")
-    return f"{place.rstrip('.')}: {told[:1].lower()}{told[1:]}".removeprefix(": ")
+        return f"{key}: {'missing key' if missing else 'unknown key'}"
+    text = text.replace("`object`", "a table").replace("`array`", "a list").replace("`", "")
+    return f"{place.rstrip('.')}: {text[:1].lower()}{text[1:]}".removeprefix(": ")

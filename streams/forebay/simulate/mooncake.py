@@ -1,6 +1,6 @@
-"""Mooncake-format traces: JSON lines of timestamp (ms), input_length, output_length and hash_ids.
+"""Rows of Mooncake traces: JSON lines with timestamp (ms), input_length, output_length and hash_ids.
 
-An id stands for 512 tokens of input. Source: the Mooncake paper's published traces (FAST '25).
+Each hash id stands for 512 prompt tokens. Source: the traces published with the Mooncake paper (FAST '25).
 """
 
 from typing import Annotated
@@ -16,7 +16,7 @@ PromptTokens = Annotated[int, msgspec.Meta(ge=1, le=PROMPT_TOKENS_MAX)]
 OutputTokens = Annotated[int, msgspec.Meta(ge=1, le=OUTPUT_TOKENS_MAX)]
 
 
-class Row(msgspec.Struct, frozen=True, gc=False):
+class MooncakeRow(msgspec.Struct, frozen=True, gc=False):
     """One request of a trace."""
 
     timestamp: Milliseconds

@@ -1,4 +1,4 @@
-"""What came of a simulated workload, and its figures."""
+"""Outcome of a simulated workload, and its metrics."""
 
 import statistics
 from array import array
@@ -8,25 +8,30 @@ from typing import Any
 
 from forebay.events.decisions import RequestRouted
 
-FAILURES_SHOWN = 20  # a trace that fits nowhere fails in thousands of rows for the same reason
-EXPLAINED_MAX = 20_000  # decisions that are kept whole, for people to look at
-NOBODY = -1
+FAILURES_SHOWN = 20  # if a trace does not fit, thousands of rows fail for the same reason
+EXPLAINED_MAX = 20_000  # decisions that are kept whole, for inspection
+NO_WORKER = -1
 
 
 @dataclass(slots=True)
-class Served:
-    """One request of the workload; times in virtual microseconds, as its client sees them.
+class RequestOutcome:
+    """Outcome of one request. Times are virtual microseconds, as the client sees them.
 
     Attributes:
-        worker: the number of the worker that it was routed to last; None before, and for those refused.
-        cached_tokens: prompt tokens that this worker found in its cache.
-        first_us: when its first token came; 0 for one without. `last_us` likewise, 0 where the answer is not complete.
-        attempts: how many workers it was sent to, one after another: of those for its prompt and those for its answer
-            the more.
-        failure: why it has no answer, or not all of it; empty for one that has.
-        number: which turn of the workload it is.
-        prefiller: the number of the worker that computed its prompt for another; that had `cached_tokens` then.
-        prefilled_us: when it had. The KV was `transferred_bytes`, there `transfer_us` after it was asked for.
+        arrived_us: when the request arrived.
+        prompt_tokens: length of the prompt.
+        output_tokens: length of the response.
+        worker: number of the worker that it was routed to last; None if it was never routed.
+        cached_tokens: prompt tokens that were found in the cache.
+        first_us: when its first token came; 0 if there was none.
+        last_us: when its last token came; 0 if the response is not complete.
+        attempts: number of workers it was sent to in succession: the maximum of its prefill and its decode attempts.
+        failure: why the response is missing or incomplete; empty on success.
+        number: number of its turn in the workload.
+        prefiller: number of the worker that prefilled the prompt for another worker, and found `cached_tokens` there.
+        prefilled_us: when that prefill ended.
+        transferred_bytes: bytes of KV that were transferred.
+        transfer_us: microseconds from the request for the KV to the end of the transfer.
     """
 
     arrived_us: int
@@ -45,13 +50,13 @@ class Served:
     transfer_us: int = 0
 
 
-class Requests:
-    """Every request of a run in the order of arrival, in columns: some 80 bytes each.
+class RequestOutcomes:
+    """Outcomes of all requests of a run in the order of arrival, stored in columns of about 80 bytes per request.
 
-    Another 32 if the prompt of any was computed for another worker.
+    Disaggregated runs take another 32 bytes per request.
     """
 
-    def __init__(self, served: Iterable[Served] = ()) -> None:
+    def __init__(self, served: Iterable[RequestOutcome] = ()) -> None:
         self._columns = {name: array("q") for name in COLUMNS}
         self.failures: dict[int, str] = {}
         for one in served:
@@ -60,18 +65,18 @@ class Requests:
     def __len__(self) -> int:
         return len(self._columns["arrived_us"])
 
-    def __iter__(self) -> Iterator[Served]:
+    def __iter__(self) -> Iterator[RequestOutcome]:
         return map(self.__getitem__, range(len(self)))
 
-    def __getitem__(self, place: int) -> Served:
+    def __getitem__(self, place: int) -> RequestOutcome:
         values: dict[str, int | None] = {name: column[place] for name, column in self._columns.items()}
         for name in WORKERS:
-            if values.get(name) == NOBODY:
+            if values.get(name) == NO_WORKER:
                 values[name] = None
-        return Served(**values, failure=self.failures.get(place, ""))  # type: ignore[arg-type]
+        return RequestOutcome(**values, failure=self.failures.get(place, ""))  # type: ignore[arg-type]
 
-    def append(self, served: Served) -> int:
-        """Keep one; its place."""
+    def append(self, served: RequestOutcome) -> int:
+        """Append an outcome and return its index."""
         place = len(self)
         self._make_room(served)
         for name, column in self._columns.items():
@@ -80,23 +85,23 @@ class Requests:
             self.failures[place] = served.failure
         return place
 
-    def put(self, place: int, served: Served) -> None:
-        """Keep what became of the one at `place`."""
+    def put(self, place: int, served: RequestOutcome) -> None:
+        """Replace the outcome at index `place`."""
         self._make_room(served)
         for name, column in self._columns.items():
             column[place] = _value(served, name)
         if served.failure:
             self.failures[place] = served.failure
 
-    def _make_room(self, served: Served) -> None:
+    def _make_room(self, served: RequestOutcome) -> None:
         if served.prefiller is not None and "prefiller" not in self._columns:
             self._columns |= {name: self.column(name) for name in TRANSFER_COLUMNS}
 
     def column(self, name: str) -> "array[int]":
-        """One attribute of all, in order; a worker that is None is -1."""
+        """Return one attribute of all requests, in order. A worker that is None is -1."""
         if name in self._columns:
             return self._columns[name]
-        return array("q", [NOBODY if name in WORKERS else 0]) * len(self)
+        return array("q", [NO_WORKER if name in WORKERS else 0]) * len(self)
 
 
 COLUMNS = (
@@ -109,23 +114,29 @@ TRANSFER_COLUMNS = ("prefiller", "prefilled_us", "transferred_bytes", "transfer_
 WORKERS = ("worker", "prefiller")
 
 
-def _value(served: Served, name: str) -> int:
+def _value(served: RequestOutcome, name: str) -> int:
     value: int | None = getattr(served, name)
-    return NOBODY if value is None else value
+    return NO_WORKER if value is None else value
 
 
 @dataclass(slots=True)
 class Timeline:
-    """How a run went, in at most some hundred bins of equal width; the bins grow with the run.
+    """Development of a run over time, in at most 400 bins of equal width.
+
+    The width of a bin grows with the length of the run. Per-worker lists are indexed by worker number, then by bin.
 
     Attributes:
-        bin_us: their width; the first begins at 0.
-        arrived: requests that came in each; `finished`, those that were answered or failed.
-        prompt_tokens: of those whose prompt was computed in it; `cached_tokens` of these were found.
-        queued: requests that waited in the router at its end.
-        workers: at its end, how many workers were members of the fleet.
-        computed: by worker, prompt tokens computed in each bin.
-        running: by worker, at the end of each; `waiting` in the engine, and `blocks_used`, likewise.
+        bin_us: width of a bin; the first one begins at 0.
+        arrived: requests that arrived in the bin.
+        finished: requests that completed or failed in the bin.
+        prompt_tokens: prompt tokens of the requests whose prefill ended in the bin.
+        cached_tokens: the part of `prompt_tokens` that was found in the cache.
+        queued: requests in the router's queue at the end of the bin.
+        workers: members of the fleet at the end of the bin.
+        computed: per worker, prompt tokens computed in the bin.
+        running: per worker, running sequences at the end of the bin.
+        waiting: per worker, sequences waiting in the engine at the end of the bin.
+        blocks_used: per worker, KV blocks in use at the end of the bin.
     """
 
     bin_us: int = 1_000_000
@@ -142,18 +153,21 @@ class Timeline:
 
 
 @dataclass(slots=True)
-class Outcome:
-    """A whole run. `digest` is of all decisions, in hexadecimal.
+class SimulationOutcome:
+    """Outcome of a whole run.
 
     Attributes:
-        workers: the ids of all that ever took part, by their number.
-        prefill_workers: the numbers of those that compute prompts for others.
-        gpu_s: GPU seconds that workers were there for, from start to end or death.
-        lasted_us: from the start to the last answer or failure.
-        routed: of the first `EXPLAINED_MAX` requests, by place, the last decision that sent it somewhere.
+        requests: outcome of each request.
+        digest: hash of all decisions, in hexadecimal.
+        workers: ids of all workers that ever joined, by number.
+        prefill_workers: numbers of the prefill workers.
+        gpu_s: GPU seconds of all worker processes, from their start to the end of the run or their death.
+        lasted_us: time of the last response or failure.
+        timeline: development over time.
+        routed: last routing decision of each of the first `EXPLAINED_MAX` requests, by index.
     """
 
-    requests: Requests = field(default_factory=Requests)
+    requests: RequestOutcomes = field(default_factory=RequestOutcomes)
     digest: str = ""
     workers: list[str] = field(default_factory=list)
     prefill_workers: tuple[int, ...] = ()
@@ -163,18 +177,20 @@ class Outcome:
     routed: dict[int, RequestRouted] = field(default_factory=dict)
 
 
-def worker_names(outcome: Outcome) -> list[str]:
-    """The ids of all workers, with what some of them do, for people."""
+def worker_names(outcome: SimulationOutcome) -> list[str]:
+    """Return the ids of all workers for display. Prefill workers are marked."""
     return [
         f"{name} (prefill)" if number in outcome.prefill_workers else name
         for number, name in enumerate(outcome.workers)
     ]
 
 
-def summary(outcome: Outcome, workers: int) -> dict[str, Any]:
-    """The figures of a run, as JSON prints them. Names are those of `forebay trace`.
+def summary(outcome: SimulationOutcome, workers: int) -> dict[str, Any]:
+    """Return the metrics of a run as they are printed in JSON. The names are those of `forebay trace`.
 
-    `workers` is how many there were at the start; more may have come.
+    Args:
+        outcome: the run.
+        workers: number of workers at the start; more may have joined.
     """
     workers = max(workers, len(outcome.workers))
     column, failures = outcome.requests.column, outcome.requests.failures
@@ -196,8 +212,8 @@ def summary(outcome: Outcome, workers: int) -> dict[str, Any]:
     for place, (worker, prefiller, prompt, cached, output, arrived_us, first_us, last_us) in enumerate(rows):
         if place in failures:
             continue
-        assert worker != NOBODY, "who has an answer has it from a worker"
-        computed[worker if prefiller == NOBODY else prefiller] += prompt - cached
+        assert worker != NO_WORKER, "a completed request has a worker"
+        computed[worker if prefiller == NO_WORKER else prefiller] += prompt - cached
         requests[worker] += 1
         prompt_tokens += prompt
         cached_tokens += cached
@@ -206,7 +222,7 @@ def summary(outcome: Outcome, workers: int) -> dict[str, Any]:
         e2e_ms.append((last_us - arrived_us) / 1e3)
         if output > 1:
             itl_ms.append((last_us - first_us) / 1e3 / (output - 1))
-    # Where some are there for that, the others are not to compute as much.
+    # In a disaggregated fleet the balance is that of the prefill workers, because decode workers compute few prompts.
     balanced = [computed[number] for number in outcome.prefill_workers] or computed
     shown = [{"request": place + 1, "reason": failures[place]} for place in sorted(failures)[:FAILURES_SHOWN]]
     return {
@@ -228,8 +244,8 @@ def summary(outcome: Outcome, workers: int) -> dict[str, Any]:
     }
 
 
-def _transfers(outcome: Outcome) -> dict[str, Any]:
-    """The figures that only a run with prefill workers has: of answered requests whose prompt one of them computed."""
+def _transfers(outcome: SimulationOutcome) -> dict[str, Any]:
+    """Return the metrics of disaggregated runs: of the completed requests with a remote prefill."""
     column, failures = outcome.requests.column, outcome.requests.failures
     prefill_ms, transfer_ms = array("d"), array("d")
     moved = 0
@@ -237,7 +253,7 @@ def _transfers(outcome: Outcome) -> dict[str, Any]:
     for place, (prefiller, arrived_us, prefilled_us, of_it, took_us) in enumerate(
         zip(*map(column, names), strict=True)
     ):
-        if prefiller != NOBODY and place not in failures:
+        if prefiller != NO_WORKER and place not in failures:
             prefill_ms.append((prefilled_us - arrived_us) / 1e3)
             transfer_ms.append(took_us / 1e3)
             moved += of_it
@@ -250,7 +266,7 @@ def _transfers(outcome: Outcome) -> dict[str, Any]:
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
-    """Mean, p50, p90 and p99, interpolated between ranks; empty for no values."""
+    """Return mean, p50, p90 and p99, interpolated between ranks; an empty dict for no values."""
     if not values:
         return {}
     cuts = statistics.quantiles(values, n=100, method="inclusive") if len(values) > 1 else [values[0]] * 99

@@ -1,14 +1,14 @@
-"""Which of many runs are worth looking at: those that no other is better than (Pareto optima)."""
+"""Pareto optima: the runs that no other run dominates."""
 
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-DIGITS = 3  # less than one part in a thousand is nothing that one workload can tell
+DIGITS = 3  # differences below 0.1 % are not significant for a single workload
 LESS, MORE = 1.0, -1.0
 
 TIMES = {f"{name}.{of}": LESS for name in ("ttft_ms", "itl_ms", "e2e_ms") for of in ("mean", "p50", "p90", "p99")}
-OBJECTIVES: Mapping[str, float] = {  # figures of a run, by their path, and whether less or more of one is better
+OBJECTIVES: Mapping[str, float] = {  # metric paths; LESS or MORE says which direction is better
     **TIMES,
     "failed": LESS,
     "gpus": LESS,
@@ -22,7 +22,7 @@ OBJECTIVES: Mapping[str, float] = {  # figures of a run, by their path, and whet
 
 
 def figure(figures: Mapping[str, Any], path: str) -> float | None:
-    """One figure by its path, as `ttft_ms.p90`; None for one that this run does not have."""
+    """Return the metric at a path such as `ttft_ms.p90`; None if the run has no such metric."""
     found: Any = figures
     for part in path.split("."):
         found = found.get(part) if isinstance(found, Mapping) else None
@@ -30,22 +30,23 @@ def figure(figures: Mapping[str, Any], path: str) -> float | None:
 
 
 def costs(figures: Mapping[str, Any], objectives: Sequence[str]) -> tuple[float, ...]:
-    """What a run costs in each objective, less being better, to three digits.
+    """Return the cost of a run in each objective, rounded to three digits. Lower is better.
 
-    Without a figure that is all there is; and so is a percentile of a run in which more requests failed than are above
-    it: who got no answer waited for ever.
+    A missing metric costs infinity. So does a percentile if more requests failed than lie above it, because a failed
+    request counts as an infinite latency.
     """
     found = ((_endured(figures, path), OBJECTIVES[path]) for path in objectives)
     return tuple(math.inf if value is None else sign * _rounded(value) for value, sign in found)
 
 
 def optimal(points: Sequence[Sequence[float]]) -> list[bool]:
-    """Whether nobody dominates each: is nowhere worse and somewhere better. Equal points stay together.
+    """Return for each point whether no other point dominates it. Equal points do not dominate each other.
 
     Args:
-        points: as many costs each; less is better.
+        points: cost tuples of equal length; lower is better.
     """
-    # Whoever dominates a point comes before it, and one of these is optimal itself.
+    # A dominating point sorts before the point it dominates, and at least one dominating point is itself optimal.
+
     order = sorted(range(len(points)), key=lambda at: tuple(points[at]))
     best: list[Sequence[float]] = []
     kept = [False] * len(points)

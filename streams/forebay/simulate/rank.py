@@ -1,4 +1,4 @@
-"""One rank of a worker in a simulation: its engine model, and how it speaks on the log."""
+"""One simulated rank: its engine model and the events that it emits."""
 
 import msgspec
 
@@ -30,20 +30,27 @@ from forebay.events.progress import (
 from forebay.events.transfer import Prefilled
 from forebay.simulate.delays import NO_HOPS, Hops
 
-LOAD_INTERVAL_US = 100_000  # as workers report
+LOAD_INTERVAL_US = 100_000  # the reporting interval of live workers
 
 
 class EngineRank:
-    """An engine, which is ahead of the time, and what it says when the time has come.
+    """Engine model of a rank, which computes whole steps ahead of the clock, and the events that it emits.
 
     Attributes:
-        number: its place among all ranks of the simulation.
-        hops: how long what it is told and what it says is on its way.
-        step: what the engine does now, from `began_us` to `ends_us`; None while it does nothing.
-        dead: it died without a word.
-        load: as it was when the last step ended.
-        kept: prompts that it keeps for others, by request: at which attempt to compute them.
-        reported_us: when it last reported that; `report_held` until the interval since then is over.
+        number: index among all ranks of the simulation.
+        spec: spec of its worker.
+        rank: data-parallel rank within the worker.
+        worker_epoch: epoch of its worker.
+        engine: the engine model.
+        hops: latencies of its inputs and outputs.
+        step: current step; None while idle.
+        began_us: start of the current step.
+        ends_us: end of the current step.
+        dead: whether the rank has crashed.
+        load: load at the end of the last step.
+        kept: retained KV of prefilled prompts: the prefill attempt by request id.
+        reported_us: time of the last load report.
+        report_held: whether a load report is scheduled for the end of the reporting interval.
     """
 
     def __init__(
@@ -57,7 +64,17 @@ class EngineRank:
         kv_seq: int = 0,
         hops: Hops = NO_HOPS,
     ) -> None:
-        """`kv_seq` is the number of its last KV event."""
+        """Create an idle rank.
+
+        Args:
+            number: index among all ranks of the simulation.
+            spec: spec of its worker.
+            rank: data-parallel rank within the worker.
+            worker_epoch: epoch of its worker.
+            engine: the engine model.
+            kv_seq: sequence number of its last KV event.
+            hops: latencies of its inputs and outputs.
+        """
         self.number = number
         self.spec = spec
         self.rank = rank
@@ -68,43 +85,43 @@ class EngineRank:
         self.began_us = self.ends_us = 0
         self.dead = False
         self.load = engine.load()
-        self.kept: dict[str, int] = {}
+        self.retained: dict[str, int] = {}
         self.reported_us = -LOAD_INTERVAL_US
         self.report_held = False
         self._kv_seq = kv_seq
 
-    def keeps(self, request_id: str, prefill_attempt: int) -> bool:
-        """Whether it still has what it computed at this attempt."""
-        return not self.dead and self.kept.get(request_id) == prefill_attempt
+    def retains(self, request_id: str, prefill_attempt: int) -> bool:
+        """Return whether the rank still retains the KV of this prefill attempt."""
+        return not self.dead and self.retained.get(request_id) == prefill_attempt
 
     def release(self, request_id: str, prefill_attempt: int) -> bool:
-        """Nobody will fetch that. False if it is not kept any more."""
-        if not self.keeps(request_id, prefill_attempt):
+        """Release retained KV. Return whether that frees cache space for waiting requests."""
+        if not self.retains(request_id, prefill_attempt):
             return False
-        del self.kept[request_id]
+        del self.retained[request_id]
         return self.engine.release(request_id)
 
     def drop(self, request_id: str) -> None:
-        """Nobody wants what it computes for a request, has computed, or fetches."""
-        self.kept.pop(request_id, None)
+        """Cancel a request, and release its KV."""
+        self.retained.pop(request_id, None)
         self.engine.cancel(request_id)
 
     def die(self, now_us: int) -> dict[str, int]:
-        """It stops in the middle of what it does: the output tokens that requests had of it, by id."""
+        """Kill the rank in the middle of its step. Return the output tokens emitted so far, by request id."""
         self.dead = True
         step, self.step = self.step, None
         undone = 0
         if step is not None:
             lasts_us = self.ends_us - self.began_us
             undone = step.iterations - step.iterations * (now_us - self.began_us) // lasts_us
-        said = self.engine.generated(undone)
+        emitted = self.engine.generated(undone)
         if step is not None:
-            said.update((end.request_id, end.output_tokens - undone) for end in step.finished)
+            emitted.update((end.request_id, end.output_tokens - undone) for end in step.finished)
         self.load = EngineLoad(0, 0, 0, self.load.kv_blocks_total)
-        return said
+        return emitted
 
     def cache_change(self, change: CacheChange) -> BlocksStored | BlocksRemoved:
-        """Blocks entered or left the cache."""
+        """Return the KV event for a change of the cache."""
         self._kv_seq += 1
         hashes = pack_u64(change.hashes)
         if isinstance(change, Stored):
@@ -124,8 +141,8 @@ class EngineRank:
             sequence_hashes=hashes,
         )
 
-    def began(self, first: FirstTokenStep, owner_epoch: int) -> FirstTokenEmitted:
-        """The first token of an answer is there."""
+    def first_token_emitted(self, first: FirstTokenStep, owner_epoch: int) -> FirstTokenEmitted:
+        """Return the event for the first token of a response."""
         return FirstTokenEmitted(
             request_id=first.request_id,
             attempt=first.attempt,
@@ -138,7 +155,7 @@ class EngineRank:
         )
 
     def computed(self, one: Computed, prefilled: Prefilled, owner_epoch: int) -> PrefillFinished:
-        """A prompt is computed, for another worker."""
+        """Return the event for the end of a prefill for another worker."""
         return PrefillFinished(
             request_id=one.request_id,
             attempt=one.attempt,
@@ -148,8 +165,8 @@ class EngineRank:
             prefilled=msgspec.structs.replace(prefilled, cached_tokens=one.cached_tokens),
         )
 
-    def not_fetched(self, request_id: str, attempt: int, error: str, owner_epoch: int) -> TransferFailed:
-        """What another worker computed is not to be had."""
+    def transfer_failed(self, request_id: str, attempt: int, error: str, owner_epoch: int) -> TransferFailed:
+        """Return the event for a failed transfer of prefilled KV."""
         return TransferFailed(
             request_id=request_id,
             attempt=attempt,
@@ -160,7 +177,7 @@ class EngineRank:
         )
 
     def finished(self, end: Finished, owner_epoch: int) -> RequestFinished:
-        """A request has its last token."""
+        """Return the event for the end of a request."""
         return RequestFinished(
             request_id=end.request_id,
             attempt=end.attempt,
@@ -172,8 +189,8 @@ class EngineRank:
             cached_tokens=end.cached_tokens,
         )
 
-    def said_before(self, routed: RequestRouted) -> RequestFinished:
-        """The whole answer was there before this attempt began."""
+    def already_finished(self, routed: RequestRouted) -> RequestFinished:
+        """Return the end event of an attempt that started after the whole response had been emitted."""
         return RequestFinished(
             request_id=routed.request_id,
             attempt=routed.attempt,
@@ -183,8 +200,8 @@ class EngineRank:
             finish_reason="length",
         )
 
-    def refused(self, routed: RequestRouted, error: str, status: int) -> RequestFailed | PrefillFailed:
-        """The engine does not take a request."""
+    def rejected(self, routed: RequestRouted, error: str, status: int) -> RequestFailed | PrefillFailed:
+        """Return the event for a request that the engine rejected."""
         if routed.stage == "prefill":
             return PrefillFailed(
                 request_id=routed.request_id,
@@ -205,7 +222,7 @@ class EngineRank:
         )
 
     def report(self) -> LoadReported:
-        """Its load, for the router."""
+        """Return a load report for the router."""
         load = self.load
         return LoadReported(
             worker_id=self.spec.worker_id,
@@ -219,5 +236,5 @@ class EngineRank:
 
 
 def needs_reports(router: RouterConfig) -> bool:
-    """Whether a router looks at what workers report of their load."""
+    """Return whether this routing configuration uses the load that workers report."""
     return router.mode not in BUILT_IN or router.busy.active_decode_blocks_threshold is not None

@@ -1,4 +1,4 @@
-"""A request between its arrival and its end, as its client and its workers see it."""
+"""State of a request between its arrival and its end, as its client and its workers see it."""
 
 from dataclasses import dataclass
 from itertools import repeat
@@ -10,50 +10,54 @@ from forebay.engine_model.model import EngineRequest, EngineStage
 from forebay.engine_model.sequence import seed_block
 from forebay.events.base import U32_BYTES, U64_BYTES, pack_u64
 from forebay.events.requests import RequestSubmitted
-from forebay.simulate.outcome import Served
+from forebay.simulate.outcome import RequestOutcome
 from forebay.simulate.rank import EngineRank
-from forebay.simulate.transfers import Kept
+from forebay.simulate.transfers import RetainedKv
 
 
 @dataclass(slots=True, eq=False)
-class UnderWay:
-    """A request that has no end yet.
+class ActiveRequest:
+    """Request that has not ended yet.
 
     Attributes:
-        place: among all requests of the run; `number` is that of its turn.
-        hashes: packed, of the prompt's full blocks.
-        rank: whom it was sent to last.
-        said: output tokens that earlier attempts said.
-        kept: the KV that its answerer is to fetch.
-        computing: whom its prompt was sent to last, to be computed for another; `prefill_attempt` is which attempt.
+        place: index among all requests of the run.
+        number: number of its turn in the workload.
+        served: outcome so far.
+        hashes: packed hashes of the full blocks of the prompt.
+        rank: rank that the request was sent to last.
+        said: output tokens emitted by earlier attempts.
+        kept: prefilled KV that the decode worker is to fetch.
+        computing: rank that the prompt was last sent to for prefill.
+        prefill_attempt: attempt number of that prefill.
     """
 
     place: int
     number: int
-    served: Served
+    served: RequestOutcome
     hashes: bytes
     rank: EngineRank | None = None
-    said: int = 0
-    kept: Kept | None = None
+    emitted: int = 0
+    retained: RetainedKv | None = None
     computing: EngineRank | None = None
     prefill_attempt: int = 0
 
     @classmethod
-    def of(cls, submitted: RequestSubmitted, place: int, number: int, now_us: int) -> "UnderWay":
-        """One that its client sends now. Its tokens are not kept: nobody reads them, only their number counts."""
-        served = Served(now_us, submitted.prompt_tokens, submitted.sampling.max_tokens, number=number)
+    def of(cls, submitted: RequestSubmitted, place: int, number: int, now_us: int) -> "ActiveRequest":
+        """Create the state of a request that arrives at `now_us`. Only the number of its tokens is kept."""
+        served = RequestOutcome(now_us, submitted.prompt_tokens, submitted.sampling.max_tokens, number=number)
         return cls(place, number, served, submitted.sequence_hashes)
 
     def attempt(self, request_id: str, attempt: int, block_size: int, stage: EngineStage) -> EngineRequest:
-        """What a worker gets: a later attempt goes on behind what was said, which it has to compute, too.
+        """Return the request for the engine.
 
-        The blocks of that are named as silent engines name them.
+        A later attempt continues after the output tokens of earlier attempts, so the engine must compute these tokens,
+        too. Their block hashes are those of an engine that emits no token ids.
         """
         served = self.served
         token_seed = xxh3_64_intdigest(request_id.encode())
-        tokens = served.prompt_tokens + self.said
+        tokens = served.prompt_tokens + self.emitted
         hashes = self.hashes
-        more = tokens // block_size - len(hashes) // U64_BYTES if self.said else 0
+        more = tokens // block_size - len(hashes) // U64_BYTES if self.emitted else 0
         if more:
             last = int.from_bytes(hashes[-U64_BYTES:], "little") if hashes else None
             hashes += pack_u64(extend_chain(last, repeat(seed_block(token_seed, HASH_SEED), more)))
@@ -63,6 +67,6 @@ class UnderWay:
             token_ids=bytes(tokens * U32_BYTES),
             sequence_hashes=hashes,
             token_seed=token_seed,
-            max_tokens=served.output_tokens - self.said,
+            max_tokens=served.output_tokens - self.emitted,
             stage=stage,
         )

@@ -1,7 +1,7 @@
-"""A simulation that goes on from a state: its fleet, its caches and its configuration, and what comes later.
+"""Simulation that starts from a snapshot: its fleet, caches and configuration, followed by later arrivals.
 
-Caches begin with what the index says of them, in the index's order: how recently a block was used is not known. What
-lies on hosts and disks is left out, as the engine model has no such tiers.
+Caches start with the blocks of the prefix index, in its order. The recency of blocks is unknown, because the index does
+not record it. Blocks in host memory and on disk are ignored, because the engine model has no such tiers.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,10 +20,10 @@ from forebay.events.fleet import WorkerFact, WorkerJoined, WorkerLost, WorkerSpe
 from forebay.events.requests import RequestSubmitted
 from forebay.events.snapshots import Chunk, IndexBlocks, IndexCursor, WorkerState
 from forebay.events.topics import FLEET
-from forebay.simulate.arrivals import Arrival, Listed
-from forebay.simulate.cluster import NO_TRANSFER, Cluster, OnArrived
+from forebay.simulate.arrivals import Arrival, ListedArrivals
+from forebay.simulate.cluster import NO_TRANSFER, OnArrived, SimulatedCluster
 from forebay.simulate.delays import ROUTER, Hops
-from forebay.simulate.outcome import Served
+from forebay.simulate.outcome import RequestOutcome
 from forebay.simulate.rank import EngineRank, needs_reports
 from forebay.simulate.settings import Delays, Transfer
 
@@ -32,20 +32,20 @@ MOCKER = MockerTiming()
 
 
 class NotSimulable(Exception):
-    """A state that cannot be simulated; the text says why."""
+    """State that cannot be simulated; the text says why."""
 
 
 @dataclass(frozen=True, slots=True)
-class Resumed:
-    """What came of it.
+class ResumedOutcome:
+    """Outcome of a resumed simulation.
 
     Attributes:
-        served: each request by its id; `Served.worker` and `Served.prefiller` are places in `ranks`.
-        digest: of all decisions, in hexadecimal.
-        ranks: all worker ranks that ever took part.
+        served: outcome of each request by id. `Served.worker` and `Served.prefiller` are indexes into `ranks`.
+        digest: hash of all decisions, in hexadecimal.
+        ranks: all worker ranks that ever joined.
     """
 
-    served: dict[str, Served]
+    served: dict[str, RequestOutcome]
     digest: str
     ranks: list[HolderKey]
 
@@ -59,22 +59,22 @@ def resume(
     delays: Delays = NO_DELAYS,
     timing: EngineTiming = MOCKER,
     transfer: Transfer = NO_TRANSFER,
-) -> Resumed:
-    """Play what arrives until all have an answer.
+) -> ResumedOutcome:
+    """Play all arrivals on the state, until every request has ended.
 
     Args:
         state: a snapshot without requests.
-        arrivals: in the order of their times, none before the state's. Ids of requests come once, and their
-            `sampling.max_tokens` is how long their answers are. Facts of the fleet are about its members then: workers
-            that join begin empty, and those that are lost die at that moment.
-        on_arrived: gets how many requests did arrive.
-        speedup: how much faster than their model the engines are.
-        delays: how long what is said takes to arrive.
-        timing: how long an engine's steps take.
-        transfer: how KV moves, where there are prefill workers.
+        arrivals: records in the order of time, none before the time of the state. Request ids are unique, and
+            `sampling.max_tokens` is the length of the response. Fleet facts refer to current members. Workers that join
+            start with an empty cache; workers that are lost die at that moment.
+        on_arrived: called with the number of requests that have arrived so far.
+        speedup: how much faster than their model the engines run.
+        delays: latencies between clients, router and engines.
+        timing: step timing of the engines.
+        transfer: cost of moving KV; used only if there are prefill workers.
 
     Raises:
-        NotSimulable: there is no worker, or its sizes do not go together.
+        NotSimulable: there is no worker, or the sizes of a worker contradict each other.
     """
     fitting = list(_fitting(state))
     world = restore(fitting)
@@ -84,21 +84,21 @@ def resume(
     reports = any(needs_reports(pool.router) for pool in (*world.pools.values(), *configured))
     joining = [arrival.event.spec for arrival in arrivals if isinstance(arrival.event, WorkerJoined)]
     for spec in joining:
-        _config(spec, timing)  # better refused now than in the middle
-    cluster = _Resumed(world, delays, timing, transfer, reports=reports, speedup=speedup)
+        _config(spec, timing)  # reject an unusable worker before the run
+    cluster = _ResumedCluster(world, delays, timing, transfer, reports=reports, speedup=speedup)
     cluster.begin(fitting)
     if not cluster.numbers and not joining:
-        raise NotSimulable("no worker is there where the simulation would begin")
-    cluster.play(Listed(arrivals), on_arrived)
+        raise NotSimulable("the state has no worker at the start of the simulation, and none joins later")
+    cluster.play(ListedArrivals(arrivals), on_arrived)
     ids = [arrival.event.request_id for arrival in arrivals if isinstance(arrival.event, RequestSubmitted)]
-    return Resumed(dict(zip(ids, cluster.requests, strict=True)), cluster.digest(), list(cluster.numbers))
+    return ResumedOutcome(dict(zip(ids, cluster.requests, strict=True)), cluster.digest(), list(cluster.numbers))
 
 
-class _Resumed(Cluster):
-    """A cluster whose workers come and go as the facts say that arrive.
+class _ResumedCluster(SimulatedCluster):
+    """Cluster whose workers join and leave according to the fleet facts among the arrivals.
 
     Attributes:
-        numbers: of all ranks that took part so far; one that comes again has the same.
+        numbers: number of each rank that ever joined. A rank that rejoins keeps its number.
     """
 
     def __init__(
@@ -116,21 +116,21 @@ class _Resumed(Cluster):
         self.numbers: dict[HolderKey, int] = {}
         self._delays = delays
         self._timing = timing
-        self._there: dict[str, list[EngineRank]] = {}
+        self._members: dict[str, list[EngineRank]] = {}
 
     def begin(self, state: Sequence[Chunk]) -> None:
-        """Who is a member already takes part, with what it has cached."""
+        """Add the ranks of all current members, with warm caches."""
         cached: dict[HolderKey, list[int]] = {}
-        said: dict[HolderKey, int] = {}
+        kv_seqs: dict[HolderKey, int] = {}
         for chunk in state:
             if isinstance(chunk, IndexBlocks):
                 cached.setdefault((chunk.worker_id, chunk.rank), []).extend(unpack_u64(chunk.sequence_hashes))
             elif isinstance(chunk, IndexCursor):
-                said[chunk.worker_id, chunk.rank] = chunk.last_seq
+                kv_seqs[chunk.worker_id, chunk.rank] = chunk.last_seq
         for key in rank_keys(state):
             worker = self.world.fleet.get(key[0])
-            assert worker is not None, "it is in the state"
-            rank = self._take_part(worker.spec, key[1], worker.worker_epoch, said.get(key, 0))
+            assert worker is not None, "the ranks are those of the state"
+            rank = self._join(worker.spec, key[1], worker.worker_epoch, kv_seqs.get(key, 0))
             rank.engine.warm(cached.get(key, []))
 
     def _arrive(self, arrival: Arrival) -> None:
@@ -139,36 +139,36 @@ class _Resumed(Cluster):
             event = msgspec.structs.replace(event, owner_epoch=self.world.owner_epoch)
             epoch = self.world.view.get(FLEET.name, 0)
             for number in event.spec.ranks if event.spec.role != "encode" else ():
-                self._take_part(event.spec, number, epoch)
+                self._join(event.spec, number, epoch)
         elif isinstance(event, WorkerFact):
             worker = self.world.fleet.get(event.worker_id)
-            assert worker is not None, "facts are about members"
+            assert worker is not None, "facts refer to members"
             event = msgspec.structs.replace(event, owner_epoch=self.world.owner_epoch, worker_epoch=worker.worker_epoch)
             if isinstance(event, WorkerLost):
-                for rank in self._there.pop(event.worker_id, ()):
+                for rank in self._members.pop(event.worker_id, ()):
                     self.die(rank)
         super()._arrive(arrival._replace(event=event))
 
-    def _take_part(self, spec: WorkerSpec, rank: int, worker_epoch: int, kv_seq: int = 0) -> EngineRank:
+    def _join(self, spec: WorkerSpec, rank: int, worker_epoch: int, kv_seq: int = 0) -> EngineRank:
         key = (spec.worker_id, rank)
         number = self.numbers.setdefault(key, len(self.numbers))
         hops = Hops(self._delays, 0, f"{spec.worker_id}/{rank}")
         taking = EngineRank(
             number, spec, rank, worker_epoch, EngineModel(_config(spec, self._timing)), kv_seq=kv_seq, hops=hops
         )
-        self._there.setdefault(spec.worker_id, []).append(taking)
+        self._members.setdefault(spec.worker_id, []).append(taking)
         self.add(taking)
         return taking
 
 
 def rank_keys(state: Sequence[Chunk]) -> list[HolderKey]:
-    """Every worker rank of a state that computes prompts or answers; the first of `Resumed.ranks`."""
+    """Return every prefill, decode or aggregated rank of a state, sorted. `Resumed.ranks` begins with these."""
     specs = [chunk.spec for chunk in state if isinstance(chunk, WorkerState) and chunk.spec.role != "encode"]
     return sorted((spec.worker_id, rank) for spec in specs for rank in spec.ranks)
 
 
 def _fitting(state: Sequence[Chunk]) -> Iterator[Chunk]:
-    """The state with as many blocks of each rank, all on its device, as its cache has."""
+    """Yield the state, with the device blocks of each rank cut to the size of its cache."""
     room = {chunk.spec.worker_id: chunk.spec.kv_blocks_total for chunk in state if isinstance(chunk, WorkerState)}
     held: dict[HolderKey, int] = {}
     for chunk in state:
@@ -185,7 +185,7 @@ def _fitting(state: Sequence[Chunk]) -> Iterator[Chunk]:
 def _config(spec: WorkerSpec, timing: EngineTiming) -> EngineConfig:
     try:
         return EngineConfig(
-            vocabulary=None,  # the answers' lengths are known, nobody needs to speak
+            vocabulary=None,  # a simulation needs no output text
             block_size=spec.block_size,
             kv_blocks_total=spec.kv_blocks_total,
             max_num_seqs=spec.max_num_seqs,
@@ -193,4 +193,4 @@ def _config(spec: WorkerSpec, timing: EngineTiming) -> EngineConfig:
             timing=timing,
         )
     except ValueError as error:
-        raise NotSimulable(f"the worker {spec.worker_id} cannot be modelled: {error}") from None
+        raise NotSimulable(f"worker {spec.worker_id} cannot be modelled: {error}") from None

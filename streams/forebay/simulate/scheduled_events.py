@@ -1,25 +1,25 @@
-"""What is to happen at a time."""
+"""Queue of scheduled events."""
 
 from collections.abc import Callable
 from heapq import heappush
 
 from forebay.simulate.arrivals import FOREVER_US
 
-Happening = tuple[int, int, Callable[[], object]]
+ScheduledEvent = tuple[int, int, Callable[[], object]]
 
 
-class Happenings(list[Happening]):
-    """A heap of what is to happen, of one time in the order in which it was put here; the last is what never does."""
+class EventQueue(list[ScheduledEvent]):
+    """Heap of scheduled actions. Actions of one time run in insertion order. The last entry is a sentinel."""
 
     def __init__(self) -> None:
         super().__init__([(FOREVER_US, 0, _never)])
         self._put = 0
 
     def put(self, at_us: int, action: Callable[[], object]) -> None:
-        """One more."""
+        """Schedule an action at `at_us`."""
         self._put += 1
         heappush(self, (at_us, self._put, action))
 
 
 def _never() -> None:
-    raise AssertionError("the end of time")
+    raise AssertionError("the sentinel of the event queue ran")

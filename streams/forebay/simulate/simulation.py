@@ -1,4 +1,4 @@
-"""One policy on one workload: workers that begin empty, and the requests of a workload."""
+"""Simulation of one policy on one workload, starting with empty caches."""
 
 import gc
 from collections.abc import Iterator
@@ -15,28 +15,37 @@ from forebay.events.control import PoolConfigured, RouterConfig
 from forebay.events.fleet import WorkerSpec
 from forebay.events.requests import NO_HINTS, RequestSubmitted, RoutingHints, Sampling
 from forebay.events.topics import CONTROL
-from forebay.simulate.arrivals import Turns
-from forebay.simulate.cluster import Cluster, OnArrived
+from forebay.simulate.arrivals import WorkloadArrivals
+from forebay.simulate.cluster import OnArrived, SimulatedCluster
 from forebay.simulate.delays import ROUTER, Hops
-from forebay.simulate.outcome import Outcome
+from forebay.simulate.outcome import SimulationOutcome
 from forebay.simulate.rank import needs_reports
-from forebay.simulate.settings import PoolRole, PoolSettings, Settings, WorkerGroup, require_sense, worker_id
-from forebay.simulate.worker_processes import US_PER_S, Lives
+from forebay.simulate.settings import PoolRole, PoolSettings, Settings, WorkerGroup, validate_settings, worker_id
+from forebay.simulate.worker_processes import US_PER_S, WorkerProcesses
 from forebay.simulate.workload import Turn, Workload, sequence_hashes
 
 OWNER_EPOCH = 0
-ALLOCATIONS_PER_COLLECTION = 70_000  # a hundred times the interpreter's default
+ALLOCATIONS_PER_COLLECTION = 70_000  # 100 times the default of CPython
 
 
 class Simulation:
-    """One policy on one workload. Make one for each run."""
+    """Simulation of one policy on one workload. Create a new instance for each run."""
 
     def __init__(self, settings: Settings, router: RouterConfig) -> None:
-        """Raises SettingsUnusable."""
-        require_sense(settings)
+        """Build the cluster and schedule the configured starts and faults.
+
+        Args:
+            settings: the fleet, its delays and its life cycle.
+            router: the policy of every pool that has no `router` of its own.
+
+        Raises:
+            SettingsUnusable: the settings contradict each other.
+        """
+        validate_settings(settings)
         self._settings = settings
         self._timeout_us = max(1, round(settings.timeout_s * US_PER_S))
-        # In another process the default names would not be the defaults' objects, and be told on the wire.
+        # msgspec omits a field only if it is the default object itself. In a child process the names would be other
+        # objects and therefore be written to the digest.
         names = [(pool, intern(pool.name), intern(pool.model)) for pool in settings.pools]
         roles = [_role(pool) for pool in settings.pools]
         self._block_sizes = {model: pool.groups[0].engine.block_size for pool, _, model in names}
@@ -45,8 +54,8 @@ class Simulation:
         routers = [pool.router or router for pool in settings.pools]
         hops = Hops(settings.delays, settings.seed, ROUTER)
         reports = any(map(needs_reports, routers))
-        self._cluster = Cluster(world, reports=reports, hops=hops, transfer=settings.transfer)
-        self._lives = Lives(settings, self._cluster, OWNER_EPOCH)
+        self._cluster = SimulatedCluster(world, reports=reports, hops=hops, transfer=settings.transfer)
+        self._processes = WorkerProcesses(settings, self._cluster, OWNER_EPOCH)
         claim(world, OWNER_EPOCH)
         for (pool, name, model), role, chosen in zip(names, roles, routers, strict=True):
             block_size = self._block_sizes[model]
@@ -54,39 +63,47 @@ class Simulation:
             self._cluster.apply(CONTROL, configured)
             for group in pool.groups:
                 for _ in range(group.count):
-                    self._lives.begin(self._spec(pool, group), group)
+                    self._processes.begin(self._spec(pool, group), group)
         by_name = {pool.name: pool for pool in settings.pools}
         for start in sorted(settings.life.starts, key=lambda start: start.at_us):
             pool = by_name[start.pool]
             group = pool.groups[start.group]
             for _ in range(start.count):
-                self._lives.start_at(start.at_us, self._spec(pool, group), group)
-        self._lives.plan_faults()
+                self._processes.start_at(start.at_us, self._spec(pool, group), group)
+        self._processes.plan_faults()
 
-    def run(self, workload: Workload, on_arrived: OnArrived) -> Outcome:
-        """Play all of it; `on_arrived` gets how many did arrive. Raises WorkloadUnusable."""
+    def run(self, workload: Workload, on_arrived: OnArrived) -> SimulationOutcome:
+        """Play the whole workload and return the outcome.
+
+        Args:
+            workload: the requests to play.
+            on_arrived: called with the number of requests that have arrived so far.
+
+        Raises:
+            WorkloadUnusable: a row of the workload cannot be played.
+        """
         cluster, block_tokens = self._cluster, workload.block_tokens
 
         def submitted(turn: Turn) -> RequestSubmitted:
             return self._submitted(turn, block_tokens)
 
-        with _rare_collections():
-            cluster.play(Turns(workload.turns(), submitted), on_arrived)
-        return Outcome(
+        with _infrequent_gc():
+            cluster.play(WorkloadArrivals(workload.turns(), submitted), on_arrived)
+        return SimulationOutcome(
             requests=cluster.requests,
             digest=cluster.digest(),
-            workers=[worker.spec.worker_id for worker in self._lives.workers],
-            prefill_workers=tuple(one.number for one in self._lives.workers if one.spec.role == "prefill"),
-            gpu_s=self._lives.gpu_s(cluster.lasted_us),
+            workers=[worker.spec.worker_id for worker in self._processes.workers],
+            prefill_workers=tuple(one.number for one in self._processes.workers if one.spec.role == "prefill"),
+            gpu_s=self._processes.gpu_s(cluster.lasted_us),
             lasted_us=cluster.lasted_us,
             timeline=cluster.timeline(),
             routed=cluster.routed,
         )
 
     def _spec(self, pool: PoolSettings, group: WorkerGroup) -> WorkerSpec:
-        """Of the next worker."""
+        """Return the spec of the next worker to be created."""
         return WorkerSpec(
-            worker_id=worker_id(len(self._lives.workers)),
+            worker_id=worker_id(len(self._processes.workers)),
             model=intern(pool.model),
             block_size=group.engine.block_size,
             kv_blocks_total=group.engine.kv_blocks_total,
@@ -114,13 +131,13 @@ class Simulation:
 
 
 def _role(pool: PoolSettings) -> PoolRole:
-    """As what is compared with defaults knows it."""
+    """Return the interned role, because msgspec compares defaults by identity."""
     return cast(PoolRole, intern(pool.role))
 
 
 @contextmanager
-def _rare_collections() -> Iterator[None]:
-    """Look for cycles of garbage a hundred times less often: hardly any arise, and the looks take some percent."""
+def _infrequent_gc() -> Iterator[None]:
+    """Run the cyclic garbage collector 100 times less often: few cycles arise, and collecting takes some percent."""
     before = gc.get_threshold()
     gc.set_threshold(ALLOCATIONS_PER_COLLECTION, *before[1:])
     try:

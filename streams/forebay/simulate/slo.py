@@ -1,4 +1,4 @@
-"""What a service promises, and how much of a run kept the promise."""
+"""Service level objectives, and the share of a run's requests that met them."""
 
 import math
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from forebay.simulate.outcome import Outcome
+from forebay.simulate.outcome import SimulationOutcome
 
 PARTS = {"ttft": "ttft_ms", "itl": "itl_ms", "e2e": "e2e_ms"}
 US_PER_MS = 1e3
@@ -16,16 +16,16 @@ Limit = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class SloUnusable(ValueError):
-    """No service level objective; the text says why."""
+    """Invalid SLO text; the message says why."""
 
 
 class Slo(msgspec.Struct, frozen=True, kw_only=True):
-    """Service level objectives of one request, in milliseconds; None for what is not promised.
+    """Service level objectives of one request, in milliseconds. None means no objective.
 
     Attributes:
-        ttft_ms: from arrival to the first token.
-        itl_ms: the mean time between tokens of the answer; an answer of one token has none, and keeps it.
-        e2e_ms: from arrival to the last token.
+        ttft_ms: limit for the time from arrival to the first token.
+        itl_ms: limit for the mean time between output tokens. A response of one token always meets it.
+        e2e_ms: limit for the time from arrival to the last token.
     """
 
     ttft_ms: Limit | None = None
@@ -33,8 +33,12 @@ class Slo(msgspec.Struct, frozen=True, kw_only=True):
     e2e_ms: Limit | None = None
 
 
-def service_levels(text: str) -> Slo:
-    """The objectives that `ttft=500,itl=20,e2e=9000` stands for, at least one of them. Raises SloUnusable."""
+def parse_slo(text: str) -> Slo:
+    """Parse objectives such as `ttft=500,itl=20,e2e=9000`; at least one is required.
+
+    Raises:
+        SloUnusable: an objective is unknown, duplicate or not a positive number.
+    """
     limits: dict[str, float] = {}
     for one in text.split(","):
         name, _, value = one.partition("=")
@@ -43,20 +47,21 @@ def service_levels(text: str) -> Slo:
         except ValueError:
             limit = math.nan
         if name not in PARTS or not 0 < limit < math.inf:
-            raise SloUnusable(f"{one!r} is no {'=, '.join(PARTS)}= with milliseconds above 0, as in ttft=500,itl=20")
+            expected = " or ".join(f"{part}=MS" for part in PARTS)
+            raise SloUnusable(f"invalid objective {one!r}; expected {expected} with MS above 0, as in ttft=500,itl=20")
         if PARTS[name] in limits:
-            raise SloUnusable(f"{name} is given twice")
+            raise SloUnusable(f"duplicate objective {name}")
         limits[PARTS[name]] = limit
     return Slo(**limits)
 
 
-def goodput(outcome: Outcome, slo: Slo) -> dict[str, Any]:
-    """How much of a run kept its promise; a request without an answer kept none.
+def goodput(outcome: SimulationOutcome, slo: Slo) -> dict[str, Any]:
+    """Return the SLO attainment and the goodput of a run. A failed request meets no objective.
 
     Returns:
-        `attained`, the share of all requests that kept every objective; `attained_each`, the share that kept each;
-        `goodput_per_s`, requests that kept them all, a second from the first arrival to the last answer (the goodput
-        of Zhong et al., DistServe, OSDI 2024).
+        A dict with `attained`, the share of requests that met every objective; `attained_each`, the share that met
+        each objective; and `goodput_per_s`, the requests per second that met every objective, from the first arrival
+        to the last response. Goodput is defined as by Zhong et al., DistServe, OSDI 2024.
     """
     kept = {name: 0 for name in PARTS if getattr(slo, PARTS[name]) is not None}
     kept_all = 0
@@ -76,8 +81,8 @@ def goodput(outcome: Outcome, slo: Slo) -> dict[str, Any]:
     }
 
 
-def _times_us(outcome: Outcome) -> Iterator[dict[str, float]]:
-    """Of each request that was answered."""
+def _times_us(outcome: SimulationOutcome) -> Iterator[dict[str, float]]:
+    """Yield the latencies of each completed request, in microseconds."""
     requests = outcome.requests
     columns = (requests.column(name) for name in ("arrived_us", "first_us", "last_us", "output_tokens"))
     for place, (arrived_us, first_us, last_us, output_tokens) in enumerate(zip(*columns, strict=True)):
@@ -89,13 +94,13 @@ def _times_us(outcome: Outcome) -> Iterator[dict[str, float]]:
             }
 
 
-def _lasted_us(outcome: Outcome) -> int:
-    """From the first arrival to the last answer."""
+def _lasted_us(outcome: SimulationOutcome) -> int:
+    """Return the microseconds from the first arrival to the last response."""
     return max(outcome.requests.column("last_us"), default=0) - min(outcome.requests.column("arrived_us"), default=0)
 
 
-def requests_per_s(outcome: Outcome) -> float:
-    """The rate at which requests arrived, from the first to the last; 0 where they came at one time."""
+def requests_per_s(outcome: SimulationOutcome) -> float:
+    """Return the mean arrival rate from the first to the last arrival; 0 if all arrived at one time."""
     arrived_us = outcome.requests.column("arrived_us")
     lasted_us = max(arrived_us, default=0) - min(arrived_us, default=0)
     return (len(arrived_us) - 1) * US_PER_S / lasted_us if lasted_us else 0.0

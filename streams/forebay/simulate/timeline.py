@@ -1,4 +1,4 @@
-"""How a run went: counts and states in bins of equal width, whose width doubles whenever there are too many."""
+"""Recorder of a run's timeline: counts and states in bins, whose width doubles when there are too many of them."""
 
 from collections.abc import Mapping, Sequence
 
@@ -6,22 +6,23 @@ from forebay.engine_model.model import EngineLoad
 from forebay.simulate.outcome import Timeline
 from forebay.simulate.rank import EngineRank
 
-BINS_MAX = 400  # a chart has no more columns; even, so that two bins always make one
+BINS_MAX = 400  # the maximum width of a chart; even, so that bins can be merged in pairs
 FIRST_BIN_US = 10_000
 
 SUMS = ("arrived", "finished", "prompt_tokens", "cached_tokens")
 STATES = ("queued", "workers")
 SUMS_OF_WORKERS = ("computed",)
 STATES_OF_WORKERS = ("running", "waiting", "blocks_used")
-NO_LOAD = EngineLoad(0, 0, 0, 0)  # of a worker that has not joined, while one that was started after it has
+NO_LOAD = EngineLoad(0, 0, 0, 0)  # load of a worker that has not joined yet
 
 
 class Recorder:
-    """Counts what happens, and looks at the state when a bin ends.
+    """Recorder that counts events, and samples the state at the end of each bin.
 
     Attributes:
-        end_us: when the bin that is filled now ends: call `advance` before anything of that time or later happens.
-        arrived, finished: requests since it began; also counted by `count_prompt`.
+        end_us: end of the current bin. Call `advance` before any event at or after this time.
+        arrived: requests that arrived in the current bin.
+        finished: requests that ended in the current bin.
     """
 
     def __init__(self) -> None:
@@ -32,20 +33,27 @@ class Recorder:
         self._computed: dict[int, int] = {}
 
     def count_prompt(self, worker: int, prompt_tokens: int, cached_tokens: int) -> None:
-        """A prompt is computed, of which so many tokens were found."""
+        """Count a computed prompt of `prompt_tokens`, of which `cached_tokens` were found in the cache."""
         self._prompt_tokens += prompt_tokens
         self._cached_tokens += cached_tokens
         self._computed[worker] = self._computed.get(worker, 0) + prompt_tokens - cached_tokens
 
     def advance(self, now_us: int, queued: int, members: int, ranks: Mapping[int, EngineRank]) -> None:
-        """Close the bins that end by now; the state has been this one since the last event, `ranks` are by number."""
+        """Close the bins that end by `now_us`.
+
+        Args:
+            now_us: time of the next event.
+            queued: requests in the router's queue since the last event.
+            members: members of the fleet since the last event.
+            ranks: ranks by number.
+        """
         while now_us >= BINS_MAX * self._timeline.bin_us:
             self._double()
         while self.end_us <= now_us:
             self._close(queued, members, ranks)
 
     def end(self, queued: int, members: int, ranks: Mapping[int, EngineRank]) -> Timeline:
-        """The whole run, with the bin in which it ended."""
+        """Close the last bin and return the timeline of the whole run."""
         self._close(queued, members, ranks)
         return self._timeline
 
@@ -72,7 +80,7 @@ class Recorder:
         self.end_us += timeline.bin_us
 
     def _double(self) -> None:
-        """Two bins make one. One without a partner becomes a part of the bin that is filled now."""
+        """Merge bins in pairs. An unpaired last bin becomes part of the current bin."""
         timeline = self._timeline
         if len(timeline.arrived) % 2:
             self.arrived += timeline.arrived.pop()

@@ -1,9 +1,8 @@
-"""How long KV takes from worker to worker, from transfers that were recorded.
+"""Fit of the KV transfer model to recorded transfers.
 
-A robust line: transfers are put into groups of like size, and ordinary least squares go through the groups' medians, so
-that the few which took ten times as long count as any other. Those that shared a worker with another one at that time
-say nothing of a link by itself, which is what the model has, and adds the waiting to: they are left out where enough
-others are there.
+Method: sort the transfers by size, split them into groups, and fit a line through the medians of the groups by least
+squares. Medians limit the weight of outliers that took ten times as long. A transfer that shared a link with another
+one measures waiting time, which the model adds itself. Such transfers are left out if enough others remain.
 """
 
 import statistics
@@ -16,13 +15,21 @@ import msgspec
 from forebay.core.state.holder_bits import HolderKey
 from forebay.simulate.settings import BANDWIDTH_MAX, BYTES_PER_US, Transfer
 
-FITTED_MIN = 20  # of fewer the medians of a few groups are draws
+FITTED_MIN = 20  # with fewer transfers the medians of the groups are too noisy
 GROUPS = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
-    """A transfer: whose KV, to whom, how many bytes in how many microseconds; `over_us` is when it was over."""
+class ObservedTransfer:
+    """One recorded transfer.
+
+    Attributes:
+        holder: rank that sent the KV.
+        reader: rank that received the KV.
+        bytes: size of the KV.
+        took_us: duration in microseconds.
+        over_us: time of its end.
+    """
 
     holder: HolderKey
     reader: HolderKey
@@ -32,13 +39,14 @@ class Moved:
 
 
 class TransferFit(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of it.
+    """Result of a fit.
 
     Attributes:
-        transfer: the model's parameters. Its bandwidth is 0 where longer transfers did not take longer.
-        seen: transfers that were recorded; `fitted` is how many of these parameters are fitted to.
-        off_percent: how far the model is from these, at the median, in percent of what each took.
-        note: what there is to know of it beyond that, for people; empty for nothing.
+        transfer: fitted parameters. The bandwidth is 0 if larger transfers did not take longer.
+        seen: number of recorded transfers.
+        fitted: number of transfers that the parameters were fitted to.
+        off_percent: median absolute error of the model on the fitted transfers, in percent of their duration.
+        note: caveat for users; empty for none.
     """
 
     transfer: Transfer
@@ -50,30 +58,37 @@ class TransferFit(msgspec.Struct, frozen=True, kw_only=True):
     def __str__(self) -> str:
         link = self.transfer
         bandwidth = link.kv_transfer_bandwidth
-        told = f"{link.kv_transfer_latency_us:,} us and {f'{bandwidth:.4g} GB/s' if bandwidth else 'no time for bytes'}"
-        told += f", {link.kv_bytes_per_token:,} bytes a token; from {self.fitted:,} of {self.seen:,} transfers"
-        told += f", off by {self.off_percent:.1f} % p50" if self.fitted else ""
-        return f"{told} ({self.note})" if self.note else told
+        text = f"{link.kv_transfer_latency_us:,} us and {f'{bandwidth:.4g} GB/s' if bandwidth else 'no time per byte'}"
+        text += f", {link.kv_bytes_per_token:,} bytes per token; from {self.fitted:,} of {self.seen:,} transfers"
+        text += f", median error {self.off_percent:.1f} %" if self.fitted else ""
+        return f"{text} ({self.note})" if self.note else text
 
 
-def fit_transfers(moved: Sequence[Moved], kv_bytes_per_token: int, given: Mapping[str, float]) -> TransferFit:
-    """The parameters that fit, but for those of `Transfer` that are `given`.
+def fit_transfers(
+    moved: Sequence[ObservedTransfer], kv_bytes_per_token: int, given: Mapping[str, float]
+) -> TransferFit:
+    """Fit the parameters of the transfer model.
 
-    Of too few to fit the latency is their median, and a byte takes no time.
+    With fewer than `FITTED_MIN` transfers the latency is their median, and the bandwidth is unlimited.
+
+    Args:
+        moved: recorded transfers.
+        kv_bytes_per_token: bytes of KV per token.
+        given: fields of `Transfer` to use as they are instead of fitting them.
     """
     fitted, note = _alone(moved), ""
     latency_us = us_per_byte = 0.0
     if len(fitted) < FITTED_MIN <= len(moved):
-        note = f"only {len(fitted)} had both workers to themselves: what others waited for is in the latency, too"
+        note = f"only {len(fitted)} had both workers to themselves, so the latency includes waiting for other transfers"
         fitted = list(moved)
     if len(fitted) >= FITTED_MIN:
         latency_us, us_per_byte = _line(fitted)
     elif moved:
         fitted = list(moved)
         latency_us = statistics.median(one.took_us for one in moved)
-        note = f"too few to fit, {FITTED_MIN} are needed: each is taken to take the time of the median one"
+        note = f"{FITTED_MIN} are needed for a fit, so every transfer takes the median time"
     else:
-        note = "no transfer is recorded with its time: they are taken to take none"
+        note = "no transfer was recorded with its duration, so transfers take no time"
     transfer = Transfer(
         kv_bytes_per_token=kv_bytes_per_token,
         kv_transfer_bandwidth=min(BANDWIDTH_MAX, 1 / (us_per_byte * BYTES_PER_US)) if us_per_byte else 0.0,
@@ -81,7 +96,7 @@ def fit_transfers(moved: Sequence[Moved], kv_bytes_per_token: int, given: Mappin
     )
     if given:
         transfer = msgspec.structs.replace(transfer, **given)
-        note = "; ".join(filter(None, (note, f"{' and '.join(given)} as given")))
+        note = "; ".join(filter(None, (note, f"{' and '.join(given)} given, not fitted")))
     off = [abs(_takes_us(transfer, one) - one.took_us) / one.took_us for one in fitted if one.took_us]
     return TransferFit(
         transfer=transfer,
@@ -92,13 +107,13 @@ def fit_transfers(moved: Sequence[Moved], kv_bytes_per_token: int, given: Mappin
     )
 
 
-def _takes_us(transfer: Transfer, one: Moved) -> float:
+def _takes_us(transfer: Transfer, one: ObservedTransfer) -> float:
     bandwidth = transfer.kv_transfer_bandwidth * BYTES_PER_US
     return transfer.kv_transfer_latency_us + (one.bytes / bandwidth if bandwidth else 0.0)
 
 
-def _line(moved: Sequence[Moved]) -> tuple[float, float]:
-    """Microseconds of any transfer, and those of a byte; neither is below 0."""
+def _line(moved: Sequence[ObservedTransfer]) -> tuple[float, float]:
+    """Return the fixed microseconds of a transfer, and the microseconds per byte; both at least 0."""
     by_size = sorted(moved, key=lambda one: one.bytes)
     ends = [len(by_size) * at // GROUPS for at in range(GROUPS + 1)]
     groups = [by_size[first:end] for first, end in pairwise(ends)]
@@ -115,11 +130,11 @@ def _line(moved: Sequence[Moved]) -> tuple[float, float]:
     return line.intercept, line.slope
 
 
-def _alone(moved: Sequence[Moved]) -> list[Moved]:
-    """Those during which neither of their workers moved anything else."""
+def _alone(moved: Sequence[ObservedTransfer]) -> list[ObservedTransfer]:
+    """Return the transfers during which neither of their workers had another transfer."""
     shared: set[int] = set()
     for worker in ("holder", "reader"):
-        last: dict[HolderKey, tuple[int, int]] = {}  # until when it was busy so far, and with which
+        last: dict[HolderKey, tuple[int, int]] = {}  # end and index of the latest transfer of each worker
         for at in sorted(range(len(moved)), key=lambda at: moved[at].over_us - moved[at].took_us):
             one = moved[at]
             until_us, other = last.get(getattr(one, worker), (-1, -1))

@@ -1,8 +1,9 @@
-"""KV on its way from prefill workers to decode workers, in virtual time.
+"""KV transfers from prefill workers to decode workers, in virtual time.
 
-A worker sends the blocks of one request at a time, and receives those of one; who asks first is first. Blocks are kept
-until they were fetched, given up, or their lease is over; whoever asks for what is not kept is told so, and who asks a
-worker that is dead, or dies meanwhile, gives up after a while. Source of the times: Dynamo's mocker, without queues.
+A worker sends the blocks of one request at a time, and receives the blocks of one request at a time, first come, first
+served. The sender retains blocks until they are fetched or released, or until their lease expires. A fetch of blocks
+that are no longer retained fails at once. A fetch from a dead worker fails after a timeout. Source of the transfer
+times: Dynamo's mocker, which has no queues.
 """
 
 from collections.abc import Callable
@@ -14,23 +15,32 @@ from forebay.events.transfer import Prefilled
 from forebay.simulate.rank import EngineRank
 from forebay.simulate.settings import Transfer
 
-LEASE_US = 30_000_000  # as live workers keep blocks, and give up fetching them
+LEASE_US = 30_000_000  # both limits are those of live workers
 FETCH_US_MAX = 10_000_000
 
 At = Callable[[int, Callable[[], object]], object]
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """The KV of a prompt at the worker that computed it, at an attempt to do so."""
+class RetainedKv:
+    """Retained KV of a prompt: the rank that computed it, and the prefill attempt."""
 
     holder: EngineRank
     prefill_attempt: int
 
 
 @dataclass(frozen=True, slots=True)
-class Transferred:
-    """A fetch that is over. `error` is why there is nothing; empty if there is."""
+class TransferResult:
+    """Result of a fetch.
+
+    Attributes:
+        reader: rank that fetched.
+        fetch: the blocks that it fetched.
+        holder: rank that retained the blocks; None if it is dead.
+        bytes: bytes transferred.
+        took_us: duration in microseconds.
+        error: why the fetch failed; empty on success.
+    """
 
     reader: EngineRank
     fetch: Fetch
@@ -41,17 +51,23 @@ class Transferred:
 
 
 class Transfers:
-    """The links of all workers. `at` lets something happen at a time, `on_over` is told of every fetch that is over."""
+    """Links of all workers.
 
-    def __init__(self, transfer: Transfer, at: At, on_over: Callable[[Transferred], object]) -> None:
+    Args:
+        transfer: cost of moving KV.
+        at: schedules an action at a time.
+        on_over: called with the result of every fetch.
+    """
+
+    def __init__(self, transfer: Transfer, at: At, on_over: Callable[[TransferResult], object]) -> None:
         self._transfer = transfer
         self._at = at
         self._on_over = on_over
-        self._sends_us: dict[EngineRank, int] = {}  # until when each is busy
+        self._sends_us: dict[EngineRank, int] = {}  # when the outgoing link of each rank becomes free
         self._receives_us: dict[EngineRank, int] = {}
 
     def prefilled(self, holder: EngineRank, tokens: int) -> Prefilled:
-        """What a worker says of a prompt that it computed."""
+        """Return the descriptor of a prefill of `tokens` tokens."""
         spec = holder.spec
         blocks = -(-tokens // spec.block_size)
         return Prefilled(
@@ -65,15 +81,15 @@ class Transfers:
             bytes=blocks * spec.block_size * self._transfer.kv_bytes_per_token,
         )
 
-    def begin(self, reader: EngineRank, fetch: Fetch, kept: Kept, now_us: int) -> None:
-        """A worker asks for blocks."""
-        holder = kept.holder
+    def begin(self, reader: EngineRank, fetch: Fetch, retained: RetainedKv, now_us: int) -> None:
+        """Start a fetch at `now_us`."""
+        holder = retained.holder
         if holder.dead:
             self._fail_later(reader, fetch, now_us, now_us)
             return
         latency_us = self._transfer.kv_transfer_latency_us
-        if not holder.keeps(fetch.request_id, kept.prefill_attempt):
-            over = Transferred(reader, fetch, holder, 0, latency_us, _gone(holder))
+        if not holder.retains(fetch.request_id, retained.prefill_attempt):
+            over = TransferResult(reader, fetch, holder, 0, latency_us, _gone(holder))
             self._at(now_us + latency_us, partial(self._on_over, over))
             return
         tokens = (fetch.blocks - fetch.first_block) * reader.spec.block_size
@@ -81,28 +97,28 @@ class Transfers:
         over_us = max(now_us + latency_us, free_us) + self._transfer.lasts_us(tokens)
         self._sends_us[holder] = self._receives_us[reader] = over_us
         moved = tokens * self._transfer.kv_bytes_per_token
-        over = Transferred(reader, fetch, holder, moved, over_us - now_us)
+        over = TransferResult(reader, fetch, holder, moved, over_us - now_us)
         if over_us == now_us:
             self._on_over(over)
         else:
-            self._at(over_us, partial(self._end, over, kept, now_us, over_us))
+            self._at(over_us, partial(self._end, over, retained, now_us, over_us))
 
-    def _end(self, over: Transferred, kept: Kept, began_us: int, now_us: int) -> None:
+    def _end(self, over: TransferResult, retained: RetainedKv, began_us: int, now_us: int) -> None:
         holder = over.holder
-        assert holder is not None, "somebody sent it"
+        assert holder is not None, "the fetch has a source"
         if holder.dead:
             self._fail_later(over.reader, over.fetch, began_us, now_us)
-        elif not holder.keeps(over.fetch.request_id, kept.prefill_attempt):
-            self._on_over(Transferred(over.reader, over.fetch, holder, 0, over.took_us, _gone(holder)))
+        elif not holder.retains(over.fetch.request_id, retained.prefill_attempt):
+            self._on_over(TransferResult(over.reader, over.fetch, holder, 0, over.took_us, _gone(holder)))
         else:
             self._on_over(over)
 
     def _fail_later(self, reader: EngineRank, fetch: Fetch, began_us: int, now_us: int) -> None:
-        """Nobody answers."""
+        """Fail a fetch from a dead worker, after the timeout."""
         over_us = max(now_us, began_us + FETCH_US_MAX)
-        error = f"the KV did not come within {FETCH_US_MAX // 1_000_000} s"
-        self._at(over_us, partial(self._on_over, Transferred(reader, fetch, None, 0, over_us - began_us, error)))
+        error = f"the KV did not arrive within {FETCH_US_MAX // 1_000_000} s"
+        self._at(over_us, partial(self._on_over, TransferResult(reader, fetch, None, 0, over_us - began_us, error)))
 
 
 def _gone(holder: EngineRank) -> str:
-    return f"{holder.spec.worker_id} keeps the KV no longer"
+    return f"worker {holder.spec.worker_id} no longer retains the KV"

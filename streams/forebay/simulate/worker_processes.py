@@ -1,4 +1,4 @@
-"""The processes of workers: who is started, joins, dies without a word and is started again."""
+"""Processes of workers: start, join, crash and restart."""
 
 from functools import partial
 
@@ -6,62 +6,72 @@ from forebay.core.state.fleet import WorkerPhase
 from forebay.engine_model.model import EngineModel
 from forebay.events.fleet import WorkerJoined, WorkerLost, WorkerSpec, WorkerSuspect
 from forebay.events.topics import FLEET
-from forebay.simulate.cluster import Cluster
+from forebay.simulate.cluster import SimulatedCluster
 from forebay.simulate.delays import Draws, Hops
 from forebay.simulate.rank import EngineRank
 from forebay.simulate.settings import Settings, WorkerGroup
 
 US_PER_S = 1e6
-SUSPECT_AFTER = 0.5  # of a lease, as the live owner has it
+SUSPECT_AFTER = 0.5  # share of the lease, as on a live owner
 
 
-class Process:
-    """One life of a worker: from its start to its death, if it dies."""
+class WorkerProcess:
+    """One process of a worker, from its start to its death.
+
+    Attributes:
+        begun_us: time of its start.
+        died_us: time of its death; None while it lives.
+        rank: its rank; None before its first lease.
+    """
 
     def __init__(self, begun_us: int) -> None:
         self.begun_us = begun_us
         self.died_us: int | None = None
-        self.rank: EngineRank | None = None  # None before its first lease
+        self.rank: EngineRank | None = None
 
 
-class Worker:
-    """A place in the fleet that one process after another takes. `spec` is what each offers."""
+class SimulatedWorker:
+    """Worker of the fleet, run by one process after another. Each process offers the same `spec`."""
 
     def __init__(self, number: int, spec: WorkerSpec, group: WorkerGroup, seed: int) -> None:
         self.number = number
         self.spec = spec
         self.group = group
-        self.processes: list[Process] = []
+        self.processes: list[WorkerProcess] = []
         self.failures = Draws(seed, f"failures {spec.worker_id}")
 
 
-class Lives:
-    """All workers of a run, by number."""
+class WorkerProcesses:
+    """Processes of all workers of a run.
 
-    def __init__(self, settings: Settings, cluster: Cluster, owner_epoch: int) -> None:
+    Attributes:
+        workers: all workers by number.
+    """
+
+    def __init__(self, settings: Settings, cluster: SimulatedCluster, owner_epoch: int) -> None:
         self._settings = settings
         self._life = settings.life
         self._cluster = cluster
         self._owner_epoch = owner_epoch
-        self.workers: list[Worker] = []
+        self.workers: list[SimulatedWorker] = []
 
     def begin(self, spec: WorkerSpec, group: WorkerGroup) -> None:
-        """A worker that is there from the start, warm."""
+        """Add a worker that is warm and ready from the start."""
         self._join(*self._start(self._place(spec, group)))
 
     def start_at(self, at_us: int, spec: WorkerSpec, group: WorkerGroup) -> None:
-        """A worker that is started later, and joins when it is warm."""
+        """Schedule the start of a worker at `at_us`. It joins after its cold start."""
         worker = self._place(spec, group)
         self._cluster.at(at_us, partial(self._start_cold, worker))
 
     def plan_faults(self) -> None:
-        """Those that are given. Call when all workers have their places."""
+        """Schedule the configured faults. Call after all workers were added."""
         by_id = {worker.spec.worker_id: worker for worker in self.workers}
         for fault in self._life.faults:
             self._cluster.at(fault.at_us, partial(self._die, by_id[fault.worker], fault.back_us))
 
     def gpu_s(self, until_us: int) -> float:
-        """GPU seconds for which processes were there, cold starts included."""
+        """Return the GPU seconds used by all processes until `until_us`, including cold starts."""
         used = 0.0
         for worker in self.workers:
             ends_us = [until_us if one.died_us is None else min(one.died_us, until_us) for one in worker.processes]
@@ -69,26 +79,26 @@ class Lives:
             used += (sum(ends_us) - sum(begun_us)) / US_PER_S * worker.group.gpus
         return used
 
-    def _place(self, spec: WorkerSpec, group: WorkerGroup) -> Worker:
-        worker = Worker(len(self.workers), spec, group, self._settings.seed)
+    def _place(self, spec: WorkerSpec, group: WorkerGroup) -> SimulatedWorker:
+        worker = SimulatedWorker(len(self.workers), spec, group, self._settings.seed)
         self.workers.append(worker)
         return worker
 
-    def _start(self, worker: Worker) -> tuple[Worker, Process]:
-        process = Process(self._cluster.now_us)
+    def _start(self, worker: SimulatedWorker) -> tuple[SimulatedWorker, WorkerProcess]:
+        process = WorkerProcess(self._cluster.now_us)
         worker.processes.append(process)
         return worker, process
 
-    def _start_cold(self, worker: Worker) -> None:
+    def _start_cold(self, worker: SimulatedWorker) -> None:
         cold_us = round(self._life.cold_start_s * US_PER_S)
         self._cluster.at(self._cluster.now_us + cold_us, partial(self._join, *self._start(worker)))
 
-    def _join(self, worker: Worker, process: Process) -> None:
-        """The first lease of a process."""
+    def _join(self, worker: SimulatedWorker, process: WorkerProcess) -> None:
+        """Grant the first lease to a process, which adds its worker to the fleet."""
         if process.died_us is not None:
             return
         cluster, spec = self._cluster, worker.spec
-        self._lose(worker, "another incarnation took its name")
+        self._lose(worker, "a new incarnation took over its name")
         worker_epoch = cluster.world.view.get(FLEET.name, 0)
         hops = Hops(self._settings.delays, self._settings.seed, f"{spec.worker_id} {worker_epoch}")
         engine = EngineModel(worker.group.engine)
@@ -101,14 +111,14 @@ class Lives:
         if self._life.mtbf_s:
             after_us = worker.failures.next(round(self._life.mtbf_s * US_PER_S))
             repair_us = round(self._life.repair_s * US_PER_S)
-            cluster.at(cluster.now_us + after_us, partial(self._die_of_chance, worker, process, repair_us))
+            cluster.at(cluster.now_us + after_us, partial(self._fail_randomly, worker, process, repair_us))
 
-    def _die_of_chance(self, worker: Worker, process: Process, repair_us: int) -> None:
+    def _fail_randomly(self, worker: SimulatedWorker, process: WorkerProcess, repair_us: int) -> None:
         if process.died_us is None:
             self._die(worker, repair_us)
 
-    def _die(self, worker: Worker, back_us: int | None) -> None:
-        """Whoever is there now dies; it is missed when its lease runs out."""
+    def _die(self, worker: SimulatedWorker, back_us: int | None) -> None:
+        """Kill the current process. The router notices when its lease expires."""
         if not worker.processes or worker.processes[-1].died_us is not None:
             return
         cluster, process = self._cluster, worker.processes[-1]
@@ -121,7 +131,7 @@ class Lives:
         if back_us is not None:
             cluster.at(cluster.now_us + back_us, partial(self._start_cold, worker))
 
-    def _suspect(self, worker: Worker, rank: EngineRank) -> None:
+    def _suspect(self, worker: SimulatedWorker, rank: EngineRank) -> None:
         member = self._cluster.world.fleet.get(worker.spec.worker_id)
         if member is not None and member.worker_epoch == rank.worker_epoch and member.phase is WorkerPhase.READY:
             suspect = WorkerSuspect(
@@ -129,12 +139,12 @@ class Lives:
             )
             self._cluster.apply(FLEET, suspect)
 
-    def _lose_rank(self, worker: Worker, rank: EngineRank) -> None:
+    def _lose_rank(self, worker: SimulatedWorker, rank: EngineRank) -> None:
         member = self._cluster.world.fleet.get(worker.spec.worker_id)
         if member is not None and member.worker_epoch == rank.worker_epoch:
-            self._lose(worker, "its lease ran out")
+            self._lose(worker, "its lease expired")
 
-    def _lose(self, worker: Worker, reason: str) -> None:
+    def _lose(self, worker: SimulatedWorker, reason: str) -> None:
         member = self._cluster.world.fleet.get(worker.spec.worker_id)
         if member is not None:
             lost = WorkerLost(

@@ -1,7 +1,8 @@
-"""What is asked of a simulated system: requests that come at their times, or when others have their answers.
+"""Workloads: requests that arrive at fixed times, or after the responses that they depend on.
 
-A workload can be read again and again, in any process, and is the same each time. Prompts are named, not written out:
-an id stands for `block_tokens` tokens and all before them, so prompts that begin with the same ids begin alike.
+A workload can be read repeatedly, in any process, and is the same each time. Prompts are identified by block ids
+instead of tokens. An id stands for `block_tokens` tokens and all tokens before them, so prompts that begin with the
+same ids share that prefix.
 """
 
 from collections.abc import Iterator
@@ -15,21 +16,24 @@ from forebay.events.base import U64_BYTES, pack_u64
 
 
 class WorkloadUnusable(Exception):
-    """A workload that cannot be played; the text names the file, the row and the reason."""
+    """Workload that cannot be played; the text names the file, the row and the reason."""
 
 
 class Turn(msgspec.Struct, frozen=True, gc=False):
-    """One request.
+    """One request of a workload.
 
     Attributes:
-        number: from 0 in the order of the workload; unique.
-        prompt_tokens: at least 1; so is `output_tokens`.
-        block_ids: 64-bit names of the prompt's blocks, the last perhaps not full; empty for a prompt like no other.
-        at_us: when it comes, from the start of the workload; of one that follows on others, not before that.
-        after: the numbers of those whose answers it waits for, all lower than its own.
-        delay_us: from the last of these answers to its own arrival: think time, or a tool at work.
-        session_id: whose turn it is; empty for nobody's.
-        model: whom it is for; empty for the only one.
+        number: unique number, from 0 in the order of the workload.
+        prompt_tokens: length of the prompt, at least 1.
+        output_tokens: length of the response, at least 1.
+        block_ids: 64-bit ids of the prompt's blocks; the last block may be partial. Empty for a prompt that shares no
+            prefix.
+        at_us: arrival time in microseconds from the start of the workload. For a dependent request, the earliest
+            possible arrival.
+        after: numbers of the requests whose responses it waits for, all lower than its own.
+        delay_us: microseconds from the last of these responses to its arrival: think time or tool time.
+        session_id: id of its session; empty for none.
+        model: name of the model; empty for the only one.
     """
 
     number: int
@@ -44,20 +48,21 @@ class Turn(msgspec.Struct, frozen=True, gc=False):
 
 
 class WorkloadOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What is made of a workload before it is played.
+    """Transformations of a workload before it is played.
 
     Attributes:
-        speed: divides the times between arrivals; think times stay.
-        duration_s: only what comes in the first so many seconds, as recorded and as though answers took no time.
-        requests_max: only the first so many.
-        prefix_multiplier: scales the lengths of what several prompts share.
-        prefix_roots: so many copies of all that is shared, none of which shares anything with another.
-        prompt_multiplier: scales the lengths of what belongs to one prompt alone.
-        session_spacing_s: from the start of one run to that of the next, where a workload is of several runs.
-        tokenizer: path of a tokenizer.json, for workloads of text; without one, 4 characters are a token.
-        by_model: requests are for the models that they name; else all are for the only one.
-        skip_bad_rows: rows that cannot be played are left out and counted, instead of ending the run.
-        seed: of whatever is drawn.
+        speed: factor that divides the times between arrivals. Think times are unchanged.
+        duration_s: keep only requests that arrive in the first `duration_s` seconds. Arrival times are those of the
+            recording, computed as if every response were instant.
+        requests_max: keep only the first `requests_max` requests.
+        prefix_multiplier: factor for the lengths of shared prefixes.
+        prefix_roots: number of copies of all shared prefixes. Different copies share nothing with each other.
+        prompt_multiplier: factor for the lengths of the parts that belong to one prompt alone.
+        session_spacing_s: seconds between the starts of consecutive runs, for workloads made of runs.
+        tokenizer: path of a tokenizer.json, for workloads of text. Without one, 4 characters count as a token.
+        by_model: send requests to the models that they name; otherwise all go to the only model.
+        skip_bad_rows: skip and count unusable rows instead of failing.
+        seed: seed for sampling.
     """
 
     speed: Annotated[float, msgspec.Meta(gt=0)] = 1.0
@@ -74,12 +79,13 @@ class WorkloadOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Survey(msgspec.Struct, kw_only=True):
-    """What a workload holds, found by reading it once.
+    """Summary of a workload, from reading it once.
 
     Attributes:
-        requests: how many there are to play.
-        skipped: rows left out as they cannot be played; `reasons` of the first of them, each with its row.
-        notes: what a user should know of how it was read.
+        requests: number of requests to play.
+        skipped: number of unusable rows that were skipped.
+        reasons: why the first of these rows are unusable, each with its row number.
+        notes: remarks for the user on how the workload was read.
     """
 
     requests: int = 0
@@ -89,34 +95,47 @@ class Survey(msgspec.Struct, kw_only=True):
 
 
 class Workload(Protocol):
-    """Requests to play. Picklable; every process reads it for itself.
+    """Requests to play. Implementations are picklable; every process reads the workload itself.
 
     Attributes:
-        name: what to call it in a table.
-        block_tokens: tokens that one of `Turn.block_ids` stands for.
+        name: name for tables and reports.
+        block_tokens: tokens per id of `Turn.block_ids`.
     """
 
     name: str
     block_tokens: int
 
     def survey(self) -> Survey:
-        """Read it once, check every row. Raises WorkloadUnusable."""
+        """Read the workload once and check every row.
+
+        Raises:
+            WorkloadUnusable: a row cannot be played.
+        """
         ...
 
     def turns(self) -> Iterator[Turn]:
-        """Every request: those that come at their times in the order of these, of one time in the order of the file.
+        """Yield every request. Requests with a fixed time come in the order of time, then in the order of the file.
 
-        One that follows on others stands behind all of them, and before the next that comes at a time of its own
-        unless it waits for that, too: who has read on to a later time knows all that may follow until then. Raises
-        WorkloadUnusable for what `survey` would have found.
+        A dependent request comes after all requests that it depends on. It comes before the next request with a fixed
+        time, unless it depends on that one, too. A reader that has reached a time therefore knows every request that
+        may arrive by then.
+
+        Raises:
+            WorkloadUnusable: for the same reasons as `survey`.
         """
         ...
 
 
 def sequence_hashes(turn: Turn, block_tokens: int, block_size: int) -> bytes:
-    """A packed u64 hash for each full block of `block_size` tokens of the prompt, shared exactly where its ids are.
+    """Return a packed u64 hash per full block of the prompt. Prompts share hashes exactly where they share block ids.
 
-    They name as much as those of real tokens do, but take no tokens to compute. A prompt without ids shares none.
+    The hashes distinguish prefixes as well as hashes of real tokens, but need no tokens. A prompt without block ids
+    shares none.
+
+    Args:
+        turn: the request.
+        block_tokens: tokens per block id.
+        block_size: tokens per hashed block.
     """
     full = turn.prompt_tokens // block_size
     if not turn.block_ids:
@@ -127,10 +146,10 @@ def sequence_hashes(turn: Turn, block_tokens: int, block_size: int) -> bytes:
     hashes = []
     for block in turn.block_ids:
         before = xxh3_64_intdigest(b"%d" % block, before)
-        # Halved, so that the numbers after it are 64 bits long, too.
+        # Halved, so that adding block numbers does not overflow 64 bits.
         if block_tokens % block_size:
             passed += block_tokens
-            end = passed // block_size  # of the blocks that end within this id
+            end = passed // block_size  # number of blocks that end by the end of this id
             hashes.append(_ascending((before >> 1) + first, end - first))
             first = end
         else:
@@ -140,12 +159,12 @@ def sequence_hashes(turn: Turn, block_tokens: int, block_size: int) -> bytes:
 
 
 def _ascending(first: int, count: int) -> bytes:
-    """`first` and the numbers after it, packed: as one long number, which takes no object for each."""
+    """Return `count` consecutive u64 from `first`, packed. One big integer avoids an object per number."""
     ones, steps = _lanes(count)
     return (first * ones + steps).to_bytes(count * U64_BYTES, "little")
 
 
 @lru_cache(maxsize=4_096)
 def _lanes(count: int) -> tuple[int, int]:
-    """`count` packed u64, as one number: all of them 1, and 0, 1, 2, …."""
+    """Return two packed sequences of `count` u64, as one integer each: all 1, and 0, 1, 2, …."""
     return int.from_bytes(pack_u64([1] * count), "little"), int.from_bytes(pack_u64(range(count)), "little")

@@ -14,9 +14,9 @@ from forebay.ingress.errors import Unusable
 from forebay.replay.diff.handover import Asked
 from forebay.replay.observed import External
 from forebay.simulate.arrivals import Arrival
-from forebay.simulate.outcome import Served
+from forebay.simulate.outcome import RequestOutcome
 from forebay.simulate.settings import KV_BYTES_MAX, Transfer
-from forebay.simulate.transfer_fit import Moved, TransferFit, fit_transfers
+from forebay.simulate.transfer_fit import ObservedTransfer, TransferFit, fit_transfers
 
 ROLES = ("prefill", "decode")
 NOTHING: Mapping[str, float] = {}
@@ -129,7 +129,7 @@ def transfers_of(
         if one.kept_bytes and one.model in sizes
     ]
     moved = [
-        Moved(one.prefiller, one.worker, one.transferred_bytes, one.transfer_us, one.first_us)
+        ObservedTransfer(one.prefiller, one.worker, one.transferred_bytes, one.transfer_us, one.first_us)
         for one in asked
         if one.prefiller is not None and one.worker is not None and one.transferred_bytes
     ]
@@ -137,9 +137,9 @@ def transfers_of(
     return fit_transfers(moved, max(1, min(KV_BYTES_MAX, fitting)), given)
 
 
-def answered(one: Asked, places: Mapping[HolderKey, int]) -> Served:
+def answered(one: Asked, places: Mapping[HolderKey, int]) -> RequestOutcome:
     """What became of a request that history finished, by its owner's clock."""
-    return Served(
+    return RequestOutcome(
         arrived_us=one.at_us,
         prompt_tokens=one.prompt_tokens,
         output_tokens=one.output_tokens or 0,

@@ -19,7 +19,7 @@ from forebay.cli.policies.file import named_fields, read_policy_file, unknown_fi
 from forebay.cli.policies.router_options import POLICY_CONFIG
 from forebay.events.control import PoolConfigured, RouterConfig
 from forebay.ingress.errors import Unusable
-from forebay.simulate.field_descriptions import allowed
+from forebay.simulate.field_descriptions import allowed_values
 
 SET = "--set"
 POLICY = "--policy"
@@ -185,7 +185,7 @@ def _value(given: str, kind: Any, raw: str) -> Any:
         return msgspec.convert(value, kind, strict=False)
     except msgspec.ValidationError as error:
         why = f" ({error})" if isinstance(value, list) else ""
-        raise Unusable(f"{given}: must be {allowed(inspect.type_info(kind))}{why}") from None
+        raise Unusable(f"{given}: must be {allowed_values(inspect.type_info(kind))}{why}") from None
 
 
 def _replaced(part: Any, path: list[str], value: Any) -> Any:

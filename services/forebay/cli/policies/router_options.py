@@ -20,7 +20,7 @@ from forebay.cli.policies.check import add_current_directory, require_policy
 from forebay.cli.policies.file import named_fields, read_policy_file
 from forebay.events.control import DisaggConfig, QueuePolicy, RouterConfig, RouterMode
 from forebay.ingress.errors import Unusable
-from forebay.simulate.field_descriptions import allowed, refused
+from forebay.simulate.field_descriptions import allowed_values, invalid_field
 
 PANEL = "Router"
 MODE = "--router-mode"
@@ -268,7 +268,7 @@ def router_config_of(environment: Mapping[str, str]) -> RouterConfig:
         try:
             given[option] = Path(text) if option.kind is Path else msgspec.convert(text, option.kind, strict=False)
         except msgspec.ValidationError:
-            meant = allowed(msgspec.inspect.type_info(option.kind))
+            meant = allowed_values(msgspec.inspect.type_info(option.kind))
             raise Unusable(f"{option.variable} is {text}: must be {meant}") from None
     return router_config(given, lambda option: option.variable)
 
@@ -297,7 +297,7 @@ def _conditional(disagg: DisaggConfig, text: str | None, name: str) -> DisaggCon
     try:
         return msgspec.convert(fields, DisaggConfig)
     except msgspec.ValidationError as error:
-        raise Unusable(f"{name}: {refused(fields, DisaggConfig, error)}") from None
+        raise Unusable(f"{name}: {invalid_field(fields, DisaggConfig, error)}") from None
 
 
 def _changed(config: RouterConfig, option: RouterOption, value: Any, name: str) -> RouterConfig:

@@ -14,7 +14,7 @@ from forebay.core.state.holder_bits import HolderKey
 from forebay.events.snapshots import WorkerState
 from forebay.ingress.errors import Unusable
 from forebay.replay.diff.handover import Asked, Handover
-from forebay.simulate.outcome import Outcome, Requests, summary
+from forebay.simulate.outcome import RequestOutcomes, SimulationOutcome, summary
 from forebay.simulate.resumed import NotSimulable, rank_keys, resume
 from forebay.simulate.settings import Transfer
 from forebay.simulate.transfer_fit import TransferFit
@@ -72,8 +72,8 @@ def closed_loop(handover: Handover, end_us: int, speedup: float, progress: OnRun
             resumed = resume(state, requests.arrivals(said), on_arrived, speedup=speedup, transfer=transfer)
         except NotSimulable as error:
             raise Unusable(f"--closed-loop: {error}") from None
-        served = Requests(resumed.served[request_id] for request_id in compared)
-        outcome = Outcome(served, resumed.digest, prefill_workers=prefill_workers)
+        served = RequestOutcomes(resumed.served[request_id] for request_id in compared)
+        outcome = SimulationOutcome(served, resumed.digest, prefill_workers=prefill_workers)
         runs[name] = summary(outcome, len(keys))
     return ClosedLoop(
         after_s=(end_us - handover.at_us) / 1e6,
@@ -95,7 +95,7 @@ def _recorded(asked: Iterable[Asked], keys: Sequence[HolderKey], prefill_workers
             if worker is not None:
                 places.setdefault(worker, len(places))
         served.append(answered(one, places))
-    return summary(Outcome(Requests(served), prefill_workers=prefill_workers), len(places))
+    return summary(SimulationOutcome(RequestOutcomes(served), prefill_workers=prefill_workers), len(places))
 
 
 def _notes(handover: Handover, compared: int, assumed: int, speedup: float, fit: TransferFit | None) -> list[str]:

@@ -1,1 +1,1 @@
-"""Workloads in virtual time: simulated, swept, described, and held against what was lived."""
+"""Commands for workloads in virtual time: simulate, sweep, workload, fit and profile."""

@@ -1,4 +1,4 @@
-"""`forebay simulate`: one workload under several policies, in virtual time."""
+"""`forebay simulate`: simulate one workload under several policies, in virtual time."""
 
 import json as jsonlib
 import time
@@ -28,19 +28,19 @@ from forebay.cli.simulate.options import (
     PoliciesOption,
     ShapeOptions,
     SloOption,
-    echo,
-    in_full,
     policies_of,
-    require_apart,
-    require_possible,
+    require_disaggregation,
     require_routers,
+    require_servable,
     router_of,
+    settings_json,
     settings_of,
     slo_of,
+    to_json,
     workload_options,
 )
 from forebay.cli.simulate.report.file import ReportOption, require_report, write_report
-from forebay.cli.simulate.simulations import Job, Run, Work, reason, run_all, run_of
+from forebay.cli.simulate.simulations import Job, SimulationRun, Work, reason, run_all, simulate_run
 from forebay.events.control import RouterConfig
 from forebay.ingress.errors import Unusable
 from forebay.simulate.reading import open_workload
@@ -65,14 +65,14 @@ def simulate(
     report: ReportOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Play a workload through the live router and modelled engines, in virtual time.
+    """Simulate a workload on modelled engines with the live routing code, in virtual time.
 
-    Exit 1 unless every request was answered, and promises were kept where --attain asks for it. With --against, a
-    recording is played instead, and held against what was lived: exit 1 if that was another history than its log says,
-    or where --fail-above asks for it.
+    Exits 1 if a request failed, or if a policy misses the SLO attainment given by --attain. With --against, simulates
+    a recording and compares the result with the recorded latencies. Then exits 1 if the recording does not verify, or
+    if an error exceeds a bound of --fail-above.
     """
     if recorded.against is not None:
-        from forebay.cli.simulate.fidelity_command import held_against  # noqa: PLC0415 - half a second, for recordings alone
+        from forebay.cli.simulate.fidelity_command import compare_with_recording  # noqa: PLC0415 - takes 0.5 s, rarely needed
 
         others = {
             "a workload": workload is not None,
@@ -80,42 +80,42 @@ def simulate(
             "--attain": attain is not None,
             "--report": report is not None,
         }
-        held_against(recorded, fleet, shape, policies or (), others, json=json)
+        compare_with_recording(recorded, fleet, shape, policies or (), others, json=json)
         return
     if not workload:
-        fail("give a workload, or --against a recording")
+        fail("no workload given; give one, or a recording with --against")
     if recorded != AgainstOptions():
-        fail("--speedup, --repeat and --fail-above belong to --against")
+        fail("--speedup, --repeat and --fail-above require --against")
     if report is not None:
         require_report(report)
     began_s = time.monotonic()
-    asked = _asked(workload, fleet, shape, policies, (slo, attain))
-    runs = _played(asked, whole=report is not None)
+    plan = _plan(workload, fleet, shape, policies, (slo, attain))
+    runs = _run_jobs(plan, whole=report is not None)
     took_s = time.monotonic() - began_s
-    result = _result(asked, runs)
+    result = _result(plan, runs)
     if json:
         typer.echo(jsonlib.dumps(result))
     else:
-        _show(asked, result)
-    tell_survey(asked.survey)
-    for note in _unlived(asked.settings, runs):
+        _show(plan, result)
+    print_survey(plan.survey)
+    for note in _unreached_faults(plan.settings, runs):
         complain(note)
-    counted = f"{asked.survey.requests} requests under {len(runs)} {'policy' if len(runs) == 1 else 'policies'}"
+    counted = f"{plan.survey.requests} requests under {len(runs)} {'policy' if len(runs) == 1 else 'policies'}"
     Console(stderr=True).print(f"{counted} in {took_s:.1f} s", highlight=False)
     if report is not None:
-        said = list(_told(asked.survey))
-        write_report(report, runs, workload=asked.name, slo=asked.slo, digest=result["digest"], said=said)
+        notes = list(_survey_lines(plan.survey))
+        write_report(report, runs, workload=plan.name, slo=plan.slo, digest=result["digest"], said=notes)
     least = attain or 0.0
     short = [one for one in runs if least and one.summary["attained"] < least]
     for one in short:
-        complain(f"{one.name} keeps the promises for {100 * one.summary['attained']:.6g}%, less than {100 * least:g}%")
+        complain(f"{one.name}: SLO attainment {100 * one.summary['attained']:.6g}% is below --attain {100 * least:g}%")
     if short or any(one.summary["failed"] for one in runs):
         raise typer.Exit(1)
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
-    """What is to be simulated. `name` is the workload's."""
+class _Plan:
+    """Validated inputs of the command. `name` is the name of the workload."""
 
     name: str
     survey: Survey
@@ -126,24 +126,32 @@ class _Asked:
     jobs: Sequence[Job]
 
 
-def _asked(
+def _plan(
     workload: Sequence[str],
     fleet: FleetOptions,
     shape: ShapeOptions,
     policies: Sequence[str] | None,
-    promise: tuple[str | None, float | None],
-) -> _Asked:
-    """`promise` is what --slo and --attain say. Ends the command for what cannot be simulated."""
+    slo_options: tuple[str | None, float | None],
+) -> _Plan:
+    """Validate the inputs. Exits with an error message if the workload cannot be simulated.
+
+    Args:
+        workload: names of the workload.
+        fleet: fleet options.
+        shape: workload options.
+        policies: policies given; None uses the default ones.
+        slo_options: values of --slo and --attain.
+    """
     try:
-        settings, slo = settings_of(fleet), slo_of(*promise)
+        settings, slo = settings_of(fleet), slo_of(*slo_options)
         options = workload_options(shape, fleet.seed, models=settings.models)
         routers = {name: router_of(name) for name in policies_of(policies, settings)}
         require_routers(routers.values(), settings.pools)
         for name, router in routers.items():
-            require_apart(name, router, settings.pools)
+            require_disaggregation(name, router, settings.pools)
         opened = open_workload(workload, options)
         survey = opened.survey()
-        require_possible(opened, settings)
+        require_servable(opened, settings)
     except (WorkloadUnusable, Unusable, ValueError) as error:
         fail(str(error))
     jobs = [
@@ -157,16 +165,18 @@ def _asked(
         )
         for name, router in routers.items()
     ]
-    return _Asked(opened.name, survey, settings, options, routers, slo, jobs)
+    return _Plan(opened.name, survey, settings, options, routers, slo, jobs)
 
 
-def _played(asked: _Asked, *, whole: bool) -> list[Run]:
-    """All of them; what came of single requests only if the `whole` is asked for.
+def _run_jobs(plan: _Plan, *, whole: bool) -> list[SimulationRun]:
+    """Run all simulations. Exits if one fails with a user error; raises any other error.
 
-    Ends the command where one dies of what a user can mend; raises what else it died of.
+    Args:
+        plan: the validated inputs.
+        whole: whether to keep the outcomes of single requests.
     """
-    ended = run_all([Work(job.name, job.requests, partial(run_of, job, asked.slo, whole)) for job in asked.jobs])
-    runs: list[Run] = []
+    ended = run_all([Work(job.name, job.requests, partial(simulate_run, job, plan.slo, whole)) for job in plan.jobs])
+    runs: list[SimulationRun] = []
     for one in ended:
         if isinstance(one, WorkloadUnusable | BrokenProcessPool):
             complain(reason(one))
@@ -177,38 +187,38 @@ def _played(asked: _Asked, *, whole: bool) -> list[Run]:
     return runs
 
 
-def _result(asked: _Asked, runs: Sequence[Run]) -> dict[str, Any]:
-    """What JSON prints."""
+def _result(plan: _Plan, runs: Sequence[SimulationRun]) -> dict[str, Any]:
+    """Return the JSON output."""
     return {
         "policies": {run.name: run.summary for run in runs},
         "digest": sha256("".join(run.summary["digest"] for run in runs).encode()).hexdigest(),
-        "skipped": asked.survey.skipped,
-        "notes": asked.survey.notes,
+        "skipped": plan.survey.skipped,
+        "notes": plan.survey.notes,
         "settings": {
-            **echo(asked.settings, asked.options, asked.name),
-            "policies": {name: in_full(router) for name, router in asked.routers.items()},
-            "slo": in_full(asked.slo),
+            **settings_json(plan.settings, plan.options, plan.name),
+            "policies": {name: to_json(router) for name, router in plan.routers.items()},
+            "slo": to_json(plan.slo),
         },
     }
 
 
-def _unlived(settings: Settings, runs: Sequence[Run]) -> Iterator[str]:
-    """The deaths that were to come after the end of runs."""
+def _unreached_faults(settings: Settings, runs: Sequence[SimulationRun]) -> Iterator[str]:
+    """Yield a note for each configured crash that lies after the end of a run."""
     for fault in settings.life.faults:
         at_s = fault.at_us / US_PER_S
         over = [f"{run.name} after {run.summary['lasted_s']:.1f} s" for run in runs if run.summary["lasted_s"] < at_s]
         if over:
-            yield f"{fault.worker} did not die at {at_s:g} s, for this was over before: {', '.join(over)}"
+            yield f"{fault.worker} did not die at {at_s:g} s, because these runs ended earlier: {', '.join(over)}"
 
 
-def tell_survey(survey: Survey) -> None:
-    """Say on stderr what was left out of a workload, and what else there is to know of it."""
+def print_survey(survey: Survey) -> None:
+    """Print notes on the workload, and its skipped rows, on stderr."""
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
-    for line in _told(survey):
+    for line in _survey_lines(survey):
         console.print(printable(line))
 
 
-def _told(survey: Survey) -> Iterator[str]:
+def _survey_lines(survey: Survey) -> Iterator[str]:
     yield from survey.notes
     yield from (f"skipped: {row}" for row in survey.reasons)
     if survey.skipped > len(survey.reasons):
@@ -229,20 +239,20 @@ def _fleet(settings: Settings) -> str:
     return " and ".join(f"{count} {role} workers" for role, count in counts.items())
 
 
-def _show(asked: _Asked, result: Mapping[str, Any]) -> None:
-    title = f"{asked.name}, {_fleet(asked.settings)}; milliseconds as mean/p50/p99"
+def _show(plan: _Plan, result: Mapping[str, Any]) -> None:
+    title = f"{plan.name}, {_fleet(plan.settings)}; milliseconds as mean/p50/p99"
     table = Table(title=in_markup(title), box=SIMPLE, padding=(0, 0, 0, 1))
     columns = ["policy", "failed", "reuse", "max/mean", "TTFT", "ITL", "E2E"]
     split = any("prefilled_remotely" in one for one in result["policies"].values())
     columns += ["remote", "transfer"] if split else []
-    for column in [*columns, *(("SLO kept", "goodput/s") if asked.slo else ())]:
+    for column in [*columns, *(("SLO met", "goodput/s") if plan.slo else ())]:
         table.add_column(column, justify="left" if column == "policy" else "right", overflow="fold")
     for name, one in result["policies"].items():
         times = [_times(one[key], width) for key, width in TIMES.items()]
-        kept = [f"{one['attained']:.2%}", f"{one['goodput_per_s']:.3f}"] if asked.slo else []
+        attained = [f"{one['attained']:.2%}", f"{one['goodput_per_s']:.3f}"] if plan.slo else []
         reuse, balance = f"{one['prefix_reuse']:.4f}", f"{one['load_max_over_mean']:.3f}"
         moved = [str(one["prefilled_remotely"]), _times(one["transfer_ms"], ".1f")] if split else []
-        table.add_row(in_markup(name), str(one["failed"]), reuse, balance, *times, *moved, *kept)
+        table.add_row(in_markup(name), str(one["failed"]), reuse, balance, *times, *moved, *attained)
     results().print(table)
     for name, one in result["policies"].items():
         for failure in one["failures"][:FAILURES_PRINTED]:

@@ -1,4 +1,4 @@
-"""What a recording knows of each engine: its sizes, its cache at the start, its requests and their times."""
+"""Extraction of engine runs from a recording: sizes, initial cache, requests and their times."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -15,42 +15,43 @@ from forebay.events.snapshots import IndexBlocks
 from forebay.ingress.errors import Unusable
 from forebay.replay.verify.verify import OnProgress
 from forebay.replay.walk import Walk, walk_all
-from forebay.simulate.profiles.observed import EngineRun, Observed
+from forebay.simulate.profiles.observed import EngineRun, ObservedRequest
 from forebay.transport.base import Log
 
 PROGRESS_EVERY = 256
 UNFINISHED = "did not finish within the recording"
-NOT_GENERATED = "no answer was generated"
-AGAIN = "went on elsewhere after its worker was lost"
+NOT_GENERATED = "no output was generated"
+AGAIN = "continued on another worker after its worker was lost"
 STOPPED = "cancelled or failed"
 
 Rank = tuple[str, int, int]  # worker, its epoch, rank
 
 
 @dataclass(slots=True)
-class _Said:
-    """A moment, by the worker's clock and by the owner's; 0 for never."""
+class _EventTime:
+    """Time of an event by the worker's clock, and of its arrival by the owner's clock; 0 for never."""
 
-    by_worker_us: int = 0
-    heard_us: int = 0
+    worker_us: int = 0
+    owner_us: int = 0
 
 
 @dataclass(slots=True)
-class _Asked:
-    observed: Observed
+class _RoutedRequest:
+    observed: ObservedRequest
     rank: Rank
-    first: _Said = field(default_factory=_Said)
-    last: _Said = field(default_factory=_Said)
+    first: _EventTime = field(default_factory=_EventTime)
+    last: _EventTime = field(default_factory=_EventTime)
 
 
 @dataclass(slots=True)
 class EngineRuns:
-    """All engines of a pool.
+    """Recorded runs of all engines of a pool.
 
     Attributes:
-        engine: what they are.
-        lost: how many workers were lost meanwhile.
-        clocks_differ: the workers' clocks are not the owner's: times are those at which the owner heard.
+        engine: name of the engine.
+        runs: one run per rank and worker epoch.
+        lost: number of workers lost during the recording.
+        clocks_differ: whether the workers' clocks contradict the owner's clock. Then all times are the owner's.
     """
 
     engine: str
@@ -60,7 +61,18 @@ class EngineRuns:
 
 
 async def engine_runs(log: Log, partition: int, pool: str, on_progress: OnProgress) -> EngineRuns:
-    """The engines of a pool; without a name of the only one. Raises LogError and Unusable."""
+    """Read the engine runs of a pool.
+
+    Args:
+        log: the recording.
+        partition: control partition of the group.
+        pool: name of the pool; empty for the only one.
+        on_progress: called from time to time with the position.
+
+    Raises:
+        LogError: the recording cannot be read.
+        Unusable: the history diverges, or the pool has no comparable engines.
+    """
     walk = await walk_all(log, partition)
     reader = _Reader(walk)
     done = 0
@@ -68,7 +80,7 @@ async def engine_runs(log: Log, partition: int, pool: str, on_progress: OnProgre
         if step.divergence is not None:
             raise Unusable(
                 f"history diverges at journal offset {step.offset}: {step.divergence.reason}; "
-                "`forebay replay verify` tells more"
+                "run `forebay replay verify` for details"
             )
         done += 1
         if done % PROGRESS_EVERY == 0:
@@ -77,13 +89,13 @@ async def engine_runs(log: Log, partition: int, pool: str, on_progress: OnProgre
 
 
 class _Reader:
-    """Looks on while a walk derives history."""
+    """Observer of a walk that collects the requests of each engine."""
 
     def __init__(self, walk: Walk) -> None:
-        """Begin before the first step of the walk."""
+        """Attach to a walk before its first step."""
         self._world: World = walk.world
-        self._asked: dict[tuple[str, int], _Asked] = {}  # by request and attempt, the last of that name
-        self._all: list[_Asked] = []
+        self._by_attempt: dict[tuple[str, int], _RoutedRequest] = {}  # by request id and attempt
+        self._all: list[_RoutedRequest] = []
         self._tokens: dict[str, int] = {}
         self._specs: dict[Rank, WorkerSpec] = {}
         self._warm: dict[Rank, list[int]] = {}
@@ -98,22 +110,26 @@ class _Reader:
         walk.followed.on_applied = self._on_applied
 
     def finish(self, pool: str) -> EngineRuns:
-        """What was seen. Raises Unusable."""
+        """Return the collected runs.
+
+        Raises:
+            Unusable: no request went to the pool, or its workers have different sizes.
+        """
         specs = {rank: spec for rank, spec in self._specs.items() if not pool or spec.pool == pool}
         kinds = sorted({(spec.pool, spec.engine, _sizes(spec)) for spec in specs.values()})
         if not kinds:
             known = sorted({spec.pool for spec in self._specs.values()})
-            there = f"; there are {', '.join(known)}" if known else ""
-            raise Unusable(f"no request went to a worker{f' of the pool {pool}' if pool else ''}{there}")
+            there = f"; pools are: {', '.join(known)}" if known else ""
+            raise Unusable(f"no request was routed to a worker{f' of pool {pool!r}' if pool else ''}{there}")
         if len(kinds) > 1:
-            told = "; ".join(f"{name}: {engine} of {_in_words(sizes)}" for name, engine, sizes in kinds)
-            raise Unusable(f"the workers are not all alike, choose a --pool of equal ones ({told})")
-        asked = [one for one in self._all if one.rank in specs]
-        clocks_differ = any(map(_contradicts, asked))
+            found = "; ".join(f"{name}: {engine} with {_in_words(sizes)}" for name, engine, sizes in kinds)
+            raise Unusable(f"workers differ in engine or sizes; choose a pool of equal workers with --pool ({found})")
+        routed_requests = [one for one in self._all if one.rank in specs]
+        clocks_differ = any(map(_contradicts, routed_requests))
         runs = {
             rank: EngineRun(f"{rank[0]}/{rank[2]}", _config(specs[rank]), self._warm.get(rank, ())) for rank in specs
         }
-        for one in asked:
+        for one in routed_requests:
             runs[one.rank].requests.append(_settled(one, clocks_differ=clocks_differ))
         return EngineRuns(kinds[0][1], list(runs.values()), self._lost, clocks_differ)
 
@@ -137,11 +153,11 @@ class _Reader:
         request = self._world.requests.get(routed.request_id)
         worker = self._world.fleet.get(routed.worker_id)
         if request is None or worker is None:
-            return  # it was over with the same event
+            return  # the request or the worker ended with the same event
         rank = (routed.worker_id, routed.worker_epoch, routed.rank)
         self._specs[rank] = worker.spec
         room = worker.spec.kv_blocks_total * worker.spec.block_size - request.prompt_tokens
-        observed = Observed(
+        observed = ObservedRequest(
             routed_us=now_us,
             prompt_tokens=request.prompt_tokens,
             sequence_hashes=request.packed,
@@ -152,43 +168,43 @@ class _Reader:
             observed.left_out = NOT_GENERATED
         elif routed.attempt > 1:
             observed.left_out = AGAIN
-        one = self._asked[routed.request_id, routed.attempt] = _Asked(observed, rank)
+        one = self._by_attempt[routed.request_id, routed.attempt] = _RoutedRequest(observed, rank)
         self._all.append(one)
 
     def _progress(self, event: FirstTokenEmitted | RequestFinished | RequestFailed, now_us: int) -> None:
-        one = self._asked.get((event.request_id, event.attempt))
+        one = self._by_attempt.get((event.request_id, event.attempt))
         if one is None or one.rank[:2] != (event.worker_id, event.worker_epoch):
             return
         if isinstance(event, FirstTokenEmitted):
             one.observed.cached_tokens = event.cached_tokens
-            one.first = _Said(event.at_us, now_us)
+            one.first = _EventTime(event.at_us, now_us)
         elif isinstance(event, RequestFailed) or event.finish_reason == "cancelled" or not event.output_tokens:
             self._stop((event.request_id, event.attempt), now_us)
         else:
             one.observed.output_tokens = event.output_tokens
-            one.last = _Said(event.at_us, now_us)
-            if one.observed.left_out == UNFINISHED and one.first.heard_us:
+            one.last = _EventTime(event.at_us, now_us)
+            if one.observed.left_out == UNFINISHED and one.first.owner_us:
                 one.observed.left_out = ""
 
     def _stop(self, key: tuple[str, int], now_us: int) -> None:
-        one = self._asked.get(key)
-        if one is not None and not one.last.heard_us:
+        one = self._by_attempt.get(key)
+        if one is not None and not one.last.owner_us:
             one.observed.stopped_us = now_us
             if one.observed.left_out == UNFINISHED:
                 one.observed.left_out = STOPPED
 
 
-def _contradicts(one: _Asked) -> bool:
-    """Whether the worker's clock cannot be the owner's: it says something before it was told, or after it was heard."""
+def _contradicts(one: _RoutedRequest) -> bool:
+    """Return whether the worker's clock contradicts the owner's: an event before its cause, or after its arrival."""
     return any(
-        said.heard_us and not one.observed.routed_us <= said.by_worker_us <= said.heard_us
-        for said in (one.first, one.last)
+        event_time.owner_us and not one.observed.routed_us <= event_time.worker_us <= event_time.owner_us
+        for event_time in (one.first, one.last)
     )
 
 
-def _settled(one: _Asked, *, clocks_differ: bool) -> Observed:
+def _settled(one: _RoutedRequest, *, clocks_differ: bool) -> ObservedRequest:
     observed = one.observed
-    times = [said.heard_us if clocks_differ else said.by_worker_us for said in (one.first, one.last)]
+    times = [event_time.owner_us if clocks_differ else event_time.worker_us for event_time in (one.first, one.last)]
     observed.first_us, observed.last_us = times
     return observed
 
@@ -199,7 +215,7 @@ def _sizes(spec: WorkerSpec) -> tuple[int, int, int, int]:
 
 def _in_words(sizes: Iterable[int]) -> str:
     block_size, blocks, sequences, tokens = sizes
-    return f"{blocks} blocks of {block_size}, {sequences} sequences, {tokens} tokens a step"
+    return f"{blocks} blocks of {block_size} tokens, {sequences} sequences, {tokens} tokens per step"
 
 
 def _config(spec: WorkerSpec) -> EngineConfig:
@@ -213,4 +229,4 @@ def _config(spec: WorkerSpec) -> EngineConfig:
             max_num_batched_tokens=tokens,
         )
     except ValueError as error:
-        raise Unusable(f"the worker {spec.worker_id} cannot be modelled: {error}") from None
+        raise Unusable(f"worker {spec.worker_id} cannot be modelled: {error}") from None

@@ -1,7 +1,7 @@
-"""How near a simulation comes to what was lived: a recorded history, played again by engine models.
+"""Fidelity of the simulation: a recorded history is simulated with engine models and compared with the observed times.
 
-Both sides are told by one clock, the recorded owner's: a request begins when its submission is applied, its first token
-is there when the router hears of it, and so is its end.
+All times are those of the recorded owner's clock. A request begins when its submission is applied. Its first token and
+its end count from when the router applies the corresponding event.
 """
 
 import statistics
@@ -14,7 +14,7 @@ import msgspec
 from xxhash import xxh3_64_intdigest
 
 from forebay.cli.common.recorded_requests import RecordedRequests, answered, transfers_of
-from forebay.cli.simulate.fidelity_stages import Placement, agreement, placeable, specs, stages
+from forebay.cli.simulate.fidelity_stages import PlacementAgreement, agreement, placeable, specs, stages
 from forebay.cli.simulate.simulations import OnDone, Work, run_all
 from forebay.core.state.holder_bits import HolderKey
 from forebay.engine_model.timing import EngineTiming
@@ -23,31 +23,32 @@ from forebay.events.fleet import WorkerJoined, WorkerLost
 from forebay.events.snapshots import Chunk, WorldState
 from forebay.ingress.errors import Unusable
 from forebay.replay.observed import External, Lived
-from forebay.simulate.outcome import Outcome, Requests, Served, percentiles, summary
+from forebay.simulate.outcome import RequestOutcome, RequestOutcomes, SimulationOutcome, percentiles, summary
 from forebay.simulate.resumed import MOCKER, NO_DELAYS, NotSimulable, rank_keys, resume
 from forebay.simulate.settings import Delays, Transfer
 from forebay.simulate.transfer_fit import TransferFit
 
 AS_RECORDED = "as recorded"
-PLACED = "placed as lived"  # the error of the engine model alone: no decision differs
+PLACED = "recorded placement"  # isolates the error of the engine model, because no decision differs
 TIMES = ("ttft_ms", "itl_ms", "e2e_ms")
-STAGE_TIMES = ("prefill_ms", "transfer_ms")  # of prompts that were computed by another than who answered
-OF = ("mean", "p50", "p90", "p99")
-LATER_US = 1_000  # a reading of the owner's clock stands for up to five times as much
+STAGE_TIMES = ("prefill_ms", "transfer_ms")  # of remote prefills
+STATISTICS = ("mean", "p50", "p90", "p99")
+LATER_US = 1_000  # one clock reading of the owner covers up to five times as much
 FAILURES_SHOWN = 5
 MOVED = ("prefilled_remotely", "transferred_bytes")
 
 
 @dataclass(frozen=True, slots=True)
-class Playing:
-    """How a history is simulated.
+class FidelitySettings:
+    """Settings of the simulations of a history.
 
     Attributes:
-        speedup: how much faster than their model engines are.
-        repeat: how often; each time but the first requests come up to `LATER_US` later, by draws of their own.
-        delays: how long what is said takes to arrive. That to the router is in the recording; clients are not heard.
-        timing: how long an engine's steps take.
-        link: what of `Transfer` is given; the rest is fitted to the recorded transfers.
+        speedup: how much faster than their model the engines run.
+        repeat: number of simulations. All but the first shift each arrival by a random delay up to `LATER_US`.
+        delays: latencies. Those to the router are ignored, because the recorded times include them. Those to clients
+            are ignored, because times are measured at the router.
+        timing: step timing of the engines.
+        link: fields of `Transfer` to use as given; the others are fitted to the recorded transfers.
     """
 
     speedup: float = 1.0
@@ -57,27 +58,33 @@ class Playing:
     link: Mapping[str, float] = field(default_factory=dict)
 
 
-class Compared(msgspec.Struct, frozen=True):
-    """One figure of both.
+class Comparison(msgspec.Struct, frozen=True):
+    """One metric, observed and simulated.
 
-    `error` is the simulated one minus the lived, in percent of the lived, or in points of a share. None where something
-    was simulated and nothing lived: that has no size in percent.
+    Attributes:
+        observed: observed value.
+        simulated: simulated value.
+        error: simulated minus observed, in percent of the observed value, or in percentage points for shares. None if
+            the observed value is 0 and the simulated value is not.
     """
 
-    lived: float
+    observed: float
     simulated: float
     error: float | None
 
 
-EXACT = Compared(0.0, 0.0, 0.0)  # of what was neither lived nor simulated
+EXACT = Comparison(0.0, 0.0, 0.0)  # metric that is 0 on both sides
 
 
-class Spread(msgspec.Struct, frozen=True, kw_only=True):
-    """How far single requests are off.
+class ErrorSpread(msgspec.Struct, frozen=True, kw_only=True):
+    """Distribution of the errors of single requests.
 
     Attributes:
-        percent_p50: of the error without its sign, in percent of the lived time; `percent_p90` likewise.
-        ms_p10: of simulated minus lived, with its sign; `ms_p50` and `ms_p90` likewise.
+        percent_p50: median absolute error in percent of the observed time.
+        percent_p90: 90th percentile of the absolute error in percent of the observed time.
+        ms_p10: 10th percentile of simulated minus observed, in milliseconds.
+        ms_p50: median of simulated minus observed, in milliseconds.
+        ms_p90: 90th percentile of simulated minus observed, in milliseconds.
     """
 
     percent_p50: float
@@ -87,51 +94,56 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
     ms_p90: float
 
 
-class Simulated(msgspec.Struct, frozen=True, kw_only=True):
-    """A simulation beside what was lived; all figures are of the `compared` requests.
+class SimulatedRun(msgspec.Struct, frozen=True, kw_only=True):
+    """Comparison of one simulation with the recording. All metrics are those of the `compared` requests.
 
     Attributes:
-        name: of the policy; `AS_RECORDED` and `PLACED` are under the recorded configuration.
-        draw: 0 for the recorded times of arrival; else which draw of later ones.
-        failed: requests that history answered and the simulation did not.
-        times: by `TIMES` and `OF`, in milliseconds; of prefill and decode workers by `STAGE_TIMES`, too.
-        placement: who answered, by worker rank and its name. `stages` are all that was decided of prefill and decode
-            workers: `forebay.cli.simulate.fidelity_stages.stages`.
-        prefilled_remotely: prompts that were computed by another than who answered; the KV of these was
-            `transferred_bytes`. None where there are no prefill workers, whom `load_max_over_mean` is of otherwise.
-        single: by `TIMES`, of requests one by one.
-        failures: the first reasons of those that failed.
-        digest: of all simulated decisions.
+        name: name of the policy. `AS_RECORDED` and `PLACED` use the recorded configuration.
+        draw: 0 for the recorded arrival times; else the number of the random shift.
+        compared: requests that completed on both sides.
+        failed: requests that completed in the recording, but not in the simulation.
+        times: latencies in milliseconds, by `TIMES` and `OF`; in a disaggregated fleet by `STAGE_TIMES`, too.
+        prefix_reuse: share of prompt tokens found in a cache.
+        load_max_over_mean: imbalance of computed prompt tokens; of the prefill workers in a disaggregated fleet.
+        placement: agreement on the worker rank that emitted the response.
+        stages: agreement per stage of a disaggregated fleet; see `forebay.cli.simulate.fidelity_stages.stages`.
+        prefilled_remotely: number of remote prefills; None without prefill workers.
+        transferred_bytes: bytes of KV transferred; None without prefill workers.
+        single: errors of single requests, by `TIMES`.
+        failures: most frequent failure reasons.
+        digest: hash of all simulated decisions.
     """
 
     name: str
     draw: int
     compared: int
     failed: int
-    times: dict[str, dict[str, Compared]]
-    prefix_reuse: Compared
-    load_max_over_mean: Compared
-    placement: Placement
-    stages: dict[str, Placement]
-    prefilled_remotely: Compared | None
-    transferred_bytes: Compared | None
-    single: dict[str, Spread]
+    times: dict[str, dict[str, Comparison]]
+    prefix_reuse: Comparison
+    load_max_over_mean: Comparison
+    placement: PlacementAgreement
+    stages: dict[str, PlacementAgreement]
+    prefilled_remotely: Comparison | None
+    transferred_bytes: Comparison | None
+    single: dict[str, ErrorSpread]
     failures: list[str]
     digest: str
 
 
-class Fidelity(msgspec.Struct, frozen=True, kw_only=True):
-    """A recording, and what came of simulating it.
+class FidelityReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Recording and the simulations of it.
 
     Attributes:
-        span_s: from its first event to its last.
-        requests: that it holds, those under way at its beginning included.
-        left_out: why how many of these are not compared.
-        hops_ms: p50 and p90 of how long records were on their way, as far as wall clocks were written down:
-            `submit` from the ingress to the router, `progress` from the worker to the router.
-        transfer: how KV moves between prefill and decode workers; None where there are none.
-        simulated: for each name one for each draw, in this order.
-        notes: what all this means, for people.
+        span_s: seconds from the first event to the last.
+        requests: requests of the recording, including those in flight at its beginning.
+        workers: number of worker ranks.
+        left_out: number of requests that are not compared, by reason.
+        hops_ms: p50 and p90 of latencies measured between wall clocks: `submit` from the ingress to the router,
+            `progress` from the worker to the router.
+        speedup: how much faster than their model the engines run.
+        transfer: fitted model of KV transfers; None without prefill workers.
+        simulated: all simulations, grouped by name.
+        notes: remarks for users.
     """
 
     span_s: float
@@ -141,11 +153,11 @@ class Fidelity(msgspec.Struct, frozen=True, kw_only=True):
     hops_ms: dict[str, dict[str, float]]
     speedup: float
     transfer: TransferFit | None
-    simulated: list[Simulated]
+    simulated: list[SimulatedRun]
     notes: list[str]
 
     def above(self, bounds: Mapping[str, float]) -> list[str]:
-        """What of the simulations as recorded is further off, on average, than `bounds` allow, in words."""
+        """Return a message for each mean error of the simulations as recorded that exceeds its bound."""
         runs = [one for one in self.simulated if one.name == AS_RECORDED]
         found = []
         for name, most in bounds.items():
@@ -154,42 +166,48 @@ class Fidelity(msgspec.Struct, frozen=True, kw_only=True):
                 sized = [error for error in errors if error is not None]
                 mean = statistics.fmean(sized) if len(sized) == len(errors) else None
                 if mean is None or abs(mean) > most:
-                    size = "by any measure: nothing was lived" if mean is None else f"by {mean:+.2f} {unit}"
-                    found.append(f"{what} is off {size}, more than {most:g}")
+                    size = "undefined, because the observed value is 0" if mean is None else f"{mean:+.2f} {unit}"
+                    found.append(f"error of {what} is {size}; the bound is {most:g}")
         return found
 
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """One request, lived and simulated; both workers are places in one list of ranks."""
+    """One request, observed and simulated. Both refer to workers by their index in one list of ranks."""
 
-    lived: Served
-    simulated: Served
+    observed: RequestOutcome
+    simulated: RequestOutcome
 
 
-def fidelity(history: Lived, routers: Mapping[str, RouterConfig], playing: Playing) -> Fidelity:
-    """Simulate a history under its own configuration, and under each of `routers`, by name; a process each.
+def fidelity(history: Lived, routers: Mapping[str, RouterConfig], playing: FidelitySettings) -> FidelityReport:
+    """Simulate a history under its own configuration, and under each of `routers`, in one process per simulation.
 
-    Raises Unusable.
+    Args:
+        history: the recorded history.
+        routers: further routing configurations by name.
+        playing: settings of the simulations.
+
+    Raises:
+        Unusable: the history cannot be simulated.
     """
     requests = RecordedRequests(history.asked)
     fit = transfers_of(history.asked, list(specs(history)), playing.link)
     idle = [name for name in routers if "disagg." in name]
     if fit is None and idle:
-        raise Unusable(f"{idle[0]}: disagg is of prefill and decode workers, and the recording has none")
+        raise Unusable(f"{idle[0]}: disagg settings need prefill and decode workers, but the recording has none")
     if fit is None and playing.link:
-        raise Unusable("no KV moves between the workers of this recording: leave the options of its transfer out")
-    played = partial(_Run, history, requests, playing, Transfer() if fit is None else fit.transfer)
+        raise Unusable("the recording has no KV transfers; omit the --kv-transfer-* options")
+    played = partial(_FidelityRun, history, requests, playing, Transfer() if fit is None else fit.transfer)
     runs = [played(AS_RECORDED, draw=draw) for draw in range(playing.repeat)]
     runs.append(played(PLACED, placed=True))
     for name, router in routers.items():
         runs += [played(name, router, draw) for draw in range(playing.repeat)]
     simulated = []
-    for one in run_all([Work(run.told, len(requests.asked), run) for run in runs]):
+    for one in run_all([Work(run.label, len(requests.asked), run) for run in runs]):
         if isinstance(one, Exception):
             raise one
         simulated.append(one)
-    return Fidelity(
+    return FidelityReport(
         span_s=(history.end_us - history.begin_us) / 1e6,
         requests=len(requests.asked),
         workers=len(_ranks(history)),
@@ -203,15 +221,18 @@ def fidelity(history: Lived, routers: Mapping[str, RouterConfig], playing: Playi
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
-    """One simulation of a history, under another router than the recorded one if there is one here.
+class _FidelityRun:
+    """One simulation of a history.
 
-    `placed`: who was sent to one worker goes there again.
+    Attributes:
+        router: routing configuration that replaces the recorded one; None keeps it.
+        draw: number of the random shift of arrivals; 0 for none.
+        placed: whether requests that ran on a single worker are sent to the same worker again.
     """
 
     history: Lived
     requests: RecordedRequests
-    playing: Playing
+    playing: FidelitySettings
     transfer: Transfer
     name: str
     router: RouterConfig | None = None
@@ -219,19 +240,23 @@ class _Run:
     placed: bool = False
 
     @property
-    def told(self) -> str:
-        """What progress calls it."""
+    def label(self) -> str:
+        """Name in the progress display."""
         return f"{self.name}, {self.draw + 1}" if self.draw else self.name
 
-    def __call__(self, on_done: OnDone) -> Simulated:
-        """Raises Unusable."""
+    def __call__(self, on_done: OnDone) -> SimulatedRun:
+        """Run the simulation and compare it with the recording.
+
+        Raises:
+            Unusable: the history cannot be simulated, or no request completed on both sides.
+        """
         state, said = placeable(self.history) if self.placed else (self.history.state, self.history.said)
         state, said = _routed_by(self.router, state, said, over_operators="disagg." in self.name)
         playing = self.playing
         try:
             resumed = resume(
                 state,
-                self.requests.arrivals(said, _later(self.draw), placed=self.placed),
+                self.requests.arrivals(said, _arrival_shift(self.draw), placed=self.placed),
                 on_done,
                 speedup=playing.speedup,
                 delays=msgspec.structs.replace(playing.delays, submit=NO_DELAYS.submit, tokens=playing.delays.progress),
@@ -243,7 +268,7 @@ class _Run:
         places = {key: number for number, key in enumerate(_ranks(self.history))}
         pairs = []
         failures: Counter[str] = Counter()
-        for request_id, asked in self.requests.comparable.items():
+        for request_id, recorded in self.requests.comparable.items():
             served = resumed.served[request_id]
             if served.failure:
                 failures[served.failure] += 1
@@ -252,47 +277,47 @@ class _Run:
                 served.worker = places[resumed.ranks[served.worker]]
             if served.prefiller is not None:
                 served.prefiller = places[resumed.ranks[served.prefiller]]
-            pairs.append(_Pair(answered(asked, places), served))
+            pairs.append(_Pair(answered(recorded, places), served))
         if not pairs:
             reasons = f": {failures.most_common(1)[0][0]}" if failures else ""
-            raise Unusable(f"{self.name}: there is no request that was answered both times{reasons}")
+            raise Unusable(f"{self.name}: no request completed both in the recording and in the simulation{reasons}")
         prefilling = {spec.worker_id for spec in specs(self.history) if spec.role == "prefill"}
         numbers = tuple(number for key, number in places.items() if key[0] in prefilling)
-        return _beside(self, pairs, failures, numbers, resumed.digest)
+        return _compare(self, pairs, failures, numbers, resumed.digest)
 
 
-def _later(draw: int) -> Callable[[int], int]:
-    """How much later than recorded a request comes, by its number, in microseconds."""
+def _arrival_shift(draw: int) -> Callable[[int], int]:
+    """Return a function that maps a request number to the delay of its arrival in microseconds."""
     if not draw:
         return lambda _: 0
     return lambda number: xxh3_64_intdigest(b"%d" % number, draw) % LATER_US
 
 
-def _beside(
-    run: _Run, pairs: Sequence[_Pair], failures: Counter[str], prefill_workers: tuple[int, ...], digest: str
-) -> Simulated:
+def _compare(
+    run: _FidelityRun, pairs: Sequence[_Pair], failures: Counter[str], prefill_workers: tuple[int, ...], digest: str
+) -> SimulatedRun:
     workers = len(_ranks(run.history))
     ours, theirs = (
-        summary(Outcome(Requests(side), prefill_workers=prefill_workers), workers)
-        for side in ([pair.lived for pair in pairs], [pair.simulated for pair in pairs])
+        summary(SimulationOutcome(RequestOutcomes(side), prefill_workers=prefill_workers), workers)
+        for side in ([pair.observed for pair in pairs], [pair.simulated for pair in pairs])
     )
     moved = {of: _percent(ours[of], theirs[of]) if of in ours else None for of in MOVED}
     times = TIMES + STAGE_TIMES if prefill_workers else TIMES
-    return Simulated(
+    return SimulatedRun(
         name=run.name,
         draw=run.draw,
         compared=len(pairs),
         failed=failures.total(),
         times={
-            time: {of: _percent(ours[time].get(of, 0.0), theirs[time].get(of, 0.0)) for of in OF}
+            time: {of: _percent(ours[time].get(of, 0.0), theirs[time].get(of, 0.0)) for of in STATISTICS}
             if ours[time] or theirs[time]
             else {}
             for time in times
         },
         prefix_reuse=_points(ours["prefix_reuse"], theirs["prefix_reuse"]),
         load_max_over_mean=_percent(ours["load_max_over_mean"], theirs["load_max_over_mean"]),
-        placement=agreement([(pair.lived.worker, pair.simulated.worker) for pair in pairs]),
-        stages=stages([(pair.lived, pair.simulated) for pair in pairs]) if prefill_workers else {},
+        placement=agreement([(pair.observed.worker, pair.simulated.worker) for pair in pairs]),
+        stages=stages([(pair.observed, pair.simulated) for pair in pairs]) if prefill_workers else {},
         **moved,
         single={time: spread for time in TIMES if (spread := _spread(pairs, _MS[time])) is not None},
         failures=[reason for reason, _ in failures.most_common(FAILURES_SHOWN)],
@@ -300,7 +325,7 @@ def _beside(
     )
 
 
-_MS: dict[str, Callable[[Served], float | None]] = {
+_MS: dict[str, Callable[[RequestOutcome], float | None]] = {
     "ttft_ms": lambda one: (one.first_us - one.arrived_us) / 1e3,
     "itl_ms": lambda one: (
         (one.last_us - one.first_us) / 1e3 / (one.output_tokens - 1) if one.output_tokens > 1 else None
@@ -309,36 +334,38 @@ _MS: dict[str, Callable[[Served], float | None]] = {
 }
 
 
-def of_time(time: str, of: str) -> Callable[[Simulated], Compared]:
-    """How to find a figure of `TIMES` and `OF`."""
+def of_time(time: str, of: str) -> Callable[[SimulatedRun], Comparison]:
+    """Return a getter for one of `TIMES` and one of `OF`."""
     return lambda one: one.times[time].get(of, EXACT)
 
 
-_BOUNDED: dict[str, list[tuple[str, str, Callable[[Simulated], Compared]]]] = {
+_BOUNDED: dict[str, list[tuple[str, str, Callable[[SimulatedRun], Comparison]]]] = {
     **{time.removesuffix("_ms"): [(f"{time} {of}", "%", of_time(time, of)) for of in ("p50", "p90")] for time in TIMES},
     "reuse": [("prefix_reuse", "points", lambda one: one.prefix_reuse)],
     "load": [("load_max_over_mean", "%", lambda one: one.load_max_over_mean)],
 }
 
 
-def _percent(ours: float, theirs: float) -> Compared:
+def _percent(ours: float, theirs: float) -> Comparison:
     if ours:
-        return Compared(ours, theirs, 100 * (theirs - ours) / ours)
-    return Compared(ours, theirs, None if theirs else 0.0)
+        return Comparison(ours, theirs, 100 * (theirs - ours) / ours)
+    return Comparison(ours, theirs, None if theirs else 0.0)
 
 
-def _points(ours: float, theirs: float) -> Compared:
-    return Compared(ours, theirs, 100 * (theirs - ours))
+def _points(ours: float, theirs: float) -> Comparison:
+    return Comparison(ours, theirs, 100 * (theirs - ours))
 
 
-def _spread(pairs: Sequence[_Pair], of: Callable[[Served], float | None]) -> Spread | None:
-    """None where no request has such a time."""
-    both = [(ours, theirs) for pair in pairs if (ours := of(pair.lived)) and (theirs := of(pair.simulated)) is not None]
+def _spread(pairs: Sequence[_Pair], of: Callable[[RequestOutcome], float | None]) -> ErrorSpread | None:
+    """Return the errors of single requests; None if no request has this latency."""
+    both = [
+        (ours, theirs) for pair in pairs if (ours := of(pair.observed)) and (theirs := of(pair.simulated)) is not None
+    ]
     if not both:
         return None
     percent = _deciles([100 * abs(theirs - ours) / ours for ours, theirs in both])
     ms = _deciles([theirs - ours for ours, theirs in both])
-    return Spread(percent_p50=percent[4], percent_p90=percent[8], ms_p10=ms[0], ms_p50=ms[4], ms_p90=ms[8])
+    return ErrorSpread(percent_p50=percent[4], percent_p90=percent[8], ms_p10=ms[0], ms_p50=ms[4], ms_p90=ms[8])
 
 
 def _deciles(values: Sequence[float]) -> Sequence[float]:
@@ -352,9 +379,13 @@ def _routed_by(
     *,
     over_operators: bool,
 ) -> tuple[Sequence[Chunk], Sequence[tuple[int, External]]]:
-    """The same with another rule in every pool.
+    """Return the state and the events with another routing configuration in every pool.
 
-    Where that names who computes prompts, it wins `over_operators`, who set that by hand.
+    Args:
+        router: the configuration; None changes nothing.
+        state: chunks of the snapshot.
+        said: recorded external events.
+        over_operators: whether to drop the operators' disaggregation overrides.
     """
     if router is None:
         return state, said
@@ -374,7 +405,7 @@ def _routed_by(
 
 
 def _ranks(history: Lived) -> list[HolderKey]:
-    """Every rank that ever took part in a recording and answers requests, once."""
+    """Return every prefill, decode or aggregated rank of a recording once."""
     joined = [one.spec for _, one in history.said if isinstance(one, WorkerJoined) and one.spec.role != "encode"]
     later = [(spec.worker_id, rank) for spec in joined for rank in spec.ranks]
     return list(dict.fromkeys([*rank_keys(history.state), *later]))
@@ -384,43 +415,43 @@ def _left_out(requests: RecordedRequests) -> dict[str, int]:
     found: Counter[str] = Counter()
     for one in requests.asked.values():
         if one.under_way:
-            found["under way at the beginning"] += 1
+            found["in flight at the beginning"] += 1
         elif one.output_tokens is not None:
             continue
         elif one.cancelled_us:
             found["cancelled by their clients"] += 1
         elif one.worker is one.prefiller is None:
-            found["refused, or sent to nobody"] += 1
+            found["rejected or never routed"] += 1
         else:
-            found["not finished"] += 1
+            found["unfinished"] += 1
     return dict(found)
 
 
 def _hops(requests: RecordedRequests) -> dict[str, dict[str, float]]:
-    asked = requests.asked.values()
+    recorded = requests.asked.values()
     hops = {
-        "submit": [(one.at_us - one.stamped_us) / 1e3 for one in asked if one.stamped_us],
-        "progress": [(one.first_us - one.first_stamped_us) / 1e3 for one in asked if one.first_stamped_us],
+        "submit": [(one.at_us - one.stamped_us) / 1e3 for one in recorded if one.stamped_us],
+        "progress": [(one.first_us - one.first_stamped_us) / 1e3 for one in recorded if one.first_stamped_us],
     }
     return {name: {of: percentiles(ms)[of] for of in ("p50", "p90")} for name, ms in hops.items() if ms}
 
 
-def _notes(history: Lived, requests: RecordedRequests, playing: Playing) -> list[str]:
+def _notes(history: Lived, requests: RecordedRequests, playing: FidelitySettings) -> list[str]:
     joined = sum(isinstance(one, WorkerJoined) for _, one in history.said)
     lost = sum(isinstance(one, WorkerLost) for _, one in history.said)
-    said = ["Times are the recorded owner's clock: from the submission, as applied, to what the router heard."]
+    notes = ["Times are by the recorded owner's clock, from the applied submission to the applied progress events."]
     if playing.repeat > 1:
         ms = f"{LATER_US / 1e3:g} ms"
-        said.append(f"Decided {playing.repeat} times; but for the first, every request came up to {ms} later.")
+        notes.append(f"Simulated {playing.repeat} times; all but the first shift each arrival by up to {ms}.")
     if playing.speedup != 1.0:
-        said.append(f"Engines are taken to be {playing.speedup:g} times as fast as their model.")
+        notes.append(f"Engines run {playing.speedup:g} times as fast as their model.")
     if history.state and rank_keys(history.state):
-        said.append("Caches begin as the index had them, in its order: how recently a block was used is not known.")
+        notes.append("Caches start with the blocks of the index, in its order; the recency of blocks is unknown.")
     if joined or lost:
-        said.append(f"{joined:,} workers joined, with empty caches, and {lost:,} were lost, as recorded.")
+        notes.append(f"{joined:,} workers joined with empty caches and {lost:,} were lost, as recorded.")
     if requests.assumed:
-        text = f"{requests.assumed:,} requests that history did not finish are simulated with answers of"
-        said.append(f"{text} {requests.median:,} tokens, the others' median.")
+        text = f"{requests.assumed:,} unfinished requests are simulated with the median response length of the others"
+        notes.append(f"{text}, {requests.median:,} tokens.")
     if history.commands:
-        said.append(f"{history.commands:,} commands to workers are left out: simulated engines obey none.")
-    return said
+        notes.append(f"{history.commands:,} commands to workers are ignored, because simulated engines have none.")
+    return notes

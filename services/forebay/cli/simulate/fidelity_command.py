@@ -1,4 +1,4 @@
-"""`forebay simulate --against`: a recording simulated, beside what was lived in it."""
+"""`forebay simulate --against`: compare a simulation with a recording."""
 
 import asyncio
 import re
@@ -15,7 +15,7 @@ from forebay.cli.common.unverified import DIVERGED, tell_unverified
 from forebay.cli.policies.recorded import require_policies
 from forebay.cli.replay.verify import shown_progress
 from forebay.cli.simulate.against_options import AgainstOptions
-from forebay.cli.simulate.fidelity import Playing, fidelity
+from forebay.cli.simulate.fidelity import FidelitySettings, fidelity
 from forebay.cli.simulate.fidelity_view import show
 from forebay.cli.simulate.options import FleetOptions, ShapeOptions, require_routers, settings_of
 from forebay.ingress.errors import Unusable
@@ -24,14 +24,14 @@ from forebay.replay.verify.verify import OnProgress
 from forebay.simulate.settings import policy
 from forebay.transport.sqlite.log import SqliteLog
 
-LINK = ("kv_transfer_bandwidth", "kv_transfer_latency_us")  # what is fitted to the recording unless it is given
-OWN = ("engine", "delays", *LINK)  # of a fleet's options, what no recording says
+LINK = ("kv_transfer_bandwidth", "kv_transfer_latency_us")  # fitted to the recording unless given as options
+OWN = ("engine", "delays", *LINK)  # fleet options that a recording does not determine
 BOUNDS = ("ttft", "itl", "e2e", "reuse", "load")
 BOUND = re.compile(r"(?P<name>\w+)=(?P<most>\d+(\.\d+)?)")
-ABOVE = 1  # the exit code when a simulation is further off than it may be
+ABOVE = 1  # exit code if an error exceeds its bound
 
 
-def held_against(
+def compare_with_recording(
     options: AgainstOptions,
     fleet: FleetOptions,
     shape: ShapeOptions,
@@ -42,7 +42,13 @@ def held_against(
 ) -> None:
     """Simulate a recording under its own configuration, and under each of `policies`.
 
-    `others` tells of options that have no place here whether they were given.
+    Args:
+        options: the recording and the bounds.
+        fleet: fleet options; only those in OWN may be set.
+        shape: workload options; none may be set.
+        policies: further policies to simulate.
+        others: options that conflict with --against, and whether each was given.
+        json: whether to print JSON.
     """
     assert options.against is not None
     source = Recording(options.against, None, "", None, "")
@@ -59,8 +65,8 @@ def held_against(
         found = fidelity(history, routers, playing)
     above = found.above(bounds)
     if json:
-        told = {"recording": source.name, **msgspec.to_builtins(found), "above": above}
-        typer.echo(msgspec.json.encode(told).decode())
+        output = {"recording": source.name, **msgspec.to_builtins(found), "above": above}
+        typer.echo(msgspec.json.encode(output).decode())
     else:
         show(found, source.name)
     for text in above:
@@ -71,7 +77,11 @@ def held_against(
 
 
 def _require_nothing_else(fleet: FleetOptions, shape: ShapeOptions, others: Mapping[str, bool]) -> None:
-    """Refuse what the recording says itself. Raises Unusable."""
+    """Reject options whose values come from the recording.
+
+    Raises:
+        Unusable: such an option was given.
+    """
     given = [name for name, there in others.items() if there]
     for group in (fleet, shape):
         given += [
@@ -80,36 +90,54 @@ def _require_nothing_else(fleet: FleetOptions, shape: ShapeOptions, others: Mapp
             if one.name not in OWN and getattr(group, one.name) != one.default
         ]
     if given:
-        raise Unusable(f"{' and '.join(given)} with --against: fleet and requests are those of the recording")
+        options = " and ".join(given)
+        raise Unusable(f"{options} cannot be combined with --against: the recording determines fleet and requests")
 
 
-def _playing(options: AgainstOptions, fleet: FleetOptions) -> Playing:
-    """Raises ValueError."""
+def _playing(options: AgainstOptions, fleet: FleetOptions) -> FidelitySettings:
+    """Return the simulation settings from the options.
+
+    Raises:
+        ValueError: an option is invalid.
+    """
     settings = settings_of(fleet)
     link = {name: value for name in LINK if (value := getattr(fleet, name)) is not None}
-    return Playing(options.speedup, options.repeat, settings.delays, settings.pools[0].groups[0].engine.timing, link)
+    return FidelitySettings(
+        options.speedup, options.repeat, settings.delays, settings.pools[0].groups[0].engine.timing, link
+    )
 
 
 def _history(source: Recording) -> Lived:
-    """What was lived. Ends the command where the journal and the events part. Raises LogError, Unusable."""
+    """Read the observed history. Exits if the journal and the rederived decisions diverge.
+
+    Raises:
+        LogError: the recording cannot be read.
+        Unusable: the recording cannot be replayed.
+    """
     with shown_progress() as on_progress:
         history = asyncio.run(_lived(source, on_progress))
     if history.divergence is not None:
-        told = history.divergence
-        complain(f"{source.name}: history diverges at journal offset {told.offset}: {told.reason}")
-        complain("`forebay replay verify` tells more")
+        divergence = history.divergence
+        complain(f"{source.name}: history diverges at journal offset {divergence.offset}: {divergence.reason}")
+        complain("run `forebay replay verify` for details")
         raise typer.Exit(DIVERGED)
     return history
 
 
 def bounds_of(text: str | None) -> dict[str, float]:
-    """How far off each figure may be. Raises Unusable."""
+    """Parse `--fail-above` into the maximum error by name.
+
+    Raises:
+        Unusable: a name or a number is invalid.
+    """
     bounds: dict[str, float] = {}
     for one in text.split(",") if text is not None else ():
-        said = BOUND.fullmatch(one)
-        if said is None or said["name"] not in BOUNDS:
-            raise Unusable(f"--fail-above {text}: {one!r} is no NAME=NUMBER of {', '.join(BOUNDS)}")
-        bounds[said["name"]] = float(said["most"])
+        match = BOUND.fullmatch(one)
+        if match is None or match["name"] not in BOUNDS:
+            raise Unusable(
+                f"--fail-above {text}: got {one!r}, expected NAME=NUMBER with NAME one of {', '.join(BOUNDS)}"
+            )
+        bounds[match["name"]] = float(match["most"])
     return bounds
 
 

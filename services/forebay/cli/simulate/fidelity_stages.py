@@ -1,4 +1,4 @@
-"""Prefill and decode apart, lived and simulated: where both put each stage, and a history placed as it was lived."""
+"""Comparison of routing decisions per stage of disaggregated serving, and the recorded placement for a simulation."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,18 +10,18 @@ from forebay.cli.common.recorded_requests import placed_at
 from forebay.events.fleet import WorkerJoined, WorkerSpec
 from forebay.events.snapshots import Chunk, WorkerState
 from forebay.replay.observed import External, Lived
-from forebay.simulate.outcome import Served
+from forebay.simulate.outcome import RequestOutcome
 
 T = TypeVar("T", WorkerState, WorkerJoined)
 
 
-class Placement(msgspec.Struct, frozen=True, kw_only=True):
-    """The shares of decisions that were the same both times.
+class PlacementAgreement(msgspec.Struct, frozen=True, kw_only=True):
+    """Agreement between two lists of decisions.
 
     Attributes:
-        compared: how many there are.
-        equal: in both.
-        by_chance: of as many equal ones, if each side gave every worker as many requests as it did, at random.
+        compared: number of decisions compared.
+        equal: share of equal decisions, 0 to 1.
+        by_chance: expected share if both sides assigned the same number of requests to each worker at random.
     """
 
     compared: int
@@ -29,21 +29,23 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     by_chance: float
 
 
-def agreement(pairs: Sequence[tuple[object, object]]) -> Placement:
-    """Of some decisions, each lived and simulated; there is one."""
+def agreement(pairs: Sequence[tuple[object, object]]) -> PlacementAgreement:
+    """Return the agreement of pairs of an observed and a simulated decision; at least one pair is required."""
     ours, theirs = (Counter(side) for side in zip(*pairs, strict=True))
-    return Placement(
+    return PlacementAgreement(
         compared=len(pairs),
-        equal=sum(lived == simulated for lived, simulated in pairs) / len(pairs),
+        equal=sum(observed == simulated for observed, simulated in pairs) / len(pairs),
         by_chance=sum(count * theirs[worker] for worker, count in ours.items()) / len(pairs) ** 2,
     )
 
 
-def stages(pairs: Sequence[tuple[Served, Served]]) -> dict[str, Placement]:
-    """By what was decided; nothing where no request got so far both times.
+def stages(pairs: Sequence[tuple[RequestOutcome, RequestOutcome]]) -> dict[str, PlacementAgreement]:
+    """Return the agreement per kind of decision. A kind without decisions on both sides is left out.
 
-    `place` is whether a prompt was computed by who answered. Of those that agree in this, `prefill` is who computed it
-    for another, `decode` who answered then, and `aggregated` who did both.
+    Returns:
+        `place`: whether the prompt was prefilled remotely. Of the requests that agree on `place`: `prefill` is the
+        worker of a remote prefill, `decode` the decode worker after a remote prefill, and `aggregated` the worker of a
+        request without remote prefill.
     """
     remote = [pair for pair in pairs if None not in (pair[0].prefiller, pair[1].prefiller)]
     local = [pair for pair in pairs if pair[0].prefiller is pair[1].prefiller is None]
@@ -57,15 +59,16 @@ def stages(pairs: Sequence[tuple[Served, Served]]) -> dict[str, Placement]:
 
 
 def specs(history: Lived) -> Iterator[WorkerSpec]:
-    """Of all workers that ever took part in a recording; one that came again comes again."""
+    """Yield the specs of all workers of a recording. A worker that rejoined occurs twice."""
     yield from (chunk.spec for chunk in history.state if isinstance(chunk, WorkerState))
     yield from (one.spec for _, one in history.said if isinstance(one, WorkerJoined))
 
 
 def placeable(history: Lived) -> tuple[Sequence[Chunk], Sequence[tuple[int, External]]]:
-    """The same with a taint for each prefill worker, which all decode workers have, so that a request can name one.
+    """Return the state and the events, changed so that a request can name its prefill worker.
 
-    A request names only who answers: what taints it asks for holds of both.
+    Each prefill worker gets a taint of its own, and all decode workers get all of these taints. The taint is needed
+    because a request can name only its decode worker, and required taints apply to both stages.
     """
     taints = tuple(dict.fromkeys(placed_at(spec.worker_id) for spec in specs(history) if spec.role == "prefill"))
 

@@ -1,4 +1,4 @@
-"""`forebay fit`: an engine profile from what the engines of a recording did."""
+"""`forebay fit`: fit an engine profile to a recording."""
 
 import asyncio
 from importlib.util import find_spec
@@ -16,46 +16,47 @@ from forebay.cli.replay.verify import shown_progress
 from forebay.cli.simulate.engine_runs import EngineRuns, engine_runs
 from forebay.ingress.errors import Unusable
 from forebay.replay.verify.verify import OnProgress
-from forebay.simulate.profiles.profile import Profile, Sizes, write_linear
+from forebay.simulate.profiles.profile import EngineSizes, Profile, write_linear
 from forebay.transport.sqlite.log import SqliteLog
 
 if TYPE_CHECKING:
-    from forebay.simulate.profiles.fitting import Error, Fit
+    from forebay.simulate.profiles.fitting import FitError, TimingFit
 
 OF = {
-    "step": "a step",
-    "prefill_token": "a prompt token",
-    "attended_pair": "a pair of prompt tokens",
-    "decode_step": "a step that decodes",
-    "decode_sequence": "a sequence that decodes",
-    "context_token": "a token of its context",
-    "work": "to the engine and back",
+    "step": "per step",
+    "prefill_token": "per prompt token",
+    "attended_pair": "per attention pair of a prompt token",
+    "decode_step": "per step that decodes",
+    "decode_sequence": "per decoding sequence",
+    "context_token": "per context token of a decoding sequence",
+    "work": "per request, outside the engine",
 }
 
 
 def fit(
-    log: Annotated[Path, typer.Argument(help="A log file of `forebay up`, which may be in use, or a recording.")],
+    log: Annotated[Path, typer.Argument(help="A recording, or a log file of `forebay up`, which may be in use.")],
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", dir_okay=False, help="Write the profile; on stdout when left out.")
+        Path | None, typer.Option("--out", "-o", dir_okay=False, help="Write the profile to this file, not to stdout.")
     ] = None,
-    pool: Annotated[str, typer.Option(help="The pool in question, if there are several.")] = "",
+    pool: Annotated[str, typer.Option(help="Fit the engines of this pool. Required if there are several pools.")] = "",
     group: GroupOption = "",
 ) -> None:
-    """Fit an engine profile to the times that are recorded of engines.
+    """Fit an engine profile to the recorded times of engines.
 
-    The profile is a file for `--engine` of `forebay simulate`. How well it fits is told on stderr and in the file.
+    The profile is a file for `--engine` of `forebay simulate`. Errors of the fit are printed on stderr and written to
+    the file.
     """
     for package in ("numpy", "scipy"):
         if find_spec(package) is None:
             fail(f"forebay fit needs the package {package}: pip install 'forebay[fit]'")
     if out is not None and out.exists() and log.exists() and out.samefile(log):
-        fail(f"{out}: is the recording itself; choose another name")
+        fail(f"{out}: --out names the recording itself; choose another file")
     with explained():
         with shown_progress() as on_progress:
-            told = asyncio.run(_read(Recording(log, None, NAMESPACE, None, group), pool, on_progress))
-        found = _fitted(told)
-    notes = _notes(told, found, log.name)
-    profile = write_linear(_profile(told, found, log), notes)
+            engines = asyncio.run(_read(Recording(log, None, NAMESPACE, None, group), pool, on_progress))
+        found = _fitted(engines)
+    notes = _notes(engines, found, log.name)
+    profile = write_linear(_profile(engines, found, log), notes)
     complain(notes)
     if out is None:
         typer.echo(profile, nl=False)
@@ -73,58 +74,62 @@ async def _read(recording: Recording, pool: str, on_progress: OnProgress) -> Eng
         return await engine_runs(log, partition, pool, on_progress)
 
 
-def _fitted(told: EngineRuns) -> "Fit":
-    """Raises Unusable."""
-    from forebay.simulate.profiles import fitting  # noqa: PLC0415 - an extra, and a second to load
+def _fitted(engines: EngineRuns) -> "TimingFit":
+    """Fit the timing, with a progress bar.
 
-    with bar(TextColumn("running the engines: {task.completed} times"), TimeElapsedColumn()) as progress:
+    Raises:
+        Unusable: too few requests can be compared.
+    """
+    from forebay.simulate.profiles import fitting  # noqa: PLC0415 - optional dependency that takes 1 s to load
+
+    with bar(TextColumn("engine model: {task.completed} runs"), TimeElapsedColumn()) as progress:
         task = progress.add_task("", total=None)
         try:
-            return fitting.fit(told.runs, lambda done: progress.update(task, completed=done))
+            return fitting.fit(engines.runs, lambda done: progress.update(task, completed=done))
         except fitting.FitImpossible as error:
-            raise Unusable(f"{error}{_why_left_out(told)}") from None
+            raise Unusable(f"{error}{_why_left_out(engines)}") from None
 
 
-def _why_left_out(told: EngineRuns) -> str:
-    reasons = [one.left_out for run in told.runs for one in run.requests if one.left_out]
+def _why_left_out(engines: EngineRuns) -> str:
+    reasons = [one.left_out for run in engines.runs for one in run.requests if one.left_out]
     counted = "; ".join(f"{reasons.count(reason)}: {reason}" for reason in dict.fromkeys(reasons))
     return f" (left out: {counted})" if counted else ""
 
 
-def _profile(told: EngineRuns, found: "Fit", log: Path) -> Profile:
-    config = told.runs[0].config
+def _profile(engines: EngineRuns, found: "TimingFit", log: Path) -> Profile:
+    config = engines.runs[0].config
     return Profile(
         timing=found.timing,
-        sizes=Sizes(
+        sizes=EngineSizes(
             block_size=config.block_size,
             blocks=config.kv_blocks_total,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
         ),
-        name=f"{told.engine}, fitted",
+        name=f"{engines.engine}, fitted",
         source=f"fitted to {log.name}",
         work_us=found.work_us,
     )
 
 
-def _notes(told: EngineRuns, found: "Fit", name: str) -> str:
-    """What came of it, for people."""
-    lines = [f"fitted to {found.fitted} requests of {name}, on {len(told.runs)} ranks of {told.engine}"]
+def _notes(engines: EngineRuns, found: "TimingFit", name: str) -> str:
+    """Return a summary of the fit for the user."""
+    lines = [f"fitted to {found.fitted} requests of {name} on {len(engines.runs)} ranks of {engines.engine}"]
     lines += [f"  {one.value:14.6g} us  +- {one.error:<10.3g}  {OF[one.name]} ({one.name})" for one in found.estimates]
-    lines += [_told("TTFT", found.ttft)]
+    lines += [_error_line("TTFT", found.ttft)]
     if found.itl is not None:
-        lines += [_told("ITL", found.itl)]
-    lines += [f"left out: {count} requests: {reason}" for reason, count in found.left_out.items()]
-    if told.lost:
-        lines += [f"{told.lost} workers were lost meanwhile: what they had under way is left out"]
-    if told.clocks_differ:
-        lines += ["the workers' clocks are not the owner's: times are those at which the owner heard of something"]
+        lines += [_error_line("ITL", found.itl)]
+    lines += [f"left out: {count} requests, reason: {reason}" for reason, count in found.left_out.items()]
+    if engines.lost:
+        lines += [f"{engines.lost} workers were lost during the recording; their requests in flight are left out"]
+    if engines.clocks_differ:
+        lines += ["the workers' clocks contradict the owner's clock, so times are those at which the owner read events"]
     return "\n".join([*lines, *(f"warning: {one}" for one in found.warnings)])
 
 
-def _told(name: str, error: "Error") -> str:
+def _error_line(name: str, error: "FitError") -> str:
     recorded, modelled = (f"{times[0]:.2f} / {times[1]:.2f}" for times in (error.recorded_ms, error.modelled_ms))
     return (
-        f"{name} p50 / p90 of the {error.requests} later requests, which it was not fitted to: recorded {recorded} ms, "
-        f"modelled {modelled} ms; errors of single ones {error.p50:.1%} / {error.p90:.1%}"
+        f"{name} p50 / p90 of {error.requests} requests outside the fitted set: recorded {recorded} ms, "
+        f"modelled {modelled} ms; errors of single requests {error.p50:.1%} / {error.p90:.1%}"
     )

@@ -1,4 +1,4 @@
-"""What `forebay simulate` and `forebay sweep` are both told: the fleet, the workload's shape, the policies."""
+"""Options shared by `forebay simulate` and `forebay sweep`: the fleet, the workload's shape and the policies."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -11,7 +11,7 @@ import typer
 
 from forebay.cli.policies.check import require_policy
 from forebay.events.control import DisaggConfig, RouterConfig
-from forebay.simulate.fleet_file import Fleet, load_fleet, worker_group
+from forebay.simulate.fleet_file import FleetDescription, load_fleet, worker_group
 from forebay.simulate.profiles.profile import MOCKER, SIZE_MAX, load_profile
 from forebay.simulate.settings import (
     BANDWIDTH_MAX,
@@ -23,17 +23,17 @@ from forebay.simulate.settings import (
     WORKERS_MAX,
     Delay,
     Delays,
-    Fault,
-    Life,
+    LifeCycleSettings,
     PoolRole,
     PoolSettings,
     Settings,
     SettingsUnusable,
     Transfer,
+    WorkerFault,
     policy,
-    require_sense,
+    validate_settings,
 )
-from forebay.simulate.slo import Slo, service_levels
+from forebay.simulate.slo import Slo, parse_slo
 from forebay.simulate.workload import Workload, WorkloadOptions
 
 POLICIES = ("kv", "round-robin")
@@ -50,92 +50,94 @@ DEATH = re.compile(r"(?P<worker>.+)@(?P<at>\d+(\.\d+)?)(\+(?P<back>\d+(\.\d+)?))
 
 WORKLOAD = typer.Argument(
     metavar="WORKLOAD",
-    help="A file, a folder of runs, several runs, or synthetic:SETTINGS: docs/workloads.md.",
+    help="A file, a folder of runs, several runs, or synthetic:SETTINGS. See docs/workloads.md.",
 )
 WorkloadArgument = Annotated[list[str], WORKLOAD]
 OptionalWorkloadArgument = Annotated[list[str] | None, WORKLOAD]
 PoliciesOption = Annotated[
     list[str] | None,
-    typer.Option("--policy", help="NAME or NAME:setting=value,…; once for each.", show_default=", ".join(POLICIES)),
+    typer.Option(
+        "--policy", help="Policy as NAME or NAME:setting=value,…; repeatable.", show_default=", ".join(POLICIES)
+    ),
 ]
 SloOption = Annotated[
     str | None,
-    typer.Option(help="What each request is promised, in ms: ttft=500,itl=20,e2e=9000, or some of them."),
+    typer.Option(help="Objectives per request in ms: one or more of ttft=500,itl=20,e2e=9000."),
 ]
 AttainOption = Annotated[
     float | None,
-    typer.Option(min=0.0, max=1.0, help="The share of requests for which --slo must be kept; else exit code 1."),
+    typer.Option(min=0.0, max=1.0, help="Required SLO attainment, as a share of requests; exit 1 if it is missed."),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 
 
 @dataclass(frozen=True, slots=True)
 class FleetOptions:
-    """Who serves; sizes that are None are those of the engine's profile, or of `engine_config`."""
+    """Options of the fleet. Sizes that are None come from the engine profile, or else from `engine_config`."""
 
-    workers: Annotated[int | None, typer.Option(min=1, max=WORKERS_MAX, help="Workers.", show_default=str(WORKERS))] = (
-        None
-    )
+    workers: Annotated[
+        int | None, typer.Option(min=1, max=WORKERS_MAX, help="Number of workers.", show_default=str(WORKERS))
+    ] = None
     prefill_workers: Annotated[
         int | None,
-        typer.Option(min=0, max=WORKERS_MAX, help="Workers that compute prompts for --decode-workers, not --workers."),
+        typer.Option(min=0, max=WORKERS_MAX, help="Number of prefill workers. Requires --decode-workers."),
     ] = None
     decode_workers: Annotated[
         int | None,
-        typer.Option(min=1, max=WORKERS_MAX, help="Workers that answer, with the KV of --prefill-workers."),
+        typer.Option(min=1, max=WORKERS_MAX, help="Number of decode workers. Requires --prefill-workers."),
     ] = None
-    pools: Annotated[
-        Path | None, typer.Option(help="A TOML file with pools, workers of several kinds, delays and failures.")
-    ] = None
+    pools: Annotated[Path | None, typer.Option(help="TOML file with pools, kinds of workers, delays and failures.")] = (
+        None
+    )
     engine: Annotated[
         str | None,
         typer.Option(
-            help="How long an engine's steps take, and its sizes: mocker, or an engine profile's file.",
+            help="Engine profile with step times and sizes: mocker, or the path of a profile file.",
             show_default=MOCKER,
         ),
     ] = None
     block_size: Annotated[
-        int | None, typer.Option(min=1, max=SIZE_MAX, help="Tokens a KV block.", show_default="64")
+        int | None, typer.Option(min=1, max=SIZE_MAX, help="Tokens per KV block.", show_default="64")
     ] = None
     blocks: Annotated[
-        int | None, typer.Option(min=1, max=SIZE_MAX, help="KV blocks a worker.", show_default="16384")
+        int | None, typer.Option(min=1, max=SIZE_MAX, help="KV blocks per worker.", show_default="16384")
     ] = None
     max_num_seqs: Annotated[
-        int | None, typer.Option(min=1, max=SIZE_MAX, help="Sequences a worker runs at once.", show_default="256")
+        int | None, typer.Option(min=1, max=SIZE_MAX, help="Running sequences per worker.", show_default="256")
     ] = None
     max_num_batched_tokens: Annotated[
-        int | None, typer.Option(min=1, max=SIZE_MAX, help="Tokens of one engine step.", show_default="8192")
+        int | None, typer.Option(min=1, max=SIZE_MAX, help="Tokens per engine step.", show_default="8192")
     ] = None
     delays: Annotated[
         str | None,
-        typer.Option(help=f"How long records take to arrive: {', '.join(DELAYS)}.", show_default="none"),
+        typer.Option(help=f"Latencies between the processes: {', '.join(DELAYS)}.", show_default="none"),
     ] = None
     kill: Annotated[
         list[str] | None,
-        typer.Option(metavar="WORKER@S[+S]", help="It dies at that second, and a new one starts so much later."),
+        typer.Option(metavar="WORKER@S[+S]", help="Kill WORKER at second S; start a replacement S seconds later."),
     ] = None
     mtbf_s: Annotated[
         float | None,
-        typer.Option(min=0, max=TIME_S_MAX, help="Mean time between failures of a worker.", show_default="never"),
+        typer.Option(min=0, max=TIME_S_MAX, help="Mean seconds between failures per worker.", show_default="never"),
     ] = None
     repair_s: Annotated[
         float | None,
-        typer.Option(min=0, max=TIME_S_MAX, help="From such a failure to the new worker's start.", show_default="60"),
+        typer.Option(min=0, max=TIME_S_MAX, help="Seconds from a failure to the replacement.", show_default="60"),
     ] = None
     cold_start_s: Annotated[
         float | None,
-        typer.Option(min=0, max=TIME_S_MAX, help="From a worker's start to its first request.", show_default="0"),
+        typer.Option(min=0, max=TIME_S_MAX, help="Seconds from a worker's start until ready.", show_default="0"),
     ] = None
     lease_ttl_s: Annotated[
         float | None,
-        typer.Option(min=0, max=TIME_S_MAX, help="From a death to the router's notice of it.", show_default="10"),
+        typer.Option(min=0, max=TIME_S_MAX, help="Seconds until a dead worker is lost.", show_default="10"),
     ] = None
     kv_bytes_per_token: Annotated[
         int | None,
         typer.Option(
             min=1,
             max=KV_BYTES_MAX,
-            help="Bytes of KV a token, that prefill workers send.",
+            help="Bytes of KV per token, for KV transfers.",
             show_default=str(Transfer().kv_bytes_per_token),
         ),
     ] = None
@@ -144,81 +146,87 @@ class FleetOptions:
         typer.Option(
             min=0,
             max=BANDWIDTH_MAX,
-            help="GB a second that a worker sends, and receives; 0 takes no time.",
+            help="GB per second of each worker's link; 0 for instant transfers.",
             show_default=str(Transfer().kv_transfer_bandwidth),
         ),
     ] = None
     kv_transfer_latency_us: Annotated[
         int | None,
-        typer.Option(min=0, max=TIME_US_MAX, help="From asking for KV to its first byte.", show_default="0"),
+        typer.Option(min=0, max=TIME_US_MAX, help="Latency of a KV transfer in microseconds.", show_default="0"),
     ] = None
-    timeout_s: Annotated[float, typer.Option(min=0.001, max=TIMEOUT_S_MAX, help="For a whole request.")] = TIMEOUT_S_MAX
-    seed: Annotated[int, typer.Option(min=0, max=INT_MAX, help="Decides where nothing else does, and draws.")] = 0
+    timeout_s: Annotated[float, typer.Option(min=0.001, max=TIMEOUT_S_MAX, help="Seconds per request.")] = TIMEOUT_S_MAX
+    seed: Annotated[int, typer.Option(min=0, max=INT_MAX, help="Random seed for sampling and tie-breaking.")] = 0
 
 
 @dataclass(frozen=True, slots=True)
 class ShapeOptions:
-    """What is made of the workload before it is played."""
+    """Options that transform the workload before it is played."""
 
-    speed: Annotated[float, typer.Option(min=0.001, max=1e6, help="Divides the times between arrivals.")] = 1.0
+    speed: Annotated[float, typer.Option(min=0.001, max=1e6, help="Divide the times between arrivals by this.")] = 1.0
     duration_s: Annotated[
-        float | None, typer.Option(min=0.001, max=TIME_S_MAX, help="Only the first seconds of the trace.")
+        float | None, typer.Option(min=0.001, max=TIME_S_MAX, help="Play only the first seconds of the workload.")
     ] = None
-    requests: Annotated[int | None, typer.Option(min=1, help="Only the first so many requests.")] = None
+    requests: Annotated[int | None, typer.Option(min=1, help="Play only the first N requests.")] = None
     prefix_multiplier: Annotated[
-        float, typer.Option(min=0.001, max=1e3, help="Scales what prompts share with others.")
+        float, typer.Option(min=0.001, max=1e3, help="Scale the lengths of shared prefixes.")
     ] = 1.0
-    prefix_roots: Annotated[
-        int, typer.Option(min=1, max=1 << 20, help="So many copies of what is shared, which share nothing.")
-    ] = 1
+    prefix_roots: Annotated[int, typer.Option(min=1, max=1 << 20, help="Make N copies of the shared prefixes.")] = 1
     prompt_multiplier: Annotated[
-        float, typer.Option(min=0.001, max=1e3, help="Scales what belongs to one prompt alone.")
+        float, typer.Option(min=0.001, max=1e3, help="Scale the unshared parts of prompts.")
     ] = 1.0
     session_spacing_s: Annotated[
         float | None,
-        typer.Option(min=0, max=TIME_S_MAX, help="From the start of one run to the next's, where files are runs."),
+        typer.Option(min=0, max=TIME_S_MAX, help="Seconds between the starts of consecutive runs."),
     ] = None
     tokenizer: Annotated[
-        str | None, typer.Option(help="A tokenizer.json for workloads of text; without, 4 characters are a token.")
+        str | None, typer.Option(help="tokenizer.json for text workloads; by default 4 characters are one token.")
     ] = None
     by_model: Annotated[
-        bool, typer.Option("--by-model", help="Requests are for the models they name, not all for the only one.")
+        bool, typer.Option("--by-model", help="Send requests to the models they name; otherwise all go to one.")
     ] = False
     skip_bad_rows: Annotated[
-        bool, typer.Option("--skip-bad-rows", help="Leave out rows that cannot be played, and count them.")
+        bool, typer.Option("--skip-bad-rows", help="Skip and count unusable rows instead of failing.")
     ] = False
 
 
 def settings_of(fleet: FleetOptions) -> Settings:
-    """The fleet that options stand for; they win over a file. Raises ValueError, in the user's terms."""
+    """Return the settings of the fleet. Options override a fleet file.
+
+    Raises:
+        ValueError: an option or the file is invalid; the text names the option.
+    """
     described = _described(fleet)
     if fleet.delays is not None and fleet.delays not in DELAYS:
-        raise ValueError(f"--delays {fleet.delays}: there is {', '.join(DELAYS)}")
-    life = described.life or Life()
-    said, moved = (
+        raise ValueError(f"--delays {fleet.delays}: unknown profile; profiles are: {', '.join(DELAYS)}")
+    life = described.life or LifeCycleSettings()
+    life_options, transfer_options = (
         {name: value for name in names if (value := getattr(fleet, name)) is not None} for names in (LIFE, TRANSFER)
     )
     settings = Settings(
         pools=described.pools,
         delays=(described.delays or Delays()) if fleet.delays is None else DELAYS[fleet.delays],
-        life=msgspec.structs.replace(life, faults=(*life.faults, *map(_fault, fleet.kill or ())), **said),
-        transfer=msgspec.structs.replace(described.transfer or Transfer(), **moved),
+        life=msgspec.structs.replace(life, faults=(*life.faults, *map(_fault, fleet.kill or ())), **life_options),
+        transfer=msgspec.structs.replace(described.transfer or Transfer(), **transfer_options),
         timeout_s=fleet.timeout_s,
         seed=fleet.seed,
     )
     try:
-        require_sense(settings)
+        validate_settings(settings)
     except SettingsUnusable as error:
         raise ValueError(f"{_flag(error.where, fleet, len(life.faults))}: {error.reason}") from None
     return settings
 
 
-def _described(fleet: FleetOptions) -> Fleet:
-    """What the file says, or the options of a single pool. Raises ValueError."""
+def _described(fleet: FleetOptions) -> FleetDescription:
+    """Return the fleet from the file, or from the options.
+
+    Raises:
+        ValueError: the file is invalid, or conflicts with an option.
+    """
     if fleet.pools is not None:
         given = [f"--{name.replace('_', '-')}" for name in OF_POOLS if getattr(fleet, name) is not None]
         if given:
-            raise ValueError(f"--pools {fleet.pools} says who serves: leave {' and '.join(given)} out")
+            raise ValueError(f"--pools {fleet.pools} defines the fleet; remove {' and '.join(given)}")
         return load_fleet(fleet.pools)
     profile = load_profile(MOCKER if fleet.engine is None else fleet.engine)
     sizes = {size: getattr(fleet, size) for size in SIZES}
@@ -227,45 +235,57 @@ def _described(fleet: FleetOptions) -> Fleet:
         for name, role, count in _counts(fleet)
         if count
     )
-    # A profile that is fitted to a recording has measured the way to the engine, too.
+    # A fitted profile has measured the latency from the router to the engine, too.
     delays = Delays(work=Delay(fixed_us=profile.work_us)) if profile.work_us else None
-    return Fleet(pools=pools, delays=delays)
+    return FleetDescription(pools=pools, delays=delays)
 
 
 def _counts(fleet: FleetOptions) -> tuple[tuple[str, PoolRole, int], ...]:
-    """The pools of one model: their names, what they do, and how many workers they have. Raises ValueError."""
+    """Return name, role and number of workers of each pool.
+
+    Raises:
+        ValueError: the options conflict.
+    """
     if fleet.decode_workers is None:
         if fleet.prefill_workers is not None:
-            raise ValueError(f"--prefill-workers {fleet.prefill_workers}: --decode-workers says how many answer")
+            raise ValueError(f"--prefill-workers {fleet.prefill_workers} requires --decode-workers")
         return (("default", "aggregated", fleet.workers or WORKERS),)
     if fleet.workers is not None:
-        raise ValueError("--workers does both, --prefill-workers and --decode-workers a part each: one of them")
+        raise ValueError("--workers cannot be combined with --prefill-workers and --decode-workers")
     if fleet.prefill_workers is None:
-        raise ValueError(f"--decode-workers {fleet.decode_workers}: --prefill-workers says how many compute prompts")
+        raise ValueError(f"--decode-workers {fleet.decode_workers} requires --prefill-workers")
     return ("prefill", "prefill", fleet.prefill_workers), ("decode", "decode", fleet.decode_workers)
 
 
 def policies_of(given: Sequence[str] | None, settings: Settings) -> Sequence[str]:
-    """The policies that are simulated. Raises ValueError for some that decide nothing, or stand there twice."""
+    """Return the policies to simulate.
+
+    Raises:
+        ValueError: a policy is duplicate, or has no effect because every pool has its own router.
+    """
     for name in given or ():
         if list(given or ()).count(name) > 1:
-            raise ValueError(f"--policy {name}: stands there twice")
+            raise ValueError(f"--policy {name}: duplicate policy")
     if any(pool.router is None for pool in settings.pools):
         if AS_CONFIGURED in (given or ()):
-            raise ValueError(f"--policy {AS_CONFIGURED}: not every pool has a router of its own")
+            raise ValueError(f"--policy {AS_CONFIGURED}: requires that every pool has its own router")
         return given or POLICIES
     if given:
-        raise ValueError(f"--policy {given[0]}: every pool has a router of its own, so it decides nothing")
+        raise ValueError(f"--policy {given[0]}: has no effect, because every pool has its own router")
     return (AS_CONFIGURED,)
 
 
 def router_of(text: str) -> RouterConfig:
-    """What pools without a router of their own are given. Raises ValueError."""
+    """Return the configuration of the pools without a router of their own.
+
+    Raises:
+        ValueError: the policy is invalid.
+    """
     return RouterConfig() if text == AS_CONFIGURED else policy(text)
 
 
 def workload_options(shape: ShapeOptions, seed: int, *, models: int = 1) -> WorkloadOptions:
-    """The shape as a workload takes it; of several `models` each request names its own."""
+    """Return the workload options. With several `models` each request goes to the model it names."""
     return WorkloadOptions(
         speed=shape.speed,
         duration_s=shape.duration_s,
@@ -282,32 +302,48 @@ def workload_options(shape: ShapeOptions, seed: int, *, models: int = 1) -> Work
 
 
 def slo_of(text: str | None, attain: float | None) -> Slo | None:
-    """What is promised, if anything. Raises ValueError."""
+    """Return the objectives; None if there are none.
+
+    Raises:
+        ValueError: --slo is invalid, or --attain is given without it.
+    """
     if text is None:
         if attain is not None:
-            raise ValueError("--attain is a share of the requests that --slo is kept for: give that, too")
+            raise ValueError("--attain requires --slo")
         return None
     try:
-        return service_levels(text)
+        return parse_slo(text)
     except ValueError as error:
         raise ValueError(f"--slo {text}: {error}") from None
 
 
 def require_routers(routers: Iterable[RouterConfig], pools: Iterable[PoolSettings] = ()) -> None:
-    """Refuse a policy, or a pool's own, that is not there or not deterministic (Unusable)."""
+    """Check that the policies of all routers exist and are deterministic.
+
+    Raises:
+        Unusable: a policy does not exist or is not deterministic.
+    """
     own = (pool.router for pool in pools if pool.router is not None)
     for mode in dict.fromkeys(router.mode for router in (*routers, *own)):
         require_policy(mode)
 
 
-def require_apart(name: str, router: RouterConfig, pools: Iterable[PoolSettings]) -> None:
-    """Refuse (ValueError) to say which prompts are computed elsewhere if nobody does: it would change nothing."""
+def require_disaggregation(name: str, router: RouterConfig, pools: Iterable[PoolSettings]) -> None:
+    """Check that disagg settings are used only with prefill and decode workers.
+
+    Raises:
+        ValueError: the fleet has no prefill and decode workers, so the settings would have no effect.
+    """
     if router.disagg != DisaggConfig() and all(pool.role == "aggregated" for pool in pools):
-        raise ValueError(f"{name}: disagg is of --prefill-workers and --decode-workers, and there are none")
+        raise ValueError(f"{name}: disagg settings require --prefill-workers and --decode-workers")
 
 
-def require_possible(workload: Workload, settings: Settings) -> None:
-    """Refuse a workload of which no request fits any worker (ValueError): all of it would fail."""
+def require_servable(workload: Workload, settings: Settings) -> None:
+    """Check that at least one request fits some worker.
+
+    Raises:
+        ValueError: every request would fail.
+    """
     smallest: tuple[int, int] | None = None
     for turn in workload.turns():
         tokens = turn.prompt_tokens + turn.output_tokens
@@ -320,43 +356,46 @@ def require_possible(workload: Workload, settings: Settings) -> None:
             return
         smallest = min(smallest or (tokens, turn.number), (tokens, turn.number))
     if smallest is None:
-        raise ValueError(f"{workload.name} holds no request")
+        raise ValueError(f"{workload.name} contains no request")
     room = {
         pool.name: max(group.engine.block_size * group.engine.kv_blocks_total for group in pool.groups)
         for pool in settings.pools
         if pool.role != "prefill"
     }
-    said = ", ".join(f"{tokens} tokens in pool {name}" for name, tokens in room.items())
+    available = ", ".join(f"{tokens} tokens in pool {name}" for name, tokens in room.items())
     raise ValueError(
-        f"no request of {workload.name} can be served: the smallest, request {smallest[1] + 1}, has {smallest[0]} "
-        f"prompt and output tokens, and a worker has room for {said}; requests also go only to pools of their model"
+        f"no request of {workload.name} fits a worker: the smallest, request {smallest[1] + 1}, has {smallest[0]} "
+        f"prompt and output tokens, and the KV cache of a worker holds {available}; use more blocks, or check that a "
+        "pool serves the model of the requests"
     )
 
 
-def echo(settings: Settings, options: WorkloadOptions, workload: str) -> dict[str, Any]:
-    """All that decides beside the policies, for JSON."""
-    return {"workload": workload, "workload_options": in_full(options), **in_full(settings)}
+def settings_json(settings: Settings, options: WorkloadOptions, workload: str) -> dict[str, Any]:
+    """Return all settings except the policies, for JSON."""
+    return {"workload": workload, "workload_options": to_json(options), **to_json(settings)}
 
 
-def in_full(settings: Any) -> Any:
-    """A struct for JSON with its defaults, which those of the wire leave out."""
+def to_json(settings: Any) -> Any:
+    """Return a struct for JSON including its defaults, which msgspec would omit."""
     if isinstance(settings, msgspec.Struct):
-        return {name: in_full(getattr(settings, name)) for name in settings.__struct_fields__}
-    return [in_full(one) for one in settings] if isinstance(settings, tuple) else settings
+        return {name: to_json(getattr(settings, name)) for name in settings.__struct_fields__}
+    return [to_json(one) for one in settings] if isinstance(settings, tuple) else settings
 
 
-def _fault(text: str) -> Fault:
-    said = DEATH.fullmatch(text)
-    if said is None:
-        raise ValueError(f"--kill {text}: not of the form WORKER@SECONDS or WORKER@SECONDS+SECONDS, as in mock-0@60+30")
-    at_us, back_us = (None if time is None else float(time) * US_PER_S for time in (said["at"], said["back"]))
+def _fault(text: str) -> WorkerFault:
+    match = DEATH.fullmatch(text)
+    if match is None:
+        raise ValueError(f"--kill {text}: expected WORKER@SECONDS or WORKER@SECONDS+SECONDS, as in mock-0@60+30")
+    at_us, back_us = (None if time is None else float(time) * US_PER_S for time in (match["at"], match["back"]))
     if max(at_us or 0, back_us or 0) > TIME_US_MAX:
-        raise ValueError(f"--kill {text}: more than a century")
-    return Fault(worker=said["worker"], at_us=round(at_us or 0), back_us=None if back_us is None else round(back_us))
+        raise ValueError(f"--kill {text}: the maximum is 100 years")
+    return WorkerFault(
+        worker=match["worker"], at_us=round(at_us or 0), back_us=None if back_us is None else round(back_us)
+    )
 
 
 def _flag(where: str, fleet: FleetOptions, faults: int) -> str:
-    """The option behind a setting, if the first so many faults are of a file."""
+    """Return the option that sets a setting. The first `faults` faults come from the file."""
     fault = FAULT.match(where)
     if fault is not None and fleet.kill and int(fault["at"]) >= faults:
         return f"--kill {fleet.kill[int(fault['at']) - faults]}"

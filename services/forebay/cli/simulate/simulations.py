@@ -1,4 +1,4 @@
-"""Many simulations at once, each in a process of its own, with progress on stderr."""
+"""Parallel simulations, one process per simulation, with progress on stderr."""
 
 import multiprocessing
 import os
@@ -17,7 +17,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from forebay.cli.common.terminal import bar, in_markup, own_stdout
 from forebay.events.control import RouterConfig
-from forebay.simulate.outcome import Outcome, summary
+from forebay.simulate.outcome import SimulationOutcome, summary
 from forebay.simulate.reading import open_workload
 from forebay.simulate.settings import Settings
 from forebay.simulate.simulation import Simulation
@@ -27,17 +27,23 @@ from forebay.simulate.workload import WorkloadOptions
 LOOK_EVERY_S = 0.2
 S_PER_HOUR = 3600
 US_PER_S = 1e6
-BARS_MAX = 8  # of one more than these only those that run have a bar
+BARS_MAX = 8  # with more simulations only the running ones have a progress bar
 
 T = TypeVar("T")
 OnDone = Callable[[int], object]
-_process: dict[str, Any] = {}  # what a process was started with: an executor hands it over by a global only
+_process: dict[str, Any] = {}  # arguments of a worker process; an executor's initializer can only set globals
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """One simulation: `router` decides, `workload` is opened, by its names, where it is played.
+    """One simulation to run. Picklable.
 
-    `name` is for people.
+    Attributes:
+        name: name for progress and reports.
+        settings: the fleet.
+        router: routing configuration.
+        workload: names of the workload, which is opened in the process that plays it.
+        options: transformations of the workload.
+        requests: expected number of requests, for progress.
     """
 
     name: str
@@ -45,71 +51,88 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     router: RouterConfig
     workload: tuple[str, ...]
     options: WorkloadOptions = WorkloadOptions()
-    requests: int = 0  # how many there will be, for progress
+    requests: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """One simulation that is over. `name` is the policy's, as the user gave it; `summary` is what JSON prints of it."""
+class SimulationRun:
+    """One finished simulation.
+
+    Attributes:
+        name: policy as given by the user.
+        settings: the fleet.
+        router: routing configuration.
+        outcome: outcome of single requests; empty if not kept.
+        summary: metrics as printed in JSON.
+    """
 
     name: str
     settings: Settings
     router: RouterConfig
-    outcome: Outcome
+    outcome: SimulationOutcome
     summary: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Work(Generic[T]):
-    """Something that takes a while. `do`, which can be pickled, says how much of `total` is done, now and then."""
+    """Task for a worker process.
+
+    Attributes:
+        name: name for progress.
+        total: amount of work.
+        do: picklable function; reports the amount of work done so far to its argument.
+    """
 
     name: str
     total: int
     do: Callable[[OnDone], T]
 
 
-def play(job: Job, on_done: OnDone) -> Outcome:
-    """The simulation, here; `on_done` gets how many requests did arrive."""
+def play(job: Job, on_done: OnDone) -> SimulationOutcome:
+    """Run a simulation in this process. `on_done` is called with the number of requests that have arrived."""
     return Simulation(job.settings, job.router).run(open_workload(job.workload, job.options), on_done)
 
 
-def figures(job: Job, outcome: Outcome, slo: Slo | None) -> dict[str, Any]:
-    """What JSON prints of a simulation."""
-    told = summary(outcome, len(outcome.workers))
-    told["retried"] = sum(attempts > 1 for attempts in outcome.requests.column("attempts"))
-    told["lasted_s"] = outcome.lasted_us / US_PER_S
-    told["gpu_hours"] = outcome.gpu_s / S_PER_HOUR
-    return told if slo is None else {**told, **goodput(outcome, slo)}
+def run_metrics(job: Job, outcome: SimulationOutcome, slo: Slo | None) -> dict[str, Any]:
+    """Return the metrics of a simulation as printed in JSON."""
+    statistics = summary(outcome, len(outcome.workers))
+    statistics["retried"] = sum(attempts > 1 for attempts in outcome.requests.column("attempts"))
+    statistics["lasted_s"] = outcome.lasted_us / US_PER_S
+    statistics["gpu_hours"] = outcome.gpu_s / S_PER_HOUR
+    return statistics if slo is None else {**statistics, **goodput(outcome, slo)}
 
 
-def figures_of(job: Job, slo: Slo | None, on_done: OnDone) -> dict[str, Any]:
-    """The figures of a simulation that is run here."""
-    return figures(job, play(job, on_done), slo)
+def simulate_metrics(job: Job, slo: Slo | None, on_done: OnDone) -> dict[str, Any]:
+    """Run a simulation in this process and return its metrics."""
+    return run_metrics(job, play(job, on_done), slo)
 
 
-def run_of(job: Job, slo: Slo | None, whole: bool, on_done: OnDone) -> Run:
-    """A simulation that is run here; what came of single requests only if the `whole` is asked for."""
+def simulate_run(job: Job, slo: Slo | None, whole: bool, on_done: OnDone) -> SimulationRun:
+    """Run a simulation in this process. The outcomes of single requests are kept only if `whole` is true."""
     outcome = play(job, on_done)
-    return Run(job.name, job.settings, job.router, outcome if whole else Outcome(), figures(job, outcome, slo))
+    return SimulationRun(
+        job.name, job.settings, job.router, outcome if whole else SimulationOutcome(), run_metrics(job, outcome, slo)
+    )
 
 
 def reason(error: Exception) -> str:
-    """Why a simulation died, for people."""
+    """Return why a simulation failed, for the user."""
     if isinstance(error, BrokenProcessPool):
-        return "a process of the simulations was killed, perhaps for want of memory"
+        return "a simulation process was killed, possibly because it ran out of memory"
     return str(error) or repr(error)
 
 
 def run_all(todo: Sequence[Work[T]]) -> list[T | Exception]:
-    """What comes of each, in their order, or what it died of: one that fails does not end the others.
+    """Run all tasks in parallel, one process per CPU. Terminates the processes if interrupted.
 
-    As many run at once as there are processors. Whatever ends this ends their processes.
+    Returns:
+        The result or the exception of each task, in order. A failing task does not stop the others.
     """
     with _Progress.shown(todo) as shown:
         if len(todo) == 1:
             with own_stdout():
                 return [_done_here(todo[0], shown)]
-        # Spawned, not forked: a child must not inherit threads or a random hash seed by accident.
+        # Spawn, because a forked child would inherit threads and the hash seed.
         context = multiprocessing.get_context("spawn")
         arrived = context.Array("q", len(todo), lock=False)
         others = set(multiprocessing.active_children())
@@ -134,20 +157,20 @@ def run_all(todo: Sequence[Work[T]]) -> list[T | Exception]:
 def _done_here(work: Work[T], shown: "_Progress") -> T | Exception:
     try:
         return work.do(lambda done: shown.update([done], [Future()]))
-    except Exception as error:  # noqa: BLE001 - the same as from another process
+    except Exception as error:  # noqa: BLE001 - same behaviour as in a worker process
         return error
 
 
 def _result(ended: Future[T]) -> T | Exception:
     try:
         return ended.result()
-    except Exception as error:  # noqa: BLE001 - a policy of the user's may fail in any way
+    except Exception as error:  # noqa: BLE001 - a user-defined policy may raise anything
         return error
 
 
 @contextmanager
 def _interrupts_later() -> Iterator[None]:
-    """Processes that are started in the body never get a Ctrl-C, which goes to all that a terminal runs."""
+    """Block SIGINT in processes started within the body, because Ctrl-C reaches every process of a terminal."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -157,12 +180,12 @@ def _interrupts_later() -> Iterator[None]:
 
 def _start_process(arrived: Any) -> None:
     _process["arrived"] = arrived
-    sys.stdout = sys.stderr  # what a policy of the user's prints is no result
+    sys.stdout = sys.stderr  # keep output of user-defined policies off stdout
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
 def _end_with_parent() -> None:
-    """A parent that is killed cannot end its children."""
+    """Exit when the parent dies. A killed parent cannot stop its children itself."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
@@ -179,7 +202,7 @@ def _do_in_process(at: int, do: Callable[[OnDone], T]) -> T:
 
 
 class _Progress:
-    """A bar for each of a few, or for all of many together and for those of them that run."""
+    """Progress bars: one per task, or, for many tasks, one in total and one per running task."""
 
     def __init__(self, progress: Progress, todo: Sequence[Work[Any]]) -> None:
         self._progress = progress
@@ -194,13 +217,13 @@ class _Progress:
     @staticmethod
     @contextmanager
     def shown(todo: Sequence[Work[Any]]) -> Iterator["_Progress"]:
-        """While the body lasts."""
+        """Show the progress within the body."""
         columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TextColumn("left"))
         with bar(*columns, TimeRemainingColumn()) as progress:
             yield _Progress(progress, todo)
 
     def update(self, done: Sequence[int], running: Sequence[Future[Any]]) -> None:
-        """How far each is, and whether it has ended."""
+        """Update the bars from the amounts done and the states of the tasks."""
         ended = sum(one.done() for one in running)
         so_far = 0
         for task, work, count, one in zip(self._each, self._todo, done, running, strict=True):

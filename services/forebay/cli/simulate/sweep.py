@@ -1,4 +1,4 @@
-"""`forebay sweep`: one workload on every combination of settings, and which of them are worth looking at."""
+"""`forebay sweep`: simulate one workload on every combination of settings, and mark the Pareto-optimal runs."""
 
 import json as jsonlib
 import sys
@@ -14,7 +14,7 @@ from rich.console import Console
 
 from forebay.cli.common.errors import complain, fail
 from forebay.cli.common.option_groups import spread
-from forebay.cli.simulate.command import tell_survey
+from forebay.cli.simulate.command import print_survey
 from forebay.cli.simulate.options import (
     AttainOption,
     FleetOptions,
@@ -23,33 +23,33 @@ from forebay.cli.simulate.options import (
     ShapeOptions,
     SloOption,
     WorkloadArgument,
-    echo,
-    in_full,
     policies_of,
-    require_apart,
-    require_possible,
+    require_disaggregation,
     require_routers,
+    require_servable,
+    settings_json,
     settings_of,
     slo_of,
+    to_json,
     workload_options,
 )
-from forebay.cli.simulate.simulations import Job, OnDone, Work, figures, figures_of, play, reason, run_all
+from forebay.cli.simulate.simulations import Job, OnDone, Work, play, reason, run_all, run_metrics, simulate_metrics
 from forebay.cli.simulate.sweep_axes import Combination, axes_of, combinations
-from forebay.cli.simulate.sweep_view import as_csv, keeping, show
+from forebay.cli.simulate.sweep_view import as_csv, attaining, show
 from forebay.ingress.errors import Unusable
-from forebay.simulate.capacity import Step, search
+from forebay.simulate.capacity import SpeedTrial, search
 from forebay.simulate.pareto import OBJECTIVES, costs, optimal
 from forebay.simulate.reading import open_workload
 from forebay.simulate.slo import Slo, requests_per_s
 from forebay.simulate.workload import Survey, Workload, WorkloadOptions, WorkloadUnusable
 
-STEPS_EXPECTED = 10  # of a search, for progress
+STEPS_EXPECTED = 10  # simulations per capacity search, for progress
 ATTAIN = 0.99
 COSTS = ("failed", "gpu_hours", "ttft_ms.p90", "itl_ms.p90")
 CAPACITY_COSTS = ("gpus", "capacity_per_s")
 OF_SLO = ("attained", "goodput_per_s")
 
-Figures = dict[str, Any]
+Metrics = dict[str, Any]
 
 
 @spread
@@ -60,43 +60,43 @@ def sweep(
     sets: Annotated[
         list[str] | None,
         typer.Option(
-            "--set", metavar="NAME=VALUE,…", help="Try each value: of a router setting or of an option; repeatable."
+            "--set", metavar="NAME=VALUE,…", help="Try each value of a router setting or an option; repeatable."
         ),
     ] = None,
     policies: PoliciesOption = None,
     slo: SloOption = None,
     attain: AttainOption = None,
     find_capacity: Annotated[
-        bool, typer.Option("--find-capacity", help="Search the highest rate at which --slo is kept.")
+        bool, typer.Option("--find-capacity", help="Find the highest request rate that meets --slo.")
     ] = False,
     objectives: Annotated[
         list[str] | None,
-        typer.Option("--objective", metavar="FIGURE", help="A figure in which no other run may be better; repeatable."),
+        typer.Option("--objective", metavar="METRIC", help="Metric for Pareto optimality; repeatable."),
     ] = None,
     json: JsonOption = False,
-    csv: Annotated[bool, typer.Option("--csv", help="Comma-separated values on stdout.")] = False,
+    csv: Annotated[bool, typer.Option("--csv", help="Print comma-separated values on stdout.")] = False,
 ) -> None:
-    """Simulate every combination of settings, and mark those that no other is better than.
+    """Simulate every combination of settings, and mark the Pareto-optimal ones.
 
-    Exit 1 when a run or a request failed, or when --attain asks for more than any run, or a search, found; of runs that
-    differ in the seed alone, for more than all found.
+    Exits 1 if a run or a request failed, if no combination attains --attain with every seed, or if a capacity search
+    found no rate.
     """
     try:
-        promised = slo_of(slo, attain)
-        wanted = _objectives(objectives, promised, find_capacity)
+        objectives_slo = slo_of(slo, attain)
+        wanted = _objectives(objectives, objectives_slo, find_capacity)
         if json and csv:
-            raise ValueError("--json and --csv: one of them")
+            raise ValueError("--json and --csv cannot be combined")
         settings = settings_of(fleet)
         todo = combinations(policies_of(policies, settings), axes_of(sets or ()), fleet, shape)
         require_routers([one.router for one in todo], settings.pools)
         for combination in todo:
-            require_apart(combination.name, combination.router, combination.fleet.pools)
+            require_disaggregation(combination.name, combination.router, combination.fleet.pools)
         jobs, survey, name = _jobs(workload, todo, find_capacity)
-        base = echo(settings, workload_options(shape, fleet.seed, models=settings.models), name)
+        base = settings_json(settings, workload_options(shape, fleet.seed, models=settings.models), name)
     except (WorkloadUnusable, Unusable, ValueError) as error:
         fail(str(error))
     began_s = time.monotonic()
-    ended = run_all([_work(job, promised, ATTAIN if attain is None else attain, find_capacity) for job in jobs])
+    ended = run_all([_work(job, objectives_slo, ATTAIN if attain is None else attain, find_capacity) for job in jobs])
     runs, dead = _runs(todo, jobs, ended, wanted)
     result = {
         "runs": runs,
@@ -105,7 +105,7 @@ def sweep(
         "digest": sha256("".join(one["digest"] for one in runs).encode()).hexdigest(),
         "skipped": survey.skipped,
         "notes": survey.notes,
-        "settings": {**base, "slo": in_full(promised), "attain": attain},
+        "settings": {**base, "slo": to_json(objectives_slo), "attain": attain},
     }
     if json:
         typer.echo(jsonlib.dumps(result))
@@ -113,34 +113,40 @@ def sweep(
         sys.stdout.write(as_csv(runs))
     else:
         show(name, result)
-    tell_survey(survey)
+    print_survey(survey)
     for failed in dead:
         complain(f"{failed['name']}: {failed['error']}")
     Console(stderr=True).print(f"{len(todo)} runs in {time.monotonic() - began_s:.1f} s", highlight=False)
-    if dead or not _kept(runs, attain, find_capacity):
+    if dead or not _succeeded(runs, attain, find_capacity):
         raise typer.Exit(1)
 
 
 def _objectives(given: Sequence[str] | None, slo: Slo | None, find_capacity: bool) -> list[str]:
-    """What is compared. Raises ValueError."""
+    """Return the objectives to compare.
+
+    Raises:
+        ValueError: an objective is unknown, or needs another option.
+    """
     if find_capacity and slo is None:
-        raise ValueError("--find-capacity needs --slo: what is it that must hold?")
+        raise ValueError("--find-capacity requires --slo")
     for name in given or ():
         if name not in OBJECTIVES:
-            raise ValueError(f"--objective {name}: there is {', '.join(OBJECTIVES)}")
+            raise ValueError(f"--objective {name}: unknown metric; metrics are: {', '.join(OBJECTIVES)}")
         if name in OF_SLO and slo is None:
-            raise ValueError(f"--objective {name} needs --slo")
+            raise ValueError(f"--objective {name} requires --slo")
         if name == "capacity_per_s" and not find_capacity:
-            raise ValueError(f"--objective {name} needs --find-capacity")
+            raise ValueError(f"--objective {name} requires --find-capacity")
     if given:
         return list(dict.fromkeys(given))
     return list(CAPACITY_COSTS) if find_capacity else [*COSTS, *(("goodput_per_s",) if slo else ())]
 
 
 def _jobs(workload: Sequence[str], todo: Sequence[Combination], find_capacity: bool) -> tuple[list[Job], Survey, str]:
-    """What is to be simulated, what the first workload holds and what it is called; nothing runs unless all can.
+    """Check every combination, and return the jobs, the survey of the first workload, and its name.
 
-    Raises WorkloadUnusable and ValueError.
+    Raises:
+        WorkloadUnusable: a row of a workload cannot be played.
+        ValueError: no request fits the fleet of a combination.
     """
     surveys: dict[WorkloadOptions, Survey] = {}
     possible: set[object] = set()
@@ -148,7 +154,7 @@ def _jobs(workload: Sequence[str], todo: Sequence[Combination], find_capacity: b
     for one in todo:
         options = workload_options(one.shape, one.seed, models=one.fleet.models)
         opened = open_workload(workload, options)
-        shape = msgspec.structs.replace(options, speed=1.0)  # which changes only when requests come
+        shape = msgspec.structs.replace(options, speed=1.0)  # the speed changes only arrival times
         if shape not in surveys:
             surveys[shape] = opened.survey()
             if find_capacity:
@@ -157,7 +163,7 @@ def _jobs(workload: Sequence[str], todo: Sequence[Combination], find_capacity: b
         fleet = tuple((model, engine.block_size, engine.kv_blocks_total) for model, engine in groups)
         if (shape, fleet) not in possible:
             try:
-                require_possible(opened, one.fleet)
+                require_servable(opened, one.fleet)
             except ValueError as error:
                 raise ValueError(f"{one.name}: {error}") from None
             possible.add((shape, fleet))
@@ -175,7 +181,11 @@ def _jobs(workload: Sequence[str], todo: Sequence[Combination], find_capacity: b
 
 
 def _scalable(workload: Workload) -> list[str]:
-    """What to know of a workload at other speeds. Refuses one that comes at no other rate then (ValueError)."""
+    """Return notes on playing a workload at other speeds.
+
+    Raises:
+        ValueError: the workload's rate does not depend on the speed.
+    """
     times: set[int] = set()
     after = 0
     for turn in workload.turns():
@@ -185,31 +195,31 @@ def _scalable(workload: Workload) -> list[str]:
             times.add(turn.at_us)
     if len(times) < 2:
         raise ValueError(
-            f"--find-capacity: whatever does not follow on something else in {workload.name} comes at one time; "
-            "no speed changes that"
+            f"--find-capacity: all requests of {workload.name} with a fixed time arrive at one time, "
+            "so the speed does not change the request rate"
         )
     if not after:
         return []
-    return [f"{after} requests follow on answers: a speed only brings sooner those that do not, and so their sessions"]
+    return [f"{after} requests depend on responses: the speed changes when sessions start, not the think times"]
 
 
-def _work(job: Job, slo: Slo | None, attain: float, find_capacity: bool) -> Work[Figures]:
+def _work(job: Job, slo: Slo | None, attain: float, find_capacity: bool) -> Work[Metrics]:
     if not find_capacity:
-        return Work(job.name, job.requests, partial(figures_of, job, slo))
+        return Work(job.name, job.requests, partial(simulate_metrics, job, slo))
     assert slo is not None
     return Work(job.name, job.requests * STEPS_EXPECTED, partial(_capacity_of, job, slo, attain))
 
 
-def _capacity_of(job: Job, slo: Slo, attain: float, on_done: OnDone) -> Figures:
-    """The figures at the highest rate at which enough requests keep the promise; of the lowest tried if none does."""
-    tried: dict[float, Figures] = {}
+def _capacity_of(job: Job, slo: Slo, attain: float, on_done: OnDone) -> Metrics:
+    """Return the metrics at the highest rate that meets the SLO, or at the lowest rate tried if none does."""
+    tried: dict[float, Metrics] = {}
 
-    def measure(speed: float) -> Step:
+    def measure(speed: float) -> SpeedTrial:
         at_speed = msgspec.structs.replace(job, options=msgspec.structs.replace(job.options, speed=speed))
         before = len(tried) * job.requests
         outcome = play(at_speed, lambda done: on_done(before + done))
-        tried[speed] = one = figures(at_speed, outcome, slo)
-        return Step(
+        tried[speed] = one = run_metrics(at_speed, outcome, slo)
+        return SpeedTrial(
             speed=speed,
             requests_per_s=requests_per_s(outcome),
             attained=one["attained"],
@@ -226,20 +236,20 @@ def _capacity_of(job: Job, slo: Slo, attain: float, on_done: OnDone) -> Figures:
 
 
 def _runs(
-    todo: Sequence[Combination], jobs: Sequence[Job], ended: Sequence[Figures | Exception], objectives: Sequence[str]
-) -> tuple[list[Figures], list[Figures]]:
-    """Every run that came to an end, by its costs, and those that did not."""
-    runs: list[Figures] = []
-    dead: list[Figures] = []
+    todo: Sequence[Combination], jobs: Sequence[Job], ended: Sequence[Metrics | Exception], objectives: Sequence[str]
+) -> tuple[list[Metrics], list[Metrics]]:
+    """Return the completed runs, sorted by cost, and the failed runs."""
+    runs: list[Metrics] = []
+    dead: list[Metrics] = []
     for one, job, found in zip(todo, jobs, ended, strict=True):
-        asked = {"name": one.name, "policy": one.policy, "set": dict(one.varied), "speed": job.options.speed}
+        identity = {"name": one.name, "policy": one.policy, "set": dict(one.varied), "speed": job.options.speed}
         if isinstance(found, Exception):
-            dead.append({**asked, "error": reason(found)})
+            dead.append({**identity, "error": reason(found)})
             continue
         groups = [group for pool in job.settings.pools for group in pool.groups]
         size = {"workers": job.settings.workers, "gpus": sum(group.count * group.gpus for group in groups)}
-        told = {name: value for name, value in found.items() if name != "workers"}  # each worker's own
-        runs.append({**asked, **size, **told})
+        metrics = {name: value for name, value in found.items() if name != "workers"}  # `size` has their number
+        runs.append({**identity, **size, **metrics})
     points = [costs(run, objectives) for run in runs]
     for run, best in zip(runs, optimal(points), strict=True):
         run["pareto"] = best
@@ -247,10 +257,10 @@ def _runs(
     return [runs[at] for at in order], dead
 
 
-def _kept(runs: Sequence[Figures], attain: float | None, find_capacity: bool) -> bool:
-    """Whether there is nothing to end with exit code 1 for."""
+def _succeeded(runs: Sequence[Metrics], attain: float | None, find_capacity: bool) -> bool:
+    """Return whether the sweep succeeded, so that the command exits 0."""
     if find_capacity:
         return all(run["capacity"]["answer"] != "never" for run in runs)
-    if attain is not None and not keeping(runs, (), attain):
+    if attain is not None and not attaining(runs, (), attain):
         return False
     return not any(run["failed"] for run in runs)

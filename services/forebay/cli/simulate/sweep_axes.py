@@ -1,7 +1,7 @@
-"""What `--set NAME=VALUE,VALUE` varies in a sweep: settings of the router, of the fleet and of the workload.
+"""Values of `--set NAME=VALUE,VALUE`: settings of the router, the fleet and the workload that a sweep varies.
 
-Names are those of the router's configuration, and those of the options of `forebay simulate` with underscores;
-`pool.NAME.workers` is of one pool. `A:B=1:4,2:2` varies two of them together.
+Names are those of the router's configuration, and those of the options of `forebay simulate` with underscores.
+`pool.NAME.workers` refers to one pool. `A:B=1:4,2:2` varies two settings together.
 """
 
 import re
@@ -18,11 +18,11 @@ from forebay.cli.common.option_groups import options_of
 from forebay.cli.simulate.options import AS_CONFIGURED, FleetOptions, ShapeOptions, router_of, settings_of
 from forebay.core.routing.policies import BUILT_IN
 from forebay.events.control import RouterConfig
-from forebay.simulate.settings import ROUTER_SETTINGS, PolicyUnusable, Settings, WorkerGroup, require_sense
+from forebay.simulate.settings import ROUTER_SETTINGS, PolicySpecUnusable, Settings, WorkerGroup, validate_settings
 
 RUNS_MAX = 1_000
 RANGE = re.compile(r"(?P<first>\d{1,9})\s*(-|\.\.|:)\s*(?P<last>\d{1,9})")
-RANGE_WRITTEN_MAX = 12  # values of a range that a message writes out
+RANGE_WRITTEN_MAX = 12  # longest range that an error message lists
 POOL_SETTING = re.compile(r"pool\.(?P<pool>.+?)(\.(?P<group>\d+))?\.(?P<size>[a-z_]+)")
 ENGINE_SIZES = {
     "block_size": "block_size",
@@ -31,7 +31,7 @@ ENGINE_SIZES = {
     "max_num_batched_tokens": "max_num_batched_tokens",
 }
 POOL_SIZES = ("workers", *ENGINE_SIZES)
-# What only goes into costs is nothing to a mode that does not look at costs.
+# Settings that only affect the cost function have no effect on modes that ignore costs.
 COST_SETTINGS = (
     "selection_policy", "overlap_score_credit", "overlap_score_credit_decay", "prefill_load_scale", "temperature",
     "host_cache_hit_weight", "disk_cache_hit_weight", "decode_active_request_weight",
@@ -40,13 +40,13 @@ BLIND_MODES = frozenset(BUILT_IN) - {"kv"}
 
 
 def _scalars(group: type[Any]) -> dict[str, tuple[type[Any], Any]]:
-    """The options of a group that are one number or word: their type, and what typer knows of their bounds."""
+    """Return type and typer bounds of each option of a group that is a single number or word."""
     found: dict[str, tuple[type[Any], Any]] = {}
     for name, option in options_of(group).items():
-        kind, said = get_args(option.annotation)
+        kind, bounds = get_args(option.annotation)
         kinds = [one for one in (get_args(kind) or (kind,)) if one in (int, float, str)]
         if kinds:
-            found[name] = (kinds[0], said)
+            found[name] = (kinds[0], bounds)
     return found
 
 
@@ -56,7 +56,12 @@ OF_SHAPE = _scalars(ShapeOptions)
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """Settings that vary together, and for each point on it a value of each, as text."""
+    """Settings that vary together.
+
+    Attributes:
+        names: names of the settings.
+        points: for each point of the axis, the value of each setting as text.
+    """
 
     names: tuple[str, ...]
     points: tuple[tuple[str, ...], ...]
@@ -67,8 +72,12 @@ class Combination:
     """One run of a sweep.
 
     Attributes:
-        policy: as the user gave it; with what is varied in it, it is `router`.
-        varied: the value of everything that varies and means something to it, by name.
+        policy: policy as given by the user.
+        varied: value of each varied setting that applies to the policy, by name.
+        router: routing configuration with the varied settings.
+        fleet: the fleet.
+        shape: workload options.
+        seed: random seed.
     """
 
     policy: str
@@ -80,13 +89,13 @@ class Combination:
 
     @property
     def name(self) -> str:
-        """What people call it."""
+        """Name for reports."""
         return ", ".join([self.policy, *(f"{name}={value}" for name, value in self.varied.items())])
 
 
 @dataclass(slots=True)
 class _Parts:
-    """What a combination is put together of."""
+    """Components of a combination while it is assembled."""
 
     fleet: FleetOptions
     shape: ShapeOptions
@@ -95,7 +104,11 @@ class _Parts:
 
 
 def axes_of(sets: Sequence[str]) -> list[Axis]:
-    """The axes that `--set` options stand for. Raises ValueError for what is none, or stands there twice."""
+    """Parse the `--set` options.
+
+    Raises:
+        ValueError: an option is malformed, or a name or value is duplicate.
+    """
     axes: list[Axis] = []
     seen: set[str] = set()
     for text in sets:
@@ -103,15 +116,15 @@ def axes_of(sets: Sequence[str]) -> list[Axis]:
         names = tuple(name.strip() for name in left.split(":"))
         points = tuple(tuple(value.strip() for value in point.split(":", len(names) - 1)) for point in right.split(","))
         if not equals or not all(names) or not all(all(point) for point in points):
-            raise ValueError(f"--set {text}: not of the form NAME=VALUE,VALUE")
+            raise ValueError(f"--set {text}: expected NAME=VALUE,VALUE")
         if any(len(point) != len(names) for point in points):
-            raise ValueError(f"--set {text}: {len(names)} names need {len(names)} values at each point, as in 2:6,4:4")
+            raise ValueError(f"--set {text}: {len(names)} names need {len(names)} values per point, as in 2:6,4:4")
         if len(set(points)) < len(points):
-            raise ValueError(f"--set {text}: a value stands there twice")
+            raise ValueError(f"--set {text}: duplicate value")
         for name in names:
             _require_known(name, text)
             if name in seen:
-                raise ValueError(f"--set {text}: {name} is varied twice")
+                raise ValueError(f"--set {text}: {name} is varied twice; use one --set for it")
             seen.add(name)
         axes.append(Axis(names, points))
     return axes
@@ -120,13 +133,14 @@ def axes_of(sets: Sequence[str]) -> list[Axis]:
 def combinations(
     policies: Sequence[str], axes: Sequence[Axis], fleet: FleetOptions, shape: ShapeOptions
 ) -> list[Combination]:
-    """All of them, policies first, then in the order of the axes; those that would be the same stand there once.
+    """Return all combinations: policies first, then the axes in order. Equal combinations occur once.
 
-    Raises ValueError.
+    Raises:
+        ValueError: there are too many combinations, or one is invalid.
     """
     runs = len(policies) * prod(len(axis.points) for axis in axes)
     if runs > RUNS_MAX:
-        raise ValueError(f"that makes {runs} runs, and a sweep has at most {RUNS_MAX}: leave out values or policies")
+        raise ValueError(f"the sweep would have {runs} runs; the maximum is {RUNS_MAX}: use fewer values or policies")
     found: dict[tuple[str, tuple[tuple[str, str], ...]], Combination] = {}
     for text in policies:
         mode = router_of(text).mode
@@ -150,20 +164,20 @@ def _combination(text: str, varied: Mapping[str, str], fleet: FleetOptions, shap
     settings = settings_of(parts.fleet)
     for name, value in parts.pools:
         settings = _resized(settings, name, value)
-    require_sense(settings)
+    validate_settings(settings)
     return Combination(text, varied, _router(text, parts.router), settings, parts.shape, parts.fleet.seed)
 
 
 def _router(text: str, more: Sequence[str]) -> RouterConfig:
-    """The policy with more settings than its text has."""
+    """Return the policy with additional settings."""
     mode, _, given = text.partition(":")
     settings = [*(given.split(",") if given else ()), *more]
     names = [one.partition("=")[0] for one in settings]
     for name in names:
         if names.count(name) > 1:
-            raise PolicyUnusable(f"{name} is both in --policy {text} and in --set")
+            raise PolicySpecUnusable(f"{name} is in both --policy {text} and --set; remove one")
     if mode == AS_CONFIGURED and more:
-        raise PolicyUnusable(f"--set {names[0]}: every pool has a router of its own, so it decides nothing")
+        raise PolicySpecUnusable(f"--set {names[0]}: has no effect, because every pool has its own router")
     return router_of(f"{mode}:{','.join(settings)}" if settings else mode)
 
 
@@ -182,20 +196,21 @@ def _converted(name: str, text: str, kind: type[Any], bounds: Any = None) -> Any
     try:
         value = msgspec.convert(text, kind, strict=False)
     except msgspec.ValidationError:
-        raise ValueError(f"--set {name}={text}: not of the type {kind.__name__}; {_written_out(text)}") from None
+        raise ValueError(f"--set {name}={text}: expected type {kind.__name__}; {_written_out(text)}") from None
     low, high = getattr(bounds, "min", None), getattr(bounds, "max", None)
     if (low is not None and not value >= low) or (high is not None and not value <= high):
-        raise ValueError(f"--set {name}={text}: from {low} to {high if high is not None else 'any'}")
+        limits = f"at least {low}" if high is None else f"from {low} to {high}"
+        raise ValueError(f"--set {name}={text}: must be {limits}")
     return value
 
 
 def _written_out(text: str) -> str:
-    """How to write the values that a text seems to stand for."""
+    """Return a hint on how to write the values that a text appears to mean."""
     span = RANGE.fullmatch(text)
     values = range(int(span["first"]), int(span["last"]) + 1) if span else range(0)
     if 1 < len(values) <= RANGE_WRITTEN_MAX:
         return f"write {','.join(map(str, values))}"
-    return "write single values with commas between them, as in 4,5,6"
+    return "separate single values by commas, as in 4,5,6"
 
 
 def _require_known(name: str, text: str) -> None:
@@ -205,28 +220,29 @@ def _require_known(name: str, text: str) -> None:
     known = sorted({*ROUTER_SETTINGS, *OF_FLEET, *OF_SHAPE})
     if pool is None:
         near = get_close_matches(name, known, n=3) or known
-        raise ValueError(f"--set {text}: there is nothing called {name} to vary; there is {', '.join(near)}")
+        raise ValueError(f"--set {text}: unknown setting {name}; did you mean {', '.join(near)}?")
     if pool["size"] not in POOL_SIZES:
-        raise ValueError(f"--set {text}: of a pool {', '.join(POOL_SIZES)} can vary, not {pool['size']}")
+        raise ValueError(f"--set {text}: got {pool['size']}; settings of a pool are: {', '.join(POOL_SIZES)}")
 
 
 def _resized(settings: Settings, name: str, text: str) -> Settings:
-    """The fleet with another number or size of workers in a group of a pool."""
-    said = POOL_SETTING.fullmatch(name)
-    assert said is not None, "known names only"
+    """Return the fleet with another number or size of workers in one group of a pool."""
+    match = POOL_SETTING.fullmatch(name)
+    assert match is not None, "the name was validated"
     pools = {pool.name: pool for pool in settings.pools}
-    if said["pool"] not in pools:
-        raise ValueError(f"--set {name}: there is no pool {said['pool']}; there are {', '.join(pools)}")
-    pool = pools[said["pool"]]
-    if said["group"] is None and len(pool.groups) > 1:
+    if match["pool"] not in pools:
+        raise ValueError(f"--set {name}: unknown pool {match['pool']!r}; pools are: {', '.join(pools)}")
+    pool = pools[match["pool"]]
+    if match["group"] is None and len(pool.groups) > 1:
         last = len(pool.groups) - 1
-        names = f"pool.{pool.name}.0.{said['size']} to pool.{pool.name}.{last}.{said['size']}"
-        raise ValueError(f"--set {name}: the pool has several groups of workers, {names}")
-    number = int(said["group"] or 0)
+        names = f"pool.{pool.name}.0.{match['size']} to pool.{pool.name}.{last}.{match['size']}"
+        raise ValueError(f"--set {name}: the pool has several worker groups; use {names}")
+    number = int(match["group"] or 0)
     if number >= len(pool.groups):
-        raise ValueError(f"--set {name}: pool {pool.name} has {len(pool.groups)} groups of workers, counted from 0")
+        raise ValueError(f"--set {name}: pool {pool.name!r} has {len(pool.groups)} worker groups, counted from 0")
     groups = list(pool.groups)
-    groups[number] = _resized_group(groups[number], name, said["size"], _converted(name, text, *OF_FLEET[said["size"]]))
+    size = match["size"]
+    groups[number] = _resized_group(groups[number], name, size, _converted(name, text, *OF_FLEET[size]))
     return msgspec.structs.replace(
         settings,
         pools=tuple(

@@ -1,4 +1,4 @@
-"""`forebay workload show` and `convert`: what a workload is like, and any workload as a file of our own format."""
+"""`forebay workload show` and `convert`: statistics of a workload, and conversion to forebay's own format."""
 
 import contextlib
 import json as jsonlib
@@ -15,13 +15,13 @@ from rich.table import Table
 from forebay.cli.common.errors import fail
 from forebay.cli.common.option_groups import spread
 from forebay.cli.common.terminal import bar, in_markup, results
-from forebay.cli.simulate.command import tell_survey
+from forebay.cli.simulate.command import print_survey
 from forebay.cli.simulate.options import INT_MAX, JsonOption, ShapeOptions, workload_options
 from forebay.simulate.reading import open_workload
 from forebay.simulate.workload import Survey, Turn, Workload, WorkloadOptions, WorkloadUnusable
-from forebay.simulate.workloads.rows import Header
-from forebay.simulate.workloads.statistics import Figures, figures
-from forebay.simulate.workloads.writing import written
+from forebay.simulate.workloads.rows import WorkloadHeader
+from forebay.simulate.workloads.statistics import WorkloadStatistics, workload_statistics
+from forebay.simulate.workloads.writing import encode_workload
 
 SPREADS = ("prompt_tokens", "output_tokens", "delay_s")
 SHOWN = ("mean", "p50", "p90", "p99", "max")
@@ -29,22 +29,22 @@ SHOWN = ("mean", "p50", "p90", "p99", "max")
 SourcesArgument = Annotated[
     list[str], typer.Argument(help="A file, a folder of runs, several runs, or synthetic:SETTINGS.")
 ]
-SeedOption = Annotated[int, typer.Option(min=0, max=INT_MAX, help="Of whatever is drawn.")]
+SeedOption = Annotated[int, typer.Option(min=0, max=INT_MAX, help="Random seed for sampling.")]
 
-app = typer.Typer(name="workload", help="Workloads: what they are like, and as files.", no_args_is_help=True)
+app = typer.Typer(name="workload", help="Inspect and convert workloads.", no_args_is_help=True)
 
 
 @app.command("show")
 @spread
 def show(sources: SourcesArgument, shape: ShapeOptions, seed: SeedOption = 0, json: JsonOption = False) -> None:
-    """Requests, rate, lengths, sessions, and what an unbounded cache would find of the prompts."""
+    """Show requests, rate, lengths, sessions, and the prefix reuse of an unbounded cache."""
     with _explained():
         workload, survey = _opened(sources, workload_options(shape, seed))
-        found = figures(_watched(workload, survey.requests, "read"), workload.block_tokens)
-    tell_survey(survey)
+        found = workload_statistics(_watched(workload, survey.requests, "read"), workload.block_tokens)
+    print_survey(survey)
     if json:
-        told = {"name": workload.name, "block_tokens": workload.block_tokens, **msgspec.to_builtins(found)}
-        typer.echo(jsonlib.dumps({**told, "skipped": survey.skipped}))
+        output = {"name": workload.name, "block_tokens": workload.block_tokens, **msgspec.to_builtins(found)}
+        typer.echo(jsonlib.dumps({**output, "skipped": survey.skipped}))
     else:
         _show(workload.name, found)
 
@@ -53,28 +53,28 @@ def show(sources: SourcesArgument, shape: ShapeOptions, seed: SeedOption = 0, js
 @spread
 def convert(
     sources: SourcesArgument,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where to write it.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Path of the file to write.")],
     shape: ShapeOptions,
     seed: SeedOption = 0,
 ) -> None:
-    """Write a workload, as the options make it, into one file of forebay's own format."""
+    """Write a workload, transformed by the options, to a file in forebay's own format."""
     options = workload_options(shape, seed)
-    if output.exists() and not output.is_file():  # a device would be replaced by a file
-        fail(f"{output}: is no plain file; choose another name")
+    if output.exists() and not output.is_file():  # replacing a device would turn it into a file
+        fail(f"{output}: is not a regular file; choose another name")
     with _explained():
         workload, survey = _opened(sources, options)
-        # Without a name: tables call it by that of its file, however that is renamed.
-        header = Header(block_tokens=workload.block_tokens, source=_source(sources, options))
+        # The header has no name, so that tables show the current name of the file.
+        header = WorkloadHeader(block_tokens=workload.block_tokens, source=_source(sources, options))
         part = output.with_name(f"{output.name}.part")
         try:
             with part.open("wb") as file:
-                file.writelines(written(_watched(workload, survey.requests, "written"), header))
+                file.writelines(encode_workload(_watched(workload, survey.requests, "written"), header))
             part.replace(output)
         except OSError as error:
             fail(f"{output}: cannot be written ({error.strerror})")
         finally:
             part.unlink(missing_ok=True)
-    tell_survey(survey)
+    print_survey(survey)
     typer.echo(f"{output}: {survey.requests} requests", err=True)
 
 
@@ -92,13 +92,13 @@ def _opened(sources: list[str], options: WorkloadOptions) -> tuple[Workload, Sur
 
 
 def _watched(workload: Workload, total: int, done: str) -> Iterable[Turn]:
-    """Its requests, with a bar on stderr that tells how many were read."""
+    """Yield the requests of a workload with a progress bar on stderr."""
     with bar(TextColumn(done), MofNCompleteColumn(), TimeElapsedColumn()) as progress:
         yield from progress.track(workload.turns(), total=total)
 
 
 def _source(sources: list[str], options: WorkloadOptions) -> str:
-    """What a file was made of, for people: names without their folders, and the options that are no defaults."""
+    """Return a description of a file's origin: names without folders, and the options that are not defaults."""
     plain = WorkloadOptions()
     changed = {
         name: value for name in options.__struct_fields__ if (value := getattr(options, name)) != getattr(plain, name)
@@ -107,17 +107,18 @@ def _source(sources: list[str], options: WorkloadOptions) -> str:
     return " ".join([*names, *(f"{name}={value}" for name, value in changed.items())])
 
 
-def _show(name: str, found: Figures) -> None:
+def _show(name: str, found: WorkloadStatistics) -> None:
     reuse = found.ideal_reuse
-    bound = "" if reuse.whole else ", at least: there were too many blocks to remember them all"
+    bound = "" if reuse.whole else " (lower bound: too many distinct blocks to remember)"
     table = Table(title=in_markup(name), box=SIMPLE, show_header=False, title_justify="left")
-    table.add_row("requests", f"{found.requests}, {found.requests - found.own_times} of them after answers")
+    table.add_row("requests", f"{found.requests}, {found.requests - found.own_times} of them dependent on responses")
     table.add_row("sessions", str(found.sessions))
-    table.add_row("duration", f"{found.duration_s:.1f} s{' if answers took no time' if found.delay_s else ''}")
-    table.add_row("rate", f"{found.rate_per_s:.3f}/s, at most {found.most_in_a_second} in a second")
+    table.add_row("duration", f"{found.duration_s:.1f} s{' if responses were instant' if found.delay_s else ''}")
+    table.add_row("rate", f"{found.rate_per_s:.3f}/s, maximum {found.most_in_a_second} in one second")
     table.add_row("dispersion", f"{found.dispersion:.2f} (Poisson: 1)")
     table.add_row("ideal reuse", f"{reuse.tokens:.4f} of tokens, {reuse.blocks:.4f} of blocks{bound}")
-    table.add_row("blocks", f"{reuse.distinct_blocks} different ones")
+    table.add_row("blocks", f"{reuse.distinct_blocks} distinct")
+
     results().print(table)
     lengths = Table(box=SIMPLE)
     for column in ("", *SHOWN):

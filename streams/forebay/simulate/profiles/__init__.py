@@ -1,1 +1,1 @@
-"""How long an engine's steps take and how large it is: read from files, derived from data sheets, or fitted."""
+"""Engine profiles: step times and sizes of an engine, read from files, derived from data sheets, or fitted."""

@@ -1,7 +1,8 @@
-"""A linear timing from the measured operations that AIConfigurator's package holds, for a model, a GPU and an engine.
+"""Linear timing fitted to the estimates of NVIDIA AIConfigurator for a model, a GPU and an engine.
 
-Its estimates of single steps, prompts alone and decoding alone, are asked for on a grid; the costs that come nearest to
-all of them are the profile. Source: NVIDIA AIConfigurator, https://github.com/ai-dynamo/aiconfigurator (Apache-2.0).
+AIConfigurator holds measured operations. It is queried on a grid of single steps: prefill alone and decode alone. The
+linear costs with the smallest errors over all steps become the profile. Source:
+https://github.com/ai-dynamo/aiconfigurator (Apache-2.0).
 """
 
 from itertools import product
@@ -19,29 +20,35 @@ PROMPTS = (64, 256, 1024, 2048, 4096, 8192)
 CACHED = (0, 2048, 8192)
 SEQUENCES = (1, 4, 16, 64, 128, 256)
 CONTEXTS = (256, 1024, 4096, 16_384)
-CONTEXT_ALL_MAX = 1 << 20  # more tokens than caches hold beside a model
+CONTEXT_ALL_MAX = 1 << 20  # tokens; more than the KV cache of a GPU holds
 US_PER_MS = 1_000.0
 
 
-class Estimated(NamedTuple):
-    """The timing, and the relative errors of its single steps against the estimates: percentiles 50 and 90."""
+class EstimatedTiming(NamedTuple):
+    """Fitted timing, and its relative errors in single steps.
+
+    Attributes:
+        timing: the fitted timing.
+        prefill: relative errors of prefill steps, p50 and p90.
+        decode: relative errors of decode steps, p50 and p90.
+    """
 
     timing: LinearTiming
     prefill: tuple[float, float]
     decode: tuple[float, float]
 
 
-def estimated(model: str, system: str, backend: str, tensor_parallel: int) -> Estimated:
-    """What AIConfigurator estimates, as a linear timing.
+def fit_estimates(model: str, system: str, backend: str, tensor_parallel: int) -> EstimatedTiming:
+    """Return a linear timing fitted to AIConfigurator's estimates.
 
     Args:
-        model: a name on Hugging Face that it knows, or a directory with a config.json.
-        system: its name of a GPU, as h100_sxm.
-        backend: its name of an engine, as vllm.
-        tensor_parallel: GPUs that share each matrix.
+        model: name of a model on Hugging Face, or a directory with a config.json.
+        system: AIConfigurator's name of a GPU, such as h100_sxm.
+        backend: AIConfigurator's name of an engine, such as vllm.
+        tensor_parallel: GPUs per engine.
 
     Raises:
-        ProfileUnusable: it knows no such combination.
+        ProfileUnusable: AIConfigurator does not support this combination.
     """
     try:
         engine = EngineHandle.compile(model, system, backend, tp_size=tensor_parallel)
@@ -54,21 +61,19 @@ def estimated(model: str, system: str, backend: str, tensor_parallel: int) -> Es
             for sequences, context in product(SEQUENCES, CONTEXTS)
             if sequences * context <= CONTEXT_ALL_MAX
         ]
-    except Exception as error:  # noqa: BLE001 - its errors have no common class, and none of them is this program's
-        raise ProfileUnusable(
-            f"AIConfigurator has no estimate of {model} on {system} with {backend}: {error}"
-        ) from None
+    except Exception as error:  # noqa: BLE001 - its exceptions have no common base class
+        raise ProfileUnusable(f"AIConfigurator cannot estimate {model} on {system} with {backend}: {error}") from None
     rows = np.array([amounts for amounts, _ in (*prefill, *decode)])
     times = np.array([us for _, us in (*prefill, *decode)])
     if not (times > 0).all():
-        raise ProfileUnusable(f"AIConfigurator estimates steps of no time for {model} on {system} with {backend}")
+        raise ProfileUnusable(f"AIConfigurator estimates a step time of 0 for {model} on {system} with {backend}")
     shares = rows / times[:, None]
     costs = regression(shares)
     errors: NDArray[np.float64] = np.abs(shares @ costs - 1.0)
     parts = errors[: len(prefill)], errors[len(prefill) :]
     of_prefill, of_decode = ((float(np.percentile(part, 50)), float(np.percentile(part, 90))) for part in parts)
     timing = LinearTiming(**dict(zip(LinearTiming.__struct_fields__, map(float, costs), strict=True)))
-    return Estimated(timing, of_prefill, of_decode)
+    return EstimatedTiming(timing, of_prefill, of_decode)
 
 
 def _prompt(tokens: int, cached: int) -> tuple[float, ...]:

@@ -1,9 +1,9 @@
-"""A linear engine timing from what engines did.
+"""Fit of a linear engine timing to recorded engine runs.
 
-First the costs that explain the recorded times best, given what must have happened between them (`timeline.py`). Then,
-from there, those with which the engine model itself comes nearest: each engine is run with its recorded requests, and
-what is minimised are the logarithms of modelled over recorded TTFT and ITL, with a loss that grows evenly (soft L1), as
-the median counts and not the outliers. Nothing is fitted to the later requests: errors are told of these.
+A first estimate are the costs that best explain the recorded times, given the work between events (`timeline.py`). Then
+the engine model runs the same requests, and its parameters are refined by least squares. The error of a request is the
+logarithm of modelled over recorded TTFT and ITL. A soft L1 loss limits the weight of outliers. The fit uses the first
+70 % of the requests; the reported errors are those of the remaining requests.
 """
 
 import math
@@ -17,19 +17,22 @@ from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
 from forebay.engine_model.timing import LinearTiming
-from forebay.simulate.profiles.observed import EngineRun, ModelledRun, take_out_refused
+from forebay.simulate.profiles.observed import EngineRun, ModelledRun, remove_rejected
 from forebay.simulate.profiles.regression import OUTLIER, SHRINK, Vector, regression
 from forebay.simulate.profiles.timeline import COSTS, amounts
 
-NAMES = (*COSTS, "work")  # work: what passes before a request is in the engine, and after: on top of every TTFT
-REQUESTS_MIN = 20  # fewer say nothing of seven parameters
-REQUESTS_MAX = 2_000  # more do not change the parameters, and the engines are run some hundred times
+NAMES = (*COSTS, "work")  # work: time outside the engine, which is part of every TTFT
+REQUESTS_MIN = 20  # too few for seven parameters
+REQUESTS_MAX = 2_000  # more do not change the parameters, and the engine model runs some hundred times
 FITTED_SHARE = 0.7
-STEPS = (0.02, 0.005)  # by which a parameter's share of the times is moved to see what changes: less is one step's luck
+STEPS = (
+    0.02,
+    0.005,
+)  # step widths of finite differences, as a share of the times; smaller steps are dominated by noise
 MOVES_MAX = 12
-UNSEEN = 3e-3  # times that change so much less in one direction than in another do not tell where along it one is
-PARTNER = 0.3  # share of such a direction that makes a parameter one of those meant
-NORMAL = 1.4826  # standard deviation of a normal distribution in medians of what is off its middle
+UNSEEN = 3e-3  # singular values below this share of the largest one mark parameters that cannot be separated
+PARTNER = 0.3  # minimum component of a parameter in such a direction to be named
+NORMAL = 1.4826  # standard deviation of a normal distribution in units of its median absolute deviation
 CACHE_AGREES_MIN = 0.95
 
 Mask = NDArray[np.bool_]
@@ -37,14 +40,18 @@ OnProgress = Callable[[int], object]
 
 
 class FitImpossible(Exception):
-    """What was recorded is not enough; the text says what is missing."""
+    """Recorded data does not suffice for a fit; the text says what is missing."""
 
 
-class Error(NamedTuple):
-    """How far modelled times are from recorded ones, of requests that were not fitted to.
+class FitError(NamedTuple):
+    """Error of modelled times against recorded times, on requests outside the fitted set.
 
-    `p50` and `p90` are of the relative errors of single requests; the others are percentiles 50 and 90 of the times
-    themselves, in milliseconds.
+    Attributes:
+        requests: number of requests compared.
+        p50: median relative error of single requests.
+        p90: 90th percentile of these relative errors.
+        recorded_ms: p50 and p90 of the recorded times, in milliseconds.
+        modelled_ms: p50 and p90 of the modelled times, in milliseconds.
     """
 
     requests: int
@@ -55,7 +62,7 @@ class Error(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """A parameter and its standard error, both in microseconds."""
+    """Fitted parameter and its standard error, both in microseconds."""
 
     name: str
     value: float
@@ -63,51 +70,62 @@ class Estimate(NamedTuple):
 
 
 @dataclass(slots=True)
-class Fit:
-    """What came of it.
+class TimingFit:
+    """Result of a fit.
 
     Attributes:
-        fitted: how many requests it was fitted to; `left_out` the others that were not compared, by reason.
-        warnings: what it cannot know, for people.
+        timing: fitted costs of the engine.
+        work_us: fitted time outside the engine, in microseconds per request.
+        estimates: each parameter with its standard error.
+        fitted: number of requests in the fitted set.
+        ttft: error in TTFT.
+        itl: error in ITL; None if no test request has more than one output token.
+        left_out: number of requests that were not compared, by reason.
+        warnings: limits of the data, for users.
     """
 
     timing: LinearTiming
     work_us: int
     estimates: list[Estimate]
     fitted: int
-    ttft: Error
-    itl: Error | None
+    ttft: FitError
+    itl: FitError | None
     left_out: dict[str, int]
     warnings: list[str] = field(default_factory=list)
 
 
-class _Modelled(NamedTuple):
-    """All requests that are compared, in their order; rows are TTFT and ITL, nan where there is none."""
+class _ModelledRequests(NamedTuple):
+    """Modelled times of all compared requests, in order. Rows are TTFT and ITL; nan where there is none."""
 
     times: Vector  # (2, requests)
-    agrees: Mask  # (requests): found in the cache what was found
+    agrees: Mask  # (requests): whether the cached tokens match the recorded ones
 
 
-def fit(runs: Sequence[EngineRun], on_progress: OnProgress) -> Fit:
-    """Fit a timing to what these engines did; `on_progress` gets how often they were run so far.
+def fit(runs: Sequence[EngineRun], on_progress: OnProgress) -> TimingFit:
+    """Fit an engine timing to recorded engine runs.
 
-    Raises FitImpossible.
+    Args:
+        runs: recorded runs; requests that the engine model rejects are removed from them.
+        on_progress: called with the number of evaluations of the engine model so far.
+
+    Raises:
+        FitImpossible: too few requests can be compared.
     """
-    refused = [reason for run in runs for reason in take_out_refused(run)]
-    problem = _Problem(_bounded(runs), on_progress)
+    refused = [reason for run in runs for reason in remove_rejected(run)]
+    problem = _Problem(_limit_requests(runs), on_progress)
     theta = problem.solve()
     modelled = problem.modelled(theta)
     tested = ~problem.fitted & modelled.agrees
     ttft = _error(problem.recorded[0], modelled.times[0], tested)
     if ttft is None:
         raise FitImpossible(
-            "no request of the later part can be compared: the engine model finds other prefixes cached"
+            "no test request can be compared: the engine model finds other cached prefixes than the recording"
         )
     estimates, unseen = problem.estimates(theta)
     left_out = Counter(one.left_out for run in runs for one in run.requests if one.left_out) + Counter(refused)
     if differing := int((~modelled.agrees).sum()):
-        left_out["the engine model has other prefixes in its cache"] = differing
-    return Fit(
+        left_out["the engine model finds other cached prefixes"] = differing
+    return TimingFit(
         timing=_timing(theta),
         work_us=round(theta[-1]),
         estimates=estimates,
@@ -120,7 +138,7 @@ def fit(runs: Sequence[EngineRun], on_progress: OnProgress) -> Fit:
 
 
 class _Problem:
-    """The requests that are compared, and how well parameters give their times."""
+    """Optimization problem: the compared requests, and the model's error for given parameters."""
 
     def __init__(self, runs: Sequence[EngineRun], on_progress: OnProgress) -> None:
         self._runs = runs
@@ -142,8 +160,8 @@ class _Problem:
             self._amounts[:, places, :-1] = of_run
             self.fitted[places[: math.ceil(len(places) * FITTED_SHARE)]] = True
 
-    def modelled(self, theta: Vector) -> _Modelled:
-        """Every engine, run with these parameters."""
+    def modelled(self, theta: Vector) -> _ModelledRequests:
+        """Run every engine in the model with these parameters."""
         times = np.full((2, len(self._requests)), np.nan)
         agrees = np.zeros(len(self._requests), dtype=np.bool_)
         for run in self._runs:
@@ -155,28 +173,32 @@ class _Problem:
                     times[1, place] = done.itl_us
         self._evaluations += 1
         self._on_progress(self._evaluations)
-        return _Modelled(times, agrees)
+        return _ModelledRequests(times, agrees)
 
     def solve(self) -> Vector:
-        """Parameters, none below 0, that give the recorded times of the requests to fit to. Raises FitImpossible."""
+        """Return non-negative parameters that minimize the error of the fitted set.
+
+        Raises:
+            FitImpossible: too few requests can be compared.
+        """
         shares = self._shares()
-        units = np.maximum(shares.mean(axis=0), 1e-12)  # in these each parameter is its share of the times
+        units = np.maximum(shares.mean(axis=0), 1e-12)  # scales each parameter to its share of the times
         x = regression(shares) * units
         for step in STEPS:
-            x = self._nearer(x, units, step)
+            x = self._refine(x, units, step)
         return np.asarray(x / units)
 
     def estimates(self, theta: Vector) -> tuple[list[Estimate], list[str]]:
-        """Each parameter with its standard error, and which of them these requests do not tell apart."""
+        """Return each parameter with its standard error, and warnings for parameters that cannot be separated."""
         shares = self._shares()
         units = np.linalg.norm(shares, axis=0)
         seen = units > 0
         names = [name for name, there in zip(NAMES, seen, strict=True) if there]
-        unseen = [f"nothing that was recorded depends on {name}" for name in NAMES if name not in names]
+        unseen = [f"no recorded time depends on {name}" for name in NAMES if name not in names]
         _, values, directions = np.linalg.svd(shares[:, seen] / units[seen], full_matrices=False)
         blind = np.abs(directions[values < UNSEEN * values[0]]).max(axis=0, initial=0.0)
         if meant := [name for name, part in zip(names, blind, strict=True) if part > PARTNER]:
-            unseen.append(f"these requests hardly tell {' and '.join(meant)} apart, but only what they are together")
+            unseen.append(f"these requests determine only the sum of {' and '.join(meant)}, not each of them")
         spread = NORMAL * np.median(np.abs(shares @ theta - 1.0))
         errors = np.full(len(NAMES), np.inf)
         deviations = np.sqrt(((directions.T / np.maximum(values, 1e-9)) ** 2).sum(axis=1))
@@ -184,29 +206,33 @@ class _Problem:
         found = zip(NAMES, theta, errors, strict=True)
         return [Estimate(name, float(value), float(error)) for name, value, error in found], unseen
 
-    def warnings(self, modelled: _Modelled) -> list[str]:
-        """What else these requests do not say."""
+    def warnings(self, modelled: _ModelledRequests) -> list[str]:
+        """Return further warnings about the data."""
         found = []
         share = modelled.agrees.mean()
         if share < CACHE_AGREES_MIN:
-            found.append(f"only {share:.0%} of the requests find the prefixes in the modelled cache that they found")
+            found.append(f"only {share:.0%} of the requests find the same cached prefixes in the model as recorded")
         if self._amounts[1, :, COSTS.index("decode_sequence")].max(initial=0.0) <= 1.0:
-            found.append("no two requests decoded together: nothing is known of an engine that has more to do")
+            found.append("no two requests decoded together, so the profile is unreliable for larger batches")
         return found
 
     def _shares(self) -> Vector:
-        """What a microsecond of each parameter adds to each time that is fitted to, as a share of it."""
+        """Return what one microsecond of each parameter adds to each fitted time, as a share of that time."""
         used = ~np.isnan(self.recorded) & self.fitted
         return np.asarray(self._amounts[used] / self.recorded[used][:, None])
 
-    def _nearer(self, x: Vector, units: Vector, step: float) -> Vector:
-        """Parameters near these with which the engine model gives the recorded times better. Raises FitImpossible."""
+    def _refine(self, x: Vector, units: Vector, step: float) -> Vector:
+        """Return parameters near `x` with a smaller error.
+
+        Raises:
+            FitImpossible: too few requests find the recorded prefixes in the modelled cache.
+        """
         modelled = self.modelled(x / units)
         used = ~np.isnan(self.recorded) & ~np.isnan(modelled.times) & self.fitted & modelled.agrees
         if used[0].sum() < REQUESTS_MIN * FITTED_SHARE:
             raise FitImpossible(
-                f"only {used[0].sum()} requests find the prefixes in the modelled cache that they found in the "
-                "engine's: are its sizes those of the recording, and does the recording begin with its cache?"
+                f"only {used[0].sum()} requests find the same cached prefixes in the model as recorded; check that the "
+                "engine's sizes match the recording, and that the recording begins with the state of its cache"
             )
 
         def errors(at: Vector) -> Vector:
@@ -224,13 +250,14 @@ class _Problem:
         return np.asarray(found.x)
 
 
-def _bounded(runs: Sequence[EngineRun]) -> Sequence[EngineRun]:
-    """The same without what comes after the first REQUESTS_MAX, each in the order of its times."""
+def _limit_requests(runs: Sequence[EngineRun]) -> Sequence[EngineRun]:
+    """Sort the requests of each run by time, and keep the first REQUESTS_MAX of all runs together."""
     for run in runs:
         run.requests.sort(key=lambda one: one.routed_us)
     times = sorted(one.routed_us for run in runs for one in run.requests if not one.left_out)
     if len(times) < REQUESTS_MIN:
-        raise FitImpossible(f"{len(times)} requests can be compared, but at least {REQUESTS_MIN} are needed")
+        reason = f"only {len(times)} requests can be compared; at least {REQUESTS_MIN} are needed"
+        raise FitImpossible(reason)
     if len(times) > REQUESTS_MAX:
         for run in runs:
             run.requests = [one for one in run.requests if one.routed_us < times[REQUESTS_MAX]]
@@ -240,17 +267,17 @@ def _bounded(runs: Sequence[EngineRun]) -> Sequence[EngineRun]:
 def _timing(theta: Vector) -> LinearTiming:
     costs = dict(zip(COSTS, map(float, theta), strict=False))
     if not any(costs.values()):
-        costs[COSTS[0]] = 1.0  # on its way a fit may come by an engine that takes no time
+        costs[COSTS[0]] = 1.0  # the optimizer may try all zeros, but a timing must take some time
     return LinearTiming(**costs)
 
 
-def _error(recorded: Vector, modelled: Vector, tested: Mask) -> Error | None:
+def _error(recorded: Vector, modelled: Vector, tested: Mask) -> FitError | None:
     both = tested & ~np.isnan(recorded) & ~np.isnan(modelled)
     if not both.any():
         return None
     relative = np.abs(modelled[both] / recorded[both] - 1.0)
     recorded_ms, modelled_ms = (np.percentile(times[both] / 1e3, (50, 90)) for times in (recorded, modelled))
-    return Error(
+    return FitError(
         requests=int(both.sum()),
         p50=float(np.percentile(relative, 50)),
         p90=float(np.percentile(relative, 90)),

@@ -1,4 +1,4 @@
-"""What one engine did, as it was recorded, and the same requests run by the engine model."""
+"""Recorded runs of single engines, and the same requests in the engine model."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -11,20 +11,23 @@ from forebay.engine_model.model import EngineConfig, EngineModel, EngineRequest,
 from forebay.engine_model.timing import EngineTiming
 from forebay.events.base import U32_BYTES
 
-FOREVER_US = 1 << 62  # nothing comes any more: an engine may run until it has something to say
+FOREVER_US = 1 << 62  # no further arrivals: the engine may run until its next event
 
 
 @dataclass(slots=True)
-class Observed:
-    """A request as its engine had it; times in microseconds of one clock.
+class ObservedRequest:
+    """Recorded request as its engine processed it. Times are microseconds of one clock.
 
     Attributes:
         routed_us: when it was sent to the engine.
-        output_tokens: of its answer; what was asked for where the end is not known.
-        cached_tokens: of its prompt, that the engine found in its cache; None where it never said.
-        first_us: its first token; `last_us` its last one. 0 for never.
+        prompt_tokens: length of its prompt.
+        sequence_hashes: packed hashes of the full blocks of its prompt.
+        output_tokens: length of its response, or the requested maximum if its end was not recorded.
+        cached_tokens: prompt tokens that the engine found in its cache; None if unknown.
+        first_us: when its first token came; 0 for never.
+        last_us: when its last token came; 0 for never.
         stopped_us: when it was cancelled or failed; 0 for never.
-        left_out: why its times are not to be compared; empty when they are.
+        left_out: why its times must not be compared; empty if they may.
     """
 
     routed_us: int
@@ -40,31 +43,44 @@ class Observed:
 
 @dataclass(slots=True)
 class EngineRun:
-    """One rank of one life of a worker: its sizes, what its cache began with, and its requests as they were sent."""
+    """Recorded run of one rank of one worker epoch.
+
+    Attributes:
+        name: name for messages.
+        config: sizes of the engine.
+        warm: block hashes in its cache at the start.
+        requests: its requests, in the order in which they were sent.
+    """
 
     name: str
     config: EngineConfig
     warm: Sequence[int] = ()
-    requests: list[Observed] = field(default_factory=list)
+    requests: list[ObservedRequest] = field(default_factory=list)
 
 
-class Modelled(NamedTuple):
-    """The same request in the model; `itl_us` is (last token - first) / (output tokens - 1), 0 for one token."""
+class ModelledTimes(NamedTuple):
+    """Times of the same request in the model.
+
+    Attributes:
+        ttft_us: from routing to the first token, in microseconds.
+        itl_us: (last token - first token) / (output tokens - 1), in microseconds; 0 for one token.
+        cached_tokens: prompt tokens found in the modelled cache.
+    """
 
     ttft_us: float
     itl_us: float
     cached_tokens: int
 
 
-def take_out_refused(run: EngineRun) -> list[str]:
-    """Requests that the engine model does not take are no part of the run any more; why not, for each."""
+def remove_rejected(run: EngineRun) -> list[str]:
+    """Remove the requests that the engine model rejects from a run. Return the reason for each."""
     model = EngineModel(run.config)
     taken, reasons = [], []
     for number, one in enumerate(run.requests):
         try:
             model.submit(_request(number, one))
         except RequestRefused as refusal:
-            reasons.append(f"the engine model refuses it: {refusal}")
+            reasons.append(f"the engine model rejects it: {refusal}")
         else:
             model.cancel(str(number))
             taken.append(one)
@@ -73,10 +89,16 @@ def take_out_refused(run: EngineRun) -> list[str]:
 
 
 class ModelledRun:
-    """An engine run in the model. Use once."""
+    """Run of one engine in the model. Iterate once."""
 
     def __init__(self, run: EngineRun, timing: EngineTiming, work_us: int = 0) -> None:
-        """Requests come to the engine `work_us` after they were sent, and that is a part of TTFT."""
+        """Prepare a run.
+
+        Args:
+            run: the recorded run. The model must accept all of its requests.
+            timing: step timing of the model.
+            work_us: microseconds from routing to the engine, which are part of TTFT.
+        """
         self._model = EngineModel(structs.replace(run.config, vocabulary=None, timing=timing))
         self._model.warm(run.warm)
         self._requests = run.requests
@@ -84,37 +106,37 @@ class ModelledRun:
         self._wanted = sum(not one.left_out for one in run.requests)
         self._first: dict[str, tuple[int, int]] = {}
 
-    def __iter__(self) -> Iterator[tuple[Observed, Modelled]]:
-        """Every request that is to be compared, as it ends; the model must not refuse any."""
-        happenings = deque(sorted(self._happenings()))
+    def __iter__(self) -> Iterator[tuple[ObservedRequest, ModelledTimes]]:
+        """Yield every compared request with its modelled times, in the order in which they end."""
+        events = deque(sorted(self._events()))
         now_us = 0
         while self._wanted:
-            while happenings and happenings[0][0] <= now_us:
-                self._happen(*happenings.popleft()[1:])
-            next_us = happenings[0][0] if happenings else FOREVER_US
+            while events and events[0][0] <= now_us:
+                self._apply_event(*events.popleft()[1:])
+            next_us = events[0][0] if events else FOREVER_US
             step = self._model.step(next_us - now_us)
             if step is not None:
                 now_us += step.duration_us
                 yield from self._ended(step, now_us)
             else:
-                assert happenings, "those that are wanted end"
+                assert events, "the compared requests end"
                 now_us = next_us
 
-    def _happenings(self) -> Iterator[tuple[int, int, bool]]:
-        """When each request comes, or is given up."""
+    def _events(self) -> Iterator[tuple[int, int, bool]]:
+        """Yield the time, the number and the kind of each event: arrival (False) or cancellation (True)."""
         for number, one in enumerate(self._requests):
             yield one.routed_us + self._work_us, number, False
             if one.stopped_us:
                 yield one.stopped_us + self._work_us, number, True
 
-    def _happen(self, number: int, stops: bool) -> None:
+    def _apply_event(self, number: int, stops: bool) -> None:
         one = self._requests[number]
         if stops:
             self._model.cancel(str(number))
             return
         self._model.submit(_request(number, one))
 
-    def _ended(self, step: EngineStep, now_us: int) -> Iterator[tuple[Observed, Modelled]]:
+    def _ended(self, step: EngineStep, now_us: int) -> Iterator[tuple[ObservedRequest, ModelledTimes]]:
         for first in step.first_tokens:
             self._first[first.request_id] = (now_us, first.cached_tokens)
         for end in step.finished:
@@ -123,10 +145,10 @@ class ModelledRun:
             if not one.left_out:
                 self._wanted -= 1
                 itl_us = (now_us - first_us) / max(1, end.output_tokens - 1)
-                yield one, Modelled(first_us - one.routed_us, itl_us, cached_tokens)
+                yield one, ModelledTimes(first_us - one.routed_us, itl_us, cached_tokens)
 
 
-def _request(number: int, one: Observed) -> EngineRequest:
+def _request(number: int, one: ObservedRequest) -> EngineRequest:
     return EngineRequest(
         request_id=str(number),
         attempt=1,

@@ -1,6 +1,6 @@
-"""Engine profiles: what `--engine` takes, and the files that they are. docs/engine-profiles.md has the format.
+"""Engine profiles: the argument of `--engine`, and the format of profile files. See docs/engine-profiles.md.
 
-A profile says how long an engine's steps take and, if it knows, how large the engine is.
+A profile defines the step times of an engine and, optionally, its sizes.
 """
 
 from pathlib import Path
@@ -9,21 +9,26 @@ from typing import Annotated, Literal
 import msgspec
 
 from forebay.engine_model.timing import EngineTiming, LinearTiming, MockerTiming
-from forebay.simulate.profiles.roofline import Assumed, Numbers, kv_blocks, roofline
+from forebay.simulate.profiles.roofline import Assumptions, NumberFormats, kv_blocks, roofline
 from forebay.simulate.profiles.sheets import Gpu, ProfileUnusable, gpu_sheet, gpus_like, read_file, read_transformer
 
 MOCKER = "mocker"
 BLOCK_SIZE = 64
 SIZE_MAX = 1 << 31
 Size = Annotated[int, msgspec.Meta(ge=1, le=SIZE_MAX)]
-Gpus = Annotated[float, msgspec.Meta(gt=0.0, le=1e6)]  # of one worker
+Gpus = Annotated[float, msgspec.Meta(gt=0.0, le=1e6)]  # per worker
 Cost = Annotated[float, msgspec.Meta(ge=0.0)]
 
 
-class Sizes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An engine's sizes, as far as a profile knows them; `gpus` are those of one worker.
+class EngineSizes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Sizes of an engine. None if the profile does not define one.
 
-    `blocks` are KV blocks of `block_size` tokens.
+    Attributes:
+        block_size: tokens per KV block.
+        blocks: KV blocks of the cache.
+        max_num_seqs: maximum number of running sequences.
+        max_num_batched_tokens: maximum number of tokens per step.
+        gpus: GPUs per worker.
     """
 
     block_size: Size | None = None
@@ -34,23 +39,25 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine's pace and sizes.
+    """Step times and sizes of an engine.
 
     Attributes:
-        name: what reports call it.
-        source: where its figures come from.
-        work_us: from the router's decision to the engine, where that was measured with the rest.
+        timing: step timing.
+        sizes: sizes of the engine.
+        name: name for reports.
+        source: origin of the values.
+        work_us: microseconds from the router's decision to the engine, if measured; else 0.
     """
 
     timing: EngineTiming
-    sizes: Sizes = Sizes()
+    sizes: EngineSizes = EngineSizes()
     name: str = MOCKER
     source: str = "Dynamo's mocker"
     work_us: int = 0
 
 
 class _Costs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`LinearTiming`, as files have it."""
+    """Costs of `LinearTiming` in microseconds, as in profile files."""
 
     step: Cost = 0.0
     prefill_token: Cost = 0.0
@@ -63,7 +70,7 @@ class _Costs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind"):
     name: str = ""
     source: str = ""
-    sizes: Sizes = Sizes()
+    sizes: EngineSizes = EngineSizes()
     work_us: Annotated[int, msgspec.Meta(ge=0, le=60_000_000)] = 0
 
 
@@ -76,26 +83,39 @@ class _Linear(_File, frozen=True, kw_only=True, tag="linear"):
 
 
 class _Roofline(_File, frozen=True, kw_only=True, tag="roofline"):
-    """`model` is the path of a config.json, from the profile's directory; `gpu` a name or a sheet of its own."""
+    """Profile of kind `roofline`.
+
+    Attributes:
+        model: path of a config.json, relative to the profile's directory.
+        gpu: name of a built-in data sheet, or a table with the values of one.
+        tensor_parallel: GPUs per engine.
+        weights: number format of the weights; None uses the format that the model was published in.
+        kv_cache: number format of the KV cache.
+        assumed: efficiencies and overheads.
+    """
 
     model: str
     gpu: str | Gpu
     tensor_parallel: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
     weights: Literal["bf16", "fp8", "int4"] | None = None
     kv_cache: Literal["bf16", "fp8"] = "bf16"
-    assumed: Assumed = Assumed()
+    assumed: Assumptions = Assumptions()
 
 
 def load_profile(name: str) -> Profile:
-    """The built-in profile or the file of that name. Raises ProfileUnusable, which is a ValueError."""
+    """Load the built-in profile or a profile file.
+
+    Raises:
+        ProfileUnusable: there is no such profile, or it is invalid. It is a ValueError.
+    """
     if name == MOCKER:
         return Profile(timing=MockerTiming())
     path = Path(name)
     if not path.is_file():
-        reason = f"there is no engine profile {name}: give {MOCKER}, which is built in, or a file"
+        reason = f"unknown engine profile {name!r}; use {MOCKER!r} or the path of a profile file"
         if gpus := gpus_like(name):
-            reason += f'; for the GPU {" or ".join(gpus)} write one with kind = "roofline", which names a model, too: '
-            reason += "docs/engine-profiles.md"
+            reason += f'. For the GPU {" or ".join(gpus)} write a profile with kind = "roofline" and a model: '
+            reason += "see docs/engine-profiles.md"
         raise ProfileUnusable(reason)
     try:
         described = msgspec.toml.decode(read_file(path), type=_Mocker | _Linear | _Roofline)
@@ -105,14 +125,14 @@ def load_profile(name: str) -> Profile:
     except ValueError as error:
         raise ProfileUnusable(f"{path}: {error}") from None
     except RecursionError:
-        raise ProfileUnusable(f"{path}: nested deeper than any profile is") from None
+        raise ProfileUnusable(f"{path}: nested too deeply") from None
     return msgspec.structs.replace(
         profile, name=described.name or path.stem, source=described.source or profile.source, work_us=described.work_us
     )
 
 
 def write_linear(profile: Profile, notes: str) -> str:
-    """The file of a profile whose timing is linear; `notes` stand above it as comments."""
+    """Return the text of a profile file with linear timing. `notes` are comments at its top."""
     assert isinstance(profile.timing, LinearTiming)
     lines = [f"# {line}".rstrip() for line in notes.splitlines()]
     lines += ["", 'kind = "linear"', f"name = {_text(profile.name)}", f"source = {_text(profile.source)}"]
@@ -142,7 +162,7 @@ def _profile(described: _Mocker | _Linear | _Roofline, path: Path) -> Profile:
 def _from_sheets(described: _Roofline, path: Path) -> Profile:
     model = read_transformer(path.parent / described.model)
     gpu = gpu_sheet(described.gpu) if isinstance(described.gpu, str) else described.gpu
-    numbers = Numbers(weights=described.weights or ("fp8" if model.fp8 else "bf16"), kv_cache=described.kv_cache)
+    numbers = NumberFormats(weights=described.weights or ("fp8" if model.fp8 else "bf16"), kv_cache=described.kv_cache)
     shared = (model, gpu, numbers, described.tensor_parallel, described.assumed)
     sizes = described.sizes
     block_size = sizes.block_size or BLOCK_SIZE
@@ -152,15 +172,15 @@ def _from_sheets(described: _Roofline, path: Path) -> Profile:
         blocks=sizes.blocks or kv_blocks(*shared, block_size),
         gpus=described.tensor_parallel if sizes.gpus is None else sizes.gpus,
     )
-    return Profile(timing=roofline(*shared), sizes=sizes, source=gpu.source or "a GPU sheet of its own")
+    return Profile(timing=roofline(*shared), sizes=sizes, source=gpu.source or "GPU data sheet in the profile")
 
 
 def _in_terms_of_files(error: str) -> str:
-    """Where and what, without JSON paths."""
-    told, at, place = error.partition(" - at `$.")
-    return f"{place.rstrip('`')}: {told}" if at else told.replace("Object", "The profile")
+    """Translate a msgspec error into the key and the reason."""
+    text, at, place = error.partition(" - at `$.")
+    return f"{place.rstrip('`')}: {text}" if at else text.replace("Object", "The profile")
 
 
 def _text(value: str) -> str:
-    """A basic string of TOML, which JSON's strings are."""
+    """Return a TOML string; every JSON string is one."""
     return msgspec.json.encode(value).decode()

@@ -1,4 +1,4 @@
-"""Models and GPUs as their publishers describe them: `config.json` of a model, figures of a data sheet."""
+"""Descriptions of models and GPUs as published: a model's `config.json`, and values of GPU data sheets."""
 
 from importlib.resources import files
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import msgspec
 
 Positive = Annotated[float, msgspec.Meta(gt=0.0)]
-FILE_BYTES_MAX = 1 << 20  # a profile is a page, a model's description some more
+FILE_BYTES_MAX = 1 << 20  # profiles and model configs have a few kilobytes
 GATED = {"silu", "swish", "gelu_pytorch_tanh", "gelu_tanh"}  # three matrices: gate, up, down
 PLAIN = {"gelu", "gelu_new", "gelu_fast", "gelu_python", "quick_gelu", "relu"}  # two
 OTHER_LAYERS = {
@@ -21,14 +21,19 @@ OTHER_LAYERS = {
 
 
 class ProfileUnusable(ValueError):
-    """A profile, or a file that it names, that says nothing usable; the text says where and why."""
+    """Invalid profile, or an invalid file that it names; the text says where and why."""
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a data sheet says of one GPU; TFLOPS are dense, without `fp8_tflops` it computes in bf16 only.
+    """Data sheet values of one GPU.
 
     Attributes:
-        link_gb_s: what it sends to the others of its node, one way.
+        bf16_tflops: dense TFLOPS in bf16.
+        memory_gib: memory in GiB.
+        memory_tb_s: memory bandwidth in 10^12 bytes per second.
+        link_gb_s: bandwidth to the other GPUs of the node in 10^9 bytes per second, one way.
+        fp8_tflops: dense TFLOPS in fp8; None if the GPU computes in bf16 only.
+        source: the data sheet.
     """
 
     bf16_tflops: Positive
@@ -40,12 +45,21 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class Transformer(msgspec.Struct, frozen=True, kw_only=True):
-    """The sizes of a decoder with Llama's kind of layers; parameters in numbers, not bytes.
+    """Sizes of a Llama-style decoder. Sizes of weights are numbers of parameters, not bytes.
 
     Attributes:
+        layers: number of layers.
+        hidden: width of the hidden state.
+        heads: attention heads.
+        kv_heads: heads of keys and values.
+        head_dim: width of a head.
         layer: parameters of one layer without its experts.
-        expert: parameters of one expert; `experts` a layer, of which a token goes to `experts_active`.
-        head: of the output matrix; `embedding` of the input matrix, 0 where the two are one.
+        head: parameters of the output matrix.
+        embedding: parameters of the input matrix; 0 if it is shared with the output matrix.
+        expert: parameters of one expert; 0 for a dense model.
+        experts: experts per layer.
+        experts_active: experts per token and layer.
+        fp8: whether the published weights are in fp8.
     """
 
     layers: int
@@ -63,21 +77,25 @@ class Transformer(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def parameters(self) -> int:
-        """All of them; `hidden` are of the last norm."""
+        """Return the number of all parameters, including the last norm."""
         return self.layers * (self.layer + self.experts * self.expert) + self.head + self.embedding + self.hidden
 
 
 def gpu_sheet(name: str) -> Gpu:
-    """The built-in sheet of a GPU. Raises ProfileUnusable."""
+    """Return the built-in data sheet of a GPU.
+
+    Raises:
+        ProfileUnusable: there is no built-in sheet of this name.
+    """
     sheets = _sheets()
     if name not in sheets:
         meant = gpus_like(name) or sorted(sheets)
-        raise ProfileUnusable(f"there is no data sheet of {name!r}; there is {', '.join(meant)}")
+        raise ProfileUnusable(f"unknown GPU {name!r}; built-in data sheets are: {', '.join(meant)}")
     return sheets[name]
 
 
 def gpus_like(name: str) -> list[str]:
-    """The GPUs with a built-in sheet whose names begin so."""
+    """Return the names of the built-in GPUs that begin with `name`."""
     return sorted(one for one in _sheets() if one.startswith(name.lower()))
 
 
@@ -86,7 +104,11 @@ def _sheets() -> dict[str, Gpu]:
 
 
 def read_transformer(path: Path) -> Transformer:
-    """The model that a `config.json` of Hugging Face's transformers describes. Raises ProfileUnusable."""
+    """Read a model's sizes from the `config.json` of Hugging Face's transformers.
+
+    Raises:
+        ProfileUnusable: the file cannot be read, or the model has other layers than Llama's.
+    """
     try:
         config = msgspec.json.decode(read_file(path), type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -101,29 +123,33 @@ def read_transformer(path: Path) -> Transformer:
 
 
 def read_file(path: Path) -> bytes:
-    """A small file. Raises ProfileUnusable."""
+    """Read a small file.
+
+    Raises:
+        ProfileUnusable: the file cannot be read or is too large.
+    """
     try:
         with path.open("rb") as file:
             content = file.read(FILE_BYTES_MAX + 1)
     except OSError as error:
         raise ProfileUnusable(f"{path}: {error.strerror}") from None
     if len(content) > FILE_BYTES_MAX:
-        raise ProfileUnusable(f"{path}: larger than {FILE_BYTES_MAX} bytes, which nothing of this kind is")
+        raise ProfileUnusable(f"{path}: the file is larger than {FILE_BYTES_MAX} bytes; is it the right file?")
     return content
 
 
 def _transformer(config: dict[str, Any]) -> Transformer:
     for key, what in OTHER_LAYERS.items():
         if config.get(key):
-            raise ProfileUnusable(f"{key} says {what}, which the roofline does not describe: fit a profile instead")
+            raise ProfileUnusable(f"{key}: the roofline model does not support {what}; fit a profile instead")
     if config.get("decoder_sparse_step", 1) != 1 or config.get("first_k_dense_replace", 0):
-        raise ProfileUnusable("layers with and without experts mixed, which the roofline does not describe")
+        raise ProfileUnusable("the roofline model does not support mixed layers with and without experts")
     hidden, layers = _number(config, "hidden_size"), _number(config, "num_hidden_layers")
     heads = _number(config, "num_attention_heads")
     kv_heads = _number(config, "num_key_value_heads", heads)
     head_dim = _number(config, "head_dim", hidden // heads)
     if heads % kv_heads:
-        raise ProfileUnusable(f"{heads} heads cannot share {kv_heads} of keys and values evenly")
+        raise ProfileUnusable(f"num_attention_heads ({heads}) is not a multiple of num_key_value_heads ({kv_heads})")
     matrices = _mlp_matrices(config)
     attention = 2 * hidden * (heads + kv_heads) * head_dim
     experts = next((_number(config, key) for key in ("num_local_experts", "num_experts") if config.get(key)), 0)
@@ -132,12 +158,12 @@ def _transformer(config: dict[str, Any]) -> Transformer:
         expert = matrices * hidden * _number(config, "moe_intermediate_size", _number(config, "intermediate_size", 0))
         mlp = hidden * experts + matrices * hidden * _number(config, "shared_expert_intermediate_size", 0)
         if not expert:
-            raise ProfileUnusable("it has experts, and neither moe_intermediate_size nor intermediate_size")
+            raise ProfileUnusable("a model with experts needs moe_intermediate_size or intermediate_size")
     else:
         mlp = matrices * hidden * _number(config, "intermediate_size")
     active = _number(config, "num_experts_per_tok") if experts else 0
     if active > experts:
-        raise ProfileUnusable(f"num_experts_per_tok ({active}) is more than there are ({experts})")
+        raise ProfileUnusable(f"num_experts_per_tok ({active}) exceeds the number of experts ({experts})")
     vocabulary = hidden * _number(config, "vocab_size")
     return Transformer(
         layers=layers,
@@ -161,14 +187,15 @@ def _mlp_matrices(config: dict[str, Any]) -> int:
         return 3
     if activation in PLAIN:
         return 2
-    raise ProfileUnusable(f"hidden_act {activation!r} is not known, so neither is how many matrices a layer has")
+    known = ", ".join(sorted(GATED | PLAIN))
+    raise ProfileUnusable(f"unknown hidden_act {activation!r}; supported are: {known}")
 
 
 def _number(config: dict[str, Any], key: str, default: int | None = None) -> int:
     value = config.get(key)
     value = default if value is None else value
     if value is None:
-        raise ProfileUnusable(f"it has no {key}, which models with Llama's kind of layers have")
+        raise ProfileUnusable(f"missing key {key}, which every Llama-style model has")
     if not isinstance(value, int) or isinstance(value, bool) or value < (1 if default is None else 0):
         raise ProfileUnusable(f"{key} must be a positive integer, not {value!r}")
     return value

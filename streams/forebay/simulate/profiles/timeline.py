@@ -1,9 +1,10 @@
-"""What an engine did between two recorded moments, as amounts that each cost something: tokens, pairs, iterations.
+"""Amounts of work that an engine did between recorded events: tokens, attention pairs, iterations.
 
-Recorded are when each request came, had its first token and its last. Between these moments every running sequence gets
-one token an iteration, so how many iterations there were follows from how many tokens each got: found by making the
-counts of its moments fit one request after the other (multiplicative algebraic reconstruction: Gordon, Bender, Herman
-1970). Prompts are computed first come, first served; a prompt's tokens are spread evenly over the time that it had.
+The recording has the arrival, the first token and the last token of each request. Between these events every running
+sequence gets one token per iteration. The number of iterations between events therefore follows from the tokens of each
+request. It is solved by fitting the counts to one request after another (multiplicative algebraic reconstruction:
+Gordon, Bender, Herman 1970). Prompts are assumed to be computed first come, first served. The tokens of a prompt are
+spread evenly over its prefill time.
 """
 
 from collections.abc import Sequence
@@ -12,21 +13,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forebay.engine_model.timing import LinearTiming
-from forebay.simulate.profiles.observed import EngineRun, Observed
+from forebay.simulate.profiles.observed import EngineRun, ObservedRequest
 
 COSTS = LinearTiming.__struct_fields__
-PASSES = 30  # after which the counts hardly move
-UNDER_WAY = 0.5  # of a step, when a request comes, is still to be done on average
-FULL = 0.95  # of the KV cache
-CHANGE_MAX = 2.0  # of a count by one request at once
+PASSES = 30  # iterations of the reconstruction; after these the counts hardly change
+STEP_REMAINING = 0.5  # mean remaining share of the current step when a request arrives
+FULL = 0.95  # share of the KV cache above which it counts as full
+CHANGE_MAX = 2.0  # maximum factor by which one request changes a count in one pass
 
 Vector = NDArray[np.float64]
 
 
-def amounts(run: EngineRun) -> tuple[list[Observed], Vector]:
-    """The requests to compare, and what their times are the sums of: (2, requests, costs), first TTFT and then ITL.
+def amounts(run: EngineRun) -> tuple[list[ObservedRequest], Vector]:
+    """Return the compared requests, and the amounts of work that make up their times.
 
-    ITL is an average over the gaps between tokens, so its amounts are those of one gap.
+    Returns:
+        The requests, and an array of shape (2, requests, costs) with the amounts in TTFT and in ITL. The amounts in ITL
+        are averages over the gaps between tokens.
     """
     begun = [one for one in run.requests if one.first_us]
     moments = np.unique([at for one in begun for at in (one.routed_us, one.first_us, _end(one))])
@@ -41,11 +44,11 @@ def amounts(run: EngineRun) -> tuple[list[Observed], Vector]:
             grown = (middles[first:last] - one.first_us) / (_end(one) - one.first_us)
             contexts[first:last] += one.prompt_tokens + grown * one.output_tokens + run.config.block_size / 2
     room = run.config.max_num_seqs, FULL * run.config.kv_blocks_total * run.config.block_size
-    waits = (sequences >= room[0]) | (contexts >= room[1])  # whoever comes then is not computed at once
+    waits = (sequences >= room[0]) | (contexts >= room[1])  # the engine is full, so a new request has to wait
     prefill = _prefill(begun, spans, lasted, sequences > 0, run.config.max_num_batched_tokens)
     fixed = (prefill[:, 2] > 0) & ~waits
     decoded = _iterations(begun, spans, lasted, np.where(fixed, prefill[:, 2], np.nan))
-    # Where nothing decodes, an iteration is one that computes prompts.
+    # Where no sequence decodes, every iteration is a prefill.
     iterations = np.where(sequences > 0, decoded, prefill[:, 2])
     done = np.column_stack(
         [iterations, prefill[:, 0], prefill[:, 1], decoded * (sequences > 0), decoded * sequences, decoded * contexts]
@@ -57,15 +60,21 @@ def amounts(run: EngineRun) -> tuple[list[Observed], Vector]:
     return [one for one, _ in compared], np.array([ttft, itl]).reshape(2, len(compared), len(COSTS))
 
 
-def _end(one: Observed) -> int:
-    """When it was done with; who never was is there to the end, for a moment."""
+def _end(one: ObservedRequest) -> int:
+    """Return when a request left the engine. A request without a recorded end leaves at its first token."""
     return max(one.first_us, one.last_us or one.stopped_us)
 
 
-def _iterations(begun: Sequence[Observed], spans: Sequence[tuple[int, ...]], lasted: Vector, fixed: Vector) -> Vector:
-    """How many there were between any two moments next to each other; fractions where a moment cuts one.
+def _iterations(
+    begun: Sequence[ObservedRequest], spans: Sequence[tuple[int, ...]], lasted: Vector, fixed: Vector
+) -> Vector:
+    """Return the number of iterations between consecutive events. It is fractional where an event splits an iteration.
 
-    What `fixed` has is known; it is nan elsewhere.
+    Args:
+        begun: requests with a first token.
+        spans: indexes of each request's arrival, first token and end among the events.
+        lasted: microseconds between consecutive events.
+        fixed: counts that are already known; nan elsewhere.
     """
     is_free = np.isnan(fixed)
     known = []
@@ -87,14 +96,18 @@ def _iterations(begun: Sequence[Observed], spans: Sequence[tuple[int, ...]], las
 
 
 def _prefill(
-    begun: Sequence[Observed], spans: Sequence[tuple[int, ...]], lasted: Vector, busy: NDArray[np.bool_], budget: int
+    begun: Sequence[ObservedRequest],
+    spans: Sequence[tuple[int, ...]],
+    lasted: Vector,
+    busy: NDArray[np.bool_],
+    budget: int,
 ) -> Vector:
-    """Tokens, pairs and steps of prompts between any two moments next to each other: (moments - 1, 3)."""
+    """Return tokens, pairs and steps of prefill between consecutive events, with shape (events - 1, 3)."""
     done = np.zeros((len(lasted), 3))
-    groups: dict[int, list[int]] = {}  # who got the first token in one step, by when that was
+    groups: dict[int, list[int]] = {}  # requests whose first tokens came in one step, by the index of that event
     for number, (_, first, _) in enumerate(spans):
         groups.setdefault(first, []).append(number)
-    free = 0  # when the prompts before these were done
+    free = 0  # event at which all earlier prefills were done
     for first, members in sorted(groups.items()):
         tokens = pairs = 0
         for number in members:
@@ -107,7 +120,7 @@ def _prefill(
         began = min(first - 1, max(free, came))
         span = slice(began, first)
         share = lasted[span] / lasted[span].sum()
-        steps = -(-tokens // budget) + (UNDER_WAY if came > free and busy[began] else 0.0)
+        steps = -(-tokens // budget) + (STEP_REMAINING if came > free and busy[began] else 0.0)
         done[span] += share[:, None] * (tokens, pairs, steps)
         free = first
     return done

@@ -1,1 +1,1 @@
-"""Formats of workloads and generators of them, and what is made of either before it is played."""
+"""Workload formats, workload generators, and the transformations applied before a workload is played."""

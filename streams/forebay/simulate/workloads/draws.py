@@ -1,8 +1,8 @@
-"""Times at which requests come, and lengths, drawn alike on every machine.
+"""Random arrival times and lengths that are identical on every machine.
 
-Only comparisons, sums, products and square roots of floats decide, which IEEE 754 defines to the last bit, and
-`decimal` where a logarithm is needed: libraries of C differ in the last bits of log and exp. Times are whole
-microseconds before they are added up.
+Floats are only compared, added, multiplied and square-rooted, which IEEE 754 defines to the last bit. Logarithms use
+`decimal`, because C libraries differ in the last bits of log and exp. Gaps are rounded to whole microseconds before
+they are added.
 """
 
 import random
@@ -12,11 +12,11 @@ from math import inf, ldexp, sqrt
 
 US_PER_S = 1_000_000
 LN2 = 0.6931471805599453
-NORMAL_P99 = 2.3263478740408408  # the standard normal distribution's
+NORMAL_P99 = 2.3263478740408408  # 99th percentile of the standard normal distribution
 
 
 def exponential(rng: random.Random) -> float:
-    """Mean 1, by comparing uniform draws alone.
+    """Return a draw from the exponential distribution of mean 1, using only comparisons of uniform draws.
 
     Source: von Neumann, "Various techniques used in connection with random digits" (1951).
     """
@@ -34,7 +34,7 @@ def exponential(rng: random.Random) -> float:
 
 
 def normal(rng: random.Random) -> float:
-    """Mean 0, deviation 1, by rejection from the exponential distribution.
+    """Return a draw from the standard normal distribution, by rejection from the exponential distribution.
 
     Source: Devroye, "Non-Uniform Random Variate Generation" (1986), chapter IV.
     """
@@ -45,7 +45,7 @@ def normal(rng: random.Random) -> float:
 
 
 def exp(power: float) -> float:
-    """Of a power of e, the value to some 1e-15, from sums and products."""
+    """Return e to this power, with a relative error of about 1e-15, from sums and products."""
     halvings = int(power / LN2 + (0.5 if power >= 0 else -0.5))
     rest = power - halvings * LN2
     total = 1.0
@@ -55,12 +55,16 @@ def exp(power: float) -> float:
 
 
 class Lengths:
-    """A quantity of a given mean: always the same, or lognormal with a given 99th percentile."""
+    """Distribution with a given mean: constant, or lognormal with a given 99th percentile."""
 
     def __init__(self, mean: float, p99: float | None = None) -> None:
-        """ValueError for what no lognormal distribution has."""
+        """Create a distribution.
+
+        Raises:
+            ValueError: no lognormal distribution has this mean and 99th percentile.
+        """
         if not 0 <= mean < inf or (p99 is not None and not 0 < mean <= p99 < inf):
-            raise ValueError("a mean, and a 99th percentile that is not below it")
+            raise ValueError("expected a finite mean, and a 99th percentile at or above it")
         self._mean = mean
         self._deviation = 0.0
         if p99 is not None and p99 != mean:
@@ -72,14 +76,14 @@ class Lengths:
             self._log = float(Decimal(mean).ln()) - self._deviation * self._deviation / 2.0
 
     def draw(self, rng: random.Random) -> float:
-        """One value."""
+        """Return one draw."""
         if not self._deviation:
             return self._mean
         return exp(self._log + self._deviation * normal(rng))
 
 
 def poisson(rng: random.Random, rate: float) -> Iterator[int]:
-    """Times in us: exponential gaps."""
+    """Yield arrival times of a Poisson process, in microseconds."""
     at_us = 0
     while True:
         at_us += round(exponential(rng) / rate * US_PER_S)
@@ -87,9 +91,10 @@ def poisson(rng: random.Random, rate: float) -> Iterator[int]:
 
 
 def bursty(rng: random.Random, rate: float, cv: float) -> Iterator[int]:
-    """Times in us: gaps of a coefficient of variation of at least 1, hyperexponential with balanced means.
+    """Yield arrival times with hyperexponential gaps, in microseconds.
 
-    Source: Whitt, "Approximating a point process by a renewal process, I" (1982).
+    The phases have balanced means. The coefficient of variation `cv` is at least 1. Source: Whitt, "Approximating a
+    point process by a renewal process, I" (1982).
     """
     square = cv * cv
     short = (1.0 + sqrt((square - 1.0) / (square + 1.0))) / 2.0
@@ -101,9 +106,10 @@ def bursty(rng: random.Random, rate: float, cv: float) -> Iterator[int]:
 
 
 def diurnal(rng: random.Random, rate: float, period_s: float, swing: float) -> Iterator[int]:
-    """Times in us: a Poisson process whose rate swings by the share `swing` about its mean, by thinning.
+    """Yield arrival times of a Poisson process with a periodic rate, in microseconds.
 
-    Source: Lewis and Shedler, "Simulation of nonhomogeneous Poisson processes by thinning" (1979).
+    The rate swings by the share `swing` around its mean. Method: thinning. Source: Lewis and Shedler, "Simulation of
+    nonhomogeneous Poisson processes by thinning" (1979).
     """
     most = 1.0 + swing
     period_us = round(period_s * US_PER_S)
@@ -113,7 +119,7 @@ def diurnal(rng: random.Random, rate: float, period_s: float, swing: float) -> I
 
 
 def wave(phase: float) -> float:
-    """From 0 up to 1, down to -1 and back to 0 as the phase goes from 0 to 1: a sine's two halves as parabolas."""
+    """Return a periodic wave of amplitude 1 for a phase from 0 to 1: a sine approximated by two parabolas."""
     half = phase % 0.5
     height = 16.0 * half * (0.5 - half)
     return height if phase < 0.5 else -height

@@ -1,18 +1,19 @@
-"""Lines of a text file, one at a time, with their place in it."""
+"""Iteration over the lines of a text file with their positions."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 from forebay.simulate.workload import WorkloadUnusable
 
-LINE_BYTES_MAX = 64 << 20  # the text of a long context is a few megabytes; more is no file of lines
+LINE_BYTES_MAX = 64 << 20  # a prompt of maximum length has a few megabytes of text
 BOM = b"\xef\xbb\xbf"
 
 
 def lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
-    """Number, from 1, byte offset and text of each line that is not blank, without its end.
+    """Yield number, byte offset and stripped text of each line that is not blank. Numbers start at 1.
 
-    Raises WorkloadUnusable for what cannot be read or is no text.
+    Raises:
+        WorkloadUnusable: the file cannot be read or is not text.
     """
     try:
         with path.open("rb") as file:
@@ -22,11 +23,11 @@ def lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
                 number += 1
                 if number == 1:
                     if b"\0" in line:
-                        raise WorkloadUnusable(f"{path}: is no text in UTF-8")
+                        raise WorkloadUnusable(f"{path}: is not UTF-8 text")
                     if line.startswith(BOM):
                         at, line = len(BOM), line[len(BOM) :]
                 if len(line) == LINE_BYTES_MAX:
-                    raise WorkloadUnusable(f"{path}, line {number}: is longer than {LINE_BYTES_MAX >> 20} MiB")
+                    raise WorkloadUnusable(f"{path}, line {number}: the line is longer than {LINE_BYTES_MAX >> 20} MiB")
                 text = line.strip()
                 if text:
                     yield number, at, text

@@ -1,8 +1,8 @@
-"""LMCache's traces of agents: JSON lines of timestamp (us), input, output (text) and session_id, in no order.
+"""LMCache's agent traces: unordered JSON lines of timestamp (us), input, output (text) and session_id.
 
-A call follows on the one before it of its session: at its time, but not before that is answered. Text becomes tokens
-by a tokenizer, or four characters each; blocks are named by the text up to their end, so equal beginnings are shared
-by all sessions. Source: github.com/LMCache/lmcache-agent-trace.
+A call depends on the previous call of its session: it arrives at its recorded time, but not before that response. Text
+is tokenized by a tokenizer, or counted as four characters per token. Block ids are hashes of the text up to their end,
+so sessions share equal prefixes. Source: github.com/LMCache/lmcache-agent-trace.
 """
 
 from functools import cache
@@ -15,14 +15,21 @@ from xxhash import xxh3_64_intdigest
 from forebay.events.base import U32_BYTES, pack_u32
 from forebay.simulate.workload import Turn, WorkloadUnusable
 from forebay.simulate.workloads.lines import lines
-from forebay.simulate.workloads.source import NOT_JSON, TIME_MS_MAX, US_PER_MS, Faults, Placed, lengths_fault
+from forebay.simulate.workloads.source import (
+    NOT_JSON,
+    TIME_MS_MAX,
+    US_PER_MS,
+    PositionedTurns,
+    RowErrors,
+    invalid_lengths,
+)
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 BLOCK_TOKENS = 64
 TOKEN_CHARACTERS = 4
-ID_BITS_CUT = 11  # ids of 53 bits: what reads JSON elsewhere rounds longer ones
+ID_BITS_CUT = 11  # leaves 53 bits, because other JSON readers round larger integers
 
 
 class _Call(msgspec.Struct, frozen=True):
@@ -33,32 +40,40 @@ class _Call(msgspec.Struct, frozen=True):
 
 
 class LmcacheRuns:
-    """Files of such calls."""
+    """Reader of LMCache traces."""
 
     block_tokens = BLOCK_TOKENS
     local_ids = False
 
     def __init__(self, tokenizer: str | None) -> None:
-        """`tokenizer`: path of a tokenizer.json. Raises WorkloadUnusable."""
+        """Create a reader.
+
+        Args:
+            tokenizer: path of a tokenizer.json; None counts four characters as a token.
+
+        Raises:
+            WorkloadUnusable: the tokenizer cannot be loaded.
+        """
         self._tokenizer = tokenizer
-        self.notes = [f"tokens are those of {tokenizer}" if tokenizer else f"{TOKEN_CHARACTERS} characters are a token"]
+        counted_by = f"the tokenizer {tokenizer}" if tokenizer else f"{TOKEN_CHARACTERS} characters per token"
+        self.notes = [f"tokens are counted by {counted_by}"]
         if tokenizer:
             _tokenizer(tokenizer)
 
     def starts(self, path: Path) -> list[tuple[int, str]]:
-        """See RunReader. Raises WorkloadUnusable."""
-        return [(calls[0][1].timestamp, name) for name, calls in _calls(path, Faults(skip=True)).items()]
+        """Return start and name of each session. See RunReader."""
+        return [(calls[0][1].timestamp, name) for name, calls in _calls(path, RowErrors(skip=True)).items()]
 
-    def sessions(self, path: Path, faults: Faults) -> dict[str, Placed]:
-        """See RunReader. Raises WorkloadUnusable."""
-        found: dict[str, Placed] = {}
-        for name, calls in _calls(path, faults).items():
-            placed: Placed = found.setdefault(name, [])
-            for faults.row, call in calls:
+    def sessions(self, path: Path, errors: RowErrors) -> dict[str, PositionedTurns]:
+        """Return the requests of each session. See RunReader."""
+        found: dict[str, PositionedTurns] = {}
+        for name, calls in _calls(path, errors).items():
+            placed: PositionedTurns = found.setdefault(name, [])
+            for errors.row, call in calls:
                 tokens, ids = self._prompt(call.input)
                 answer = max(1, self._count(call.output))
-                if reason := lengths_fault(tokens, answer):
-                    faults.bad(reason)
+                if reason := invalid_lengths(tokens, answer):
+                    errors.report(reason)
                     continue
                 number = len(placed)
                 turn = Turn(
@@ -70,7 +85,7 @@ class LmcacheRuns:
                     after=(number - 1,) if number else (),
                     session_id="" if name == path.stem else f"/{name}",
                 )
-                placed.append((faults.row, turn))
+                placed.append((errors.row, turn))
         return found
 
     def _count(self, text: str) -> int:
@@ -79,7 +94,7 @@ class LmcacheRuns:
         return -(-len(text) // TOKEN_CHARACTERS)
 
     def _prompt(self, text: str) -> tuple[int, tuple[int, ...]]:
-        """How many tokens, and the names of their blocks."""
+        """Return the number of tokens of a prompt, and its block ids."""
         if self._tokenizer:
             tokens = _tokenizer(self._tokenizer).encode(text, add_special_tokens=False).ids
             return len(tokens), _named(pack_u32(tokens), BLOCK_TOKENS * U32_BYTES)
@@ -88,7 +103,7 @@ class LmcacheRuns:
 
 
 def _named(content: bytes, size: int) -> tuple[int, ...]:
-    """A name for each `size` bytes and all before them. One that is not full is nobody's but who ends there."""
+    """Return an id per `size` bytes, derived from all bytes up to its end. A partial last block gets its own id."""
     before = 0
     names = []
     for at in range(0, len(content), size):
@@ -97,18 +112,18 @@ def _named(content: bytes, size: int) -> tuple[int, ...]:
     return tuple(names)
 
 
-def _calls(path: Path, faults: Faults) -> dict[str, list[tuple[int, _Call]]]:
-    """The calls of each session and the lines they stand in, in the order of time."""
+def _calls(path: Path, errors: RowErrors) -> dict[str, list[tuple[int, _Call]]]:
+    """Return the calls of each session with their line numbers, in the order of time."""
     decode = msgspec.json.Decoder(_Call).decode
     found: dict[str, list[tuple[int, _Call]]] = {}
-    faults.unit = "line"
-    for faults.row, _, line in lines(path):
+    errors.unit = "line"
+    for errors.row, _, line in lines(path):
         try:
             call = decode(line)
         except NOT_JSON as error:
-            faults.bad(str(error))
+            errors.report(str(error))
             continue
-        found.setdefault(call.session_id, []).append((int(faults.row), call))
+        found.setdefault(call.session_id, []).append((int(errors.row), call))
     for calls in found.values():
         calls.sort(key=lambda one: one[1].timestamp)
     return found
@@ -116,9 +131,9 @@ def _calls(path: Path, faults: Faults) -> dict[str, list[tuple[int, _Call]]]:
 
 @cache
 def _tokenizer(path: str) -> "Tokenizer":
-    from tokenizers import Tokenizer  # noqa: PLC0415 - a fifth of a second, for who has text to count
+    from tokenizers import Tokenizer  # noqa: PLC0415 - takes 0.2 s, and few workloads need it
 
     try:
         return Tokenizer.from_file(path)
     except Exception as error:  # it has no other
-        raise WorkloadUnusable(f"{path}: is no tokenizer ({error})") from error
+        raise WorkloadUnusable(f"{path}: is not a tokenizer.json ({error})") from error

@@ -1,4 +1,4 @@
-"""A source as it is played: checked row by row, cut, sped up and scaled."""
+"""Preparation of a workload: checking its rows, cutting, speeding up and scaling it."""
 
 from array import array
 from bisect import bisect_left
@@ -8,45 +8,50 @@ from msgspec.structs import replace
 
 from forebay.simulate.workload import Survey, Turn, WorkloadOptions
 from forebay.simulate.workloads.scaling import Scaling
-from forebay.simulate.workloads.source import LATEST_US, US_PER_S, Faults, Source
+from forebay.simulate.workloads.source import LATEST_US, US_PER_S, RowErrors, WorkloadSource
 
-PARENTS_MAX = 1 << 19  # ids whose parent is remembered: some 60 MB; then the check begins anew
+PARENTS_MAX = 1 << 19  # ids whose parent is remembered, about 60 MB; beyond that the check starts again
 
 
-class Played:
-    """A source under options, as a workload.
+class PreparedWorkload:
+    """Workload made from a source by applying options.
 
     Attributes:
-        name: the source's; so is `block_tokens`.
+        name: name of the source.
+        block_tokens: tokens per block id of the source.
     """
 
-    def __init__(self, source: Source, options: WorkloadOptions) -> None:
+    def __init__(self, source: WorkloadSource, options: WorkloadOptions) -> None:
         self.name = source.name
         self.block_tokens = source.block_tokens
         self._source = source
         self._options = options
 
     def survey(self) -> Survey:
-        """Read it once, check every row. Raises WorkloadUnusable."""
-        faults = Faults(skip=self._options.skip_bad_rows)
+        """Read the workload once and check every row.
+
+        Raises:
+            WorkloadUnusable: a row cannot be played and bad rows are not skipped, or there is no request to play.
+        """
+        errors = RowErrors(skip=self._options.skip_bad_rows)
         requests = 0
         models: dict[str, None] = {}
-        for turn in self._cut(faults):
+        for turn in self._cut(errors):
             requests += 1
             if turn.model and len(models) < 2:
                 models[turn.model] = None
         notes = list(self._source.notes)
         if models and not self._options.by_model:
-            notes.append("the models that it names are played as one")
-        return faults.survey(requests, notes)
+            notes.append("all requests go to one model; the model names in the workload are ignored")
+        return errors.survey(requests, notes)
 
     def turns(self) -> Iterator[Turn]:
-        """Every request, with the options applied."""
+        """Yield every request, with the options applied."""
         options = self._options
         scaling = Scaling(options, self.block_tokens)
         if scaling.changes:
-            scaling.learn(self._cut(Faults(skip=options.skip_bad_rows)))
-        for turn in self._cut(Faults(skip=options.skip_bad_rows)):
+            scaling.learn(self._cut(RowErrors(skip=options.skip_bad_rows)))
+        for turn in self._cut(RowErrors(skip=options.skip_bad_rows)):
             played = scaling.scaled(turn) if scaling.changes else turn
             if options.speed != 1.0 and played.at_us:
                 played = replace(played, at_us=round(played.at_us / options.speed))
@@ -54,21 +59,25 @@ class Played:
                 played = replace(played, model="")
             yield played
 
-    def _cut(self, faults: Faults) -> Iterator[Turn]:
-        """The good ones of the first seconds, as recorded. Raises WorkloadUnusable if there are none."""
+    def _cut(self, errors: RowErrors) -> Iterator[Turn]:
+        """Yield the good requests of the first `duration_s` seconds and `requests_max` requests.
+
+        Raises:
+            WorkloadUnusable: there are none.
+        """
         options = self._options
         requests = 0
-        for turn in _within(_checked(self._source.turns(faults), faults), options.duration_s):
+        for turn in _within(_checked(self._source.turns(errors), errors), options.duration_s):
             if requests == options.requests_max:
                 return
             yield turn
             requests += 1
         if not requests:
-            raise faults.nothing(self.name)
+            raise errors.empty_workload(self.name)
 
 
-def _checked(turns: Iterator[Turn], faults: Faults) -> Iterator[Turn]:
-    """Those that can be played, numbered without the others."""
+def _checked(turns: Iterator[Turn], errors: RowErrors) -> Iterator[Turn]:
+    """Yield the requests that can be played, renumbered without the others."""
     parents: dict[int, int | None] = {}
     left_out: list[int] = []
     now_us = 0
@@ -76,13 +85,13 @@ def _checked(turns: Iterator[Turn], faults: Faults) -> Iterator[Turn]:
         reason = ""
         if turn.after:
             if left_out and any(_among(left_out, one) for one in turn.after):
-                reason = "it follows on a row that was left out"
+                reason = "it depends on a row that was skipped"
         elif turn.at_us < now_us:
-            reason = f"the timestamp is {(now_us - turn.at_us) / 1e3:g} ms before that of a row before it"
+            reason = f"the timestamp is {(now_us - turn.at_us) / 1e3:g} ms before that of an earlier row"
         if turn.block_ids and not reason:
             reason = _unchained(turn.block_ids, parents)
         if reason:
-            faults.bad(reason)
+            errors.report(reason)
             left_out.append(turn.number)
             continue
         if not turn.after:
@@ -91,7 +100,10 @@ def _checked(turns: Iterator[Turn], faults: Faults) -> Iterator[Turn]:
 
 
 def _unchained(ids: tuple[int, ...], parents: dict[int, int | None]) -> str:
-    """Why these ids are not prefix-closed: each has but one that comes before it. Remembers them."""
+    """Return why these ids are not prefix-closed, that is, why an id has two different predecessors.
+
+    Remembers the predecessors of valid ids.
+    """
     before = (None, *ids[:-1])
     known = len(parents)
     found = tuple(map(parents.setdefault, ids, before))
@@ -100,14 +112,15 @@ def _unchained(ids: tuple[int, ...], parents: dict[int, int | None]) -> str:
             parents.clear()
         return ""
     at = next(at for at, one in enumerate(found) if one != before[at])
-    said = [f"after {one}" if one is not None else "first" for one in (before[at], found[at])]
+    places = [f"after {one}" if one is not None else "first" for one in (before[at], found[at])]
     while len(parents) > known:
         parents.popitem()
-    return f"hash id {ids[at]} comes {said[0]}, and before it came {said[1]}: an id names all that is before it, too"
+    text = f"hash id {ids[at]} comes {places[0]}, but came {places[1]} in an earlier prompt"
+    return f"{text}; an id stands for its block and all blocks before it"
 
 
 def _within(turns: Iterator[Turn], duration_s: float | None) -> Iterator[Turn]:
-    """What comes in the first seconds if answers take no time."""
+    """Yield the requests that arrive in the first `duration_s` seconds if every response is instant."""
     if duration_s is None:
         yield from turns
         return
@@ -117,7 +130,7 @@ def _within(turns: Iterator[Turn], duration_s: float | None) -> Iterator[Turn]:
     for turn in turns:
         at_us = max(turn.at_us, max((earliest[one] for one in turn.after), default=0) + turn.delay_us)
         if at_us >= end_us and not turn.after:
-            return  # nor does any that comes behind it
+            return  # all later rows arrive even later
         earliest.append(min(at_us, LATEST_US))
         if at_us >= end_us:
             cut.append(turn.number)
@@ -126,7 +139,7 @@ def _within(turns: Iterator[Turn], duration_s: float | None) -> Iterator[Turn]:
 
 
 def _renumbered(turn: Turn, left_out: list[int]) -> Turn:
-    """As though those before it that are left out had never been."""
+    """Return the request numbered as if the skipped requests did not exist."""
     number = turn.number - len(left_out)
     return replace(turn, number=number, after=tuple(one - bisect_left(left_out, one) for one in turn.after))
 

@@ -1,16 +1,16 @@
-"""Real tokens for the prompts of a workload, for a system that is really there."""
+"""Token ids for the prompts of a workload, for sending them to a live system."""
 
 import random
 from functools import lru_cache
 
 from forebay.simulate.workload import Turn
 
-TOKEN_IDS = 1_000  # prompts are made of the lowest token ids, which every vocabulary has
+TOKEN_IDS = 1_000  # prompts use the lowest token ids, which every vocabulary has
 CACHED_TOKENS = 1 << 21
 
 
 def prompt(turn: Turn, block_tokens: int) -> list[int]:
-    """Token ids: equal block ids give equal tokens, a prompt without ids has tokens like no other."""
+    """Return token ids for a prompt. Equal block ids give equal tokens; a prompt without ids shares no prefix."""
     if not turn.block_ids:
         return list(_tokens_of(f"turn {turn.number}", turn.prompt_tokens))
     tokens: list[int] = []

@@ -1,7 +1,7 @@
-"""A recording, or a log file, as a workload: its requests as their owner took them, at the times at which it did.
+"""Reader of a recording or a log file as a workload: its requests at the times at which the owner applied them.
 
-The recorded order is read twice, because how long an answer is stands behind its request. Nothing is derived: what
-other rules decided can be played, too.
+The recorded order is read twice, because the length of a response is recorded after its request. No decision is
+rederived, so recordings of other versions of the rules can be played, too.
 """
 
 import statistics
@@ -20,7 +20,7 @@ from forebay.events.progress import RequestFinished
 from forebay.events.requests import NO_HINTS, RequestSubmitted
 from forebay.events.topics import DECISIONS, PROGRESS, REQUESTS
 from forebay.simulate.workload import Turn, WorkloadUnusable
-from forebay.simulate.workloads.source import Faults
+from forebay.simulate.workloads.source import RowErrors
 from forebay.transport.base import Log, LogError
 from forebay.transport.history.groups import groups_of, pools_of
 from forebay.transport.history.reader import RecordedOrder, Validity, journal
@@ -28,50 +28,54 @@ from forebay.transport.history.start import oldest_state
 from forebay.transport.sqlite.log import SqliteLog
 
 READ = (REQUESTS.name, PROGRESS.name)
-UNFINISHED = -1  # a length that the recording does not hold
+UNFINISHED = -1  # length of a response that the recording does not contain
 
 T = TypeVar("T")
 
 
 class RecordingFile:
-    """One group's requests, as a source. What it says of them beside prompt, length and session is not played."""
+    """Reader of the requests of one group. Only prompt, length and session are played; routing hints are ignored."""
 
     def __init__(self, path: Path) -> None:
-        """Raises WorkloadUnusable."""
+        """Open the file and find its group.
+
+        Raises:
+            WorkloadUnusable: the file cannot be read, or does not contain exactly one group with one block size.
+        """
         self.name = path.name
         self.notes: list[str] = []
         self._path = path
         with self._opened() as log:
             self._partition, self.block_tokens = _at_once(self._group(log))
 
-    def turns(self, faults: Faults) -> Iterator[Turn]:
-        """In the order in which they were taken; the first comes at once."""
-        faults.file, faults.unit = str(self._path), "request"
+    def turns(self, errors: RowErrors) -> Iterator[Turn]:
+        """Yield the requests in the order in which they were applied. The first one arrives at time 0."""
+        errors.file, errors.unit = str(self._path), "request"
         with self._opened() as log:
             lengths = self._lengths(log)
             finished = [length for length in lengths if length != UNFINISHED]
             if lengths and not finished:
-                raise WorkloadUnusable(f"{self._path}: no request was finished, so no answer's length is known")
+                raise WorkloadUnusable(f"{self._path}: no request finished, so no response length is known")
             median = max(1, round(statistics.median(finished))) if finished else 1
             hints = number = begin_us = 0
             for now_us, event in _story(log, self._partition):
                 if not isinstance(event, RequestSubmitted):
                     continue
                 begin_us = begin_us or now_us
-                faults.row = event.request_id
+                errors.row = event.request_id
                 hints += msgspec.structs.replace(event.routing, session_id="") != NO_HINTS or bool(event.lora_name)
                 length = median if lengths[number] == UNFINISHED else max(1, lengths[number])
                 yield _turn(number, now_us - begin_us, event, length, self.block_tokens)
                 number += 1
         self.notes = []
         if len(finished) < number:
-            text = f"{number - len(finished)} of {number} requests were not finished when they were recorded"
-            self.notes.append(f"{text}: their answers are taken to have {median} tokens, the others' median")
+            text = f"{number - len(finished)} of {number} requests were unfinished when the recording ended"
+            self.notes.append(f"{text}; their responses get the median length of the others, {median} tokens")
         if hints:
-            self.notes.append(f"{hints} of {number} requests wanted certain workers, adapters or priorities: left out")
+            self.notes.append(f"{hints} of {number} requests have worker, adapter or priority hints, which are ignored")
 
     def _lengths(self, log: SqliteLog) -> "array[int]":
-        """The answers' lengths, in tokens, in the order of the requests."""
+        """Return the length of each response in tokens, in the order of the requests."""
         lengths = array("q")
         open_: dict[str, int] = {}
         for _, event in _story(log, self._partition):
@@ -83,16 +87,17 @@ class RecordingFile:
         return lengths
 
     async def _group(self, log: SqliteLog) -> tuple[int, int]:
-        """The control partition and the block size of the only group."""
+        """Return the control partition and the block size of the only group."""
         groups = await groups_of(log)
         if len(groups) != 1:
             names = ", ".join(sorted(groups)) or "none"
-            raise WorkloadUnusable(f"{self._path}: holds the groups {names}; record one of them, by `--group`")
+            reason = f"contains the groups {names}; expected one: record a single group with `--group`"
+            raise WorkloadUnusable(f"{self._path}: {reason}")
         (partition,) = groups.values()
         sizes = sorted({pool.block_size for pool in await pools_of(log, partition)})
         if len(sizes) != 1:
-            told = " and ".join(map(str, sizes)) or "no"
-            raise WorkloadUnusable(f"{self._path}: its pools have {told} tokens a block; one size is wanted")
+            found = " and ".join(map(str, sizes)) or "no"
+            raise WorkloadUnusable(f"{self._path}: got {found} tokens per block in its pools; expected one size")
         return partition, sizes[0]
 
     @contextmanager
@@ -110,7 +115,7 @@ class RecordingFile:
 def _turn(number: int, at_us: int, event: RequestSubmitted, output_tokens: int, block_tokens: int) -> Turn:
     ids = unpack_u64(event.sequence_hashes)
     if len(ids) * block_tokens < event.prompt_tokens:
-        # What follows the last full block has no hash: it is taken to be shared with nobody.
+        # The partial last block has no hash, so it gets a unique id.
         ids.append(xxh3_64_intdigest(b"tail %d" % number))
     return Turn(
         number=number,
@@ -123,7 +128,11 @@ def _turn(number: int, at_us: int, event: RequestSubmitted, output_tokens: int, 
 
 
 def _story(log: SqliteLog, partition: int) -> Iterator[tuple[int, RequestSubmitted | RequestFinished]]:
-    """Requests as they are taken, and their ends, with the owner's clock. Raises LogError."""
+    """Yield requests when they are applied, and their ends, with the owner's clock.
+
+    Raises:
+        LogError: the file cannot be read.
+    """
     story = _applied(log, partition)
     while True:
         try:
@@ -145,13 +154,13 @@ async def _applied(log: Log, partition: int) -> AsyncIterator[tuple[int, Request
                 event = next(events[run.topic])
                 if isinstance(event, RequestFinished):
                     yield run.now_us, event
-        # What is new is decided at once, and so the last thing that its record consumed.
+        # An applied request is decided at once, so it is the last event that its record consumed.
         if isinstance(event, RequestSubmitted) and _takes(record, event.request_id):
             yield runs[-1].now_us, event
 
 
 def _takes(record: JournalRecord, request_id: str) -> bool:
-    """Whether it is what was decided when a request came, and for a new one."""
+    """Return whether this record decides about a newly arrived request."""
     if not isinstance(record, RequestRouted | RequestHeld | RequestRejected) or record.request_id != request_id:
         return False
     rejected = isinstance(record, RequestRejected) and record.reason == "duplicate_id"
@@ -159,10 +168,10 @@ def _takes(record: JournalRecord, request_id: str) -> bool:
 
 
 def _at_once(step: Awaitable[T]) -> T:
-    """What is awaited of a file, which is at hand: so nothing is waited for, inside of an event loop or outside."""
+    """Run a coroutine that reads a file, and never waits, to its end. Works inside and outside of an event loop."""
     try:
         next(iter(step.__await__()))
     except StopIteration as done:
         result: T = done.value
         return result
-    raise AssertionError("reading a file waits for nothing")
+    raise AssertionError("reading a file does not suspend")

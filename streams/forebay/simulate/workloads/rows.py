@@ -1,9 +1,9 @@
-"""Files of one request a line: Mooncake's format, its dialect with sessions, and ours.
+"""Workload files with one request per line: Mooncake's format, its dialect with sessions, and forebay's format.
 
-Theory of operation. A file in which no row follows on others is read as a stream. Otherwise it is read twice: what
-follows on a request has to be known before the answer comes, so it is told right behind the last of the rows that it
-waits for, or that those wait for, which comes at a time of its own. The first reading finds where each row belongs
-(some 130 bytes a row), the second tells them in that order.
+Theory of operation. A file without dependencies between rows is read as a stream. Otherwise the file is read twice. A
+dependent request must be known before the response that it waits for. Therefore it is emitted right after the latest
+row with a fixed time among its direct and indirect dependencies. The first pass finds the position of each row, and
+takes about 130 bytes per row. The second pass emits the rows in that order.
 """
 
 import mmap
@@ -13,23 +13,34 @@ from pathlib import Path
 
 import msgspec
 
-from forebay.simulate.mooncake import BLOCK_TOKENS, Milliseconds, OutputTokens, PromptTokens, Row
+from forebay.simulate.mooncake import BLOCK_TOKENS, Milliseconds, MooncakeRow, OutputTokens, PromptTokens
 from forebay.simulate.workload import Turn, WorkloadUnusable
 from forebay.simulate.workloads.lines import lines
-from forebay.simulate.workloads.source import BLOCK_ID_MAX, NOT_JSON, US_PER_MS, BlockId, Faults, opened, too_many_ids
+from forebay.simulate.workloads.source import (
+    BLOCK_ID_MAX,
+    NOT_JSON,
+    US_PER_MS,
+    BlockId,
+    RowErrors,
+    require_readable,
+    too_many_ids,
+)
 
 FORMAT = "forebay.workload"
 VERSION = 1
 BLOCK_TOKENS_MAX = 1 << 20
-LINKS = (b'"delay"', b'"after"', b'"session_id"', b'"id"')  # without these no row of a file follows on others
+LINKS = (b'"delay"', b'"after"', b'"session_id"', b'"id"')  # rows without these fields have no dependencies
 
 
-class Header(msgspec.Struct, frozen=True, kw_only=True):
-    """The first line of a file in our format.
+class WorkloadHeader(msgspec.Struct, frozen=True, kw_only=True):
+    """First line of a file in forebay's format.
 
     Attributes:
-        block_tokens: tokens that one of `hash_ids` stands for.
-        source: what it was made from, for people.
+        format: identifier of the format.
+        version: version of the format.
+        block_tokens: tokens per id of `hash_ids`.
+        name: name for tables and reports.
+        source: origin of the workload, for information.
     """
 
     format: str = FORMAT
@@ -40,13 +51,19 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LinkedRow(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=True):
-    """One request that may follow on others.
+    """Request that may depend on others.
 
     Attributes:
-        timestamp: ms; of a row that follows on others the earliest time.
-        id: by which others name it in `after`. Its number in the file, from 0, does as well.
-        after: the rows whose answers it waits for.
-        delay: ms from the last of these answers. Without `after`, from the answer before it in its session.
+        timestamp: arrival time in ms; for a dependent row the earliest arrival.
+        input_length: prompt tokens.
+        output_length: response tokens.
+        hash_ids: block ids of the prompt.
+        id: name by which other rows refer to it in `after`. Its row number in the file, from 0, works as well.
+        after: rows whose responses it waits for.
+        delay: ms from the last of these responses to its arrival. Without `after`, from the previous response of its
+            session.
+        session_id: id of its session.
+        model: name of the model.
     """
 
     timestamp: Milliseconds | None = None
@@ -61,22 +78,30 @@ class LinkedRow(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaul
 
 
 class RowFile:
-    """A file of rows, as a source."""
+    """Reader of a file with one request per line."""
 
     def __init__(self, path: Path, *, ours: bool) -> None:
-        """`ours`: it begins with a header. Raises WorkloadUnusable."""
-        self._path = opened(path)
+        """Open the file.
+
+        Args:
+            path: the file.
+            ours: whether it is in forebay's format, which begins with a header.
+
+        Raises:
+            WorkloadUnusable: the file cannot be read, or its header is invalid.
+        """
+        self._path = require_readable(path)
         self._header = _header(path) if ours else None
         self.name = (self._header and self._header.name) or path.name
         self.block_tokens = self._header.block_tokens if self._header else BLOCK_TOKENS
         self.notes: list[str] = []
 
-    def turns(self, faults: Faults) -> Iterator[Turn]:
-        """Rows that come at a time of their own in the order of the file."""
-        faults.file, faults.unit = str(self._path), "line"
+    def turns(self, errors: RowErrors) -> Iterator[Turn]:
+        """Yield the requests. Rows with a fixed time come in the order of the file."""
+        errors.file, errors.unit = str(self._path), "line"
         if _mentions(self._path, LINKS):
-            return self._linked(faults)
-        return self._stream(faults) if self._header else self._plain(faults)
+            return self._linked(errors)
+        return self._stream(errors) if self._header else self._plain(errors)
 
     def _rows(self) -> Iterator[tuple[int, int, bytes]]:
         found = lines(self._path)
@@ -84,18 +109,18 @@ class RowFile:
             next(found)
         return found
 
-    def _plain(self, faults: Faults) -> Iterator[Turn]:
-        """Rows of the four fields that Mooncake's have."""
-        decode = msgspec.json.Decoder(Row).decode
+    def _plain(self, errors: RowErrors) -> Iterator[Turn]:
+        """Yield rows with Mooncake's four fields."""
+        decode = msgspec.json.Decoder(MooncakeRow).decode
         number = 0
-        for faults.row, _, line in self._rows():
+        for errors.row, _, line in self._rows():
             try:
                 row = decode(line)
             except NOT_JSON as error:
-                faults.bad(str(error))
+                errors.report(str(error))
                 continue
             if reason := self._misnamed(row.hash_ids, row.input_length):
-                faults.bad(reason)
+                errors.report(reason)
                 continue
             yield Turn(
                 number=number,
@@ -106,100 +131,102 @@ class RowFile:
             )
             number += 1
 
-    def _stream(self, faults: Faults) -> Iterator[Turn]:
-        """Rows of ours, none of which follows on others."""
+    def _stream(self, errors: RowErrors) -> Iterator[Turn]:
+        """Yield rows of forebay's format without dependencies."""
         decode = msgspec.json.Decoder(LinkedRow).decode
         number = 0
-        for faults.row, _, line in self._rows():
+        for errors.row, _, line in self._rows():
             try:
                 row = decode(line)
             except NOT_JSON as error:
-                faults.bad(str(error))
+                errors.report(str(error))
                 continue
             if reason := self._misnamed(row.hash_ids, row.input_length) or _timeless(row):
-                faults.bad(reason)
+                errors.report(reason)
                 continue
             yield _turn(row, number, ())
             number += 1
 
-    def _linked(self, faults: Faults) -> Iterator[Turn]:
+    def _linked(self, errors: RowErrors) -> Iterator[Turn]:
         plan = _Plan()
         decode = msgspec.json.Decoder(LinkedRow).decode
-        for faults.row, offset, line in self._rows():
+        for errors.row, offset, line in self._rows():
             try:
                 row = decode(line)
             except NOT_JSON as error:
                 plan.skip()
-                faults.bad(str(error))
+                errors.report(str(error))
                 continue
             if self._header is None and not row.hash_ids:
                 reason = "Object missing required field `hash_ids`"
             else:
                 reason = self._misnamed(row.hash_ids, row.input_length)
-            reason = reason or plan.add(row, faults.row, offset)
+            reason = reason or plan.add(row, errors.row, offset)
             if reason:
                 plan.skip()
-                faults.bad(reason)
+                errors.report(reason)
         order = sorted(range(len(plan.group)), key=plan.group.__getitem__)
         number_of = array("q", bytes(8 * len(order)))
         try:
             with self._path.open("rb") as file:
                 for number, at in enumerate(order):
                     number_of[at] = number
-                    faults.row = plan.line[at]
+                    errors.row = plan.line[at]
                     if file.tell() != plan.offset[at]:
                         file.seek(plan.offset[at])
                     row = decode(file.readline())
                     if self._header is None and plan.after(at):
-                        row = msgspec.structs.replace(row, timestamp=None)  # of a recorded run, answers included
+                        # A recorded timestamp includes the latency of responses, which the simulation replaces.
+                        row = msgspec.structs.replace(row, timestamp=None)
                     yield _turn(row, number, tuple(number_of[one] for one in plan.after(at)))
         except (OSError, *NOT_JSON) as error:
-            raise WorkloadUnusable(f"{self._path}: was changed while it was read ({error})") from error
+            raise WorkloadUnusable(f"{self._path}: the file changed while it was read ({error})") from error
 
     def _misnamed(self, ids: Sequence[int], tokens: int) -> str:
-        """Why a prompt of so many tokens cannot have these ids; empty if it can."""
+        """Return why a prompt of `tokens` tokens cannot have these ids; empty if it can."""
         if len(ids) * self.block_tokens < tokens and (ids or self._header is None):
-            return f"{len(ids)} hash ids do not cover {tokens} tokens"
+            return f"{len(ids)} hash ids cover fewer than {tokens} tokens"
         if reason := too_many_ids(len(ids), tokens, self.block_tokens):
             return reason
         if ids and max(ids) > BLOCK_ID_MAX:
-            return f"the hash id {max(ids)} is beyond 64 bits"
+            return f"the hash id {max(ids)} exceeds 64 bits"
         return ""
 
 
 class _Plan:
-    """Which rows follow on which, and so which come behind which.
+    """Dependencies between rows, and the resulting order.
 
     Attributes:
-        line: of each good row, numbered from 0; `offset` is that of its bytes.
-        group: how many rows with a time of their own come before it or are it.
+        line: line number of each good row, indexed from 0.
+        offset: byte offset of each good row.
+        group: number of rows with a fixed time up to and including the row's latest dependency.
     """
 
     def __init__(self) -> None:
         self.line = array("q")
         self.offset = array("q")
         self.group = array("q")
-        self._after_from = array("q", [0])  # where each row's `after` ends in the array of all
+        self._after_from = array("q", [0])  # end of each row's dependencies in `_after`
         self._after = array("q")
         self._own_times = 0
-        self._good = array("q")  # by number in the file: among the good, or -1
+        self._good = array("q")  # index among the good rows by row number, or -1
         self._named: dict[str, int] = {}
-        self._last: dict[str, int] = {}  # of each session
+        self._last: dict[str, int] = {}  # last row by session
 
     def skip(self) -> None:
-        """A row is left out."""
+        """Count a row that is skipped."""
         self._good.append(-1)
 
     def add(self, row: LinkedRow, line: int, offset: int) -> str:
-        """A row; why it cannot be played, empty for added."""
+        """Add a row. Return why it cannot be played; empty if it was added."""
         if row.id in self._named:
-            return f"the id {row.id!r} is that of line {self.line[self._named[row.id]]}, too"
+            return f"duplicate id {row.id!r}, first used on line {self.line[self._named[row.id]]}"
         at = len(self.line)
         after: list[int] = []
         for one in row.after:
             found = self._named.get(one, -1) if isinstance(one, str) else self._by_number(one)
             if found < 0:
-                return f"comes after {one!r}, which is no row before it that can be played"
+                return f"`after` names {one!r}, which is not a valid earlier row"
             after.append(found)
         follows = not row.after and row.session_id in self._last and (row.timestamp is None or row.delay is not None)
         if follows:
@@ -221,7 +248,7 @@ class _Plan:
         return ""
 
     def after(self, at: int) -> "array[int]":
-        """The good rows that a good row follows on."""
+        """Return the good rows that a good row depends on."""
         return self._after[self._after_from[at] : self._after_from[at + 1]]
 
     def _by_number(self, number: int) -> int:
@@ -230,9 +257,9 @@ class _Plan:
 
 def _timeless(row: LinkedRow) -> str:
     if row.timestamp is None:
-        return "Object missing required field `timestamp`: it follows on no row before it"
+        return "Object missing required field `timestamp`: it depends on no earlier row"
     if row.delay:
-        return f"a delay of {row.delay} ms, and no answer before it that it could follow on"
+        return f"got a delay of {row.delay} ms, but there is no earlier response that it could depend on"
     return ""
 
 
@@ -250,19 +277,20 @@ def _turn(row: LinkedRow, number: int, after: tuple[int, ...]) -> Turn:
     )
 
 
-def _header(path: Path) -> Header:
+def _header(path: Path) -> WorkloadHeader:
     first = next(lines(path), None)
     if first is None:
         raise WorkloadUnusable(f"{path}: is empty")
     try:
-        header = msgspec.json.decode(first[2], type=Header)
+        header = msgspec.json.decode(first[2], type=WorkloadHeader)
     except NOT_JSON as error:
-        raise WorkloadUnusable(f"{path}, line 1: is no header of a workload ({error})") from error
+        raise WorkloadUnusable(f"{path}, line 1: invalid workload header ({error})") from error
     if header.format != FORMAT or header.version != VERSION:
-        text = f"{header.format!r} in version {header.version}; {FORMAT!r} in version {VERSION} can be read"
+        text = f"got format {header.format!r}, version {header.version}; expected {FORMAT!r}, version {VERSION}"
         raise WorkloadUnusable(f"{path}, line 1: {text}")
     if not 1 <= header.block_tokens <= BLOCK_TOKENS_MAX:
-        raise WorkloadUnusable(f"{path}, line 1: block_tokens {header.block_tokens}: from 1 to {BLOCK_TOKENS_MAX}")
+        reason = f"got block_tokens {header.block_tokens}; must be 1 to {BLOCK_TOKENS_MAX}"
+        raise WorkloadUnusable(f"{path}, line 1: {reason}")
     return header
 
 

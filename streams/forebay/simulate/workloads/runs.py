@@ -1,4 +1,4 @@
-"""Recorded runs of agents side by side: sessions of their own, in closed loop."""
+"""Recorded agent runs played side by side: each is a session with dependent requests (closed loop)."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,18 +8,18 @@ from msgspec.structs import replace
 
 from forebay.simulate.workload import Turn, WorkloadOptions
 from forebay.simulate.workloads.lmcache import LmcacheRuns
-from forebay.simulate.workloads.source import US_PER_S, Faults, Placed, opened
+from forebay.simulate.workloads.source import US_PER_S, PositionedTurns, RowErrors, require_readable
 from forebay.simulate.workloads.weka import WekaRuns
 
 RUN_FORMATS = ("weka", "lmcache")
 
 
 class RunReader(Protocol):
-    """A format with one file a run, or several sessions in a file.
+    """Reader of a format with one run per file, or several sessions per file.
 
     Attributes:
-        block_tokens: of the first file; the others have the same.
-        local_ids: block ids mean something only within their session.
+        block_tokens: tokens per block id in the first file; the other files must have the same.
+        local_ids: whether block ids are only unique within a session.
         notes: see `Source`.
     """
 
@@ -28,47 +28,65 @@ class RunReader(Protocol):
     notes: list[str]
 
     def starts(self, path: Path) -> list[tuple[int, str]]:
-        """Of each session of a file, in us on a clock that the files share, and its name. Raises WorkloadUnusable."""
+        """Return start and name of each session of a file. Starts are in us on a clock common to all files.
+
+        Raises:
+            WorkloadUnusable: the file cannot be read.
+        """
         ...
 
-    def sessions(self, path: Path, faults: Faults) -> dict[str, Placed]:
-        """The sessions of a file: requests numbered, and timed, from the start of each. Raises WorkloadUnusable."""
+    def sessions(self, path: Path, errors: RowErrors) -> dict[str, PositionedTurns]:
+        """Return the sessions of a file by name. Requests are numbered, and timed, from the start of their session.
+
+        Raises:
+            WorkloadUnusable: a request is invalid and bad rows are not skipped.
+        """
         ...
 
 
-class Runs:
-    """Files of one such format, as a source."""
+class AgentRuns:
+    """Source that combines the runs of several files of one format."""
 
     def __init__(self, form: str, paths: list[Path], options: WorkloadOptions, name: str) -> None:
-        """Raises WorkloadUnusable."""
+        """Open all files.
+
+        Args:
+            form: name of the format, one of RUN_FORMATS.
+            paths: the files.
+            options: tokenizer and session spacing are used.
+            name: name for tables and reports.
+
+        Raises:
+            WorkloadUnusable: a file cannot be read.
+        """
         self.name = name
-        self._paths = [opened(path) for path in paths]
+        self._paths = [require_readable(path) for path in paths]
         self._reader: RunReader = WekaRuns(paths[0]) if form == "weka" else LmcacheRuns(options.tokenizer)
         self._spacing_us = None if options.session_spacing_s is None else round(options.session_spacing_s * US_PER_S)
         self.block_tokens = self._reader.block_tokens
         self.notes = self._reader.notes
 
-    def turns(self, faults: Faults) -> Iterator[Turn]:
-        """Session by session, in the order in which they start."""
+    def turns(self, errors: RowErrors) -> Iterator[Turn]:
+        """Yield the requests session by session, in the order in which the sessions start."""
         reader = self._reader
         found: list[tuple[int, int, str]] = []
         for at, path in enumerate(self._paths):
             starts = reader.starts(path)
             found += [(began_us, at, name) for began_us, name in starts]
-            if not starts:  # so nobody asks for its sessions below
-                faults.file = str(path)
-                reader.sessions(path, faults)
+            if not starts:  # its sessions are never read below, so report its errors here
+                errors.file = str(path)
+                reader.sessions(path, errors)
         found.sort(key=lambda one: one[:2])
-        read: tuple[int, dict[str, Placed]] = (-1, {})
+        read: tuple[int, dict[str, PositionedTurns]] = (-1, {})
         number = base = 0
         for at, (began_us, file, name) in enumerate(found):
             path = self._paths[file]
-            faults.file = str(path)
+            errors.file = str(path)
             if read[0] != file:
-                read = file, reader.sessions(path, faults)
+                read = file, reader.sessions(path, errors)
             start_us = began_us - found[0][0] if self._spacing_us is None else at * self._spacing_us
             beyond = base
-            for faults.row, turn in (turns := read[1].get(name, [])):
+            for errors.row, turn in (turns := read[1].get(name, [])):
                 ids = turn.block_ids
                 if reader.local_ids and ids:
                     ids = tuple([base + one for one in ids])

@@ -1,10 +1,11 @@
-"""Other lengths and another variety of prompts, with what they have in common kept.
+"""Scaling of prompt lengths and prefix variety that preserves prefix sharing.
 
-Theory of operation. The shared part of a prompt are its leading ids that another prompt of the workload has, too; the
-rest is its own. A block of the shared part at depth d becomes those at depths round(d * m) to round((d + 1) * m) - 1,
-in every prompt that has it: prompts that shared k blocks share round(k * m). What is a prompt's own is scaled in
-tokens. Copies of what is shared have ids of their own, and a session stays in one copy. After Dynamo's data generator,
-which draws new prompts from the same tree, where this changes the recorded ones.
+Theory of operation. The shared part of a prompt consists of its leading ids that occur in another prompt, too. The rest
+is its own part. With the multiplier m, a shared block at depth d becomes the blocks at depths round(d * m) to
+round((d + 1) * m) - 1, in every prompt that has it. Prompts that shared k blocks then share round(k * m) blocks. The
+own part is scaled in tokens. Each copy of the shared prefixes has its own ids, and a session stays in one copy. The
+method follows Dynamo's data generator. That generator draws new prompts from the same tree; this module changes the
+recorded prompts.
 """
 
 from array import array
@@ -16,15 +17,15 @@ from xxhash import xxh3_64_intdigest
 from forebay.simulate.workload import Turn, WorkloadOptions, WorkloadUnusable
 from forebay.simulate.workloads.source import PROMPT_TOKENS_MAX
 
-SHARED_IDS_MAX = 1 << 24  # distinct ids among which what is shared is looked for: some 100 bytes each
-ID_BITS_CUT = 11  # ids of 53 bits: what reads JSON elsewhere rounds longer ones
+SHARED_IDS_MAX = 1 << 24  # maximum number of distinct ids to search for shared prefixes, about 100 bytes each
+ID_BITS_CUT = 11  # leaves 53 bits, because other JSON readers round larger integers
 
 
 class Scaling:
-    """What the multipliers of some options make of requests.
+    """Scaling of requests by the multipliers of the options.
 
     Attributes:
-        changes: whether they make anything of them.
+        changes: whether the multipliers change anything.
     """
 
     def __init__(self, options: WorkloadOptions, block_tokens: int) -> None:
@@ -34,12 +35,16 @@ class Scaling:
         self._seed = options.seed
         self._block_tokens = block_tokens
         self.changes = (self._prefix, self._prompt, self._roots) != (1.0, 1.0, 1)
-        self._shared = array("L")  # leading ids that others have, too, by number
+        self._shared = array("L")  # number of shared leading ids, by request number
         self._copy = array("L")
 
     def learn(self, turns: Iterator[Turn]) -> None:
-        """Find what is shared, from all requests in order. Raises WorkloadUnusable for too many ids."""
-        first: dict[int, int] = {}  # who has an id first
+        """Find the shared prefixes. Call with all requests in order before `scaled`.
+
+        Raises:
+            WorkloadUnusable: there are too many distinct block ids.
+        """
+        first: dict[int, int] = {}  # number of the first request with an id
         shared = self._shared
         for turn in turns:
             lead = 0
@@ -51,11 +56,15 @@ class Scaling:
             shared.append(lead)
             first.update(dict.fromkeys(turn.block_ids[lead:], turn.number))
             if len(first) > SHARED_IDS_MAX:
-                text = f"more than {SHARED_IDS_MAX} different block ids: what is shared cannot be told"
+                text = f"more than {SHARED_IDS_MAX} distinct block ids, too many to find the shared prefixes"
                 raise WorkloadUnusable(f"{text}; scale fewer requests")
 
     def scaled(self, turn: Turn) -> Turn:
-        """One of those that were learnt, with its new length and ids. Raises WorkloadUnusable if too long."""
+        """Return a request with its scaled length and its new ids.
+
+        Raises:
+            WorkloadUnusable: the scaled prompt is too long.
+        """
         size = self._block_tokens
         ids = turn.block_ids[: -(-turn.prompt_tokens // size)]
         shared = ids[: self._shared[turn.number]]
@@ -64,13 +73,14 @@ class Scaling:
         named = [new for depth, one in enumerate(shared) for new in self._names(one, depth, copy)]
         tokens = self._depth(whole) * size
         own_tokens = turn.prompt_tokens - min(len(shared) * size, turn.prompt_tokens)
-        if len(shared) > whole:  # a last block that is not full, and shared
+        if len(shared) > whole:  # a shared last block that is partial
             room = (self._depth(whole + 1) - self._depth(whole)) * size
             tokens += min(room, _rounded((turn.prompt_tokens - whole * size) * self._prefix))
         own_tokens = _rounded(own_tokens * self._prompt)
         tokens = max(1, tokens + own_tokens)
         if tokens > PROMPT_TOKENS_MAX:
-            raise WorkloadUnusable(f"request {turn.number}: scaled to {tokens} tokens, beyond {PROMPT_TOKENS_MAX}")
+            reason = f"scaled to {tokens} tokens; the maximum is {PROMPT_TOKENS_MAX}"
+            raise WorkloadUnusable(f"request {turn.number}: {reason}")
         if ids:
             named = named[: -(-tokens // size)]
             named += self._own(turn, ids[len(shared) :], -(-tokens // size) - len(named))
@@ -88,7 +98,7 @@ class Scaling:
         yield from range(first, first + count)
 
     def _own(self, turn: Turn, ids: tuple[int, ...], count: int) -> Iterator[int]:
-        """Ids that nobody else has: the recorded ones, then new ones."""
+        """Yield `count` ids for the own part of a prompt: the recorded ones, then new unique ones."""
         yield from ids[:count]
         first = xxh3_64_intdigest(b"own %d" % turn.number) >> ID_BITS_CUT
         yield from range(first, first + max(0, count - len(ids)))
@@ -107,5 +117,5 @@ class Scaling:
 
 
 def _rounded(value: float) -> int:
-    """Half up, so that of two values the greater is never rounded to less."""
+    """Round half up, so that a greater value is never rounded to a smaller integer."""
     return int(value + 0.5)

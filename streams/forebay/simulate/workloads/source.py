@@ -1,4 +1,4 @@
-"""What a format has to offer: its requests as they were recorded, and word of those that cannot be played."""
+"""Interface of workload formats: their requests as recorded, and errors in single rows."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,25 +9,27 @@ import msgspec
 from forebay.simulate.workload import Survey, Turn, WorkloadUnusable
 
 REASONS_MAX = 20  # enough to see what is wrong with a file
-PROMPT_TOKENS_MAX = 1 << 24  # far beyond any model's context; a prompt of it takes 64 MiB
-OUTPUT_TOKENS_MAX = (1 << 31) - 1  # what a request may ask for
-TIME_MS_MAX = 3_155_760_000_000  # a century: a clock of microseconds stays far below 64 bits at any speed
-LATEST_US = 1 << 62  # whatever think times of centuries add up to
+PROMPT_TOKENS_MAX = 1 << 24  # far beyond any model's context; such a prompt takes 64 MiB
+OUTPUT_TOKENS_MAX = (1 << 31) - 1  # the maximum of a request's max_tokens
+TIME_MS_MAX = 3_155_760_000_000  # 100 years, so that microseconds stay far below 64 bits at any speed
+LATEST_US = 1 << 62  # limit for the sum of long think times
 US_PER_MS = 1_000
 US_PER_S = 1_000_000
-NOT_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # what a decoder says of any bytes
+NOT_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # all errors that a decoder may raise
 
 BlockId = Annotated[int, msgspec.Meta(ge=0)]
 BLOCK_ID_MAX = (1 << 64) - 1
 
-Placed = list[tuple[int | str, Turn]]  # requests, each with its place in the file
+PositionedTurns = list[tuple[int | str, Turn]]  # requests, each with its position in the file
 
 
-class Faults:
-    """What cannot be played: ends the reading of a workload, or is counted where rows are to be skipped.
+class RowErrors:
+    """Errors in the rows of a workload. They end the reading, or are counted if bad rows are skipped.
 
     Attributes:
-        file: what is being read; `unit` and `row` say where in it, as `line 7`.
+        file: name of the file that is read.
+        unit: what a row is called, such as `line`.
+        row: position of the current row.
     """
 
     def __init__(self, *, skip: bool) -> None:
@@ -38,8 +40,12 @@ class Faults:
         self._skipped = 0
         self._reasons: list[str] = []
 
-    def bad(self, reason: str) -> None:
-        """The row that is being read cannot be played. Raises WorkloadUnusable unless such rows are skipped."""
+    def report(self, reason: str) -> None:
+        """Report that the current row cannot be played.
+
+        Raises:
+            WorkloadUnusable: bad rows are not skipped.
+        """
         text = f"{self.file}, {self.unit} {self.row}: {reason}"
         if not self._skip:
             raise WorkloadUnusable(text)
@@ -48,54 +54,60 @@ class Faults:
             self._reasons.append(text)
 
     def survey(self, requests: int, notes: list[str]) -> Survey:
-        """What was found."""
+        """Return the summary of the workload."""
         return Survey(requests=requests, skipped=self._skipped, reasons=self._reasons, notes=notes)
 
-    def nothing(self, name: str) -> WorkloadUnusable:
-        """There is nothing to play; with what was skipped."""
-        skipped = f": {self._skipped} rows were skipped, first {self._reasons[0]}" if self._skipped else ""
-        return WorkloadUnusable(f"{name}: holds no request to play{skipped}")
+    def empty_workload(self, name: str) -> WorkloadUnusable:
+        """Return the error for a workload without a playable request."""
+        skipped = f"; {self._skipped} rows were skipped, the first one: {self._reasons[0]}" if self._skipped else ""
+        return WorkloadUnusable(f"{name}: contains no request to play{skipped}")
 
 
-class Source(Protocol):
-    """A workload as it was recorded, or is generated. Picklable.
+class WorkloadSource(Protocol):
+    """Workload as recorded or generated, before options are applied. Picklable.
 
     Attributes:
-        name: what to call it in a table.
-        block_tokens: tokens that one of `Turn.block_ids` stands for.
-        notes: what a user should know of how it is read; complete once `turns` was read to its end.
+        name: name for tables and reports.
+        block_tokens: tokens per id of `Turn.block_ids`.
+        notes: remarks for the user on how it was read; complete after `turns` was read to its end.
     """
 
     name: str
     block_tokens: int
     notes: list[str]
 
-    def turns(self, faults: Faults) -> Iterator[Turn]:
-        """In the order that `Workload.turns` tells, numbered from 0; `faults` names the place of each one."""
+    def turns(self, errors: RowErrors) -> Iterator[Turn]:
+        """Yield the requests in the order of `Workload.turns`, numbered from 0. Sets the position in `errors`."""
         ...
 
 
-def opened(path: Path) -> Path:
-    """The path, if it is a file that can be read again and again. Raises WorkloadUnusable."""
+def require_readable(path: Path) -> Path:
+    """Return the path after checking that it is a regular, readable file.
+
+    Raises:
+        WorkloadUnusable: the file cannot be read, or not read twice.
+    """
     try:
         if not path.is_file() and not path.is_dir() and path.exists():
-            raise WorkloadUnusable(f"{path}: is a pipe or a device, which cannot be read twice: write it to a file")
+            reason = "is a pipe or a device, which cannot be read twice; write its contents to a file"
+            raise WorkloadUnusable(f"{path}: {reason}")
         with path.open("rb"):
             return path
-    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+    except (OSError, ValueError) as error:  # ValueError: an invalid file name
         raise WorkloadUnusable(f"{path}: cannot be read ({getattr(error, 'strerror', error)})") from error
 
 
 def too_many_ids(ids: int, tokens: int, block_tokens: int) -> str:
-    """Why a prompt cannot have so many ids, if it cannot: they stand for other lengths than is believed."""
+    """Return why a prompt cannot have this many block ids; empty if it can."""
     most = -(-tokens // block_tokens)
-    return f"{ids} hash ids, where {tokens} tokens have {most} of {block_tokens} tokens each" if ids > most else ""
+    reason = f"got {ids} hash ids for {tokens} tokens; at most {most} of {block_tokens} tokens each are possible"
+    return reason if ids > most else ""
 
 
-def lengths_fault(prompt_tokens: int, output_tokens: int) -> str:
-    """Why a request of these lengths cannot be played; empty if it can."""
+def invalid_lengths(prompt_tokens: int, output_tokens: int) -> str:
+    """Return why a request of these lengths cannot be played; empty if it can."""
     if not 1 <= prompt_tokens <= PROMPT_TOKENS_MAX:
-        return f"a prompt of {prompt_tokens} tokens: from 1 to {PROMPT_TOKENS_MAX} can be played"
+        return f"got a prompt of {prompt_tokens} tokens; must be 1 to {PROMPT_TOKENS_MAX}"
     if not 1 <= output_tokens <= OUTPUT_TOKENS_MAX:
-        return f"an answer of {output_tokens} tokens: from 1 to {OUTPUT_TOKENS_MAX} can be played"
+        return f"got a response of {output_tokens} tokens; must be 1 to {OUTPUT_TOKENS_MAX}"
     return ""

@@ -1,4 +1,4 @@
-"""What a workload is like: how its requests come, how long they are, what they have in common."""
+"""Statistics of a workload: arrivals, lengths and prefix reuse."""
 
 from array import array
 from collections.abc import Iterable
@@ -10,29 +10,44 @@ from forebay.simulate.outcome import percentiles
 from forebay.simulate.workload import Turn
 from forebay.simulate.workloads.source import LATEST_US, US_PER_S
 
-FOUND_IDS_MAX = 1 << 24  # distinct block ids that are remembered, some 100 bytes each
+FOUND_IDS_MAX = 1 << 24  # maximum number of distinct block ids to remember, about 100 bytes each
 
 
 class Reuse(msgspec.Struct, frozen=True, kw_only=True):
-    """What one cache without bound would find if requests came one by one, in the order of the workload.
+    """Prefix reuse of an unbounded cache that serves the requests one after another, in the order of the workload.
 
-    No policy finds more. As shares of tokens, and of blocks, the last one of a prompt counted when partial, too.
+    This is the upper bound for every policy.
+
+    Attributes:
+        tokens: share of prompt tokens found in the cache.
+        blocks: share of prompt blocks found in the cache, counting partial blocks.
+        distinct_blocks: number of distinct block ids.
+        whole: whether all block ids were remembered; False if there were more than FOUND_IDS_MAX.
     """
 
     tokens: float
     blocks: float
     distinct_blocks: int
-    whole: bool  # no block was forgotten for there being too many
+    whole: bool
 
 
-class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """Of a workload.
+class WorkloadStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """Statistics of a workload.
+
+    Distributions are dicts of mean, p50, p90, p99 and max.
 
     Attributes:
-        own_times: requests that come at times of their own; the others follow on answers.
-        duration_s: from the first to the last if answers take no time; `rate` and `dispersion` count alike.
-        dispersion: variance over mean of arrivals a second; 1 for a Poisson process.
-        prompt_tokens: mean, p50, p90, p99 and max; so are the other two. Delays are those after answers.
+        requests: number of requests.
+        sessions: number of sessions.
+        own_times: requests with a fixed arrival time; the others depend on responses.
+        duration_s: seconds from the first to the last arrival, computed as if every response were instant.
+        rate_per_s: mean arrivals per second.
+        most_in_a_second: maximum number of arrivals in one second.
+        dispersion: variance over mean of the arrivals per second; 1 for a Poisson process.
+        prompt_tokens: distribution of prompt lengths.
+        output_tokens: distribution of response lengths.
+        delay_s: distribution of the delays after responses, in seconds.
+        ideal_reuse: upper bound of prefix reuse.
     """
 
     requests: int
@@ -49,11 +64,11 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Cache:
-    """Block ids seen so far, and what was found of them."""
+    """Block ids seen so far, and the counts of lookups and hits."""
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
-        self._held: set[int] = set()
+        self._seen: set[int] = set()
         self._found_tokens = self._found_blocks = self._tokens = self._blocks = 0
 
     def add(self, turn: Turn) -> None:
@@ -61,27 +76,32 @@ class _Cache:
         blocks = -(-turn.prompt_tokens // size)
         found = 0
         for one in turn.block_ids[:blocks]:
-            if one not in self._held:
+            if one not in self._seen:
                 break
             found += 1
         self._found_blocks += found
         self._found_tokens += min(found * size, turn.prompt_tokens)
         self._blocks += blocks
         self._tokens += turn.prompt_tokens
-        if len(self._held) < FOUND_IDS_MAX:
-            self._held.update(turn.block_ids)
+        if len(self._seen) < FOUND_IDS_MAX:
+            self._seen.update(turn.block_ids)
 
     def reuse(self) -> Reuse:
         return Reuse(
             tokens=self._found_tokens / self._tokens,
             blocks=self._found_blocks / self._blocks,
-            distinct_blocks=len(self._held),
-            whole=len(self._held) < FOUND_IDS_MAX,
+            distinct_blocks=len(self._seen),
+            whole=len(self._seen) < FOUND_IDS_MAX,
         )
 
 
-def figures(turns: Iterable[Turn], block_tokens: int) -> Figures:
-    """Of all requests of a workload, whose ids stand for so many tokens. Raises what reading them does."""
+def workload_statistics(turns: Iterable[Turn], block_tokens: int) -> WorkloadStatistics:
+    """Return the statistics of a workload.
+
+    Args:
+        turns: its requests; errors of reading them propagate.
+        block_tokens: tokens per block id.
+    """
     earliest_us, delays_us = array("q"), array("q")
     prompts, outputs = array("q"), array("q")
     sessions: set[str] = set()
@@ -101,7 +121,7 @@ def figures(turns: Iterable[Turn], block_tokens: int) -> Figures:
         cache.add(turn)
     first_us, last_us = min(earliest_us), max(earliest_us)
     most, dispersion = _dispersion(earliest_us, first_us, last_us)
-    return Figures(
+    return WorkloadStatistics(
         requests=len(prompts),
         sessions=len(sessions) + alone,
         own_times=len(prompts) - len(delays_us),
@@ -117,7 +137,7 @@ def figures(turns: Iterable[Turn], block_tokens: int) -> Figures:
 
 
 def _dispersion(at_us: "array[int]", first_us: int, last_us: int) -> tuple[int, float]:
-    """The most arrivals in a second, and their variance over their mean, from the first to the last second."""
+    """Return the maximum number of arrivals in a second, and the variance over the mean of arrivals per second."""
     counts: dict[int, int] = {}
     for one in at_us:
         second = (one - first_us) // US_PER_S

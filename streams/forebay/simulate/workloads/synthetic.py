@@ -1,9 +1,9 @@
-"""Invented requests: `synthetic:arrivals=bursty,cv=4,rate=8,requests=100000,prompt=800/6000,groups=20,turns=5`.
+"""Synthetic workload: `synthetic:arrivals=bursty,cv=4,rate=8,requests=100000,prompt=800/6000,groups=20,turns=5`.
 
-Theory of operation. Sessions begin at drawn times. A session's prompts begin with a path through a tree of shared
-prefixes: one of `groups` roots, then at each further level one of `branches` children, every node a text of its own
-length. What follows is the session's: each turn adds new text behind the prompt and the answer before it, and comes a
-think time after that answer. Sessions are told one by one, so nothing is kept of those that were.
+Theory of operation. Sessions begin at random times. The prompts of a session begin with a path through a tree of shared
+prefixes: one of `groups` roots, then one of `branches` children at each further level. Every node has a text and a
+length of its own. After that prefix, each turn appends new text to the previous prompt and response. A turn arrives one
+think time after the previous response. Sessions are generated one after another, so finished ones take no memory.
 """
 
 import random
@@ -18,30 +18,36 @@ from xxhash import xxh3_64_intdigest
 
 from forebay.simulate.workload import Turn, WorkloadUnusable
 from forebay.simulate.workloads.draws import US_PER_S, Arrivals, Lengths, bursty, diurnal, poisson
-from forebay.simulate.workloads.source import OUTPUT_TOKENS_MAX, PROMPT_TOKENS_MAX, TIME_MS_MAX, US_PER_MS, Faults
+from forebay.simulate.workloads.source import OUTPUT_TOKENS_MAX, PROMPT_TOKENS_MAX, TIME_MS_MAX, US_PER_MS, RowErrors
 
-ID_BITS_CUT = 11  # ids of 53 bits: what reads JSON elsewhere rounds longer ones
+ID_BITS_CUT = 11  # leaves 53 bits, because other JSON readers round larger integers
 
-LENGTH_MAX = 1e12  # of a mean: draws of it are finite
+LENGTH_MAX = 1e12  # maximum mean, so that draws are finite
 
 Positive = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
 
 
-class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What to invent. A length is MEAN, or MEAN/P99 for a lognormal one.
+class SyntheticSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Parameters of a synthetic workload. A length is MEAN, or MEAN/P99 for a lognormal distribution.
 
     Attributes:
-        requests: of all sessions together.
-        rate: sessions that begin in a second, on average.
+        arrivals: arrival process of sessions.
+        requests: number of requests of all sessions together.
+        rate: mean number of sessions that begin per second.
         cv: coefficient of variation of the gaps between bursty arrivals.
-        period_s: after which a diurnal rate repeats; `swing` is the share by which it leaves its mean.
-        prompt: tokens of new text in each turn; `output` those of its answer.
-        groups: roots of the tree of shared prefixes, 0 for nothing shared; `depth` its levels; `branches` children of
-            each node above the last level.
-        prefix: tokens of each node, in whole blocks.
-        popularity: of groups, and of children among their siblings: zipf: the k-th is chosen 1/k as often as the first.
-        turns: of a session; `think_s` between an answer and the next turn.
-        context: a session ends before its prompt and answer exceed so many tokens.
+        period_s: period of a diurnal rate, in seconds.
+        swing: amplitude of a diurnal rate as a share of its mean.
+        prompt: tokens of new text per turn.
+        output: tokens per response.
+        groups: roots of the tree of shared prefixes; 0 for no shared prefixes.
+        depth: levels of the tree.
+        branches: children of each node above the last level.
+        prefix: tokens per node, rounded to whole blocks.
+        popularity: how roots and children are chosen. With zipf, the k-th is chosen 1/k as often as the first.
+        turns: turns per session.
+        think_s: seconds between a response and the next turn.
+        context: a session ends before prompt plus response exceed this number of tokens.
+        block_tokens: tokens per block id.
     """
 
     arrivals: Literal["poisson", "bursty", "diurnal"] = "poisson"
@@ -64,10 +70,18 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Synthetic:
-    """A recipe with a seed, as a source."""
+    """Source of the requests of a synthetic workload, for given parameters and seed."""
 
     def __init__(self, text: str, seed: int) -> None:
-        """`text`: setting=value, separated by commas. Raises WorkloadUnusable."""
+        """Parse the parameters.
+
+        Args:
+            text: parameters as `setting=value`, separated by commas.
+            seed: seed for sampling.
+
+        Raises:
+            WorkloadUnusable: a parameter is unknown, duplicate or out of range.
+        """
         self.name = f"synthetic:{text}"
         self._recipe = recipe = _recipe(text)
         self._seed = seed
@@ -79,22 +93,22 @@ class Synthetic:
         self._turns = self._lengths("turns")
         self._think_s = self._lengths("think_s")
 
-    def turns(self, faults: Faults) -> Iterator[Turn]:
-        """Session by session."""
-        faults.file, faults.unit = self.name, "request"
+    def turns(self, errors: RowErrors) -> Iterator[Turn]:
+        """Yield the requests of one session after another."""
+        errors.file, errors.unit = self.name, "request"
         recipe = self._recipe
-        # Each thing has a stream of its own: asking for longer answers changes no arrival.
+        # Arrivals, choices and lengths have separate random streams, so longer responses do not change arrivals.
         times = self._arrivals()(self._stream("arrivals"))
         choices, lengths = self._stream("choices"), self._stream("lengths")
         number = session = 0
         while number < recipe.requests:
             at_us = next(times)
             if at_us > TIME_MS_MAX * 1_000:
-                raise WorkloadUnusable(f"{self.name}: request {number} would come after more than a century")
+                raise WorkloadUnusable(f"{self.name}: request {number} would arrive after more than 100 years")
             for turn in self._session(session, at_us, number, choices, lengths):
                 if number == recipe.requests:
                     break
-                faults.row = number
+                errors.row = number
                 yield turn
                 number += 1
             session += 1
@@ -113,7 +127,7 @@ class Synthetic:
             if tokens + output_tokens > recipe.context:
                 if turn:
                     return
-                # The first one is cut to what fits: a session has at least one turn.
+                # Cut the first turn to the context limit, because a session has at least one turn.
                 output_tokens = min(output_tokens, recipe.context - 1)
                 tokens = min(tokens, recipe.context - output_tokens)
             blocks = -(-tokens // size)
@@ -130,16 +144,16 @@ class Synthetic:
             tokens += output_tokens
 
     def _path(self, choices: random.Random) -> tuple[int, ...]:
-        """The ids of a shared prefix, root first."""
+        """Return the block ids of a random shared prefix, root first."""
         recipe = self._recipe
         ids: list[int] = []
         if recipe.groups:
-            room = recipe.context // self.block_tokens + 1  # what is behind that is cut, however long it is
+            room = recipe.context // self.block_tokens + 1  # blocks beyond the context limit are cut
             name = f"{self._seed} group"
             for level in range(recipe.depth):
                 name += f" {self._chosen(choices, recipe.branches if level else recipe.groups)}"
                 node = _id(name)
-                # A node's length is a matter of its name, so it is the same whenever it is chosen.
+                # The length is derived from the node's name, so it is the same whenever the node is chosen.
                 blocks = round(self._prefix.draw(random.Random(node)) / self.block_tokens)
                 ids += range(node, node + min(blocks, room - len(ids)))
         return tuple(ids)
@@ -172,24 +186,25 @@ class Synthetic:
                 raise ValueError(f"beyond {LENGTH_MAX:g}")
             return Lengths(float(mean), float(p99) if slash else None)
         except ValueError as error:
-            raise WorkloadUnusable(f"{self.name}: {setting}={text}: {error}; said as MEAN or MEAN/P99") from None
+            raise WorkloadUnusable(f"{self.name}: {setting}={text}: {error}; expected MEAN or MEAN/P99") from None
 
 
-def _recipe(text: str) -> Recipe:
+def _recipe(text: str) -> SyntheticSettings:
     settings = {}
     for one in filter(None, text.split(",")):
         setting, equals, value = one.partition("=")
-        if not equals or setting not in Recipe.__struct_fields__ or setting in settings:
-            known = ", ".join(Recipe.__struct_fields__)
-            raise WorkloadUnusable(f"synthetic:{text}: {one!r} is no setting=value, each told once, of {known}")
+        if not equals or setting not in SyntheticSettings.__struct_fields__ or setting in settings:
+            known = ", ".join(SyntheticSettings.__struct_fields__)
+            reason = f"{one!r} is not a setting=value, or a duplicate; settings are: {known}"
+            raise WorkloadUnusable(f"synthetic:{text}: {reason}")
         settings[setting] = value
     try:
-        return msgspec.convert(settings, Recipe, strict=False)
+        return msgspec.convert(settings, SyntheticSettings, strict=False)
     except msgspec.ValidationError as error:
         reason, _, setting = str(error).rstrip("`").partition(" - at `$.")
-        kind = get_type_hints(Recipe)[setting]
+        kind = get_type_hints(SyntheticSettings)[setting]
         if get_origin(kind) is Literal:
-            reason = f"there is {', '.join(get_args(kind))}"
+            reason = f"expected one of {', '.join(get_args(kind))}"
         raise WorkloadUnusable(f"synthetic:{text}: {setting}={settings[setting]}: {reason}") from None
 
 
@@ -199,5 +214,5 @@ def _id(name: str) -> int:
 
 @cache
 def _zipf(count: int) -> list[float]:
-    """Running sums of 1/k."""
+    """Return the running sums of 1/k."""
     return list(accumulate(1.0 / (at + 1) for at in range(count)))

@@ -1,10 +1,10 @@
-"""Weka's traces of coding agents: one JSON object a run, with think times and sub-agents.
+"""Weka's traces of coding agents: one JSON object per run, with think times and sub-agents.
 
-Theory of operation. `t` of a request is its start, in seconds from the start of its agent; `api_time` is how long the
-answer took. An entry with `requests` of its own is a sub-agent, and its `t` is its end: `duration_ms` before that it
-began, which is when the request before it was answered. It runs beside its parent and other sub-agents; the parent's
-next request waits for those whose entries stand before it. So a request follows on the one before it of its agent and
-on the last ones of those sub-agents, and its delay is what passed from the last of their ends to its start.
+Theory of operation. `t` of a request is its start, in seconds from the start of its agent; `api_time` is the latency of
+its response. An entry with `requests` of its own is a sub-agent, and its `t` is its end. It began `duration_ms` before,
+when the previous request was answered. A sub-agent runs in parallel with its parent and other sub-agents. The parent's
+next request waits for all sub-agents whose entries precede it. So a request depends on the previous request of its
+agent and on the last requests of these sub-agents. Its delay is the time from the last of their ends to its start.
 Source: github.com/callanjfox/kv-cache-tester, docs/trace_replay_tester.md.
 """
 
@@ -22,14 +22,14 @@ from forebay.simulate.workloads.source import (
     PROMPT_TOKENS_MAX,
     TIME_MS_MAX,
     US_PER_S,
-    Faults,
-    Placed,
+    PositionedTurns,
+    RowErrors,
     too_many_ids,
 )
 
 BLOCK_TOKENS_MAX = 1 << 20
 FILE_BYTES_MAX = 1 << 30
-NESTED_MAX = 16  # sub-agents of sub-agents
+NESTED_MAX = 16  # levels of sub-agents
 
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=TIME_MS_MAX / 1_000)]
 
@@ -40,7 +40,7 @@ class _Document(msgspec.Struct, frozen=True):
 
 
 class _Entry(msgspec.Struct, frozen=True, rename={"prompt_tokens": "in", "output_tokens": "out"}):
-    """A request; no less than the fields without defaults."""
+    """Request of an agent, with its times in seconds."""
 
     t: Seconds
     prompt_tokens: Annotated[int, msgspec.Meta(ge=1, le=PROMPT_TOKENS_MAX)]
@@ -62,7 +62,13 @@ class _Kind(msgspec.Struct, frozen=True):
 
 
 class _Agent(NamedTuple):
-    """An agent's requests and sub-agents with their places in the file; when it began, on its parent's clock."""
+    """Requests and sub-agents of an agent.
+
+    Attributes:
+        entries: requests and sub-agents, each with its position in the file.
+        name: id of the agent.
+        began_s: start in seconds of its parent's clock.
+    """
 
     entries: list[tuple[str, "_Entry | _Agent"]]
     name: str = ""
@@ -70,46 +76,57 @@ class _Agent(NamedTuple):
 
 
 class WekaRuns:
-    """Files of such runs: a session each, and none shares anything with another."""
+    """Reader of Weka traces. Each file is a session that shares no prefix with others."""
 
     local_ids = True
 
     def __init__(self, first: Path) -> None:
-        """`first` says how many tokens a block has, everywhere. Raises WorkloadUnusable."""
+        """Create a reader.
+
+        Args:
+            first: first file, which defines the block size for all files.
+
+        Raises:
+            WorkloadUnusable: the file cannot be read.
+        """
         self.block_tokens = _document(first).block_size
         self.notes: list[str] = []
 
     def starts(self, path: Path) -> list[tuple[int, str]]:
-        """One, which starts with the others."""
+        """Return one session that starts with those of the other files."""
         del path
         return [(0, "")]
 
-    def sessions(self, path: Path, faults: Faults) -> dict[str, Placed]:
-        """See RunReader. Raises WorkloadUnusable."""
+    def sessions(self, path: Path, errors: RowErrors) -> dict[str, PositionedTurns]:
+        """Return the requests of the only session. See RunReader."""
         document = _document(path)
         if document.block_size != self.block_tokens:
-            said = f"blocks of {document.block_size} tokens, where files before it have {self.block_tokens}"
-            raise WorkloadUnusable(f"{path}: {said}")
-        faults.unit = "request"
-        run = _Run(self.block_tokens, faults)
+            reason = f"got blocks of {document.block_size} tokens, but earlier files have {self.block_tokens}"
+            raise WorkloadUnusable(f"{path}: {reason}")
+        errors.unit = "request"
+        run = _Run(self.block_tokens, errors)
         played = run.play(document.requests)
         if run.empty_answers and not self.notes:
-            self.notes.append("answers without a token, as of requests that were broken off, have one")
+            self.notes.append("responses without tokens, such as those of aborted requests, get one token")
         return {"": played}
 
 
 class _Run:
-    """One file's requests, put in order; `empty_answers` of them were answered by nothing."""
+    """Requests of one file, in the order of their dependencies.
 
-    def __init__(self, block_tokens: int, faults: Faults) -> None:
+    Attributes:
+        empty_answers: number of requests whose response has no tokens.
+    """
+
+    def __init__(self, block_tokens: int, errors: RowErrors) -> None:
         self._block_tokens = block_tokens
-        self._faults = faults
-        self._turns: Placed = []
-        self._spans: list[tuple[float, float]] = []  # of each turn, in seconds from the start of the run
+        self._errors = errors
+        self._turns: PositionedTurns = []
+        self._spans: list[tuple[float, float]] = []  # start and end of each turn, in seconds from the start of the run
         self._token_s = 0.0
         self.empty_answers = 0
 
-    def play(self, requests: list[msgspec.Raw]) -> Placed:
+    def play(self, requests: list[msgspec.Raw]) -> PositionedTurns:
         agent = _Agent(self._read(requests, ""))
         times = [one.api_time / one.output_tokens for one in _all(agent) if one.api_time and one.output_tokens]
         self._token_s = median(times) if times else 0.0
@@ -120,34 +137,36 @@ class _Run:
     def _read(self, requests: list[msgspec.Raw], prefix: str) -> "list[tuple[str, _Entry | _Agent]]":
         found: list[tuple[str, _Entry | _Agent]] = []
         for number, raw in enumerate(requests, 1):
-            place = self._faults.row = f"{prefix}{number}"
+            place = self._errors.row = f"{prefix}{number}"
             try:
                 if not bytes(msgspec.json.decode(raw, type=_Kind).requests):
                     entry = msgspec.json.decode(raw, type=_Entry)
                     if len(entry.hash_ids) < entry.prompt_tokens // self._block_tokens:
-                        self._faults.bad(f"{len(entry.hash_ids)} hash ids do not cover {entry.prompt_tokens} tokens")
+                        self._errors.report(
+                            f"{len(entry.hash_ids)} hash ids cover fewer than {entry.prompt_tokens} tokens"
+                        )
                         continue
                     if reason := too_many_ids(len(entry.hash_ids), entry.prompt_tokens, self._block_tokens):
-                        self._faults.bad(reason)
+                        self._errors.report(reason)
                         continue
                     found.append((place, entry))
                 elif prefix.count(".") == NESTED_MAX:
-                    self._faults.bad(f"is a sub-agent in {NESTED_MAX} others")
+                    self._errors.report(f"sub-agents are nested more than {NESTED_MAX} levels deep")
                 else:
                     agent = msgspec.json.decode(raw, type=_SubAgent)
                     began_s = agent.t - agent.duration_ms / 1e3
                     found.append((place, _Agent(self._read(agent.requests, f"{place}."), agent.agent_id, began_s)))
             except NOT_JSON as error:
-                self._faults.bad(str(error))
+                self._errors.report(str(error))
         return found
 
     def _follow(self, agent: _Agent, zero_s: float, spawner: int, beyond: int) -> int:
-        """The turns of an agent whose times count from `zero_s`; the number of its last, -1 for none."""
+        """Add the turns of an agent whose times count from `zero_s`. Return the number of its last turn, or -1."""
         last, last_s = spawner, 0.0
         mine: list[int] = []
         joined: list[int] = []
         for place, entry in agent.entries:
-            self._faults.row = place
+            self._errors.row = place
             if isinstance(entry, _Agent):
                 began_s = zero_s + entry.began_s
                 of = next((one for one in reversed(mine) if self._spans[one][0] <= began_s), spawner)
@@ -155,7 +174,7 @@ class _Run:
                     joined.append(end)
                 continue
             if entry.t < last_s:
-                self._faults.bad(f"its time, {entry.t:g} s, is before that of the request before it, {last_s:g} s")
+                self._errors.report(f"its time, {entry.t:g} s, is before that of the previous request, {last_s:g} s")
                 continue
             last_s = entry.t
             after = tuple(sorted({one for one in (last, *joined) if one >= 0}))
@@ -168,7 +187,7 @@ class _Run:
         number = len(self._turns)
         ids = tuple(entry.hash_ids)
         if len(ids) * self._block_tokens < entry.prompt_tokens:
-            ids = (*ids, beyond + number)  # what is no whole block has no id there, and is nobody else's
+            ids = (*ids, beyond + number)  # the trace has no id for a partial block, so give it a unique one
         took_s = entry.output_tokens * self._token_s if entry.api_time is None else entry.api_time
         self.empty_answers += not entry.output_tokens
         waited_s = at_s - max(self._spans[one][1] for one in after) if after else 0.0
@@ -203,4 +222,4 @@ def _document(path: Path) -> _Document:
     except OSError as error:
         raise WorkloadUnusable(f"{path}: cannot be read ({error.strerror})") from error
     except NOT_JSON as error:
-        raise WorkloadUnusable(f"{path}: is no run of Weka's ({error})") from error
+        raise WorkloadUnusable(f"{path}: is not a Weka trace ({error})") from error

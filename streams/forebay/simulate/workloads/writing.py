@@ -1,16 +1,16 @@
-"""Any workload as a file in our own format."""
+"""Writer of workloads in forebay's own format."""
 
 from collections.abc import Iterable, Iterator
 
 import msgspec
 
 from forebay.simulate.workload import Turn
-from forebay.simulate.workloads.rows import Header, LinkedRow
+from forebay.simulate.workloads.rows import LinkedRow, WorkloadHeader
 from forebay.simulate.workloads.source import US_PER_MS
 
 
-def written(turns: Iterable[Turn], header: Header) -> Iterator[bytes]:
-    """The lines of a file that reads as these requests do. Raises what reading them does."""
+def encode_workload(turns: Iterable[Turn], header: WorkloadHeader) -> Iterator[bytes]:
+    """Yield the lines of a workload file with these requests. Errors of reading `turns` propagate."""
     encode = msgspec.json.Encoder().encode
     yield encode(header) + b"\n"
     for turn in turns:
@@ -31,5 +31,5 @@ def _row(turn: Turn) -> LinkedRow:
 
 
 def _ms(us: int) -> float:
-    """Whole where it can be; the microseconds come back exactly, as a century has fewer than 2**53."""
+    """Return milliseconds, as an integer if possible. Floats are exact: 100 years have fewer than 2**53 us."""
     return us // US_PER_MS if us % US_PER_MS == 0 else us / US_PER_MS

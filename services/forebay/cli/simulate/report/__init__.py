@@ -1,1 +1,1 @@
-"""What came of a simulation, as one page to look at."""
+"""HTML report of a simulation."""

@@ -1,4 +1,4 @@
-"""The charts of a simulation's report; what is drawn for one run is in its colour, on every chart."""
+"""Charts of the report. Each run has one colour on all charts."""
 
 import math
 from bisect import bisect_left
@@ -14,17 +14,17 @@ from forebay.cli.simulate.report.measures import Limits, Measured, quantile, sha
 from forebay.cli.simulate.report.times import loads, over_time, short_label
 from forebay.cli.simulate.report.words import duration
 
-BINS, BINS_PER_DECADE = 70, (25, 250)  # of all distributions of a chart; of a decade at least and at most
-KERNEL = (1, 3, 4, 3, 1)  # smooths over five of them
-RIDGE_HEIGHT = 0.86  # of the highest, where 1 is the distance between two
+BINS, BINS_PER_DECADE = 70, (25, 250)  # bins over all distributions of a chart; minimum and maximum per decade
+KERNEL = (1, 3, 4, 3, 1)  # smoothing weights over five bins
+RIDGE_HEIGHT = 0.86  # height of the highest ridge, relative to the distance between ridges
 RIDGE_PX, AXIS_PX = 64, 90
 DECADES_WITH_FEW_TICKS = 2.5
-NAMES_WIDTH = 0.25  # of the axis of a distribution, left of it
-SAME_COST = 1.02  # equal fleets last differently long, by a little
+NAMES_WIDTH = 0.25  # width of the labels at the left, relative to the axis
+SAME_COST = 1.02  # equal fleets differ slightly in cost, because their runs end at different times
 
 
 def charts(runs: Sequence[Measured], limits: Limits, heats: Sequence[Heat]) -> list[Chart]:
-    """All that there is something to draw for."""
+    """Return all charts that have data."""
     answered = [one for one in runs if one.ttft_ms]
     found: list[Chart] = []
     if answered:
@@ -41,17 +41,17 @@ def _blank() -> graph_objects.Figure:
 
 
 def _distributions(runs: Sequence[Measured]) -> Iterator[Chart]:
-    text = "Share of requests by time, on a logarithmic scale; ● half of them, ◆ nine of ten, ▮ 99 of 100 are as fast."
-    itl = "The mean time between the tokens of an answer, by request. Answers of one token have none."
+    text = "Distribution of requests by TTFT, on a logarithmic scale. ● p50, ◆ p90, ▮ p99."
+    itl = "Mean time between the tokens of a response, per request. Responses of one token have none."
     height = RIDGE_PX * len(runs) + AXIS_PX
     times = [("ttft", "Time to first token", text, [one.ttft_ms for one in runs])]
     if any(one.itl_ms for one in runs):
         times.append(("itl", "Inter-token latency", itl, [one.itl_ms for one in runs]))
-    for name, title, said, values in times:
+    for name, title, caption, values in times:
         yield Chart(
             id=name,
             title=title,
-            text=said,
+            text=caption,
             figure=_ridges(runs, values),
             height=height,
             begins_pair=name == "ttft" and len(times) > 1,
@@ -107,7 +107,7 @@ def _ridges(runs: Sequence[Measured], values: Sequence[Sequence[float]]) -> grap
 
 
 def _density(ordered: Sequence[float], per_decade: int) -> tuple[list[float], list[float]]:
-    """Times, and the smoothed share of values around each, a decade of time."""
+    """Return times, and the smoothed share of values per decade around each."""
     positive = ordered[bisect_left(ordered, 1e-3) :]
     if not positive:
         return [], []
@@ -126,15 +126,15 @@ def _density(ordered: Sequence[float], per_decade: int) -> tuple[list[float], li
 
 
 def _attainment(runs: Sequence[Measured], limits: Limits) -> Iterator[Chart]:
-    said = "Share of all requests that are at least as fast; those without an answer never are."
+    caption = "Share of all requests within the limit. Failed requests miss every limit."
     kinds = (
-        ("ttft-slo", "Share within a limit of TTFT", limits.ttft_ms, [one.ttft_ms for one in runs]),
-        ("itl-slo", "Share within a limit of ITL", limits.itl_ms, [one.itl_ms for one in runs]),
+        ("ttft-slo", "Attainment by TTFT limit", limits.ttft_ms, [one.ttft_ms for one in runs]),
+        ("itl-slo", "Attainment by ITL limit", limits.itl_ms, [one.itl_ms for one in runs]),
     )
     for name, title, limits_ms, values in kinds:
         figure = _blank()
         for one, some in zip(runs, values, strict=True):
-            # Answers of one token have no time between tokens, and keep every limit of it.
+            # Responses of one token have no ITL, so they meet every ITL limit.
             free = one.requests - one.failed - len(some)
             kept = shares(some, limits_ms, one.requests, free)
             figure.add_scatter(
@@ -154,7 +154,7 @@ def _attainment(runs: Sequence[Measured], limits: Limits) -> Iterator[Chart]:
         yield Chart(
             id=name,
             title=title,
-            text=said,
+            text=caption,
             figure=figure,
             begins_pair=name == "ttft-slo",
             ends_pair=name == "itl-slo",
@@ -169,7 +169,7 @@ def _costs(runs: Sequence[Measured]) -> Iterator[Chart]:
     for one in runs:
         middle, far = quantile(one.ttft_ms, 0.5), quantile(one.ttft_ms, 0.99)
         hours = one.run.outcome.gpu_s / 3_600
-        said = f"{hours:,.3g} GPU hours: TTFT p50 {duration(middle)}, p99 {duration(far)}"
+        label = f"{hours:,.3g} GPU hours: TTFT p50 {duration(middle)}, p99 {duration(far)}"
         figure.add_scatter(
             x=[hours, hours],
             y=[middle, far],
@@ -181,7 +181,7 @@ def _costs(runs: Sequence[Measured]) -> Iterator[Chart]:
             name=plain(one.label),
             meta=one.colour,
             legendgroup=one.group,
-            hovertemplate=said + "<extra>" + plain(one.label) + "</extra>",
+            hovertemplate=label + "<extra>" + plain(one.label) + "</extra>",
             cliponaxis=False,
         )
     figure.update_xaxes(title_text="GPU hours", rangemode="tozero")
@@ -190,14 +190,14 @@ def _costs(runs: Sequence[Measured]) -> Iterator[Chart]:
     figure.update_yaxes(**axis)
     yield Chart(
         id="cost",
-        title="What it costs, and how long it takes",
-        text="GPU hours that workers were there for; from the median of TTFT up to its 99th percentile.",
+        title="Cost and latency",
+        text="GPU hours of all workers, and TTFT from its median up to its 99th percentile.",
         figure=figure,
     )
 
 
 def _log_ms(values: Sequence[Sequence[float]]) -> dict[str, Any]:
-    """A logarithmic axis of milliseconds, over all values in order."""
+    """Return a logarithmic axis in milliseconds that spans all sorted values."""
     low = min((some[0] for some in values if some), default=1.0)
     high = max((some[-1] for some in values if some), default=1.0)
     few = math.log10(high / low) > DECADES_WITH_FEW_TICKS

@@ -1,4 +1,4 @@
-// Request by request: a table with search, sort, filters and pages; each row opens what became of the request, and why.
+// Request explorer: a table with search, sorting, filters and pages. Each row opens the details of a request.
 const PAGE_ROWS = 25;
 
 function showRequests({ labels, colours, explained, explorer }) {
@@ -8,7 +8,7 @@ function showRequests({ labels, colours, explained, explorer }) {
   const number = (id) => Number(control(id)?.value ?? 0);
   const run = () => runs[number("run")], against = () => runs[number("against")];
   const failed = (of, at) => String(at) in of.failures;
-  const reason = (of, at) => of.reasons[of.failures[at]] ?? "without an answer";
+  const reason = (of, at) => of.reasons[of.failures[at]] ?? "failed";
   const worker = (of, at) => of.workers[of.worker[at]] ?? "-";
   const prefiller = (of, at) => of.workers[of.prefiller[at]];
   const there = (of, at) => of.attempts[at] !== NONE;
@@ -18,7 +18,7 @@ function showRequests({ labels, colours, explained, explorer }) {
   const cached = (of, at) => (of.cached_tokens[at] === NONE || !prompt[at] ? 0 : of.cached_tokens[at] / prompt[at]);
   const many = runs.length > 1;
 
-  // A name, whether it is text, how a row sorts by it, and what it shows.
+  // Name, whether it is text, sort key and formatted value of each column.
   const columns = [
     ["request", true, (at) => rows[at], (at) => count.format(rows[at] + 1)],
     ["arrived", false, (at) => run().arrived_us[at], (at) => (there(run(), at) ? `${(run().arrived_us[at] / 1e6).toFixed(3)} s` : "-")],
@@ -26,12 +26,12 @@ function showRequests({ labels, colours, explained, explorer }) {
     ["output", false, (at) => output[at], (at) => count.format(output[at])],
     ["worker", true, (at) => run().worker[at], (at) => worker(run(), at)],
     ["cached", false, (at) => cached(run(), at), (at) => (failed(run(), at) ? "-" : share(run().cached_tokens[at], prompt[at]))],
-    ["TTFT", false, (at) => run().first[at], (at) => (failed(run(), at) ? "no answer" : time(run().first[at]))],
+    ["TTFT", false, (at) => run().first[at], (at) => (failed(run(), at) ? "failed" : time(run().first[at]))],
     ["ITL", false, (at) => itl(run(), at), (at) => time(itl(run(), at))],
     ["E2E", false, (at) => run().last[at], (at) => time(run().last[at])],
     ["attempts", false, (at) => run().attempts[at], (at) => (there(run(), at) ? count.format(run().attempts[at]) : "-")],
   ];
-  if (many) columns.push(["TTFT against", false, (at) => slower(at) ?? -Infinity, difference]);
+  if (many) columns.push(["TTFT difference", false, (at) => slower(at) ?? -Infinity, difference]);
   const sorted = { by: 6, down: true };
   let found = [], first = 0;
 
@@ -74,13 +74,13 @@ function showRequests({ labels, colours, explained, explorer }) {
     const last = Math.min(first + PAGE_ROWS, found.length);
     control("where").textContent = found.length
       ? `${count.format(first + 1)} to ${count.format(last)} of ${count.format(found.length)}`
-      : "no request is like that";
+      : "no matching requests";
     control("before").disabled = first === 0;
     control("after").disabled = last === found.length;
   }
 
   function heading(name, by) {
-    const button = element("button", { type: "button" }, by === columns.length - 1 && many ? `TTFT against ${labels[number("against")]}` : name);
+    const button = element("button", { type: "button" }, by === columns.length - 1 && many ? `TTFT minus ${labels[number("against")]}` : name);
     button.addEventListener("click", () => {
       Object.assign(sorted, { down: sorted.by === by ? !sorted.down : !columns[by][1], by });
       find();
@@ -93,12 +93,12 @@ function showRequests({ labels, colours, explained, explorer }) {
 
   function row(at) {
     const open = element("button", { type: "button", class: "open", "aria-expanded": "false" }, columns[0][3](at));
-    const cells = columns.slice(1).map(([, text, , told]) => element("td", { class: text ? "t" : "" }, told(at)));
+    const cells = columns.slice(1).map(([, text, , format]) => element("td", { class: text ? "t" : "" }, format(at)));
     const tr = element("tr", { class: "row" }, element("td", { class: "t" }, open), ...cells);
     tr.addEventListener("click", () => {
       const opens = open.getAttribute("aria-expanded") === "false";
       open.setAttribute("aria-expanded", opens);
-      if (opens) tr.after(element("tr", {}, element("td", { class: "told", colspan: columns.length }, told(at))));
+      if (opens) tr.after(element("tr", {}, element("td", { class: "details", colspan: columns.length }, told(at))));
       else tr.nextSibling.remove();
     });
     return tr;
@@ -110,32 +110,32 @@ function showRequests({ labels, colours, explained, explorer }) {
     return element("div", {}, element("p", { class: "story" }, story(at)), sides);
   }
 
-  // The request under the run that is shown, and how it was different under the others.
+  // Summary of a request under the selected run, and its differences under the other runs.
   function story(at) {
     const mine = run(), label = labels[number("run")];
-    const said = [`Request ${count.format(rows[at] + 1)}, ${count.format(prompt[at])} prompt and ${count.format(output[at])} output tokens.`];
-    if (!there(mine, at)) said.push(`It never came under ${label}.`);
-    else if (failed(mine, at)) said.push(`Under ${label} it has no answer: ${reason(mine, at)}.`);
-    else said.push(`Under ${label} it went to ${prefiller(mine, at) ?? worker(mine, at)}, where ${count.format(mine.cached_tokens[at])} of its prompt tokens were cached, ${prefiller(mine, at) ? `was answered by ${worker(mine, at)}, ` : ""}and had its first token after ${time(mine.first[at])}.`);
+    const sentences = [`Request ${count.format(rows[at] + 1)}, ${count.format(prompt[at])} prompt and ${count.format(output[at])} output tokens.`];
+    if (!there(mine, at)) sentences.push(`It never arrived under ${label}.`);
+    else if (failed(mine, at)) sentences.push(`It failed under ${label}: ${reason(mine, at)}.`);
+    else sentences.push(`Under ${label} it was ${prefiller(mine, at) ? `prefilled by ${prefiller(mine, at)} and decoded by ${worker(mine, at)}` : `routed to ${worker(mine, at)}`}. ${count.format(mine.cached_tokens[at])} of its prompt tokens were cached, and its TTFT was ${time(mine.first[at])}.`);
     runs.forEach((of, which) => {
       if (of === mine) return;
-      if (!there(of, at)) said.push(`It never came under ${labels[which]}.`);
-      else if (failed(of, at)) said.push(`Under ${labels[which]} it has no answer.`);
+      if (!there(of, at)) sentences.push(`It never arrived under ${labels[which]}.`);
+      else if (failed(of, at)) sentences.push(`It failed under ${labels[which]}.`);
       else {
-        const where = of.worker[at] === mine.worker[at] && worker(of, at) === worker(mine, at) ? "also went" : "went";
+        const where = of.worker[at] === mine.worker[at] && worker(of, at) === worker(mine, at) ? "was also routed" : "was routed";
         const us = mine.first[at] === NONE ? 0 : of.first[at] - mine.first[at];
-        const waited = mine.first[at] === NONE ? `had its first token after ${time(of.first[at])}`
-          : us ? `waited ${time(Math.abs(us))} ${us > 0 ? "more" : "less"} for its first token` : "waited as long";
-        said.push(`Under ${labels[which]} it ${where} to ${worker(of, at)} and ${waited}.`);
+        const waited = mine.first[at] === NONE ? `its TTFT was ${time(of.first[at])}`
+          : us ? `its TTFT was ${time(Math.abs(us))} ${us > 0 ? "higher" : "lower"}` : "its TTFT was the same";
+        sentences.push(`Under ${labels[which]} it ${where} to ${worker(of, at)} and ${waited}.`);
       }
     });
-    return said.join(" ");
+    return sentences.join(" ");
   }
 
   function side(of, which, at, longest) {
     const box = element("div", { class: "side", style: `--own: var(--${colours[which]})` }, element("h3", {}, labels[which]));
     if (!there(of, at)) {
-      box.append(element("p", {}, "It never came: what it waits for has no answer."));
+      box.append(element("p", {}, "It never arrived, because a request that it depends on failed."));
       return box;
     }
     if (failed(of, at)) box.append(element("p", { class: "failed" }, reason(of, at)));
@@ -147,52 +147,52 @@ function showRequests({ labels, colours, explained, explorer }) {
     return box;
   }
 
-  // Held in the router, until the first token, until the last one; all runs on one scale.
+  // Bar of the time in the router's queue, to the first token and to the last token; all runs on one scale.
   function life(of, at, longest) {
     const held = Math.min(Math.max(0, of.waited_us[at]), of.first[at]);
     const parts = [["held", held], ["first", of.first[at] - held], ["rest", of.last[at] - of.first[at]]];
     const bar = parts.map(([kind, us]) => element("i", { class: kind, style: `width:${(100 * us) / longest}%` }));
-    const waited = held ? `held ${time(held)}, ` : "";
+    const waited = held ? `queued ${time(held)}, ` : "";
     const pace = itl(of, at) === NONE ? "" : `, ITL ${time(itl(of, at))}`;
     return [
-      element("div", { class: "life", "aria-hidden": "true" }, ...bar),
+      element("div", { class: "timeline", "aria-hidden": "true" }, ...bar),
       element("p", {}, `${waited}TTFT ${time(of.first[at])}${pace}, E2E ${time(of.last[at])}`),
     ];
   }
 
   function why(of, at) {
     const mode = of.modes[of.mode[at]], of_all = count.format(of.candidates[at]);
-    if (mode === undefined) return at in of.failures ? "" : `Decisions are kept of the first ${count.format(explained)} requests only.`;
+    if (mode === undefined) return at in of.failures ? "" : `Decisions are stored for the first ${count.format(explained)} requests only.`;
     if (of.candidates[at] === 1) return "It was the only candidate.";
     const mine = of.my_cost[at], other = of.workers[of.other[at]] ?? "another rank";
     switch (mode) {
       case "kv":
-        if (of.other[at] !== NONE && of.other_cost[at] < mine) return `Drawn at a temperature: it costs ${mine}, and ${other} ${of.other_cost[at]}.`;
-        if (of.ties[at] > 1) return `${count.format(of.ties[at])} of ${of_all} have the lowest cost, ${mine}; of these it was sent the fewest tokens to compute, or the seed picked it.`;
-        if (of.other[at] === NONE) return `The lowest cost of ${of_all}: ${mine}.`;
-        return `The lowest cost of ${of_all}: ${mine}, ${Number((of.other_cost[at] - mine).toFixed(2))} less than ${other}.`;
+        if (of.other[at] !== NONE && of.other_cost[at] < mine) return `Sampled with the temperature: its cost is ${mine}, that of ${other} is ${of.other_cost[at]}.`;
+        if (of.ties[at] > 1) return `${count.format(of.ties[at])} of ${of_all} have the lowest cost, ${mine}. The tie was broken by the fewest computed tokens, then by the seed.`;
+        if (of.other[at] === NONE) return `Lowest cost of ${of_all}: ${mine}.`;
+        return `Lowest cost of ${of_all}: ${mine}, which is ${Number((of.other_cost[at] - mine).toFixed(2))} less than that of ${other}.`;
       case "round-robin":
-        return `Its turn; ${of_all} take turns.`;
+        return `Next in round-robin order of ${of_all}.`;
       case "random":
-        return `Drawn by the seed, each of ${of_all} being as likely.`;
+        return `Sampled uniformly from ${of_all}, with the seed.`;
       case "power-of-two":
-        return `The less loaded of two that were drawn of ${of_all}.`;
+        return `Less loaded of two workers sampled from ${of_all}.`;
       case "least-loaded":
-        return `The fewest requests under way of ${of_all}.`;
+        return `Fewest requests in flight of ${of_all}.`;
       default:
-        return `Chosen of ${of_all} by ${mode}.`;
+        return `Selected from ${of_all} by ${mode}.`;
     }
   }
 
   function terms(of, at) {
     const names = [
       ["cost", "cost"], ["prefill_blocks", "to prefill"], ["overlap_credit", "credit for cached blocks"],
-      ["decode_blocks", "decode blocks"], ["active_requests", "requests under way (a count)"], ["device_overlap", "blocks cached there"],
+      ["decode_blocks", "decode blocks"], ["active_requests", "requests in flight (count)"], ["device_overlap", "blocks cached on the device"],
     ];
     const top = element("tr", {}, element("th", { class: "t" }, "KV blocks"), element("th", {}, worker(of, at)), element("th", {}, of.workers[of.other[at]]));
-    const lines = names.map(([name, said]) => {
+    const lines = names.map(([name, label]) => {
       const values = [of[`my_${name}`][at], of[`other_${name}`][at]].map((value) => element("td", {}, count.format(value)));
-      return element("tr", {}, element("td", { class: "t" }, said), ...values);
+      return element("tr", {}, element("td", { class: "t" }, label), ...values);
     });
     return element("table", {}, top, ...lines);
   }

@@ -1,4 +1,4 @@
-"""`forebay simulate --report`: what came of a workload under several policies, as one page to look at."""
+"""`forebay simulate --report`: write the results of all policies to one HTML page."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,30 +9,43 @@ from rich.progress import SpinnerColumn, TextColumn
 
 from forebay.cli.common.page_file import require_writable, write
 from forebay.cli.common.terminal import bar
-from forebay.cli.simulate.simulations import Run
+from forebay.cli.simulate.simulations import SimulationRun
 from forebay.simulate.slo import Slo
 
 OPTION = "--report"
 TITLE = "forebay simulate"
 
 ReportOption = Annotated[
-    Path | None, typer.Option(OPTION, dir_okay=False, help="Write a page to look at, which needs nothing else.")
+    Path | None, typer.Option(OPTION, dir_okay=False, help="Write a self-contained HTML report to this path.")
 ]
 
 
 def require_report(path: Path) -> None:
-    """Refuse, before anything is simulated, a path where no report can go. Raises typer.Exit."""
+    """Check, before anything is simulated, that the report can be written to this path.
+
+    Raises:
+        typer.Exit: it cannot.
+    """
     require_writable(OPTION, path, TITLE)
 
 
 def write_report(
-    path: Path, runs: Sequence[Run], *, workload: str, slo: Slo | None, digest: str, said: Sequence[str] = ()
+    path: Path, runs: Sequence[SimulationRun], *, workload: str, slo: Slo | None, digest: str, said: Sequence[str] = ()
 ) -> None:
-    """Write the page of these runs of one workload, at least one; `said` is what was noted as the workload was read.
+    """Write the report.
 
-    Raises typer.Exit.
+    Args:
+        path: where to write it.
+        runs: runs of one workload, at least one.
+        workload: name of the workload.
+        slo: objectives; None for none.
+        digest: hash of all decisions.
+        said: notes on the workload.
+
+    Raises:
+        typer.Exit: the file cannot be written.
     """
-    from forebay.cli.simulate.report.page import page  # noqa: PLC0415 - plotly takes a second, which only pages are worth
+    from forebay.cli.simulate.report.page import page  # noqa: PLC0415 - plotly takes 1 s to import
 
     with bar(SpinnerColumn(), TextColumn("{task.description}")) as progress:
         progress.add_task("writing the report")

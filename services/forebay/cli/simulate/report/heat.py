@@ -1,28 +1,28 @@
-"""Who was how busy when, small enough for a page: workers by time."""
+"""Heat map data of the report: load of each worker over time, reduced in size."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from forebay.cli.simulate.report.measures import US_PER_S, group_size
-from forebay.simulate.outcome import Outcome, worker_names
+from forebay.simulate.outcome import SimulationOutcome, worker_names
 
 ROWS, COLUMNS = 64, 120
 KINDS = {
-    "computed": "prompt tokens computed, a second",
-    "running": "requests that run",
-    "waiting": "requests that wait in the engine",
+    "computed": "prompt tokens computed per second",
+    "running": "running requests",
+    "waiting": "requests waiting in the engine",
     "blocks_used": "KV blocks in use",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Heat:
-    """One run. Of more workers or times than there is room for, neighbours are put together: their mean is shown.
+    """Heat map of one run. If there are too many workers or bins, neighbours are averaged.
 
     Attributes:
-        rows: the workers of each line, by name.
-        bin_s: seconds of one column.
-        values: by kind of load, lines of columns.
+        rows: names of the workers in each row.
+        bin_s: seconds per column.
+        values: rows of columns, by kind of load.
     """
 
     rows: list[str]
@@ -30,8 +30,8 @@ class Heat:
     values: dict[str, list[list[float]]]
 
 
-def heat_of(outcome: Outcome) -> Heat:
-    """Without rows where nothing is known."""
+def heat_of(outcome: SimulationOutcome) -> Heat:
+    """Return the heat map of a run. It has no rows if nothing was recorded."""
     timeline = outcome.timeline
     workers, times = len(timeline.computed), len(timeline.arrived)
     down, across = group_size(workers, ROWS), group_size(times, COLUMNS)

@@ -1,4 +1,4 @@
-"""What a report measures of a run: its times in order, how many kept which limits, and curves over the run."""
+"""Measurements for the report: sorted latencies, SLO attainment at each limit, and sums over bins."""
 
 from bisect import bisect_left
 from collections import Counter
@@ -6,13 +6,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from forebay.cli.simulate.simulations import Run
-from forebay.simulate.outcome import Outcome
+from forebay.cli.simulate.simulations import SimulationRun
+from forebay.simulate.outcome import SimulationOutcome
 from forebay.simulate.slo import Slo
 
-# Round limits, 35 to a decade: somebody who looks for 500 ms finds it.
+# Round limits, 35 per decade, so that common values such as 500 ms are among them.
 MANTISSAS = (*range(100, 200, 10), *range(200, 500, 20), *range(500, 1_000, 50))
-DECADE_MIN, DECADE_MAX = -3, 9  # of limits in ms: a microsecond to eleven days
+DECADE_MIN, DECADE_MAX = -3, 9  # of limits in ms: from 1 us to 11 days
 US_PER_MS = 1e3
 US_PER_S = 1e6
 
@@ -21,17 +21,22 @@ T = TypeVar("T", int, float)
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One run as the page shows it.
+    """Measurements of one run for the report.
 
     Attributes:
-        group: the name of its place, `r0` and up, by which the page finds what it drew of a run.
-        label: the run's name, with its fleet where other runs have the same name; unique.
-        colour: the name of its colour in the page's style.
-        ttft_ms, itl_ms, e2e_ms: in ascending order, of requests that were answered; `itl_ms` of those with two tokens.
-        span_s: from the first arrival to the last answer.
+        run: the run.
+        group: identifier of the run within the page, `r0` and up.
+        label: unique name of the run; includes the fleet if several runs have the same name.
+        colour: name of a colour of the page's style sheet.
+        ttft_ms: TTFT of completed requests, ascending.
+        itl_ms: ITL of completed requests with at least two tokens, ascending.
+        e2e_ms: E2E latency of completed requests, ascending.
+        requests: number of requests.
+        failed: number of failed requests.
+        span_s: seconds from the first arrival to the last response.
     """
 
-    run: Run
+    run: SimulationRun
     group: str
     label: str
     colour: str
@@ -45,11 +50,12 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How many answered requests kept which limits.
+    """Number of completed requests that meet each combination of limits.
 
     Attributes:
-        ttft_ms, itl_ms: limits in ascending order; the last ones hold for every request of every run.
-        kept: for each run, how many requests need the i-th limit of TTFT and the j-th of ITL, and no lower ones.
+        ttft_ms: TTFT limits, ascending; every request of every run meets the last one.
+        itl_ms: ITL limits, ascending; every request of every run meets the last one.
+        kept: per run, the number of requests whose lowest limits are the i-th of TTFT and the j-th of ITL.
     """
 
     ttft_ms: list[float]
@@ -57,8 +63,8 @@ class Limits:
     kept: list[dict[tuple[int, int], int]]
 
 
-def measured(runs: Sequence[Run], colours: int) -> list[Measured]:
-    """All runs, their colours `p0` and up, `colours` of them in turn."""
+def measured(runs: Sequence[SimulationRun], colours: int) -> list[Measured]:
+    """Return the measurements of all runs. Colours are named `p0` and up, and repeat after `colours` runs."""
     labels = _labels(runs)
     return [
         _measured(run, f"r{at}", label, f"p{at % colours}")
@@ -66,8 +72,8 @@ def measured(runs: Sequence[Run], colours: int) -> list[Measured]:
     ]
 
 
-def times_of(outcome: Outcome) -> Iterable[tuple[int, float, float, float]]:
-    """Of each request that was answered its place, and in ms TTFT, ITL (0 for one token) and E2E."""
+def times_of(outcome: SimulationOutcome) -> Iterable[tuple[int, float, float, float]]:
+    """Yield index, TTFT, ITL and E2E of each completed request, in ms. ITL is 0 for one token."""
     requests = outcome.requests
     columns = (requests.column(name) for name in ("arrived_us", "first_us", "last_us", "output_tokens"))
     failures = requests.failures
@@ -78,7 +84,10 @@ def times_of(outcome: Outcome) -> Iterable[tuple[int, float, float, float]]:
 
 
 def limits(runs: Sequence[Measured], slo: Slo | None) -> Limits:
-    """Count what kept which limits; those of `slo` are among them, and who does not keep its E2E keeps none."""
+    """Count the requests per combination of limits.
+
+    The limits of `slo` are among the limits. Requests that miss its E2E limit are not counted.
+    """
     slo = slo or Slo()
     ttft_ms = _round_limits([one.ttft_ms for one in runs], slo.ttft_ms)
     itl_ms = _round_limits([one.itl_ms for one in runs], slo.itl_ms)
@@ -96,7 +105,7 @@ def limits(runs: Sequence[Measured], slo: Slo | None) -> Limits:
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
-    """Of values in order, at least one, interpolated between ranks."""
+    """Return the quantile of sorted values, interpolated between ranks. At least one value is required."""
     at = share * (len(ordered) - 1)
     low = int(at)
     high = min(low + 1, len(ordered) - 1)
@@ -104,7 +113,14 @@ def quantile(ordered: Sequence[float], share: float) -> float:
 
 
 def shares(ordered: Sequence[float], limits_ms: Sequence[float], of: int, free: int) -> list[float]:
-    """For each limit, how many of the values in order keep it, and of `free` ones, which keep any; of `of`."""
+    """Return for each limit the share of requests that meet it.
+
+    Args:
+        ordered: latencies, ascending.
+        limits_ms: limits, ascending.
+        of: number of all requests.
+        free: number of further requests that meet every limit.
+    """
     found, at = [], 0
     for limit in limits_ms:
         while at < len(ordered) and ordered[at] <= limit:
@@ -114,22 +130,22 @@ def shares(ordered: Sequence[float], limits_ms: Sequence[float], of: int, free: 
 
 
 def ratios(parts: Sequence[int], wholes: Sequence[int], size: int) -> list[float | None]:
-    """Of every `size` values the sum of the parts, of that of the wholes; None where there is no whole."""
+    """Return the ratio of the sums of each `size` consecutive parts and wholes; None if the sum of wholes is 0."""
     sums = zip(_chunks(parts, size), _chunks(wholes, size), strict=True)
     return [round(sum(part) / sum(whole), 4) if sum(whole) else None for part, whole in sums]
 
 
 def most(values: Sequence[int], size: int) -> list[int]:
-    """Of every `size` values the largest."""
+    """Return the maximum of each `size` consecutive values."""
     return [max(some) for some in _chunks(values, size)]
 
 
 def group_size(count: int, at_most: int) -> int:
-    """How many to put together, so that there are no more than `at_most`."""
+    """Return how many consecutive values to merge so that at most `at_most` remain."""
     return max(1, -(-count // at_most))
 
 
-def _measured(run: Run, group: str, label: str, colour: str) -> Measured:
+def _measured(run: SimulationRun, group: str, label: str, colour: str) -> Measured:
     outcome = run.outcome
     times = list(times_of(outcome))
     tokens = outcome.requests.column("output_tokens")
@@ -149,7 +165,7 @@ def _measured(run: Run, group: str, label: str, colour: str) -> Measured:
     )
 
 
-def _labels(runs: Sequence[Run]) -> list[str]:
+def _labels(runs: Sequence[SimulationRun]) -> list[str]:
     names = [run.name for run in runs]
     if len(set(names)) < len(names):
         names = [f"{run.name}, {run.settings.workers} workers" for run in runs]
@@ -162,7 +178,7 @@ def _labels(runs: Sequence[Run]) -> list[str]:
 
 
 def _round_limits(values: Iterable[Sequence[float]], given_ms: float | None) -> list[float]:
-    """Round numbers from below the least of all values to not less than the largest, and the given one."""
+    """Return round limits that span all values, including `given_ms` if it is set."""
     ends = [(some[0], some[-1]) for some in values if some]
     if not ends:
         return [1.0] if given_ms is None else [given_ms]

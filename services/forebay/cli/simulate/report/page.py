@@ -1,4 +1,4 @@
-"""The page of `forebay simulate --report`: words, charts, and the data that its scripts look things up in."""
+"""HTML page of `forebay simulate --report`: texts, charts, and the data for its scripts."""
 
 import zlib
 from base64 import b64encode
@@ -23,28 +23,30 @@ from forebay.cli.simulate.report.words import (
     slo_text,
     table,
 )
-from forebay.cli.simulate.simulations import Run
+from forebay.cli.simulate.simulations import SimulationRun
 from forebay.simulate.outcome import EXPLAINED_MAX
 from forebay.simulate.slo import Slo
 
-RUNS_MAX = 12  # on one page; more lines on a chart nobody tells apart
+RUNS_MAX = 12  # runs on one page; charts with more lines are unreadable
 COLOURS = 8
 
 
-def page(runs: Sequence[Run], *, workload: str, slo: Slo | None, digest: str, said: Sequence[str] = ()) -> str:
-    """The whole page of at least one run; of too many the first are shown, and it says so."""
+def page(
+    runs: Sequence[SimulationRun], *, workload: str, slo: Slo | None, digest: str, said: Sequence[str] = ()
+) -> str:
+    """Return the page for at least one run. Only the first `RUNS_MAX` runs are shown, with a note on the page."""
     shown = measured(runs[:RUNS_MAX], COLOURS)
     kept = limits(shown, slo)
     heats = [heat_of(one.run.outcome) for one in shown]
     rows = explored(shown)
-    told = [*said, *findings(shown)]
+    findings_shown = [*said, *findings(shown)]
     if len(runs) > RUNS_MAX:
-        told.append(f"The first {RUNS_MAX} of {len(runs)} runs are shown.")
+        findings_shown.append(f"The report shows the first {RUNS_MAX} of {len(runs)} runs.")
     return render(
         "simulate/report/report.html",
         charts(shown, kept, heats),
         headline=headline(shown, slo),
-        findings=told,
+        findings=findings_shown,
         subject=_subject(shown, workload),
         cards=cards(shown, slo),
         notes=notes(shown),
@@ -83,13 +85,13 @@ def _data(
 
 
 def _nearest(limits_ms: Sequence[float], given_ms: float | None, values: Sequence[Sequence[float]]) -> int:
-    """The place of the given limit, or of one that nine of ten requests of the best run keep."""
+    """Return the index of the given limit, or of one that 90 % of the requests of the best run meet."""
     wanted_ms = given_ms or min((quantile(some, 0.9) for some in values if some), default=0.0)
     return next((at for at, limit in enumerate(limits_ms) if limit >= wanted_ms), len(limits_ms) - 1)
 
 
 def _subject(runs: Sequence[Measured], workload: str) -> str:
-    """What was simulated, in one line."""
+    """Return a summary of workload and fleet in one line."""
     counts = sorted({one.requests for one in runs})
     fleets = list(dict.fromkeys(_fleet(one) for one in runs))
     span = duration(max(one.span_s for one in runs) * 1e3)
@@ -111,5 +113,5 @@ def _fleet(one: Measured) -> str:
 
 
 def _packed(data: dict[str, Any]) -> str:
-    """A tenth of its size; browsers unpack it themselves."""
+    """Return the data compressed to about a tenth of its size. Browsers decompress it natively."""
     return b64encode(zlib.compress(msgspec.json.encode(data), 9)).decode()

@@ -1,4 +1,4 @@
-// The report of a simulation: which runs are shown, who keeps which limits, what the heat maps show.
+// Controls of the report: visible runs, SLO limits and the kind of load in the heat maps.
 const count = new Intl.NumberFormat("en"), NONE = -1;
 
 function duration(ms) {
@@ -13,7 +13,7 @@ function share(part, whole) {
   return whole ? `${((100 * part) / whole).toFixed(1)}%` : "-";
 }
 
-// An element with attributes and children; texts become text nodes, never markup.
+// Create an element with attributes and children. Strings become text nodes, never markup.
 function element(tag, attributes = {}, ...children) {
   const made = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
@@ -42,25 +42,25 @@ function showRuns() {
 }
 
 function showLimits(limits) {
-  const rows = [...document.querySelectorAll(".keeps")];
+  const rows = [...document.querySelectorAll(".attainment-row")];
   if (!rows.length) return;
   const inputs = { ttft: document.getElementById("ttft-limit"), itl: document.getElementById("itl-limit") };
   if (limits.e2e) document.getElementById("slo-e2e").textContent = `, and E2E ≤ ${limits.e2e}`;
 
-  function tell() {
+  function update() {
     for (const [name, input] of Object.entries(inputs)) {
-      const told = duration(limits[name][input.valueAsNumber]);
-      document.getElementById(`${name}-told`).textContent = told;
-      input.setAttribute("aria-valuetext", told);
+      const text = duration(limits[name][input.valueAsNumber]);
+      document.getElementById(`${name}-value`).textContent = text;
+      input.setAttribute("aria-valuetext", text);
     }
     rows.forEach((row, run) => {
-      let kept = 0;
+      let attained = 0;
       for (const [ttft, itl, requests] of limits.kept[run]) {
-        if (ttft <= inputs.ttft.valueAsNumber && itl <= inputs.itl.valueAsNumber) kept += requests;
+        if (ttft <= inputs.ttft.valueAsNumber && itl <= inputs.itl.valueAsNumber) attained += requests;
       }
-      const rate = limits.span_s[run] ? kept / limits.span_s[run] : 0;
-      row.querySelector(".bar i").style.width = limits.requests[run] ? `${(100 * kept) / limits.requests[run]}%` : 0;
-      row.querySelector("b").textContent = share(kept, limits.requests[run]);
+      const rate = limits.span_s[run] ? attained / limits.span_s[run] : 0;
+      row.querySelector(".bar i").style.width = limits.requests[run] ? `${(100 * attained) / limits.requests[run]}%` : 0;
+      row.querySelector("b").textContent = share(attained, limits.requests[run]);
       row.querySelector(".rate").textContent = `${Number(rate.toPrecision(3))} requests/s`;
     });
   }
@@ -76,11 +76,11 @@ function showLimits(limits) {
     input.value = limits[`${name}_at`];
     for (const shape of figures[`${name}-slo`].layout.shapes) shape.x0 = shape.x1 = limits[name][input.valueAsNumber];
     input.addEventListener("input", () => {
-      tell();
+      update();
       drawLine(name);
     });
   }
-  tell();
+  update();
 }
 
 function showHeat(heat) {

@@ -1,4 +1,4 @@
-"""The requests of a report's explorer: columns of numbers, few enough for a page."""
+"""Data of the report's request explorer: columns of numbers, limited in size."""
 
 from array import array
 from collections.abc import Iterable, Sequence
@@ -8,22 +8,22 @@ from typing import Any
 
 from forebay.cli.simulate.report.measures import Measured, times_of
 from forebay.events.decisions import RequestRouted
-from forebay.simulate.outcome import Outcome, worker_names
+from forebay.simulate.outcome import SimulationOutcome, worker_names
 
-ROWS_MAX = 20_000  # requests on a page
-CELLS_MAX = 120_000  # of all runs together
+ROWS_MAX = 20_000  # requests per page
+CELLS_MAX = 120_000  # requests times runs per page
 UNKNOWN = -1
-REASONS_MAX = 1_000  # texts of failures, each once
+REASONS_MAX = 1_000  # distinct failure reasons
 DECISION = ("mode", "candidates", "ties", "waited_us")
 TERMS = ("cost", "prefill_blocks", "overlap_credit", "decode_blocks", "active_requests", "device_overlap")
 
 
 def explored(runs: Sequence[Measured]) -> dict[str, Any]:
-    """What the explorer gets. A request is the same under every policy if it is the same turn of the workload.
+    """Return the data of the explorer. Requests of different runs match if they are the same turn of the workload.
 
     Returns:
-        `rows`: the turns that are shown, in order, `of` how many; `prompt` and `output` tokens of each. `runs`: of each
-        run the columns of `_run`, -1 for what is not known.
+        `rows`: numbers of the turns shown, in order. `of`: number of all turns. `prompt` and `output`: tokens per turn.
+        `runs`: the columns of `_run` per run; unknown values are -1.
     """
     places = [_places(one.run.outcome) for one in runs]
     of = [any(some) for some in zip_longest(*([place != UNKNOWN for place in some] for some in places))]
@@ -41,8 +41,8 @@ def explored(runs: Sequence[Measured]) -> dict[str, Any]:
     return {"rows": rows, "of": sum(of), **tokens, "runs": shown}
 
 
-def _places(outcome: Outcome) -> "array[int]":
-    """By turn of the workload, where a request stands in the order of arrival."""
+def _places(outcome: SimulationOutcome) -> "array[int]":
+    """Return for each turn of the workload its index in the order of arrival."""
     numbers = outcome.requests.column("number")
     found = array("q", [UNKNOWN]) * (max(numbers, default=UNKNOWN) + 1)
     for place, number in enumerate(numbers):
@@ -51,7 +51,10 @@ def _places(outcome: Outcome) -> "array[int]":
 
 
 def _chosen(runs: Sequence[Measured], numbers: Sequence[int]) -> list[int]:
-    """All, or of too many: of the failed up to a quarter, the slowest of each run a quarter, the others evenly."""
+    """Return the turns to show.
+
+    If there are too many: failed ones up to a quarter, the slowest of each run up to a quarter, the others evenly.
+    """
     room = min(ROWS_MAX, CELLS_MAX // max(1, len(runs)))
     if len(numbers) <= room:
         return list(numbers)
@@ -70,10 +73,15 @@ def _chosen(runs: Sequence[Measured], numbers: Sequence[int]) -> list[int]:
 
 
 def _run(one: Measured, known: Sequence[int]) -> dict[str, Any]:
-    """The columns of a run, by row; `known` are the places of the rows, -1 of those that never came.
+    """Return the columns of a run.
 
-    Times in microseconds, `first` and `last` since arrival; `worker`, `prefiller`, `other` (the runner-up) are places
-    in `workers`; `failures` by row are places in `reasons`; the terms of a cost begin with `my_` or `other_`.
+    Times are in microseconds. `first` and `last` count from the arrival. `worker`, `prefiller` and `other` (the
+    runner-up) are indexes into `workers`. `failures` maps rows to indexes into `reasons`. The cost terms of the
+    selected worker begin with `my_`, those of the runner-up with `other_`.
+
+    Args:
+        one: the run.
+        known: index of each row's request; -1 if the request never arrived.
     """
     outcome = one.run.outcome
     requests = outcome.requests
@@ -102,7 +110,7 @@ def _run(one: Measured, known: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def _decisions(outcome: Outcome, places: Sequence[int]) -> dict[str, Any]:
+def _decisions(outcome: SimulationOutcome, places: Sequence[int]) -> dict[str, Any]:
     numbers = {worker: number for number, worker in enumerate(outcome.workers)}
     modes: dict[str, int] = {}
     columns: dict[str, list[Any]] = {name: [] for name in (*DECISION, "other", *_named("my"), *_named("other"))}
@@ -135,7 +143,7 @@ def _named(whose: str) -> list[str]:
 
 
 def _short(value: float) -> float:
-    """Two decimals, and an integer where that is all."""
+    """Return a value with at most two decimals; an integer if possible."""
     rounded = round(value, 2)
     return int(rounded) if rounded == int(rounded) else rounded
 
@@ -144,5 +152,5 @@ def _taken(column: Sequence[int], places: Iterable[int]) -> list[int]:
     return [UNKNOWN if place == UNKNOWN or place >= len(column) else column[place] for place in places]
 
 
-def _numbered(outcome: Outcome) -> list[str]:
+def _numbered(outcome: SimulationOutcome) -> list[str]:
     return [f"worker {number}" for number in range(max(outcome.requests.column("worker"), default=UNKNOWN) + 1)]

@@ -1,4 +1,4 @@
-"""The charts of a simulation's report that go over its time: how many wait where, and who is how busy."""
+"""Charts of the report over time: rates, queues, and the load of each worker."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -19,7 +19,7 @@ Series = Callable[[Measured], Sequence[float | None]]
 
 
 def over_time(runs: Sequence[Measured]) -> Iterator[Chart]:
-    """Panels above each other, on one axis of time; a panel that is the same nothing for all is left out."""
+    """Yield a chart of panels with a common time axis. Panels without data are left out."""
     timed = [one for one in runs if one.run.outcome.timeline.arrived]
     if not timed:
         return
@@ -59,15 +59,15 @@ def over_time(runs: Sequence[Measured]) -> Iterator[Chart]:
     yield Chart(
         id="time",
         title="Over time",
-        text=f"Who waits and runs is counted every {width_s:,.3g} s. Drag over a panel to look closer at a span of "
-        "time in all of them; a double click shows all of it again.",
+        text=f"Queues and running requests are sampled every {width_s:,.3g} s. Drag over a panel to zoom all panels; "
+        "double-click to reset.",
         figure=figure,
         height=PANEL_PX * len(panels) + AXIS_PX,
     )
 
 
 def _panels(runs: Sequence[Measured]) -> Iterator[tuple[str, str, int, Series, Sequence[Measured]]]:
-    """A title, a format, how many points at most, what to draw of a run, and the runs to draw it of."""
+    """Yield title, number format, maximum number of points, series and runs of each panel."""
 
     def timeline(one: Measured) -> Timeline:
         return one.run.outcome.timeline
@@ -107,19 +107,19 @@ def _panels(runs: Sequence[Measured]) -> Iterator[tuple[str, str, int, Series, S
         and len({_trimmed(timeline(one).arrived) for one in runs}) == 1
     )
     yield (
-        "requests that arrive, a second",
+        "arrivals per second",
         ",.3~g",
         REUSE_POINTS,
         lambda one: rate(timeline(one).arrived, one),
         runs[:1] if same else runs,
     )
-    yield "prompt tokens found in a cache", ".0%", REUSE_POINTS, reuse, runs
+    yield "prompt tokens found in the cache", ".0%", REUSE_POINTS, reuse, runs
     if any(any(timeline(one).queued) for one in runs):
-        yield "requests that wait in the router", ",.3~s", DEPTH_POINTS, held, runs
-    yield "requests that wait in engines", ",.3~s", DEPTH_POINTS, lambda one: depth(timeline(one).waiting), runs
-    yield "requests that run", ",.3~s", DEPTH_POINTS, lambda one: depth(timeline(one).running), runs
+        yield "requests queued in the router", ",.3~s", DEPTH_POINTS, held, runs
+    yield "requests waiting in engines", ",.3~s", DEPTH_POINTS, lambda one: depth(timeline(one).waiting), runs
+    yield "running requests", ",.3~s", DEPTH_POINTS, lambda one: depth(timeline(one).running), runs
     if any(_trouble(one) for one in runs):
-        yield "requests without an answer, or sent again, by arrival", ",.3~s", DEPTH_POINTS, trouble, runs
+        yield "failed or retried requests, by arrival", ",.3~s", DEPTH_POINTS, trouble, runs
     if any(len(set(timeline(one).workers)) > 1 for one in runs):
         yield "workers in the fleet", ",d", DEPTH_POINTS, members, runs
 
@@ -130,13 +130,13 @@ def _trouble(one: Measured) -> set[int]:
 
 
 def _trimmed(counts: Sequence[int]) -> tuple[int, ...]:
-    """Without the nothing at its end: runs of the same arrivals last differently long."""
+    """Return the counts without trailing zeros, because runs with equal arrivals end at different times."""
     last = max((at for at, count in enumerate(counts) if count), default=-1)
     return tuple(counts[: last + 1])
 
 
 def loads(runs: Sequence[Measured], heats: Sequence[Heat]) -> Iterator[Chart]:
-    """A map of workers by time for each run, on one scale of colours."""
+    """Yield a heat map of workers over time for each run, on one colour scale."""
     shown = [(one, heat) for one, heat in zip(runs, heats, strict=True) if heat.rows]
     if not shown:
         return
@@ -189,14 +189,14 @@ def loads(runs: Sequence[Measured], heats: Sequence[Heat]) -> Iterator[Chart]:
     yield Chart(
         id="load",
         title="Load of each worker over time",
-        text="One line a worker. Even colours are an even load; a dark line among light ones is a worker overloaded.",
+        text="One row per worker. Even colours mean an even load; a dark row among light ones is an overloaded worker.",
         figure=figure,
         height=height,
     )
 
 
 def time_unit(span_s: float) -> tuple[float, str]:
-    """Seconds of a unit of time that a run of `span_s` is told in, and its name."""
+    """Return seconds per unit, and the name of the unit, for a run of `span_s` seconds."""
     if span_s <= 600:
         return 1.0, "s"
     return (60.0, "min") if span_s <= 4 * 3_600 else (3_600.0, "h")
@@ -208,6 +208,6 @@ def _end_s(runs: Sequence[Measured]) -> float:
 
 
 def short_label(one: Measured) -> str:
-    """A run's name, for plotly."""
+    """Return the label of a run, shortened and escaped for plotly."""
     label = one.label if len(one.label) <= LABEL_MAX else f"{one.label[:20]}…{one.label[-19:]}"
     return plain(label)
