@@ -137,10 +137,10 @@ def test_a_promise_is_measured_and_where_that_is_asked_for_decides_the_exit_code
     short = CliRunner().invoke(app, [*promise, "--policy", "random", "--attain", "0.555"])
     assert short.exit_code == 1
     for name in ("kv", "random"):
-        assert f"forebay: {name} keeps the promises for 0%, less than 55.5%\n" in short.stderr
+        assert f"forebay: {name}: SLO attainment 0% is below --attain 55.5%\n" in short.stderr
     kept = CliRunner().invoke(app, [*promise[:-1], "e2e=1e9", "--attain", "1"])
     assert kept.exit_code == 0
-    assert "keeps the promises" not in kept.stderr
+    assert "is below --attain" not in kept.stderr
 
 
 def test_an_engine_profile_says_how_fast_and_how_large_workers_are(trace: Path) -> None:

@@ -245,7 +245,7 @@ def _show(plan: _Plan, result: Mapping[str, Any]) -> None:
     columns = ["policy", "failed", "reuse", "max/mean", "TTFT", "ITL", "E2E"]
     split = any("prefilled_remotely" in one for one in result["policies"].values())
     columns += ["remote", "transfer"] if split else []
-    for column in [*columns, *(("SLO met", "goodput/s") if plan.slo else ())]:
+    for column in [*columns, *(("attained", "goodput/s") if plan.slo else ())]:
         table.add_column(column, justify="left" if column == "policy" else "right", overflow="fold")
     for name, one in result["policies"].items():
         times = [_times(one[key], width) for key, width in TIMES.items()]

@@ -32,7 +32,7 @@ def show(name: str, result: Metrics) -> None:
     columns = ["", "policy", *varied]
     columns += ["requests/s", "speed"] if searched else []
     columns += ["GPU-h", "failed", "reuse", "max/mean", *TIMES]
-    columns += ["SLO met", "goodput/s"] if objectives_slo else []
+    columns += ["attained", "goodput/s"] if objectives_slo else []
     for column in columns:
         table.add_column(in_markup(column), justify="left" if column in ("", "policy") else "right", no_wrap=True)
     for run in runs:
