@@ -97,7 +97,9 @@ def timed(name: str, *times_us: tuple[int, int, int], workers: int = 2) -> Simul
 
 def test_a_page_needs_nothing_else_and_has_all_charts() -> None:
     found = made(
-        run("kv", held=True), run("round-robin", slower=1.5, mode="round-robin", again=[3]), said=["2 rows left out"]
+        run("kv", held=True),
+        run("round-robin", slower=1.5, mode="round-robin", again=[3]),
+        survey_notes=["2 rows left out"],
     )
     assert not {"src", "href", "srcset", "action"} & set(found.attributes)
     assert not {"link", "iframe", "img", "object"} & set(found.tags)
@@ -118,7 +120,7 @@ def test_a_page_needs_nothing_else_and_has_all_charts() -> None:
 
 
 def test_what_users_name_is_text() -> None:
-    found = made(run(HOSTILE), run("kv", failed=[1]), said=[HOSTILE])
+    found = made(run(HOSTILE), run("kv", failed=[1]), survey_notes=[HOSTILE])
     assert "img" not in found.tags
     assert len(found.scripts) == 4
     assert printable(HOSTILE) in found.text

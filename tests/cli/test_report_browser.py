@@ -197,7 +197,7 @@ def test_it_follows_the_scheme_and_fits_a_phone(simulated: tuple[Path, dict[str,
 def test_names_are_text_and_nothing_runs(tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     runs = [run(HOSTILE, requests=60, failed=[3]), run("kv", requests=60, held=True)]
-    write_report(path, runs, workload=HOSTILE, slo=Slo(e2e_ms=900), digest="d", said=[HOSTILE])
+    write_report(path, runs, workload=HOSTILE, slo=Slo(e2e_ms=900), digest="d", survey_notes=[HOSTILE])
     with opened(path) as found:
         dialogs: list[str] = []
 

@@ -104,7 +104,7 @@ def simulate(
     Console(stderr=True).print(f"{counted} in {took_s:.1f} s", highlight=False)
     if report is not None:
         notes = list(_survey_lines(plan.survey))
-        write_report(report, runs, workload=plan.name, slo=plan.slo, digest=result["digest"], said=notes)
+        write_report(report, runs, workload=plan.name, slo=plan.slo, digest=result["digest"], survey_notes=notes)
     least = attain or 0.0
     short = [one for one in runs if least and one.summary["attained"] < least]
     for one in short:

@@ -250,13 +250,13 @@ class _FidelityRun:
         Raises:
             Unusable: the history cannot be simulated, or no request completed on both sides.
         """
-        state, said = placeable(self.history) if self.placed else (self.history.state, self.history.said)
-        state, said = _routed_by(self.router, state, said, over_operators="disagg." in self.name)
+        state, events = placeable(self.history) if self.placed else (self.history.state, self.history.said)
+        state, events = _routed_by(self.router, state, events, over_operators="disagg." in self.name)
         playing = self.playing
         try:
             resumed = resume(
                 state,
-                self.requests.arrivals(said, _arrival_shift(self.draw), placed=self.placed),
+                self.requests.arrivals(events, _arrival_shift(self.draw), placed=self.placed),
                 on_done,
                 speedup=playing.speedup,
                 delays=msgspec.structs.replace(playing.delays, submit=NO_DELAYS.submit, tokens=playing.delays.progress),
@@ -375,7 +375,7 @@ def _deciles(values: Sequence[float]) -> Sequence[float]:
 def _routed_by(
     router: RouterConfig | None,
     state: Sequence[Chunk],
-    said: Sequence[tuple[int, External]],
+    events: Sequence[tuple[int, External]],
     *,
     over_operators: bool,
 ) -> tuple[Sequence[Chunk], Sequence[tuple[int, External]]]:
@@ -384,11 +384,11 @@ def _routed_by(
     Args:
         router: the configuration; None changes nothing.
         state: chunks of the snapshot.
-        said: recorded external events.
+        events: recorded external events.
         over_operators: whether to drop the operators' disaggregation overrides.
     """
     if router is None:
-        return state, said
+        return state, events
 
     def altered(pool: PoolConfigured) -> PoolConfigured:
         return msgspec.structs.replace(pool, router=router)
@@ -397,11 +397,11 @@ def _routed_by(
         msgspec.structs.replace(one, pools=tuple(map(altered, one.pools))) if isinstance(one, WorldState) else one
         for one in state
     ]
-    said = [(at_us, altered(one) if isinstance(one, PoolConfigured) else one) for at_us, one in said]
+    events = [(at_us, altered(one) if isinstance(one, PoolConfigured) else one) for at_us, one in events]
     if over_operators:
         chunks = [msgspec.structs.replace(one, disagg=()) if isinstance(one, WorldState) else one for one in chunks]
-        said = [(at_us, one) for at_us, one in said if not isinstance(one, DisaggregationSet)]
-    return chunks, said
+        events = [(at_us, one) for at_us, one in events if not isinstance(one, DisaggregationSet)]
+    return chunks, events
 
 
 def _ranks(history: Lived) -> list[HolderKey]:

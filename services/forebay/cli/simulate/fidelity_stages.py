@@ -76,8 +76,8 @@ def placeable(history: Lived) -> tuple[Sequence[Chunk], Sequence[tuple[int, Exte
         return msgspec.structs.replace(one, spec=_labelled(one.spec, taints))
 
     state = [labelled(one) if isinstance(one, WorkerState) else one for one in history.state]
-    said = [(at_us, labelled(one) if isinstance(one, WorkerJoined) else one) for at_us, one in history.said]
-    return state, said
+    events = [(at_us, labelled(one) if isinstance(one, WorkerJoined) else one) for at_us, one in history.said]
+    return state, events
 
 
 def _labelled(spec: WorkerSpec, taints: Iterable[str]) -> WorkerSpec:

@@ -98,13 +98,13 @@ function showRequests({ labels, colours, explained, explorer }) {
     tr.addEventListener("click", () => {
       const opens = open.getAttribute("aria-expanded") === "false";
       open.setAttribute("aria-expanded", opens);
-      if (opens) tr.after(element("tr", {}, element("td", { class: "details", colspan: columns.length }, told(at))));
+      if (opens) tr.after(element("tr", {}, element("td", { class: "details", colspan: columns.length }, details(at))));
       else tr.nextSibling.remove();
     });
     return tr;
   }
 
-  function told(at) {
+  function details(at) {
     const longest = Math.max(1, ...runs.map((of) => of.last[at]));
     const sides = element("div", { class: "sides" }, ...runs.map((of, which) => side(of, which, at, longest)));
     return element("div", {}, element("p", { class: "story" }, story(at)), sides);

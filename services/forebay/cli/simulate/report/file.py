@@ -30,7 +30,13 @@ def require_report(path: Path) -> None:
 
 
 def write_report(
-    path: Path, runs: Sequence[SimulationRun], *, workload: str, slo: Slo | None, digest: str, said: Sequence[str] = ()
+    path: Path,
+    runs: Sequence[SimulationRun],
+    *,
+    workload: str,
+    slo: Slo | None,
+    digest: str,
+    survey_notes: Sequence[str] = (),
 ) -> None:
     """Write the report.
 
@@ -40,7 +46,7 @@ def write_report(
         workload: name of the workload.
         slo: objectives; None for none.
         digest: hash of all decisions.
-        said: notes on the workload.
+        survey_notes: notes on the workload.
 
     Raises:
         typer.Exit: the file cannot be written.
@@ -49,4 +55,4 @@ def write_report(
 
     with bar(SpinnerColumn(), TextColumn("{task.description}")) as progress:
         progress.add_task("writing the report")
-        write(OPTION, path, lambda: page(runs, workload=workload, slo=slo, digest=digest, said=said))
+        write(OPTION, path, lambda: page(runs, workload=workload, slo=slo, digest=digest, survey_notes=survey_notes))

@@ -32,14 +32,14 @@ COLOURS = 8
 
 
 def page(
-    runs: Sequence[SimulationRun], *, workload: str, slo: Slo | None, digest: str, said: Sequence[str] = ()
+    runs: Sequence[SimulationRun], *, workload: str, slo: Slo | None, digest: str, survey_notes: Sequence[str] = ()
 ) -> str:
     """Return the page for at least one run. Only the first `RUNS_MAX` runs are shown, with a note on the page."""
     shown = measured(runs[:RUNS_MAX], COLOURS)
     kept = limits(shown, slo)
     heats = [heat_of(one.run.outcome) for one in shown]
     rows = explored(shown)
-    findings_shown = [*said, *findings(shown)]
+    findings_shown = [*survey_notes, *findings(shown)]
     if len(runs) > RUNS_MAX:
         findings_shown.append(f"The report shows the first {RUNS_MAX} of {len(runs)} runs.")
     return render(
