@@ -144,7 +144,7 @@ def test_a_recording_goes_on_from_its_snapshot(live: Path, tmp_path: Path) -> No
     assert report["simulated"][1]["prefix_reuse"]["simulated"] > 0.5
 
 
-def test_who_was_lost_in_the_middle_is_lost_again(tmp_path: Path) -> None:
+def test_worker_lost_in_the_recording_is_lost_in_the_simulation(tmp_path: Path) -> None:
     made = fleet("a", "b")
     made("requests", request("r1", PROMPTS[0]))
     worker = made.world.requests.get("r1")
@@ -210,7 +210,7 @@ def test_a_simulation_that_is_further_off_than_it_may_be(recording: Path) -> Non
     ]
 
 
-def test_arrivals_a_little_later_say_what_is_chance(recording: Path) -> None:
+def test_repeated_draws_show_random_variation(recording: Path) -> None:
     report = found("--against", recording, "--repeat", 3)
     runs = [one for one in report["simulated"] if one["name"] == AS_RECORDED]
     assert [one["draw"] for one in runs] == [0, 1, 2]
@@ -221,7 +221,7 @@ def test_arrivals_a_little_later_say_what_is_chance(recording: Path) -> None:
     assert "all simulated" in told("--against", recording, "--repeat", 2)[1]
 
 
-def test_one_digest_whatever_the_hash_seed(recording: Path) -> None:
+def test_digest_is_independent_of_the_hash_seed(recording: Path) -> None:
     program = Path(sys.executable).with_name("forebay")
     outputs = {
         subprocess.run(
@@ -266,7 +266,7 @@ def test_a_history_that_its_log_does_not_tell_is_compared_with_nothing(recording
         (("--against", "BROKEN"), "broken.rec: is not a forebay log"),
     ],
 )
-def test_what_cannot_be_held_against_anything(
+def test_options_that_conflict_with_against_are_rejected(
     recording: Path, tmp_path: Path, given: tuple[Any, ...], reason: str
 ) -> None:
     broken = tmp_path / "broken.rec"

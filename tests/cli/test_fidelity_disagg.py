@@ -48,7 +48,7 @@ def served(worker: int, prefiller: int | None) -> RequestOutcome:
     return RequestOutcome(0, 1, 1, worker=worker, prefiller=prefiller)
 
 
-def test_disagg_decisions_are_compared_where_what_went_before_is_equal() -> None:
+def test_disagg_stages_compare_requests_that_agree_on_earlier_stages() -> None:
     observed = [served(0, 2), served(0, 2), served(1, 3), served(0, None), served(1, None), served(1, None)]
     other = [served(0, 2), served(1, 3), served(1, None), served(0, 2), served(1, None), served(0, None)]
     agreed = stages(list(zip(observed, other, strict=True)))
@@ -90,7 +90,7 @@ def test_disagg_engines_and_links_of_the_simulators_own_are_simulated_without_an
         assert one["transferred_bytes"]["observed"] == one["transferred_bytes"]["simulated"] > 0
 
 
-def test_disagg_links_are_fitted_to_what_was_recorded(apart: Path, tmp_path: Path) -> None:
+def test_disagg_links_are_fitted_to_recorded_transfers(apart: Path, tmp_path: Path) -> None:
     few = found(apart)["transfer"]
     assert (few["seen"], few["fitted"], few["transfer"]["kv_bytes_per_token"]) == (13, 13, 100_000)
     assert "are needed for a fit" in few["note"]
@@ -106,7 +106,7 @@ def test_disagg_links_are_fitted_to_what_was_recorded(apart: Path, tmp_path: Pat
         assert abs(placed["times"][time]["p50"]["error"]) < 5
 
 
-def test_disagg_a_table_says_who_was_where_and_what_moved(apart: Path) -> None:
+def test_disagg_table_shows_placement_and_transfers(apart: Path) -> None:
     text = " ".join(told(apart, *LINK).split())
     assert "100.0% of 66 prompts were prefilled in the same pool in both" in text
     assert "100.0% of 13 prompts prefilled remotely in both used the same prefill worker" in text
@@ -115,7 +115,7 @@ def test_disagg_a_table_says_who_was_where_and_what_moved(apart: Path) -> None:
         assert row in text
 
 
-def test_disagg_another_policy_wins_over_what_an_operator_set(tmp_path: Path) -> None:
+def test_disagg_policy_overrides_operator_settings(tmp_path: Path) -> None:
     path = tmp_path / "run.db"
     asyncio.run(history("always", by_hand="never").log(path)).close()
     runs = {one["name"]: one for one in found(path, "--policy", "kv:disagg.policy=always")["simulated"]}
@@ -139,7 +139,7 @@ def test_disagg_another_policy_wins_over_what_an_operator_set(tmp_path: Path) ->
         ),
     ],
 )
-def test_disagg_what_would_do_nothing_is_refused(tmp_path: Path, given: tuple[str, ...], reason: str) -> None:
+def test_disagg_options_without_effect_are_rejected(tmp_path: Path, given: tuple[str, ...], reason: str) -> None:
     run = played(conversations(sessions=2, turns=2), RouterConfig(), 2)
     asyncio.run(write(run.log, tmp_path / "run.db"))
     assert told(tmp_path / "run.db", *given, code=2) == f"forebay: {reason}\n"

@@ -44,7 +44,7 @@ def test_an_invalid_line_gets_an_error_response(line: bytes) -> None:
 
 
 @pytest.mark.parametrize("name", ['"two words"', "7", "null", '""'])
-def test_an_id_that_cannot_be_is_told_with_its_line(name: str) -> None:
+def test_invalid_request_id_is_reported_with_its_line(name: str) -> None:
     with pytest.raises(LineUnusable, match="line 3: invalid request_id"):
         ProduceRun().encode_request(3, b'{"request_id":%s}' % name.encode())
 
@@ -56,7 +56,7 @@ def test_an_id_is_used_once() -> None:
         run.encode_request(2, b'{"request_id":"mine"}')
 
 
-def test_a_whole_answer_is_a_body() -> None:
+def test_complete_response_is_a_body() -> None:
     run = ProduceRun("run")
     run.encode_request(1, CHAT)
     answer = run.add_record("run-1", piece(0, last=True), b'{"a":1}')
@@ -87,13 +87,13 @@ def test_an_error_is_counted() -> None:
     assert run.errors == 1
 
 
-def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
+def test_missing_file_is_reported(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, [str(tmp_path / "none.jsonl")])
     assert result.exit_code == 2
     assert "cannot be read" in result.stderr
 
 
-def test_a_kafka_that_is_not_there_is_told(tmp_path: Path) -> None:
+def test_unreachable_kafka_is_reported(tmp_path: Path) -> None:
     lines = tmp_path / "lines.jsonl"
     lines.write_bytes(CHAT)
     with socket.socket() as taken:  # bound, but nobody listens

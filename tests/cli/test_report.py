@@ -119,7 +119,7 @@ def test_a_page_needs_nothing_else_and_has_all_charts() -> None:
     assert any("retried" in title for title in titles)
 
 
-def test_what_users_name_is_text() -> None:
+def test_names_are_escaped() -> None:
     found = made(run(HOSTILE), run("kv", failed=[1]), survey_notes=[HOSTILE])
     assert "img" not in found.tags
     assert len(found.scripts) == 4
@@ -130,7 +130,7 @@ def test_what_users_name_is_text() -> None:
     assert found.data["labels"][0] == HOSTILE  # put into the page as text nodes
 
 
-def test_the_headline_names_who_is_first_and_who_comes_next() -> None:
+def test_headline_names_the_best_and_the_second_policy() -> None:
     text = headline(run("slow", slower=3.0), run("fast"), run("next", slower=1.5))
     assert text.startswith("fast has the lowest mean TTFT:")
     assert text.endswith("33.3% less than next.")
@@ -143,7 +143,7 @@ def test_the_headline_claims_nothing_of_those_that_are_level() -> None:
     )
 
 
-def test_the_headline_says_who_is_first_at_the_end_of_the_tail() -> None:
+def test_headline_names_the_policy_with_the_lowest_p99() -> None:
     even, tail = [(1_000, 2_000, 2)] * 99, (9_000, 9_500, 2)
     text = headline(timed("even", *[(1_200, 2_000, 2)] * 100), timed("tailed", *even[:97], tail, tail, tail))
     assert text.startswith("even has the lowest mean TTFT") or "the lowest p99 is that of even" in text
@@ -152,14 +152,14 @@ def test_the_headline_says_who_is_first_at_the_end_of_the_tail() -> None:
     )
 
 
-def test_the_headline_goes_by_what_was_promised() -> None:
+def test_headline_compares_slo_attainment() -> None:
     text = headline(run("late", slower=30.0), run("kept"), slo=Slo(ttft_ms=500, itl_ms=13))
     assert text.startswith("kept meets TTFT ≤ 500 ms, ITL ≤ 13 ms for ")
     assert ", late for " in text
     assert "No run meets" not in text
 
 
-def test_shares_of_kept_promises_are_level_by_the_rule_of_the_cards() -> None:
+def test_equal_attainment_uses_the_tolerance_of_the_cards() -> None:
     """A point apart is a lot where few are kept: 106 and 115 of 1,000 are not level, 991 and 1,000 are."""
 
     def kept(name: str, count: int) -> SimulationRun:
@@ -182,7 +182,7 @@ def test_shares_of_kept_promises_are_level_by_the_rule_of_the_cards() -> None:
     )
 
 
-def test_what_was_not_answered_is_said_first() -> None:
+def test_failed_requests_are_reported_first() -> None:
     nobody = run("none", requests=9, failed=range(9))
     assert headline(nobody) == "No request completed."
     assert headline(run("nobody", requests=0)) == "The workload contains no requests."
@@ -224,7 +224,7 @@ def test_cards_show_the_figures_and_mark_the_best() -> None:
     assert "best" not in alone.attributes["class"]
 
 
-def test_runs_of_one_name_are_told_apart() -> None:
+def test_runs_with_equal_names_get_unique_labels() -> None:
     found = made(run("kv", workers=2), run("kv", workers=4), run("kv", workers=4))
     assert found.data["labels"] == ["kv, 2 workers", "kv, 4 workers", "kv, 4 workers (2)"]
     assert "cost" in found.figures  # they cost differently
@@ -246,7 +246,7 @@ times = st.tuples(st.integers(0, 5_000_000), st.integers(0, 9_000_000), st.integ
     st.floats(0.01, 500),
     st.none() | st.floats(1, 12_000),
 )
-def test_limits_count_what_goodput_counts(
+def test_limits_match_goodput(
     given_times: list[tuple[int, int, int]], ttft_ms: float, itl_ms: float, e2e_ms: float | None
 ) -> None:
     """At the promised limits, and at the last ones, which every answered request keeps."""
@@ -262,7 +262,7 @@ def test_limits_count_what_goodput_counts(
     assert sum(kept.values()) == pytest.approx(every)
 
 
-def test_the_page_begins_at_the_promised_limits() -> None:
+def test_page_starts_at_the_slo_limits() -> None:
     found = made(run("kv"), slo=Slo(ttft_ms=333, itl_ms=7.5, e2e_ms=900)).data["limits"]
     assert (found["ttft"][found["ttft_at"]], found["itl"][found["itl_at"]]) == (333, 7.5)
     assert found["e2e"] == "900 ms"

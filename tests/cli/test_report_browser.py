@@ -79,7 +79,7 @@ def cells(found: Opened, column: int) -> list[str]:
     return found.page.locator(f"#requests tbody tr.row td:nth-child({column})").all_inner_texts()
 
 
-def test_every_chart_is_drawn_with_what_the_simulation_found(simulated: tuple[Path, dict[str, Any]]) -> None:
+def test_every_chart_is_drawn(simulated: tuple[Path, dict[str, Any]]) -> None:
     path, result = simulated
     written = Page(path.read_text())
     assert set(written.figures) == CHARTS

@@ -30,7 +30,7 @@ def printed(trace: Path, *arguments: str, hash_seed: int = 0, cwd: Path | None =
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=True, cwd=cwd).stdout
 
 
-def test_one_object_whatever_the_hash_seed_and_however_many_processes(trace: Path) -> None:
+def test_output_is_independent_of_hash_seed_and_processes(trace: Path) -> None:
     both = printed(trace, "--workers", "4", hash_seed=1)
     assert printed(trace, "--workers", "4", hash_seed=2) == both
     result: dict[str, Any] = json.loads(both)
@@ -105,7 +105,7 @@ def test_requests_that_fit_nowhere_are_named_and_end_in_exit_code_1(tmp_path: Pa
         (["--engine", ""], "unknown engine profile "),
     ],
 )
-def test_what_cannot_be_simulated_is_said_in_one_line(tmp_path: Path, arguments: list[str], reason: str) -> None:
+def test_invalid_arguments_give_one_error_line(tmp_path: Path, arguments: list[str], reason: str) -> None:
     trace = write(tmp_path / "trace.jsonl", [MooncakeRow(50, 64, 1, [1])])
     run = CliRunner().invoke(app, ["simulate", str(trace), *arguments])
     assert run.exit_code == 2
@@ -127,7 +127,7 @@ def test_numbers_have_bounds(option: str, value: str) -> None:
     assert f"Invalid value for '{option}'" in run.stderr
 
 
-def test_a_promise_is_measured_and_where_that_is_asked_for_decides_the_exit_code(trace: Path) -> None:
+def test_attainment_is_measured_and_decides_the_exit_code(trace: Path) -> None:
     promise = ["simulate", str(trace), "--policy", "kv", "--slo", "ttft=0.001,e2e=1e9"]
     run = CliRunner().invoke(app, [*promise, "--json"])
     assert run.exit_code == 0
@@ -165,13 +165,13 @@ def test_a_worker_that_is_killed_costs_no_answer_and_another_attempt(trace: Path
     assert figures["e2e_ms"]["p99"] > whole["e2e_ms"]["p99"]
 
 
-def test_delays_are_part_of_what_a_client_sees(trace: Path) -> None:
+def test_delays_are_part_of_client_latency(trace: Path) -> None:
     near, far = (json.loads(printed(trace, "--policy", "kv", "--delays", name)) for name in ("none", "kafka"))
     assert far["policies"]["kv"]["ttft_ms"]["p50"] > near["policies"]["kv"]["ttft_ms"]["p50"] + 2.740
     assert far["settings"]["delays"]["submit"]["fixed_us"] == 2740
 
 
-def test_a_death_that_nobody_lived_to_see_is_named(trace: Path) -> None:
+def test_fault_after_the_end_of_a_run_is_reported(trace: Path) -> None:
     kills = ("--kill", "mock-0@0.5", "--kill", "mock-1@600000")
     run = CliRunner().invoke(app, ["simulate", str(trace), "--policy", "kv", "--policy", "random", "--json", *kills])
     assert run.exit_code == 0
@@ -181,7 +181,7 @@ def test_a_death_that_nobody_lived_to_see_is_named(trace: Path) -> None:
     assert "mock-0" not in run.stderr
 
 
-def test_a_report_is_written_and_says_what_json_says(trace: Path) -> None:
+def test_report_matches_the_json_output(trace: Path) -> None:
     page = trace.parent / "page.html"
     run = CliRunner().invoke(app, ["simulate", str(trace), "--json", "--slo", "ttft=80", "--report", str(page)])
     assert run.exit_code == 0
@@ -238,7 +238,7 @@ def test_a_file_says_which_pools_there_are_and_options_win_over_it(trace: Path) 
     assert near["settings"]["delays"]["submit"]["fixed_us"] == 0
 
 
-def test_where_every_pool_has_a_router_no_policy_is_asked_for(trace: Path) -> None:
+def test_no_policy_is_needed_if_every_pool_has_a_router(trace: Path) -> None:
     file = trace.parent / "fleet.toml"
     file.write_text('[[pools]]\nrouter = {mode = "random"}\n[[pools.workers]]\ncount = 2\n')
     configured = json.loads(printed(trace, "--pools", str(file)))["policies"]
@@ -258,7 +258,7 @@ def test_where_every_pool_has_a_router_no_policy_is_asked_for(trace: Path) -> No
         (["--kill", "mock-2@0.3"], "--kill mock-2@0.3: worker mock-2 starts at 0.7 s"),
     ],
 )
-def test_what_does_not_go_with_a_fleet_is_named(trace: Path, arguments: list[str], reason: str) -> None:
+def test_options_that_conflict_with_a_fleet_file_are_named(trace: Path, arguments: list[str], reason: str) -> None:
     file = trace.parent / "fleet.toml"
     file.write_text(FLEET)
     run = CliRunner().invoke(app, ["simulate", str(trace), "--pools", str(file), *arguments])
@@ -266,7 +266,7 @@ def test_what_does_not_go_with_a_fleet_is_named(trace: Path, arguments: list[str
     assert reason in run.stderr
 
 
-def test_a_profile_that_knows_the_way_to_the_engine_delays_what_is_sent_there(trace: Path) -> None:
+def test_profile_with_work_us_delays_work(trace: Path) -> None:
     profile = trace.parent / "fitted.toml"
     profile.write_text('kind = "linear"\nwork_us = 7000\n[costs_us]\nstep = 1000\n')
     result = json.loads(printed(trace, "--engine", str(profile), "--policy", "kv"))

@@ -35,7 +35,7 @@ def simulated(trace: Path, *arguments: str) -> dict[str, Any]:
     return result
 
 
-def test_two_pools_of_one_model_serve_what_one_does(trace: Path) -> None:
+def test_disaggregated_pools_complete_all_requests(trace: Path) -> None:
     result = simulated(trace, *APART, "--blocks", "4096", "--kv-bytes-per-token", "1000")
     pools = result["settings"]["pools"]
     assert [(pool["role"], pool["model"], pool["groups"][0]["count"]) for pool in pools] == [
@@ -52,7 +52,7 @@ def test_two_pools_of_one_model_serve_what_one_does(trace: Path) -> None:
     assert "prefilled_remotely" not in together
 
 
-def test_one_object_whatever_the_hash_seed(trace: Path) -> None:
+def test_output_is_independent_of_the_hash_seed(trace: Path) -> None:
     command = [*COMMAND, str(trace), "--json", *APART, "--delays", "kafka", "--mtbf-s", "2", "--repair-s", "1"]
     said = [
         subprocess.run(
@@ -68,7 +68,7 @@ def test_one_object_whatever_the_hash_seed(trace: Path) -> None:
     assert {policy["failed"] for policy in json.loads(said[0])["policies"].values()} == {0}
 
 
-def test_time_on_the_way_is_what_it_is_said_to_be(trace: Path) -> None:
+def test_transfer_time_matches_the_settings(trace: Path) -> None:
     slow = simulated(trace, *APART, "--kv-transfer-bandwidth", "1", "--kv-transfer-latency-us", "500")
     at_once = simulated(trace, *APART, "--kv-transfer-bandwidth", "0")
     assert at_once["policies"]["kv"]["transfer_ms"]["p99"] == 0
@@ -81,7 +81,7 @@ def test_time_on_the_way_is_what_it_is_said_to_be(trace: Path) -> None:
     assert slow["policies"]["kv"]["ttft_ms"]["mean"] > at_once["policies"]["kv"]["ttft_ms"]["mean"]
 
 
-def test_a_policy_says_what_is_computed_elsewhere(trace: Path) -> None:
+def test_policy_decides_remote_prefills(trace: Path) -> None:
     name = "kv:disagg.policy=classic,disagg.max_local_prefill_length=1000000"
     run = CliRunner().invoke(app, ["simulate", str(trace), "--json", *APART, "--policy", name])
     figures = json.loads(run.stdout)["policies"][name]
@@ -89,7 +89,7 @@ def test_a_policy_says_what_is_computed_elsewhere(trace: Path) -> None:
     assert figures["workers"][2]["computed_tokens"] > 0
 
 
-def test_the_table_and_the_report_tell_who_does_what(trace: Path) -> None:
+def test_table_and_report_show_roles(trace: Path) -> None:
     page = trace.parent / "page.html"
     run = CliRunner().invoke(app, ["simulate", str(trace), *APART, "--policy", "kv", "--report", str(page)])
     assert run.exit_code == 0
@@ -126,7 +126,7 @@ def test_workers_of_both_pools_may_die(trace: Path) -> None:
         (["--policy", "kv:disagg.limit=1"], "'disagg.limit=1' is not a setting=value"),
     ],
 )
-def test_what_does_not_go_together_is_said_in_one_line(trace: Path, arguments: list[str], reason: str) -> None:
+def test_conflicting_options_give_one_error_line(trace: Path, arguments: list[str], reason: str) -> None:
     run = CliRunner().invoke(app, ["simulate", str(trace), *arguments])
     assert run.exit_code == 2
     assert reason.lower() in run.stderr.lower()
@@ -163,7 +163,7 @@ def test_a_sweep_tells_how_many_of_each(trace: Path) -> None:
     assert remote["kv, prefill_workers=2, decode_workers=1, disagg.policy=never"] == 0
 
 
-def test_a_sweep_searches_what_a_split_can_take(trace: Path) -> None:
+def test_sweep_finds_the_capacity_of_a_split(trace: Path) -> None:
     arguments = (
         "--set",
         "prefill_workers:decode_workers=1:2",

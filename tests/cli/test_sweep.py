@@ -85,7 +85,7 @@ def test_there_is_a_run_for_every_combination_that_differs(trace: Path) -> None:
     assert drawn["digest"] != sure["digest"]
 
 
-def test_a_run_is_what_simulate_makes_of_the_same_settings(trace: Path) -> None:
+def test_run_equals_simulate_with_the_same_settings(trace: Path) -> None:
     (run,) = runs_of(trace, "--policy", "kv", "--set", "temperature=0.5", "--set", "blocks=512", "--set", "speed=3")
     alone = CliRunner().invoke(
         app, ["simulate", str(trace), "--json", "--policy", "kv:temperature=0.5", "--blocks", "512", "--speed", "3"]
@@ -96,7 +96,7 @@ def test_a_run_is_what_simulate_makes_of_the_same_settings(trace: Path) -> None:
     }
 
 
-def test_one_answer_whatever_the_hash_seed_and_however_many_processors(trace: Path) -> None:
+def test_output_is_independent_of_hash_seed_and_cpus(trace: Path) -> None:
     arguments = (*SIX, "--json", "--slo", "ttft=80")
     one, other = (started(trace, *arguments, hash_seed=seed) for seed in (1, 2))
     first, second = one.communicate()[0], other.communicate()[0]
@@ -118,7 +118,7 @@ def test_runs_come_by_cost_and_the_best_are_marked(trace: Path) -> None:
     assert not all(run["pareto"] for run in runs)
 
 
-def test_the_table_has_a_line_a_run_and_says_what_is_cheapest(trace: Path) -> None:
+def test_table_has_one_row_per_run_and_names_the_cheapest(trace: Path) -> None:
     run = sweep(trace, *SIX, "--slo", "ttft=1e6", "--attain", "0.99")
     assert run.exit_code == 0
     lines = [line.split() for line in run.stdout.splitlines()]
@@ -127,7 +127,7 @@ def test_the_table_has_a_line_a_run_and_says_what_is_cheapest(trace: Path) -> No
     assert "6 runs in" in run.stderr
 
 
-def test_the_cheapest_settings_keep_the_promise_with_every_seed(trace: Path) -> None:
+def test_cheapest_settings_attain_the_slo_with_every_seed(trace: Path) -> None:
     axes = ("--set", "workers=1,2", "--set", "seed=1,2,3", "--policy", "random", "--slo", "ttft=80")
     runs = runs_of(trace, *axes)
     attained = {n: [one["attained"] for one in runs if one["set"]["workers"] == n] for n in ("1", "2")}
@@ -141,7 +141,7 @@ def test_the_cheapest_settings_keep_the_promise_with_every_seed(trace: Path) -> 
     assert broken.exit_code == 1
 
 
-def test_csv_has_a_column_for_whatever_varies_and_each_figure(trace: Path) -> None:
+def test_csv_has_columns_for_settings_and_metrics(trace: Path) -> None:
     run = sweep(trace, *SIX, "--csv", "--slo", "ttft=80")
     rows = list(csv.DictReader(io.StringIO(run.stdout)))
     assert len(rows) == 6
@@ -151,7 +151,7 @@ def test_csv_has_a_column_for_whatever_varies_and_each_figure(trace: Path) -> No
     assert all(float(row["ttft_ms.p90"]) > 0 and float(row["goodput_per_s"]) >= 0 for row in rows)
 
 
-def test_a_promise_that_no_run_keeps_ends_in_exit_code_1(trace: Path) -> None:
+def test_missed_attainment_exits_1(trace: Path) -> None:
     run = sweep(trace, *SIX, "--slo", "ttft=0.001", "--attain", "0.5")
     assert run.exit_code == 1
     assert "no run has an SLO attainment of at least 50.00%" in run.stdout
@@ -167,7 +167,7 @@ def test_requests_that_fail_end_in_exit_code_1(tmp_path: Path) -> None:
     ]
 
 
-def test_the_highest_rate_is_one_at_which_the_promise_is_kept_and_a_little_more_breaks_it(trace: Path) -> None:
+def test_capacity_is_the_highest_rate_that_attains_the_slo(trace: Path) -> None:
     promise = ["--policy", "kv", "--slo", "ttft=100"]
     (run,) = runs_of(trace, *promise, "--set", "workers=1", "--find-capacity", "--attain", "0.75")
     found = run["capacity"]
@@ -187,14 +187,14 @@ def test_the_highest_rate_is_one_at_which_the_promise_is_kept_and_a_little_more_
     assert run["capacity_per_s"] == pytest.approx(rate, rel=1e-4)  # arrivals are rounded to microseconds
 
 
-def test_it_is_said_that_speed_does_not_change_what_follows_on_answers() -> None:
+def test_note_on_dependent_requests_in_a_capacity_search() -> None:
     workload = "synthetic:arrivals=poisson,rate=4,requests=30,turns=3"
     run = CliRunner().invoke(app, ["sweep", workload, "--policy", "kv", "--find-capacity", "--slo", "ttft=40"])
     assert run.exit_code == 0
     assert "20 requests depend on responses" in run.stderr
 
 
-def test_promises_that_always_or_never_hold_are_answers_of_their_own(trace: Path) -> None:
+def test_capacity_search_reports_always_and_never(trace: Path) -> None:
     run = sweep(trace, "--policy", "kv", "--find-capacity", "--slo", "ttft=1e9")
     assert run.exit_code == 0
     assert ">= " in run.stdout
@@ -227,7 +227,7 @@ def test_a_run_that_dies_is_named_and_ends_in_exit_code_1(trace: Path, monkeypat
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_whatever_ends_a_sweep_ends_its_processes(trace: Path, number: signal.Signals) -> None:
+def test_ending_a_sweep_ends_its_processes(trace: Path, number: signal.Signals) -> None:
     (trace.parent / "mine.py").write_text(STUCK)
     run = started(trace, "--policy", "mine.Stuck", "--set", "temperature=1,2,3")
     assert run.stderr is not None
@@ -273,9 +273,7 @@ def test_whatever_ends_a_sweep_ends_its_processes(trace: Path, number: signal.Si
         (["--json", "--csv"], "--json and --csv cannot be combined"),
     ],
 )
-def test_what_cannot_be_swept_is_said_in_one_line_before_anything_runs(
-    trace: Path, arguments: list[str], reason: str
-) -> None:
+def test_invalid_sweeps_give_one_error_line_before_any_run(trace: Path, arguments: list[str], reason: str) -> None:
     run = sweep(trace, *arguments)
     assert run.exit_code == 2
     assert reason in run.stderr

@@ -64,7 +64,7 @@ def test_an_invented_workload_of_sessions_is_answered() -> None:
     assert summary["prefix_reuse"] > 0.4
 
 
-def test_disagg_workers_are_told_with_their_roles(trace: Path) -> None:
+def test_disagg_workers_are_listed_with_their_roles(trace: Path) -> None:
     with running("--prefill-workers", "1", "--decode-workers", "2") as up:
         run = forebay("trace", str(trace), "--url", up.url, "--json")
         assert run.returncode == 0, run.stderr
@@ -131,7 +131,7 @@ def server() -> Iterator[RecordingServer]:
             thread.join()
 
 
-def test_who_follows_on_answers_waits_for_them_and_thinks(tmp_path: Path, server: RecordingServer) -> None:
+def test_dependent_requests_wait_for_responses_and_think_time(tmp_path: Path, server: RecordingServer) -> None:
     common = {"output_length": 1, "hash_ids": [1]}
     rows: list[dict[str, Any]] = [
         {"format": "forebay.workload", "version": 1, "block_tokens": 64},

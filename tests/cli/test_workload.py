@@ -49,7 +49,7 @@ def test_figures_of_sessions_count_from_answers_that_take_no_time() -> None:
     assert found["duration_s"] == pytest.approx(5, abs=0.1)
 
 
-def test_a_converted_workload_is_what_the_options_made_of_it(trace: Path, tmp_path: Path) -> None:
+def test_converted_workload_has_the_options_applied(trace: Path, tmp_path: Path) -> None:
     out = tmp_path / "ours.jsonl"
     run = workload("convert", trace, "-o", out, "--speed", "2", "--prefix-multiplier", "3", "--requests", "2")
     assert run.exit_code == 0, run.stderr
@@ -70,7 +70,7 @@ def test_a_converted_workload_is_what_the_options_made_of_it(trace: Path, tmp_pa
     assert not list(tmp_path.glob("*.part"))
 
 
-def test_bad_rows_are_named_and_left_out_only_where_that_is_asked_for(trace: Path, tmp_path: Path) -> None:
+def test_bad_rows_are_named_and_skipped_only_on_request(trace: Path, tmp_path: Path) -> None:
     trace.write_text(trace.read_text() + "\nnonsense\n")
     out = tmp_path / "ours.jsonl"
     run = workload("convert", trace, "-o", out)
@@ -100,7 +100,7 @@ def test_nothing_takes_the_place_of_a_device(tmp_path: Path) -> None:
         (["convert", "synthetic:requests=3", "-o", "nowhere/at/all"], "cannot be written (No such file or directory)"),
     ],
 )
-def test_what_cannot_be_done_is_said_in_one_line(arguments: list[str], reason: str) -> None:
+def test_errors_take_one_line(arguments: list[str], reason: str) -> None:
     run = workload(*arguments)
     assert run.exit_code == 2
     assert reason in run.stderr

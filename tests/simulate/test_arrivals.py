@@ -33,14 +33,14 @@ def test_it_comes_after_the_last_of_several_answers_and_not_before_its_time() ->
     assert found[3].arrived_us == 5 * S
 
 
-def test_the_answer_is_there_when_its_client_has_it() -> None:
+def test_response_completes_when_the_client_has_received_it() -> None:
     delays = Delays(tokens=Delay(fixed_us=3_000))
     found = served(fleet(delays=delays), turn(0), turn(1, after=(0,), delay_us=S))
     assert found[0].last_us == prefill_us(64) + 3_000
     assert found[1].arrived_us == found[0].last_us + S
 
 
-def test_who_waits_for_a_request_that_fails_comes_all_the_same() -> None:
+def test_dependent_request_arrives_after_a_failed_dependency() -> None:
     found = served(fleet(), turn(0, 16_385 * 64, at_us=S), turn(1, after=(0,), delay_us=4))
     assert (bool(found[0].failure), found[1].failure, found[1].arrived_us) == (True, "", S + 4)
 
@@ -62,7 +62,7 @@ def test_turns_of_one_time_come_as_they_stand() -> None:
     assert [(one.number, one.arrived_us) for one in outcome.requests] == [(0, 0), (1, S), (2, S), (3, S)]
 
 
-def test_no_engine_runs_ahead_of_what_an_answer_of_another_brings() -> None:
+def test_engine_steps_end_before_dependent_arrivals() -> None:
     # Both begin to decode at one time; the turn that follows on the short answer goes to the engine with the long one.
     found = served(fleet(), turn(0, output=60), turn(1, output=2), turn(2, after=(1,)))
     assert found[2].worker == 0
@@ -79,7 +79,7 @@ def test_nor_when_only_one_of_those_that_wait_has_its_answer() -> None:
     assert found[4].first_us == found[4].arrived_us + prefill + decode
 
 
-def test_a_turn_that_waits_for_nobody_there_is_named() -> None:
+def test_error_names_turn_with_missing_dependency() -> None:
     with pytest.raises(WorkloadUnusable, match="request 1 depends on request 7, which does not come before it"):
         served(fleet(), turn(0), turn(1, after=(7,)))
 

@@ -34,7 +34,7 @@ def test_it_begins_where_the_user_is() -> None:
     assert speeds[:4] == [10.0, 20.0, 40.0, 80.0]
 
 
-def test_what_holds_everywhere_may_hold_more_and_what_never_holds_holds_nothing() -> None:
+def test_search_reports_always_and_never() -> None:
     always = found(breaks_at=1e9)
     assert (always.answer, always.step) == ("always", always.steps[-1])
     assert always.steps[-1].speed == 2.0**DOUBLINGS_MAX
@@ -44,7 +44,7 @@ def test_what_holds_everywhere_may_hold_more_and_what_never_holds_holds_nothing(
 
 
 @pytest.mark.parametrize(("dip", "monotone"), [(0.7, True), (0.6, False)])
-def test_a_promise_that_is_better_kept_at_a_higher_speed_is_noticed(dip: float, monotone: bool) -> None:
+def test_search_detects_non_monotone_attainment(dip: float, monotone: bool) -> None:
     def measure(speed: float) -> SpeedTrial:
         attained = 1.0 if speed <= 1.0 else dip if speed < 1.3 else 0.65
         return SpeedTrial(speed=speed, requests_per_s=speed, attained=attained, holds=attained >= 0.9)

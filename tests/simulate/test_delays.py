@@ -77,7 +77,7 @@ def test_a_refusal_takes_its_time_too() -> None:
     assert after.arrived_us == 1_000 + 200 + 30 + 5
 
 
-def test_the_index_knows_later_what_is_cached() -> None:
+def test_kv_events_reach_the_index_after_their_delay() -> None:
     turns = [turn(number, PROMPT, at_us=number * S, block_ids=SAME) for number in range(3)]
     at_once, later = (
         [decision.terms.device_overlap for decision in run(delays, *turns, workers=1).routed.values()]
@@ -104,7 +104,7 @@ def test_reports_of_load_take_their_time() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(DELAYS))
-def test_what_is_measured_is_met(name: str) -> None:
+def test_measured_delays_match_the_configured_ones(name: str) -> None:
     turns = [turn(number, 408, at_us=number * S) for number in range(2_000)]
     found = run(DELAYS[name], *turns, workers=4).requests
     extra_ms = sorted((one.first_us - one.arrived_us - prefill_us(408)) / 1e3 for one in found)

@@ -74,7 +74,7 @@ def test_a_link_moves_the_blocks_of_one_request_at_a_time() -> None:
     assert [one.transfer_us for one in found] == [300 + TRANSFER_US] * 2
 
 
-def test_what_the_answering_worker_has_is_not_moved_again() -> None:
+def test_blocks_cached_by_the_decode_worker_are_not_transferred() -> None:
     first, more = turn(0, PROMPT, block_ids=tuple(range(10))), turn(1, 704, block_ids=tuple(range(11)), at_us=S)
     found = served(split(1, 1, transfer=TRANSFER), first, more)
     assert [one.transferred_bytes for one in found] == [BYTES, BYTES // 10]
@@ -134,7 +134,7 @@ def test_a_worker_that_dies_while_it_sends_is_given_up_after_a_while() -> None:
     assert (one.transferred_bytes, one.transfer_us) == (BYTES, 300 + TRANSFER_US)
 
 
-def test_a_worker_that_is_dead_when_it_is_asked_is_given_up_after_a_while() -> None:
+def test_fetch_from_a_dead_worker_times_out() -> None:
     ways = Delays(work=Delay(fixed_us=S))
     life = LifeCycleSettings(
         faults=(WorkerFault(worker="mock-0", at_us=S + PREFILL_US + 1, back_us=0),), lease_ttl_s=60.0
@@ -154,7 +154,7 @@ def test_a_decode_worker_that_dies_while_it_fetches_lets_the_prompt_be_computed_
     assert one.prefilled_us == PREFILL_US + 300 + TRANSFER_US // 2 + S + prefill_us(64)  # its cache has the others
 
 
-def test_what_was_to_be_fetched_by_a_worker_that_died_is_given_back_at_once() -> None:
+def test_kv_for_a_dead_decode_worker_is_released_at_once() -> None:
     life = LifeCycleSettings(
         faults=(WorkerFault(worker="mock-2", at_us=PREFILL_US + 300 + TRANSFER_US // 2),), lease_ttl_s=1.0
     )
@@ -166,7 +166,7 @@ def test_what_was_to_be_fetched_by_a_worker_that_died_is_given_back_at_once() ->
     assert [(rank.engine.pool.used, rank.retained) for rank in (prefill, again)] == [(0, {})] * 2
 
 
-def test_what_was_begun_goes_on_where_it_is_answered() -> None:
+def test_started_request_continues_on_its_decode_worker() -> None:
     first_us = PREFILL_US + 300 + TRANSFER_US + DECODE_US
     life = LifeCycleSettings(faults=(WorkerFault(worker="mock-1", at_us=first_us + 1),), lease_ttl_s=1.0)
     [one] = served(split(1, 2, life, transfer=TRANSFER), turn(0, PROMPT, 2))
@@ -174,7 +174,7 @@ def test_what_was_begun_goes_on_where_it_is_answered() -> None:
     assert one.last_us == first_us + 1 + S + prefill_us(PROMPT + 1)
 
 
-def test_what_nobody_fetches_in_time_is_computed_again() -> None:
+def test_expired_kv_is_prefilled_again() -> None:
     # The first answer fills the decode worker for longer than a lease.
     sizes = {"blocks": 100, "max_num_batched_tokens": 8_192}
     turns = turn(0, 64, 99 * 64), turn(1, 64 * 80, 1, at_us=20 * S)
@@ -185,7 +185,7 @@ def test_what_nobody_fetches_in_time_is_computed_again() -> None:
     assert second.prefilled_us > 20 * S + LEASE_US
 
 
-def test_who_is_given_up_leaves_nothing_behind() -> None:
+def test_aborted_request_leaves_no_state() -> None:
     slow = Transfer(kv_bytes_per_token=1_000_000, kv_transfer_bandwidth=0.5)
     turns = [turn(at, PROMPT, 50, at_us=at * 10_000) for at in range(12)]
     simulation = Simulation(split(1, 2, transfer=slow, timeout_s=4.0), policy("round-robin"))

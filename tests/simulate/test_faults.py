@@ -44,7 +44,7 @@ def lone_us(prompt: int, output: int) -> int:
 
 
 @pytest.mark.parametrize(("said", "output"), [(1, 100), (17, 100), (60, 100), (1, 2), (17, 20)])
-def test_an_answer_goes_on_behind_what_was_said_when_the_lease_of_its_worker_is_over(said: int, output: int) -> None:
+def test_retry_continues_after_emitted_tokens_when_the_lease_expires(said: int, output: int) -> None:
     died_us = FIRST_US + (said - 1) * DECODE_US + DECODE_US // 2
     life = LifeCycleSettings(faults=(WorkerFault(worker="mock-0", at_us=died_us),), lease_ttl_s=10.0)
     [one] = served(fleet(2, life), turn(0, PROMPT, output))
@@ -52,7 +52,7 @@ def test_an_answer_goes_on_behind_what_was_said_when_the_lease_of_its_worker_is_
     assert one.last_us == died_us + 10 * S + lone_us(PROMPT + said, output - said)
 
 
-def test_what_two_answers_said_to_one_prompt_is_not_shared_where_they_go_on() -> None:
+def test_retries_of_equal_prompts_do_not_share_output_blocks() -> None:
     same = {"block_ids": tuple(range(10))}
     begin_us = prefill_us(PROMPT + 64)  # the second computes the last block again, to have a token to go on from
     died_us = begin_us + 64 * decode_us(22, BLOCKS) + 10 * decode_us(24, BLOCKS) + S // 1_000
@@ -83,14 +83,14 @@ def test_the_last_decision_about_a_request_is_kept_and_only_those_of_the_first(m
     ]
 
 
-def test_nothing_is_said_by_a_step_that_did_not_end() -> None:
+def test_unfinished_step_emits_nothing() -> None:
     life = LifeCycleSettings(faults=(WorkerFault(worker="mock-0", at_us=FIRST_US - 1),), lease_ttl_s=1.0)
     [one] = served(fleet(2, life), turn(0, PROMPT, 100))
     assert one.first_us == FIRST_US - 1 + S + FIRST_US
     assert one.last_us == FIRST_US - 1 + S + lone_us(PROMPT, 100)
 
 
-def test_a_worker_that_dies_when_a_step_ends_has_said_what_the_step_did() -> None:
+def test_worker_that_dies_at_the_end_of_a_step_emits_its_output() -> None:
     life = LifeCycleSettings(faults=(WorkerFault(worker="mock-0", at_us=FIRST_US),), lease_ttl_s=1.0)
     [one] = served(fleet(2, life), turn(0, PROMPT, 100))
     assert (one.first_us, one.last_us) == (FIRST_US, FIRST_US + S + lone_us(PROMPT + 1, 99))
@@ -113,7 +113,7 @@ def test_requests_go_to_a_dead_worker_until_half_of_its_lease_is_over() -> None:
     assert {one.first_us for one in (found[0], found[2])} == {11 * S + prefill_us(2 * 64)}
 
 
-def test_a_dead_worker_computes_nothing_and_who_waits_for_it_is_given_up_in_time() -> None:
+def test_requests_on_a_dead_worker_expire_at_their_deadline() -> None:
     life = LifeCycleSettings(faults=(WorkerFault(worker="mock-0", at_us=S),), lease_ttl_s=10.0)
     turns = [turn(number, 64, at_us=at_s * S) for number, at_s in enumerate((2, 8, 13))]
     found = served(fleet(1, life, timeout_s=4.0), *turns)
@@ -123,7 +123,7 @@ def test_a_dead_worker_computes_nothing_and_who_waits_for_it_is_given_up_in_time
     assert found[2].failure == "no worker of the pool default is ready", "it is lost by now"
 
 
-def test_whoever_lost_its_worker_waits_for_another_until_its_deadline() -> None:
+def test_request_of_a_lost_worker_waits_for_a_replacement_until_its_deadline() -> None:
     life = LifeCycleSettings(faults=(WorkerFault(worker="mock-0", at_us=FIRST_US + 1),), lease_ttl_s=1.0)
     outcome = run(fleet(1, life, timeout_s=30.0), turn(0, PROMPT, 100))
     assert [one.failure for one in outcome.requests] == ["the deadline passed"]
@@ -145,7 +145,7 @@ def test_no_answer_is_complete_before_it_begins(seed: int) -> None:
     assert answered.first_us <= answered.last_us <= late.arrived_us
 
 
-def test_who_is_given_up_makes_room_in_its_engine() -> None:
+def test_expired_request_frees_its_engine() -> None:
     system = fleet(1, sizes={"max_num_seqs": 1}, timeout_s=3.0)
     found = served(system, turn(0, PROMPT, 9_999), turn(1, PROMPT, at_us=S))
     assert [one.failure for one in found] == ["the deadline passed", ""]
@@ -157,7 +157,7 @@ def test_a_client_of_no_patience_gets_nothing() -> None:
     assert (outcome.requests[0].failure, outcome.lasted_us) == ("the deadline passed", 1)
 
 
-def test_a_new_process_is_empty_and_takes_what_waits() -> None:
+def test_replacement_process_starts_empty_and_takes_queued_requests() -> None:
     died_us, back_us = 2 * S, 15 * S
     life = LifeCycleSettings(
         faults=(WorkerFault(worker="mock-0", at_us=died_us, back_us=back_us),), cold_start_s=3.0, lease_ttl_s=10.0
@@ -208,7 +208,7 @@ def test_workers_are_started_later_and_cost_from_then_on() -> None:
     assert (outcome.timeline.workers[0], outcome.timeline.workers[-1]) == (1, 3)
 
 
-def test_what_a_worker_did_is_its_own_where_the_one_before_it_never_joined_or_came_later() -> None:
+def test_worker_metrics_are_separate_if_an_earlier_worker_never_joined() -> None:
     starts = WorkerStart(at_us=2 * S), WorkerStart(at_us=4 * S)
     turns = [turn(number, at_us=number * S) for number in range(30)]
     for back_us in (None, 10 * S):
@@ -241,7 +241,7 @@ def test_the_chance_that_a_process_had_does_not_kill_the_one_after_it() -> None:
     assert (one.attempts, one.failure) == (1, "")
 
 
-def test_who_starts_when_the_last_client_has_its_answer_costs_nothing() -> None:
+def test_worker_started_at_the_end_of_the_run_costs_nothing() -> None:
     life = LifeCycleSettings(starts=(WorkerStart(at_us=2 * S),))
     outcome = run(fleet(1, life, delays=Delays(progress=Delay(fixed_us=5 * S))), turn(0))
     assert outcome.gpu_s == outcome.lasted_us / S == prefill_us(64) / S
@@ -305,7 +305,7 @@ def test_failures_of_chance_come_with_the_seed() -> None:
         ),
     ],
 )
-def test_what_cannot_happen_is_refused(life: LifeCycleSettings, where: str, reason: str) -> None:
+def test_inconsistent_life_cycles_are_rejected(life: LifeCycleSettings, where: str, reason: str) -> None:
     with pytest.raises(SettingsUnusable) as caught:
         Simulation(fleet(2, life), policy("kv"))
     assert caught.value.where == where

@@ -85,7 +85,7 @@ def load(folder: Path, text: str) -> FleetDescription:
     return load_fleet(folder / "fleet.toml")
 
 
-def test_a_file_says_who_computes_prompts_and_how_kv_moves(tmp_path: Path) -> None:
+def test_file_defines_disaggregated_pools_and_transfers(tmp_path: Path) -> None:
     fleet = load(tmp_path, APART)
     assert [(pool.name, pool.role, pool.groups[0].count) for pool in fleet.pools] == [
         ("p", "prefill", 3),
@@ -97,7 +97,7 @@ def test_a_file_says_who_computes_prompts_and_how_kv_moves(tmp_path: Path) -> No
     assert load(tmp_path, "pools = [{workers = [{count = 1}]}]").transfer is None
 
 
-def test_a_file_says_what_there_is_and_what_happens(tmp_path: Path) -> None:
+def test_file_defines_fleet_and_life_cycle(tmp_path: Path) -> None:
     fleet = load(tmp_path, WHOLE)
     small, large = fleet.pools
     assert (small.name, small.model, large.name, large.model) == ("small", "a", "large", "b")
@@ -121,7 +121,7 @@ def test_a_file_says_what_there_is_and_what_happens(tmp_path: Path) -> None:
     assert {decision.mode for decision in outcome.routed.values()} == {"kv", "round-robin"}
 
 
-def test_what_a_file_does_not_say_is_left_open(tmp_path: Path) -> None:
+def test_absent_tables_are_none(tmp_path: Path) -> None:
     fleet = load(tmp_path, "[[pools]]\nworkers = [{count = 3}]")
     assert (fleet.delays, fleet.life, fleet.pools[0].name) == (None, None, "default")
 
@@ -198,7 +198,7 @@ POOL = "[[pools]]\nworkers = [{count = 3}]\n"
         (POOL + "[delays]\nwork = {fixed_ms = -1}", "delays.work.fixed_ms: expected float >= 0"),
     ],
 )
-def test_what_is_wrong_is_told_by_file_and_key(tmp_path: Path, text: str, reason: str) -> None:
+def test_errors_name_file_and_key(tmp_path: Path, text: str, reason: str) -> None:
     with pytest.raises(FleetUnusable) as caught:
         load(tmp_path, text)
     assert str(caught.value).startswith(f"{tmp_path / 'fleet.toml'}: {reason}")

@@ -12,7 +12,7 @@ def served(ttft_ms: float, itl_ms: float, output_tokens: int = 11, arrived_us: i
     return RequestOutcome(arrived_us, 100, output_tokens, worker=0, first_us=first_us, last_us=last_us)
 
 
-def test_a_request_keeps_what_it_is_within_and_one_without_an_answer_keeps_nothing() -> None:
+def test_attainment_counts_failed_requests_as_missed() -> None:
     requests = [
         served(100, 10),  # both, to the microsecond
         served(101, 10),
@@ -28,13 +28,13 @@ def test_a_request_keeps_what_it_is_within_and_one_without_an_answer_keeps_nothi
     }
 
 
-def test_the_whole_answer_can_be_promised_alone() -> None:
+def test_slo_with_only_e2e() -> None:
     requests = [served(100, 10), served(100, 11)]
     found = goodput(SimulationOutcome(RequestOutcomes(requests)), Slo(e2e_ms=200))
     assert (found["attained"], found["attained_each"]) == (0.5, {"e2e": 0.5})
 
 
-def test_nothing_is_kept_where_nobody_came_and_nothing_a_second_where_nobody_was_answered() -> None:
+def test_goodput_of_empty_and_failed_runs_is_zero() -> None:
     assert goodput(SimulationOutcome(), Slo(ttft_ms=1))["attained"] == 0.0
     refused = SimulationOutcome(RequestOutcomes([RequestOutcome(5_000, 1, 1, failure="no")]))
     assert goodput(refused, Slo(ttft_ms=1))["goodput_per_s"] == 0.0
@@ -59,11 +59,11 @@ def test_levels_are_read_as_they_are_written() -> None:
 @pytest.mark.parametrize(
     "text", ["", "ttft", "ttft=", "ttft=0", "ttft=-1", "ttft=nan", "ttft=inf", "tpot=5", "ttft=5,"]
 )
-def test_what_promises_nothing_is_refused(text: str) -> None:
+def test_invalid_slo_is_rejected(text: str) -> None:
     with pytest.raises(SloUnusable, match="invalid objective"):
         parse_slo(text)
 
 
-def test_one_thing_is_promised_once() -> None:
+def test_duplicate_objective_is_rejected() -> None:
     with pytest.raises(SloUnusable, match="duplicate objective ttft"):
         parse_slo("ttft=5,itl=3,ttft=6")

@@ -199,9 +199,7 @@ def workloads(draw: st.DrawFn) -> tuple[Turn, ...]:
     seqs=st.sampled_from([2, 4, 16]),
     batched=st.integers(16, 600),
 )
-def test_a_lone_worker_does_what_a_plain_telling_says(
-    turns: tuple[Turn, ...], blocks: int, seqs: int, batched: int
-) -> None:
+def test_lone_worker_matches_the_oracle(turns: tuple[Turn, ...], blocks: int, seqs: int, batched: int) -> None:
     worker = Worker(blocks, seqs, batched)
     expected = told(turns, worker)
     event(f"preempted: {worker.preempted > 0}, found: {any(one.cached for one in expected)}")

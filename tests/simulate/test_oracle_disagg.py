@@ -349,7 +349,7 @@ def blocked() -> tuple[Turn, ...]:
     link=LINKS,
     local_max=st.sampled_from([0, 0, 150]),
 )
-def test_disagg_pools_do_what_a_plain_telling_says(
+def test_disagg_pools_match_the_oracle(
     turns: tuple[Turn, ...],
     fleet: tuple[int, int],
     blocks: int,

@@ -15,7 +15,7 @@ POINTS = st.integers(1, 4).flatmap(
 
 
 @given(POINTS)
-def test_nobody_dominates_those_that_are_kept_and_somebody_the_others(points: list[list[float]]) -> None:
+def test_optimal_points_are_exactly_the_undominated_ones(points: list[list[float]]) -> None:
     def dominated(point: list[float]) -> bool:
         return any(
             all(mine <= yours for mine, yours in zip(other, point, strict=True)) and other != point for other in points
@@ -33,7 +33,7 @@ def ran(requests: int = 1, failed: int = 0, **figures: Any) -> dict[str, Any]:
     return {"requests": requests, "failed": failed, **figures}
 
 
-def test_who_answers_only_the_quick_ones_is_not_quick() -> None:
+def test_failed_requests_make_percentiles_infinite() -> None:
     ttft_ms = {"mean": 1.0, "p50": 1.0, "p90": 2.0, "p99": 3.0}
     objectives = ["ttft_ms.p50", "ttft_ms.p90", "ttft_ms.p99"]
     assert costs(ran(90, 10, ttft_ms=ttft_ms), objectives) == (1.0, 2.0, math.inf)
@@ -41,6 +41,6 @@ def test_who_answers_only_the_quick_ones_is_not_quick() -> None:
     assert costs(ran(0, 5, ttft_ms={}), objectives) == (math.inf,) * 3
 
 
-def test_who_has_no_such_figure_is_the_worst_in_it() -> None:
+def test_missing_metric_costs_infinity() -> None:
     points = [costs(figures, ["itl_ms.p90"]) for figures in (ran(itl_ms={}), ran(itl_ms={"p90": 9e9}))]
     assert optimal(points) == [False, True]

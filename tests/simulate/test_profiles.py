@@ -133,7 +133,7 @@ VALUES = (
 
 
 @given(lines=st.dictionaries(st.sampled_from(FIELDS), st.sampled_from(VALUES)), noise=st.text(max_size=20))
-def test_whatever_a_file_says_it_is_a_profile_or_refused(
+def test_any_file_is_a_profile_or_rejected(
     tmp_path_factory: pytest.TempPathFactory, lines: dict[str, str], noise: str
 ) -> None:
     for text in ("\n".join(f"{field} = {value}" for field, value in lines.items()), noise):
@@ -260,7 +260,7 @@ def test_llama_8b_on_one_h100(tmp_path: Path) -> None:
     assert profile.source == gpu_sheet("h100-sxm").source
 
 
-def test_two_gpus_share_the_work_and_add_what_they_compute(tmp_path: Path) -> None:
+def test_tensor_parallelism_splits_work_and_adds_reductions(tmp_path: Path) -> None:
     one, two = timing_of(roofline_of(tmp_path)), timing_of(roofline_of(tmp_path, "tensor_parallel = 2"))
     for half in ("flops_token", "flops_sampled", "flops_pair", "bytes_weights", "bytes_kv_token"):
         assert getattr(two, half) == getattr(one, half) / 2
@@ -287,7 +287,7 @@ def test_smaller_numbers(tmp_path: Path) -> None:
     assert timing_of(roofline_of(tmp_path, config=said)).bytes_weights == fp8.bytes_weights
 
 
-def test_a_mixture_reads_the_experts_that_are_asked_and_computes_two(tmp_path: Path) -> None:
+def test_mixture_reads_selected_experts_and_computes_active_ones(tmp_path: Path) -> None:
     profile = roofline_of(tmp_path, "tensor_parallel = 2", MIXTRAL)
     timing = timing_of(profile)
     expert = 3 * 4096 * 14336

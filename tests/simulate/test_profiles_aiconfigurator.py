@@ -87,7 +87,7 @@ def test_without_a_file_it_is_printed(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("known")
-def test_what_it_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_combination_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     result = invoke("nobody/knows")
     assert result.exit_code == 2
     assert "AIConfigurator cannot estimate nobody/knows on h100_sxm with vllm" in result.stderr

@@ -75,7 +75,7 @@ def test_too_few_requests() -> None:
         found_in(run)
 
 
-def test_what_is_left_out_is_told_and_still_a_load() -> None:
+def test_left_out_requests_are_counted_and_still_load_the_engine() -> None:
     run = engine_run(10, requests=100)
     for one in run.requests[::10]:
         one.left_out = "for a reason"
@@ -85,7 +85,7 @@ def test_what_is_left_out_is_told_and_still_a_load() -> None:
     assert found.ttft.p50 < 0.05
 
 
-def test_requests_that_the_model_refuses_are_told() -> None:
+def test_requests_rejected_by_the_model_are_counted() -> None:
     run = engine_run(11, requests=60)
     end_us = run.requests[-1].routed_us
     run.requests.append(ObservedRequest(end_us - 1, 70_000, bytes(8 * 4375), 10, 0, end_us, end_us + 1))

@@ -49,14 +49,14 @@ def test_prompts_that_are_done_in_one_step_wait_for_each_other() -> None:
     assert not found[1].any()
 
 
-def test_who_waits_for_a_place_waits_as_many_iterations_as_others_make() -> None:
+def test_waiting_request_counts_iterations_of_running_ones() -> None:
     config = EngineConfig(vocabulary=None, block_size=16, kv_blocks_total=1000, max_num_seqs=1)
     requests = [request(0, 40, 101, 1_000, 101_000), request(2_000, 40, 1, 102_000, 102_000)]
     _, found = amounts(EngineRun("w", config, (), requests))
     assert 95 < found[0, 1, STEP] < 102
 
 
-def test_who_is_left_out_is_a_load_and_no_row() -> None:
+def test_left_out_request_is_load_but_no_row() -> None:
     stopped = ObservedRequest(0, 20, b"", 100, 0, 500, 0, 4_500, "cancelled or failed")
     unfinished = ObservedRequest(0, 20, b"", 100, 0, 500, 0, 0, "did not finish")
     compared, found = amounts(run(stopped, unfinished, request(1_000, 20, 5, 2_500, 4_500)))

@@ -61,14 +61,14 @@ def store(drive: Driver, worker: str, blocks: list[int], **changes: Any) -> None
     drive("kv-events", msgspec.structs.replace(event, **changes))
 
 
-def test_engines_begin_with_what_the_index_says_they_have() -> None:
+def test_engines_start_with_the_blocks_of_the_index() -> None:
     drive = fleet("a", "b")
     store(drive, "b", CHAIN[:10])
     found = resumed(drive, asked("r", CHAIN[:12])).served["r"]
     assert (found.worker, found.cached_tokens, found.failure) == (1, 10 * BLOCK, "")
 
 
-def test_what_lies_on_hosts_and_what_does_not_fit_is_not_there() -> None:
+def test_host_blocks_and_excess_blocks_are_ignored() -> None:
     drive = fleet("a", kv_blocks_total=16)
     store(drive, "a", CHAIN[:4], tier="host")
     assert resumed(drive, asked("r", CHAIN[:4])).served["r"].cached_tokens == 0
@@ -102,14 +102,14 @@ def test_faster_engines_answer_sooner() -> None:
     assert fast.first_us - fast.arrived_us == round((slow.first_us - slow.arrived_us) / 10)
 
 
-def test_who_leaves_frees_the_engine() -> None:
+def test_leaving_client_frees_the_engine() -> None:
     gone = Arrival(1_001, REQUESTS, RequestCancelled(request_id="r1"))
     run = resumed(fleet("a"), asked("r1", CHAIN[:10], output=100), gone, asked("r2", CHAIN[10:12], 1_002))
     assert run.served["r1"].failure == "client disconnected"
     assert run.served["r2"].failure == ""
 
 
-def test_a_request_that_fits_nowhere_holds_up_nobody() -> None:
+def test_oversized_request_does_not_block_others() -> None:
     queue = QueueConfig(threshold=0.1)
     drive = fleet("a", router=RouterConfig(queue=queue))
     pinned = asked("r2", CHAIN[:1], 1_001, routing=RoutingHints(allowed_workers=("a",)))
@@ -131,7 +131,7 @@ def test_a_worker_without_kv_events_says_nothing_of_its_cache() -> None:
     assert served["r2"].cached_tokens == 5 * BLOCK
 
 
-def test_workers_join_and_are_lost_when_it_is_said() -> None:
+def test_workers_join_and_are_lost_at_recorded_times() -> None:
     joins = [
         Arrival(1_000, FLEET, WorkerJoined(owner_epoch=7, spec=spec(name), lease="l", slot=slot, from_offset=0))
         for slot, name in enumerate("ab")
@@ -153,7 +153,7 @@ def test_workers_join_and_are_lost_when_it_is_said() -> None:
     assert (run.served["r3"].worker, run.served["r3"].failure) == (0, "")
 
 
-def test_engines_take_the_time_that_they_are_said_to_take_and_so_does_what_is_said() -> None:
+def test_timing_and_delays_are_applied() -> None:
     usual, slow, far = (
         resumed(fleet("a"), asked("r", CHAIN[:10], output=3), **options).served["r"]
         for options in (
@@ -194,7 +194,7 @@ def test_prompts_are_computed_by_one_pool_moved_and_answered_by_the_other() -> N
     assert one.arrived_us < one.prefilled_us == one.first_us - one.transfer_us - decode_us(13 * BLOCK, 64 * BLOCK)
 
 
-def test_ranks_of_a_prefill_worker_keep_what_they_computed() -> None:
+def test_ranks_of_a_prefill_worker_retain_their_kv() -> None:
     drive = apart("p", "de", dp_size=2, dp_start_rank=3)
     store(drive, "p", CHAIN[:10], rank=4)
     gone = Arrival(50_000, REQUESTS, RequestCancelled(request_id="gone"))

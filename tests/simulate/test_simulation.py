@@ -70,7 +70,7 @@ def test_speed_divides_the_times_of_arrival() -> None:
     assert [served.arrived_us for served in outcome.requests] == [0, 250_000]
 
 
-def test_reuse_is_what_a_cache_without_bound_finds_when_requests_come_one_by_one() -> None:
+def test_reuse_matches_an_unbounded_cache_for_sequential_requests() -> None:
     trace = conversations(sessions=3, turns=4, every_ms=60_000)
     held: set[int] = set()
     expected = []
@@ -126,7 +126,7 @@ def test_a_request_that_fits_no_cache_fails_with_the_reason_and_disturbs_no_othe
     assert "need 321 KV blocks of 64 tokens, but the engine has 300" in failure["reason"]
 
 
-def test_failures_are_counted_beyond_what_is_shown() -> None:
+def test_all_failures_are_counted_but_few_are_listed() -> None:
     trace = [MooncakeRow(at, 1024, 1, [at, at + 1]) for at in range(FAILURES_SHOWN + 5)]
     one = figures(trace, blocks=4)
     assert (one["requests"], one["failed"], len(one["failures"])) == (0, FAILURES_SHOWN + 5, FAILURES_SHOWN)
@@ -165,7 +165,7 @@ def test_every_policy_answers_everything_the_same_way_twice(name: str) -> None:
     assert len({served.worker for served in once.requests}) == 3
 
 
-def test_who_waits_in_the_router_is_sent_when_a_prompt_is_done() -> None:
+def test_queued_request_is_dispatched_when_a_prefill_ends() -> None:
     trace = [MooncakeRow(0, 64, 1, [number]) for number in range(3)]
     together = simulated(trace, "kv", workers=1)
     assert {served.first_us for served in together.requests} == {prefill_us(3 * 64)}
@@ -173,7 +173,7 @@ def test_who_waits_in_the_router_is_sent_when_a_prompt_is_done() -> None:
     assert [served.first_us for served in one_by_one.requests] == [prefill_us(64) * turn for turn in (1, 2, 3)]
 
 
-def test_a_policy_sees_what_engines_report() -> None:
+def test_policy_sees_load_reports() -> None:
     trace = [MooncakeRow(0, 1024, 200, [1, 2]), MooncakeRow(500, 64, 1, [3]), MooncakeRow(9_000, 64, 1, [4])]
     outcome = simulated(trace, "tests.simulate.policies.LeastUsed", workers=2)
     assert [served.worker for served in outcome.requests] == [0, 1, 0]

@@ -21,7 +21,7 @@ def ranks(count: int) -> list[EngineRank]:
 
 @settings(deadline=None)
 @given(gaps=st.lists(st.sampled_from([0, 3_000, 9_999, 10_000, 77_000, 5 * S, 300 * S]), max_size=120))
-def test_bins_say_what_a_list_of_all_events_says(gaps: list[int]) -> None:
+def test_bins_match_the_list_of_all_events(gaps: list[int]) -> None:
     recorder, [rank] = Recorder(), ranks(1)
     now_us = 0
     events: list[int] = []
@@ -58,7 +58,7 @@ def test_a_worker_that_came_later_did_nothing_before() -> None:
     assert (found.computed, found.workers) == ([[0, 0, 0, 0], [0, 0, 0, 3]], [1, 1, 1, 2])
 
 
-def test_the_timeline_of_a_run_shows_who_runs_and_who_waits() -> None:
+def test_timeline_of_a_run_shows_running_and_waiting_requests() -> None:
     turns = [turn(number, 6_400, 1_000, block_ids=tuple(range(100))) for number in range(4)]
     system = fleet(1, sizes={"max_num_seqs": 2})
     found = Simulation(system, policy("kv")).run(Turns(*turns), lambda _: None).timeline

@@ -26,9 +26,7 @@ def fitted(transfers: list[ObservedTransfer], **given: float) -> TransferFit:
     more=st.integers(1, 9),
     slow=st.integers(0, 3),
 )
-def test_a_link_is_found_again_whatever_a_few_transfers_took(
-    latency_us: int, bandwidth: float, count: int, more: int, slow: int
-) -> None:
+def test_fit_is_robust_to_outliers(latency_us: int, bandwidth: float, count: int, more: int, slow: int) -> None:
     link = Transfer(kv_bytes_per_token=1_000, kv_transfer_bandwidth=bandwidth, kv_transfer_latency_us=latency_us)
     sizes = [1 + more * at for at in range(count)]
     took = [latency_us + link.lasts_us(16 * size) for size in sizes]
@@ -44,7 +42,7 @@ def test_a_link_is_found_again_whatever_a_few_transfers_took(
         assert abs(again - expected) <= 3 + (0.03 * most_us if slow else 0)
 
 
-def test_who_shared_a_worker_waited_for_others_and_is_left_out() -> None:
+def test_transfers_that_shared_a_worker_are_left_out() -> None:
     alone = [moved(at, 1_000 * (at + 1), 500) for at in range(FITTED_MIN)]
     together = [
         ObservedTransfer(A, B, 5_000, 40_000, 100 * S),
@@ -83,7 +81,7 @@ def test_longer_ones_that_took_no_longer_and_lines_below_zero() -> None:
     assert steep.transfer.kv_transfer_bandwidth > 0
 
 
-def test_what_is_given_is_not_fitted() -> None:
+def test_given_parameters_are_not_fitted() -> None:
     seen = [moved(at, 1_000 * (at + 1), 500 + at + 1) for at in range(40)]
     found = fitted(seen)
     assert found.transfer == Transfer(kv_bytes_per_token=1_000, kv_transfer_bandwidth=1.0, kv_transfer_latency_us=500)

@@ -68,7 +68,7 @@ def test_blocks_of_any_size_are_shared_where_those_recorded_were(tmp_path: Path,
     assert not set(found[0][shared:]) & set(found[2][shared:])
 
 
-def test_what_was_not_finished_gets_the_median_and_is_said(tmp_path: Path) -> None:
+def test_unfinished_requests_get_the_median_length_and_a_note(tmp_path: Path) -> None:
     made = fleet("a")
     for number, tokens in enumerate((5, 9, 7)):
         ask(made, f"r{number}", PROMPTS[0], tokens)
@@ -102,7 +102,7 @@ def test_options_apply(tmp_path: Path) -> None:
     assert [turn.at_us for turn in turns(made, tmp_path / "run.db", options)] == [0, 1_000, 2_000]
 
 
-def test_what_a_walk_over_the_decisions_finds(tmp_path: Path) -> None:
+def test_requests_match_those_of_a_walk(tmp_path: Path) -> None:
     """The order alone says what was taken, of a whole log with three owners and of a recording of its second half."""
     path = tmp_path / "run.db"
     asyncio.run(run(path))
@@ -120,7 +120,7 @@ def test_what_a_walk_over_the_decisions_finds(tmp_path: Path) -> None:
             assert turn.output_tokens == (one.output_tokens or 3)
 
 
-def test_what_is_no_workload(tmp_path: Path) -> None:
+def test_unusable_recordings_are_rejected(tmp_path: Path) -> None:
     nobody = fleet("a")
     with pytest.raises(WorkloadUnusable, match="contains no request to play"):
         workload(nobody, tmp_path / "nobody.db").survey()

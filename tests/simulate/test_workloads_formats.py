@@ -129,7 +129,7 @@ def test_other_columns_are_no_trace_of_azures(tmp_path: Path) -> None:
 
 
 @given(text=st.binary(max_size=60), header=st.booleans(), skip=st.booleans())
-def test_whatever_a_table_holds_is_played_or_refused(
+def test_any_table_is_played_or_rejected(
     tmp_path_factory: pytest.TempPathFactory, text: bytes, header: bool, skip: bool
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "fuzz.csv"
@@ -174,7 +174,7 @@ def test_the_documentation_holds_a_file_that_plays_and_every_setting(tmp_path: P
         ("a", "SQLite format 3\0", "recording"),
     ],
 )
-def test_a_format_is_told_by_what_the_file_holds(tmp_path: Path, name: str, text: str, form: str) -> None:
+def test_format_is_detected_from_the_content(tmp_path: Path, name: str, text: str, form: str) -> None:
     (tmp_path / name).write_text(text)
     assert detect_format(tmp_path / name) == form
 

@@ -134,13 +134,13 @@ def test_a_bad_row_is_named_with_its_line_and_the_reason(
     assert [(turn.at_us, turn.block_ids) for turn in found[-2:]] == [(5_000, (1, 2)), (6_000, (7, 8))]
 
 
-def test_the_first_reasons_are_told_and_all_bad_rows_counted(tmp_path: Path) -> None:
+def test_first_reasons_are_listed_and_all_bad_rows_counted(tmp_path: Path) -> None:
     path = write(tmp_path / "t", [GOOD, *["{"] * (REASONS_MAX + 7), GOOD])
     survey = open_workload(path, WorkloadOptions(skip_bad_rows=True)).survey()
     assert (survey.requests, survey.skipped, len(survey.reasons)) == (2, REASONS_MAX + 7, REASONS_MAX)
 
 
-def test_what_holds_nothing_to_play_is_refused(tmp_path: Path) -> None:
+def test_empty_workload_is_rejected(tmp_path: Path) -> None:
     for text in ("", "\n", "\n\n"):
         (tmp_path / "empty").write_text(text)
         with pytest.raises(WorkloadUnusable, match="contains no request to play"):
@@ -154,7 +154,7 @@ def test_what_holds_nothing_to_play_is_refused(tmp_path: Path) -> None:
         turns(write(tmp_path / "late", [GOOD]), duration_s=0.001)
 
 
-def test_what_is_no_such_file_is_refused(tmp_path: Path) -> None:
+def test_unreadable_files_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(WorkloadUnusable, match="cannot be read"):
         turns(str(tmp_path / "none.jsonl"))
     (tmp_path / "binary").write_bytes(b"\x89PNG\0\0\0\n" * 10)
@@ -232,7 +232,7 @@ def test_a_row_that_follows_on_nothing_is_named(
     assert (survey.requests, survey.skipped) == (len(rows), 1)
 
 
-def test_what_follows_on_a_row_that_is_left_out_is_left_out(tmp_path: Path) -> None:
+def test_dependents_of_skipped_rows_are_skipped(tmp_path: Path) -> None:
     rows = [
         {**GOOD, "timestamp": 5},
         {**GOOD, "timestamp": 4, "id": "back"},
@@ -260,7 +260,7 @@ def test_a_header_of_another_kind_is_refused(tmp_path: Path, header: dict[str, A
         turns(write(tmp_path / "t", [header, GOOD]))
 
 
-def test_a_model_is_asked_for_only_where_models_are_told_apart(tmp_path: Path) -> None:
+def test_model_names_are_used_only_with_by_model(tmp_path: Path) -> None:
     path = write(tmp_path / "t", [HEADER, {**GOOD, "model": "large"}])
     [one] = turns(path)
     [other] = turns(path, by_model=True)
@@ -287,7 +287,7 @@ LINE = st.one_of(
 
 
 @given(header=st.booleans(), lines=st.lists(LINE, max_size=8), skip=st.booleans())
-def test_whatever_a_file_holds_is_played_or_refused(
+def test_any_file_is_played_or_rejected(
     tmp_path_factory: pytest.TempPathFactory, header: bool, lines: list[bytes], skip: bool
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "rows-fuzz"

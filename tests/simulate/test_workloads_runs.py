@@ -248,7 +248,7 @@ ENTRIES = st.recursive(
     broken=st.one_of(st.none(), st.binary(max_size=30)),
     skip=st.booleans(),
 )
-def test_whatever_a_run_holds_is_played_or_refused(
+def test_any_run_is_played_or_rejected(
     tmp_path_factory: pytest.TempPathFactory, document: Any, broken: bytes | None, skip: bool
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "weka-fuzz.json"
@@ -267,7 +267,7 @@ def test_whatever_a_run_holds_is_played_or_refused(
     ),
     skip=st.booleans(),
 )
-def test_whatever_calls_a_file_holds_they_are_played_or_refused(
+def test_any_calls_are_played_or_rejected(
     tmp_path_factory: pytest.TempPathFactory, calls: list[bytes], skip: bool
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "lmcache-fuzz.jsonl"

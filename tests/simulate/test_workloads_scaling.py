@@ -49,7 +49,7 @@ SCALES = st.sampled_from([0.25, 0.5, 1.0, 1.5, 2.0, 3.0])
 
 
 @given(paths=PATHS, prefix=SCALES, prompt=SCALES, partial=st.booleans())
-def test_what_prompts_shared_is_scaled_and_they_share_it_still(
+def test_scaled_prompts_share_scaled_prefixes(
     tmp_path_factory: pytest.TempPathFactory, paths: list[list[int]], prefix: float, prompt: float, partial: bool
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "scaling.jsonl"
@@ -90,7 +90,7 @@ def test_the_worked_example_of_the_documentation(tmp_path: Path) -> None:
 
 
 @given(paths=PATHS, roots=st.integers(2, 5), seed=st.integers(0, 9))
-def test_copies_of_what_is_shared_have_nothing_in_common(
+def test_copies_of_shared_prefixes_share_nothing(
     tmp_path_factory: pytest.TempPathFactory, paths: list[list[int]], roots: int, seed: int
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "roots.jsonl"
@@ -135,7 +135,7 @@ def test_prompts_without_ids_are_all_their_own(tmp_path: Path) -> None:
     assert (found.prompt_tokens, found.block_ids) == (561, ())
 
 
-def test_what_becomes_too_long_or_too_much_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oversized_scaling_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = tree([[0] * 1_000, [0] * 1_000], [0, 0])
     with pytest.raises(WorkloadUnusable, match="scaled to 51200000 tokens"):
         turns(tmp_path / "t", rows, prefix_multiplier=100.0)

@@ -116,7 +116,7 @@ def test_a_session_ends_before_its_context_is_full() -> None:
     assert (one.prompt_tokens, one.output_tokens) == (1, 4_999)
 
 
-def test_figures_of_an_invented_workload_are_those_asked_for() -> None:
+def test_statistics_of_a_synthetic_workload_match_its_settings() -> None:
     text = "synthetic:rate=5,requests=6000,prompt=500/3000,output=100/400,groups=3,prefix=1024"
     found = workload_statistics(turns(text, seed=SEED), 64)
     assert found.rate_per_s == pytest.approx(5, rel=0.05)
@@ -171,7 +171,7 @@ def test_a_recipe_that_cannot_be_followed_is_refused(settings: str, reason: str)
         turns(f"synthetic:{settings}")
 
 
-def test_what_is_behind_the_context_costs_nothing() -> None:
+def test_blocks_beyond_the_context_cost_nothing() -> None:
     long = turns("synthetic:prefix=1e12,groups=2,depth=64,requests=20,context=1000,seed".removesuffix(",seed"))
     short = turns("synthetic:prefix=5000,groups=2,depth=64,requests=20,context=1000")
     assert long == short
@@ -184,6 +184,6 @@ def test_think_times_end_after_a_century() -> None:
     assert len(turns(name, duration_s=1)) == 1
 
 
-def test_what_would_take_more_than_a_century_is_refused() -> None:
+def test_workload_of_more_than_100_years_is_rejected() -> None:
     with pytest.raises(WorkloadUnusable, match="more than 100 years"):
         turns("synthetic:rate=0.0000000001,requests=100")

@@ -26,7 +26,7 @@ class ActiveRequest:
         hashes: packed hashes of the full blocks of the prompt.
         rank: rank that the request was sent to last.
         emitted: output tokens emitted by earlier attempts.
-        kept: prefilled KV that the decode worker is to fetch.
+        retained: prefilled KV that the decode worker is to fetch.
         computing: rank that the prompt was last sent to for prefill.
         prefill_attempt: attempt number of that prefill.
     """
