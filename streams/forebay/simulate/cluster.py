@@ -44,7 +44,7 @@ from forebay.simulate.requests import ActiveRequest
 from forebay.simulate.scheduled_events import EventQueue
 from forebay.simulate.settings import Transfer
 from forebay.simulate.timeline import Recorder
-from forebay.simulate.transfers import LEASE_US, RetainedKv, TransferResult, Transfers
+from forebay.simulate.transfers import LEASE_US, TransferResult, Transfers
 
 OnArrived = Callable[[int], object]
 NO_TRANSFER = Transfer()
@@ -92,10 +92,8 @@ class SimulatedCluster:
         self._ranks: dict[HolderKey, EngineRank] = {}
         self._numbered: dict[int, EngineRank] = {}
         self._recorder = Recorder()
-        self._output_events, self._work_events = (
-            EventQueue(),
-            EventQueue(),
-        )  # worker output; events that may give work to engines
+        self._output_events = EventQueue()  # ends of steps, and records from workers
+        self._work_events = EventQueue()  # events that may give work to engines
         self._ready: dict[int, EngineRank] = {}
         self._blocked: set[int] = set()  # prefill ranks that wait for cache space; a fetch frees some
         self._expired_leases: set[str] = set()  # requests whose KV lease expired before the decode worker noticed
@@ -281,27 +279,11 @@ class SimulatedCluster:
         rank = self._ranks[routed.worker_id, routed.rank]
         request = self._active.get(routed.request_id)
         if request is not None:
-            request.rank = rank
-            self._record_assignment(request, rank, routed)
+            request.assign(rank, routed)
+            self._expired_leases.discard(routed.request_id)
             if request.place < EXPLAINED_MAX:
                 self.routed[request.place] = routed
         self._send(rank, partial(self._work, rank, routed))
-
-    def _record_assignment(self, request: ActiveRequest, rank: EngineRank, routed: RequestRouted) -> None:
-        """Record the rank that a request was assigned to."""
-        served = request.served
-        served.attempts = max(served.attempts, routed.attempt)
-        request.retained = None
-        self._expired_leases.discard(routed.request_id)
-        if routed.stage == "prefill":
-            request.computing, request.prefill_attempt = rank, routed.attempt
-            return
-        served.worker = rank.number
-        if routed.stage == "aggregated":
-            served.prefiller = None
-            return
-        assert request.computing is not None, "a decode stage follows a prefill"
-        request.retained = RetainedKv(request.computing, request.prefill_attempt)
 
     def _send(self, rank: EngineRank, action: Callable[[], object]) -> None:
         """Send work or a cancellation to an engine."""
@@ -406,11 +388,7 @@ class SimulatedCluster:
             self._queue_of(rank).put(rank.ends_us, partial(self._end_step, rank))
 
     def _lookahead_us(self, *, alone: bool) -> int:
-        """Return for how long no event can give work to an engine or take work away.
-
-        Args:
-            alone: whether only one engine starts a step now.
-        """
+        """Return for how long no event can add or remove work; `alone` if only one engine starts a step now."""
         if len(self.world.queues):
             return 0  # a queued request may be dispatched as soon as another engine has capacity
         until_us = min(self._arrivals.next_us, self._work_events[0][0])

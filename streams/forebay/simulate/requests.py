@@ -9,6 +9,7 @@ from forebay.core.block_hashes import HASH_SEED, extend_chain
 from forebay.engine_model.model import EngineRequest, EngineStage
 from forebay.engine_model.sequence import seed_block
 from forebay.events.base import U32_BYTES, U64_BYTES, pack_u64
+from forebay.events.decisions import RequestRouted
 from forebay.events.requests import RequestSubmitted
 from forebay.simulate.outcome import RequestOutcome
 from forebay.simulate.rank import EngineRank
@@ -46,6 +47,21 @@ class ActiveRequest:
         """Create the state of a request that arrives at `now_us`. Only the number of its tokens is kept."""
         served = RequestOutcome(now_us, submitted.prompt_tokens, submitted.sampling.max_tokens, number=number)
         return cls(place, number, served, submitted.sequence_hashes)
+
+    def assign(self, rank: EngineRank, routed: RequestRouted) -> None:
+        """Record the rank that the request was routed to."""
+        self.rank = rank
+        self.served.attempts = max(self.served.attempts, routed.attempt)
+        self.retained = None
+        if routed.stage == "prefill":
+            self.computing, self.prefill_attempt = rank, routed.attempt
+            return
+        self.served.worker = rank.number
+        if routed.stage == "aggregated":
+            self.served.prefiller = None
+            return
+        assert self.computing is not None, "a decode stage follows a prefill"
+        self.retained = RetainedKv(self.computing, self.prefill_attempt)
 
     def attempt(self, request_id: str, attempt: int, block_size: int, stage: EngineStage) -> EngineRequest:
         """Return the request for the engine.
