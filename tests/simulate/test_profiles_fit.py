@@ -103,7 +103,7 @@ def test_prefixes_that_only_the_engine_had() -> None:
     assert any(warning.startswith("only 50% of the requests find") for warning in found.warnings)
     for one in run.requests:
         one.cached_tokens = 16
-    with pytest.raises(FitImpossible, match="only 0 requests find the prefixes in the modelled cache"):
+    with pytest.raises(FitImpossible, match="only 0 requests find the same cached prefixes in the model"):
         found_in(run)
 
 

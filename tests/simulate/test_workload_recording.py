@@ -126,7 +126,7 @@ def test_unusable_recordings_are_rejected(tmp_path: Path) -> None:
         workload(nobody, tmp_path / "nobody.db").survey()
     unfinished = fleet("a")
     ask(unfinished, "r", PROMPTS[0], None)
-    with pytest.raises(WorkloadUnusable, match="no request was finished, so no answer's length is known"):
+    with pytest.raises(WorkloadUnusable, match="no request finished, so no response length is known"):
         workload(unfinished, tmp_path / "unfinished.db").survey()
     (tmp_path / "broken.db").write_bytes(b"SQLite format 3\0" + bytes(100))
     with pytest.raises(WorkloadUnusable, match="is not a forebay log"):

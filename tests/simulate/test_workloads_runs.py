@@ -107,7 +107,7 @@ def test_a_bad_request_of_a_run_is_named_and_the_run_goes_on_without_it(tmp_path
     # The late one stands behind nobody later: it comes after the first request and the sub-agent.
     assert [turn.after for turn in workload.turns()] == [(), (), (1,), (1, 2), (3,)]
     write(tmp_path / "b.json", run(request(9, [1]), request(3, [1])))
-    with pytest.raises(WorkloadUnusable, match=r"b.json, request 2: its time, 3 s, is before that of the request"):
+    with pytest.raises(WorkloadUnusable, match=r"b.json, request 2: its time, 3 s, is before that of the previous request"):
         turns(tmp_path)
 
 
@@ -142,7 +142,7 @@ def test_files_of_requests_are_not_played_side_by_side(tmp_path: Path) -> None:
     for names in (paths, [tmp_path]):
         with pytest.raises(WorkloadUnusable, match="only runs of one format can be played from several files"):
             turns(*names)
-    with pytest.raises(WorkloadUnusable, match="these are mooncake, weka"):
+    with pytest.raises(WorkloadUnusable, match="got mooncake, weka"):
         turns(paths[0], write(tmp_path / "c.json", run(request(0, [1]))))
 
 
