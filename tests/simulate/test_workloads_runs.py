@@ -107,7 +107,7 @@ def test_a_bad_request_of_a_run_is_named_and_the_run_goes_on_without_it(tmp_path
     # The late one stands behind nobody later: it comes after the first request and the sub-agent.
     assert [turn.after for turn in workload.turns()] == [(), (), (1,), (1, 2), (3,)]
     write(tmp_path / "b.json", run(request(9, [1]), request(3, [1])))
-    with pytest.raises(WorkloadUnusable, match=r"b.json, request 2: its time, 3 s, is before that of the previous request"):
+    with pytest.raises(WorkloadUnusable, match=r"b.json, request 2: its time, 3 s, is before that of the previous"):
         turns(tmp_path)
 
 
