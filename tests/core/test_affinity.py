@@ -31,7 +31,7 @@ def test_a_session_stays_until_it_ends() -> None:
     assert (len(affinity), affinity.digest()) == (0, 0)
 
 
-def test_an_end_may_come_nearer() -> None:
+def test_a_session_expiry_may_move_earlier() -> None:
     affinity = SessionAffinity()
     affinity.bind("p", "s", A, 100)
     affinity.bind("p", "s", A, 50)
@@ -42,7 +42,7 @@ def test_an_end_may_come_nearer() -> None:
     assert affinity.find("p", "s") == A
 
 
-def test_a_session_moves() -> None:
+def test_a_session_can_be_rebound() -> None:
     affinity = SessionAffinity()
     affinity.bind("p", "s", A, 100)
     affinity.bind("p", "s", B, 100)
@@ -54,7 +54,7 @@ def test_a_session_moves() -> None:
     assert affinity.digest() == 0
 
 
-def test_too_many_sessions_push_out_the_least_lately_used() -> None:
+def test_the_least_recently_used_session_is_evicted_at_the_limit() -> None:
     affinity = SessionAffinity(sessions_max=2)
     affinity.bind("p", "s", A, 100)
     affinity.bind("p", "t", A, 101)
@@ -73,7 +73,7 @@ def test_a_rank_with_very_many_sessions_takes_several_chunks() -> None:
     assert len(affinity) == 1
 
 
-def test_the_digest_sees_all_of_a_session() -> None:
+def test_the_digest_covers_every_session_field() -> None:
     digests = set()
     for pool, name, binding, due_us in [
         ("p", "s", A, 1),
@@ -131,7 +131,7 @@ def test_sessions_equal_a_plain_dict(history: list[tuple[str, int, Binding, int]
     assert (len(copy), copy.digest()) == (0, 0)
 
 
-def test_what_went_early_does_not_come_back() -> None:
+def test_evicted_blocks_do_not_reappear() -> None:
     affinity = SessionAffinity()
     affinity.bind("p", "old", B, 10_000)
     for number in range(500):

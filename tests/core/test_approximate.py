@@ -153,7 +153,7 @@ def test_a_block_added_again_stays_for_the_longer_time() -> None:
     assert (index.depths([1]), len(index)) == ({}, 0)
 
 
-def test_beyond_the_bound_what_is_due_soonest_goes_and_of_a_prompt_its_end() -> None:
+def test_the_bound_evicts_earliest_due_blocks_and_prompt_tails_first() -> None:
     index = admitted()
     index.add("a", 0, range(1, 51), 30, 100)
     index.add("b", 0, range(1, 51), 20, 100)
@@ -167,7 +167,7 @@ def test_beyond_the_bound_what_is_due_soonest_goes_and_of_a_prompt_its_end() -> 
     assert len(index) == 50
 
 
-def test_the_digest_tells_holders_blocks_and_times_apart() -> None:
+def test_the_digest_distinguishes_holders_blocks_and_due_times() -> None:
     digests = set()
     for key, blocks, due_us in (
         (("a", 0), [1], 9),
@@ -185,7 +185,7 @@ def test_the_digest_tells_holders_blocks_and_times_apart() -> None:
     assert len(digests) == 8
 
 
-def test_nothing_is_routed_to_ranks_that_are_not_there() -> None:
+def test_adding_blocks_to_an_unknown_rank_fails() -> None:
     index = RoutedIndex()
     index.drop_holder("a", 0)
     chunk = RoutedBlocks(worker_id="a", rank=0, due_us=1, predicted=False, sequence_hashes=pack_u64([1]))

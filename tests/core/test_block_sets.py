@@ -83,7 +83,7 @@ def test_blocks_that_arrive_one_by_one_form_runs() -> None:
     assert sorted(runs_of(sets)) == runs
 
 
-def test_what_one_of_two_gives_up_from_the_end_on_stays_in_one_piece() -> None:
+def test_blocks_evicted_by_one_of_two_holders_stay_one_run() -> None:
     sets = BlockSets()
     for bit in (1, 2):
         sets.add(bit, range(1, 31))
@@ -92,7 +92,7 @@ def test_what_one_of_two_gives_up_from_the_end_on_stays_in_one_piece() -> None:
     assert runs_of(sets) == [list(range(1, 11)), list(range(11, 31))]
 
 
-def test_a_stranger_to_the_order_of_a_run_cuts_it_where_they_part() -> None:
+def test_a_holder_with_another_order_splits_a_run() -> None:
     sets = BlockSets()
     sets.add(1, range(1, 11))
     sets.add(2, [4, 5, 99])
@@ -101,7 +101,7 @@ def test_a_stranger_to_the_order_of_a_run_cuts_it_where_they_part() -> None:
     assert sets.match_depths(range(1, 6), 0b11) == [(0, 2), (5, 1)]
 
 
-def test_a_run_that_would_go_on_with_a_block_of_its_own_keeps_that() -> None:
+def test_a_run_is_not_extended_with_its_own_block() -> None:
     sets = BlockSets()
     sets.add(1, [1, 2, 3])
     assert sets.add(1, [4, 2, 5], 3) == 2
@@ -111,7 +111,7 @@ def test_a_run_that_would_go_on_with_a_block_of_its_own_keeps_that() -> None:
     assert len(sets) == 0
 
 
-def test_a_cursor_comes_to_an_end_although_more_is_stored() -> None:
+def test_a_cursor_terminates_while_blocks_are_stored() -> None:
     sets = BlockSets()
     sets.add(1, [1])
     sets.add(1, [2])
@@ -125,7 +125,7 @@ def test_a_cursor_comes_to_an_end_although_more_is_stored() -> None:
     assert len(sets) == 8
 
 
-def test_retired_bits_are_swept_a_piece_at_a_time() -> None:
+def test_retired_bits_are_swept_incrementally() -> None:
     sets = BlockSets()
     for number in range(6):
         sets.add(1 << (number % 2), range(number * RUN_BLOCKS_MAX, (number + 1) * RUN_BLOCKS_MAX))
@@ -154,7 +154,7 @@ def test_a_cursor_sees_blocks_that_join_a_run_it_has_passed() -> None:
     assert sets.next_run(cursor) is None
 
 
-def test_a_cursor_steps_over_what_goes_before_it_comes() -> None:
+def test_a_cursor_skips_removed_runs() -> None:
     sets = BlockSets()
     for start in (1, 11, 21, 31):
         sets.add(1, range(start, start + 5))
@@ -168,7 +168,7 @@ def test_a_cursor_steps_over_what_goes_before_it_comes() -> None:
     assert sets.next_run(cursor) is None
 
 
-def test_arrays_that_are_handed_in_stay_as_they_are() -> None:
+def test_input_arrays_are_not_modified() -> None:
     sets = BlockSets()
     first, second = array("Q", [1]), array("Q", [2])
     sets.add(1, first)

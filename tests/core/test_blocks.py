@@ -14,7 +14,7 @@ PLAIN = [14643705804678351452, 16777012769546811212, 483935686894639516]
 DIGEST = "0123456789abcdef00112233445566778899aabbccddeeffFEDCBA9876543210"
 
 
-def test_a_digest_gives_its_head_and_any_other_name_its_hash() -> None:
+def test_mm_hash_uses_digest_head_or_identifier_hash() -> None:
     assert mm_hash(DIGEST) == 0x0123456789ABCDEF
     assert mm_hash("F" * 64) == (1 << 64) - 1
     for name in ("123", "x" + DIGEST[1:], DIGEST + "0", "ü"):
@@ -31,7 +31,7 @@ def test_the_hashes_of_a_blocks_objects_follow_its_tokens_in_order() -> None:
     assert chain == extend_chain(None, named)
 
 
-def test_objects_of_the_last_partial_block_name_nothing() -> None:
+def test_objects_in_a_partial_block_have_no_effect() -> None:
     assert block_hashes(TOKENS[:40], 4, mm_hashes={2: (5,)}) == PLAIN[:2]
     assert block_hashes(TOKENS, 4, mm_hashes={0: ()}) == PLAIN
 
@@ -55,7 +55,7 @@ def test_an_adapters_and_a_tenants_images_are_salted_too(lora: str, tenant: str,
     assert block_hashes(TOKENS, 4, seed, {0: (9,)})[0] == xxh3_64_intdigest(TOKENS[:16] + bytes([9] + [0] * 7), seed)
 
 
-def test_an_image_names_every_block_in_which_it_stands() -> None:
+def test_an_image_affects_every_block_it_overlaps() -> None:
     one, other = (
         Media(kind="image", digest=digest * 32, mime="image/png", first_token=first, tokens=tokens)
         for digest, first, tokens in (("ab", 3, 6), ("cd", 9, 3))

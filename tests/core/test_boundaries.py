@@ -103,7 +103,7 @@ def test_suspect_workers_hold_no_more_than_their_share_of_the_queue() -> None:
 
 
 @pytest.mark.parametrize("reason", ["busy", "unknown_worker"])
-def test_what_no_suspect_worker_could_take_is_refused_at_once(reason: str) -> None:
+def test_a_request_no_suspect_worker_could_take_is_rejected_at_once(reason: str) -> None:
     drive = Driver().fleet("a", busy=BusyThresholds(active_prefill_tokens_threshold=0))
     hints = RoutingHints(worker_id="x") if reason == "unknown_worker" else RoutingHints()
     drive("requests", request("first", PROMPTS[0]))
@@ -114,7 +114,7 @@ def test_what_no_suspect_worker_could_take_is_refused_at_once(reason: str) -> No
     assert rejected.reason == "no_workers"
 
 
-def test_a_draining_worker_finishes_what_it_has() -> None:
+def test_a_draining_worker_finishes_its_requests() -> None:
     drive = Driver().fleet("a")
     (routed,) = drive("requests", request("r", PROMPTS[0]))
     assert drive("fleet", WorkerDraining(**about(drive, "a"))) == []
@@ -133,7 +133,7 @@ def test_stranded_requests_move_in_the_order_of_submission_when_a_worker_recover
     assert routes(drive("fleet", WorkerRecovered(**about(drive, "b")))) == [("z", "b", 2), ("m", "b", 2), ("a", "b", 2)]
 
 
-def test_what_an_engine_died_of_moves_no_request() -> None:
+def test_engine_failed_alone_moves_no_request() -> None:
     """Its worker may have handed over all that it was asked for: only `fleet` says that it is lost."""
     drive = Driver().fleet("a", "b")
     (routed,) = drive("requests", request("r", PROMPTS[0]))
@@ -144,7 +144,7 @@ def test_what_an_engine_died_of_moves_no_request() -> None:
     assert drive.world.requests.digest() == before
 
 
-def test_what_an_earlier_attempt_says_is_outdated() -> None:
+def test_progress_of_an_earlier_attempt_is_stale() -> None:
     drive = Driver().fleet("a", "b")
     (first,) = drive("requests", request("r", PROMPTS[0]))
     assert isinstance(first, RequestRouted)
@@ -196,7 +196,7 @@ def test_events_of_a_coming_epoch_are_as_foreign_as_those_of_a_past_one() -> Non
     assert (index.counts, index.digest()) == ({"stale_epoch": 2}, before)
 
 
-def test_the_announced_owner_goes_on_speaking() -> None:
+def test_events_of_the_announced_owner_stay_valid() -> None:
     fleet = Fleet()
     for offset in (1, 2):
         fleet.apply(OwnershipAnnounced(owner_epoch=7), offset)
@@ -205,7 +205,7 @@ def test_the_announced_owner_goes_on_speaking() -> None:
     assert [worker.phase for worker in fleet.workers()] == ["suspect"]
 
 
-def test_a_snapshot_stands_right_after_its_seal() -> None:
+def test_a_snapshot_must_match_its_seal() -> None:
     world = World()
     sealed = advance(world)
     followed = Rederivation(World())
@@ -217,7 +217,7 @@ def test_a_snapshot_stands_right_after_its_seal() -> None:
     assert "does not match the seal" in divergence.reason
 
 
-def test_a_claim_applies_nothing() -> None:
+def test_a_claim_must_not_consume_events() -> None:
     """What it consumed would be applied by nobody."""
     claimed = OwnerClaimed(owner_id="o", core_version=1, consumed=(ConsumedRun(topic="fleet", count=1, now_us=0),))
     divergence = Rederivation(World()).apply(0, claimed, {"fleet": [None]})

@@ -52,7 +52,7 @@ def test_a_part_of_a_chain_that_is_used_leaves_the_rest_in_its_place() -> None:
     assert pool.take(NOTHING, 1) is None
 
 
-def test_what_another_filled_meanwhile_becomes_one() -> None:
+def test_blocks_filled_by_two_sequences_are_merged() -> None:
     pool = ChainPool(12)
     mine, theirs = chain(1, 2, 3, 4, 5, 6), chain(1, 2, 3, 9)
     tail: ChainRun | None = None
@@ -70,7 +70,7 @@ def test_what_another_filled_meanwhile_becomes_one() -> None:
     assert counts(pool) == (6, 1, 5)
 
 
-def test_a_warmed_pool_gives_and_evicts_what_it_was_given() -> None:
+def test_a_warmed_pool_serves_and_evicts_its_content() -> None:
     pool = ChainPool(3)
     pool.warm([7, 8, 9, 10])
     assert (counts(pool), pool.content()) == ((0, 3, 0), frozenset({7, 8, 9}))
@@ -113,7 +113,7 @@ deeds = st.tuples(st.sampled_from(["take", "fill", "fill", "release", "grow"]), 
 
 @settings(max_examples=300)
 @given(st.integers(3, 24), st.lists(chains, max_size=3), st.lists(deeds, max_size=60))
-def test_runs_do_what_single_blocks_do(
+def test_chain_pool_equals_block_pool(
     total: int, warm: list["array[int]"], history: list[tuple[str, "array[int]", int]]
 ) -> None:
     pool, plain = ChainPool(total), BlockPool(total)

@@ -53,7 +53,7 @@ def two_pools() -> Driver:
     ],
     ids=str,
 )
-def test_whom_a_command_goes_to(changes: dict[str, Any], expected: list[str]) -> None:
+def test_a_command_goes_to_the_addressed_workers(changes: dict[str, Any], expected: list[str]) -> None:
     drive = two_pools()
     decided = sent(drive, commanded("c1", **changes))
     assert (decided.reason, targets(decided)) == (None, expected)
@@ -77,7 +77,7 @@ def test_whom_a_command_goes_to(changes: dict[str, Any], expected: list[str]) ->
     ],
     ids=str,
 )
-def test_what_goes_nowhere_says_why(changes: dict[str, Any], reason: str, text: str) -> None:
+def test_a_rejected_command_has_a_reason(changes: dict[str, Any], reason: str, text: str) -> None:
     drive = two_pools()
     for worker_id, kind in (("b", WorkerDraining), ("c", WorkerSuspect)):
         drive("fleet", kind(owner_epoch=0, worker_id=worker_id, worker_epoch=drive.epoch(worker_id)))
@@ -87,14 +87,14 @@ def test_what_goes_nowhere_says_why(changes: dict[str, Any], reason: str, text: 
     assert drive("control", commanded("c1", **changes)) == [], "a redelivery is refused once"
 
 
-def test_before_anybody_joined_there_is_nobody_to_command() -> None:
+def test_a_command_without_workers_is_rejected() -> None:
     drive = Driver()
     assert sent(drive, commanded("c1")).reason == "no_workers"
     drive.fleet()
     assert sent(drive, commanded("c2")).message == "no worker of m is ready"
 
 
-def test_a_command_ends_when_everybody_has_an_outcome() -> None:
+def test_a_command_ends_when_every_worker_has_an_outcome() -> None:
     drive = Driver().fleet("a", "b", "c")
     sent(drive, commanded("c1", "load_lora", lora_name="x"))
     assert drive("progress", obeyed("c1", "b", drive.epoch("b"), "load_lora", "x")) == []
@@ -111,7 +111,7 @@ def test_a_command_ends_when_everybody_has_an_outcome() -> None:
     assert drive.world.commands.get("c1") is None
 
 
-def test_who_does_not_answer_in_time_is_given_up() -> None:
+def test_a_worker_without_response_times_out() -> None:
     drive = Driver().fleet("a", "b")
     sent(drive, commanded("late", timeout_us=500))
     sent(drive, commanded("later", timeout_us=480))
@@ -125,7 +125,7 @@ def test_who_does_not_answer_in_time_is_given_up() -> None:
     assert drive.world.counts["outdated_answer"] == 1
 
 
-def test_only_who_has_it_pending_answers() -> None:
+def test_only_workers_with_a_pending_command_may_respond() -> None:
     drive = Driver().fleet("a", "b")
     epoch = drive.epoch("a")
     sent(drive, commanded("c1", worker_ids=("a",)))
@@ -139,7 +139,7 @@ def test_only_who_has_it_pending_answers() -> None:
     assert statuses(ended) == {"a": "done"}
 
 
-def test_who_has_answered_answers_no_more() -> None:
+def test_a_second_response_is_ignored() -> None:
     drive = Driver().fleet("a", "b")
     sent(drive, commanded("c1"))
     drive("progress", obeyed("c1", "a", drive.epoch("a")))
@@ -162,7 +162,7 @@ def test_an_id_is_used_once_while_it_is_remembered() -> None:
     assert sent(drive, commanded("c1", nonce=1)).reason is None
 
 
-def test_there_is_a_bound() -> None:
+def test_pending_commands_are_bounded() -> None:
     drive = Driver().fleet("a")
     for number in range(PENDING_MAX):
         assert sent(drive, commanded(f"c{number}")).reason is None
@@ -171,7 +171,7 @@ def test_there_is_a_bound() -> None:
     assert sent(drive, commanded("again")).reason is None
 
 
-def test_answers_that_are_too_long_for_one_record_are_left_out() -> None:
+def test_outcome_texts_beyond_the_limit_are_omitted() -> None:
     drive = Driver().fleet("a", "b", "c")
     sent(drive, commanded("c1"))
     half = ["n" * (TEXT_CHARS_MAX // 2)]
@@ -208,7 +208,7 @@ def test_adapters_that_are_loaded_or_unloaded_are_routed_by() -> None:
     assert isinstance(routed(drive, "r4"), RequestRejected)
 
 
-def test_who_waits_for_an_adapter_goes_on_when_it_is_loaded() -> None:
+def test_loading_an_adapter_resumes_waiting_requests() -> None:
     drive = Driver().fleet("a", "b")
     epoch = drive.epoch("a")
     drive("progress", obeyed("c", "a", epoch, "load_lora", "x"))
@@ -221,7 +221,7 @@ def test_who_waits_for_an_adapter_goes_on_when_it_is_loaded() -> None:
     assert (again.request_id, again.worker_id, again.attempt) == ("r1", "b", 2)
 
 
-def test_what_is_loaded_is_part_of_a_snapshot() -> None:
+def test_loaded_adapters_are_part_of_a_snapshot() -> None:
     drive = Driver().fleet("a")
     before = drive.world.fleet.digest()
     drive("progress", obeyed("c", "a", drive.epoch("a"), "load_lora", "x"))
@@ -262,7 +262,7 @@ def test_every_command_ends_exactly_once(history: list[Any]) -> None:
 
 
 @given(histories, histories)
-def test_a_restored_machine_goes_on_the_same(before: list[Any], after: list[Any]) -> None:
+def test_a_restored_machine_behaves_identically(before: list[Any], after: list[Any]) -> None:
     drive = perform_all(Driver().fleet("a", "b", "c"), before)
     drive.world.take_consumed()
     copy = restore(drive.world.snapshot())

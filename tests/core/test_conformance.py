@@ -111,7 +111,7 @@ def test_a_clear_is_of_one_rank_of_one_worker() -> None:
     assert list(drive.world.index.overlaps([1])) == [("a", 0)]
 
 
-def test_event_ids_that_were_seen_are_ignored_and_a_gap_is_asked_for() -> None:
+def test_duplicate_events_are_ignored_and_a_gap_requests_a_resync() -> None:
     """An id above last + 1 recovers [last + 1, id - 1] from the worker, and is applied all the same."""
     caches = Caches()
     caches.stored("a", [1])

@@ -192,7 +192,7 @@ class Watchful(Driver):
 
 
 @given(st.lists(actions().filter(lambda one: one[0] not in ("pool", "wait")), min_size=30, max_size=60))
-def test_nobody_waits_who_may_go(history: list[Any]) -> None:
+def test_no_dispatchable_request_stays_queued(history: list[Any]) -> None:
     perform_all(Watchful().fleet("a", "b", queue=QUEUE, session_ttl_s=10.0), history)
 
 
@@ -200,7 +200,7 @@ def test_nobody_waits_who_may_go(history: list[Any]) -> None:
 
 
 @given(histories)
-def test_a_restored_world_tells_the_same_facts(history: list[Any]) -> None:
+def test_a_restored_world_yields_the_same_facts(history: list[Any]) -> None:
     whole = perform_all(Driver().fleet("a", "b"), history).world
     advance(whole)
     copy = restore(through_the_wire(whole))
@@ -371,7 +371,7 @@ def test_the_weights_of_the_worked_example_are_these_integers() -> None:
 
 
 @pytest.mark.parametrize(("length", "cached"), list(product((0, 1, 8), (0, 5, 8))))
-def test_what_is_booked_is_what_is_not_cached(length: int, cached: int) -> None:
+def test_only_uncached_tokens_are_booked(length: int, cached: int) -> None:
     drive = Driver().fleet("a")
     stored: dict[str, Any] = {"worker_id": "a", "worker_epoch": drive.epoch("a"), "seq": 1}
     drive("kv-events", BlocksStored(**stored, sequence_hashes=pack_u64(PROMPTS[0][:cached])))

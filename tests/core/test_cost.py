@@ -64,7 +64,7 @@ def test_every_weight_counts() -> None:
     assert rich.costs == [1.0], "a credit saves what there is to save, no more"
 
 
-def test_what_several_have_alike_saves_each_as_much() -> None:
+def test_equal_overlaps_give_equal_credit() -> None:
     seats = roster(a=(0, 0, 0), b=(64, 0, 1), c=(0, 0, 0), d=(0, 0, 0))
     alike, other = Overlap(2, 1), Overlap(3)
     found = table(seats, 64 * 9, overlaps={("a", 0): alike, ("b", 0): alike, ("c", 0): other, ("d", 0): alike})
@@ -72,7 +72,7 @@ def test_what_several_have_alike_saves_each_as_much() -> None:
     assert found.costs == [9 - 2.75, 10 - 2.75, 9 - 3.0, 9 - 2.75]
 
 
-def test_overlaps_and_active_blocks_of_others_are_passed_over() -> None:
+def test_overlaps_and_active_blocks_of_other_ranks_are_ignored() -> None:
     found = table(roster(a=(0, 0, 0)), 64, 1, overlaps={("gone", 0): Overlap(1)}, active={("gone", 0): 1})
     assert found.costs == [2.0]
     assert found.overlap(0) == NO_OVERLAP
@@ -125,7 +125,7 @@ def test_a_taint_factor_lies_between_its_limits_and_falls(weight: float) -> None
     assert exp(-1) - 1e-15 <= factor <= exp(1) + 1e-15
 
 
-def test_the_table_digest_sees_everything() -> None:
+def test_the_table_digest_covers_every_term() -> None:
     plain = {"a": (0, 0, 0), "b": (0, 0, 0)}
     overlaps = {("b", 0): Overlap(1)}
     tables = [

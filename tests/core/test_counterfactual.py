@@ -72,14 +72,14 @@ def test_the_same_configuration_agrees_always_and_regrets_nothing(history: list[
 
 @settings(max_examples=60, deadline=None)
 @given(histories, st.sampled_from([{"mode": "least-loaded"}, {"temperature": 3.0}, {"overlap_score_credit": 0.0}]))
-def test_looking_on_changes_nothing(history: list[tuple[str, Any]], router: dict[str, Any]) -> None:
+def test_evaluating_a_counterfactual_changes_nothing(history: list[tuple[str, Any]], router: dict[str, Any]) -> None:
     alone, watched = Driver().fleet("a", "b"), Driver().fleet("a", "b")
     looking(watched, changed(**router))
     assert perform_all(watched, history).decided == perform_all(alone, history).decided
     assert watched.world.digest() == alone.world.digest()
 
 
-def test_another_weight_chooses_otherwise_and_says_what_history_gave_away() -> None:
+def test_another_weight_selects_another_rank_with_positive_regret() -> None:
     drive = Driver().fleet("a", "b", overlap_score_credit=0.0)
     store(drive, "b")
     seen = looking(drive, changed(overlap_score_credit=1.0))
@@ -112,7 +112,7 @@ def test_regret_is_below_zero_where_the_alternative_pays_more() -> None:
     assert found.regret_blocks == -8.0
 
 
-def test_what_an_alternative_refuses_is_no_choice() -> None:
+def test_a_rejection_by_the_alternative_has_no_selection() -> None:
     drive = Driver().fleet("a")
     drive("requests", request("r1", PROMPTS[0]))
     seen = looking(drive, changed(busy=ONE_TOKEN))
@@ -124,7 +124,7 @@ def test_what_an_alternative_refuses_is_no_choice() -> None:
     assert not found.would_hold
 
 
-def test_history_may_be_no_candidate_of_the_alternative() -> None:
+def test_the_recorded_rank_may_not_be_a_candidate() -> None:
     drive = Driver().fleet("a", "b")
     for name in ("r1", "r2"):
         drive("requests", request(name, PROMPTS[0], routing=RoutingHints(worker_id="b")))
@@ -143,7 +143,7 @@ def cheapest_cache() -> RouterOverride:
     return RouterOverride(track_prefill_tokens=False, overlap_score_credit=100.0)
 
 
-def test_a_queue_would_hold_what_history_sent_on() -> None:
+def test_an_alternative_may_queue_a_dispatched_request() -> None:
     drive = Driver().fleet("a")
     seen = looking(drive, changed(queue=QueueConfig(threshold=0.25)))
     drive("requests", request("r1", PROMPTS[0]))
@@ -153,7 +153,7 @@ def test_a_queue_would_hold_what_history_sent_on() -> None:
     assert [found.agrees for _, found in seen] == [True, True, True]
 
 
-def test_who_comes_out_of_the_queue_is_asked_about_like_who_comes_first() -> None:
+def test_queued_requests_are_compared_like_new_ones() -> None:
     drive = Driver().fleet("a", queue=QueueConfig(threshold=0.25))
     seen = looking(drive, same)
     (first,) = drive("requests", request("r1", PROMPTS[0], timeout_us=1_000))
@@ -181,7 +181,7 @@ def test_a_request_that_lost_its_worker_is_asked_about_as_it_is_routed_again() -
     assert not found.would_hold
 
 
-def test_what_history_booked_by_its_own_rule_is_named() -> None:
+def test_changed_booking_fields_are_listed() -> None:
     ours = pool()
     assert changed_booking_fields(ours, changed(temperature=1.0, mode="random")(ours)) == []
     booked = changed_booking_fields(ours, changed(use_kv_events=False, session_ttl_s=5.0)(ours))

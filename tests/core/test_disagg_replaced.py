@@ -5,7 +5,7 @@ from forebay.events.fleet import WorkerDraining
 from tests.core.worlds import BLOCK, PROMPTS, Driver, joined, request
 
 
-def test_disagg_the_pool_with_somebody_ready_answers_whatever_its_name_is() -> None:
+def test_disagg_the_pool_with_a_ready_worker_serves() -> None:
     drive = Driver().fleet("a")  # in the pool default
     drive("control", PoolConfigured(pool="apart", model="m", block_size=BLOCK, role="decode"))
     (routed,) = drive("requests", request("first", PROMPTS[0]))

@@ -102,7 +102,7 @@ def test_a_prompt_is_computed_by_one_worker_and_answered_by_another() -> None:
     assert all(not load.active_requests for load in drive.world.load.ranks())
 
 
-def test_where_nothing_is_apart_nothing_is_said_of_it() -> None:
+def test_aggregated_pools_have_no_prefill_decision() -> None:
     drive = Driver().fleet("a")
     drive("control", prefill_pool())
     drive("fleet", prefiller("p"))
@@ -112,7 +112,7 @@ def test_where_nothing_is_apart_nothing_is_said_of_it() -> None:
     assert not drive.world.requests.get("r").begun  # type: ignore[union-attr]
 
 
-def test_prefill_workers_alone_answer_nothing() -> None:
+def test_prefill_workers_alone_serve_no_requests() -> None:
     drive = Driver()
     drive("control", prefill_pool())
     drive("fleet", prefiller("p"))
@@ -130,7 +130,7 @@ def test_decode_workers_alone_compute_their_prompts() -> None:
 
 
 @pytest.mark.parametrize("enforce", [False, True])
-def test_what_is_to_be_embedded_is_not_computed_elsewhere(*, enforce: bool) -> None:
+def test_embedding_requests_are_not_prefilled_remotely(*, enforce: bool) -> None:
     drive = Driver().disagg([], [], disagg=DisaggConfig(enforce=enforce))
     tasks: Any = ("generate", "embed")
     drive("fleet", prefiller("p", tasks=tasks))
@@ -198,7 +198,7 @@ def test_prefill_workers_have_no_active_blocks() -> None:
     assert drive.world.load.rank_load("p", 0).active_requests == 2
 
 
-def test_who_names_a_worker_names_who_answers() -> None:
+def test_a_pinned_worker_is_the_decode_worker() -> None:
     drive = Driver().disagg(["p"], ["d", "e"])
     for name in "de":
         first = ask(drive, name, routing=RoutingHints(worker_id=name))
@@ -310,7 +310,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_the_rules(case: Case) -> None:
+def test_the_disaggregation_policies(case: Case) -> None:
     drive = Driver().disagg(["p"], ["d"])
     for number in range(case.waiting):
         ask(drive, f"w{number}", PROMPTS[1])
@@ -336,7 +336,7 @@ LIMITS = st.builds(
 
 
 @given(LIMITS, st.integers(0, 8), st.integers(0, 5), st.booleans())
-def test_a_rule_says_what_its_formula_says(config: DisaggConfig, cached: int, waiting: int, prefillers: bool) -> None:
+def test_a_policy_follows_its_formula(config: DisaggConfig, cached: int, waiting: int, prefillers: bool) -> None:
     drive = Driver().disagg(["p"] if prefillers else [], ["d"])
     if prefillers:
         for number in range(waiting):
@@ -437,7 +437,7 @@ def test_short_prompts_do_not_stand_behind_long_ones() -> None:
     assert (then.request_id, then.stage) == ("short too", "aggregated")
 
 
-def test_who_waits_in_a_decode_pool_is_the_same_after_a_restart() -> None:
+def test_queued_decode_requests_survive_a_restore() -> None:
     drive = Driver().disagg(["p"], ["d"])
     drive("control", prefill_pool(queue=QUEUE))
     ask(drive, "r0")
@@ -460,7 +460,7 @@ def test_busy_prefill_workers_leave_prompts_where_they_are_answered() -> None:
     assert ask(drive, "r2").reason == "busy", "now both are"
 
 
-def test_who_decodes_is_not_busy_if_somebody_is_not() -> None:
+def test_decode_prefers_workers_that_are_not_busy() -> None:
     drive = Driver().disagg(["p"], ["d", "e"], busy=BusyThresholds(active_decode_blocks_threshold=0.1))
     first, second = ask(drive, "r0"), ask(drive, "r1")
     (one,) = prefilled(drive, first)
@@ -469,7 +469,7 @@ def test_who_decodes_is_not_busy_if_somebody_is_not() -> None:
     assert ask(drive, "r2").reason == "busy"
 
 
-def test_what_was_accepted_is_decoded_by_a_busy_worker_if_there_is_no_other() -> None:
+def test_an_accepted_request_may_go_to_a_busy_decode_worker() -> None:
     drive = Driver().disagg(["p"], ["d"], busy=BusyThresholds(active_decode_blocks_threshold=0.1))
     first, second = ask(drive, "r0"), ask(drive, "r1")
     for routed in (first, second):
@@ -480,7 +480,7 @@ def test_what_was_accepted_is_decoded_by_a_busy_worker_if_there_is_no_other() ->
 # Questions
 
 
-def test_a_question_is_answered_with_who_computes_the_prompt() -> None:
+def test_a_route_query_names_the_prefill_worker() -> None:
     drive = Driver().disagg(["p", "q"], ["d"])
     stored(drive, "q", PROMPTS[0])
     (answer,) = drive("requests", query("one", PROMPTS[0]))

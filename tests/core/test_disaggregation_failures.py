@@ -78,7 +78,7 @@ def test_enforced_prompts_are_given_up_with_the_reason() -> None:
     assert idle(drive)
 
 
-def test_what_a_prefill_worker_refuses_is_refused_in_its_words() -> None:
+def test_a_prefill_rejection_keeps_its_message() -> None:
     drive = Driver().disagg(["p", "q"], ["d"])
     (refused,) = failed(drive, ask(drive), "the prompt has too many tokens", status=400, code="context_length_exceeded")
     assert (refused.reason, refused.status, refused.code) == ("prefill_refused", 400, "context_length_exceeded")
@@ -109,7 +109,7 @@ def test_an_enforced_prompt_waits_for_a_prefill_worker_until_its_deadline() -> N
     assert failed(drive, first) == []
 
 
-def test_other_rules_let_go_who_waits() -> None:
+def test_another_policy_resumes_waiting_requests() -> None:
     drive = Driver().disagg(["p"], ["d"], disagg=ENFORCED)
     ask(drive)
     drive("fleet", lost(drive, "p"))
@@ -153,7 +153,7 @@ def test_a_descriptor_of_another_worker_epoch_or_model_is_refused(lie: dict[str,
 # The decode worker, and the way between
 
 
-def test_what_could_not_be_fetched_is_computed_again_and_the_last_attempt_depends_on_nobody() -> None:
+def test_unfetched_kv_is_recomputed_and_the_last_attempt_is_local() -> None:
     drive = Driver().disagg(["p", "q"], ["d"])
     first = ask(drive)
     (then,) = prefilled(drive, first)
@@ -170,7 +170,7 @@ def test_what_could_not_be_fetched_is_computed_again_and_the_last_attempt_depend
     assert phase(drive) is None
 
 
-def test_what_one_decode_worker_could_not_fetch_another_does() -> None:
+def test_a_failed_fetch_is_retried_on_another_decode_worker() -> None:
     drive = Driver().disagg(["p"], ["d", "e", "f"], disagg=ENFORCED)
     fetching = []
     routed = ask(drive)
@@ -242,7 +242,7 @@ def test_kv_waits_for_a_decode_worker_as_long_as_its_lease() -> None:
         assert [one.reason for one in released] == (["lease_over"] if late else [])
 
 
-def test_kv_that_nobody_fetches_is_waited_for_until_the_deadline_and_then_given_back() -> None:
+def test_unfetched_kv_is_released_at_the_deadline() -> None:
     drive = Driver().disagg(["p"], ["d"])
     first = ask(drive)
     drive("fleet", lost(drive, "d"))
@@ -263,7 +263,7 @@ def test_kv_goes_with_the_worker_that_kept_it() -> None:
     assert (again.stage, again.attempt) == ("prefill", 2)
 
 
-def test_a_holder_that_is_lost_during_the_transfer_leaves_it_to_who_fetches() -> None:
+def test_a_lost_holder_during_transfer_is_reported_by_the_fetcher() -> None:
     drive = Driver().disagg(["p", "q"], ["d"])
     first = ask(drive)
     (then,) = prefilled(drive, first)
@@ -285,7 +285,7 @@ def test_an_epoch_of_the_holder_ends_with_what_it_kept() -> None:
 # Ends
 
 
-def test_a_cancelled_request_is_taken_back_from_who_has_it_and_who_keeps_it() -> None:
+def test_cancellation_reaches_worker_and_kv_holder() -> None:
     drive = Driver().disagg(["p", "q"], ["d"])
     first = ask(drive, "r0")
     (aborted,) = drive("requests", RequestCancelled(request_id="r0"))
@@ -328,7 +328,7 @@ def test_what_does_not_fit_the_stage_changes_nothing(kind: Any, fields: dict[str
     assert drive.world.counts["outdated_progress"] == 1
 
 
-def test_what_was_said_twice_or_too_late_changes_nothing() -> None:
+def test_duplicate_or_late_progress_changes_nothing() -> None:
     drive = Driver().disagg(["p", "q"], ["d"])
     first = ask(drive)
     (then,) = prefilled(drive, first)
@@ -415,7 +415,7 @@ def test_images_of_an_enforced_prompt_are_encoded_only_so_often() -> None:
     assert (given_up.reason, given_up.attempt) == ("prefill_failed", 2)
 
 
-def test_a_pool_that_was_told_to_make_fewer_attempts_makes_no_more() -> None:
+def test_a_lowered_attempt_limit_applies_at_once() -> None:
     drive = Driver().disagg(["p"], ["d"])
     (then,) = prefilled(drive, ask(drive))
     (again,) = not_fetched(drive, then)

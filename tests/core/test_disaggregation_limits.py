@@ -111,13 +111,13 @@ def answered_twice_by_lost_workers() -> tuple[Driver, Any]:
     return drive, routed
 
 
-def test_what_earlier_attempts_at_an_answer_say_is_void_after_a_cancel_whatever_the_stage() -> None:
+def test_output_of_earlier_attempts_is_stale_after_a_cancel() -> None:
     drive, _ = answered_twice_by_lost_workers()
     (aborted,) = drive("requests", RequestCancelled(request_id="r"))
     assert aborted.attempt == 2
 
 
-def test_a_request_is_told_how_often_it_was_tried() -> None:
+def test_the_abort_message_states_the_attempts() -> None:
     drive, routed = answered_twice_by_lost_workers()
     (then,) = prefilled(drive, routed)
     assert (then.stage, then.attempt) == ("decode", 3)
@@ -156,7 +156,7 @@ def test_kv_whose_lease_is_over_is_kept_by_nobody() -> None:
     assert (aborted.worker_id, aborted.holder) == ("p", None)
 
 
-def test_a_policy_is_told_which_attempt_at_a_prompt_it_chooses_for() -> None:
+def test_a_policy_gets_the_prefill_attempt() -> None:
     drive = Driver().disagg(["p"], ["d", "e"])
     attempts: list[tuple[str, int]] = []
     drive.world.on_selection = lambda _, request, __: attempts.append((request.stage, request.attempt))

@@ -44,7 +44,7 @@ def first_token(drive: Driver, routed: RequestRouted) -> list[str]:
 # The queue
 
 
-def test_requests_wait_while_everybody_has_too_much_to_prefill() -> None:
+def test_requests_are_queued_while_all_ranks_exceed_the_prefill_threshold() -> None:
     drive = Driver().fleet("a", "b", queue=ONE_STEP)
     first, second = big(drive, "r1"), big(drive, "r2")
     assert {first.worker_id, second.worker_id} == {"a", "b"}
@@ -113,7 +113,7 @@ def test_a_full_class_refuses_at_once_and_another_still_takes() -> None:
     assert drive.world.requests.get("r2") is None
 
 
-def test_a_deadline_that_passes_in_the_queue_is_told_apart() -> None:
+def test_a_deadline_in_the_queue_has_its_own_reason() -> None:
     drive = Driver().fleet("a", queue=ONE_STEP)
     big(drive, "r0")
     drive("requests", request("r1", PROMPTS[0], timeout_us=900))
@@ -136,7 +136,7 @@ def test_a_request_may_be_cancelled_while_it_waits_and_one_that_ends_lets_anothe
     assert [(type(one), one.request_id) for one in made] == [(RequestAborted, "r0"), (RequestRouted, "r2")]
 
 
-def test_who_waits_for_one_worker_holds_up_nobody_else() -> None:
+def test_a_pinned_request_does_not_block_the_queue() -> None:
     drive = Driver().fleet("a", "b", queue=ONE_STEP)
     on_a, on_b = big(drive, "r1", worker_id="a"), big(drive, "r2", worker_id="b")
     big(drive, "pinned", worker_id="a")
@@ -156,7 +156,7 @@ def test_a_queue_is_emptied_by_a_new_worker_and_by_a_new_configuration() -> None
     assert [one.request_id for one in made] == ["r2"]
 
 
-def test_those_who_lost_their_worker_go_first_and_do_not_wait_again() -> None:
+def test_requests_of_a_lost_worker_go_first_without_queueing() -> None:
     drive = Driver().fleet("a", "b", queue=ONE_STEP)
     first = big(drive, "r1")
     big(drive, "r2")
@@ -197,7 +197,7 @@ def test_a_lost_worker_ends_the_requests_that_are_for_it_alone() -> None:
     assert big(drive, "r5", worker_id="a").reason == "unknown_worker", "a new one is refused at once"
 
 
-def test_who_waits_when_nobody_is_left_waits_on() -> None:
+def test_requests_stay_queued_when_the_last_worker_leaves() -> None:
     drive = Driver().fleet("a", queue=ONE_STEP)
     running = big(drive, "r0")
     big(drive, "r1")
@@ -208,7 +208,7 @@ def test_who_waits_when_nobody_is_left_waits_on() -> None:
 
 
 @pytest.mark.parametrize("fact", [WorkerLost, WorkerSuspect, WorkerDraining])
-def test_a_worker_that_goes_sets_free_who_waits_for_it_by_its_session(
+def test_losing_a_worker_releases_its_session_requests(
     fact: type[WorkerLost | WorkerSuspect | WorkerDraining],
 ) -> None:
     drive = Driver().fleet("a", "b", "c", queue=ONE_STEP, session_ttl_s=100.0)
@@ -272,7 +272,7 @@ def test_another_configuration_lets_stranded_requests_go() -> None:
     assert [(one.request_id, one.attempt) for one in drive("control", pool())] == [("r1", 2)]
 
 
-def test_a_session_that_ended_holds_nobody_when_a_deadline_passes() -> None:
+def test_an_expired_session_does_not_block_its_requests() -> None:
     drive = Driver().fleet("a", "b", queue=ONE_STEP, session_ttl_s=0.002)
     mine = big(drive, "r1", session_id="s").worker_id
     big(drive, "r2", session_id="s")
@@ -328,7 +328,7 @@ def machine_state(world: World) -> Any:
     return [chunk for chunk in world.snapshot_small() if type(chunk).__name__ != "WorldState"], dict(world.turns)
 
 
-def test_a_query_tells_what_would_be_and_changes_nothing() -> None:
+def test_a_route_query_returns_the_table_and_changes_nothing() -> None:
     drive = Driver().fleet("a", "b", "c")
     stored: dict[str, Any] = {"worker_id": "b", "worker_epoch": drive.epoch("b"), "seq": 1}
     drive("kv-events", BlocksStored(**stored, sequence_hashes=pack_u64(PROMPTS[0][:5])))
@@ -347,7 +347,7 @@ def test_a_query_tells_what_would_be_and_changes_nothing() -> None:
     assert (routed.worker_id, routed.terms, routed.table_digest) == ("b", response.choice.terms, response.table_digest)
 
 
-def test_a_query_hears_why_not_and_that_it_would_wait() -> None:
+def test_a_route_query_returns_rejections_and_would_wait() -> None:
     drive = Driver()
     assert drive("requests", query("q1"))[0].reason == "no_workers"
     drive.fleet("a", queue=ONE_STEP)
@@ -367,7 +367,7 @@ def overlap_of(drive: Driver, name: str, blocks: list[int], **hints: Any) -> dic
 
 
 @pytest.mark.parametrize("said_by", ["worker", "pool"])
-def test_without_kv_events_what_was_routed_is_taken_for_cached(said_by: str) -> None:
+def test_without_kv_events_routed_prompts_are_assumed_cached(said_by: str) -> None:
     drive = Driver()
     drive("control", pool(ttl_s=1.0, use_kv_events=said_by != "pool"))
     drive("fleet", joined("a", 0, kv_events=said_by != "worker"))
@@ -411,7 +411,7 @@ def test_a_prediction_holds_until_the_kv_events_or_its_end_or_a_clear() -> None:
     assert overlap_of(drive, "q6", PROMPTS[0])["a"] == 8, "redelivered, of another epoch, of nobody"
 
 
-def test_a_prediction_shortens_what_is_said_of_slower_tiers() -> None:
+def test_a_prediction_reduces_overlaps_of_slower_tiers() -> None:
     drive = Driver().fleet("a", predicted_ttl_s=1.0)
     stored: dict[str, Any] = {"worker_id": "a", "worker_epoch": drive.epoch("a")}
     drive("kv-events", BlocksStored(**stored, seq=1, sequence_hashes=pack_u64(PROMPTS[0][:2])))
@@ -467,7 +467,7 @@ def test_a_choice_that_gives_up_overlap_is_counted() -> None:
 # Missing KV events
 
 
-def test_a_gap_is_asked_for_once_until_the_cache_was_said_anew() -> None:
+def test_a_gap_requests_one_resync_until_the_cache_is_reannounced() -> None:
     drive = Driver().fleet("a", "b")
     fields: dict[str, Any] = {"worker_id": "b", "worker_epoch": drive.epoch("b")}
 

@@ -65,7 +65,7 @@ def test_what_a_request_demands_of_its_worker(hints: dict[str, Any], lora_name: 
         ({}, "poems", "no_eligible_worker", "has the adapter poems"),
     ],
 )
-def test_nobody_is_eligible_and_the_client_learns_why(
+def test_no_eligible_worker_is_reported_with_a_reason(
     hints: dict[str, Any], lora_name: str, reason: str, text: str
 ) -> None:
     drive = fleet()
@@ -125,7 +125,7 @@ def test_a_worker_above_any_threshold_is_passed_over_and_all_busy_is_refused(
     assert isinstance(ask(drive, "and another"), RequestRouted)
 
 
-def test_at_a_threshold_nobody_is_busy_yet() -> None:
+def test_a_rank_at_the_threshold_is_not_busy() -> None:
     drive = Driver().fleet("a")
     set_busy(drive, active_prefill_tokens_threshold=14)
     ask(drive, "r1", blocks=3)
@@ -201,7 +201,7 @@ def test_sessions_count_only_where_they_are_configured() -> None:
 
 
 @pytest.mark.parametrize("mode", ["hard", "soft"])
-def test_a_busy_worker_of_a_session_is_waited_for_or_left(mode: str) -> None:
+def test_hard_sessions_wait_and_soft_sessions_leave_busy_workers(mode: str) -> None:
     drive = Driver().fleet("a", "b", session_ttl_s=1.0, session_mode=mode)
     ask(drive, "r1", session_id="s", worker_id="b")
     set_busy(drive, active_prefill_tokens_threshold=20)
@@ -215,7 +215,7 @@ def test_a_busy_worker_of_a_session_is_waited_for_or_left(mode: str) -> None:
     assert ask(drive, "r3", session_id="s").worker_id == "b", "it is still the session's worker"
 
 
-def test_an_embedding_goes_to_who_embeds_and_ends_without_a_first_token() -> None:
+def test_an_embedding_request_ends_without_a_first_token() -> None:
     """Its prompt is load until its end, which lets the next one go."""
     drive = Driver().fleet("a", "b", queue=QueueConfig(threshold=0.5))
     drive("fleet", joined("e", 7, tasks=("generate", "embed")))

@@ -76,7 +76,7 @@ def test_requests_without_media_and_those_without_encode_workers_go_straight_to_
     assert ask(alone).stage == "aggregated"
 
 
-def test_encode_workers_answer_nothing() -> None:
+def test_encode_workers_serve_no_requests() -> None:
     drive = Driver().encoders("e")
     drive("control", pool())
     assert ask(drive).reason == "no_workers"
@@ -95,7 +95,7 @@ def test_the_least_loaded_encoder_gets_it_whatever_the_mode_is() -> None:
     assert {(one.candidates, one.mode) for one in routed} == {(2, "least-loaded")}
 
 
-def test_one_that_failed_is_tried_elsewhere_and_given_up_with_the_reason() -> None:
+def test_a_failed_encoding_is_retried_and_aborted_with_the_reason() -> None:
     drive = staged("e", "f")
     routed = [ask(drive)]
     for _ in range(2):
@@ -142,7 +142,7 @@ def test_encoders_that_are_lost_one_after_another_are_not_replaced_for_ever() ->
     assert (given_up.reason, given_up.message[-25:]) == ("encode_failed", " encode workers were lost")
 
 
-def test_what_could_not_be_fetched_is_encoded_again() -> None:
+def test_unfetched_embeddings_are_encoded_again() -> None:
     drive = staged("e", "f")
     first = ask(drive)
     (main,) = encoded(drive, first)

@@ -61,7 +61,7 @@ def test_decoding_takes_as_long_as_its_contexts_are_whoever_shares_or_prefills()
     assert mixed.duration_us == prefill_us(6) + decode_us(2 + 2, 32)
 
 
-def test_a_timing_is_told_what_a_step_computes() -> None:
+def test_a_timing_gets_the_work_of_a_step() -> None:
     timing = RecordingTiming()
     model = EngineModel(config(max_num_batched_tokens=8, timing=timing))
     model.submit(request("a", [1, 2, 3, 4, 5, 6, 7, 8, 9, 10], 3))
@@ -80,7 +80,7 @@ def test_a_timing_is_told_what_a_step_computes() -> None:
     assert {call["cache_tokens"] for call in timing.calls} == {32 * BLOCK}
 
 
-def test_a_timing_is_asked_once_for_steps_that_are_made_at_once() -> None:
+def test_a_timing_is_called_once_for_combined_iterations() -> None:
     timing = RecordingTiming()
     model = EngineModel(config(timing=timing))
     model.submit(request("a", [1], 4))
@@ -88,14 +88,14 @@ def test_a_timing_is_asked_once_for_steps_that_are_made_at_once() -> None:
     assert len(timing.calls) == 2
 
 
-def test_a_one_token_answer_ends_in_its_prefill_step() -> None:
+def test_a_one_token_response_ends_in_its_prefill_step() -> None:
     model = EngineModel(config())
     model.submit(request("a", [1], 1))
     (step,) = run(model)
     assert len(step.emitted) == len(step.first_tokens) == len(step.finished) == 1
 
 
-def test_speech_depends_on_seed_and_index_alone() -> None:
+def test_output_tokens_depend_on_seed_and_index_alone() -> None:
     whole = generate_tokens(5, 0, 100, VOCABULARY)
     assert [generate_tokens(5, index, 1, VOCABULARY)[0] for index in range(100)] == whole
     assert generate_tokens(5, 13, 30, VOCABULARY) == whole[13:43]
@@ -194,7 +194,7 @@ def test_of_those_that_end_together_the_oldest_is_first() -> None:
     assert [end.request_id for end in steps[-1].finished] == ["a", "b"]
 
 
-def test_who_was_cancelled_ends_no_step() -> None:
+def test_a_cancelled_request_limits_no_step() -> None:
     model = EngineModel(config())
     model.submit(request("a", [1, 2, 3], 20))
     model.submit(request("b", [1], 20))
@@ -205,7 +205,7 @@ def test_who_was_cancelled_ends_no_step() -> None:
     assert step.iterations == 3
 
 
-def test_the_newest_is_preempted_and_says_nothing_twice() -> None:
+def test_the_newest_sequence_is_preempted_and_repeats_no_token() -> None:
     model = EngineModel(config(kv_blocks_total=6))
     requests = [request("a", [1, 2, 3], 20), request("b", [4, 5, 6], 20, seed=8)]
     for one in requests:
@@ -401,7 +401,9 @@ def answers_from(steps: list[EngineStep]) -> dict[tuple[str, int], list[int]]:
         max_size=40,
     ),
 )
-def test_a_silent_engine_does_all_but_speak(sizes: dict[str, int], actions: list[tuple[str, int, int]]) -> None:
+def test_an_engine_without_vocabulary_emits_no_tokens(
+    sizes: dict[str, int], actions: list[tuple[str, int, int]]
+) -> None:
     """The same times, ends and load; and the same blocks, under other names where they hold output."""
     histories = []
     # Tokens are many, so that no two answers begin alike by chance.
@@ -436,7 +438,7 @@ def test_a_silent_engine_does_all_but_speak(sizes: dict[str, int], actions: list
     assert len(set(names.values())) == len(names)
 
 
-def test_silent_answers_of_different_seeds_share_no_blocks() -> None:
+def test_output_blocks_of_different_seeds_are_distinct_without_vocabulary() -> None:
     model = EngineModel(config(vocabulary=None))
     for number in range(3):
         model.submit(request(f"r{number}", [1, 2], 11, seed=number % 2, salt=[1, 1, 2][number]))
@@ -444,7 +446,7 @@ def test_silent_answers_of_different_seeds_share_no_blocks() -> None:
     assert len(model.pool.content()) == 3 * 3
 
 
-def test_a_warmed_engine_finds_what_an_earlier_one_held() -> None:
+def test_a_warmed_engine_reuses_cached_blocks() -> None:
     first = EngineModel(config())
     prompt = list(range(12))
     first.submit(request("a", prompt, 2))
@@ -458,7 +460,7 @@ def test_a_warmed_engine_finds_what_an_earlier_one_held() -> None:
     assert all(change.hashes for step in steps for change in step.cache_changes)
 
 
-def test_what_was_generated_is_known_at_any_iteration_of_a_step() -> None:
+def test_generated_counts_are_exact_at_any_iteration() -> None:
     model = EngineModel(config(kv_blocks_total=6))
     for one in (request("a", [1, 2, 3], 20), request("b", [4, 5, 6], 20, seed=8)):
         model.submit(one)

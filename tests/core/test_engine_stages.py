@@ -49,7 +49,7 @@ def fetch_all(model: EngineModel, until_us: int = 0) -> list[EngineStep]:
         steps.append(step)
 
 
-def test_a_computed_prompt_says_nothing_and_stays_until_it_is_released() -> None:
+def test_a_computed_prompt_emits_nothing_and_is_kept_until_release() -> None:
     model = EngineModel(config())
     model.submit(request("a", list(range(10)), 50, stage="prefill"))
     (step,) = run(model)
@@ -79,7 +79,7 @@ def test_what_is_kept_is_neither_evicted_nor_counted_free() -> None:
     assert [model.cancel("too-much"), model.pool.used] == [True, 0]
 
 
-def test_who_only_computes_needs_no_room_for_an_answer() -> None:
+def test_a_prefill_request_needs_no_output_blocks() -> None:
     model = EngineModel(config(kv_blocks_total=2))
     model.submit(request("a", list(range(8)), 1_000, stage="prefill"))
     assert run(model)[0].computed
@@ -108,7 +108,7 @@ def test_what_was_computed_elsewhere_is_fetched_and_its_last_token_computed() ->
 
 
 @pytest.mark.parametrize(("own", "first"), [(7, 1), (8, 2), (30, 2)])
-def test_what_the_own_cache_has_is_not_fetched_but_for_the_last_block(own: int, first: int) -> None:
+def test_cached_blocks_are_not_fetched_except_the_last(own: int, first: int) -> None:
     model = EngineModel(config())
     prompt = list(range(12))
     model.submit(request("before", [*prompt, *range(12, 40)][:own], 1))
@@ -122,7 +122,7 @@ def test_what_the_own_cache_has_is_not_fetched_but_for_the_last_block(own: int, 
     assert set(hashes(prompt)) <= model.pool.content()
 
 
-def test_who_lacks_room_waits_while_others_go_on() -> None:
+def test_a_request_without_room_waits_while_others_run() -> None:
     model = EngineModel(config(kv_blocks_total=8))
     model.submit(request("running", [1, 2], 20))
     model.step()
@@ -137,7 +137,7 @@ def test_who_lacks_room_waits_while_others_go_on() -> None:
     assert sorted(end.request_id for end in finished(run(model))) == ["b", "running"]
 
 
-def test_who_comes_first_is_admitted_first_whatever_its_stage() -> None:
+def test_admission_order_is_independent_of_the_stage() -> None:
     model = EngineModel(config(max_num_seqs=3, max_num_batched_tokens=64))
     for name, stage in (("a", "aggregated"), ("b", "decode"), ("c", "aggregated"), ("d", "aggregated")):
         model.submit(request(name, [ord(name)] * 5, 30, stage=stage))  # type: ignore[arg-type]

@@ -35,7 +35,7 @@ def exact_decode_us(used: int, total: int) -> Decimal:
     return max(Decimal(1), Decimal("-25.74") * u * u + Decimal("54.01") * u + Decimal("5.74")) * 1000
 
 
-def test_nothing_to_prefill_takes_no_time() -> None:
+def test_zero_prefill_tokens_take_no_time() -> None:
     assert prefill_us(0) == 0
 
 
@@ -92,7 +92,7 @@ def test_costs_are_numbers_from_zero_on(cost: float) -> None:
         LinearTiming(step=1.0, attended_pair=cost)
 
 
-def test_something_must_cost_time() -> None:
+def test_all_zero_costs_are_rejected() -> None:
     with pytest.raises(ValueError, match="at least one cost"):
         LinearTiming()
 
@@ -143,6 +143,6 @@ def test_one_expert_of_one_is_always_read() -> None:
         ({"experts": 4, "experts_active": 0}, r"experts_active \(0\)"),
     ],
 )
-def test_a_roofline_that_cannot_be(changes: dict[str, Any], reason: str) -> None:
+def test_invalid_rooflines_are_rejected(changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         changed(DENSE, **changes)

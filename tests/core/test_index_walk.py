@@ -107,9 +107,7 @@ def tallied(index: PrefixIndex, seen: list[IndexBlocks], kept: list[IndexChanges
 
 @settings(max_examples=300)
 @given(st.lists(changes, max_size=12), st.lists(steps, max_size=40), stretches())
-def test_a_walk_and_its_changes_are_the_state_at_the_end(
-    before: list[Any], during: list[Any], query: list[int]
-) -> None:
+def test_a_scan_and_its_changes_give_the_final_state(before: list[Any], during: list[Any], query: list[int]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(holder_bits, "RETIRED_BITS_MAX", 2)  # so that bits are swept and given out again meanwhile
         patch.setattr(holder_bits, "SWEEP_STEPS", 3)
@@ -147,7 +145,7 @@ def filled(workers: int, blocks: int) -> PrefixIndex:
     return index
 
 
-def test_an_index_of_nobody_is_walked_at_once() -> None:
+def test_an_empty_index_is_scanned_at_once() -> None:
     index = PrefixIndex()
     walk = index.begin_scan()
     assert not walk.done
@@ -156,7 +154,7 @@ def test_an_index_of_nobody_is_walked_at_once() -> None:
     assert index.end_scan() == []
 
 
-def test_a_piece_of_a_walk_costs_no_more_than_was_asked_for() -> None:
+def test_a_scan_step_stays_within_its_budget() -> None:
     index = filled(workers=4, blocks=5_000)
     walk = index.begin_scan()
     most = [sum(len(chunk.sequence_hashes) // 8 for chunk in walk.advance(1_000)) for _ in range(60)]
@@ -194,7 +192,7 @@ def test_changes_stay_below_the_size_of_a_record_and_leave_out_the_engines_own_h
     assert restored.blocks_held("w" * 256, 0, "device") == 100
 
 
-def test_one_walk_at_a_time() -> None:
+def test_only_one_scan_is_active() -> None:
     index = filled(workers=1, blocks=100)
     walk = index.begin_scan()
     with pytest.raises(AssertionError, match="one scan at a time"):
@@ -213,7 +211,7 @@ def test_one_walk_at_a_time() -> None:
     assert index.end_scan() == []
 
 
-def test_what_is_stored_during_a_walk_does_not_prolong_it() -> None:
+def test_blocks_stored_during_a_scan_do_not_prolong_it() -> None:
     def calls(growing: bool) -> int:
         index = filled(workers=1, blocks=2_000)
         walk: IndexScan = index.begin_scan()
@@ -245,7 +243,7 @@ def test_blocks_and_changes_of_others_are_left_out() -> None:
     assert index.overlaps([1]) == {}
 
 
-def test_what_popular_masks_stand_for_is_forgotten_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_masks_are_dropped_when_bits_are_reassigned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(holder_bits, "REMEMBERED_KEYS_MAX", 20)
     index = PrefixIndex()
     names = [f"w{number}" for number in range(9)]

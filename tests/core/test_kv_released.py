@@ -50,7 +50,7 @@ def test_a_decode_worker_that_does_not_fetch_sets_free_what_is_kept(
     assert not drive("progress", kind(**progress_fields(then), **fields)), "once"
 
 
-def test_what_was_fetched_is_not_given_back_again() -> None:
+def test_fetched_kv_is_not_released() -> None:
     drive = Driver().disagg(["p"], ["d", "e"])
     (then,) = prefilled(drive, ask(drive))
     assert drive("progress", FirstTokenEmitted(**progress_fields(then))) == []
@@ -58,7 +58,7 @@ def test_what_was_fetched_is_not_given_back_again() -> None:
     assert drive("progress", RequestFinished(**progress_fields(on), finish_reason="stop")) == []
 
 
-def test_who_is_lost_is_not_told_and_a_later_epoch_of_it_keeps_nothing() -> None:
+def test_a_lost_holder_gets_no_release() -> None:
     for back in (False, True):
         drive = Driver().disagg(["p", "q"], ["d"])
         first = ask(drive)

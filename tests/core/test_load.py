@@ -29,7 +29,7 @@ def now(load: FleetLoad, key: HolderKey = ("w", 0)) -> tuple[int, float, int]:
     return rank.prefill_tokens, rank.decode_blocks, rank.active_requests
 
 
-def test_without_reuse_all_blocks_count_and_nobody_finds_them() -> None:
+def test_without_reuse_all_blocks_count_and_are_not_shared() -> None:
     load = loaded()
     for name in ("r1", "r2"):
         load.book(name, ("w", 0), prefill_tokens=0, blocks=[1, 2], reuse=False)
@@ -102,7 +102,7 @@ def test_ranks_come_in_order_and_each_is_its_own() -> None:
         load.book("r", ("w", 0), prefill_tokens=0, blocks=[])
 
 
-def test_a_rank_with_requests_does_not_go() -> None:
+def test_a_rank_with_requests_cannot_be_dropped() -> None:
     load = loaded()
     load.book("r", ("w", 0), prefill_tokens=0, blocks=[])
     with pytest.raises(AssertionError):
@@ -111,7 +111,7 @@ def test_a_rank_with_requests_does_not_go() -> None:
     assert [(rank.worker_id, rank.rank) for rank in load.ranks()] == RANKS[:2]
 
 
-def test_computed_tokens_add_up_and_who_joins_begins_with_the_fewest() -> None:
+def test_a_new_rank_starts_at_the_lowest_computed_total() -> None:
     load = FleetLoad()
     load.add_rank("v", 0, 4)
     load.add_rank("w", 0, 4)

@@ -79,7 +79,7 @@ def test_the_fleets_table(phase: WorkerPhase, kind: type[WorkerFact]) -> None:
     assert (fleet.get("w") is None) == (expected is WorkerPhase.LOST)
 
 
-def test_facts_of_other_epochs_and_older_owners_are_void() -> None:
+def test_fleet_events_of_other_epochs_and_older_owners_are_stale() -> None:
     fleet = fleet_in(WorkerPhase.READY)
     fleet.apply(OwnershipAnnounced(owner_epoch=7), 5)
     before = fleet.digest()
@@ -153,7 +153,7 @@ def first_token(one: ActiveRequest) -> FirstTokenEmitted:
 
 
 @pytest.mark.parametrize(("phase", "move"), list(product(Phase, RequestTransition)))
-def test_the_table_of_a_life(phase: Phase, move: RequestTransition) -> None:
+def test_the_request_transition_table(phase: Phase, move: RequestTransition) -> None:
     requests, one = life_in(phase, encoded=phase in (Phase.PREFILL, Phase.REMOTE_PREFILL))
     before = requests.digest(), list(requests.snapshot())
     moves: dict[RequestTransition, Callable[[], object]] = {
@@ -197,7 +197,7 @@ def test_the_table_of_a_life(phase: Phase, move: RequestTransition) -> None:
     assert restored.next_due_us() == requests.next_due_us()
 
 
-def test_progress_of_nobody_and_of_another_attempt_is_refused() -> None:
+def test_progress_of_unknown_requests_and_attempts_is_rejected() -> None:
     requests, one = life_in(Phase.PREFILL)
     before = requests.digest()
     other: dict[str, Any] = {"worker_id": "w", "worker_epoch": 3, "owner_epoch": 0, "finish_reason": "stop"}

@@ -42,7 +42,7 @@ def test_a_lost_ingress_takes_its_requests_with_it_and_no_others() -> None:
     assert [one.ingress_id for one in drive.world.fleet.ingresses()] == ["j"]
 
 
-def test_what_waits_for_room_goes_when_orphans_leave() -> None:
+def test_aborting_orphans_frees_room_for_queued_requests() -> None:
     drive = Driver()
     drive("fleet", ingress_joined())
     drive("control", pool(queue=QueueConfig(threshold=0.5)))
@@ -100,7 +100,7 @@ def test_the_digest_tells_incarnations_apart_and_forgets_them() -> None:
     assert len(set(digests)) == 3
 
 
-def test_facts_of_an_owner_that_was_replaced_are_void() -> None:
+def test_fleet_events_of_a_replaced_owner_are_stale() -> None:
     fleet = Fleet()
     fleet.apply(OwnershipAnnounced(owner_epoch=7), 0)
     with pytest.raises(IllegalTransition, match="owner epoch 0 was replaced by 7"):

@@ -54,7 +54,7 @@ def test_draws_follow_the_weights_and_ties_are_spread() -> None:
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=20), st.integers(0, (1 << 64) - 1), st.floats(0.01, 10))
-def test_a_choice_is_always_one_of_the_options(costs: list[float], seed: int, temperature: float) -> None:
+def test_a_selection_is_always_a_candidate(costs: list[float], seed: int, temperature: float) -> None:
     weights = softmax_weights(costs, temperature)
     assert max(weights) == weights[costs.index(min(costs))]
     assert 0 <= draw(weights, seed) < len(costs)
@@ -65,7 +65,7 @@ def test_a_choice_is_always_one_of_the_options(costs: list[float], seed: int, te
 # Built-in policies
 
 
-def test_kv_takes_who_computed_least_of_the_cheapest() -> None:
+def test_kv_breaks_cost_ties_by_fewest_computed_tokens() -> None:
     seen = world(0, 0, 0, 0, costs=[2.0, 1.0, 1.0, 1.0], computed=[0, 9, 5, 5])
     assert {decide("kv", seen, seed) for seed in SEEDS} == {2, 3}
     assert decide("kv", world(0, 0, costs=[1.0, 2.0], computed=[9, 0])) == 0

@@ -193,7 +193,7 @@ def cleared(seq: int, rank: int = 0) -> CacheCleared:
     return CacheCleared(worker_id="a", worker_epoch=5, rank=rank, seq=seq)
 
 
-def test_a_gap_is_told_once_and_ends_with_the_next_clear() -> None:
+def test_a_gap_is_reported_once_and_ends_with_the_next_clear() -> None:
     index = PrefixIndex()
     for rank in (1, 0):
         index.add_holder("a", rank, 5)
@@ -213,14 +213,14 @@ def test_a_gap_is_told_once_and_ends_with_the_next_clear() -> None:
     assert len({before, waiting, index.digest()}) == 3
 
 
-def test_what_was_missed_before_a_clear_is_not_missed() -> None:
+def test_events_missed_before_a_clear_do_not_matter() -> None:
     index = PrefixIndex()
     index.add_holder("a", 0, 5)
     assert index.apply(cleared(3)) is None
     assert (index.counts, index.resyncing()) == ({"gap": 1}, [])
 
 
-def test_who_waits_for_a_resync_still_does_after_a_restore() -> None:
+def test_a_pending_resync_survives_a_restore() -> None:
     index, restored = PrefixIndex(), PrefixIndex()
     index.add_holder("a", 0, 5)
     index.apply(stored(1, 1))

@@ -78,7 +78,7 @@ def test_the_policy_orders_a_class(policy: QueuePolicy, order: list[int]) -> Non
     assert drained(queue(*waiting, config=one_class(policy))) == order
 
 
-def test_who_waits_is_told_by_class_in_the_order_of_its_policy() -> None:
+def test_queued_requests_are_listed_by_class_in_policy_order() -> None:
     queues = queue(
         held(1),
         held(2, priority=1),
@@ -124,7 +124,7 @@ waiting_ones = st.lists(
 
 
 @given(st.sampled_from(POLICIES), waiting_ones)
-def test_one_class_is_served_as_a_plain_sort_says(policy: QueuePolicy, waiting: list[QueuedRequest]) -> None:
+def test_one_class_is_served_in_sort_order(policy: QueuePolicy, waiting: list[QueuedRequest]) -> None:
     expected = [one.offset for one in naive_order(policy, waiting)]
     assert drained(queue(*waiting, config=one_class(policy))) == expected
 
@@ -207,7 +207,7 @@ def test_nearly_equal_shares_are_told_apart() -> None:
 # Looking past
 
 
-def test_who_cannot_go_is_looked_past_and_keeps_the_place() -> None:
+def test_blocked_requests_are_skipped_and_keep_their_place() -> None:
     queues = queue(held(1), held(2), held(3))
     before = queues.digest()
     assert queues.serve("p", lambda _: False) is None
@@ -216,7 +216,7 @@ def test_who_cannot_go_is_looked_past_and_keeps_the_place() -> None:
     assert drained(queues) == [1, 3]
 
 
-def test_looking_past_has_an_end() -> None:
+def test_skipping_blocked_requests_is_bounded() -> None:
     waiting = [held(at) for at in range(OFFERS_PER_LINE_MAX + 1)]
     offered: list[int] = []
 
@@ -257,7 +257,7 @@ def test_a_class_that_has_nothing_to_offer_earns_nothing() -> None:
 # Who comes and goes
 
 
-def test_who_is_gone_is_not_served() -> None:
+def test_removed_requests_are_not_served() -> None:
     queues = queue(held(1), held(2), held(3, policy_class="batch"))
     assert queues.waiting("p") == 3
     assert queues.remove("r1")
@@ -269,7 +269,7 @@ def test_who_is_gone_is_not_served() -> None:
         queue(held(1), held(1))
 
 
-def test_when_classes_change_everybody_stays() -> None:
+def test_all_requests_survive_a_class_change() -> None:
     queues = queue(held(1), *(held(at, policy_class="batch", uncached_tokens=100) for at in (2, 3)))
     fewer = QueueConfig(policy="lcfs", classes=(DEFAULT,))
     queues.configure("p", fewer)
@@ -375,7 +375,7 @@ operations = st.tuples(
 
 
 @given(st.sampled_from(CONFIGS), st.lists(operations, max_size=60), st.integers(1, 5))
-def test_the_queue_does_what_the_plain_model_does(
+def test_the_queue_equals_a_reference_model(
     config: QueueConfig, history: list[tuple[str, int, str, int]], blocked: int
 ) -> None:
     queues, model = queue(config=config), Model(config)
@@ -429,7 +429,7 @@ def test_turns_of_other_classes_do_not_fit_in() -> None:
         queue(config=CONFIGS[1]).restore(chunk)
 
 
-def test_the_digest_sees_who_waits_and_whose_turn_it_is() -> None:
+def test_the_digest_covers_requests_and_turns() -> None:
     queues = queue()
     digests = {queues.digest()}
     for one in (held(1), held(2), held(3, uncached_tokens=1)):

@@ -36,7 +36,7 @@ def test_a_clock_reading_that_is_none() -> None:
     assert (found.reason, found.derived) == (f"the clock reading is above {CLOCK_US_MAX}", None)
 
 
-def test_who_looks_on_is_told_of_every_choice_before_it_is_booked() -> None:
+def test_on_selection_is_called_before_booking() -> None:
     drive = Driver().fleet("a", "b")
     seen: list[tuple[str, str, int]] = []
     drive.world.on_selection = lambda pool, request, choice: seen.append(

@@ -60,7 +60,7 @@ def test_tokens_come_in_order_and_known_ones_are_dropped() -> None:
     assert (reply.worker_id, reply.rank, reply.attempt) == ("w1", 1, 1)
 
 
-def test_who_computed_the_prompt_is_as_the_first_valid_token_says() -> None:
+def test_prefilled_by_comes_with_the_first_valid_token() -> None:
     first = emitted(0, [10])
     whose = PrefilledBy(worker_id="p", rank=2)
     response = msgspec.structs.replace(first, chunks=(msgspec.structs.replace(first.chunks[0], prefilled=whose),))
@@ -70,7 +70,7 @@ def test_who_computed_the_prompt_is_as_the_first_valid_token_says() -> None:
     assert folded(started(2), response, emitted(0, [10], attempt=2)).prefilled is None, "it is void"
 
 
-def test_who_repeats_what_is_known_does_not_count_as_who_said_it() -> None:
+def test_repeated_tokens_do_not_change_the_worker() -> None:
     reply = folded(emitted(0, [10, 11]), started(2), emitted(0, [10], attempt=2))
     assert (reply.worker_id, reply.attempt) == ("w1", 2)
 
@@ -82,7 +82,7 @@ def test_tokens_taken_away_stay_counted() -> None:
     assert (reply.tokens, reply.next_index) == ([12], 3)
 
 
-def test_a_later_attempt_voids_what_is_lower_after_it_and_nothing_before() -> None:
+def test_a_later_attempt_makes_only_later_records_stale() -> None:
     reply = folded(emitted(0, [10]), started(2), emitted(1, [99]), ended(1), emitted(1, [11], attempt=2))
     assert reply.tokens == [10, 11]
     assert reply.ended is None
@@ -101,7 +101,7 @@ def test_a_start_that_comes_late_takes_nothing_back() -> None:
     assert (reply.tokens, reply.attempt) == ([10], 3)
 
 
-def test_whoever_speaks_in_a_later_attempt_has_begun_it() -> None:
+def test_tokens_of_a_later_attempt_start_it() -> None:
     reply = folded(emitted(0, [10], attempt=2), emitted(1, [99], attempt=1), ended(0))
     assert reply.tokens == [10]
     assert reply.ended is None
@@ -115,7 +115,7 @@ def test_nothing_counts_after_the_end() -> None:
     assert (reply.tokens, reply.next_index, reply.attempt, reply.gap) == ([10], 1, 1, False)
 
 
-def test_where_a_request_would_go_is_no_part_of_an_answer() -> None:
+def test_a_route_response_is_not_part_of_a_response() -> None:
     response = RouteResponse(request_id=NAME, owner_epoch=9, pool="default", mode="kv", group=GROUP)
     reply = folded(emitted(0, [10]), response, emitted(1, [11]))
     assert (reply.tokens, reply.ended, reply.attempt) == ([10, 11], None, 1)
@@ -258,11 +258,11 @@ def test_a_vector_counts_as_tokens_do() -> None:
     assert (reply.vector, reply.worker_id, reply.rank) == (struct.pack("<f", 2.5), "w2", 2)
 
 
-def test_what_became_of_a_command_is_no_answer() -> None:
+def test_a_command_response_is_not_part_of_a_response() -> None:
     assert apply({NAME: ResponseState()}, CommandResponse(command_id=NAME, owner_epoch=1, group=GROUP), GROUP) == []
 
 
-def test_what_another_group_says_of_an_equal_request_id_is_left_alone() -> None:
+def test_events_of_another_group_are_ignored() -> None:
     reply = folded(emitted(0, [10]))
     for record in (emitted(1, [11], attempt=2, owner=9), started(2, owner=9), ended(2, owner=9)):
         assert apply({NAME: reply}, record, "other-model") == []

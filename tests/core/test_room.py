@@ -154,7 +154,7 @@ def test_a_request_waits_as_long_as_the_limit_and_the_owner_wakes_for_it() -> No
     assert drive.wait(2 * TIMEOUT_US) == [], "a request that was sent has no limit any more"
 
 
-def test_a_deadline_that_comes_first_is_told_as_such() -> None:
+def test_a_deadline_before_the_queue_timeout_is_reported_as_deadline() -> None:
     drive = Driver().fleet("a", queue=LIMITED)
     for at in range(10):
         submit(drive, f"r{at}")
@@ -178,7 +178,7 @@ def test_where_a_request_would_wait_is_told_with_what_everybody_would_cost() -> 
     assert (response.would_wait, len(response.candidates)) == (True, 2)
 
 
-def test_who_lost_a_worker_goes_to_another_that_has_room_and_does_not_queue_again() -> None:
+def test_a_request_of_a_lost_worker_is_not_queued_again() -> None:
     drive = Driver().fleet("a", "b", queue=LIMITED)
     for at in range(20):
         submit(drive, f"r{at}")

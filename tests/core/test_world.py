@@ -108,7 +108,7 @@ def test_ranks_are_candidates_and_the_pool_is_the_models() -> None:
     assert {routed.candidates for routed in ranks} == {3}
 
 
-def test_who_cannot_be_served_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_that_cannot_be_served_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     drive = Driver()
     assert only(drive("requests", request("r1")), RequestRejected).reason == "no_workers", "no pool is configured"
     drive.fleet()
@@ -147,7 +147,7 @@ def test_a_deadline_and_a_cancellation_end_a_request_and_its_work() -> None:
     assert drive.world.load.rank_load("a", 0).active_requests == 0
 
 
-def test_a_lost_worker_strands_nobody() -> None:
+def test_requests_of_a_lost_worker_are_rerouted() -> None:
     drive = Driver().fleet("a")
     for name in ("r1", "r2"):
         drive("requests", request(name, PROMPTS[0]))
@@ -165,7 +165,7 @@ def test_a_lost_worker_strands_nobody() -> None:
     assert not len(drive.world.requests)
 
 
-def test_who_looks_on_is_told_of_a_loss_while_everything_is_still_there() -> None:
+def test_on_loss_is_called_before_the_worker_is_removed() -> None:
     seen = []
     drive = Driver().fleet("a", "b")
     drive("kv-events", stored("a", drive.epoch("a"), PROMPTS[0][:5]))
@@ -183,7 +183,7 @@ def test_who_looks_on_is_told_of_a_loss_while_everything_is_still_there() -> Non
     assert seen == [("gone", "a", (5, 1), ["r"])], "a fact that is void is no loss"
 
 
-def test_the_answer_of_a_worker_that_was_taken_for_lost_ends_the_request() -> None:
+def test_a_late_finish_of_a_lost_worker_ends_the_request() -> None:
     drive = Driver().fleet("a")
     routed = only(drive("requests", request("r", PROMPTS[0])), RequestRouted)
     drive("fleet", WorkerLost(owner_epoch=0, worker_id="a", worker_epoch=drive.epoch("a")))
@@ -193,7 +193,7 @@ def test_the_answer_of_a_worker_that_was_taken_for_lost_ends_the_request() -> No
     assert drive("fleet", joined("a")) == []
 
 
-def test_what_outdated_and_foreign_workers_say_changes_nothing() -> None:
+def test_stale_and_foreign_progress_changes_nothing() -> None:
     drive = Driver().fleet("a")
     routed = only(drive("requests", request("r")), RequestRouted)
     machines = drive.world.load.digest(), drive.world.requests.digest(), drive.world.fleet.digest()
@@ -285,7 +285,7 @@ def test_the_recorded_order_leads_to_the_same_records(history: list[Any]) -> Non
     assert not followed.pending
 
 
-def test_who_looks_on_sees_every_event_in_its_order_with_what_it_led_to() -> None:
+def test_on_applied_gets_every_event_with_its_decisions() -> None:
     drive = Driver().fleet("a")
     drive("requests", request("r", timeout_us=5_000))
     drive("requests", None)

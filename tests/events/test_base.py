@@ -23,18 +23,18 @@ def test_packed_lists_are_little_endian() -> None:
 
 
 @pytest.mark.parametrize("value", [-1, 2**32])
-def test_what_is_no_u32_is_refused(value: int) -> None:
+def test_values_beyond_u32_are_rejected(value: int) -> None:
     with pytest.raises(OverflowError):
         pack_u32([value])
 
 
 @pytest.mark.parametrize("value", [-1, 2**64])
-def test_what_is_no_u64_is_refused(value: int) -> None:
+def test_values_beyond_u64_are_rejected(value: int) -> None:
     with pytest.raises(OverflowError):
         pack_u64([value])
 
 
-def test_half_numbers_are_refused() -> None:
+def test_partial_integers_are_rejected() -> None:
     with pytest.raises(ValueError, match="multiple"):
         unpack_u32(b"\0" * 5)
     with pytest.raises(ValueError, match="multiple"):

@@ -85,7 +85,7 @@ def test_the_longest_topics_are_short_enough_for_kafka() -> None:
     assert require_name("model", "m" * NAME_CHARS_MAX)
 
 
-def test_an_adapter_is_not_called_as_its_base_model() -> None:
+def test_an_adapter_cannot_have_the_name_of_its_base_model() -> None:
     assert require_adapter("sql", "base") == "sql"
     with pytest.raises(NameInvalid, match="'base' cannot be used: it is the name of the base model"):
         require_adapter("base", "base")
