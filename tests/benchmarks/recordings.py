@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from forebay.core.block_hashes import block_hashes, extend_chain
-from forebay.core.state.index_walk import IndexScan
+from forebay.core.state.index_scan import IndexScan
 from forebay.core.step import CONSUMED_RUNS_MAX, InputEvent, advance, claim, open_run, step
 from forebay.core.world import CORE_VERSION, World
 from forebay.events.base import U32_BYTES, Event, pack_u64

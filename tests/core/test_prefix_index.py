@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from forebay.core.state.holder_bits import RETIRED_BITS_MAX
-from forebay.core.state.index_walk import SCAN_CHUNK_HASHES
+from forebay.core.state.index_scan import SCAN_CHUNK_HASHES
 from forebay.core.state.prefix_index import TIERS, Gap, Overlap, PrefixIndex
 from forebay.events.base import pack_u64
 from forebay.events.kv import BlocksRemoved, BlocksStored, CacheCleared, KvEvent

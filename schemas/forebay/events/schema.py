@@ -93,7 +93,7 @@ def _schema(topic: Topic) -> Schema:
     about = {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": topic.name,
-        "description": f"{topic.says}; {topic.codec}, partitioned by {topic.partitioned_by}",
+        "description": f"{topic.description}; {topic.codec}, partitioned by {topic.partitioned_by}",
     }
     schema = about | msgspec.json.schema(topic.events)
     for definition in schema["$defs"].values():
@@ -111,7 +111,7 @@ def _alternatives(schema: Schema) -> Iterator[str]:
 
 def _topic_lines(topic: Topic) -> list[str]:
     facts = f"Codec: {topic.codec}. Partitioned by: {topic.partitioned_by}."
-    return ["", f"## `{topic.name}`", "", f"{topic.says[0].upper()}{topic.says[1:]}. {facts}"]
+    return ["", f"## `{topic.name}`", "", f"{topic.description[0].upper()}{topic.description[1:]}. {facts}"]
 
 
 def _struct_lines(schema: Schema, definitions: Schema) -> list[str]:

@@ -32,14 +32,14 @@ class Topic:
         codec: encoding of its records.
         events: union of its event types; None if it carries raw records.
         partitioned_by: what selects the partition.
-        says: description of its content.
+        description: summary of its content.
     """
 
     name: str
     codec: CodecName
     events: UnionType | type | None
     partitioned_by: str
-    says: str
+    description: str
 
 
 OPENAI_REQUESTS = Topic(

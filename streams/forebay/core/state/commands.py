@@ -120,9 +120,9 @@ class PendingCommands:
         pending = self._pending.get(event.command_id)
         outcome = None if pending is None else pending.outcomes.get(event.worker_id)
         if pending is None or outcome is None or outcome.worker_epoch != event.worker_epoch:
-            raise IllegalTransition(f"{event.command_id} is not under way at {event.worker_id}")
+            raise IllegalTransition(f"{event.command_id} is not in flight at {event.worker_id}")
         if outcome.status != "pending":
-            raise IllegalTransition(f"{event.command_id} is {outcome.status} at {event.worker_id} already")
+            raise IllegalTransition(f"{event.command_id} is {outcome.status} at {event.worker_id}, not pending")
         match event:
             case CommandDone():
                 self._settle(pending, msgspec.structs.replace(outcome, status="done", loras=event.loras))

@@ -15,7 +15,7 @@ from xxhash import xxh3_64_intdigest
 
 from forebay.core.state.block_sets import BlockSets, as_block_array
 from forebay.core.state.holder_bits import HolderBits, HolderKey
-from forebay.core.state.index_walk import ChangeBuffer, HolderEpoch, IndexScan
+from forebay.core.state.index_scan import ChangeBuffer, HolderEpoch, IndexScan
 from forebay.events.base import array_u64
 from forebay.events.kv import AnyKvEvent, BlocksRemoved, BlocksStored, CacheCleared, KvEvent, Tier
 from forebay.events.snapshots import IndexBlocks, IndexChanges, IndexCursor
@@ -283,11 +283,11 @@ class PrefixIndex:
                 continue
             overlap = Overlap(depth)
             if not found:
-                everybody = 0
+                all_holders = 0
                 for at, holders in drops:
                     if at:
-                        everybody |= holders
-                found = dict.fromkeys(bits.keys_of(everybody), overlap)
+                        all_holders |= holders
+                found = dict.fromkeys(bits.keys_of(all_holders), overlap)
             elif mask & (mask - 1):
                 found.update(dict.fromkeys(bits.keys_of(mask), overlap))
             else:

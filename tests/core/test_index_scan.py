@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay.core.state import holder_bits, index_walk
+from forebay.core.state import holder_bits
 from forebay.core.state.holder_bits import RETIRED_BITS_MAX
 from forebay.core.state.index_digest import IndexTally
-from forebay.core.state.index_walk import SCAN_CHUNK_HASHES, IndexScan
+from forebay.core.state.index_scan import SCAN_CHUNK_HASHES, IndexScan
 from forebay.core.state.prefix_index import TIERS, PrefixIndex
 from forebay.events.base import pack_u64, unpack_u64
 from forebay.events.kv import BlocksRemoved, BlocksStored, CacheCleared
@@ -111,8 +111,8 @@ def test_a_scan_and_its_changes_give_the_final_state(before: list[Any], during: 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(holder_bits, "RETIRED_BITS_MAX", 2)  # so that bits are swept and given out again meanwhile
         patch.setattr(holder_bits, "SWEEP_STEPS", 3)
-        patch.setattr(index_walk, "SCAN_CHUNK_HASHES", 40)
-        patch.setattr(index_walk, "REMEMBERED_MASKS_MAX", 2)
+        patch.setattr(index_scan, "SCAN_CHUNK_HASHES", 40)
+        patch.setattr(index_scan, "REMEMBERED_MASKS_MAX", 2)
         fleet = Fleet()
         for change in before:
             fleet.change(*change)
