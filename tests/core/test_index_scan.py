@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay.core.state import holder_bits
+from forebay.core.state import holder_bits, index_scan
 from forebay.core.state.holder_bits import RETIRED_BITS_MAX
 from forebay.core.state.index_digest import IndexTally
 from forebay.core.state.index_scan import SCAN_CHUNK_HASHES, IndexScan
