@@ -130,8 +130,8 @@ async def test_disagg_a_worker_whose_blocks_do_not_fit_is_refused_naming_both(cl
     owner = await cluster.owner()
     assert owner is not None
     says = (
-        "worker p9 is refused: its KV blocks are uint8, 8192 bytes, 1 layer, by nixl; "
-        "those of d1 in the pool decode are uint8, 16384 bytes, 1 layer, by nixl"
+        "worker p9 was rejected: its KV block layout is uint8, 8192 bytes, 1 layer, nixl connector, "
+        "but the layout of d1 in the pool decode is uint8, 16384 bytes, 1 layer, nixl connector"
     )
 
     async def refused() -> bool:

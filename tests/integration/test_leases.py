@@ -86,7 +86,7 @@ async def test_a_killed_worker_is_lost_after_the_default_ttl_and_its_streams_go_
         return await lost(cluster)
 
     (fact,) = await cluster.processes.until("w4 is lost", gone)
-    assert (fact.worker_id, fact.reason) == ("w4", "its lease of 3000 ms ran out")
+    assert (fact.worker_id, fact.reason) == ("w4", "its lease of 3000 ms expired")
     await clients.all()
     assert problems(streams, TOKENS) == []
 
@@ -119,6 +119,6 @@ async def test_requests_of_a_killed_ingress_are_aborted_and_of_a_stopped_one_fin
         with contextlib.suppress(httpx.TransportError):
             await killed.all()
     facts = {fact.ingress_id: fact.reason for fact in await cluster.events(FLEET) if isinstance(fact, IngressLost)}
-    assert facts == {"i2": "its lease of 3000 ms ran out", "i3": "its lease was released"}
+    assert facts == {"i2": "its lease of 3000 ms expired", "i3": "its lease was released"}
     report = await cluster.verify()
     assert report["verified"] == report["decisions"] == await cluster.decided()

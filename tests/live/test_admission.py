@@ -21,7 +21,7 @@ from forebay.events.fleet import (
 )
 from forebay.events.topics import CONTROL, FLEET, work_topic
 from forebay.live.owner import admission as admission_module
-from forebay.live.owner.admission import Admission, PoolsByLease
+from forebay.live.owner.admission import PoolsByLease, WorkerAdmission
 from forebay.transport.base import Lease, LogError
 from forebay.transport.sqlite.log import SqliteLog
 
@@ -70,12 +70,12 @@ def facts(log: SqliteLog) -> list[AnyFleetEvent]:
     return [decode(FLEET, record.value) for record in log.records(FLEET.name, 0, 0, 100)]
 
 
-def admission(log: SqliteLog, slots_max: int = 16, by_lease: PoolsByLease | None = None) -> Admission:
-    return Admission(log, 0, 7, Fleet(), slots_max=slots_max, by_lease=by_lease)
+def admission(log: SqliteLog, slots_max: int = 16, by_lease: PoolsByLease | None = None) -> WorkerAdmission:
+    return WorkerAdmission(log, 0, 7, Fleet(), slots_max=slots_max, by_lease=by_lease)
 
 
 async def poll(
-    polled: Admission,
+    polled: WorkerAdmission,
     log: SqliteLog,
     leases: list[Lease],
     pools: dict[str, PoolConfigured] = POOLS,
@@ -121,7 +121,7 @@ async def test_leases_that_vanish_together_change_nothing(log: SqliteLog, caplog
     await poll(polled, log, [lease(renewed=1), *others("x", "y", renewed=1)], observed_ms=500)
     assert [type(fact) for fact in facts(log)] == [WorkerJoined] * 3
     assert polled.sensor_faults == 1
-    assert caplog.text.count("3 of 3 leases failed together") == 1
+    assert caplog.text.count("3 of 3 leases failed at once") == 1
 
 
 async def test_a_new_owner_of_a_flushed_group_doubts_and_loses_nobody_that_comes_back(log: SqliteLog) -> None:
@@ -129,7 +129,7 @@ async def test_a_new_owner_of_a_flushed_group_doubts_and_loses_nobody_that_comes
     fleet = Fleet()
     for offset, fact in enumerate(facts(log)):
         fleet.apply(fact, offset)
-    second = Admission(log, 0, 8, fleet, slots_max=16)
+    second = WorkerAdmission(log, 0, 8, fleet, slots_max=16)
     await poll(second, log, [])
     await poll(second, log, [], observed_ms=HALF_MS)
     await poll(second, log, [lease(renewed=1), *others("x", renewed=1)], observed_ms=500)
@@ -154,9 +154,9 @@ async def test_a_worker_that_its_pool_no_longer_fits_is_lost_and_refused_by_name
         await poll(polled, log, [lease()], other)
     _, lost = facts(log)
     assert isinstance(lost, WorkerLost)
-    assert lost.reason == "its blocks hold 64 tokens, those of the pool default hold 16"
+    assert lost.reason == "its blocks hold 64 tokens, blocks of the pool default hold 16"
     assert polled.refused == {"spec": 1}
-    assert f"worker w is refused: {lost.reason}" in caplog.text
+    assert f"worker w was rejected: {lost.reason}" in caplog.text
 
 
 async def test_a_given_up_lease_and_another_incarnation_lose_the_old_epoch(log: SqliteLog) -> None:
@@ -210,12 +210,12 @@ async def test_a_new_owner_goes_on_where_the_last_one_stood(log: SqliteLog) -> N
     fleet = Fleet()
     for offset, fact in enumerate(facts(log)):
         fleet.apply(fact, offset)
-    second = Admission(log, 0, 8, fleet, slots_max=16)
+    second = WorkerAdmission(log, 0, 8, fleet, slots_max=16)
     await poll(second, log, [lease(draining=True), other])
     fact = facts(log)[-1]
     assert (type(fact), fact.owner_epoch) == (WorkerDraining, 8)
     fleet.apply(fact, 2)
-    third = Admission(log, 0, 9, fleet, slots_max=16)
+    third = WorkerAdmission(log, 0, 9, fleet, slots_max=16)
     await poll(third, log, [lease(draining=True), other])
     assert len(facts(log)) == 3
 
@@ -235,7 +235,7 @@ async def test_a_member_whose_lease_makes_no_sense_any_more_stays(
     for _ in range(2):
         await poll(polled, log, [msgspec.structs.replace(lease(), payload=b"\xc1")])
     assert [type(fact) for fact in facts(log)] == [WorkerJoined]
-    assert caplog.text.count("the lease of the member w changed and makes no sense") == 1
+    assert caplog.text.count("ignored the changed lease of the member w") == 1
 
 
 async def test_slots_are_the_lowest_free_ones(log: SqliteLog) -> None:
@@ -257,11 +257,11 @@ async def test_slots_are_the_lowest_free_ones(log: SqliteLog) -> None:
     [
         (
             msgspec.structs.replace(SPEC, block_size=16),
-            "blocks hold 16 tokens, those of the pool default hold 64",
+            "blocks hold 16 tokens, blocks of the pool default hold 64",
         ),
-        (msgspec.structs.replace(SPEC, model="other"), "serves other, the pool default serves m"),
+        (msgspec.structs.replace(SPEC, model="other"), "serves the model other, but the pool default serves m"),
         (msgspec.structs.replace(SPEC, pool="nowhere"), "no pool nowhere"),
-        (msgspec.structs.replace(SPEC, worker_id="else"), "describes itself as else"),
+        (msgspec.structs.replace(SPEC, worker_id="else"), "names another worker, else"),
     ],
 )
 async def test_who_does_not_fit_is_refused_once_and_by_name(
@@ -279,7 +279,7 @@ async def test_who_does_not_fit_is_refused_once_and_by_name(
 async def test_a_slot_that_cannot_be_looked_at_is_asked_for_again_after_a_while(
     log: SqliteLog, monkeypatch: pytest.MonkeyPatch, pause_s: float, asked: int
 ) -> None:
-    monkeypatch.setattr(admission_module, "NOWHERE_S", pause_s)
+    monkeypatch.setattr(admission_module, "SLOT_RETRY_S", pause_s)
     polled, asks, end = admission(log), [], log.end
 
     async def failing_twice(topic: str, partition: int) -> int:
@@ -330,7 +330,7 @@ async def test_without_a_free_slot_a_worker_waits(log: SqliteLog, caplog: pytest
     for _ in range(3):
         await poll(polled, log, three)
     assert polled.refused == {"slots": 1}
-    assert caplog.text.count("all 2 slots that its model has in the pool default are taken") == 1
+    assert caplog.text.count("all 2 slots of its model in the pool default are in use") == 1
     gone = lease(0, name="a", spec=msgspec.structs.replace(SPEC, worker_id="a"), released=True)
     await poll(polled, log, [gone, *three[1:]])
     slots = {fact.spec.worker_id: fact.slot for fact in facts(log) if isinstance(fact, WorkerJoined)}
@@ -344,14 +344,14 @@ async def test_owners_of_several_groups_assign_disjoint_slots_of_one_pool(
     names = "abcd"  # one more than any group has slots
     assigned: dict[int, list[int]] = {}
     for partition in range(groups):
-        polled = Admission(log, partition, 7, Fleet(), slots_max=slots_max, groups=groups)
+        polled = WorkerAdmission(log, partition, 7, Fleet(), slots_max=slots_max, groups=groups)
         leases = [lease(name=name, spec=msgspec.structs.replace(SPEC, worker_id=name)) for name in names]
         await polled.update(leases, POOLS, log.next_offset(FLEET.name, partition))
         found = [decode(FLEET, record.value) for record in log.records(FLEET.name, partition, 0, 100)]
         assigned[partition] = [fact.slot for fact in found if isinstance(fact, WorkerJoined)]
         assert polled.refused == {"slots": len(names) - len(assigned[partition])}
     assert assigned == {0: [0, 3, 6], 1: [1, 4, 7], 2: [2, 5]}
-    assert "worker c is refused: all 2 slots that its model has in the pool default are taken" in caplog.text
+    assert "worker c was rejected: all 2 slots of its model in the pool default are in use" in caplog.text
     assert "3 control partitions share the 8 partitions of work.default" in caplog.text
 
 
@@ -398,5 +398,5 @@ async def test_the_first_lease_of_a_pool_configures_it(log: SqliteLog, caplog: p
     assert isinstance(joined, WorkerJoined)
     assert joined.spec == SPEC
     assert polled.refused == {"spec": 2}
-    assert "it serves other, the group serves m" in caplog.text
+    assert "it serves the model other, but its group serves m" in caplog.text
     assert "blocks hold 16 tokens" in caplog.text

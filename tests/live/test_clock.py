@@ -31,7 +31,7 @@ class Hands:
 def test_it_starts_at_the_larger_reading_and_advances_at_once(recorded_us: int, starts_us: int) -> None:
     hands = Hands(NOON_US)
     clock = RunClock(hands)
-    clock.take_over(recorded_us)
+    clock.resume(recorded_us)
     assert clock.now_us() == starts_us
     hands.now_us += 5
     assert clock.now_us() == starts_us + 5

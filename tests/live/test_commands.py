@@ -17,7 +17,7 @@ from forebay.events.progress import CommandDone, CommandRefused
 from forebay.events.tokens import CommandResponse
 from forebay.events.topics import CONTROL, DEAD_LETTERS, FLEET, PROGRESS, TOKENS, Topic, work_topic
 from forebay.events.work import WorkerCommand, WorkItem
-from forebay.live.owner.effects import answers
+from forebay.live.owner.effects import encode_effects
 from forebay.live.owner.metrics import OwnerMetrics
 from forebay.live.owner.owner import Owner
 from forebay.transport.base import Draft
@@ -83,11 +83,11 @@ def outcomes(told: CommandResponse) -> dict[str, tuple[str, tuple[str, ...]]]:
 @pytest.mark.parametrize("reason", get_args(CommandRefusal))
 def test_every_refusal_is_told_with_a_status(reason: CommandRefusal) -> None:
     refused = CommandSent(command_id="c", reply_slot=SLOT, action="sleep", reason=reason, message="no")
-    (draft,) = answers(MODEL, refused)
+    (draft,) = encode_effects(MODEL, refused)
     told = msgspec.msgpack.decode(draft.value)
     assert draft.partition == SLOT
     assert (told["error"]["message"], 400 <= told["error"]["status"] < 600) == ("no", True)
-    assert answers(MODEL, CommandSent(command_id="c", reply_slot=SLOT, action="sleep")) == []
+    assert encode_effects(MODEL, CommandSent(command_id="c", reply_slot=SLOT, action="sleep")) == []
 
 
 async def test_an_adapter_is_loaded_used_and_unloaded(log: SqliteLog, tmp_path: Path) -> None:
@@ -245,7 +245,7 @@ async def test_an_unknown_command_is_a_dead_letter(log: SqliteLog) -> None:
     async with system.owned() as owner:
         log.append_soon([Draft(CONTROL.name, 0, value)])
         await until(lambda: log.records(DEAD_LETTERS.name, 0, 0, 10))
-        assert owner.letters == 1
+        assert owner.dead_letters == 1
     (letter,) = log.records(DEAD_LETTERS.name, 0, 0, 10)
     assert letter.value == value
     assert "dream" in (letter.headers or {})["reason"]

@@ -13,7 +13,7 @@ from forebay.events.progress import AnyProgressEvent, EncodeFinished, PrefillFai
 from forebay.events.topics import FLEET, PROGRESS, TOKENS, work_topic
 from forebay.events.transfer import Prefilled
 from forebay.events.work import WorkCancelled, WorkItem
-from forebay.live.owner.effects import answers
+from forebay.live.owner.effects import encode_effects
 from forebay.live.owner.metrics import OwnerMetrics
 from forebay.live.owner.owner import Owner
 from forebay.transport.base import Draft
@@ -149,11 +149,11 @@ def test_disagg_a_refusal_of_a_prefill_worker_is_the_clients_answer() -> None:
     holder = CommandTarget(worker_id="p", worker_epoch=9, pool="prefill", slot=5)
     fields: dict[str, Any] = {"request_id": "r", "reply_slot": SLOT, "message": "no", "attempt": 2, "pool": "decode"}
     refused = RequestAborted(owner_epoch=3, reason="prefill_refused", status=422, code="too_long", **fields)
-    (draft,) = answers(MODEL, refused)
+    (draft,) = encode_effects(MODEL, refused)
     error = decode(TOKENS, draft.value).error
     assert (error.status, error.code, error.message) == (422, "too_long", "no")
     given_up = RequestAborted(owner_epoch=3, reason="prefill_failed", holder=holder, **fields)
-    at_holder, answer = answers(MODEL, given_up)
+    at_holder, answer = encode_effects(MODEL, given_up)
     assert (at_holder.topic, at_holder.partition) == (work_topic("prefill").name, 5)
     assert decode(work_topic("prefill"), at_holder.value) == WorkCancelled(
         request_id="r", attempt=2, owner_epoch=3, worker_epoch=9, group=MODEL, worker_id="p"

@@ -12,7 +12,7 @@ from forebay.events.decisions import RequestRouted
 from forebay.events.fleet import AnyFleetEvent, WorkerJoined, WorkerLease, WorkerSpec
 from forebay.events.topics import CONTROL, FLEET
 from forebay.events.transfer import KvLayout
-from forebay.live.owner.admission import Admission, PoolsByLease
+from forebay.live.owner.admission import PoolsByLease, WorkerAdmission
 from forebay.transport.base import Lease
 from forebay.transport.sqlite.log import SqliteLog
 from tests.live.shared import proven
@@ -45,11 +45,11 @@ def lease(offered: WorkerSpec, *, draining: bool = False) -> Lease:
 
 
 class Polled:
-    """Admission without an owner: what it puts on `control` is configured at once."""
+    """WorkerAdmission without an owner: what it puts on `control` is configured at once."""
 
     def __init__(self, log: SqliteLog) -> None:
         self.log = log
-        self.admission = Admission(log, 0, 7, Fleet(), slots_max=4, by_lease=PoolsByLease("m", RouterConfig()))
+        self.admission = WorkerAdmission(log, 0, 7, Fleet(), slots_max=4, by_lease=PoolsByLease("m", RouterConfig()))
 
     async def poll(self, *leases: Lease) -> None:
         """Look at the leases until nothing changes: pools come first."""
@@ -72,20 +72,20 @@ class Polled:
     [
         (
             {"kv_layout": WIDE},
-            "worker decode-0 is refused: its KV blocks are bfloat16, 32768 bytes, 24 layers, by nixl; "
-            "those of prefill-0 in the pool prefill are uint8, 16384 bytes, by nixl",
+            "worker decode-0 was rejected: its KV block layout is bfloat16, 32768 bytes, 24 layers, nixl "
+            "connector, but the layout of prefill-0 in the pool prefill is uint8, 16384 bytes, nixl connector",
         ),
         (
             {"kv_layout": msgspec.structs.replace(LAYOUT, connector="tcp")},
-            "are uint8, 16384 bytes, by tcp; those of prefill-0 in the pool prefill are uint8, 16384 bytes, by nixl",
+            "is uint8, 16384 bytes, tcp connector, but the layout of prefill-0 in the pool prefill is uint8,",
         ),
         (
             {"block_size": 32},
-            "its KV blocks hold 32 tokens, those of prefill-0 in the pool prefill hold 16",
+            "its KV blocks hold 32 tokens, but the blocks of prefill-0 in the pool prefill hold 16",
         ),
         (
             {"kv_layout": None, "engine": "vllm"},
-            "its KV blocks are vllm's, which does not say how they lie; those of prefill-0 in the pool prefill are",
+            "its KV block layout is not reported by vllm, but the layout of prefill-0 in the pool prefill is",
         ),
     ],
 )
@@ -107,7 +107,7 @@ async def test_disagg_the_blocks_of_one_pool_are_alike_too(log: SqliteLog, caplo
     polled = Polled(log)
     await polled.poll(lease(spec("a", "prefill")), lease(spec("b", "prefill", kv_layout=WIDE)))
     assert polled.joined() == ["a"]
-    assert "those of a in the pool prefill are uint8" in caplog.text
+    assert "the layout of a in the pool prefill is uint8" in caplog.text
 
 
 async def test_disagg_engines_that_do_not_say_are_taken_for_alike(log: SqliteLog) -> None:
@@ -123,7 +123,9 @@ async def test_disagg_a_prefill_worker_in_a_pool_of_another_role_is_refused(
 ) -> None:
     polled = Polled(log)
     await polled.poll(lease(spec("d", "decode")), lease(spec("p", "prefill", pool="decode")))
-    assert "its role is prefill, that of the pool decode is decode: give it a pool of its own" in caplog.text
+    assert (
+        "its role is prefill, but the pool decode has the role decode: start the worker in another pool" in caplog.text
+    )
     assert (polled.joined(), polled.admission.refused) == (["d"], {"spec": 1})
 
 
@@ -137,8 +139,8 @@ async def test_disagg_decode_workers_wait_until_those_that_do_all_of_a_request_l
     await polled.poll(lease(whole), *apart)
     assert polled.joined() == ["mock-0", "p"]
     assert (
-        "worker d is refused: its role is decode, but m is answered by aggregated workers, such as mock-0 in the "
-        "pool default: stop those first"
+        "worker d was rejected: its role is decode, but m is served by aggregated workers, for example mock-0 in the "
+        "pool default: stop the aggregated workers first"
     ) in caplog.text
     assert polled.admission.refused == {"roles": 1}
     await polled.admission.update([lease(whole, draining=True), *apart], polled.pools(), 0)

@@ -199,7 +199,7 @@ async def taken_over(system: Apart, owner: Owner, running: "asyncio.Task[None]")
 async def test_disagg_all_that_one_event_has_given_back_is_said_again(
     log: SqliteLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(standby, "UNSURE_MAX", 1)  # what is said now and then; a lost worker is told of thousands
+    monkeypatch.setattr(standby, "UNCONFIRMED_MAX", 1)  # what is said now and then; a lost worker is told of thousands
     system = Apart(log)
     async with system.serving():
         owner, running = await system.owner()

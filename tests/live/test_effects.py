@@ -28,7 +28,7 @@ from forebay.events.requests import RoutingHints
 from forebay.events.tokens import RouteResponse
 from forebay.events.topics import FLEET, KV_EVENTS, TOKENS, Topic, work_topic
 from forebay.events.work import ReannounceCache, ReleaseKv, WorkCancelled, WorkItem
-from forebay.live.owner.effects import answers
+from forebay.live.owner.effects import encode_effects
 from forebay.live.owner.metrics import OwnerMetrics
 from forebay.live.owner.owner import Owner
 from forebay.transport.base import Draft
@@ -79,10 +79,10 @@ def said(drafts: list[Draft], topic: Topic) -> list[Any]:
 @pytest.mark.parametrize("reason", get_args(RejectReason))
 def test_a_refusal_has_its_status_asked_or_only_queried(reason: RejectReason) -> None:
     refused = RequestRejected(owner_epoch=3, request_id="r", reply_slot=SLOT, reason=reason, message="no")
-    (draft,) = answers(MODEL, refused)
+    (draft,) = encode_effects(MODEL, refused)
     (ended,) = said([draft], TOKENS)
     queried = RouteAnswered(owner_epoch=3, request_id="q", reply_slot=SLOT, reason=reason, message="no")
-    (told,) = said(answers(MODEL, queried), TOKENS)
+    (told,) = said(encode_effects(MODEL, queried), TOKENS)
     for error in (ended.error, told.error):
         assert (error.status, error.code, error.message) == (*STATUSES[reason], "no")
     assert (draft.partition, ended.request_id, ended.owner_epoch, told.request_id) == (SLOT, "r", 3, "q")
@@ -93,9 +93,9 @@ def test_what_is_given_up_has_its_status_and_no_worker_goes_on(reason: AbortReas
     aborted = RequestAborted(
         owner_epoch=3, request_id="r", reply_slot=SLOT, reason=reason, message="no", attempt=1, pool="default"
     )
-    (ended,) = said(answers(MODEL, aborted), TOKENS)
+    (ended,) = said(encode_effects(MODEL, aborted), TOKENS)
     assert (ended.error.status, ended.error.code) == STATUSES[reason]
-    drafts = answers(MODEL, msgspec.structs.replace(aborted, worker_id="w", worker_epoch=7, slot=2))
+    drafts = encode_effects(MODEL, msgspec.structs.replace(aborted, worker_id="w", worker_epoch=7, slot=2))
     (cancelled,) = said(drafts, WORK)
     assert cancelled == WorkCancelled(
         request_id="r", attempt=1, owner_epoch=3, worker_epoch=7, group=MODEL, worker_id="w"
@@ -106,7 +106,7 @@ def test_who_keeps_disagg_kv_is_told_on_the_partition_of_its_slot() -> None:
     holder = CommandTarget(worker_id="p", worker_epoch=7, pool="default", slot=2)
     released = KvReleased(owner_epoch=3, request_id="r", attempt=2, holder=holder, reason="not_fetched")
     told = ReleaseKv(request_id="r", attempt=2, owner_epoch=3, worker_epoch=7, group=MODEL, worker_id="p")
-    assert answers(MODEL, released) == [Draft(WORK.name, 2, encode(WORK, told))]
+    assert encode_effects(MODEL, released) == [Draft(WORK.name, 2, encode(WORK, told))]
 
 
 def test_a_queried_route_is_told_and_a_held_request_waits() -> None:
@@ -127,7 +127,7 @@ def test_a_queried_route_is_told_and_a_held_request_waits() -> None:
         candidates=candidates,
         would_wait=True,
     )
-    (draft,) = answers(MODEL, answered)
+    (draft,) = encode_effects(MODEL, answered)
     assert (draft.topic, draft.partition) == (TOKENS.name, SLOT)
     assert said([draft], TOKENS) == [
         RouteResponse(
@@ -142,7 +142,7 @@ def test_a_queried_route_is_told_and_a_held_request_waits() -> None:
         )
     ]
     held = RequestHeld(request_id="r", pool="default", queue_class="default", uncached_tokens=5, ahead=0)
-    assert answers(MODEL, held) == []
+    assert encode_effects(MODEL, held) == []
 
 
 @pytest.mark.parametrize("tracked", [False, True])

@@ -15,8 +15,8 @@ from forebay.events.fleet import WorkerLease, WorkerSpec
 from forebay.events.media import Encoded
 from forebay.events.topics import CONTROL, work_topic
 from forebay.events.work import WorkItem
-from forebay.live.owner.admission import Admission, PoolsByLease
-from forebay.live.owner.effects import Address, work_again, work_item
+from forebay.live.owner.admission import PoolsByLease, WorkerAdmission
+from forebay.live.owner.effects import WorkerAddress, encode_resent_work, encode_work_item
 from forebay.transport.base import Lease
 from forebay.transport.sqlite.log import SqliteLog
 from tests.core.test_encoding import ask, encoded, staged
@@ -31,7 +31,7 @@ ENCODES = msgspec.structs.replace(ANSWERS, worker_id="e", pool="encoders", role=
 def work_of(decided: RequestRouted, lies: Encoded | None) -> WorkItem:
     asked = request("r", PROMPTS[0], media=(MEDIA,))
     one = replace(under_way(asked, "default", 0, 0), encoded=lies)
-    draft = work_item(ANSWERS.model, decided, asked, one, report_output=False)
+    draft = encode_work_item(ANSWERS.model, decided, asked, one, report_output=False)
     assert (draft.topic, draft.partition) == (work_topic(decided.pool).name, decided.slot)
     item: WorkItem = decode(work_topic(decided.pool), draft.value)
     return item
@@ -60,8 +60,8 @@ def test_a_new_owner_sends_the_stage_again_that_is_unanswered() -> None:
         assert one is not None
         worker = drive.world.fleet.get(one.worker_id)
         assert worker is not None
-        to = Address(ANSWERS.model, worker.spec.pool, worker.slot, one.worker_id, one.worker_epoch)
-        draft = work_again(to, one, 9, asked, report_output=False)
+        to = WorkerAddress(ANSWERS.model, worker.spec.pool, worker.slot, one.worker_id, one.worker_epoch)
+        draft = encode_resent_work(to, one, 9, asked, report_output=False)
         item: WorkItem = decode(work_topic(worker.spec.pool), draft.value)
         assert draft.topic == work_topic(worker.spec.pool).name
         return item
@@ -77,7 +77,7 @@ def lease(spec: WorkerSpec) -> Lease:
 
 
 async def test_an_encode_worker_brings_a_pool_of_its_role(log: SqliteLog) -> None:
-    polled = Admission(log, 0, 7, Fleet(), slots_max=4, by_lease=PoolsByLease("m", RouterConfig()))
+    polled = WorkerAdmission(log, 0, 7, Fleet(), slots_max=4, by_lease=PoolsByLease("m", RouterConfig()))
     await polled.update([lease(ANSWERS), lease(ENCODES)], {}, 0)
     made = [decode(CONTROL, record.value) for record in log.records(CONTROL.name, 0, 0, 9)]
     assert {(pool.pool, pool.role) for pool in made} == {("default", "aggregated"), ("encoders", "encode")}
@@ -86,15 +86,23 @@ async def test_an_encode_worker_brings_a_pool_of_its_role(log: SqliteLog) -> Non
 @pytest.mark.parametrize(
     ("spec", "pool", "says"),
     [
-        (ENCODES, {"pool": "encoders", "block_size": 1}, "its role is encode, that of the pool encoders is aggregated"),
-        (ANSWERS, {"pool": "default", "role": "encode"}, "its role is aggregated, that of the pool default is encode"),
+        (
+            ENCODES,
+            {"pool": "encoders", "block_size": 1},
+            "its role is encode, but the pool encoders has the role aggregated",
+        ),
+        (
+            ANSWERS,
+            {"pool": "default", "role": "encode"},
+            "its role is aggregated, but the pool default has the role encode",
+        ),
     ],
 )
 async def test_a_worker_of_another_role_is_refused_by_name(
     log: SqliteLog, caplog: pytest.LogCaptureFixture, spec: WorkerSpec, pool: dict[str, Any], says: str
 ) -> None:
     configured = PoolConfigured(**{"model": "m", "block_size": 4, **pool})
-    polled = Admission(log, 0, 7, Fleet(), slots_max=4)
+    polled = WorkerAdmission(log, 0, 7, Fleet(), slots_max=4)
     await polled.update([lease(spec)], {configured.pool: configured}, 0)
     assert says in caplog.text
     assert polled.refused["spec"] == 1

@@ -60,7 +60,7 @@ async def test_what_lies_before_comes_from_the_log_and_the_rest_from_faust(scene
     tail = scene.tail(3)
     await scene.read(tail, 1_200)
     for record in await scene.write(5):
-        scene.feed.give(record)
+        scene.feed.push(record)
     await scene.read(tail, 1_205)
     assert scene.taken == list(range(3, 1_205))
     tail.close()
@@ -76,7 +76,7 @@ async def test_what_faust_repeats_or_passes_over_comes_once(scene: Scene) -> Non
         # Any part of it, some of it twice, and at times something old.
         brought = [record for record in records if rng.random() < 0.7] + rng.sample(records, 1)
         for record in sorted(brought, key=lambda record: record.offset):
-            scene.feed.give(record)
+            scene.feed.push(record)
         if rng.random() < 0.3:
             await asyncio.sleep(0)
             while len(tail):
@@ -103,7 +103,7 @@ async def test_a_reader_that_is_behind_holds_a_bounded_number(scene: Scene, monk
     tail = scene.tail()
     for _ in range(20):
         for record in await scene.write(10):
-            scene.feed.give(record)
+            scene.feed.push(record)
         await asyncio.sleep(0)
         assert len(tail) < 50 + 20
     await scene.read(tail, 200)

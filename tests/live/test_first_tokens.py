@@ -23,7 +23,7 @@ from forebay.events.progress import (
 from forebay.events.topics import FLEET
 from forebay.live.owner.metrics import OwnerMetrics
 from forebay.live.owner.owner import Owner
-from forebay.live.owner.ttft_metrics import Times
+from forebay.live.owner.ttft_metrics import DurationHistogram
 from forebay.transport.base import Draft
 from forebay.transport.sqlite.log import SqliteLog
 from tests.core.worlds import ENCODED, MEDIA
@@ -106,7 +106,7 @@ async def system(log: SqliteLog) -> Turned:
 
 
 def test_disagg_a_time_as_long_as_a_bucket_is_in_it() -> None:
-    times = Times()
+    times = DurationHistogram()
     for us in (1_000, 1_001, 60_000_000, 60_000_001):
         times.add(us)
     assert (times.buckets[:2], times.buckets[-2:], times.sum_us) == ([1, 1], [1, 1], 120_002_002)

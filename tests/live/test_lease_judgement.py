@@ -61,7 +61,7 @@ def test_a_silent_holder_is_late_and_then_lost() -> None:
     group = Group("abc")
     seen = [group.poll("bc") for _ in range(6)]
     assert [one.split()[0] for one in seen] == ["alive", "alive", "late", "late", "late", "lost"]
-    assert group.reasons["a"] == "its lease of 3000 ms ran out"
+    assert group.reasons["a"] == "its lease of 3000 ms expired"
     assert group.poll("bc") == "alive alive"
 
 
@@ -77,7 +77,7 @@ def test_one_vanished_lease_is_doubt_for_one_ttl() -> None:
     del group.leases["a"]
     assert group.poll("bc", 6) == "vanished alive alive"
     assert group.poll("bc") == "lost alive alive"
-    assert group.reasons["a"] == "its lease of 3000 ms vanished and was not taken again"
+    assert group.reasons["a"] == "its lease of 3000 ms vanished and was not acquired again"
     assert group.judge.faults == 0
 
 
@@ -94,7 +94,7 @@ def test_a_released_lease_and_a_foreign_token_are_losses_at_once() -> None:
     group.renew("b", token="another")
     assert group.poll("c") == "lost lost alive"
     assert group.reasons["a"] == "its lease was released"
-    assert group.reasons["b"] == "another incarnation took its name"
+    assert group.reasons["b"] == "another incarnation took over its lease"
 
 
 @pytest.mark.parametrize("names", ["a", "ab", "abcd"])

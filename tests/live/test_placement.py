@@ -10,7 +10,7 @@ from forebay.events.codec import decode, encode
 from forebay.events.groups import GroupPlaced
 from forebay.events.topics import GROUPS
 from forebay.live.owner.metrics import PlacementMetrics
-from forebay.live.router.placement import Placement
+from forebay.live.router.placement import GroupPlacement
 from forebay.transport.base import Draft
 from forebay.transport.directory import Directory
 from forebay.transport.redis.leases import RedisLeases, embedded_leases
@@ -45,7 +45,7 @@ def placements(log: SqliteLog) -> list[tuple[bytes | None, str, int]]:
 
 async def test_groups_get_the_lowest_free_partition_once(log: SqliteLog, directory: Directory) -> None:
     leases = embedded_leases()
-    placement = Placement(log, leases, directory, 4)
+    placement = GroupPlacement(log, leases, directory, 4)
     lease(leases, "b", "a")
     await placement.update()
     await place(log, "elsewhere", 3)
@@ -61,13 +61,13 @@ async def test_without_a_free_partition_a_group_is_refused_and_told_once(
     log: SqliteLog, directory: Directory, caplog: pytest.LogCaptureFixture
 ) -> None:
     leases = embedded_leases()
-    placement = Placement(log, leases, directory, 1)
+    placement = GroupPlacement(log, leases, directory, 1)
     lease(leases, "a", "b", "c")
     for _ in range(3):
         await placement.update()
     assert placements(log) == [(b"a", "a", 0)]
     assert placement.refused == 2
-    assert caplog.text.count("finds no place") == 2
+    assert caplog.text.count("gets no partition") == 2
     await place(log, "b", 0)
     await directory.reach(2)
     metrics = {metric.name: metric for metric in PlacementMetrics(placement, directory).collect()}
@@ -80,7 +80,7 @@ async def test_a_name_that_no_model_can_have_gets_no_partition(
     log: SqliteLog, directory: Directory, caplog: pytest.LogCaptureFixture
 ) -> None:
     leases = embedded_leases()
-    placement = Placement(log, leases, directory, 4)
+    placement = GroupPlacement(log, leases, directory, 4)
     bad = ("../x", "a\nb", "a\0b", " a", "a" * 257)
     lease(leases, *bad, "org/model:tag")
     for _ in range(2):
@@ -98,7 +98,7 @@ async def test_two_that_place_at_once_agree_in_the_end(log: SqliteLog, directory
     lease(leases, "a", "b")
     other = Directory(SharedLog(log))
     await other.start()
-    both = [Placement(SharedLog(log), leases, seen, 4) for seen in (directory, other)]
+    both = [GroupPlacement(SharedLog(log), leases, seen, 4) for seen in (directory, other)]
     for _ in range(3):
         await asyncio.gather(*(placement.update() for placement in both))
     late = Directory(log)
@@ -130,7 +130,7 @@ async def test_leases_that_cannot_be_read_change_nothing(
 ) -> None:
     server = fakeredis.FakeServer()
     server.connected = False
-    placement = Placement(log, RedisLeases(fakeredis.FakeRedis(server=server)), directory, 4)
+    placement = GroupPlacement(log, RedisLeases(fakeredis.FakeRedis(server=server)), directory, 4)
     await placement.update()
     assert placements(log) == []
     assert "cannot be read" in caplog.text

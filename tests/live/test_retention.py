@@ -18,7 +18,7 @@ from forebay.events.snapshots import IndexCursor, SnapshotChunk
 from forebay.events.tokens import TokenChunk, TokensEmitted
 from forebay.events.topics import CONTROL, DECISIONS, FLEET, GROUPS, REQUESTS, SNAPSHOTS, TOKENS
 from forebay.live.owner.owner import GroupSettings, Owner
-from forebay.live.owner.retention import Limits, Retention
+from forebay.live.owner.retention import Retention, RetentionLimits
 from forebay.live.owner.retention_metrics import RetentionMetrics
 from forebay.live.owner.start_check import open_checked
 from forebay.live.router.standby import Standby
@@ -34,8 +34,8 @@ from tests.benchmarks.recordings import Shape, write_recording
 from tests.replay.mutations import rewritten
 from tests.system import SLOT, System, submitted, until
 
-SMALL = Limits(size_bytes=1)
-HOURS = Limits(size_bytes=1 << 40, age_s=3_600.0)
+SMALL = RetentionLimits(size_bytes=1)
+HOURS = RetentionLimits(size_bytes=1 << 40, age_s=3_600.0)
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +93,7 @@ async def test_history_behind_a_verified_snapshot_goes_and_the_rest_verifies(pat
         taken = await newest_snapshot(log, 0, log.next_offset(DECISIONS.name, 0))
         assert taken is not None
         retention = Retention(log, owner, 0, SMALL)
-        await retention.look()
+        await retention.enforce()
         assert [(topic, partition, end) for topic, partition, end in log.topics()] == ends, "no offset changes"
         assert await log.begin(DECISIONS.name, 0) == taken.journal_offset
         assert await log.begin(SNAPSHOTS.name, 0) == taken.first_offset
@@ -115,8 +115,8 @@ async def test_history_behind_a_verified_snapshot_goes_and_the_rest_verifies(pat
 async def test_of_several_snapshots_the_oldest_that_suffices_becomes_the_beginning(path: Path) -> None:
     async with owned(path) as (log, owner):
         used, _ = log.bytes_used()
-        retention = Retention(log, owner, 0, Limits(size_bytes=used * 3 // 4))
-        await retention.look()
+        retention = Retention(log, owner, 0, RetentionLimits(size_bytes=used * 3 // 4))
+        await retention.enforce()
         newest = await newest_snapshot(log, 0, log.next_offset(DECISIONS.name, 0))
         assert newest is not None
         assert 0 < await log.begin(DECISIONS.name, 0) < newest.journal_offset
@@ -129,7 +129,7 @@ async def test_a_damaged_snapshot_is_no_reason_to_delete_anything(path: Path) ->
         with closing(sqlite3.connect(path)) as db, db:
             db.execute("UPDATE snapshots SET checksum = 5")
         retention = Retention(log, owner, 0, SMALL)
-        await retention.look()
+        await retention.enforce()
         assert log.starts() == {}
         assert retention.refused > 1
         assert not retention.trimmed
@@ -159,22 +159,22 @@ async def test_damaged_history_does_not_keep_a_log_growing(path: Path, monkeypat
     async with owned(path) as (log, owner):
         with closing(sqlite3.connect(path)) as db, db:
             db.execute('UPDATE decisions SET checksum = 5 WHERE "offset" = 3')
-        await Retention(log, owner, 0, SMALL).look()
+        await Retention(log, owner, 0, SMALL).enforce()
         assert await log.begin(DECISIONS.name, 0) > 3
     await verified(path)
 
 
 async def test_only_what_is_older_than_the_age_goes(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with owned(path) as (log, owner):
-        await Retention(log, owner, 0, HOURS).look()
+        await Retention(log, owner, 0, HOURS).enforce()
         assert log.starts() == {}
         now_ns = time.time_ns()
         monkeypatch.setattr(time, "time_ns", lambda: now_ns + 3_700 * 10**9)
         retention = Retention(log, owner, 0, HOURS)
-        await retention.look()
+        await retention.enforce()
         assert await log.begin(DECISIONS.name, 0) > 0
         first = dict(log.starts())
-        await retention.look()
+        await retention.enforce()
         assert log.starts() == first, "the age is looked at now and then"
     await verified(path)
 
@@ -183,7 +183,7 @@ async def test_the_answers_of_requests_in_flight_are_kept(path: Path) -> None:
     """Their submissions say where an answer may begin: at the slot's first record here."""
     async with owned(path) as (log, owner):
         assert len(owner.world.requests)
-        await Retention(log, owner, 0, SMALL).look()
+        await Retention(log, owner, 0, SMALL).enforce()
         assert await log.begin(TOKENS.name, 0) == 0
 
 
@@ -207,11 +207,11 @@ async def test_what_a_snapshot_stands_for_is_kept_as_far_as_requests_in_flight_n
 
 async def test_a_log_over_its_size_has_a_snapshot_taken_and_not_again_while_it_hardly_grows(path: Path) -> None:
     async with owned(path) as (log, owner):
-        await Retention(log, owner, 0, SMALL).look()
+        await Retention(log, owner, 0, SMALL).enforce()
         begin = await log.begin(DECISIONS.name, 0)
         retention = Retention(log, owner, 0, SMALL)
         for _ in range(3):
-            await retention.look()
+            await retention.enforce()
             for _ in range(20):
                 await owner.turn(())
                 await owner.snapshots.settle()
@@ -222,7 +222,7 @@ async def test_a_log_over_its_size_has_a_snapshot_taken_and_not_again_while_it_h
 
 async def test_tools_read_a_trimmed_log_from_where_it_begins(path: Path) -> None:
     async with owned(path) as (log, owner):
-        await Retention(log, owner, 0, SMALL).look()
+        await Retention(log, owner, 0, SMALL).enforce()
     with closing(SqliteLog.open(path, readonly=True)) as log:
         start = await oldest_state(log, 0)
         assert start.offset == await log.begin(DECISIONS.name, 0)
@@ -241,7 +241,7 @@ async def test_decisions_go_on_while_history_is_deleted(tmp_path: Path) -> None:
     registry = CollectorRegistry()
     async with System(log).started(workers=2) as system, system.owned(log, snapshot_every=1_000) as owner:
         await until(lambda: len(owner.world.fleet) == 2)
-        retention = Retention(log, owner, 0, Limits(size_bytes=500_000))
+        retention = Retention(log, owner, 0, RetentionLimits(size_bytes=500_000))
         registry.register(RetentionMetrics(log, retention))
         largest = written = 0
         for batch in range(40):
@@ -254,7 +254,7 @@ async def test_decisions_go_on_while_history_is_deleted(tmp_path: Path) -> None:
                     and log.next_offset(REQUESTS.name, 0) == owner.world.view.get(REQUESTS.name)
                 )
             )
-            await retention.look()
+            await retention.enforce()
             await asyncio.sleep(0)
             largest = max(largest, log.bytes_used()[1])
         assert owner.snapshots.taken, "the size asked for snapshots, nothing else did"

@@ -67,8 +67,8 @@ async def ended(task: "asyncio.Task[None]") -> None:
         await task
 
 
-def unsure(standby: Standby) -> list[str]:
-    return [getattr(answer, "request_id", "") for answer in standby.unsure]
+def unconfirmed(standby: Standby) -> list[str]:
+    return [getattr(answer, "request_id", "") for answer in standby.unconfirmed]
 
 
 async def test_a_standby_takes_over_warm_with_the_state_of_a_cold_recovery(log: SqliteLog) -> None:
@@ -79,7 +79,7 @@ async def test_a_standby_takes_over_warm_with_the_state_of_a_cold_recovery(log: 
             await serve(system, owner, "a", "b", "c")
             await until(lambda: standby.position == journal_end(log))
             assert state(standby.followed) == state((await cold(log, standby.position)).followed)
-            assert unsure(standby) == ["a-refused", "b-refused", "c-refused"]
+            assert unconfirmed(standby) == ["a-refused", "b-refused", "c-refused"]
         await until(lambda: standby.position == journal_end(log))
         await ended(following)
         world = standby.world
@@ -128,7 +128,7 @@ async def test_a_standby_begins_at_the_newest_snapshot(log: SqliteLog, caplog: p
             standby = Standby(log, 0)
             with caplog.at_level("INFO"):
                 await standby.catch_up(journal_end(log))
-    assert unsure(standby) == ["b-refused"]
+    assert unconfirmed(standby) == ["b-refused"]
     assert standby.position > sealed
 
 
@@ -170,7 +170,7 @@ async def test_a_standby_that_cannot_follow_says_so_and_the_owner_starts_cold(
         await standby.run()
         assert standby.failed is not None
         assert why in standby.failed
-        assert "cannot follow any more" in caplog.text
+        assert "the standby of partition 0 stopped" in caplog.text
         with pytest.raises(LogError, match=why):
             await standby.catch_up(journal_end(log))
         successor = Owner(log, system.leases, settings())

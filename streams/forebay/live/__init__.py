@@ -1,1 +1,1 @@
-"""The core at work on a live log: ownership, the journal, effects, snapshots, admission of workers."""
+"""The core on a live log: owners and their journal, effects, snapshots and worker admission."""

@@ -39,7 +39,7 @@ cluster = _cluster()
 config = router_config_of(os.environ)
 assignments = Assignments()
 feed = Feed()
-app = RouterApp(cluster.kafka, feed, assignments.tell)
+app = RouterApp(cluster.kafka, feed, assignments.publish)
 
 
 @app.task  # type: ignore[untyped-decorator]  # Faust ships no types
@@ -55,7 +55,7 @@ async def route() -> None:
     )
     async with connected(cluster, registry) as log:
         router = await start_router(cluster, log, feed, settings, registry, lambda: app.is_member)
-        assignments.hear(router.assign)
+        assignments.subscribe(router.assign)
         running = asyncio.create_task(router.run())
         try:
             await asyncio.shield(running)

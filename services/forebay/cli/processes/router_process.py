@@ -34,10 +34,10 @@ async def serve(
     registry = CollectorRegistry()
     assignments = Assignments()
     feed = Feed()
-    app = RouterApp(cluster.kafka, feed, assignments.tell)
+    app = RouterApp(cluster.kafka, feed, assignments.publish)
     async with connected(cluster, registry) as log:
         router = await start_router(cluster, log, feed, settings, registry, lambda: app.is_member)
-        assignments.hear(router.assign)
+        assignments.subscribe(router.assign)
         app.finalize()
         await app.start()
         typer.echo(f"forebay: router {router_id} is a member of {app.conf.id}")

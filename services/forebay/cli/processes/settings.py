@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from forebay.cli.processes.engines import EngineChoice
 from forebay.events.control import Role, RouterConfig
-from forebay.live.owner.retention import Limits
+from forebay.live.owner.retention import RetentionLimits
 
 if TYPE_CHECKING:
     from forebay.ingress.ingress import IngressSettings
@@ -64,4 +64,4 @@ class Embedded:
     lease_ttl_s: float
     snapshot_every: int
     snapshot_age_s: float
-    log_limits: Limits
+    log_limits: RetentionLimits

@@ -28,7 +28,7 @@ from forebay.cli.processes.options import (
 )
 from forebay.cli.processes.settings import Embedded, Workers
 from forebay.events.control import DisaggConfig, RouterConfig
-from forebay.live.owner.retention import Limits
+from forebay.live.owner.retention import RetentionLimits
 
 RANKS_MAX = 4_096  # each is an engine of this process, and a candidate of every decision
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -133,10 +133,10 @@ def _workers(engine: EngineChoice, whole: int | None, prefill: int | None, decod
     return workers
 
 
-def _log_limits(log: Path | None, max_size: str | None, max_age: str | None) -> Limits:
+def _log_limits(log: Path | None, max_size: str | None, max_age: str | None) -> RetentionLimits:
     text = max_size or (LOG_SIZE_IN_MEMORY if log is None else LOG_SIZE)
     age_s = None if max_age is None else span_us("--log-max-age", max_age) / 1e6
-    return Limits(size("--log-max-size", text, LOG_BYTES_MIN), age_s)
+    return RetentionLimits(size("--log-max-size", text, LOG_BYTES_MIN), age_s)
 
 
 def _refuse_of_apart(context: typer.Context, router: RouterConfig) -> None:

@@ -1,1 +1,1 @@
-"""The owner of a group: decides on requests, journals each decision, then acts on it."""
+"""The owner of a group, which decides requests, journals each decision, and then sends its effects."""

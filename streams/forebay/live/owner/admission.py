@@ -1,13 +1,13 @@
-"""From leases to facts: polls who is alive and writes what changed to the topic `fleet`.
+"""Turn the leases of workers into events on the topic `fleet`.
 
-Only the owner runs this; what an earlier owner still writes is void on `fleet`. A worker whose lease is late or
-vanished is suspect, and lost when it does not come back (see `forebay.live.owner.lease_judgement`). It is lost
-at once when it released its lease, when another incarnation takes its name, or when its pool was changed and would
-refuse it now. A worker whose lease is marked as draining is draining from then on. A lease is forgotten only once the
-owner has applied the event: a paused owner notices a takeover before it drops leases that were renewed meanwhile.
+Only the owner does this. Readers of `fleet` ignore events of earlier owners. A worker whose lease is late or has
+vanished is suspect. It is lost if the lease is not renewed in time (see `forebay.live.owner.lease_judgement`). A worker
+is lost immediately if it released its lease, if another incarnation takes its name, or if a changed pool would reject
+it. A worker whose lease is marked as draining stays draining. The owner deletes a lease only after it has applied the
+event. A paused owner therefore notices a takeover before it deletes leases that were renewed meanwhile.
 
-All groups of a namespace share the work topic of a pool. The owner of control partition p of n assigns only the slots
-whose number leaves p when divided by n, so no two owners assign one slot, and none has to know the other's workers.
+All groups of a namespace share the work topic of a pool. The owner of control partition p of n assigns only slots whose
+number is p modulo n. Two owners therefore never assign the same slot, and need not know each other's workers.
 """
 
 import logging
@@ -32,20 +32,25 @@ from forebay.events.fleet import (
 )
 from forebay.events.names import NameInvalid, printable, require_adapter, require_name
 from forebay.events.topics import CONTROL, FLEET, work_topic
-from forebay.live.owner.kv_layouts import foreign_blocks
+from forebay.live.owner.kv_layouts import find_layout_mismatch
 from forebay.live.owner.lease_judgement import DOUBTED, LeaseJudge, Standing, Verdict
 from forebay.transport.base import Draft, Lease, Log, LogError
 
 logger = logging.getLogger(__name__)
 
-NOWHERE_S = 60.0  # a slot that cannot be looked at takes 10 s of everybody's polls, so it is asked for again only then
-ANSWERING = {"aggregated", "decode"}  # one of them answers the requests of a model
-APART = ("prefill", "decode")  # their KV blocks go from one to the other
+SLOT_RETRY_S = 60.0  # reading the end of an unusable slot blocks the polls of all workers for 10 s, so retry rarely
+RESPONDING = {"aggregated", "decode"}  # roles that stream responses; a model has workers of only one of them
+DISAGGREGATED = ("prefill", "decode")  # roles that exchange KV blocks
 
 
 @dataclass(frozen=True, slots=True)
 class PoolsByLease:
-    """A group without a pool in its settings: the first lease of each pool of `model` configures it."""
+    """Settings of pools that are configured by the first lease of a worker, for groups without configured pools.
+
+    Attributes:
+        model: Name of the model that the pools serve.
+        router: Routing settings of every such pool.
+    """
 
     model: str
     router: RouterConfig
@@ -59,14 +64,16 @@ class _Member:
     spec: WorkerSpec
     suspect: bool = False
     draining: bool = False
-    payload: bytes = b""  # of its lease, when that was last looked into
+    payload: bytes = b""  # of the lease when it was last decoded
 
 
-class Admission:
-    """The members as they stand on `fleet`, applied or not.
+class WorkerAdmission:
+    """Members of the fleet according to the events on `fleet`, whether applied or not.
 
-    `groups` is the number of control partitions, which share the `slots_max` slots of every pool.
-    `refused` counts leases that were turned away; the reason is logged once for each incarnation.
+    The `groups` control partitions share the `slots_max` slots of every pool.
+
+    Attributes:
+        refused: Number of rejected leases by reason. The message is logged once per incarnation.
     """
 
     def __init__(
@@ -80,7 +87,7 @@ class Admission:
         groups: int = 1,
         by_lease: PoolsByLease | None = None,
     ) -> None:
-        assert partition < groups, "every control partition has its share of the slots"
+        assert partition < groups, "slots are divided between the control partitions"
         self._log = log
         self._partition = partition
         self._owner_epoch = owner_epoch
@@ -104,27 +111,32 @@ class Admission:
         for worker in fleet.workers():
             self._judge.add(worker.spec.worker_id, worker.lease, worker.lease_ttl_ms)
         self._refused: dict[str, str] = {}
-        self._nowhere: dict[str, float] = {}
+        self._unusable_slots: dict[str, float] = {}
         self.refused: Counter[str] = Counter()
 
     @property
     def sensor_faults(self) -> int:
-        """How often the leases failed together."""
+        """Number of times that most leases failed at once, which indicates a fault of Redis."""
         return self._judge.faults
 
     async def update(
         self, leases: list[Lease], pools: dict[str, PoolConfigured], applied: int, observed_ms: int = 0
     ) -> list[Lease]:
-        """Write what changed since the last poll; the leases that ended and may be forgotten.
+        """Append the changes since the last poll to `fleet`, and return the ended leases that may be deleted.
 
-        `applied` is the offset up to which the owner applied `fleet` when the leases were read, `observed_ms` the time
-        since the previous poll in which they could be read.
+        Args:
+            leases: All leases of the group.
+            pools: Pools of the group by name.
+            applied: Offset up to which the owner had applied `fleet` when the leases were read.
+            observed_ms: Milliseconds since the previous successful poll, 0 if the previous poll failed.
         """
         held = {lease.worker_id: lease for lease in leases}
         verdicts = self._verdicts(held, observed_ms)
         self._ended = {name: token for name, token in self._ended.items() if name in held}
         self._refused = {name: token for name, token in self._refused.items() if name in held}
-        self._nowhere = {token: until_s for token, until_s in self._nowhere.items() if until_s > time.monotonic()}
+        self._unusable_slots = {
+            token: until_s for token, until_s in self._unusable_slots.items() if until_s > time.monotonic()
+        }
         losses: dict[str, str] = {}
         for worker_id, member in self._members.items():
             lease, verdict = held.get(worker_id), verdicts[worker_id]
@@ -149,14 +161,14 @@ class Admission:
         verdicts = self._judge.poll(held, observed_ms)
         if self._judge.faults > faults:
             logger.warning(
-                "%d of %d leases failed together, which is a fault of Redis: their workers have one TTL more",
+                "%d of %d leases failed at once, which indicates a fault of Redis: their workers get one more TTL",
                 sum(verdict.standing is not Standing.ALIVE for verdict in verdicts.values()),
                 len(verdicts),
             )
         return verdicts
 
     def _has_ended(self, lease: Lease) -> bool:
-        # A renewal after the fact does not bring it back: its holder must hear that it is gone.
+        # A renewal after the loss does not revive the lease: its worker must learn that it was lost, and rejoin.
         return lease.released or lease.expires_in_ms <= 0 or self._ended.get(lease.worker_id) == lease.token
 
     async def _mark(self, worker_id: str, member: _Member, lease: Lease | None, verdict: Verdict) -> None:
@@ -164,7 +176,7 @@ class Admission:
             return
         if lease is not None and lease.payload != member.payload:
             member.payload = lease.payload
-            if _says_draining(lease):
+            if _is_marked_draining(lease):
                 await self._drain(worker_id, member)
                 return
         doubted = verdict.standing in DOUBTED
@@ -193,7 +205,7 @@ class Admission:
                 at_us=_now_us(),
                 worker_id=worker_id,
                 worker_epoch=member.worker_epoch,
-                reason="its lease says that it stops",
+                reason="its lease is marked as draining",
             )
         )
 
@@ -239,21 +251,21 @@ class Admission:
 
     async def _admit(self, lease: Lease, pools: dict[str, PoolConfigured]) -> None:
         try:
-            said = _said(lease)
-            if said.draining:
+            description = _decode_lease(lease)
+            if description.draining:
                 return
-            spec = said.spec
+            spec = description.spec
             _require_names(spec)
-            others = [one.spec for _, one in sorted(self._members.items()) if not one.draining]
-            _require_alike(spec, others)
+            others = [member.spec for _, member in sorted(self._members.items()) if not member.draining]
+            _require_same_layout(spec, others)
             if self._by_lease is not None and spec.pool not in pools:
                 await self._configure(spec, self._by_lease)
                 return
             problem = _misfit(spec, pools)
             if problem is not None:
                 raise _Unfit(problem)
-            # Its pool is there by then: it can join as soon as those of the other kind leave.
-            _require_one_kind(spec, others)
+            # The pool is configured at this point, so the worker can join once the workers of the other role left.
+            _require_one_role(spec, others)
         except _Unfit as unfit:
             self._refuse(lease, unfit.reason, str(unfit))
             return
@@ -262,14 +274,14 @@ class Admission:
         if slot is None:
             self._refuse(lease, "slots", self._no_slot(spec.pool))
             return
-        if lease.token in self._nowhere:
+        if lease.token in self._unusable_slots:
             return
         try:
             from_offset = await self._log.end(work_topic(spec.pool).name, slot)
         except LogError as error:
-            # A lease can name what it likes; asking again at every poll would hold up everybody else's.
-            self._nowhere[lease.token] = time.monotonic() + NOWHERE_S
-            self._refuse(lease, "work_topic", f"slot {slot} of its pool cannot be used: {error}")
+            # A lease may name any pool. Retrying at every poll would delay the leases of all other workers.
+            self._unusable_slots[lease.token] = time.monotonic() + SLOT_RETRY_S
+            self._refuse(lease, "work_topic", f"slot {slot} of its pool {spec.pool} cannot be used: {error}")
             return
         joined = WorkerJoined(
             owner_epoch=self._owner_epoch,
@@ -286,9 +298,9 @@ class Admission:
         logger.info("worker %s joined the pool %s in slot %d", lease.worker_id, spec.pool, slot)
 
     async def _configure(self, spec: WorkerSpec, by_lease: PoolsByLease) -> None:
-        """Put the pool on `control`, once; its workers are admitted when that is applied. Raises _Unfit."""
+        """Append the pool to `control` once; its workers are admitted when that is applied. Raises _Unfit."""
         if spec.model != by_lease.model:
-            raise _Unfit(f"it serves {spec.model}, the group serves {by_lease.model}")
+            raise _Unfit(f"it serves the model {spec.model}, but its group serves {by_lease.model}")
         if spec.pool in self._configured:
             return
         self._configured.add(spec.pool)
@@ -302,14 +314,17 @@ class Admission:
         )
         await self._log.append([Draft(CONTROL.name, self._partition, encode(CONTROL, pool))])
         logger.info(
-            "the pool %s has blocks of %d tokens, as its worker %s says", pool.pool, pool.block_size, spec.worker_id
+            "configured the pool %s with %d tokens per block, as reported by its worker %s",
+            pool.pool,
+            pool.block_size,
+            spec.worker_id,
         )
 
     def _no_slot(self, pool: str) -> str:
         slots, topic = self._slots, work_topic(pool).name
         return (
-            f"all {len(slots)} slots that its model has in the pool {pool} are taken: {slots.step} control partitions "
-            f"share the {slots.stop} partitions of {topic}. Stop a worker, start this one in another pool, or add "
+            f"all {len(slots)} slots of its model in the pool {pool} are in use: {slots.step} control partitions share "
+            f"the {slots.stop} partitions of {topic}. Stop a worker, start this worker in another pool, or add "
             f"partitions to {topic} and restart the routers"
         )
 
@@ -317,7 +332,7 @@ class Admission:
         if self._refused.get(lease.worker_id) != lease.token:
             self._refused[lease.worker_id] = lease.token
             self.refused[reason] += 1
-            logger.error("worker %s is refused: %s", printable(lease.worker_id), problem)
+            logger.error("worker %s was rejected: %s", printable(lease.worker_id), problem)
 
     async def _write(self, event: FleetEvent) -> int:
         (offset,) = await self._log.append([Draft(FLEET.name, self._partition, encode(FLEET, event))])
@@ -326,25 +341,25 @@ class Admission:
 
 
 class _Unfit(Exception):
-    """A lease that makes no member; the text says why, and `reason` counts it."""
+    """A lease was rejected. The text is logged; `reason` is the label of the counter."""
 
     def __init__(self, text: str, reason: str = "spec") -> None:
         super().__init__(text)
         self.reason = reason
 
 
-def _said(lease: Lease) -> WorkerLease:
+def _decode_lease(lease: Lease) -> WorkerLease:
     try:
-        said = msgspec.msgpack.decode(lease.payload, type=WorkerLease)
+        description = msgspec.msgpack.decode(lease.payload, type=WorkerLease)
     except msgspec.MsgspecError as error:
-        raise _Unfit(f"its lease holds no worker description: {error}") from error
-    if said.spec.worker_id != lease.worker_id:
-        raise _Unfit(f"it describes itself as {printable(said.spec.worker_id)}")
-    return said
+        raise _Unfit(f"the payload of its lease does not decode as WorkerLease: {error}") from error
+    if description.spec.worker_id != lease.worker_id:
+        raise _Unfit(f"the payload of its lease names another worker, {printable(description.spec.worker_id)}")
+    return description
 
 
 def _require_names(spec: WorkerSpec) -> None:
-    """A worker may call itself, its model, pool and adapters so. Raises _Unfit."""
+    """Check the names of a worker, its model, its pool and its adapters. Raises _Unfit."""
     try:
         require_name("worker", spec.worker_id)
         require_name("model", spec.model)
@@ -355,44 +370,51 @@ def _require_names(spec: WorkerSpec) -> None:
         raise _Unfit(str(error), "name") from error
 
 
-def _says_draining(lease: Lease) -> bool:
+def _is_marked_draining(lease: Lease) -> bool:
     try:
-        return _said(lease).draining
+        return _decode_lease(lease).draining
     except _Unfit as unfit:
-        # It serves as it did: what it offers was fixed when it joined.
-        logger.warning("the lease of the member %s changed and makes no sense: %s", lease.worker_id, unfit)
+        # The worker stays a member: its description was fixed when it joined.
+        logger.warning("ignored the changed lease of the member %s: %s", lease.worker_id, unfit)
         return False
 
 
-def _require_alike(spec: WorkerSpec, members: list[WorkerSpec]) -> None:
-    """Prefill and decode workers of a model have KV blocks of one kind. Raises _Unfit."""
-    for other in members if spec.role in APART else ():
-        if other.model == spec.model and other.role in APART and (problem := foreign_blocks(spec, other)) is not None:
+def _require_same_layout(spec: WorkerSpec, members: list[WorkerSpec]) -> None:
+    """Check that prefill and decode workers of a model have the same KV block layout. Raises _Unfit."""
+    for other in members if spec.role in DISAGGREGATED else ():
+        if (
+            other.model == spec.model
+            and other.role in DISAGGREGATED
+            and (problem := find_layout_mismatch(spec, other)) is not None
+        ):
             raise _Unfit(problem, "kv_layout")
 
 
-def _require_one_kind(spec: WorkerSpec, members: list[WorkerSpec]) -> None:
-    """A model is answered by workers that do all of a request, or by decode workers. Raises _Unfit."""
+def _require_one_role(spec: WorkerSpec, members: list[WorkerSpec]) -> None:
+    """Check that a model has either aggregated or decode workers, not both. Raises _Unfit."""
     for other in members:
-        if other.model == spec.model and {other.role, spec.role} == ANSWERING:
+        if other.model == spec.model and {other.role, spec.role} == RESPONDING:
             raise _Unfit(
-                f"its role is {spec.role}, but {spec.model} is answered by {other.role} workers, such as "
-                f"{other.worker_id} in the pool {other.pool}: stop those first",
+                f"its role is {spec.role}, but {spec.model} is served by {other.role} workers, for example "
+                f"{other.worker_id} in the pool {other.pool}: stop the {other.role} workers first",
                 "roles",
             )
 
 
 def _misfit(spec: WorkerSpec, pools: dict[str, PoolConfigured]) -> str | None:
-    """Why a worker has no place in its pool, as that is configured now; None if it has."""
+    """Return why a worker does not match the current settings of its pool; None if it does."""
     pool = pools.get(spec.pool)
     if pool is None:
         return f"there is no pool {spec.pool}"
     if spec.model != pool.model:
-        return f"it serves {spec.model}, the pool {pool.pool} serves {pool.model}"
+        return f"it serves the model {spec.model}, but the pool {pool.pool} serves {pool.model}"
     if spec.block_size != pool.block_size:
-        return f"its blocks hold {spec.block_size} tokens, those of the pool {pool.pool} hold {pool.block_size}"
+        return f"its blocks hold {spec.block_size} tokens, blocks of the pool {pool.pool} hold {pool.block_size}"
     if spec.role != pool.role:
-        return f"its role is {spec.role}, that of the pool {pool.pool} is {pool.role}: give it a pool of its own"
+        return (
+            f"its role is {spec.role}, but the pool {pool.pool} has the role {pool.role}: start the worker in another"
+            " pool"
+        )
     return None
 
 

@@ -1,7 +1,7 @@
-"""The owner's clock: starts at max(own clock, last recorded reading), then advances evenly.
+"""Provide the owner's clock, which starts at max(wall clock, last recorded reading) and then advances evenly.
 
-A clock that only took the larger of wall time and the last reading would stand still after a take-over from
-a machine whose clock was ahead, and with it every deadline.
+After a takeover from a machine whose clock was ahead, max(wall clock, last reading) at every reading would not advance
+until the wall clock had caught up, and no deadline would expire meanwhile.
 """
 
 import time
@@ -9,16 +9,19 @@ from collections.abc import Callable
 
 
 def steady_clock() -> Callable[[], int]:
-    """The wall clock in microseconds as it is now, advanced by the monotonic clock: stepping it changes nothing."""
+    """Return a clock in microseconds that starts at the wall clock and follows the monotonic clock.
+
+    Later steps of the wall clock do not affect it.
+    """
     offset_ns = time.time_ns() - time.monotonic_ns()
     return lambda: (offset_ns + time.monotonic_ns()) // 1000
 
 
 class RunClock:
-    """Readings for runs, in microseconds, never backwards.
+    """Clock readings for runs, in microseconds, which never go backwards.
 
     Attributes:
-        ahead_us: how far the recorded readings were ahead of this machine's clock when it took over.
+        ahead_us: Microseconds by which the last recorded reading was ahead of this machine's clock at the takeover.
     """
 
     def __init__(self, clock_us: Callable[[], int]) -> None:
@@ -26,12 +29,12 @@ class RunClock:
         self._last_us = 0
         self.ahead_us = 0
 
-    def take_over(self, recorded_us: int) -> None:
-        """Go on from the last recorded reading."""
+    def resume(self, recorded_us: int) -> None:
+        """Continue from the last recorded reading, in microseconds."""
         self._last_us = recorded_us
         self.ahead_us = max(0, recorded_us - self._clock_us())
 
     def now_us(self) -> int:
-        """The reading for a run that opens now."""
+        """Return the clock reading for a run that opens now."""
         self._last_us = max(self._last_us, self._clock_us() + self.ahead_us)
         return self._last_us

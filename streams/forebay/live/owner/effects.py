@@ -1,4 +1,4 @@
-"""What a journalled decision makes happen: work and commands for workers, and answers that no worker will give."""
+"""Encode the effects of journalled decisions: work and commands for workers, and responses from the owner itself."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple, assert_never
@@ -57,7 +57,7 @@ ABORTED: dict[AbortReason, tuple[int, str]] = {
     "pinned_worker_lost": (503, "pinned_worker_lost"),
     "ingress_lost": (503, "ingress_lost"),
 }
-UNSENDABLE: dict[CommandRefusal, tuple[int, str]] = {
+COMMAND_REFUSED: dict[CommandRefusal, tuple[int, str]] = {
     "unknown_model": (404, "model_not_found"),
     "unknown_pool": (404, "unknown_pool"),
     "unknown_worker": (404, "unknown_worker"),
@@ -68,8 +68,8 @@ UNSENDABLE: dict[CommandRefusal, tuple[int, str]] = {
 }
 
 
-class Address(NamedTuple):
-    """The worker that an effect is for: its group, the place of its slot, its id and its epoch."""
+class WorkerAddress(NamedTuple):
+    """Address of a worker incarnation: its group, pool, slot (partition of the work topic), id and epoch."""
 
     group: str
     pool: str
@@ -79,46 +79,61 @@ class Address(NamedTuple):
 
     @property
     def names(self) -> dict[str, Any]:
-        """The fields by which a worker recognises what is addressed to it."""
+        """Return the event fields by which a worker recognises events that are addressed to it."""
         return {"group": self.group, "worker_id": self.worker_id, "worker_epoch": self.worker_epoch}
 
     def draft(self, event: AnyWorkEvent) -> Draft:
-        """Return the record for the slot of the worker."""
+        """Return the record of `event` for the slot of the worker."""
         topic = work_topic(self.pool)
         return Draft(topic.name, self.slot, encode(topic, event))
 
 
-def work_item(
+def encode_work_item(
     group: str, decided: RequestRouted, submitted: RequestSubmitted, request: ActiveRequest, *, report_output: bool
 ) -> Draft:
-    """The work of a routed request, on the partition of its worker's slot; `request` says where its parts lie."""
-    to = Address(group, decided.pool, decided.slot, decided.worker_id, decided.worker_epoch)
-    order = _Order(decided.rank, decided.owner_epoch, decided.stage, decided.attempt)
-    return _work(to, submitted, order, request, report_output=report_output)
+    """Return the work item of a routed request.
+
+    Args:
+        group: Name of the group.
+        decided: The routing decision.
+        submitted: The request as submitted, with its prompt.
+        request: State of the request, with the locations of its embeddings and its prefilled KV.
+        report_output: Whether the worker reports output blocks while it decodes.
+    """
+    to = WorkerAddress(group, decided.pool, decided.slot, decided.worker_id, decided.worker_epoch)
+    assignment = _Assignment(decided.rank, decided.owner_epoch, decided.stage, decided.attempt)
+    return _encode_work(to, submitted, assignment, request, report_output=report_output)
 
 
-def work_again(
-    to: Address, request: ActiveRequest, owner_epoch: int, submitted: RequestSubmitted, *, report_output: bool
+def encode_resent_work(
+    to: WorkerAddress, request: ActiveRequest, owner_epoch: int, submitted: RequestSubmitted, *, report_output: bool
 ) -> Draft:
-    """The work of a request that an earlier owner routed; a worker that has it already ignores it."""
-    order = _Order(request.rank, owner_epoch, request.stage, request.stage_attempt)
-    return _work(to, submitted, order, request, report_output=report_output)
+    """Return the work item of a request that an earlier owner routed. A worker that already has it ignores it."""
+    assignment = _Assignment(request.rank, owner_epoch, request.stage, request.stage_attempt)
+    return _encode_work(to, submitted, assignment, request, report_output=report_output)
 
 
-def reannounce(to: Address, owner_epoch: int, rank: int, above_seq: int) -> Draft:
-    """Have a worker say anew what one of its ranks has cached; saying it twice is harmless."""
+def encode_reannounce(to: WorkerAddress, owner_epoch: int, rank: int, above_seq: int) -> Draft:
+    """Return an order for a worker to re-announce the cache of one rank. Repeating it is harmless.
+
+    Args:
+        to: The worker.
+        owner_epoch: Epoch of the sending owner.
+        rank: Data-parallel rank.
+        above_seq: Highest sequence number that the index has seen of the rank. The re-announced events use higher ones.
+    """
     return to.draft(ReannounceCache(owner_epoch=owner_epoch, rank=rank, above_seq=above_seq, **to.names))
 
 
-def worker_commands(
+def encode_commands(
     group: str, pending: PendingCommand, fleet: Fleet, owner_epoch: int, now_us: int
 ) -> Iterator[Draft]:
-    """A command to every worker that has it pending; one that has it already answers once, and again if it did."""
+    """Yield a command for each worker whose outcome is pending. Workers run a repeated command only once."""
     for outcome in pending.outcomes.values():
         worker = fleet.get(outcome.worker_id)
         if outcome.status != "pending" or worker is None:
             continue
-        to = Address(group, outcome.pool, worker.slot, outcome.worker_id, outcome.worker_epoch)
+        to = WorkerAddress(group, outcome.pool, worker.slot, outcome.worker_id, outcome.worker_epoch)
         sent = WorkerCommand(
             command_id=pending.command_id,
             command=pending.command,
@@ -130,7 +145,7 @@ def worker_commands(
         yield to.draft(sent)
 
 
-def answers(
+def encode_effects(
     group: str,
     decided: RequestHeld
     | RequestRejected
@@ -141,42 +156,42 @@ def answers(
     | CommandSent
     | CommandEnded,
 ) -> list[Draft]:
-    """What a decision of a group that gives no work makes happen, for its client and for a worker that is concerned."""
+    """Return the effects of a decision other than a routed request: responses to clients and orders for workers."""
     match decided:
         case RequestHeld():
             return []
         case CacheResyncRequested():
-            to = Address(group, decided.pool, decided.slot, decided.worker_id, decided.worker_epoch)
-            return [reannounce(to, decided.owner_epoch, decided.rank, decided.found_seq)]
+            to = WorkerAddress(group, decided.pool, decided.slot, decided.worker_id, decided.worker_epoch)
+            return [encode_reannounce(to, decided.owner_epoch, decided.rank, decided.found_seq)]
         case RouteAnswered():
-            return [_route_told(group, decided)]
+            return [_encode_route_response(group, decided)]
         case CommandSent():
-            return [] if decided.reason is None else [_command_told(group, decided)]
+            return [] if decided.reason is None else [_encode_command_response(group, decided)]
         case CommandEnded():
-            return [_command_told(group, decided)]
+            return [_encode_command_response(group, decided)]
         case RequestRejected():
             status, code = REJECTED[decided.reason]
-            return [_error_answer(group, decided, 0, status, code)]
+            return [_encode_error(group, decided, 0, status, code)]
         case RequestAborted():
             drafts = []
             if decided.worker_id:
-                to = Address(group, decided.pool, decided.slot, decided.worker_id, decided.worker_epoch)
-                drafts.append(_cancelled(to, decided))
+                to = WorkerAddress(group, decided.pool, decided.slot, decided.worker_id, decided.worker_epoch)
+                drafts.append(_encode_cancellation(to, decided))
             if decided.holder is not None:
-                drafts.append(_cancelled(_at(group, decided.holder), decided))
+                drafts.append(_encode_cancellation(_address_of(group, decided.holder), decided))
             status, code = ABORTED[decided.reason]
             drafts.append(
-                _error_answer(group, decided, decided.attempt, decided.status or status, decided.code or code)
+                _encode_error(group, decided, decided.attempt, decided.status or status, decided.code or code)
             )
             return drafts
         case KvReleased():
-            return [_released(_at(group, decided.holder), decided)]
+            return [_encode_release(_address_of(group, decided.holder), decided)]
         case _:
             assert_never(decided)
 
 
-class _Order(NamedTuple):
-    """What a worker is to do with a request, on the order of which owner."""
+class _Assignment(NamedTuple):
+    """Stage and attempt of a request on a worker rank, and the epoch of the owner that assigned it."""
 
     rank: int
     owner_epoch: int
@@ -184,25 +199,29 @@ class _Order(NamedTuple):
     attempt: int
 
 
-def _at(group: str, target: CommandTarget) -> Address:
-    return Address(group, target.pool, target.slot, target.worker_id, target.worker_epoch)
+def _address_of(group: str, target: CommandTarget) -> WorkerAddress:
+    return WorkerAddress(group, target.pool, target.slot, target.worker_id, target.worker_epoch)
 
 
-def _work(
-    to: Address, submitted: RequestSubmitted, order: _Order, request: ActiveRequest, *, report_output: bool
+def _encode_work(
+    to: WorkerAddress,
+    submitted: RequestSubmitted,
+    assignment: _Assignment,
+    request: ActiveRequest,
+    *,
+    report_output: bool,
 ) -> Draft:
-    # Who encodes sees no prompt; who decodes has all but the last position computed, so its media are only for later:
-    # it computes them by itself if it must.
-    encodes = order.stage == "encode"
-    encoded = request.encoded if order.stage in ("aggregated", "prefill") else None
+    # An encode worker gets no prompt. A decode worker gets the media, in case it has to compute the prompt itself.
+    encodes = assignment.stage == "encode"
+    encoded = request.encoded if assignment.stage in ("aggregated", "prefill") else None
     media = submitted.media
     if encoded is not None:
-        media = tuple([replace(one, content=b"") for one in media])
+        media = tuple([replace(item, content=b"") for item in media])
     item = WorkItem(
         request_id=submitted.request_id,
-        attempt=order.attempt,
-        owner_epoch=order.owner_epoch,
-        rank=order.rank,
+        attempt=assignment.attempt,
+        owner_epoch=assignment.owner_epoch,
+        rank=assignment.rank,
         token_ids=b"" if encodes else submitted.token_ids,
         sequence_hashes=b"" if encodes else submitted.sequence_hashes,
         reply_slot=submitted.reply_slot,
@@ -213,36 +232,36 @@ def _work(
         priority=submitted.routing.priority,
         report_output=report_output,
         task=submitted.task,
-        stage=order.stage,
+        stage=assignment.stage,
         media=media,
         encoded=encoded,
-        prefilled=request.prefilled if order.stage == "decode" else None,
+        prefilled=request.prefilled if assignment.stage == "decode" else None,
         **to.names,
     )
     return to.draft(item)
 
 
-def _cancelled(to: Address, decided: RequestAborted) -> Draft:
-    """No worker goes on with what was given up, or keeps anything for it."""
+def _encode_cancellation(to: WorkerAddress, decided: RequestAborted) -> Draft:
+    """Return an order to stop the work of an aborted request and to free its KV."""
     cancelled = WorkCancelled(
         request_id=decided.request_id, attempt=decided.attempt, owner_epoch=decided.owner_epoch, **to.names
     )
     return to.draft(cancelled)
 
 
-def _released(to: Address, decided: KvReleased) -> Draft:
+def _encode_release(to: WorkerAddress, decided: KvReleased) -> Draft:
     released = ReleaseKv(
         request_id=decided.request_id, attempt=decided.attempt, owner_epoch=decided.owner_epoch, **to.names
     )
     return to.draft(released)
 
 
-def _route_told(group: str, decided: RouteAnswered) -> Draft:
+def _encode_route_response(group: str, decided: RouteAnswered) -> Draft:
     error = None
     if decided.reason is not None:
         status, code = REJECTED[decided.reason]
         error = ResponseError(status=status, code=code, message=decided.message)
-    told = RouteResponse(
+    response = RouteResponse(
         request_id=decided.request_id,
         owner_epoch=decided.owner_epoch,
         pool=decided.pool,
@@ -255,21 +274,21 @@ def _route_told(group: str, decided: RouteAnswered) -> Draft:
         error=error,
         group=group,
     )
-    return Draft(TOKENS.name, decided.reply_slot, encode(TOKENS, told))
+    return Draft(TOKENS.name, decided.reply_slot, encode(TOKENS, response))
 
 
-def _command_told(group: str, decided: CommandSent | CommandEnded) -> Draft:
-    told = CommandResponse(command_id=decided.command_id, owner_epoch=decided.owner_epoch, group=group)
+def _encode_command_response(group: str, decided: CommandSent | CommandEnded) -> Draft:
+    response = CommandResponse(command_id=decided.command_id, owner_epoch=decided.owner_epoch, group=group)
     if isinstance(decided, CommandEnded):
-        told = msgspec.structs.replace(told, outcomes=decided.outcomes)
+        response = msgspec.structs.replace(response, outcomes=decided.outcomes)
     elif decided.reason is not None:
-        status, code = UNSENDABLE[decided.reason]
+        status, code = COMMAND_REFUSED[decided.reason]
         error = ResponseError(status=status, code=code, message=decided.message)
-        told = msgspec.structs.replace(told, error=error)
-    return Draft(TOKENS.name, decided.reply_slot, encode(TOKENS, told))
+        response = msgspec.structs.replace(response, error=error)
+    return Draft(TOKENS.name, decided.reply_slot, encode(TOKENS, response))
 
 
-def _error_answer(group: str, decided: RequestRejected | RequestAborted, attempt: int, status: int, code: str) -> Draft:
+def _encode_error(group: str, decided: RequestRejected | RequestAborted, attempt: int, status: int, code: str) -> Draft:
     ended = ResponseEnded(
         request_id=decided.request_id,
         attempt=attempt,

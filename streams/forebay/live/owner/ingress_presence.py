@@ -1,7 +1,7 @@
-"""From leases of ingresses to facts on the topic `fleet`: who joined and who is lost.
+"""Turn the leases of ingresses into `IngressJoined` and `IngressLost` events on the topic `fleet`.
 
-Only the owner runs this. Ingresses are judged as workers are (see `forebay.live.owner.lease_judgement`). An ingress
-that never had a lease is no member, so it cannot be lost and none of its requests is aborted.
+Only the owner does this. It judges ingresses by the same rules as workers (see `forebay.live.owner.lease_judgement`).
+An ingress that never had a lease is not a member. It cannot be lost, so none of its requests is aborted.
 """
 
 import logging
@@ -17,13 +17,14 @@ from forebay.transport.base import Draft, Lease, Log
 
 logger = logging.getLogger(__name__)
 
-NAME_CHARS_MAX = 256  # as events take names
+NAME_CHARS_MAX = 256  # the limit of names in events
 
 
 class IngressPresence:
-    """The ingresses that are members of the group, and their incarnations.
+    """Ingresses that are members of the group, with their incarnations.
 
-    `refused` counts leases whose holder has no valid name.
+    Attributes:
+        refused: Number of rejected leases by reason.
     """
 
     def __init__(self, log: Log, partition: int, owner_epoch: int, fleet: Fleet) -> None:
@@ -40,9 +41,12 @@ class IngressPresence:
             self._judge.add(ingress.ingress_id, ingress.incarnation, ingress.lease_ttl_ms)
 
     async def update(self, leases: list[Lease], applied: int, observed_ms: int = 0) -> list[Lease]:
-        """Write what changed since the last poll; the leases that ended and may be forgotten.
+        """Append the changes since the last poll to `fleet`, and return the ended leases that may be deleted.
 
-        `applied` and `observed_ms` are as for `Admission.update`.
+        Args:
+            leases: All ingress leases of the group.
+            applied: Offset up to which the owner had applied `fleet` when the leases were read.
+            observed_ms: Milliseconds since the previous successful poll, 0 if the previous poll failed.
         """
         held = {lease.worker_id: lease for lease in leases}
         for name, verdict in self._judge.poll(held, observed_ms).items():
@@ -61,7 +65,12 @@ class IngressPresence:
             if token not in self._refused:
                 self._refused = {token}
                 self.refused["name"] += 1
-                logger.error("an ingress is refused: its id or token is empty or over %d characters", NAME_CHARS_MAX)
+                logger.error(
+                    "an ingress was rejected: its id has %d characters and its token %d, expected 1 to %d each",
+                    len(name),
+                    len(token),
+                    NAME_CHARS_MAX,
+                )
             return
         await self._write(
             IngressJoined(

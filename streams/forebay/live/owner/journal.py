@@ -1,10 +1,10 @@
-"""The owner's end of `decisions`: the claim, appends that hold, and how another owner's claim is noticed.
+"""Append decisions to the journal, and detect that another owner claimed the group.
 
-Theory of operation. Several processes may write to one journal partition at once: an owner that was paused, or
-cut off from its group, does not know yet that another took over. So an append counts when it is acknowledged at
-the offset right after the owner's last record. At any other offset the records between are read: a claim among
-them makes what comes after it void, for every reader; void records of an earlier owner change nothing. A claim
-after our last record leaves that record valid.
+Theory of operation. Several processes may write to one journal partition at once, because an owner that was paused or
+partitioned does not know yet that another owner took over. Therefore an append is valid if it is acknowledged at the
+offset right after the owner's previous record. At any other offset the owner reads the records between the two. If one
+of them is a claim, every reader ignores this owner's records after that claim. Stale records of an earlier owner change
+nothing. A claim after this owner's last record leaves that record valid.
 """
 
 from collections.abc import Sequence
@@ -22,14 +22,14 @@ class OwnershipLost(LogError):
 
 
 class Journal:
-    """Writes the journal of one group, from `claim` until another claim is found.
+    """Writer of the journal of one group, from `claim` until it finds another owner's claim.
 
     Attributes:
-        epoch: the offset of the claim; -1 before it.
-        end: the offset after the last valid record of this owner.
-        written: records of this owner, its claim aside.
-        void: records of earlier owners that stood between them.
-        foreign: records that are no journal records, and stood between them.
+        epoch: Offset of this owner's claim, -1 before the claim.
+        end: Offset after the last valid record of this owner.
+        written: Number of records that this owner appended, without its claim.
+        stale: Number of records of earlier owners found between this owner's records.
+        foreign: Number of records found there that do not decode as journal records.
     """
 
     def __init__(self, log: Log, partition: int) -> None:
@@ -39,19 +39,20 @@ class Journal:
         self.epoch = -1
         self.end = 0
         self.written = 0
-        self.void = 0
+        self.stale = 0
         self.foreign = 0
 
     async def claim(self, claimed: OwnerClaimed) -> None:
-        """From here on this owner decides. Raises LogError."""
+        """Append the claim, which makes this process the owner of the group. Raises LogError."""
         (self.epoch,) = await self._append([claimed])
         self.end = self.epoch + 1
 
     async def append(self, records: Sequence[JournalRecord]) -> None:
-        """Append the records in order; when this returns, they are valid and durable.
+        """Append the records in order. When this returns, they are valid and durable.
 
-        Raises OwnershipLost when another owner claimed the group before the last of them, LogError when they are
-        not durable. After either nothing more is written.
+        Raises:
+            OwnershipLost: Another owner claimed the group before the last of these records. Later calls raise it too.
+            LogError: The records are not durable.
         """
         if self._lost is not None:
             raise OwnershipLost(self._lost)
@@ -63,7 +64,7 @@ class Journal:
         self.written += len(offsets)
 
     def surrender(self, reason: str) -> None:
-        """Write nothing more: raises OwnershipLost, now and at every append."""
+        """Give up the ownership. Raises OwnershipLost, now and at every later append."""
         self._lost = reason
         raise OwnershipLost(reason)
 
@@ -77,14 +78,18 @@ class Journal:
             decision = decode_journal(record)
             if isinstance(decision, OwnerClaimed):
                 self.surrender(
-                    f"the journal has another claim at offset {record.offset}, this owner's is at {self.epoch}"
+                    f"another owner claimed the group at journal offset {record.offset}, after this owner's claim at"
+                    f" {self.epoch}"
                 )
             if decision is None:
                 self.foreign += 1
             else:
-                self.void += 1
+                self.stale += 1
         if seen < offsets[-1] + 1 - self.end:
-            raise LogError(f"the journal ends before offset {offsets[-1]}, where this owner's record was acknowledged")
+            raise LogError(
+                f"the journal ends before offset {offsets[-1]}, at which the log acknowledged a record of this owner:"
+                " the log lost records; check the broker or the file"
+            )
 
     async def _append(self, records: Sequence[Event]) -> list[int]:
         return await self._log.append(

@@ -1,30 +1,31 @@
-"""Whether the KV blocks of two workers are alike, so that one can go on with what the other computed."""
+"""Compare the KV block layouts of two workers, for transfer between prefill and decode."""
 
 from forebay.events.fleet import WorkerSpec
 from forebay.events.transfer import KvLayout
 
 
-def foreign_blocks(spec: WorkerSpec, other: WorkerSpec) -> str | None:
-    """Why no KV block of one is of use to the other, naming both; None if it is.
+def find_layout_mismatch(spec: WorkerSpec, other: WorkerSpec) -> str | None:
+    """Return why two workers cannot exchange KV blocks, or None if they can.
 
-    Workers of one engine that do not say how their blocks lie are taken for alike: the engine checks it itself.
+    If a worker does not report its layout, two workers of the same engine count as compatible, because the engine
+    checks the layout itself.
     """
-    theirs = f"those of {other.worker_id} in the pool {other.pool}"
+    peer = f"{other.worker_id} in the pool {other.pool}"
     if spec.block_size != other.block_size:
-        return f"its KV blocks hold {spec.block_size} tokens, {theirs} hold {other.block_size}"
+        return f"its KV blocks hold {spec.block_size} tokens, but the blocks of {peer} hold {other.block_size}"
     if spec.kv_layout is None or other.kv_layout is None:
         if spec.engine == other.engine:
             return None
     elif spec.kv_layout == other.kv_layout:
         return None
-    return f"its KV blocks are {_said(spec)}; {theirs} are {_said(other)}"
+    return f"its KV block layout is {_describe_blocks(spec)}, but the layout of {peer} is {_describe_blocks(other)}"
 
 
-def _said(spec: WorkerSpec) -> str:
+def _describe_blocks(spec: WorkerSpec) -> str:
     layout = spec.kv_layout
-    return f"{spec.engine}'s, which does not say how they lie" if layout is None else _in_words(layout)
+    return f"not reported by {spec.engine}" if layout is None else _describe_layout(layout)
 
 
-def _in_words(layout: KvLayout) -> str:
+def _describe_layout(layout: KvLayout) -> str:
     layers = f", {layout.layers} layer{'s' if layout.layers > 1 else ''}" if layout.layers else ""
-    return f"{layout.dtype}, {layout.block_bytes} bytes{layers}, by {layout.connector}"
+    return f"{layout.dtype}, {layout.block_bytes} bytes{layers}, {layout.connector} connector"

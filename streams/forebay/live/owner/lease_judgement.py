@@ -1,6 +1,7 @@
-"""Decide from polled leases whether their holders are alive. Pure: leases and observed time go in, verdicts come out.
+"""Decide from polled leases whether their holders are alive, without I/O.
 
-An account per holder counts, by the owner's clock, the readable time without a renewal (a change of the deadline):
+Each holder has an account. It counts the time on the owner's clock in which the leases were readable but this lease was
+not renewed. A lease was renewed if its deadline changed:
 
     standing   renewed  silent                absent                  released, replaced
     alive      alive    late after half a TTL vanished                lost
@@ -8,8 +9,9 @@ An account per holder counts, by the owner's clock, the readable time without a 
     vanished   alive    lost after one TTL    lost after one TTL      lost
     excused    alive    late after one TTL    vanished after one TTL  lost
 
-If more than half of the leases vanish between two polls, or none of several is renewed for half a TTL, that is a fault
-of Redis. Their holders are excused for one TTL, once per renewal, so real deaths are noticed after two.
+Redis is considered faulty if more than half of the leases vanish between two polls, or if none of several leases is
+renewed for half a TTL. All affected holders are then excused for one TTL, at most once per renewal. In that case a dead
+holder is lost after two TTLs.
 """
 
 from collections.abc import Mapping
@@ -18,11 +20,11 @@ from enum import StrEnum
 
 from forebay.transport.base import Lease
 
-TTL_UNKNOWN_MS = 30_000  # of a holder that an older owner admitted: no worker has had a longer one by default
+TTL_UNKNOWN_MS = 30_000  # TTL of holders admitted by an older version, the longest default that a worker had
 
 
 class Standing(StrEnum):
-    """What the leases say about their holder."""
+    """Standing of a lease holder, derived from its lease."""
 
     ALIVE = "alive"
     LATE = "late"
@@ -35,7 +37,7 @@ DOUBTED = frozenset((Standing.LATE, Standing.VANISHED))
 
 
 class Sign(StrEnum):
-    """What one poll shows of a lease."""
+    """Observation of a lease in one poll."""
 
     RENEWED = "renewed"
     SILENT = "silent"
@@ -46,31 +48,35 @@ class Sign(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The standing of a holder and the reason, for people."""
+    """Standing of a holder, and the reason as text for logs and events."""
 
     standing: Standing
     reason: str
 
 
 class ObservedTime:
-    """Measures the time in which leases could be read. Times are in seconds, on the caller's monotonic clock."""
+    """Measurement of the time in which the leases were readable, on the caller's monotonic clock."""
 
     def __init__(self) -> None:
         self._read_s: float | None = None
 
     def read(self, now_s: float) -> int:
-        """Return the milliseconds since the previous poll; 0 if that failed, or if this is the first."""
+        """Return the milliseconds since the previous poll, 0 if that poll failed or this is the first.
+
+        Args:
+            now_s: Current reading of the caller's monotonic clock, in seconds.
+        """
         before, self._read_s = self._read_s, now_s
         return 0 if before is None else max(0, round((now_s - before) * 1000))
 
     def failed(self) -> None:
-        """Note that a poll failed: the time around it does not count."""
+        """Record a failed poll, so that the time around it does not count."""
         self._read_s = None
 
 
 @dataclass(slots=True)
 class _Account:
-    """What is known of one holder. `silent_ms` is observed time; `deadline_ms` is None until the lease is seen."""
+    """State of one lease holder. `silent_ms` is observed time; `deadline_ms` is None until the lease is seen."""
 
     token: str
     ttl_ms: int
@@ -89,10 +95,10 @@ class _Account:
         return Sign.SILENT if lease.deadline_ms == self.deadline_ms else Sign.RENEWED
 
     def renew(self, lease: Lease, observed_ms: int) -> None:
-        """The lease was renewed since the previous poll, or is seen for the first time."""
+        """Apply a renewal since the previous poll, or the first sight of the lease."""
         self.ttl_ms = lease.ttl_ms
-        # Redis' clock narrows down when that was. It is trusted for no more than the time between two polls, or at
-        # first sight for a suspicion.
+        # The clock of Redis narrows down the time of the renewal. It may account for at most the time between two
+        # polls, or at first sight for at most half a TTL, which makes the holder late but not lost.
         bound_ms = self.ttl_ms // 2 if self.deadline_ms is None else min(observed_ms, self.ttl_ms // 2)
         self.silent_ms = max(0, min(lease.ttl_ms - lease.expires_in_ms, bound_ms))
         seen_late = self.deadline_ms is None and self.silent_ms >= self.ttl_ms / 2
@@ -101,14 +107,14 @@ class _Account:
         self.was_excused = False
 
     def excuse(self) -> None:
-        # A holder that this owner never saw stays in doubt: it may be dead since before a restart of everything.
+        # A holder that this owner never saw stays suspect: it may have died before the whole cluster restarted.
         self.standing = Standing.EXCUSED if self.deadline_ms is not None else Standing.VANISHED
         self.silent_ms = 0
         self.was_excused = True
 
     def wait(self, sign: Sign, observed_ms: int) -> None:
-        """The lease is silent or absent for this much longer."""
-        # A loss takes at least two polls, however long the owner itself was paused between them.
+        """Add observed time without a renewal."""
+        # Capping the step makes a loss take at least two polls, even if the owner was paused between them.
         self.silent_ms += min(observed_ms, self.ttl_ms // 2)
         match self.standing:
             case Standing.ALIVE if self.silent_ms >= self.ttl_ms / 2:
@@ -128,10 +134,10 @@ class _Account:
 
 
 class LeaseJudge:
-    """Judges the leases of one group's holders, by name.
+    """Judge of the lease holders of one group, by name.
 
     Attributes:
-        faults: How often the leases failed together.
+        faults: Number of times that most leases failed at once.
     """
 
     def __init__(self) -> None:
@@ -139,7 +145,14 @@ class LeaseJudge:
         self._accounts: dict[str, _Account] = {}
 
     def add(self, name: str, token: str, ttl_ms: int, lease: Lease | None = None) -> None:
-        """Begin to judge a holder, whose `lease` was just read if it was admitted by it."""
+        """Begin to judge a holder.
+
+        Args:
+            name: Name of the holder.
+            token: Token of its incarnation.
+            ttl_ms: TTL of its lease in milliseconds, 0 if unknown.
+            lease: The lease, if the holder was admitted because of a lease that was just read.
+        """
         account = self._accounts[name] = _Account(token, ttl_ms or TTL_UNKNOWN_MS)
         if lease is not None:
             account.renew(lease, 0)
@@ -149,7 +162,12 @@ class LeaseJudge:
         del self._accounts[name]
 
     def poll(self, leases: Mapping[str, Lease], observed_ms: int) -> dict[str, Verdict]:
-        """Judge every holder by one poll; `observed_ms` is the time since the previous readable one."""
+        """Judge every holder by one poll.
+
+        Args:
+            leases: The polled leases by name of the holder.
+            observed_ms: Milliseconds since the previous successful poll.
+        """
         signs = {name: account.sign(leases.get(name)) for name, account in self._accounts.items()}
         vanished = self._note_vanished(signs)
         verdicts = {}
@@ -167,7 +185,7 @@ class LeaseJudge:
         return verdicts
 
     def _note_vanished(self, signs: Mapping[str, Sign]) -> set[str]:
-        """Mark those whose lease was there and is not: alone in doubt, excused if most leases went with it."""
+        """Mark holders whose lease just vanished: excused if most leases vanished, otherwise suspect. Return them."""
         accounts = self._accounts
         doubted = (Standing.VANISHED, Standing.EXCUSED)
         new = {name for name, sign in signs.items() if sign is Sign.ABSENT and accounts[name].standing not in doubted}
@@ -182,12 +200,12 @@ class LeaseJudge:
         return new
 
     def _excuse_silent(self, signs: Mapping[str, Sign], verdicts: dict[str, Verdict]) -> None:
-        """Excuse all holders if several are left and none of them renewed its lease for half a TTL."""
+        """Excuse all holders if several leases remain and none of them was renewed for half a TTL."""
         left = {name: self._accounts[name] for name, sign in signs.items() if sign in (Sign.RENEWED, Sign.SILENT)}
         others_absent = any(sign is Sign.ABSENT for sign in signs.values())
         if len(left) < 2 or others_absent:
             return
-        if all(one.standing is Standing.LATE and not one.was_excused for one in left.values()):
+        if all(account.standing is Standing.LATE and not account.was_excused for account in left.values()):
             self.faults += 1
             for name, account in left.items():
                 account.excuse()
@@ -199,16 +217,16 @@ def _reason(account: _Account, sign: Sign) -> str:
     if sign is Sign.RELEASED:
         return "its lease was released"
     if sign is Sign.REPLACED:
-        return "another incarnation took its name"
+        return "another incarnation took over its lease"
     match account.standing:
         case Standing.ALIVE:
             return f"its lease of {ttl_ms} ms is renewed"
         case Standing.EXCUSED:
-            return "its lease failed together with the others, which is a fault of Redis"
+            return "its lease failed at once with most other leases, which indicates a fault of Redis"
         case Standing.LATE:
             return f"its lease of {ttl_ms} ms was not renewed for {account.silent_ms} ms"
         case Standing.VANISHED:
-            return f"its lease vanished; it has {ttl_ms} ms to take it again"
+            return f"its lease vanished; the worker has {ttl_ms} ms to acquire it again"
         case Standing.LOST:
-            what = "vanished and was not taken again" if sign is Sign.ABSENT else "ran out"
-            return f"its lease of {ttl_ms} ms {what}"
+            outcome = "vanished and was not acquired again" if sign is Sign.ABSENT else "expired"
+            return f"its lease of {ttl_ms} ms {outcome}"

@@ -1,4 +1,4 @@
-"""What an owner shows to Prometheus, read from its state when asked."""
+"""Prometheus metrics of an owner, read from its state at each scrape."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -19,81 +19,89 @@ from forebay.core.phases import Phase
 from forebay.core.state.prefix_index import APPLIED
 from forebay.events.decisions import PrefillReason, Stage
 from forebay.live.owner.owner import Owner
-from forebay.live.owner.ttft_metrics import BUCKETS_S, Times
-from forebay.live.router.placement import Placement
+from forebay.live.owner.ttft_metrics import BUCKETS_S, DurationHistogram
+from forebay.live.router.placement import GroupPlacement
 from forebay.transport.directory import Directory
 
-# Counts of the world with series of their own; all others are of events that changed nothing.
+# Prefixes of the counts that have metrics of their own. All other counts are of events without effect.
 OUTCOMES = ("rejected_", "aborted_", "kv_released_", "command_", "non_max_overlap_selections", "overlap_blocks_lost")
 
-# Reasons to compute a prompt where it is answered; the others send it away.
-KEPT = frozenset({"never", "short_prompt", "prefill_busy", "no_prefill_worker", "failed", "begun"})
+# Reasons for local prefill, by the decode worker. All other reasons lead to remote prefill.
+LOCAL_REASONS = frozenset({"never", "short_prompt", "prefill_busy", "no_prefill_worker", "failed", "begun"})
 
 
 class OwnerMetrics(Collector):
-    """Names are Dynamo's where it has the same thing."""
+    """Prometheus metrics of one owner. Metrics that Dynamo has too have Dynamo's names."""
 
     def __init__(self, owner: Owner, model: str) -> None:
         self._owner = owner
         self._model = model
 
     def collect(self) -> Iterator[Metric]:
-        """The metrics as they are now."""
-        yield from self._owned()
-        yield from self._routed()
-        yield from self._first_tokens()
-        yield from self._indexed()
-        yield from self._models()
-        yield from self._per_worker()
+        """Yield the current metrics."""
+        yield from self._owner_metrics()
+        yield from self._request_metrics()
+        yield from self._ttft_metrics()
+        yield from self._index_metrics()
+        yield from self._model_metrics()
+        yield from self._worker_metrics()
 
-    def _owned(self) -> Iterator[Metric]:
+    def _owner_metrics(self) -> Iterator[Metric]:
         owner = self._owner
         journal, snapshots = owner.journal, owner.snapshots
-        yield self._counter("forebay_owner_journal_records", "journal records written", journal.written)
-        yield self._counter("forebay_owner_void_records", "void records met in the journal", journal.void)
-        foreign = "records met in the journal that no owner wrote"
+        yield self._counter("forebay_owner_journal_records", "journal records appended by this owner", journal.written)
+        stale = "stale journal records of earlier owners, ignored by every reader"
+        yield self._counter("forebay_owner_void_records", stale, journal.stale)
+        foreign = "records on the journal topic that are not journal records"
         yield self._counter("forebay_owner_foreign_records", foreign, journal.foreign)
-        yield self._counter("forebay_owner_dead_letters", "records that were refused", owner.letters)
-        yield self._counter("forebay_owner_unsent_records", "effects that no topic takes", owner.unsent)
-        yield self._gauge("forebay_owner_clock_ahead_seconds", "the log's clock at start", owner.clock_ahead_us / 1e6)
-        yield self._counter("forebay_owner_snapshots", "snapshots that the journal names", snapshots.taken)
-        yield self._counter("forebay_owner_digests", "digests of the state in the journal", snapshots.digests)
-        age = "time since the newest snapshot's state, or since the start"
+        letters = "input records moved to the topic dead-letters"
+        yield self._counter("forebay_owner_dead_letters", letters, owner.dead_letters)
+        unsent = "effects dropped because no topic accepts them, for example because of their size"
+        yield self._counter("forebay_owner_unsent_records", unsent, owner.unsent)
+        ahead = "seconds by which the last recorded clock reading was ahead of this machine's clock at start"
+        yield self._gauge("forebay_owner_clock_ahead_seconds", ahead, owner.clock_ahead_us / 1e6)
+        yield self._counter("forebay_owner_snapshots", "complete snapshots", snapshots.taken)
+        yield self._counter("forebay_owner_digests", "state digests in the journal", snapshots.digests)
+        age = "seconds since the state of the newest snapshot was sealed, or since the start of the owner"
         yield self._gauge("forebay_owner_snapshot_age_seconds", age, snapshots.age_s)
         admission = owner.admission
         refused = admission.refused if admission is not None else {}
         faults = 0 if admission is None else admission.sensor_faults
         ingresses = len(owner.world.fleet.ingresses())
-        yield self._gauge("forebay_owner_ingresses", "ingresses that have leases", ingresses)
-        yield self._counter("forebay_owner_lease_faults", "times that the leases of the group failed together", faults)
-        yield self._counts("forebay_owner_workers_refused", "workers turned away", refused)
+        yield self._gauge("forebay_owner_ingresses", "ingresses with a lease", ingresses)
+        text = "times that most leases of the group failed at once, which indicates a fault of Redis"
+        yield self._counter("forebay_owner_lease_faults", text, faults)
+        yield self._counts("forebay_owner_workers_refused", "worker leases rejected, by reason", refused)
 
-    def _routed(self) -> Iterator[Metric]:
+    def _request_metrics(self) -> Iterator[Metric]:
         world = self._owner.world
         counts = world.counts
         yield self._counter("dynamo_component_router_requests", "requests routed", sum(world.turns.values()))
-        yield self._gauge("forebay_owner_requests_under_way", "requests under way", len(world.requests))
-        yield from self._parts()
+        yield self._gauge("forebay_owner_requests_under_way", "requests in flight", len(world.requests))
+        yield from self._stage_metrics()
         ignored = {name: count for name, count in counts.items() if not name.startswith(OUTCOMES)}
-        yield self._counts("forebay_owner_events", "events that changed nothing, by reason", ignored)
-        yield self._counts("forebay_router_requests_rejected", "requests refused", _of(counts, "rejected_"))
-        yield self._counts("forebay_router_requests_aborted", "requests given up", _of(counts, "aborted_"))
-        text = "KV that nobody was to fetch any more, given back by who kept it"
-        yield self._counts("forebay_router_kv_released", text, _of(counts, "kv_released_"))
-        yield self._gauge("forebay_owner_commands_under_way", "commands under way", len(world.commands))
-        yield self._counts("forebay_owner_commands", "commands by what became of them", _of(counts, "command_"))
-        selections = counts["non_max_overlap_selections"]
-        passed_over = "requests sent elsewhere than where most of them was cached"
-        yield self._counter("dynamo_component_router_non_max_overlap_selections", passed_over, selections)
-        # Dynamo has a histogram of it: its count and sum have these names, too.
-        lost = SummaryMetricFamily(
-            "dynamo_component_router_overlap_blocks_lost", "cached blocks passed over by those", labels=["model"]
+        yield self._counts("forebay_owner_events", "events without effect, by reason", ignored)
+        text = "requests rejected before they were routed, by reason"
+        yield self._counts("forebay_router_requests_rejected", text, _with_prefix(counts, "rejected_"))
+        text = "requests aborted after they were accepted, by reason"
+        yield self._counts("forebay_router_requests_aborted", text, _with_prefix(counts, "aborted_"))
+        text = "releases of prefilled KV that no decode worker will fetch, by reason"
+        yield self._counts("forebay_router_kv_released", text, _with_prefix(counts, "kv_released_"))
+        yield self._gauge("forebay_owner_commands_under_way", "worker commands in flight", len(world.commands))
+        yield self._counts(
+            "forebay_owner_commands", "commands by what became of them", _with_prefix(counts, "command_")
         )
+        selections = counts["non_max_overlap_selections"]
+        passed_over = "requests routed to a worker other than the one with the largest overlap"
+        yield self._counter("dynamo_component_router_non_max_overlap_selections", passed_over, selections)
+        # Dynamo exports a histogram; its count and sum have the same names as those of this summary.
+        text = "overlap blocks lost by routing a request to a worker other than the one with the largest overlap"
+        lost = SummaryMetricFamily("dynamo_component_router_overlap_blocks_lost", text, labels=["model"])
         lost.add_metric([self._model], selections, counts["overlap_blocks_lost"])
         yield lost
         labels = ["model", "pool", "policy_class", "uncached_tokens_min"]
         pending = GaugeMetricFamily(
-            "dynamo_frontend_router_queue_pending_requests", "requests that wait in the router", labels=labels
+            "dynamo_frontend_router_queue_pending_requests", "requests pending in the router's queue", labels=labels
         )
         for name, pool in sorted(world.pools.items()):
             for kind in pool.router.queue.classes:
@@ -101,59 +109,62 @@ class OwnerMetrics(Collector):
                 pending.add_metric(label, world.queues.length(name, kind))
         yield pending
 
-    def _parts(self) -> Iterator[Metric]:
-        """What is routed and where requests are, by the parts that they are served in."""
+    def _stage_metrics(self) -> Iterator[Metric]:
+        """Yield the metrics of request phases, stages and prefill placement."""
         owner = self._owner
         phases = Counter(str(request.phase) for request in owner.world.requests.active())
         labels = ["model", "phase"]
-        under_way = GaugeMetricFamily("forebay_owner_requests", "requests under way, by phase", labels=labels)
+        in_flight = GaugeMetricFamily("forebay_owner_requests", "requests in flight, by phase", labels=labels)
         for phase in Phase:
-            under_way.add_metric([self._model, phase], phases[phase])
-        yield under_way
+            in_flight.add_metric([self._model, phase], phases[phase])
+        yield in_flight
         stages = CounterMetricFamily(
-            "forebay_router_stages", "requests sent to workers by this owner, by stage", labels=["model", "stage"]
+            "forebay_router_stages", "stages of requests sent to workers by this owner", labels=["model", "stage"]
         )
         for stage in get_args(Stage):
             stages.add_metric([self._model, stage], owner.stages[stage])
         yield stages
-        text = "where prompts of a decode pool's requests were sent to be computed, and why"
+        text = "prefills of requests to decode pools, by placement (local or remote) and reason"
         places = CounterMetricFamily("forebay_router_prefills", text, labels=["model", "place", "reason"])
-        # From the start, so that the first one is seen as a rise.
+        # Export zeros from the start, so that rate() sees the first increment.
         known = (
-            [("local" if one in KEPT else "remote", one) for one in get_args(PrefillReason)] if self._apart() else []
+            [("local" if one in LOCAL_REASONS else "remote", one) for one in get_args(PrefillReason)]
+            if self._has_decode_pool()
+            else []
         )
         for place, reason in sorted({*known, *owner.prefills}):
             places.add_metric([self._model, place, reason], owner.prefills[place, reason])
         yield places
 
-    def _first_tokens(self) -> Iterator[Metric]:
-        """Of prompts that are computed elsewhere; nothing while no pool would fetch them."""
-        if not self._apart():
+    def _ttft_metrics(self) -> Iterator[Metric]:
+        """Yield the time-to-first-token metrics of requests with remote prefill; none without a decode pool."""
+        if not self._has_decode_pool():
             return
-        found = self._owner.first_tokens
-        text = "from the end of a prompt's prefill by another worker to its first token"
+        recorder = self._owner.first_tokens
+        text = "seconds from the end of a remote prefill to the first token"
         since = HistogramMetricFamily("forebay_router_prefill_to_first_token_seconds", text, labels=["model"])
-        since.add_metric([self._model], _buckets(found.since_prefill), found.since_prefill.sum_us / 1e6)
+        since.add_metric([self._model], _buckets(recorder.since_prefill), recorder.since_prefill.sum_us / 1e6)
         yield since
-        text = "what the time to first token of such prompts is made of"
+        text = "seconds of each part of the time to first token of requests with remote prefill"
         labels = ["model", "part"]
         parts = HistogramMetricFamily("forebay_router_time_to_first_token_part_seconds", text, labels=labels)
-        for part, times in found.parts.items():
+        for part, times in recorder.parts.items():
             parts.add_metric([self._model, part], _buckets(times), times.sum_us / 1e6)
         yield parts
-        text = "bytes of KV that prefill workers kept for requests whose first token came"
-        yield self._counter("forebay_router_kv_kept_bytes", text, found.kept_bytes)
-        text = "bytes of these that decode workers fetched: the rest was in their caches"
-        yield self._counter("forebay_router_kv_fetched_bytes", text, found.fetched_bytes)
+        text = "bytes of KV that prefill workers kept for requests that have emitted a first token"
+        yield self._counter("forebay_router_kv_kept_bytes", text, recorder.kept_bytes)
+        text = "bytes of kept KV that decode workers fetched; the remaining bytes were in their caches"
+        yield self._counter("forebay_router_kv_fetched_bytes", text, recorder.fetched_bytes)
 
-    def _apart(self) -> bool:
+    def _has_decode_pool(self) -> bool:
         pools = self._owner.world.pools.values()
         return any(pool.role == "decode" and pool.model == self._model for pool in pools)
 
-    def _indexed(self) -> Iterator[Metric]:
+    def _index_metrics(self) -> Iterator[Metric]:
         index = self._owner.world.index
-        yield self._counts("dynamo_component_kv_cache_events_refused", "KV events by what was odd", index.counts)
-        # Dynamo's name has no `_total`, which a counter would get.
+        text = "KV events that did not apply as they are, by reason"
+        yield self._counts("dynamo_component_kv_cache_events_refused", text, index.counts)
+        # A counter would get the suffix `_total`, which Dynamo's name does not have.
         applied = UnknownMetricFamily(
             "dynamo_component_kv_cache_events_applied", "KV events applied", labels=["model", "event_type", "status"]
         )
@@ -163,22 +174,25 @@ class OwnerMetrics(Collector):
         applied.add_metric([self._model, "stored", "parent_block_not_found"], orphans)
         yield applied
 
-    def _models(self) -> Iterator[Metric]:
-        """What one worker of the model offers: the first by name."""
+    def _model_metrics(self) -> Iterator[Metric]:
+        """Yield the limits of the model's first worker by name."""
         for worker in self._owner.world.fleet.workers()[:1]:
             spec = worker.spec
-            yield self._gauge("dynamo_frontend_model_total_kv_blocks", "KV blocks of a worker", spec.kv_blocks_total)
-            yield self._gauge("dynamo_frontend_model_max_num_seqs", "sequences of a worker", spec.max_num_seqs)
-            tokens = "tokens of one step of a worker"
+            yield self._gauge("dynamo_frontend_model_total_kv_blocks", "KV blocks per worker", spec.kv_blocks_total)
+            sequences = "maximum number of running sequences per worker"
+            yield self._gauge("dynamo_frontend_model_max_num_seqs", sequences, spec.max_num_seqs)
+            tokens = "maximum number of tokens per engine step of a worker"
             yield self._gauge("dynamo_frontend_model_max_num_batched_tokens", tokens, spec.max_num_batched_tokens)
-            yield self._gauge("dynamo_frontend_model_kv_cache_block_size", "tokens of a KV block", spec.block_size)
+            yield self._gauge("dynamo_frontend_model_kv_cache_block_size", "tokens per KV block", spec.block_size)
 
-    def _per_worker(self) -> Iterator[Metric]:
+    def _worker_metrics(self) -> Iterator[Metric]:
         world = self._owner.world
         labels = ["worker_id", "dp_rank"]
         typed = [*labels, "worker_type"]
-        blocks = GaugeMetricFamily("dynamo_frontend_worker_active_decode_blocks", "active KV blocks", labels=typed)
-        prefill = GaugeMetricFamily("dynamo_frontend_worker_active_prefill_tokens", "tokens to prefill", labels=typed)
+        text = "KV blocks of active requests per worker rank"
+        blocks = GaugeMetricFamily("dynamo_frontend_worker_active_decode_blocks", text, labels=typed)
+        text = "prompt tokens still to prefill per worker rank"
+        prefill = GaugeMetricFamily("dynamo_frontend_worker_active_prefill_tokens", text, labels=typed)
         roles = {worker.spec.worker_id: worker.spec.role for worker in world.fleet.workers()}
         held = GaugeMetricFamily("forebay_index_blocks", "device blocks in the prefix index", labels=labels)
         for load in world.load.ranks():
@@ -206,28 +220,34 @@ class OwnerMetrics(Collector):
         return family
 
 
-def _buckets(times: Times) -> list[tuple[str, float]]:
+def _buckets(times: DurationHistogram) -> list[tuple[str, float]]:
     return list(zip([*map(str, BUCKETS_S), "+Inf"], accumulate(times.buckets), strict=True))
 
 
-def _of(counts: Mapping[str, int], prefix: str) -> dict[str, int]:
+def _with_prefix(counts: Mapping[str, int], prefix: str) -> dict[str, int]:
     return {name.removeprefix(prefix): count for name, count in counts.items() if name.startswith(prefix)}
 
 
 class PlacementMetrics(Collector):
-    """The directory of groups, as the owner of control partition 0 sees it."""
+    """Prometheus metrics of group placement, exported by the owner of control partition 0."""
 
-    def __init__(self, placement: Placement, directory: Directory) -> None:
+    def __init__(self, placement: GroupPlacement, directory: Directory) -> None:
         self._placement = placement
         self._directory = directory
 
     def collect(self) -> Iterator[Metric]:
-        """The metrics as they are now."""
+        """Yield the current metrics."""
         groups = self._directory.groups
-        yield GaugeMetricFamily("forebay_groups", "groups that have a partition", value=len(groups.partitions))
+        yield GaugeMetricFamily("forebay_groups", "groups with a control partition", value=len(groups.partitions))
         refused = self._placement.refused
-        yield CounterMetricFamily("forebay_groups_refused", "groups that found no free partition", value=refused)
-        ignored = CounterMetricFamily("forebay_placements_ignored", "placements without effect", labels=["reason"])
+        yield CounterMetricFamily(
+            "forebay_groups_refused",
+            "groups rejected for an invalid name or for lack of a free control partition",
+            value=refused,
+        )
+        ignored = CounterMetricFamily(
+            "forebay_placements_ignored", "records on the topic groups without effect, by reason", labels=["reason"]
+        )
         for reason, count in sorted({**groups.ignored, "undecodable": self._directory.undecodable}.items()):
             ignored.add_metric([reason], count)
         yield ignored

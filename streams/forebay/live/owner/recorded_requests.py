@@ -1,15 +1,15 @@
-"""Requests read back from the log, for work that is given out again: their prompts are kept nowhere else."""
+"""Read submitted requests back from the log, because their prompts are not kept in memory."""
 
 from forebay.events.codec import decode
 from forebay.events.requests import RequestSubmitted
 from forebay.events.topics import REQUESTS
 from forebay.transport.base import Log, LogError, Record
 
-PAGE_RECORDS = 128  # a lost worker's requests mostly lie near each other
+PAGE_RECORDS = 128  # the requests of a lost worker mostly have offsets close to each other
 
 
-class AskedReader:
-    """Reads submissions by offset; quick when offsets ascend."""
+class SubmissionReader:
+    """Reader of `RequestSubmitted` events by offset, with one page of records cached for ascending offsets."""
 
     def __init__(self, log: Log, partition: int) -> None:
         self._log = log
@@ -17,15 +17,18 @@ class AskedReader:
         self._page: dict[int, Record] = {}
 
     async def at(self, offset: int) -> RequestSubmitted:
-        """The submission at `offset`. Raises LogError when it is gone."""
+        """Return the submission at `offset`. Raises LogError if retention removed the record."""
         if offset not in self._page:
             records = await self._log.read(REQUESTS.name, self._partition, offset, PAGE_RECORDS)
             self._page = {record.offset: record for record in records}
         if offset not in self._page:
-            raise LogError(f"the request at {REQUESTS.name}/{self._partition} offset {offset} is gone, but under way")
+            raise LogError(
+                f"the request at {REQUESTS.name}/{self._partition} offset {offset} is in flight, but retention removed"
+                " its record; raise the retention of the topic"
+            )
         event: RequestSubmitted = decode(REQUESTS, self._page[offset].value)
         return event
 
     def forget(self) -> None:
-        """Keep no page: prompts are large."""
+        """Drop the cached page, because prompts are large."""
         self._page = {}

@@ -1,7 +1,7 @@
-"""What an owner knows when it takes over: its standby's world if it has one, else snapshot and journal.
+"""Recover the state of a group for a new owner, from its standby if possible, otherwise from snapshot and journal.
 
-The journal is followed by deriving its decisions again, so a take-over checks the rules on the way; an owner
-whose rules lead elsewhere must not go on.
+A replica follows the journal by deriving each decision again. A takeover therefore verifies that this version's rules
+lead to the recorded decisions, and stops if they do not.
 """
 
 import logging
@@ -13,18 +13,18 @@ logger = logging.getLogger(__name__)
 
 
 async def recover(log: Log, partition: int, end: int, standby: Standby | None = None) -> Standby:
-    """A replica that followed the journal up to offset `end`: `standby` if it can, else a new one.
+    """Return a replica that has followed the journal up to `end`: `standby` if it can, otherwise a new one.
 
     Raises:
-        RecoveryDiverged: this version's rules lead to other decisions.
-        LogError: a part that is needed is missing or damaged.
+        RecoveryDiverged: This version's rules lead to other decisions.
+        LogError: A required part of the log is missing or damaged.
     """
     if standby is not None:
         start = standby.position
         try:
             await standby.catch_up(end)
         except LogError as error:
-            logger.warning("the standby is of no use, recovering without it: %s", error)
+            logger.warning("the standby cannot follow the journal, recovering from the newest snapshot: %s", error)
         else:
             logger.info("the standby followed the last %d journal records", end - start)
             return standby

@@ -1,4 +1,4 @@
-"""What an embedded log shows to Prometheus: how large it is, where it begins, and what retention removed."""
+"""Prometheus metrics of an embedded log: its size, its first offsets, and the records that retention removed."""
 
 from collections.abc import Iterator
 
@@ -10,22 +10,22 @@ from forebay.transport.sqlite.log import SqliteLog
 
 
 class RetentionMetrics(Collector):
-    """The metrics of one log."""
+    """Prometheus metrics of one embedded log."""
 
     def __init__(self, log: SqliteLog, retention: Retention) -> None:
         self._log = log
         self._retention = retention
 
     def collect(self) -> Iterator[Metric]:
-        """Return the metrics as they are now."""
+        """Yield the current metrics."""
         used, file = self._log.bytes_used()
         limit = self._retention.limits.size_bytes
-        yield GaugeMetricFamily("forebay_log_bytes", "bytes that the records of the log take", value=used)
-        yield GaugeMetricFamily("forebay_log_file_bytes", "bytes of the log's file, free pages included", value=file)
-        yield GaugeMetricFamily("forebay_log_limit_bytes", "bytes that records may take: --log-max-size", value=limit)
-        first = GaugeMetricFamily(
-            "forebay_log_first_offset", "offset of the oldest record", labels=["topic", "partition"]
-        )
+        yield GaugeMetricFamily("forebay_log_bytes", "bytes of records in the log", value=used)
+        yield GaugeMetricFamily("forebay_log_file_bytes", "bytes of the log file, including free pages", value=file)
+        text = "maximum bytes of records in the log, from --log-max-size"
+        yield GaugeMetricFamily("forebay_log_limit_bytes", text, value=limit)
+        text = "offset of the oldest record in each partition"
+        first = GaugeMetricFamily("forebay_log_first_offset", text, labels=["topic", "partition"])
         for (topic, partition), offset in sorted(self._log.starts().items()):
             first.add_metric([topic, str(partition)], offset)
         yield first
@@ -33,5 +33,5 @@ class RetentionMetrics(Collector):
         for topic, count in sorted(self._retention.trimmed.items()):
             trimmed.add_metric([topic], count)
         yield trimmed
-        text = "snapshots that were damaged or incomplete when retention read them back"
+        text = "snapshots that retention found damaged or incomplete, and therefore kept all records for"
         yield CounterMetricFamily("forebay_log_snapshots_refused", text, value=self._retention.refused)

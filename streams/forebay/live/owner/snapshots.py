@@ -1,13 +1,13 @@
-"""Snapshots that hold no decision up, and digests in the journal.
+"""Take snapshots in small slices between decisions, and journal digests of the state.
 
-Theory of operation. The blocks of the index are most of a state, and a walk over them goes on beside decisions,
-a slice of a millisecond a turn. When it is done the state is sealed: an `Advanced` with its digest is journalled,
-and at that very moment everything else is taken as facts that do not change any more. These are then encoded and
-written a slice a turn, too. Chunks go to the log one at a time; when all are acknowledged, `SnapshotTaken` says which
-seal they belong to. Decisions made meanwhile stand between the two.
+Theory of operation. Most of the state is the blocks of the prefix index. A walk visits them in slices of half a
+millisecond per turn, while decisions continue. When the walk is done, the state is sealed: the owner journals an
+`Advanced` record with the digest, and copies the rest of the state at the same moment. The copy is then encoded and
+written, again one slice per turn. Chunks are appended one at a time. Once all are acknowledged, the owner journals
+`SnapshotTaken`, which names the seal that the chunks belong to. The journal holds other decisions between the two.
 
-A snapshot of this owner begins when the one before is finished, and an owner that fails begins none again. So from
-its first chunk on, chunks of its owner with rising numbers are all its own.
+An owner takes one snapshot at a time, and an owner that failed takes none. The chunks of a snapshot are therefore all
+chunks of its owner from the first chunk on, with increasing numbers.
 """
 
 import asyncio
@@ -29,22 +29,22 @@ from forebay.events.topics import SNAPSHOTS
 from forebay.transport.base import Draft, Log, Wake
 
 TIERS: tuple[Tier, ...] = get_args(Tier)
-DIGEST_EVERY = 1_000  # decisions; a divergence that shows in no decision is at most so far from its cause
-SLICE_NS = 500_000  # of a turn: a decision may wait for two of them, before its turn and before its work is sent
-WALK_BLOCKS = 2_048  # between two looks at the clock
-FREEZE_PAIRS = 100_000  # below it a full collection takes some 2 ms
-CHUNK_BYTES = 128 << 10  # encoded and written in one go; a part that is larger gets a chunk of its own
+DIGEST_EVERY = 1_000  # decisions; bounds the distance from a divergence without differing decisions to its cause
+SLICE_NS = 500_000  # per turn; a decision waits for at most two slices, before its turn and before its work is sent
+WALK_BLOCKS = 2_048  # blocks between two readings of the clock
+FREEZE_PAIRS = 100_000  # with fewer pairs of block and rank, a full garbage collection takes about 2 ms
+CHUNK_BYTES = 128 << 10  # encoded and appended at once; a larger part becomes a chunk of its own
 
 
 class Snapshots:
-    """Takes the snapshots of one owner: after `every` journal records, or after `age_s` with any.
+    """Snapshots of one owner, taken every `every` journal records, or after `age_s` seconds with at least one record.
 
-    A turn asks `records` what to journal beside its decisions, tells `journalled` what was, and then gives a
-    slice of its time to `work`. `wake` is set when there is more to do.
+    In each turn the owner journals `records`, passes what it journalled to `journalled`, and calls `work` for one
+    slice. `wake` is set when another slice can run.
 
     Attributes:
-        taken: snapshots whose `SnapshotTaken` is in the journal.
-        digests: digests that are in the journal.
+        taken: Number of snapshots whose `SnapshotTaken` is in the journal.
+        digests: Number of digests in the journal.
     """
 
     def __init__(self, log: Log, partition: int, *, every: int, age_s: float, wake: Wake) -> None:
@@ -64,56 +64,56 @@ class Snapshots:
 
     @property
     def age_s(self) -> float:
-        """How long ago the state was sealed that the next owner would begin with; since the start if none was."""
+        """Seconds since the newest complete snapshot was sealed, or since the start if there is none."""
         return time.monotonic() - self._sealed_s
 
     @property
     def eager(self) -> bool:
-        """Whether another turn would get on with a snapshot now, with nothing to wait for."""
+        """Whether a snapshot is in progress and does not wait for an append."""
         return self._current is not None and not self._current.waiting
 
     @property
     def sealed(self) -> bool:
-        """Whether the snapshot on its way is of an earlier state."""
+        """Whether the snapshot in progress is sealed, so that later events are not part of it."""
         return self._current is not None and self._current.sealed is not None
 
     def begin(self, world: World) -> None:
-        """Begin a snapshot now, unless one is on its way."""
+        """Begin a snapshot now, unless one is in progress."""
         if self._current is None:
             self._requested = False
             self._current = _Snapshot(self._log, self._partition, world, self._wake)
 
     def request(self) -> None:
-        """Have the next turn begin a snapshot, unless one is on its way."""
+        """Make the next turn begin a snapshot, unless one is in progress."""
         if self._current is None:
             self._requested = True
             self._wake.set()
 
     def work(self, world: World) -> None:
-        """One slice of the snapshot on its way; begins one when it is due. Raises LogError."""
+        """Run one slice of the snapshot in progress, and begin a snapshot if one is due. Raises LogError."""
         if self._current is None and self._is_due():
             self.begin(world)
         if self._current is not None:
             self._current.work(time.monotonic_ns() + SLICE_NS)
 
     def records(self, world: World) -> list[JournalRecord]:
-        """What is to be journalled now, after the decisions of a turn."""
+        """Return the seal, the `SnapshotTaken` or the digest to journal after the decisions of this turn, if any."""
         current = self._current
         if current is not None and current.is_written:
             self._current = None
             return [current.taken(world)]
         if current is not None and current.walk.done and current.sealed is None:
-            self.keep_collections_short(world)
+            self.freeze_large_index(world)
             return [current.seal(world)]
         if self._since_digest >= DIGEST_EVERY:
             return [advance(world)]
         return []
 
-    def keep_collections_short(self, world: World) -> None:
-        """Have the garbage collector pass over a large index: a full collection looks at each of its blocks.
+    def freeze_large_index(self, world: World) -> None:
+        """Exclude a large index from garbage collection, because a full collection visits each of its blocks.
 
-        That takes 17 ms for a million, in the middle of whatever is decided. What is frozen is still freed when
-        nobody refers to it, but for cycles; so it is done only when the index has doubled.
+        A full collection takes 17 ms for a million blocks and delays decisions. Frozen objects are still freed by
+        reference counting, but frozen cycles are not. The index is therefore frozen only when its size has doubled.
         """
         pairs = sum(world.index.blocks_held(*holder, tier) for holder in world.index.holders() for tier in TIERS)
         if pairs >= 2 * self._frozen_pairs:
@@ -121,7 +121,7 @@ class Snapshots:
             gc.freeze()
 
     def journalled(self, records: Sequence[JournalRecord], end: int) -> None:
-        """These records stand in the journal, the last of them right before offset `end`."""
+        """Count records that are now in the journal; the last one is right before offset `end`."""
         for record in records:
             self._since_seal += 1
             if isinstance(record, Advanced):
@@ -138,12 +138,12 @@ class Snapshots:
             self._since_seal = 0
 
     async def settle(self) -> None:
-        """Wait for the log, if that is what the snapshot on its way waits for."""
+        """Wait for the pending append of the snapshot in progress, if any."""
         if self._current is not None and self._current.writing is not None:
             await asyncio.wait([self._current.writing])
 
     def drop(self) -> None:
-        """Write nothing more."""
+        """Cancel the snapshot in progress."""
         if self._current is not None:
             self._current.drop()
 
@@ -153,7 +153,7 @@ class Snapshots:
 
 
 class _Snapshot:
-    """One snapshot on its way: walked, sealed, written."""
+    """A snapshot in progress, which is walked, sealed and then written."""
 
     def __init__(self, log: Log, partition: int, world: World, wake: Wake) -> None:
         self._log = log
@@ -173,12 +173,12 @@ class _Snapshot:
 
     @property
     def waiting(self) -> bool:
-        """Whether nothing can be done before the log answers."""
+        """Whether the next step has to wait for an append."""
         return self.writing is not None and not self.writing.done() and (self._full or self._all_gathered)
 
     @property
     def is_written(self) -> bool:
-        """Whether every chunk is acknowledged, and the seal in the journal."""
+        """Whether every chunk is acknowledged and the seal is in the journal."""
         return self.journal_offset >= 0 and self._all_gathered and not self._gathered and self.writing is None
 
     @property
@@ -186,20 +186,20 @@ class _Snapshot:
         return self.sealed is not None and not self._parts
 
     def work(self, ends_ns: int) -> None:
-        """Walk, gather and write for a while, one thing at least. Raises LogError."""
-        self._take_answer()
+        """Walk, gather and write until `ends_ns`, at least one step. Raises LogError."""
+        self._take_offset()
         while self._do_one() and time.monotonic_ns() < ends_ns:
             pass
 
     def seal(self, world: World) -> Advanced:
-        """The state is final as it is now; the record that says so goes into the journal next."""
+        """Seal the state, and return the record with its digest, which the owner journals next."""
         self.sealed = advance(world)
         self._parts.extend(world.index.end_scan())
         self._parts.extend(world.snapshot_small())
         return self.sealed
 
     def taken(self, world: World) -> SnapshotTaken:
-        """What the journal says when all is written."""
+        """Return the record that completes the snapshot in the journal."""
         assert self.sealed is not None
         return SnapshotTaken(
             **world.stamp(),
@@ -211,11 +211,11 @@ class _Snapshot:
         )
 
     def drop(self) -> None:
-        """Write nothing more; why the last append failed, if it did, the journal has heard as well."""
+        """Cancel the pending append. A failed append also fails the journal, so its exception is ignored here."""
         if self.writing is not None and not self.writing.cancel() and not self.writing.cancelled():
             self.writing.exception()
 
-    def _take_answer(self) -> None:
+    def _take_offset(self) -> None:
         if self.writing is not None and self.writing.done():
             (offset,) = self.writing.result()
             if self._first_offset < 0:
@@ -223,7 +223,7 @@ class _Snapshot:
             self.writing = None
 
     def _do_one(self) -> bool:
-        """Do the next small thing; whether there was one."""
+        """Do the next step, and return whether there was one."""
         if self._gathered and (self._full or self._all_gathered):
             if self.writing is not None:
                 return False

@@ -1,7 +1,8 @@
-"""How long first tokens took of prompts that were computed elsewhere, as an owner counts it: by parts, in buckets.
+"""Measure the time to first token of requests with remote prefill or encode, split into parts, as histograms.
 
-All times are the owner's clock when it applied what was said, so no two clocks are compared and the parts add up. A
-run has one reading: a part may be a few milliseconds too long, and its neighbour so much too short.
+All times are readings of the owner's clock when it applied the events. No two clocks are compared, so the parts add up
+to the total. All events of a run share one reading. A part may therefore be a few milliseconds too long, and the next
+part too short by as much.
 """
 
 from bisect import bisect_left
@@ -23,94 +24,107 @@ BOUNDS_US = [round(bound * 1e6) for bound in BUCKETS_S]
 
 
 @dataclass(slots=True)
-class Times:
-    """Lengths of time: how many up to each of `BUCKETS_S` and above, and their sum in microseconds."""
+class DurationHistogram:
+    """Histogram of durations.
+
+    Attributes:
+        buckets: Number of durations up to each bound of `BUCKETS_S` and above the previous bound; the last bucket has
+            no upper bound.
+        sum_us: Sum of all durations in microseconds.
+    """
 
     buckets: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS_S) + 1))
     sum_us: int = 0
 
     def add(self, us: int) -> None:
-        """Count one."""
+        """Count a duration of `us` microseconds."""
         self.buckets[bisect_left(BOUNDS_US, us)] += 1
         self.sum_us += us
 
 
 @dataclass(slots=True)
-class _UnderWay:
+class _Pending:
     times: TimeByPart
     kept_bytes: int = 0
 
 
-class FirstTokens:
-    """Follows requests from their first decision by this owner to their first token; at most those under way.
+class TtftRecorder:
+    """Recorder of the time to first token, from the first decision of this owner for a request to its first token.
 
     Attributes:
-        since_prefill: from the end of prefill to the first token.
-        parts: of the whole time to it, by part; every part of every request, none taken is 0.
-        kept_bytes: of KV, that prefill workers kept for those of which decode workers say what they fetched.
-        fetched_bytes: of these, that they fetched: the rest they had in their caches.
+        since_prefill: Durations from the end of prefill to the first token.
+        parts: Durations of each part of the time to first token. A part that a request skipped counts as 0.
+        kept_bytes: Bytes of KV that prefill workers kept for requests whose decode worker reports what it fetched.
+        fetched_bytes: Bytes of this KV that decode workers fetched. The remaining bytes were in their caches.
     """
 
     def __init__(self) -> None:
-        self.since_prefill = Times()
-        self.parts: dict[Part, Times] = {part: Times() for part in get_args(Part)}
+        self.since_prefill = DurationHistogram()
+        self.parts: dict[Part, DurationHistogram] = {part: DurationHistogram() for part in get_args(Part)}
         self.kept_bytes = 0
         self.fetched_bytes = 0
-        self._under_way: dict[str, _UnderWay] = {}
+        self._pending: dict[str, _Pending] = {}
 
     def __len__(self) -> int:
-        """Requests that are followed now."""
-        return len(self._under_way)
+        """Return the number of requests without a first token yet."""
+        return len(self._pending)
 
-    def take(self, world: World, event: InputEvent | None, decided: Sequence[AnyDecision], now_us: int) -> None:
-        """The world has just applied `event`, or the time, and decided this."""
-        for one in decided:
-            if isinstance(one, RequestRouted):
-                self._routed(world, one, now_us)
-            elif isinstance(one, RequestAborted):
-                self._under_way.pop(one.request_id, None)
-        if not self._under_way:
+    def observe(self, world: World, event: InputEvent | None, decided: Sequence[AnyDecision], now_us: int) -> None:
+        """Record the phases of requests after the world applied an event.
+
+        Args:
+            world: The world after the event.
+            event: The applied event, or None if only time passed.
+            decided: Decisions that the event led to.
+            now_us: Clock reading of the run in microseconds.
+        """
+        for decision in decided:
+            if isinstance(decision, RequestRouted):
+                self._apply_routed(world, decision, now_us)
+            elif isinstance(decision, RequestAborted):
+                self._pending.pop(decision.request_id, None)
+        if not self._pending:
             return
         if isinstance(event, ProgressEvent):
-            if event.request_id in self._under_way:
-                self._heard(world, event, now_us)
+            if event.request_id in self._pending:
+                self._apply_progress(world, event, now_us)
         elif isinstance(event, WorkerFact):
-            # Requests whose worker is lost wait, without a decision, while there is no other.
-            for name in self._under_way:
-                self._look(world, name, now_us)
+            # If no other worker is ready, the requests of a lost worker become pending without a decision.
+            for name in self._pending:
+                self._enter_phase(world, name, now_us)
 
-    def _routed(self, world: World, decided: RequestRouted, now_us: int) -> None:
+    def _apply_routed(self, world: World, decided: RequestRouted, now_us: int) -> None:
         name = decided.request_id
-        # Another worker may have had it before its prompt went elsewhere: how long is not known any more.
+        # A request with earlier attempts is not measured, because the time of the earlier attempts is unknown.
         is_first = decided.attempt == 1 and not decided.earlier_attempts
-        if name not in self._under_way and is_first and decided.stage in ELSEWHERE:
-            self._under_way[name] = _UnderWay(TimeByPart(now_us - decided.waited_us))
-        if name in self._under_way:
-            self._look(world, name, now_us)
+        if name not in self._pending and is_first and decided.stage in ELSEWHERE:
+            self._pending[name] = _Pending(TimeByPart(now_us - decided.waited_us))
+        if name in self._pending:
+            self._enter_phase(world, name, now_us)
 
-    def _look(self, world: World, name: str, now_us: int) -> None:
+    def _enter_phase(self, world: World, name: str, now_us: int) -> None:
         request = world.requests.get(name)
         if request is not None:
-            one = self._under_way[name]
-            one.times.enter(request.phase, now_us)
+            pending = self._pending[name]
+            pending.times.enter(request.phase, now_us)
             if request.prefilled is not None:
-                one.kept_bytes = request.prefilled.bytes
+                pending.kept_bytes = request.prefilled.bytes
 
-    def _heard(self, world: World, event: ProgressEvent, now_us: int) -> None:
+    def _apply_progress(self, world: World, event: ProgressEvent, now_us: int) -> None:
         request = world.requests.get(event.request_id)
         if request is not None and request.phase is not Phase.DECODE:
-            self._look(world, event.request_id, now_us)
+            self._enter_phase(world, event.request_id, now_us)
             return
-        one = self._under_way.pop(event.request_id)
-        if isinstance(event, FirstTokenEmitted) and one.times.phase is Phase.TRANSFER:
-            self._count(one, event, now_us)
+        pending = self._pending.pop(event.request_id)
+        if isinstance(event, FirstTokenEmitted) and pending.times.phase is Phase.TRANSFER:
+            self._record(pending, event, now_us)
 
-    def _count(self, one: _UnderWay, event: FirstTokenEmitted, now_us: int) -> None:
-        spent = one.times.until(now_us, event.transfer_us)
+    def _record(self, pending: _Pending, event: FirstTokenEmitted, now_us: int) -> None:
+        durations = pending.times.until(now_us, event.transfer_us)
         for part, times in self.parts.items():
-            times.add(spent.get(part, 0))
-        assert one.times.prefilled_us is not None, "what is fetched was computed"
-        self.since_prefill.add(now_us - one.times.prefilled_us)
-        if event.transfer_us or event.transferred_bytes:  # else its engine does not say what it fetches
-            self.kept_bytes += one.kept_bytes
+            times.add(durations.get(part, 0))
+        assert pending.times.prefilled_us is not None, "the transfer follows the prefill"
+        self.since_prefill.add(now_us - pending.times.prefilled_us)
+        if event.transfer_us or event.transferred_bytes:  # otherwise the engine does not report transfers
+            self.kept_bytes += pending.kept_bytes
             self.fetched_bytes += event.transferred_bytes

@@ -1,1 +1,1 @@
-"""A router process: owns groups or stands by for them, as Faust assigns their partitions."""
+"""The router process, which owns groups or is their standby, as Faust assigns their partitions."""

@@ -1,13 +1,13 @@
-"""The Faust app of a router: who owns which partition, and the state topics; nothing per request.
+"""Faust app of a router, which assigns control partitions to routers and consumes the state topics.
 
-Theory of operation. All routers are members of one consumer group on the state topics, which have equal partition
-counts, so Faust gives a partition of all of them to one member. That assignment says who should own the groups
-of the partition; who does own them is said by the claim in the journal. An assignment that changes for others leaves
-an owner at work: only what it lost it gives up.
+Theory of operation. All routers are members of one consumer group on the state topics. These topics have equal
+partition counts, so Faust assigns a partition of all of them to the same member. The assignment determines which router
+should own the group of a partition. The claim in the journal determines which router does own it. A rebalance does not
+interrupt an owner that keeps its partition.
 
 aiokafka makes a member leave the group when the time since its last poll exceeds `POLL_INTERVAL_MS`. Faust polls only
-while it has partitions, so a standby would leave after that time. `_Consumer` therefore polls for an idle member,
-from the event loop of the router: only a loop that is stuck makes the member leave.
+while it has partitions, so a standby would leave after that time. `_Consumer` therefore polls for an idle member, from
+the event loop of the router. A member then leaves only if its event loop is blocked.
 """
 
 import asyncio
@@ -31,39 +31,39 @@ from forebay.transport.kafka.tail import headers_of
 from forebay.transport.kafka.topics import partitions_of
 
 STATE_TOPICS = (KV_EVENTS, METRICS, FLEET, CONTROL)
-FETCH_WAIT_MS = 20  # Faust's own 1,500 ms would hold a busy partition up behind quiet ones
-SESSION_MS = 6_000  # a router that died is replaced after this
-HEARTBEAT_MS = 500  # how soon members hear of a rebalance
+FETCH_WAIT_MS = 20  # Faust's default of 1,500 ms would delay a busy partition behind quiet ones
+SESSION_MS = 6_000  # a dead router is replaced after this time
+HEARTBEAT_MS = 500  # members learn of a rebalance within this time
 REBALANCE_MS = 10_000
 POLL_INTERVAL_MS = 300_000  # a router that does not poll for this long is stuck, and leaves the group
-LOOK_S = 1.0  # between two looks whether this router is a member
-ALONE_S = 60.0  # joining takes as long as the slowest member, at most `REBALANCE_MS`, and may be repeated
+MEMBERSHIP_CHECK_S = 1.0  # between two checks whether this router is a member
+ALONE_S = 60.0  # joining takes as long as the slowest member, at most `REBALANCE_MS`, and may have to be repeated
 
 OnAssigned = Callable[[set[int]], None]
 
 
 class Assignments:
-    """Hands assignments on, also those that came before anybody listened."""
+    """Publisher of assignments to one listener, which also gets an assignment made before it subscribed."""
 
     def __init__(self) -> None:
         self._last: set[int] | None = None
-        self._hear: OnAssigned | None = None
+        self._listener: OnAssigned | None = None
 
-    def tell(self, partitions: set[int]) -> None:
-        """There is a new assignment."""
+    def publish(self, partitions: set[int]) -> None:
+        """Publish a new assignment: the control partitions of this router."""
         self._last = partitions
-        if self._hear is not None:
-            self._hear(partitions)
+        if self._listener is not None:
+            self._listener(partitions)
 
-    def hear(self, listener: OnAssigned) -> None:
-        """Listen from now on, the newest assignment included."""
-        self._hear = listener
+    def subscribe(self, listener: OnAssigned) -> None:
+        """Call `listener` with the newest assignment, if any, and with every later one."""
+        self._listener = listener
         if self._last is not None:
             listener(self._last)
 
 
 class _ConsumerThread(AIOKafkaConsumerThread):  # type: ignore[misc]  # Faust ships no types
-    """Faust's consumer with the waits and the security properties that forebay needs."""
+    """Faust's consumer thread with forebay's timeouts and security properties."""
 
     def _create_worker_consumer(self, transport: Any) -> DenseConsumer:
         self._assignor = self.app.assignor
@@ -82,9 +82,9 @@ class _ConsumerThread(AIOKafkaConsumerThread):  # type: ignore[misc]  # Faust sh
         )
 
     async def poll_idle(self) -> None:
-        """Poll for a member without partitions. Raises KafkaError when aiokafka gave the group up."""
+        """Poll for a member without partitions. Raises KafkaError if aiokafka left the group."""
         consumer = self._ensure_consumer()
-        # `getmany` does the same, and would wait for a rebalance that needs this thread to end.
+        # `getmany` would do the same, but it waits for a running rebalance, and the rebalance needs this thread.
         with consumer._subscription.fetch_context():
             consumer._coordinator.check_errors()
 
@@ -111,7 +111,7 @@ class _Transport(Transport):  # type: ignore[misc]
 
 
 class RouterApp(faust.App):  # type: ignore[misc]
-    """A Faust app that feeds `feed` and tells `on_assigned` the control partitions of this member."""
+    """Faust app that feeds `feed`, and calls `on_assigned` with the control partitions of this member."""
 
     def __init__(
         self, kafka: KafkaSettings, feed: Feed, on_assigned: OnAssigned, poll_interval_ms: int = POLL_INTERVAL_MS
@@ -133,7 +133,7 @@ class RouterApp(faust.App):  # type: ignore[misc]
             web_enabled=False,
             autodiscover=False,
         )
-        self._tell = on_assigned
+        self._on_assigned = on_assigned
         self.on_partitions_assigned.connect(self._assigned)
         for topic in STATE_TOPICS:
             self._consume(topic.name, feed)
@@ -145,21 +145,24 @@ class RouterApp(faust.App):  # type: ignore[misc]
         return consumer is not None and not self.should_stop and consumer._thread.is_member()
 
     async def until_broken(self) -> None:
-        """Wait until this app cannot take part any more. Raises LogError: a router must not idle outside of the group.
+        """Wait until this router can no longer be a member of the group of routers, then raise LogError.
 
-        aiokafka joins again by itself after a lost session; `ALONE_S` bounds how long that may take while the broker
-        answers. An app that crashed is not started again, because its consumer's thread may still be a member.
+        aiokafka rejoins by itself after a lost session. `ALONE_S` bounds the time this may take while the broker
+        responds. A crashed app is not restarted, because its consumer thread may still be a member of the group.
         """
         alone_s = 0.0
         while not self.should_stop:
-            await asyncio.sleep(LOOK_S)
-            alone_s = 0.0 if self.is_member else alone_s + LOOK_S
-            if alone_s >= ALONE_S and await self._broker_answers():
-                raise LogError(f"this router is no member of {self.conf.id} for {ALONE_S:g} s: start it again")
+            await asyncio.sleep(MEMBERSHIP_CHECK_S)
+            alone_s = 0.0 if self.is_member else alone_s + MEMBERSHIP_CHECK_S
+            if alone_s >= ALONE_S and await self._is_broker_reachable():
+                raise LogError(
+                    f"this router has not been a member of the consumer group {self.conf.id} for {ALONE_S:g} s:"
+                    " restart it"
+                )
         reason = self.crash_reason or "it stopped"
-        raise LogError(f"this router cannot take part in {self.conf.id} any more ({reason}): start it again")
+        raise LogError(f"this router left the consumer group {self.conf.id} ({reason}): restart it")
 
-    async def _broker_answers(self) -> bool:
+    async def _is_broker_reachable(self) -> bool:
         try:
             await partitions_of(self.kafka)
         except KafkaUnusable:
@@ -176,18 +179,18 @@ class RouterApp(faust.App):  # type: ignore[misc]
             async for event in stream.events():
                 message = event.message
                 if message.value is None:
-                    # It has no value or cannot be read; the log says which.
+                    # The record has no value or cannot be read. The tail reads it from the log to find out.
                     feed.announce(name, message.partition, message.offset)
                     continue
                 at_us = max(0, round(message.timestamp * 1e6))
                 headers = headers_of(message.headers)
-                feed.give(Record(name, message.partition, message.offset, at_us, message.value, message.key, headers))
+                feed.push(Record(name, message.partition, message.offset, at_us, message.value, message.key, headers))
 
         self.agent(topic, name=f"forebay.{name}")(consume)
 
     async def _assigned(self, _app: Any, assigned: set[Any], **_: Any) -> None:
-        # One topic speaks for all: they are assigned together.
-        self._tell({place.partition for place in assigned if place.topic == self.kafka.topic(FLEET.name)})
+        # The state topics are assigned together, so one topic is enough.
+        self._on_assigned({place.partition for place in assigned if place.topic == self.kafka.topic(FLEET.name)})
 
 
 def _credentials(kafka: KafkaSettings) -> Any:

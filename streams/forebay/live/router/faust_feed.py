@@ -1,9 +1,9 @@
-"""From Faust's streams to the tails that an owner reads: in order, without gaps, from any offset on.
+"""Feed records from Faust's streams into the tails of an owner, in order and without gaps.
 
-Faust decides where its consumer begins: at the offsets committed to the group, which are a hint, or at what is the
-end when its first fetch is sent. So a tail reads what lies before from the log itself, and takes over from Faust where
-the two meet. What Faust passed over, or does not bring, shows in the end of the partition: a tail that stands still
-looks there, and reads on by itself.
+Faust decides where its consumer begins: at the committed offsets of the consumer group, or at the end of the partition
+when its first fetch is sent. A tail therefore reads earlier records from the log itself, and takes records from Faust
+once both meet. If Faust skips records or delivers none, the tail notices that the end of the partition has moved, and
+reads the missing records from the log.
 """
 
 import asyncio
@@ -17,11 +17,11 @@ logger = logging.getLogger(__name__)
 
 PAGE_RECORDS = 500
 BUFFER_RECORDS_MAX = 20_000  # a tail that is further behind reads the log instead
-STILL_S = 0.5  # a tail that took nothing for this long looks at the end of its partition
+STILL_S = 0.5  # a tail that got no record for this long reads the end of its partition
 
 
 class FedTail:
-    """Follows one partition: from the log while it is behind, from Faust once it caught up."""
+    """Tail of one partition, which reads the log while it is behind and takes records from Faust once it caught up."""
 
     def __init__(self, feed: "Feed", log: Log, topic: str, partition: int, offset: int, wake: Wake) -> None:
         self.position = offset
@@ -40,7 +40,7 @@ class FedTail:
         return len(self._buffer) or (self._failure is not None)
 
     def take(self, limit: int) -> list[Record]:
-        """Up to `limit` next records, at once. Raises LogError when what lies between cannot be read."""
+        """Return up to `limit` next records without waiting. Raises LogError if reading the log failed."""
         if self._failure is not None and not self._buffer:
             raise self._failure
         buffer = self._buffer
@@ -51,13 +51,13 @@ class FedTail:
 
     def close(self) -> None:
         """Stop following."""
-        self._feed.leave(self._place, self)
+        self._feed.remove(self._place, self)
         self._watching.cancel()
         if self._filling is not None:
             self._filling.cancel()
 
-    def give(self, record: Record) -> None:
-        """Faust has a record: taken at once when it is the next, read from the log later when it is not."""
+    def push(self, record: Record) -> None:
+        """Take a record from Faust if it is the next one; otherwise read up to it from the log."""
         if record.offset == self.position and self._filling is None and len(self._buffer) < BUFFER_RECORDS_MAX:
             self._known_end = max(self._known_end, record.offset + 1)
             self._buffer.append(record)
@@ -67,7 +67,7 @@ class FedTail:
             self.announce(record.offset)
 
     def announce(self, offset: int) -> None:
-        """The partition reaches to `offset`: read up to it from the log."""
+        """Note that a record exists at `offset`, and read up to it from the log."""
         self._known_end = max(self._known_end, offset + 1)
         if self.position < self._known_end and len(self._buffer) < BUFFER_RECORDS_MAX:
             self._fill()
@@ -90,7 +90,7 @@ class FedTail:
                 logger.warning("%s/%d: %s", topic, partition, error)
                 continue
             if end > self.position == before:
-                logger.info("%s/%d is read from offset %d by itself: Faust brings nothing", topic, partition, before)
+                logger.info("reading %s/%d from offset %d, because Faust delivers no records", topic, partition, before)
                 self._fill()
 
     async def _read_up(self) -> None:
@@ -100,7 +100,10 @@ class FedTail:
             while self.position < self._known_end and len(self._buffer) < BUFFER_RECORDS_MAX:
                 records = await log.read(topic, partition, self.position, PAGE_RECORDS)
                 if not records:
-                    raise LogError(f"{topic}/{partition} ends at offset {self.position}, but more was seen of it")
+                    raise LogError(
+                        f"{topic}/{partition} ends at offset {self.position}, but its end was {self._known_end} before:"
+                        " the broker lost records"
+                    )
                 self._buffer.extend(records)
                 self.position = records[-1].offset + 1
                 self._wake.set()
@@ -112,7 +115,7 @@ class FedTail:
 
 
 class FaustLog:
-    """A log whose state topics come through Faust; everything else is the log's own."""
+    """Log whose tails of the state topics are fed by Faust. All other calls go to the underlying log."""
 
     def __init__(self, log: Log, feed: "Feed", topics: Collection[str]) -> None:
         self._log = log
@@ -120,56 +123,56 @@ class FaustLog:
         self._topics = frozenset(topics)
 
     async def append(self, drafts: Sequence[Draft]) -> list[int]:
-        """As the log behind."""
+        """Append to the underlying log."""
         return await self._log.append(drafts)
 
     def append_soon(self, drafts: Sequence[Draft]) -> None:
-        """As the log behind."""
+        """Append to the underlying log without waiting."""
         self._log.append_soon(drafts)
 
     def tail(self, topic: str, partition: int, offset: int, wake: Wake) -> Tail:
-        """Follow a partition from `offset`: fed by Faust when the topic is its."""
+        """Follow a partition from `offset`, fed by Faust if it consumes the topic."""
         if topic in self._topics:
             return self._feed.tail(self._log, topic, partition, offset, wake)
         return self._log.tail(topic, partition, offset, wake)
 
     async def read(self, topic: str, partition: int, offset: int, limit: int) -> list[Record]:
-        """As the log behind."""
+        """Read from the underlying log."""
         return await self._log.read(topic, partition, offset, limit)
 
     async def begin(self, topic: str, partition: int) -> int:
-        """As the log behind."""
+        """Return the first offset in the underlying log."""
         return await self._log.begin(topic, partition)
 
     async def end(self, topic: str, partition: int) -> int:
-        """As the log behind."""
+        """Return the end offset in the underlying log."""
         return await self._log.end(topic, partition)
 
 
 class Feed:
-    """Hands what Faust consumed to the tails of its topics."""
+    """Distributor of the records that Faust consumed to the tails of their partitions."""
 
     def __init__(self) -> None:
         self._tails: dict[tuple[str, int], list[FedTail]] = {}
 
     def tail(self, log: Log, topic: str, partition: int, offset: int, wake: Wake) -> FedTail:
-        """Follow a partition of `log` from `offset` on."""
+        """Follow a partition of `log` from `offset`."""
         tail = FedTail(self, log, topic, partition, offset, wake)
         self._tails.setdefault((topic, partition), []).append(tail)
         return tail
 
-    def give(self, record: Record) -> None:
-        """A record that Faust consumed."""
+    def push(self, record: Record) -> None:
+        """Pass a consumed record to the tails of its partition."""
         for tail in self._tails.get((record.topic, record.partition), ()):
-            tail.give(record)
+            tail.push(record)
 
     def announce(self, topic: str, partition: int, offset: int) -> None:
-        """Faust consumed something at `offset` that it cannot deliver."""
+        """Note a record at `offset` that Faust consumed but cannot deliver; tails read it from the log."""
         for tail in self._tails.get((topic, partition), ()):
             tail.announce(offset)
 
-    def leave(self, place: tuple[str, int], tail: FedTail) -> None:
-        """A tail is closed."""
+    def remove(self, place: tuple[str, int], tail: FedTail) -> None:
+        """Remove a closed tail."""
         tails = self._tails.get(place, [])
         if tail in tails:
             tails.remove(tail)

@@ -1,4 +1,4 @@
-"""Heartbeats of a router for one group, so that ingresses and operators see its owner and its standbys."""
+"""Write the heartbeats of a router for one group, so that ingresses and operators see its owner and standbys."""
 
 import asyncio
 import time
@@ -13,14 +13,14 @@ from forebay.events.topics import FLEET, HEARTBEATS
 from forebay.live.router.standby import Standby
 from forebay.transport.base import Draft, Log, LogError
 
-OWNER_EVERY_S = 0.5  # a quarter of the silence after which an ingress refuses requests
-STANDBY_EVERY_S = 1.0  # standbys are counted over ten seconds
+OWNER_EVERY_S = 0.5  # a quarter of the time without heartbeats after which an ingress rejects requests
+STANDBY_EVERY_S = 1.0  # a standby counts for ten seconds after its heartbeat
 
 
 class HeartbeatWriter:
-    """Append the heartbeats of one router for the group in `partition`.
+    """Writer of the heartbeats of one router for the group in `partition`.
 
-    At most one heartbeat is unacknowledged, so nothing piles up while the broker is away.
+    At most one heartbeat is unacknowledged, so heartbeats do not accumulate while the broker is unreachable.
     """
 
     def __init__(self, log: Log, partition: int, group: str, router_id: str) -> None:
@@ -62,7 +62,7 @@ class HeartbeatWriter:
         )
 
     async def beat_as_standby(self, standby: Standby, is_member: Callable[[], bool]) -> None:
-        """Append heartbeats of a standby until cancelled, while `is_member` and nothing stops it from following."""
+        """Append heartbeats of a standby until cancelled, while `is_member` returns true and it has not failed."""
         while True:
             if is_member() and standby.failed is None and not self._is_appending():
                 self._append(
@@ -79,7 +79,7 @@ class HeartbeatWriter:
             await asyncio.sleep(self.due_in_s() or STANDBY_EVERY_S)
 
     def close(self) -> None:
-        """Forget the heartbeat that is not acknowledged yet."""
+        """Cancel the heartbeat that is not acknowledged yet."""
         if self._appending is not None:
             self._appending.cancel()
 
@@ -95,4 +95,4 @@ class HeartbeatWriter:
         try:
             await self._log.append([draft])
         except LogError:
-            return  # the router notices a failed log by its journal; the missing heartbeat says the rest
+            return  # the owner notices a failed log by its journal, and ingresses notice the missing heartbeat

@@ -1,7 +1,7 @@
-"""Gives groups their partitions: a lease that names a group without a place is what asks for one.
+"""Assign a control partition to each group that has a lease but no partition.
 
-Run by whoever is assigned control partition 0, and by nobody else. Two of them at once, one paused and replaced,
-do no harm: readers follow the first placement (see `forebay.core.state.groups`).
+Only the router that is assigned control partition 0 does this. Two such routers at once do no harm, for example after a
+pause, because readers use the first placement of a group (see `forebay.core.state.groups`).
 """
 
 import asyncio
@@ -18,11 +18,11 @@ from forebay.transport.directory import PARTITION, Directory
 logger = logging.getLogger(__name__)
 
 
-class Placement:
-    """Places groups in control partitions 0 to `partitions` - 1, one group in each.
+class GroupPlacement:
+    """Placement of groups in control partitions 0 to `partitions` - 1, one group per partition.
 
-    `refused` counts the groups that found no free partition or have a name that cannot be used; each is named once in
-    the log of this process.
+    Attributes:
+        refused: Number of groups rejected for lack of a free partition or for an invalid name. Each is logged once.
     """
 
     def __init__(self, log: Log, leases: Leases, directory: Directory, partitions: int) -> None:
@@ -30,17 +30,17 @@ class Placement:
         self._leases = leases
         self._directory = directory
         self._partitions = partitions
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self._readable = True
         self.refused = 0
 
     async def update(self) -> None:
-        """Look at the leases once, and give each group a place that has none. Raises LogError."""
+        """Read the groups of the leases once, and place each group that has no partition. Raises LogError."""
         try:
             groups = await asyncio.to_thread(self._leases.groups)
         except LeaseError as error:
             if self._readable:
-                logger.warning("the groups that have leases cannot be read, trying again: %s", error)
+                logger.warning("the groups of the leases cannot be read, retrying: %s", error)
             self._readable = False
             return
         self._readable = True
@@ -48,24 +48,24 @@ class Placement:
             if self._directory.partition_of(group) is not None:
                 continue
             try:
-                # Once placed, a group has its partition for ever.
+                # Check the name first, because a placement is permanent.
                 require_name("model", group)
             except NameInvalid as error:
-                self._refuse(group, f"a lease asks for a group without a place: {error}")
+                self._refuse(group, f"a lease names an invalid group, which gets no partition: {error}")
                 continue
             partition = self._directory.groups.lowest_free(self._partitions)
             if partition is None:
-                taken = f"{self._partitions} control partitions have a group each; raise the partition count"
-                self._refuse(group, f"the group {group} finds no place: {taken}")
+                taken = f"all {self._partitions} control partitions are in use; raise the partition count"
+                self._refuse(group, f"the group {group} gets no partition: {taken}")
                 continue
             placed = GroupPlaced(group=group, partition=partition, at_us=time.time_ns() // 1000)
             draft = Draft(GROUPS.name, PARTITION, encode(GROUPS, placed), group.encode())
             (offset,) = await self._log.append([draft])
             await self._directory.reach(offset + 1)
-            logger.info("the group %s lives in partition %s", group, self._directory.partition_of(group))
+            logger.info("placed the group %s in partition %s", group, self._directory.partition_of(group))
 
-    def _refuse(self, group: str, why: str) -> None:
-        if group not in self._told:
-            self._told.add(group)
+    def _refuse(self, group: str, reason: str) -> None:
+        if group not in self._reported:
+            self._reported.add(group)
             self.refused += 1
-            logger.error("%s", why)
+            logger.error("%s", reason)

@@ -1,9 +1,9 @@
-"""A router process: for each control partition that has a group, its owner here or a warm standby of it.
+"""Run a router process, which is either the owner or a warm standby of each group.
 
-Theory of operation. Every partition has a seat. An assignment makes the seat an owner, which claims the group;
-without one it follows as a standby, so that a later claim starts warm. Losing the claim to another router ends the
-owner, not the process: the seat follows until it is assigned anew. If the log fails a read or an append, which a broker
-that restarts does to everybody, the seat tries again after a pause, as owner or standby.
+Theory of operation. The router runs one task per control partition. While the partition is assigned to this router, the
+task runs an owner, which claims the group. Otherwise it runs a standby, so that a later claim starts warm. If another
+router claims the group, the owner ends but the process continues: the task runs a standby until the next assignment. If
+the log fails a read or an append, for example while a broker restarts, the task retries after a pause.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from forebay.live.owner.journal import OwnershipLost
 from forebay.live.owner.metrics import OwnerMetrics, PlacementMetrics
 from forebay.live.owner.owner import GroupSettings, Owner
 from forebay.live.router.heartbeats import HeartbeatWriter
-from forebay.live.router.placement import Placement
+from forebay.live.router.placement import GroupPlacement
 from forebay.live.router.standby import RecoveryDiverged, Standby
 from forebay.transport.base import Leases, Log, LogError
 from forebay.transport.directory import Directory
@@ -27,21 +27,22 @@ from forebay.transport.history.reader import OtherRules
 
 logger = logging.getLogger(__name__)
 
-RETRY_S, RETRY_MAX_S = 1.0, 30.0  # pauses after a failed log double: each new claim adds a record to the journal
+RETRY_S, RETRY_MAX_S = 1.0, 30.0  # pauses after a log failure double, because each claim adds a journal record
 
 
 class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What a router is told.
+    """Settings of a router process.
 
     Attributes:
-        router_id: for people.
-        partitions: control partitions, so the most groups.
-        slots_max: partitions of a work topic, which the groups share.
-        config: the routing rule of pools.
-        snapshot_every: journal records between two snapshots.
-        snapshot_age_s: between two snapshots, if anything was journalled.
-        poll_s: between two looks at the leases.
-        retry_s: pause before a group is claimed or followed again after the log failed; doubles up to `RETRY_MAX_S`.
+        router_id: Name of the router in the journal and in heartbeats. No decision depends on it.
+        partitions: Number of control partitions, which is the maximum number of groups.
+        slots_max: Number of partitions of each work topic. All groups share them.
+        config: Routing settings of pools that leases configure.
+        snapshot_every: Number of journal records between two snapshots.
+        snapshot_age_s: Maximum time between two snapshots in seconds, if at least one record was journalled since.
+        poll_s: Interval between two polls of the leases, in seconds.
+        retry_s: Pause in seconds before a group is claimed or followed again after a log failure. It doubles with each
+            failure up to `RETRY_MAX_S`.
     """
 
     router_id: str
@@ -55,10 +56,13 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Router:
-    """Runs until stopped. `assign` says which partitions' groups should be owned here.
+    """Router process, which owns the groups of the partitions passed to `assign`.
 
-    `is_member` returns whether this router would be assigned a group if its owner ended: only then it counts as a
-    standby.
+    `is_member` returns whether this router is a member of the consumer group of routers. Only a member takes over a
+    group when its owner ends, so only a member writes standby heartbeats.
+
+    Attributes:
+        owners: The running owners by control partition.
     """
 
     def __init__(
@@ -88,23 +92,23 @@ class Router:
         directory.on_change = self._notify
 
     def assign(self, partitions: set[int]) -> None:
-        """The partitions whose groups are to be owned here from now on."""
+        """Own exactly the groups in these control partitions from now on."""
         logger.info("assigned the control partitions %s", sorted(partitions))
         self._assigned = partitions
         self._generation += 1
         self._notify()
 
     async def run(self) -> None:
-        """Serve every seat until `stop`. Raises LogError when the log fails."""
+        """Run the owner or standby of every partition until `stop`. Raises LogError if the directory fails."""
         async with asyncio.TaskGroup() as tasks:
             helping = [tasks.create_task(self._directory.run()), tasks.create_task(self._place())]
-            seats = [tasks.create_task(self._serve(partition)) for partition in self._changed]
-            await asyncio.wait(seats)
+            partition_tasks = [tasks.create_task(self._serve(partition)) for partition in self._changed]
+            await asyncio.wait(partition_tasks)
             for task in helping:
                 task.cancel()
 
     async def stop(self) -> None:
-        """Seal what is owned, so that the next owner starts at once, and end `run`."""
+        """Take a snapshot of each owned group, so that the next owner starts quickly, and end `run`."""
         self._stopped.set()
         self._notify()
 
@@ -117,8 +121,8 @@ class Router:
             event.set()
 
     async def _place(self) -> None:
-        """The owner of partition 0 says where groups live."""
-        placement = Placement(self._log, self._leases, self._directory, self._settings.partitions)
+        """Place groups while control partition 0 is assigned to this router."""
+        placement = GroupPlacement(self._log, self._leases, self._directory, self._settings.partitions)
         self._registry.register(PlacementMetrics(placement, self._directory))
         while True:
             if 0 in self._assigned:
@@ -128,7 +132,7 @@ class Router:
     async def _serve(self, partition: int) -> None:
         standby: Standby | None = None
         changed = self._changed[partition]
-        lost_in = -1  # a claim that was lost is taken up again when there is a newer assignment, and not before
+        lost_in = -1  # generation of the assignment in which the claim was lost; only a newer one allows a new claim
         retry_s = self._settings.retry_s
         while not self._stopping:
             changed.clear()
@@ -151,18 +155,18 @@ class Router:
                 retry_s = self._settings.retry_s
             except LogError as error:
                 standby = None
-                logger.warning("the log failed the group %s, which is tried again in %g s: %s", group, retry_s, error)
+                logger.warning("the log failed for the group %s, retrying in %g s: %s", group, retry_s, error)
                 await self._pause(retry_s)
                 retry_s = min(2 * retry_s, RETRY_MAX_S)
 
     async def _pause(self, seconds: float) -> None:
-        """Wait, at most until the router stops."""
+        """Wait for `seconds`, at most until the router stops."""
         stopped = asyncio.create_task(self._stopped.wait())
         await asyncio.wait([stopped], timeout=seconds)
         stopped.cancel()
 
     async def _follow(self, group: str, partition: int, standby: Standby, changed: asyncio.Event) -> None:
-        """Follow until something changed, or the journal cannot be derived. Raises LogError when the log fails."""
+        """Follow until the assignment changes or the standby fails. Raises LogError if the log fails."""
         following = asyncio.create_task(standby.run(), name="standby")
         waiting = asyncio.create_task(changed.wait())
         writer = HeartbeatWriter(self._log, partition, group, self._settings.router_id)
@@ -178,9 +182,9 @@ class Router:
             await asyncio.gather(following, waiting, beating, return_exceptions=True)
 
     async def _own(self, group: str, partition: int, standby: Standby | None) -> bool:
-        """Own the group until it is given to another router, or lost to one: whether it was lost.
+        """Own the group until it is unassigned or lost to another router; return whether it was lost.
 
-        Raises LogError when the log fails.
+        Raises LogError if the log fails.
         """
         settings = self._settings
         owner = Owner(
@@ -212,8 +216,8 @@ class Router:
             logger.warning("no longer the owner of %s: %s", group, error)
             return True
         except (RecoveryDiverged, OtherRules) as error:
-            # Other groups go on; this one needs somebody to look, or another router.
-            logger.error("the group %s cannot be owned: %s", group, error)  # noqa: TRY400
+            # The other groups continue. This group needs an operator or another router.
+            logger.error("this router cannot own the group %s: %s", group, error)  # noqa: TRY400
             return True
         finally:
             owner.drop()

@@ -1,7 +1,7 @@
-"""A warm replica of a group's world: follows the journal by deriving its decisions again, and holds the state.
+"""Keep a warm replica of a group's state, by deriving each decision of the journal again.
 
-A cold start is a standby that begins at the newest snapshot and catches up once, so there is one way to read
-a journal. What cannot be read or derived ends the standby: it says so, and a new owner starts cold.
+A cold start uses the same code: it is a standby that begins at the newest snapshot and catches up once. If a record
+cannot be read or derived, the standby fails with the reason, and a new owner starts cold.
 """
 
 import asyncio
@@ -36,14 +36,14 @@ from forebay.transport.history.reader import (
 
 logger = logging.getLogger(__name__)
 
-# Effects follow their journal records within a turn, so only the newest can be missing. Of most kinds a turn makes
-# fewer than so many; but one event, a worker lost, may end, or have given back the KV of, every request under way.
-UNSURE_MAX = 1_024
-AtOnce = RequestAborted | KvReleased
-Unsure = AtOnce | RequestRejected | RouteAnswered | CommandSent | CommandEnded
-GATHER_S = 0.25  # each pass reads every input topic once: pages, not single records
-BATCH_RECORDS = 64  # followed before others on the event loop get their turn
-PROGRESS_EVERY = 20_000  # journal records between two lines about a long gap
+# Effects follow their journal records within a turn, so only the newest effects can be missing. A turn makes fewer
+# decisions of most kinds than this. But one lost worker may abort every request in flight, or release its KV.
+UNCONFIRMED_MAX = 1_024
+Bulk = RequestAborted | KvReleased
+Unconfirmed = Bulk | RequestRejected | RouteAnswered | CommandSent | CommandEnded
+GATHER_S = 0.25  # pause between passes, because each pass reads every input topic once
+BATCH_RECORDS = 64  # records followed before other tasks of the event loop run
+PROGRESS_EVERY = 20_000  # journal records between two log lines about the progress
 
 
 class RecoveryDiverged(LogError):
@@ -52,64 +52,62 @@ class RecoveryDiverged(LogError):
     def __init__(self, divergence: Divergence) -> None:
         super().__init__(
             f"journal record {divergence.offset} cannot be derived again ({divergence.reason}): the log was changed, "
-            "or written by a version with other rules; run `forebay replay verify` on it"
+            "or a version with other rules wrote it; run `forebay replay verify` on it"
         )
         self.divergence = divergence
 
 
-class Onlooker(Protocol):
-    """Hears how a standby follows, between its steps. It may look at the world, and must change nothing."""
+class JournalObserver(Protocol):
+    """Callbacks of a standby between its steps. They may read the world, but must not change it."""
 
-    def begins(self, world: World) -> None:
-        """The world that everything is derived in from here on."""
+    def on_start(self, world: World) -> None:
+        """Receive the world in which the standby derives all later records."""
 
-    def followed(self, offset: int, record: JournalRecord) -> None:
-        """The valid journal record at `offset` was derived again, and is as it was recorded."""
+    def on_record(self, offset: int, record: JournalRecord) -> None:
+        """Receive the valid journal record at `offset`, after it was derived again with the same result."""
 
 
 class Standby:
-    """The world of the group at `partition`, as of journal offset `position`. `onlooker` hears of each step.
+    """Replica of the world of one group, as of journal offset `position`.
 
-    Cancelling `run` or `catch_up` loses nothing: either may be called again. Only one of them at a time.
+    `run` and `catch_up` may be cancelled and called again without loss, but only one of them may run at a time.
 
     Attributes:
-        position: the journal offset up to which the world has followed.
-        failed: why it cannot follow any more; None while it can.
-        followed: the world, and what was decided there but not journalled.
-        unsure: the newest refusals, endings, told routes and commands, and KV to be given back: their owner may not
-            have said so to whom they concern.
+        position: Journal offset up to which the replica has followed.
+        failed: Reason why the replica cannot follow any more, None while it can.
+        followed: The world, with decisions that were derived but are not journalled.
     """
 
-    def __init__(self, log: Log, partition: int, onlooker: Onlooker | None = None) -> None:
+    def __init__(self, log: Log, partition: int, observer: JournalObserver | None = None) -> None:
         self._log = log
         self._partition = partition
-        self._onlooker = onlooker
+        self._observer = observer
         self._wake = asyncio.Event()
         self._order: RecordedOrder | None = None
         self._validity = Validity(-1)
         self.position = 0
         self.failed: str | None = None
         self.followed = Rederivation(World())
-        self._unsure: deque[Unsure] = deque(maxlen=UNSURE_MAX)
-        self._at_once: deque[AtOnce] = deque(maxlen=ACTIVE_REQUESTS_MAX)
+        self._unconfirmed: deque[Unconfirmed] = deque(maxlen=UNCONFIRMED_MAX)
+        self._bulk: deque[Bulk] = deque(maxlen=ACTIVE_REQUESTS_MAX)
 
     @property
-    def unsure(self) -> list[Unsure]:
-        """Decisions whose effects may be missing: those of their requests in order."""
-        return [*self._unsure, *self._at_once]
+    def unconfirmed(self) -> list[Unconfirmed]:
+        """Newest decisions whose effects the owner may not have sent, in order per request."""
+        return [*self._unconfirmed, *self._bulk]
 
     @property
     def world(self) -> World:
-        """The state as far as it has followed."""
+        """State of the group as of `position`."""
         return self.followed.world
 
     async def catch_up(self, end: int) -> None:
-        """Follow the journal up to offset `end`, from the newest snapshot before it on if nothing was followed yet.
+        """Follow the journal up to offset `end`. The first call begins at the newest snapshot before `end`.
 
         Raises:
-            RecoveryDiverged: this version's rules lead to other decisions.
-            OtherRules: the journal says that it was decided by others.
-            LogError: a part that is needed is missing or damaged.
+            RecoveryDiverged: This version's rules lead to other decisions.
+            OtherRules: Another version of the rules decided the journal.
+            LogError: A required part of the log is missing or damaged.
         """
         if self.failed is not None:
             raise LogError(self.failed)
@@ -119,22 +117,22 @@ class Standby:
                 limit = min(PAGE_RECORDS, end - self.position)
                 records = await self._log.read(DECISIONS.name, self._partition, self.position, limit)
                 if not records:
-                    raise LogError(f"the journal ends at offset {self.position}, before {end}")
+                    raise LogError(f"the journal ends at offset {self.position}, expected records up to {end}")
                 await self._follow(records, order, end)
         except LogError as error:
             self.failed = str(error)
             raise
 
     def continue_on(self, log: Log) -> None:
-        """Follow the same records on another connection to the log, as when a reader becomes the writer."""
-        assert self._order is not None, "it has followed nothing yet"
+        """Continue to follow on another connection to the same log, for example when a reader becomes the writer."""
+        assert self._order is not None, "call catch_up first"
         self._log = log
         self._order = RecordedOrder(log, self._partition, self.world.view)
 
     async def run(self) -> None:
-        """Follow until cancelled, or until a record cannot be derived: then `failed` says which.
+        """Follow until cancelled, or until a record cannot be derived, which sets `failed`.
 
-        Raises LogError when the log fails; another standby may follow it later.
+        Raises LogError if the log fails. Another standby may follow the log later.
         """
         try:
             end = await self._log.end(DECISIONS.name, self._partition)
@@ -152,7 +150,7 @@ class Standby:
                 tail.close()
         except (RecoveryDiverged, OtherRules) as error:
             self.failed = str(error)
-            logger.error("the standby of partition %d cannot follow any more: %s", self._partition, error)  # noqa: TRY400
+            logger.error("the standby of partition %d stopped: %s", self._partition, error)  # noqa: TRY400
         except LogError as error:
             self.failed = str(error)
             raise
@@ -166,8 +164,8 @@ class Standby:
             self._validity = Validity(world.owner_epoch)
         if end - self.position > PROGRESS_EVERY:
             logger.info("following the journal from offset %d to %d", self.position, end)
-        if self._onlooker is not None:
-            self._onlooker.begins(self.world)
+        if self._observer is not None:
+            self._observer.on_start(self.world)
         self._order = RecordedOrder(self._log, self._partition, self.world.view)
         return self._order
 
@@ -177,18 +175,18 @@ class Standby:
             if self._validity.admits(decision, record.offset):
                 self._validity.require_own_rules(decision, record.offset)
                 events = await order.events_of(decision.consumed)
-                # Nothing is awaited between this change and the position that includes it: see `Standby`.
+                # No await between this change and the update of `position`, so that cancelling loses nothing.
                 divergence = self.followed.apply(record.offset, decision, events)
                 if divergence is not None:
                     raise RecoveryDiverged(divergence)
-                if isinstance(decision, AtOnce):
-                    self._at_once.append(decision)
-                elif isinstance(decision, Unsure):
-                    self._unsure.append(decision)
-                if self._onlooker is not None:
-                    self._onlooker.followed(record.offset, decision)
+                if isinstance(decision, Bulk):
+                    self._bulk.append(decision)
+                elif isinstance(decision, Unconfirmed):
+                    self._unconfirmed.append(decision)
+                if self._observer is not None:
+                    self._observer.on_record(record.offset, decision)
             self.position = record.offset + 1
             if self.position % BATCH_RECORDS == 0:
                 await asyncio.sleep(0)
             if self.position % PROGRESS_EVERY == 0 and self.position < end:
-                logger.info("the journal is followed up to offset %d of %d", self.position, end)
+                logger.info("followed the journal up to offset %d of %d", self.position, end)

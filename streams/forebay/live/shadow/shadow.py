@@ -250,14 +250,14 @@ class _Watch:
         self._said: list[DecisionShadowed] = []
         self._pools: dict[str, tuple[PoolConfigured, PoolConfigured]] = {}
 
-    def begins(self, world: World) -> None:
+    def on_start(self, world: World) -> None:
         """A state in which no choice is under way."""
         self._world = world
         self._seen.clear()
         self._said.clear()
         world.on_selection = self._chosen
 
-    def followed(self, offset: int, record: JournalRecord) -> None:
+    def on_record(self, offset: int, record: JournalRecord) -> None:
         """A choice has its place in the journal."""
         if isinstance(record, RequestRouted):
             seen = self._seen.popleft()
