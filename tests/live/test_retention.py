@@ -149,7 +149,7 @@ async def test_a_snapshot_of_another_state_than_was_sealed_is_no_reason_to_delet
     async with owned(path) as (log, owner):
         rewritten(path, SNAPSHOTS, lambda values: [*map(of_another_state, values)])
         retention = Retention(log, owner, 0, SMALL)
-        await retention.look()
+        await retention.enforce()
         assert log.starts() == {}
         assert retention.refused > 1
 
@@ -197,7 +197,7 @@ async def test_what_a_snapshot_stands_for_is_kept_as_far_as_requests_in_flight_n
             await owner.turn(())
             await owner.snapshots.settle()
         assert owner.world.view[REQUESTS.name] > oldest.offset
-        await Retention(log, owner, 0, SMALL).look()
+        await Retention(log, owner, 0, SMALL).enforce()
         assert await log.begin(DECISIONS.name, 0) >= end
         assert 0 < await log.begin(REQUESTS.name, 0) <= oldest.offset
         assert await log.begin(TOKENS.name, 0) == 0, "their answers may begin there"

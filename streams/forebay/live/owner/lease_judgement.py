@@ -1,7 +1,6 @@
 """Decide from polled leases whether their holders are alive, without I/O.
 
-Each holder has an account. It counts the time on the owner's clock in which the leases were readable but this lease was
-not renewed. A lease was renewed if its deadline changed:
+An account per holder counts the observed time without a renewal, which is a change of the lease's deadline:
 
     standing   renewed  silent                absent                  released, replaced
     alive      alive    late after half a TTL vanished                lost
@@ -9,9 +8,8 @@ not renewed. A lease was renewed if its deadline changed:
     vanished   alive    lost after one TTL    lost after one TTL      lost
     excused    alive    late after one TTL    vanished after one TTL  lost
 
-Redis is considered faulty if more than half of the leases vanish between two polls, or if none of several leases is
-renewed for half a TTL. All affected holders are then excused for one TTL, at most once per renewal. In that case a dead
-holder is lost after two TTLs.
+If more than half of the leases vanish between two polls, or none of several is renewed for half a TTL, Redis is faulty.
+All affected holders are then excused for one TTL, once per renewal, so a dead holder is lost after two TTLs.
 """
 
 from collections.abc import Mapping
