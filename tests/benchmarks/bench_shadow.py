@@ -95,7 +95,7 @@ async def _measure(workers: int, decisions: int, rounds: int, folder: Path) -> N
         rate = statistics.median(decisions / took_s for took_s, *_ in runs)
         _, shadow, sink = runs[0]
         size = sink.bytes / sink.decisions
-        print(f"  shadow, {name}: {rate:,.0f} a CPU second, {size:.0f} bytes an event; {shadow.figures}", flush=True)
+        print(f"  shadow, {name}: {rate:,.0f} a CPU second, {size:.0f} bytes an event; {shadow.statistics}", flush=True)
 
 
 def main() -> None:

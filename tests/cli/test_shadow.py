@@ -159,7 +159,10 @@ REFUSED = [
     (("run.db", "--policy", "random", "--out", "nowhere/out"), "cannot be opened: No such file or directory"),
     (("run.db", "--policy", "random", "--out", "other.jsonl", "--name", "other"), "holds no shadow's events"),
     (("run.db", "--policy", "random", "--out", "try.jsonl"), "is of the shadow try, not"),
-    (("run.db", "--policy", "random", "--out", "try.jsonl", "--name", "try"), "changed something else before"),
+    (
+        ("run.db", "--policy", "random", "--out", "try.jsonl", "--name", "try"),
+        "another alternative already used the shadow name",
+    ),
     (("--kafka", "127.0.0.1:1", "--policy", "random", "--out", "x"), "--out is for a log file"),
     (("--kafka", "127.0.0.1:1", "--policy", "random"), "check that it runs and its address"),
 ]

@@ -258,7 +258,7 @@ async def test_foreign_records_are_records(log: KafkaLog, settings: KafkaSetting
 
 async def test_topics_are_created_once_and_checked(kafka: str, namespace: str) -> None:
     settings = KafkaSettings(kafka, namespace)
-    with pytest.raises(KafkaUnusable, match="run `forebay topics create` once"):
+    with pytest.raises(KafkaUnusable, match="run `forebay topics create`"):
         await count_topics(settings)
     created = await asyncio.gather(*(create_topics(settings, PLAN, ["default"]) for _ in range(3)))
     assert len({name for names in created for name in names}) == sum(len(names) for names in created)
@@ -279,7 +279,7 @@ async def test_what_is_read_from_its_beginning_is_kept_for_ever(settings: KafkaS
 
 @pytest.mark.parametrize(
     ("topic", "text"),
-    [(FLEET.name, "the control topics must have equally many partitions.*fleet 5"), (GROUPS.name, "it must have 1")],
+    [(FLEET.name, "the control topics must have equal partition counts.*fleet 5"), (GROUPS.name, "it must have 1")],
 )
 async def test_a_topic_with_the_wrong_partition_count_is_named(settings: KafkaSettings, topic: str, text: str) -> None:
     await grow(settings, topic, 5)

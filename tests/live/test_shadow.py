@@ -164,7 +164,7 @@ async def test_a_shadow_of_a_running_system_sees_what_comes_and_nothing_before(l
             await serve(system, owner, "c", "d")
         assert [one.request_id for one in said(log)] == ["c", "d"]
         assert [one.from_offset for one in said(log, kind=ShadowStarted)] == [shadow.from_offset]
-        assert str(shadow.figures).startswith("2 decisions, 100.0% agree, regret mean 0.00 p99 0.00 blocks")
+        assert str(shadow.statistics).startswith("2 decisions, 100.0% agree, regret mean 0.00 p99 0.00 blocks")
 
 
 async def test_two_shadows_at_once_do_not_meet(log: SqliteLog) -> None:
@@ -180,10 +180,10 @@ async def test_two_shadows_at_once_do_not_meet(log: SqliteLog) -> None:
         await spoken_of_each(log, "other")
         assert all(event.agrees for event in said(log))
         assert not all(event.agrees for event in said(log, "other"))
-        figures = other.figures.pools["default"]
-        assert figures.decisions == 12
-        assert figures.excess_blocks > 0.0, "the prefix is with one worker, and it goes round"
-        assert figures.overlap_blocks_lost > 0
+        statistics = other.statistics.pools["default"]
+        assert statistics.decisions == 12
+        assert statistics.excess_blocks > 0.0, "the prefix is with one worker, and it goes round"
+        assert statistics.overlap_blocks_lost > 0
 
 
 # Owners come and go
@@ -216,7 +216,7 @@ async def test_a_take_over_on_the_way(log: SqliteLog) -> None:
         await serve_unsealed(system, "a", "b")
         async with system.owned() as owner:
             await serve(system, owner, "c")
-        await until(lambda: shadow.figures.decisions == 3)
+        await until(lambda: shadow.statistics.decisions == 3)
     await spoken_of_each(log)
     assert all(one.agrees for one in said(log))
 
@@ -284,7 +284,7 @@ async def test_what_retention_removed_while_it_was_away_is_passed_over_and_said(
             async with running(log, shadow_of(forgetful)):
                 pass
     assert [one.request_id for one in said(log)] == ["a", "c"]
-    assert "are passed over: requests/0 no longer holds offset" in caplog.text
+    assert ": requests/0 no longer holds offset" in caplog.text
     before, after = said(log, kind=ShadowStarted)
     assert after.from_offset > said(log)[0].decision_offset + 1 > before.from_offset
 
@@ -297,17 +297,17 @@ async def test_a_newer_process_of_the_same_shadow_ends_the_older(log: SqliteLog)
         await until(lambda: said(log, kind=ShadowStarted))
         async with running(log, shadow_of(log)) as newer:
             await serve(system, owner, "a")
-            with pytest.raises(LogError, match="another process runs the shadow try now"):
+            with pytest.raises(LogError, match="another process started the shadow try"):
                 await ending
             await serve(system, owner, "b")
-            await until(lambda: newer.figures.decisions == 2)
+            await until(lambda: newer.statistics.decisions == 2)
     assert {one.request_id for one in said(log)} == {"a", "b"}
 
 
 async def test_a_name_is_of_one_shadow(log: SqliteLog) -> None:
     async with running(log, shadow_of(log)):
         pass
-    with pytest.raises(LogError, match="changed something else before: give this one another --name"):
+    with pytest.raises(LogError, match="another alternative already used the shadow name try"):
         await shadow_of(log, text="another").start()
 
 
@@ -356,9 +356,9 @@ async def test_a_log_that_was_made_anew(log: SqliteLog) -> None:
         shadow = shadow_of(short)
         await shadow.start()
         short.anew = True
-        with pytest.raises(LogError, match=r"ends at offset 0, before \d+: the log was made anew"):
+        with pytest.raises(LogError, match=r"ends at offset 0, before \d+: the log was recreated"):
             await shadow.run()
-        with pytest.raises(LogError, match="it is another log; give this shadow another --name"):
+        with pytest.raises(LogError, match="this is another log; choose another --name"):
             await shadow_of(short).start()
 
 
@@ -367,7 +367,7 @@ async def test_a_journal_whose_beginning_is_gone(log: SqliteLog) -> None:
         async def begin(self, topic: str, partition: int) -> int:
             return 5 if topic == DECISIONS.name else await super().begin(topic, partition)
 
-    with pytest.raises(LogError, match="begins at offset 5, what came before is gone: leave --from-start out"):
+    with pytest.raises(LogError, match="begins at offset 5, retention removed earlier records: omit --from-start"):
         await shadow_of(Headless(log), from_start=True).start()
 
 
@@ -379,7 +379,7 @@ async def test_a_policy_that_fails_is_counted_and_said(log: SqliteLog) -> None:
         pass
     assert [one.failure.partition(":")[0] for one in said(log)] == ["policy_failed"] * 2
     assert all(one.shadow_worker_id == "" and one.regret_blocks is None and not one.agrees for one in said(log))
-    assert "2 failed (policy_failed)" in str(shadow.figures)
+    assert "2 failed (policy_failed)" in str(shadow.statistics)
     registry = CollectorRegistry()
     registry.register(ShadowMetrics(shadow))
     labels = {"shadow": NAME, "pool": "default", "reason": "policy_failed"}
@@ -391,13 +391,13 @@ async def test_it_says_what_history_booked_in_its_place(log: SqliteLog, caplog: 
         await serve_unsealed(system, "a", "b")
     async with running(log, shadow_of(log, routed_by(session_ttl_s=60.0), from_start=True)):
         pass
-    warnings = [record.getMessage() for record in caplog.records if "booked" in record.getMessage()]
+    warnings = [record.getMessage() for record in caplog.records if "session_ttl_s" in record.getMessage()]
     assert warnings == [
-        "shadow try: what session_ttl_s of the pool default would have booked is not there, only what history booked"
+        "shadow try: the state of session_ttl_s of the pool default is the recorded one, not that of the alternative"
     ]
 
 
-async def test_its_figures_are_shown_to_prometheus(log: SqliteLog) -> None:
+async def test_statistics_are_exported_to_prometheus(log: SqliteLog) -> None:
     async with System(log).started(workers=2) as system:
         await serve_unsealed(system, *(f"r{number}" for number in range(6)))
     shadow = shadow_of(log, routed_by(mode="round-robin"), from_start=True)

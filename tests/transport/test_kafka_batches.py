@@ -167,7 +167,7 @@ def test_an_aborted_transaction_is_a_gap_for_who_reads_committed_records() -> No
     committed = fetched(wire, isolation=READ_COMMITTED, aborted=[(PRODUCER, 0)])
     assert [getattr(message, "reason", message.value) for message in committed] == [
         "its transaction was aborted",
-        "it is a marker of a transaction",
+        "it is a transaction marker",
         b"b",
     ]
     assert [message.value for message in fetched(wire)] == [b"a", None, b"b"]

@@ -144,15 +144,15 @@ async def _tell(shadow: Shadow) -> None:
     told = 0
     while True:
         await asyncio.sleep(SUMMARY_S)
-        if shadow.figures.decisions > told:
-            told = shadow.figures.decisions
+        if shadow.statistics.decisions > told:
+            told = shadow.statistics.decisions
             typer.echo(_summary(shadow), err=True)
 
 
 def _summary(shadow: Shadow) -> str:
     lag = max(0, shadow.end - shadow.position)
     behind = f", {lag} journal records behind" if lag else ""
-    return f"forebay: shadow {shadow.settings.name}: {shadow.figures}{behind}"
+    return f"forebay: shadow {shadow.settings.name}: {shadow.statistics}{behind}"
 
 
 def _diverged(error: RecoveryDiverged) -> NoReturn:
@@ -180,7 +180,7 @@ async def _opened(options: _Options) -> AsyncIterator[Shadow]:
         sink = Printing(TopicSink(log, partition, settings.name), options.printed_to)
         position = await KafkaPosition.open(kafka, DECISIONS.name, partition, SHADOW_GROUP + settings.name)
         stack.push_async_callback(position.close)
-        yield Shadow(log, partition, settings, sink, position.reached)
+        yield Shadow(log, partition, settings, sink, position.update)
 
 
 def _text(chosen: Alternative) -> str:

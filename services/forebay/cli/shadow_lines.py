@@ -11,7 +11,7 @@ from forebay.events.codec import DecodeError, decode, encode
 from forebay.events.shadow import ShadowEvent
 from forebay.events.topics import SHADOW
 from forebay.ingress.errors import Unusable
-from forebay.live.shadow.shadow import Sink
+from forebay.live.shadow.shadow import ShadowSink
 from forebay.transport.base import LogError
 
 LINE_BYTES_MAX = 1 << 20  # of one event: far above names, and the text of what a shadow changes
@@ -66,7 +66,7 @@ class FileSink:
 class Printing:
     """Prints what it keeps elsewhere, or nowhere."""
 
-    def __init__(self, kept: Sink | None, to: TextIO | None) -> None:
+    def __init__(self, kept: ShadowSink | None, to: TextIO | None) -> None:
         self._kept = kept
         self._to = to
 

@@ -1,1 +1,1 @@
-"""Another policy or configuration evaluated on a live log, without any effect on it."""
+"""Shadows, which evaluate another policy or configuration on a live log without affecting its decisions."""

@@ -1,12 +1,12 @@
-"""Another policy or configuration on the live log: what it would have chosen, decision by decision. Only looks.
+"""Evaluate another policy or configuration on every decision of a live log, read-only.
 
-Theory of operation. A shadow follows the journal as a standby does, so it is asked in history's own state. What it
-would have chosen is noted when a choice is derived, and said when the journal record of that choice is met, which may
-be another owner's. It goes on behind the last decision that it spoke of, as its sink tells, from the newest snapshot
-before: no choice is under way in one, so none is said twice or missed.
+Theory of operation. A shadow follows the journal like a standby, so it evaluates each choice in the state in which the
+owner made it. It evaluates a choice when the choice is derived, and emits the result when it reads the journal record
+of that choice. A restarted shadow continues after the last decision in its sink, from the newest snapshot before that
+decision. No choice is between the two steps at a snapshot, so no decision is emitted twice or skipped.
 
-Its place in the log is a state, which no committed offset could replace, and which a rebalance would throw away. So it
-reads partitions without a consumer group, and commits only to show tools how far it is.
+The position of a shadow is a state, which a committed offset could not restore and a rebalance would discard. A shadow
+therefore reads partitions without a consumer group. It commits offsets only for tools that show the lag.
 """
 
 import asyncio
@@ -35,34 +35,34 @@ from forebay.events.decisions import JournalRecord, RequestRouted, RouteAnswered
 from forebay.events.shadow import DecisionShadowed, ShadowEvent, ShadowStarted
 from forebay.events.topics import DECISIONS
 from forebay.live.router.standby import RecoveryDiverged, Standby
-from forebay.live.shadow.statistics import Figures
+from forebay.live.shadow.statistics import ShadowStatistics
 from forebay.transport.base import Log, LogError
 from forebay.transport.history.reader import OtherRules, newest_snapshot
 
 logger = logging.getLogger(__name__)
 
-POLL_S = 0.25  # between two looks at the journal's end: each then reads every input topic once, pages not records
-SLICE_RECORDS = 512  # of the journal, derived between two writes: bounds what waits to be written
+POLL_S = 0.25  # between two polls of the journal's end, because each pass reads every input topic once
+SLICE_RECORDS = 512  # journal records derived between two writes; bounds the number of pending events
 
 
-class Sink(Protocol):
-    """Where a shadow's events go. One shadow writes to it."""
+class ShadowSink(Protocol):
+    """Destination of the events of one shadow."""
 
     async def last(self) -> ShadowEvent | None:
-        """The newest event of this shadow there. Raises LogError."""
+        """Return the newest event of this shadow, or None if there is none. Raises LogError."""
 
     async def write(self, events: Sequence[ShadowEvent]) -> None:
-        """Append them all; they are there when this returns. Raises LogError."""
+        """Append all events durably. Raises LogError."""
 
 
 class ShadowSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What a shadow is told.
+    """Settings of a shadow.
 
     Attributes:
-        name: tells its events from other shadows'.
-        text: what the alternative changes, for people; another text is another shadow.
-        alternative: history's configuration of a pool, changed.
-        from_start: begin with the journal's first decision, not with the next one; who goes on does so where it was.
+        name: Name of the shadow, by which its events are found again.
+        text: Description of the changes. A shadow with another text needs another name.
+        alternative: Function that returns the changed configuration of a recorded pool.
+        from_start: Whether a new shadow begins with the first decision of the journal, instead of the next one.
     """
 
     name: str
@@ -72,16 +72,16 @@ class ShadowSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def digest(self) -> str:
-        """Names the text."""
+        """XXH3-64 digest of `text` in hexadecimal."""
         return hex_digest(xxh3_64_intdigest(self.text.encode()))
 
 
 class Shadow:
-    """Asks an alternative at every choice of a group's owners. `start`, then `run` until `stop`.
+    """Evaluation of an alternative for every choice of a group's owners. Call `start`, then `run`.
 
     Attributes:
-        figures: what came of it since the start of this process.
-        end: the journal's end when it last looked.
+        statistics: Statistics of the evaluated decisions since the start of this process.
+        end: End offset of the journal at the last poll.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Shadow:
         log: Log,
         partition: int,
         settings: ShadowSettings,
-        sink: Sink,
+        sink: ShadowSink,
         on_position: Callable[[int], Awaitable[None]] | None = None,
     ) -> None:
         self._log = log
@@ -97,53 +97,56 @@ class Shadow:
         self._sink = sink
         self._on_position = on_position
         self._stopping = asyncio.Event()
-        self._watch = _Watch(settings)
-        self._standby = Standby(log, partition, self._watch)
+        self._observer = _ChoiceObserver(settings)
+        self._standby = Standby(log, partition, self._observer)
         self.settings = settings
-        self.figures = Figures()
+        self.statistics = ShadowStatistics()
         self.end = 0
 
     @property
     def from_offset(self) -> int:
-        """Decisions of the journal from here on are spoken of."""
-        return self._watch.from_offset
+        """Journal offset of the first decision to evaluate."""
+        return self._observer.from_offset
 
     @property
     def position(self) -> int:
-        """The journal offset up to which it has followed."""
+        """Journal offset up to which the shadow has followed."""
         return self._standby.position
 
     @property
     def pools(self) -> Mapping[str, PoolConfigured]:
-        """The pools as they are configured where it is."""
+        """Configuration of the pools as of `position`."""
         return self._standby.world.pools
 
     async def start(self) -> None:
-        """Derive the state from which it goes on; nothing is said yet.
+        """Derive the state from which the shadow continues, without writing events.
 
         Raises:
-            RecoveryDiverged: this version's rules lead to other decisions.
-            OtherRules: the journal says that it was decided by others.
-            LogError: a part that is needed is missing or damaged, or the shadow is another one.
+            RecoveryDiverged: This version's rules lead to other decisions.
+            OtherRules: Another version of the rules decided the journal.
+            LogError: A required part of the log is missing or damaged, or another alternative used the same name.
         """
         self.end = await self._journal_end()
         last = await self._sink.last()
         await self._begin_at(await self._offset_after(last))
 
     async def run(self) -> None:
-        """Say that it begins, and follow the journal as it grows, until `stop`. Raises as `start`."""
+        """Write `ShadowStarted`, and follow the journal until `stop`. Raises the same errors as `start`."""
         if not self._stopping.is_set():
-            await self._say_start()
+            await self._write_start()
             await self._publish()
         while not self._stopping.is_set():
             self.end = await self._journal_end()
             if self.end < self.position:
                 where = f"{DECISIONS.name}/{self._partition}"
-                raise LogError(f"{where} ends at offset {self.end}, before {self.position}: the log was made anew")
+                raise LogError(
+                    f"{where} ends at offset {self.end}, before {self.position}: the log was recreated; choose another"
+                    " --name"
+                )
             while self.position < self.end and not self._stopping.is_set():
                 try:
                     await self._standby.catch_up(min(self.end, self.position + SLICE_RECORDS))
-                finally:  # what was derived before a divergence is right
+                finally:  # decisions derived before a divergence are valid
                     await self._publish()
             try:
                 await asyncio.wait_for(self._stopping.wait(), POLL_S)
@@ -151,10 +154,10 @@ class Shadow:
                 continue
 
     async def stop(self) -> None:
-        """End `run` once what was derived is said."""
+        """End `run` after writing the events of all derived decisions."""
         self._stopping.set()
 
-    async def _say_start(self) -> None:
+    async def _write_start(self) -> None:
         settings = self.settings
         started = ShadowStarted(
             shadow=settings.name,
@@ -164,20 +167,20 @@ class Shadow:
             at_us=time.time_ns() // 1000,
         )
         await self._sink.write([started])
-        logger.info("shadow %s: decisions from journal offset %d on", settings.name, self.from_offset)
+        logger.info("shadow %s: evaluating decisions from journal offset %d", settings.name, self.from_offset)
 
     async def _publish(self) -> None:
-        events = self._watch.take()
+        events = self._observer.take()
         for at in range(0, len(events), SLICE_RECORDS):
             batch = events[at : at + SLICE_RECORDS]
             await self._sink.write(batch)
             for event in batch:
-                self.figures.add(event)
+                self.statistics.add(event)
         if self._on_position is not None:
             await self._on_position(self.position)
 
     async def _offset_after(self, last: ShadowEvent | None) -> int:
-        """The first decision to speak of."""
+        """Return the journal offset of the first decision to evaluate."""
         settings = self.settings
         if last is None:
             if not settings.from_start:
@@ -185,36 +188,38 @@ class Shadow:
             begin = await self._log.begin(DECISIONS.name, self._partition)
             if begin:
                 raise LogError(
-                    f"the journal begins at offset {begin}, what came before is gone: leave --from-start out"
+                    f"the journal begins at offset {begin}, retention removed earlier records: omit --from-start"
                 )
             return 0
         if last.alternative_digest != settings.digest:
-            raise LogError(f"the shadow {settings.name} changed something else before: give this one another --name")
+            raise LogError(f"another alternative already used the shadow name {settings.name}: choose another --name")
         after = last.from_offset if isinstance(last, ShadowStarted) else last.decision_offset + 1
         if after > self.end:
-            text = f"the shadow {settings.name} has spoken of journal offset {after - 1}, but the journal ends at "
-            raise LogError(f"{text}{self.end}: it is another log; give this shadow another --name")
+            raise LogError(
+                f"the shadow {settings.name} has evaluated journal offset {after - 1}, but the journal ends at"
+                f" {self.end}: this is another log; choose another --name"
+            )
         return after
 
     async def _begin_at(self, offset: int) -> None:
-        """Restore a state before `offset`; where that is gone, the next one that is there."""
-        self._watch.from_offset = offset
+        """Restore the state at `offset`, or the newest snapshot if retention removed the required records."""
+        self._observer.from_offset = offset
         try:
-            await self._caught_up(offset)
+            await self._follow(offset)
         except (RecoveryDiverged, OtherRules):
             raise
         except LogError as error:
             newest = await newest_snapshot(self._log, self._partition, self.end)
             if newest is None or newest.journal_offset <= offset:
                 raise
-            self._standby = Standby(self._log, self._partition, self._watch)
-            self._watch.from_offset = newest.journal_offset
-            await self._caught_up(self.end)
-            text = "shadow %s: decisions from journal offset %d to %d are passed over: %s"
+            self._standby = Standby(self._log, self._partition, self._observer)
+            self._observer.from_offset = newest.journal_offset
+            await self._follow(self.end)
+            text = "shadow %s: skipped the decisions from journal offset %d to %d: %s"
             logger.warning(text, self.settings.name, offset, self.from_offset - 1, error)
 
-    async def _caught_up(self, end: int) -> None:
-        """Follow up to `end`, or until stopped."""
+    async def _follow(self, end: int) -> None:
+        """Follow the journal up to `end`, or until stopped."""
         following = asyncio.create_task(self._standby.catch_up(end))
         stopping = asyncio.create_task(self._stopping.wait())
         try:
@@ -230,52 +235,52 @@ class Shadow:
         return await self._log.end(DECISIONS.name, self._partition)
 
 
-class _Seen(NamedTuple):
-    """A choice that was derived, with what the alternative says to it."""
+class _Evaluated(NamedTuple):
+    """A derived choice, with the evaluation of the alternative in the same state."""
 
     request_id: str
     pool: str
     now_us: int
-    found: Counterfactual
+    result: Counterfactual
 
 
-class _Watch:
-    """Looks on as a standby follows. Choices are journalled in the order in which they are made."""
+class _ChoiceObserver:
+    """Observer of a standby that evaluates choices. Choices are journalled in the order in which they are derived."""
 
     def __init__(self, settings: ShadowSettings) -> None:
         self.from_offset = 0
         self._settings = settings
         self._world = World()
-        self._seen: deque[_Seen] = deque()
-        self._said: list[DecisionShadowed] = []
+        self._evaluated: deque[_Evaluated] = deque()
+        self._events: list[DecisionShadowed] = []
         self._pools: dict[str, tuple[PoolConfigured, PoolConfigured]] = {}
 
     def on_start(self, world: World) -> None:
-        """A state in which no choice is under way."""
+        """Begin in a state in which every derived choice is journalled."""
         self._world = world
-        self._seen.clear()
-        self._said.clear()
+        self._evaluated.clear()
+        self._events.clear()
         world.on_selection = self._chosen
 
     def on_record(self, offset: int, record: JournalRecord) -> None:
-        """A choice has its place in the journal."""
+        """Emit the evaluation of the choice that was journalled at `offset`."""
         if isinstance(record, RequestRouted):
-            seen = self._seen.popleft()
-            assert seen.request_id == record.request_id, "choices keep their order"
+            evaluated = self._evaluated.popleft()
+            assert evaluated.request_id == record.request_id, "choices are journalled in order"
             if offset >= self.from_offset:
-                self._said.append(_event(self._settings, offset, record.attempt, seen))
+                self._events.append(_event(self._settings, offset, record.attempt, evaluated))
         elif isinstance(record, RouteAnswered) and record.choice is not None:
-            self._seen.popleft()  # nobody went there
+            self._evaluated.popleft()  # a route query, which routes no request
 
     def take(self) -> list[DecisionShadowed]:
-        """What is to be said since the last call."""
-        said, self._said = self._said, []
-        return said
+        """Return the events since the last call."""
+        events, self._events = self._events, []
+        return events
 
     def _chosen(self, pool: PoolConfigured, request: ActiveRequest, choice: Selection) -> None:
         world = self._world
-        found = counterfactual(world, self._changed(pool), request, choice)
-        self._seen.append(_Seen(request.request_id, pool.pool, world.now_us, found))
+        result = counterfactual(world, self._changed(pool), request, choice)
+        self._evaluated.append(_Evaluated(request.request_id, pool.pool, world.now_us, result))
 
     def _changed(self, pool: PoolConfigured) -> PoolConfigured:
         known = self._pools.get(pool.pool)
@@ -285,22 +290,22 @@ class _Watch:
         self._pools[pool.pool] = (pool, changed)
         booked = changed_booking_fields(pool, changed)
         if booked:
-            text = "shadow %s: what %s of the pool %s would have booked is not there, only what history booked"
+            text = "shadow %s: the state of %s of the pool %s is the recorded one, not that of the alternative"
             logger.warning(text, self._settings.name, ", ".join(booked), pool.pool)
         return changed
 
 
-def _event(settings: ShadowSettings, offset: int, attempt: int, seen: _Seen) -> DecisionShadowed:
-    found = seen.found
+def _event(settings: ShadowSettings, offset: int, attempt: int, evaluated: _Evaluated) -> DecisionShadowed:
+    found = evaluated.result
     history = selected_rank(found.history)
     ours = None if found.choice is None else selected_rank(found.choice)
     return DecisionShadowed(
         shadow=settings.name,
         alternative_digest=settings.digest,
         decision_offset=offset,
-        request_id=seen.request_id,
+        request_id=evaluated.request_id,
         attempt=attempt,
-        pool=seen.pool,
+        pool=evaluated.pool,
         worker_id=history.worker.spec.worker_id,
         rank=history.rank,
         overlap_blocks=found.history_overlap_blocks,
@@ -311,5 +316,5 @@ def _event(settings: ShadowSettings, offset: int, attempt: int, seen: _Seen) -> 
         would_hold=found.would_hold,
         regret_blocks=found.regret_blocks,
         failure="" if found.refusal is None else f"{found.refusal.reason}: {found.refusal}",
-        at_us=seen.now_us,
+        at_us=evaluated.now_us,
     )

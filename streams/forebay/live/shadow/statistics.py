@@ -1,4 +1,4 @@
-"""What came of a shadow's choices, in numbers, and in a line for people."""
+"""Statistics of a shadow's evaluations, per pool and as one line of text."""
 
 from bisect import bisect_left
 from collections import Counter, deque
@@ -7,25 +7,29 @@ from dataclasses import dataclass, field
 from forebay.events.shadow import DecisionShadowed
 
 REGRET_BUCKETS = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0)  # blocks
-NEWEST = 10_000  # regrets of which the 99th percentile is: exact, and of what happens now
+NEWEST = 10_000  # newest regrets, of which the 99th percentile is computed exactly
 
 
 @dataclass(slots=True)
-class PoolFigures:
-    """The figures of one pool. Regret is in blocks, by the shadow's costs; overlap is on the chosen rank's device.
+class PoolStatistics:
+    """Statistics of one pool.
+
+    Regret is the cost of the recorded selection minus the cost of the shadow's selection, in blocks, by the shadow's
+    cost function. Overlap counts device blocks of the selected rank.
 
     Attributes:
-        decisions: of history, that the shadow spoke of.
-        agreements: where it chose the same rank.
-        held: where it would have let the request wait.
-        failures: where it had no choice, by reason.
-        incomparable: where history's rank was none of its candidates.
-        compared: where there is a regret.
-        regret_blocks: what history's choices cost more.
-        excess_blocks: what the shadow's own choices cost more: it does not always take the cheapest.
-        overlap_blocks_won: blocks that it would have found more.
-        overlap_blocks_lost: blocks that it would have found less.
-        buckets: of the regrets, for each of `REGRET_BUCKETS` and above.
+        decisions: Number of recorded decisions that the shadow evaluated.
+        agreements: Number of decisions for which the shadow selected the same rank.
+        held: Number of decisions for which the shadow would have queued the request.
+        failures: Number of decisions for which the shadow selected no rank, by reason.
+        incomparable: Number of decisions whose recorded rank was not a candidate of the shadow.
+        compared: Number of decisions with a regret.
+        regret_blocks: Sum of the positive regrets in blocks.
+        excess_blocks: Sum of the negative regrets in blocks, as a positive number. A shadow that does not always select
+            the cheapest rank has such decisions.
+        overlap_blocks_won: Blocks of overlap of the shadow's selections above the recorded ones.
+        overlap_blocks_lost: Blocks of overlap of the recorded selections above the shadow's.
+        buckets: Number of regrets per bucket of `REGRET_BUCKETS`, and above the last bound.
     """
 
     decisions: int = 0
@@ -41,7 +45,7 @@ class PoolFigures:
     buckets: list[int] = field(default_factory=lambda: [0] * (len(REGRET_BUCKETS) + 1))
 
     def add(self, event: DecisionShadowed) -> None:
-        """Count one decision."""
+        """Count one evaluated decision."""
         self.decisions += 1
         if event.failure:
             self.failures[event.failure.partition(":")[0]] += 1
@@ -61,25 +65,29 @@ class PoolFigures:
         self.buckets[bisect_left(REGRET_BUCKETS, regret)] += 1
 
 
-class Figures:
-    """The figures of a shadow, by pool."""
+class ShadowStatistics:
+    """Statistics of a shadow.
+
+    Attributes:
+        pools: Statistics by name of the pool.
+    """
 
     def __init__(self) -> None:
-        self.pools: dict[str, PoolFigures] = {}
+        self.pools: dict[str, PoolStatistics] = {}
         self._newest: deque[float] = deque(maxlen=NEWEST)
 
     def add(self, event: DecisionShadowed) -> None:
-        """Count one decision."""
+        """Count one evaluated decision."""
         pool = self.pools.get(event.pool)
         if pool is None:
-            pool = self.pools[event.pool] = PoolFigures()
+            pool = self.pools[event.pool] = PoolStatistics()
         pool.add(event)
         if event.regret_blocks is not None:
             self._newest.append(event.regret_blocks)
 
     @property
     def decisions(self) -> int:
-        """Decisions spoken of, in all pools."""
+        """Number of evaluated decisions in all pools."""
         return sum(pool.decisions for pool in self.pools.values())
 
     def __str__(self) -> str:
@@ -87,20 +95,20 @@ class Figures:
         decisions = self.decisions
         if not decisions:
             return "no decisions yet"
-        agreed = sum(pool.agreements for pool in pools) / decisions
+        agreement = sum(pool.agreements for pool in pools) / decisions
         compared = sum(pool.compared for pool in pools)
         regret = sum(pool.regret_blocks - pool.excess_blocks for pool in pools) / compared if compared else 0.0
         newest = sorted(self._newest)
         p99 = newest[(len(newest) - 1) * 99 // 100] if newest else 0.0
         won, lost = sum(pool.overlap_blocks_won for pool in pools), sum(pool.overlap_blocks_lost for pool in pools)
-        said = [
-            f"{decisions} decisions, {agreed:.1%} agree",
+        parts = [
+            f"{decisions} decisions, {agreement:.1%} agree",
             f"regret mean {regret:.2f} p99 {p99:.2f} blocks",
             f"overlap won {won} lost {lost} blocks",
         ]
         held, incomparable = sum(pool.held for pool in pools), sum(pool.incomparable for pool in pools)
         failures = sum((pool.failures for pool in pools), Counter[str]())
-        said += [f"{held} would wait"] if held else []
-        said += [f"{incomparable} not comparable"] if incomparable else []
-        said += [f"{count} failed ({reason})" for reason, count in sorted(failures.items())]
-        return ", ".join(said)
+        parts += [f"{held} would wait"] if held else []
+        parts += [f"{incomparable} not comparable"] if incomparable else []
+        parts += [f"{count} failed ({reason})" for reason, count in sorted(failures.items())]
+        return ", ".join(parts)

@@ -1,6 +1,7 @@
-"""A shadow's events on the topic `shadow`, which says where it is: its newest event there is where it goes on.
+"""Write a shadow's events to the topic `shadow`, and find the newest one to continue after it.
 
-One process runs a shadow of a name; a newer one says so on the topic, and the older one ends when it sees that.
+At most one process runs a shadow of a given name. A newer process writes `ShadowStarted`, and the older process ends
+when it reads that event.
 """
 
 from collections.abc import Sequence
@@ -14,16 +15,16 @@ PAGE_RECORDS = 512
 
 
 class TopicSink:
-    """Appends a shadow's events to its group's partition, under the key `name`."""
+    """Sink that appends the events of the shadow `name` to its group's partition, with its name as the record key."""
 
     def __init__(self, log: Log, partition: int, name: str) -> None:
         self._log = log
         self._partition = partition
         self._name = name
-        self._end: int | None = None  # behind our last append
+        self._end: int | None = None  # offset after the last append of this process
 
     async def last(self) -> ShadowEvent | None:
-        """The newest event of this shadow, searched backwards as far as the topic is kept. Raises LogError."""
+        """Return the newest event of this shadow that the topic still holds, or None. Raises LogError."""
         begin = await self._log.begin(SHADOW.name, self._partition)
         end = await self._log.end(SHADOW.name, self._partition)
         while end > begin:
@@ -35,7 +36,7 @@ class TopicSink:
         return None
 
     async def write(self, events: Sequence[ShadowEvent]) -> None:
-        """Append. Raises LogError, also when another process runs this shadow now."""
+        """Append the events. Raises LogError, also if another process has started the same shadow."""
         key = self._name.encode()
         drafts = [Draft(SHADOW.name, self._partition, encode(SHADOW, event), key) for event in events]
         offsets = await self._log.append(drafts)
@@ -46,14 +47,17 @@ class TopicSink:
         own = set(offsets)
         others = [record for record in await self._between(before, self._end) if record.offset not in own]
         if any(isinstance(event, ShadowStarted) for event in self._ours(others)):
-            raise LogError(f"another process runs the shadow {self._name} now: this one ends")
+            raise LogError(
+                f"another process started the shadow {self._name}, so this process ends; choose another --name to"
+                " run both"
+            )
 
     async def _between(self, start: int, end: int) -> list[Record]:
         found: list[Record] = []
         while start < end:
             records = await self._log.read(SHADOW.name, self._partition, start, min(PAGE_RECORDS, end - start))
             if not records:
-                raise LogError(f"{SHADOW.name}/{self._partition} ends at offset {start}, before {end}")
+                raise LogError(f"{SHADOW.name}/{self._partition} ends at offset {start}, expected records up to {end}")
             found += records
             start = records[-1].offset + 1
         return found
@@ -66,6 +70,6 @@ class TopicSink:
                 try:
                     event: ShadowEvent = decode(SHADOW, record.value)
                 except DecodeError:
-                    continue  # nobody acts on this topic, and anybody may write there
+                    continue  # no decision depends on this topic, and any producer may write to it
                 found.append(event)
         return found

@@ -1,11 +1,12 @@
-"""Record batches of Kafka's wire format, read so that no bytes raise an error.
+"""Parse record batches of Kafka's wire format without raising on malformed records.
 
-Theory of operation. aiokafka's parsers, the C one and the Python one, raise on a record that they do not like: a header
-name that is not UTF-8, an unknown codec, a wrong checksum. An exception does not move the consumer's position, so the
-same batch is fetched for ever. Here a batch is decompressed within a bound and parsed by aiokafka as long as that
-works. Otherwise the parser below reads it record by record, and whatever cannot be read is reported as a reason.
+Theory of operation. aiokafka's C and Python parsers raise on malformed records, for example on a header name that is
+not UTF-8, an unknown codec or a wrong checksum. An exception does not advance the consumer's position, so the consumer
+would fetch the same batch for ever. This module decompresses a batch up to a maximum size and passes it to aiokafka's
+parser. If that fails, the parser below reads the batch record by record, and reports why the remaining records cannot
+be read.
 
-Format: https://kafka.apache.org/documentation/#recordbatch, version 2. Older batches are left to aiokafka.
+Format: https://kafka.apache.org/documentation/#recordbatch, version 2. aiokafka parses older batches.
 """
 
 import mmap
@@ -22,27 +23,38 @@ from aiokafka.record.util import calc_crc32c, decode_varint
 
 Buffer = bytes | memoryview
 
-# Brokers limit a batch by its compressed size, and zstd expands 32 kB to a gigabyte. Producers fill a batch by its size
-# before compression, a megabyte or one larger record. This is twice the largest record that forebay takes.
+# Brokers limit the compressed size of a batch, and zstd can expand 32 kB to a gigabyte. Producers limit the size before
+# compression to a megabyte or one larger record. This limit is twice the largest record that forebay accepts.
 DECOMPRESSED_BYTES_MAX = 32 << 20
 GZIP_WINDOW = 31  # zlib's name for the gzip format
 LENGTH_AT, MAGIC_AT, CHECKSUM_AT, CHECKED_AT = 8, 16, 17, 21
-FRAME_BYTES = 12  # offset and length, which the length itself does not count
+FRAME_BYTES = 12  # offset and length fields, which the length does not include
 MAGIC = 2  # the version of the format
 HEAD = struct.Struct(">qiibIhiqqqhii")
 NO_CODEC, GZIP, SNAPPY, LZ4, ZSTD = range(5)
 CODEC_MASK, LOG_APPEND_TIME, TRANSACTIONAL, CONTROL = 0x07, 0x08, 0x10, 0x20
-XERIAL = b"\x82SNAPPY\x00"  # snappy in blocks, as Java clients write it
+XERIAL = b"\x82SNAPPY\x00"  # magic bytes of the block format of snappy that Java clients write
 XERIAL_HEADER_BYTES = 16
 UNREADABLE_CHECKSUM = "the checksum of its batch is wrong"
 
 
 class BatchUnreadable(ValueError):
-    """Nothing of a batch can be read; the text says why."""
+    """No record of a batch can be read. The text is the reason, for a dead letter."""
 
 
 class BatchHead(NamedTuple):
-    """What the frame of a batch says. `next_offset` follows the last offset that the batch occupies."""
+    """Header of a record batch.
+
+    Attributes:
+        base_offset: Offset of the first record.
+        next_offset: Offset after the last offset that the batch occupies.
+        magic: Version of the batch format.
+        attributes: Bits for compression, timestamp type, transaction and control batch.
+        first_timestamp: Timestamp of the first record in milliseconds.
+        max_timestamp: Maximum timestamp in milliseconds.
+        producer_id: Id of an idempotent or transactional producer, None in older formats.
+        records: Number of records.
+    """
 
     base_offset: int
     next_offset: int
@@ -55,18 +67,18 @@ class BatchHead(NamedTuple):
 
     @property
     def is_control(self) -> bool:
-        """Whether the batch is a marker of a transaction, and so holds no records."""
+        """Whether the batch is a transaction marker, which holds no records of a producer."""
         return bool(self.attributes & CONTROL)
 
     @property
     def is_transactional(self) -> bool:
-        """Whether its producer wrote it within a transaction."""
+        """Whether the producer wrote the batch within a transaction."""
         return bool(self.attributes & TRANSACTIONAL)
 
 
 @dataclass(frozen=True, slots=True)
 class LooseRecord:
-    """A record of a batch that aiokafka does not parse; its fields have the names of aiokafka's own records."""
+    """Record of a batch that aiokafka cannot parse, with the field names of aiokafka's own records."""
 
     offset: int
     timestamp: int
@@ -78,7 +90,7 @@ class LooseRecord:
 
 
 def frames_of(buffer: Buffer) -> Iterator[memoryview]:
-    """Yield each whole batch of a fetched partition; a broker may cut the last one short."""
+    """Yield each complete batch of a fetched partition. A broker may truncate the last batch, which is skipped."""
     view, position = memoryview(buffer), 0
     while position + FRAME_BYTES <= len(view):
         (length,) = struct.unpack_from(">i", view, position + LENGTH_AT)
@@ -90,22 +102,25 @@ def frames_of(buffer: Buffer) -> Iterator[memoryview]:
 
 
 def head_of(frame: memoryview) -> BatchHead:
-    """Return what the frame of a batch says. A frame too short to say anything occupies its first offset alone."""
+    """Return the header of a batch. A batch without a complete header occupies only its first offset."""
     (base_offset,) = struct.unpack_from(">q", frame)
     magic = frame[MAGIC_AT] if len(frame) > MAGIC_AT else -1
     if magic != MAGIC or len(frame) < HEAD.size:
         return BatchHead(base_offset, base_offset + 1, magic, 0, -1, -1, None, 0)
     base_offset, _, _, _, _, attributes, last_delta, first, newest, producer_id, _, _, count = HEAD.unpack_from(frame)
-    # Whatever the batch says of itself, reading it must move the position.
+    # Whatever the header contains, reading the batch must advance the position.
     next_offset = base_offset + max(last_delta, 0) + 1
     return BatchHead(base_offset, next_offset, magic, attributes, first, newest, producer_id, count)
 
 
 def records_of(frame: memoryview, head: BatchHead, *, check_crcs: bool = True) -> tuple[list[Any], str]:
-    """Return the records of a batch, and why the rest of it cannot be read; empty text when there is no rest.
+    """Return the readable records of a batch, and why the remaining records cannot be read.
+
+    Returns:
+        The records, and the reason. The reason is empty if all records are readable.
 
     Raises:
-        BatchUnreadable: none of its records can be read.
+        BatchUnreadable: None of the records can be read.
     """
     if head.magic in (0, 1):
         return _legacy_records(frame, head)
@@ -130,7 +145,7 @@ def _legacy_records(frame: memoryview, head: BatchHead) -> tuple[list[Any], str]
 
 
 def _uncompressed(frame: memoryview, head: BatchHead, data: Buffer) -> bytes:
-    """The same batch without compression, for aiokafka, which would decompress it without a bound."""
+    """Return the same batch without compression, because aiokafka decompresses without a size limit."""
     if not head.attributes & CODEC_MASK:
         return bytes(frame)
     fields = list(HEAD.unpack_from(frame))
@@ -139,7 +154,7 @@ def _uncompressed(frame: memoryview, head: BatchHead, data: Buffer) -> bytes:
 
 
 def _decompressed(codec: int, data: memoryview) -> Buffer:
-    """Raises BatchUnreadable, also for more than `DECOMPRESSED_BYTES_MAX`."""
+    """Return the decompressed data. Raises BatchUnreadable, also if it exceeds `DECOMPRESSED_BYTES_MAX`."""
     if codec == NO_CODEC:
         return data
     decompress = _DECOMPRESS.get(codec)
@@ -182,7 +197,7 @@ def _unsnap_block(block: bytes, left: int) -> bytes:
 
 
 def _bounded(decompress_into: Callable[[bytes, Any], int]) -> Callable[[bytes], bytes]:
-    """Decompression into memory of a fixed size, of which the system provides only what is written to."""
+    """Return a decompressor into a buffer of fixed size, of which the system allocates only the pages written."""
 
     def decompress(data: bytes) -> bytes:
         with mmap.mmap(-1, DECOMPRESSED_BYTES_MAX) as memory:
@@ -204,7 +219,7 @@ _DECOMPRESS: dict[int, Callable[[bytes], bytes]] = {
 
 
 def _loose_records(data: Buffer, head: BatchHead) -> tuple[list[Any], str]:
-    """The records up to the first one whose structure is broken."""
+    """Return the records before the first malformed one, and the reason why parsing stopped."""
     found: list[Any] = []
     buffer, position = bytearray(data), 0
     try:
@@ -217,12 +232,15 @@ def _loose_records(data: Buffer, head: BatchHead) -> tuple[list[Any], str]:
 
 
 def _loose_record(buffer: bytearray, position: int, head: BatchHead) -> tuple[LooseRecord, int]:
-    """One record and where the next one begins. Raises ValueError or IndexError for a broken structure."""
+    """Return the record at `position`, and the position of the next one.
+
+    Raises ValueError or IndexError if the record is malformed.
+    """
     length, position = decode_varint(buffer, position)
     end = position + length
     if length < 0 or end > len(buffer):
         raise ValueError(f"a record of {length} bytes")
-    position += 1  # attributes, of which there are none
+    position += 1  # the attributes byte is unused
     delay_ms, position = decode_varint(buffer, position)
     delta, position = decode_varint(buffer, position)
     key, position = _nullable(buffer, position, end)
@@ -234,7 +252,7 @@ def _loose_record(buffer: bytearray, position: int, head: BatchHead) -> tuple[Lo
         content, position = _nullable(buffer, position, end)
         headers.append(((name or b"").decode(errors="backslashreplace"), content))
     if position != end:
-        raise ValueError(f"a record that says {end - position} bytes too many")
+        raise ValueError(f"a record whose length is {end - position} bytes larger than its fields")
     timestamp_type = int(bool(head.attributes & LOG_APPEND_TIME))
     timestamp = head.max_timestamp if timestamp_type else head.first_timestamp + delay_ms
     return LooseRecord(head.base_offset + delta, timestamp, timestamp_type, key, value, headers), end
@@ -245,5 +263,5 @@ def _nullable(buffer: bytearray, position: int, end: int) -> tuple[bytes | None,
     if length < 0:
         return None, position
     if position + length > end:
-        raise ValueError(f"a field of {length} bytes in a record that has {end - position} left")
+        raise ValueError(f"a field of {length} bytes in a record with {end - position} bytes left")
     return bytes(buffer[position : position + length]), position + length

@@ -1,12 +1,12 @@
-"""The one kind of Kafka consumer in forebay: it delivers something for every offset, and no record stops it.
+"""Consume Kafka partitions densely: deliver one record per offset, whatever producers wrote.
 
-Theory of operation. forebay counts records, so a partition must be dense: `consumed` in the journal says how many
-records of a topic were applied, not which. A partition of Kafka is not dense: markers of transactions, aborted records
-and compacted ones take offsets of which a client hears nothing. So such an offset, and one whose record cannot be
-read, is delivered as an `AbsentRecord` that says why.
+Theory of operation. forebay counts records, so its partitions must be dense: `consumed` in the journal is the number of
+applied records of a topic. A Kafka partition is not dense. Transaction markers, aborted records and compacted records
+occupy offsets that a client never receives. This consumer delivers an `AbsentRecord` with the reason for every such
+offset, and for every record that cannot be read.
 
-aiokafka has no setting for this. Its fetcher looks up the two classes that turn bytes into records in its own module,
-so this module replaces both there, for all consumers of the process.
+aiokafka has no setting for this. Its fetcher looks up the two classes that parse records in its own module. This module
+replaces both classes there, for all consumers of the process.
 """
 
 import logging
@@ -21,21 +21,21 @@ from forebay.transport.kafka.batches import BatchHead, BatchUnreadable, frames_o
 logger = logging.getLogger(__name__)
 
 REMOVED = "it was removed from the log"
-MARKER = "it is a marker of a transaction"
+MARKER = "it is a transaction marker"
 ABORTED = "its transaction was aborted"
-# More than any batch holds, so only compaction or a damaged offset leaves so many. They are passed over, and readers
-# that count records then say how many are missing.
+# More than any batch holds, so only compaction or a damaged offset leaves such a gap. The consumer skips it, and
+# readers that count records report how many are missing.
 GAP_RECORDS_MAX = 1_000_000
 NO_TYPE = 0  # Kafka's timestamp type "create time"
 
 
 @dataclass
 class AbsentRecord(ConsumerRecord):  # type: ignore[misc]  # aiokafka ships no types
-    """Stands for an offset without a readable record.
+    """Placeholder for an offset without a readable record.
 
     Attributes:
-        reason: why there is none, fit for a dead letter.
-        is_gap: whether no producer's record is missing: nothing was lost.
+        reason: Why the offset has no readable record, for a dead letter.
+        is_gap: Whether no record of a producer is missing, so that nothing was lost.
     """
 
     reason: str = ""
@@ -43,7 +43,7 @@ class AbsentRecord(ConsumerRecord):  # type: ignore[misc]  # aiokafka ships no t
 
 
 class Batches:
-    """The fetched bytes of a partition as batches. It has the interface of aiokafka's `MemoryRecords`."""
+    """Fetched bytes of a partition, split into batches, with the interface of aiokafka's `MemoryRecords`."""
 
     def __init__(self, data: bytes) -> None:
         self._size = len(data)
@@ -51,28 +51,28 @@ class Batches:
         self._next = next(self._frames, None)
 
     def size_in_bytes(self) -> int:
-        """Return how much was fetched."""
+        """Return the number of fetched bytes."""
         return self._size
 
     def has_next(self) -> bool:
-        """Whether there is another whole batch."""
+        """Return whether there is another complete batch."""
         return self._next is not None
 
     def next_batch(self) -> memoryview | None:
-        """Return the next batch as it was fetched."""
+        """Return the bytes of the next batch, or None at the end."""
         frame, self._next = self._next, next(self._frames, None)
         return frame
 
 
 class DenseRecords(fetcher.PartitionRecords):  # type: ignore[misc]
-    """Iterates over the records of a fetched partition: one for each offset from the one that was asked for."""
+    """Records of a fetched partition, one per offset from the requested offset."""
 
     next_fetch_offset: int
 
     def _unpack_records(self) -> Iterator[ConsumerRecord]:
         while (frame := self._records.next_batch()) is not None:
             head = head_of(frame)
-            # In format versions 0 and 1 the frame of a compressed batch has the offset of its last record.
+            # In format versions 0 and 1, the header of a compressed batch has the offset of its last record.
             if head.magic > 1:
                 yield from self._absent(head.base_offset, REMOVED, is_gap=True)
             yield from self._records_of(frame, head)
@@ -86,7 +86,7 @@ class DenseRecords(fetcher.PartitionRecords):  # type: ignore[misc]
         except BatchUnreadable as error:
             records, reason = [], str(error)
         for record in records:
-            # Format versions 0 and 1 do not say where a batch ends.
+            # Format versions 0 and 1 do not contain the last offset of a batch.
             if record.offset < self.next_fetch_offset or (record.offset >= head.next_offset and head.magic > 1):
                 continue
             yield from self._absent(record.offset, reason or REMOVED, is_gap=not reason)
@@ -95,7 +95,7 @@ class DenseRecords(fetcher.PartitionRecords):  # type: ignore[misc]
         yield from self._absent(head.next_offset, reason or REMOVED, is_gap=not reason)
 
     def _gap(self, frame: memoryview, head: BatchHead) -> str:
-        """Why the batch holds no records for this consumer; empty text when it does."""
+        """Return why the batch holds no records for this consumer; an empty string if it does."""
         if self._isolation_level == fetcher.READ_COMMITTED and head.producer_id is not None:
             self._consume_aborted_up_to(head.base_offset)
             if head.is_control and self._aborts(frame, head):
@@ -108,13 +108,15 @@ class DenseRecords(fetcher.PartitionRecords):  # type: ignore[misc]
         try:
             records, _ = records_of(frame, head, check_crcs=self._check_crcs)
             return any(fetcher.ControlRecord.parse(record.key) == fetcher.ABORT_MARKER for record in records)
-        except Exception:  # noqa: BLE001 - a marker that cannot be read aborts nothing
+        except Exception:  # noqa: BLE001 - an unreadable marker does not abort a transaction
             return False
 
     def _absent(self, end: int, reason: str, *, is_gap: bool) -> Iterator[ConsumerRecord]:
         """Deliver an absent record for each offset before `end` that was not delivered."""
         if end - self.next_fetch_offset > GAP_RECORDS_MAX:
-            logger.error("%s has no records from %d to %d", self._tp, self.next_fetch_offset, end - 1)
+            logger.error(
+                "%s has no records at offsets %d to %d, skipped them", self._tp, self.next_fetch_offset, end - 1
+            )
             self.next_fetch_offset = end
         while (offset := self.next_fetch_offset) < end:
             self.next_fetch_offset = offset + 1
@@ -127,4 +129,4 @@ fetcher.PartitionRecords = DenseRecords
 
 
 class DenseConsumer(AIOKafkaConsumer):  # type: ignore[misc]
-    """An `AIOKafkaConsumer` that no record stops: see the module."""
+    """An `AIOKafkaConsumer` that delivers one record per offset and does not stop at malformed records."""

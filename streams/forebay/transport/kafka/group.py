@@ -1,7 +1,7 @@
-"""A consumer group on one topic: who reads which partition, what came, how far everybody got.
+"""Consume one topic as a member of a Kafka consumer group.
 
-Offsets are committed with a line of metadata, so that whoever takes a partition over also knows what went
-with it. Rebalances are eager: every partition is revoked, then assigned anew.
+Offsets are committed with metadata, which the next member assigned to the partition reads. Rebalances are eager: all
+partitions are revoked and then reassigned.
 """
 
 import asyncio
@@ -23,33 +23,41 @@ from forebay.transport.kafka.topics import unreachable
 from forebay.transport.kafka.writer import explain
 
 logger = logging.getLogger(__name__)
-Answer = TypeVar("Answer")
+Response = TypeVar("Response")
 
-SESSION_MS = 10_000  # a member that is silent for this long is gone
-POLL_MS = 100  # `take` comes back by itself, so that its caller sees positions move past what is no record
-HEARTBEAT_MS = 1_000  # also how soon a member hears of a rebalance, during which nobody reads
-COMMIT_S = 5.0  # the last commit of a member that leaves is not worth more
+SESSION_MS = 10_000  # a member without heartbeats for this long leaves the group
+POLL_MS = 100  # `take` returns after this time, so that its caller sees positions advance past gaps
+HEARTBEAT_MS = 1_000  # members learn of a rebalance within this time, and no member reads during a rebalance
+COMMIT_S = 5.0  # timeout of the last commit of a leaving member
 
 
 class Committed(msgspec.Struct, frozen=True):
-    """How far the group got in a partition: the next offset to handle, and what was noted with it."""
+    """Committed position of the group in a partition.
+
+    Attributes:
+        offset: Next offset to handle.
+        metadata: Text that was committed with the offset.
+    """
 
     offset: int
     metadata: str
 
 
-class Members(Protocol):
-    """Hears of assignments. Both calls must be quick: the whole group waits for them."""
+class RebalanceListener(Protocol):
+    """Callbacks for rebalances. Both must return quickly, because the whole group waits for them."""
 
     def assigned(self, partitions: Collection[int]) -> None:
-        """These are ours from now on; they are paused until `resume`."""
+        """Take over newly assigned partitions, which are paused until `resume`."""
 
     async def revoked(self, partitions: Collection[int]) -> None:
-        """These are no longer ours once this returns; the last chance to commit."""
+        """Release revoked partitions. This is the last chance to commit their offsets."""
 
 
 class KafkaGroup:
-    """One member of a group. `topic` is named without namespace; so is the group, `name`."""
+    """Member of a consumer group.
+
+    The names of the topic and the group are given without the namespace, which the settings add.
+    """
 
     def __init__(self, settings: KafkaSettings, topic: str, name: str) -> None:
         self._settings = settings
@@ -59,8 +67,8 @@ class KafkaGroup:
         self._consumer: DenseConsumer | None = None
         self._admin: AIOKafkaAdminClient | None = None
 
-    async def start(self, members: Members) -> None:
-        """Join. Raises KafkaUnusable when there is no broker or it does not let us in."""
+    async def start(self, listener: RebalanceListener) -> None:
+        """Join the group. Raises KafkaUnusable if the broker is unreachable or rejects the connection."""
         self._admin = AIOKafkaAdminClient(**self._settings.client_options())
         self._consumer = DenseConsumer(
             **self._settings.client_options(),
@@ -75,22 +83,22 @@ class KafkaGroup:
         try:
             await start_whole(self._admin.start, self._admin.close)
             await start_whole(self._consumer.start, self._consumer.stop)
-            self._consumer.subscribe([self._full], listener=_Listener(self, members))
+            self._consumer.subscribe([self._full], listener=_Listener(self, listener))
         except (KafkaError, OSError) as error:
             await self.stop()
             raise unreachable(self._settings, error) from error
 
     async def stop(self) -> None:
-        """Leave the group at once: the others take over without waiting for the session to end."""
+        """Leave the group, so that the other members take over without waiting for the session timeout."""
         if self._consumer is not None:
             await self._consumer.stop()
         if self._admin is not None:
             await self._admin.close()
 
     async def take(self) -> dict[int, list[Record]]:
-        """What came, by partition; waits up to `POLL_MS` for it. Raises LogError.
+        """Return the next records by partition, waiting up to `POLL_MS`. Raises LogError.
 
-        Offsets that hold no producer's record, as those of a transaction's marker, show in `position` alone.
+        Offsets without a producer's record, for example of transaction markers, only advance `position`.
         """
         try:
             fetched = await self._member.getmany(timeout_ms=POLL_MS)
@@ -105,20 +113,20 @@ class KafkaGroup:
         }
 
     def pause(self, partition: int) -> None:
-        """Take nothing of this partition until `resume`."""
+        """Stop fetching from a partition until `resume`."""
         self._switch(partition, on=False)
 
     def resume(self, partition: int) -> None:
-        """Go on taking."""
+        """Resume fetching from a partition."""
         self._switch(partition, on=True)
 
     def seek(self, partition: int, offset: int) -> None:
-        """The next record to take. Only for a partition that is ours."""
+        """Set the offset of the next record. Does nothing if the partition is not assigned to this member."""
         if self._is_ours(partition):
             self._member.seek(self._place(partition), offset)
 
     async def position(self, partition: int) -> int:
-        """The offset that `take` has reached, also past what is no record; -1 for a partition that is not ours."""
+        """Return the next offset that `take` will fetch; -1 if the partition is not assigned to this member."""
         if not self._is_ours(partition):
             return -1
         try:
@@ -128,47 +136,47 @@ class KafkaGroup:
         return position
 
     async def bounds(self, partition: int) -> tuple[int, int]:
-        """The oldest offset there is, and the one that the next record will get. Raises LogError."""
+        """Return the oldest offset and the end offset of a partition. Raises LogError."""
         place = self._place(partition)
 
-        async def ask() -> tuple[int, int]:
+        async def query() -> tuple[int, int]:
             begin: int = (await self._member.beginning_offsets([place]))[place]
             end: int = (await self._member.end_offsets([place]))[place]
             return begin, end
 
-        return await patiently(ask, f"{self._full} does not tell its offsets")
+        return await query_with_retry(query, f"the offsets of {self._full} cannot be read")
 
     async def committed(self, partition: int) -> Committed | None:
-        """How far the group got, None when it never committed. Raises LogError."""
+        """Return the committed position of the group, or None if it never committed. Raises LogError."""
         place = self._place(partition)
 
-        async def ask() -> Committed | None:
+        async def query() -> Committed | None:
             assert self._admin is not None
             found = (await self._admin.list_consumer_group_offsets(self._name, partitions=[place])).get(place)
-            if found is None:  # aiokafka drops the error of the whole response; no commit would be offset -1
+            if found is None:  # aiokafka drops the error of the response; a partition without a commit has offset -1
                 raise CoordinatorNotAvailableError
             return None if found.offset < 0 else Committed(found.offset, found.metadata or "")
 
-        return await patiently(ask, f"the group {self._name} does not tell its offsets")
+        return await query_with_retry(query, f"the committed offsets of the group {self._name} cannot be read")
 
     async def commit(self, offsets: Mapping[int, Committed]) -> bool:
-        """Note how far we got; False when partitions moved meanwhile. Raises LogError."""
+        """Commit positions by partition; return False if a partition was revoked meanwhile. Raises LogError."""
         if not offsets:
             return True
         if not all(self._is_ours(partition) for partition in offsets):
             return False
-        places = {self._place(number): (one.offset, one.metadata) for number, one in offsets.items()}
+        places = {self._place(number): (position.offset, position.metadata) for number, position in offsets.items()}
         try:
             await self._member.commit(places)
         except (CommitFailedError, IllegalStateError) as error:
-            logger.info("the group %s has moved on, nothing is committed: %s", self._name, explain(error))
+            logger.info("the group %s was rebalanced, so the commit was rejected: %s", self._name, explain(error))
             return False
         except (KafkaError, OSError) as error:
             raise LogError(f"the group {self._name} cannot commit: {explain(error)}") from error
         return True
 
     async def commit_last(self, offsets: Mapping[int, Committed]) -> None:
-        """Commit before partitions are given up. What fails here is only done again by others."""
+        """Commit before partitions are released. If this fails, other members only repeat some records."""
         try:
             async with asyncio.timeout(COMMIT_S):
                 await self.commit(offsets)
@@ -177,7 +185,7 @@ class KafkaGroup:
 
     @property
     def _member(self) -> DenseConsumer:
-        assert self._consumer is not None, "the group is started first"
+        assert self._consumer is not None, "call start first"
         return self._consumer
 
     def _place(self, partition: int) -> TopicPartition:
@@ -191,18 +199,23 @@ class KafkaGroup:
             (self._member.resume if on else self._member.pause)(self._place(partition))
 
 
-async def patiently(ask: Callable[[], Awaitable[Answer]], trouble: str) -> Answer:
-    """Ask Kafka, again while what goes wrong may pass, as when the broker is away. Raises LogError for what does not.
+async def query_with_retry(query: Callable[[], Awaitable[Response]], problem: str) -> Response:
+    """Return the result of a Kafka query, retrying after transient errors until the caller is cancelled.
 
-    The error begins with `trouble`. Whoever asks is cancelled when it leaves the group, or when its process ends.
+    Args:
+        query: The query to run.
+        problem: Beginning of error and log messages, for example "the offsets of x cannot be read".
+
+    Raises:
+        LogError: The query failed with a permanent error.
     """
     while True:
         try:
-            return await ask()
+            return await query()
         except (KafkaError, OSError) as error:
             if not (isinstance(error, OSError) or error.retriable):
-                raise LogError(f"{trouble}: {explain(error)}") from error
-            logger.warning("%s, trying again: %s", trouble, explain(error))
+                raise LogError(f"{problem}: {explain(error)}") from error
+            logger.warning("%s, retrying: %s", problem, explain(error))
             await asyncio.sleep(RETRY_S)
 
 
@@ -211,17 +224,17 @@ def _is_gap(message: ConsumerRecord) -> bool:
 
 
 class _Listener(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka ships no types for it
-    """aiokafka's callbacks in our words."""
+    """Adapter from aiokafka's rebalance callbacks to `RebalanceListener`."""
 
-    def __init__(self, group: KafkaGroup, members: Members) -> None:
+    def __init__(self, group: KafkaGroup, listener: RebalanceListener) -> None:
         self._group = group
-        self._members = members
+        self._listener = listener
 
     async def on_partitions_assigned(self, assigned: set[TopicPartition]) -> None:
         partitions = sorted(place.partition for place in assigned)
         for partition in partitions:
             self._group.pause(partition)
-        self._members.assigned(partitions)
+        self._listener.assigned(partitions)
 
     async def on_partitions_revoked(self, revoked: set[TopicPartition]) -> None:
-        await self._members.revoked(sorted(place.partition for place in revoked))
+        await self._listener.revoked(sorted(place.partition for place in revoked))

@@ -1,8 +1,9 @@
-"""`Log` on Kafka or Redpanda: a producer, one for journals, a consumer for all tails, one for reads.
+"""Implement the port `Log` on Kafka or Redpanda.
 
-Delivery is at least once and in order within a partition; the producer is idempotent, so a retry of the
-client does not write twice. While the broker is away, records wait: an idempotent producer tries again until the
-broker takes them or refuses them. A refusal ends the log: whoever wrote must recover from what the broker has.
+A log has one producer for journals and one for all other topics, one consumer for all tails, and one for reads.
+Delivery is at least once and in order within a partition. The producers are idempotent, so a retry of the client does
+not write a record twice. While the broker is unreachable, the producer retries until the broker accepts or rejects the
+records. A rejection fails the log: its user must recover from the records that the broker has.
 """
 
 import asyncio
@@ -31,14 +32,21 @@ from forebay.transport.kafka.writer import (
 
 logger = logging.getLogger(__name__)
 
-DELIVERY_MS = 30_000  # of one attempt; a broker may elect a leader or restart meanwhile
-FLUSH_S = 10.0  # a log that is closed waits this long for acknowledgements
+DELIVERY_MS = 30_000  # timeout of one attempt; the broker may elect a leader or restart meanwhile
+FLUSH_S = 10.0  # time that closing the log waits for acknowledgements
 DISCONNECT_S = 3.0
-METADATA_MS = 30_000  # topics grow: this is how soon a client hears of it
+METADATA_MS = 30_000  # clients notice added partitions within this time
 
 
 class KafkaLog:
-    """`Log` on Kafka. Used from the event loop that opened it."""
+    """The port `Log` on Kafka, used from the event loop that opened it.
+
+    Attributes:
+        settings: Connection settings.
+        failure: Error that ended the log, None while it works.
+        on_failure: Called once with that error.
+        on_hop: Called with a topic and the seconds from the append of a record to its arrival in this process.
+    """
 
     def __init__(self, settings: KafkaSettings, producer: AIOKafkaProducer) -> None:
         self.settings = settings
@@ -54,7 +62,7 @@ class KafkaLog:
 
     @classmethod
     async def open(cls, settings: KafkaSettings) -> Self:
-        """Connect. Raises KafkaUnusable when there is no broker or it does not let us in."""
+        """Connect. Raises KafkaUnusable if the broker is unreachable or rejects the connection."""
         try:
             producer = await _started(settings)
         except (KafkaError, OSError, TimeoutError) as error:
@@ -64,7 +72,7 @@ class KafkaLog:
     async def append(self, drafts: Sequence[Draft]) -> list[int]:
         """Append and wait for the broker's acknowledgement; see `Log.append`.
 
-        Raises ValueError for a record that no topic takes, and then nothing is appended.
+        Raises ValueError for a record that is too large, and then appends nothing.
         """
         self._require_open()
         if not drafts:
@@ -74,7 +82,7 @@ class KafkaLog:
         return await waiter.future
 
     def append_soon(self, drafts: Sequence[Draft]) -> None:
-        """Append without waiting. A failure ends the log: `append`, `failure` and `on_failure` tell."""
+        """Append without waiting. A failure ends the log, and shows in `append`, `failure` and `on_failure`."""
         self._require_open()
         self._writer.write(drafts, None)
 
@@ -84,28 +92,28 @@ class KafkaLog:
         return self._tails.follow(topic, partition, offset, wake)
 
     async def read(self, topic: str, partition: int, offset: int, limit: int) -> list[Record]:
-        """Up to `limit` records from `offset` on. Raises LogError also for records that retention removed."""
+        """Return up to `limit` records from `offset`. Raises LogError, also for records that retention removed."""
         return await self._reader.read(topic, partition, offset, limit)
 
     async def begin(self, topic: str, partition: int) -> int:
-        """The oldest offset that the topic still holds. Raises LogError."""
+        """Return the oldest offset that the partition still holds. Raises LogError."""
         return await self._reader.begin(topic, partition)
 
     async def end(self, topic: str, partition: int) -> int:
-        """The offset that the next record will get. Raises LogError."""
+        """Return the offset of the next record to be appended. Raises LogError."""
         return await self._reader.end(topic, partition)
 
     def lags(self) -> dict[tuple[str, int], int]:
-        """Records that the broker has and this process's tails do not yet, by (topic, partition)."""
+        """Return the number of records that this process's tails have not fetched yet, by (topic, partition)."""
         return self._tails.lags()
 
     @property
     def refused(self) -> int:
-        """Records for partitions that do not exist."""
+        """Number of records dropped because their partition does not exist."""
         return self._writer.refused
 
     async def close(self) -> None:
-        """Write what is in line, and disconnect; without an answer of the broker, give up after a bounded time."""
+        """Write pending records and disconnect. Give up after `FLUSH_S` if the broker does not respond."""
         if self._closed:
             return
         self._closed = True
@@ -115,7 +123,7 @@ class KafkaLog:
                     await self._writer.flush()
             except TimeoutError:
                 unwritten = self._writer.unacknowledged_bytes
-                logger.warning("%d bytes of records are not written: Kafka did not acknowledge them", unwritten)
+                logger.warning("Kafka did not acknowledge %d bytes of records, which may be lost", unwritten)
         await self._writer.cancel()
         stops = [self._tails.close(), self._reader.close(), *(producer.stop() for producer in self._producers)]
         stopping = [asyncio.ensure_future(stop) for stop in stops]
@@ -125,15 +133,15 @@ class KafkaLog:
         await asyncio.gather(*stopping, return_exceptions=True)
 
     async def _producer_of(self, topic: str) -> AIOKafkaProducer:
-        """A producer has one request in flight; journals have their own, so that no decision waits behind work."""
+        """Return the producer of a topic. Journals have their own, because a producer has one request in flight."""
         if topic != DECISIONS.name:
             return self._producers[0]
         async with self._starting:
             while len(self._producers) == 1:
                 try:
                     self._producers.append(await _started(self.settings))
-                except (KafkaError, OSError) as error:  # the broker answered before, so it is away and comes back
-                    logger.warning("no producer for %s, trying again: %s", topic, explain(error))
+                except (KafkaError, OSError) as error:  # the broker was reachable before, so the error is transient
+                    logger.warning("no producer for %s, retrying: %s", topic, explain(error))
                     await asyncio.sleep(RETRY_S)
             return self._producers[1]
 
@@ -159,7 +167,7 @@ class KafkaLog:
 
 
 async def _started(settings: KafkaSettings) -> AIOKafkaProducer:
-    """A producer that is connected. Raises KafkaError, OSError or TimeoutError."""
+    """Return a connected producer. Raises KafkaError, OSError or TimeoutError."""
     options = settings.client_options()
     options["request_timeout_ms"] = DELIVERY_MS
     producer = AIOKafkaProducer(
@@ -167,7 +175,7 @@ async def _started(settings: KafkaSettings) -> AIOKafkaProducer:
         enable_idempotence=True,
         acks="all",
         linger_ms=0,
-        # aiokafka's lz4 is the slow, high compression one: 15 times the CPU.
+        # aiokafka uses lz4 at its high compression level, which takes 15 times the CPU time.
         compression_type="snappy",
         max_batch_size=BATCH_BYTES_MAX,
         max_request_size=RECORD_BYTES_MAX + HEADROOM_BYTES,

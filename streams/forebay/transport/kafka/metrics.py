@@ -1,4 +1,4 @@
-"""What a process shows of its Kafka log: how far behind it is, and how long records take to reach it."""
+"""Prometheus metrics of a process's Kafka log: consumer lag, and the time from append to arrival."""
 
 from collections.abc import Iterator
 
@@ -12,20 +12,20 @@ HOP_BUCKETS_S = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.025, 0.05, 0
 
 
 class KafkaMetrics(Collector):
-    """Registers itself and listens to the log. A hop is from the producer's call to this process, by topic."""
+    """Prometheus metrics of one Kafka log. The constructor registers them in `registry` and sets `log.on_hop`."""
 
     def __init__(self, log: KafkaLog, registry: CollectorRegistry) -> None:
         self._log = log
         self._hops = Histogram(
             "forebay_hop_seconds",
-            "from the append of a record to its arrival here; the newest record of each fetch",
+            "seconds from the append of a record to its arrival in this process; the newest record of each fetch",
             ["topic"],
             buckets=HOP_BUCKETS_S,
             registry=registry,
         )
         self._skewed = Counter(
             "forebay_hop_negative",
-            "records from the future: clocks of two machines differ",
+            "records whose append time is later than their arrival, because the clocks of two machines differ",
             ["topic"],
             registry=registry,
         )
@@ -33,14 +33,15 @@ class KafkaMetrics(Collector):
         registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
-        """The state of the log as it is now."""
+        """Yield the current metrics."""
         lag = GaugeMetricFamily(
-            "forebay_kafka_consumer_lag", "records that are not fetched yet", labels=["topic", "partition"]
+            "forebay_kafka_consumer_lag", "records not fetched yet, by partition", labels=["topic", "partition"]
         )
         for (topic, partition), records in sorted(self._log.lags().items()):
             lag.add_metric([topic, str(partition)], records)
         yield lag
-        refused = CounterMetricFamily("forebay_kafka_refused_records", "records for partitions that do not exist")
+        text = "records dropped because their partition does not exist"
+        refused = CounterMetricFamily("forebay_kafka_refused_records", text)
         refused.add_metric([], self._log.refused)
         yield refused
 

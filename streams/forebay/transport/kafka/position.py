@@ -1,6 +1,6 @@
-"""How far a reader without a consumer group is, committed all the same: for tools that watch the lag of groups.
+"""Commit the position of a reader without consumer group, so that monitoring tools show its lag.
 
-A hint only: nobody reads it back. What cannot be committed is said once, and tried again.
+forebay never reads the committed offset back. A failed commit is logged once and retried.
 """
 
 import asyncio
@@ -17,12 +17,12 @@ from forebay.transport.kafka.writer import explain
 
 logger = logging.getLogger(__name__)
 
-COMMIT_EVERY_S = 5.0  # Kafka's own clients commit so often
-COMMIT_S = 1.0  # the reader waits for it, and it is not worth more
+COMMIT_EVERY_S = 5.0  # the default commit interval of Kafka's own clients
+COMMIT_S = 1.0  # timeout of a commit; short, because the reader waits for it
 
 
 class KafkaPosition:
-    """The committed offset of the group `name` in one partition of `topic`, both named without namespace."""
+    """Committed offset of a consumer group in one partition."""
 
     def __init__(self, consumer: AIOKafkaConsumer, place: TopicPartition, group: str) -> None:
         self._consumer = consumer
@@ -34,7 +34,10 @@ class KafkaPosition:
 
     @classmethod
     async def open(cls, settings: KafkaSettings, topic: str, partition: int, name: str) -> Self:
-        """Connect. Raises KafkaUnusable when there is no broker or it does not let us in."""
+        """Connect for the group `name` and one partition of `topic`, both named without namespace.
+
+        Raises KafkaUnusable if the broker is unreachable or rejects the connection.
+        """
         group = settings.topic(name)
         consumer = AIOKafkaConsumer(**settings.client_options(), group_id=group, enable_auto_commit=False)
         place = TopicPartition(settings.topic(topic), partition)
@@ -43,19 +46,19 @@ class KafkaPosition:
         except (KafkaError, OSError) as error:
             await consumer.stop()
             raise unreachable(settings, error) from error
-        consumer.assign([place])  # without a group's members: nobody is asked, and nothing moves
+        consumer.assign([place])  # without joining the group, so this causes no rebalance
         consumer.pause(place)
         return cls(consumer, place, group)
 
-    async def reached(self, offset: int) -> None:
-        """The next offset to read; committed at most every `COMMIT_EVERY_S`."""
+    async def update(self, offset: int) -> None:
+        """Set the next offset to read, and commit it if the last commit is older than `COMMIT_EVERY_S`."""
         self._offset = offset
         if time.monotonic() >= self._due_s:
             self._due_s = time.monotonic() + COMMIT_EVERY_S
             await self._commit()
 
     async def close(self) -> None:
-        """Commit the last offset, if there is one, and disconnect."""
+        """Commit the last offset, if any, and disconnect."""
         await self._commit()
         await self._consumer.stop()
 
@@ -68,5 +71,7 @@ class KafkaPosition:
             self._failing = False
         except (KafkaError, OSError) as error:
             if not self._failing:
-                logger.warning("the group %s cannot commit, its lag is not shown: %s", self._group, explain(error))
+                logger.warning(
+                    "the group %s cannot commit, so its lag is not up to date: %s", self._group, explain(error)
+                )
             self._failing = True

@@ -1,7 +1,7 @@
-"""Reads of Kafka at any offset, for recovery and replay: one consumer, one partition at a time.
+"""Read Kafka partitions at any offset, for recovery and replay, with one consumer for all partitions.
 
-All partitions but the one that is read are paused; what was fetched ahead stays, so a reader that goes
-page by page through several partitions does not fetch anything twice.
+The consumer pauses all partitions except the one being read. Prefetched records are kept, so reading several partitions
+page by page does not fetch a record twice.
 """
 
 import asyncio
@@ -16,13 +16,13 @@ from forebay.transport.kafka.start import start_whole
 from forebay.transport.kafka.tail import record_of
 from forebay.transport.kafka.writer import explain
 
-POLL_MS = 100  # between two looks whether the rest of the partition was compacted away
+POLL_MS = 100  # between two checks whether compaction removed the remaining records
 FETCH_BYTES = 4 << 20
 TRIES_MAX = REQUEST_MS // POLL_MS
 
 
 class KafkaReader:
-    """Random reads. Calls from several tasks take turns."""
+    """Reader of records at any offset. Concurrent calls are serialised."""
 
     def __init__(self, settings: KafkaSettings) -> None:
         self._settings = settings
@@ -34,7 +34,7 @@ class KafkaReader:
         self._ends: dict[TopicPartition, int] = {}
 
     async def read(self, topic: str, partition: int, offset: int, limit: int) -> list[Record]:
-        """Up to `limit` records from `offset` on, none at the end. Raises LogError."""
+        """Return up to `limit` records from `offset`, none at the end. Raises LogError."""
         place = TopicPartition(self._settings.topic(topic), partition)
         if limit <= 0:
             return []
@@ -47,29 +47,32 @@ class KafkaReader:
                     return []
                 return await self._fetch(consumer, place, topic, offset, limit)
             except OffsetOutOfRangeError as error:
-                text = f"{topic}/{partition} no longer holds offset {offset}: see the retention of the topic"
+                text = f"{topic}/{partition} no longer holds offset {offset}: check the retention of the topic"
                 raise LogError(text) from error
             except (KafkaError, OSError) as error:
                 raise LogError(f"{topic}/{partition} cannot be read from Kafka: {explain(error)}") from error
 
     async def end(self, topic: str, partition: int) -> int:
-        """The offset that the next record will get. Raises LogError."""
+        """Return the offset of the next record to be appended. Raises LogError."""
         place = TopicPartition(self._settings.topic(topic), partition)
         try:
             consumer = await self._started()
             end: int = (await consumer.end_offsets([place]))[place]
         except (KafkaError, OSError) as error:
-            raise LogError(f"the end of {topic}/{partition} cannot be asked of Kafka: {explain(error)}") from error
+            raise LogError(
+                f"the end offset of {topic}/{partition} cannot be read from Kafka: {explain(error)}"
+            ) from error
         return end
 
     async def begin(self, topic: str, partition: int) -> int:
-        """The oldest offset that is still there. Raises LogError."""
+        """Return the oldest offset that the partition still holds. Raises LogError."""
         place = TopicPartition(self._settings.topic(topic), partition)
         try:
             consumer = await self._started()
             begin: int = (await consumer.beginning_offsets([place]))[place]
         except (KafkaError, OSError) as error:
-            raise LogError(f"the start of {topic}/{partition} cannot be asked of Kafka: {explain(error)}") from error
+            text = f"the first offset of {topic}/{partition} cannot be read from Kafka: {explain(error)}"
+            raise LogError(text) from error
         return begin
 
     async def close(self) -> None:
@@ -112,7 +115,9 @@ class KafkaReader:
                     self._positions[place] = messages[-1].offset + 1
                     return [record_of(topic, message) for message in messages]
                 if await consumer.position(place) >= self._ends[place]:
-                    return []  # a compacted topic may end in records that are no longer there
+                    return []  # compaction may have removed the last records of the partition
         finally:
             consumer.pause(place)
-        raise LogError(f"{topic}/{place.partition} gives nothing at offset {offset} for {REQUEST_MS} ms")
+        raise LogError(
+            f"{topic}/{place.partition} returned no record at offset {offset} for {REQUEST_MS} ms; check the broker"
+        )

@@ -1,7 +1,8 @@
-"""Records for readers outside of forebay: full topic names, and the partition that every Kafka client would choose.
+"""Send responses of the Kafka API to topics outside of forebay's log.
 
-forebay's own topic for answers gets an idempotent producer; a failure there is a failure of the log. Topics of
-others get a producer of their own, because one that refuses records would spoil the sequence of all of them.
+Topics are full names, and the record key determines the partition as in every Kafka client. forebay's own response
+topic has an idempotent producer, whose failure is a failure of the log. All other reply topics share a second producer,
+because one topic that rejects records would break the idempotent sequence of all topics.
 """
 
 import asyncio
@@ -14,23 +15,30 @@ from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.errors import KafkaError
 
 from forebay.transport.base import LogError
-from forebay.transport.kafka.group import patiently
+from forebay.transport.kafka.group import query_with_retry
 from forebay.transport.kafka.settings import KafkaSettings
 from forebay.transport.kafka.start import start_whole
 from forebay.transport.kafka.topics import unreachable
 from forebay.transport.kafka.writer import BATCH_BYTES_MAX, HEADROOM_BYTES, RECORD_BYTES_MAX, explain
 
 DELIVERY_MS = 30_000  # a broker may elect a leader or restart meanwhile
-FOREIGN_MS = 10_000  # a topic that is gone holds up the answers behind it for this long
-TOPICS_S = 2.0  # between two looks for a topic that was not there
+FOREIGN_MS = 10_000  # a deleted topic delays the responses behind it for at most this long
+TOPICS_S = 2.0  # between two queries for a topic that did not exist
 
 
 class TopicUnusable(Exception):
-    """A topic of somebody else's does not take what it was sent."""
+    """A reply topic other than forebay's own does not accept a response."""
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """A record to send. `topic` is a full name, empty for forebay's own topic of answers."""
+    """Record to send.
+
+    Attributes:
+        topic: Full name of the topic, empty for forebay's own response topic.
+        key: Record key, which determines the partition.
+        headers: Record headers by name.
+        value: Body of the response.
+    """
 
     topic: str
     key: bytes
@@ -42,7 +50,10 @@ OnDone = Callable[[LogError | TopicUnusable | None], None]
 
 
 class KafkaReplies:
-    """Sends replies; those with the same key and topic keep their order. `own` is named without namespace."""
+    """Sender of replies. Replies with the same topic and key keep their order.
+
+    `own` is the name of forebay's own response topic, without namespace.
+    """
 
     def __init__(self, settings: KafkaSettings, own: str) -> None:
         self._settings = settings
@@ -55,7 +66,7 @@ class KafkaReplies:
         self._looking = asyncio.Lock()
 
     async def start(self) -> None:
-        """Connect. Raises KafkaUnusable."""
+        """Connect. Raises KafkaUnusable if the broker is unreachable or rejects the connection."""
         options = self._settings.client_options()
         self._admin = AIOKafkaAdminClient(**options)
         common = {"acks": "all", "compression_type": "snappy", "max_batch_size": BATCH_BYTES_MAX}
@@ -73,7 +84,7 @@ class KafkaReplies:
             raise unreachable(self._settings, error) from error
 
     async def stop(self) -> None:
-        """Send what is in line, and disconnect."""
+        """Send pending replies and disconnect."""
         for client in (self._producer, self._foreign):
             if client is not None:
                 await client.stop()
@@ -81,20 +92,23 @@ class KafkaReplies:
             await self._admin.close()
 
     async def exists(self, topic: str) -> bool:
-        """Whether there is a topic of this full name. Raises LogError. Asks without creating it."""
+        """Return whether a topic of this full name exists, without creating it. Raises LogError."""
         assert self._admin is not None
         admin = self._admin
         async with self._looking:
-            # A name that is not there is asked for again, but a client that repeats it does not flood the broker.
+            # Query an unknown name again, but not more often than every TOPICS_S for a client that repeats it.
             if topic not in self._topics and time.monotonic() - self._looked_s >= TOPICS_S:
-                self._topics = set(await patiently(admin.list_topics, "Kafka does not tell its topics"))
+                self._topics = set(await query_with_retry(admin.list_topics, "the topics of Kafka cannot be listed"))
                 self._looked_s = time.monotonic()
         return topic in self._topics
 
     async def send(self, reply: Reply, on_done: OnDone) -> None:
-        """Put a reply in line, waiting while the line is full. `on_done` hears once the broker has it, or will not.
+        """Queue a reply, waiting while the queue is full.
 
-        It hears a LogError for forebay's own topic and TopicUnusable for others, perhaps before this returns.
+        Args:
+            reply: The reply.
+            on_done: Called with None once the broker has acknowledged the reply. Called with LogError (forebay's own
+                topic) or TopicUnusable (other topics) if that failed, possibly before this method returns.
         """
         assert self._producer is not None
         assert self._foreign is not None
@@ -103,20 +117,20 @@ class KafkaReplies:
         try:
             sent = await producer.send(reply.topic or self._own, reply.value, reply.key, headers=headers)
         except (KafkaError, OSError) as error:
-            on_done(self._trouble(reply.topic, error))
+            on_done(self._error_of(reply.topic, error))
             return
 
         def done(future: "asyncio.Future[object]") -> None:
             if future.cancelled():
                 return
             error = future.exception()
-            on_done(None if error is None else self._trouble(reply.topic, error))
+            on_done(None if error is None else self._error_of(reply.topic, error))
 
         sent.add_done_callback(done)
 
-    def _trouble(self, topic: str, error: BaseException) -> LogError | TopicUnusable:
-        told = explain(error) if isinstance(error, Exception) else repr(error)
-        text = f"{topic or self._own} does not take answers: {told}"
+    def _error_of(self, topic: str, error: BaseException) -> LogError | TopicUnusable:
+        reason = explain(error) if isinstance(error, Exception) else repr(error)
+        text = f"{topic or self._own} does not accept responses: {reason}"
         if topic:
             self._topics.discard(topic)
             return TopicUnusable(text)

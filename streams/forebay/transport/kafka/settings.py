@@ -1,7 +1,7 @@
-"""How to reach Kafka: addresses, namespace, and the security properties that every Kafka client knows.
+"""Connection settings for Kafka: bootstrap servers, namespace, and security properties.
 
-Properties have librdkafka's names (`security.protocol`, `sasl.username`, …), so that one `client.properties`
-serves kcat, rpk and forebay alike.
+Properties have librdkafka's names (`security.protocol`, `sasl.username`, …), so kcat, rpk and forebay can share one
+`client.properties` file.
 """
 
 from collections.abc import Mapping
@@ -28,29 +28,35 @@ CERTIFICATES = {
     "ssl.key.location": "keyfile",
     "ssl.key.password": "password",
 }
-REQUEST_MS = 10_000  # a broker that does not answer for this long is gone
-# With aiokafka's 100 ms two routers, two workers and an ingress tried to reconnect 350 times a second during an outage.
-# Joining a consumer group waits as long after a refusal, so more would delay a take-over.
+REQUEST_MS = 10_000  # a broker that does not respond for this long counts as unreachable
+# With aiokafka's default of 100 ms, two routers, two workers and an ingress tried to reconnect 350 times per second
+# during an outage. Joining a consumer group waits equally long after a rejection, so more would delay a takeover.
 RETRY_BACKOFF_MS = 250
 
 
 class KafkaUnusable(LogError):
-    """Kafka cannot be worked with as it is; the text says what to change."""
+    """Kafka is unreachable or misconfigured. The text says what to change."""
 
 
 class KafkaSettings(msgspec.Struct, frozen=True):
-    """Where Kafka is and how to log in. `bootstrap` is `host:port`, several separated by commas."""
+    """Connection settings for Kafka.
+
+    Attributes:
+        bootstrap: Bootstrap servers as `host:port`, separated by commas.
+        namespace: Prefix of all topic and group names, without the dot.
+        properties: Security properties by librdkafka's names.
+    """
 
     bootstrap: str
     namespace: str = "forebay"
     properties: Mapping[str, str] = {}
 
     def topic(self, name: str) -> str:
-        """The topic's name on the broker."""
+        """Return the name of a topic on the broker."""
         return f"{self.namespace}.{name}"
 
     def client_options(self) -> dict[str, Any]:
-        """Keyword arguments for every aiokafka client. Raises KafkaUnusable for a property that makes no sense."""
+        """Return the keyword arguments for every aiokafka client. Raises KafkaUnusable for an invalid property."""
         options: dict[str, Any] = {
             "bootstrap_servers": self.bootstrap,
             "request_timeout_ms": REQUEST_MS,
@@ -64,16 +70,19 @@ class KafkaSettings(msgspec.Struct, frozen=True):
                 certificates[CERTIFICATES[name]] = value
             else:
                 known = ", ".join(sorted({*PLAIN, *CERTIFICATES}))
-                raise KafkaUnusable(f"the Kafka property {name} is not known; these are: {known}")
+                raise KafkaUnusable(f"unknown Kafka property {name!r}; supported properties are: {known}")
         if "SSL" in options.get("security_protocol", "").split("_"):
             options["ssl_context"] = _ssl_context(certificates)
         elif certificates:
-            raise KafkaUnusable("certificates are given, but security.protocol is neither SSL nor SASL_SSL")
+            protocol = options.get("security_protocol", "PLAINTEXT")
+            raise KafkaUnusable(
+                f"certificates are configured, but security.protocol is {protocol}; set it to SSL or SASL_SSL"
+            )
         return options
 
 
 def read_properties(path: Path) -> dict[str, str]:
-    """The `name=value` lines of a properties file. Raises KafkaUnusable with the line that is none."""
+    """Return the `name=value` pairs of a properties file. Raises KafkaUnusable that names the first invalid line."""
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -85,7 +94,7 @@ def read_properties(path: Path) -> dict[str, str]:
             continue
         name, equals, value = text.partition("=")
         if not equals or not name.strip():
-            raise KafkaUnusable(f"{path}:{number}: {text!r} is not name=value")
+            raise KafkaUnusable(f"{path}:{number}: got {text!r}, expected name=value")
         properties[name.strip()] = value.strip()
     return properties
 

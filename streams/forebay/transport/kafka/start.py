@@ -1,15 +1,15 @@
-"""Starts aiokafka's clients whole or not at all."""
+"""Start aiokafka's clients so that a failed or cancelled start leaves no connection open."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
 
-CANCEL_GRACE_S = 1.0  # a broker that answers lets a client in far sooner
+CANCEL_GRACE_S = 1.0  # a reachable broker completes a start much faster
 
 
 async def start_whole(start: Callable[[], Awaitable[None]], stop: Callable[[], Awaitable[None]]) -> None:
-    """Start a client, and stop it when that fails or is cancelled. Raises what `start` raises.
+    """Start a client, and stop it if the start fails or is cancelled. Raises what `start` raises.
 
-    A start that is cancelled in its midst may forget an open connection, so it is given `CANCEL_GRACE_S` to end.
+    Cancelling a start may leak an open connection, so a cancelled start gets `CANCEL_GRACE_S` to finish.
     """
     starting = asyncio.ensure_future(start())
     try:

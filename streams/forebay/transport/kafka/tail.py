@@ -1,7 +1,7 @@
-"""Readers that follow partitions of Kafka: one consumer a process for all of them, drained at once.
+"""Follow Kafka partitions with one consumer for all tails of the process.
 
-A consumer has one fetch in flight, and leaves out of it what it still holds records of. So whatever came
-is moved into the tails' own buffers at once; a buffer that is full pauses its partition alone.
+A consumer has one fetch in flight, and does not fetch partitions of which it still holds records. Fetched records are
+therefore moved into the buffers of the tails immediately. A full buffer pauses only its own partition.
 """
 
 import asyncio
@@ -18,16 +18,21 @@ from forebay.transport.kafka.settings import KafkaSettings
 from forebay.transport.kafka.start import start_whole
 from forebay.transport.kafka.writer import explain
 
-FETCH_WAIT_MS = 20  # how long a fetch may sleep over quiet partitions, and so the most that a new tail waits
-POLL_MS = 1_000  # the pump wakes by itself, to see that it should end
+FETCH_WAIT_MS = 20  # time that the broker may delay a fetch of quiet partitions, so the maximum delay of a new tail
+POLL_MS = 1_000  # the fetch loop wakes after this time, to notice that it should end
 BUFFER_RECORDS_MAX = 20_000
-RETRY_S = 0.2  # after an error of the broker that passes
-AT_MS_MAX = 253_402_300_799_999  # the end of the year 9999, the last that dates of Python can show
+RETRY_S = 0.2  # pause after a transient error of the broker
+AT_MS_MAX = 253_402_300_799_999  # the end of the year 9999, the maximum of Python's datetime
 NULL_VALUE = "its value is null"
 
 
 class KafkaTail:
-    """Follows one partition from an offset on."""
+    """Tail of one partition from a given offset.
+
+    Attributes:
+        position: Offset of the next record to buffer.
+        wake: Set whenever records become ready.
+    """
 
     def __init__(self, tails: "KafkaTails", place: TopicPartition, topic: str, offset: int, wake: Wake) -> None:
         self.position = offset
@@ -43,7 +48,7 @@ class KafkaTail:
         return len(self._buffer)
 
     def take(self, limit: int) -> list[Record]:
-        """Up to `limit` next records, at once. Raises LogError when the partition cannot be followed any more."""
+        """Return up to `limit` next records without waiting. Raises LogError if the tail failed."""
         if self._tails.failure is not None:
             raise LogError(str(self._tails.failure))
         buffer = self._buffer
@@ -59,9 +64,9 @@ class KafkaTail:
         self._tails.leave(self._place, self)
 
     def push(self, messages: list[ConsumerRecord]) -> None:
-        """Take in what was fetched and is new to this tail."""
+        """Buffer the fetched records that this tail does not have yet."""
         position = self.position
-        fresh = messages if messages[0].offset >= position else [one for one in messages if one.offset >= position]
+        fresh = messages if messages[0].offset >= position else [item for item in messages if item.offset >= position]
         if fresh:
             self._buffer.extend(fresh)
             self.position = fresh[-1].offset + 1
@@ -69,12 +74,18 @@ class KafkaTail:
 
     @property
     def full(self) -> bool:
-        """Whether it takes no more for now."""
+        """Whether the buffer is full."""
         return len(self._buffer) >= BUFFER_RECORDS_MAX
 
 
 class KafkaTails:
-    """Every tail of a process. `on_hop` hears, by topic, how long records took from producer to here, in seconds."""
+    """All tails of a process, fed by one consumer.
+
+    `on_hop` is called with a topic and the seconds from the append of a record to its arrival in this process.
+
+    Attributes:
+        failure: Error that ended all tails, None while they work.
+    """
 
     def __init__(self, settings: KafkaSettings, on_hop: Callable[[str, float], None]) -> None:
         self.failure: LogError | None = None
@@ -87,7 +98,7 @@ class KafkaTails:
         self._changed = asyncio.Event()
 
     def follow(self, topic: str, partition: int, offset: int, wake: Wake) -> KafkaTail:
-        """A new tail."""
+        """Return a new tail of a partition from `offset`."""
         place = TopicPartition(self._settings.topic(topic), partition)
         tail = KafkaTail(self, place, topic, offset, wake)
         self._tails.setdefault(place, []).append(tail)
@@ -98,7 +109,7 @@ class KafkaTails:
         return tail
 
     def leave(self, place: TopicPartition, tail: KafkaTail) -> None:
-        """A tail is closed."""
+        """Remove a closed tail."""
         tails = self._tails.get(place, [])
         if tail in tails:
             tails.remove(tail)
@@ -106,12 +117,12 @@ class KafkaTails:
             self._assign()
 
     def resume(self, place: TopicPartition) -> None:
-        """A tail has room again."""
+        """Resume fetching a partition if none of its tails is full."""
         if self._consumer is not None and not any(tail.full for tail in self._tails.get(place, [])):
             self._consumer.resume(place)
 
     def lags(self) -> dict[tuple[str, int], int]:
-        """How many records each followed partition holds that were not fetched yet."""
+        """Return the number of records not fetched yet, by (topic, partition)."""
         lags = {}
         if self._consumer is not None:
             for place, tails in self._tails.items():
@@ -121,7 +132,7 @@ class KafkaTails:
         return lags
 
     def fail(self, error: LogError) -> None:
-        """Tell every reader at its next look."""
+        """Fail all tails: their next `take` raises the error."""
         self.failure = self.failure or error
         for tails in self._tails.values():
             for tail in tails:
@@ -140,7 +151,7 @@ class KafkaTails:
         consumer = self._consumer
         if consumer is None:
             return
-        # A new assignment forgets the positions of the old one.
+        # `assign` resets the positions, so seek again.
         consumer.assign(list(self._tails))
         for place, tails in self._tails.items():
             consumer.seek(place, min(tail.position for tail in tails))
@@ -148,16 +159,16 @@ class KafkaTails:
     async def _run(self) -> None:
         try:
             consumer = await self._started()
-            self._consumer = consumer  # not before: one that is still starting cannot seek
+            self._consumer = consumer  # set after the start, because a starting consumer cannot seek
             self._assign()
             while True:
                 await self._fetch(consumer)
-        except Exception as error:  # whatever ends the pump, a reader must not wait for ever
+        except Exception as error:  # readers must not wait for ever, whatever error ends this loop
             self.fail(LogError(f"Kafka cannot be read: {explain(error)}"))
             raise
 
     async def _started(self) -> DenseConsumer:
-        """Start a consumer, again while the broker is away. Raises KafkaError."""
+        """Start a consumer, retrying while the broker is unreachable. Raises KafkaError."""
         while True:
             consumer = DenseConsumer(
                 **self._settings.client_options(),
@@ -182,8 +193,8 @@ class KafkaTails:
             fetched = await consumer.getmany(timeout_ms=POLL_MS, max_records=BUFFER_RECORDS_MAX)
         except OffsetOutOfRangeError as error:
             places = ", ".join(f"{self._names.get(place, place)}@{offset}" for place, offset in error.args[0].items())
-            reason = "removed by retention before they were read, or lost by the broker"
-            self.fail(LogError(f"records are not in the log ({reason}): {places}"))
+            reason = "retention removed them before they were read, or the broker lost them"
+            self.fail(LogError(f"records are missing from the log ({reason}): {places}; check the retention"))
             await asyncio.Event().wait()
             return
         except KafkaError as error:
@@ -204,7 +215,7 @@ class KafkaTails:
 
 
 def record_of(topic: str, message: ConsumerRecord) -> Record:
-    """Return a fetched message as the port has it, whatever its producer wrote; it never raises."""
+    """Return a fetched message as a `Record`. Never raises, whatever the producer wrote."""
     fault, value = None, message.value
     if isinstance(message, AbsentRecord):
         fault = message.reason
@@ -217,7 +228,11 @@ def record_of(topic: str, message: ConsumerRecord) -> Record:
 
 
 def headers_of(headers: Sequence[tuple[str, bytes | None]]) -> dict[str, str] | None:
-    """Return headers as text: a null value is empty, bytes that are not UTF-8 are escaped, the last of a name wins."""
+    """Return record headers as text, or None if there are none.
+
+    A null value becomes an empty string, and bytes that are not UTF-8 are escaped. Of several headers with the same
+    name, the last one wins.
+    """
     if not headers:
         return None
     return {name: (value or b"").decode(errors="backslashreplace") for name, value in headers}

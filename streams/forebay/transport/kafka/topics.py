@@ -1,4 +1,4 @@
-"""The topics on the broker: created with what each needs, and checked before anything relies on them."""
+"""Create the topics on the broker with their configuration, and check the existing topics."""
 
 import asyncio
 import logging
@@ -39,19 +39,19 @@ KNOWN_POLL_S = 0.05
 MINUTE_MS = 60_000
 HOUR_MS = 60 * MINUTE_MS
 DAY_MS = 24 * HOUR_MS
-# Of one partition number each: a group's facts and decisions lie side by side.
+# These topics have equal partition counts, because all events and decisions of a group use the same partition number.
 CONTROL_TOPICS = (
     REQUESTS, KV_EVENTS, METRICS, PROGRESS, FLEET, CONTROL, DECISIONS, SNAPSHOTS, SHADOW, HEARTBEATS, DEAD_LETTERS,
 )  # fmt: skip
 RETENTION_MS = {
-    # The first placement of a group stands, so it must stay; compaction would keep the last one.
+    # The first placement of a group is valid for ever, and compaction would keep only the last one.
     GROUPS.name: -1,
-    # Whoever asks how pools are configured reads it from its beginning; it holds a few records a start.
+    # Readers of the pool configuration read the topic from its beginning. It grows by a few records per start.
     CONTROL.name: -1,
-    # What a snapshot stands for may go; the snapshots outlive it, so that a slice can still be replayed.
+    # Snapshots are kept longer than the records they replace, so that a slice of the log can still be replayed.
     SNAPSHOTS.name: 8 * DAY_MS,
     TOKENS.name: DAY_MS,
-    # Readers need seconds of them; the minutes are for people who look after an incident.
+    # Readers need a few seconds of heartbeats. The minutes help to investigate an incident.
     HEARTBEATS.name: 10 * MINUTE_MS,
 }
 RETENTION_DEFAULT_MS = 7 * DAY_MS
@@ -59,14 +59,14 @@ WORK_RETENTION_MS = DAY_MS
 
 
 class TopicPlan(msgspec.Struct, frozen=True):
-    """How many partitions topics are created with; those that exist keep theirs.
+    """Partition counts with which missing topics are created. Existing topics keep their counts.
 
     Attributes:
-        groups: of every control topic, so the most models that are served.
-        slots: of a work topic. The control partitions share them: a model has slots / groups workers of a pool.
-        replies: of `tokens`, so over how many partitions answers spread.
-        kafka_api: of `openai-requests` and `openai-responses`.
-        replication: copies of every partition.
+        groups: Partitions of every control topic, which is the maximum number of models.
+        slots: Partitions of each work topic. A model can have slots / groups workers in a pool.
+        replies: Partitions of `tokens`, over which responses are distributed.
+        kafka_api: Partitions of `openai-requests` and of `openai-responses`.
+        replication: Replicas of every partition.
     """
 
     groups: int = 4
@@ -77,7 +77,14 @@ class TopicPlan(msgspec.Struct, frozen=True):
 
 
 class TopicCounts(msgspec.Struct, frozen=True):
-    """What the broker has: partitions by kind of topic. `pools` maps a pool to its slots."""
+    """Partition counts of the topics on the broker.
+
+    Attributes:
+        groups: Partitions of every control topic.
+        replies: Partitions of `tokens`.
+        kafka_api: Partitions of `openai-requests`.
+        pools: Partitions of the work topic of each pool, by name of the pool.
+    """
 
     groups: int
     replies: int
@@ -86,7 +93,7 @@ class TopicCounts(msgspec.Struct, frozen=True):
 
 
 def planned(plan: TopicPlan, pools: Sequence[str]) -> list[tuple[Topic, int, dict[str, str]]]:
-    """Every topic with its partitions and configuration on the broker."""
+    """Return every topic with its planned partition count and its configuration on the broker."""
     counts = {GROUPS.name: 1, TOKENS.name: plan.replies}
     counts |= dict.fromkeys((OPENAI_REQUESTS.name, OPENAI_RESPONSES.name), plan.kafka_api)
     counts |= dict.fromkeys((topic.name for topic in CONTROL_TOPICS), plan.groups)
@@ -95,9 +102,9 @@ def planned(plan: TopicPlan, pools: Sequence[str]) -> list[tuple[Topic, int, dic
 
 
 async def create_topics(settings: KafkaSettings, plan: TopicPlan, pools: Sequence[str]) -> list[str]:
-    """Create what is missing, and wait until the broker knows it; the names that are new.
+    """Create the missing topics, wait until the broker lists them, and return their names.
 
-    Raises KafkaUnusable when the broker refuses.
+    Raises KafkaUnusable if the broker rejects the creation.
     """
     admin = await _admin(settings)
     try:
@@ -111,29 +118,29 @@ async def create_topics(settings: KafkaSettings, plan: TopicPlan, pools: Sequenc
 
 
 async def partitions_of(settings: KafkaSettings) -> dict[str, int]:
-    """Every topic of the namespace with its number of partitions. Raises KafkaUnusable."""
+    """Return the partition count of every topic of the namespace, by name without prefix. Raises KafkaUnusable."""
     admin = await _admin(settings)
     try:
         described = await admin.describe_topics()
     except (KafkaError, OSError) as error:
-        raise KafkaUnusable(f"{settings.bootstrap} does not tell its topics: {explain(error)}") from error
+        raise KafkaUnusable(f"the topics of {settings.bootstrap} cannot be listed: {explain(error)}") from error
     finally:
         await admin.close()
     prefix = settings.topic("")
     return {
-        one["topic"].removeprefix(prefix): len(one["partitions"])
-        for one in described
-        if one["topic"].startswith(prefix) and not one["error_code"]
+        topic["topic"].removeprefix(prefix): len(topic["partitions"])
+        for topic in described
+        if topic["topic"].startswith(prefix) and not topic["error_code"]
     }
 
 
 async def count_topics(settings: KafkaSettings) -> TopicCounts:
-    """What is there. Raises KafkaUnusable for topics that are missing or do not fit together."""
+    """Return the partition counts on the broker. Raises KafkaUnusable for missing or inconsistent topics."""
     partitions = await partitions_of(settings)
     missing = [topic.name for topic in FIXED_TOPICS if topic.name not in partitions]
     if missing:
         names = ", ".join(settings.topic(name) for name in missing)
-        raise KafkaUnusable(f"{settings.bootstrap} has no topic {names}; run `forebay topics create` once")
+        raise KafkaUnusable(f"{settings.bootstrap} has no topic {names}; run `forebay topics create`")
     _require_equal(settings, partitions, [topic.name for topic in CONTROL_TOPICS])
     if partitions[GROUPS.name] != 1:
         raise KafkaUnusable(f"{settings.topic(GROUPS.name)} has {partitions[GROUPS.name]} partitions; it must have 1")
@@ -149,8 +156,8 @@ async def count_topics(settings: KafkaSettings) -> TopicCounts:
 def _require_equal(settings: KafkaSettings, partitions: dict[str, int], names: list[str]) -> None:
     counts = {partitions[name] for name in names}
     if len(counts) > 1:
-        told = ", ".join(f"{settings.topic(name)} {partitions[name]}" for name in names)
-        raise KafkaUnusable(f"the control topics must have equally many partitions, but have: {told}")
+        found = ", ".join(f"{settings.topic(name)} {partitions[name]}" for name in names)
+        raise KafkaUnusable(f"the control topics must have equal partition counts, but have: {found}")
 
 
 async def _create(
@@ -181,9 +188,9 @@ async def _create(
 
 
 async def _until_known(admin: AIOKafkaAdminClient, names: list[str]) -> None:
-    """A broker answers before it has spread the word, and would deny for a moment what it just made."""
+    """Wait until the broker lists the topics, which it may not do immediately after it created them."""
     async with asyncio.timeout(REQUEST_MS / 1000):
-        while not set(names) <= set(await admin.list_topics()):  # noqa: ASYNC110 - nothing else tells
+        while not set(names) <= set(await admin.list_topics()):  # noqa: ASYNC110 - Kafka has no event for this
             await asyncio.sleep(KNOWN_POLL_S)
 
 
@@ -197,12 +204,12 @@ async def _admin(settings: KafkaSettings) -> AIOKafkaAdminClient:
 
 
 def unreachable(settings: KafkaSettings, error: Exception) -> KafkaUnusable:
-    """Why no connection came about, in a sentence."""
-    told = explain(error)
+    """Return the error for a failed connection, with a hint what to check."""
+    reason = explain(error)
     hint = "check that it runs and its address"
     if "sasl_mechanism" in settings.client_options():
         hint += ", and the user name and password"
-    return KafkaUnusable(f"Kafka at {settings.bootstrap} cannot be used ({told}); {hint}")
+    return KafkaUnusable(f"Kafka at {settings.bootstrap} cannot be used ({reason}); {hint}")
 
 
 def _config(topic: Topic) -> dict[str, str]:
@@ -210,7 +217,7 @@ def _config(topic: Topic) -> dict[str, str]:
     retention = WORK_RETENTION_MS if topic.name.startswith(work_topic("").name) else RETENTION_DEFAULT_MS
     config["cleanup.policy"] = "delete"
     config["retention.ms"] = RETENTION_MS.get(topic.name, retention)
-    # Kafka removes closed segments only, and closes one after a week unless told otherwise.
+    # Kafka removes only closed segments, and by default closes a segment after a week.
     if 0 < config["retention.ms"] < DAY_MS:
         config["segment.ms"] = config["retention.ms"]
     return {name: str(value) for name, value in config.items()}

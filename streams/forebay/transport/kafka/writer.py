@@ -1,8 +1,8 @@
-"""Appends to Kafka: for each partition one batch in flight, everything that comes meanwhile in the next.
+"""Append records to Kafka with one batch in flight per partition. Later records go into the next batch.
 
-A batch stands in the log whole or not at all, and its records have consecutive offsets; so what one call
-appends to one partition stays together unless it is larger than a batch. Idempotent, acknowledged by all
-replicas. The first failure ends all writing: what was lost behind it cannot be known.
+A batch is written completely or not at all, and its records have consecutive offsets. The records that one call appends
+to a partition therefore stay together, unless they exceed a batch. Appends are idempotent and acknowledged by all
+replicas. The first failure ends all writing, because the writer cannot know which later records were lost.
 """
 
 import asyncio
@@ -20,18 +20,18 @@ from forebay.transport.base import Draft, LogError, LogFull
 
 logger = logging.getLogger(__name__)
 
-RECORD_BYTES_MAX = 16 << 20  # what the topics are configured to take
+RECORD_BYTES_MAX = 16 << 20  # the configured maximum message size of the topics
 BATCH_RECORDS_MAX = 10_000
 BATCH_BYTES_MAX = 1 << 20  # a larger record gets a batch of its own
-# Nobody waits for these: they leave after the tokens of the same step, and more of them together.
+# These topics are not latency-critical: they wait for the tokens of the same step, and fill larger batches.
 LINGER_S = {PROGRESS.name: 0.002, KV_EVENTS.name: 0.005, METRICS.name: 0.005}
-HEADROOM_BYTES = 1 << 16  # of batch and record frames, within what a topic takes
-# The broker may be away for as long as a batch is tried again; then this is what waits for it.
+HEADROOM_BYTES = 1 << 16  # for batch and record headers within the maximum message size
+# Maximum bytes of records that wait while the broker is unreachable.
 BUFFER_BYTES_MAX = 256 << 20
 
 
 class Waiter:
-    """One `append`: the offsets of its drafts, filled in partition by partition."""
+    """State of one `append`: a future for the offsets of its drafts, which arrive partition by partition."""
 
     __slots__ = ("_missing", "future", "offsets")
 
@@ -41,7 +41,7 @@ class Waiter:
         self._missing = count
 
     def place(self, index: int, offset: int) -> None:
-        """The draft at `index` has its offset."""
+        """Set the offset of the draft at `index`, and resolve the future once all offsets are set."""
         self.offsets[index] = offset
         self._missing -= 1
         if not self._missing and not self.future.done():
@@ -49,8 +49,16 @@ class Waiter:
 
 
 @dataclass(frozen=True, slots=True)
-class Pending:
-    """A draft in line; `waiter` is told of its offset under `index`."""
+class PendingAppend:
+    """Queued draft.
+
+    Attributes:
+        draft: The record to append.
+        size: Its size in bytes.
+        at_ms: Time of the append in milliseconds.
+        waiter: Receiver of the offset, None for an append without waiting.
+        index: Index of the draft in `waiter`.
+    """
 
     draft: Draft
     size: int
@@ -60,7 +68,13 @@ class Pending:
 
 
 class KafkaWriter:
-    """Keeps one line a partition. `name` maps a topic to its name on the broker, `producer_of` to who sends it."""
+    """Writer with one queue per partition.
+
+    `name` maps a topic to its name on the broker, `producer_of` maps it to its producer.
+
+    Attributes:
+        refused: Number of records dropped because their partition does not exist.
+    """
 
     def __init__(
         self,
@@ -71,24 +85,32 @@ class KafkaWriter:
         self._producer_of = producer_of
         self._name = name
         self._on_failure = on_failure
-        self._lines: dict[tuple[str, int], deque[Pending]] = {}
+        self._queues: dict[tuple[str, int], deque[PendingAppend]] = {}
         self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._waiters: set[Waiter] = set()
         self._buffered = 0
         self.refused = 0
 
     def check(self, draft: Draft) -> int:
-        """The size of a record. Raises ValueError for one that no topic takes."""
+        """Return the size of a record in bytes. Raises ValueError if it exceeds `RECORD_BYTES_MAX`."""
         size = size_of(draft)
         if size > RECORD_BYTES_MAX:
             raise ValueError(f"{draft.topic}: a record of {size} bytes; the limit is {RECORD_BYTES_MAX}")
         return size
 
     def write(self, drafts: Sequence[Draft], waiter: Waiter | None) -> None:
-        """Put drafts in line. Raises ValueError as `check`, LogFull when too much waits for the broker."""
+        """Queue drafts for their partitions.
+
+        Raises:
+            ValueError: A draft is too large.
+            LogFull: More than `BUFFER_BYTES_MAX` would wait for the broker.
+        """
         sizes = [self.check(draft) for draft in drafts]
         if self._buffered + sum(sizes) > BUFFER_BYTES_MAX:
-            raise LogFull(f"Kafka has not taken {self._buffered >> 20} MiB that wait for it")
+            raise LogFull(
+                f"{self._buffered >> 20} MiB of records wait for Kafka, the limit is {BUFFER_BYTES_MAX >> 20} MiB;"
+                " check the broker"
+            )
         self._buffered += sum(sizes)
         at_ms = time.time_ns() // 1_000_000
         if waiter is not None:
@@ -96,63 +118,63 @@ class KafkaWriter:
             waiter.future.add_done_callback(lambda _: self._waiters.discard(waiter))
         for index, (draft, size) in enumerate(zip(drafts, sizes, strict=True)):
             place = (draft.topic, draft.partition)
-            line = self._lines.get(place)
-            if line is None:
-                line = self._lines[place] = deque()
-            line.append(Pending(draft, size, at_ms, waiter, index))
+            queue = self._queues.get(place)
+            if queue is None:
+                queue = self._queues[place] = deque()
+            queue.append(PendingAppend(draft, size, at_ms, waiter, index))
             if place not in self._tasks:
-                task = asyncio.create_task(self._drain(place, line), name=f"append to {draft.topic}/{draft.partition}")
+                task = asyncio.create_task(self._drain(place, queue), name=f"append to {draft.topic}/{draft.partition}")
                 self._tasks[place] = task
 
     def fail(self, error: LogError) -> None:
-        """End every wait with this error."""
+        """Fail every waiting append with this error, and drop all queued drafts."""
         for waiter in list(self._waiters):
             if not waiter.future.done():
                 waiter.future.set_exception(LogError(str(error)))
-        for line in self._lines.values():
-            line.clear()
+        for queue in self._queues.values():
+            queue.clear()
 
     async def flush(self) -> None:
-        """Wait until everything in line is written, or failed."""
+        """Wait until every queued draft is written or failed."""
         while self._tasks:
             await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     @property
     def unacknowledged_bytes(self) -> int:
-        """Bytes of records in line, sent or not."""
+        """Bytes of queued records, including those in flight."""
         return self._buffered
 
     async def cancel(self) -> None:
-        """Write nothing more."""
+        """Cancel all pending writes."""
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _drain(self, place: tuple[str, int], line: deque[Pending]) -> None:
+    async def _drain(self, place: tuple[str, int], queue: deque[PendingAppend]) -> None:
         try:
             producer = await self._producer_of(place[0])
             if linger_s := LINGER_S.get(place[0]):
                 await asyncio.sleep(linger_s)
-            while line:
-                await self._send(producer, place, line)
+            while queue:
+                await self._send(producer, place, queue)
         except (KafkaError, OSError) as error:
             topic, partition = place
-            self._on_failure(LogError(f"Kafka did not take records for {topic}/{partition}: {explain(error)}"))
+            self._on_failure(LogError(f"Kafka rejected records for {topic}/{partition}: {explain(error)}"))
         finally:
             del self._tasks[place]
 
-    async def _send(self, producer: AIOKafkaProducer, place: tuple[str, int], line: deque[Pending]) -> None:
+    async def _send(self, producer: AIOKafkaProducer, place: tuple[str, int], queue: deque[PendingAppend]) -> None:
         topic, partition = self._name(place[0]), place[1]
         known = await producer.partitions_for(topic)
         if partition not in known and not await _grown(producer, topic, partition):
-            self._refuse(f"{topic} has no partition {partition}", line)
+            self._refuse(f"{topic} has no partition {partition}", queue)
             return
         batch = producer.create_batch()
-        sent: list[Pending] = []
+        sent: list[PendingAppend] = []
         size = 0
-        while line and len(sent) < BATCH_RECORDS_MAX:
-            pending = line[0]
+        while queue and len(sent) < BATCH_RECORDS_MAX:
+            pending = queue[0]
             draft = pending.draft
             headers = [(name, value.encode()) for name, value in draft.headers.items()] if draft.headers else []
             if sent and size + pending.size > BATCH_BYTES_MAX:
@@ -160,7 +182,7 @@ class KafkaWriter:
             if batch.append(timestamp=pending.at_ms, key=draft.key, value=draft.value, headers=headers) is None:
                 break
             size += pending.size
-            sent.append(line.popleft())
+            sent.append(queue.popleft())
         batch.close()
         try:
             written = await (await producer.send_batch(batch, topic, partition=partition))
@@ -170,19 +192,19 @@ class KafkaWriter:
             if pending.waiter is not None:
                 pending.waiter.place(pending.index, offset)
 
-    def _refuse(self, reason: str, line: deque[Pending]) -> None:
-        """Nobody reads a partition that does not exist: its records end here, and nothing else does."""
-        self.refused += len(line)
-        logger.error("%d records are refused: %s", len(line), reason)
-        while line:
-            pending = line.popleft()
+    def _refuse(self, reason: str, queue: deque[PendingAppend]) -> None:
+        """Drop the records of a partition that does not exist, without failing the log."""
+        self.refused += len(queue)
+        logger.error("dropped %d records: %s", len(queue), reason)
+        while queue:
+            pending = queue.popleft()
             self._buffered -= pending.size
             if pending.waiter is not None and not pending.waiter.future.done():
                 pending.waiter.future.set_exception(LogError(reason))
 
 
 async def _grown(producer: AIOKafkaProducer, topic: str, partition: int) -> bool:
-    """Ask the broker again whether a partition is there: topics grow."""
+    """Refresh the metadata, and return whether the partition exists now."""
     await producer.client.force_metadata_update()
     return partition in await producer.partitions_for(topic)
 
@@ -194,6 +216,6 @@ def size_of(draft: Draft) -> int:
 
 
 def explain(error: Exception) -> str:
-    """What a Kafka error says, in one line that is never empty."""
+    """Return the message of a Kafka error as one line, or its type if the message is empty."""
     text = str(error).strip() or type(error).__name__
     return text.splitlines()[0]
