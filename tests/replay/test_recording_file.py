@@ -230,7 +230,7 @@ def test_it_opens_on_media_that_cannot_be_written_and_leaves_nothing_beside_it(r
 
 
 def test_nothing_is_appended_to_a_recording(rec: Path, made: bytes) -> None:
-    with pytest.raises(LogUnusable, match="is a recording, which takes no more records"):
+    with pytest.raises(LogUnusable, match="is a recording, which is read-only"):
         SqliteLog.open(rec)
     with opened(rec) as log, pytest.raises(LogError, match="was opened read-only"):
         asyncio.run(log.append([Draft("fleet", 0, b"")]))

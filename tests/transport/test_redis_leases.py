@@ -164,15 +164,15 @@ async def test_groups_are_those_with_a_lease_that_runs(leases: RedisLeases, clie
 
 
 def test_a_group_may_be_asked_for_before_it_has_a_lease(leases: RedisLeases, client: redis.Redis) -> None:
-    leases.ask("asked", LONG_MS)
+    leases.announce("asked", LONG_MS)
     assert leases.groups() == ["asked"]
     assert leases.poll("asked") == [], "who polls before the group has a place must not undo the asking"
     assert leases.groups() == ["asked"]
-    leases.ask("asked", 1)
+    leases.announce("asked", 1)
     while leases.groups():
         assert leases.poll("asked") == []
     leases.acquire(GROUP, "w", "t", b"", LONG_MS)
-    leases.ask(GROUP, 1)
+    leases.announce(GROUP, 1)
     assert min(client.pttl(key) for key in client.scan_iter()) > LONG_MS
     assert tokens(leases) == {"w": "t"}
 
@@ -253,7 +253,7 @@ def test_a_redis_that_is_away_is_a_lease_error() -> None:
         lambda: leases.release(GROUP, "w", "t"),
         lambda: leases.poll(GROUP),
         lambda: leases.forget(GROUP, "w", "t"),
-        lambda: leases.ask(GROUP, 1),
+        lambda: leases.announce(GROUP, 1),
         leases.groups,
     ):
         with pytest.raises(LeaseError, match="cannot be reached"):
@@ -264,7 +264,7 @@ def test_a_redis_that_is_away_is_a_lease_error() -> None:
 
 def test_nobody_listening_is_a_lease_error() -> None:
     client = redis.Redis(unix_socket_path="no.sock", retry=Retry(NoBackoff(), 0))
-    with pytest.raises(LeaseError, match="check that it runs"):
+    with pytest.raises(LeaseError, match="check its address and that it is running"):
         RedisLeases(client).poll(GROUP)
     client.close()
 

@@ -333,7 +333,7 @@ def test_there_must_be_a_directory_and_for_readers_a_log(path: Path) -> None:
     with pytest.raises(LogUnusable, match="no such log"):
         SqliteLog.open(path, readonly=True)
     path.touch()
-    with pytest.raises(LogUnusable, match="a writer has to create the log first"):
+    with pytest.raises(LogUnusable, match="start a writer first"):
         SqliteLog.open(path, readonly=True)
     SqliteLog.open(path).close()
     SqliteLog.open(path, readonly=True).close()

@@ -49,8 +49,8 @@ class Unreliable:
     def groups(self) -> list[str]:
         return self._leases.groups()
 
-    def ask(self, group: str, ttl_ms: int) -> None:
-        self._leases.ask(group, ttl_ms)
+    def announce(self, group: str, ttl_ms: int) -> None:
+        self._leases.announce(group, ttl_ms)
 
 
 def held(leases: Leases, worker_id: str) -> str | None:

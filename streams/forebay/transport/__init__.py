@@ -1,1 +1,1 @@
-"""How events travel: the ports `Log` and `Leases`, and SQLite, Redis and faults behind them."""
+"""Transport of events: the ports `Log` and `Leases`, and their implementations."""

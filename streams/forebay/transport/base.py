@@ -1,8 +1,8 @@
-"""The two seams to the outside world: `Log`, where events travel, and `Leases`, who is alive.
+"""Define the two ports to the outside: `Log` for events, and `Leases` for liveness.
 
-Theory of operation. A log is a set of topics, each a set of partitions, each a dense sequence of
-records from offset 0. An append is acknowledged when it would survive the death of this process; only
-then do readers see it. Appends of one caller keep their order. Nothing here knows what a record means.
+Theory of operation. A log is a set of topics, a topic is a set of partitions, and a partition is a dense sequence of
+records from offset 0. An append is acknowledged once it survives the death of this process. Readers see a record only
+after that. Appends of one caller keep their order. A log does not interpret its records.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,15 +12,15 @@ import msgspec
 
 
 class LogError(Exception):
-    """The log cannot go on; the text says what to do. After a failed append the log stays failed."""
+    """A log operation failed. The text says what to do. After a failed append, the log stays failed."""
 
 
 class LogFull(LogError):
-    """Too much waits for the log already. Nothing of this append was taken, and a later one may be."""
+    """Too many bytes wait to be written. This append was rejected as a whole; a later append may succeed."""
 
 
 class LeaseError(Exception):
-    """The leases did not answer; the text says what to check. Trying again later is right."""
+    """The lease store did not respond. The text says what to check. Callers retry later."""
 
 
 class Draft(msgspec.Struct, frozen=True):
@@ -34,13 +34,13 @@ class Draft(msgspec.Struct, frozen=True):
 
 
 class Record(msgspec.Struct, frozen=True):
-    """A record as it stands in the log.
+    """A stored record.
 
     Attributes:
-        at_us: the wall clock of the append in microseconds, for people only; 0 when its producer did not set it.
-        value: empty for a record without a value, which decodes as no event of any topic.
-        headers: by name; of several with one name the last.
-        fault: why there is no value to decode; None when there is one.
+        at_us: Wall-clock time of the append in microseconds, 0 if the producer did not set it. No decision uses it.
+        value: Content of the record. Empty for a record without a value, which never decodes as an event.
+        headers: Headers by name. Of several headers with the same name, the last one.
+        fault: Why the record has no value to decode, None if it has one.
     """
 
     topic: str
@@ -54,13 +54,13 @@ class Record(msgspec.Struct, frozen=True):
 
 
 class Tail(Protocol):
-    """A reader that follows one partition from an offset on."""
+    """Reader that follows one partition from an offset."""
 
     def take(self, limit: int) -> list[Record]:
-        """Up to `limit` next records, at once; empty when none is there yet."""
+        """Return up to `limit` next records without waiting; an empty list if none is ready."""
 
     def __len__(self) -> int:
-        """Records known to be ready (at least 1 when any is)."""
+        """Return the number of records known to be ready, at least 1 if any is."""
 
     def close(self) -> None:
         """Stop following."""
@@ -70,45 +70,49 @@ class Log(Protocol):
     """An append-only log. Used from one event loop."""
 
     async def append(self, drafts: Sequence[Draft]) -> list[int]:
-        """Append in the order given within each partition; the offsets once all are durable.
+        """Append records in order within each partition, and return their offsets once all are durable.
 
-        Raises LogError when they are not, and on every later call: then the first of a partition's records may
-        stand in the log and the rest not. The embedded log appends all or none.
+        Raises LogError if any record is not durable, and on every later call. In that case a partition may hold only
+        the first of its records. The embedded log appends all records or none.
         """
 
     def append_soon(self, drafts: Sequence[Draft]) -> None:
-        """Append without waiting. A failure ends the log: `append` and `failure` tell."""
+        """Append without waiting. A failure ends the log, and shows in `append` and `failure`."""
 
     def tail(self, topic: str, partition: int, offset: int, wake: "Wake") -> Tail:
-        """Follow a partition from `offset`, at most its end; `wake.set()` is called whenever records become ready."""
+        """Follow a partition from `offset`, at most its end. `wake.set()` is called whenever records become ready."""
 
     async def read(self, topic: str, partition: int, offset: int, limit: int) -> list[Record]:
-        """Up to `limit` records from `offset` on; fewer when they are large, none only at the end.
+        """Return up to `limit` records from `offset`, fewer if they are large, and none only at the end.
 
-        Raises LogError for records that are damaged or gone.
+        Raises LogError for records that are damaged or removed.
         """
 
     async def begin(self, topic: str, partition: int) -> int:
-        """The oldest offset that is still there; what came before, retention removed. Raises LogError."""
+        """Return the oldest offset that retention has not removed. Raises LogError."""
 
     async def end(self, topic: str, partition: int) -> int:
-        """The offset that the next record will get. Raises LogError."""
+        """Return the offset of the next record to be appended. Raises LogError."""
 
 
 class Wake(Protocol):
-    """What a tail calls when it has something: an asyncio.Event, or anything with `set`."""
+    """Wake-up signal of a tail, for example an asyncio.Event."""
 
     def set(self) -> None:
-        """Note that there is something to take."""
+        """Signal that records are ready."""
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True):
-    """A lease as the owner sees it: a worker's, or with the id of an ingress as `worker_id` that of an ingress.
+    """Lease of a worker or an ingress, as read by the owner.
 
     Attributes:
-        expires_in_ms: Negative once it ran out.
-        deadline_ms: Changes with every renewal. On the store's clock, which may jump.
-        released: Whether its holder gave it up.
+        worker_id: Id of the worker or ingress that holds the lease.
+        token: Token of the holder's incarnation.
+        payload: Encoded description of the holder.
+        expires_in_ms: Milliseconds until the lease expires, negative once it expired.
+        ttl_ms: Time to live in milliseconds.
+        deadline_ms: Time of expiry on the store's clock, which may jump. It changes with every renewal.
+        released: Whether the holder released the lease.
     """
 
     worker_id: str
@@ -121,25 +125,25 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Leases(Protocol):
-    """Liveness, and nothing else: no fact is ever read from here without becoming an event first."""
+    """Store of leases, used for liveness only. The owner turns each change into an event before anything uses it."""
 
     def acquire(self, group: str, worker_id: str, token: str, payload: bytes, ttl_ms: int) -> None:
-        """Take or replace the lease of a worker; `token` names this incarnation."""
+        """Take or replace the lease of a worker. `token` identifies the incarnation."""
 
     def renew(self, group: str, worker_id: str, token: str, ttl_ms: int) -> bool:
-        """Extend the lease. False when another incarnation holds it or it is gone."""
+        """Extend the lease. Return False if another incarnation holds it, or it was deleted."""
 
     def release(self, group: str, worker_id: str, token: str) -> None:
-        """Mark the lease as released, if this incarnation holds it. Polls show that until it is forgotten."""
+        """Mark the lease as released if this incarnation holds it. Polls return it until `forget` deletes it."""
 
     def poll(self, group: str) -> list[Lease]:
-        """Every lease of the group in worker order, run-out and released ones too."""
+        """Return every lease of the group ordered by worker id, including expired and released ones."""
 
     def forget(self, group: str, worker_id: str, token: str) -> None:
-        """Drop a run-out lease after the owner wrote its fact."""
+        """Delete an ended lease after the owner appended the loss to `fleet`."""
 
     def groups(self) -> list[str]:
-        """Every group in which some lease has not run out, sorted."""
+        """Return every group with at least one unexpired lease, sorted."""
 
-    def ask(self, group: str, ttl_ms: int) -> None:
-        """Have `groups` name a group for a while, though nobody has a lease in it yet."""
+    def announce(self, group: str, ttl_ms: int) -> None:
+        """Make `groups` return a group for `ttl_ms`, although no worker has a lease in it yet."""

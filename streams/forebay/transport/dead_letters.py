@@ -1,19 +1,19 @@
-"""Records of the topic `dead-letters`: what no reader could use, as it came, with the reason and the place.
+"""Build records for the topic `dead-letters`: unusable records with the reason and their origin.
 
-A letter can always be written: parts of a record that would make it larger than a topic takes are left out.
+A dead letter never exceeds the maximum record size. Parts of a record that are too large are omitted.
 """
 
 from forebay.events.topics import DEAD_LETTERS
 from forebay.transport.base import Draft, Record
 
 REASON_CHARS_MAX = 500  # a header stays short
-# A topic takes 16 MiB, and headers need up to six times their size where they are stored as JSON.
+# Topics accept records up to 16 MiB, and headers stored as JSON take up to six times their size.
 CONTENT_BYTES_MAX = 8 << 20
 HEADERS_BYTES_MAX = 1 << 20
 
 
 def dead_letter(record: Record, partition: int, reason: str) -> Draft:
-    """Return the letter about `record` for `partition`. Its own headers replace those of the same name."""
+    """Return the dead letter of `record` for `partition`, with headers `reason`, `source-*` and `omitted` added."""
     headers = dict(record.headers or {})
     size = sum(len(name.encode()) + len(value.encode()) for name, value in headers.items())
     value, key, omitted = record.value, record.key, []

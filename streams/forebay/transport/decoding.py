@@ -1,4 +1,4 @@
-"""From records to events: the one step at which a reader learns that a record is none."""
+"""Decode records to events."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from forebay.transport.base import Record
 
 
 def event_of(topic: Topic, record: Record) -> Any:
-    """Return the event in a record of `topic`. Raises DecodeError for anything else, and nothing but that."""
+    """Return the event in a record of `topic`. Raises DecodeError, and no other error, if it does not decode."""
     if record.fault is not None:
         raise DecodeError(f"{topic.name}: {record.fault}")
     return decode(topic, record.value)

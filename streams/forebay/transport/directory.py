@@ -1,4 +1,4 @@
-"""The directory of groups, followed on a log: ingresses, workers and routers ask it for a partition."""
+"""Look up the control partition of a group, by following the topic `groups`."""
 
 import asyncio
 import logging
@@ -16,9 +16,14 @@ READ_MAX = 256
 
 
 class Directory:
-    """Where each group lives, as far as `groups` was read: it reads when it is asked, and all the time in `run`.
+    """Directory of the control partitions of all groups.
 
-    `on_change` is called after placements were read; `undecodable` counts records that are none.
+    Each lookup first reads the new records of `groups`; `run` reads them continuously.
+
+    Attributes:
+        on_change: Called after new placements were read.
+        groups: The placements read so far.
+        undecodable: Number of records that do not decode as placements.
     """
 
     def __init__(self, log: Log) -> None:
@@ -31,12 +36,12 @@ class Directory:
         self.undecodable = 0
 
     async def start(self) -> None:
-        """Read what is placed so far. Raises LogError."""
+        """Read all existing placements. Raises LogError."""
         self._tail = self._log.tail(GROUPS.name, PARTITION, 0, self._wake)
         await self.reach(await self._log.end(GROUPS.name, PARTITION))
 
     async def run(self) -> None:
-        """Follow until cancelled. Raises LogError."""
+        """Follow the topic until cancelled. Raises LogError."""
         await self._until(lambda: False)
 
     def close(self) -> None:
@@ -45,17 +50,17 @@ class Directory:
             self._tail.close()
 
     def partition_of(self, group: str) -> int | None:
-        """The partition of a group, as of now; None while it has none. Raises LogError."""
+        """Return the current control partition of a group, or None if it has none. Raises LogError."""
         self._read()
         return self.groups.partitions.get(group)
 
     def group_in(self, partition: int) -> str | None:
-        """The group that lives in a partition, as of now; None for none. Raises LogError."""
+        """Return the group placed in a control partition, or None if there is none. Raises LogError."""
         self._read()
         return self.groups.group_in(partition)
 
     async def placed(self, group: str) -> int:
-        """The partition of a group, once it has one. Raises LogError."""
+        """Wait until a group is placed, and return its control partition. Raises LogError."""
         await self._until(lambda: group in self.groups.partitions)
         return self.groups.partitions[group]
 
@@ -85,4 +90,4 @@ class Directory:
             self.groups.apply(decode(GROUPS, record.value))
         except DecodeError as error:
             self.undecodable += 1
-            logger.warning("record %d of %s is no placement: %s", record.offset, GROUPS.name, error)
+            logger.warning("ignored record %d of %s, which is not a placement: %s", record.offset, GROUPS.name, error)

@@ -1,6 +1,6 @@
-"""A log that dies on purpose, for tests: it kills its user after the k-th append, not the log behind it.
+"""Simulate the crash of a process at its k-th append, for tests.
 
-The log behind stays whole, as a file would, so that a test restarts on it.
+The underlying log stays intact, like a file after a crash, so that a test can restart on it.
 """
 
 from collections.abc import Sequence
@@ -9,11 +9,11 @@ from forebay.transport.base import Draft, Log, Record, Tail, Wake
 
 
 class Crashed(Exception):
-    """The process is dead. No LogError, because nothing may handle it and go on."""
+    """Simulated death of the process. Not a LogError, so that no code handles it and continues."""
 
 
 class FaultyLog:
-    """Lets `crash_after` calls of `append` and `append_soon` through whole; later ones raise Crashed."""
+    """Log that passes on the first `crash_after` calls of `append` and `append_soon`, then raises Crashed."""
 
     def __init__(self, log: Log, crash_after: int) -> None:
         assert crash_after >= 0
@@ -63,7 +63,7 @@ class FaultyLog:
 
 
 class _FaultyTail:
-    """A tail of a log that may crash; closing it always works, as the end of a process would."""
+    """Tail of a log that may crash. Closing it always works."""
 
     def __init__(self, owner: FaultyLog, tail: Tail) -> None:
         self._owner = owner

@@ -1,6 +1,6 @@
-"""The heartbeats of one group, followed on a log: whether the group has an owner, and how many standbys.
+"""Follow the heartbeats of one group, to find out whether it has an owner and how many standbys.
 
-Ages are measured by this process's monotonic clock from the arrival of a heartbeat, so clocks need not agree.
+Ages are measured with this process's monotonic clock from the arrival of a heartbeat, so no clocks are compared.
 """
 
 import asyncio
@@ -18,18 +18,18 @@ from forebay.transport.base import Log, Record
 
 logger = logging.getLogger(__name__)
 
-OWNER_SILENT_S = 2.0  # four missed heartbeats: a busy owner misses one or two
-STANDBY_SILENT_S = 10.0  # a standby that follows a long journal must not come and go
-STANDBYS_MAX = 64  # routers of one group that are remembered
+OWNER_SILENT_S = 2.0  # four missed heartbeats, because a busy owner may miss one or two
+STANDBY_SILENT_S = 10.0  # long, so that a standby that follows a long journal stays counted
+STANDBYS_MAX = 64  # maximum number of standbys kept per group
 READ_MAX = 256
 
 
 class RouterHeartbeats:
-    """What heartbeats say about one group, from those that arrive after `follow` began.
+    """Owner and standbys of one group, from the heartbeats that arrive after `follow` began.
 
     Attributes:
-        owner: the newest heartbeat of the newest owner; None before the first one.
-        undecodable: records of the topic that are no heartbeats.
+        owner: Newest heartbeat of the newest owner, None before the first one.
+        undecodable: Number of records that do not decode as heartbeats.
     """
 
     def __init__(self, log: Log, group: str, clock_s: Callable[[], float] = time.monotonic) -> None:
@@ -43,24 +43,24 @@ class RouterHeartbeats:
 
     @property
     def owner_age_s(self) -> float | None:
-        """Seconds since the owner's newest heartbeat arrived; None before the first one."""
+        """Seconds since the owner's newest heartbeat arrived, None before the first one."""
         return None if self.owner is None else self._clock_s() - self._owner_arrived_s
 
     @property
     def has_owner(self) -> bool:
-        """Whether an owner decides: its newest heartbeat is younger than `OWNER_SILENT_S`."""
+        """Whether the group has an owner, whose newest heartbeat is younger than `OWNER_SILENT_S`."""
         age_s = self.owner_age_s
         return age_s is not None and age_s < OWNER_SILENT_S
 
     def standbys(self) -> list[RouterHeartbeat]:
-        """Return the newest heartbeat of each standby that was heard within `STANDBY_SILENT_S`, by router id."""
+        """Return the newest heartbeat of each standby not older than `STANDBY_SILENT_S`, ordered by router id."""
         since_s = self._clock_s() - STANDBY_SILENT_S
         return [beat for _, (at_s, beat) in sorted(self._standbys.items()) if at_s >= since_s]
 
     async def follow(self, partition: int) -> None:
         """Read heartbeats until cancelled. Raises LogError."""
         wake = asyncio.Event()
-        # Heartbeats that are on the topic already may be minutes old, and would look new on arrival.
+        # Begin at the end, because older heartbeats would look new on arrival.
         tail = self._log.tail(HEARTBEATS.name, partition, await self._log.end(HEARTBEATS.name, partition), wake)
         try:
             while True:
@@ -77,7 +77,9 @@ class RouterHeartbeats:
             beat: RouterHeartbeat = decode(HEARTBEATS, record.value)
         except DecodeError as error:
             self.undecodable += 1
-            logger.warning("record %d of %s is no heartbeat: %s", record.offset, HEARTBEATS.name, error)
+            logger.warning(
+                "ignored record %d of %s, which is not a heartbeat: %s", record.offset, HEARTBEATS.name, error
+            )
             return
         if beat.group != self.group:
             return
@@ -105,12 +107,12 @@ class HeartbeatMetrics(Collector):
         """Yield the metrics as they are now."""
         heartbeats = self._heartbeats
         standbys = GaugeMetricFamily(
-            "forebay_group_standbys", "routers that stand by to own the group", labels=["group"]
+            "forebay_group_standbys", "routers that are standbys of the group", labels=["group"]
         )
         standbys.add_metric([heartbeats.group], len(heartbeats.standbys()))
         yield standbys
         age = GaugeMetricFamily(
-            "forebay_owner_heartbeat_age_seconds", "time since the owner's last heartbeat arrived", labels=["group"]
+            "forebay_owner_heartbeat_age_seconds", "seconds since the owner's last heartbeat arrived", labels=["group"]
         )
         if heartbeats.owner_age_s is not None:
             age.add_metric([heartbeats.group], heartbeats.owner_age_s)

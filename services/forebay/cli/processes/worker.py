@@ -140,7 +140,7 @@ async def _placed(directory: Directory, leases: Leases, group: str) -> int:
     asked = True
     while (partition := directory.partition_of(group)) is None:
         try:
-            await asyncio.to_thread(leases.ask, group, ASK_TTL_MS)
+            await asyncio.to_thread(leases.announce, group, ASK_TTL_MS)
         except LeaseError as error:
             if asked:
                 logger.warning("the group %s cannot be asked for, trying again: %s", group, error)

@@ -1,1 +1,1 @@
-"""The port `Leases` on Redis, and its embedded twin."""
+"""The port `Leases` on Redis, and an in-process implementation with the same scripts."""

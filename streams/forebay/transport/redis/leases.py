@@ -1,7 +1,8 @@
-"""Leases on Redis, by Lua scripts on the server's clock; `embedded_leases` runs the same in process.
+"""Implement the port `Leases` on Redis, with Lua scripts that use the server's clock.
 
-Never uses keyspace events (late, and lost while disconnected): owners poll deadlines. Keys outlive
-their deadline by far, so that an owner sees a lease that ran out or was released, and writes the fact.
+Owners poll the deadlines of leases. Keyspace events are not used, because they are late and get lost while
+disconnected. Keys outlive their deadline by far, so that an owner sees expired and released leases, and appends the
+loss to `fleet`.
 """
 
 import contextlib
@@ -14,7 +15,7 @@ import redis
 from forebay.transport.base import Lease, LeaseError
 
 LeaseKind = Literal["worker", "ingress"]
-# How long a lease that ran out stays visible to an owner that comes late.
+# Time for which an expired lease stays visible to a new owner.
 KEPT_TTLS = 10
 KEPT_MS = 60_000
 
@@ -75,7 +76,7 @@ end
 return found
 """
 # The deadline of nobody, which no `poll` drops before its time: until then the group counts as one that has leases.
-_ASK = f"""
+_ANNOUNCE = f"""
 {_NOW}
 local ttl = tonumber(ARGV[2])
 redis.call('ZADD', KEYS[1], now + ttl, '')
@@ -101,57 +102,60 @@ return found
 
 
 class RedisLeases:
-    """`Leases` on one Redis server (not a cluster: `poll` reads every worker's key in one script).
+    """The port `Leases` on one Redis server. May be used from several threads.
 
-    Layout: a hash `<namespace>:lease:<group>:<worker>` of token, payload and ttl_ms, a sorted set
-    `<namespace>:leases:<group>` of deadlines in the server's milliseconds, and a set `<namespace>:groups`;
-    colons inside names are escaped. Leases of the kind `ingress` have the same keys with `ingress-` before the second
-    part. May be used from several threads.
+    Redis Cluster is not supported, because `poll` reads the keys of all workers in one script.
+
+    Keys: a hash `<namespace>:lease:<group>:<worker>` with token, payload and ttl_ms; a sorted set
+    `<namespace>:leases:<group>` of deadlines in milliseconds of the server's clock; a set `<namespace>:groups`. Colons
+    in names are escaped. Leases of the kind `ingress` use the same keys with the prefix `ingress-` in the second part.
     """
 
     def __init__(self, client: redis.Redis, namespace: str = "forebay", kind: LeaseKind = "worker") -> None:
         assert not client.get_encoder().decode_responses, "payloads are bytes"
         # Ingresses have key spaces of their own: an ingress alone does not place a group.
-        self._prefix = _part(namespace) + (":" if kind == "worker" else f":{kind}-")
+        self._prefix = _escape(namespace) + (":" if kind == "worker" else f":{kind}-")
         self._acquire = client.register_script(_ACQUIRE)
         self._renew = client.register_script(_RENEW)
         self._release = client.register_script(_RELEASE)
         self._drop = client.register_script(_DROP)
         self._poll = client.register_script(_POLL)
         self._groups = client.register_script(_GROUPS)
-        self._ask = client.register_script(_ASK)
+        self._announce = client.register_script(_ANNOUNCE)
 
     def acquire(self, group: str, worker_id: str, token: str, payload: bytes, ttl_ms: int) -> None:
-        """Take the lease of a worker, or replace it, whoever holds it. Raises LeaseError."""
+        """Take the lease of a worker, or replace that of another incarnation. Raises LeaseError."""
         assert ttl_ms >= 1
-        with _speaking():
-            self._acquire(keys=self._keys(group, worker_id), args=[*_names(group, worker_id), token, ttl_ms, payload])
+        with _lease_errors():
+            self._acquire(
+                keys=self._keys(group, worker_id), args=[*_escaped_names(group, worker_id), token, ttl_ms, payload]
+            )
 
     def renew(self, group: str, worker_id: str, token: str, ttl_ms: int) -> bool:
-        """Extend the lease, also one that ran out but was not forgotten yet.
+        """Extend the lease, even if it expired but was not deleted yet.
 
-        False when another incarnation holds it or it is gone. Raises LeaseError.
+        Returns False if another incarnation holds the lease, or it was deleted. Raises LeaseError.
         """
         assert ttl_ms >= 1
-        with _speaking():
-            args: list[str | int] = [*_names(group, worker_id), token, ttl_ms]
+        with _lease_errors():
+            args: list[str | int] = [*_escaped_names(group, worker_id), token, ttl_ms]
             return bool(self._renew(keys=self._keys(group, worker_id), args=args))
 
     def release(self, group: str, worker_id: str, token: str) -> None:
-        """Mark the lease as released, if this incarnation holds it: the owner tells that from a lease that vanished.
+        """Mark the lease as released if this incarnation holds it, so that the owner knows it did not vanish.
 
         Raises LeaseError.
         """
-        with _speaking():
-            self._release(keys=self._keys(group, worker_id), args=[_part(worker_id), token])
+        with _lease_errors():
+            self._release(keys=self._keys(group, worker_id), args=[_escape(worker_id), token])
 
     def poll(self, group: str) -> list[Lease]:
-        """Every lease of the group in worker order, run-out and released ones too. Raises LeaseError."""
-        with _speaking():
+        """Return every lease of the group by worker id, including expired and released ones. Raises LeaseError."""
+        with _lease_errors():
             found = self._poll(keys=[self._deadlines_key(group)], args=[self._lease_key(group, "")])
         leases = [
             Lease(
-                worker_id=_whole(worker.decode()),
+                worker_id=_unescape(worker.decode()),
                 token=token.decode(),
                 payload=payload,
                 expires_in_ms=expires_in_ms,
@@ -164,27 +168,26 @@ class RedisLeases:
         return sorted(leases, key=lambda lease: lease.worker_id)
 
     def forget(self, group: str, worker_id: str, token: str) -> None:
-        """Drop a lease after the owner wrote its fact, unless another incarnation took it since.
+        """Delete a lease after the owner appended the loss, unless another incarnation took the lease since.
 
-        A late renewal does not save it: the fact stands, so its holder must hear that it is gone.
+        A late renewal does not keep the lease, because its holder must learn that it was lost. Raises LeaseError.
+        """
+        with _lease_errors():
+            self._drop(keys=self._keys(group, worker_id), args=[_escape(worker_id), token])
+
+    def announce(self, group: str, ttl_ms: int) -> None:
+        """Make `groups` return the group for `ttl_ms`, for a worker that needs the group placed before its lease.
+
         Raises LeaseError.
         """
-        with _speaking():
-            self._drop(keys=self._keys(group, worker_id), args=[_part(worker_id), token])
-
-    def ask(self, group: str, ttl_ms: int) -> None:
-        """Have `groups` name the group for a while, for a worker that cannot take its lease before the group is placed.
-
-        Raises LeaseError.
-        """
-        with _speaking():
-            self._ask(keys=[self._deadlines_key(group), self._groups_key], args=[_part(group), ttl_ms])
+        with _lease_errors():
+            self._announce(keys=[self._deadlines_key(group), self._groups_key], args=[_escape(group), ttl_ms])
 
     def groups(self) -> list[str]:
-        """Every group in which some lease has not run out, sorted. Raises LeaseError."""
-        with _speaking():
+        """Return every group with at least one unexpired lease, sorted. Raises LeaseError."""
+        with _lease_errors():
             found = self._groups(keys=[self._groups_key], args=[self._deadlines_key("")])
-        return sorted(_whole(group.decode()) for group in found)
+        return sorted(_unescape(group.decode()) for group in found)
 
     def _keys(self, group: str, worker_id: str) -> list[str]:
         return [self._lease_key(group, worker_id), self._deadlines_key(group), self._groups_key]
@@ -194,34 +197,36 @@ class RedisLeases:
         return f"{self._prefix}groups"
 
     def _deadlines_key(self, group: str) -> str:
-        return f"{self._prefix}leases:{_part(group)}"
+        return f"{self._prefix}leases:{_escape(group)}"
 
     def _lease_key(self, group: str, worker_id: str) -> str:
-        return f"{self._prefix}lease:{_part(group)}:{_part(worker_id)}"
+        return f"{self._prefix}lease:{_escape(group)}:{_escape(worker_id)}"
 
 
 def embedded_leases(namespace: str = "forebay") -> RedisLeases:
-    """Leases of this process alone, on a Redis made of Python."""
+    """Return leases of this process alone, on an in-process Redis implementation."""
     return RedisLeases(fakeredis.FakeRedis(server=fakeredis.FakeServer()), namespace)
 
 
-def _names(group: str, worker_id: str) -> list[str]:
-    return [_part(worker_id), _part(group)]
+def _escaped_names(group: str, worker_id: str) -> list[str]:
+    return [_escape(worker_id), _escape(group)]
 
 
-def _part(name: str) -> str:
+def _escape(name: str) -> str:
     return name.replace("%", "%25").replace(":", "%3A")
 
 
-def _whole(part: str) -> str:
+def _unescape(part: str) -> str:
     return part.replace("%3A", ":").replace("%25", "%")
 
 
 @contextlib.contextmanager
-def _speaking() -> Iterator[None]:
+def _lease_errors() -> Iterator[None]:
     try:
         yield
     except (redis.ConnectionError, redis.TimeoutError) as error:
-        raise LeaseError(f"Redis cannot be reached ({error}); check that it runs and its address") from error
+        raise LeaseError(f"Redis cannot be reached ({error}); check its address and that it is running") from error
     except redis.RedisError as error:
-        raise LeaseError(f"Redis refused ({error}); check its version (6 or later) and its memory") from error
+        raise LeaseError(
+            f"Redis rejected a command ({error}); check its version (6 or later) and its memory"
+        ) from error

@@ -1,1 +1,1 @@
-"""The port `Log` on one SQLite file: the embedded log."""
+"""The embedded log: the port `Log` on one SQLite file."""

@@ -1,7 +1,7 @@
-"""Moves committed records from the WAL of a SQLite log into its file, in a thread: this is where fsync is.
+"""Checkpoint the WAL of a SQLite log in a thread, which is also the only place that calls fsync.
 
-Never touches the writer's connection. Tells the writer to hold its commits only when the WAL would
-otherwise never start over.
+The checkpointer uses its own connection. It makes the writer delay commits only if the WAL would otherwise never
+restart from the beginning.
 """
 
 import contextlib
@@ -14,17 +14,21 @@ from pathlib import Path
 
 from forebay.transport.sqlite import schema
 
-CHECKPOINT_BYTES = 16 << 20  # WAL growth between checkpoints: seldom enough, and quick to redo at start
-# A WAL starts over only when a commit finds every frame checkpointed, which a busy writer prevents; from
-# this size on, commits wait the few milliseconds that the last frames take.
+CHECKPOINT_BYTES = 16 << 20  # WAL growth between checkpoints: rare enough, and quick to replay at start
+# A WAL restarts only when a commit finds every frame checkpointed, which a busy writer prevents. Above this size,
+# commits wait a few milliseconds for the checkpoint of the last frames.
 WAL_BYTES_MAX = 64 << 20
-PAGE_BYTES = 4096  # of the WAL that a commit writes at least, for each table it touches
+PAGE_BYTES = 4096  # minimum WAL growth of a commit per table that it writes to
 
 logger = logging.getLogger(__name__)
 
 
 class Checkpointer:
-    """Decides when to checkpoint, and runs it. `holding` asks the writer to keep its commits back."""
+    """Checkpoints of one log file.
+
+    Attributes:
+        holding: Whether the writer has to delay its commits.
+    """
 
     def __init__(self, path: Path) -> None:
         self.holding = False
@@ -34,13 +38,13 @@ class Checkpointer:
         self._executor = ThreadPoolExecutor(1, "forebay-checkpoint")
 
     def grew(self, value_bytes: int, tables: int) -> None:
-        """Note a commit: the bytes of its values and the number of tables it wrote to."""
+        """Record a commit, with the bytes of its values and the number of tables it wrote to."""
         self._growth += value_bytes + tables * PAGE_BYTES
 
     def step(self, loop: AbstractEventLoop, flush: Callable[[], None]) -> None:
-        """Take the result of a finished run and start one when it is due; `flush` is called after it.
+        """Take the result of a finished checkpoint, and start one if it is due. `flush` is called when that finishes.
 
-        Raises sqlite3.Error when a run failed: the disk is full or broken.
+        Raises sqlite3.Error if a checkpoint failed, because the disk is full or broken.
         """
         hold = False
         if self._running is not None:
@@ -50,7 +54,7 @@ class Checkpointer:
             behind = done < frames or self._growth > 0
             hold = behind and not self.holding and frames * PAGE_BYTES > WAL_BYTES_MAX
             if self.holding and done < frames:
-                logger.warning("%s: a long read in another process keeps the WAL growing", self._path)
+                logger.warning("%s: a long read in another process prevents the WAL from restarting", self._path)
             self._running = None
             self.holding = False
         if hold or self._growth >= CHECKPOINT_BYTES:
@@ -60,18 +64,18 @@ class Checkpointer:
             self._running.add_done_callback(lambda _: _call(loop, flush))
 
     def close(self) -> None:
-        """Wait for a run in progress; its outcome no longer matters."""
+        """Wait for a checkpoint in progress and ignore its result."""
         self._executor.shutdown(wait=True)
 
 
 def fold(db: sqlite3.Connection) -> None:
-    """Leave one plain file, so that a recording opens on read-only media; other readers may prevent it."""
+    """Move the WAL into the file and delete it, so that the file opens on read-only media. Readers may prevent it."""
     try:
         db.execute("PRAGMA busy_timeout = 0")
         db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         db.execute("PRAGMA journal_mode = DELETE")
     except sqlite3.Error as error:
-        logger.info("the WAL stays beside the log and is part of it: %s", error)
+        logger.info("the WAL file was kept and is part of the log: %s", error)
 
 
 def _checkpoint(path: Path) -> tuple[int, int]:

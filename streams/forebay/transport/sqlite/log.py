@@ -1,9 +1,9 @@
-"""The embedded log: one SQLite file (or memory) that is also the recording; any SQLite client opens it.
+"""Implement the port `Log` on one SQLite file or in memory. Any SQLite client can open the file.
 
-It survives kill -9, not power loss: commits reach the operating system, fsync comes with checkpoints.
-The writer is the event-loop thread, with group commit: what one loop iteration appends is one
-transaction. A writer thread would be slower: CPython's sqlite3 lets go of the GIL at every row, and
-getting it back under load takes up to the 5 ms switch interval, where the row itself takes 5 us.
+The log survives kill -9 but not a power loss, because commits reach the operating system and only checkpoints call
+fsync. The event-loop thread writes, with group commit: the appends of one loop iteration are one transaction. A writer
+thread would be slower, because CPython's sqlite3 releases the GIL at every row. Acquiring it again takes up to the 5 ms
+switch interval under load, while the row itself takes 5 us.
 """
 
 import asyncio
@@ -25,20 +25,22 @@ from forebay.transport.sqlite.tail import TAIL_BYTES_MAX, Partition, SqliteTail
 
 __all__ = ["CorruptRecord", "LogUnusable", "MissingRecords", "SqliteLog", "SqliteTail", "TrimmedRecords"]
 
-RECORD_BYTES_MAX = 16 << 20  # what the topics of a broker are configured to take
-TRIM_PAGES = 4  # that a deletion changes at least: the table's first leaf, the list of free pages, the starts
+RECORD_BYTES_MAX = 16 << 20  # equal to the maximum message size of the Kafka topics
+TRIM_PAGES = 4  # minimum number of pages that a deletion changes: the table, the free list and the first offsets
 
 logger = logging.getLogger(__name__)
 
-Pending = tuple[Partition, int, Draft, bytes | None]
+PendingRecord = tuple[Partition, int, Draft, bytes | None]
 Waiter = tuple[asyncio.Future[list[int]], list[int]]
 
 
 class SqliteLog:
-    """`Log` on SQLite. Used from the thread that opened it; appends need a running event loop.
+    """The port `Log` on SQLite, used from the thread that opened it. Appends need a running event loop.
 
     Attributes:
-        recording: what the file holds when it is a recording; None for a log that began at offset 0.
+        namespace: Namespace of the log.
+        recording: Contents of the file if it is a recording, otherwise None.
+        on_failure: Called once with the error that ended the log.
     """
 
     def __init__(
@@ -64,7 +66,7 @@ class SqliteLog:
         self._extents = {(extent.topic, extent.partition): extent for extent in extents}
         self._tables = set(schema.table_names(db))
         self._starts = schema.read_starts(db)
-        self._pending: list[Pending] = []
+        self._pending: list[PendingRecord] = []
         self._waiters: list[Waiter] = []
         self._scheduled: asyncio.AbstractEventLoop | None = None
         self._checkpointer = None if path is None or self._readonly else Checkpointer(path)
@@ -78,12 +80,11 @@ class SqliteLog:
         readonly: bool = False,
         lock: schema.WriterLock | None = None,
     ) -> Self:
-        """Open or create the log at `path`; None keeps it in memory.
+        """Open or create the log at `path`, or in memory if it is None. Raises LogUnusable with a one-line reason.
 
-        A read-only log takes no lock, works beside a live writer, and has the namespace of the file. A recording
-        opens only so. A writer takes the lock of the file unless the caller passes the `lock` that it already holds;
-        the log releases the lock when it closes, or when it cannot be opened.
-        Raises LogUnusable with a one-line reason.
+        A read-only log takes no lock, works beside a running writer, and has the namespace of the file. A recording can
+        only be opened read-only. A writer takes the lock of the file, unless the caller passes the `lock` that it
+        holds. The log releases the lock when it closes, or when it cannot be opened.
         """
         if path is None:
             assert not readonly, "a log in memory has one user, and it writes"
@@ -105,15 +106,14 @@ class SqliteLog:
 
     @property
     def failure(self) -> LogError | None:
-        """Why the log takes no more records; None while it does."""
+        """Error that ended the log, None while it accepts records."""
         return self._failure
 
     async def append(self, drafts: Sequence[Draft]) -> list[int]:
-        """Append all or none, in order, in one transaction; the offsets once they are committed.
+        """Append all records or none, in one transaction, and return their offsets once they are committed.
 
-        Offsets are given in the order of calls. A caller that is cancelled has still appended.
-        Raises LogError when the commit failed, and on every later call; ValueError for a draft
-        that no log takes (topic name, partition, size), and then nothing is appended.
+        Offsets are assigned in the order of calls. Cancelling the caller does not cancel the append. Raises LogError if
+        the commit fails, and on every later call. Raises ValueError for an invalid topic name, partition or size.
         """
         loop = asyncio.get_running_loop()
         offsets = self._enqueue(drafts, loop)
@@ -124,11 +124,11 @@ class SqliteLog:
         return await committed
 
     def append_soon(self, drafts: Sequence[Draft]) -> None:
-        """Append without waiting; as `append` otherwise. A later failure shows in `failure`."""
+        """Append without waiting for the commit; otherwise like `append`. A later failure shows in `failure`."""
         self._enqueue(drafts, asyncio.get_running_loop())
 
     def tail(self, topic: str, partition: int, offset: int, wake: Wake) -> SqliteTail:
-        """Follow a partition from `offset`, which may lie in the past or the future."""
+        """Follow a partition from `offset`, which may be before or after its end."""
         self._require_open()
         place = self._partition(topic, partition)
         tail = SqliteTail(place, offset, wake, self._fetch, pushed=not self._readonly)
@@ -137,11 +137,11 @@ class SqliteLog:
         return tail
 
     async def read(self, topic: str, partition: int, offset: int, limit: int) -> list[Record]:
-        """As `records`, but fewer when they are large: the file is at hand, so nothing is awaited."""
+        """Return what `records` returns, but fewer records if they are large. Does not wait."""
         return self._fetch(self._partition(topic, partition), offset, limit, TAIL_BYTES_MAX)
 
     async def begin(self, topic: str, partition: int) -> int:
-        """The offset of the oldest record that `trim` has left; a recording begins where it says.
+        """Return the offset of the oldest record, which `trim` or the start of a recording determines.
 
         Raises LogError for a partition that a recording does not hold.
         """
@@ -149,21 +149,20 @@ class SqliteLog:
         return self._start_of(topic, partition) if extent is None else extent.first
 
     async def end(self, topic: str, partition: int) -> int:
-        """As `next_offset`."""
+        """Return the offset of the next record to be appended, like `next_offset`."""
         return self.next_offset(topic, partition)
 
     def records(self, topic: str, partition: int, offset: int, limit: int) -> list[Record]:
-        """Up to `limit` committed records from `offset` on; empty at the end.
+        """Return up to `limit` committed records from `offset`; an empty list at the end.
 
-        Raises CorruptRecord or MissingRecords when any of them is not as it was written, and LogError for what a
-        recording does not hold.
+        Raises CorruptRecord or MissingRecords for damage, and LogError for offsets that a recording does not hold.
         """
         return self._fetch(self._partition(topic, partition), offset, limit, None)
 
     def next_offset(self, topic: str, partition: int) -> int:
-        """The offset that the next record will get; everything before it can be read.
+        """Return the offset of the next record to be appended. All records before it can be read.
 
-        Commits what is pending: a reader that loops up to the end must not wait for the event loop.
+        Commits pending records, because a reader that loops up to the end must not wait for the event loop.
         """
         place = self._partition(topic, partition)
         self._require_open()
@@ -176,7 +175,7 @@ class SqliteLog:
         return place.next_offset
 
     def topics(self) -> list[tuple[str, int, int]]:
-        """Every (topic, partition, end) that has records, sorted."""
+        """Return (topic, partition, end offset) of every partition with records, sorted."""
         self._require_open()
         if self.recording is not None:
             return [(extent.topic, extent.partition, extent.end) for extent in self.recording.extents if extent.count]
@@ -190,11 +189,11 @@ class SqliteLog:
             ]
 
     def trim(self, topic: str, partition: int, before: int, count_max: int) -> int:
-        """Delete the oldest records of a partition, those before offset `before`; return how many were deleted.
+        """Delete up to `count_max` records of a partition before offset `before`, and return the number deleted.
 
-        At most `count_max` records, in one transaction, so that a crash leaves a log that begins either before or
-        after them. Records that a tail of this process has not taken stay, and all while commits wait for a checkpoint.
-        Reads below the new start raise TrimmedRecords; later appends use the free pages. Raises LogError.
+        The deletion is one transaction, so a crash leaves the log either with or without all of these records. Records
+        that a tail of this process has not taken yet are kept, and nothing is deleted while commits wait for a
+        checkpoint. Reads before the new start raise TrimmedRecords. Later appends use the free pages. Raises LogError.
         """
         self._require_open()
         if self._failure is not None:
@@ -227,7 +226,7 @@ class SqliteLog:
         return dict(self._starts)
 
     def bytes_used(self) -> tuple[int, int]:
-        """Bytes that records take, and bytes of the file with its free pages; both without the write-ahead log."""
+        """Return the bytes of records, and the bytes of the file including free pages, both without the WAL."""
         self._require_open()
         (pages,), (free,), (size,) = (
             self._db.execute(f"PRAGMA {name}").fetchone() for name in ("page_count", "freelist_count", "page_size")
@@ -235,9 +234,10 @@ class SqliteLog:
         return (pages - free) * size, pages * size
 
     def check(self) -> None:
-        """Refuse a file that is not as it was written (LogError); reads all of it.
+        """Check the whole file. Raises LogError if it is damaged.
 
-        Of a recording any changed byte is found, of a log what SQLite finds; its records are checked when read.
+        In a recording, the check finds any changed byte. In a log, it finds what SQLite's own check finds; the
+        checksums of records are checked when they are read.
         """
         self._require_open()
         if self._path is None:
@@ -251,9 +251,9 @@ class SqliteLog:
             raise LogError(f"{self._name}: is damaged ({' '.join(found.split())}); restore a copy")
 
     def check_ends(self) -> None:
-        """Refuse a log that appends would damage further (LogError): its structure, and the end of each partition.
+        """Check the table structure and the last record of each partition. Raises LogError if they are damaged.
 
-        Reads one record per partition, however long the log is.
+        The check reads one record per partition, so its duration does not depend on the length of the log.
         """
         with self._reading():
             schema.check_structure(self._db)
@@ -263,7 +263,7 @@ class SqliteLog:
                 self._fetch(self._partition(topic, partition), end - 1, 1, None)
 
     def refresh(self) -> bool:
-        """Look for what another process appended and wake every tail that has records; whether any has."""
+        """Read the ends that another process has written, wake tails with records, and return whether there are any."""
         self._require_open()
         wakes: dict[int, Wake] = {}
         for place in self._partitions.values():
@@ -275,7 +275,7 @@ class SqliteLog:
         return bool(wakes)
 
     def close(self) -> None:
-        """Commit what is pending, fold the WAL into the file and let the next writer in."""
+        """Commit pending records, move the WAL into the file, and release the writer lock."""
         if self._closed:
             return
         if self._checkpointer is not None:
@@ -335,12 +335,12 @@ class SqliteLog:
         return max(self._start_of(topic, partition) if extent is None else extent.first, end)
 
     def _start_of(self, topic: str, partition: int) -> int:
-        """Where a partition of a log begins; a reader looks for what the writer has trimmed."""
+        """Return the first offset of a partition. A reader reads it again, because the writer may have trimmed."""
         starts = self.starts() if self._readonly else self._starts
         return starts.get((topic, partition), 0)
 
     def _extent(self, topic: str, partition: int) -> Extent | None:
-        """Where a recording holds a partition; None for a log. Raises LogError."""
+        """Return the extent of a partition in a recording; None for a log. Raises LogError."""
         if self.recording is None:
             return None
         extent = self._extents.get((topic, partition))
@@ -354,7 +354,7 @@ class SqliteLog:
         return topic in self._tables
 
     def _look(self, place: Partition) -> None:
-        """Read-only: find the end that the writer has reached."""
+        """Update the end of a partition from the file, if this log is read-only."""
         if self._readonly:
             place.committed = place.next_offset = self._stored_end(place.topic, place.number)
 
@@ -468,7 +468,7 @@ class SqliteLog:
         self._db.execute("COMMIT")
         self._tables.update(rows)
 
-    def _publish(self, pending: list[Pending], at_us: int) -> None:
+    def _publish(self, pending: list[PendingRecord], at_us: int) -> None:
         wakes: dict[int, Wake] = {}
         for place, offset, draft, headers in pending:
             place.committed = offset + 1
@@ -482,11 +482,11 @@ class SqliteLog:
             wake.set()
 
     def _fail(self, error: sqlite3.Error) -> None:
-        with contextlib.suppress(sqlite3.Error):  # what is broken may refuse this too; closing does it then
+        with contextlib.suppress(sqlite3.Error):  # the rollback may fail too; closing the connection rolls back
             self._db.rollback()
         self._failure = LogError(
             f"{self._name}: cannot be written any more ({error}); free disk space or check the disk, then"
-            " start again: every acknowledged record is kept"
+            " restart: every acknowledged record is kept"
         )
         logger.error("%s", self._failure)
         self._pending.clear()

@@ -1,4 +1,4 @@
-"""Opens the file of a SQLite log: its format, its namespace and the settings of a connection that writes."""
+"""Open the file of a SQLite log: check its format and namespace, and configure the connection."""
 
 import os
 import sqlite3
@@ -9,9 +9,9 @@ from forebay.transport.sqlite import schema
 
 
 def open_file(path: Path, namespace: str, *, readonly: bool) -> tuple[sqlite3.Connection, str, Contents | None]:
-    """Return a connection, the namespace of the log, and what the file holds if it is a recording.
+    """Return a connection, the namespace of the log, and the contents of the file if it is a recording.
 
-    A writer makes an empty file a log of `namespace`. Raises LogUnusable with a one-line reason.
+    A writer initialises an empty file as a log of `namespace`. Raises LogUnusable with a one-line reason.
     """
     try:
         db = schema.connect(path, readonly=readonly)
@@ -20,18 +20,22 @@ def open_file(path: Path, namespace: str, *, readonly: bool) -> tuple[sqlite3.Co
     try:
         known = schema.check_format(db, path)
         if readonly and not known:
-            raise schema.LogEmpty(f"{path}: is empty; a writer has to create the log first")
+            raise schema.LogEmpty(f"{path}: is empty; start a writer first, which creates the log")
         recording = None
         if known == schema.RECORDING_VERSION:
             recording = read_contents(db, path)
             if not readonly:
-                raise schema.LogUnusable(f"{path}: is a recording, which takes no more records; choose another path")
+                raise schema.LogUnusable(f"{path}: is a recording, which is read-only; choose another path")
         elif known and is_recording(db):
-            raise schema.LogUnusable(f"{path}: has the format of a log and the tables of a recording; restore a copy")
+            raise schema.LogUnusable(
+                f"{path}: is damaged: it has the format of a log but the tables of a recording; restore a copy"
+            )
         if not readonly:
             (mode,) = db.execute("PRAGMA journal_mode = WAL").fetchone()
             if mode != "wal":
-                raise schema.LogUnusable(f"{path}: the file system cannot share memory; choose a local disk")
+                raise schema.LogUnusable(
+                    f"{path}: the file system does not support SQLite's WAL mode; choose a local disk"
+                )
             db.execute("PRAGMA synchronous = NORMAL")
             db.execute("PRAGMA wal_autocheckpoint = 0")
             db.execute(schema.SECURE_DELETE)

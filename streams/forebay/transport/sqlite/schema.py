@@ -1,6 +1,6 @@
-"""What a log file looks like: tables, checksums, and the checks made when one is opened.
+"""Schema of a log file: its tables, its checksums, and the checks when a file is opened.
 
-Knows nothing of event loops or readers that follow; every problem of opening is one `LogUnusable`.
+Every problem while opening a file is raised as `LogUnusable`.
 """
 
 import fcntl
@@ -29,7 +29,7 @@ OFFSET_BITS = 40
 OFFSETS_MAX = 1 << OFFSET_BITS
 PARTITIONS_MAX = 1 << (63 - OFFSET_BITS)  # ids are signed 64-bit
 BUSY_TIMEOUT_S = 2.0  # another SQLite client in the middle of a write; longer would stall the event loop
-# What a damaged file may raise: of a damaged schema SQLite says something that is no UTF-8 itself.
+# Errors that a damaged file may raise. SQLite's message about a damaged schema may not be valid UTF-8.
 UNREADABLE = (sqlite3.Error, UnicodeDecodeError)
 
 # Some builds of SQLite write zeros over every page that a deletion frees, which would cost as much as the append did.
@@ -43,7 +43,7 @@ Row = tuple[int, int, bytes | None, str | None, bytes, int]
 
 
 class LogUnusable(LogError):
-    """The file cannot be opened as a log; the text names the file, the reason and a way out."""
+    """The file cannot be opened as a log. The text names the file, the reason and the remedy."""
 
 
 class LogEmpty(LogUnusable):
@@ -64,7 +64,7 @@ class CorruptRecord(LogError):
 
 
 class MissingRecords(LogError):
-    """Records that must be there are not: offsets `first` to `last`, both included."""
+    """Records at offsets `first` to `last` inclusive are missing."""
 
     def __init__(self, topic: str, partition: int, first: int, last: int) -> None:
         super().__init__(
@@ -78,7 +78,7 @@ class MissingRecords(LogError):
 
 
 class TrimmedRecords(LogError):
-    """Retention removed the records that a reader asked for; the partition begins at `first`."""
+    """Retention removed the requested records. The partition begins at `first`."""
 
     def __init__(self, topic: str, partition: int, offset: int, first: int) -> None:
         super().__init__(
@@ -91,13 +91,13 @@ class TrimmedRecords(LogError):
 
 
 def require_topic(name: str) -> None:
-    """Refuse a topic name that is not 1 to 200 of `a-z`, `0-9`, dot and hyphen (ValueError)."""
+    """Check a topic name: 1 to 200 characters of `a-z`, `0-9`, dot and hyphen. Raises ValueError."""
     if not _TOPIC_NAME.fullmatch(name):
-        raise ValueError(f"topic {name!r}: names are 1 to 200 of a-z, 0-9, '.' and '-'")
+        raise ValueError(f"invalid topic name {name!r}: expected 1 to 200 characters of a-z, 0-9, '.' and '-'")
 
 
 def create_table(topic: str) -> str:
-    """The statement that makes a topic's table. The id is the only index, so a row is written once."""
+    """Return the statement that creates the table of a topic. The id is the only index, so a row is written once."""
     return (
         f'CREATE TABLE "{topic}" (id INTEGER PRIMARY KEY, at_us INTEGER NOT NULL, key BLOB, headers TEXT,'
         " value BLOB NOT NULL, checksum INTEGER NOT NULL,"
@@ -107,7 +107,7 @@ def create_table(topic: str) -> str:
 
 
 def insert_row(topic: str) -> str:
-    """The statement that takes a `Row`."""
+    """Return the statement that inserts a `Row`."""
     return (
         f'INSERT INTO "{topic}" (id, at_us, key, headers, value, checksum)'  # noqa: S608 - a checked name
         " VALUES (?, ?, ?, ?, ?, ?)"
@@ -115,9 +115,9 @@ def insert_row(topic: str) -> str:
 
 
 def select_rows(topic: str) -> str:
-    """The statement that reads rows of ids first to last, both included, in order, up to a limit.
+    """Return the statement that reads rows with ids from first to last inclusive, in order, up to a limit.
 
-    Headers come as bytes: damaged text must reach the checksum instead of failing to decode.
+    It returns headers as bytes, so that damaged text fails the checksum and not the decoding.
     """
     return (
         "SELECT id, at_us, key, CAST(headers AS BLOB), value, checksum"  # noqa: S608 - a checked name
@@ -126,7 +126,7 @@ def select_rows(topic: str) -> str:
 
 
 def encode_headers(headers: Mapping[str, str] | None) -> bytes | None:
-    """Headers as they are stored and checksummed: a JSON object, or None."""
+    """Return headers as a JSON object, the form in which they are stored and checksummed; None for None."""
     return None if headers is None else msgspec.json.encode(headers)
 
 
@@ -144,7 +144,7 @@ def checksum(
     headers: bytes | None,
     value: bytes,
 ) -> int:
-    """XXH3-64 of a whole record as SQLite stores integers: signed. Absent and empty fields differ."""
+    """Return the XXH3-64 digest of a whole record as a signed integer. Absent and empty fields differ."""
     name = topic.encode()
     frame = _FRAME.pack(
         partition,
@@ -158,12 +158,12 @@ def checksum(
 
 
 def signed(digest: int) -> int:
-    """64 bits as SQLite stores an integer."""
+    """Return a 64-bit digest as a signed integer, for storage in SQLite."""
     return digest - (1 << 64) if digest >> 63 else digest
 
 
 def decode_row(topic: str, partition: int, row: tuple[Any, ...]) -> Record:
-    """A row of `select_rows` as a record. Raises CorruptRecord."""
+    """Return a row of `select_rows` as a record. Raises CorruptRecord."""
     row_id, at_us, key, headers, value, stored = row
     offset = row_id & (OFFSETS_MAX - 1)
     try:
@@ -176,13 +176,13 @@ def decode_row(topic: str, partition: int, row: tuple[Any, ...]) -> Record:
 
 
 def table_names(db: sqlite3.Connection) -> list[str]:
-    """The topics that have a table, sorted."""
+    """Return the topics that have a table, sorted."""
     rows = db.execute("SELECT name FROM sqlite_master WHERE type = 'table' ORDER BY name")
     return [name for (name,) in rows if _TOPIC_NAME.fullmatch(name)]
 
 
 def partition_end(db: sqlite3.Connection, topic: str, partition: int) -> int:
-    """One past the last offset in the table of a topic."""
+    """Return the offset after the last record of a partition, 0 if it has no records."""
     first = partition << OFFSET_BITS
     query = f'SELECT max(id) FROM "{topic}" WHERE id >= ? AND id <= ?'  # noqa: S608 - a checked name
     (last,) = db.execute(query, (first, first + OFFSETS_MAX - 1)).fetchone()
@@ -190,7 +190,7 @@ def partition_end(db: sqlite3.Connection, topic: str, partition: int) -> int:
 
 
 def partition_ends(db: sqlite3.Connection, topic: str) -> list[tuple[int, int]]:
-    """Every partition of a topic that has records, with its end; two look-ups each, however long it is."""
+    """Return (partition, end offset) of every partition of a topic with records, with two lookups per partition."""
     query = f'SELECT id FROM "{topic}" WHERE id >= ? ORDER BY id LIMIT 1'  # noqa: S608 - a checked name
     ends: list[tuple[int, int]] = []
     partition = 0
@@ -204,9 +204,9 @@ def partition_ends(db: sqlite3.Connection, topic: str) -> list[tuple[int, int]]:
 
 
 def check_structure(db: sqlite3.Connection) -> None:
-    """Refuse changed tables and a damaged list of free pages (LogError); reads no records.
+    """Check the table definitions and the list of free pages without reading records. Raises LogError if damaged.
 
-    Later appends overwrite free pages, so a page that is listed as free by mistake would be lost.
+    Later appends overwrite free pages, so a used page that is listed as free would be lost.
     """
     rows = db.execute("SELECT name, sql FROM sqlite_master WHERE type = 'table' ORDER BY name").fetchall()
     for topic, statement in rows:
@@ -218,7 +218,7 @@ def check_structure(db: sqlite3.Connection) -> None:
 
 
 def _is_forebay_topic(name: str) -> bool:
-    """Whether a table is one of ours: users may keep tables of their own in the file."""
+    """Return whether a table belongs to a topic. Users may keep tables of their own in the file."""
     try:
         topic_named(name)
     except KeyError:
@@ -227,7 +227,7 @@ def _is_forebay_topic(name: str) -> bool:
 
 
 def read_starts(db: sqlite3.Connection) -> dict[tuple[str, int], int]:
-    """The first offset of each partition that was trimmed, by topic and partition."""
+    """Return the first offset of each trimmed partition, by topic and partition."""
     query = "SELECT count(*) FROM sqlite_master WHERE type = 'table' AND name = 'forebay_starts'"
     if db.execute(query).fetchone() == (0,):
         return {}
@@ -236,7 +236,7 @@ def read_starts(db: sqlite3.Connection) -> dict[tuple[str, int], int]:
 
 
 def trim(db: sqlite3.Connection, topic: str, partition: int, first: int, before: int) -> None:
-    """Delete the records at offsets `first` to `before`, not included, and store the new start: one transaction."""
+    """Delete the records from `first` up to but excluding `before`, and store the new start, in one transaction."""
     base = partition << OFFSET_BITS
     db.execute("BEGIN IMMEDIATE")
     try:
@@ -254,9 +254,9 @@ def trim(db: sqlite3.Connection, topic: str, partition: int, first: int, before:
 
 
 class WriterLock:
-    """One writer a file, by flock on a file beside it; the lock dies with its process.
+    """Lock that allows one writer per log file, by flock on a separate file. It is released when its process dies.
 
-    Not on the database itself: closing any descriptor of that would drop SQLite's own POSIX locks.
+    The lock is not on the database file, because closing any descriptor of it would drop SQLite's own POSIX locks.
     """
 
     def __init__(self, path: Path) -> None:
@@ -278,13 +278,13 @@ class WriterLock:
         os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)
 
     def close(self) -> None:
-        """Let the next writer in; the empty file stays, because removing it would race with that one."""
+        """Release the lock. The empty lock file stays, because deleting it would race with the next writer."""
         os.ftruncate(self._descriptor, 0)
         os.close(self._descriptor)
 
 
 def check_place(path: Path, *, readonly: bool) -> None:
-    """Refuse a path where no log can be, before SQLite sees it (LogUnusable)."""
+    """Check that a log can be opened at a path, before SQLite opens it. Raises LogUnusable."""
     try:
         mode = path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
@@ -296,7 +296,7 @@ def check_place(path: Path, *, readonly: bool) -> None:
         raise LogUnusable(f"{path}: there is no directory {path.parent}; create it or choose another path")
     if stat.S_ISDIR(mode):
         raise LogUnusable(f"{path}: is a directory; name a file in it")
-    if mode and not stat.S_ISREG(mode):  # to open a pipe would wait for whoever writes it
+    if mode and not stat.S_ISREG(mode):  # opening a pipe would wait for its writer
         raise LogUnusable(f"{path}: is no plain file; choose another path")
     if readonly and not mode:
         raise LogUnusable(f"{path}: there is no such log")
@@ -309,7 +309,7 @@ def check_place(path: Path, *, readonly: bool) -> None:
 
 
 def connect(path: Path | None, *, readonly: bool) -> sqlite3.Connection:
-    """A connection in autocommit mode: the log says BEGIN and COMMIT itself."""
+    """Return a connection in autocommit mode, because the log executes BEGIN and COMMIT itself."""
     if path is None:
         return sqlite3.connect(":memory:", isolation_level=None)
     mode = "ro" if readonly else "rwc"
@@ -318,9 +318,9 @@ def connect(path: Path | None, *, readonly: bool) -> sqlite3.Connection:
 
 
 def check_format(db: sqlite3.Connection, path: Path | None) -> int:
-    """The format of the database, `FORMAT_VERSION` or `RECORDING_VERSION`; 0 for an empty one.
+    """Return the format of the database: `FORMAT_VERSION`, `RECORDING_VERSION`, or 0 for an empty database.
 
-    Refuses others (LogUnusable).
+    Raises LogUnusable for any other format.
     """
     try:
         (application,) = db.execute("PRAGMA application_id").fetchone()
@@ -350,21 +350,21 @@ def check_format(db: sqlite3.Connection, path: Path | None) -> int:
 
 
 def initialise(db: sqlite3.Connection, namespace: str) -> None:
-    """Make an empty database a log."""
+    """Initialise an empty database as a log of `namespace`."""
     db.execute("BEGIN IMMEDIATE")
     create_meta(db, FORMAT_VERSION, {"namespace": namespace})
     db.execute("COMMIT")
 
 
 def code_of(error: Exception) -> int:
-    """SQLite's primary result code of one of `UNREADABLE`."""
-    return getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF  # the other bytes say where
+    """Return SQLite's primary result code of one of `UNREADABLE`."""
+    return getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF  # the upper bytes are the extended code
 
 
 def create_meta(db: sqlite3.Connection, version: int, meta: Mapping[str, str]) -> None:
-    """Say what an empty database is, in a transaction of the caller's.
+    """Create the meta table and set the format of an empty database, within a transaction of the caller.
 
-    The meta table's name can be no topic: it has an underscore.
+    The name of the meta table contains an underscore, so it cannot be a topic name.
     """
     db.execute("CREATE TABLE forebay_meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID")
     created = datetime.now(UTC).isoformat(timespec="seconds")
@@ -376,5 +376,5 @@ def create_meta(db: sqlite3.Connection, version: int, meta: Mapping[str, str]) -
 
 
 def read_meta(db: sqlite3.Connection) -> dict[str, str]:
-    """What the log says about itself: format, namespace, created, writer pid."""
+    """Return the metadata of a log: format, namespace, creation time and pid of the writer."""
     return dict(db.execute("SELECT key, value FROM forebay_meta").fetchall())

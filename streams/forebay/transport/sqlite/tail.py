@@ -1,6 +1,6 @@
-"""Readers that follow a partition of a SQLite log: from memory at the end, from the file behind it.
+"""Follow a partition of a SQLite log, from memory at the end of the partition and from the file otherwise.
 
-A tail that lags costs at most its bound in memory; it never holds up the writer or another tail.
+The buffer of a tail is bounded. A tail that lags never delays the writer or another tail.
 """
 
 from collections import deque
@@ -8,13 +8,13 @@ from collections.abc import Callable
 
 from forebay.transport.base import Record, Wake
 
-# A healthy reader takes every few milliseconds; one that is this far behind reads the file as fast.
+# A reader takes records every few milliseconds. For a reader that lags by more than this, the file is equally fast.
 TAIL_RECORDS_MAX = 10_000
 TAIL_BYTES_MAX = 64 << 20
 
 
 class Partition:
-    """Where one partition stands: the next offset to give, the end that readers may see, its tails."""
+    """State of one partition: the next offset to assign, the end of the committed records, and the tails."""
 
     __slots__ = ("committed", "next_offset", "number", "tails", "topic")
 
@@ -30,7 +30,7 @@ Fetch = Callable[[Partition, int, int, int], list[Record]]
 
 
 class SqliteTail:
-    """Follows one partition. `wake` is set once for what becomes ready: take until `len` is 0."""
+    """Tail of one partition. `wake` is set once for all records that become ready: take until `len` is 0."""
 
     def __init__(self, partition: Partition, offset: int, wake: Wake, fetch: Fetch, *, pushed: bool) -> None:
         self.wake = wake
@@ -50,13 +50,13 @@ class SqliteTail:
 
     @property
     def position(self) -> int:
-        """The offset of the next record to take."""
+        """Offset of the next record to take."""
         return self._position
 
     def take(self, limit: int) -> list[Record]:
-        """Up to `limit` next records, at once; fewer when they are large.
+        """Return up to `limit` next records without waiting, fewer if they are large.
 
-        Raises LogError for damaged records, again at every call: the position stays before them.
+        Raises LogError at a damaged record. The position does not advance, so every later call raises it too.
         """
         records = self._take_buffered(limit) if self._live else self._take_stored(limit)
         if records:
@@ -64,7 +64,7 @@ class SqliteTail:
         return records
 
     def close(self) -> None:
-        """Stop following and free what is buffered. Closing twice is fine."""
+        """Stop following and free the buffer. May be called twice."""
         if self in self._partition.tails:
             self._partition.tails.remove(self)
         self._buffer.clear()
@@ -72,7 +72,7 @@ class SqliteTail:
         self._live = False
 
     def push(self, record: Record) -> bool:
-        """Hand over a record just committed; whether it is one that this tail will give."""
+        """Receive a committed record, and return whether this tail will return it."""
         if record.offset < self._position:
             return False
         if not self._live:
@@ -100,6 +100,6 @@ class SqliteTail:
     def _take_stored(self, limit: int) -> list[Record]:
         records = self._fetch(self._partition, self._position, limit, TAIL_BYTES_MAX)
         position = self._position + len(records)
-        # From here on commits hand their records over, in this thread: nothing falls in between.
+        # Commits run in this thread, so no record is missed between this read and the first pushed record.
         self._live = self._pushed and position >= self._partition.committed
         return records
