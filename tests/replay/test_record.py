@@ -449,7 +449,7 @@ def test_what_else_lies_where_it_is_to_be_written(source: Path, tmp_path: Path) 
         RecordingWriter.resume(out, ASKED)
     part_of(out).unlink()
     SqliteLog.open(part_of(out)).close()
-    with pytest.raises(LogUnusable, match="is a log, no recording on its way"):
+    with pytest.raises(LogUnusable, match="is a log, expected an unfinished recording"):
         RecordingWriter.resume(out, ASKED)
     part_of(out).write_bytes(b"")  # killed before its first transaction
     assert RecordingWriter.resume(out, ASKED) is None

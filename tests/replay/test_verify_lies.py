@@ -96,7 +96,7 @@ def test_decisions_without_any_claim(recording: Path) -> None:
         return [encode(DECISIONS, replace(one, owner_epoch=-1)) for one in records]
 
     rewritten(recording, DECISIONS, unclaimed)
-    with pytest.raises(LogError, match="journal record 0 is of the owner epoch -1, whose claim is missing"):
+    with pytest.raises(LogError, match="journal record 0 has the owner epoch -1, whose claim is missing"):
         report_of(recording)
 
 
@@ -152,7 +152,7 @@ def test_a_slice_that_begins_in_the_time_of_an_owner_who_never_was(original: Pat
                 ]
             writer.write(records)
         writer.finish()
-    with pytest.raises(LogError, match="is not of the state of one owner, that of epoch"):
+    with pytest.raises(LogError, match="does not hold exactly one state of the owner with epoch"):
         report_of(out)
 
 

@@ -1,4 +1,4 @@
-"""Which groups a log holds, and how their pools were configured: what one asks before asking anything else."""
+"""List the groups of a log and the configurations of their pools."""
 
 from forebay.core.state.groups import Groups
 from forebay.core.step import InputEvent
@@ -14,10 +14,9 @@ READ_MAX = 1_000
 
 
 async def groups_of(log: Log) -> dict[str, int]:
-    """The control partition of each group that `log` holds, by name.
+    """Return the control partition of each group that `log` holds, by name. Raises LogError.
 
-    The one group of an embedded log is nowhere placed: its name is its model, or empty when nothing says that yet.
-    Raises LogError.
+    The single group of an embedded log has no placement. Its name is its model, or empty if no pool is configured yet.
     """
     recording = log.recording if isinstance(log, SqliteLog) else None
     if recording is not None:
@@ -28,7 +27,7 @@ async def groups_of(log: Log) -> dict[str, int]:
         for record in records:
             try:
                 placed.apply(decode(GROUPS, record.value))
-            except DecodeError:  # of somebody else: the directory of a live system passes over it, too
+            except DecodeError:  # the directory of a live system ignores foreign records, too
                 continue
         offset = records[-1].offset + 1
     if placed.partitions or not isinstance(log, SqliteLog):
@@ -38,9 +37,9 @@ async def groups_of(log: Log) -> dict[str, int]:
 
 
 async def pools_of(log: Log, partition: int) -> list[PoolConfigured]:
-    """Every configuration of a pool that a group had, as far as the log goes back, the oldest first.
+    """Return every configuration that the pools of a group had, oldest first. Raises LogError.
 
-    What was said before the oldest record of `control` stands in the oldest snapshot. Raises LogError.
+    The oldest snapshot holds the configurations from before the oldest record of `control`.
     """
     found: list[PoolConfigured] = []
     offset = await log.begin(CONTROL.name, partition)

@@ -1,7 +1,7 @@
-"""The recorded order, read back from a log: journal records, the events that they consumed, snapshots.
+"""Read journal records, the events that they consumed, and snapshots back from a log.
 
-Readers of a journal skip void records: those of an owner epoch that a later claim ended. Nothing here changes
-state while it waits, so whoever follows a live journal may be cancelled at any time and go on later.
+Readers of a journal skip stale records, which are records of an owner epoch that a later claim ended. No function
+changes state while it waits, so a task that follows a live journal may be cancelled at any time and continue later.
 """
 
 import asyncio
@@ -25,22 +25,22 @@ from forebay.transport.base import Log, LogError, Record
 
 logger = logging.getLogger(__name__)
 
-PAGE_RECORDS = 512  # read at once: bounds memory whatever the length of the log
-CHUNKS_READ = 8  # snapshot chunks read at once, of at most 1 MiB each
+PAGE_RECORDS = 512  # records per read; bounds memory whatever the length of the log
+CHUNKS_READ = 8  # snapshot chunks per read, each at most 1 MiB
 
 
 class OtherRules(LogError):
-    """The journal was decided by rules that this program does not have: it can derive nothing of it."""
+    """Another version of the rules decided the journal, so this program cannot derive it."""
 
     def __init__(self, offset: int, version: int) -> None:
         super().__init__(
             f"journal record {offset} was decided by version {version} of the rules, this program has version "
-            f"{CORE_VERSION}: use the program that wrote it, or begin a new log (a new namespace on Kafka)"
+            f"{CORE_VERSION}: use the program that wrote it, or start a new log (a new namespace on Kafka)"
         )
 
 
 class UnreadableDecision(LogError):
-    """A journal record of the owner is of a kind, or has a value, that this version does not know."""
+    """A journal record of the owner has a type or a value that this version does not know."""
 
     def __init__(self, offset: int, tag: str, error: DecodeError) -> None:
         super().__init__(
@@ -49,26 +49,32 @@ class UnreadableDecision(LogError):
 
 
 class MissingChunk(LogError):
-    """The journal names a snapshot, and a part of it is not there."""
+    """A chunk of a snapshot that the journal names is missing."""
 
 
 class OtherState(LogError):
-    """The chunks of a snapshot give another state than the one that was sealed."""
+    """The state in the chunks of a snapshot differs from the sealed state."""
 
 
 class Undecoded(NamedTuple):
-    """A record of an input topic that is no event here: malformed, or with a tag that a newer version may have."""
+    """Record of an input topic that does not decode.
+
+    Attributes:
+        offset: Offset of the record.
+        tag: Event tag of the record if the tag is unknown, for example of a newer version. None if it is malformed.
+    """
 
     offset: int
     tag: str | None
 
 
 class EventReader:
-    """One input topic partition, read forward page by page; records that do not decode come as None.
+    """Forward reader of one partition of an input topic. Records that do not decode are returned as None.
 
     Attributes:
-        malformed: records taken that no version can read.
-        unknown: records taken that have a tag which is not known here, `first_unknown` the first of them.
+        malformed: Number of records taken that no version can decode.
+        unknown: Number of records taken with an unknown event tag.
+        first_unknown: First record with an unknown event tag, None if there is none.
     """
 
     def __init__(self, log: Log, topic: Topic, partition: int, offset: int) -> None:
@@ -84,11 +90,11 @@ class EventReader:
 
     @property
     def offset(self) -> int:
-        """Where the next event to take stands."""
+        """Offset of the next event to take."""
         return self._offset - len(self._ready)
 
     async def fill(self, count: int) -> None:
-        """Have at least `count` events ready for `take`. Raises LogError when the log ends before."""
+        """Read until at least `count` events are ready for `take`. Raises LogError if the log ends before."""
         if count > PAGE_RECORDS:
             await self._require(count)
         while len(self._ready) < count:
@@ -107,7 +113,7 @@ class EventReader:
                 self._ready.append(event)
 
     def take(self, count: int) -> list[InputEvent | None]:
-        """The next `count` events, which are ready."""
+        """Return the next `count` events, which `fill` has read."""
         taken = [self._ready.popleft() for _ in range(count)]
         while self._undecoded and self._undecoded[0].offset < self.offset:
             undecoded = self._undecoded.popleft()
@@ -119,20 +125,21 @@ class EventReader:
         return taken
 
     async def _require(self, count: int) -> None:
-        """Before so many are held in memory: they must be there."""
+        """Check that `count` more records exist, before they are read into memory."""
         end = await self._log.end(self._topic.name, self._partition)
         if self.offset + count > end:
             raise self._ends_at(end)
 
     def _ends_at(self, offset: int) -> LogError:
         where = f"{self._topic.name}/{self._partition} ends at offset {offset}"
-        return LogError(f"{where}, but the journal says that more was applied")
+        return LogError(f"{where}, but according to the journal the owner applied more records")
 
 
 class RecordedOrder:
-    """The events that journal records consumed, topic by topic, from a view on.
+    """Reader of the events that journal records consumed, starting at the offsets of a view.
 
-    `readers` are those of the topics that something was consumed of.
+    Attributes:
+        readers: Readers by topic, for the topics of which a record consumed events.
     """
 
     def __init__(self, log: Log, partition: int, view: Mapping[str, int]) -> None:
@@ -142,12 +149,12 @@ class RecordedOrder:
         self.readers: dict[str, EventReader] = {}
 
     def offset(self, topic: str) -> int:
-        """Where the next event of a topic stands."""
+        """Return the offset of the next event of a topic."""
         reader = self.readers.get(topic)
         return self._view.get(topic, 0) if reader is None else reader.offset
 
     async def events_of(self, consumed: tuple[ConsumedRun, ...]) -> RecordedEvents:
-        """The next events of each topic, as many as `consumed` counts. Raises LogError when they are missing."""
+        """Return the next events of each topic, as many as `consumed` counts. Raises LogError if any is missing."""
         counts: dict[str, int] = {}
         for run in consumed:
             if run.topic != CLOCK:
@@ -161,7 +168,7 @@ class RecordedOrder:
         if reader is None:
             known = _INPUTS.get(topic)
             if known is None:
-                raise LogError(f"the journal names {topic} as a topic of inputs, which this version does not know")
+                raise LogError(f"the journal names the input topic {topic}, which this version does not know")
             offset = self._view.get(topic, 0)
             reader = self.readers[topic] = EventReader(self._log, known, self._partition, offset)
         return reader
@@ -171,7 +178,7 @@ _INPUTS = {topic.name: topic for topic in INPUTS}
 
 
 def decode_or_none(topic: Topic, value: bytes) -> InputEvent | None:
-    """The event of an input topic, None when it does not decode: it counts, and does nothing."""
+    """Return the event in a record value of an input topic, or None if it does not decode."""
     try:
         event: InputEvent = decode(topic, value)
     except DecodeError:
@@ -180,22 +187,22 @@ def decode_or_none(topic: Topic, value: bytes) -> InputEvent | None:
 
 
 def decode_journal(record: Record) -> JournalRecord | None:
-    """The journal record in `record`; None for one that is none, which somebody else wrote there.
+    """Return the journal record in `record`, or None if it does not decode, as a foreign record does not.
 
-    Passing over a damaged or newer record of an owner is no danger: the `seq` after it gives it away.
+    Skipping a damaged or newer record of an owner is safe, because the `seq` of the next record shows the gap.
     """
     try:
         decision: JournalRecord = decode(DECISIONS, record.value)
     except DecodeError as error:
         logger.warning(
-            "record %d of %s/%d is no journal record: %s", record.offset, record.topic, record.partition, error
+            "ignored record %d of %s/%d, not a journal record: %s", record.offset, record.topic, record.partition, error
         )
         return None
     return decision
 
 
 def require_readable(record: Record, epoch: int) -> None:
-    """Raises UnreadableDecision for a record that is no journal record here, though the owner of `epoch` wrote it."""
+    """Raise UnreadableDecision for a record that does not decode although the owner of `epoch` wrote it."""
     try:
         stamped = _STAMPED.decode(record.value)
         decode(DECISIONS, record.value)
@@ -207,7 +214,7 @@ def require_readable(record: Record, epoch: int) -> None:
 
 
 class _Stamped(msgspec.Struct):
-    """What every journal record of an owner says, whatever its kind and version."""
+    """Fields that every journal record of an owner has, in every version."""
 
     type: str
     owner_epoch: int
@@ -217,9 +224,14 @@ _STAMPED = msgspec.json.Decoder(_Stamped)
 
 
 class Validity:
-    """Tells valid journal records from void and foreign ones, from an offset on.
+    """Filter of valid journal records, starting at an offset with owner epoch `epoch`.
 
-    `epoch` is the owner epoch there; its owner decides by our rules, as the snapshot is checked to say.
+    The owner of that epoch is assumed to use this program's rules, because loading a snapshot checks this.
+
+    Attributes:
+        epoch: Owner epoch of the last record.
+        void: Number of stale records, of owners that another claim ended.
+        foreign: Number of records that are not journal records.
     """
 
     def __init__(self, epoch: int) -> None:
@@ -229,7 +241,7 @@ class Validity:
         self.foreign = 0
 
     def admits(self, decision: JournalRecord | None, offset: int) -> TypeGuard[JournalRecord]:
-        """Whether the next record in the journal is valid. Raises LogError for one of an owner that never claimed."""
+        """Return whether the next journal record is valid. Raises LogError if the claim of its owner is missing."""
         if decision is None:
             self.foreign += 1
             return False
@@ -241,14 +253,14 @@ class Validity:
             return False
         elif decision.owner_epoch > self.epoch or self.epoch < 0:
             raise LogError(
-                f"journal record {offset} is of the owner epoch {decision.owner_epoch}, whose claim is missing"
+                f"journal record {offset} has the owner epoch {decision.owner_epoch}, whose claim is missing"
             )
         return True
 
     def require_own_rules(self, decision: JournalRecord, offset: int) -> None:
-        """Raises OtherRules for a record, just admitted, that this program cannot derive.
+        """Raise OtherRules for an admitted record that was decided by other rules.
 
-        A claim is none: an owner that found itself in the wrong log left it behind, and nothing else.
+        Claims are accepted, because an owner that opened a log of another version leaves only its claim behind.
         """
         if not isinstance(decision, OwnerClaimed) and self._rules != CORE_VERSION:
             raise OtherRules(offset, self._rules)
@@ -257,7 +269,7 @@ class Validity:
 async def journal(
     log: Log, partition: int, start: int, end: int, validity: Validity
 ) -> AsyncIterator[tuple[int, JournalRecord]]:
-    """The valid journal records in [start, end) with their offsets, as `validity` tells them from others.
+    """Yield the valid journal records in [start, end) with their offsets.
 
     Raises LogError for a record whose claim is missing.
     """
@@ -268,7 +280,7 @@ async def journal(
 
 
 async def journal_records(log: Log, partition: int, start: int, end: int) -> AsyncIterator[Record]:
-    """What stands in [start, end) of the journal, void records too, read page by page."""
+    """Yield all records in [start, end) of the journal, including stale ones, read page by page."""
     while start < end:
         records = await log.read(DECISIONS.name, partition, start, min(PAGE_RECORDS, end - start))
         if not records:
@@ -280,7 +292,7 @@ async def journal_records(log: Log, partition: int, start: int, end: int) -> Asy
 
 
 async def newest_snapshot(log: Log, partition: int, end: int) -> SnapshotTaken | None:
-    """The last valid `SnapshotTaken` before offset `end` of the journal, searched backwards."""
+    """Return the last valid `SnapshotTaken` before offset `end` of the journal, or None."""
     begin = await log.begin(DECISIONS.name, partition)
     while end > begin:
         start = max(begin, end - PAGE_RECORDS)
@@ -293,9 +305,9 @@ async def newest_snapshot(log: Log, partition: int, end: int) -> SnapshotTaken |
 
 
 async def snapshots_taken(log: Log, partition: int, start: int, end: int) -> AsyncIterator[tuple[int, SnapshotTaken]]:
-    """The `SnapshotTaken` in [start, end) of the journal with their offsets, as far as claims there void none.
+    """Yield the `SnapshotTaken` records in [start, end) of the journal that no claim in this range makes stale.
 
-    An owner that had lost the group before `start` may have left one; what it says is sealed before `start`, too.
+    A record of an owner that lost the group before `start` may be among them; its seal is before `start`, too.
     """
     epoch = -1
     async for record in journal_records(log, partition, start, end):
@@ -307,9 +319,9 @@ async def snapshots_taken(log: Log, partition: int, start: int, end: int) -> Asy
 
 
 async def _overtaken(log: Log, partition: int, taken: SnapshotTaken, offset: int) -> bool:
-    """Whether a claim made the `SnapshotTaken` at `offset` void, or what came after its seal is no longer there.
+    """Return whether a claim made the `SnapshotTaken` at `offset` stale, or retention removed records after its seal.
 
-    No need to look back to its owner's claim: the owner saw its seal, right before `journal_offset`, stand unclaimed.
+    Only claims after the seal matter, because the owner saw the seal acknowledged without a claim before it.
     """
     if taken.journal_offset < await log.begin(DECISIONS.name, partition):
         return True
@@ -319,7 +331,7 @@ async def _overtaken(log: Log, partition: int, taken: SnapshotTaken, offset: int
 
 
 async def recorded_view(log: Log, partition: int) -> dict[str, int]:
-    """The offset up to which the owner applied each input topic, as the journal says. Raises LogError."""
+    """Return the offset up to which the owner applied each input topic, according to the journal. Raises LogError."""
     end = await log.end(DECISIONS.name, partition)
     taken = await newest_snapshot(log, partition, end)
     start, epoch = 0, -1
@@ -336,16 +348,16 @@ async def recorded_view(log: Log, partition: int) -> dict[str, int]:
 
 
 async def state_of(log: Log, partition: int, taken: SnapshotTaken) -> WorldState:
-    """What a snapshot says beside its machines, read without restoring it. Raises LogError when it is not there."""
+    """Return the `WorldState` of a snapshot without restoring the snapshot. Raises LogError if it is missing."""
     async for _, chunk in _chunks(log, partition, taken):
         for part in chunk.parts:
             if isinstance(part, WorldState):
                 return part
-    raise LogError(f"the snapshot at offset {taken.first_offset} does not say how far its owner was")
+    raise LogError(f"the snapshot at offset {taken.first_offset} is incomplete: it has no WorldState")
 
 
 async def chunks_end(log: Log, partition: int, taken: SnapshotTaken) -> int:
-    """The offset after the last chunk of a snapshot. Raises LogError when one is missing."""
+    """Return the offset after the last chunk of a snapshot. Raises LogError if a chunk is missing."""
     end = taken.first_offset
     async for offset, _ in _chunks(log, partition, taken):
         end = offset + 1
@@ -353,13 +365,13 @@ async def chunks_end(log: Log, partition: int, taken: SnapshotTaken) -> int:
 
 
 async def load_snapshot(log: Log, partition: int, taken: SnapshotTaken) -> World:
-    """The world of a snapshot.
+    """Return the world of a snapshot.
 
     Raises:
-        OtherRules: it was taken by an owner with other rules, as far as its claim is still there to say so.
-        MissingChunk: a part of it is not there.
-        OtherState: its digest is another than the one sealed.
-        LogError: it cannot be read.
+        OtherRules: An owner with other rules took the snapshot, if its version is known.
+        MissingChunk: A chunk is missing.
+        OtherState: The digest of the state differs from the sealed digest.
+        LogError: The snapshot cannot be read.
     """
     parts = await _parts(log, partition, taken)
     await _require_of_seal(log, partition, taken, parts)
@@ -370,7 +382,7 @@ async def load_snapshot(log: Log, partition: int, taken: SnapshotTaken) -> World
 
 
 async def check_snapshot(log: Log, partition: int, taken: SnapshotTaken) -> None:
-    """As `load_snapshot`, where nobody wants the world: much quicker."""
+    """Check a snapshot like `load_snapshot`, but without building its world, which is much faster."""
     parts = await _parts(log, partition, taken)
     await _require_of_seal(log, partition, taken, parts)
     with _of_state(taken):
@@ -379,9 +391,9 @@ async def check_snapshot(log: Log, partition: int, taken: SnapshotTaken) -> None
 
 
 async def check_snapshot_beside(log: Log, partition: int, taken: SnapshotTaken) -> WorldState:
-    """As `check_snapshot`, beside other tasks of a live event loop; return what the snapshot says beside its machines.
+    """Check a snapshot like `check_snapshot`, without blocking the event loop, and return its `WorldState`.
 
-    Chunks are read one at a time, and a thread computes the digest: a large index takes some tenths of a second.
+    Chunks are read one at a time, and a thread computes the digest, which takes tenths of a second for a large index.
     """
     parts: list[Chunk] = []
     async for _, chunk in _chunks(log, partition, taken, at_once=1):
@@ -409,26 +421,26 @@ async def _parts(log: Log, partition: int, taken: SnapshotTaken) -> list[Chunk]:
 
 @contextmanager
 def _of_state(taken: SnapshotTaken) -> Iterator[None]:
-    """Chunks that were changed may break any rule that a state keeps."""
+    """Raise OtherState for any error, because changed chunks may violate any invariant of the state."""
     try:
         yield
     except Exception as error:
-        text = f"the snapshot at offset {taken.first_offset} holds no state: {type(error).__name__}: {error}"
+        text = f"the snapshot at offset {taken.first_offset} cannot be restored: {type(error).__name__}: {error}"
         raise OtherState(text) from error
 
 
 async def _require_of_seal(log: Log, partition: int, taken: SnapshotTaken, parts: list[Chunk]) -> None:
-    """The snapshot is of the state that its owner sealed right before `journal_offset`.
+    """Check that the snapshot holds the state that its owner sealed right before `journal_offset`.
 
-    Raises OtherState when it is not, as far as the seal is still there to say so.
+    Raises OtherState if it does not. The check is skipped if the seal is no longer on the log.
     """
     snapshot = f"the snapshot at offset {taken.first_offset}"
     states = [part for part in parts if isinstance(part, WorldState)]
     if [state.owner_epoch for state in states] != [taken.owner_epoch]:
-        raise OtherState(f"{snapshot} is not of the state of one owner, that of epoch {taken.owner_epoch}")
+        raise OtherState(f"{snapshot} does not hold exactly one state of the owner with epoch {taken.owner_epoch}")
     begin = await log.begin(DECISIONS.name, partition)
     if taken.journal_offset == begin > 0:
-        return  # a recording that begins there: the seal is what stood before
+        return  # a recording that begins at this offset does not hold the seal
     records = (
         await log.read(DECISIONS.name, partition, taken.journal_offset - 1, 1) if taken.journal_offset > begin else []
     )
@@ -439,19 +451,19 @@ async def _require_of_seal(log: Log, partition: int, taken: SnapshotTaken, parts
         states[0].seq,
     ):
         raise OtherState(
-            f"{snapshot} is of no state that was sealed right before journal offset {taken.journal_offset}"
+            f"{snapshot} does not match the state sealed right before journal offset {taken.journal_offset}"
         )
 
 
 def _require_sealed(taken: SnapshotTaken, digest: int) -> None:
     if hex_digest(digest) != taken.digest:
         raise OtherState(
-            f"the snapshot at offset {taken.first_offset} has digest {hex_digest(digest)}, sealed as {taken.digest}"
+            f"the snapshot at offset {taken.first_offset} has digest {hex_digest(digest)}, expected {taken.digest}"
         )
 
 
 async def _version_claimed(log: Log, partition: int, owner_epoch: int) -> int:
-    """The version of the rules that an owner claimed to have; 0 when its claim is not there any more."""
+    """Return the rules version in the claim of an owner; 0 if the claim is no longer on the log."""
     if owner_epoch >= await log.begin(DECISIONS.name, partition):
         for record in await log.read(DECISIONS.name, partition, owner_epoch, 1):
             claimed = decode_journal(record)
@@ -463,7 +475,7 @@ async def _version_claimed(log: Log, partition: int, owner_epoch: int) -> int:
 async def _chunks(
     log: Log, partition: int, taken: SnapshotTaken, at_once: int = CHUNKS_READ
 ) -> AsyncIterator[tuple[int, SnapshotChunk]]:
-    """The chunks of a snapshot with their offsets; those of an owner that was not told yet may stand between them."""
+    """Yield the chunks of a snapshot with their offsets, skipping chunks of other owners between them."""
     number, offset = 0, taken.first_offset
     damaged: DecodeError | None = None
     while number < taken.chunks:
@@ -477,7 +489,7 @@ async def _chunks(
             try:
                 chunk: SnapshotChunk = decode(SNAPSHOTS, record.value)
             except DecodeError as error:
-                damaged = error  # or written by somebody else, and then the chunk follows
+                damaged = error  # or a foreign record, in which case the chunk follows
                 continue
             if (chunk.owner_epoch, chunk.number) == (taken.owner_epoch, number):
                 yield record.offset, chunk

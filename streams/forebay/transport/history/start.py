@@ -1,4 +1,4 @@
-"""The oldest state that a log still holds whole: where readers begin once retention removed the log's beginning."""
+"""Find the oldest state from which a log can be replayed, after retention removed its beginning."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -11,13 +11,13 @@ from forebay.transport.history.reader import snapshots_taken, state_of
 
 
 class StoredState(NamedTuple):
-    """A state that can be rebuilt.
+    """State that can be restored.
 
     Attributes:
-        offset: the journal offset of the first record after the state.
-        view: the offset up to which each input topic was applied; 0 for topics that are not in it.
-        owner_epoch: the epoch of the owner that sealed the state; -1 before the first claim.
-        core_version: the version of the rules of that owner.
+        offset: Journal offset of the first record after the state.
+        view: Offset up to which each input topic was applied, 0 for topics that are not in it.
+        owner_epoch: Epoch of the owner that sealed the state, -1 before the first claim.
+        core_version: Rules version of that owner.
     """
 
     offset: int
@@ -35,7 +35,7 @@ async def begins_of(log: Log, partition: int) -> dict[str, int]:
 
 
 async def usable_state(log: Log, partition: int, taken: SnapshotTaken, begins: Mapping[str, int]) -> StoredState | None:
-    """Return the state of a snapshot; None if its chunks, or records that were applied after it, are gone.
+    """Return the state of a snapshot, or None if retention removed chunks of it or records after it.
 
     Raises LogError.
     """
@@ -62,5 +62,6 @@ async def oldest_state(log: Log, partition: int) -> StoredState:
         if state is not None:
             return state
     raise LogError(
-        f"control partition {partition} no longer holds its beginning, nor a snapshot with all records after it"
+        f"control partition {partition} cannot be replayed: retention removed its beginning, and it holds no snapshot"
+        " with all records after it"
     )

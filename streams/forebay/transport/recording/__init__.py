@@ -1,1 +1,1 @@
-"""The file format of recordings: manifest, checksums, and the writer."""
+"""File format of recordings: manifest, checksums and writer."""

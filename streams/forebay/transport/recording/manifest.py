@@ -1,10 +1,9 @@
-"""What a recording says that it holds, and the proof that it is as it was written.
+"""Read and verify the manifest of a recording.
 
-Theory of operation. A recording is a slice of a log in one SQLite file: the topic tables of a log, with the partition
-numbers and offsets that the records had, and tables of its own. `forebay_extents` says from where to where each
-partition is held, so that what is missing has a name, with a checksum over its records; `forebay_groups` which groups;
-`forebay_meta` the rest, with a digest over all that. `forebay_seal` holds a digest over the whole file but for its own
-32 digits, so that no byte can change unseen, whatever SQLite thinks of it.
+Theory of operation. A recording is a slice of a log in one SQLite file. Its topic tables keep the partition numbers and
+offsets of the log. `forebay_extents` holds the offset range of each recorded partition, with a checksum over its
+records. `forebay_groups` lists the groups. `forebay_meta` holds the other metadata, with a digest over all of these.
+`forebay_seal` holds a digest over the whole file except its own 32 digits, so that any changed byte is detected.
 """
 
 import sqlite3
@@ -38,7 +37,7 @@ TABLES = (
 
 
 class Extent(msgspec.Struct, frozen=True, order=True):
-    """The records of one partition with offsets from `first` to `end`, that one not included."""
+    """Recorded offset range of one partition, from `first` up to but excluding `end`."""
 
     topic: str
     partition: int
@@ -47,21 +46,21 @@ class Extent(msgspec.Struct, frozen=True, order=True):
 
     @property
     def count(self) -> int:
-        """How many records."""
+        """Number of records."""
         return self.end - self.first
 
 
 class RecordedGroup(msgspec.Struct, frozen=True, order=True):
-    """One group of a recording.
+    """Group of a recording.
 
     Attributes:
-        name: of the group.
-        partition: its control partition.
-        start: the journal offset from which it is derived: 0, or where the snapshot before the window stands.
-        first: the journal offset at which the window begins.
-        end: the journal offset at which the window ends, not included.
-        decisions: of the window.
-        core_version: of the rules that decided; 0 where no record says it.
+        name: Name of the group.
+        partition: Control partition of the group.
+        start: Journal offset from which the group is derived: 0, or that of the snapshot before the window.
+        first: Journal offset at which the window begins.
+        end: Journal offset at which the window ends, exclusive.
+        decisions: Number of decisions in the window.
+        core_version: Version of the rules of these decisions, 0 if unknown.
     """
 
     name: str
@@ -74,18 +73,18 @@ class RecordedGroup(msgspec.Struct, frozen=True, order=True):
 
 
 class Contents(msgspec.Struct, frozen=True, kw_only=True):
-    """What a recording holds, and what was asked for.
+    """Contents of a recording, and the options of the command that made it.
 
     Attributes:
-        namespace: of the log it is of.
-        source: what that was: `log`, `kafka` or `recording`.
-        from_us: when the first journal record of the window was appended, microseconds since 1970.
-        to_us: when the last one was.
-        groups: sorted.
-        extents: sorted, one for each partition held; some may be empty.
-        asked: what the command said that made it, by option.
-        anonymized: whether what people wrote was left out.
-        content: digest of all that and of every record; empty while the recording is being written.
+        namespace: Namespace of the recorded log.
+        source: Kind of the recorded log: `log`, `kafka` or `recording`.
+        from_us: Time at which the first journal record of the window was appended, in microseconds since 1970.
+        to_us: Time at which the last journal record of the window was appended, in microseconds since 1970.
+        groups: Recorded groups, sorted.
+        extents: Recorded partitions, sorted. An extent may be empty.
+        asked: Options of the `forebay record` command, by name.
+        anonymized: Whether texts of users were removed.
+        content: Digest of these contents and of every record, empty while the recording is being written.
     """
 
     namespace: str
@@ -100,18 +99,18 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def utc(at_us: int) -> str:
-    """A time as ISO 8601 with microseconds, in UTC."""
+    """Return a time in microseconds since 1970 as ISO 8601 text in UTC."""
     return (_EPOCH + timedelta(microseconds=at_us)).isoformat(timespec="microseconds")
 
 
 def microseconds(text: str) -> int:
-    """The inverse of `utc`. Raises ValueError."""
+    """Return the microseconds since 1970 of a text that `utc` returned. Raises ValueError."""
     return (datetime.fromisoformat(text) - _EPOCH) // timedelta(microseconds=1)
 
 
 def content_digest(contents: Contents, checksums: Mapping[Extent, int]) -> str:
-    """XXH3-128 over what a recording holds. Two recordings of the same records have the same, when and however made."""
-    told = (
+    """Return the XXH3-128 digest of the contents. It does not depend on when and how the recording was made."""
+    digested = (
         contents.namespace,
         contents.source,
         contents.from_us,
@@ -120,18 +119,18 @@ def content_digest(contents: Contents, checksums: Mapping[Extent, int]) -> str:
         contents.groups,
         [(extent, checksums[extent]) for extent in contents.extents],
     )
-    return xxh3_128(msgspec.json.encode(told)).hexdigest()
+    return xxh3_128(msgspec.json.encode(digested)).hexdigest()
 
 
 def is_recording(db: sqlite3.Connection) -> bool:
-    """Whether there are tables of a recording."""
+    """Return whether the database has tables of a recording."""
     query = "SELECT count(*) FROM sqlite_master WHERE name IN ('forebay_extents', 'forebay_groups', 'forebay_seal')"
     (found,) = db.execute(query).fetchone()
     return bool(found)
 
 
 def read_contents(db: sqlite3.Connection, path: Path) -> Contents:
-    """What a finished recording says of itself, held against its digest. Raises LogUnusable."""
+    """Return the contents of a finished recording, checked against their digest. Raises LogUnusable."""
     (size,) = db.execute("SELECT page_count * page_size FROM pragma_page_count, pragma_page_size").fetchone()
     if path.stat().st_size != size:
         raise LogUnusable(f"{path}: is damaged or cut off (it should have {size} bytes); restore a copy")
@@ -141,14 +140,14 @@ def read_contents(db: sqlite3.Connection, path: Path) -> Contents:
             f"{path}: is a recording that was not finished; run the `forebay record` command that began it again"
         )
     if None in checksums.values() or content_digest(contents, _known(checksums)) != contents.content:
-        raise LogUnusable(f"{path}: what it says of itself was damaged or edited; restore a copy")
+        raise LogUnusable(f"{path}: its manifest was damaged or edited; restore a copy")
     return contents
 
 
 def read_tables(db: sqlite3.Connection, path: Path) -> tuple[Contents, bool, dict[Extent, int | None]]:
-    """What a recording says of itself, whether it is complete, and the checksums of its extents.
+    """Return the contents of a recording, whether it is complete, and the checksums of its extents.
 
-    Raises LogUnusable for tables that say nothing of the kind.
+    Raises LogUnusable if the manifest cannot be read.
     """
     try:
         meta = schema.read_meta(db)
@@ -175,7 +174,7 @@ def read_tables(db: sqlite3.Connection, path: Path) -> tuple[Contents, bool, dic
         )
         complete = _FLAGS[meta["complete"]]
     except (sqlite3.Error, KeyError, ValueError, OverflowError, msgspec.MsgspecError) as error:
-        raise LogUnusable(f"{path}: what it says of itself cannot be read ({error}); restore a copy") from error
+        raise LogUnusable(f"{path}: its manifest cannot be read ({error}); restore a copy") from error
     return contents, complete, checksums
 
 
@@ -183,7 +182,7 @@ _FLAGS = {"yes": True, "no": False}
 
 
 def extent_checksum(db: sqlite3.Connection, extent: Extent) -> int:
-    """XXH3-64 over the checksums of an extent's records, signed, each of them held against its record first.
+    """Return the signed XXH3-64 digest of the checksums of an extent's records, after verifying each checksum.
 
     Raises CorruptRecord or MissingRecords.
     """
@@ -204,7 +203,7 @@ def extent_checksum(db: sqlite3.Connection, extent: Extent) -> int:
 
 
 def require_sealed(db: sqlite3.Connection, path: Path) -> None:
-    """Refuse a recording of which any byte is not as it was written (LogError), naming what changed if it can be."""
+    """Check that no byte of a recording has changed. Raises LogError that names the changed part, if possible."""
     try:
         digest, hole = _seal_of(db, path)
         if digest != UNSEALED and file_digest(path, hole, len(digest)) == digest:
@@ -218,7 +217,10 @@ def require_sealed(db: sqlite3.Connection, path: Path) -> None:
 
 
 def seal(path: Path) -> None:
-    """Write the digest of a file into it; no connection may be open. Raises LogUnusable, sqlite3.Error or OSError."""
+    """Write the digest of a file into the file. No connection to it may be open.
+
+    Raises LogUnusable, sqlite3.Error or OSError.
+    """
     with closing(schema.connect(path, readonly=True)) as db:
         digest, hole = _seal_of(db, path)
     found = file_digest(path, hole, len(digest))
@@ -228,7 +230,7 @@ def seal(path: Path) -> None:
 
 
 def file_digest(path: Path, hole: int, length: int) -> str:
-    """XXH3-128 of a file, as if the `length` bytes at `hole`, within one page of it, were zeros. Raises OSError."""
+    """Return the XXH3-128 digest of a file with `length` bytes at offset `hole` set to zero. Raises OSError."""
     hasher = xxh3_128()
     position = 0
     with path.open("rb") as file:
@@ -242,7 +244,7 @@ def file_digest(path: Path, hole: int, length: int) -> str:
 
 
 def _seal_of(db: sqlite3.Connection, path: Path) -> tuple[str, int]:
-    """The digest that a file holds, and where in the file. It stands in a page of its table alone."""
+    """Return the digest stored in a file, and its byte offset in the file."""
     found = db.execute("SELECT digest FROM forebay_seal").fetchall()
     roots = db.execute("SELECT rootpage FROM sqlite_master WHERE name = 'forebay_seal'").fetchall()
     (page_bytes,) = db.execute("PRAGMA page_size").fetchone()
@@ -259,7 +261,7 @@ def _seal_of(db: sqlite3.Connection, path: Path) -> tuple[str, int]:
 
 
 def _name_damage(db: sqlite3.Connection, path: Path) -> None:
-    """Raise what can be said of a recording that is not as it was written, if anything can."""
+    """Raise LogUnusable that names the changed part of a recording, if it can be found."""
     _, _, checksums = read_tables(db, path)
     held: Counter[str] = Counter()
     for extent, checksum in checksums.items():

@@ -1,7 +1,8 @@
-"""Writes a recording: as OUT.part, page by page, so that what ended early goes on where it was; renamed to OUT.
+"""Write a recording to OUT.part page by page, resumably, and rename it to OUT when it is complete.
 
-Each page is a transaction that survives kill -9, but not a power loss: fsync comes at the end, after every record has
-been read again and held against its checksum. An exclusive lock of SQLite keeps other processes out of OUT.part.
+Each page is a transaction that survives kill -9 but not a power loss. At the end, every record is read back and
+verified against its checksum, and then the file is fsynced. An exclusive SQLite lock keeps other processes out of
+OUT.part.
 """
 
 import os
@@ -22,12 +23,12 @@ from forebay.transport.sqlite.log import LogUnusable, MissingRecords, SqliteLog
 
 
 class RecordingWriter:
-    """One recording on its way. Used from one thread; `close` it whatever happens, it can be resumed.
+    """Writer of one recording, used from one thread. Always call `close`; an unfinished recording can be resumed.
 
     Attributes:
-        contents: what it will hold.
-        complete: all of it is written and checked; somebody may be sealing it, without a lock.
-        log: what was written so far, to be read; its partitions end where writing stands.
+        contents: Contents of the finished recording.
+        complete: Whether all records are written and verified. Another process may be sealing the file then.
+        log: The records written so far, for reading.
     """
 
     def __init__(self, db: sqlite3.Connection, out: Path, contents: Contents, *, complete: bool = False) -> None:
@@ -43,7 +44,7 @@ class RecordingWriter:
 
     @classmethod
     def create(cls, out: Path, contents: Contents) -> Self:
-        """Begin a recording at `out`. Raises LogUnusable when it exists, or somebody writes it."""
+        """Begin a recording at `out`. Raises LogUnusable if the file exists or another process writes it."""
         require_free(out)
         part = part_of(out)
         with _explained(part):
@@ -59,9 +60,9 @@ class RecordingWriter:
 
     @classmethod
     def resume(cls, out: Path, asked: Mapping[str, str]) -> Self | None:
-        """Go on with a recording that was begun by the same command; None when none was begun.
+        """Resume a recording that the same command began; return None if there is none.
 
-        Raises LogUnusable for one that another command began, and what `create` raises.
+        Raises LogUnusable if another command began it, and what `create` raises.
         """
         require_free(out)
         part = part_of(out)
@@ -70,12 +71,14 @@ class RecordingWriter:
         with _explained(part):
             db = _locked(part)
             try:
-                require_free(out)  # whoever held the lock may have finished meanwhile
+                require_free(out)  # the previous holder of the lock may have finished meanwhile
                 if not schema.check_format(db, part):  # it ended before its first transaction
                     db.close()
                     return None
                 if not recording.is_recording(db):
-                    raise LogUnusable(f"{part}: is a log, no recording on its way; remove it or choose another path")
+                    raise LogUnusable(
+                        f"{part}: is a log, expected an unfinished recording; remove it or choose another path"
+                    )
                 contents, complete, _ = recording.read_tables(db, part)
                 _require_same(part, contents.asked, asked)
                 return cls(db, out, contents, complete=complete)
@@ -85,22 +88,22 @@ class RecordingWriter:
 
     @property
     def total(self) -> int:
-        """How many records it will hold."""
+        """Number of records in the finished recording."""
         return sum(extent.count for extent in self.contents.extents)
 
     @property
     def done(self) -> int:
-        """How many of them are written."""
+        """Number of records written so far."""
         return sum(self._positions[place] - extent.first for place, extent in self._extents.items())
 
     def position(self, extent: Extent) -> int:
-        """The offset of the next record of an extent."""
+        """Return the offset of the next record to write of an extent."""
         return self._positions[extent.topic, extent.partition]
 
     def write(self, records: Sequence[Record]) -> None:
-        """Write records, of each extent the next ones, in one transaction.
+        """Write the next records of each extent in one transaction.
 
-        Raises MissingRecords when one is left out, LogError when the disk is full.
+        Raises MissingRecords if an offset is skipped, and LogError if the disk is full.
         """
         positions = dict(self._positions)
         rows: dict[str, list[schema.Row]] = {}
@@ -119,11 +122,11 @@ class RecordingWriter:
         self._positions = positions
 
     def finish(self) -> Contents:
-        """Check and seal what was written, and give it its name; what it holds. Closes the writer.
+        """Verify, seal and rename the recording, close the writer, and return the contents.
 
-        Raises CorruptRecord or MissingRecords when the disk did not keep it, LogError when it fails.
+        Raises CorruptRecord or MissingRecords if the disk did not store a record correctly, and LogError otherwise.
         """
-        assert self.done == self.total, "all is written"
+        assert self.done == self.total, "write all records first"
         part = part_of(self._out)
         with _explained(part):
             checksums = {extent: recording.extent_checksum(self._db, extent) for extent in self.contents.extents}
@@ -131,7 +134,7 @@ class RecordingWriter:
                 self.contents, content=recording.content_digest(self.contents, checksums)
             )
             if not self.complete:
-                self._say_complete(checksums)
+                self._mark_complete(checksums)
             self.close()
             recording.seal(part)
             _sync(part)
@@ -141,28 +144,28 @@ class RecordingWriter:
                 _sync(self._out.parent)
         return self.contents
 
-    def _say_complete(self, checksums: Mapping[Extent, int]) -> None:
+    def _mark_complete(self, checksums: Mapping[Extent, int]) -> None:
         self._db.execute("BEGIN")
         self._db.executemany(
             'UPDATE forebay_extents SET checksum = ? WHERE topic = ? AND "partition" = ?',
             [(checksum, extent.topic, extent.partition) for extent, checksum in checksums.items()],
         )
-        told = {"content": self.contents.content, "complete": "yes"}
-        self._db.executemany("UPDATE forebay_meta SET value = ? WHERE key = ?", [(v, k) for k, v in told.items()])
+        meta = {"content": self.contents.content, "complete": "yes"}
+        self._db.executemany("UPDATE forebay_meta SET value = ? WHERE key = ?", [(v, k) for k, v in meta.items()])
         self._db.execute("COMMIT")
 
     def close(self) -> None:
-        """Let others at the file; closing twice is fine."""
+        """Close the file and release its lock. May be called twice."""
         self.log.close()
 
 
 def part_of(out: Path) -> Path:
-    """Where a recording is while it is being written."""
+    """Return the path of a recording while it is being written."""
     return out.with_name(out.name + PART)
 
 
 def require_free(out: Path) -> None:
-    """Refuse a path where a recording cannot be made (LogUnusable): nothing is ever overwritten."""
+    """Check that a recording can be created at a path without overwriting a file. Raises LogUnusable."""
     for path in (out, part_of(out)):
         schema.check_place(path, readonly=False)
     if os.path.lexists(out):
@@ -183,7 +186,7 @@ def _row(record: Record) -> schema.Row:
 
 
 def _initialise(db: sqlite3.Connection, contents: Contents) -> None:
-    """Everything but the records, in one transaction: from here on it can be resumed."""
+    """Write the manifest in one transaction. From then on the recording can be resumed."""
     db.execute("BEGIN")
     for statement in recording.TABLES:
         db.execute(statement)
@@ -214,7 +217,7 @@ def _initialise(db: sqlite3.Connection, contents: Contents) -> None:
 
 
 def _locked(part: Path) -> sqlite3.Connection:
-    """The database of a recording on its way, for this process alone. Raises sqlite3.Error."""
+    """Return an exclusively locked connection to an unfinished recording. Raises sqlite3.Error."""
     db = schema.connect(part, readonly=False)
     try:
         db.execute("PRAGMA locking_mode = EXCLUSIVE")
@@ -231,13 +234,13 @@ def _require_same(part: Path, begun: Mapping[str, str], asked: Mapping[str, str]
     for name in sorted({*begun, *asked}):
         before, now = begun.get(name), asked.get(name)
         if before != now:
-            told = f"{name} {before or 'not given'}, now {now or 'not given'}"
-            raise LogUnusable(f"{part}: was begun by another command ({told}); repeat that one, or remove the file")
+            change = f"{name} {before or 'not given'}, now {now or 'not given'}"
+            raise LogUnusable(f"{part}: was begun by another command ({change}); repeat that one, or remove the file")
 
 
 @contextmanager
 def _explained(part: Path) -> Iterator[None]:
-    """What the disk or another process refuses, said so that it can be mended."""
+    """Translate errors of the disk and of SQLite into LogError or LogUnusable with a remedy."""
     try:
         yield
     except sqlite3.OperationalError as error:
