@@ -114,7 +114,7 @@ def test_there_is_no_disaggregation_where_workers_do_all_of_a_request(system: tu
     for options in ((), ("--policy", "never")):
         code, out, err = control(up, "disaggregation", *options)
         assert (code, out) == (1, "")
-        assert err == "forebay: forebay-default has no decode pool: its workers do all of a request\n"
+        assert err == "forebay: forebay-default is not disaggregated: it has no decode pool\n"
 
 
 def test_disagg_is_shown_and_changed_and_what_is_wrong_changes_nothing() -> None:
@@ -179,7 +179,8 @@ def test_commands_need_the_token_of_the_ingress(
     code, _, err = control(up, "pause")
     assert (code, err) == (
         1,
-        "forebay: the token of the admin API is another one (FOREBAY_ADMIN_TOKEN or --admin-token-file names it)\n",
+        "forebay: the admin token is wrong; send the token that the ingress was started with; "
+        "set FOREBAY_ADMIN_TOKEN or --admin-token-file\n",
     )
     monkeypatch.delenv("FOREBAY_ADMIN_TOKEN")
     assert control(up, "busy_threshold")[::2][0] == 1

@@ -14,7 +14,7 @@ from forebay.engine_model.sequence import generate_tokens
 from forebay.events.base import pack_u32, unpack_u32
 from forebay.events.requests import RequestSubmitted
 from forebay.events.tokens import TokensEmitted
-from forebay.ingress.model import DEFAULT_MODEL, Model, speaking_vocabulary
+from forebay.ingress.model import DEFAULT_MODEL, Model, word_token_ids
 
 Begins = dict[str, dict[int, int]]  # by request and attempt, the position of the first token that it said
 
@@ -24,7 +24,7 @@ class Words:
 
     def __init__(self) -> None:
         self._tokenizer = Model(DEFAULT_MODEL).tokenizer
-        self._vocabulary = speaking_vocabulary(self._tokenizer)
+        self._vocabulary = word_token_ids(self._tokenizer)
 
     def tokens(self, prompt: list[int], count: int, begins: dict[int, int]) -> list[int]:
         """So many tokens after a prompt, attempt after attempt."""

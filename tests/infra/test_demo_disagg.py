@@ -10,7 +10,7 @@ from forebay.events.base import pack_u32, unpack_u32
 from forebay.events.requests import RequestSubmitted, Sampling
 from forebay.events.tokens import AttemptStarted, ResponseEnded, TokenChunk, TokensEmitted
 from forebay.events.work import WorkItem
-from forebay.ingress.model import DEFAULT_MODEL, Model, speaking_vocabulary
+from forebay.ingress.model import DEFAULT_MODEL, Model, word_token_ids
 from forebay.workers.engine import EngineBatch
 from forebay.workers.engines.mock.engine import MockEngine
 from tests.harness.demo_disagg import Result
@@ -54,7 +54,7 @@ def test_disagg_what_falls_short_is_named(change: dict[str, int], problem: str) 
 
 def engine_says(prompt: list[int], count: int) -> list[int]:
     """What a mock engine says, by its own program."""
-    vocabulary = speaking_vocabulary(Model(DEFAULT_MODEL).tokenizer)
+    vocabulary = word_token_ids(Model(DEFAULT_MODEL).tokenizer)
     engine = MockEngine(EngineConfig(vocabulary=vocabulary))
     item = WorkItem(
         request_id="r",

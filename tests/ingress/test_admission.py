@@ -59,7 +59,7 @@ async def test_a_burst_is_prepared_bit_by_bit_and_refused_by_nobody(scene: Scene
 
 async def test_other_routes_are_answered_while_requests_are_refused(scene: Scene) -> None:
     scene.ingress.admission.enter()
-    scene.ingress.admission.queue_full()
+    scene.ingress.admission.mark_queue_full()
     assert (await scene.client.post("/v1/completions", json={})).status_code == 429
     assert (await scene.client.get("/v1/models")).status_code == 200
     assert (await scene.client.get("/live")).status_code == 200

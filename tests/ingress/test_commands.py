@@ -481,11 +481,11 @@ async def never(*_: Any) -> int:
 
 async def test_where_no_router_has_placed_the_model_there_are_the_static_ones() -> None:
     async with make_scene(loras=("legal",)) as scene:
-        scene.ingress.adapters._place = lambda: None
+        scene.ingress.adapters._find_partition = lambda: None
         assert await served(scene) == [NAME, "legal"]
 
 
 async def test_commands_without_a_place_are_refused() -> None:
     async with make_scene() as scene:
-        scene.ingress.place = lambda: None
+        scene.ingress.find_partition = lambda: None
         assert (await scene.client.post("/pause")).json()["error"]["code"] == "no_group"

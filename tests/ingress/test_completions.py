@@ -358,7 +358,7 @@ class TestOverTcp:
             assert "".join(said) == " good day"
             with pytest.raises(openai.NotFoundError):
                 await client.chat.completions.create(model="other", messages=[{"role": "user", "content": "hi"}])
-            with pytest.raises(openai.BadRequestError, match="chat template of this model takes no tools"):
+            with pytest.raises(openai.BadRequestError, match="chat template of this model does not support tools"):
                 await client.chat.completions.create(
                     model=NAME,
                     messages=[{"role": "user", "content": "hi"}],

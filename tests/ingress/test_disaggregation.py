@@ -107,7 +107,7 @@ async def test_disagg_there_is_nothing_to_set_where_workers_do_all_of_a_request(
 
 async def test_disagg_nor_where_no_router_has_placed_the_model() -> None:
     async with make_scene() as scene:
-        scene.ingress.thresholds._place = lambda: None
+        scene.ingress.pools._find_partition = lambda: None
         assert (await scene.client.get(PATH)).json() == {"disaggregation": []}
         assert (await scene.client.post(PATH, json={"model": NAME, "policy": "never"})).status_code == 503
 

@@ -109,7 +109,7 @@ async def test_base64_is_the_packed_vector(scene: Scene) -> None:
         ({"input": ["a"] * (INPUTS_MAX + 1)}, "input"),
         ({"input": [7] * 140_000}, "131072"),
         ({"input": "a", "encoding_format": "int8"}, "encoding_format"),
-        ({"input": "a", "dimensions": 8}, "does not say that its embeddings may be cut"),
+        ({"input": "a", "dimensions": 8}, "does not support dimensions"),
         ({"input": "a", "dimensions": 0}, "dimensions"),
         ({"input": "a", "stream": True}, "unknown parameter: stream"),
         ({"input": "a", "truncate_prompt_tokens": 5}, "truncate_prompt_tokens is not supported"),

@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 
 from forebay.events.progress import FirstTokenEmitted
 from forebay.ingress.explain_worker import LogSource
-from forebay.ingress.explainer import ASKERS_MAX, Explainer
+from forebay.ingress.explainer import CALLERS_MAX, Explainer
 from forebay.ingress.http.app import build_app
 from forebay.replay.explain.explain import Explanation, explain
 from forebay.transport.kafka.settings import KafkaSettings
@@ -143,8 +143,8 @@ class Here:
 
 async def test_what_takes_too_long_is_given_up_and_those_behind_it_are_told(scene: Scene, silence: LogSource) -> None:
     async with asking(scene, silence, limit_s=LIMIT_S) as (explainer, ask):
-        asked = [asyncio.create_task(ask("r")) for _ in range(ASKERS_MAX)]
-        await until(lambda: explainer._askers == ASKERS_MAX)
+        asked = [asyncio.create_task(ask("r")) for _ in range(CALLERS_MAX)]
+        await until(lambda: explainer._callers == CALLERS_MAX)
         refused = await ask("r")
         assert code(refused) == (503, "explain_busy")
         assert refused.headers["retry-after"] == "1"

@@ -102,7 +102,7 @@ async def test_an_answer_that_its_parser_breaks_at_ends_with_the_error(
 
         finish = push
 
-    monkeypatch.setattr(scene.ingress.parsing, "parser", lambda how, request_id: Broken())
+    monkeypatch.setattr(scene.ingress.parsers, "parser", lambda how, request_id: Broken())
     fake = FakeKafka(scene, monkeypatch)
     serving = asyncio.create_task(fake.lane.run())
     try:

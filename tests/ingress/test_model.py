@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from forebay.ingress.errors import ApiError
-from forebay.ingress.model import DEFAULT_MODEL, Decoder, Model, ModelUnusable, speaking_vocabulary
+from forebay.ingress.model import DEFAULT_MODEL, Decoder, Model, ModelUnusable, word_token_ids
 from forebay.ingress.parsers.text import TextAssembler
 from tests.harness.models.make_default_model import files
 
@@ -30,7 +30,7 @@ def test_any_text_survives_its_tokens(text: str) -> None:
 
 
 def test_the_vocabulary_to_speak_with_is_words() -> None:
-    words = speaking_vocabulary(MODEL.tokenizer)
+    words = word_token_ids(MODEL.tokenizer)
     assert len(words) > 100
     text = MODEL.decoder().push(list(words))
     assert all(word.islower() and word.isalpha() and len(word) > 2 for word in text.split())
@@ -66,7 +66,7 @@ def test_a_template_knows_of_tools_that_there_are_none(tmp_path: Path) -> None:
 
 def test_a_template_cannot_reach_the_machine(tmp_path: Path) -> None:
     source = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
-    with pytest.raises(ApiError, match="refuses"):
+    with pytest.raises(ApiError, match="rejects"):
         Model(copy(tmp_path, chat_template=source)).render([{"role": "user", "content": "x"}])
 
 
@@ -78,10 +78,10 @@ def test_a_model_without_template_serves_no_chats(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
-        ("tokenizer.json", None, "needs one"),
-        ("tokenizer.json", "{}", "is no tokenizer"),
-        ("config.json", "{", "is no JSON"),
-        ("config.json", "[]", "holds no JSON object"),
+        ("tokenizer.json", None, "needs a tokenizer.json"),
+        ("tokenizer.json", "{}", "not a valid tokenizer"),
+        ("config.json", "{", "not valid JSON"),
+        ("config.json", "[]", "not a JSON object"),
         ("chat_template.jinja", "{% for %}", "does not compile"),
     ],
 )

@@ -65,7 +65,7 @@ def chat(**changes: Any) -> dict[str, Any]:
             chat(messages=[{"role": "user", "content": "x", "tool_call_id": "1"}]),
             400,
             "invalid_value",
-            "messages[0].tool_call_id only goes with the role tool",
+            "messages[0].tool_call_id requires the role tool",
         ),
         (
             CHAT,
@@ -108,7 +108,7 @@ def chat(**changes: Any) -> dict[str, Any]:
         (CHAT, chat(stream=True, stream_options={"odd": 1}), 400, "unknown_parameter", "stream_options.odd"),
         (TEXT, {"model": NAME, "prompt": ""}, 400, "empty_prompt", "empty"),
         (TEXT, {"model": NAME, "prompt": []}, 400, "empty_prompt", "empty"),
-        (TEXT, {"model": NAME, "prompt": [10**6]}, 400, "invalid_value", "token ids"),
+        (TEXT, {"model": NAME, "prompt": [10**6]}, 400, "invalid_value", "token id"),
         (TEXT, {"model": NAME, "prompt": [-1]}, 400, "invalid_value", "prompt"),
         (TEXT, {"model": NAME, "prompt": ["a", "b"]}, 400, "invalid_value", "prompt"),
         (TEXT, {"model": NAME, "prompt": "a", "suffix": "b"}, 400, "unsupported_parameter", "suffix"),
@@ -266,7 +266,7 @@ async def test_arguments_that_a_template_breaks_at_are_refused(template: str, tm
     async with make_scene(model) as scene:
         answer = await scene.client.post(CHAT, json=chat(chat_template_kwargs={"n": 0}))
     assert answer.status_code == 400
-    assert "chat template refuses" in answer.json()["error"]["message"]
+    assert "chat template rejects" in answer.json()["error"]["message"]
 
 
 async def test_a_long_stop_string_is_refused(scene: Scene) -> None:

@@ -101,7 +101,7 @@ async def test_a_gap_interrupts_whoever_waits(log: SqliteLog) -> None:
         waiting = asyncio.create_task(stream.ready())
         await append(log, said("a", 1, 7), said("a", 0, 6))
         await waiting
-        assert (stream.broken, stream.take()) == (TOKENS_MISSING, ([], []))
+        assert (stream.interrupt_reason, stream.take()) == (TOKENS_MISSING, ([], []))
 
 
 async def test_a_log_that_fails_interrupts_all(log: SqliteLog) -> None:
@@ -111,4 +111,4 @@ async def test_a_log_that_fails_interrupts_all(log: SqliteLog) -> None:
     log._db.execute(f"UPDATE {TOKENS.name} SET value = x'00'")
     with pytest.raises(LogError):
         await reader.run()
-    assert all(stream.broken for stream in streams)
+    assert all(stream.interrupt_reason for stream in streams)

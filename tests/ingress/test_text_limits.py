@@ -117,8 +117,10 @@ async def test_a_long_prompt_that_fits_has_the_tokens_of_the_whole_text() -> Non
 async def test_a_full_tokenizer_queue_is_503_and_short_prompts_go_on(scene: Scene) -> None:
     free = threading.Event()
     try:
-        held = [asyncio.create_task(scene.ingress.tokeniser.run(free.wait, QUEUE_CHARS_MAX // 2)) for _ in range(2)]
-        await until(lambda: scene.ingress.tokeniser.chars_queued == QUEUE_CHARS_MAX)
+        held = [
+            asyncio.create_task(scene.ingress.tokenizer_pool.run(free.wait, QUEUE_CHARS_MAX // 2)) for _ in range(2)
+        ]
+        await until(lambda: scene.ingress.tokenizer_pool.chars_queued == QUEUE_CHARS_MAX)
         for path, body in bodies(words(INLINE_CHARS_MAX * 2)):
             response = await scene.client.post(path, json={"model": NAME, **body})
             assert (response.status_code, response.json()["error"]["code"]) == (503, "overloaded"), path
@@ -129,7 +131,7 @@ async def test_a_full_tokenizer_queue_is_503_and_short_prompts_go_on(scene: Scen
     finally:
         free.set()
     await asyncio.gather(*held)
-    await until(lambda: scene.ingress.tokeniser.chars_queued == 0)
+    await until(lambda: scene.ingress.tokenizer_pool.chars_queued == 0)
     asking = asyncio.create_task(scene.client.post(TEXT, json={"model": NAME, "prompt": words(INLINE_CHARS_MAX * 2)}))
     scene.end((await scene.next_request()).request_id)
     assert (await asking).status_code == 200

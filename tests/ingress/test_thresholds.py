@@ -101,7 +101,7 @@ async def test_nothing_is_set_where_no_pool_serves_the_model() -> None:
 
 async def test_nor_where_no_router_has_placed_it() -> None:
     async with make_scene() as scene:
-        scene.ingress.thresholds._place = lambda: None
+        scene.ingress.pools._find_partition = lambda: None
         assert (await scene.client.get(PATH)).json() == {"thresholds": []}
         assert (await scene.client.post(PATH, json={"model": NAME, DECODE: 0.5})).status_code == 503
         assert on_the_log(scene) == []
@@ -151,13 +151,13 @@ EVENTS = st.one_of(
 @given(steps=st.lists(st.tuples(EVENTS, st.booleans()), max_size=12))
 async def test_whenever_it_is_asked_it_says_what_the_log_says(steps: list[tuple[ControlEvent, bool]]) -> None:
     log = SqliteLog.open(None)
-    thresholds = PoolConfigurator(log, lambda: 0, lambda: None)
+    pools = PoolConfigurator(log, lambda: 0, lambda: None)
     written: list[ControlEvent] = []
     for event, asked in steps:
         log.append_soon([Draft(CONTROL.name, 0, encode(CONTROL, event))])
         written.append(event)
         if asked:
-            assert await thresholds.pools() == naive(written)
+            assert await pools.busy_thresholds() == naive(written)
     log.close()
 
 

@@ -157,12 +157,18 @@ async def test_a_named_call_is_a_structure_of_its_arguments(tools: Scene) -> Non
         ({"tools": [{"type": "function", "function": {"name": "no spaces"}}]}, "tools[0].function.name"),
         ({"tools": [{"type": "function", "function": {"name": "f", "odd": 1}}]}, "tools[0].function.odd"),
         ({"tools": [TIME] * 129}, "tools"),
-        ({"tool_choice": "required"}, "there are no tools"),
+        ({"tool_choice": "required"}, "the request has no tools"),
         ({"tools": [TIME], "tool_choice": {"type": "function", "function": {"name": "other"}}}, "'other'"),
         ({"tools": [TIME], "tool_choice": "always"}, "tool_choice"),
-        ({"tools": [TIME], "tool_choice": "required", "response_format": {"type": "json_object"}}, "at once"),
+        (
+            {"tools": [TIME], "tool_choice": "required", "response_format": {"type": "json_object"}},
+            "mutually exclusive",
+        ),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id is missing"),
-        ({"messages": [{**HELLO, "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{}"}}]}]}, "only"),
+        (
+            {"messages": [{**HELLO, "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{}"}}]}]},
+            "requires the role assistant",
+        ),
         ({"messages": [{"role": "assistant", "tool_calls": []}]}, "messages[0].content is missing"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
         ({"chat_template_kwargs": {"bos_token": ""}}, "chat_template_kwargs.bos_token"),
@@ -178,14 +184,14 @@ async def test_refused_by_name(tools: Scene, changes: dict[str, Any], says: str)
 async def test_arguments_that_are_no_json_are_refused(tools: Scene) -> None:
     called = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "[]"}}]
     response = await tools.client.post(CHAT, json=chat(messages=[{"role": "assistant", "tool_calls": called}]))
-    assert "messages[0].tool_calls[0].function.arguments is no JSON object" in response.json()["error"]["message"]
+    assert "messages[0].tool_calls[0].function.arguments is not a JSON object" in response.json()["error"]["message"]
 
 
 async def test_definitions_that_differ_cannot_be_put_together(tools: Scene) -> None:
     other = {"type": "object", "$defs": {"City": {"type": "integer"}}}
     both = [WEATHER, {"type": "function", "function": {"name": "other", "parameters": other}}]
     response = await tools.client.post(CHAT, json=chat(tools=both, tool_choice="required"))
-    assert "'City' is defined in two ways" in response.json()["error"]["message"]
+    assert "'City' has two definitions" in response.json()["error"]["message"]
 
 
 async def test_a_prompt_that_opens_the_reasoning(tools: Scene) -> None:
@@ -251,7 +257,7 @@ async def test_the_kafka_api_sends_the_same(tools: Scene, stream: bool) -> None:
         RequestOrigin(WindowEntry(0, 0), ReplyAddress("same", ""), "chat_completions"),
         request.prompt_tokens,
         ResponseFormatter(chat=True, response_id="same", model=NAME, created=0),
-        prepared.plan.composer(tools.model, tools.ingress.parsing, "same"),
+        prepared.output.composer(tools.model, tools.ingress.parsers, "same"),
         stream=stream,
         usage_chunk=False,
     )

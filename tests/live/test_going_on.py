@@ -49,7 +49,7 @@ async def listening(log: SqliteLog, name: str) -> AsyncIterator[Client]:
     async def take() -> None:
         while client.ended is None:
             await stream.ready()
-            assert stream.broken is None
+            assert stream.interrupt_reason is None
             client.tokens += stream.take()[0]
             client.ended = stream.ended
 

@@ -1,1 +1,1 @@
-"""OpenAI-compatible HTTP in, tokens out: validates, tokenises, submits to the log, and streams what comes back."""
+"""The ingress: validates and tokenises requests, appends them to the log, and streams the responses."""

@@ -1,9 +1,10 @@
-"""Which LoRA adapters are served as models: those of the ingress's settings, and those that workers have loaded.
+"""Directory of the LoRA adapters that are served as models: configured ones, and ones that workers have loaded.
 
-Theory of operation. Adapters change when a worker joins or leaves, or is commanded to load or unload one. `fleet` and
-`control` hold these, and little else, so they are followed; progress, which holds the outcomes, is most of a log and
-is not. After a change the workers are asked what they have, by a command of its own: they do commands in order, so
-what was commanded before is part of what they say. The answer stands until the next change.
+Theory of operation. The set of adapters changes when a worker joins or leaves, or is commanded to load or unload one.
+The topics `fleet` and `control` carry these events and few others, so the directory follows both. It does not follow
+`progress`, which carries the outcomes of commands but is most of a log. After a change the directory sends the command
+`list_loras` to the workers. Workers execute commands in order, so the result includes all earlier commands. The result
+is cached until the next change.
 """
 
 import asyncio
@@ -23,38 +24,51 @@ from forebay.transport.base import Log, LogError, Tail
 logger = logging.getLogger(__name__)
 
 READ_MAX = 256
-LIST_S = 5.0  # a worker that is this busy with another command is asked again
-RETRY_S = 2.0  # between two times that not everybody answered
+LIST_S = 5.0  # a worker may still execute another command; the list is requested again
+RETRY_S = 2.0  # before the list is requested again because not every worker responded
 CATCH_UP_S = 5.0
 
 
 class Adapters:
-    """The adapters of `model`, of which `static` are there from the start; `place` is as for `Ingress`."""
+    """Directory of the adapters of one model.
+
+    Args:
+        log: the log to follow.
+        commands: sends `list_loras`.
+        model: name of the base model.
+        static: configured adapters, which are always served.
+        find_partition: as for `Ingress`.
+    """
 
     def __init__(
-        self, log: Log, commands: CommandClient, model: str, static: Sequence[str], place: Callable[[], int | None]
+        self,
+        log: Log,
+        commands: CommandClient,
+        model: str,
+        static: Sequence[str],
+        find_partition: Callable[[], int | None],
     ) -> None:
         self._log = log
         self._commands = commands
         self._model = model
         self._static = tuple(static)
-        self._place = place
+        self._find_partition = find_partition
         self._wake = asyncio.Event()
         self._tails: dict[Topic, Tail] = {}
         self._positions: dict[Topic, int] = {}
         self._changes = self._listed_changes = 0
         self._loaded: tuple[str, ...] = ()
         self._retry_at_s = 0.0
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
 
     def close(self) -> None:
-        """Follow the log no more."""
+        """Stop following the log."""
         for tail in self._tails.values():
             tail.close()
         self._tails.clear()
 
-    async def of(self, name: str) -> str:
-        """The adapter that a request's `model` names, empty for the model itself. Raises ApiError for other names."""
+    async def resolve(self, name: str) -> str:
+        """Return the adapter that the field `model` of a request names, empty for the base model. Raises ApiError."""
         if name == self._model:
             return ""
         if name in self._static:
@@ -62,34 +76,34 @@ class Adapters:
         return adapter_of(name, self._model, await self.names())
 
     async def names(self) -> tuple[str, ...]:
-        """All of them, sorted behind those of the settings. Raises ApiError when the log fails."""
-        partition = self._place()
+        """Return the configured adapters, then the loaded ones, sorted. Raises ApiError if the log fails."""
+        partition = self._find_partition()
         if partition is not None:
-            async with self._turn:
+            async with self._lock:
                 await self._catch_up(partition)
                 if self._changes > self._listed_changes and time.monotonic() >= self._retry_at_s:
                     await self._list()
         return (*self._static, *self._loaded)
 
     async def _list(self) -> None:
-        """Ask the workers; where not all of them answer, those that do are believed for a while."""
+        """List the adapters of all workers. If some do not respond, keep a partial list and try again later."""
         changes = self._changes
         try:
-            told = await self._commands.run(Command(action="list_loras"), timeout_s=LIST_S)
+            result = await self._commands.run(Command(action="list_loras"), timeout_s=LIST_S)
         except ApiError as error:
-            logger.warning("the adapters of %s cannot be listed, trying again: %s", self._model, error)
+            logger.warning("cannot list the adapters of %s, trying again: %s", self._model, error)
             self._retry_at_s = time.monotonic() + RETRY_S
             return
-        found = {name for outcome in told.outcomes for name in outcome.loras}
-        if any(outcome.status == "timed_out" for outcome in told.outcomes):
-            found.update(self._loaded)  # which those who are late may have
+        found = {name for outcome in result.outcomes for name in outcome.loras}
+        if any(outcome.status == "timed_out" for outcome in result.outcomes):
+            found.update(self._loaded)  # the workers that did not respond may have them
             self._retry_at_s = time.monotonic() + RETRY_S
         else:
             self._listed_changes = changes
         self._loaded = tuple(sorted(found.difference((self._model, *self._static))))
 
     async def _catch_up(self, partition: int) -> None:
-        """Read what both topics hold by now."""
+        """Read both topics up to their current ends."""
         try:
             async with asyncio.timeout(CATCH_UP_S):
                 if not self._tails:
@@ -102,7 +116,7 @@ class Adapters:
                         return
                     await self._wake.wait()
         except TimeoutError as error:
-            raise ApiError(503, "log_unavailable", f"the log did not answer within {CATCH_UP_S:g} s") from error
+            raise ApiError(503, "log_unavailable", f"the log did not respond within {CATCH_UP_S:g} s") from error
         except LogError as error:
             raise ApiError(503, "log_unavailable", str(error)) from error
 
@@ -111,7 +125,7 @@ class Adapters:
         for topic, begin in begins.items():
             self._tails[topic] = self._log.tail(topic.name, partition, begin, self._wake)
             self._positions[topic] = begin
-            self._changes += begin > 0  # what retention took may have told of some
+            self._changes += begin > 0  # records removed by retention may have been changes
 
     def _read(self) -> None:
         for topic, tail in self._tails.items():
@@ -121,17 +135,17 @@ class Adapters:
                 self._positions[topic] = records[-1].offset + 1
 
     def _apply(self, topic: Topic, value: bytes) -> None:
-        """Count a record after which other adapters may be loaded."""
+        """Count a record after which the set of loaded adapters may differ."""
         try:
             event = decode(topic, value)
         except DecodeError:
-            return  # its owner says so
+            return  # the owner reports it
         match event:
             case WorkerCommanded():
                 self._changes += event.command.action in LORA_CHANGES
             case WorkerJoined():
                 self._changes += bool(event.spec.loras)
-            case WorkerLost() | WorkerRecovered():  # who is suspect is not asked
+            case WorkerLost() | WorkerRecovered():  # a suspect worker receives no commands
                 self._changes += self._changes > 0
             case _:
                 pass

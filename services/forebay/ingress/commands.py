@@ -14,21 +14,29 @@ from forebay.ingress.errors import ApiError
 from forebay.ingress.streams import ReplyReader
 from forebay.transport.base import Draft, Log, LogError
 
-GRACE_S = 5.0  # the owner's deadline comes first; this one catches an owner that is gone
-NONCE_BYTES = 7  # JSON readers of other languages have no more than 63 bits
+GRACE_S = 5.0  # the owner enforces the deadline first; this timeout covers a lost owner
+NONCE_BYTES = 7  # JSON parsers of other languages may support only 63 bits
 
 
 class CommandClient:
-    """Gives the commands of one ingress, which reads its answers on `reply_slot`; `place` is as for `Ingress`."""
+    """Sends the commands of one ingress to workers.
+
+    Args:
+        log: where commands are appended.
+        replies: reader of the reply slot.
+        model: name of the model whose workers are commanded.
+        reply_slot: partition of `tokens` on which the ingress reads results.
+        require_partition: returns the control partition of the model, or raises ApiError.
+    """
 
     def __init__(
-        self, log: Log, replies: ReplyReader, model: str, reply_slot: int, require_place: Callable[[], int]
+        self, log: Log, replies: ReplyReader, model: str, reply_slot: int, require_partition: Callable[[], int]
     ) -> None:
         self._log = log
         self._replies = replies
         self._model = model
         self._reply_slot = reply_slot
-        self._require_place = require_place
+        self._require_partition = require_partition
 
     async def run(
         self,
@@ -39,11 +47,24 @@ class CommandClient:
         pool: str = "",
         worker_ids: tuple[str, ...] = (),
     ) -> CommandResponse:
-        """Command workers, by default all of the model, and wait for every outcome. Raises ApiError for none."""
-        partition = self._require_place()
+        """Send a command to workers and wait for the outcome of each.
+
+        Args:
+            command: the command.
+            timeout_s: seconds that workers have.
+            command_id: unique id; generated if empty.
+            pool: only workers of this pool; all pools if empty.
+            worker_ids: only these workers; all workers if empty.
+
+        Raises:
+            ApiError: the command was rejected, or no result arrived.
+        """
+        partition = self._require_partition()
         command_id = command_id or f"command-{uuid.uuid4().hex}"
-        if self._replies.awaits_command(command_id):
-            raise ApiError(409, "duplicate_command_id", f"the command {command_id} is under way")
+        if self._replies.has_command(command_id):
+            raise ApiError(
+                409, "duplicate_command_id", f"the command id {command_id} is already in flight; use another id"
+            )
         event = WorkerCommanded(
             command_id=command_id,
             model=self._model,
@@ -55,19 +76,19 @@ class CommandClient:
             nonce=int.from_bytes(os.urandom(NONCE_BYTES), "little"),
             at_us=time.time_ns() // 1000,
         )
-        answer = self._replies.open_command(command_id)
+        future = self._replies.open_command(command_id)
         try:
             async with asyncio.timeout(timeout_s + GRACE_S):
                 await self._log.append([Draft(CONTROL.name, partition, encode(CONTROL, event))])
-                told = await answer
+                result = await future
         except TimeoutError as error:
-            raise ApiError(504, "deadline_exceeded", f"no router answered within {timeout_s + GRACE_S:g} s") from error
+            raise ApiError(504, "deadline_exceeded", f"no router responded within {timeout_s + GRACE_S:g} s") from error
         except LogError as error:
             raise ApiError(503, "log_unavailable", str(error)) from error
         finally:
             self._replies.close_command(command_id)
-        if isinstance(told, str):
-            raise ApiError(503, "log_unavailable", told)
-        if told.error is not None:
-            raise ApiError(told.error.status, told.error.code, told.error.message)
-        return told
+        if isinstance(result, str):
+            raise ApiError(503, "log_unavailable", result)
+        if result.error is not None:
+            raise ApiError(result.error.status, result.error.code, result.error.message)
+        return result

@@ -1,22 +1,30 @@
-"""Errors as callers see them: OpenAI's shape, an HTTP status, a code that can be counted."""
+"""Errors of the API: an HTTP status, a stable code, and a body in OpenAI's format."""
 
 from typing import Any
 
 import msgspec
 from starlette.types import Send
 
-RETRY_STATUSES = frozenset({429, 503})  # nothing is wrong with the request: later it may be taken
-MESSAGE_CHARS_MAX = 4_096  # names that a client made up are repeated to it, but not megabytes of them
+RETRY_STATUSES = frozenset({429, 503})  # temporary: the same request may succeed later
+MESSAGE_CHARS_MAX = 4_096  # messages quote names from the request, which may be megabytes long
 PARAM_CHARS_MAX = 256
-RETRY_AFTER_S = 1  # load reports come ten times a second, an owner that died is replaced within some seconds
+RETRY_AFTER_S = 1  # load reports arrive ten times per second; a lost owner is replaced within seconds
 
 
 class Unusable(Exception):
-    """Something a user gave cannot be used; one line says what is wrong and what to do."""
+    """An invalid option or configuration. The message is one line: what is wrong and what to do."""
 
 
 class ApiError(Exception):
-    """An answer that is not a completion."""
+    """An error response.
+
+    Args:
+        status: HTTP status.
+        code: stable name of the error.
+        message: what failed and what to do, truncated to `MESSAGE_CHARS_MAX`.
+        param: path of the invalid parameter, None if the error concerns no parameter.
+        retry_after_s: value of `Retry-After` in seconds, sent with status 429 and 503.
+    """
 
     def __init__(
         self, status: int, code: str, message: str, param: str | None = None, *, retry_after_s: int = RETRY_AFTER_S
@@ -29,20 +37,20 @@ class ApiError(Exception):
         self.param = param and param[:PARAM_CHARS_MAX]
 
     def headers(self) -> dict[str, str]:
-        """The headers that go with it, in lower case."""
+        """Return the additional headers of the response, with names in lower case."""
         return {"www-authenticate": "Bearer"} if self.status == 401 else retry_headers(self.status, self.retry_after_s)
 
     def body(self) -> dict[str, Any]:
-        """OpenAI's error object."""
+        """Return OpenAI's error object."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def encoded(self) -> bytes:
-        """The body as JSON."""
+        """Return the body as JSON."""
         return msgspec.json.encode(self.body())
 
     async def send(self, send: Send, request_id: str = "") -> None:
-        """Send it as the whole answer of an HTTP request."""
+        """Send the error as a complete HTTP response."""
         body = self.encoded()
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         if request_id:
@@ -53,15 +61,15 @@ class ApiError(Exception):
 
 
 def retry_headers(status: int, after_s: int = RETRY_AFTER_S) -> dict[str, str]:
-    """What tells a client when to try again, where that may help."""
+    """Return the header `retry-after` for a status that may go away, else no header."""
     return {"retry-after": str(after_s)} if status in RETRY_STATUSES else {}
 
 
 def internal_error() -> ApiError:
-    """What is nobody's fault but ours."""
+    """Return the error for an unexpected exception."""
     return ApiError(500, "internal_error", "an internal error; the server's log has the details")
 
 
 def invalid(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:
-    """A request that is wrong in itself."""
+    """Return the error 400 for an invalid request."""
     return ApiError(400, code, message, param)

@@ -1,7 +1,8 @@
-"""The process that explains requests for an ingress, so that deriving holds nobody up: questions in, answers out.
+"""Child process that explains requests for an ingress, so that re-deriving decisions does not block the ingress.
 
-It reads JSON lines on stdin, first where the log is, then questions one by one, and answers each on stdout with a
-length and as many bytes of JSON. It ends when stdin does, whatever it is at: then whoever asks is gone.
+The process reads JSON lines from stdin: first the location of the log, then one request per line. It writes each
+response to stdout as a length followed by that many bytes of JSON. It exits immediately when stdin ends, because then
+the ingress is gone.
 """
 
 import asyncio
@@ -22,26 +23,38 @@ from forebay.transport.kafka.log import KafkaLog
 from forebay.transport.kafka.settings import KafkaSettings
 from forebay.transport.sqlite.log import SqliteLog
 
-NICENESS = 10  # those who decide and serve come first
+NICENESS = 10  # routing and serving have priority
 LENGTH_BYTES = 8
 
 
 class LogSource(msgspec.Struct, frozen=True):
-    """Where the log is: the file of an embedded one, or Kafka."""
+    """Location of the log: the file of an embedded log, or Kafka."""
 
     path: str | None = None
     kafka: KafkaSettings | None = None
 
 
 class ExplainRequest(msgspec.Struct, frozen=True):
-    """Which request of the group in which control partition."""
+    """Request for an explanation.
+
+    Attributes:
+        request_id: the request to explain.
+        partition: control partition of its group.
+    """
 
     request_id: str
     partition: int
 
 
 class ExplainResponse(msgspec.Struct, frozen=True):
-    """An explanation as JSON; or none, and what is wrong, as an HTTP status, a code and a message."""
+    """An explanation or an error.
+
+    Attributes:
+        explanation: JSON of the explanation, unset for an error.
+        status: HTTP status.
+        code: error code, empty for no error.
+        message: error message, empty for no error.
+    """
 
     explanation: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     status: int = 200
@@ -50,46 +63,48 @@ class ExplainResponse(msgspec.Struct, frozen=True):
 
 
 def main() -> None:
-    """Answer until stdin ends."""
+    """Serve requests until stdin ends."""
     os.nice(NICENESS)
-    # What a user's policy prints must not come between the answers.
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    # Output that a user's policy prints must not corrupt the responses.
+    output = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     source = msgspec.json.decode(sys.stdin.buffer.readline(), type=LogSource)
-    asyncio.run(_answer_all(source, answers))
+    asyncio.run(_serve(source, output))
 
 
-async def _answer_all(source: LogSource, answers: BinaryIO) -> None:
-    questions: asyncio.Queue[bytes] = asyncio.Queue()
+async def _serve(source: LogSource, output: BinaryIO) -> None:
+    lines: asyncio.Queue[bytes] = asyncio.Queue()
     loop = asyncio.get_running_loop()
 
     def listen() -> None:
         for line in sys.stdin.buffer:
-            loop.call_soon_threadsafe(questions.put_nowait, line)
+            loop.call_soon_threadsafe(lines.put_nowait, line)
         os._exit(0)
 
     threading.Thread(target=listen, name="stdin", daemon=True).start()
     while True:
-        question = msgspec.json.decode(await questions.get(), type=ExplainRequest)
-        encoded = msgspec.json.encode(await _answer(source, question))
-        answers.write(len(encoded).to_bytes(LENGTH_BYTES, "big") + encoded)
-        answers.flush()
+        request = msgspec.json.decode(await lines.get(), type=ExplainRequest)
+        encoded = msgspec.json.encode(await _explain(source, request))
+        output.write(len(encoded).to_bytes(LENGTH_BYTES, "big") + encoded)
+        output.flush()
 
 
-async def _answer(source: LogSource, question: ExplainRequest) -> ExplainResponse:
+async def _explain(source: LogSource, request: ExplainRequest) -> ExplainResponse:
     try:
         async with _opened(source) as log:
-            told = await explain(log, question.partition, question.request_id, thorough=False)
-            if told.divergence is not None:  # which a policy that is not here looks like
-                for pool in await pools_of(log, question.partition):
+            explanation = await explain(log, request.partition, request.request_id, thorough=False)
+            if explanation.divergence is not None:  # the policy may not be installed here
+                for pool in await pools_of(log, request.partition):
                     policy_class(pool.router.mode)
     except UnknownRequest as unknown:
         return ExplainResponse(status=404, code="request_not_found", message=str(unknown))
     except PolicyUnusable as unusable:
-        return ExplainResponse(status=501, code="policy_not_here", message=f"{unusable}; start the ingress where it is")
+        return ExplainResponse(
+            status=501, code="policy_not_here", message=f"{unusable}; start the ingress where the policy is installed"
+        )
     except LogError as error:
         return ExplainResponse(status=503, code="log_unavailable", message=str(error))
-    return ExplainResponse(explanation=msgspec.Raw(msgspec.json.encode(told)))
+    return ExplainResponse(explanation=msgspec.Raw(msgspec.json.encode(explanation)))
 
 
 @asynccontextmanager
@@ -101,7 +116,7 @@ async def _opened(source: LogSource) -> AsyncIterator[Log]:
         finally:
             await kafka.close()
         return
-    assert source.path is not None, "there is no other log that two processes share"
+    assert source.path is not None, "two processes share either Kafka or a file"
     log = SqliteLog.open(source.path, readonly=True)
     try:
         yield log

@@ -1,7 +1,7 @@
-"""Explanations for an ingress, made in a process of their own: one, started at the first question.
+"""Explain requests in one child process, which is started at the first request.
 
-Deriving takes a second or more of a CPU. The process reads the log by itself; it is killed when it takes too long or
-the ingress stops, and ends by itself when the ingress is gone.
+Re-deriving decisions takes a second or more of CPU time. The child process opens the log itself. It is killed if it
+exceeds the time limit or the ingress stops, and it exits when the ingress is gone.
 """
 
 import asyncio
@@ -14,42 +14,45 @@ import msgspec
 from forebay.ingress.errors import ApiError
 from forebay.ingress.explain_worker import LENGTH_BYTES, ExplainRequest, ExplainResponse, LogSource
 
-LIMIT_S = 30.0  # from a snapshot on some ten thousand decisions; who asks for more has a shell
-ASKERS_MAX = 8  # at once, the one whose turn it is among them
-ENDS_S = 5.0  # a process that was killed
+LIMIT_S = 30.0  # about ten thousand decisions after a snapshot; `forebay replay explain` has no limit
+CALLERS_MAX = 8  # concurrent requests, including the one being explained
+EXIT_S = 5.0  # for a killed process to exit
 
 
 class Explainer:
-    """Explains the requests on one log; None is a log that lies in this process's memory."""
+    """Explains the requests of one log.
+
+    Args:
+        source: location of the log, None for a log in memory, which cannot be explained.
+        limit_s: seconds per request.
+    """
 
     def __init__(self, source: LogSource | None, limit_s: float = LIMIT_S) -> None:
         self._source = source
         self._limit_s = limit_s
         self._process: asyncio.subprocess.Process | None = None
-        self._turn = asyncio.Lock()
-        self._askers = 0
+        self._lock = asyncio.Lock()
+        self._callers = 0
         self._closed = False
 
     async def explain(self, request_id: str, partition: int) -> bytes:
-        """The explanation of a request as JSON, as `forebay.replay.explain.explanation` says. Raises ApiError."""
+        """Return the explanation of a request, as JSON of `forebay.replay.explain.explanation`. Raises ApiError."""
         if self._source is None:
-            text = (
-                "the log is in memory, where no other process can read it: start with --log FILE to have it explained"
-            )
+            text = "the log is in memory and cannot be explained; start the server with --log FILE"
             raise ApiError(501, "not_recorded", text)
-        if self._askers >= ASKERS_MAX:
-            raise ApiError(503, "explain_busy", f"{ASKERS_MAX} requests are being explained already")
-        self._askers += 1
+        if self._callers >= CALLERS_MAX:
+            raise ApiError(503, "explain_busy", f"{CALLERS_MAX} requests are already being explained; try again later")
+        self._callers += 1
         try:
-            reply = await self._in_turn(self._source, ExplainRequest(request_id, partition))
+            response = await self._run(self._source, ExplainRequest(request_id, partition))
         finally:
-            self._askers -= 1
-        if reply.explanation is msgspec.UNSET:
-            raise ApiError(reply.status, reply.code, reply.message)
-        return bytes(reply.explanation)
+            self._callers -= 1
+        if response.explanation is msgspec.UNSET:
+            raise ApiError(response.status, response.code, response.message)
+        return bytes(response.explanation)
 
     async def close(self) -> None:
-        """End the process, whatever it is at, and start none any more."""
+        """Kill the process and start no other one."""
         self._closed = True
         await self._kill()
 
@@ -57,47 +60,47 @@ class Explainer:
         process, self._process = self._process, None
         if process is not None and process.returncode is None:
             process.kill()
-            await asyncio.wait_for(process.wait(), ENDS_S)
+            await asyncio.wait_for(process.wait(), EXIT_S)
 
-    async def _in_turn(self, source: LogSource, question: ExplainRequest) -> ExplainResponse:
-        asked = False
+    async def _run(self, source: LogSource, request: ExplainRequest) -> ExplainResponse:
+        is_sent = False
         try:
-            async with asyncio.timeout(self._limit_s), self._turn:
+            async with asyncio.timeout(self._limit_s), self._lock:
                 if self._closed:
                     raise EOFError
-                asked = True
-                return await self._ask(source, question)
+                is_sent = True
+                return await self._exchange(source, request)
         except TimeoutError as error:
-            if not asked:
-                raise ApiError(503, "explain_busy", "other requests are being explained") from error
-            text = f"not explained within {self._limit_s:g} s; `forebay replay explain` takes the time that it needs"
+            if not is_sent:
+                raise ApiError(503, "explain_busy", "other requests are being explained; try again later") from error
+            text = f"the explanation took longer than {self._limit_s:g} s; `forebay replay explain` has no time limit"
             raise ApiError(504, "explain_timeout", text) from error
         except (OSError, EOFError) as error:
             raise ApiError(
-                503, "explain_failed", "the process that explains ended; the server's log says why"
+                503, "explain_failed", "the process that explains requests ended; see the server's log for the reason"
             ) from error
 
-    async def _ask(self, source: LogSource, question: ExplainRequest) -> ExplainResponse:
-        """One question and its answer. Raises OSError or EOFError when the process is gone."""
-        answered = False
+    async def _exchange(self, source: LogSource, request: ExplainRequest) -> ExplainResponse:
+        """Send a request and read its response. Raises OSError or EOFError if the process has exited."""
+        is_complete = False
         try:
             if self._process is None or self._process.returncode is not None:
-                self._process = await _started(source)
+                self._process = await _start(source)
             stdin, stdout = self._process.stdin, self._process.stdout
             assert stdin is not None
             assert stdout is not None
-            stdin.write(msgspec.json.encode(question) + b"\n")
+            stdin.write(msgspec.json.encode(request) + b"\n")
             await stdin.drain()
             length = int.from_bytes(await stdout.readexactly(LENGTH_BYTES), "big")
-            reply = msgspec.json.decode(await stdout.readexactly(length), type=ExplainResponse)
-            answered = True
+            response = msgspec.json.decode(await stdout.readexactly(length), type=ExplainResponse)
+            is_complete = True
         finally:
-            if not answered:  # what it may still say would be taken for the next answer
+            if not is_complete:  # a late response would be read as the next one
                 await self._kill()
-        return reply
+        return response
 
 
-async def _started(source: LogSource) -> asyncio.subprocess.Process:
+async def _start(source: LogSource) -> asyncio.subprocess.Process:
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-P",
@@ -106,15 +109,15 @@ async def _started(source: LogSource) -> asyncio.subprocess.Process:
         env=_environment(),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
-        start_new_session=True,  # a Ctrl-C is for this process, which ends that one
+        start_new_session=True,  # Ctrl-C stops this process, which then kills the child
     )
     assert process.stdin is not None
-    # Not as an argument: it may hold a password.
+    # Not as an argument, because it may contain a password.
     process.stdin.write(msgspec.json.encode(source) + b"\n")
     return process
 
 
 def _environment() -> dict[str, str]:
-    """The same modules as here, and a user's policies; without -P the current directory would come first."""
+    """Return an environment with this process's module path and the current directory, for a user's policies."""
     found_in = [*(str(Path(entry).absolute()) for entry in sys.path), str(Path.cwd())]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(found_in)}

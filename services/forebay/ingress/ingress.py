@@ -1,4 +1,4 @@
-"""One ingress: requests onto the log, and their answers back off it. Knows nothing of HTTP."""
+"""The core of an ingress: appends requests to the log and reads their responses. Independent of HTTP."""
 
 import asyncio
 import logging
@@ -53,34 +53,34 @@ from forebay.transport.base import Draft, Log, LogError, LogFull
 
 logger = logging.getLogger(__name__)
 
-ACKNOWLEDGED_S = 5.0  # a broker that is well takes milliseconds; beyond it the client may as well ask again
-GRACE_S = 5.0  # the owner's deadline comes first; this one catches an owner that is gone
-QUERY_S = 10.0  # where a request would go: longer than a take-over, and later nobody wants to know
-ADAPTER_CHARS_MAX = 256  # what an event takes for a name
+ACKNOWLEDGED_S = 5.0  # a healthy broker takes milliseconds; after this time the client should retry
+GRACE_S = 5.0  # the owner enforces the deadline first; this timeout covers a lost owner
+QUERY_S = 10.0  # for a route query: longer than a failover
+ADAPTER_CHARS_MAX = 256  # maximum length of a name in an event
 
 
 @dataclass(frozen=True, slots=True)
 class IngressSettings:
-    """What an ingress is told.
+    """Settings of an ingress.
 
     Attributes:
-        model_name: the one model it serves.
-        ingress_id: names this process.
-        incarnation: Of its lease, which tells it from an earlier process of the same id; empty if it takes none.
-        block_size: tokens a KV block, as the pool has it; None reads that off the log.
-        reply_slot: the partition of `tokens` that it reads.
-        body_bytes_max: bytes of a request body beside images and videos; larger bodies get 413.
-        media_body_bytes_max: bytes of a whole request body, if the model takes images or videos.
-        timeout_s: for a whole request.
-        max_tokens_default: for requests that do not say.
-        routing_hints: whether clients may say which worker, priority, session or policy class; else such headers are
-            ignored and counted, and such fields refused.
-        loras: the adapters that are served as models of their own, whatever workers say; others when one has them.
-        admin_token: what clients of the admin API send; empty without an admin API.
-        tool_call_parser: finds tool calls in answers: `auto` (by the chat template), `none`, or its name.
-        reasoning_parser: likewise finds reasoning.
-        media: from where images and videos may be fetched.
-        reply_topics: patterns of full topic names that the Kafka API responds to; `<namespace>.replies.*` when empty.
+        model_name: the model that the ingress serves.
+        ingress_id: name of the process.
+        block_size: tokens per KV block of the pool; None reads the value from the log.
+        reply_slot: partition of `tokens` that the ingress reads.
+        body_bytes_max: maximum bytes of a request body without its images and videos; larger bodies get 413.
+        media_body_bytes_max: maximum bytes of a whole request body, if the model accepts images or videos.
+        timeout_s: seconds for a whole request.
+        max_tokens_default: output tokens of requests that set no limit.
+        routing_hints: whether clients may set worker, priority, session or policy class. Otherwise such headers are
+            ignored and counted, and such fields are rejected.
+        loras: adapters that are always served as models, in addition to those that workers have loaded.
+        admin_token: token of the admin API, empty for no admin API.
+        tool_call_parser: `auto` (by the chat template), `none`, or the name of a parser.
+        reasoning_parser: `auto`, `none`, or the name of a parser.
+        media: where images and videos may be fetched from.
+        reply_topics: patterns of full topic names that the Kafka API may respond to; `<namespace>.replies.*` if empty.
+        incarnation: incarnation of the lease, which distinguishes processes with the same id; empty without a lease.
     """
 
     model_name: str
@@ -104,13 +104,22 @@ class IngressSettings:
         require_patterns(self.reply_topics)
         names = (self.model_name, *self.loras)
         if len(set(names)) < len(names) or not all(0 < len(name) <= ADAPTER_CHARS_MAX for name in names):
-            text = f"each needs a name of its own, of 1 to {ADAPTER_CHARS_MAX} characters"
+            text = f"names must be unique and have 1 to {ADAPTER_CHARS_MAX} characters"
             raise Unusable(f"the model and its LoRA adapters ({', '.join(names)}): {text}")
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt in packed u32 token ids and packed u64 sequence hashes, which adapter and namespace salt."""
+    """A tokenised prompt.
+
+    Attributes:
+        token_ids: packed u32.
+        sequence_hashes: packed u64, one per full block, salted by adapter and cache namespace.
+        tokens: number of tokens.
+        lora_name: the adapter, empty for the base model.
+        cache_namespace: salt of the KV cache, empty for the shared cache.
+        media: images and videos, in order.
+    """
 
     token_ids: bytes
     sequence_hashes: bytes
@@ -121,35 +130,50 @@ class Prompt:
 
 
 PLAIN = OutputPlan()
-EMBEDDING = Sampling(max_tokens=1, temperature=0.0)  # nothing is generated, so one embedding is like another
+EMBEDDING = Sampling(max_tokens=1, temperature=0.0)  # no tokens are generated, so sampling has no effect
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """A valid request: all that goes on the log, but for its name and where its answer goes.
+    """A valid request without its id and reply slot.
 
-    `plan` is how its answer is put into words.
+    Attributes:
+        prompt: the tokenised prompt.
+        sampling: sampling parameters.
+        routing: routing hints.
+        output: how output tokens become deltas.
+        task: `generate` or `embed`.
     """
 
     prompt: Prompt
     sampling: Sampling
     routing: RoutingHints
-    plan: OutputPlan = PLAIN
+    output: OutputPlan = PLAIN
     task: Task = "generate"
 
 
-NO_OWNER = "no router decides at the moment: its owner is being replaced, or Kafka does not answer; try again soon"
+NO_OWNER = "no router owns this model now: a failover is in progress, or Kafka does not respond; try again soon"
 QUEUE_CODES = frozenset({POOL_FULL, "queue_full", "queue_timeout"})
 NO_WORKER = "no worker is ready"
-NO_PREFILL_WORKER = "no worker that computes prompts is ready, and prompts must not be computed by who answers"
+NO_PREFILL_WORKER = "no prefill worker is ready, and decode workers must not compute prompts"
 
 
 class Ingress:
-    """Submits requests and listens for their answers on one reply slot, from the offset `reply_from` on.
+    """Submits requests and reads their responses from one reply slot.
 
-    `place` gives the partition of the model's control topics, None while no router has placed it. `told_ready` is what
-    readiness says beside that it is so, `why_not_ready` what it says when it is not. `has_owner` returns whether an
-    owner decides now; in the embedded system it is a task of this process, which ends with it.
+    Args:
+        log: the log.
+        model: the model directory.
+        settings: settings of the ingress.
+        metrics: metrics of the ingress.
+        ready: returns whether requests can be served.
+        reply_from: first offset of the reply slot to read.
+        find_partition: returns the partition of the model's control topics, None while no router has placed it.
+
+    Attributes:
+        ready_details: additional fields of the readiness response.
+        not_ready_reason: returns the message of the readiness response while the ingress is not ready.
+        has_owner: returns whether the model has an owner. In the embedded system the owner is a task of this process.
     """
 
     def __init__(
@@ -160,23 +184,23 @@ class Ingress:
         metrics: IngressMetrics,
         ready: Callable[[], bool],
         reply_from: int,
-        place: Callable[[], int | None] = lambda: 0,
+        find_partition: Callable[[], int | None] = lambda: 0,
     ) -> None:
         self.model = model
         self.settings = settings
-        self.parsing = ParserFactory(model, settings.tool_call_parser, settings.reasoning_parser)
+        self.parsers = ParserFactory(model, settings.tool_call_parser, settings.reasoning_parser)
         self.metrics = metrics
         self.ready = ready
-        self.why_not_ready: Callable[[], str] = lambda: NO_WORKER
-        self.told_ready: dict[str, str] = {}
+        self.not_ready_reason: Callable[[], str] = lambda: NO_WORKER
+        self.ready_details: dict[str, str] = {}
         self.has_owner: Callable[[], bool] = lambda: True
         self.drain = IngressDrain()
-        self.place = place
+        self.find_partition = find_partition
         self.admission = IngressAdmission(metrics)
         self.replies = ReplyReader(log, settings.model_name, settings.reply_slot, reply_from, metrics.undecodable.inc)
-        self.thresholds = PoolConfigurator(log, place, metrics.undecodable.inc)
+        self.pools = PoolConfigurator(log, find_partition, metrics.undecodable.inc)
         self.commands = CommandClient(log, self.replies, settings.model_name, settings.reply_slot, self.require_owner)
-        self.adapters = Adapters(log, self.commands, settings.model_name, settings.loras, place)
+        self.adapters = Adapters(log, self.commands, settings.model_name, settings.loras, find_partition)
         self._log = log
         limits = BodyLimits(
             text_bytes_max=settings.body_bytes_max,
@@ -185,63 +209,65 @@ class Ingress:
             values_max=VALUES_MAX + model.context_tokens,
         )
         self.bodies = BodyMemory(limits)
-        self.tokeniser = TokenizerPool(model)
+        self.tokenizer_pool = TokenizerPool(model)
         self._fetcher = MediaFetcher(settings.media)
 
     async def run(self) -> None:
-        """Dispatch answers until cancelled. Raises LogError when the log fails."""
+        """Dispatch responses until cancelled. Raises LogError if the log fails."""
         try:
             await self.replies.run()
         finally:
             self.adapters.close()
             await self._fetcher.close()
-            self.tokeniser.close()
+            self.tokenizer_pool.close()
 
     async def prepare(
         self, body: ChatBody | TextBody, headers: Iterable[tuple[str, str]], *, is_patient: bool = False
     ) -> PreparedRequest:
-        """Tokenise, hash and check a request. Raises ApiError, 503 for a full tokenizer queue unless `is_patient`."""
-        lora_name = await self.adapters.of(body.model)
+        """Validate, tokenise and hash a request. Raises ApiError: 503 for a full queue unless `is_patient`."""
+        lora_name = await self.adapters.resolve(body.model)
         routing = self._routing(body.nvext, headers)
-        asked, parsing = await self._asked(body, is_patient=is_patient)
-        wanted = self._wanted(body, len(asked.token_ids))
-        prompt = self._prompt(asked, await self._block_size(), lora_name, body.cache_namespace)
-        sampling = sampling_of(body, wanted, self.model.vocabulary_size)
+        prompt_input, parsing = await self._tokenize(body, is_patient=is_patient)
+        max_tokens = self._max_tokens(body, len(prompt_input.token_ids))
+        prompt = self._prompt(prompt_input, await self._block_size(), lora_name, body.cache_namespace)
+        sampling = sampling_of(body, max_tokens, self.model.vocabulary_size)
         if parsing is not None and sampling.structured is not None:
             parsing = replace(parsing, structured=True)
-        plan = OutputPlan(body.stop_strings, parsing, sampling.logprobs, special=not body.skip_special_tokens)
-        return PreparedRequest(prompt, sampling, routing, plan)
+        output = OutputPlan(body.stop_strings, parsing, sampling.logprobs, special=not body.skip_special_tokens)
+        return PreparedRequest(prompt, sampling, routing, output)
 
     async def prepare_embedding(
         self, body: EmbeddingBody, headers: Iterable[tuple[str, str]], *, is_patient: bool = False
     ) -> list[PreparedRequest]:
-        """As `prepare`, for each input of an embedding request."""
-        lora_name = await self.adapters.of(body.model)
+        """Validate, tokenise and hash each input of an embedding request. Raises ApiError as `prepare` does."""
+        lora_name = await self.adapters.resolve(body.model)
         body.require_dimensions(self.model)
         routing = self._routing(body.nvext, headers)
         context, block_size = self.model.context_tokens, await self._block_size()
         inputs = body.inputs
-        chars = sum(len(given) for given in inputs if isinstance(given, str))
+        chars = sum(len(text) for text in inputs if isinstance(text, str))
         parts = []
-        found = await self.tokeniser.run(partial(self._input_tokens, inputs), chars, is_patient=is_patient)
-        for index, token_ids in enumerate(found):
-            await asyncio.sleep(0)  # thousands of inputs must not hold up others
+        tokenized = await self.tokenizer_pool.run(partial(self._input_tokens, inputs), chars, is_patient=is_patient)
+        for index, token_ids in enumerate(tokenized):
+            await asyncio.sleep(0)  # thousands of inputs must not block other requests
             if len(token_ids) > context:
-                text = f"input[{index}] has {len(token_ids)} tokens, but the context holds {context}"
+                text = (
+                    f"input[{index}] has {len(token_ids)} tokens, more than the context of {context} tokens; shorten it"
+                )
                 raise invalid(text, "input", "context_length_exceeded")
             prompt = self._prompt(ExpandedPrompt(token_ids), block_size, lora_name, body.cache_namespace, "input")
             parts.append(PreparedRequest(prompt, EMBEDDING, routing, task="embed"))
         return parts
 
     def _input_tokens(self, inputs: Sequence[str | list[int]]) -> list[list[int]]:
-        """The token ids of each input of an embedding request. Raises ApiError for the first that is too long."""
+        """Return the token ids of each input. Raises ApiError for the first input that is too long."""
         return [
-            given if isinstance(given, list) else self.tokeniser.encode(given, f"input[{index}]", "input", special=True)
-            for index, given in enumerate(inputs)
+            one if isinstance(one, list) else self.tokenizer_pool.encode(one, f"input[{index}]", "input", special=True)
+            for index, one in enumerate(inputs)
         ]
 
     async def _block_size(self) -> int:
-        return self.settings.block_size or await self.thresholds.block_size(self.settings.model_name)
+        return self.settings.block_size or await self.pools.block_size(self.settings.model_name)
 
     def submission(
         self,
@@ -254,7 +280,7 @@ class Ingress:
         incarnation: str = "",
         patient: bool = False,
     ) -> RequestSubmitted:
-        """A request as it goes on the log; the last four are as in `RequestSubmitted`."""
+        """Return the event that submits a request. The keyword arguments are fields of `RequestSubmitted`."""
         settings, prompt = self.settings, prepared.prompt
         return RequestSubmitted(
             request_id=request_id,
@@ -279,7 +305,7 @@ class Ingress:
         )
 
     async def submit(self, request_id: str, prepared: PreparedRequest) -> Stream:
-        """Put a request on the log and listen for its answer. Raises ApiError."""
+        """Append a request to the log and return the stream of its response. Raises ApiError."""
         partition = self._require_free(request_id)
         event = self.submission(
             request_id,
@@ -291,16 +317,16 @@ class Ingress:
         )
         stream = self.replies.open(request_id)
         try:
-            await self._put(partition, request_id, event)
+            await self._append(partition, request_id, event)
         except BaseException as error:
             self.replies.close(request_id)
-            if isinstance(error, asyncio.CancelledError):  # the append goes on, and nobody waits for its response
+            if isinstance(error, asyncio.CancelledError):  # the append continues, but nobody reads its response
                 self.cancel(request_id, "the server is stopping")
             raise
         return stream
 
     async def query(self, request_id: str, prepared: PreparedRequest) -> RouteResponse:
-        """Ask where a request would go. Raises ApiError, also for the router's refusal."""
+        """Return which worker the router would select for a request. Raises ApiError, also if the router rejects it."""
         partition = self._require_free(request_id)
         prompt = prepared.prompt
         event = RouteQueried(
@@ -315,71 +341,75 @@ class Ingress:
             routing=prepared.routing,
         )
         wait_s = min(QUERY_S, self.settings.timeout_s)
-        answer = self.replies.open_query(request_id)
+        future = self.replies.open_query(request_id)
         try:
             async with asyncio.timeout(wait_s):
-                await self._put(partition, request_id, event)
-                told = await answer
+                await self._append(partition, request_id, event)
+                result = await future
         except TimeoutError as error:
-            raise ApiError(504, "deadline_exceeded", f"no router answered within {wait_s:g} s") from error
+            raise ApiError(504, "deadline_exceeded", f"no router responded within {wait_s:g} s") from error
         finally:
             self.replies.close_query(request_id)
-        if isinstance(told, str):
-            raise interruption(told)
-        if told.error is not None:
-            raise ApiError(told.error.status, told.error.code, told.error.message)
-        return told
+        if isinstance(result, str):
+            raise interruption(result)
+        if result.error is not None:
+            raise ApiError(result.error.status, result.error.code, result.error.message)
+        return result
 
-    def error_of(self, error: ResponseError) -> ApiError:
-        """What a client is told of an error on the reply slot; admission learns from it whether the queue is full."""
+    def to_api_error(self, error: ResponseError) -> ApiError:
+        """Return the response for an error on the reply slot, and update admission if a queue is full."""
         after_s = RETRY_AFTER_S
         if error.code == POOL_FULL:
-            self.admission.queue_full()
+            self.admission.mark_queue_full()
         if error.code in QUEUE_CODES:
             after_s = self.admission.retry_after_s
         return ApiError(error.status, error.code, error.message, retry_after_s=after_s)
 
     def cancel(self, request_id: str, reason: str) -> None:
-        """Nobody wants the answer any more."""
+        """Append the cancellation of a request."""
         event = RequestCancelled(request_id=request_id, reason=reason, at_us=time.time_ns() // 1000)
         try:
-            self._log.append_soon([_draft(self.require_place(), request_id, event)])
+            self._log.append_soon([_draft(self.require_partition(), request_id, event)])
         except LogError as error:
-            logger.warning("request %s is not cancelled: %s", request_id, error)
+            logger.warning("cannot cancel request %s: %s", request_id, error)
 
-    def require_place(self) -> int:
-        """The partition of the model's control topics. Raises ApiError while it has none."""
-        partition = self.place()
+    def require_partition(self) -> int:
+        """Return the partition of the model's control topics. Raises ApiError while no router has placed the model."""
+        partition = self.find_partition()
         if partition is None:
-            raise ApiError(503, "no_group", f"no router serves {self.settings.model_name} yet: has it any worker?")
+            raise ApiError(
+                503, "no_group", f"no router serves {self.settings.model_name} yet; start a router and a worker for it"
+            )
         return partition
 
     def require_owner(self) -> int:
-        """Return the partition of the model's control topics. Raises ApiError while nobody would decide a request."""
-        partition = self.require_place()
+        """Return the partition of the model's control topics. Raises ApiError while the model has no owner."""
+        partition = self.require_partition()
         if not self.has_owner():
             raise ApiError(503, "no_owner", NO_OWNER)
         return partition
 
     def _require_free(self, request_id: str) -> int:
-        """As `require_place`. Raises ApiError also when the id is under way."""
-        partition = self.require_place()
+        """Return the partition of the model's control topics. Raises ApiError also if the id is in flight."""
+        partition = self.require_partition()
         if request_id in self.replies:
-            raise ApiError(409, "duplicate_request_id", f"the request id {request_id} is under way")
+            raise ApiError(
+                409, "duplicate_request_id", f"the request id {request_id} is already in flight; use another id"
+            )
         return partition
 
-    async def _put(self, partition: int, request_id: str, event: Event) -> None:
+    async def _append(self, partition: int, request_id: str, event: Event) -> None:
         try:
             async with asyncio.timeout(ACKNOWLEDGED_S):
                 await self._log.append([_draft(partition, request_id, event)])
         except TimeoutError as error:
-            self.cancel(request_id, "log_unavailable")  # the log may take the request later, when nobody waits for it
+            self.cancel(request_id, "log_unavailable")  # the log may still append the request after the client has gone
             text = f"Kafka did not acknowledge the request within {ACKNOWLEDGED_S:g} s; try again soon"
             raise ApiError(503, "log_unavailable", text) from error
         except LogFull as error:
             raise ApiError(503, "log_unavailable", f"{error}; try again soon") from error
         except LogError as error:
-            # A log that failed stays failed: the others would wait for their deadline in vain.
+            # A failed log does not recover, so all other requests would only reach their deadline.
             self.replies.interrupt_all(str(error))
             raise ApiError(503, "log_unavailable", str(error)) from error
         except ValueError as error:
@@ -394,69 +424,72 @@ class Ingress:
         refuse_hints(nvext)
         return NO_HINTS
 
-    async def _asked(
+    async def _tokenize(
         self, body: ChatBody | TextBody, *, is_patient: bool
     ) -> tuple[ExpandedPrompt, ParseOptions | None]:
-        """The tokens of the prompt, and what is looked for in the answer. Raises ApiError."""
+        """Return the tokens of the prompt and the options for parsing the response. Raises ApiError."""
         refs: list[MediaRef] = []
         parsing = None
         if isinstance(body, ChatBody):
             refs = body.media()
             self.model.media.require(refs)
             chars = body.size_bytes - sum(len(ref.url) for ref in refs)
-            text = await self.tokeniser.run(partial(self._render, body), chars, is_patient=is_patient)
-            self.parsing.require(body.choice)
-            encode = partial(self.tokeniser.encode, text, "prompt", "messages")
-            token_ids = await self.tokeniser.run(encode, len(text), is_patient=is_patient)
-            parsing = ParseOptions(body.choice, self.parsing.is_open(text), prompt_ids=token_ids)
+            text = await self.tokenizer_pool.run(partial(self._render, body), chars, is_patient=is_patient)
+            self.parsers.require(body.choice)
+            encode = partial(self.tokenizer_pool.encode, text, "prompt", "messages")
+            token_ids = await self.tokenizer_pool.run(encode, len(text), is_patient=is_patient)
+            parsing = ParseOptions(body.choice, self.parsers.is_open(text), prompt_ids=token_ids)
         elif isinstance(body.prompt, str):
-            encode = partial(self.tokeniser.encode, body.prompt, "prompt", "prompt", special=body.add_special_tokens)
-            token_ids = await self.tokeniser.run(encode, len(body.prompt), is_patient=is_patient)
+            encode = partial(
+                self.tokenizer_pool.encode, body.prompt, "prompt", "prompt", special=body.add_special_tokens
+            )
+            token_ids = await self.tokenizer_pool.run(encode, len(body.prompt), is_patient=is_patient)
         else:
             token_ids = body.prompt
-        # Looking for placeholders in more tokens would take time and lead to the same end.
+        # A prompt that exceeds the context is rejected later, so its placeholders need not be expanded.
         if not self.model.media.ids or len(token_ids) > self.model.context_tokens:
             return ExpandedPrompt(token_ids), parsing
-        # What is wrong with the text is said before others are asked for anything.
+        # Media are fetched only after the text was validated.
         return self.model.media.expand(token_ids, refs, await self._fetcher.fetch(refs)), parsing
 
     def _render(self, body: ChatBody) -> str:
-        """The prompt of a chat. Raises ApiError for what its template does not take."""
+        """Return the prompt of a chat. Raises ApiError for arguments that the template does not support."""
         arguments: dict[str, Any] = dict(body.chat_template_kwargs or {})
         if body.reasoning_effort is not None:
-            if not self.model.takes_argument("reasoning_effort"):
-                text = "reasoning_effort is not supported: the chat template of this model has no use for it"
+            if not self.model.uses_template_argument("reasoning_effort"):
+                text = "reasoning_effort is not supported by the chat template of this model; leave it out"
                 raise invalid(text, "reasoning_effort", "unsupported_parameter")
             arguments["reasoning_effort"] = body.reasoning_effort
         chars_max = max(RENDERED_CHARS_MAX, 4 * self.settings.body_bytes_max)
         return self.model.render(body.chat(self.model.media), body.choice.plain(), arguments, chars_max)
 
     def _prompt(
-        self, asked: ExpandedPrompt, block_size: int, lora_name: str, cache_namespace: str, where: str = "prompt"
+        self, prompt: ExpandedPrompt, block_size: int, lora_name: str, cache_namespace: str, where: str = "prompt"
     ) -> Prompt:
-        """Pack and hash a prompt. Raises ApiError for an empty one and for ids outside of the vocabulary."""
-        token_ids = asked.token_ids
+        """Pack and hash a prompt. Raises ApiError for an empty prompt and for unknown token ids."""
+        token_ids = prompt.token_ids
         if not token_ids:
             raise invalid(f"the {where} is empty", where, "empty_prompt")
         if max(token_ids) >= self.model.vocabulary_size:
-            raise invalid(f"token ids lie below {self.model.vocabulary_size} in this model", where)
-        packed = pack_u32(token_ids)
-        named = mm_hashes(asked.media, block_size)
-        hashes = sequence_hashes(packed, block_size, hash_seed(lora_name, cache_namespace), named)
-        return Prompt(packed, hashes, len(token_ids), lora_name, cache_namespace, asked.media)
-
-    def _wanted(self, body: CompletionBody, prompt_tokens: int) -> int:
-        """How many tokens to generate. Raises ApiError when the context is too short; nothing was hashed by then."""
-        context = self.model.context_tokens
-        wanted = body.tokens_max
-        if wanted is None:
-            wanted = max(1, min(self.settings.max_tokens_default, context - prompt_tokens))
-        if prompt_tokens + wanted > context:
-            text = (
-                f"the context holds {context} tokens: {prompt_tokens} of the prompt and {wanted} to generate do not fit"
+            raise invalid(
+                f"token id {max(token_ids)} is not in the vocabulary; ids must be below {self.model.vocabulary_size}",
+                where,
             )
+        packed = pack_u32(token_ids)
+        named = mm_hashes(prompt.media, block_size)
+        hashes = sequence_hashes(packed, block_size, hash_seed(lora_name, cache_namespace), named)
+        return Prompt(packed, hashes, len(token_ids), lora_name, cache_namespace, prompt.media)
+
+    def _max_tokens(self, body: CompletionBody, prompt_tokens: int) -> int:
+        """Return the maximum number of output tokens. Raises ApiError if they do not fit into the context."""
+        context = self.model.context_tokens
+        max_tokens = body.tokens_max
+        if max_tokens is None:
+            max_tokens = max(1, min(self.settings.max_tokens_default, context - prompt_tokens))
+        if prompt_tokens + max_tokens > context:
+            text = f"{prompt_tokens} prompt tokens and max_tokens {max_tokens} exceed the context of {context} tokens"
             raise invalid(text, "max_tokens", "context_length_exceeded")
-        return wanted
+        return max_tokens
 
 
 def _draft(partition: int, request_id: str, event: Event) -> Draft:

@@ -1,4 +1,4 @@
-"""What an ingress counts. Names and labels are Dynamo's frontend's, so that its dashboards light up."""
+"""Metrics of an ingress. Names and labels match Dynamo's frontend, so its dashboards work unchanged."""
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -13,37 +13,64 @@ class IngressMetrics:
         name = "dynamo_frontend"
         self.requests = Counter(
             f"{name}_requests",
-            "requests by their end",
+            "completed requests by status",
             ("model", "endpoint", "request_type", "status"),
             registry=registry,
         )
         self.refused = Counter(
-            "forebay_ingress_refused", "requests that got an error, by its code", ("code",), registry=registry
+            "forebay_ingress_refused", "requests answered with an error, by error code", ("code",), registry=registry
         )
-        self.undecodable = Counter("forebay_ingress_undecodable", "records that did not decode", registry=registry)
+        self.undecodable = Counter(
+            "forebay_ingress_undecodable", "records of the log that could not be decoded", registry=registry
+        )
         self.headers_ignored = Counter(
             "forebay_ingress_routing_headers_ignored",
-            "routing headers of requests to an ingress that honours none",
+            "routing headers ignored because the ingress runs without --routing-hints",
             ("header",),
             registry=registry,
         )
         self._rejections = Counter(
             f"{name}_model_rejection",
-            "requests that no worker could take for now",
+            "requests rejected because no worker had capacity",
             ("model", "endpoint"),
             registry=registry,
         )
-        self.inflight = _gauge(registry, f"{name}_inflight_requests", "requests under way", model)
+        self.inflight = _gauge(registry, f"{name}_inflight_requests", "requests in flight", model)
         self.admitted = Gauge(
             "forebay_ingress_requests_in_flight", "admitted requests that have not ended", registry=registry
         )
-        self.disconnected = _gauge(registry, f"{name}_disconnected_clients", "clients that left before the end", model)
-        self.ttft = _histogram(registry, f"{name}_time_to_first_token_seconds", "to the first token", model, SECONDS)
-        self.itl = _histogram(registry, f"{name}_inter_token_latency_seconds", "between tokens", model, SECONDS)
-        self.duration = _histogram(registry, f"{name}_request_duration_seconds", "to the last token", model, SECONDS)
-        self.input_tokens = _histogram(registry, f"{name}_input_sequence_tokens", "prompt tokens", model, TOKENS)
-        self.output_tokens = _histogram(registry, f"{name}_output_sequence_tokens", "generated tokens", model, TOKENS)
-        self.cached_tokens = _histogram(registry, f"{name}_cached_tokens", "prompt tokens found cached", model, TOKENS)
+        self.disconnected = _gauge(
+            registry,
+            f"{name}_disconnected_clients",
+            "clients that disconnected before the response was complete",
+            model,
+        )
+        self.ttft = _histogram(
+            registry,
+            f"{name}_time_to_first_token_seconds",
+            "seconds from the request to its first token",
+            model,
+            SECONDS,
+        )
+        self.itl = _histogram(
+            registry,
+            f"{name}_inter_token_latency_seconds",
+            "mean seconds between output tokens of a request",
+            model,
+            SECONDS,
+        )
+        self.duration = _histogram(
+            registry, f"{name}_request_duration_seconds", "seconds from the request to its last token", model, SECONDS
+        )
+        self.input_tokens = _histogram(
+            registry, f"{name}_input_sequence_tokens", "prompt tokens per request", model, TOKENS
+        )
+        self.output_tokens = _histogram(
+            registry, f"{name}_output_sequence_tokens", "output tokens per request", model, TOKENS
+        )
+        self.cached_tokens = _histogram(
+            registry, f"{name}_cached_tokens", "prompt tokens per request that were found in a KV cache", model, TOKENS
+        )
         self._model = model
         self._ended: dict[tuple[str, bool, str], Counter] = {}
 
@@ -61,7 +88,7 @@ class IngressMetrics:
         child.inc()
 
     def rejected(self, endpoint: str) -> None:
-        """Count a request that no worker could take for now."""
+        """Count a request that was rejected because no worker had capacity."""
         self._rejections.labels(self._model, endpoint).inc()
 
 

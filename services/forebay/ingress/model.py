@@ -1,8 +1,8 @@
-"""A model directory as an ingress needs it: tokenizer, chat template, context length. No weights.
+"""Read the parts of a model directory that an ingress needs: tokenizer, chat template, context length. No weights.
 
 Files: tokenizer.json, tokenizer_config.json (chat_template, bos_token, eos_token) or chat_template.jinja,
-config.json (max_position_embeddings, matryoshka_dimensions), generation_config.json (eos_token_id). Templates are
-rendered as transformers does: sandboxed, with `raise_exception`, whitespace trimmed.
+config.json (max_position_embeddings, matryoshka_dimensions), generation_config.json (eos_token_id). Templates
+are rendered as in transformers: in a sandbox, with `raise_exception` and trimmed white space.
 """
 
 import json
@@ -26,7 +26,7 @@ from forebay.ingress.token_bytes import TokenBytes, text_chars_max
 CONTEXT_TOKENS_DEFAULT = 131_072
 DEFAULT_MODEL = Path(__file__).with_name("default_model")
 DEFAULT_NAME = "forebay-default"
-# What a template may break with when it computes with what a client gave.
+# Exceptions that a template may raise for values from a client.
 TEMPLATE_ERRORS = (
     TemplateError,
     TypeError,
@@ -36,30 +36,43 @@ TEMPLATE_ERRORS = (
     AttributeError,
     RecursionError,
 )
-NO_TEXT = "\ufffd"  # stands for bytes that are no character
-RENDERED_CHARS_MAX = 16 << 20  # of a chat: four times the text of a body, for roles, and for tools shown twice
+NO_TEXT = "\ufffd"  # replaces bytes that are not a valid character
+RENDERED_CHARS_MAX = (
+    16 << 20
+)  # of a chat: four times the text of a body, because templates add roles and may repeat tools
 
 
 class ModelUnusable(Unusable):
-    """The model directory cannot be served from; one line says what is wrong and what is needed."""
+    """An unusable model directory. The message is one line: what is wrong and what is needed."""
 
 
 class Model:
-    """Text to tokens and back for one model directory."""
+    """Tokenizer, chat template and configuration of one model directory.
+
+    Attributes:
+        directory: the model directory.
+        context_tokens: length of the context in tokens.
+        vocabulary_size: number of token ids, including added tokens.
+        text_chars_max: length in characters that no text of the context exceeds, None if unknown.
+        end_ids: token ids that end a response.
+        dimensions: lengths that embeddings may be cut to: None for no cutting, empty for any length.
+        template_source: source of the default chat template, empty for none.
+        media: placeholder tokens of images and videos.
+    """
 
     def __init__(self, directory: Path) -> None:
         if not directory.is_dir():
-            raise ModelUnusable(f"{directory}: no such model directory; give one that holds a tokenizer.json")
+            raise ModelUnusable(f"{directory}: no such model directory; give a directory with a tokenizer.json")
         self.directory = directory
         config = _read_json(directory / "config.json")
         tokenizer_config = _read_json(directory / "tokenizer_config.json")
         path = directory / "tokenizer.json"
         if not path.is_file():
-            raise ModelUnusable(f"{path}: no such file; a model directory needs one")
+            raise ModelUnusable(f"{path}: no such file; a model directory needs a tokenizer.json")
         try:
             self.tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
-            raise ModelUnusable(f"{path}: is no tokenizer ({error})") from error
+            raise ModelUnusable(f"{path}: not a valid tokenizer ({error})") from error
         self.context_tokens = int(config.get("max_position_embeddings", CONTEXT_TOKENS_DEFAULT))
         self.vocabulary_size: int = self.tokenizer.get_vocab_size(with_added_tokens=True)
         self._special = {
@@ -85,69 +98,78 @@ class Model:
         arguments: Mapping[str, Any] | None = None,
         chars_max: int = RENDERED_CHARS_MAX,
     ) -> str:
-        """The prompt of a chat; `arguments` are the template's own. Raises ApiError when it refuses them.
+        """Return the prompt of a chat.
 
-        A template may repeat what it is given, so it is stopped when the prompt exceeds `chars_max`.
+        Args:
+            messages: the chat, as the template expects it.
+            tools: tools that the model may call.
+            arguments: additional variables of the template.
+            chars_max: length of the prompt at which rendering stops, because a template may repeat its input.
+
+        Raises:
+            ApiError: the template rejects the messages, or the prompt is too long.
         """
         template = self._templates.get("tool_use" if tools else "default", self._templates.get("default"))
         if template is None:
             raise invalid("this model has no chat template; use /v1/completions", "messages", "no_chat_template")
         if tools and "tools" not in self._tool_source:
-            raise invalid("the chat template of this model takes no tools", "tools", "unsupported_parameter")
+            raise invalid("the chat template of this model does not support tools", "tools", "unsupported_parameter")
         known = {"messages": messages, "tools": tools or None, "documents": None, "add_generation_prompt": True}
         for name in arguments or ():
             if name in known or name in self._special:
-                text = f"chat_template_kwargs.{name} is what the chat itself says"
+                text = f"chat_template_kwargs.{name} is reserved: the chat itself sets it"
                 raise invalid(text, f"chat_template_kwargs.{name}")
         try:
             pieces, chars = [], 0
             for piece in template.generate(**known, **self._special, **(arguments or {})):
                 chars += len(piece)
                 if chars > chars_max:
-                    text = f"the chat template makes a prompt of more than {chars_max:,} characters of these messages"
+                    text = f"the rendered prompt exceeds {chars_max:,} characters; send shorter messages"
                     raise invalid(text, "messages", "context_length_exceeded")
                 pieces.append(piece)
             return "".join(pieces)
         except TEMPLATE_ERRORS as error:
-            raise invalid(f"the chat template refuses these messages: {error}", "messages") from error
+            raise invalid(f"the chat template rejects these messages: {error}", "messages") from error
 
     def _takes_parts(self) -> bool:
-        """Whether the chat template knows messages that are lists of parts: it is tried."""
-        text = "what is said"
+        """Return whether the chat template accepts a message as a list of parts, by rendering one."""
+        text = "probe text"
         try:
-            said = self.render([{"role": "user", "content": [{"type": "text", "text": text}]}])
+            prompt = self.render([{"role": "user", "content": [{"type": "text", "text": text}]}])
         except ApiError:
             return False
-        return text in said and "'type'" not in said  # else it put the list there as Python writes it
+        return text in prompt and "'type'" not in prompt  # otherwise it printed the list as a Python literal
 
-    def takes_argument(self, name: str) -> bool:
-        """Whether the chat template looks at an argument of this name."""
+    def uses_template_argument(self, name: str) -> bool:
+        """Return whether the chat template refers to a variable of this name."""
         return name in self.template_source
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
-        """Token ids; special tokens in the text count as such, only with `special` those around it are added."""
-        # The batch call with `fast` leaves out the offsets of every token, which nobody asks for here.
+        """Return the token ids of a text. Special tokens in the text are recognised; `special` adds those around it."""
+        # The `fast` batch call does not compute the offsets of tokens, which are not needed.
         ids: list[int] = self.tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
         return ids
 
     def count(self, text: str) -> int:
-        """Return the number of tokens of a piece of text, without those that surround a prompt."""
+        """Return the number of tokens of a text, without the special tokens around a prompt."""
         return len(self.tokenizer.encode_batch_fast([text], add_special_tokens=False)[0])
 
-    def decoder(self, shown: Collection[str] | None = ()) -> "Decoder":
-        """A decoder for one answer. Special tokens are left out but for those `shown`; None shows all but an end."""
+    def decoder(self, visible: Collection[str] | None = ()) -> "Decoder":
+        """Return a decoder that drops special tokens except `visible`; None keeps all except end tokens."""
         special = self.token_bytes.special
-        if shown is None:
+        if visible is None:
             hidden = special.keys() & self.end_ids
         else:
-            hidden = {token_id for token_id, text in special.items() if text not in shown}
+            hidden = {token_id for token_id, text in special.items() if text not in visible}
         return Decoder(self.tokenizer, frozenset(hidden) if len(hidden) < len(special) else None)
 
 
 class Decoder:
-    """Tokens to text, piece by piece; a character that is split over tokens waits for its rest.
+    """Incremental detokeniser of one response. A character that spans tokens is emitted with its last token.
 
-    `hidden` are the special tokens to leave out, None for all.
+    Args:
+        tokenizer: the tokenizer of the model.
+        hidden: special tokens to drop, None for all.
     """
 
     __slots__ = ("_hidden", "_stream", "_tokenizer")
@@ -158,18 +180,18 @@ class Decoder:
         self._stream = DecodeStream(skip_special_tokens=hidden is None)
 
     def push(self, token_ids: list[int]) -> str:
-        """The text that these tokens complete."""
+        """Return the text that these tokens complete."""
         hidden = self._hidden or ()
-        # One by one: given several, the stream holds back all of their text while the last is no whole character, and
-        # what is said at the end would depend on how the answer was cut.
+        # One by one: with several tokens the stream buffers the text of all of them while the last one is an incomplete
+        # character, so the text at the end of a response would depend on how its tokens were batched.
         return "".join([self._step(token_id) for token_id in token_ids if token_id not in hidden])
 
     def _step(self, token_id: int) -> str:
         try:
             text: str | None = self._stream.step(self._tokenizer, [token_id])
         except Exception:  # noqa: BLE001 - the library raises bare Exception
-            # With byte fallback, a byte behind a whole character can make both of them no text. What was given out
-            # stays, and the stream, which cannot go on from there, begins anew.
+            # With byte fallback, a byte after a complete character can make both invalid. Emitted text stays as it is,
+            # and a new stream replaces this one, which cannot continue.
             self._stream = DecodeStream(skip_special_tokens=self._hidden is None)
             text = self._stream.step(self._tokenizer, [token_id])
             return NO_TEXT + (text or "").lstrip(NO_TEXT)
@@ -177,24 +199,24 @@ class Decoder:
 
 
 def model_name_of(directory: Path | None, name: str) -> str:
-    """What a model is called in the API: its given name, else that of its directory. Raises Unusable."""
+    """Return the name of a model in the API: `name`, or that of its directory if empty. Raises Unusable."""
     try:
         return require_name("model", name or (DEFAULT_NAME if directory is None else directory.resolve().name))
     except NameInvalid as error:
-        raise Unusable(f"{error}; --model-name gives it another") from error
+        raise Unusable(f"{error}; set another name with --model-name") from error
 
 
-def speaking_vocabulary(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Ids of whole lower-case words with a leading space, for a mock engine to speak with, ascending."""
+def word_token_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Return the ids of complete lower-case words with a leading space, ascending, as output of a mock engine."""
     vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=False)
     words = sorted(token for token in vocabulary if re.fullmatch("[Ġ▁][a-z]{3,}", token))
-    # A token that another one begins with is mostly a fragment of a word.
+    # A token that is a prefix of another token is usually a fragment of a word.
     whole = [word for word, after in pairwise([*words, ""]) if not after.startswith(word)]
     return tuple(sorted(vocabulary[word] for word in whole)) or tuple(sorted(vocabulary.values()))
 
 
 def _template_sources(directory: Path, tokenizer_config: dict[str, Any]) -> dict[str, str]:
-    """The chat templates by name: `default`, and perhaps `tool_use` for chats with tools."""
+    """Return the chat templates by name: `default`, and `tool_use` for chats with tools if there is one."""
     source = tokenizer_config.get("chat_template")
     beside = directory / "chat_template.jinja"
     if beside.is_file():
@@ -206,7 +228,7 @@ def _template_sources(directory: Path, tokenizer_config: dict[str, Any]) -> dict
 
 
 def _end_ids(directory: Path, config: dict[str, Any], tokenizer: Tokenizer, end: str) -> frozenset[int]:
-    """The tokens that end an answer."""
+    """Return the token ids that end a response."""
     found = {tokenizer.token_to_id(end)} if end else set()
     for named in (_read_json(directory / "generation_config.json"), config):
         given = named.get("eos_token_id")
@@ -215,7 +237,7 @@ def _end_ids(directory: Path, config: dict[str, Any], tokenizer: Tokenizer, end:
 
 
 def _dimensions(config: dict[str, Any]) -> tuple[int, ...] | None:
-    """To what lengths its embeddings may be cut: None for not at all, empty for any. vLLM reads the same fields."""
+    """Return the lengths that embeddings may be cut to: None for no cutting, empty for any. As in vLLM."""
     given = config.get("matryoshka_dimensions")
     if isinstance(given, list) and given:
         return tuple(size for size in given if isinstance(size, int))
@@ -231,7 +253,7 @@ def _compile(directory: Path, source: str) -> Any:
     try:
         return environment.from_string(source)
     except TemplateError as error:
-        raise ModelUnusable(f"{directory}: its chat template does not compile ({error})") from error
+        raise ModelUnusable(f"{directory}: the chat template does not compile ({error})") from error
 
 
 def _to_json(value: Any, indent: int | None = None) -> str:
@@ -248,9 +270,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_bytes())
     except ValueError as error:
-        raise ModelUnusable(f"{path}: is no JSON ({error})") from error
+        raise ModelUnusable(f"{path}: not valid JSON ({error})") from error
     if not isinstance(content, dict):
-        raise ModelUnusable(f"{path}: holds no JSON object")
+        raise ModelUnusable(f"{path}: not a JSON object")
     return content
 
 

@@ -1,6 +1,6 @@
-"""The reply slot, read: one reader follows it and hands each request its tokens and its end.
+"""Follow a reply slot and dispatch its events to the requests that wait for them.
 
-What a request buffers needs no bound of its own: an engine never gives it more than its max_tokens.
+The buffer of a request needs no limit of its own, because an engine generates at most `max_tokens`.
 """
 
 import asyncio
@@ -17,34 +17,38 @@ from forebay.transport.base import Log, LogError
 
 logger = logging.getLogger(__name__)
 
-READ_MAX = 256  # records between two chances for others to run
+READ_MAX = 256  # records per iteration of the event loop
 TOKENS_MISSING = "tokens are missing"
 
 
 class Stream(ResponseState):
-    """What has come for one request and was not taken yet. One reader."""
+    """Buffered events of one request, for one reader.
 
-    __slots__ = ("_waiter", "broken")
+    Attributes:
+        interrupt_reason: why no more events will be read, None while the stream is intact.
+    """
+
+    __slots__ = ("_waiter", "interrupt_reason")
 
     def __init__(self) -> None:
         super().__init__()
-        self.broken: str | None = None
+        self.interrupt_reason: str | None = None
         self._waiter: asyncio.Future[None] | None = None
 
     def interrupt(self, reason: str) -> None:
-        """Nobody waits for more: the client left, the time is over, or the log is gone."""
-        self.broken = self.broken or reason
+        """End the stream: the client disconnected, the deadline passed, or the log failed."""
+        self.interrupt_reason = self.interrupt_reason or reason
         self.notify()
 
     def take(self) -> tuple[list[int], list[TokenLogprob]]:
-        """The tokens since the last time, and what was told of their probabilities."""
+        """Return the tokens since the previous call, and their log probabilities if the engine reported them."""
         taken = self.tokens, self.logprobs
         self.tokens, self.logprobs = [], []
         return taken
 
     async def ready(self) -> None:
         """Wait for tokens, the end, or an interruption."""
-        if self.tokens or self.ended is not None or self.broken is not None:
+        if self.tokens or self.ended is not None or self.interrupt_reason is not None:
             return
         self._waiter = asyncio.get_running_loop().create_future()
         try:
@@ -53,18 +57,25 @@ class Stream(ResponseState):
             self._waiter = None
 
     def notify(self) -> None:
-        """Wake the reader: the answer changed."""
+        """Wake the reader after the reply changed."""
         if self.gap:
-            self.broken = self.broken or TOKENS_MISSING
+            self.interrupt_reason = self.interrupt_reason or TOKENS_MISSING
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
 
 class ReplyReader:
-    """Follows one reply slot from `offset` on, and takes what is from `group`: other groups share the slot.
+    """Reader of one reply slot. Other groups may share the slot; their events are ignored.
+
+    Args:
+        log: the log to follow.
+        group: the group whose events are dispatched.
+        reply_slot: partition of `tokens`.
+        offset: first offset to read.
+        on_undecodable: called for each record that cannot be decoded.
 
     Attributes:
-        position: the offset of the first record that was not dispatched yet.
+        position: offset of the first record that was not dispatched yet.
     """
 
     def __init__(self, log: Log, group: str, reply_slot: int, offset: int, on_undecodable: Callable[[], None]) -> None:
@@ -84,41 +95,41 @@ class ReplyReader:
         return len(self._streams) + len(self._queries) + len(self._commands)
 
     def open(self, request_id: str) -> Stream:
-        """Listen for a request; its id must not be listened for."""
+        """Register a request and return its stream. The id must not be registered yet."""
         assert request_id not in self
         stream = self._streams[request_id] = Stream()
         return stream
 
     def close(self, request_id: str) -> None:
-        """Stop listening for a request."""
+        """Remove a request."""
         self._streams.pop(request_id, None)
 
     def open_query(self, request_id: str) -> "asyncio.Future[RouteResponse | str]":
-        """Listen for where a request would go, or the reason why nothing more comes."""
+        """Register a route query. The future resolves to the result, or to the reason of an interruption."""
         assert request_id not in self
-        answer = self._queries[request_id] = asyncio.get_running_loop().create_future()
-        return answer
+        future = self._queries[request_id] = asyncio.get_running_loop().create_future()
+        return future
 
     def close_query(self, request_id: str) -> None:
-        """Stop listening for the answer to a query."""
+        """Remove a route query."""
         self._queries.pop(request_id).cancel()
 
     def open_command(self, command_id: str) -> "asyncio.Future[CommandResponse | str]":
-        """Listen for what becomes of a command, or the reason why nothing more comes."""
+        """Register a command. The future resolves to the result, or to the reason of an interruption."""
         assert command_id not in self._commands
-        answer = self._commands[command_id] = asyncio.get_running_loop().create_future()
-        return answer
+        future = self._commands[command_id] = asyncio.get_running_loop().create_future()
+        return future
 
     def close_command(self, command_id: str) -> None:
-        """Stop listening for what becomes of a command."""
+        """Remove a command."""
         self._commands.pop(command_id).cancel()
 
-    def awaits_command(self, command_id: str) -> bool:
-        """Whether somebody listens for what becomes of it."""
+    def has_command(self, command_id: str) -> bool:
+        """Return whether a command with this id is in flight."""
         return command_id in self._commands
 
     async def run(self) -> None:
-        """Dispatch until cancelled; when the log fails every waiting request is told."""
+        """Dispatch events until cancelled. If the log fails, interrupt all requests and raise LogError."""
         try:
             while True:
                 self._wake.clear()
@@ -137,41 +148,41 @@ class ReplyReader:
             self._tail.close()
 
     def interrupt_all(self, reason: str) -> None:
-        """Tell every waiting request that nothing more comes."""
+        """Interrupt every request, query and command in flight."""
         for stream in self._streams.values():
             stream.interrupt(reason)
-        for answer in self._queries.values():
-            if not answer.done():
-                answer.set_result(reason)
-        for outcome in self._commands.values():
-            if not outcome.done():
-                outcome.set_result(reason)
+        for query in self._queries.values():
+            if not query.done():
+                query.set_result(reason)
+        for command in self._commands.values():
+            if not command.done():
+                command.set_result(reason)
 
     def _dispatch(self, value: bytes) -> None:
         try:
             event: TokenEvent = decode(TOKENS, value)
         except DecodeError as error:
             self._on_undecodable()
-            logger.warning("a record of the reply slot does not decode: %s", error)
+            logger.warning("cannot decode a record of the reply slot: %s", error)
             return
         if event.group != self._group:
             return
         if isinstance(event, RouteResponse):
-            answer = self._queries.get(event.request_id)
-            if answer is not None and not answer.done():
-                answer.set_result(event)
+            query = self._queries.get(event.request_id)
+            if query is not None and not query.done():
+                query.set_result(event)
             return
         if isinstance(event, CommandResponse):
-            outcome = self._commands.get(event.command_id)
-            if outcome is not None and not outcome.done():
-                outcome.set_result(event)
+            command = self._commands.get(event.command_id)
+            if command is not None and not command.done():
+                command.set_result(event)
             return
         for stream in apply(self._streams, event, self._group):
             stream.notify()
 
 
 def was_rejected(reply: ResponseState) -> bool:
-    """Whether no worker could take the request for now."""
+    """Return whether the request was rejected because no worker had capacity."""
     error = None if reply.ended is None else reply.ended.error
     return error is not None and error.status in RETRY_STATUSES and not reply.next_index
 

@@ -1,7 +1,7 @@
-"""Tokens as the bytes that they stand for: half a character has bytes, but no text.
+"""Map tokens to bytes, because a token may be a part of a character and then has no text.
 
-Vocabularies write bytes in two ways: byte-level ones have a printable character for each byte (GPT-2's table),
-others write `▁` for a space and `<0x0A>` for a byte that is no character of its own.
+Vocabularies represent bytes in two ways. Byte-level vocabularies use a printable character per byte (GPT-2's table).
+Other vocabularies write `▁` for a space and `<0x0A>` for a byte that is not a character.
 """
 
 import json
@@ -12,14 +12,14 @@ from tokenizers import Tokenizer
 
 BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 BYTES = 256
-NFC_SHRINK = 4  # characters to one composed character: at most 3 (Hangul), and at most 3 bytes to 1 (Kelvin sign)
-# Pre-tokenizers that only cut, or write each byte as a character. Others may drop text.
+NFC_SHRINK = 4  # NFC composes at most 3 characters to one (Hangul), and shortens at most 3 bytes to 1 (Kelvin sign)
+# Pre-tokenizers that only split text, or write each byte as a character. Others may drop text.
 CUTTING = frozenset({"ByteLevel", "Digits", "Metaspace", "UnicodeScripts"})
 CUTTING_UNLESS_REMOVED = frozenset({"Punctuation", "Split"})
 
 
 def _byte_of() -> dict[str, int]:
-    """GPT-2's table: bytes that print stand for themselves, the others for what follows the last of 256."""
+    """Return GPT-2's table: a printable byte maps to itself, any other byte to a character from 256 on."""
     printed = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = (byte for byte in range(256) if byte not in printed)
     return {chr(byte): byte for byte in printed} | {chr(256 + at): byte for at, byte in enumerate(others)}
@@ -29,7 +29,11 @@ BYTE_OF = _byte_of()
 
 
 class TokenBytes:
-    """The bytes of each token of a tokenizer. `special` is the text of its special tokens by id."""
+    """Bytes of each token of a tokenizer.
+
+    Attributes:
+        special: text of the special tokens by id.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         added = tokenizer.get_added_tokens_decoder()
@@ -39,7 +43,7 @@ class TokenBytes:
         self._byte_level = tokenizer.decoder is not None and b'"ByteLevel"' in tokenizer.decoder.__getstate__()
 
     def __getitem__(self, token_id: int) -> bytes:
-        """The bytes of a token; none for an id that the vocabulary lacks."""
+        """Return the bytes of a token, empty for an unknown id."""
         added = self._added.get(token_id)
         if added is not None:
             return added
@@ -51,12 +55,12 @@ class TokenBytes:
 
 
 def text_chars_max(tokenizer: Tokenizer, tokens: int) -> int | None:
-    """Return a number of characters that no text of so many tokens exceeds, None for a tokenizer without such a bound.
+    """Return the maximum number of characters in a text of `tokens` tokens, None if the tokenizer has no such bound.
 
-    A token stands for at most as many bytes as the longest one has, and a character for at least one byte, if every
-    byte of the text ends up in a token. That holds if each of the 256 bytes has a token, no normalizer or
-    pre-tokenizer drops text, no added token swallows the white space around it, and nothing is truncated. A
-    normalizer that composes characters is allowed for by a factor. Everything else gives no bound.
+    The bound exists if every byte of the text ends up in a token: then a token covers at most as many bytes as the
+    longest token, and a character has at least one byte. This requires that each of the 256 bytes has a token, no
+    normalizer or pre-tokenizer drops text, no added token strips the white space around it, and nothing is truncated.
+    A factor accounts for normalizers that compose characters.
     """
     vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
     byte_level = BYTE_OF.keys() <= vocabulary.keys()
@@ -99,7 +103,7 @@ def _flat(part: Any, members: str) -> list[dict[str, Any]]:
 
 
 def _shrink(normalizer: dict[str, Any]) -> int | None:
-    """Return the factor by which a normalizer may shorten a text, None when it is not known."""
+    """Return the maximum factor by which a normalizer shortens a text, None if unknown."""
     kind = normalizer["type"]
     if kind in ("ByteLevel", "Prepend"):
         return 1

@@ -1,4 +1,4 @@
-"""Prompts to token ids, off the event loop and with bounded work.
+"""Tokenise prompts off the event loop, with bounded work.
 
 Theory of operation. Tokenising takes about a second and 100 bytes of memory per input byte for each megabyte, so a text
 that cannot fit the context is rejected before it is tokenised whole:
@@ -18,9 +18,11 @@ from typing import TypeVar
 from forebay.ingress.errors import ApiError, invalid
 from forebay.ingress.model import Model
 
-INLINE_CHARS_MAX = 8_000  # longer texts are tokenised in a thread: milliseconds that other requests do not wait
+INLINE_CHARS_MAX = (
+    8_000  # longer texts take milliseconds and are tokenised in a thread, so that other requests do not wait
+)
 THREADS = 2
-QUEUE_CHARS_MAX = 8 << 20  # about ten seconds of work for the threads: nobody waits longer for admission
+QUEUE_CHARS_MAX = 8 << 20  # about ten seconds of work for the threads, the longest wait
 CHARS_PER_TOKEN = 4  # a rejected text costs no more than an accepted one of English
 PIECE_CHARS = 32_768  # counted at a time: some 50 ms
 # Tokens that a cut may add: the text on both sides of it is one token sequence in the whole text. Far more than a merge
@@ -31,7 +33,11 @@ T = TypeVar("T")
 
 
 class TokenizerPool:
-    """The tokeniser threads of one ingress. `chars_queued` is the work that they have not finished."""
+    """Tokenizer threads of one ingress.
+
+    Attributes:
+        chars_queued: characters submitted to the threads and not finished.
+    """
 
     def __init__(self, model: Model) -> None:
         self.chars_queued = 0
@@ -39,22 +45,28 @@ class TokenizerPool:
         self._threads = ThreadPoolExecutor(THREADS, "tokenise")
 
     def close(self) -> None:
-        """Drop the work that has not begun."""
+        """Drop queued work that has not started."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def run(self, work: Callable[[], T], chars: int, *, is_patient: bool = False) -> T:
-        """Run work over `chars` characters, in a thread when they are many.
+        """Run `work`, in a thread if it processes many characters.
 
-        Raises ApiError 503 when the queue is full, unless `is_patient`: the Kafka API takes one record at a time.
+        Args:
+            work: the function to run.
+            chars: characters that it processes.
+            is_patient: whether to wait even if the queue is full, as the Kafka API does.
+
+        Raises:
+            ApiError: 503 if the queue is full and `is_patient` is false.
         """
         if chars <= INLINE_CHARS_MAX:
             return work()
         if not is_patient and self.chars_queued and self.chars_queued + chars > QUEUE_CHARS_MAX:
-            text = f"{self.chars_queued:,} characters wait for the tokenizer of this server; try again"
+            text = f"the tokenizer queue is full ({self.chars_queued:,} characters); try again later"
             raise ApiError(503, "overloaded", text)
         self.chars_queued += chars
         future = self._threads.submit(work)
-        # Counted until the thread has ended it: a client that leaves does not stop what has begun.
+        # Counted until the thread finishes, because a disconnected client does not stop started work.
         loop = asyncio.get_running_loop()
         future.add_done_callback(lambda _: _call(loop, lambda: self._done(chars)))
         return await asyncio.wrap_future(future)
@@ -64,9 +76,9 @@ class TokenizerPool:
 
         Args:
             text: the text.
-            what: its name in an error message.
-            param: the parameter of the request that it came from.
-            special: whether the tokens that surround a prompt are added.
+            what: name of the text in an error message.
+            param: parameter of the request that contains the text.
+            special: whether to add the special tokens around a prompt.
 
         Raises:
             ApiError: the text cannot fit the context.
@@ -79,10 +91,10 @@ class TokenizerPool:
 
 
 def require_fits(model: Model, text: str, what: str, param: str) -> None:
-    """Raise ApiError for a text that has more tokens than the context, without tokenising more than the context."""
+    """Raise ApiError for a text with more tokens than the context, without tokenising more than the context."""
     context = model.context_tokens
     if model.text_chars_max is not None and len(text) > model.text_chars_max:
-        problem = f"{what} has {len(text):,} characters, more than the {context} tokens of the context can hold"
+        problem = f"{what} has {len(text):,} characters, more than the context of {context} tokens can hold; shorten it"
         raise invalid(problem, param, "context_length_exceeded")
     if len(text) <= context * CHARS_PER_TOKEN:
         return
@@ -91,7 +103,7 @@ def require_fits(model: Model, text: str, what: str, param: str) -> None:
         end = _cut(text, at)
         count += max(0, model.count(text[at:end]) - CUT_TOKENS)
         if count > context:
-            problem = f"{what} has more tokens than the context holds, {context}; shorten it"
+            problem = f"{what} has more tokens than the context of {context} tokens; shorten it"
             raise invalid(problem, param, "context_length_exceeded")
         at = end
 

@@ -59,7 +59,7 @@ def end_unless_ok(answer: Mapping[str, Any], response: httpx.Response) -> None:
     if response.status_code == httpx.codes.NOT_FOUND and code == "not_found":
         complain("the ingress takes no commands: start it with --admin-api and a token")
     elif code.startswith("admin_token"):
-        complain(f"{answer['error']['message']} ({VARIABLE} or --admin-token-file names it)")
+        complain(f"{answer['error']['message']}; set {VARIABLE} or --admin-token-file")
     else:
         complain(str(answer["error"]["message"]))
     raise typer.Exit(USAGE if response.status_code == httpx.codes.BAD_REQUEST else 1)

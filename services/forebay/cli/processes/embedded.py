@@ -176,7 +176,7 @@ async def _running(settings: Embedded, engines: Engines, model: Model, hosts: Ho
         ingress = await _ingress(settings, block_size, log, model, owner, registry)
         layout = next((worker.spec.kv_layout for worker in workers if worker.spec.kv_layout is not None), None)
         if layout is not None:  # all have the same, or would not be admitted
-            ingress.told_ready["kv_transport"] = kv_path(layout)
+            ingress.ready_details["kv_transport"] = kv_path(layout)
         parts.run(ingress.run(), "ingress")
         await parts.until(lambda: all(_admitted(owner, worker, caches) for worker in workers))
         explainer = Explainer(None if settings.log is None else LogSource(path=str(settings.log.absolute())))
@@ -356,5 +356,5 @@ async def _ingress(
     ingress = Ingress(
         log, model, ingress_settings, metrics, lambda: why_not_ready(owner.world, name) is None, reply_from
     )
-    ingress.why_not_ready = lambda: why_not_ready(owner.world, name) or NO_WORKER
+    ingress.not_ready_reason = lambda: why_not_ready(owner.world, name) or NO_WORKER
     return ingress

@@ -34,7 +34,7 @@ from forebay.engine_model.model import EngineConfig
 from forebay.events.control import Role
 from forebay.events.fleet import WorkerSpec
 from forebay.ingress.errors import Unusable
-from forebay.ingress.model import DEFAULT_MODEL, Model, model_name_of, speaking_vocabulary
+from forebay.ingress.model import DEFAULT_MODEL, Model, model_name_of, word_token_ids
 from forebay.simulate.profiles.profile import MOCKER, Profile, load_profile
 from forebay.simulate.profiles.sheets import ProfileUnusable
 from forebay.workers.engine import Engine
@@ -345,7 +345,7 @@ def _kv_at(settings: EngineSettings) -> str:
 
 @cache
 def _vocabulary(model: Path) -> tuple[int, ...]:
-    return speaking_vocabulary(Model(model).tokenizer)
+    return word_token_ids(Model(model).tokenizer)
 
 
 def _adapted(engine: str, settings: EngineSettings) -> Engine:

@@ -107,7 +107,7 @@ class Readiness:
 async def _enforced(ingress: Ingress) -> bool:
     """Whether every request is refused while there is no prefill worker."""
     model = ingress.settings.model_name
-    pools = await ingress.thresholds.decode_pools()
+    pools = await ingress.pools.disaggregation_settings()
     return any(disagg.enforce and disagg.policy == "always" for _, served, disagg in pools if served == model)
 
 
@@ -166,7 +166,7 @@ async def _run(
         reply_from = await log.end(TOKENS.name, slot)
         ingress = Ingress(log, model, settings, metrics, ready, reply_from, ready.partition)
         ready.enforced = partial(_enforced, ingress)
-        ingress.why_not_ready = ready.why_not
+        ingress.not_ready_reason = ready.why_not
         ingress.has_owner = lambda: heartbeats.has_owner
         explainer = Explainer(LogSource(kafka=cluster.kafka))
         address, port = listener.getsockname()[:2]

@@ -1,6 +1,6 @@
-"""The admin API: routes that change something for every client, and those that show what can be changed.
+"""Admin API: routes that show or change settings that affect every client.
 
-Each demands the token of the ingress. Without a token there is no admin API.
+Each route requires the admin token of the ingress. Without a token the ingress serves no admin API.
 """
 
 import hmac
@@ -27,7 +27,7 @@ TOKENS_MAX = (1 << 63) - 1
 
 
 class BusyThresholdBody(Body):
-    """POST /busy_threshold. What is left out stays, null is off."""
+    """Body of POST /busy_threshold. A missing field keeps its value; null disables a threshold."""
 
     model: str
     active_decode_blocks_threshold: Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)] | None = None
@@ -42,12 +42,12 @@ class BusyThresholdBody(Body):
         return self
 
     def changes(self) -> dict[str, float | None]:
-        """What the body names."""
+        """Return the fields that the body sets."""
         return {name: getattr(self, name) for name in FIELDS if name in self.model_fields_set}
 
 
 class DisaggregationBody(Body):
-    """POST /disaggregation. What is left out stays; a threshold of null is never reached."""
+    """Body of POST /disaggregation. A missing field keeps its value; a threshold of null is never reached."""
 
     model: str
     policy: DisaggPolicy = "always"
@@ -65,7 +65,7 @@ class DisaggregationBody(Body):
         return self
 
     def changes(self) -> dict[str, Any]:
-        """What the body names."""
+        """Return the fields that the body sets."""
         return {name: getattr(self, name) for name in DisaggConfig.__struct_fields__ if name in self.model_fields_set}
 
 
@@ -73,61 +73,71 @@ BODIES = (*COMMAND_BODIES, BusyThresholdBody, DisaggregationBody)
 
 
 def add_admin(app: FastAPI, ingress: Ingress) -> None:
-    """Add the routes for operators."""
-    demand = [Depends(_demanded(ingress.settings.admin_token))]
-    add_commands(app, ingress, demand)
-    thresholds = ingress.thresholds
+    """Add the routes of the admin API."""
+    require_token = [Depends(_token_check(ingress.settings.admin_token))]
+    add_commands(app, ingress, require_token)
+    pools = ingress.pools
 
-    @app.get("/busy_threshold", dependencies=demand, responses=errors(401))
+    @app.get("/busy_threshold", dependencies=require_token, responses=errors(401))
     async def list_thresholds() -> dict[str, Any]:
-        """When the workers of each pool are busy."""
-        pools = await thresholds.pools()
-        return {"thresholds": [{**_plain(model, busy), "pool": pool} for pool, model, busy in pools]}
+        """Return the busy thresholds of each pool."""
+        found = await pools.busy_thresholds()
+        return {"thresholds": [{**_plain(model, busy), "pool": pool} for pool, model, busy in found]}
 
     @app.post(
-        "/busy_threshold", dependencies=demand, openapi_extra=body_of(BusyThresholdBody), responses=errors(*SETTINGS)
+        "/busy_threshold",
+        dependencies=require_token,
+        openapi_extra=body_of(BusyThresholdBody),
+        responses=errors(*SETTINGS),
     )
     async def set_thresholds(request: Request) -> dict[str, Any]:
-        """Change when the workers of a model are busy, or only say when they are."""
+        """Change the busy thresholds of a model, or return them if the body sets none."""
         body = parse(BusyThresholdBody, await read_body(request, BODY_BYTES_MAX))
         adapter_of(body.model, ingress.settings.model_name, ())
         changes = body.changes()
-        busy = await (thresholds.change(body.model, changes) if changes else thresholds.of(body.model))
+        busy = await (
+            pools.set_busy_thresholds(body.model, changes) if changes else pools.busy_threshold_of(body.model)
+        )
         return _plain(body.model, busy)
 
-    @app.get("/disaggregation", dependencies=demand, responses=errors(401))
+    @app.get("/disaggregation", dependencies=require_token, responses=errors(401))
     async def list_disaggregation() -> dict[str, Any]:
-        """Which prompts of each decode pool are computed by prefill workers."""
-        pools = await thresholds.decode_pools()
-        return {"disaggregation": [{**_plain(model, disagg), "pool": pool} for pool, model, disagg in pools]}
+        """Return for each decode pool which prompts prefill workers compute."""
+        found = await pools.disaggregation_settings()
+        return {"disaggregation": [{**_plain(model, disagg), "pool": pool} for pool, model, disagg in found]}
 
     @app.post(
-        "/disaggregation", dependencies=demand, openapi_extra=body_of(DisaggregationBody), responses=errors(*SETTINGS)
+        "/disaggregation",
+        dependencies=require_token,
+        openapi_extra=body_of(DisaggregationBody),
+        responses=errors(*SETTINGS),
     )
     async def set_disaggregation(request: Request) -> dict[str, Any]:
-        """Change which prompts of a model are computed by prefill workers, or only say which."""
+        """Change which prompts of a model prefill workers compute, or return the settings if the body sets none."""
         body = parse(DisaggregationBody, await read_body(request, BODY_BYTES_MAX))
         adapter_of(body.model, ingress.settings.model_name, ())
         changes = body.changes()
         pool, disagg = await (
-            thresholds.disaggregate(body.model, changes) if changes else thresholds.disaggregation(body.model)
+            pools.set_disaggregation(body.model, changes) if changes else pools.disaggregation(body.model)
         )
         return {**_plain(body.model, disagg), "pool": pool}
 
 
-def _demanded(token: str) -> Callable[..., Awaitable[None]]:
+def _token_check(token: str) -> Callable[..., Awaitable[None]]:
     """Return a dependency that raises ApiError for a request without this token."""
     expected = token.encode()
-    bearer = HTTPBearer(auto_error=False, description="The token of --admin-token-file or FOREBAY_ADMIN_TOKEN.")
+    bearer = HTTPBearer(auto_error=False, description="The token in --admin-token-file or FOREBAY_ADMIN_TOKEN.")
 
-    async def demand(given: Annotated[HTTPAuthorizationCredentials | None, Depends(bearer)]) -> None:
+    async def require_token(given: Annotated[HTTPAuthorizationCredentials | None, Depends(bearer)]) -> None:
         if given is None:
-            text = "the admin API needs a token: send the header 'Authorization: Bearer TOKEN'"
+            text = "the admin API requires a token; send the header 'Authorization: Bearer TOKEN'"
             raise ApiError(401, "admin_token_missing", text)
         if not hmac.compare_digest(given.credentials.encode("latin-1"), expected):
-            raise ApiError(403, "admin_token_wrong", "the token of the admin API is another one")
+            raise ApiError(
+                403, "admin_token_wrong", "the admin token is wrong; send the token that the ingress was started with"
+            )
 
-    return demand
+    return require_token
 
 
 def _plain(model: str, settings: BusyThresholds | DisaggConfig) -> dict[str, Any]:

@@ -90,7 +90,7 @@ async def _complete(request: Request, ingress: Ingress, kind: type[ChatBody] | t
         usage_chunk=body.includes_usage,
         began_s=began_s,
     )
-    text = prepared.plan.composer(ingress.model, ingress.parsing, request_id)
+    text = prepared.output.composer(ingress.model, ingress.parsers, request_id)
     shape = ResponseFormatter(
         chat=chat, response_id=request_id, model=body.model, created=int(time.time()), names_worker=body.names_worker
     )
@@ -132,7 +132,7 @@ def _add_models(app: FastAPI, ingress: Ingress) -> None:
     @app.get("/v1/models/{name:path}", responses=errors(404))
     async def model(name: str) -> dict[str, Any]:
         """One model."""
-        return card_of(await ingress.adapters.of(name))
+        return card_of(await ingress.adapters.resolve(name))
 
 
 def _add_health(app: FastAPI, ingress: Ingress, registry: CollectorRegistry) -> None:
@@ -146,8 +146,8 @@ def _add_health(app: FastAPI, ingress: Ingress, registry: CollectorRegistry) -> 
     async def ready() -> dict[str, str]:
         """Whether requests would be served."""
         if not ingress.ready():
-            raise ApiError(503, "not_ready", ingress.why_not_ready())
-        return {"status": "ready", **ingress.told_ready}
+            raise ApiError(503, "not_ready", ingress.not_ready_reason())
+        return {"status": "ready", **ingress.ready_details}
 
     @app.get("/metrics", response_class=Response, responses={**text("Metrics in the text format."), **errors()})
     async def metrics() -> Response:

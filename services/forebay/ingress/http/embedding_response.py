@@ -85,16 +85,16 @@ class EmbeddingResponse(Response):
         async with self._room:
             stream = await ingress.submit(request_id, self._parts[index])
             try:
-                while stream.ended is None and stream.broken is None:
+                while stream.ended is None and stream.interrupt_reason is None:
                     await stream.ready()
                     stream.take()  # an embedding says no tokens; those of a wrong engine are not waited for
                 if stream.ended is None:
-                    self._reason = stream.broken or self._reason
-                    raise interruption(stream.broken)
+                    self._reason = stream.interrupt_reason or self._reason
+                    raise interruption(stream.interrupt_reason)
                 if was_rejected(stream):
                     ingress.metrics.rejected(ENDPOINT)
                 if stream.ended.error is not None:
-                    raise ingress.error_of(stream.ended.error)
+                    raise ingress.to_api_error(stream.ended.error)
                 return vector_of(stream)
             finally:
                 ingress.replies.close(request_id)

@@ -1,7 +1,7 @@
-"""How the pools of a model are configured: what the log says, and what of it an operator changes at run time.
+"""Read and change the configuration of pools at run time: busy thresholds, disaggregation, block size.
 
-`control` holds a record when a router starts with other settings, a pool appears, or an operator speaks. So it is read
-when somebody asks, and not followed.
+The topic `control` receives few records: when a router starts with other settings, a pool appears, or an operator
+changes a setting. So the topic is read on demand instead of being followed.
 """
 
 import asyncio
@@ -28,58 +28,61 @@ from forebay.transport.base import Draft, Log, LogError
 logger = logging.getLogger(__name__)
 
 READ_MAX = 256
-LOOK_S = 5.0  # a pool keeps its block size until all its workers are replaced
+REFRESH_S = 5.0  # a pool keeps its block size until all its workers are replaced, so a cached value may be this old
 FIELDS = BusyThresholds.__struct_fields__
 
 
 class PoolConfigurator:
-    """What operators set of the pools in one partition of `control`; `place` gives it, once there is one.
+    """Reads and changes the configuration of the pools in one control partition.
 
-    When workers are busy, and which prompts of decode pools are computed by prefill workers.
+    Args:
+        log: the log.
+        find_partition: returns the control partition, None while no router has placed the model.
+        on_undecodable: called for each record that cannot be decoded.
     """
 
-    def __init__(self, log: Log, place: Callable[[], int | None], on_undecodable: Callable[[], None]) -> None:
+    def __init__(self, log: Log, find_partition: Callable[[], int | None], on_undecodable: Callable[[], None]) -> None:
         self._log = log
-        self._place = place
+        self._find_partition = find_partition
         self._on_undecodable = on_undecodable
         self._position = 0
         self._pools: dict[str, tuple[str, BusyThresholds]] = {}
         self._disagg: dict[str, tuple[str, DisaggConfig]] = {}
         self._block_sizes: dict[str, int] = {}
-        self._looked_s = -LOOK_S
-        self._turn = asyncio.Lock()
+        self._refreshed_s = -REFRESH_S
+        self._lock = asyncio.Lock()
 
-    async def pools(self) -> list[tuple[str, str, BusyThresholds]]:
-        """Pool, model and thresholds, by pool. Raises ApiError when the log fails."""
-        await self._look()
+    async def busy_thresholds(self) -> list[tuple[str, str, BusyThresholds]]:
+        """Return pool, model and thresholds of each pool, sorted by pool. Raises ApiError if the log fails."""
+        await self._refresh()
         return [(pool, *self._pools[pool]) for pool in sorted(self._pools)]
 
-    async def decode_pools(self) -> list[tuple[str, str, DisaggConfig]]:
-        """Pool, model and what its requests' prompts are computed by, by pool. Raises ApiError when the log fails."""
-        await self._look()
+    async def disaggregation_settings(self) -> list[tuple[str, str, DisaggConfig]]:
+        """Return decode pool, model and disaggregation settings, sorted by pool. Raises ApiError if the log fails."""
+        await self._refresh()
         return [(pool, *self._disagg[pool]) for pool in sorted(self._disagg)]
 
     async def disaggregation(self, model: str) -> tuple[str, DisaggConfig]:
-        """That of a model, and its decode pool. Raises ApiError when it has no decode pool, or the log fails."""
-        await self._look()
+        """Return the decode pool of a model and its settings. Raises ApiError if there is none, or the log fails."""
+        await self._refresh()
         return self._disagg_of(model)
 
-    async def of(self, model: str) -> BusyThresholds:
-        """Those of a model, all off while no pool serves it. Raises ApiError when the log fails."""
-        return next((busy for _, served, busy in await self.pools() if served == model), BusyThresholds())
+    async def busy_threshold_of(self, model: str) -> BusyThresholds:
+        """Return the thresholds of a model, all disabled while no pool serves it. Raises ApiError if the log fails."""
+        return next((busy for _, served, busy in await self.busy_thresholds() if served == model), BusyThresholds())
 
     async def block_size(self, model: str) -> int:
-        """Tokens a KV block of a model, as of the last `LOOK_S`. Raises ApiError when no pool serves it yet."""
-        if time.monotonic() - self._looked_s >= LOOK_S or model not in self._block_sizes:
-            await self.pools()
+        """Return the tokens per KV block, at most `REFRESH_S` old. Raises ApiError while no pool serves the model."""
+        if time.monotonic() - self._refreshed_s >= REFRESH_S or model not in self._block_sizes:
+            await self._refresh()
         if model not in self._block_sizes:
             raise _no_pool(model)
         return self._block_sizes[model]
 
-    async def change(self, model: str, changes: Mapping[str, float | None]) -> BusyThresholds:
-        """Set what `changes` names, None being off; those of the model as they then are. Raises ApiError."""
-        partition = self._placed(model)
-        async with self._turn:
+    async def set_busy_thresholds(self, model: str, changes: Mapping[str, float | None]) -> BusyThresholds:
+        """Change thresholds, where None disables one, and return all thresholds of the model. Raises ApiError."""
+        partition = self._require_partition(model)
+        async with self._lock:
             await self._catch_up(partition)
             if all(served != model for served, _ in self._pools.values()):
                 raise _no_pool(model)
@@ -90,12 +93,12 @@ class PoolConfigurator:
                 at_us=time.time_ns() // 1000,
             )
             await self._append(partition, event)
-        return await self.of(model)
+        return await self.busy_threshold_of(model)
 
-    async def disaggregate(self, model: str, changes: Mapping[str, Any]) -> tuple[str, DisaggConfig]:
-        """Change what `changes` names, of a model with a decode pool; the pool and what then holds. Raises ApiError."""
-        partition = self._placed(model)
-        async with self._turn:
+    async def set_disaggregation(self, model: str, changes: Mapping[str, Any]) -> tuple[str, DisaggConfig]:
+        """Change settings of a model with a decode pool, and return the pool and its settings. Raises ApiError."""
+        partition = self._require_partition(model)
+        async with self._lock:
             await self._catch_up(partition)
             disagg = msgspec.structs.replace(self._disagg_of(model)[1], **changes)
             await self._append(partition, DisaggregationSet(model=model, disagg=disagg, at_us=time.time_ns() // 1000))
@@ -105,19 +108,19 @@ class PoolConfigurator:
         pools = (pool for pool in sorted(self._disagg) if self._disagg[pool][0] == model)
         found = next(((pool, self._disagg[pool][1]) for pool in pools), None)
         if found is None:
-            raise ApiError(409, "not_disaggregated", f"{model} has no decode pool: its workers do all of a request")
+            raise ApiError(409, "not_disaggregated", f"{model} is not disaggregated: it has no decode pool")
         return found
 
-    def _placed(self, model: str) -> int:
-        partition = self._place()
+    def _require_partition(self, model: str) -> int:
+        partition = self._find_partition()
         if partition is None:
-            raise ApiError(503, "no_group", f"no router serves {model} yet: has it any worker?")
+            raise ApiError(503, "no_group", f"no router serves {model} yet; start a router and a worker for it")
         return partition
 
-    async def _look(self) -> None:
-        partition = self._place()
+    async def _refresh(self) -> None:
+        partition = self._find_partition()
         if partition is not None:
-            async with self._turn:
+            async with self._lock:
                 await self._catch_up(partition)
 
     async def _append(self, partition: int, event: ControlEvent) -> None:
@@ -134,18 +137,18 @@ class PoolConfigurator:
             while self._position < end:
                 records = await log.read(topic, partition, self._position, READ_MAX)
                 for record in records:
-                    self._take(record.value)
+                    self._apply_record(record.value)
                 self._position = records[-1].offset + 1 if records else end
-            self._looked_s = time.monotonic()
+            self._refreshed_s = time.monotonic()
         except LogError as error:
             raise _unavailable(error) from error
 
-    def _take(self, value: bytes) -> None:
+    def _apply_record(self, value: bytes) -> None:
         try:
             self._apply(decode(CONTROL, value))
         except DecodeError as error:
             self._on_undecodable()
-            logger.warning("a record of %s does not decode: %s", CONTROL.name, error)
+            logger.warning("cannot decode a record of %s: %s", CONTROL.name, error)
 
     def _apply(self, event: ControlEvent) -> None:
         match event:
@@ -167,7 +170,7 @@ class PoolConfigurator:
 
 
 def _no_pool(model: str) -> ApiError:
-    return ApiError(503, "no_group", f"no pool serves {model} yet: has it any worker?")
+    return ApiError(503, "no_group", f"no pool serves {model} yet; start a worker for it")
 
 
 def _unavailable(error: LogError) -> ApiError:

@@ -35,7 +35,7 @@ def add_queries(app: FastAPI, ingress: Ingress, explainer: Explainer) -> None:
         """Why a request went where it did, and what became of it. Its id is that of its answer, or `x-request-id`."""
         status = "error"
         try:
-            told = await explainer.explain(request_id, ingress.require_place())
+            told = await explainer.explain(request_id, ingress.require_partition())
             status = "success"
         finally:
             ingress.metrics.ended("explain", stream=False, status=status)

@@ -68,7 +68,7 @@ class CompletionResponse(Response):
             watch.cancel()
             self._ingress.replies.close(asked.request_id)
             if stream.ended is None:
-                self._ingress.cancel(asked.request_id, self._reason or stream.broken or DISCONNECTED)
+                self._ingress.cancel(asked.request_id, self._reason or stream.interrupt_reason or DISCONNECTED)
             self._metrics.inflight.dec()
             self._count(status)
 
@@ -100,7 +100,7 @@ class CompletionResponse(Response):
             while True:
                 body = b""
                 if piece or first:
-                    body = self._shape.piece(piece, first=first)
+                    body = self._shape.delta(piece, first=first)
                     first = False
                 if self._reason is not None:
                     await send({"type": "http.response.body", "body": body + self._closing()})
@@ -140,19 +140,19 @@ class CompletionResponse(Response):
             return merge_deltas([piece, end]) if end else piece
         if stream.ended is not None:
             return self._finish(stream.ended)
-        if stream.broken == DISCONNECTED:
+        if stream.interrupt_reason == DISCONNECTED:
             raise _Gone
-        if stream.broken == TIMED_OUT:
+        if stream.interrupt_reason == TIMED_OUT:
             raise ApiError(504, "deadline_exceeded", f"no answer within {self._ingress.settings.timeout_s:g} s")
-        if stream.broken == TOKENS_MISSING:
+        if stream.interrupt_reason == TOKENS_MISSING:
             raise ApiError(502, "tokens_missing", f"the answer has a gap after {stream.next_index} tokens")
-        raise interruption(stream.broken)
+        raise interruption(stream.interrupt_reason)
 
     def _finish(self, ended: ResponseEnded) -> OutputDelta:
         if ended.error is not None:
             if was_rejected(self._stream):
                 self._metrics.rejected(self._asked.endpoint)
-            raise self._ingress.error_of(ended.error)
+            raise self._ingress.to_api_error(ended.error)
         assert ended.usage is not None, "a response ends with its usage or an error"
         self._cached_tokens = ended.usage.cached_tokens
         said = self._text.finish()

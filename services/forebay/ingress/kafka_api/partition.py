@@ -82,7 +82,7 @@ class SharedState:
         """Wait until another request may be submitted: there is room for it, and an owner that would decide it."""
         while self._in_flight >= IN_FLIGHT_MAX:
             await self._room.wait()
-        while self.ingress.place() is None or not self.ingress.has_owner():  # noqa: ASYNC110 - they set no event
+        while self.ingress.find_partition() is None or not self.ingress.has_owner():  # noqa: ASYNC110 - they set no event
             await asyncio.sleep(PLACE_S)
 
     def count(self, change: int) -> None:
@@ -340,7 +340,7 @@ class PartitionServer:
             replace(place, endpoint="chat_completions" if chat else "completions"),
             prepared.prompt.tokens,
             shape,
-            prepared.plan.composer(ingress.model, ingress.parsing, request_id),
+            prepared.output.composer(ingress.model, ingress.parsers, request_id),
             stream=bool(body.stream),
             usage_chunk=body.includes_usage,
         )
@@ -352,7 +352,7 @@ class PartitionServer:
         ingress = self._shared.ingress
         value = encode(REQUESTS, waiting.submission)
         try:
-            partition = ingress.require_place()
+            partition = ingress.require_partition()
             self._shared.log.append_soon([Draft(REQUESTS.name, partition, value, waiting.request_id.encode())])
         except ValueError as error:
             await self._deliver(waiting, [waiting.fail(ApiError(413, "request_too_large", str(error)))])

@@ -149,7 +149,7 @@ class PendingCompletion(PendingResponse):
             return []
         if not said and self._index:
             return []
-        return [self._piece(_json_of(self._shape.piece(said, first=not self._index)))]
+        return [self._piece(_json_of(self._shape.delta(said, first=not self._index)))]
 
     def _close(self, said: OutputDelta, reason: str, cached_tokens: int) -> list[ResponseRecord]:
         self.over = True

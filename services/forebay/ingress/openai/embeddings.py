@@ -1,6 +1,6 @@
-"""POST /v1/embeddings: each input is a request of its own on the log; the vectors are gathered in order.
+"""POST /v1/embeddings: each input becomes one request on the log, and the vectors are returned in order.
 
-Source: OpenAI API reference, embeddings. `dimensions` cuts and normalises again where the model says that it may.
+Source: OpenAI API reference, embeddings. `dimensions` truncates and renormalises vectors if the model allows it.
 """
 
 import base64
@@ -34,7 +34,7 @@ Tokens = Annotated[TokenIds, Field(min_length=1)]
 
 
 class EmbeddingBody(Body):
-    """What is to be embedded: a text, token ids, or a list of either."""
+    """Body of an embedding request. `input` is a text, token ids, or a list of either."""
 
     neutral = NEUTRAL
     ignored = IGNORED
@@ -53,7 +53,7 @@ class EmbeddingBody(Body):
 
     @classmethod
     def describe(cls, schema: dict[str, Any]) -> None:
-        """Add that `nvext` has no annotations and no extra fields here."""
+        """Add the constraint that `nvext` has no annotations and no extra fields."""
         neither: dict[str, Any] = {"enum": [None, []]}
         schema["properties"]["nvext"]["properties"] = {"annotations": neither, "extra_fields": neither}
 
@@ -66,53 +66,53 @@ class EmbeddingBody(Body):
 
     @property
     def inputs(self) -> list[str | list[int]]:
-        """One for each vector."""
-        given = self.input
-        if isinstance(given, str):
-            return [given]
-        if isinstance(given[0], int):
-            return [[token for token in given if isinstance(token, int)]]
-        return [one for one in given if not isinstance(one, int)]
+        """The inputs, one per vector."""
+        value = self.input
+        if isinstance(value, str):
+            return [value]
+        if isinstance(value[0], int):
+            return [[token for token in value if isinstance(token, int)]]
+        return [one for one in value if not isinstance(one, int)]
 
     @property
     def queries_route(self) -> bool:
-        """An embedding is never asked where it would go."""
+        """Whether the body is a route query, which is not available for embeddings."""
         return False
 
     @property
     def cache_namespace(self) -> str:
-        """As of chats and completions."""
+        """Salt of the KV cache, empty for the shared cache."""
         return (self.nvext and self.nvext.cache_salt) or self.cache_salt or ""
 
     def require_dimensions(self, model: Model) -> None:
-        """Raise ApiError when vectors of this model cannot be cut to what is asked."""
+        """Raise ApiError if vectors of this model cannot be truncated to `dimensions`."""
         if self.dimensions is None:
             return
         if model.dimensions is None:
-            raise invalid("this model does not say that its embeddings may be cut", "dimensions")
+            raise invalid("this model does not support dimensions; leave the parameter out", "dimensions")
         if model.dimensions and self.dimensions not in model.dimensions:
             known = ", ".join(map(str, model.dimensions))
-            raise invalid(f"embeddings of this model have the dimensions {known}, not {self.dimensions}", "dimensions")
+            raise invalid(f"dimensions is {self.dimensions}; this model supports: {known}", "dimensions")
 
 
 def part_id(request_id: str, index: int) -> str:
-    """The id on the log of one input's request."""
+    """Return the request id of one input on the log."""
     return f"{request_id}-{index}"
 
 
 def vector_of(reply: ResponseState) -> bytes:
-    """The vector of a reply that ended. Raises ApiError when it has none."""
+    """Return the vector of a complete reply, as packed f32. Raises ApiError if the request failed."""
     assert reply.ended is not None
     error = reply.ended.error
     if error is not None:
         raise ApiError(error.status, error.code, error.message)
     if not reply.vector:
-        raise ApiError(502, "embedding_missing", f"worker {reply.worker_id or 'unknown'} gave no embedding")
+        raise ApiError(502, "embedding_missing", f"worker {reply.worker_id or 'unknown'} returned no embedding")
     return reply.vector
 
 
 def embeddings(body: EmbeddingBody, vectors: list[bytes], prompt_tokens: int) -> bytes:
-    """The answer as JSON. Raises ApiError when a vector is shorter than asked for."""
+    """Return the response as JSON. Raises ApiError if a vector has fewer dimensions than requested."""
     data = [
         {"object": "embedding", "index": index, "embedding": _embedding(packed, body)}
         for index, packed in enumerate(vectors)
@@ -130,10 +130,10 @@ def _embedding(packed: bytes, body: EmbeddingBody) -> Any:
 
 
 def _cut(packed: bytes, dimensions: int) -> bytes:
-    """The first dimensions, of length 1 again."""
+    """Truncate a vector and normalise it to length 1."""
     vector = array("f", packed)
     if dimensions > len(vector):
-        raise invalid(f"embeddings of this model have {len(vector)} dimensions, not {dimensions}", "dimensions")
+        raise invalid(f"dimensions is {dimensions}; embeddings of this model have only {len(vector)}", "dimensions")
     if dimensions * U32_BYTES == len(packed):
         return packed
     cut = vector[:dimensions]

@@ -1,6 +1,6 @@
-"""What request bodies have in common: known fields are typed, unknown ones are refused by name.
+"""Base of request bodies: known fields are typed, and unknown fields are rejected by name.
 
-A field that is not served is taken all the same while its value asks for nothing.
+An unsupported field is accepted if its value has no effect, for example `n: 1`.
 """
 
 from collections.abc import Mapping
@@ -13,15 +13,15 @@ from pydantic_core import CoreSchema
 
 from forebay.ingress.errors import ApiError, invalid
 
-Neutral = Mapping[str, tuple[Any, ...]]  # fields that are not served, with the values that ask for nothing
+Neutral = Mapping[str, tuple[Any, ...]]  # unsupported fields, with the values that have no effect
 
 
 class Body(BaseModel):
-    """The base of every body and part of one. Other fields are kept, for `refuse_extra`.
+    """Base of every body and of its parts. Unknown fields are kept for `refuse_extra`.
 
     Attributes:
-        neutral: fields of other APIs that are not served, with the values that ask for nothing.
-        ignored: fields of other APIs that change nothing.
+        neutral: unsupported fields, with the values that have no effect and are accepted.
+        ignored: fields that are accepted with any value and have no effect.
     """
 
     model_config = ConfigDict(strict=True, extra="allow", frozen=True)
@@ -33,17 +33,19 @@ class Body(BaseModel):
 
     @property
     def size_bytes(self) -> int:
-        """The bytes that it was parsed from, 0 for a part of a body."""
+        """Number of bytes that the body was parsed from, 0 for a part of a body."""
         return self._size_bytes
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """Return the schema of what `refuse_extra` accepts."""
+        """Return the JSON schema, including the fields that `refuse_extra` accepts."""
         schema = handler(core_schema)
         found = handler.resolve_ref_schema(schema)
         properties: dict[str, Any] = found.setdefault("properties", {})
         for name, values in sorted(cls.neutral.items()):
-            properties.setdefault(name, {"enum": list(values), "description": "Not served: takes neutral values."})
+            properties.setdefault(
+                name, {"enum": list(values), "description": "Not supported; accepts only values without effect."}
+            )
         for name in sorted(cls.ignored):
             properties.setdefault(name, {"description": "Ignored."})
         found["additionalProperties"] = False
@@ -52,21 +54,21 @@ class Body(BaseModel):
 
     @classmethod
     def describe(cls, schema: dict[str, Any]) -> None:
-        """Add to a JSON schema what the validators of the class demand beyond the types of its fields."""
+        """Add the constraints of the class's validators to a JSON schema."""
 
 
 BodyT = TypeVar("BodyT", bound=Body)
 
 
 def refuse_extra(body: Body, where: str) -> None:
-    """Raise ApiError for a parameter that is not served, or that nobody knows."""
+    """Raise ApiError for an unknown parameter, or an unsupported one with a value that would have an effect."""
     for name, value in (body.model_extra or {}).items():
         if name in body.ignored:
             continue
         accepted = body.neutral.get(name)
         if accepted is None:
             raise invalid(f"unknown parameter: {where}{name}", f"{where}{name}", "unknown_parameter")
-        # In Python 0 is False and 1 is True, on the wire they are not; but 0.0 is 0 on both.
+        # In Python 0 equals False and 1 equals True, in JSON they differ; 0.0 equals 0 in both.
         if not any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in accepted):
             if name in ("n", "best_of"):
                 raise invalid(f"{where}{name} must be 1", f"{where}{name}", "unsupported_parameter")
@@ -74,21 +76,22 @@ def refuse_extra(body: Body, where: str) -> None:
 
 
 def at_most(count: int) -> BeforeValidator:
-    """Refuses an object with more members before they are looked at, else each of them could be an error to keep.
+    """Return a validator that rejects an object with more than `count` members.
 
-    Lists have pydantic's `max_length`, which is looked at first, or `fail_fast`, for the same reason.
+    It runs before the members are validated, because each invalid member would add an error. Lists have pydantic's
+    `max_length`, which is checked first, or `fail_fast`, for the same reason.
     """
 
     def check(value: Any) -> Any:
         if isinstance(value, dict) and len(value) > count:
-            raise ValueError(f"it takes up to {count} members, not {len(value)}")
+            raise ValueError(f"it has {len(value)} members, the limit is {count}")
         return value
 
     return BeforeValidator(check)
 
 
 def parse(kind: type[BodyT], raw: bytes) -> BodyT:
-    """A request body. Raises ApiError naming the first thing that is wrong with it."""
+    """Return the parsed body of a request. Raises ApiError that names the first invalid field."""
     try:
         return _sized(kind.model_validate_json(raw), raw)
     except ValidationError as failure:
@@ -106,9 +109,9 @@ def _sized(body: BodyT, raw: bytes) -> BodyT:
 
 
 def _with_integers(raw: bytes, failure: ValidationError) -> bytes | None:
-    """Return a body with 5 in the place of 5.0, which is an integer in JSON; None if no such number was refused.
+    """Return the body with integral floats such as 5.0 written as integers, None if no such number was rejected.
 
-    Few clients write integers so. Therefore a body is looked at again only after it was refused, and once.
+    In JSON 5.0 is an integer, but few clients write it. So a body is rewritten only after it was rejected, and once.
     """
     refused = failure.errors(include_url=False, include_context=False)
     if not any(isinstance(one["input"], float) and one["input"].is_integer() for one in refused):
@@ -132,7 +135,7 @@ def _integral(value: Any) -> Any:
 
 
 def _refused(error: ValidationError) -> ApiError:
-    """Return the first thing that is wrong with a body."""
+    """Return the error of the first invalid field."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     if first["type"] == "json_invalid":
         return invalid(f"the body is not valid JSON: {first['msg']}", code="invalid_json")
@@ -141,7 +144,7 @@ def _refused(error: ValidationError) -> ApiError:
 
 
 def _path(location: tuple[int | str, ...]) -> str:
-    """`messages[0].content` from a location; the names of union members are left out."""
+    """Return a location as a path such as `messages[0].content`, without the names of union members."""
     path = ""
     for step in location:
         if isinstance(step, int):

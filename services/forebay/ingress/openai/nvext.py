@@ -1,7 +1,7 @@
-"""Dynamo's request extension `nvext`, as far as forebay serves it; the rest is refused by name.
+"""The supported part of Dynamo's request extension `nvext`. Unsupported fields are rejected by name.
 
-Source: Dynamo's frontend reference and `protocols/openai/nvext`. Ours are `policy_class`, `router` (Dynamo has the
-same overrides in its Python API) and `routing_constraints.allowed_worker_ids`.
+Source: Dynamo's frontend reference and `protocols/openai/nvext`. forebay adds `policy_class`, `router` (the overrides
+of Dynamo's Python API) and `routing_constraints.allowed_worker_ids`.
 """
 
 from collections.abc import Iterator
@@ -16,16 +16,16 @@ from forebay.ingress.openai.fields import Body, Neutral, at_most, refuse_extra
 QUERY = "query_instance_id"
 WORKER_ID = "worker_id"
 
-NAME_CHARS_MAX = 256  # what an event takes for a name
-TAINTS_MAX = 64  # of one request: each is looked for at every worker
-WORKERS_MAX = 1_024  # that a request may name: more is a pool, not a choice
+NAME_CHARS_MAX = 256  # maximum length of a name in an event
+TAINTS_MAX = 64  # per request: each is compared with the taints of every worker
+WORKERS_MAX = 1_024  # per request; a larger set should be a pool
 STRINGS_MAX = 16  # annotations and extra fields; fewer exist
 WEIGHT_MAX = 1e6  # keeps every cost finite
 U32 = 1 << 32
 U64 = 1 << 64
 
 Text = Annotated[str, Field(min_length=1, max_length=NAME_CHARS_MAX)]
-WorkerId = Text | Annotated[int, Field(ge=0, lt=U64)]  # a number in Dynamo, a name here
+WorkerId = Text | Annotated[int, Field(ge=0, lt=U64)]  # a number in Dynamo, a name in forebay
 Weight = Annotated[float, Field(ge=0.0, le=WEIGHT_MAX, allow_inf_nan=False)]
 SignedWeight = Annotated[float, Field(ge=-WEIGHT_MAX, le=WEIGHT_MAX, allow_inf_nan=False)]
 
@@ -38,10 +38,10 @@ NVEXT_NEUTRAL: Neutral = {
     "token_data": (None,),
     "use_raw_prompt": (None, False),
 }
-NVEXT_IGNORED = frozenset({"request_timestamp_ms"})  # for traces; time here is the owner's
+NVEXT_IGNORED = frozenset({"request_timestamp_ms"})  # for traces; forebay uses the clock of the owner
 AGENT_HINTS_NEUTRAL: Neutral = {"latency_sensitivity": (None,), "speculative_prefill": (None, False)}
-# A session opens by being used, and how long it is kept is the pool's `session_ttl_s`; 300 s is what clients send
-# that were told nothing.
+# A session opens with its first request, and the pool's `session_ttl_s` sets how long it is kept. 300 s is the default
+# of clients.
 SESSION_NEUTRAL: Neutral = {"action": (None, "open"), "timeout": (None, 300)}
 CONTEXT_NEUTRAL: Neutral = {"kv_hints": (None,), "session_final": (None, False)}
 CONTEXT_IGNORED = frozenset({"parent_session_id", "parent_trajectory_id", "session_type_id", "trajectory_id"})
@@ -49,7 +49,7 @@ ROUTER_NEUTRAL: Neutral = {"itl_target": (None,), "shared_cache_multiplier": (No
 
 
 class AgentHints(Body):
-    """What a caller knows about its request."""
+    """Hints of an agent about its request."""
 
     neutral = AGENT_HINTS_NEUTRAL
 
@@ -64,7 +64,7 @@ class AgentHints(Body):
 
 
 class SessionControl(Body):
-    """Which session a request belongs to."""
+    """Session of a request."""
 
     neutral = SESSION_NEUTRAL
 
@@ -77,7 +77,7 @@ class SessionControl(Body):
 
 
 class AgentContext(Body):
-    """Who asks, for traces; the session id is used when `session_control` names none."""
+    """Origin of a request, for traces. The session id applies if `session_control` has none."""
 
     neutral = CONTEXT_NEUTRAL
     ignored = CONTEXT_IGNORED
@@ -91,9 +91,9 @@ class AgentContext(Body):
 
 
 class RoutingConstraints(Body):
-    """Which workers may take a request, and which should."""
+    """Constraints and preferences on the worker of a request."""
 
-    # An empty list would allow nobody; in events it stands for anybody.
+    # An empty list would allow no worker, but in events it allows all workers.
     allowed_worker_ids: Annotated[list[WorkerId], Field(min_length=1, max_length=WORKERS_MAX)] | None = None
     required_taints: Annotated[list[Text], Field(max_length=TAINTS_MAX)] | None = None
     preferred_taints: Annotated[dict[Text, SignedWeight], at_most(TAINTS_MAX)] | None = None
@@ -105,7 +105,7 @@ class RoutingConstraints(Body):
 
 
 class RouterFields(Body):
-    """What one request changes of how its pool routes."""
+    """Router settings that one request overrides."""
 
     neutral = ROUTER_NEUTRAL
 
@@ -123,7 +123,7 @@ class RouterFields(Body):
 
 
 class Nvext(Body):
-    """The extension of one request."""
+    """The extension `nvext` of one request."""
 
     neutral = NVEXT_NEUTRAL
     ignored = NVEXT_IGNORED
@@ -143,7 +143,7 @@ class Nvext(Body):
 
     @classmethod
     def describe(cls, schema: dict[str, Any]) -> None:
-        """Add the annotations and extra fields that there are."""
+        """Add the supported annotations and extra fields."""
         query = {"anyOf": [{"const": QUERY}, {"type": "string", "pattern": f"^{QUERY}:"}]}
         for name, items in (("annotations", query), ("extra_fields", {"const": WORKER_ID})):
             listed = {"type": "array", "items": items, "maxItems": STRINGS_MAX}
@@ -163,18 +163,18 @@ class Nvext(Body):
 
     @property
     def queries_route(self) -> bool:
-        """Whether nothing is to be generated: the client asks where its request would go."""
+        """Whether the request is a route query, for which nothing is generated."""
         return bool(self.annotations)
 
     @property
     def session_id(self) -> str:
-        """The session, empty for none."""
+        """Session id, empty for none."""
         if self.session_control is not None:
             return self.session_control.session_id
         return (self.agent_context and self.agent_context.session_id) or ""
 
     def hints(self) -> Iterator[str]:
-        """The names of the routing hints that are given."""
+        """Yield the paths of the routing hints that are set."""
         for name in HINTS:
             value: Any = getattr(self, name)
             if isinstance(value, BaseModel):

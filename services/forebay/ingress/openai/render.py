@@ -1,4 +1,4 @@
-"""OpenAI's response objects as bytes. The constant parts of a stream's chunks are rendered once."""
+"""Serialise OpenAI's response objects. The constant parts of stream chunks are encoded once per response."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,15 @@ _encode = msgspec.json.encode
 
 @dataclass(frozen=True, slots=True)
 class ServingInfo:
-    """Who served a request; goes out as the `forebay` extension. `prefilled` is None where one worker did it all."""
+    """Which workers served a request; sent as the extension `forebay` of a response.
+
+    Attributes:
+        request_id: id of the request.
+        worker: id of the worker that generated the output.
+        rank: data parallel rank of that worker.
+        attempts: number of attempts.
+        prefilled: the prefill worker, None for aggregated serving.
+    """
 
     request_id: str
     worker: str
@@ -23,7 +31,7 @@ class ServingInfo:
     prefilled: PrefilledBy | None = None
 
     def worker_id(self) -> dict[str, Any]:
-        """As Dynamo's `nvext` has it."""
+        """Return the worker ids in the format of Dynamo's `nvext`."""
         prefilled = self.prefilled
         return {
             "prefill_worker_id": self.worker if prefilled is None else prefilled.worker_id,
@@ -33,7 +41,7 @@ class ServingInfo:
         }
 
     def plain(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return the extension `forebay` as a JSON object."""
         plain: dict[str, Any] = {
             "request_id": self.request_id,
             "worker": self.worker,
@@ -51,7 +59,15 @@ class ServingInfo:
 
 
 class ResponseFormatter:
-    """How one endpoint words its answers. `names_worker` puts the worker into `nvext`, too."""
+    """Serialises one response of a chat or text completion.
+
+    Args:
+        chat: whether it is a chat completion.
+        response_id: id of the response.
+        model: name of the model in the response.
+        created: Unix time in seconds.
+        names_worker: whether to include the worker ids in `nvext`.
+    """
 
     def __init__(self, *, chat: bool, response_id: str, model: str, created: int, names_worker: bool = False) -> None:
         self._chat = chat
@@ -64,60 +80,60 @@ class ResponseFormatter:
         self._first = b"data: " + opened + b'"delta":{"role":"assistant","content":' if chat else self._open
         self._shut = (b"}" if chat else b"") + b',"logprobs":null,"finish_reason":null}]}\n\n'
         self._chunk_head = chunk_head
-        self._offset = 0  # of the next token in the text, as completions tell it
+        self._offset = 0  # of the next token in the text, for `text_offset`
 
-    def piece(self, said: OutputDelta, *, first: bool) -> bytes:
-        """A chunk with what is new."""
-        if not (said.reasoning or said.calls or said.logprobs):
-            return (self._first if first else self._open) + _encode(said.content) + self._shut
-        content: dict[str, Any] = {"text": said.content}
+    def delta(self, delta: OutputDelta, *, first: bool) -> bytes:
+        """Return the chunk of a delta as a server-sent event."""
+        if not (delta.reasoning or delta.calls or delta.logprobs):
+            return (self._first if first else self._open) + _encode(delta.content) + self._shut
+        content: dict[str, Any] = {"text": delta.content}
         if self._chat:
-            delta: dict[str, Any] = {"role": "assistant", "content": ""} if first else {}
-            if said.content:
-                delta["content"] = said.content
-            if said.calls:
-                delta["tool_calls"] = [_call_delta(call) for call in said.calls]
-            content = {"delta": delta | _reasoning(said)}
-        choice = {"index": 0, **content, "logprobs": self._logprobs(said), "finish_reason": None}
+            fields: dict[str, Any] = {"role": "assistant", "content": ""} if first else {}
+            if delta.content:
+                fields["content"] = delta.content
+            if delta.calls:
+                fields["tool_calls"] = [_call_delta(call) for call in delta.calls]
+            content = {"delta": fields | _reasoning(delta)}
+        choice = {"index": 0, **content, "logprobs": self._logprobs(delta), "finish_reason": None}
         return b"data: " + _encode({**self._chunk_head, "choices": [choice]}) + b"\n\n"
 
     def last(self, reason: str, served: ServingInfo) -> bytes:
-        """The chunk that says why the answer ended and who gave it."""
+        """Return the chunk with the finish reason and the extensions."""
         content: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
         choice = {"index": 0, **content, "logprobs": None, "finish_reason": reason}
         return b"data: " + _encode({**self._chunk_head, "choices": [choice], **self._extensions(served)}) + b"\n\n"
 
     def usage(self, usage: Usage) -> bytes:
-        """The chunk that `stream_options.include_usage` asks for."""
+        """Return the usage chunk of `stream_options.include_usage`."""
         return b"data: " + _encode({**self._chunk_head, "choices": [], "usage": usage_of(usage)}) + b"\n\n"
 
-    def whole(self, said: OutputDelta, reason: str, usage: Usage, served: ServingInfo) -> bytes:
-        """The answer to a request that does not stream."""
-        content: dict[str, Any] = {"text": said.content}
+    def whole(self, delta: OutputDelta, reason: str, usage: Usage, served: ServingInfo) -> bytes:
+        """Return the response to a request without streaming."""
+        content: dict[str, Any] = {"text": delta.content}
         if self._chat:
-            message: dict[str, Any] = {"role": "assistant", "content": said.content, "refusal": None}
-            message |= _reasoning(said)
-            if said.calls:
-                message |= {"content": said.content or None, "tool_calls": [_call(call) for call in said.calls]}
+            message: dict[str, Any] = {"role": "assistant", "content": delta.content, "refusal": None}
+            message |= _reasoning(delta)
+            if delta.calls:
+                message |= {"content": delta.content or None, "tool_calls": [_call(call) for call in delta.calls]}
             content = {"message": message}
-        choice = {"index": 0, **content, "logprobs": self._logprobs(said), "finish_reason": reason}
+        choice = {"index": 0, **content, "logprobs": self._logprobs(delta), "finish_reason": reason}
         return _encode({**self._head, "choices": [choice], "usage": usage_of(usage), **self._extensions(served)})
 
-    def _logprobs(self, said: OutputDelta) -> dict[str, Any] | None:
-        """The probabilities of tokens, where they were told."""
-        if not said.logprobs:
+    def _logprobs(self, delta: OutputDelta) -> dict[str, Any] | None:
+        """Return the log probabilities, None if the engine reported none."""
+        if not delta.logprobs:
             return None
         if self._chat:
-            return {"content": [_told(one) for one in said.logprobs], "refusal": None}
+            return {"content": [_logprob(one) for one in delta.logprobs], "refusal": None}
         offsets = []
-        for one in said.logprobs:
+        for one in delta.logprobs:
             offsets.append(self._offset)
             self._offset += len(one.text)
         return {
             "text_offset": offsets,
-            "tokens": [one.text for one in said.logprobs],
-            "token_logprobs": [one.logprob for one in said.logprobs],
-            "top_logprobs": [{top.text: top.logprob for top in one.top} for one in said.logprobs],
+            "tokens": [one.text for one in delta.logprobs],
+            "token_logprobs": [one.logprob for one in delta.logprobs],
+            "top_logprobs": [{top.text: top.logprob for top in one.top} for one in delta.logprobs],
         }
 
     def _extensions(self, served: ServingInfo) -> dict[str, Any]:
@@ -125,9 +141,9 @@ class ResponseFormatter:
         return {"forebay": served.plain(), **nvext}
 
 
-def _reasoning(said: OutputDelta) -> dict[str, str]:
-    """Under both names that clients know."""
-    return {"reasoning_content": said.reasoning, "reasoning": said.reasoning} if said.reasoning else {}
+def _reasoning(delta: OutputDelta) -> dict[str, str]:
+    """Return reasoning under both names that clients use."""
+    return {"reasoning_content": delta.reasoning, "reasoning": delta.reasoning} if delta.reasoning else {}
 
 
 def _call(call: ToolCallDelta) -> dict[str, Any]:
@@ -140,9 +156,8 @@ def _call_delta(call: ToolCallDelta) -> dict[str, Any]:
     return {"index": call.index, "function": {"arguments": call.arguments}}
 
 
-def _told(one: DecodedLogprob) -> dict[str, Any]:
-    told = {"token": one.text, "logprob": one.logprob, "bytes": [*one.token]}
-    return {**told, "top_logprobs": [_alternative(top) for top in one.top]}
+def _logprob(one: DecodedLogprob) -> dict[str, Any]:
+    return {**_alternative(one), "top_logprobs": [_alternative(top) for top in one.top]}
 
 
 def _alternative(one: DecodedLogprob) -> dict[str, Any]:
@@ -150,7 +165,7 @@ def _alternative(one: DecodedLogprob) -> dict[str, Any]:
 
 
 def usage_of(usage: Usage) -> dict[str, Any]:
-    """Token counts as OpenAI names them."""
+    """Return token counts under OpenAI's names."""
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.output_tokens,
@@ -159,22 +174,22 @@ def usage_of(usage: Usage) -> dict[str, Any]:
     }
 
 
-def route_of(told: RouteResponse, model: str, prompt_tokens: int) -> dict[str, Any]:
-    """Where a request would go, and what every candidate would cost; all `None` when it would go nowhere yet."""
-    choice = told.choice
+def route_of(result: RouteResponse, model: str, prompt_tokens: int) -> dict[str, Any]:
+    """Return the result of a route query: the selected worker, None if no worker is available, and all candidates."""
+    choice = result.choice
     return {
         "object": "forebay.route",
-        "id": told.request_id,
+        "id": result.request_id,
         "model": model,
-        "pool": told.pool,
-        "mode": told.mode,
+        "pool": result.pool,
+        "mode": result.mode,
         "worker_id": None if choice is None else choice.worker_id,
         "dp_rank": None if choice is None else choice.rank,
         "overlap_blocks": None if choice is None else choice.terms.device_overlap,
-        "would_wait": told.would_wait,
-        **({} if told.prefill is None else {"stage": told.stage, "prefill": msgspec.to_builtins(told.prefill)}),
+        "would_wait": result.would_wait,
+        **({} if result.prefill is None else {"stage": result.stage, "prefill": msgspec.to_builtins(result.prefill)}),
         "prompt_tokens": prompt_tokens,
-        "candidates": [_candidate(one) for one in told.candidates],
+        "candidates": [_candidate(one) for one in result.candidates],
     }
 
 

@@ -1,4 +1,4 @@
-"""OpenAI's request bodies as far as forebay serves them. What is not served is refused by its name.
+"""The supported part of OpenAI's request bodies. Unsupported fields are rejected by name.
 
 Source: OpenAI API reference, chat completions and completions; `cache_salt` and `chat_template_kwargs` are vLLM's.
 """
@@ -30,13 +30,13 @@ from forebay.ingress.openai.tools import (
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 STOP_STRINGS_MAX = 4
-STOP_CHARS_MAX = 1_024  # each piece of an answer is compared with its beginnings
+STOP_CHARS_MAX = 1_024  # each delta of a response is compared with prefixes of the stop strings
 MESSAGES_MAX = 10_000
-PARTS_MAX = 10_000  # content parts and tool calls of all messages together: each takes microseconds
-LOGPROBS_MAX = 20  # OpenAI's for chats, and what engines allow by default
+PARTS_MAX = 10_000  # content parts and tool calls of all messages; each takes microseconds
+LOGPROBS_MAX = 20  # OpenAI's limit for chats, and the default limit of engines
 TEMPLATE_ARGUMENTS_MAX = 64
 
-# Parameters that OpenAI and vLLM have and forebay lacks, with the values that ask for nothing.
+# Parameters of OpenAI and vLLM that forebay does not support, with the values that have no effect.
 NEUTRAL: Neutral = {
     "allowed_token_ids": (None,),
     "bad_words": (None, []),
@@ -60,7 +60,7 @@ NEUTRAL: Neutral = {
 CHAT_NEUTRAL: Neutral = {
     **NEUTRAL,
     "add_generation_prompt": (None, True),
-    "add_special_tokens": (None, False),  # a template says them itself
+    "add_special_tokens": (None, False),  # the chat template contains them
     "audio": (None,),
     "chat_template": (None,),
     "continue_final_message": (None, False),
@@ -84,29 +84,29 @@ TEXT_NEUTRAL: Neutral = {
     "top_logprobs": (None, 0),
 }
 IGNORED = frozenset({"metadata", "prompt_cache_key", "safety_identifier", "user"})
-# Clients send an answer's message back as they got it, so what asks for nothing is taken here too.
+# Clients send the message of a response back unchanged, so its neutral fields are accepted.
 MESSAGE_NEUTRAL: Neutral = {
     "annotations": (None, []),
     "audio": (None,),
     "function_call": (None,),
     "refusal": (None,),
 }
-MESSAGE_IGNORED = frozenset({"parsed"})  # the content again, as OpenAI's client took it apart
+MESSAGE_IGNORED = frozenset({"parsed"})  # the content as parsed by OpenAI's client
 
-# The number of tokens of an image is the model's: a client cannot choose it.
+# The model determines the number of tokens of an image; a client cannot set it.
 MEDIA_URL_NEUTRAL: Neutral = {"detail": (None, "auto")}
 PART_FIELDS = ("text", "image_url", "video_url")
 
 
 class StreamOptions(Body):
-    """How to stream."""
+    """Options of a stream."""
 
     include_usage: bool = False
     include_obfuscation: bool = False
 
 
 class MediaUrl(Body):
-    """Where an image or a video is: http, https or data."""
+    """URL of an image or a video: http, https or data."""
 
     neutral = MEDIA_URL_NEUTRAL
 
@@ -114,7 +114,7 @@ class MediaUrl(Body):
 
 
 class ContentPart(Body):
-    """A piece of a message: text, an image or a video."""
+    """Part of a message: text, an image or a video."""
 
     type: str
     text: str | None = None
@@ -123,7 +123,7 @@ class ContentPart(Body):
 
 
 class Message(Body):
-    """One turn of a chat."""
+    """One message of a chat."""
 
     neutral = MESSAGE_NEUTRAL
     ignored = MESSAGE_IGNORED
@@ -138,7 +138,7 @@ class Message(Body):
 
 
 class CompletionBody(SamplingFields):
-    """What both endpoints share."""
+    """Fields that chat and text completions share."""
 
     neutral = NEUTRAL
     ignored = IGNORED
@@ -153,7 +153,7 @@ class CompletionBody(SamplingFields):
 
     @classmethod
     def describe(cls, schema: dict[str, Any]) -> None:
-        """Add the bounds of `stop`, and what `stream_options` goes with."""
+        """Add the limits of `stop`, and that `stream_options` requires `stream`."""
         stop = {"type": "string", "minLength": 1, "maxLength": STOP_CHARS_MAX}
         stops = {"type": "array", "items": stop, "maxItems": STOP_STRINGS_MAX}
         schema["properties"]["stop"] = {"anyOf": [stop, stops, {"type": "null"}]}
@@ -170,9 +170,12 @@ class CompletionBody(SamplingFields):
     def _check(self) -> "CompletionBody":
         refuse_extra(self, "")
         if len(self.stop_strings) > STOP_STRINGS_MAX or "" in self.stop_strings:
-            raise invalid(f"stop takes up to {STOP_STRINGS_MAX} strings, none of them empty", "stop")
+            raise invalid(
+                f"stop has {len(self.stop_strings)} strings; give at most {STOP_STRINGS_MAX}, none of them empty",
+                "stop",
+            )
         if any(len(stop) > STOP_CHARS_MAX for stop in self.stop_strings):
-            raise invalid(f"stop takes strings of up to {STOP_CHARS_MAX} characters", "stop")
+            raise invalid(f"a stop string is too long; the limit is {STOP_CHARS_MAX} characters", "stop")
         if self.stream_options is not None:
             refuse_extra(self.stream_options, "stream_options.")
             if not self.stream:
@@ -181,7 +184,7 @@ class CompletionBody(SamplingFields):
 
     @property
     def stop_strings(self) -> list[str]:
-        """The stop strings as a list."""
+        """Stop strings as a list."""
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     @property
@@ -191,27 +194,27 @@ class CompletionBody(SamplingFields):
 
     @property
     def cache_namespace(self) -> str:
-        """The salt of its cache, `nvext`'s before vLLM's; empty, it shares what others cached without one."""
+        """Salt of the KV cache: `nvext.cache_salt`, else `cache_salt`; empty for the shared cache."""
         return (self.nvext and self.nvext.cache_salt) or self.cache_salt or ""
 
     @property
     def queries_route(self) -> bool:
-        """Whether nothing is to be generated: the client asks where its request would go."""
+        """Whether the request is a route query, for which nothing is generated."""
         return self.nvext is not None and self.nvext.queries_route
 
     @property
     def names_worker(self) -> bool:
-        """Whether the answer is to name its worker in `nvext`, too."""
+        """Whether the response includes the worker ids in `nvext`."""
         return self.nvext is not None and WORKER_ID in (self.nvext.extra_fields or ())
 
     @property
     def tokens_max(self) -> int | None:
-        """The number of tokens asked for, None for the server's choice."""
+        """Maximum number of output tokens, None for the default of the server."""
         return self.max_tokens
 
 
 class ChatBody(CompletionBody):
-    """POST /v1/chat/completions."""
+    """Body of POST /v1/chat/completions."""
 
     neutral = CHAT_NEUTRAL
 
@@ -229,7 +232,7 @@ class ChatBody(CompletionBody):
 
     @classmethod
     def describe(cls, schema: dict[str, Any]) -> None:
-        """Add what `top_logprobs` and `tool_choice` go with."""
+        """Add that `top_logprobs` requires `logprobs`, and `tool_choice` requires `tools`."""
         super().describe(schema)
         schema["allOf"] += [
             {
@@ -258,41 +261,41 @@ class ChatBody(CompletionBody):
 
     @property
     def tokens_max(self) -> int | None:
-        """`max_completion_tokens`, or its older name."""
+        """Maximum number of output tokens: `max_completion_tokens`, else `max_tokens`."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def logprobs_wanted(self) -> int | None:
-        """As `SamplingFields` has it."""
+        """Number of alternatives per token to report, None for no log probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def choice(self) -> ToolSelection:
-        """What it wants of its tools."""
+        """Selected tools."""
         return self._choice
 
     @property
     def forced(self) -> StructuredOutput | None:
-        """What a forced tool call demands."""
+        """Structure of the output that a forced tool call requires, None for no forced call."""
         return self._choice.structure()
 
     def chat(self, tokens: MediaTokens) -> list[dict[str, Any]]:
-        """The messages as chat templates take them. Raises ApiError for parts that are not served."""
+        """Return the messages as input of a chat template. Raises ApiError for unsupported parts."""
         turns = []
         for at, message in enumerate(self.messages):
             refuse_extra(message, f"messages[{at}].")
             content = tokens.content(list(_parts(message, at)))
-            turns.append({"role": _role(message.role), "content": content, **_of_tools(message, at)})
+            turns.append({"role": _role(message.role), "content": content, **_assistant_fields(message, at)})
         return turns
 
     def media(self) -> list[MediaRef]:
-        """The images and videos, in order. Raises ApiError as `chat` does."""
+        """Return the images and videos in order. Raises ApiError for unsupported parts."""
         turns = enumerate(self.messages)
         return [part for at, message in turns for part in _parts(message, at) if isinstance(part, MediaRef)]
 
 
 class TextBody(CompletionBody):
-    """POST /v1/completions."""
+    """Body of POST /v1/completions."""
 
     neutral = TEXT_NEUTRAL
 
@@ -302,18 +305,18 @@ class TextBody(CompletionBody):
 
     @property
     def logprobs_wanted(self) -> int | None:
-        """As `SamplingFields` has it."""
+        """Number of alternatives per token to report, None for no log probabilities."""
         return self.logprobs
 
 
 def adapter_of(name: str, served: str, adapters: Sequence[str]) -> str:
-    """The adapter that a request's `model` names, empty for the model itself. Raises ApiError for other names."""
+    """Return the adapter that the field `model` names, empty for the base model. Raises ApiError if unknown."""
     if name == served:
         return ""
     if name in adapters:
         return name
     known = ", ".join(repr(one) for one in (served, *adapters))
-    raise ApiError(404, "model_not_found", f"the model {name!r} is not served; served: {known}", "model")
+    raise ApiError(404, "model_not_found", f"unknown model {name!r}; models are: {known}", "model")
 
 
 def _parts_count(message: Message) -> int:
@@ -324,19 +327,19 @@ def _role(role: str) -> str:
     return "system" if role == "developer" else role
 
 
-def _of_tools(message: Message, at: int) -> dict[str, Any]:
-    """What a turn says of tools and of how its answer was thought out. Raises ApiError where its role has none."""
+def _assistant_fields(message: Message, at: int) -> dict[str, Any]:
+    """Return the fields of tool calls, tool results and reasoning. Raises ApiError if the role does not allow them."""
     where = f"messages[{at}]"
     found: dict[str, Any] = {}
     if message.role != "assistant":
         for name in ("tool_calls", "reasoning_content", "reasoning"):
             if getattr(message, name):
-                raise invalid(f"{where}.{name} only goes with the role assistant", f"{where}.{name}")
+                raise invalid(f"{where}.{name} requires the role assistant", f"{where}.{name}")
     if message.tool_calls:
         calls = enumerate(message.tool_calls)
         found["tool_calls"] = [call.plain(f"{where}.tool_calls[{number}]") for number, call in calls]
-    if thought := message.reasoning_content or message.reasoning:
-        found["reasoning_content"] = thought
+    if reasoning := message.reasoning_content or message.reasoning:
+        found["reasoning_content"] = reasoning
     if message.role == "tool":
         if message.tool_call_id is None:
             raise invalid(f"{where}.tool_call_id is missing", f"{where}.tool_call_id")
@@ -344,12 +347,12 @@ def _of_tools(message: Message, at: int) -> dict[str, Any]:
         if message.name is not None:
             found["name"] = message.name
     elif message.tool_call_id is not None:
-        raise invalid(f"{where}.tool_call_id only goes with the role tool", f"{where}.tool_call_id")
+        raise invalid(f"{where}.tool_call_id requires the role tool", f"{where}.tool_call_id")
     return found
 
 
 def _parts(message: Message, at: int) -> Iterator[str | MediaRef]:
-    """What a message is made of. Raises ApiError for what is missing or not served."""
+    """Yield the parts of a message. Raises ApiError for missing content or an unsupported part."""
     if message.content is None:
         if not message.tool_calls:
             raise invalid(f"messages[{at}].content is missing", f"messages[{at}].content")
@@ -366,7 +369,7 @@ def _part(part: ContentPart, where: str) -> str | MediaRef:
     refuse_extra(part, f"{where}.")
     for name in PART_FIELDS:
         if name != part.type and getattr(part, name) is not None:
-            raise invalid(f"{where}.{name} does not go with the type {part.type}", f"{where}.{name}")
+            raise invalid(f"{where}.{name} is not allowed in a part of type {part.type}", f"{where}.{name}")
     value = getattr(part, part.type)
     if value is None:
         raise invalid(f"{where}.{part.type} is missing", f"{where}.{part.type}")

@@ -1,8 +1,8 @@
-"""Routing hints of a request, from its `nvext` and its headers. A header wins over the body, as in Dynamo.
+"""Routing hints of a request from `nvext` and headers. A header overrides the body, as in Dynamo.
 
-Unlike in Dynamo a header that does not parse is refused, and so are hints that contradict each other. They are for
-clients that may be trusted: who pins workers or raises its priority takes from others. So an ingress honours them only
-where it is told to.
+Unlike Dynamo, forebay rejects invalid headers and contradictory hints. Routing hints are for trusted clients, because a
+client that pins workers or raises its priority takes capacity from others. So an ingress accepts them only with the
+option `--routing-hints`.
 """
 
 import re
@@ -18,12 +18,12 @@ PRIORITY_HEADER = "x-dynamo-request-priority"
 STRICT_HEADER = "x-dynamo-request-strict-priority"
 CLASS_HEADER = "x-dynamo-meta-policy-class"
 SESSION_HEADER = "x-dynamo-session-id"
-# Dynamo's for separate prefill workers, which forebay does not have.
+# Dynamo's headers for a fixed prefill worker, which forebay does not support.
 UNSERVED_HEADERS = ("x-dynamo-prefill-instance-id", "x-dynamo-prefill-dp-rank")
 ROUTING_HEADERS = frozenset(
     {WORKER_HEADER, RANK_HEADER, PRIORITY_HEADER, STRICT_HEADER, CLASS_HEADER, SESSION_HEADER, *UNSERVED_HEADERS}
 )
-INTEGER = re.compile(r"-?[0-9]{1,10}")  # longer ones fit no field
+INTEGER = re.compile(r"-?[0-9]{1,10}")  # longer integers exceed every field
 
 
 RANK_MAX = (1 << 32) - 1
@@ -34,7 +34,7 @@ Found = dict[str, list[str]]
 
 
 def routing_headers(headers: Iterable[tuple[str, str]]) -> Found:
-    """The routing headers among these, by name in lower case; blank ones say nothing."""
+    """Return the values of the routing headers by lower-case name. Blank values are ignored."""
     found: Found = {}
     for name, value in headers:
         key = name.lower()
@@ -44,15 +44,15 @@ def routing_headers(headers: Iterable[tuple[str, str]]) -> Found:
 
 
 def refuse_hints(nvext: Nvext | None) -> None:
-    """Raise ApiError for the first routing hint of a body: this ingress honours none."""
+    """Raise ApiError for the first routing hint of a body, for an ingress without `--routing-hints`."""
     name = None if nvext is None else next(nvext.hints(), None)
     if name is not None:
-        text = f"{name} is a routing hint, and this ingress honours none: start it with --routing-hints"
+        text = f"{name} is a routing hint, which this ingress does not accept; start it with --routing-hints"
         raise invalid(text, name, "routing_hints_disabled")
 
 
 def routing_of(nvext: Nvext | None, found: Found) -> RoutingHints:
-    """What a request wants of the router. Raises ApiError for what is wrong or contradictory."""
+    """Return the routing hints of a request. Raises ApiError for invalid or contradictory hints."""
     if nvext is None and not found:
         return NO_HINTS
     nvext = nvext or Nvext()
@@ -103,12 +103,14 @@ def _override(router: RouterFields | None) -> RouterOverride | None:
 
 def _require_consistent(hints: RoutingHints) -> None:
     if hints.rank is not None and not hints.worker_id:
-        raise _contradiction("a dp_rank needs the worker whose rank it is", "nvext.dp_rank")
+        raise _contradiction("dp_rank requires a worker; set backend_instance_id or the header, too", "nvext.dp_rank")
     if hints.worker_id and hints.allowed_workers and hints.worker_id not in hints.allowed_workers:
-        text = f"the worker {hints.worker_id} is asked for, and is not among the allowed_worker_ids"
+        text = f"the worker {hints.worker_id} is pinned but is not in allowed_worker_ids"
         raise _contradiction(text, "nvext.routing_constraints.allowed_worker_ids")
     if hints.override is not None and hints.override.mode == "direct" and not hints.worker_id:
-        raise _contradiction("the mode direct needs a worker", "nvext.router.mode")
+        raise _contradiction(
+            "the mode direct requires a worker; set backend_instance_id or the header", "nvext.router.mode"
+        )
 
 
 def _contradiction(message: str, param: str) -> ApiError:
@@ -120,9 +122,9 @@ def _text(found: Found, name: str) -> str:
     if values is None:
         return ""
     if len(set(values)) > 1:
-        raise _contradiction(f"the header {name} is there more than once, with different values", name)
+        raise _contradiction(f"the header {name} occurs more than once with different values; send one", name)
     if len(values[0]) > NAME_CHARS_MAX:
-        raise invalid(f"the header {name} is longer than {NAME_CHARS_MAX} characters", name)
+        raise invalid(f"the header {name} has {len(values[0])} characters; the limit is {NAME_CHARS_MAX}", name)
     return values[0]
 
 
@@ -131,5 +133,5 @@ def _integer(found: Found, name: str, least: int, most: int, otherwise: int | No
     if not text:
         return otherwise
     if not INTEGER.fullmatch(text) or not least <= int(text) <= most:
-        raise invalid(f"the header {name} takes an integer from {least} to {most}, not {text!r}", name)
+        raise invalid(f"the header {name} is {text!r}; it must be an integer from {least} to {most}", name)
     return int(text)

@@ -1,4 +1,4 @@
-"""How a client wants its answer to be sampled and shaped, by OpenAI's and vLLM's names, as `Sampling` has it.
+"""Convert sampling and structured output parameters of OpenAI and vLLM to the event field `Sampling`.
 
 Source: OpenAI API reference (penalties, `logit_bias`, `response_format`); vLLM's OpenAI server (the rest, with
 `structured_outputs` and the older `guided_*`, which are Dynamo's names too).
@@ -15,10 +15,10 @@ from forebay.ingress.openai.fields import Body, Neutral, at_most, refuse_extra
 
 SEED_MAX = (1 << 63) - 1
 TOKENS_MAX = (1 << 31) - 1
-PROMPT_TOKENS_MAX = 1 << 22  # a record of 16 MiB holds no more
-BIASES_MAX = 1_024  # each is looked up at every step of the engine
+PROMPT_TOKENS_MAX = 1 << 22  # the maximum in a record of 16 MiB
+BIASES_MAX = 1_024  # each is applied at every engine step
 STOP_TOKENS_MAX = 64
-STRUCTURE_BYTES_MAX = 256 << 10  # a grammar is compiled by the engine before the first token: larger ones stall it
+STRUCTURE_BYTES_MAX = 256 << 10  # the engine compiles a grammar before the first token; a larger one would stall it
 CHOICES_MAX = 1_024
 
 TokenId = Annotated[int, Field(ge=0, lt=1 << 32)]
@@ -37,7 +37,7 @@ STRUCTURED_NEUTRAL: Neutral = {
 
 
 class JsonSchema(Body):
-    """`response_format.json_schema`. `strict` changes nothing: the answer is always held to the schema."""
+    """`response_format.json_schema`. The output always follows the schema, so `strict` has no effect."""
 
     name: str
     schema_: Annotated[JsonObject | None, Field(alias="schema")] = None
@@ -46,14 +46,14 @@ class JsonSchema(Body):
 
 
 class ResponseFormat(Body):
-    """What the text of an answer must be."""
+    """`response_format`: required format of the output."""
 
     type: str
     json_schema: JsonSchema | None = None
 
 
 class StructuredOutputs(Body):
-    """vLLM's: one of them."""
+    """`structured_outputs` of vLLM; exactly one field may be set."""
 
     neutral = STRUCTURED_NEUTRAL
 
@@ -65,7 +65,7 @@ class StructuredOutputs(Body):
 
 
 class SamplingFields(Body):
-    """What chats and completions have in common."""
+    """Sampling parameters that chat and text completions share."""
 
     temperature: Annotated[float, Field(ge=0.0, le=2.0, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)] | None = None
@@ -89,70 +89,72 @@ class SamplingFields(Body):
 
     @property
     def logprobs_wanted(self) -> int | None:
-        """How many alternatives to each token are to be told with their probabilities; None for not even its own."""
+        """Number of alternatives per token to report, None for no log probabilities."""
         return None
 
     @property
     def forced(self) -> StructuredOutput | None:
-        """What other parameters demand of the answer's text, as a forced tool call does."""
+        """Structure of the output that other parameters require, such as a forced tool call."""
         return None
 
 
 def sampling_of(body: SamplingFields, max_tokens: int, vocabulary_size: int) -> Sampling:
-    """How to generate at most `max_tokens`. Raises ApiError."""
+    """Return the sampling parameters of a request with this limit of output tokens. Raises ApiError."""
     if (body.min_tokens or 0) > max_tokens:
-        raise invalid(f"min_tokens is {body.min_tokens}, but at most {max_tokens} are generated", "min_tokens")
+        raise invalid(f"min_tokens is {body.min_tokens}, which exceeds max_tokens {max_tokens}", "min_tokens")
     stop_token_ids = tuple(body.stop_token_ids or ())
     _require_known("stop_token_ids", stop_token_ids, vocabulary_size)
     return Sampling(
         max_tokens=max_tokens,
-        temperature=_given(body.temperature, 1.0),
-        top_p=_given(body.top_p, 1.0),
+        temperature=_or_default(body.temperature, 1.0),
+        top_p=_or_default(body.top_p, 1.0),
         seed=body.seed,
-        presence_penalty=_given(body.presence_penalty, 0.0),
-        frequency_penalty=_given(body.frequency_penalty, 0.0),
+        presence_penalty=_or_default(body.presence_penalty, 0.0),
+        frequency_penalty=_or_default(body.frequency_penalty, 0.0),
         logit_bias=_biases(body, vocabulary_size),
         logprobs=body.logprobs_wanted,
         structured=_structured(body),
         ignore_eos=body.ignore_eos,
-        top_k=max(0, body.top_k or 0),  # vLLM's -1 is off, too
-        min_p=_given(body.min_p, 0.0),
-        repetition_penalty=_given(body.repetition_penalty, 1.0),
+        top_k=max(0, body.top_k or 0),  # 0 disables it, as vLLM's -1 does
+        min_p=_or_default(body.min_p, 0.0),
+        repetition_penalty=_or_default(body.repetition_penalty, 1.0),
         min_tokens=body.min_tokens or 0,
         stop_token_ids=stop_token_ids,
     )
 
 
 def encoded_schema(schema: JsonValue, where: str) -> str:
-    """A schema as text. Raises ApiError for one that is too large."""
+    """Return a JSON schema as text. Raises ApiError if it is too large."""
     return _bounded(msgspec.json.encode(schema).decode(), where)
 
 
-def _given(value: float | None, otherwise: float) -> float:
-    return otherwise if value is None else value
+def _or_default(value: float | None, default: float) -> float:
+    return default if value is None else value
 
 
 def _biases(body: SamplingFields, vocabulary_size: int) -> tuple[TokenBias, ...]:
-    given = body.logit_bias or {}
-    if not all(name.isascii() and name.isdecimal() and len(name) <= len(str(1 << 32)) for name in given):
-        raise invalid("the keys of logit_bias are token ids", "logit_bias")
-    biases = {int(name): bias for name, bias in given.items()}
+    bias_of = body.logit_bias or {}
+    if not all(name.isascii() and name.isdecimal() and len(name) <= len(str(1 << 32)) for name in bias_of):
+        raise invalid("the keys of logit_bias must be token ids", "logit_bias")
+    biases = {int(name): bias for name, bias in bias_of.items()}
     _require_known("logit_bias", tuple(biases), vocabulary_size)
     return tuple(TokenBias(token_id=token, bias=biases[token]) for token in sorted(biases))
 
 
 def _require_known(name: str, token_ids: tuple[int, ...], vocabulary_size: int) -> None:
     if token_ids and max(token_ids) >= vocabulary_size:
-        raise invalid(f"{name}: token ids lie below {vocabulary_size} in this model", name)
+        raise invalid(
+            f"{name}: token id {max(token_ids)} is not in the vocabulary; ids must be below {vocabulary_size}", name
+        )
 
 
 def _structured(body: SamplingFields) -> StructuredOutput | None:
-    """The one demand on the answer's text. Raises ApiError for several, and for one that is none."""
+    """Return the structure of the output, None for free text. Raises ApiError for several structures."""
     found: dict[str, StructuredOutput] = {}
     if (forced := body.forced) is not None:
         found["tool_choice"] = forced
-    if body.response_format is not None and (asked := _response_format(body.response_format)) is not None:
-        found["response_format"] = asked
+    if body.response_format is not None and (structure := _response_format(body.response_format)) is not None:
+        found["response_format"] = structure
     if body.structured_outputs is not None:
         refuse_extra(body.structured_outputs, "structured_outputs.")
         of = body.structured_outputs
@@ -162,29 +164,31 @@ def _structured(body: SamplingFields) -> StructuredOutput | None:
     found |= _plain("guided_", body.guided_json, body.guided_regex, body.guided_choice, body.guided_grammar)
     if len(found) > 1:
         names = " and ".join(found)
-        raise invalid(f"the answer cannot obey {names} at once: ask for one of them", next(iter(found)))
+        raise invalid(f"{names} are mutually exclusive; set one of them", next(iter(found)))
     if not found and body.structured_outputs is not None:
-        raise invalid("structured_outputs: one of json, json_object, regex, choice, grammar", "structured_outputs")
+        raise invalid(
+            "structured_outputs is empty; set one of json, json_object, regex, choice, grammar", "structured_outputs"
+        )
     return next(iter(found.values()), None)
 
 
-def _response_format(asked: ResponseFormat) -> StructuredOutput | None:
-    refuse_extra(asked, "response_format.")
-    if asked.type == "json_schema":
-        schema = asked.json_schema
+def _response_format(requested: ResponseFormat) -> StructuredOutput | None:
+    refuse_extra(requested, "response_format.")
+    if requested.type == "json_schema":
+        schema = requested.json_schema
         if schema is None or schema.schema_ is None:
             raise invalid("response_format.json_schema.schema is missing", "response_format.json_schema")
         refuse_extra(schema, "response_format.json_schema.")
         return StructuredOutput(
             kind="json_schema", text=encoded_schema(schema.schema_, "response_format.json_schema.schema")
         )
-    if asked.json_schema is not None:
-        raise invalid(f"response_format.json_schema does not go with the type {asked.type!r}", "response_format")
-    if asked.type == "text":
+    if requested.json_schema is not None:
+        raise invalid(f"response_format.json_schema is not allowed with the type {requested.type!r}", "response_format")
+    if requested.type == "text":
         return None
-    if asked.type == "json_object":
+    if requested.type == "json_object":
         return StructuredOutput(kind="json_object")
-    text = f"response_format.type takes text, json_object or json_schema, not {asked.type[:32]!r}"
+    text = f"response_format.type is {requested.type[:32]!r}; it must be text, json_object or json_schema"
     raise invalid(text, "response_format.type", "unsupported_parameter")
 
 
@@ -209,7 +213,7 @@ def _schema_text(text: str, where: str) -> str:
     try:
         schema: Any = msgspec.json.decode(_bounded(text, where))
     except (msgspec.MsgspecError, RecursionError) as error:
-        raise invalid(f"{where} is no JSON: {error}", where) from error
+        raise invalid(f"{where} is not valid JSON: {error}", where) from error
     if not isinstance(schema, dict):
         raise invalid(f"{where} must be a JSON object", where)
     return text
@@ -219,5 +223,5 @@ def _bounded(text: str, where: str) -> str:
     if not text:
         raise invalid(f"{where} is empty", where)
     if len(text.encode()) > STRUCTURE_BYTES_MAX:
-        raise ApiError(400, "structure_too_large", f"{where} is larger than {STRUCTURE_BYTES_MAX} bytes", where)
+        raise ApiError(400, "structure_too_large", f"{where} exceeds the limit of {STRUCTURE_BYTES_MAX:,} bytes", where)
     return text

@@ -1,6 +1,6 @@
-"""Tools as a chat offers them: what the template gets, and which calls are forced.
+"""Tools of a chat request: input of the chat template, and forced calls.
 
-A forced call is a structured output, as in vLLM: of a named tool the arguments alone, else a list of calls.
+A forced call is a structured output, as in vLLM: the arguments of a named tool, or a list of calls.
 Source: OpenAI API reference, function calling.
 """
 
@@ -15,20 +15,20 @@ from forebay.ingress.errors import ApiError, invalid
 from forebay.ingress.openai.fields import Body, Neutral, refuse_extra
 from forebay.ingress.openai.sampling import JsonObject, encoded_schema
 
-TOOLS_MAX = 128  # OpenAI's
-CALLS_MAX = 128  # of one turn
+TOOLS_MAX = 128  # OpenAI's limit
+CALLS_MAX = 128  # per message
 ID_CHARS_MAX = 256
 FUNCTION_NAME = r"^[a-zA-Z0-9_.-]{1,128}$"
-FUNCTION_NEUTRAL: Neutral = {"strict": (None, False, True)}  # a forced call always obeys its schema
-CALL_IGNORED = frozenset({"index"})  # of a stream's pieces, which clients put together
-CALLED_IGNORED = frozenset({"parsed_arguments"})  # the arguments again, as OpenAI's client took them apart
+FUNCTION_NEUTRAL: Neutral = {"strict": (None, False, True)}  # a forced call always follows its schema
+CALL_IGNORED = frozenset({"index"})  # of the deltas of a stream, which clients merge
+CALLED_IGNORED = frozenset({"parsed_arguments"})  # the arguments as parsed by OpenAI's client
 
 FunctionName = Annotated[str, Field(pattern=FUNCTION_NAME)]
 CallId = Annotated[str, Field(min_length=1, max_length=ID_CHARS_MAX)]
 
 
 class Function(Body):
-    """What a tool does."""
+    """Definition of a function."""
 
     neutral = FUNCTION_NEUTRAL
 
@@ -58,7 +58,7 @@ class NamedTool(Body):
 
 
 class CalledFunction(Body):
-    """What the model called, its arguments as JSON text."""
+    """A called function, with its arguments as JSON text."""
 
     ignored = CALLED_IGNORED
 
@@ -67,7 +67,7 @@ class CalledFunction(Body):
 
 
 class ToolCall(Body):
-    """A call of an earlier turn."""
+    """A tool call of an earlier message."""
 
     ignored = CALL_IGNORED
 
@@ -76,13 +76,13 @@ class ToolCall(Body):
     function: CalledFunction
 
     def plain(self, where: str) -> dict[str, Any]:
-        """As chat templates take it: arguments are an object. Raises ApiError when they are none."""
+        """Return the call as input of a chat template, with parsed arguments. Raises ApiError if they are no object."""
         refuse_extra(self, f"{where}.")
         refuse_extra(self.function, f"{where}.function.")
         try:
             arguments = msgspec.json.decode(self.function.arguments or "{}", type=dict[str, Any])
         except (msgspec.MsgspecError, RecursionError) as error:
-            raise invalid(f"{where}.function.arguments is no JSON object: {error}", where) from error
+            raise invalid(f"{where}.function.arguments is not a JSON object: {error}", where) from error
         return {
             "id": self.id,
             "type": "function",
@@ -95,10 +95,12 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 
 class ToolSelection(msgspec.Struct, frozen=True):
-    """What a chat wants of its tools.
+    """Selected tools of a chat request.
 
-    `tools` are what the template gets; `forced` names the one that must be called, is empty when any must be, and
-    None when the model decides. `parallel` is whether there may be several calls.
+    Attributes:
+        tools: tools for the chat template.
+        forced: name of the tool that must be called, empty if any tool must be called, None if the model decides.
+        parallel: whether several calls are allowed.
     """
 
     tools: tuple[Tool, ...]
@@ -106,11 +108,11 @@ class ToolSelection(msgspec.Struct, frozen=True):
     parallel: bool
 
     def plain(self) -> list[dict[str, Any]]:
-        """The tools as chat templates take them."""
+        """Return the tools as input of a chat template."""
         return [tool.model_dump(exclude_none=True) for tool in self.tools]
 
     def structure(self) -> StructuredOutput | None:
-        """What a forced call demands of the answer's text. Raises ApiError."""
+        """Return the structure of a forced call, None if no call is forced. Raises ApiError for an invalid schema."""
         if self.forced is None:
             return None
         if self.forced:
@@ -125,22 +127,22 @@ NO_TOOLS = ToolSelection((), None, parallel=True)
 
 
 def choice_of(tools: list[Tool] | None, choice: ToolChoice | None, parallel: bool | None) -> ToolSelection:
-    """What is wanted. Raises ApiError for a choice without tools, or of one that is not there."""
+    """Return the selected tools. Raises ApiError for a choice without tools, or of an unknown tool."""
     for at, tool in enumerate(tools or ()):
         refuse_extra(tool, f"tools[{at}].")
         refuse_extra(tool.function, f"tools[{at}].function.")
     names = [tool.function.name for tool in tools or ()]
     if len(set(names)) < len(names):
-        raise invalid("tools: two functions have the same name", "tools")
+        raise invalid("tools: two functions have the same name; names must be unique", "tools")
     if isinstance(choice, NamedTool):
         refuse_extra(choice, "tool_choice.")
         refuse_extra(choice.function, "tool_choice.function.")
         name = choice.function.name
         if name not in names:
-            raise invalid(f"tool_choice: there is no function {name!r} among the tools", "tool_choice")
+            raise invalid(f"tool_choice: unknown function {name!r}; functions are: {', '.join(names)}", "tool_choice")
         return ToolSelection(tuple(tools or ()), name, parallel=False)
     if choice == "required" and not names:
-        raise invalid("tool_choice is required, but there are no tools", "tool_choice")
+        raise invalid("tool_choice is required, but the request has no tools", "tool_choice")
     if not names or choice == "none":
         return NO_TOOLS
     return ToolSelection(tuple(tools or ()), "" if choice == "required" else None, parallel=parallel is not False)
@@ -151,7 +153,7 @@ def _parameters(function: Function) -> JsonObject:
 
 
 def _any_call(tools: tuple[Tool, ...], *, parallel: bool) -> JsonObject:
-    """A list of calls of any of the tools. References in a schema are from its root, so definitions move there."""
+    """Return the schema of a list of calls. Definitions move to its root, because references start there."""
     definitions: dict[str, Any] = {}
     calls: list[Any] = []
     for tool in tools:
@@ -171,8 +173,8 @@ def _hoist(definitions: dict[str, Any], own: Any, name: str) -> None:
     if own is None:
         return
     if not isinstance(own, Mapping):
-        raise invalid(f"tools: $defs in the parameters of {name} is no object", "tools")
+        raise invalid(f"tools: $defs in the parameters of {name} is not an object", "tools")
     for key, schema in own.items():
         if definitions.setdefault(key, schema) != schema:
-            text = f"tools: {key!r} is defined in two ways by the parameters of tools; a required call needs one"
+            text = f"tools: {key!r} has two definitions in the parameters of tools; a required call needs a single one"
             raise ApiError(400, "invalid_value", text, "tools")
