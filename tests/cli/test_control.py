@@ -167,7 +167,7 @@ def test_the_log_of_commands_verifies(system: tuple[Up, Path], tmp_path: Path) -
 def test_by_default_an_ingress_takes_no_commands() -> None:
     with running("--workers", "1") as up:
         answers = [control(up, name) for name in ("pause", "disaggregation", "busy_threshold")]
-    said = "forebay: the ingress takes no commands: start it with --admin-api and a token\n"
+    said = "forebay: the admin API is disabled; start the ingress with --admin-api and a token\n"
     assert [(code, err) for code, _, err in answers] == [(1, said)] * 3
 
 
@@ -216,8 +216,8 @@ def test_who_does_not_answer_is_named() -> None:
     url = f"http://127.0.0.1:{free_ports(1)}"
     run = forebay("control", "pause", "--url", url)
     assert run.returncode == 2
-    assert f"{url} does not answer" in run.stderr
-    assert "does not answer" in forebay("control", "pause", "--url", "nonsense").stderr
+    assert f"{url} does not respond" in run.stderr
+    assert "does not respond" in forebay("control", "pause", "--url", "nonsense").stderr
 
 
 class Other(BaseHTTPRequestHandler):
@@ -242,5 +242,5 @@ def test_a_server_that_is_no_ingress_is_named() -> None:
     runs = [forebay("control", name, "--url", url) for name in ("pause", "disaggregation")]
     server.shutdown()
     server.server_close()
-    said = f"forebay: {url} does not answer as an ingress does (HTTP 200)\n"
+    said = f"forebay: {url} is not an ingress (unexpected response, HTTP 200); check --url\n"
     assert [(run.returncode, run.stderr) for run in runs] == [(2, said)] * 2

@@ -1,1 +1,1 @@
-"""Commands to a running system over HTTP: to its workers, and to what it routes by."""
+"""Control a running system over HTTP: commands to workers, and routing settings."""

@@ -1,4 +1,4 @@
-"""What `forebay control` asks of an ingress, and what its answers mean for a shell."""
+"""HTTP client of `forebay control`, and the exit codes for its responses."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,52 +12,57 @@ from forebay.cli.common.admin_token import VARIABLE, admin_token
 from forebay.cli.common.errors import USAGE, complain, explained, fail
 
 URL = "http://127.0.0.1:8000"
-UrlOption = Annotated[str, typer.Option(help="An ingress of the running system.")]
-PATIENCE_S = 10.0  # an ingress answers by itself, or its log does, long before
+UrlOption = Annotated[str, typer.Option(help="URL of an ingress of the running system.")]
+PATIENCE_S = 10.0  # longer than every timeout of the ingress itself
 
 
 @dataclass(frozen=True, slots=True)
 class IngressClient:
-    """An ingress of the running system, and the token that its admin API demands; empty for none."""
+    """Client of an ingress.
+
+    Attributes:
+        url: base URL of the ingress.
+        token: token of the admin API, empty for none.
+    """
 
     url: str
     token: str = field(repr=False)
 
-    def ask(self, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float = 0.0) -> httpx.Response:
-        """Return the response to a POST of this body, or to a GET; end the command if there is none."""
+    def request(self, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float = 0.0) -> httpx.Response:
+        """Send a POST with this body, or a GET without one. Exit if the ingress does not respond."""
         headers = {"authorization": f"Bearer {self.token}"} if self.token else {}
         method = "GET" if body is None else "POST"
         address = f"{self.url.rstrip('/')}{path}"
         try:
             return httpx.request(method, address, json=body, headers=headers, timeout=timeout_s + PATIENCE_S)
         except (httpx.TransportError, httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
-            fail(f"{self.url} does not answer ({error!r}); start a system with `forebay up`")
+            fail(f"{self.url} does not respond ({error!r}); start a system with `forebay up`")
 
 
-def service_at(url: str, token_file: Path | None) -> IngressClient:
-    """Return the ingress at this URL, with the token of a file or of the environment."""
+def client_for(url: str, token_file: Path | None) -> IngressClient:
+    """Return a client with the token from a file or the environment."""
     with explained():
         return IngressClient(url, admin_token(token_file))
 
 
-def answer_of(url: str, response: httpx.Response, key: str) -> dict[str, Any]:
-    """The body, which has this key or an error; what no ingress says ends the command."""
+def decode_response(url: str, response: httpx.Response, key: str) -> dict[str, Any]:
+    """Return the body, which must contain `key` or an error. Exit if it is not the response of an ingress."""
     try:
         answer = response.json()
     except ValueError:
         answer = None
     if not isinstance(answer, dict) or not (key in answer or "error" in answer):
-        fail(f"{url} does not answer as an ingress does (HTTP {response.status_code})")
+        fail(f"{url} is not an ingress (unexpected response, HTTP {response.status_code}); check --url")
     return answer
 
 
-def end_unless_ok(answer: Mapping[str, Any], response: httpx.Response) -> None:
-    """End the command by what went wrong, if anything did: 2 for what was wrong in itself, else 1."""
+def exit_unless_ok(answer: Mapping[str, Any], response: httpx.Response) -> None:
+    """Exit if the request failed: with 2 for an invalid request, else 1."""
     if response.status_code == httpx.codes.OK:
         return
     code = str(answer["error"].get("code"))
     if response.status_code == httpx.codes.NOT_FOUND and code == "not_found":
-        complain("the ingress takes no commands: start it with --admin-api and a token")
+        complain("the admin API is disabled; start the ingress with --admin-api and a token")
     elif code.startswith("admin_token"):
         complain(f"{answer['error']['message']}; set {VARIABLE} or --admin-token-file")
     else:

@@ -1,4 +1,4 @@
-"""`forebay control`: has workers of a running system do something, and changes by what its router decides."""
+"""`forebay control`: send commands to workers and change routing settings of a running system."""
 
 import json as jsonlib
 from collections.abc import Callable
@@ -12,56 +12,58 @@ from typer.core import TyperGroup
 from forebay.cli.common.admin_token import AdminTokenFileOption
 from forebay.cli.common.errors import fail
 from forebay.cli.common.terminal import in_markup, results
-from forebay.cli.control.client import URL, UrlOption, answer_of, end_unless_ok, service_at
+from forebay.cli.control.client import URL, UrlOption, client_for, decode_response, exit_unless_ok
 from forebay.cli.control.settings import busy_threshold, disaggregation
 from forebay.events.control import Action
 
 ACTIONS: dict[Action, str] = {
-    "load_lora": "Have workers load an adapter.",
-    "unload_lora": "Have workers unload an adapter.",
-    "list_loras": "Say which adapters workers have.",
-    "clear_kv_blocks": "Have workers empty their KV caches.",
-    "sleep": "Have workers free memory until they wake up.",
-    "wake_up": "Have workers that sleep go on.",
-    "pause": "Have workers compute nothing until they resume.",
-    "resume": "Have workers that pause go on.",
+    "load_lora": "Load an adapter.",
+    "unload_lora": "Unload an adapter.",
+    "list_loras": "List the adapters that workers have loaded.",
+    "clear_kv_blocks": "Clear the KV caches of workers.",
+    "sleep": "Free the memory of workers until wake_up.",
+    "wake_up": "Wake up sleeping workers.",
+    "pause": "Pause workers until resume; requests wait.",
+    "resume": "Resume paused workers.",
 }
-assert set(ACTIONS) == set(get_args(Action)), "each has its line"
+assert set(ACTIONS) == set(get_args(Action)), "every action has a help text"
 
 
 class _Known(TyperGroup):
-    """Says which commands there are to who asks for another."""
+    """Group that lists the known commands if a command is unknown."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
         if args and args[0] not in self.commands:
-            fail(f"the command {args[0]!r} is not known; known: {', '.join(self.commands)}")
+            fail(f"unknown command {args[0]!r}; commands are: {', '.join(self.commands)}")
         return super().resolve_command(ctx, args)
 
 
 app = typer.Typer(
     cls=_Known,
-    help="Command workers of a running system, or change by what it routes; exit 1 unless that was done.",
+    help="Send commands to workers or change routing settings. Exits 1 on failure.",
     no_args_is_help=True,
 )
 
 
-def _doing(action: Action) -> Callable[..., None]:
+def _command(action: Action) -> Callable[..., None]:
     def command(
         worker: Annotated[
-            list[str] | None, typer.Option(help="Only this worker; repeatable. All of the model when left out.")
+            list[str] | None, typer.Option(help="Worker to command; repeatable. Default: all workers of the model.")
         ] = None,
-        pool: Annotated[str, typer.Option(help="Only workers of this pool.")] = "",
-        lora: Annotated[str, typer.Option(help="The adapter to load or unload.")] = "",
-        path: Annotated[Path | None, typer.Option(help="Its directory, as workers see it.")] = None,
+        pool: Annotated[str, typer.Option(help="Command only workers of this pool.")] = "",
+        lora: Annotated[str, typer.Option(help="Name of the adapter to load or unload.")] = "",
+        path: Annotated[Path | None, typer.Option(help="Directory of the adapter, as workers see it.")] = None,
         level: Annotated[
-            int, typer.Option(min=1, max=2, help="How deep to sleep: 1 keeps the weights in host memory, 2 drops them.")
+            int, typer.Option(min=1, max=2, help="Sleep level: 1 keeps the weights in host memory, 2 drops them.")
         ] = 1,
-        timeout_s: Annotated[float, typer.Option(min=0.001, max=3_600, help="How long workers have.")] = 60.0,
+        timeout_s: Annotated[
+            float, typer.Option(min=0.001, max=3_600, help="Seconds until a worker must have finished.")
+        ] = 60.0,
         url: UrlOption = URL,
         admin_token_file: AdminTokenFileOption = None,
-        json: Annotated[bool, typer.Option("--json", help="The outcomes as one JSON object on stdout.")] = False,
+        json: Annotated[bool, typer.Option("--json", help="Print the outcomes as one JSON object.")] = False,
     ) -> None:
-        asked: dict[str, Any] = {
+        request: dict[str, Any] = {
             "action": action,
             "worker_ids": worker or [],
             "pool": pool,
@@ -70,19 +72,19 @@ def _doing(action: Action) -> Callable[..., None]:
             "level": level,
             "timeout_s": timeout_s,
         }
-        response = service_at(url, admin_token_file).ask("/v1/commands", asked, timeout_s=timeout_s)
-        answer = answer_of(url, response, "outcomes")
+        response = client_for(url, admin_token_file).request("/v1/commands", request, timeout_s=timeout_s)
+        result = decode_response(url, response, "outcomes")
         if json:
-            typer.echo(jsonlib.dumps(answer))
-        elif "outcomes" in answer:
-            results(wide=True).print(_table(answer["outcomes"]))
-        end_unless_ok(answer, response)
+            typer.echo(jsonlib.dumps(result))
+        elif "outcomes" in result:
+            results(wide=True).print(_table(result["outcomes"]))
+        exit_unless_ok(result, response)
 
     return command
 
 
 for _action, _help in ACTIONS.items():
-    app.command(_action, help=_help)(_doing(_action))
+    app.command(_action, help=_help)(_command(_action))
 app.command("disaggregation")(disaggregation)
 app.command("busy_threshold")(busy_threshold)
 

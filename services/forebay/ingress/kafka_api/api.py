@@ -1,7 +1,7 @@
-"""The Kafka API: any Kafka client asks on `openai-requests` and is answered on `openai-responses`.
+"""Kafka API: clients produce requests to `openai-requests` and consume responses from `openai-responses`.
 
 Ingresses share the partitions of `openai-requests` as one consumer group. Delivery is at least once: after a crash or a
-rebalance an answer may be given again, the same record by record.
+rebalance a response may be sent again with identical records.
 """
 
 import asyncio
@@ -24,7 +24,14 @@ COMMIT_S = 0.5
 
 
 class KafkaApi:
-    """One ingress's share of the Kafka API. `reply_slots` is the number of partitions of `tokens`."""
+    """Serves the partitions of `openai-requests` that are assigned to one ingress.
+
+    Args:
+        log: the log.
+        ingress: submits requests.
+        metrics: metrics of the Kafka API.
+        reply_slots: number of partitions of `tokens`.
+    """
 
     def __init__(self, log: KafkaLog, ingress: Ingress, metrics: KafkaApiMetrics, reply_slots: int) -> None:
         self._metrics = metrics
@@ -36,7 +43,7 @@ class KafkaApi:
         self._tasks: asyncio.TaskGroup | None = None
 
     async def run(self) -> None:
-        """Serve until cancelled. Raises LogError when Kafka cannot be worked with."""
+        """Serve until cancelled. Raises LogError if Kafka fails."""
         try:
             await self._replies.start()
             async with asyncio.TaskGroup() as tasks:
@@ -52,7 +59,7 @@ class KafkaApi:
             await self._leave()
 
     def assigned(self, partitions: Collection[int]) -> None:
-        """These partitions are ours from now on."""
+        """Start to serve partitions that the group coordinator assigned."""
         if self._tasks is None:
             return
         for partition in partitions:
@@ -62,7 +69,7 @@ class KafkaApi:
         logger.info("the Kafka API serves partitions: %s", ", ".join(map(str, partitions)) or "none")
 
     async def revoked(self, partitions: Collection[int]) -> None:
-        """These partitions are no longer ours: their answers are another ingress's."""
+        """Stop serving partitions that the group coordinator revoked, and commit their progress."""
         offsets = await self._stop_lanes(partitions)
         await self._group.commit_last({number: lane.progress() for number, lane in offsets.items()})
 
@@ -93,7 +100,7 @@ class KafkaApi:
                 lane.tick()
 
     async def _stop_lanes(self, partitions: Collection[int]) -> dict[int, PartitionServer]:
-        """End these; those that had begun."""
+        """Stop the servers of these partitions and return those that had started."""
         stopped = {number: lane for number in partitions if (lane := self._lanes.pop(number, None)) is not None}
         serving = [task for number in partitions if (task := self._serving.pop(number, None)) is not None]
         for task in serving:
@@ -103,7 +110,7 @@ class KafkaApi:
         return {number: lane for number, lane in stopped.items() if lane.started}
 
     async def _leave(self) -> None:
-        """Wait for the answers on their way, commit, and leave the group."""
+        """Wait for responses that are being sent, commit, and leave the group."""
         lanes = await self._stop_lanes(list(self._lanes))
         await self._replies.stop()
         await self._group.commit_last({number: lane.progress() for number, lane in lanes.items()})
@@ -111,7 +118,7 @@ class KafkaApi:
 
 
 def _first(error: BaseException) -> BaseException:
-    """What broke first; the others were cancelled for it."""
+    """Return the exception that failed first; the other tasks were cancelled because of it."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

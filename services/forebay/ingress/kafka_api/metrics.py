@@ -1,4 +1,4 @@
-"""What the Kafka API counts."""
+"""Metrics of the Kafka API."""
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
@@ -9,23 +9,29 @@ class KafkaApiMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.requests = Counter(
             "forebay_kafka_api_requests",
-            "requests answered by this ingress: answered, error, malformed",
+            "completed requests by outcome: answered, error, malformed",
             ("outcome",),
             registry=registry,
         )
         self.malformed = Counter(
             "forebay_kafka_api_malformed",
-            "records that are no request, by the code of the error",
+            "records that are not a valid request, by error code",
             ("reason",),
             registry=registry,
         )
         self.repeated = Counter(
-            "forebay_kafka_api_repeated", "answers of another ingress given again after a take-over", registry=registry
+            "forebay_kafka_api_repeated",
+            "responses of another ingress that were sent again after a takeover",
+            registry=registry,
         )
         self.undeliverable = Counter(
-            "forebay_kafka_api_undeliverable", "answers that their reply-topic did not take", registry=registry
+            "forebay_kafka_api_undeliverable",
+            "responses that could not be written to their reply-topic",
+            registry=registry,
         )
-        self.in_flight = Gauge("forebay_kafka_api_in_flight", "requests submitted and not answered", registry=registry)
+        self.in_flight = Gauge(
+            "forebay_kafka_api_in_flight", "submitted requests without a complete response", registry=registry
+        )
         self.partitions = Gauge(
             "forebay_kafka_api_partitions", "partitions of openai-requests that this ingress reads", registry=registry
         )

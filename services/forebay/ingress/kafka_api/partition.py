@@ -1,10 +1,14 @@
-"""One partition of the Kafka API: requests in, answers out, and how far it got.
+"""Serve one partition of the Kafka API: read requests, send responses, and commit progress.
 
-Theory of operation. Answers come from one reply slot, read by `_follow` alone; requests are taken by `_serve`.
-What is committed for the partition says all that another ingress needs to go on: the oldest unanswered request,
-where in the slot its answer can begin, and a promise: nothing from the promised offset on was submitted yet.
-So whoever takes over first opens every request up to there, reads the slot, gives again what stands on it, and
-submits the rest; the owner knows a request that it has already by its id and nonce.
+Theory of operation. `_serve` reads requests from the partition. `_follow` reads responses from one reply slot. The
+committed offset and its metadata contain everything that another ingress needs to continue:
+
+- the offset of the oldest request without a complete response,
+- the offset in the reply slot at which that response can begin,
+- a submission bound: no request at or after this offset was submitted yet.
+
+After a takeover the new ingress opens every request below the bound, reads the reply slot, sends those responses again,
+and submits requests without a response. The owner recognises a duplicate submission by its id and nonce.
 """
 
 import asyncio
@@ -42,18 +46,18 @@ from forebay.transport.kafka.replies import KafkaReplies, Reply, TopicUnusable
 
 logger = logging.getLogger(__name__)
 
-IN_FLIGHT_MAX = 1_024  # of one ingress: enough to fill many engines, little enough to hold in memory
-WINDOW_MAX = 8_192  # records from the oldest unanswered one on: what a take-over has to look at
-PROMISE = 1_024  # records that may be submitted before the next commit
-QUEUE_BYTES_MAX = 4 << 20  # fetched and not handled; beyond it the partition is paused
+IN_FLIGHT_MAX = 1_024  # per ingress: enough to keep many engines busy, few enough to hold in memory
+WINDOW_MAX = 8_192  # records from the oldest incomplete request on, which a takeover reads again
+SUBMIT_AHEAD = 1_024  # records that may be submitted before the next commit
+QUEUE_BYTES_MAX = 4 << 20  # fetched but not processed; above this size the partition is paused
 QUEUE_RECORDS_MAX = 1_000
-PLACE_S = 0.1  # between two looks whether a router has placed the model's group and owns it
-READ_MAX = 256  # records between two chances for others to run
-NOTE = re.compile(r"(\d{1,9}):(\d{1,19}):(\d{1,19})")
+PLACE_S = 0.1  # poll interval while the model has no control partition or no owner
+READ_MAX = 256  # records per iteration of the event loop
+METADATA = re.compile(r"(\d{1,9}):(\d{1,19}):(\d{1,19})")
 
 
 class SharedState:
-    """What the partitions of one ingress have in common."""
+    """State that the partitions of one ingress share."""
 
     def __init__(
         self,
@@ -79,14 +83,14 @@ class SharedState:
         self._room.set()
 
     async def room(self) -> None:
-        """Wait until another request may be submitted: there is room for it, and an owner that would decide it."""
+        """Wait until another request may be submitted: below the limit in flight, and with an owner."""
         while self._in_flight >= IN_FLIGHT_MAX:
             await self._room.wait()
         while self.ingress.find_partition() is None or not self.ingress.has_owner():  # noqa: ASYNC110 - they set no event
             await asyncio.sleep(PLACE_S)
 
     def count(self, change: int) -> None:
-        """So many requests more, or fewer, are in flight."""
+        """Change the number of requests in flight by `change`."""
         self._in_flight += change
         self.metrics.in_flight.set(self._in_flight)
         if self._in_flight < IN_FLIGHT_MAX:
@@ -95,7 +99,7 @@ class SharedState:
             self._room.clear()
 
     def fail(self, error: LogError) -> None:
-        """The broker does not take answers: the Kafka API ends."""
+        """Stop the Kafka API because the broker does not accept responses."""
         if not self.failure.done():
             self.failure.set_exception(error)
 
@@ -104,8 +108,8 @@ class PartitionServer:
     """Serves one partition until cancelled.
 
     Attributes:
-        started: whether it knows how far the partition got, so that there is something to commit.
-        committed: what was committed last.
+        started: whether the committed progress was read, so that progress may be committed.
+        committed: the most recent commit.
     """
 
     def __init__(self, shared: SharedState, partition: int) -> None:
@@ -122,16 +126,16 @@ class PartitionServer:
         self._noted = asyncio.Event()
         self._wake = asyncio.Event()
         self._tail: Tail | None = None
-        self._position = 0  # in the slot: what was dispatched
-        self._next_offset = 0  # in the partition: what was taken in
-        self._promised = 0
+        self._position = 0  # next offset in the reply slot
+        self._next_offset = 0  # next offset in the partition
+        self._submit_before = 0
         self._window_end = 0
         self._window: deque[WindowEntry] = deque()
-        self._answers: dict[str, PendingResponse] = {}
+        self._pending: dict[str, PendingResponse] = {}
         self._deadlines: deque[tuple[float, str, WindowEntry]] = (
             deque()
-        )  # all wait equally long: the oldest is due first
-        self._strays: deque[tuple[WindowEntry, ReplyAddress, TopicUnusable]] = deque()
+        )  # ordered, because all requests have the same timeout
+        self._undeliverable: deque[tuple[WindowEntry, ReplyAddress, TopicUnusable]] = deque()
 
     async def run(self) -> None:
         """Take over, then serve. Raises LogError."""
@@ -144,12 +148,12 @@ class PartitionServer:
         finally:
             if self._tail is not None:
                 self._tail.close()
-            self._shared.ids.difference_update(self._answers)
-            self._shared.count(-sum(waiting.submission is None for waiting in self._answers.values()))
-            self._answers.clear()
+            self._shared.ids.difference_update(self._pending)
+            self._shared.count(-sum(waiting.submission is None for waiting in self._pending.values()))
+            self._pending.clear()
 
     def push(self, records: list[Record]) -> None:
-        """Records of the partition that came."""
+        """Queue fetched records of the partition."""
         self._queue += records
         self._queued_bytes += sum(len(record.value) for record in records)
         if self._queued_bytes >= QUEUE_BYTES_MAX or len(self._queue) >= QUEUE_RECORDS_MAX:
@@ -158,42 +162,42 @@ class PartitionServer:
         self._pushed.set()
 
     def reached(self, position: int) -> None:
-        """All records before `position` were pushed."""
+        """Record that all records before `position` were pushed."""
         if position > self._reached:
             self._reached = position
             self._pushed.set()
 
     def progress(self) -> Committed:
-        """What to commit now."""
+        """Return the progress to commit."""
         window = self._window
         while window and window[0].answered:
             window.popleft()
         offset, slot_from = self._next_offset, self._position
         if window:
             offset, slot_from = window[0].offset, window[0].slot_from
-        # A promise is never taken back: an earlier one may have been used.
-        promised = max(self._promised, self._next_offset + PROMISE)
-        return Committed(offset, f"{self._slot}:{slot_from}:{promised}")
+        # The bound never decreases, because requests up to the earlier bound may have been submitted.
+        submit_before = max(self._submit_before, self._next_offset + SUBMIT_AHEAD)
+        return Committed(offset, f"{self._slot}:{slot_from}:{submit_before}")
 
     def noted(self, committed: Committed) -> None:
-        """This was committed."""
+        """Record a successful commit."""
         self.committed = committed
-        note = _note(committed.metadata)
-        assert note is not None
-        self._promised = note[2]
+        metadata = _parse_metadata(committed.metadata)
+        assert metadata is not None
+        self._submit_before = metadata[2]
         self._window_end = committed.offset + WINDOW_MAX
         self._noted.set()
 
     def tick(self) -> None:
-        """Time has passed: look for what is due."""
+        """Wake the task that checks deadlines."""
         self._wake.set()
 
     async def _begin(self) -> tuple[int, int]:
-        """Find out how far the partition got: how far requests, and how far the slot, are to be gone through again."""
+        """Read the committed progress; return the offsets up to which the partition and the slot are read again."""
         shared, group = self._shared, self._shared.group
         committed = await group.committed(self.partition)
         begin, end = await group.bounds(self.partition)
-        note = None if committed is None else _note(committed.metadata)
+        note = None if committed is None else _parse_metadata(committed.metadata)
         if note is not None and note[0] < shared.reply_slots:
             self._slot = note[0]
         offset = begin if committed is None else committed.offset
@@ -203,8 +207,8 @@ class PartitionServer:
         slot_end = await shared.log.end(TOKENS.name, self._slot)
         slot_begin = await shared.log.begin(TOKENS.name, self._slot)
         slot_from = slot_end if note is None else min(note[1], slot_end)
-        self._promised = offset if note is None else note[2]
-        recover_to = min(self._promised, end)
+        self._submit_before = offset if note is None else note[2]
+        recover_to = min(self._submit_before, end)
         self._position = max(slot_begin, slot_from)
         self._next_offset = self._reached = offset
         first = self.progress()
@@ -216,28 +220,28 @@ class PartitionServer:
         return recover_to, slot_end
 
     async def _recover(self, recover_to: int, slot_to: int) -> None:
-        """Open what another ingress may have submitted, and give again the answers that stand on the slot."""
+        """Open requests that another ingress may have submitted, and send their responses from the slot again."""
         while self._next_offset < recover_to:
             record = await self._next_record()
             if record is not None:
                 await self._take(record)
-                await asyncio.sleep(0)  # a long window must not hold up the group's heartbeat
+                await asyncio.sleep(0)  # a long window must not block the heartbeat of the group
         self._tail = self._shared.log.tail(TOKENS.name, self._slot, self._position, self._wake)
         while self._position < slot_to:
             await self._read_slot()
 
     async def _serve(self) -> None:
-        """Submit what was taken over and has no answer, then what comes."""
-        for waiting in list(self._answers.values()):
+        """Submit recovered requests without a response, then new requests."""
+        for waiting in list(self._pending.values()):
             await self._shared.room()
             await self._submit(waiting)
         while True:
             record = await self._next_record()
             if record is None:
                 continue
-            self._next_offset = record.offset  # what lies between was no record
-            while record.offset >= min(self._promised, self._window_end):
-                if record.offset >= self._promised:
+            self._next_offset = record.offset  # the skipped offsets are not records
+            while record.offset >= min(self._submit_before, self._window_end):
+                if record.offset >= self._submit_before:
                     self._shared.commit_soon.set()
                 self._noted.clear()
                 await self._noted.wait()
@@ -247,13 +251,13 @@ class PartitionServer:
                 await self._submit(opened)
 
     async def _follow(self) -> None:
-        """Turn the slot into answers."""
+        """Turn events of the reply slot into responses."""
         while True:
             await self._read_slot()
             await self._tidy()
 
     async def _next_record(self) -> Record | None:
-        """The next record of the partition; None when what stood there was no record, as of a transaction."""
+        """Return the next record, None if an offset was skipped, such as the marker of a transaction."""
         while not self._queue:
             if self._paused:
                 self._paused = False
@@ -268,7 +272,7 @@ class PartitionServer:
         return record if record.offset >= self._next_offset else None
 
     async def _take(self, record: Record) -> list[PendingResponse]:
-        """Open what a record asks for, or refuse it. It stands in the window from here on."""
+        """Add a record to the window, and open its requests or reject it."""
         entry = WindowEntry(record.offset, self._position)
         self._window.append(entry)
         self._next_offset = record.offset + 1
@@ -277,7 +281,7 @@ class PartitionServer:
             if where.problem is not None:
                 raise where.problem
             if where.reply_topic and not await self._shared.replies.exists(where.reply_topic):
-                text = f"there is no topic {where.reply_topic}"
+                text = f"unknown reply-topic {where.reply_topic!r}; create the topic first"
                 where = ReplyAddress(where.request_id, "")
                 raise invalid(text, "reply-topic", "unknown_reply_topic")
             return await self._open(record, RequestOrigin(entry, where, ""))
@@ -285,59 +289,67 @@ class PartitionServer:
             await self._refuse(entry, where, error)
         except LogError:
             raise
-        except Exception:  # whoever took the partition over would break at the same record
-            logger.exception("record %d of partition %d of openai-requests", record.offset, self.partition)
+        except Exception:  # another ingress would fail at the same record
+            logger.exception(
+                "failed to process record %d of partition %d of openai-requests", record.offset, self.partition
+            )
             await self._refuse(entry, where, internal_error())
         return []
 
     async def _refuse(self, entry: WindowEntry, where: ReplyAddress, error: ApiError) -> None:
-        if malformed := error.status < 500:  # else it is no fault of the record: no pool serves the model yet
+        if (
+            malformed := error.status < 500
+        ):  # otherwise the record is valid, for example if no pool serves the model yet
             self._shared.metrics.malformed.labels(error.code).inc()
         self._shared.metrics.requests.labels("malformed" if malformed else "error").inc()
         await self._send(entry, where, ResponseRecord(0, error.status, True, error.encoded()))
 
-    async def _open(self, record: Record, place: RequestOrigin) -> list[PendingResponse]:
+    async def _open(self, record: Record, origin: RequestOrigin) -> list[PendingResponse]:
         ingress = self._shared.ingress
         body = body_of(record, ingress.bodies.limits)
         headers = (record.headers or {}).items()
-        request_id = place.where.request_id
+        request_id = origin.where.request_id
         opened: list[tuple[PendingResponse, PreparedRequest]] = []
         if isinstance(body, EmbeddingBody):
             shared = EmbeddingBatch(body)
-            place = replace(place, endpoint="embeddings")
+            origin = replace(origin, endpoint="embeddings")
             for index, part in enumerate(await ingress.prepare_embedding(body, headers, is_patient=True)):
-                reply = PendingEmbedding(part_id(request_id, index), place, part.prompt.tokens, shared)
+                reply = PendingEmbedding(part_id(request_id, index), origin, part.prompt.tokens, shared)
                 opened.append((reply, part))
         else:
             prepared = await ingress.prepare(body, headers, is_patient=True)
-            opened.append((self._answer(body, prepared, place, record.at_us // 1_000_000), prepared))
+            opened.append((self._answer(body, prepared, origin, record.at_us // 1_000_000), prepared))
         for waiting, _ in opened:
             if waiting.request_id in self._shared.ids:
-                raise ApiError(409, "duplicate_request_id", f"the request id {waiting.request_id} is under way")
+                raise ApiError(
+                    409,
+                    "duplicate_request_id",
+                    f"the request id {waiting.request_id} is already in flight; use another id",
+                )
         for waiting, prepared in opened:
             waiting.submission = ingress.submission(
                 waiting.request_id,
                 prepared,
                 reply_slot=self._slot,
-                reply_from=place.entry.slot_from,
+                reply_from=origin.entry.slot_from,
                 nonce=nonce_of(record),
-                patient=True,  # refused, its client would write it again, and the topic holds it anyway
+                patient=True,  # a client would only send it again, and the topic keeps it anyway
             )
-            self._answers[waiting.request_id] = waiting
+            self._pending[waiting.request_id] = waiting
             self._shared.ids.add(waiting.request_id)
         return [waiting for waiting, _ in opened]
 
     def _answer(
-        self, body: ChatBody | TextBody, prepared: PreparedRequest, place: RequestOrigin, created: int
+        self, body: ChatBody | TextBody, prepared: PreparedRequest, origin: RequestOrigin, created: int
     ) -> PendingCompletion:
-        ingress, request_id = self._shared.ingress, place.where.request_id
+        ingress, request_id = self._shared.ingress, origin.where.request_id
         chat = isinstance(body, ChatBody)
         shape = ResponseFormatter(
             chat=chat, response_id=request_id, model=body.model, created=created, names_worker=body.names_worker
         )
         return PendingCompletion(
             request_id,
-            replace(place, endpoint="chat_completions" if chat else "completions"),
+            replace(origin, endpoint="chat_completions" if chat else "completions"),
             prepared.prompt.tokens,
             shape,
             prepared.output.composer(ingress.model, ingress.parsers, request_id),
@@ -346,7 +358,7 @@ class PartitionServer:
         )
 
     async def _submit(self, waiting: PendingResponse) -> None:
-        """Put a request on the log, unless it is over already."""
+        """Append a request to the log, unless it is complete."""
         if waiting.over or waiting.submission is None:
             return
         ingress = self._shared.ingress
@@ -362,11 +374,11 @@ class PartitionServer:
             return
         waiting.submission = None
         due_s = asyncio.get_running_loop().time() + ingress.settings.timeout_s + GRACE_S
-        self._deadlines.append((due_s, waiting.request_id, waiting.place.entry))
+        self._deadlines.append((due_s, waiting.request_id, waiting.origin.entry))
         self._shared.count(1)
 
     async def _read_slot(self) -> None:
-        """Dispatch what stands ready on the slot; wait when nothing does."""
+        """Dispatch available events of the slot, or wait for the next one."""
         assert self._tail is not None
         self._wake.clear()
         records = self._tail.take(READ_MAX)
@@ -383,27 +395,27 @@ class PartitionServer:
             event: TokenEvent = decode(TOKENS, record.value)
         except DecodeError as error:
             self._shared.ingress.metrics.undecodable.inc()
-            logger.warning("a record of the reply slot does not decode: %s", error)
+            logger.warning("cannot decode a record of the reply slot: %s", error)
             return
-        for waiting in apply(self._answers, event, self._shared.ingress.settings.model_name):
+        for waiting in apply(self._pending, event, self._shared.ingress.settings.model_name):
             pieces = waiting.pieces()
             if waiting.over and waiting.submission is not None:
                 self._shared.metrics.repeated.inc()
             await self._deliver(waiting, pieces)
             if waiting.ended is not None and not waiting.over:
-                self._drop(waiting)  # others of its record are awaited, and may need its room
+                self._drop(waiting)  # other parts of its record may need the capacity
 
     async def _tidy(self) -> None:
-        """End what is due, and answer to forebay's own topic what others do not take."""
+        """Fail requests past their deadline, and send undeliverable responses to the default topic."""
         now_s = asyncio.get_running_loop().time()
         while self._deadlines and (self._deadlines[0][0] <= now_s or self._deadlines[0][2].answered):
             _, request_id, entry = self._deadlines.popleft()
             waiting = self._awaited(request_id, entry)
             if waiting is not None:
-                text = f"no answer within {self._shared.ingress.settings.timeout_s:g} s"
+                text = f"no response within {self._shared.ingress.settings.timeout_s:g} s"
                 await self._deliver(waiting, [waiting.fail(ApiError(504, "deadline_exceeded", text))])
-        while self._strays:
-            entry, where, trouble = self._strays.popleft()
+        while self._undeliverable:
+            entry, where, trouble = self._undeliverable.popleft()
             diverted = self._awaited(where.request_id, entry)
             error = invalid(str(trouble), "reply-topic", "reply_topic_unusable")
             if diverted is not None:
@@ -414,18 +426,18 @@ class PartitionServer:
             )
 
     def _awaited(self, request_id: str, entry: WindowEntry) -> PendingResponse | None:
-        """The request of this record, while it is not over."""
-        waiting = self._answers.get(request_id)
-        return waiting if waiting is not None and waiting.place.entry is entry else None
+        """Return the request of this record, None if it is complete."""
+        waiting = self._pending.get(request_id)
+        return waiting if waiting is not None and waiting.origin.entry is entry else None
 
     async def _deliver(self, waiting: PendingResponse, pieces: list[ResponseRecord]) -> None:
         if waiting.over:
             self._close(waiting)
         for piece in pieces:
-            await self._send(waiting.place.entry, waiting.place.where, piece)
+            await self._send(waiting.origin.entry, waiting.origin.where, piece)
 
     def _close(self, waiting: PendingResponse) -> None:
-        """Its answer is complete: nothing of it is awaited any more."""
+        """Complete a response and remove its requests."""
         shared, error = self._shared, waiting.error
         dropped = [self._drop(part) for part in waiting.parts]
         if not any(dropped):
@@ -433,13 +445,13 @@ class PartitionServer:
         shared.metrics.requests.labels("answered" if error is None else "error").inc()
         status = "success" if error is None else "error"
         if was_rejected(waiting):
-            shared.ingress.metrics.rejected(waiting.place.endpoint)
-        shared.ingress.metrics.ended(waiting.place.endpoint, stream=waiting.stream, status=status)
+            shared.ingress.metrics.rejected(waiting.origin.endpoint)
+        shared.ingress.metrics.ended(waiting.origin.endpoint, stream=waiting.stream, status=status)
 
     def _drop(self, waiting: PendingResponse) -> bool:
-        """It is not listened for any more; whether it was."""
+        """Remove a request and return whether it was registered. Cancel it if it has not ended."""
         shared, error = self._shared, waiting.error
-        if self._answers.pop(waiting.request_id, None) is None:
+        if self._pending.pop(waiting.request_id, None) is None:
             return False
         shared.ids.discard(waiting.request_id)
         if waiting.submission is None:
@@ -449,7 +461,7 @@ class PartitionServer:
         return True
 
     async def _send(self, entry: WindowEntry, where: ReplyAddress, piece: ResponseRecord) -> None:
-        """Send a record of an answer; the last one answers its request once the broker has it."""
+        """Send a record of a response. The last record completes the request once the broker acknowledges it."""
 
         def on_done(trouble: LogError | TopicUnusable | None) -> None:
             if trouble is None:
@@ -459,7 +471,7 @@ class PartitionServer:
             elif not entry.diverted:
                 entry.diverted = True
                 self._shared.metrics.undeliverable.inc()
-                self._strays.append((entry, where, trouble))
+                self._undeliverable.append((entry, where, trouble))
                 self._wake.set()
 
         headers = {
@@ -473,10 +485,10 @@ class PartitionServer:
         await self._shared.replies.send(reply, on_done)
 
 
-def _note(metadata: str) -> tuple[int, int, int] | None:
-    """What was committed with an offset: slot, offset in the slot, promise."""
-    found = NOTE.fullmatch(metadata)
+def _parse_metadata(metadata: str) -> tuple[int, int, int] | None:
+    """Return reply slot, offset in the slot and submission bound from the metadata of a commit."""
+    found = METADATA.fullmatch(metadata)
     if found is None:
         return None
-    slot, slot_from, promised = found.groups()
-    return int(slot), int(slot_from), int(promised)
+    slot, slot_from, submit_before = found.groups()
+    return int(slot), int(slot_from), int(submit_before)

@@ -1,4 +1,4 @@
-"""A record of `openai-requests`: who asks, where the answer goes, and what is asked. No I/O here."""
+"""Parse a record of `openai-requests`: request id, reply topic and body. Performs no I/O."""
 
 from dataclasses import dataclass
 
@@ -24,12 +24,12 @@ KINDS: dict[str, type[ChatBody | TextBody | EmbeddingBody]] = {
 
 @dataclass(frozen=True, slots=True)
 class ReplyAddress:
-    """Where an answer goes, even one that says what is wrong with the record.
+    """Where a response goes, including an error response.
 
     Attributes:
-        request_id: the header's, or derived from the record's place.
-        reply_topic: a full topic name, empty for forebay's own.
-        problem: of the headers; the request is refused with it.
+        request_id: from the header, or derived from partition and offset.
+        reply_topic: full topic name, empty for the default topic.
+        problem: error of the headers, with which the request is rejected; None for valid headers.
     """
 
     request_id: str
@@ -38,47 +38,47 @@ class ReplyAddress:
 
 
 def address(record: Record, allowed: ReplyTopics) -> ReplyAddress:
-    """Where the answer to a record goes. A header that is of no use is left out and told."""
+    """Return where the response to a record goes. An invalid header is replaced by its default and reported."""
     headers = record.headers or {}
     request_id = headers.get("request-id")
     reply_topic = headers.get("reply-topic", "")
     problem = None
     if request_id is None or not REQUEST_ID.fullmatch(request_id):
         if request_id is not None:
-            text = "request-id takes 1 to 128 letters, digits, dots, dashes and underscores"
+            text = "invalid request-id; it must be 1 to 128 letters, digits, dots, dashes and underscores"
             problem = invalid(text, "request-id", "invalid_request_id")
         request_id = f"kafka-api-{record.partition}-{record.offset}"
     if reply_topic == allowed.default:
         reply_topic = ""
     elif reply_topic and reply_topic not in allowed:
-        text = f"responses may not go to {reply_topic!r}, only to topics that match: {allowed}"
+        text = f"reply-topic {reply_topic!r} is not allowed; topics must match: {allowed}"
         problem = problem or invalid(text, "reply-topic", "invalid_reply_topic")
         reply_topic = ""
     return ReplyAddress(request_id, reply_topic, problem)
 
 
 def body_of(record: Record, limits: BodyLimits) -> ChatBody | TextBody | EmbeddingBody:
-    """What a record asks for. Raises ApiError with the first thing that is wrong."""
+    """Return the parsed body of a record. Raises ApiError for the first error."""
     if record.fault is not None:
         raise invalid(f"the record cannot be read: {record.fault}", code="unreadable_record")
     path = (record.headers or {}).get("path") or CHAT_PATH
     kind = KINDS.get(path)
     if kind is None:
-        raise ApiError(404, "not_found", f"there is no {path}")
+        raise ApiError(404, "not_found", f"unknown path {path!r}; paths are: {', '.join(KINDS)}")
     limits.require(record.value)
     body = parse(kind, record.value)
     if body.queries_route:
-        # An answer that is given again after a take-over must be the same, and where a request would go changes.
-        text = "routes are not queried through a topic; ask POST /v1/route of an ingress"
+        # A response that is sent again after a takeover must be identical, but the result of a route query changes.
+        text = "route queries are not supported by the Kafka API; use POST /v1/route of an ingress"
         raise invalid(text, "nvext.annotations", "unsupported_parameter")
     return body
 
 
 def nonce_of(record: Record) -> int:
-    """The same for every delivery of a record, and for no other record."""
+    """Return a nonce that is the same for every delivery of a record, and unique to the record."""
     return xxh3_64_intdigest(f"{record.partition}/{record.offset}".encode())
 
 
 def slot_of(partition: int, reply_slots: int) -> int:
-    """The reply slot of a partition of `openai-requests`, whoever reads it."""
+    """Return the reply slot of a partition of `openai-requests`, the same in every ingress."""
     return xxh3_64_intdigest(b"kafka-api-%d" % partition) % reply_slots

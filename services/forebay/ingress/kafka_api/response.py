@@ -1,7 +1,7 @@
-"""An answer on its way to a topic: a fold over its reply slot, without a clock.
+"""Responses of the Kafka API: a fold over the events of a reply slot, without a clock.
 
-Each event of the slot gives the same records whoever folds it. So an answer that another ingress gives again,
-after it took the partition over, is the same record by record.
+The records of a response depend only on the events. So a response that another ingress sends again after a takeover has
+identical records.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ OK = 200
 
 @dataclass(frozen=True, slots=True)
 class ResponseRecord:
-    """A record of an answer. `index` counts them from 0; `last` marks the end."""
+    """A record of a response. `index` counts from 0; `last` marks the last record."""
 
     index: int
     status: int
@@ -33,7 +33,14 @@ class ResponseRecord:
 
 @dataclass(slots=True)
 class WindowEntry:
-    """A record of the partition: answered, or where in the slot its answer can begin."""
+    """A record of the partition in the window of incomplete requests.
+
+    Attributes:
+        offset: offset in the partition.
+        slot_from: offset in the reply slot at which the response can begin.
+        answered: whether the response is complete and acknowledged.
+        diverted: whether the response goes to the default topic because its reply topic failed.
+    """
 
     offset: int
     slot_from: int
@@ -43,7 +50,7 @@ class WindowEntry:
 
 @dataclass(frozen=True, slots=True)
 class RequestOrigin:
-    """Which record asks, where its answer goes, and what it is counted as."""
+    """Record of a request, destination of its response, and endpoint label for metrics."""
 
     entry: WindowEntry
     where: ReplyAddress
@@ -51,21 +58,21 @@ class RequestOrigin:
 
 
 class PendingResponse(ResponseState):
-    """A request on the log and its answer so far; some records need several.
+    """A request and its response so far. A record with several inputs has several requests.
 
     Attributes:
-        over: the last piece of the record's answer was given out.
-        error: why there is no answer, or no more of it.
-        stopped: a stop string ended it, so the engine is not needed any more.
-        submission: what is still to be submitted, None once it was.
+        over: whether the last record of the response was returned.
+        error: error that ended the response, None for success.
+        stopped: whether a stop string ended the response.
+        submission: event to submit, None once it was submitted.
     """
 
-    __slots__ = ("error", "over", "place", "request_id", "stopped", "stream", "submission")
+    __slots__ = ("error", "origin", "over", "request_id", "stopped", "stream", "submission")
 
-    def __init__(self, request_id: str, place: RequestOrigin, *, stream: bool) -> None:
+    def __init__(self, request_id: str, origin: RequestOrigin, *, stream: bool) -> None:
         super().__init__()
         self.request_id = request_id
-        self.place = place
+        self.origin = origin
         self.stream = stream
         self.over = False
         self.error: ApiError | None = None
@@ -74,27 +81,27 @@ class PendingResponse(ResponseState):
 
     @property
     def parts(self) -> Sequence["PendingResponse"]:
-        """All that the answer of its record needs, this one too."""
+        """All requests of the same record, including this one."""
         return (self,)
 
     def pieces(self) -> list[ResponseRecord]:
-        """What can be said now, after the reply changed."""
+        """Return the records that can be sent after the reply changed."""
         raise NotImplementedError
 
     def fail(self, error: ApiError) -> ResponseRecord:
-        """The last piece: an error, in OpenAI's shape."""
+        """Return the last record: an error in OpenAI's format."""
         raise NotImplementedError
 
 
 class PendingCompletion(PendingResponse):
-    """A chat or a completion."""
+    """Response of a chat or text completion."""
 
-    __slots__ = ("_index", "_prompt_tokens", "_said", "_shape", "_text", "_usage_chunk")
+    __slots__ = ("_deltas", "_index", "_prompt_tokens", "_shape", "_text", "_usage_chunk")
 
     def __init__(
         self,
         request_id: str,
-        place: RequestOrigin,
+        origin: RequestOrigin,
         prompt_tokens: int,
         shape: ResponseFormatter,
         text: Composer,
@@ -102,16 +109,16 @@ class PendingCompletion(PendingResponse):
         stream: bool,
         usage_chunk: bool,
     ) -> None:
-        super().__init__(request_id, place, stream=stream)
+        super().__init__(request_id, origin, stream=stream)
         self._prompt_tokens = prompt_tokens
         self._shape = shape
         self._text = text
         self._usage_chunk = usage_chunk
-        self._said: list[OutputDelta] = []
+        self._deltas: list[OutputDelta] = []
         self._index = 0
 
     def pieces(self) -> list[ResponseRecord]:
-        """As `PendingResponse` has it."""
+        """Return the records that can be sent after the reply changed."""
         if self.over:
             return []
         try:
@@ -120,46 +127,48 @@ class PendingCompletion(PendingResponse):
             return [self.fail(error)]
 
     def _fold(self) -> list[ResponseRecord]:
-        said = EMPTY_DELTA
+        delta = EMPTY_DELTA
         if self.tokens:
             token_ids, logprobs = self.tokens, self.logprobs
             self.tokens, self.logprobs = [], []
-            said = self._text.push(token_ids, logprobs)
+            delta = self._text.push(token_ids, logprobs)
             if self._text.stopped:
                 self.stopped = True
-                return self._close(said, "stop", 0)
+                return self._close(delta, "stop", 0)
         if self.gap:
-            return [self.fail(ApiError(502, "tokens_missing", f"the answer has a gap after {self.next_index} tokens"))]
+            return [
+                self.fail(ApiError(502, "tokens_missing", f"the response has a gap after {self.next_index} tokens"))
+            ]
         ended = self.ended
         if ended is None:
-            return self._open(said)
+            return self._open(delta)
         if ended.error is not None:
             return [self.fail(ApiError(ended.error.status, ended.error.code, ended.error.message))]
         cached_tokens = 0 if ended.usage is None else ended.usage.cached_tokens
-        return self._close(merge_deltas([said, self._text.finish()]), ended.finish_reason, cached_tokens)
+        return self._close(merge_deltas([delta, self._text.finish()]), ended.finish_reason, cached_tokens)
 
     def fail(self, error: ApiError) -> ResponseRecord:
-        """As `PendingResponse` has it."""
+        """Return the last record: an error in OpenAI's format."""
         self.over, self.error = True, error
         return self._piece(error.encoded(), last=True, status=error.status)
 
-    def _open(self, said: OutputDelta) -> list[ResponseRecord]:
+    def _open(self, delta: OutputDelta) -> list[ResponseRecord]:
         if not self.stream:
-            self._said.append(said)
+            self._deltas.append(delta)
             return []
-        if not said and self._index:
+        if not delta and self._index:
             return []
-        return [self._piece(_json_of(self._shape.delta(said, first=not self._index)))]
+        return [self._piece(_json_of(self._shape.delta(delta, first=not self._index)))]
 
-    def _close(self, said: OutputDelta, reason: str, cached_tokens: int) -> list[ResponseRecord]:
+    def _close(self, delta: OutputDelta, reason: str, cached_tokens: int) -> list[ResponseRecord]:
         self.over = True
         reason = self._text.reason(reason)
         usage = Usage(prompt_tokens=self._prompt_tokens, output_tokens=self.next_index, cached_tokens=cached_tokens)
         served = ServingInfo(self.request_id, self.worker_id, self.rank, self.attempt, self.prefilled)
         if not self.stream:
-            whole = merge_deltas([*self._said, said])
+            whole = merge_deltas([*self._deltas, delta])
             return [self._piece(self._shape.whole(whole, reason, usage, served), last=True)]
-        pieces = self._open(said)
+        pieces = self._open(delta)
         pieces.append(self._piece(_json_of(self._shape.last(reason, served)), last=not self._usage_chunk))
         if self._usage_chunk:
             pieces.append(self._piece(_json_of(self._shape.usage(usage)), last=True))
@@ -172,19 +181,19 @@ class PendingCompletion(PendingResponse):
 
 
 class EmbeddingBatch:
-    """What the inputs of one record have in common."""
+    """State that the inputs of one embedding request share."""
 
     def __init__(self, body: EmbeddingBody) -> None:
         self.body = body
         self.parts: list[PendingEmbedding] = []
 
     def end(self, error: ApiError | None = None) -> None:
-        """Every part is over."""
+        """Complete all inputs, with an error or successfully."""
         for part in self.parts:
             part.over, part.error = True, error
 
     def whole(self) -> ResponseRecord | None:
-        """The answer, once every part has its vector."""
+        """Return the response once every input has its vector."""
         if not all(part.packed for part in self.parts):
             return None
         prompt_tokens = sum(part.prompt_tokens for part in self.parts)
@@ -194,12 +203,12 @@ class EmbeddingBatch:
 
 
 class PendingEmbedding(PendingResponse):
-    """One input of an embedding request; the part that is ready last gives the answer of all."""
+    """One input of an embedding request. The last input to complete returns the response."""
 
     __slots__ = ("_shared", "packed", "prompt_tokens")
 
-    def __init__(self, request_id: str, place: RequestOrigin, prompt_tokens: int, shared: EmbeddingBatch) -> None:
-        super().__init__(request_id, place, stream=False)
+    def __init__(self, request_id: str, origin: RequestOrigin, prompt_tokens: int, shared: EmbeddingBatch) -> None:
+        super().__init__(request_id, origin, stream=False)
         self.packed = b""
         self.prompt_tokens = prompt_tokens
         self._shared = shared
@@ -207,11 +216,11 @@ class PendingEmbedding(PendingResponse):
 
     @property
     def parts(self) -> Sequence[PendingResponse]:
-        """As `PendingResponse` has it."""
+        """All requests of the same record, including this one."""
         return self._shared.parts
 
     def pieces(self) -> list[ResponseRecord]:
-        """As `PendingResponse` has it."""
+        """Return the response once every input has its vector."""
         if self.over or self.ended is None:
             return []
         try:
@@ -222,11 +231,11 @@ class PendingEmbedding(PendingResponse):
         return [] if whole is None else [whole]
 
     def fail(self, error: ApiError) -> ResponseRecord:
-        """As `PendingResponse` has it: one input that fails fails all."""
+        """Fail all inputs, and return the error as the only record."""
         self._shared.end(error)
         return ResponseRecord(0, error.status, True, error.encoded())
 
 
 def _json_of(event: bytes) -> bytes:
-    """The JSON of a server-sent event."""
+    """Return the JSON of a server-sent event."""
     return event.removeprefix(EVENT_PREFIX).removesuffix(EVENT_SUFFIX)
