@@ -1,8 +1,8 @@
-"""forebay's control plane beside Dynamo's: the same load on both, in turn, on one machine.
+"""Benchmark of forebay's control plane against Dynamo's: the same load on both, alternately, on one machine.
 
-Needs a folder of peer scripts (FOREBAY_PEERS or --peers): load.py, the load client, and dynamo.sh, which starts
-and stops Dynamo's frontend with mock engines. Engine time is near zero on both sides, so what is measured is HTTP,
-chat template, tokenising, routing and streaming. forebay runs in one process, its log in a file.
+It needs a folder of peer scripts (FOREBAY_PEERS or --peers): load.py, the load client, and dynamo.sh, which starts and
+stops Dynamo's frontend with mock engines. Engine time is near zero on both sides, so the benchmark measures HTTP, chat
+template, tokenization, routing and streaming. forebay runs in one process, with its log in a file.
 """
 
 import argparse

@@ -1,9 +1,8 @@
-"""What clients get when five times as many requests come as the engines can run, mock engines.
+"""Benchmark of overload: client latencies when requests arrive at five times the capacity of the mock engines.
 
-Two runs on one system, by a load generator in a process of its own: a tenth of the capacity for the latency without
-load, then the overload. Capacity follows from the mock engines' pace; the system needs CPU to spare, so look at the
-load averages that are printed. With `--cpu-bound` engines have room for everything, and the process itself is what is
-short.
+A load generator in its own process makes two runs on one system: a tenth of the capacity, for the latency without load,
+then the overload. The capacity follows from the step times of the mock engines. The system needs spare CPU: check the
+load averages that are printed. With `--cpu-bound` the engines have spare capacity, and the CPU is the bottleneck.
 
 The system is `forebay up`, or with `--kafka` and `--redis` two routers, four workers and an ingress as processes.
 """

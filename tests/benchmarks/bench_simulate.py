@@ -1,9 +1,9 @@
-"""How fast whole workloads are simulated: requests a second by workers and by requests, and how much memory that takes.
+"""Benchmark of the simulator: requests per second and peak memory, by number of workers and requests.
 
-Each run is a process of its own, `forebay simulate --policy kv`, from its start to its end; CPU time, which neighbours
-on the machine change least, is of all of it. Arrivals come the faster the more workers there are, so that all of them
-are used. Where FOREBAY_DYNAMO_PYTHON and FOREBAY_PEERS are set Dynamo's offline replay of the same trace, its KV router
-and mock engines of the same size, runs in turn with ours; neither has more than one core.
+Each run is a process of its own, `forebay simulate --policy kv`. CPU time covers the whole process, because other load
+on the machine affects it least. The arrival rate grows with the number of workers, so that all of them are busy. If
+FOREBAY_DYNAMO_PYTHON and FOREBAY_PEERS are set, Dynamo's offline replay runs alternately on the same trace, with its KV
+router and mock engines of the same size. Both are limited to one core.
 """
 
 import argparse

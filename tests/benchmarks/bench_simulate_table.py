@@ -1,8 +1,8 @@
-"""Policies x traces beside Dynamo's offline replay, as a Markdown table; and how many digests many runs have.
+"""Benchmark that compares policies with Dynamo's offline replay in a Markdown table, and counts digests of many runs.
 
-Needs Mooncake's traces, conversation_trace.jsonl and synthetic_trace.jsonl, in the folder `mooncake` of the one that
-FOREBAY_TRACES names. Dynamo's rows come by FOREBAY_DYNAMO_PYTHON, a Python that has ai-dynamo, and replay_dynamo.py in
-the folder that FOREBAY_PEERS names; they are left out without. Our side is `forebay simulate`, as users run it.
+It needs Mooncake's traces, conversation_trace.jsonl and synthetic_trace.jsonl, in the folder `mooncake` under
+FOREBAY_TRACES. Dynamo's rows need FOREBAY_DYNAMO_PYTHON, a Python with ai-dynamo, and replay_dynamo.py in the folder
+FOREBAY_PEERS; without these the rows are left out. forebay's rows run the command `forebay simulate`.
 """
 
 import argparse
