@@ -219,5 +219,5 @@ def test_a_prefill_worker_joins_and_one_is_lost_while_it_sends() -> None:
 def test_an_empty_fleet_and_sizes_that_do_not_go_together_are_refused() -> None:
     with pytest.raises(NotSimulable, match="the state has no worker"):
         resumed(fleet(), asked("r", CHAIN[:3]))
-    with pytest.raises(NotSimulable, match="the worker a cannot be modelled: max_num_batched_tokens"):
+    with pytest.raises(NotSimulable, match="worker a cannot be modelled: max_num_batched_tokens"):
         resumed(fleet("a", max_num_seqs=100), asked("r", CHAIN[:3]))

@@ -67,8 +67,8 @@ def test_too_few_are_not_fitted() -> None:
     none = fitted([])
     assert (none.fitted, none.transfer.kv_transfer_latency_us, none.off_percent) == (0, 0, 0.0)
     assert str(none) == (
-        "0 us and no time for bytes, 1,000 bytes a token; from 0 of 0 transfers "
-        "(no transfer is recorded with its time: they are taken to take none)"
+        "0 us and no time per byte, 1,000 bytes per token; from 0 of 0 transfers "
+        "(no transfer was recorded with its duration, so transfers take no time)"
     )
 
 
@@ -90,7 +90,7 @@ def test_given_parameters_are_not_fitted() -> None:
     assert found.off_percent == pytest.approx(76.8, abs=0.5)
     assert "kv_transfer_latency_us given, not fitted" in str(found)
     found = fitted(seen[:3], kv_transfer_bandwidth=5.0)
-    assert found.note.startswith("too few to fit"), "the latency is not given"
+    assert found.note.startswith("20 are needed for a fit"), "the latency is not given"
     assert found.note.endswith("median one; kv_transfer_bandwidth as given")
 
 
