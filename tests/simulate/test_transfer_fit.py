@@ -91,7 +91,7 @@ def test_given_parameters_are_not_fitted() -> None:
     assert "kv_transfer_latency_us given, not fitted" in str(found)
     found = fitted(seen[:3], kv_transfer_bandwidth=5.0)
     assert found.note.startswith("20 are needed for a fit"), "the latency is not given"
-    assert found.note.endswith("median one; kv_transfer_bandwidth as given")
+    assert found.note.endswith("median time; kv_transfer_bandwidth given, not fitted")
 
 
 def test_transfers_that_took_no_time_at_all() -> None:
