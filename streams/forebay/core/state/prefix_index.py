@@ -196,9 +196,9 @@ class PrefixIndex:
 
     def end_scan(self) -> list[IndexChanges]:
         """End a completed scan, and return the events since `begin_scan`, to be restored after what the scan saw."""
-        assert self._scan is not None, "a scan is on"
-        assert self._changes is not None, "its changes are kept"
-        assert self._scan.done, "it saw everything"
+        assert self._scan is not None, "no scan is active"
+        assert self._changes is not None, "a scan records changes"
+        assert self._scan.done, "the scan is not done"
         changes = self._changes.chunks()
         self._scan = self._changes = None
         return changes
