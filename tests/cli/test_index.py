@@ -95,7 +95,7 @@ def test_one_worker_and_one_that_is_not_there(tmp_path: Path) -> None:
     blocks = sum(len(event.sequence_hashes) // 8 for event in events if isinstance(event, BlocksStored))
     assert blocks == sum(index.blocks_held("w0", 0, tier) for tier in TIERS)
     run = forebay("index", "dump", str(path), "--worker", "nobody")
-    assert (run.returncode, "no worker nobody; there are w0, w1" in run.stderr) == (2, True)
+    assert (run.returncode, "unknown worker nobody; workers are: w0, w1" in run.stderr) == (2, True)
 
 
 def test_a_log_or_kafka_and_not_both(tmp_path: Path) -> None:

@@ -85,8 +85,8 @@ def test_a_whole_log(source: Path, tmp_path: Path) -> None:
     journal = journal_of(source)
     told = dict(re.findall(r"^ *(\w+) +(.*)$", result.stdout, re.MULTILINE))
     assert told["window"] == f"{utc(journal[0].at_us)} to {utc(journal[-1].at_us)}"
-    assert told["group"] == f"{MODEL}: control partition 0, pools recorded together: default"
-    assert f"offsets 0 to {len(journal) - 1}, from the log's beginning on" in told["journal"]
+    assert told["group"] == f"{MODEL}: control partition 0, pools default"
+    assert f"offsets 0 to {len(journal) - 1}, starting at the log's beginning" in told["journal"]
     assert f"decisions {len(journal)}" in told["records"]
     assert re.fullmatch(r"(\d+) of \1 decisions, digest [0-9a-f]{16}", told["verified"])
     assert re.fullmatch(rf"{tmp_path}/rec, \d\.\d MB, digest [0-9a-f]{{32}}", told["recorded"])
@@ -115,7 +115,8 @@ def test_windows(source: Path, tmp_path: Path) -> None:
     # A window that begins before all that is there would be recorded in part only.
     earliest = utc(journal[again["groups"][0]["start"]].at_us)
     text = refused("--from", "-1d", tmp_path / "a", tmp_path / "d")
-    assert text.startswith(f"the window begins before what can be recorded, which is from {earliest} on: control part")
+    assert text.startswith("the window begins too early: control partition ")
+    assert f" can be recorded from {earliest} on" in text
     assert ", no decisions before offset" in text
 
 
@@ -130,7 +131,7 @@ def test_the_last_of_a_log_is_counted_from_its_newest_decision(
     told = made("--last", "30s", idle, tmp_path / "rec")
     assert told["groups"][0]["decisions"] == len(offsets)
     later(idle, 0, 1 << 62)
-    assert "which is no time" in refused("--last", "30s", idle, tmp_path / "again")
+    assert "invalid append time" in refused("--last", "30s", idle, tmp_path / "again")
 
 
 def later(path: Path, first: int, by_us: int) -> None:
@@ -146,7 +147,7 @@ def later(path: Path, first: int, by_us: int) -> None:
 def test_not_verified_at_once(source: Path, tmp_path: Path) -> None:
     result = invoke("record", "--no-verify", source, tmp_path / "rec")
     assert result.exit_code == 0
-    assert f"not verified; `forebay replay verify {tmp_path}/rec` does it" in result.stdout
+    assert f"not verified; run `forebay replay verify {tmp_path}/rec`" in result.stdout
     assert made("--no-verify", tmp_path / "rec", tmp_path / "again")["verified"] == {}
 
 
@@ -156,16 +157,16 @@ def test_not_verified_at_once(source: Path, tmp_path: Path) -> None:
         (["--last", "5"], "--last 5: no span; give a number above 0 with s, m, h or d"),
         (["--last", "-5m"], "--last -5m: no span"),
         (["--last", "0s"], "--last 0s: no span"),
-        (["--last", "5m", "--from", "-1h"], "give --last, or --from and --to"),
+        (["--last", "5m", "--from", "-1h"], "--last excludes --from and --to; give one or the other"),
         (["--from", "yesterday"], "--from yesterday: no time; give 2026-01-31T12:00:00Z (local time"),
         (["--to", "-5"], "--to 5: no span"),
         (["--from", "2026-01-02", "--to", "2026-01-01"], "--from 2026-01-02 is not before --to 2026-01-01"),
         (["--from", "-5m", "--to", "-5m"], "--from -5m is not before --to -5m"),
-        (["--from", "2999-01-01"], "--from 2999-01-01 lies in the future"),
-        (["--to", "2020-01-01"], f"group {MODEL} decided nothing in the window; its journal goes from 20"),
-        (["--group", "nobody"], f"there is no group nobody: SOURCE has {MODEL}"),
-        (["--pools", "default,nobodys"], "there is no pool nobodys: SOURCE has default"),
-        (["--pools", "default", "--group", "nobody"], "there is no group nobody"),
+        (["--from", "2999-01-01"], "--from 2999-01-01 is in the future"),
+        (["--to", "2020-01-01"], f"group {MODEL} made no decision in the window; its journal covers 20"),
+        (["--group", "nobody"], f"unknown group nobody; groups in SOURCE: {MODEL}"),
+        (["--pools", "default,nobodys"], "unknown pool nobodys; pools in SOURCE: default"),
+        (["--pools", "default", "--group", "nobody"], "unknown group nobody"),
     ],
 )
 def test_bad_options(source: Path, tmp_path: Path, options: list[str], text: str) -> None:
@@ -174,8 +175,8 @@ def test_bad_options(source: Path, tmp_path: Path, options: list[str], text: str
 
 
 def test_bad_places(source: Path, tmp_path: Path) -> None:
-    assert refused(tmp_path / "rec") == "give LOG and OUT, or OUT and --kafka"
-    assert refused("--kafka", "127.0.0.1:1", source, tmp_path / "rec") == "give LOG and OUT, or OUT and --kafka"
+    assert refused(tmp_path / "rec") == "expected LOG and OUT, or OUT and --kafka"
+    assert refused("--kafka", "127.0.0.1:1", source, tmp_path / "rec") == "expected LOG and OUT, or OUT and --kafka"
     assert "cannot be used" in refused("--kafka", "127.0.0.1:1", tmp_path / "rec")
     assert refused(tmp_path / "none.db", tmp_path / "rec") == f"{tmp_path}/none.db: there is no such log"
     assert "there is no directory" in refused(source, tmp_path / "deeper" / "rec")
@@ -221,7 +222,7 @@ def test_groups_and_pools(joined: Path, tmp_path: Path) -> None:
     result = invoke("replay", "verify", "--group", MODEL, tmp_path / "one")
     assert (result.exit_code, result.stderr) == (
         2,
-        f"forebay: there is no group {MODEL}: {tmp_path}/one has {OTHER}\n",
+        f"forebay: unknown group {MODEL}; groups in {tmp_path}/one: {OTHER}\n",
     )
 
 
@@ -230,14 +231,14 @@ def test_a_group_that_decided_nothing_is_left_out_and_said(joined: Path, tmp_pat
     newest = journal_of(joined)[-1].at_us
     result = invoke("record", "--from", at(newest + 1), joined, tmp_path / "rec")
     assert result.exit_code == 0
-    assert result.stderr == f"left out: {MODEL}, which decided nothing in the window\n"
+    assert result.stderr == f"skipped: {MODEL} made no decision in the window\n"
     assert f"group      {OTHER}" in result.stdout
     assert f"group      {MODEL}" not in result.stdout
     for options in (["--group", MODEL], ["--group", MODEL, "--group", OTHER]):
         text = refused(*options, "--from", at(newest + 1), joined, tmp_path / "named")
-        assert f"group {MODEL} decided nothing in the window" in text
+        assert f"group {MODEL} made no decision in the window" in text
     text = refused("--to", "2020-01-01", joined, tmp_path / "none")
-    assert text == f"none of the groups decided anything in the window: {MODEL}, {OTHER}"
+    assert text == f"no group made a decision in the window: {MODEL}, {OTHER}"
 
 
 def test_it_goes_on_where_it_ended_and_not_with_what_another_command_began(

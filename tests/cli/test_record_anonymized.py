@@ -60,7 +60,7 @@ def test_a_recording_can_be_made_anonymous_later(source: Path, tmp_path: Path) -
     assert invoke("record", source, tmp_path / "raw.rec").exit_code == 0
     result = invoke("record", tmp_path / "raw.rec", tmp_path / "out.rec", "--anonymize")
     assert result.exit_code == 0, result.output
-    assert "anonymous  prompts, texts, keys and headers are left out, names and hashes masked\n" in result.stdout
+    assert "anonymised prompts, texts, keys and headers removed, names and hashes masked\n" in result.stdout
     # What is anonymous stays so, whoever records it again.
     result = invoke("record", tmp_path / "out.rec", tmp_path / "again.rec", "--json")
     assert json.loads(result.stdout)["anonymized"] is True
@@ -86,5 +86,5 @@ def test_several_groups_are_made_anonymous(source: Path, tmp_path: Path) -> None
 def test_an_anonymous_recording_is_always_verified(source: Path, tmp_path: Path) -> None:
     result = invoke("record", source, tmp_path / "out.rec", "--anonymize", "--no-verify")
     assert result.exit_code == 2
-    assert result.stderr == "forebay: an anonymised recording is always verified: leave --no-verify out\n"
+    assert result.stderr == "forebay: an anonymised recording is always verified; remove --no-verify\n"
     assert not (tmp_path / "out.rec").exists()

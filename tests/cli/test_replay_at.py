@@ -11,7 +11,7 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from forebay.cli.app import app
-from forebay.cli.replay.at_view import Sheet, drawn, summary
+from forebay.cli.replay.at_view import Sheet, render_sheet, summary
 from forebay.events.decisions import RequestRejected
 from tests.cli.in_process import forebay
 from tests.replay import incident
@@ -50,7 +50,7 @@ def test_the_last_record_by_default_and_tables_for_people(path: Path) -> None:
     run = at(str(path))
     assert run.exit_code == 0, run.stderr
     assert str(last["digest"]) in run.stdout
-    for text in ("second, epoch", "w0/0", "lost: slow", "blocks of 4 tokens", "nobody waits"):
+    for text in ("second, epoch", "w0/0", "lost: slow", "blocks of 4 tokens", "queue: empty"):
         assert text in run.stdout
 
 
@@ -66,13 +66,13 @@ def test_times_that_people_write(path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--offset", "100000"], "there is no journal record 100000: the recording has those from 0 to "),
-        (["--time", "1"], "the recording begins at "),
-        (["--time", "2999-01-01"], "the recording ends at "),
+        (["--offset", "100000"], "no journal record 100000: the recording has records 0 to "),
+        (["--time", "1"], "the recording begins later, at "),
+        (["--time", "2999-01-01"], "the recording ends earlier, at "),
         (["--time", "yesterday"], "--time yesterday: no time; give 2026-01-31T12:00:00Z"),
-        (["--time", "9" * 19], "the recording ends at "),
+        (["--time", "9" * 19], "the recording ends earlier, at "),
         (["--time", "9" * 20], "no time; give"),
-        (["--time", "1", "--offset", "1"], "give --time or --offset, not both"),
+        (["--time", "1", "--offset", "1"], "--time and --offset exclude each other; give one of them"),
     ],
 )
 def test_what_cannot_be_shown(path: Path, arguments: list[str], told: str) -> None:
@@ -90,7 +90,7 @@ def test_what_is_no_log(tmp_path: Path) -> None:
 def test_what_a_terminal_would_obey_is_not_printed() -> None:
     console = Console(file=io.StringIO(), width=60)
     with console.capture() as drawing:
-        console.print(drawn(Sheet("a\x1b]0;title\x07", ("id",), {"k": ("r\x1b[2J\n",)})))
+        console.print(render_sheet(Sheet("a\x1b]0;title\x07", ("id",), {"k": ("r\x1b[2J\n",)})))
     assert not {"\x1b", "\x07"} & set(drawing.get())
     assert "]0;title" in drawing.get()
     rejected = RequestRejected(request_id="r\x1b[2J", reply_slot=0, reason="busy", message="m")

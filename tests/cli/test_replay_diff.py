@@ -95,7 +95,7 @@ def test_a_set_that_changes_nothing_is_said_so(recording: Path) -> None:
     assert report["identical"]
     assert report["state"] == report["other_state"]
     _, out, _ = told(recording, "--set", "router.temperature=0", "--closed-loop")
-    assert "that is how it was configured" in out
+    assert "equal to the recorded configuration" in out
     assert "nothing to simulate" in out
 
 
@@ -119,7 +119,7 @@ def test_what_cannot_be_compared_is_refused(recording: Path, tmp_path: Path) -> 
     assert "there is no directory" in refused(recording, *policy, "--html", tmp_path / "no" / "page.html")
     assert "there is no such name" in refused(recording, *policy, "--allow", "anything")
     assert "is no page of this command" in refused(recording, *policy, "--html", recording)
-    assert "give it with --closed-loop" in refused(recording, *policy, "--speedup", "2")
+    assert "it needs --closed-loop" in refused(recording, *policy, "--speedup", "2")
     assert "give a log file or --kafka" in refused(*policy)
     assert str(tmp_path / "none.db") in refused(tmp_path / "none.db", *policy)
 
@@ -149,7 +149,7 @@ def test_events_that_nobody_here_knows_fail_it_unless_allowed(tmp_path: Path) ->
     page = tmp_path / "page.html"
     code, _, err = told(path, "--policy", "random", "--html", page)
     assert code == 2
-    assert "Not verified: 1 events of kinds that this version does not know" in Page(page.read_text()).text
+    assert "Not verified: 1 events of types that this version does not know" in Page(page.read_text()).text
     assert (
         "not verified: 1 unknown-events; use the version that wrote it, or accept that by --allow unknown-events" in err
     )
@@ -196,7 +196,7 @@ def test_a_page_needs_nothing_else_and_says_everything(recording: Path, tmp_path
     assert any("default-src 'none'" in content for content in page.attributes["content"])
     figures = json.loads(page.scripts[1])
     assert set(figures) == {"overlap", "load", "series"} <= set(page.attributes["id"])
-    for text in ("What these figures mean", "Open loop", "The fork", "Closed loop", RECORDED, "--policy round-robin"):
+    for text in ("How to read the results", "Open loop", "The fork", "Closed loop", RECORDED, "--policy round-robin"):
         assert text in page.text
 
 

@@ -66,15 +66,15 @@ def test_disagg_says_where_the_time_to_first_token_went(tmp_path: Path) -> None:
     path = tmp_path / "apart.db"
     asyncio.run(made.log(path)).close()
     text = shown("explain", str(path), "r")
-    parts = "of that: prefill 18.6 ms, KV transfer 900 us, hop and first step of who answers 8.2 ms"
-    assert f"time to first token 0.028 s by the owner's clock {parts}" in text
+    parts = "of this: prefill 18.6 ms, KV transfer 900 us, network and first decode step 8.2 ms"
+    assert f"time to first token 0.028 s on the owner's clock {parts}" in text
     told = json.loads(shown("explain", str(path), "r", "--json"))
     assert told["first_token"]["parts_us"] == {"prefill": 18_600, "transfer": 900, "decode": 8_200}
 
 
 def test_disagg_stages_are_explained(path: Path) -> None:
     text = shown("explain", str(path), "r")
-    assert "sent to be prefilled to p: the only one that could take it; its prompt is computed remotely" in text
+    assert "prefill sent to p: it was the only candidate; prompt computed by a prefill worker" in text
     assert "it keeps their KV, 34,000 bytes for 0.5 s" in text
     assert text.startswith("request r: waiting")
 
@@ -100,7 +100,7 @@ def test_disagg_what_is_named_wins_over_what_was_set_by_hand(by_hand: Path, tmp_
     assert (other["identical"], other["undone"]) == (True, [])
     same = json.loads(shown("diff", str(by_hand), "--set", "router.disagg.policy=never", "--json"))
     assert (same["identical"], same["undone"]) == (True, [])
-    assert "router.disagg.policy was set otherwise by an operator later" in shown(
+    assert "An operator changed router.disagg.policy during the recording" in shown(
         "diff", str(by_hand), "--set", "router.disagg.policy=always"
     )
 
@@ -112,7 +112,7 @@ def test_disagg_a_closed_loop_moves_kv_as_it_was_moved(tmp_path: Path) -> None:
     run = played(rows, router, 4, 1_024, prefill=2, transfer=transfer)
     asyncio.run(write(run.log, tmp_path / "run.db"))
     page, given = tmp_path / "page.html", ("diff", str(tmp_path / "run.db"), "--set")
-    assert "--closed-loop simulates both from the fork on" in shown(*given, "router.disagg.policy=never")
+    assert "use --closed-loop" in shown(*given, "router.disagg.policy=never")
     other = ("router.disagg.policy=never", "--closed-loop", "--json", "--html", str(page))
     closed = json.loads(shown(*given, *other))["closed_loop"]
     recorded, same, never = closed["runs"].values()
@@ -123,7 +123,9 @@ def test_disagg_a_closed_loop_moves_kv_as_it_was_moved(tmp_path: Path) -> None:
     assert recorded["prefilled_remotely"] == 44
     assert (never["prefilled_remotely"], never["transferred_bytes"], never["failed"]) == (0, 0, 0)
     for text in (" ".join(closed["notes"]), page.read_text()):
-        assert "How KV moves is taken from the recording: 5,000 us and no time for bytes, 1,000 bytes a token" in text
+        assert (
+            "KV transfer times are fitted to the recording: 5,000 us and no time for bytes, 1,000 bytes a token" in text
+        )
     assert "prefilled remotely, MB moved" in page.read_text()
 
 
@@ -135,4 +137,4 @@ def test_disagg_choices_in_historys_own_state_keep_their_stage(by_hand: Path, tm
     assert not json.loads(shown("diff", str(by_hand), "--set", "router.temperature=1", "--json"))["stages_kept"]
     text = shown("diff", str(by_hand), "--set", "router.disagg.policy=always", "--html", str(page))
     for told in (text, page.read_text()):
-        assert "Each choice keeps its stage there" in told
+        assert "Each repeated decision keeps its stage" in told

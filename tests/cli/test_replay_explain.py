@@ -66,28 +66,28 @@ def test_a_timeline_for_people(log: Path) -> None:
     told = explain(log, "req-1")
     assert told.exit_code == 0, told.output
     lines = told.stdout.splitlines()
-    assert lines[0] == "request req-1: finished (stop) after 0.500 s, 7 tokens"
+    assert lines[0] == "request req-1: finished (stop) after 0.500 s, 7 output tokens"
     assert "34 prompt tokens in 8 full blocks, at most 2 tokens, deadline after 1 s" in lines[1]
     assert "hints: worker_id a, priority 3" in lines
-    assert "    +0.000 s  routed to a: the request names it" in lines
+    assert "    +0.000 s  routed to a: the request is pinned to it" in lines
     assert "              kv: temperature 0.5, queue_threshold 0.25" in lines
     assert any(line.split()[:3] == ["*", "a", "16.50"] for line in lines)
     assert "              left out b/0: the request names a" in lines
     assert "    +0.500 s  finished (stop) with 7 tokens" in lines
-    assert "time to first token 0.500 s by the owner's clock (0.001 s by those of ingress and worker)" in lines
-    assert lines[-1] == "derived again from journal offsets 0 to 2, every record equal to the recorded one"
+    assert "time to first token 0.500 s on the owner's clock (0.001 s on the clocks of ingress and worker)" in lines
+    assert lines[-1] == "verified: journal offsets 0 to 2 derived again, every record equal"
 
 
 def test_others_are_told_as_well(log: Path) -> None:
-    assert "held in the queue of class default, behind 0: even " in explain(log, "req-5").stdout
+    assert "held in queue class default, 0 requests ahead: " in explain(log, "req-5").stdout
     cancelled = explain(log, "req-5").stdout
-    assert "given up (cancelled): \\x1b[2Jgone" in cancelled
+    assert "aborted (cancelled): \\x1b[2Jgone" in cancelled
     assert "\x1b" not in cancelled
     assert "left out a/0, b/0: the request names nobody" in explain(log, "req-4").stdout
-    assert "it would be held first, and then go to" in explain(log, "ask").stdout
+    assert "would be held, then routed to" in explain(log, "ask").stdout
     last = explain(log, "req-2").stdout
     assert last.startswith("request req-2: decode\n")
-    assert "(on the log, and not journalled yet)" in " ".join(last.split())
+    assert "(on the log, not in the journal yet)" in " ".join(last.split())
     assert "drawn at temperature 0.5" in explain(log, "req-3").stdout
 
 
@@ -109,11 +109,14 @@ def test_a_slice_of_the_log_explains_the_same(log: Path, tmp_path: Path) -> None
 def test_what_is_not_there_or_makes_no_sense(log: Path, tmp_path: Path) -> None:
     missing = explain(log, "req-")
     near = "req-5, req-4, req-3, req-2, req-1"
-    assert (missing.exit_code, missing.stderr) == (2, f"forebay: {log}: there is no request req-; there is {near}\n")
-    assert explain(log, "other").stderr == f"forebay: {log}: there is no request other\n"
+    assert (missing.exit_code, missing.stderr) == (
+        2,
+        f"forebay: {log}: no request req- in this log; similar IDs: {near}\n",
+    )
+    assert explain(log, "other").stderr == f"forebay: {log}: no request other in this log\n"
     assert (explain("req-1").exit_code, explain("req-1").stderr) == (
         2,
-        "forebay: give LOG and REQUEST, or REQUEST and --kafka\n",
+        "forebay: expected LOG and REQUEST, or REQUEST and --kafka\n",
     )
     foreign = tmp_path / "foreign.db"
     foreign.write_text("this is no log")
@@ -137,8 +140,8 @@ def test_a_divergence_is_named_and_what_comes_after_it_is_not_told(log: Path) ->
     rewrite(log, 1, table_digest="0" * 16)
     told = explain(log, "req-1")
     assert told.exit_code == 1
-    assert told.stdout.startswith("request req-1: not known\n")
-    assert "DIVERGENCE at journal offset 1, before it: differs in table_digest" in told.stdout
+    assert told.stdout.startswith("request req-1: unknown\n")
+    assert "DIVERGENCE at journal offset 1, before this request: differs in table_digest" in told.stdout
     assert "routed to" not in told.stdout
     assert json.loads(explain(log, "req-1", "--json").stdout)["divergence"]["offset"] == 1
 
@@ -155,11 +158,14 @@ def test_a_large_fleet_and_a_long_prompt_stay_readable(tmp_path: Path) -> None:
     lines = explain(log, "r").stdout.splitlines()
     assert len(lines) < 30
     assert sum(line.lstrip().startswith(("w", "*")) for line in lines) == 10
-    assert any(line.strip().startswith("290 more candidates, with costs up to ") for line in lines)
+    assert any(line.strip().startswith("290 more candidates with costs up to ") for line in lines)
     assert max(map(len, lines)) <= 120
     assert len(explain(log, "r", "--all").stdout.splitlines()) > MANY
     some = " ".join(explain(log, "p").stdout.split())
-    assert "left out w000/0, w001/0, w020/0, w021/0, w022/0, w023/0 and 276 more: it is not among the allowed" in some
+    assert (
+        "excluded w000/0, w001/0, w020/0, w021/0, w022/0, w023/0 and 276 more: it is not in the request's allowed"
+        in some
+    )
 
 
 def test_an_id_that_was_used_before(tmp_path: Path) -> None:
@@ -170,7 +176,7 @@ def test_an_id_that_was_used_before(tmp_path: Path) -> None:
         made("progress", said(made, "r", RequestFinished, finish_reason="stop"))
         made.wait(200_000_000)
         made("requests", request(f"x{number}", PROMPTS[0]))
-    assert "the id was used once before: this is its last use" in explain(write(made, tmp_path / "l.db"), "r").stdout
+    assert "the ID was used once before; this is the last use" in explain(write(made, tmp_path / "l.db"), "r").stdout
 
 
 def test_a_policy_that_is_not_here(tmp_path: Path) -> None:

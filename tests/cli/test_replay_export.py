@@ -51,7 +51,7 @@ def folder(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     result = export(path, folder)
     assert result.exit_code == 0, result.output
     assert "progress.ndjson  " in result.stdout
-    assert "1 of them do not decode" in result.stdout
+    assert "1 of them undecodable" in result.stdout
     return folder
 
 
@@ -138,9 +138,9 @@ def test_what_cannot_be_exported(path: Path, tmp_path: Path) -> None:
     db.commit()
     db.close()
     for source, folder, told in (
-        (path, full, "full: is not empty"),
-        (path, file, "file: is a file"),
-        (path, file / "below", "cannot be written"),
+        (path, full, "full is not empty"),
+        (path, file, "file is a file"),
+        (path, file / "below", "cannot write to"),
         (tmp_path / "nothing.db", tmp_path / "out", "there is no such log"),
         (file, tmp_path / "out", "file: is empty"),
         (damaged, tmp_path / "half", "fleet/0: the record at offset 1 does not match its checksum"),

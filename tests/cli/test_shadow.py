@@ -148,22 +148,22 @@ def recorded(original: Path, tmp_path: Path) -> Path:
 STARTED = ShadowStarted(shadow="try", alternative="", alternative_digest="0" * 16, from_offset=0)
 REFUSED = [
     (("run.db",), "say what is to be different"),
-    (("slice.rec", "--policy", "random"), "slice.rec is a recording, and does not go on"),
+    (("slice.rec", "--policy", "random"), "slice.rec is a recording, which does not grow"),
     (("--policy", "random"), "give a log file or --kafka"),
     (("nowhere.db", "--policy", "random"), "there is no such log"),
     (("run.db", "--set", "router.heat=1"), "unknown field router.heat"),
     (("run.db", "--set", "other:router.temperature=1"), "there is no pool other; there are default"),
     (("run.db", "--policy", "lucky.Policy"), "calls random.randrange()"),
     (("run.db", "--policy", "random", "--name", "a/b"), "1 to 64 letters, digits, dots"),
-    (("run.db", "--policy", "random", "--out", "run.db"), "holds no shadow's events"),
+    (("run.db", "--policy", "random", "--out", "run.db"), "does not contain shadow events"),
     (("run.db", "--policy", "random", "--out", "nowhere/out"), "cannot be opened: No such file or directory"),
-    (("run.db", "--policy", "random", "--out", "other.jsonl", "--name", "other"), "holds no shadow's events"),
-    (("run.db", "--policy", "random", "--out", "try.jsonl"), "is of the shadow try, not"),
+    (("run.db", "--policy", "random", "--out", "other.jsonl", "--name", "other"), "does not contain shadow events"),
+    (("run.db", "--policy", "random", "--out", "try.jsonl"), "belongs to shadow try, not"),
     (
         ("run.db", "--policy", "random", "--out", "try.jsonl", "--name", "try"),
         "another alternative already used the shadow name",
     ),
-    (("--kafka", "127.0.0.1:1", "--policy", "random", "--out", "x"), "--out is for a log file"),
+    (("--kafka", "127.0.0.1:1", "--policy", "random", "--out", "x"), "--out needs a log file"),
     (("--kafka", "127.0.0.1:1", "--policy", "random"), "check that it runs and its address"),
 ]
 

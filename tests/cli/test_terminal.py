@@ -111,7 +111,7 @@ def test_at_ends_like_the_others_where_the_journal_diverges(tmp_path: Path) -> N
     for options in (("--offset", at), (), ("--json",)):
         run = forebay("replay", "at", path, *options)
         assert run.exit_code == 1, run.output
-        assert f"log.db: journal record {at} is not what the events lead to (differs in worker_id)" in run.stderr
+        assert f"log.db: journal record {at} does not follow from the events (differs in worker_id)" in run.stderr
     assert forebay("replay", "at", path, "--offset", at - 1).exit_code == 0
 
 
@@ -126,14 +126,14 @@ def test_at_says_what_it_passed_over(tmp_path: Path) -> None:
     run = forebay("replay", "at", newer, "--json")
     assert run.exit_code == 2
     assert json.loads(run.stdout)["unverified"] == {"unknown-events": 1}
-    assert run.stderr == "forebay: not verified: 1 events of kinds that this version does not know\n"
+    assert run.stderr == "forebay: not verified: 1 events of types that this version does not know\n"
     assert forebay("replay", "at", newer, "--offset", "1").exit_code == 0  # nothing was passed over before that
     log.topics["kv-events"] = [GARBAGE]
     log.topics[DECISIONS.name].insert(2, b"{}")
     asyncio.run(write(log, foreign))
     run = forebay("replay", "at", foreign)
     assert run.exit_code == 0, run.output  # owners passed over it, too
-    assert "not verified: 1 records in the journal that no owner wrote" in run.stderr
+    assert "not verified: 1 journal records that no owner wrote" in run.stderr
 
 
 def test_what_a_policy_prints_is_not_among_the_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,10 +96,10 @@ async def test_an_id_that_is_not_there_is_a_404(scene: Scene, log: Path) -> None
     async with asking(scene, LogSource(path=str(log))) as (_, ask):
         missing = await ask("q")
         assert code(missing) == (404, "request_not_found")
-        assert missing.json()["error"]["message"] == "there is no request q"
+        assert missing.json()["error"]["message"] == "no request q in this log"
         slashes = await ask("q/1%2F2")
         assert code(slashes) == (404, "request_not_found")
-        assert slashes.json()["error"]["message"] == "there is no request q/1/2"
+        assert slashes.json()["error"]["message"] == "no request q/1/2 in this log"
 
 
 async def test_a_log_in_memory_says_what_to_do(scene: Scene) -> None:

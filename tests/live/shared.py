@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from forebay.events.decisions import JournalRecord
 from forebay.events.topics import DECISIONS
-from forebay.replay.verify.verify import Report, verify
+from forebay.replay.verify.verify import VerifyReport, verify
 from forebay.transport.base import Draft, Log, Record, Tail, Wake
 from forebay.transport.history.reader import Validity, journal
 from forebay.transport.sqlite.log import SqliteLog
@@ -87,7 +87,7 @@ class LateTail:
         self._tail.close()
 
 
-async def proven(log: SqliteLog) -> Report:
+async def proven(log: SqliteLog) -> VerifyReport:
     """Every decision of the log can be derived again."""
     report = await verify(log)
     assert report.divergence is None, report.divergence

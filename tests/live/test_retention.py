@@ -23,7 +23,7 @@ from forebay.live.owner.retention_metrics import RetentionMetrics
 from forebay.live.owner.start_check import open_checked
 from forebay.live.router.standby import Standby
 from forebay.replay.applied import applied
-from forebay.replay.verify.verify import Report, verify
+from forebay.replay.verify.verify import VerifyReport, verify
 from forebay.transport.base import Draft
 from forebay.transport.history import reader as recorded
 from forebay.transport.history.reader import Validity, journal, newest_snapshot
@@ -77,7 +77,7 @@ async def owned(path: Path) -> AsyncIterator[tuple[SqliteLog, Owner]]:
     log.close()
 
 
-async def verified(path: Path) -> Report:
+async def verified(path: Path) -> VerifyReport:
     with closing(SqliteLog.open(path, readonly=True)) as log:
         log.check()
         report = await verify(log)

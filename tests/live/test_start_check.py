@@ -16,7 +16,7 @@ from forebay.events.topics import CONTROL, DECISIONS, GROUPS, INPUTS, REQUESTS, 
 from forebay.live.owner.owner import GroupSettings, Owner
 from forebay.live.owner.start_check import open_checked
 from forebay.live.router.standby import Standby
-from forebay.replay.verify.verify import Report, verify
+from forebay.replay.verify.verify import VerifyReport, verify
 from forebay.transport.base import Draft, LogError, Record
 from forebay.transport.history.reader import load_snapshot, newest_snapshot
 from forebay.transport.redis.leases import embedded_leases
@@ -215,7 +215,7 @@ async def test_an_owner_goes_on_from_what_the_check_followed(log: Path) -> None:
     assert (await verified(log)).divergence is None
 
 
-async def verified(path: Path) -> Report:
+async def verified(path: Path) -> VerifyReport:
     with closing(SqliteLog.open(path, readonly=True)) as log:
         return await verify(log)
 

@@ -11,7 +11,7 @@ from forebay.events.codec import DecodeError, decode, encode
 from forebay.events.decisions import Advanced, JournalRecord, OwnerClaimed, SnapshotTaken
 from forebay.events.snapshots import SnapshotChunk
 from forebay.events.topics import DECISIONS, INPUTS, SNAPSHOTS, topic_named
-from forebay.replay.verify.verify import Report, verify
+from forebay.replay.verify.verify import VerifyReport, verify
 from forebay.transport.base import Draft
 from forebay.transport.history.reader import decode_or_none
 from forebay.transport.sqlite.log import SqliteLog
@@ -88,10 +88,10 @@ async def put(log: SqliteLog, topics: Mapping[str, Sequence[bytes]]) -> None:
         await log.append([Draft(topic, 0, value) for value in values])
 
 
-def verified(topics: Mapping[str, Sequence[bytes]]) -> Report:
+def verified(topics: Mapping[str, Sequence[bytes]]) -> VerifyReport:
     """What verification says of topics. Raises LogError."""
 
-    async def run() -> Report:
+    async def run() -> VerifyReport:
         log = SqliteLog.open(None)
         try:
             await put(log, topics)

@@ -11,7 +11,7 @@ from forebay.events.codec import encode
 from forebay.events.groups import GroupPlaced
 from forebay.events.topics import DECISIONS, GROUPS, INPUTS, SNAPSHOTS
 from forebay.replay.record.slice import OnProgress, Window, contents_of, copy, slice_of
-from forebay.replay.verify.verify import Report, verify
+from forebay.replay.verify.verify import VerifyReport, verify
 from forebay.transport.base import Draft, Log, Record
 from forebay.transport.history.groups import groups_of
 from forebay.transport.recording.manifest import Contents
@@ -69,7 +69,7 @@ def opened(path: Path) -> "closing[SqliteLog]":
     return closing(SqliteLog.open(path, readonly=True))
 
 
-def report_of(path: Path, partition: int = 0) -> Report:
+def report_of(path: Path, partition: int = 0) -> VerifyReport:
     """What the verification of a file finds, as the command does it."""
     with opened(path) as log:
         log.check()

@@ -15,7 +15,7 @@ from forebay.events.codec import decode, encode
 from forebay.events.decisions import Advanced, OwnerClaimed, RequestHeld, RequestRouted
 from forebay.events.fleet import OwnershipAnnounced, WorkerLost
 from forebay.events.topics import DECISIONS, FLEET
-from forebay.replay.at import Diverged, NotThere, arrive, offset_at
+from forebay.replay.at import JournalDiverged, NoSuchRecord, offset_at, seek
 from forebay.replay.moment import Moment
 from forebay.transport.base import Draft, LogError
 from forebay.transport.history.reader import decode_journal
@@ -62,7 +62,7 @@ def copy_of(path: Path, folder: Path) -> Path:
 
 
 async def moment_at(log: SqliteLog, offset: int) -> Moment:
-    return await (await arrive(log, 0, offset)).moment()
+    return await (await seek(log, 0, offset)).moment()
 
 
 def test_the_state_is_the_one_that_the_journal_sealed_there(log: SqliteLog) -> None:
@@ -74,10 +74,10 @@ def test_the_state_is_the_one_that_the_journal_sealed_there(log: SqliteLog) -> N
 
 def test_equal_from_the_beginning_and_from_a_snapshot(log: SqliteLog) -> None:
     async def both() -> None:
-        walked = await arrive(log, 0, 0)
+        walked = await seek(log, 0, 0)
         starts = set()
         while True:
-            there = await arrive(log, 0, walked.offset)
+            there = await seek(log, 0, walked.offset)
             starts.add(there.start)
             one, other = await walked.moment(), await there.moment()
             assert (one.offset, one.digest, one.record) == (other.offset, other.digest, other.record)
@@ -114,9 +114,9 @@ def test_equal_in_a_slice_of_the_log(log: SqliteLog, path: Path, tmp_path: Path)
             other.now_us,
         )
         assert run(offset_at(cut, 0, one.now_us)) == run(offset_at(log, 0, one.now_us))
-    with pytest.raises(NotThere, match=f"no journal record {begin - 1}: the recording has those from {begin} to"):
-        run(arrive(cut, 0, begin - 1))
-    with pytest.raises(NotThere, match="begins at"):
+    with pytest.raises(NoSuchRecord, match=f"no journal record {begin - 1}: the recording has records {begin} to"):
+        run(seek(cut, 0, begin - 1))
+    with pytest.raises(NoSuchRecord, match="begins later, at"):
         run(offset_at(cut, 0, 1))
     cut.close()
 
@@ -129,10 +129,10 @@ def test_every_golden_recording_has_the_states_that_its_journal_sealed(recording
     records = golden.records(DECISIONS.name, group.partition, group.start, 10_000)
     for offset, sealed in {record.offset: decode_journal(record) for record in records}.items():
         if isinstance(sealed, Advanced):
-            position = run(arrive(golden, group.partition, offset))
+            position = run(seek(golden, group.partition, offset))
             if position.offset == offset:  # a void one sealed another world
                 assert run(position.moment()).digest == sealed.digest
-    last = run(run(arrive(golden, group.partition)).moment())
+    last = run(run(seek(golden, group.partition)).moment())
     assert msgspec.json.decode(msgspec.json.encode(last), type=Moment) == last
     golden.close()
 
@@ -152,7 +152,7 @@ def test_a_dead_worker_is_there_while_it_lived_and_what_it_held_is_told(log: Sql
     (lost,) = [fact for fact in facts if isinstance(fact, WorkerLost) and fact.worker_id == incident.SLOW]
 
     async def find() -> tuple[Moment, Moment]:
-        position = await arrive(log, 0, stranded - 1)
+        position = await seek(log, 0, stranded - 1)
         alive = await position.moment()
         while incident.SLOW in {worker.worker_id for worker in (await position.moment()).workers}:
             alive = await position.moment()
@@ -185,7 +185,7 @@ def test_a_loss_that_an_owner_without_the_group_told_of_is_none() -> None:
 
     async def lost() -> list[str]:
         log = await made.log()
-        moment = await (await arrive(log, 0)).moment()
+        moment = await (await seek(log, 0)).moment()
         log.close()
         assert moment.start > 0, "what the log says of them, not what was derived"
         assert [worker.worker_id for worker in moment.workers] == ["a"]
@@ -219,9 +219,9 @@ def test_by_time_it_is_the_last_record_that_was_written_by_then(log: SqliteLog) 
     for time_us in {clock + off for clock in clocks for off in (0, 1) if clock and clock + off <= clocks[-1]}:
         wanted = max(at for at, clock in enumerate(clocks) if clock <= time_us)
         assert run(offset_at(log, 0, time_us)) == wanted
-    with pytest.raises(NotThere, match="begins at"):
+    with pytest.raises(NoSuchRecord, match="begins later, at"):
         run(offset_at(log, 0, min(clock for clock in clocks if clock) - 1))
-    with pytest.raises(NotThere, match="ends at"):
+    with pytest.raises(NoSuchRecord, match="ends earlier, at"):
         run(offset_at(log, 0, clocks[-1] + 1))
 
 
@@ -235,11 +235,11 @@ def test_a_time_is_found_in_a_long_journal_with_void_records_in_it(
 def test_what_is_not_there(log: SqliteLog, tmp_path: Path) -> None:
     end = len(journal(log))
     for offset in (end, end + 100):
-        with pytest.raises(NotThere, match=f"no journal record {offset}: the recording has those from 0 to {end - 1}"):
-            run(arrive(log, 0, offset))
+        with pytest.raises(NoSuchRecord, match=f"no journal record {offset}: the recording has records 0 to {end - 1}"):
+            run(seek(log, 0, offset))
     empty = SqliteLog.open(tmp_path / "empty.db")
-    for question in (arrive(empty, 0), offset_at(empty, 0, 1)):
-        with pytest.raises(NotThere, match="has no journal"):
+    for question in (seek(empty, 0), offset_at(empty, 0, 1)):
+        with pytest.raises(NoSuchRecord, match="is empty: no decision was recorded"):
             run(question)
     empty.close()
 
@@ -256,8 +256,8 @@ def test_nothing_is_shown_from_a_divergence_on(log: SqliteLog, path: Path, tmp_p
     rewrite(copy, DECISIONS, wrong, lie)
     changed = SqliteLog.open(copy, readonly=True)
     assert run(moment_at(changed, wrong - 1)).offset == wrong - 1
-    with pytest.raises(Diverged, match=f"journal record {wrong} is not what the events lead to"):
-        run(arrive(changed, 0, wrong))
+    with pytest.raises(JournalDiverged, match=f"journal record {wrong} does not follow from the events"):
+        run(seek(changed, 0, wrong))
     changed.close()
 
 
@@ -270,7 +270,7 @@ def test_a_void_record_stands_for_the_valid_one_before(path: Path, tmp_path: Pat
         void = journal(log)[second - 1]
         assert void.owner_epoch == 0
         (offset,) = await changed.append([Draft(DECISIONS.name, 0, encode(DECISIONS, void))])
-        return offset, (await arrive(changed, 0, offset)).offset
+        return offset, (await seek(changed, 0, offset)).offset
 
     offset, shown = run(add_and_look())
     changed.close()
@@ -285,5 +285,5 @@ def test_a_damaged_record_is_named(path: Path, tmp_path: Path) -> None:
     db.close()
     damaged = SqliteLog.open(copy, readonly=True)
     with pytest.raises(LogError, match="requests/0: the record at offset 3"):
-        run(arrive(damaged, 0, 10))
+        run(seek(damaged, 0, 10))
     damaged.close()

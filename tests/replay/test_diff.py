@@ -17,9 +17,9 @@ from forebay.events.fleet import WorkerLost
 from forebay.events.kv import BlocksStored
 from forebay.events.progress import FirstTokenEmitted, RequestFinished, RequestProgress
 from forebay.events.requests import NO_HINTS, RoutingHints
-from forebay.replay.diff.diff import AboutRequest, Comparison, diff
+from forebay.replay.diff.diff import Comparison, RequestDecision, diff
 from forebay.replay.diff.handover import Handover
-from forebay.replay.diff.report import Report
+from forebay.replay.diff.report import DiffReport
 from forebay.replay.walk import Start, Walk
 from tests.core.worlds import CONFIGS, PROMPTS, Driver, actions, perform_all, pool, query, request
 from tests.replay.recorded import MemoryLog, log_of
@@ -32,18 +32,18 @@ def altered(**router: Any) -> Alternative:
     return alter
 
 
-def compared(drive: Driver, alter: Alternative) -> Report:
+def compared(drive: Driver, alter: Alternative) -> DiffReport:
     report = asyncio.run(diff(log_of(drive), 0, alter))
     assert report.divergence is None
     return report
 
 
-def require_conservation(report: Report) -> None:
+def require_conservation(report: DiffReport) -> None:
     for side in (report.history, report.other):
         assert side.sent + side.unsent + side.still_held == report.requests
 
 
-def require_all_heard(report: Report, drive: Driver) -> None:
+def require_all_heard(report: DiffReport, drive: Driver) -> None:
     """All that history took as progress of requests became something in the alternative."""
     said = sum(isinstance(event, RequestProgress) for _, event, _ in drive.applied)
     became = msgspec.to_builtins(report.progress)
@@ -87,7 +87,7 @@ def test_nobody_is_lost_whatever_the_alternative(
         assert report.fork.history != report.fork.alternative
         if report.fork.history.decision != "nothing":
             before = drive.decided[: report.fork.offset - 1]  # behind the owner's claim
-            assert report.fork.decisions_before == sum(isinstance(one, AboutRequest) for one in before)
+            assert report.fork.decisions_before == sum(isinstance(one, RequestDecision) for one in before)
     else:
         assert report.moved.moved == 0
         assert report.history.routed == report.other.routed
@@ -228,7 +228,7 @@ def test_what_history_refused_and_the_alternative_takes_ends_nowhere() -> None:
     assert report.progress.unknown_end == 1
     assert report.fork is not None
     assert (report.fork.history.decision, report.fork.alternative.decision) == ("rejected", "routed")
-    assert any("never sent to a worker" in note for note in report.notes)
+    assert any("were sent to a worker only by the alternative" in note for note in report.notes)
 
 
 @pytest.mark.parametrize(("altered_busy", "refused"), [(None, 1), (BusyThresholds(), 1), (10**6, 0)])
@@ -266,7 +266,7 @@ def test_who_is_under_way_at_the_fork_is_handed_over_and_who_comes_with_it_is_ne
     report = asyncio.run(diff(log_of(drive), 0, alter, handover=handover))
     assert report.fork is not None
     assert report.fork.request_id == "z"
-    assert [(one.request_id, one.under_way) for one in handover.asked] == [("x", True), ("y", True), ("z", False)]
+    assert [(one.request_id, one.under_way) for one in handover.requests] == [("x", True), ("y", True), ("z", False)]
 
 
 def test_what_was_booked_by_historys_rule_is_named() -> None:
@@ -327,7 +327,7 @@ def test_the_alternative_takes_over_what_waits_at_the_start() -> None:
     assert same.state == same.other_state
 
 
-async def from_start(log: MemoryLog, start: Start, alter: Alternative) -> Report:
+async def from_start(log: MemoryLog, start: Start, alter: Alternative) -> DiffReport:
     world = restore(start.world.snapshot())
     walk = Walk(log, 0, Start(world, start.offset), await log.end("decisions", 0))
     comparison = Comparison(walk, alter, None)

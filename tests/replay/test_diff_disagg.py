@@ -10,8 +10,8 @@ from forebay.events.control import DisaggConfig, DisaggPolicy, DisaggregationSet
 from forebay.events.progress import FirstTokenEmitted, RequestFinished, TransferFailed
 from forebay.replay.diff.diff import diff
 from forebay.replay.diff.handover import Handover
-from forebay.replay.diff.report import Report
-from forebay.replay.observed import lived
+from forebay.replay.diff.report import DiffReport
+from forebay.replay.observed import observe_history
 from tests.core.test_disaggregation import prefilled, progress_fields
 from tests.core.worlds import PROMPTS, request
 from tests.replay.recorder import Recorder, stored
@@ -45,7 +45,7 @@ def history(policy: DisaggPolicy, *, by_hand: DisaggPolicy | None = None, cached
     return made
 
 
-async def compared(made: Recorder, alter: Alternative, handover: Handover | None = None) -> Report:
+async def compared(made: Recorder, alter: Alternative, handover: Handover | None = None) -> DiffReport:
     log = await made.log()
     try:
         report = await diff(log, 0, alter, handover=handover)
@@ -78,8 +78,8 @@ async def test_where_prompts_are_computed_is_another(ours: DisaggPolicy, theirs:
     }
     assert computed == {"always": {"p", "q"}, "never": {"d", "e"}}
     assert report.other.aborted == report.history.aborted == {}
-    assert len(handover.asked) == COUNT
-    assert {one.worker[0] for one in handover.asked if one.worker is not None} <= {"d", "e"}
+    assert len(handover.requests) == COUNT
+    assert {one.worker[0] for one in handover.requests if one.worker is not None} <= {"d", "e"}
 
 
 def side(rank: Any, policy: str, ours: str) -> bool:
@@ -99,18 +99,18 @@ async def test_what_an_operator_set_by_hand_is_not_undone_by_what_the_alternativ
 async def test_a_history_is_lived_again_by_who_answered() -> None:
     made = history("never", by_hand="always")
     log = await made.log()
-    found = await lived(log, 0)
+    found = await observe_history(log, 0)
     log.close()
     assert found.divergence is None
-    assert [type(event) for _, event in found.said].count(DisaggregationSet) == 1
-    assert {one.worker[0] for one in found.asked if one.worker is not None} <= {"d", "e"}
-    assert all(one.first_us and one.last_us for one in found.asked)
+    assert [type(event) for _, event in found.external_events].count(DisaggregationSet) == 1
+    assert {one.worker[0] for one in found.requests if one.worker is not None} <= {"d", "e"}
+    assert all(one.first_us and one.last_us for one in found.requests)
 
 
 async def test_a_word_of_a_stage_that_is_not_there_is_told_from_a_lost_worker() -> None:
     report = await compared(history("always"), rule("never"))
     assert (report.progress.void, report.progress.other_stage) == (0, COUNT + 2)  # one transfer failed
-    assert any("does not have here, as its prompt is computed elsewhere" in note for note in report.notes)
+    assert any("does not have in the alternative" in note for note in report.notes)
     assert not any("a worker that was lost" in note for note in report.notes)
 
 

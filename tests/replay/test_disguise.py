@@ -15,7 +15,7 @@ from forebay.events.fleet import WorkerJoined, WorkerSpec
 from forebay.events.requests import RequestSubmitted, RoutingHints, Sampling, TaintWeight, Task
 from forebay.events.snapshots import Chunk
 from forebay.events.topics import INPUTS
-from forebay.replay.anonymize.events import Disguise
+from forebay.replay.anonymize.events import EventAnonymizer
 from forebay.replay.anonymize.masks import KEY_BYTES, Masks
 
 KEY = bytes(range(KEY_BYTES))
@@ -130,10 +130,10 @@ class Filled:
 
 
 def told(kind: type, event: Any) -> Any:
-    disguise = Disguise(Masks(KEY), 0)
+    anonymizer = EventAnonymizer(Masks(KEY), 0)
     if kind in PARTS:
-        return disguise.part(event)
-    return disguise.record(event) if kind in RECORDS else disguise.event(event, 7)
+        return anonymizer.part(event)
+    return anonymizer.record(event) if kind in RECORDS else anonymizer.event(event, 7)
 
 
 @pytest.mark.parametrize("kind", [*INPUT_EVENTS, *RECORDS, *PARTS], ids=lambda kind: kind.__name__)
@@ -205,7 +205,7 @@ def test_a_nonce_is_no_hash_of_what_was_asked_for() -> None:
 
 
 def test_names_of_the_system_stay_where_a_client_says_them_and_what_somebody_typed_goes() -> None:
-    disguise = Disguise(Masks(KEY), 0)
+    anonymizer = EventAnonymizer(Masks(KEY), 0)
     spec = WorkerSpec(
         worker_id="w1",
         model="m",
@@ -215,11 +215,11 @@ def test_names_of_the_system_stay_where_a_client_says_them_and_what_somebody_typ
         max_num_batched_tokens=1,
         taints=("gpu",),
     )
-    disguise.names.learn_worker(spec)
-    disguise.names.learn_pool(PoolConfigured(pool="p", model="m", block_size=4))
+    anonymizer.names.learn_worker(spec)
+    anonymizer.names.learn_pool(PoolConfigured(pool="p", model="m", block_size=4))
     wishes = (TaintWeight(taint="gpu", weight=1.0), TaintWeight(taint="typed", weight=1.0))
     known = submitted(worker_id="w1", allowed_workers=("w1", "typed"), preferred_taints=wishes, policy_class="default")
-    anew = disguise.submitted(known, 0)
+    anew = anonymizer.submitted(known, 0)
     assert (anew.routing.worker_id, anew.routing.policy_class) == ("w1", "default")
     assert anew.routing.allowed_workers[0] == "w1"
     assert anew.routing.preferred_taints[0].taint == "gpu"
@@ -228,10 +228,10 @@ def test_names_of_the_system_stay_where_a_client_says_them_and_what_somebody_typ
 
 
 def test_an_adapter_is_the_same_for_workers_and_requests() -> None:
-    disguise = Disguise(Masks(KEY), 0)
+    anonymizer = EventAnonymizer(Masks(KEY), 0)
     joined = Filled().of(WorkerJoined)
     joined = msgspec.structs.replace(joined, spec=msgspec.structs.replace(joined.spec, loras=("mine",)))
-    anew = disguise.event(joined, 0)
+    anew = anonymizer.event(joined, 0)
     assert isinstance(anew, WorkerJoined)
-    asked = disguise.submitted(msgspec.structs.replace(submitted(), lora_name="mine"), 0)
+    asked = anonymizer.submitted(msgspec.structs.replace(submitted(), lora_name="mine"), 0)
     assert anew.spec.loras == (asked.lora_name,)

@@ -54,7 +54,8 @@ async def test_a_life_from_submission_to_its_last_token() -> None:
     assert [one.seen.device_blocks for one in routing.candidates] == [0, 2, 0]
     assert routing.left_out == ()
     assert routing.why == (
-        "the lowest cost of 3: 4.5, 2 less than a (2 less to prefill; 2 blocks of the prompt are cached on b, 0 on a)"
+        "lowest cost of 3 candidates: 4.5, 2 less than a "
+        "(2 less to prefill; 2 blocks of the prompt are cached on b, 0 on a)"
     )
     assert [moment.after_us for moment in told.timeline] == [0, 0, 400, 420, 430]
 
@@ -211,13 +212,13 @@ async def test_thresholds_are_told_with_their_numbers() -> None:
     made("requests", request("r", SHORT))
     told = await made.explain("r")
     assert told.ending is not None
-    text = "it is busy: 34 tokens to prefill are more than 10, 34 tokens to prefill are more than 32"
+    text = "it is busy: 34 tokens to prefill, limit 10, 34 tokens to prefill, limit 32"
     assert [one.text for one in told.ending.left_out] == [text, text]
     made("control", pool(busy=BusyThresholds(active_decode_blocks_threshold=0.1)))
     made("requests", request("s", SHORT))
     told = await made.explain("s")
     assert told.ending is not None
-    assert told.ending.left_out[0].text == "it is busy: 8 decode blocks are more than 6.4"
+    assert told.ending.left_out[0].text == "it is busy: 8 decode blocks, limit 6.4"
 
 
 async def test_too_many_are_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,9 +344,11 @@ async def test_an_id_that_is_not_there() -> None:
     made = fleet()
     for number in range(9):
         made("requests", request(f"chat-{number}", SHORT))
-    with pytest.raises(UnknownRequest, match=r"no request chat-; there is chat-8, chat-7, chat-6, chat-5, chat-4$"):
+    with pytest.raises(
+        UnknownRequest, match=r"no request chat- in this log; similar IDs: chat-8, chat-7, chat-6, chat-5, chat-4$"
+    ):
         await made.explain("chat-")
-    with pytest.raises(UnknownRequest, match=r"there is no request other$"):
+    with pytest.raises(UnknownRequest, match=r"no request other in this log$"):
         await made.explain("other", thorough=False)
     with pytest.raises(UnknownRequest):
         await Recorder().explain("r")

@@ -33,13 +33,21 @@ async def chosen(made: Recorder, hints: RoutingHints = NO_HINTS, blocks: list[in
 @pytest.mark.parametrize(
     ("router", "reason", "says"),
     [
-        ({}, "tie_seed", "3 of 3 have the lowest cost, 16.5; the request's tie seed picked this one"),
-        ({"temperature": 1.0}, "drawn", "drawn at temperature 1, with a chance of 33.3 %; it has the lowest cost"),
-        ({"mode": "round-robin"}, "round_robin", "its turn: 0 requests were routed before, and 3 take turns"),
-        ({"mode": "random"}, "random", "drawn by the request's tie seed, each of 3 being as likely"),
-        ({"mode": "power-of-two"}, "power_of_two", "with 0 and 0 requests under way: the first of equals"),
-        ({"mode": "least-loaded"}, "least_loaded", "3 have the fewest requests under way, 0; the request's tie seed"),
-        ({"mode": f"{__name__}.First"}, "policy", f"the policy {__name__}.First chose it, which also has the lowest"),
+        ({}, "tie_seed", "3 of 3 candidates have the lowest cost, 16.5; the request's tie seed selected this one"),
+        ({"temperature": 1.0}, "drawn", "drawn at temperature 1 with probability 33.3 %; it has the lowest cost"),
+        ({"mode": "round-robin"}, "round_robin", "its turn: request number 1 of the pool, over 3 candidates"),
+        ({"mode": "random"}, "random", "drawn by the request's tie seed from 3 equally likely candidates"),
+        ({"mode": "power-of-two"}, "power_of_two", "with 0 and 0 active requests: equal, so the first"),
+        (
+            {"mode": "least-loaded"},
+            "least_loaded",
+            "3 candidates have the fewest active requests, 0; the request's tie seed",
+        ),
+        (
+            {"mode": f"{__name__}.First"},
+            "policy",
+            f"the policy {__name__}.First selected it, which also has the lowest",
+        ),
     ],
 )
 async def test_each_mode_says_why_among_equals(router: dict[str, Any], reason: str, says: str) -> None:
@@ -51,7 +59,7 @@ async def test_each_mode_says_why_among_equals(router: dict[str, Any], reason: s
 @pytest.mark.parametrize(
     ("router", "reason", "says"),
     [
-        ({}, "lowest_cost", "the lowest cost of 3: 8.5, 8 less than c (8 less to prefill; 8 blocks"),
+        ({}, "lowest_cost", "lowest cost of 3 candidates: 8.5, 8 less than c (8 less to prefill; 8 blocks"),
         (
             {"selection_policy": "lmetric"},
             "lowest_cost",
@@ -62,10 +70,10 @@ async def test_each_mode_says_why_among_equals(router: dict[str, Any], reason: s
             "lowest_cost",
             "0, 8 less than c (8 less of decode blocks that are not cached",
         ),
-        ({"temperature": 0.5}, "drawn", "drawn at temperature 0.5, with a chance of"),
-        ({"mode": "power-of-two"}, "power_of_two", "requests under way"),
-        ({"mode": "least-loaded"}, "least_loaded", "2 have the fewest requests under way, 0"),
-        ({"mode": f"{__name__}.First"}, "policy", "chose it, which also has the lowest cost, 8.5"),
+        ({"temperature": 0.5}, "drawn", "drawn at temperature 0.5 with probability"),
+        ({"mode": "power-of-two"}, "power_of_two", "active requests"),
+        ({"mode": "least-loaded"}, "least_loaded", "2 candidates have the fewest active requests, 0"),
+        ({"mode": f"{__name__}.First"}, "policy", "selected it, which also has the lowest cost, 8.5"),
     ],
 )
 async def test_each_mode_says_why_among_unequals(router: dict[str, Any], reason: str, says: str) -> None:
@@ -81,13 +89,14 @@ async def test_each_mode_says_why_among_unequals(router: dict[str, Any], reason:
 async def test_more_ways_to_be_chosen() -> None:
     made = fleet("a", "b", mode="least-loaded")
     made("requests", request("x", SHORT, routing=RoutingHints(worker_id="a")))
-    assert (await chosen(made)).why == "the fewest requests under way: 0"
+    assert (await chosen(made)).why == "fewest active requests: 0"
     made = fleet("a", "b", mode="power-of-two")
     made("requests", request("x", SHORT, routing=RoutingHints(worker_id="a")))
-    assert (await chosen(made)).why.endswith("requests under way: the fewer")
+    assert (await chosen(made)).why.endswith("active requests: the smaller number")
     made = fleet("a", "b", mode=f"{__name__}.First")
     stored(made, "b", LONG)
-    assert (await chosen(made)).why.endswith("First chose it, though 1 cost less: 16.5 against 8.5 of b")
+    why = "First selected it, although 1 of 2 candidates cost less: 16.5 against 8.5 of b"
+    assert (await chosen(made)).why.endswith(why)
 
 
 async def test_blocks_in_lower_tiers_are_told_by_their_place() -> None:
@@ -130,7 +139,7 @@ async def test_equal_costs_and_equally_many_tokens_computed() -> None:
         made("progress", said(made, f"to-{name}", RequestFinished, finish_reason="stop"))
     routing = await chosen(made, blocks=[7_001, 7_002])
     assert routing.reason == "tie_seed"
-    assert ", and were sent equally many tokens to compute so far; the request's tie seed picked" in routing.why
+    assert ", and were sent the same number of tokens to compute; the request's tie seed selected" in routing.why
 
 
 def least_computed(made: Recorder) -> str:
@@ -143,11 +152,13 @@ async def test_pinned_to_a_worker_or_one_of_its_ranks() -> None:
     for slot, name in enumerate(("a", "b")):
         made("fleet", joined(name, slot, dp_size=2))
     one = await chosen(made, RoutingHints(worker_id="b", rank=1))
-    assert (one.reason, one.why) == ("pinned", "the request names it")
-    assert [left.text for left in one.left_out] == ["the request names rank 1 of b"] * 3
+    assert (one.reason, one.why) == ("pinned", "the request is pinned to it")
+    assert [left.text for left in one.left_out] == ["the request is pinned to rank 1 of b"] * 3
     made("requests", request("two", LONG, routing=RoutingHints(worker_id="a")))
     two = (await made.explain("two")).routings[0]
-    assert two.why.startswith("of the 2 ranks of a, which the request names, 2 of 2 have the lowest cost")
+    assert two.why.startswith(
+        "among the 2 ranks of a, to which the request is pinned: 2 of 2 candidates have the lowest cost"
+    )
     made(
         "requests", request("three", LONG, routing=RoutingHints(worker_id="b", override=RouterOverride(mode="direct")))
     )
@@ -173,7 +184,7 @@ async def test_a_session_keeps_its_worker(mode: str) -> None:
     made("requests", request("x", PROMPTS[0], routing=RoutingHints(worker_id=others[0])))
     made("requests", request("y", PROMPTS[2], routing=RoutingHints(worker_id=others[0])))
     routing = await chosen(made, hints)
-    assert (routing.reason, routing.why) == ("session", f"its session s is there ({mode})")
+    assert (routing.reason, routing.why) == ("session", f"the session s is bound to it ({mode} affinity)")
     kept_out = {one.seen.worker_id: one.reasons for one in routing.left_out}
     assert kept_out == {others[0]: ("other_session",) if mode == "hard" else ("busy",), others[1]: ("other_session",)}
     assert routing.config["session_mode"] == mode
@@ -206,7 +217,7 @@ async def test_taints_overrides_and_what_was_routed_count() -> None:
     assert (routing.config["ttl_s"], routing.config["decode_active_request_weight"]) == (120.0, 2.0)
     assert routing.candidates[0].taint_factor == pytest.approx(0.467, abs=0.001)
     assert [one.seen.assumed_overlap for one in routing.candidates] == [8, 0]
-    assert "for its taints" in routing.why
+    assert "taint factor" in routing.why
 
 
 async def test_preferred_taints_multiply_each_part_of_a_cost() -> None:
@@ -216,8 +227,8 @@ async def test_preferred_taints_multiply_each_part_of_a_cost() -> None:
     made("fleet", joined("b", 1))
     routing = await chosen(made, RoutingHints(preferred_taints=(TaintWeight(taint="fast", weight=1.0),)))
     assert routing.why == (
-        "the lowest cost of 2: 7.7, 8.8 less than b (4.53 less to prefill; 4.26 less of decode blocks; "
-        "multiplied by 0.467 for its taints, against 1.000)"
+        "lowest cost of 2 candidates: 7.7, 8.8 less than b (4.53 less to prefill; 4.26 less of decode blocks; "
+        "taint factor 0.467, against 1.000)"
     )
 
 
@@ -233,7 +244,7 @@ async def test_who_was_accepted_before_is_kept_out_by_nothing_but_what_it_asks_f
     lost = WorkerLost(owner_epoch=0, worker_id=home.worker_id, worker_epoch=made.epoch(home.worker_id))
     made("fleet", lost)
     again = (await made.explain("r")).routings[1]
-    assert (again.attempt, again.why) == (2, "the only one that could take it")
+    assert (again.attempt, again.why) == (2, "it was the only candidate")
     assert again.candidates[0].seen.worker_id == other
     assert [(one.seen.worker_id, one.reasons) for one in again.left_out] == [("c", ("not_allowed",))]
 
@@ -273,7 +284,7 @@ async def test_ranks_without_room_are_told_with_their_numbers_and_the_end_of_a_w
     assert held is not None
     assert (held.threshold, held.least_requests) == (None, 8)
     assert [(one.seen.worker_id, one.reasons) for one in told.routings[0].left_out] == [(full, ("full",))]
-    assert told.routings[0].left_out[0].text == "it is full: 8 requests are there, and 8 may be"
+    assert told.routings[0].left_out[0].text == "it is full: 8 active requests, maximum 8"
     late = await made.explain("late")
     assert late.ending is not None
     assert (late.state, late.ending.reason) == ("aborted", "queue_timeout")
@@ -288,4 +299,4 @@ async def test_a_rank_whose_engine_lets_requests_wait_is_told_as_full() -> None:
     made("metrics", report)
     made("requests", request("r", SHORT))
     told = await made.explain("r")
-    assert [one.text for one in told.routings[0].left_out] == ["it is full: 2 requests wait in its engine, more than 0"]
+    assert [one.text for one in told.routings[0].left_out] == ["it is full: 2 requests wait in its engine, maximum 0"]

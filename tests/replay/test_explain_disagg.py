@@ -16,7 +16,7 @@ from forebay.events.progress import (
     RequestFinished,
     TransferFailed,
 )
-from forebay.replay.explain.timeline import Life
+from forebay.replay.explain.timeline import Timeline
 from forebay.replay.explain.timeline_parts import place_text
 from forebay.replay.moment import pools_of, requests_of
 from tests.core.worlds import LEASE_US, PROMPTS, joined, prefill_pool, prefilled_by, query, request
@@ -67,16 +67,16 @@ async def test_all_stages_of_a_prompt_that_is_computed_elsewhere_are_told() -> N
         *(("prefill", 1), ("prefill", 2), ("decode", 1), ("prefill", 3), ("decode", 2)),
     ]
     texts = [moment.text for moment in told.timeline]
-    assert texts[1].startswith("sent to be prefilled to q: ")
-    assert texts[1].endswith("; its prompt is computed remotely: as every prompt is")
+    assert texts[1].startswith("prefill sent to q: ")
+    assert texts[1].endswith("; prompt computed by a prefill worker: the pool computes every prompt remotely")
     assert texts[2] == "q, attempt 1, could not compute its prompt: no room"
     assert texts[4] == (
-        "its prompt is computed by p: 34 tokens, 4 of them from its cache; it keeps their KV, 34,000 bytes for 0.5 s"
+        "p computed its prompt: 34 tokens, 4 of them from its cache; it keeps their KV, 34,000 bytes for 0.5 s"
     )
-    assert texts[5].startswith("sent to be decoded to ")
+    assert texts[5].startswith("decode sent to ")
     assert "could not fetch its KV: peer gone" in texts[6]
-    assert texts[7] == "p gives back the KV of attempt 2: it could not be fetched"
-    assert texts[-2].endswith(": 33 of 34 not computed here, 34,000 bytes of KV fetched in 2.5 ms")
+    assert texts[7] == "p releases the KV of attempt 2: it could not be fetched"
+    assert texts[-2].endswith(": 33 of 34 prompt tokens not computed here, 34,000 bytes of KV fetched in 2.5 ms")
     (passed_over,) = told.routings[1].left_out
     assert (passed_over.seen.worker_id, passed_over.reasons) == ("q", ("had_it_last",))
     first = told.first_token
@@ -139,7 +139,7 @@ async def test_why_a_prompt_is_computed_where_it_is_answered() -> None:
     made("requests", query("q", PROMPTS[0]))
     made.seal()
     told = await made.explain("r")
-    where = "its prompt is computed where it is answered: only 34 tokens of it are not cached"
+    where = "prompt computed on the decode worker: only 34 tokens are not cached"
     assert told.timeline[1].text.endswith(where)
     assert told.routings[0].prefill is not None
     assert (told.state, told.routings[0].prefill.prefill_waiting) == ("prefill", 0)
@@ -147,7 +147,7 @@ async def test_why_a_prompt_is_computed_where_it_is_answered() -> None:
     (would,) = asked.routings
     assert (would.stage, would.pool, would.attempt) == ("prefill", "prefillers", 0)
     assert (
-        "remotely: 34 tokens of it are not cached where it would be answered, which is too many"
+        "by a prefill worker: 34 tokens are not cached on the decode worker, which is above the limit"
         in asked.timeline[1].text
     )
 
@@ -155,17 +155,17 @@ async def test_why_a_prompt_is_computed_where_it_is_answered() -> None:
 @pytest.mark.parametrize(
     ("place", "says"),
     [
-        (PrefillPlace(remote=False, reason="short_prompt", uncached_tokens=0), "all of it is cached"),
-        (PrefillPlace(remote=False, reason="short_prompt", uncached_tokens=1), "only 1 token of it is not cached"),
-        (PrefillPlace(remote=False, reason="short_prompt", uncached_tokens=2), "only 2 tokens of it are not cached"),
+        (PrefillPlace(remote=False, reason="short_prompt", uncached_tokens=0), "the whole prompt is cached"),
+        (PrefillPlace(remote=False, reason="short_prompt", uncached_tokens=1), "only 1 token is not cached"),
+        (PrefillPlace(remote=False, reason="short_prompt", uncached_tokens=2), "only 2 tokens are not cached"),
         (
             PrefillPlace(remote=False, reason="prefill_busy", prefill_waiting=1),
-            "prefill workers are busy, 1 request waits at prefill workers",
+            "prefill workers are busy; 1 request waits at prefill workers",
         ),
     ],
 )
 def test_numbers_read_as_people_say_them(place: PrefillPlace, says: str) -> None:
-    assert place_text(place) == f"its prompt is computed where it is answered: {says}"
+    assert place_text(place) == f"prompt computed on the decode worker: {says}"
 
 
 async def test_why_a_short_prompt_is_computed_remotely() -> None:
@@ -173,8 +173,8 @@ async def test_why_a_short_prompt_is_computed_remotely() -> None:
     made("requests", request("r", PROMPTS[0]))
     made.seal()
     told = await made.explain("r")
-    why = "34 tokens of it are not cached where it would be answered, which is too large a share of it"
-    assert told.timeline[1].text.endswith(f"its prompt is computed remotely: {why}")
+    why = "34 tokens are not cached on the decode worker, a share above the limit"
+    assert told.timeline[1].text.endswith(f"prompt computed by a prefill worker: {why}")
 
 
 async def test_where_it_is_while_its_kv_is_computed_kept_and_fetched() -> None:
@@ -239,12 +239,12 @@ def another_model(made: Recorder) -> None:
 
 
 RELEASED: tuple[tuple[Callable[[Recorder], None], str], ...] = (
-    (decoder_lost, "the worker that was to fetch it is lost"),
+    (decoder_lost, "the worker that should fetch it is lost"),
     (fetching(TransferFailed, error="?"), "it could not be fetched"),
-    (fetching(FirstTokenEmitted, unfetched=True), "its answer had begun, and went on without it"),
+    (fetching(FirstTokenEmitted, unfetched=True), "the response had begun and continued without it"),
     (fetching(RequestFailed, error="?"), "the request ended without it"),
-    (too_late, "nobody could be sent for it in time"),
-    (another_model, "what was told of it is of another worker, epoch or model"),
+    (too_late, "no worker could fetch it before the lease expired"),
+    (another_model, "its descriptor names another worker, epoch or model"),
 )
 
 
@@ -257,7 +257,7 @@ async def test_who_gives_kv_back_and_why_is_told(happens: Callable[[Recorder], N
     told = await made.explain("r")
     assert told.divergence is None
     (moment,) = [one for one in told.timeline if one.what == "kv_released"]
-    assert moment.text == f"p gives back the KV of attempt 1: {why}"
+    assert moment.text == f"p releases the KV of attempt 1: {why}"
     assert moment.counted
 
 
@@ -278,18 +278,18 @@ def test_a_life_is_taken_up_where_the_log_begins() -> None:
     made = apart()
     made("requests", request("r", PROMPTS[0]))
     said(made, PrefillFinished)
-    life = Life("r", made.world)
+    timeline = Timeline("r", made.world)
     one = made.world.requests.get("r")
     assert one is not None
     of: Any = {"request_id": "r", "worker_id": one.worker_id, "worker_epoch": one.worker_epoch, "owner_epoch": 0}
-    life.hear("progress", 9, FirstTokenEmitted(**of, attempt=1, at_us=700), 500)
-    told = life.told(diverged=False)
+    timeline.observe("progress", 9, FirstTokenEmitted(**of, attempt=1, at_us=700), 500)
+    told = timeline.explanation(diverged=False)
     assert words(told) == ["taken_up", "first_token"]
     assert told.first_token is not None
     assert told.first_token.parts_us is None, "what came before is not known"
-    life = Life("r", made.world)
-    life.hear("progress", 9, TransferFailed(**of, attempt=1, error="peer gone"), 500)
-    assert words(life.told(diverged=False)) == ["taken_up", "not_transferred"]
+    timeline = Timeline("r", made.world)
+    timeline.observe("progress", 9, TransferFailed(**of, attempt=1, error="peer gone"), 500)
+    assert words(timeline.explanation(diverged=False)) == ["taken_up", "not_transferred"]
 
 
 async def test_a_request_that_waits_for_prefill_workers_says_so() -> None:

@@ -53,7 +53,7 @@ async def test_both_stages_are_told() -> None:
     (before,) = told.routings[1].left_out
     assert (before.seen.worker_id, before.reasons) == (first.candidates[first.winner].seen.worker_id, ("had_it_last",))
     texts = [moment.text for moment in told.timeline]
-    assert texts[1].startswith(f"sent to be encoded to {first.candidates[first.winner].seen.worker_id}: ")
+    assert texts[1].startswith(f"encode sent to {first.candidates[first.winner].seen.worker_id}: ")
     assert any("could not encode its images and videos: out of memory" in text for text in texts)
     assert any("could not fetch its embeddings: it is gone" in text for text in texts)
     assert told.first_token is not None

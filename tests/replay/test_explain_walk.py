@@ -21,8 +21,8 @@ from forebay.events.decisions import OwnerClaimed, RequestAborted, RequestReject
 from forebay.events.progress import FirstTokenEmitted, RequestFinished
 from forebay.events.topics import DECISIONS, KV_EVENTS, REQUESTS
 from forebay.replay.explain.explain import Explanation, explain
-from forebay.replay.explain.explanation import Candidate, Routing
-from forebay.replay.explain.find import OfRequest
+from forebay.replay.explain.explanation import CandidateCost, Routing
+from forebay.replay.explain.find import RequestRecord
 from forebay.transport.base import Draft, LogError
 from forebay.transport.history.groups import groups_of
 from forebay.transport.history.reader import decode_journal, journal_records
@@ -38,7 +38,7 @@ RECORDINGS = sorted((Path(__file__).parent.parent / "logs").glob("*.rec"))
 EVERY = 5  # requests of a golden recording
 
 
-def cost_of(one: Candidate, config: RouterConfig) -> float:
+def cost_of(one: CandidateCost, config: RouterConfig) -> float:
     """The formula of `forebay.core.routing.cost`, by the terms as they are told."""
     left = max(one.prefill_blocks - one.overlap_credit, 0.0)
     if config.selection_policy == "lmetric":
@@ -138,7 +138,7 @@ async def test_golden_recordings_are_explained(path: Path) -> None:
     ((_, partition),) = (await groups_of(log)).items()
     begin, end = await log.begin(DECISIONS.name, partition), await log.end(DECISIONS.name, partition)
     journal = [decode_journal(record) async for record in journal_records(log, partition, begin, end)]
-    names = list(dict.fromkeys(one.request_id for one in journal if isinstance(one, OfRequest)))
+    names = list(dict.fromkeys(one.request_id for one in journal if isinstance(one, RequestRecord)))
     for name in names[::EVERY]:
         told = await explain(log, partition, name)
         assert told.divergence is None
@@ -204,7 +204,7 @@ async def test_another_owner_takes_over_and_what_the_last_one_still_said_is_void
     for options in ({}, {"thorough": False}):
         told = await made.explain("r", **options)
         assert words(told) == ["submitted", "routed", "owner_claimed", "finished"]
-        assert told.timeline[2].text == "second takes the group over"
+        assert told.timeline[2].text == "router second takes over the group"
     assert (await made.explain("r")).earlier_uses == 0
 
 

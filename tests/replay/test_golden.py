@@ -42,7 +42,7 @@ from forebay.events.requests import RequestCancelled, RequestSubmitted
 from forebay.events.topics import DECISIONS, INPUTS
 from forebay.replay.record.slice import copy
 from forebay.replay.verify.golden import check_recording
-from forebay.replay.verify.verify import Report
+from forebay.replay.verify.verify import VerifyReport
 from forebay.transport.base import LogError, Record
 from forebay.transport.history.reader import OtherRules, decode_or_none
 from forebay.transport.recording.writer import RecordingWriter
@@ -58,7 +58,7 @@ READ_MAX = 100_000
 class Seen:
     """What a recording holds."""
 
-    def __init__(self, path: Path, report: Report) -> None:
+    def __init__(self, path: Path, report: VerifyReport) -> None:
         self.report = report
         log = SqliteLog.open(path, readonly=True)
         assert log.recording is not None
@@ -345,7 +345,7 @@ def test_other_rules_are_a_failure_that_says_what_to_do(tmp_path: Path) -> None:
         return record
 
     path = rewritten(tmp_path, "kv", newer)
-    expected = rf"OtherRules: .*version {CORE_VERSION + 1} .*Record it again, or keep the program"
+    expected = rf"OtherRules: .*version {CORE_VERSION + 1} .*Record it again, or verify it with the program"
     with pytest.raises(AssertionError, match=expected) as failed:
         check_recording(path)
     assert isinstance(failed.value.__cause__, OtherRules)
@@ -353,7 +353,7 @@ def test_other_rules_are_a_failure_that_says_what_to_do(tmp_path: Path) -> None:
 
 def test_what_cannot_be_verified_fails_unless_it_is_allowed() -> None:
     path = FOLDER / f"foreign-records{SUFFIX}"
-    with pytest.raises(AssertionError, match="not verified: 1 foreign-records; allow that by name"):
+    with pytest.raises(AssertionError, match="not verified: 1 foreign-records; if this is expected"):
         check_recording(path)
     check_recording(path, {"foreign-records"})
 
@@ -362,7 +362,7 @@ def test_a_policy_that_is_not_here_is_named(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.delitem(sys.modules, "tests.logs.own_policy", raising=False)
     monkeypatch.setitem(sys.modules, "tests.logs.own_policy", None)
     policy_class.cache_clear()
-    with pytest.raises(AssertionError, match=r"a policy of its own: the policy tests\.logs\.own_policy\.CheapestTwo"):
+    with pytest.raises(AssertionError, match=r"uses a custom policy: the policy tests\.logs\.own_policy\.CheapestTwo"):
         check_recording(FOLDER / f"own-policy{SUFFIX}")
     policy_class.cache_clear()
 

@@ -11,7 +11,7 @@ from forebay.core.state.active_request import id_hash
 from forebay.events.base import pack_u64, unpack_u64
 from forebay.events.codec import DecodeError, decode, unknown_tag
 from forebay.events.topics import FLEET, REQUESTS, Topic
-from forebay.replay.anonymize.masks import KEY_BYTES, ROUNDS, Masks, Pairs, Permutation
+from forebay.replay.anonymize.masks import KEY_BYTES, ROUNDS, HashPairs, Masks, Permutation
 
 KEY = bytes(range(KEY_BYTES))
 U64 = st.integers(0, 2**64 - 1)
@@ -73,7 +73,7 @@ def test_no_name_stays_none() -> None:
 
 @given(st.dictionaries(U64, U64, max_size=200))
 def test_pairs_are_found(pairs: dict[int, int]) -> None:
-    found = Pairs()
+    found = HashPairs()
     for _ in range(2):
         for number, stand_in in pairs.items():
             found.add(number, stand_in)

@@ -16,7 +16,7 @@ from forebay.events.codec import decode, encode
 from forebay.events.decisions import RequestRouted
 from forebay.events.kv import BlocksStored
 from forebay.events.topics import DECISIONS, KV_EVENTS, Topic
-from forebay.replay.verify.verify import Report, verify
+from forebay.replay.verify.verify import VerifyReport, verify
 from forebay.transport.base import LogError
 from forebay.transport.sqlite.log import SqliteLog
 from forebay.transport.sqlite.schema import checksum
@@ -95,7 +95,7 @@ def find(path: Path, topic: Topic, wanted: Callable[[object], bool]) -> tuple[in
     raise AssertionError("the recording holds no such event")
 
 
-def report_of(path: Path) -> Report:
+def report_of(path: Path) -> VerifyReport:
     log = SqliteLog.open(path, readonly=True)
     try:
         return asyncio.run(verify(log))

@@ -160,7 +160,7 @@ def test_a_journal_that_is_not_there(recording: Path) -> None:
     rewritten(recording, DECISIONS, lambda _: [])
     ran = command(recording)
     assert (ran.returncode, ran.stdout) == (2, "")
-    assert "nothing to verify: the journal in control partition 0 of" in ran.stderr
+    assert "nothing to verify: the journal of control partition 0 in" in ran.stderr
 
 
 async def test_a_group_that_is_said_to_be_elsewhere(recording: Path) -> None:
@@ -169,7 +169,7 @@ async def test_a_group_that_is_said_to_be_elsewhere(recording: Path) -> None:
     log.close()
     ran = process("replay", "verify", str(recording))
     assert (ran.returncode, ran.stdout) == (2, "")
-    assert "nothing to verify: the journal in control partition 5 of" in ran.stderr
+    assert "nothing to verify: the journal of control partition 5 in" in ran.stderr
 
 
 def test_what_was_recorded_holds(original: Path) -> None:

@@ -77,7 +77,7 @@ def test_a_divergence_behind_events_of_a_newer_version_says_so(recording: Path) 
     replaced(recording, PROGRESS, 0, lambda _: NEWER)
     run = command(recording, "--allow", "unknown-events")
     assert run.returncode == 1
-    assert "1 events of unknown kinds before it did nothing here: they may be the cause" in run.stdout
+    assert "1 earlier events of unknown types had no effect here: they may be the cause" in run.stdout
 
 
 def test_malformed_events_do_nothing_and_are_told(recording: Path) -> None:

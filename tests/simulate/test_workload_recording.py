@@ -8,7 +8,7 @@ import pytest
 from forebay.events.base import unpack_u64
 from forebay.events.progress import FirstTokenEmitted, RequestFinished
 from forebay.events.requests import RequestCancelled, RequestSubmitted, RoutingHints
-from forebay.replay.observed import lived
+from forebay.replay.observed import observe_history
 from forebay.replay.record.slice import Window
 from forebay.simulate.reading import open_workload
 from forebay.simulate.workload import Turn, Workload, WorkloadOptions, WorkloadUnusable, sequence_hashes
@@ -111,7 +111,7 @@ def test_requests_match_those_of_a_walk(tmp_path: Path) -> None:
         asyncio.run(sliced(log, tmp_path / "rec", Window(from_us=middle.at_us)))
     for where, least in ((path, 60), (tmp_path / "rec", 10)):
         with opened(where) as log:
-            asked = [one for one in asyncio.run(lived(log, 0)).asked if not one.under_way]
+            asked = [one for one in asyncio.run(observe_history(log, 0)).requests if not one.under_way]
         found = list(open_workload(str(where), WorkloadOptions()).turns())
         assert len(found) == len(asked) >= least
         for turn, one in zip(found, asked, strict=True):

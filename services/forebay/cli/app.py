@@ -63,7 +63,7 @@ COMMANDS = {
     "shadow": Command(
         "shadow",
         "shadow",
-        "Say at every decision of a running system what another policy or configuration would have chosen.",
+        "Report for every decision of a running system what another policy or configuration would decide.",
     ),
     "simulate": Command(
         "simulate.command",
@@ -80,12 +80,12 @@ COMMANDS = {
     "record": Command(
         "record",
         "record",
-        "Record a slice of a log into OUT: all it takes to derive its decisions, from the snapshot before it on.",
+        "Record a slice of a log into OUT, including everything needed to derive its decisions again.",
     ),
     "workload": Command("simulate.workload", "app", "Workloads: what they are like, and as files."),
-    "replay": Command("replay.command", "app", "Derive recorded decisions again."),
-    "topics": Command("topics", "app", "What a log holds, readable; and the topics of a broker."),
-    "index": Command("index", "app", "What workers have cached, as the log says."),
+    "replay": Command("replay.command", "app", "Verify, explain and compare recorded decisions."),
+    "topics": Command("topics", "app", "Show the records of a log, and manage the topics of a broker."),
+    "index": Command("index", "app", "Show the cached blocks of each worker, according to the log."),
 }
 
 

@@ -1,4 +1,4 @@
-"""`forebay index`: what a group's owner knows of its workers' caches."""
+"""`forebay index`: the prefix index of a group, restored from the log."""
 
 import asyncio
 from collections import Counter
@@ -20,16 +20,16 @@ from forebay.events.snapshots import IndexBlocks
 from forebay.events.topics import DECISIONS
 from forebay.live.router.standby import Standby
 
-app = typer.Typer(help="What workers have cached, as the log says.", no_args_is_help=True)
+app = typer.Typer(help="Show the cached blocks of each worker, according to the log.", no_args_is_help=True)
 
-EVENT_HASHES_MAX = 8_192  # some 90 kB a line
-LOOK_S = 0.2  # between two looks at how far it is
+EVENT_HASHES_MAX = 8_192  # about 90 kB per line
+LOOK_S = 0.2  # between progress updates
 TIERS: tuple[Tier, ...] = get_args(Tier)
 
 
 @app.callback()
 def _root() -> None:
-    """What workers have cached, as the log says."""
+    """Show the cached blocks of each worker, according to the log."""
 
 
 @app.command("dump")
@@ -38,13 +38,14 @@ def dump(
     kafka: KafkaSource = None,
     namespace: NamespaceOption = NAMESPACE,
     kafka_config: PropertiesOption = None,
-    group: Annotated[str, typer.Option(help="The model whose index is printed, if there are several.")] = "",
-    worker: Annotated[str, typer.Option(help="Only what this worker has.")] = "",
+    group: Annotated[str, typer.Option(help="Model whose index is printed, if there are several.")] = "",
+    worker: Annotated[str, typer.Option(help="Only this worker's blocks.")] = "",
 ) -> None:
-    """Print the prefix index at the journal's end as `kv.blocks_stored` events, one JSON object a line.
+    """Print the prefix index at the journal's end as `kv.blocks_stored` events, one JSON object per line.
 
-    They are in the JSON form of the topic `kv-events` (hashes are base64 of little-endian u64), and number the events
-    of each rank from 1 on: applied to an empty index they give this one again.
+    The events use the JSON form of topic `kv-events`, in which hashes are base64 of little-endian u64. Each rank's
+    events
+    are numbered from 1. Applied to an empty index, they restore the same index.
     """
     recording = Recording(log, kafka, namespace, kafka_config, group)
     recording.require_one_source()
@@ -53,13 +54,13 @@ def dump(
             index = asyncio.run(_index_of(recording, progress, progress.add_task("following the journal", total=None)))
         names = sorted({name for name, _ in index.holders()})
         if worker and worker not in names:
-            fail(f"there is no worker {worker}; there are {', '.join(names) or 'none'}")
+            fail(f"unknown worker {worker}; workers are: {', '.join(names) or 'none'}")
         for event in stored_events(index, worker):
             typer.echo(msgspec.json.encode(event))
 
 
 async def _index_of(recording: Recording, progress: Progress, task: TaskID) -> PrefixIndex:
-    """The index as recovery would find it."""
+    """Return the index that recovery would restore."""
     async with recording.opened() as (log, partition):
         end = await log.end(DECISIONS.name, partition)
         standby = Standby(log, partition)
@@ -72,7 +73,12 @@ async def _index_of(recording: Recording, progress: Progress, task: TaskID) -> P
 
 
 def stored_events(index: PrefixIndex, worker: str = "") -> Iterator[BlocksStored]:
-    """All that an index holds, or of one worker: by worker, rank and tier, each as the index has it in order."""
+    """Yield the content of an index as events, by worker, rank and tier, in the index's order.
+
+    Args:
+        index: the prefix index.
+        worker: only this worker; empty for all.
+    """
     parts = [part for part in index.snapshot() if isinstance(part, IndexBlocks) and worker in ("", part.worker_id)]
     parts.sort(key=lambda part: (part.worker_id, part.rank, TIERS.index(part.tier)))
     seqs: Counter[tuple[str, int]] = Counter()

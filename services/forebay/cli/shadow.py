@@ -1,4 +1,4 @@
-"""`forebay shadow`: another policy or configuration on the live log, which it only reads."""
+"""`forebay shadow`: evaluate another policy or configuration on the live log, read-only."""
 
 import asyncio
 import re
@@ -35,7 +35,7 @@ from forebay.cli.common.terminal import own_stdout
 from forebay.cli.common.unverified import DIVERGED
 from forebay.cli.policies.alternative import Alternative, PolicyConfigOption, PolicyOption, SetOption, alternative
 from forebay.cli.policies.recorded import require_policies
-from forebay.cli.shadow_lines import Printing, file_sink
+from forebay.cli.shadow_lines import PrintingSink, file_sink
 from forebay.events.base import hex_digest
 from forebay.events.topics import DECISIONS
 from forebay.live.router.standby import RecoveryDiverged
@@ -47,8 +47,8 @@ from forebay.transport.kafka.topics import count_topics
 from forebay.transport.sqlite.log import SqliteLog
 
 NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
-SHADOW_GROUP = "shadow-"  # and the name of the shadow: the consumer group that its position is committed for
-SUMMARY_S = 10.0  # between two lines on stderr, if anything was decided
+SHADOW_GROUP = "shadow-"  # followed by the shadow's name: the consumer group for its position
+SUMMARY_S = 10.0  # between two lines on stderr, if there were new decisions
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +68,14 @@ def shadow(
     policy: PolicyOption = None,
     policy_config: PolicyConfigOption = None,
     name: Annotated[
-        str, typer.Option(help="Tells this shadow from others, and what it is if started again; made up when empty.")
+        str,
+        typer.Option(help="Name of this shadow, by which a restart resumes it. Default: a hash of the alternative."),
     ] = "",
     from_start: Annotated[
-        bool, typer.Option("--from-start", help="If it is new, begin with the first decision, not the next.")
+        bool, typer.Option("--from-start", help="Begin a new shadow at the first decision, not the next one.")
     ] = False,
-    out: Annotated[Path | None, typer.Option(help="With LOG: append its events to this file, as JSON lines.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print its events as JSON lines.")] = False,
+    out: Annotated[Path | None, typer.Option(help="With LOG: append its events to this file as JSON lines.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print its events on stdout as JSON lines.")] = False,
     kafka: KafkaSource = None,
     namespace: NamespaceOption = NAMESPACE,
     kafka_config: PropertiesOption = None,
@@ -83,18 +84,20 @@ def shadow(
     metrics_host: MetricsHostOption = LOOPBACK,
     verbose: VerboseOption = False,
 ) -> None:
-    """Say at every decision of a running system what another policy or configuration would have chosen.
+    """Report for every decision of a running system what another policy or configuration would decide.
 
-    It follows the log as a process of its own, reading only: on Kafka its events go to the topic `shadow`, and nowhere
-    else. It goes on until it is told to end; started again under the same name it goes on where it was. Exit 1 when
-    a recorded decision cannot be derived again.
+    The shadow is a separate process that only reads the log. On Kafka it writes its events to topic `shadow`, and
+    nowhere
+    else. It runs until stopped. Started again under the same name, it resumes at its last position. Exits 1 if a
+    recorded
+    decision cannot be derived again.
     """
     recording = Recording(log, kafka, namespace, kafka_config, group)
     recording.require_one_source()
     if out is not None and kafka is not None:
-        fail("--out is for a log file: on Kafka the events are in the topic shadow")
+        fail("--out needs a log file; on Kafka the events are written to topic shadow")
     if name and not NAME.fullmatch(name):
-        fail(f"--name {name!r}: a name has 1 to 64 letters, digits, dots, dashes and underscores")
+        fail(f"invalid --name {name!r}: use 1 to 64 letters, digits, dots, dashes and underscores")
     start_logging(verbose=verbose)
     with explained():
         chosen = alternative(sets, policy, policy_config)
@@ -111,7 +114,11 @@ def shadow(
 
 
 async def _serve(options: _Options) -> None:
-    """Run a shadow until SIGINT or SIGTERM. Raises LogError."""
+    """Run a shadow until SIGINT or SIGTERM.
+
+    Raises:
+        LogError: the log is damaged or unavailable.
+    """
     registry = CollectorRegistry()
     async with _opened(options) as shadow:
         registry.register(ShadowMetrics(shadow))
@@ -128,24 +135,24 @@ async def _run(shadow: Shadow, options: _Options) -> None:
     if pools:
         options.chosen.require_pools(pools)
         for given in options.chosen.idle(pools):
-            typer.echo(f"forebay: {given} changes nothing: the pools are configured so", err=True)
+            typer.echo(f"forebay: {given} has no effect: it equals the current configuration", err=True)
     name, text = shadow.settings.name, shadow.settings.text
     typer.echo(f"forebay: shadow {name}: {text}, decisions from journal offset {shadow.from_offset} on")
-    telling = asyncio.create_task(_tell(shadow))
+    printing = asyncio.create_task(_print_summaries(shadow))
     try:
         await shadow.run()
     finally:
-        telling.cancel()
+        printing.cancel()
         typer.echo(_summary(shadow))
 
 
-async def _tell(shadow: Shadow) -> None:
-    """A line on stderr every so often."""
-    told = 0
+async def _print_summaries(shadow: Shadow) -> None:
+    """Print a summary line on stderr at regular intervals."""
+    printed = 0
     while True:
         await asyncio.sleep(SUMMARY_S)
-        if shadow.statistics.decisions > told:
-            told = shadow.statistics.decisions
+        if shadow.statistics.decisions > printed:
+            printed = shadow.statistics.decisions
             typer.echo(_summary(shadow), err=True)
 
 
@@ -162,29 +169,34 @@ def _diverged(error: RecoveryDiverged) -> NoReturn:
 
 @asynccontextmanager
 async def _opened(options: _Options) -> AsyncIterator[Shadow]:
-    """A shadow with its log and its sink. Raises LogError, Unusable."""
+    """Open a shadow with its log and its sink.
+
+    Raises:
+        LogError: the log is damaged or unavailable.
+        Unusable: the options cannot be used.
+    """
     recording, settings = options.recording, options.settings
     async with AsyncExitStack() as stack:
         if recording.kafka is None:
             log, partition = await stack.enter_async_context(recording.opened())
             if isinstance(log, SqliteLog) and log.recording is not None:
-                fail(f"{recording.name} is a recording, and does not go on: ask it by forebay replay diff")
+                fail(f"{recording.name} is a recording, which does not grow; use forebay replay diff instead")
             kept = None if options.out is None else stack.enter_context(file_sink(options.out, settings.name))
             await require_policies(log, partition)
-            yield Shadow(log, partition, settings, Printing(kept, options.printed_to))
+            yield Shadow(log, partition, settings, PrintingSink(kept, options.printed_to))
             return
         kafka = kafka_settings(recording.kafka, recording.namespace, recording.kafka_config)
-        await count_topics(kafka)  # a cluster may be older than the topic `shadow`
+        await count_topics(kafka)  # a cluster of an earlier version may lack topic `shadow`
         log, partition = await stack.enter_async_context(recording.opened())
         await require_policies(log, partition)
-        sink = Printing(TopicSink(log, partition, settings.name), options.printed_to)
+        sink = PrintingSink(TopicSink(log, partition, settings.name), options.printed_to)
         position = await KafkaPosition.open(kafka, DECISIONS.name, partition, SHADOW_GROUP + settings.name)
         stack.push_async_callback(position.close)
         yield Shadow(log, partition, settings, sink, position.update)
 
 
 def _text(chosen: Alternative) -> str:
-    """What is changed, as it was given; a file's content counts, too."""
+    """Return the description of the alternative, including a hash of a policy file's content."""
     if chosen.base is None:
         return str(chosen)
     return f"{chosen} (content {hex_digest(xxh3_64_intdigest(msgspec.json.encode(chosen.base)))})"

@@ -1,4 +1,4 @@
-"""A shadow's events as JSON lines: in a file that says where the shadow goes on, and on stdout."""
+"""Sinks that write a shadow's events as JSON lines: to a file from which the shadow can resume, and to stdout."""
 
 import fcntl
 import os
@@ -14,11 +14,11 @@ from forebay.ingress.errors import Unusable
 from forebay.live.shadow.shadow import ShadowSink
 from forebay.transport.base import LogError
 
-LINE_BYTES_MAX = 1 << 20  # of one event: far above names, and the text of what a shadow changes
+LINE_BYTES_MAX = 1 << 20  # per event, far above what names and the alternative's description need
 
 
 class FileSink:
-    """Appends a shadow's events to a file of its own, one a line."""
+    """Appends a shadow's events to its own file, one per line."""
 
     def __init__(self, path: Path, file: BinaryIO, name: str) -> None:
         self._path = path
@@ -26,56 +26,74 @@ class FileSink:
         self._name = name
 
     async def last(self) -> ShadowEvent | None:
-        """The event of the last whole line; one that was cut short by a kill is removed. Raises LogError."""
+        """Return the event of the last complete line, and remove a line that was cut off by a kill.
+
+        Raises:
+            LogError: the file cannot be read, or holds something else.
+        """
         try:
             size = self._file.seek(0, os.SEEK_END)
             if not size:
                 return None
             self._file.seek(0)
-            self._event(self._file.readline(LINE_BYTES_MAX))  # before anything of a foreign file is touched
+            self._event(self._file.readline(LINE_BYTES_MAX))  # check before a foreign file is modified
             self._file.seek(max(0, size - 2 * LINE_BYTES_MAX))
             *lines, cut = self._file.read().split(b"\n")
             if cut:
                 self._file.truncate(size - len(cut))
         except OSError as error:
-            raise self._trouble("read", error) from error
+            raise self._error("read", error) from error
         return self._event(lines[-1])
 
     async def write(self, events: Sequence[ShadowEvent]) -> None:
-        """Append. Raises LogError."""
+        """Append events.
+
+        Raises:
+            LogError: the file cannot be written.
+        """
         try:
             self._file.seek(0, os.SEEK_END)
             self._file.write(_lines(events))
             self._file.flush()
         except OSError as error:
-            raise self._trouble("written", error) from error
+            raise self._error("written", error) from error
 
     def _event(self, line: bytes) -> ShadowEvent:
         try:
             event: ShadowEvent = decode(SHADOW, line)
         except DecodeError as error:
-            raise LogError(f"--out {self._path} is there, and holds no shadow's events: give another file") from error
+            raise LogError(
+                f"--out {self._path} exists and does not contain shadow events; give another file"
+            ) from error
         if event.shadow != self._name:
-            raise LogError(f"--out {self._path} is of the shadow {event.shadow}, not {self._name}: give another file")
+            raise LogError(f"--out {self._path} belongs to shadow {event.shadow}, not {self._name}; give another file")
         return event
 
-    def _trouble(self, what: str, error: OSError) -> LogError:
+    def _error(self, what: str, error: OSError) -> LogError:
         return LogError(f"--out {self._path} cannot be {what}: {error.strerror}")
 
 
-class Printing:
-    """Prints what it keeps elsewhere, or nowhere."""
+class PrintingSink:
+    """Prints events, and passes them to another sink if there is one."""
 
     def __init__(self, kept: ShadowSink | None, to: TextIO | None) -> None:
         self._kept = kept
         self._to = to
 
     async def last(self) -> ShadowEvent | None:
-        """What is kept tells; what was only printed is forgotten. Raises LogError."""
+        """Return the last event of the other sink; None without one, because printed events are not stored.
+
+        Raises:
+            LogError: the sink cannot be read.
+        """
         return None if self._kept is None else await self._kept.last()
 
     async def write(self, events: Sequence[ShadowEvent]) -> None:
-        """Keep, then print. Raises LogError."""
+        """Write to the other sink, then print.
+
+        Raises:
+            LogError: the sink cannot be written.
+        """
         if self._kept is not None:
             await self._kept.write(events)
         if self._to is not None:
@@ -85,7 +103,11 @@ class Printing:
 
 @contextmanager
 def file_sink(path: Path, name: str) -> Iterator[FileSink]:
-    """A file for the events of one shadow, locked while it is open. Raises Unusable."""
+    """Open the event file of one shadow, and lock it while it is open.
+
+    Raises:
+        Unusable: the file cannot be opened, or is in use.
+    """
     try:
         file = path.open("r+b", buffering=1 << 16) if path.exists() else path.open("x+b", buffering=1 << 16)
     except OSError as error:

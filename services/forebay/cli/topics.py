@@ -1,4 +1,4 @@
-"""`forebay topics`: what a log holds, readable; and the topics of a broker."""
+"""`forebay topics`: show the records of a log, and create and inspect the topics of a broker."""
 
 import asyncio
 from pathlib import Path
@@ -33,22 +33,22 @@ from forebay.transport.kafka.settings import KafkaSettings
 from forebay.transport.kafka.topics import TopicPlan, count_topics, create_topics, partitions_of
 from forebay.transport.sqlite.log import SqliteLog
 
-app = typer.Typer(help="What a log holds, readable; and the topics of a broker.", no_args_is_help=True)
+app = typer.Typer(help="Show the records of a log, and manage the topics of a broker.", no_args_is_help=True)
 
 FOLLOW_S = 0.2
 PAGE = 500
-HEARD_S = 3.0  # standbys write every second; two may be late
-READ_BY = ("router", "kafka-api")  # consumer groups, after the namespace; and one for each shadow
+HEARTBEAT_WAIT_S = 3.0  # standbys write every second; allow two to be late
+READ_BY = ("router", "kafka-api")  # consumer group names after the namespace; each shadow has one, too
 
 LogArgument = Annotated[
     Path | None,
-    typer.Argument(help="A log file of `forebay up`, which may be in use, or a recording. Not with --kafka."),
+    typer.Argument(help="Log file of `forebay up` (may be in use) or a recording; omit with --kafka."),
 ]
 
 
 @app.callback()
 def _root() -> None:
-    """What a log holds, readable; and the topics of a broker."""
+    """Show the records of a log, and manage the topics of a broker."""
 
 
 @app.command("create")
@@ -56,19 +56,19 @@ def create(
     kafka: KafkaOption = KAFKA,
     namespace: NamespaceOption = NAMESPACE,
     kafka_config: PropertiesOption = None,
-    pool: Annotated[list[str] | None, typer.Option(help="A pool that gets a work topic; may be repeated.")] = None,
-    groups: Annotated[int, typer.Option(min=1, help="Most models served: partitions of control topics.")] = 4,
+    pool: Annotated[list[str] | None, typer.Option(help="Pool that gets a work topic; may be repeated.")] = None,
+    groups: Annotated[int, typer.Option(min=1, help="Maximum number of models: partitions of the control topics.")] = 4,
     slots: Annotated[
         int,
-        typer.Option(min=1, help="Partitions of a work topic: each model can have SLOTS / GROUPS workers in a pool."),
+        typer.Option(min=1, help="Partitions of a work topic. A model can have SLOTS / GROUPS workers per pool."),
     ] = 256,
     replies: Annotated[int, typer.Option(min=1, help="Partitions of `tokens`.")] = 16,
     kafka_api_partitions: Annotated[
         int, typer.Option(min=1, help="Partitions of `openai-requests` and `openai-responses`.")
     ] = 8,
-    replication: Annotated[int, typer.Option(min=1, help="Copies of every partition.")] = 1,
+    replication: Annotated[int, typer.Option(min=1, help="Replicas of every partition.")] = 1,
 ) -> None:
-    """Create the topics that are missing, and check those that are there."""
+    """Create missing topics, and check the existing ones."""
     plan = TopicPlan(
         groups=groups, slots=slots, replies=replies, kafka_api=kafka_api_partitions, replication=replication
     )
@@ -91,11 +91,11 @@ def list_topics(
     namespace: NamespaceOption = NAMESPACE,
     kafka_config: PropertiesOption = None,
 ) -> None:
-    """Every topic partition that has records, with its end offset, and its first one if retention moved it."""
+    """List every topic partition that has records, with its end offset, and its first offset if retention moved it."""
     starts: dict[tuple[str, int], int] = {}
     with explained():
         if (log is None) == (kafka is None):
-            fail("give a log file or --kafka")
+            fail("expected a log file or --kafka")
         if log is not None:
             opened = SqliteLog.open(log, readonly=True)
             try:
@@ -112,18 +112,20 @@ def list_topics(
 
 @app.command("tail")
 def tail(
-    where: Annotated[list[str], typer.Argument(metavar="[LOG] TOPIC", help="A log file, unless --kafka; a topic.")],
+    where: Annotated[
+        list[str], typer.Argument(metavar="[LOG] TOPIC", help="LOG: log file; omit with --kafka. TOPIC: topic name.")
+    ],
     kafka: KafkaSource = None,
     namespace: NamespaceOption = NAMESPACE,
     kafka_config: PropertiesOption = None,
     partition: Annotated[int, typer.Option("--partition", "-p", min=0)] = 0,
-    count: Annotated[int, typer.Option("--lines", "-n", min=0, help="The last records, so many.")] = 10,
-    start: Annotated[int, typer.Option("--from", min=-1, help="From this offset on, in place of the last.")] = -1,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as records come.")] = False,
+    count: Annotated[int, typer.Option("--lines", "-n", min=0, help="Print the last N records.")] = 10,
+    start: Annotated[int, typer.Option("--from", min=-1, help="Print from this offset on instead.")] = -1,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing new records.")] = False,
 ) -> None:
     """Print records as JSON lines."""
     if len(where) != (1 if kafka else 2):
-        fail("give LOG and TOPIC, or TOPIC and --kafka")
+        fail("expected LOG and TOPIC, or TOPIC and --kafka")
     topic = where[-1]
     with explained():
         if kafka is not None:
@@ -133,7 +135,7 @@ def tail(
         opened = SqliteLog.open(Path(where[0]), readonly=True)
         try:
             if topic not in {name for name, _, _ in opened.topics()}:
-                fail(f"{where[0]} has no topic {topic}; `forebay topics list {where[0]}` shows those that it has")
+                fail(f"{where[0]} has no topic {topic}; `forebay topics list {where[0]}` lists its topics")
             asyncio.run(_tail(opened, topic, partition, count, start, follow=follow))
         finally:
             opened.close()
@@ -145,9 +147,9 @@ def lag(
     namespace: NamespaceOption = NAMESPACE,
     kafka_config: PropertiesOption = None,
 ) -> None:
-    """How far consumers are behind: the groups by their commits, the owners by what their journals say.
+    """Show how far consumers are behind: consumer groups by their commits, owners by their journals.
 
-    Then a line for each placed group: which router owns it, and which routers stand by.
+    Below, a line per placed group names the router that owns it and the standby routers.
     """
     with explained():
         settings = kafka_settings(kafka, namespace, kafka_config)
@@ -176,9 +178,7 @@ async def _tail_kafka(
 ) -> None:
     partitions = await partitions_of(settings)
     if not 0 <= partition < partitions.get(topic, 0):
-        fail(
-            f"{settings.bootstrap} has no {settings.topic(topic)}/{partition}; `forebay topics list` shows what it has"
-        )
+        fail(f"{settings.bootstrap} has no {settings.topic(topic)}/{partition}; `forebay topics list` lists its topics")
     log = await KafkaLog.open(settings)
     try:
         await _tail(log, topic, partition, count, start, follow=follow)
@@ -189,7 +189,7 @@ async def _tail_kafka(
 async def _tail(log: Log, topic: str, partition: int, count: int, start: int, *, follow: bool) -> None:
     begin = await log.begin(topic, partition)
     if 0 <= start < begin:
-        complain(f"{topic}/{partition} begins at offset {begin}: the records before it are not there any more")
+        complain(f"{topic}/{partition} begins at offset {begin}; earlier records were removed by retention")
     offset = max(begin, start if start >= 0 else await log.end(topic, partition) - count)
     while True:
         offset = await _print_from(log, topic, partition, offset)
@@ -211,7 +211,7 @@ async def _print_from(log: Log, topic: str, partition: int, offset: int) -> int:
 
 
 async def _lags(settings: KafkaSettings) -> tuple[list[tuple[str, str, int, int]], list[str]]:
-    """Return reader, topic, position and end of each reader, and a line about each placed group."""
+    """Return reader, topic, position and end of each reader, and a line per placed group."""
     counts = await count_topics(settings)
     log = await KafkaLog.open(settings)
     admin = AIOKafkaAdminClient(**settings.client_options())
@@ -240,14 +240,14 @@ async def _lags(settings: KafkaSettings) -> tuple[list[tuple[str, str, int, int]
 
 
 async def _groups(log: Log) -> tuple[list[str], list[tuple[str, str, int, int]]]:
-    """Return a line about each placed group, and how far each standby is in the journal."""
+    """Return a line per placed group, and the journal position of each standby."""
     directory = Directory(log)
     await directory.start()
     lines, standbys = [], []
     for group, partition in sorted(directory.groups.partitions.items()):
         heartbeats = RouterHeartbeats(log, group)
         following = asyncio.create_task(heartbeats.follow(partition))
-        await asyncio.wait([following], timeout=HEARD_S)
+        await asyncio.wait([following], timeout=HEARTBEAT_WAIT_S)
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
         owner = heartbeats.owner.router_id if heartbeats.owner is not None else "none"

@@ -1,4 +1,4 @@
-"""When each recorded event was applied, and for which journal record: the recorded order, read without a world."""
+"""Read when each recorded event was applied, and by which journal record, without building a world."""
 
 from collections.abc import AsyncIterator
 from typing import NamedTuple
@@ -10,7 +10,13 @@ from forebay.transport.history.start import oldest_state
 
 
 class Applied(NamedTuple):
-    """The offset of an event, the journal record that consumed it, and the owner's clock at which it was applied."""
+    """One applied event.
+
+    Attributes:
+        offset: offset of the event.
+        journal_offset: the journal record that consumed the event.
+        now_us: the owner's clock when the event was applied, in microseconds.
+    """
 
     offset: int
     journal_offset: int
@@ -18,10 +24,13 @@ class Applied(NamedTuple):
 
 
 async def applied(log: Log, partition: int, topic: str) -> AsyncIterator[Applied]:
-    """Yield one for each record of an input topic that the journal says was applied, in order.
+    """Yield an entry per record of an input topic that the journal consumed, in order.
 
-    A log that retention has trimmed begins with its oldest usable snapshot; the records applied before it have none.
-    Raises LogError.
+    A log that retention has trimmed begins with its oldest usable snapshot. Records consumed before it are not
+    included.
+
+    Raises:
+        LogError: the log is damaged.
     """
     start, end = await oldest_state(log, partition), await log.end(DECISIONS.name, partition)
     event = start.view.get(topic, 0)

@@ -1,7 +1,7 @@
-"""A recorded group at any of its journal records: the world as its owner knew it when it wrote that record.
+"""Derive the state of a recorded group at any journal record, as its owner had it when it wrote that record.
 
-The state at a record includes all that the record consumed and decided, so it has the digest that an `Advanced` there
-seals. It is derived from the newest snapshot before; how it was reached makes no difference to it.
+The state includes everything that the record consumed and decided, so its digest equals the one that an `Advanced`
+record there seals. It is derived from the newest earlier snapshot. The starting point does not change the result.
 """
 
 from collections import deque
@@ -20,33 +20,33 @@ from forebay.transport.base import Log, LogError
 from forebay.transport.history.reader import Validity, decode_journal, decode_or_none, journal, journal_records
 from forebay.transport.recording.manifest import utc
 
-LOST_MAX = 1_024  # of the workers that are gone, the last ones are told
+LOST_MAX = 1_024  # only the most recently lost workers are reported
 PAGE_RECORDS = 512
-PAGE_REQUESTS = 64  # they hold prompts, so a page may be megabytes
+PAGE_REQUESTS = 64  # requests contain prompts, so a page may be megabytes
 
 
-class NotThere(LogError):
-    """The recording holds no such moment; the text says what it does hold."""
+class NoSuchRecord(LogError):
+    """Raised if the recording does not contain the requested record or time."""
 
 
-class Diverged(LogError):
-    """Nothing can be shown from a record on that the events do not lead to."""
+class JournalDiverged(LogError):
+    """Raised if a record does not follow from the events, because the state cannot be derived from there on."""
 
     def __init__(self, divergence: Divergence) -> None:
         super().__init__(
-            f"journal record {divergence.offset} is not what the events lead to ({divergence.reason}): the world from"
+            f"journal record {divergence.offset} does not follow from the events ({divergence.reason}): the state from"
             " there on cannot be derived; `forebay replay verify` shows the difference"
         )
         self.divergence = divergence
 
 
 class Position:
-    """A group's world somewhere in its journal; it moves forward. Made by `arrive`.
+    """The state of a group at one journal record. A position moves forward only. Create it with `seek`.
 
     Attributes:
-        world: the state right after `step`, or where the walk begins while that is None.
-        step: the last record applied, with the events that it consumed.
-        start: the journal offset of the state from which this one was derived.
+        world: the state right after `step`, or the walk's start if `step` is None.
+        step: the last applied record, with the events that it consumed.
+        start: journal offset of the state from which this one was derived.
     """
 
     def __init__(self, log: Log, partition: int, start: Start, end: int) -> None:
@@ -65,25 +65,29 @@ class Position:
 
     @property
     def offset(self) -> int:
-        """Of the record applied last."""
+        """Offset of the last applied record."""
         return self.start - 1 if self.step is None else self.step.offset
 
     async def forward(self) -> Step | None:
-        """Apply the next valid record; None at the end.
+        """Apply the next valid record; return None at the end.
 
         Raises:
-            Diverged: the events do not lead to it; the position is lost.
-            LogError: as `Walk`.
+            JournalDiverged: the record does not follow from the events. The position is invalid afterwards.
+            LogError: the log is damaged or incomplete.
         """
         step = await anext(self._steps, None)
         if step is not None:
             if step.divergence is not None:
-                raise Diverged(step.divergence)
+                raise JournalDiverged(step.divergence)
             self.step = step
         return step
 
     async def moment(self) -> Moment:
-        """All that is known here. Raises LogError."""
+        """Return the state as plain data.
+
+        Raises:
+            LogError: the log is damaged or incomplete.
+        """
         if self._lost_before is None:
             self._lost_before = await self._read_losses()
         return moment_of(
@@ -110,7 +114,7 @@ class Position:
         return ""
 
     async def _read_losses(self) -> list[LossFacts]:
-        """Who was lost before the walk began, as the facts say: what they held is known there only."""
+        """Return the workers lost before the walk began. Their load and cache are unknown."""
         found: dict[tuple[str, int], LossFacts] = {}
         epoch = -1
         offset = await self._log.begin(FLEET.name, self._partition)
@@ -133,7 +137,7 @@ class Position:
         return list(found.values())[-LOST_MAX:]
 
     async def _read_timeouts(self) -> dict[int, int]:
-        """The timeouts of the requests under way, by the offset of their submission, where that is still there."""
+        """Return the timeouts of active requests by the offset of their submission, as far as the log holds them."""
         offsets = [request.offset for request in self.world.requests.active()]
         known = {offset: self._timeouts_us[offset] for offset in offsets if offset in self._timeouts_us}
         begin = await self._log.begin(REQUESTS.name, self._partition)
@@ -149,22 +153,23 @@ class Position:
         return known
 
 
-async def arrive(log: Log, partition: int, offset: int | None = None) -> Position:
-    """The position at the journal record at `offset`, the last one by default.
+async def seek(log: Log, partition: int, offset: int | None = None) -> Position:
+    """Return the position at the journal record at `offset`, by default the last one.
 
-    Where that record is void or foreign, it is the last valid one before.
+    If that record is stale or foreign, the position is at the previous valid one.
 
     Raises:
-        NotThere: the recording has no such record.
-        LogError: as `Walk`, and Diverged.
+        NoSuchRecord: the recording has no such record.
+        JournalDiverged: a record up to there does not follow from the events.
+        LogError: the log is damaged or incomplete.
     """
     begin, end = await _extent(log, partition)
-    asked = end - 1 if offset is None else offset
-    if not begin <= asked < end:
-        raise NotThere(f"there is no journal record {asked}: the recording has those from {begin} to {end - 1}")
-    start = await before(log, partition, asked)
+    wanted = end - 1 if offset is None else offset
+    if not begin <= wanted < end:
+        raise NoSuchRecord(f"no journal record {wanted}: the recording has records {begin} to {end - 1}")
+    start = await before(log, partition, wanted)
     last = -1
-    async for at, _ in journal(log, partition, start.offset, asked + 1, Validity(start.world.owner_epoch)):
+    async for at, _ in journal(log, partition, start.offset, wanted + 1, Validity(start.world.owner_epoch)):
         last = at
     position = Position(log, partition, start, end)
     while position.offset < last and await position.forward():
@@ -173,38 +178,38 @@ async def arrive(log: Log, partition: int, offset: int | None = None) -> Positio
 
 
 async def offset_at(log: Log, partition: int, time_us: int) -> int:
-    """The offset of the last valid journal record that was written by `time_us` on the owner's clock.
+    """Return the offset of the last valid journal record written at or before `time_us` on the owner's clock.
 
     Raises:
-        NotThere: the recording begins later, or ends before.
-        LogError: the log is damaged, or holds no state from which anything can be derived.
+        NoSuchRecord: the recording begins later or ends earlier.
+        LogError: the log is damaged, or holds no state to derive from.
     """
     begin, end = await _extent(log, partition)
     hint = await _near(log, partition, begin, end, time_us)
     try:
         start = await before(log, partition, hint)
-    except LogError:  # the hint may lie before the first state; `oldest` says if there is none at all
+    except LogError:  # the hint may be before the first state; `oldest` raises if there is none
         start = await oldest(log, partition, end)
     if start.world.now_us > time_us:
         start = await oldest(log, partition, end)
     clock_us = start.world.now_us
-    found = start.offset - 1 if start.offset > begin else -1  # the seal before a snapshot's state
+    found = start.offset - 1 if start.offset > begin else -1  # the seal right before a snapshot's state
     async for offset, record in journal(log, partition, start.offset, end, Validity(start.world.owner_epoch)):
         if record.consumed:
             clock_us = record.consumed[-1].now_us
         if clock_us > time_us:
             if found < 0:
-                raise NotThere(f"the recording begins at {utc(clock_us)} on its owner's clock, which is later")
+                raise NoSuchRecord(f"the recording begins later, at {utc(clock_us)} on its owner's clock")
             return found
         if clock_us:
             found = offset
     if clock_us < time_us:
-        raise NotThere(f"the recording ends at {utc(clock_us)} on its owner's clock, which is earlier")
+        raise NoSuchRecord(f"the recording ends earlier, at {utc(clock_us)} on its owner's clock")
     return found
 
 
 async def last_clock(log: Log, partition: int) -> int:
-    """The owner's clock where the journal ends, for people: in microseconds, 0 if nothing was applied."""
+    """Return the owner's clock at the journal's end in microseconds, 0 if nothing was applied."""
     begin, end = await _extent(log, partition)
     while begin < end:
         start = max(begin, end - PAGE_RECORDS)
@@ -219,12 +224,15 @@ async def last_clock(log: Log, partition: int) -> int:
 async def _extent(log: Log, partition: int) -> tuple[int, int]:
     begin, end = await log.begin(DECISIONS.name, partition), await log.end(DECISIONS.name, partition)
     if begin >= end:
-        raise NotThere(f"control partition {partition} has no journal: nothing was decided there")
+        raise NoSuchRecord(f"the journal of control partition {partition} is empty: no decision was recorded")
     return begin, end
 
 
 async def _near(log: Log, partition: int, begin: int, end: int, time_us: int) -> int:
-    """An offset not far before the last record written by `time_us`; void records may mislead it, either way."""
+    """Return an offset shortly before the last record written by `time_us`.
+
+    Stale records may shift it in either direction.
+    """
     low, high = begin, end
     while high - low > PAGE_RECORDS:
         middle = (low + high) // 2
@@ -237,7 +245,7 @@ async def _near(log: Log, partition: int, begin: int, end: int, time_us: int) ->
 
 
 async def _clock_from(log: Log, partition: int, start: int, end: int) -> int | None:
-    """The owner's clock at the first record in [start, end) that says it."""
+    """Return the owner's clock at the first record in [start, end) that contains a clock reading."""
     async for record in journal_records(log, partition, start, end):
         decision = decode_journal(record)
         if decision is not None and decision.consumed:

@@ -1,4 +1,7 @@
-"""What a world holds at one moment, as plain data: for people, programs and comparisons. Looks only."""
+"""The state of a group at one moment as plain data, for display, programs and comparisons.
+
+Nothing here changes a world.
+"""
 
 from typing import Any
 
@@ -17,13 +20,22 @@ from forebay.events.snapshots import IndexCursor
 
 
 class Fact(msgspec.Struct, frozen=True, kw_only=True):
-    """A named part of a moment."""
+    """Base class of the parts of a moment."""
 
 
 class PoolFacts(Fact, frozen=True, kw_only=True):
-    """A pool as it is configured; `router` names what is not at its default.
+    """Configuration of a pool.
 
-    `busy` are the thresholds in force, `disagg` by what a decode pool goes now, None for others.
+    Attributes:
+        pool: name of the pool.
+        model: name of the model.
+        block_size: tokens per KV block.
+        attempts_max: maximum attempts per request.
+        router: router settings.
+        busy: busy thresholds in force.
+        routed: number of requests routed in this pool.
+        role: `aggregated`, `prefill`, `decode` or `encode`.
+        disagg: disaggregation settings in force; None unless this is a decode pool.
     """
 
     pool: str
@@ -38,7 +50,7 @@ class PoolFacts(Fact, frozen=True, kw_only=True):
 
 
 class WorkerFacts(Fact, frozen=True, kw_only=True):
-    """A member of the fleet."""
+    """One worker of the fleet."""
 
     worker_id: str
     worker_epoch: int
@@ -54,7 +66,14 @@ class WorkerFacts(Fact, frozen=True, kw_only=True):
 
 
 class ReportFacts(Fact, frozen=True, kw_only=True):
-    """What a rank last said of itself."""
+    """The last load report of a rank.
+
+    Attributes:
+        running: requests in the running batch.
+        waiting: requests in the engine's queue.
+        kv_blocks_used: KV blocks in use.
+        kv_blocks_total: KV blocks in total.
+    """
 
     running: int
     waiting: int
@@ -63,16 +82,22 @@ class ReportFacts(Fact, frozen=True, kw_only=True):
 
 
 class RankFacts(Fact, frozen=True, kw_only=True):
-    """Load and cache of one rank.
+    """Load and cache of one worker rank.
 
     Attributes:
-        prefill_tokens: prompt tokens that wait for their first token and are not cached.
-        decode_blocks: blocks of the requests under way.
-        computed_tokens: prompt tokens sent there that were not cached; a newcomer begins with the fewest of any.
-        blocks: by tier, as its KV events say.
-        last_seq: of the KV event applied last; `resync` while its worker is asked to say all anew.
-        approximate_blocks: taken for cached because they were routed there, for want of KV events.
-        predicted_blocks: taken for cached until KV events say so.
+        worker_id: ID of the worker.
+        rank: data-parallel rank.
+        prefill_tokens: uncached prompt tokens of requests that wait for their first token.
+        decode_blocks: KV blocks of active requests.
+        active_requests: number of active requests.
+        computed_tokens: uncached prompt tokens sent to the rank so far. A new rank starts with the minimum of all
+            ranks.
+        reported: the last load report; None if there is none.
+        blocks: cached blocks per tier, according to KV events.
+        last_seq: sequence number of the last applied KV event.
+        resync: whether the worker was asked to re-announce its cache.
+        approximate_blocks: blocks assumed cached from routing, for ranks without KV events.
+        predicted_blocks: blocks assumed cached until KV events confirm them.
     """
 
     worker_id: str
@@ -90,12 +115,18 @@ class RankFacts(Fact, frozen=True, kw_only=True):
 
 
 class LossFacts(Fact, frozen=True, kw_only=True):
-    """A worker that is gone. What it held is known if it was lost after the state from which the moment was derived.
+    """A lost worker.
+
+    Its load and cache are known only if it was lost after the state from which the moment was derived.
 
     Attributes:
-        at_us: when the fact was written, by its writer's clock.
-        lost_us: when it was applied, by the owner's clock.
-        ranks: as they were right before; None where not known, as `requests`, which were under way there.
+        worker_id: ID of the worker.
+        worker_epoch: epoch of the worker.
+        reason: why it was declared lost.
+        at_us: when the event was written, on the writer's clock.
+        lost_us: when the event was applied, on the owner's clock; None if unknown.
+        ranks: state of its ranks right before the loss; None if unknown.
+        requests: IDs of its active requests; None if unknown.
     """
 
     worker_id: str
@@ -108,7 +139,15 @@ class LossFacts(Fact, frozen=True, kw_only=True):
 
 
 class HeldFacts(Fact, frozen=True, kw_only=True):
-    """A request that waits in the router's queue, for `waited_us` by now."""
+    """A request held in the router's queue.
+
+    Attributes:
+        request_id: ID of the request.
+        waited_us: time in the queue so far, in microseconds.
+        uncached_tokens: prompt tokens that are not cached on any rank.
+        priority: priority within the class.
+        strict_priority: strict priority.
+    """
 
     request_id: str
     waited_us: int
@@ -118,7 +157,18 @@ class HeldFacts(Fact, frozen=True, kw_only=True):
 
 
 class ClassFacts(Fact, frozen=True, kw_only=True):
-    """A queue class, from the first to the last in it. `deficit` is what it may spend, in tokens."""
+    """A queue class.
+
+    Attributes:
+        pool: name of the pool.
+        name: name of the class.
+        uncached_tokens_min: minimum uncached tokens of its requests.
+        policy: order within the class.
+        quantum: tokens added to the deficit per turn.
+        deficit: tokens that the class may still spend in this turn.
+        served_last: whether this class was served last.
+        waiting: its requests, first to last.
+    """
 
     pool: str
     name: str
@@ -131,9 +181,21 @@ class ClassFacts(Fact, frozen=True, kw_only=True):
 
 
 class RequestFacts(Fact, frozen=True, kw_only=True):
-    """A request under way. Its worker is empty while none has it; `age_us` is None where its submission is gone.
+    """An active request.
 
-    `kept_by` keeps the KV of its prompt for `kept_for_us` more; it is empty where nobody does.
+    Attributes:
+        request_id: ID of the request.
+        phase: phase of the request.
+        pool: name of the pool.
+        worker_id: its worker; empty while no worker has it.
+        rank: rank of the worker.
+        attempt: number of the attempt.
+        prompt_tokens: length of the prompt.
+        submitted_offset: offset of its submission on topic `requests`.
+        age_us: microseconds since the submission; None if the log no longer holds it.
+        due_in_us: microseconds until its deadline.
+        kept_by: worker that keeps the KV of its prompt; empty if there is none.
+        kept_for_us: microseconds until that lease expires.
     """
 
     request_id: str
@@ -151,16 +213,25 @@ class RequestFacts(Fact, frozen=True, kw_only=True):
 
 
 class Moment(Fact, frozen=True, kw_only=True):
-    """The world right after a journal record.
+    """The state of a group right after a journal record.
 
     Attributes:
-        offset: of that record, the last valid one at or before the offset that was asked for.
+        offset: offset of that record, the last valid one at or before the requested offset.
         now_us: the owner's clock.
-        owner_id: empty where its claim is gone.
-        digest: of the whole state, as the journal seals it.
-        record: what was journalled at `offset`; None at the beginning.
-        start: the journal offset of the state from which this one was derived.
-        view: the next offset of every topic.
+        owner_epoch: epoch of the owner.
+        owner_id: ID of the owner; empty if the log no longer holds its claim.
+        digest: digest of the whole state, as the journal seals it.
+        record: the journal record at `offset`; None at the beginning.
+        start: journal offset of the state from which this one was derived.
+        view: next offset of every topic.
+        pools: pools by name.
+        workers: workers by ID.
+        ranks: ranks in order.
+        lost: lost workers, oldest first.
+        queues: queue classes of every pool.
+        requests: active requests, oldest first.
+        sessions: number of sessions.
+        unverified: counts of skipped records by name.
     """
 
     offset: int
@@ -182,7 +253,7 @@ class Moment(Fact, frozen=True, kw_only=True):
 
 
 def pools_of(world: World) -> list[PoolFacts]:
-    """Every pool by name."""
+    """Return every pool, by name."""
     return [
         PoolFacts(
             pool=name,
@@ -200,7 +271,7 @@ def pools_of(world: World) -> list[PoolFacts]:
 
 
 def workers_of(world: World) -> list[WorkerFacts]:
-    """Every member of the fleet by worker id."""
+    """Return every worker, by ID."""
     return [
         WorkerFacts(
             worker_id=worker.spec.worker_id,
@@ -220,12 +291,12 @@ def workers_of(world: World) -> list[WorkerFacts]:
 
 
 def ranks_of(world: World) -> list[RankFacts]:
-    """Every admitted rank in order."""
+    """Return every admitted rank in order."""
     return [_rank(world, cursor) for cursor in world.index.cursors()]
 
 
 def loss_of(world: World, event: WorkerLost, worker: FleetWorker) -> LossFacts:
-    """A worker that is being lost, while everything is still there: for `World.on_loss`."""
+    """Return the facts of a worker that is about to be removed. Pass this to `World.on_loss`."""
     keys: set[HolderKey] = {(event.worker_id, rank) for rank in worker.spec.ranks}
     stranded = world.requests.of_worker(event.worker_id, event.worker_epoch)
     return LossFacts(
@@ -240,7 +311,7 @@ def loss_of(world: World, event: WorkerLost, worker: FleetWorker) -> LossFacts:
 
 
 def queues_of(world: World) -> list[ClassFacts]:
-    """Every queue class of every pool, and who waits in it."""
+    """Return every queue class of every pool with its requests."""
     found = []
     for turns in world.queues.snapshot():
         config = world.pools[turns.pool].router.queue
@@ -271,14 +342,14 @@ def queues_of(world: World) -> list[ClassFacts]:
 
 
 def requests_of(world: World, timeouts_us: dict[int, int]) -> list[RequestFacts]:
-    """Every request under way, oldest first; `timeouts_us` by the offset of its submission, as far as known."""
+    """Return every active request, oldest first; `timeouts_us` are by offset of the submission."""
     return [_request(world, request, timeouts_us.get(request.offset)) for request in world.requests.active()]
 
 
 def _rank(world: World, cursor: IndexCursor) -> RankFacts:
     worker_id, rank = cursor.worker_id, cursor.rank
     load = world.load.rank_load(worker_id, rank)
-    said = load.reported
+    report = load.reported
     return RankFacts(
         worker_id=worker_id,
         rank=rank,
@@ -287,12 +358,12 @@ def _rank(world: World, cursor: IndexCursor) -> RankFacts:
         active_requests=load.active_requests,
         computed_tokens=load.computed_tokens,
         reported=None
-        if said is None
+        if report is None
         else ReportFacts(
-            running=said.running,
-            waiting=said.waiting,
-            kv_blocks_used=said.kv_blocks_used,
-            kv_blocks_total=said.kv_blocks_total,
+            running=report.running,
+            waiting=report.waiting,
+            kv_blocks_used=report.kv_blocks_used,
+            kv_blocks_total=report.kv_blocks_total,
         ),
         blocks={tier: world.index.blocks_held(worker_id, rank, tier) for tier in TIERS},
         last_seq=cursor.last_seq,
@@ -332,7 +403,7 @@ def moment_of(
     timeouts_us: dict[int, int],
     unverified: dict[str, int],
 ) -> Moment:
-    """All that a world holds, beside what only the log knows."""
+    """Return a world as plain data, together with the given facts from the log."""
     return Moment(
         offset=offset,
         now_us=world.now_us,

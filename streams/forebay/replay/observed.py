@@ -1,4 +1,7 @@
-"""What a recording says was lived, for a simulator to do again: a first state, and what came from outside after it."""
+"""Read the observed history of a recording as input for the simulator.
+
+The input consists of the initial state and the external events after it.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -8,32 +11,33 @@ from forebay.core.step import AnyDecision, InputEvent
 from forebay.events.control import BusyThresholdsSet, DisaggregationSet, PoolConfigured, WorkerCommanded
 from forebay.events.fleet import WorkerDraining, WorkerJoined, WorkerLost, WorkerRecovered, WorkerSuspect
 from forebay.events.snapshots import Chunk
-from forebay.replay.diff.handover import Asked, OfOperator, Requests, state_of
+from forebay.replay.diff.handover import OperatorEvent, RecordedRequest, RequestCollector, state_of
 from forebay.replay.verify.verify import PROGRESS_EVERY, OnProgress
 from forebay.replay.walk import Walk, walk_all
 from forebay.transport.base import Log
 
-Fact = WorkerSuspect | WorkerRecovered | WorkerDraining | WorkerLost
-External = OfOperator | WorkerJoined | Fact
+FleetFact = WorkerSuspect | WorkerRecovered | WorkerDraining | WorkerLost
+ExternalEvent = OperatorEvent | WorkerJoined | FleetFact
 
 
 @dataclass(slots=True)
-class Lived:
-    """A history.
+class ObservedHistory:
+    """Observed history of one group.
 
     Attributes:
-        state: the world at the beginning without its requests, as a snapshot tells it.
-        asked: the requests in the order in which they came, those first that were under way at the beginning.
-        said: what operators said, and the facts of the fleet that counted, with the owner's clock.
-        begin_us: the owner's clock at the first event; `end_us` at the last.
-        commands: commands to workers, which no simulated engine obeys.
-        divergence: where the journal says something else than the events lead to; None for nowhere.
-        unverified: what was passed over, counted by name.
+        state: snapshot chunks of the world at the beginning, without its requests.
+        requests: in order of arrival, starting with those active at the beginning.
+        external_events: configuration changes and effective fleet events, with the owner's clock.
+        begin_us: the owner's clock at the first event.
+        end_us: the owner's clock at the last event.
+        commands: number of worker commands. Simulated engines ignore them.
+        divergence: the first journal record that does not follow from the events; None if there is none.
+        unverified: skipped records, counted by name.
     """
 
     state: list[Chunk]
-    asked: list[Asked]
-    said: list[tuple[int, External]] = field(default_factory=list)
+    requests: list[RecordedRequest]
+    external_events: list[tuple[int, ExternalEvent]] = field(default_factory=list)
     begin_us: int = 0
     end_us: int = 0
     commands: int = 0
@@ -41,53 +45,58 @@ class Lived:
     unverified: dict[str, int] = field(default_factory=dict)
 
 
-class _Looking:
-    """Collects a history while a walk derives, and so proves, what was decided."""
+class _HistoryCollector:
+    """Collects a history while a walk derives, and thereby verifies, its decisions."""
 
     def __init__(self, walk: Walk) -> None:
-        """Begin before the first step of the walk."""
+        """Start before the first step of the walk."""
         world = walk.world
         self._world = world
-        self._requests = Requests()
+        self._requests = RequestCollector()
         self._void = self._voids()
-        self.found = Lived(state_of(world), self._requests.asked, begin_us=world.now_us, end_us=world.now_us)
+        self.found = ObservedHistory(
+            state_of(world), self._requests.requests, begin_us=world.now_us, end_us=world.now_us
+        )
         self._requests.begin(world, None, world.now_us)
         walk.followed.on_applied = self._on_applied
 
     def _on_applied(self, _: str, event: InputEvent | None, now_us: int, decided: Sequence[AnyDecision]) -> None:
         found = self.found
         void = self._voids()
-        heard, self._void = void == self._void, void
+        accepted, self._void = void == self._void, void
         found.begin_us = found.begin_us or now_us
         found.end_us = now_us
-        self._requests.look(event, now_us, decided, heard=heard)
+        self._requests.observe(event, now_us, decided, accepted=accepted)
         match event:
             case PoolConfigured() | BusyThresholdsSet() | DisaggregationSet():
-                found.said.append((now_us, event))
-            case WorkerJoined() | WorkerSuspect() | WorkerRecovered() | WorkerDraining() | WorkerLost() if heard:
-                found.said.append((now_us, event))
+                found.external_events.append((now_us, event))
+            case WorkerJoined() | WorkerSuspect() | WorkerRecovered() | WorkerDraining() | WorkerLost() if accepted:
+                found.external_events.append((now_us, event))
             case WorkerCommanded():
                 found.commands += 1
             case _:
                 pass
 
     def _voids(self) -> tuple[int, int]:
-        """How many events counted for nothing so far, as their request or worker was over."""
+        """Return how many progress events and fleet events were ignored because they were stale."""
         counts = self._world.counts
         return counts["outdated_progress"], counts["void_fleet_fact"]
 
 
-async def lived(log: Log, partition: int, progress: OnProgress | None = None) -> Lived:
-    """Derive the recorded history of a group from its earliest state on, and collect what it was made of.
+async def observe_history(log: Log, partition: int, progress: OnProgress | None = None) -> ObservedHistory:
+    """Derive the recorded history of a group from its earliest state, and collect its inputs.
 
-    `progress` is as for `forebay.replay.verify.verify`.
+    Args:
+        log: the log to read.
+        partition: control partition of the group.
+        progress: as for `forebay.replay.verify.verify.verify`.
 
     Raises:
-        OtherRules: the journal was decided by another version of the rules.
-        LogError: the log is damaged or misses a part that the journal says was applied.
+        OtherRules: the journal was written by another version of the rules.
+        LogError: the log is damaged, or lacks events that the journal consumed.
     """
     walk = await walk_all(log, partition)
-    found = _Looking(walk).found
+    found = _HistoryCollector(walk).found
     verified = 0
     async for step in walk:
         found.divergence = step.divergence

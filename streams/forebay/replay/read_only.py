@@ -1,4 +1,4 @@
-"""Logs made of other logs, for those who read one: nothing can be appended, and nothing more will come."""
+"""Read-only views of a log: nothing can be appended, and the content does not grow."""
 
 from collections.abc import Iterable, Sequence
 
@@ -7,30 +7,46 @@ from forebay.transport.recording.manifest import Extent
 
 
 class ReadOnlyLog:
-    """What such logs have in common."""
+    """Base class of read-only logs."""
 
     async def append(self, drafts: Sequence[Draft]) -> list[int]:
-        """Raises LogError."""
-        raise LogError("this log can only be read")
+        """Reject the append.
+
+        Raises:
+            LogError: always.
+        """
+        raise LogError("this log is read-only")
 
     def append_soon(self, drafts: Sequence[Draft]) -> None:
-        """Raises LogError."""
-        raise LogError("this log can only be read")
+        """Reject the append.
+
+        Raises:
+            LogError: always.
+        """
+        raise LogError("this log is read-only")
 
     def tail(self, topic: str, partition: int, offset: int, wake: Wake) -> Tail:
-        """Raises LogError."""
-        raise LogError("this log does not grow")
+        """Reject the tail.
+
+        Raises:
+            LogError: always.
+        """
+        raise LogError("this log is a fixed slice and cannot be tailed")
 
 
 class SliceLog(ReadOnlyLog):
-    """A log as if it held these extents and nothing else: so that it may grow, and what is read stays the same."""
+    """A log restricted to fixed extents, so its content stays the same while the log grows."""
 
     def __init__(self, log: Log, extents: Iterable[Extent]) -> None:
         self._log = log
         self._extents = {(extent.topic, extent.partition): extent for extent in extents}
 
     async def read(self, topic: str, partition: int, offset: int, limit: int) -> list[Record]:
-        """As of the log, up to the extent's end. Raises LogError."""
+        """Read records up to the extent's end.
+
+        Raises:
+            LogError: `offset` is before the extent, or the log is damaged.
+        """
         extent = self._extent(topic, partition)
         if offset < extent.first:
             raise LogError(f"{topic}/{partition}: the slice begins at offset {extent.first}, not {offset}")
@@ -38,11 +54,11 @@ class SliceLog(ReadOnlyLog):
         return await self._log.read(topic, partition, offset, left) if left > 0 else []
 
     async def begin(self, topic: str, partition: int) -> int:
-        """The extent's first offset."""
+        """Return the extent's first offset."""
         return self._extent(topic, partition).first
 
     async def end(self, topic: str, partition: int) -> int:
-        """The extent's end."""
+        """Return the extent's end, exclusive."""
         return self._extent(topic, partition).end
 
     def _extent(self, topic: str, partition: int) -> Extent:

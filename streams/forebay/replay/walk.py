@@ -1,7 +1,7 @@
-"""A recorded group, walked: its journal record by record, its world derived again beside it.
+"""Walk a recorded journal record by record and derive its world again beside it.
 
-Everything that asks a recorded log something goes through here, so that all of them see what verification sees: the
-same start, the same order, the same refusals. Nothing is skipped in silence; void and foreign records are counted.
+All tools that analyse a recorded log use this walk, so they see what verification sees: the same start, the same order
+and the same errors. Nothing is skipped silently; stale and foreign records are counted.
 """
 
 from collections import Counter
@@ -26,7 +26,7 @@ from forebay.transport.history.reader import (
     require_readable,
 )
 
-# What a walk may pass over, by name.
+# Names of what a walk may skip.
 FOREIGN_RECORDS, UNREAD_FIELDS, UNKNOWN_EVENTS = "foreign-records", "unread-fields", "unknown-events"
 
 
@@ -39,7 +39,14 @@ class Start:
 
 
 class Step(NamedTuple):
-    """One valid journal record, the input events that it consumed by topic (None: undecodable), and what it proves."""
+    """One valid journal record.
+
+    Attributes:
+        offset: offset of the record.
+        record: the decoded record.
+        events: the input events that the record consumed, by topic; None for an event that did not decode.
+        divergence: the difference from the derived decision; None if they are equal.
+    """
 
     offset: int
     record: JournalRecord
@@ -48,17 +55,17 @@ class Step(NamedTuple):
 
 
 class Walk:
-    """The steps from a start up to a journal offset, not included. Use once.
+    """The steps from a start up to a journal offset, exclusive. A walk can be iterated once.
 
     Attributes:
-        world: as it is after the step that came last; `world.on_selection` may be set before the first.
-        followed: what derives the decisions; its `on_applied` may be set before the first step.
-        start: the journal offset of the first step.
-        end: where the walk ends, for progress.
-        validity: counts void and foreign records.
-        order: where the walk is in the input topics, and what did not decode there.
-        encoded: the record of the last step as this version writes it.
-        unread: how many of the valid records say more than that, or say it otherwise.
+        world: the state after the last step. `world.on_selection` may be set before the first step.
+        followed: derives the decisions. Its `on_applied` may be set before the first step.
+        start: journal offset of the first step.
+        end: journal offset at which the walk ends, for progress reports.
+        validity: counts stale and foreign records.
+        order: position in the input topics, and counts of events that did not decode.
+        encoded: the record of the last step, encoded by this version.
+        unread: number of valid records whose bytes differ from that encoding.
     """
 
     def __init__(self, log: Log, partition: int, start: Start, end: int) -> None:
@@ -75,23 +82,23 @@ class Walk:
 
     @property
     def unwritten(self) -> Iterable[AnyDecision]:
-        """The decisions that the events lead to, and that the journal does not have up to here."""
+        """Derived decisions that the journal does not contain yet."""
         return self.followed.pending
 
     @property
     def pending(self) -> int:
-        """How many those are."""
+        """Number of these decisions."""
         return len(self.followed.pending)
 
     @property
     def unverified(self) -> dict[str, int]:
-        """What it passed over so far, counted by name: it had no effect, or one that nobody knows."""
+        """Counts of skipped records and events by name. They had no effect, or an unknown one."""
         unknown = sum(reader.unknown for reader in self.order.readers.values())
         found = {FOREIGN_RECORDS: self.validity.foreign, UNREAD_FIELDS: self.unread, UNKNOWN_EVENTS: unknown}
         return {name: count for name, count in found.items() if count}
 
     def consumed_from(self, record: JournalRecord) -> dict[str, int]:
-        """Where the events stand that the record of the last step consumed: the first offset of each topic."""
+        """Return the offset of the first event, by topic, that the last step's record consumed."""
         counts: Counter[str] = Counter()
         for run in record.consumed:
             counts[run.topic] += run.count
@@ -99,11 +106,11 @@ class Walk:
         return {topic: self.order.offset(topic) - count for topic, count in counts.items()}
 
     async def __aiter__(self) -> AsyncIterator[Step]:
-        """Apply record after record. A divergence is the last step: after it the world is nobody's.
+        """Apply one record after another. A divergence is the last step; the world is invalid after it.
 
         Raises:
-            OtherRules: the journal was decided by another version of the rules.
-            LogError: the log is damaged or misses a part that the journal says was applied.
+            OtherRules: the journal was written by another version of the rules.
+            LogError: the log is damaged, or lacks events that the journal consumed.
         """
         read_up_to = self.start
         async for stored in journal_records(self._log, self._partition, self.start, self.end):
@@ -132,13 +139,21 @@ class Walk:
 
 
 async def walk_all(log: Log, partition: int) -> Walk:
-    """From the earliest state that has everything after it, to the journal's end now. Raises LogError."""
+    """Return a walk from the earliest complete state to the journal's current end.
+
+    Raises:
+        LogError: the log holds no complete state.
+    """
     end = await log.end(DECISIONS.name, partition)
     return Walk(log, partition, await oldest(log, partition, end), end)
 
 
 async def oldest(log: Log, partition: int, end: int) -> Start:
-    """The earliest state from which everything after it is still there. Raises LogError when there is none."""
+    """Return the earliest state after which the log is complete.
+
+    Raises:
+        LogError: there is none.
+    """
     begins = await _begins(log, partition)
     if not any(begins.values()):
         return Start(World(), 0)
@@ -152,12 +167,16 @@ async def oldest(log: Log, partition: int, end: int) -> Start:
         start = await _start_of(log, partition, decision, begins)
         if start is not None:
             return start
-    text = f"control partition {partition} no longer holds its beginning, nor a snapshot with all that came after it"
+    text = f"control partition {partition} holds neither its beginning nor a snapshot with all events after it"
     raise LogError(text)
 
 
 async def before(log: Log, partition: int, offset: int) -> Start:
-    """The newest state at or before the journal record at `offset`. Raises LogError when there is none."""
+    """Return the newest state at or before the journal record at `offset`.
+
+    Raises:
+        LogError: there is none.
+    """
     begins = await _begins(log, partition)
     end = await log.end(DECISIONS.name, partition)
     taken = await newest_snapshot(log, partition, min(offset + 1, end))
@@ -167,7 +186,7 @@ async def before(log: Log, partition: int, offset: int) -> Start:
             return start
     start = await oldest(log, partition, end)
     if start.offset > offset:
-        text = f"journal offset {offset} is before the oldest state that can be rebuilt, which is at {start.offset}"
+        text = f"journal offset {offset} is before the oldest state that can be restored, which is at {start.offset}"
         raise LogError(text)
     return start
 
@@ -177,7 +196,7 @@ async def _begins(log: Log, partition: int) -> dict[str, int]:
 
 
 async def _start_of(log: Log, partition: int, taken: SnapshotTaken, begins: dict[str, int]) -> Start | None:
-    """The state of a snapshot; None when something that came after it is gone."""
+    """Return the state of a snapshot, or None if events after it are gone."""
     if taken.journal_offset < begins[DECISIONS.name] or taken.first_offset < begins[SNAPSHOTS.name]:
         return None
     world = await load_snapshot(log, partition, taken)

@@ -11,8 +11,8 @@ from forebay.events.fleet import FleetEvent, WorkerSpec
 from forebay.events.requests import RequestCancelled, RequestSubmitted, Sampling
 from forebay.events.topics import CONTROL, FLEET, REQUESTS
 from forebay.ingress.errors import Unusable
-from forebay.replay.diff.handover import Asked
-from forebay.replay.observed import External
+from forebay.replay.diff.handover import RecordedRequest
+from forebay.replay.observed import ExternalEvent
 from forebay.simulate.arrivals import Arrival
 from forebay.simulate.outcome import RequestOutcome
 from forebay.simulate.settings import KV_BYTES_MAX, Transfer
@@ -32,9 +32,9 @@ class RecordedRequests:
         assumed: how many these are.
     """
 
-    def __init__(self, asked: Sequence[Asked]) -> None:
+    def __init__(self, asked: Sequence[RecordedRequest]) -> None:
         """Raises Unusable when history finished none of them."""
-        self.asked: dict[str, Asked] = {}
+        self.asked: dict[str, RecordedRequest] = {}
         for number, one in enumerate(asked):
             known = one.request_id in self.asked
             self.asked[f"{one.request_id}#{number}" if known else one.request_id] = one
@@ -45,14 +45,14 @@ class RecordedRequests:
         self.assumed = len(asked) - len(finished)
 
     @property
-    def comparable(self) -> dict[str, Asked]:
+    def comparable(self) -> dict[str, RecordedRequest]:
         """Those that history answered from beginning to end."""
         found = self.asked.items()
         return {name: one for name, one in found if one.output_tokens is not None and not one.under_way}
 
     def arrivals(
         self,
-        said: Sequence[tuple[int, External]],
+        said: Sequence[tuple[int, ExternalEvent]],
         later: Callable[[int], int] = lambda _: 0,
         *,
         placed: bool = False,
@@ -79,7 +79,7 @@ class RecordedRequests:
                 arrivals.append(Arrival(gone_us, REQUESTS, RequestCancelled(request_id=name)))
         return sorted(arrivals, key=lambda arrival: arrival.at_us)
 
-    def _submitted(self, name: str, number: int, one: Asked, *, placed: bool) -> RequestSubmitted:
+    def _submitted(self, name: str, number: int, one: RecordedRequest, *, placed: bool) -> RequestSubmitted:
         output_tokens = self.median if one.output_tokens is None else max(1, one.output_tokens)
         hints = one.hints
         if placed and one.worker is not None and one.attempts == 1:
@@ -109,7 +109,7 @@ def placed_at(worker_id: str) -> str:
 
 
 def transfers_of(
-    asked: Iterable[Asked], workers: Sequence[WorkerSpec], given: Mapping[str, float] = NOTHING
+    asked: Iterable[RecordedRequest], workers: Sequence[WorkerSpec], given: Mapping[str, float] = NOTHING
 ) -> TransferFit | None:
     """How KV moves between these workers, fitted to the transfers of `asked`; None where none moves.
 
@@ -137,7 +137,7 @@ def transfers_of(
     return fit_transfers(moved, max(1, min(KV_BYTES_MAX, fitting)), given)
 
 
-def answered(one: Asked, places: Mapping[HolderKey, int]) -> RequestOutcome:
+def answered(one: RecordedRequest, places: Mapping[HolderKey, int]) -> RequestOutcome:
     """What became of a request that history finished, by its owner's clock."""
     return RequestOutcome(
         arrived_us=one.at_us,

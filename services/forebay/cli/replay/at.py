@@ -1,4 +1,4 @@
-"""`forebay replay at`: the world of a recorded group at one moment."""
+"""`forebay replay at`: the state of a recorded group at one moment."""
 
 import asyncio
 from typing import Annotated
@@ -15,22 +15,22 @@ from forebay.cli.common.times import time_us
 from forebay.cli.common.unverified import DIVERGED, tell_unverified
 from forebay.cli.policies.recorded import require_policies
 from forebay.cli.replay.at_view import (
-    drawn,
     facts_sheet,
     lost_sheet,
     queue_sheet,
     ranks_sheet,
+    render_sheet,
     requests_sheet,
     summary,
     workers_sheet,
 )
-from forebay.replay.at import Diverged, Position, arrive, last_clock, offset_at
+from forebay.replay.at import JournalDiverged, Position, last_clock, offset_at, seek
 from forebay.replay.moment import Moment
 from forebay.transport.base import Log
 
-ROWS_MAX = 64  # of a table on a terminal; `--json` has all
+ROWS_MAX = 64  # per table on a terminal; `--json` has all rows
 LOST_SHOWN_MAX = 8
-CLOCK_DIGITS_MAX = 19  # microseconds, as records say them
+CLOCK_DIGITS_MAX = 19  # a time in microseconds, as in records
 
 
 def at(
@@ -42,22 +42,22 @@ def at(
     time: Annotated[
         str,
         typer.Option(
-            help="On the owner's clock: 2026-01-31T12:00:00Z, 12:30 of that day, -5m before the end; or microseconds."
+            help="Time on the owner's clock: 2026-01-31T12:00:00Z, 12:30 that day, -5m before the end, or microseconds."
         ),
     ] = "",
-    offset: Annotated[int | None, typer.Option(min=0, help="A record of the journal `decisions`.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout, with everything.")] = False,
+    offset: Annotated[int | None, typer.Option(min=0, help="Offset of a record of the journal `decisions`.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the complete state as one JSON object.")] = False,
 ) -> None:
-    """Show the world as its owner knew it when it wrote a journal record, the last one by default."""
+    """Show a group's state right after a journal record, by default the last one."""
     if time and offset is not None:
-        fail("give --time or --offset, not both")
+        fail("--time and --offset exclude each other; give one of them")
     recording = Recording(log, kafka, namespace, kafka_config, group)
     recording.require_one_source()
     with explained():
         try:
             with own_stdout():
-                position, moment = asyncio.run(_look(recording, time, offset))
-        except Diverged as diverged:
+                position, moment = asyncio.run(_read_moment(recording, time, offset))
+        except JournalDiverged as diverged:
             complain(f"{recording.name}: {diverged}")
             raise typer.Exit(DIVERGED) from None
     if json:
@@ -67,14 +67,14 @@ def at(
     tell_unverified(moment.unverified)
 
 
-async def _look(recording: Recording, time: str, offset: int | None) -> tuple[Position, Moment]:
+async def _read_moment(recording: Recording, time: str, offset: int | None) -> tuple[Position, Moment]:
     async with recording.opened() as (log, partition):
-        position = await arrive(log, partition, await _wanted(log, partition, time, offset))
+        position = await seek(log, partition, await _requested_offset(log, partition, time, offset))
         return position, await position.moment()
 
 
-async def _wanted(log: Log, partition: int, time: str, offset: int | None) -> int | None:
-    """The journal offset that the command names, if it does."""
+async def _requested_offset(log: Log, partition: int, time: str, offset: int | None) -> int | None:
+    """Return the journal offset that the options name; None if they name none."""
     await require_policies(log, partition)
     if not time:
         return offset
@@ -84,18 +84,18 @@ async def _wanted(log: Log, partition: int, time: str, offset: int | None) -> in
 
 
 def show(console: Console, position: Position, moment: Moment) -> None:
-    """The whole moment, each table bounded."""
-    console.print(drawn(facts_sheet(moment)))
+    """Print the state, with a limit on the rows of each table."""
+    console.print(render_sheet(facts_sheet(moment)))
     if position.step is not None:
         console.print(f"record     {summary(position.step.record)}", markup=False, highlight=False)
     for sheet in (workers_sheet(moment, ROWS_MAX), ranks_sheet(moment, ROWS_MAX)):
         console.print()
-        console.print(drawn(sheet))
+        console.print(render_sheet(sheet))
     for loss in reversed(moment.lost[-LOST_SHOWN_MAX:]):
         console.print()
-        console.print(drawn(lost_sheet(loss, ROWS_MAX)))
+        console.print(render_sheet(lost_sheet(loss, ROWS_MAX)))
     if len(moment.lost) > LOST_SHOWN_MAX:
-        console.print(f"and {len(moment.lost) - LOST_SHOWN_MAX} lost before", style="dim")
+        console.print(f"and {len(moment.lost) - LOST_SHOWN_MAX} workers lost earlier", style="dim")
     for sheet in (queue_sheet(moment, ROWS_MAX), requests_sheet(moment, ROWS_MAX)):
         console.print()
-        console.print(drawn(sheet))
+        console.print(render_sheet(sheet))

@@ -1,4 +1,4 @@
-"""A moment of a recorded group as tables for a terminal: what does not fit is counted."""
+"""Tables that show the state of a recorded group on a terminal, with a limit on rows."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -16,24 +16,33 @@ from forebay.replay.moment import LossFacts, Moment, PoolFacts, RankFacts, Reque
 from forebay.transport.recording.manifest import utc
 
 SUMMARY_CHARS_MAX = 160
-# What says nothing to who looks at one record, or is shown beside it.
+# Fields that add nothing to a summary, or are shown beside it.
 _LEFT_OUT = {"owner_epoch", "seq", "consumed", "worker_epoch", "slot", "at_us", "reply_slot", "table_digest"}
 
 
 @dataclass(frozen=True)
 class Sheet:
-    """A table: rows of cells by a key that finds the same row in the next moment; `more` rows are left out."""
+    """A table to display.
+
+    Attributes:
+        name: title; empty for none.
+        columns: column headings.
+        rows: cells by row key.
+        more: number of omitted rows.
+        empty: text shown instead of a table without rows.
+        texts: names of the columns that are left-aligned because they are not numbers.
+    """
 
     name: str
     columns: tuple[str, ...]
     rows: dict[str, tuple[str, ...]]
     more: int = 0
-    empty: str = ""  # said in place of a table without rows
-    texts: frozenset[str] = field(default_factory=frozenset)  # columns that are no numbers
+    empty: str = ""
+    texts: frozenset[str] = field(default_factory=frozenset)
 
 
 def span(us: int) -> str:
-    """A length of time for people, rounded."""
+    """Format a duration for display, rounded."""
     sign, us = ("-", -us) if us < 0 else ("", us)
     if us < 1_000:
         return f"{sign}{us} us"
@@ -45,24 +54,24 @@ def span(us: int) -> str:
 
 
 def facts_sheet(moment: Moment) -> Sheet:
-    """Where the moment is, what names its state, and how its pools are configured."""
+    """Return position, digest and pool configuration of a moment."""
     place = f"{moment.offset}, derived from the state at {moment.start}"
     waiting = sum(len(kind.waiting) for kind in moment.queues)
     rows = {
         "journal": place,
-        "clock": f"{utc(moment.now_us)} ({moment.now_us})" if moment.now_us else "no event was applied yet",
-        "owner": f"{moment.owner_id or 'whose claim is gone'}, epoch {moment.owner_epoch}",
+        "clock": f"{utc(moment.now_us)} ({moment.now_us})" if moment.now_us else "no event applied yet",
+        "owner": f"{moment.owner_id or 'unknown (claim no longer on the log)'}, epoch {moment.owner_epoch}",
         "digest": moment.digest,
-        "requests": f"{len(moment.requests)} under way, {waiting} of them in the queue; {moment.sessions} sessions",
+        "requests": f"{len(moment.requests)} active, {waiting} of them queued; {moment.sessions} sessions",
     }
     for pool in moment.pools:
         rows[f"pool {pool.pool}"] = _pool(pool)
-    columns = ("what", "value")
+    columns = ("item", "value")
     return Sheet("", columns, {key: (key, value) for key, value in rows.items()}, texts=frozenset(columns))
 
 
 def workers_sheet(moment: Moment, rows_max: int) -> Sheet:
-    """The fleet."""
+    """Return the workers of the fleet."""
     found = {
         f"{worker.worker_id} {worker.worker_epoch}": (
             worker.worker_id,
@@ -79,29 +88,29 @@ def workers_sheet(moment: Moment, rows_max: int) -> Sheet:
     }
     columns = ("worker", "epoch", "phase", "pool", "role", "slot", "ranks", "taints", "LoRAs")
     texts = frozenset({"worker", "phase", "pool", "role", "ranks", "taints", "LoRAs"})
-    return _sheet("fleet", columns, found, rows_max, texts, "nobody has joined")
+    return _sheet("fleet", columns, found, rows_max, texts, "no workers")
 
 
 def ranks_sheet(moment: Moment, rows_max: int) -> Sheet:
-    """Load and cache of every rank; tiers and guesses that nobody has are no columns."""
+    """Return load and cache of every rank. Columns that are zero for all ranks are omitted."""
     return _ranks_sheet("load and cache, by rank", moment.ranks, rows_max)
 
 
 def lost_sheet(loss: LossFacts, rows_max: int) -> Sheet:
-    """What a lost worker held."""
+    """Return load and cache of a lost worker right before its loss."""
     when = utc(loss.lost_us if loss.lost_us is not None else loss.at_us)
-    name = f"lost: {loss.worker_id}, epoch {loss.worker_epoch}, at {when}: {loss.reason or 'no reason given'}"
+    name = f"lost: {loss.worker_id}, epoch {loss.worker_epoch}, at {when}: {loss.reason or 'no reason recorded'}"
     if loss.ranks is None:
-        text = "before the state that this moment is derived from: `--time` right before shows what it held"
+        text = "lost before the state from which this moment is derived; use `--time` right before to see its load"
         return Sheet(name, (), {}, empty=text)
     sheet = _ranks_sheet(name, loss.ranks, rows_max)
     requests = loss.requests or []
     shown = ", ".join(requests[:rows_max]) + (f" and {len(requests) - rows_max} more" * (len(requests) > rows_max))
-    return Sheet(f"{name}; requests there: {shown or 'none'}", sheet.columns, sheet.rows, sheet.more, "", sheet.texts)
+    return Sheet(f"{name}; active requests: {shown or 'none'}", sheet.columns, sheet.rows, sheet.more, "", sheet.texts)
 
 
 def queue_sheet(moment: Moment, rows_max: int) -> Sheet:
-    """Who waits in the router, by class, first to last."""
+    """Return the requests held in the router's queue, by class, first to last."""
     found = {
         held.request_id: (
             kind.pool,
@@ -117,7 +126,7 @@ def queue_sheet(moment: Moment, rows_max: int) -> Sheet:
         for at, held in enumerate(kind.waiting)
     }
     columns = ("pool", "class", "ahead", "request", "waited", "uncached", "priority", "strict")
-    return _sheet("queue", columns, found, rows_max, frozenset({"pool", "class", "request"}), "nobody waits")
+    return _sheet("queue", columns, found, rows_max, frozenset({"pool", "class", "request"}), "empty")
 
 
 def _worker(request: RequestFacts) -> str:
@@ -127,7 +136,7 @@ def _worker(request: RequestFacts) -> str:
 
 
 def requests_sheet(moment: Moment, rows_max: int) -> Sheet:
-    """The requests under way, oldest first."""
+    """Return the active requests, oldest first."""
     found = {
         request.request_id: (
             request.request_id,
@@ -141,11 +150,11 @@ def requests_sheet(moment: Moment, rows_max: int) -> Sheet:
         for request in moment.requests
     }
     columns = ("request", "phase", "worker", "attempt", "age", "due in", "prompt")
-    return _sheet("requests", columns, found, rows_max, frozenset({"request", "phase", "worker"}), "none under way")
+    return _sheet("requests", columns, found, rows_max, frozenset({"request", "phase", "worker"}), "none active")
 
 
-def drawn(sheet: Sheet) -> Group | Table | Text:
-    """A sheet as a table."""
+def render_sheet(sheet: Sheet) -> Group | Table | Text:
+    """Return a sheet as a renderable table."""
     title = Text(printable(sheet.name), style="bold")
     if not sheet.rows:
         return Text.assemble(title, f": {sheet.empty}")
@@ -162,10 +171,10 @@ def drawn(sheet: Sheet) -> Group | Table | Text:
 
 
 def summary(record: JournalRecord) -> str:
-    """A journal record in one line."""
+    """Return a journal record as one line."""
     tag = str(type(record).__struct_config__.tag)
-    told = _routed(record) if isinstance(record, RequestRouted) else " ".join(_fields(record))
-    line = printable(f"{tag} {told}")
+    text = _routed(record) if isinstance(record, RequestRouted) else " ".join(_fields(record))
+    line = printable(f"{tag} {text}")
     return line if len(line) <= SUMMARY_CHARS_MAX else line[: SUMMARY_CHARS_MAX - 1] + "…"
 
 
@@ -177,7 +186,7 @@ def _routed(event: RequestRouted) -> str:
         line += f", {event.ties} ties"
     if event.runner_up is not None:
         other = event.runner_up
-        line += f"; next {other.worker_id}/{other.rank} {other.terms.cost:g}"
+        line += f"; runner-up {other.worker_id}/{other.rank} {other.terms.cost:g}"
     return line
 
 
@@ -209,9 +218,9 @@ def _pool(pool: PoolFacts) -> str:
     if pool.disagg is not None:
         parts.append(f"prompts computed remotely: {' '.join([pool.disagg.policy, *_fields(pool.disagg)])}")
     if router.queue.threshold is not None:
-        parts.append(f"waits above {_queue(router.queue)}")
+        parts.append(f"queues above {_queue(router.queue)}")
     if router.queue.run_ahead is not None:
-        parts.append(f"ranks run ahead by {router.queue.run_ahead:g} of max_num_seqs")
+        parts.append(f"queue run-ahead {router.queue.run_ahead:g} of max_num_seqs per rank")
     return "; ".join(parts)
 
 
@@ -230,14 +239,14 @@ def _ranks_sheet(name: str, ranks: list[RankFacts], rows_max: int) -> Sheet:
     ]
     found: dict[str, tuple[str, ...]] = {}
     for rank in ranks:
-        said = rank.reported
+        report = rank.reported
         found[f"{rank.worker_id}/{rank.rank}"] = (
             f"{rank.worker_id}/{rank.rank}",
             str(rank.prefill_tokens),
             f"{rank.decode_blocks:.6g}",
             str(rank.active_requests),
-            "" if said is None else f"{said.running}+{said.waiting}",
-            "" if said is None else f"{said.kv_blocks_used}/{said.kv_blocks_total}",
+            "" if report is None else f"{report.running}+{report.waiting}",
+            "" if report is None else f"{report.kv_blocks_used}/{report.kv_blocks_total}",
             str(rank.computed_tokens),
             *(str(rank.blocks[tier]) for tier in tiers),
             *(str(getattr(rank, attribute)) for _, attribute in guesses),

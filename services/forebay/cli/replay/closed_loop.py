@@ -1,7 +1,7 @@
-"""`forebay replay diff --closed-loop`: what a comparison hands over at its fork, played by the simulator.
+"""`forebay replay diff --closed-loop`: simulate both policies from the fork of a comparison on.
 
-Both policies are simulated, history's too: what its simulation and its recording differ by is the simulator's own
-error, and a difference between the two simulations that is smaller says nothing.
+History's policy is simulated, too. The difference between its simulation and its recording is the simulator's error. A
+smaller difference between the two simulations is not significant.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -13,7 +13,7 @@ from forebay.cli.common.recorded_requests import RecordedRequests, answered, tra
 from forebay.core.state.holder_bits import HolderKey
 from forebay.events.snapshots import WorkerState
 from forebay.ingress.errors import Unusable
-from forebay.replay.diff.handover import Asked, Handover
+from forebay.replay.diff.handover import Handover, RecordedRequest
 from forebay.simulate.outcome import RequestOutcomes, SimulationOutcome, summary
 from forebay.simulate.resumed import NotSimulable, rank_keys, resume
 from forebay.simulate.settings import Transfer
@@ -28,13 +28,13 @@ class ClosedLoop(msgspec.Struct, kw_only=True):
     """History as recorded, and both policies simulated from the fork on.
 
     Attributes:
-        after_s: from the fork to the end of the recording.
-        requests: that history finished, of those that came after the fork: the figures are of these.
-        under_way: requests under way at the fork, which begin anew at it and are in no figure.
-        assumed: requests that history did not finish; their answers are taken to be as long as the others' median.
-        speedup: how much faster than their model the engines are taken to be.
-        runs: by name, the figures as `forebay simulate` prints them.
-        notes: what these mean, for people.
+        after_s: seconds from the fork to the end of the recording.
+        requests: requests that arrived after the fork and that history finished. The statistics cover these requests.
+        under_way: requests active at the fork. They restart there and are not part of the statistics.
+        assumed: requests that history did not finish. Their responses are assumed to have the median length.
+        speedup: factor by which engines are faster than the modelled GPU.
+        runs: statistics by name of the run, as `forebay simulate` prints them.
+        notes: what the statistics mean, in sentences.
     """
 
     after_s: float
@@ -47,12 +47,19 @@ class ClosedLoop(msgspec.Struct, kw_only=True):
 
 
 def closed_loop(handover: Handover, end_us: int, speedup: float, progress: OnRun) -> ClosedLoop:
-    """Simulate both from the fork on; `end_us` is the owner's clock at the end of the recording.
+    """Simulate both policies from the fork on.
 
-    `progress` is called with the name of the run, the requests that arrived and their total. Raises Unusable.
+    Args:
+        handover: the state of both worlds at the fork, and the later events.
+        end_us: the owner's clock at the end of the recording.
+        speedup: factor by which engines are faster than the modelled GPU.
+        progress: called with the name of the run, the number of requests that arrived, and their total.
+
+    Raises:
+        Unusable: the rest of the recording cannot be simulated.
     """
     try:
-        requests = RecordedRequests(handover.asked)
+        requests = RecordedRequests(handover.requests)
     except Unusable as error:
         raise Unusable(f"--closed-loop: after the fork, {error}") from None
     compared = requests.comparable
@@ -60,16 +67,18 @@ def closed_loop(handover: Handover, end_us: int, speedup: float, progress: OnRun
     workers = [chunk.spec for chunk in handover.states[0] if isinstance(chunk, WorkerState)]
     prefilling = {spec.worker_id for spec in workers if spec.role == "prefill"}
     prefill_workers = tuple(number for number, key in enumerate(keys) if key[0] in prefilling)
-    fit = transfers_of(handover.asked, workers)
+    fit = transfers_of(handover.requests, workers)
     transfer = Transfer() if fit is None else fit.transfer
     runs = {RECORDED: _recorded(compared.values(), keys, prefill_workers)}
-    for name, state, said in zip((HISTORY, ALTERNATIVE), handover.states, handover.said, strict=True):
+    for name, state, operator_events in zip(
+        (HISTORY, ALTERNATIVE), handover.states, handover.operator_events, strict=True
+    ):
 
         def on_arrived(done: int, run: str = name) -> None:
             progress(run, done, len(requests.asked))
 
         try:
-            resumed = resume(state, requests.arrivals(said), on_arrived, speedup=speedup, transfer=transfer)
+            resumed = resume(state, requests.arrivals(operator_events), on_arrived, speedup=speedup, transfer=transfer)
         except NotSimulable as error:
             raise Unusable(f"--closed-loop: {error}") from None
         served = RequestOutcomes(resumed.served[request_id] for request_id in compared)
@@ -78,7 +87,7 @@ def closed_loop(handover: Handover, end_us: int, speedup: float, progress: OnRun
     return ClosedLoop(
         after_s=(end_us - handover.at_us) / 1e6,
         requests=len(compared),
-        under_way=sum(one.under_way for one in handover.asked),
+        under_way=sum(one.under_way for one in handover.requests),
         assumed=requests.assumed,
         speedup=speedup,
         runs=runs,
@@ -86,11 +95,13 @@ def closed_loop(handover: Handover, end_us: int, speedup: float, progress: OnRun
     )
 
 
-def _recorded(asked: Iterable[Asked], keys: Sequence[HolderKey], prefill_workers: tuple[int, ...]) -> dict[str, Any]:
-    """The figures of history as its workers told them; some may have joined after the fork."""
+def _recorded(
+    requests: Iterable[RecordedRequest], keys: Sequence[HolderKey], prefill_workers: tuple[int, ...]
+) -> dict[str, Any]:
+    """Return the statistics of history as its workers reported them. Some workers may have joined after the fork."""
     places = {key: number for number, key in enumerate(keys)}
     served = []
-    for one in asked:
+    for one in requests:
         for worker in (one.worker, one.prefiller):
             if worker is not None:
                 places.setdefault(worker, len(places))
@@ -99,25 +110,26 @@ def _recorded(asked: Iterable[Asked], keys: Sequence[HolderKey], prefill_workers
 
 
 def _notes(handover: Handover, compared: int, assumed: int, speedup: float, fit: TransferFit | None) -> list[str]:
-    again = sum(one.under_way for one in handover.asked)
-    said = [
-        f"Figures are of the {compared:,} requests that came after the fork and that history finished, with the "
+    again = sum(one.under_way for one in handover.requests)
+    lines = [
+        f"Statistics cover the {compared:,} requests that arrived after the fork and that history finished, with the "
         "arrival times, prompts and output lengths of the recording.",
-        "The difference between history as recorded and history simulated is the simulator's own error: a smaller one "
-        "between the two simulations says nothing.",
-        "Both simulations begin with the caches as the index had them at the fork, in the index's order, because how "
-        f"recently a block was used is not known. Requests under way begin anew there: {again:,}.",
-        "Engines are the mock engine's model" + ("." if speedup == 1.0 else f", {speedup:g} times as fast as its GPU."),
+        "The difference between history as recorded and history simulated is the simulator's error. A smaller "
+        "difference between the two simulations is not significant.",
+        "Both simulations begin with the caches of the index at the fork, in the index's order, because the last use "
+        f"of a block is not known. Requests active at the fork restart there: {again:,}.",
+        "Engines use the mock engine's model"
+        + ("." if speedup == 1.0 else f", {speedup:g} times as fast as the modelled GPU."),
     ]
     if fit is not None:
-        said.append(f"How KV moves is taken from the recording: {fit}.")
+        lines.append(f"KV transfer times are fitted to the recording: {fit}.")
     if handover.joined or handover.lost:
-        said.append(
-            f"The fleet stays as it was at the fork: that {handover.joined} workers joined and {handover.lost} were "
-            "lost later is left out of both simulations."
+        lines.append(
+            f"The fleet stays as it was at the fork. Both simulations ignore that {handover.joined} workers joined and "
+            f"{handover.lost} were lost later."
         )
     if assumed:
-        said.append(
-            f"{assumed:,} requests that history did not finish are simulated with answers of the median length."
+        lines.append(
+            f"{assumed:,} requests that history did not finish are simulated with responses of the median length."
         )
-    return said
+    return lines

@@ -1,4 +1,4 @@
-"""What an exported topic looks like to DuckDB: a view with every column that its events may have, seen or not."""
+"""DuckDB views of exported topics, with a column for every field that the topic's events may have."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ _PLAIN: dict[type[inspect.Type], str] = {
 
 
 def view_of(name: str, topic: Topic | None, *, token_ids: bool) -> str:
-    """The statement that makes a view of an exported file, to be run in its directory."""
+    """Return the SQL statement that creates a view of an exported file. Run it in the export's directory."""
     columns = ", ".join(f"{_quoted(column)}: {_quoted(kind)}" for column, kind in _columns(topic, token_ids).items())
     view = name.replace("-", "_").replace(".", "_")
     options = f"format = 'newline_delimited', columns = {{{columns}}}"
@@ -37,8 +37,8 @@ def _columns(topic: Topic | None, token_ids: bool) -> dict[str, str]:
     if topic.name == DECISIONS.name:
         columns["void"] = "BOOLEAN"
     columns |= {"undecodable": "VARCHAR", "value": "VARCHAR", "type": "VARCHAR"}
-    told = inspect.type_info(topic.events)
-    for event in told.types if isinstance(told, inspect.UnionType) else (told,):
+    type_info = inspect.type_info(topic.events)
+    for event in type_info.types if isinstance(type_info, inspect.UnionType) else (type_info,):
         assert isinstance(event, inspect.StructType)
         if event.cls is RequestSubmitted:
             columns["prompt_tokens"] = "BIGINT"
@@ -58,20 +58,20 @@ def _fields(struct: inspect.StructType, token_ids: bool) -> dict[str, str]:
     return columns
 
 
-def _kind(told: inspect.Type, token_ids: bool) -> str:
-    match told:
+def _kind(type_info: inspect.Type, token_ids: bool) -> str:
+    match type_info:
         case inspect.Metadata():
-            return _kind(told.type, token_ids)
+            return _kind(type_info.type, token_ids)
         case inspect.UnionType():
-            (some, *others) = [one for one in told.types if not isinstance(one, inspect.NoneType)]
+            (some, *others) = [one for one in type_info.types if not isinstance(one, inspect.NoneType)]
             return "JSON" if others else _kind(some, token_ids)
         case inspect.VarTupleType():
-            return f"{_kind(told.item_type, token_ids)}[]"
+            return f"{_kind(type_info.item_type, token_ids)}[]"
         case inspect.StructType():
-            fields = _fields(told, token_ids)
+            fields = _fields(type_info, token_ids)
             return "STRUCT(" + ", ".join(f'"{name}" {kind}' for name, kind in fields.items()) + ")"
         case _:
-            return _PLAIN[type(told)]
+            return _PLAIN[type(type_info)]
 
 
 def _quoted(text: Any) -> str:

@@ -1,4 +1,4 @@
-"""`forebay replay`: questions to a recorded log."""
+"""`forebay replay`: verify, explain and compare the decisions of a recorded log."""
 
 import asyncio
 from collections.abc import Set
@@ -19,11 +19,11 @@ from forebay.cli.replay.diff import diff_command
 from forebay.cli.replay.explain import explain_command
 from forebay.cli.replay.verify import show, shown_progress
 from forebay.events.topics import DECISIONS
-from forebay.replay.verify.verify import UNVERIFIED, OnProgress, Report, verify
+from forebay.replay.verify.verify import UNVERIFIED, OnProgress, VerifyReport, verify
 from forebay.transport.history.groups import groups_of
 from forebay.transport.sqlite.log import SqliteLog
 
-app = typer.Typer(help="Derive recorded decisions again.", no_args_is_help=True)
+app = typer.Typer(help="Verify, explain and compare recorded decisions.", no_args_is_help=True)
 app.command("explain")(explain_command)
 app.command("at")(replay_at.at)
 app.command("export")(replay_export.export)
@@ -32,7 +32,7 @@ app.command("diff")(diff_command)
 
 @app.callback()
 def _root() -> None:
-    """Derive recorded decisions again."""
+    """Verify, explain and compare recorded decisions."""
 
 
 @app.command("verify")
@@ -43,9 +43,9 @@ def verify_command(
     kafka_config: PropertiesOption = None,
     group: GroupOption = "",
     allow: Annotated[list[str] | None, allow_option(UNVERIFIED)] = None,
-    json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
 ) -> None:
-    """Derive every routing decision again; exit 1 at the first that the events do not lead to."""
+    """Derive every routing decision again. Exits 1 at the first difference from the journal."""
     recording = Recording(log, kafka, namespace, kafka_config, group)
     recording.require_one_source()
     allowed = allowed_of(allow, UNVERIFIED)
@@ -62,12 +62,12 @@ def verify_command(
         raise typer.Exit(exit_code(report.failed))
 
 
-async def _verify(recording: Recording, on_progress: OnProgress, allowed: Set[str]) -> Report:
+async def _verify(recording: Recording, on_progress: OnProgress, allowed: Set[str]) -> VerifyReport:
     async with recording.opened() as (log, partition):
         if isinstance(log, SqliteLog):
             log.check()
         await require_policies(log, partition)
         ends = [await of(DECISIONS.name, partition) for of in (log.begin, log.end)]
         if ends[0] == ends[1] and "" not in await groups_of(log):
-            fail(f"nothing to verify: the journal in control partition {partition} of {recording.name} is empty")
+            fail(f"nothing to verify: the journal of control partition {partition} in {recording.name} is empty")
         return await verify(log, partition, on_progress, allowed)

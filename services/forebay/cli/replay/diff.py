@@ -1,4 +1,4 @@
-"""`forebay replay diff`: the recorded history beside another configuration or policy."""
+"""`forebay replay diff`: compare the recorded history with another configuration or policy."""
 
 import asyncio
 from collections.abc import Set
@@ -28,7 +28,7 @@ from forebay.cli.replay.diff_view import show
 from forebay.cli.replay.verify import shown_progress
 from forebay.replay.diff.diff import diff
 from forebay.replay.diff.handover import Handover
-from forebay.replay.diff.report import Report
+from forebay.replay.diff.report import DiffReport
 from forebay.replay.verify.verify import OnProgress
 from forebay.replay.walk import FOREIGN_RECORDS, UNKNOWN_EVENTS, UNREAD_FIELDS
 from forebay.transport.history.groups import pools_of
@@ -48,22 +48,24 @@ def diff_command(
     kafka_config: PropertiesOption = None,
     group: GroupOption = "",
     html: Annotated[
-        Path | None, typer.Option(dir_okay=False, help="Write a page with plots, which needs nothing else.")
+        Path | None, typer.Option(dir_okay=False, help="Write a self-contained HTML page with plots.")
     ] = None,
     allow: Annotated[list[str] | None, allow_option(ALLOWED)] = None,
     closed: Annotated[
         bool,
-        typer.Option("--closed-loop", help="Also simulate both, with caches of their own, from the fork on."),
+        typer.Option("--closed-loop", help="Also simulate both policies with their own caches, from the fork on."),
     ] = False,
     speedup: Annotated[
         float,
-        typer.Option(min=1e-6, max=1e6, help="With --closed-loop: how much faster than the modelled GPU engines are."),
+        typer.Option(
+            min=1e-6, max=1e6, help="With --closed-loop: factor by which engines are faster than the modelled GPU."
+        ),
     ] = 1.0,
-    json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
 ) -> None:
-    """Try a recorded history under another configuration: who would have gone elsewhere, and what of it.
+    """Compare a recorded history with another configuration: which requests move, and the effect on caches and load.
 
-    Open loop: the alternative gets the recorded events, KV events included. Exit 1 when history itself cannot be
+    Open loop: the alternative receives the recorded events, including KV events. Exits 1 if history itself cannot be
     verified.
     """
     recording = Recording(log, kafka, namespace, kafka_config, group)
@@ -71,7 +73,7 @@ def diff_command(
     if html is not None:
         require_writable("--html", html, PAGE_TITLE)
     if speedup != 1.0 and not closed:
-        fail("--speedup is of the simulated engines: give it with --closed-loop")
+        fail("--speedup applies to simulated engines: it needs --closed-loop")
     allowed = allowed_of(allow, ALLOWED)
     handover = Handover() if closed else None
     with explained(), own_stdout():
@@ -80,19 +82,23 @@ def diff_command(
             report = asyncio.run(_diff(recording, other, on_progress, handover))
         simulated = None if handover is None else _simulated(report, handover, speedup)
     if json:
-        told = msgspec.to_builtins(report)
-        typer.echo(msgspec.json.encode({**told, "closed_loop": simulated} if closed else told).decode())
+        fields = msgspec.to_builtins(report)
+        typer.echo(msgspec.json.encode({**fields, "closed_loop": simulated} if closed else fields).decode())
     elif report.divergence is None:
         show(report, simulated)
         if closed and simulated is None:
-            typer.echo("closed loop   nothing to simulate: there is no fork")
+            typer.echo("closed loop   nothing to simulate, because there is no fork")
     if html is not None and report.divergence is None:
         _write(html, report, simulated, recording.name)
     _complain(report, allowed, recording)
 
 
-def _simulated(report: Report, handover: Handover, speedup: float) -> ClosedLoop | None:
-    """What comes of it closed loop; None when there is nothing to simulate. Raises Unusable."""
+def _simulated(report: DiffReport, handover: Handover, speedup: float) -> ClosedLoop | None:
+    """Return the closed-loop simulation, or None if there is nothing to simulate.
+
+    Raises:
+        Unusable: the rest of the recording cannot be simulated.
+    """
     if report.divergence is not None or report.fork is None:
         return None
     with bar() as progress:
@@ -107,13 +113,15 @@ def _simulated(report: Report, handover: Handover, speedup: float) -> ClosedLoop
         return closed_loop(handover, ended_us, speedup, on_run)
 
 
-def _write(path: Path, report: Report, simulated: ClosedLoop | None, source: str) -> None:
-    from forebay.cli.replay.diff_page import page  # noqa: PLC0415 - plotly takes a second, which only pages are worth
+def _write(path: Path, report: DiffReport, simulated: ClosedLoop | None, source: str) -> None:
+    from forebay.cli.replay.diff_page import page  # noqa: PLC0415 - importing plotly takes a second
 
     write("--html", path, lambda: page(report, simulated, source))
 
 
-async def _diff(recording: Recording, other: Alternative, on_progress: OnProgress, handover: Handover | None) -> Report:
+async def _diff(
+    recording: Recording, other: Alternative, on_progress: OnProgress, handover: Handover | None
+) -> DiffReport:
     async with recording.opened() as (log, partition):
         if isinstance(log, SqliteLog):
             log.check()
@@ -125,12 +133,12 @@ async def _diff(recording: Recording, other: Alternative, on_progress: OnProgres
         return report
 
 
-def _complain(report: Report, allowed: Set[str], recording: Recording) -> None:
-    """End the command with the exit code of a verification that failed."""
+def _complain(report: DiffReport, allowed: Set[str], recording: Recording) -> None:
+    """Exit with the code of a failed verification, if it failed."""
     if report.divergence is not None:
-        told = report.divergence
-        where = f"{recording.name}: history diverges at journal offset {told.offset}: {told.reason}"
-        complain(f"{where}; `forebay replay verify` tells more")
+        divergence = report.divergence
+        where = f"{recording.name}: history diverges at journal offset {divergence.offset}: {divergence.reason}"
+        complain(f"{where}; `forebay replay verify` shows the details")
         raise typer.Exit(DIVERGED)
     failed = {name: count for name, count in report.unverified.items() if name not in allowed}
     if failed:

@@ -1,20 +1,20 @@
-"""The page of `forebay replay diff --html`."""
+"""The HTML page of `forebay replay diff --html`."""
 
 from plotly import graph_objects
 from plotly.subplots import make_subplots
 
 from forebay.cli.common.page import LAYOUT, Chart, plain, render, short
 from forebay.cli.replay.closed_loop import ClosedLoop
-from forebay.cli.replay.diff_view import HINT, closed_rows, rows, terms_text, told
-from forebay.replay.diff.report import Report
+from forebay.cli.replay.diff_view import HINT, closed_rows, outcome_text, rows, terms_text
+from forebay.replay.diff.report import DiffReport
 from forebay.replay.verify.verify import UNVERIFIED
 
 MARK_MAX, MARK_MIN = 26.0, 5.0  # diameters in pixels
 HISTORY, ALTERNATIVE = "history", "alternative"
 
 
-def page(report: Report, simulated: ClosedLoop | None, source: str) -> str:
-    """The whole page; `source` says where the history came from."""
+def page(report: DiffReport, simulated: ClosedLoop | None, source: str) -> str:
+    """Return the page; `source` names the recording."""
     charts = [*_overlap_and_load(report), _series(report), *_waits(report)]
     fork = report.fork
     there = None if fork is None else fork.alternative.there
@@ -29,13 +29,13 @@ def page(report: Report, simulated: ClosedLoop | None, source: str) -> str:
         hint=HINT if simulated is None and not report.identical else "",
         closed=simulated,
         closed_rows=[] if simulated is None else closed_rows(simulated),
-        fork_history="" if fork is None else told(fork.history),
-        fork_alternative="" if fork is None else told(fork.alternative),
+        fork_history="" if fork is None else outcome_text(fork.history),
+        fork_alternative="" if fork is None else outcome_text(fork.alternative),
         fork_there="" if there is None else terms_text(there),
     )
 
 
-def _cards(report: Report) -> list[dict[str, str]]:
+def _cards(report: DiffReport) -> list[dict[str, str]]:
     moved, history, other = report.moved, report.history, report.other
     share = moved.moved / moved.compared if moved.compared else 0.0
     landed = "-" if other.landed is None else f"{other.landed:.1%}"
@@ -47,35 +47,35 @@ def _cards(report: Report) -> list[dict[str, str]]:
         return {"name": name, "value": value, "more": more}
 
     return [
-        card("requests that moved", f"{share:.1%}", f"{moved.moved:,} of {moved.compared:,}"),
-        card("exact before the fork", f"{report.before_fork:.1%}", "of history's decisions"),
+        card("moved requests", f"{share:.1%}", f"{moved.moved:,} of {moved.compared:,}"),
+        card("exact, before the fork", f"{report.before_fork:.1%}", "of history's decisions"),
         card("prefix reuse, predicted", f"{other.reuse:.1%}", f"history {history.reuse:.1%}"),
         card("blocks won, lost", f"{gained - missed:+,}", f"{gained:,} won, {missed:,} lost"),
         card("busiest worker over the mean", f"{other.max_over_mean:.3f}", f"history {history.max_over_mean:.3f}"),
-        card("prompt blocks where they were sent", landed, "the lower, the further from what would have been"),
+        card("prompt blocks cached where sent", landed, "lower values mean a less valid comparison"),
     ]
 
 
-def _overlap_and_load(report: Report) -> list[Chart]:
+def _overlap_and_load(report: DiffReport) -> list[Chart]:
     return [
         Chart(
             id="overlap",
-            title="Blocks found, request by request",
-            text="Above the line the alternative finds more than history did. The larger a mark, the more requests.",
+            title="Overlap per request",
+            text="Above the line the alternative has more overlap than history. Larger marks stand for more requests.",
             figure=_overlap(report),
             begins_pair=True,
         ),
         Chart(
             id="load",
             title="Prompt tokens to compute, by worker",
-            text="Prompt tokens sent to each rank that were not in its cache, as each world knew it.",
+            text="Uncached prompt tokens sent to each rank, according to each world's index.",
             figure=_load(report),
             ends_pair=True,
         ),
     ]
 
 
-def _overlap(report: Report) -> graph_objects.Figure:
+def _overlap(report: DiffReport) -> graph_objects.Figure:
     most = max((pair.requests for pair in report.pairs), default=1)
     sizes = [MARK_MIN + (MARK_MAX - MARK_MIN) * (pair.requests / most) ** 0.5 for pair in report.pairs]
     wide = report.bin_blocks
@@ -95,12 +95,12 @@ def _overlap(report: Report) -> graph_objects.Figure:
         meta=ALTERNATIVE,
     )
     figure.update_layout(showlegend=False)
-    figure.update_xaxes(title_text=f"blocks found in history{bins}", rangemode="tozero")
+    figure.update_xaxes(title_text=f"overlap in history, blocks{bins}", rangemode="tozero")
     figure.update_yaxes(title_text="in the alternative", rangemode="tozero")
     return figure
 
 
-def _load(report: Report) -> graph_objects.Figure:
+def _load(report: DiffReport) -> graph_objects.Figure:
     names = [plain(f"{rank.worker_id}/{rank.rank}") for rank in report.ranks]
     figure = graph_objects.Figure(layout=LAYOUT)
     for name in (HISTORY, ALTERNATIVE):
@@ -115,7 +115,7 @@ def _load(report: Report) -> graph_objects.Figure:
             marker={"line": {"width": 0}},
             meta=name,
         )
-    step = max(1, -(-len(names) // 16))  # labels that fit
+    step = max(1, -(-len(names) // 16))  # as many labels as fit
     at = list(range(0, len(names), step))
     figure.update_layout(barmode="group", bargap=0.25)
     figure.update_xaxes(tickvals=at, ticktext=[short(names[number]) for number in at], type="linear")
@@ -123,9 +123,9 @@ def _load(report: Report) -> graph_objects.Figure:
     return figure
 
 
-def _series(report: Report) -> Chart:
+def _series(report: DiffReport) -> Chart:
     times = [one.after_s for one in report.series]
-    titles = ("share of requests that moved", "prefix reuse, predicted", "busiest worker over the mean")
+    titles = ("share of moved requests", "prefix reuse, predicted", "busiest worker over the mean")
     figure = make_subplots(rows=3, cols=1, shared_xaxes=True, vertical_spacing=0.09, subplot_titles=titles)
     figure.update_layout(LAYOUT)
     moved = [one.moved / one.compared if one.compared else None for one in report.series]
@@ -169,11 +169,11 @@ def _series(report: Report) -> Chart:
             showarrow=False,
             name="fork",
         )
-    text = f"In steps of {report.interval_s:g} s, by the owner's clock. The dashed line is the fork."
+    text = f"In intervals of {report.interval_s:g} s on the owner's clock. The dashed line marks the fork."
     return Chart(id="series", title="Over time", text=text, figure=figure, height=620)
 
 
-def _waits(report: Report) -> list[Chart]:
+def _waits(report: DiffReport) -> list[Chart]:
     sides = {HISTORY: report.history, ALTERNATIVE: report.other}
     if not any(side.waits for side in sides.values()):
         return []
@@ -190,10 +190,10 @@ def _waits(report: Report) -> list[Chart]:
             meta=name,
         )
     figure.update_layout(barmode="group", bargap=0.25)
-    figure.update_xaxes(title_text="waited in the router", type="category")
+    figure.update_xaxes(title_text="time in the router's queue", type="category")
     figure.update_yaxes(title_text="requests")
     held = f"{report.history.held:,} requests were held in history, {report.other.held:,} in the alternative."
-    return [Chart(id="waits", title="Waiting time in the router", text=held, figure=figure, height=340)]
+    return [Chart(id="waits", title="Time in the router's queue", text=held, figure=figure, height=340)]
 
 
 def _duration(below_ms: int) -> str:

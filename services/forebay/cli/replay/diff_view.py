@@ -1,4 +1,4 @@
-"""What `forebay replay diff` shows of its report on a terminal."""
+"""Terminal output of `forebay replay diff`."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,87 +10,87 @@ from rich.table import Table as Grid
 from forebay.cli.common.terminal import in_markup, results
 from forebay.cli.replay.closed_loop import ClosedLoop
 from forebay.events.decisions import CostTerms
-from forebay.replay.diff.report import Outcome, Report, Side
+from forebay.replay.diff.report import DecisionOutcome, DiffReport, WorldSummary
 from forebay.replay.verify.verify import UNVERIFIED
 
 RANKS_SHOWN = 32
 MOST_SHOWN = 10
 SHOWN = ("mean", "p50", "p99")
 NAMES = ("history", "alternative")
-HINT = "How caches would have been: --closed-loop simulates both from the fork on."
+HINT = "To include the effect on caches, use --closed-loop. It simulates both policies from the fork on."
 
 
-def show(report: Report, simulated: ClosedLoop | None) -> None:
-    """The report on stdout."""
+def show(report: DiffReport, simulated: ClosedLoop | None) -> None:
+    """Print the report on stdout."""
     console = results()
-    _say(console, "alternative", report.alternative)
+    _print_row(console, "alternative", report.alternative)
     for given in report.idle:
-        _say(console, "no change", f"{given}: that is how it was configured")
-    _say(
+        _print_row(console, "no change", f"{given}: equal to the recorded configuration")
+    _print_row(
         console,
         "history",
-        f"{report.history.decisions:,} decisions about {report.requests:,} requests in {report.span_s:,.1f} s, derived "
-        "again and equal to the journal",
+        f"{report.history.decisions:,} decisions about {report.requests:,} requests in {report.span_s:,.1f} s, "
+        "verified against the journal",
     )
     for name, count in report.unverified.items():
-        _say(console, "UNVERIFIED", f"{count} {name}: {UNVERIFIED[name]}")
+        _print_row(console, "UNVERIFIED", f"{count} {name}: {UNVERIFIED[name]}")
     _fork(console, report)
     moved = report.moved
     if not report.identical:
         share = f" ({moved.moved / moved.compared:.1%})" if moved.compared else ""
-        _say(console, "moved", f"{moved.moved:,} of {moved.compared:,} requests went to another worker{share}")
+        _print_row(console, "moved", f"{moved.moved:,} of {moved.compared:,} requests went to another worker{share}")
         won, lost, later = report.overlap.won, report.overlap.lost, report.overlap.later_won
-        _say(
+        _print_row(
             console,
             "overlap",
             f"{won.device:,} blocks won and {lost.device:,} lost on devices"
             + (f", {won.host:,} and {lost.host:,} in host memory" if won.host or lost.host else "")
             + (f", {won.disk:,} and {lost.disk:,} on disk" if won.disk or lost.disk else "")
-            + (f"; {later:,} of those won by coming later, see below" if later else ""),
+            + (f"; {later:,} of those won because the request was sent later, see below" if later else ""),
         )
     console.print(_worlds(report))
     console.print(_ranks(report))
     if len(report.ranks) > RANKS_SHOWN:
-        console.print(f"{len(report.ranks) - RANKS_SHOWN} more: --json has them all\n")
+        console.print(f"{len(report.ranks) - RANKS_SHOWN} more workers; --json shows all\n")
     if report.most:
         console.print(_most(report))
     for note in report.notes:
-        _say(console, "note", note)
+        _print_row(console, "note", note)
     if simulated is None and not report.identical:
-        _say(console, "", HINT)
+        _print_row(console, "", HINT)
     elif simulated is not None:
         console.print(_simulated(simulated))
         for note in simulated.notes:
-            _say(console, "note", note)
+            _print_row(console, "note", note)
 
 
 def terms_text(terms: CostTerms) -> str:
-    """The terms of a cost in one line."""
-    found = [f"{terms.device_overlap} on the device"]
+    """Return cost terms as one line."""
+    found = [f"{terms.device_overlap} blocks on the device"]
     if terms.host_overlap or terms.disk_overlap:
         found.append(f"{terms.host_overlap} in host memory, {terms.disk_overlap} on disk")
     return (
         f"cost {terms.cost:g} = prefill {terms.prefill_blocks:g}, credit {terms.overlap_credit:g}, "
-        f"decode {terms.decode_blocks:g}, {terms.active_requests} active; blocks found: {', '.join(found)}"
+        f"decode {terms.decode_blocks:g}, {terms.active_requests} active; overlap: {', '.join(found)}"
     )
 
 
-def told(outcome: Outcome) -> str:
-    """A decision in one line."""
+def outcome_text(outcome: DecisionOutcome) -> str:
+    """Return a decision as one line."""
     match outcome.decision:
         case "routed":
-            assert outcome.terms is not None, "it was routed by its cost"
+            assert outcome.terms is not None, "routed by cost"
             return f"{outcome.worker_id}/{outcome.rank}: {terms_text(outcome.terms)}"
         case "held":
-            return f"held in the queue, class {outcome.reason}"
+            return f"held in queue class {outcome.reason}"
         case "nothing":
-            return "decides nothing here"
+            return "no decision at this event"
         case _:
             return f"{outcome.decision}: {outcome.reason}"
 
 
-def rows(report: Report) -> list[tuple[str, str, str]]:
-    """The figures of both worlds: name, history, alternative."""
+def rows(report: DiffReport) -> list[tuple[str, str, str]]:
+    """Return the statistics of both worlds: name, history, alternative."""
     sides = (report.history, report.other)
 
     def row(name: str, *values: str) -> tuple[str, str, str]:
@@ -101,36 +101,36 @@ def rows(report: Report) -> list[tuple[str, str, str]]:
         row("prefix reuse, predicted", *(f"{side.reuse:.4f}" for side in sides)),
         row("prompt tokens to compute", *(f"{side.prompt_tokens - side.cached_tokens:,}" for side in sides)),
         row("busiest worker over the mean", *(f"{side.max_over_mean:.3f}" for side in sides)),
-        row("blocks found on devices", *(f"{side.overlap.device:,}" for side in sides)),
+        row("overlap on devices, blocks", *(f"{side.overlap.device:,}" for side in sides)),
     ]
     if any(side.overlap.host or side.overlap.disk for side in sides):
         found.append(
-            row("in host memory, on disk", *(f"{side.overlap.host:,}, {side.overlap.disk:,}" for side in sides))
+            row("overlap in host memory, on disk", *(f"{side.overlap.host:,}, {side.overlap.disk:,}" for side in sides))
         )
     if any(side.held for side in sides):
-        found.append(row("held in the router", *(f"{side.held:,}" for side in sides)))
-        found.append(row("waited, ms: p50, p99, longest", *map(_waits, sides)))
+        found.append(row("held in the queue", *(f"{side.held:,}" for side in sides)))
+        found.append(row("time in the queue, ms: p50, p99, max", *map(_waits, sides)))
     if any(side.still_held for side in sides):
-        found.append(row("still waiting at the end", *(f"{side.still_held:,}" for side in sides)))
-    for name, counts in (("refused", [s.rejected for s in sides]), ("given up", [s.aborted for s in sides])):
+        found.append(row("still held at the end", *(f"{side.still_held:,}" for side in sides)))
+    for name, counts in (("rejected", [s.rejected for s in sides]), ("aborted", [s.aborted for s in sides])):
         found += [
             row(f"{name}: {reason}", *(f"{one.get(reason, 0):,}" for one in counts))
             for reason in sorted({*counts[0], *counts[1]})
         ]
     landed = ["" if side.landed is None else f"{side.landed:.1%}" for side in sides]
-    return [*found, row("prompt blocks that came where they were sent", *landed)]
+    return [*found, row("prompt blocks cached where they were sent", *landed)]
 
 
 def closed_rows(simulated: ClosedLoop) -> list[list[str]]:
-    """The figures of all three runs: name, then one for each."""
+    """Return the statistics of all three runs: name, then one value per run."""
     runs = list(simulated.runs.values())
 
     def times(key: str) -> list[str]:
         return [", ".join(f"{one[key][of]:,.0f}" for of in SHOWN) if one[key] else "-" for one in runs]
 
     return [
-        ["requests answered", *(f"{one['requests']:,}" for one in runs)],
-        ["refused or given up", *(f"{one['failed']:,}" for one in runs)],
+        ["requests finished", *(f"{one['requests']:,}" for one in runs)],
+        ["rejected or aborted", *(f"{one['failed']:,}" for one in runs)],
         ["prefix reuse", *(f"{one['prefix_reuse']:.4f}" for one in runs)],
         ["TTFT, ms: mean, p50, p99", *times("ttft_ms")],
         ["end to end, ms: mean, p50, p99", *times("e2e_ms")],
@@ -140,7 +140,7 @@ def closed_rows(simulated: ClosedLoop) -> list[list[str]]:
 
 
 def _apart_rows(runs: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Of prompts that were computed by another than who answered."""
+    """Return the statistics of remote prefills."""
     moved = [f"{one['prefilled_remotely']:,}, {one['transferred_bytes'] / 1e6:,.3f}" for one in runs]
     times = [", ".join(f"{one['transfer_ms'][of]:,.2f}" for of in SHOWN) if one["transfer_ms"] else "-" for one in runs]
     return [["prefilled remotely, MB moved", *moved], ["transfer, ms: mean, p50, p99", *times]]
@@ -156,12 +156,12 @@ def _simulated(simulated: ClosedLoop) -> Grid:
     return grid
 
 
-def _waits(side: Side) -> str:
+def _waits(side: WorldSummary) -> str:
     waited = side.wait_ms
     return f"{waited['p50']:,.0f}, {waited['p99']:,.0f}, {waited['max']:,.0f}" if waited else "-"
 
 
-def _say(console: Console, name: str, text: str) -> None:
+def _print_row(console: Console, name: str, text: str) -> None:
     grid = Grid.grid(padding=(0, 1))
     grid.add_column(width=13)
     grid.add_column(overflow="fold")
@@ -169,25 +169,25 @@ def _say(console: Console, name: str, text: str) -> None:
     console.print(grid)
 
 
-def _fork(console: Console, report: Report) -> None:
+def _fork(console: Console, report: DiffReport) -> None:
     fork = report.fork
     if fork is None:
-        _say(console, "fork", "none: both decide the same all the way")
+        _print_row(console, "fork", "none: all decisions are equal")
         return
-    _say(
+    _print_row(
         console,
         "fork",
         f"journal offset {fork.offset}, after {fork.after_s:,.3f} s, {fork.request_id}; "
-        f"{report.before_fork:.1%} of the decisions come before it and are exact",
+        f"{report.before_fork:.1%} of the decisions are before the fork and exact",
     )
     for name, outcome in zip(NAMES, (fork.history, fork.alternative), strict=True):
-        _say(console, f"  {name}", told(outcome))
+        _print_row(console, f"  {name}", outcome_text(outcome))
     other, there = fork.history, fork.alternative.there
     if there is not None:
-        _say(console, "", f"by the alternative's table {other.worker_id}/{other.rank}: {terms_text(there)}")
+        _print_row(console, "", f"in the alternative's cost table {other.worker_id}/{other.rank}: {terms_text(there)}")
 
 
-def _worlds(report: Report) -> Grid:
+def _worlds(report: DiffReport) -> Grid:
     grid = Grid(box=box.SIMPLE, padding=(0, 1))
     grid.add_column("")
     for name in NAMES:
@@ -197,7 +197,7 @@ def _worlds(report: Report) -> Grid:
     return grid
 
 
-def _ranks(report: Report) -> Grid:
+def _ranks(report: DiffReport) -> Grid:
     grid = Grid(box=box.SIMPLE, padding=(0, 1))
     grid.add_column("worker", overflow="fold")
     for name in ("requests", "in the alternative", "tokens to compute", "in the alternative"):
@@ -209,11 +209,13 @@ def _ranks(report: Report) -> Grid:
     return grid
 
 
-def _most(report: Report) -> Grid:
-    grid = Grid(box=box.SIMPLE, padding=(0, 1), title="Most blocks won or lost by moving", title_justify="left")
+def _most(report: DiffReport) -> Grid:
+    grid = Grid(
+        box=box.SIMPLE, padding=(0, 1), title="Moved requests with the largest change of overlap", title_justify="left"
+    )
     for name in ("request", "history", "alternative"):
         grid.add_column(name, overflow="fold")
-    for name in ("prompt blocks", "found", "in the alternative", "won"):
+    for name in ("prompt blocks", "overlap", "in the alternative", "change"):
         grid.add_column(name, justify="right")
     for one in report.most[:MOST_SHOWN]:
         places = (f"{one.worker_id}/{one.rank}", f"{one.other_worker_id}/{one.other_rank}")

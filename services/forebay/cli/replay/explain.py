@@ -1,4 +1,4 @@
-"""`forebay replay explain`: one request's life, and why it went where it did."""
+"""`forebay replay explain`: timeline and routing decisions of one request."""
 
 import asyncio
 from collections.abc import Iterator
@@ -25,22 +25,23 @@ def explain_command(
         list[str],
         typer.Argument(
             metavar="[LOG] REQUEST",
-            help="A log file of `forebay up`, which may be in use, or a recording, unless --kafka; a request's id.",
+            help="LOG: log file of `forebay up` (may be in use) or recording; omit with --kafka. REQUEST: its ID.",
         ),
     ],
     kafka: KafkaSource = None,
     namespace: NamespaceOption = NAMESPACE,
     kafka_config: PropertiesOption = None,
     group: GroupOption = "",
-    everything: Annotated[bool, typer.Option("--all", help="Every candidate, not the cheapest ones.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Show every candidate, not only the cheapest.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
 ) -> None:
-    """Tell a request's life: every choice made for it with every cost, why it fell so, and what became of it.
+    """Show a request's timeline: every routing decision with all costs, its reason, and the outcome.
 
-    All is derived again and compared with the journal; exit 1 where the journal diverges before the request's end.
+    Every decision is derived again and compared with the journal. Exits 1 if the journal diverges before the request's
+    end.
     """
     if len(where) != (1 if kafka else 2):
-        fail("give LOG and REQUEST, or REQUEST and --kafka")
+        fail("expected LOG and REQUEST, or REQUEST and --kafka")
     log = None if kafka else Path(where[0])
     recording = Recording(log, kafka, namespace, kafka_config, group)
     with explained(), _shown_progress() as on_progress, own_stdout():
@@ -65,9 +66,9 @@ async def _explain(recording: Recording, request_id: str, on_progress: OnProgres
 
 @contextmanager
 def _shown_progress() -> Iterator[OnProgress]:
-    """Journal records done, on stderr if that is a terminal."""
+    """Show the number of journal records done on stderr, if that is a terminal."""
     with bar() as progress:
-        task = progress.add_task("looking through the journal", total=None)
+        task = progress.add_task("searching the journal", total=None)
 
         def on_progress(done: int, total: int) -> None:
             progress.update(task, completed=done, total=total)

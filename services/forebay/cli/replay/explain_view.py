@@ -1,4 +1,4 @@
-"""An explanation as a timeline for a terminal: each choice with its candidates, the rest in a line each."""
+"""Show an explanation as a timeline on a terminal, with a cost table per routing decision."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -12,13 +12,20 @@ from forebay.cli.common.terminal import printable, results
 from forebay.cli.replay.at_view import span
 from forebay.core.ttft_parts import Part
 from forebay.events.control import RouterConfig
-from forebay.replay.explain.explanation import Candidate, Explanation, LeftOut, Moment, Routing, Submission
+from forebay.replay.explain.explanation import (
+    CandidateCost,
+    ExcludedRank,
+    Explanation,
+    Routing,
+    Submission,
+    TimelineEntry,
+)
 from forebay.transport.recording.manifest import utc
 
-CANDIDATES_SHOWN = 10  # the cheapest; --all has the others
-LEFT_OUT_SHOWN = 5  # lines of those that were no candidates
-NAMES_SHOWN = 6  # of ranks that one reason kept out
-INDENT = 14  # of what belongs to a line of the timeline
+CANDIDATES_SHOWN = 10  # the cheapest ones; --all shows all
+LEFT_OUT_SHOWN = 5  # lines about excluded ranks
+NAMES_SHOWN = 6  # ranks per reason
+INDENT = 14  # of details of a timeline entry
 TABLE_INDENT = 4
 PARTS: dict[Part, str] = {
     "queue": "in the queue",
@@ -26,16 +33,16 @@ PARTS: dict[Part, str] = {
     "prefill": "prefill",
     "wait": "waiting for a worker",
     "transfer": "KV transfer",
-    "decode": "hop and first step of who answers",
+    "decode": "network and first decode step",
 }
 
 
 def show(explanation: Explanation, *, everything: bool) -> None:
-    """The whole of it on stdout; `everything` cuts no list of candidates."""
+    """Print the explanation on stdout; `everything` shows complete candidate lists."""
     console, tables = results(), results(wide=True)
     routings = {one.offset: one for one in explanation.routings}
     for line in _head(explanation):
-        _say(console, line, 2)
+        _print_hanging(console, line, 2)
     console.print()
     for moment in explanation.timeline:
         _show_moment(console, explanation, moment)
@@ -46,84 +53,88 @@ def show(explanation: Explanation, *, everything: bool) -> None:
         _show_left_out(console, explanation.ending.left_out, everything=everything)
     console.print()
     for line in _foot(explanation):
-        _say(console, line, 2)
+        _print_hanging(console, line, 2)
 
 
 def _head(explanation: Explanation) -> Iterator[str]:
-    asked = explanation.submitted
+    submission = explanation.submitted
     yield f"{explanation.kind} {explanation.request_id}: {_outcome(explanation)}"
-    if asked is not None:
-        yield ", ".join(_asked(asked))
-        if asked.hints:
-            yield "hints: " + ", ".join(f"{name} {_value(value)}" for name, value in asked.hints.items())
-        if asked.now_us is not None:
-            yield f"submitted at {utc(asked.now_us)} by the owner's clock, requests offset {asked.offset}"
+    if submission is not None:
+        yield ", ".join(_submission_text(submission))
+        if submission.hints:
+            yield "hints: " + ", ".join(f"{name} {_value(value)}" for name, value in submission.hints.items())
+        if submission.now_us is not None:
+            yield f"submitted at {utc(submission.now_us)} on the owner's clock, offset {submission.offset} of requests"
     if explanation.earlier_uses:
         times = "once" if explanation.earlier_uses == 1 else f"{explanation.earlier_uses} times"
-        yield f"the id was used {times} before: this is its last use"
+        yield f"the ID was used {times} before; this is the last use"
 
 
 def _outcome(explanation: Explanation) -> str:
     ending = explanation.ending
     if ending is None:
-        return "not known" if explanation.state == "unknown" else explanation.state
+        return "unknown" if explanation.state == "unknown" else explanation.state
     reason = f" ({ending.reason})" if ending.reason else ""
-    tokens = "" if ending.output_tokens is None else f", {ending.output_tokens:,} tokens"
+    tokens = "" if ending.output_tokens is None else f", {ending.output_tokens:,} output tokens"
     length = "" if not ending.duration_us else f" after {_seconds(ending.duration_us)}"
     return f"{ending.state}{reason}{length}{tokens}"
 
 
-def _asked(asked: Submission) -> Iterator[str]:
-    yield f"model {asked.model}"
-    if asked.lora_name:
-        yield f"adapter {asked.lora_name}"
-    yield f"{asked.prompt_tokens:,} prompt tokens in {asked.full_blocks:,} full blocks"
-    if asked.max_tokens is not None:
-        yield f"at most {asked.max_tokens:,} tokens"
-    if asked.timeout_us is not None:
-        yield f"deadline after {asked.timeout_us / 1e6:g} s"
-    yield f"tie seed {asked.tie_seed}"
-    if asked.anonymised:
+def _submission_text(submission: Submission) -> Iterator[str]:
+    yield f"model {submission.model}"
+    if submission.lora_name:
+        yield f"adapter {submission.lora_name}"
+    yield f"{submission.prompt_tokens:,} prompt tokens in {submission.full_blocks:,} full blocks"
+    if submission.max_tokens is not None:
+        yield f"at most {submission.max_tokens:,} output tokens"
+    if submission.timeout_us is not None:
+        yield f"deadline after {submission.timeout_us / 1e6:g} s"
+    yield f"tie seed {submission.tie_seed}"
+    if submission.anonymised:
         yield "anonymised"
 
 
 def _foot(explanation: Explanation) -> Iterator[str]:
-    told = explanation.divergence
-    if told is not None:
-        where = "in its life" if explanation.timeline else "before it"
-        yield f"DIVERGENCE at journal offset {told.offset}, {where}: {told.reason}"
-        for name, values in told.differs.items():
+    divergence = explanation.divergence
+    if divergence is not None:
+        where = "during this request" if explanation.timeline else "before this request"
+        yield f"DIVERGENCE at journal offset {divergence.offset}, {where}: {divergence.reason}"
+        for name, values in divergence.differs.items():
             yield f"  {name}: recorded {_value(values['recorded'])}, derived {_value(values['derived'])}"
-        yield "what came after that cannot be explained; `forebay replay verify` tells more of it"
+        yield "later events cannot be explained; `forebay replay verify` shows the divergence in detail"
         return
     first = explanation.first_token
     if first is not None and first.ttft_us is not None:
-        wall = "" if first.wall_ttft_us is None else f" ({_seconds(first.wall_ttft_us)} by those of ingress and worker)"
-        yield f"time to first token {_seconds(first.ttft_us)} by the owner's clock{wall}"
+        wall = (
+            ""
+            if first.wall_ttft_us is None
+            else f" ({_seconds(first.wall_ttft_us)} on the clocks of ingress and worker)"
+        )
+        yield f"time to first token {_seconds(first.ttft_us)} on the owner's clock{wall}"
     elif first is not None and first.wall_ttft_us is not None:
-        yield f"time to first token {_seconds(first.wall_ttft_us)} by the clocks of ingress and worker"
+        yield f"time to first token {_seconds(first.wall_ttft_us)} on the clocks of ingress and worker"
     parts = {} if first is None or first.parts_us is None else first.parts_us
     if len(parts) > 1:
-        yield "of that: " + ", ".join(f"{PARTS[part]} {span(us)}" for part, us in parts.items())
+        yield "of this: " + ", ".join(f"{PARTS[part]} {span(us)}" for part, us in parts.items())
     if explanation.derived_to > explanation.derived_from:
         offsets = f"journal offsets {explanation.derived_from} to {explanation.derived_to - 1}"
-        yield f"derived again from {offsets}, every record equal to the recorded one"
+        yield f"verified: {offsets} derived again, every record equal"
 
 
-def _show_moment(console: Console, explanation: Explanation, moment: Moment) -> None:
+def _show_moment(console: Console, explanation: Explanation, moment: TimelineEntry) -> None:
     when = "" if moment.after_us is None else f"+{moment.after_us / 1e6:.3f} s"
     text = moment.text
     if moment.now_us is None and explanation.state != "submitted":
-        text += " (on the log, and not journalled yet)"
+        text += " (on the log, not in the journal yet)"
     if not moment.counted:
-        text += " (without effect)"
-    _say(console, f"{when:>{INDENT - 2}}  {text}", INDENT)
+        text += " (no effect)"
+    _print_hanging(console, f"{when:>{INDENT - 2}}  {text}", INDENT)
 
 
 def _show_routing(console: Console, tables: Console, routing: Routing, *, everything: bool) -> None:
     settings = _settings(routing)
     if settings:
-        _say(console, f"{'':{INDENT}}{routing.mode}: {settings}", INDENT + 2)
+        _print_hanging(console, f"{'':{INDENT}}{routing.mode}: {settings}", INDENT + 2)
     order = sorted(range(len(routing.candidates)), key=lambda at: (routing.candidates[at].cost, at))
     shown = order if everything else order[:CANDIDATES_SHOWN]
     if routing.winner not in shown:
@@ -131,19 +142,19 @@ def _show_routing(console: Console, tables: Console, routing: Routing, *, everyt
     tables.print(Padding(_table(routing, shown), (0, 0, 0, TABLE_INDENT), expand=False))
     if len(shown) < len(order):
         most = routing.candidates[order[-1]].cost
-        more = f"{len(order) - len(shown)} more candidates, with costs up to {most:,.2f}; --all shows them"
-        _say(console, f"{'':{INDENT}}{more}", INDENT)
+        more = f"{len(order) - len(shown)} more candidates with costs up to {most:,.2f}; --all shows them"
+        _print_hanging(console, f"{'':{INDENT}}{more}", INDENT)
     _show_left_out(console, routing.left_out, everything=everything)
 
 
 def _settings(routing: Routing) -> str:
-    """What is not as it comes, or was changed by the request."""
-    usual = RouterConfig()
+    """Return the settings that are not at their default or that the request overrode."""
+    defaults = RouterConfig()
     found = []
     for name, value in routing.config.items():
         if name in routing.overridden:
-            found.append(f"{name} {_value(value)} by the request")
-        elif value != getattr(usual, name, None):
+            found.append(f"{name} {_value(value)} (set by the request)")
+        elif value != getattr(defaults, name, None):
             found.append(f"{name} {_value(value)}")
     return ", ".join(found)
 
@@ -165,12 +176,12 @@ def _table(routing: Routing, shown: Sequence[int]) -> Table:
     return table
 
 
-def _columns(routing: Routing) -> Iterator[tuple[str, Callable[[Candidate], str]]]:
-    """Names and cells; terms that say nothing for anybody are left out."""
+def _columns(routing: Routing) -> Iterator[tuple[str, Callable[[CandidateCost], str]]]:
+    """Yield column names and cell formatters; terms that are zero for all candidates are omitted."""
     candidates = routing.candidates
     yield "cost", lambda one: f"{one.cost:,.2f}"
     if any(one.probability is not None for one in candidates):
-        yield "chance", lambda one: f"{100 * (one.probability or 0):.1f} %"
+        yield "probability", lambda one: f"{100 * (one.probability or 0):.1f} %"
     yield "prefill", lambda one: f"{one.prefill_blocks:,.2f}"
     yield "credit", lambda one: f"{one.overlap_credit:,.2f}"
     yield "decode", lambda one: f"{one.decode_blocks:,.2f}"
@@ -184,14 +195,14 @@ def _columns(routing: Routing) -> Iterator[tuple[str, Callable[[Candidate], str]
         yield "on host", lambda one: f"{one.seen.host_overlap:,}"
     if any(one.seen.disk_overlap for one in candidates):
         yield "on disk", lambda one: f"{one.seen.disk_overlap:,}"
-    yield "of all", lambda one: f"{one.seen.device_blocks + one.seen.host_blocks + one.seen.disk_blocks:,}"
+    yield "cache size", lambda one: f"{one.seen.device_blocks + one.seen.host_blocks + one.seen.disk_blocks:,}"
     yield "waiting", lambda one: f"{one.seen.waiting_tokens:,}"
     if routing.reason in ("tie_computed_tokens", "tie_seed"):
         yield "computed", lambda one: f"{one.seen.computed_tokens:,}"
 
 
-def _show_left_out(console: Console, left_out: Sequence[LeftOut], *, everything: bool) -> None:
-    by_text: dict[str, list[LeftOut]] = {}
+def _show_left_out(console: Console, left_out: Sequence[ExcludedRank], *, everything: bool) -> None:
+    by_text: dict[str, list[ExcludedRank]] = {}
     for one in left_out:
         by_text.setdefault(one.text, []).append(one)
     lines = []
@@ -199,16 +210,16 @@ def _show_left_out(console: Console, left_out: Sequence[LeftOut], *, everything:
         names = [f"{one.seen.worker_id}/{one.seen.rank}" for one in alike]
         listed = names if everything else names[:NAMES_SHOWN]
         more = f" and {len(names) - len(listed)} more" if len(listed) < len(names) else ""
-        lines.append(f"left out {', '.join(listed)}{more}: {text}")
+        lines.append(f"excluded {', '.join(listed)}{more}: {text}")
     shown = lines if everything else lines[:LEFT_OUT_SHOWN]
     for line in shown:
-        _say(console, f"{'':{INDENT}}{line}", INDENT + 2)
+        _print_hanging(console, f"{'':{INDENT}}{line}", INDENT + 2)
     if len(shown) < len(lines):
-        _say(console, f"{'':{INDENT}}and {len(lines) - len(shown)} more reasons; --all shows them", INDENT)
+        _print_hanging(console, f"{'':{INDENT}}and {len(lines) - len(shown)} more reasons; --all shows them", INDENT)
 
 
-def _say(console: Console, line: str, hang: int) -> None:
-    """A line whose continuation hangs under its text."""
+def _print_hanging(console: Console, line: str, hang: int) -> None:
+    """Print a line with its continuation indented."""
     text = Text(printable(line))
     for at, part in enumerate(text.wrap(console, max(console.width - hang, 20))):
         console.print(Text(" " * hang if at else "").append_text(part), soft_wrap=True)

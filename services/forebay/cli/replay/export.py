@@ -1,4 +1,4 @@
-"""`forebay replay export`: every topic of a recording as newline-delimited JSON, for DuckDB and others."""
+"""`forebay replay export`: write every topic of a recording as newline-delimited JSON, for DuckDB and other tools."""
 
 import asyncio
 import base64
@@ -28,8 +28,8 @@ PAGE_RECORDS = 500
 INPUT_NAMES = frozenset(topic.name for topic in INPUTS)
 
 
-class Exported(msgspec.Struct, kw_only=True):
-    """What was written of one topic."""
+class ExportedTopic(msgspec.Struct, kw_only=True):
+    """Counts of one exported topic."""
 
     records: int = 0
     undecodable: int = 0
@@ -37,12 +37,14 @@ class Exported(msgspec.Struct, kw_only=True):
 
 def export(
     log: Annotated[
-        Path, typer.Argument(metavar="LOG", help="A log file of `forebay up`, which may be in use, or a recording.")
+        Path, typer.Argument(metavar="LOG", help="Log file of `forebay up` (may be in use) or a recording.")
     ],
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new or empty directory.")],
-    token_ids: Annotated[bool, typer.Option("--token-ids", help="With the tokens of prompts and answers.")] = False,
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Output directory, new or empty.")],
+    token_ids: Annotated[
+        bool, typer.Option("--token-ids", help="Include the token IDs of prompts and responses.")
+    ] = False,
 ) -> None:
-    """Write every topic as newline-delimited JSON, one file a topic, and views of them for DuckDB."""
+    """Write every topic as newline-delimited JSON, one file per topic, with DuckDB views."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with explained():
         recording = SqliteLog.open(log, readonly=True)
@@ -51,32 +53,32 @@ def export(
             with bar(*columns) as progress:
                 exported = asyncio.run(_export(recording, folder, progress, token_ids=token_ids))
         except OSError as error:
-            fail(f"{folder}: cannot be written ({error.strerror}); choose another directory")
+            fail(f"cannot write to {folder}: {error.strerror}; choose another directory")
         finally:
             recording.close()
     for name, done in exported.items():
-        undecodable = f", {done.undecodable} of them do not decode" if done.undecodable else ""
+        undecodable = f", {done.undecodable} of them undecodable" if done.undecodable else ""
         typer.echo(f"{folder / name}.ndjson  {done.records} records{undecodable}")
     typer.echo(f"{folder / VIEWS}")
 
 
 def _require_empty(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
-        fail(f"{folder}: is a file; choose another directory")
+        fail(f"{folder} is a file; choose another directory")
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):
-        fail(f"{folder}: is not empty; choose another directory")
+        fail(f"{folder} is not empty; choose another directory")
 
 
-async def _export(log: SqliteLog, folder: Path, progress: Progress, *, token_ids: bool) -> dict[str, Exported]:
-    partitions: dict[str, list[int]] = {topic.name: [] for topic in (*INPUTS, DECISIONS)}  # there if only empty
+async def _export(log: SqliteLog, folder: Path, progress: Progress, *, token_ids: bool) -> dict[str, ExportedTopic]:
+    partitions: dict[str, list[int]] = {topic.name: [] for topic in (*INPUTS, DECISIONS)}  # exported even if empty
     for name, partition, _ in log.topics():
         partitions.setdefault(name, []).append(partition)
     exported = {}
     for name, numbers in partitions.items():
         total = sum([await log.end(name, number) - await log.begin(name, number) for number in numbers])
         task = progress.add_task(name, total=total)
-        done = exported[name] = Exported()
+        done = exported[name] = ExportedTopic()
         part = folder / f"{name}.ndjson.part"
         with part.open("wb") as file:
             for number in numbers:
@@ -94,7 +96,7 @@ async def _export(log: SqliteLog, folder: Path, progress: Progress, *, token_ids
 async def _lines(
     log: SqliteLog, name: str, partition: int, *, token_ids: bool
 ) -> AsyncIterator[tuple[dict[str, Any], bool]]:
-    """Each record as one flat object, and whether it decoded."""
+    """Yield each record as a flat object, and whether it decoded."""
     topic = _topic(name)
     orders = applied(log, partition, name) if name in INPUT_NAMES else None
     when = None if orders is None else await anext(orders, None)
@@ -108,7 +110,9 @@ async def _lines(
                 known = when if when is not None and when.offset == record.offset else None
                 line |= {"applied_us": known and known.now_us, "applied_by": known and known.journal_offset}
                 when = when if known is None else await anext(orders, None)
-            is_before = start is not None and record.offset < start.offset  # nothing says any more which are void
+            is_before = (
+                start is not None and record.offset < start.offset
+            )  # which of these are stale is no longer known
             decoded = _add_event(line, topic, record, None if is_before else validity, token_ids=token_ids)
             yield line, decoded
         offset = records[-1].offset + 1
@@ -130,7 +134,7 @@ def _place(record: Record) -> dict[str, Any]:
 def _add_event(
     line: dict[str, Any], topic: Topic | None, record: Record, validity: Validity | None, *, token_ids: bool
 ) -> bool:
-    """Put an event's fields beside its place; what does not decode goes as it came, with the reason."""
+    """Add the event's fields to a line. A record that does not decode is kept as it is, with the error."""
     if topic is None or topic.events is None:
         line["value"] = record.value.decode(errors="backslashreplace")
         return True
@@ -149,7 +153,7 @@ def _add_event(
 
 
 def _topic(name: str) -> Topic | None:
-    """None for a topic that this version does not know: its records go as they came."""
+    """Return the topic, or None if this version does not know it. Its records are then exported undecoded."""
     try:
         return topic_named(name)
     except KeyError:

@@ -1,4 +1,4 @@
-"""What `forebay replay verify` shows of its report on a terminal."""
+"""Terminal output of `forebay replay verify`."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,20 +12,20 @@ from rich.table import Table as Grid
 
 from forebay.cli.common.terminal import bar, in_markup, results
 from forebay.events.decisions import CostTerms
-from forebay.replay.explain.event_text import EventTold
-from forebay.replay.verify.cost_tables import Row, Table
-from forebay.replay.verify.divergence import Told
-from forebay.replay.verify.verify import UNVERIFIED, OnProgress, Report
+from forebay.replay.explain.event_text import EventSummary
+from forebay.replay.verify.cost_tables import CostTableRow, CostTables
+from forebay.replay.verify.divergence import DivergenceReport
+from forebay.replay.verify.verify import UNVERIFIED, OnProgress, VerifyReport
 from forebay.replay.walk import UNKNOWN_EVENTS
 
-ROWS_SHOWN = 32  # of a cost table: those with a place or a difference come first; --json has all
+ROWS_SHOWN = 32  # per cost table, winner, runner-up and differences first; --json has all
 TERMS = CostTerms.__struct_fields__
 RARE_TERMS = ("host_overlap", "disk_overlap", "taint_factor")
 
 
 @contextmanager
 def shown_progress() -> Iterator[OnProgress]:
-    """Journal records done, decisions a second and the time that is left, on stderr if that is a terminal."""
+    """Show journal records done, decisions per second and the remaining time on stderr, if that is a terminal."""
     columns = (
         TextColumn("deriving decisions"),
         BarColumn(),
@@ -44,79 +44,82 @@ def shown_progress() -> Iterator[OnProgress]:
         yield on_progress
 
 
-def show(report: Report) -> None:
-    """The report on stdout."""
+def show(report: VerifyReport) -> None:
+    """Print the report on stdout."""
     console = results(soft_wrap=True)
 
-    def say(name: str, text: str) -> None:
+    def print_row(name: str, text: str) -> None:
         console.print(f"{name:<11}{in_markup(text)}")
 
-    say("decisions", f"{report.decisions}, verified {report.verified}")
-    say("journal", f"{report.records} records, {report.claims} owners, {report.snapshots} snapshots")
+    print_row("decisions", f"{report.decisions}, verified {report.verified}")
+    print_row("journal", f"{report.records} records, {report.claims} owners, {report.snapshots} snapshots")
     if report.void:
-        say("void", f"{report.void} records of owners that had lost the group")
+        print_row("stale", f"{report.void} records of owners that had lost the group")
     if report.start:
-        say(
-            "from", f"the snapshot at journal offset {report.start}: the {report.start} records before it are not there"
+        print_row(
+            "from",
+            f"the snapshot at journal offset {report.start}; the {report.start} earlier records are no longer there",
         )
-    say("events", f"{report.events}" + (f", {report.malformed} malformed" if report.malformed else ""))
+    print_row("events", f"{report.events}" + (f", {report.malformed} malformed" if report.malformed else ""))
     if report.pending or report.unapplied:
-        say("at the end", f"{report.pending} decisions not journalled yet, {report.unapplied} events not applied yet")
-    say("digest", f"{report.digest} (decisions), {report.state} (state)")
+        print_row(
+            "at the end", f"{report.pending} decisions not journaled yet, {report.unapplied} events not applied yet"
+        )
+    print_row("digest", f"{report.digest} (decisions), {report.state} (state)")
     for name, count in report.unverified.items():
         allowed = " (allowed)" if name in report.allowed else ""
-        first = f" (the first: {report.unknown_event})" if name == UNKNOWN_EVENTS else ""
-        say("UNVERIFIED", f"{count} {name}: {UNVERIFIED[name]}{first}{allowed}")
+        first = f" (first: {report.unknown_event})" if name == UNKNOWN_EVENTS else ""
+        print_row("UNVERIFIED", f"{count} {name}: {UNVERIFIED[name]}{first}{allowed}")
     for foreign in report.foreign_progress:
-        say("foreign", foreign.text())
+        print_row("foreign", foreign.text())
     if report.divergence is not None:
         _show_divergence(console, report.divergence)
 
 
-def _show_divergence(console: Console, told: Told) -> None:
-    kind = told.recorded["type"]
-    console.print(
-        f"\n[bold red]DIVERGENCE[/] at journal offset {told.offset}, a {kind} of owner epoch {told.owner_epoch}:"
-    )
-    console.print(f"  {in_markup(told.reason)}")
-    if told.hint:
-        console.print(f"  {in_markup(told.hint)}")
-    for name, values in told.differs.items():
+def _show_divergence(console: Console, divergence: DivergenceReport) -> None:
+    kind = f"{divergence.recorded['type']} of owner epoch {divergence.owner_epoch}"
+    console.print(f"\n[bold red]DIVERGENCE[/] at journal offset {divergence.offset}, {kind}:")
+    console.print(f"  {in_markup(divergence.reason)}")
+    if divergence.hint:
+        console.print(f"  {in_markup(divergence.hint)}")
+    for name, values in divergence.differs.items():
         recorded, derived = _short(values["recorded"]), _short(values["derived"])
         console.print(f"  {in_markup(f'{name}: recorded {recorded}, derived {derived}')}")
-    console.print(f"recorded   {in_markup(_line(told.recorded))}")
-    console.print(f"derived    {in_markup('nothing' if told.derived is None else _line(told.derived))}")
-    console.print(f"previous   {in_markup('none' if told.previous is None else _brief(told.previous))}")
-    held = "last digest that held" if told.held.sealed else "no digest held yet; it begins"
-    since = ", ".join(f"{topic} {first} to {end - 1}" for topic, (first, end) in told.held.since.items())
+    console.print(f"recorded   {in_markup(_line(divergence.recorded))}")
+    console.print(f"derived    {in_markup('nothing' if divergence.derived is None else _line(divergence.derived))}")
+    console.print(f"previous   {in_markup('none' if divergence.previous is None else _brief(divergence.previous))}")
+    held = "last matching digest" if divergence.held.sealed else "no digest matched yet; start"
+    since = ", ".join(f"{topic} {first} to {end - 1}" for topic, (first, end) in divergence.held.since.items())
     console.print(
-        f"held       {held} at journal offset {told.held.journal_offset}; applied since: {since or 'nothing'}"
+        f"verified   {held} at journal offset {divergence.held.journal_offset}; applied since: {since or 'nothing'}"
     )
-    if told.table is not None:
-        _show_tables(console, told.table)
-    elsewhere = "" if told.events_offset == told.offset else f", for the journal record {told.events_offset}"
-    more = f"; {told.events_before} more before these" if told.events_before else ""
-    _show_events(console, f"Events applied since the record before{elsewhere}{more}", told.events)
-    if told.suspicion is not None:
-        suspicion = told.suspicion
+    if divergence.table is not None:
+        _show_tables(console, divergence.table)
+    elsewhere = (
+        "" if divergence.events_offset == divergence.offset else f", by journal record {divergence.events_offset}"
+    )
+    more = f"; {divergence.events_before} earlier ones omitted" if divergence.events_before else ""
+    _show_events(console, f"Events applied since the previous record{elsewhere}{more}", divergence.events)
+    if divergence.suspicion is not None:
+        suspicion = divergence.suspicion
         more = f"; {suspicion.more} more" if suspicion.more else ""
-        title = f"Suspects since journal offset {told.held.journal_offset}: {suspicion.why}{more}"
+        title = f"Suspected events since journal offset {divergence.held.journal_offset}: {suspicion.why}{more}"
         _show_events(console, title, [*suspicion.likely, *suspicion.others])
 
 
-def _show_tables(console: Console, table: Table) -> None:
+def _show_tables(console: Console, table: CostTables) -> None:
     console.print(
         f"\nCost table of {in_markup(table.request_id)} in {in_markup(table.pool)}, by {in_markup(table.mode)}"
     )
     console.print(f"  derived    {len(table.rows)} candidates, digest {table.digest}")
     if not table.comparable:
-        console.print("  recorded   the record is about something else")
+        console.print("  recorded   not comparable: the record is about another decision")
     elif table.recorded_in_full:
         console.print(f"  recorded   {table.recorded_candidates} candidates, digest {table.recorded_digest}")
     else:
         console.print(
-            f"  recorded   {table.recorded_candidates} candidates, digest {table.recorded_digest}; the journal has the"
-            " terms of the winner and the runner-up, the full table is not on the log"
+            f"  recorded   {table.recorded_candidates} candidates, digest {table.recorded_digest}; the journal holds"
+            " only the terms of the winner and the runner-up"
         )
     terms = [name for name in TERMS if name not in RARE_TERMS or _is_used(table, name)]
     grid = Grid(box=box.SIMPLE)
@@ -129,27 +132,27 @@ def _show_tables(console: Console, table: Table) -> None:
         grid.add_row(in_markup(f"{row.worker_id}/{row.rank}"), _place(row), *(_cell(row, name) for name in terms))
     console.print(grid, soft_wrap=False)
     if len(ordered) > ROWS_SHOWN:
-        console.print(f"{len(ordered) - ROWS_SHOWN} more candidates: --json has them all")
+        console.print(f"{len(ordered) - ROWS_SHOWN} more candidates; --json shows all")
     if any(row.differs or row.place != row.recorded_place for row in table.rows):
-        console.print("as derived, and != as recorded")
+        console.print("values are derived; != marks a different recorded value")
 
 
-def _is_used(table: Table, name: str) -> bool:
-    """Whether a term says something of any candidate."""
-    usual = CostTerms(
+def _is_used(table: CostTables, name: str) -> bool:
+    """Return whether a term differs from its default for any candidate."""
+    defaults = CostTerms(
         cost=0.0, prefill_blocks=0.0, overlap_credit=0.0, decode_blocks=0.0, active_requests=0, device_overlap=0
     )
     shown = (terms for row in table.rows for terms in (row.derived, row.recorded) if terms is not None)
-    return any(getattr(terms, name) != getattr(usual, name) for terms in shown)
+    return any(getattr(terms, name) != getattr(defaults, name) for terms in shown)
 
 
-def _place(row: Row) -> str:
+def _place(row: CostTableRow) -> str:
     if row.recorded is None or row.place == row.recorded_place:
         return row.place
     return f"{row.place or '-'} [bold red]!= {row.recorded_place or '-'}[/]"
 
 
-def _cell(row: Row, name: str) -> str:
+def _cell(row: CostTableRow, name: str) -> str:
     derived = "-" if row.derived is None else _number(getattr(row.derived, name))
     if row.recorded is None or (row.derived is not None and name not in row.differs):
         return derived
@@ -157,11 +160,11 @@ def _cell(row: Row, name: str) -> str:
 
 
 def _number(value: float) -> str:
-    """All of a number: two that differ look different."""
+    """Format a number exactly, so that different numbers look different."""
     return str(int(value)) if value == int(value) else repr(value)
 
 
-def _show_events(console: Console, title: str, events: Sequence[EventTold]) -> None:
+def _show_events(console: Console, title: str, events: Sequence[EventSummary]) -> None:
     console.print(f"\n{in_markup(title)}")
     if not events:
         console.print("  none")
@@ -173,7 +176,7 @@ def _show_events(console: Console, title: str, events: Sequence[EventTold]) -> N
     grid.add_column("type")
     if timed:
         grid.add_column("clock, us", justify="right")
-    grid.add_column("what", overflow="fold")
+    grid.add_column("event", overflow="fold")
     for event in events:
         offset = "" if event.offset is None else str(event.offset)
         clock = [str(event.now_us)] if timed else []

@@ -22,7 +22,7 @@ from forebay.events.control import DisaggregationSet, PoolConfigured, RouterConf
 from forebay.events.fleet import WorkerJoined, WorkerLost
 from forebay.events.snapshots import Chunk, WorldState
 from forebay.ingress.errors import Unusable
-from forebay.replay.observed import External, Lived
+from forebay.replay.observed import ExternalEvent, ObservedHistory
 from forebay.simulate.outcome import RequestOutcome, RequestOutcomes, SimulationOutcome, percentiles, summary
 from forebay.simulate.resumed import MOCKER, NO_DELAYS, NotSimulable, rank_keys, resume
 from forebay.simulate.settings import Delays, Transfer
@@ -179,7 +179,9 @@ class _Pair:
     simulated: RequestOutcome
 
 
-def fidelity(history: Lived, routers: Mapping[str, RouterConfig], playing: FidelitySettings) -> FidelityReport:
+def fidelity(
+    history: ObservedHistory, routers: Mapping[str, RouterConfig], playing: FidelitySettings
+) -> FidelityReport:
     """Simulate a history under its own configuration, and under each of `routers`, in one process per simulation.
 
     Args:
@@ -190,8 +192,8 @@ def fidelity(history: Lived, routers: Mapping[str, RouterConfig], playing: Fidel
     Raises:
         Unusable: the history cannot be simulated.
     """
-    requests = RecordedRequests(history.asked)
-    fit = transfers_of(history.asked, list(specs(history)), playing.link)
+    requests = RecordedRequests(history.requests)
+    fit = transfers_of(history.requests, list(specs(history)), playing.link)
     idle = [name for name in routers if "disagg." in name]
     if fit is None and idle:
         raise Unusable(f"{idle[0]}: disagg settings need prefill and decode workers, but the recording has none")
@@ -230,7 +232,7 @@ class _FidelityRun:
         placed: whether requests that ran on a single worker are sent to the same worker again.
     """
 
-    history: Lived
+    history: ObservedHistory
     requests: RecordedRequests
     playing: FidelitySettings
     transfer: Transfer
@@ -250,7 +252,7 @@ class _FidelityRun:
         Raises:
             Unusable: the history cannot be simulated, or no request completed on both sides.
         """
-        state, events = placeable(self.history) if self.placed else (self.history.state, self.history.said)
+        state, events = placeable(self.history) if self.placed else (self.history.state, self.history.external_events)
         state, events = _routed_by(self.router, state, events, over_operators="disagg." in self.name)
         playing = self.playing
         try:
@@ -375,10 +377,10 @@ def _deciles(values: Sequence[float]) -> Sequence[float]:
 def _routed_by(
     router: RouterConfig | None,
     state: Sequence[Chunk],
-    events: Sequence[tuple[int, External]],
+    events: Sequence[tuple[int, ExternalEvent]],
     *,
     over_operators: bool,
-) -> tuple[Sequence[Chunk], Sequence[tuple[int, External]]]:
+) -> tuple[Sequence[Chunk], Sequence[tuple[int, ExternalEvent]]]:
     """Return the state and the events with another routing configuration in every pool.
 
     Args:
@@ -404,9 +406,11 @@ def _routed_by(
     return chunks, events
 
 
-def _ranks(history: Lived) -> list[HolderKey]:
+def _ranks(history: ObservedHistory) -> list[HolderKey]:
     """Return every prefill, decode or aggregated rank of a recording once."""
-    joined = [one.spec for _, one in history.said if isinstance(one, WorkerJoined) and one.spec.role != "encode"]
+    joined = [
+        one.spec for _, one in history.external_events if isinstance(one, WorkerJoined) and one.spec.role != "encode"
+    ]
     later = [(spec.worker_id, rank) for spec in joined for rank in spec.ranks]
     return list(dict.fromkeys([*rank_keys(history.state), *later]))
 
@@ -436,9 +440,9 @@ def _hops(requests: RecordedRequests) -> dict[str, dict[str, float]]:
     return {name: {of: percentiles(ms)[of] for of in ("p50", "p90")} for name, ms in hops.items() if ms}
 
 
-def _notes(history: Lived, requests: RecordedRequests, playing: FidelitySettings) -> list[str]:
-    joined = sum(isinstance(one, WorkerJoined) for _, one in history.said)
-    lost = sum(isinstance(one, WorkerLost) for _, one in history.said)
+def _notes(history: ObservedHistory, requests: RecordedRequests, playing: FidelitySettings) -> list[str]:
+    joined = sum(isinstance(one, WorkerJoined) for _, one in history.external_events)
+    lost = sum(isinstance(one, WorkerLost) for _, one in history.external_events)
     notes = ["Times are by the recorded owner's clock, from the applied submission to the applied progress events."]
     if playing.repeat > 1:
         ms = f"{LATER_US / 1e3:g} ms"

@@ -19,7 +19,7 @@ from forebay.cli.simulate.fidelity import FidelitySettings, fidelity
 from forebay.cli.simulate.fidelity_view import show
 from forebay.cli.simulate.options import FleetOptions, ShapeOptions, require_routers, settings_of
 from forebay.ingress.errors import Unusable
-from forebay.replay.observed import Lived, lived
+from forebay.replay.observed import ObservedHistory, observe_history
 from forebay.replay.verify.verify import OnProgress
 from forebay.simulate.settings import policy
 from forebay.transport.sqlite.log import SqliteLog
@@ -107,7 +107,7 @@ def _playing(options: AgainstOptions, fleet: FleetOptions) -> FidelitySettings:
     )
 
 
-def _history(source: Recording) -> Lived:
+def _history(source: Recording) -> ObservedHistory:
     """Read the observed history. Exits if the journal and the rederived decisions diverge.
 
     Raises:
@@ -141,9 +141,9 @@ def bounds_of(text: str | None) -> dict[str, float]:
     return bounds
 
 
-async def _lived(source: Recording, on_progress: OnProgress) -> Lived:
+async def _lived(source: Recording, on_progress: OnProgress) -> ObservedHistory:
     async with source.opened() as (log, partition):
         if isinstance(log, SqliteLog):
             log.check()
         await require_policies(log, partition)
-        return await lived(log, partition, on_progress)
+        return await observe_history(log, partition, on_progress)

@@ -9,7 +9,7 @@ import msgspec
 from forebay.cli.common.recorded_requests import placed_at
 from forebay.events.fleet import WorkerJoined, WorkerSpec
 from forebay.events.snapshots import Chunk, WorkerState
-from forebay.replay.observed import External, Lived
+from forebay.replay.observed import ExternalEvent, ObservedHistory
 from forebay.simulate.outcome import RequestOutcome
 
 T = TypeVar("T", WorkerState, WorkerJoined)
@@ -58,13 +58,13 @@ def stages(pairs: Sequence[tuple[RequestOutcome, RequestOutcome]]) -> dict[str, 
     return {name: agreement(decisions) for name, decisions in found.items() if decisions}
 
 
-def specs(history: Lived) -> Iterator[WorkerSpec]:
+def specs(history: ObservedHistory) -> Iterator[WorkerSpec]:
     """Yield the specs of all workers of a recording. A worker that rejoined occurs twice."""
     yield from (chunk.spec for chunk in history.state if isinstance(chunk, WorkerState))
-    yield from (one.spec for _, one in history.said if isinstance(one, WorkerJoined))
+    yield from (one.spec for _, one in history.external_events if isinstance(one, WorkerJoined))
 
 
-def placeable(history: Lived) -> tuple[Sequence[Chunk], Sequence[tuple[int, External]]]:
+def placeable(history: ObservedHistory) -> tuple[Sequence[Chunk], Sequence[tuple[int, ExternalEvent]]]:
     """Return the state and the events, changed so that a request can name its prefill worker.
 
     Each prefill worker gets a taint of its own, and all decode workers get all of these taints. The taint is needed
@@ -76,7 +76,9 @@ def placeable(history: Lived) -> tuple[Sequence[Chunk], Sequence[tuple[int, Exte
         return msgspec.structs.replace(one, spec=_labelled(one.spec, taints))
 
     state = [labelled(one) if isinstance(one, WorkerState) else one for one in history.state]
-    events = [(at_us, labelled(one) if isinstance(one, WorkerJoined) else one) for at_us, one in history.said]
+    events = [
+        (at_us, labelled(one) if isinstance(one, WorkerJoined) else one) for at_us, one in history.external_events
+    ]
     return state, events
 
 

@@ -1,11 +1,11 @@
-"""A recorded group told anew, without what its clients said: every decision and every cost table comes out the same.
+"""Write a copy of a recorded group without its clients' content. Every decision and every cost table stays the same.
 
-Theory of operation. A first pass walks the original, which verifies it, and learns what cannot be known record by
-record: names of the system, hashes that snapshots and requests share, tie seeds that lead to the same choices. Then
-records are read through `AnonymousLog`. Inputs and snapshots are told anew one by one, at their offsets. The journal
-is derived again from the inputs as they are told: what it decides must be what the original decided, only digests of
-states and the texts of messages become others. The key exists in memory only: what was begun under it, nobody can
-finish later. Memory is that of a world or two, and for each request some 20 bytes, with a session some 40.
+Theory of operation. A first pass walks and verifies the original. It collects what a single record does not show: the
+names of the system, the hashes that snapshots and requests share, and tie seeds that lead to the same decisions. Then
+`AnonymousLog` rewrites each record as it is read. Inputs and snapshots are anonymised one by one and keep their
+offsets. The journal is derived again from the anonymised inputs. Its decisions must equal the original ones; only state
+digests and message texts change. The key exists only in memory, so an interrupted copy cannot be resumed. Memory holds
+one or two worlds, and about 20 bytes per request, or 40 with a session.
 """
 
 import secrets
@@ -22,13 +22,13 @@ from forebay.events.decisions import JournalRecord, RequestAborted, SnapshotTake
 from forebay.events.fleet import WorkerJoined
 from forebay.events.requests import RequestSubmitted
 from forebay.events.topics import CONTROL, DECISIONS, FLEET, GROUPS, INPUTS, REQUESTS, SNAPSHOTS, Topic
-from forebay.replay.anonymize.events import Disguise, told
+from forebay.replay.anonymize.events import EventAnonymizer, with_value
 from forebay.replay.anonymize.masks import KEY_BYTES, Masks, NotAnonymizable
-from forebay.replay.anonymize.rederive import Retelling
+from forebay.replay.anonymize.rederive import AnonymizedJournal
 from forebay.replay.anonymize.tie_seeds import SeedNumbers, SeedSearch
 from forebay.replay.read_only import ReadOnlyLog, SliceLog
 from forebay.replay.record.slice import copy
-from forebay.replay.verify.verify import Report, verify
+from forebay.replay.verify.verify import VerifyReport, verify
 from forebay.replay.walk import oldest, walk_all
 from forebay.transport.base import Log, LogError, Record
 from forebay.transport.history.reader import PAGE_RECORDS, MissingChunk, decode_or_none, journal_records, load_snapshot
@@ -36,7 +36,7 @@ from forebay.transport.recording.manifest import Contents
 from forebay.transport.recording.writer import RecordingWriter, part_of
 from forebay.transport.sqlite.schema import LogUnusable
 
-PROGRESS_EVERY = 1_000  # journal records between two reports of progress
+PROGRESS_EVERY = 1_000  # journal records between two progress reports
 
 OnProgress = Callable[[int, int], None]
 OnStep = Callable[[str, int, int], None]
@@ -44,95 +44,102 @@ TOPICS = {topic.name: topic for topic in (*INPUTS, SNAPSHOTS, GROUPS)}
 
 
 class Anonymized(NamedTuple):
-    """What was written, what its verification found by group, and how many requests keep their own tie seed.
+    """Result of an anonymisation.
 
-    That is a hash of their id; they are those for which no other seed leads to the same choices.
+    Attributes:
+        contents: contents of the written recording.
+        verified: verification report of each group, by group name.
+        seeds_kept: number of requests that keep their original tie seed, because no other seed leads to the same
+            decisions. The seed is a hash of the request ID.
     """
 
     contents: Contents
-    verified: dict[str, Report]
+    verified: dict[str, VerifyReport]
     seeds_kept: int
 
 
 class AnonymousLog(ReadOnlyLog):
-    """Groups of a log, to be read as they are told anew. A journal is best read in order, from its begin on."""
+    """Anonymised view of groups of a log. Read a journal in order, from its first record on."""
 
-    def __init__(self, log: Log, masks: Masks, groups: Iterable[Disguise]) -> None:
+    def __init__(self, log: Log, masks: Masks, groups: Iterable[EventAnonymizer]) -> None:
         self._log = log
         self._masks = masks
         self._groups = {group.partition: group for group in groups}
-        self._journals: dict[int, Retelling] = {}
+        self._journals: dict[int, AnonymizedJournal] = {}
 
     @classmethod
     async def open(
         cls, log: Log, partitions: Iterable[int] = (0,), progress: OnProgress | None = None, key: bytes | None = None
     ) -> Self:
-        """Take the first pass over groups of a log that does not grow.
+        """Run the first pass over groups of a log that does not grow.
 
-        `partitions` are their control partitions; `progress` is told journal records done and their total, a group
-        after the other. The `key` is drawn, unless a test gives one.
+        Args:
+            log: the original log.
+            partitions: control partitions of the groups.
+            progress: called with the journal records done and their total, group by group.
+            key: the secret key. Random by default; tests pass one.
 
         Raises:
-            NotAnonymizable: the original's events do not lead to its decisions.
-            OtherRules: it was decided by another version of the rules.
-            LogError: it is damaged, or misses a part.
+            NotAnonymizable: the original's decisions do not follow from its events.
+            OtherRules: the journal was written by another version of the rules.
+            LogError: the log is damaged or incomplete.
         """
         masks = Masks(key or secrets.token_bytes(KEY_BYTES))
         groups = []
         for partition in partitions:
-            disguise = Disguise(masks, partition)
-            await _learn_names(log, disguise)
-            await _learn_requests(log, disguise)
-            await _learn_choices(log, disguise, progress)
-            groups.append(disguise)
+            anonymizer = EventAnonymizer(masks, partition)
+            await _learn_names(log, anonymizer)
+            await _learn_requests(log, anonymizer)
+            await _learn_choices(log, anonymizer, progress)
+            groups.append(anonymizer)
         return cls(log, masks, groups)
 
     @property
     def seeds_kept(self) -> int:
-        """How many requests keep their own tie seed, a hash of their id: no other leads to the same choices."""
+        """Number of requests that keep their original tie seed, because no other seed leads to the same decisions."""
         return sum(group.seeds.kept for group in self._groups.values())
 
     async def begin(self, topic: str, partition: int) -> int:
-        """As of the original."""
+        """Return the offset of the original log."""
         return await self._log.begin(topic, partition)
 
     async def end(self, topic: str, partition: int) -> int:
-        """As of the original."""
+        """Return the offset of the original log."""
         return await self._log.end(topic, partition)
 
     async def read(self, topic: str, partition: int, offset: int, limit: int) -> list[Record]:
-        """As of a log; keys and headers are left out.
+        """Read anonymised records, without keys and headers.
 
         Raises:
-            NotAnonymizable: told anew, the events would lead to other decisions.
-            LogError: the original is damaged, or misses a part.
+            NotAnonymizable: the anonymised events would lead to other decisions.
+            LogError: the original is damaged or incomplete.
         """
         if topic != DECISIONS.name and topic not in TOPICS:
-            raise LogError(f"the topic {topic} has no place in an anonymised recording")
+            raise LogError(f"an anonymised recording does not contain topic {topic}")
         records = await self._log.read(topic, partition, offset, limit)
         if topic != DECISIONS.name:
-            return [self._tell(TOPICS[topic], record) for record in records]
+            return [self._anonymize(TOPICS[topic], record) for record in records]
         journal = await self._journal_at(partition, offset)
-        return [await journal.tell(record) for record in records]
+        return [await journal.anonymize(record) for record in records]
 
-    def _tell(self, topic: Topic, record: Record) -> Record:
+    def _anonymize(self, topic: Topic, record: Record) -> Record:
         try:
             event: Any = decode(topic, record.value)
         except DecodeError:
-            return told(record, self._masks.undecodable(topic, record.value))
+            return with_value(record, self._masks.undecodable(topic, record.value))
         if topic is not GROUPS:
-            disguise = self._groups[record.partition]
-            event = disguise.chunk(event) if topic is SNAPSHOTS else disguise.event(event, record.offset)
-        return told(record, encode(topic, event))
+            anonymizer = self._groups[record.partition]
+            event = anonymizer.chunk(event) if topic is SNAPSHOTS else anonymizer.event(event, record.offset)
+        return with_value(record, encode(topic, event))
 
-    async def _journal_at(self, partition: int, offset: int) -> Retelling:
-        """A journal, told up to an offset: from the beginning again if it is further already."""
+    async def _journal_at(self, partition: int, offset: int) -> AnonymizedJournal:
+        """Return a journal that is anonymised up to an offset. If it is further already, start again."""
         journal = self._journals.get(partition)
         if journal is None or journal.offset > offset:
-            journal = await Retelling.begin(self._log, self, self._groups[partition])
+            journal = await AnonymizedJournal.begin(self._log, self, self._groups[partition])
             self._journals[partition] = journal
         async for record in journal_records(self._log, partition, journal.offset, offset):
-            await journal.tell(record)
+            await journal.anonymize(record)
         return journal
 
 
@@ -143,18 +150,23 @@ async def record_anonymized(
     progress: OnStep | None = None,
     key: bytes | None = None,
 ) -> Anonymized:
-    """Write an anonymised recording of what `contents` says, from a log that may grow, and verify it.
+    """Write an anonymised recording of `contents` from a log that may grow, and verify it.
 
-    Nothing but what is told anew reaches the disk. What an earlier run left of the same recording is begun again, for
-    its key is gone. `progress` is told what is being done, and how much of how much; the `key` is drawn, unless a test
-    gives one.
+    Only anonymised data reaches the disk. An unfinished file of an earlier run is replaced, because its key is lost.
+
+    Args:
+        log: the log to read.
+        out: path of the recording.
+        contents: what to record.
+        progress: called with the name of the current step, its progress and its total.
+        key: the secret key. Random by default; tests pass one.
 
     Raises:
-        NotAnonymizable: decisions would come out otherwise; no file is left.
-        LogUnusable: `out` exists, or something else is on its way there.
-        LogError: the log is damaged or misses a part, or the disk is full.
+        NotAnonymizable: the decisions would differ. No file is left behind.
+        LogUnusable: `out` exists, or another process is writing it.
+        LogError: the log is damaged or incomplete, or the disk is full.
     """
-    assert contents.anonymized, "the recording must say what it is"
+    assert contents.anonymized, "the contents must be marked as anonymised"
     steps = _Steps(progress)
     source = SliceLog(log, contents.extents)
     partitions = [group.partition for group in contents.groups]
@@ -167,7 +179,7 @@ async def record_anonymized(
         for group in contents.groups:
             report = await verify(writer.log, group.partition, steps.of("verifying"))
             if report.divergence is not None:
-                raise NotAnonymizable(f"what was written diverges at journal offset {report.divergence.offset}")
+                raise NotAnonymizable(f"the anonymised recording diverges at journal offset {report.divergence.offset}")
             verified[group.name] = report
         return Anonymized(writer.finish(), verified, anonymous.seeds_kept)
     except BaseException:
@@ -183,7 +195,7 @@ def _discard_begun(out: Path, contents: Contents) -> None:
     try:
         if begun.complete:
             raise LogUnusable(
-                f"{part_of(out)}: lacks but its name: wait for the process that is at it, or if there is none remove it"
+                f"{part_of(out)} is complete but not renamed: wait for the process that writes it, or remove it"
             )
         part_of(out).unlink(missing_ok=True)
     finally:
@@ -191,18 +203,18 @@ def _discard_begun(out: Path, contents: Contents) -> None:
 
 
 class _Steps(NamedTuple):
-    """Progress of one thing after the other."""
+    """Progress of several steps in sequence."""
 
-    told: OnStep | None
+    on_step: OnStep | None
 
     def of(self, name: str) -> Callable[..., None] | None:
-        """What tells of the thing of this name."""
-        step = self.told
+        """Return the progress callback of the step with this name."""
+        step = self.on_step
         return None if step is None else lambda done, total, *_: step(name, done, total)
 
 
 async def _records(log: Log, topic: Topic, partition: int) -> AsyncIterator[tuple[int, Any]]:
-    """Every event of a topic that decodes, with its offset."""
+    """Yield every event of a topic that decodes, with its offset."""
     offset = await log.begin(topic.name, partition)
     while records := await log.read(topic.name, partition, offset, PAGE_RECORDS):
         for record in records:
@@ -212,8 +224,8 @@ async def _records(log: Log, topic: Topic, partition: int) -> AsyncIterator[tupl
         offset = records[-1].offset + 1
 
 
-async def _learn_names(log: Log, disguise: Disguise) -> None:
-    names, partition = disguise.names, disguise.partition
+async def _learn_names(log: Log, anonymizer: EventAnonymizer) -> None:
+    names, partition = anonymizer.names, anonymizer.partition
     world = (await oldest(log, partition, await log.end(DECISIONS.name, partition))).world
     for worker in world.fleet.workers():
         names.learn_worker(worker.spec)
@@ -227,40 +239,43 @@ async def _learn_names(log: Log, disguise: Disguise) -> None:
             names.learn_pool(event)
 
 
-async def _learn_requests(log: Log, disguise: Disguise) -> None:
-    """What snapshots know of requests, and what will stand for it."""
-    async for offset, event in _records(log, REQUESTS, disguise.partition):
+async def _learn_requests(log: Log, anonymizer: EventAnonymizer) -> None:
+    """Collect the hashes by which snapshots identify requests and sessions, with their replacements."""
+    async for offset, event in _records(log, REQUESTS, anonymizer.partition):
         if not isinstance(event, RequestSubmitted):
             continue
-        anew = disguise.submitted(event, offset)
-        disguise.contents.add(content_hash(event), content_hash(anew))
+        masked = anonymizer.submitted(event, offset)
+        anonymizer.contents.add(content_hash(event), content_hash(masked))
         if event.routing.session_id:
-            for pool in disguise.names.pools:
-                keys = (session_key(pool, one.routing.session_id) for one in (event, anew))
-                disguise.sessions.add(*keys)
-    disguise.contents.seal()
-    disguise.sessions.seal()
+            for pool in anonymizer.names.pools:
+                keys = (session_key(pool, one.routing.session_id) for one in (event, masked))
+                anonymizer.sessions.add(*keys)
+    anonymizer.contents.seal()
+    anonymizer.sessions.seal()
 
 
-async def _learn_choices(log: Log, disguise: Disguise, progress: OnProgress | None) -> None:
-    """Walk the original: tie seeds that lead to the same choices, and who was given up at a deadline."""
-    partition = disguise.partition
-    disguise.seeds = SeedNumbers(await log.begin(REQUESTS.name, partition))
+async def _learn_choices(log: Log, anonymizer: EventAnonymizer, progress: OnProgress | None) -> None:
+    """Walk the original to find tie seeds with the same decisions, and the requests that exceeded a deadline."""
+    partition = anonymizer.partition
+    anonymizer.seeds = SeedNumbers(await log.begin(REQUESTS.name, partition))
     walk = await walk_all(log, partition)
     search = SeedSearch(
-        walk.world, disguise.seeds, lambda *place: disguise.masks.tie_seed(partition, *place), disguise.asked
+        walk.world,
+        anonymizer.seeds,
+        lambda *place: anonymizer.masks.tie_seed(partition, *place),
+        anonymizer.policy_request,
     )
-    walk.world.on_selection = search.saw
+    walk.world.on_selection = search.observe
     overdue: set[str] = set()
     records = 0
     async for offset, record, _, divergence in walk:
         if divergence is not None:
             raise NotAnonymizable(
-                f"the events do not lead to the decision at journal offset {offset}: {divergence.reason}; "
+                f"the decision at journal offset {offset} does not follow from the events: {divergence.reason}; "
                 "record without --anonymize, and see `forebay replay verify`"
             )
         if isinstance(record, SnapshotTaken):
-            with suppress(MissingChunk):  # verification says so
+            with suppress(MissingChunk):  # the verification reports it
                 await load_snapshot(log, partition, record)
         _note_overdue(record, overdue)
         records += 1
@@ -268,7 +283,7 @@ async def _learn_choices(log: Log, disguise: Disguise, progress: OnProgress | No
             progress(offset + 1, walk.end)
     for decided in walk.unwritten:
         _note_overdue(decided, overdue)
-    disguise.keep_order(overdue)
+    anonymizer.keep_order(overdue)
 
 
 def _note_overdue(record: JournalRecord, overdue: set[str]) -> None:

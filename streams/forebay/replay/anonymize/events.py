@@ -1,12 +1,12 @@
-"""Events as an anonymised recording says them: lengths, times, structure and the names of what serves stay.
+"""Anonymise events: lengths, times, structure and the names of the system's own components stay.
 
-Theory of operation. Every event type is told apart here, so that a new one cannot be forgotten. What is said of
-clients goes: prompts, texts and sampling seeds are dropped; request ids, sessions, adapters, cache namespaces and
-sequence hashes are masked (`forebay.replay.anonymize.masks`). A worker, taint, model or queue class that a client names
-stays when the system has one of that name, and is masked when it is only what somebody typed.
+Theory of operation. Every event type is handled explicitly here, so a new type cannot be forgotten. Client data is
+removed: prompts, texts and sampling seeds are dropped. Request IDs, sessions, adapters, cache namespaces and sequence
+hashes are masked (`forebay.replay.anonymize.masks`). A worker, taint, model or queue class that a client names stays if
+the system has one of that name. Otherwise it is masked.
 
-Snapshots know requests and sessions by hashes. What stands for those is computed, or looked up in tables of what
-the recording itself says of them, so that a snapshot and the events after it still speak of the same.
+Snapshots identify requests and sessions by hashes. Their replacements are computed, or looked up in tables built from
+the recording itself, so a snapshot and the events after it still refer to the same requests.
 """
 
 from dataclasses import dataclass, field
@@ -92,7 +92,7 @@ from forebay.events.snapshots import (
     WorldState,
 )
 from forebay.events.transfer import Prefilled
-from forebay.replay.anonymize.masks import Masks, Pairs
+from forebay.replay.anonymize.masks import HashPairs, Masks
 from forebay.replay.anonymize.tie_seeds import SeedNumbers
 from forebay.transport.base import Record
 
@@ -101,7 +101,7 @@ replace = msgspec.structs.replace
 
 @dataclass(slots=True)
 class Names:
-    """What the system itself calls its parts."""
+    """Names that the system itself uses."""
 
     workers: set[str] = field(default_factory=set)
     taints: set[str] = field(default_factory=set)
@@ -110,68 +110,72 @@ class Names:
     classes: set[str] = field(default_factory=set)
 
     def learn_worker(self, spec: WorkerSpec) -> None:
-        """A worker that was there."""
+        """Add the names of a worker."""
         self.workers.add(spec.worker_id)
         self.taints.update(spec.taints)
 
     def learn_pool(self, pool: PoolConfigured) -> None:
-        """A pool that was configured."""
+        """Add the names of a pool."""
         self.models.add(pool.model)
         self.pools.add(pool.pool)
         self.classes.update(one.name for one in pool.router.queue.classes)
 
 
-class Disguise:
-    """Tells the events of one group anew.
+class EventAnonymizer:
+    """Anonymises the events of one group.
 
     Attributes:
-        partition: its control partition.
-        names: what stays although clients say it, too.
-        contents: what stands for content hashes of requests of the recording.
-        sessions: what stands for session keys of the recording.
-        ordered_ids: request ids that are masked otherwise, to keep an order among them.
-        seeds: which of its tie seeds each request gets.
+        masks: masks of the recording's key.
+        partition: control partition of the group.
+        names: names that stay even where a client uses them.
+        contents: replacements of the recording's request content hashes.
+        sessions: replacements of the recording's session keys.
+        ordered_ids: request IDs whose masks keep their sort order.
+        seeds: index of the tie seed that each request gets.
     """
 
     def __init__(self, masks: Masks, partition: int) -> None:
         self.masks = masks
         self.partition = partition
         self.names = Names()
-        self.contents = Pairs()
-        self.sessions = Pairs()
+        self.contents = HashPairs()
+        self.sessions = HashPairs()
         self.ordered_ids: dict[str, str] = {}
         self.seeds = SeedNumbers()
         self._ordered_hashes: dict[int, str] = {}
 
     def keep_order(self, request_ids: set[str]) -> None:
-        """Mask these so that they sort as they did: who has one deadline is given up in the order of ids."""
+        """Mask these IDs so that their sort order is kept.
+
+        Requests with equal deadlines are aborted in ID order.
+        """
         masked = sorted(map(self.masks.request_id, request_ids))
         self.ordered_ids = dict(zip(sorted(request_ids), masked, strict=True))
         self._ordered_hashes = {id_hash(name): stand_in for name, stand_in in self.ordered_ids.items()}
 
     def request_id(self, request_id: str) -> str:
-        """What a request is called."""
+        """Return the masked ID of a request."""
         return self.ordered_ids.get(request_id) or self.masks.request_id(request_id)
 
     def tie_seed(self, offset: int, own: int) -> int:
-        """The seed of the request at an offset of `requests`."""
+        """Return the tie seed of the request at an offset of `requests`."""
         number = self.seeds.get(offset)
         return own if number < 0 else self.masks.tie_seed(self.partition, offset, number)
 
-    def asked(self, asked: RoutingRequest) -> RoutingRequest:
-        """What a policy is asked of a request, but for its seed."""
+    def policy_request(self, request: RoutingRequest) -> RoutingRequest:
+        """Return the anonymised input of a policy. The tie seed stays; the caller replaces it."""
         return RoutingRequest(
-            self.request_id(asked.request_id),
-            asked.prompt_tokens,
-            array_u64(self.masks.blocks.packed(pack_u64(asked.blocks))),
-            asked.tie_seed,
-            asked.attempt,
-            self.hints(asked.hints),
-            self.masks.name("lora", asked.lora_name),
+            self.request_id(request.request_id),
+            request.prompt_tokens,
+            array_u64(self.masks.blocks.packed(pack_u64(request.blocks))),
+            request.tie_seed,
+            request.attempt,
+            self.hints(request.hints),
+            self.masks.name("lora", request.lora_name),
         )
 
     def event(self, event: InputEvent, offset: int) -> InputEvent:
-        """An input event; `offset` is its place on its topic."""
+        """Return an anonymised input event; `offset` is its offset on its topic."""
         match event:
             case RequestSubmitted():
                 return self.submitted(event, offset)
@@ -224,7 +228,10 @@ class Disguise:
                 assert_never(event)
 
     def submitted(self, event: RequestSubmitted, offset: int) -> RequestSubmitted:
-        """A request. Its nonce stands for what it asked for: the same again is still the same."""
+        """Return an anonymised submission.
+
+        The nonce replaces the request's content, so repeated submissions of the same content stay equal.
+        """
         return RequestSubmitted(
             request_id=self.request_id(event.request_id),
             model=self._model(event.model),
@@ -248,7 +255,7 @@ class Disguise:
         )
 
     def hints(self, hints: RoutingHints) -> RoutingHints:
-        """What a client wants of the router."""
+        """Return anonymised routing hints."""
         if hints == NO_HINTS:
             return hints
         return replace(
@@ -262,7 +269,7 @@ class Disguise:
         )
 
     def record(self, record: JournalRecord) -> JournalRecord:
-        """A journal record as far as it can be told without deriving it: messages are left out, digests masked."""
+        """Return a journal record without its message and with a masked digest, without deriving it again."""
         match record:
             case OwnerClaimed():
                 return replace(record, owner_id=self.masks.name("owner", record.owner_id))
@@ -285,11 +292,11 @@ class Disguise:
                 assert_never(record)
 
     def chunk(self, chunk: SnapshotChunk) -> SnapshotChunk:
-        """A piece of a snapshot."""
+        """Return an anonymised snapshot chunk."""
         return replace(chunk, parts=tuple(map(self.part, chunk.parts)))
 
     def part(self, part: Chunk) -> Chunk:
-        """A fact of a snapshot."""
+        """Return an anonymised part of a snapshot chunk."""
         match part:
             case IndexBlocks() | RoutedBlocks():
                 return replace(part, sequence_hashes=self.masks.blocks.packed(part.sequence_hashes))
@@ -351,7 +358,7 @@ class Disguise:
         )
 
     def _nonce(self, nonce: int) -> int:
-        """Of a command; it has 63 bits."""
+        """Return the masked nonce of a command, which has 63 bits."""
         return self.masks.contents.of(nonce) >> 1
 
     def _command(self, command: Command) -> Command:
@@ -359,7 +366,7 @@ class Disguise:
         return replace(command, lora_name=name, lora_path=path)
 
     def _outcome(self, outcome: CommandOutcome) -> CommandOutcome:
-        """What an engine said goes; what the owner said stays."""
+        """Drop messages from engines and keep the owner's own."""
         message = outcome.message if outcome.message in (LEFT, LATE, TOO_LONG) else ""
         return replace(outcome, loras=self._loras(outcome.loras), message=message)
 
@@ -367,7 +374,7 @@ class Disguise:
         return tuple(self.masks.name("lora", name) for name in names)
 
     def _media(self, media: Media) -> Media:
-        """That something stands there: its bytes go, and its name, which everybody can compute who has them."""
+        """Keep the position of a media item; drop its bytes and its digest, which identifies the content."""
         return replace(media, digest=self.masks.sha256(media.digest), mime=f"{media.kind}/*", content=b"")
 
     def _state(self, state: RequestState) -> RequestState:
@@ -388,12 +395,14 @@ class Disguise:
         if isinstance(event, CacheCleared):
             return event
         packed = self.masks.blocks.packed
-        told = replace(event, sequence_hashes=packed(event.sequence_hashes), engine_hashes=packed(event.engine_hashes))
-        if isinstance(told, BlocksStored) and told.parent_hash is not None:
-            # One that is no u64 names no block, and goes on to do so.
-            known = 0 <= told.parent_hash < 1 << 64
-            return replace(told, parent_hash=self.masks.blocks.of(told.parent_hash) if known else -1)
-        return told
+        masked = replace(
+            event, sequence_hashes=packed(event.sequence_hashes), engine_hashes=packed(event.engine_hashes)
+        )
+        if isinstance(masked, BlocksStored) and masked.parent_hash is not None:
+            # A value outside u64 does not identify a block, and must not do so afterwards.
+            is_hash = 0 <= masked.parent_hash < 1 << 64
+            return replace(masked, parent_hash=self.masks.blocks.of(masked.parent_hash) if is_hash else -1)
+        return masked
 
     def _spec(self, spec: WorkerSpec) -> WorkerSpec:
         return replace(spec, loras=self._loras(spec.loras))
@@ -423,7 +432,7 @@ class Disguise:
 
 
 def _sampling(sampling: Sampling) -> Sampling:
-    """Neither its seed nor what its answer must look like, nor which tokens it must or must not have."""
+    """Drop the sampling seed, the required structure and all token IDs."""
     structured = None if sampling.structured is None else replace(sampling.structured, text="")
     return replace(
         sampling,
@@ -435,15 +444,18 @@ def _sampling(sampling: Sampling) -> Sampling:
 
 
 def _withheld(encoded: Encoded) -> Encoded:
-    """Embeddings as large as they were: their checksum names what a client sent."""
+    """Keep the size of embeddings and drop the checksum, which identifies the client's content."""
     return replace(encoded, descriptor=b"", checksum=hex_digest(0))
 
 
 def _unnamed(prefilled: Prefilled) -> Prefilled:
-    """KV as large as it was: its checksum names what a client sent, and its descriptor may hold anything."""
+    """Keep the size of KV; drop its checksum and descriptor.
+
+    The checksum identifies the client's content, and the descriptor may contain anything.
+    """
     return replace(prefilled, descriptor=b"", checksum=None if prefilled.checksum is None else hex_digest(0))
 
 
-def told(record: Record, value: bytes) -> Record:
-    """A record with another value, and nothing beside it."""
+def with_value(record: Record, value: bytes) -> Record:
+    """Return a record with another value, without key and headers."""
     return Record(record.topic, record.partition, record.offset, record.at_us, value)

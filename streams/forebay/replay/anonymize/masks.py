@@ -1,10 +1,11 @@
-"""One-to-one masks under a key: what an anonymised recording says in place of hashes and names.
+"""Keyed one-to-one masks that replace hashes and names in an anonymised recording.
 
-Theory of operation. Sequence hashes are public functions of the tokens, with a public seed, so a short block can be
-guessed and checked. Under a key that nobody has any more it cannot: each number is sent through a permutation, so
-that equal stays equal, different stays different, and nothing else is left. The permutation is a Feistel network
-(Luby and Rackoff, 1988), each round keyed BLAKE2. Four rounds are as good as a random permutation for an attacker
-who chooses inputs, as long as he has fewer than some 2**16 pairs; two more rounds put that out of reach.
+Theory of operation. Sequence hashes are public functions of the tokens with a public seed, so a short block can be
+guessed and checked. With a key that no longer exists this is impossible. Each number is sent through a keyed
+permutation: equal values stay equal, different values stay different, and no other relation remains. The permutation is
+a Feistel network (Luby and Rackoff, 1988) whose rounds are keyed BLAKE2. Four rounds are as good as a random
+permutation against an attacker who chooses inputs and has fewer than about 2**16 pairs. Two more rounds put that attack
+out of reach.
 """
 
 from array import array
@@ -23,8 +24,8 @@ from forebay.transport.base import LogError
 
 KEY_BYTES = 32
 ROUNDS = 6
-BLOCKS_REMEMBERED = 1 << 16  # some 13 MB: prefixes come again and again
-IDS_REMEMBERED = 1 << 13  # each comes with its answer's progress again, and then no more
+BLOCKS_REMEMBERED = 1 << 16  # about 13 MB; prefixes recur often
+IDS_REMEMBERED = 1 << 13  # each ID recurs in the progress of its response, then no more
 
 NO_RECORD = b"\xc1"  # neither JSON nor MessagePack has this byte
 
@@ -36,13 +37,16 @@ _HALF_MASK = (1 << _HALF_BITS) - 1
 
 
 class NotAnonymizable(LogError):
-    """The recording cannot be told anew with the same decisions; nothing of it must be kept."""
+    """Raised if an anonymised recording would not have the same decisions. Discard everything that was written."""
 
 
 class Permutation:
-    """A permutation of the integers below 2**64, one for each key and purpose (at most 7 ASCII characters).
+    """Keyed permutation of the integers below 2**64.
 
-    So many results are `remembered`, to be had faster when they are asked for again.
+    Args:
+        key: the secret key.
+        purpose: separates permutations of one key; up to 7 ASCII characters.
+        remembered: number of results to cache.
     """
 
     def __init__(self, key: bytes, purpose: str, remembered: int = 0) -> None:
@@ -52,7 +56,7 @@ class Permutation:
         self.of = lru_cache(maxsize=remembered)(self._of) if remembered else self._of
 
     def packed(self, values: bytes) -> bytes:
-        """Every one of packed u64."""
+        """Return packed u64 values with each value permuted."""
         return pack_u64(map(self.of, unpack_u64(values)))
 
     def _of(self, value: int) -> int:
@@ -65,13 +69,13 @@ class Permutation:
 
 
 class Masks:
-    """All masks of one key of `KEY_BYTES` bytes; whoever forgets the key can undo none of them.
+    """All masks of one key of `KEY_BYTES` bytes. Without the key no mask can be reversed.
 
     Attributes:
-        blocks: of sequence hashes, and of an engine's own, which may be the same numbers.
-        contents: of hashes of what requests ask for.
-        sessions: of session keys.
-        digests: of digests that cannot be derived again.
+        blocks: permutation of sequence hashes and of an engine's own hashes, which may be the same numbers.
+        contents: permutation of request content hashes.
+        sessions: permutation of session keys.
+        digests: permutation of digests that cannot be derived again.
     """
 
     def __init__(self, key: bytes) -> None:
@@ -84,17 +88,20 @@ class Masks:
         self._ids = Permutation(key, "id", IDS_REMEMBERED)
 
     def name(self, kind: str, name: str) -> str:
-        """A name of a kind (at most 16 ASCII characters): the kind and 64 bits. No name stays none."""
+        """Return `kind` (up to 16 ASCII characters) followed by 64 bits. An empty name stays empty."""
         if not name:
             return name
         return f"{kind}-{blake2b(name.encode(), key=self._key, person=kind.encode(), digest_size=8).hexdigest()}"
 
     def sha256(self, digest: str) -> str:
-        """A SHA-256 in hex."""
+        """Return the mask of a hexadecimal SHA-256 digest."""
         return blake2b(bytes.fromhex(digest), key=self._key, person=b"sha256", digest_size=32).hexdigest()
 
     def undecodable(self, topic: Topic, value: bytes) -> bytes:
-        """In place of a record that does not decode: one that does not for the same reason, and says nothing else."""
+        """Return a replacement for a record that does not decode.
+
+        It fails for the same reason and carries no other data.
+        """
         tag = None if topic.events is None else unknown_tag(topic, value)
         if tag is None:
             return NO_RECORD
@@ -102,41 +109,41 @@ class Masks:
         return encode({"type": self.name("unknown", tag)})
 
     def request_id(self, request_id: str) -> str:
-        """A request id."""
+        """Return the mask of a request ID."""
         return self.request_id_of(id_hash(request_id))
 
     def request_id_of(self, hashed: int) -> str:
-        """A request id of which only the `id_hash` is known, which is all that a snapshot keeps of those that ended."""
+        """Return the masked request ID for an `id_hash`. Snapshots keep only that hash of ended requests."""
         return f"request-{hex_digest(self._ids.of(hashed))}"
 
     def tie_seed(self, partition: int, offset: int, number: int) -> int:
-        """For the request at an offset of a partition, the seed that is tried as number `number`."""
+        """Return candidate `number` in the sequence of tie seeds for the request at an offset of a partition."""
         data = _PLACE.pack(partition, offset, number)
         return int.from_bytes(blake2b(data, key=self._key, person=b"tie seed", digest_size=8).digest(), "little")
 
 
-class Pairs:
-    """Hashes of 64 bits, and what stands for each: 16 bytes a pair. What was added is found after `seal`."""
+class HashPairs:
+    """Map of 64-bit hashes to replacements, 16 bytes per pair. Pairs can be looked up after `seal`."""
 
     def __init__(self) -> None:
-        # In buckets by the first bits, as sorting makes an object of each number in one.
+        # Buckets by the leading bits limit memory, because sorting creates an object per number.
         self._buckets = [(array("Q"), array("Q")) for _ in range(1 << _BUCKET_BITS)]
 
     def add(self, number: int, stand_in: int) -> None:
-        """What stands for a number; the same again is no matter."""
+        """Add the replacement of a number. Adding the same pair twice is harmless."""
         numbers, stand_ins = self._bucket(number)
         numbers.append(number)
         stand_ins.append(stand_in)
 
     def seal(self) -> None:
-        """No more are added."""
+        """Sort the pairs. No more pairs may be added."""
         for numbers, stand_ins in self._buckets:
             pairs = sorted(zip(numbers, stand_ins, strict=True))
             numbers[:] = array("Q", (number for number, _ in pairs))
             stand_ins[:] = array("Q", (stand_in for _, stand_in in pairs))
 
     def get(self, number: int) -> int | None:
-        """What stands for a number; None for one that was not added."""
+        """Return the replacement of a number, or None if it was not added."""
         numbers, stand_ins = self._bucket(number)
         at = bisect_left(numbers, number)
         return stand_ins[at] if at < len(numbers) and numbers[at] == number else None

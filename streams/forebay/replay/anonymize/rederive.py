@@ -1,4 +1,4 @@
-"""A journal derived again from events that are told anew: what it decides must be what the original decided."""
+"""Derive a journal again from anonymised events. Its decisions must equal those of the original."""
 
 from typing import Self
 
@@ -10,53 +10,62 @@ from forebay.events.base import hex_digest
 from forebay.events.codec import encode
 from forebay.events.decisions import Advanced, JournalRecord, SnapshotTaken
 from forebay.events.topics import DECISIONS
-from forebay.replay.anonymize.events import Disguise, told
+from forebay.replay.anonymize.events import EventAnonymizer, with_value
 from forebay.replay.anonymize.masks import NotAnonymizable
 from forebay.replay.walk import Start, oldest
 from forebay.transport.base import Log, Record
 from forebay.transport.history.reader import RecordedOrder, Validity, decode_journal
 
-TOLD_ANEW = frozenset({"message", "digest"})  # fields that name what is masked, or whole states
+CHANGED_FIELDS = frozenset({"message", "digest"})  # fields with masked values or with state digests
 
 
-class Retelling:
-    """Tells the journal of one group anew, record after record. `offset` is that of the next one."""
+class AnonymizedJournal:
+    """Anonymises the journal of one group, record by record. `offset` is that of the next record."""
 
-    def __init__(self, inputs: Log, disguise: Disguise, start: Start, offset: int) -> None:
+    def __init__(self, inputs: Log, anonymizer: EventAnonymizer, start: Start, offset: int) -> None:
         self.offset = offset
-        self._disguise = disguise
+        self._disguise = anonymizer
         self._start = start.offset
         self._followed = Rederivation(start.world)
-        self._order = RecordedOrder(inputs, disguise.partition, start.world.view)
+        self._order = RecordedOrder(inputs, anonymizer.partition, start.world.view)
         self._validity = Validity(start.world.owner_epoch)
         self._seals = {start.offset: hex_digest(start.world.digest())}
 
     @classmethod
-    async def begin(cls, log: Log, inputs: Log, disguise: Disguise) -> Self:
-        """Before the first record of the original `log`; `inputs` has its events as they are told. Raises LogError."""
-        begin, end = [await of(DECISIONS.name, disguise.partition) for of in (log.begin, log.end)]
-        start = await oldest(log, disguise.partition, end)
-        world = restore(map(disguise.part, start.world.snapshot()))
-        return cls(inputs, disguise, Start(world, start.offset), begin)
+    async def begin(cls, log: Log, inputs: Log, anonymizer: EventAnonymizer) -> Self:
+        """Return a journal positioned before the first record of the original `log`.
 
-    async def tell(self, record: Record) -> Record:
-        """The next record.
+        Args:
+            log: the original log.
+            inputs: the anonymised input events.
+            anonymizer: anonymises the group's events.
 
         Raises:
-            NotAnonymizable: it would decide something else.
-            LogError: events that it consumed are missing.
+            LogError: the log is damaged.
+        """
+        begin, end = [await of(DECISIONS.name, anonymizer.partition) for of in (log.begin, log.end)]
+        start = await oldest(log, anonymizer.partition, end)
+        world = restore(map(anonymizer.part, start.world.snapshot()))
+        return cls(inputs, anonymizer, Start(world, start.offset), begin)
+
+    async def anonymize(self, record: Record) -> Record:
+        """Return the next record, anonymised.
+
+        Raises:
+            NotAnonymizable: the derived decision differs.
+            LogError: events that the record consumed are missing.
         """
         assert record.offset == self.offset, "records come in order"
         self.offset += 1
         decision = decode_journal(record)
         is_ours = record.offset >= self._start and self._validity.admits(decision, record.offset)
         if decision is None:
-            return told(record, self._disguise.masks.undecodable(DECISIONS, record.value))
-        anew = self._disguise.record(decision)
-        # Of void records, and those before the start, nothing can be derived: they are there to be looked at.
+            return with_value(record, self._disguise.masks.undecodable(DECISIONS, record.value))
+        masked = self._disguise.record(decision)
+        # Stale records and records before the start cannot be derived. They are kept for inspection.
         if is_ours:
-            anew = self._derive(record.offset, anew, await self._order.events_of(decision.consumed))
-        return told(record, encode(DECISIONS, anew))
+            masked = self._derive(record.offset, masked, await self._order.events_of(decision.consumed))
+        return with_value(record, encode(DECISIONS, masked))
 
     def _derive(self, offset: int, expected: JournalRecord, events: RecordedEvents) -> JournalRecord:
         if isinstance(expected, SnapshotTaken) and expected.journal_offset in self._seals:
@@ -67,8 +76,8 @@ class Retelling:
             found = divergence.derived
             if found is None or not _alike(expected, found):
                 raise NotAnonymizable(
-                    f"told anew, the events do not lead to the decision at journal offset {offset}: "
-                    f"{divergence.reason}; record without --anonymize, if a policy looks at what is masked"
+                    f"with anonymised events the decision at journal offset {offset} differs: "
+                    f"{divergence.reason}; if a policy reads masked fields, record without --anonymize"
                 )
             derived = found
         if isinstance(derived, Advanced):
@@ -79,8 +88,8 @@ class Retelling:
 
 
 def _alike(expected: JournalRecord, derived: JournalRecord) -> bool:
-    """Whether two records say the same, but for the texts of messages and the digests of states."""
+    """Return whether two records are equal except for messages and digests."""
     if type(expected) is not type(derived) or isinstance(expected, SnapshotTaken):
         return False
-    fields = (name for name in expected.__struct_fields__ if name not in TOLD_ANEW)
+    fields = (name for name in expected.__struct_fields__ if name not in CHANGED_FIELDS)
     return all(getattr(expected, name) == getattr(derived, name) for name in fields)

@@ -1,9 +1,9 @@
-"""Other tie seeds that lead to the same choices: the seed of a request is a hash of its id, and would give it away.
+"""Find other tie seeds that lead to the same decisions. A request's own seed is a hash of its ID and would reveal it.
 
-Theory of operation. While the original is walked, every choice is seen with the table it was made from. A request
-gets the first seed of a keyed sequence with which the policy chooses the same in all of its choices; a later choice
-that the seed does not suit moves it on to the next seed that suits them all. Most choices depend on no seed, and of
-the others most suit one seed in a few.
+Theory of operation. While the original is walked, each routing decision is observed with its cost table. A request gets
+the first seed of a keyed sequence with which the policy repeats all of the request's decisions. If a later decision
+does not fit that seed, the search continues with the next seed that fits all of them. Most decisions depend on no seed.
+Of the others, most fit one seed in a few.
 """
 
 from array import array
@@ -20,25 +20,25 @@ from forebay.events.control import PoolConfigured
 from forebay.events.topics import REQUESTS
 from forebay.replay.anonymize.masks import NotAnonymizable
 
-TRIES_MAX = 100_000  # for one request, about a second: a choice of one in ten thousand is still found
-TRIES_LATER = 1_000  # for each further one, when
-TRIES_IN_VAIN_MAX = 3_000_000  # as many found nothing: some policies leave nothing to find
-COSTS_ONLY = ("kv", "direct")  # modes that do not look at candidates
-IDLE_MAX = 1_024  # requests that ended and are still kept: to find them costs a look at all
+TRIES_MAX = 100_000  # per request, about a second; enough for a probability of one in ten thousand
+TRIES_LATER = 1_000  # per request after
+FAILED_TRIES_MAX = 3_000_000  # this many failed tries, because some policies fit no other seed
+COSTS_ONLY = ("kv", "direct")  # modes that ignore candidates
+IDLE_MAX = 1_024  # ended requests that are still kept, because removing them needs a full scan
 
 
-class _Seen(NamedTuple):
-    """One choice: what the policy was asked, and what it chose."""
+class _RecordedChoice(NamedTuple):
+    """One routing decision: the policy's input and the selected position."""
 
     world: RoutingWorld
-    asked: RoutingRequest
+    request: RoutingRequest
     at: int
 
 
 class SeedNumbers:
-    """Which seed of its sequence each request gets, by offset on `requests`; -1 for its own. Four bytes a request.
+    """Index of the seed that each request gets, by offset on `requests`; -1 for its own seed. Four bytes per request.
 
-    Those before `first` are few: they were under way when the recording begins.
+    Requests before `first` are few, because they were active when the recording began.
     """
 
     def __init__(self, first: int = 0) -> None:
@@ -47,14 +47,14 @@ class SeedNumbers:
         self._numbers = array("i")
 
     def get(self, offset: int) -> int:
-        """0, the first, unless told otherwise."""
+        """Return the index of the request's seed; 0 by default."""
         at = offset - self._first
         if at < 0:
             return self._earlier.get(offset, 0)
         return self._numbers[at] if at < len(self._numbers) else 0
 
     def set(self, offset: int, number: int) -> None:
-        """The request at this offset gets another one."""
+        """Set the index of the seed of the request at this offset."""
         at = offset - self._first
         if at < 0:
             self._earlier[offset] = number
@@ -64,15 +64,19 @@ class SeedNumbers:
 
     @property
     def kept(self) -> int:
-        """How many keep their own."""
+        """Number of requests that keep their own seed."""
         return self._numbers.count(-1) + sum(number < 0 for number in self._earlier.values())
 
 
 class SeedSearch:
-    """Looks on at the choices of a world, see `World.on_selection`, and finds `numbers`.
+    """Observes the routing decisions of a world (`World.on_selection`) and fills `numbers`.
 
-    `seed` gives the seed of a request at an offset that is tried as number so and so. When none of `tries_max` suits,
-    the request keeps its own. `asked` says what a policy of a user's will be asked instead.
+    Args:
+        world: the world to observe.
+        numbers: receives the index of each request's seed.
+        seed: returns the seed with this index for the request at an offset.
+        anonymize: returns the anonymised input of a custom policy.
+        tries_max: number of seeds to try. If none fits, the request keeps its own seed.
     """
 
     def __init__(
@@ -80,25 +84,26 @@ class SeedSearch:
         world: World,
         numbers: SeedNumbers,
         seed: Callable[[int, int], int],
-        asked: Callable[[RoutingRequest], RoutingRequest],
+        anonymize: Callable[[RoutingRequest], RoutingRequest],
         tries_max: int = TRIES_MAX,
     ) -> None:
         self._world = world
         self._numbers = numbers
         self._seed = seed
-        self._asked = asked
+        self._anonymize = anonymize
         self._tries_max = tries_max
-        self._seen: dict[int, list[_Seen]] = {}
-        self._in_vain = 0
+        self._seen: dict[int, list[_RecordedChoice]] = {}
+        self._failed_tries = 0
 
-    def saw(self, pool: PoolConfigured, request: ActiveRequest, choice: Selection) -> None:
-        """A choice was made, and nothing is booked by it yet.
+    def observe(self, pool: PoolConfigured, request: ActiveRequest, choice: Selection) -> None:
+        """Observe a decision before it is booked.
 
-        Raises NotAnonymizable when it was made by what is masked, so that not even its own seed leads to it.
+        Raises:
+            NotAnonymizable: the decision depends on masked values, so not even the original seed leads to it.
         """
         if _needs_no_seed(choice):
             return
-        is_query = not request.due_us  # who only asks has no deadline
+        is_query = not request.due_us  # queries have no deadline
         offset = self._world.view[REQUESTS.name] - 1 if is_query else request.offset
         number = self._numbers.get(offset)
         if number < 0:
@@ -107,34 +112,36 @@ class SeedSearch:
         if not self._suits(offset, number, seen[-1:]):
             self._numbers.set(offset, self._next(offset, number + 1, seen, request.tie_seed))
         if not is_query:
-            self._tidy()  # before: who is decided on for the first time is not under way yet
+            self._tidy()  # first, because a request is not active before its first decision
             self._seen[offset] = seen
 
-    def _next(self, offset: int, number: int, seen: list[_Seen], own: int) -> int:
-        tries = range(number, number + (self._tries_max if self._in_vain < TRIES_IN_VAIN_MAX else TRIES_LATER))
-        # The newest choice first: it is the one that all the numbers before did not suit.
+    def _next(self, offset: int, number: int, seen: list[_RecordedChoice], own: int) -> int:
+        tries = range(number, number + (self._tries_max if self._failed_tries < FAILED_TRIES_MAX else TRIES_LATER))
+        # Newest decision first, because no previous seed fitted it.
         found = next((one for one in tries if self._suits(offset, one, seen[::-1])), -1)
         if found < 0:
-            self._in_vain += len(tries)
+            self._failed_tries += len(tries)
             if not all(_chooses(one, own) for one in seen):
                 mode = seen[-1].world.config.mode
                 raise NotAnonymizable(
-                    f"the policy {mode} chooses by request ids, sessions, adapters or block hashes, which are masked: "
+                    f"policy {mode} uses request IDs, sessions, adapters or block hashes, which are masked; "
                     "record without --anonymize"
                 )
         return found
 
-    def _suits(self, offset: int, number: int, seen: list[_Seen]) -> bool:
+    def _suits(self, offset: int, number: int, seen: list[_RecordedChoice]) -> bool:
         seed = self._seed(offset, number)
         return all(_chooses(one, seed) for one in seen)
 
-    def _keep(self, pool: PoolConfigured, request: ActiveRequest, choice: Selection) -> _Seen:
-        """A choice as it can be made again later: candidates are looked up in the world, which goes on changing."""
-        world, asked = policy_input(self._world, pool, request, choice.config, choice.table)
+    def _keep(self, pool: PoolConfigured, request: ActiveRequest, choice: Selection) -> _RecordedChoice:
+        """Return the decision in a form that can be repeated later, because the world's candidates change."""
+        world, policy_request = policy_input(self._world, pool, request, choice.config, choice.table)
         mode = choice.config.mode
         if mode not in BUILT_IN:
-            asked = self._asked(asked)  # a user's policy may look at all of it
-        return _Seen(replace(world, candidates=() if mode in COSTS_ONLY else tuple(world.candidates)), asked, choice.at)
+            policy_request = self._anonymize(policy_request)  # a custom policy may read all fields
+        return _RecordedChoice(
+            replace(world, candidates=() if mode in COSTS_ONLY else tuple(world.candidates)), policy_request, choice.at
+        )
 
     def _tidy(self) -> None:
         requests = self._world.requests
@@ -150,8 +157,8 @@ def _needs_no_seed(choice: Selection) -> bool:
     return mode == "round-robin" or len(costs) == 1 or (not drawn and costs.count(min(costs)) == 1)
 
 
-def _chooses(seen: _Seen, seed: int) -> bool:
+def _chooses(seen: _RecordedChoice, seed: int) -> bool:
     try:
-        return run_policy(seen.world, replace(seen.asked, tie_seed=seed)) == seen.at
+        return run_policy(seen.world, replace(seen.request, tie_seed=seed)) == seen.at
     except Ineligible:
         return False

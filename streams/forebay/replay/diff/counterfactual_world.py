@@ -1,10 +1,10 @@
-"""A world that lives through history's events under another configuration: the open loop of a comparison.
+"""A world that receives history's events under another configuration: the open loop of a comparison.
 
-Theory of operation. It gets every input event that history's world got, in the same order at the same clock readings.
-KV events, load reports and facts of the fleet are history's own. What workers said of a request is taken as said by
-whoever has the request here; where it was sent later than in history, it is said as much later. What history ignored
-is ignored here. Until the first decision that differs this is what would have happened; from there on the workers
-would have cached other things, and that is not known here.
+The counterfactual world gets every input event of history's world, in the same order and at the same clock readings.
+KV events, load reports and fleet events are unchanged. Progress of a request is attributed to the worker that has the
+request here. If the request was sent later than in history, its progress is delayed by the same time. Events that
+history ignored are ignored here. Up to the first decision that differs, the result is exact. After it the workers would
+have cached other blocks, which this model does not show.
 """
 
 from array import array
@@ -36,51 +36,61 @@ from forebay.events.progress import (
 )
 from forebay.events.transfer import LEASE_US_MAX, Prefilled
 
-Named = Callable[[PoolConfigured], Set[str]]  # what an alternative names of a pool, as `router.disagg.policy`
+Named = Callable[
+    [PoolConfigured], Set[str]
+]  # fields of a pool that the alternative names, such as `router.disagg.policy`
 DISAGG = "router.disagg."
-LATE = "late-progress"  # no topic: what comes late took its place in one when history's world got it
+LATE = "late-progress"  # not a real topic: a late event took its offset when history applied it
 
 
 def names_nothing(_: PoolConfigured) -> Set[str]:
-    """An alternative that names no field."""
+    """Return an empty set: no field is named."""
     return frozenset()
 
 
-class OtherWorld:
+class CounterfactualWorld:
     """The world of an alternative, beside history's.
 
     Attributes:
-        world: its state.
-        choices: what it chose at the last event, by request.
-        counts: what became of progress that history took, as `diff_report.Progress` names it.
-        landed: where its requests' prompts were when they ended.
-        said: what an operator says here, where the last event was such.
-        undone: what is named though it was configured so, and an operator had set it otherwise.
+        world: the state.
+        choices: routing decisions at the last event, by request ID.
+        counts: how progress that history accepted was handled, by field of `report.ProgressOutcome`.
+        landed: whether prompts were cached on the selected rank when their requests ended.
+        operator_event: the operator's change as applied here, if the last event was one.
+        undone: named fields that an operator had changed during the recording.
     """
 
     def __init__(self, start: World, alter: Alternative, named: Named = names_nothing) -> None:
-        """Begin as a copy of `start`, which stands between two journal records.
+        """Begin with a copy of `start`, which is the state between two journal records.
 
-        What is `named` of how prompts are computed wins over an operator, also where the alternative leaves it.
+        Args:
+            start: history's world.
+            alter: returns the changed configuration of a pool.
+            named: returns the disaggregation fields that take precedence over an operator's change, even if `alter`
+                leaves
+                them unchanged.
         """
         self.world = restore(start.snapshot())
         self.choices: dict[str, tuple[ActiveRequest, Selection]] = {}
         self.counts: Counter[str] = Counter()
-        self.landed = Landed()
-        self.said: PoolConfigured | BusyThresholdsSet | DisaggregationSet | None = None
+        self.landed = PlacementHits()
+        self.operator_event: PoolConfigured | BusyThresholdsSet | DisaggregationSet | None = None
         self.undone: set[str] = set()
         self._alter = alter
         self._named = named
         self._recorded = dict(self.world.pools)
         self._sent_us: dict[str, int] = {}
         self._sent_in_history_us: dict[str, int] = {}
-        self._unsent: dict[str, deque[tuple[int, RequestProgress]]] = {}  # said of requests that wait here
+        self._unsent: dict[str, deque[tuple[int, RequestProgress]]] = {}  # progress of requests that wait here
         self._late: list[tuple[int, int, RequestProgress]] = []
         self._numbered = 0
         self.world.on_selection = self._on_selection
 
     def configure(self) -> list[AnyDecision]:
-        """Change the configuration at the start; what that leads to. Call it once, before anything is applied."""
+        """Change the configuration at the start, and return the resulting decisions.
+
+        Call this method once, before any event is applied.
+        """
         world = self.world
         others = {name: self._alter(pool) for name, pool in sorted(world.pools.items())}
         changed = False
@@ -100,60 +110,67 @@ class OtherWorld:
         )
 
     def claim(self, offset: int) -> None:
-        """As in history, another owner goes on."""
+        """Apply a change of owner, as in history."""
         claim(self.world, offset)
 
-    def apply(self, topic: str, event: InputEvent | None, now_us: int, *, heard: bool) -> list[AnyDecision]:
-        """Apply what history's world has just applied; what is decided here.
+    def apply(self, topic: str, event: InputEvent | None, now_us: int, *, accepted: bool) -> list[AnyDecision]:
+        """Apply an event that history's world has just applied, and return the decisions made here.
 
-        `heard` says whether history took a progress event, or ignored it as outdated.
+        Args:
+            topic: topic of the event.
+            event: the event; None if it did not decode.
+            now_us: the owner's clock.
+            accepted: whether history accepted a progress event, or ignored it as stale.
         """
         self.choices.clear()
         if topic == CLOCK:
-            return self._after(open_run(self.world, now_us), now_us) + self._say_late(now_us)
+            return self._after(open_run(self.world, now_us), now_us) + self._apply_late(now_us)
         match event:
             case PoolConfigured():
                 self._recorded[event.pool] = event
-                self.said = event = self._alter(event)
+                self.operator_event = event = self._alter(event)
             case BusyThresholdsSet():
-                self.said = event = self._set_busy(event)
+                self.operator_event = event = self._set_busy(event)
             case DisaggregationSet():
-                self.said = event = self._set_disagg(event)
+                self.operator_event = event = self._set_disagg(event)
             case ProgressEvent():
-                return self._progress(topic, event if heard else None, now_us)
+                return self._progress(topic, event if accepted else None, now_us)
             case _:
                 pass
         return self._after(step(self.world, topic, event, now_us), now_us)
 
     def sent_in_history(self, request_id: str, now_us: int) -> None:
-        """History sent a request to a worker; call it after `apply` of what led to that."""
+        """Record that history sent a request to a worker. Call after `apply` of the event that led to it."""
         if self.world.requests.get(request_id) is not None:
             self._sent_in_history_us[request_id] = now_us
 
     def to_come(self) -> int:
-        """Progress events that are late and have not come."""
+        """Return the number of delayed progress events that are not due yet."""
         return len(self._late) + sum(map(len, self._unsent.values()))
 
     def _on_selection(self, _: PoolConfigured, request: ActiveRequest, choice: Selection) -> None:
         self.choices[request.request_id] = (request, choice)
 
     def _progress(self, topic: str, event: RequestProgress | None, now_us: int) -> list[AnyDecision]:
-        """What a worker said, None if nobody listened: now, later, or never. It takes its place in the topic."""
+        """Apply a progress event now, later or never; None if history ignored it.
+
+        The event keeps its offset in the topic.
+        """
         request = None if event is None else self.world.requests.get(event.request_id)
         if event is not None and request is None:
             self.counts["gone"] += 1
         elif event is not None and request is not None:
             later_us = self._later_us(request.request_id)
             here = (request.worker_id, request.worker_epoch) == (event.worker_id, event.worker_epoch)
-            if not request.on_worker and not here:  # a worker that was lost may have finished all the same
+            if not request.on_worker and not here:  # a lost worker may have finished the request anyway
                 self._unsent.setdefault(request.request_id, deque()).append((now_us, event))
             elif later_us:
                 self._delay(now_us + later_us, event)
             else:
-                return self._say(topic, request, event, now_us, "in_place" if here else "moved")
+                return self._apply_progress(topic, request, event, now_us, "in_place" if here else "moved")
         return self._after(step(self.world, topic, None, now_us), now_us)
 
-    def _say_late(self, now_us: int) -> list[AnyDecision]:
+    def _apply_late(self, now_us: int) -> list[AnyDecision]:
         decided: list[AnyDecision] = []
         while self._late and self._late[0][0] <= now_us:
             event = heappop(self._late)[2]
@@ -163,36 +180,39 @@ class OtherWorld:
             elif not request.on_worker:
                 self._unsent.setdefault(request.request_id, deque()).append((now_us, event))
             else:
-                decided += self._say(LATE, request, event, now_us, "late")
+                decided += self._apply_progress(LATE, request, event, now_us, "late")
         return decided
 
-    def _say(
+    def _apply_progress(
         self, topic: str, request: ActiveRequest, event: RequestProgress, now_us: int, how: str
     ) -> list[AnyDecision]:
-        """Let whoever has the request say it."""
+        """Apply a progress event on behalf of the worker that has the request."""
         world = self.world
         decided: list[AnyDecision] = []
         if request.phase is Phase.REMOTE_PREFILL and isinstance(event, FirstTokenEmitted | RequestFinished):
-            # History computed this prompt where it was answered: here it is computed by then, and fetched at once.
+            # History computed this prompt on the decode worker. Here the prefill ends now; its KV is fetched at once.
             sent_us = self._sent_us.get(request.request_id, now_us)
             decided = self._after(step(world, LATE, _prefilled(world, request), now_us), now_us)
             self._sent_us[request.request_id] = sent_us
         if isinstance(event, RequestFinished):
-            self.landed.look(world, request.blocks, request.worker_id, request.rank)
+            self.landed.observe(world, request.blocks, request.worker_id, request.rank)
         if isinstance(event, RequestFinished | RequestFailed):
             self._forget(request.request_id)
-        said = msgspec.structs.replace(
+        moved_event = msgspec.structs.replace(
             event, attempt=request.stage_attempt, worker_id=request.worker_id, worker_epoch=request.worker_epoch
         )
         outdated, stage = world.counts["outdated_progress"], request.stage
-        then = step(world, topic, said, now_us)
+        then = step(world, topic, moved_event, now_us)
         if world.counts["outdated_progress"] > outdated:
             how = "other_stage" if _stage_of(event) not in (None, stage) else "void"
         self.counts[how] += 1
         return decided + self._after(then, now_us)
 
     def _later_us(self, request_id: str) -> int:
-        """How much later than in history a request was sent; never earlier, as nobody knows what is still to come."""
+        """Return how much later than in history a request was sent, at least 0.
+
+        Progress cannot be moved to an earlier time, because later events are not known yet.
+        """
         here_us, there_us = self._sent_us.get(request_id), self._sent_in_history_us.get(request_id)
         return 0 if here_us is None or there_us is None else max(0, here_us - there_us)
 
@@ -201,15 +221,15 @@ class OtherWorld:
         heappush(self._late, (due_us, self._numbered, event))
 
     def _after(self, decided: list[AnyDecision], now_us: int) -> list[AnyDecision]:
-        """Note who was sent and who is gone."""
-        self.world.take_consumed()  # nobody journals here
+        """Note which requests were sent and which have ended."""
+        self.world.take_consumed()  # this world has no journal
         for decision in decided:
             match decision:
                 case RequestRouted(request_id=request_id):
                     self._sent_us[request_id] = now_us
                     later_us = self._later_us(request_id)
-                    for said_us, event in self._unsent.pop(request_id, ()):
-                        self._delay(max(said_us + later_us, now_us), event)
+                    for recorded_us, event in self._unsent.pop(request_id, ()):
+                        self._delay(max(recorded_us + later_us, now_us), event)
                 case RequestAborted() | RequestRejected():
                     if self.world.requests.get(decision.request_id) is None:
                         self._forget(decision.request_id)
@@ -234,7 +254,10 @@ class OtherWorld:
         return event if pool is None else msgspec.structs.replace(event, disagg=self._disagg(pool, event.disagg))
 
     def _disagg(self, recorded: PoolConfigured, by_hand: DisaggConfig) -> DisaggConfig:
-        """What an operator set by hand is here: what the alternative changes or names is not undone by it."""
+        """Return an operator's disaggregation config as applied here.
+
+        Fields that the alternative changes or names keep the alternative's values.
+        """
         before, after, named = recorded.router.disagg, self._alter(recorded).router.disagg, self._named(recorded)
         here = merge_runtime_settings(after, before, by_hand)
         wins = {name: getattr(after, name) for name in after.__struct_fields__ if DISAGG + name in named}
@@ -242,12 +265,12 @@ class OtherWorld:
         return msgspec.structs.replace(here, **wins)
 
     def _thresholds(self, recorded: PoolConfigured, by_hand: BusyThresholds) -> BusyThresholds:
-        """What an operator's thresholds are here."""
+        """Return an operator's busy thresholds as applied here."""
         return merge_runtime_settings(self._alter(recorded).router.busy, recorded.router.busy, by_hand)
 
 
 def _stage_of(event: RequestProgress) -> Stage | None:
-    """The stage that only such a word is of; None where it may be of several."""
+    """Return the stage to which such progress belongs, or None if it may belong to several stages."""
     match event:
         case PrefillFinished() | PrefillFailed():
             return "prefill"
@@ -258,7 +281,7 @@ def _stage_of(event: RequestProgress) -> Stage | None:
 
 
 def _prefilled(world: World, request: ActiveRequest) -> PrefillFinished:
-    """What the prefill worker of a request says when it has computed its prompt."""
+    """Return the progress event with which a prefill worker reports a computed prompt."""
     kept = Prefilled(
         worker_id=request.worker_id,
         worker_epoch=request.worker_epoch,
@@ -278,15 +301,15 @@ def _prefilled(world: World, request: ActiveRequest) -> PrefillFinished:
     )
 
 
-class Landed:
-    """How much of the prompts the index held where they had been sent, when their requests ended."""
+class PlacementHits:
+    """Share of prompt blocks that the index held on the selected rank when their requests ended."""
 
     def __init__(self) -> None:
         self.blocks = 0
         self.found = 0
 
-    def look(self, world: World, blocks: "array[int]", worker_id: str, rank: int) -> None:
-        """A request ends well on this rank, if that is still there and says what it caches."""
+    def observe(self, world: World, blocks: "array[int]", worker_id: str, rank: int) -> None:
+        """Count a request that finished on this rank, if the worker still exists and reports KV events."""
         worker = world.fleet.get(worker_id)
         if worker is not None and worker.spec.kv_events:
             self.blocks += len(blocks)
@@ -294,5 +317,5 @@ class Landed:
 
     @property
     def share(self) -> float | None:
-        """Between 0 and 1; None when no full block was sent anywhere."""
+        """The share, between 0 and 1; None if no full block was routed."""
         return self.found / self.blocks if self.blocks else None

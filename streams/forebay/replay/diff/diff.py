@@ -1,8 +1,9 @@
-"""History beside an alternative, on one walk over a recorded group: who would have gone elsewhere, and what of it.
+"""Compare history with an alternative configuration, on one walk over a recorded group.
 
-Open loop: the alternative world gets history's own events (`forebay.replay.diff.counterfactual_world`). Beside it the
-alternative decides each of history's choices in history's own state, so that its own choices can be told from the
-consequences of earlier ones. History is derived and verified on the way, as always.
+The comparison is open loop: the alternative world receives history's events
+(`forebay.replay.diff.counterfactual_world`). In addition, the alternative repeats each of history's decisions on
+history's own state, to separate its own choices from the consequences of earlier ones. The walk verifies history on the
+way.
 """
 
 from array import array
@@ -29,26 +30,30 @@ from forebay.events.decisions import (
 )
 from forebay.events.fleet import WorkerJoined
 from forebay.events.progress import RequestFailed, RequestFinished
-from forebay.replay.diff.counterfactual_world import Landed, Named, OtherWorld, names_nothing
-from forebay.replay.diff.handover import Handover, OfOperator
+from forebay.replay.diff.counterfactual_world import CounterfactualWorld, Named, PlacementHits, names_nothing
+from forebay.replay.diff.handover import Handover, OperatorEvent
 from forebay.replay.diff.notes import notes
-from forebay.replay.diff.report import Fork, MovedRequest, Outcome, Progress, Report
+from forebay.replay.diff.report import DecisionOutcome, DiffReport, Fork, MovedRequest, ProgressOutcome
 from forebay.replay.diff.tally import PairTally, Series, WorldTally, blocks_of, ranks
-from forebay.replay.verify.divergence import Trail
+from forebay.replay.verify.divergence import DivergenceTrail
 from forebay.replay.verify.verify import PROGRESS_EVERY, OnProgress
 from forebay.replay.walk import Walk, walk_all
 from forebay.transport.base import Log
 
 HISTORY, OTHER = 0, 1
-AboutRequest = RequestRouted | RequestHeld | RequestRejected | RequestAborted
-Key = tuple[str, str, int, str, int]  # what two decisions must have in common to be the same
+RequestDecision = RequestRouted | RequestHeld | RequestRejected | RequestAborted
+Key = tuple[str, str, int, str, int]  # two decisions with equal keys count as the same
 
 
 @dataclass(frozen=True, slots=True)
-class _First:
+class _FirstRoute:
     """Where a world first sent a request; the worker is empty if it never did.
 
-    `terms` are of who computes its prompt, which got it at `at_us`.
+    Attributes:
+        worker_id: the worker that generates the response.
+        rank: its rank.
+        terms: cost terms of the rank that computes the prompt.
+        at_us: when that rank got the prompt.
     """
 
     worker_id: str = ""
@@ -59,16 +64,16 @@ class _First:
 
 @dataclass(slots=True)
 class _Pair:
-    """A request until both worlds sent it somewhere or gave it up. `by_choice` is as in `Moved`."""
+    """A request until both worlds routed it or gave it up. `by_choice` is as in `MovedRequests`."""
 
     at_us: int
     prompt_tokens: int = 0
     blocks: int = 0
     by_choice: bool = False
-    firsts: "list[_First | None]" = field(default_factory=lambda: [None, None])
+    firsts: "list[_FirstRoute | None]" = field(default_factory=lambda: [None, None])
 
 
-NOWHERE = _First()
+NEVER_ROUTED = _FirstRoute()
 
 
 async def diff(
@@ -78,27 +83,34 @@ async def diff(
     progress: OnProgress | None = None,
     handover: Handover | None = None,
     named: Named = names_nothing,
-) -> Report:
-    """Compare the recorded history of a group with the same under `alter`ed configurations of its pools.
+) -> DiffReport:
+    """Compare a group's recorded history with the same history under `alter`ed pool configurations.
 
-    What is `named` of `router.disagg` wins over what an operator set by hand, also where `alter` leaves it.
-    A `handover` is filled with what a simulator needs to go on at the fork.
-    `progress` is called now and then with the journal records done, their total, and the decisions verified. A record
-    that the events do not lead to ends the comparison, and stands in the report.
+    Args:
+        log: the log to read.
+        partition: control partition of the group.
+        alter: returns the changed configuration of a pool.
+        progress: called regularly with the number of journal records done, their total, and the decisions verified.
+        handover: filled with the input for a simulator that continues at the fork.
+        named: returns the `router.disagg` fields that take precedence over an operator's change, even if `alter` leaves
+            them unchanged.
+
+    Returns:
+        The report. A record that does not follow from the events ends the comparison and is part of the report.
 
     Raises:
-        OtherRules: the journal was decided by another version of the rules.
-        LogError: the log is damaged or misses a part that the journal says was applied.
+        OtherRules: the journal was written by another version of the rules.
+        LogError: the log is damaged, or lacks events that the journal consumed.
     """
     walk = await walk_all(log, partition)
-    trail = Trail(walk)
+    trail = DivergenceTrail(walk)
     comparison = Comparison(walk, alter, handover, named)
     report, verified = comparison.report, 0
     async for step in walk:
         if step.divergence is not None:
-            report.divergence = await trail.told(log, partition, step.divergence, step)
+            report.divergence = await trail.report(log, partition, step.divergence, step)
             break
-        trail.passed(step)
+        trail.add_verified(step)
         comparison.follow(step.offset, step.record)
         verified += isinstance(step.record, AnyDecision)
         if progress is not None and report.records % PROGRESS_EVERY == 0:
@@ -108,41 +120,44 @@ async def diff(
 
 
 class Comparison:
-    """Looks on while a walk derives history, and leads the alternative world beside it."""
+    """Follows a walk through history and runs the alternative world beside it."""
 
     def __init__(self, walk: Walk, alter: Alternative, handover: Handover | None, named: Named = names_nothing) -> None:
-        """Begin before the first step of the walk."""
-        self.report = Report(start=walk.start)
+        """Start before the first step of the walk."""
+        self.report = DiffReport(start=walk.start)
         self._worlds = (walk.world, walk.world)
         self._alter = alter
         self._handover = handover
         self._altered: dict[str, tuple[PoolConfigured, PoolConfigured]] = {}
         self._tallies = (WorldTally(), WorldTally())
         self._pairs: dict[str, _Pair] = {}
-        self._prefills: tuple[dict[str, _First], dict[str, _First]] = ({}, {})  # until there is somewhere to answer
+        self._prefills: tuple[dict[str, _FirstRoute], dict[str, _FirstRoute]] = (
+            {},
+            {},
+        )  # until the request is routed to a decode worker
         self._sums = PairTally()
         self._series: Series | None = None
         self._ranks: dict[HolderKey, None] = {}
-        self._chosen: dict[str, tuple[ActiveRequest, Counterfactual]] = {}  # by history, at the last event
-        self._sent: dict[str, tuple[array[int], str, int]] = {}  # history's requests that were sent since the start
-        self._landed = Landed()
+        self._chosen: dict[str, tuple[ActiveRequest, Counterfactual]] = {}  # history's decisions at the last event
+        self._sent: dict[str, tuple[array[int], str, int]] = {}  # history's requests sent since the start
+        self._landed = PlacementHits()
         self._outdated = walk.world.counts["outdated_progress"]
         self._fork_key: Key | None = None
         for worker in walk.world.fleet.workers():
             self._ranks |= dict.fromkeys((worker.spec.worker_id, rank) for rank in worker.spec.ranks)
         for request in walk.world.requests.queued():
             self._pair(request.request_id, request.queued_at_us)
-        self._other = OtherWorld(walk.world, alter, named)
+        self._other = CounterfactualWorld(walk.world, alter, named)
         self._worlds = (walk.world, self._other.world)
-        self._together([], self._other.configure(), walk.world.now_us)
+        self._compare([], self._other.configure(), walk.world.now_us)
         if handover is not None and self.report.fork is not None:
             self._hand_over(handover, None, walk.world.now_us, forked=False)
-        self._told_before = walk.world.on_selection
+        self._previous_on_selection = walk.world.on_selection
         walk.world.on_selection = self._on_selection
         walk.followed.on_applied = self._on_applied
 
     def follow(self, offset: int, record: JournalRecord) -> None:
-        """The walk made a step; its events were compared on the way."""
+        """Count a step of the walk. Its events were compared while the walk applied them."""
         report = self.report
         report.records += 1
         report.events += sum(run.count for run in record.consumed)
@@ -152,8 +167,8 @@ class Comparison:
         if fork is not None and fork.offset < 0 and self._fork_key in (None, _key(record)):
             fork.offset = offset
 
-    def finish(self) -> Report:
-        """The report of what was walked."""
+    def finish(self) -> DiffReport:
+        """Return the report."""
         report, keys = self.report, sorted(self._ranks)
         history, other = self._tallies
         report.overlap, report.pairs = self._sums.overlap(), self._sums.pairs()
@@ -162,7 +177,7 @@ class Comparison:
         report.history = history.side(keys, undecided[HISTORY], self._landed.share)
         report.other = other.side(keys, undecided[OTHER], self._other.landed.share)
         report.ranks = ranks(keys, history, other)
-        report.progress = Progress(**self._other.counts, to_come=self._other.to_come())
+        report.progress = ProgressOutcome(**self._other.counts, to_come=self._other.to_come())
         report.state, report.other_state = (hex_digest(world.digest()) for world in self._worlds)
         if self._series is not None:
             report.series, report.interval_s = self._series.intervals(keys), self._series.width_us / 1e6
@@ -176,53 +191,53 @@ class Comparison:
         return report
 
     def _on_selection(self, pool: PoolConfigured, request: ActiveRequest, choice: Selection) -> None:
-        """History is about to book a choice: what would the alternative choose, here and now?"""
-        if self._told_before is not None:
-            self._told_before(pool, request, choice)
+        """Repeat a decision with the alternative's configuration, right before history books it."""
+        if self._previous_on_selection is not None:
+            self._previous_on_selection(pool, request, choice)
         known = self._altered.get(pool.pool)
         if known is None or known[0] is not pool:
             known = self._altered[pool.pool] = (pool, self._alter(pool))
             self.report.booked = sorted({*self.report.booked, *changed_booking_fields(*known)})
             self.report.stages_kept |= known[0].router.disagg != known[1].router.disagg
-        asked = counterfactual(self._worlds[HISTORY], known[1], request, choice)
-        self._chosen[request.request_id] = (request, asked)
+        evaluated = counterfactual(self._worlds[HISTORY], known[1], request, choice)
+        self._chosen[request.request_id] = (request, evaluated)
 
     def _on_applied(self, topic: str, event: InputEvent | None, now_us: int, decided: Sequence[AnyDecision]) -> None:
-        """History's world has applied an event: now the other one does."""
+        """Apply an event to the alternative world that history's world has just applied."""
         outdated = self._worlds[HISTORY].counts["outdated_progress"]
-        heard = outdated == self._outdated
+        accepted = outdated == self._outdated
         self._outdated = outdated
         match event:
-            case RequestFinished() | RequestFailed() if heard:
+            case RequestFinished() | RequestFailed() if accepted:
                 sent = self._sent.pop(event.request_id, None)
                 if sent is not None and isinstance(event, RequestFinished):
-                    self._landed.look(self._worlds[HISTORY], *sent)
+                    self._landed.observe(self._worlds[HISTORY], *sent)
             case WorkerJoined():
                 self._ranks |= dict.fromkeys((event.spec.worker_id, rank) for rank in event.spec.ranks)
             case _:
                 pass
         forked = self.report.fork is not None
-        self._together(decided, self._other.apply(topic, event, now_us, heard=heard), now_us)
+        self._compare(decided, self._other.apply(topic, event, now_us, accepted=accepted), now_us)
         if self._handover is not None and self.report.fork is not None:
             self._hand_over(self._handover, event, now_us, forked=forked)
-            self._handover.look(event, now_us, decided, heard=heard)
+            self._handover.observe(event, now_us, decided, accepted=accepted)
 
     def _hand_over(self, handover: Handover, event: InputEvent | None, now_us: int, *, forked: bool) -> None:
-        """The state where the worlds part, and what operators say later."""
+        """Hand over the states at the fork, and operators' changes after it."""
         if not forked:
             handover.begin(*self._worlds, event, now_us)
-        elif isinstance(event, OfOperator) and self._other.said is not None:
-            handover.configure((event, self._other.said), now_us)
+        elif isinstance(event, OperatorEvent) and self._other.operator_event is not None:
+            handover.configure((event, self._other.operator_event), now_us)
 
-    def _together(self, decided: Sequence[AnyDecision], others: Sequence[AnyDecision], now_us: int) -> None:
-        """What both worlds decided at one event."""
+    def _compare(self, decided: Sequence[AnyDecision], others: Sequence[AnyDecision], now_us: int) -> None:
+        """Compare the decisions of both worlds at one event."""
         if self._series is None and now_us:
             self._series = Series(now_us)
         if not decided and not others:
             return
         if self.report.fork is None:
             self._find_fork(decided, others, now_us)
-        self._answers(decided, others)
+        self._compare_queries(decided, others)
         for number, decisions in enumerate((decided, others)):
             for decision in decisions:
                 self._count(number, decision, now_us)
@@ -234,17 +249,17 @@ class Comparison:
                     self._sent.pop(decision.request_id, None)
                 case _:
                     pass
-        self._settle({one.request_id: None for one in (*decided, *others) if isinstance(one, AboutRequest)}, now_us)
+        self._settle({one.request_id: None for one in (*decided, *others) if isinstance(one, RequestDecision)}, now_us)
         self._chosen.clear()
 
     def _find_fork(self, decided: Sequence[AnyDecision], others: Sequence[AnyDecision], now_us: int) -> None:
-        ours = [decision for decision in decided if isinstance(decision, AboutRequest)]
-        theirs = [decision for decision in others if isinstance(decision, AboutRequest)]
+        ours = [decision for decision in decided if isinstance(decision, RequestDecision)]
+        theirs = [decision for decision in others if isinstance(decision, RequestDecision)]
         for at, (one, other) in enumerate(zip_longest(ours, theirs)):
             if _key(one) == _key(other):
                 continue
             assert self._series is not None, "a decision has a time"
-            history = {key: asked.history for key, (_, asked) in self._chosen.items()}
+            history = {key: evaluated.history for key, (_, evaluated) in self._chosen.items()}
             chosen = {key: choice for key, (_, choice) in self._other.choices.items()}
             self._fork_key = _key(one)
             self.report.fork = Fork(
@@ -258,19 +273,19 @@ class Comparison:
             )
             return
 
-    def _answers(self, decided: Sequence[AnyDecision], others: Sequence[AnyDecision]) -> None:
-        """Questions leave nothing behind: the same event is a question in both worlds."""
+    def _compare_queries(self, decided: Sequence[AnyDecision], others: Sequence[AnyDecision]) -> None:
+        """Compare the replies to route queries, which change no state."""
         theirs = {answer.request_id: answer for answer in others if isinstance(answer, RouteAnswered)}
         for answer in decided:
             if isinstance(answer, RouteAnswered):
                 self.report.queries += 1
-                self.report.queries_otherwise += _seat(answer) != _seat(theirs[answer.request_id])
+                self.report.queries_otherwise += _selected(answer) != _selected(theirs[answer.request_id])
 
     def _count(self, number: int, decision: AnyDecision, now_us: int) -> None:
         tally = self._tallies[number]
         match decision:
             case RequestRouted(stage="encode"):
-                pass  # no configuration changes it: what is compared is who answers
+                pass  # not configurable; the comparison uses the rank that generates the response
             case RequestRouted(stage="prefill"):
                 self._route_prefill(number, decision, now_us)
             case RequestRouted():
@@ -281,15 +296,15 @@ class Comparison:
                 self._series.hold(number, now_us)
                 self._pair(decision.request_id, now_us)
             case RequestRejected(reason="duplicate_id"):
-                tally.rejected["duplicate_id"] += 1  # it says nothing of the request that has the id
+                tally.rejected["duplicate_id"] += 1  # does not concern the request that owns the ID
             case RequestRejected():
                 tally.rejected[decision.reason] += 1
-                self._first(number, decision.request_id, NOWHERE, now_us)
+                self._set_first_route(number, decision.request_id, NEVER_ROUTED, now_us)
             case RequestAborted():
                 tally.aborted[decision.reason] += 1
                 self._prefills[number].pop(decision.request_id, None)
                 if not decision.attempt:
-                    self._first(number, decision.request_id, NOWHERE, now_us)
+                    self._set_first_route(number, decision.request_id, NEVER_ROUTED, now_us)
             case _:
                 return
         tally.decisions += 1
@@ -297,12 +312,12 @@ class Comparison:
     def _route(self, number: int, routed: RequestRouted, now_us: int) -> None:
         assert self._series is not None
         tally = self._tallies[number]
-        request = self._asked(number, routed)
+        request = self._request_of(number, routed)
         key = (routed.worker_id, routed.rank)
         if routed.stage == "decode":
             tally.fetch()
         else:
-            self._computes(number, routed, request, now_us)
+            self._count_prefill(number, routed, request, now_us)
         if routed.attempt == 1:
             if request.queue_class and routed.stage != "decode":
                 tally.waits_us.append(routed.waited_us)
@@ -310,29 +325,29 @@ class Comparison:
             pair.prompt_tokens, pair.blocks = request.prompt_tokens, len(request.blocks)
         if number == HISTORY:
             self._sent[routed.request_id] = (request.blocks, *key)
-            asked = self._chosen[routed.request_id][1]
-            self._ask(asked)
+            evaluated = self._chosen[routed.request_id][1]
+            self._count_evaluation(evaluated)
             if routed.attempt == 1:
-                self._pairs[routed.request_id].by_choice = not asked.agrees
+                self._pairs[routed.request_id].by_choice = not evaluated.agrees
         if routed.attempt == 1:
             computed = self._prefills[number].pop(routed.request_id, None)
             if computed is None or routed.stage != "decode":
-                computed = _First(*key, routed.terms, now_us)
-            self._first(number, routed.request_id, _First(*key, computed.terms, computed.at_us), now_us)
+                computed = _FirstRoute(*key, routed.terms, now_us)
+            self._set_first_route(number, routed.request_id, _FirstRoute(*key, computed.terms, computed.at_us), now_us)
 
     def _route_prefill(self, number: int, routed: RequestRouted, now_us: int) -> None:
-        """A prompt is computed there; what is compared of its request is who answers."""
-        request = self._asked(number, routed)
-        self._computes(number, routed, request, now_us)
+        """Count a remote prefill. The comparison of the request itself uses the rank that generates the response."""
+        request = self._request_of(number, routed)
+        self._count_prefill(number, routed, request, now_us)
         if routed.attempt == 1:
-            self._prefills[number][routed.request_id] = _First(routed.worker_id, routed.rank, routed.terms, now_us)
+            self._prefills[number][routed.request_id] = _FirstRoute(routed.worker_id, routed.rank, routed.terms, now_us)
             if request.queue_class:
                 self._tallies[number].waits_us.append(routed.waited_us)
         if number == HISTORY:
-            self._ask(self._chosen[routed.request_id][1])
+            self._count_evaluation(self._chosen[routed.request_id][1])
 
-    def _computes(self, number: int, routed: RequestRouted, request: ActiveRequest, now_us: int) -> None:
-        """A rank gets a prompt to compute, as far as it is not in its cache."""
+    def _count_prefill(self, number: int, routed: RequestRouted, request: ActiveRequest, now_us: int) -> None:
+        """Count a prompt that a rank gets to compute, except for its cached part."""
         assert self._series is not None
         key, terms = (routed.worker_id, routed.rank), routed.terms
         block_size = self._worlds[number].pools[routed.pool].block_size
@@ -340,26 +355,29 @@ class Comparison:
         self._tallies[number].route(key, terms, request.prompt_tokens, cached_tokens)
         self._series.route(number, now_us, key, request.prompt_tokens, cached_tokens)
 
-    def _asked(self, number: int, routed: RequestRouted) -> ActiveRequest:
+    def _request_of(self, number: int, routed: RequestRouted) -> ActiveRequest:
         return (self._chosen if number == HISTORY else self._other.choices)[routed.request_id][0]
 
-    def _ask(self, asked: Counterfactual) -> None:
-        """What the alternative would have chosen where history chose."""
+    def _count_evaluation(self, evaluated: Counterfactual) -> None:
+        """Count the alternative's decision on history's own state."""
         moved = self.report.moved
-        moved.asked += 1
-        moved.held += asked.would_hold
-        moved.refused += asked.choice is None
-        moved.otherwise += asked.choice is not None and not asked.agrees
+        moved.evaluated += 1
+        moved.held += evaluated.would_hold
+        moved.refused += evaluated.choice is None
+        moved.otherwise += evaluated.choice is not None and not evaluated.agrees
 
     def _settle(self, request_ids: Iterable[str], now_us: int) -> None:
-        """Wait only for who waits: what one world refused may come again, and be a duplicate in the other."""
+        """Stop waiting for requests that no longer wait.
+
+        A request that one world rejected may be submitted again, and be a duplicate in the other world.
+        """
         for request_id in request_ids:
             for number, world in enumerate(self._worlds):
                 pair = self._pairs.get(request_id)
                 if pair is not None and pair.firsts[number] is None:
                     request = world.requests.get(request_id)
                     if request is None or request.attempt:
-                        self._first(number, request_id, NOWHERE, now_us)
+                        self._set_first_route(number, request_id, NEVER_ROUTED, now_us)
 
     def _pair(self, request_id: str, now_us: int) -> _Pair:
         pair = self._pairs.get(request_id)
@@ -368,11 +386,11 @@ class Comparison:
             pair = self._pairs[request_id] = _Pair(now_us)
         return pair
 
-    def _first(self, number: int, request_id: str, first: _First, now_us: int) -> None:
-        """A world sent a request somewhere for the first time, or nowhere."""
+    def _set_first_route(self, number: int, request_id: str, first: _FirstRoute, now_us: int) -> None:
+        """Record where a world first sent a request, or that it never did."""
         pair, tally = self._pair(request_id, now_us), self._tallies[number]
         before = pair.firsts[number]
-        tally.unsent -= before is not None  # refused, and asked for again under its id while the other world holds it
+        tally.unsent -= before is not None  # rejected, then resubmitted while the other world holds it
         tally.sent += first.terms is not None
         tally.unsent += first.terms is None
         pair.firsts[number] = first
@@ -409,7 +427,7 @@ class Comparison:
 
 
 def _key(decision: AnyDecision | JournalRecord | None) -> Key | None:
-    """What makes a decision about a request the same as another; None for others."""
+    """Return a key that is equal for equal decisions about a request; None for other records."""
     match decision:
         case RequestRouted():
             return f"routed {decision.stage}", decision.request_id, decision.attempt, decision.worker_id, decision.rank
@@ -423,8 +441,10 @@ def _key(decision: AnyDecision | JournalRecord | None) -> Key | None:
             return None
 
 
-def _outcome(decision: AboutRequest | None, beside: AboutRequest | None, choices: dict[str, Selection]) -> Outcome:
-    """A decision for the report, with what its world thought of the rank that was chosen beside it."""
+def _outcome(
+    decision: RequestDecision | None, beside: RequestDecision | None, choices: dict[str, Selection]
+) -> DecisionOutcome:
+    """Return a decision for the report, with this world's cost of the rank that the other world selected."""
     match decision:
         case RequestRouted():
             there = None
@@ -432,7 +452,7 @@ def _outcome(decision: AboutRequest | None, beside: AboutRequest | None, choices
                 table = choices[decision.request_id].table
                 at = table.roster.positions.get((beside.worker_id, beside.rank))
                 there = None if at is None else table.terms(at)
-            return Outcome(
+            return DecisionOutcome(
                 decision="routed",
                 request_id=decision.request_id,
                 attempt=decision.attempt,
@@ -442,16 +462,16 @@ def _outcome(decision: AboutRequest | None, beside: AboutRequest | None, choices
                 there=there,
             )
         case RequestHeld():
-            return Outcome(decision="held", request_id=decision.request_id, reason=decision.queue_class)
+            return DecisionOutcome(decision="held", request_id=decision.request_id, reason=decision.queue_class)
         case RequestRejected():
-            return Outcome(decision="rejected", request_id=decision.request_id, reason=decision.reason)
+            return DecisionOutcome(decision="rejected", request_id=decision.request_id, reason=decision.reason)
         case RequestAborted():
-            return Outcome(
+            return DecisionOutcome(
                 decision="aborted", request_id=decision.request_id, attempt=decision.attempt, reason=decision.reason
             )
         case None:
-            return Outcome(decision="nothing")
+            return DecisionOutcome(decision="nothing")
 
 
-def _seat(answer: RouteAnswered) -> tuple[str, int] | None:
+def _selected(answer: RouteAnswered) -> tuple[str, int] | None:
     return None if answer.choice is None else (answer.choice.worker_id, answer.choice.rank)

@@ -1,7 +1,8 @@
-"""What a simulator needs to go on where a comparison forks: both worlds as they were, and what came from outside later.
+"""Input for a simulator that continues at the fork of a comparison.
 
-Kept is one entry for each request that comes after the fork, with the hashes of its blocks: as much as the rest of the
-recording holds of prompts. Requests under way at the fork begin anew there, since how far they were is not known.
+It consists of the state of both worlds and the later external events. One entry per request after the fork is kept in
+memory, with its block hashes. Requests that are active at the fork restart there, because their progress at that moment
+is unknown.
 """
 
 from collections.abc import Sequence
@@ -17,24 +18,39 @@ from forebay.events.progress import FirstTokenEmitted, PrefillFinished, RequestF
 from forebay.events.requests import RequestCancelled, RequestSubmitted, RoutingHints
 from forebay.events.snapshots import Booking, Chunk, CommandState, Remembered, Reported, RequestState
 
-OF_REQUESTS = Booking | CommandState | Remembered | Reported | RequestState
+REQUEST_CHUNKS = Booking | CommandState | Remembered | Reported | RequestState
 
 
 @dataclass(slots=True)
-class Asked:
-    """A request from the fork on, and what history made of it; times are the owner's clock.
+class RecordedRequest:
+    """A request from the fork on, with its outcome in history. Times are on the owner's clock, in microseconds.
 
     Attributes:
-        under_way: it came before the fork, and begins anew at it.
-        worker: the id and the rank that history sent it to last; None for none. `attempts` is how often it was sent.
-        first_us: when the router heard of its first token; `last_us` of its end. 0 for never.
-        cancelled_us: when its client left; 0 for never.
-        output_tokens: how many it gave; None when history did not finish it.
-        stamped_us: the wall clock of who submitted it; `first_stamped_us` of the worker at its first token. 0 unknown.
-        prefiller: the id and the rank that computed its prompt for `worker`; None where that did so itself, which is
-            also who `cached_tokens` are of. `prefills` is how often it was sent to be computed for another.
-        prefilled_us: when the router heard that it is computed. Its KV has `kept_bytes` then, of which
-            `transferred_bytes` were moved, in `transfer_us` by the clock of who fetched them. 0 where nobody says.
+        request_id: ID of the request.
+        at_us: when the request arrived.
+        model: name of the model.
+        prompt_tokens: length of the prompt.
+        sequence_hashes: block hashes of the prompt, packed.
+        tie_seed: seed for sampling and tie-breaking.
+        timeout_us: time limit of the request.
+        hints: routing hints.
+        lora_name: LoRA adapter; empty for none.
+        under_way: whether the request arrived before the fork and restarts there.
+        worker: worker ID and rank of the last attempt in history; None if there was no attempt.
+        attempts: number of attempts.
+        first_us: when the router received the first-token event; 0 if it received none.
+        last_us: when the router received the end; 0 if it received none.
+        cancelled_us: when the client disconnected; 0 if it did not.
+        cached_tokens: prompt tokens cached on the rank that computed the prompt.
+        output_tokens: number of output tokens; None if history did not finish the request.
+        stamped_us: wall clock of the ingress at submission; 0 if unknown.
+        first_stamped_us: wall clock of the worker at the first token; 0 if unknown.
+        prefiller: worker ID and rank that computed the prompt for `worker`; None if `worker` computed it.
+        prefills: number of remote prefill attempts.
+        prefilled_us: when the router received the prefill result; 0 if it received none.
+        kept_bytes: size of the KV that the prefill worker kept, in bytes; 0 if unknown.
+        transferred_bytes: bytes of that KV that were transferred; 0 if unknown.
+        transfer_us: duration of the transfer on the receiver's clock; 0 if unknown.
     """
 
     request_id: str
@@ -64,129 +80,140 @@ class Asked:
     transfer_us: int = 0
 
 
-class Requests:
-    """Collects requests, and what history makes of them, event by event.
+class RequestCollector:
+    """Collects requests and their outcomes in history, event by event.
 
     Attributes:
-        asked: in the order in which they came; ids may come twice.
+        requests: in order of arrival. An ID may occur twice.
     """
 
     def __init__(self) -> None:
-        self.asked: list[Asked] = []
-        self._open: dict[str, Asked] = {}
+        self.requests: list[RecordedRequest] = []
+        self._open: dict[str, RecordedRequest] = {}
 
     def begin(self, history: World, event: InputEvent | None, now_us: int) -> None:
-        """Take in those under way, but for one that `event` has just brought."""
+        """Add the active requests, except one that `event` has just submitted."""
         new = event.request_id if isinstance(event, RequestSubmitted) else None
         for request in history.requests.active():
             if request.request_id != new:
-                self._ask(_again(request, history.pools[request.pool].model, now_us))
+                self._add(_restarted(request, history.pools[request.pool].model, now_us))
 
-    def look(self, event: InputEvent | None, now_us: int, decided: Sequence[AnyDecision], *, heard: bool) -> None:
-        """An event of history's, and what history decided; `heard` is whether it counted as progress."""
+    def observe(self, event: InputEvent | None, now_us: int, decided: Sequence[AnyDecision], *, accepted: bool) -> None:
+        """Process one event of history.
+
+        Args:
+            event: the event; None if it did not decode.
+            now_us: the owner's clock.
+            decided: history's decisions that follow from the event.
+            accepted: whether history accepted the event as valid progress.
+        """
         match event:
             case RequestSubmitted() if _is_new(event, decided):
-                self._ask(_first(event, now_us))
+                self._add(_submitted(event, now_us))
             case RequestCancelled() if event.request_id in self._open:
                 self._open[event.request_id].cancelled_us = now_us
-            case PrefillFinished() if heard and event.request_id in self._open:
-                asked, prefilled = self._open[event.request_id], event.prefilled
-                asked.prefilled_us, asked.kept_bytes = now_us, prefilled.bytes
-                asked.cached_tokens = prefilled.cached_tokens
-            case FirstTokenEmitted() | RequestFinished() if heard:
+            case PrefillFinished() if accepted and event.request_id in self._open:
+                requests, prefilled = self._open[event.request_id], event.prefilled
+                requests.prefilled_us, requests.kept_bytes = now_us, prefilled.bytes
+                requests.cached_tokens = prefilled.cached_tokens
+            case FirstTokenEmitted() | RequestFinished() if accepted:
                 self._progress(event, now_us)
             case _:
                 pass
         for decision in decided:
             if isinstance(decision, RequestRouted) and decision.request_id in self._open:
-                _sent(self._open[decision.request_id], decision)
+                _note_routed(self._open[decision.request_id], decision)
 
-    def _ask(self, asked: Asked) -> None:
-        self.asked.append(asked)
-        self._open[asked.request_id] = asked
+    def _add(self, requests: RecordedRequest) -> None:
+        self.requests.append(requests)
+        self._open[requests.request_id] = requests
 
     def _progress(self, event: FirstTokenEmitted | RequestFinished, now_us: int) -> None:
-        asked = self._open.get(event.request_id)
-        if asked is None:
+        requests = self._open.get(event.request_id)
+        if requests is None:
             return
         if isinstance(event, FirstTokenEmitted):
-            if not asked.first_us:
-                asked.first_us, asked.first_stamped_us = now_us, event.at_us
-                asked.transferred_bytes, asked.transfer_us = event.transferred_bytes, event.transfer_us
-                if asked.prefiller is None:
-                    asked.cached_tokens = event.cached_tokens
+            if not requests.first_us:
+                requests.first_us, requests.first_stamped_us = now_us, event.at_us
+                requests.transferred_bytes, requests.transfer_us = event.transferred_bytes, event.transfer_us
+                if requests.prefiller is None:
+                    requests.cached_tokens = event.cached_tokens
             return
-        asked.last_us, asked.output_tokens = now_us, event.output_tokens
+        requests.last_us, requests.output_tokens = now_us, event.output_tokens
         del self._open[event.request_id]
 
 
-OfOperator = PoolConfigured | BusyThresholdsSet | DisaggregationSet
-Said = tuple[int, OfOperator]
+OperatorEvent = PoolConfigured | BusyThresholdsSet | DisaggregationSet
+TimedOperatorEvent = tuple[int, OperatorEvent]
 
 
 @dataclass(slots=True)
 class Handover:
-    """Collects from the fork on; empty when there is none.
+    """Collects data from the fork on. Empty if there is no fork.
 
     Attributes:
         at_us: the owner's clock at the fork.
-        states: history's world and the alternative's, without their requests, as snapshots tell them.
-        said: what operators said, in history and as the alternative has it.
-        joined: workers that joined after the fork; `lost` those lost.
+        states: snapshot chunks of history's world and the alternative's, without their requests.
+        operator_events: configuration changes by operators with their times, in history and in the alternative.
+        joined: number of workers that joined after the fork.
+        lost: number of workers that were lost after the fork.
     """
 
     at_us: int = 0
     states: tuple[list[Chunk], list[Chunk]] = field(default_factory=lambda: ([], []))
-    said: tuple[list[Said], list[Said]] = field(default_factory=lambda: ([], []))
+    operator_events: tuple[list[TimedOperatorEvent], list[TimedOperatorEvent]] = field(default_factory=lambda: ([], []))
     joined: int = 0
     lost: int = 0
-    _requests: Requests = field(default_factory=Requests)
+    _requests: RequestCollector = field(default_factory=RequestCollector)
 
     @property
-    def asked(self) -> list[Asked]:
-        """The requests, in the order in which they came; ids may come twice."""
-        return self._requests.asked
+    def requests(self) -> list[RecordedRequest]:
+        """The requests in order of arrival. An ID may occur twice."""
+        return self._requests.requests
 
     def begin(self, history: World, other: World, event: InputEvent | None, now_us: int) -> None:
-        """The worlds differ for the first time, by what `event` led to."""
+        """Start collecting: the worlds differ for the first time, as a result of `event`."""
         self.at_us = now_us
         self.states = (state_of(history), state_of(other))
         self._requests.begin(history, event, now_us)
 
-    def look(self, event: InputEvent | None, now_us: int, decided: Sequence[AnyDecision], *, heard: bool) -> None:
-        """An event of history's, at the fork or later, and what history decided."""
-        self._requests.look(event, now_us, decided, heard=heard)
+    def observe(self, event: InputEvent | None, now_us: int, decided: Sequence[AnyDecision], *, accepted: bool) -> None:
+        """Process one event of history, at the fork or later, with history's decisions."""
+        self._requests.observe(event, now_us, decided, accepted=accepted)
         self.joined += isinstance(event, WorkerJoined)
         self.lost += isinstance(event, WorkerLost)
 
-    def configure(self, events: Sequence[OfOperator], now_us: int) -> None:
-        """An operator said something after the fork, in history and in the alternative."""
-        for said, event in zip(self.said, events, strict=True):
-            said.append((now_us, event))
+    def configure(self, events: Sequence[OperatorEvent], now_us: int) -> None:
+        """Record an operator's change after the fork, as applied in history and in the alternative."""
+        for operator_events, event in zip(self.operator_events, events, strict=True):
+            operator_events.append((now_us, event))
 
 
 def state_of(world: World) -> list[Chunk]:
-    """All but requests and commands. Between two journal records `consumed` is not empty, and no part of a state."""
+    """Return the snapshot chunks of a world without requests and commands.
+
+    Between two journal records `consumed` is not empty. It is not part of a state, so it is set aside.
+    """
     consumed = list(world.consumed)
     world.consumed.clear()
-    chunks: list[Chunk] = [chunk for chunk in world.snapshot() if not isinstance(chunk, OF_REQUESTS)]
+    chunks: list[Chunk] = [chunk for chunk in world.snapshot() if not isinstance(chunk, REQUEST_CHUNKS)]
     world.consumed.extend(consumed)
     return chunks
 
 
-def _sent(asked: Asked, routed: RequestRouted) -> None:
-    """A request goes to a worker."""
+def _note_routed(requests: RecordedRequest, routed: RequestRouted) -> None:
+    """Record that a request was sent to a worker."""
     where = routed.worker_id, routed.rank
     if routed.stage == "prefill":
-        asked.prefiller, asked.prefills = where, routed.attempt
+        requests.prefiller, requests.prefills = where, routed.attempt
     elif routed.stage != "encode":
-        asked.worker, asked.attempts = where, routed.attempt
+        requests.worker, requests.attempts = where, routed.attempt
         if routed.stage == "aggregated":
-            asked.prefiller = None
+            requests.prefiller = None
 
 
 def _is_new(event: RequestSubmitted, decided: Sequence[AnyDecision]) -> bool:
-    """Whether history took it for a request, and not for one that it knew."""
+    """Return whether history treated the submission as a new request and not as a duplicate."""
     return any(
         isinstance(one, RequestRouted | RequestHeld | RequestRejected)
         and one.request_id == event.request_id
@@ -195,8 +222,8 @@ def _is_new(event: RequestSubmitted, decided: Sequence[AnyDecision]) -> bool:
     )
 
 
-def _first(event: RequestSubmitted, now_us: int) -> Asked:
-    return Asked(
+def _submitted(event: RequestSubmitted, now_us: int) -> RecordedRequest:
+    return RecordedRequest(
         event.request_id,
         now_us,
         event.model,
@@ -211,8 +238,8 @@ def _first(event: RequestSubmitted, now_us: int) -> Asked:
     )
 
 
-def _again(request: ActiveRequest, model: str, now_us: int) -> Asked:
-    return Asked(
+def _restarted(request: ActiveRequest, model: str, now_us: int) -> RecordedRequest:
+    return RecordedRequest(
         request.request_id,
         now_us,
         model,

@@ -1,26 +1,28 @@
-"""What the figures of a comparison mean, and where they stop being valid, in sentences for people."""
+"""Notes of a comparison: what the results mean, and where they stop being valid."""
 
-from forebay.replay.diff.report import Report
+from forebay.replay.diff.report import DiffReport
 
 OPEN_LOOP = (
-    "Open loop: the alternative world got the recorded events. KV events and load reports are history's own, "
-    "whatever the alternative decided; what workers said of a request counts for whichever worker has it there."
+    "Open loop: the alternative receives the recorded events. KV events and load reports are those of history, "
+    "whatever the alternative decides. Progress of a request counts for the worker that has it in the alternative."
 )
 AFTER_FORK = (
-    "Everything before the fork is exact. After it each decision is what the alternative would decide if the caches "
-    "were as they were in history. They would not be: its requests would have filled other caches."
+    "Everything before the fork is exact. After it, each decision assumes that the caches are as they were in history. "
+    "In reality the moved requests would have filled other caches."
 )
 
 
-def notes(report: Report) -> list[str]:
-    """The sentences, most important first."""
+def notes(report: DiffReport) -> list[str]:
+    """Return the notes, most important first."""
     if report.divergence is not None:
         offset = report.divergence.offset
-        return [f"The recording's own events do not lead to its record at journal offset {offset}: it ends there."]
+        return [
+            f"The comparison ended at journal offset {offset}: that record does not follow from the recorded events."
+        ]
     if report.identical:
-        same = "The alternative decides everything as history did: no request moves, and this is exact."
+        same = "The alternative makes the same decisions as history: no request moves. This result is exact."
         return [same, *_undone(report), *_answers(report)]
-    told = [
+    details = [
         *_undone(report),
         *_own_prompts(report),
         *_landed(report),
@@ -28,88 +30,90 @@ def notes(report: Report) -> list[str]:
         *_progress(report),
         *_answers(report),
     ]
-    return [OPEN_LOOP, AFTER_FORK, *told]
+    return [OPEN_LOOP, AFTER_FORK, *details]
 
 
-def _undone(report: Report) -> list[str]:
-    return [f"{path} was set otherwise by an operator later: what is asked for here wins." for path in report.undone]
+def _undone(report: DiffReport) -> list[str]:
+    return [
+        f"An operator changed {path} during the recording; the requested value takes precedence."
+        for path in report.undone
+    ]
 
 
-def _own_prompts(report: Report) -> list[str]:
+def _own_prompts(report: DiffReport) -> list[str]:
     overlap = report.overlap
     if not overlap.later_won:
         return []
     return [
-        f"Sent later than in history: {overlap.later:,} requests. History computed their prompts meanwhile, so they "
-        f"find {overlap.later_won:,} blocks more, and most of these are their own: nothing was won by them. What "
-        "waiting does to caches only a simulation tells."
+        f"Sent later than in history: {overlap.later:,} requests. History computed their prompts in the meantime, so "
+        f"they find {overlap.later_won:,} more blocks. Most of these blocks are their own, so they are no gain. Only "
+        "a simulation shows the effect of waiting on caches."
     ]
 
 
-def _landed(report: Report) -> list[str]:
+def _landed(report: DiffReport) -> list[str]:
     here, there = report.other.landed, report.history.landed
     if here is None or there is None:
         return []
     return [
-        f"How far it went: of the prompt blocks that the alternative sent somewhere, {here:.1%} were in that "
-        f"worker's cache when the request ended, as the recorded KV events tell it; of history's own, {there:.1%}."
+        f"Validity: when their request ended, {here:.1%} of the prompt blocks that the alternative routed were in the "
+        f"selected worker's cache, according to the recorded KV events. In history it was {there:.1%}."
     ]
 
 
-def _by_choice(report: Report) -> list[str]:
+def _by_choice(report: DiffReport) -> list[str]:
     moved = report.moved
     if not moved.moved and not report.stages_kept:
         return []
-    others = f", would let {moved.held:,} requests wait" if moved.held else ""
-    others += f", would refuse {moved.refused:,}" if moved.refused else ""
-    asked = (
-        f"Asked {moved.asked:,} times in history's own state, the alternative chooses otherwise {moved.otherwise:,} "
-        f"times{others}."
+    others = f", would hold {moved.held:,} requests" if moved.held else ""
+    others += f", would reject {moved.refused:,}" if moved.refused else ""
+    summary = (
+        f"Of {moved.evaluated:,} decisions repeated on history's own state, the alternative selects another rank in "
+        f"{moved.otherwise:,}{others}."
     )
     if report.booked:
-        asked += (
-            f" What {', '.join(report.booked)} would change shows there only in part: history had booked by its own."
+        summary += (
+            f" The effect of {', '.join(report.booked)} shows there only in part, because history booked requests "
+            "under its own configuration."
         )
     if report.stages_kept:
-        asked += " Each choice keeps its stage there: where a prompt is computed is history's, whatever is asked for."
+        summary += " Each repeated decision keeps its stage, so prompts are computed where history computed them."
     if not moved.moved:
-        return [asked]
+        return [summary]
     if moved.by_choice == moved.moved:
-        return [f"{asked} All requests that moved would have moved there, too."]
-    drawn = f"Of the {moved.moved:,} requests that moved, {moved.by_choice:,} would have moved there, too"
+        return [f"{summary} All moved requests also move there."]
+    share = f"Of the {moved.moved:,} moved requests, {moved.by_choice:,} also move there"
     why = ", or because their prompts are computed elsewhere" if report.stages_kept else ""
-    return [f"{asked} {drawn}; the others moved because of what had moved before{why}."]
+    return [f"{summary} {share}. The others moved as a consequence of earlier moves{why}."]
 
 
-def _progress(report: Report) -> list[str]:
-    said, progress = [], report.progress
+def _progress(report: DiffReport) -> list[str]:
+    lines, progress = [], report.progress
     if progress.late or progress.to_come:
         late = progress.late + progress.to_come
-        said.append(
-            f"{late:,} times a worker was heard later than in history, as much as the request was sent later; a "
-            "request that was sent earlier keeps its worker busy until it ended in history."
+        lines.append(
+            f"{late:,} progress events were delayed, because their request was sent later than in history. A request "
+            "that was sent earlier occupies its worker until its end in history."
         )
     if progress.unknown_end:
-        said.append(
-            f"{progress.unknown_end:,} requests that history never sent to a worker were sent to one here: nobody "
-            "knows when they would have ended, so they are load until their deadline."
+        lines.append(
+            f"{progress.unknown_end:,} requests were sent to a worker only by the alternative. Their end is unknown: "
+            "they count as load until their deadline."
         )
     if progress.void:
-        said.append(
-            f"{progress.void:,} times a worker's word did not fit: a worker that was lost had the request in one of "
-            "the worlds only."
+        lines.append(
+            f"{progress.void:,} progress events did not fit, because a lost worker had the request in only one of the "
+            "worlds."
         )
     if progress.other_stage:
-        said.append(
-            f"{progress.other_stage:,} times a worker's word was of a prefill or a transfer that the request does not "
-            "have here, as its prompt is computed elsewhere: it is left out."
+        lines.append(
+            f"{progress.other_stage:,} progress events were ignored: they belong to a prefill or transfer that the "
+            "request does not have in the alternative."
         )
-    return said
+    return lines
 
 
-def _answers(report: Report) -> list[str]:
+def _answers(report: DiffReport) -> list[str]:
     if not report.queries_otherwise:
         return []
-    return [
-        f"{report.queries_otherwise:,} of {report.queries:,} questions where a request would go are answered otherwise."
-    ]
+    return [f"{report.queries_otherwise:,} of {report.queries:,} route queries select another rank."]

@@ -1,6 +1,6 @@
-"""What a comparison of history with an alternative found: plain data, as `forebay replay diff --json` prints it.
+"""The result of a comparison of history with an alternative, as `forebay replay diff --json` prints it.
 
-Blocks are leading KV blocks of a prompt that a worker rank is known to have, as each world saw it when it decided.
+Overlaps are leading KV blocks of a prompt that a worker rank holds, as each world saw them when it decided.
 """
 
 from typing import Literal
@@ -8,17 +8,21 @@ from typing import Literal
 import msgspec
 
 from forebay.events.decisions import CostTerms
-from forebay.replay.verify.divergence import Told
+from forebay.replay.verify.divergence import DivergenceReport
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One decision about a request, or none.
+class DecisionOutcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One decision about a request, or the absence of one.
 
     Attributes:
-        decision: what was decided; `nothing` where the other world decided something at that moment.
-        terms: the cost of the chosen rank, by this world's own table.
-        there: the cost of the rank that the other world chose, by this world's own table, where it was a candidate.
-        reason: why it was refused or given up, or the class of the queue that it was held in.
+        decision: the type of decision. `nothing` if only the other world made a decision at that event.
+        request_id: ID of the request.
+        attempt: number of the attempt.
+        worker_id: the selected worker.
+        rank: the selected rank.
+        terms: cost terms of the selected rank in this world.
+        there: cost terms, in this world, of the rank that the other world selected. None if it was not a candidate.
+        reason: reason of a rejection or abort, or the queue class of a held request.
     """
 
     decision: Literal["routed", "held", "rejected", "aborted", "nothing"]
@@ -35,10 +39,14 @@ class Fork(msgspec.Struct, kw_only=True):
     """The first decision that differs.
 
     Attributes:
-        offset: the journal record of history's decision, or the one whose events led the alternative to one of its own.
-        at_us: the owner's clock.
-        after_s: seconds from the start of the recording.
-        decisions_before: how many of history's decisions the alternative had made, too.
+        offset: journal offset of history's decision, or of the record whose events led only the alternative to a
+            decision.
+        at_us: the owner's clock in microseconds.
+        after_s: seconds since the start of the recording.
+        decisions_before: number of earlier decisions, which are equal in both worlds.
+        request_id: ID of the request.
+        history: history's decision.
+        alternative: the alternative's decision.
     """
 
     offset: int
@@ -46,79 +54,89 @@ class Fork(msgspec.Struct, kw_only=True):
     after_s: float
     decisions_before: int
     request_id: str
-    history: Outcome
-    alternative: Outcome
+    history: DecisionOutcome
+    alternative: DecisionOutcome
 
 
-class Moved(msgspec.Struct, kw_only=True):
+class MovedRequests(msgspec.Struct, kw_only=True):
     """Requests whose first attempt went to another rank.
 
     Attributes:
-        compared: requests that both worlds sent somewhere.
-        moved: of these, how many went to different ranks.
-        by_choice: of the moved ones, how many the alternative would also have sent elsewhere in history's own state;
-            the others moved because of what had moved before.
-        asked: choices of history's for which the alternative was asked in history's own state, further attempts too.
-        otherwise: of these, how many it would have made otherwise.
-        held: of these, how many requests it would have let wait.
-        refused: of these, how many requests it would have refused.
+        compared: requests that both worlds sent to a worker.
+        moved: compared requests that went to different ranks.
+        by_choice: moved requests that the alternative would also move when it decides on history's own state. The
+            others
+            moved as a consequence of earlier moves.
+        evaluated: history's routing decisions, including further attempts, that the alternative repeated on history's
+            own state.
+        otherwise: evaluated decisions in which the alternative selects another rank.
+        held: evaluated decisions in which the alternative would hold the request.
+        refused: evaluated decisions in which the alternative would reject the request.
     """
 
     compared: int = 0
     moved: int = 0
     by_choice: int = 0
-    asked: int = 0
+    evaluated: int = 0
     otherwise: int = 0
     held: int = 0
     refused: int = 0
 
 
-class Tiers(msgspec.Struct, kw_only=True):
-    """KV blocks by the tier of the cache."""
+class TierBlocks(msgspec.Struct, kw_only=True):
+    """Number of KV blocks per cache tier."""
 
     device: int = 0
     host: int = 0
     disk: int = 0
 
 
-class Overlap(msgspec.Struct, kw_only=True):
-    """Over all compared requests: blocks found more (`won`) or less (`lost`) than in history, each summed by itself.
+class OverlapChange(msgspec.Struct, kw_only=True):
+    """Change of the overlap over all compared requests, in blocks.
 
-    `later` requests were sent later than in history, which computed their prompts meanwhile: what these found more, in
-    any tier, is `later_won`, and most of it is their own.
+    Attributes:
+        won: sum of increases over history.
+        lost: sum of decreases.
+        later: requests that the alternative sent later than history did.
+        later_won: increases of these later requests in any tier. Most of these blocks are their own, because history
+            computed their prompts in the meantime.
     """
 
-    won: Tiers = msgspec.field(default_factory=Tiers)
-    lost: Tiers = msgspec.field(default_factory=Tiers)
+    won: TierBlocks = msgspec.field(default_factory=TierBlocks)
+    lost: TierBlocks = msgspec.field(default_factory=TierBlocks)
     later: int = 0
     later_won: int = 0
 
 
-class Waited(msgspec.Struct, frozen=True, kw_only=True):
-    """How many requests waited at most `below_ms`, and more than half of that."""
+class WaitBucket(msgspec.Struct, frozen=True, kw_only=True):
+    """Number of requests that waited at most `below_ms` milliseconds and more than half of that."""
 
     below_ms: int
     requests: int
 
 
-class Side(msgspec.Struct, kw_only=True):
-    """What one world did.
+class WorldSummary(msgspec.Struct, kw_only=True):
+    """Decisions and totals of one world.
 
     Attributes:
-        decisions: about requests, of any kind.
-        routed: attempts sent to workers, further ones too.
-        sent: requests that were sent to a worker, `unsent` those refused or given up before; with those `still_held` at
-            the end they are all requests.
-        held: requests that waited in the router.
-        rejected: requests refused, by reason; `aborted` those given up.
-        prompt_tokens: of all attempts; `cached_tokens` what their ranks were known to have on the device.
-        reuse: the second as a share of the first: predicted prefix reuse.
-        overlap: blocks found, summed over all attempts.
-        max_over_mean: of the prompt tokens to compute, the busiest rank's over the mean of all ranks.
-        wait_ms: of requests that were held, how long until they were sent: mean, p50, p90, p99, max.
-        waits: the same by powers of two.
-        landed: share of prompt blocks that the index held where the request had been sent, when it ended: near 1
-            where the caches are those that these decisions make.
+        decisions: number of decisions about requests, of any type.
+        routed: attempts sent to workers, including further attempts.
+        sent: requests that were sent to a worker.
+        unsent: requests that were rejected or aborted before that.
+        held: requests that were held in the router's queue.
+        still_held: requests that were still held at the end. `sent`, `unsent` and `still_held` add up to all requests.
+        rejected: number of rejected requests, by reason.
+        aborted: number of aborted requests, by reason.
+        prompt_tokens: prompt tokens of all attempts.
+        cached_tokens: prompt tokens known to be in the device cache of the selected ranks.
+        reuse: predicted prefix reuse: `cached_tokens` divided by `prompt_tokens`.
+        overlap: overlap in blocks, summed over all attempts.
+        max_over_mean: prompt tokens to compute on the busiest rank, divided by the mean over all ranks.
+        wait_ms: queueing time of held requests until they were sent, in milliseconds: mean, p50, p90, p99, max.
+        waits: the same as a histogram with powers of two as bounds.
+        landed: share of prompt blocks that the index held on the selected rank when the request ended. Close to 1 if
+            the
+            caches are those that these decisions create.
     """
 
     decisions: int = 0
@@ -132,34 +150,55 @@ class Side(msgspec.Struct, kw_only=True):
     prompt_tokens: int = 0
     cached_tokens: int = 0
     reuse: float = 0.0
-    overlap: Tiers = msgspec.field(default_factory=Tiers)
+    overlap: TierBlocks = msgspec.field(default_factory=TierBlocks)
     max_over_mean: float = 0.0
     wait_ms: dict[str, float] = {}
-    waits: list[Waited] = []
+    waits: list[WaitBucket] = []
     landed: float | None = None
 
 
-class RankLoad(msgspec.Struct, kw_only=True):
-    """Attempts sent to a rank, and their prompt tokens: all, and those to compute."""
+class RankRouting(msgspec.Struct, kw_only=True):
+    """Attempts sent to one rank.
+
+    Attributes:
+        requests: number of attempts.
+        prompt_tokens: their prompt tokens.
+        computed_tokens: prompt tokens that were not cached.
+    """
 
     requests: int = 0
     prompt_tokens: int = 0
     computed_tokens: int = 0
 
 
-class Rank(msgspec.Struct, kw_only=True):
+class RankComparison(msgspec.Struct, kw_only=True):
     """One worker rank in both worlds."""
 
     worker_id: str
     rank: int
-    history: RankLoad
-    alternative: RankLoad
+    history: RankRouting
+    alternative: RankRouting
 
 
 class MovedRequest(msgspec.Struct, kw_only=True):
-    """A request that went to another rank, and the blocks of all tiers that each world knew its prompt would find.
+    """A request that went to another rank.
 
-    The ranks are who answers; blocks are found by who computes the prompt, which may be another.
+    The ranks are those that generate the response. The overlap is that of the rank that computes the prompt, which may
+    be a
+    different one.
+
+    Attributes:
+        request_id: ID of the request.
+        at_us: the owner's clock in microseconds.
+        prompt_tokens: length of the prompt.
+        blocks: number of full KV blocks of the prompt.
+        worker_id: worker in history.
+        rank: rank in history.
+        overlap: overlap in history, in blocks of all tiers.
+        other_worker_id: worker in the alternative.
+        other_rank: rank in the alternative.
+        other_overlap: overlap in the alternative.
+        by_choice: whether the alternative would also move the request when it decides on history's own state.
     """
 
     request_id: str
@@ -176,14 +215,23 @@ class MovedRequest(msgspec.Struct, kw_only=True):
 
     @property
     def gain(self) -> int:
-        """Blocks won, below zero if lost."""
+        """Additional overlap in blocks; negative if the alternative has less."""
         return self.other_overlap - self.overlap
 
 
 class Interval(msgspec.Struct, kw_only=True):
-    """One stretch of the recording, by the time at which a request was first decided on.
+    """One time interval of the recording. Requests count in the interval of their first decision.
 
-    `max_over_mean` are as in `Side`, over this interval alone; None where nobody had anything to compute.
+    Attributes:
+        after_s: start of the interval, in seconds since the start of the recording.
+        compared: compared requests.
+        moved: moved requests.
+        reuse: predicted prefix reuse in history; None if no prompt was routed.
+        other_reuse: the same in the alternative.
+        max_over_mean: as in `WorldSummary`, within this interval; None if no rank had tokens to compute.
+        other_max_over_mean: the same in the alternative.
+        held: requests held in history.
+        other_held: requests held in the alternative.
     """
 
     after_s: float
@@ -198,26 +246,28 @@ class Interval(msgspec.Struct, kw_only=True):
 
 
 class OverlapPair(msgspec.Struct, frozen=True, kw_only=True):
-    """How many compared requests found `history` blocks in history and `alternative` blocks in the alternative."""
+    """Number of compared requests with these overlaps, in blocks."""
 
     history: int
     alternative: int
     requests: int
 
 
-class Progress(msgspec.Struct, kw_only=True):
-    """What became of the workers' progress events that history took, in the alternative world.
+class ProgressOutcome(msgspec.Struct, kw_only=True):
+    """How the alternative world handled the progress events that history accepted.
 
     Attributes:
-        in_place: the request was on the same worker there.
-        moved: it was on another worker, and the event was taken as said by that one.
-        late: the request was sent later there, and the event came as much later.
-        void: it did not fit any more: the alternative had to begin the request again.
-        other_stage: it was of a stage that the request is not at there: where its prompt is computed is another.
-        gone: the alternative had refused the request, given it up, or ended it.
-        to_come: late ones that had not come when the recording ended.
-        unknown_end: requests that history refused or gave up and the alternative did not: no progress of theirs is
-            known, so that they are load there until their deadline.
+        in_place: the request was on the same worker.
+        moved: the request was on another worker, and the event was attributed to that worker.
+        late: the request was sent later than in history, and the event was delayed by the same time.
+        void: the event did not fit the request's state, because the alternative had to restart the request.
+        other_stage: the event belongs to a stage that the request does not pass, because its prompt is computed
+            elsewhere.
+        gone: the alternative had rejected, aborted or finished the request.
+        to_come: delayed events that were still due when the recording ended.
+        unknown_end: requests that history rejected or aborted and the alternative did not. Their progress is unknown,
+            so
+            they count as load until their deadline.
     """
 
     in_place: int = 0
@@ -230,29 +280,47 @@ class Progress(msgspec.Struct, kw_only=True):
     unknown_end: int = 0
 
 
-class Report(msgspec.Struct, kw_only=True):
-    """History and an alternative on one walk, open loop.
+class DiffReport(msgspec.Struct, kw_only=True):
+    """Open-loop comparison of history with an alternative.
 
     Attributes:
-        alternative: what is different, as it was asked for; `idle` are parts of it that change nothing.
-        undone: fields of it that are as they were configured, but that an operator had set otherwise: it wins.
-        notes: what these figures mean and where they stop being valid, for people.
-        start: the journal offset at which the walk began.
-        records: journal records followed, `events` the input events applied to each world.
-        span_s: from the first to the last clock reading.
-        requests: that came, or waited in the router at the start.
-        identical: whether both worlds decided the same all the way.
-        fork: where they did not for the first time; everything before is exact.
-        before_fork: share of history's decisions before it.
-        pairs: `overlap` request by request, in bins of `bin_blocks`.
-        most: the moved requests with the most blocks won or lost.
-        booked: changed fields that show in history's own state only in part: what they decide was booked by history.
-        stages_kept: whether the alternative changes which prompts are computed elsewhere, which does not show in
-            history's own state: each choice there keeps its stage.
-        queries: questions that were answered; `queries_otherwise` those that the alternative answers with another rank.
-        state: digests of both worlds at the end; they are equal when nothing differs, the configuration included.
-        unverified: as in a verification, what could not be verified, by name.
-        divergence: the first journal record that the events do not lead to, which ended the walk; None for none.
+        alternative: description of the changed configuration.
+        idle: requested changes that have no effect.
+        undone: requested fields that an operator had changed during the recording. The request takes precedence.
+        notes: what the results mean and when they stop being valid, in sentences.
+        start: journal offset at which the walk began.
+        records: number of journal records followed.
+        events: number of input events applied to each world.
+        span_s: seconds from the first to the last clock reading.
+        requests: requests that arrived, or waited in the router at the start.
+        identical: whether both worlds made the same decisions throughout.
+        fork: the first decision that differs. Everything before it is exact.
+        before_fork: share of history's decisions before the fork.
+        moved: requests that went to another rank.
+        overlap: change of the overlap.
+        history: totals of history.
+        other: totals of the alternative.
+        ranks: load of each rank in both worlds.
+        most: the moved requests with the largest change of overlap.
+        series: both worlds over time.
+        interval_s: length of an interval of `series`, in seconds.
+        pairs: overlap per request, in bins of `bin_blocks` blocks.
+        bin_blocks: width of these bins.
+        progress: how the alternative handled history's progress events.
+        booked: changed fields whose effect shows only in part in history's own state, because history booked the
+            request
+            under its own configuration.
+        stages_kept: whether the alternative changes the disaggregation policy. This does not show in history's own
+            state,
+            because each repeated decision keeps its stage.
+        queries: number of answered route queries.
+        queries_otherwise: route queries for which the alternative selects another rank.
+        state: state digest of history's world at the end.
+        other_state: state digest of the alternative's world. Equal to `state` if nothing differs, including
+            configuration.
+        unverified: unverifiable items by name, as in a verification.
+        divergence: the first journal record that does not follow from the events; it ended the walk. None if there is
+            none.
     """
 
     alternative: str = ""
@@ -267,17 +335,17 @@ class Report(msgspec.Struct, kw_only=True):
     identical: bool = True
     fork: Fork | None = None
     before_fork: float = 1.0
-    moved: Moved = msgspec.field(default_factory=Moved)
-    overlap: Overlap = msgspec.field(default_factory=Overlap)
-    history: Side = msgspec.field(default_factory=Side)
-    other: Side = msgspec.field(default_factory=Side)
-    ranks: list[Rank] = []
+    moved: MovedRequests = msgspec.field(default_factory=MovedRequests)
+    overlap: OverlapChange = msgspec.field(default_factory=OverlapChange)
+    history: WorldSummary = msgspec.field(default_factory=WorldSummary)
+    other: WorldSummary = msgspec.field(default_factory=WorldSummary)
+    ranks: list[RankComparison] = []
     most: list[MovedRequest] = []
     series: list[Interval] = []
     interval_s: float = 0.0
     pairs: list[OverlapPair] = []
     bin_blocks: int = 1
-    progress: Progress = msgspec.field(default_factory=Progress)
+    progress: ProgressOutcome = msgspec.field(default_factory=ProgressOutcome)
     booked: list[str] = []
     stages_kept: bool = False
     queries: int = 0
@@ -285,4 +353,4 @@ class Report(msgspec.Struct, kw_only=True):
     state: str = ""
     other_state: str = ""
     unverified: dict[str, int] = {}
-    divergence: Told | None = None
+    divergence: DivergenceReport | None = None

@@ -1,7 +1,7 @@
-"""The sums of a comparison: of each world, of each stretch of time, and of requests that both decided on.
+"""Totals of a comparison: per world, per time interval, and over requests that both worlds routed.
 
-Everything here is bounded by the fleet, by the resolution of a chart, or by the requests under way; only how long
-requests waited is kept one by one, eight bytes each.
+Memory is bounded by the fleet, the resolution of a chart and the active requests. Only queueing times are kept per
+request, eight bytes each.
 """
 
 from array import array
@@ -14,24 +14,24 @@ from forebay.events.decisions import CostTerms
 from forebay.replay.diff.report import (
     Interval,
     MovedRequest,
-    Overlap,
+    OverlapChange,
     OverlapPair,
-    Rank,
-    RankLoad,
-    Side,
-    Tiers,
-    Waited,
+    RankComparison,
+    RankRouting,
+    TierBlocks,
+    WaitBucket,
+    WorldSummary,
 )
 
-INTERVALS_MAX = 120  # points of a chart that can be told apart
+INTERVALS_MAX = 120  # points that a chart can resolve
 INTERVAL_FIRST_US = 10_000
 PAIRS_MAX = 2_048  # marks of a scatter plot
-MOST = 20  # moved requests that are shown
+MOST = 20  # moved requests in the report
 
 
 @dataclass(slots=True)
 class WorldTally:
-    """What one world did."""
+    """Running totals of one world."""
 
     decisions: int = 0
     routed: int = 0
@@ -46,28 +46,28 @@ class WorldTally:
     host: int = 0
     disk: int = 0
     waits_us: "array[int]" = field(default_factory=lambda: array("q"))
-    ranks: dict[HolderKey, RankLoad] = field(default_factory=dict)
+    ranks: dict[HolderKey, RankRouting] = field(default_factory=dict)
 
     def route(self, key: HolderKey, terms: CostTerms, prompt_tokens: int, cached_tokens: int) -> None:
-        """An attempt is sent to a rank."""
+        """Count an attempt that is sent to a rank."""
         self.routed += 1
         self.prompt_tokens += prompt_tokens
         self.cached_tokens += cached_tokens
         self.device += terms.device_overlap
         self.host += terms.host_overlap
         self.disk += terms.disk_overlap
-        load = self.ranks.setdefault(key, RankLoad())
+        load = self.ranks.setdefault(key, RankRouting())
         load.requests += 1
         load.prompt_tokens += prompt_tokens
         load.computed_tokens += prompt_tokens - cached_tokens
 
     def fetch(self) -> None:
-        """An attempt is sent to a rank that computes nothing of its prompt."""
+        """Count an attempt whose rank computes nothing of the prompt."""
         self.routed += 1
 
-    def side(self, keys: list[HolderKey], still_held: int, landed: float | None) -> Side:
-        """The figures, with the ranks of `keys` as all that there were."""
-        return Side(
+    def side(self, keys: list[HolderKey], still_held: int, landed: float | None) -> WorldSummary:
+        """Return the summary; `keys` are all ranks that existed."""
+        return WorldSummary(
             decisions=self.decisions,
             routed=self.routed,
             sent=self.sent,
@@ -79,7 +79,7 @@ class WorldTally:
             prompt_tokens=self.prompt_tokens,
             cached_tokens=self.cached_tokens,
             reuse=self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0,
-            overlap=Tiers(device=self.device, host=self.host, disk=self.disk),
+            overlap=TierBlocks(device=self.device, host=self.host, disk=self.disk),
             max_over_mean=max_over_mean([self.ranks[key].computed_tokens if key in self.ranks else 0 for key in keys])
             or 0.0,
             wait_ms=_distribution(self.waits_us),
@@ -108,7 +108,10 @@ class _Stretch:
 
 
 class Series:
-    """Sums by time; stretches double in length when there are too many. Worlds are 0, history, and 1."""
+    """Totals over time. World 0 is history, world 1 the alternative.
+
+    Intervals double in length when there are too many.
+    """
 
     def __init__(self, start_us: int) -> None:
         self.start_us = start_us
@@ -116,24 +119,24 @@ class Series:
         self._stretches: list[_Stretch] = []
 
     def compare(self, at_us: int, *, moved: bool) -> None:
-        """A request that was first decided on at `at_us` is compared."""
+        """Count a compared request, in the interval of its first decision."""
         stretch = self._at(at_us)
         stretch.compared += 1
         stretch.moved += moved
 
     def hold(self, world: int, at_us: int) -> None:
-        """A world holds a request."""
+        """Count a held request."""
         self._at(at_us).held[world] += 1
 
     def route(self, world: int, at_us: int, key: HolderKey, prompt_tokens: int, cached_tokens: int) -> None:
-        """A world sends an attempt to a rank."""
+        """Count an attempt that a world sends to a rank."""
         stretch = self._at(at_us)
         stretch.prompt_tokens[world] += prompt_tokens
         stretch.cached_tokens[world] += cached_tokens
         stretch.computed[world][key] += prompt_tokens - cached_tokens
 
     def intervals(self, keys: list[HolderKey]) -> list[Interval]:
-        """One for each stretch, with the ranks of `keys` as all that there were."""
+        """Return one entry per interval; `keys` are all ranks that existed."""
         return [
             Interval(
                 after_s=number * self.width_us / 1e6,
@@ -164,11 +167,11 @@ class Series:
 
 
 class PairTally:
-    """Compared requests: blocks found in both worlds, and those that moved with most of them won or lost."""
+    """Compared requests: their overlaps in both worlds, and the moved requests with the largest change."""
 
     def __init__(self) -> None:
-        self.won = Tiers()
-        self.lost = Tiers()
+        self.won = TierBlocks()
+        self.lost = TierBlocks()
         self.later = 0
         self.later_won = 0
         self.bin_blocks = 1
@@ -177,7 +180,7 @@ class PairTally:
         self._seen = 0
 
     def add(self, history: CostTerms, other: CostTerms, *, later: bool) -> None:
-        """A request that both worlds sent somewhere, the alternative `later`."""
+        """Count a request that both worlds routed. `later`: the alternative routed it later than history."""
         if later:
             self.later += 1
             self.later_won += max(0, blocks_of(other) - blocks_of(history))
@@ -194,7 +197,7 @@ class PairTally:
             self._pairs = wider
 
     def move(self, moved: MovedRequest) -> None:
-        """One of them that moved."""
+        """Add a moved request."""
         self._seen += 1
         ranked = (abs(moved.gain), -self._seen, moved)
         if len(self._most) < MOST:
@@ -202,12 +205,12 @@ class PairTally:
         else:
             heappushpop(self._most, ranked)
 
-    def overlap(self) -> Overlap:
-        """What was won and lost in all."""
-        return Overlap(won=self.won, lost=self.lost, later=self.later, later_won=self.later_won)
+    def overlap(self) -> OverlapChange:
+        """Return the total change of overlap."""
+        return OverlapChange(won=self.won, lost=self.lost, later=self.later, later_won=self.later_won)
 
     def pairs(self) -> list[OverlapPair]:
-        """How many requests there are of each kind, in bins of `bin_blocks`."""
+        """Return the number of requests per pair of overlaps, in bins of `bin_blocks`."""
         wide = self.bin_blocks
         return [
             OverlapPair(history=x * wide, alternative=y * wide, requests=count)
@@ -215,30 +218,30 @@ class PairTally:
         ]
 
     def most(self) -> list[MovedRequest]:
-        """Those that won or lost most, first of all; of equal ones the earlier."""
+        """Return the moved requests with the largest change of overlap, largest first, then in order of arrival."""
         return [moved for _, _, moved in sorted(self._most, key=lambda one: one[:2], reverse=True)]
 
 
-def ranks(keys: list[HolderKey], history: WorldTally, other: WorldTally) -> list[Rank]:
-    """The load of every rank in both worlds."""
+def ranks(keys: list[HolderKey], history: WorldTally, other: WorldTally) -> list[RankComparison]:
+    """Return the load of every rank in both worlds."""
     return [
-        Rank(
+        RankComparison(
             worker_id=worker_id,
             rank=rank,
-            history=history.ranks.get((worker_id, rank), RankLoad()),
-            alternative=other.ranks.get((worker_id, rank), RankLoad()),
+            history=history.ranks.get((worker_id, rank), RankRouting()),
+            alternative=other.ranks.get((worker_id, rank), RankRouting()),
         )
         for worker_id, rank in keys
     ]
 
 
 def blocks_of(terms: CostTerms) -> int:
-    """Leading blocks of a prompt that were known to be there, in any tier."""
+    """Return the overlap in all tiers, in blocks."""
     return terms.device_overlap + terms.host_overlap + terms.disk_overlap
 
 
 def max_over_mean(loads: list[int]) -> float | None:
-    """The highest over the mean; None when nobody has any."""
+    """Return the maximum divided by the mean; None if all loads are zero."""
     total = sum(loads)
     return max(loads) * len(loads) / total if total else None
 
@@ -248,7 +251,7 @@ def _share(part: int, whole: int) -> float | None:
 
 
 def _distribution(waits_us: "array[int]") -> dict[str, float]:
-    """In milliseconds; empty for none."""
+    """Return mean and percentiles in milliseconds; empty if there are no values."""
     if not waits_us:
         return {}
     ordered = sorted(waits_us)
@@ -258,6 +261,6 @@ def _distribution(waits_us: "array[int]") -> dict[str, float]:
     return {"mean": sum(ordered) / len(ordered) / 1e3, **found}
 
 
-def _bins(waits_us: "array[int]") -> list[Waited]:
+def _bins(waits_us: "array[int]") -> list[WaitBucket]:
     counts = Counter((-(-waited_us // 1_000) - 1).bit_length() if waited_us > 1_000 else 0 for waited_us in waits_us)
-    return [Waited(below_ms=1 << power, requests=count) for power, count in sorted(counts.items())]
+    return [WaitBucket(below_ms=1 << power, requests=count) for power, count in sorted(counts.items())]

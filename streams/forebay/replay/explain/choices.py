@@ -1,6 +1,6 @@
-"""A choice as it was made: every candidate with every term, and what kept the other ranks of the pool out.
+"""Explain one routing decision: every candidate with its cost terms, and why the other ranks of the pool were excluded.
 
-Looks at the world right before the choice is booked, and changes nothing.
+These functions read the world right before the decision is booked. They change nothing.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -22,7 +22,7 @@ from forebay.core.state.sessions import Binding
 from forebay.core.world import World
 from forebay.events.base import hex_digest
 from forebay.events.control import BusyThresholds, PoolConfigured
-from forebay.replay.explain.explanation import Absence, Candidate, LeftOut, Routing, Seen
+from forebay.replay.explain.explanation import CandidateCost, ExcludedRank, ExclusionReason, RankState, Routing
 from forebay.replay.explain.reasons import limiting_session, number, why
 
 COST_SETTINGS = (
@@ -40,16 +40,19 @@ COST_SETTINGS = (
     "use_kv_events",
     "temperature",
 )
-BY_LOAD_OR_TURN = frozenset({"round-robin", "random", "power-of-two", "least-loaded"})  # whatever it costs
+BY_LOAD_OR_TURN = frozenset({"round-robin", "random", "power-of-two", "least-loaded"})  # modes that ignore the cost
 
 
 def routing_of(world: World, pool: PoolConfigured, request: ActiveRequest, choice: Selection) -> Routing:
-    """All about a choice but where its record stands in the journal, for what, and when its request came."""
+    """Return the explanation of a routing decision.
+
+    The caller fills in the journal offset, the stage and the time since the submission.
+    """
     table, at, hints = choice.table, choice.at, request.hints
     costs = table.costs
-    around = _Around(world, pool, request.blocks)
+    rank_states = _RankStates(world, pool, request.blocks)
     chances = _chances(choice)
-    own = world.requests.get(request.request_id)  # what the stage `decode` changes is not the request's
+    own = world.requests.get(request.request_id)  # stage `decode` changes hints; these are not overrides
     override = hints.override if own is None else own.hints.override
     changed = () if override is None else override.__struct_fields__
     reason, text = why(world, pool, request, choice)
@@ -70,7 +73,7 @@ def routing_of(world: World, pool: PoolConfigured, request: ActiveRequest, choic
         ties=choice.ties,
         reason=reason,
         why=text,
-        candidates=tuple(_candidate(around, table, position, chances) for position in range(len(costs))),
+        candidates=tuple(_candidate(rank_states, table, position, chances) for position in range(len(costs))),
         left_out=left_out(world, pool, request, table.roster.positions),
         table_digest=hex_digest(table.digest()),
     )
@@ -78,9 +81,9 @@ def routing_of(world: World, pool: PoolConfigured, request: ActiveRequest, choic
 
 def left_out(
     world: World, pool: PoolConfigured, request: ActiveRequest, candidates: Collection[HolderKey]
-) -> tuple[LeftOut, ...]:
-    """Every rank of the pool that is not among the candidates, and why, in order."""
-    around = _Around(world, pool, request.blocks)
+) -> tuple[ExcludedRank, ...]:
+    """Return every rank of the pool that is not a candidate, with the reasons, in worker and rank order."""
+    rank_states = _RankStates(world, pool, request.blocks)
     ready = {candidate.key: candidate for candidate in world.roster(pool.pool).ranks}
     session = limiting_session(world, pool, request, candidates)
     busy = world.busy.get(pool.pool, pool.router.busy)
@@ -95,34 +98,36 @@ def left_out(
                 reasons = dict(_unmet(worker, rank, request))
                 last = {"prefill": request.prefiller_id, "decode": request.decoder_id}.get(pool.role)
                 if not reasons and (pool.role == "encode" or worker.spec.worker_id == last):
-                    reasons = {"had_it_last": "it had the request last, and there is another"}
+                    reasons = {"had_it_last": "it ran the previous attempt, and another worker is available"}
                 elif not reasons:
-                    reasons = _passed_over(ready[key], busy, session, hard=hard) or _full(pool, ready[key])
+                    reasons = _exclusion_by_policy(ready[key], busy, session, hard=hard) or _exclusion_by_capacity(
+                        pool, ready[key]
+                    )
                 text = "; ".join(reasons.values())
-                found.append(LeftOut(seen=around.seen(worker, rank), reasons=tuple(reasons), text=text))
+                found.append(ExcludedRank(seen=rank_states.seen(worker, rank), reasons=tuple(reasons), text=text))
     return tuple(found)
 
 
-class _Around:
-    """What the index and the load hold of each rank, as far as one prompt goes."""
+class _RankStates:
+    """Cache and load of each rank with respect to one prompt."""
 
     def __init__(self, world: World, pool: PoolConfigured, blocks: Sequence[int]) -> None:
         self._world = world
-        self._known = find_overlaps(world, pool, blocks)
-        self._said = world.index.overlaps(blocks) if pool.router.use_kv_events else {}
+        self._known_overlaps = find_overlaps(world, pool, blocks)
+        self._reported_overlaps = world.index.overlaps(blocks) if pool.router.use_kv_events else {}
 
-    def seen(self, worker: FleetWorker, rank: int) -> Seen:
+    def seen(self, worker: FleetWorker, rank: int) -> RankState:
         worker_id = worker.spec.worker_id
-        overlap = self._known.get((worker_id, rank), NO_OVERLAP)
+        overlap = self._known_overlaps.get((worker_id, rank), NO_OVERLAP)
         load = self._world.load.rank_load(worker_id, rank)
         index = self._world.index
-        return Seen(
+        return RankState(
             worker_id=worker_id,
             rank=rank,
             device_overlap=overlap.device,
             host_overlap=overlap.host,
             disk_overlap=overlap.disk,
-            assumed_overlap=overlap.device - self._said.get((worker_id, rank), NO_OVERLAP).device,
+            assumed_overlap=overlap.device - self._reported_overlaps.get((worker_id, rank), NO_OVERLAP).device,
             device_blocks=index.blocks_held(worker_id, rank, "device"),
             host_blocks=index.blocks_held(worker_id, rank, "host"),
             disk_blocks=index.blocks_held(worker_id, rank, "disk"),
@@ -132,10 +137,10 @@ class _Around:
         )
 
 
-def _candidate(around: _Around, table: CostTable, at: int, chances: Sequence[float] | None) -> Candidate:
+def _candidate(rank_states: _RankStates, table: CostTable, at: int, chances: Sequence[float] | None) -> CandidateCost:
     candidate, terms = table.roster.ranks[at], table.terms(at)
-    return Candidate(
-        seen=around.seen(candidate.worker, candidate.rank),
+    return CandidateCost(
+        seen=rank_states.seen(candidate.worker, candidate.rank),
         cost=terms.cost,
         prefill_blocks=terms.prefill_blocks,
         overlap_credit=terms.overlap_credit,
@@ -147,7 +152,7 @@ def _candidate(around: _Around, table: CostTable, at: int, chances: Sequence[flo
 
 
 def _chances(choice: Selection) -> list[float] | None:
-    """How likely each candidate was, where the choice was drawn by cost."""
+    """Return the selection probability of each candidate if the decision was sampled by cost, else None."""
     if choice.config.mode != "kv" or not choice.config.temperature:
         return None
     weights = softmax_weights(choice.table.costs, choice.config.temperature)
@@ -156,7 +161,7 @@ def _chances(choice: Selection) -> list[float] | None:
 
 
 def _settings(world: World, pool: PoolConfigured, request: ActiveRequest, choice: Selection) -> dict[str, Any]:
-    """What the choice went by."""
+    """Return the settings that this decision used."""
     config = choice.config
     found: dict[str, Any] = {}
     if config.mode not in BY_LOAD_OR_TURN:
@@ -180,62 +185,62 @@ def _settings(world: World, pool: PoolConfigured, request: ActiveRequest, choice
     return found
 
 
-def _unmet(worker: FleetWorker, rank: int, request: ActiveRequest) -> Iterator[tuple[Absence, str]]:
-    """What a rank lacks to take a request at all; as `forebay.core.routing.eligibility.eligible` asks for it."""
+def _unmet(worker: FleetWorker, rank: int, request: ActiveRequest) -> Iterator[tuple[ExclusionReason, str]]:
+    """Yield the requirements that a rank does not meet, as `core.routing.eligibility.filter_eligible` checks them."""
     spec, hints = worker.spec, request.hints
     if worker.phase is WorkerPhase.SUSPECT:
-        yield "suspect", "its worker missed a renewal of its lease"
+        yield "suspect", "its worker did not renew its lease in time"
     elif worker.phase is WorkerPhase.DRAINING:
-        yield "draining", "its worker finishes what it has, and takes nothing new"
+        yield "draining", "its worker is draining: it accepts no new requests"
     if hints.worker_id and (spec.worker_id != hints.worker_id or hints.rank not in (None, rank)):
         wanted = hints.worker_id if hints.rank is None else f"rank {hints.rank} of {hints.worker_id}"
-        yield "not_pinned", f"the request names {wanted}"
+        yield "not_pinned", f"the request is pinned to {wanted}"
     if hints.allowed_workers and spec.worker_id not in hints.allowed_workers:
-        yield "not_allowed", "it is not among the allowed workers"
+        yield "not_allowed", "it is not in the request's allowed workers"
     missing = [taint for taint in hints.required_taints if taint not in spec.taints]
     if missing:
-        yield "missing_taint", f"it lacks {', '.join(missing)}"
+        yield "missing_taint", f"it lacks the required taints {', '.join(missing)}"
     if request.lora_name and request.lora_name not in spec.loras:
-        yield "missing_adapter", f"it has not the adapter {request.lora_name}"
+        yield "missing_adapter", f"it has not loaded the LoRA adapter {request.lora_name}"
 
 
-def _passed_over(
+def _exclusion_by_policy(
     candidate: CandidateRank, busy: BusyThresholds, session: Binding | None, *, hard: bool
-) -> dict[Absence, str]:
-    """Why a rank that may take a request was not asked; as `forebay.core.routing.router.find_candidates` goes on."""
+) -> dict[ExclusionReason, str]:
+    """Return why an eligible rank was excluded, as `forebay.core.routing.router.find_candidates` decides."""
     elsewhere = session is not None and candidate.key != (session.worker_id, session.rank)
     if is_busy(candidate, busy) and not (elsewhere and hard):
         return {"busy": f"it is busy: {', '.join(_exceeded(candidate, busy))}"}
     if session is not None and elsewhere:
-        return {"other_session": f"the session is on {session.worker_id}, rank {session.rank}"}
+        return {"other_session": f"the session is bound to {session.worker_id}, rank {session.rank}"}
     return {}
 
 
-def _full(pool: PoolConfigured, candidate: CandidateRank) -> dict[Absence, str]:
-    """Why a rank has no room for another request; as `forebay.core.routing.capacity.with_room` looks at it."""
+def _exclusion_by_capacity(pool: PoolConfigured, candidate: CandidateRank) -> dict[ExclusionReason, str]:
+    """Return why a rank is full, as `forebay.core.routing.capacity.ranks_with_room` checks it."""
     run_ahead = pool.router.queue.run_ahead
     if run_ahead is None:
         return {}
     ((most, waiting),) = Roster([candidate]).limits(run_ahead)
     load = candidate.load
     if load.active_requests >= most:
-        return {"full": f"it is full: {load.active_requests} requests are there, and {most} may be"}
+        return {"full": f"it is full: {load.active_requests} active requests, maximum {most}"}
     if load.waiting > waiting:
-        return {"full": f"it is full: {load.waiting} requests wait in its engine, more than {waiting}"}
+        return {"full": f"it is full: {load.waiting} requests wait in its engine, maximum {waiting}"}
     return {}
 
 
 def _exceeded(candidate: CandidateRank, busy: BusyThresholds) -> Iterator[str]:
-    """The thresholds that a rank is above, with the numbers; as `is_busy` looks at them."""
+    """Yield each threshold that a rank exceeds, with the values, as `is_busy` checks them."""
     spec, load = candidate.worker.spec, candidate.load
     share = busy.active_decode_blocks_threshold
     if share is not None:
         used = max(load.decode_blocks, 0 if load.reported is None else load.reported.kv_blocks_used)
         limit = share * spec.kv_blocks_total
         if used > limit:
-            yield f"{number(used)} decode blocks are more than {number(limit)}"
+            yield f"{number(used)} decode blocks, limit {number(limit)}"
     tokens, multiple = busy.active_prefill_tokens_threshold, busy.active_prefill_tokens_threshold_frac
     limits = (tokens, None if multiple is None else multiple * spec.max_num_batched_tokens)
     for most in limits:
         if most is not None and load.prefill_tokens > most:
-            yield f"{number(load.prefill_tokens)} tokens to prefill are more than {number(most)}"
+            yield f"{number(load.prefill_tokens)} tokens to prefill, limit {number(most)}"

@@ -1,4 +1,4 @@
-"""Input events in a few words, for people who look for what made a decision."""
+"""Descriptions of input events in one short line each, for reports."""
 
 from typing import assert_never
 
@@ -48,10 +48,15 @@ from forebay.events.requests import RequestCancelled, RequestSubmitted, RouteQue
 UNDECODED = "undecodable"
 
 
-class EventTold(msgspec.Struct, kw_only=True):
-    """One input event: where it stands, what it is, and the clock reading at which it was applied, if it is known.
+class EventSummary(msgspec.Struct, kw_only=True):
+    """One input event of a report.
 
-    Time that passed with nothing to apply has no offset.
+    Attributes:
+        topic: topic of the event.
+        offset: offset of the event; None for a clock tick, which is not on a topic.
+        type: wire tag of the event.
+        text: description in one line.
+        now_us: the owner's clock when the event was applied, in microseconds; None if unknown.
     """
 
     topic: str
@@ -61,16 +66,16 @@ class EventTold(msgspec.Struct, kw_only=True):
     now_us: int | None = None
 
 
-def tag_of(event: InputEvent | None) -> str:
-    """The wire tag of an event; `UNDECODED` for a record that was none."""
+def event_tag(event: InputEvent | None) -> str:
+    """Return the wire tag of an event, or `UNDECODED` for a record that did not decode."""
     return UNDECODED if event is None else str(type(event).__struct_config__.tag)
 
 
-def text_of(event: InputEvent | None) -> str:
-    """What an event says, in a few words."""
+def describe_event(event: InputEvent | None) -> str:
+    """Return a one-line description of an event."""
     match event:
         case None:
-            return "a record that did not decode: it did nothing"
+            return "a record that did not decode and had no effect"
         case BlocksStored():
             after = "a new sequence" if event.parent_hash is None else f"after {event.parent_hash:016x}"
             where = f"{event.worker_id}/{event.rank}"
@@ -79,11 +84,11 @@ def text_of(event: InputEvent | None) -> str:
             where = f"{event.worker_id}/{event.rank}"
             return f"{where} removes {_blocks(event.sequence_hashes)} from {event.tier} (seq {event.seq})"
         case CacheCleared():
-            return f"{event.worker_id}/{event.rank} has an empty cache (seq {event.seq})"
+            return f"{event.worker_id}/{event.rank} cleared its cache (seq {event.seq})"
         case RequestSubmitted():
             return f"{event.request_id}: {event.prompt_tokens} tokens, {_blocks(event.sequence_hashes)}"
         case RouteQueried():
-            return f"{event.request_id}: a question, {event.prompt_tokens} tokens, {_blocks(event.sequence_hashes)}"
+            return f"{event.request_id}: route query, {event.prompt_tokens} tokens, {_blocks(event.sequence_hashes)}"
         case RequestCancelled():
             return f"{event.request_id}: {event.reason}"
         case ProgressEvent():
@@ -95,7 +100,7 @@ def text_of(event: InputEvent | None) -> str:
             return f"{event.spec.worker_id} joins {event.spec.pool}, slot {event.slot}, {event.spec.dp_size} ranks"
         case WorkerSuspect() | WorkerRecovered() | WorkerDraining() | WorkerLost():
             reason = f": {event.reason}" if event.reason else ""
-            return f"{event.worker_id} of epoch {event.worker_epoch}{reason}"
+            return f"{event.worker_id}, epoch {event.worker_epoch}{reason}"
         case IngressJoined():
             return f"the ingress {event.ingress_id} joins as {event.incarnation}"
         case IngressLost():
@@ -105,15 +110,15 @@ def text_of(event: InputEvent | None) -> str:
         case PoolConfigured():
             return f"the pool {event.pool} of {event.model} routes by {_router(event.router)}"
         case BusyThresholdsSet():
-            return f"when workers of {event.model} are busy"
+            return f"busy thresholds of {event.model}"
         case DisaggregationSet():
-            return f"which prompts of {event.model} are computed remotely: {_disagg(event.disagg)}"
+            return f"disaggregation of {event.model}: {_disagg(event.disagg)}"
         case WorkerCommanded():
             pool = f" in the pool {event.pool}" if event.pool else ""
             whom = ", ".join(event.worker_ids) or f"every worker of {event.model}"
-            return f"{event.command_id}: {_command(event.command)}, told to {whom}{pool}"
+            return f"{event.command_id}: {_command(event.command)}, sent to {whom}{pool}"
         case CommandDone():
-            return f"{event.command_id}: {event.worker_id} did {event.action}"
+            return f"{event.command_id}: {event.worker_id} executed {event.action}"
         case CommandRefused():
             return f"{event.command_id}: {event.worker_id} refused {event.action} ({event.error})"
         case EngineFailed():
@@ -135,14 +140,14 @@ def _progress(event: RequestProgress) -> str:
         case EncodeFinished():
             return f"images and videos encoded as {' x '.join(map(str, event.encoded.shape))} {event.encoded.dtype}"
         case EncodeFailed():
-            return f"images and videos not encoded ({event.error})"
+            return f"encoding images and videos failed ({event.error})"
         case TransferFailed():
-            return f"embeddings or KV not fetched ({event.error})"
+            return f"fetching embeddings or KV failed ({event.error})"
         case PrefillFinished():
             kept = event.prefilled
-            return f"prompt computed, {kept.tokens:,} tokens kept for {kept.lease_us / 1e6:g} s"
+            return f"prefill finished, KV of {kept.tokens:,} tokens kept for {kept.lease_us / 1e6:g} s"
         case PrefillFailed():
-            return f"prompt not computed ({event.error})"
+            return f"prefill failed ({event.error})"
 
 
 def _command(command: Command) -> str:
@@ -150,7 +155,7 @@ def _command(command: Command) -> str:
 
 
 def _router(config: RouterConfig) -> str:
-    """The mode, and what is not as it is by default."""
+    """Return the routing mode and every setting that is not at its default."""
     return ", ".join([config.mode, *_changed(config, RouterConfig(), "mode")])
 
 
@@ -158,9 +163,9 @@ def _disagg(config: DisaggConfig) -> str:
     return ", ".join([config.policy, *_changed(config, DisaggConfig(), "policy")])
 
 
-def _changed(config: msgspec.Struct, usual: msgspec.Struct, said: str) -> list[str]:
-    names = [name for name in config.__struct_fields__ if getattr(config, name) != getattr(usual, name)]
-    return [f"{name} {getattr(config, name)}" for name in names if name != said]
+def _changed(config: msgspec.Struct, defaults: msgspec.Struct, skipped: str) -> list[str]:
+    names = [name for name in config.__struct_fields__ if getattr(config, name) != getattr(defaults, name)]
+    return [f"{name} {getattr(config, name)}" for name in names if name != skipped]
 
 
 def _blocks(packed: bytes) -> str:

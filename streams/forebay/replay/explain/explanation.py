@@ -1,8 +1,8 @@
-"""What `forebay.replay.explain.explain` tells of one request, as plain data that JSON can hold.
+"""The result of `forebay.replay.explain.explain` as plain data that JSON can hold.
 
-Clocks (`now_us`) are the owner's, in microseconds, as recorded; `after_us` counts from where the request's life begins.
-What is only known by the clocks of those who said it (`at_us`) is named `wall`. Costs and overlaps are in KV blocks.
-Times by the owner's clock are None where the journal does not say when, because it does not go so far yet.
+Clock readings (`now_us`) are in microseconds on the owner's clock, as recorded. `after_us` counts from the submission.
+Fields named `wall` use the wall clocks of the ingress or worker that wrote the event (`at_us`). Costs and overlaps are
+in KV blocks. A time on the owner's clock is None if no owner has applied the event yet.
 """
 
 from typing import Any, Literal
@@ -11,26 +11,26 @@ import msgspec
 
 from forebay.core.ttft_parts import Part
 from forebay.events.decisions import PrefillPlace
-from forebay.replay.verify.divergence import Told as Divergent
+from forebay.replay.verify.divergence import DivergenceReport
 
 Kind = Literal["request", "query"]
 State = Literal[
-    "submitted",  # and not applied by an owner yet
+    "submitted",  # not applied by an owner yet
     "queued",
     "encode",
     "remote_prefill",
     "transfer",
     "prefill",
     "decode",
-    "waiting",  # for another worker, or the next stage
+    "waiting",  # for another worker or the next stage
     "finished",
     "failed",
     "rejected",
     "aborted",
-    "answered",  # of a query
-    "unknown",  # the journal diverges
+    "answered",  # a query
+    "unknown",  # after a divergence
 ]
-Reason = Literal[
+SelectionReason = Literal[
     "only_candidate",
     "lowest_cost",
     "tie_computed_tokens",
@@ -44,7 +44,7 @@ Reason = Literal[
     "session",
     "policy",
 ]
-Absence = Literal[
+ExclusionReason = Literal[
     "suspect",
     "draining",
     "not_pinned",
@@ -54,31 +54,31 @@ Absence = Literal[
     "busy",
     "full",
     "other_session",
-    "had_it_last",  # of an encode or prefill worker
+    "had_it_last",  # an encode or prefill worker of the previous attempt
 ]
 
 
-class Told(msgspec.Struct, frozen=True, kw_only=True):
-    """A part of an explanation."""
+class ExplanationPart(msgspec.Struct, frozen=True, kw_only=True):
+    """Base class of the parts of an explanation."""
 
 
-class Submission(Told, frozen=True, kw_only=True):
-    """What was asked for.
+class Submission(ExplanationPart, frozen=True, kw_only=True):
+    """The request as it was submitted.
 
     Attributes:
-        offset: of the event in the topic `requests`.
-        now_us: when the owner applied it; None when that is before the log's oldest state, or yet to come.
-        wall_us: when its ingress wrote it; 0 where it did not say.
-        model: that was asked for.
-        lora_name: the adapter, empty for none.
-        prompt_tokens: the length of the prompt.
-        full_blocks: KV blocks that the prompt fills, which is what can be cached.
-        max_tokens: the longest answer; None for a query, and where the log no longer holds the submission.
-        timeout_us: from `now_us` on; None for a query, and where the log no longer holds the submission.
-        due_us: its deadline by the owner's clock.
-        tie_seed: 64 bits as 16 hex digits, which decide between equals.
-        hints: the routing hints that it gave, as in `RoutingHints`, without those that ask for nothing.
-        anonymised: whether the recording left its tokens out.
+        offset: offset of the event in topic `requests`.
+        now_us: when the owner applied the event. None if the log no longer holds that part, or no owner applied it yet.
+        wall_us: when the ingress wrote the event. 0 if the ingress did not record a time.
+        model: name of the requested model.
+        lora_name: name of the requested LoRA adapter; empty for the base model.
+        prompt_tokens: length of the prompt in tokens.
+        full_blocks: number of KV blocks that the prompt fills completely. Only full blocks can be cached.
+        max_tokens: maximum output tokens. None for a query, and if the log no longer holds the event.
+        timeout_us: time limit, counted from `now_us`. None for a query, and if the log no longer holds the event.
+        due_us: deadline on the owner's clock.
+        tie_seed: the 64-bit seed that breaks ties, as 16 hex digits.
+        hints: the routing hints of the request, as in `RoutingHints`, without fields at their default.
+        anonymised: whether the recording omits the prompt's tokens.
     """
 
     offset: int
@@ -96,23 +96,24 @@ class Submission(Told, frozen=True, kw_only=True):
     anonymised: bool
 
 
-class Waiting(Told, frozen=True, kw_only=True):
-    """It was held in the router's queue.
+class QueueWait(ExplanationPart, frozen=True, kw_only=True):
+    """The reason why a request was held in the router's queue.
 
     Attributes:
-        offset: of the `RequestHeld` in the journal.
-        now_us: when it was held.
-        pool: whose queue it is in.
-        queue_class: its class there.
-        ahead: requests of that class before it.
-        uncached_tokens: prompt tokens that even the rank with the most of them cached has to compute.
-        threshold: requests wait while every rank that may take them has more than so many engine steps to prefill; None
-            if the ranks were full.
-        least: the rank that was nearest to taking it.
-        least_prefill_tokens: what that rank had to prefill.
-        least_limit_tokens: above so many it takes no more.
-        suspects: The suspect workers that it waits for, if no other worker may take it; then the last four are empty.
-        least_requests: the requests that rank had.
+        offset: offset of `RequestHeld` in the journal.
+        now_us: when the request was held, on the owner's clock.
+        pool: name of the pool that owns the queue.
+        queue_class: the request's class in that queue.
+        ahead: number of requests ahead of it in the class.
+        uncached_tokens: prompt tokens to compute on the rank that has most of the prompt cached.
+        threshold: configured limit, in engine steps of prefill. Requests wait while every eligible rank is above it.
+            None if the ranks were full instead.
+        least: the rank with the least load, as `worker/rank`.
+        least_prefill_tokens: prompt tokens to prefill on that rank.
+        least_limit_tokens: the limit of that rank, in tokens.
+        suspects: the suspect workers that the request waits for, if no other worker is eligible. The `least` fields are
+            then empty.
+        least_requests: number of active requests on that rank.
     """
 
     offset: int
@@ -129,22 +130,22 @@ class Waiting(Told, frozen=True, kw_only=True):
     least_requests: int = 0
 
 
-class Seen(Told, frozen=True, kw_only=True):
-    """What the index and the load held of one worker rank when a choice was made.
+class RankState(ExplanationPart, frozen=True, kw_only=True):
+    """Cache and load of one worker rank at the moment of a routing decision.
 
     Attributes:
-        worker_id: of the worker.
-        rank: of its engine.
-        device_overlap: leading blocks of this prompt on its device, then in its host memory, then on its disk.
-        host_overlap: of the blocks after those.
-        disk_overlap: of the blocks after those.
-        assumed_overlap: of `device_overlap`, blocks that no KV event said: they were routed there.
-        device_blocks: blocks cached in all, by tier, as KV events said.
-        host_blocks: in host memory.
-        disk_blocks: on disk.
-        kv_blocks_total: KV blocks of the rank's device.
-        waiting_tokens: prompt tokens that were routed there and wait for their first token.
-        computed_tokens: prompt tokens that it was sent to compute so far.
+        worker_id: ID of the worker.
+        rank: data-parallel rank of the worker's engine.
+        device_overlap: leading blocks of the prompt in device memory.
+        host_overlap: further leading blocks in host memory.
+        disk_overlap: further leading blocks on disk.
+        assumed_overlap: the part of `device_overlap` that no KV event confirmed. It follows from earlier routing.
+        device_blocks: blocks in device memory in total, according to KV events.
+        host_blocks: blocks in host memory in total.
+        disk_blocks: blocks on disk in total.
+        kv_blocks_total: capacity of the rank's device memory in KV blocks.
+        waiting_tokens: prompt tokens that were routed to the rank and wait for their first output token.
+        computed_tokens: prompt tokens that the rank was sent to compute so far.
     """
 
     worker_id: str
@@ -161,21 +162,21 @@ class Seen(Told, frozen=True, kw_only=True):
     computed_tokens: int
 
 
-class Candidate(Told, frozen=True, kw_only=True):
-    """A worker rank that could have taken the request, and its cost, as in `forebay.core.routing.cost`.
+class CandidateCost(ExplanationPart, frozen=True, kw_only=True):
+    """A candidate (worker rank that could take the request) and its cost, as in `forebay.core.routing.cost`.
 
     Attributes:
-        seen: what was known of it.
-        cost: what decided, where the mode goes by cost.
-        prefill_blocks: to prefill there with this prompt, cached or not.
-        overlap_credit: taken from those for what is cached.
-        decode_blocks: of requests under way there, and what this prompt would add.
-        active_requests: under way there.
-        taint_factor: of preferred taints, by which the cost is multiplied.
-        probability: of being chosen, where the choice was drawn by cost; else None.
+        seen: cache and load of the rank.
+        cost: total cost; it decides in modes that select by cost.
+        prefill_blocks: blocks to prefill on the rank, including this prompt, cached or not.
+        overlap_credit: blocks subtracted for cached parts of the prompt.
+        decode_blocks: blocks of active requests, plus the blocks that this prompt would add.
+        active_requests: number of active requests on the rank.
+        taint_factor: factor from preferred taints, by which the cost is multiplied.
+        probability: probability of selection if the mode samples by cost, else None.
     """
 
-    seen: Seen
+    seen: RankState
     cost: float
     prefill_blocks: float
     overlap_credit: float
@@ -185,40 +186,46 @@ class Candidate(Told, frozen=True, kw_only=True):
     probability: float | None
 
 
-class LeftOut(Told, frozen=True, kw_only=True):
-    """A worker rank of the pool that was no candidate, and all that kept it from being one."""
+class ExcludedRank(ExplanationPart, frozen=True, kw_only=True):
+    """A worker rank of the pool that was not a candidate.
 
-    seen: Seen
-    reasons: tuple[Absence, ...]
+    Attributes:
+        seen: cache and load of the rank.
+        reasons: every reason for the exclusion.
+        text: the same reasons as a sentence.
+    """
+
+    seen: RankState
+    reasons: tuple[ExclusionReason, ...]
     text: str
 
 
-class Routing(Told, frozen=True, kw_only=True):
-    """One choice: derived again from the events, and equal to the recorded one, its whole cost table included.
+class Routing(ExplanationPart, frozen=True, kw_only=True):
+    """One routing decision. It was derived again from the events and equals the recorded one, including the cost table.
 
     Attributes:
-        offset: of the decision in the journal.
-        now_us: when it was made.
-        after_us: since the submission.
-        attempt: 1 for the first; 0 for a query.
-        waited_us: in the router's queue.
-        pool: that the model is served by.
-        block_size: tokens of a KV block there.
-        mode: how the pool chooses.
-        config: the settings that this mode goes by, by their names in `RouterConfig`.
-        overridden: which of them the request changed.
-        winner: position in `candidates`.
-        runner_up: the cheapest of the others, by position; None where there is no other.
-        ties: how many had the lowest cost, where cost decided.
-        reason: what decided, in a word.
-        why: the same in a sentence.
-        candidates: in order of worker and rank.
+        offset: offset of the decision in the journal.
+        now_us: when the decision was made, on the owner's clock.
+        after_us: microseconds since the submission.
+        attempt: number of the attempt, starting at 1; 0 for a query.
+        waited_us: time in the router's queue, in microseconds.
+        pool: name of the pool that serves the model.
+        block_size: tokens per KV block in this pool.
+        mode: the pool's routing mode.
+        config: the settings that this mode uses, by their names in `RouterConfig`.
+        overridden: names of the settings that the request overrode.
+        winner: index of the selected worker rank in `candidates`.
+        runner_up: index of the cheapest other candidate; None if there is no other.
+        ties: number of candidates with the lowest cost, if the cost decided.
+        reason: the rule that decided, as an identifier.
+        why: the same as a sentence.
+        candidates: all candidates, sorted by worker and rank.
         left_out: the other ranks of the pool.
-        table_digest: over every term of every candidate, equal to the recorded one.
-        would_wait: of a query, whether such a request would be held.
-        stage: `encode` where its images and videos alone went, `prefill` where its prompt alone did, `decode` where its
-            KV was to be fetched and it was to be answered; `aggregated` where all of it went.
-        prefill: who computes its prompt, and why, of a decode pool's requests.
+        table_digest: digest over every term of every candidate. It equals the recorded digest.
+        would_wait: for a query: whether such a request would be held in the queue.
+        stage: part of the request that was routed. `encode`: only its images and videos. `prefill`: only its prompt.
+            `decode`: fetching its KV and generating the response. `aggregated`: the whole request.
+        prefill: where the prompt is computed, and why. None unless the pool is a decode pool.
     """
 
     offset: int
@@ -234,31 +241,31 @@ class Routing(Told, frozen=True, kw_only=True):
     winner: int
     runner_up: int | None
     ties: int
-    reason: Reason
+    reason: SelectionReason
     why: str
-    candidates: tuple[Candidate, ...]
-    left_out: tuple[LeftOut, ...]
+    candidates: tuple[CandidateCost, ...]
+    left_out: tuple[ExcludedRank, ...]
     table_digest: str
     would_wait: bool = False
     stage: str = "aggregated"
     prefill: PrefillPlace | None = None
 
 
-class FirstToken(Told, frozen=True, kw_only=True):
-    """The first token of an attempt.
+class FirstTokenTiming(ExplanationPart, frozen=True, kw_only=True):
+    """The first token of an attempt and the time until it.
 
     Attributes:
-        attempt: whose it is.
-        worker_id: who said it.
-        ttft_us: since the submission, by the owner's clock.
-        wall_ttft_us: the same by the clocks of worker and ingress; None where one of them did not say.
-        cached_tokens: prompt tokens that the engine did not compute: they were in its cache, or it fetched them.
-        predicted_tokens: those that the router thought to be on its device; None where they were to be fetched.
-        transferred_bytes: of KV, from a prefill worker; 0 where the engine does not say.
-        transfer_us: how long that took.
-        parts_us: what the time to it is made of, by part (`forebay.core.ttft_parts`); they add up to `ttft_us`, and
-            those of no length are left out. Where it is None, the last one ends by the worker's clock. None where the
-            log does not hold the beginning.
+        attempt: number of the attempt.
+        worker_id: the worker that emitted the token.
+        ttft_us: time since the submission on the owner's clock.
+        wall_ttft_us: the same on the clocks of worker and ingress. None if either did not record a time.
+        cached_tokens: prompt tokens that the engine did not compute, because they were in its cache or were fetched.
+        predicted_tokens: prompt tokens that the router expected in the device cache. None if the KV was to be fetched.
+        transferred_bytes: bytes of KV fetched from a prefill worker. 0 if the engine does not report them.
+        transfer_us: duration of that transfer in microseconds.
+        parts_us: time per part (`forebay.core.ttft_parts`) in microseconds. Parts add up to `ttft_us`; parts of zero
+            length are omitted. If `ttft_us` is None, the last part ends on the worker's clock. None if the log does not
+            hold the beginning of the request.
     """
 
     attempt: int
@@ -272,18 +279,18 @@ class FirstToken(Told, frozen=True, kw_only=True):
     parts_us: dict[Part, int] | None = None
 
 
-class Ending(Told, frozen=True, kw_only=True):
-    """How it ended.
+class Ending(ExplanationPart, frozen=True, kw_only=True):
+    """The outcome of a request.
 
     Attributes:
         state: `finished`, `failed`, `rejected`, `aborted` or `answered`.
-        reason: of a finish, refusal or abort; empty for others.
-        text: what its client was told, or the engine's error.
-        attempt: the last.
-        output_tokens: of the answer, as the engine said; None where it did not.
-        duration_us: since the submission, by the owner's clock.
-        wall_duration_us: the same by the clocks of worker and ingress.
-        left_out: of a refusal, what kept each worker rank of the pool from taking it.
+        reason: reason of a finish, rejection or abort; empty otherwise.
+        text: the message sent to the client, or the engine's error.
+        attempt: number of the last attempt.
+        output_tokens: number of output tokens that the engine reported; None if it reported none.
+        duration_us: time since the submission on the owner's clock.
+        wall_duration_us: the same on the clocks of worker and ingress.
+        left_out: for a rejection: why each worker rank of the pool was not eligible.
     """
 
     state: State
@@ -293,20 +300,20 @@ class Ending(Told, frozen=True, kw_only=True):
     output_tokens: int | None
     duration_us: int | None
     wall_duration_us: int | None
-    left_out: tuple[LeftOut, ...] = ()
+    left_out: tuple[ExcludedRank, ...] = ()
 
 
-class Moment(Told, frozen=True, kw_only=True):
-    """One line of its life.
+class TimelineEntry(ExplanationPart, frozen=True, kw_only=True):
+    """One entry in the timeline of a request.
 
     Attributes:
-        what: in a word, such as `routed` or `worker_lost`.
-        text: in a sentence.
-        now_us: when the owner applied or decided it.
-        after_us: since the submission.
-        topic: where it is recorded.
-        offset: there.
-        counted: whether it had any effect.
+        what: identifier of the entry, such as `routed` or `worker_lost`.
+        text: the same as a sentence.
+        now_us: when the owner applied the event or made the decision.
+        after_us: microseconds since the submission.
+        topic: topic of the record.
+        offset: offset of the record.
+        counted: whether the event had any effect.
     """
 
     what: str
@@ -318,25 +325,25 @@ class Moment(Told, frozen=True, kw_only=True):
     counted: bool = True
 
 
-class Explanation(Told, frozen=True, kw_only=True):
-    """One request's life.
+class Explanation(ExplanationPart, frozen=True, kw_only=True):
+    """Timeline, routing decisions and outcome of one request.
 
     Attributes:
-        request_id: whose it is.
-        kind: a `request`, or a `query` of where one would go.
-        state: where it is, or how it ended.
-        earlier_uses: of the same id before this one; None when nobody looked.
-        derived_from: the journal offset from which on all was derived again.
-        derived_to: the first one that was not.
-        submitted: what was asked for; None where the log does not say.
-        held: in the router's queue; None when it was not.
-        routings: each choice made for it.
-        first_token: of the last attempt that had one.
-        output_tokens: of the answer so far, as far as anybody said.
-        ending: how it ended; None while it goes on.
-        timeline: everything in order.
-        unverified: what the derivation passed over, counted by a name of `forebay.replay.verify.verify.UNVERIFIED`.
-        divergence: the first record that the events do not lead to; nothing that came after it is told here.
+        request_id: ID of the request.
+        kind: `request`, or `query` for a dry-run route query.
+        state: the current state, or the outcome.
+        earlier_uses: number of earlier requests with the same ID. None if they were not searched for.
+        derived_from: journal offset at which the derivation began.
+        derived_to: journal offset at which it ended, exclusive.
+        submitted: the submission; None if the log does not hold it.
+        held: the wait in the router's queue; None if the request was not held.
+        routings: every routing decision for the request, in order.
+        first_token: first token of the last attempt that produced one.
+        output_tokens: output tokens reported so far.
+        ending: the outcome; None while the request is active.
+        timeline: all entries in order.
+        unverified: records that the derivation skipped, counted by a name of `forebay.replay.verify.verify.UNVERIFIED`.
+        divergence: the first record that does not follow from the events. The explanation ends there.
     """
 
     request_id: str
@@ -346,11 +353,11 @@ class Explanation(Told, frozen=True, kw_only=True):
     derived_from: int
     derived_to: int
     submitted: Submission | None
-    held: Waiting | None
+    held: QueueWait | None
     routings: tuple[Routing, ...]
-    first_token: FirstToken | None
+    first_token: FirstTokenTiming | None
     output_tokens: int | None
     ending: Ending | None
-    timeline: tuple[Moment, ...]
+    timeline: tuple[TimelineEntry, ...]
     unverified: dict[str, int] = {}
-    divergence: Divergent | None = None
+    divergence: DivergenceReport | None = None

@@ -1,7 +1,7 @@
-"""Where in a journal a request is: looked for in the bytes of its records, backwards, with nothing derived.
+"""Find a request in a journal by searching the bytes of its records backwards, without deriving anything.
 
-Ids may be used again once they are forgotten. A use begins with the record that first decides on a submission; a
-refused duplicate is no use of its own, but belongs to the one before it.
+An ID may be used again once the owner has forgotten it. A use begins with the first decision about a submission. A
+rejected duplicate is not a use of its own; it belongs to the previous use.
 """
 
 from collections.abc import Callable
@@ -30,29 +30,33 @@ from forebay.transport.history.reader import (
     recorded_view,
 )
 
-NEAR_MAX = 5  # ids that begin like the one that is not there, shown to whoever mistyped it
+NEAR_MAX = 5  # IDs with the same prefix to suggest, in case of a typo
 
-OfRequest = RequestRouted | RequestHeld | RequestRejected | RequestAborted | KvReleased | RouteAnswered
+RequestRecord = RequestRouted | RequestHeld | RequestRejected | RequestAborted | KvReleased | RouteAnswered
 OnProgress = Callable[[int, int], None]
 
 
 class UnknownRequest(Exception):
-    """No record is about the request; `near` are ids that begin like it, the newest first."""
+    """Raised if no record is about the request.
+
+    Attributes:
+        near: existing IDs with the same prefix, newest first.
+    """
 
     def __init__(self, request_id: str, near: tuple[str, ...]) -> None:
-        hint = f"; there is {', '.join(near)}" if near else ""
-        super().__init__(f"there is no request {request_id}{hint}")
+        hint = f"; similar IDs: {', '.join(near)}" if near else ""
+        super().__init__(f"no request {request_id} in this log{hint}")
         self.near = near
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """The last use of a request id.
+class RequestLocation:
+    """Journal location of the last use of a request ID.
 
     Attributes:
-        first: journal offset of a record of the use; nothing of it is before, but maybe that it was held.
-        last: journal offset of the newest record about the id.
-        earlier: how many uses are before this one; None when nobody looked.
+        first: journal offset of a record of this use. Only a `RequestHeld` of the same use may come earlier.
+        last: journal offset of the newest record about the ID.
+        earlier: number of earlier uses; None if they were not searched for.
     """
 
     first: int
@@ -62,17 +66,17 @@ class Found:
 
 @dataclass(slots=True)
 class _Scan:
-    """What a walk backwards has seen of one id, newest first."""
+    """State of a backward search for one ID. `seen` is newest first."""
 
     request_id: str
-    seen: list[tuple[int, OfRequest]] = field(default_factory=list)
+    seen: list[tuple[int, RequestRecord]] = field(default_factory=list)
     near: dict[str, None] = field(default_factory=dict)
 
-    def take(self, offset: int, record: JournalRecord | None) -> None:
+    def add(self, offset: int, record: JournalRecord | None) -> None:
         if isinstance(record, OwnerClaimed):
-            # What an earlier owner wrote after this claim is void.
+            # Records that an earlier owner wrote after this claim are stale.
             self.seen = [one for one in self.seen if one[1].owner_epoch >= offset]
-        elif isinstance(record, OfRequest):
+        elif isinstance(record, RequestRecord):
             if record.request_id == self.request_id:
                 self.seen.append((offset, record))
             elif record.request_id.startswith(self.request_id) and len(self.near) < NEAR_MAX:
@@ -81,11 +85,19 @@ class _Scan:
 
 async def find(
     log: Log, partition: int, request_id: str, *, thorough: bool, progress: OnProgress | None = None
-) -> Found:
-    """The last use of an id in the journal.
+) -> RequestLocation:
+    """Find the last use of an ID in the journal.
 
-    A thorough search goes on to the journal's beginning, for the uses before; `progress` is called with the records
-    searched and their total. Raises UnknownRequest when no record of the journal is about the id, LogError.
+    Args:
+        log: the log to read.
+        partition: control partition of the group.
+        request_id: ID to look for.
+        thorough: whether to search back to the journal's beginning and count earlier uses.
+        progress: called with the number of records searched and their total.
+
+    Raises:
+        UnknownRequest: no record of the journal is about the ID.
+        LogError: the log is damaged.
     """
     begin = await log.begin(DECISIONS.name, partition)
     end = total = await log.end(DECISIONS.name, partition)
@@ -96,21 +108,21 @@ async def find(
         records = [record async for record in journal_records(log, partition, start, end)]
         for record in reversed(records):
             if any(needle in record.value for needle in wanted):
-                scan.take(record.offset, decode_journal(record))
+                scan.add(record.offset, decode_journal(record))
         end = start
         if progress is not None:
             progress(total - end, total - begin)
-        if not thorough and any(_may_open(record) for _, record in scan.seen):
+        if not thorough and any(_may_start_use(record) for _, record in scan.seen):
             break
     if not scan.seen:
         raise UnknownRequest(request_id, tuple(scan.near))
     return _last_use(scan.seen, thorough=thorough)
 
 
-async def submitted_lately(
+async def find_unapplied_submission(
     log: Log, partition: int, request_id: str
 ) -> tuple[int, RequestSubmitted | RouteQueried] | None:
-    """A submission of this id that no owner applied yet, as far as the journal says, with its offset."""
+    """Return a submission of this ID that the journal has not consumed yet, with its offset, or None."""
     position = (await recorded_view(log, partition)).get(REQUESTS.name, 0)
     end = await log.end(REQUESTS.name, partition)
     needle = request_id.encode()
@@ -127,8 +139,13 @@ async def submitted_lately(
     return None
 
 
-def opens(record: OfRequest, *, held: bool) -> bool:
-    """Whether a use of an id begins with this record; `held`: it waits in the router's queue."""
+def starts_use(record: RequestRecord, *, held: bool) -> bool:
+    """Return whether a use of an ID begins with this record.
+
+    Args:
+        record: a decision about the ID.
+        held: whether the request waits in the router's queue at this point.
+    """
     match record:
         case RequestHeld() | RouteAnswered():
             return True
@@ -140,21 +157,21 @@ def opens(record: OfRequest, *, held: bool) -> bool:
             return False
 
 
-def _may_open(record: OfRequest) -> bool:
-    return opens(record, held=False)
+def _may_start_use(record: RequestRecord) -> bool:
+    return starts_use(record, held=False)
 
 
-def _last_use(seen: list[tuple[int, OfRequest]], *, thorough: bool) -> Found:
-    """`seen` is newest first."""
+def _last_use(seen: list[tuple[int, RequestRecord]], *, thorough: bool) -> RequestLocation:
+    """Return the last use among `seen`, which is newest first."""
     first, uses, held = seen[-1][0], 0, False
     for offset, record in reversed(seen):
-        if opens(record, held=held):
+        if starts_use(record, held=held):
             first, uses = offset, uses + 1
         if not (isinstance(record, RequestRejected) and record.reason == "duplicate_id"):
             held = isinstance(record, RequestHeld)
-    return Found(first, seen[0][0], max(0, uses - 1) if thorough else None)
+    return RequestLocation(first, seen[0][0], max(0, uses - 1) if thorough else None)
 
 
 def _in_json(request_id: str) -> bytes:
-    """How an id that begins so stands in a journal record."""
+    """Return the bytes with which a journal record contains an ID with this prefix."""
     return b'"request_id":' + msgspec.json.encode(request_id)[:-1]

@@ -1,4 +1,4 @@
-"""Why a choice fell as it did, in a word and in a sentence that a person understands."""
+"""Explain in one sentence why a candidate was selected."""
 
 from collections.abc import Collection, Iterator
 
@@ -13,17 +13,20 @@ from forebay.core.state.roster import session_roster
 from forebay.core.state.sessions import Binding
 from forebay.core.world import World
 from forebay.events.control import PoolConfigured, RouterConfig
-from forebay.replay.explain.explanation import Reason
+from forebay.replay.explain.explanation import SelectionReason
 
 
-def why(world: World, pool: PoolConfigured, request: ActiveRequest, choice: Selection) -> tuple[Reason, str]:
-    """What decided between the candidates; call it before the choice is booked."""
+def why(world: World, pool: PoolConfigured, request: ActiveRequest, choice: Selection) -> tuple[SelectionReason, str]:
+    """Return what decided between the candidates: an identifier and a sentence.
+
+    Call this function before the decision is booked, because it reads the world's current state.
+    """
     table, at = choice.table, choice.at
     count = len(table.costs)
     hints = request.hints
     if count == 1:
         return _only(world, pool, request, choice)
-    among = f"of the {count} ranks of {hints.worker_id}, which the request names, " if hints.worker_id else ""
+    among = f"among the {count} ranks of {hints.worker_id}, to which the request is pinned: " if hints.worker_id else ""
     match choice.config.mode:
         case "kv" if choice.config.temperature:
             reason, text = _drawn(choice)
@@ -31,14 +34,17 @@ def why(world: World, pool: PoolConfigured, request: ActiveRequest, choice: Sele
             reason, text = _tie(request, choice)
         case "direct" if table.costs.count(table.costs[at]) > 1:
             tied = table.costs.count(table.costs[at])
-            reason, text = "tie_seed", f"{tied} have the lowest cost; the request's tie seed picked this one"
+            reason, text = (
+                "tie_seed",
+                f"{tied} candidates have the lowest cost; the request's tie seed selected this one",
+            )
         case "kv" | "direct":
             reason, text = "lowest_cost", _lowest(choice)
         case "round-robin":
             turn = world.turns.get(pool.pool, 0)
-            reason, text = "round_robin", f"its turn: {turn:,} requests were routed before, and {count} take turns"
+            reason, text = "round_robin", f"its turn: request number {turn + 1:,} of the pool, over {count} candidates"
         case "random":
-            reason, text = "random", f"drawn by the request's tie seed, each of {count} being as likely"
+            reason, text = "random", f"drawn by the request's tie seed from {count} equally likely candidates"
         case "power-of-two":
             reason, text = "power_of_two", _of_two(request, choice)
         case "least-loaded":
@@ -51,7 +57,7 @@ def why(world: World, pool: PoolConfigured, request: ActiveRequest, choice: Sele
 def limiting_session(
     world: World, pool: PoolConfigured, request: ActiveRequest, candidates: Collection[HolderKey]
 ) -> Binding | None:
-    """Return the session binding that left exactly one of several ranks, as `router.find` applies it, or None."""
+    """Return the session binding that excluded all ranks but one, as `router.find_candidates` applies it, or None."""
     hints = request.hints
     if not hints.session_id or not pool.router.session_ttl_s or hints.worker_id:
         return None
@@ -66,27 +72,27 @@ def limiting_session(
 
 
 def name_of(table: CostTable, at: int) -> str:
-    """A candidate, by its worker alone where no worker of the table has another rank."""
+    """Return a candidate's name: its worker, followed by its rank if any worker in the table has several ranks."""
     candidate = table.roster.ranks[at]
     worker_id = candidate.worker.spec.worker_id
     return f"{worker_id}/{candidate.rank}" if any(other.rank for other in table.roster.ranks) else worker_id
 
 
 def number(value: float) -> str:
-    """A count, or blocks to two digits; small ones to two that are not zero."""
+    """Format a count or a number of blocks with up to two decimals, or two significant digits if it is below 0.01."""
     if value and abs(value) < 0.01:
         return f"{value:.2g}"
     return f"{value:,.2f}".rstrip("0").rstrip(".")
 
 
-def _only(world: World, pool: PoolConfigured, request: ActiveRequest, choice: Selection) -> tuple[Reason, str]:
+def _only(world: World, pool: PoolConfigured, request: ActiveRequest, choice: Selection) -> tuple[SelectionReason, str]:
     table, hints = choice.table, request.hints
     if hints.worker_id:
-        return "pinned", "the request names it"
+        return "pinned", "the request is pinned to it"
     session = limiting_session(world, pool, request, table.roster.positions)
     if session is not None:
-        return "session", f"its session {hints.session_id} is there ({pool.router.session_mode})"
-    return "only_candidate", "the only one that could take it"
+        return "session", f"the session {hints.session_id} is bound to it ({pool.router.session_mode} affinity)"
+    return "only_candidate", "it was the only candidate"
 
 
 def _lowest(choice: Selection) -> str:
@@ -95,13 +101,13 @@ def _lowest(choice: Selection) -> str:
     other = min((one for one in range(len(costs)) if one != at), key=lambda one: (costs[one], one))
     theirs = name_of(table, other)
     less = costs[other] - costs[at]
-    text = f"the lowest cost of {len(costs)}: {number(costs[at])}, {number(less)} less than {theirs}"
+    text = f"lowest cost of {len(costs)} candidates: {number(costs[at])}, {number(less)} less than {theirs}"
     details = "; ".join(_differences(choice.config, table, at, other))
     return f"{text} ({details})" if details else text
 
 
 def _differences(config: RouterConfig, table: CostTable, at: int, other: int) -> Iterator[str]:
-    """The parts of two costs that differ, the largest difference first."""
+    """Yield the cost terms in which two candidates differ, the largest difference first."""
     if config.selection_policy == "lmetric":
         left = [max(table.prefill_blocks[one] - table.credit_blocks[one], 0.0) for one in (at, other)]
         yield (
@@ -117,11 +123,11 @@ def _differences(config: RouterConfig, table: CostTable, at: int, other: int) ->
     if table.overlap(at) != table.overlap(other):
         yield f"{_cached(table, at, 'blocks of the prompt are cached ')}, {_cached(table, other)}"
     if table.taint_factors is not None and table.taint_factors[at] != table.taint_factors[other]:
-        yield f"multiplied by {table.taint_factors[at]:.3f} for its taints, against {table.taint_factors[other]:.3f}"
+        yield f"taint factor {table.taint_factors[at]:.3f}, against {table.taint_factors[other]:.3f}"
 
 
 def _cached(table: CostTable, at: int, what: str = "") -> str:
-    """Blocks of the prompt on a candidate; those behind them in its host memory and on its disk are worth less."""
+    """Return the cached blocks of the prompt on a candidate, with host memory and disk listed separately."""
     overlap = table.overlap(at)
     lower = ((overlap.host, "in its host memory"), (overlap.disk, "on its disk"))
     more = "".join(f" and {count} {where}" for count, where in lower if count)
@@ -129,7 +135,7 @@ def _cached(table: CostTable, at: int, what: str = "") -> str:
 
 
 def _parts(config: RouterConfig, table: CostTable, at: int) -> dict[str, float]:
-    """What a cost is the sum of, as `forebay.core.routing.cost` adds it up."""
+    """Return the summands of a cost, as `forebay.core.routing.cost` adds them."""
     factor = 1.0 if table.taint_factors is None else table.taint_factors[at]
     credit, decode = table.credit_blocks[at], table.decode_blocks[at]
     if config.track_prefill_tokens or not config.overlap_score_credit:
@@ -138,36 +144,36 @@ def _parts(config: RouterConfig, table: CostTable, at: int) -> dict[str, float]:
     else:
         parts = {"of decode blocks that are not cached": factor * max(decode - credit, 0.0)}
     if config.decode_active_request_weight:
-        parts["for requests under way"] = factor * config.decode_active_request_weight * table.active_requests[at]
+        parts["for active requests"] = factor * config.decode_active_request_weight * table.active_requests[at]
     return parts
 
 
-def _tie(request: ActiveRequest, choice: Selection) -> tuple[Reason, str]:
+def _tie(request: ActiveRequest, choice: Selection) -> tuple[SelectionReason, str]:
     table, at = choice.table, choice.at
     costs = table.costs
     tied = [one for one, cost in enumerate(costs) if cost == costs[at]]
     computed = [table.roster.loads[one].computed_tokens for one in tied]
     mine = table.roster.loads[at].computed_tokens
-    text = f"{len(tied)} of {len(costs)} have the lowest cost, {number(costs[at])}"
+    text = f"{len(tied)} of {len(costs)} candidates have the lowest cost, {number(costs[at])}"
     equal = computed.count(mine)
     if equal == 1:
         others = min(one for one in computed if one != mine)
         least = "this one was sent the fewest tokens to compute so far"
         return "tie_computed_tokens", f"{text}; {least}: {number(mine)}, the next {number(others)}"
-    seed = "the request's tie seed picked this one"
+    seed = "the request's tie seed selected this one"
     if equal == len(tied):
-        so_far = ", and were sent equally many tokens to compute so far" if mine else ""  # decode workers mostly none
+        so_far = ", and were sent the same number of tokens to compute" if mine else ""  # 0 for most decode workers
         return "tie_seed", f"{text}{so_far}; {seed}"
     return "tie_seed", f"{text}; {equal} of them were sent the fewest tokens to compute, and {seed}"
 
 
-def _drawn(choice: Selection) -> tuple[Reason, str]:
+def _drawn(choice: Selection) -> tuple[SelectionReason, str]:
     table, at, temperature = choice.table, choice.at, choice.config.temperature
     weights = softmax_weights(table.costs, temperature)
     cheaper = sum(cost < table.costs[at] for cost in table.costs)
-    rank = "has the lowest cost" if not cheaper else f"costs more than {cheaper} of {len(table.costs)}"
+    rank = "has the lowest cost" if not cheaper else f"costs more than {cheaper} of {len(table.costs)} candidates"
     chance = 100.0 * weights[at] / sum(weights)
-    return "drawn", f"drawn at temperature {temperature:g}, with a chance of {chance:.1f} %; it {rank}"
+    return "drawn", f"drawn at temperature {temperature:g} with probability {chance:.1f} %; it {rank}"
 
 
 def _of_two(request: ActiveRequest, choice: Selection) -> str:
@@ -175,10 +181,10 @@ def _of_two(request: ActiveRequest, choice: Selection) -> str:
     first, second = draw_two(request.tie_seed, len(table.costs))
     counts = table.active_requests
     drew = f"the request's tie seed drew {name_of(table, first)} and {name_of(table, second)}"
-    under_way = f"{counts[first]} and {counts[second]} requests under way"
+    active = f"{counts[first]} and {counts[second]} active requests"
     if counts[first] == counts[second]:
-        return f"{drew}, with {under_way}: the first of equals"
-    return f"{drew}, with {under_way}: the fewer"
+        return f"{drew}, with {active}: equal, so the first"
+    return f"{drew}, with {active}: the smaller number"
 
 
 def _least_loaded(request: ActiveRequest, choice: Selection) -> str:
@@ -186,8 +192,8 @@ def _least_loaded(request: ActiveRequest, choice: Selection) -> str:
     least = counts[choice.at]
     tied = counts.count(least)
     if tied == 1:
-        return f"the fewest requests under way: {least}"
-    return f"{tied} have the fewest requests under way, {least}; the request's tie seed picked this one"
+        return f"fewest active requests: {least}"
+    return f"{tied} candidates have the fewest active requests, {least}; the request's tie seed selected this one"
 
 
 def _policy(mode: str, choice: Selection) -> str:
@@ -195,8 +201,8 @@ def _policy(mode: str, choice: Selection) -> str:
     costs = table.costs
     best = costs.index(min(costs))
     cheaper = sum(cost < costs[at] for cost in costs)
-    text = f"the policy {mode} chose it"
+    text = f"the policy {mode} selected it"
     if not cheaper:
         return f"{text}, which also has the lowest cost, {number(costs[at])}"
     lowest = f"{number(costs[best])} of {name_of(table, best)}"
-    return f"{text}, though {cheaper} cost less: {number(costs[at])} against {lowest}"
+    return f"{text}, although {cheaper} of {len(costs)} candidates cost less: {number(costs[at])} against {lowest}"

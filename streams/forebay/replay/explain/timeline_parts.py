@@ -1,4 +1,4 @@
-"""The parts that a life is told in: structs made from events and the world, and sentences for them."""
+"""Parts of a timeline: structs made from events and the world, and their texts."""
 
 import msgspec
 
@@ -15,17 +15,19 @@ from forebay.events.fleet import WorkerDraining, WorkerFact, WorkerRecovered, Wo
 from forebay.events.progress import PrefillFinished
 from forebay.events.requests import RequestSubmitted, RouteQueried
 from forebay.replay.explain.choices import left_out
-from forebay.replay.explain.explanation import FirstToken, LeftOut, Routing, Submission, Waiting
+from forebay.replay.explain.explanation import ExcludedRank, FirstTokenTiming, QueueWait, Routing, Submission
 
-KEPT_OUT = frozenset({"busy", "no_workers", "no_eligible_worker", "unknown_worker"})  # refusals by who may take it
+ELIGIBILITY_REJECTIONS = frozenset(
+    {"busy", "no_workers", "no_eligible_worker", "unknown_worker"}
+)  # rejections because no worker rank is eligible
 
-SENT = {"encode": "sent to be encoded", "prefill": "sent to be prefilled", "decode": "sent to be decoded"}
+SENT = {"encode": "encode sent", "prefill": "prefill sent", "decode": "decode sent"}
 
-Asked = RequestSubmitted | RouteQueried
+SubmissionEvent = RequestSubmitted | RouteQueried
 
 
-def as_submission(event: Asked, offset: int, now_us: int | None) -> Submission:
-    """What was asked for, by its event; `now_us` is None while no owner applied it."""
+def submission_of_event(event: SubmissionEvent, offset: int, now_us: int | None) -> Submission:
+    """Return the submission that an event describes; `now_us` is None if no owner has applied the event yet."""
     timeout_us = event.timeout_us if isinstance(event, RequestSubmitted) else None
     return Submission(
         offset=offset,
@@ -44,8 +46,8 @@ def as_submission(event: Asked, offset: int, now_us: int | None) -> Submission:
     )
 
 
-def of_request(request: ActiveRequest, model: str) -> Submission:
-    """What was asked for, as far as a state remembers it."""
+def submission_of_state(request: ActiveRequest, model: str) -> Submission:
+    """Return the submission of an active request, as far as the state holds it."""
     return Submission(
         offset=request.offset,
         now_us=None,
@@ -63,11 +65,11 @@ def of_request(request: ActiveRequest, model: str) -> Submission:
     )
 
 
-def waiting_of(world: World, offset: int, now_us: int, record: RequestHeld) -> Waiting:
-    """Why a request waits; call it while it does."""
+def queue_wait_of(world: World, offset: int, now_us: int, record: RequestHeld) -> QueueWait:
+    """Return why a request waits. Call this function while the request is in the queue."""
     request = world.requests.get(record.request_id)
     pool = world.pools[record.pool]
-    assert request is not None, "who is held is under way"
+    assert request is not None, "a held request is active"
     try:
         placement = find_options(world, pool, request)
     except Ineligible as ineligible:
@@ -83,7 +85,7 @@ def waiting_of(world: World, offset: int, now_us: int, record: RequestHeld) -> W
     else:
         threshold = None
         least = min(among.ranks, key=lambda candidate: candidate.load.active_requests)
-    return Waiting(
+    return QueueWait(
         offset=offset,
         now_us=now_us,
         pool=record.pool,
@@ -98,9 +100,9 @@ def waiting_of(world: World, offset: int, now_us: int, record: RequestHeld) -> W
     )
 
 
-def _waiting_for_suspects(suspects: Roster, offset: int, now_us: int, record: RequestHeld) -> Waiting:
-    """Explain a request that only suspect workers may take."""
-    return Waiting(
+def _waiting_for_suspects(suspects: Roster, offset: int, now_us: int, record: RequestHeld) -> QueueWait:
+    """Return the wait of a request for which only suspect workers are eligible."""
+    return QueueWait(
         offset=offset,
         now_us=now_us,
         pool=record.pool,
@@ -115,10 +117,10 @@ def _waiting_for_suspects(suspects: Roster, offset: int, now_us: int, record: Re
     )
 
 
-def kept_out(world: World, event: Asked | None, reason: RejectReason) -> tuple[LeftOut, ...]:
-    """What kept each rank of the pool from taking a request that was just refused."""
+def excluded_ranks(world: World, event: SubmissionEvent | None, reason: RejectReason) -> tuple[ExcludedRank, ...]:
+    """Return why each rank of the pool could not take a request that was just rejected."""
     pool = None if event is None else world.pool_of(event.model)
-    if event is None or pool is None or reason not in KEPT_OUT:
+    if event is None or pool is None or reason not in ELIGIBILITY_REJECTIONS:
         return ()
     if isinstance(event, RequestSubmitted):
         request = request_from_event(event, pool.pool, 0, world.now_us)
@@ -128,31 +130,32 @@ def kept_out(world: World, event: Asked | None, reason: RejectReason) -> tuple[L
         find_candidates(world, pool, request)
     except Ineligible:
         return left_out(world, pool, request, ())
-    # Somebody could answer it, and nobody compute its prompt.
+    # A decode worker is eligible, so the prefill pools caused the rejection.
     others = (one for _, one in sorted(world.pools.items()) if one.model == pool.model and one.role == "prefill")
     return tuple(rank for one in others for rank in left_out(world, one, as_prefill_request(request, one.pool), ()))
 
 
-def held_text(held: Waiting) -> str:
-    """That it waits, and what for."""
+def held_text(held: QueueWait) -> str:
+    """Return a sentence that says where the request waits, and why."""
     if held.suspects:
-        text = f"held in the queue of class {held.queue_class}, behind {held.ahead}: only suspect workers may take it"
+        text = f"held in queue class {held.queue_class}, {held.ahead} requests ahead: only suspect workers are eligible"
         return f"{text}: {', '.join(held.suspects)}"
     if held.threshold is None:
-        load = f"is full, with {held.least_requests:,} requests"
+        load = f"is full with {held.least_requests:,} active requests"
     else:
-        load = f"has {held.least_prefill_tokens:,} tokens to prefill, more than {held.least_limit_tokens:,.0f}"
-    text = f"held in the queue of class {held.queue_class}, behind {held.ahead}: even {held.least} {load}"
-    return f"{text}; {held.uncached_tokens:,} tokens of the prompt are cached nowhere"
+        load = f"has {held.least_prefill_tokens:,} tokens to prefill, limit {held.least_limit_tokens:,.0f}"
+    text = f"held in queue class {held.queue_class}, {held.ahead} requests ahead"
+    text = f"{text}: {held.least}, the least loaded rank, {load}"
+    return f"{text}; {held.uncached_tokens:,} prompt tokens are not cached on any rank"
 
 
 def routed_text(routing: Routing) -> str:
-    """Where it goes, and why."""
+    """Return a sentence that names the selected rank and the reason."""
     seen = routing.candidates[routing.winner].seen
     where = f"{seen.worker_id}/{seen.rank}" if any(one.seen.rank for one in routing.candidates) else seen.worker_id
     place = "" if routing.prefill is None else f"; {place_text(routing.prefill)}"
     if not routing.attempt:
-        would = "it would be held first, and then go to" if routing.would_wait else "it would go to"
+        would = "would be held, then routed to" if routing.would_wait else "would be routed to"
         return f"{would} {where}: {routing.why}{place}"
     again = f"attempt {routing.attempt}, " if routing.attempt > 1 else ""
     sent = SENT.get(routing.stage, "routed")
@@ -161,68 +164,69 @@ def routed_text(routing: Routing) -> str:
 
 
 def place_text(place: PrefillPlace) -> str:
-    """Who computes the prompt, and why."""
+    """Return a sentence that says where the prompt is computed, and why."""
     tokens, requests = place.uncached_tokens or 0, place.prefill_waiting
-    uncached = "1 token of it is not cached" if tokens == 1 else f"{tokens:,} tokens of it are not cached"
+    uncached = "1 token is not cached" if tokens == 1 else f"{tokens:,} tokens are not cached"
     wait = "1 request waits" if requests == 1 else f"{requests or 0:,} requests wait"
-    waiting = "" if requests is None else f", {wait} at prefill workers"
+    waiting = "" if requests is None else f"; {wait} at prefill workers"
     why = {
-        "always": "as every prompt is",
-        "never": "as no prompt is computed remotely",
-        "long_prompt": f"{uncached} where it would be answered, which is too many{waiting}",
-        "short_prompt": f"only {uncached}" if tokens else "all of it is cached",
-        "uncached_prompt": f"{uncached} where it would be answered, which is too large a share of it",
-        "prefill_idle": "the prefill worker that gets it is not busy",
+        "always": "the pool computes every prompt remotely",
+        "never": "the pool computes no prompt remotely",
+        "long_prompt": f"{uncached} on the decode worker, which is above the limit{waiting}",
+        "short_prompt": f"only {uncached}" if tokens else "the whole prompt is cached",
+        "uncached_prompt": f"{uncached} on the decode worker, a share above the limit",
+        "prefill_idle": "the selected prefill worker is not busy",
         "prefill_busy": f"prefill workers are busy{waiting}",
-        "decode_busy": "the decode worker that would get it is busy",
-        "no_prefill_worker": "no prefill worker may take it",
-        "failed": "what was tried before failed, and this attempt depends on nobody else",
-        "begun": "its answer has begun, and only goes on",
+        "decode_busy": "the selected decode worker is busy",
+        "no_prefill_worker": "no prefill worker is eligible",
+        "failed": "the previous attempt failed, so this one does not depend on another worker",
+        "begun": "the response has already begun and only continues",
     }[place.reason]
-    return f"its prompt is computed {'remotely' if place.remote else 'where it is answered'}: {why}"
+    return f"prompt computed {'by a prefill worker' if place.remote else 'on the decode worker'}: {why}"
 
 
 def prefilled_text(event: PrefillFinished) -> str:
-    """What a prefill worker computed and keeps."""
+    """Return a sentence about the KV that a prefill worker computed and keeps."""
     kept = event.prefilled
-    lies = f", {kept.bytes:,} bytes" if kept.bytes else ""
+    size = f", {kept.bytes:,} bytes" if kept.bytes else ""
     cached = f", {kept.cached_tokens:,} of them from its cache" if kept.cached_tokens else ""
-    held = f"it keeps their KV{lies} for {kept.lease_us / 1e6:g} s"
-    return f"its prompt is computed by {event.worker_id}: {kept.tokens:,} tokens{cached}; {held}"
+    lease = f"it keeps their KV{size} for {kept.lease_us / 1e6:g} s"
+    return f"{event.worker_id} computed its prompt: {kept.tokens:,} tokens{cached}; {lease}"
 
 
 def released_text(record: KvReleased) -> str:
-    """Who gives back what it kept of the prompt, and why."""
+    """Return a sentence that says which worker releases the KV of a prompt, and why."""
     why = {
-        "worker_lost": "the worker that was to fetch it is lost",
+        "worker_lost": "the worker that should fetch it is lost",
         "not_fetched": "it could not be fetched",
-        "not_needed": "its answer had begun, and went on without it",
+        "not_needed": "the response had begun and continued without it",
         "request_ended": "the request ended without it",
-        "lease_over": "nobody could be sent for it in time",
-        "foreign_descriptor": "what was told of it is of another worker, epoch or model",
+        "lease_over": "no worker could fetch it before the lease expired",
+        "foreign_descriptor": "its descriptor names another worker, epoch or model",
     }[record.reason]
-    return f"{record.holder.worker_id} gives back the KV of attempt {record.attempt}: {why}"
+    return f"{record.holder.worker_id} releases the KV of attempt {record.attempt}: {why}"
 
 
-def first_token_text(first: FirstToken, prompt_tokens: int | None) -> str:
-    """What the engine had cached or fetched, against what was expected."""
+def first_token_text(first: FirstTokenTiming, prompt_tokens: int | None) -> str:
+    """Return a sentence that compares the cached or fetched tokens with the router's expectation."""
     of_prompt = "" if prompt_tokens is None else f" of {prompt_tokens:,}"
     if first.transferred_bytes:
         fetched = f"{first.transferred_bytes:,} bytes of KV fetched in {first.transfer_us / 1e3:,.1f} ms"
-        return f"first token from {first.worker_id}: {first.cached_tokens:,}{of_prompt} not computed here, {fetched}"
+        tokens = f"{first.cached_tokens:,}{of_prompt} prompt tokens not computed here"
+        return f"first token from {first.worker_id}: {tokens}, {fetched}"
     expected = "" if first.predicted_tokens is None else f", the router expected {first.predicted_tokens:,}"
     return f"first token from {first.worker_id}: {first.cached_tokens:,}{of_prompt} prompt tokens were cached{expected}"
 
 
 def worker_text(event: WorkerFact) -> tuple[str, str]:
-    """What happened to its worker, in a word and in a sentence."""
+    """Return what happened to the request's worker, as an identifier and as a sentence."""
     because = f" ({event.reason})" if event.reason else ""
     match event:
         case WorkerSuspect():
-            return "worker_suspect", f"its worker {event.worker_id} is suspect{because}: it gets nothing new"
+            return "worker_suspect", f"its worker {event.worker_id} is suspect{because}: it gets no new requests"
         case WorkerRecovered():
-            return "worker_recovered", f"its worker {event.worker_id} is back{because}"
+            return "worker_recovered", f"its worker {event.worker_id} has recovered{because}"
         case WorkerDraining():
-            return "worker_draining", f"its worker {event.worker_id} is draining{because}: it gets nothing new"
+            return "worker_draining", f"its worker {event.worker_id} is draining{because}: it gets no new requests"
         case _:
             return "worker_lost", f"its worker {event.worker_id} is lost{because}"

@@ -1,9 +1,9 @@
-"""A slice of a log for a recording: which records it takes to derive the decisions of a window, and copying them.
+"""Select the slice of a log that a recording needs, and copy it.
 
-Theory of operation. The decisions of a window follow from a state before it and all that was applied since: the newest
-snapshot that was taken before the window, or the log's beginning; from there on the journal up to the window's end;
-and of each input topic just what that part of the journal says was applied. All offsets are fixed before the first
-record is copied, so the log may be written meanwhile, and a copy that ended early goes on as if it had not.
+Theory of operation. The decisions of a window follow from a state before it and everything applied since. So a slice
+contains the newest snapshot before the window, or the log's beginning. It contains the journal from there to the
+window's end, and of each input topic exactly the records that this part of the journal consumed. All offsets are fixed
+before the first record is copied. So the log may grow meanwhile, and an interrupted copy can be resumed.
 """
 
 from collections import Counter
@@ -29,25 +29,35 @@ from forebay.transport.history.start import EMPTY_STATE, StoredState, begins_of,
 from forebay.transport.recording.manifest import Contents, Extent, RecordedGroup, utc
 from forebay.transport.recording.writer import RecordingWriter
 
-AT_US_END = 253_402_300_800_000_000  # the year 10000, which no time of Python's reaches
+AT_US_END = 253_402_300_800_000_000  # the year 10000, beyond Python's datetime
 
 Rewrite = Callable[[Record], Record]
 OnProgress = Callable[[int, int], None]
 
 
 class NothingDecided(LogError):
-    """The window holds no decision."""
+    """Raised if the window contains no decision."""
 
 
 class Window(NamedTuple):
-    """Journal records appended at `from_us` or later, and before `to_us`; None is as far as the log goes."""
+    """Journal records appended at or after `from_us` and before `to_us`, in microseconds since 1970.
+
+    None means no limit.
+    """
 
     from_us: int | None = None
     to_us: int | None = None
 
 
 class Slice(NamedTuple):
-    """What it takes to derive one group's decisions of a window; times are of the window's first and last record."""
+    """What is needed to derive one group's decisions of a window.
+
+    Attributes:
+        group: the group and its journal range.
+        extents: the records to copy, by topic.
+        from_us: append time of the window's first record.
+        to_us: append time of the window's last record.
+    """
 
     group: RecordedGroup
     extents: tuple[Extent, ...]
@@ -56,10 +66,10 @@ class Slice(NamedTuple):
 
 
 async def slice_of(log: Log, name: str, partition: int, window: Window) -> Slice:
-    """What a recording of one group's window holds.
+    """Return the slice that a recording of one group's window needs.
 
     Raises:
-        NothingDecided: the window holds no decision.
+        NothingDecided: the window contains no decision.
         LogError: the log no longer holds what the window needs, or is damaged.
     """
     begin, end = await log.begin(DECISIONS.name, partition), await log.end(DECISIONS.name, partition)
@@ -89,8 +99,8 @@ async def slice_of(log: Log, name: str, partition: int, window: Window) -> Slice
         elif isinstance(record, OwnerClaimed):
             version = record.core_version
     if not decisions:
-        told = f"{utc(await _at_us(log, partition, begin))} to {utc(await _at_us(log, partition, end - 1))}"
-        raise NothingDecided(f"group {name or partition} decided nothing in the window; its journal goes from {told}")
+        span = f"{utc(await _at_us(log, partition, begin))} to {utc(await _at_us(log, partition, end - 1))}"
+        raise NothingDecided(f"group {name or partition} made no decision in the window; its journal covers {span}")
     extents = [Extent(topic.name, partition, start.view.get(topic.name, 0), view[topic.name]) for topic in INPUTS]
     extents.append(Extent(DECISIONS.name, partition, start.offset, last))
     first_chunk = oldest.first_offset if oldest is not None and start.offset else 0
@@ -104,11 +114,14 @@ async def slice_of(log: Log, name: str, partition: int, window: Window) -> Slice
 async def contents_of(  # noqa: D417 - the rest are fields of `Contents`
     log: Log, slices: list[Slice], *, namespace: str, source: str, asked: Mapping[str, str], anonymized: bool = False
 ) -> Contents:
-    """What one recording of these slices holds: them, and the directory of groups whole. Raises LogError.
+    """Return the contents of one recording of these slices, including the whole directory of groups.
 
     Args:
-        log: that they are of.
-        slices: at least one.
+        log: the log of the slices.
+        slices: at least one slice.
+
+    Raises:
+        LogError: the log is damaged.
     """
     directory = Extent(
         GROUPS.name, PARTITION, await log.begin(GROUPS.name, PARTITION), await log.end(GROUPS.name, PARTITION)
@@ -129,11 +142,16 @@ async def contents_of(  # noqa: D417 - the rest are fields of `Contents`
 async def copy(
     log: Log, writer: RecordingWriter, progress: OnProgress | None = None, rewrite: Rewrite | None = None
 ) -> None:
-    """Copy what a recording lacks, page by page; `rewrite` may give a record another value, key and headers.
+    """Copy the records that a recording still lacks, page by page.
 
-    `progress` is called with the records done and their total.
+    Args:
+        log: the log to read.
+        writer: the recording to complete.
+        progress: called with the number of records done and their total.
+        rewrite: returns a record with another value, key and headers.
 
-    Raises LogError: retention removed a record meanwhile, one is damaged, or the disk is full.
+    Raises:
+        LogError: retention removed a record meanwhile, a record is damaged, or the disk is full.
     """
     for extent in writer.contents.extents:
         while (offset := writer.position(extent)) < extent.end:
@@ -141,17 +159,23 @@ async def copy(
             records = await log.read(extent.topic, extent.partition, offset, limit)
             if not records:
                 where = f"{extent.topic}/{extent.partition} ends at offset {offset}"
-                raise LogError(f"{where}, but is to be recorded up to {extent.end}: another log than before?")
+                raise LogError(f"{where}, but should be recorded up to {extent.end}; is this a different log?")
             writer.write(records if rewrite is None else [rewrite(record) for record in records])
             if progress is not None:
                 progress(writer.done, writer.total)
 
 
 async def offset_at(log: Log, partition: int, at_us: int, *, before: bool = False) -> int:
-    """The first journal offset at that time or later; `before`: the one after the last record before it.
+    """Return the first journal offset at or after a time.
 
-    A journal's times may step back a little where an owner follows one whose clock was ahead: within a page of the
-    place found, whatever lies on the wanted side of the time is on the wanted side of the offset. Raises LogError.
+    With `before`, return the offset after the last record before the time. Times may step back a little when a new
+    owner's
+    clock is behind. Within a page of the offset found, every record on the wanted side of the time is on the wanted
+    side of
+    the offset.
+
+    Raises:
+        LogError: the log is damaged.
     """
     begin, end = await log.begin(DECISIONS.name, partition), await log.end(DECISIONS.name, partition)
     low, high = begin, end
@@ -170,7 +194,11 @@ async def offset_at(log: Log, partition: int, at_us: int, *, before: bool = Fals
 
 
 async def newest_us(log: Log, partition: int) -> int | None:
-    """When the newest decision was appended; None for a journal without any. Raises LogError."""
+    """Return when the newest decision was appended; None if the journal contains none.
+
+    Raises:
+        LogError: the log is damaged.
+    """
     begin, end = await log.begin(DECISIONS.name, partition), await log.end(DECISIONS.name, partition)
     while end > begin:
         start = max(begin, end - PAGE_RECORDS)
@@ -188,14 +216,15 @@ def _is_decision(record: Record) -> bool:
 async def _at_us(log: Log, partition: int, offset: int) -> int:
     (record,) = await log.read(DECISIONS.name, partition, offset, 1)
     if not 0 <= record.at_us < AT_US_END:
-        raise LogError(f"journal record {offset} was appended {record.at_us} us after 1970, which is no time")
+        raise LogError(f"journal record {offset} has an invalid append time: {record.at_us} us after 1970")
     return record.at_us
 
 
 async def _start_before(log: Log, partition: int, first: int, last: int, begins: Mapping[str, int]) -> StoredState:
-    """The newest state at or before journal offset `first` after which all is there, else the oldest.
+    """Return the newest complete state at or before journal offset `first`, else the oldest.
 
-    Raises LogError when there is none.
+    Raises:
+        LogError: there is none.
     """
     taken = await newest_snapshot(log, partition, min(first + 1, last))
     start = None if taken is None else await usable_state(log, partition, taken, begins)
@@ -207,22 +236,26 @@ async def _start_before(log: Log, partition: int, first: int, last: int, begins:
 
 
 async def _earliest(log: Log, partition: int, end: int, begins: Mapping[str, int]) -> StoredState:
-    """The oldest snapshot that can be used. Raises LogError when there is none."""
+    """Return the state of the oldest usable snapshot.
+
+    Raises:
+        LogError: there is none.
+    """
     async for _, taken in snapshots_taken(log, partition, begins[DECISIONS.name], end):
         start = await usable_state(log, partition, taken, begins)
         if start is not None:
             return start
     raise LogError(
-        f"nothing up to there can be recorded: control partition {partition} holds no {_heads(begins)}, nor a snapshot"
-        " with all that came after it"
+        f"no part of this window can be recorded: control partition {partition} has no {_heads(begins)}, nor a snapshot"
+        " with all events after it"
     )
 
 
 async def _too_early(log: Log, partition: int, offset: int, begins: Mapping[str, int]) -> LogError:
     earliest = utc(await _at_us(log, partition, offset))
     return LogError(
-        f"the window begins before what can be recorded, which is from {earliest} on: control partition {partition}"
-        f" holds no {_heads(begins)}"
+        f"the window begins too early: control partition {partition} can be recorded from {earliest} on, it has"
+        f" no {_heads(begins)}"
     )
 
 

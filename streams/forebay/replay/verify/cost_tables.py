@@ -1,7 +1,7 @@
-"""The cost table of a decision as derived, beside what the journal holds of the recorded one.
+"""The derived cost table of a decision beside the recorded one.
 
-The journal has the winner's and the runner-up's terms and a digest over all; only an answered route query has every
-candidate. So the recorded table in full is not on the log, and is not made up here.
+The journal holds the terms of the winner and the runner-up, and a digest over all candidates. Only an answered route
+query holds every candidate. So most recorded tables are incomplete, and this module does not complete them.
 """
 
 from collections.abc import Iterator
@@ -16,11 +16,17 @@ from forebay.events.decisions import CostTerms, JournalRecord, RequestRouted, Ro
 WINNER, RUNNER_UP = "winner", "runner-up"
 
 
-class Row(msgspec.Struct, kw_only=True):
-    """One candidate of either table, with its terms in both.
+class CostTableRow(msgspec.Struct, kw_only=True):
+    """One candidate of either table.
 
-    `derived` is None for one that is no candidate as derived, `recorded` for one whose terms the journal does not have.
-    `place` and `recorded_place` say who won and who was next. `differs` names the terms that are not the same.
+    Attributes:
+        worker_id: ID of the worker.
+        rank: data-parallel rank.
+        derived: derived terms; None if the rank is not a derived candidate.
+        recorded: recorded terms; None if the journal does not hold them.
+        place: `winner`, `runner-up` or empty, in the derived table.
+        recorded_place: the same in the recorded table.
+        differs: names of the terms that differ.
     """
 
     worker_id: str
@@ -32,44 +38,53 @@ class Row(msgspec.Struct, kw_only=True):
     differs: tuple[str, ...] = ()
 
 
-class Table(msgspec.Struct, kw_only=True):
-    """Both tables of a decision; digests are over every term of every candidate.
+class CostTables(msgspec.Struct, kw_only=True):
+    """Both cost tables of a decision.
 
-    `comparable` is whether the record decides the same request, `recorded_in_full` whether the journal has every row.
+    Attributes:
+        request_id: ID of the request.
+        pool: name of the pool.
+        mode: routing mode of the pool.
+        digest: digest over every term of every derived candidate.
+        rows: the candidates of both tables.
+        comparable: whether the record decides the same request.
+        recorded_in_full: whether the journal holds every row.
+        recorded_digest: digest of the recorded table; None if not comparable.
+        recorded_candidates: number of recorded candidates; None if not comparable.
     """
 
     request_id: str
     pool: str
     mode: str
     digest: str
-    rows: list[Row]
+    rows: list[CostTableRow]
     comparable: bool
     recorded_in_full: bool
     recorded_digest: str | None
     recorded_candidates: int | None
 
 
-def tables(pool: str, request_id: str, choice: Selection, record: JournalRecord) -> Table:
-    """The table of a choice beside what `record` holds."""
+def tables(pool: str, request_id: str, choice: Selection, record: JournalRecord) -> CostTables:
+    """Return the derived table of a routing decision beside the recorded terms."""
     derived = choice.table
     next_best = choice.runner_up()
     second = None if next_best is None else (next_best.worker_id, next_best.rank)
-    rows: dict[tuple[str, int], Row] = {}
+    rows: dict[tuple[str, int], CostTableRow] = {}
     for at in range(len(derived.costs)):
         one = derived.candidate(at)
         key = one.worker_id, one.rank
         place = WINNER if at == choice.at else RUNNER_UP if key == second else ""
-        rows[key] = Row(worker_id=key[0], rank=key[1], derived=one.terms, recorded=None, place=place)
+        rows[key] = CostTableRow(worker_id=key[0], rank=key[1], derived=one.terms, recorded=None, place=place)
     about = record if isinstance(record, RequestRouted | RouteAnswered) and record.request_id == request_id else None
     for place, known in () if about is None else _recorded(about):
         row = rows.setdefault(
             (known.worker_id, known.rank),
-            Row(worker_id=known.worker_id, rank=known.rank, derived=None, recorded=None),
+            CostTableRow(worker_id=known.worker_id, rank=known.rank, derived=None, recorded=None),
         )
         row.recorded = known.terms
         row.recorded_place = place or row.recorded_place
         row.differs = _differing(row.derived, known.terms)
-    return Table(
+    return CostTables(
         request_id=request_id,
         pool=pool,
         mode=choice.config.mode,
@@ -83,12 +98,12 @@ def tables(pool: str, request_id: str, choice: Selection, record: JournalRecord)
 
 
 def digest_of(table: CostTable) -> str:
-    """The digest of a table as the journal writes it."""
+    """Return the digest of a table as the journal writes it."""
     return hex_digest(table.digest())
 
 
 def _recorded(record: RequestRouted | RouteAnswered) -> Iterator[tuple[str, ScoredCandidate]]:
-    """What the journal holds of the table of a decision, with the place of each."""
+    """Yield the recorded candidates of a decision with their places."""
     if isinstance(record, RequestRouted):
         yield WINNER, ScoredCandidate(worker_id=record.worker_id, rank=record.rank, terms=record.terms)
         if record.runner_up is not None:

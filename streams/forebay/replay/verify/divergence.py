@@ -1,7 +1,7 @@
-"""A divergence, told in full: both decisions, both cost tables, the events in between, and where the cause may lie.
+"""Report a divergence: both decisions, both cost tables, the events in between, and where the cause may be.
 
-A digest of the state that held brackets the cause: what is wrong was applied after it. What is kept on the way for that
-is bounded, and no more on a longer walk.
+A state digest that matched brackets the cause: the wrong event was applied after it. The evidence kept during a walk is
+bounded, however long the walk is.
 """
 
 from collections import deque
@@ -17,20 +17,23 @@ from forebay.core.step import CLOCK, InputEvent
 from forebay.events.control import PoolConfigured
 from forebay.events.decisions import Advanced, JournalRecord, OwnerClaimed, RequestRouted, RouteAnswered
 from forebay.events.topics import INPUTS
-from forebay.replay.explain.event_text import EventTold, tag_of, text_of
-from forebay.replay.verify.cost_tables import Table, digest_of, tables
+from forebay.replay.explain.event_text import EventSummary, describe_event, event_tag
+from forebay.replay.verify.cost_tables import CostTables, digest_of, tables
 from forebay.replay.verify.suspects import Suspicion, suspicion_of
 from forebay.replay.walk import Step, Walk
 from forebay.transport.base import Log
 
-EVENTS_SHOWN = 50  # of those consumed: the last, which are nearest to the decision
-CHOICES_KEPT = 1_024  # that the events of one record led to, and that are not in the journal yet
+EVENTS_SHOWN = 50  # the last consumed events, which are nearest to the decision
+CHOICES_KEPT = 1_024  # derived from the events of one record and not in the journal yet
 
 
-class Held(msgspec.Struct, kw_only=True):
-    """The last state that is known to be right: `sealed` by a digest at a journal offset, else where the walk began.
+class LastVerifiedState(msgspec.Struct, kw_only=True):
+    """The last state that is known to be correct.
 
-    `since` holds by topic the first offset applied after it, and the one after the last.
+    Attributes:
+        journal_offset: journal offset of that state.
+        sealed: whether a digest in the journal confirms the state. If not, it is the state where the walk began.
+        since: per topic, the first offset applied after that state, and the offset after the last one.
     """
 
     journal_offset: int
@@ -38,23 +41,24 @@ class Held(msgspec.Struct, kw_only=True):
     since: dict[str, tuple[int, int]]
 
 
-class Told(msgspec.Struct, kw_only=True):
-    """The first record that the events do not lead to.
+class DivergenceReport(msgspec.Struct, kw_only=True):
+    """The first record that does not follow from the events.
 
     Attributes:
-        offset: of the record in the journal.
-        reason: what is wrong with it.
-        hint: what that looks like; may be empty.
-        owner_epoch: of the owner that wrote it.
-        differs: by field, what is recorded and what is derived, where there is something derived.
-        recorded: the record.
-        derived: what the events lead to; None for nothing.
-        previous: the valid record before it, with its offset.
-        events: the last of those applied since the record before it, `events_before` more came before these.
-        events_offset: the journal record that consumed them: it may have led to several decisions.
-        table: both cost tables; None when no choice was derived.
-        held: the last state that is known to be right.
-        suspicion: which events may be the cause; None when it may be any since `held`.
+        offset: offset of the record in the journal.
+        reason: what is wrong with the record.
+        hint: the likely kind of cause; may be empty.
+        owner_epoch: epoch of the owner that wrote the record.
+        differs: per field, the recorded and the derived value, if a decision was derived.
+        recorded: the recorded decision.
+        derived: the derived decision; None if the events lead to no decision.
+        previous: the previous valid record, with its offset.
+        events: the last events applied since the previous record.
+        events_before: number of earlier events that are not in `events`.
+        events_offset: the journal record that consumed the events. It may have led to several decisions.
+        table: both cost tables; None if no routing decision was derived.
+        held: the last state that is known to be correct.
+        suspicion: events that may be the cause; None if it may be any event since `held`.
     """
 
     offset: int
@@ -65,16 +69,16 @@ class Told(msgspec.Struct, kw_only=True):
     recorded: dict[str, Any]
     derived: dict[str, Any] | None
     previous: dict[str, Any] | None
-    events: list[EventTold]
+    events: list[EventSummary]
     events_before: int
     events_offset: int
-    table: Table | None
-    held: Held
+    table: CostTables | None
+    held: LastVerifiedState
     suspicion: Suspicion | None
 
 
-class Trail:
-    """What a walk leaves behind so that a divergence can be told. Made before its first step."""
+class DivergenceTrail:
+    """Collects during a walk what a divergence report needs. Create it before the walk's first step."""
 
     def __init__(self, walk: Walk) -> None:
         self._walk = walk
@@ -86,8 +90,8 @@ class Trail:
         self._view = dict(walk.world.view)
         walk.world.on_selection = lambda pool, request, choice: self._choices.append((pool, request, choice))
 
-    def passed(self, step: Step) -> None:
-        """A step that holds."""
+    def add_verified(self, step: Step) -> None:
+        """Add a step whose record equals the derived decision."""
         record = step.record
         self._previous = (step.offset, record)
         if record.consumed:
@@ -99,8 +103,12 @@ class Trail:
         if isinstance(record, Advanced):
             self._held, self._sealed, self._view = step.offset, True, dict(self._walk.world.view)
 
-    async def told(self, log: Log, partition: int, divergence: Divergence, step: Step) -> Told:
-        """The divergence of the last step. Raises LogError."""
+    async def report(self, log: Log, partition: int, divergence: Divergence, step: Step) -> DivergenceReport:
+        """Return the report of the last step's divergence.
+
+        Raises:
+            LogError: the log is damaged.
+        """
         recorded, derived = divergence.recorded, divergence.derived
         made = self._choice_of(derived)
         table = None if made is None else tables(made[0].pool, made[1].request_id, made[2], recorded)
@@ -108,7 +116,7 @@ class Trail:
         consuming = step if step.record.consumed or self._consuming is None else self._consuming
         events, count = self._events(consuming)
         since = self._since()
-        return Told(
+        return DivergenceReport(
             offset=divergence.offset,
             reason=divergence.reason,
             hint=self._hint(recorded, derived, table),
@@ -121,12 +129,12 @@ class Trail:
             events_before=count - len(events),
             events_offset=consuming.offset,
             table=table,
-            held=Held(journal_offset=self._held, sealed=self._sealed, since=since),
+            held=LastVerifiedState(journal_offset=self._held, sealed=self._sealed, since=since),
             suspicion=await suspicion_of(log, partition, (recorded, derived), table, blocks, since),
         )
 
     def _choice_of(self, derived: JournalRecord | None) -> tuple[PoolConfigured, ActiveRequest, Selection] | None:
-        """The choice that a derived decision says; None for one that is none."""
+        """Return the routing decision behind a derived record, or None for records of another kind."""
         if not isinstance(derived, RequestRouted | RouteAnswered):
             return None
         for made in reversed(self._choices):
@@ -134,16 +142,18 @@ class Trail:
                 return made
         return None
 
-    def _events(self, step: Step) -> tuple[list[EventTold], int]:
-        """The last events that a step applied, and how many there were."""
+    def _events(self, step: Step) -> tuple[list[EventSummary], int]:
+        """Return the last events that a step applied, and their total number."""
         offsets = self._walk.consumed_from(step.record)
         taken: dict[str, int] = {}
-        last: deque[EventTold] = deque(maxlen=EVENTS_SHOWN)
+        last: deque[EventSummary] = deque(maxlen=EVENTS_SHOWN)
         count = 0
         for run in step.record.consumed:
             if run.topic == CLOCK:
                 count += 1
-                last.append(EventTold(topic=CLOCK, offset=None, type=CLOCK, text="time passed", now_us=run.now_us))
+                last.append(
+                    EventSummary(topic=CLOCK, offset=None, type=CLOCK, text="time add_verified", now_us=run.now_us)
+                )
                 continue
             start = taken.get(run.topic, 0)
             taken[run.topic] = start + run.count
@@ -151,7 +161,7 @@ class Trail:
             count += len(events)
             first = max(0, len(events) - EVENTS_SHOWN)
             for at, event in enumerate(events[first:], offsets[run.topic] + start + first):
-                last.append(_told(run.topic, at, event, run.now_us))
+                last.append(_summarize_event(run.topic, at, event, run.now_us))
         return list(last), count
 
     def _since(self) -> dict[str, tuple[int, int]]:
@@ -159,33 +169,33 @@ class Trail:
         spans = {topic.name: (self._view.get(topic.name, 0), order.offset(topic.name)) for topic in INPUTS}
         return {topic: span for topic, span in spans.items() if span[0] < span[1]}
 
-    def _hint(self, recorded: JournalRecord, derived: JournalRecord | None, table: Table | None) -> str:
-        """What it looks like."""
+    def _hint(self, recorded: JournalRecord, derived: JournalRecord | None, table: CostTables | None) -> str:
+        """Return what the divergence looks like, or an empty string."""
         unknown = sum(reader.unknown for reader in self._walk.order.readers.values())
         if unknown:
-            return f"{unknown} events of unknown kinds before it did nothing here: they may be the cause"
+            return f"{unknown} earlier events of unknown types had no effect here: they may be the cause"
         if recorded.seq != self._seq + 1:
-            return f"{_number_text(recorded.seq, self._seq)}; what was derived is of the wrong events, then"
+            return f"{_number_text(recorded.seq, self._seq)}; so the derived decision used the wrong events"
         if isinstance(recorded, Advanced) and derived is not None:
-            return "the state is another than the one sealed here: some event since the last digest that held differs"
+            return "the state differs from the sealed digest: some event since the last matching digest differs"
         if table is None or not table.comparable:
             return ""
         if table.digest == table.recorded_digest:
-            return "the cost tables are the same by their digests: the record differs, or the policy decides otherwise"
+            return "the cost tables have equal digests: the record was changed, or the policy decides differently"
         if not any(row.differs for row in table.rows):
-            return "the terms in the journal are the same: the digest or a candidate that only the digest has differs"
+            return "the recorded terms are equal: the digest or a candidate that is only in the digest differs"
         return ""
 
 
 def _number_text(seq: int, before: int) -> str:
-    text = f"its seq is {seq}, the record before it has {before}"
+    text = f"its seq is {seq}, that of the previous record is {before}"
     if seq > before:
-        return f"{text}: {seq - before - 1} records between them are missing, or were moved"
-    return f"{text}: it was put in, repeated or moved"
+        return f"{text}: {seq - before - 1} records in between are missing or were moved"
+    return f"{text}: the record was inserted, repeated or moved"
 
 
-def _told(topic: str, offset: int, event: InputEvent | None, now_us: int) -> EventTold:
-    return EventTold(topic=topic, offset=offset, type=tag_of(event), text=text_of(event), now_us=now_us)
+def _summarize_event(topic: str, offset: int, event: InputEvent | None, now_us: int) -> EventSummary:
+    return EventSummary(topic=topic, offset=offset, type=event_tag(event), text=describe_event(event), now_us=now_us)
 
 
 def _plain(record: JournalRecord) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""Progress from workers that were not selected, found on a walk along a recorded journal.
+"""Find progress events from workers that were not selected, during a journal walk.
 
-The live core can only judge by what it keeps of a request. A walk sees every decision, so it also knows where earlier
-attempts and ended requests were sent.
+The live core can judge progress only by the request state that it keeps. A walk sees every decision, so it also knows
+where earlier attempts and ended requests were sent.
 """
 
 from collections import deque
@@ -17,24 +17,25 @@ from forebay.events.progress import CommandDone, CommandRefused, RequestFailed, 
 from forebay.events.requests import RequestSubmitted
 from forebay.replay.walk import Walk
 
-KEPT_US = 600_000_000  # after a request ended: a worker that still reports on it must have had it for ten minutes more
-SHOWN_MAX = 20  # further ones are counted
+KEPT_US = 600_000_000  # after the end of a request; later progress of its workers counts as foreign
+SHOWN_MAX = 20  # further events are only counted
 
 Sent = tuple[int, str, int]
 
 
-class Foreign(msgspec.Struct, kw_only=True):
-    """Progress from a worker that was not selected.
+class ForeignEvent(msgspec.Struct, kw_only=True):
+    """A progress event from a worker that was not selected.
 
     Attributes:
-        offset: of the event on the topic `progress`.
-        type: of the event.
-        about: the request or the command.
-        attempt: that the worker reports on; 0 for a command.
+        offset: offset of the event on topic `progress`.
+        type: wire tag of the event.
+        about: ID of the request or command.
+        attempt: attempt that the worker reports on; 0 for a command.
         reported_by: the worker that wrote the event.
-        reported_epoch: its epoch.
-        selected: the workers that the request or command was sent to, each with its epoch; for a request those of this
-            attempt, or of all attempts if nobody had this one. Empty if it was sent to nobody.
+        reported_epoch: epoch of that worker.
+        selected: the workers, with epochs, to which this attempt was sent. If no worker had this attempt, the workers
+            of
+            all attempts. For a command, the workers to which it was sent. Empty if there are none.
     """
 
     offset: int
@@ -46,7 +47,7 @@ class Foreign(msgspec.Struct, kw_only=True):
     selected: list[str]
 
     def text(self) -> str:
-        """Return a line for people."""
+        """Return a description in one line."""
         subject = f"request {self.about}, attempt {self.attempt}" if self.attempt else f"command {self.about}"
         selected = f"was sent to {', '.join(self.selected)}" if self.selected else "was sent to no worker of this group"
         return (
@@ -56,17 +57,17 @@ class Foreign(msgspec.Struct, kw_only=True):
 
 
 class ForeignProgress:
-    """Collects what was reported by workers that were not selected, while `walk` derives what was decided.
+    """Collects progress of workers that were not selected, while `walk` derives the decisions.
 
     Attributes:
-        count: such events so far.
-        first: the first of them.
+        count: number of such events so far.
+        first: the first of them, up to a limit.
     """
 
     def __init__(self, walk: Walk) -> None:
-        """Begin before the first step of the walk."""
+        """Start before the first step of the walk."""
         self.count = 0
-        self.first: list[Foreign] = []
+        self.first: list[ForeignEvent] = []
         self._world = walk.world
         self._from_begin = walk.start == 0
         self._before = {request.request_id for request in walk.world.requests.active()}
@@ -77,14 +78,16 @@ class ForeignProgress:
 
     def _on_applied(self, topic: str, event: InputEvent | None, now_us: int, decided: Sequence[AnyDecision]) -> None:
         if isinstance(event, RequestSubmitted):
-            if self._world.requests.get(event.request_id) is not None:  # else it was submitted before, and has ended
+            if (
+                self._world.requests.get(event.request_id) is not None
+            ):  # otherwise a repeated submission of an ended request
                 self._sent.setdefault(event.request_id, [])
         elif isinstance(event, get_args(RequestProgress)):
-            self._judge(topic, event)
+            self._check_progress(topic, event)
             if isinstance(event, RequestFinished | RequestFailed):
                 self._end(event.request_id, now_us)
         elif isinstance(event, CommandDone | CommandRefused):
-            self._judge_answer(topic, event)
+            self._check_command_result(topic, event)
         for decision in decided:
             match decision:
                 case RequestRouted():
@@ -99,7 +102,7 @@ class ForeignProgress:
                     pass
         self._forget(now_us)
 
-    def _judge(self, topic: str, event: RequestProgress) -> None:
+    def _check_progress(self, topic: str, event: RequestProgress) -> None:
         request_id, worker_id, epoch = event.request_id, event.worker_id, event.worker_epoch
         sent = self._sent.get(request_id)
         if request_id in self._before or (event.attempt, worker_id, epoch) in (sent or ()):
@@ -113,8 +116,8 @@ class ForeignProgress:
         names = [f"{name}, epoch {number}" for _, name, number in selected]
         self._note(topic, event, request_id, event.attempt, names)
 
-    def _judge_answer(self, topic: str, event: CommandDone | CommandRefused) -> None:
-        # By name alone: a worker that was lost and joined again answers in its new epoch.
+    def _check_command_result(self, topic: str, event: CommandDone | CommandRefused) -> None:
+        # Compare names only: a worker that was lost and rejoined replies in its new epoch.
         targets = self._commands.get(event.command_id)
         if targets is None:
             if not self._from_begin or not is_member(self._world, event.worker_id, event.worker_epoch):
@@ -134,7 +137,7 @@ class ForeignProgress:
     ) -> None:
         self.count += 1
         if len(self.first) < SHOWN_MAX:
-            foreign = Foreign(
+            foreign = ForeignEvent(
                 offset=self._world.view[topic] - 1,
                 type=str(type(event).__struct_config__.tag),
                 about=about,

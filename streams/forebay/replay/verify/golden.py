@@ -1,10 +1,11 @@
-"""Recordings as tests: an incident of yesterday, verified by every program of tomorrow.
+"""Recordings as regression tests: verify a recorded incident with every later version of the program.
 
-RECORDINGS = sorted(Path("tests/logs").glob("*.rec"))
+Example:
+    RECORDINGS = sorted(Path("tests/logs").glob("*.rec"))
 
-@pytest.mark.parametrize("recording", RECORDINGS, ids=lambda path: path.stem)
-def test_recorded_decisions(recording: Path) -> None:
-check_recording(recording)
+    @pytest.mark.parametrize("recording", RECORDINGS, ids=lambda path: path.stem)
+    def test_recorded_decisions(recording: Path) -> None:
+        check_recording(recording)
 """
 
 import asyncio
@@ -15,9 +16,9 @@ import msgspec
 
 from forebay.core.routing.policies import PolicyUnusable, policy_class
 from forebay.events.decisions import CostTerms
-from forebay.replay.verify.cost_tables import Row, Table
-from forebay.replay.verify.divergence import Told
-from forebay.replay.verify.verify import Report, verify
+from forebay.replay.verify.cost_tables import CostTableRow, CostTables
+from forebay.replay.verify.divergence import DivergenceReport
+from forebay.replay.verify.verify import VerifyReport, verify
 from forebay.transport.base import Log
 from forebay.transport.history.groups import groups_of, pools_of
 from forebay.transport.history.reader import OtherRules
@@ -26,21 +27,27 @@ from forebay.transport.sqlite.log import SqliteLog
 ROWS_SHOWN = 16  # of a cost table
 
 
-def check_recording(path: Path | str, allow: Set[str] = frozenset()) -> dict[str, Report]:
-    """Derive every decision of a recording again; what was found, by group. Not for use inside an event loop.
+def check_recording(path: Path | str, allow: Set[str] = frozenset()) -> dict[str, VerifyReport]:
+    """Derive every decision of a recording again. Do not call this function inside an event loop.
 
-    `allow` holds names of what may stay unverified, as of `forebay replay verify --allow`.
+    Args:
+        path: path of the recording.
+        allow: names that may stay unverified, as for `forebay replay verify --allow`.
+
+    Returns:
+        The verification report of each group, by group name.
 
     Raises:
-        AssertionError: a decision comes out otherwise, or cannot be derived by this program. The text has the first
-            such decision, the fields that differ and both cost tables; or says `OtherRules` and what to do, when the
-            program decides by other rules than the one that wrote it.
-        LogError: the file is damaged, cut off, or no recording.
+        AssertionError: a derived decision differs from the recorded one, or this program cannot derive it. The message
+            contains the first such decision, the differing fields and both cost tables. If the recording was written by
+            a
+            program with other rules, the message contains `OtherRules` and the remedy.
+        LogError: the file is damaged, truncated, or not a recording.
     """
     return asyncio.run(_check(Path(path), allow))
 
 
-async def _check(path: Path, allow: Set[str]) -> dict[str, Report]:
+async def _check(path: Path, allow: Set[str]) -> dict[str, VerifyReport]:
     log = SqliteLog.open(path, readonly=True)
     try:
         log.check()
@@ -48,48 +55,48 @@ async def _check(path: Path, allow: Set[str]) -> dict[str, Report]:
     finally:
         log.close()
     if not any(report.decisions for report in reports.values()):
-        raise AssertionError(f"{path}: holds no decision")
+        raise AssertionError(f"{path}: the recording contains no decision")
     return reports
 
 
-async def _verified(path: Path, log: Log, partition: int, allow: Set[str]) -> Report:
+async def _verified(path: Path, log: Log, partition: int, allow: Set[str]) -> VerifyReport:
     for pool in await pools_of(log, partition):
         try:
             policy_class(pool.router.mode)
         except PolicyUnusable as unusable:
-            raise AssertionError(f"{path}: its pool {pool.pool} has a policy of its own: {unusable}") from unusable
+            raise AssertionError(f"{path}: pool {pool.pool} uses a custom policy: {unusable}") from unusable
     try:
         report = await verify(log, partition, allow=allow)
     except OtherRules as other:
-        text = f"{path}: OtherRules: {other}. Record it again, or keep the program that wrote it to verify it with"
+        text = f"{path}: OtherRules: {other}. Record it again, or verify it with the program that wrote it"
         raise AssertionError(text) from other
     if report.divergence is not None:
         raise AssertionError("\n".join([f"{path}: {_headline(report.divergence)}", *_lines(report.divergence)]))
     if report.failed:
         found = ", ".join(f"{count} {name}" for name, count in report.failed.items())
-        raise AssertionError(f"{path}: not verified: {found}; allow that by name, if it is meant to be so")
+        raise AssertionError(f"{path}: not verified: {found}; if this is expected, pass these names as `allow`")
     return report
 
 
-def _headline(told: Told) -> str:
-    return f"divergence at journal offset {told.offset}, a {told.recorded['type']}: {told.reason}"
+def _headline(divergence: DivergenceReport) -> str:
+    return f"divergence at journal offset {divergence.offset}, a {divergence.recorded['type']}: {divergence.reason}"
 
 
-def _lines(told: Told) -> Iterator[str]:
-    if told.hint:
-        yield f"  {told.hint}"
-    for name, values in told.differs.items():
+def _lines(divergence: DivergenceReport) -> Iterator[str]:
+    if divergence.hint:
+        yield f"  {divergence.hint}"
+    for name, values in divergence.differs.items():
         yield f"  {name}: recorded {_short(values['recorded'])}, derived {_short(values['derived'])}"
-    if told.derived is None:
-        yield f"  recorded {_short(told.recorded)}, derived nothing"
-    if told.table is not None:
-        yield from _table_lines(told.table)
-    for event in told.events:
+    if divergence.derived is None:
+        yield f"  recorded {_short(divergence.recorded)}, derived nothing"
+    if divergence.table is not None:
+        yield from _table_lines(divergence.table)
+    for event in divergence.events:
         yield f"  applied before: {event.topic} {event.offset} {event.type}: {event.text}"
     yield "  more: forebay replay verify, replay explain"
 
 
-def _table_lines(table: Table) -> Iterator[str]:
+def _table_lines(table: CostTables) -> Iterator[str]:
     yield f"  cost table of {table.request_id}: derived {table.digest}, recorded {table.recorded_digest}"
     ordered = sorted(table.rows, key=lambda row: not (row.place or row.recorded_place))
     for row in ordered[:ROWS_SHOWN]:
@@ -100,9 +107,9 @@ def _table_lines(table: Table) -> Iterator[str]:
         yield f"    and {len(ordered) - ROWS_SHOWN} more candidates"
 
 
-def _row(row: Row, terms: CostTerms | None, place: str) -> str:
-    told = "no candidate" if terms is None else _short(terms)
-    return f"{row.worker_id}/{row.rank} {told} {place}".rstrip()
+def _row(row: CostTableRow, terms: CostTerms | None, place: str) -> str:
+    text = "not a candidate" if terms is None else _short(terms)
+    return f"{row.worker_id}/{row.rank} {text} {place}".rstrip()
 
 
 def _short(value: object) -> str:

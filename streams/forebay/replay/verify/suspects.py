@@ -1,7 +1,6 @@
-"""Which events may have made a divergence: those of the kind that the differing terms come from.
+"""Find the events that may have caused a divergence: those of the type from which the differing terms come.
 
-A digest of the state that held brackets the cause, so only what was applied after it is looked at, newest first and
-no more than a bound.
+Only events after the last matching state digest are examined, newest first, up to a limit.
 """
 
 from collections import deque
@@ -15,27 +14,31 @@ from forebay.events.base import array_u64
 from forebay.events.decisions import Advanced, JournalRecord
 from forebay.events.kv import BlocksRemoved, BlocksStored
 from forebay.events.topics import CONTROL, FLEET, KV_EVENTS, PROGRESS, Topic
-from forebay.replay.explain.event_text import EventTold, tag_of, text_of
-from forebay.replay.verify.cost_tables import Row, Table
+from forebay.replay.explain.event_text import EventSummary, describe_event, event_tag
+from forebay.replay.verify.cost_tables import CostTableRow, CostTables
 from forebay.transport.base import Log
 from forebay.transport.history.reader import decode_or_none
 
-LIKELY_SHOWN, SHOWN = 15, 20  # the last of those about the prompt's blocks, and with the last of the others
-SCANNED_MAX = 100_000  # records of a topic: digests come every thousand decisions, an idle owner's more often
+LIKELY_SHOWN, SHOWN = 15, 20  # events about the prompt's blocks, and all events
+SCANNED_MAX = 100_000  # records per topic; a digest is journaled at least every thousand decisions
 READ_MAX = 512
 OVERLAP_TERMS = frozenset({"device_overlap", "host_overlap", "disk_overlap"})
 LOAD_TERMS = frozenset({"prefill_blocks", "decode_blocks", "active_requests"})
 
 
 class Suspicion(msgspec.Struct, kw_only=True):
-    """Events that may be the cause: why these, the last of them, and how many more there are.
+    """Events that may be the cause of a divergence.
 
-    `likely` are about blocks of the prompt; one that should have been, and was changed, is among the `others`.
+    Attributes:
+        why: the reason for suspecting these events.
+        likely: the last events about blocks of the prompt.
+        others: the last of the other suspected events. An event whose block hashes were changed is among these.
+        more: number of further suspected events.
     """
 
     why: str
-    likely: list[EventTold]
-    others: list[EventTold]
+    likely: list[EventSummary]
+    others: list[EventSummary]
     more: int
 
 
@@ -49,19 +52,28 @@ async def suspicion_of(
     log: Log,
     partition: int,
     records: tuple[JournalRecord, JournalRecord | None],
-    table: Table | None,
+    table: CostTables | None,
     blocks: frozenset[int],
     since: Mapping[str, tuple[int, int]],
 ) -> Suspicion | None:
-    """Who is suspected when these recorded and derived records differ; None when it may be anything.
+    """Return the events that may be the cause; None if it may be any event.
 
-    `blocks` are those of the prompt, `since` the offsets to look at, by topic. Raises LogError.
+    Args:
+        log: the log to read.
+        partition: control partition of the group.
+        records: the recorded and the derived record.
+        table: cost tables of both records.
+        blocks: block hashes of the prompt.
+        since: the offsets to examine, by topic.
+
+    Raises:
+        LogError: the log is damaged.
     """
     wanted = _wanted(records, table, blocks)
     if wanted is None:
         return None
-    likely: deque[EventTold] = deque(maxlen=LIKELY_SHOWN)
-    others: deque[EventTold] = deque(maxlen=SHOWN)
+    likely: deque[EventSummary] = deque(maxlen=LIKELY_SHOWN)
+    others: deque[EventSummary] = deque(maxlen=SHOWN)
     count = 0
     for topic in wanted.topics:
         first, end = since.get(topic.name, (0, 0))
@@ -72,22 +84,22 @@ async def suspicion_of(
                 if wanted.admits(event):
                     count += 1
                     of_prompt = _of_prompt(event, blocks)
-                    text = text_of(event) + (f"; {of_prompt} of this prompt" if of_prompt else "")
-                    told = EventTold(topic=topic.name, offset=record.offset, type=tag_of(event), text=text)
-                    (likely if of_prompt else others).append(told)
+                    text = describe_event(event) + (f"; {of_prompt} of this prompt" if of_prompt else "")
+                    summary = EventSummary(topic=topic.name, offset=record.offset, type=event_tag(event), text=text)
+                    (likely if of_prompt else others).append(summary)
             offset = read[-1].offset + 1
     shown = list(others)[-(SHOWN - len(likely)) :]
     return Suspicion(why=wanted.why, likely=list(likely), others=shown, more=count - len(likely) - len(shown))
 
 
 def _wanted(
-    records: tuple[JournalRecord, JournalRecord | None], table: Table | None, blocks: frozenset[int]
+    records: tuple[JournalRecord, JournalRecord | None], table: CostTables | None, blocks: frozenset[int]
 ) -> _Wanted | None:
     recorded, derived = records
     if isinstance(recorded, Advanced) or isinstance(derived, Advanced):
         return None
     if table is None or not table.comparable:
-        return _Wanted("another kind of decision, or another request", (CONTROL, FLEET), _any)
+        return _Wanted("different decision type or request", (CONTROL, FLEET), _any)
     differing = [row for row in table.rows if row.differs]
     overlaps = [row for row in differing if OVERLAP_TERMS.intersection(row.differs)]
     loads = [row for row in differing if LOAD_TERMS.intersection(row.differs)]
@@ -102,9 +114,9 @@ def _wanted(
     if differing:
         return _Wanted("weights", (CONTROL,), _any)
     if table.recorded_candidates != sum(row.derived is not None for row in table.rows):
-        return _Wanted("who may take a request", (FLEET, CONTROL), _any)
+        return _Wanted("eligible worker ranks", (FLEET, CONTROL), _any)
     if table.digest != table.recorded_digest:
-        why = "terms of a candidate that the journal holds only in its digest"
+        why = "terms of a candidate that the journal holds only as a digest"
         return _Wanted(why, (KV_EVENTS,), lambda event: bool(_of_prompt(event, blocks)))
     return None
 
@@ -113,9 +125,9 @@ def _any(_: InputEvent | None) -> bool:
     return True
 
 
-def _overlap_text(row: Row) -> str:
-    assert row.derived is not None, "terms differ where there are two"
-    assert row.recorded is not None, "terms differ where there are two"
+def _overlap_text(row: CostTableRow) -> str:
+    assert row.derived is not None, "only rows with both terms differ"
+    assert row.recorded is not None, "only rows with both terms differ"
     derived, recorded = (
         f"{terms.device_overlap}+{terms.host_overlap}+{terms.disk_overlap}" for terms in (row.derived, row.recorded)
     )
@@ -128,7 +140,7 @@ def _rank_of(event: InputEvent | None) -> tuple[str, int] | None:
 
 
 def _of_prompt(event: InputEvent | None, blocks: frozenset[int]) -> int:
-    """How many blocks of the prompt a KV event is about."""
+    """Return how many blocks of the prompt a KV event is about."""
     if not isinstance(event, BlocksStored | BlocksRemoved):
         return 0
     return len(blocks.intersection(array_u64(event.sequence_hashes)))

@@ -1,7 +1,7 @@
-"""Every recorded decision derived again from the recorded events, and held against the record.
+"""Derive every recorded decision again from the recorded events, and compare it with the record.
 
-The log may hold crashes, restarts and take-overs: the journal's order bridges them. What cannot be read or derived is
-never skipped: it ends the verification or is counted by name.
+The log may contain crashes, restarts and failovers; the journal's order bridges them. Nothing unreadable is skipped
+silently: it ends the verification or is counted by name.
 """
 
 from collections.abc import Callable, Set
@@ -14,47 +14,48 @@ from forebay.core.step import AnyDecision
 from forebay.events.base import hex_digest
 from forebay.events.decisions import OwnerClaimed, SnapshotTaken
 from forebay.events.topics import INPUTS
-from forebay.replay.verify.divergence import Told, Trail
-from forebay.replay.verify.foreign_progress import Foreign, ForeignProgress
+from forebay.replay.verify.divergence import DivergenceReport, DivergenceTrail
+from forebay.replay.verify.foreign_progress import ForeignEvent, ForeignProgress
 from forebay.replay.walk import FOREIGN_RECORDS, UNKNOWN_EVENTS, UNREAD_FIELDS, Walk, walk_all
 from forebay.transport.base import Log
 from forebay.transport.history.reader import MissingChunk, OtherState, check_snapshot
 
-PROGRESS_EVERY = 1_000  # journal records between two reports of progress
+PROGRESS_EVERY = 1_000  # journal records between two progress reports
 
 MISSING_SNAPSHOTS, FOREIGN_PROGRESS = "missing-snapshots", "foreign-progress"
 UNVERIFIED = {
-    FOREIGN_RECORDS: "records in the journal that no owner wrote",
-    UNREAD_FIELDS: "records in the journal that say more than this version reads, or not as it writes it",
-    UNKNOWN_EVENTS: "events of kinds that this version does not know",
-    MISSING_SNAPSHOTS: "snapshots that the journal names and whose chunks are not there",
-    FOREIGN_PROGRESS: "progress events from workers that were not selected; they had no effect here",
+    FOREIGN_RECORDS: "journal records that no owner wrote",
+    UNREAD_FIELDS: "journal records with fields or an encoding that this version does not write",
+    UNKNOWN_EVENTS: "events of types that this version does not know",
+    MISSING_SNAPSHOTS: "snapshots whose chunks are missing",
+    FOREIGN_PROGRESS: "progress events from workers that were not selected (ignored)",
 }
 
 OnProgress = Callable[[int, int, int], None]
 
 
-class Report(msgspec.Struct, kw_only=True):
-    """What a verification found.
+class VerifyReport(msgspec.Struct, kw_only=True):
+    """Result of a verification.
 
     Attributes:
-        start: the journal offset at which the verification began: 0, or where the oldest usable snapshot stands.
-        decisions: what the journal says was decided, up to where verification ended.
-        verified: how many of them were derived again, equal in every field.
-        records: all valid journal records, `events` the input events applied on the way.
-        claims: owners, one for each start or take-over.
-        snapshots: snapshots whose chunks give the state sealed in the journal.
-        void: records of owners that had lost the group, which count for nothing.
-        malformed: of the events, those that no version can read; they did nothing when they were applied, either.
-        pending: decisions that the events lead to and the journal does not have yet: its writer died, or is at it.
-        unapplied: input events that no journal record says were applied.
-        unverified: by a name of `UNVERIFIED`, how much could not be verified.
-        allowed: those names that do not fail the verification.
-        unknown_event: the first of the unknown events: where it is, and its tag.
+        start: journal offset at which verification began: 0, or the position of the oldest usable snapshot.
+        decisions: number of recorded decisions up to the end of the verification.
+        verified: number of decisions that were derived again with every field equal.
+        records: number of valid journal records.
+        events: number of input events applied.
+        claims: number of ownership claims, one for each start or failover.
+        snapshots: number of snapshots whose chunks restore the sealed state.
+        void: number of stale records: their owner had lost the group.
+        malformed: number of input events that no version can decode. They had no effect when they were applied, either.
+        pending: derived decisions that the journal does not hold yet, because the owner died or is still writing.
+        unapplied: number of input events that no journal record consumed.
+        unverified: number of unverifiable items, by a name of `UNVERIFIED`.
+        allowed: names that do not fail the verification.
+        unknown_event: location and tag of the first event of an unknown type.
         foreign_progress: the first progress events from workers that were not selected.
-        digest: 64 bits over every verified journal record in order.
-        state: digest of the world at the end.
-        divergence: the first record that the events do not lead to; None when there is none.
+        digest: 64-bit digest over every verified journal record in order, in hex.
+        state: digest of the world at the end, in hex.
+        divergence: the first record that does not follow from the events; None if there is none.
     """
 
     start: int = 0
@@ -71,33 +72,36 @@ class Report(msgspec.Struct, kw_only=True):
     unverified: dict[str, int] = {}
     allowed: list[str] = []
     unknown_event: str = ""
-    foreign_progress: list[Foreign] = []
+    foreign_progress: list[ForeignEvent] = []
     digest: str = ""
     state: str = ""
-    divergence: Told | None = None
+    divergence: DivergenceReport | None = None
 
     @property
     def failed(self) -> dict[str, int]:
-        """What could not be verified and is not allowed."""
+        """Unverified counts whose names are not allowed."""
         return {name: count for name, count in self.unverified.items() if name not in self.allowed}
 
 
 async def verify(
     log: Log, partition: int = 0, progress: OnProgress | None = None, allow: Set[str] = frozenset()
-) -> Report:
-    """Derive the journal of one group again, from its first record on, or the oldest snapshot that stands for it.
+) -> VerifyReport:
+    """Derive one group's journal again, starting at its first record or at the oldest usable snapshot.
 
-    `progress` is called now and then with the journal records done, their total, and the decisions verified.
-    `allow` holds names of `UNVERIFIED`.
+    Args:
+        log: the log to read.
+        partition: control partition of the group.
+        progress: called regularly with the number of journal records done, their total, and the decisions verified.
+        allow: names of `UNVERIFIED` that do not fail the verification.
 
     Raises:
-        OtherRules: the journal was decided by another version of the rules.
-        LogError: the log is damaged or misses a part that the journal says was applied.
+        OtherRules: the journal was written by another version of the rules.
+        LogError: the log is damaged, or lacks events that the journal consumed.
     """
     walk = await walk_all(log, partition)
-    trail = Trail(walk)
+    trail = DivergenceTrail(walk)
     foreign = ForeignProgress(walk)
-    report = Report(start=walk.start, allowed=sorted(allow))
+    report = VerifyReport(start=walk.start, allowed=sorted(allow))
     hasher = xxh3_64()
     async for step in walk:
         record = step.record
@@ -108,9 +112,9 @@ async def verify(
         if divergence is None and isinstance(record, SnapshotTaken):
             divergence = await _check_snapshot(log, partition, step.offset, record, report)
         if divergence is not None:
-            report.divergence = await trail.told(log, partition, divergence, step)
+            report.divergence = await trail.report(log, partition, divergence, step)
             break
-        trail.passed(step)
+        trail.add_verified(step)
         report.claims += isinstance(record, OwnerClaimed)
         report.verified += is_decision
         report.records += 1
@@ -126,9 +130,13 @@ async def verify(
 
 
 async def _check_snapshot(
-    log: Log, partition: int, offset: int, taken: SnapshotTaken, report: Report
+    log: Log, partition: int, offset: int, taken: SnapshotTaken, report: VerifyReport
 ) -> Divergence | None:
-    """Whether the chunks of a snapshot give the state that was sealed. Raises LogError."""
+    """Compare the state that a snapshot's chunks restore with the sealed digest.
+
+    Raises:
+        LogError: the log is damaged.
+    """
     try:
         await check_snapshot(log, partition, taken)
     except MissingChunk:
@@ -140,8 +148,8 @@ async def _check_snapshot(
     return None
 
 
-async def _account(log: Log, partition: int, walk: Walk, report: Report) -> None:
-    """Add what the walk did not verify, and where it ended."""
+async def _account(log: Log, partition: int, walk: Walk, report: VerifyReport) -> None:
+    """Add the counts of what the walk did not verify, and its final state."""
     report.void = walk.validity.void
     report.unverified |= walk.unverified
     for topic in INPUTS:
